@@ -1,0 +1,62 @@
+# `make demo` and `make test` work in a fresh clone: they make the environment they need, once.
+
+PYTHON ?= python3
+VENV   ?= .venv
+JOBS   ?= 2
+ARGS   ?=
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+VERSION := import sys; print("%d.%d" % sys.version_info[:2])
+SAY_JAX := from importlib.metadata import version; print("Testing with JAX", version("jax"))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test fast lint clean
+
+help:
+	@echo "make demo    run the demo                          ARGS: what follows 'glax demo'"
+	@echo "make test    ruff and all tests                    ARGS: more options for pytest"
+	@echo "make fast    the tests marked fast                 ARGS: more options for pytest"
+	@echo "make lint    ruff alone"
+	@echo "make clean   remove environments, builds, caches and outputs"
+	@echo
+	@echo "PYTHON=$(PYTHON) makes the environment VENV=$(VENV); JOBS=$(JOBS) test processes run at a time."
+	@echo "Another Python needs another environment: make test PYTHON=python3.13 VENV=.venv-3.13"
+
+demo: $(STAMP)
+	@$(BIN)/glax demo $(ARGS)
+
+test: lint
+	@$(BIN)/python -c '$(SAY_JAX)'
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+fast: $(STAMP)
+	@$(BIN)/python -c '$(SAY_JAX)'
+	$(BIN)/python -m pytest -n $(JOBS) -m fast $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+# The stamp is newer than what the environment was made from; without it a run would install again each time.
+# An environment without a working pip (an interrupted run, a Python since removed) is made again.
+$(STAMP): pyproject.toml $(wildcard constraints/*.txt)
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	    { echo "glax needs Python 3.11 or newer, which $(PYTHON) is not: install one, or name it with PYTHON=..." >&2; exit 1; }; \
+	  echo "Making $(VENV) with $$($(PYTHON) --version)"; \
+	  $(PYTHON) -m venv $(VENV) || \
+	    { echo "$(PYTHON) -m venv failed: install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }; \
+	fi
+	@version=$$($(BIN)/python -c '$(VERSION)') && pins=constraints/python$$version.txt && \
+	if test -f $$pins; then \
+	  echo "Installing glax and its tools into $(VENV), versions from $$pins (once; takes minutes)"; \
+	  $(BIN)/python -m pip install -qq --disable-pip-version-check -c $$pins -e ".[dev]"; \
+	else \
+	  echo "Installing glax and its tools into $(VENV), newest versions: there is no $$pins (once; takes minutes)"; \
+	  $(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[dev]"; \
+	fi || { echo "pip could not install glax and its tools; what it said is above" >&2; exit 1; }
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-newest build dist *.egg-info .pytest_cache .ruff_cache .hypothesis demo-out benchmarks/out
+	find . -path './.*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,197 @@
+"""The public functions. Each names its gates; everything else is `Options`, written once."""
+
+from typing import TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from glax.autodiff import solve
+from glax.bind import bind
+from glax.dispatch import Choice
+from glax.recurrence import Outputs, Recurrence, aligned
+from glax.registry import Config, Platform
+
+
+class Options(TypedDict, total=False):
+    """What every function here accepts beside its gates.
+
+    softmax_scale: factor on the output, K ** -0.5 if None; may be traced, and has a gradient.
+    initial_state: [N, H, K, V], or [H, K, V] for all sequences; zeros if None. Any float dtype.
+    reverse:       walk each sequence from its last token to its first.
+    cu_seqlens:    [N + 1] integers; sequence n is rows cu_seqlens[n] to cu_seqlens[n + 1] of T, and B is 1. May be traced.
+    platform:      None or "auto" chooses; "xla", "cpp", "triton", "pallas" or "cuda" insists.
+    cfg:           the config of the kernel to use, such as ChunkedConfig(chunk=64); None guesses one from the shapes.
+    """
+
+    softmax_scale: float | Float[Array, ""] | None
+    initial_state: Float[Array, "N H K V"] | Float[Array, "H K V"] | None
+    reverse: bool
+    cu_seqlens: Int[Array, "N+1"] | None
+    platform: str | None
+    cfg: Config | None
+
+
+def recurrent(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "N H"] | None = None,
+    gk: Float[Array, "B T H K"] | None = None,
+    gv: Float[Array, "B T H V"] | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    initial_state: Float[Array, "N H K V"] | Float[Array, "H K V"] | None = None,
+    reverse: bool = False,
+    cu_seqlens: Int[Array, "N+1"] | None = None,
+    *,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> Outputs:
+    """Linear attention with any mix of gates:
+
+        S_t = exp(g_t + g_gamma) diag(exp(gk_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
+
+    Gates are logarithms of decays, in [-inf, a few]: 0 keeps the state, -inf forgets it. All are optional and add up; g of
+    shape [B, T, H, K] is the same as gk. H is the largest of the three head counts, which the others divide: head h of H
+    reads head h * Hk // H of the keys. With query [T, Hq, K] and so on, without a B, the output has none either.
+
+    query, key and value share one dtype: float32, bfloat16, float16, or float64. Sums, states and gates are float32
+    (float64 for float64). Differentiable in every float argument and through both results, any number of times, in
+    reverse mode.
+
+    Returns output [B, T, H, V] in the query's dtype and final_state [N, H, K, V]. Rows behind cu_seqlens[-1] are padding:
+    output 0, no effect. An empty sequence hands its initial state through. The other options: see `Options`.
+
+    Raises ValueError or TypeError naming the argument, what was expected and what came; UnsupportedError, with each
+    kernel's reason, if no kernel of an explicit `platform` or `cfg` can run the call.
+
+    Gated linear attention: Yang et al. 2024, https://arxiv.org/abs/2312.06635.
+    """
+    if cfg is not None and not isinstance(cfg, Config):
+        raise TypeError(f"cfg must be the Config of a kernel, such as ChunkedConfig(chunk=64), got {cfg!r}")
+    choice = Choice(Platform.parse(platform), cfg)
+    r = bind(
+        query, key, value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
+        softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens, reverse=reverse,
+    )  # fmt: skip
+    outputs = nothing_to_solve(r) if 0 in (*r.q.shape[:2], r.num_sequences) else solve(choice, aligned(r))
+    return outputs if jnp.ndim(query) == 4 else outputs._replace(output=outputs.output[0])
+
+
+def nothing_to_solve(r: Recurrence) -> Outputs:
+    """No tokens or no sequences: empty or padding outputs, and the states as they came."""
+    return Outputs(jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype), r.start_state)
+
+
+def recurrent_attention(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "N H"] | None = None,
+    gk: Float[Array, "B T H K"] | None = None,
+    gv: Float[Array, "B T H V"] | None = None,
+    initial_state: Float[Array, "N H K V"] | Float[Array, "H K V"] | None = None,
+    cu_seqlens: Int[Array, "N+1"] | None = None,
+    *,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> Float[Array, "B T H V"] | Outputs:
+    """`recurrent`, returning the output alone unless `return_state`: then (output, final_state)."""
+    outputs = recurrent(
+        query, key, value, g, g_gamma, gk, gv, softmax_scale, initial_state, reverse, cu_seqlens, platform=platform, cfg=cfg
+    )
+    return outputs if return_state else outputs.output
+
+
+def recurrent_gla(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "N H"] | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    initial_state: Float[Array, "N H K V"] | Float[Array, "H K V"] | None = None,
+    reverse: bool = False,
+    cu_seqlens: Int[Array, "N+1"] | None = None,
+    *,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> Outputs:
+    """Gated linear attention:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
+
+    g: [B, T, H, K] log decays, one a key channel. Everything else as in `recurrent`.
+
+    Yang et al. 2024, https://arxiv.org/abs/2312.06635.
+    """
+    return recurrent(
+        query, key, value, g, g_gamma, None, None, softmax_scale, initial_state, reverse, cu_seqlens,
+        platform=platform, cfg=cfg,
+    )  # fmt: skip
+
+
+def simple_gla(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"],
+    **options: Unpack[Options],
+) -> Outputs:
+    """One data-dependent decay a head, as in Mamba-2:   S_t = exp(g_t) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
+
+    g: [B, T, H] log decays; ValueError for any other rank. Everything else as in `recurrent`.
+
+    Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
+    """
+    if jnp.ndim(g) != jnp.ndim(query) - 1:
+        raise ValueError(f"g must be [B, T, H] in simple_gla, one gate a head, got shape {jnp.shape(g)}")
+    return recurrent(query, key, value, g=g, **options)
+
+
+def retention(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    **options: Unpack[Options],
+) -> Outputs:
+    """RetNet's retention:   S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t,   in head h = 0, 1, ...
+
+    Shapes, dtypes, errors and options as in `recurrent`.
+
+    Sun et al. 2023, https://arxiv.org/abs/2307.08621.
+    """
+    heads = jnp.arange(most_heads(query, key, value), dtype=jnp.float32)
+    return recurrent(query, key, value, g_gamma=jnp.log1p(-jnp.exp2(-5.0 - heads)), **options)
+
+
+def lightning_attention(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    layer_idx: int | Int[Array, ""],
+    num_layers: int,
+    **options: Unpack[Options],
+) -> Outputs:
+    """Lightning attention:   S_t = exp(-(8 h / H) (1 - layer_idx / num_layers)) S_{t-1} + k_t v_t^T   in head h = 0, 1, ...
+
+    o_t = softmax_scale * S_t^T q_t. Deeper layers decay more slowly. layer_idx may be traced, so that layers can be scanned
+    over; ValueError if num_layers < 1 or a known layer_idx is outside 0..num_layers. Everything else as in `recurrent`.
+
+    Qin et al. 2024, https://arxiv.org/abs/2401.04658.
+    """
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be at least 1, got {num_layers}")
+    if not isinstance(layer_idx, jax.core.Tracer) and not 0 <= layer_idx <= num_layers:
+        raise ValueError(f"layer_idx must be from 0 to num_layers={num_layers}, got {layer_idx}")
+    heads = most_heads(query, key, value)
+    slope = -8.0 / heads * (1.0 - layer_idx / num_layers)
+    return recurrent(query, key, value, g_gamma=slope * jnp.arange(heads, dtype=jnp.float32), **options)
+
+
+def most_heads(*arrays) -> int:
+    """H, as far as shapes tell; `bind` judges the shapes."""
+    return max((jnp.shape(x)[-2] for x in arrays if jnp.ndim(x) >= 2), default=1)

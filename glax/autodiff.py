@@ -1,0 +1,169 @@
+"""The one gradient, above all platforms."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from glax.decay import Decay
+from glax.dispatch import Choice, run_backward, run_forward
+from glax.recurrence import Outputs, Recurrence, fold_heads, spread_heads
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def solve(choice: Choice, r: Recurrence) -> Outputs:
+    """The outputs and final states of r, differentiable any number of times; it keeps nothing but r for its gradient."""
+    return run_forward(choice, r)
+
+
+def _solve_fwd(choice, r):
+    return run_forward(choice, r), r
+
+
+def _solve_bwd(choice, r, cotangents):
+    d = gradient(choice, r, *cotangents)
+    cuts = None if r.boundaries is None else np.zeros(r.boundaries.shape, jax.dtypes.float0)
+    return (d.replace(boundaries=cuts),)
+
+
+solve.defvjp(_solve_fwd, _solve_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurrence:
+    """The gradient of <output, d_output> + <final_state, d_final> in every array of r, its boundaries set to None."""
+    fused = run_backward(choice, r, d_output, d_final)
+    return derived_gradient(choice, r, d_output, d_final) if fused is None else fused
+
+
+def _gradient_fwd(choice, *operands):
+    return gradient(choice, *operands), operands
+
+
+def _gradient_bwd(choice, operands, cotangent):
+    """Fused kernels have no gradient of their own; the derived form, made of `solve`, equals them and has one."""
+    r, *cotangents = operands
+    cuts = r.boundaries
+    _, pull = jax.vjp(lambda r, *c: derived_gradient(choice, r.replace(boundaries=cuts), *c), r.replace(boundaries=None), *cotangents)
+    d_r, *rest = pull(cotangent)
+    cuts = None if cuts is None else np.zeros(cuts.shape, jax.dtypes.float0)
+    return (d_r.replace(boundaries=cuts), *rest)
+
+
+gradient.defvjp(_gradient_fwd, _gradient_bwd)
+
+
+def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurrence:
+    """The gradient by the forward alone, its roles permuted; so a platform that writes only a forward can train.
+
+        dq_t = scale S_t do_t      dk_t = G_t v_t      dv_t = G_t^T k_t
+
+    G = dL/dS obeys the same recurrence against time with every decay one token late, driven by scale q and do and begun
+    by d_final. The gradient of the log decays telescopes: its sum over the tokens behind t is q*dq - k*dk (of the state's
+    rows; o*do - v*dv of its columns), from <S, dS> at the end.
+    """
+    like, wide, H = r, r.dtype, r.num_heads
+    scale = r.by_token(r.scale)[..., None, None]
+    r, do = clean(r, d_output)
+    ones = jnp.ones_like(r.scale)
+
+    # [B, T, H, K], [N, H, V, K]
+    read, final = solve(choice, r.transposed.replace(q=do, k=r.v, v=r.k, scale=ones))
+    adjoint = adjoint_of(r).replace(initial_state=d_final.astype(wide), scale=ones)
+    dk = solve(choice, adjoint.transposed.replace(q=r.v, k=do, v=r.q * scale)).output
+    dv, G = solve(choice, adjoint.replace(q=r.k, k=r.q * scale, v=do))
+
+    q, k, v = (spread_heads(x, H) for x in (r.q, r.k, r.v))
+    q_read, at_end = q * read, final.mT * d_final
+    decay = r.decay
+    d_rows = d_columns = None
+    if decay.form not in ("none", "value"):
+        d_rows = sum_behind(r, q_read * scale - k * dk, at_end.sum(3))
+    if decay.value is not None:
+        output = solve(choice, r).output
+        d_columns = sum_behind(r, output * do - v * dv, at_end.sum(2))
+
+    d_initial = None
+    if r.initial_state is not None:
+        d_initial = (G * first_decay(r)).astype(like.initial_state.dtype)
+    per_token = q_read.sum((2, 3))  # [B, T]
+    return Recurrence(
+        q=fold_heads(read * scale, like.q.shape[2]).astype(like.q.dtype),
+        k=fold_heads(dk, like.k.shape[2]).astype(like.k.dtype),
+        v=fold_heads(dv, like.v.shape[2]).astype(like.v.dtype),
+        decay=Decay(
+            constant=None if decay.constant is None else r.per_sequence(d_rows.sum(3)).astype(like.decay.constant.dtype),
+            head=None if decay.head is None else d_rows.sum(3).astype(like.decay.head.dtype),
+            key=None if decay.key is None else d_rows.astype(like.decay.key.dtype),
+            value=None if decay.value is None else d_columns.astype(like.decay.value.dtype),
+        ),
+        initial_state=d_initial,
+        boundaries=None,
+        scale=r.per_sequence(per_token),
+        reverse=r.reverse,
+    )
+
+
+def clean(r: Recurrence, d_output) -> tuple[Recurrence, Array]:
+    """r and d_output in the dtype of sums, with padding rows zeroed: they may hold anything, NaN too."""
+
+    def each(x):
+        if x is None:
+            return None
+        x = x.astype(r.dtype)
+        return x if r.boundaries is None else jnp.where(r.is_token.reshape(-1, *[1] * (x.ndim - 2)), x, 0)
+
+    decay = r.decay
+    decay = Decay(decay.constant, *map(each, (decay.head, decay.key, decay.value)))
+    return r.replace(q=each(r.q), k=each(r.k), v=each(r.v), decay=decay), each(d_output)
+
+
+def adjoint_of(r: Recurrence) -> Recurrence:
+    """The recurrence of G = dL/dS, before its q, k, v and initial state are set: against time, every decay one late."""
+    first = r.ends(walk_end=True)  # where the adjoint's walk begins
+
+    def late(x):
+        if x is None:
+            return None
+        moved = jnp.roll(x, 1 if r.reverse else -1, axis=1)
+        return jnp.where(first.reshape(-1, *[1] * (x.ndim - 2)), 0, moved)
+
+    constant = r.decay.constant
+    head = r.decay.head if constant is None else r.by_token(constant.astype(r.dtype))
+    return r.replace(decay=Decay(None, late(head), late(r.decay.key), late(r.decay.value)), reverse=not r.reverse)
+
+
+def first_decay(r: Recurrence) -> Float[Array, "N H K V"]:
+    """The decay of the first token of every walk; 1 for an empty sequence, which passes its state through."""
+    decay, packed = r.decay, r.boundaries is not None
+    if packed:
+        begin, end = r.boundaries[:-1], r.boundaries[1:]
+        at = jnp.clip(end - 1 if r.reverse else begin, 0, r.q.shape[1] - 1)
+    rows = lambda x: x[0][at] if packed else x[:, -1 if r.reverse else 0]  # noqa: E731
+    log = jnp.zeros(r.state_shape, r.dtype)
+    head = decay.constant.astype(r.dtype) if decay.constant is not None else None if decay.head is None else rows(decay.head)
+    if head is not None:
+        log += head[..., None, None]
+    if decay.key is not None:
+        log += rows(decay.key)[..., :, None]
+    if decay.value is not None:
+        log += rows(decay.value)[..., None, :]
+    factor = jnp.exp(log)
+    return jnp.where((begin < end)[:, None, None, None], factor, 1) if packed else factor
+
+
+def sum_behind(r: Recurrence, x: Float[Array, "B T H D"], at_end: Float[Array, "N H D"]) -> Float[Array, "B T H D"]:
+    """The sum of x over a token and those behind it in the walk of its sequence, plus `at_end`; 0 in padding rows."""
+    last = r.ends(walk_end=True)
+
+    def step(total, row):
+        x, at_end, last = row
+        total = jnp.where(last, at_end, total) + x
+        return total, total
+
+    by_time = jnp.moveaxis(x, 1, 0), jnp.moveaxis(r.by_token(at_end), 1, 0), last
+    _, sums = jax.lax.scan(step, jnp.zeros_like(x[:, 0]), by_time, reverse=not r.reverse)
+    sums = jnp.moveaxis(sums, 0, 1)
+    return sums if r.boundaries is None else jnp.where(r.is_token[:, None, None], sums, 0)

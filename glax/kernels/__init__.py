@@ -1,0 +1,12 @@
+"""The platforms. Each is a folder; importing it registers its kernels, which happens at the first call."""
+
+import functools
+import importlib
+
+MODULES = ("glax.kernels.xla",)
+
+
+@functools.cache
+def load_kernels():
+    for module in MODULES:
+        importlib.import_module(module)

@@ -1,0 +1,214 @@
+"""Chunk by chunk, in matrix products: forward, and its gradient in one walk forwards and one backwards."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from glax.decay import Decay
+from glax.kernels.chunks import Chunks, chunks_of
+from glax.kernels.xla import chunk
+from glax.recurrence import Outputs, Recurrence, fold_heads, spread_heads, varying_like
+from glax.registry import Backend, Config, Platform, kernel_registry
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkedConfig(Config):
+    """chunk: tokens a chunk. Work grows with it, the number of steps and of stored states shrinks."""
+
+    chunk: int = 64
+
+    def __post_init__(self):
+        if not isinstance(self.chunk, int) or self.chunk < 1:
+            raise ValueError(f"chunk must be an int of at least 1, got {self.chunk!r}")
+
+    @classmethod
+    def heuristic(cls, r: Recurrence) -> "ChunkedConfig":
+        """CPUs: 32, which of 16, 32, 64 and 128 ran fastest there at widths 64 and 128."""
+        return cls(chunk=32 if Backend.here() is Backend.CPU else 64)
+
+
+class Windows:
+    """Reads and writes the rows of one chunk. All C rows of a window are in bounds; those outside the chunk read as 0."""
+
+    def __init__(self, r: Recurrence, chunks: Chunks, i):
+        C, T = chunks.size, r.q.shape[1]
+        self.r, self.C = r, C
+        self.start = jnp.minimum(chunks.first[i], T - C)
+        row = self.start + jnp.arange(C, dtype=self.start.dtype)
+        whole = r.boundaries is None and T % C == 0
+        # [C]: whether a row is of this chunk; None if all rows of all chunks are
+        self.own = None if whole else (row >= chunks.first[i]) & (row < chunks.last[i])
+        self.sequence = chunks.sequence[i]
+        self.batch = r.q.shape[0]
+
+    def rows(self, x: Float[Array, "B T H D"]) -> Float[Array, "B C H D"]:
+        window = lax.dynamic_slice_in_dim(x, self.start, self.C, 1).astype(self.r.dtype)
+        return window if self.own is None else jnp.where(self.own[:, None, None], window, 0)
+
+    def read(self, x: Float[Array, "B T heads D"]) -> Float[Array, "B H C D"]:
+        return spread_heads(self.rows(x), self.r.num_heads).transpose(0, 2, 1, 3)
+
+    def write(self, buffer: Float[Array, "B T heads D"], x: Float[Array, "B H C D"]) -> Array:
+        x = fold_heads(x.transpose(0, 2, 1, 3), buffer.shape[2]).astype(buffer.dtype)
+        if self.own is not None:
+            x = jnp.where(self.own[:, None, None], x, lax.dynamic_slice_in_dim(buffer, self.start, self.C, 1))
+        return lax.dynamic_update_slice_in_dim(buffer, x, self.start, 1)
+
+    def state(self, states: Float[Array, "N *rest"]) -> Float[Array, "B *rest"]:
+        """The rows of this chunk's sequence: all of them where B sequences are walked side by side."""
+        return lax.dynamic_slice_in_dim(states, self.sequence, self.batch, 0)
+
+    @property
+    def scale(self) -> Float[Array, "B 1 1 1"]:
+        return self.state(self.r.scale)[:, None, None, None]
+
+    def put_state(self, states, x):
+        return lax.dynamic_update_slice_in_dim(states, x, self.sequence, 0)
+
+    def gates(self) -> tuple[Array | None, Array | None]:
+        """The log decays of the state's rows and columns, each [B, C, H, width or 1] or None.
+
+        At or below the floor a decay is exactly 0 in this dtype; -inf itself would make 0 * inf in the sums.
+        """
+        decay, floor = self.r.decay, log_of_zero(self.r.dtype)
+        key, value = (None if x is None else self.rows(x) for x in (decay.key, decay.value))
+        if decay.head is not None:
+            key = self.rows(decay.head[..., None])
+        if decay.constant is not None:
+            key = self.state(decay.constant.astype(self.r.dtype))[:, None, :, None]
+            key = jnp.broadcast_to(key, (self.batch, self.C, *key.shape[2:]))
+            key = key if self.own is None else jnp.where(self.own[:, None, None], key, 0)
+        return tuple(None if x is None else jnp.maximum(x, floor) for x in (key, value))
+
+
+def log_of_zero(dtype) -> float:
+    """A logarithm whose exponential is exactly 0: denormals end at e^-104 in float32, at e^-746 in float64."""
+    return -128.0 if dtype == jnp.float32 else -800.0
+
+
+def either_way(g: chunk.Geometry, gates, use, *operands):
+    """use(key factors, value factors, masks, *operands): the fast form where it is exact for this chunk, else the exact one."""
+    if gates == (None, None):
+        return use(chunk.Factors(), chunk.Factors(), (g.earlier,), *operands)
+    middles = tuple(None if x is None else chunk.sums(g.middle, x) for x in gates)
+    present = [x for x in middles if x is not None]
+    within = jnp.max(jnp.stack([jnp.abs(x).max() for x in present])) <= chunk.fast_limit(present[0].dtype)
+
+    def fast(gates, middles, *operands):
+        return use(*(chunk.fast(g, *side) for side in zip(gates, middles, strict=True)), (g.earlier,), *operands)
+
+    def exact(gates, middles, *operands):
+        masks = tuple(mask for _, mask in g.halvings)
+        return use(*(chunk.exact(g, side) for side in gates), masks, *operands)
+
+    return lax.cond(within, fast, exact, gates, middles, *operands)
+
+
+def start(r: Recurrence, config: ChunkedConfig) -> tuple[Chunks, chunk.Geometry]:
+    size = min(config.chunk, r.q.shape[1])
+    return chunks_of(r, size), chunk.geometry(size, r.reverse)
+
+
+def walk(r: Recurrence, chunks: Chunks, body, carry, backwards: bool):
+    """Folds body(windows, i, carry) over the chunks, in the order of the recurrence or against it."""
+    carry = jax.tree.map(lambda x: varying_like(x, r.q), carry)
+
+    def step(i, carry):
+        i = chunks.count - 1 - i if r.reverse != backwards else i
+        return body(Windows(r, chunks, i), i, carry)
+
+    return lax.fori_loop(0, chunks.count, step, carry)
+
+
+@kernel_registry.register("chunked", Platform.XLA, Backend.ANY, config=ChunkedConfig, priority=lambda r: 1)
+def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
+    """The recurrence in chunks: four products of matrices a chunk; one state lives at a time."""
+    chunks, g = start(r, config)
+
+    def body(w: Windows, i, carry):
+        states, output = carry
+        q, k, v = w.read(r.q) * w.scale, w.read(r.k), w.read(r.v)
+
+        def use(key, value, masks, S, q, k, v):
+            return chunk.advance(S, k, v, key, value), sum(chunk.forward(S, q, k, v, key, value, masks))
+
+        S, o = either_way(g, w.gates(), use, w.state(states), q, k, v)
+        return [w.put_state(states, S), w.write(output, o)]
+
+    output = jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)
+    final, output = walk(r, chunks, body, [r.start_state, output], backwards=False)
+    return Outputs(output, final)
+
+
+@kernel_registry.register("chunked.vjp", Platform.XLA, Backend.ANY, config=ChunkedConfig)
+def chunked_vjp(r: Recurrence, d_output, d_final, *, config: ChunkedConfig) -> Recurrence:
+    """The gradient in every input: a walk forwards stores the state before each chunk, a walk backwards forms the rest."""
+    chunks, g = start(r, config)
+
+    def remember(w: Windows, i, carry):
+        states, before = carry
+        S, (key, value) = w.state(states), w.gates()
+        after = chunk.advance(S, w.read(r.k), w.read(r.v), chunk.edges(g, key), chunk.edges(g, value))
+        return [w.put_state(states, after), lax.dynamic_update_index_in_dim(before, S, i, 0)]
+
+    before = jnp.zeros((chunks.first.shape[0], r.q.shape[0], *r.state_shape[1:]), r.dtype)
+    _, before = walk(r, chunks, remember, [r.start_state, before], backwards=False)
+
+    def body(w: Windows, i, carry):
+        d_states, d_scale, d_q, d_k, d_v, d_decay = carry
+        q, k, v, do = (w.read(x) for x in (r.q, r.k, r.v, d_output))
+        S, gates = lax.dynamic_index_in_dim(before, i, keepdims=False), w.gates()
+
+        def use(key, value, masks, S, dS, q, k, v, do):
+            o = None if r.decay.value is None else chunk.forward(S, q, k, v, key, value, masks)[1]
+            return *chunk.backward(S, dS, q, k, v, do, key, value, masks), o
+
+        dS, dq, dk, dv, o = either_way(g, gates, use, S, w.state(d_states), q * w.scale, k, v, do)
+        edge = S * dS
+        row_terms = q * dq[1] * w.scale - k * dk[1]
+        column_terms = None if o is None else o * do - v * dv[1]
+        return [
+            w.put_state(d_states, dS),
+            w.put_state(d_scale, w.state(d_scale) + (q * sum(dq)).sum((1, 2, 3))),
+            w.write(d_q, sum(dq) * w.scale),
+            w.write(d_k, sum(dk)),
+            w.write(d_v, sum(dv)),
+            decay_gradient(w, g, d_decay, (row_terms, edge.sum(3)), (column_terms, edge.sum(2))),
+        ]
+
+    d_decay = jax.tree.map(jnp.zeros_like, r.decay)
+    if r.decay.constant is not None:
+        d_decay = Decay(constant=jnp.zeros(r.decay.constant.shape, r.dtype))
+    carry = [d_final.astype(r.dtype), jnp.zeros_like(r.scale), *map(jnp.zeros_like, (r.q, r.k, r.v)), d_decay]
+    d_initial, d_scale, dq, dk, dv, d_decay = walk(r, chunks, body, carry, backwards=True)
+    d_initial = None if r.initial_state is None else d_initial
+    return r.replace(q=dq, k=dk, v=dv, decay=d_decay, initial_state=d_initial, boundaries=None, scale=d_scale)
+
+
+def decay_gradient(w: Windows, g: chunk.Geometry, d_decay: Decay, row_side, column_side) -> Decay:
+    """dg_t = <S, dS>_{before the chunk} - sum over earlier s in the chunk of (q_s dq_s - k_s dk_s), written to d_decay.
+
+    The sum telescopes the pairs that do not span t. It starts afresh from the states at the chunk's edge, so its rounding
+    does not grow with T. Each side is (terms [B, H, C, D], edge [B, H, D]); for columns, o and v stand for q and k.
+    """
+
+    def per_channel(terms, edge):
+        # [B, H, C, D]
+        return edge[:, :, None] - chunk.sums(g.before, terms.transpose(0, 2, 1, 3))
+
+    def per_head(terms, edge):
+        return per_channel(terms.sum(3, keepdims=True), edge.sum(2, keepdims=True))
+
+    if d_decay.constant is not None:
+        # [B, H, C]: rows outside the chunk hold no token
+        each = per_head(*row_side)[..., 0]
+        each = each if w.own is None else jnp.where(w.own, each, 0)
+        return Decay(constant=w.put_state(d_decay.constant, w.state(d_decay.constant) + each.sum(2)))
+    if d_decay.head is not None:
+        return Decay(head=w.write(d_decay.head[..., None], per_head(*row_side))[..., 0])
+    sides = ((d_decay.key, row_side), (d_decay.value, column_side))
+    return Decay(None, None, *(None if d is None else w.write(d, per_channel(*side)) for d, side in sides))

@@ -1,0 +1,122 @@
+"""Kernels by algorithm, platform and backend, and the choice among them."""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import jax
+
+from glax.recurrence import Recurrence
+
+
+class Platform(enum.StrEnum):
+    """How a kernel is written."""
+
+    XLA = enum.auto()
+    CPP = enum.auto()
+    TRITON = enum.auto()
+    PALLAS = enum.auto()
+    CUDA = enum.auto()
+
+    @classmethod
+    def parse(cls, name: "str | Platform | None") -> "Platform | None":
+        """The platform that a user names; None for None and "auto"."""
+        if name is None or name == "auto":
+            return None
+        try:
+            return cls(name)
+        except ValueError:
+            names = ", ".join(repr(str(platform)) for platform in cls)
+            raise ValueError(f"platform must be None, 'auto', {names}, got {name!r}") from None
+
+
+class Backend(enum.StrEnum):
+    """What a kernel runs on."""
+
+    CPU = enum.auto()
+    GPU = enum.auto()
+    TPU = enum.auto()
+    ANY = enum.auto()
+
+    @classmethod
+    def here(cls) -> "Backend":
+        """The backend that JAX computes on by default."""
+        name = jax.default_backend()
+        return cls.GPU if name in ("cuda", "rocm") else cls(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The tunable numbers of a kernel. A subclass names them; its defaults or `heuristic` guess them from the shapes."""
+
+    @classmethod
+    def heuristic(cls, r: Recurrence) -> Self:
+        return cls()
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelSpec:
+    """One implementation of one algorithm.
+
+    run:      (recurrence, config=) -> Outputs, or for "<algorithm>.vjp" (recurrence, d_output, d_final, config=) -> Recurrence
+    supports: recurrence -> None, or the reason why the kernel cannot run it
+    priority: recurrence -> number; among kernels that can run it, the highest is taken
+    """
+
+    algorithm: str
+    platform: Platform
+    backend: Backend
+    run: Callable[..., Any]
+    config: type[Config] = Config
+    supports: Callable[[Recurrence], str | None] = lambda r: None
+    priority: Callable[[Recurrence], int] = lambda r: 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm}/{self.platform}/{self.backend}"
+
+    def refusal(self, r: Recurrence, config: Config | None) -> str | None:
+        """Why this kernel does not run r here with that config; None if it does."""
+        if self.backend not in (here := Backend.here(), Backend.ANY):
+            return f"needs a {self.backend}, JAX computes on {here} here"
+        if config is not None and type(config) is not self.config:
+            return f"takes a {self.config.__name__}, cfg is a {type(config).__name__}"
+        return self.supports(r)
+
+
+class UnsupportedError(NotImplementedError):
+    """No kernel runs a call; the text holds each kernel's reason."""
+
+
+class KernelRegistry:
+    def __init__(self):
+        self.kernels: dict[str, KernelSpec] = {}
+
+    def register(self, algorithm: str, platform: Platform, backend: Backend, **traits) -> Callable:
+        """Decorates a kernel's function; `traits` are the other fields of KernelSpec."""
+
+        def add(run):
+            spec = KernelSpec(algorithm, platform, backend, run, **traits)
+            if spec.name in self.kernels:
+                raise ValueError(f"{spec.name} is registered twice")
+            self.kernels[spec.name] = spec
+            return run
+
+        return add
+
+    def find(
+        self, algorithms: Sequence[str], r: Recurrence, platform: Platform | None = None, config: Config | None = None
+    ) -> KernelSpec:
+        """The kernel of highest priority that runs r on this machine, or an error with every kernel's reason."""
+        asked = [s for s in self.kernels.values() if s.algorithm in algorithms and platform in (None, s.platform)]
+        refusals = {spec.name: spec.refusal(r, config) for spec in asked}
+        able = [spec for spec in asked if refusals[spec.name] is None]
+        if able:
+            return max(able, key=lambda spec: spec.priority(r))
+        on = f" on platform {str(platform)!r}" if platform else ""
+        reasons = [f"  {name}: {reason}" for name, reason in refusals.items()] or ["  none is registered"]
+        raise UnsupportedError(f"no kernel runs {' or '.join(algorithms)}{on}:\n" + "\n".join(reasons))
+
+
+kernel_registry = KernelRegistry()

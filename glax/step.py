@@ -1,0 +1,74 @@
+"""One token: decoding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from glax.api import recurrent
+from glax.registry import Config
+
+
+def recurrent_step(
+    query: Float[Array, "B Hq K"],
+    key: Float[Array, "B Hk K"],
+    value: Float[Array, "B Hv V"],
+    state: Float[Array, "B H K V"] | Float[Array, "P H K V"],
+    g: Float[Array, "B H"] | Float[Array, "B H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "B H"] | None = None,
+    gk: Float[Array, "B H K"] | None = None,
+    gv: Float[Array, "B H V"] | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    *,
+    slots: Int[Array, "B"] | None = None,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
+    """One token of `recurrent` for each of B sequences:
+
+        S' = exp(g + g_gamma) diag(exp(gk)) S diag(exp(gv)) + k v^T,     o = softmax_scale * S'^T q
+
+    Returns output [B, H, V] in the query's dtype and the new state, of the shape and dtype of `state`: float32, or
+    bfloat16 or float16 for storage (sums are float32 all the same).
+
+    With `slots` [B], state is a pool [P, H, K, V] and sequence b lives in row slots[b]. The other rows stay as they are;
+    donate the pool to jit and it is updated in place. Slot -1 is no sequence: output 0, nothing read or written. A slot
+    outside the pool is an error when its value is known, and counts as -1 when traced; so is one slot given twice, whose
+    result when traced is that of either.
+
+    Raises as `recurrent` does. Gradients, vmap and scan work as there.
+    """
+    tokens = dict(query=query, key=key, value=value, g=g, gk=gk, gv=gv)
+    for name, ranks in dict(query=(3,), key=(3,), value=(3,), g=(2, 3), gk=(3,), gv=(3,), state=(4,)).items():
+        x = state if name == "state" else tokens[name]
+        if x is not None and jnp.ndim(x) not in ranks:
+            wanted = {"state": "[B, H, K, V], or [P, H, K, V] with slots", "g": "[B, H] or [B, H, K]"}
+            raise ValueError(f"{name} must be {wanted.get(name, '[B, heads, width]')}, got shape {jnp.shape(x)}")
+    if slots is not None:
+        slots, used = check_slots(slots, batch=query.shape[0], rows=state.shape[0])
+        pool, state = state, jnp.where(used[:, None, None, None], state.at[slots].get(mode="fill", fill_value=0), 0)
+    tokens = {name: None if x is None else x[:, None] for name, x in tokens.items()}
+    output, final = recurrent(
+        **tokens, g_gamma=g_gamma, softmax_scale=softmax_scale, initial_state=state, platform=platform, cfg=cfg
+    )
+    output, final = output[:, 0], final.astype(state.dtype)
+    if slots is None:
+        return output, final
+    return jnp.where(used[:, None, None], output, 0), pool.at[slots].set(final, mode="drop")
+
+
+def check_slots(slots, batch: int, rows: int) -> tuple[Int[Array, "B"], Array]:
+    """The slots with every unused one out of bounds, where reads give zeros and writes are dropped; and which are used."""
+    if not hasattr(slots, "dtype") or not jnp.issubdtype(slots.dtype, jnp.integer):
+        raise TypeError(f"slots must be an integer array, got {getattr(slots, 'dtype', type(slots).__name__)}")
+    if slots.shape != (batch,):
+        raise ValueError(f"slots must be [B] with B={batch} as in query, got shape {slots.shape}")
+    if not isinstance(slots, jax.core.Tracer):
+        known = np.asarray(slots)
+        if (wrong := known[(known < -1) | (known >= rows)]).size:
+            raise ValueError(f"slots must be from -1 to {rows - 1}, the last row of state, got {wrong[0]}")
+        taken, count = np.unique(known[known >= 0], return_counts=True)
+        if (count > 1).any():
+            raise ValueError(f"slots must not repeat, got {taken[count > 1][0]} more than once")
+    used = (slots >= 0) & (slots < rows)
+    return jnp.where(used, slots, rows), used
