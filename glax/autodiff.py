@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from glax.decay import Decay
 from glax.dispatch import Choice, run_backward, run_forward
-from glax.recurrence import Outputs, Recurrence, fold_heads, spread_heads
+from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like, spread_heads
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -19,7 +19,7 @@ def solve(choice: Choice, r: Recurrence) -> Outputs:
 
 
 def _solve_fwd(choice, r):
-    return run_forward(choice, r), r
+    return solve(choice, r), r  # solve, not run_forward: the gradient of a gradient passes through here
 
 
 def _solve_bwd(choice, r, cotangents):
@@ -64,18 +64,18 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
     by d_final. The gradient of the log decays telescopes: its sum over the tokens behind t is q*dq - k*dk (of the state's
     rows; o*do - v*dv of its columns), from <S, dS> at the end.
     """
-    like, wide, H = r, r.dtype, r.num_heads
+    given = r
     scale = r.by_token(r.scale)[..., None, None]
     r, do = clean(r, d_output)
     ones = jnp.ones_like(r.scale)
 
     # [B, T, H, K], [N, H, V, K]
     read, final = solve(choice, r.transposed.replace(q=do, k=r.v, v=r.k, scale=ones))
-    adjoint = adjoint_of(r).replace(initial_state=d_final.astype(wide), scale=ones)
+    adjoint = adjoint_of(r).replace(initial_state=d_final.astype(r.dtype), scale=ones)
     dk = solve(choice, adjoint.transposed.replace(q=r.v, k=do, v=r.q * scale)).output
     dv, G = solve(choice, adjoint.replace(q=r.k, k=r.q * scale, v=do))
 
-    q, k, v = (spread_heads(x, H) for x in (r.q, r.k, r.v))
+    q, k, v = (spread_heads(x, r.num_heads) for x in (r.q, r.k, r.v))
     q_read, at_end = q * read, final.mT * d_final
     decay = r.decay
     d_rows = d_columns = None
@@ -85,25 +85,22 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
         output = solve(choice, r).output
         d_columns = sum_behind(r, output * do - v * dv, at_end.sum(2))
 
-    d_initial = None
-    if r.initial_state is not None:
-        d_initial = (G * first_decay(r)).astype(like.initial_state.dtype)
-    per_token = q_read.sum((2, 3))  # [B, T]
-    return Recurrence(
-        q=fold_heads(read * scale, like.q.shape[2]).astype(like.q.dtype),
-        k=fold_heads(dk, like.k.shape[2]).astype(like.k.dtype),
-        v=fold_heads(dv, like.v.shape[2]).astype(like.v.dtype),
+    d = Recurrence(
+        q=fold_heads(read * scale, r.q.shape[2]),
+        k=fold_heads(dk, r.k.shape[2]),
+        v=fold_heads(dv, r.v.shape[2]),
         decay=Decay(
-            constant=None if decay.constant is None else r.per_sequence(d_rows.sum(3)).astype(like.decay.constant.dtype),
-            head=None if decay.head is None else d_rows.sum(3).astype(like.decay.head.dtype),
-            key=None if decay.key is None else d_rows.astype(like.decay.key.dtype),
-            value=None if decay.value is None else d_columns.astype(like.decay.value.dtype),
+            constant=None if decay.constant is None else r.per_sequence(d_rows.sum(3)),
+            head=None if decay.head is None else d_rows.sum(3),
+            key=None if decay.key is None else d_rows,
+            value=None if decay.value is None else d_columns,
         ),
-        initial_state=d_initial,
+        initial_state=None if r.initial_state is None else G * first_decay(r),
         boundaries=None,
-        scale=r.per_sequence(per_token),
+        scale=r.per_sequence(q_read.sum((2, 3))),
         reverse=r.reverse,
     )
+    return gradient_like(given, d)
 
 
 def clean(r: Recurrence, d_output) -> tuple[Recurrence, Array]:

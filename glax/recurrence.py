@@ -101,6 +101,11 @@ class Recurrence:
         return jax.ops.segment_sum(x[0], self.sequence_of, self.num_sequences)
 
 
+def gradient_like(r: Recurrence, d: Recurrence) -> Recurrence:
+    """d, a gradient in r, with the dtypes of r's arrays."""
+    return jax.tree.map(lambda x, dx: dx.astype(x.dtype), r.replace(boundaries=None), d)
+
+
 class Outputs(NamedTuple):
     """`output` [B, T, H, V] in the query's dtype, `final_state` [N, H, K, V] in float32."""
 

@@ -100,7 +100,8 @@ def sums(matrix: np.ndarray, gates: Float[Array, "B C H D"]) -> Float[Array, "B 
 def fast(g: Geometry, gates: Float[Array, "B C H D"] | None, middle: Float[Array, "B H C D"] | None) -> Factors:
     """e^{G_i - G_j} = e^{M_i} e^{-M_j} with M = G minus G at the chunk's middle: two exponentials an element.
 
-    Exact as long as no |M| passes `fast_limit`, for neither factor then overflows or vanishes.
+    Exact as long as |M|, the rows' and the columns' together, stays within `fast_limit`: no factor then overflows or
+    vanishes, nor does the product of a row's and a column's.
     """
     if gates is None:
         return Factors()

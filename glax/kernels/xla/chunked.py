@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from glax.decay import Decay
 from glax.kernels.chunks import Chunks, chunks_of
 from glax.kernels.xla import chunk
-from glax.recurrence import Outputs, Recurrence, fold_heads, spread_heads, varying_like
+from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like, spread_heads, varying_like
 from glax.registry import Backend, Config, Platform, kernel_registry
 
 
@@ -96,7 +96,7 @@ def either_way(g: chunk.Geometry, gates, use, *operands):
         return use(chunk.Factors(), chunk.Factors(), (g.earlier,), *operands)
     middles = tuple(None if x is None else chunk.sums(g.middle, x) for x in gates)
     present = [x for x in middles if x is not None]
-    within = jnp.max(jnp.stack([jnp.abs(x).max() for x in present])) <= chunk.fast_limit(present[0].dtype)
+    within = sum(jnp.abs(x).max() for x in present) <= chunk.fast_limit(present[0].dtype)
 
     def fast(gates, middles, *operands):
         return use(*(chunk.fast(g, *side) for side in zip(gates, middles, strict=True)), (g.earlier,), *operands)
@@ -186,7 +186,8 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: ChunkedConfig) -> R
     carry = [d_final.astype(r.dtype), jnp.zeros_like(r.scale), *map(jnp.zeros_like, (r.q, r.k, r.v)), d_decay]
     d_initial, d_scale, dq, dk, dv, d_decay = walk(r, chunks, body, carry, backwards=True)
     d_initial = None if r.initial_state is None else d_initial
-    return r.replace(q=dq, k=dk, v=dv, decay=d_decay, initial_state=d_initial, boundaries=None, scale=d_scale)
+    d = r.replace(q=dq, k=dk, v=dv, decay=d_decay, initial_state=d_initial, boundaries=None, scale=d_scale)
+    return gradient_like(r, d)
 
 
 def decay_gradient(w: Windows, g: chunk.Geometry, d_decay: Decay, row_side, column_side) -> Decay:

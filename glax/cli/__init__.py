@@ -1,0 +1,34 @@
+"""The `glax` command. Each subcommand is a module with add_parser(subparsers) and run(args) -> exit code."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from glax._version import __version__
+from glax.cli import demo
+from glax.cli.errors import UsageError
+
+SUBCOMMANDS = (demo,)
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="glax", description="Gated linear attention in JAX.")
+    parser.add_argument("--version", action="version", version=f"glax {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for module in SUBCOMMANDS:
+        module.add_parser(subparsers).set_defaults(run=module.run)
+    args = parser.parse_args(arguments)
+    try:
+        return args.run(args)
+    except UsageError as error:
+        print(f"glax {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"glax {args.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED

@@ -1,0 +1,7 @@
+"""python -m glax.cli"""
+
+import sys
+
+from glax.cli import main
+
+sys.exit(main())

@@ -1,0 +1,63 @@
+"""glax demo: the arguments. What it does is in `glax.cli.tour`, imported once its packages are known to be there."""
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+from glax.cli.errors import UsageError
+
+PACKAGES = ("flax", "matplotlib", "optax", "rich", "safetensors")
+STEPS = 1000
+
+
+def add_parser(subparsers):
+    parser = subparsers.add_parser(
+        "demo",
+        help="run every kernel, train a small language model, generate from it",
+        description="Runs every kernel that this machine can run; then trains a byte-level language model of gated "
+        "linear attention, compares it with an order-2 model, and generates text from its checkpoint. About two "
+        "minutes on 2 cores. Exit code 1 if the order-2 model wins (unless --steps is lowered) or decoding is wrong.",
+    )
+    for flag, least, default, meaning in (
+        ("--steps", 1, STEPS, "training steps"),
+        ("--batch", 1, 4, "windows a step"),
+        ("--length", 1, 256, "bytes predicted in a window"),
+        ("--seed", 0, 0, "of weights, windows and sampling"),
+    ):
+        help = f"{meaning} (default: %(default)s)"
+        parser.add_argument(flag, type=at_least(least), default=default, metavar="N", help=help)
+    parser.add_argument("--text", type=Path, metavar="FILE", help="what to train on (default: Python's standard library)")
+    out_help = "for model.safetensors and loss.png (default: %(default)s)"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=Path("demo-out"), help=out_help)
+    return parser
+
+
+def at_least(least: int):
+    """An argparse type."""
+
+    def integer(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {number}")
+        return number
+
+    return integer
+
+
+def run(args) -> int:
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f'{", ".join(missing)} not installed: pip install "glax[demo]"')
+    from glax.cli.tour import Settings, tour
+
+    return tour(
+        Settings(
+            out=args.out,
+            text=args.text,
+            steps=args.steps,
+            batch=args.batch,
+            length=args.length,
+            seed=args.seed,
+            must_win=args.steps >= STEPS,
+        )
+    )

@@ -1,0 +1,25 @@
+"""The loss curve as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+SMOOTHED_OVER = 50
+
+
+def save_plot(path: Path, losses: Sequence[float], held_out: dict[int, float], baseline: float, title: str):
+    """losses: one a step; held_out: by step; all in bits per byte, baseline being a held-out number too."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")  # no pyplot: no display, no global state
+    axes = figure.add_subplot()
+    steps = np.arange(1, len(losses) + 1)
+    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each step")
+    window = min(SMOOTHED_OVER, len(losses))
+    smooth = np.convolve(losses, np.full(window, 1 / window), mode="valid")
+    axes.plot(steps[window - 1 :], smooth, color="tab:blue", label=f"training, mean of {window} steps")
+    axes.plot(held_out.keys(), held_out.values(), "o", color="tab:orange", label="held out")
+    axes.axhline(baseline, color="tab:gray", linestyle="--", label=f"order-2 model, held out: {baseline:.2f}")
+    axes.set(xlabel="step", ylabel="bits per byte", title=title, ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=150)

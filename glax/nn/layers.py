@@ -1,0 +1,99 @@
+"""Gated linear attention as a layer."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from glax.api import recurrent_gla
+from glax.step import recurrent_step
+
+
+class GatedLinearAttention(nnx.Module):
+    """Projections around the recurrence, in every head:
+
+        q_t, k_t, v_t = W_q x_t, W_k x_t, W_v x_t            g_t = log_sigmoid(W_g W_r x_t + b) / temperature
+        S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T             o_t = S_t^T q_t / sqrt(K)
+        y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
+
+    The log gate is of low rank but for its bias, which begins spread: some channels forget within a token or two, and
+    so tell the order of the last ones; some remember hundreds.
+
+    width:         of x and y.
+    num_heads:     H, of q, gates and state.
+    num_kv_heads:  of k and v; divides num_heads, which it is if None. Head h reads head h * num_kv_heads // num_heads.
+    key_width, value_width: K and V of one head; width // num_heads if None.
+    temperature:   16 in the paper; with less, channels can forget faster.
+    dtype:         of the projections and of q, k and v; that of x and the parameters if None. The state is float32.
+
+    Yang et al. 2024, https://arxiv.org/abs/2312.06635.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        key_width: int | None = None,
+        value_width: int | None = None,
+        gate_rank: int = 16,
+        temperature: float = 16.0,
+        dtype: jnp.dtype | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        self.key_width, self.value_width = key_width or width // num_heads, value_width or width // num_heads
+        self.temperature = temperature
+        keys, values = num_heads * self.key_width, num_heads * self.value_width
+
+        def linear(inputs, outputs):
+            return nnx.Linear(inputs, outputs, use_bias=False, dtype=dtype, rngs=rngs)
+
+        self.query = linear(width, keys)
+        self.key = linear(width, self.num_kv_heads * self.key_width)
+        self.value = linear(width, self.num_kv_heads * self.value_width)
+        self.gate_down, self.gate_up = linear(width, gate_rank), linear(gate_rank, keys)
+        self.gate_bias = nnx.Param(jnp.tile(jnp.linspace(-4.0, 4.0, self.key_width), num_heads))
+        self.norm = nnx.RMSNorm(self.value_width, dtype=dtype, rngs=rngs)
+        self.output_gate, self.output = linear(width, values), linear(values, width)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T width"],
+        initial_state: Float[Array, "N H K V"] | None = None,
+        cu_seqlens: Int[Array, "N+1"] | None = None,
+    ) -> tuple[Float[Array, "B T width"], Float[Array, "N H K V"]]:
+        """y, and the state behind the last token of each sequence. Packing is that of `glax.recurrent`: B is 1, or left out."""
+        q, k, v, g = self.inputs(x)
+        o, state = recurrent_gla(q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        return self.outputs(o, x), state
+
+    def step(
+        self, x: Float[Array, "B width"], state: Float[Array, "B H K V"]
+    ) -> tuple[Float[Array, "B width"], Float[Array, "B H K V"]]:
+        """The same for one token of each sequence: y and the new state."""
+        q, k, v, g = self.inputs(x)
+        o, state = recurrent_step(q, k, v, state, g)
+        return self.outputs(o, x), state
+
+    def initial_state(self, batch: int) -> Float[Array, "B H K V"]:
+        return jnp.zeros((batch, self.num_heads, self.key_width, self.value_width), jnp.float32)
+
+    def inputs(self, x: Float[Array, "*rows width"]) -> tuple[Array, Array, Array, Array]:
+        """q, k, v and the log gate, each [*rows, heads, width of a head]."""
+
+        def by_head(y, heads):
+            return y.reshape(*y.shape[:-1], heads, -1)
+
+        g = self.gate_up(self.gate_down(x)).astype(jnp.float32) + self.gate_bias[...]
+        return (
+            by_head(self.query(x), self.num_heads),
+            by_head(self.key(x), self.num_kv_heads),
+            by_head(self.value(x), self.num_kv_heads),
+            by_head(jax.nn.log_sigmoid(g) / self.temperature, self.num_heads),
+        )
+
+    def outputs(self, o: Float[Array, "*rows H V"], x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        normed = self.norm(o).reshape(*x.shape[:-1], -1)
+        return self.output(normed * jax.nn.silu(self.output_gate(x)))

@@ -1,0 +1,103 @@
+"""A language model over bytes."""
+
+import dataclasses
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from glax.nn.layers import GatedLinearAttention
+
+BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteLMConfig:
+    """width: of the residual stream. mlp_width: of the gated MLP's inside. The rest as in GatedLinearAttention."""
+
+    width: int = 128
+    layers: int = 3
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    key_width: int = 32
+    value_width: int = 32
+    gate_rank: int = 16
+    temperature: float = 4.0
+    mlp_width: int = 256
+
+
+States = tuple[Float[Array, "B H K V"], ...]  # one a block
+
+
+class GatedMLP(nnx.Module):
+    """y = W_down (SiLU(W_gate x) * W_up x).   Shazeer 2020, https://arxiv.org/abs/2002.05202."""
+
+    def __init__(self, width: int, inside: int, *, rngs: nnx.Rngs):
+        self.gate = nnx.Linear(width, inside, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(width, inside, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(inside, width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """x + GLA(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self, config: ByteLMConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.attention = GatedLinearAttention(
+            config.width,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            key_width=config.key_width,
+            value_width=config.value_width,
+            gate_rank=config.gate_rank,
+            temperature=config.temperature,
+            rngs=rngs,
+        )
+        self.mlp_norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.mlp = GatedMLP(config.width, config.mlp_width, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T width"], state: Float[Array, "B H K V"]) -> tuple[Array, Array]:
+        y, state = self.attention(self.attention_norm(x), state)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state
+
+    def step(self, x: Float[Array, "B width"], state: Float[Array, "B H K V"]) -> tuple[Array, Array]:
+        y, state = self.attention.step(self.attention_norm(x), state)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class ByteLM(nnx.Module):
+    """Bytes to logits of the next byte:   embedding, pre-norm blocks, norm, head."""
+
+    def __init__(self, config: ByteLMConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = nnx.Embed(BYTES, config.width, rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.head = nnx.Linear(config.width, BYTES, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T 256"]:
+        """Logits of the byte behind each token, every sequence read from its beginning in one parallel pass."""
+        return self.extend(tokens, self.initial_states(tokens.shape[0]))[0]
+
+    def extend(self, tokens: Int[Array, "B T"], states: States) -> tuple[Float[Array, "B T 256"], States]:
+        """Reads on from `states` in one parallel pass: logits, and the states behind the last token."""
+        return self.through(Block.__call__, tokens, states)
+
+    def step(self, tokens: Int[Array, "B"], states: States) -> tuple[Float[Array, "B 256"], States]:
+        """Reads one token of each sequence, in time and memory that do not depend on what came before."""
+        return self.through(Block.step, tokens, states)
+
+    def initial_states(self, batch: int) -> States:
+        return tuple(block.attention.initial_state(batch) for block in self.blocks)
+
+    def through(self, block_form, tokens: Int[Array, "*rows"], states: States) -> tuple[Array, States]:
+        x, after = self.embedding(tokens), []
+        for block, state in zip(self.blocks, states, strict=True):
+            x, state = block_form(block, x, state)
+            after.append(state)
+        return self.head(self.norm(x)), tuple(after)

@@ -1,0 +1,87 @@
+"""Training of a ByteLM."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, UInt8
+
+from glax.nn.model import ByteLM
+from glax.nn.text import random_windows
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """AdamW with a linear warmup and a cosine to a tenth; gradients clipped by their global norm."""
+
+    steps: int
+    batch: int
+    length: int
+    learning_rate: float = 4e-3
+    warmup: float = 0.05
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+    def optimizer(self) -> optax.GradientTransformation:
+        peak = self.learning_rate
+        warmup = max(1, round(self.warmup * self.steps))
+        steps = max(self.steps, warmup + 1)
+        schedule = optax.warmup_cosine_decay_schedule(peak / warmup, peak, warmup, steps, end_value=peak / 10)
+        adamw = optax.adamw(schedule, b2=0.99, weight_decay=self.weight_decay, mask=matrices)
+        return optax.chain(optax.clip_by_global_norm(self.clip), adamw)
+
+
+def matrices(params):
+    """Which parameters decay: not the biases and the scales of norms."""
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def bits(model: ByteLM, windows: UInt8[Array, "B T+1"]) -> Float[Array, "B"]:
+    """Mean -log2 p over every byte of a window but its first, each after those before it in the window."""
+    windows = windows.astype(jnp.int32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(windows[:, :-1]), windows[:, 1:])
+    return losses.mean(1) / jnp.log(2.0)
+
+
+def held_out_bits(model: ByteLM, windows: UInt8[np.ndarray, "windows T+1"], batch: int = 16) -> float:
+    """The mean of `bits` over all the windows; one compilation, whatever their number."""
+    filled = np.concatenate([windows, np.repeat(windows[:1], -len(windows) % batch, axis=0)])
+    each = [jitted_bits(model, part) for part in filled.reshape(-1, batch, windows.shape[1])]
+    return float(np.concatenate(each)[: len(windows)].mean())
+
+
+jitted_bits = nnx.jit(bits)
+
+
+def train(
+    model: ByteLM,
+    text: UInt8[np.ndarray, "bytes"],
+    recipe: Recipe,
+    seed: int,
+    each_step: Callable[[int, float, ByteLM], bool],
+) -> ByteLM:
+    """The model after recipe.steps steps on random windows, or once each_step(steps done, bits per byte, model) is true.
+
+    The model handed in, and each one handed to each_step, is overwritten by the next step.
+    """
+    optimizer = recipe.optimizer()
+    graph, params = nnx.split(model)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(params, moments, windows):
+        loss, gradient = jax.value_and_grad(lambda params: bits(nnx.merge(graph, params), windows).mean())(params)
+        change, moments = optimizer.update(gradient, moments, params)
+        return optax.apply_updates(params, change), moments, loss
+
+    moments, rng = jax.jit(optimizer.init)(params), np.random.default_rng(seed)
+    for step in range(1, recipe.steps + 1):
+        windows = random_windows(text, recipe.batch, recipe.length, rng)
+        params, moments, loss = update(params, moments, windows)
+        if each_step(step, float(loss), nnx.merge(graph, params)):
+            break
+    return nnx.merge(graph, params)

@@ -1,0 +1,193 @@
+"""Every registered kernel x every case x (output, final state, every gradient), against the float64 reference."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glax.autodiff import derived_gradient
+from glax.dispatch import Choice
+from glax.kernels import load_kernels
+from glax.kernels.xla.chunked import ChunkedConfig
+from glax.recurrence import Outputs, Recurrence
+from glax.reference import reference, reference_gradient
+from glax.registry import KernelSpec, kernel_registry
+from tests.cases import EXTREME, Case, all_cases, cotangents, recurrence
+from tests.close import assert_gradients_close, assert_outputs_close
+
+load_kernels()
+CASES = list(all_cases())
+KERNELS = list(kernel_registry.kernels.values())
+FORWARD = [spec for spec in KERNELS if not spec.algorithm.endswith(".vjp")]
+BACKWARD = [spec for spec in KERNELS if spec.algorithm.endswith(".vjp")]
+FAST = ("key", "both-packed-reverse", "constant-packed", "bfloat16-head", "heads4-2-1")
+def on_each(specs: list[KernelSpec]):
+    """Every case on every kernel; cases about the chunk only where a kernel has chunks."""
+    chosen = [(case, spec) for case in CASES for spec in specs if case.chunk is None or has_chunks(spec)]
+    marks = {True: [pytest.mark.fast], False: []}
+    return pytest.mark.parametrize(
+        ("case", "spec"), [pytest.param(c, s, id=f"{c.name}-{s.name}", marks=marks[c.name in FAST]) for c, s in chosen]
+    )
+
+
+def has_chunks(spec: KernelSpec) -> bool:
+    return "chunk" in {field.name for field in dataclasses.fields(spec.config)}
+
+
+def check_forward(case: Case, run):
+    for strength in case.strengths:
+        r = recurrence(case, strength)
+        assert_outputs_close(r, run(r), reference(r), extreme=strength in EXTREME)
+
+
+def check_gradient(case: Case, run):
+    for strength in case.strengths:
+        r = recurrence(case, strength)
+        d = cotangents(case, r)
+        assert_gradients_close(r, run(r, *d), reference_gradient(r, *d), extreme=strength in EXTREME)
+
+
+def compiled(case: Case, spec: KernelSpec):
+    r = recurrence(case, case.strengths[0])
+    if (reason := spec.refusal(r, None)) is not None:
+        pytest.skip(f"{spec.name} refuses: {reason}")
+    config = spec.config.heuristic(r) if case.chunk is None else spec.config(chunk=case.chunk)
+    return jax.jit(functools.partial(spec.run, config=config))
+
+
+@on_each(FORWARD)
+def test_forward(case, spec):
+    check_forward(case, compiled(case, spec))
+
+
+@on_each(BACKWARD)
+def test_gradient(case, spec):
+    check_gradient(case, compiled(case, spec))
+
+
+DERIVED = [dataclasses.replace(c, strengths=("log-sigmoid", "mild")) for c in CASES if "packed-reverse" in c.name or c.name == "both"]
+
+
+@pytest.mark.parametrize("spec", FORWARD, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("case", DERIVED, ids=str)
+def test_derived_gradient(case, spec):
+    """The gradient that a platform without a fused one gets; gates for which its telescoped sums keep their digits."""
+    choice = Choice(spec.platform, ChunkedConfig(16)) if spec.config is ChunkedConfig else Choice(spec.platform)
+    check_gradient(case, jax.jit(functools.partial(derived_gradient, choice)))
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        for name in ("both", "both-packed-reverse", "head"):
+            case = next(case for case in CASES if case.name == name)
+            case = dataclasses.replace(case, dtype="float64", gate_dtype="float64", state_dtype="float64", chunk=16)
+            for spec in FORWARD:
+                config = spec.config(16) if spec.config is ChunkedConfig else spec.config()
+                check_forward(case, jax.jit(functools.partial(spec.run, config=config)))
+            case = dataclasses.replace(case, strengths=("log-sigmoid", "mild", "0", "-20", "-100 on 5%"))
+            for spec in BACKWARD:
+                check_gradient(case, jax.jit(functools.partial(spec.run, config=spec.config(16))))
+
+
+# ---- the suite itself can fail ---------------------------------------------------------------------------------------
+
+sound = jax.jit(functools.partial(kernel_registry.kernels["chunked/xla/any"].run, config=ChunkedConfig(32)))
+sound_gradient = jax.jit(functools.partial(kernel_registry.kernels["chunked.vjp/xla/any"].run, config=ChunkedConfig(32)))
+
+
+def no_decay_at_chunk_start(r: Recurrence) -> Outputs:
+    key = r.decay.key
+    return sound(r.replace(decay=dataclasses.replace(r.decay, key=None if key is None else key.at[:, 32:33].set(0))))
+
+
+def swapped_gates(r: Recurrence) -> Outputs:
+    key, value = r.decay.key, r.decay.value
+    if key is None or value is None:
+        return sound(r)
+    K, V = key.shape[3], value.shape[3]
+    return sound(r.replace(decay=dataclasses.replace(r.decay, key=value[..., :K], value=jnp.tile(key, 2)[..., :V])))
+
+
+def dropped_initial_state(r: Recurrence) -> Outputs:
+    return sound(r.replace(initial_state=None))
+
+
+def final_state_of_wrong_sequence(r: Recurrence) -> Outputs:
+    outputs = sound(r)
+    return outputs._replace(final_state=jnp.roll(outputs.final_state, 1, axis=0))
+
+
+def reverse_off_by_one(r: Recurrence) -> Outputs:
+    if not r.reverse:
+        return sound(r)
+    return sound(r.replace(decay=jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), r.decay)))
+
+
+def padding_read(r: Recurrence) -> Outputs:
+    if r.boundaries is None:
+        return sound(r)
+    return sound(r.replace(boundaries=r.boundaries.at[-1].add(1)))
+
+
+def no_final_state_term(r: Recurrence, d_output, d_final) -> Recurrence:
+    return sound_gradient(r, d_output, jnp.zeros_like(d_final))
+
+
+def wrong_scale_gradient(r: Recurrence, d_output, d_final) -> Recurrence:
+    d = sound_gradient(r, d_output, d_final)
+    return d.replace(scale=d.scale * r.scale)
+
+
+SMALL = [c for c in CASES if c.name in ("both", "both-reverse", "both-packed", "key", "key-packed")]
+
+
+@pytest.mark.parametrize(
+    ("check", "faulty"),
+    [
+        (check_forward, no_decay_at_chunk_start),
+        (check_forward, swapped_gates),
+        (check_forward, dropped_initial_state),
+        (check_forward, final_state_of_wrong_sequence),
+        (check_forward, reverse_off_by_one),
+        (check_forward, padding_read),
+        (check_gradient, no_final_state_term),
+        (check_gradient, wrong_scale_gradient),
+    ],
+    ids=lambda x: x.__name__,
+)
+def test_a_fault_is_caught(check, faulty):
+    caught = []
+    for case in SMALL:
+        case = dataclasses.replace(case, strengths=("log-sigmoid",))
+        check(case, sound if check is check_forward else sound_gradient)
+        try:
+            check(case, faulty)
+        except AssertionError as miss:
+            caught.append(str(miss))
+    assert caught, f"{faulty.__name__} passed every case"
+
+
+# ---- the reference itself --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fast
+def test_reference_gradient_is_the_slope_of_the_reference():
+    """Central differences in float64, along one random direction in all inputs at once."""
+    case = Case("", B=2, T=9, heads=(4, 2, 1), K=3, V=4, gates=("g", "g_gamma", "gk", "gv"), reverse=True)
+    r = recurrence(case, "log-sigmoid")
+    d = cotangents(case, r)
+    rng = np.random.default_rng(2)
+    arrays = jax.tree.map(lambda x: np.asarray(x, np.float64), r)
+    direction = jax.tree.map(lambda x: rng.normal(size=x.shape), arrays)
+
+    def loss(step):
+        outputs = reference(jax.tree.map(lambda x, dx: x + step * dx, arrays, direction))
+        return sum((np.asarray(x) * np.asarray(dx)).sum() for x, dx in zip(outputs, d, strict=True))
+
+    slope = (loss(1e-6) - loss(-1e-6)) / 2e-6
+    gradient = reference_gradient(r, *d)
+    along = sum(jax.tree.leaves(jax.tree.map(lambda x, dx: (x * dx).sum(), gradient, direction)))
+    assert abs(along - slope) < 1e-6 * abs(slope)

@@ -1,0 +1,134 @@
+"""What bad input says: the argument, what was expected, what came, and who set the expectation."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import glax
+from glax.compat import easydel
+from glax.kernels.xla.chunked import ChunkedConfig
+from glax.registry import Config
+
+pytestmark = pytest.mark.fast
+
+
+def ones(*shape, dtype=jnp.float32):
+    return jnp.ones(shape, dtype)
+
+
+GOOD = dict(query=ones(2, 12, 4, 8), key=ones(2, 12, 2, 8), value=ones(2, 12, 2, 6))
+PACKED = dict(query=ones(1, 12, 4, 8), key=ones(1, 12, 2, 8), value=ones(1, 12, 2, 6))
+FLAT = {name: x[0] for name, x in PACKED.items()}
+
+
+def cuts(*values, dtype=jnp.int32):
+    return jnp.asarray(values, dtype)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"),
+    [
+        (ValueError, "gk must be [B, T, H, K] with K=8 as in query, got shape (2, 12, 4, 9)", GOOD | dict(gk=ones(2, 12, 4, 9))),
+        (ValueError, "gk must be [B, T, H, K] with H=4 as many as query has heads, got shape (2, 12, 2, 8)", GOOD | dict(gk=ones(2, 12, 2, 8))),
+        (ValueError, "gv must be [B, T, H, V] with V=6 as in value, got shape (2, 12, 4, 8)", GOOD | dict(gv=ones(2, 12, 4, 8))),
+        (ValueError, "g must be [B, T, H] or [B, T, H, K], got shape (2, 12)", GOOD | dict(g=ones(2, 12))),
+        (ValueError, "g must be [B, T, H] with T=12 as in query, got shape (2, 1, 4)", GOOD | dict(g=ones(2, 1, 4))),
+        (ValueError, "g_gamma must be [H] with H=4 as many as query has heads, got shape (3,)", GOOD | dict(g_gamma=ones(3))),
+        (ValueError, "g_gamma must be [H] or [N, H] with N=2, B as in query, got shape (3, 4)", GOOD | dict(g_gamma=ones(3, 4))),
+        (ValueError, "key must be [B, T, Hk, K] with T=12 as in query, got shape (2, 3, 2, 8)", GOOD | dict(key=ones(2, 3, 2, 8))),
+        (ValueError, "key must be [B, T, Hk, K] with B=2 as in query, got shape (1, 12, 2, 8)", GOOD | dict(key=ones(1, 12, 2, 8))),
+        (ValueError, "key must have a number of heads that divides the 4 of query, got 3", GOOD | dict(key=ones(2, 12, 3, 8))),
+        (ValueError, "value must be [B, T, Hv, V] with V of at least 1, got shape (2, 12, 2, 0)", GOOD | dict(value=ones(2, 12, 2, 0))),
+        (ValueError, "query must be [B, T, Hq, K], got shape (12, 8)", GOOD | dict(query=ones(12, 8))),
+        (ValueError, "key must be [T, Hk, K] (query has no B), got shape (2, 12, 2, 8)", GOOD | dict(query=ones(12, 4, 8))),
+        (ValueError, "initial_state must be [N, H, K, V] or [H, K, V] with N=2, B as in query, got shape (3, 4, 8, 6)", GOOD | dict(initial_state=ones(3, 4, 8, 6))),
+        (ValueError, "initial_state must be [N, H, K, V] with V=6 as in value, got shape (2, 4, 8, 8)", GOOD | dict(initial_state=ones(2, 4, 8, 8))),
+        (ValueError, "initial_state must be [N, H, K, V] or [H, K, V] with N=2, one fewer than cu_seqlens has entries, got shape (1, 4, 8, 6)", PACKED | dict(cu_seqlens=cuts(0, 5, 12), initial_state=ones(1, 4, 8, 6))),
+        (ValueError, "cu_seqlens packs the sequences along T, so query must have B=1, got B=2", GOOD | dict(cu_seqlens=cuts(0, 12))),
+        (ValueError, "cu_seqlens must not decrease, got 7 before 5 at position 2", FLAT | dict(cu_seqlens=cuts(0, 7, 5, 12))),
+        (ValueError, "cu_seqlens must begin with 0, got 1", FLAT | dict(cu_seqlens=cuts(1, 12))),
+        (ValueError, "cu_seqlens must not pass T=12 as in query, got 13 at its end", FLAT | dict(cu_seqlens=cuts(0, 13))),
+        (ValueError, "cu_seqlens must be [N + 1], got shape (1, 2)", PACKED | dict(cu_seqlens=cuts([0, 12]))),
+        (TypeError, "cu_seqlens must be an integer array, got float32", PACKED | dict(cu_seqlens=cuts(0, 12, dtype=jnp.float32))),
+        (TypeError, "cu_seqlens must be an integer array, got list", PACKED | dict(cu_seqlens=[0, 12])),
+        (TypeError, "key must be float32 as query is, got bfloat16", GOOD | dict(key=ones(2, 12, 2, 8, dtype=jnp.bfloat16))),
+        (TypeError, "query must be floating point, got int32", GOOD | dict(query=ones(2, 12, 4, 8, dtype=jnp.int32))),
+        (TypeError, "query must be float32, bfloat16, float16 or float64, got float8_e4m3fn", GOOD | dict(query=ones(2, 12, 4, 8, dtype=jnp.float8_e4m3fn))),
+        (TypeError, "value must be an array, got list", GOOD | dict(value=[1.0])),
+        (TypeError, "gk must be floating point, got bool", GOOD | dict(gk=ones(2, 12, 4, 8, dtype=bool))),
+        (TypeError, "reverse must be True or False, known while tracing, got 1", GOOD | dict(reverse=1)),
+        (ValueError, "softmax_scale must be one number, got shape (4,)", GOOD | dict(softmax_scale=ones(4))),
+        (TypeError, "softmax_scale must be a number, got str", GOOD | dict(softmax_scale="1")),
+        (ValueError, "platform must be None, 'auto', 'xla', 'cpp', 'triton', 'pallas', 'cuda', got 'tpu'", GOOD | dict(platform="tpu")),
+        (TypeError, "cfg must be the Config of a kernel, such as ChunkedConfig(chunk=64), got 64", GOOD | dict(cfg=64)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_bad_input(error, text, arguments):
+    with pytest.raises(error) as caught:
+        glax.recurrent(**arguments)
+    assert str(caught.value) == text
+
+
+def test_a_platform_without_kernels_gives_reasons():
+    with pytest.raises(glax.UnsupportedError) as caught:
+        glax.recurrent(**GOOD, platform="cuda")
+    assert str(caught.value) == "no kernel runs recurrent or chunked on platform 'cuda':\n  none is registered"
+
+
+def test_a_config_of_no_kernel_gives_every_reason():
+    class Other(Config):
+        pass
+
+    with pytest.raises(glax.UnsupportedError) as caught:
+        glax.recurrent(**GOOD, platform="xla", cfg=Other())
+    assert str(caught.value).splitlines() == [
+        "no kernel runs recurrent or chunked on platform 'xla':",
+        "  chunked/xla/any: takes a ChunkedConfig, cfg is a Other",
+        "  recurrent/xla/any: takes a Config, cfg is a Other",
+    ]
+
+
+def test_bad_configs():
+    for chunk in (0, -1, 2.0):
+        with pytest.raises(ValueError, match="chunk must be an int of at least 1"):
+            ChunkedConfig(chunk)
+
+
+def test_variants():
+    with pytest.raises(ValueError) as caught:
+        glax.simple_gla(**GOOD, g=ones(2, 12, 4, 8))
+    assert str(caught.value) == "g must be [B, T, H] in simple_gla, one gate a head, got shape (2, 12, 4, 8)"
+    with pytest.raises(ValueError, match="layer_idx must be from 0 to num_layers=4, got 5"):
+        glax.lightning_attention(**GOOD, layer_idx=5, num_layers=4)
+    with pytest.raises(ValueError, match="num_layers must be at least 1, got 0"):
+        glax.lightning_attention(**GOOD, layer_idx=0, num_layers=0)
+    with pytest.raises(ValueError, match="chunk_size must be 0 or more, got -1"):
+        easydel.recurrent_gla(**GOOD, gk=ones(2, 12, 4, 8), chunk_size=-1)
+
+
+STEP = dict(query=ones(3, 4, 8), key=ones(3, 2, 8), value=ones(3, 2, 6), state=ones(5, 4, 8, 6))
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"),
+    [
+        (ValueError, "query must be [B, heads, width], got shape (3, 1, 4, 8)", dict(query=ones(3, 1, 4, 8))),
+        (ValueError, "state must be [B, H, K, V], or [P, H, K, V] with slots, got shape (4, 8, 6)", dict(state=ones(4, 8, 6))),
+        (ValueError, "g must be [B, H] or [B, H, K], got shape (4,)", dict(g=ones(4))),
+        (ValueError, "slots must be [B] with B=3 as in query, got shape (2,)", dict(slots=cuts(0, 1))),
+        (ValueError, "slots must be from -1 to 4, the last row of state, got 5", dict(slots=cuts(0, 5, 1))),
+        (ValueError, "slots must not repeat, got 2 more than once", dict(slots=cuts(2, 2, 1))),
+        (TypeError, "slots must be an integer array, got float32", dict(slots=ones(3))),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_bad_steps(error, text, arguments):
+    with pytest.raises(error) as caught:
+        glax.recurrent_step(**STEP | arguments)
+    assert str(caught.value) == text
+
+
+def test_errors_are_raised_while_tracing_too():
+    with pytest.raises(ValueError, match="key must be"):
+        jax.eval_shape(glax.recurrent, GOOD["query"], ones(2, 3, 2, 8), GOOD["value"])
