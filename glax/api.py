@@ -103,7 +103,19 @@ def recurrent_attention(
 ) -> Float[Array, "B T H V"] | Outputs:
     """`recurrent`, returning the output alone unless `return_state`: then (output, final_state)."""
     outputs = recurrent(
-        query, key, value, g, g_gamma, gk, gv, softmax_scale, initial_state, reverse, cu_seqlens, platform=platform, cfg=cfg
+        query,
+        key,
+        value,
+        g,
+        g_gamma,
+        gk,
+        gv,
+        softmax_scale,
+        initial_state,
+        reverse,
+        cu_seqlens,
+        platform=platform,
+        cfg=cfg,
     )
     return outputs if return_state else outputs.output
 

@@ -46,7 +46,9 @@ def _gradient_bwd(choice, operands, cotangent):
     """Fused kernels have no gradient of their own; the derived form, made of `solve`, equals them and has one."""
     r, *cotangents = operands
     cuts = r.boundaries
-    _, pull = jax.vjp(lambda r, *c: derived_gradient(choice, r.replace(boundaries=cuts), *c), r.replace(boundaries=None), *cotangents)
+    _, pull = jax.vjp(
+        lambda r, *c: derived_gradient(choice, r.replace(boundaries=cuts), *c), r.replace(boundaries=None), *cotangents
+    )
     d_r, *rest = pull(cotangent)
     cuts = None if cuts is None else np.zeros(cuts.shape, jax.dtypes.float0)
     return (d_r.replace(boundaries=cuts), *rest)
@@ -140,7 +142,13 @@ def first_decay(r: Recurrence) -> Float[Array, "N H K V"]:
         at = jnp.clip(end - 1 if r.reverse else begin, 0, r.q.shape[1] - 1)
     rows = lambda x: x[0][at] if packed else x[:, -1 if r.reverse else 0]  # noqa: E731
     log = jnp.zeros(r.state_shape, r.dtype)
-    head = decay.constant.astype(r.dtype) if decay.constant is not None else None if decay.head is None else rows(decay.head)
+    head = (
+        decay.constant.astype(r.dtype)
+        if decay.constant is not None
+        else None
+        if decay.head is None
+        else rows(decay.head)
+    )
     if head is not None:
         log += head[..., None, None]
     if decay.key is not None:

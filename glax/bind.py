@@ -37,7 +37,7 @@ def bind(
         arrays |= {name: x[None] for name, x in arrays.items() if name in ROWWISE}
     boundaries = None if cu_seqlens is None else check_boundaries(cu_seqlens, sizes)
 
-    N, H = sizes["N"] if boundaries is None else boundaries.shape[0] - 1, sizes["H"]
+    N = sizes["N"] if boundaries is None else boundaries.shape[0] - 1
     check_per_sequence(arrays, N, cu_seqlens is not None)
     for name, rank in (("g_gamma", 2), ("initial_state", 4)):
         if name in arrays and arrays[name].ndim < rank:
@@ -111,7 +111,9 @@ def check_shapes(arrays: dict[str, jax.Array], flat: bool) -> dict[str, int]:
 
 def check_boundaries(cu_seqlens, sizes: dict[str, int]) -> jax.Array:
     if not hasattr(cu_seqlens, "dtype") or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-        raise TypeError(f"cu_seqlens must be an integer array, got {getattr(cu_seqlens, 'dtype', type(cu_seqlens).__name__)}")
+        raise TypeError(
+            f"cu_seqlens must be an integer array, got {getattr(cu_seqlens, 'dtype', type(cu_seqlens).__name__)}"
+        )
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"cu_seqlens must be [N + 1], got shape {cu_seqlens.shape}")
     if sizes["B"] != 1:
@@ -140,6 +142,8 @@ def check_per_sequence(arrays: dict[str, jax.Array], N: int, packed: bool):
 def as_scale(softmax_scale):
     if getattr(softmax_scale, "shape", ()) != ():
         raise ValueError(f"softmax_scale must be one number, got shape {softmax_scale.shape}")
-    if not isinstance(softmax_scale, int | float | np.number | np.ndarray | jax.Array) or isinstance(softmax_scale, bool):
+    if not isinstance(softmax_scale, int | float | np.number | np.ndarray | jax.Array) or isinstance(
+        softmax_scale, bool
+    ):
         raise TypeError(f"softmax_scale must be a number, got {type(softmax_scale).__name__}")
     return softmax_scale

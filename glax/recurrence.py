@@ -87,7 +87,6 @@ class Recurrence:
         own = self.sequence_of
         return self.is_token & (rows == (self.boundaries[own + 1] - 1 if last else self.boundaries[own]))
 
-
     def by_token(self, x: Float[Array, "N *rest"]) -> Float[Array, "B T *rest"]:
         """Spreads one row a sequence over the tokens of that sequence."""
         if self.boundaries is not None:

@@ -46,7 +46,7 @@ def recurrent_step(
             raise ValueError(f"{name} must be {wanted.get(name, '[B, heads, width]')}, got shape {jnp.shape(x)}")
     if slots is not None:
         slots, used = check_slots(slots, batch=query.shape[0], rows=state.shape[0])
-        pool, state = state, jnp.where(used[:, None, None, None], state.at[slots].get(mode="fill", fill_value=0), 0)
+        pool, state = state, state.at[slots].get(mode="fill", fill_value=0)
     tokens = {name: None if x is None else x[:, None] for name, x in tokens.items()}
     output, final = recurrent(
         **tokens, g_gamma=g_gamma, softmax_scale=softmax_scale, initial_state=state, platform=platform, cfg=cfg

@@ -47,10 +47,8 @@ def expected(arguments, weights, cuts=None, reverse=False):
     )  # fmt: skip
     d = reference_gradient(r, *weights)
     d_rows = d.decay.key.sum(3)
-    if cuts is None:
-        d_gamma = d_rows.sum(1)
-    else:
-        d_gamma = np.stack([d_rows[0, a:b].sum(0) for a, b in itertools.pairwise(cuts)])
+    ranges = () if cuts is None else itertools.pairwise(cuts)
+    d_gamma = d_rows.sum(1) if cuts is None else np.stack([d_rows[0, a:b].sum(0) for a, b in ranges])
     gradients = dict(
         query=d.q, key=d.k, value=d.v, g=d_rows, gk=d.decay.key, gv=d.decay.value, g_gamma=d_gamma,
         initial_state=d.initial_state, softmax_scale=d.scale.sum(),
@@ -62,7 +60,10 @@ def expected(arguments, weights, cuts=None, reverse=False):
 def test_every_gate_subset_and_every_gradient(gates):
     """Traced softmax_scale, g_gamma and cu_seqlens; gradients in all float arguments and through both results."""
     cuts = (0, 9, 9, 33, 37)
-    for case in (Case("plain", B=2, T=40, gates=gates, K=6, V=5), Case("packed", T=40, gates=gates, K=6, V=5, cuts=cuts)):
+    for case in (
+        Case("plain", B=2, T=40, gates=gates, K=6, V=5),
+        Case("packed", T=40, gates=gates, K=6, V=5, cuts=cuts),
+    ):
         arguments = inputs(case, "log-sigmoid")
         arguments = {name: jnp.nan_to_num(x) for name, x in arguments.items()} | {"softmax_scale": jnp.float32(0.3)}
         cu = None if case.cuts is None else jnp.asarray(cuts)
@@ -217,7 +218,9 @@ def test_scan_over_layers_and_checkpoint():
     gates = jnp.stack([arguments["gk"], arguments["gk"] / 2])
 
     def layer(x, gk):
-        return x + glax.recurrent(x, arguments["key"], jnp.tile(arguments["value"], 2)[..., :5], gk=gk, platform="xla").output @ mix, None
+        return x + glax.recurrent(
+            x, arguments["key"], jnp.tile(arguments["value"], 2)[..., :5], gk=gk, platform="xla"
+        ).output @ mix, None
 
     mix = jnp.asarray(np.random.default_rng(0).normal(size=(5, 6)), jnp.float32) / 3
 
@@ -240,7 +243,18 @@ def test_scan_over_layers_and_checkpoint():
 def test_second_derivatives(gates):
     """The gradient of a function of the gradient, against central differences of the first in float64."""
     with jax.enable_x64(True):
-        case = Case("", B=2, T=7, heads=(2, 1, 2), gates=gates, K=3, V=2, dtype="float64", gate_dtype="float64", state_dtype="float64")
+        case = Case(
+            "",
+            B=2,
+            T=7,
+            heads=(2, 1, 2),
+            gates=gates,
+            K=3,
+            V=2,
+            dtype="float64",
+            gate_dtype="float64",
+            state_dtype="float64",
+        )
         arguments = inputs(case, "log-sigmoid") | {"softmax_scale": jnp.asarray(0.7)}
         weights = weights_of(arguments)
 

@@ -24,6 +24,8 @@ KERNELS = list(kernel_registry.kernels.values())
 FORWARD = [spec for spec in KERNELS if not spec.algorithm.endswith(".vjp")]
 BACKWARD = [spec for spec in KERNELS if spec.algorithm.endswith(".vjp")]
 FAST = ("key", "both-packed-reverse", "constant-packed", "bfloat16-head", "heads4-2-1")
+
+
 def on_each(specs: list[KernelSpec]):
     """Every case on every kernel; cases about the chunk only where a kernel has chunks."""
     chosen = [(case, spec) for case in CASES for spec in specs if case.chunk is None or has_chunks(spec)]
@@ -68,7 +70,11 @@ def test_gradient(case, spec):
     check_gradient(case, compiled(case, spec))
 
 
-DERIVED = [dataclasses.replace(c, strengths=("log-sigmoid", "mild")) for c in CASES if "packed-reverse" in c.name or c.name == "both"]
+DERIVED = [
+    dataclasses.replace(c, strengths=("log-sigmoid", "mild"))
+    for c in CASES
+    if "packed-reverse" in c.name or c.name == "both"
+]
 
 
 @pytest.mark.parametrize("spec", FORWARD, ids=lambda spec: spec.name)
@@ -95,7 +101,9 @@ def test_float64():
 # ---- the suite itself can fail ---------------------------------------------------------------------------------------
 
 sound = jax.jit(functools.partial(kernel_registry.kernels["chunked/xla/any"].run, config=ChunkedConfig(32)))
-sound_gradient = jax.jit(functools.partial(kernel_registry.kernels["chunked.vjp/xla/any"].run, config=ChunkedConfig(32)))
+sound_gradient = jax.jit(
+    functools.partial(kernel_registry.kernels["chunked.vjp/xla/any"].run, config=ChunkedConfig(32))
+)
 
 
 def no_decay_at_chunk_start(r: Recurrence) -> Outputs:

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  one case a line reads best
 """What bad input says: the argument, what was expected, what came, and who set the expectation."""
 
 import jax

@@ -50,6 +50,7 @@ def test_whole_equals_any_split_through_the_state(seed, strength, cut, reverse):
 
 def glue(arguments, low, high):
     """Rows low to high, moved to the front and padded to T with NaN."""
+
     def move(x):
         return jnp.concatenate([x[:, low:high], jnp.full_like(x[:, : T - (high - low)], jnp.nan)], axis=1)
 

@@ -2,7 +2,8 @@
 
 With G_i the sum of log decays from the chunk's first token through token i, and S the state before the chunk,
 
-    o_i = (q_i e^{G_i})^T S + sum_{j <= i} (sum_k q_ik k_jk e^{G_ik - G_jk}) v_j,     S' = e^{G_last} S + sum_j (k_j e^{G_last - G_j}) v_j^T
+    o_i = (q_i e^{G_i})^T S + sum_{j <= i} (sum_k q_ik k_jk e^{G_ik - G_jk}) v_j
+    S'  = e^{G_last} S + sum_j (k_j e^{G_last - G_j}) v_j^T
 
 No exponential of an unbounded positive number is ever formed. There are two ways to write e^{G_i - G_j} as a product of
 something of i and something of j, both exact; see `fast` and `exact`. Columns of the state decay in the same way, with v

@@ -22,7 +22,9 @@ def priority(r: Recurrence) -> int:
 def recurrent(r: Recurrence, *, config) -> Outputs:
     """S_t = exp(rows_t) S_{t-1} exp(columns_t) + k_t v_t^T,   o_t = scale * S_t^T q_t, by lax.scan over T."""
     H, decay, packed = r.num_heads, r.decay, r.boundaries is not None
-    by_time = [None if x is None else jnp.moveaxis(x, 1, 0) for x in (r.q, r.k, r.v, decay.head, decay.key, decay.value)]
+    by_time = [
+        None if x is None else jnp.moveaxis(x, 1, 0) for x in (r.q, r.k, r.v, decay.head, decay.key, decay.value)
+    ]
     places = (r.sequence_of, r.is_token) if packed else None
 
     def step(states, row):

@@ -1,0 +1,106 @@
+"""Who may import whom; what `import glax` costs and needs."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.fast
+ROOT = pathlib.Path(__file__).parent.parent / "glax"
+
+# From the ground up: a module may import those of its own line and of lines above it.
+LAYERS = [
+    ["glax._version", "glax.decay"],
+    ["glax.recurrence"],
+    ["glax.reference", "glax.registry"],
+    ["glax.kernels.chunks"],
+    ["glax.kernels.xla"],
+    ["glax.kernels"],
+    ["glax.dispatch"],
+    ["glax.autodiff"],
+    ["glax.bind"],
+    ["glax.api"],
+    ["glax.step"],
+    ["glax"],
+    ["glax.compat", "glax.nn"],
+    ["glax.cli"],
+]
+
+
+def modules():
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = ("glax", *path.relative_to(ROOT).with_suffix("").parts)
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def layer(module: str) -> int:
+    """The line of LAYERS with the longest name that module is, or lies in."""
+    fits = [
+        (len(name), i)
+        for i, names in enumerate(LAYERS)
+        for name in names
+        if module == name or module.startswith(name + ".")
+    ]
+    fits = [fit for fit in fits if module == "glax" or LAYERS[fit[1]] != ["glax"]]
+    assert fits, f"{module} stands in no line of LAYERS"
+    return max(fits)[1]
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    known = {name for name, _ in modules()}
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            found |= {
+                f"{node.module}.{a.name}" if f"{node.module}.{a.name}" in known else node.module for a in node.names
+            }
+    return found
+
+
+def test_imports_go_one_way():
+    for module, path in modules():
+        for name in imports(path):
+            if name.split(".")[0] == "glax":
+                assert layer(name) <= layer(module), f"{module} imports {name}"
+
+
+def test_platforms_do_not_import_each_other():
+    for module, path in modules():
+        if module.startswith("glax.kernels."):
+            platform = module.split(".")[2]
+            others = {
+                n
+                for n in imports(path)
+                if n.startswith("glax.kernels.") and n.split(".")[2] not in (platform, "chunks")
+            }
+            assert not others, f"{module} imports {others}"
+
+
+def test_optional_packages_stay_in_their_folders():
+    core = {"jax", "numpy", "jaxtyping", "glax"} | set(sys.stdlib_module_names)
+    for module, path in modules():
+        outside = {name.split(".")[0] for name in imports(path)} - core
+        assert not outside or module.startswith(("glax.nn", "glax.cli")), f"{module} imports {outside}"
+
+
+def test_files_are_one_idea():
+    for module, path in modules():
+        assert len(path.read_text().splitlines()) <= 450, f"{module} is too long"
+
+
+def test_import_touches_no_device_and_no_optional_package():
+    code = """
+import sys, jax, numpy, jaxtyping
+before = set(sys.modules)
+import glax
+from jax._src import xla_bridge
+assert not xla_bridge._backends, "a device was initialised"
+new = {name.split(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+assert new <= {"glax"}, new
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

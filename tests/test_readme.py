@@ -1,0 +1,46 @@
+"""The README's examples run, and its links lead somewhere."""
+
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import glax
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.fast
+def test_quick_start_runs_and_is_right():
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 18
+    names = {}
+    exec(compile(code, "README.md", "exec"), names)
+    whole = glax.recurrent_gla(*(names[name] for name in ("q", "k", "v", "gk")))
+    np.testing.assert_allclose(names["rest"].final_state, whole.final_state, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(names["rest"].output, whole.output[:, 300:], rtol=1e-4, atol=1e-4)
+    assert names["packed"].final_state.shape == (3, 4, 64, 64)
+    assert names["d_gk"].shape == names["gk"].shape
+    assert jax.numpy.isfinite(names["token"]).all()
+
+
+@pytest.mark.fast
+def test_every_public_function_is_named_and_documented():
+    for name in set(glax.__all__) - {"__version__", "Outputs", "UnsupportedError"}:
+        assert f"`{name}`" in README, name
+        text = getattr(glax, name).__doc__
+        assert len(text) > 80, name
+        if name not in ("recurrent_attention", "recurrent_step"):
+            assert "https://arxiv.org/" in text, name
+
+
+@pytest.mark.fast
+def test_links_and_commands_exist():
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", README):
+        assert (ROOT / target).exists(), target
+    makefile = (ROOT / "Makefile").read_text()
+    for command in re.findall(r"^    make (\w+)", README, flags=re.MULTILINE):
+        assert re.search(rf"^{command}:", makefile, flags=re.MULTILINE), command

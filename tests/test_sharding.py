@@ -1,0 +1,82 @@
+"""Batches and heads spread over devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import glax
+from glax.kernels.xla.chunked import ChunkedConfig
+from tests.cases import Case, inputs
+from tests.close import assert_close
+
+P = PartitionSpec
+CASE = Case("", B=4, T=40, heads=(4, 2, 4), gates=("gk", "gv"), K=6, V=5)
+ARGUMENTS = inputs(CASE, "log-sigmoid")
+GAMMA = -jnp.arange(4.0) / 8
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4,), ("batch",), axis_types=(AxisType.Auto,))
+
+
+def loss(arguments, g_gamma, cfg):
+    output, state = glax.recurrent(**arguments, g_gamma=g_gamma, cfg=cfg)
+    return (output**2).sum() + (state**2).sum()
+
+
+@pytest.mark.parametrize("cfg", [None, ChunkedConfig(16)], ids=["recurrent", "chunked"])
+def test_shard_map_on_the_batch(mesh, cfg):
+    """Each device solves its sequences; the gradient of the replicated g_gamma is summed over the devices, once."""
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("batch"), P()), out_specs=P())
+    def sharded(arguments, g_gamma):
+        return jax.lax.psum(loss(arguments, g_gamma, cfg), "batch")
+
+    got = jax.jit(jax.value_and_grad(sharded, argnums=(0, 1)))(ARGUMENTS, GAMMA)
+    want = jax.jit(jax.value_and_grad(functools.partial(loss, cfg=cfg), argnums=(0, 1)))(ARGUMENTS, GAMMA)
+    close(got, want)
+
+
+def test_gradient_inside_shard_map(mesh):
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("batch"), P()), out_specs=(P("batch"), P()))
+    def sharded(arguments, g_gamma):
+        return jax.grad(functools.partial(loss, cfg=ChunkedConfig(16)), argnums=(0, 1))(arguments, g_gamma)
+
+    want = jax.jit(jax.grad(functools.partial(loss, cfg=ChunkedConfig(16)), argnums=(0, 1)))(ARGUMENTS, GAMMA)
+    close(jax.jit(sharded)(ARGUMENTS, GAMMA), want)
+
+
+def test_packed_inside_shard_map(mesh):
+    """Each device holds one packed row with its own boundaries."""
+    arguments = {name: x for name, x in ARGUMENTS.items() if name != "initial_state"}
+    cuts = jnp.array([[0, 0, 40], [0, 7, 30], [0, 40, 40], [0, 1, 2]])
+
+    def one(arguments, cuts):
+        arguments = {name: x for name, x in arguments.items()}
+        return glax.recurrent(**arguments, cu_seqlens=cuts[0], cfg=ChunkedConfig(16)).output
+
+    sharded = jax.shard_map(one, mesh=mesh, in_specs=(P("batch"), P("batch")), out_specs=P("batch"))
+    got = jax.jit(sharded)(arguments, cuts)
+    each = jax.jit(one)
+    want = [each({name: x[i : i + 1] for name, x in arguments.items()}, cuts[i : i + 1]) for i in range(4)]
+    close(got, jnp.concatenate(want))
+
+
+@pytest.mark.parametrize("spec", [P("batch"), P(None, None, "batch")], ids=["batch", "heads"])
+def test_jit_with_sharded_inputs(mesh, spec):
+    """No helper: arrays that are already spread over the batch or the heads."""
+    case = Case("", B=4, T=40, heads=(4, 4, 4), gates=("gk",), K=6, V=5, state_dtype=None)
+    arguments = inputs(case, "log-sigmoid")
+    placed = {name: jax.device_put(x, NamedSharding(mesh, spec)) for name, x in arguments.items()}
+    run = jax.jit(jax.value_and_grad(functools.partial(loss, g_gamma=GAMMA, cfg=ChunkedConfig(16))))
+    close(run(placed), run(arguments))
+
+
+def close(got, want):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close("sharded", x, np.asarray(y), 2e-6)
