@@ -1,5 +1,6 @@
 """The public functions. Each names its gates; everything else is `Options`, written once."""
 
+import functools
 from typing import TypedDict, Unpack
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from glax.autodiff import solve
-from glax.bind import bind
+from glax.bind import bind, check_before_tracing
 from glax.dispatch import Choice
 from glax.recurrence import Outputs, Recurrence, aligned
 from glax.registry import Config, Platform
@@ -68,15 +69,20 @@ def recurrent(
 
     Gated linear attention: Yang et al. 2024, https://arxiv.org/abs/2312.06635.
     """
-    if cfg is not None and not isinstance(cfg, Config):
-        raise TypeError(f"cfg must be the Config of a kernel, such as ChunkedConfig(chunk=64), got {cfg!r}")
-    choice = Choice(Platform.parse(platform), cfg)
-    r = bind(
-        query, key, value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
-        softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens, reverse=reverse,
+    arrays = dict(
+        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
+        softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
     )  # fmt: skip
+    check_before_tracing(arrays, platform, cfg, reverse)
+    return bind_and_solve(Choice(Platform.parse(platform), cfg), bool(reverse), arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def bind_and_solve(choice: Choice, reverse: bool, arrays: dict) -> Outputs:
+    """Compiled, so that a call outside of jit costs no more than its kernel; inlined into a caller that is."""
+    r = bind(**arrays, reverse=reverse)
     outputs = nothing_to_solve(r) if 0 in (*r.q.shape[:2], r.num_sequences) else solve(choice, aligned(r))
-    return outputs if jnp.ndim(query) == 4 else outputs._replace(output=outputs.output[0])
+    return outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
 
 
 def nothing_to_solve(r: Recurrence) -> Outputs:

@@ -6,6 +6,7 @@ import numpy as np
 
 from glax.decay import Decay
 from glax.recurrence import Recurrence
+from glax.registry import Config, Platform
 
 # What every argument may be, in letters. Hq, Hk and Hv divide H, the largest of them; N is the number of sequences.
 SHAPES = dict(
@@ -29,8 +30,6 @@ def bind(
     arrays = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, initial_state=initial_state)
     arrays = {name: as_float(name, x) for name, x in arrays.items() if x is not None}
     check_dtypes(arrays)
-    if not isinstance(reverse, bool | np.bool_):
-        raise TypeError(f"reverse must be True or False, known while tracing, got {reverse!r}")
     flat = arrays["query"].ndim == 3
     sizes = check_shapes(arrays, flat)
     if flat:
@@ -43,7 +42,7 @@ def bind(
         if name in arrays and arrays[name].ndim < rank:
             arrays[name] = jnp.broadcast_to(arrays[name], (N, *arrays[name].shape))
     wide = jnp.promote_types(arrays["query"].dtype, jnp.float32)
-    scale = sizes["K"] ** -0.5 if softmax_scale is None else as_scale(softmax_scale)
+    scale = sizes["K"] ** -0.5 if softmax_scale is None else softmax_scale
     r = Recurrence(
         q=arrays["query"],
         k=arrays["key"],
@@ -52,15 +51,13 @@ def bind(
         initial_state=arrays.get("initial_state"),
         boundaries=boundaries,
         scale=jnp.broadcast_to(jnp.asarray(scale, wide), (N,)),
-        reverse=bool(reverse),
+        reverse=reverse,
     )
     gates = (arrays.get(name) for name in ("g", "g_gamma", "gk", "gv"))
     return r.replace(decay=Decay.from_gates(*gates, to_tokens=r.by_token))
 
 
 def as_float(name: str, x) -> jax.Array:
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got {x.dtype}")
     return jnp.asarray(x)
@@ -110,23 +107,12 @@ def check_shapes(arrays: dict[str, jax.Array], flat: bool) -> dict[str, int]:
 
 
 def check_boundaries(cu_seqlens, sizes: dict[str, int]) -> jax.Array:
-    if not hasattr(cu_seqlens, "dtype") or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-        raise TypeError(
-            f"cu_seqlens must be an integer array, got {getattr(cu_seqlens, 'dtype', type(cu_seqlens).__name__)}"
-        )
+    if not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+        raise TypeError(f"cu_seqlens must hold integers, got {cu_seqlens.dtype}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"cu_seqlens must be [N + 1], got shape {cu_seqlens.shape}")
     if sizes["B"] != 1:
         raise ValueError(f"cu_seqlens packs the sequences along T, so query must have B=1, got B={sizes['B']}")
-    if not isinstance(cu_seqlens, jax.core.Tracer):
-        cuts, T = np.asarray(cu_seqlens), sizes["T"]
-        if cuts[0] != 0:
-            raise ValueError(f"cu_seqlens must begin with 0, got {cuts[0]}")
-        if (drops := np.flatnonzero(np.diff(cuts) < 0)).size:
-            i = int(drops[0])
-            raise ValueError(f"cu_seqlens must not decrease, got {cuts[i]} before {cuts[i + 1]} at position {i + 1}")
-        if cuts[-1] > T:
-            raise ValueError(f"cu_seqlens must not pass T={T} as in query, got {cuts[-1]} at its end")
     return jnp.asarray(cu_seqlens, jnp.int32)
 
 
@@ -139,11 +125,43 @@ def check_per_sequence(arrays: dict[str, jax.Array], N: int, packed: bool):
             raise ValueError(f"{name} must be {wanted} with N={N}, {by}, got shape {x.shape}")
 
 
-def as_scale(softmax_scale):
-    if getattr(softmax_scale, "shape", ()) != ():
-        raise ValueError(f"softmax_scale must be one number, got shape {softmax_scale.shape}")
-    if not isinstance(softmax_scale, int | float | np.number | np.ndarray | jax.Array) or isinstance(
-        softmax_scale, bool
-    ):
+def check_scale(softmax_scale):
+    if softmax_scale is None:
+        return
+    if not isinstance(softmax_scale, int | float | np.number | np.ndarray | jax.Array) or isinstance(softmax_scale, bool):
         raise TypeError(f"softmax_scale must be a number, got {type(softmax_scale).__name__}")
-    return softmax_scale
+    if np.shape(softmax_scale) != ():
+        raise ValueError(f"softmax_scale must be one number, got shape {np.shape(softmax_scale)}")
+
+
+# ---- what must be checked before tracing: types that JAX cannot trace, values, and what is part of the program -------
+
+
+def check_before_tracing(arrays: dict, platform, cfg, reverse):
+    for name, x in arrays.items():
+        if name == "softmax_scale":
+            check_scale(x)
+        elif x is not None and not hasattr(x, "dtype"):
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    Platform.parse(platform)
+    if cfg is not None and not isinstance(cfg, Config):
+        raise TypeError(f"cfg must be the Config of a kernel, such as ChunkedConfig(chunk=64), got {cfg!r}")
+    if not isinstance(reverse, bool | np.bool_):
+        raise TypeError(f"reverse must be True or False, known while tracing, got {reverse!r}")
+    check_known_boundaries(arrays["cu_seqlens"], arrays["query"])
+
+
+def check_known_boundaries(cu_seqlens, query):
+    """The values of cu_seqlens, where they are known; its shape and dtype are left to `bind`."""
+    if not isinstance(cu_seqlens, np.ndarray | jax.Array) or isinstance(cu_seqlens, jax.core.Tracer):
+        return
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0 or np.ndim(query) < 3:
+        return
+    cuts, T = np.asarray(cu_seqlens), query.shape[-3]
+    if cuts[0] != 0:
+        raise ValueError(f"cu_seqlens must begin with 0, got {cuts[0]}")
+    if (drops := np.flatnonzero(np.diff(cuts) < 0)).size:
+        i = int(drops[0])
+        raise ValueError(f"cu_seqlens must not decrease, got {cuts[i]} before {cuts[i + 1]} at position {i + 1}")
+    if cuts[-1] > T:
+        raise ValueError(f"cu_seqlens must not pass T={T} as in query, got {cuts[-1]} at its end")

@@ -1,12 +1,16 @@
 """One token: decoding."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from glax.api import recurrent
-from glax.registry import Config
+from glax.api import bind_and_solve
+from glax.bind import check_before_tracing
+from glax.dispatch import Choice
+from glax.registry import Config, Platform
 
 
 def recurrent_step(
@@ -39,36 +43,59 @@ def recurrent_step(
     Raises as `recurrent` does. Gradients, vmap and scan work as there.
     """
     tokens = dict(query=query, key=key, value=value, g=g, gk=gk, gv=gv)
-    for name, ranks in dict(query=(3,), key=(3,), value=(3,), g=(2, 3), gk=(3,), gv=(3,), state=(4,)).items():
-        x = state if name == "state" else tokens[name]
-        if x is not None and jnp.ndim(x) not in ranks:
-            wanted = {"state": "[B, H, K, V], or [P, H, K, V] with slots", "g": "[B, H] or [B, H, K]"}
-            raise ValueError(f"{name} must be {wanted.get(name, '[B, heads, width]')}, got shape {jnp.shape(x)}")
+    rest = dict(g_gamma=g_gamma, softmax_scale=softmax_scale)
+    check_before_tracing(tokens | rest | dict(state=state, slots=slots, cu_seqlens=None), platform, cfg, reverse=False)
+    check_known_slots(slots, state)
+    return bind_and_step(Choice(Platform.parse(platform), cfg), tokens, rest, state, slots)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def bind_and_step(choice: Choice, tokens: dict, rest: dict, state, slots):
+    for name, x in (tokens | {"state": state}).items():
+        if x is not None and x.ndim not in RANKS[name][0]:
+            raise ValueError(f"{name} must be {RANKS[name][1]}, got shape {x.shape}")
+    pool, batch = state, tokens["query"].shape[0]
     if slots is not None:
-        slots, used = check_slots(slots, batch=query.shape[0], rows=state.shape[0])
-        pool, state = state, state.at[slots].get(mode="fill", fill_value=0)
+        slots, used = usable(slots, batch, rows=state.shape[0])
+        state = pool.at[slots].get(mode="fill", fill_value=0)
     tokens = {name: None if x is None else x[:, None] for name, x in tokens.items()}
-    output, final = recurrent(
-        **tokens, g_gamma=g_gamma, softmax_scale=softmax_scale, initial_state=state, platform=platform, cfg=cfg
-    )
+    arrays = tokens | rest | dict(initial_state=state, cu_seqlens=None)
+    output, final = bind_and_solve(choice, False, arrays)
     output, final = output[:, 0], final.astype(state.dtype)
     if slots is None:
         return output, final
     return jnp.where(used[:, None, None], output, 0), pool.at[slots].set(final, mode="drop")
 
 
-def check_slots(slots, batch: int, rows: int) -> tuple[Int[Array, "B"], Array]:
-    """The slots with every unused one out of bounds, where reads give zeros and writes are dropped; and which are used."""
-    if not hasattr(slots, "dtype") or not jnp.issubdtype(slots.dtype, jnp.integer):
-        raise TypeError(f"slots must be an integer array, got {getattr(slots, 'dtype', type(slots).__name__)}")
+TOKEN = "[B, heads, width]"
+RANKS = dict(
+    query=((3,), TOKEN),
+    key=((3,), TOKEN),
+    value=((3,), TOKEN),
+    g=((2, 3), "[B, H] or [B, H, K]"),
+    gk=((3,), TOKEN),
+    gv=((3,), TOKEN),
+    state=((4,), "[B, H, K, V], or [P, H, K, V] with slots"),
+)
+
+
+def usable(slots, batch: int, rows: int) -> tuple[Int[Array, "B"], Array]:
+    """The slots, every unused one moved out of bounds, where reads give zeros and writes are dropped; and which are used."""
+    if not jnp.issubdtype(slots.dtype, jnp.integer):
+        raise TypeError(f"slots must hold integers, got {slots.dtype}")
     if slots.shape != (batch,):
         raise ValueError(f"slots must be [B] with B={batch} as in query, got shape {slots.shape}")
-    if not isinstance(slots, jax.core.Tracer):
-        known = np.asarray(slots)
-        if (wrong := known[(known < -1) | (known >= rows)]).size:
-            raise ValueError(f"slots must be from -1 to {rows - 1}, the last row of state, got {wrong[0]}")
-        taken, count = np.unique(known[known >= 0], return_counts=True)
-        if (count > 1).any():
-            raise ValueError(f"slots must not repeat, got {taken[count > 1][0]} more than once")
     used = (slots >= 0) & (slots < rows)
     return jnp.where(used, slots, rows), used
+
+
+def check_known_slots(slots, state):
+    """The values of slots, where they are known; their shape and dtype are left to `usable`."""
+    if slots is None or isinstance(slots, jax.core.Tracer) or not jnp.issubdtype(slots.dtype, jnp.integer):
+        return
+    known, rows = np.asarray(slots), np.shape(state)[0]
+    if (wrong := known[(known < -1) | (known >= rows)]).size:
+        raise ValueError(f"slots must be from -1 to {rows - 1}, the last row of state, got {wrong[0]}")
+    taken, count = np.unique(known[known >= 0], return_counts=True)
+    if (count > 1).any():
+        raise ValueError(f"slots must not repeat, got {taken[count > 1][0]} more than once")
