@@ -9,19 +9,47 @@ from glax.api import (
     retention,
     simple_gla,
 )
-from glax.recurrence import Outputs
-from glax.registry import UnsupportedError
+from glax.execution.cache import ConfigCache, PersistentCache, overlay
+from glax.execution.executor import Executor
+from glax.execution.invocation import Invocation
+from glax.execution.kernel import Kernel
+from glax.execution.selection import AutotunePolicy, ConfigSelectorChain
+from glax.execution.tuner import Tuner
+from glax.operation import RecurrentAttention
+from glax.recurrence import Outputs, Recurrence
+from glax.registry import Backend, Config, KernelRegistry, KernelSpec, Platform, UnsupportedError, kernel_registry
 from glax.step import recurrent_step
+from glax.tuning import detect_platform, explain, tune
 
 __all__ = [
+    "AutotunePolicy",
+    "Backend",
+    "Config",
+    "ConfigCache",
+    "ConfigSelectorChain",
+    "Executor",
+    "Invocation",
+    "Kernel",
+    "KernelRegistry",
+    "KernelSpec",
     "Outputs",
+    "PersistentCache",
+    "Platform",
+    "Recurrence",
+    "RecurrentAttention",
+    "Tuner",
     "UnsupportedError",
     "__version__",
+    "detect_platform",
+    "explain",
+    "kernel_registry",
     "lightning_attention",
+    "overlay",
     "recurrent",
     "recurrent_attention",
     "recurrent_gla",
     "recurrent_step",
     "retention",
     "simple_gla",
+    "tune",
 ]

@@ -128,7 +128,9 @@ def check_per_sequence(arrays: dict[str, jax.Array], N: int, packed: bool):
 def check_scale(softmax_scale):
     if softmax_scale is None:
         return
-    if not isinstance(softmax_scale, int | float | np.number | np.ndarray | jax.Array) or isinstance(softmax_scale, bool):
+    if not isinstance(softmax_scale, int | float | np.number | np.ndarray | jax.Array) or isinstance(
+        softmax_scale, bool
+    ):
         raise TypeError(f"softmax_scale must be a number, got {type(softmax_scale).__name__}")
     if np.shape(softmax_scale) != ():
         raise ValueError(f"softmax_scale must be one number, got shape {np.shape(softmax_scale)}")

@@ -2,17 +2,18 @@
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from glax.execution.cache import PersistentCache
+from glax.execution.executor import Executor
+from glax.execution.selection import ConfigSelectorChain
 from glax.kernels import load_kernels
 from glax.recurrence import Outputs, Recurrence
-from glax.registry import Config, Platform, UnsupportedError, kernel_registry
-
-FORWARD = ("recurrent", "chunked")
-BACKWARD = tuple(f"{algorithm}.vjp" for algorithm in FORWARD)
+from glax.registry import Config, KernelSpec, Platform, kernel_registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,39 +24,46 @@ class Choice:
     config: Config | None = None
 
 
+# The one that every public function goes through. Its caches are this process's, the user's disk, and what glax ships.
+executor = Executor(
+    ConfigSelectorChain(
+        persistent=PersistentCache("recurrent"),
+        shipped=PersistentCache("tuned", folder=pathlib.Path(__file__).parent),
+    )
+)
+
+
 def run_forward(choice: Choice, r: Recurrence) -> Outputs:
     load_kernels()
-    spec = kernel_registry.find(FORWARD, r, choice.platform, choice.config)
-    return merged_vmap(call, spec.name, choice.config, r)
+    spec = kernel_registry.find(r, choice.platform, choice.config)
+    return merged_vmap(functools.partial(execute, spec, choice), r)
 
 
 def run_backward(choice: Choice, r: Recurrence, d_output, d_final) -> Recurrence | None:
     """The gradient by the best fused kernel; None if there is none, and the forward must serve instead.
 
-    A config that names another kernel than a fused one belongs to the forward; the fused kernel then guesses its own.
+    A config that is not of a fused kernel belongs to the forward; the fused one's is then chosen as ever.
     """
     load_kernels()
     for config in dict.fromkeys((choice.config, None)):
-        try:
-            spec = kernel_registry.find(BACKWARD, r, choice.platform, config)
-        except UnsupportedError:
-            continue
-        return merged_vmap(call, spec.name, config, r, d_output, d_final)
+        able, _ = kernel_registry.able(r, choice.platform, config, gradient=True)
+        if able:
+            own = dataclasses.replace(choice, config=config)
+            return merged_vmap(functools.partial(execute, able[0], own), r, d_output, d_final)
     return None
 
 
-def call(name: str, config: Config | None, r: Recurrence, *cotangents):
-    spec = kernel_registry.kernels[name]
-    with jax.named_scope(f"glax.{name}"):
-        return spec.run(r, *cotangents, config=spec.config.heuristic(r) if config is None else config)
+def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *cotangents):
+    _, refused = kernel_registry.able(r, choice.platform, gradient=spec.is_gradient)
+    return executor(spec, r, *cotangents, cfg=choice.config, refused=refused)
 
 
-def merged_vmap(f, name, config, *operands):
-    """f(name, config, *operands), with a vmapped axis merged into the batch, so that no kernel needs a rule of its own.
+def merged_vmap(f, *operands):
+    """f(*operands), with a vmapped axis merged into the batch, so that no kernel needs a rule of its own.
 
     Packed sequences share out the rows of T differently in each example: those go one at a time.
     """
-    run = custom_vmap(functools.partial(f, name, config))
+    run = custom_vmap(f)
 
     @run.def_vmap
     def rule(size, batched, *operands):

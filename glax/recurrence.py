@@ -146,3 +146,20 @@ def aligned(r: Recurrence) -> Recurrence:
     missing = [tuple(axes - varying_axes(x)) for x in leaves]
     cast = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(leaves, missing, strict=True)]
     return structure.unflatten(cast)
+
+
+def bucket(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def describe(r: Recurrence) -> str:
+    """The shapes and dtypes of r as text, equal for lengths that one config suits: T and packed N by their power of two."""
+    B, T, Hq, K = r.q.shape
+    parts = [f"B{B} T{bucket(T)} Hq{Hq} Hk{r.k.shape[2]} Hv{r.v.shape[2]} K{K} V{r.v.shape[3]} {r.q.dtype}"]
+    parts += [f"{name}={gate.dtype}" for name, gate in vars(r.decay).items() if gate is not None]
+    if r.initial_state is not None:
+        parts.append(f"state={r.initial_state.dtype}")
+    if r.boundaries is not None:
+        parts.append(f"packed{bucket(r.num_sequences)}")
+    return " ".join(parts + ["reverse"] * r.reverse)

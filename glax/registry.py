@@ -2,12 +2,14 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import jax
 
-from glax.recurrence import Recurrence
+from glax.deny import denied
+from glax.recurrence import Recurrence, describe
 
 
 class Platform(enum.StrEnum):
@@ -48,11 +50,15 @@ class Backend(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The tunable numbers of a kernel. A subclass names them; its defaults or `heuristic` guess them from the shapes."""
+    """The tunable numbers of a kernel. A subclass names them, guesses them from the shapes, and spans the search."""
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
         return cls()
+
+    @classmethod
+    def candidates(cls, r: Recurrence) -> Iterable[Self]:
+        return [cls.heuristic(r)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +68,7 @@ class KernelSpec:
     run:      (recurrence, config=) -> Outputs, or for "<algorithm>.vjp" (recurrence, d_output, d_final, config=) -> Recurrence
     supports: recurrence -> None, or the reason why the kernel cannot run it
     priority: recurrence -> number; among kernels that can run it, the highest is taken
+    version:  raised when measured configs lose their meaning
     """
 
     algorithm: str
@@ -71,18 +78,41 @@ class KernelSpec:
     config: type[Config] = Config
     supports: Callable[[Recurrence], str | None] = lambda r: None
     priority: Callable[[Recurrence], int] = lambda r: 0
+    version: int = 0
 
     @property
     def name(self) -> str:
         return f"{self.algorithm}/{self.platform}/{self.backend}"
 
-    def refusal(self, r: Recurrence, config: Config | None) -> str | None:
+    @property
+    def is_gradient(self) -> bool:
+        return self.algorithm.endswith(".vjp")
+
+    def refusal(self, r: Recurrence, config: Config | None = None) -> str | None:
         """Why this kernel does not run r here with that config; None if it does."""
         if self.backend not in (here := Backend.here(), Backend.ANY):
             return f"needs a {self.backend}, JAX computes on {here} here"
         if config is not None and type(config) is not self.config:
             return f"takes a {self.config.__name__}, cfg is a {type(config).__name__}"
-        return self.supports(r)
+        return denied(self.name) or self.supports(r)
+
+    # What the execution layer asks of anything that it configures; see `glax.execution.kernel.Kernel`.
+
+    @property
+    def op_id(self) -> str:
+        return self.name
+
+    def get_impl(self, cfg: Config) -> Callable[..., Any]:
+        return functools.partial(self.run, config=cfg)
+
+    def heuristic_cfg(self, inv) -> Config:
+        return self.config.heuristic(inv.args[0])
+
+    def key(self, inv) -> str:
+        return describe(inv.args[0])
+
+    def candidate_cfgs(self, inv) -> Iterable[Config]:
+        return self.config.candidates(inv.args[0])
 
 
 class UnsupportedError(NotImplementedError):
@@ -105,18 +135,23 @@ class KernelRegistry:
 
         return add
 
-    def find(
-        self, algorithms: Sequence[str], r: Recurrence, platform: Platform | None = None, config: Config | None = None
-    ) -> KernelSpec:
-        """The kernel of highest priority that runs r on this machine, or an error with every kernel's reason."""
-        asked = [s for s in self.kernels.values() if s.algorithm in algorithms and platform in (None, s.platform)]
+    def able(
+        self, r: Recurrence, platform: Platform | None = None, config: Config | None = None, gradient: bool = False
+    ) -> tuple[list[KernelSpec], dict[str, str]]:
+        """The kernels that run r (or its gradient) on this machine, best first, and the reasons of the others."""
+        asked = [s for s in self.kernels.values() if s.is_gradient == gradient and platform in (None, s.platform)]
         refusals = {spec.name: spec.refusal(r, config) for spec in asked}
         able = [spec for spec in asked if refusals[spec.name] is None]
+        return sorted(able, key=lambda spec: -spec.priority(r)), {k: v for k, v in refusals.items() if v is not None}
+
+    def find(self, r: Recurrence, platform: Platform | None = None, config: Config | None = None) -> KernelSpec:
+        """The kernel of highest priority that runs r on this machine, or an error with every kernel's reason."""
+        able, refusals = self.able(r, platform, config)
         if able:
-            return max(able, key=lambda spec: spec.priority(r))
+            return able[0]
         on = f" on platform {str(platform)!r}" if platform else ""
         reasons = [f"  {name}: {reason}" for name, reason in refusals.items()] or ["  none is registered"]
-        raise UnsupportedError(f"no kernel runs {' or '.join(algorithms)}{on}:\n" + "\n".join(reasons))
+        raise UnsupportedError(f"no kernel solves this recurrence{on}:\n" + "\n".join(reasons))
 
 
 kernel_registry = KernelRegistry()

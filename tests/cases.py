@@ -61,7 +61,9 @@ def inputs(case: Case, strength: str, seed: int = 0) -> dict[str, jax.Array]:
     """The arguments of `glax.recurrent`, without cu_seqlens and reverse."""
     rng = np.random.default_rng(seed)
     B, T, (Hq, Hk, Hv), K, V, H = case.B, case.T, case.heads, case.K, case.V, max(case.heads)
-    arrays = dict(query=rng.normal(size=(B, T, Hq, K)), key=rng.normal(size=(B, T, Hk, K)), value=rng.normal(size=(B, T, Hv, V)))
+    arrays = dict(
+        query=rng.normal(size=(B, T, Hq, K)), key=rng.normal(size=(B, T, Hk, K)), value=rng.normal(size=(B, T, Hv, V))
+    )
     arrays = {name: jnp.asarray(x, case.dtype) for name, x in arrays.items()}
     shapes = dict(g=(B, T, H), g_gamma=(case.num_sequences, H), gk=(B, T, H, K), gv=(B, T, H, V))
     arrays |= {name: jnp.asarray(gate(rng, shapes[name], strength), case.gate_dtype) for name in case.gates}
@@ -100,14 +102,18 @@ def all_cases() -> Iterator[Case]:
         yield Case(f"T{T}", B=2, T=T, heads=(1, 1, 1), K=8, V=8, strengths=("log-sigmoid", "-100 on 5%"))
         yield Case(f"T{T}-head", T=T, heads=(1, 1, 1), K=8, V=8, gates=("g",), strengths=("log-sigmoid", "-100 on 5%"))
     for K, V in ((1, 1), (1, 64), (60, 16), (64, 64), (128, 60), (256, 128), (64, 256)):
-        yield Case(f"K{K}V{V}", T=70, K=K, V=V, gates=("gk", "gv") if K == 60 else ("gk",), strengths=("log-sigmoid", "-20"))
+        yield Case(
+            f"K{K}V{V}", T=70, K=K, V=V, gates=("gk", "gv") if K == 60 else ("gk",), strengths=("log-sigmoid", "-20")
+        )
     for heads in ((4, 2, 2), (2, 2, 4), (4, 2, 1), (1, 4, 2), (2, 3, 6)):
         name = "heads" + "-".join(map(str, heads))
         yield Case(name, B=2, T=40, heads=heads, gates=("gk", "gv"), K=8, V=6)
         yield Case(f"{name}-packed", heads=heads, gates=("g",), K=8, V=6, **packed)
     for dtype in ("bfloat16", "float16"):
         for form, gates in FORMS.items():
-            yield Case(f"{dtype}-{form}", dtype=dtype, state_dtype=dtype, gates=gates, strengths=("log-sigmoid", "mild"))
+            yield Case(
+                f"{dtype}-{form}", dtype=dtype, state_dtype=dtype, gates=gates, strengths=("log-sigmoid", "mild")
+            )
         yield Case(f"{dtype}-packed", dtype=dtype, state_dtype=None, heads=(4, 2, 2), **packed)
     yield Case("bfloat16-gates", dtype="bfloat16", gate_dtype="bfloat16", strengths=("log-sigmoid", "-100 on 5%"))
     yield Case("float16-gates", gate_dtype="float16")

@@ -33,12 +33,12 @@ def text(tmp_path):
 
 
 def settings(text, out, **changes):
-    fields = dict(steps=6, batch=2, length=32, seed=0, must_win=False, model=TINY) | changes
+    fields = dict(steps=6, batch=2, length=15, seed=0, must_win=False, model=TINY) | changes
     return tour.Settings(out=out, text=text, **fields)
 
 
 def test_whole_demo(text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tour, "show_kernels", functools.partial(show_kernels, T=40, H=1, width=16))
+    monkeypatch.setattr(tour, "show_kernels", functools.partial(show_kernels, T=20, H=1, width=16))
     out = tmp_path / "new" / "out"
     assert tour.tour(settings(text, out)) == 0
     assert sorted(path.name for path in out.iterdir()) == ["loss.png", "model.safetensors"]
@@ -52,11 +52,15 @@ def test_whole_demo(text, tmp_path, monkeypatch, capsys):
     assert re.findall(r"^step (\d)/6: ", shown, re.M) == ["1", "2", "3", "4", "5", "6"]
     assert "wins by" in shown and "bits per byte" in shown
     assert "the logits agree" in shown and "however long the text" in shown
-    assert "line " in shown.split("Generation from")[1]  # the prompt, its [bold] not taken for markup
+    assert "of [bold]the text[/bold]\n" in shown.split("Generation from")[1]  # the prompt, not taken for markup
 
 
 def test_losing_is_a_failure_if_it_must_win(text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tour, "GENERATED", 8)
+    def untrained(model, text, recipe, seed, each_step):
+        each_step(1, 8.0, model)
+        return model
+
+    monkeypatch.setattr(tour, "train", untrained)
     monkeypatch.setattr(tour, "show_kernels", lambda *_: None)
     assert tour.tour(settings(text, tmp_path, steps=1, must_win=True)) == 1
     assert "The order-2 model wins" in capsys.readouterr().out
@@ -65,7 +69,7 @@ def test_losing_is_a_failure_if_it_must_win(text, tmp_path, monkeypatch, capsys)
 def test_wrong_decoding_is_noticed(text, monkeypatch, capsys):
     monkeypatch.setattr(tour, "token_by_token", lambda model, tokens: 1.01 * model(tokens))
     model = ByteLM(TINY, rngs=nnx.Rngs(0))
-    assert not tour.show_equality(Console(), model, read_text(text, 32))
+    assert not tour.show_equality(Console(), model, read_text(text, 15))
     assert "DISAGREE" in capsys.readouterr().out
 
 
@@ -86,7 +90,7 @@ def test_interrupted_training_leaves_a_checkpoint(text, tmp_path):
         from glax.cli import tour
         from glax.nn import ByteLMConfig
         settings = tour.Settings(Path({str(tmp_path / "out")!r}), Path({str(text)!r}), steps=1_000_000, batch=2,
-                                 length=32, seed=0, must_win=True, model={TINY})
+                                 length=15, seed=0, must_win=True, model={TINY})
         sys.exit(tour.language_model(settings, tour.prepare(settings), Console()))
     """
     command = [sys.executable, "-u", "-c", textwrap.dedent(code)]

@@ -74,7 +74,7 @@ def test_bad_input(error, text, arguments):
 def test_a_platform_without_kernels_gives_reasons():
     with pytest.raises(glax.UnsupportedError) as caught:
         glax.recurrent(**GOOD, platform="cuda")
-    assert str(caught.value) == "no kernel runs recurrent or chunked on platform 'cuda':\n  none is registered"
+    assert str(caught.value) == "no kernel solves this recurrence on platform 'cuda':\n  none is registered"
 
 
 def test_a_config_of_no_kernel_gives_every_reason():
@@ -84,7 +84,7 @@ def test_a_config_of_no_kernel_gives_every_reason():
     with pytest.raises(glax.UnsupportedError) as caught:
         glax.recurrent(**GOOD, platform="xla", cfg=Other())
     assert str(caught.value).splitlines() == [
-        "no kernel runs recurrent or chunked on platform 'xla':",
+        "no kernel solves this recurrence on platform 'xla':",
         "  chunked/xla/any: takes a ChunkedConfig, cfg is a Other",
         "  recurrent/xla/any: takes a Config, cfg is a Other",
     ]

@@ -150,14 +150,14 @@ def test_training_learns_and_repeats_for_a_seed():
             seen.append(loss)
             return step == 25
 
-        recipe = Recipe(steps=60, batch=4, length=24, learning_rate=0.02)
+        recipe = Recipe(steps=60, batch=4, length=12, learning_rate=0.02)
         models.append(train(ByteLM(dataclasses.replace(TINY, layers=1), rngs=nnx.Rngs(0)), text, recipe, 3, each_step))
         losses.append(seen)
     assert losses[0] == losses[1]
     assert len(losses[0]) == 25
     assert losses[0][0] > 7 and losses[0][-1] < 4
     jax.tree.map(np.testing.assert_array_equal, *(nnx.state(model, nnx.Param) for model in models))
-    windows = text[: 5 * 25].reshape(5, 25)
+    windows = text[: 5 * 13].reshape(5, 13)
     assert held_out_bits(models[0], windows) == pytest.approx(float(jitted_bits(models[0], windows).mean()), rel=1e-5)
 
 

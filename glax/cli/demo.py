@@ -26,9 +26,10 @@ def add_parser(subparsers):
     ):
         help = f"{meaning} (default: %(default)s)"
         parser.add_argument(flag, type=at_least(least), default=default, metavar="N", help=help)
-    parser.add_argument("--text", type=Path, metavar="FILE", help="what to train on (default: Python's standard library)")
-    out_help = "for model.safetensors and loss.png (default: %(default)s)"
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=Path("demo-out"), help=out_help)
+    help = "what to train on (default: Python's standard library)"
+    parser.add_argument("--text", type=Path, metavar="FILE", help=help)
+    help = "for model.safetensors and loss.png (default: %(default)s)"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=Path("demo-out"), help=help)
     return parser
 
 

@@ -125,7 +125,7 @@ def order2_bits(text: Text) -> float:
 
 
 def train_shown(settings: Settings, text: Text, model: ByteLM, console: Console) -> tuple[ByteLM, History, bool]:
-    """The trained model, its history, and whether it got through all steps."""
+    """The trained model, its history, and whether it was left to finish."""
     recipe = Recipe(settings.steps, settings.batch, settings.length)
     watched = text.held_out[:: math.ceil(len(text.held_out) / WATCHED)]
     evaluate_every = math.ceil(settings.steps / EVALUATIONS)
@@ -141,12 +141,12 @@ def train_shown(settings: Settings, text: Text, model: ByteLM, console: Console)
             return interrupt.requested
 
         model = train(model, text.train, recipe, settings.seed, each_step)
-    return model, history, len(history.losses) == settings.steps
+    return model, history, not interrupt.requested
 
 
 def show_generation(console: Console, model: ByteLM, text: Text, seed: int):
     """Goes on from the first bytes held out: what was written, and how fast."""
-    prompt = jnp.asarray(text.held_out[:1, :PROMPT], jnp.int32)
+    prompt = jnp.asarray(text.held_out.reshape(1, -1)[:, :PROMPT], jnp.int32)
 
     def run():
         return jax.block_until_ready(generate(model, prompt, jax.random.key(seed), length=GENERATED))

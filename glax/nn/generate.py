@@ -9,7 +9,7 @@ from glax.nn.model import ByteLM
 
 @nnx.jit(static_argnames=("length", "temperature"))
 def generate(
-    model: ByteLM, prompt: Int[Array, "B P"], key: Key[Array, ""], length: int, temperature: float = 0.7
+    model: ByteLM, prompt: Int[Array, "B P"], key: Key[Array, ""], length: int, temperature: float = 0.8
 ) -> Int[Array, "B length"]:
     """`length` bytes that go on from the prompt. The prompt is read in one parallel pass, the rest one at a time.
 

@@ -64,7 +64,7 @@ class GatedLinearAttention(nnx.Module):
         initial_state: Float[Array, "N H K V"] | None = None,
         cu_seqlens: Int[Array, "N+1"] | None = None,
     ) -> tuple[Float[Array, "B T width"], Float[Array, "N H K V"]]:
-        """y, and the state behind the last token of each sequence. Packing is that of `glax.recurrent`: B is 1, or left out."""
+        """y, and the state behind the last token of each sequence. Packed as in `glax.recurrent`: B is 1 or absent."""
         q, k, v, g = self.inputs(x)
         o, state = recurrent_gla(q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
         return self.outputs(o, x), state
@@ -84,7 +84,7 @@ class GatedLinearAttention(nnx.Module):
         """q, k, v and the log gate, each [*rows, heads, width of a head]."""
 
         def by_head(y, heads):
-            return y.reshape(*y.shape[:-1], heads, -1)
+            return y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads)
 
         g = self.gate_up(self.gate_down(x)).astype(jnp.float32) + self.gate_bias[...]
         return (
@@ -95,5 +95,5 @@ class GatedLinearAttention(nnx.Module):
         )
 
     def outputs(self, o: Float[Array, "*rows H V"], x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        normed = self.norm(o).reshape(*x.shape[:-1], -1)
-        return self.output(normed * jax.nn.silu(self.output_gate(x)))
+        gate = jax.nn.silu(self.output_gate(x))
+        return self.output(self.norm(o).reshape(gate.shape) * gate)

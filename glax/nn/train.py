@@ -65,7 +65,7 @@ def train(
     seed: int,
     each_step: Callable[[int, float, ByteLM], bool],
 ) -> ByteLM:
-    """The model after recipe.steps steps on random windows, or once each_step(steps done, bits per byte, model) is true.
+    """The model after all steps on random windows, or once each_step(steps done, bits per byte, model) is true.
 
     The model handed in, and each one handed to each_step, is overwritten by the next step.
     """

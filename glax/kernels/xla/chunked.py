@@ -29,6 +29,11 @@ class ChunkedConfig(Config):
         """CPUs: 32, which of 16, 32, 64 and 128 ran fastest there at widths 64 and 128."""
         return cls(chunk=32 if Backend.here() is Backend.CPU else 64)
 
+    @classmethod
+    def candidates(cls, r: Recurrence) -> "list[ChunkedConfig]":
+        """Powers of two, as far as T fills one chunk of half the size."""
+        return [cls(chunk) for chunk in (16, 32, 64, 128) if chunk == 16 or chunk < 2 * r.q.shape[1]]
+
 
 class Windows:
     """Reads and writes the rows of one chunk. All C rows of a window are in bounds; those outside the chunk read as 0."""

@@ -1,0 +1,1 @@
+"""Which config a kernel runs with: chosen, measured, remembered, shown."""

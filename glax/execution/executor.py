@@ -1,0 +1,62 @@
+"""Chooses a config, runs the kernel, and tells who listens."""
+
+import contextlib
+import contextvars
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+
+from glax.execution.cache import stacked
+from glax.execution.invocation import Invocation
+from glax.execution.selection import ConfigSelectorChain
+
+
+class Decision(NamedTuple):
+    """One call of a kernel: what was asked, what runs it, with which config, which selector chose that, who refused."""
+
+    invocation: Invocation
+    config: Any
+    selector: str
+    refused: dict[str, str]
+
+    @property
+    def kernel(self) -> str:
+        return self.invocation.kernel.op_id
+
+
+class Executor:
+    def __init__(self, chain: ConfigSelectorChain | None = None):
+        self.chain = ConfigSelectorChain() if chain is None else chain
+
+    def __call__(self, kernel, *args, cfg=None, refused: dict[str, str] | None = None, **kwargs):
+        """kernel(*args, **kwargs) with the config that the chain chooses; `cfg` overrides all. `refused` is for explain."""
+        inv = Invocation.of(kernel, args, kwargs, cfg)
+        config, selector = self.chain.choose(inv)
+        if (heard := listener.get()) is not None:
+            heard.append(Decision(inv, config, selector, refused or {}))
+        with jax.named_scope(f"glax.{kernel.op_id}"):
+            return kernel.get_impl(config)(*args, **kwargs)
+
+
+listener: contextvars.ContextVar[list[Decision] | None] = contextvars.ContextVar("glax_listener", default=None)
+turns = itertools.count()
+
+
+@contextlib.contextmanager
+def listening():
+    """Gathers the decisions of what is traced inside; functions that jit has traced before are traced again."""
+    heard: list[Decision] = []
+    token = listener.set(heard)
+    try:
+        with stacked(((("listening", next(turns)),), None)):
+            yield heard
+    finally:
+        listener.reset(token)
+
+
+def decisions(f, *args, **kwargs) -> list[Decision]:
+    """Every decision that f(*args, **kwargs) makes, without running it."""
+    with listening() as heard:
+        jax.eval_shape(f, *args, **kwargs)
+    return heard

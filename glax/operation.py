@@ -1,0 +1,61 @@
+"""`recurrent_attention` as an operation, for an executor of the user's own."""
+
+import jax
+import jax.numpy as jnp
+
+from glax.api import recurrent_attention
+from glax.bind import bind
+from glax.execution.kernel import Kernel, example_of
+from glax.kernels import load_kernels
+from glax.recurrence import Recurrence, describe
+from glax.registry import Config, KernelSpec, Platform, kernel_registry
+
+NOT_BOUND = ("cfg", "platform", "return_state")
+GATES = ("g", "g_gamma", "gk", "gv")
+ARGUMENTS = ("query", "key", "value", *GATES, "initial_state", "cu_seqlens")
+
+
+class RecurrentAttention(Kernel):
+    """The operation behind `glax.recurrent_attention`, with its arguments: executor(RecurrentAttention(), query, key, ...).
+
+    A config is that of the registered kernel it selects, such as ChunkedConfig(chunk=64).
+    """
+
+    op_id = "recurrent_attention"
+
+    def run(self, *args, cfg: Config, **kwargs):
+        return recurrent_attention(*args, cfg=cfg, **kwargs)
+
+    def key(self, inv) -> str:
+        return describe(self.able(inv)[1])
+
+    def heuristic_cfg(self, inv) -> Config:
+        specs, r = self.able(inv)
+        return specs[0].config.heuristic(r)
+
+    def candidate_cfgs(self, inv) -> list[Config]:
+        specs, r = self.able(inv)
+        return list(dict.fromkeys(config for spec in specs for config in spec.config.candidates(r)))
+
+    def able(self, inv) -> tuple[list[KernelSpec], Recurrence]:
+        """The registered kernels that can run the call, best first, and its Recurrence in shapes."""
+        load_kernels()
+        arguments = named(inv.args, inv.kwargs)
+        r = jax.eval_shape(lambda: bind(**example_of({k: v for k, v in arguments.items() if k not in NOT_BOUND})))
+        platform = Platform.parse(arguments.get("platform"))
+        kernel_registry.find(r, platform)  # raises with every reason if none can
+        return kernel_registry.able(r, platform)[0], r
+
+    def example(self, inv):
+        args, kwargs = super().example(inv)
+        arrays = named(args, kwargs)
+        realistic = {name: jax.nn.log_sigmoid(x) for name, x in arrays.items() if name in GATES and x is not None}
+        if (cuts := arrays.get("cu_seqlens")) is not None:
+            T = arrays["query"].shape[-3]
+            realistic["cu_seqlens"] = (jnp.arange(cuts.shape[0]) * T // max(cuts.shape[0] - 1, 1)).astype(cuts.dtype)
+        args = tuple(realistic.get(name, x) for name, x in zip(ARGUMENTS, args, strict=False))
+        return args, {name: realistic.get(name, x) for name, x in kwargs.items()}
+
+
+def named(args: tuple, kwargs: dict) -> dict:
+    return dict(zip(ARGUMENTS, args, strict=False)) | kwargs
