@@ -25,17 +25,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from peers import BASELINES
-from timing import available_bytes, compiled, copy_gbytes, interleaved, matmul_gflops, milliseconds, table
+from timing import Timing, available_bytes, compiled, copy_gbytes, interleaved, matmul_gflops, table
 
 import glax
 from glax.bind import bind
 from glax.kernels import load_kernels
-from glax.registry import KernelSpec, kernel_registry
+from glax.recurrence import Recurrence
+from glax.registry import kernel_registry
 
 OUT = Path(__file__).parent / "out"
-FORWARD_BAR, TRAINING_BAR = 1.0, 1.8  # how many times as fast as the best baseline
+MODES = ("forward", "forward + backward")
+SPEED_BAR = dict(zip(MODES, (1.0, 1.8), strict=True))  # times as fast as the best baseline
+CLOSE = dict(zip(MODES, (2e-5, 1e-4), strict=True))  # both sides are float32: twice the bars against float64
 SCALING_BAR, MEMORY_BAR, COMPILE_BAR = 1.25, 3.0, 5.0  # slowest / fastest time per token, GiB, seconds
-CLOSE = {"forward": 2e-5, "training": 1e-4}  # both sides are float32 here: twice the bars against a float64 reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,36 +57,37 @@ class Problem:
         """query, key, value, gate, and the cotangent of the output."""
         rng = np.random.default_rng(0)
         wide = (self.B, self.T, self.H, self.width)
-        arrays = [rng.standard_normal(wide, np.float32) for _ in range(4)]
-        gates = rng.standard_normal(wide if self.gate == "gk" else wide[:3], np.float32)
-        q, k, v, do, gates = map(jnp.asarray, (*arrays, gates))
-        return [q, k, v, jax.nn.log_sigmoid(gates), do]
+        q, k, v, do = (jnp.asarray(rng.standard_normal(wide, np.float32)) for _ in range(4))
+        gate = rng.standard_normal(wide if self.gate == "gk" else wide[:3], np.float32)
+        return [q, k, v, jax.nn.log_sigmoid(jnp.asarray(gate)), do]
 
-    def flops(self, mode: str, chunk: int) -> float:
-        """Operations in matrix products, with states K x V and C = chunk, 0 if a kernel goes token by token:
+    def flops(self, forward_chunk: int, gradient_chunk: int | None) -> float:
+        """Operations in the matrix products of a forward in chunks of C tokens, and of a gradient in chunks of D:
 
-            forward     B T H (4 K V + 2 C (K + V))        (q S, k^T v; pairs q k^T, pairs v)
-            training    B T H (16 K V + 2 C (5 K + 4 V))   and the gradient's: the states again; dq, dk, dv and dS from
-                                                           states; pairs, d_pairs; dq, dk, dv from pairs
+            forward     B T H (4 K V + 2 C (K + V))         q S, k^T v; pairs q k^T, pairs v
+            gradient    B T H (10 K V + 2 D (3 K + 2 V))    the states again; dq, dk, dv and dS from states;
+                                                            pairs, their gradient; dq, dk, dv from pairs
 
-        Masked halves of the pairs are counted, since they are computed; exponentials and elementwise work are not.
+        C = 0 stands for a kernel that goes token by token, D = None for no gradient. The masked halves of the pairs
+        count, since they are computed; exponentials and elementwise work do not.
         """
         K = V = self.width
-        each = 4 * K * V + 2 * chunk * (K + V) if mode == "forward" else 16 * K * V + 2 * chunk * (5 * K + 4 * V)
+        each = 4 * K * V + 2 * forward_chunk * (K + V)
+        if gradient_chunk is not None:
+            each += 10 * K * V + 2 * gradient_chunk * (3 * K + 2 * V)
         return self.B * self.T * self.H * each
 
     def bytes(self, mode: str) -> float:
-        """What must move if every input is read once, and every output written once, in each of forward and gradient:
+        """What must move if each of forward and gradient reads every input once and writes every output once:
 
         forward reads q, k, v, gate and writes o; the gradient reads those four and do, and writes four gradients.
         """
-        per_token = self.B * self.T * self.H * 4
-        gates = self.width if self.gate == "gk" else 1
-        forward = per_token * (4 * self.width + gates)
-        return forward if mode == "forward" else forward + per_token * (7 * self.width + 2 * gates)
+        floats, gates = self.B * self.T * self.H, self.width if self.gate == "gk" else 1
+        forward, gradient = 4 * self.width + gates, 7 * self.width + 2 * gates
+        return 4 * floats * (forward if mode == "forward" else forward + gradient)
 
 
-SHAPES = [dict(B=1, T=2048, H=4, width=64), dict(B=2, T=4096, H=8, width=128)]
+SHAPES = (dict(B=1, T=2048, H=4, width=64), dict(B=2, T=4096, H=8, width=128))
 PROBLEMS = [Problem(**shape, gate=gate) for shape in SHAPES for gate in ("gk", "g")]
 
 
@@ -93,22 +96,20 @@ def by_glax(problem: Problem, **insist):
     return lambda q, k, v, gate: glax.recurrent(q, k, v, **{problem.gate: gate}, **insist).output
 
 
-def kernels(problem: Problem, operands) -> dict[str, tuple[KernelSpec, object]]:
-    """Every kernel whose forward runs here, with the config that it guesses."""
+def forced(problem: Problem, r: Recurrence) -> dict:
+    """glax made to use each kernel whose forward runs here, with the config that the kernel guesses."""
     load_kernels()
-    q, k, v, gate, _ = operands
-    r = bind(q, k, v, **{problem.gate: gate})
-    specs = [s for s in kernel_registry.kernels.values() if not s.algorithm.endswith(".vjp") and s.refusal(r, None) is None]
-    return {f"glax {s.algorithm} {s.platform}": (s, s.config.heuristic(r)) for s in specs}
+    specs = [s for s in kernel_registry.kernels.values() if not s.is_gradient and s.refusal(r) is None]
+    return {
+        f"glax {s.algorithm} {s.platform}": by_glax(problem, platform=str(s.platform), cfg=s.config.heuristic(r))
+        for s in specs
+    }
 
 
-def chosen(problem: Problem, operands) -> tuple[str, int]:
-    """What glax takes by itself: the kernel's name and its chunk, 0 if it has none."""
-    able = kernels(problem, operands)
-    q, k, v, gate, _ = operands
-    r = bind(q, k, v, **{problem.gate: gate})
-    name = max(able, key=lambda name: able[name][0].priority(r))
-    return name, getattr(able[name][1], "chunk", 0)
+def chosen(r: Recurrence, gradient: bool) -> tuple[str, int]:
+    """The kernel that glax takes by itself, and its chunk: 0 if it has none."""
+    spec = kernel_registry.able(r, gradient=gradient)[0][0]
+    return f"{spec.algorithm} {spec.platform}", getattr(spec.config.heuristic(r), "chunk", 0)
 
 
 def in_mode(f, mode: str):
@@ -120,7 +121,7 @@ def in_mode(f, mode: str):
 
 
 def relative_error(x, y) -> float:
-    """The largest relative RMS error of x's arrays against y's; of the forward, or of the four gradients."""
+    """The largest relative RMS error of x's arrays against y's: of the output, or of the four gradients."""
     x, y = (jax.tree.leaves(z[1] if isinstance(z, tuple) else z) for z in (x, y))
     return max(float(jnp.sqrt(jnp.square(a - b).sum() / jnp.square(b).sum())) for a, b in zip(x, y, strict=True))
 
@@ -128,9 +129,9 @@ def relative_error(x, y) -> float:
 def measure(problem: Problem, mode: str, args) -> dict:
     """Every way to compute the problem: compiled, compared with the first baseline that fits in memory, then timed."""
     operands = problem.operands()
-    ways = BASELINES | {"glax": by_glax(problem)}
-    for name, (spec, config) in kernels(problem, operands).items():
-        ways[name] = by_glax(problem, platform=str(spec.platform), cfg=config)
+    q, k, v, gate, _ = operands
+    r = bind(q, k, v, **{problem.gate: gate})
+    ways = BASELINES | {"glax": by_glax(problem)} | forced(problem, r)
     runs, errors, notes, want = {}, {}, [], None
     for name, f in ways.items():
         run = compiled(in_mode(f, mode), *operands)
@@ -141,24 +142,30 @@ def measure(problem: Problem, mode: str, args) -> dict:
         got = run(*operands)
         want = got if want is None else want
         runs[name], errors[name] = run, relative_error(got, want)
-        del got
-    want = None
+    del got, want  # memory that the timed runs may need
     times = interleaved(runs, *operands, repeats=args.repeats, seconds=args.seconds)
-    memory = {name: run.memory_analysis().temp_size_in_bytes for name, run in runs.items()}
     best = min((name for name in times if name in BASELINES), key=lambda name: times[name].median)
-    kernel, chunk = chosen(problem, operands)
+    took = [chosen(r, gradient) for gradient in ((False,) if mode == "forward" else (False, True))]
+    chunks = [chunk for _, chunk in took] + [None]
+    seconds = times["glax"].median / 1e3
     return dict(
-        problem=str(problem),
+        title=f"{problem} {mode}",
         mode=mode,
-        chosen=kernel,
+        took=" and ".join(name for name, _ in took),
         best=best,
         speedup=times[best].median / times["glax"].median,
-        gflops=problem.flops(mode, chunk) / times["glax"].median / 1e6,
-        gbytes=problem.bytes(mode) / times["glax"].median / 1e6,
+        gflops=problem.flops(*chunks[:2]) / seconds / 1e9,
+        gbytes=problem.bytes(mode) / seconds / 1e9,
         right=all(error <= CLOSE[mode] for error in errors.values()),
         notes=notes,
-        ways={n: dataclasses.asdict(t) | dict(error=errors[n], temp_bytes=memory[n]) for n, t in times.items()},
-        shown={name: str(t) for name, t in times.items()},
+        ways={
+            name: dict(
+                ms=dataclasses.asdict(t),
+                error=errors[name],
+                temporary_bytes=runs[name].memory_analysis().temp_size_in_bytes,
+            )
+            for name, t in times.items()
+        },
     )
 
 
@@ -168,19 +175,19 @@ def against_baselines(args) -> dict:
     print(f"{machine['copy_gbytes']:.1f} GB/s in a copy\n")
     results = []
     for problem in PROBLEMS:
-        for mode in ("forward", "training"):
+        for mode in MODES:
             result = measure(problem, mode, args)
             results.append(result)
-            rate = ", ".join((f"{result['gflops']:.1f} GFLOP/s", f"{result['gbytes']:.2f} GB/s"))
-            print(f"{problem}, {'forward' if mode == 'forward' else 'forward + backward'}; glax took {result['chosen']}: {rate}")
-            base = result["ways"][result["best"]]["median"]
+            print(f"{result['title']}: glax took {result['took']};", end=" ")
+            print(f"{result['gflops']:.1f} GFLOP/s, {result['gbytes']:.2f} GB/s")
+            base = result["ways"][result["best"]]["ms"]["median"]
             rows = [
                 {
                     "": name,
-                    "ms: median (p20-p80)": result["shown"][name],
-                    "of the best baseline": way["median"] / base,
-                    "rel. error": float(way["error"]),
-                    "temporary MiB": round(way["temp_bytes"] / 2**20),
+                    "ms: median (p20-p80)": Timing(**way["ms"]),
+                    "of the best baseline's": way["ms"]["median"] / base,
+                    "relative error": way["error"],
+                    "temporary MiB": round(way["temporary_bytes"] / 2**20),
                 }
                 for name, way in result["ways"].items()
             ]
@@ -189,12 +196,11 @@ def against_baselines(args) -> dict:
 
 
 def baseline_bars(found: dict) -> list[tuple[str, float, str, bool]]:
-    bars = []
-    for r in found["results"]:
-        bar = FORWARD_BAR if r["mode"] == "forward" else TRAINING_BAR
-        what = f"{r['problem']} {'forward' if r['mode'] == 'forward' else 'forward + backward'}: speed, of the best baseline's"
-        bars.append((what, r["speedup"], f">= {bar}", r["speedup"] >= bar))
-    return bars
+    return [
+        (f"{r['title']}: times as fast as {r['best']}", r["speedup"], f">= {bar}", r["speedup"] >= bar)
+        for r in found["results"]
+        for bar in (SPEED_BAR[r["mode"]],)
+    ]
 
 
 def scaling(args) -> dict:
@@ -204,29 +210,22 @@ def scaling(args) -> dict:
     """
     lengths = [1024 * 2**i for i in range(5 if args.quick else 7)]
     problems = [Problem(1, T, 8, 64, "gk") for T in lengths]
-    memory = [peak_gib_of_child(T) for T in lengths]
-    times = {}
-    for mode in ("forward", "training"):
-        operands = [p.operands() for p in problems]
+    peaks = [peak_gib_of_child(T) for T in lengths]
+    operands, micros = [p.operands() for p in problems], {}
+    for mode in MODES:
         runs = [compiled(in_mode(by_glax(p), mode), *x) for p, x in zip(problems, operands, strict=True)]
         cases = {T: lambda run=run, x=x: run(*x) for T, run, x in zip(lengths, runs, operands, strict=True)}
-        times[mode] = interleaved(cases, repeats=args.repeats, seconds=args.seconds)
-    results = [
-        dict(
-            T=T,
-            forward_us=1e3 * times["forward"][T].median / T,
-            training_us=1e3 * times["training"][T].median / T,
-            peak_gib=gib,
-        )
-        for T, gib in zip(lengths, memory, strict=True)
-    ]
-    titles = dict(T="T", forward_us="forward us/token", training_us="forward + backward us/token", peak_gib="peak GiB")
-    print(f"\nB1 H8 K=V=64 gk\n{table([{titles[n]: x for n, x in row.items()} for row in results])}\n")
+        times = interleaved(cases, repeats=args.repeats, seconds=args.seconds)
+        micros[mode] = [1e3 * times[T].median / T for T in lengths]
+    titles = ("T", *(f"{mode}, us/token" for mode in MODES), "peak GiB")
+    rows = [dict(zip(titles, row, strict=True)) for row in zip(lengths, *micros.values(), peaks, strict=True)]
+    print(f"\n{problems[0]}, other T\n{table(rows)}\n")
+    found = dict(lengths=lengths, micros=micros, peaks=peaks)
     OUT.mkdir(exist_ok=True)
-    (OUT / "scaling.json").write_text(json.dumps(results, indent=2))
-    plot(results, OUT / "scaling.png")
-    print(f"Wrote {OUT / 'scaling.json'} and {OUT / 'scaling.png'}")
-    return dict(results=results)
+    (OUT / "scaling.json").write_text(json.dumps(found, indent=2))
+    plot(found, OUT / "scaling.png")
+    print(f"Wrote {OUT / 'scaling.json'} and {OUT / 'scaling.png'}\n")
+    return found
 
 
 def peak_gib_of_child(T: int) -> float:
@@ -235,45 +234,47 @@ def peak_gib_of_child(T: int) -> float:
 
 
 def peak_gib_of_gradient(T: int) -> float:
+    """The peak of this process, inputs and compiler included, after one forward and gradient."""
     problem = Problem(1, T, 8, 64, "gk")
     operands = problem.operands()
-    jax.block_until_ready(compiled(in_mode(by_glax(problem), "training"), *operands)(*operands))
+    jax.block_until_ready(compiled(in_mode(by_glax(problem), MODES[1]), *operands)(*operands))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def plot(results: list[dict], path: Path):
+def plot(found: dict, path: Path):
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    T = [row["T"] for row in results]
-    left.plot(T, [row["forward_us"] for row in results], "o-", label="forward")
-    left.plot(T, [row["training_us"] for row in results], "o-", label="forward + backward")
-    left.set(xscale="log", ylim=(0, None), xlabel="T", ylabel="microseconds a token")
+    for mode, micros in found["micros"].items():
+        left.plot(found["lengths"], micros, "o-", label=mode)
+    left.set(xlabel="T", ylabel="microseconds a token")
     left.legend()
-    right.plot(T, [row["peak_gib"] for row in results], "o-")
-    right.axhline(MEMORY_BAR, color="grey", linestyle="--")
-    right.set(xscale="log", ylim=(0, None), xlabel="T", ylabel="peak memory of a gradient, GiB")
+    right.plot(found["lengths"], found["peaks"], "o-", label="forward + backward")
+    right.axhline(MEMORY_BAR, color="grey", linestyle="--", label="bar")
+    right.set(xlabel="T", ylabel="peak memory of the process, GiB")
+    right.legend()
     for axes in (left, right):
         axes.set_xscale("log", base=2)
+        axes.set_ylim(0, None)
     figure.savefig(path, dpi=120)
 
 
 def scaling_bars(found: dict) -> list[tuple[str, float, str, bool]]:
-    rows, bars = found["results"], []
-    for name, title in (("forward_us", "forward"), ("training_us", "forward + backward")):
-        spread = max(row[name] for row in rows) / min(row[name] for row in rows)
-        bars.append((f"{title}: slowest time per token over fastest", spread, f"<= {SCALING_BAR}", spread <= SCALING_BAR))
-    last = rows[-1]
-    bars.append((f"peak memory at T={last['T']}, GiB", last["peak_gib"], f"< {MEMORY_BAR}", last["peak_gib"] < MEMORY_BAR))
-    return bars
+    bars = []
+    for mode, micros in found["micros"].items():
+        spread = max(micros) / min(micros)
+        title = f"{mode}: slowest time per token over fastest"
+        bars.append((title, spread, f"<= {SCALING_BAR}", spread <= SCALING_BAR))
+    T, peak = found["lengths"][-1], found["peaks"][-1]
+    return [*bars, (f"peak memory of a gradient at T={T}, GiB", peak, f"< {MEMORY_BAR}", peak < MEMORY_BAR)]
 
 
 def variants() -> dict:
-    """Every public function and form of decay: (f(q, k, v, *gates), gates)."""
+    """Every public function and form of decay: (f(q, k, v, gates), gates)."""
     B, T, H, D = 1, 2048, 4, 64
     per_head, per_channel = -jnp.ones((B, T, H)), -jnp.ones((B, T, H, D))
     cuts = jnp.array([0, 300, 1000, 1001, T], jnp.int32)
@@ -298,14 +299,18 @@ def variants() -> dict:
 
 
 def compiling(args) -> dict:
-    """Seconds to trace and compile the gradient of each variant, at B1 T2048 H4 K=V=64; the first compiles twice."""
+    """Seconds to trace and compile the gradient of each variant, at B1 T2048 H4 K=V=64.
+
+    The first is compiled twice, since its first time loads kernels and starts XLA.
+    """
     x = jnp.ones((1, 2048, 4, 64))
     results = []
     for i, (name, (f, gates)) in enumerate(variants().items()):
-        for _ in range(2 if i == 0 else 1):  # the first time starts XLA too
-            gradient = jax.jit(jax.grad(lambda q, k, v, gates, f=f: f(q, k, v, gates).output.sum(), argnums=(0, 1, 2, 3)))
+        loss = lambda q, k, v, gates, f=f: f(q, k, v, gates).output.sum()  # noqa: E731
+        for _ in range(2 if i == 0 else 1):
+            jax.clear_caches()
             begin = time.perf_counter()
-            gradient.lower(x, x, x, gates).compile()
+            compiled(jax.grad(loss, argnums=(0, 1, 2, 3)), x, x, x, gates)
             seconds = time.perf_counter() - begin
         results.append({"gradient of": name, "seconds to compile": seconds})
     print(f"\n{table(results)}\n")
@@ -313,8 +318,10 @@ def compiling(args) -> dict:
 
 
 def compile_bars(found: dict) -> list[tuple[str, float, str, bool]]:
-    rows = [(row["gradient of"], row["seconds to compile"]) for row in found["results"]]
-    return [(f"compile {name}, seconds", seconds, f"<= {COMPILE_BAR}", seconds <= COMPILE_BAR) for name, seconds in rows]
+    slowest = max(found["results"], key=lambda row: row["seconds to compile"])
+    seconds = slowest["seconds to compile"]
+    title = f"slowest to compile of {len(found['results'])}: {slowest['gradient of']}, seconds"
+    return [(title, seconds, f"<= {COMPILE_BAR}", seconds <= COMPILE_BAR)]
 
 
 def main():
@@ -323,32 +330,31 @@ def main():
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--peak", type=int, metavar="T", help="print the peak GiB of this process after one gradient at T")
+    parser.add_argument("--peak", type=int, metavar="T", help="print this process's peak GiB after a gradient at T")
     args = parser.parse_args()
     if args.peak:
         print(peak_gib_of_gradient(args.peak))
         return
-    args.repeats, args.seconds = (5, 2.0) if args.quick else (25, 12.0)
+    args.repeats, args.seconds = (5, 2.0) if args.quick else (25, 8.0)
     print(f"JAX {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPUs, {platform.machine()}")
-    measured, bars = dict(jax=jax.__version__, python=platform.python_version(), cpus=os.cpu_count()), []
     parts = dict(
         baselines=(not (args.scaling or args.compile), against_baselines, baseline_bars),
         scaling=(args.scaling, scaling, scaling_bars),
         compile=(args.compile, compiling, compile_bars),
     )
+    measured, bars = dict(jax=jax.__version__, python=platform.python_version(), cpus=os.cpu_count()), []
     for part, (asked, run, judge) in parts.items():
         if asked:
             measured[part] = run(args)
             bars += judge(measured[part])
     measured["bars"] = [dict(bar=what, measured=x, wanted=wanted, met=met) for what, x, wanted, met in bars]
-    titles = ("bar", "measured", "wanted", "")
-    print(table([dict(zip(titles, (b[0], b[1], b[2], "pass" if b[3] else "MISS"), strict=True)) for b in bars]))
-    print(f"{sum(b[3] for b in bars)} of {len(bars)} bars met")
+    print(table([{**bar, "met": "pass" if bar["met"] else "MISS"} for bar in measured["bars"]]))
+    print(f"{sum(met for *_, met in bars)} of {len(bars)} bars met")
     if args.json:
         args.json.write_text(json.dumps(measured, indent=2))
     wrong = [r for r in measured.get("baselines", {}).get("results", []) if not r["right"]]
     for r in wrong:
-        print(f"WRONG: {r['problem']} {r['mode']}: results differ by more than {CLOSE[r['mode']]}")
+        print(f"WRONG: {r['title']}: results differ by more than {CLOSE[r['mode']]}")
     sys.exit(bool(wrong))
 
 

@@ -69,7 +69,9 @@ def traced() -> float:
 
 def imported() -> float:
     code = "import time, jax, jax.numpy, numpy; s = time.perf_counter(); import glax; print(time.perf_counter() - s)"
-    times = [float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) for _ in range(5)]
+    times = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) for _ in range(5)
+    ]
     return 1e3 * statistics.median(times)
 
 

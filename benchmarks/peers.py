@@ -9,7 +9,7 @@ from jax import lax
 
 
 def token_by_token(q, k, v, g):
-    """S_t = exp(g_t) S_{t-1} + k_t v_t^T,   o_t = S_t^T q_t, as defined, by lax.scan. Autodiff keeps a state a token."""
+    """S_t = exp(g_t) S_{t-1} + k_t v_t^T,   o_t = S_t^T q_t, by lax.scan. Autodiff keeps a state a token."""
     B, _, H, K = q.shape
     per_head = g.ndim == 3
     decay = jnp.exp(g)[..., None, None] if per_head else jnp.exp(g)[..., None]

@@ -24,7 +24,7 @@ LAYERS = [
     ["glax.autodiff"],
     ["glax.bind"],
     ["glax.api"],
-    ["glax.step", "glax.tuning", "glax.operation"],
+    ["glax.step", "glax.tuning", "glax.operation", "glax.check"],
     ["glax"],
     ["glax.compat", "glax.nn"],
     ["glax.cli"],

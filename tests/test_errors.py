@@ -115,7 +115,11 @@ STEP = dict(query=ones(3, 4, 8), key=ones(3, 2, 8), value=ones(3, 2, 6), state=o
     ("error", "text", "arguments"),
     [
         (ValueError, "query must be [B, heads, width], got shape (3, 1, 4, 8)", dict(query=ones(3, 1, 4, 8))),
-        (ValueError, "state must be [B, H, K, V], or [P, H, K, V] with slots, got shape (4, 8, 6)", dict(state=ones(4, 8, 6))),
+        (
+            ValueError,
+            "state must be [B, H, K, V], or [P, H, K, V] with slots, got shape (4, 8, 6)",
+            dict(state=ones(4, 8, 6)),
+        ),
         (ValueError, "g must be [B, H] or [B, H, K], got shape (4,)", dict(g=ones(4))),
         (ValueError, "slots must be [B] with B=3 as in query, got shape (2,)", dict(slots=cuts(0, 1))),
         (ValueError, "slots must be from -1 to 4, the last row of state, got 5", dict(slots=cuts(0, 5, 1))),

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 
 from glax._version import __version__
-from glax.cli import demo
+from glax.cli import bench, cache, check, demo, doctor, tune
 from glax.cli.errors import UsageError
 
-SUBCOMMANDS = (demo,)
+SUBCOMMANDS = (doctor, check, bench, tune, cache, demo)
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 

@@ -60,13 +60,13 @@ class ConfigSelectorChain:
         shipped: PersistentCache | None = None,
     ):
         self.cache = ConfigCache() if cache is None else cache
-        self.own_policy = AutotunePolicy.from_environment() if policy is None else policy
+        self.own_policy = policy  # None: what GLAX_AUTOTUNE says at each choice
         self.tuner = Tuner() if tuner is None else tuner
         self.persistent, self.shipped = persistent, shipped
 
     @property
     def policy(self) -> AutotunePolicy:
-        return overlaid_policy() or self.own_policy
+        return overlaid_policy() or self.own_policy or AutotunePolicy.from_environment()
 
     def choose(self, inv: Invocation) -> Chosen:
         for selector in (

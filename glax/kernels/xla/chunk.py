@@ -21,6 +21,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+# Sums of products of equal shapes too: (x * y).sum() takes XLA's CPU backend up to eight times as long.
+dots = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Geometry:
 
     prefix, suffix: row i sums the gates up to and including token i, and behind it; before: those before token i.
     middle:         row i sums the gates from the middle token to i, negative before it.
-    earlier:        the pairs (i, j) with j before i.
+    earlier:        the pairs (i, j) with j before i; causal: those and j = i.
     halvings:       (sums, mask) for each halving of the chunk into blocks. The mask holds the pairs (i, j) in the later
                     and the earlier half of the same block; row i sums the gates between its token and the block's middle.
     """
@@ -40,6 +42,7 @@ class Geometry:
     before: np.ndarray
     middle: np.ndarray
     earlier: np.ndarray
+    causal: np.ndarray
     halvings: tuple[tuple[np.ndarray, np.ndarray], ...]
     begin: int
     end: int
@@ -68,6 +71,7 @@ def geometry(size: int, reverse: bool) -> Geometry:
         before=turned(1.0 * (s < i)),
         middle=turned(middle),
         earlier=turned(s < i),
+        causal=turned(s <= i),
         halvings=tuple((turned(sums), turned(mask)) for sums, mask in halvings),
         begin=size - 1 if reverse else 0,
         end=0 if reverse else size - 1,
@@ -77,28 +81,28 @@ def geometry(size: int, reverse: bool) -> Geometry:
 class Factors(NamedTuple):
     """What the gates of one side of the state (its rows with q and k, or its columns with o and v) multiply; None is 1.
 
-        q reads the state:   (q * inward) (enter * S)         pairs:   sum over levels of (q * up) (k * down)^T, masked
-        the state goes on:   through * S + leave * (k * outward)^T v
+        q reads the state:   (q * inward) S         pairs:   sum over levels of (q * up) (k * down)^T * between, masked
+        the state goes on:   through * S + (k * outward)^T v
 
-    inward, outward, up, down: [B, H, C, D], or [..., 1] for a gate per head; enter, leave, through: [B, H, 1, D].
+    inward, outward, up, down: [B, H, C, D], or [..., 1] for a gate per head; through: [B, H, 1, D];
+    between: [B, H, C, C], for a gate per head alone.
     """
 
     inward: Array | None = None
-    enter: Array | None = None
     outward: Array | None = None
-    leave: Array | None = None
     through: Array | None = None
     up: tuple[Array | None, ...] = (None,)
     down: tuple[Array | None, ...] = (None,)
+    between: Array | None = None
 
 
-def sums(matrix: np.ndarray, gates: Float[Array, "B C H D"]) -> Float[Array, "B H C D"]:
-    B, C, H, D = gates.shape
-    total = matmul(jnp.asarray(matrix, gates.dtype), gates.reshape(B, C, H * D))
-    return total.reshape(B, -1, H, D).transpose(0, 2, 1, 3)
+def sums(matrix: np.ndarray, x: Float[Array, "B H C D"]) -> Float[Array, "B H I D"]:
+    """matrix @ x in each sequence and head. Its copies make it a batched product, which XLA runs without transposes."""
+    copies = jnp.broadcast_to(jnp.asarray(matrix, x.dtype), (*x.shape[:2], *matrix.shape))
+    return matmul(copies, x)
 
 
-def fast(g: Geometry, gates: Float[Array, "B C H D"] | None, middle: Float[Array, "B H C D"] | None) -> Factors:
+def fast(g: Geometry, gates: Float[Array, "B H C D"] | None) -> Factors:
     """e^{G_i - G_j} = e^{M_i} e^{-M_j} with M = G minus G at the chunk's middle: two exponentials an element.
 
     Exact as long as |M|, the rows' and the columns' together, stays within `fast_limit`: no factor then overflows or
@@ -106,11 +110,17 @@ def fast(g: Geometry, gates: Float[Array, "B C H D"] | None, middle: Float[Array
     """
     if gates is None:
         return Factors()
+    middle = sums(g.middle, gates)
     up, down = jnp.exp(middle), jnp.exp(-middle)
-    first = gates[:, g.begin, :, None]
-    enter = jnp.exp(first - middle[:, :, g.begin : g.begin + 1])
-    leave = up[:, :, g.end : g.end + 1]
-    return Factors(up, enter, down, leave, enter * leave, (up,), (down,))
+    enter = jnp.exp(gates[:, :, g.begin] - middle[:, :, g.begin])[:, :, None]
+    leave = up[:, :, g.end][:, :, None]
+    return Factors(up * enter, down * leave, enter * leave, (up,), (down,))
+
+
+def reach(g: Geometry, gates: Float[Array, "B H C D"]) -> Array:
+    """A bound on |M|: the largest sum of |gates| over either half of the chunk."""
+    half = g.size // 2 if g.begin == 0 else g.size - g.size // 2
+    return jnp.maximum(jnp.abs(gates[:, :, :half]).sum(2), jnp.abs(gates[:, :, half:]).sum(2)).max()
 
 
 def fast_limit(dtype) -> float:
@@ -118,25 +128,33 @@ def fast_limit(dtype) -> float:
     return 60.0 if dtype == jnp.float32 else 500.0
 
 
-def exact(g: Geometry, gates: Float[Array, "B C H D"] | None) -> Factors:
+def exact(g: Geometry, gates: Float[Array, "B H C D"] | None, own: bool) -> Factors:
     """e^{G_i - G_j} = e^{G_i - R} e^{R - G_j} with a reference R between j and i: for gates <= 0 no exponent is positive.
 
     Halving the chunk again and again finds a reference for every pair: pairs in different halves of a block share its
-    middle. log2(C) levels, one exponential an element and level.
+    middle. log2(C) levels, one exponential an element and level; and if `own`, one for a token and itself, without.
     """
-    levels = len(g.halvings)
+    levels, self_level = len(g.halvings), (None,) * own
     if gates is None:
-        return Factors(up=(None,) * levels, down=(None,) * levels)
+        return Factors(up=(None,) * levels + self_level, down=(None,) * levels + self_level)
     stacked = np.concatenate([g.prefix, g.suffix, *(matrix for matrix, _ in g.halvings)])
     inward, outward, *pairs = jnp.split(jnp.exp(sums(stacked, gates)), levels + 2, axis=2)
-    return Factors(inward, None, outward, None, inward[:, :, g.end : g.end + 1], tuple(pairs), tuple(pairs))
+    pairs = (*pairs, *self_level)
+    return Factors(inward, outward, inward[:, :, g.end][:, :, None], pairs, pairs)
 
 
-def edges(g: Geometry, gates: Float[Array, "B C H D"] | None) -> Factors:
+def per_head(g: Geometry, gates: Float[Array, "B H C 1"]) -> Factors:
+    """One gate a head: e^{G_i - G_j} is one matrix, each entry by its own sum, from j's next token through i. Exact."""
+    inward, outward = jnp.split(jnp.exp(sums(np.concatenate([g.prefix, g.suffix]), gates)), 2, axis=2)
+    between = jnp.exp(sums(g.prefix, jnp.where(g.earlier, gates, 0)))
+    return Factors(inward, outward, inward[:, :, g.end][:, :, None], between=between)
+
+
+def edges(g: Geometry, gates: Float[Array, "B H C D"] | None) -> Factors:
     """The factors that `advance` needs, exact for every gate, for one exponential an element."""
     if gates is None:
         return Factors()
-    total = jnp.exp(gates.sum(1))[:, :, None]
+    total = jnp.exp(gates.sum(2, keepdims=True))
     return Factors(outward=jnp.exp(sums(g.suffix, gates)), through=total)
 
 
@@ -150,48 +168,48 @@ def rows(factor: Array | None) -> Array | None:
 
 
 def advance(S, k, v, key: Factors, value: Factors):
-    """The state after the chunk: through * S + leave * (k * outward)^T (v * outward)."""
+    """The state after the chunk: through * S + (k * outward)^T (v * outward).
+
+    Of its transpose, with the roles of rows and columns swapped.
+    """
     added = matmul(times(k, key.outward).mT, times(v, value.outward))
-    kept = times(times(S, rows(key.through)), value.through)
-    return kept + times(times(added, rows(key.leave)), value.leave)
+    return times(times(S, rows(key.through)), value.through) + added
 
 
 def forward(S, q, k, v, key: Factors, value: Factors, masks):
-    """The outputs [B, H, C, V] of a chunk that begins in state S [B, H, K, V], in two parts: own token, and the rest.
+    """The outputs [B, H, C, V] of a chunk that begins in state S [B, H, K, V], of the pairs of tokens in `masks`.
 
-    q [B, H, C, K] holds the scale. The own token's part, (q_t . k_t) v_t, does not decay.
+    q [B, H, C, K] holds the scale.
     """
-    entered = times(times(S, rows(key.enter)), value.enter)
-    earlier = times(matmul(times(q, key.inward), entered), value.inward)
+    o = times(matmul(times(q, key.inward), S), value.inward)
     for up, down, up_v, down_v, mask in zip(key.up, key.down, value.up, value.down, masks, strict=True):
         # [B, H, C, C]
-        pairs = jnp.where(mask, matmul(times(q, up), times(k, down).mT), 0)
-        earlier += times(matmul(pairs, times(v, down_v)), up_v)
-    return (q * k).sum(-1, keepdims=True) * v, earlier
+        pairs = jnp.where(mask, times(matmul(times(q, up), times(k, down).mT), key.between), 0)
+        o += times(matmul(pairs, times(v, down_v)), up_v)
+    return o
 
 
 def backward(S, dS, q, k, v, do, key: Factors, value: Factors, masks):
     """dL/dS before the chunk, from S before it and dS = dL/dS after it; and dq, dk, dv, each as (own token's part, rest).
 
+    S and dS are transposed, [B, H, V, K]: of the four products with them, three then need no transposition.
     The own token's parts do not depend on the gates. Kept out of the gates' telescoped gradient, their rounding cannot
     drown it when decay is strong and all else is small.
     """
-    entered = times(times(S, rows(key.enter)), value.enter)
     q_in, do_in = times(q, key.inward), times(do, value.inward)
-    left = times(times(dS, rows(key.leave)), value.leave)
-    dq = times(matmul(do_in, entered.mT), key.inward)
-    dk = times(matmul(times(v, value.outward), left.mT), key.outward)
-    dv = times(matmul(times(k, key.outward), left), value.outward)
-    read = times(times(matmul(q_in.mT, do_in), rows(key.enter)), value.enter)
-    dS = times(times(dS, rows(key.through)), value.through) + read
+    k_out, v_out = times(k, key.outward), times(v, value.outward)
+    dq = times(matmul(do_in, S), key.inward)
+    dk = times(matmul(v_out, dS), key.outward)
+    dv = times(matmul(k_out, dS.mT), value.outward)
+    dS = times(times(dS, key.through), rows(value.through)) + matmul(do_in.mT, q_in)
     for up, down, up_v, down_v, mask in zip(key.up, key.down, value.up, value.down, masks, strict=True):
         q_up, k_down, v_down, do_up = times(q, up), times(k, down), times(v, down_v), times(do, up_v)
         # [B, H, C, C]
-        pairs = jnp.where(mask, matmul(q_up, k_down.mT), 0)
-        d_pairs = jnp.where(mask, matmul(do_up, v_down.mT), 0)
+        pairs = jnp.where(mask, times(matmul(q_up, k_down.mT), key.between), 0)
+        d_pairs = jnp.where(mask, times(matmul(do_up, v_down.mT), key.between), 0)
         dq += times(matmul(d_pairs, k_down), up)
         dk += times(matmul(d_pairs.mT, q_up), down)
         dv += times(matmul(pairs.mT, do_up), down_v)
     # [B, H, C, 1]
-    own, d_own = (q * k).sum(-1, keepdims=True), (do * v).sum(-1, keepdims=True)
+    own, d_own = (dots("bhcd,bhcd->bhc", *pair)[..., None] for pair in ((q, k), (do, v)))
     return dS, (d_own * k, dq), (d_own * q, dk), (own * do, dv)

@@ -54,7 +54,9 @@ class Windows:
         return window if self.own is None else jnp.where(self.own[:, None, None], window, 0)
 
     def read(self, x: Float[Array, "B T heads D"]) -> Float[Array, "B H C D"]:
-        return spread_heads(self.rows(x), self.r.num_heads).transpose(0, 2, 1, 3)
+        x = spread_heads(self.rows(x), self.r.num_heads).transpose(0, 2, 1, 3)
+        # Else XLA reads the rows again for every use, transposed as each product would have them.
+        return lax.optimization_barrier(x)
 
     def write(self, buffer: Float[Array, "B T heads D"], x: Float[Array, "B H C D"]) -> Array:
         x = fold_heads(x.transpose(0, 2, 1, 3), buffer.shape[2]).astype(buffer.dtype)
@@ -64,28 +66,28 @@ class Windows:
 
     def state(self, states: Float[Array, "N *rest"]) -> Float[Array, "B *rest"]:
         """The rows of this chunk's sequence: all of them where B sequences are walked side by side."""
-        return lax.dynamic_slice_in_dim(states, self.sequence, self.batch, 0)
+        return states if self.r.boundaries is None else lax.dynamic_slice_in_dim(states, self.sequence, self.batch, 0)
 
     @property
     def scale(self) -> Float[Array, "B 1 1 1"]:
         return self.state(self.r.scale)[:, None, None, None]
 
     def put_state(self, states, x):
-        return lax.dynamic_update_slice_in_dim(states, x, self.sequence, 0)
+        return x if self.r.boundaries is None else lax.dynamic_update_slice_in_dim(states, x, self.sequence, 0)
 
     def gates(self) -> tuple[Array | None, Array | None]:
-        """The log decays of the state's rows and columns, each [B, C, H, width or 1] or None.
+        """The log decays of the state's rows and columns, each [B, H, C, width or 1] or None.
 
         At or below the floor a decay is exactly 0 in this dtype; -inf itself would make 0 * inf in the sums.
         """
         decay, floor = self.r.decay, log_of_zero(self.r.dtype)
-        key, value = (None if x is None else self.rows(x) for x in (decay.key, decay.value))
+        key, value = (None if x is None else self.read(x) for x in (decay.key, decay.value))
         if decay.head is not None:
-            key = self.rows(decay.head[..., None])
+            key = self.read(decay.head[..., None])
         if decay.constant is not None:
-            key = self.state(decay.constant.astype(self.r.dtype))[:, None, :, None]
-            key = jnp.broadcast_to(key, (self.batch, self.C, *key.shape[2:]))
-            key = key if self.own is None else jnp.where(self.own[:, None, None], key, 0)
+            key = self.state(decay.constant.astype(self.r.dtype))[:, :, None, None]
+            key = jnp.broadcast_to(key, (*key.shape[:2], self.C, 1))
+            key = key if self.own is None else jnp.where(self.own[:, None], key, 0)
         return tuple(None if x is None else jnp.maximum(x, floor) for x in (key, value))
 
 
@@ -94,22 +96,28 @@ def log_of_zero(dtype) -> float:
     return -128.0 if dtype == jnp.float32 else -800.0
 
 
-def either_way(g: chunk.Geometry, gates, use, *operands):
-    """use(key factors, value factors, masks, *operands): the fast form where it is exact for this chunk, else the exact one."""
+def either_way(g: chunk.Geometry, decay: Decay, gates, own: bool, use, *operands):
+    """use(key factors, value factors, masks, *operands), in the fast form where that is exact for this chunk.
+
+    The masks hold the pairs of each token with the earlier ones and, if `own`, with itself. `use` should read the rows
+    of the chunk itself: what is passed into a branch of lax.cond is copied.
+    """
+    pairs = (g.causal if own else g.earlier,)
     if gates == (None, None):
-        return use(chunk.Factors(), chunk.Factors(), (g.earlier,), *operands)
-    middles = tuple(None if x is None else chunk.sums(g.middle, x) for x in gates)
-    present = [x for x in middles if x is not None]
-    within = sum(jnp.abs(x).max() for x in present) <= chunk.fast_limit(present[0].dtype)
+        return use(chunk.Factors(), chunk.Factors(), pairs, *operands)
+    if decay.key is None and decay.value is None:
+        return use(chunk.per_head(g, gates[0]), chunk.Factors(), pairs, *operands)
+    present = [x for x in gates if x is not None]
+    within = sum(chunk.reach(g, x) for x in present) <= chunk.fast_limit(present[0].dtype)
 
-    def fast(gates, middles, *operands):
-        return use(*(chunk.fast(g, *side) for side in zip(gates, middles, strict=True)), (g.earlier,), *operands)
+    def fast(*operands):
+        return use(*(chunk.fast(g, side) for side in gates), pairs, *operands)
 
-    def exact(gates, middles, *operands):
-        masks = tuple(mask for _, mask in g.halvings)
-        return use(*(chunk.exact(g, side) for side in gates), masks, *operands)
+    def exact(*operands):
+        masks = *(mask for _, mask in g.halvings), *([g.causal & ~g.earlier] if own else [])
+        return use(*(chunk.exact(g, side, own) for side in gates), masks, *operands)
 
-    return lax.cond(within, fast, exact, gates, middles, *operands)
+    return lax.cond(within, fast, exact, *operands)
 
 
 def start(r: Recurrence, config: ChunkedConfig) -> tuple[Chunks, chunk.Geometry]:
@@ -135,12 +143,12 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
 
     def body(w: Windows, i, carry):
         states, output = carry
-        q, k, v = w.read(r.q) * w.scale, w.read(r.k), w.read(r.v)
 
-        def use(key, value, masks, S, q, k, v):
-            return chunk.advance(S, k, v, key, value), sum(chunk.forward(S, q, k, v, key, value, masks))
+        def use(key, value, masks, S):
+            q, k, v = w.read(r.q) * w.scale, w.read(r.k), w.read(r.v)
+            return chunk.advance(S, k, v, key, value), chunk.forward(S, q, k, v, key, value, masks)
 
-        S, o = either_way(g, w.gates(), use, w.state(states), q, k, v)
+        S, o = either_way(g, r.decay, w.gates(), True, use, w.state(states))
         return [w.put_state(states, S), w.write(output, o)]
 
     output = jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)
@@ -156,40 +164,43 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: ChunkedConfig) -> R
     def remember(w: Windows, i, carry):
         states, before = carry
         S, (key, value) = w.state(states), w.gates()
-        after = chunk.advance(S, w.read(r.k), w.read(r.v), chunk.edges(g, key), chunk.edges(g, value))
+        after = chunk.advance(S, w.read(r.v), w.read(r.k), chunk.edges(g, value), chunk.edges(g, key))
         return [w.put_state(states, after), lax.dynamic_update_index_in_dim(before, S, i, 0)]
 
-    before = jnp.zeros((chunks.first.shape[0], r.q.shape[0], *r.state_shape[1:]), r.dtype)
-    _, before = walk(r, chunks, remember, [r.start_state, before], backwards=False)
+    H, K, V = r.state_shape[1:]
+    before = jnp.zeros((chunks.first.shape[0], r.q.shape[0], H, V, K), r.dtype)
+    _, before = walk(r, chunks, remember, [r.start_state.mT, before], backwards=False)
 
     def body(w: Windows, i, carry):
         d_states, d_scale, d_q, d_k, d_v, d_decay = carry
-        q, k, v, do = (w.read(x) for x in (r.q, r.k, r.v, d_output))
-        S, gates = lax.dynamic_index_in_dim(before, i, keepdims=False), w.gates()
+        S, dS = lax.dynamic_index_in_dim(before, i, keepdims=False), w.state(d_states)
 
-        def use(key, value, masks, S, dS, q, k, v, do):
-            o = None if r.decay.value is None else chunk.forward(S, q, k, v, key, value, masks)[1]
-            return *chunk.backward(S, dS, q, k, v, do, key, value, masks), o
+        def use(key, value, masks, S, dS):
+            q, k, v, do = w.read(r.q) * w.scale, w.read(r.k), w.read(r.v), w.read(d_output)
+            dS, dq, dk, dv = chunk.backward(S, dS, q, k, v, do, key, value, masks)
+            row_terms = q * dq[1] - k * dk[1]
+            o = None if r.decay.value is None else chunk.forward(S.mT, q, k, v, key, value, masks)
+            column_terms = None if o is None else o * do - v * dv[1]
+            each_scale = chunk.dots("bhck,bhck->b", w.read(r.q), sum(dq))
+            return dS, each_scale, sum(dq) * w.scale, sum(dk), sum(dv), row_terms, column_terms
 
-        dS, dq, dk, dv, o = either_way(g, gates, use, S, w.state(d_states), q * w.scale, k, v, do)
-        edge = S * dS
-        row_terms = q * dq[1] * w.scale - k * dk[1]
-        column_terms = None if o is None else o * do - v * dv[1]
+        dS, each_scale, dq, dk, dv, row_terms, column_terms = either_way(g, r.decay, w.gates(), False, use, S, dS)
+        row_edge, column_edge = chunk.dots("bhvk,bhvk->bhk", S, dS), chunk.dots("bhvk,bhvk->bhv", S, dS)
         return [
             w.put_state(d_states, dS),
-            w.put_state(d_scale, w.state(d_scale) + (q * sum(dq)).sum((1, 2, 3))),
-            w.write(d_q, sum(dq) * w.scale),
-            w.write(d_k, sum(dk)),
-            w.write(d_v, sum(dv)),
-            decay_gradient(w, g, d_decay, (row_terms, edge.sum(3)), (column_terms, edge.sum(2))),
+            w.put_state(d_scale, w.state(d_scale) + each_scale),
+            w.write(d_q, dq),
+            w.write(d_k, dk),
+            w.write(d_v, dv),
+            decay_gradient(w, g, d_decay, (row_terms, row_edge), (column_terms, column_edge)),
         ]
 
     d_decay = jax.tree.map(jnp.zeros_like, r.decay)
     if r.decay.constant is not None:
         d_decay = Decay(constant=jnp.zeros(r.decay.constant.shape, r.dtype))
-    carry = [d_final.astype(r.dtype), jnp.zeros_like(r.scale), *map(jnp.zeros_like, (r.q, r.k, r.v)), d_decay]
+    carry = [d_final.astype(r.dtype).mT, jnp.zeros_like(r.scale), *map(jnp.zeros_like, (r.q, r.k, r.v)), d_decay]
     d_initial, d_scale, dq, dk, dv, d_decay = walk(r, chunks, body, carry, backwards=True)
-    d_initial = None if r.initial_state is None else d_initial
+    d_initial = None if r.initial_state is None else d_initial.mT
     d = r.replace(q=dq, k=dk, v=dv, decay=d_decay, initial_state=d_initial, boundaries=None, scale=d_scale)
     return gradient_like(r, d)
 
@@ -203,7 +214,7 @@ def decay_gradient(w: Windows, g: chunk.Geometry, d_decay: Decay, row_side, colu
 
     def per_channel(terms, edge):
         # [B, H, C, D]
-        return edge[:, :, None] - chunk.sums(g.before, terms.transpose(0, 2, 1, 3))
+        return edge[:, :, None] - chunk.sums(g.before, terms)
 
     def per_head(terms, edge):
         return per_channel(terms.sum(3, keepdims=True), edge.sum(2, keepdims=True))

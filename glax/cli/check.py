@@ -1,0 +1,59 @@
+"""glax check: every usable kernel against the float64 reference, on this machine."""
+
+import collections
+import dataclasses
+
+import jax
+
+from glax.check import CASES, QUICK, Result, check_kernels
+from glax.cli.output import add_json, progress, show_json, show_table
+
+
+def add_parser(subparsers):
+    parser = subparsers.add_parser(
+        "check",
+        help="compare every kernel with the reference on this machine",
+        description="Runs every usable kernel on a set of telling cases, forward and gradients, and compares the results "
+        "with a token-by-token reference in float64. About a minute on 2 cores. Exit code 1 if any result misses its bar "
+        "or is not finite.",
+    )
+    parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} cases of {len(CASES)}")
+    add_json(parser)
+    return parser
+
+
+def run(args) -> int:
+    cases = [case for case in CASES if case.name in QUICK or not args.quick]
+    results, last = [], cases[0].name
+    with progress("checking", len(cases)) as advance:
+        for result in check_kernels(cases):
+            if result.case != last:
+                last = result.case
+                advance()
+            results.append(result)
+    missed = any(result.status == "miss" for result in results)
+    if args.json:
+        show_json(dict(ok=not missed, backend=jax.default_backend(), results=[dataclasses.asdict(r) for r in results]))
+    else:
+        show(results)
+    return int(missed)
+
+
+def show(results: list[Result]):
+    rows = {result: (result.error, result.of, result.bar, result.status, result.reason) for result in results}
+    never = refusals_of_all(results)
+    shown = [(r.kernel, r.case, *row) for r, row in rows.items() if r.kernel not in never]
+    show_table(("kernel", "case", "relative error", "of", "bar", "", "reason"), sorted(shown, key=lambda row: row[0]))
+    for kernel, reason in never.items():
+        print(f"{kernel} runs none of these here: {reason}")
+    counts = collections.Counter(result.status for result in results)
+    print(
+        f"{counts['pass']} pass, {counts['miss']} miss, {counts['refused']} refused; on {jax.devices()[0].device_kind}"
+    )
+    print("relative error: RMS against the float64 reference, of the array nearest to its bar")
+
+
+def refusals_of_all(results: list[Result]) -> dict[str, str]:
+    """The kernels that refuse every case, with their first reason."""
+    runs = {result.kernel for result in results if result.status != "refused"}
+    return {r.kernel: r.reason for r in reversed(results) if r.kernel not in runs}

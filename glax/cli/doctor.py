@@ -1,0 +1,146 @@
+"""glax doctor: what is installed, on which devices JAX computes, and which kernels run here, or why not."""
+
+import os
+import pathlib
+import sys
+import tempfile
+
+import jax
+
+from glax._version import __version__
+from glax.check import Case
+from glax.cli.output import add_json, show_json, show_table
+from glax.deny import version_of
+from glax.dispatch import executor
+from glax.execution.device import device_kind
+from glax.kernels import load_kernels
+from glax.recurrence import Recurrence
+from glax.registry import Backend, KernelSpec, Platform, kernel_registry
+
+REQUIRED = ("jax", "jaxlib", "numpy", "jaxtyping", "filelock", "platformdirs")
+OPTIONAL = ("flax", "optax", "rich", "matplotlib", "safetensors", "triton", "jax-triton", "jax-cuda12-plugin",
+            "jax-cuda13-plugin", "libtpu", "torch", "fla-core", "ejkernel")  # fmt: skip
+NEEDS = {Platform.TRITON: ("triton", "jax-triton")}  # packages that all kernels of a platform need
+JAX_FOR = {Backend.GPU: 'pip install "jax[cuda13]" (or cuda12)', Backend.TPU: 'pip install "jax[tpu]"'}
+
+
+def add_parser(subparsers):
+    parser = subparsers.add_parser(
+        "doctor",
+        help="show versions, devices, and which kernels run here or why not",
+        description="Shows versions, devices, the cache of measurements, and every platform and kernel: usable, or the "
+        "reason why not and what would help. Exit code 1 if no kernel is usable.",
+    )
+    add_json(parser)
+    return parser
+
+
+def run(args) -> int:
+    load_kernels()
+    kernels = [kernel_state(spec, probes()) for spec in kernel_registry.kernels.values()]
+    report = dict(
+        versions=dict(glax=__version__, python=sys.version.split()[0])
+        | {name: version_of(name) for name in REQUIRED + OPTIONAL},
+        backend=jax.default_backend(),
+        devices=[dict(id=d.id, platform=d.platform, kind=d.device_kind) for d in jax.devices()],
+        measured_as=device_kind(),
+        cache=cache_state(),
+        environment={name: value for name, value in sorted(os.environ.items()) if name.startswith("GLAX_")},
+        policy=vars(executor.chain.policy),
+        platforms=[platform_state(platform, kernels) for platform in Platform],
+        kernels=kernels,
+    )
+    show_json(report) if args.json else show(report)
+    return 0 if any(kernel["usable"] for kernel in kernels) else 1
+
+
+def probes() -> dict[str, Recurrence]:
+    """What users call most: the shapes of a gate a channel and of one a head, in both dtypes of training."""
+    cases = {
+        f"{dtype}, a gate a {form}": Case("", gates=gates, dtype=dtype, B=1, T=1024, heads=(4, 4, 4), K=64, V=64)
+        for dtype in ("bfloat16", "float32")
+        for form, gates in (("channel", ("gk",)), ("head", ("g",)))
+    }
+    return {name: jax.eval_shape(lambda case=case: case.operands()[0]) for name, case in cases.items()}
+
+
+def kernel_state(spec: KernelSpec, probes: dict[str, Recurrence]) -> dict:
+    reasons = {name: spec.refusal(r) for name, r in probes.items()}
+    refused = {name: reason for name, reason in reasons.items() if reason is not None}
+    usable = len(refused) < len(probes)
+    if not usable:
+        reason = next(iter(refused.values()))
+    else:
+        reason = "; ".join(f"not with {name}: {reason}" for name, reason in refused.items()) or None
+    return dict(
+        name=spec.name, platform=str(spec.platform), usable=usable, reason=reason, fix=None if usable else fix(spec)
+    )
+
+
+def fix(spec: KernelSpec) -> str | None:
+    """What the user can do, where the machine is the obstacle; reasons that a kernel gives say so themselves."""
+    if missing := [name for name in NEEDS.get(spec.platform, ()) if version_of(name) is None]:
+        return f"pip install {' '.join(missing)}"
+    if spec.backend in (Backend.here(), Backend.ANY):
+        return None
+    if chosen := os.environ.get("JAX_PLATFORMS"):
+        return f"unset JAX_PLATFORMS, which is {chosen}"
+    if spec.backend is Backend.CPU:
+        return "JAX_PLATFORMS=cpu"
+    return f"on a machine with a {str(spec.backend).upper()}: {JAX_FOR[spec.backend]}"
+
+
+def platform_state(platform: Platform, kernels: list[dict]) -> dict:
+    own = [kernel for kernel in kernels if kernel["platform"] == platform]
+    usable = [kernel for kernel in own if kernel["usable"]]
+    if not own:
+        return dict(name=str(platform), usable=False, reason="no kernels in this version", fix=None)
+    if not usable:
+        return dict(name=str(platform), usable=False, reason=own[0]["reason"], fix=own[0]["fix"])
+    reason = None if len(usable) == len(own) else f"{len(usable)} of {len(own)} kernels"
+    return dict(name=str(platform), usable=True, reason=reason, fix=None)
+
+
+def cache_state() -> dict:
+    folder = executor.chain.persistent.folder
+    files = list(executor.chain.persistent.files())
+    return dict(
+        folder=str(folder),
+        unwritable=unwritable(folder),
+        files=len(files),
+        entries=sum(len(content["entries"]) for _, content in files),
+    )
+
+
+def unwritable(folder: pathlib.Path) -> str | None:
+    """Why no file can be made in the folder, or in the nearest above it that exists; None if one can, and nothing is left."""
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def show(report: dict):
+    show_table(
+        ("package", "version"),
+        [(name, version or "not installed") for name, version in report["versions"].items()],
+    )
+    kinds = ", ".join(f"{d['platform']}:{d['id']} {d['kind']}" for d in report["devices"])
+    cache, policy = report["cache"], report["policy"]
+    lines = [
+        f"backend      {report['backend']}",
+        f"devices      {kinds}",
+        f"measured as  {report['measured_as']}",
+        f"cache        {cache['folder']}: {cache['entries']} measurements in {cache['files']} files, "
+        + (f"not writable: {cache['unwritable']}" if cache["unwritable"] else "writable"),
+        f"environment  {', '.join(f'{k}={v}' for k, v in report['environment'].items()) or 'no GLAX_ variable is set'}",
+        f"tuning       {', '.join(f'{name}={value}' for name, value in policy.items())}",
+    ]
+    print(*lines, sep="\n")
+    for what in ("platform", "kernel"):
+        states = report[f"{what}s"]
+        show_table((what, "usable", "reason", "fix"), [
+            (s["name"], "yes" if s["usable"] else "no", s["reason"], s["fix"]) for s in states
+        ])  # fmt: skip

@@ -1,0 +1,93 @@
+"""Times on the device, and what the device can do at best."""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from glax.registry import Backend
+
+WARMUP = 2
+SAMPLE_MS = 10.0  # of calls in flight on an accelerator, so that launching them hides behind the device's work
+MOST_IN_FLIGHT = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to compute something: `run` starts it, `wait` returns when what it started is done. `calls` a run."""
+
+    name: str
+    run: Callable[[], Any]
+    wait: Callable[[Any], Any] = jax.block_until_ready
+    calls: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Milliseconds a call: the median, and the 20th and 80th of a hundred."""
+
+    median: float
+    p20: float
+    p80: float
+    samples: int
+
+
+def interleaved(ways: Sequence[Way], iters: int) -> list[Timing]:
+    """Times each way `iters` times, all in turn in every round, so that what slows the machine down slows all."""
+    in_flight = [runs_in_flight(way) for way in ways]
+    samples: list[list[float]] = [[] for _ in ways]
+    for _ in range(iters):
+        for way, runs, each in zip(ways, in_flight, samples, strict=True):
+            each.append(milliseconds(way, runs) / way.calls)
+    return [timing(each) for each in samples]
+
+
+def runs_in_flight(way: Way) -> int:
+    """How many runs to start before waiting. One on CPUs, where runs that do not depend on each other may overlap."""
+    for _ in range(WARMUP):
+        milliseconds(way, 1)
+    if Backend.here() is Backend.CPU:
+        return 1
+    return min(MOST_IN_FLIGHT, math.ceil(SAMPLE_MS / milliseconds(way, 1)))
+
+
+def milliseconds(way: Way, runs: int) -> float:
+    """Of one run, when so many are started before waiting for the last."""
+    begin = time.perf_counter()
+    for _ in range(runs):
+        result = way.run()
+    way.wait(result)
+    return 1e3 * (time.perf_counter() - begin) / runs
+
+
+def timing(samples: list[float]) -> Timing:
+    if len(samples) == 1:
+        return Timing(*3 * samples, 1)
+    fifths = statistics.quantiles(samples, n=5, method="inclusive")
+    return Timing(statistics.median(samples), fifths[0], fifths[3], len(samples))
+
+
+def copy_gbytes(iters: int) -> float:
+    """GB/s of negating an array that no cache holds, in place, read and written bytes together."""
+    x = jnp.zeros((64 if Backend.here() is Backend.CPU else 512) * 2**20, jnp.float32)
+    arrays, nbytes, negate = [x], x.nbytes, jax.jit(jnp.negative, donate_argnums=0)
+    del x
+
+    def run():
+        arrays.append(negate(arrays.pop()))
+        return arrays[0]
+
+    return 2 * nbytes / interleaved([Way("copy", run)], iters)[0].median / 1e6
+
+
+def matmul_gflops(dtype: str, iters: int) -> float:
+    """GFLOP/s of a product of two square matrices; of float32 ones in float32, without TF32 and the like."""
+    n = 2048 if Backend.here() is Backend.CPU else 8192
+    x = jnp.ones((n, n), dtype)
+    product = jax.jit(lambda x: jnp.matmul(x, x, precision="highest" if dtype == "float32" else None))
+    return 2 * n**3 / interleaved([Way("matmul", lambda: product(x))], iters)[0].median / 1e6

@@ -1,0 +1,94 @@
+"""Other libraries for the same calls, timed beside glax where they are installed."""
+
+import importlib.util
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glax.cli.measure import Way
+from glax.cli.problems import GATES, Problem
+from glax.registry import Backend
+
+
+class UnavailableError(Exception):
+    """Why a peer cannot compute a problem here."""
+
+
+def installed(*packages: str):
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise UnavailableError(f"{', '.join(missing)} not installed")
+
+
+def ejkernel(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, state) -> Way:
+    """ejkernel's recurrent_attention on the platform that it chooses."""
+    installed("ejkernel")
+    if mode == "step":
+        raise UnavailableError("has no step of one token")
+    from ejkernel.modules import recurrent_attention
+
+    given = {name: x for name, x in arrays.items() if name == "g_gamma"}
+
+    def forward(arrays):
+        # its "g" is a gate a head only on some of its platforms, "gk" a gate a channel on all; it takes no traced g_gamma
+        gates = {name: given.get(name, x) for name, x in arrays.items() if name in GATES.values()}
+        if problem.gate == "head":
+            gates = dict(gk=jnp.broadcast_to(gates["g"][..., None], arrays["key"].shape))
+        rest = [gates.get(name) for name in ("g", "g_gamma", "gk")]
+        return recurrent_attention(arrays["query"], arrays["key"], arrays["value"], *rest)
+
+    def both(arrays):
+        output, pull = jax.vjp(forward, arrays)
+        return output, pull(d_output)[0]
+
+    program = jax.jit(forward if mode == "forward" else both).lower(arrays).compile()
+    return Way("ejkernel", lambda: program(arrays))
+
+
+def fla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, state) -> Way:
+    """The chunk kernels of fla-core, which tunes itself at its first call, or its kernel of one token, launched from Python."""
+    installed("torch", "triton", "fla")
+    if Backend.here() is not Backend.GPU:
+        raise UnavailableError("needs a GPU")
+    import torch
+    from fla.ops.gla import chunk_gla, fused_recurrent_gla
+    from fla.ops.linear_attn import chunk_linear_attn
+    from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+
+    def tensor(x):
+        copied = torch.from_numpy(np.array(x, np.float32)).to("cuda")
+        return copied.to(getattr(torch, str(x.dtype)))
+
+    names = {"query": "q", "key": "k", "value": "v", "gk": "g"}
+    given = {names.get(name, name): tensor(x) for name, x in arrays.items()}
+    chunked = {"key": chunk_gla, "none": lambda **given: chunk_linear_attn(**given, normalize=False)}
+    run = chunked.get(problem.gate, chunk_simple_gla)
+    if mode == "step":
+        given = {name: x if name == "g_gamma" else x[:, None] for name, x in given.items()}
+        if problem.gate == "key":
+            given["gk"] = given.pop("g")
+        step = fused_recurrent_gla if problem.gate == "key" else fused_recurrent_simple_gla
+        given |= dict(initial_state=tensor(state), output_final_state=True)
+        run = step
+
+    def forward():
+        with torch.no_grad():
+            return run(**given)[0]
+
+    leaves = {name: x.clone().requires_grad_() for name, x in given.items()} if mode == "train" else {}
+    d = tensor(d_output)
+
+    def both():
+        output = run(**leaves)[0]
+        return output, torch.autograd.grad(output, list(leaves.values()), d, allow_unused=True)
+
+    return Way("fla-core", both if mode == "train" else forward, wait=lambda _: torch.cuda.synchronize())
+
+
+PEERS: dict[str, Callable[..., Way]] = {"fla-core": fla, "ejkernel": ejkernel}
+
+
+def as_numpy(x) -> np.ndarray:
+    """A result of JAX's or of torch's."""
+    return np.asarray(x if isinstance(x, jax.Array) else x.detach().float().cpu(), np.float64)

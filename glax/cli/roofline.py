@@ -1,0 +1,34 @@
+"""A picture of a benchmark: operations a second over operations a byte, below what the device can do."""
+
+import importlib.util
+from pathlib import Path
+
+
+def plot(document: dict, path: Path) -> str:
+    """Writes the picture of what `glax bench` measured; returns what happened, for the user."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no plot: matplotlib is not installed"
+    from matplotlib.figure import Figure
+
+    timed = [result for result in document["results"] if "gflops" in result]
+    if not timed:
+        return "no plot: nothing was timed"
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    copy, products = document["machine"]["copy_gbytes"], document["machine"]["matmul_gflops"]
+    intensities = [result["flops"] / result["bytes"] for result in timed]
+    ends = [min(intensities) / 4, max(*intensities, *(peak / copy for peak in products.values())) * 4]
+    for dtype, peak in products.items():
+        ridge = peak / copy
+        axes.plot([ends[0], ridge, ends[1]], [ends[0] * copy, peak, peak], color="grey")
+        axes.annotate(f"{dtype} product", (ends[1], peak), ha="right", va="bottom", color="grey")
+    for dtype in products:
+        for mode, marker in (("forward", "o"), ("train", "s"), ("step", "^")):
+            some = [i for i, r in enumerate(timed) if r["mode"] == mode and r["problem"]["dtype"] == dtype]
+            if some:
+                x, y = [intensities[i] for i in some], [timed[i]["gflops"] for i in some]
+                axes.plot(x, y, marker, label=f"{mode}, {dtype}")
+    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="GFLOP/s", title=document["device"])
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return f"plotted {path}"
