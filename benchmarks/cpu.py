@@ -215,7 +215,7 @@ def scaling(args) -> dict:
     for mode in MODES:
         runs = [compiled(in_mode(by_glax(p), mode), *x) for p, x in zip(problems, operands, strict=True)]
         cases = {T: lambda run=run, x=x: run(*x) for T, run, x in zip(lengths, runs, operands, strict=True)}
-        times = interleaved(cases, repeats=args.repeats, seconds=args.seconds)
+        times = interleaved(cases, repeats=args.repeats, seconds=args.seconds, warm=True)
         micros[mode] = [1e3 * times[T].median / T for T in lengths]
     titles = ("T", *(f"{mode}, us/token" for mode in MODES), "peak GiB")
     rows = [dict(zip(titles, row, strict=True)) for row in zip(lengths, *micros.values(), peaks, strict=True)]

@@ -27,16 +27,19 @@ def compiled(f: Callable, *operands) -> Callable:
     return jax.jit(f).lower(*operands).compile()
 
 
-def interleaved(candidates: dict[str, Callable], *operands, repeats: int, seconds: float) -> dict[str, Timing]:
-    """Times each candidate(*operands), all in turn in every round, so that a machine that others slow down slows all.
+def interleaved(candidates: dict, *operands, repeats: int, seconds: float, warm: bool = False) -> dict:
+    """The `Timing` of each candidate(*operands), all in turn in every round: a machine that others slow down slows all.
 
-    A candidate rests once it has run `repeats` times, or 3 times and for `seconds`. All must be compiled.
+    A candidate rests once it has run `repeats` times, or 3 times and for `seconds`. All must be compiled. With `warm`
+    each timed run follows one that is not, so that a small candidate does not pay for the memory a large one took.
     """
     samples = {name: [] for name in candidates}
     for _ in range(repeats):
         for name, run in candidates.items():
             if len(samples[name]) < 3 or sum(samples[name]) < 1e3 * seconds:
-                samples[name].append(milliseconds(run, *operands))
+                for _ in range(1 + warm):
+                    took = milliseconds(run, *operands)
+                samples[name].append(took)
     return {name: timing(each) for name, each in samples.items()}
 
 
