@@ -120,6 +120,8 @@ class UnsupportedError(NotImplementedError):
 
 
 class KernelRegistry:
+    """KernelSpecs by name, and which of them can run a recurrence here."""
+
     def __init__(self):
         self.kernels: dict[str, KernelSpec] = {}
 

@@ -316,8 +316,7 @@ def test_tune_shows_what_fell_out(capsys, monkeypatch):
 
 
 def test_tune_measures_where_the_policy_is_error(monkeypatch):
-    policy = dataclasses.replace(executor.chain.own_policy, cache_miss_fallback="error")
-    monkeypatch.setattr(executor.chain, "own_policy", policy)
+    monkeypatch.setenv("GLAX_AUTOTUNE", "error")
     monkeypatch.setattr(executor.chain, "tuner", glax.Tuner(warmup=1, iters=1))
     with pytest.raises(LookupError):
         selectors()

@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.mark.fast
 def test_quick_start_runs_and_is_right():
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    code, executor = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip()]) <= 18
     names = {}
     exec(compile(code, "README.md", "exec"), names)
@@ -25,16 +25,25 @@ def test_quick_start_runs_and_is_right():
     assert names["packed"].final_state.shape == (3, 4, 64, 64)
     assert names["d_gk"].shape == names["gk"].shape
     assert jax.numpy.isfinite(names["token"]).all()
+    exec(compile(executor, "README.md", "exec"), names)
+    np.testing.assert_allclose(names["output"], whole.output, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.fast
-def test_every_public_function_is_named_and_documented():
-    for name in set(glax.__all__) - {"__version__", "Outputs", "UnsupportedError"}:
+def test_every_public_name_is_named_and_documented():
+    pages = README + "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    for name in set(glax.__all__) - {"__version__"}:
+        assert re.search(rf"\b{name}\b", pages), name
+        public = getattr(glax, name)
+        if name != "kernel_registry":
+            assert len(public.__dict__.get("__doc__") or public.__doc__ or "") > 40, name
+
+
+@pytest.mark.fast
+def test_every_variant_names_its_paper():
+    for name in ("recurrent", "recurrent_gla", "simple_gla", "retention", "lightning_attention"):
         assert f"`{name}`" in README, name
-        text = getattr(glax, name).__doc__
-        assert len(text) > 80, name
-        if name not in ("recurrent_attention", "recurrent_step"):
-            assert "https://arxiv.org/" in text, name
+        assert "https://arxiv.org/" in getattr(glax, name).__doc__, name
 
 
 @pytest.mark.fast

@@ -26,6 +26,8 @@ class Decision(NamedTuple):
 
 
 class Executor:
+    """executor(kernel, *args): runs a KernelSpec or a Kernel with the config that its chain of selectors chooses."""
+
     def __init__(self, chain: ConfigSelectorChain | None = None):
         self.chain = ConfigSelectorChain() if chain is None else chain
 
