@@ -34,9 +34,9 @@ def test_every_public_name_is_named_and_documented():
     pages = README + "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     for name in set(glax.__all__) - {"__version__"}:
         assert re.search(rf"\b{name}\b", pages), name
-        public = getattr(glax, name)
-        if name != "kernel_registry":
-            assert len(public.__dict__.get("__doc__") or public.__doc__ or "") > 40, name
+        # An instance's text would be its class's, and a dataclass without one is given its signature.
+        text = getattr(glax, name).__doc__
+        assert text and not text.startswith(f"{name}("), name
 
 
 @pytest.mark.fast
