@@ -3,7 +3,7 @@
 import functools
 import importlib
 
-MODULES = ("glax.kernels.xla",)
+MODULES = ("glax.kernels.xla", "glax.kernels.cpu")
 
 
 @functools.cache

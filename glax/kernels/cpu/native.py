@@ -1,0 +1,38 @@
+"""The library of native kernels: built with glax where there was a compiler, and loaded at the first call."""
+
+import ctypes
+import functools
+import importlib.machinery
+from pathlib import Path
+
+import jax
+
+FOLDER = Path(__file__).parent
+FAILURE = FOLDER / "build_failure.txt"  # written by setup.py where the build failed
+TARGETS = ("glax_forward", "glax_gradient", "glax_step")
+REMEDY = "install a C++17 compiler (Debian, Ubuntu: apt install g++) and install glax again"
+
+
+@functools.cache
+def library() -> ctypes.CDLL | str:
+    """The library, its kernels known to XLA; or the reason why there is none, and what to do."""
+    built = [
+        path for suffix in importlib.machinery.EXTENSION_SUFFIXES if (path := FOLDER / f"_native{suffix}").exists()
+    ]
+    if not built:
+        why = FAILURE.read_text().strip() if FAILURE.exists() else "glax was installed without building it"
+        return f"its library is missing ({why}): {REMEDY}"
+    try:
+        loaded = ctypes.CDLL(str(built[0]))
+        for name in TARGETS:
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
+    except Exception as error:  # whatever a damaged or foreign library does; the reason is shown with every refusal
+        return f"its library does not load ({error}): {REMEDY}"
+    loaded.glax_instructions.restype = ctypes.c_char_p
+    return loaded
+
+
+def missing() -> str | None:
+    """The reason why native kernels cannot run here; None if they can."""
+    found = library()
+    return found if isinstance(found, str) else None

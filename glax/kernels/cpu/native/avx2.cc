@@ -1,0 +1,19 @@
+// AVX2 with fused multiply-adds.
+#if defined(__x86_64__) || defined(_M_X64)
+#include <cstdint>
+#include <initializer_list>
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma")
+#endif
+#define LANES 8
+#define TOKENS 4
+#define GLAX_NAME "AVX2"
+#define GLAX_NAMESPACE of_avx2
+#define GLAX_NAMESPACE_EXPORT avx2
+#include "instructions.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
+#endif

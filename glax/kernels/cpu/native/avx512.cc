@@ -1,0 +1,19 @@
+// AVX-512.
+#if defined(__x86_64__) || defined(_M_X64)
+#include <cstdint>
+#include <initializer_list>
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+#endif
+#define LANES 16
+#define TOKENS 4
+#define GLAX_NAME "AVX-512"
+#define GLAX_NAMESPACE of_avx512
+#define GLAX_NAMESPACE_EXPORT avx512
+#include "instructions.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,69 @@
+// What a kernel is told: arrays as they lie in memory, and the table of functions that each instruction set provides.
+#pragma once
+#include <cstdint>
+
+namespace glax {
+
+enum class Type : int { f32, bf16, f16 };
+
+// [B, T, heads, width]; without data where a recurrence has no such array.
+struct Tensor {
+  char* data = nullptr;
+  Type type = Type::f32;
+  int64_t heads = 1, width = 0;
+
+  int64_t bytes() const { return type == Type::f32 ? 4 : 2; }
+};
+
+// S_t = exp(head_t) diag(exp(key_t)) S_{t-1} diag(exp(value_t)) + k_t v_t^T,   o_t = scale * S_t^T q_t,   and its gradient.
+struct Problem {
+  int64_t B, T, N, H, K, V;
+  bool reverse;
+  int64_t block;  // tokens between two rescalings of the state, at most
+  const int32_t* boundaries = nullptr;  // [N + 1], or N = B sequences lie side by side
+  Tensor q, k, v, head, key, value;
+  const float* constant = nullptr;  // [N, H]
+  const float* initial = nullptr;   // [N, H, K, V]
+  const float* scale = nullptr;     // [N]
+
+  // Forward.
+  Tensor output;
+  float* final_state = nullptr;  // [N, H, K, V]
+
+  // Gradient. Every array has H heads: heads that share a query, key or value are summed by the caller.
+  // [groups, ...] holds partial sums over `group` of the K columns, for the caller to add up.
+  Tensor d_output, dq, dk, dv;
+  const float* d_final = nullptr;                       // [N, H, K, V]
+  float *d_head = nullptr, *d_key = nullptr, *d_value = nullptr;  // [groups, B, T, H], [B, T, H, K], [B, T, H, V]
+  float *d_constant = nullptr, *d_initial = nullptr, *d_scale = nullptr;  // [groups, N, H], [N, H, K, V], [groups, N, H]
+};
+
+// Columns of the state that one task owns at least, and over which partial sums run. Fixed, so that results do not depend
+// on how the work is shared out.
+constexpr int64_t group = 32;
+
+// One token of each of B sequences: state row slots[b] of [P, H, K, V] becomes S', output = scale * S'^T q.
+struct Step {
+  int64_t B, H, K, V, P;
+  const int32_t* slots = nullptr;  // [B]; outside [0, P): the sequence is not there, output 0
+  Tensor q, k, v, head, key, value;
+  const float* constant = nullptr;  // [B, H]
+  const float* scale = nullptr;     // [B]
+  Tensor state;                     // updated in place
+  Tensor output;
+};
+
+// The kernels of one instruction set. A task is a sequence, a head and a range of columns.
+struct Kernels {
+  int64_t (*scratch_bytes)(const Problem&);
+  void (*forward)(const Problem&, int64_t n, int64_t h, int64_t first_column, int64_t last_column, void* scratch);
+  void (*gradient_of_keys)(const Problem&, int64_t n, int64_t h, int64_t first_column, int64_t last_column, void* scratch);
+  void (*gradient_of_values)(const Problem&, int64_t n, int64_t h, int64_t first_column, int64_t last_column, void* scratch);
+  void (*step)(const Step&, int64_t b, int64_t h);
+  void (*exponential)(const float* x, float* y, int64_t count);
+  const char* name;
+};
+
+extern const Kernels baseline, avx2, avx512;
+
+}  // namespace glax

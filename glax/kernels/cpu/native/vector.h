@@ -1,0 +1,115 @@
+// Vectors of LANES floats, in the compiler's own vector types: included once by each instruction set's file, in its namespace.
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+typedef float vec_in_memory __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+inline vec load(const float* p) { return *reinterpret_cast<const vec_in_memory*>(p); }
+inline void store(float* p, vec x) { *reinterpret_cast<vec_in_memory*>(p) = x; }
+inline vec all(float x) { return x - vec{}; }  // of x + 0, -0 would become 0: a subtraction is free
+inline vec choose(ivec mask, vec x, vec y) { return mask ? x : y; }
+inline vec smaller(vec x, vec y) { return choose(x < y, x, y); }
+inline vec larger(vec x, vec y) { return choose(x > y, x, y); }
+constexpr int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
+
+inline float sum(vec x) {
+  float total = 0;
+  for (int i = 0; i < LANES; ++i) total += x[i];
+  return total;
+}
+
+// e^x, within 2 units in the last place of every float: e^x = 2^n e^r with n whole and |r| <= log(2) / 2.
+inline vec exponential(vec x) {
+  // e^-150 is 0 and e^130 is infinite even so; NaN passes both comparisons.
+  x = choose(x < all(-150.f), all(-150.f), x);
+  x = choose(x > all(130.f), all(130.f), x);
+  const vec shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const vec n = (x * all(1.44269504088896341f) + shift) - shift;
+  // The first part of log 2 has 9 bits, so that n times it is exact.
+  const vec r = (x - n * all(0.693359375f)) - n * all(-2.12194440054690583e-4f);
+  vec p = all(1.3814539415761828e-3f);
+  p = p * r + all(8.36874544620514e-3f);
+  p = p * r + all(4.166838899254799e-2f);
+  p = p * r + all(0.1666652113199234f);
+  p = p * r + all(0.4999999403953552f);
+  p = (p * r) * r + r + all(1.f);
+  // 2^n in two factors: n passes the exponent's range where e^x is denormal or infinite.
+  const ivec whole = __builtin_convertvector(n, ivec), half = whole >> 1;
+  const vec low = reinterpret_cast<vec>((half + 127) << 23), high = reinterpret_cast<vec>((whole - half + 127) << 23);
+  return p * low * high;
+}
+
+// ---- float32 from and to what is stored -------------------------------------------------------------------------------
+
+inline float from_bf16(uint16_t x) {
+  const uint32_t bits = uint32_t(x) << 16;
+  float y;
+  __builtin_memcpy(&y, &bits, 4);
+  return y;
+}
+
+inline uint16_t to_bf16(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  return x != x ? uint16_t(0x7fc0) : uint16_t(rounded);
+}
+
+// float16 by integer arithmetic: not every machine, nor every compiler, has the type. No float32 denormals on the way, since
+// the caller's threads may take those for 0.
+inline float from_f16(uint16_t x) {
+  const uint32_t sign = uint32_t(x & 0x8000) << 16, exponent = x & 0x7c00, rest = uint32_t(x & 0x7fff) << 13;
+  float y;
+  if (exponent == 0) {
+    y = float(x & 0x3ff) * 5.9604644775390625e-8f;  // 2^-24
+    return sign ? -y : y;
+  }
+  const uint32_t bits = sign | (exponent == 0x7c00 ? rest | 0x7f800000u : rest + (112u << 23));  // biases: 127 here, 15 there
+  __builtin_memcpy(&y, &bits, 4);
+  return y;
+}
+
+inline uint16_t to_f16(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  const uint32_t sign = (bits >> 16) & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return uint16_t(sign | 0x7e00);
+  if (bits >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds past the largest
+  if (bits < 0x38800000) {  // denormal there: adding 0.5 rounds the last bit to 2^-24
+    float y;
+    __builtin_memcpy(&y, &bits, 4);
+    y += 0.5f;
+    __builtin_memcpy(&bits, &y, 4);
+    return uint16_t(sign | (bits - 0x3f000000));
+  }
+  return uint16_t(sign | ((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13));
+}
+
+// [width] floats, zeros behind them up to a whole vector: the row itself if it can be read so, else a copy in `copy`.
+inline const float* widen(const char* row, Type type, int64_t width, float* copy) {
+  if (type == Type::f32 && width % LANES == 0) return reinterpret_cast<const float*>(row);
+  if (type == Type::f32) {
+    __builtin_memcpy(copy, row, width * 4);
+  } else {
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(row);
+    if (type == Type::bf16) {
+      for (int64_t i = 0; i < width; ++i) copy[i] = from_bf16(from[i]);
+    } else {
+      for (int64_t i = 0; i < width; ++i) copy[i] = from_f16(from[i]);
+    }
+  }
+  for (int64_t i = width; i < padded(width); ++i) copy[i] = 0;
+  return copy;
+}
+
+inline void narrow(const float* x, char* row, Type type, int64_t width) {
+  uint16_t* to = reinterpret_cast<uint16_t*>(row);
+  if (type == Type::f32) {
+    __builtin_memcpy(row, x, width * 4);
+  } else if (type == Type::bf16) {
+    for (int64_t i = 0; i < width; ++i) to[i] = to_bf16(x[i]);
+  } else {
+    for (int64_t i = 0; i < width; ++i) to[i] = to_f16(x[i]);
+  }
+}

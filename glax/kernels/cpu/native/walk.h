@@ -1,0 +1,354 @@
+// One walk over the tokens of a sequence and head, which every kernel is made of: included once by each instruction set's file.
+//
+//     S_i = exp(row gate_i) S_{i-1} exp(column gate_i) + a_i x_i^T            y_i = S_i^T b_i          (or of S_i before its own a_i x_i^T)
+//
+// The forward has a = k, b = scale q, x = v, y = o; each gradient is this walk with other roles, some against time.
+//
+// Tokens go by blocks. With P_i the product of a block's decays behind its first token, through token i,
+//
+//     S'_i = S_i / P_i:        S'_i = S'_{i-1} + (a_i / P_i) (x_i / P_i)^T        y_i = P_i S'_i^T (b_i P_i)
+//
+// (each P on its own side) costs two multiply-adds for an element of the state and a token, whatever the gates. A block ends
+// before a token whose P would leave [e^-limit, e^limit], so a decay of any size, 0 too, meets the state itself, at a block's
+// start: nothing is clamped and no logarithm is summed.
+
+constexpr int64_t TILE = 2 * LANES;       // columns that are walked at a time, their sums in registers
+constexpr int64_t DEPTH = 256;            // rows that are walked at a time
+constexpr int64_t STRIDE = DEPTH + 16;    // of a and b in scratch: known to the compiler, and no multiple of a page
+constexpr float LIMIT = 40;               // e^40 times e^40 leaves room for factors of any sane size in float32
+
+// A row of memory a token.
+struct Rows {
+  char* data = nullptr;  // at token 0
+  int64_t stride = 0;    // bytes from token to token
+  Type type = Type::f32;
+  int64_t width = 0;
+  float factor = 1;
+
+  char* at(int64_t t) const { return data + t * stride; }
+};
+
+struct Order {
+  int64_t first, length, step;  // token i of the walk is first + i * step
+  bool late;                    // a token's decay comes after its own step, as in the recurrences of gradients
+
+  int64_t at(int64_t i) const { return first + i * step; }
+  Order backwards() const { return {at(length - 1), length, -step, true}; }
+};
+
+// Memory is handed out once a task; nothing is given back.
+struct Scratch {
+  char* next;
+
+  float* floats(int64_t count) {
+    char* here = next;
+    next += (count * 4 + 63) / 64 * 64;
+    return reinterpret_cast<float*>(here);
+  }
+};
+
+// The gate of the state's rows or columns, and its products within a block.
+struct Side {
+  enum Kind { none, scalar, channel } kind = none;
+  int64_t width;      // of the state on this side
+  Rows gate;          // logarithms, of width 1 for a scalar
+  float limit_low, limit_high;
+  float* products;    // [block, across]
+  float* carry;       // [across]: what the state must still be multiplied by
+  float* entry;       // [across]: what it is multiplied by as the block begins
+  float* copy;        // [across]
+
+  int64_t across() const { return kind == scalar ? LANES : padded(width); }
+
+  void take(Scratch& scratch, int64_t block) {
+    products = scratch.floats(block * across());
+    carry = scratch.floats(across()), entry = scratch.floats(across()), copy = scratch.floats(across());
+  }
+
+  void begin(float limit) {
+    limit_low = exponential(all(-limit))[0], limit_high = exponential(all(limit))[0];
+    for (int64_t c = 0; c < across(); ++c) carry[c] = 1;
+  }
+
+  // [across]: the decays between the walk's tokens i - 1 and i; null before the first if they come late.
+  const float* decays(const Order& order, int64_t i) {
+    if (order.late && i == 0) return nullptr;
+    const char* row = gate.at(order.at(order.late ? i - 1 : i));
+    if (kind == scalar) {
+      const float* g = widen(row, gate.type, 1, copy);
+      store(copy, exponential(all(g[0])));
+    } else {
+      const float* g = widen(row, gate.type, width, copy);
+      for (int64_t c = 0; c < across(); c += LANES) store(copy + c, exponential(load(g + c)));
+    }
+    return copy;
+  }
+
+  // Forms the products of token i of the walk, j of its block. False if they leave the limits: the block ends before it.
+  bool advance(const Order& order, int64_t i, int64_t j) {
+    if (kind == none) return true;
+    const float* e = decays(order, i);
+    float* p = products + j * across();
+    if (j == 0) {
+      for (int64_t c = 0; c < across(); c += LANES) {
+        store(entry + c, e ? load(carry + c) * load(e + c) : load(carry + c));
+        store(p + c, all(1));
+      }
+      return true;
+    }
+    vec low = all(1), high = all(1);
+    for (int64_t c = 0; c < across(); c += LANES) {
+      const vec product = load(p - across() + c) * load(e + c);
+      low = smaller(product, low), high = larger(product, high);
+      store(p + c, product);
+    }
+    bool within = true;
+    for (int l = 0; l < LANES; ++l) within &= low[l] >= limit_low && high[l] <= limit_high;
+    return within;
+  }
+
+  void close(int64_t tokens) {
+    if (kind != none) __builtin_memcpy(carry, products + (tokens - 1) * across(), across() * 4);
+  }
+
+  // After the last block: the decay of the last token, where decays come late.
+  void finish(const Order& order) {
+    if (kind == none || !order.late || order.length == 0) return;
+    const float* e = decays(order, order.length);
+    for (int64_t c = 0; c < across(); c += LANES) store(carry + c, load(carry + c) * load(e + c));
+  }
+
+  vec of(const float* across_row, int64_t c) const {
+    return kind == none ? all(1) : kind == scalar ? load(across_row) : load(across_row + c);
+  }
+  vec product(int64_t j, int64_t c) const { return of(products + j * across(), c); }
+};
+
+// Cache lines that the next block needs. Rows lie apart by all heads' width, often by a page, which is further than a processor
+// guesses by itself; so lines are fetched one by one while the registers' part computes.
+struct Ahead {
+  const char** lines;  // null-terminated by `last`
+  const char **next, **last;
+
+  // Fetching is given up where the page's address is not at hand. So a row that will be read is touched first: many in a
+  // row, whose waits then overlap. Rows that are only written may have no page yet, and touching would give them a wrong one.
+  void add(const Rows& row, int64_t t, bool read) {
+    if (!row.data) return;
+    const char* at = row.at(t);
+    if (read) (void)*static_cast<const volatile char*>(at);
+    for (int64_t byte = 0; byte < row.width * (row.type == Type::f32 ? 4 : 2); byte += 64) *last++ = at + byte;
+  }
+};
+
+// The registers' part: COUNT tokens over `depth` rows of WIDTH vectors of columns. Two multiply-adds an element and token;
+// the state is read and written once for all tokens.
+//   state: [depth, WIDTH vectors]   a, b: [COUNT, STRIDE]   x: [COUNT, TILE]   y: [COUNT, across]
+template <int COUNT, int WIDTH, bool EXCLUSIVE, int SCALED>
+inline void tile(float* state, int64_t depth, const float* a, const float* b, const float* x, float* y, int64_t across,
+                 bool more, const float* row_entry, int64_t row_step, const float* column_entry, Ahead& ahead) {
+  const char **line = ahead.next, **const last_line = ahead.last;
+  vec sums[COUNT][WIDTH];
+#pragma GCC unroll 8
+  for (int t = 0; t < COUNT; ++t)
+#pragma GCC unroll 2
+    for (int w = 0; w < WIDTH; ++w) sums[t][w] = more ? load(y + t * across + w * LANES) : vec{};
+  vec added[COUNT][WIDTH];
+#pragma GCC unroll 8
+  for (int t = 0; t < COUNT; ++t)
+#pragma GCC unroll 2
+    for (int w = 0; w < WIDTH; ++w) added[t][w] = load(x + t * TILE + w * LANES);
+  for (int64_t r = 0; r < depth; ++r) {
+    __builtin_prefetch(*line, 0, 2);
+    line += line < last_line;
+    vec s[WIDTH];
+#pragma GCC unroll 2
+    for (int w = 0; w < WIDTH; ++w) {
+      s[w] = load(state + (r * WIDTH + w) * LANES);
+      if (SCALED >= 1) s[w] *= all(row_entry[r * row_step]);
+      if (SCALED >= 2) s[w] *= load(column_entry + w * LANES);
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < COUNT; ++t) {
+      const vec in = all(a[t * STRIDE + r]), out = all(b[t * STRIDE + r]);
+#pragma GCC unroll 2
+      for (int w = 0; w < WIDTH; ++w) {
+        if (EXCLUSIVE) sums[t][w] += out * s[w];
+        s[w] += in * added[t][w];
+        if (!EXCLUSIVE) sums[t][w] += out * s[w];
+      }
+    }
+#pragma GCC unroll 2
+    for (int w = 0; w < WIDTH; ++w) store(state + (r * WIDTH + w) * LANES, s[w]);
+  }
+  ahead.next = line;
+#pragma GCC unroll 8
+  for (int t = 0; t < COUNT; ++t)
+#pragma GCC unroll 2
+    for (int w = 0; w < WIDTH; ++w) store(y + t * across + w * LANES, sums[t][w]);
+}
+
+// Columns [first, first + width) of one sequence and head's state, and the walks over it.
+struct Walk {
+  Side rows, columns;
+  int64_t block;
+  float* state;             // [tiles, rows, TILE]
+  float *a_block, *b_block; // [row parts, block, STRIDE]
+  float* x_block;           // [tiles, block, TILE]
+  float* y_block;           // [block, columns padded]
+  float* own;               // [block]: a . b of each token
+  float *copy_a, *copy_b, *copy_x, *copy_z, *copy_out;
+  Ahead ahead;
+
+  int64_t across() const { return padded(columns.width); }
+  int64_t tile_count() const { return (across() + TILE - 1) / TILE; }
+  int64_t tile_width(int64_t i) const { return smallest(TILE, across() - i * TILE); }
+  static int64_t smallest(int64_t x, int64_t y) { return x < y ? x : y; }
+
+  void take(Scratch& scratch, int64_t tokens) {
+    block = tokens;
+    const int64_t parts = (rows.width + DEPTH - 1) / DEPTH, tiles = tile_count();
+    rows.take(scratch, block), columns.take(scratch, block);
+    state = scratch.floats(tiles * rows.width * TILE);
+    a_block = scratch.floats(parts * block * STRIDE), b_block = scratch.floats(parts * block * STRIDE);
+    x_block = scratch.floats(tiles * block * TILE), y_block = scratch.floats(block * across());
+    own = scratch.floats(block);
+    // Nine arrays at most; a pointer is two floats, a line of the narrowest dtype holds 16 elements.
+    const int64_t widest = rows.width > columns.width ? rows.width : columns.width;
+    ahead.lines = reinterpret_cast<const char**>(scratch.floats(2 * (block * 9 * (widest / 16 + 1) + 1)));
+    copy_a = scratch.floats(padded(rows.width)), copy_b = scratch.floats(padded(rows.width));
+    copy_x = scratch.floats(across()), copy_z = scratch.floats(across()), copy_out = scratch.floats(across());
+  }
+
+  float* place(int64_t r, int64_t c) {
+    const int64_t i = c / TILE;
+    return state + i * rows.width * TILE + r * tile_width(i) + c % TILE;
+  }
+
+  // The state from memory, zeros without one: element (r, c) at from[r * by_row + c * by_column].
+  void begin(const float* from, int64_t by_row, int64_t by_column) {
+    const float limit = rows.kind != Side::none && columns.kind != Side::none ? LIMIT / 2 : LIMIT;
+    rows.begin(limit), columns.begin(limit);
+    for (int64_t i = 0; i < tile_count(); ++i)
+      for (int64_t r = 0; r < rows.width; ++r) {
+        float* to = place(r, i * TILE);
+        const int64_t own = smallest(tile_width(i), columns.width - i * TILE);
+        for (int64_t c = 0; c < tile_width(i); ++c) to[c] = from && c < own ? from[r * by_row + (i * TILE + c) * by_column] : 0;
+      }
+  }
+
+  float final_element(int64_t r, int64_t c) {
+    const float by_row = rows.kind == Side::none ? 1 : rows.carry[rows.kind == Side::scalar ? 0 : r];
+    const float by_column = columns.kind == Side::none ? 1 : columns.carry[columns.kind == Side::scalar ? 0 : c];
+    return *place(r, c) * by_row * by_column;
+  }
+
+  void end(float* to, int64_t by_row, int64_t by_column) {
+    for (int64_t r = 0; r < rows.width; ++r)
+      for (int64_t c = 0; c < columns.width; ++c) to[r * by_row + c * by_column] = final_element(r, c);
+  }
+
+  // Has the rows of tokens [from, to) fetched while the state is multiplied.
+  void look_ahead(const Order& order, int64_t from, int64_t to, const Rows& a, const Rows& b, const Rows& x, const Rows (&reads)[2],
+                  const Rows (&writes)[2]) {
+    ahead.next = ahead.last = ahead.lines;
+    for (int64_t i = from; i < smallest(to, order.length); ++i) {
+      const int64_t t = order.at(i);
+      for (const Rows* row : {&a, &b, &x, &reads[0], &reads[1], const_cast<const Rows*>(&rows.gate), const_cast<const Rows*>(&columns.gate)}) ahead.add(*row, t, true);
+      for (const Rows& row : writes) ahead.add(row, t, false);
+    }
+    *ahead.last = nullptr;
+  }
+
+  // finish(j, t) is called for each token, y of which is then row j of y_block; products of the columns' gates included. Unless
+  // `last_enters`, the state ends without the last token's own a x^T.
+  template <bool EXCLUSIVE, class Finish>
+  void run(const Order& order, const Rows& a, const Rows& b, const Rows& x, const Finish& finish, bool last_enters = true) {
+    for (int64_t i = 0; i < order.length;) {
+      int64_t n = 0;
+      for (; n < block && i + n < order.length; ++n) {
+        if (!rows.advance(order, i + n, n) || !columns.advance(order, i + n, n)) break;
+        gather<EXCLUSIVE>(n, order.at(i + n), a, b, x, last_enters || i + n + 1 < order.length);
+      }
+      look_ahead(order, i + n, i + 2 * n, a, b, x, finish.reads, finish.writes);
+      for (int64_t c = 0; c < tile_count(); ++c) {
+        if (tile_width(c) == TILE) {
+          multiply<2, EXCLUSIVE>(c, n);
+        } else {
+          multiply<1, EXCLUSIVE>(c, n);
+        }
+      }
+      rows.close(n), columns.close(n);
+      for (int64_t j = 0; j < n; ++j) {
+        float* y = y_block + j * across();
+        if (columns.kind != Side::none)
+          for (int64_t c = 0; c < across(); c += LANES) store(y + c, load(y + c) * columns.product(j, c));
+        finish(j, order.at(i + j));
+      }
+      i += n;
+    }
+    rows.finish(order), columns.finish(order);
+  }
+
+  // a / P, b P and x / P of token t, to row j of the block; x is 0 if the token does not enter the state.
+  template <bool EXCLUSIVE>
+  void gather(int64_t j, int64_t t, const Rows& a, const Rows& b, const Rows& x, bool enters) {
+    const float* a_row = widen(a.at(t), a.type, a.width, copy_a);
+    const float* b_row = widen(b.at(t), b.type, b.width, copy_b);
+    const float* x_row = widen(x.at(t), x.type, x.width, copy_x);
+    vec dot = {};
+    for (int64_t r = 0; r < rows.width; r += LANES) {
+      float* a_to = a_block + (r / DEPTH * block + j) * STRIDE + r % DEPTH;
+      float* b_to = b_block + (r / DEPTH * block + j) * STRIDE + r % DEPTH;
+      const vec p = rows.product(j, r), in = load(a_row + r) * all(a.factor), out = load(b_row + r) * all(b.factor);
+      if (EXCLUSIVE) dot += in * out;
+      store(a_to, rows.kind == Side::none ? in : in / p);
+      store(b_to, out * p);
+    }
+    if (EXCLUSIVE) own[j] = sum(dot);
+    for (int64_t c = 0; c < across(); c += LANES) {
+      float* to = x_block + (c / TILE * block + j) * TILE + c % TILE;
+      const vec in = load(x_row + c) * all(enters ? x.factor : 0);
+      store(to, columns.kind == Side::none ? in : in / columns.product(j, c));
+    }
+  }
+
+  template <int WIDTH, bool EXCLUSIVE>
+  void multiply(int64_t c, int64_t tokens) {
+    const int scaled = columns.kind != Side::none ? 2 : rows.kind != Side::none ? 1 : 0;
+    for (int64_t j = 0; j < tokens;) {
+      const int64_t left = tokens - j;
+      if (j == 0 && scaled == 2) {
+        j += some<WIDTH, EXCLUSIVE, 2>(c, j, left);
+      } else if (j == 0 && scaled == 1) {
+        j += some<WIDTH, EXCLUSIVE, 1>(c, j, left);
+      } else {
+        j += some<WIDTH, EXCLUSIVE, 0>(c, j, left);
+      }
+    }
+  }
+
+  template <int WIDTH, bool EXCLUSIVE, int SCALED>
+  int64_t some(int64_t c, int64_t j, int64_t left) {
+    if (left >= TOKENS) return part<TOKENS, WIDTH, EXCLUSIVE, SCALED>(c, j);
+    if (TOKENS > 4 && left >= 4) return part<4, WIDTH, EXCLUSIVE, SCALED>(c, j);
+    if (left >= 2) return part<2, WIDTH, EXCLUSIVE, SCALED>(c, j);
+    return part<1, WIDTH, EXCLUSIVE, SCALED>(c, j);
+  }
+
+  template <int COUNT, int WIDTH, bool EXCLUSIVE, int SCALED>
+  int64_t part(int64_t c, int64_t j) {
+    static const float one[LANES] = {1};
+    const float* row_entry = rows.kind == Side::none ? one : rows.entry;
+    const int64_t row_step = rows.kind == Side::channel;
+    float column_entry[TILE];
+    if (SCALED == 2)
+      for (int64_t w = 0; w < tile_width(c); w += LANES) store(column_entry + w, columns.of(columns.entry, c * TILE + w));
+    for (int64_t r = 0; r < rows.width; r += DEPTH) {
+      const int64_t from = (r / DEPTH * block + j) * STRIDE;
+      tile<COUNT, WIDTH, EXCLUSIVE, SCALED>(place(r, c * TILE), smallest(DEPTH, rows.width - r), a_block + from, b_block + from,
+                                            x_block + (c * block + j) * TILE, y_block + j * across() + c * TILE, across(),
+                                            r > 0, row_entry + r * row_step, row_step, column_entry, ahead);
+    }
+    return COUNT;
+  }
+};

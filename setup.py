@@ -1,0 +1,53 @@
+"""Builds the native kernels for CPUs, where there is a compiler; without one glax installs all the same, and says why."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+FOLDER = Path("glax/kernels/cpu")
+REASON = FOLDER / "build_failure.txt"  # read by glax/kernels/cpu/native.py
+FLAGS = ["-std=c++17", "-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra"]
+
+
+class BuildNative(build_ext):
+    def run(self):
+        reason = Path(self.build_lib, REASON) if not self.inplace else REASON
+        reason.unlink(missing_ok=True)
+        try:
+            found = importlib.util.find_spec("jaxlib")
+            if found is None:
+                raise FileNotFoundError("jaxlib, whose headers it needs, is not installed")
+            headers = Path(found.submodule_search_locations[0], "include")
+            for extension in self.extensions:
+                extension.extra_compile_args += ["-isystem", str(headers)]
+            super().run()
+        except Exception as error:  # whatever is wrong with this machine's compiler, the rest of glax works
+            text = str(error).strip() or type(error).__name__
+            reason.parent.mkdir(parents=True, exist_ok=True)
+            reason.write_text(f"{text}\n")
+            print(f"glax: the native CPU kernels were not built: {text}", file=sys.stderr)
+
+    def copy_extensions_to_source(self):
+        built = [Path(self.build_lib, self.get_ext_filename(self.get_ext_fullname(x.name))) for x in self.extensions]
+        if all(path.exists() for path in built):
+            super().copy_extensions_to_source()
+
+    def build_extensions(self):
+        # One file for each set of instructions: as many compilers as there are cores.
+        self.parallel = os.cpu_count()
+        super().build_extensions()
+
+
+native = Extension(
+    "glax.kernels.cpu._native",
+    sources=[str(FOLDER / "native" / f"{name}.cc") for name in ("baseline", "avx2", "avx512", "handlers")],
+    depends=[str(path) for path in sorted((FOLDER / "native").glob("*.h"))],
+    extra_compile_args=FLAGS,
+    language="c++",
+)
+
+setup(ext_modules=[native], cmdclass={"build_ext": BuildNative})
