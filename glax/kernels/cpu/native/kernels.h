@@ -52,15 +52,6 @@ inline int64_t scratch_bytes(const Problem& p) {
   return need(true) > need(false) ? need(true) : need(false);
 }
 
-// What becomes of a token's y, use(j, t), and the rows that it reads and writes besides the walk's own.
-template <class Use>
-struct Finish {
-  const Use& use;
-  Rows reads[2], writes[2];
-
-  void operator()(int64_t j, int64_t t) const { use(j, t); }
-};
-
 //     a = k, b = scale q, x = v, y = o
 inline void forward(const Problem& p, int64_t n, int64_t h, int64_t first, int64_t last, void* memory) {
   Scratch scratch{static_cast<char*>(memory)};
@@ -69,9 +60,11 @@ inline void forward(const Problem& p, int64_t n, int64_t h, int64_t first, int64
   walk.take(scratch, p.block);
   walk.begin(p.initial ? p.initial + at : nullptr, p.V, 1);
   const Rows output = rows_of(p, p.output, n, h, first, width);
-  const auto use = [&](int64_t j, int64_t t) { narrow(walk.y_block + j * walk.across(), output.at(t), output.type, width); };
-  walk.run<false>(order_of(p, n), rows_of(p, p.k, n, h, 0, p.K), rows_of(p, p.q, n, h, 0, p.K, p.scale[n]),
-                  rows_of(p, p.v, n, h, first, width), Finish<decltype(use)>{use, {}, {output}});
+  const Walk::Operands operands{
+      rows_of(p, p.k, n, h, 0, p.K), rows_of(p, p.q, n, h, 0, p.K, p.scale[n]), rows_of(p, p.v, n, h, first, width), {}, {}, {output}};
+  walk.run<false>(order_of(p, n), operands, [&](int64_t j, int64_t, int64_t t) {
+    narrow(walk.y_block + j * walk.across(), output.at(t), output.type, width);
+  });
   walk.end(p.final_state + at, p.V, 1);
 }
 
@@ -116,15 +109,14 @@ inline void gradient_of_columns(Walk& walk, const Order& order, const Columns& c
       use(g, sum);
     }
   };
-  float* terms = walk.copy_out;
+  float* terms = walk.terms;
   const Rows d_channels{reinterpret_cast<char*>(c.d_channels), c.d_stride * 4, Type::f32, width};
 
   if (c.walks_forward()) {
     walk.begin(initial, by_row, by_column);
-    const auto use = [&](int64_t j, int64_t t) {
+    walk.run<true>(order, {c.a, c.b, c.x, c.z, {}, {c.y_out, d_channels}}, [&](int64_t j, int64_t w, int64_t t) {
       float* y = walk.y_block + j * walk.across();
-      const float* x = widen(c.x.at(t), c.x.type, width, walk.copy_x);
-      const float* z = widen(c.z.at(t), c.z.type, width, walk.copy_z);
+      const float *x = walk.x.row(w), *z = walk.z.row(w);
       const vec own = all(walk.own[j]), factor = all(c.z.factor);
       if (c.d_channels || c.d_scalar) {
         for (int64_t i = 0; i < walk.across(); i += LANES) store(terms + i, load(z + i) * factor * load(y + i));
@@ -140,8 +132,7 @@ inline void gradient_of_columns(Walk& walk, const Order& order, const Columns& c
         for (int64_t i = 0; i < walk.across(); i += LANES) store(y + i, load(y + i) * all(c.y_out.factor));
         narrow(y, c.y_out.at(t), c.y_out.type, width);
       }
-    };
-    walk.run<true>(order, c.a, c.b, c.x, Finish<decltype(use)>{use, {c.z}, {c.y_out, d_channels}}, false);
+    }, false);
     for (int64_t i = 0; i < width; ++i) {
       double at_end = 0;
       for (int64_t r = 0; r < walk.rows.width; ++r)
@@ -151,17 +142,17 @@ inline void gradient_of_columns(Walk& walk, const Order& order, const Columns& c
   }
 
   walk.begin(d_final, by_row, by_column);
-  const auto use = [&](int64_t j, int64_t t) {
+  walk.run<true>(order.backwards(), {c.b, c.a, c.z, c.x, d_channels, {c.dx_out}}, [&](int64_t j, int64_t w, int64_t t) {
     float* dx = walk.y_block + j * walk.across();
-    const float* x = widen(c.x.at(t), c.x.type, width, walk.copy_x);
-    const float* z = widen(c.z.at(t), c.z.type, width, walk.copy_z);
+    const float *x = walk.z.row(w), *z = walk.x.row(w);
     const vec own = all(walk.own[j] * c.z.factor);
     if (c.d_channels || c.d_scalar) {
       const vec decayed = all(t != order.at(order.length - 1));
       for (int64_t i = 0; i < walk.across(); i += LANES) store(terms + i, load(x + i) * load(dx + i) * decayed);
       if (c.d_channels) {
         float* d = c.d_channels + t * c.d_stride;
-        for (int64_t i = 0; i < width; ++i) d[i] = float(running[i] += double(d[i]) - double(terms[i]));
+        const float* r = walk.more.row(w);
+        for (int64_t i = 0; i < width; ++i) d[i] = float(running[i] += double(r[i]) - double(terms[i]));
       } else {
         by_group(terms, [&](int64_t g, float sum) {
           float* d = c.d_scalar + g * c.partial + t * c.d_stride;
@@ -172,8 +163,7 @@ inline void gradient_of_columns(Walk& walk, const Order& order, const Columns& c
     }
     for (int64_t i = 0; i < walk.across(); i += LANES) store(dx + i, load(dx + i) + own * load(z + i));
     narrow(dx, c.dx_out.at(t), c.dx_out.type, width);
-  };
-  walk.run<true>(order.backwards(), c.b, c.a, c.z, Finish<decltype(use)>{use, {c.x, d_channels}, {c.dx_out}});
+  });
   if (d_initial) walk.end(d_initial, by_row, by_column);
   for (int64_t g = 0; g < groups; ++g) {
     if (c.d_constant) c.d_constant[g * c.heads] = float(total[g]);

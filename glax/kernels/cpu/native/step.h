@@ -59,11 +59,13 @@ inline void step_head(const Step& p, int64_t b, int64_t h, int64_t slot) {
     return x.data + (b * x.heads + h * x.heads / p.H) * x.width * x.bytes();
   };
   float head = 1, copy[LANES];
-  if (p.head.data) head = exponential(all(widen(row(p.head), p.head.type, 1, copy)[0]))[0];
+  if (p.head.data) {
+    widen(row(p.head), p.head.type, 1, copy);
+    head = exponential(all(copy[0]))[0];
+  }
   if (p.constant) head = exponential(all(p.constant[b * p.H + h]))[0];
   const auto part = [](const Tensor& x, const char* from, int64_t first, int64_t count, float* to) {
-    const float* got = widen(from + first * x.bytes(), x.type, count, to);
-    if (got != to) __builtin_memcpy(to, got, count * 4);
+    widen(from + first * x.bytes(), x.type, count, to);
   };
   for (int64_t c = 0; c < p.V; c += most) {
     const int64_t columns = p.V - c < most ? p.V - c : most, vectors = (columns + LANES - 1) / LANES;

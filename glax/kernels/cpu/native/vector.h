@@ -86,26 +86,28 @@ inline uint16_t to_f16(float x) {
   return uint16_t(sign | ((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13));
 }
 
-// [width] floats, zeros behind them up to a whole vector: the row itself if it can be read so, else a copy in `copy`.
-inline const float* widen(const char* row, Type type, int64_t width, float* copy) {
-  if (type == Type::f32 && width % LANES == 0) return reinterpret_cast<const float*>(row);
-  if (type == Type::f32) {
-    __builtin_memcpy(copy, row, width * 4);
-  } else {
-    const uint16_t* from = reinterpret_cast<const uint16_t*>(row);
-    if (type == Type::bf16) {
-      for (int64_t i = 0; i < width; ++i) copy[i] = from_bf16(from[i]);
-    } else {
-      for (int64_t i = 0; i < width; ++i) copy[i] = from_f16(from[i]);
-    }
+// [width] floats to `to`, and zeros behind them up to a whole vector.
+inline void widen(const char* row, Type type, int64_t width, float* to) {
+  const uint16_t* from = reinterpret_cast<const uint16_t*>(row);
+  if (type == Type::f32 && width % LANES == 0) {
+    for (int64_t i = 0; i < width; i += LANES) store(to + i, load(reinterpret_cast<const float*>(row) + i));
+    return;
   }
-  for (int64_t i = width; i < padded(width); ++i) copy[i] = 0;
-  return copy;
+  if (type == Type::f32) {
+    __builtin_memcpy(to, row, width * 4);
+  } else if (type == Type::bf16) {
+    for (int64_t i = 0; i < width; ++i) to[i] = from_bf16(from[i]);
+  } else {
+    for (int64_t i = 0; i < width; ++i) to[i] = from_f16(from[i]);
+  }
+  for (int64_t i = width; i < padded(width); ++i) to[i] = 0;
 }
 
 inline void narrow(const float* x, char* row, Type type, int64_t width) {
   uint16_t* to = reinterpret_cast<uint16_t*>(row);
-  if (type == Type::f32) {
+  if (type == Type::f32 && width % LANES == 0) {
+    for (int64_t i = 0; i < width; i += LANES) store(reinterpret_cast<float*>(row) + i, load(x + i));
+  } else if (type == Type::f32) {
     __builtin_memcpy(row, x, width * 4);
   } else if (type == Type::bf16) {
     for (int64_t i = 0; i < width; ++i) to[i] = to_bf16(x[i]);

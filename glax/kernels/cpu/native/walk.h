@@ -53,16 +53,19 @@ struct Side {
   int64_t width;      // of the state on this side
   Rows gate;          // logarithms, of width 1 for a scalar
   float limit_low, limit_high;
+  int64_t window;     // the walk's token whose decay is row 0 of decays
+  float* decays;      // [block, across]: before each token of the window
   float* products;    // [block, across]
+  float* inverses;    // [block, across]: 1 / products
   float* carry;       // [across]: what the state must still be multiplied by
   float* entry;       // [across]: what it is multiplied by as the block begins
-  float* copy;        // [across]
 
   int64_t across() const { return kind == scalar ? LANES : padded(width); }
 
   void take(Scratch& scratch, int64_t block) {
-    products = scratch.floats(block * across());
-    carry = scratch.floats(across()), entry = scratch.floats(across()), copy = scratch.floats(across());
+    decays = scratch.floats(block * across());
+    products = scratch.floats(block * across()), inverses = scratch.floats(block * across());
+    carry = scratch.floats(across()), entry = scratch.floats(across());
   }
 
   void begin(float limit) {
@@ -70,37 +73,35 @@ struct Side {
     for (int64_t c = 0; c < across(); ++c) carry[c] = 1;
   }
 
-  // [across]: the decays between the walk's tokens i - 1 and i; null before the first if they come late.
-  const float* decays(const Order& order, int64_t i) {
-    if (order.late && i == 0) return nullptr;
-    const char* row = gate.at(order.at(order.late ? i - 1 : i));
-    if (kind == scalar) {
-      const float* g = widen(row, gate.type, 1, copy);
-      store(copy, exponential(all(g[0])));
-    } else {
-      const float* g = widen(row, gate.type, width, copy);
-      for (int64_t c = 0; c < across(); c += LANES) store(copy + c, exponential(load(g + c)));
+  // The decays before the walk's tokens [from, from + tokens).
+  void fill(const Order& order, int64_t from, int64_t tokens) {
+    if (kind == none) return;
+    window = from;
+    for (int64_t j = 0; j < tokens; ++j) {
+      float* row = decays + j * across();
+      const int64_t i = from + j - order.late;
+      if (i < 0) {
+        for (int64_t c = 0; c < across(); c += LANES) store(row + c, all(1));
+        continue;
+      }
+      widen(gate.at(order.at(i)), gate.type, gate.width, row);
+      if (kind == scalar) store(row, all(row[0]));
+      for (int64_t c = 0; c < across(); c += LANES) store(row + c, exponential(load(row + c)));
     }
-    return copy;
   }
 
   // Forms the products of token i of the walk, j of its block. False if they leave the limits: the block ends before it.
-  bool advance(const Order& order, int64_t i, int64_t j) {
+  bool advance(int64_t i, int64_t j) {
     if (kind == none) return true;
-    const float* e = decays(order, i);
-    float* p = products + j * across();
-    if (j == 0) {
-      for (int64_t c = 0; c < across(); c += LANES) {
-        store(entry + c, e ? load(carry + c) * load(e + c) : load(carry + c));
-        store(p + c, all(1));
-      }
-      return true;
-    }
+    const float* e = decays + (i - window) * across();
+    float *p = products + j * across(), *inverse = inverses + j * across();
     vec low = all(1), high = all(1);
     for (int64_t c = 0; c < across(); c += LANES) {
-      const vec product = load(p - across() + c) * load(e + c);
+      if (j == 0) store(entry + c, load(carry + c) * load(e + c));
+      const vec product = j == 0 ? all(1) : load(p - across() + c) * load(e + c);
       low = smaller(product, low), high = larger(product, high);
       store(p + c, product);
+      store(inverse + c, all(1) / product);
     }
     bool within = true;
     for (int l = 0; l < LANES; ++l) within &= low[l] >= limit_low && high[l] <= limit_high;
@@ -114,14 +115,33 @@ struct Side {
   // After the last block: the decay of the last token, where decays come late.
   void finish(const Order& order) {
     if (kind == none || !order.late || order.length == 0) return;
-    const float* e = decays(order, order.length);
-    for (int64_t c = 0; c < across(); c += LANES) store(carry + c, load(carry + c) * load(e + c));
+    fill(order, order.length, 1);
+    for (int64_t c = 0; c < across(); c += LANES) store(carry + c, load(carry + c) * load(decays + c));
   }
 
   vec of(const float* across_row, int64_t c) const {
     return kind == none ? all(1) : kind == scalar ? load(across_row) : load(across_row + c);
   }
   vec product(int64_t j, int64_t c) const { return of(products + j * across(), c); }
+  vec inverse(int64_t j, int64_t c) const { return of(inverses + j * across(), c); }
+};
+
+// The rows of a window of tokens, widened and side by side: read from memory in a loop so tight that its waits overlap.
+struct Window {
+  float* copies;  // [block, across]
+  int64_t across;
+
+  void take(Scratch& scratch, int64_t block, int64_t width) {
+    across = padded(width);
+    copies = scratch.floats(block * across);
+  }
+
+  void fill(const Rows& rows, const Order& order, int64_t from, int64_t tokens) {
+    if (rows.data)
+      for (int64_t j = 0; j < tokens; ++j) widen(rows.at(order.at(from + j)), rows.type, rows.width, copies + j * across);
+  }
+
+  const float* row(int64_t j) const { return copies + j * across; }
 };
 
 // Cache lines that the next block needs. Rows lie apart by all heads' width, often by a page, which is further than a processor
@@ -130,12 +150,9 @@ struct Ahead {
   const char** lines;  // null-terminated by `last`
   const char **next, **last;
 
-  // Fetching is given up where the page's address is not at hand. So a row that will be read is touched first: many in a
-  // row, whose waits then overlap. Rows that are only written may have no page yet, and touching would give them a wrong one.
-  void add(const Rows& row, int64_t t, bool read) {
+  void add(const Rows& row, int64_t t) {
     if (!row.data) return;
     const char* at = row.at(t);
-    if (read) (void)*static_cast<const volatile char*>(at);
     for (int64_t byte = 0; byte < row.width * (row.type == Type::f32 ? 4 : 2); byte += 64) *last++ = at + byte;
   }
 };
@@ -158,7 +175,7 @@ inline void tile(float* state, int64_t depth, const float* a, const float* b, co
 #pragma GCC unroll 2
     for (int w = 0; w < WIDTH; ++w) added[t][w] = load(x + t * TILE + w * LANES);
   for (int64_t r = 0; r < depth; ++r) {
-    __builtin_prefetch(*line, 0, 2);
+    __builtin_prefetch(*line, 0, 3);
     line += line < last_line;
     vec s[WIDTH];
 #pragma GCC unroll 2
@@ -196,7 +213,8 @@ struct Walk {
   float* x_block;           // [tiles, block, TILE]
   float* y_block;           // [block, columns padded]
   float* own;               // [block]: a . b of each token
-  float *copy_a, *copy_b, *copy_x, *copy_z, *copy_out;
+  float* terms;             // [columns padded], for who reads y
+  Window a, b, x, z, more;  // z and more: rows that who reads y needs
   Ahead ahead;
 
   int64_t across() const { return padded(columns.width); }
@@ -215,8 +233,9 @@ struct Walk {
     // Nine arrays at most; a pointer is two floats, a line of the narrowest dtype holds 16 elements.
     const int64_t widest = rows.width > columns.width ? rows.width : columns.width;
     ahead.lines = reinterpret_cast<const char**>(scratch.floats(2 * (block * 9 * (widest / 16 + 1) + 1)));
-    copy_a = scratch.floats(padded(rows.width)), copy_b = scratch.floats(padded(rows.width));
-    copy_x = scratch.floats(across()), copy_z = scratch.floats(across()), copy_out = scratch.floats(across());
+    terms = scratch.floats(across());
+    a.take(scratch, block, rows.width), b.take(scratch, block, rows.width);
+    x.take(scratch, block, columns.width), z.take(scratch, block, columns.width), more.take(scratch, block, columns.width);
   }
 
   float* place(int64_t r, int64_t c) {
@@ -247,68 +266,77 @@ struct Walk {
       for (int64_t c = 0; c < columns.width; ++c) to[r * by_row + c * by_column] = final_element(r, c);
   }
 
-  // Has the rows of tokens [from, to) fetched while the state is multiplied.
-  void look_ahead(const Order& order, int64_t from, int64_t to, const Rows& a, const Rows& b, const Rows& x, const Rows (&reads)[2],
-                  const Rows (&writes)[2]) {
-    ahead.next = ahead.last = ahead.lines;
-    for (int64_t i = from; i < smallest(to, order.length); ++i) {
-      const int64_t t = order.at(i);
-      for (const Rows* row : {&a, &b, &x, &reads[0], &reads[1], const_cast<const Rows*>(&rows.gate), const_cast<const Rows*>(&columns.gate)}) ahead.add(*row, t, true);
-      for (const Rows& row : writes) ahead.add(row, t, false);
-    }
-    *ahead.last = nullptr;
+  // Which rows a walk reads, and which it writes.
+  struct Operands {
+    Rows a, b, x, z, more, written[2];
+  };
+
+  void fill(const Order& order, const Operands& rows_of, int64_t from, int64_t tokens) {
+    rows.fill(order, from, tokens), columns.fill(order, from, tokens);
+    a.fill(rows_of.a, order, from, tokens), b.fill(rows_of.b, order, from, tokens), x.fill(rows_of.x, order, from, tokens);
+    z.fill(rows_of.z, order, from, tokens), more.fill(rows_of.more, order, from, tokens);
   }
 
-  // finish(j, t) is called for each token, y of which is then row j of y_block; products of the columns' gates included. Unless
-  // `last_enters`, the state ends without the last token's own a x^T.
+  // Has the rows of tokens [from, to) fetched while the state is multiplied.
+  void look_ahead(const Order& order, const Operands& o, int64_t from, int64_t to) {
+    ahead.next = ahead.last = ahead.lines;
+    for (int64_t i = from; i < smallest(to, order.length); ++i)
+      for (const Rows* row : {&o.a, &o.b, &o.x, &o.z, &o.more, &o.written[0], &o.written[1], &gate_of(rows), &gate_of(columns)})
+        ahead.add(*row, order.at(i));
+    *ahead.last = nullptr;
+  }
+  static const Rows& gate_of(const Side& side) { return side.gate; }
+
+  // finish(j, w, t) is called for each token: row j of y_block is its y, products of the columns' gates included, row w of x, z and
+  // more are its own. Unless `last_enters`, the state ends without the last token's own a x^T.
   template <bool EXCLUSIVE, class Finish>
-  void run(const Order& order, const Rows& a, const Rows& b, const Rows& x, const Finish& finish, bool last_enters = true) {
-    for (int64_t i = 0; i < order.length;) {
-      int64_t n = 0;
-      for (; n < block && i + n < order.length; ++n) {
-        if (!rows.advance(order, i + n, n) || !columns.advance(order, i + n, n)) break;
-        gather<EXCLUSIVE>(n, order.at(i + n), a, b, x, last_enters || i + n + 1 < order.length);
-      }
-      look_ahead(order, i + n, i + 2 * n, a, b, x, finish.reads, finish.writes);
-      for (int64_t c = 0; c < tile_count(); ++c) {
-        if (tile_width(c) == TILE) {
-          multiply<2, EXCLUSIVE>(c, n);
-        } else {
-          multiply<1, EXCLUSIVE>(c, n);
+  void run(const Order& order, const Operands& operands, const Finish& finish, bool last_enters = true) {
+    for (int64_t from = 0, tokens; from < order.length; from += tokens) {
+      tokens = smallest(block, order.length - from);
+      fill(order, operands, from, tokens);
+      look_ahead(order, operands, from + tokens, from + tokens + block);
+      for (int64_t w = 0, n; w < tokens; w += n) {
+        for (n = 0; w + n < tokens; ++n) {
+          const int64_t i = from + w + n;
+          if (!rows.advance(i, n) || !columns.advance(i, n)) break;
+          gather<EXCLUSIVE>(n, w + n, operands, last_enters || i + 1 < order.length);
+        }
+        for (int64_t c = 0; c < tile_count(); ++c) {
+          if (tile_width(c) == TILE) {
+            multiply<2, EXCLUSIVE>(c, n);
+          } else {
+            multiply<1, EXCLUSIVE>(c, n);
+          }
+        }
+        rows.close(n), columns.close(n);
+        for (int64_t j = 0; j < n; ++j) {
+          float* y = y_block + j * across();
+          if (columns.kind != Side::none)
+            for (int64_t c = 0; c < across(); c += LANES) store(y + c, load(y + c) * columns.product(j, c));
+          finish(j, w + j, order.at(from + w + j));
         }
       }
-      rows.close(n), columns.close(n);
-      for (int64_t j = 0; j < n; ++j) {
-        float* y = y_block + j * across();
-        if (columns.kind != Side::none)
-          for (int64_t c = 0; c < across(); c += LANES) store(y + c, load(y + c) * columns.product(j, c));
-        finish(j, order.at(i + j));
-      }
-      i += n;
     }
     rows.finish(order), columns.finish(order);
   }
 
-  // a / P, b P and x / P of token t, to row j of the block; x is 0 if the token does not enter the state.
+  // a / P, b P and x / P of row w of the window, to row j of the block; x is 0 if the token does not enter the state.
   template <bool EXCLUSIVE>
-  void gather(int64_t j, int64_t t, const Rows& a, const Rows& b, const Rows& x, bool enters) {
-    const float* a_row = widen(a.at(t), a.type, a.width, copy_a);
-    const float* b_row = widen(b.at(t), b.type, b.width, copy_b);
-    const float* x_row = widen(x.at(t), x.type, x.width, copy_x);
+  void gather(int64_t j, int64_t w, const Operands& o, bool enters) {
+    const float *a_row = a.row(w), *b_row = b.row(w), *x_row = x.row(w);
+    const vec a_factor = all(o.a.factor), b_factor = all(o.b.factor), x_factor = all(enters ? o.x.factor : 0);
     vec dot = {};
     for (int64_t r = 0; r < rows.width; r += LANES) {
-      float* a_to = a_block + (r / DEPTH * block + j) * STRIDE + r % DEPTH;
-      float* b_to = b_block + (r / DEPTH * block + j) * STRIDE + r % DEPTH;
-      const vec p = rows.product(j, r), in = load(a_row + r) * all(a.factor), out = load(b_row + r) * all(b.factor);
+      const int64_t to = (r / DEPTH * block + j) * STRIDE + r % DEPTH;
+      const vec in = load(a_row + r) * a_factor, out = load(b_row + r) * b_factor;
       if (EXCLUSIVE) dot += in * out;
-      store(a_to, rows.kind == Side::none ? in : in / p);
-      store(b_to, out * p);
+      store(a_block + to, in * rows.inverse(j, r));
+      store(b_block + to, out * rows.product(j, r));
     }
     if (EXCLUSIVE) own[j] = sum(dot);
     for (int64_t c = 0; c < across(); c += LANES) {
       float* to = x_block + (c / TILE * block + j) * TILE + c % TILE;
-      const vec in = load(x_row + c) * all(enters ? x.factor : 0);
-      store(to, columns.kind == Side::none ? in : in / columns.product(j, c));
+      store(to, load(x_row + c) * x_factor * columns.inverse(j, c));
     }
   }
 
