@@ -16,8 +16,10 @@ from glax.execution.kernel import Kernel
 from glax.execution.selection import AutotunePolicy, ConfigSelectorChain
 from glax.execution.tuner import Tuner
 from glax.operation import RecurrentAttention
+from glax.prefill import prefill_into
 from glax.recurrence import Outputs, Recurrence
 from glax.registry import Backend, Config, KernelRegistry, KernelSpec, Platform, UnsupportedError, kernel_registry
+from glax.speculative import Draft, commit, recurrent_verify
 from glax.step import recurrent_step
 from glax.tuning import detect_platform, explain, tune
 
@@ -27,6 +29,7 @@ __all__ = [
     "Config",
     "ConfigCache",
     "ConfigSelectorChain",
+    "Draft",
     "Executor",
     "Invocation",
     "Kernel",
@@ -40,15 +43,18 @@ __all__ = [
     "Tuner",
     "UnsupportedError",
     "__version__",
+    "commit",
     "detect_platform",
     "explain",
     "kernel_registry",
     "lightning_attention",
     "overlay",
+    "prefill_into",
     "recurrent",
     "recurrent_attention",
     "recurrent_gla",
     "recurrent_step",
+    "recurrent_verify",
     "retention",
     "simple_gla",
     "tune",

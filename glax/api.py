@@ -165,8 +165,7 @@ def simple_gla(
 
     Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
     """
-    if jnp.ndim(g) != jnp.ndim(query) - 1:
-        raise ValueError(f"g must be [B, T, H] in simple_gla, one gate a head, got shape {jnp.shape(g)}")
+    check_per_head(query, g)
     return recurrent(query, key, value, g=g, **options)
 
 
@@ -182,8 +181,7 @@ def retention(
 
     Sun et al. 2023, https://arxiv.org/abs/2307.08621.
     """
-    heads = jnp.arange(most_heads(query, key, value), dtype=jnp.float32)
-    return recurrent(query, key, value, g_gamma=jnp.log1p(-jnp.exp2(-5.0 - heads)), **options)
+    return recurrent(query, key, value, g_gamma=retention_decay(query, key, value), **options)
 
 
 def lightning_attention(
@@ -201,13 +199,28 @@ def lightning_attention(
 
     Qin et al. 2024, https://arxiv.org/abs/2401.04658.
     """
+    return recurrent(query, key, value, g_gamma=lightning_decay(query, key, value, layer_idx, num_layers), **options)
+
+
+# ---- the gates that the variants fix, or check -----------------------------------------------------------------------
+
+
+def check_per_head(query, g):
+    if jnp.ndim(g) != jnp.ndim(query) - 1:
+        raise ValueError(f"g must be [B, T, H] in simple_gla, one gate a head, got shape {jnp.shape(g)}")
+
+
+def retention_decay(query, key, value) -> Float[Array, "H"]:
+    return jnp.log1p(-jnp.exp2(-5.0 - jnp.arange(most_heads(query, key, value), dtype=jnp.float32)))
+
+
+def lightning_decay(query, key, value, layer_idx, num_layers: int) -> Float[Array, "H"]:
     if num_layers < 1:
         raise ValueError(f"num_layers must be at least 1, got {num_layers}")
     if not isinstance(layer_idx, jax.core.Tracer) and not 0 <= layer_idx <= num_layers:
         raise ValueError(f"layer_idx must be from 0 to num_layers={num_layers}, got {layer_idx}")
     heads = most_heads(query, key, value)
-    slope = -8.0 / heads * (1.0 - layer_idx / num_layers)
-    return recurrent(query, key, value, g_gamma=slope * jnp.arange(heads, dtype=jnp.float32), **options)
+    return -8.0 / heads * (1.0 - layer_idx / num_layers) * jnp.arange(heads, dtype=jnp.float32)
 
 
 def most_heads(*arrays) -> int:

@@ -12,6 +12,7 @@ from glax.execution.cache import PersistentCache
 from glax.execution.executor import Executor
 from glax.execution.selection import ConfigSelectorChain
 from glax.kernels import load_kernels
+from glax.partition import partitioned
 from glax.recurrence import Outputs, Recurrence
 from glax.registry import Config, KernelSpec, Platform, kernel_registry
 
@@ -55,7 +56,7 @@ def run_backward(choice: Choice, r: Recurrence, d_output, d_final) -> Recurrence
 
 def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *cotangents):
     _, refused = kernel_registry.able(r, choice.platform, gradient=spec.is_gradient)
-    return executor(spec, r, *cotangents, cfg=choice.config, refused=refused)
+    return partitioned(functools.partial(executor, spec, cfg=choice.config, refused=refused), r, *cotangents)
 
 
 def merged_vmap(f, *operands):

@@ -135,8 +135,8 @@ def varying_like(x: Array, like: Array) -> Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def aligned(r: Recurrence) -> Recurrence:
-    """r with every array varying over the same mesh axes.
+def aligned(r):
+    """r, a Recurrence or any tree of arrays, with every array varying over the same mesh axes.
 
     Done before the custom gradient, so that the gradient of a replicated input (g_gamma, say) is summed over the mesh by
     the transpose of this cast, once.

@@ -1,16 +1,19 @@
 """One token: decoding."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glax.api import bind_and_solve
 from glax.bind import check_before_tracing
 from glax.dispatch import Choice
-from glax.registry import Config, Platform
+from glax.recurrence import aligned
+from glax.registry import Backend, Config, Platform
+from glax.slots import check_known_slots, put, take, usable
 
 
 def recurrent_step(
@@ -37,8 +40,8 @@ def recurrent_step(
 
     With `slots` [B], state is a pool [P, H, K, V] and sequence b lives in row slots[b]. The other rows stay as they are;
     donate the pool to jit and it is updated in place. Slot -1 is no sequence: output 0, nothing read or written. A slot
-    outside the pool is an error when its value is known, and counts as -1 when traced; so is one slot given twice, whose
-    result when traced is that of either.
+    outside the pool is an error when its value is known, and counts as -1 when traced. A slot given twice is an error when
+    known; when traced, what that row then holds and those sequences answer is undefined.
 
     Raises as `recurrent` does. Gradients, vmap and scan work as there.
     """
@@ -54,17 +57,57 @@ def bind_and_step(choice: Choice, tokens: dict, rest: dict, state, slots):
     for name, x in (tokens | {"state": state}).items():
         if x is not None and x.ndim not in RANKS[name][0]:
             raise ValueError(f"{name} must be {RANKS[name][1]}, got shape {x.shape}")
-    pool, batch = state, tokens["query"].shape[0]
-    if slots is not None:
-        slots, used = usable(slots, batch, rows=state.shape[0])
-        state = pool.at[slots].get(mode="fill", fill_value=0)
+    step = functools.partial(unpooled_step, choice)
+    if slots is None:
+        return step(tokens, rest, state)
+    slots, used = usable(slots, state.shape[0], tokens["query"].shape[0], ("B", "query"))
+    if Backend.here() is Backend.CPU and math.prod(state.shape[1:]) >= LARGE and state.shape[0]:
+        return one_row_at_a_time(step, tokens, rest, state, slots, used)
+    output, final = step(tokens, rest, take(state, slots))
+    return jnp.where(used[:, None, None], output, 0), put(state, slots, final)
+
+
+LARGE = 2**14  # elements of one sequence's state
+
+
+def unpooled_step(choice: Choice, tokens: dict, rest: dict, state):
     tokens = {name: None if x is None else x[:, None] for name, x in tokens.items()}
     arrays = tokens | rest | dict(initial_state=state, cu_seqlens=None)
     output, final = bind_and_solve(choice, False, arrays)
-    output, final = output[:, 0], final.astype(state.dtype)
-    if slots is None:
-        return output, final
-    return jnp.where(used[:, None, None], output, 0), pool.at[slots].set(final, mode="drop")
+    return output[:, 0], final.astype(state.dtype)
+
+
+def one_row_at_a_time(step, tokens: dict, rest: dict, pool, slots, used):
+    """On CPUs a row of the pool stays in the cache from read to write; all rows at once would pass through memory thrice.
+
+    Measured, 256 of 1024 rows of 16 x 128 x 128 float32, 2 cores: 37 ms, as without a pool; 158 ms all at once.
+    """
+    query, value = tokens["query"], tokens["value"]
+    B, H = query.shape[0], max(tokens[name].shape[1] for name in ("query", "key", "value"))
+    output = jnp.zeros((B, H, value.shape[2]), query.dtype)
+    # Inside shard_map, what a loop carries must vary over the mesh as much as all that goes into it.
+    pool, output, tokens, rest, slots, used = aligned((pool, output, tokens, rest, slots, used))
+    per_row = rest["g_gamma"] is not None and rest["g_gamma"].ndim == 2
+
+    def row(i, carry):
+        pool, output = carry
+        cut = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, i, 1)  # noqa: E731
+        at = jnp.minimum(slots[i], pool.shape[0] - 1)
+        # A branch, because XLA would fuse the step into both of its uses, and then copy the pool to have it read twice.
+        o, state = lax.cond(
+            used[i],
+            lambda state: step(
+                {name: cut(x) for name, x in tokens.items()},
+                rest | (dict(g_gamma=cut(rest["g_gamma"])) if per_row else {}),
+                state,
+            ),
+            lambda state: (jnp.zeros_like(output[:1]), state),
+            lax.dynamic_slice_in_dim(pool, at, 1),
+        )
+        return lax.dynamic_update_slice_in_dim(pool, state, at, 0), lax.dynamic_update_slice_in_dim(output, o, i, 0)
+
+    pool, output = lax.fori_loop(0, B, row, (pool, output))
+    return output, pool
 
 
 TOKEN = "[B, heads, width]"
@@ -77,25 +120,3 @@ RANKS = dict(
     gv=((3,), TOKEN),
     state=((4,), "[B, H, K, V], or [P, H, K, V] with slots"),
 )
-
-
-def usable(slots, batch: int, rows: int) -> tuple[Int[Array, "B"], Array]:
-    """The slots, every unused one moved out of bounds, where reads give zeros and writes are dropped; and which are used."""
-    if not jnp.issubdtype(slots.dtype, jnp.integer):
-        raise TypeError(f"slots must hold integers, got {slots.dtype}")
-    if slots.shape != (batch,):
-        raise ValueError(f"slots must be [B] with B={batch} as in query, got shape {slots.shape}")
-    used = (slots >= 0) & (slots < rows)
-    return jnp.where(used, slots, rows), used
-
-
-def check_known_slots(slots, state):
-    """The values of slots, where they are known; their shape and dtype are left to `usable`."""
-    if slots is None or isinstance(slots, jax.core.Tracer) or not jnp.issubdtype(slots.dtype, jnp.integer):
-        return
-    known, rows = np.asarray(slots), np.shape(state)[0]
-    if (wrong := known[(known < -1) | (known >= rows)]).size:
-        raise ValueError(f"slots must be from -1 to {rows - 1}, the last row of state, got {wrong[0]}")
-    taken, count = np.unique(known[known >= 0], return_counts=True)
-    if (count > 1).any():
-        raise ValueError(f"slots must not repeat, got {taken[count > 1][0]} more than once")

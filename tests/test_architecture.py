@@ -16,6 +16,7 @@ LAYERS = [
     ["glax.recurrence"],
     ["glax.reference", "glax.deny"],
     ["glax.registry"],
+    ["glax.partition"],
     ["glax.kernels.chunks"],
     ["glax.kernels.xla"],
     ["glax.kernels"],
@@ -24,9 +25,10 @@ LAYERS = [
     ["glax.autodiff"],
     ["glax.bind"],
     ["glax.api"],
-    ["glax.step", "glax.tuning", "glax.operation", "glax.check"],
+    ["glax.slots"],
+    ["glax.step", "glax.prefill", "glax.speculative", "glax.tuning", "glax.operation", "glax.check"],
     ["glax"],
-    ["glax.compat", "glax.nn"],
+    ["glax.compat", "glax.nn", "glax.parallel"],
     ["glax.cli"],
 ]
 

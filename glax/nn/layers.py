@@ -1,11 +1,14 @@
 """Gated linear attention as a layer."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from glax.api import recurrent_gla
+from glax.prefill import prefill_into
 from glax.step import recurrent_step
 
 
@@ -25,6 +28,7 @@ class GatedLinearAttention(nnx.Module):
     key_width, value_width: K and V of one head; width // num_heads if None.
     temperature:   16 in the paper; with less, channels can forget faster.
     dtype:         of the projections and of q, k and v; that of x and the parameters if None. The state is float32.
+    recurrence:    what solves whole sequences: `glax.recurrent_gla`, or that of `glax.parallel` with its mesh and axes.
 
     Yang et al. 2024, https://arxiv.org/abs/2312.06635.
     """
@@ -40,8 +44,10 @@ class GatedLinearAttention(nnx.Module):
         gate_rank: int = 16,
         temperature: float = 16.0,
         dtype: jnp.dtype | None = None,
+        recurrence: Callable = recurrent_gla,
         rngs: nnx.Rngs,
     ):
+        self.recurrence = recurrence
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.key_width, self.value_width = key_width or width // num_heads, value_width or width // num_heads
         self.temperature = temperature
@@ -66,15 +72,31 @@ class GatedLinearAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T width"], Float[Array, "N H K V"]]:
         """y, and the state behind the last token of each sequence. Packed as in `glax.recurrent`: B is 1 or absent."""
         q, k, v, g = self.inputs(x)
-        o, state = recurrent_gla(q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        o, state = self.recurrence(q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
         return self.outputs(o, x), state
 
-    def step(
-        self, x: Float[Array, "B width"], state: Float[Array, "B H K V"]
-    ) -> tuple[Float[Array, "B width"], Float[Array, "B H K V"]]:
-        """The same for one token of each sequence: y and the new state."""
+    def prefill_into(
+        self,
+        x: Float[Array, "T width"],
+        pool: Float[Array, "P H K V"],
+        slots: Int[Array, "N"],
+        cu_seqlens: Int[Array, "N+1"],
+        fresh: Bool[Array, "N"] | None = None,
+    ) -> tuple[Float[Array, "T width"], Float[Array, "P H K V"]]:
+        """y of packed prompts, and the pool with the states behind them; see `glax.prefill_into`."""
         q, k, v, g = self.inputs(x)
-        o, state = recurrent_step(q, k, v, state, g)
+        o, pool = prefill_into(pool, slots, q, k, v, g, cu_seqlens=cu_seqlens, fresh=fresh)
+        return self.outputs(o, x), pool
+
+    def step(
+        self,
+        x: Float[Array, "B width"],
+        state: Float[Array, "B H K V"] | Float[Array, "P H K V"],
+        slots: Int[Array, "B"] | None = None,
+    ) -> tuple[Float[Array, "B width"], Array]:
+        """The same for one token of each sequence: y and the new state, or pool; see `glax.recurrent_step`."""
+        q, k, v, g = self.inputs(x)
+        o, state = recurrent_step(q, k, v, state, g, slots=slots)
         return self.outputs(o, x), state
 
     def initial_state(self, batch: int) -> Float[Array, "B H K V"]:

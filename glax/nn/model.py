@@ -1,11 +1,13 @@
 """A language model over bytes."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from glax.api import recurrent_gla
 from glax.nn.layers import GatedLinearAttention
 
 BYTES = 256
@@ -44,7 +46,7 @@ class GatedMLP(nnx.Module):
 class Block(nnx.Module):
     """x + GLA(norm(x)), then x + MLP(norm(x))."""
 
-    def __init__(self, config: ByteLMConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ByteLMConfig, *, recurrence: Callable = recurrent_gla, rngs: nnx.Rngs):
         self.attention_norm = nnx.RMSNorm(config.width, rngs=rngs)
         self.attention = GatedLinearAttention(
             config.width,
@@ -54,18 +56,15 @@ class Block(nnx.Module):
             value_width=config.value_width,
             gate_rank=config.gate_rank,
             temperature=config.temperature,
+            recurrence=recurrence,
             rngs=rngs,
         )
         self.mlp_norm = nnx.RMSNorm(config.width, rngs=rngs)
         self.mlp = GatedMLP(config.width, config.mlp_width, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T width"], state: Float[Array, "B H K V"]) -> tuple[Array, Array]:
-        y, state = self.attention(self.attention_norm(x), state)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), state
-
-    def step(self, x: Float[Array, "B width"], state: Float[Array, "B H K V"]) -> tuple[Array, Array]:
-        y, state = self.attention.step(self.attention_norm(x), state)
+    def through(self, attend: Callable, x: Float[Array, "*rows width"], state: Array) -> tuple[Array, Array]:
+        """attend(attention, x, state) -> (y, new state) is the way in which attention is used."""
+        y, state = attend(self.attention, self.attention_norm(x), state)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state
 
@@ -73,10 +72,10 @@ class Block(nnx.Module):
 class ByteLM(nnx.Module):
     """Bytes to logits of the next byte:   embedding, pre-norm blocks, norm, head."""
 
-    def __init__(self, config: ByteLMConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ByteLMConfig, *, recurrence: Callable = recurrent_gla, rngs: nnx.Rngs):
         self.config = config
         self.embedding = nnx.Embed(BYTES, config.width, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        self.blocks = nnx.List([Block(config, recurrence=recurrence, rngs=rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
         self.head = nnx.Linear(config.width, BYTES, use_bias=False, rngs=rngs)
 
@@ -86,18 +85,38 @@ class ByteLM(nnx.Module):
 
     def extend(self, tokens: Int[Array, "B T"], states: States) -> tuple[Float[Array, "B T 256"], States]:
         """Reads on from `states` in one parallel pass: logits, and the states behind the last token."""
-        return self.through(Block.__call__, tokens, states)
+        return self.through(GatedLinearAttention.__call__, tokens, states)
 
-    def step(self, tokens: Int[Array, "B"], states: States) -> tuple[Float[Array, "B 256"], States]:
-        """Reads one token of each sequence, in time and memory that do not depend on what came before."""
-        return self.through(Block.step, tokens, states)
+    def prefill_into(
+        self,
+        tokens: Int[Array, "T"],
+        pools: States,
+        slots: Int[Array, "N"],
+        cu_seqlens: Int[Array, "N+1"],
+        fresh: Bool[Array, "N"] | None = None,
+    ) -> tuple[Float[Array, "T 256"], States]:
+        """Reads packed prompts on from the states in pools [P, H, K, V], one a block, and leaves theirs there."""
+
+        def attend(attention, x, pool):
+            return attention.prefill_into(x, pool, slots, cu_seqlens, fresh)
+
+        return self.through(attend, tokens, pools)
+
+    def step(
+        self, tokens: Int[Array, "B"], states: States, slots: Int[Array, "B"] | None = None
+    ) -> tuple[Float[Array, "B 256"], States]:
+        """Reads one token of each sequence, in time and memory that do not depend on what came before.
+
+        With slots, `states` are pools; a slot of -1 is no sequence, and its logits mean nothing.
+        """
+        return self.through(lambda attention, x, state: attention.step(x, state, slots), tokens, states)
 
     def initial_states(self, batch: int) -> States:
         return tuple(block.attention.initial_state(batch) for block in self.blocks)
 
-    def through(self, block_form, tokens: Int[Array, "*rows"], states: States) -> tuple[Array, States]:
+    def through(self, attend: Callable, tokens: Int[Array, "*rows"], states: States) -> tuple[Array, States]:
         x, after = self.embedding(tokens), []
         for block, state in zip(self.blocks, states, strict=True):
-            x, state = block_form(block, x, state)
+            x, state = block.through(attend, x, state)
             after.append(state)
         return self.head(self.norm(x)), tuple(after)

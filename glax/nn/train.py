@@ -43,9 +43,12 @@ def matrices(params):
 
 def bits(model: ByteLM, windows: UInt8[Array, "B T+1"]) -> Float[Array, "B"]:
     """Mean -log2 p over every byte of a window but its first, each after those before it in the window."""
-    windows = windows.astype(jnp.int32)
-    losses = optax.softmax_cross_entropy_with_integer_labels(model(windows[:, :-1]), windows[:, 1:])
-    return losses.mean(1) / jnp.log(2.0)
+    return next_byte_bits(model, windows[:, :-1], windows[:, 1:])
+
+
+def next_byte_bits(model: ByteLM, read: UInt8[Array, "B T"], following: UInt8[Array, "B T"]) -> Float[Array, "B"]:
+    logits = model(read.astype(jnp.int32))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, following.astype(jnp.int32)).mean(1) / jnp.log(2.0)
 
 
 def held_out_bits(model: ByteLM, windows: UInt8[np.ndarray, "windows T+1"], batch: int = 16) -> float:

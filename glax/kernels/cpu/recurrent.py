@@ -49,10 +49,12 @@ def call(target: str, operands: list[Array | None], results: list[jax.ShapeDtype
     """The library's `target`. Inside shard_map, operands and results all vary over the same mesh axes, as the first does."""
     like = operands[0]
     operands = [varying_like(jnp.zeros(NONE.shape, NONE.dtype) if x is None else x, like) for x in operands]
-    axes = jax.typeof(like).mat
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes) for x in results]
+    kind = jax.typeof(like)
+    if not kind.sharding.mesh.empty:  # what varies over a mesh must say of which
+        lie = jax.sharding.NamedSharding(kind.sharding.mesh, jax.sharding.PartitionSpec())
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lie, manual_axis_type=kind.mat) for x in results]
     aliases = options.pop("input_output_aliases", None)
-    return jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases)(*operands, **options)
+    return jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*operands, **options)
 
 
 def operands_of(r: Recurrence) -> list[Array | None]:

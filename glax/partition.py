@@ -1,0 +1,202 @@
+"""One kernel on many devices, without a word between them: arrays spread over the batch or the heads stay where they are.
+
+XLA cannot see into a kernel that is a call of foreign code, and would gather its operands on every device. So every
+kernel is wrapped: under automatic sharding by custom_partitioning, which the compiler asks once it knows how the operands
+lie; under explicit sharding by shard_map, because types say it. Inside shard_map arrays are a device's own already. TPUs
+have no custom_partitioning: there XLA partitions kernels of plain JAX itself, and `glax.parallel` serves the others.
+"""
+
+import itertools
+import math
+import re
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from glax.decay import Decay
+from glax.recurrence import Outputs, Recurrence
+from glax.registry import Backend
+
+
+def partitioned(f, r: Recurrence, *cotangents):
+    """f(r, *cotangents), a kernel that returns Outputs or, given cotangents, a Recurrence."""
+    operands = (r, *cotangents)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return f(*operands)
+    types = [jax.typeof(x).sharding for x in jax.tree.leaves(operands)]
+    if any(axis is not None for type in types for axis in type.spec):
+        return by_type(f, *operands)
+    return f(*operands) if Backend.here() is Backend.TPU else by_compiler(f, *operands)
+
+
+def by_type(f, r: Recurrence, *cotangents):
+    operands = (r, *cotangents)
+    mesh = next(mesh for x in jax.tree.leaves(operands) if not (mesh := jax.typeof(x).sharding.mesh).empty)
+    batch, heads = common_axes(mesh, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
+    into = operand_specs(operands, batch, heads)
+    operands = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), operands, into)
+    # vma is not checked: no gradient passes through here, only `solve` and its gradient have one.
+    inside = summed(f, heads, operands)
+    out_specs = result_specs(operands, batch, heads)
+    result = jax.shard_map(inside, mesh=mesh, in_specs=into, out_specs=out_specs, check_vma=False)(*operands)
+    if not cotangents:
+        return result
+    # A gradient has its input's type.
+    given = r.replace(boundaries=None)
+    return jax.tree.map(
+        lambda dx, x: jax.sharding.reshard(dx, NamedSharding(mesh, jax.typeof(x).sharding.spec)), result, given
+    )
+
+
+def by_compiler(f, r: Recurrence, *cotangents):
+    from jax.experimental.custom_partitioning import custom_partitioning  # not a part of `import jax`
+
+    leaves, structure = jax.tree.flatten((r, *cotangents))
+
+    def flat(f):
+        return lambda *leaves: tuple(jax.tree.leaves(f(*structure.unflatten(leaves))))
+
+    def partition(mesh, arguments, results):
+        operands = structure.unflatten(arguments)
+        axes = common_axes(mesh, operands, [x.sharding.spec for x in arguments])
+        lie = lambda specs: tuple(NamedSharding(mesh, spec) for spec in leaves_of(specs))  # noqa: E731
+        result, given = lie(result_specs(operands, *axes)), lie(operand_specs(operands, *axes))
+        return mesh, flat(summed(f, axes[1], operands)), result, given
+
+    rule, replicated, sizes = sharding_rule((r, *cotangents))
+    call = custom_partitioning(jax.jit(flat(f)))  # jit, so that the constants in f are no concern of the call's
+    call.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=replicated, **sizes)
+    result = r.replace(boundaries=None) if cotangents else Outputs(r.q, r.q)
+    return jax.tree.structure(result).unflatten(call(*leaves))
+
+
+def summed(f, heads, operands):
+    """f as it runs on one device: the gradient of what all heads share is a sum over the devices that these lie on."""
+    r, *cotangents = operands
+    if heads is None or not cotangents:
+        return f
+    shared = [name for name in ("q", "k", "v") if getattr(r, name).shape[2] == 1 and r.num_heads > 1]
+
+    def on_one_device(*operands):
+        d = f(*operands)
+        return d.replace(**{name: jax.lax.psum(getattr(d, name), heads) for name in (*shared, "scale")})
+
+    return on_one_device
+
+
+# ---- what lies where -------------------------------------------------------------------------------------------------
+
+
+def recurrence_specs(r: Recurrence, batch, heads, sequence=None) -> Recurrence:
+    """A PartitionSpec for every array of r, spread over those mesh axes. Heads that are shared by all are not spread."""
+    by_head = lambda x: heads if x.shape[2] > 1 or r.num_heads == 1 else None  # noqa: E731
+    present = lambda x, spec: None if x is None else spec  # noqa: E731
+    over, states, tokens = batch, P(batch, heads), P(batch, sequence, heads)
+    d = r.decay
+    return Recurrence(
+        q=P(over, sequence, by_head(r.q)),
+        k=P(over, sequence, by_head(r.k)),
+        v=P(over, sequence, by_head(r.v)),
+        decay=Decay(
+            present(d.constant, states), present(d.head, tokens), present(d.key, tokens), present(d.value, tokens)
+        ),
+        initial_state=present(r.initial_state, states),
+        boundaries=present(r.boundaries, P()),
+        scale=P(batch),
+        reverse=r.reverse,
+    )
+
+
+def output_specs(batch, heads, sequence=None) -> Outputs:
+    return Outputs(P(batch, sequence, heads), P(batch, heads))
+
+
+def operand_specs(operands, batch, heads):
+    r, *cotangents = operands
+    return (recurrence_specs(r, batch, heads), *(output_specs(batch, heads) if cotangents else ()))
+
+
+def result_specs(operands, batch, heads):
+    r, *cotangents = operands
+    if not cotangents:
+        return output_specs(batch, heads)
+    return recurrence_specs(r, batch, heads).replace(boundaries=None)
+
+
+def leaves_of(specs) -> list[P]:
+    return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def common_axes(mesh, operands, specs: list[P]):
+    """The mesh axes of the batch and of the heads, by the operands that are spread; None where they cannot stay so."""
+    r = operands[0]
+    probes = operand_specs(operands, "batch", "heads")
+    found = dict(batch=None, heads=None)
+    for probe, spec in zip(leaves_of(probes), specs, strict=True):
+        for letter, axes in zip(probe, spec, strict=False):
+            if letter is not None and axes is not None and found[letter] is None:
+                found[letter] = axes
+    counts = dict(batch=[r.q.shape[0]], heads=[n for n in (r.num_heads, *head_counts(r)) if n > 1])
+    if r.boundaries is not None:
+        found["batch"] = None
+    for letter, axes in found.items():
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        size = math.prod(mesh.shape[name] for name in names)
+        if any(count % size for count in counts[letter]):
+            found[letter] = None
+    taken = set(flat_axes(found["batch"])) & set(flat_axes(found["heads"]))
+    return found["batch"], None if taken else found["heads"]
+
+
+def flat_axes(axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def head_counts(r: Recurrence) -> tuple[int, int, int]:
+    return tuple(x.shape[2] for x in (r.q, r.k, r.v))
+
+
+# ---- the same for the compiler: a name for every dimension -----------------------------------------------------------
+
+
+def sharding_rule(operands) -> tuple[str, tuple[str, ...], dict[str, int]]:
+    """An einsum-like rule, the names that must not be spread, and the sizes of the parts of joint dimensions.
+
+    Heads that share one are adjacent, so H = (h i j) where the fewest heads are h: these can be spread, the others follow.
+    """
+    r = operands[0]
+    counts = sorted({n for n in (*head_counts(r), r.num_heads) if n > 1})
+    nested = all(more % fewer == 0 for fewer, more in itertools.pairwise(counts))
+    parts = {n: more // fewer for n, fewer, more in zip("hij", (1, *counts), counts, strict=False)} if nested else {}
+
+    def heads(count: int) -> str:
+        if count == 1:
+            return "o"
+        if not nested:
+            return f"h{count}"
+        names = [name for i, name in enumerate(parts) if counts[i] <= count]
+        return names[0] if len(names) == 1 else f"({' '.join(names)})"
+
+    N = "n" if r.boundaries is not None else "b"
+    H = heads(r.num_heads)
+
+    def named(x: Recurrence | Outputs) -> list[str]:
+        if isinstance(x, Outputs):
+            return [f"b t {H} v", f"{N} {H} k v"]
+        d = x.decay
+        forms = [
+            (x.q, f"b t {heads(x.q.shape[2])} k"), (x.k, f"b t {heads(x.k.shape[2])} k"),
+            (x.v, f"b t {heads(x.v.shape[2])} v"), (d.constant, f"{N} {H}"), (d.head, f"b t {H}"),
+            (d.key, f"b t {H} k"), (d.value, f"b t {H} v"), (x.initial_state, f"{N} {H} k v"),
+            (x.boundaries, "c"), (x.scale, N),
+        ]  # fmt: skip
+        return [form for array, form in forms if array is not None]
+
+    given = named(r) + (named(Outputs(None, None)) if len(operands) > 1 else [])
+    results = named(r.replace(boundaries=None)) if len(operands) > 1 else named(Outputs(None, None))
+    rule = f"{', '.join(given)} -> {', '.join(results)}"
+    used = dict.fromkeys(re.findall(r"\w+", rule))  # the compiler wants them in the order of their first use
+    spread = {"h"} | ({"b"} if r.boundaries is None else set())
+    joint = {name: size for name, size in parts.items() if name != "h" and name in used}
+    return rule, tuple(name for name in used if name not in spread), joint

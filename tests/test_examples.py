@@ -1,0 +1,135 @@
+"""The examples: continuous batching, and training by several processes."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from glax.nn import ByteLM, ByteLMConfig
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+
+
+def example(name: str):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- serving ---------------------------------------------------------------------------------------------------------
+
+
+@nnx.jit
+def extend(model, tokens, states):
+    return model.extend(tokens, states)
+
+
+@nnx.jit
+def step(model, token, states):
+    return model.step(token, states)
+
+
+def alone(model: ByteLM, prompt: bytes, length: int) -> bytes:
+    """Greedy bytes, one request at a time."""
+    tokens = jnp.asarray(np.frombuffer(prompt, np.uint8)[None].astype(np.int32))
+    logits, states = extend(model, tokens, model.initial_states(1))
+    logits, written = logits[:, -1], bytearray()
+    while len(written) < length:
+        written.append(int(logits[0].argmax()))
+        logits, states = step(model, jnp.array([written[-1]]), states)
+    return bytes(written)
+
+
+def test_served_text_is_that_of_each_request_alone(monkeypatch):
+    """Mixed lengths, more requests than slots, some later, one prompt longer than a prefill, one answer of one byte."""
+    serve = example("serve")
+    model = ByteLM(ByteLMConfig(width=32, layers=2, num_heads=2, num_kv_heads=1, mlp_width=32), rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    lengths = [(5, 20), (70, 9), (1, 30), (17, 1), (70, 12), (5, 5), (1, 17), (17, 25), (5, 11)]
+    requests = [
+        serve.Request(str(i), rng.integers(32, 127, size, np.uint8).tobytes(), length, arrives=3 * (i // 4))
+        for i, (size, length) in enumerate(lengths)
+    ]
+    server, largest, turns = serve.Server(model, capacity=3, rows=32), [0], [0]
+    write = server.write
+
+    def watched():
+        largest[0] = max(largest[0], sum(x is not None for x in server.running))
+        turns[0] += 1
+        write()
+
+    monkeypatch.setattr(server, "write", watched)
+    got = dict(server.serve(requests))
+    assert got == {request.name: alone(model, request.prompt, request.length) for request in requests}
+    assert largest == [3] and turns[0] < sum(length for _, length in lengths)
+    assert len(set(got.values())) == len(got)  # not the same text every time
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+STEPS = 6
+
+
+def trainer(out, text, devices: int, data: int, sequence: int, port: int | None = None, process: int = 0):
+    """A process that trains on so many simulated devices; one of two, if it is given their port."""
+    command = [sys.executable, "-u", str(EXAMPLES / "train_multihost.py"), "--out", out, "--text", text]
+    numbers = dict(steps=STEPS, every=1, batch=4, length=32, width=32, layers=1, data=data, sequence=sequence)
+    numbers |= dict(processes=2, process=process) if port else {}
+    command += [f"--{name}={number}" for name, number in numbers.items()]
+    command += ["--coordinator", f"127.0.0.1:{port}"] if port else []
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    env = os.environ | dict(JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=str(EXAMPLES.parent))
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def two(out, text):
+    """Two processes of two devices each: the batch between them, the sequence within."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [trainer(out, text, 2, 2, 2, port, process) for process in (0, 1)]
+
+
+def losses(process) -> dict[int, float]:
+    """By step, in all digits."""
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err[-3000:]
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)/\d+: (\S+) bits", out, re.M)}
+
+
+def test_two_processes_train_as_one_and_survive_a_death(tmp_path):
+    """Losses bit for bit those of one process; after one of two is killed, two go on, and so does a single device."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} is followed by {i + 1}, and {i * i} is its square\n" for i in range(2000)))
+    single = trainer(tmp_path / "single", text, 4, 2, 2)
+    pair = two(tmp_path / "pair", text)
+    for line in pair[1].stdout:
+        if line.startswith("saved step 2"):
+            pair[1].kill()
+            break
+    pair[1].communicate(timeout=60)
+    pair[0].kill()  # it waits for the other, in vain
+    before = pair[0].communicate(timeout=60)[0]
+    assert pair[1].returncode == -9 and "saved step 1\n" in before and f"saved step {STEPS}" not in before
+    whole = losses(single)
+    assert sorted(whole) == list(range(1, STEPS + 1))
+
+    shutil.copytree(tmp_path / "pair", tmp_path / "alone")
+    pair, alone = two(tmp_path / "pair", text), trainer(tmp_path / "alone", text, 1, 1, 1)
+    resumed = [losses(process) for process in pair]
+    first = min(resumed[0])
+    assert first > 1 and resumed == [{step: whole[step] for step in range(first, STEPS + 1)}] * 2
+    went_on = losses(alone)
+    assert sorted(went_on) == sorted(resumed[0])
+    np.testing.assert_allclose(list(went_on.values()), list(resumed[0].values()), rtol=1e-4)
+    in_words = re.findall(r"^step (\d+)/\d+: (\S+) bits", before, re.M)
+    assert {int(step): float(loss) for step, loss in in_words}.items() <= whole.items()

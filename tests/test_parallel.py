@@ -1,0 +1,357 @@
+"""Recurrences over meshes of 8 simulated devices: against the float64 reference, and what moves between devices."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import glax
+from glax import parallel
+from glax.dispatch import Choice
+from glax.kernels import load_kernels
+from glax.parallel import correct
+from glax.parallel.shard import gathers, steps
+from glax.parallel.spread import Spread, spread_over
+from glax.recurrence import Outputs
+from glax.reference import reference, reference_gradient
+from glax.registry import Backend, Platform, kernel_registry
+from tests.cases import EXTREME, FORMS, Case, cotangents, inputs, recurrence
+from tests.close import assert_close, assert_gradients_close, assert_outputs_close
+
+P = PartitionSpec
+# Empty sequences first, in the middle and last, one token, cuts inside shards, at their edges, sequences over many shards.
+PACKED = dict(cuts=(0, 0, 30, 31, 31, 60, 93, 93), T=96)
+
+
+def mesh_of(kind=AxisType.Auto, **axes):
+    size = int(np.prod(list(axes.values())))
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), (kind,) * len(axes), devices=jax.devices()[:size])
+
+
+@pytest.fixture
+def short_chunks(monkeypatch):
+    """So that small shards hold several."""
+    monkeypatch.setattr(correct, "CHUNK", 5)
+    monkeypatch.setattr(correct, "LONG_CHUNK", 7)
+
+
+def hold(case: Case, spread: Spread, strengths=("log-sigmoid",)):
+    """Outputs and every gradient within the bars of docs/design.md."""
+
+    @jax.jit
+    def run(r, *cotangents):
+        out, pull = jax.vjp(
+            lambda x: spread_over(Choice(), spread, x.replace(boundaries=r.boundaries)), r.replace(boundaries=None)
+        )
+        return out, pull(Outputs(*cotangents))[0]
+
+    for strength in strengths:
+        r = recurrence(case, strength)
+        given = cotangents(case, r)
+        out, gradient = run(r, *given)
+        assert_outputs_close(r, out, reference(r), strength in EXTREME)
+        assert_gradients_close(r, gradient, reference_gradient(r, *given), strength in EXTREME)
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed"])
+@pytest.mark.parametrize("form", FORMS)
+def test_sequence_parallel(form, kind, short_chunks):
+    """8 shards, T that 8 does not divide, shared heads, either direction; each gate form, mild and forgetting at once."""
+    reverse = (list(FORMS).index(form) + (kind == "packed")) % 2 == 1
+    shape = dict(B=2, T=77, heads=(4, 2, 2)) if kind == "plain" else PACKED | dict(heads=(2, 2, 1))
+    case = Case("", gates=FORMS[form], K=8, V=6, reverse=reverse, **shape)
+    strengths = ("log-sigmoid", "mild", "-100 on 5%", "-inf on 5%", "0") if FORMS[form] else ("log-sigmoid",)
+    hold(case, Spread(mesh_of(s=8), sequence_axis="s"), strengths)
+
+
+@pytest.mark.parametrize("shards", [1, 3, 4, 5])
+def test_any_number_of_shards(shards, short_chunks):
+    case = Case("", gates=("gk",), K=8, V=6, reverse=shards == 3, **PACKED)
+    hold(case, Spread(mesh_of(s=shards), sequence_axis="s"), ("mild",))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("one token a shard and less", T=5, K=8, V=6),
+        Case("all padding", cuts=(0, 0, 0), T=10, K=8, V=6),
+        Case("one sequence over all", cuts=(0, 100), T=128, K=8, V=6),
+        Case("no initial state", T=40, K=8, V=6, state_dtype=None),
+        Case("bfloat16", B=2, T=200, dtype="bfloat16", gate_dtype="bfloat16", K=16, V=16),
+    ],
+    ids=str,
+)
+def test_edges(case):
+    hold(case, Spread(mesh_of(s=8), sequence_axis="s"), ("mild",))
+
+
+def test_a_long_sequence_in_chunks_of_their_real_size():
+    case = Case("", T=2600, gates=("gk", "gv"), K=4, V=4, heads=(1, 1, 1))
+    hold(case, Spread(mesh_of(s=2), sequence_axis="s"), ("-0.004", "mild"))
+
+
+def test_batch_heads_and_sequence_at_once():
+    spread = Spread(mesh_of(b=2, h=2, s=2), "b", "h", "s")
+    hold(Case("", B=2, T=41, heads=(4, 2, 1), gates=("gk", "gv"), K=8, V=6), spread, ("mild",))
+
+
+# ---- what users call -------------------------------------------------------------------------------------------------
+
+MESH = functools.cache(functools.partial(mesh_of, b=2, h=2, s=2))
+AXES = dict(batch_axis="b", head_axis="h", sequence_axis="s")
+CASE = Case("", B=2, T=44, heads=(4, 2, 2), gates=("gk",), K=8, V=6)
+
+
+def loss(f, arguments, g_gamma, **options):
+    output, state = f(**arguments, g_gamma=g_gamma, **options)
+    return (output**2).sum() + (state**2).sum()
+
+
+def tree_close(got, want, bar=5e-6):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close("parallel", x, np.asarray(y), bar)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_under_jit_with_sharded_inputs(kind):
+    """The gradient of g_gamma, one copy everywhere, is summed over the mesh once; automatic and explicit axes."""
+    mesh = mesh_of(kind, b=2, h=2, s=2)
+    arguments, gamma = inputs(CASE, "log-sigmoid"), -jnp.arange(4.0) / 8
+    spec = {name: P("b", "h") if name == "initial_state" else P("b", "s", "h") for name in arguments}
+    placed = {name: jax.device_put(x, NamedSharding(mesh, spec[name])) for name, x in arguments.items()}
+    run = jax.jit(jax.value_and_grad(functools.partial(loss, parallel.recurrent, mesh=mesh, **AXES), argnums=(0, 1)))
+    got = run(placed, jax.device_put(gamma, NamedSharding(mesh, P())))
+    want = jax.jit(jax.value_and_grad(functools.partial(loss, glax.recurrent), argnums=(0, 1)))(arguments, gamma)
+    tree_close(got, want)
+    assert got[1][0]["query"].sharding.is_equivalent_to(placed["query"].sharding, 4)
+
+
+def test_outside_of_jit_and_by_the_mesh_in_use():
+    arguments = inputs(CASE, "log-sigmoid")
+    tree_close(parallel.recurrent(**arguments, mesh=MESH(), **AXES), glax.recurrent(**arguments), 2e-6)
+    with jax.set_mesh(MESH()):
+        got = jax.jit(lambda arguments: parallel.recurrent(**arguments, **AXES))(arguments)
+    tree_close(got, glax.recurrent(**arguments), 2e-6)
+
+
+def test_under_checkpoint_and_scan():
+    """Three layers whose weights are scanned over, each recomputed for its gradient."""
+    arguments = inputs(dataclasses.replace(CASE, heads=(4, 4, 4), V=8, state_dtype=None), "log-sigmoid")
+    weights = jax.random.normal(jax.random.key(0), (3, 8, 8)) / 3
+
+    def network(f, weights, arguments):
+        @jax.checkpoint
+        def layer(x, w):
+            o = f(x @ w, arguments["key"], x, gk=arguments["gk"]).output
+            return x + o, None
+
+        return (jax.lax.scan(layer, arguments["value"], weights)[0] ** 2).sum()
+
+    spread = functools.partial(parallel.recurrent, mesh=MESH(), **AXES)
+    got, want = (
+        jax.jit(jax.value_and_grad(functools.partial(network, f), argnums=(0, 1)))(weights, arguments)
+        for f in (spread, glax.recurrent)
+    )
+    tree_close(got, want, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["recurrent_gla", "simple_gla", "retention", "lightning_attention"])
+def test_variants(name):
+    arguments = inputs(dataclasses.replace(CASE, gates=()), "log-sigmoid")
+    state = arguments.pop("initial_state")
+    gates = dict(
+        recurrent_gla=(inputs(CASE, "mild")["gk"],),
+        simple_gla=(inputs(CASE, "mild")["gk"][..., 0],),
+        retention=(),
+        lightning_attention=(1, 4),
+    )[name]
+    tensors = (*arguments.values(), *gates)
+    got = getattr(parallel, name)(*tensors, initial_state=state, reverse=True, mesh=MESH(), **AXES)
+    tree_close(got, getattr(glax, name)(*tensors, initial_state=state, reverse=True), 2e-6)
+
+
+def test_recurrent_attention_and_packed_rank_3():
+    case = Case("", heads=(2, 2, 2), gates=("gk",), K=8, V=6, state_dtype=None, **PACKED)
+    arguments = {name: x[0] for name, x in inputs(case, "mild").items()}
+    options = dict(cu_seqlens=jnp.array(case.cuts), return_state=True)
+    got = parallel.recurrent_attention(**arguments, **options, mesh=MESH(), head_axis="h", sequence_axis="s")
+    tree_close(got, glax.recurrent_attention(**arguments, **options), 2e-6)
+    whole = {name: x[:90] for name, x in arguments.items()}
+    alone = parallel.recurrent_attention(**whole, mesh=MESH(), sequence_axis="s")
+    tree_close(alone, glax.recurrent_attention(**whole), 2e-6)
+
+
+@pytest.mark.fast
+def test_nothing_to_solve():
+    query = jnp.zeros((2, 0, 2, 8))
+    output, state = parallel.recurrent(query, query, query, initial_state=jnp.ones((2, 8, 8)), mesh=MESH(), **AXES)
+    assert output.shape == (2, 0, 2, 8)
+    assert (state == 1).all()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(), "mesh must be given, or be in use by jax.set_mesh: there is none"),
+        (dict(mesh=8), "mesh must be a jax.sharding.Mesh, got int"),
+        (dict(mesh="m", sequence_axis="x"), r"sequence_axis must be of the mesh's axes \('b', 'h', 's'\), got 'x'"),
+        (dict(mesh="m", sequence_axis=("b", "s")), r"sequence_axis must be of the mesh's axes"),
+        (
+            dict(mesh="m", head_axis="s", sequence_axis="s"),
+            "sequence_axis must be another axis than head_axis, got 's'",
+        ),
+        (
+            dict(mesh="m", head_axis=("h", "b")),
+            r"head_axis must have a size that divides H=2, got \('h', 'b'\) of size 4",
+        ),
+        (dict(mesh="m", batch_axis="b"), "batch_axis must have a size that divides B=3, got 'b' of size 2"),
+    ],
+)
+def test_errors_name_the_argument(options, message):
+    query = jnp.zeros((3, 4, 2, 8))
+    options = options | (dict(mesh=MESH()) if options.get("mesh") == "m" else {})
+    with pytest.raises((ValueError, TypeError), match=message):
+        parallel.recurrent(query, query, query, **options)
+
+
+@pytest.mark.fast
+def test_packed_sequences_have_no_batch():
+    query = jnp.zeros((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="batch_axis must be None with cu_seqlens, whose B is 1, got 'b'"):
+        parallel.recurrent(query, query, query, cu_seqlens=jnp.array([0, 4]), mesh=MESH(), batch_axis="b")
+
+
+# ---- what moves ------------------------------------------------------------------------------------------------------
+
+KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+
+
+def moved(compiled) -> dict[str, list[int]]:
+    """The bytes of each collective's results on one device, by kind."""
+    found: dict[str, list[int]] = {}
+    for results, kind in re.findall(rf"= ([^=]*?) ({KINDS})(?:-start)?\(", compiled.as_text()):
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", results)
+        assert {dtype for dtype, _ in shapes} == {"f32"}, results
+        found.setdefault(kind, []).extend(4 * int(np.prod([int(n) for n in s.split(",") if n])) for _, s in shapes)
+    return found
+
+
+def compiled(f, *args):
+    return jax.jit(f).lower(*args).compile()
+
+
+@pytest.mark.parametrize(
+    ("shards", "gates", "extra"), [(2, ("g",), 1), (4, ("gk", "gv"), 8 + 6), (8, ("gk",), 8), (8, (), 1)], ids=str
+)
+def test_shards_exchange_their_summaries_alone(shards, gates, extra):
+    """(K V + K' + V') H N 4 bytes times F for the forward, and again for the gradient, at any T."""
+    B, H, K, V = 2, 2, 8, 6
+    spread = functools.partial(parallel.recurrent, mesh=mesh_of(s=shards), sequence_axis="s")
+    summary = (K * V + extra) * H * B * 4
+    exchanges = [summary * shards] if gathers(shards) else [summary] * len(steps(shards))  # a gather's result
+    kind = "all-gather" if gathers(shards) else "collective-permute"
+    for T in (64, 1024) if gates == ("gk",) else (64,):
+        case = Case("", B=B, T=T, heads=(H, H, H), gates=gates, K=K, V=V, state_dtype=None)
+        arguments = inputs(case, "mild")
+        assert moved(compiled(lambda a: spread(**a).output, arguments)) == {kind: exchanges}
+        gradient = jax.grad(lambda a: (spread(**a).output ** 2).sum())
+        assert moved(compiled(gradient, arguments)) == {kind: exchanges * 2}
+    if gates == ("g",):
+        final = moved(compiled(lambda a: spread(**a).final_state, arguments))
+        assert final == {kind: exchanges, "all-reduce": [K * V * H * B * 4]}
+
+
+def test_packed_sequences_send_one_state_however_many_they_are():
+    case = Case("", heads=(2, 2, 2), K=8, V=6, **PACKED)
+    spread = functools.partial(parallel.recurrent, mesh=mesh_of(s=4), sequence_axis="s")
+    run = compiled(lambda a, cuts: spread(**a, cu_seqlens=cuts).output, inputs(case, "mild"), jnp.array(case.cuts))
+    assert moved(run) == {"all-gather": [4 * (8 * 6 + 8) * 2 * 4]}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("n", range(1, 70))
+def test_the_rule_of_exchange(n):
+    """Every shard hears of all before it, and of each once."""
+    if n > 1:
+        received = sum(steps(n))
+        assert received >= n - 1 and received - steps(n)[-1] < max(n - 1, 1)
+        assert gathers(n) == (n - 1 <= 1 + (n > 2) + max(0, (n - 2).bit_length() - 1) or n <= 4)
+
+
+# ---- plain calls on arrays that are spread already -------------------------------------------------------------------
+
+
+def spread_inputs(mesh, case, axes):
+    def place(name, x):
+        heads = 1 if name == "initial_state" else 2
+        spec = [axes.get("batch")] + [None] * (x.ndim - 1)
+        spec[heads] = axes.get("heads") if x.shape[heads] > 1 else None
+        return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+    return {name: place(name, x) for name, x in inputs(case, "log-sigmoid").items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "axes"),
+    [
+        (AxisType.Auto, (4, 4, 4), dict(batch="b")),
+        (AxisType.Auto, (4, 4, 4), dict(heads="h")),
+        (AxisType.Auto, (4, 2, 1), dict(batch="b", heads="h")),
+        (AxisType.Explicit, (4, 2, 1), dict(batch="b", heads="h")),
+    ],
+    ids=str,
+)
+def test_plain_calls_gather_nothing(kind, heads, axes):
+    """Forward: no collective at all. Gradient: the loss, and d_value where the heads of several devices share it."""
+    mesh, case = mesh_of(kind, b=2, h=2), Case("", B=4, T=40, heads=heads, gates=("gk", "gv"), K=6, V=5)
+    placed = spread_inputs(mesh, case, axes)
+
+    def value(arguments):
+        output, state = glax.recurrent(**arguments)
+        return (output**2).sum() + (state**2).sum()
+
+    assert moved(compiled(lambda a: glax.recurrent(**a), placed)) == {}
+    gradient = compiled(jax.value_and_grad(value), placed)
+    reduced = [n for kind, sizes in moved(gradient).items() for n in sizes if kind == "all-reduce" or n > 16]
+    shared = [placed["value"].nbytes // (2 if "batch" in axes else 1)] if heads[2] == 1 else []
+    assert [n for n in reduced if n > 16] == shared  # beside single numbers: of the loss, of each sequence's scale
+    tree_close(gradient(placed), jax.jit(jax.value_and_grad(value))(inputs(case, "log-sigmoid")))
+
+
+def test_gradients_of_what_is_shared_are_whole():
+    """softmax_scale and g_gamma, one for all devices."""
+    mesh, case = mesh_of(b=2, h=2), Case("", B=4, T=40, heads=(4, 2, 2), gates=(), K=6, V=5)
+    placed = spread_inputs(mesh, case, dict(batch="b", heads="h"))
+
+    def value(scale, gamma, arguments):
+        output, state = glax.recurrent(**arguments, g_gamma=gamma, softmax_scale=scale)
+        return (output**2).sum() + (state**2).sum()
+
+    run = jax.jit(jax.grad(value, argnums=(0, 1)))
+    shared = jnp.float32(0.3), -jnp.arange(4.0) / 8
+    tree_close(run(*shared, placed), run(*shared, inputs(case, "log-sigmoid")))
+
+
+def test_a_kernel_that_xla_cannot_see_into_is_given_what_lies_on_its_device(monkeypatch):
+    load_kernels()
+    seen = []
+
+    def run(r, *, config):
+        seen.append(r.q.shape)
+        return kernel_registry.kernels["chunked/xla/any"].get_impl(config)(r)
+
+    original = kernel_registry.kernels["chunked/xla/any"]
+    opaque = dataclasses.replace(
+        original, algorithm="opaque", platform=Platform.CPP, backend=Backend.CPU, run=run, priority=lambda r: 100
+    )
+    monkeypatch.setitem(kernel_registry.kernels, opaque.name, opaque)
+    mesh, case = mesh_of(b=2, h=2), Case("", B=4, T=40, heads=(4, 4, 4), K=6, V=5)
+    placed = spread_inputs(mesh, case, dict(batch="b", heads="h"))
+    jax.jit(lambda a: glax.recurrent(**a, platform="cpp"))(placed)
+    assert seen == [(4, 40, 4, 6), (2, 40, 2, 6)]  # as traced, and as run
