@@ -1,0 +1,134 @@
+"""The forward: one walk, the state in VMEM from the first chunk of a sequence to its last."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from glax.kernels.pallas_tpu import chunk, key
+from glax.kernels.pallas_tpu.blocks import (
+    block_diagonal,
+    by_head,
+    cost,
+    gate_inputs,
+    gates_per_head,
+    load_state,
+    of_head,
+    read_unit,
+    row_inputs,
+    state_input,
+    store_state,
+    write,
+)
+from glax.kernels.pallas_tpu.head import head_sums
+from glax.kernels.pallas_tpu.launch import Refs, launch, steps_of, when
+from glax.kernels.pallas_tpu.plan import Plan, Step
+from glax.recurrence import Outputs, Recurrence
+from glax.registry import Backend, Config, Platform, kernel_registry
+
+
+@dataclasses.dataclass(frozen=True)
+class TPUChunkedConfig(Config):
+    """chunk: tokens a chunk. units: tiles of 128 lanes (one head of 128, two of 64) that a program works on side by side."""
+
+    chunk: int = 128
+    units: int = 8
+
+    def __post_init__(self):
+        if self.chunk not in (32, 64, 128, 256):
+            raise ValueError(f"chunk must be 32, 64, 128 or 256, got {self.chunk!r}")
+        if not isinstance(self.units, int) or self.units < 1:
+            raise ValueError(f"units must be an int of at least 1, got {self.units!r}")
+
+    @classmethod
+    def candidates(cls, r: Recurrence) -> "list[TPUChunkedConfig]":
+        return [cls(chunk, units) for chunk in (64, 128) for units in (2, 4, 8)]
+
+
+def supports(r: Recurrence) -> str | None:
+    if r.q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"computes in float32 and bfloat16, query is {r.q.dtype}"
+    if r.decay.value is not None:
+        return "gates per value channel are not written: they would scale the other side of the state"
+    if 0 in (r.q.shape[0], r.q.shape[1], r.num_sequences):
+        return "there is nothing to compute"
+    return None
+
+
+def forward(plan: Plan, step: Step, scale, refs: Refs):
+    """o_i = scale * ((q_i e^{G_i}) S + sum_{j <= i} (q_i . k_j e^{G_i - G_j}) v_j),   S' = e^{G_last} S + sum_j k_j e^{G_last - G_j} v_j^T."""
+
+    @when(step.begins)
+    def _():
+        load_state(plan, getattr(refs, "initial_state", None), refs.state)
+
+    if plan.packed:
+
+        @pl.when(step.fresh)
+        def _():
+            refs.output[...] = jnp.zeros_like(refs.output)
+
+    @when(steps_of(plan, step))
+    def _():
+        if hasattr(refs, "key_gates"):
+            key.forward(plan, step, scale, refs)
+        else:
+            forward_per_head(plan, step, scale, refs)
+
+    @when(step.ends)
+    def _():
+        store_state(plan, refs.state, refs.final_state)
+
+
+def forward_per_head(plan: Plan, step: Step, scale, refs: Refs):
+    """Without gates, or with gates per head: one matrix of decays for all pairs, exact for any gate."""
+    gates = gates_per_head(plan, step, refs)
+    sums = None if gates is None else head_sums(gates, plan.reverse)
+    causal = chunk.earlier(plan.chunk, plan.reverse, own=True)
+    dtype = refs.q.dtype
+    Hq, Hk, Hv = plan.heads
+    for unit in range(plan.units):
+        heads = [unit * plan.pack + i for i in range(plan.pack)]
+        # [C, K]   [C, K]   [C, V]   [V, K]
+        q = read_unit(plan, step, refs, "q", Hq, plan.K, unit)
+        k = read_unit(plan, step, refs, "k", Hk, plan.K, unit)
+        v = read_unit(plan, step, refs, "v", Hv, plan.V, unit)
+        S = refs.state[unit]
+        o = chunk.dot(q, S, chunk.NT, dtype)
+        if sums is not None:
+            o *= by_head(plan, plan.V, [sums.inward(h) for h in heads])
+        for part, head in enumerate(heads):
+            # [C, C]
+            pairs = chunk.dot(of_head(plan, q, plan.K, part), k, chunk.NT, dtype)
+            pairs = jnp.where(causal, pairs, 0) if sums is None else pairs * sums.pairs(head, causal)
+            o += chunk.dot(pairs, of_head(plan, v, plan.V, part), chunk.NN, dtype)
+        write(plan, step, refs.output, unit, o * scale)
+        if sums is not None:
+            k = k * by_head(plan, plan.K, [sums.outward(h) for h in heads])
+            S = S * by_head(plan, plan.K, [sums.total[h : h + 1] for h in heads])
+        refs.state[unit] = S + block_diagonal(plan, chunk.dot(v, k, chunk.TN, dtype))
+
+
+@kernel_registry.register(
+    "chunked", Platform.PALLAS, Backend.TPU, config=TPUChunkedConfig, supports=supports, priority=lambda r: 5
+)
+def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
+    """The recurrence in chunks; q, k, v and gates are read once, the output is written once."""
+    plan = Plan.of(r, config.chunk, config.units)
+    K, V = r.state_shape[2:]
+    inputs = row_inputs(plan, r) | gate_inputs(plan, r)
+    if r.initial_state is not None:
+        inputs["initial_state"] = state_input(plan, r.initial_state)
+    rows = max(plan.T, plan.chunk)
+    outputs = dict(
+        output=((plan.B, rows, plan.H * plan.V), r.q.dtype, plan.tokens(plan.H, plan.V)),
+        final_state=(
+            (plan.N, plan.groups, plan.rows, plan.K, plan.V),
+            jnp.float32,
+            plan.per_sequence(plan.rows, plan.K, plan.V),
+        ),
+    )
+    scratch = dict(state=((plan.units, plan.pack * plan.V, plan.pack * plan.K), jnp.float32))
+    estimate = cost(plan, r, 4, [x for x, _ in inputs.values()] + [jnp.zeros((), r.q.dtype)])
+    got = launch(plan, r, forward, inputs, outputs, scratch, estimate)
+    return Outputs(plan.narrow(got["output"], plan.V, V), plan.from_states(got["final_state"], K, V))
