@@ -1,5 +1,6 @@
 """The heads and states of a step: read from the blocks of a plan, in units of whole tiles, and written back."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -26,18 +27,18 @@ def lanes(width: int, unit):
     return pl.ds(pl.multiple_of(unit * width, 128), width)
 
 
-def read_unit(plan: Plan, step: Step, refs: Refs, name: str, heads: int, width: int, unit):
-    """[C, pack * width]: the heads of a unit, 0 outside of the step's rows."""
+def read_unit(plan: Plan, step: Step, ref, heads: int, width: int, unit):
+    """[C, pack * width]: the heads of a unit, of a tensor with `heads` heads, 0 outside of the step's rows."""
     at = lanes(plan.pack * width, plan.unit_of(unit, heads))
-    return chunk.masked(getattr(refs, name)[:, at], own_rows(plan, step))
+    return chunk.masked(ref[:, at], own_rows(plan, step))
 
 
-def by_head(plan: Plan, width: int, each):
-    """A factor of a unit's lanes from those of its heads: each is [rows, 1], the result [rows, 1] or [rows, pack * width]."""
+def by_head(plan: Plan, width: int, each, axis: int = 1):
+    """A factor of a unit's lanes (or, axis 0, rows) from the factors of its heads, each of which may be broadcast."""
     if plan.pack == 1:
         return each[0]
-    lane = lax.broadcasted_iota(jnp.int32, (1, 2 * width), 1)
-    return jnp.where(lane < width, each[0], each[1])
+    shape = (1, 2 * width) if axis else (2 * width, 1)
+    return jnp.where(lax.broadcasted_iota(jnp.int32, shape, axis) < width, each[0], each[1])
 
 
 def of_head(plan: Plan, x, width: int, head: int):
@@ -94,6 +95,14 @@ def write(plan: Plan, step: Step, ref, unit, x):
     ref[:, at] = x
 
 
+def add(plan: Plan, step: Step, ref, heads: int, unit, x):
+    """Writes a unit's gradient of a tensor with `heads` heads; units that share one add to it, in a block that began as 0."""
+    if not plan.is_shared(heads):
+        return write(plan, step, ref, unit, x)
+    at = lanes(x.shape[1], plan.unit_of(unit, heads))
+    ref[:, at] += chunk.masked(x, own_rows(plan, step))
+
+
 def gate_inputs(plan: Plan, r: Recurrence) -> dict:
     """The gates of r, as the blocks that kernels read."""
     decay = r.decay
@@ -124,13 +133,14 @@ def state_input(plan: Plan, x) -> tuple:
     return plan.states(x), plan.per_sequence(plan.rows, plan.K, plan.V)
 
 
-def cost(plan: Plan, r: Recurrence, products: int, arrays) -> pl.CostEstimate:
-    """What XLA schedules by: `products` of C x 128 x 128 a unit and chunk, every array once."""
-    units = plan.B * plan.groups * plan.steps * plan.units
-    pairs = plan.chunk * plan.pack
-    exponentials = dict(none=0, key=2 * plan.chunk * plan.pack * plan.K).get(r.decay.form, plan.chunk * pairs)
+def cost(plan: Plan, r: Recurrence, products: int, inputs: dict, outputs: dict) -> pl.CostEstimate:
+    """What XLA schedules by: `products` of matrices a unit and chunk, the exponentials of the decays, and every array once."""
+    chunks = plan.B * plan.groups * plan.steps * plan.units
+    C, K, V = plan.chunk, plan.pack * plan.K, plan.pack * plan.V
+    exponentials = dict(none=0, key=2 * C * K).get(r.decay.form, plan.pack * C * C)
+    arrays = [x for x, _ in inputs.values()] + [jax.ShapeDtypeStruct(*output[:2]) for output in outputs.values()]
     return pl.CostEstimate(
-        flops=products * 2 * units * plan.chunk * plan.pack * max(plan.K, plan.chunk) * plan.pack * max(plan.V, plan.chunk),
-        transcendentals=units * exponentials,
+        flops=chunks * products * 2 * C * K * V,
+        transcendentals=chunks * exponentials,
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
     )

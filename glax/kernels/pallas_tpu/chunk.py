@@ -4,7 +4,6 @@ States are transposed, [V, K]: gates of the state's rows then scale its lanes. E
 q, k and v; sums are float32. Products with a matrix of 0, 1 and -1 are exact: the other side is split into bfloat16 parts.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -37,19 +36,34 @@ def earlier(C: int, reverse: bool, own: bool):
     return j <= i if own else j < i
 
 
+def itself(C: int):
+    """[C, C]: whether token j is token i."""
+    return tokens((C, C), 0, False) == tokens((C, C), 1, False)
+
+
 def masked(x, own, value=0.0):
     """x where `own`, a mask of its rows; None is all of them."""
     return x if own is None else jnp.where(own, x, jnp.asarray(value, x.dtype))
 
 
-def summed(matrix, x, exact: bool):
-    """matrix @ x, where matrix holds 0, 1 and -1 and x is float32 or bfloat16.
+def parts_of(x, exact: bool):
+    """bfloat16 arrays whose sum is x: one holds a bfloat16, three a float32; two (not `exact`) hold 16 of its 24 bits."""
+    if x.dtype == jnp.bfloat16:
+        return [x]
+    parts = []
+    for _ in range(3 if exact else 2):
+        parts.append(x.astype(jnp.bfloat16))
+        x = x - parts[-1].astype(jnp.float32)
+    return parts
 
-    Three bfloat16 parts hold a float32 exactly; two (not `exact`), 16 of its 24 bits.
-    """
-    parts, rest = [], x
-    for _ in range(1 if x.dtype == jnp.bfloat16 else 3 if exact else 2):
-        parts.append(rest.astype(jnp.bfloat16))
-        rest = rest - parts[-1].astype(jnp.float32) if rest.dtype == jnp.float32 else rest
+
+def summed(matrix, x, exact: bool):
+    """matrix @ x, where matrix holds 0, 1 and -1: exact products, summed in float32."""
     matrix = matrix.astype(jnp.bfloat16)
-    return sum(dot(matrix, part, NN, jnp.bfloat16) for part in parts)
+    return sum(dot(matrix, part, NN, jnp.bfloat16) for part in parts_of(x, exact))
+
+
+def row_sums(x, dtype):
+    """The sums of the rows of x [C, K], along the lanes, [1, C]; to 16 bits of each x where dtype is bfloat16."""
+    ones = jnp.ones((8, x.shape[1]), jnp.bfloat16)
+    return sum(dot(ones, part, NT, jnp.bfloat16) for part in parts_of(x, dtype == jnp.float32))[:1]

@@ -5,23 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from glax.kernels.pallas_tpu import chunk, key
-from glax.kernels.pallas_tpu.blocks import (
-    block_diagonal,
-    by_head,
-    cost,
-    gate_inputs,
-    gates_per_head,
-    load_state,
-    of_head,
-    read_unit,
-    row_inputs,
-    state_input,
-    store_state,
-    write,
-)
-from glax.kernels.pallas_tpu.head import head_sums
-from glax.kernels.pallas_tpu.launch import Refs, launch, steps_of, when
+from glax.kernels.pallas_tpu import head, key
+from glax.kernels.pallas_tpu.blocks import cost, gate_inputs, load_state, row_inputs, state_input, store_state
+from glax.kernels.pallas_tpu.launch import Refs, has_rows, launch, when
 from glax.kernels.pallas_tpu.plan import Plan, Step
 from glax.recurrence import Outputs, Recurrence
 from glax.registry import Backend, Config, Platform, kernel_registry
@@ -68,45 +54,13 @@ def forward(plan: Plan, step: Step, scale, refs: Refs):
         def _():
             refs.output[...] = jnp.zeros_like(refs.output)
 
-    @when(steps_of(plan, step))
+    @when(has_rows(plan, step))
     def _():
-        if hasattr(refs, "key_gates"):
-            key.forward(plan, step, scale, refs)
-        else:
-            forward_per_head(plan, step, scale, refs)
+        (key if hasattr(refs, "key_gates") else head).forward(plan, step, scale, refs)
 
     @when(step.ends)
     def _():
         store_state(plan, refs.state, refs.final_state)
-
-
-def forward_per_head(plan: Plan, step: Step, scale, refs: Refs):
-    """Without gates, or with gates per head: one matrix of decays for all pairs, exact for any gate."""
-    gates = gates_per_head(plan, step, refs)
-    sums = None if gates is None else head_sums(gates, plan.reverse)
-    causal = chunk.earlier(plan.chunk, plan.reverse, own=True)
-    dtype = refs.q.dtype
-    Hq, Hk, Hv = plan.heads
-    for unit in range(plan.units):
-        heads = [unit * plan.pack + i for i in range(plan.pack)]
-        # [C, K]   [C, K]   [C, V]   [V, K]
-        q = read_unit(plan, step, refs, "q", Hq, plan.K, unit)
-        k = read_unit(plan, step, refs, "k", Hk, plan.K, unit)
-        v = read_unit(plan, step, refs, "v", Hv, plan.V, unit)
-        S = refs.state[unit]
-        o = chunk.dot(q, S, chunk.NT, dtype)
-        if sums is not None:
-            o *= by_head(plan, plan.V, [sums.inward(h) for h in heads])
-        for part, head in enumerate(heads):
-            # [C, C]
-            pairs = chunk.dot(of_head(plan, q, plan.K, part), k, chunk.NT, dtype)
-            pairs = jnp.where(causal, pairs, 0) if sums is None else pairs * sums.pairs(head, causal)
-            o += chunk.dot(pairs, of_head(plan, v, plan.V, part), chunk.NN, dtype)
-        write(plan, step, refs.output, unit, o * scale)
-        if sums is not None:
-            k = k * by_head(plan, plan.K, [sums.outward(h) for h in heads])
-            S = S * by_head(plan, plan.K, [sums.total[h : h + 1] for h in heads])
-        refs.state[unit] = S + block_diagonal(plan, chunk.dot(v, k, chunk.TN, dtype))
 
 
 @kernel_registry.register(
@@ -129,6 +83,5 @@ def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
         ),
     )
     scratch = dict(state=((plan.units, plan.pack * plan.V, plan.pack * plan.K), jnp.float32))
-    estimate = cost(plan, r, 4, [x for x, _ in inputs.values()] + [jnp.zeros((), r.q.dtype)])
-    got = launch(plan, r, forward, inputs, outputs, scratch, estimate)
+    got = launch(plan, r, forward, inputs, outputs, scratch, cost(plan, r, 4, inputs, outputs))
     return Outputs(plan.narrow(got["output"], plan.V, V), plan.from_states(got["final_state"], K, V))

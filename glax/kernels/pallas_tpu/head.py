@@ -1,61 +1,209 @@
-"""Gates per head: e^{G_i - G_j} for every pair, each exact.
+"""Gates per head: e^{G_i - G_j} for every pair of tokens, each exact, so no gate needs another form.
 
-With hi = log gates rounded to multiples of 1/16 and lo the rest, sums of hi are exact in float32 and those of lo are small:
-differences of two sums then keep their digits even where gates of -100 stand among mild ones.
+In float32, G is two sums: of log gates rounded to multiples of 1/16, exact however long, and of what is left, small. Their
+differences keep every digit even where gates of -100 stand among mild ones. For bfloat16 one float32 sum is enough: of a
+chunk's gates, none below -128, it is off by less than 1e-3 even where all of them are, and by 1e-5 where they add up to 100.
+
+Sums along the lanes come from one product with a matrix of ones; a column, spread over the lanes, costs sixteen permutations a
+head, so as little as possible is taken from columns: sums, never the exponentials of sums.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
 from glax.kernels.pallas_tpu import chunk
+from glax.kernels.pallas_tpu.blocks import (
+    add,
+    block_diagonal,
+    by_head,
+    gates_per_head,
+    of_head,
+    own_rows,
+    read_unit,
+    write,
+)
+from glax.kernels.pallas_tpu.launch import Refs
+from glax.kernels.pallas_tpu.plan import Plan, Step
 
 
 class HeadSums(NamedTuple):
-    """Of every head of a program: sums of log gates from the chunk's first token through each, along the lanes and along
-    the rows, as hi + lo; the decay from the chunk's start through a token, and from behind it to the end.
+    """G of every head of a program, as the terms that it is a sum of.
 
-    rows: hi, lo, inward, outward, each [R, C]; columns: the same, transposed, in one matrix [C, 4 R]; total: [R, 1].
+    rows: each [R, C]; columns: the same, transposed, side by side, [C, terms * R]; last: G of the chunk, each [R, 1].
     """
 
     rows: tuple
     columns: jnp.ndarray
-    total: jnp.ndarray
+    last: tuple
+
+    @property
+    def terms(self) -> range:
+        return range(len(self.rows))
+
+    def row(self, term: int, head: int):
+        """[1, C]."""
+        return self.rows[term][head : head + 1]
+
+    def column(self, term: int, head: int):
+        """[C, 1]."""
+        at = term * self.rows[0].shape[0] + head
+        return self.columns[:, at : at + 1]
 
     def pairs(self, head: int, mask):
         """[C, C]: the decay from behind token j through token i where mask holds, else 0."""
-        R = self.rows[0].shape[0]
-        hi, lo = (self.column(part, head) - self.rows[part][head : head + 1] for part in (0, 1))
-        del R
-        return jnp.exp(jnp.where(mask, hi + lo, -jnp.inf))
+        between = sum(self.column(term, head) - self.row(term, head) for term in self.terms)
+        return jnp.exp(jnp.where(mask, between, -jnp.inf))
 
-    def column(self, part: int, head: int):
-        """[C, 1]."""
-        at = part * self.rows[0].shape[0] + head
-        return self.columns[:, at : at + 1]
+    def spread(self, term: int, head: int, width: int):
+        """[C, width]."""
+        return jnp.broadcast_to(self.column(term, head), (self.columns.shape[0], width))
 
-    def inward(self, head: int):
-        return self.column(2, head)
+    def inward(self, head: int, width: int):
+        """[C, width]: the decay from the chunk's start through a token."""
+        return jnp.exp(sum(self.spread(term, head, width) for term in self.terms))
 
-    def outward(self, head: int):
-        return self.column(3, head)
+    def outward(self, head: int, width: int):
+        """[C, width]: the decay from behind a token to the chunk's end."""
+        last = (self.last[term][head : head + 1] for term in self.terms)
+        return jnp.exp(sum(end - self.spread(term, head, width) for term, end in zip(self.terms, last, strict=True)))
+
+    def edges(self):
+        """`inward` and `outward` of all heads, [R, C], and the decay of the whole chunk, [R, 1]."""
+        outward = sum(end - x for end, x in zip(self.last, self.rows, strict=True))
+        return jnp.exp(sum(self.rows)), jnp.exp(outward), jnp.exp(sum(self.last))
 
 
-def head_sums(gates, reverse: bool) -> HeadSums:
-    """gates: [R, C] float32, 0 outside of the step's rows."""
+def head_sums(gates, reverse: bool, dtype) -> HeadSums:
+    """gates: [R, C] float32, 0 outside of the step's rows; dtype: that of q, k and v."""
     R, C = gates.shape
     gates = jnp.maximum(gates, chunk.LOG_OF_ZERO)
-    hi = jnp.floor(gates * 16 + 0.5) * (1 / 16)
-    parts = jnp.concatenate([hi, gates - hi])
+    terms = [gates]
+    if dtype == jnp.float32:
+        coarse = jnp.floor(gates * 16 + 0.5) * (1 / 16)
+        terms = [coarse, gates - coarse]
     s, i = chunk.tokens((C, C), 0, reverse), chunk.tokens((C, C), 1, reverse)
-    # [2 R, C]
-    sums = lax.dot_general(
-        parts, (s <= i).astype(jnp.float32), chunk.NN, precision="highest", preferred_element_type=jnp.float32
-    )
-    hi, lo = sums[:R], sums[R:]
+    # [terms * R, C]
+    sums = chunk.dot(jnp.concatenate(terms), jnp.where(s <= i, 1.0, 0.0), chunk.NN, jnp.float32)
+    rows = tuple(sums[n * R : (n + 1) * R] for n in range(len(terms)))
     end = 0 if reverse else C - 1
-    behind = (hi[:, end : end + 1] - hi) + (lo[:, end : end + 1] - lo)
-    total = jnp.exp(hi[:, end : end + 1] + lo[:, end : end + 1])
-    rows = (hi, lo, jnp.exp(hi + lo), jnp.exp(behind))
-    return HeadSums(rows, jnp.concatenate(rows).T, total)
+    return HeadSums(rows, sums.T, tuple(x[:, end : end + 1] for x in rows))
+
+
+def forward(plan: Plan, step: Step, scale, refs: Refs):
+    """o and S' of `glax.kernels.pallas_tpu.chunked`, without gates or with gates per head."""
+    dtype = refs.q.dtype
+    gates = gates_per_head(plan, step, refs)
+    sums = None if gates is None else head_sums(gates, plan.reverse, dtype)
+    _, outward, total = (None, None, None) if sums is None else sums.edges()
+    causal = chunk.earlier(plan.chunk, plan.reverse, own=True)
+    Hq, Hk, Hv = plan.heads
+    for unit in range(plan.units):
+        heads = plan.heads_of(unit)
+        # [C, K]   [C, K]   [C, V]   [V, K]
+        q = read_unit(plan, step, refs.q, Hq, plan.K, unit)
+        k = read_unit(plan, step, refs.k, Hk, plan.K, unit)
+        v = read_unit(plan, step, refs.v, Hv, plan.V, unit)
+        S = refs.state[unit]
+        o = chunk.dot(q, S, chunk.NT, dtype)
+        if sums is not None:
+            o *= by_head(plan, plan.V, [sums.inward(head, o.shape[1]) for head in heads])
+        for part, head in enumerate(heads):
+            # [C, C]
+            pairs = chunk.dot(of_head(plan, q, plan.K, part), k, chunk.NT, dtype)
+            pairs = jnp.where(causal, pairs, 0) if sums is None else pairs * sums.pairs(head, causal)
+            o += chunk.dot(pairs, of_head(plan, v, plan.V, part), chunk.NN, dtype)
+        write(plan, step, refs.output, unit, o * scale)
+        refs.state[unit] = advance(plan, S, k, v, outward, total, heads, dtype)
+
+
+def advance(plan: Plan, S, k, v, outward, total, heads, dtype):
+    """e^{G_last} S + sum_j v_j (k_j e^{G_last - G_j})^T  [V, K]; outward [R, C] and total [R, 1] are of all heads."""
+    v = v.T
+    if outward is not None:
+        v = v * by_head(plan, plan.V, [outward[head : head + 1] for head in heads], axis=0)
+        S = S * by_head(plan, plan.K, [total[head : head + 1] for head in heads])
+    return S + block_diagonal(plan, chunk.dot(v, k, chunk.NN, dtype))
+
+
+def remember(plan: Plan, step: Step, refs: Refs):
+    """S' alone."""
+    dtype = refs.k.dtype
+    gates = gates_per_head(plan, step, refs)
+    _, outward, total = (None, None, None) if gates is None else head_sums(gates, plan.reverse, dtype).edges()
+    for unit in range(plan.units):
+        k = read_unit(plan, step, refs.k, plan.heads[1], plan.K, unit)
+        v = read_unit(plan, step, refs.v, plan.heads[2], plan.V, unit)
+        refs.state[unit] = advance(plan, refs.state[unit], k, v, outward, total, plan.heads_of(unit), dtype)
+
+
+def backward(plan: Plan, step: Step, scale, refs: Refs):
+    """dq, dk, dv, dS before the chunk and the gates' gradient, from S before it and dS after it.
+
+    With W_ij = A_ij dA_ij the pairs j < i, each token's q.dq - k.dk is the sum of its row of W less that of its column, and
+    the parts that come from S and dS: a token's own pair, in which no gate takes part, never enters.
+    """
+    dtype = refs.q.dtype
+    gates = gates_per_head(plan, step, refs)
+    sums = None if gates is None else head_sums(gates, plan.reverse, dtype)
+    inward, _, total = (None, None, None) if sums is None else sums.edges()
+    causal = chunk.earlier(plan.chunk, plan.reverse, own=True)
+    earlier = chunk.earlier(plan.chunk, plan.reverse, own=False)
+    Hq, Hk, Hv = plan.heads
+    for unit in range(plan.units):
+        heads = plan.heads_of(unit)
+        # [C, K]   [C, K]   [C, V]   [C, V]   [V, K]   [V, K]
+        q = read_unit(plan, step, refs.q, Hq, plan.K, unit)
+        k = read_unit(plan, step, refs.k, Hk, plan.K, unit)
+        v = read_unit(plan, step, refs.v, Hv, plan.V, unit)
+        do = read_unit(plan, step, refs.d_output, plan.H, plan.V, unit)
+        S, dS = refs.before[unit], refs.d_state[unit]
+        dq, dk, dv = (chunk.dot(*xs, dtype) for xs in ((do, S, chunk.NN), (v, dS, chunk.NN), (k, dS, chunk.NT)))
+        do_out = do.T
+        if sums is not None:
+            dq *= by_head(plan, plan.K, [sums.inward(head, dq.shape[1]) for head in heads])
+            out = [sums.outward(head, max(dk.shape[1], dv.shape[1])) for head in heads]
+            dk *= by_head(plan, plan.K, [x[:, : dk.shape[1]] for x in out])
+            dv *= by_head(plan, plan.V, [x[:, : dv.shape[1]] for x in out])
+            do_out = do_out * by_head(plan, plan.V, [inward[head : head + 1] for head in heads], axis=0)
+            dS = dS * by_head(plan, plan.K, [total[head : head + 1] for head in heads])
+        dS = dS + block_diagonal(plan, chunk.dot(do_out, q, chunk.NN, dtype) * scale)
+        refs.d_state[unit] = dS
+        terms = None if sums is None else q * dq * scale - k * dk
+        for part, head in enumerate(heads):
+            q_own, k_own, do_own = (of_head(plan, x, w, part) for x, w in ((q, plan.K), (k, plan.K), (do, plan.V)))
+            # [C, C]
+            pairs, d_pairs = chunk.dot(q_own, k, chunk.NT, dtype), chunk.dot(do_own, v, chunk.NT, dtype)
+            if sums is None:
+                pairs, scored = jnp.where(causal, pairs, 0), jnp.where(causal, d_pairs, 0)
+            else:
+                between = sums.pairs(head, causal)
+                pairs, scored = pairs * between, d_pairs * between
+                within = jnp.where(earlier, pairs * d_pairs, 0) * scale
+                own_terms = of_head(plan, terms, plan.K, part)
+                row = chunk.row_sums(within, dtype) + chunk.row_sums(own_terms, dtype)
+                refs.terms[head : head + 1] = row - within.sum(0, keepdims=True)
+                edge = (refs.before[unit] * dS).sum(0, keepdims=True)
+                refs.edges[head : head + 1] = of_head(plan, edge, plan.K, part)
+            scored = scored.astype(dtype)
+            dq += chunk.dot(scored, k_own, chunk.NN, dtype)
+            dk += chunk.dot(scored, q_own, chunk.TN, dtype) * scale
+            dv += chunk.dot(pairs, do_own, chunk.TN, dtype) * scale
+        refs.scale_terms[unit : unit + 1] += (q * dq).sum(0, keepdims=True)
+        add(plan, step, refs.dq, Hq, unit, dq * scale)
+        add(plan, step, refs.dk, Hk, unit, dk)
+        add(plan, step, refs.dv, Hv, unit, dv)
+    if sums is not None:
+        gate_gradient(plan, step, refs)
+
+
+def gate_gradient(plan: Plan, step: Step, refs: Refs):
+    """dg_t = <S, dS>_{before the chunk} - sum over s before t in the chunk of (q_s dq_s - k_s dk_s), in every head."""
+    s, t = (chunk.tokens((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
+    behind = chunk.dot(refs.terms[...], jnp.where(s < t, 1.0, 0.0), chunk.NN, jnp.float32)
+    each = refs.edges[...].sum(1, keepdims=True) - behind
+    own = own_rows(plan, step, axis=1)
+    if hasattr(refs, "d_constant"):
+        refs.constant_terms[...] += chunk.masked(each, own)
+    else:
+        refs.d_gates[...] = each if own is None else jnp.where(own, each, refs.d_gates[...] if plan.packed else 0)

@@ -11,21 +11,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from glax.kernels.pallas_tpu import chunk
-from glax.kernels.pallas_tpu.blocks import block_diagonal, of_head, read_unit, write
+from glax.kernels.pallas_tpu.blocks import add, block_diagonal, by_head, of_head, read_unit, write
 from glax.kernels.pallas_tpu.launch import Refs
 from glax.kernels.pallas_tpu.plan import Plan, Step
 
 
 def read_gates(plan: Plan, step: Step, refs: Refs, unit):
     """[C, K] float32: the log gates of a unit, 0 outside of the step's rows."""
-    gates = read_unit(plan, step, refs, "key_gates", plan.H, plan.K, unit).astype(jnp.float32)
+    gates = read_unit(plan, step, refs.key_gates, plan.H, plan.K, unit).astype(jnp.float32)
     return jnp.maximum(gates, chunk.LOG_OF_ZERO)
 
 
 def summed(plan: Plan, refs: Refs, matrix, gates):
     """matrix @ gates, exact to float32 for float32 inputs, to 16 bits of each gate for bfloat16 ones."""
     gates = gates.astype(jnp.bfloat16) if refs.key_gates.dtype == jnp.bfloat16 else gates
-    return chunk.summed(matrix, gates, exact=refs.q.dtype == jnp.float32)
+    return chunk.summed(matrix, gates, exact=refs.k.dtype == jnp.float32)
 
 
 def fast_suffices(plan: Plan, step: Step, refs: Refs):
@@ -81,12 +81,21 @@ class Edges(NamedTuple):
     total: jnp.ndarray
 
 
+def through(plan: Plan, refs: Refs, gates):
+    """[C, K]: the sums of log gates from the chunk's first token through each."""
+    i, s = (chunk.tokens((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
+    return summed(plan, refs, jnp.where(s <= i, 1.0, 0.0), gates)
+
+
+def behind(plan: Plan, refs: Refs, gates):
+    """[C, K]: the sums of log gates from behind each token to the chunk's last."""
+    i, s = (chunk.tokens((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
+    return summed(plan, refs, jnp.where(s > i, 1.0, 0.0), gates)
+
+
 def edges(plan: Plan, refs: Refs, gates) -> Edges:
-    C, reverse = plan.chunk, plan.reverse
-    i, s = chunk.tokens((C, C), 0, reverse), chunk.tokens((C, C), 1, reverse)
-    inward, outward = (jnp.exp(summed(plan, refs, jnp.where(m, 1.0, 0.0), gates)) for m in (s <= i, s > i))
-    end = 0 if reverse else C - 1
-    return Edges(inward, outward, inward[end : end + 1])
+    total = jnp.exp(gates.sum(0, keepdims=True))
+    return Edges(jnp.exp(through(plan, refs, gates)), jnp.exp(behind(plan, refs, gates)), total)
 
 
 def each_level(plan: Plan, refs: Refs, gates, body, carry):
@@ -101,7 +110,7 @@ def each_level(plan: Plan, refs: Refs, gates, body, carry):
         width = lax.shift_right_logical(C, n)
         half, block = lax.shift_right_logical(width, 1), ~(width - 1)
         cut = (i & block) + half
-        spans = jnp.where(i >= cut, (cut <= s) & (s <= i), (i < s) & (s < cut))
+        spans = ((cut <= s) & (s <= i)) | ((i < s) & (s < cut))
         mask = ((i & block) == (s & block)) & (i >= cut) & (s < cut)
         return body(jnp.exp(summed(plan, refs, jnp.where(spans, 1.0, 0.0), gates)), mask, carry)
 
@@ -116,9 +125,9 @@ def forward(plan: Plan, step: Step, scale, refs: Refs):
 
     def read(unit):
         # [C, K]   [C, K]   [C, V]   [V, K]
-        q = read_unit(plan, step, refs, "q", Hq, plan.K, unit)
-        k = read_unit(plan, step, refs, "k", Hk, plan.K, unit)
-        v = read_unit(plan, step, refs, "v", Hv, plan.V, unit)
+        q = read_unit(plan, step, refs.q, Hq, plan.K, unit)
+        k = read_unit(plan, step, refs.k, Hk, plan.K, unit)
+        v = read_unit(plan, step, refs.v, Hv, plan.V, unit)
         return q, k, v, refs.state[unit]
 
     def pairs_of(q, k, mask, part):
@@ -142,7 +151,7 @@ def forward(plan: Plan, step: Step, scale, refs: Refs):
         q, k, v, S = read(unit)
         gates = read_gates(plan, step, refs, unit)
         e = edges(plan, refs, gates)
-        itself = chunk.earlier(plan.chunk, plan.reverse, own=True) & ~chunk.earlier(plan.chunk, plan.reverse, own=False)
+        itself = chunk.itself(plan.chunk)
 
         def level(factor, mask, pairs):
             return [x + pairs_of(q * factor, k * factor, mask, part) for part, x in zip(parts, pairs, strict=True)]
@@ -150,5 +159,96 @@ def forward(plan: Plan, step: Step, scale, refs: Refs):
         pairs = each_level(plan, refs, gates, level, [pairs_of(q, k, itself, part) for part in parts])
         finish(unit, chunk.dot(q * e.inward, S, chunk.NT, dtype), pairs, v)
         refs.state[unit] = S * e.total + block_diagonal(plan, chunk.dot(v, k * e.outward, chunk.TN, dtype))
+
+    either_way(plan, step, refs, fast, exact)
+
+
+def remember(plan: Plan, step: Step, refs: Refs):
+    """S' alone: one exponential an element, exact for every gate."""
+    dtype = refs.k.dtype
+    for unit in range(plan.units):
+        # [C, K]   [C, V]   [C, K]   [V, K]
+        k = read_unit(plan, step, refs.k, plan.heads[1], plan.K, unit)
+        v = read_unit(plan, step, refs.v, plan.heads[2], plan.V, unit)
+        gates, S = read_gates(plan, step, refs, unit), refs.state[unit]
+        outward, total = jnp.exp(behind(plan, refs, gates)), jnp.exp(gates.sum(0, keepdims=True))
+        refs.state[unit] = S * total + block_diagonal(plan, chunk.dot(v, k * outward, chunk.TN, dtype))
+
+
+def backward(plan: Plan, step: Step, scale, refs: Refs):
+    """dq, dk, dv, dS before the chunk and the gates' gradient, from S before it and dS after it.
+
+    A token's own part of dq and dk, in which no gate takes part, stays out of the gates' sums: it would drown them.
+    """
+    dtype = refs.q.dtype
+    Hq, Hk, Hv = plan.heads
+    parts = range(plan.pack)
+    causal = chunk.earlier(plan.chunk, plan.reverse, own=True)
+    earlier = chunk.earlier(plan.chunk, plan.reverse, own=False)
+
+    def read(unit):
+        # [C, K]   [C, K]   [C, V]   [C, V]   [V, K]   [V, K]
+        q = read_unit(plan, step, refs.q, Hq, plan.K, unit)
+        k = read_unit(plan, step, refs.k, Hk, plan.K, unit)
+        v = read_unit(plan, step, refs.v, Hv, plan.V, unit)
+        do = read_unit(plan, step, refs.d_output, plan.H, plan.V, unit)
+        return q, k, v, do, refs.before[unit], refs.d_state[unit]
+
+    def pairs_of(x, y, mask, part, width):
+        return jnp.where(mask, chunk.dot(of_head(plan, x, width, part), y, chunk.NT, dtype), 0)
+
+    def spread(pairs, x, width, dims):
+        return sum(chunk.dot(pairs[part], of_head(plan, x, width, part), dims, dtype) for part in parts)
+
+    def finish(unit, rows, S, dS, dq, dk, dv):
+        """dq and dk come without the tokens' own parts; dS is that before the chunk."""
+        q, k, v, do = (x.astype(jnp.float32) for x in rows)
+        refs.d_state[unit] = dS
+        terms = q * dq * scale - k * dk
+        s_before = jnp.where(earlier, 1.0, 0.0)
+        edge = (S * dS).sum(0, keepdims=True)
+        write(plan, step, refs.d_key_gates, unit, edge - chunk.summed(s_before, terms, dtype == jnp.float32))
+        each = do * v
+        d_own = by_head(plan, plan.K, [of_head(plan, each, plan.V, part).sum(1, keepdims=True) for part in parts])
+        dq += d_own * k
+        refs.scale_terms[pl.ds(unit, 1)] += (q * dq).sum(0, keepdims=True)
+        add(plan, step, refs.dq, Hq, unit, dq * scale)
+        add(plan, step, refs.dk, Hk, unit, dk + d_own * q * scale)
+        add(plan, step, refs.dv, Hv, unit, dv)
+
+    def fast(unit):
+        q, k, v, do, S, dS = read(unit)
+        f = fast_factors(plan, refs, read_gates(plan, step, refs, unit))
+        q_up, k_down = (q * f.up).astype(dtype), (k * f.down).astype(dtype)
+        pairs = [pairs_of(q_up, k_down, causal, part, plan.K).astype(dtype) for part in parts]
+        d_pairs = [pairs_of(do, v, earlier, part, plan.V).astype(dtype) for part in parts]
+        dS = dS * f.leave
+        dq = chunk.dot(do, S * f.enter, chunk.NN, dtype) + spread(d_pairs, k_down, plan.K, chunk.NN)
+        dk = chunk.dot(v, dS, chunk.NN, dtype) + spread(d_pairs, q_up, plan.K, chunk.TN) * scale
+        dv = chunk.dot(k_down, dS, chunk.NT, dtype) + spread(pairs, do, plan.V, chunk.TN) * scale
+        dS = (dS + block_diagonal(plan, chunk.dot(do, q_up, chunk.TN, dtype)) * scale) * f.enter
+        finish(unit, (q, k, v, do), S, dS, dq * f.up, dk * f.down, dv)
+
+    def exact(unit):
+        q, k, v, do, S, dS = read(unit)
+        gates = read_gates(plan, step, refs, unit)
+        e = edges(plan, refs, gates)
+        d_pairs = [pairs_of(do, v, earlier, part, plan.V) for part in parts]
+
+        def level(factor, mask, carry):
+            pairs, dq, dk = carry
+            q_in, k_in = (q * factor).astype(dtype), (k * factor).astype(dtype)
+            pairs = [x + pairs_of(q_in, k_in, mask, part, plan.K) for part, x in zip(parts, pairs, strict=True)]
+            here = [jnp.where(mask, x, 0).astype(dtype) for x in d_pairs]
+            dq += factor * spread(here, k_in, plan.K, chunk.NN)
+            return pairs, dq, dk + factor * spread(here, q_in, plan.K, chunk.TN) * scale
+
+        own = [pairs_of(q, k, chunk.itself(plan.chunk), part, plan.K) for part in parts]
+        dq = e.inward * chunk.dot(do, S, chunk.NN, dtype)
+        dk = e.outward * chunk.dot(v, dS, chunk.NN, dtype)
+        pairs, dq, dk = each_level(plan, refs, gates, level, (own, dq, dk))
+        dv = chunk.dot(k * e.outward, dS, chunk.NT, dtype) + spread(pairs, do, plan.V, chunk.TN) * scale
+        dS = dS * e.total + block_diagonal(plan, chunk.dot(do, q * e.inward, chunk.TN, dtype)) * scale
+        finish(unit, (q, k, v, do), S, dS, dq, dk, dv)
 
     either_way(plan, step, refs, fast, exact)

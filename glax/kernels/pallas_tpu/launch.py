@@ -55,8 +55,6 @@ def when(condition):
     return pl.when(condition)
 
 
-def steps_of(plan: Plan, step: Step) -> bool:
+def has_rows(plan: Plan, step: Step) -> bool:
     """Whether a step has rows at all; unpacked, every step has."""
     return step.high > step.low if plan.packed else True
-
-

@@ -108,6 +108,14 @@ class Plan:
         sharing = self.rows // self.held(heads)
         return unit if sharing == 1 else unit // sharing if isinstance(unit, int) else lax.div(unit, sharing)
 
+    def heads_of(self, unit: int) -> range:
+        """The heads of a unit, of those of its program."""
+        return range(unit * self.pack, (unit + 1) * self.pack)
+
+    def is_shared(self, heads: int) -> bool:
+        """Whether more than one head of a program reads the same of `heads` heads."""
+        return self.held(heads) < self.rows
+
     # ---- the walk ----------------------------------------------------------------------------------------------------
 
     def table(self, r: Recurrence) -> Int[Array, "5*steps"] | None:
@@ -229,5 +237,3 @@ def shares(rows: int, H: int, heads: tuple[int, int, int]) -> bool:
 
 def pad(x: Array, *widths: tuple[int, int]) -> Array:
     return jnp.pad(x, widths) if any(width != (0, 0) for width in widths) else x
-
-
