@@ -63,7 +63,8 @@ def summed(matrix, x, exact: bool):
     return sum(dot(matrix, part, NN, jnp.bfloat16) for part in parts_of(x, exact))
 
 
-def row_sums(x, dtype):
-    """The sums of the rows of x [C, K], along the lanes, [1, C]; to 16 bits of each x where dtype is bfloat16."""
-    ones = jnp.ones((8, x.shape[1]), jnp.bfloat16)
-    return sum(dot(ones, part, NT, jnp.bfloat16) for part in parts_of(x, dtype == jnp.float32))[:1]
+def row_sums(*arrays):
+    """The sums of the rows of all arrays [C, width], together, [C, 1]."""
+    if len({x.shape for x in arrays}) == 1:
+        return sum(arrays).sum(1, keepdims=True)
+    return sum(x.sum(1, keepdims=True) for x in arrays)

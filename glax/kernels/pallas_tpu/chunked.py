@@ -42,7 +42,10 @@ def supports(r: Recurrence) -> str | None:
 
 
 def forward(plan: Plan, step: Step, scale, refs: Refs):
-    """o_i = scale * ((q_i e^{G_i}) S + sum_{j <= i} (q_i . k_j e^{G_i - G_j}) v_j),   S' = e^{G_last} S + sum_j k_j e^{G_last - G_j} v_j^T."""
+    """o_i = scale * ((q_i e^{G_i}) S + sum_{j <= i} (q_i . k_j e^{G_i - G_j}) v_j)
+
+    S' = e^{G_last} S + sum_j k_j e^{G_last - G_j} v_j^T, from one chunk of a sequence to its next.
+    """
 
     @when(step.begins)
     def _():
@@ -82,6 +85,6 @@ def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
             plan.per_sequence(plan.rows, plan.K, plan.V),
         ),
     )
-    scratch = dict(state=((plan.units, plan.pack * plan.V, plan.pack * plan.K), jnp.float32))
+    scratch = dict(state=(plan.state, jnp.float32))
     got = launch(plan, r, forward, inputs, outputs, scratch, cost(plan, r, 4, inputs, outputs))
     return Outputs(plan.narrow(got["output"], plan.V, V), plan.from_states(got["final_state"], K, V))

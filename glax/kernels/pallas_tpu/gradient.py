@@ -3,12 +3,14 @@
 With dS = dL/dS after a chunk, [C, C] pairs A and their cotangents dA, decays D_ij = e^{G_i - G_j} for j <= i:
 
     dq_i = scale * (e^{G_i} S do_i + sum_j dA_ij D_ij k_j)           dA_ij = do_i . v_j
-    dk_j = e^{G_last - G_j} dS v_j + scale * sum_i dA_ij D_ij q_i    dv_j = e^{G_last - G_j} dS^T k_j + scale * sum_i A_ij D_ij do_i
+    dk_j = e^{G_last - G_j} dS v_j + scale * sum_i dA_ij D_ij q_i
+    dv_j = e^{G_last - G_j} dS^T k_j + scale * sum_i A_ij D_ij do_i
     dS_before = e^{G_last} dS + scale * sum_i e^{G_i} q_i do_i^T
     dg_t = <S, dS>_{before the chunk} - sum over s before t in the chunk of (q_s dq_s - k_s dk_s)
 
 The last line starts afresh from both states at each chunk's edge, so its rounding does not grow with T. For that the states
-are stored, in float32, one a chunk: in bytes as much as writing and reading what the backward walk would else lack.
+are stored, one a chunk, in the dtype of q, k and v, in which they enter products anyway: for bfloat16 at K = V = 128, as many
+bytes as one more tensor, written once and read once, where dq in a walk of its own would read three again.
 """
 
 import dataclasses
@@ -43,7 +45,7 @@ def remember(plan: Plan, step: Step, scale, refs: Refs):
     def _():
         load_state(plan, getattr(refs, "initial_state", None), refs.state)
 
-    refs.before[...] = refs.state[...]
+    refs.before[...] = refs.state[...].astype(refs.before.dtype)
 
     @when(has_rows(plan, step))
     def _():
@@ -85,10 +87,9 @@ def states_before(plan: Plan, r: Recurrence) -> jnp.ndarray:
     inputs = dict(k=rows["k"], v=rows["v"]) | gate_inputs(plan, r)
     if r.initial_state is not None:
         inputs["initial_state"] = state_input(plan, r.initial_state)
-    state = (plan.units, plan.pack * plan.V, plan.pack * plan.K)
-    outputs = dict(before=((*plan.grid, *state), jnp.float32, plan.per_step(*state)))
+    outputs = dict(before=((*plan.grid, *plan.state), r.q.dtype, plan.per_step(*plan.state)))
     return launch(
-        plan, r, remember, inputs, outputs, dict(state=(state, jnp.float32)), cost(plan, r, 1, inputs, outputs)
+        plan, r, remember, inputs, outputs, dict(state=(plan.state, jnp.float32)), cost(plan, r, 1, inputs, outputs)
     )["before"]
 
 
@@ -99,14 +100,14 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) 
     """The gradient in every input of r."""
     plan = Plan.of(r, config.chunk, config.units)
     K, V = r.state_shape[2:]
-    state, lanes = (plan.units, plan.pack * plan.V, plan.pack * plan.K), plan.pack * plan.K
+    scale_terms = (plan.units, plan.lanes + plan.chunk)
     before = states_before(plan, r)
     plan = dataclasses.replace(plan, against=True)
     inputs = row_inputs(plan, r) | gate_inputs(plan, r)
     inputs |= dict(
         d_output=(plan.wide(d_output, plan.V), plan.tokens(plan.H, plan.V)),
         d_final=state_input(plan, d_final),
-        before=(before, plan.per_step(*state)),
+        before=(before, plan.per_step(*plan.state)),
     )
     length = max(plan.T, plan.chunk)
     outputs = {}
@@ -115,11 +116,11 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) 
         dtype = r.q.dtype if heads == plan.H else jnp.float32
         held = plan.held(heads) * plan.groups
         outputs[name] = ((plan.B, length, held * width), dtype, plan.tokens(held, width))
-    scratch = dict(d_state=(state, jnp.float32), scale_terms=((plan.units, lanes), jnp.float32))
+    scratch = dict(d_state=(plan.state, jnp.float32), scale_terms=(scale_terms, jnp.float32))
     outputs["d_scale"] = (
-        (plan.N, plan.groups, plan.units, lanes),
+        (plan.N, plan.groups, *scale_terms),
         jnp.float32,
-        plan.per_sequence(plan.units, lanes),
+        plan.per_sequence(*scale_terms),
     )
     if r.initial_state is not None:
         shape = (plan.rows, plan.K, plan.V)
@@ -133,7 +134,11 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) 
             plan.tokens(plan.H, plan.K),
         )
     elif r.decay.form != "none":
-        scratch |= dict(terms=(per_head, jnp.float32), edges=((plan.gate_rows, lanes), jnp.float32))
+        scratch |= dict(
+            row_terms=((plan.chunk, 128), jnp.float32),
+            column_terms=(per_head, jnp.float32),
+            edges=((plan.gate_rows, plan.lanes), jnp.float32),
+        )
     if r.decay.constant is not None:
         scratch["constant_terms"] = (per_head, jnp.float32)
         outputs["d_constant"] = ((plan.N, plan.groups, *per_head), jnp.float32, plan.per_sequence(*per_head))

@@ -157,7 +157,7 @@ def backward(plan: Plan, step: Step, scale, refs: Refs):
         k = read_unit(plan, step, refs.k, Hk, plan.K, unit)
         v = read_unit(plan, step, refs.v, Hv, plan.V, unit)
         do = read_unit(plan, step, refs.d_output, plan.H, plan.V, unit)
-        S, dS = refs.before[unit], refs.d_state[unit]
+        S, dS = refs.before[unit].astype(jnp.float32), refs.d_state[unit]
         dq, dk, dv = (chunk.dot(*xs, dtype) for xs in ((do, S, chunk.NN), (v, dS, chunk.NN), (k, dS, chunk.NT)))
         do_out = do.T
         if sums is not None:
@@ -167,29 +167,32 @@ def backward(plan: Plan, step: Step, scale, refs: Refs):
             dv *= by_head(plan, plan.V, [x[:, : dv.shape[1]] for x in out])
             do_out = do_out * by_head(plan, plan.V, [inward[head : head + 1] for head in heads], axis=0)
             dS = dS * by_head(plan, plan.K, [total[head : head + 1] for head in heads])
-        dS = dS + block_diagonal(plan, chunk.dot(do_out, q, chunk.NN, dtype) * scale)
-        refs.d_state[unit] = dS
-        terms = None if sums is None else q * dq * scale - k * dk
+        # [V, K]: what the chunk's tokens add to dS, without the scale
+        added = block_diagonal(plan, chunk.dot(do_out, q, chunk.NN, dtype))
+        refs.d_state[unit] = dS + added * scale
+        read = (S * added).sum(0, keepdims=True)
+        refs.scale_terms[unit : unit + 1, : plan.lanes] += read
+        if sums is not None:
+            from_states, edge = q * dq * scale - k * dk, (S * dS).sum(0, keepdims=True) + read * scale
         for part, head in enumerate(heads):
             q_own, k_own, do_own = (of_head(plan, x, w, part) for x, w in ((q, plan.K), (k, plan.K), (do, plan.V)))
             # [C, C]
             pairs, d_pairs = chunk.dot(q_own, k, chunk.NT, dtype), chunk.dot(do_own, v, chunk.NT, dtype)
-            if sums is None:
-                pairs, scored = jnp.where(causal, pairs, 0), jnp.where(causal, d_pairs, 0)
-            else:
-                between = sums.pairs(head, causal)
-                pairs, scored = pairs * between, d_pairs * between
-                within = jnp.where(earlier, pairs * d_pairs, 0) * scale
-                own_terms = of_head(plan, terms, plan.K, part)
-                row = chunk.row_sums(within, dtype) + chunk.row_sums(own_terms, dtype)
-                refs.terms[head : head + 1] = row - within.sum(0, keepdims=True)
-                edge = (refs.before[unit] * dS).sum(0, keepdims=True)
+            between = None if sums is None else sums.pairs(head, causal)
+            pairs = jnp.where(causal, pairs, 0) if sums is None else pairs * between
+            both = pairs * d_pairs
+            refs.scale_terms[unit : unit + 1, plan.lanes :] += both.sum(0, keepdims=True)
+            if sums is not None:
+                both = jnp.where(earlier, both, 0) * scale
+                rows = chunk.row_sums(both, of_head(plan, from_states, plan.K, part))
+                refs.row_terms[:, head : head + 1] = rows
+                refs.column_terms[head : head + 1] = both.sum(0, keepdims=True)
                 refs.edges[head : head + 1] = of_head(plan, edge, plan.K, part)
-            scored = scored.astype(dtype)
-            dq += chunk.dot(scored, k_own, chunk.NN, dtype)
-            dk += chunk.dot(scored, q_own, chunk.TN, dtype) * scale
-            dv += chunk.dot(pairs, do_own, chunk.TN, dtype) * scale
-        refs.scale_terms[unit : unit + 1] += (q * dq).sum(0, keepdims=True)
+            d_pairs = jnp.where(causal, d_pairs, 0) if sums is None else d_pairs * between
+            d_pairs, pairs = d_pairs.astype(dtype), pairs.astype(dtype)
+            dq += chunk.dot(d_pairs, k_own, chunk.NN, dtype)
+            dk += chunk.dot(d_pairs.T, q_own, chunk.NN, dtype) * scale
+            dv += chunk.dot(pairs.T, do_own, chunk.NN, dtype) * scale
         add(plan, step, refs.dq, Hq, unit, dq * scale)
         add(plan, step, refs.dk, Hk, unit, dk)
         add(plan, step, refs.dv, Hv, unit, dv)
@@ -200,7 +203,8 @@ def backward(plan: Plan, step: Step, scale, refs: Refs):
 def gate_gradient(plan: Plan, step: Step, refs: Refs):
     """dg_t = <S, dS>_{before the chunk} - sum over s before t in the chunk of (q_s dq_s - k_s dk_s), in every head."""
     s, t = (chunk.tokens((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
-    behind = chunk.dot(refs.terms[...], jnp.where(s < t, 1.0, 0.0), chunk.NN, jnp.float32)
+    terms = refs.row_terms[...].T[: plan.gate_rows] - refs.column_terms[...]
+    behind = chunk.dot(terms, jnp.where(s < t, 1.0, 0.0), chunk.NN, jnp.float32)
     each = refs.edges[...].sum(1, keepdims=True) - behind
     own = own_rows(plan, step, axis=1)
     if hasattr(refs, "d_constant"):

@@ -178,7 +178,9 @@ def remember(plan: Plan, step: Step, refs: Refs):
 def backward(plan: Plan, step: Step, scale, refs: Refs):
     """dq, dk, dv, dS before the chunk and the gates' gradient, from S before it and dS after it.
 
-    A token's own part of dq and dk, in which no gate takes part, stays out of the gates' sums: it would drown them.
+    A token's own part of dq and dk, in which no gate takes part, stays out of the gates' sums: it would drown them. The sums
+    are of products of rounded factors, the same ones wherever a pair of tokens appears, so that a pair which does not span t
+    leaves nothing of itself in dg_t.
     """
     dtype = refs.q.dtype
     Hq, Hk, Hv = plan.heads
@@ -192,7 +194,7 @@ def backward(plan: Plan, step: Step, scale, refs: Refs):
         k = read_unit(plan, step, refs.k, Hk, plan.K, unit)
         v = read_unit(plan, step, refs.v, Hv, plan.V, unit)
         do = read_unit(plan, step, refs.d_output, plan.H, plan.V, unit)
-        return q, k, v, do, refs.before[unit], refs.d_state[unit]
+        return q, k, v, do, refs.before[unit].astype(jnp.float32), refs.d_state[unit]
 
     def pairs_of(x, y, mask, part, width):
         return jnp.where(mask, chunk.dot(of_head(plan, x, width, part), y, chunk.NT, dtype), 0)
@@ -200,34 +202,51 @@ def backward(plan: Plan, step: Step, scale, refs: Refs):
     def spread(pairs, x, width, dims):
         return sum(chunk.dot(pairs[part], of_head(plan, x, width, part), dims, dtype) for part in parts)
 
-    def finish(unit, rows, S, dS, dq, dk, dv):
-        """dq and dk come without the tokens' own parts; dS is that before the chunk."""
-        q, k, v, do = (x.astype(jnp.float32) for x in rows)
-        refs.d_state[unit] = dS
-        terms = q * dq * scale - k * dk
+    def finish(unit, q, k, v, do, dq, dk, dv, terms, edge, read, pairs, d_pairs):
+        """dq and dk come without the tokens' own parts, and dq without the scale, as all of `terms`, `edge` and `read` do."""
         s_before = jnp.where(earlier, 1.0, 0.0)
-        edge = (S * dS).sum(0, keepdims=True)
         write(plan, step, refs.d_key_gates, unit, edge - chunk.summed(s_before, terms, dtype == jnp.float32))
-        each = do * v
+        each = do.astype(jnp.float32) * v
         d_own = by_head(plan, plan.K, [of_head(plan, each, plan.V, part).sum(1, keepdims=True) for part in parts])
-        dq += d_own * k
-        refs.scale_terms[pl.ds(unit, 1)] += (q * dq).sum(0, keepdims=True)
-        add(plan, step, refs.dq, Hq, unit, dq * scale)
-        add(plan, step, refs.dk, Hk, unit, dk + d_own * q * scale)
+        q_own, k_own = d_own * k, d_own * q
+        at = pl.ds(unit, 1)
+        refs.scale_terms[at, : plan.lanes] += read + (q * q_own).sum(0, keepdims=True)
+        refs.scale_terms[at, plan.lanes :] += sum(x * y for x, y in zip(pairs, d_pairs, strict=True)).sum(
+            0, keepdims=True
+        )
+        add(plan, step, refs.dq, Hq, unit, (dq + q_own) * scale)
+        add(plan, step, refs.dk, Hk, unit, dk + k_own * scale)
         add(plan, step, refs.dv, Hv, unit, dv)
 
     def fast(unit):
         q, k, v, do, S, dS = read(unit)
         f = fast_factors(plan, refs, read_gates(plan, step, refs, unit))
-        q_up, k_down = (q * f.up).astype(dtype), (k * f.down).astype(dtype)
-        pairs = [pairs_of(q_up, k_down, causal, part, plan.K).astype(dtype) for part in parts]
-        d_pairs = [pairs_of(do, v, earlier, part, plan.V).astype(dtype) for part in parts]
+        q_up, k_down, S = (q * f.up).astype(dtype), (k * f.down).astype(dtype), (S * f.enter).astype(dtype)
+        pairs = [pairs_of(q_up, k_down, causal, part, plan.K) for part in parts]
+        d_pairs = [pairs_of(do, v, earlier, part, plan.V) for part in parts]
         dS = dS * f.leave
-        dq = chunk.dot(do, S * f.enter, chunk.NN, dtype) + spread(d_pairs, k_down, plan.K, chunk.NN)
+        dq = chunk.dot(do, S, chunk.NN, dtype) + spread(d_pairs, k_down, plan.K, chunk.NN)
         dk = chunk.dot(v, dS, chunk.NN, dtype) + spread(d_pairs, q_up, plan.K, chunk.TN) * scale
         dv = chunk.dot(k_down, dS, chunk.NT, dtype) + spread(pairs, do, plan.V, chunk.TN) * scale
-        dS = (dS + block_diagonal(plan, chunk.dot(do, q_up, chunk.TN, dtype)) * scale) * f.enter
-        finish(unit, (q, k, v, do), S, dS, dq * f.up, dk * f.down, dv)
+        added = block_diagonal(plan, chunk.dot(do, q_up, chunk.TN, dtype))
+        refs.d_state[unit] = (dS + added * scale) * f.enter
+        read_by = (S * added).sum(0, keepdims=True)
+        edge = (S * dS).sum(0, keepdims=True) + read_by * scale
+        finish(
+            unit,
+            q,
+            k,
+            v,
+            do,
+            dq * f.up,
+            dk * f.down,
+            dv,
+            q_up * dq * scale - k_down * dk,
+            edge,
+            read_by,
+            pairs,
+            d_pairs,
+        )
 
     def exact(unit):
         q, k, v, do, S, dS = read(unit)
@@ -236,19 +255,24 @@ def backward(plan: Plan, step: Step, scale, refs: Refs):
         d_pairs = [pairs_of(do, v, earlier, part, plan.V) for part in parts]
 
         def level(factor, mask, carry):
-            pairs, dq, dk = carry
+            pairs, dq, dk, terms = carry
             q_in, k_in = (q * factor).astype(dtype), (k * factor).astype(dtype)
             pairs = [x + pairs_of(q_in, k_in, mask, part, plan.K) for part, x in zip(parts, pairs, strict=True)]
             here = [jnp.where(mask, x, 0).astype(dtype) for x in d_pairs]
-            dq += factor * spread(here, k_in, plan.K, chunk.NN)
-            return pairs, dq, dk + factor * spread(here, q_in, plan.K, chunk.TN) * scale
+            by_k, by_q = spread(here, k_in, plan.K, chunk.NN), spread(here, q_in, plan.K, chunk.TN)
+            return pairs, dq + factor * by_k, dk + factor * by_q * scale, terms + (q_in * by_k - k_in * by_q) * scale
 
+        q_in, k_out, S = (q * e.inward).astype(dtype), (k * e.outward).astype(dtype), S.astype(dtype)
+        by_S, by_dS = chunk.dot(do, S, chunk.NN, dtype), chunk.dot(v, dS, chunk.NN, dtype)
         own = [pairs_of(q, k, chunk.itself(plan.chunk), part, plan.K) for part in parts]
-        dq = e.inward * chunk.dot(do, S, chunk.NN, dtype)
-        dk = e.outward * chunk.dot(v, dS, chunk.NN, dtype)
-        pairs, dq, dk = each_level(plan, refs, gates, level, (own, dq, dk))
-        dv = chunk.dot(k * e.outward, dS, chunk.NT, dtype) + spread(pairs, do, plan.V, chunk.TN) * scale
-        dS = dS * e.total + block_diagonal(plan, chunk.dot(do, q * e.inward, chunk.TN, dtype)) * scale
-        finish(unit, (q, k, v, do), S, dS, dq, dk, dv)
+        carry = own, e.inward * by_S, e.outward * by_dS, q_in * by_S * scale - k_out * by_dS
+        pairs, dq, dk, terms = each_level(plan, refs, gates, level, carry)
+        dv = chunk.dot(k_out, dS, chunk.NT, dtype) + spread(pairs, do, plan.V, chunk.TN) * scale
+        added = block_diagonal(plan, chunk.dot(do, q_in, chunk.TN, dtype))
+        dS = dS * e.total
+        refs.d_state[unit] = dS + added * scale
+        read_by = (S * added).sum(0, keepdims=True)
+        edge = (S * dS).sum(0, keepdims=True) + read_by * scale
+        finish(unit, q, k, v, do, dq, dk, dv, terms, edge, read_by, pairs, d_pairs)
 
     either_way(plan, step, refs, fast, exact)

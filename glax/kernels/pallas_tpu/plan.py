@@ -68,6 +68,16 @@ class Plan:
         return self.units * self.pack
 
     @property
+    def lanes(self) -> int:
+        """The lanes of a unit's keys."""
+        return self.pack * self.K
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """The states of a program, transposed."""
+        return (self.units, self.pack * self.V, self.lanes)
+
+    @property
     def gate_rows(self) -> int:
         """Rows of a block of gates per head: the heads of a program, in whole sublanes."""
         return -(-self.rows // 8) * 8
