@@ -17,7 +17,7 @@ LAYERS = [
     ["glax.reference", "glax.deny"],
     ["glax.registry"],
     ["glax.kernels.chunks"],
-    ["glax.kernels.xla"],
+    ["glax.kernels.xla", "glax.kernels.pallas_tpu"],
     ["glax.kernels"],
     ["glax.execution"],
     ["glax.dispatch"],

@@ -20,18 +20,10 @@ import jax.numpy as jnp
 from glax.decay import Decay
 from glax.kernels.pallas_tpu import head, key
 from glax.kernels.pallas_tpu.blocks import cost, gate_inputs, load_state, row_inputs, state_input, store_state
-from glax.kernels.pallas_tpu.chunked import TPUChunkedConfig, supports
+from glax.kernels.pallas_tpu.config import TPUGradientConfig
 from glax.kernels.pallas_tpu.launch import Refs, has_rows, launch, when
 from glax.kernels.pallas_tpu.plan import Plan, Step
 from glax.recurrence import Recurrence, fold_heads, gradient_like
-from glax.registry import Backend, Platform, kernel_registry
-
-
-@dataclasses.dataclass(frozen=True)
-class TPUGradientConfig(TPUChunkedConfig):
-    """As the forward's: chunk, tokens a chunk; units, tiles of 128 lanes that a program works on side by side."""
-
-    units: int = 4
 
 
 def form_of(refs: Refs):
@@ -93,14 +85,11 @@ def states_before(plan: Plan, r: Recurrence) -> jnp.ndarray:
     )["before"]
 
 
-@kernel_registry.register(
-    "chunked.vjp", Platform.PALLAS, Backend.TPU, config=TPUGradientConfig, supports=supports, priority=lambda r: 5
-)
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) -> Recurrence:
     """The gradient in every input of r."""
     plan = Plan.of(r, config.chunk, config.units)
     K, V = r.state_shape[2:]
-    scale_terms = (plan.units, plan.lanes + plan.chunk)
+    scale_terms = (plan.units, 1, plan.lanes + plan.chunk)
     before = states_before(plan, r)
     plan = dataclasses.replace(plan, against=True)
     inputs = row_inputs(plan, r) | gate_inputs(plan, r)
@@ -158,7 +147,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) 
         key=plan.narrow(d["d_key_gates"], plan.K, K) if "d_key_gates" in d else None,
     )
     initial = plan.from_states(d["d_initial"], K, V) if "d_initial" in d else None
-    scale = d["d_scale"].sum((1, 2, 3))
+    scale = d["d_scale"].sum((1, 2, 3, 4))
     return gradient_like(
         r, r.replace(q=dq, k=dk, v=dv, decay=decay, initial_state=initial, boundaries=None, scale=scale)
     )

@@ -91,7 +91,7 @@ def head_sums(gates, reverse: bool, dtype) -> HeadSums:
 
 
 def forward(plan: Plan, step: Step, scale, refs: Refs):
-    """o and S' of `glax.kernels.pallas_tpu.chunked`, without gates or with gates per head."""
+    """o and S' of `glax.kernels.pallas_tpu.forward`, without gates or with gates per head."""
     dtype = refs.q.dtype
     gates = gates_per_head(plan, step, refs)
     sums = None if gates is None else head_sums(gates, plan.reverse, dtype)
@@ -171,7 +171,7 @@ def backward(plan: Plan, step: Step, scale, refs: Refs):
         added = block_diagonal(plan, chunk.dot(do_out, q, chunk.NN, dtype))
         refs.d_state[unit] = dS + added * scale
         read = (S * added).sum(0, keepdims=True)
-        refs.scale_terms[unit : unit + 1, : plan.lanes] += read
+        refs.scale_terms[unit, :, : plan.lanes] += read
         if sums is not None:
             from_states, edge = q * dq * scale - k * dk, (S * dS).sum(0, keepdims=True) + read * scale
         for part, head in enumerate(heads):
@@ -181,7 +181,7 @@ def backward(plan: Plan, step: Step, scale, refs: Refs):
             between = None if sums is None else sums.pairs(head, causal)
             pairs = jnp.where(causal, pairs, 0) if sums is None else pairs * between
             both = pairs * d_pairs
-            refs.scale_terms[unit : unit + 1, plan.lanes :] += both.sum(0, keepdims=True)
+            refs.scale_terms[unit, :, plan.lanes :] += both.sum(0, keepdims=True)
             if sums is not None:
                 both = jnp.where(earlier, both, 0) * scale
                 rows = chunk.row_sums(both, of_head(plan, from_states, plan.K, part))

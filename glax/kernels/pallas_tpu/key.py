@@ -118,7 +118,7 @@ def each_level(plan: Plan, refs: Refs, gates, body, carry):
 
 
 def forward(plan: Plan, step: Step, scale, refs: Refs):
-    """o and S' of `glax.kernels.pallas_tpu.chunked`, gates per key channel."""
+    """o and S' of `glax.kernels.pallas_tpu.forward`, gates per key channel."""
     dtype = refs.q.dtype
     Hq, Hk, Hv = plan.heads
     parts = range(plan.pack)
@@ -209,9 +209,8 @@ def backward(plan: Plan, step: Step, scale, refs: Refs):
         each = do.astype(jnp.float32) * v
         d_own = by_head(plan, plan.K, [of_head(plan, each, plan.V, part).sum(1, keepdims=True) for part in parts])
         q_own, k_own = d_own * k, d_own * q
-        at = pl.ds(unit, 1)
-        refs.scale_terms[at, : plan.lanes] += read + (q * q_own).sum(0, keepdims=True)
-        refs.scale_terms[at, plan.lanes :] += sum(x * y for x, y in zip(pairs, d_pairs, strict=True)).sum(
+        refs.scale_terms[unit, :, : plan.lanes] += read + (q * q_own).sum(0, keepdims=True)
+        refs.scale_terms[unit, :, plan.lanes :] += sum(x * y for x, y in zip(pairs, d_pairs, strict=True)).sum(
             0, keepdims=True
         )
         add(plan, step, refs.dq, Hq, unit, (dq + q_own) * scale)

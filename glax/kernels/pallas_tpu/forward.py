@@ -1,44 +1,14 @@
 """The forward: one walk, the state in VMEM from the first chunk of a sequence to its last."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from glax.kernels.pallas_tpu import head, key
 from glax.kernels.pallas_tpu.blocks import cost, gate_inputs, load_state, row_inputs, state_input, store_state
+from glax.kernels.pallas_tpu.config import TPUChunkedConfig
 from glax.kernels.pallas_tpu.launch import Refs, has_rows, launch, when
 from glax.kernels.pallas_tpu.plan import Plan, Step
 from glax.recurrence import Outputs, Recurrence
-from glax.registry import Backend, Config, Platform, kernel_registry
-
-
-@dataclasses.dataclass(frozen=True)
-class TPUChunkedConfig(Config):
-    """chunk: tokens a chunk. units: tiles of 128 lanes (one head of 128, two of 64) that a program works on side by side."""
-
-    chunk: int = 128
-    units: int = 8
-
-    def __post_init__(self):
-        if self.chunk not in (32, 64, 128, 256):
-            raise ValueError(f"chunk must be 32, 64, 128 or 256, got {self.chunk!r}")
-        if not isinstance(self.units, int) or self.units < 1:
-            raise ValueError(f"units must be an int of at least 1, got {self.units!r}")
-
-    @classmethod
-    def candidates(cls, r: Recurrence) -> "list[TPUChunkedConfig]":
-        return [cls(chunk, units) for chunk in (64, 128) for units in (2, 4, 8)]
-
-
-def supports(r: Recurrence) -> str | None:
-    if r.q.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"computes in float32 and bfloat16, query is {r.q.dtype}"
-    if r.decay.value is not None:
-        return "gates per value channel are not written: they would scale the other side of the state"
-    if 0 in (r.q.shape[0], r.q.shape[1], r.num_sequences):
-        return "there is nothing to compute"
-    return None
 
 
 def forward(plan: Plan, step: Step, scale, refs: Refs):
@@ -66,9 +36,6 @@ def forward(plan: Plan, step: Step, scale, refs: Refs):
         store_state(plan, refs.state, refs.final_state)
 
 
-@kernel_registry.register(
-    "chunked", Platform.PALLAS, Backend.TPU, config=TPUChunkedConfig, supports=supports, priority=lambda r: 5
-)
 def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
     """The recurrence in chunks; q, k, v and gates are read once, the output is written once."""
     plan = Plan.of(r, config.chunk, config.units)
