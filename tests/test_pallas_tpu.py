@@ -218,6 +218,21 @@ def test_choice(on_tpu):
 
 
 @pytest.mark.fast
+def test_too_large(on_tpu):
+    """What does not fit a TPU's memories goes to XLA, with the reason; a few tokens go there for speed."""
+    array = jax.ShapeDtypeStruct
+    wide = recurrence(Case("", gates=()), "0").replace(
+        q=array((1, 64, 2, 640), "float32"), k=array((1, 64, 2, 640), "float32")
+    )
+    wide = wide.replace(v=array((1, 64, 2, 512), "float32"))
+    assert "K=640, V=512 in float32 do not fit VMEM" in FORWARD.supports(wide)
+    many = recurrence(CASES["key-packed"], "0").replace(boundaries=array((30_001,), "int32"))
+    assert "in 30000 sequences do not fit scalar memory" in BACKWARD.supports(many)
+    short = recurrence(CASES["T2"], "log-sigmoid")
+    assert kernel_registry.find(short).name == "recurrent/xla/any" and FORWARD.supports(short) is None
+
+
+@pytest.mark.fast
 def test_refused_elsewhere():
     q = jnp.ones((1, 8, 2, 16))
     with pytest.raises(glax.UnsupportedError, match="chunked/pallas/tpu: needs a tpu, JAX computes on cpu here"):

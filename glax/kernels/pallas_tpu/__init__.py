@@ -3,13 +3,13 @@
 Registered here, they are written in `forward` and `gradient`, which load Pallas when one of them runs.
 """
 
-from glax.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig, supports
+from glax.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig, priority, supports
 from glax.recurrence import Outputs, Recurrence
 from glax.registry import Backend, Platform, kernel_registry
 
 
 @kernel_registry.register(
-    "chunked", Platform.PALLAS, Backend.TPU, config=TPUChunkedConfig, supports=supports, priority=lambda r: 5
+    "chunked", Platform.PALLAS, Backend.TPU, config=TPUChunkedConfig, supports=supports, priority=priority
 )
 def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
     """The recurrence in chunks; q, k, v and gates are read once, the output is written once."""
@@ -19,7 +19,7 @@ def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
 
 
 @kernel_registry.register(
-    "chunked.vjp", Platform.PALLAS, Backend.TPU, config=TPUGradientConfig, supports=supports, priority=lambda r: 5
+    "chunked.vjp", Platform.PALLAS, Backend.TPU, config=TPUGradientConfig, supports=supports, priority=priority
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) -> Recurrence:
     """The gradient in every input of r: a walk forwards for the states, one backwards for everything else."""

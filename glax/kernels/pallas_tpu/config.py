@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from glax.kernels.pallas_tpu.sizes import SMEM_BYTES, VMEM_BYTES, packing, unit_bytes
 from glax.recurrence import Recurrence
 from glax.registry import Config
 
@@ -33,7 +34,18 @@ def supports(r: Recurrence) -> str | None:
         return "gates per value channel are not written: they would scale the other side of the state"
     if 0 in (r.q.shape[0], r.q.shape[1], r.num_sequences):
         return "there is nothing to compute"
+    K, V = r.state_shape[2:]
+    pack, K_lanes, V_lanes = packing((r.q.shape[2], r.k.shape[2], r.v.shape[2]), K, V)
+    if unit_bytes(128, pack * K_lanes, pack * V_lanes, r.q.dtype.itemsize) > VMEM_BYTES:
+        return f"blocks of one head with K={K}, V={V} in {r.q.dtype} do not fit VMEM"
+    if r.boundaries is not None and 24 * (r.q.shape[1] // 128 + r.num_sequences + 3) > SMEM_BYTES:
+        return f"the steps of T={r.q.shape[1]} rows in {r.num_sequences} sequences do not fit scalar memory"
     return None
+
+
+def priority(r: Recurrence) -> int:
+    """Above XLA's, but where a chunk would be mostly padding: a few tokens go through XLA's `recurrent`."""
+    return 5 if r.q.shape[1] >= 16 else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from glax.kernels.pallas_tpu.sizes import VMEM_BYTES, packing, unit_bytes
 from glax.recurrence import Recurrence
-
-LANES = 128
 
 
 class Step(NamedTuple):
@@ -56,7 +55,8 @@ class Plan:
         B, T, Hq, K = r.q.shape
         heads, H, V = (Hq, r.k.shape[2], r.v.shape[2]), r.num_heads, r.v.shape[3]
         pack, K, V = packing(heads, K, V)
-        fits = (n for n in range(min(units, H // pack), 0, -1) if H // pack % n == 0 and shares(n * pack, H, heads))
+        units = min(units, H // pack, max(1, VMEM_BYTES // unit_bytes(chunk, pack * K, pack * V, r.q.dtype.itemsize)))
+        fits = (n for n in range(units, 0, -1) if H // pack % n == 0 and shares(n * pack, H, heads))
         packed = r.boundaries is not None
         return cls(B, T, r.num_sequences, H, heads, K, V, chunk, pack, next(fits), packed, r.reverse)
 
@@ -231,13 +231,6 @@ class Plan:
 
     def from_states(self, x: Float[Array, "N groups rows K V"], K: int, V: int) -> Float[Array, "N H K V"]:
         return x.reshape(self.N, self.H, self.K, self.V)[:, :, :K, :V]
-
-
-def packing(heads: tuple[int, int, int], K: int, V: int) -> tuple[int, int, int]:
-    """(heads a unit, padded K, padded V): two heads of 64 lanes fill a tile; other widths fill whole tiles alone."""
-    half, whole = (tuple(-(-width // lanes) * lanes for width in (K, V)) for lanes in (LANES // 2, LANES))
-    paired = half != whole and len(set(heads)) == 1 and heads[0] % 2 == 0
-    return (2, *half) if paired else (1, *whole)
 
 
 def shares(rows: int, H: int, heads: tuple[int, int, int]) -> bool:
