@@ -66,7 +66,7 @@ SMALL = [
 # A gradient takes three times as long to compile for the interpreter; these cases add nothing to the others there.
 FORWARD_ALONE = (
     "none-packed-reverse", "constant", "key-packed", "K128V60", "heads4-2-1-packed", "bfloat16-key", "float16-gates",
-    "pairs-key-reverse",
+    "pairs-key-reverse", "K64V256", "no-state-packed", "bfloat16-constant",
 )  # fmt: skip
 GRADIENT = [case for case in SMALL if case.name not in FORWARD_ALONE]
 
