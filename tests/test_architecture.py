@@ -18,7 +18,7 @@ LAYERS = [
     ["glax.registry"],
     ["glax.partition"],
     ["glax.kernels.chunks"],
-    ["glax.kernels.xla"],
+    ["glax.kernels.xla", "glax.kernels.pallas_tpu"],
     ["glax.kernels"],
     ["glax.execution"],
     ["glax.dispatch"],

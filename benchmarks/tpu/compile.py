@@ -1,0 +1,178 @@
+"""Compiles the TPU kernels for real chips, without one, and keeps a table of what came out.
+
+    python -m benchmarks.tpu.compile            compiles everything and writes benchmarks/tpu/table.txt
+    python -m benchmarks.tpu.compile --check    compiles everything; fails where the table says something else
+
+Needs libtpu (pip install "jax[tpu]==0.10.2"): another compiler version makes other code, so --check wants the table's. Each chip
+has a process of its own, in which the kernels compile under a limit of 16 MiB of VMEM. Columns, a line a kernel:
+
+bundles: instruction words of the whole kernel. step: of one step of the walk on its usual way, the longest run without a
+branch (and, for gates per key channel, the check before it). units: tiles of 128 lanes that a step works on. vmem: KiB.
+code: KiB of the program around it, all its kernels and XLA's copies.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import glob
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+from benchmarks.tpu.problems import PROBLEMS, TARGETS, fingerprint, shapes
+
+TABLE = pathlib.Path(__file__).with_name("table.txt")
+JAX = "0.10.2"
+VMEM_KIB = 16 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    target: str
+    problem: str
+    kernel: str
+    bundles: int
+    step: int
+    units: int
+    vmem: int
+    code: int
+
+    def __str__(self):
+        kept = (self.bundles, self.step, self.units, self.vmem, self.code)
+        return f"{self.target}  {self.problem:38} {self.kernel:9}" + "".join(f"{x:8}" for x in kept)
+
+
+def environment(dump: str) -> dict[str, str]:
+    """What lets libtpu compile where no TPU is, and write down the code that it makes."""
+    return os.environ | dict(
+        JAX_PLATFORMS="cpu",
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_ACCELERATOR_TYPE="v5litepod-4",
+        TPU_WORKER_HOSTNAMES="localhost",
+        TPU_WORKER_ID="0",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
+    )
+
+
+def compile_all(target: str, dump: str):
+    """The rows of one chip, as lines of JSON; runs in the process of `environment`."""
+    import functools
+
+    import jax
+    from jax.experimental import topologies
+    from jax.sharding import SingleDeviceSharding
+
+    from glax.kernels import load_kernels
+    from glax.kernels.pallas_tpu.plan import Plan
+    from glax.registry import kernel_registry
+
+    load_kernels()
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TARGETS[target].topology)
+    array = shapes(SingleDeviceSharding(topology.devices[0]))
+    for problem in PROBLEMS:
+        r, *cotangents = problem.operands(array)
+        for algorithm, operands in (("chunked", (r,)), ("chunked.vjp", (r, *cotangents))):
+            spec = kernel_registry.kernels[f"{algorithm}/pallas/tpu"]
+            config = spec.config.heuristic(r)
+            lowered = (
+                jax.jit(functools.partial(spec.run, config=config)).trace(*operands).lower(lowering_platforms=("tpu",))
+            )
+            compiled = lowered.compile(compiler_options=dict(xla_tpu_scoped_vmem_limit_kib=str(VMEM_KIB)))
+            code = -(-compiled.memory_analysis().generated_code_size_in_bytes // 1024)
+            units = Plan.of(r, config.chunk, config.units).units
+            vmem = vmem_of(compiled.as_text())
+            for kernel, (bundles, step) in sorted(bundles_of(dump, problem.form == "key").items()):
+                row = Row(target, str(problem), kernel, bundles, step, units, vmem[kernel], code)
+                print(json.dumps(dataclasses.asdict(row)), flush=True)
+
+
+def vmem_of(text: str) -> dict[str, int]:
+    """KiB of VMEM that each kernel takes, from the compiled program's text."""
+    calls = re.findall(r"%glax_(\w+?)(?:\.\d+)? = .*?used_scoped_memory_configs\":\[(.*?)\]", text)
+    return {name: sum(int(size) for size in re.findall(r'"size":"(\d+)"', configs)) // 1024 for name, configs in calls}
+
+
+def bundles_of(dump: str, has_check: bool) -> dict[str, tuple[int, int]]:
+    """(bundles, bundles of a step) of each kernel that was compiled since the last call."""
+    found = {}
+    for path in glob.glob(f"{dump}/*"):
+        name = re.search(r"-glax_(\w+?)(?:\.\d+)?-\d+-final_bundles\.txt$", path)
+        if name:
+            found[name[1]] = counted(pathlib.Path(path).read_text(), has_check and name[1] != "remember")
+        os.remove(path)
+    return found
+
+
+def counted(text: str, has_check: bool) -> tuple[int, int]:
+    cuts, last = [0], 0
+    for line in text.splitlines():
+        if (bundle := re.match(r"\s*(0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*:", line)) is not None:
+            last = int(bundle[1], 16)
+            if bundle[2] or "sbr.rel" in line:
+                cuts.append(last)
+    runs = [after - before for before, after in zip(cuts, [*cuts[1:], last], strict=True)]
+    longest = runs.index(max(runs))
+    # Between the check and the form that it chooses, a branch of a few bundles leads to the other.
+    check = next(run for run in reversed(runs[:longest]) if run > 20) if has_check else 0
+    return last + 1, runs[longest] + check
+
+
+def rows_of(target: str) -> list[Row]:
+    with tempfile.TemporaryDirectory() as dump:
+        command = [sys.executable, "-m", "benchmarks.tpu.compile", "--one", target, dump]
+        done = subprocess.run(command, env=environment(dump), stdout=subprocess.PIPE, text=True, timeout=900)
+    if done.returncode != 0:
+        raise SystemExit(f"compiling for {target} failed with exit status {done.returncode}")
+    return [Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def header() -> list[str]:
+    names = ("bundles", "step", "units", "vmem", "code")
+    return [
+        f"# jax {JAX}, libtpu {libtpu_version()}, code {fingerprint()}; by: python -m benchmarks.tpu.compile",
+        f"#    {'problem':38} {'kernel':9}" + "".join(f"{name:>8}" for name in names),
+    ]
+
+
+def libtpu_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("libtpu")
+    except PackageNotFoundError:
+        raise SystemExit(f'libtpu is not installed: pip install "jax[tpu]=={JAX}"') from None
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="benchmarks.tpu.compile")
+    parser.add_argument("--check", action="store_true", help="compare with the table instead of writing it")
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), help="only these chips' lines")
+    parser.add_argument("--one", nargs=2, metavar=("TARGET", "DUMP"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        return compile_all(*args.one)
+    old = TABLE.read_text().splitlines() if TABLE.exists() else []
+    new = header()
+    for target in TARGETS:
+        if target in args.targets:
+            rows = rows_of(target)
+            new += map(str, rows)
+            over = [row for row in rows if not 0 < row.vmem <= VMEM_KIB]
+            if over:
+                raise SystemExit(f"VMEM not within {VMEM_KIB} KiB:\n" + "\n".join(map(str, over)))
+        else:
+            new += [line for line in old if line.startswith(f"{target} ")]
+    if not args.check:
+        TABLE.write_text("\n".join(new) + "\n")
+    elif old != new:
+        diff = "\n".join(difflib.unified_diff(old, new, "table.txt", "compiled", lineterm="", n=0))
+        raise SystemExit(f"{diff}\nbenchmarks/tpu/table.txt is out of date: python -m benchmarks.tpu.compile")
+
+
+if __name__ == "__main__":
+    main()

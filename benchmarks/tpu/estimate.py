@@ -1,0 +1,76 @@
+"""What the table's bundles come to: the tables of docs/tpu.md.
+
+    python -m benchmarks.tpu.estimate [v5e v6e]
+
+Each kernel is taken to need the larger of bundles / clock and its own bytes / bandwidth: instructions wait for nothing but
+the products whose delays the compiler has scheduled, and copies overlap with work, as the compiler arranges. No TPU has run it.
+"""
+
+import sys
+
+from benchmarks.tpu.compile import TABLE
+from benchmarks.tpu.problems import PROBLEMS, TARGETS, Problem
+
+CHUNK = 128
+
+
+def bundles() -> dict[tuple[str, str, str], tuple[int, int]]:
+    """(bundles of a step, units) by chip, problem and kernel."""
+    found = {}
+    for line in TABLE.read_text().splitlines():
+        if not line.startswith("#"):
+            target, *problem, kernel, _, step, units, _, _ = line.split()
+            found[target, " ".join(problem), kernel] = int(step), int(units)
+    return found
+
+
+def own_bytes(problem: Problem) -> dict[str, int]:
+    """What each kernel reads and writes: the states before the chunks too, in the dtype of q."""
+    tensor, (forward, _) = problem.tensor, problem.floors
+    gates = forward - 4 * tensor - 2 * (problem.sequences or problem.B) * problem.H * problem.D**2 * 4
+    sequences = (problem.sequences or problem.B) * problem.H * problem.D**2 * 4
+    pack = 128 // problem.D
+    before = tensor * pack * problem.D // CHUNK
+    return dict(
+        forward=forward,
+        remember=2 * tensor + gates + before + sequences,
+        backward=7 * tensor + 2 * gates + before + 2 * sequences,
+    )
+
+
+def seconds(target: str, problem: Problem, kernel: str, found) -> tuple[float, float]:
+    """(by instructions, by bytes) of a chip whose cores share the call."""
+    chip = TARGETS[target]
+    step, units = found[target, str(problem), kernel]
+    heads = units * 128 // problem.D if problem.D < 128 else units
+    blocks = -(-problem.T // CHUNK) + (problem.sequences or 0)
+    steps = problem.B * problem.H // heads * blocks
+    return steps * step / chip.clock / chip.cores, own_bytes(problem)[kernel] / chip.bandwidth / chip.cores
+
+
+def main(targets=("v5e", "v6e")):
+    found = bundles()
+    for target in targets:
+        chip = TARGETS[target]
+        print(f"\n{target}: {chip.clock / 1e9:.2f} GHz, {chip.bandwidth * chip.cores / 1e9:.0f} GB/s\n")
+        print("| call | | GB | GFLOP | floor, us | by bytes, us | by bundles, us | of the floor |\n" + "|---" * 8 + "|")
+        for problem in PROBLEMS:
+            for way, kernels, floor, flops in zip(
+                ("forward", "gradient"),
+                (("forward",), ("remember", "backward")),
+                problem.floors,
+                problem.flops(),
+                strict=True,
+            ):
+                each = [seconds(target, problem, kernel, found) for kernel in kernels]
+                total = sum(max(pair) for pair in each)
+                least = floor / chip.bandwidth / chip.cores
+                by_bundles, by_bytes = (sum(pair[i] for pair in each) for i in (0, 1))
+                print(
+                    f"| {problem} | {way} | {floor / 1e9:.3f} | {flops / 1e9:.0f} | {least * 1e6:.0f} | {by_bytes * 1e6:.0f} "
+                    f"| {by_bundles * 1e6:.0f} | {least / total:.0%} |"
+                )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ("v5e", "v6e"))
