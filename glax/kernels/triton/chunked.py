@@ -139,7 +139,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Rec
         H * chunks.count,
         (r.q, r.k, r.v, gates, d_output, r.scale, before, behind, chunks.table),
         [((B, T, H, K), wide(r.q)), ((B, T, H, K), wide(r.k)), ((B, T, H, V), wide(r.v)), d_gates.get(form, each), each],
-        **sizes(r), **heads(r), C=C, BK=width(K), BV=min(config.columns, width(V)),
+        **sizes(r), **heads(r), C=C, BK=min(config.rows, width(K)), BV=width(V),
         FORM=form, SIGN=-1 if r.reverse else 1, SCORES=scores(r), **arithmetic(r),
         warps=config.warps, stages=config.stages,
     )  # fmt: skip

@@ -69,12 +69,12 @@ class ChunkedConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class GradientConfig(Config):
-    """chunk: tokens a chunk, whose two states are stored; columns: of V at a time; segment: tokens that a program of the
-    states' kernels walks, 0 for all of T; block: rows and columns of the state in such a program.
+    """chunk: tokens a chunk, whose two states are stored; rows: of the states at a time; segment: tokens that a program of
+    the states' kernels walks, 0 for all of T; block: rows and columns of the state in such a program.
     """
 
-    chunk: int = 32
-    columns: int = 64
+    chunk: int = 64
+    rows: int = 64
     segment: int = 0
     block: int = 64
     warps: int = 4
@@ -86,20 +86,20 @@ class GradientConfig(Config):
         wide = r.q.dtype.itemsize == 4 or r.q.dtype == "float16"
         chunk = 16 if K >= 256 or wide else 64
         block = min(64, K, V)
-        columns = min(V, 64, max(16, 2**13 // K))
+        rows = min(K, 64, max(16, 2**13 // V))
         programs = r.num_sequences * r.num_heads * (K // block) * -(-V // block)
         segment = segment_for(r, chunk, programs, 2 * multiprocessors())
-        return cls(chunk, columns, segment, block, warps=8 if K >= 128 else 4, stages=1 if wide or K >= 256 else 2)
+        return cls(chunk, rows, segment, block, warps=8 if K >= 128 else 4, stages=1 if wide or K >= 256 else 2)
 
     @classmethod
     def candidates(cls, r: Recurrence) -> "list[GradientConfig]":
         guess = cls.heuristic(r)
         found = [guess]
         for chunk in (32, 64):
-            for columns in (32, 64, 128):
+            for rows in (32, 64, 128):
                 for warps in (4, 8):
-                    if columns <= width(r.v.shape[3]):
-                        found.append(dataclasses.replace(guess, chunk=chunk, columns=columns, warps=warps))
+                    if rows <= width(r.q.shape[3]):
+                        found.append(dataclasses.replace(guess, chunk=chunk, rows=rows, warps=warps))
         return list(dict.fromkeys(found))
 
 

@@ -16,12 +16,13 @@ difference of sums over more than a chunk, so the digits of mild gates survive b
 
 from glax.kernels.triton.lang import tl, triton
 from glax.kernels.triton.tiles import (
-    FAST_LIMIT,
     at,
     dot,
+    exact_scores,
     exp,
     half_sums,
     halving,
+    is_fast,
     levels,
     load_head_gates,
     load_key_gates,
@@ -41,123 +42,140 @@ def gradient(
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """before, behind [chunks, H, K, V]: S and dS. dq, dk [rows, H, K], dv [rows, H, V]. dscale [chunks, H].
-    dg: [rows, H, K]; [rows, H]; or for constant gates the chunk's sum, [chunks, H]. Columns of v are read BV at a time.
+    dg: [rows, H, K]; [rows, H]; or for constant gates the chunk's sum, [chunks, H]. BV holds all of V; rows of the states
+    are taken BK at a time, first for the scores, then for the gradients.
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    ck = tl.arange(0, BK)
-    tokens = tl.arange(0, C)
+    written = tl.where(count > 0, V, 0)  # no state belongs to padding
+    tokens, cv = tl.arange(0, C), tl.arange(0, BV)
     i, j = tokens[:, None], tokens[None, :]
     hq, hk, hv = h // (H // HQ), h // (H // HK), h // (H // HV)
     factor = tl.load(scale + n).to(tl.float32)
     slot = e.to(tl.int64) * H + h
-    # [C, BK]
-    tq = load_tile(at(q, origin, hq, HQ, K), tokens, ck, count, HQ, K, SIGN)
-    tk = load_tile(at(k, origin, hk, HK, K), tokens, ck, count, HK, K, SIGN)
-    own = tl.sum(tq.to(tl.float32) * tk.to(tl.float32), 1) * factor  # [C]
-    # What q, k and their gradients are multiplied by: within the chunk, and on the way to and from its ends.
-    if FORM == "key":
-        gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
-        M = sums(middle_matrix(tokens, C), gates)
-        fast = tl.max(tl.abs(M)) <= FAST_LIMIT
-        if fast:
-            up, down = exp(M), exp(-M)
-            P = tl.where(i > j, dot(tq * (up * factor), tl.trans(tk * down), SCORES, PRECISION), 0.0)
-            enter, leave = half_sums(gates, tokens, C)
-            enter, leave = exp(enter), exp(leave)
-        else:
-            P = tl.zeros([C, C], tl.float32)
-            for level in range(0, levels(C)):
-                pairs, matrix = halving(tokens, (C // 2) >> level)
-                way = exp(sums(matrix, gates))
-                P += tl.where(pairs, dot(tq * (way * factor), tl.trans(tk * way), SCORES, PRECISION), 0.0)
-            up = exp(sums(tl.where(j <= i, 1.0, 0.0), gates))
-            down = exp(sums(tl.where(j > i, 1.0, 0.0), gates))
-            enter = tl.full([BK], 1.0, tl.float32)
-            leave = tl.full([BK], 1.0, tl.float32)
-        last = exp(tl.sum(gates.to(tl.float32), 0))
-        out = tk * down
-    elif FORM == "none":
-        P = tl.where(i > j, dot(tq, tl.trans(tk), DTYPE, PRECISION) * factor, 0.0)
-        out = tk
-    else:
+    if FORM == "constant" or FORM == "head":
         gates = load_head_gates(g, origin, h, n, tokens, count, H, FORM, SIGN)
         G = tl.sum(tl.where(j <= i, gates[None, :], 0.0), 1)
         G_row = tl.sum(tl.where(i <= j, gates[:, None], 0.0), 0)
         decay = exp(tl.where(i > j, G[:, None] - G_row[None, :], float("-inf")))
-        P = dot(tq, tl.trans(tk), DTYPE, PRECISION) * decay * factor
         up = exp(G)[:, None]
         down = exp(tl.sum(tl.where(j > i, gates[None, :], 0.0), 1))[:, None]
         last = exp(tl.sum(gates, 0))
-        out = tk * down
-    dP = tl.zeros([C, C], tl.float32)
-    d_own = tl.zeros([C], tl.float32)
-    read = tl.zeros([C, BK], tl.float32)  # dq and dk through the states
-    fed = tl.zeros([C, BK], tl.float32)
-    edge = tl.zeros([BK], tl.float32)
-    for v0 in range(0, V, BV):
-        cv = v0 + tl.arange(0, BV)
-        # [C, BV], [C, BV], [BK, BV], [BK, BV]
-        tv = load_tile(at(v, origin, hv, HV, V), tokens, cv, count, HV, V, SIGN)
-        tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-        written = tl.where(count > 0, V, 0)  # no state belongs to padding
+
+    P = tl.zeros([C, C], tl.float32)
+    own = tl.zeros([C], tl.float32)
+    for k0 in tl.range(0, K, BK, num_stages=1):
+        ck = k0 + tl.arange(0, BK)
+        # [C, BK]
+        tq = load_tile(at(q, origin, hq, HQ, K), tokens, ck, count, HQ, K, SIGN)
+        tk = load_tile(at(k, origin, hk, HK, K), tokens, ck, count, HK, K, SIGN)
+        own += tl.sum(tq.to(tl.float32) * tk.to(tl.float32), 1)
+        if FORM == "key":
+            gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
+            P += scores(tq, tk, gates, tokens, C, SCORES, PRECISION)
+        else:
+            P += dot(tq, tl.trans(tk), DTYPE, PRECISION)
+    # [C, C], [C]
+    P = P * (decay if FORM == "constant" or FORM == "head" else tl.where(i > j, 1.0, 0.0)) * factor
+    own = own * factor
+
+    # [C, BV]
+    tv = load_tile(at(v, origin, hv, HV, V), tokens, cv, count, HV, V, SIGN)
+    tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
+    dP = tl.where(i > j, dot(tdo, tl.trans(tv), DTYPE, PRECISION), 0.0)
+    if FORM == "constant" or FORM == "head":
+        dP = dP * decay
+    d_own = tl.sum(tdo.to(tl.float32) * tv.to(tl.float32), 1)
+    tdv = dot(tl.trans(P), tdo, SCORES, PRECISION) + own[:, None] * tdo
+
+    d_scale = tl.zeros([C], tl.float32)
+    behind_gate = tl.zeros([C], tl.float32)
+    before_gate = tl.zeros([C], tl.float32)
+    over_gate = 0.0
+    for k0 in tl.range(0, K, BK, num_stages=1):
+        ck = k0 + tl.arange(0, BK)
+        # [C, BK], [C, BK], [BK, BV], [BK, BV]
+        tq = load_tile(at(q, origin, hq, HQ, K), tokens, ck, count, HQ, K, SIGN)
+        tk = load_tile(at(k, origin, hk, HK, K), tokens, ck, count, HK, K, SIGN)
         S = load_state(before, e, h, ck, cv, written, H, K, V)
         dS = load_state(behind, e, h, ck, cv, written, H, K, V)
-        dP += dot(tdo, tl.trans(tv), DTYPE, PRECISION)
-        d_own += tl.sum(tdo.to(tl.float32) * tv.to(tl.float32), 1)
-        read += dot(tdo, tl.trans(S), DTYPE, PRECISION)
-        fed += dot(tv, tl.trans(dS), DTYPE, PRECISION)
-        edge += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        tdv = dot(tl.trans(P), tdo, SCORES, PRECISION) + own[:, None] * tdo
+        edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        # dq and dk through the states, and through the chunk's pairs: read and pull, fed and push
+        read = dot(tdo, tl.trans(S), DTYPE, PRECISION)
+        fed = dot(tv, tl.trans(dS), DTYPE, PRECISION)
         if FORM == "key":
-            tdv += dot(out, dS.to(tl.float32) * leave[:, None], DTYPE, PRECISION)
+            gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
+            M = sums(middle_matrix(tokens, C), gates)
+            if is_fast(M):
+                up, down = exp(M), exp(-M)
+                pull = dot(dP, tk * down, SCORES, PRECISION) * up
+                push = dot(tl.trans(dP), tq * up, SCORES, PRECISION) * down
+                enter, leave = half_sums(gates, tokens, C)
+                enter, leave = exp(enter), exp(leave)
+            else:
+                pull = tl.zeros([C, BK], tl.float32)
+                push = tl.zeros([C, BK], tl.float32)
+                for level in range(0, levels(C)):
+                    pairs, matrix = halving(tokens, (C // 2) >> level)
+                    way = exp(sums(matrix, gates))
+                    pulled = tl.where(pairs, dP, 0.0)
+                    pull += dot(pulled, tk * way, SCORES, PRECISION) * way
+                    push += dot(tl.trans(pulled), tq * way, SCORES, PRECISION) * way
+                up = exp(sums(tl.where(j <= i, 1.0, 0.0), gates))
+                down = exp(sums(tl.where(j > i, 1.0, 0.0), gates))
+                enter = tl.full([BK], 1.0, tl.float32)
+                leave = tl.full([BK], 1.0, tl.float32)
+            edge = edge * exp(tl.sum(gates.to(tl.float32), 0))
+            read = read * up * enter[None, :]
+            fed = fed * down * leave[None, :]
+            tdv += dot(tk * down, dS.to(tl.float32) * leave[:, None], DTYPE, PRECISION)
         else:
-            tdv += dot(out, dS, DTYPE, PRECISION)
-        store_tile(at(dv, origin, h, H, V), tdv, tokens, cv, length, H, V, SIGN)
-    if FORM == "key":
-        read = read * up * enter[None, :]
-        fed = fed * down * leave[None, :]
-        if fast:
-            dP = tl.where(i > j, dP, 0.0)
-            pull = dot(dP, tk * down, SCORES, PRECISION) * up
-            push = dot(tl.trans(dP), tq * (up * factor), SCORES, PRECISION) * down
-        else:
-            pull = tl.zeros([C, BK], tl.float32)
-            push = tl.zeros([C, BK], tl.float32)
-            for level in range(0, levels(C)):
-                pairs, matrix = halving(tokens, (C // 2) >> level)
-                way = exp(sums(matrix, gates))
-                pulled = tl.where(pairs, dP, 0.0)
-                pull += dot(pulled, tk * way, SCORES, PRECISION) * way
-                push += dot(tl.trans(pulled), tq * (way * factor), SCORES, PRECISION) * way
-    else:
-        dP = dP * decay if FORM != "none" else tl.where(i > j, dP, 0.0)
-        if FORM != "none":
-            read, fed = read * up, fed * down
-        pull = dot(dP, tk, DTYPE, PRECISION)
-        push = dot(tl.trans(dP), tq, DTYPE, PRECISION) * factor
-    if FORM != "none":
-        # [C, BK]: what stands behind a gate, and what before it
-        later = tq * ((read + pull) * factor) - tk * push
-        earlier = tk * fed
-    read += pull + d_own[:, None] * tk
-    tl.store(dscale + slot, tl.sum(tl.sum(tq * read, 1), 0))
-    store_tile(at(dq, origin, h, H, K), read * factor, tokens, ck, length, H, K, SIGN)
-    store_tile(at(dk, origin, h, H, K), fed + push + (d_own * factor)[:, None] * tq, tokens, ck, length, H, K, SIGN)
-    if FORM == "key":
-        tdg = sums_of_terms(tl.where(j >= i, 1.0, 0.0), later, PRECISION)
-        tdg += sums_of_terms(tl.where(j < i, 1.0, 0.0), earlier, PRECISION) + (edge * last)[None, :]
-        store_tile(at(dg, origin, h, H, K), tdg, tokens, ck, length, H, K, SIGN)
-    elif FORM != "none":
-        later, earlier = tl.sum(later, 1), tl.sum(earlier, 1)
-        tdg = tl.sum(tl.where(j >= i, later[None, :], 0.0) + tl.where(j < i, earlier[None, :], 0.0), 1)
-        tdg = tl.where(tokens < count, tdg + tl.sum(edge, 0) * last, 0.0)
+            if FORM == "none":
+                tdv += dot(tk, dS, DTYPE, PRECISION)
+            else:
+                read, fed = read * up, fed * down
+                tdv += dot(tk * down, dS, DTYPE, PRECISION)
+            pull = dot(dP, tk, DTYPE, PRECISION)
+            push = dot(tl.trans(dP), tq, DTYPE, PRECISION)
+        read += pull
+        d_scale += tl.sum(tq * (read + d_own[:, None] * tk), 1)
+        read = read * factor
+        push = push * factor
+        later, earlier = tq * read - tk * push, tk * fed  # what stands behind a gate, and what before it
+        if FORM == "key":
+            tdg = sums_of_terms(tl.where(j >= i, 1.0, 0.0), later, PRECISION)
+            tdg += sums_of_terms(tl.where(j < i, 1.0, 0.0), earlier, PRECISION) + edge[None, :]
+            store_tile(at(dg, origin, h, H, K), tdg, tokens, ck, length, H, K, SIGN)
+        elif FORM != "none":
+            behind_gate += tl.sum(later, 1)
+            before_gate += tl.sum(earlier, 1)
+            over_gate += tl.sum(edge, 0)
+        store_tile(at(dq, origin, h, H, K), read + (d_own * factor)[:, None] * tk, tokens, ck, length, H, K, SIGN)
+        store_tile(at(dk, origin, h, H, K), fed + push + (d_own * factor)[:, None] * tq, tokens, ck, length, H, K, SIGN)
+    store_tile(at(dv, origin, h, H, V), tdv, tokens, cv, length, H, V, SIGN)
+    tl.store(dscale + slot, tl.sum(d_scale, 0))
+    if FORM == "constant" or FORM == "head":
+        tdg = tl.sum(tl.where(j >= i, behind_gate[None, :], 0.0) + tl.where(j < i, before_gate[None, :], 0.0), 1)
+        tdg = tl.where(tokens < count, tdg + over_gate * last, 0.0)
         if FORM == "constant":
             tl.store(dg + slot, tl.sum(tdg, 0))
         else:
             p = dg + origin.to(tl.int64) * H + h
             tl.store(p + (SIGN * H) * tokens, tdg.to(dg.dtype.element_ty), mask=tokens < length)
+
+
+@triton.jit
+def scores(q, k, gates, tokens, C: tl.constexpr, SCORES: tl.constexpr, PRECISION: tl.constexpr):
+    """sum_k q_ik k_jk e^{G_ik - G_jk} for j < i, and 0 elsewhere."""
+    M = sums(middle_matrix(tokens, C), gates)
+    if is_fast(M):
+        P = tl.where(
+            tokens[:, None] > tokens[None, :], dot(q * exp(M), tl.trans(k * exp(-M)), SCORES, PRECISION), 0.0
+        )
+    else:
+        P = exact_scores(q, k, gates, tokens, C, SCORES, PRECISION)
+    return P
 
 
 @triton.jit

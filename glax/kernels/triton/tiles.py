@@ -103,6 +103,12 @@ def middle_matrix(tokens, C: tl.constexpr):
 
 
 @triton.jit
+def is_fast(M):
+    """Whether e^M and e^-M are safe factors, so that the scores of a chunk are one product."""
+    return tl.max(tl.abs(M)) <= FAST_LIMIT
+
+
+@triton.jit
 def half_sums(x, tokens, C: tl.constexpr):
     """The sums of x [C, D] over the first and the second half of the chunk, [D] each."""
     x = x.to(tl.float32)

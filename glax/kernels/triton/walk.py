@@ -11,12 +11,12 @@ states from zero, a scan over them, their outputs from the right states.
 
 from glax.kernels.triton.lang import tl, triton
 from glax.kernels.triton.tiles import (
-    FAST_LIMIT,
     at,
     dot,
     exact_scores,
     exp,
     half_sums,
+    is_fast,
     load_head_gates,
     load_key_gates,
     load_state,
@@ -167,7 +167,7 @@ def outputs(
             gates = load_key_gates(g, first, h, tokens, ck, count, H, K, SIGN)
             own = tl.sum(tq.to(tl.float32) * tk.to(tl.float32), 1)
             M = sums(middle_matrix(tokens, C), gates)
-            if tl.max(tl.abs(M)) <= FAST_LIMIT:
+            if is_fast(M):
                 up, down = tq * exp(M), tk * exp(-M)
                 A = dot(up, tl.trans(down), SCORES, PRECISION)
                 enter, leave = half_sums(gates, tokens, C)
