@@ -103,15 +103,10 @@ def chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
         (r.q, r.k, r.v, gates, r.scale, start, segments.table),
         [((B, T, H, V), r.q.dtype), (r.state_shape, jnp.float32)],
         **sizes(r), **heads(r), C=config.chunk, BK=width(K), BV=columns,
-        FORM=form, SIGN=-1 if r.reverse else 1, START=kind, SCORES=scores(r), **arithmetic(r),
+        FORM=form, SIGN=-1 if r.reverse else 1, START=kind, **arithmetic(r),
         warps=config.warps, stages=config.stages,
     )  # fmt: skip
     return Outputs(o, final)
-
-
-def scores(r: Recurrence):
-    """The dtype of the scores' factors: bfloat16 would round each twice."""
-    return tl.float32
 
 
 def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
@@ -140,7 +135,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Rec
         (r.q, r.k, r.v, gates, d_output, r.scale, before, behind, chunks.table),
         [((B, T, H, K), wide(r.q)), ((B, T, H, K), wide(r.k)), ((B, T, H, V), wide(r.v)), d_gates.get(form, each), each],
         **sizes(r), **heads(r), C=C, BK=min(config.rows, width(K)), BV=width(V),
-        FORM=form, SIGN=-1 if r.reverse else 1, SCORES=scores(r), **arithmetic(r),
+        FORM=form, SIGN=-1 if r.reverse else 1, **arithmetic(r),
         warps=config.warps, stages=config.stages,
     )  # fmt: skip
     decay = dict.fromkeys(("constant", "head", "key"))

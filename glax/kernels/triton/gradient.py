@@ -16,13 +16,15 @@ difference of sums over more than a chunk, so the digits of mild gates survive b
 
 from glax.kernels.triton.lang import tl, triton
 from glax.kernels.triton.tiles import (
+    FAST_LIMIT,
     at,
     dot,
+    ends,
+    exact_factors,
     exact_scores,
     exp,
-    half_sums,
     halving,
-    is_fast,
+    kept_loop,
     levels,
     load_head_gates,
     load_key_gates,
@@ -39,7 +41,7 @@ def gradient(
     q, k, v, g, do, scale, before, behind, table, dq, dk, dv, dg, dscale,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, SCORES: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """before, behind [chunks, H, K, V]: S and dS. dq, dk [rows, H, K], dv [rows, H, V]. dscale [chunks, H].
     dg: [rows, H, K]; [rows, H]; or for constant gates the chunk's sum, [chunks, H]. BV holds all of V; rows of the states
@@ -48,12 +50,73 @@ def gradient(
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    written = tl.where(count > 0, V, 0)  # no state belongs to padding
+    factor = tl.load(scale + n).to(tl.float32)
+    P, own, reach = scores(q, k, g, origin, length, count, h, H, HQ, HK, K, C, BK, FORM, SIGN, DTYPE, PRECISION, False)
+    if (FORM == "key") & (reach > FAST_LIMIT):
+        P, own, reach = scores(q, k, g, origin, length, count, h, H, HQ, HK, K, C, BK, FORM, SIGN, DTYPE, PRECISION, True)
+        through_scores(
+            q, k, v, g, do, before, behind, dq, dk, dv, dg, dscale, P, own, factor, h, e, n, origin, length, count,
+            H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, True,
+        )  # fmt: skip
+    else:
+        through_scores(
+            q, k, v, g, do, before, behind, dq, dk, dv, dg, dscale, P, own, factor, h, e, n, origin, length, count,
+            H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def scores(
+    q, k, g, origin, length, count, h,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    FORM: tl.constexpr, SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """P [C, C] of all earlier tokens, key gates applied, others not; q_i . k_i [C]; and the largest |M| of the fast form."""
+    tokens = tl.arange(0, C)
+    P = tl.zeros([C, C], tl.float32)
+    own = tl.zeros([C], tl.float32)
+    reach = tl.zeros([BK], tl.float32)
+    for k0 in tl.range(0, kept_loop(K, length), BK, num_stages=1):
+        ck = k0 + tl.arange(0, BK)
+        # [C, BK]
+        tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
+        tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
+        own += tl.sum(tq.to(tl.float32) * tk.to(tl.float32), 1)
+        if FORM == "key":
+            gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
+            if EXACT:
+                P += exact_scores(tq, tk, gates, tokens, length, C, DTYPE, PRECISION)
+            else:
+                M = sums(middle_matrix(tokens, C), gates)
+                reach = tl.maximum(reach, tl.max(tl.abs(M), 0))
+                P += dot(tq * exp(M), tl.trans(tk * exp(-M)), DTYPE, PRECISION)
+        else:
+            P += dot(tq, tl.trans(tk), DTYPE, PRECISION)
+    return tl.where(tokens[:, None] > tokens[None, :], P, 0.0), own, tl.max(reach, 0)
+
+
+@triton.jit
+def through_scores(
+    q, k, v, g, do, before, behind, dq, dk, dv, dg, dscale, P, own, factor, h, e, n, origin, length, count,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """All gradients of a chunk, given its scores.
+
+    The pairs' parts in the gates' gradient, q * pull and k * push, cancel but for the pairs across a gate. So both are formed
+    of the same rounded factors, and cancel whatever their rounding was.
+    """
     tokens, cv = tl.arange(0, C), tl.arange(0, BV)
     i, j = tokens[:, None], tokens[None, :]
     hq, hk, hv = h // (H // HQ), h // (H // HK), h // (H // HV)
-    factor = tl.load(scale + n).to(tl.float32)
-    slot = e.to(tl.int64) * H + h
+    written = tl.where(count > 0, V, 0)  # no state belongs to padding
+    # [C, BV]
+    tv = load_tile(at(v, origin, hv, HV, V), tokens, cv, count, HV, V, SIGN)
+    tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
+    # [C, C], [C]
+    dP = tl.where(i > j, dot(tdo, tl.trans(tv), DTYPE, PRECISION), 0.0)
+    d_own = tl.sum(tdo.to(tl.float32) * tv.to(tl.float32), 1)
     if FORM == "constant" or FORM == "head":
         gates = load_head_gates(g, origin, h, n, tokens, count, H, FORM, SIGN)
         G = tl.sum(tl.where(j <= i, gates[None, :], 0.0), 1)
@@ -62,98 +125,82 @@ def gradient(
         up = exp(G)[:, None]
         down = exp(tl.sum(tl.where(j > i, gates[None, :], 0.0), 1))[:, None]
         last = exp(tl.sum(gates, 0))
-
-    P = tl.zeros([C, C], tl.float32)
-    own = tl.zeros([C], tl.float32)
-    for k0 in tl.range(0, K, BK, num_stages=1):
-        ck = k0 + tl.arange(0, BK)
-        # [C, BK]
-        tq = load_tile(at(q, origin, hq, HQ, K), tokens, ck, count, HQ, K, SIGN)
-        tk = load_tile(at(k, origin, hk, HK, K), tokens, ck, count, HK, K, SIGN)
-        own += tl.sum(tq.to(tl.float32) * tk.to(tl.float32), 1)
-        if FORM == "key":
-            gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
-            P += scores(tq, tk, gates, tokens, C, SCORES, PRECISION)
-        else:
-            P += dot(tq, tl.trans(tk), DTYPE, PRECISION)
-    # [C, C], [C]
-    P = P * (decay if FORM == "constant" or FORM == "head" else tl.where(i > j, 1.0, 0.0)) * factor
-    own = own * factor
-
-    # [C, BV]
-    tv = load_tile(at(v, origin, hv, HV, V), tokens, cv, count, HV, V, SIGN)
-    tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    dP = tl.where(i > j, dot(tdo, tl.trans(tv), DTYPE, PRECISION), 0.0)
-    if FORM == "constant" or FORM == "head":
-        dP = dP * decay
-    d_own = tl.sum(tdo.to(tl.float32) * tv.to(tl.float32), 1)
-    tdv = dot(tl.trans(P), tdo, SCORES, PRECISION) + own[:, None] * tdo
+        P, dP = P * decay, dP * decay
+    dP = dP.to(DTYPE)
+    tdv = dot(tl.trans(P * factor), tdo, DTYPE, PRECISION) + (own * factor)[:, None] * tdo
 
     d_scale = tl.zeros([C], tl.float32)
     behind_gate = tl.zeros([C], tl.float32)
     before_gate = tl.zeros([C], tl.float32)
     over_gate = 0.0
-    for k0 in tl.range(0, K, BK, num_stages=1):
+    for k0 in tl.range(0, kept_loop(K, length), BK, num_stages=1):
         ck = k0 + tl.arange(0, BK)
         # [C, BK], [C, BK], [BK, BV], [BK, BV]
         tq = load_tile(at(q, origin, hq, HQ, K), tokens, ck, count, HQ, K, SIGN)
         tk = load_tile(at(k, origin, hk, HK, K), tokens, ck, count, HK, K, SIGN)
         S = load_state(before, e, h, ck, cv, written, H, K, V)
         dS = load_state(behind, e, h, ck, cv, written, H, K, V)
-        edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        # dq and dk through the states, and through the chunk's pairs: read and pull, fed and push
+        # dq and dk through the states: read and fed; through the chunk's pairs: pull and push; pairs: q * pull - k * push
         read = dot(tdo, tl.trans(S), DTYPE, PRECISION)
         fed = dot(tv, tl.trans(dS), DTYPE, PRECISION)
+        edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
         if FORM == "key":
             gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
-            M = sums(middle_matrix(tokens, C), gates)
-            if is_fast(M):
-                up, down = exp(M), exp(-M)
-                pull = dot(dP, tk * down, SCORES, PRECISION) * up
-                push = dot(tl.trans(dP), tq * up, SCORES, PRECISION) * down
-                enter, leave = half_sums(gates, tokens, C)
-                enter, leave = exp(enter), exp(leave)
-            else:
+            if EXACT:
+                up, down, last = exact_factors(gates, tokens)
+                tdv += dot(tk * down, dS, DTYPE, PRECISION)
                 pull = tl.zeros([C, BK], tl.float32)
                 push = tl.zeros([C, BK], tl.float32)
-                for level in range(0, levels(C)):
-                    pairs, matrix = halving(tokens, (C // 2) >> level)
+                pairs = tl.zeros([C, BK], tl.float32)
+                for level in range(0, kept_loop(levels(C), length)):
+                    mask, matrix = halving(tokens, (C // 2) >> level)
                     way = exp(sums(matrix, gates))
-                    pulled = tl.where(pairs, dP, 0.0)
-                    pull += dot(pulled, tk * way, SCORES, PRECISION) * way
-                    push += dot(tl.trans(pulled), tq * way, SCORES, PRECISION) * way
-                up = exp(sums(tl.where(j <= i, 1.0, 0.0), gates))
-                down = exp(sums(tl.where(j > i, 1.0, 0.0), gates))
-                enter = tl.full([BK], 1.0, tl.float32)
-                leave = tl.full([BK], 1.0, tl.float32)
-            edge = edge * exp(tl.sum(gates.to(tl.float32), 0))
-            read = read * up * enter[None, :]
-            fed = fed * down * leave[None, :]
-            tdv += dot(tk * down, dS.to(tl.float32) * leave[:, None], DTYPE, PRECISION)
+                    pulled = tl.where(mask, dP, 0.0)
+                    x, y = (tq * way).to(DTYPE), (tk * way).to(DTYPE)
+                    level_pull = dot(pulled, y, DTYPE, PRECISION)
+                    level_push = dot(tl.trans(pulled), x, DTYPE, PRECISION)
+                    pairs += x * level_pull - y * level_push
+                    pull += level_pull * way
+                    push += level_push * way
+            else:
+                M = sums(middle_matrix(tokens, C), gates)
+                up, down = exp(M), exp(-M)
+                x, y = (tq * up).to(DTYPE), (tk * down).to(DTYPE)
+                pull = dot(dP, y, DTYPE, PRECISION)
+                push = dot(tl.trans(dP), x, DTYPE, PRECISION)
+                pairs = x * pull - y * push
+                pull, push = pull * up, push * down
+                enter, leave, _ = ends(gates, M, tokens, C)
+                last = exp(enter + leave)
+                leave = exp(leave)
+                tdv += dot(y, dS * leave[:, None], DTYPE, PRECISION)
+                up, down = up * exp(enter)[None, :], down * leave[None, :]
+            edge = edge * last
+            read, fed = read * up, fed * down
         else:
+            pull = dot(dP, tk, DTYPE, PRECISION)
+            push = dot(tl.trans(dP), tq, DTYPE, PRECISION)
             if FORM == "none":
                 tdv += dot(tk, dS, DTYPE, PRECISION)
             else:
+                tdv += dot(tk, dS, DTYPE, PRECISION) * down
+                pairs = tq * pull - tk * push
                 read, fed = read * up, fed * down
-                tdv += dot(tk * down, dS, DTYPE, PRECISION)
-            pull = dot(dP, tk, DTYPE, PRECISION)
-            push = dot(tl.trans(dP), tq, DTYPE, PRECISION)
-        read += pull
-        d_scale += tl.sum(tq * (read + d_own[:, None] * tk), 1)
-        read = read * factor
-        push = push * factor
-        later, earlier = tq * read - tk * push, tk * fed  # what stands behind a gate, and what before it
         if FORM == "key":
-            tdg = sums_of_terms(tl.where(j >= i, 1.0, 0.0), later, PRECISION)
-            tdg += sums_of_terms(tl.where(j < i, 1.0, 0.0), earlier, PRECISION) + edge[None, :]
+            tdg = term_sums(tl.where(j >= i, 1.0, 0.0), (tq * read + pairs) * factor, DTYPE)
+            tdg += dot(tl.where(j < i, 1.0, 0.0), tk * fed, DTYPE, PRECISION) + edge[None, :]
             store_tile(at(dg, origin, h, H, K), tdg, tokens, ck, length, H, K, SIGN)
         elif FORM != "none":
-            behind_gate += tl.sum(later, 1)
-            before_gate += tl.sum(earlier, 1)
+            behind_gate += tl.sum(tq * read + pairs, 1) * factor
+            before_gate += tl.sum(tk * fed, 1)
             over_gate += tl.sum(edge, 0)
-        store_tile(at(dq, origin, h, H, K), read + (d_own * factor)[:, None] * tk, tokens, ck, length, H, K, SIGN)
-        store_tile(at(dk, origin, h, H, K), fed + push + (d_own * factor)[:, None] * tq, tokens, ck, length, H, K, SIGN)
+        read += pull + d_own[:, None] * tk
+        fed += (push + d_own[:, None] * tq) * factor
+        d_scale += tl.sum(tq * read, 1)
+        store_tile(at(dq, origin, h, H, K), read * factor, tokens, ck, length, H, K, SIGN)
+        store_tile(at(dk, origin, h, H, K), fed, tokens, ck, length, H, K, SIGN)
     store_tile(at(dv, origin, h, H, V), tdv, tokens, cv, length, H, V, SIGN)
+    slot = e.to(tl.int64) * H + h
     tl.store(dscale + slot, tl.sum(d_scale, 0))
     if FORM == "constant" or FORM == "head":
         tdg = tl.sum(tl.where(j >= i, behind_gate[None, :], 0.0) + tl.where(j < i, before_gate[None, :], 0.0), 1)
@@ -166,19 +213,12 @@ def gradient(
 
 
 @triton.jit
-def scores(q, k, gates, tokens, C: tl.constexpr, SCORES: tl.constexpr, PRECISION: tl.constexpr):
-    """sum_k q_ik k_jk e^{G_ik - G_jk} for j < i, and 0 elsewhere."""
-    M = sums(middle_matrix(tokens, C), gates)
-    if is_fast(M):
-        P = tl.where(
-            tokens[:, None] > tokens[None, :], dot(q * exp(M), tl.trans(k * exp(-M)), SCORES, PRECISION), 0.0
-        )
+def term_sums(matrix, x, DTYPE: tl.constexpr):
+    """matrix @ x for a matrix of 0 and 1 and terms that cancel: in two bfloat16 products, 16 bits, or three of TF32."""
+    if DTYPE == tl.bfloat16:
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        matrix = matrix.to(tl.bfloat16)
+        return tl.dot(matrix, low, tl.dot(matrix, high))
     else:
-        P = exact_scores(q, k, gates, tokens, C, SCORES, PRECISION)
-    return P
-
-
-@triton.jit
-def sums_of_terms(matrix, x, PRECISION: tl.constexpr):
-    """matrix @ x for a matrix of 0 and 1, in TF32, or as exactly as PRECISION says for float32 inputs."""
-    return tl.dot(matrix, x, input_precision="tf32" if PRECISION == "tf32" else "tf32x3")
+        return tl.dot(matrix, x, input_precision="tf32x3")

@@ -14,6 +14,12 @@ FAST_LIMIT = tl.constexpr(60.0)
 
 
 @triton.jit
+def kept_loop(n, count):
+    """n, for any count >= 0; that the compiler does not know, so that it does not unroll a loop of n passes."""
+    return tl.where(count >= 0, n, 0)
+
+
+@triton.jit
 def exp(x):
     return tl.exp2(x * LOG2E)
 
@@ -103,17 +109,25 @@ def middle_matrix(tokens, C: tl.constexpr):
 
 
 @triton.jit
-def is_fast(M):
-    """Whether e^M and e^-M are safe factors, so that the scores of a chunk are one product."""
-    return tl.max(tl.abs(M)) <= FAST_LIMIT
+def add_add_max(a, b, c, x, y, z):
+    return a + x, b + y, tl.maximum(c, z)
 
 
 @triton.jit
-def half_sums(x, tokens, C: tl.constexpr):
-    """The sums of x [C, D] over the first and the second half of the chunk, [D] each."""
-    x = x.to(tl.float32)
+def ends(gates, M, tokens, C: tl.constexpr):
+    """The sums of the gates over the first and the second half of the chunk and the largest |M|, [BK] each."""
+    x = gates.to(tl.float32)
     first = (tokens < C // 2)[:, None]
-    return tl.sum(tl.where(first, x, 0.0), 0), tl.sum(tl.where(first, 0.0, x), 0)
+    return tl.reduce((tl.where(first, x, 0.0), tl.where(first, 0.0, x), tl.abs(M)), 0, add_add_max)
+
+
+@triton.jit
+def exact_factors(gates, tokens):
+    """e^{G_i} and e^{G_last - G_i}, [C, BK], each from its own sum; and e^{G_last}, [BK]."""
+    i, j = tokens[:, None], tokens[None, :]
+    up = exp(sums(tl.where(j <= i, 1.0, 0.0), gates))
+    down = exp(sums(tl.where(j > i, 1.0, 0.0), gates))
+    return up, down, exp(tl.sum(gates.to(tl.float32), 0))
 
 
 @triton.constexpr_function
@@ -123,11 +137,11 @@ def levels(C):
 
 
 @triton.jit
-def exact_scores(q, k, g, tokens, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def exact_scores(q, k, gates, tokens, count, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """sum_k q_ik k_jk e^{G_ik - G_jk} for j < i, [C, C], for any gates: log2(C) products, each with its own reference."""
     scores = tl.zeros([C, C], tl.float32)
-    for level in range(0, levels(C)):
+    for level in range(0, kept_loop(levels(C), count)):
         pairs, matrix = halving(tokens, (C // 2) >> level)
-        factor = exp(sums(matrix, g))
+        factor = exp(sums(matrix, gates))
         scores += tl.where(pairs, dot(q * factor, tl.trans(k * factor), DTYPE, PRECISION), 0.0)
     return scores

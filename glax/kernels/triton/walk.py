@@ -11,12 +11,13 @@ states from zero, a scan over them, their outputs from the right states.
 
 from glax.kernels.triton.lang import tl, triton
 from glax.kernels.triton.tiles import (
+    FAST_LIMIT,
     at,
     dot,
+    ends,
+    exact_factors,
     exact_scores,
     exp,
-    half_sums,
-    is_fast,
     load_head_gates,
     load_key_gates,
     load_state,
@@ -128,24 +129,15 @@ def scan(
 
 
 @triton.jit
-def outputs(
-    q, k, v, g, scale, start, table, o, final,
+def output_walk(
+    q, k, v, g, start, o, factor, cv,
+    h, n, origin, length, filled, edges, e,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, SCORES: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of a segment for BV columns of v, and the state behind a sequence's last segment.
-
-    START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0). SCORES: the dtype of the factors
-    of the scores.
-    """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
-    entry = table + e * 6
-    origin, length, filled = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    n, edges = tl.load(entry + 3), tl.load(entry + 4)
-    ck, cv = tl.arange(0, BK), block * BV + tl.arange(0, BV)
-    tokens = tl.arange(0, C)
+    """The outputs of a segment, and the state behind it; and how far the fast form, where it is used, had to reach."""
+    ck, tokens = tl.arange(0, BK), tl.arange(0, C)
     i, j = tokens[:, None], tokens[None, :]
     hq, hk, hv = h // (H // HQ), h // (H // HK), h // (H // HV)
     if START == 1:
@@ -155,7 +147,7 @@ def outputs(
         S = load_state(start, n, h, ck, cv, V, H, K, V).to(tl.float32)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    factor = tl.load(scale + n).to(tl.float32)
+    reach = tl.zeros([BK], tl.float32)
     for c in range(0, tl.cdiv(length, C)):
         first = origin + SIGN * c * C
         count = filled - c * C
@@ -166,24 +158,21 @@ def outputs(
         if FORM == "key":
             gates = load_key_gates(g, first, h, tokens, ck, count, H, K, SIGN)
             own = tl.sum(tq.to(tl.float32) * tk.to(tl.float32), 1)
-            M = sums(middle_matrix(tokens, C), gates)
-            if is_fast(M):
-                up, down = tq * exp(M), tk * exp(-M)
-                A = dot(up, tl.trans(down), SCORES, PRECISION)
-                enter, leave = half_sums(gates, tokens, C)
-                enter, leave = exp(enter), exp(leave)
-                through = enter * leave
-                x, y = up.to(DTYPE), down.to(DTYPE)
+            if EXACT:
+                A = exact_scores(tq, tk, gates, tokens, filled, C, DTYPE, PRECISION)
+                up, down, through = exact_factors(gates, tokens)
+                read = dot(tq * up, S, DTYPE, PRECISION)
+                S = S * through[:, None] + dot(tl.trans(tk * down), tv, DTYPE, PRECISION)
             else:
-                A = exact_scores(tq, tk, gates, tokens, C, SCORES, PRECISION)
-                x = (tq * exp(sums(tl.where(j <= i, 1.0, 0.0), gates))).to(DTYPE)
-                y = (tk * exp(sums(tl.where(j > i, 1.0, 0.0), gates))).to(DTYPE)
-                through = exp(tl.sum(gates.to(tl.float32), 0))
-                enter = tl.full([BK], 1.0, tl.float32)
-                leave = tl.full([BK], 1.0, tl.float32)
+                M = sums(middle_matrix(tokens, C), gates)
+                up, down = (tq * exp(M)).to(DTYPE), (tk * exp(-M)).to(DTYPE)
+                A = dot(up, tl.trans(down), DTYPE, PRECISION)
+                enter, leave, largest = ends(gates, M, tokens, C)
+                reach = tl.maximum(reach, largest)
+                S = S * exp(enter)[:, None]
+                read = dot(up, S, DTYPE, PRECISION)
+                S = (S + dot(tl.trans(down), tv, DTYPE, PRECISION)) * exp(leave)[:, None]
             A = tl.where(i > j, A, tl.where(i == j, own[:, None], 0.0))
-            read = dot(x, S * enter[:, None], DTYPE, PRECISION)
-            S = S * through[:, None] + dot(tl.trans(y), tv, DTYPE, PRECISION) * leave[:, None]
         elif FORM == "none":
             A = tl.where(i >= j, dot(tq, tl.trans(tk), DTYPE, PRECISION), 0.0)
             read = dot(tq, S, DTYPE, PRECISION)
@@ -193,13 +182,46 @@ def outputs(
             G = tl.sum(tl.where(j <= i, gates[None, :], 0.0), 1)
             rest = tl.sum(tl.where(j > i, gates[None, :], 0.0), 1)
             G_row = tl.sum(tl.where(i <= j, gates[:, None], 0.0), 0)
-            A = dot(tq, tl.trans(tk), DTYPE, PRECISION) * exp(tl.where(i >= j, G[:, None] - G_row[None, :], float("-inf")))
+            decay = exp(tl.where(i >= j, G[:, None] - G_row[None, :], float("-inf")))
+            A = dot(tq, tl.trans(tk), DTYPE, PRECISION) * decay
             read = dot(tq, S, DTYPE, PRECISION) * exp(G)[:, None]
-            S = S * exp(tl.sum(gates, 0)) + dot(tl.trans(tk * exp(rest)[:, None]), tv, DTYPE, PRECISION)
+            S = S * exp(tl.sum(gates, 0)) + dot(tl.trans(tk), tv * exp(rest)[:, None], DTYPE, PRECISION)
         out = (read + dot(A, tv, DTYPE, PRECISION)) * factor
         store_tile(at(o, first, h, H, V), out, tokens, cv, length - c * C, H, V, SIGN)
+    return S, tl.max(reach, 0)
+
+
+@triton.jit
+def outputs(
+    q, k, v, g, scale, start, table, o, final,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The outputs of a segment for BV columns of v, and the state behind a sequence's last segment.
+
+    START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0). A segment whose gates turn out to
+    be too strong for the fast form is walked again in the exact one.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
+    entry = table + e * 6
+    origin, length, filled = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    n, edges = tl.load(entry + 3), tl.load(entry + 4)
+    cv = block * BV + tl.arange(0, BV)
+    factor = tl.load(scale + n).to(tl.float32)
+    S, reach = output_walk(
+        q, k, v, g, start, o, factor, cv, h, n, origin, length, filled, edges, e,
+        H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, START, DTYPE, PRECISION, False,
+    )  # fmt: skip
+    if FORM == "key":
+        if reach > FAST_LIMIT:
+            S, reach = output_walk(
+                q, k, v, g, start, o, factor, cv, h, n, origin, length, filled, edges, e,
+                H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, START, DTYPE, PRECISION, True,
+            )  # fmt: skip
     if (edges & 2) != 0:
-        store_state(final, S, n, h, ck, cv, H, K, V)
+        store_state(final, S, n, h, tl.arange(0, BK), cv, H, K, V)
 
 
 @triton.jit
