@@ -52,7 +52,7 @@ class Walk:
         self.a, self.b = (r.q, d_output) if self.adjoint else (r.k, r.v)
         self.blocks = dict(BK=min(block, width(K)), BV=min(block, width(V)))
         self.programs = -(-K // self.blocks["BK"]) * -(-V // self.blocks["BV"]) * r.num_heads
-        self.options = dict(warps=4, stages=config.stages, C=config.chunk)
+        self.options = dict(warps=4, stages=3 if r.q.dtype == jnp.bfloat16 else 2, C=config.chunk)
 
     def run(self, start, kind: int, every: bool, outputs):
         r, (gates, form) = self.r, gates_of(self.r)

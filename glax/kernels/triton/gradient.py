@@ -76,7 +76,7 @@ def scores(
     P = tl.zeros([C, C], tl.float32)
     own = tl.zeros([C], tl.float32)
     reach = tl.zeros([BK], tl.float32)
-    for k0 in tl.range(0, kept_loop(K, length), BK, num_stages=1):
+    for k0 in range(0, kept_loop(K, length), BK):
         ck = k0 + tl.arange(0, BK)
         # [C, BK]
         tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
@@ -133,7 +133,7 @@ def through_scores(
     behind_gate = tl.zeros([C], tl.float32)
     before_gate = tl.zeros([C], tl.float32)
     over_gate = 0.0
-    for k0 in tl.range(0, kept_loop(K, length), BK, num_stages=1):
+    for k0 in range(0, kept_loop(K, length), BK):
         ck = k0 + tl.arange(0, BK)
         # [C, BK], [C, BK], [BK, BV], [BK, BV]
         tq = load_tile(at(q, origin, hq, HQ, K), tokens, ck, count, HQ, K, SIGN)
