@@ -53,9 +53,19 @@ def run_backward(choice: Choice, r: Recurrence, d_output, d_final) -> Recurrence
     return None
 
 
-def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *cotangents):
-    _, refused = kernel_registry.able(r, choice.platform, gradient=spec.is_gradient)
-    return executor(spec, r, *cotangents, cfg=choice.config, refused=refused)
+def run_step(choice: Choice, r: Recurrence, pool, slots):
+    """(output, pool) by the best kernel that works in the pool itself; None if there is none: gather, solve and scatter then.
+
+    A config that is not of such a kernel belongs to the kernel that solves.
+    """
+    load_kernels()
+    able, _ = kernel_registry.able(r, choice.platform, choice.config, step=True)
+    return execute(able[0], choice, r, pool, slots) if able else None
+
+
+def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *operands):
+    _, refused = kernel_registry.able(r, choice.platform, gradient=spec.is_gradient, step=spec.is_step)
+    return executor(spec, r, *operands, cfg=choice.config, refused=refused)
 
 
 def merged_vmap(f, *operands):

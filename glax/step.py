@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from glax.api import bind_and_solve
-from glax.bind import check_before_tracing
-from glax.dispatch import Choice
+from glax.autodiff import solve
+from glax.bind import bind, check_before_tracing
+from glax.dispatch import Choice, run_step
+from glax.recurrence import Recurrence, aligned
 from glax.registry import Config, Platform
 
 
@@ -54,17 +55,63 @@ def bind_and_step(choice: Choice, tokens: dict, rest: dict, state, slots):
     for name, x in (tokens | {"state": state}).items():
         if x is not None and x.ndim not in RANKS[name][0]:
             raise ValueError(f"{name} must be {RANKS[name][1]}, got shape {x.shape}")
-    pool, batch = state, tokens["query"].shape[0]
+    batch = tokens["query"].shape[0]
     if slots is not None:
-        slots, used = usable(slots, batch, rows=state.shape[0])
-        state = pool.at[slots].get(mode="fill", fill_value=0)
+        slots = usable(slots, batch, rows=state.shape[0])
     tokens = {name: None if x is None else x[:, None] for name, x in tokens.items()}
-    arrays = tokens | rest | dict(initial_state=state, cu_seqlens=None)
-    output, final = bind_and_solve(choice, False, arrays)
-    output, final = output[:, 0], final.astype(state.dtype)
+    r = bind(**tokens, **rest, initial_state=rows_of(state, slots))
+    output, state = advance(choice, aligned(r.replace(initial_state=None)), state, slots)
+    return output[:, 0], state
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def advance(choice: Choice, r: Recurrence, pool, slots):
+    """Output [B, 1, H, V] and the pool after one token, r, which holds no state: in the pool itself if a kernel can."""
+
+    def in_pool(r, pool, slots):
+        places = jnp.arange(r.num_sequences) if slots is None else jnp.where(slots < pool.shape[0], slots, -1)
+        return run_step(choice, r, pool, places.astype(jnp.int32))
+
+    if 0 in (*r.q.shape, pool.shape[0]) or jax.eval_shape(in_pool, r, pool, slots) is None:
+        return gathered(choice, r, pool, slots)
+    run = jax.custom_batching.custom_vmap(in_pool)
+    run.def_vmap(functools.partial(by_example, choice))
+    return run(r, pool, slots)
+
+
+def by_example(choice: Choice, size: int, batched, *operands):
+    """Vmapped steps read and write many pools: gathered, they merge into one batch."""
+    axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
+    results = jax.vmap(functools.partial(gathered, choice), axes, axis_size=size)(*operands)
+    return results, jax.tree.map(lambda _: True, results)
+
+
+def gathered(choice: Choice, r: Recurrence, pool, slots):
+    """`advance` by the kernels for whole sequences."""
+    output, final = solve(choice, r.replace(initial_state=rows_of(pool, slots)))
+    final = final.astype(pool.dtype)
     if slots is None:
         return output, final
-    return jnp.where(used[:, None, None], output, 0), pool.at[slots].set(final, mode="drop")
+    used = slots < pool.shape[0]
+    return jnp.where(used[:, None, None, None], output, 0), pool.at[slots].set(final, mode="drop")
+
+
+def _advance_fwd(choice, r, pool, slots):
+    return advance(choice, r, pool, slots), (r, pool, slots)
+
+
+def _advance_bwd(choice, operands, cotangents):
+    r, pool, slots = operands
+    _, pull = jax.vjp(lambda r, pool: gathered(choice, r, pool, slots), r, pool)
+    return *pull(cotangents), None if slots is None else np.zeros(slots.shape, jax.dtypes.float0)
+
+
+advance.defvjp(_advance_fwd, _advance_bwd)
+
+
+def rows_of(pool, slots):
+    """The states of the sequences; zeros for those without."""
+    return pool if slots is None else pool.at[slots].get(mode="fill", fill_value=0)
 
 
 TOKEN = "[B, heads, width]"
@@ -79,14 +126,14 @@ RANKS = dict(
 )
 
 
-def usable(slots, batch: int, rows: int) -> tuple[Int[Array, "B"], Array]:
-    """The slots, every unused one moved out of bounds, where reads give zeros and writes are dropped; and which are used."""
+def usable(slots, batch: int, rows: int) -> Int[Array, "B"]:
+    """The slots, every unused one moved out of bounds, where reads give zeros and writes are dropped."""
     if not jnp.issubdtype(slots.dtype, jnp.integer):
         raise TypeError(f"slots must hold integers, got {slots.dtype}")
     if slots.shape != (batch,):
         raise ValueError(f"slots must be [B] with B={batch} as in query, got shape {slots.shape}")
     used = (slots >= 0) & (slots < rows)
-    return jnp.where(used, slots, rows), used
+    return jnp.where(used, slots, rows)
 
 
 def check_known_slots(slots, state):

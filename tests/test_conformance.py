@@ -14,13 +14,13 @@ from glax.kernels import load_kernels
 from glax.kernels.xla.chunked import ChunkedConfig
 from glax.recurrence import Outputs, Recurrence
 from glax.reference import reference, reference_gradient
-from glax.registry import KernelSpec, kernel_registry
+from glax.registry import Backend, KernelSpec, kernel_registry
 from tests.cases import EXTREME, Case, all_cases, cotangents, recurrence
 from tests.close import assert_gradients_close, assert_outputs_close
 
 load_kernels()
 CASES = list(all_cases())
-KERNELS = list(kernel_registry.kernels.values())
+KERNELS = [s for s in kernel_registry.kernels.values() if s.backend in (Backend.ANY, Backend.here()) and not s.is_step]
 FORWARD = [spec for spec in KERNELS if not spec.algorithm.endswith(".vjp")]
 BACKWARD = [spec for spec in KERNELS if spec.algorithm.endswith(".vjp")]
 FAST = ("key", "both-packed-reverse", "constant-packed", "bfloat16-head", "heads4-2-1")

@@ -45,9 +45,21 @@ def launches(f, *operands) -> list[Launch]:
     """What f(*operands) would launch; shapes will do for operands."""
     found = []
 
-    def record(*given, kernel, grid, num_warps, num_stages, input_output_aliases=None, out_type=None, out_shape=None, **constants):
+    def record(
+        *given,
+        kernel,
+        grid,
+        num_warps,
+        num_stages,
+        input_output_aliases=None,
+        out_type=None,
+        out_shape=None,
+        **constants,
+    ):
         outputs = out_type if out_type is not None else out_shape
-        passed = [x for i, x in enumerate(outputs) if out_type is None or i not in (input_output_aliases or {}).values()]
+        passed = [
+            x for i, x in enumerate(outputs) if out_type is None or i not in (input_output_aliases or {}).values()
+        ]
         kinds = tuple(TYPES[str(x.dtype)] for x in (*given, *passed))
         found.append(Launch(kernel, kinds, (), grid[0], num_warps, num_stages, tuple(constants.items())))
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]

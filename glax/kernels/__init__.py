@@ -3,7 +3,7 @@
 import functools
 import importlib
 
-MODULES = ("glax.kernels.xla", "glax.kernels.cpu")
+MODULES = ("glax.kernels.xla", "glax.kernels.cpu", "glax.kernels.triton")
 
 
 @functools.cache

@@ -125,8 +125,10 @@ def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Rec
     behind, d_initial = against.every(d_start, d_kind, chunks.count)
 
     gates, form = gates_of(r)
+
     def wide(x):  # gradients that heads share are summed in float32
         return x.dtype if x.shape[2] == H else jnp.float32
+
     d_gates = {"key": ((B, T, H, K), gates.dtype), "head": ((B, T, H), gates.dtype)}
     each = ((chunks.count, H), jnp.float32)
     dq, dk, dv, dg, d_scale = launch(

@@ -53,7 +53,9 @@ def gradient(
     factor = tl.load(scale + n).to(tl.float32)
     P, own, reach = scores(q, k, g, origin, length, count, h, H, HQ, HK, K, C, BK, FORM, SIGN, DTYPE, PRECISION, False)
     if (FORM == "key") & (reach > FAST_LIMIT):
-        P, own, reach = scores(q, k, g, origin, length, count, h, H, HQ, HK, K, C, BK, FORM, SIGN, DTYPE, PRECISION, True)
+        P, own, reach = scores(
+            q, k, g, origin, length, count, h, H, HQ, HK, K, C, BK, FORM, SIGN, DTYPE, PRECISION, True
+        )
         through_scores(
             q, k, v, g, do, before, behind, dq, dk, dv, dg, dscale, P, own, factor, h, e, n, origin, length, count,
             H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, True,
@@ -187,7 +189,7 @@ def through_scores(
                 pairs = tq * pull - tk * push
                 read, fed = read * up, fed * down
         if FORM == "key":
-            tdg = term_sums(tl.where(j >= i, 1.0, 0.0), (tq * read + pairs) * factor, DTYPE)
+            tdg = term_sums(tl.where(j >= i, 1.0, 0.0), (tq * read + pairs) * factor, tdo.dtype == tl.bfloat16)
             tdg += dot(tl.where(j < i, 1.0, 0.0), tk * fed, DTYPE, PRECISION) + edge[None, :]
             store_tile(at(dg, origin, h, H, K), tdg, tokens, ck, length, H, K, SIGN)
         elif FORM != "none":
@@ -213,9 +215,9 @@ def through_scores(
 
 
 @triton.jit
-def term_sums(matrix, x, DTYPE: tl.constexpr):
+def term_sums(matrix, x, SPLIT: tl.constexpr):
     """matrix @ x for a matrix of 0 and 1 and terms that cancel: in two bfloat16 products, 16 bits, or three of TF32."""
-    if DTYPE == tl.bfloat16:
+    if SPLIT:
         high = x.to(tl.bfloat16)
         low = (x - high.to(tl.float32)).to(tl.bfloat16)
         matrix = matrix.to(tl.bfloat16)

@@ -7,6 +7,8 @@ import jax_triton
 import triton
 import triton.language as tl
 
+from glax.recurrence import varying_like
+
 __all__ = ["launch", "tl", "triton"]
 
 # jax-triton 0.4 renamed this option, and no longer hands a kernel the output that shares an operand's memory.
@@ -23,4 +25,5 @@ def launch(kernel, programs: int, operands, outputs, *, warps: int, stages: int,
     options = dict(num_warps=warps, num_stages=stages) | {OUTPUTS: shapes}
     if in_place:
         options["input_output_aliases"] = in_place
-    return jax_triton.triton_call(*operands, kernel=kernel, grid=(programs,), **options, **constants)
+    results = jax_triton.triton_call(*operands, kernel=kernel, grid=(programs,), **options, **constants)
+    return [varying_like(x, operands[0]) for x in results]

@@ -214,7 +214,7 @@ def outputs(
         q, k, v, g, start, o, factor, cv, h, n, origin, length, filled, edges, e,
         H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, START, DTYPE, PRECISION, False,
     )  # fmt: skip
-    if FORM == "key":
+    if FORM == "key":  # noqa: SIM102 (the compiler knows the form, not the reach)
         if reach > FAST_LIMIT:
             S, reach = output_walk(
                 q, k, v, g, start, o, factor, cv, h, n, origin, length, filled, edges, e,
