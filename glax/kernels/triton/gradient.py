@@ -107,7 +107,7 @@ def through_scores(
     """All gradients of a chunk, given its scores.
 
     The pairs' parts in the gates' gradient, q * pull and k * push, cancel but for the pairs across a gate. So both are formed
-    of the same rounded factors, and cancel whatever their rounding was.
+    of the same rounded factors, and cancel whatever their rounding was. With one gate a head they are sums of P * dP.
     """
     tokens, cv = tl.arange(0, C), tl.arange(0, BV)
     i, j = tokens[:, None], tokens[None, :]
@@ -127,14 +127,15 @@ def through_scores(
         up = exp(G)[:, None]
         down = exp(tl.sum(tl.where(j > i, gates[None, :], 0.0), 1))[:, None]
         last = exp(tl.sum(gates, 0))
-        P, dP = P * decay, dP * decay
+        P, pairs = P * decay, P * decay * dP  # [C, C]
+        dP = dP * decay
+        behind_gate = (tl.sum(pairs, 1) - tl.sum(pairs, 0)) * factor
+        before_gate = tl.zeros([C], tl.float32)
+        over_gate = 0.0
     dP = dP.to(DTYPE)
     tdv = dot(tl.trans(P * factor), tdo, DTYPE, PRECISION) + (own * factor)[:, None] * tdo
 
     d_scale = tl.zeros([C], tl.float32)
-    behind_gate = tl.zeros([C], tl.float32)
-    before_gate = tl.zeros([C], tl.float32)
-    over_gate = 0.0
     for k0 in range(0, kept_loop(K, length), BK):
         ck = k0 + tl.arange(0, BK)
         # [C, BK], [C, BK], [BK, BV], [BK, BV]
@@ -186,14 +187,13 @@ def through_scores(
                 tdv += dot(tk, dS, DTYPE, PRECISION)
             else:
                 tdv += dot(tk, dS, DTYPE, PRECISION) * down
-                pairs = tq * pull - tk * push
                 read, fed = read * up, fed * down
         if FORM == "key":
             tdg = term_sums(tl.where(j >= i, 1.0, 0.0), (tq * read + pairs) * factor, tdo.dtype == tl.bfloat16)
             tdg += dot(tl.where(j < i, 1.0, 0.0), tk * fed, DTYPE, PRECISION) + edge[None, :]
             store_tile(at(dg, origin, h, H, K), tdg, tokens, ck, length, H, K, SIGN)
         elif FORM != "none":
-            behind_gate += tl.sum(tq * read + pairs, 1) * factor
+            behind_gate += tl.sum(tq * read, 1) * factor
             before_gate += tl.sum(tk * fed, 1)
             over_gate += tl.sum(edge, 0)
         read += pull + d_own[:, None] * tk

@@ -201,7 +201,7 @@ def outputs(
     """The outputs of a segment for BV columns of v, and the state behind a sequence's last segment.
 
     START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0). A segment whose gates turn out to
-    be too strong for the fast form is walked again in the exact one.
+    be too strong for the fast form is walked again in the exact one, 16 tokens at a time: that needs the fewest products.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
@@ -218,7 +218,7 @@ def outputs(
         if reach > FAST_LIMIT:
             S, reach = output_walk(
                 q, k, v, g, start, o, factor, cv, h, n, origin, length, filled, edges, e,
-                H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, START, DTYPE, PRECISION, True,
+                H, HQ, HK, HV, K, V, 16, BK, BV, FORM, SIGN, START, DTYPE, PRECISION, True,
             )  # fmt: skip
     if (edges & 2) != 0:
         store_state(final, S, n, h, tl.arange(0, BK), cv, H, K, V)
