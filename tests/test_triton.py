@@ -18,16 +18,21 @@ from tests import triton_interpreter
 triton_interpreter.install()
 
 from glax.bind import bind  # noqa: E402
+from glax.kernels import load_kernels  # noqa: E402
 from glax.kernels.triton import ChunkedConfig, GradientConfig, TokenConfig, support  # noqa: E402
-from glax.kernels.triton.chunked import chunked, chunked_vjp  # noqa: E402
 from glax.kernels.triton.segments import segments_of  # noqa: E402
-from glax.kernels.triton.tokens import recurrent, recurrent_step  # noqa: E402
 from glax.reference import reference, reference_gradient  # noqa: E402
+from glax.registry import kernel_registry  # noqa: E402
 from tests.cases import EXTREME, Case, all_cases, cotangents, inputs, recurrence  # noqa: E402
 from tests.close import assert_close, assert_gradients_close, assert_outputs_close  # noqa: E402
 
+load_kernels()
+chunked, chunked_vjp, recurrent, recurrent_step = (
+    kernel_registry.kernels[f"{name}/triton/gpu"].run
+    for name in ("chunked", "chunked.vjp", "recurrent", "recurrent.step")
+)
 CASES = {case.name: case for case in all_cases()}
-FEW = ("log-sigmoid", "-20", "-100 on 5%", "+0.05")
+FEW = ("log-sigmoid", "-20", "-100 on 5%")
 CHUNKED = [
     *(dataclasses.replace(CASES[f"{form}-packed-reverse"], strengths=FEW) for form in ("key", "head", "constant")),
     *(dataclasses.replace(CASES[name], strengths=("0", "-120", "-inf on 5%")) for name in ("key", "head")),
@@ -110,8 +115,8 @@ def test_a_new_length_is_no_new_kernel():
         r = recurrence(case, "log-sigmoid")
         launched.clear()
         for segment in (0, 64):
-            chunked(r, ChunkedConfig(32, 16, segment))
-            chunked_vjp(r, *cotangents(case, r), GradientConfig(32, 16, segment))
+            chunked(r, config=ChunkedConfig(32, 16, segment))
+            chunked_vjp(r, *cotangents(case, r), config=GradientConfig(32, 16, segment))
         return list(launched)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -16,9 +16,9 @@ __all__ = ["ChunkedConfig", "GradientConfig", "TokenConfig"]
 )
 def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     """The chunked form in one pass over q, k, v and the gates, the state on chip."""
-    from glax.kernels.triton import chunked as launches
+    from glax.kernels.triton import chunks
 
-    return launches.chunked(r, config)
+    return chunks.chunked(r, config)
 
 
 @kernel_registry.register(
@@ -31,9 +31,9 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> Recurrence:
     """The gradient in every input from the states at both ends of each chunk."""
-    from glax.kernels.triton import chunked as launches
+    from glax.kernels.triton import chunks
 
-    return launches.chunked_vjp(r, d_output, d_final, config)
+    return chunks.chunked_vjp(r, d_output, d_final, config)
 
 
 @kernel_registry.register(
@@ -41,14 +41,14 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> 
 )
 def recurrent(r: Recurrence, *, config: TokenConfig) -> Outputs:
     """Token by token, every decay as it is written: short sequences, and gates on the value side."""
-    from glax.kernels.triton import tokens as launches
+    from glax.kernels.triton import tokens
 
-    return launches.recurrent(r, config)
+    return tokens.recurrent(r, config)
 
 
 @kernel_registry.register("recurrent.step", Platform.TRITON, Backend.GPU, config=TokenConfig, supports=step_refusal)
 def recurrent_step(r: Recurrence, pool, slots, *, config: TokenConfig):
     """One token of each sequence, its state read and written once, in the pool."""
-    from glax.kernels.triton import tokens as launches
+    from glax.kernels.triton import tokens
 
-    return launches.recurrent_step(r, pool, slots, config)
+    return tokens.recurrent_step(r, pool, slots, config)
