@@ -34,7 +34,11 @@ def usages(capability: int, *names: str) -> dict:
     command = [sys.executable, "-W", "ignore", "-m", "tests.triton_compile", str(capability), *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return {(row["kernel"], row["runs"]): row for row in map(json.loads, done.stdout.splitlines())}
+    worst: dict = {}  # a kernel runs more than once: forwards and backwards, say
+    for row in map(json.loads, done.stdout.splitlines()):
+        other = worst.setdefault((row["kernel"], row["runs"]), row)
+        other |= {name: max(row[name], other[name]) for name in ("shared", "stack", "registers")}
+    return worst
 
 
 @pytest.mark.parametrize("capability", LIMITS)
