@@ -138,6 +138,10 @@ def run_kernel(spec: KernelSpec, programs: dict):
         program, config = programs[spec.name], spec.config.heuristic(r)
         if spec.algorithm.endswith(".vjp"):
             return named(program(r, d_output, d_final, config=config), "d ")
+        if spec.is_step:
+            everyone = jnp.arange(r.num_sequences)
+            output, pool = program(r.replace(initial_state=None), r.initial_state, everyone, config=config)
+            return dict(output=output, final_state=pool)
         return named(program(r, config=config)._asdict())
 
     return run

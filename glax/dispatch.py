@@ -54,6 +54,29 @@ def run_backward(choice: Choice, r: Recurrence, d_output, d_final) -> Recurrence
     return None
 
 
+def step_kernel(choice: Choice, r: Recurrence) -> KernelSpec | None:
+    """The best kernel that takes one token of r, its initial states a pool, in the pool itself; None if there is none.
+
+    A config that is not of such a kernel belongs to the kernel that solves.
+    """
+    load_kernels()
+    able, _ = kernel_registry.able(r, choice.platform, choice.config, step=True)
+    return able[0] if able else None
+
+
+def run_step(spec: KernelSpec, choice: Choice, r: Recurrence, slots) -> Outputs:
+    """The output and, as the final state, the pool, with sequence n in row slots[n] (-1: nowhere), or n without slots."""
+    _, refused = kernel_registry.able(r, choice.platform, step=True)
+
+    def step(r: Recurrence) -> Outputs:
+        rows = jnp.arange(r.num_sequences, dtype=jnp.int32) if slots is None else slots.astype(jnp.int32)
+        tokens, pool = r.replace(initial_state=None), r.initial_state
+        return Outputs(*executor(spec, tokens, pool, rows, cfg=choice.config, refused=refused))
+
+    # Where sequences lie in a pool is known at run time only, so a pool cannot be spread along with them.
+    return partitioned(step, r) if slots is None else step(r)
+
+
 def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *cotangents):
     _, refused = kernel_registry.able(r, choice.platform, gradient=spec.is_gradient)
     return partitioned(functools.partial(executor, spec, cfg=choice.config, refused=refused), r, *cotangents)

@@ -65,7 +65,8 @@ class Config:
 class KernelSpec:
     """One implementation of one algorithm.
 
-    run:      (recurrence, config=) -> Outputs, or for "<algorithm>.vjp" (recurrence, d_output, d_final, config=) -> Recurrence
+    run:      (recurrence, config=) -> Outputs; for "<algorithm>.vjp" (recurrence, d_output, d_final, config=) -> Recurrence;
+              for "<algorithm>.step" (recurrence of one token, pool, slots, config=) -> (output, pool), slot -1 for none
     supports: recurrence -> None, or the reason why the kernel cannot run it
     priority: recurrence -> number; among kernels that can run it, the highest is taken
     version:  raised when measured configs lose their meaning
@@ -87,6 +88,10 @@ class KernelSpec:
     @property
     def is_gradient(self) -> bool:
         return self.algorithm.endswith(".vjp")
+
+    @property
+    def is_step(self) -> bool:
+        return self.algorithm.endswith(".step")
 
     def refusal(self, r: Recurrence, config: Config | None = None) -> str | None:
         """Why this kernel does not run r here with that config; None if it does."""
@@ -138,10 +143,16 @@ class KernelRegistry:
         return add
 
     def able(
-        self, r: Recurrence, platform: Platform | None = None, config: Config | None = None, gradient: bool = False
+        self,
+        r: Recurrence,
+        platform: Platform | None = None,
+        config: Config | None = None,
+        gradient: bool = False,
+        step: bool = False,
     ) -> tuple[list[KernelSpec], dict[str, str]]:
-        """The kernels that run r (or its gradient) on this machine, best first, and the reasons of the others."""
-        asked = [s for s in self.kernels.values() if s.is_gradient == gradient and platform in (None, s.platform)]
+        """The kernels that run r (or its gradient, or a step in a pool) on this machine, best first, and the others' reasons."""
+        asked = [s for s in self.kernels.values() if (s.is_gradient, s.is_step) == (gradient, step)]
+        asked = [s for s in asked if platform in (None, s.platform)]
         refusals = {spec.name: spec.refusal(r, config) for spec in asked}
         able = [spec for spec in asked if refusals[spec.name] is None]
         return sorted(able, key=lambda spec: -spec.priority(r)), {k: v for k, v in refusals.items() if v is not None}

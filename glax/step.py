@@ -5,13 +5,14 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from glax.api import bind_and_solve
-from glax.bind import check_before_tracing
-from glax.dispatch import Choice
-from glax.recurrence import aligned
+from glax.autodiff import solve
+from glax.bind import bind, check_before_tracing
+from glax.dispatch import Choice, run_step, step_kernel
+from glax.recurrence import Outputs, Recurrence, aligned
 from glax.registry import Backend, Config, Platform
 from glax.slots import check_known_slots, put, take, usable
 
@@ -57,57 +58,98 @@ def bind_and_step(choice: Choice, tokens: dict, rest: dict, state, slots):
     for name, x in (tokens | {"state": state}).items():
         if x is not None and x.ndim not in RANKS[name][0]:
             raise ValueError(f"{name} must be {RANKS[name][1]}, got shape {x.shape}")
-    step = functools.partial(unpooled_step, choice)
-    if slots is None:
-        return step(tokens, rest, state)
-    slots, used = usable(slots, state.shape[0], tokens["query"].shape[0], ("B", "query"))
-    if Backend.here() is Backend.CPU and math.prod(state.shape[1:]) >= LARGE and state.shape[0]:
-        return one_row_at_a_time(step, tokens, rest, state, slots, used)
-    output, final = step(tokens, rest, take(state, slots))
-    return jnp.where(used[:, None, None], output, 0), put(state, slots, final)
+    if slots is not None:
+        slots, _ = usable(slots, state.shape[0], tokens["query"].shape[0], ("B", "query"))
+    tokens = {name: None if x is None else x[:, None] for name, x in tokens.items()}
+    # Bound with the sequences' own states, whose shape is checked so; the pool takes their place.
+    r = bind(**tokens, **rest, initial_state=state if slots is None else take(state, slots))
+    output, pool = advance(choice, aligned(r.replace(initial_state=state)), slots)
+    return output[:, 0], pool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def advance(choice: Choice, r: Recurrence, slots) -> Outputs:
+    """Output [B, 1, H, V] and the pool, r's initial state, after one token: in the pool itself if a kernel can."""
+
+    spec = step_kernel(choice, r)
+    if spec is None or 0 in (*r.q.shape, r.initial_state.shape[0]):
+        return gathered(choice, r, slots)
+
+    def in_pool(r, slots):
+        return run_step(
+            spec, choice, r, None if slots is None else jnp.where(slots < r.initial_state.shape[0], slots, -1)
+        )
+
+    run = jax.custom_batching.custom_vmap(in_pool)
+    run.def_vmap(functools.partial(by_example, choice))
+    return run(r, slots)
+
+
+def by_example(choice: Choice, size: int, batched, *operands):
+    """Vmapped steps read and write many pools: gathered, they merge into one batch."""
+    axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
+    results = jax.vmap(functools.partial(gathered, choice), axes, axis_size=size)(*operands)
+    return results, jax.tree.map(lambda _: True, results)
 
 
 LARGE = 2**14  # elements of one sequence's state
 
 
-def unpooled_step(choice: Choice, tokens: dict, rest: dict, state):
-    tokens = {name: None if x is None else x[:, None] for name, x in tokens.items()}
-    arrays = tokens | rest | dict(initial_state=state, cu_seqlens=None)
-    output, final = bind_and_solve(choice, False, arrays)
-    return output[:, 0], final.astype(state.dtype)
+def gathered(choice: Choice, r: Recurrence, slots) -> Outputs:
+    """`advance` by the kernels for whole sequences."""
+    pool = r.initial_state
+    if slots is None:
+        return unpooled(choice, r)
+    if Backend.here() is Backend.CPU and math.prod(pool.shape[1:]) >= LARGE and pool.shape[0]:
+        return one_row_at_a_time(choice, r, slots)
+    output, final = unpooled(choice, r.replace(initial_state=take(pool, slots)))
+    used = slots < pool.shape[0]
+    return Outputs(jnp.where(used[:, None, None, None], output, 0), put(pool, slots, final))
 
 
-def one_row_at_a_time(step, tokens: dict, rest: dict, pool, slots, used):
+def unpooled(choice: Choice, r: Recurrence) -> Outputs:
+    output, final = solve(choice, r)
+    return Outputs(output, final.astype(r.initial_state.dtype))
+
+
+def one_row_at_a_time(choice: Choice, r: Recurrence, slots) -> Outputs:
     """On CPUs a row of the pool stays in the cache from read to write; all rows at once would pass through memory thrice.
 
     Measured, 256 of 1024 rows of 16 x 128 x 128 float32, 2 cores: 37 ms, as without a pool; 158 ms all at once.
     """
-    query, value = tokens["query"], tokens["value"]
-    B, H = query.shape[0], max(tokens[name].shape[1] for name in ("query", "key", "value"))
-    output = jnp.zeros((B, H, value.shape[2]), query.dtype)
+    pool, tokens = r.initial_state, r.replace(initial_state=None)
+    output = jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)
     # Inside shard_map, what a loop carries must vary over the mesh as much as all that goes into it.
-    pool, output, tokens, rest, slots, used = aligned((pool, output, tokens, rest, slots, used))
-    per_row = rest["g_gamma"] is not None and rest["g_gamma"].ndim == 2
+    pool, output, tokens, slots = aligned((pool, output, tokens, slots))
 
     def row(i, carry):
         pool, output = carry
-        cut = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, i, 1)  # noqa: E731
+        own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i, 1), tokens)
         at = jnp.minimum(slots[i], pool.shape[0] - 1)
         # A branch, because XLA would fuse the step into both of its uses, and then copy the pool to have it read twice.
         o, state = lax.cond(
-            used[i],
-            lambda state: step(
-                {name: cut(x) for name, x in tokens.items()},
-                rest | (dict(g_gamma=cut(rest["g_gamma"])) if per_row else {}),
-                state,
-            ),
+            slots[i] < pool.shape[0],
+            lambda state: tuple(unpooled(choice, own.replace(initial_state=state))),
             lambda state: (jnp.zeros_like(output[:1]), state),
             lax.dynamic_slice_in_dim(pool, at, 1),
         )
         return lax.dynamic_update_slice_in_dim(pool, state, at, 0), lax.dynamic_update_slice_in_dim(output, o, i, 0)
 
-    pool, output = lax.fori_loop(0, B, row, (pool, output))
-    return output, pool
+    pool, output = lax.fori_loop(0, r.q.shape[0], row, (pool, output))
+    return Outputs(output, pool)
+
+
+def _advance_fwd(choice, r, slots):
+    return advance(choice, r, slots), (r, slots)
+
+
+def _advance_bwd(choice, operands, cotangents):
+    r, slots = operands
+    _, pull = jax.vjp(lambda r: gathered(choice, r, slots), r)
+    return *pull(cotangents), None if slots is None else np.zeros(slots.shape, jax.dtypes.float0)
+
+
+advance.defvjp(_advance_fwd, _advance_bwd)
 
 
 TOKEN = "[B, heads, width]"

@@ -22,6 +22,7 @@ load_kernels()
 CASES = list(all_cases())
 # Those of other machines have tests of their own, in their interpreters.
 KERNELS = [spec for spec in kernel_registry.kernels.values() if spec.backend in (Backend.ANY, Backend.here())]
+KERNELS = [spec for spec in KERNELS if not spec.is_step]
 FORWARD = [spec for spec in KERNELS if not spec.algorithm.endswith(".vjp")]
 BACKWARD = [spec for spec in KERNELS if spec.algorithm.endswith(".vjp")]
 FAST = ("key", "both-packed-reverse", "constant-packed", "bfloat16-head", "heads4-2-1")

@@ -86,6 +86,9 @@ class Tuner:
 def example(inv: Invocation) -> tuple:
     """Real arrays for (args, kwargs), as leaves that jit can take beside what is static."""
     filled = inv.kernel.example(inv) if hasattr(inv.kernel, "example") else example_of((inv.args, inv.kwargs))
+    if getattr(inv.kernel, "is_step", False):  # sequences that share a slot would race
+        (r, pool, slots), rest = filled
+        filled = ((r, pool, jnp.arange(slots.shape[0], dtype=slots.dtype)), rest)
     return tuple(x for x in jax.tree.leaves(filled) if hasattr(x, "dtype"))
 
 
@@ -142,7 +145,7 @@ def registered(inv: Invocation) -> bool:
 def yardstick(inv: Invocation, validate_backward: bool):
     """What candidates must equal: another XLA kernel for the same results if there is one, else the guessed config."""
     guess = jax.jit(results(inv, inv.kernel.heuristic_cfg(inv), validate_backward))
-    if not registered(inv):
+    if not registered(inv) or inv.kernel.is_step:
         return guess
     able, _ = kernel_registry.able(inv.args[0], Platform.XLA, gradient=inv.kernel.is_gradient)
     others = [spec for spec in able if spec.op_id != inv.kernel.op_id]

@@ -3,7 +3,7 @@
 import functools
 import importlib
 
-MODULES = ("glax.kernels.xla", "glax.kernels.cpu", "glax.kernels.pallas_tpu")
+MODULES = ("glax.kernels.xla", "glax.kernels.cpu", "glax.kernels.triton", "glax.kernels.pallas_tpu")
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from glax.decay import Decay
 from glax.kernels.cpu.native import missing
@@ -131,3 +131,25 @@ def recurrent_vjp(
         reverse=r.reverse,
     )
     return gradient_like(r, d)
+
+
+def step_supports(r: Recurrence) -> str | None:
+    if r.q.shape[1] != 1 or r.boundaries is not None:
+        return "takes one token of each sequence"
+    if r.initial_state is not None and r.initial_state.dtype not in STORED:
+        return f"stores states as float32, bfloat16 and float16, the pool is {r.initial_state.dtype}"
+    return supports(r)
+
+
+@kernel_registry.register("recurrent.step", Platform.CPP, Backend.CPU, supports=step_supports, priority=priority)
+def recurrent_step(
+    r: Recurrence, pool: Float[Array, "P H K V"], slots: Int[Array, "B"], *, config: Config
+) -> tuple[Float[Array, "B 1 H V"], Float[Array, "P H K V"]]:
+    """One token of each sequence, each state read once and written once, where it lies in the pool."""
+    *arrays, _, _, scale = operands_of(r)
+    results = [
+        jax.ShapeDtypeStruct((r.q.shape[0], 1, r.num_heads, r.v.shape[3]), r.q.dtype),
+        jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+    ]
+    place = len(arrays)
+    return tuple(call("glax_step", [*arrays, pool, slots, scale], results, input_output_aliases={place: 1}))

@@ -1,0 +1,165 @@
+"""The chunked kernels launched: outputs and final states, and the gradient in every input."""
+
+import jax.numpy as jnp
+
+from glax.decay import Decay
+from glax.kernels.triton import walk
+from glax.kernels.triton.configs import ChunkedConfig, GradientConfig, width
+from glax.kernels.triton.gradient import gradient
+from glax.kernels.triton.lang import launch, tl
+from glax.kernels.triton.segments import Segments, segments_of
+from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like
+
+
+def arithmetic(r: Recurrence) -> dict:
+    """In what operands are rounded and multiplied: bfloat16 as it is, float16 in TF32, which has its digits and the range
+    for decays, float32 in three TF32 products."""
+    if r.q.dtype == jnp.bfloat16:
+        return dict(DTYPE=tl.bfloat16, PRECISION="tf32")
+    return dict(DTYPE=tl.float32, PRECISION="tf32x3" if r.q.dtype == jnp.float32 else "tf32")
+
+
+def sizes(r: Recurrence) -> dict:
+    _, H, K, V = r.state_shape
+    return dict(H=H, K=K, V=V)
+
+
+def heads(r: Recurrence) -> dict:
+    return dict(HQ=r.q.shape[2], HK=r.k.shape[2], HV=r.v.shape[2])
+
+
+def gates_of(r: Recurrence):
+    """The gates' array and the form; any array stands for gates that are not there."""
+    d, form = r.decay, r.decay.form
+    return next((x for x in (d.constant, d.head, d.key) if x is not None), r.scale), form
+
+
+def whole(r: Recurrence, size: int, chunk: int) -> int:
+    """`size`, or for 0 the length of a segment that holds any sequence."""
+    return size or -(-r.q.shape[1] // chunk) * chunk
+
+
+def start_of_sequences(r: Recurrence):
+    return (r.scale, 0) if r.initial_state is None else (r.initial_state, 2)
+
+
+class Walk:
+    """Launches of `walk.states` over one division into segments, in one direction."""
+
+    def __init__(self, r: Recurrence, config, block: int, segments: Segments, d_output=None):
+        self.r, self.segments, self.adjoint = r, segments, d_output is not None
+        _, _, K, V = r.state_shape
+        self.a, self.b = (r.q, d_output) if self.adjoint else (r.k, r.v)
+        self.blocks = dict(BK=min(block, width(K)), BV=min(block, width(V)))
+        self.programs = -(-K // self.blocks["BK"]) * -(-V // self.blocks["BV"]) * r.num_heads
+        self.options = dict(warps=4, stages=3 if r.q.dtype == jnp.bfloat16 else 2, C=config.chunk)
+
+    def run(self, start, kind: int, every: bool, outputs):
+        r, (gates, form) = self.r, gates_of(self.r)
+        operands = (self.a, self.b, gates, r.scale, start, self.segments.table)
+        shape = dict(**sizes(r), HA=self.a.shape[2], HB=self.b.shape[2], **self.blocks)
+        flags = dict(FORM=form, SIGN=-1 if r.reverse else 1, ADJOINT=self.adjoint, EVERY=every, START=kind)
+        programs = self.programs * self.segments.count
+        return launch(walk.states, programs, operands, outputs, **shape, **flags, **self.options, **arithmetic(r))
+
+    def starts(self, start, kind: int):
+        """The state where every segment begins, [segments, H, K, V], and how `states` and `outputs` are to read it."""
+        if self.segments.count <= self.r.num_sequences and self.r.boundaries is None:
+            return start, kind
+        r, (_, H, K, V), form = self.r, self.r.state_shape, self.r.decay.form
+        M = self.segments.count
+        total = (M, H, K) if form == "key" else (M, H)
+        outputs = [((M, H, K, V), jnp.float32), ((1,), jnp.float32), (total, jnp.float32)]
+        local, _, log = self.run(r.scale, 0, False, outputs)
+        operands, flags = (local, log, start, self.segments.begins), dict(FORM=form, ADJOINT=self.adjoint)
+        options = dict(START=kind != 0, warps=4, stages=2)
+        output = [((M, H, K, V), jnp.float32)]
+        blocks = dict(BK=min(32, width(K)), BV=min(32, width(V)))
+        programs = -(-K // blocks["BK"]) * -(-V // blocks["BV"]) * H * r.num_sequences
+        (found,) = launch(walk.scan, programs, operands, output, **sizes(r), **blocks, **flags, **options)
+        return found, 1
+
+    def every(self, start, kind: int, count: int):
+        """The states where the walk enters each of `count` chunks, and where it ends in each sequence."""
+        r = self.r
+        kept = jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
+        outputs = [((count, *r.state_shape[1:]), kept), (r.state_shape, jnp.float32), ((1,), jnp.float32)]
+        return self.run(start, kind, True, outputs)[:2]
+
+
+def chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
+    """One walk over every sequence; where that leaves the GPU idle, over segments of them, after their states."""
+    B, T = r.q.shape[:2]
+    _, H, K, V = r.state_shape
+    segments = segments_of(r, whole(r, config.segment, config.chunk), config.chunk)
+    start, kind = start_of_sequences(r)
+    if config.segment:
+        start, kind = Walk(r, config, 64, segments).starts(start, kind)
+    gates, form = gates_of(r)
+    columns = min(config.columns, width(V))
+    o, final = launch(
+        walk.outputs,
+        -(-V // columns) * H * segments.count,
+        (r.q, r.k, r.v, gates, r.scale, start, segments.table),
+        [((B, T, H, V), r.q.dtype), (r.state_shape, jnp.float32)],
+        **sizes(r), **heads(r), C=config.chunk, BK=width(K), BV=columns,
+        FORM=form, SIGN=-1 if r.reverse else 1, START=kind, **arithmetic(r),
+        warps=config.warps, stages=config.stages,
+    )  # fmt: skip
+    return Outputs(o, final)
+
+
+def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
+    """The states at both ends of every chunk, S walking forwards and dS backwards; then all chunks at once."""
+    B, T = r.q.shape[:2]
+    _, H, K, V = r.state_shape
+    C = config.chunk
+    segments, chunks = (segments_of(r, whole(r, size, C), C) for size in (config.segment, C))
+    start, kind = start_of_sequences(r)
+    ahead = Walk(r, config, config.block, segments)
+    against = Walk(r, config, config.block, segments, d_output)
+    d_start, d_kind = d_final, 2
+    if config.segment:
+        (start, kind), (d_start, d_kind) = ahead.starts(start, kind), against.starts(d_start, d_kind)
+    before, _ = ahead.every(start, kind, chunks.count)
+    behind, d_initial = against.every(d_start, d_kind, chunks.count)
+
+    gates, form = gates_of(r)
+
+    def wide(x):  # gradients that heads share are summed in float32
+        return x.dtype if x.shape[2] == H else jnp.float32
+
+    d_gates = {"key": ((B, T, H, K), gates.dtype), "head": ((B, T, H), gates.dtype)}
+    each = ((chunks.count, H), jnp.float32)
+    dq, dk, dv, dg, d_scale = launch(
+        gradient,
+        H * chunks.count,
+        (r.q, r.k, r.v, gates, d_output, r.scale, before, behind, chunks.table),
+        [((B, T, H, K), wide(r.q)), ((B, T, H, K), wide(r.k)), ((B, T, H, V), wide(r.v)), d_gates.get(form, each), each],
+        **sizes(r), **heads(r), C=C, BK=min(config.rows, width(K)), BV=width(V),
+        FORM=form, SIGN=-1 if r.reverse else 1, **arithmetic(r),
+        warps=config.warps, stages=config.stages,
+    )  # fmt: skip
+    decay = dict.fromkeys(("constant", "head", "key"))
+    if form != "none":
+        decay[form] = by_sequence(r, chunks, dg) if form == "constant" else dg
+    d = r.replace(
+        q=fold_heads(dq, r.q.shape[2]),
+        k=fold_heads(dk, r.k.shape[2]),
+        v=fold_heads(dv, r.v.shape[2]),
+        decay=Decay(**decay),
+        initial_state=None if r.initial_state is None else d_initial,
+        boundaries=None,
+        scale=by_sequence(r, chunks, d_scale).sum(1),
+    )
+    return gradient_like(r, d)
+
+
+def by_sequence(r: Recurrence, chunks: Segments, x):
+    """The sum of x [chunks, H] over the chunks of each sequence, [N, H]; the order is fixed, so repeats agree in every bit."""
+    N, H = r.state_shape[:2]
+    if r.boundaries is None:
+        return x.reshape(N, -1, H).sum(1)
+    rows = dict(H=H, BH=width(H), ROWS=16, warps=4, stages=1)
+    (total,) = launch(walk.sequence_sums, N, (x, chunks.begins), [((N, H), jnp.float32)], **rows)
+    return total

@@ -1,0 +1,29 @@
+"""The one file that imports Triton and jax-triton, and how a kernel is launched through them."""
+
+import inspect
+
+import jax
+import jax_triton
+import triton
+import triton.language as tl
+
+from glax.recurrence import varying_like
+
+__all__ = ["launch", "tl", "triton"]
+
+# jax-triton 0.4 renamed this option, and no longer hands a kernel the output that shares an operand's memory.
+OUTPUTS = "out_type" if "out_type" in inspect.signature(jax_triton.triton_call).parameters else "out_shape"
+ALIASES_ARE_PASSED = OUTPUTS == "out_shape"
+
+
+def launch(kernel, programs: int, operands, outputs, *, warps: int, stages: int, in_place=None, **constants):
+    """Runs kernel(*operands, *outputs, **constants) with `programs` programs, and returns the outputs.
+
+    outputs: (shape, dtype) of each. in_place: {operand: output} of those that share memory.
+    """
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs]
+    options = dict(num_warps=warps, num_stages=stages) | {OUTPUTS: shapes}
+    if in_place:
+        options["input_output_aliases"] = in_place
+    results = jax_triton.triton_call(*operands, kernel=kernel, grid=(programs,), **options, **constants)
+    return [varying_like(x, operands[0]) for x in results]

@@ -1,0 +1,147 @@
+"""What the chunked kernels share: reading tiles of tokens, sums of gates, and the decayed scores of all pairs in a chunk.
+
+Within a chunk tokens stand in walking order, whatever the direction: token i is row origin + SIGN * i. Logarithms are
+natural; e^x is 2^(x log2 e).
+"""
+
+from glax.kernels.triton.lang import tl, triton
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# e^-128 is 0 in float32. Gates below are cut there, so that -inf or -1e30 costs later differences no digits.
+LOG_OF_ZERO = tl.constexpr(-128.0)
+# Up to e^60 a factor leaves float32 and bfloat16 (largest: e^88) room for q and k themselves.
+FAST_LIMIT = tl.constexpr(60.0)
+
+
+@triton.jit
+def kept_loop(n, count):
+    """n, for any count >= 0; that the compiler does not know, so that it does not unroll a loop of n passes."""
+    return tl.where(count >= 0, n, 0)
+
+
+@triton.jit
+def exp(x):
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def dot(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """a @ b in float32, its operands rounded to DTYPE; float32 operands multiply in PRECISION."""
+    return tl.dot(a.to(DTYPE), b.to(DTYPE), input_precision=PRECISION)
+
+
+@triton.jit
+def at(x, row, head, HEADS: tl.constexpr, D: tl.constexpr):
+    """The address of x[row, head, 0]; x is [rows, HEADS, D] and may pass 2^31 elements."""
+    return x + (row.to(tl.int64) * HEADS + head) * D
+
+
+@triton.jit
+def load_tile(x, tokens, d, count, HEADS: tl.constexpr, D: tl.constexpr, SIGN: tl.constexpr):
+    """x[tokens, d], [C, BD], from the address of token 0; tokens from `count` on read 0, as do columns from D on."""
+    offsets = (SIGN * HEADS * D) * tokens[:, None] + d[None, :]
+    return tl.load(x + offsets, mask=(tokens < count)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(x, value, tokens, d, count, HEADS: tl.constexpr, D: tl.constexpr, SIGN: tl.constexpr):
+    offsets = (SIGN * HEADS * D) * tokens[:, None] + d[None, :]
+    tl.store(x + offsets, value.to(x.dtype.element_ty), mask=(tokens < count)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def load_state(x, index, head, k, v, limit, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """x[index, head, k, v], [BK, BV]; 0 beyond K and from column `limit` on."""
+    p = x + (index.to(tl.int64) * H + head) * (K * V)
+    return tl.load(p + k[:, None] * V + v[None, :], mask=(k < K)[:, None] & (v < limit)[None, :], other=0.0)
+
+
+@triton.jit
+def store_state(x, value, index, head, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    p = x + (index.to(tl.int64) * H + head) * (K * V)
+    tl.store(p + k[:, None] * V + v[None, :], value.to(x.dtype.element_ty), mask=(k < K)[:, None] & (v < V)[None, :])
+
+
+@triton.jit
+def load_key_gates(g, row, head, tokens, k, count, H: tl.constexpr, K: tl.constexpr, SIGN: tl.constexpr):
+    """[C, BK], in the dtype they came in, cut at the logarithm of zero."""
+    x = load_tile(at(g, row, head, H, K), tokens, k, count, H, K, SIGN)
+    return tl.maximum(x.to(tl.float32), LOG_OF_ZERO).to(x.dtype)
+
+
+@triton.jit
+def load_head_gates(g, row, head, sequence, tokens, count, H: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr):
+    """[C] in float32: one gate a token, or the sequence's constant at every token; cut at the logarithm of zero."""
+    if FORM == "constant":
+        x = tl.where(tokens < count, tl.load(g + sequence * H + head).to(tl.float32), 0.0)
+    else:
+        p = g + row.to(tl.int64) * H + head
+        x = tl.load(p + (SIGN * H) * tokens, mask=tokens < count, other=0.0).to(tl.float32)
+    return tl.maximum(x, LOG_OF_ZERO)
+
+
+@triton.jit
+def sums(matrix, x):
+    """matrix @ x for a [C, C] matrix of 0, 1 and -1 and gates x [C, D], exact but for the float32 sum."""
+    if x.dtype == tl.float32:
+        return tl.dot(matrix.to(tl.float32), x, input_precision="tf32x3")
+    else:
+        return tl.dot(matrix.to(x.dtype), x)
+
+
+@triton.jit
+def halving(tokens, half):
+    """The pairs of tokens in the later and the earlier half of one block of 2 * half tokens, and the matrix that sums the
+    gates between a token and the middle of its block: no pair's reference lies outside it, so exponents are <= 0."""
+    i, j = tokens[:, None], tokens[None, :]
+    middle = i // (2 * half) * (2 * half) + half
+    later, same = i >= middle, i // (2 * half) == j // (2 * half)
+    pairs = same & later & (j < middle)
+    matrix = tl.where((later & (j >= middle) & (j <= i)) | ((i < j) & (j < middle)), 1.0, 0.0)
+    return pairs, matrix
+
+
+@triton.jit
+def middle_matrix(tokens, C: tl.constexpr):
+    """Row i sums the gates from the chunk's middle through token i, negatively before it."""
+    i, j = tokens[:, None], tokens[None, :]
+    return tl.where((j >= C // 2) & (j <= i), 1.0, 0.0) - tl.where((j < C // 2) & (j > i), 1.0, 0.0)
+
+
+@triton.jit
+def add_add_max(a, b, c, x, y, z):
+    return a + x, b + y, tl.maximum(c, z)
+
+
+@triton.jit
+def ends(gates, M, tokens, C: tl.constexpr):
+    """The sums of the gates over the first and the second half of the chunk and the largest |M|, [BK] each."""
+    x = gates.to(tl.float32)
+    first = (tokens < C // 2)[:, None]
+    return tl.reduce((tl.where(first, x, 0.0), tl.where(first, 0.0, x), tl.abs(M)), 0, add_add_max)
+
+
+@triton.jit
+def exact_factors(gates, tokens):
+    """e^{G_i} and e^{G_last - G_i}, [C, BK], each from its own sum; and e^{G_last}, [BK]."""
+    i, j = tokens[:, None], tokens[None, :]
+    up = exp(sums(tl.where(j <= i, 1.0, 0.0), gates))
+    down = exp(sums(tl.where(j > i, 1.0, 0.0), gates))
+    return up, down, exp(tl.sum(gates.to(tl.float32), 0))
+
+
+@triton.constexpr_function
+def levels(C):
+    """How often a chunk can be halved."""
+    return C.bit_length() - 1
+
+
+@triton.jit
+def exact_scores(q, k, gates, tokens, count, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """sum_k q_ik k_jk e^{G_ik - G_jk} for j < i, [C, C], for any gates: log2(C) products, each with its own reference."""
+    scores = tl.zeros([C, C], tl.float32)
+    for level in range(0, kept_loop(levels(C), count)):
+        pairs, matrix = halving(tokens, (C // 2) >> level)
+        factor = exp(sums(matrix, gates))
+        scores += tl.where(pairs, dot(q * factor, tl.trans(k * factor), DTYPE, PRECISION), 0.0)
+    return scores

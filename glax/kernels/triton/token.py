@@ -1,0 +1,86 @@
+"""Kernels that take one token at a time: every decay exactly as it is written, the state in registers."""
+
+from glax.kernels.triton.lang import tl, triton
+from glax.kernels.triton.tiles import at, exp, load_state, store_state
+
+
+@triton.jit
+def decayed(S, head, key, value, row, h, n, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+            HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr):  # fmt: skip
+    """S [BK, BV] after the gates of one token; HEAD: "constant", "head" or "none"."""
+    if HEAD == "constant":
+        S = S * exp(tl.load(head + n * H + h).to(tl.float32))
+    elif HEAD == "head":
+        S = S * exp(tl.load(head + row.to(tl.int64) * H + h).to(tl.float32))
+    if KEY:
+        S = S * exp(tl.load(at(key, row, h, H, K) + k, mask=k < K, other=0.0).to(tl.float32))[:, None]
+    if VALUE:
+        S = S * exp(tl.load(at(value, row, h, H, V) + v, mask=v < V, other=0.0).to(tl.float32))[None, :]
+    return S
+
+
+@triton.jit
+def vector(x, row, head, d, HEADS: tl.constexpr, D: tl.constexpr):
+    """x[row, head], [BD] in float32."""
+    return tl.load(at(x, row, head, HEADS, D) + d, mask=d < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def recurrent(
+    q, k, v, head, key, value, scale, start, table, o, final,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    SIGN: tl.constexpr, START: tl.constexpr,
+):  # fmt: skip
+    """A whole sequence, one head, BV columns of v in a program."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
+    entry = table + e * 6
+    origin, length, filled = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    n, edges = tl.load(entry + 3), tl.load(entry + 4)
+    ck, cv = tl.arange(0, BK), block * BV + tl.arange(0, BV)
+    hq, hk, hv = h // (H // HQ), h // (H // HK), h // (H // HV)
+    factor = tl.load(scale + n).to(tl.float32)
+    S = load_state(start, n, h, ck, cv, V, H, K, V).to(tl.float32) if START else tl.zeros([BK, BV], tl.float32)
+    for t in range(0, filled):
+        row = origin + SIGN * t
+        S = decayed(S, head, key, value, row, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
+        S += vector(k, row, hk, ck, HK, K)[:, None] * vector(v, row, hv, cv, HV, V)[None, :]
+        out = tl.sum(S * vector(q, row, hq, ck, HQ, K)[:, None], 0) * factor
+        tl.store(at(o, row, h, H, V) + cv, out.to(o.dtype.element_ty), mask=cv < V)
+    for t in range(filled, length):
+        zero = tl.zeros([BV], o.dtype.element_ty)
+        tl.store(at(o, origin + SIGN * t, h, H, V) + cv, zero, mask=cv < V)
+    if (edges & 2) != 0:
+        store_state(final, S, n, h, ck, cv, H, K, V)
+
+
+@triton.jit
+def step(
+    q, k, v, head, key, value, scale, slots, pool, o,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """One token of sequence n in row slots[n] of the pool, in place; a slot of -1 has output 0 and touches nothing."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    block, h, n = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
+    ck, cv = tl.arange(0, BK), block * BV + tl.arange(0, BV)
+    slot = tl.load(slots + n)
+    out = tl.zeros([BV], tl.float32)
+    if slot >= 0:
+        S = load_state(pool, slot, h, ck, cv, V, H, K, V).to(tl.float32)
+        S = decayed(S, head, key, value, n, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
+        S += vector(k, n, h // (H // HK), ck, HK, K)[:, None] * vector(v, n, h // (H // HV), cv, HV, V)[None, :]
+        out = tl.sum(S * vector(q, n, h // (H // HQ), ck, HQ, K)[:, None], 0) * tl.load(scale + n).to(tl.float32)
+        store_state(pool, S, slot, h, ck, cv, H, K, V)
+    tl.store(at(o, n, h, H, V) + cv, out.to(o.dtype.element_ty), mask=cv < V)
+
+
+@triton.jit
+def step_passed_pool(
+    q, k, v, head, key, value, scale, slots, pool, o, pool_again,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """`step` for jax-triton 0.3, which hands over the pool as an output, too."""
+    step(q, k, v, head, key, value, scale, slots, pool, o, H, HQ, HK, HV, K, V, BK, BV, HEAD, KEY, VALUE)

@@ -1,0 +1,161 @@
+"""The Triton kernels in Triton's interpreter, called as on a GPU, against the float64 reference."""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("triton") is None or importlib.util.find_spec("jax_triton") is None:
+    pytest.skip("Triton and jax-triton are not installed: pip install 'glax[gpu]'", allow_module_level=True)
+
+from tests import triton_interpreter
+
+triton_interpreter.install()
+
+from glax.bind import bind  # noqa: E402
+from glax.kernels import load_kernels  # noqa: E402
+from glax.kernels.triton import ChunkedConfig, GradientConfig, TokenConfig, support  # noqa: E402
+from glax.kernels.triton.segments import segments_of  # noqa: E402
+from glax.reference import reference, reference_gradient  # noqa: E402
+from glax.registry import kernel_registry  # noqa: E402
+from tests.cases import EXTREME, Case, all_cases, cotangents, inputs, recurrence  # noqa: E402
+from tests.close import assert_close, assert_gradients_close, assert_outputs_close  # noqa: E402
+
+load_kernels()
+chunked, chunked_vjp, recurrent, recurrent_step = (
+    kernel_registry.kernels[f"{name}/triton/gpu"].run
+    for name in ("chunked", "chunked.vjp", "recurrent", "recurrent.step")
+)
+CASES = {case.name: case for case in all_cases()}
+FEW = ("log-sigmoid", "-20", "-100 on 5%")
+CHUNKED = [
+    *(dataclasses.replace(CASES[f"{form}-packed-reverse"], strengths=FEW) for form in ("key", "head", "constant")),
+    *(dataclasses.replace(CASES[name], strengths=("0", "-120", "-inf on 5%")) for name in ("key", "head")),
+    *(
+        CASES[name]
+        for name in ("none-packed", "T1", "T65-head", "K1V64", "K128V60", "heads4-2-1-packed", "all-padding")
+    ),
+    *(CASES[name] for name in ("bfloat16-key", "bfloat16-head", "bfloat16-gates", "bfloat16-packed", "float16-key")),
+    *(CASES[name] for name in ("no-state-packed", "float16-gates")),
+    Case("heads1-4-2", T=40, heads=(1, 4, 2), K=8, V=6),
+]
+TOKENS = [
+    dataclasses.replace(CASES[name], T=40, strengths=("log-sigmoid", "-inf on 5%"))
+    for name in ("both", "value-reverse", "constant", "head")
+] + [dataclasses.replace(CASES["both-packed-reverse"], strengths=("log-sigmoid",)), CASES["bfloat16-both"]]
+
+
+def taken(case: Case) -> Case:
+    """Without gates on the value side, which the chunked kernels refuse."""
+    return dataclasses.replace(case, gates=tuple(name for name in case.gates if name != "gv"))
+
+
+def check(case: Case, run, gradient: bool):
+    for strength in case.strengths:
+        r, extreme = recurrence(case, strength), strength in EXTREME
+        d = cotangents(case, r)
+        if gradient:
+            assert_gradients_close(r, run(r, *d), reference_gradient(r, *d), extreme)
+        else:
+            assert_outputs_close(r, run(r), reference(r), extreme)
+
+
+# In one walk, and in segments with their states scanned.
+@pytest.mark.parametrize(
+    "config", [ChunkedConfig(32, 32), ChunkedConfig(16, 64, segment=32)], ids=["whole", "segments"]
+)
+@pytest.mark.parametrize("case", CHUNKED, ids=str)
+def test_chunked(case, config):
+    check(taken(case), jax.jit(functools.partial(chunked, config=config)), gradient=False)
+
+
+@pytest.mark.parametrize("case", CHUNKED, ids=str)
+def test_chunked_gradient(case):
+    check(taken(case), jax.jit(functools.partial(chunked_vjp, config=GradientConfig(32, 16, block=16))), gradient=True)
+
+
+@pytest.mark.parametrize("case", [*CHUNKED[:2], CASES["all-padding"]], ids=str)
+def test_chunked_gradient_in_segments(case):
+    config = GradientConfig(16, 64, segment=32)
+    check(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)), gradient=True)
+
+
+@pytest.mark.parametrize("case", TOKENS, ids=str)
+def test_recurrent(case):
+    check(case, jax.jit(functools.partial(recurrent, config=TokenConfig(16))), gradient=False)
+
+
+@pytest.mark.parametrize("gates", [(), ("g_gamma",), ("g",), ("gk", "gv")], ids="+".join)
+def test_step(gates):
+    """Rows of the pool that no slot names keep their bits; slot -1 answers 0."""
+    case = Case("", B=3, T=1, heads=(4, 2, 1), K=12, V=20, gates=gates, state_dtype=None)
+    pool = jnp.asarray(np.random.default_rng(1).normal(size=(5, 4, 12, 20)), jnp.float32)
+    slots, places = jnp.array([4, -1, 0], jnp.int32), jnp.array([4, 1, 0])
+    r = bind(**inputs(case, "log-sigmoid"))
+    output, new = jax.jit(functools.partial(recurrent_step, config=TokenConfig(16)))(r, pool, slots)
+    want = reference(r.replace(initial_state=pool[places]))
+    assert_close("output", output[jnp.array([0, 2])], want.output[[0, 2]], 1e-6)
+    assert not output[1].any()
+    assert_close("pool", new[jnp.array([4, 0])], want.final_state[[0, 2]], 1e-6)
+    np.testing.assert_array_equal(new[1:4], pool[1:4])
+
+
+def test_a_new_length_is_no_new_kernel():
+    """Nothing that a kernel is compiled for depends on T, nor on where sequences begin."""
+    launched = []
+
+    def record(*operands, kernel, grid, num_warps, num_stages, out_type=None, out_shape=None, **constants):
+        launched.append((kernel, num_warps, num_stages, sorted(constants.items(), key=str)))
+        return [jnp.zeros(x.shape, x.dtype) for x in (out_type or out_shape)]
+
+    def launches(T: int, cuts=None):
+        case = Case("", T=T, cuts=cuts, K=16, V=16, state_dtype=None)
+        r = recurrence(case, "log-sigmoid")
+        launched.clear()
+        for segment in (0, 64):
+            chunked(r, config=ChunkedConfig(32, 16, segment))
+            chunked_vjp(r, *cotangents(case, r), config=GradientConfig(32, 16, segment))
+        return list(launched)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax_triton.triton_call", record)
+        assert launches(100) == launches(1000) == launches(1024)
+        assert launches(100, (0, 40, 100)) == launches(1001, (0, 1, 900))
+
+
+def test_segments_cover_every_row_once():
+    for reverse in (False, True):
+        for case in (CASES["key-packed"], CASES["all-padding"], Case("", B=3, T=50)):
+            r = recurrence(dataclasses.replace(case, reverse=reverse), "log-sigmoid")
+            table = np.asarray(segments_of(r, 32, 16).table)
+            rows = [o - i if reverse else o + i for o, length, *_ in table for i in range(length)]
+            assert sorted(rows) == list(range(r.q.shape[0] * r.q.shape[1]))
+            last = table[(table[:, 4] & 2) != 0]
+            assert sorted(last[:, 3]) == list(range(r.num_sequences))
+
+
+def test_refusals():
+    r = recurrence(Case("", T=20), "log-sigmoid")
+    assert support.chunked_refusal(r) is None and support.refusal(r) is None
+    assert "one token" in support.step_refusal(r)
+    value = recurrence(Case("", T=20, gates=("gv",)), "log-sigmoid")
+    assert "value side" in support.chunked_refusal(value) and support.refusal(value) is None
+    wide = jax.eval_shape(lambda: bind(*(jnp.zeros((1, 4, 1, 1024), jnp.float32),) * 3))
+    assert "512" in support.refusal(wide)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(support, "version_of", lambda name: "3.2.0")
+        assert "triton>=3.7.1" in support.refusal(r)
+
+
+def test_reads_out_of_bounds_show():
+    """The interpreter's guards are NaN, so the suite can fail."""
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    memory = triton_interpreter.Memory(np.ones(3, np.float32))
+    assert np.isnan(memory.whole).sum() == 2 * triton_interpreter.GUARD
+    memory.whole[0] = 1
+    assert not memory.written_only_inside()

@@ -1,0 +1,85 @@
+"""The Triton kernels on a GPU: arrays and states of more than 2^31 elements, and repeats that agree in every bit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glax.bind import bind
+from glax.registry import kernel_registry
+from tests.cases import Case, cotangents, recurrence
+
+GPU = jax.default_backend() == "gpu"
+ROOM = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0) if GPU else 0
+pytestmark = pytest.mark.skipif(ROOM < 60e9, reason="needs an NVIDIA GPU with 60 GB of memory")
+
+
+def kernel(algorithm: str):
+    from glax.kernels import load_kernels
+
+    load_kernels()
+    spec = kernel_registry.kernels[f"{algorithm}/triton/gpu"]
+    return lambda r, *rest: jax.jit(functools.partial(spec.run, config=spec.config.heuristic(r)))(r, *rest)
+
+
+def test_arrays_beyond_2_31_elements():
+    """The last batch row lies beyond 2^31 elements, and comes out as it does alone."""
+    B, T, H, D = 17, 8192, 128, 128
+    assert B * T * H * D > 2**31 and (B - 1) * T * H * D + T * H * D // 2 > 2**31
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v, do = (jax.random.normal(key, (B, T, H, D), jnp.bfloat16) for key in keys[:4])
+    gk = jax.nn.log_sigmoid(jax.random.normal(keys[4], (B, T, H, D), jnp.bfloat16))
+    d_final = jnp.zeros((B, H, D, D))
+    last = slice(B - 1, B)
+    got = kernel("chunked")(bind(q, k, v, gk=gk))
+    want = kernel("chunked")(bind(q[last], k[last], v[last], gk=gk[last]))
+    assert_same(got.output[last], want.output)
+    assert_same(got.final_state[last], want.final_state)
+    del got
+    got = kernel("chunked.vjp")(bind(q, k, v, gk=gk), do, d_final)
+    want = kernel("chunked.vjp")(bind(q[last], k[last], v[last], gk=gk[last]), do[last], d_final[last])
+    for x, y in ((got.q, want.q), (got.k, want.k), (got.v, want.v), (got.decay.key, want.decay.key)):
+        assert_same(x[last], y)
+
+
+def assert_same(got, want):
+    """Whether cut into segments or not: equal to rounding."""
+    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    assert np.linalg.norm(got - want) <= 4e-3 * np.linalg.norm(want)
+
+
+def test_states_beyond_2_31_elements():
+    P, H, D = 1100, 128, 128
+    assert P * H * D * D > 2**31
+    pool = jnp.full((P, H, D, D), 0.5)
+    case = Case("", B=2, T=1, heads=(H, H, H), K=D, V=D, state_dtype=None)
+    r = recurrence(case, "log-sigmoid")
+    run = jax.jit(
+        functools.partial(
+            kernel_registry.kernels["recurrent.step/triton/gpu"].run,
+            config=kernel_registry.kernels["recurrent.step/triton/gpu"].config.heuristic(r),
+        ),
+        donate_argnums=1,
+    )
+    output, pool = run(r, pool, jnp.array([P - 1, 1], jnp.int32))
+    gate = np.exp(np.asarray(r.decay.key, np.float64)[:, 0])
+    want = 0.5 * gate[..., None] + np.asarray(r.k, np.float64)[:, 0][..., None] * np.asarray(r.v)[:, 0][..., None, :]
+    np.testing.assert_allclose(np.asarray(pool[P - 1]), want[0], atol=1e-5)
+    np.testing.assert_allclose(np.asarray(pool[1]), want[1], atol=1e-5)
+    assert (pool[P - 2] == 0.5).all() and (pool[0] == 0.5).all()
+    read = np.einsum("bhk,bhkv->bhv", np.asarray(r.q, np.float64)[:, 0], want) * D**-0.5
+    np.testing.assert_allclose(np.asarray(output)[:, 0], read, atol=1e-4)
+
+
+@pytest.mark.parametrize("gates", [("gk",), ("g",), ("g_gamma",)], ids="+".join)
+def test_repeats_agree_in_every_bit(gates):
+    case = Case("", T=3000, heads=(8, 4, 4), K=64, V=64, gates=gates, dtype="bfloat16", cuts=(0, 700, 701, 2900))
+    r = recurrence(case, "log-sigmoid")
+    d = cotangents(case, r)
+    first = [kernel("chunked")(r), kernel("chunked.vjp")(r, *d)]
+    for _ in range(3):
+        again = [kernel("chunked")(r), kernel("chunked.vjp")(r, *d)]
+        for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+            assert np.asarray(x).tobytes() == np.asarray(y).tobytes()

@@ -1,0 +1,130 @@
+"""Compiles the launches of a traced call for a GPU that is not here, and reports what each program would take of it.
+
+python -m tests.triton_compile 90 "key bfloat16 128" prints a line of JSON a kernel: a gate, a dtype, a width. Not under
+TRITON_INTERPRET.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import jax_triton
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32"}
+TOOLS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    kernel: object
+    operands: tuple
+    warps: int
+    stages: int
+    constants: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Of one program: bytes of shared memory, registers a thread, bytes of the stack a thread (spills), and the PTX."""
+
+    shared: int
+    registers: int
+    stack: int
+    ptx: str
+
+
+def launches(f, *operands) -> list[Launch]:
+    """What f(*operands) would launch; shapes will do for operands."""
+    found = []
+
+    def record(
+        *given,
+        kernel,
+        grid,
+        num_warps,
+        num_stages,
+        input_output_aliases=None,
+        out_type=None,
+        out_shape=None,
+        **constants,
+    ):
+        outputs = out_type if out_type is not None else out_shape
+        passed = [
+            x for i, x in enumerate(outputs) if out_type is None or i not in (input_output_aliases or {}).values()
+        ]
+        kinds = tuple(TYPES[str(x.dtype)] for x in (*given, *passed))
+        found.append(Launch(kernel, kinds, num_warps, num_stages, tuple(constants.items())))
+        return [jnp.zeros(x.shape, x.dtype) for x in outputs]
+
+    original, jax_triton.triton_call = jax_triton.triton_call, record
+    try:
+        jax.eval_shape(f, *operands)
+    finally:
+        jax_triton.triton_call = original
+    return found
+
+
+def compiled(launch: Launch, capability: int) -> Usage:
+    names, constants = launch.kernel.arg_names, dict(launch.constants)
+    arrays = [name for name in names if name not in constants]
+    signature = {name: "constexpr" for name in constants} | {
+        name: f"*{kind}" for name, kind in zip(arrays, launch.operands, strict=True)
+    }
+    source = ASTSource(
+        fn=launch.kernel,
+        signature={name: signature[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in arrays},
+    )
+    options = dict(num_warps=launch.warps, num_stages=launch.stages)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        pathlib.Path(file.name).write_bytes(binary.asm["cubin"])
+        report = subprocess.run([TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())
+    return Usage(binary.metadata.shared, registers, stack, binary.asm["ptx"])
+
+
+def shipped(gate: str, dtype: str, width: int) -> list[Launch]:
+    """The launches of a forward, a gradient, a short sequence and a step, with the configs that glax guesses."""
+    from glax.bind import bind
+    from glax.kernels import load_kernels
+    from glax.registry import kernel_registry
+
+    load_kernels()
+    B, T, H = 8, 2048, 16
+
+    def call():
+        x = jnp.zeros((B, T, H, width), dtype)
+        gates = dict(gk=x) if gate == "key" else dict(g=jnp.zeros((B, T, H)))
+        return bind(x, x, x, **gates)
+
+    def runs(name: str, r, *rest):
+        spec = kernel_registry.kernels[f"{name}/triton/gpu"]
+        return launches(lambda r, *rest: spec.run(r, *rest, config=spec.config.heuristic(r)), r, *rest)
+
+    r = jax.eval_shape(call)
+    state = jax.ShapeDtypeStruct(r.state_shape, jnp.float32)
+    token = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, :1] if x.ndim > 2 else x, call()))
+    slots = jax.ShapeDtypeStruct((B,), jnp.int32)
+    found = runs("chunked", r) + runs("chunked.vjp", r, r.v, state) + runs("recurrent", token)
+    return found + runs("recurrent.step", token, state, slots)
+
+
+if __name__ == "__main__":
+    for what in sys.argv[2:]:
+        gate, dtype, width = what.split()
+        for each in dict.fromkeys(shipped(gate, dtype, int(width))):
+            usage = compiled(each, int(sys.argv[1]))
+            matrix = sorted(set(re.findall(r"wgmma|mma\.sync", usage.ptx)))
+            row = dict(kernel=each.kernel.__name__, runs=what, registers=usage.registers, matrix=matrix)
+            print(json.dumps(row | dict(shared=usage.shared, stack=usage.stack)), flush=True)

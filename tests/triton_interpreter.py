@@ -1,0 +1,157 @@
+"""Triton kernels on the CPU: jax_triton.triton_call answered by Triton's interpreter, on NumPy arrays.
+
+Every input lies between rows of NaN (the largest integer), which a read out of bounds brings into the result; outputs
+begin as NaN, so that what was not written shows. bfloat16, which the interpreter keeps as bare bits, is computed in
+float32 and rounded to nearest, as the hardware does. Import this before Triton.
+
+It checks arithmetic, indices, masks and the grid; programs run one after the other, so no race between them shows.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import jax
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+GUARD = 256  # elements on either side of every array
+
+
+class Memory:
+    """An array as the interpreter wants its arguments: with the few methods of a tensor that it calls."""
+
+    def __init__(self, x: np.ndarray):
+        self.whole = np.empty(x.size + 2 * GUARD, x.dtype)
+        poison(self.whole)
+        self.x = self.whole[GUARD : GUARD + x.size].reshape(x.shape)
+        self.x[...] = x
+        self.shape, self.dtype = x.shape, x.dtype
+
+    def data_ptr(self):
+        return self.x.ctypes.data
+
+    def untyped_storage(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def copy_(self, other):
+        assert other is self
+
+    def new_empty(self, *_, **__):
+        return self
+
+    def set_(self, *_):
+        return self
+
+    def storage_offset(self):
+        return 0
+
+    def size(self):
+        return self.x.shape
+
+    def stride(self):
+        return tuple(s // self.x.itemsize for s in self.x.strides)
+
+    def written_only_inside(self) -> bool:
+        guards = np.concatenate([self.whole[:GUARD], self.whole[GUARD + self.x.size :]])
+        clean = np.empty_like(guards)
+        poison(clean)
+        return guards.tobytes() == clean.tobytes()
+
+
+def poison(x: np.ndarray):
+    if x.dtype.kind in "iu":
+        x.fill(np.iinfo(x.dtype).max)
+    else:
+        x.view(np.uint8).fill(0xFF)
+
+
+def triton_call(
+    *operands,
+    kernel,
+    grid,
+    num_warps,
+    num_stages,
+    input_output_aliases=None,
+    out_type=None,
+    out_shape=None,
+    **constants,
+):
+    """What jax_triton.triton_call does, by the interpreter."""
+    outputs = out_type if out_type is not None else out_shape
+    aliases = {output: operand for operand, output in (input_output_aliases or {}).items()}
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
+    passed_again = out_type is None  # jax-triton 0.3
+
+    def host(*arrays):
+        given = [Memory(np.asarray(x)) for x in arrays]
+        made = []
+        for i, shape in enumerate(shapes):
+            if i in aliases:
+                made.append(given[aliases[i]])
+            else:
+                x = np.empty(shape.shape, shape.dtype)
+                poison(x.reshape(-1))
+                made.append(Memory(x))
+        extra = [x for i, x in enumerate(made) if passed_again or i not in aliases]
+        with np.errstate(all="ignore"):  # hardware does not warn; a fast form that overflows is walked again
+            kernel[grid](*given, *extra, **constants)
+        assert all(x.written_only_inside() for x in given + made), f"{kernel} wrote out of bounds"
+        return [x.x for x in made]
+
+    return jax.pure_callback(host, shapes, *operands, vmap_method="sequential")
+
+
+def install():
+    """Answers every later jax_triton.triton_call of this process."""
+    import jax_triton
+
+    jax_triton.triton_call = triton_call
+    repair_bfloat16()
+
+
+# ---- bfloat16 --------------------------------------------------------------------------------------------------------
+
+Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+ARITHMETIC = ["fadd", "fsub", "fmul", "fdiv", "frem", "minimumf", "maximumf", "minnumf", "maxnumf", "fma"]
+
+
+def is_bfloat16(x) -> bool:
+    return x.dtype.scalar == tl.bfloat16
+
+
+def widened(x):
+    return Handle(x.data.view(ml_dtypes.bfloat16).astype(np.float32), tl.float32) if is_bfloat16(x) else x
+
+
+def rounded(x):
+    return Handle(x.data.astype(ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
+
+
+def repair_bfloat16():
+    def in_float32(original, rounds):
+        def method(self, *operands):
+            if not any(map(is_bfloat16, operands)):
+                return original(self, *operands)
+            result = original(self, *map(widened, operands))
+            return rounded(result) if rounds else result
+
+        return method
+
+    for name in dir(Builder):
+        arithmetic = name.removeprefix("create_") in ARITHMETIC
+        if arithmetic or name.startswith("create_fcmp"):
+            setattr(Builder, name, in_float32(getattr(Builder, name), arithmetic))
+    dot, cast = Builder.create_dot, Builder.cast_impl
+    Builder.create_dot = lambda self, a, b, d, *rest: dot(self, widened(a), widened(b), d, *rest)
+
+    def cast_impl(self, x, dtype):
+        narrow = dtype.scalar == tl.bfloat16 and x.dtype.scalar in (tl.float32, tl.float16, tl.float64)
+        return rounded(x) if narrow else cast(self, x, dtype)
+
+    Builder.cast_impl = cast_impl
