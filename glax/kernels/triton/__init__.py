@@ -4,7 +4,7 @@ Importing this needs neither: they load with the first call that runs here.
 """
 
 from glax.kernels.triton.configs import ChunkedConfig, GradientConfig, TokenConfig
-from glax.kernels.triton.support import chunked_refusal, refusal, step_refusal, token_priority
+from glax.kernels.triton.support import chunked_refusal, gradient_refusal, refusal, step_refusal, token_priority
 from glax.recurrence import Outputs, Recurrence
 from glax.registry import Backend, Platform, kernel_registry
 
@@ -26,7 +26,7 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     Platform.TRITON,
     Backend.GPU,
     config=GradientConfig,
-    supports=chunked_refusal,
+    supports=gradient_refusal,
     priority=lambda r: 10,
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> Recurrence:
