@@ -93,11 +93,13 @@ def test_float64():
             case = next(case for case in CASES if case.name == name)
             case = dataclasses.replace(case, dtype="float64", gate_dtype="float64", state_dtype="float64", chunk=16)
             for spec in FORWARD:
-                config = spec.config(16) if spec.config is ChunkedConfig else spec.config()
-                check_forward(case, jax.jit(functools.partial(spec.run, config=config)))
+                if spec.refusal(recurrence(case, "mild")) is None:
+                    config = spec.config(16) if spec.config is ChunkedConfig else spec.config()
+                    check_forward(case, jax.jit(functools.partial(spec.run, config=config)))
             case = dataclasses.replace(case, strengths=("log-sigmoid", "mild", "0", "-20", "-100 on 5%"))
             for spec in BACKWARD:
-                check_gradient(case, jax.jit(functools.partial(spec.run, config=spec.config(16))))
+                if spec.refusal(recurrence(case, "mild")) is None:
+                    check_gradient(case, jax.jit(functools.partial(spec.run, config=spec.config(16))))
 
 
 # ---- the suite itself can fail ---------------------------------------------------------------------------------------

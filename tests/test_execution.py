@@ -16,6 +16,7 @@ from glax import deny
 from glax.execution.cache import Measurement
 from glax.execution.executor import decisions
 from glax.kernels import load_kernels
+from glax.kernels.cpu.native import missing
 from glax.kernels.xla.chunked import ChunkedConfig
 
 load_kernels()
@@ -281,8 +282,9 @@ def test_explain_names_kernels_configs_selectors_and_refusals():
     ]
     assert str(glax.explain(jnp.sin, Q)) == "no call of glax"
     shapes = jax.ShapeDtypeStruct(Q.shape, Q.dtype)
-    assert glax.explain(glax.recurrent, shapes, shapes, shapes)[0].kernel == "recurrent/xla/any"
-    assert glax.detect_platform() is glax.Platform.XLA
+    fastest = "recurrent/xla/any" if missing() else "recurrent/cpp/cpu"
+    assert glax.explain(glax.recurrent, shapes, shapes, shapes)[0].kernel == fastest
+    assert glax.detect_platform() is glax.Platform(fastest.split("/")[1])
 
 
 def test_a_new_length_of_the_same_bucket_has_the_same_key():
@@ -303,7 +305,7 @@ def test_tune_finds_every_call_and_remembers(tmp_path, monkeypatch):
 
     measured = glax.tune(jax.jit(jax.grad(loss)), Q, progress=False)
     assert len(measured) == 4
-    assert sum(name.startswith("chunked.vjp") for name in measured) == 2
+    assert sum(".vjp/" in name for name in measured) == 2
     try:
         assert {d.selector for d in glax.explain(jax.grad(loss), Q)} == {"memory"}
         glax.tuning.executor.chain.cache.clear()
