@@ -1,110 +1,19 @@
-// What XLA calls: operands checked and unpacked, work shared out over XLA's threads.
+// What XLA calls: operands checked and unpacked, results prepared, work handed to share.h.
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <mutex>
-#include <numeric>
 #include <string>
-#include <vector>
 
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
 
-#include "problem.h"
+#include "share.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace glax {
 namespace {
-
-// The widest instructions that this machine has and that GLAX_CPU_INSTRUCTIONS, for tests, does not forbid.
-const Kernels& kernels() {
-  static const Kernels& chosen = []() -> const Kernels& {
-    const char* named = std::getenv("GLAX_CPU_INSTRUCTIONS");
-    const std::string most = named ? named : "avx512";
-#if defined(__x86_64__) || defined(_M_X64)
-    __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (has_avx512 && most == "avx512") return avx512;
-    if (has_avx2 && most != "baseline") return avx2;
-#endif
-    return baseline;
-  }();
-  return chosen;
-}
-
-// Runs work(task) for every task, on the caller's thread and as many of the pool's as come in time. The caller never waits
-// for a thread that has not begun, so a busy pool cannot block it.
-template <class Worker>
-void share_out(ffi::ThreadPool pool, int64_t tasks, int64_t threads, const Worker& worker) {
-  struct Shared {
-    std::atomic<int64_t> next{0};
-    std::mutex mutex;
-    std::condition_variable idle;
-    int64_t busy = 0;
-    bool closed = false;
-  };
-  auto shared = std::make_shared<Shared>();
-  const Worker* work = &worker;  // valid as long as the caller waits, which it does for all who entered before `closed`
-  for (int64_t i = 1; i < std::min(tasks, threads); ++i) {
-    pool.Schedule([shared, work, tasks] {
-      {
-        std::lock_guard<std::mutex> lock(shared->mutex);
-        if (shared->closed || shared->next >= tasks) return;
-        ++shared->busy;
-      }
-      (*work)(shared->next, tasks);
-      std::lock_guard<std::mutex> lock(shared->mutex);
-      if (--shared->busy == 0) shared->idle.notify_all();
-    });
-  }
-  worker(shared->next, tasks);
-  std::unique_lock<std::mutex> lock(shared->mutex);
-  shared->closed = true;
-  shared->idle.wait(lock, [&] { return shared->busy == 0; });
-}
-
-// How many ranges to cut `width` columns into: enough to keep the threads busy, since each range forms the rows' factors anew.
-int64_t ranges(int64_t heads, int64_t width, int64_t threads) {
-  const int64_t most = std::max<int64_t>(1, (width + group - 1) / group);
-  int64_t cut = 1;
-  while (cut < most && heads * cut < 4 * threads && (heads * cut) % threads != 0) ++cut;
-  return cut;
-}
-
-struct Range {
-  int64_t first, last;
-};
-
-Range range(int64_t i, int64_t cut, int64_t width) {
-  const int64_t groups = (width + group - 1) / group;
-  return {i * groups / cut * group, std::min((i + 1) * groups / cut * group, width)};
-}
-
-struct Memory {
-  explicit Memory(int64_t bytes) : block(std::malloc(bytes + 64)) {}
-  ~Memory() { std::free(block); }
-  void* aligned() const { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(block) + 63) / 64 * 64); }
-  void* block;
-};
-
-// Sequences, the longest first: the last to be walked then keeps few threads waiting.
-std::vector<int64_t> sequences(const Problem& p) {
-  std::vector<int64_t> order(p.N);
-  std::iota(order.begin(), order.end(), 0);
-  if (p.boundaries) {
-    const auto length = [&](int64_t n) { return int64_t(p.boundaries[n + 1]) - p.boundaries[n]; };
-    std::stable_sort(order.begin(), order.end(), [&](int64_t x, int64_t y) { return length(x) > length(y); });
-  }
-  return order;
-}
 
 // Rows that belong to no sequence are 0, in every array [B, T, ...] that a kernel writes.
 void clear_padding(const Problem& p, const Tensor& x) {
@@ -124,36 +33,6 @@ void expect_writes(const ffi::AnyBuffer& x) {
   const uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;
   if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
-}
-
-struct Task {
-  void (*run)(const Problem&, int64_t, int64_t, int64_t, int64_t, void*);
-  int64_t width;
-};
-
-void run_tasks(ffi::ThreadPool pool, const Problem& p, std::initializer_list<Task> kinds) {
-  struct Item {
-    const Task* task;
-    int64_t n, h;
-    Range columns;
-  };
-  std::vector<Item> items;
-  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  for (int64_t n : sequences(p)) {
-    for (const Task& task : kinds) {
-      const int64_t cut = ranges(p.N * p.H * int64_t(kinds.size()), task.width, threads);
-      for (int64_t h = 0; h < p.H; ++h)
-        for (int64_t i = 0; i < cut; ++i) items.push_back({&task, n, h, range(i, cut, task.width)});
-    }
-  }
-  const int64_t bytes = kernels().scratch_bytes(p);
-  share_out(pool, items.size(), threads, [&](std::atomic<int64_t>& next, int64_t tasks) {
-    Memory scratch(bytes);
-    for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
-      const Item& item = items[i];
-      item.task->run(p, item.n, item.h, item.columns.first, item.columns.last, scratch.aligned());
-    }
-  });
 }
 
 // ---- operands ---------------------------------------------------------------------------------------------------------
@@ -205,15 +84,24 @@ Problem problem_of(const Read& read, bool reverse, int64_t block) {
   return p;
 }
 
-ffi::Error expect(size_t args, size_t wanted_args, size_t results, size_t wanted_results) {
-  if (args == wanted_args && results == wanted_results) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument("glax: called with " + std::to_string(args) + " operands and " + std::to_string(results) +
-                                     " results; this build of its CPU kernels takes " + std::to_string(wanted_args) + " and " +
-                                     std::to_string(wanted_results) + ": install glax again");
+bool known(ffi::DataType type) {
+  return type == ffi::DataType::F32 || type == ffi::DataType::BF16 || type == ffi::DataType::F16 || type == ffi::DataType::S32;
+}
+
+// What a caller from this package never gets wrong; another version's, whose library this is not, may.
+ffi::Error expect(const ffi::RemainingArgs& args, size_t wanted_args, ffi::RemainingRets& results, size_t wanted_results) {
+  bool typed = true;
+  for (size_t i = 0; i < args.size(); ++i) typed = typed && known(Read{args}(i).element_type());
+  for (size_t i = 0; i < results.size(); ++i) typed = typed && known(Write{results}(i).element_type());
+  if (args.size() == wanted_args && results.size() == wanted_results && typed) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("glax: called with " + std::to_string(args.size()) + " operands and " +
+                                     std::to_string(results.size()) + " results" + (typed ? "" : ", some of unknown types") +
+                                     "; this build of its CPU kernels takes " + std::to_string(wanted_args) + " and " +
+                                     std::to_string(wanted_results) + ", in float32, bfloat16 and float16: install glax again");
 }
 
 ffi::Error forward(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::RemainingArgs args, ffi::RemainingRets results) {
-  if (auto error = expect(args.size(), operands, results.size(), 2); error.failure()) return error;
+  if (auto error = expect(args, operands, results, 2); error.failure()) return error;
   const Write write{results};
   expect_writes(write(0));
   Problem p = problem_of({args}, reverse, block);
@@ -224,7 +112,7 @@ ffi::Error forward(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::Remai
 }
 
 ffi::Error gradient(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::RemainingArgs args, ffi::RemainingRets results) {
-  if (auto error = expect(args.size(), operands + 2, results.size(), 9); error.failure()) return error;
+  if (auto error = expect(args, operands + 2, results, 9); error.failure()) return error;
   const Read read{args};
   const Write write{results};
   for (size_t i = 0; i < results.size(); ++i) expect_writes(write(i));
@@ -241,7 +129,7 @@ ffi::Error gradient(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::Rema
 }
 
 ffi::Error step(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results) {
-  if (auto error = expect(args.size(), operands, results.size(), 2); error.failure()) return error;
+  if (auto error = expect(args, operands, results, 2); error.failure()) return error;
   const Read read{args};
   const Write write{results};
   Step p;

@@ -1,0 +1,135 @@
+// How work is shared out over threads: which tasks there are, and who runs them. Results do not depend on it.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <initializer_list>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "problem.h"
+
+namespace glax {
+
+// The widest instructions that this machine has and that GLAX_CPU_INSTRUCTIONS, for tests, does not forbid.
+inline const Kernels& kernels() {
+  static const Kernels& chosen = []() -> const Kernels& {
+    const char* named = std::getenv("GLAX_CPU_INSTRUCTIONS");
+    const std::string most = named ? named : "avx512";
+#if defined(__x86_64__) || defined(_M_X64)
+    __builtin_cpu_init();
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (has_avx512 && most == "avx512") return avx512;
+    if (has_avx2 && most != "baseline") return avx2;
+#endif
+    return baseline;
+  }();
+  return chosen;
+}
+
+// Runs work(task) for every task, on the caller's thread and as many of the pool's as come in time. The caller never waits
+// for a thread that has not begun, so a busy pool cannot block it.
+//
+// Pool: num_threads() and Schedule(function), as XLA's.
+template <class Pool, class Worker>
+void share_out(Pool& pool, int64_t tasks, int64_t threads, const Worker& worker) {
+  struct Shared {
+    std::atomic<int64_t> next{0};
+    std::mutex mutex;
+    std::condition_variable idle;
+    int64_t busy = 0;
+    bool closed = false;
+  };
+  auto shared = std::make_shared<Shared>();
+  const Worker* work = &worker;  // valid as long as the caller waits, which it does for all who entered before `closed`
+  for (int64_t i = 1; i < std::min(tasks, threads); ++i) {
+    pool.Schedule([shared, work, tasks] {
+      {
+        std::lock_guard<std::mutex> lock(shared->mutex);
+        if (shared->closed || shared->next >= tasks) return;
+        ++shared->busy;
+      }
+      (*work)(shared->next, tasks);
+      std::lock_guard<std::mutex> lock(shared->mutex);
+      if (--shared->busy == 0) shared->idle.notify_all();
+    });
+  }
+  worker(shared->next, tasks);
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  shared->closed = true;
+  shared->idle.wait(lock, [&] { return shared->busy == 0; });
+}
+
+// How many ranges to cut `width` columns into: enough to keep the threads busy, since each range forms the rows' factors anew.
+inline int64_t ranges(int64_t heads, int64_t width, int64_t threads) {
+  const int64_t most = std::max<int64_t>(1, (width + group - 1) / group);
+  int64_t cut = 1;
+  while (cut < most && heads * cut < 4 * threads && (heads * cut) % threads != 0) ++cut;
+  return cut;
+}
+
+struct Range {
+  int64_t first, last;
+};
+
+inline Range range(int64_t i, int64_t cut, int64_t width) {
+  const int64_t groups = (width + group - 1) / group;
+  return {i * groups / cut * group, std::min((i + 1) * groups / cut * group, width)};
+}
+
+struct Memory {
+  explicit Memory(int64_t bytes) : block(std::malloc(bytes + 64)) {}
+  ~Memory() { std::free(block); }
+  void* aligned() const { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(block) + 63) / 64 * 64); }
+  void* block;
+};
+
+// Sequences, the longest first: the last to be walked then keeps few threads waiting.
+inline std::vector<int64_t> sequences(const Problem& p) {
+  std::vector<int64_t> order(p.N);
+  std::iota(order.begin(), order.end(), 0);
+  if (p.boundaries) {
+    const auto length = [&](int64_t n) { return int64_t(p.boundaries[n + 1]) - p.boundaries[n]; };
+    std::stable_sort(order.begin(), order.end(), [&](int64_t x, int64_t y) { return length(x) > length(y); });
+  }
+  return order;
+}
+
+struct Task {
+  void (*run)(const Problem&, int64_t, int64_t, int64_t, int64_t, void*);
+  int64_t width;
+};
+
+template <class Pool>
+void run_tasks(Pool& pool, const Problem& p, std::initializer_list<Task> kinds) {
+  struct Item {
+    const Task* task;
+    int64_t n, h;
+    Range columns;
+  };
+  std::vector<Item> items;
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
+  for (int64_t n : sequences(p)) {
+    for (const Task& task : kinds) {
+      const int64_t cut = ranges(p.N * p.H * int64_t(kinds.size()), task.width, threads);
+      for (int64_t h = 0; h < p.H; ++h)
+        for (int64_t i = 0; i < cut; ++i) items.push_back({&task, n, h, range(i, cut, task.width)});
+    }
+  }
+  const int64_t bytes = kernels().scratch_bytes(p);
+  share_out(pool, items.size(), threads, [&](std::atomic<int64_t>& next, int64_t tasks) {
+    Memory scratch(bytes);
+    for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
+      const Item& item = items[i];
+      item.task->run(p, item.n, item.h, item.columns.first, item.columns.last, scratch.aligned());
+    }
+  });
+}
+
+}  // namespace glax
