@@ -14,7 +14,11 @@ import pytest
 import glax
 from glax.kernels.cpu import native
 from glax.kernels.cpu.native import library, missing
-from glax.registry import Platform
+from glax.kernels.cpu.recurrent import NativeConfig
+from glax.reference import reference, reference_gradient
+from glax.registry import Platform, kernel_registry
+from tests.cases import EXTREME, Case, cotangents, recurrence
+from tests.close import assert_gradients_close, assert_outputs_close
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"needs the native library: {missing()}")
 
@@ -24,12 +28,14 @@ if "CPUS" in os.environ:
     os.sched_setaffinity(0, range(int(os.environ["CPUS"])))
 import jax, jax.numpy as jnp, numpy as np
 import glax
-keys = jax.random.split(jax.random.key(0), 6)
-q, k, v, x, y, do = (jax.random.normal(key, (2, 150, 3, 100)) for key in keys)
-g = jax.nn.log_sigmoid(x)
-f = lambda q, k, v, gk, gv: glax.recurrent(q, k, v, gk=gk, gv=gv, platform="cpp")
-outputs, pull = jax.vjp(f, q, k, v, g, jax.nn.log_sigmoid(y))
-found = (*outputs, *pull(glax.Outputs(do, jnp.ones_like(outputs.final_state))))
+found = []
+for shape, strength in (((2, 150, 3, 100), 1), ((1, 150, 1, 100), 3), ((1, 2100, 1, 40), 3)):
+    keys = jax.random.split(jax.random.key(0), 6)
+    q, k, v, x, y, do = (jax.random.normal(key, shape) for key in keys)
+    gk, gv = strength * jax.nn.log_sigmoid(x), strength * jax.nn.log_sigmoid(y)
+    f = lambda q, k, v, gk, gv: glax.recurrent(q, k, v, gk=gk, gv=gv, platform="cpp")
+    outputs, pull = jax.vjp(f, q, k, v, gk, gv)
+    found += [*outputs, *pull(glax.Outputs(do, jnp.ones_like(outputs.final_state)))]
 np.savez(sys.argv[1], *map(np.asarray, found))
 """
 
@@ -79,6 +85,26 @@ def test_any_number_of_threads_agrees_in_every_bit(tmp_path):
         np.testing.assert_array_equal(x, y)
 
 
+LONG = dict(heads=(1, 1, 1), K=16, V=20, strengths=("log-sigmoid", "-1e-6", "-100 on 5%"))  # few heads: segments of T
+SEGMENTED = [
+    Case("both", T=2500, gates=("gk", "gv"), **LONG),
+    Case("key-reverse", B=2, T=2100, reverse=True, **LONG),
+    Case("head-constant-packed", T=2600, cuts=(0, 0, 1200, 1210, 2590), gates=("g", "g_gamma"), **LONG),
+    Case("none-packed-reverse", T=2600, cuts=(0, 0, 1300, 2590), gates=(), reverse=True, **LONG),
+    Case("no-state-bfloat16", T=2100, state_dtype=None, dtype="bfloat16", **LONG),
+]
+
+
+@pytest.mark.parametrize("case", SEGMENTED, ids=str)
+def test_segments_of_long_sequences(case):
+    forward, gradient = (kernel_registry.kernels[f"{name}/cpp/cpu"].run for name in ("recurrent", "recurrent.vjp"))
+    for strength in case.strengths:
+        r, extreme = recurrence(case, strength), strength in EXTREME
+        assert_outputs_close(r, forward(r, config=NativeConfig()), reference(r), extreme)
+        d = cotangents(case, r)
+        assert_gradients_close(r, gradient(r, *d, config=NativeConfig()), reference_gradient(r, *d), extreme)
+
+
 def test_it_is_what_cpus_take():
     q = jnp.ones((1, 64, 2, 16))
     loss = jax.grad(lambda q: glax.recurrent(q, q, q, gk=-q).output.sum())
@@ -100,17 +126,10 @@ def test_blocks_of_any_length_agree():
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, x = (jax.random.normal(key, (1, 100, 2, 40)) for key in keys)
     gate = jax.nn.log_sigmoid(x).at[:, ::7].set(-jnp.inf)
-    whole = glax.recurrent(q, k, v, gk=gate, cfg=native_config(32))
+    whole = glax.recurrent(q, k, v, gk=gate, cfg=NativeConfig(32))
     for block in (1, 5, 64):
-        np.testing.assert_allclose(
-            glax.recurrent(q, k, v, gk=gate, cfg=native_config(block)).output, whole.output, rtol=2e-5, atol=2e-5
-        )
-
-
-def native_config(block: int):
-    from glax.kernels.cpu.recurrent import NativeConfig
-
-    return NativeConfig(block=block)
+        output = glax.recurrent(q, k, v, gk=gate, cfg=NativeConfig(block)).output
+        np.testing.assert_allclose(output, whole.output, rtol=2e-5, atol=2e-5)
 
 
 def test_without_a_library_xla_serves(monkeypatch, tmp_path):

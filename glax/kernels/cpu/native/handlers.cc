@@ -7,7 +7,7 @@
 #include <sys/mman.h>
 #endif
 
-#include "share.h"
+#include "segments.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -107,7 +107,7 @@ ffi::Error forward(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::Remai
   Problem p = problem_of({args}, reverse, block);
   p.output = tensor(write(0)), p.final_state = floats(write(1));
   clear_padding(p, p.output);
-  run_tasks(pool, p, {{kernels().forward, p.V}});
+  run_forward(pool, p);
   return ffi::Error::Success();
 }
 
@@ -124,7 +124,7 @@ ffi::Error gradient(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::Rema
   for (const Tensor& x : {p.dq, p.dk, p.dv, tensor(write(4)), tensor(write(5))}) clear_padding(p, x);
   for (int64_t g = 0; p.d_head && g < (p.K + group - 1) / group; ++g)
     clear_padding(p, {reinterpret_cast<char*>(p.d_head + g * p.B * p.T * p.H), Type::f32, p.H, 1});
-  run_tasks(pool, p, {{kernels().gradient_of_keys, p.K}, {kernels().gradient_of_values, p.V}});
+  run_gradient(pool, p);
   return ffi::Error::Success();
 }
 

@@ -31,6 +31,7 @@ void exponentials(const float* x, float* y, int64_t count) {
 const Kernels GLAX_NAMESPACE_EXPORT = {
     GLAX_NAMESPACE::scratch_bytes,
     GLAX_NAMESPACE::forward,
+    GLAX_NAMESPACE::edges,
     GLAX_NAMESPACE::gradient_of_keys,
     GLAX_NAMESPACE::gradient_of_values,
     GLAX_NAMESPACE::step,

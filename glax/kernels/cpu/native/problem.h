@@ -35,7 +35,18 @@ struct Problem {
   Tensor d_output, dq, dk, dv;
   const float* d_final = nullptr;                       // [N, H, K, V]
   float *d_head = nullptr, *d_key = nullptr, *d_value = nullptr;  // [groups, B, T, H], [B, T, H, K], [B, T, H, V]
-  float *d_constant = nullptr, *d_initial = nullptr, *d_scale = nullptr;  // [groups, N, H], [N, H, K, V], [groups, N, H]
+  float* d_initial = nullptr;                                     // [N, H, K, V]
+  float *d_constant = nullptr, *d_scale = nullptr;                // [groups, pieces, H]
+  int64_t pieces;
+};
+
+// Tokens that are walked in one go: a sequence, or where sequences and heads are few a segment of one. See segments.h.
+struct Piece {
+  int64_t sequence = 0, example = 0, index = 0;  // whose constants, whose rows; which row of d_constant and d_scale
+  int64_t first = 0, length = 0;                 // tokens
+  const float *initial = nullptr, *d_final = nullptr;  // [H, K, V]; no initial state: zeros
+  float *final_state = nullptr, *d_initial = nullptr;  // [H, K, V]; none: nobody asks
+  float* decay = nullptr;                              // [H, K + V]
 };
 
 // Columns of the state that one task owns at least, and over which partial sums run. Fixed, so that results do not depend
@@ -53,12 +64,13 @@ struct Step {
   Tensor output;
 };
 
-// The kernels of one instruction set. A task is a sequence, a head and a range of columns.
+// The kernels of one instruction set. A task is a piece, a head and a range of columns.
 struct Kernels {
   int64_t (*scratch_bytes)(const Problem&);
-  void (*forward)(const Problem&, int64_t n, int64_t h, int64_t first_column, int64_t last_column, void* scratch);
-  void (*gradient_of_keys)(const Problem&, int64_t n, int64_t h, int64_t first_column, int64_t last_column, void* scratch);
-  void (*gradient_of_values)(const Problem&, int64_t n, int64_t h, int64_t first_column, int64_t last_column, void* scratch);
+  void (*forward)(const Problem&, const Piece&, int64_t h, int64_t first_column, int64_t last_column, void* scratch);
+  void (*edges)(const Problem&, const Piece&, int64_t h, int64_t first_column, int64_t last_column, void* scratch);
+  void (*gradient_of_keys)(const Problem&, const Piece&, int64_t h, int64_t first_column, int64_t last_column, void* scratch);
+  void (*gradient_of_values)(const Problem&, const Piece&, int64_t h, int64_t first_column, int64_t last_column, void* scratch);
   void (*step)(const Step&, int64_t b, int64_t h);
   void (*exponential)(const float* x, float* y, int64_t count);
   const char* name;

@@ -1,4 +1,4 @@
-// How work is shared out over threads: which tasks there are, and who runs them. Results do not depend on it.
+// How work is shared out over threads: who runs which task. Results do not depend on it.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -7,7 +7,6 @@
 #include <initializer_list>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <string>
 #include <vector>
 
@@ -90,44 +89,37 @@ struct Memory {
   void* block;
 };
 
-// Sequences, the longest first: the last to be walked then keeps few threads waiting.
-inline std::vector<int64_t> sequences(const Problem& p) {
-  std::vector<int64_t> order(p.N);
-  std::iota(order.begin(), order.end(), 0);
-  if (p.boundaries) {
-    const auto length = [&](int64_t n) { return int64_t(p.boundaries[n + 1]) - p.boundaries[n]; };
-    std::stable_sort(order.begin(), order.end(), [&](int64_t x, int64_t y) { return length(x) > length(y); });
-  }
-  return order;
-}
-
+// What is done to every piece and head, for each range of the columns.
 struct Task {
-  void (*run)(const Problem&, int64_t, int64_t, int64_t, int64_t, void*);
+  void (*run)(const Problem&, const Piece&, int64_t, int64_t, int64_t, void*);
   int64_t width;
 };
 
 template <class Pool>
-void run_tasks(Pool& pool, const Problem& p, std::initializer_list<Task> kinds) {
+void run_tasks(Pool& pool, const Problem& p, const std::vector<Piece>& pieces, std::initializer_list<Task> kinds) {
   struct Item {
     const Task* task;
-    int64_t n, h;
+    const Piece* piece;
+    int64_t h;
     Range columns;
   };
   std::vector<Item> items;
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  for (int64_t n : sequences(p)) {
+  for (const Piece& piece : pieces) {
     for (const Task& task : kinds) {
-      const int64_t cut = ranges(p.N * p.H * int64_t(kinds.size()), task.width, threads);
+      const int64_t cut = ranges(pieces.size() * p.H * kinds.size(), task.width, threads);
       for (int64_t h = 0; h < p.H; ++h)
-        for (int64_t i = 0; i < cut; ++i) items.push_back({&task, n, h, range(i, cut, task.width)});
+        for (int64_t i = 0; i < cut; ++i) items.push_back({&task, &piece, h, range(i, cut, task.width)});
     }
   }
+  // The longest first: the last to be walked then keeps few threads waiting.
+  std::stable_sort(items.begin(), items.end(), [](const Item& x, const Item& y) { return x.piece->length > y.piece->length; });
   const int64_t bytes = kernels().scratch_bytes(p);
   share_out(pool, items.size(), threads, [&](std::atomic<int64_t>& next, int64_t tasks) {
     Memory scratch(bytes);
     for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
       const Item& item = items[i];
-      item.task->run(p, item.n, item.h, item.columns.first, item.columns.last, scratch.aligned());
+      item.task->run(p, *item.piece, item.h, item.columns.first, item.columns.last, scratch.aligned());
     }
   });
 }

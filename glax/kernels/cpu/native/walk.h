@@ -4,18 +4,21 @@
 //
 // The forward has a = k, b = scale q, x = v, y = o; each gradient is this walk with other roles, some against time.
 //
-// Tokens go by blocks. With P_i the product of a block's decays behind its first token, through token i,
+// With G_i the sum of log decays through token i since the state was last scaled, and P_i = e^G_i,
 //
 //     S'_i = S_i / P_i:        S'_i = S'_{i-1} + (a_i / P_i) (x_i / P_i)^T        y_i = P_i S'_i^T (b_i P_i)
 //
-// (each P on its own side) costs two multiply-adds for an element of the state and a token, whatever the gates. A block ends
-// before a token whose P would leave [e^-limit, e^limit], so a decay of any size, 0 too, meets the state itself, at a block's
-// start: nothing is clamped and no logarithm is summed.
+// (each P on its own side) costs two multiply-adds for an element of the state and a token, whatever the gates. Before |G| passes a
+// limit the state is scaled by P and G starts afresh; so a decay of any size, 0 too, meets the state itself, and nothing is clamped.
+// Mild gates are summed over many tokens before one rounds to float32 beside 1.
+//
+// Tokens go by blocks, which end where the rows start afresh. Columns do so within a block, each tile for itself: no column's
+// rounding depends on which others are walked with it.
 
 constexpr int64_t TILE = 2 * LANES;       // columns that are walked at a time, their sums in registers
 constexpr int64_t DEPTH = 256;            // rows that are walked at a time
 constexpr int64_t STRIDE = DEPTH + 16;    // of a and b in scratch: known to the compiler, and no multiple of a page
-constexpr float LIMIT = 40;               // e^40 times e^40 leaves room for factors of any sane size in float32
+constexpr float LIMIT = 40;               // of |G|: e^40 times e^40 leaves room for factors of any sane size in float32
 
 // A row of memory a token.
 struct Rows {
@@ -33,6 +36,7 @@ struct Order {
   bool late;                    // a token's decay comes after its own step, as in the recurrences of gradients
 
   int64_t at(int64_t i) const { return first + i * step; }
+  Order part(int64_t from, int64_t to) const { return {at(from), to - from, step, late}; }
   Order backwards() const { return {at(length - 1), length, -step, true}; }
 };
 
@@ -47,76 +51,123 @@ struct Scratch {
   }
 };
 
-// The gate of the state's rows or columns, and its products within a block.
+// The gate of the state's rows or columns, and the decays since the state was last scaled.
 struct Side {
   enum Kind { none, scalar, channel } kind = none;
-  int64_t width;      // of the state on this side
-  Rows gate;          // logarithms, of width 1 for a scalar
-  float limit_low, limit_high;
-  int64_t window;     // the walk's token whose decay is row 0 of decays
-  float* decays;      // [block, across]: before each token of the window
-  float* products;    // [block, across]
-  float* inverses;    // [block, across]: 1 / products
-  float* carry;       // [across]: what the state must still be multiplied by
-  float* entry;       // [across]: what it is multiplied by as the block begins
+  int64_t width;    // of the state on this side
+  Rows gate;        // logarithms, of width 1 for a scalar
+  float limit;      // of |G|
+  int64_t window;   // the walk's token whose gate is row 0 of logs
+  float* logs;      // [block, across]: before each token of the window
+  float* sums;      // [block, across]: G
+  float* products;  // [block, across]: P
+  float* inverses;  // [block, across]: 1 / P
+  float* entries;   // [block, across]: what the state is scaled by where G starts afresh
+  float* carry;     // [across]: G before the block; behind the last one, P, which the state has yet to meet
+  bool* fresh;      // [block, tiles]: where G of the columns starts afresh; [0] for rows
 
   int64_t across() const { return kind == scalar ? LANES : padded(width); }
+  int64_t tiles() const { return (across() + TILE - 1) / TILE; }
 
   void take(Scratch& scratch, int64_t block) {
-    decays = scratch.floats(block * across());
-    products = scratch.floats(block * across()), inverses = scratch.floats(block * across());
-    carry = scratch.floats(across()), entry = scratch.floats(across());
+    for (float** rows : {&logs, &sums, &products, &inverses, &entries}) *rows = scratch.floats(block * across());
+    carry = scratch.floats(across());
+    fresh = reinterpret_cast<bool*>(scratch.floats(block * tiles()));
   }
 
-  void begin(float limit) {
-    limit_low = exponential(all(-limit))[0], limit_high = exponential(all(limit))[0];
-    for (int64_t c = 0; c < across(); ++c) carry[c] = 1;
+  void begin(float largest) { limit = largest, forget(); }
+  void forget() {
+    for (int64_t c = 0; c < across(); ++c) carry[c] = 0;
   }
 
-  // The decays before the walk's tokens [from, from + tokens).
+  // The gates before the walk's tokens [from, from + tokens).
   void fill(const Order& order, int64_t from, int64_t tokens) {
     if (kind == none) return;
     window = from;
     for (int64_t j = 0; j < tokens; ++j) {
-      float* row = decays + j * across();
+      float* row = logs + j * across();
       const int64_t i = from + j - order.late;
       if (i < 0) {
-        for (int64_t c = 0; c < across(); c += LANES) store(row + c, all(1));
+        for (int64_t c = 0; c < across(); c += LANES) store(row + c, vec{});
         continue;
       }
       widen(gate.at(order.at(i)), gate.type, gate.width, row);
       if (kind == scalar) store(row, all(row[0]));
-      for (int64_t c = 0; c < across(); c += LANES) store(row + c, exponential(load(row + c)));
     }
   }
 
-  // Forms the products of token i of the walk, j of its block. False if they leave the limits: the block ends before it.
-  bool advance(int64_t i, int64_t j) {
-    if (kind == none) return true;
-    const float* e = decays + (i - window) * across();
-    float *p = products + j * across(), *inverse = inverses + j * across();
-    vec low = all(1), high = all(1);
-    for (int64_t c = 0; c < across(); c += LANES) {
-      if (j == 0) store(entry + c, load(carry + c) * load(e + c));
-      const vec product = j == 0 ? all(1) : load(p - across() + c) * load(e + c);
-      low = smaller(product, low), high = larger(product, high);
-      store(p + c, product);
-      store(inverse + c, all(1) / product);
+  const float* sums_before(int64_t j) const { return j == 0 ? carry : sums + (j - 1) * across(); }
+
+  // Adds token i of the walk, j of its block, to G of channels [first, last). False if one would pass `most`: nothing is done.
+  bool extend(int64_t i, int64_t j, int64_t first, int64_t last, float most) {
+    const float *log = logs + (i - window) * across(), *before = sums_before(j);
+    float *sum = sums + j * across(), *p = products + j * across(), *inverse = inverses + j * across();
+    vec low = {}, high = {};
+    for (int64_t c = first; c < last; c += LANES) {
+      const vec g = load(before + c) + load(log + c), decay = exponential(g);
+      low = smaller(g, low), high = larger(g, high);
+      store(sum + c, g), store(p + c, decay), store(inverse + c, all(1) / decay);
     }
+    const ivec outside = (low < all(-most)) | (high > all(most));
     bool within = true;
-    for (int l = 0; l < LANES; ++l) within &= low[l] >= limit_low && high[l] <= limit_high;
+    for (int l = 0; l < LANES; ++l) within &= !outside[l];
     return within;
   }
 
-  void close(int64_t tokens) {
-    if (kind != none) __builtin_memcpy(carry, products + (tokens - 1) * across(), across() * 4);
+  // The same where G starts afresh: the state meets all decays up to here.
+  void restart(int64_t i, int64_t j, int64_t first, int64_t last) {
+    const float *log = logs + (i - window) * across(), *before = sums_before(j);
+    for (int64_t c = first; c < last; c += LANES) {
+      store(entries + j * across() + c, exponential(load(before + c) + load(log + c)));
+      store(sums + j * across() + c, vec{});
+      store(products + j * across() + c, all(1)), store(inverses + j * across() + c, all(1));
+    }
   }
 
-  // After the last block: the decay of the last token, where decays come late.
+  // A block's first token may use half of the limit, so that its others have room too.
+  float most(int64_t j) const { return j == 0 ? limit / 2 : limit; }
+
+  // As the gate of rows: false if the block ends before this token.
+  bool advance(int64_t i, int64_t j) {
+    if (kind == none) return true;
+    const bool within = extend(i, j, 0, across(), most(j));
+    if (j > 0) return within;
+    fresh[0] = !within;
+    if (!within) restart(i, j, 0, across());
+    return true;
+  }
+
+  // As the gate of columns.
+  void advance_tiles(int64_t i, int64_t j) {
+    if (kind == none) return;
+    const bool within = extend(i, j, 0, across(), most(j));
+    for (int64_t tile = 0; tile < tiles(); ++tile) {
+      const int64_t first = tile * TILE, last = first + TILE < across() ? first + TILE : across();
+      bool& starts = fresh[j * tiles() + tile];
+      starts = !within && !extend(i, j, first, last, most(j));
+      if (starts) restart(i, j, first, last);
+    }
+  }
+
+  bool starts(int64_t j, int64_t tile) const { return kind != none && fresh[j * tiles() + (kind == scalar ? 0 : tile)]; }
+
+  void close(int64_t tokens) {
+    if (kind != none) __builtin_memcpy(carry, sums + (tokens - 1) * across(), across() * 4);
+  }
+
+  // total [across] += the gate before row w of the window.
+  void add_to(float* total, int64_t w) const {
+    if (kind == none) return;
+    for (int64_t c = 0; c < across(); c += LANES) store(total + c, load(total + c) + load(logs + w * across() + c));
+  }
+
+  // After the last block: the decay of the last token too, where decays come late.
   void finish(const Order& order) {
-    if (kind == none || !order.late || order.length == 0) return;
-    fill(order, order.length, 1);
-    for (int64_t c = 0; c < across(); c += LANES) store(carry + c, load(carry + c) * load(decays + c));
+    if (kind == none) return;
+    const bool last = order.late && order.length > 0;
+    if (last) fill(order, order.length, 1);
+    for (int64_t c = 0; c < across(); c += LANES)
+      store(carry + c, exponential(last ? load(carry + c) + load(logs + c) : load(carry + c)));
   }
 
   vec of(const float* across_row, int64_t c) const {
@@ -157,10 +208,13 @@ struct Ahead {
   }
 };
 
+// Which state y_i is formed of: S_i, S_i without its own a_i x_i^T, or none, where only the last state is wanted.
+enum class Sums { after, before, none };
+
 // The registers' part: COUNT tokens over `depth` rows of WIDTH vectors of columns. Two multiply-adds an element and token;
 // the state is read and written once for all tokens.
 //   state: [depth, WIDTH vectors]   a, b: [COUNT, STRIDE]   x: [COUNT, TILE]   y: [COUNT, across]
-template <int COUNT, int WIDTH, bool EXCLUSIVE, int SCALED>
+template <int COUNT, int WIDTH, Sums SUMS, int SCALED>
 inline void tile(float* state, int64_t depth, const float* a, const float* b, const float* x, float* y, int64_t across,
                  bool more, const float* row_entry, int64_t row_step, const float* column_entry, Ahead& ahead) {
   const char **line = ahead.next, **const last_line = ahead.last;
@@ -189,9 +243,9 @@ inline void tile(float* state, int64_t depth, const float* a, const float* b, co
       const vec in = all(a[t * STRIDE + r]), out = all(b[t * STRIDE + r]);
 #pragma GCC unroll 2
       for (int w = 0; w < WIDTH; ++w) {
-        if (EXCLUSIVE) sums[t][w] += out * s[w];
+        if (SUMS == Sums::before) sums[t][w] += out * s[w];
         s[w] += in * added[t][w];
-        if (!EXCLUSIVE) sums[t][w] += out * s[w];
+        if (SUMS == Sums::after) sums[t][w] += out * s[w];
       }
     }
 #pragma GCC unroll 2
@@ -215,6 +269,7 @@ struct Walk {
   float* own;               // [block]: a . b of each token
   float* terms;             // [columns padded], for who reads y
   Window a, b, x, z, more;  // z and more: rows that who reads y needs
+  int64_t last_row;         // of the windows, once the walk is done
   Ahead ahead;
 
   int64_t across() const { return padded(columns.width); }
@@ -255,15 +310,24 @@ struct Walk {
       }
   }
 
-  float final_element(int64_t r, int64_t c) {
-    const float by_row = rows.kind == Side::none ? 1 : rows.carry[rows.kind == Side::scalar ? 0 : r];
-    const float by_column = columns.kind == Side::none ? 1 : columns.carry[columns.kind == Side::scalar ? 0 : c];
-    return *place(r, c) * by_row * by_column;
+  int64_t state_size() const { return rows.width * across(); }
+
+  // The state times the decays that it has not met yet, which `finish` leaves in carry.
+  void settle() {
+    if (rows.kind == Side::none && columns.kind == Side::none) return;
+    for (int64_t i = 0; i < tile_count(); ++i)
+      for (int64_t r = 0; r < rows.width; ++r) {
+        const vec by_row = all(rows.kind == Side::none ? 1 : rows.carry[rows.kind == Side::scalar ? 0 : r]);
+        float* s = place(r, i * TILE);
+        for (int64_t c = 0; c < tile_width(i); c += LANES)
+          store(s + c, load(s + c) * by_row * columns.of(columns.carry, i * TILE + c));
+      }
+    rows.forget(), columns.forget();
   }
 
   void end(float* to, int64_t by_row, int64_t by_column) {
     for (int64_t r = 0; r < rows.width; ++r)
-      for (int64_t c = 0; c < columns.width; ++c) to[r * by_row + c * by_column] = final_element(r, c);
+      for (int64_t c = 0; c < columns.width; ++c) to[r * by_row + c * by_column] = *place(r, c);
   }
 
   // Which rows a walk reads, and which it writes.
@@ -288,8 +352,8 @@ struct Walk {
   static const Rows& gate_of(const Side& side) { return side.gate; }
 
   // finish(j, w, t) is called for each token: row j of y_block is its y, products of the columns' gates included, row w of x, z and
-  // more are its own. Unless `last_enters`, the state ends without the last token's own a x^T.
-  template <bool EXCLUSIVE, class Finish>
+  // more are its own. Unless `last_enters`, the state ends without the last token's own a x^T, until `enter_last`.
+  template <Sums SUMS, class Finish>
   void run(const Order& order, const Operands& operands, const Finish& finish, bool last_enters = true) {
     for (int64_t from = 0, tokens; from < order.length; from += tokens) {
       tokens = smallest(block, order.length - from);
@@ -298,14 +362,15 @@ struct Walk {
       for (int64_t w = 0, n; w < tokens; w += n) {
         for (n = 0; w + n < tokens; ++n) {
           const int64_t i = from + w + n;
-          if (!rows.advance(i, n) || !columns.advance(i, n)) break;
-          gather<EXCLUSIVE>(n, w + n, operands, last_enters || i + 1 < order.length);
+          if (!rows.advance(i, n)) break;
+          columns.advance_tiles(i, n);
+          gather<SUMS>(n, w + n, operands, last_enters || i + 1 < order.length);
         }
         for (int64_t c = 0; c < tile_count(); ++c) {
           if (tile_width(c) == TILE) {
-            multiply<2, EXCLUSIVE>(c, n);
+            multiply<2, SUMS>(c, n);
           } else {
-            multiply<1, EXCLUSIVE>(c, n);
+            multiply<1, SUMS>(c, n);
           }
         }
         rows.close(n), columns.close(n);
@@ -315,13 +380,25 @@ struct Walk {
             for (int64_t c = 0; c < across(); c += LANES) store(y + c, load(y + c) * columns.product(j, c));
           finish(j, w + j, order.at(from + w + j));
         }
+        last_row = w + n - 1;
       }
     }
     rows.finish(order), columns.finish(order);
+    settle();
+  }
+
+  void enter_last(const Operands& o) {
+    const float *a_row = a.row(last_row), *x_row = x.row(last_row);
+    for (int64_t i = 0; i < tile_count(); ++i)
+      for (int64_t r = 0; r < rows.width; ++r)
+        for (int64_t c = 0; c < tile_width(i); c += LANES) {
+          float* s = place(r, i * TILE) + c;
+          store(s, load(s) + all(a_row[r] * o.a.factor) * (load(x_row + i * TILE + c) * all(o.x.factor)));
+        }
   }
 
   // a / P, b P and x / P of row w of the window, to row j of the block; x is 0 if the token does not enter the state.
-  template <bool EXCLUSIVE>
+  template <Sums SUMS>
   void gather(int64_t j, int64_t w, const Operands& o, bool enters) {
     const float *a_row = a.row(w), *b_row = b.row(w), *x_row = x.row(w);
     const vec a_factor = all(o.a.factor), b_factor = all(o.b.factor), x_factor = all(enters ? o.x.factor : 0);
@@ -329,51 +406,49 @@ struct Walk {
     for (int64_t r = 0; r < rows.width; r += LANES) {
       const int64_t to = (r / DEPTH * block + j) * STRIDE + r % DEPTH;
       const vec in = load(a_row + r) * a_factor, out = load(b_row + r) * b_factor;
-      if (EXCLUSIVE) dot += in * out;
+      if (SUMS == Sums::before) dot += in * out;
       store(a_block + to, in * rows.inverse(j, r));
       store(b_block + to, out * rows.product(j, r));
     }
-    if (EXCLUSIVE) own[j] = sum(dot);
+    if (SUMS == Sums::before) own[j] = sum(dot);
     for (int64_t c = 0; c < across(); c += LANES) {
       float* to = x_block + (c / TILE * block + j) * TILE + c % TILE;
       store(to, load(x_row + c) * x_factor * columns.inverse(j, c));
     }
   }
 
-  template <int WIDTH, bool EXCLUSIVE>
+  template <int WIDTH, Sums SUMS>
   void multiply(int64_t c, int64_t tokens) {
-    const int scaled = columns.kind != Side::none ? 2 : rows.kind != Side::none ? 1 : 0;
-    for (int64_t j = 0; j < tokens;) {
-      const int64_t left = tokens - j;
-      if (j == 0 && scaled == 2) {
-        j += some<WIDTH, EXCLUSIVE, 2>(c, j, left);
-      } else if (j == 0 && scaled == 1) {
-        j += some<WIDTH, EXCLUSIVE, 1>(c, j, left);
-      } else {
-        j += some<WIDTH, EXCLUSIVE, 0>(c, j, left);
-      }
+    for (int64_t j = 0, next; j < tokens; j = next) {
+      for (next = j + 1; next < tokens && !columns.starts(next, c);) ++next;
+      int64_t done = columns.starts(j, c)        ? some<WIDTH, SUMS, 2>(c, j, next - j)
+                     : j == 0 && rows.starts(0, 0) ? some<WIDTH, SUMS, 1>(c, j, next - j)
+                                                   : 0;
+      for (int64_t at = j + done; at < next; at += done) done = some<WIDTH, SUMS, 0>(c, at, next - at);
     }
   }
 
-  template <int WIDTH, bool EXCLUSIVE, int SCALED>
+  template <int WIDTH, Sums SUMS, int SCALED>
   int64_t some(int64_t c, int64_t j, int64_t left) {
-    if (left >= TOKENS) return part<TOKENS, WIDTH, EXCLUSIVE, SCALED>(c, j);
-    if (TOKENS > 4 && left >= 4) return part<4, WIDTH, EXCLUSIVE, SCALED>(c, j);
-    if (left >= 2) return part<2, WIDTH, EXCLUSIVE, SCALED>(c, j);
-    return part<1, WIDTH, EXCLUSIVE, SCALED>(c, j);
+    if (left >= TOKENS) return part<TOKENS, WIDTH, SUMS, SCALED>(c, j);
+    if (TOKENS > 4 && left >= 4) return part<4, WIDTH, SUMS, SCALED>(c, j);
+    if (left >= 2) return part<2, WIDTH, SUMS, SCALED>(c, j);
+    return part<1, WIDTH, SUMS, SCALED>(c, j);
   }
 
-  template <int COUNT, int WIDTH, bool EXCLUSIVE, int SCALED>
+  template <int COUNT, int WIDTH, Sums SUMS, int SCALED>
   int64_t part(int64_t c, int64_t j) {
     static const float one[LANES] = {1};
-    const float* row_entry = rows.kind == Side::none ? one : rows.entry;
-    const int64_t row_step = rows.kind == Side::channel;
+    const bool by_row = j == 0 && rows.starts(0, 0);
+    const float* row_entry = by_row ? rows.entries : one;
+    const int64_t row_step = by_row && rows.kind == Side::channel;
     float column_entry[TILE];
     if (SCALED == 2)
-      for (int64_t w = 0; w < tile_width(c); w += LANES) store(column_entry + w, columns.of(columns.entry, c * TILE + w));
+      for (int64_t w = 0; w < tile_width(c); w += LANES)
+        store(column_entry + w, columns.of(columns.entries + j * columns.across(), c * TILE + w));
     for (int64_t r = 0; r < rows.width; r += DEPTH) {
       const int64_t from = (r / DEPTH * block + j) * STRIDE;
-      tile<COUNT, WIDTH, EXCLUSIVE, SCALED>(place(r, c * TILE), smallest(DEPTH, rows.width - r), a_block + from, b_block + from,
+      tile<COUNT, WIDTH, SUMS, SCALED>(place(r, c * TILE), smallest(DEPTH, rows.width - r), a_block + from, b_block + from,
                                             x_block + (c * block + j) * TILE, y_block + j * across() + c * TILE, across(),
                                             r > 0, row_entry + r * row_step, row_step, column_entry, ahead);
     }
