@@ -43,7 +43,8 @@ inline int64_t scratch_bytes(const Problem& p) {
     Walk walk = walk_of(p, {}, 0, columns_are_keys, 0, columns);
     walk.take(scratch, p.block);
     if (walk.columns.kind != Side::none) scratch.floats((p.T + stretch - 1) / stretch * walk.state_size());
-    scratch.floats(2 * (columns + group)), scratch.floats(4 * (columns / group + 1));  // the gradients' sums
+    scratch.floats(2 * (columns + group)), scratch.floats((LANES + 2) * (columns / group + 1));  // the gradients' sums
+    scratch.floats(walk.rows.across()), scratch.floats(walk.columns.across());                   // the edges' decays
     return scratch.next - static_cast<char*>(nullptr) + 256;
   };
   return need(true) > need(false) ? need(true) : need(false);
@@ -131,15 +132,13 @@ inline void gradient_of_columns(Walk& walk, const Order& order, const Columns& c
     return x;
   };
   // [width], or [groups] for a scalar gate
-  double *running = doubles(width), *total = doubles(groups), *scale_total = doubles(groups);
-  const auto by_group = [&](const float* terms, const auto& use) {
-    for (int64_t g = 0; g < groups; ++g) {
-      float sum = 0;
-      for (int64_t i = g * group; i < Walk::smallest(width, (g + 1) * group); ++i) sum += terms[i];
-      use(g, sum);
-    }
+  double *running = doubles(width), *total = doubles(groups);
+  float *terms = walk.terms, *scale_sums = scratch.floats(groups * LANES);
+  for (int64_t i = 0; i < groups * LANES; ++i) scale_sums[i] = 0;
+  // use(i) for each vector of columns in group g
+  const auto each_in = [&](int64_t g, const auto& use) {
+    for (int64_t i = g * group; i < Walk::smallest(walk.across(), (g + 1) * group); i += LANES) use(i);
   };
-  float* terms = walk.terms;
   const bool gated = c.d_channels || c.d_scalar;
   const Rows d_channels{reinterpret_cast<char*>(c.d_channels), c.d_stride * 4, Type::f32, width};
   const int64_t stretches = gated ? (order.length + stretch - 1) / stretch : 1;
@@ -154,21 +153,20 @@ inline void gradient_of_columns(Walk& walk, const Order& order, const Columns& c
     const auto use = [&](int64_t j, int64_t w, int64_t t) {
       float* y = walk.y_block + j * walk.across();
       const float *x = walk.x.row(w), *z = walk.z.row(w);
-      const vec own = all(walk.own[j]), factor = all(c.z.factor);
-      if (gated) {
-        for (int64_t i = 0; i < walk.across(); i += LANES) store(terms + i, load(z + i) * factor * load(y + i));
-        if (c.d_channels) __builtin_memcpy(c.d_channels + t * c.d_stride, terms, width * 4);
-        if (c.d_scalar) by_group(terms, [&](int64_t g, float sum) { c.d_scalar[g * c.partial + t * c.d_stride] = sum; });
+      const vec own = all(walk.own[j]), z_factor = all(c.z.factor), y_factor = all(c.y_out.factor);
+      for (int64_t g = 0; g < groups; ++g) {
+        vec gate_sum = {}, scale_sum = {};
+        each_in(g, [&](int64_t i) {
+          const vec z_here = load(z + i), decayed = load(y + i), whole = decayed + own * load(x + i);
+          const vec term = z_here * z_factor * decayed;
+          gate_sum += term, scale_sum += z_here * whole;
+          store(terms + i, term), store(y + i, whole * y_factor);
+        });
+        store(scale_sums + g * LANES, load(scale_sums + g * LANES) + scale_sum);
+        if (c.d_scalar) c.d_scalar[g * c.partial + t * c.d_stride] = sum(gate_sum);
       }
-      for (int64_t i = 0; i < walk.across(); i += LANES) store(y + i, load(y + i) + own * load(x + i));
-      if (c.d_scale) {
-        for (int64_t i = 0; i < walk.across(); i += LANES) store(terms + i, load(z + i) * load(y + i));
-        by_group(terms, [&](int64_t g, float sum) { scale_total[g] += double(sum); });
-      }
-      if (c.y_out.data) {
-        for (int64_t i = 0; i < walk.across(); i += LANES) store(y + i, load(y + i) * all(c.y_out.factor));
-        narrow(y, c.y_out.at(t), c.y_out.type, width);
-      }
+      if (c.d_channels) narrow(terms, d_channels.at(t), Type::f32, width);
+      if (c.y_out.data) narrow(y, c.y_out.at(t), c.y_out.type, width);
     };
     for (int64_t i = 0; i < stretches; ++i) {
       walk.run<Sums::before>(part(i), operands, use, !gated);
@@ -192,30 +190,33 @@ inline void gradient_of_columns(Walk& walk, const Order& order, const Columns& c
     walk.run<Sums::before>(here.backwards(), {c.b, c.a, c.z, c.x, d_channels, {c.dx_out}}, [&](int64_t j, int64_t w, int64_t t) {
       float* dx = walk.y_block + j * walk.across();
       const float *x = walk.z.row(w), *z = walk.x.row(w);
-      const vec own = all(walk.own[j] * c.z.factor);
-      if (gated) {
-        const vec decayed = all(t != here.at(here.length - 1));
-        for (int64_t i = 0; i < walk.across(); i += LANES) store(terms + i, load(x + i) * load(dx + i) * decayed);
-        if (c.d_channels) {
-          float* d = c.d_channels + t * c.d_stride;
-          const float* r = walk.more.row(w);
-          for (int64_t i = 0; i < width; ++i) d[i] = float(running[i] += double(r[i]) - double(terms[i]));
-        } else {
-          by_group(terms, [&](int64_t g, float sum) {
-            float* d = c.d_scalar + g * c.partial + t * c.d_stride;
-            *d = float(running[g] += double(*d) - double(sum));
-            total[g] += running[g];
-          });
+      const vec own = all(walk.own[j] * c.z.factor), decayed = all(t != here.at(here.length - 1));
+      for (int64_t g = 0; g < groups; ++g) {
+        vec gate_sum = {};
+        each_in(g, [&](int64_t i) {
+          const vec d = load(dx + i), term = load(x + i) * d * decayed;
+          gate_sum += term;
+          store(terms + i, term), store(dx + i, d + own * load(z + i));
+        });
+        if (c.d_scalar) {
+          float* d = c.d_scalar + g * c.partial + t * c.d_stride;
+          *d = float(running[g] += double(*d) - double(sum(gate_sum)));
+          total[g] += running[g];
         }
       }
-      for (int64_t i = 0; i < walk.across(); i += LANES) store(dx + i, load(dx + i) + own * load(z + i));
+      if (c.d_channels) {
+        float* d = c.d_channels + t * c.d_stride;
+        const float* from_y = walk.more.row(w);
+#pragma GCC ivdep
+        for (int64_t i = 0; i < width; ++i) d[i] = float(running[i] += double(from_y[i]) - double(terms[i]));
+      }
       narrow(dx, c.dx_out.at(t), c.dx_out.type, width);
     });
   }
   if (d_initial) walk.end(d_initial, by_row, by_column);
   for (int64_t g = 0; g < groups; ++g) {
     if (c.d_constant) c.d_constant[g * c.heads] = float(total[g]);
-    if (c.d_scale) c.d_scale[g * c.heads] = float(scale_total[g]);
+    if (c.d_scale) c.d_scale[g * c.heads] = sum(load(scale_sums + g * LANES));
   }
 }
 

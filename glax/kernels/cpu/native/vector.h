@@ -13,9 +13,9 @@ inline vec larger(vec x, vec y) { return choose(x > y, x, y); }
 constexpr int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
 inline float sum(vec x) {
-  float total = 0;
-  for (int i = 0; i < LANES; ++i) total += x[i];
-  return total;
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  return x[0];
 }
 
 // e^x, within 2 units in the last place of every float: e^x = 2^n e^r with n whole and |r| <= log(2) / 2.
