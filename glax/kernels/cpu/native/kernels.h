@@ -47,7 +47,7 @@ inline int64_t scratch_bytes(const Problem& p) {
     const int64_t columns = columns_are_keys ? p.K : p.V;
     walk_of(p, 0, 0, columns_are_keys, 0, columns).take(scratch, p.block);
     scratch.floats(2 * columns), scratch.floats(4 * (columns / group + 1));  // the gradients' sums
-    return scratch.next - static_cast<char*>(nullptr) + 256;
+    return scratch.used + 256;
   };
   return need(true) > need(false) ? need(true) : need(false);
 }
