@@ -12,10 +12,10 @@ class Group {
   explicit Group(const char* name) : name_(name) {}
   ~Group() {
     if (worst_ > 0) {
-      std::printf("%-6s %-7s %-36s %5lld checks, %.2f of the bar at worst\n", failed_ ? "FAILED" : "passed",
+      std::printf("%-6s %-7s %-40s %5lld checks, %.2f of the bar at worst\n", failed_ ? "FAILED" : "passed",
                   glax::kernels().name, name_, static_cast<long long>(checks_), worst_);
     } else {
-      std::printf("%-6s %-7s %-36s %5lld checks\n", failed_ ? "FAILED" : "passed", glax::kernels().name, name_,
+      std::printf("%-6s %-7s %-40s %5lld checks\n", failed_ ? "FAILED" : "passed", glax::kernels().name, name_,
                   static_cast<long long>(checks_));
     }
     std::fflush(stdout);
@@ -25,7 +25,7 @@ class Group {
   void expect(bool right, const std::string& what) {
     ++checks_;
     if (right) return;
-    if (++failed_ <= 5) std::printf("       %s: %s\n", name_, what.c_str());
+    if (++failed_ <= 20) std::printf("       %s: %s\n", name_, what.c_str());
   }
   void within(double of_the_bar, const std::string& what) {
     if (of_the_bar <= 1) worst_ = std::max(worst_, of_the_bar);

@@ -14,9 +14,10 @@ void compare_threads(Group& group, const Case& c) {
                                               {8, Pool::busy},  {3, Pool::late},  {8, Pool::late}};
   for (const auto& [threads, kind] : pools) {
     static const char* kinds[] = {"ready", "busy", "late"};
-    const std::string with = c.name() + ": with " + std::to_string(threads) + " " + kinds[kind] + " threads ";
+    std::string differ;
     for (const auto& [name, found] : bits(threads, kind))
-      group.expect(found == wanted.at(name), with + name + " is not what it is with one");
+      if (found != wanted.at(name)) differ += " " + name;
+    group.expect(differ.empty(), c.name() + ": with " + std::to_string(threads) + " " + kinds[kind] + " threads differ" + differ);
   }
 }
 
