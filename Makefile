@@ -11,14 +11,15 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 SAY_JAX := from importlib.metadata import version; print("Testing with JAX", version("jax"))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast lint clean
+.PHONY: help demo test fast lint sanitize clean
 
 help:
-	@echo "make demo    run the demo                          ARGS: what follows 'glax demo'"
-	@echo "make test    ruff and all tests                    ARGS: more options for pytest"
-	@echo "make fast    the tests marked fast                 ARGS: more options for pytest"
-	@echo "make lint    ruff alone"
-	@echo "make clean   remove environments, builds, caches and outputs"
+	@echo "make demo      run the demo                          ARGS: what follows 'glax demo'"
+	@echo "make test      ruff and all tests                    ARGS: more options for pytest"
+	@echo "make fast      the tests marked fast                 ARGS: more options for pytest"
+	@echo "make lint      ruff alone"
+	@echo "make sanitize  the native kernels' own tests, with the compiler's sanitizers and for arm64"
+	@echo "make clean     remove environments, builds, caches and outputs"
 	@echo
 	@echo "PYTHON=$(PYTHON) makes the environment VENV=$(VENV); JOBS=$(JOBS) test processes run at a time."
 	@echo "Another Python needs another environment: make test PYTHON=python3.13 VENV=.venv-3.13"
@@ -36,6 +37,10 @@ fast: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+
+# Needs a C++ compiler, and no environment: where one is at hand, its jaxlib has the headers for one more file.
+sanitize:
+	@JOBS=$(JOBS) PYTHON=$(BIN)/python tests/native/sanitize
 
 # The stamp is newer than what the environment was made from; without it a run would install again each time.
 # An environment without a working pip (an interrupted run, a Python since removed) is made again.

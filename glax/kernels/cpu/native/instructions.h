@@ -1,5 +1,8 @@
 // Everything that is compiled once for each instruction set, in a namespace of its own. LANES, TOKENS and GLAX_NAMESPACE are set.
 #include "problem.h"
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace glax {
 namespace {

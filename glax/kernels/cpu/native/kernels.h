@@ -45,7 +45,7 @@ inline int64_t scratch_bytes(const Problem& p) {
     if (walk.columns.kind != Side::none) scratch.floats((p.T + stretch - 1) / stretch * walk.state_size());
     scratch.floats(2 * (columns + group)), scratch.floats((LANES + 2) * (columns / group + 1));  // the gradients' sums
     scratch.floats(walk.rows.across()), scratch.floats(walk.columns.across());                   // the edges' decays
-    return scratch.next - static_cast<char*>(nullptr) + 256;
+    return scratch.used + 256;
   };
   return need(true) > need(false) ? need(true) : need(false);
 }

@@ -34,9 +34,10 @@ struct Problem {
   // [groups, ...] holds partial sums over `group` of the K columns, for the caller to add up.
   Tensor d_output, dq, dk, dv;
   const float* d_final = nullptr;                       // [N, H, K, V]
-  float *d_head = nullptr, *d_key = nullptr, *d_value = nullptr;  // [groups, B, T, H], [B, T, H, K], [B, T, H, V]
-  float* d_initial = nullptr;                                     // [N, H, K, V]
-  float *d_constant = nullptr, *d_scale = nullptr;                // [groups, pieces, H]
+  // [groups, B, T, H], [B, T, H, K], [B, T, H, V]. A constant gate needs d_head too, whose sum d_constant is.
+  float *d_head = nullptr, *d_key = nullptr, *d_value = nullptr;
+  float* d_initial = nullptr;                       // [N, H, K, V]
+  float *d_constant = nullptr, *d_scale = nullptr;  // [groups, pieces, H]
   int64_t pieces;
 };
 

@@ -40,14 +40,20 @@ struct Order {
   Order backwards() const { return {at(length - 1), length, -step, true}; }
 };
 
-// Memory is handed out once a task; nothing is given back.
+// Memory is handed out once a task; nothing is given back. Without memory it only counts.
 struct Scratch {
-  char* next;
+  char* memory;
+  int64_t used = 0;
 
   float* floats(int64_t count) {
-    char* here = next;
-    next += (count * 4 + 63) / 64 * 64;
-    return reinterpret_cast<float*>(here);
+    const int64_t here = used;
+    used += (count * 4 + 63) / 64 * 64;
+#ifdef __SANITIZE_ADDRESS__  // a gap behind each array, that nobody may touch
+    used += 64;
+    if (memory) ASAN_UNPOISON_MEMORY_REGION(memory + here, used - here);
+    if (memory) ASAN_POISON_MEMORY_REGION(memory + here + count * 4, used - here - count * 4);
+#endif
+    return memory ? reinterpret_cast<float*>(memory + here) : nullptr;
   }
 };
 

@@ -1,0 +1,22 @@
+// Whether a sanitizer works here: without an argument this program is right, with one it does what the sanitizer must find.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+int shared = 0;
+
+int main(int arguments, char** argument) {
+  const char* wrong = arguments > 1 ? argument[1] : "nothing";
+  if (!std::strcmp(wrong, "address")) {
+    volatile char* block = static_cast<char*>(std::malloc(size_t(arguments)));
+    block[arguments] = 1;
+    std::free(const_cast<char*>(block));
+  } else if (!std::strcmp(wrong, "undefined")) {
+    std::printf("%d\n", 1 << (30 + arguments));
+  }
+  std::thread other([&] { ++shared; });
+  if (!std::strcmp(wrong, "thread")) ++shared;
+  other.join();
+  return shared == 0;
+}
