@@ -3,12 +3,14 @@
 #include <cstdint>
 #include <initializer_list>
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
+#include <immintrin.h>
 #define LANES 8
 #define TOKENS 4
+#define GLAX_CONVERTS_F16
 #define GLAX_NAME "AVX2"
 #define GLAX_NAMESPACE of_avx2
 #define GLAX_NAMESPACE_EXPORT avx2

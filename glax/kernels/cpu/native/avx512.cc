@@ -3,12 +3,14 @@
 #include <cstdint>
 #include <initializer_list>
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))), apply_to = function)
 #else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
 #endif
+#include <immintrin.h>
 #define LANES 16
 #define TOKENS 4
+#define GLAX_CONVERTS_F16
 #define GLAX_NAME "AVX-512"
 #define GLAX_NAMESPACE of_avx512
 #define GLAX_NAMESPACE_EXPORT avx512

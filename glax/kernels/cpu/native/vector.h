@@ -86,6 +86,26 @@ inline uint16_t to_f16(float x) {
   return uint16_t(sign | ((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13));
 }
 
+// The first elements of a row, by eights, where the machine converts float16 itself; returns how many.
+#ifdef GLAX_CONVERTS_F16
+inline int64_t widen_f16(const uint16_t* from, int64_t width, float* to) {
+  int64_t i = 0;
+  for (; i + 8 <= width; i += 8)
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+  return i;
+}
+
+inline int64_t narrow_f16(const float* from, int64_t width, uint16_t* to) {
+  int64_t i = 0;
+  for (; i + 8 <= width; i += 8)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+  return i;
+}
+#else
+inline int64_t widen_f16(const uint16_t*, int64_t, float*) { return 0; }
+inline int64_t narrow_f16(const float*, int64_t, uint16_t*) { return 0; }
+#endif
+
 // [width] floats to `to`, and zeros behind them up to a whole vector.
 inline void widen(const char* row, Type type, int64_t width, float* to) {
   const uint16_t* from = reinterpret_cast<const uint16_t*>(row);
@@ -98,7 +118,7 @@ inline void widen(const char* row, Type type, int64_t width, float* to) {
   } else if (type == Type::bf16) {
     for (int64_t i = 0; i < width; ++i) to[i] = from_bf16(from[i]);
   } else {
-    for (int64_t i = 0; i < width; ++i) to[i] = from_f16(from[i]);
+    for (int64_t i = widen_f16(from, width, to); i < width; ++i) to[i] = from_f16(from[i]);
   }
   for (int64_t i = width; i < padded(width); ++i) to[i] = 0;
 }
@@ -112,6 +132,6 @@ inline void narrow(const float* x, char* row, Type type, int64_t width) {
   } else if (type == Type::bf16) {
     for (int64_t i = 0; i < width; ++i) to[i] = to_bf16(x[i]);
   } else {
-    for (int64_t i = 0; i < width; ++i) to[i] = to_f16(x[i]);
+    for (int64_t i = narrow_f16(x, width, to); i < width; ++i) to[i] = to_f16(x[i]);
   }
 }
