@@ -107,12 +107,12 @@ struct Side {
   // Adds token i of the walk, j of its block, to G of channels [first, last). False if one would pass `most`: nothing is done.
   bool extend(int64_t i, int64_t j, int64_t first, int64_t last, float most) {
     const float *log = logs + (i - window) * across(), *before = sums_before(j);
-    float *sum = sums + j * across(), *p = products + j * across(), *inverse = inverses + j * across();
+    float* sum = sums + j * across();
     vec low = {}, high = {};
     for (int64_t c = first; c < last; c += LANES) {
-      const vec g = load(before + c) + load(log + c), decay = exponential(g);
+      const vec g = load(before + c) + load(log + c);
       low = smaller(g, low), high = larger(g, high);
-      store(sum + c, g), store(p + c, decay), store(inverse + c, all(1) / decay);
+      store(sum + c, g);
     }
     const ivec outside = (low < all(-most)) | (high > all(most));
     bool within = true;
@@ -126,8 +126,17 @@ struct Side {
     for (int64_t c = first; c < last; c += LANES) {
       store(entries + j * across() + c, exponential(load(before + c) + load(log + c)));
       store(sums + j * across() + c, vec{});
-      store(products + j * across() + c, all(1)), store(inverses + j * across() + c, all(1));
     }
+  }
+
+  // P of a block: all at once, since an exponential takes long but many overlap.
+  void close(int64_t tokens) {
+    if (kind == none) return;
+    for (int64_t c = 0; c < tokens * across(); c += LANES) {
+      const vec decay = exponential(load(sums + c));
+      store(products + c, decay), store(inverses + c, all(1) / decay);
+    }
+    __builtin_memcpy(carry, sums + (tokens - 1) * across(), across() * 4);
   }
 
   // A block's first token may use half of the limit, so that its others have room too.
@@ -156,10 +165,6 @@ struct Side {
   }
 
   bool starts(int64_t j, int64_t tile) const { return kind != none && fresh[j * tiles() + (kind == scalar ? 0 : tile)]; }
-
-  void close(int64_t tokens) {
-    if (kind != none) __builtin_memcpy(carry, sums + (tokens - 1) * across(), across() * 4);
-  }
 
   // total [across] += the gate before row w of the window.
   void add_to(float* total, int64_t w) const {
@@ -370,8 +375,9 @@ struct Walk {
           const int64_t i = from + w + n;
           if (!rows.advance(i, n)) break;
           columns.advance_tiles(i, n);
-          gather<SUMS>(n, w + n, operands, last_enters || i + 1 < order.length);
         }
+        rows.close(n), columns.close(n);
+        for (int64_t j = 0; j < n; ++j) gather<SUMS>(j, w + j, operands, last_enters || from + w + j + 1 < order.length);
         for (int64_t c = 0; c < tile_count(); ++c) {
           if (tile_width(c) == TILE) {
             multiply<2, SUMS>(c, n);
@@ -379,7 +385,6 @@ struct Walk {
             multiply<1, SUMS>(c, n);
           }
         }
-        rows.close(n), columns.close(n);
         for (int64_t j = 0; j < n; ++j) {
           float* y = y_block + j * across();
           if (columns.kind != Side::none)
