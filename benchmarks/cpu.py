@@ -1,7 +1,8 @@
 """How fast glax is on this machine's CPU, beside what one writes in plain JAX (peers.py).
 
-    python benchmarks/cpu.py               forward and gradient against the baselines
+    python benchmarks/cpu.py               forward and gradient against the baselines, PyTorch's too where it is installed
     python benchmarks/cpu.py --scaling     time per token and peak memory as sequences grow
+    python benchmarks/cpu.py --dtypes      bfloat16 and float16 beside float32
     python benchmarks/cpu.py --compile     compile time of the gradient of every public function
 
 Options: --quick, fewer repeats and, with --scaling, shorter sequences; --json FILE, everything measured.
@@ -20,11 +21,13 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read by PyTorch, whose idle threads would keep cores from others
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from peers import BASELINES
+from peers_torch import with_torch
 from timing import Timing, available_bytes, compiled, copy_gbytes, interleaved, matmul_gflops, table
 
 import glax
@@ -35,20 +38,23 @@ from glax.registry import kernel_registry
 
 OUT = Path(__file__).parent / "out"
 MODES = ("forward", "forward + backward")
-SPEED_BAR = dict(zip(MODES, (1.0, 1.8), strict=True))  # times as fast as the best baseline
+SPEED_BAR = dict(zip(MODES, (1.0, 1.8), strict=True))  # XLA's kernels: times as fast as the best baseline
+NATIVE_BAR = dict(zip(MODES, (4.0, 5.0), strict=True))  # native kernels: times as fast as the best of all else
+NATIVE, XLA = "glax", "glax on XLA"  # each as glax chooses among the kernels
 CLOSE = dict(zip(MODES, (2e-5, 1e-4), strict=True))  # both sides are float32: twice the bars against float64
 SCALING_BAR, MEMORY_BAR, COMPILE_BAR = 1.25, 3.0, 5.0  # slowest / fastest time per token, GiB, seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call: float32, log-sigmoid gates, as many heads everywhere; `gate` is "gk", per channel, or "g", per head."""
+    """One call: log-sigmoid gates, as many heads everywhere; `gate` is "gk", per channel, or "g", per head."""
 
     B: int
     T: int
     H: int
     width: int
     gate: str
+    dtype: str = "float32"  # of query, key and value
 
     def __str__(self):
         return f"B{self.B} T{self.T} H{self.H} K=V={self.width} {self.gate}"
@@ -59,6 +65,7 @@ class Problem:
         wide = (self.B, self.T, self.H, self.width)
         q, k, v, do = (jnp.asarray(rng.standard_normal(wide, np.float32)) for _ in range(4))
         gate = rng.standard_normal(wide if self.gate == "gk" else wide[:3], np.float32)
+        q, k, v, do = (x.astype(self.dtype) for x in (q, k, v, do))
         return [q, k, v, jax.nn.log_sigmoid(jnp.asarray(gate)), do]
 
     def flops(self, forward_chunk: int, gradient_chunk: int | None) -> float:
@@ -82,9 +89,10 @@ class Problem:
 
         forward reads q, k, v, gate and writes o; the gradient reads those four and do, and writes four gradients.
         """
-        floats, gates = self.B * self.T * self.H, self.width if self.gate == "gk" else 1
-        forward, gradient = 4 * self.width + gates, 7 * self.width + 2 * gates
-        return 4 * floats * (forward if mode == "forward" else forward + gradient)
+        rows, gates = self.B * self.T * self.H, 4 * (self.width if self.gate == "gk" else 1)
+        wide = jnp.dtype(self.dtype).itemsize * self.width
+        forward, gradient = 4 * wide + gates, 7 * wide + 2 * gates
+        return rows * (forward if mode == "forward" else forward + gradient)
 
 
 SHAPES = (dict(B=1, T=2048, H=4, width=64), dict(B=2, T=4096, H=8, width=128))
@@ -131,9 +139,9 @@ def measure(problem: Problem, mode: str, args) -> dict:
     operands = problem.operands()
     q, k, v, gate, _ = operands
     r = bind(q, k, v, **{problem.gate: gate})
-    ways = BASELINES | {"glax": by_glax(problem)} | forced(problem, r)
+    ours = {NATIVE: by_glax(problem), XLA: by_glax(problem, platform="xla")} | forced(problem, r)
     runs, errors, notes, want = {}, {}, [], None
-    for name, f in ways.items():
+    for name, f in (BASELINES | ours).items():
         run = compiled(in_mode(f, mode), *operands)
         needs, there = run.memory_analysis().temp_size_in_bytes, available_bytes()
         if there is not None and needs > 0.8 * there:
@@ -142,18 +150,25 @@ def measure(problem: Problem, mode: str, args) -> dict:
         got = run(*operands)
         want = got if want is None else want
         runs[name], errors[name] = run, relative_error(got, want)
+    for name, run in with_torch(operands, mode != "forward").items():
+        runs[name], errors[name] = run, relative_error(run(*operands), want)
     del got, want  # memory that the timed runs may need
-    times = interleaved(runs, *operands, repeats=args.repeats, seconds=args.seconds)
-    best = min((name for name in times if name in BASELINES), key=lambda name: times[name].median)
+    times = interleaved(runs, *operands, repeats=args.repeats, seconds=args.seconds, warm=True)
+    fastest = lambda names: min(names, key=lambda name: times[name].median)  # noqa: E731
+    best = fastest([name for name in times if name not in ours and "torch" not in name])
+    rival = fastest([name for name in times if name not in ours or "xla" in name.lower()])
     took = [chosen(r, gradient) for gradient in ((False,) if mode == "forward" else (False, True))]
     chunks = [chunk for _, chunk in took] + [None]
-    seconds = times["glax"].median / 1e3
+    seconds = times[NATIVE].median / 1e3
     return dict(
         title=f"{problem} {mode}",
         mode=mode,
         took=" and ".join(name for name, _ in took),
+        native=all("cpp" in name for name, _ in took),
         best=best,
-        speedup=times[best].median / times["glax"].median,
+        speedup=times[best].median / times[XLA].median,
+        rival=rival,
+        native_speedup=times[rival].median / times[NATIVE].median,
         gflops=problem.flops(*chunks[:2]) / seconds / 1e9,
         gbytes=problem.bytes(mode) / seconds / 1e9,
         right=all(error <= CLOSE[mode] for error in errors.values()),
@@ -162,11 +177,16 @@ def measure(problem: Problem, mode: str, args) -> dict:
             name: dict(
                 ms=dataclasses.asdict(t),
                 error=errors[name],
-                temporary_bytes=runs[name].memory_analysis().temp_size_in_bytes,
+                temporary_mib=temporary_mib(runs[name]),
             )
             for name, t in times.items()
         },
     )
+
+
+def temporary_mib(run) -> int | None:
+    """What a program of XLA's needs besides its operands and results; of others it is not known."""
+    return round(run.memory_analysis().temp_size_in_bytes / 2**20) if hasattr(run, "memory_analysis") else None
 
 
 def against_baselines(args) -> dict:
@@ -187,7 +207,7 @@ def against_baselines(args) -> dict:
                     "ms: median (p20-p80)": Timing(**way["ms"]),
                     "of the best baseline's": way["ms"]["median"] / base,
                     "relative error": way["error"],
-                    "temporary MiB": round(way["temporary_bytes"] / 2**20),
+                    "temporary MiB": way["temporary_mib"],
                 }
                 for name, way in result["ways"].items()
             ]
@@ -196,11 +216,38 @@ def against_baselines(args) -> dict:
 
 
 def baseline_bars(found: dict) -> list[tuple[str, float, str, bool]]:
-    return [
-        (f"{r['title']}: times as fast as {r['best']}", r["speedup"], f">= {bar}", r["speedup"] >= bar)
-        for r in found["results"]
-        for bar in (SPEED_BAR[r["mode"]],)
-    ]
+    bars = []
+    for r in found["results"]:
+        bar = SPEED_BAR[r["mode"]]
+        title = f"{r['title']}: XLA kernels, times as fast as {r['best']}"
+        bars.append((title, r["speedup"], f">= {bar}", r["speedup"] >= bar))
+    for r in found["results"]:
+        bar = NATIVE_BAR[r["mode"]]
+        title = f"{r['title']}: native kernels, times as fast as {r['rival']}"
+        if r["native"]:
+            bars.append((title, r["native_speedup"], f">= {bar}", r["native_speedup"] >= bar))
+    return bars
+
+
+def storage(args) -> dict:
+    """bfloat16 and float16 beside float32, as glax chooses, in one run."""
+    results = []
+    for problem in PROBLEMS:
+        for mode in MODES:
+            runs = {}
+            for dtype in ("float32", "bfloat16", "float16"):
+                operands = dataclasses.replace(problem, dtype=dtype).operands()
+                run = compiled(in_mode(by_glax(problem), mode), *operands)
+                runs[dtype] = lambda run=run, operands=operands: run(*operands)
+            times = interleaved(runs, repeats=args.repeats, seconds=args.seconds, warm=True)
+            results.append({"": f"{problem} {mode}"} | {f"{dtype}, ms": t.median for dtype, t in times.items()})
+    print(f"\n{table(results)}\n")
+    return dict(results=results)
+
+
+def storage_bars(found: dict) -> list[tuple[str, float, str, bool]]:
+    ratios = [(r[""], r["bfloat16, ms"] / r["float32, ms"]) for r in found["results"]]
+    return [(f"{title}: bfloat16's time over float32's", ratio, "<= 1.0", ratio <= 1) for title, ratio in ratios]
 
 
 def scaling(args) -> dict:
@@ -328,6 +375,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--dtypes", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--peak", type=int, metavar="T", help="print this process's peak GiB after a gradient at T")
@@ -338,7 +386,8 @@ def main():
     args.repeats, args.seconds = (5, 2.0) if args.quick else (25, 8.0)
     print(f"JAX {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPUs, {platform.machine()}")
     parts = dict(
-        baselines=(not (args.scaling or args.compile), against_baselines, baseline_bars),
+        baselines=(not (args.scaling or args.compile or args.dtypes), against_baselines, baseline_bars),
+        dtypes=(args.dtypes, storage, storage_bars),
         scaling=(args.scaling, scaling, scaling_bars),
         compile=(args.compile, compiling, compile_bars),
     )

@@ -21,10 +21,8 @@ from glax.decay import Decay
 from glax.parallel.shard import Edge, through
 from glax.recurrence import Recurrence, aligned, fold_heads, spread_heads
 
-CHUNK, LONG_CHUNK = (
-    512,
-    4096,
-)  # rows; long ones where the decay does not depend on the data, and so seldom ends the walk
+CHUNK = 512  # rows
+LONG_CHUNK = 4096  # where the decay does not depend on the data, and so seldom ends the walk
 einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
