@@ -2,6 +2,7 @@
 
 python benchmarks/decode.py                     # both, and benchmarks/out/decode.png
 python benchmarks/decode.py --only pool         # 256 of 1024 slots, 16 heads of 128 x 128, float32
+python benchmarks/decode.py --only loop         # one sequence, 4 heads of 64 x 64, in a loop within one program
 """
 
 import argparse
@@ -12,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from timing import copy_gbytes
 
 import glax
 
@@ -45,6 +47,24 @@ def pool(P: int = 1024, B: int = 256, H: int = 16, D: int = 128, repeats: int = 
         seconds[name] = median(call, repeats)
         print(f"{name:16} {1e3 * seconds[name]:8.2f} ms", flush=True)
     print(f"the pool takes {100 * (seconds['pool'] / seconds['without a pool'] - 1):+.0f}%")
+    moved, copy = 2 * B * H * D * D * 4 / seconds["pool"] / 1e9, copy_gbytes()
+    print(f"states read and written at {moved:.1f} GB/s, a copy at {copy:.1f} GB/s: {100 * moved / copy:.0f}%")
+
+
+def loop(H: int = 4, D: int = 64, steps: int = 2000, repeats: int = 9):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, x = (jax.random.normal(key, (1, H, D)) for key in keys)
+    gk = jax.nn.log_sigmoid(x)
+
+    def step(_, carry):
+        state, total = carry
+        output, state = glax.recurrent_step(q, k, v, state, gk=gk)
+        return state, total + output
+
+    run = jax.jit(lambda state: jax.lax.fori_loop(0, steps, step, (state, jnp.zeros((1, H, D)))))
+    state = jnp.zeros((1, H, D, D))
+    seconds = median(lambda: jax.block_until_ready(run(state)), repeats) / steps
+    print(f"one sequence, {H} heads of {D} x {D}: {1e6 * seconds:.2f} microseconds a step")
 
 
 def model(repeats: int = 20):
@@ -85,12 +105,14 @@ def plot(step: float, again: dict[int, float], path: Path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["pool", "model"])
+    parser.add_argument("--only", choices=["pool", "loop", "model"])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out/decode.png"))
     arguments = parser.parse_args()
-    if arguments.only != "model":
+    if arguments.only in (None, "pool"):
         pool()
-    if arguments.only != "pool":
+    if arguments.only in (None, "loop"):
+        loop()
+    if arguments.only in (None, "model"):
         plot(*model(), arguments.out)
 
 
