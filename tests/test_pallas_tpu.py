@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec
 
 import glax
+from glax import parallel
 from glax.kernels import load_kernels
 from glax.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig
 from glax.reference import reference, reference_gradient
@@ -201,12 +202,37 @@ def test_shard_map(on_tpu, spec):
     assert lowered(jax.value_and_grad(loss), arguments).count("tpu_custom_call") == 3
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("cuts", [None, (0, 70, 300, 520)], ids=["whole", "packed"])
+def test_sequence_axis(on_tpu, cuts):
+    """Over the sequence, packed too: the kernels run on every shard's rows, forward and backward."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    B, boundaries = (4, None) if cuts is None else (1, jnp.array(cuts, jnp.int32))
+    arguments = inputs(Case("", gates=("gk",), cuts=cuts, **LOWERED | dict(B=B, T=520)), "log-sigmoid")
+
+    def loss(arguments):
+        output, state = parallel.recurrent(**arguments, cu_seqlens=boundaries, mesh=mesh, sequence_axis="x")
+        return (output.astype(jnp.float32) ** 2).sum() + state.sum()
+
+    assert lowered(jax.value_and_grad(loss), arguments).count("tpu_custom_call") == 3
+
+
 def test_shard_map_numbers():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     spec = PartitionSpec("x")
     r = recurrence(Case("", B=2, T=40, gates=("g",)), "log-sigmoid")
     run = functools.partial(FORWARD.run, config=TPUChunkedConfig(32))
     got = interpreted(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))(r)
+    assert_outputs_close(r, got, reference(r))
+
+
+def test_sequence_axis_numbers(on_tpu):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    case = Case("", T=80, heads=(1, 1, 1), gates=("g",))
+    options = dict(mesh=mesh, sequence_axis="x", cfg=TPUChunkedConfig(32))
+    run = functools.partial(parallel.recurrent, **options)
+    got = interpreted(lambda arguments: run(**arguments))(inputs(case, "log-sigmoid"))
+    r = recurrence(case, "log-sigmoid")
     assert_outputs_close(r, got, reference(r))
 
 
