@@ -15,7 +15,7 @@ def installation() -> str | None:
     """What is missing on this machine, if anything is."""
     missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
     if missing:
-        return f"needs {' and '.join(missing).replace('_', '-')}: pip install 'glax[gpu]'"
+        return f"needs {' and '.join(missing).replace('_', '-')}: pip install 'glax[triton]'"
     capability = getattr(jax.local_devices()[0], "compute_capability", None)
     if capability is not None and numbers(str(capability)) < (8, 0):
         return f"needs a GPU of compute capability 8.0, this one has {capability}"
