@@ -65,25 +65,27 @@ struct Side {
   float limit;      // of |G|
   int64_t window;   // the walk's token whose gate is row 0 of logs
   float* logs;      // [block, across]: before each token of the window
-  float* sums;      // [block, across]: G
+  float* sums;      // [block, across]: G, rounded; what rounding took is in ...
+  float* rests;     // [block, across]: ... so that G is good to 2^-48, and P to an ulp or two, after any number of tokens
   float* products;  // [block, across]: P
   float* inverses;  // [block, across]: 1 / P
   float* entries;   // [block, across]: what the state is scaled by where G starts afresh
   float* carry;     // [across]: G before the block; behind the last one, P, which the state has yet to meet
+  float* rest;      // [across]: of carry
   bool* fresh;      // [block, tiles]: where G of the columns starts afresh; [0] for rows
 
   int64_t across() const { return kind == scalar ? LANES : padded(width); }
   int64_t tiles() const { return (across() + TILE - 1) / TILE; }
 
   void take(Scratch& scratch, int64_t block) {
-    for (float** rows : {&logs, &sums, &products, &inverses, &entries}) *rows = scratch.floats(block * across());
-    carry = scratch.floats(across());
+    for (float** rows : {&logs, &sums, &rests, &products, &inverses, &entries}) *rows = scratch.floats(block * across());
+    carry = scratch.floats(across()), rest = scratch.floats(across());
     fresh = reinterpret_cast<bool*>(scratch.floats(block * tiles()));
   }
 
   void begin(float largest) { limit = largest, forget(); }
   void forget() {
-    for (int64_t c = 0; c < across(); ++c) carry[c] = 0;
+    for (int64_t c = 0; c < across(); ++c) carry[c] = rest[c] = 0;
   }
 
   // The gates before the walk's tokens [from, from + tokens).
@@ -107,12 +109,13 @@ struct Side {
   // Adds token i of the walk, j of its block, to G of channels [first, last). False if one would pass `most`: nothing is done.
   bool extend(int64_t i, int64_t j, int64_t first, int64_t last, float most) {
     const float *log = logs + (i - window) * across(), *before = sums_before(j);
-    float* sum = sums + j * across();
+    const float* rest_before = j == 0 ? rest : rests + (j - 1) * across();
     vec low = {}, high = {};
     for (int64_t c = first; c < last; c += LANES) {
-      const vec g = load(before + c) + load(log + c);
-      low = smaller(g, low), high = larger(g, high);
-      store(sum + c, g);
+      const vec x = load(before + c), y = load(log + c), sum = x + y, added = sum - x;
+      low = smaller(sum, low), high = larger(sum, high);
+      store(sums + j * across() + c, sum);
+      store(rests + j * across() + c, load(rest_before + c) + ((x - (sum - added)) + (y - added)));
     }
     const ivec outside = (low < all(-most)) | (high > all(most));
     bool within = true;
@@ -125,7 +128,7 @@ struct Side {
     const float *log = logs + (i - window) * across(), *before = sums_before(j);
     for (int64_t c = first; c < last; c += LANES) {
       store(entries + j * across() + c, exponential(load(before + c) + load(log + c)));
-      store(sums + j * across() + c, vec{});
+      store(sums + j * across() + c, vec{}), store(rests + j * across() + c, vec{});
     }
   }
 
@@ -133,10 +136,11 @@ struct Side {
   void close(int64_t tokens) {
     if (kind == none) return;
     for (int64_t c = 0; c < tokens * across(); c += LANES) {
-      const vec decay = exponential(load(sums + c));
+      const vec rounded = exponential(load(sums + c)), decay = rounded + rounded * load(rests + c);
       store(products + c, decay), store(inverses + c, all(1) / decay);
     }
     __builtin_memcpy(carry, sums + (tokens - 1) * across(), across() * 4);
+    __builtin_memcpy(rest, rests + (tokens - 1) * across(), across() * 4);
   }
 
   // A block's first token may use half of the limit, so that its others have room too.
@@ -177,8 +181,10 @@ struct Side {
     if (kind == none) return;
     const bool last = order.late && order.length > 0;
     if (last) fill(order, order.length, 1);
-    for (int64_t c = 0; c < across(); c += LANES)
-      store(carry + c, exponential(last ? load(carry + c) + load(logs + c) : load(carry + c)));
+    for (int64_t c = 0; c < across(); c += LANES) {
+      const vec rounded = exponential(last ? load(carry + c) + load(logs + c) : load(carry + c));
+      store(carry + c, rounded + rounded * load(rest + c));
+    }
   }
 
   vec of(const float* across_row, int64_t c) const {
