@@ -11,7 +11,7 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 SAY_JAX := from importlib.metadata import version; print("Testing with JAX", version("jax"))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast lint sanitize clean
+.PHONY: help demo test fast lint sanitize tpu clean
 
 help:
 	@echo "make demo      run the demo                          ARGS: what follows 'glax demo'"
@@ -19,6 +19,7 @@ help:
 	@echo "make fast      the tests marked fast                 ARGS: more options for pytest"
 	@echo "make lint      ruff alone"
 	@echo "make sanitize  the native kernels' own tests, with the compiler's sanitizers and for arm64"
+	@echo "make tpu       the TPU kernels, by the TPU compiler     ARGS: --few, a minute instead of five"
 	@echo "make clean     remove environments, builds, caches and outputs"
 	@echo
 	@echo "PYTHON=$(PYTHON) makes the environment VENV=$(VENV); JOBS=$(JOBS) test processes run at a time."
@@ -41,6 +42,13 @@ lint: $(STAMP)
 # Needs a C++ compiler, and no environment: where one is at hand, its jaxlib has the headers for one more file.
 sanitize:
 	@JOBS=$(JOBS) PYTHON=$(BIN)/python tests/native/sanitize
+
+# The compiler lies apart: in the environment, JAX would look for TPUs.
+LIBTPU := $(shell sed -n '1s/.*libtpu \([0-9.]*\),.*/\1/p' benchmarks/tpu/table.txt)
+tpu: $(STAMP)
+	@test -d build/libtpu-$(LIBTPU) || \
+	  $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target build/libtpu-$(LIBTPU) libtpu==$(LIBTPU)
+	PYTHONPATH=build/libtpu-$(LIBTPU) $(BIN)/python -m benchmarks.tpu.compile --check $(ARGS)
 
 # The stamp is newer than what the environment was made from; without it a run would install again each time.
 # An environment without a working pip (an interrupted run, a Python since removed) is made again.

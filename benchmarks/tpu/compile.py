@@ -2,6 +2,9 @@
 
     python -m benchmarks.tpu.compile            compiles everything and writes benchmarks/tpu/table.txt
     python -m benchmarks.tpu.compile --check    compiles everything; fails where the table says something else
+    make tpu                                    the same, with the table's libtpu, kept out of the environment
+
+--few compiles three of the problems for each chip, in a minute or two.
 
 Needs libtpu (pip install "jax[tpu]==0.10.2"): another compiler version makes other code, so --check wants the table's. Each chip
 has a process of its own, in which the kernels compile under a limit of 16 MiB of VMEM. Columns, a line a kernel:
@@ -12,6 +15,7 @@ code: KiB of the program around it, all its kernels and XLA's copies.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import difflib
 import glob
@@ -23,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 
-from benchmarks.tpu.problems import PROBLEMS, TARGETS, fingerprint, shapes
+from benchmarks.tpu.problems import FEW, PROBLEMS, TARGETS, Problem, fingerprint, shapes
 
 TABLE = pathlib.Path(__file__).with_name("table.txt")
 JAX = "0.10.2"
@@ -59,7 +63,7 @@ def environment(dump: str) -> dict[str, str]:
     )
 
 
-def compile_all(target: str, dump: str):
+def compile_all(target: str, dump: str, problems: list[Problem]):
     """The rows of one chip, as lines of JSON; runs in the process of `environment`."""
     import functools
 
@@ -74,7 +78,7 @@ def compile_all(target: str, dump: str):
     load_kernels()
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TARGETS[target].topology)
     array = shapes(SingleDeviceSharding(topology.devices[0]))
-    for problem in PROBLEMS:
+    for problem in problems:
         r, *cotangents = problem.operands(array)
         for algorithm, operands in (("chunked", (r,)), ("chunked.vjp", (r, *cotangents))):
             spec = kernel_registry.kernels[f"{algorithm}/pallas/tpu"]
@@ -122,9 +126,9 @@ def counted(text: str, has_check: bool) -> tuple[int, int]:
     return last + 1, runs[longest] + check
 
 
-def rows_of(target: str) -> list[Row]:
+def rows_of(target: str, few: bool) -> list[Row]:
     with tempfile.TemporaryDirectory() as dump:
-        command = [sys.executable, "-m", "benchmarks.tpu.compile", "--one", target, dump]
+        command = [sys.executable, "-m", "benchmarks.tpu.compile", "--one", target, dump, *(["--few"] if few else [])]
         done = subprocess.run(command, env=environment(dump), stdout=subprocess.PIPE, text=True, timeout=900)
     if done.returncode != 0:
         raise SystemExit(f"compiling for {target} failed with exit status {done.returncode}")
@@ -152,26 +156,33 @@ def main():
     parser = argparse.ArgumentParser(prog="benchmarks.tpu.compile")
     parser.add_argument("--check", action="store_true", help="compare with the table instead of writing it")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), help="only these chips' lines")
+    parser.add_argument("--few", action="store_true", help="with --check: only some of the problems")
     parser.add_argument("--one", nargs=2, metavar=("TARGET", "DUMP"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    problems = FEW if args.few else PROBLEMS
     if args.one:
-        return compile_all(*args.one)
+        return compile_all(*args.one, problems)
+    if args.few and not args.check:
+        parser.error("--few goes with --check: the table has all problems")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        rows = [row for rows in pool.map(lambda target: rows_of(target, args.few), args.targets) for row in rows]
+    new = [*header(), *map(str, rows)]
+    over = [row for row in rows if not 0 < row.vmem <= VMEM_KIB]
+    if over:
+        raise SystemExit(f"VMEM not within {VMEM_KIB} KiB:\n" + "\n".join(map(str, over)))
     old = TABLE.read_text().splitlines() if TABLE.exists() else []
-    new = header()
-    for target in TARGETS:
-        if target in args.targets:
-            rows = rows_of(target)
-            new += map(str, rows)
-            over = [row for row in rows if not 0 < row.vmem <= VMEM_KIB]
-            if over:
-                raise SystemExit(f"VMEM not within {VMEM_KIB} KiB:\n" + "\n".join(map(str, over)))
-        else:
-            new += [line for line in old if line.startswith(f"{target} ")]
+    names = [str(problem) for problem in problems]
+    asked = [line for line in old if (words := line.split())[0] in args.targets and " ".join(words[1:-6]) in names]
     if not args.check:
-        TABLE.write_text("\n".join(new) + "\n")
-    elif old != new:
-        diff = "\n".join(difflib.unified_diff(old, new, "table.txt", "compiled", lineterm="", n=0))
-        raise SystemExit(f"{diff}\nbenchmarks/tpu/table.txt is out of date: python -m benchmarks.tpu.compile")
+        kept = [line for line in old if not line.startswith("#") and line not in asked]
+        order = list(TARGETS)
+        lines = sorted([*kept, *map(str, rows)], key=lambda line: order.index(line.split()[0]))
+        TABLE.write_text("\n".join([*header(), *lines]) + "\n")
+    elif (table := [*old[:2], *asked]) != new:
+        print(*difflib.unified_diff(table, new, "table.txt", "compiled", lineterm="", n=0), sep="\n")
+        raise SystemExit("benchmarks/tpu/table.txt is out of date: python -m benchmarks.tpu.compile")
+    else:
+        print(f"{len(rows)} lines of benchmarks/tpu/table.txt compiled again: all the same")
 
 
 if __name__ == "__main__":

@@ -90,6 +90,7 @@ PROBLEMS = [
     Problem(1, 8192, 16, 64, "key", sequences=16),
     Problem(8, 1024, 8, 64, "key", "float32"),
 ]  # fmt: skip
+FEW = [PROBLEMS[i] for i in (0, 5, 8)]  # of each width; of each gate; packed
 
 
 @functools.cache
