@@ -213,10 +213,12 @@ struct Window {
 };
 
 // Cache lines that the next block needs. Rows lie apart by all heads' width, often by a page, which is further than a processor
-// guesses by itself; so lines are fetched one by one while the registers' part computes.
+// guesses by itself; so lines are fetched one by one while the registers' part computes, and spread over all of it, for each
+// must wait its turn at the memory.
 struct Ahead {
   const char** lines;  // null-terminated by `last`
   const char **next, **last;
+  int64_t mask;  // a line is fetched at each row of the state whose number has none of these bits
 
   void add(const Rows& row, int64_t t) {
     if (!row.data) return;
@@ -235,6 +237,7 @@ template <int COUNT, int WIDTH, Sums SUMS, int SCALED>
 inline void tile(float* state, int64_t depth, const float* a, const float* b, const float* x, float* y, int64_t across,
                  bool more, const float* row_entry, int64_t row_step, const float* column_entry, Ahead& ahead) {
   const char **line = ahead.next, **const last_line = ahead.last;
+  const int64_t mask = ahead.mask;
   vec sums[COUNT][WIDTH];
 #pragma GCC unroll 8
   for (int t = 0; t < COUNT; ++t)
@@ -246,8 +249,10 @@ inline void tile(float* state, int64_t depth, const float* a, const float* b, co
 #pragma GCC unroll 2
     for (int w = 0; w < WIDTH; ++w) added[t][w] = load(x + t * TILE + w * LANES);
   for (int64_t r = 0; r < depth; ++r) {
-    __builtin_prefetch(*line, 0, 3);
-    line += line < last_line;
+    if ((r & mask) == 0) {
+      __builtin_prefetch(*line, 0, 3);
+      line += line < last_line;
+    }
     vec s[WIDTH];
 #pragma GCC unroll 2
     for (int w = 0; w < WIDTH; ++w) {
@@ -365,6 +370,8 @@ struct Walk {
       for (const Rows* row : {&o.a, &o.b, &o.x, &o.z, &o.more, &o.written[0], &o.written[1], &gate_of(rows), &gate_of(columns)})
         ahead.add(*row, order.at(i));
     *ahead.last = nullptr;
+    const int64_t visits = (to - from) / TOKENS * tile_count() * rows.width;
+    for (ahead.mask = 0; visits / (2 * ahead.mask + 2) >= ahead.last - ahead.lines && ahead.mask < 15;) ahead.mask = 2 * ahead.mask + 1;
   }
   static const Rows& gate_of(const Side& side) { return side.gate; }
 
