@@ -149,6 +149,15 @@ def test_as_a_process_without_rich_and_matplotlib():
 # ---- check -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_reader_that_goes_away():
+    """As in `glax cache list --json | head -c 0`: no traceback."""
+    command = [sys.executable, "-m", "glax.cli", "cache", "list", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
 def test_check_passes(register, capsys, monkeypatch):
     monkeypatch.setattr(check, "CASES", (Case("key, packed", B=1, T=20, cuts=(0, 5, 5, 18), K=8, V=12), CASES[0]))
     monkeypatch.setattr(check, "QUICK", ("key, packed",))

@@ -1,6 +1,7 @@
 """The `glax` command. Each subcommand is a module with add_parser(subparsers) and run(args) -> exit code."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ from glax.cli import bench, cache, check, demo, doctor, tune
 from glax.cli.errors import UsageError
 
 SUBCOMMANDS = (doctor, check, bench, tune, cache, demo)
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED, UNREAD = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as shells have it
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,10 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_parser(subparsers).set_defaults(run=module.run)
     args = parser.parse_args(arguments)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()  # a reader that has gone is met here, not at exit
+        return status
     except UsageError as error:
         print(f"glax {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"glax {args.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # as in `glax doctor | head`; else Python complains of what is left as it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
