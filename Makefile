@@ -11,7 +11,7 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 SAY_JAX := from importlib.metadata import version; print("Testing with JAX", version("jax"))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast lint sanitize tpu clean
+.PHONY: help demo test fast lint sanitize tpu triton clean
 
 help:
 	@echo "make demo      run the demo                          ARGS: what follows 'glax demo'"
@@ -20,6 +20,7 @@ help:
 	@echo "make lint      ruff alone"
 	@echo "make sanitize  the native kernels' own tests, with the compiler's sanitizers and for arm64"
 	@echo "make tpu       the TPU kernels, by the TPU compiler     ARGS: --few, a minute instead of five"
+	@echo "make triton    the GPU kernels in Triton's interpreter, and compiled; needs Python 3.12"
 	@echo "make clean     remove environments, builds, caches and outputs"
 	@echo
 	@echo "PYTHON=$(PYTHON) makes the environment VENV=$(VENV); JOBS=$(JOBS) test processes run at a time."
@@ -43,12 +44,22 @@ lint: $(STAMP)
 sanitize:
 	@JOBS=$(JOBS) PYTHON=$(BIN)/python tests/native/sanitize
 
-# The compiler lies apart: in the environment, JAX would look for TPUs.
+# The compilers below lie apart: in the environment, JAX would look for TPUs and GPUs.
+APART = $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target
+
 LIBTPU := $(shell sed -n '1s/.*libtpu \([0-9.]*\),.*/\1/p' benchmarks/tpu/table.txt)
 tpu: $(STAMP)
-	@test -d build/libtpu-$(LIBTPU) || \
-	  $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target build/libtpu-$(LIBTPU) libtpu==$(LIBTPU)
+	@test -d build/libtpu-$(LIBTPU) || { $(APART) build/part libtpu==$(LIBTPU) && mv build/part build/libtpu-$(LIBTPU); }
 	PYTHONPATH=build/libtpu-$(LIBTPU) $(BIN)/python -m benchmarks.tpu.compile --check $(ARGS)
+
+# In two processes: Triton's interpreter, once on, compiles no more. The plugin knows NVIDIA's compiler, and needs no GPU.
+TRITON := triton==3.9.0 jax-triton==0.4.1
+JAX_VERSION := from importlib.metadata import version; print(version("jax"))
+triton: $(STAMP)
+	@jax=$$($(BIN)/python -c '$(JAX_VERSION)') && test -d build/triton-$$jax || \
+	  { $(APART) build/part $(TRITON) jax-cuda13-plugin==$$jax && mv build/part build/triton-$$jax; }
+	@export PYTHONPATH=build/triton-$$($(BIN)/python -c '$(JAX_VERSION)') && \
+	  $(BIN)/python -m pytest -n $(JOBS) tests/test_triton.py $(ARGS) && $(BIN)/python -m pytest tests/test_triton_compile.py
 
 # The stamp is newer than what the environment was made from; without it a run would install again each time.
 # An environment without a working pip (an interrupted run, a Python since removed) is made again.
