@@ -14,6 +14,8 @@ struct Count {
 };
 
 #include "vector.h"
+#include "rows.h"
+#include "side.h"
 #include "walk.h"
 #include "kernels.h"
 #include "step.h"
