@@ -149,6 +149,14 @@ def test_as_a_process_without_rich_and_matplotlib():
 # ---- check -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
+def test_doctor_asks_kernels_of_one_token_about_one_token(register, capsys):
+    one_token = lambda r: None if r.q.shape[1] == 1 else "takes one token"  # noqa: E731
+    step = register(wrong, "recurrent.step", Platform.CPP, supports=one_token)
+    _, report = json_of(capsys, "doctor")
+    assert next(kernel for kernel in report["kernels"] if kernel["name"] == step)["usable"]
+
+
 def test_a_reader_that_goes_away():
     """As in `glax cache list --json | head -c 0`: no traceback."""
     command = [sys.executable, "-m", "glax.cli", "cache", "list", "--json"]

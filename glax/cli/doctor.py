@@ -37,7 +37,8 @@ def add_parser(subparsers):
 
 def run(args) -> int:
     load_kernels()
-    kernels = [kernel_state(spec, probes()) for spec in kernel_registry.kernels.values()]
+    calls, steps = probes(1024), probes(1)
+    kernels = [kernel_state(spec, steps if spec.is_step else calls) for spec in kernel_registry.kernels.values()]
     report = dict(
         versions=dict(glax=__version__, python=sys.version.split()[0])
         | {name: version_of(name) for name in REQUIRED + OPTIONAL},
@@ -54,10 +55,10 @@ def run(args) -> int:
     return 0 if any(kernel["usable"] for kernel in kernels) else 1
 
 
-def probes() -> dict[str, Recurrence]:
+def probes(T: int) -> dict[str, Recurrence]:
     """What users call most: the shapes of a gate a channel and of one a head, in both dtypes of training."""
     cases = {
-        f"{dtype}, a gate a {form}": Case("", gates=gates, dtype=dtype, B=1, T=1024, heads=(4, 4, 4), K=64, V=64)
+        f"{dtype}, a gate a {form}": Case("", gates=gates, dtype=dtype, B=1, T=T, heads=(4, 4, 4), K=64, V=64)
         for dtype in ("bfloat16", "float32")
         for form, gates in (("channel", ("gk",)), ("head", ("g",)))
     }
