@@ -48,6 +48,11 @@ class Decay:
         return dataclasses.replace(self, key=self.value, value=self.key)
 
     @property
+    def by_token(self) -> bool:
+        """Whether the decay depends on the data, and not on the head alone."""
+        return self.form not in ("none", "constant")
+
+    @property
     def form(self) -> str:
         """The name of the form: "none", "constant", "head", "key", "value" or "key+value"."""
         names = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None]

@@ -14,7 +14,7 @@ import glax
 from glax import parallel
 from glax.dispatch import Choice
 from glax.kernels import load_kernels
-from glax.parallel import correct
+from glax.parallel import strip
 from glax.parallel.shard import gathers, steps
 from glax.parallel.spread import Spread, spread_over
 from glax.recurrence import Outputs
@@ -36,8 +36,9 @@ def mesh_of(kind=AxisType.Auto, **axes):
 @pytest.fixture
 def short_chunks(monkeypatch):
     """So that small shards hold several."""
-    monkeypatch.setattr(correct, "CHUNK", 5)
-    monkeypatch.setattr(correct, "LONG_CHUNK", 7)
+    monkeypatch.setattr(strip, "NEAR", 3)
+    monkeypatch.setattr(strip, "FAR", 4)
+    monkeypatch.setattr(strip, "WHOLE", 5)
 
 
 def hold(case: Case, spread: Spread, strengths=("log-sigmoid",)):

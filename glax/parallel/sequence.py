@@ -8,8 +8,10 @@ import numpy as np
 
 from glax.autodiff import gradient, solve
 from glax.dispatch import Choice
-from glax.parallel.correct import Strip, correct_gradient, correct_output, passed, reach
-from glax.parallel.shard import Shard, arriving, shard_of, through
+from glax.parallel.correct import correct_gradient, correct_output
+from glax.parallel.shard import arriving, shard_of, through
+from glax.parallel.strip import Strip
+from glax.parallel.summary import summary
 from glax.recurrence import Outputs, Recurrence
 
 
@@ -22,30 +24,35 @@ def solve_sequence(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
 
         S_out = D S_in + S       S: what the shard ends in when nothing enters it; D: the decay through all its rows
 
-    so it is enough to tell the others D and S, of one size whatever T is. Then o_t += (what S_in adds to it).
+    so it is enough to tell the others D and S, of one size whatever T is.
     """
     return forward(choice, axis, n, r)[0]
 
 
+def corrects(r: Recurrence) -> bool:
+    """Whether a shard solves its rows from zero while states are exchanged, and then adds what the arriving one does.
+
+    That hides the exchange, and costs as many rows as the decays let through: few, where they depend on the data. Decays
+    of the head alone seldom end within a shard; there a correction would cost more than the exchange takes, so the state
+    is awaited, and the rows are solved from it.
+    """
+    return r.decay.by_token
+
+
 def forward(choice: Choice, axis: str, n: int, r: Recurrence):
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
-    strip = Strip(r, shard.enter, from_low=not r.reverse)
-    found = reach(strip)
-    own = r.replace(initial_state=where(shard.begins, r.start_state, 0), boundaries=shard.cuts)
-    output, final = solve(choice, own)
-    left = jnp.where(shard.leave.crosses, shard.leave.pick(final, packed), 0)
-    entered = arriving(axis, n, r.reverse, left, *summary(shard, strip, found))
-    output = correct_output(strip, found, entered, output)
-    final = shard.enter.add(final, through(entered, *passed(strip, found)), packed)
+    begun = where(shard.begins, r.start_state, 0)
+    own = r.replace(boundaries=shard.cuts)
+    leaving = Strip(r, shard.leave, from_low=r.reverse)
+    told = summary(leaving, shard.spans, begun, r.k, r.v, adjoint=False)
+    entered = arriving(axis, n, r.reverse, *told)
+    if corrects(r):
+        output, final = solve(choice, own.replace(initial_state=begun))
+        output, passed = correct_output(Strip(r, shard.enter, from_low=not r.reverse), entered, output)
+        final = shard.enter.add(final, through(entered, *passed), packed)
+    else:
+        output, final = solve(choice, own.replace(initial_state=shard.enter.add(begun, entered, packed)))
     return Outputs(output, where(shard.ends, final, 0)), entered
-
-
-def summary(shard: Shard, strip: Strip, found):
-    """The decay through the shard, of rows [E, H, K or 1] and columns: 0 if what enters it is not what leaves it."""
-    rows, columns = passed(strip, found)
-    E, H = 1 if strip.packed else strip.r.q.shape[0], strip.r.num_heads
-    rows = jnp.ones((E, H, 1), strip.r.dtype) if rows is None else rows
-    return jnp.where(shard.spans, rows, 0), columns
 
 
 def where(of_sequence, states, otherwise):
@@ -58,23 +65,27 @@ def _forward(choice, axis, n, r):
 
 
 def _backward(choice, axis, n, residuals, cotangents):
-    """The adjoint walk: each shard's gradient as if nothing came back to it, then what does."""
+    """The adjoint walk: dL/dS takes the way of the state backwards, and is told in the same way."""
     r, entered = residuals
     d_output, d_final = cotangents
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
-    strip = Strip(r, shard.leave, from_low=r.reverse)
-    found = reach(strip)
-    begun = where(shard.begins, r.start_state, 0)
-    started = shard.enter.add(begun, entered, packed)
+    started = shard.enter.add(where(shard.begins, r.start_state, 0), entered, packed)
+    ended = where(shard.ends, d_final, 0).astype(r.dtype)
     own = r.replace(initial_state=started, boundaries=shard.cuts)
-    d = gradient(choice, own, d_output, where(shard.ends, d_final, 0).astype(r.dtype))
-
-    sent = jnp.where(shard.enter.crosses, shard.enter.pick(d.initial_state, packed), 0)
-    returned = arriving(axis, n, not r.reverse, sent, *summary(shard, strip, found))
-    d = correct_gradient(strip, found, returned, shard.leave.pick(started, packed), d)
-    d_initial = None
-    if r.initial_state is not None:
-        d_initial = shard.leave.add(d.initial_state, through(returned, *passed(strip, found)), packed)
+    leaving = Strip(r, shard.enter, from_low=not r.reverse)
+    told = summary(leaving, shard.spans, ended, r.q, d_output, adjoint=True)
+    returned = arriving(axis, n, not r.reverse, *told)
+    if corrects(r):
+        d = gradient(choice, own, d_output, ended)
+        strip = Strip(r, shard.leave, from_low=r.reverse)
+        d, passed = correct_gradient(strip, returned, shard.leave.pick(started, packed), d)
+        d_initial = shard.leave.add(d.initial_state, through(returned, *passed), packed)
+    else:
+        d = gradient(choice, own, d_output, shard.leave.add(ended, returned, packed))
+        d_initial = d.initial_state
+    if r.initial_state is None:
+        d_initial = None
+    else:
         d_initial = where(shard.begins, d_initial, 0).astype(r.initial_state.dtype)
     cuts = None if r.boundaries is None else np.zeros(r.boundaries.shape, jax.dtypes.float0)
     return (d.replace(initial_state=d_initial, boundaries=cuts),)

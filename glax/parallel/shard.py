@@ -57,7 +57,8 @@ def shard_of(r: Recurrence, axis: str, n: int) -> Shard:
     rank = n - 1 - index if r.reverse else index
     if r.boundaries is None:
         every = jnp.zeros(r.num_sequences, bool)
-        enter, leave = (Edge(jnp.zeros_like(index), rank != last, jnp.full_like(index, T)) for last in (0, n - 1))
+        crossing = rank != 0, rank != n - 1
+        enter, leave = (Edge(jnp.zeros_like(index), crosses, jnp.where(crosses, T, 0)) for crosses in crossing)
         return Shard(None, enter, leave, every | (rank == 0), every | (rank == n - 1), enter.crosses & leave.crosses)
     low, cuts = index * T, r.boundaries
     high = low + T

@@ -1,0 +1,47 @@
+"""What a shard tells the others: the state that leaves it when nothing enters, and the decay through it.
+
+    S = sum_t (k_t e^{G_t}) v_t^T + D S_0           G_t: the log decays behind token t, D: those through all rows
+
+and against time, of dS = dL/dS with G_t through token t itself, that of scale * q and do. S_0 is what a sequence begins
+(ends) with inside the shard. The walk goes from the edge where the state leaves inwards, and ends where decays are 0: so S
+is at hand before the shard's outputs are, and does not wait for them.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from glax.parallel.shard import through
+from glax.parallel.strip import Strip, exps, inwards, times
+
+
+def summary(
+    strip: Strip,
+    spans: Bool[Array, ""],
+    begun: Float[Array, "N H K V"],
+    a: Float[Array, "B T heads K"],
+    b: Float[Array, "B T heads V"],
+    adjoint: bool,
+) -> tuple[Array, Array, Array | None]:
+    """S [E, H, K, V], and D as factors of its rows [E, H, K or 1] and columns [E, H, V] or None; 0 unless `spans`.
+
+    strip: from the edge where the state leaves. begun: S_0 of every sequence. a, b: k and v, or with `adjoint` q and do.
+    """
+    r, edge = strip.r, strip.edge
+    # As in the kernels: bfloat16 is multiplied as it is, and summed in float32.
+    product = dict(preferred_element_type=r.dtype, precision=lax.Precision.HIGHEST)
+    narrow = r.q.dtype if r.q.dtype == jnp.bfloat16 else r.dtype
+
+    def visit(window, _, G, logs, S):
+        rows, columns = exps(*(strip.prefix(x, inclusive=adjoint) for x in logs))
+        # [E, C, H, K], [E, C, H, V]
+        x, y = times(window.read(a), rows).astype(narrow), times(window.read(b), columns).astype(narrow)
+        return S + through(jnp.einsum("bchk,bchv->bhkv", x, y, **product), *exps(*G))
+
+    _, passed, S = inwards(strip, visit, strip.aligned(jnp.zeros(strip.states, r.dtype)))
+    if adjoint:
+        S = S * edge.pick(r.scale, strip.packed)[:, None, None, None]
+    S = S + through(edge.pick(begun, strip.packed), *passed)
+    rows, columns = passed
+    rows = jnp.ones((*strip.states[:2], 1), r.dtype) if rows is None else rows
+    return jnp.where(edge.crosses, S, 0), jnp.where(spans, rows, 0), columns
