@@ -8,7 +8,6 @@ the edge through t (of Q: behind t),
 in the strip of rows at the edge where e^{G_t} is not 0.
 """
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -97,8 +96,7 @@ def reach(strip: Strip) -> tuple[Int[Array, ""], Factors, Factors]:
         if i is None:
             return tuple(None if x is None else jnp.zeros((strip.most, *x.shape), x.dtype) for x in G)
         return tuple(
-            None if x is None else lax.dynamic_update_index_in_dim(x, now, i, 0)
-            for x, now in zip(kept, G, strict=True)
+            None if x is None else lax.dynamic_update_index_in_dim(x, now, i, 0) for x, now in zip(kept, G, strict=True)
         )
 
     return inwards(strip, visit, None)

@@ -83,10 +83,9 @@ def _backward(choice, axis, n, residuals, cotangents):
     else:
         d = gradient(choice, own, d_output, shard.leave.add(ended, returned, packed))
         d_initial = d.initial_state
-    if r.initial_state is None:
-        d_initial = None
-    else:
-        d_initial = where(shard.begins, d_initial, 0).astype(r.initial_state.dtype)
+    # started, which the gradient was taken in, is there even if no initial state is
+    given = r.initial_state
+    d_initial = None if given is None else where(shard.begins, d_initial, 0).astype(given.dtype)
     cuts = None if r.boundaries is None else np.zeros(r.boundaries.shape, jax.dtypes.float0)
     return (d.replace(initial_state=d_initial, boundaries=cuts),)
 

@@ -8,7 +8,6 @@ let through, and by the gates alone: no other shard is asked.
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -132,7 +131,10 @@ def inwards(strip: Strip, visit, carry):
     """
     E, H, K, V = strip.states
     decay, dtype = strip.r.decay, strip.r.dtype
-    widths = (0 if decay.form in ("none", "value") else K if decay.key is not None else 1, V * (decay.value is not None))
+    widths = (
+        0 if decay.form in ("none", "value") else K if decay.key is not None else 1,
+        V * (decay.value is not None),
+    )
     G = tuple(jnp.zeros((E, H, width), dtype) if width else None for width in widths)
 
     def step(window, i, G, carry):
