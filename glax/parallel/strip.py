@@ -10,6 +10,7 @@ import functools
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from glax.parallel.shard import Edge
@@ -102,13 +103,13 @@ class Window:
         return ((distance >= self.offset) & (distance < end))[:, None, None]
 
     def read(self, x: Float[Array, "B T heads D"]) -> Float[Array, "B C H D"]:
-        x = lax.dynamic_slice_in_dim(x, self.start, self.size, 1).astype(self.strip.r.dtype)
+        x = as_it_lies(lax.dynamic_slice_in_dim(x, self.start, self.size, 1)).astype(self.strip.r.dtype)
         return spread_heads(jnp.where(self.own, x, 0), self.strip.r.num_heads)
 
     def add(self, buffer: Float[Array, "B T heads D"], x: Float[Array, "B C H D"]) -> Array:
         old = lax.dynamic_slice_in_dim(buffer, self.start, self.size, 1)
         new = (old.astype(self.strip.r.dtype) + fold_heads(x, buffer.shape[2])).astype(buffer.dtype)
-        return lax.dynamic_update_slice_in_dim(buffer, jnp.where(self.own, new, old), self.start, 1)
+        return lax.dynamic_update_slice_in_dim(buffer, as_it_lies(jnp.where(self.own, new, old)), self.start, 1)
 
     def logs(self) -> tuple[Array | None, Array | None]:
         """The log decays of the state's rows and columns: [E, C, H, width or 1] or None."""
@@ -168,3 +169,8 @@ def shifted(x: Array, by: int) -> Array:
 
 def times(x: Array, factor: Array | None) -> Array:
     return x if factor is None else x * factor
+
+
+def as_it_lies(x: Array) -> Array:
+    """x, row by row in memory. Else XLA turns a loop's whole arrays over, as the products of their windows would have them."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
