@@ -161,6 +161,27 @@ def test_under_checkpoint_and_scan():
     tree_close(got, want, 2e-5)
 
 
+@pytest.mark.parametrize("form", ["constant", "head", "both"])
+def test_second_derivatives(form):
+    """The derivative of every gradient in one direction, through shards that correct and shards that wait."""
+    case = Case("", gates=FORMS[form], K=4, V=3, reverse=form == "head", **PACKED | dict(heads=(2, 1, 2)))
+    arguments = inputs(case, "mild")
+    options = dict(cu_seqlens=jnp.array(case.cuts), reverse=case.reverse)
+    along = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), arguments)
+
+    def directed(f, arguments):
+        def value(arguments):
+            output, state = f(**arguments, **options)
+            return (output**2).sum() + (state**2).sum()
+
+        gradient = jax.grad(value)
+        return jax.grad(lambda x: sum(map(jnp.vdot, *map(jax.tree.leaves, (gradient(x), along)))))(arguments)
+
+    spread = functools.partial(parallel.recurrent, mesh=mesh_of(s=4), sequence_axis="s")
+    got, want = (jax.jit(functools.partial(directed, f))(arguments) for f in (spread, glax.recurrent))
+    tree_close(got, want, 2e-5)
+
+
 @pytest.mark.parametrize("name", ["recurrent_gla", "simple_gla", "retention", "lightning_attention"])
 def test_variants(name):
     arguments = inputs(dataclasses.replace(CASE, gates=()), "log-sigmoid")

@@ -47,8 +47,8 @@ def recurrent(
     """`glax.recurrent` on a mesh:   S_out = D S_in + S   for every shard of T, of which only D and S are exchanged.
 
     The arrays are those of the whole problem, as JAX shows them, wherever they lie; the output lies as `Spread` says, and the
-    final states over batch and heads. mesh and the three axes: see `Spread`. Everything else as in `glax.recurrent`;
-    gradients are first derivatives, if the sequence is spread. With cu_seqlens, batch_axis must be None.
+    final states over batch and heads. mesh and the three axes: see `Spread`. Everything else as in `glax.recurrent`. With
+    cu_seqlens, batch_axis must be None.
 
     Raises ValueError also if an axis is not of the mesh or named twice, or does not divide the batch or the heads.
     """

@@ -1,32 +1,34 @@
-"""One recurrence whose T is spread over a mesh axis: each shard solves its rows, and the states at the edges are exchanged."""
+"""One recurrence whose T is spread over a mesh axis: each shard solves its rows, and the states at the edges are exchanged.
+
+    S_out = D S_in + S       S: what the shard ends in when nothing enters it; D: the decay through all its rows
+
+so it is enough to tell the others D and S, of one size whatever T is. Both are at hand before the shard's outputs are. Every
+function here is called inside shard_map over `axis` of n shards, in the order of T; r holds the rows of this shard and,
+varying over the axis all the same, the states, boundaries and scales of all sequences.
+"""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from glax.autodiff import gradient, solve
 from glax.dispatch import Choice
 from glax.parallel.correct import correct_gradient, correct_output
 from glax.parallel.shard import arriving, shard_of, through
 from glax.parallel.strip import Strip
-from glax.parallel.summary import summary
+from glax.parallel.summary import summary, whole_decay
 from glax.recurrence import Outputs, Recurrence
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def solve_sequence(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
     """The outputs of this shard's rows, and the final states of the sequences that end in it, zeros for the others.
 
-    Called inside shard_map over `axis` of n shards, in the order of T. r holds the rows of this shard and, varying over
-    the axis all the same, the states, boundaries and scales of all sequences.
-
-        S_out = D S_in + S       S: what the shard ends in when nothing enters it; D: the decay through all its rows
-
-    so it is enough to tell the others D and S, of one size whatever T is.
+    Differentiable any number of times; it keeps r and the state that entered for its gradient.
     """
-    return forward(choice, axis, n, r)[0]
+    return solve_and_keep(choice, axis, n, r)[0]
 
 
 def corrects(r: Recurrence) -> bool:
@@ -39,7 +41,9 @@ def corrects(r: Recurrence) -> bool:
     return r.decay.by_token
 
 
-def forward(choice: Choice, axis: str, n: int, r: Recurrence):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def solve_and_keep(choice: Choice, axis: str, n: int, r: Recurrence) -> tuple[Outputs, Float[Array, "E H K V"]]:
+    """The outputs, and the state that entered: a by-product for the gradient, which takes no cotangent."""
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     begun = where(shard.begins, r.start_state, 0)
     own = r.replace(boundaries=shard.cuts)
@@ -59,15 +63,27 @@ def where(of_sequence, states, otherwise):
     return jnp.where(of_sequence[:, None, None, None], states, otherwise)
 
 
-def _forward(choice, axis, n, r):
-    outputs, entered = forward(choice, axis, n, r)
-    return outputs, (r, entered)
+def _solve_fwd(choice, axis, n, r):
+    outputs, entered = solve_and_keep(choice, axis, n, r)
+    return (outputs, entered), (r, entered)
 
 
-def _backward(choice, axis, n, residuals, cotangents):
+def _solve_bwd(choice, axis, n, residuals, cotangents):
+    (r, entered), (outputs, _) = residuals, cotangents
+    d = sequence_gradient(choice, axis, n, r, entered, *outputs)
+    return (d.replace(boundaries=no_gradient(r)),)
+
+
+solve_and_keep.defvjp(_solve_fwd, _solve_bwd)
+
+
+def no_gradient(r: Recurrence):
+    return None if r.boundaries is None else np.zeros(r.boundaries.shape, jax.dtypes.float0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def sequence_gradient(choice: Choice, axis: str, n: int, r: Recurrence, entered, d_output, d_final) -> Recurrence:
     """The adjoint walk: dL/dS takes the way of the state backwards, and is told in the same way."""
-    r, entered = residuals
-    d_output, d_final = cotangents
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     started = shard.enter.add(where(shard.begins, r.start_state, 0), entered, packed)
     ended = where(shard.ends, d_final, 0).astype(r.dtype)
@@ -83,11 +99,38 @@ def _backward(choice, axis, n, residuals, cotangents):
     else:
         d = gradient(choice, own, d_output, shard.leave.add(ended, returned, packed))
         d_initial = d.initial_state
-    # started, which the gradient was taken in, is there even if no initial state is
+    # `own` has an initial state even if none was given.
     given = r.initial_state
-    d_initial = None if given is None else where(shard.begins, d_initial, 0).astype(given.dtype)
-    cuts = None if r.boundaries is None else np.zeros(r.boundaries.shape, jax.dtypes.float0)
-    return (d.replace(initial_state=d_initial, boundaries=cuts),)
+    return d.replace(initial_state=None if given is None else where(shard.begins, d_initial, 0).astype(given.dtype))
 
 
-solve_sequence.defvjp(_forward, _backward)
+def _gradient_fwd(choice, axis, n, *operands):
+    return sequence_gradient(choice, axis, n, *operands), operands
+
+
+def _gradient_bwd(choice, axis, n, operands, cotangent):
+    """What stops where decays end has no gradient of its own; the plain form equals it and has one."""
+    r, entered, *cotangents = operands
+
+    def derived(rows, *cotangents):
+        _, pull = jax.vjp(lambda rows: plain(choice, axis, n, rows.replace(boundaries=r.boundaries)), rows)
+        return pull(Outputs(*cotangents))[0]
+
+    _, pull = jax.vjp(derived, r.replace(boundaries=None), *cotangents)
+    d_r, *rest = pull(cotangent)
+    return d_r.replace(boundaries=no_gradient(r)), jnp.zeros_like(entered), *rest
+
+
+sequence_gradient.defvjp(_gradient_fwd, _gradient_bwd)
+
+
+def plain(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
+    """The same in operations that have gradients of any order, each shard's rows walked twice."""
+    shard, packed = shard_of(r, axis, n), r.boundaries is not None
+    begun = where(shard.begins, r.start_state, 0)
+    own = r.replace(boundaries=shard.cuts, initial_state=begun)
+    left = jnp.where(shard.leave.crosses, shard.leave.pick(solve(choice, own).final_state, packed), 0)
+    entered = arriving(axis, n, r.reverse, left, *whole_decay(Strip(r, shard.leave, from_low=r.reverse), shard.spans))
+    started = shard.enter.add(begun, entered, packed)
+    output, final = solve(choice, own.replace(initial_state=started))
+    return Outputs(output, where(shard.ends, final, 0))

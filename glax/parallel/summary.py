@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from glax.parallel.shard import through
-from glax.parallel.strip import Strip, exps, inwards, times
+from glax.parallel.strip import Strip, Window, exps, inwards, times
 
 
 def summary(
@@ -42,6 +42,16 @@ def summary(
     if adjoint:
         S = S * edge.pick(r.scale, strip.packed)[:, None, None, None]
     S = S + through(edge.pick(begun, strip.packed), *passed)
+    return jnp.where(edge.crosses, S, 0), *decay_of(strip, spans, passed)
+
+
+def decay_of(strip: Strip, spans: Bool[Array, ""], passed: tuple[Array | None, Array | None]):
     rows, columns = passed
-    rows = jnp.ones((*strip.states[:2], 1), r.dtype) if rows is None else rows
-    return jnp.where(edge.crosses, S, 0), jnp.where(spans, rows, 0), columns
+    rows = jnp.ones((*strip.states[:2], 1), strip.r.dtype) if rows is None else rows
+    return jnp.where(spans, rows, 0), columns
+
+
+def whole_decay(strip: Strip, spans: Bool[Array, ""]) -> tuple[Array, Array | None]:
+    """D as `summary` has it, of all rows at once: a walk of as many steps as decays take has no gradient."""
+    logs = Window(strip, 0, strip.r.q.shape[1]).logs()
+    return decay_of(strip, spans, exps(*(None if x is None else x.sum(1) for x in logs)))

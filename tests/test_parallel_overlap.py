@@ -1,0 +1,134 @@
+"""What waits for what in a recurrence whose T is spread: read from compiled programs for 4 and 8 simulated devices."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from glax import parallel
+from glax.bind import bind
+from glax.parallel.shard import Edge
+from glax.parallel.strip import FAR, NEAR, WHOLE, Strip, inwards
+from glax.parallel.summary import summary
+from glax.reference import reference
+from tests.cases import FORMS, Case, inputs
+from tests.close import assert_close
+
+COLLECTIVES = "all-gather", "collective-permute"
+LOOPS = "while", "call"  # small loops are called
+
+
+class Program:
+    """The entry computation of compiled HLO: what each instruction is made of, as far as it goes."""
+
+    def __init__(self, compiled):
+        text = compiled.as_text()
+        self.opcode, self.scope, uses = {}, {}, {}
+        for line in text[text.index("\nENTRY") :].splitlines():
+            if found := re.match(r"\s*(?:ROOT )?%?([\w.-]+) = .*? ([\w-]+)\(%?(.*)", line):
+                name, opcode, rest = found.groups()
+                scope = re.search(r'op_name="([^"]*)"', rest)
+                self.opcode[name], self.scope[name] = opcode, scope[1] if scope else ""
+                uses[name] = set(re.findall(r"[\w.-]+", rest.split("metadata=")[0]))
+        self.needs: dict[str, set[str]] = {}
+        for name, used in uses.items():  # operands come before what uses them
+            direct = used & self.needs.keys()
+            self.needs[name] = direct.union(*(self.needs[other] for other in direct))
+
+    def find(self, *opcodes: str, scope: str, other: str = "\0") -> set[str]:
+        opcodes = {x + end for x in opcodes for end in ("", "-start")}
+        return {
+            x
+            for x, op in self.opcode.items()
+            if op in opcodes and scope in self.scope[x] and other not in self.scope[x]
+        }
+
+    def waits(self, these: set[str], those: set[str]) -> bool:
+        """Whether any of these needs any of those."""
+        assert these and those
+        return any(self.needs[x] & those for x in these)
+
+
+def compiled(form: str, shards: int, packed: bool) -> Program:
+    """Forward and gradient on XLA's kernels, which are loops in the program, by names of their own."""
+    mesh = jax.make_mesh((shards,), ("s",), (AxisType.Auto,), devices=jax.devices()[:shards])
+    cuts = (0, 300, 300, 500)
+    case = Case("", T=512, gates=FORMS[form], K=4, V=4, heads=(1, 1, 1), cuts=cuts if packed else None)
+    arguments, options = inputs(case, "mild"), dict(cu_seqlens=jnp.array(cuts)) if packed else {}
+    spread = functools.partial(parallel.recurrent, mesh=mesh, sequence_axis="s", platform="xla", **options)
+    value = lambda arguments: (spread(**arguments).output ** 2).sum()  # noqa: E731
+    return Program(jax.jit(jax.value_and_grad(value)).lower(arguments).compile())
+
+
+@pytest.mark.parametrize(
+    ("form", "shards", "packed"),
+    [(form, 4, False) for form in FORMS] + [("none", 8, True), ("key", 8, True), ("both", 8, False)],
+)
+def test_exchange_and_kernel_wait_for_each_other_no_more_than_they_must(form, shards, packed):
+    """What a shard tells waits for no kernel. And where gates depend on the data, no kernel waits for what it is told."""
+    program = compiled(form, shards, packed)
+    for exchange, kernel in (
+        (
+            program.find(*COLLECTIVES, scope="jvp", other="transpose"),
+            program.find(*LOOPS, scope="/glax.", other=".vjp"),
+        ),
+        (program.find(*COLLECTIVES, scope="transpose"), program.find(*LOOPS, scope="/glax.chunked.vjp")),
+    ):
+        assert len(exchange) == (1 if shards == 4 else 4)
+        assert not program.waits(exchange, kernel)
+        assert program.waits(kernel, exchange) == (form in ("none", "constant"))
+
+
+def test_a_program_that_waits_is_seen():
+    """Of the test above: it tells an exchange behind the kernel from one beside it."""
+    mesh = jax.make_mesh((4,), ("s",), (AxisType.Auto,), devices=jax.devices()[:4])
+    spec = jax.sharding.PartitionSpec("s")
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec))
+    def behind(x, y):
+        with jax.named_scope("kernel"):
+            x = jax.lax.fori_loop(0, 9 + (x[0] > 0), lambda i, x: jnp.sin(x) + i, x)
+        return jax.lax.all_gather(x, "s"), jax.lax.ppermute(y, "s", [(0, 1)])
+
+    program = Program(jax.jit(behind).lower(jnp.ones(4), jnp.ones(4)).compile())
+    kernel = program.find(*LOOPS, scope="kernel")
+    assert program.waits(program.find("all-gather", scope=""), kernel)
+    assert not program.waits(program.find("collective-permute", scope=""), kernel)
+
+
+# ---- what a summary reads --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_summary_is_the_state_and_the_decay(form, reverse):
+    """Of one shard that one sequence spans, in windows of their real sizes."""
+    T = max(WHOLE + 5, NEAR + FAR + 5) if form in ("none", "constant") else NEAR + FAR + 5
+    case = Case("", T=T, gates=FORMS[form], K=3, V=2, heads=(1, 1, 1), state_dtype=None)
+    r = bind(**inputs(case, "-0.004"), reverse=reverse)
+    strip = Strip(r, Edge(jnp.int32(0), jnp.bool(True), jnp.int32(T)), from_low=reverse)
+    run = jax.jit(lambda begun: summary(strip, jnp.bool(True), begun, r.k, r.v, adjoint=False))
+    state, rows, columns = run(r.start_state)
+    assert_close("S", state, reference(r).final_state, 1e-5)
+    through = (run(r.start_state + 1e30)[0] - state) / 1e30
+    decay = rows[..., None] * (1 if columns is None else columns[..., None, :])
+    assert_close("D", through, np.broadcast_to(decay, through.shape), 1e-5)
+
+
+@pytest.mark.parametrize("from_low", [False, True])
+def test_what_lies_behind_dead_decays_is_not_read(from_low):
+    """So the walk's cost is that of its gates, however long the shard."""
+    T = 20 * FAR
+    log = jnp.full((1, T, 1), -1.0)
+    r = bind(jnp.ones((1, T, 1, 2)), jnp.ones((1, T, 1, 2)), jnp.ones((1, T, 1, 2)), g=log)
+    far = jnp.arange(T) >= NEAR if from_low else jnp.arange(T) < T - NEAR
+    r = r.replace(v=jnp.where(far[:, None, None], jnp.nan, r.v))
+    strip = Strip(r, Edge(jnp.int32(0), jnp.bool(True), jnp.int32(T)), from_low)
+    state, rows, _ = summary(strip, jnp.bool(True), r.start_state, r.k, r.v, adjoint=False)
+    assert jnp.isfinite(state).all() and (rows == 0).all()
+    visited, _, _ = inwards(strip, lambda window, i, G, logs, carry: carry, ())
+    assert visited == 0
