@@ -2,6 +2,7 @@
 
     python benchmarks/parallel.py                       # B1 T131072 H16 K=V=128 bfloat16
     python benchmarks/parallel.py --gates retention     # a state that never dies
+    python benchmarks/parallel.py --ways correct wait   # both sides of the rule `corrects` in glax/parallel/sequence.py
 
 gates: log-sigmoid and mild (a sixteenth of it) a key channel, head: mild a head; retention: fixed, a head; none. One line
 for each of them and each number of devices: time, speed-up over one device with the same kernels, and how far output and
@@ -9,6 +10,7 @@ gradients are from that one's. --json FILE adds a record of versions, device and
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -20,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import glax
 from glax import parallel
+from glax.parallel import sequence
 
 GATES = ("log-sigmoid", "mild", "head", "retention", "none")
 
@@ -51,6 +54,17 @@ def forward_and_gradient(f, given, weight):
     return output, pull(weight)[0]
 
 
+def spread(mesh, way: str, **given):
+    """`recurrent` on the mesh. way: "rule"; or whether shards "correct" what they solved from zero, or "wait"."""
+    rule = sequence.corrects
+    if way != "rule":
+        sequence.corrects = lambda *_, **__: way == "correct"
+    try:
+        return parallel.recurrent(**given, mesh=mesh, sequence_axis="sequence")
+    finally:
+        sequence.corrects = rule
+
+
 def timed(run, arguments, repeats: int) -> tuple[float, tuple]:
     """Median seconds of a call, compiled before, and what it returns."""
     result = jax.block_until_ready(run(*arguments))
@@ -79,36 +93,39 @@ def main():
         parser.add_argument(flag, type=int, default=default, help="default: %(default)s")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--gates", nargs="+", default=GATES[:3], choices=GATES, help="default: the first three")
+    parser.add_argument("--ways", nargs="+", default=["rule"], choices=["rule", "correct", "wait"])
     parser.add_argument("--json", help="where to add a line for each of the gates with what was measured")
     arguments = parser.parse_args()
 
     runs = {}
     for n in (1, 2, 4, 8):
-        if n <= jax.device_count():
-            mesh = jax.make_mesh((n,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:n])
-            f = glax.recurrent if n == 1 else lambda mesh=mesh, **x: parallel.recurrent(
-                **x, mesh=mesh, sequence_axis="sequence"
-            )  # fmt: skip
+        if n > jax.device_count():
+            break
+        mesh = jax.make_mesh((n,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:n])
+        for way in arguments.ways if n > 1 else ["alone"]:
+            f = functools.partial(spread, mesh, way) if n > 1 else glax.recurrent
             # One function for all gates: those of one form share what is compiled.
-            runs[n] = mesh, jax.jit(lambda given, weight, f=f: forward_and_gradient(f, given, weight))
+            runs[n, way] = mesh, jax.jit(functools.partial(forward_and_gradient, f))
     began = time.perf_counter()
     for gates in arguments.gates:
         given = inputs(gates, arguments.T, arguments.heads, arguments.width, arguments.dtype)
         record = dict(jax=jax.__version__, glax=glax.__version__, device=jax.devices()[0].device_kind)
-        record |= vars(arguments) | dict(gates=gates, seconds={}, output_error={}, gradient_error={})
+        record |= vars(arguments) | dict(gates=gates, measured=[])
         reference = alone = None
-        for n, (mesh, run) in runs.items():
+        for (n, way), (mesh, run) in runs.items():
+            if way == "correct" and gates in ("retention", "none"):
+                continue  # not written for decays of the head alone
             lie = lambda x, mesh=mesh: NamedSharding(mesh, P() if x.ndim == 1 else P(None, "sequence"))  # noqa: E731
             seconds, result = timed(run, jax.device_put(given, jax.tree.map(lie, given)), arguments.repeats)
             reference, alone = reference or result, alone or seconds
-            off, gradient_off = errors(result, jax.device_put(reference, jax.tree.map(lie, reference)))
+            off = errors(result, jax.device_put(reference, jax.tree.map(lie, reference)))
             del result
-            record["seconds"][n] = seconds
-            record["output_error"][n] = float(off)
-            record["gradient_error"][n] = max(map(float, jax.tree.leaves(gradient_off)))
+            output_off, gradient_off = float(off[0]), max(map(float, jax.tree.leaves(off[1])))
+            row = dict(devices=n, way=way, seconds=seconds, output_error=output_off, gradient_error=gradient_off)
+            record["measured"].append(row)
             print(
-                f"{gates:12} {n} devices  {1e3 * seconds:9.2f} ms  {alone / seconds:5.2f} x"
-                f"  output off by {record['output_error'][n]:.1e}, gradients by {record['gradient_error'][n]:.1e}",
+                f"{gates:12} {n} devices, {way:8} {1e3 * seconds:9.2f} ms  {alone / seconds:5.2f} x"
+                f"  output off by {output_off:.1e}, gradients by {gradient_off:.1e}",
                 flush=True,
             )
         if arguments.json:

@@ -41,17 +41,26 @@ def run_forward(choice: Choice, r: Recurrence) -> Outputs:
 
 
 def run_backward(choice: Choice, r: Recurrence, d_output, d_final) -> Recurrence | None:
-    """The gradient by the best fused kernel; None if there is none, and the forward must serve instead.
+    """The gradient by the best fused kernel; None if there is none, and the forward must serve instead."""
+    spec, own = gradient_kernel(choice, r)
+    return None if spec is None else merged_vmap(functools.partial(execute, spec, own), r, d_output, d_final)
 
-    A config that is not of a fused kernel belongs to the forward; the fused one's is then chosen as ever.
-    """
+
+def gradient_kernel(choice: Choice, r: Recurrence) -> tuple[KernelSpec | None, Choice]:
+    """A config that is not of a fused kernel belongs to the forward; the fused one's is then chosen as ever."""
     load_kernels()
     for config in dict.fromkeys((choice.config, None)):
         able, _ = kernel_registry.able(r, choice.platform, config, gradient=True)
         if able:
-            own = dataclasses.replace(choice, config=config)
-            return merged_vmap(functools.partial(execute, able[0], own), r, d_output, d_final)
-    return None
+            return able[0], dataclasses.replace(choice, config=config)
+    return None, choice
+
+
+def takes_state_late(choice: Choice, r: Recurrence, gradient: bool) -> bool:
+    """Whether the kernel that runs r (or its gradient) begins with work that needs no initial state (no d_final)."""
+    load_kernels()
+    spec = gradient_kernel(choice, r)[0] if gradient else kernel_registry.find(r, choice.platform, choice.config)
+    return spec is not None and spec.takes_state_late(r)
 
 
 def step_kernel(choice: Choice, r: Recurrence) -> KernelSpec | None:

@@ -70,6 +70,8 @@ class KernelSpec:
     supports: recurrence -> None, or the reason why the kernel cannot run it
     priority: recurrence -> number; among kernels that can run it, the highest is taken
     version:  raised when measured configs lose their meaning
+    takes_state_late: recurrence -> whether it first reads all of it without the initial state (or d_final), which may
+              then still be on its way from another device
     """
 
     algorithm: str
@@ -80,6 +82,7 @@ class KernelSpec:
     supports: Callable[[Recurrence], str | None] = lambda r: None
     priority: Callable[[Recurrence], int] = lambda r: 0
     version: int = 0
+    takes_state_late: Callable[[Recurrence], bool] = lambda r: False
 
     @property
     def name(self) -> str:

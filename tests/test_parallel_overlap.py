@@ -1,5 +1,6 @@
 """What waits for what in a recurrence whose T is spread: read from compiled programs for 4 and 8 simulated devices."""
 
+import dataclasses
 import functools
 import re
 
@@ -11,12 +12,16 @@ from jax.sharding import AxisType
 
 from glax import parallel
 from glax.bind import bind
+from glax.kernels import load_kernels
 from glax.parallel.shard import Edge
+from glax.parallel.spread import Spread
 from glax.parallel.strip import FAR, NEAR, WHOLE, Strip, inwards
 from glax.parallel.summary import summary
 from glax.reference import reference
+from glax.registry import kernel_registry
 from tests.cases import FORMS, Case, inputs
 from tests.close import assert_close
+from tests.test_parallel import hold, mesh_of
 
 COLLECTIVES = "all-gather", "collective-permute"
 LOOPS = "while", "call"  # small loops are called
@@ -64,6 +69,17 @@ def compiled(form: str, shards: int, packed: bool) -> Program:
     return Program(jax.jit(jax.value_and_grad(value)).lower(arguments).compile())
 
 
+def pairs(program: Program) -> list[tuple[set[str], set[str]]]:
+    """The exchange and the kernel of the forward, and those of the gradient."""
+    return [
+        (
+            program.find(*COLLECTIVES, scope="jvp", other="transpose"),
+            program.find(*LOOPS, scope="/glax.", other=".vjp"),
+        ),
+        (program.find(*COLLECTIVES, scope="transpose"), program.find(*LOOPS, scope="/glax.chunked.vjp")),
+    ]
+
+
 @pytest.mark.parametrize(
     ("form", "shards", "packed"),
     [(form, 4, False) for form in FORMS] + [("none", 8, True), ("key", 8, True), ("both", 8, False)],
@@ -81,6 +97,55 @@ def test_exchange_and_kernel_wait_for_each_other_no_more_than_they_must(form, sh
         assert len(exchange) == (1 if shards == 4 else 4)
         assert not program.waits(exchange, kernel)
         assert program.waits(kernel, exchange) == (form in ("none", "constant"))
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """All kernels said to take their state late."""
+    load_kernels()
+    for name, spec in kernel_registry.kernels.items():
+        late = dataclasses.replace(spec, takes_state_late=lambda r: True)
+        monkeypatch.setitem(kernel_registry.kernels, name, late)
+
+
+def test_kernels_that_take_the_state_late_are_given_what_arrives(late):
+    program = compiled("key", 4, False)
+    for exchange, kernel in pairs(program):
+        assert not program.waits(exchange, kernel) and program.waits(kernel, exchange)
+
+
+@pytest.mark.parametrize("form", ["head", "key", "both"])
+def test_and_are_as_exact(form, late):
+    case = Case("", gates=FORMS[form], K=8, V=6, cuts=(0, 0, 30, 31, 31, 60, 93, 93), T=96, reverse=form == "key")
+    hold(case, Spread(mesh_of(s=8), sequence_axis="s"), ("mild", "-100 on 5%", "-inf on 5%"))
+
+
+@pytest.mark.parametrize("T", [48, 512])
+def test_triton_kernels_take_the_state_late_where_they_say_so(T, monkeypatch):
+    """What stands before the first launch that reads the initial state (d_final)."""
+    pytest.importorskip("triton")
+    pytest.importorskip("jax_triton")
+    from glax.kernels.triton import chunks
+
+    launched = []
+
+    def launch(kernel, programs, operands, outputs, **_):
+        reads = any(jnp.issubdtype(x.dtype, jnp.floating) and jnp.isnan(x).any() for x in operands)
+        launched.append((kernel.__name__, bool(reads)))
+        return [jnp.full(shape, jnp.nan if reads else 0, dtype) for shape, dtype in outputs]
+
+    monkeypatch.setattr(chunks, "launch", launch)
+    ones, nan = jnp.ones((1, T, 1, 16)), jnp.full((1, 1, 16, 16), jnp.nan)
+    r = bind(ones, ones, ones, gk=-ones)
+    for name, run in (
+        ("chunked", lambda config: chunks.chunked(r.replace(initial_state=nan), config)),
+        ("chunked.vjp", lambda config: chunks.chunked_vjp(r.replace(initial_state=0 * ones[0]), ones, nan, config)),
+    ):
+        spec = kernel_registry.kernels[f"{name}/triton/gpu"]
+        launched.clear()
+        run(spec.config.heuristic(r))
+        assert [reads for _, reads in launched].index(True) > 0 or not spec.takes_state_late(r)
+        assert spec.takes_state_late(r) == (T == 512)
 
 
 def test_a_program_that_waits_is_seen():

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from glax.autodiff import gradient, solve
-from glax.dispatch import Choice
+from glax.dispatch import Choice, takes_state_late
 from glax.parallel.correct import correct_gradient, correct_output
 from glax.parallel.shard import arriving, shard_of, through
 from glax.parallel.strip import Strip
@@ -31,14 +31,14 @@ def solve_sequence(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
     return solve_and_keep(choice, axis, n, r)[0]
 
 
-def corrects(r: Recurrence) -> bool:
+def corrects(choice: Choice, r: Recurrence, gradient: bool) -> bool:
     """Whether a shard solves its rows from zero while states are exchanged, and then adds what the arriving one does.
 
-    That hides the exchange, and costs as many rows as the decays let through: few, where they depend on the data. Decays
-    of the head alone seldom end within a shard; there a correction would cost more than the exchange takes, so the state
-    is awaited, and the rows are solved from it.
+    Else it solves them from the arriving state. Correcting hides the exchange behind the kernel, and costs as many rows as
+    the decays let through: few, where they depend on the data; all of them, mostly, where they do not. A kernel that takes
+    the state late hides the exchange behind what it does before.
     """
-    return r.decay.by_token
+    return r.decay.by_token and not takes_state_late(choice, r, gradient)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -50,7 +50,7 @@ def solve_and_keep(choice: Choice, axis: str, n: int, r: Recurrence) -> tuple[Ou
     leaving = Strip(r, shard.leave, from_low=r.reverse)
     told = summary(leaving, shard.spans, begun, r.k, r.v, adjoint=False)
     entered = arriving(axis, n, r.reverse, *told)
-    if corrects(r):
+    if corrects(choice, r, gradient=False):
         output, final = solve(choice, own.replace(initial_state=begun))
         output, passed = correct_output(Strip(r, shard.enter, from_low=not r.reverse), entered, output)
         final = shard.enter.add(final, through(entered, *passed), packed)
@@ -91,7 +91,7 @@ def sequence_gradient(choice: Choice, axis: str, n: int, r: Recurrence, entered,
     leaving = Strip(r, shard.enter, from_low=not r.reverse)
     told = summary(leaving, shard.spans, ended, r.q, d_output, adjoint=True)
     returned = arriving(axis, n, not r.reverse, *told)
-    if corrects(r):
+    if corrects(choice, r, gradient=True):
         d = gradient(choice, own, d_output, ended)
         strip = Strip(r, shard.leave, from_low=r.reverse)
         d, passed = correct_gradient(strip, returned, shard.leave.pick(started, packed), d)
