@@ -54,19 +54,22 @@ def forward_and_gradient(f, given, weight):
     return output, pull(weight)[0]
 
 
-def spread(mesh, way: str, **given):
-    """`recurrent` on the mesh. way: "rule"; or whether shards "correct" what they solved from zero, or "wait"."""
+def compiled(mesh, way: str, given, weight):
+    """way: "alone"; by the "rule"; or whether shards "correct" what they solved from zero, or "wait" for the state."""
+    spread = functools.partial(parallel.recurrent, mesh=mesh, sequence_axis="sequence")
+    f = glax.recurrent if way == "alone" else spread
     rule = sequence.corrects
-    if way != "rule":
+    if way in ("correct", "wait"):
         sequence.corrects = lambda *_, **__: way == "correct"
+    jax.clear_caches()  # of what was traced by another rule
     try:
-        return parallel.recurrent(**given, mesh=mesh, sequence_axis="sequence")
+        return jax.jit(functools.partial(forward_and_gradient, f)).lower(given, weight).compile()
     finally:
         sequence.corrects = rule
 
 
 def timed(run, arguments, repeats: int) -> tuple[float, tuple]:
-    """Median seconds of a call, compiled before, and what it returns."""
+    """Median seconds of a call, and what it returns."""
     result = jax.block_until_ready(run(*arguments))
     times = []
     for _ in range(repeats):
@@ -97,26 +100,23 @@ def main():
     parser.add_argument("--json", help="where to add a line for each of the gates with what was measured")
     arguments = parser.parse_args()
 
-    runs = {}
-    for n in (1, 2, 4, 8):
-        if n > jax.device_count():
-            break
-        mesh = jax.make_mesh((n,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:n])
-        for way in arguments.ways if n > 1 else ["alone"]:
-            f = functools.partial(spread, mesh, way) if n > 1 else glax.recurrent
-            # One function for all gates: those of one form share what is compiled.
-            runs[n, way] = mesh, jax.jit(functools.partial(forward_and_gradient, f))
+    ways = [(1, "alone"), *((n, way) for n in (2, 4, 8) if n <= jax.device_count() for way in arguments.ways)]
+    runs = {}  # gates of one form share what is compiled
     began = time.perf_counter()
     for gates in arguments.gates:
         given = inputs(gates, arguments.T, arguments.heads, arguments.width, arguments.dtype)
         record = dict(jax=jax.__version__, glax=glax.__version__, device=jax.devices()[0].device_kind)
         record |= vars(arguments) | dict(gates=gates, measured=[])
         reference = alone = None
-        for (n, way), (mesh, run) in runs.items():
+        for n, way in ways:
             if way == "correct" and gates in ("retention", "none"):
                 continue  # not written for decays of the head alone
+            mesh = jax.make_mesh((n,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:n])
             lie = lambda x, mesh=mesh: NamedSharding(mesh, P() if x.ndim == 1 else P(None, "sequence"))  # noqa: E731
-            seconds, result = timed(run, jax.device_put(given, jax.tree.map(lie, given)), arguments.repeats)
+            operands = jax.device_put(given, jax.tree.map(lie, given))
+            form = n, way, str(jax.tree.map(jax.typeof, given))
+            runs[form] = runs[form] if form in runs else compiled(mesh, way, *operands)
+            seconds, result = timed(runs[form], operands, arguments.repeats)
             reference, alone = reference or result, alone or seconds
             off = errors(result, jax.device_put(reference, jax.tree.map(lie, reference)))
             del result

@@ -106,6 +106,9 @@ def late(monkeypatch):
     for name, spec in kernel_registry.kernels.items():
         late = dataclasses.replace(spec, takes_state_late=lambda r: True)
         monkeypatch.setitem(kernel_registry.kernels, name, late)
+    jax.clear_caches()  # of what was traced by what they say otherwise
+    yield
+    jax.clear_caches()
 
 
 def test_kernels_that_take_the_state_late_are_given_what_arrives(late):

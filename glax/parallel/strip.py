@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from glax.parallel.shard import Edge
 from glax.recurrence import Recurrence, aligned, fold_heads, spread_heads
 
-NEAR = 512  # rows next to the edge, taken without asking: usual gates end there
+NEAR = 256  # rows next to the edge, taken without asking: log-sigmoid gates end there
 FAR = 4096  # rows at a time beyond
 WHOLE = 16384  # rows at a time where the decay does not depend on the data, and so seldom ends the walk
 
