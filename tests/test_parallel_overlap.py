@@ -8,21 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from glax import parallel
 from glax.bind import bind
+from glax.dispatch import Choice
 from glax.kernels import load_kernels
+from glax.parallel.sequence import corrects
 from glax.parallel.shard import Edge
-from glax.parallel.spread import Spread
 from glax.parallel.strip import FAR, NEAR, WHOLE, Strip, inwards
 from glax.parallel.summary import summary
 from glax.reference import reference
-from glax.registry import kernel_registry
+from glax.registry import Backend, Platform, kernel_registry
 from tests.cases import FORMS, Case, inputs
 from tests.close import assert_close
-from tests.test_parallel import hold, mesh_of
+from tests.test_parallel import WAITING, correcting, mesh_of
 
+__all__ = ["correcting"]  # a fixture
 COLLECTIVES = "all-gather", "collective-permute"
 LOOPS = "while", "call"  # small loops are called
 
@@ -60,7 +61,7 @@ class Program:
 
 def compiled(form: str, shards: int, packed: bool) -> Program:
     """Forward and gradient on XLA's kernels, which are loops in the program, by names of their own."""
-    mesh = jax.make_mesh((shards,), ("s",), (AxisType.Auto,), devices=jax.devices()[:shards])
+    mesh = mesh_of(s=shards)
     cuts = (0, 300, 300, 500)
     case = Case("", T=512, gates=FORMS[form], K=4, V=4, heads=(1, 1, 1), cuts=cuts if packed else None)
     arguments, options = inputs(case, "mild"), dict(cu_seqlens=jnp.array(cuts)) if packed else {}
@@ -82,45 +83,39 @@ def pairs(program: Program) -> list[tuple[set[str], set[str]]]:
 
 @pytest.mark.parametrize(
     ("form", "shards", "packed"),
-    [(form, 4, False) for form in FORMS] + [("none", 8, True), ("key", 8, True), ("both", 8, False)],
+    [(form, 4, False) for form in FORMS if form not in WAITING] + [("key", 8, True), ("both", 8, False)],
 )
-def test_exchange_and_kernel_wait_for_each_other_no_more_than_they_must(form, shards, packed):
-    """What a shard tells waits for no kernel. And where gates depend on the data, no kernel waits for what it is told."""
+def test_shards_that_correct(form, shards, packed, correcting):
+    """Exchange and kernel wait for each other in neither direction: the scheduler runs them side by side."""
     program = compiled(form, shards, packed)
-    for exchange, kernel in (
-        (
-            program.find(*COLLECTIVES, scope="jvp", other="transpose"),
-            program.find(*LOOPS, scope="/glax.", other=".vjp"),
-        ),
-        (program.find(*COLLECTIVES, scope="transpose"), program.find(*LOOPS, scope="/glax.chunked.vjp")),
-    ):
-        assert len(exchange) == (1 if shards == 4 else 4)
-        assert not program.waits(exchange, kernel)
-        assert program.waits(kernel, exchange) == (form in ("none", "constant"))
-
-
-@pytest.fixture
-def late(monkeypatch):
-    """All kernels said to take their state late."""
-    load_kernels()
-    for name, spec in kernel_registry.kernels.items():
-        late = dataclasses.replace(spec, takes_state_late=lambda r: True)
-        monkeypatch.setitem(kernel_registry.kernels, name, late)
-    jax.clear_caches()  # of what was traced by what they say otherwise
-    yield
-    jax.clear_caches()
-
-
-def test_kernels_that_take_the_state_late_are_given_what_arrives(late):
-    program = compiled("key", 4, False)
     for exchange, kernel in pairs(program):
+        assert len(exchange) == (1 if shards == 4 else 4)
+        assert not program.waits(exchange, kernel) and not program.waits(kernel, exchange)
+
+
+@pytest.mark.parametrize(("form", "shards", "packed"), [("none", 8, True), ("constant", 4, False), ("key", 4, False)])
+def test_shards_that_wait(form, shards, packed):
+    """What they tell waits for no kernel."""
+    program = compiled(form, shards, packed)
+    for exchange, kernel in pairs(program):
+        assert len(exchange) == (1 if shards == 4 else 4)
         assert not program.waits(exchange, kernel) and program.waits(kernel, exchange)
 
 
-@pytest.mark.parametrize("form", ["head", "key", "both"])
-def test_and_are_as_exact(form, late):
-    case = Case("", gates=FORMS[form], K=8, V=6, cuts=(0, 0, 30, 31, 31, 60, 93, 93), T=96, reverse=form == "key")
-    hold(case, Spread(mesh_of(s=8), sequence_axis="s"), ("mild", "-100 on 5%", "-inf on 5%"))
+@pytest.mark.fast
+@pytest.mark.parametrize("gradient", [False, True])
+def test_the_rule_of_correcting(gradient, monkeypatch):
+    """On accelerators, if gates depend on the data, and the kernel does not take its state late."""
+    load_kernels()
+    rs = {form: bind(**inputs(Case("", T=64, gates=gates, K=8, V=8), "mild")) for form, gates in FORMS.items()}
+    choice = Choice(Platform.XLA)
+    assert not any(corrects(choice, r, gradient) for r in rs.values())
+    monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
+    assert {form for form, r in rs.items() if not corrects(choice, r, gradient)} == set(WAITING)
+    for name, spec in kernel_registry.kernels.items():
+        late = dataclasses.replace(spec, takes_state_late=lambda r: r.decay.form == "key")
+        monkeypatch.setitem(kernel_registry.kernels, name, late)
+    assert {form for form, r in rs.items() if not corrects(choice, r, gradient)} == {*WAITING, "key"}
 
 
 @pytest.mark.parametrize("T", [48, 512])
@@ -153,7 +148,7 @@ def test_triton_kernels_take_the_state_late_where_they_say_so(T, monkeypatch):
 
 def test_a_program_that_waits_is_seen():
     """Of the test above: it tells an exchange behind the kernel from one beside it."""
-    mesh = jax.make_mesh((4,), ("s",), (AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = mesh_of(s=4)
     spec = jax.sharding.PartitionSpec("s")
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec))

@@ -21,6 +21,7 @@ from glax.parallel.shard import arriving, shard_of, through
 from glax.parallel.strip import Strip
 from glax.parallel.summary import summary, whole_decay
 from glax.recurrence import Outputs, Recurrence
+from glax.registry import Backend
 
 
 def solve_sequence(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
@@ -36,9 +37,10 @@ def corrects(choice: Choice, r: Recurrence, gradient: bool) -> bool:
 
     Else it solves them from the arriving state. Correcting hides the exchange behind the kernel, and costs as many rows as
     the decays let through: few, where they depend on the data; all of them, mostly, where they do not. A kernel that takes
-    the state late hides the exchange behind what it does before.
+    the state late hides the exchange behind what it does before. CPUs take longer to correct than to wait.
     """
-    return r.decay.by_token and not takes_state_late(choice, r, gradient)
+    waits = not r.decay.by_token or Backend.here() is Backend.CPU or takes_state_late(choice, r, gradient)
+    return not waits
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
