@@ -58,14 +58,16 @@ def compiled(mesh, way: str, given, weight):
     """way: "alone"; by the "rule"; or whether shards "correct" what they solved from zero, or "wait" for the state."""
     spread = functools.partial(parallel.recurrent, mesh=mesh, sequence_axis="sequence")
     f = glax.recurrent if way == "alone" else spread
-    rule = sequence.corrects
-    if way in ("correct", "wait"):
-        sequence.corrects = lambda *_, **__: way == "correct"
-    jax.clear_caches()  # of what was traced by another rule
+    run = jax.jit(functools.partial(forward_and_gradient, f))
+    if way in ("alone", "rule"):
+        return run.lower(given, weight).compile()
+    rule, sequence.corrects = sequence.corrects, lambda *_, **__: way == "correct"
     try:
-        return jax.jit(functools.partial(forward_and_gradient, f)).lower(given, weight).compile()
+        jax.clear_caches()  # of what was traced by the rule
+        return run.lower(given, weight).compile()
     finally:
         sequence.corrects = rule
+        jax.clear_caches()
 
 
 def timed(run, arguments, repeats: int) -> tuple[float, tuple]:
