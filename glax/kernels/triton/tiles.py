@@ -70,14 +70,18 @@ def load_key_gates(g, row, head, tokens, k, count, H: tl.constexpr, K: tl.conste
 
 
 @triton.jit
-def load_head_gates(g, row, head, sequence, tokens, count, H: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr):
-    """[C] in float32: one gate a token, or the sequence's constant at every token; cut at the logarithm of zero."""
-    if FORM == "constant":
-        x = tl.where(tokens < count, tl.load(g + sequence * H + head).to(tl.float32), 0.0)
+def load_head_sums(G, row, head, sequence, tokens, count, H: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr):
+    """G [tokens]: the sums of the chunk's gates through these tokens; from `count` on they are the chunk's. G comes from
+    `walk.chunk_sums`, or holds the sequences' constants."""
+    if FORM == "none":
+        return 0.0
+    elif FORM == "constant":
+        gate = tl.maximum(tl.load(G + sequence * H + head).to(tl.float32), LOG_OF_ZERO)
+        return gate * tl.maximum(tl.minimum(tokens + 1, count), 0) * 1.0
     else:
-        p = g + row.to(tl.int64) * H + head
-        x = tl.load(p + (SIGN * H) * tokens, mask=tokens < count, other=0.0).to(tl.float32)
-    return tl.maximum(x, LOG_OF_ZERO)
+        tokens = tl.minimum(tokens, count - 1)
+        p = G + row.to(tl.int64) * H + head
+        return tl.load(p + (SIGN * H) * tokens, mask=tokens >= 0, other=0.0)
 
 
 @triton.jit
@@ -109,16 +113,23 @@ def middle_matrix(tokens, C: tl.constexpr):
 
 
 @triton.jit
-def add_add_max(a, b, c, x, y, z):
-    return a + x, b + y, tl.maximum(c, z)
+def half_matrix(tokens, C: tl.constexpr):
+    """[C, 16]: column 0 names the tokens of the chunk's first half, column 1 those of the second."""
+    return tl.where((tokens // (C // 2))[:, None] == tl.arange(0, 16)[None, :], 1.0, 0.0)
 
 
 @triton.jit
-def ends(gates, M, tokens, C: tl.constexpr):
-    """The sums of the gates over the first and the second half of the chunk and the largest |M|, [BK] each."""
-    x = gates.to(tl.float32)
-    first = (tokens < C // 2)[:, None]
-    return tl.reduce((tl.where(first, x, 0.0), tl.where(first, 0.0, x), tl.abs(M)), 0, add_add_max)
+def half_sums(gates, halves):
+    """The sums of the gates over the first and the second half of the chunk, [BK] each, by the tensor cores."""
+    x = sums_transposed(gates, halves)
+    column = tl.arange(0, 16)[None, :]
+    return tl.sum(tl.where(column == 0, x, 0.0), 1), tl.sum(tl.where(column == 1, x, 0.0), 1)
+
+
+@triton.jit
+def sums_transposed(gates, matrix):
+    """gates^T @ matrix, as `sums`."""
+    return tl.dot(tl.trans(gates), matrix, input_precision="tf32x3" if gates.dtype == tl.float32 else "tf32")
 
 
 @triton.jit
