@@ -5,11 +5,14 @@ import jax.numpy as jnp
 from glax.decay import Decay
 from glax.kernels.triton import walk
 from glax.kernels.triton.configs import ChunkedConfig, GradientConfig, width
+from glax.kernels.triton.exact_gradient import exact_gradient, exact_gradient_passed_outputs
 from glax.kernels.triton.gradient import gradient
-from glax.kernels.triton.lang import launch, tl
-from glax.kernels.triton.outputs import outputs
+from glax.kernels.triton.lang import ALIASES_ARE_PASSED, launch, tl
+from glax.kernels.triton.outputs import exact_outputs, exact_outputs_passed_outputs, outputs
 from glax.kernels.triton.segments import Segments, segments_of
 from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like
+
+EACH = 8  # chunks that a program looks at before it ends, if none needs the exact form
 
 
 def arithmetic(r: Recurrence) -> dict:
@@ -109,15 +112,26 @@ def chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
     if config.segment:
         start, kind = Walk(r, config, 64, segments, gates).starts(start, kind)
     columns = min(config.columns, width(V))
-    o, final = launch(
+    programs = -(-V // columns) * H * segments.count
+    shape = dict(**sizes(r), **heads(r), BK=max(32, width(K)), BV=columns, SIGN=-1 if r.reverse else 1, START=kind)
+    operands = (r.q, r.k, r.v, gates, r.scale, start, segments.table)
+    results = [((B, T, H, V), r.q.dtype), (r.state_shape, jnp.float32)]
+    o, final, reach = launch(
         outputs,
-        -(-V // columns) * H * segments.count,
-        (r.q, r.k, r.v, gates, r.scale, start, segments.table),
-        [((B, T, H, V), r.q.dtype), (r.state_shape, jnp.float32)],
-        **sizes(r), **heads(r), C=config.chunk, BK=max(32, width(K)), BV=columns,
-        FORM=form, SIGN=-1 if r.reverse else 1, START=kind, **arithmetic(r),
-        warps=config.warps, stages=config.stages,
+        programs,
+        operands,
+        [*results, ((programs,), jnp.float32)],
+        **shape, C=config.chunk, FORM=form, **arithmetic(r), warps=config.warps, stages=config.stages,
     )  # fmt: skip
+    if form == "key":  # 16 tokens at a time: that needs the fewest products
+        o, final = launch(
+            exact_outputs_passed_outputs if ALIASES_ARE_PASSED else exact_outputs,
+            programs,
+            (*operands, reach, o, final),
+            results,
+            in_place={8: 0, 9: 1},
+            **shape, C=16, **arithmetic(r), warps=4, stages=1,
+        )  # fmt: skip
     return Outputs(o, final)
 
 
@@ -149,15 +163,25 @@ def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Rec
 
     d_gates = {"key": ((B, T, H, K), gates.dtype), "head": ((B, T, H), gates.dtype)}
     each = ((chunks.count, H), jnp.float32)
-    dq, dk, dv, dg, d_scale = launch(
+    shape = dict(**sizes(r), **heads(r), C=C, BV=width(V), SIGN=-1 if r.reverse else 1, **arithmetic(r))
+    *found, reach = launch(
         gradient,
         H * chunks.count,
         (r.q, r.k, r.v, gates, summed, d_output, r.scale, before, behind, chunks.table),
-        [((B, T, H, K), wide(r.q)), ((B, T, H, K), wide(r.k)), ((B, T, H, V), wide(r.v)), d_gates.get(form, each), each],
-        **sizes(r), **heads(r), C=C, BK=min(config.rows, width(K)), BV=width(V),
-        FORM=form, SIGN=-1 if r.reverse else 1, **arithmetic(r),
-        warps=config.warps, stages=config.stages,
+        [((B, T, H, K), wide(r.q)), ((B, T, H, K), wide(r.k)), ((B, T, H, V), wide(r.v)), d_gates.get(form, each), each, each],
+        **shape, BK=min(config.rows, width(K)), FORM=form, warps=config.warps, stages=config.stages,
     )  # fmt: skip
+    if form == "key":
+        pairs = jnp.full(1, H * chunks.count, jnp.int32)
+        found = launch(
+            exact_gradient_passed_outputs if ALIASES_ARE_PASSED else exact_gradient,
+            -(-H * chunks.count // EACH),
+            (r.q, r.k, r.v, gates, d_output, r.scale, before, behind, chunks.table, reach, pairs, *found),
+            [(x.shape, x.dtype) for x in found],
+            in_place={11 + i: i for i in range(5)},
+            **shape, BK=16, EACH=EACH, warps=4, stages=1,
+        )  # fmt: skip
+    dq, dk, dv, dg, d_scale = found
     decay = dict.fromkeys(("constant", "head", "key"))
     if form != "none":
         decay[form] = by_sequence(r, chunks, dg) if form == "constant" else dg

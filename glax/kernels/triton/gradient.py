@@ -16,17 +16,13 @@ difference of sums over more than a chunk, so the digits of mild gates survive b
 
 from glax.kernels.triton.lang import tl, triton
 from glax.kernels.triton.tiles import (
-    FAST_LIMIT,
     LOG2E,
     at,
     dot,
-    exact_factors,
     exp,
     half_matrix,
     half_sums,
-    halving,
     kept_loop,
-    levels,
     load_head_sums,
     load_key_gates,
     load_state,
@@ -39,54 +35,62 @@ from glax.kernels.triton.tiles import (
 
 @triton.jit
 def gradient(
-    q, k, v, g, sums_of_g, do, scale, before, behind, table, dq, dk, dv, dg, dscale,
+    q, k, v, g, sums_of_g, do, scale, before, behind, table, dq, dk, dv, dg, dscale, reach,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """before, behind [chunks, H, K, V]: S and dS. dq, dk [rows, H, K], dv [rows, H, V]. dscale [chunks, H].
-    dg: [rows, H, K]; [rows, H]; or for constant gates the chunk's sum, [chunks, H]. BV holds all of V; rows of the states
-    are taken BK at a time, first for dq, dk and the scores, then for dv.
+    dg: [rows, H, K]; [rows, H]; or for constant gates the chunk's sum, [chunks, H]. reach [chunks, H]: how far key gates had
+    to reach; where that is too far, `exact_gradient` does the chunk again. BV holds all of V; rows of the states are taken
+    BK at a time, first for dq, dk and the scores, then for dv.
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     factor = tl.load(scale + n).to(tl.float32)
-    tokens, cv = tl.arange(0, C), tl.arange(0, BV)
-    i, j = tokens[:, None], tokens[None, :]
     if FORM == "key":
-        Pt, own, reach = fast_keys(
+        Pt, far = fast_keys(
             q, k, v, g, do, before, behind, dq, dk, dg, dscale, factor, h, e, origin, length, count,
             H, HQ, HK, HV, K, V, C, BK, BV, SIGN, DTYPE, PRECISION,
         )  # fmt: skip
-        if reach > FAST_LIMIT:
-            Pt, own = exact_keys(
-                q, k, v, g, do, before, behind, dq, dk, dg, dscale, factor, h, e, origin, length, count,
-                H, HQ, HK, HV, K, V, C, 16, BV, SIGN, DTYPE, PRECISION,
-            )  # fmt: skip
-        Pt = tl.where(i < j, Pt, tl.where(i == j, own[:, None], 0.0))
+        tl.store(reach + tl.program_id(0), far)
     else:
         Pt = keys(
             q, k, v, sums_of_g, do, before, behind, dq, dk, dg, dscale, factor, h, e, n, origin, length, count,
             H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION,
         )  # fmt: skip
-    tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    tdv = dot(Pt * factor, tdo, DTYPE, PRECISION)
+    values(
+        Pt, k, g, sums_of_g, do, behind, dv, factor, h, e, n, origin, length, count,
+        H, HK, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def values(
+    Pt, k, g, sums_of_g, do, behind, dv, factor, h, e, n, origin, length, count,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dv from the chunk's scores, transposed [C, C], and the state behind it."""
+    tokens, cv = tl.arange(0, C), tl.arange(0, BV)
     written = tl.where(count > 0, V, 0)  # no state belongs to padding
+    tdv = tl.zeros([C, BV], tl.float32)
     for k0 in range(0, kept_loop(K, length), BK):
         ck = k0 + tl.arange(0, BK)
-        tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
+        x = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
         dS = load_state(behind, e, h, ck, cv, written, H, K, V)
         if FORM == "key":
             gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
-            x = tk * exp(sums(tl.where(j > i, 1.0, 0.0), gates))
-        elif FORM == "none":
-            x = tk
-        else:
-            G = load_head_sums(sums_of_g, origin, h, n, tokens, count, H, FORM, SIGN)
-            last = load_head_sums(sums_of_g, origin, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
-            x = tk * exp(last - G)[:, None]
+            x = x * exp(sums(tl.where(tokens[None, :] > tokens[:, None], 1.0, 0.0), gates))
         tdv += dot(x, dS, DTYPE, PRECISION)
+    if FORM == "head" or FORM == "constant":
+        G = load_head_sums(sums_of_g, origin, h, n, tokens, count, H, FORM, SIGN)
+        last = load_head_sums(sums_of_g, origin, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
+        tdv *= exp(last - G)[:, None]
+    tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
+    tdv += dot(Pt * factor, tdo, DTYPE, PRECISION)
     store_tile(at(dv, origin, h, H, V), tdv, tokens, cv, length, H, V, SIGN)
 
 
@@ -97,8 +101,7 @@ def fast_keys(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of key gates, scaled about the chunk's middle; the scores of earlier tokens, transposed [C, C];
-    q_i . k_i [C]; and how far the scaling had to reach.
+    """dq, dk and dg of key gates, scaled about the chunk's middle; the scores, transposed [C, C]; and how far that reached.
 
     The pairs' parts in the gates' gradient, q * pull and k * push, cancel but for the pairs across a gate. So both are formed
     of the same rounded factors, and cancel whatever their rounding was.
@@ -155,65 +158,8 @@ def fast_keys(
         store_tile(at(dk, origin, h, H, K), fed, tokens, ck, length, H, K, SIGN)
     tl.store(dscale + e.to(tl.int64) * H + h, tl.sum(d_scale, 0))
     reach = tl.max(reach, 0)
-    return Pt, own, tl.where(tl.min(lowest, 0) > float("-inf"), reach, float("inf"))
-
-
-@triton.jit
-def exact_keys(
-    q, k, v, g, do, before, behind, dq, dk, dg, dscale, factor, h, e, origin, length, count,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """As `fast_keys`, for key gates of any strength."""
-    tokens, cv = tl.arange(0, C), tl.arange(0, BV)
-    i, j = tokens[:, None], tokens[None, :]
-    written = tl.where(count > 0, V, 0)
-    # [C, BV]
-    tv = load_tile(at(v, origin, h // (H // HV), HV, V), tokens, cv, count, HV, V, SIGN)
-    tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    d_own = tl.sum(tdo.to(tl.float32) * tv.to(tl.float32), 1)
-    dP = tl.where(i > j, dot(tdo, tl.trans(tv), DTYPE, PRECISION), 0.0).to(DTYPE)
-    P = tl.zeros([C, C], tl.float32)
-    own = tl.zeros([C], tl.float32)
-    d_scale = tl.zeros([C], tl.float32)
-    for k0 in range(0, kept_loop(K, length), BK):
-        ck = k0 + tl.arange(0, BK)
-        tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
-        tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-        gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
-        S = load_state(before, e, h, ck, cv, written, H, K, V)
-        dS = load_state(behind, e, h, ck, cv, written, H, K, V)
-        own += tl.sum(tq.to(tl.float32) * tk.to(tl.float32), 1)
-        pull = tl.zeros([C, BK], tl.float32)
-        push = tl.zeros([C, BK], tl.float32)
-        pairs = tl.zeros([C, BK], tl.float32)
-        for level in range(0, kept_loop(levels(C), length)):
-            mask, matrix = halving(tokens, (C // 2) >> level)
-            way = exp(sums(matrix, gates))
-            pulled = tl.where(mask, dP, 0.0)
-            x, y = (tq * way).to(DTYPE), (tk * way).to(DTYPE)
-            P += tl.where(mask, dot(x, tl.trans(y), DTYPE, PRECISION), 0.0)
-            level_pull = dot(pulled, y, DTYPE, PRECISION)
-            level_push = dot(tl.trans(pulled), x, DTYPE, PRECISION)
-            pairs += x * level_pull - y * level_push
-            pull += level_pull * way
-            push += level_push * way
-        up, down, last = exact_factors(gates, tokens)
-        edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1) * last
-        read = dot(tdo, tl.trans(S), DTYPE, PRECISION) * up
-        fed = dot(tv, tl.trans(dS), DTYPE, PRECISION) * down
-        from_behind = (tq * read + pairs) * factor
-        tdg = term_sums(tl.where(j >= i, 1.0, 0.0), from_behind, tdo.dtype == tl.bfloat16)
-        tdg += dot(tl.where(j < i, 1.0, 0.0), tk * fed, DTYPE, PRECISION) + edge[None, :]
-        store_tile(at(dg, origin, h, H, K), tdg, tokens, ck, length, H, K, SIGN)
-        read += pull + d_own[:, None] * tk
-        d_scale += tl.sum(tq * read, 1)
-        store_tile(at(dq, origin, h, H, K), read * factor, tokens, ck, length, H, K, SIGN)
-        fed += (push + d_own[:, None] * tq) * factor
-        store_tile(at(dk, origin, h, H, K), fed, tokens, ck, length, H, K, SIGN)
-    tl.store(dscale + e.to(tl.int64) * H + h, tl.sum(d_scale, 0))
-    return tl.trans(P), own
+    Pt = tl.where(i < j, Pt, tl.where(i == j, own[:, None], 0.0))
+    return Pt, tl.where(tl.min(lowest, 0) > float("-inf"), reach, float("inf"))
 
 
 @triton.jit

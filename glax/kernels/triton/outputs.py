@@ -32,7 +32,7 @@ from glax.kernels.triton.tiles import (
 
 @triton.jit
 def outputs(
-    q, k, v, g, scale, start, table, o, final,
+    q, k, v, g, scale, start, table, o, final, reach,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -40,8 +40,7 @@ def outputs(
     """The outputs of a segment for BV columns of v, and the state behind a sequence's last segment.
 
     START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0). g: for head gates their sums G.
-    A segment whose gates turn out to be too strong for the fast form is walked again in the exact one, 16 tokens at a
-    time: that needs the fewest products.
+    reach [programs]: how far key gates had to reach; where that is too far, `exact_outputs` walks the segment again.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
@@ -50,29 +49,21 @@ def outputs(
     n, edges = tl.load(entry + 3), tl.load(entry + 4)
     cv = block * BV + tl.arange(0, BV)
     factor = tl.load(scale + n).to(tl.float32)
-    ck = tl.arange(0, BK)
     if FORM == "key":
         HALF: tl.constexpr = BK // 2
         c0, c1 = tl.arange(0, HALF), HALF + tl.arange(0, HALF)
         S = tl.trans(start_of(start, e, h, n, c0, cv, filled, edges, H, K, V, HALF, BV, START))
         T = tl.trans(start_of(start, e, h, n, c1, cv, filled, edges, H, K, V, HALF, BV, START))
-        S, T, reach = fast_walk(
+        S, T, far = fast_walk(
             q, k, v, g, o, factor, cv, S, T, h, origin, length, filled,
             H, HQ, HK, HV, K, V, C, HALF, BV, SIGN, DTYPE, PRECISION,
         )  # fmt: skip
-        if reach <= FAST_LIMIT:
-            if (edges & 2) != 0:
-                store_state(final, tl.trans(S), n, h, c0, cv, H, K, V)
-                store_state(final, tl.trans(T), n, h, c1, cv, H, K, V)
-        else:
-            whole = start_of(start, e, h, n, ck, cv, filled, edges, H, K, V, BK, BV, START)
-            whole = exact_walk(
-                q, k, v, g, o, factor, cv, whole, h, origin, length, filled,
-                H, HQ, HK, HV, K, V, 16, BK, BV, SIGN, DTYPE, PRECISION,
-            )  # fmt: skip
-            if (edges & 2) != 0:
-                store_state(final, whole, n, h, ck, cv, H, K, V)
+        tl.store(reach + tl.program_id(0), far)
+        if (edges & 2) != 0:
+            store_state(final, tl.trans(S), n, h, c0, cv, H, K, V)
+            store_state(final, tl.trans(T), n, h, c1, cv, H, K, V)
     else:
+        ck = tl.arange(0, BK)
         S = start_of(start, e, h, n, ck, cv, filled, edges, H, K, V, BK, BV, START)
         S = head_walk(
             q, k, v, g, o, factor, cv, S, h, n, origin, length, filled,
@@ -80,6 +71,48 @@ def outputs(
         )  # fmt: skip
         if (edges & 2) != 0:
             store_state(final, S, n, h, ck, cv, H, K, V)
+
+
+@triton.jit
+def exact_outputs(
+    q, k, v, g, scale, start, table, reach, o, final,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Over the results of `outputs` for key gates, in their memory: the segments whose gates are too strong for its form.
+
+    In a kernel of its own: in one with the fast form it would take registers from it.
+    """
+    if tl.load(reach + tl.program_id(0)) > FAST_LIMIT:
+        NV: tl.constexpr = (V + BV - 1) // BV
+        block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
+        entry = table + e * 6
+        origin, length, filled = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        n, edges = tl.load(entry + 3), tl.load(entry + 4)
+        ck, cv = tl.arange(0, BK), block * BV + tl.arange(0, BV)
+        factor = tl.load(scale + n).to(tl.float32)
+        S = start_of(start, e, h, n, ck, cv, filled, edges, H, K, V, BK, BV, START)
+        S = exact_walk(
+            q, k, v, g, o, factor, cv, S, h, origin, length, filled,
+            H, HQ, HK, HV, K, V, C, BK, BV, SIGN, DTYPE, PRECISION,
+        )  # fmt: skip
+        if (edges & 2) != 0:
+            store_state(final, S, n, h, ck, cv, H, K, V)
+
+
+@triton.jit
+def exact_outputs_passed_outputs(
+    q, k, v, g, scale, start, table, reach, o, final, o_again, final_again,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`exact_outputs` for jax-triton 0.3, which hands over what is updated as outputs, too."""
+    exact_outputs(
+        q, k, v, g, scale, start, table, reach, o, final,
+        H, HQ, HK, HV, K, V, C, BK, BV, SIGN, START, DTYPE, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
