@@ -1,14 +1,17 @@
 """The chunked kernels launched: outputs and final states, and the gradient in every input."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from glax.decay import Decay
-from glax.kernels.triton import walk
+from glax.kernels.triton import prepare, walk
 from glax.kernels.triton.configs import ChunkedConfig, GradientConfig, width
 from glax.kernels.triton.exact_gradient import exact_gradient, exact_gradient_passed_outputs
 from glax.kernels.triton.gradient import gradient
 from glax.kernels.triton.lang import ALIASES_ARE_PASSED, launch, tl
-from glax.kernels.triton.outputs import exact_outputs, exact_outputs_passed_outputs, outputs
+from glax.kernels.triton.outputs import outputs
 from glax.kernels.triton.segments import Segments, segments_of
 from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like
 
@@ -38,15 +41,46 @@ def gates_of(r: Recurrence):
     return next((x for x in (d.constant, d.head, d.key) if x is not None), r.scale), form
 
 
-def summed_gates(r: Recurrence, chunk: int):
-    """As `gates_of`, but head gates summed from each chunk's first token on."""
-    gates, form = gates_of(r)
+class Operands(NamedTuple):
+    """What walks take for q, k and the gates, with the scores of each chunk; any array stands for what a form lacks."""
+
+    q: Array
+    k: Array
+    gates: Array
+    scores: Array
+    reach: Array
+
+
+def operands_of(r: Recurrence, chunks: Segments, chunk: int) -> Operands:
+    """Key gates: as `prepare` and `exact_scores` make them. Head gates: summed from each chunk's first token on."""
+    (gates, form), (_, H, K, _) = gates_of(r), r.state_shape
+    B, T = r.q.shape[:2]
+    sign = dict(SIGN=-1 if r.reverse else 1)
     if form == "head":
-        chunks, H = segments_of(r, chunk, chunk), r.num_heads
-        options = dict(H=H, BH=width(H), C=chunk, SIGN=-1 if r.reverse else 1, warps=4, stages=1)
-        operands, output = (gates, chunks.table), [(gates.shape, jnp.float32)]
-        (gates,) = launch(walk.chunk_sums, chunks.count, operands, output, **options)
-    return gates, form
+        output = [(gates.shape, jnp.float32)]
+        options = dict(H=H, BH=width(H), C=chunk, **sign, warps=4, stages=1)
+        (gates,) = launch(walk.chunk_sums, chunks.count, (gates, chunks.table), output, **options)
+    if form != "key":
+        return Operands(r.q, r.k, gates, r.scale, r.scale)
+    M = chunks.count
+    shape = dict(H=H, HQ=r.q.shape[2], HK=r.k.shape[2], K=K, C=chunk, **sign, **arithmetic(r), warps=4, stages=1)
+    wide, scores = ((B, T, H, K), r.q.dtype), ((M, H, chunk, chunk), r.q.dtype)
+    reads, adds, scores, last, reach = launch(
+        prepare.prepare,
+        H * M,
+        (r.q, r.k, gates, chunks.table),
+        [wide, wide, scores, ((M, H, 2, K), jnp.float32), ((M, H), jnp.float32)],
+        **shape, BK=min(64, width(K)),
+    )  # fmt: skip
+    (scores,) = launch(
+        prepare.exact_scores_passed_scores if ALIASES_ARE_PASSED else prepare.exact_scores,
+        -(-H * M // EACH),
+        (r.q, r.k, gates, chunks.table, reach, jnp.full(1, H * M, jnp.int32), scores),
+        [(scores.shape, scores.dtype)],
+        in_place={6: 0},
+        **shape, BK=min(64, width(K)), EACH=EACH,
+    )  # fmt: skip
+    return Operands(reads, adds, last, scores, reach)
 
 
 def whole(r: Recurrence, size: int, chunk: int) -> int:
@@ -61,9 +95,9 @@ def start_of_sequences(r: Recurrence):
 class Walk:
     """Launches of `walk.states` and what follows it over one division into segments, in one direction."""
 
-    def __init__(self, r: Recurrence, config, block: int, segments: Segments, gates, d_output=None):
-        self.r, self.segments, self.gates, self.adjoint = r, segments, gates, d_output is not None
-        self.a, self.b = (r.q, d_output) if self.adjoint else (r.k, r.v)
+    def __init__(self, r: Recurrence, config, block: int, segments: Segments, given: Operands, d_output=None):
+        self.r, self.segments, self.gates, self.adjoint = r, segments, given.gates, d_output is not None
+        self.a, self.b = (given.q, d_output) if self.adjoint else (given.k, r.v)
         self.launched = blocks_of(r, config, block)
 
     def starts(self, start, kind: int):
@@ -106,32 +140,22 @@ def chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
     """One walk over every sequence; where that leaves the GPU idle, over segments of them, after their states."""
     B, T = r.q.shape[:2]
     _, H, K, V = r.state_shape
-    segments = segments_of(r, whole(r, config.segment, config.chunk), config.chunk)
+    C = config.chunk
+    segments = segments_of(r, whole(r, config.segment, C), C)
     start, kind = start_of_sequences(r)
-    gates, form = summed_gates(r, config.chunk)
+    given = operands_of(r, segments_of(r, C, C), C)
     if config.segment:
-        start, kind = Walk(r, config, 64, segments, gates).starts(start, kind)
+        start, kind = Walk(r, config, 64, segments, given).starts(start, kind)
     columns = min(config.columns, width(V))
-    programs = -(-V // columns) * H * segments.count
-    shape = dict(**sizes(r), **heads(r), BK=max(32, width(K)), BV=columns, SIGN=-1 if r.reverse else 1, START=kind)
-    operands = (r.q, r.k, r.v, gates, r.scale, start, segments.table)
-    results = [((B, T, H, V), r.q.dtype), (r.state_shape, jnp.float32)]
-    o, final, reach = launch(
+    o, final = launch(
         outputs,
-        programs,
-        operands,
-        [*results, ((programs,), jnp.float32)],
-        **shape, C=config.chunk, FORM=form, **arithmetic(r), warps=config.warps, stages=config.stages,
+        -(-V // columns) * H * segments.count,
+        (given.q, given.k, r.v, given.gates, given.scores, r.scale, start, segments.table),
+        [((B, T, H, V), r.q.dtype), (r.state_shape, jnp.float32)],
+        **sizes(r), **heads(r), C=C, BK=width(K), BV=columns,
+        FORM=r.decay.form, SIGN=-1 if r.reverse else 1, START=kind, **arithmetic(r),
+        warps=config.warps, stages=config.stages,
     )  # fmt: skip
-    if form == "key":  # 16 tokens at a time: that needs the fewest products
-        o, final = launch(
-            exact_outputs_passed_outputs if ALIASES_ARE_PASSED else exact_outputs,
-            programs,
-            (*operands, reach, o, final),
-            results,
-            in_place={8: 0, 9: 1},
-            **shape, C=16, **arithmetic(r), warps=4, stages=1,
-        )  # fmt: skip
     return Outputs(o, final)
 
 
@@ -141,21 +165,20 @@ def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Rec
     _, H, K, V = r.state_shape
     C = config.chunk
     segments, chunks = (segments_of(r, whole(r, size, C), C) for size in (config.segment, C))
-    start, kind = start_of_sequences(r)
-    (gates, form), (summed, _) = gates_of(r), summed_gates(r, C)
-    d_start, d_kind = d_final, 2
+    (gates, form), given = gates_of(r), operands_of(r, chunks, C)
+    (start, kind), (d_start, d_kind) = start_of_sequences(r), (d_final, 2)
     if config.segment:
-        start, kind = Walk(r, config, config.block, segments, summed).starts(start, kind)
-        d_start, d_kind = Walk(r, config, config.block, segments, summed, d_output).starts(d_start, d_kind)
+        start, kind = Walk(r, config, config.block, segments, given).starts(start, kind)
+        d_start, d_kind = Walk(r, config, config.block, segments, given, d_output).starts(d_start, d_kind)
     blocks = blocks_of(r, config, config.block)
     states = ((chunks.count, H, K, V), jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32)
     edges = (r.state_shape, jnp.float32)
     before, _, behind, d_initial = launch(
         walk.all_states,
         2 * programs_of(r, blocks) * segments.count,
-        (r.q, r.k, r.v, d_output, summed, r.scale, start, d_start, segments.table),
+        (given.q, given.k, r.v, d_output, given.gates, r.scale, start, d_start, segments.table),
         [states, edges, states, edges],
-        **sizes(r), **heads(r), START=kind, D_START=d_kind, **blocks,
+        **sizes(r), HQ=given.q.shape[2], HK=given.k.shape[2], HV=r.v.shape[2], START=kind, D_START=d_kind, **blocks,
     )  # fmt: skip
 
     def wide(x):  # gradients that heads share are summed in float32
@@ -164,24 +187,23 @@ def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Rec
     d_gates = {"key": ((B, T, H, K), gates.dtype), "head": ((B, T, H), gates.dtype)}
     each = ((chunks.count, H), jnp.float32)
     shape = dict(**sizes(r), **heads(r), C=C, BV=width(V), SIGN=-1 if r.reverse else 1, **arithmetic(r))
-    *found, reach = launch(
+    dq, dk, dv, dg, d_scale = launch(
         gradient,
         H * chunks.count,
-        (r.q, r.k, r.v, gates, summed, d_output, r.scale, before, behind, chunks.table),
-        [((B, T, H, K), wide(r.q)), ((B, T, H, K), wide(r.k)), ((B, T, H, V), wide(r.v)), d_gates.get(form, each), each, each],
+        (r.q, r.k, r.v, gates, given.gates, given.k, given.scores, d_output, r.scale, before, behind, chunks.table),
+        [((B, T, H, K), wide(r.q)), ((B, T, H, K), wide(r.k)), ((B, T, H, V), wide(r.v)), d_gates.get(form, each), each],
         **shape, BK=min(config.rows, width(K)), FORM=form, warps=config.warps, stages=config.stages,
     )  # fmt: skip
     if form == "key":
-        pairs = jnp.full(1, H * chunks.count, jnp.int32)
-        found = launch(
+        pairs, found = jnp.full(1, H * chunks.count, jnp.int32), (dq, dk, dg, d_scale)
+        dq, dk, dg, d_scale = launch(
             exact_gradient_passed_outputs if ALIASES_ARE_PASSED else exact_gradient,
             -(-H * chunks.count // EACH),
-            (r.q, r.k, r.v, gates, d_output, r.scale, before, behind, chunks.table, reach, pairs, *found),
+            (r.q, r.k, r.v, gates, d_output, r.scale, before, behind, chunks.table, given.reach, pairs, *found),
             [(x.shape, x.dtype) for x in found],
-            in_place={11 + i: i for i in range(5)},
+            in_place={11 + i: i for i in range(4)},
             **shape, BK=16, EACH=EACH, warps=4, stages=1,
         )  # fmt: skip
-    dq, dk, dv, dg, d_scale = found
     decay = dict.fromkeys(("constant", "head", "key"))
     if form != "none":
         decay[form] = by_sequence(r, chunks, dg) if form == "constant" else dg

@@ -1,10 +1,10 @@
 """The gradient of chunks whose key gates are too strong for the fast form of `gradient`, in a kernel of its own.
 
 The same formulas; pairs are formed in log2(C) products, each with a reference between its tokens, so that no exponent is
-positive. In one kernel with the fast form it would take registers from it and treble the time to compile.
+positive. In one kernel with the fast form it would take registers from it and treble the time to compile. dv needs none of this.
 """
 
-from glax.kernels.triton.gradient import term_sums, values
+from glax.kernels.triton.gradient import term_sums
 from glax.kernels.triton.lang import tl, triton
 from glax.kernels.triton.tiles import (
     FAST_LIMIT,
@@ -25,7 +25,7 @@ from glax.kernels.triton.tiles import (
 
 @triton.jit
 def exact_gradient(
-    q, k, v, g, do, scale, before, behind, table, reach, pairs, dq, dk, dv, dg, dscale,
+    q, k, v, g, do, scale, before, behind, table, reach, pairs, dq, dk, dg, dscale,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr,
@@ -39,27 +39,23 @@ def exact_gradient(
             entry = table + e * 6
             origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
             factor = tl.load(scale + n).to(tl.float32)
-            Pt = exact_keys(
+            exact_keys(
                 q, k, v, g, do, before, behind, dq, dk, dg, dscale, factor, h, e, origin, length, count,
                 H, HQ, HK, HV, K, V, C, BK, BV, SIGN, DTYPE, PRECISION,
-            )  # fmt: skip
-            values(
-                Pt, k, g, g, do, behind, dv, factor, h, e, n, origin, length, count,
-                H, HK, K, V, C, BK, BV, "key", SIGN, DTYPE, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
 def exact_gradient_passed_outputs(
-    q, k, v, g, do, scale, before, behind, table, reach, pairs, dq, dk, dv, dg, dscale,
-    dq_again, dk_again, dv_again, dg_again, dscale_again,
+    q, k, v, g, do, scale, before, behind, table, reach, pairs, dq, dk, dg, dscale,
+    dq_again, dk_again, dg_again, dscale_again,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """`exact_gradient` for jax-triton 0.3, which hands over what is updated as outputs, too."""
     exact_gradient(
-        q, k, v, g, do, scale, before, behind, table, reach, pairs, dq, dk, dv, dg, dscale,
+        q, k, v, g, do, scale, before, behind, table, reach, pairs, dq, dk, dg, dscale,
         H, HQ, HK, HV, K, V, C, BK, BV, SIGN, DTYPE, PRECISION, EACH,
     )  # fmt: skip
 
@@ -71,7 +67,7 @@ def exact_keys(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of a chunk; its scores, transposed [C, C]."""
+    """dq, dk and dg of a chunk."""
     tokens, cv = tl.arange(0, C), tl.arange(0, BV)
     i, j = tokens[:, None], tokens[None, :]
     written = tl.where(count > 0, V, 0)
@@ -80,8 +76,6 @@ def exact_keys(
     tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
     d_own = tl.sum(tdo.to(tl.float32) * tv.to(tl.float32), 1)
     dP = tl.where(i > j, dot(tdo, tl.trans(tv), DTYPE, PRECISION), 0.0).to(DTYPE)
-    P = tl.zeros([C, C], tl.float32)
-    own = tl.zeros([C], tl.float32)
     d_scale = tl.zeros([C], tl.float32)
     for k0 in range(0, kept_loop(K, length), BK):
         ck = k0 + tl.arange(0, BK)
@@ -90,7 +84,6 @@ def exact_keys(
         gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
         S = load_state(before, e, h, ck, cv, written, H, K, V)
         dS = load_state(behind, e, h, ck, cv, written, H, K, V)
-        own += tl.sum(tq.to(tl.float32) * tk.to(tl.float32), 1)
         pull = tl.zeros([C, BK], tl.float32)
         push = tl.zeros([C, BK], tl.float32)
         pairs = tl.zeros([C, BK], tl.float32)
@@ -99,7 +92,6 @@ def exact_keys(
             way = exp(sums(matrix, gates))
             pulled = tl.where(mask, dP, 0.0)
             x, y = (tq * way).to(DTYPE), (tk * way).to(DTYPE)
-            P += tl.where(mask, dot(x, tl.trans(y), DTYPE, PRECISION), 0.0)
             level_pull = dot(pulled, y, DTYPE, PRECISION)
             level_push = dot(tl.trans(pulled), x, DTYPE, PRECISION)
             pairs += x * level_pull - y * level_push
@@ -119,4 +111,3 @@ def exact_keys(
         fed += (push + d_own[:, None] * tq) * factor
         store_tile(at(dk, origin, h, H, K), fed, tokens, ck, length, H, K, SIGN)
     tl.store(dscale + e.to(tl.int64) * H + h, tl.sum(d_scale, 0))
-    return tl.where(i < j, tl.trans(P), tl.where(i == j, own[:, None], 0.0))

@@ -20,11 +20,9 @@ from glax.kernels.triton.tiles import (
     at,
     dot,
     exp,
-    half_matrix,
-    half_sums,
     kept_loop,
     load_head_sums,
-    load_key_gates,
+    load_last,
     load_state,
     load_tile,
     middle_matrix,
@@ -35,80 +33,64 @@ from glax.kernels.triton.tiles import (
 
 @triton.jit
 def gradient(
-    q, k, v, g, sums_of_g, do, scale, before, behind, table, dq, dk, dv, dg, dscale, reach,
+    q, k, v, g, decayed, adds, scores, do, scale, before, behind, table, dq, dk, dv, dg, dscale,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """before, behind [chunks, H, K, V]: S and dS. dq, dk [rows, H, K], dv [rows, H, V]. dscale [chunks, H].
-    dg: [rows, H, K]; [rows, H]; or for constant gates the chunk's sum, [chunks, H]. reach [chunks, H]: how far key gates had
-    to reach; where that is too far, `exact_gradient` does the chunk again. BV holds all of V; rows of the states are taken
-    BK at a time, first for dq, dk and the scores, then for dv.
+    dg: [rows, H, K]; [rows, H]; or for constant gates the chunk's sum, [chunks, H]. BV holds all of V; rows of the states
+    are taken BK at a time. decayed: head gates' sums G; or for key gates `last` of `prepare`, as are adds and scores. Where
+    key gates are too strong, `exact_gradient` does the chunk's dq, dk and dg again.
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     factor = tl.load(scale + n).to(tl.float32)
+    tokens, cv = tl.arange(0, C), tl.arange(0, BV)
     if FORM == "key":
-        Pt, far = fast_keys(
-            q, k, v, g, do, before, behind, dq, dk, dg, dscale, factor, h, e, origin, length, count,
+        fast_keys(
+            q, k, v, g, decayed, do, before, behind, dq, dk, dg, dscale, factor, h, e, origin, length, count,
             H, HQ, HK, HV, K, V, C, BK, BV, SIGN, DTYPE, PRECISION,
         )  # fmt: skip
-        tl.store(reach + tl.program_id(0), far)
+        Pt = tl.trans(load_tile(scores + (e.to(tl.int64) * H + h) * C * C, tokens, tokens, count, 1, C, 1))
     else:
         Pt = keys(
-            q, k, v, sums_of_g, do, before, behind, dq, dk, dg, dscale, factor, h, e, n, origin, length, count,
+            q, k, v, decayed, do, before, behind, dq, dk, dg, dscale, factor, h, e, n, origin, length, count,
             H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION,
         )  # fmt: skip
-    values(
-        Pt, k, g, sums_of_g, do, behind, dv, factor, h, e, n, origin, length, count,
-        H, HK, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION,
-    )  # fmt: skip
-
-
-@triton.jit
-def values(
-    Pt, k, g, sums_of_g, do, behind, dv, factor, h, e, n, origin, length, count,
-    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dv from the chunk's scores, transposed [C, C], and the state behind it."""
-    tokens, cv = tl.arange(0, C), tl.arange(0, BV)
     written = tl.where(count > 0, V, 0)  # no state belongs to padding
     tdv = tl.zeros([C, BV], tl.float32)
     for k0 in range(0, kept_loop(K, length), BK):
         ck = k0 + tl.arange(0, BK)
-        x = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-        dS = load_state(behind, e, h, ck, cv, written, H, K, V)
         if FORM == "key":
-            gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
-            x = x * exp(sums(tl.where(tokens[None, :] > tokens[:, None], 1.0, 0.0), gates))
-        tdv += dot(x, dS, DTYPE, PRECISION)
+            x = load_tile(at(adds, origin, h, H, K), tokens, ck, count, H, K, SIGN)
+        else:
+            x = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
+        tdv += dot(x, load_state(behind, e, h, ck, cv, written, H, K, V), DTYPE, PRECISION)
     if FORM == "head" or FORM == "constant":
-        G = load_head_sums(sums_of_g, origin, h, n, tokens, count, H, FORM, SIGN)
-        last = load_head_sums(sums_of_g, origin, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
+        G = load_head_sums(decayed, origin, h, n, tokens, count, H, FORM, SIGN)
+        last = load_head_sums(decayed, origin, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
         tdv *= exp(last - G)[:, None]
     tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    tdv += dot(Pt * factor, tdo, DTYPE, PRECISION)
+    tdv += dot(Pt, tdo, DTYPE, PRECISION) * factor
     store_tile(at(dv, origin, h, H, V), tdv, tokens, cv, length, H, V, SIGN)
 
 
 @triton.jit
 def fast_keys(
-    q, k, v, g, do, before, behind, dq, dk, dg, dscale, factor, h, e, origin, length, count,
+    q, k, v, g, last, do, before, behind, dq, dk, dg, dscale, factor, h, e, origin, length, count,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of key gates, scaled about the chunk's middle; the scores, transposed [C, C]; and how far that reached.
+    """dq, dk and dg of key gates, scaled about the chunk's middle.
 
     The pairs' parts in the gates' gradient, q * pull and k * push, cancel but for the pairs across a gate. So both are formed
     of the same rounded factors, and cancel whatever their rounding was.
     """
     tokens, cv = tl.arange(0, C), tl.arange(0, BV)
     i, j = tokens[:, None], tokens[None, :]
-    halves = half_matrix(tokens, C).to(g.dtype.element_ty)
     written = tl.where(count > 0, V, 0)
     # [C, BV]
     tv = load_tile(at(v, origin, h // (H // HV), HV, V), tokens, cv, count, HV, V, SIGN)
@@ -117,10 +99,6 @@ def fast_keys(
     # [C, C]: rows of do, and of v
     dP = tl.where(i > j, dot(tdo, tl.trans(tv), DTYPE, PRECISION), 0.0).to(DTYPE)
     dPt = tl.where(i < j, dot(tv, tl.trans(tdo), DTYPE, PRECISION), 0.0).to(DTYPE)
-    Pt = tl.zeros([C, C], tl.float32)
-    own = tl.zeros([C], tl.float32)
-    reach = tl.zeros([C], tl.float32)
-    lowest = tl.zeros([BK], tl.float32)
     d_scale = tl.zeros([C], tl.float32)
     for k0 in range(0, kept_loop(K, length), BK):
         ck = k0 + tl.arange(0, BK)
@@ -128,25 +106,19 @@ def fast_keys(
         gates = load_tile(at(g, origin, h, H, K), tokens, ck, count, H, K, SIGN)
         S = load_state(before, e, h, ck, cv, written, H, K, V)
         dS = load_state(behind, e, h, ck, cv, written, H, K, V)
-        edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        both = load_last(last, e, h, ck, count, H, K)
+        enter = load_last(last, e, h, ck, count, H, K, True)
+        edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1) * exp(both)
         tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
         tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
         M = sums(middle_matrix(tokens, C), gates)
-        reach = tl.maximum(reach, tl.max(tl.abs(M), 1))
         binary = M * LOG2E
         up, down = tl.exp2(binary), tl.exp2(-binary)
-        x, y = tq * up, tk * down
-        own += tl.sum(x * y, 1)
-        x, y = x.to(DTYPE), y.to(DTYPE)
-        Pt += dot(y, tl.trans(x), DTYPE, PRECISION)
+        x, y = (tq * up).to(DTYPE), (tk * down).to(DTYPE)
         pull = dot(dP, y, DTYPE, PRECISION)
         push = dot(dPt, x, DTYPE, PRECISION)
-        enter, leave = half_sums(gates, halves)
-        both = enter + leave
-        lowest = tl.minimum(lowest, tl.where(both == both, both, float("-inf")))
-        edge *= exp(both)
         read = dot(tdo, tl.trans(S), DTYPE, PRECISION) * (up * exp(enter)[None, :])
-        fed = dot(tv, tl.trans(dS), DTYPE, PRECISION) * (down * exp(leave)[None, :])
+        fed = dot(tv, tl.trans(dS), DTYPE, PRECISION) * (down * exp(both - enter)[None, :])
         from_behind = (tq * read + (x * pull - y * push)) * factor
         tdg = term_sums(tl.where(j >= i, 1.0, 0.0), from_behind, tdo.dtype == tl.bfloat16)
         tdg += dot(tl.where(j < i, 1.0, 0.0), tk * fed, DTYPE, PRECISION) + edge[None, :]
@@ -157,9 +129,6 @@ def fast_keys(
         fed += (push * down + d_own[:, None] * tq) * factor
         store_tile(at(dk, origin, h, H, K), fed, tokens, ck, length, H, K, SIGN)
     tl.store(dscale + e.to(tl.int64) * H + h, tl.sum(d_scale, 0))
-    reach = tl.max(reach, 0)
-    Pt = tl.where(i < j, Pt, tl.where(i == j, own[:, None], 0.0))
-    return Pt, tl.where(tl.min(lowest, 0) > float("-inf"), reach, float("inf"))
 
 
 @triton.jit

@@ -50,16 +50,21 @@ def store_tile(x, value, tokens, d, count, HEADS: tl.constexpr, D: tl.constexpr,
 
 
 @triton.jit
-def load_state(x, index, head, k, v, limit, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+def load_state(
+    x, index, head, k, v, limit, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EVICTION: tl.constexpr = ""
+):  # fmt: skip
     """x[index, head, k, v], [BK, BV]; 0 beyond K and from column `limit` on."""
-    p = x + (index.to(tl.int64) * H + head) * (K * V)
-    return tl.load(p + k[:, None] * V + v[None, :], mask=(k < K)[:, None] & (v < limit)[None, :], other=0.0)
+    p = x + (index.to(tl.int64) * H + head) * (K * V) + k[:, None] * V + v[None, :]
+    return tl.load(p, mask=(k < K)[:, None] & (v < limit)[None, :], other=0.0, eviction_policy=EVICTION)
 
 
 @triton.jit
-def store_state(x, value, index, head, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    p = x + (index.to(tl.int64) * H + head) * (K * V)
-    tl.store(p + k[:, None] * V + v[None, :], value.to(x.dtype.element_ty), mask=(k < K)[:, None] & (v < V)[None, :])
+def store_state(
+    x, value, index, head, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EVICTION: tl.constexpr = ""
+):  # fmt: skip
+    p = x + (index.to(tl.int64) * H + head) * (K * V) + k[:, None] * V + v[None, :]
+    mask = (k < K)[:, None] & (v < V)[None, :]
+    tl.store(p, value.to(x.dtype.element_ty), mask=mask, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -82,6 +87,13 @@ def load_head_sums(G, row, head, sequence, tokens, count, H: tl.constexpr, FORM:
         tokens = tl.minimum(tokens, count - 1)
         p = G + row.to(tl.int64) * H + head
         return tl.load(p + (SIGN * H) * tokens, mask=tokens >= 0, other=0.0)
+
+
+@triton.jit
+def load_last(last, chunk, head, k, count, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr = False):
+    """The sums of a chunk's key gates, or those of its first half, [BK]; 0 where the chunk has no token."""
+    p = last + (chunk.to(tl.int64) * H + head) * 2 * K + FIRST * K
+    return tl.load(p + k, mask=k < tl.where(count > 0, K, 0), other=0.0)
 
 
 @triton.jit
@@ -113,26 +125,6 @@ def middle_matrix(tokens, C: tl.constexpr):
 
 
 @triton.jit
-def half_matrix(tokens, C: tl.constexpr):
-    """[C, 16]: column 0 names the tokens of the chunk's first half, column 1 those of the second."""
-    return tl.where((tokens // (C // 2))[:, None] == tl.arange(0, 16)[None, :], 1.0, 0.0)
-
-
-@triton.jit
-def half_sums(gates, halves):
-    """The sums of the gates over the first and the second half of the chunk, [BK] each, by the tensor cores."""
-    x = sums_transposed(gates, halves)
-    column = tl.arange(0, 16)[None, :]
-    return tl.sum(tl.where(column == 0, x, 0.0), 1), tl.sum(tl.where(column == 1, x, 0.0), 1)
-
-
-@triton.jit
-def sums_transposed(gates, matrix):
-    """gates^T @ matrix, as `sums`."""
-    return tl.dot(tl.trans(gates), matrix, input_precision="tf32x3" if gates.dtype == tl.float32 else "tf32")
-
-
-@triton.jit
 def exact_factors(gates, tokens):
     """e^{G_i} and e^{G_last - G_i}, [C, BK], each from its own sum; and e^{G_last}, [BK]."""
     i, j = tokens[:, None], tokens[None, :]
@@ -145,14 +137,3 @@ def exact_factors(gates, tokens):
 def levels(C):
     """How often a chunk can be halved."""
     return C.bit_length() - 1
-
-
-@triton.jit
-def exact_scores(q, k, gates, tokens, count, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """sum_k q_ik k_jk e^{G_ik - G_jk} for j < i, [C, C], for any gates: log2(C) products, each with its own reference."""
-    scores = tl.zeros([C, C], tl.float32)
-    for level in range(0, kept_loop(levels(C), count)):
-        pairs, matrix = halving(tokens, (C // 2) >> level)
-        factor = exp(sums(matrix, gates))
-        scores += tl.where(pairs, dot(q * factor, tl.trans(k * factor), DTYPE, PRECISION), 0.0)
-    return scores

@@ -16,11 +16,10 @@ from glax.kernels.triton.tiles import (
     dot,
     exp,
     load_head_sums,
-    load_key_gates,
+    load_last,
     load_state,
     load_tile,
     store_state,
-    sums,
 )
 
 
@@ -73,7 +72,8 @@ def carry(
     EVERY: out [chunks, H, K, V] takes the state where the walk enters each chunk, edge [N, H, K, V] that at its end.
     Otherwise: out [segments, H, K, V] takes the state at the segment's end, begun from zero, and total [segments, H, K or
     1] its log decay. START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0). g: for head gates
-    their sums G. The state lies transposed, as in the fast form of `outputs`.
+    their sums G; with key gates a and g are `adds` (or `reads`) and `last` of `prepare`. The state lies transposed, so that
+    none of what is computed here must be transposed: that takes a detour through memory.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -83,7 +83,6 @@ def carry(
     edges, chunk = tl.load(row + 4), tl.load(row + 5)
     k, v = block // NV * BK + tl.arange(0, BK), block % NV * BV + tl.arange(0, BV)
     tokens = tl.arange(0, C)
-    i, j = tokens[:, None], tokens[None, :]
     ha, hb = h // (H // HA), h // (H // HB)
     if START == 1:
         S = tl.trans(load_state(start, e, h, k, v, V, H, K, V).to(tl.float32))
@@ -92,12 +91,11 @@ def carry(
     else:
         S = tl.zeros([BV, BK], tl.float32)
     log = tl.zeros([BK], tl.float32)
-    factor = tl.load(scale + n).to(tl.float32) if ADJOINT else 1.0
+    factor = tl.load(scale + n).to(tl.float32)
     steps = tl.cdiv(filled, C)
     if not EVERY:  # nobody reads what leaves a sequence's last segment (or, against time, its first)
         steps = tl.where((edges & (1 if ADJOINT else 2)) != 0, 0, steps)
-    upto = steps - 1 if ADJOINT else 0
-    last = load_head_sums(g, origin + SIGN * upto * C, h, n, C - 1, filled - upto * C, H, FORM, SIGN)
+    last = chunk_sum(g, steps - 1 if ADJOINT else 0, origin, chunk, h, n, k, filled, H, K, C, FORM, SIGN)
     for step in range(0, steps):
         c = steps - 1 - step if ADJOINT else step
         first = origin + SIGN * c * C
@@ -107,25 +105,22 @@ def carry(
         # [C, BK], [C, BV]
         x = load_tile(at(a, first, ha, HA, K), tokens, k, count, HA, K, SIGN)
         y = load_tile(at(b, first, hb, HB, V), tokens, v, count, HB, V, SIGN)
-        if FORM == "key":
-            gates = load_key_gates(g, first, h, tokens, k, count, H, K, SIGN)
-            between = sums(tl.where(j <= i if ADJOINT else j > i, 1.0, 0.0), gates)
-            whole = tl.sum(gates.to(tl.float32), 0)
-            x = x * (exp(between) * factor)
-            S = S * exp(whole)[None, :]
-            log += whole
-        elif FORM == "none":
-            if ADJOINT:
-                x = x * factor
-        else:
+        if FORM == "head" or FORM == "constant":
             G = load_head_sums(g, first, h, n, tokens, count, H, FORM, SIGN)
             end = load_head_sums(g, first, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
-            x = x * (exp(G if ADJOINT else end - G) * factor)[:, None]
-            S = S * exp(last)
-            log += last
-            after = c - 1 if ADJOINT else c + 1  # loaded a chunk ahead, so that nothing waits for it
-            last = load_head_sums(g, origin + SIGN * after * C, h, n, C - 1, filled - after * C, H, FORM, SIGN)
-        S += dot(tl.trans(y), x, DTYPE, PRECISION)
+            x = x * exp(G if ADJOINT else end - G)[:, None]
+        added = dot(tl.trans(y), x, DTYPE, PRECISION)
+        if ADJOINT:
+            added *= factor
+        if FORM == "key":
+            S = S * exp(last)[None, :] + added
+        elif FORM == "none":
+            S += added
+        else:
+            S = S * exp(last) + added
+        log += last
+        # A chunk ahead, so that nothing waits for it.
+        last = chunk_sum(g, c - 1 if ADJOINT else c + 1, origin, chunk, h, n, k, filled, H, K, C, FORM, SIGN)
     S = tl.trans(S)
     if EVERY:
         if (filled == 0) & (edges != 0):  # an empty sequence hands its state through
@@ -138,6 +133,19 @@ def carry(
             tl.store(total + (e.to(tl.int64) * H + h) * K + k, log, mask=k < K)
         elif FORM != "none":
             tl.store(total + e.to(tl.int64) * H + h, tl.max(log, 0))
+
+
+@triton.jit
+def chunk_sum(
+    g, c, origin, chunk, h, n, k, filled,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
+):  # fmt: skip
+    """The sum of the gates of chunk c of a segment, one number or [BK]; 0 where the segment has no such chunk."""
+    count = tl.where(c >= 0, filled - c * C, 0)
+    if FORM == "key":
+        return load_last(g, chunk + c, h, k, count, H, K)
+    else:
+        return load_head_sums(g, origin + SIGN * c * C, h, n, C - 1, count, H, FORM, SIGN)
 
 
 @triton.jit
