@@ -94,12 +94,12 @@ class GradientConfig(Config):
         Elsewhere: what fits in registers.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
-        wide = r.q.dtype != "bfloat16"
+        wide, key = r.q.dtype != "bfloat16", r.decay.form == "key"
         chunk = 16 if wide and V >= 256 else 32 if wide or V >= 256 else 64
         block = min(64, K, V)
-        rows = max(16, min(K, (2**11 if r.decay.form == "key" else 2**12) // V))
+        rows = max(16, min(K, (2**11 if key else 2**12) // V))
         segment = segment_for(r, chunk, r.num_sequences * r.num_heads * (K // block) * (V // block))
-        return cls(chunk, rows, segment, block, warps=4, stages=1 if wide or V >= 256 else 4)
+        return cls(chunk, rows, segment, block, warps=4, stages=1 if wide or V >= 256 else 4 if key else 2)
 
     @classmethod
     def candidates(cls, r: Recurrence) -> "list[GradientConfig]":
