@@ -12,7 +12,13 @@ __all__ = ["ChunkedConfig", "GradientConfig", "TokenConfig"]
 
 
 @kernel_registry.register(
-    "chunked", Platform.TRITON, Backend.GPU, config=ChunkedConfig, supports=chunked_refusal, priority=lambda r: 10
+    "chunked",
+    Platform.TRITON,
+    Backend.GPU,
+    config=ChunkedConfig,
+    supports=chunked_refusal,
+    priority=lambda r: 10,
+    version=1,
 )
 def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     """The chunked form in one pass over q, k, v and the gates, the state on chip."""
@@ -28,6 +34,7 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     config=GradientConfig,
     supports=gradient_refusal,
     priority=lambda r: 10,
+    version=1,
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> Recurrence:
     """The gradient in every input from the states at both ends of each chunk."""

@@ -16,6 +16,8 @@ from glax.kernels.triton.segments import Segments, segments_of
 from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like
 
 EACH = 8  # chunks that a program looks at before it ends, if none needs the exact form
+PREPARED = 32  # channels at a time in `prepare`
+PREPARE_STAGES = 2
 
 
 def arithmetic(r: Recurrence) -> dict:
@@ -52,7 +54,7 @@ class Operands(NamedTuple):
 
 
 def operands_of(r: Recurrence, chunks: Segments, chunk: int) -> Operands:
-    """Key gates: as `prepare` and `exact_scores` make them. Head gates: summed from each chunk's first token on."""
+    """Key gates: as `prepare` and `exact_prepare` make them. Head gates: summed from each chunk's first token on."""
     (gates, form), (_, H, K, _) = gates_of(r), r.state_shape
     B, T = r.q.shape[:2]
     sign = dict(SIGN=-1 if r.reverse else 1)
@@ -63,22 +65,23 @@ def operands_of(r: Recurrence, chunks: Segments, chunk: int) -> Operands:
     if form != "key":
         return Operands(r.q, r.k, gates, r.scale, r.scale)
     M = chunks.count
-    shape = dict(H=H, HQ=r.q.shape[2], HK=r.k.shape[2], K=K, C=chunk, **sign, **arithmetic(r), warps=4, stages=1)
+    shape = dict(H=H, HQ=r.q.shape[2], HK=r.k.shape[2], K=K, C=chunk, **sign, **arithmetic(r), warps=4)
     wide, scores = ((B, T, H, K), r.q.dtype), ((M, H, chunk, chunk), r.q.dtype)
     reads, adds, scores, last, reach = launch(
         prepare.prepare,
         H * M,
         (r.q, r.k, gates, chunks.table),
         [wide, wide, scores, ((M, H, 2, K), jnp.float32), ((M, H), jnp.float32)],
-        **shape, BK=min(64, width(K)),
+        **shape, BK=min(PREPARED, width(K)), stages=PREPARE_STAGES,
     )  # fmt: skip
-    (scores,) = launch(
-        prepare.exact_scores_passed_scores if ALIASES_ARE_PASSED else prepare.exact_scores,
+    found = (reads, adds, scores)
+    reads, adds, scores = launch(
+        prepare.exact_prepare_passed_outputs if ALIASES_ARE_PASSED else prepare.exact_prepare,
         -(-H * M // EACH),
-        (r.q, r.k, gates, chunks.table, reach, jnp.full(1, H * M, jnp.int32), scores),
-        [(scores.shape, scores.dtype)],
-        in_place={6: 0},
-        **shape, BK=min(64, width(K)), EACH=EACH,
+        (r.q, r.k, gates, chunks.table, reach, jnp.full(1, H * M, jnp.int32), *found),
+        [(x.shape, x.dtype) for x in found],
+        in_place={6 + i: i for i in range(3)},
+        **shape, BK=min(32, width(K)), EACH=EACH, stages=1,
     )  # fmt: skip
     return Operands(reads, adds, last, scores, reach)
 

@@ -27,7 +27,7 @@ def segment_for(r: Recurrence, chunk: int, programs: int) -> int:
     most two a multiprocessor, which run at the same time, are best.
     """
     T, enough = r.q.shape[1], multiprocessors()
-    parts = min(2 * enough // max(programs, 1), T // (8 * chunk))
+    parts = min(2 * enough // max(programs, 1), T // (16 * chunk))
     if parts < 2 or 4 * programs >= 3 * enough:
         return 0
     return -(-T // (parts * chunk)) * chunk
@@ -97,9 +97,9 @@ class GradientConfig(Config):
         wide, key = r.q.dtype != "bfloat16", r.decay.form == "key"
         chunk = 16 if wide and V >= 256 else 32 if wide or V >= 256 else 64
         block = min(64, K, V)
-        rows = max(16, min(K, (2**11 if key else 2**12) // V))
+        rows = 16 if key or V >= 256 else min(K, 32)
         segment = segment_for(r, chunk, r.num_sequences * r.num_heads * (K // block) * (V // block))
-        return cls(chunk, rows, segment, block, warps=4, stages=1 if wide or V >= 256 else 4 if key else 2)
+        return cls(chunk, rows, segment, block, warps=4, stages=1 if wide or V >= 256 else 4)
 
     @classmethod
     def candidates(cls, r: Recurrence) -> "list[GradientConfig]":

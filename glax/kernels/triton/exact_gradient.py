@@ -12,6 +12,7 @@ from glax.kernels.triton.tiles import (
     dot,
     exact_factors,
     exp,
+    half_fine_dot,
     halving,
     kept_loop,
     levels,
@@ -91,9 +92,9 @@ def exact_keys(
             mask, matrix = halving(tokens, (C // 2) >> level)
             way = exp(sums(matrix, gates))
             pulled = tl.where(mask, dP, 0.0)
-            x, y = (tq * way).to(DTYPE), (tk * way).to(DTYPE)
-            level_pull = dot(pulled, y, DTYPE, PRECISION)
-            level_push = dot(tl.trans(pulled), x, DTYPE, PRECISION)
+            x, y = tq * way, tk * way
+            level_pull = half_fine_dot(pulled, y, DTYPE, PRECISION)
+            level_push = half_fine_dot(tl.trans(pulled), x, DTYPE, PRECISION)
             pairs += x * level_pull - y * level_push
             pull += level_pull * way
             push += level_push * way

@@ -20,6 +20,7 @@ from glax.kernels.triton.tiles import (
     at,
     dot,
     exp,
+    half_fine_dot,
     kept_loop,
     load_head_sums,
     load_last,
@@ -87,7 +88,7 @@ def fast_keys(
     """dq, dk and dg of key gates, scaled about the chunk's middle.
 
     The pairs' parts in the gates' gradient, q * pull and k * push, cancel but for the pairs across a gate. So both are formed
-    of the same rounded factors, and cancel whatever their rounding was.
+    of the same factors, scaled q and k to 16 bits, and cancel whatever the rounding of dP was.
     """
     tokens, cv = tl.arange(0, C), tl.arange(0, BV)
     i, j = tokens[:, None], tokens[None, :]
@@ -114,9 +115,9 @@ def fast_keys(
         M = sums(middle_matrix(tokens, C), gates)
         binary = M * LOG2E
         up, down = tl.exp2(binary), tl.exp2(-binary)
-        x, y = (tq * up).to(DTYPE), (tk * down).to(DTYPE)
-        pull = dot(dP, y, DTYPE, PRECISION)
-        push = dot(dPt, x, DTYPE, PRECISION)
+        x, y = tq * up, tk * down
+        pull = half_fine_dot(dP, y, DTYPE, PRECISION)
+        push = half_fine_dot(dPt, x, DTYPE, PRECISION)
         read = dot(tdo, tl.trans(S), DTYPE, PRECISION) * (up * exp(enter)[None, :])
         fed = dot(tv, tl.trans(dS), DTYPE, PRECISION) * (down * exp(both - enter)[None, :])
         from_behind = (tq * read + (x * pull - y * push)) * factor

@@ -31,6 +31,35 @@ def dot(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def split(x, DTYPE: tl.constexpr):
+    """x in float32 as two terms in DTYPE, together of twice its digits."""
+    high = x.to(DTYPE)
+    return high, (x - high.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def add_fine_dot(c, a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """c + a @ b^T in float32; operands in float32, of which bfloat16 products see 16 bits."""
+    if tl.bfloat16 == DTYPE:
+        high, low = split(a, DTYPE)
+        b_high, b_low = split(b, DTYPE)
+        c = tl.dot(low, tl.trans(b_high), tl.dot(high, tl.trans(b_low), c))
+        return tl.dot(high, tl.trans(b_high), c)
+    else:
+        return c + dot(a, tl.trans(b), DTYPE, PRECISION)
+
+
+@triton.jit
+def half_fine_dot(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """a @ b in float32; a is in DTYPE, b in float32, of which bfloat16 products see 16 bits."""
+    if tl.bfloat16 == DTYPE:
+        high, low = split(b, DTYPE)
+        return tl.dot(a, high, tl.dot(a, low))
+    else:
+        return dot(a, b, DTYPE, PRECISION)
+
+
+@triton.jit
 def at(x, row, head, HEADS: tl.constexpr, D: tl.constexpr):
     """The address of x[row, head, 0]; x is [rows, HEADS, D] and may pass 2^31 elements."""
     return x + (row.to(tl.int64) * HEADS + head) * D
