@@ -19,6 +19,7 @@ from glax.kernels.triton.tiles import (
     load_key_gates,
     load_state,
     load_tile,
+    looked_at,
     store_tile,
     sums,
 )
@@ -33,7 +34,7 @@ def exact_gradient(
 ):  # fmt: skip
     """Over the results of `gradient`, in their memory. A program looks at EACH of the `pairs` of a chunk and a head."""
     count_of_pairs = tl.load(pairs)
-    for each in range(0, kept_loop(EACH, count_of_pairs)):
+    for each in range(0, looked_at(reach, count_of_pairs, EACH)):
         pair = tl.program_id(0) * EACH + each
         if tl.load(reach + pair, mask=pair < count_of_pairs, other=0.0) > FAST_LIMIT:
             h, e = pair % H, pair // H

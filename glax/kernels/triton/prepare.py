@@ -21,6 +21,7 @@ from glax.kernels.triton.tiles import (
     levels,
     load_key_gates,
     load_tile,
+    looked_at,
     middle_matrix,
     store_tile,
     sums,
@@ -83,7 +84,7 @@ def exact_prepare(
     count_of_pairs = tl.load(pairs)
     tokens = tl.arange(0, C)
     i, j = tokens[:, None], tokens[None, :]
-    for each in range(0, kept_loop(EACH, count_of_pairs)):
+    for each in range(0, looked_at(reach, count_of_pairs, EACH)):
         pair = tl.program_id(0) * EACH + each
         if tl.load(reach + pair, mask=pair < count_of_pairs, other=0.0) > FAST_LIMIT:
             h, e = pair % H, pair // H

@@ -20,6 +20,14 @@ def kept_loop(n, count):
 
 
 @triton.jit
+def looked_at(reach, count, EACH: tl.constexpr):
+    """How many of its EACH chunks and heads a program must look at one by one: all, or none if none reached too far."""
+    pair = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    furthest = tl.max(tl.load(reach + pair, mask=pair < count, other=0.0), 0)
+    return tl.where(furthest > FAST_LIMIT, EACH, 0)
+
+
+@triton.jit
 def exp(x):
     return tl.exp2(x * LOG2E)
 
