@@ -20,7 +20,7 @@ LIMITS = {80: 166_912, 90: 232_448}  # bytes of shared memory that one program m
 # (kernel, what it runs): bytes of shared memory, and of stack a thread (spills), on sm_90 with Triton 3.9.
 BUDGETS = {
     ("prepare", "key bfloat16 128"): (46_000, 0),
-    ("exact_prepare", "key bfloat16 128"): (25_000, 120),
+    ("exact_scores", "key bfloat16 128"): (25_000, 120),
     ("outputs", "key bfloat16 128"): (115_000, 0),
     ("all_states", "key bfloat16 128"): (52_000, 0),
     ("gradient", "key bfloat16 128"): (100_000, 160),

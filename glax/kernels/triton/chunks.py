@@ -54,7 +54,7 @@ class Operands(NamedTuple):
 
 
 def operands_of(r: Recurrence, chunks: Segments, chunk: int) -> Operands:
-    """Key gates: as `prepare` and `exact_prepare` make them. Head gates: summed from each chunk's first token on."""
+    """Key gates: as `prepare` and `exact_scores` make them. Head gates: summed from each chunk's first token on."""
     (gates, form), (_, H, K, _) = gates_of(r), r.state_shape
     B, T = r.q.shape[:2]
     sign = dict(SIGN=-1 if r.reverse else 1)
@@ -74,13 +74,12 @@ def operands_of(r: Recurrence, chunks: Segments, chunk: int) -> Operands:
         [wide, wide, scores, ((M, H, 2, K), jnp.float32), ((M, H), jnp.float32)],
         **shape, BK=min(PREPARED, width(K)), stages=PREPARE_STAGES,
     )  # fmt: skip
-    found = (reads, adds, scores)
-    reads, adds, scores = launch(
-        prepare.exact_prepare_passed_outputs if ALIASES_ARE_PASSED else prepare.exact_prepare,
+    (scores,) = launch(
+        prepare.exact_scores_passed_scores if ALIASES_ARE_PASSED else prepare.exact_scores,
         -(-H * M // EACH),
-        (r.q, r.k, gates, chunks.table, reach, jnp.full(1, H * M, jnp.int32), *found),
-        [(x.shape, x.dtype) for x in found],
-        in_place={6 + i: i for i in range(3)},
+        (r.q, r.k, gates, chunks.table, reach, jnp.full(1, H * M, jnp.int32), scores),
+        [(scores.shape, scores.dtype)],
+        in_place={6: 0},
         **shape, BK=min(32, width(K)), EACH=EACH, stages=1,
     )  # fmt: skip
     return Operands(reads, adds, last, scores, reach)

@@ -4,8 +4,8 @@ With G_i the sum of log gates of a chunk through token i, in all of it G_last:
 
     reads_i = q_i e^{G_i}      adds_j = k_j e^{G_last - G_j}      scores_ij = sum_k q_ik k_jk e^{G_ik - G_jk}, j <= i
 
-Where the gates allow it all three come of q e^M and k e^-M, M the sum of the gates from the chunk's middle. Where that reaches
-too far, `exact_prepare` forms them again, every exponent of it a sum of gates.
+No exponent of the first two is positive. The scores take one product where the gates allow it, of q e^M and k e^-M, M the sum of
+the gates from the chunk's middle; where that reaches too far, `exact_scores` forms them again.
 """
 
 from glax.kernels.triton.lang import tl, triton
@@ -14,7 +14,6 @@ from glax.kernels.triton.tiles import (
     LOG2E,
     add_fine_dot,
     at,
-    exact_factors,
     exp,
     halving,
     kept_loop,
@@ -36,7 +35,8 @@ def prepare(
 ):  # fmt: skip
     """reads, adds [rows, H, K]; scores [chunks, H, C, C]; last [chunks, H, 2, K]: G_last, and the first half's sum.
 
-    reach [chunks, H]: the largest |M|, or sum of a first half, where the first token's gate shows, which is in no M.
+    reach [chunks, H]: the largest |M|, or sum of a first half, where the first token's gate shows, which is in no M. Sums come
+    out of products in the layout that they are needed in, and two of their rows are `last`: nothing is reduced.
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
     entry = table + e * 6
@@ -47,39 +47,37 @@ def prepare(
     A = tl.zeros([C, C], tl.float32)
     own = tl.zeros([C], tl.float32)
     far = tl.zeros([C], tl.float32)
-    widest = tl.zeros([BK], tl.float32)
+    ends = last + slot * 2 * K + tl.where(i == C - 1, 0, K)
     for k0 in range(0, kept_loop(K, count), BK):
         ck = k0 + tl.arange(0, BK)
         # [C, BK]
         gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
         tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
         tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-        each = gates.to(tl.float32)
-        total, enter = tl.sum(each, 0), tl.sum(tl.where(i < C // 2, each, 0.0), 0)
-        tl.store(last + slot * 2 * K + ck, total, mask=ck < K)
-        tl.store(last + slot * 2 * K + K + ck, enter, mask=ck < K)
-        widest = tl.maximum(widest, tl.abs(enter))
         M = sums(middle_matrix(tokens, C), gates)
-        far = tl.maximum(far, tl.max(tl.abs(M), 1))
         binary = M * LOG2E
         x, y = tq * tl.exp2(binary), tk * tl.exp2(-binary)
         own += tl.sum(x * y, 1)
         A = add_fine_dot(A, x, y, DTYPE, PRECISION)
-        store_tile(at(reads, origin, h, H, K), x * exp(enter)[None, :], tokens, ck, count, H, K, SIGN)
-        store_tile(at(adds, origin, h, H, K), y * exp(total - enter)[None, :], tokens, ck, count, H, K, SIGN)
+        G = sums(tl.where(j <= i, 1.0, 0.0), gates)
+        far = tl.maximum(far, tl.max(tl.maximum(tl.abs(M), tl.abs(G - M)), 1))
+        tl.store(ends + ck[None, :], G, mask=((i == C - 1) | (i == C // 2 - 1)) & (ck < K)[None, :])
+        store_tile(at(reads, origin, h, H, K), tq * exp(G), tokens, ck, count, H, K, SIGN)
+        rest = sums(tl.where(j > i, 1.0, 0.0), gates)
+        store_tile(at(adds, origin, h, H, K), tk * exp(rest), tokens, ck, count, H, K, SIGN)
     A = tl.where(i > j, A, tl.where(i == j, own[:, None], 0.0))
     tl.store(scores + slot * C * C + i * C + j, A.to(scores.dtype.element_ty))
-    tl.store(reach + slot, tl.maximum(tl.max(far, 0), tl.max(widest, 0)))
+    tl.store(reach + slot, tl.max(far, 0))
 
 
 @triton.jit
-def exact_prepare(
-    q, k, g, table, reach, pairs, reads, adds, scores,
+def exact_scores(
+    q, k, g, table, reach, pairs, scores,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Over the results of `prepare`, in their memory, for chunks whose gates are too strong for it. Scores take log2(C) products,
-    each with a reference between its tokens. A program looks at EACH of the `pairs` of a chunk and a head.
+    """The scores of chunks whose gates are too strong for `prepare`, in their memory: log2(C) products, each with a reference
+    between its tokens. A program looks at EACH of the `pairs` of a chunk and a head.
     """
     count_of_pairs = tl.load(pairs)
     tokens = tl.arange(0, C)
@@ -96,9 +94,6 @@ def exact_prepare(
                 gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
                 tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
                 tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-                up, down, _ = exact_factors(gates, tokens)
-                store_tile(at(reads, origin, h, H, K), tq * up, tokens, ck, count, H, K, SIGN)
-                store_tile(at(adds, origin, h, H, K), tk * down, tokens, ck, count, H, K, SIGN)
                 own += tl.sum(tq.to(tl.float32) * tk.to(tl.float32), 1)
                 for level in range(0, kept_loop(levels(C), count)):
                     mask, matrix = halving(tokens, (C // 2) >> level)
@@ -110,13 +105,13 @@ def exact_prepare(
 
 
 @triton.jit
-def exact_prepare_passed_outputs(
-    q, k, g, table, reach, pairs, reads, adds, scores, reads_again, adds_again, scores_again,
+def exact_scores_passed_scores(
+    q, k, g, table, reach, pairs, scores, scores_again,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """`exact_prepare` for jax-triton 0.3, which hands over what is updated as outputs, too."""
-    exact_prepare(
-        q, k, g, table, reach, pairs, reads, adds, scores,
+    """`exact_scores` for jax-triton 0.3, which hands over what is updated as an output, too."""
+    exact_scores(
+        q, k, g, table, reach, pairs, scores,
         H, HQ, HK, K, C, BK, SIGN, DTYPE, PRECISION, EACH,
     )  # fmt: skip

@@ -40,9 +40,9 @@ def dot(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def split(x, DTYPE: tl.constexpr):
-    """x in float32 as two terms in DTYPE, together of twice its digits."""
-    high = x.to(DTYPE)
-    return high, (x - high.to(tl.float32)).to(DTYPE)
+    """x in float32 as two terms in bfloat16, the first cut and not rounded: together 16 bits."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(DTYPE), (x - high).to(DTYPE)
 
 
 @triton.jit
