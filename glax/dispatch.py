@@ -29,7 +29,7 @@ class Choice:
 executor = Executor(
     ConfigSelectorChain(
         persistent=PersistentCache("recurrent"),
-        shipped=PersistentCache("tuned", folder=pathlib.Path(__file__).parent),
+        shipped=PersistentCache("tuned", folder=pathlib.Path(__file__).parent, any_compiler=True),
     )
 )
 

@@ -44,6 +44,16 @@ def test_versions_have_their_own_files(tmp_path):
     assert cache(tmp_path).get(glax.Invocation.of(newer, (jnp.ones(3),), {})) is None
 
 
+def test_what_is_shipped_serves_every_compiler(tmp_path, monkeypatch):
+    shipped = glax.PersistentCache("tuned", folder=tmp_path, any_compiler=True)
+    shipped.put(call(3), Measurement(BlockConfig(8), 1.0))
+    (path,) = tmp_path.rglob("*.json")
+    assert path.name == "cumulative@0.json" and path.parent.parent == tmp_path / "tuned"
+    monkeypatch.setattr("glax.execution.cache.libraries", lambda op_id: dict(jaxlib="99.0"))
+    assert shipped.get(call(3)) == BlockConfig(8)
+    assert cache(tmp_path).get(call(3)) is None
+
+
 WRITER = """
 import sys, jax.numpy as jnp, glax
 from glax.execution.cache import Measurement

@@ -85,6 +85,18 @@ def test_chunked_gradient_in_segments(case):
     check(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)), gradient=True)
 
 
+def test_a_reset_on_a_chunks_first_token():
+    """-inf there is in no sum from the chunk's middle; the fast forms must notice it all the same."""
+    case = Case("", T=70, K=16, V=16, state_dtype=None)
+    r = recurrence(case, "log-sigmoid")
+    gates = r.decay.key.at[:, 32, :, 3].set(-jnp.inf)
+    r = r.replace(decay=dataclasses.replace(r.decay, key=gates))
+    d = cotangents(case, r)
+    assert_outputs_close(r, jax.jit(functools.partial(chunked, config=ChunkedConfig(32, 16)))(r), reference(r))
+    got = jax.jit(functools.partial(chunked_vjp, config=GradientConfig(32, 16)))(r, *d)
+    assert_gradients_close(r, got, reference_gradient(r, *d))
+
+
 @pytest.mark.parametrize("case", TOKENS, ids=str)
 def test_recurrent(case):
     check(case, jax.jit(functools.partial(recurrent, config=TokenConfig(16))), gradient=False)

@@ -13,7 +13,7 @@ from tests.cases import Case, cotangents, recurrence
 
 GPU = jax.default_backend() == "gpu"
 ROOM = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0) if GPU else 0
-pytestmark = pytest.mark.skipif(ROOM < 60e9, reason="needs an NVIDIA GPU with 60 GB of memory")
+pytestmark = pytest.mark.skipif(ROOM < 90e9, reason="needs an NVIDIA GPU with 90 GB of memory")
 
 
 def kernel(algorithm: str):

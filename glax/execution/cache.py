@@ -44,15 +44,16 @@ class ConfigCache:
 
 
 class PersistentCache:
-    """Measurements on disk: one readable JSON file for each device, kernel, kernel version and compiler version.
+    """Measurements on disk: one readable JSON file for each device, kernel, kernel version and compiler version; or, with
+    `any_compiler`, for all compilers, as what glax ships: better than a guess, though another version was measured.
 
     They lie in folder / name, by default that of GLAX_CACHE_DIR, else the user's cache folder. Many processes may read and
     write: a file is replaced whole, under a lock. A file that cannot be read is set aside with a warning, never an error; nor
     is a folder that cannot be written.
     """
 
-    def __init__(self, name: str = "recurrent", folder: pathlib.Path | None = None):
-        self.name, self.given = name, folder
+    def __init__(self, name: str = "recurrent", folder: pathlib.Path | None = None, *, any_compiler: bool = False):
+        self.name, self.given, self.any_compiler = name, folder, any_compiler
         self.parsed: dict[pathlib.Path, tuple[tuple[int, int], dict]] = {}
         self.unwritable = False
 
@@ -67,7 +68,8 @@ class PersistentCache:
         return pathlib.Path(platformdirs.user_cache_dir("glax")) / self.name
 
     def path(self, inv: Invocation) -> pathlib.Path:
-        compilers = "".join(f"+{name}{version}" for name, version in libraries(inv.kernel.op_id).items())
+        versions = {} if self.any_compiler else libraries(inv.kernel.op_id)
+        compilers = "".join(f"+{name}{version}" for name, version in versions.items())
         kernel = inv.kernel.op_id.replace("/", ".")
         return self.folder / device_kind() / f"{kernel}@{inv.kernel.version}{compilers}.json"
 

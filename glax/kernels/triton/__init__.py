@@ -19,6 +19,7 @@ __all__ = ["ChunkedConfig", "GradientConfig", "TokenConfig"]
     supports=chunked_refusal,
     priority=lambda r: 10,
     takes_state_late=lambda r: ChunkedConfig.heuristic(r).segment > 0,
+    version=1,
 )
 def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     """The chunked form in one pass over q, k, v and the gates, the state on chip."""
@@ -35,6 +36,7 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     supports=gradient_refusal,
     priority=lambda r: 10,
     takes_state_late=lambda r: GradientConfig.heuristic(r).segment > 0,
+    version=1,
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> Recurrence:
     """The gradient in every input from the states at both ends of each chunk."""

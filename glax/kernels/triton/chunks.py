@@ -1,14 +1,23 @@
 """The chunked kernels launched: outputs and final states, and the gradient in every input."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from glax.decay import Decay
-from glax.kernels.triton import walk
+from glax.kernels.triton import prepare, walk
 from glax.kernels.triton.configs import ChunkedConfig, GradientConfig, width
+from glax.kernels.triton.exact_gradient import exact_gradient, exact_gradient_passed_outputs
 from glax.kernels.triton.gradient import gradient
-from glax.kernels.triton.lang import launch, tl
+from glax.kernels.triton.lang import ALIASES_ARE_PASSED, launch, tl
+from glax.kernels.triton.outputs import outputs
 from glax.kernels.triton.segments import Segments, segments_of
 from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like
+
+EACH = 8  # chunks that a program looks at before it ends, if none needs the exact form
+PREPARED = 32  # channels at a time in `prepare`
+PREPARE_STAGES = 2
 
 
 def arithmetic(r: Recurrence) -> dict:
@@ -34,6 +43,48 @@ def gates_of(r: Recurrence):
     return next((x for x in (d.constant, d.head, d.key) if x is not None), r.scale), form
 
 
+class Operands(NamedTuple):
+    """What walks take for q, k and the gates, with the scores of each chunk; any array stands for what a form lacks."""
+
+    q: Array
+    k: Array
+    gates: Array
+    scores: Array
+    reach: Array
+
+
+def operands_of(r: Recurrence, chunks: Segments, chunk: int) -> Operands:
+    """Key gates: as `prepare` and `exact_scores` make them. Head gates: summed from each chunk's first token on."""
+    (gates, form), (_, H, K, _) = gates_of(r), r.state_shape
+    B, T = r.q.shape[:2]
+    sign = dict(SIGN=-1 if r.reverse else 1)
+    if form == "head":
+        output = [(gates.shape, jnp.float32)]
+        options = dict(H=H, BH=width(H), C=chunk, **sign, warps=4, stages=1)
+        (gates,) = launch(walk.chunk_sums, chunks.count, (gates, chunks.table), output, **options)
+    if form != "key":
+        return Operands(r.q, r.k, gates, r.scale, r.scale)
+    M = chunks.count
+    shape = dict(H=H, HQ=r.q.shape[2], HK=r.k.shape[2], K=K, C=chunk, **sign, **arithmetic(r), warps=4)
+    wide, scores = ((B, T, H, K), r.q.dtype), ((M, H, chunk, chunk), r.q.dtype)
+    reads, adds, scores, last, reach = launch(
+        prepare.prepare,
+        H * M,
+        (r.q, r.k, gates, chunks.table),
+        [wide, wide, scores, ((M, H, 2, K), jnp.float32), ((M, H), jnp.float32)],
+        **shape, BK=min(PREPARED, width(K)), stages=PREPARE_STAGES,
+    )  # fmt: skip
+    (scores,) = launch(
+        prepare.exact_scores_passed_scores if ALIASES_ARE_PASSED else prepare.exact_scores,
+        -(-H * M // EACH),
+        (r.q, r.k, gates, chunks.table, reach, jnp.full(1, H * M, jnp.int32), scores),
+        [(scores.shape, scores.dtype)],
+        in_place={6: 0},
+        **shape, BK=min(32, width(K)), EACH=EACH, stages=1,
+    )  # fmt: skip
+    return Operands(reads, adds, last, scores, reach)
+
+
 def whole(r: Recurrence, size: int, chunk: int) -> int:
     """`size`, or for 0 the length of a segment that holds any sequence."""
     return size or -(-r.q.shape[1] // chunk) * chunk
@@ -44,33 +95,26 @@ def start_of_sequences(r: Recurrence):
 
 
 class Walk:
-    """Launches of `walk.states` over one division into segments, in one direction."""
+    """Launches of `walk.states` and what follows it over one division into segments, in one direction."""
 
-    def __init__(self, r: Recurrence, config, block: int, segments: Segments, d_output=None):
-        self.r, self.segments, self.adjoint = r, segments, d_output is not None
-        _, _, K, V = r.state_shape
-        self.a, self.b = (r.q, d_output) if self.adjoint else (r.k, r.v)
-        self.blocks = dict(BK=min(block, width(K)), BV=min(block, width(V)))
-        self.programs = -(-K // self.blocks["BK"]) * -(-V // self.blocks["BV"]) * r.num_heads
-        self.options = dict(warps=4, stages=3 if r.q.dtype == jnp.bfloat16 else 2, C=config.chunk)
-
-    def run(self, start, kind: int, every: bool, outputs):
-        r, (gates, form) = self.r, gates_of(self.r)
-        operands = (self.a, self.b, gates, r.scale, start, self.segments.table)
-        shape = dict(**sizes(r), HA=self.a.shape[2], HB=self.b.shape[2], **self.blocks)
-        flags = dict(FORM=form, SIGN=-1 if r.reverse else 1, ADJOINT=self.adjoint, EVERY=every, START=kind)
-        programs = self.programs * self.segments.count
-        return launch(walk.states, programs, operands, outputs, **shape, **flags, **self.options, **arithmetic(r))
+    def __init__(self, r: Recurrence, config, block: int, segments: Segments, given: Operands, d_output=None):
+        self.r, self.segments, self.gates, self.adjoint = r, segments, given.gates, d_output is not None
+        self.a, self.b = (given.q, d_output) if self.adjoint else (given.k, r.v)
+        self.launched = blocks_of(r, config, block)
 
     def starts(self, start, kind: int):
-        """The state where every segment begins, [segments, H, K, V], and how `states` and `outputs` are to read it."""
+        """The state where every segment begins, [segments, H, K, V], and how other kernels are to read it."""
         if self.segments.count <= self.r.num_sequences and self.r.boundaries is None:
             return start, kind
         r, (_, H, K, V), form = self.r, self.r.state_shape, self.r.decay.form
         M = self.segments.count
-        total = (M, H, K) if form == "key" else (M, H)
-        outputs = [((M, H, K, V), jnp.float32), ((1,), jnp.float32), (total, jnp.float32)]
-        local, _, log = self.run(r.scale, 0, False, outputs)
+        local, _, log = launch(
+            walk.states,
+            programs_of(r, self.launched) * M,
+            (self.a, self.b, self.gates, r.scale, r.scale, self.segments.table),
+            [((M, H, K, V), jnp.float32), ((1,), jnp.float32), ((M, H, K) if form == "key" else (M, H), jnp.float32)],
+            **sizes(r), HA=self.a.shape[2], HB=self.b.shape[2], ADJOINT=self.adjoint, START=0, **self.launched,
+        )  # fmt: skip
         operands, flags = (local, log, start, self.segments.begins), dict(FORM=form, ADJOINT=self.adjoint)
         options = dict(START=kind != 0, warps=4, stages=2)
         output = [((M, H, K, V), jnp.float32)]
@@ -79,31 +123,39 @@ class Walk:
         (found,) = launch(walk.scan, programs, operands, output, **sizes(r), **blocks, **flags, **options)
         return found, 1
 
-    def every(self, start, kind: int, count: int):
-        """The states where the walk enters each of `count` chunks, and where it ends in each sequence."""
-        r = self.r
-        kept = jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
-        outputs = [((count, *r.state_shape[1:]), kept), (r.state_shape, jnp.float32), ((1,), jnp.float32)]
-        return self.run(start, kind, True, outputs)[:2]
+
+def blocks_of(r: Recurrence, config, block: int) -> dict:
+    """What the kernels of states have in common."""
+    _, _, K, V = r.state_shape
+    blocks = dict(C=config.chunk, BK=min(block, width(K)), BV=min(block, width(V)))
+    flags = dict(FORM=r.decay.form, SIGN=-1 if r.reverse else 1)
+    return blocks | flags | arithmetic(r) | dict(warps=4, stages=3 if r.q.dtype == jnp.bfloat16 else 2)
+
+
+def programs_of(r: Recurrence, blocks: dict) -> int:
+    """A segment's."""
+    _, H, K, V = r.state_shape
+    return -(-K // blocks["BK"]) * -(-V // blocks["BV"]) * H
 
 
 def chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
     """One walk over every sequence; where that leaves the GPU idle, over segments of them, after their states."""
     B, T = r.q.shape[:2]
     _, H, K, V = r.state_shape
-    segments = segments_of(r, whole(r, config.segment, config.chunk), config.chunk)
+    C = config.chunk
+    segments = segments_of(r, whole(r, config.segment, C), C)
     start, kind = start_of_sequences(r)
+    given = operands_of(r, segments_of(r, C, C), C)
     if config.segment:
-        start, kind = Walk(r, config, 64, segments).starts(start, kind)
-    gates, form = gates_of(r)
+        start, kind = Walk(r, config, 64, segments, given).starts(start, kind)
     columns = min(config.columns, width(V))
     o, final = launch(
-        walk.outputs,
+        outputs,
         -(-V // columns) * H * segments.count,
-        (r.q, r.k, r.v, gates, r.scale, start, segments.table),
+        (given.q, given.k, r.v, given.gates, given.scores, r.scale, start, segments.table),
         [((B, T, H, V), r.q.dtype), (r.state_shape, jnp.float32)],
-        **sizes(r), **heads(r), C=config.chunk, BK=width(K), BV=columns,
-        FORM=form, SIGN=-1 if r.reverse else 1, START=kind, **arithmetic(r),
+        **sizes(r), **heads(r), C=C, BK=width(K), BV=columns,
+        FORM=r.decay.form, SIGN=-1 if r.reverse else 1, START=kind, **arithmetic(r),
         warps=config.warps, stages=config.stages,
     )  # fmt: skip
     return Outputs(o, final)
@@ -115,31 +167,45 @@ def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Rec
     _, H, K, V = r.state_shape
     C = config.chunk
     segments, chunks = (segments_of(r, whole(r, size, C), C) for size in (config.segment, C))
-    start, kind = start_of_sequences(r)
-    ahead = Walk(r, config, config.block, segments)
-    against = Walk(r, config, config.block, segments, d_output)
-    d_start, d_kind = d_final, 2
+    (gates, form), given = gates_of(r), operands_of(r, chunks, C)
+    (start, kind), (d_start, d_kind) = start_of_sequences(r), (d_final, 2)
     if config.segment:
-        (start, kind), (d_start, d_kind) = ahead.starts(start, kind), against.starts(d_start, d_kind)
-    before, _ = ahead.every(start, kind, chunks.count)
-    behind, d_initial = against.every(d_start, d_kind, chunks.count)
-
-    gates, form = gates_of(r)
+        start, kind = Walk(r, config, config.block, segments, given).starts(start, kind)
+        d_start, d_kind = Walk(r, config, config.block, segments, given, d_output).starts(d_start, d_kind)
+    blocks = blocks_of(r, config, config.block)
+    states = ((chunks.count, H, K, V), jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32)
+    edges = (r.state_shape, jnp.float32)
+    before, _, behind, d_initial = launch(
+        walk.all_states,
+        2 * programs_of(r, blocks) * segments.count,
+        (given.q, given.k, r.v, d_output, given.gates, r.scale, start, d_start, segments.table),
+        [states, edges, states, edges],
+        **sizes(r), HQ=given.q.shape[2], HK=given.k.shape[2], HV=r.v.shape[2], START=kind, D_START=d_kind, **blocks,
+    )  # fmt: skip
 
     def wide(x):  # gradients that heads share are summed in float32
         return x.dtype if x.shape[2] == H else jnp.float32
 
     d_gates = {"key": ((B, T, H, K), gates.dtype), "head": ((B, T, H), gates.dtype)}
     each = ((chunks.count, H), jnp.float32)
+    shape = dict(**sizes(r), **heads(r), C=C, BV=width(V), SIGN=-1 if r.reverse else 1, **arithmetic(r))
     dq, dk, dv, dg, d_scale = launch(
         gradient,
         H * chunks.count,
-        (r.q, r.k, r.v, gates, d_output, r.scale, before, behind, chunks.table),
+        (r.q, r.k, r.v, gates, given.gates, given.k, given.scores, d_output, r.scale, before, behind, chunks.table),
         [((B, T, H, K), wide(r.q)), ((B, T, H, K), wide(r.k)), ((B, T, H, V), wide(r.v)), d_gates.get(form, each), each],
-        **sizes(r), **heads(r), C=C, BK=min(config.rows, width(K)), BV=width(V),
-        FORM=form, SIGN=-1 if r.reverse else 1, **arithmetic(r),
-        warps=config.warps, stages=config.stages,
+        **shape, BK=min(config.rows, width(K)), FORM=form, warps=config.warps, stages=config.stages,
     )  # fmt: skip
+    if form == "key":
+        pairs, found = jnp.full(1, H * chunks.count, jnp.int32), (dq, dk, dg, d_scale)
+        dq, dk, dg, d_scale = launch(
+            exact_gradient_passed_outputs if ALIASES_ARE_PASSED else exact_gradient,
+            -(-H * chunks.count // EACH),
+            (r.q, r.k, r.v, gates, d_output, r.scale, before, behind, chunks.table, given.reach, pairs, *found),
+            [(x.shape, x.dtype) for x in found],
+            in_place={11 + i: i for i in range(4)},
+            **shape, BK=16, EACH=EACH, warps=4, stages=1,
+        )  # fmt: skip
     decay = dict.fromkeys(("constant", "head", "key"))
     if form != "none":
         decay[form] = by_sequence(r, chunks, dg) if form == "constant" else dg

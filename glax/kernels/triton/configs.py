@@ -23,11 +23,11 @@ def multiprocessors() -> int:
 def segment_for(r: Recurrence, chunk: int, programs: int) -> int:
     """Tokens a segment, 0 for whole sequences: T is cut only where the programs for uncut ones leave the GPU idle.
 
-    Cutting walks k, v and the gates twice, which costs about a fifth; measured, it pays below three quarters of a program
-    a multiprocessor, and then two a multiprocessor are best.
+    Cutting walks k, v and the gates twice. Measured, it pays below three quarters of a program a multiprocessor, and then at
+    most two a multiprocessor, which run at the same time, are best.
     """
     T, enough = r.q.shape[1], multiprocessors()
-    parts = min(-(-2 * enough // max(programs, 1)), T // (8 * chunk))
+    parts = min(2 * enough // max(programs, 1), T // (16 * chunk))
     if parts < 2 or 4 * programs >= 3 * enough:
         return 0
     return -(-T // (parts * chunk)) * chunk
@@ -48,14 +48,16 @@ class ChunkedConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "ChunkedConfig":
-        """Measured on an H200 in bfloat16 at widths of 128: all of V in a program, with 8 warps, as soon as that fills the GPU.
-
-        Else 64 columns and 4 warps. Elsewhere: what fits in registers.
+        """Measured on an H200 in bfloat16 at widths of 128: chunks of 64, the least that the tensor cores take whole, and 64
+        columns; a third stage where a multiprocessor has one program only. Elsewhere: what fits in registers.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         walks, wide = r.num_sequences * r.num_heads, r.q.dtype != "bfloat16"
-        if K * V == 2**14 and not wide and r.decay.form == "key" and 3 * walks >= 2 * multiprocessors():
-            return cls(32, V, 0, warps=8, stages=3)
+        if K <= 128 and not wide:
+            columns = min(V, 64)
+            programs = walks * -(-V // columns)
+            segment = segment_for(r, 64, programs)
+            return cls(64, columns, segment, stages=3 if not segment and programs <= multiprocessors() else 2)
         chunk = 16 if K >= 512 or (wide and K >= 256) else 32
         columns = min(V, 64, max(16, 2**13 // K))
         segment = segment_for(r, chunk, walks * -(-V // columns))
@@ -65,10 +67,10 @@ class ChunkedConfig(Config):
     def candidates(cls, r: Recurrence) -> "list[ChunkedConfig]":
         guess = cls.heuristic(r)
         found = [guess]
-        for chunk, columns, warps in ((32, 64, 4), (32, 128, 8), (64, 64, 4), (16, 64, 4), (32, 32, 4)):
+        for chunk, columns, stages in ((64, 64, 2), (64, 64, 3), (64, 32, 2), (64, 32, 3), (32, 64, 2), (16, 64, 2)):
             for segment in dict.fromkeys((0, guess.segment, 1024)):
                 if columns <= width(r.v.shape[3]) and segment < r.q.shape[1]:
-                    found.append(cls(chunk, columns, segment, warps, guess.stages))
+                    found.append(cls(chunk, columns, segment, guess.warps, stages))
         return list(dict.fromkeys(found))
 
 
@@ -92,10 +94,10 @@ class GradientConfig(Config):
         Elsewhere: what fits in registers.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
-        wide = r.q.dtype != "bfloat16"
+        wide, key = r.q.dtype != "bfloat16", r.decay.form == "key"
         chunk = 16 if wide and V >= 256 else 32 if wide or V >= 256 else 64
         block = min(64, K, V)
-        rows = max(16, min(K, 2**11 // V))
+        rows = 16 if key or V >= 256 else min(K, 32)
         segment = segment_for(r, chunk, r.num_sequences * r.num_heads * (K // block) * (V // block))
         return cls(chunk, rows, segment, block, warps=4, stages=1 if wide or V >= 256 else 4)
 
@@ -118,9 +120,14 @@ class TokenConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "TokenConfig":
+        """Measured on an H200, decoding: tiles of 32 KB, whose rows are whole lines of memory, where there are enough."""
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
+        large = min(V, max(16, 2**13 // K))
+        if r.q.shape[1] == 1 and r.num_sequences * r.num_heads * (V // large) >= 4 * multiprocessors():
+            return cls(columns=large, warps=8 if K * large >= 2**13 else 4)
         return cls(columns=min(V, max(8, 2**11 // K)), warps=4 if K >= 128 else 1)
 
     @classmethod
     def candidates(cls, r: Recurrence) -> "list[TokenConfig]":
-        return [cls(c, w) for c in (8, 16, 32, 64) for w in (1, 2, 4) if c <= width(r.v.shape[3])]
+        V = width(r.v.shape[3])
+        return [cls(c, w) for c in (8, 16, 32, 64) for w in (1, 2, 4) if c <= V] + [cls(min(V, 64), 8)]

@@ -16,18 +16,14 @@ difference of sums over more than a chunk, so the digits of mild gates survive b
 
 from glax.kernels.triton.lang import tl, triton
 from glax.kernels.triton.tiles import (
-    FAST_LIMIT,
+    LOG2E,
     at,
     dot,
-    ends,
-    exact_factors,
-    exact_scores,
     exp,
-    halving,
+    half_fine_dot,
     kept_loop,
-    levels,
-    load_head_gates,
-    load_key_gates,
+    load_head_sums,
+    load_last,
     load_state,
     load_tile,
     middle_matrix,
@@ -38,180 +34,173 @@ from glax.kernels.triton.tiles import (
 
 @triton.jit
 def gradient(
-    q, k, v, g, do, scale, before, behind, table, dq, dk, dv, dg, dscale,
+    q, k, v, g, decayed, adds, scores, do, scale, before, behind, table, dq, dk, dv, dg, dscale,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """before, behind [chunks, H, K, V]: S and dS. dq, dk [rows, H, K], dv [rows, H, V]. dscale [chunks, H].
     dg: [rows, H, K]; [rows, H]; or for constant gates the chunk's sum, [chunks, H]. BV holds all of V; rows of the states
-    are taken BK at a time, first for the scores, then for the gradients.
+    are taken BK at a time. decayed: head gates' sums G; or for key gates `last` of `prepare`, as are adds and scores. Where
+    key gates are too strong, `exact_gradient` does the chunk's dq, dk and dg again.
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     factor = tl.load(scale + n).to(tl.float32)
-    P, own, reach = scores(q, k, g, origin, length, count, h, H, HQ, HK, K, C, BK, FORM, SIGN, DTYPE, PRECISION, False)
-    if (FORM == "key") & (reach > FAST_LIMIT):
-        P, own, reach = scores(
-            q, k, g, origin, length, count, h, H, HQ, HK, K, C, BK, FORM, SIGN, DTYPE, PRECISION, True
-        )
-        through_scores(
-            q, k, v, g, do, before, behind, dq, dk, dv, dg, dscale, P, own, factor, h, e, n, origin, length, count,
-            H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, True,
+    tokens, cv = tl.arange(0, C), tl.arange(0, BV)
+    if FORM == "key":
+        fast_keys(
+            q, k, v, g, decayed, do, before, behind, dq, dk, dg, dscale, factor, h, e, origin, length, count,
+            H, HQ, HK, HV, K, V, C, BK, BV, SIGN, DTYPE, PRECISION,
         )  # fmt: skip
+        Pt = tl.trans(load_tile(scores + (e.to(tl.int64) * H + h) * C * C, tokens, tokens, count, 1, C, 1))
     else:
-        through_scores(
-            q, k, v, g, do, before, behind, dq, dk, dv, dg, dscale, P, own, factor, h, e, n, origin, length, count,
-            H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, False,
+        Pt = keys(
+            q, k, v, decayed, do, before, behind, dq, dk, dg, dscale, factor, h, e, n, origin, length, count,
+            H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION,
         )  # fmt: skip
-
-
-@triton.jit
-def scores(
-    q, k, g, origin, length, count, h,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    FORM: tl.constexpr, SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """P [C, C] of all earlier tokens, key gates applied, others not; q_i . k_i [C]; and the largest |M| of the fast form."""
-    tokens = tl.arange(0, C)
-    P = tl.zeros([C, C], tl.float32)
-    own = tl.zeros([C], tl.float32)
-    reach = tl.zeros([BK], tl.float32)
+    written = tl.where(count > 0, V, 0)  # no state belongs to padding
+    tdv = tl.zeros([C, BV], tl.float32)
     for k0 in range(0, kept_loop(K, length), BK):
         ck = k0 + tl.arange(0, BK)
-        # [C, BK]
-        tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
-        tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-        own += tl.sum(tq.to(tl.float32) * tk.to(tl.float32), 1)
         if FORM == "key":
-            gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
-            if EXACT:
-                P += exact_scores(tq, tk, gates, tokens, length, C, DTYPE, PRECISION)
-            else:
-                M = sums(middle_matrix(tokens, C), gates)
-                reach = tl.maximum(reach, tl.max(tl.abs(M), 0))
-                P += dot(tq * exp(M), tl.trans(tk * exp(-M)), DTYPE, PRECISION)
+            x = load_tile(at(adds, origin, h, H, K), tokens, ck, count, H, K, SIGN)
         else:
-            P += dot(tq, tl.trans(tk), DTYPE, PRECISION)
-    return tl.where(tokens[:, None] > tokens[None, :], P, 0.0), own, tl.max(reach, 0)
+            x = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
+        tdv += dot(x, load_state(behind, e, h, ck, cv, written, H, K, V), DTYPE, PRECISION)
+    if FORM == "head" or FORM == "constant":
+        G = load_head_sums(decayed, origin, h, n, tokens, count, H, FORM, SIGN)
+        last = load_head_sums(decayed, origin, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
+        tdv *= exp(last - G)[:, None]
+    tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
+    tdv += dot(Pt, tdo, DTYPE, PRECISION) * factor
+    store_tile(at(dv, origin, h, H, V), tdv, tokens, cv, length, H, V, SIGN)
 
 
 @triton.jit
-def through_scores(
-    q, k, v, g, do, before, behind, dq, dk, dv, dg, dscale, P, own, factor, h, e, n, origin, length, count,
+def fast_keys(
+    q, k, v, g, last, do, before, behind, dq, dk, dg, dscale, factor, h, e, origin, length, count,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of a chunk, given its scores.
+    """dq, dk and dg of key gates, scaled about the chunk's middle.
 
     The pairs' parts in the gates' gradient, q * pull and k * push, cancel but for the pairs across a gate. So both are formed
-    of the same rounded factors, and cancel whatever their rounding was. With one gate a head they are sums of P * dP.
+    of the same factors, scaled q and k to 16 bits, and cancel whatever the rounding of dP was.
     """
     tokens, cv = tl.arange(0, C), tl.arange(0, BV)
     i, j = tokens[:, None], tokens[None, :]
-    hq, hk, hv = h // (H // HQ), h // (H // HK), h // (H // HV)
-    written = tl.where(count > 0, V, 0)  # no state belongs to padding
+    written = tl.where(count > 0, V, 0)
     # [C, BV]
-    tv = load_tile(at(v, origin, hv, HV, V), tokens, cv, count, HV, V, SIGN)
+    tv = load_tile(at(v, origin, h // (H // HV), HV, V), tokens, cv, count, HV, V, SIGN)
     tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    # [C, C], [C]
-    dP = tl.where(i > j, dot(tdo, tl.trans(tv), DTYPE, PRECISION), 0.0)
     d_own = tl.sum(tdo.to(tl.float32) * tv.to(tl.float32), 1)
-    if FORM == "constant" or FORM == "head":
-        gates = load_head_gates(g, origin, h, n, tokens, count, H, FORM, SIGN)
-        G = tl.sum(tl.where(j <= i, gates[None, :], 0.0), 1)
-        G_row = tl.sum(tl.where(i <= j, gates[:, None], 0.0), 0)
-        decay = exp(tl.where(i > j, G[:, None] - G_row[None, :], float("-inf")))
-        up = exp(G)[:, None]
-        down = exp(tl.sum(tl.where(j > i, gates[None, :], 0.0), 1))[:, None]
-        last = exp(tl.sum(gates, 0))
-        P, pairs = P * decay, P * decay * dP  # [C, C]
-        dP = dP * decay
-        behind_gate = (tl.sum(pairs, 1) - tl.sum(pairs, 0)) * factor
-        before_gate = tl.zeros([C], tl.float32)
-        over_gate = 0.0
-    dP = dP.to(DTYPE)
-    tdv = dot(tl.trans(P * factor), tdo, DTYPE, PRECISION) + (own * factor)[:, None] * tdo
-
+    # [C, C]: rows of do, and of v
+    dP = tl.where(i > j, dot(tdo, tl.trans(tv), DTYPE, PRECISION), 0.0).to(DTYPE)
+    dPt = tl.where(i < j, dot(tv, tl.trans(tdo), DTYPE, PRECISION), 0.0).to(DTYPE)
     d_scale = tl.zeros([C], tl.float32)
     for k0 in range(0, kept_loop(K, length), BK):
         ck = k0 + tl.arange(0, BK)
-        # [C, BK], [C, BK], [BK, BV], [BK, BV]
-        tq = load_tile(at(q, origin, hq, HQ, K), tokens, ck, count, HQ, K, SIGN)
-        tk = load_tile(at(k, origin, hk, HK, K), tokens, ck, count, HK, K, SIGN)
+        # [C, BK], [C, BK], [C, BK], [BK, BV], [BK, BV]
+        gates = load_tile(at(g, origin, h, H, K), tokens, ck, count, H, K, SIGN)
         S = load_state(before, e, h, ck, cv, written, H, K, V)
         dS = load_state(behind, e, h, ck, cv, written, H, K, V)
-        # dq and dk through the states: read and fed; through the chunk's pairs: pull and push; pairs: q * pull - k * push
-        read = dot(tdo, tl.trans(S), DTYPE, PRECISION)
-        fed = dot(tv, tl.trans(dS), DTYPE, PRECISION)
-        edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        if FORM == "key":
-            gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
-            if EXACT:
-                up, down, last = exact_factors(gates, tokens)
-                tdv += dot(tk * down, dS, DTYPE, PRECISION)
-                pull = tl.zeros([C, BK], tl.float32)
-                push = tl.zeros([C, BK], tl.float32)
-                pairs = tl.zeros([C, BK], tl.float32)
-                for level in range(0, kept_loop(levels(C), length)):
-                    mask, matrix = halving(tokens, (C // 2) >> level)
-                    way = exp(sums(matrix, gates))
-                    pulled = tl.where(mask, dP, 0.0)
-                    x, y = (tq * way).to(DTYPE), (tk * way).to(DTYPE)
-                    level_pull = dot(pulled, y, DTYPE, PRECISION)
-                    level_push = dot(tl.trans(pulled), x, DTYPE, PRECISION)
-                    pairs += x * level_pull - y * level_push
-                    pull += level_pull * way
-                    push += level_push * way
-            else:
-                M = sums(middle_matrix(tokens, C), gates)
-                up, down = exp(M), exp(-M)
-                x, y = (tq * up).to(DTYPE), (tk * down).to(DTYPE)
-                pull = dot(dP, y, DTYPE, PRECISION)
-                push = dot(tl.trans(dP), x, DTYPE, PRECISION)
-                pairs = x * pull - y * push
-                pull, push = pull * up, push * down
-                enter, leave, _ = ends(gates, M, tokens, C)
-                last = exp(enter + leave)
-                leave = exp(leave)
-                tdv += dot(y, dS * leave[:, None], DTYPE, PRECISION)
-                up, down = up * exp(enter)[None, :], down * leave[None, :]
-            edge = edge * last
-            read, fed = read * up, fed * down
-        else:
-            pull = dot(dP, tk, DTYPE, PRECISION)
-            push = dot(tl.trans(dP), tq, DTYPE, PRECISION)
-            if FORM == "none":
-                tdv += dot(tk, dS, DTYPE, PRECISION)
-            else:
-                tdv += dot(tk, dS, DTYPE, PRECISION) * down
-                read, fed = read * up, fed * down
-        if FORM == "key":
-            tdg = term_sums(tl.where(j >= i, 1.0, 0.0), (tq * read + pairs) * factor, tdo.dtype == tl.bfloat16)
-            tdg += dot(tl.where(j < i, 1.0, 0.0), tk * fed, DTYPE, PRECISION) + edge[None, :]
-            store_tile(at(dg, origin, h, H, K), tdg, tokens, ck, length, H, K, SIGN)
-        elif FORM != "none":
-            behind_gate += tl.sum(tq * read, 1) * factor
-            before_gate += tl.sum(tk * fed, 1)
-            over_gate += tl.sum(edge, 0)
-        read += pull + d_own[:, None] * tk
-        fed += (push + d_own[:, None] * tq) * factor
+        both = load_last(last, e, h, ck, count, H, K)
+        enter = load_last(last, e, h, ck, count, H, K, True)
+        edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1) * exp(both)
+        tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
+        tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
+        M = sums(middle_matrix(tokens, C), gates)
+        binary = M * LOG2E
+        up, down = tl.exp2(binary), tl.exp2(-binary)
+        x, y = tq * up, tk * down
+        pull = half_fine_dot(dP, y, DTYPE, PRECISION)
+        push = half_fine_dot(dPt, x, DTYPE, PRECISION)
+        read = dot(tdo, tl.trans(S), DTYPE, PRECISION) * (up * exp(enter)[None, :])
+        fed = dot(tv, tl.trans(dS), DTYPE, PRECISION) * (down * exp(both - enter)[None, :])
+        from_behind = (tq * read + (x * pull - y * push)) * factor
+        tdg = term_sums(tl.where(j >= i, 1.0, 0.0), from_behind, tdo.dtype == tl.bfloat16)
+        tdg += dot(tl.where(j < i, 1.0, 0.0), tk * fed, DTYPE, PRECISION) + edge[None, :]
+        store_tile(at(dg, origin, h, H, K), tdg, tokens, ck, length, H, K, SIGN)
+        read += pull * up + d_own[:, None] * tk
         d_scale += tl.sum(tq * read, 1)
         store_tile(at(dq, origin, h, H, K), read * factor, tokens, ck, length, H, K, SIGN)
+        fed += (push * down + d_own[:, None] * tq) * factor
         store_tile(at(dk, origin, h, H, K), fed, tokens, ck, length, H, K, SIGN)
-    store_tile(at(dv, origin, h, H, V), tdv, tokens, cv, length, H, V, SIGN)
+    tl.store(dscale + e.to(tl.int64) * H + h, tl.sum(d_scale, 0))
+
+
+@triton.jit
+def keys(
+    q, k, v, g, do, before, behind, dq, dk, dg, dscale, factor, h, e, n, origin, length, count,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk and dg of one gate a head and token, or of none; and the scores, decays applied, transposed."""
+    tokens, cv = tl.arange(0, C), tl.arange(0, BV)
+    i, j = tokens[:, None], tokens[None, :]
+    written = tl.where(count > 0, V, 0)
+    # [C, BV]
+    tv = load_tile(at(v, origin, h // (H // HV), HV, V), tokens, cv, count, HV, V, SIGN)
+    tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
+    # [C, C]: rows of do, and of v
+    dP = tl.where(i >= j, dot(tdo, tl.trans(tv), DTYPE, PRECISION), 0.0)
+    dPt = tl.where(i <= j, dot(tv, tl.trans(tdo), DTYPE, PRECISION), 0.0)
+    if FORM != "none":
+        G = load_head_sums(g, origin, h, n, tokens, count, H, FORM, SIGN)
+        last = load_head_sums(g, origin, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
+        total = load_head_sums(g, origin, h, n, C - 1, count, H, FORM, SIGN)
+        dP *= exp(tl.where(i >= j, G[:, None] - G[None, :], float("-inf")))
+        decay = exp(tl.where(i <= j, G[None, :] - G[:, None], float("-inf")))
+        dPt *= decay
+        up, down = exp(G)[:, None], exp(last - G)[:, None]
+    dP, dPt = dP.to(DTYPE), dPt.to(DTYPE)
+    Pt = tl.zeros([C, C], tl.float32)
+    through_start = tl.zeros([C], tl.float32)
+    through_end = tl.zeros([C], tl.float32)
+    over = tl.zeros([BK], tl.float32)
+    for k0 in range(0, kept_loop(K, length), BK):
+        ck = k0 + tl.arange(0, BK)
+        tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
+        tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
+        S = load_state(before, e, h, ck, cv, written, H, K, V)
+        dS = load_state(behind, e, h, ck, cv, written, H, K, V)
+        Pt += dot(tk, tl.trans(tq), DTYPE, PRECISION)
+        read = dot(tdo, tl.trans(S), DTYPE, PRECISION)
+        fed = dot(tv, tl.trans(dS), DTYPE, PRECISION)
+        if FORM != "none":
+            read, fed = read * up, fed * down
+            over += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        through_start += tl.sum(tq * read, 1)
+        through_end += tl.sum(tk * fed, 1)
+        read += dot(dP, tk, DTYPE, PRECISION)
+        fed += dot(dPt, tq, DTYPE, PRECISION) * factor
+        store_tile(at(dq, origin, h, H, K), read * factor, tokens, ck, length, H, K, SIGN)
+        store_tile(at(dk, origin, h, H, K), fed, tokens, ck, length, H, K, SIGN)
+    Pt = tl.where(i <= j, Pt, 0.0)
+    dPt = dot(tv, tl.trans(tdo), DTYPE, PRECISION)
+    if FORM != "none":
+        Pt = Pt * decay
     slot = e.to(tl.int64) * H + h
-    tl.store(dscale + slot, tl.sum(d_scale, 0))
-    if FORM == "constant" or FORM == "head":
-        tdg = tl.sum(tl.where(j >= i, behind_gate[None, :], 0.0) + tl.where(j < i, before_gate[None, :], 0.0), 1)
-        tdg = tl.where(tokens < count, tdg + over_gate * last, 0.0)
+    pairs = Pt * dPt
+    tl.store(dscale + slot, tl.sum(tl.sum(pairs, 1) + through_start, 0))
+    if FORM != "none":
+        pairs = tl.where(i < j, pairs, 0.0)
+        # of token t: what reaches a token from t on, from the chunk's start; and what leaves it from a token before t
+        reaching = tl.sum(tl.where(j >= i, (through_start * factor)[None, :], 0.0), 1)
+        leaving = tl.sum(tl.where(j < i, through_end[None, :], 0.0), 1)
+        within = tl.sum(pairs, 0) - tl.sum(pairs, 1)
+        within = tl.sum(tl.where(j >= i, (within * factor)[None, :], 0.0), 1)
+        tdg = tl.where(tokens < count, reaching + leaving + within + tl.sum(over, 0) * exp(total), 0.0)
         if FORM == "constant":
             tl.store(dg + slot, tl.sum(tdg, 0))
         else:
             p = dg + origin.to(tl.int64) * H + h
             tl.store(p + (SIGN * H) * tokens, tdg.to(dg.dtype.element_ty), mask=tokens < length)
+    return Pt
 
 
 @triton.jit

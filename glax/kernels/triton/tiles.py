@@ -20,6 +20,14 @@ def kept_loop(n, count):
 
 
 @triton.jit
+def looked_at(reach, count, EACH: tl.constexpr):
+    """How many of its EACH chunks and heads a program must look at one by one: all, or none if none reached too far."""
+    pair = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    furthest = tl.max(tl.load(reach + pair, mask=pair < count, other=0.0), 0)
+    return tl.where(furthest > FAST_LIMIT, EACH, 0)
+
+
+@triton.jit
 def exp(x):
     return tl.exp2(x * LOG2E)
 
@@ -28,6 +36,35 @@ def exp(x):
 def dot(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """a @ b in float32, its operands rounded to DTYPE; float32 operands multiply in PRECISION."""
     return tl.dot(a.to(DTYPE), b.to(DTYPE), input_precision=PRECISION)
+
+
+@triton.jit
+def split(x, DTYPE: tl.constexpr):
+    """x in float32 as two terms in bfloat16, the first cut and not rounded: together 16 bits."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(DTYPE), (x - high).to(DTYPE)
+
+
+@triton.jit
+def add_fine_dot(c, a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """c + a @ b^T in float32; operands in float32, of which bfloat16 products see 16 bits."""
+    if tl.bfloat16 == DTYPE:
+        high, low = split(a, DTYPE)
+        b_high, b_low = split(b, DTYPE)
+        c = tl.dot(low, tl.trans(b_high), tl.dot(high, tl.trans(b_low), c))
+        return tl.dot(high, tl.trans(b_high), c)
+    else:
+        return c + dot(a, tl.trans(b), DTYPE, PRECISION)
+
+
+@triton.jit
+def half_fine_dot(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """a @ b in float32; a is in DTYPE, b in float32, of which bfloat16 products see 16 bits."""
+    if tl.bfloat16 == DTYPE:
+        high, low = split(b, DTYPE)
+        return tl.dot(a, high, tl.dot(a, low))
+    else:
+        return dot(a, b, DTYPE, PRECISION)
 
 
 @triton.jit
@@ -50,16 +87,21 @@ def store_tile(x, value, tokens, d, count, HEADS: tl.constexpr, D: tl.constexpr,
 
 
 @triton.jit
-def load_state(x, index, head, k, v, limit, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+def load_state(
+    x, index, head, k, v, limit, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EVICTION: tl.constexpr = ""
+):  # fmt: skip
     """x[index, head, k, v], [BK, BV]; 0 beyond K and from column `limit` on."""
-    p = x + (index.to(tl.int64) * H + head) * (K * V)
-    return tl.load(p + k[:, None] * V + v[None, :], mask=(k < K)[:, None] & (v < limit)[None, :], other=0.0)
+    p = x + (index.to(tl.int64) * H + head) * (K * V) + k[:, None] * V + v[None, :]
+    return tl.load(p, mask=(k < K)[:, None] & (v < limit)[None, :], other=0.0, eviction_policy=EVICTION)
 
 
 @triton.jit
-def store_state(x, value, index, head, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    p = x + (index.to(tl.int64) * H + head) * (K * V)
-    tl.store(p + k[:, None] * V + v[None, :], value.to(x.dtype.element_ty), mask=(k < K)[:, None] & (v < V)[None, :])
+def store_state(
+    x, value, index, head, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EVICTION: tl.constexpr = ""
+):  # fmt: skip
+    p = x + (index.to(tl.int64) * H + head) * (K * V) + k[:, None] * V + v[None, :]
+    mask = (k < K)[:, None] & (v < V)[None, :]
+    tl.store(p, value.to(x.dtype.element_ty), mask=mask, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -70,14 +112,25 @@ def load_key_gates(g, row, head, tokens, k, count, H: tl.constexpr, K: tl.conste
 
 
 @triton.jit
-def load_head_gates(g, row, head, sequence, tokens, count, H: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr):
-    """[C] in float32: one gate a token, or the sequence's constant at every token; cut at the logarithm of zero."""
-    if FORM == "constant":
-        x = tl.where(tokens < count, tl.load(g + sequence * H + head).to(tl.float32), 0.0)
+def load_head_sums(G, row, head, sequence, tokens, count, H: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr):
+    """G [tokens]: the sums of the chunk's gates through these tokens; from `count` on they are the chunk's. G comes from
+    `walk.chunk_sums`, or holds the sequences' constants."""
+    if FORM == "none":
+        return 0.0
+    elif FORM == "constant":
+        gate = tl.maximum(tl.load(G + sequence * H + head).to(tl.float32), LOG_OF_ZERO)
+        return gate * tl.maximum(tl.minimum(tokens + 1, count), 0) * 1.0
     else:
-        p = g + row.to(tl.int64) * H + head
-        x = tl.load(p + (SIGN * H) * tokens, mask=tokens < count, other=0.0).to(tl.float32)
-    return tl.maximum(x, LOG_OF_ZERO)
+        tokens = tl.minimum(tokens, count - 1)
+        p = G + row.to(tl.int64) * H + head
+        return tl.load(p + (SIGN * H) * tokens, mask=tokens >= 0, other=0.0)
+
+
+@triton.jit
+def load_last(last, chunk, head, k, count, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr = False):
+    """The sums of a chunk's key gates, or those of its first half, [BK]; 0 where the chunk has no token."""
+    p = last + (chunk.to(tl.int64) * H + head) * 2 * K + FIRST * K
+    return tl.load(p + k, mask=k < tl.where(count > 0, K, 0), other=0.0)
 
 
 @triton.jit
@@ -109,19 +162,6 @@ def middle_matrix(tokens, C: tl.constexpr):
 
 
 @triton.jit
-def add_add_max(a, b, c, x, y, z):
-    return a + x, b + y, tl.maximum(c, z)
-
-
-@triton.jit
-def ends(gates, M, tokens, C: tl.constexpr):
-    """The sums of the gates over the first and the second half of the chunk and the largest |M|, [BK] each."""
-    x = gates.to(tl.float32)
-    first = (tokens < C // 2)[:, None]
-    return tl.reduce((tl.where(first, x, 0.0), tl.where(first, 0.0, x), tl.abs(M)), 0, add_add_max)
-
-
-@triton.jit
 def exact_factors(gates, tokens):
     """e^{G_i} and e^{G_last - G_i}, [C, BK], each from its own sum; and e^{G_last}, [BK]."""
     i, j = tokens[:, None], tokens[None, :]
@@ -134,14 +174,3 @@ def exact_factors(gates, tokens):
 def levels(C):
     """How often a chunk can be halved."""
     return C.bit_length() - 1
-
-
-@triton.jit
-def exact_scores(q, k, gates, tokens, count, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """sum_k q_ik k_jk e^{G_ik - G_jk} for j < i, [C, C], for any gates: log2(C) products, each with its own reference."""
-    scores = tl.zeros([C, C], tl.float32)
-    for level in range(0, kept_loop(levels(C), count)):
-        pairs, matrix = halving(tokens, (C // 2) >> level)
-        factor = exp(sums(matrix, gates))
-        scores += tl.where(pairs, dot(q * factor, tl.trans(k * factor), DTYPE, PRECISION), 0.0)
-    return scores

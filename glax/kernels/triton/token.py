@@ -68,11 +68,12 @@ def step(
     slot = tl.load(slots + n)
     out = tl.zeros([BV], tl.float32)
     if slot >= 0:
-        S = load_state(pool, slot, h, ck, cv, V, H, K, V).to(tl.float32)
+        # A pool is larger than any cache, and each state is read and written once.
+        S = load_state(pool, slot, h, ck, cv, V, H, K, V, "evict_first").to(tl.float32)
         S = decayed(S, head, key, value, n, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
         S += vector(k, n, h // (H // HK), ck, HK, K)[:, None] * vector(v, n, h // (H // HV), cv, HV, V)[None, :]
         out = tl.sum(S * vector(q, n, h // (H // HQ), ck, HQ, K)[:, None], 0) * tl.load(scale + n).to(tl.float32)
-        store_state(pool, S, slot, h, ck, cv, H, K, V)
+        store_state(pool, S, slot, h, ck, cv, H, K, V, "evict_first")
     tl.store(at(o, n, h, H, V) + cv, out.to(o.dtype.element_ty), mask=cv < V)
 
 

@@ -1,4 +1,4 @@
-"""Kernels that carry a state along a segment of a sequence: the states at its chunks, its outputs, and a scan of segments.
+"""Kernels that carry a state along a segment of a sequence: the states at its chunks, and a scan of segments.
 
 With G_i the sum of log decays of a chunk through its token i, in its first C/2 tokens L, in all of them G_last:
 
@@ -11,27 +11,56 @@ states from zero, a scan over them, their outputs from the right states.
 
 from glax.kernels.triton.lang import tl, triton
 from glax.kernels.triton.tiles import (
-    FAST_LIMIT,
+    LOG_OF_ZERO,
     at,
     dot,
-    ends,
-    exact_factors,
-    exact_scores,
     exp,
-    load_head_gates,
-    load_key_gates,
+    load_head_sums,
+    load_last,
     load_state,
     load_tile,
-    middle_matrix,
     store_state,
-    store_tile,
-    sums,
 )
 
 
 @triton.jit
 def states(
     a, b, g, scale, start, table, out, edge, total,
+    H: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr, ADJOINT: tl.constexpr,
+    START: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [segments, H, K, V] and total [segments, H, K or 1]: a segment's state, begun from zero, and its log decay."""
+    carry(
+        tl.program_id(0), a, b, g, scale, start, table, out, edge, total,
+        H, HA, HB, K, V, C, BK, BV, FORM, SIGN, ADJOINT, False, START, DTYPE, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def all_states(
+    q, k, v, do, g, scale, start, d_start, table, out, edge, d_out, d_edge,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
+    START: tl.constexpr, D_START: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both directions at once, half of the programs each, for either alone leaves the GPU half idle."""
+    program = tl.program_id(0)
+    if program % 2 == 0:
+        carry(
+            program // 2, k, v, g, scale, start, table, out, edge, edge,
+            H, HK, HV, K, V, C, BK, BV, FORM, SIGN, False, True, START, DTYPE, PRECISION,
+        )  # fmt: skip
+    else:
+        carry(
+            program // 2, q, do, g, scale, d_start, table, d_out, d_edge, d_edge,
+            H, HQ, H, K, V, C, BK, BV, FORM, SIGN, True, True, D_START, DTYPE, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def carry(
+    program, a, b, g, scale, start, table, out, edge, total,
     H: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr, ADJOINT: tl.constexpr,
     EVERY: tl.constexpr, START: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -42,54 +71,57 @@ def states(
 
     EVERY: out [chunks, H, K, V] takes the state where the walk enters each chunk, edge [N, H, K, V] that at its end.
     Otherwise: out [segments, H, K, V] takes the state at the segment's end, begun from zero, and total [segments, H, K or
-    1] its log decay. START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0).
+    1] its log decay. START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0). g: for head gates
+    their sums G; with key gates a and g are `adds` (or `reads`) and `last` of `prepare`. The state lies transposed, so that
+    none of what is computed here must be transposed: that takes a detour through memory.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
-    block, h, e = tl.program_id(0) % (NK * NV), tl.program_id(0) // (NK * NV) % H, tl.program_id(0) // (NK * NV * H)
+    block, h, e = program % (NK * NV), program // (NK * NV) % H, program // (NK * NV * H)
     row = table + e * 6
     origin, filled, n = tl.load(row), tl.load(row + 2), tl.load(row + 3)
     edges, chunk = tl.load(row + 4), tl.load(row + 5)
     k, v = block // NV * BK + tl.arange(0, BK), block % NV * BV + tl.arange(0, BV)
     tokens = tl.arange(0, C)
-    i, j = tokens[:, None], tokens[None, :]
     ha, hb = h // (H // HA), h // (H // HB)
     if START == 1:
-        S = load_state(start, e, h, k, v, V, H, K, V).to(tl.float32)
+        S = tl.trans(load_state(start, e, h, k, v, V, H, K, V).to(tl.float32))
     elif START == 2:
-        S = load_state(start, n, h, k, v, V, H, K, V).to(tl.float32)
+        S = tl.trans(load_state(start, n, h, k, v, V, H, K, V).to(tl.float32))
     else:
-        S = tl.zeros([BK, BV], tl.float32)
+        S = tl.zeros([BV, BK], tl.float32)
     log = tl.zeros([BK], tl.float32)
-    factor = tl.load(scale + n).to(tl.float32) if ADJOINT else 1.0
+    factor = tl.load(scale + n).to(tl.float32)
     steps = tl.cdiv(filled, C)
     if not EVERY:  # nobody reads what leaves a sequence's last segment (or, against time, its first)
         steps = tl.where((edges & (1 if ADJOINT else 2)) != 0, 0, steps)
+    last = chunk_sum(g, steps - 1 if ADJOINT else 0, origin, chunk, h, n, k, filled, H, K, C, FORM, SIGN)
     for step in range(0, steps):
         c = steps - 1 - step if ADJOINT else step
         first = origin + SIGN * c * C
         count = filled - c * C
         if EVERY:
-            store_state(out, S, chunk + c, h, k, v, H, K, V)
+            store_state(out, tl.trans(S), chunk + c, h, k, v, H, K, V)
         # [C, BK], [C, BV]
         x = load_tile(at(a, first, ha, HA, K), tokens, k, count, HA, K, SIGN)
         y = load_tile(at(b, first, hb, HB, V), tokens, v, count, HB, V, SIGN)
+        if FORM == "head" or FORM == "constant":
+            G = load_head_sums(g, first, h, n, tokens, count, H, FORM, SIGN)
+            end = load_head_sums(g, first, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
+            x = x * exp(G if ADJOINT else end - G)[:, None]
+        added = dot(tl.trans(y), x, DTYPE, PRECISION)
         if ADJOINT:
-            x = x.to(tl.float32) * factor
+            added *= factor
         if FORM == "key":
-            gates = load_key_gates(g, first, h, tokens, k, count, H, K, SIGN)
-            between = sums(tl.where(j <= i if ADJOINT else j > i, 1.0, 0.0), gates)
-            last = tl.sum(gates.to(tl.float32), 0)
-            S = S * exp(last)[:, None] + dot(tl.trans(x * exp(between)), y, DTYPE, PRECISION)
-            log += last
+            S = S * exp(last)[None, :] + added
         elif FORM == "none":
-            S += dot(tl.trans(x), y, DTYPE, PRECISION)
+            S += added
         else:
-            gates = load_head_gates(g, first, h, n, tokens, count, H, FORM, SIGN)
-            between = tl.sum(tl.where(j <= i if ADJOINT else j > i, gates[None, :], 0.0), 1)
-            last = tl.sum(gates, 0)
-            S = S * exp(last) + dot(tl.trans(x * exp(between)[:, None]), y, DTYPE, PRECISION)
-            log += last
+            S = S * exp(last) + added
+        log += last
+        # A chunk ahead, so that nothing waits for it.
+        last = chunk_sum(g, c - 1 if ADJOINT else c + 1, origin, chunk, h, n, k, filled, H, K, C, FORM, SIGN)
+    S = tl.trans(S)
     if EVERY:
         if (filled == 0) & (edges != 0):  # an empty sequence hands its state through
             store_state(out, S, chunk, h, k, v, H, K, V)
@@ -101,6 +133,19 @@ def states(
             tl.store(total + (e.to(tl.int64) * H + h) * K + k, log, mask=k < K)
         elif FORM != "none":
             tl.store(total + e.to(tl.int64) * H + h, tl.max(log, 0))
+
+
+@triton.jit
+def chunk_sum(
+    g, c, origin, chunk, h, n, k, filled,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
+):  # fmt: skip
+    """The sum of the gates of chunk c of a segment, one number or [BK]; 0 where the segment has no such chunk."""
+    count = tl.where(c >= 0, filled - c * C, 0)
+    if FORM == "key":
+        return load_last(g, chunk + c, h, k, count, H, K)
+    else:
+        return load_head_sums(g, origin + SIGN * c * C, h, n, C - 1, count, H, FORM, SIGN)
 
 
 @triton.jit
@@ -129,99 +174,15 @@ def scan(
 
 
 @triton.jit
-def output_walk(
-    q, k, v, g, start, o, factor, cv,
-    h, n, origin, length, filled, edges, e,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """The outputs of a segment, and the state behind it; and how far the fast form, where it is used, had to reach."""
-    ck, tokens = tl.arange(0, BK), tl.arange(0, C)
-    i, j = tokens[:, None], tokens[None, :]
-    hq, hk, hv = h // (H // HQ), h // (H // HK), h // (H // HV)
-    if START == 1:
-        written = tl.where((filled > 0) | (edges != 0), V, 0)  # padding has no state
-        S = load_state(start, e, h, ck, cv, written, H, K, V).to(tl.float32)
-    elif START == 2:
-        S = load_state(start, n, h, ck, cv, V, H, K, V).to(tl.float32)
-    else:
-        S = tl.zeros([BK, BV], tl.float32)
-    reach = tl.zeros([BK], tl.float32)
-    for c in range(0, tl.cdiv(length, C)):
-        first = origin + SIGN * c * C
-        count = filled - c * C
-        # [C, BK], [C, BK], [C, BV]
-        tq = load_tile(at(q, first, hq, HQ, K), tokens, ck, count, HQ, K, SIGN)
-        tk = load_tile(at(k, first, hk, HK, K), tokens, ck, count, HK, K, SIGN)
-        tv = load_tile(at(v, first, hv, HV, V), tokens, cv, count, HV, V, SIGN)
-        if FORM == "key":
-            gates = load_key_gates(g, first, h, tokens, ck, count, H, K, SIGN)
-            own = tl.sum(tq.to(tl.float32) * tk.to(tl.float32), 1)
-            if EXACT:
-                A = exact_scores(tq, tk, gates, tokens, filled, C, DTYPE, PRECISION)
-                up, down, through = exact_factors(gates, tokens)
-                read = dot(tq * up, S, DTYPE, PRECISION)
-                S = S * through[:, None] + dot(tl.trans(tk * down), tv, DTYPE, PRECISION)
-            else:
-                M = sums(middle_matrix(tokens, C), gates)
-                up, down = (tq * exp(M)).to(DTYPE), (tk * exp(-M)).to(DTYPE)
-                A = dot(up, tl.trans(down), DTYPE, PRECISION)
-                enter, leave, largest = ends(gates, M, tokens, C)
-                reach = tl.maximum(reach, largest)
-                S = S * exp(enter)[:, None]
-                read = dot(up, S, DTYPE, PRECISION)
-                S = (S + dot(tl.trans(down), tv, DTYPE, PRECISION)) * exp(leave)[:, None]
-            A = tl.where(i > j, A, tl.where(i == j, own[:, None], 0.0))
-        elif FORM == "none":
-            A = tl.where(i >= j, dot(tq, tl.trans(tk), DTYPE, PRECISION), 0.0)
-            read = dot(tq, S, DTYPE, PRECISION)
-            S += dot(tl.trans(tk), tv, DTYPE, PRECISION)
-        else:
-            gates = load_head_gates(g, first, h, n, tokens, count, H, FORM, SIGN)
-            G = tl.sum(tl.where(j <= i, gates[None, :], 0.0), 1)
-            rest = tl.sum(tl.where(j > i, gates[None, :], 0.0), 1)
-            G_row = tl.sum(tl.where(i <= j, gates[:, None], 0.0), 0)
-            decay = exp(tl.where(i >= j, G[:, None] - G_row[None, :], float("-inf")))
-            A = dot(tq, tl.trans(tk), DTYPE, PRECISION) * decay
-            read = dot(tq, S, DTYPE, PRECISION) * exp(G)[:, None]
-            S = S * exp(tl.sum(gates, 0)) + dot(tl.trans(tk), tv * exp(rest)[:, None], DTYPE, PRECISION)
-        out = (read + dot(A, tv, DTYPE, PRECISION)) * factor
-        store_tile(at(o, first, h, H, V), out, tokens, cv, length - c * C, H, V, SIGN)
-    return S, tl.max(reach, 0)
-
-
-@triton.jit
-def outputs(
-    q, k, v, g, scale, start, table, o, final,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The outputs of a segment for BV columns of v, and the state behind a sequence's last segment.
-
-    START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0). A segment whose gates turn out to
-    be too strong for the fast form is walked again in the exact one, 16 tokens at a time: that needs the fewest products.
-    """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
-    entry = table + e * 6
-    origin, length, filled = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    n, edges = tl.load(entry + 3), tl.load(entry + 4)
-    cv = block * BV + tl.arange(0, BV)
-    factor = tl.load(scale + n).to(tl.float32)
-    S, reach = output_walk(
-        q, k, v, g, start, o, factor, cv, h, n, origin, length, filled, edges, e,
-        H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, START, DTYPE, PRECISION, False,
-    )  # fmt: skip
-    if FORM == "key":  # noqa: SIM102 (the compiler knows the form, not the reach)
-        if reach > FAST_LIMIT:
-            S, reach = output_walk(
-                q, k, v, g, start, o, factor, cv, h, n, origin, length, filled, edges, e,
-                H, HQ, HK, HV, K, V, 16, BK, BV, FORM, SIGN, START, DTYPE, PRECISION, True,
-            )  # fmt: skip
-    if (edges & 2) != 0:
-        store_state(final, S, n, h, tl.arange(0, BK), cv, H, K, V)
+def chunk_sums(g, table, out, H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr):
+    """out[row, h] = G, the sum of the head gates of row's chunk through row, in walking order. A program a chunk."""
+    entry = table + tl.program_id(0) * 6
+    origin, filled = tl.load(entry), tl.load(entry + 2)
+    tokens, h = tl.arange(0, C), tl.arange(0, BH)
+    offsets = (origin + SIGN * tokens).to(tl.int64)[:, None] * H + h[None, :]
+    mask = (tokens < filled)[:, None] & (h < H)[None, :]
+    gates = tl.maximum(tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32), LOG_OF_ZERO)
+    tl.store(out + offsets, tl.cumsum(gates, 0), mask=mask)
 
 
 @triton.jit

@@ -1,0 +1,40 @@
+"""What glax ships: measured configs of kernels, found on the device that they were measured on."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import glax
+from glax.bind import bind
+from glax.dispatch import executor
+from glax.execution.cache import check
+from glax.kernels import load_kernels
+from glax.registry import kernel_registry
+
+FILES = sorted((pathlib.Path(glax.__file__).parent / "tuned").glob("*/*.json"))
+load_kernels()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_file_is_of_a_kernel_and_its_version(path):
+    content = check(json.loads(path.read_text()))
+    spec = kernel_registry.kernels[content["kernel"]]
+    assert content["device"] == path.parent.name
+    assert path.name == f"{spec.name.replace('/', '.')}@{spec.version}.json"
+    for entry in content["entries"].values():
+        config = spec.config(**entry["config"])
+        assert entry["type"] == type(config).__name__
+        assert entry["candidates"][str(config)] == entry["ms"] == min(entry["candidates"].values())
+
+
+def test_what_is_shipped_is_chosen(monkeypatch):
+    monkeypatch.setattr("glax.execution.cache.device_kind", lambda: "nvidia_h200")
+    x = jnp.zeros((4, 2048, 16, 128), jnp.bfloat16)
+    r = jax.eval_shape(lambda: bind(x, x, x, gk=x))
+    spec = kernel_registry.kernels["chunked/triton/gpu"]
+    inv = glax.Invocation.of(spec, (r,), {})
+    stored = json.loads(next(path for path in FILES if path.name.startswith("chunked.triton")).read_text())
+    assert executor.chain.shipped.get(inv) == spec.config(**stored["entries"][inv.key]["config"])
