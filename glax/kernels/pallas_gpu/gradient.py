@@ -1,7 +1,21 @@
-"""The gradient of every chunk and head from the states at both its ends, for gates on keys."""
+"""The gradient of every chunk and head from the states at both its ends: who loads, who computes, and in what order.
 
-import functools
-import math
+With S the state before the chunk, dS = dL/dS behind it, M the sum of log gates from the chunk's middle, x = q e^M, y = k e^-M,
+A = mask(x y^T), dA = mask(do v^T), S' and dS' the states decayed to the middle:
+
+    dq = scale e^M (do S'^T + dA y)      dk = e^-M (v dS'^T + scale dA^T x)      dv = scale A^T do + y dS'
+    dg_t = sum_v e^{G_last} S dS + sum_{i >= t} x_i (do S'^T)_i scale + sum_{j < t} y_j (v dS'^T)_j
+           + scale sum_{i >= t} (x_i (dA y)_i - y_i (dA^T x)_i)
+
+The last sum cancels but for the pairs across t: it is formed of the rounded x, y and dA that dq and dk are formed of.
+
+A program walks over chunks and heads. One warpgroup loads them, ahead; two compute, each half of K in dq, dk and dg, and half
+of V in dv (for K = V = 64, each its own chunk). Where the gates of a chunk leave the range of e^M and e^-M, they note it, and
+a second walk computes those chunks exactly.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,270 +23,206 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax.kernels.pallas_gpu.tiles import CHUNK, LOG2E, Walk, tile, vector
+from glax.kernels.pallas_gpu import gradient_exact, gradient_fast
+from glax.kernels.pallas_gpu.gradient_tiles import BY_COLUMN, BY_ROW, CHUNK, SWIZZLED, Walk, halves, tokens
 
-SLOTS = 2
-VARIANTS = {'': {}, 'copy': dict(probe='copy'), 'compute': dict(probe='compute')}
+SLOTS = 2  # chunks in shared memory: one in work, one on its way
 
 
-def gradient_key(q, k, v, g, d_output, scale, before, behind, *, reverse: bool, programs: int = 132, interpret=None, probe=None):
-    B, T, H, K = g.shape
-    V = v.shape[3]
-    C, nC = CHUNK, before.shape[1]
-    HQ, HK, HV = q.shape[2], k.shape[2], v.shape[2]
-    team = K // 64
-    teams = 2 // team
-    total = B * nC * H
-    step = programs * teams
-    bf16, f32 = jnp.bfloat16, jnp.float32
-    walk = Walk(reverse)
+@dataclass(frozen=True)
+class Sizes:
+    B: int
+    T: int
+    H: int
+    D: int  # of keys and of values
+    HQ: int
+    HK: int
+    HV: int
+    programs: int
+    reverse: bool
 
-    def half(p):
-        return pl.ds(p * 64, 64)
+    @property
+    def chunks(self) -> int:
+        return -(-self.T // CHUNK)
 
-    def body(
-        q_g, k_g, v_g, g_g, do_g, scale_g, S_g, dS_g, halves_g, dq_g, dk_g, dv_g, dg_g, dscale_g,
-        q_s, k_s, v_s, g_s, do_s, S_s, dS_s, halves_s, vectors_s,
-        halves_full, tokens_full, tokens_free, states_full, states_free, meet_scaled, meet_done,
-    ):  # fmt: skip
-        cta = lax.axis_index("cta")
-        wg = lax.axis_index("wg")
+    @property
+    def team(self) -> int:
+        """How many warpgroups share a chunk."""
+        return self.D // 64
 
-        def place(item):
-            if probe == "compute":
-                item = lax.rem(item, programs * 2)
-            h = lax.rem(item, H)
-            rest = lax.div(item, H)
-            return lax.div(rest, nC), lax.rem(rest, nC), h
+    @property
+    def teams(self) -> int:
+        return 2 // self.team
 
-        def count(t):
-            """Items of team t of this program."""
-            return lax.div(jnp.maximum(total - (cta * teams + t), 0) + (step - 1), step)
+    @property
+    def step(self) -> int:
+        return self.programs * self.teams
 
-        @pl.when(wg == 2)
-        def _produce():
-            plgpu.set_max_registers(40, action="decrease")
-            plgpu.copy_gmem_to_smem(halves_g, halves_s, halves_full)
+    def place(self, item):
+        """Sequence, chunk and head of an item."""
+        rest = lax.div(item, self.H)
+        return lax.div(rest, self.chunks), lax.rem(rest, self.chunks), lax.rem(item, self.H)
 
-            def load(i, _):
-                slot = lax.rem(i, SLOTS)
-                for t in range(teams):
+    def items(self, first):
+        """How many items are `first`, first + step, ..."""
+        total = self.B * self.chunks * self.H
+        return lax.div(jnp.maximum(total - first, 0) + (self.step - 1), self.step)
 
-                    @pl.when(i < count(t))
-                    def _():
-                        b, c, h = place(cta * teams + t + i * step)
-                        rows = pl.ds(c * C, C)
-                        at = t * SLOTS + slot
 
-                        @pl.when(i >= SLOTS)
-                        def _():
-                            plgpu.barrier_wait(tokens_free.at[at])
+def half(p):
+    return pl.ds(p * 64, 64)
 
-                        full = tokens_full.at[at]
-                        hq, hk, hv = (lax.div(h, H // heads) for heads in (HQ, HK, HV))
-                        full = tokens_full.at[at]
-                        for x, x_s, head in ((g_g, g_s, h), (q_g, q_s, hq), (k_g, k_s, hk), (v_g, v_s, hv), (do_g, do_s, h)):
-                            for p in range(team):
-                                plgpu.copy_gmem_to_smem(x.at[b, rows, head, half(p)], x_s.at[at, p], full)
 
-                        @pl.when(i >= 1)
-                        def _():
-                            plgpu.barrier_wait(states_free.at[t])
+def load(n: Sizes, m: SimpleNamespace):
+    """The loading warpgroup."""
+    plgpu.set_max_registers(40, action="decrease")
+    plgpu.copy_gmem_to_smem(m.halves_g, m.halves, m.halves_full)
+    cta = lax.axis_index("cta")
 
-                        plgpu.copy_gmem_to_smem(S_g.at[b, c, h], S_s.at[t], states_full.at[t])
-                        plgpu.copy_gmem_to_smem(dS_g.at[b, c, h], dS_s.at[t], states_full.at[t])
+    def load_team(i, t):
+        first = cta * n.teams + t
+        b, c, h = n.place(first + i * n.step)
+        at = t * SLOTS + lax.rem(i, SLOTS)
 
-                return ()
+        @pl.when(i >= SLOTS)
+        def _():
+            plgpu.barrier_wait(m.tokens_free.at[at])
 
-            lax.fori_loop(0, count(0), load, ())
+        heads = [h, *(lax.div(h, n.H // shared) for shared in (n.HQ, n.HK, n.HV)), h]
+        sources = (m.g_g, m.q_g, m.k_g, m.v_g, m.do_g)
+        for source, target, head in zip(sources, (m.g, m.q, m.k, m.v, m.do), heads):
+            for p in range(n.team):
+                part = source.at[b, pl.ds(c * CHUNK, CHUNK), head, half(p)]
+                plgpu.copy_gmem_to_smem(part, target.at[at, p], m.tokens_full.at[at])
 
-        @pl.when(wg < 2)
-        def _consume():
-            plgpu.set_max_registers(232, action="increase")
+        @pl.when(i >= 1)
+        def _():
+            plgpu.barrier_wait(m.states_free.at[t])
 
-            plgpu.barrier_wait(halves_full)
+        plgpu.copy_gmem_to_smem(m.before_g.at[b, c, h], m.S.at[t], m.states_full.at[t])
+        plgpu.copy_gmem_to_smem(m.behind_g.at[b, c, h], m.dS.at[t], m.states_full.at[t])
 
-            def chunk(i, _):
-                t, w = lax.optimization_barrier((lax.div(wg, team), lax.rem(wg, team)))
-                mine = half(w)
-                b, c, h = place(cta * teams + t + i * step)
-                at = t * SLOTS + lax.rem(i, SLOTS)
-                factor = scale_g[b]
-                q_t, k_t, v_t, g_t, do_t = (x.at[at] for x in (q_s, k_s, v_s, g_s, do_s))
-                q_w, k_w, v_w, g_w, do_w = (x.at[w] for x in (q_t, k_t, v_t, g_t, do_t))
-                vec = vectors_s.at[t * team + w]
-                plgpu.barrier_wait(tokens_full.at[at])
+    def step(i, _):
+        for t in range(n.teams):
+            pl.when(i < n.items(cta * n.teams + t))(lambda t=t: load_team(i, t))
+        return ()
 
-                if probe == "copy":
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    lax.fori_loop(0, n.items(cta * n.teams), step, ())
 
-                    @pl.when(i >= 1)
-                    def _():
-                        plgpu.barrier_arrive(tokens_free.at[t * SLOTS + lax.rem(i + 1, SLOTS)])
 
-                    plgpu.barrier_wait(states_full.at[t])
-                    plgpu.barrier_arrive(states_free.at[t])
-                    plgpu.commit_smem()
-                    rows = pl.ds(c * C, C)
-                    plgpu.copy_smem_to_gmem(q_w, dq_g.at[b, rows, h, mine], commit_group=False)
-                    plgpu.copy_smem_to_gmem(k_w, dk_g.at[b, rows, h, mine], commit_group=False)
-                    plgpu.copy_smem_to_gmem(do_w, dv_g.at[b, rows, h, mine], commit_group=False)
-                    plgpu.copy_smem_to_gmem(v_w, dg_g.at[b, rows, h, mine])
-                    return ()
+def at_item(n: Sizes, m: SimpleNamespace, item, slot) -> SimpleNamespace:
+    """What a computing warpgroup needs to know of an item: where it is, and its tiles; _w: the half that is its own."""
+    wg = lax.axis_index("wg")
+    t, w = lax.optimization_barrier((lax.div(wg, n.team), lax.rem(wg, n.team)))
+    b, c, h = n.place(item)
+    at = t * SLOTS + slot
+    tiles = {name: getattr(m, name).at[at] for name in ("q", "k", "v", "g", "do")}
+    own = {name + "_w": ref.at[w] for name, ref in tiles.items()}
+    place = dict(t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, at=at, mine=half(w), rows=pl.ds(c * CHUNK, CHUNK))
+    scale = m.scale_g[b]
+    return SimpleNamespace(**place, **tiles, **own, scale=scale, vector=m.vectors.at[t * n.team + w])
 
-                # [C, 64]: M; [64, 8]: sums over the first half and over the second, channels by rows
-                def sums(M, ends):
-                    plgpu.wgmma(M, walk.middle_matrix(), g_w)
-                    plgpu.wgmma(ends, g_w.transpose((1, 0)), halves_s.transpose((1, 0)))
-                    return M[...] * LOG2E, ends[...] * LOG2E
 
-                M, ends = pl.run_scoped(sums, plgpu.ACC((C, 64), f32), plgpu.ACC((64, 8), f32))
-                column = plgpu.broadcasted_iota(jnp.int32, (64, 8), 1, layout=plgpu.Layout.WGMMA)
-                enter = jnp.exp2(jnp.where(column == 0, ends, 0.0).sum(1))
-                leave = jnp.exp2(jnp.where(column == 1, ends, 0.0).sum(1))
-                vec[0] = enter
-                vec[1] = leave
-                up, down = jnp.exp2(M), jnp.exp2(-M)
-                q_w[...] = (tile(q_w).astype(f32) * up).astype(bf16)
-                y = tile(k_w).astype(f32) * down
-                k_w[...] = y.astype(bf16)
-                # the outputs of the chunk before have left; and every warp is past the product with g
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+def compute(n: Sizes, m: SimpleNamespace):
+    """A computing warpgroup."""
+    plgpu.set_max_registers(232, action="increase")
+    plgpu.barrier_wait(m.halves_full)
+    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+    t = lax.div(wg, n.team)
+    first = cta * n.teams + t
+    count = n.items(first)
 
-                @pl.when(i >= 1)
-                def _():
-                    plgpu.barrier_arrive(tokens_free.at[t * SLOTS + lax.rem(i + 1, SLOTS)])
+    def fast(i, worst):
+        item = at_item(n, m, first + i * n.step, lax.rem(i, SLOTS))
+        plgpu.barrier_wait(m.tokens_full.at[item.at])
 
-                g_w[...] = (y * vector(vec.at[1], 1)).astype(bf16)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(meet_scaled.at[t])
-                plgpu.barrier_wait(meet_scaled.at[t])
-                square, part = plgpu.ACC((C, C), f32), plgpu.ACC((C, 64), f32)
+        def release():
+            """The outputs of the chunk before have left shared memory."""
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-                # [C, C]: A transposed and dA
-                def scores(A_T, dA):
-                    for p in range(team):
-                        plgpu.wgmma(A_T, k_t.at[p], q_t.at[p].transpose((1, 0)))
-                    for p in range(team):
-                        plgpu.wgmma(dA, do_t.at[p], v_t.at[p].transpose((1, 0)))
-                    kept = jnp.where(walk.earlier(), plgpu.wgmma_accumulator_load(A_T, wait_n=team) * factor, 0.0)
-                    return kept.astype(bf16), jnp.where(walk.later(), dA[...], 0.0).astype(bf16)
+            @pl.when(i >= 1)
+            def _():
+                plgpu.barrier_arrive(m.tokens_free.at[item.t * SLOTS + lax.rem(i + 1, SLOTS)])
 
-                A_T, dA = pl.run_scoped(scores, square, square)
-                plgpu.barrier_wait(states_full.at[t])
+        return jnp.minimum(worst, gradient_fast.chunk(n, m, item, release))
 
-                # [C, C], [C, 64]: dA transposed, dv
-                def values(dA_T, dv):
-                    for p in range(team):
-                        plgpu.wgmma(dA_T, v_t.at[p], do_t.at[p].transpose((1, 0)))
-                    plgpu.wgmma(dv, A_T, do_w)
-                    for p in range(team):
-                        plgpu.wgmma(dv, g_t.at[p], dS_s.at[t, half(p), mine])
-                    kept = jnp.where(walk.earlier(), plgpu.wgmma_accumulator_load(dA_T, wait_n=team + 1), 0.0)
-                    return kept.astype(bf16), dv[...].astype(bf16)
+    worst = lax.fori_loop(0, count, fast, plgpu.layout_cast(jnp.ones((64,), jnp.float32), BY_ROW))
+    plgpu.wait_smem_to_gmem(0)
+    m.vectors[wg, 0] = worst
+    meet(m.meet_done.at[t])
 
-                dA_T, dv = pl.run_scoped(values, square, part)
+    @pl.when(least(n, [m.vectors.at[t * n.team + p, 0] for p in range(n.team)]) < 1.0)
+    def _():
+        def exact(i, _):
+            item = at_item(n, m, first + i * n.step, 0)
+            fits = least(n, [m.fits_g.at[item.b, item.c, item.h, p] for p in range(n.team)], optimized=False)
+            pl.when(fits < 1.0)(lambda: gradient_exact.chunk(n, m, item))
+            return ()
 
-                # [C, 64]: k's gradient through the state, and through the chunk's pairs
-                def keys(fed, push):
-                    for p in range(team):
-                        plgpu.wgmma(fed, v_t.at[p], dS_s.at[t, mine, half(p)].transpose((1, 0)))
-                    plgpu.wgmma(push, dA_T, q_w)
-                    return plgpu.wgmma_accumulator_load(fed, wait_n=1) * vector(vec.at[1], 1), push[...]
+        lax.fori_loop(0, count, exact, ())
 
-                fed, push = pl.run_scoped(keys, part, part)
-                y = tile(k_w).astype(f32)
-                before_gate = (y * fed).astype(bf16)
-                dk = (down * (fed + factor * push)).astype(bf16)
-                given = y * push
 
-                # [C, 64], [64]: q's gradient through the state, and what decays over the whole chunk
-                def state(read):
-                    for p in range(team):
-                        plgpu.wgmma(read, do_t.at[p], S_s.at[t, mine, half(p)].transpose((1, 0)))
-                    edge = 0.0
-                    for p in range(team):
-                        here = (t, mine, half(p))
-                        edge += (tile(S_s.at[here]).astype(f32) * tile(dS_s.at[here]).astype(f32)).sum(1)
-                    return read[...] * vector(vec.at[0], 1), edge
+def least(n: Sizes, vectors, optimized: bool = True):
+    """Of all elements; the same in every warp, as each reads them all."""
+    found = [jnp.min(plgpu.load(x, layout=BY_COLUMN, optimized=optimized)) for x in vectors]
+    return jnp.minimum(*found) if n.team > 1 else found[0]
 
-                read, edge = pl.run_scoped(state, part)
-                plgpu.barrier_arrive(states_free.at[t])
-                read = pl.run_state(lambda read: plgpu.wgmma(read, dA, k_w))(plgpu.ACC.init(read))
-                used = tile(q_w).astype(f32) * read
-                behind_gate = factor * (used - given)
-                dq = (factor * up * read).astype(bf16)
-                dscale_g[b, c, h, w] = used.sum(1)
-                plgpu.barrier_arrive(meet_done.at[t])
-                plgpu.barrier_wait(meet_done.at[t])
 
-                # all products with the tiles are done: they hold the gates' terms, then the outputs
-                vec[0] = edge * enter * leave
-                high = behind_gate.astype(bf16)
-                v_w[...] = high
-                do_w[...] = (behind_gate - high.astype(f32)).astype(bf16)
-                g_w[...] = before_gate
-                plgpu.commit_smem()
+def meet(barrier):
+    """Waits for all warpgroups of a team; what they stored before is seen by all after."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
 
-                def gate(dg):
-                    suffix = walk.suffix_matrix()
-                    plgpu.wgmma(dg, suffix, v_w)
-                    plgpu.wgmma(dg, suffix, do_w)
-                    plgpu.wgmma(dg, walk.prefix_matrix(), g_w)
-                    q_w[...] = dq
-                    k_w[...] = dk
-                    return dg[...]
 
-                dg = pl.run_scoped(gate, part) + vector(vec.at[0], 1)
-                plgpu.commit_smem()
-                v_w[...] = dg.astype(bf16)
-                do_w[...] = dv
-                plgpu.commit_smem()
-                rows = pl.ds(c * C, C)
-                plgpu.copy_smem_to_gmem(q_w, dq_g.at[b, rows, h, mine], commit_group=False)
-                plgpu.copy_smem_to_gmem(k_w, dk_g.at[b, rows, h, mine], commit_group=False)
-                plgpu.copy_smem_to_gmem(do_w, dv_g.at[b, rows, h, mine], commit_group=False)
-                plgpu.copy_smem_to_gmem(v_w, dg_g.at[b, rows, h, mine])
-                return ()
+def gradient_key(q, k, v, g, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
+    """dq, dk, dv, dg per head, [B, T, H, K] and V; d_scale, [B, H, chunks].
 
-            lax.fori_loop(0, count(lax.div(wg, team)), chunk, ())
-            plgpu.wait_smem_to_gmem(0)
-
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-
-    def smem(*shape):
-        return plgpu.SMEM(shape, bf16, transforms=transforms)
-
-    tokens = [smem(teams * SLOTS, team, C, 64)] * 5
-    barrier = plgpu.Barrier
+    q, k, v, d_output, g [B, T, H, K or V], bfloat16, q, k and v of as many heads as divide g's; scale [B] float32.
+    before, behind [B, chunks, H, K, V], bfloat16: the state that enters each chunk in walking order, and the gradient in the
+    state that leaves it. T a multiple of 8; K = V = 64 or 128.
+    """
+    B, T, H, D = g.shape
+    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, reverse)
+    inputs = dict(q=q, k=k, v=v, g=g, do=d_output, scale=scale, before=before, behind=behind)
+    inputs |= dict(halves=halves(reverse), tokens=tokens(reverse))
     out = jax.ShapeDtypeStruct
-    return plgpu.kernel(
+    rows = out((B, n.chunks, H, n.team, CHUNK), jnp.float32)
+    outputs = {name: out((B, T, H, D), jnp.bfloat16) for name in ("dq", "dk", "dv", "dg")} | dict(used=rows, fits=rows)
+
+    def bf16(*shape):
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
+
+    def barrier(arrivals, count):
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    scratch = {name: bf16(n.teams * SLOTS, n.team, CHUNK, 64) for name in ("q", "k", "v", "g", "do")}
+    scratch |= {name: bf16(n.teams, D, D) for name in ("S", "dS")}
+    scratch |= dict(halves=bf16(8, 64), vectors=plgpu.SMEM((2, 2, 64), jnp.float32), halves_full=plgpu.Barrier())
+    scratch |= dict(tokens_full=barrier(5 * n.team, n.teams * SLOTS), tokens_free=barrier(n.team, n.teams * SLOTS))
+    scratch |= dict(states_full=barrier(2, n.teams), states_free=barrier(n.team, n.teams), reloaded=barrier(1, 2))
+    scratch |= dict(meet_scaled=barrier(n.team, n.teams), meet_done=barrier(n.team, n.teams))
+    names = [*(f"{name}_g" for name in [*inputs, *outputs]), *scratch]
+
+    def body(*refs):
+        m = SimpleNamespace(**dict(zip(names, refs)))
+        m.walk = Walk(reverse, m.tokens_g)
+        wg = lax.axis_index("wg")
+        pl.when(wg == 2)(lambda: load(n, m))
+        pl.when(wg < 2)(lambda: compute(n, m))
+
+    results = plgpu.kernel(
         body,
-        out_type=[
-            out((B, T, H, K), bf16),
-            out((B, T, H, K), bf16),
-            out((B, T, H, V), bf16),
-            out((B, T, H, K), bf16),
-            out((B, nC, H, team, C), f32),
-        ],
+        out_type=list(outputs.values()),
         grid=(programs,),
         grid_names=("cta",),
         num_threads=3,
         thread_name="wg",
-        scratch_types=[
-            *tokens,
-            smem(teams, K, V),
-            smem(teams, K, V),
-            smem(8, 64),
-            plgpu.SMEM((2, 2, 64), f32),
-            barrier(),
-            barrier(num_arrivals=5 * team, num_barriers=teams * SLOTS),
-            barrier(num_arrivals=team, num_barriers=teams * SLOTS),
-            barrier(num_arrivals=2, num_barriers=teams),
-            barrier(num_arrivals=team, num_barriers=teams),
-            barrier(num_arrivals=team, num_barriers=teams),
-            barrier(num_arrivals=team, num_barriers=teams),
-        ],
+        scratch_types=list(scratch.values()),
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
-    )(q, k, v, g, d_output, scale, before, behind, walk.halves_matrix())
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    )(*inputs.values())
+    *gradients, used, _ = results
+    return *gradients, used.sum((3, 4)).swapaxes(1, 2)
