@@ -11,7 +11,7 @@ The last sum cancels but for the pairs across t: it is formed of the rounded x, 
 
 A program walks over chunks and heads. One warpgroup loads them, ahead; two compute, each half of K in dq, dk and dg, and half
 of V in dv (for K = V = 64, each its own chunk). Where the gates of a chunk leave the range of e^M and e^-M, they note it, and
-a second walk computes those chunks exactly.
+a second kernel computes those chunks exactly, in place.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu import gradient_exact, gradient_fast
-from glax.kernels.pallas_gpu.gradient_tiles import BY_COLUMN, BY_ROW, CHUNK, SWIZZLED, Walk, halves, tokens
+from glax.kernels.pallas_gpu.gradient_tiles import CHUNK, SWIZZLED, Walk, half, halves, tokens
 
 SLOTS = 2  # chunks in shared memory: one in work, one on its way
 
@@ -69,10 +69,6 @@ class Sizes:
         return lax.div(jnp.maximum(total - first, 0) + (self.step - 1), self.step)
 
 
-def half(p):
-    return pl.ds(p * 64, 64)
-
-
 def load(n: Sizes, m: SimpleNamespace):
     """The loading warpgroup."""
     plgpu.set_max_registers(40, action="decrease")
@@ -110,12 +106,12 @@ def load(n: Sizes, m: SimpleNamespace):
     lax.fori_loop(0, n.items(cta * n.teams), step, ())
 
 
-def at_item(n: Sizes, m: SimpleNamespace, item, slot) -> SimpleNamespace:
+def at_item(n: Sizes, m: SimpleNamespace, item, slot, slots) -> SimpleNamespace:
     """What a computing warpgroup needs to know of an item: where it is, and its tiles; _w: the half that is its own."""
     wg = lax.axis_index("wg")
     t, w = lax.optimization_barrier((lax.div(wg, n.team), lax.rem(wg, n.team)))
     b, c, h = n.place(item)
-    at = t * SLOTS + slot
+    at = t * slots + slot
     tiles = {name: getattr(m, name).at[at] for name in ("q", "k", "v", "g", "do")}
     own = {name + "_w": ref.at[w] for name, ref in tiles.items()}
     place = dict(t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, at=at, mine=half(w), rows=pl.ds(c * CHUNK, CHUNK))
@@ -133,7 +129,7 @@ def compute(n: Sizes, m: SimpleNamespace):
     count = n.items(first)
 
     def fast(i, worst):
-        item = at_item(n, m, first + i * n.step, lax.rem(i, SLOTS))
+        item = at_item(n, m, first + i * n.step, lax.rem(i, SLOTS), SLOTS)
         plgpu.barrier_wait(m.tokens_full.at[item.at])
 
         def release():
@@ -144,35 +140,30 @@ def compute(n: Sizes, m: SimpleNamespace):
             def _():
                 plgpu.barrier_arrive(m.tokens_free.at[item.t * SLOTS + lax.rem(i + 1, SLOTS)])
 
-        return jnp.minimum(worst, gradient_fast.chunk(n, m, item, release))
+        gradient_fast.chunk(n, m, item, release)
+        return ()
 
-    worst = lax.fori_loop(0, count, fast, plgpu.layout_cast(jnp.ones((64,), jnp.float32), BY_ROW))
+    lax.fori_loop(0, count, fast, ())
     plgpu.wait_smem_to_gmem(0)
-    m.vectors[wg, 0] = worst
-    meet(m.meet_done.at[t])
 
-    @pl.when(least(n, [m.vectors.at[t * n.team + p, 0] for p in range(n.team)]) < 1.0)
+
+def compute_far(n: Sizes, m: SimpleNamespace):
+    """A warpgroup of the second kernel: of the items that the first would give it, those that are far."""
+    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+    first = cta * n.teams + lax.div(wg, n.team)
+    plgpu.copy_gmem_to_smem(m.halves_g, m.halves.at[wg], m.reloaded.at[wg])
+    plgpu.barrier_wait(m.reloaded.at[wg])
+    m.halves = m.halves.at[wg]
+
+    def step(i, _):
+        item = first + i * n.step
+        b, c, h = n.place(item)
+        pl.when(m.far_g[b, c, h] != 0)(lambda: gradient_exact.chunk(n, m, at_item(n, m, item, 0, 1)))
+        return ()
+
+    @pl.when(m.any_far_g[first] != 0)
     def _():
-        def exact(i, _):
-            item = at_item(n, m, first + i * n.step, 0)
-            fits = least(n, [m.fits_g.at[item.b, item.c, item.h, p] for p in range(n.team)], optimized=False)
-            pl.when(fits < 1.0)(lambda: gradient_exact.chunk(n, m, item))
-            return ()
-
-        lax.fori_loop(0, count, exact, ())
-
-
-def least(n: Sizes, vectors, optimized: bool = True):
-    """Of all elements; the same in every warp, as each reads them all."""
-    found = [jnp.min(plgpu.load(x, layout=BY_COLUMN, optimized=optimized)) for x in vectors]
-    return jnp.minimum(*found) if n.team > 1 else found[0]
-
-
-def meet(barrier):
-    """Waits for all warpgroups of a team; what they stored before is seen by all after."""
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
+        lax.fori_loop(0, n.items(first), step, ())
 
 
 def gradient_key(q, k, v, g, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
@@ -188,41 +179,72 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, *, reverse: bool, 
     inputs |= dict(halves=halves(reverse), tokens=tokens(reverse))
     out = jax.ShapeDtypeStruct
     rows = out((B, n.chunks, H, n.team, CHUNK), jnp.float32)
-    outputs = {name: out((B, T, H, D), jnp.bfloat16) for name in ("dq", "dk", "dv", "dg")} | dict(used=rows, fits=rows)
+    outputs = {name: out((B, T, H, D), jnp.bfloat16) for name in ("dq", "dk", "dv", "dg")} | dict(used=rows)
 
+    def body(m):
+        wg = lax.axis_index("wg")
+        pl.when(wg == 2)(lambda: load(n, m))
+        pl.when(wg < 2)(lambda: compute(n, m))
+
+    options = dict(interpret=interpret, reverse=reverse, programs=programs)
+    found = launch(body, inputs, outputs | dict(fits=rows), {}, scratch(n, SLOTS), threads=3, **options)
+    far = jnp.any(found.pop() < 1.0, axis=(3, 4)).astype(jnp.int32)
+    by_program = jnp.pad(far.reshape(-1), (0, -far.size % n.step)).reshape(-1, n.step).max(0)
+    refs = {name: jax.new_ref(x) for name, x in zip(outputs, found)}
+    launch(
+        lambda m: compute_far(n, m),
+        inputs | dict(far=far, any_far=by_program),
+        {},
+        refs,
+        scratch(n, 1),
+        threads=2,
+        **options,
+    )
+    *gradients, used = (ref[...] for ref in refs.values())
+    return *gradients, used.sum((3, 4)).swapaxes(1, 2)
+
+
+def scratch(n: Sizes, slots: int) -> dict:
     def bf16(*shape):
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
 
     def barrier(arrivals, count):
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
-    scratch = {name: bf16(n.teams * SLOTS, n.team, CHUNK, 64) for name in ("q", "k", "v", "g", "do")}
-    scratch |= {name: bf16(n.teams, D, D) for name in ("S", "dS")}
-    scratch |= dict(halves=bf16(8, 64), vectors=plgpu.SMEM((2, 2, 64), jnp.float32), halves_full=plgpu.Barrier())
-    scratch |= dict(tokens_full=barrier(5 * n.team, n.teams * SLOTS), tokens_free=barrier(n.team, n.teams * SLOTS))
-    scratch |= dict(states_full=barrier(2, n.teams), states_free=barrier(n.team, n.teams), reloaded=barrier(1, 2))
-    scratch |= dict(meet_scaled=barrier(n.team, n.teams), meet_done=barrier(n.team, n.teams))
-    names = [*(f"{name}_g" for name in [*inputs, *outputs]), *scratch]
+    found = {name: bf16(n.teams * slots, n.team, CHUNK, 64) for name in ("q", "k", "v", "g", "do")}
+    found |= {name: bf16(n.teams, n.D, n.D) for name in ("S", "dS")}
+    found |= dict(vectors=plgpu.SMEM((2, 2, 64), jnp.float32))
+    found |= dict(meet_scaled=barrier(n.team, n.teams), meet_done=barrier(n.team, n.teams))
+    if slots == 1:
+        return found | dict(halves=bf16(2, 8, 64), left=bf16(2, CHUNK, 64), reloaded=barrier(1, 2))
+    found |= dict(halves=bf16(8, 64), halves_full=plgpu.Barrier())
+    found |= dict(tokens_full=barrier(5 * n.team, n.teams * slots), tokens_free=barrier(n.team, n.teams * slots))
+    return found | dict(states_full=barrier(2, n.teams), states_free=barrier(n.team, n.teams))
 
-    def body(*refs):
-        m = SimpleNamespace(**dict(zip(names, refs)))
+
+def launch(
+    body, inputs: dict, outputs: dict, refs: dict, scratch: dict, *, threads, programs, reverse, interpret
+) -> list:
+    """body(memory) in every warpgroup; inputs, outputs and what `refs` hold by name and "_g", scratch by name."""
+    names = [*(f"{name}_g" for name in [*inputs, *refs, *outputs]), *scratch]
+
+    def named(*memory):
+        m = SimpleNamespace(**dict(zip(names, memory)))
         m.walk = Walk(reverse, m.tokens_g)
-        wg = lax.axis_index("wg")
-        pl.when(wg == 2)(lambda: load(n, m))
-        pl.when(wg < 2)(lambda: compute(n, m))
+        body(m)
 
-    results = plgpu.kernel(
-        body,
-        out_type=list(outputs.values()),
-        grid=(programs,),
-        grid_names=("cta",),
-        num_threads=3,
-        thread_name="wg",
-        scratch_types=list(scratch.values()),
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-    )(*inputs.values())
-    *gradients, used, _ = results
-    return *gradients, used.sum((3, 4)).swapaxes(1, 2)
+    return list(
+        plgpu.kernel(
+            named,
+            out_type=list(outputs.values()),
+            grid=(programs,),
+            grid_names=("cta",),
+            num_threads=threads,
+            thread_name="wg",
+            scratch_types=list(scratch.values()),
+            interpret=interpret,
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+            ),
+        )(*inputs.values(), *refs.values())
+    )

@@ -14,7 +14,9 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     LOG_OF_ZERO,
     WGMMA,
     exp,
+    half,
     kept,
+    meet,
     product,
     tile,
     transposed,
@@ -24,8 +26,6 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
 
 def chunk(n, m, c):
     """Every warpgroup loads its own halves, q and k again for every level. Written for few registers, not for speed."""
-    from glax.kernels.pallas_gpu.gradient import half, meet
-
     parts = range(n.team)
     arrived = m.reloaded.at[c.wg]
 
@@ -46,6 +46,13 @@ def chunk(n, m, c):
     def together():
         meet(m.meet_scaled.at[c.t])
 
+    def left(a):
+        """A product's left side in shared memory: fed from registers that loops write over, results differed."""
+        plgpu.commit_smem()
+        m.left.at[c.wg][...] = a
+        plgpu.commit_smem()
+        return m.left.at[c.wg]
+
     together()
     load(m.before_g.at[c.b, c.c, c.h, c.mine], m.S.at[c.t, c.mine])
     load(m.behind_g.at[c.b, c.c, c.h, c.mine], m.dS.at[c.t, c.mine])
@@ -61,7 +68,7 @@ def chunk(n, m, c):
 
     def factors(level, settle):
         """e^ of the gates between each token and the middle of its block; q and k times it, in their tiles."""
-        way = exp(product((m.walk.halving_matrix(level), c.g_w)))
+        way = exp(product((left(m.walk.halving_matrix(level)), c.g_w)))
         c.q_w[...] = (load_q() * way).astype(bf16)
         c.k_w[...] = (load_k() * way).astype(bf16)
         settle()
@@ -74,10 +81,11 @@ def chunk(n, m, c):
         return A_T + jnp.where(m.walk.halving(level, transposed=True), found, 0.0)
 
     A_T = (lax.fori_loop(0, LEVELS, add_scores, zeros()) * c.scale).astype(bf16)
-    c.k_w[...] = (load_k() * exp(product((kept(m.walk.later(), 0.0, 1.0), c.g_w)))).astype(bf16)
+    down = exp(product((left(kept(m.walk.later(), 0.0, 1.0)), c.g_w)))
+    c.k_w[...] = (load_k() * down).astype(bf16)
     together()
     through_states = ((c.k.at[p], m.dS.at[c.t, half(p), c.mine]) for p in parts)
-    dv = product((A_T, c.do_w), *through_states).astype(bf16)
+    dv = product((left(A_T), c.do_w), *through_states).astype(bf16)
     together()
 
     def pairs(a, b, level, transposed_pairs):
@@ -88,21 +96,21 @@ def chunk(n, m, c):
     def add_push(level, sums):
         push, given = sums
         way = factors(level, plgpu.commit_smem)
-        pushed = product((pairs(c.v, c.do, level, True), c.q_w))
+        pushed = product((left(pairs(c.v, c.do, level, True)), c.q_w))
         given -= tile(c.k_w) * pushed
         plgpu.commit_smem()
         return push + pushed * way, given
 
     push, given = lax.fori_loop(0, LEVELS, add_push, (zeros(), zeros()))
     fed = product(*((c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)])) for p in parts))
-    fed *= exp(product((kept(m.walk.later(), 0.0, 1.0), c.g_w)))
+    fed *= exp(product((left(kept(m.walk.later(), 0.0, 1.0)), c.g_w)))
     before_gate = (load_k() * fed).astype(bf16)
     dk = (fed + c.scale * push).astype(bf16)
 
     def add_pull(level, sums):
         pull, net = sums
         way = factors(level, plgpu.commit_smem)
-        pulled = product((pairs(c.do, c.v, level, False), c.k_w))
+        pulled = product((left(pairs(c.do, c.v, level, False)), c.k_w))
         net += tile(c.q_w) * pulled
         plgpu.commit_smem()
         return pull + pulled * way, net
@@ -110,7 +118,7 @@ def chunk(n, m, c):
     pull, net = lax.fori_loop(0, LEVELS, add_pull, (zeros(), given))
     read = product(*((c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)])) for p in parts))
     edge = around(n, m, c) * last
-    read *= exp(product((kept(m.walk.later(), 1.0), c.g_w)))
+    read *= exp(product((left(kept(m.walk.later(), 1.0)), c.g_w)))
     x = load_q()
     behind_gate = c.scale * (x * read + net)
     read += pull

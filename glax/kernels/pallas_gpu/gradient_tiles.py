@@ -29,6 +29,18 @@ def exp(x):
     return jnp.exp2(x * LOG2E)
 
 
+def half(p):
+    """A half of 128 columns, or of 64 all."""
+    return pl.ds(p * 64, 64)
+
+
+def meet(barrier):
+    """Waits for all warpgroups of a team; what they stored before is seen by all after."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
 def tile(ref):
     return plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
 
@@ -63,6 +75,16 @@ def product(*pairs, shape=TILE):
         return total[...]
 
     return pl.run_scoped(scope, accumulator(shape))
+
+
+def added(total, *pairs):
+    """total + the sum of a @ b over the pairs."""
+
+    def scope(accumulator):
+        for a, b in pairs:
+            plgpu.wgmma(accumulator, a, b)
+
+    return pl.run_state(scope)(plgpu.ACC.init(total))
 
 
 def after(total, running: int = 0):
