@@ -5,7 +5,6 @@ Log gates are cut at -128 first. No exponent is positive, so nothing overflows; 
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu.gradient_fast import around, bf16, finish
@@ -62,7 +61,7 @@ def chunk(n, m, c):
     plgpu.commit_smem()
     c.g_w[...] = jnp.maximum(g, LOG_OF_ZERO).astype(bf16)
     together()
-    ends = product((transposed(c.g_w), transposed(m.halves)), shape=(64, 8))
+    ends = product((transposed(c.g_w), transposed(m.halves.at[c.wg])), shape=(64, 8))
     column = plgpu.broadcasted_iota(jnp.int32, (64, 8), 1, layout=WGMMA)
     last = exp(jnp.where(column < 2, ends, 0.0).sum(1))
 

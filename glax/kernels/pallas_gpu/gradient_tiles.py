@@ -50,6 +50,11 @@ def along(x):
     return jnp.broadcast_to(x[None, :], TILE)
 
 
+def down_rows(x):
+    """x [64] of the rows, over the columns of a tile."""
+    return lax.broadcast_in_dim(x, TILE, (0,))
+
+
 def columns(ref):
     return along(plgpu.load(ref, layout=BY_COLUMN))
 
