@@ -37,7 +37,7 @@ TILES = ("q", "k", "v", "g", "do")
 
 
 def gradient_key(q, k, v, g, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
-    """dq, dk, dv, dg per head, [B, T, H, K] and V; d_scale, [B, H, chunks].
+    """dq, dk, dv, dg per head, [B, T, H, K] and V; d_scale, [B, chunks, H].
 
     q, k, v, d_output, g [B, T, H, K or V], bfloat16, q, k and v of as many heads as divide g's; scale [B] float32.
     before, behind [B, chunks, H, K, V], bfloat16: the state that enters each chunk in walking order, and the gradient in the
@@ -73,7 +73,7 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, *, reverse: bool, 
     inputs |= dict(far=far, far_by_walk=by_walk)
     launch(lambda m: compute_far(n, m), inputs, {}, refs, memory, threads=2, **options)
     *gradients, used = (ref[...] for ref in refs.values())
-    return *gradients, used.sum((3, 4)).swapaxes(1, 2)
+    return *gradients, used.sum((3, 4))
 
 
 def compute_far(n: Sizes, m):

@@ -102,7 +102,7 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
 
 
 def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
-    """dq, dk, dv per head, [B, T, H, K] and V; dg, [B, H, chunks, C] in memory order; d_scale, [B, H, chunks].
+    """dq, dk, dv per head, [B, T, H, K] and V; dg, [B, H, chunks, C] in memory order; d_scale, [B, chunks, H].
 
     G [B, H, chunks, C] float32: sums of log2 gates from where the walk enters the chunk through each token, each gate at
     least -128 log2(e). The others as in `gradient_key`.
@@ -129,4 +129,4 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
     total = jnp.exp2(last.swapaxes(1, 2)) * edge.sum(3, keepdims=True)
     ahead, back = (lax.cumsum(x, 3, reverse=r) for x, r in ((fed, reverse), (behind_gate, not reverse)))
     dg = total + back + ahead - fed
-    return *gradients, dg.swapaxes(1, 2), used.sum(3).swapaxes(1, 2)
+    return *gradients, dg.swapaxes(1, 2), used.sum(3)
