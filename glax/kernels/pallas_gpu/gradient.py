@@ -180,10 +180,10 @@ def warpgroups(loading, computing):
 
     @pl.when(wg == 2)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(32, action="decrease")
         loading()
 
     @pl.when(wg < 2)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         computing()
