@@ -1,0 +1,189 @@
+"""How the gradient's kernels walk over chunks and heads: who loads, who computes, and what lies in shared memory.
+
+A program walks over chunks and heads, every `step`-th. One warpgroup loads their tokens a chunk ahead, and the states at both
+ends of a chunk once those of the chunk before are read. Two compute, each half of K in dq and dk, and half of V in dv; for
+K = V = 64 each has its own chunk. Results go where the tokens were, and from there on their way while the next chunk is
+computed.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax.kernels.pallas_gpu.gradient_tiles import CHUNK, SWIZZLED, Walk, half
+
+SLOTS = 2  # chunks in shared memory: one in work, one on its way
+
+
+@dataclass(frozen=True)
+class Sizes:
+    B: int
+    T: int
+    H: int
+    D: int  # of keys and of values
+    HQ: int
+    HK: int
+    HV: int
+    programs: int
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.T // CHUNK)
+
+    @property
+    def team(self) -> int:
+        """How many warpgroups share a chunk."""
+        return self.D // 64
+
+    @property
+    def teams(self) -> int:
+        return 2 // self.team
+
+    @property
+    def step(self) -> int:
+        return self.programs * self.teams
+
+    def place(self, item):
+        """Sequence, chunk and head of an item."""
+        rest = lax.div(item, self.H)
+        return lax.div(rest, self.chunks), lax.rem(rest, self.chunks), lax.rem(item, self.H)
+
+    def items(self, first):
+        """How many items are `first`, first + step, ..."""
+        total = self.B * self.chunks * self.H
+        return lax.div(jnp.maximum(total - first, 0) + (self.step - 1), self.step)
+
+    def heads(self, h) -> dict:
+        """Of each input's tiles, the head that head h reads."""
+        shared = dict(q=self.HQ, k=self.HK, v=self.HV, g=self.H, do=self.H)
+        return {name: lax.div(h, self.H // heads) for name, heads in shared.items()}
+
+
+def load(n: Sizes, m: SimpleNamespace, tiles):
+    """The loading warpgroup: tiles by name, and where there are `gates` [2, 64] of a chunk, those."""
+    cta = lax.axis_index("cta")
+
+    def load_team(i, t):
+        b, c, h = n.place(cta * n.teams + t + i * n.step)
+        at = t * SLOTS + lax.rem(i, SLOTS)
+
+        @pl.when(i >= SLOTS)
+        def _():
+            plgpu.barrier_wait(m.tokens_free.at[at])
+
+        if hasattr(m, "gates"):
+            plgpu.copy_gmem_to_smem(m.gates_g.at[b, c, h], m.gates.at[at], m.tokens_full.at[at])
+        for name, head in n.heads(h).items():
+            if name in tiles:
+                for p in range(n.team):
+                    part = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), head, half(p)]
+                    plgpu.copy_gmem_to_smem(part, getattr(m, name).at[at, p], m.tokens_full.at[at])
+
+        @pl.when(i >= 1)
+        def _():
+            plgpu.barrier_wait(m.states_free.at[t])
+
+        plgpu.copy_gmem_to_smem(m.before_g.at[b, c, h], m.S.at[t], m.states_full.at[t])
+        plgpu.copy_gmem_to_smem(m.behind_g.at[b, c, h], m.dS.at[t], m.states_full.at[t])
+
+    def step(i, _):
+        for t in range(n.teams):
+            pl.when(i < n.items(cta * n.teams + t))(lambda t=t: load_team(i, t))
+        return ()
+
+    lax.fori_loop(0, n.items(cta * n.teams), step, ())
+
+
+def at_item(n: Sizes, m: SimpleNamespace, tiles, item, slot, slots) -> SimpleNamespace:
+    """What a computing warpgroup needs to know of an item: where it is, and its tiles; _w: the half that is its own."""
+    wg = lax.axis_index("wg")
+    t, w = lax.optimization_barrier((lax.div(wg, n.team), lax.rem(wg, n.team)))
+    b, c, h = n.place(item)
+    at = t * slots + slot
+    whole = {name: getattr(m, name).at[at] for name in tiles}
+    own = {name + "_w": ref.at[w] for name, ref in whole.items()}
+    place = dict(t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, at=at, mine=half(w), rows=pl.ds(c * CHUNK, CHUNK))
+    return SimpleNamespace(**place, **whole, **own, scale=m.scale_g[b], vector=m.vectors.at[t * n.team + w])
+
+
+def compute(n: Sizes, m: SimpleNamespace, tiles, chunk):
+    """A computing warpgroup: chunk(n, m, item, release) for each of its items."""
+    first = lax.axis_index("cta") * n.teams + lax.div(lax.axis_index("wg"), n.team)
+
+    def step(i, _):
+        c = at_item(n, m, tiles, first + i * n.step, lax.rem(i, SLOTS), SLOTS)
+        plgpu.barrier_wait(m.tokens_full.at[c.at])
+
+        def release():
+            """The outputs of the chunk before have left shared memory. Waits for all warps."""
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            @pl.when(i >= 1)
+            def _():
+                plgpu.barrier_arrive(m.tokens_free.at[c.t * SLOTS + lax.rem(i + 1, SLOTS)])
+
+        chunk(n, m, c, release)
+        return ()
+
+    lax.fori_loop(0, n.items(first), step, ())
+    plgpu.wait_smem_to_gmem(0)
+
+
+def bf16(*shape):
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
+
+
+def barrier(arrivals, count):
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+def scratch(n: Sizes, tiles, slots: int = 1) -> dict:
+    """Tiles of `slots` chunks and one chunk's states, where warpgroups exchange sums, and where they meet."""
+    found = {name: bf16(n.teams * slots, n.team, CHUNK, 64) for name in tiles}
+    found |= {name: bf16(n.teams, n.D, n.D) for name in ("S", "dS")}
+    found |= dict(vectors=plgpu.SMEM((2, 2, 64), jnp.float32))
+    return found | {name: barrier(n.team, n.teams) for name in ("meet_scaled", "meet_done")}
+
+
+def pipeline(n: Sizes, copies: int) -> dict:
+    """What loading and computing warpgroups wait for: `copies` a chunk, and the two states."""
+    tokens = n.teams * SLOTS
+    found = dict(tokens_full=barrier(copies, tokens), tokens_free=barrier(n.team, tokens))
+    return found | dict(states_full=barrier(2, n.teams), states_free=barrier(n.team, n.teams))
+
+
+def launch(
+    body, inputs: dict, outputs: dict, refs: dict, memory: dict, *, threads, programs, reverse, interpret
+) -> list:
+    """body(m) in every warpgroup: m has inputs, outputs and what `refs` hold by name and "_g", shared memory by name."""
+    names = [*(f"{name}_g" for name in [*inputs, *refs, *outputs]), *memory]
+
+    def named(*found):
+        m = SimpleNamespace(**dict(zip(names, found, strict=True)))
+        m.walk = Walk(reverse, m.tokens_g)
+        body(m)
+
+    params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
+    mesh = dict(grid=(programs,), grid_names=("cta",), num_threads=threads, thread_name="wg")
+    options = dict(scratch_types=list(memory.values()), interpret=interpret, compiler_params=params)
+    kernel = plgpu.kernel(named, out_type=list(outputs.values()), **mesh, **options)
+    return list(kernel(*inputs.values(), *refs.values()))
+
+
+def warpgroups(loading, computing):
+    """The third warpgroup loads, with few registers; the first two compute, with many."""
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg == 2)
+    def _():
+        plgpu.set_max_registers(32, action="decrease")
+        loading()
+
+    @pl.when(wg < 2)
+    def _():
+        plgpu.set_max_registers(240, action="increase")
+        computing()

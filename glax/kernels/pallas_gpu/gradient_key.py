@@ -1,0 +1,98 @@
+"""The gradient of every chunk and head from the states at both its ends, for gates on keys.
+
+With S the state before the chunk, dS = dL/dS behind it, M the sum of log gates from the chunk's middle, x = q e^M, y = k e^-M,
+A = scale mask(x y^T), dA = mask(do v^T), S' and dS' the states decayed to the middle:
+
+    dq = scale e^M (do S'^T + dA y)      dk = e^-M (v dS'^T + scale dA^T x)      dv = A^T do + y dS'
+    dg_t = sum_v e^{G_last} S dS + scale sum_{i >= t} x_i (do S'^T)_i + sum_{j < t} y_j (v dS'^T)_j
+           + scale sum_{i >= t} (x_i (dA y)_i - y_i (dA^T x)_i)
+
+The last sum cancels but for the pairs across t: it is formed of the rounded x, y and dA that dq and dk are formed of. Where the
+gates of a chunk leave the range of e^M and e^-M, that is noted, and a second kernel computes those chunks exactly, in place.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax.kernels.pallas_gpu import gradient_exact, gradient_fast
+from glax.kernels.pallas_gpu.gradient import (
+    SLOTS,
+    Sizes,
+    at_item,
+    barrier,
+    bf16,
+    compute,
+    launch,
+    load,
+    pipeline,
+    scratch,
+    warpgroups,
+)
+from glax.kernels.pallas_gpu.gradient_tiles import CHUNK, halves, tokens
+
+TILES = ("q", "k", "v", "g", "do")
+
+
+def gradient_key(q, k, v, g, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
+    """dq, dk, dv, dg per head, [B, T, H, K] and V; d_scale, [B, chunks, H].
+
+    q, k, v, d_output, g [B, T, H, K or V], bfloat16, q, k and v of as many heads as divide g's; scale [B] float32.
+    before, behind [B, chunks, H, K, V], bfloat16: the state that enters each chunk in walking order, and the gradient in the
+    state that leaves it. T a multiple of 8; K = V = 64 or 128. programs: multiprocessors.
+    """
+    B, T, H, D = g.shape
+    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs)
+    inputs = dict(q=q, k=k, v=v, g=g, do=d_output, scale=scale, before=before, behind=behind)
+    inputs |= dict(halves=halves(reverse), tokens=tokens(reverse))
+    options = dict(interpret=interpret, reverse=reverse, programs=programs)
+    rows = jax.ShapeDtypeStruct((B, n.chunks, H, n.team, CHUNK), jnp.float32)
+    each = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
+    outputs = dict(dq=each, dk=each, dv=each, dg=each, used=rows)
+
+    def near(m):
+        def loading():
+            plgpu.copy_gmem_to_smem(m.halves_g, m.halves, m.halves_full)
+            load(n, m, TILES)
+
+        def computing():
+            plgpu.barrier_wait(m.halves_full)
+            compute(n, m, TILES, gradient_fast.chunk)
+
+        warpgroups(loading, computing)
+
+    memory = scratch(n, TILES, SLOTS) | pipeline(n, 5 * n.team) | dict(halves=bf16(8, 64), halves_full=plgpu.Barrier())
+    found = launch(near, inputs, outputs | dict(fits=rows), {}, memory, threads=3, **options)
+    far = jnp.any(found.pop() < 1.0, axis=(3, 4)).astype(jnp.int32)
+    by_walk = jnp.pad(far.reshape(-1), (0, -far.size % n.step)).reshape(-1, n.step).max(0)
+
+    memory = scratch(n, TILES) | dict(halves=bf16(2, 8, 64), left=bf16(2, CHUNK, 64), reloaded=barrier(1, 2))
+    refs = {name: jax.new_ref(x) for name, x in zip(outputs, found, strict=True)}
+    inputs |= dict(far=far, far_by_walk=by_walk)
+    launch(lambda m: compute_far(n, m), inputs, {}, refs, memory, threads=2, **options)
+    *gradients, used = (ref[...] for ref in refs.values())
+    return *gradients, used.sum((3, 4))
+
+
+def compute_far(n: Sizes, m):
+    """A warpgroup of the second kernel: of the items that the first would give it, those that are far."""
+    wg = lax.axis_index("wg")
+    first = lax.axis_index("cta") * n.teams + lax.div(wg, n.team)
+
+    def step(i, _):
+        item = first + i * n.step
+        b, c, h = n.place(item)
+
+        @pl.when(m.far_g[b, c, h] != 0)
+        def _():
+            gradient_exact.chunk(n, m, at_item(n, m, TILES, item, 0, 1))
+
+        return ()
+
+    @pl.when(m.far_by_walk_g[first] != 0)
+    def _():
+        plgpu.copy_gmem_to_smem(m.halves_g, m.halves.at[wg], m.reloaded.at[wg])
+        plgpu.barrier_wait(m.reloaded.at[wg])
+        lax.fori_loop(0, n.items(first), step, ())

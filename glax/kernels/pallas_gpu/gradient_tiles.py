@@ -1,0 +1,176 @@
+"""What the gradient's kernels share: masks and sums over a chunk, and reading tiles and vectors.
+
+A chunk is 64 tokens. Tiles [64, 64] are in the registers that products leave theirs in.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+CHUNK = 64
+LEVELS = 7  # of halving a chunk: pairs across the halves of 64 tokens, ..., of 2, and a token with itself
+LOG2E = math.log2(math.e)
+# e^-128 is 0 in float32. Gates below are cut there, so that -inf or -1e30 costs later differences no digits.
+LOG_OF_ZERO = -128.0
+# Up to e^60 a factor leaves float32 and bfloat16 (largest: e^88) room for q and k themselves.
+FAST_LIMIT = 60.0
+WGMMA = plgpu.Layout.WGMMA
+BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+TILE = (CHUNK, 64)
+
+
+def exp(x):
+    return jnp.exp2(x * LOG2E)
+
+
+def half(p):
+    """A half of 128 columns, or of 64 all."""
+    return pl.ds(p * 64, 64)
+
+
+def meet(barrier):
+    """Waits for all warpgroups of a team; what they stored before is seen by all after."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def tile(ref):
+    return plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
+
+
+def along(x):
+    """x [64] of the columns, over the rows of a tile."""
+    return jnp.broadcast_to(x[None, :], TILE)
+
+
+def down_rows(x):
+    """x [64] of the rows, over the columns of a tile."""
+    return lax.broadcast_in_dim(x, TILE, (0,))
+
+
+def columns(ref):
+    return along(plgpu.load(ref, layout=BY_COLUMN))
+
+
+def zeros():
+    return plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), WGMMA)
+
+
+def accumulator(shape=TILE):
+    return plgpu.ACC(shape, jnp.float32)
+
+
+def transposed(ref):
+    return ref.transpose((1, 0))
+
+
+def product(*pairs, shape=TILE):
+    """The sum of a @ b over the pairs, in float32; b in shared memory, a there or in registers."""
+
+    def scope(total):
+        for a, b in pairs:
+            plgpu.wgmma(total, a, b)
+        return total[...]
+
+    return pl.run_scoped(scope, accumulator(shape))
+
+
+def added(total, *pairs):
+    """total + the sum of a @ b over the pairs."""
+
+    def scope(accumulator):
+        for a, b in pairs:
+            plgpu.wgmma(accumulator, a, b)
+
+    return pl.run_state(scope)(plgpu.ACC.init(total))
+
+
+def after(total, running: int = 0):
+    """The product, when no more than `running` products are still on their way.
+
+    The barrier keeps the compiler from using it before that.
+    """
+    return lax.optimization_barrier(plgpu.wgmma_accumulator_load(total, wait_n=running))
+
+
+def kept(mask, x, other=0.0):
+    """x where the mask says so, in bfloat16.
+
+    The barrier keeps the compiler from rounding first, which would leave two registers for every pair.
+    """
+    return lax.optimization_barrier(jnp.where(mask, x, other)).astype(jnp.bfloat16)
+
+
+def high_part(x):
+    """The bits of float32 x that bfloat16 has."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
+
+
+def halves(reverse: bool):
+    """[8, 64]: ones over the tokens of the first half, ones over those of the second, and nothing."""
+    row, j = (lax.broadcasted_iota(jnp.int32, (8, CHUNK), d) for d in (0, 1))
+    second = (j < CHUNK // 2) if reverse else (j >= CHUNK // 2)
+    return jnp.where(jnp.where(second, row == 1, row == 0), 1.0, 0.0).astype(jnp.bfloat16)
+
+
+def tokens(reverse: bool):
+    """[64]: what `Walk` reads: where each token of a chunk, as they lie in memory, stands in walking order."""
+    order = jnp.arange(CHUNK, dtype=jnp.int32)
+    return order[::-1] if reverse else order
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Masks and matrices [i, j] over the tokens of a chunk as they lie in memory; walked backwards if `reverse`.
+
+    `order` is `tokens` in memory, read anew for every mask: what is formed of positions alone the compiler would hold in
+    registers throughout a loop.
+    """
+
+    reverse: bool
+    order: Any
+
+    def positions(self):
+        i = plgpu.broadcasted_iota(jnp.int32, TILE, 0, layout=WGMMA)
+        j = along(plgpu.load(self.order, layout=BY_COLUMN, optimized=False))
+        return CHUNK - 1 - i if self.reverse else i, j
+
+    def earlier(self):
+        """Token i no later than token j."""
+        i, j = self.positions()
+        return i <= j
+
+    def later(self):
+        i, j = self.positions()
+        return i >= j
+
+    def matrix(self, mask, inside=1.0, outside=0.0):
+        return kept(mask, inside, outside)
+
+    def middle_matrix(self):
+        """Row i sums the gates from the chunk's middle through token i, negatively before it."""
+        j = plgpu.broadcasted_iota(jnp.int32, TILE, 1, layout=WGMMA)
+        second = j < CHUNK // 2 if self.reverse else j >= CHUNK // 2
+        least = jnp.where(second, 0.0, -1.0)
+        return kept(self.later(), least + 1.0, least)
+
+    def halving(self, level, transposed: bool = False):
+        """The pairs, i behind j, that `level` takes: in the two halves of one block of 64 >> level tokens."""
+        i, j = self.positions()
+        i, j = (j, i) if transposed else (i, j)
+        size = CHUNK >> level
+        return ((i ^ j) < jnp.maximum(size, 1)) & ((i ^ j) >= size // 2) & (i >= j)
+
+    def halving_matrix(self, level):
+        """Row i sums the gates between token i and the middle of its block, which lies between the two of every pair."""
+        i, j = self.positions()
+        half = CHUNK // 2 >> level
+        between = jnp.where((i & half) != 0, j <= i, j > i)
+        return kept(((i ^ j) < half) & between, 1.0)

@@ -1,0 +1,101 @@
+"""The Hopper kernels of the gradient in the interpreter, chunk by chunk against JAX's gradient of the recurrence."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
+    pytest.skip("the interpreter of Pallas Mosaic GPU needs JAX 0.12", allow_module_level=True)
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax.kernels.pallas_gpu.gradient_heads import gradient_head
+from glax.kernels.pallas_gpu.gradient_key import gradient_key
+from tests import mosaic_interpreter
+
+C = 64
+
+
+def recurrence(reverse, q, k, v, g, scale, S):
+    """o of one chunk and head and the state behind it; q, k, g [C, K], v [C, V], S [K, V]."""
+
+    def token(S, x):
+        q, k, v, g = x
+        S = jnp.exp(g)[:, None] * S + k[:, None] * v[None, :]
+        return S, scale * (q @ S)
+
+    S, o = jax.lax.scan(token, S, (q, k, v, g), reverse=reverse)
+    return o, S
+
+
+def expected(reverse, q, k, v, g, do, scale, before, behind):
+    """dq, dk, dv, dg [B, T, H, D] and d_scale [B, chunks, H] by chunk, in float32."""
+    B, T, H, _ = do.shape
+    fill = -T % C
+
+    def by_chunk(x):
+        x = jnp.repeat(x.astype(jnp.float32), H // x.shape[2], 2)
+        x = jnp.pad(x, ((0, 0), (0, fill), (0, 0), (0, 0)))
+        return x.reshape(B, -1, C, H, x.shape[3]).swapaxes(2, 3)
+
+    def one(q, k, v, g, do, scale, before, behind):
+        _, pull = jax.vjp(functools.partial(recurrence, reverse), q, k, v, g, scale, before)
+        return pull((do, behind))[:5]
+
+    each = jax.vmap(jax.vmap(jax.vmap(one, (0,) * 5 + (None, 0, 0)), (0,) * 5 + (None, 0, 0)))
+    tiles = [by_chunk(x) for x in (q, k, v, g, do)]
+    *found, d_scale = each(*tiles, scale, before.astype(jnp.float32), behind.astype(jnp.float32))
+    return *(x.swapaxes(2, 3).reshape(B, -1, H, x.shape[4])[:, :T] for x in found), d_scale
+
+
+def inputs(B, T, heads, D, form, strength):
+    r = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(r.normal(size=shape), jnp.bfloat16)
+
+    H, HQ, HK, HV = heads
+    g = np.log(1 / (1 + np.exp(-r.normal(size=(B, T, H, D if form == "key" else 1)))))
+    if strength is not None:
+        g = np.where(r.random(g.shape) < 0.05, strength, g)
+    tiles = (normal(B, T, HQ, D), normal(B, T, HK, D), normal(B, T, HV, D), jnp.asarray(g, jnp.bfloat16))
+    states = (normal(B, -(-T // C), H, D, D), normal(B, -(-T // C), H, D, D))
+    return *tiles, normal(B, T, H, D), jnp.asarray(np.linspace(-0.2, 0.3, B), jnp.float32), *states
+
+
+def head_sums(g, reverse):
+    B, T, H, _ = g.shape
+    x = jnp.maximum(g[..., 0].astype(jnp.float32), -128.0) / np.log(2)
+    x = jnp.pad(x, ((0, 0), (0, -T % C), (0, 0))).reshape(B, -1, C, H).transpose(0, 3, 1, 2)
+    return jax.lax.cumsum(x, 3, reverse=reverse)
+
+
+CASES = [
+    (1, 136, (2, 1, 2, 1), 64, "key", None, False),
+    (1, 72, (1, 1, 1, 1), 128, "key", None, True),
+    (1, 136, (1, 1, 1, 1), 64, "key", -np.inf, True),
+    (1, 72, (1, 1, 1, 1), 128, "key", -100.0, False),
+    (2, 136, (2, 2, 1, 1), 64, "head", None, True),
+    (1, 72, (1, 1, 1, 1), 128, "head", -np.inf, False),
+]
+
+
+@pytest.mark.parametrize("B,T,heads,D,form,strength,reverse", CASES)
+def test_gradient_of_chunks(monkeypatch, B, T, heads, D, form, strength, reverse):
+    mosaic_interpreter.install(monkeypatch)
+    q, k, v, g, *others = inputs(B, T, heads, D, form, strength)
+    options = dict(reverse=reverse, programs=2, interpret=plgpu.InterpretGPUParams())
+    wanted = expected(reverse, q, k, v, jnp.broadcast_to(g, (*g.shape[:3], D)), *others)
+    if form == "key":
+        found = gradient_key(q, k, v, g, *others, **options)
+    else:
+        *first, dg, d_scale = gradient_head(q, k, v, head_sums(g, reverse), *others, **options)
+        dg = dg.transpose(0, 2, 3, 1).reshape(B, -1, heads[0])[:, :T, :, None]
+        found = *first, dg, d_scale
+        wanted = *wanted[:3], wanted[3].sum(3, keepdims=True), wanted[4]
+    for name, x, y in zip(("dq", "dk", "dv", "dg", "d_scale"), found, wanted, strict=True):
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        assert np.sqrt(((x - y) ** 2).mean()) < 5e-3 * np.sqrt((y**2).mean()), name
