@@ -101,6 +101,8 @@ def all_cases() -> Iterator[Case]:
     for T in (1, 2, 63, 64, 65, 1000):
         yield Case(f"T{T}", B=2, T=T, heads=(1, 1, 1), K=8, V=8, strengths=("log-sigmoid", "-100 on 5%"))
         yield Case(f"T{T}-head", T=T, heads=(1, 1, 1), K=8, V=8, gates=("g",), strengths=("log-sigmoid", "-100 on 5%"))
+    for form in ("constant", "head", "key"):  # equal gates must not round alike at every token
+        yield Case(f"T2600-{form}", T=2600, heads=(1, 1, 1), K=8, V=8, gates=FORMS[form], strengths=("-1e-6", "mild"))
     for K, V in ((1, 1), (1, 64), (60, 16), (64, 64), (128, 60), (256, 128), (64, 256)):
         yield Case(
             f"K{K}V{V}", T=70, K=K, V=V, gates=("gk", "gv") if K == 60 else ("gk",), strengths=("log-sigmoid", "-20")
