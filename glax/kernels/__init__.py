@@ -3,7 +3,13 @@
 import functools
 import importlib
 
-MODULES = ("glax.kernels.xla", "glax.kernels.cpu", "glax.kernels.triton", "glax.kernels.pallas_tpu")
+MODULES = (
+    "glax.kernels.xla",
+    "glax.kernels.cpu",
+    "glax.kernels.triton",
+    "glax.kernels.pallas_tpu",
+    "glax.kernels.pallas_gpu",
+)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -127,6 +127,8 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
     used, given, fed, edge = jnp.moveaxis(sums.sum(3), 3, 0)  # [B, chunks, H, C]
     behind_gate = scale[:, None, None, None] * (used - given)
     total = jnp.exp2(last.swapaxes(1, 2)) * edge.sum(3, keepdims=True)
-    ahead, back = (lax.cumsum(x, 3, reverse=r) for x, r in ((fed, reverse), (behind_gate, not reverse)))
-    dg = total + back + ahead - fed
+    upward = np.tri(CHUNK, dtype=np.float32)  # products: cumulative sums take XLA several passes
+    upto, onward = (upward.T, upward) if reverse else (upward, upward.T)
+    back = jnp.einsum("bchs,ts->bcht", behind_gate, onward, precision="highest")
+    dg = total + back + jnp.einsum("bchs,ts->bcht", fed, upto - np.eye(CHUNK, dtype=np.float32), precision="highest")
     return *gradients, dg.swapaxes(1, 2), used.sum(3)

@@ -3,7 +3,6 @@
 A chunk is 64 tokens. Tiles [64, 64] are in the registers that products leave theirs in.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +11,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-CHUNK = 64
+from glax.kernels.pallas_gpu.plan import C as CHUNK
+from glax.kernels.pallas_gpu.tiles import BY_COLUMN, LOG2E, WGMMA
+
 LEVELS = 7  # of halving a chunk: pairs across the halves of 64 tokens, ..., of 2, and a token with itself
-LOG2E = math.log2(math.e)
-# e^-128 is 0 in float32. Gates below are cut there, so that -inf or -1e30 costs later differences no digits.
-LOG_OF_ZERO = -128.0
-# Up to e^60 a factor leaves float32 and bfloat16 (largest: e^88) room for q and k themselves.
-FAST_LIMIT = 60.0
-WGMMA = plgpu.Layout.WGMMA
-BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 TILE = (CHUNK, 64)
 
 

@@ -1,0 +1,143 @@
+"""The walks of `key` for one gate a head: products take q, k and v as they lie in memory.
+
+With G_i the sum of a chunk's log gates through token i, L of all of them:
+
+    o_i   = scale * (e^{G_i} q_i^T S + sum_{j <= i} (q_i . k_j) e^{G_i - G_j} v_j)
+    S_out = e^L S + sum_j k_j (e^{L - G_j} v_j)^T
+
+No factor's exponent is above 0 for gates <= 0, so one form is exact for all. No gate is a gate of 0, a constant one that
+of every token.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax.kernels.pallas_gpu import tiles
+from glax.kernels.pallas_gpu.plan import Walk
+from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, C, by_column, by_row, read, tiled, transposed, zeros
+
+BF16 = jnp.bfloat16
+
+
+def head_walk(w: Walk, table, q, a, b, G, scale, start):
+    """o [B, T, H, V] or states [B, chunks, H, K, V]; and the last states [E, H, K, V].
+
+    G [B, H, chunks, C] in float32: the sums of log2 gates from where the walk enters each chunk. Else as `key_walk`.
+    """
+    B, T = a.shape[:2]
+    E, blocks = table.shape[0], w.V // w.columns
+    W, stages, H, K = w.warpgroups, w.stages, w.H, w.K
+    chunks = -(-T // C)
+    ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
+
+    def body(
+        table_g, q_g, a_g, b_g, G_g, scale_g, start_g, out_g, last_g,
+        q_s, a_s, b_s, G_s, S_s, scaled_s, given, free,
+    ):  # fmt: skip
+        program, me = lax.axis_index("program"), lax.axis_index("warpgroup")
+        block, h, e = program % blocks, program // blocks % H, program // (blocks * H)
+        batch, first, count, n = (table_g[e, i] for i in range(4))
+
+        def chunk(step):
+            return first + (count - 1 - step if w.descending else step)
+
+        def tokens(x, group, step, *columns):
+            return x.at[(batch, pl.ds(chunk(step) * C, C), h // group, *columns)]
+
+        @pl.when(me == W)
+        def _fetching():
+            if W > 1:
+                plgpu.set_max_registers(40, action="decrease")
+            wide = pl.ds(block * w.columns, w.columns)
+
+            @pl.loop(0, count)
+            def _(step):
+                slot = lax.rem(step, jnp.int32(stages))
+
+                @pl.when(step >= stages)
+                def _():
+                    plgpu.barrier_wait(free.at[slot])
+
+                plgpu.copy_gmem_to_smem(G_g.at[batch, h, chunk(step)], G_s.at[slot], given.at[slot])
+                plgpu.copy_gmem_to_smem(tokens(a_g, ha, step), a_s.at[slot], given.at[slot])
+                if w.outputs:
+                    plgpu.copy_gmem_to_smem(tokens(q_g, hq, step), q_s.at[slot], given.at[slot])
+                plgpu.copy_gmem_to_smem(tokens(b_g, hb, step, wide), b_s.at[slot], given.at[slot])
+
+        @pl.when(me < W)
+        def _computing():
+            if W > 1:
+                plgpu.set_max_registers(232, action="increase")
+            i, j = tiles.walking(w.reverse)
+            mine, b_mine = pl.ds((block * W + me) * 64, 64), pl.ds(me * 64, 64)
+            o_s, scaled, factor = S_s.at[me, pl.ds(0, C)], scaled_s.at[me], scale_g[n]
+
+            def walk(step, S):
+                slot = lax.rem(step, jnp.int32(stages))
+                at, bt = a_s.at[slot], b_s.at[slot, :, b_mine]
+                plgpu.barrier_wait(given.at[slot])
+                G = plgpu.load(G_s.at[slot], layout=BY_ROW)
+                last = G_s[slot, 0 if w.reverse else C - 1]
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and until all warps are done with the step before
+                if w.outputs or w.states:
+                    S_s[me] = S.astype(BF16)
+                x = read(bt) * by_row(jnp.exp2(G) * factor if w.adjoint else jnp.exp2(last - G), (C, 64))
+                scaled[...] = x.astype(BF16)
+                plgpu.commit_smem()
+                if w.states:
+                    plgpu.copy_smem_to_gmem(S_s.at[me], out_g.at[batch, chunk(step), h, :, mine])
+                if w.outputs:
+                    qt = q_s.at[slot]
+
+                    def entered(o):
+                        plgpu.wgmma(o, qt, S_s.at[me])
+                        scores = tiles.product((C, C), (qt, transposed(at)))
+                        return o[...], scores
+
+                    o, scores = pl.run_scoped(entered, plgpu.ACC((C, 64), jnp.float32))
+                    to = by_column(plgpu.load(G_s.at[slot], layout=BY_COLUMN), (C, C))
+                    scores = scores * jnp.exp2(jnp.where(i >= j, by_row(G, (C, C)) - to, -jnp.inf))
+                    o = tiles.added(o * by_row(jnp.exp2(G), o.shape), (scores.astype(BF16), bt))
+                S = tiles.added(S * jnp.exp2(last), (transposed(at), scaled))
+                plgpu.barrier_arrive(free.at[slot])
+                if w.outputs:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    o_s[...] = (o * factor).astype(BF16)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(o_s, tokens(out_g, 1, step, mine))
+                return S
+
+            def begin():
+                if w.start:
+                    return plgpu.load(start_g.at[e, h, :, mine], layout=tiles.WGMMA, optimized=False)
+                return zeros((K, 64))
+
+            last_g[e, h, :, mine] = lax.fori_loop(0, count, walk, begin())
+            plgpu.wait_smem_to_gmem(0)
+
+    if w.outputs:
+        first_output = jax.ShapeDtypeStruct((B, T, H, w.V), BF16)
+    else:
+        first_output = jax.ShapeDtypeStruct((B, chunks, H, K, w.V) if w.states else (1, C, 1, 1, 64), BF16)
+    return plgpu.kernel(
+        body,
+        out_type=(first_output, jax.ShapeDtypeStruct((E, H, K, w.V), jnp.float32)),
+        grid=(blocks * H * E,),
+        grid_names=("program",),
+        num_threads=W + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            tiled(stages, C, K) if w.outputs else tiled(1, C, 64),
+            tiled(stages, C, K),
+            tiled(stages, C, 64 * W),
+            plgpu.SMEM((stages, C), jnp.float32),
+            tiled(W, K, 64),
+            tiled(W, C, 64),
+            plgpu.Barrier(num_arrivals=4 if w.outputs else 3, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=W, num_barriers=stages),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(table, q, a, b, G, scale, start)

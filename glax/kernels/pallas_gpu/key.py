@@ -1,0 +1,249 @@
+"""Walks that carry the state along a sequence: outputs, or the states at its chunks, with a gate for every key channel.
+
+With M_i the sum of log decays from a chunk's middle through token i, L of its first half and R of its second:
+
+    q^_i = q_i e^{M_i},  k^_j = k_j e^{-M_j},  S' = e^L S
+    o_i  = scale * (q^_i^T S' + sum_{j <= i} (q^_i . k^_j) v_j)          S_out = e^R (S' + sum_j k^_j v_j^T)
+
+so two exponentials an element serve every product. They are safe while |M| <= 60; a program that saw more walks its
+segment again in the exact form, which forms no exponent above 0.
+
+A program has a segment of one sequence, one head and 64 columns of the state a warpgroup. A last warpgroup fetches. The
+warpgroups share q^ and k^: each forms a part of K.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax.kernels.pallas_gpu import tiles
+from glax.kernels.pallas_gpu.exact import exact_walk
+from glax.kernels.pallas_gpu.plan import Walk
+from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, C, by_row, product, read, tiled, transposed, zeros
+
+BF16 = jnp.bfloat16
+
+
+def key_walk(w: Walk, table, q, a, b, g, scale, start):
+    """o [B, T, H, V] or states [B, chunks, H, K, V]; the last states [E, H, K, V]; and log decays [E, H, K].
+
+    table [E, 4]: of every segment its batch row, first chunk, number of chunks, and sequence (for `scale`).
+    a [B, T, heads, K], b [B, T, heads, V]: k and v, or q and d_output with `adjoint`.
+    g [terms, B, T, H, K] in bfloat16. start [E, H, K, V] in float32.
+    """
+    B, T = a.shape[:2]
+    E, blocks = table.shape[0], w.V // w.columns
+    W, stages, H, K = w.warpgroups, w.stages, w.H, w.K
+    chunks = -(-T // C)
+    ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
+
+    scalers = K // 64
+    crowded = W + scalers > 3
+
+    def body(
+        table_g, q_g, a_g, b_g, g_g, scale_g, start_g, out_g, last_g, log_g, reach_g,
+        q_s, a_s, b_s, g_s, S_s, sums_s, halves_s, given, gates_given, ready, free, gates_free, met,
+    ):  # fmt: skip
+        program, me = lax.axis_index("program"), lax.axis_index("warpgroup")
+        block, h, e = program % blocks, program // blocks % H, program // (blocks * H)
+        batch, first, count, n = (table_g[e, i] for i in range(4))
+        factor = scale_g[n]
+
+        def chunk(step):
+            return first + (count - 1 - step if w.descending else step)
+
+        def tokens(x, group, step, *columns):
+            return x.at[(batch, pl.ds(chunk(step) * C, C), h // group, *columns)]
+
+        def fetch_gates(step, slot):
+            for term in range(w.terms):
+                plgpu.copy_gmem_to_smem(tokens(g_g.at[term], 1, step), g_s.at[slot, term], gates_given.at[slot])
+
+        def fetch(step, slot):
+            plgpu.copy_gmem_to_smem(tokens(a_g, ha, step), a_s.at[slot], given.at[slot])
+            if w.outputs:
+                plgpu.copy_gmem_to_smem(tokens(q_g, hq, step), q_s.at[slot], given.at[slot])
+            wide = pl.ds(block * w.columns, w.columns)
+            plgpu.copy_gmem_to_smem(tokens(b_g, hb, step, wide), b_s.at[slot], given.at[slot])
+
+        @pl.when(me >= W)
+        def _scaling():
+            if crowded:
+                plgpu.set_max_registers(88, action="decrease")
+            middle, share = tiles.middle_matrix(w.reverse), me - W
+            part = pl.ds(share * 64, 64)
+
+            @pl.when(share == 0)
+            def _():
+                halves_s[...] = tiles.halves(w.reverse)
+                plgpu.commit_smem()
+
+            plgpu.barrier_arrive(met)
+            plgpu.barrier_wait(met)
+
+            @pl.when(share == 0)
+            def _():
+                for slot in range(2):
+                    pl.when(slot < count)(functools.partial(fetch_gates, slot, slot))
+
+            def scale(step, carry):
+                reach, log = carry
+                slot, gate_slot = lax.rem(step, jnp.int32(stages)), lax.rem(step, jnp.int32(2))
+                at, gates = a_s.at[slot, :, part], [g_s.at[gate_slot, term, :, part] for term in range(w.terms)]
+                plgpu.barrier_wait(gates_given.at[gate_slot])
+                # [64, C]: of every channel, the sum over the first half of the chunk, over the second, and zeros
+                sums = product((64, C), *((transposed(g), halves_s) for g in gates))
+                for side in (0, 1):
+                    half = tiles.column_of(sums, side)
+                    sums_s[slot, side, part] = half
+                    log = log + half
+                # [C, 64]
+                M = product((C, 64), *((middle, g) for g in gates))
+                plgpu.barrier_arrive(gates_free.at[gate_slot])
+
+                @pl.when((share == 0) & (step + 2 < count))
+                def _():
+                    plgpu.barrier_wait(gates_free.at[gate_slot])
+                    fetch_gates(step + 2, gate_slot)
+
+                reach = jnp.maximum(reach, jnp.max(jnp.abs(M), axis=1))
+                M = M * LOG2E
+                plgpu.barrier_wait(given.at[slot])
+                if w.outputs:
+                    qt = q_s.at[slot, :, part]
+                    qt[...] = (read(qt) * jnp.exp2(M)).astype(BF16)
+                x = read(at) * jnp.exp2(M if w.adjoint else -M)
+                at[...] = (x * factor if w.adjoint else x).astype(BF16)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(ready.at[slot])
+                return reach, log
+
+            reach, log = lax.fori_loop(0, count, scale, (zeros((C,), BY_ROW), zeros((64,), BY_ROW)))
+
+            @pl.when(block == 0)
+            def _():
+                log_g[e, h, part] = log
+                reach_g[e, h, part] = reach
+
+        @pl.when(me < W)
+        def _computing():
+            if crowded:
+                plgpu.set_max_registers(168, action="increase")
+            i, j = tiles.walking(w.reverse)
+            mine, b_mine = pl.ds((block * W + me) * 64, 64), pl.ds(me * 64, 64)
+            o_s = S_s.at[me, pl.ds(0, C)]
+
+            def begin():
+                if w.start:
+                    return plgpu.load(start_g.at[e, h, :, mine], layout=tiles.WGMMA, optimized=False)
+                return zeros((K, 64))
+
+            def keep(S, step):
+                """Hands the state that enters a chunk to the copy engine."""
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                S_s[me] = S.astype(BF16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(S_s.at[me], out_g.at[batch, chunk(step), h, :, mine])
+
+            def write(o, step):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and until all warps have read the state there
+                o_s[...] = (o * factor).astype(BF16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(o_s, tokens(out_g, 1, step, mine))
+
+            @pl.when(me == 0)
+            def _():
+                for slot in range(stages):
+                    pl.when(slot < count)(functools.partial(fetch, slot, slot))
+
+            def refill(step):
+                """Fetches into the tile that the step before has left, once all are done with it."""
+                slot = lax.rem(step - 1, jnp.int32(stages))
+
+                @pl.when((me == 0) & (step > 0) & (step - 1 + stages < count))
+                def _():
+                    plgpu.barrier_wait(free.at[slot])
+                    fetch(step - 1 + stages, slot)
+
+            def fast(step, carry):
+                S, tail = carry
+                slot = lax.rem(step, jnp.int32(stages))
+                refill(step)
+                at, bt = a_s.at[slot], b_s.at[slot, :, b_mine]
+                plgpu.barrier_wait(ready.at[slot])
+                ahead, after = (plgpu.load(sums_s.at[slot, side], layout=BY_ROW) for side in (w.adjoint, not w.adjoint))
+                if w.states:
+                    S = S * by_row(jnp.exp2(tail * LOG2E), S.shape)
+                    keep(S, step)
+                    tail = zeros((K,), BY_ROW)
+                enter = by_row(jnp.exp2((tail + ahead) * LOG2E), S.shape)
+                if not w.outputs:
+                    S = tiles.added(S * enter, (transposed(at), bt))
+                    plgpu.barrier_arrive(free.at[slot])
+                    return S, after
+                qt = q_s.at[slot]
+
+                def scored(scores):
+                    plgpu.wgmma(scores, qt, transposed(at))
+                    entered = S * enter
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    S_s[me] = entered.astype(BF16)
+                    plgpu.commit_smem()
+                    return scores[...], entered
+
+                P, S = pl.run_scoped(scored, plgpu.ACC((C, C), jnp.float32))
+                P = jnp.where(i >= j, P, 0.0).astype(BF16)
+                o = product((C, 64), (qt, S_s.at[me]), (P, bt))
+                S = tiles.added(S, (transposed(at), bt))
+                plgpu.barrier_arrive(free.at[slot])
+                write(o, step)
+                return S, after
+
+            S, tail = lax.fori_loop(0, count, fast, (begin(), zeros((K,), BY_ROW)))
+            last_g[e, h, :, mine] = S * by_row(jnp.exp2(tail * LOG2E), S.shape)
+            plgpu.wait_smem_to_gmem(0)
+
+    tile_q = (stages, C, K) if w.outputs else (1, C, 64)
+    copies = 3 if w.outputs else 2
+    if w.outputs:
+        first_output = jax.ShapeDtypeStruct((B, T, H, w.V), BF16)
+    else:
+        first_output = jax.ShapeDtypeStruct((B, chunks, H, K, w.V) if w.states else (1, C, 1, 1, 64), BF16)
+    out, last, log, reach = plgpu.kernel(
+        body,
+        out_type=(
+            first_output,
+            jax.ShapeDtypeStruct((E, H, K, w.V), jnp.float32),
+            jax.ShapeDtypeStruct((E, H, K), jnp.float32),
+            jax.ShapeDtypeStruct((E, H, K), jnp.float32),
+        ),
+        grid=(blocks * H * E,),
+        grid_names=("program",),
+        num_threads=W + scalers,
+        thread_name="warpgroup",
+        scratch_types=[
+            tiled(*tile_q),
+            tiled(stages, C, K),
+            tiled(stages, C, 64 * W),
+            tiled(2, w.terms, C, K),
+            tiled(W, K, 64),
+            plgpu.SMEM((stages, 2, K), jnp.float32),
+            tiled(C, C),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=w.terms, num_barriers=2),
+            plgpu.Barrier(num_arrivals=scalers, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=W, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=scalers, num_barriers=2),
+            plgpu.Barrier(num_arrivals=scalers),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(table, q, a, b, g, scale, start)
+    # a gate of -inf may show in the sums alone, and as NaN, for which no comparison holds
+    far = jnp.any(~((reach <= tiles.FAST_LIMIT) & (log > -1e30)), axis=2).astype(jnp.int32)
+    refs = tuple(map(jax.new_ref, (out, last, log)))
+    exact_walk(w, table, far, q, a, b, g, scale, start, *refs)
+    return tuple(x[...] for x in refs)

@@ -1,0 +1,248 @@
+"""The Hopper kernels launched: rows laid out in chunks, sequences cut into segments, widths filled up."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from glax.decay import Decay
+from glax.kernels.pallas_gpu.config import HopperConfig, multiprocessors, padded
+from glax.kernels.pallas_gpu.gradient_heads import gradient_head
+from glax.kernels.pallas_gpu.gradient_key import gradient_key
+from glax.kernels.pallas_gpu.head import head_walk
+from glax.kernels.pallas_gpu.key import key_walk
+from glax.kernels.pallas_gpu.plan import C, Walk
+from glax.kernels.pallas_gpu.tiles import LOG2E, LOG_OF_ZERO
+from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Where the rows of r lie in chunks: T filled up so that tiles of 8 rows divide it, packed sequences each from a
+    chunk's start on.
+
+    begins [N + 1]: the first chunk of every packed sequence. source: the row of r in every row of chunks, or -1.
+    place: the row of chunks of every row of r.
+    """
+
+    r: Recurrence
+    begins: Array | None = None
+    source: Array | None = None
+    place: Array | None = None
+
+    @classmethod
+    def of(cls, r: Recurrence) -> "Rows":
+        if r.boundaries is None:
+            return cls(r)
+        T, N = r.q.shape[1], r.num_sequences
+        cuts = jnp.clip(r.boundaries, 0, T)
+        begins = jnp.concatenate([jnp.zeros_like(cuts[:1]), jnp.cumsum(-(-jnp.diff(cuts) // C))])
+        rows = jnp.arange((T // C + N) * C)
+        own = jnp.clip(jnp.searchsorted(begins * C, rows, side="right") - 1, 0, N - 1)
+        source = cuts[own] + rows - begins[own] * C
+        source = jnp.where((rows < begins[-1] * C) & (source < cuts[own + 1]), source, -1)
+        token = r.sequence_of
+        return cls(r, begins, source, begins[token] * C + jnp.arange(T) - cuts[token])
+
+    def take(self, x):
+        """x [B, T, ...] in rows of chunks; rows that hold no token are 0."""
+        if self.source is not None:
+            found = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
+            return jnp.where((self.source >= 0).reshape(1, -1, *(1,) * (x.ndim - 2)), found, 0)
+        fill = -x.shape[1] % 8
+        return jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) if fill else x
+
+    def put(self, x):
+        """The rows of r of x [B, rows of chunks, ...]; 0 in padding."""
+        T = self.r.q.shape[1]
+        if self.place is None:
+            return x[:, :T]
+        found = jnp.take(x, self.place, axis=1)
+        return jnp.where(self.r.is_token.reshape(1, -1, *(1,) * (x.ndim - 2)), found, 0)
+
+
+def widen(x, width: int):
+    """x with its last axis filled up with zeros."""
+    return x if x.shape[-1] == width else jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, width - x.shape[-1])))
+
+
+class Problem:
+    """r as the kernels take it: q, k and v in rows of chunks and filled up, gates by form, segments in a table."""
+
+    def __init__(self, r: Recurrence, config: HopperConfig, square: bool = False):
+        self.r, self.rows, self.parts, self.columns = r, Rows.of(r), config.parts, config.columns
+        self.N, self.H, _, _ = r.state_shape
+        self.K, self.V = padded(r.q.shape[3]), padded(r.v.shape[3])
+        if square:
+            self.K = self.V = max(self.K, self.V)
+        self.q, self.k = (self.wide(x, self.K) for x in (r.q, r.k))
+        self.v = self.wide(r.v, self.V)
+        self.chunks = -(-self.q.shape[1] // C)
+        self.key = r.decay.form == "key"
+        self.gates = self.key_gates() if self.key else head_sums(self.head_gates(), r.reverse)
+        self.scale = r.scale.astype(jnp.float32)
+        self.table = self.segments()
+
+    def wide(self, x, width: int):
+        return widen(self.rows.take(x), width)
+
+    def key_gates(self):
+        """[terms, B, rows of chunks, H, K] in bfloat16: others are the sum of two, which hold 16 of their digits."""
+        g = self.wide(self.r.decay.key, self.K)
+        if g.dtype == jnp.bfloat16:
+            return g[None]
+        g = jnp.maximum(g.astype(jnp.float32), LOG_OF_ZERO)
+        high = jax.lax.reduce_precision(g, 8, 7)  # XLA drops a cast there and back
+        return jnp.stack([high.astype(jnp.bfloat16), (g - high).astype(jnp.bfloat16)])
+
+    def head_gates(self):
+        """One gate a head and row, [B, rows of chunks, H]; of a constant decay, that of every token."""
+        r, d = self.r, self.r.decay
+        if d.head is not None:
+            return self.rows.take(d.head.astype(jnp.float32))
+        if d.constant is not None:
+            gates = r.by_token(d.constant.astype(jnp.float32))
+            return self.rows.take(jnp.broadcast_to(gates, (r.q.shape[0], r.q.shape[1], self.H)))
+        return jnp.zeros((*self.q.shape[:2], self.H), jnp.float32)
+
+    def segments(self):
+        """[E, 4]: of every segment its batch row, first chunk, number of chunks and sequence."""
+        if self.rows.begins is not None:
+            begins, n = self.rows.begins, jnp.arange(self.N)
+            return jnp.stack([jnp.zeros_like(n), begins[:-1], jnp.diff(begins), n], 1).astype(jnp.int32)
+        size = -(-self.chunks // self.parts)
+        n, part = np.divmod(np.arange(self.N * self.parts), self.parts)
+        return jnp.asarray(np.stack([n, part * size, np.clip(self.chunks - part * size, 0, size), n], 1), jnp.int32)
+
+    def plan(self, **flags) -> Walk:
+        terms = len(self.gates) if self.key else 1
+        return Walk(self.H, self.K, self.V, reverse=self.r.reverse, warpgroups=self.columns // 64, terms=terms, **flags)
+
+    def walk(self, plan: Walk, a, b, start):
+        """The first result, the last states [E, H, K, V] and the log decays [E, H, K or 1] of every segment."""
+        operands = (
+            self.table,
+            self.q,
+            a,
+            b,
+            self.gates,
+            self.scale,
+            jnp.zeros((1, 1, 1, 1)) if start is None else start,
+        )
+        if self.key:
+            return key_walk(plan, *operands)
+        first, last = head_walk(plan, *operands)
+        total = self.gates[..., 0 if self.r.reverse else C - 1] / LOG2E
+        if self.parts == 1:
+            return first, last, None
+        size = -(-self.chunks // self.parts)
+        total = jnp.pad(total, ((0, 0), (0, 0), (0, size * self.parts - self.chunks)))
+        total = total.reshape(self.N, self.H, self.parts, size).sum(3)
+        return first, last, total.transpose(0, 2, 1).reshape(-1, self.H, 1)
+
+    def starts(self, start, a, b, adjoint: bool):
+        """The state that enters every segment, [E, H, K, V]; None for zeros. start: of every sequence, [N, H, K, V]."""
+        if start is not None:
+            start = widen(jnp.swapaxes(widen(jnp.swapaxes(start.astype(jnp.float32), 2, 3), self.K), 2, 3), self.V)
+        if self.parts == 1:
+            return start
+        shape = (self.N, self.parts, self.H, self.K)
+        plan = self.plan(adjoint=adjoint, outputs=False)
+        _, own, log = self.walk(plan, a, b, None)
+        own, log = own.reshape(*shape, self.V), log.reshape(*shape[:3], -1, 1)
+        S = jnp.zeros_like(own[:, 0]) if start is None else start
+        entering = [S] * self.parts
+        order = range(self.parts - 1, -1, -1) if plan.descending else range(self.parts)
+        for part in order:
+            entering[part] = S
+            S = jnp.exp(log[:, part]) * S + own[:, part]
+        return jnp.stack(entering, 1).reshape(-1, self.H, self.K, self.V)
+
+    def chunkwise(self, d_output, before, behind):
+        """The operands of the kernels in which every chunk stands alone; packed, every chunk is a sequence of its own."""
+        gates = self.gates[0] if self.key else self.gates
+        if self.rows.begins is None:
+            return self.q, self.k, self.v, gates, d_output, self.scale, before, behind
+        q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (self.q, self.k, self.v, d_output))
+        gates = gates.reshape(self.chunks, C, *gates.shape[2:]) if self.key else gates[0].swapaxes(0, 1)[:, :, None]
+        scale = self.scale[self.sequence_of_chunk()]
+        return q, k, v, gates, d_output, scale, before[0][:, None], behind[0][:, None]
+
+    def sequence_of_chunk(self):
+        found = jnp.searchsorted(self.rows.begins, jnp.arange(self.chunks), side="right") - 1
+        return jnp.clip(found, 0, self.N - 1)
+
+    def tokens_only(self, dg):
+        """dg [B, H, chunks, C] or, packed, [chunks, H, 1, C], 0 where a row holds no token: it has no gate."""
+        if self.rows.begins is None:
+            held = np.arange(self.chunks * C).reshape(self.chunks, C) < self.r.q.shape[1]
+        else:
+            held = (self.rows.source >= 0).reshape(self.chunks, 1, 1, C)
+        return jnp.where(held, dg, 0)
+
+    def by_sequence(self, x):
+        """The sums over chunks of every sequence, [N, H], of x [B, chunks, H] or, packed, [chunks, 1, H]."""
+        if self.rows.begins is None:
+            return x.sum(1)
+        used = jnp.arange(self.chunks) < self.rows.begins[-1]
+        own = (self.sequence_of_chunk() == jnp.arange(self.N)[:, None]) & used  # a product: sums in a fixed order
+        return jnp.einsum(
+            "nc,ch->nh", own.astype(jnp.float32), jnp.where(used[:, None], x[:, 0], 0), precision="highest"
+        )
+
+    def ends(self, last, adjoint: bool):
+        """Of the last states of all segments, those at the end of a sequence's walk, at the widths of r."""
+        K, V = self.r.state_shape[2:]
+        last = last.reshape(self.N, self.parts, *last.shape[1:])
+        return last[:, 0 if self.r.reverse != adjoint else -1, :, :K, :V]
+
+
+def head_sums(gates, reverse: bool):
+    """[B, H, chunks, C] in float32: sums of log2 gates [B, rows, H] from where the walk enters each chunk."""
+    B, rows, H = gates.shape
+    gates = jnp.pad(jnp.maximum(gates, LOG_OF_ZERO) * LOG2E, ((0, 0), (0, -rows % C), (0, 0))).reshape(B, -1, C, H)
+    before = np.tri(C, dtype=np.float32)  # a product: a cumulative sum takes XLA several passes
+    return jnp.einsum("bcjh,ij->bhci", gates, before.T if reverse else before, precision="highest")
+
+
+def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
+    """One walk over every sequence, or over segments of them from the states that a walk before has found."""
+    p = Problem(r, config)
+    start = p.starts(r.initial_state, p.k, p.v, adjoint=False)
+    o, last, _ = p.walk(p.plan(start=start is not None), p.k, p.v, start)
+    return Outputs(p.rows.put(o)[..., : r.v.shape[3]], p.ends(last, adjoint=False))
+
+
+def chunked_vjp(r: Recurrence, d_output, d_final, config: HopperConfig) -> Recurrence:
+    """The states at both ends of every chunk, S walking forwards and dS backwards; then all chunks at once."""
+    p = Problem(r, config, square=True)
+    K, V, rows = r.q.shape[3], r.v.shape[3], (*p.q.shape[:2], p.H)
+    d_output = p.wide(d_output, p.V)
+    start, d_start = p.starts(r.initial_state, p.k, p.v, adjoint=False), p.starts(d_final, p.q, d_output, adjoint=True)
+    before, _, _ = p.walk(p.plan(outputs=False, states=True, start=start is not None), p.k, p.v, start)
+    against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None)
+    behind, d_initial, _ = p.walk(against, p.q, d_output, d_start)
+    form = gradient_key if p.key else gradient_head
+    operands = p.chunkwise(d_output, before, behind)
+    dq, dk, dv, dg, d_scale = form(*operands, reverse=r.reverse, programs=multiprocessors())
+    dq, dk, dv = (p.rows.put(x.reshape(*rows, -1)) for x in (dq, dk, dv))
+    decay = dict.fromkeys(("constant", "head", "key"))
+    if p.key:
+        decay["key"] = p.rows.put(dg.reshape(*rows, -1))[..., :K]
+    elif r.decay.form == "head":
+        dg = dg.transpose(0, 2, 3, 1).reshape(r.q.shape[0], -1, p.H)
+        decay["head"] = p.rows.put(dg)
+    elif r.decay.form == "constant":
+        decay["constant"] = p.by_sequence(p.tokens_only(dg).sum(3).transpose(0, 2, 1))
+    d = r.replace(
+        q=fold_heads(dq[..., :K].astype(jnp.float32), r.q.shape[2]),
+        k=fold_heads(dk[..., :K].astype(jnp.float32), r.k.shape[2]),
+        v=fold_heads(dv[..., :V].astype(jnp.float32), r.v.shape[2]),
+        decay=Decay(**decay),
+        initial_state=None if r.initial_state is None else p.ends(d_initial, adjoint=True),
+        boundaries=None,
+        scale=p.by_sequence(d_scale).sum(1),
+    )
+    return gradient_like(r, d)

@@ -1,0 +1,117 @@
+"""What the Hopper kernels share: tiles of 64 tokens in shared memory, products on them, sums of gates, exact factors.
+
+A chunk is 64 tokens, the rows of one warpgroup's product. Logarithms are natural in memory and to base 2 in registers.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax.kernels.pallas_gpu.plan import C
+
+HALF = C // 2
+LOG2E = math.log2(math.e)
+# e^-128 is 0 in float32. Gates below are cut there, so that -inf or -1e30 costs later differences no digits.
+LOG_OF_ZERO = -128.0
+# Up to e^60 a factor leaves bfloat16 and float32 (largest: e^88) room for q and k themselves.
+FAST_LIMIT = 60.0
+
+WGMMA = plgpu.Layout.WGMMA
+BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def tiled(*shape) -> plgpu.SMEM:
+    """Shared memory for bfloat16 tiles, laid out as the copy engine fills it and the tensor cores read it."""
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
+
+
+def transposed(ref):
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+
+
+def product(shape, *pairs) -> jax.Array:
+    """The sum of a @ b over the pairs, in float32; b, and a unless it is in registers, in shared memory."""
+
+    def scope(total):
+        for a, b in pairs:
+            plgpu.wgmma(total, a, b)
+        return total[...]
+
+    return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
+
+
+def added(total, *pairs) -> jax.Array:
+    """total + the sum of a @ b over the pairs."""
+
+    def scope(accumulator):
+        for a, b in pairs:
+            plgpu.wgmma(accumulator, a, b)
+
+    return pl.run_state(scope)(plgpu.ACC.init(total))
+
+
+def iota(shape, axis) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+
+
+def read(ref, layout=WGMMA) -> jax.Array:
+    """What a part of shared memory holds, in float32."""
+    return plgpu.load(ref, layout=layout).astype(jnp.float32)
+
+
+def by_row(x, shape) -> jax.Array:
+    """x [m] along the columns of [m, n]."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def by_column(x, shape) -> jax.Array:
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def zeros(shape, layout=WGMMA) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def indicator(condition) -> jax.Array:
+    """A matrix of 0 and 1 as an operand of a product."""
+    return jnp.where(condition, 1.0, 0.0).astype(jnp.bfloat16)
+
+
+def walking(reverse: bool):
+    """The place of every row and of every column of a [C, C] matrix in the order in which the recurrence walks."""
+    i, j = iota((C, C), 0), iota((C, C), 1)
+    return (C - 1 - i, C - 1 - j) if reverse else (i, j)
+
+
+def middle_matrix(reverse: bool) -> jax.Array:
+    """Row i sums the gates from the chunk's middle through token i, negatively before it."""
+    i, j = walking(reverse)
+    after, before = (j >= HALF) & (j <= i), (j < HALF) & (j > i)
+    return (jnp.where(after, 1.0, 0.0) - jnp.where(before, 1.0, 0.0)).astype(jnp.bfloat16)
+
+
+def halves(reverse: bool) -> jax.Array:
+    """[C, C]: column 0 sums what comes before the chunk's middle, column 1 the rest."""
+    i, _ = walking(reverse)
+    column = iota((C, C), 1)
+    return indicator(((i < HALF) & (column == 0)) | ((i >= HALF) & (column == 1)))
+
+
+def column_of(x, index: int) -> jax.Array:
+    """x[:, index], by row."""
+    return jnp.sum(jnp.where(iota(x.shape, 1) == index, x, 0.0), axis=1)
+
+
+def halving(level, reverse: bool):
+    """The pairs of tokens in the later and the earlier half of one block of 64 >> level tokens, and the matrix that sums the
+    gates between a token and the middle of its block: no pair's reference lies outside it, so exponents are <= 0."""
+    i, j = walking(reverse)
+    size = C.bit_length() - 1 - level
+    middle = ((i >> size) << size) + (1 << (size - 1))
+    matrix = indicator(((i >= middle) & (j >= middle) & (j <= i)) | ((i < middle) & (i < j) & (j < middle)))
+    return (i >= middle) & (j < middle) & (i >> size == j >> size), matrix
