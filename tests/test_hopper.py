@@ -31,7 +31,15 @@ def distance(a, b):
     return np.linalg.norm(a - b) / (np.linalg.norm(b) or 1)
 
 
-@pytest.mark.parametrize("case", CASES)
+MARKS = {
+    "head, segments": [pytest.mark.fast],
+    "key, float32 gates": [
+        pytest.mark.xfail(reason="3.52e-3: four roundings to bfloat16 (docs/hopper.md)", strict=True)
+    ],
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=MARKS.get(c, [])) for c in CASES])
 def test_against_the_reference(case, monkeypatch):
     check(monkeypatch, **CASES[case])
 

@@ -14,7 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax.kernels.pallas_gpu.gradient_tiles import CHUNK, SWIZZLED, Walk, half
+from glax.kernels.pallas_gpu.gradient_tiles import (
+    CHUNK,
+    Walk,
+    half,
+)
+from glax.kernels.pallas_gpu.tiles import SWIZZLED
 
 SLOTS = 2  # chunks in shared memory: one in work, one on its way
 

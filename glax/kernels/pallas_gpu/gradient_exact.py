@@ -10,8 +10,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax.kernels.pallas_gpu.gradient_fast import around, bf16, finish
 from glax.kernels.pallas_gpu.gradient_tiles import (
     LEVELS,
-    LOG_OF_ZERO,
-    WGMMA,
     exp,
     half,
     kept,
@@ -21,6 +19,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     transposed,
     zeros,
 )
+from glax.kernels.pallas_gpu.tiles import LOG_OF_ZERO, WGMMA
 
 
 def chunk(n, m, c):

@@ -5,9 +5,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu.gradient_tiles import (
-    FAST_LIMIT,
-    LOG2E,
-    WGMMA,
     accumulator,
     added,
     after,
@@ -20,6 +17,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     tile,
     transposed,
 )
+from glax.kernels.pallas_gpu.tiles import FAST_LIMIT, LOG2E, WGMMA
 
 bf16 = jnp.bfloat16
 

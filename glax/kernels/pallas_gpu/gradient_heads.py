@@ -22,8 +22,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax.kernels.pallas_gpu.gradient import SLOTS, Sizes, compute, launch, load, pipeline, scratch, warpgroups
 from glax.kernels.pallas_gpu.gradient_fast import around, bf16, store
 from glax.kernels.pallas_gpu.gradient_tiles import (
-    BY_COLUMN,
-    BY_ROW,
     CHUNK,
     accumulator,
     added,
@@ -37,6 +35,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     tokens,
     transposed,
 )
+from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW
 
 TILES = ("q", "k", "v", "do")
 SUMS = (

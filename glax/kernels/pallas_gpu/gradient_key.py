@@ -31,7 +31,11 @@ from glax.kernels.pallas_gpu.gradient import (
     scratch,
     warpgroups,
 )
-from glax.kernels.pallas_gpu.gradient_tiles import CHUNK, halves, tokens
+from glax.kernels.pallas_gpu.gradient_tiles import (
+    CHUNK,
+    halves,
+    tokens,
+)
 
 TILES = ("q", "k", "v", "g", "do")
 
