@@ -11,7 +11,7 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 SAY_JAX := from importlib.metadata import version; print("Testing with JAX", version("jax"))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast lint sanitize tpu triton clean
+.PHONY: help demo test fast lint sanitize tpu triton hopper clean
 
 help:
 	@echo "make demo      run the demo                          ARGS: what follows 'glax demo'"
@@ -21,6 +21,7 @@ help:
 	@echo "make sanitize  the native kernels' own tests, with the compiler's sanitizers and for arm64"
 	@echo "make tpu       the TPU kernels, by the TPU compiler     ARGS: --few, a minute instead of five"
 	@echo "make triton    the GPU kernels in Triton's interpreter, and compiled; needs Python 3.12"
+	@echo "make hopper    the Hopper kernels in the interpreter, and compiled; needs Python 3.12"
 	@echo "make clean     remove environments, builds, caches and outputs"
 	@echo
 	@echo "PYTHON=$(PYTHON) makes the environment VENV=$(VENV); JOBS=$(JOBS) test processes run at a time."
@@ -60,6 +61,16 @@ triton: $(STAMP)
 	  { $(APART) build/part $(TRITON) jax-cuda13-plugin==$$jax && mv build/part build/triton-$$jax; }
 	@export PYTHONPATH=build/triton-$$($(BIN)/python -c '$(JAX_VERSION)') && \
 	  $(BIN)/python -m pytest -n $(JOBS) tests/test_triton.py $(ARGS) && $(BIN)/python -m pytest tests/test_triton_compile.py
+
+# The plugin of CUDA compiles with no GPU here, and with NVIDIA's compiler beside it.
+NVCC := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88
+hopper: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) tests/test_hopper.py tests/test_hopper_gradient.py $(ARGS)
+	@jax=$$($(BIN)/python -c '$(JAX_VERSION)') && test -d build/hopper-$$jax || \
+	  { $(APART) build/part jax-cuda13-plugin==$$jax jax-cuda13-pjrt==$$jax $(NVCC) && mv build/part build/hopper-$$jax; }
+	@mkdir -p build/hopper-dump
+	@PYTHONPATH=build/hopper-$$($(BIN)/python -c '$(JAX_VERSION)') JAX_PLATFORMS=cpu MOSAIC_GPU_DUMP_TO=build/hopper-dump \
+	  MOSAIC_GPU_DUMP_PTX=1 MOSAIC_GPU_DUMP_PTXAS=1 $(BIN)/python -m pytest -s tests/test_hopper_compile.py
 
 # The stamp is newer than what the environment was made from; without it a run would install again each time.
 # An environment without a working pip (an interrupted run, a Python since removed) is made again.
