@@ -2,7 +2,7 @@
 
 python benchmarks/gpu.py                                            # B4 T2048 H16 D128, a gate a channel, bfloat16
 python benchmarks/gpu.py --shape 1,32768,8,128 --gate head --json   # a line of JSON a table's row
-python benchmarks/gpu.py --turn /tmp/turn                           # several at once: all compile, one at a time is timed
+python benchmarks/gpu.py --turn turn.lock                           # several at once: all compile, one at a time is timed
 python benchmarks/gpu.py --quick                                    # fla-core tunes itself in short runs, not in minutes
 
 fla-core runs from PyTorch, each of its calls launched from Python, as its users launch it. Both are timed in turn, many calls
