@@ -43,10 +43,18 @@ BUDGETS = {
     ("forward", "key", 64): (0, 124),
     ("forward", "head", 128): (0,),
     ("forward", "head", 64): (0,),
-    ("gradient", "key", 128): (0, 0, 0, 0, 148, 684),  # 140 on JAX 0.11, 148 on 0.12
+    ("gradient", "key", 128): (0, 0, 0, 0, 152, 684),
     ("gradient", "head", 128): (0, 0, 36),
     ("gradient", "head", 64): (0, 0, 0),
 }
+
+
+def waits_for_registers(ptx: str, at_launch: int) -> bool:
+    """Whether warpgroups ask for more registers than their program was launched with: they would wait for ever."""
+    asked = {way: int(count) for way, count in re.findall(r"setmaxnreg\.(dec|inc)\S* (\d+);", ptx)}
+    warpgroups = int(re.search(r"maxntid (\d+)", ptx).group(1)) // 128
+    giving = warpgroups // 2 if warpgroups == 4 else 1  # scalers, or the one that loads
+    return bool(asked) and giving * asked["dec"] + (warpgroups - giving) * asked["inc"] > warpgroups * at_launch
 
 
 def compiled(what: str, gate: str, width: int) -> list[dict]:
@@ -80,6 +88,7 @@ def compiled(what: str, gate: str, width: int) -> list[dict]:
                 shared=int(re.search(r"smem_scratch_bytes=(\d+)", resources).group(1)),
                 products="wgmma.mma_async" in ptx,
                 copies="cp.async.bulk.tensor" in ptx,
+                waits=waits_for_registers(ptx, int(re.search(r"Used (\d+) registers", report.read_text()).group(1))),
             )
         )
     return found
@@ -91,6 +100,7 @@ def test_within_budget(case):
     print(case, found)
     assert all(x["products"] and x["copies"] for x in found)
     assert all(x["shared"] <= 232_448 for x in found)
+    assert not any(x["waits"] for x in found)
     spilled = sorted(x["spilled"] for x in found)
     assert len(spilled) == len(BUDGETS[case])
     assert all(a <= b for a, b in zip(spilled, BUDGETS[case], strict=True)), spilled
