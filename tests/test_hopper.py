@@ -31,12 +31,7 @@ def distance(a, b):
     return np.linalg.norm(a - b) / (np.linalg.norm(b) or 1)
 
 
-MARKS = {
-    "head, segments": [pytest.mark.fast],
-    "key, float32 gates": [
-        pytest.mark.xfail(reason="3.52e-3: four roundings to bfloat16 (docs/hopper.md)", strict=True)
-    ],
-}
+MARKS = {"head, segments": [pytest.mark.fast]}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=MARKS.get(c, [])) for c in CASES])

@@ -10,14 +10,13 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     after,
     columns,
     half,
-    high_part,
     kept,
     meet,
     product,
     tile,
     transposed,
 )
-from glax.kernels.pallas_gpu.tiles import FAST_LIMIT, LOG2E, WGMMA
+from glax.kernels.pallas_gpu.tiles import FAST_LIMIT, LOG2E, WGMMA, high_part
 
 bf16 = jnp.bfloat16
 

@@ -101,11 +101,6 @@ def kept(mask, x, other=0.0):
     return lax.optimization_barrier(jnp.where(mask, x, other)).astype(jnp.bfloat16)
 
 
-def high_part(x):
-    """The bits of float32 x that bfloat16 has."""
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
-
-
 def halves(reverse: bool):
     """[8, 64]: ones over the tokens of the first half, ones over those of the second, and nothing."""
     row, j = (lax.broadcasted_iota(jnp.int32, (8, CHUNK), d) for d in (0, 1))

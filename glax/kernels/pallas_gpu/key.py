@@ -3,9 +3,10 @@
 With M_i the sum of log decays from a chunk's middle through token i, L of its first half and R of its second:
 
     q^_i = q_i e^{M_i},  k^_j = k_j e^{-M_j},  S' = e^L S
-    o_i  = scale * (q^_i^T S' + sum_{j <= i} (q^_i . k^_j) v_j)          S_out = e^R (S' + sum_j k^_j v_j^T)
+    o_i  = scale * (q^_i^T S' + (q_i . k_i) v_i + sum_{j < i} (q^_i . k^_j) v_j)          S_out = e^R (S' + sum_j k^_j v_j^T)
 
-so two exponentials an element serve every product. They are safe while |M| <= 60; a program that saw more walks its
+so two exponentials an element serve every product. A token's score with itself, the largest where gates are strong, is
+formed of q and k before they are rounded, and scores have 16 bits: two terms in bfloat16. They are safe while |M| <= 60; a program that saw more walks its
 segment again in the exact form, which forms no exponent above 0.
 
 A program has a segment of one sequence, one head and 64 columns of the state a warpgroup. A last warpgroup fetches. The
@@ -42,11 +43,12 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
     ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
 
     scalers = K // 64
-    crowded = W + scalers > 3
+    # Registers of a thread that scales and one that computes: together no more than the program is launched with.
+    few, many = {4: (80, 176), 3: (128, 240), 2: (None, None)}[W + scalers]
 
     def body(
         table_g, q_g, a_g, b_g, g_g, scale_g, start_g, out_g, last_g, log_g, reach_g,
-        q_s, a_s, b_s, g_s, S_s, sums_s, halves_s, given, gates_given, ready, free, gates_free, met,
+        q_s, a_s, b_s, g_s, S_s, sums_s, own_s, halves_s, given, gates_given, ready, free, gates_free, met,
     ):  # fmt: skip
         program, me = lax.axis_index("program"), lax.axis_index("warpgroup")
         block, h, e = program % blocks, program // blocks % H, program // (blocks * H)
@@ -72,8 +74,8 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
 
         @pl.when(me >= W)
         def _scaling():
-            if crowded:
-                plgpu.set_max_registers(88, action="decrease")
+            if few:
+                plgpu.set_max_registers(few, action="decrease")
             middle, share = tiles.middle_matrix(w.reverse), me - W
             part = pl.ds(share * 64, 64)
 
@@ -115,6 +117,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 plgpu.barrier_wait(given.at[slot])
                 if w.outputs:
                     qt = q_s.at[slot, :, part]
+                    own_s[slot, share] = jnp.sum(read(qt) * read(at), axis=1)
                     qt[...] = (read(qt) * jnp.exp2(M)).astype(BF16)
                 x = read(at) * jnp.exp2(M if w.adjoint else -M)
                 at[...] = (x * factor if w.adjoint else x).astype(BF16)
@@ -131,8 +134,8 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
 
         @pl.when(me < W)
         def _computing():
-            if crowded:
-                plgpu.set_max_registers(168, action="increase")
+            if many:
+                plgpu.set_max_registers(many, action="increase")
             i, j = tiles.walking(w.reverse)
             mine, b_mine = pl.ds((block * W + me) * 64, 64), pl.ds(me * 64, 64)
             o_s = S_s.at[me, pl.ds(0, C)]
@@ -196,8 +199,10 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                     return scores[...], entered
 
                 P, S = pl.run_scoped(scored, plgpu.ACC((C, C), jnp.float32))
-                P = jnp.where(i >= j, P, 0.0).astype(BF16)
-                o = product((C, 64), (qt, S_s.at[me]), (P, bt))
+                own = sum(plgpu.load(own_s.at[slot, share], layout=BY_ROW) for share in range(scalers))
+                P = jnp.where(i > j, P, jnp.where(i == j, by_row(own, P.shape), 0.0))
+                high = tiles.high_part(P)
+                o = product((C, 64), (qt, S_s.at[me]), (high.astype(BF16), bt), ((P - high).astype(BF16), bt))
                 S = tiles.added(S, (transposed(at), bt))
                 plgpu.barrier_arrive(free.at[slot])
                 write(o, step)
@@ -232,6 +237,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
             tiled(2, w.terms, C, K),
             tiled(W, K, 64),
             plgpu.SMEM((stages, 2, K), jnp.float32),
+            plgpu.SMEM((stages, scalers, C), jnp.float32),
             tiled(C, C),
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=w.terms, num_barriers=2),

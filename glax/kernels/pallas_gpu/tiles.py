@@ -77,6 +77,11 @@ def zeros(shape, layout=WGMMA) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
+def high_part(x):
+    """The bits of float32 x that bfloat16 has."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
+
+
 def indicator(condition) -> jax.Array:
     """A matrix of 0 and 1 as an operand of a product."""
     return jnp.where(condition, 1.0, 0.0).astype(jnp.bfloat16)

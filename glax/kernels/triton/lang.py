@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import warnings
 
 # What kernels were measured with. Triton 3.10 changes the default, and 3.9 warns of it where this is unset.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -29,5 +30,8 @@ def launch(kernel, programs: int, operands, outputs, *, warps: int, stages: int,
     options = dict(num_warps=warps, num_stages=stages) | {OUTPUTS: shapes}
     if in_place:
         options["input_output_aliases"] = in_place
-    results = jax_triton.triton_call(*operands, kernel=kernel, grid=(programs,), **options, **constants)
+    with warnings.catch_warnings():
+        # jax-triton 0.4 would have references instead, which 0.3 does not know.
+        warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
+        results = jax_triton.triton_call(*operands, kernel=kernel, grid=(programs,), **options, **constants)
     return [varying_like(x, operands[0]) for x in results]
