@@ -6,7 +6,7 @@ With G_i the sum of a chunk's log gates through token i, L of all of them:
     S_out = e^L S + sum_j k_j (e^{L - G_j} v_j)^T
 
 No factor's exponent is above 0 for gates <= 0, so one form is exact for all. No gate is a gate of 0, a constant one that
-of every token.
+of every token. The warpgroups are those of `key`, but that nothing is scaled ahead of them: one only fetches.
 """
 
 import jax
@@ -29,17 +29,19 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
     """
     B, T = a.shape[:2]
     E, blocks = table.shape[0], w.V // w.columns
-    W, stages, H, K = w.warpgroups, w.stages, w.H, w.K
+    W, stages, H, K = w.consumers, w.stages, w.H, w.K
     chunks = -(-T // C)
     ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
 
     def body(
         table_g, q_g, a_g, b_g, G_g, scale_g, start_g, out_g, last_g,
-        q_s, a_s, b_s, G_s, S_s, scaled_s, given, free,
+        q_s, a_s, b_s, G_s, S_s, scaled_s, o_s, given, free, entered, taken,
     ):  # fmt: skip
         program, me = lax.axis_index("program"), lax.axis_index("warpgroup")
         block, h, e = program % blocks, program // blocks % H, program // (blocks * H)
         batch, first, count, n = (table_g[e, i] for i in range(4))
+        factor, last_token = scale_g[n], 0 if w.reverse else C - 1
+        wide = pl.ds(block * w.columns, w.columns)
 
         def chunk(step):
             return first + (count - 1 - step if w.descending else step)
@@ -51,7 +53,6 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
         def _fetching():
             if W > 1:
                 plgpu.set_max_registers(40, action="decrease")
-            wide = pl.ds(block * w.columns, w.columns)
 
             @pl.loop(0, count)
             def _(step):
@@ -67,56 +68,83 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
                     plgpu.copy_gmem_to_smem(tokens(q_g, hq, step), q_s.at[slot], given.at[slot])
                 plgpu.copy_gmem_to_smem(tokens(b_g, hb, step, wide), b_s.at[slot], given.at[slot])
 
+        def carrying(mine, b_mine, scaled, enter):
+            """The state through all chunks, [K, columns]: enter(S, step) has it before each."""
+
+            def walk(step, S):
+                slot = lax.rem(step, jnp.int32(stages))
+                plgpu.barrier_wait(given.at[slot])
+                enter(S, step)
+                G, last = plgpu.load(G_s.at[slot], layout=BY_ROW), G_s[slot, last_token]
+                x = read(b_s.at[slot, :, b_mine])
+                x = x * by_row(jnp.exp2(G) * factor if w.adjoint else jnp.exp2(last - G), x.shape)
+                scaled[...] = x.astype(BF16)
+                plgpu.commit_smem()
+                S = tiles.added(S * jnp.exp2(last), (transposed(a_s.at[slot]), scaled))
+                plgpu.barrier_arrive(free.at[slot])
+                return S
+
+            S = zeros((K, mine.size))
+            if w.start:
+                S = plgpu.load(start_g.at[e, h, :, mine], layout=tiles.WGMMA, optimized=False)
+            last_g[e, h, :, mine] = lax.fori_loop(0, count, walk, S)
+
+        def own_columns():
+            """A warpgroup of a walk without outputs."""
+            mine = pl.ds((block * W + me) * 64, 64)
+
+            def enter(S, step):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and until all warps are done with the step before
+                if w.states:
+                    S_s[me] = S.astype(BF16)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(S_s.at[me], out_g.at[batch, chunk(step), h, :, mine])
+
+            carrying(mine, pl.ds(me * 64, 64), scaled_s.at[me], enter)
+            plgpu.wait_smem_to_gmem(0)
+
+        def state():
+            def enter(S, step):
+                pl.when(step > 0)(lambda: plgpu.barrier_wait(taken))
+                S_s[...] = S.astype(BF16)
+                plgpu.commit_smem()  # and until all warps are done with the step before
+                plgpu.barrier_arrive(entered)
+
+            carrying(wide, pl.ds(0, w.columns), scaled_s, enter)
+
+        def outputs():
+            i, j = tiles.walking(w.reverse)
+
+            @pl.loop(0, count)
+            def _(step):
+                slot = lax.rem(step, jnp.int32(stages))
+                qt, at, bt = q_s.at[slot], a_s.at[slot], b_s.at[slot]
+                plgpu.barrier_wait(given.at[slot])
+                P = tiles.product((C, C), (qt, transposed(at)))
+                G = plgpu.load(G_s.at[slot], layout=BY_ROW)
+                to = by_column(plgpu.load(G_s.at[slot], layout=BY_COLUMN, optimized=False), (C, C))
+                P = P * jnp.exp2(jnp.where(i >= j, by_row(G, (C, C)) - to, -jnp.inf))
+                plgpu.barrier_wait(entered)
+                o = tiles.product((C, w.columns), (qt, S_s))
+                plgpu.barrier_arrive(taken)
+                o = tiles.added(o * by_row(jnp.exp2(G), o.shape), (P.astype(BF16), bt))
+                plgpu.barrier_arrive(free.at[slot])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                o_s[...] = (o * factor).astype(BF16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(o_s, tokens(out_g, 1, step, wide))
+
+            plgpu.wait_smem_to_gmem(0)
+
         @pl.when(me < W)
         def _computing():
             if W > 1:
                 plgpu.set_max_registers(232, action="increase")
-            i, j = tiles.walking(w.reverse)
-            mine, b_mine = pl.ds((block * W + me) * 64, 64), pl.ds(me * 64, 64)
-            o_s, scaled, factor = S_s.at[me, pl.ds(0, C)], scaled_s.at[me], scale_g[n]
-
-            def walk(step, S):
-                slot = lax.rem(step, jnp.int32(stages))
-                at, bt = a_s.at[slot], b_s.at[slot, :, b_mine]
-                plgpu.barrier_wait(given.at[slot])
-                G = plgpu.load(G_s.at[slot], layout=BY_ROW)
-                last = G_s[slot, 0 if w.reverse else C - 1]
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and until all warps are done with the step before
-                if w.outputs or w.states:
-                    S_s[me] = S.astype(BF16)
-                x = read(bt) * by_row(jnp.exp2(G) * factor if w.adjoint else jnp.exp2(last - G), (C, 64))
-                scaled[...] = x.astype(BF16)
-                plgpu.commit_smem()
-                if w.states:
-                    plgpu.copy_smem_to_gmem(S_s.at[me], out_g.at[batch, chunk(step), h, :, mine])
-                if w.outputs:
-                    qt = q_s.at[slot]
-
-                    def entered(o):
-                        plgpu.wgmma(o, qt, S_s.at[me])
-                        scores = tiles.product((C, C), (qt, transposed(at)))
-                        return o[...], scores
-
-                    o, scores = pl.run_scoped(entered, plgpu.ACC((C, 64), jnp.float32))
-                    to = by_column(plgpu.load(G_s.at[slot], layout=BY_COLUMN), (C, C))
-                    scores = scores * jnp.exp2(jnp.where(i >= j, by_row(G, (C, C)) - to, -jnp.inf))
-                    o = tiles.added(o * by_row(jnp.exp2(G), o.shape), (scores.astype(BF16), bt))
-                S = tiles.added(S * jnp.exp2(last), (transposed(at), scaled))
-                plgpu.barrier_arrive(free.at[slot])
-                if w.outputs:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    o_s[...] = (o * factor).astype(BF16)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(o_s, tokens(out_g, 1, step, mine))
-                return S
-
-            def begin():
-                if w.start:
-                    return plgpu.load(start_g.at[e, h, :, mine], layout=tiles.WGMMA, optimized=False)
-                return zeros((K, 64))
-
-            last_g[e, h, :, mine] = lax.fori_loop(0, count, walk, begin())
-            plgpu.wait_smem_to_gmem(0)
+            if w.outputs:
+                pl.when(me == 0)(outputs)
+                pl.when(me == 1)(state)
+            else:
+                own_columns()
 
     if w.outputs:
         first_output = jax.ShapeDtypeStruct((B, T, H, w.V), BF16)
@@ -132,12 +160,15 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
         scratch_types=[
             tiled(stages, C, K) if w.outputs else tiled(1, C, 64),
             tiled(stages, C, K),
-            tiled(stages, C, 64 * W),
+            tiled(stages, C, w.columns),
             plgpu.SMEM((stages, C), jnp.float32),
-            tiled(W, K, 64),
-            tiled(W, C, 64),
+            tiled(K, w.columns) if w.outputs else tiled(W, K, 64),
+            tiled(C, w.columns) if w.outputs else tiled(W, C, 64),
+            tiled(C, w.columns) if w.outputs else tiled(8, 64),
             plgpu.Barrier(num_arrivals=4 if w.outputs else 3, num_barriers=stages),
             plgpu.Barrier(num_arrivals=W, num_barriers=stages),
+            plgpu.Barrier(),
+            plgpu.Barrier(),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(table, q, a, b, G, scale, start)

@@ -9,8 +9,9 @@ so two exponentials an element serve every product. A token's score with itself,
 formed of q and k before they are rounded, and scores have 16 bits: two terms in bfloat16. They are safe while |M| <= 60; a program that saw more walks its
 segment again in the exact form, which forms no exponent above 0.
 
-A program has a segment of one sequence, one head and 64 columns of the state a warpgroup. A last warpgroup fetches. The
-warpgroups share q^ and k^: each forms a part of K.
+A program has a segment of one sequence, one head and 64 or 128 columns of the state. Some of its warpgroups scale, each 64
+channels of K, ahead of those that multiply: one has the state and hands S' to the other, which forms scores and outputs while
+the next state is formed. Walks without outputs have a warpgroup for every 64 columns.
 """
 
 import functools
@@ -38,17 +39,17 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
     """
     B, T = a.shape[:2]
     E, blocks = table.shape[0], w.V // w.columns
-    W, stages, H, K = w.warpgroups, w.stages, w.H, w.K
+    W, stages, H, K = w.consumers, w.stages, w.H, w.K
     chunks = -(-T // C)
     ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
 
     scalers = K // 64
     # Registers of a thread that scales and one that computes: together no more than the program is launched with.
-    few, many = {4: (80, 176), 3: (128, 240), 2: (None, None)}[W + scalers]
+    few, many = {(2, 2): (80, 176), (1, 2): (88, 208), (2, 1): (128, 240), (1, 1): (168, 240)}[scalers, W]
 
     def body(
         table_g, q_g, a_g, b_g, g_g, scale_g, start_g, out_g, last_g, log_g, reach_g,
-        q_s, a_s, b_s, g_s, S_s, sums_s, own_s, halves_s, given, gates_given, ready, free, gates_free, met,
+        q_s, a_s, b_s, g_s, S_s, o_s, sums_s, own_s, halves_s, given, gates_given, ready, free, gates_free, met, entered, taken,
     ):  # fmt: skip
         program, me = lax.axis_index("program"), lax.axis_index("warpgroup")
         block, h, e = program % blocks, program // blocks % H, program // (blocks * H)
@@ -67,15 +68,29 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
 
         def fetch(step, slot):
             plgpu.copy_gmem_to_smem(tokens(a_g, ha, step), a_s.at[slot], given.at[slot])
-            if w.outputs:
-                plgpu.copy_gmem_to_smem(tokens(q_g, hq, step), q_s.at[slot], given.at[slot])
             wide = pl.ds(block * w.columns, w.columns)
             plgpu.copy_gmem_to_smem(tokens(b_g, hb, step, wide), b_s.at[slot], given.at[slot])
 
+        def fetch_q(step, slot):
+            plgpu.copy_gmem_to_smem(tokens(q_g, hq, step), q_s.at[slot], given.at[slot])
+
+        def fill(fetching):
+            """The first chunks that shared memory holds."""
+            for slot in range(stages):
+                pl.when(slot < count)(functools.partial(fetching, slot, slot))
+
+        def refill(step):
+            """Fetches into the tiles that the step before has left, once all are done with them."""
+            slot = lax.rem(step - 1, jnp.int32(stages))
+
+            @pl.when((step > 0) & (step - 1 + stages < count))
+            def _():
+                plgpu.barrier_wait(free.at[slot])
+                fetch(step - 1 + stages, slot)
+
         @pl.when(me >= W)
         def _scaling():
-            if few:
-                plgpu.set_max_registers(few, action="decrease")
+            plgpu.set_max_registers(few, action="decrease")
             middle, share = tiles.middle_matrix(w.reverse), me - W
             part = pl.ds(share * 64, 64)
 
@@ -132,85 +147,102 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 log_g[e, h, part] = log
                 reach_g[e, h, part] = reach
 
-        @pl.when(me < W)
-        def _computing():
-            if many:
-                plgpu.set_max_registers(many, action="increase")
-            i, j = tiles.walking(w.reverse)
-            mine, b_mine = pl.ds((block * W + me) * 64, 64), pl.ds(me * 64, 64)
-            o_s = S_s.at[me, pl.ds(0, C)]
+        def carrying(mine, use):
+            """The state through all chunks, [K, columns]: use(S', sums of gates, step) for each."""
+            plgpu.set_max_registers(many, action="increase")
 
-            def begin():
-                if w.start:
-                    return plgpu.load(start_g.at[e, h, :, mine], layout=tiles.WGMMA, optimized=False)
-                return zeros((K, 64))
-
-            def keep(S, step):
-                """Hands the state that enters a chunk to the copy engine."""
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                S_s[me] = S.astype(BF16)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(S_s.at[me], out_g.at[batch, chunk(step), h, :, mine])
-
-            def write(o, step):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and until all warps have read the state there
-                o_s[...] = (o * factor).astype(BF16)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_s, tokens(out_g, 1, step, mine))
-
-            @pl.when(me == 0)
-            def _():
-                for slot in range(stages):
-                    pl.when(slot < count)(functools.partial(fetch, slot, slot))
-
-            def refill(step):
-                """Fetches into the tile that the step before has left, once all are done with it."""
-                slot = lax.rem(step - 1, jnp.int32(stages))
-
-                @pl.when((me == 0) & (step > 0) & (step - 1 + stages < count))
-                def _():
-                    plgpu.barrier_wait(free.at[slot])
-                    fetch(step - 1 + stages, slot)
-
-            def fast(step, carry):
+            def walk(step, carry):
                 S, tail = carry
                 slot = lax.rem(step, jnp.int32(stages))
-                refill(step)
-                at, bt = a_s.at[slot], b_s.at[slot, :, b_mine]
                 plgpu.barrier_wait(ready.at[slot])
                 ahead, after = (plgpu.load(sums_s.at[slot, side], layout=BY_ROW) for side in (w.adjoint, not w.adjoint))
                 if w.states:
                     S = S * by_row(jnp.exp2(tail * LOG2E), S.shape)
                     keep(S, step)
                     tail = zeros((K,), BY_ROW)
-                enter = by_row(jnp.exp2((tail + ahead) * LOG2E), S.shape)
-                if not w.outputs:
-                    S = tiles.added(S * enter, (transposed(at), bt))
-                    plgpu.barrier_arrive(free.at[slot])
-                    return S, after
-                qt = q_s.at[slot]
+                return use(S * by_row(jnp.exp2((tail + ahead) * LOG2E), S.shape), step, slot), after
 
-                def scored(scores):
-                    plgpu.wgmma(scores, qt, transposed(at))
-                    entered = S * enter
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    S_s[me] = entered.astype(BF16)
-                    plgpu.commit_smem()
-                    return scores[...], entered
+            S = zeros((K, mine.size))
+            if w.start:
+                S = plgpu.load(start_g.at[e, h, :, mine], layout=tiles.WGMMA, optimized=False)
+            S, tail = lax.fori_loop(0, count, walk, (S, zeros((K,), BY_ROW)))
+            last_g[e, h, :, mine] = S * by_row(jnp.exp2(tail * LOG2E), S.shape)
 
-                P, S = pl.run_scoped(scored, plgpu.ACC((C, C), jnp.float32))
+        def keep(S, step):
+            """Hands the state that enters a chunk to the copy engine."""
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            S_s[me] = S.astype(BF16)
+            plgpu.commit_smem()
+            mine = pl.ds((block * W + me) * 64, 64)
+            plgpu.copy_smem_to_gmem(S_s.at[me], out_g.at[batch, chunk(step), h, :, mine])
+
+        def own_columns():
+            """A warpgroup of a walk without outputs."""
+            pl.when(me == 0)(lambda: fill(fetch))
+
+            def use(S, step, slot):
+                pl.when(me == 0)(lambda: refill(step))
+                S = tiles.added(S, (transposed(a_s.at[slot]), b_s.at[slot, :, pl.ds(me * 64, 64)]))
+                plgpu.barrier_arrive(free.at[slot])
+                return S
+
+            carrying(pl.ds((block * W + me) * 64, 64), use)
+
+        def state():
+            """The warpgroup that has the state where there are outputs."""
+            fill(fetch)
+
+            def use(S, step, slot):
+                pl.when(step > 0)(lambda: plgpu.barrier_wait(taken))
+                S_s[...] = S.astype(BF16)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(entered)
+                refill(step)
+                S = tiles.added(S, (transposed(a_s.at[slot]), b_s.at[slot]))
+                plgpu.barrier_arrive(free.at[slot])
+                return S
+
+            carrying(pl.ds(block * w.columns, w.columns), use)
+
+        def outputs():
+            """The warpgroup that forms scores and outputs; these leave through the tile of q where they fit it."""
+            plgpu.set_max_registers(many, action="increase")
+            i, j = tiles.walking(w.reverse)
+            fill(fetch_q)
+
+            @pl.loop(0, count)
+            def _(step):
+                slot, before = (lax.rem(x, jnp.int32(stages)) for x in (step, step - 1))
+                qt, at, bt = q_s.at[slot], a_s.at[slot], b_s.at[slot]
+                plgpu.barrier_wait(ready.at[slot])
                 own = sum(plgpu.load(own_s.at[slot, share], layout=BY_ROW) for share in range(scalers))
+                P = product((C, C), (qt, transposed(at)))
                 P = jnp.where(i > j, P, jnp.where(i == j, by_row(own, P.shape), 0.0))
                 high = tiles.high_part(P)
-                o = product((C, 64), (qt, S_s.at[me]), (high.astype(BF16), bt), ((P - high).astype(BF16), bt))
-                S = tiles.added(S, (transposed(at), bt))
+                o = product((C, w.columns), (high.astype(BF16), bt), ((P - high).astype(BF16), bt))
                 plgpu.barrier_arrive(free.at[slot])
-                write(o, step)
-                return S, after
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is written has left the tile before
 
-            S, tail = lax.fori_loop(0, count, fast, (begin(), zeros((K,), BY_ROW)))
-            last_g[e, h, :, mine] = S * by_row(jnp.exp2(tail * LOG2E), S.shape)
+                @pl.when((step > 0) & (step - 1 + stages < count))
+                def _():
+                    fetch_q(step - 1 + stages, before)
+
+                plgpu.barrier_wait(entered)
+                o = tiles.added(o, (qt, S_s))
+                plgpu.barrier_arrive(taken)
+                o_tile = qt if w.columns == K else o_s
+                plgpu.commit_smem()  # all warps are done with q
+                o_tile[...] = (o * factor).astype(BF16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(o_tile, tokens(out_g, 1, step, pl.ds(block * w.columns, w.columns)))
+
             plgpu.wait_smem_to_gmem(0)
+
+        if w.outputs:
+            pl.when(me == 0)(outputs)
+            pl.when(me == 1)(state)
+        else:
+            pl.when(me < W)(own_columns)
 
     tile_q = (stages, C, K) if w.outputs else (1, C, 64)
     copies = 3 if w.outputs else 2
@@ -233,9 +265,10 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
         scratch_types=[
             tiled(*tile_q),
             tiled(stages, C, K),
-            tiled(stages, C, 64 * W),
+            tiled(stages, C, w.columns),
             tiled(2, w.terms, C, K),
-            tiled(W, K, 64),
+            tiled(K, w.columns) if w.outputs else tiled(W, K, 64),
+            tiled(C, w.columns) if w.outputs and w.columns < K else tiled(8, 64),
             plgpu.SMEM((stages, 2, K), jnp.float32),
             plgpu.SMEM((stages, scalers, C), jnp.float32),
             tiled(C, C),
@@ -245,6 +278,8 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
             plgpu.Barrier(num_arrivals=W, num_barriers=stages),
             plgpu.Barrier(num_arrivals=scalers, num_barriers=2),
             plgpu.Barrier(num_arrivals=scalers),
+            plgpu.Barrier(),
+            plgpu.Barrier(),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(table, q, a, b, g, scale, start)

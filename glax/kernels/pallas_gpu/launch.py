@@ -118,7 +118,7 @@ class Problem:
 
     def plan(self, **flags) -> Walk:
         terms = len(self.gates) if self.key else 1
-        return Walk(self.H, self.K, self.V, reverse=self.r.reverse, warpgroups=self.columns // 64, terms=terms, **flags)
+        return Walk(self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, terms=terms, **flags)
 
     def walk(self, plan: Walk, a, b, start):
         """The first result, the last states [E, H, K, V] and the log decays [E, H, K or 1] of every segment."""

@@ -10,7 +10,7 @@ class Walk:
     """What a walk is compiled for. outputs: o and q, else the states at every chunk (`states`) or only the last.
 
     adjoint: of dL/dS against time, from q and d_output in place of k and v. Heads of a, b and q divide H.
-    terms: arrays of bfloat16 of which gates a key channel are the sum.
+    terms: arrays of bfloat16 of which gates a key channel are the sum. columns: of the state in a program, 64 or 128.
     """
 
     H: int
@@ -21,7 +21,7 @@ class Walk:
     outputs: bool = True
     states: bool = False
     start: bool = False
-    warpgroups: int = 2
+    columns: int = 128
     terms: int = 1
 
     @property
@@ -34,5 +34,6 @@ class Walk:
         return self.reverse != self.adjoint
 
     @property
-    def columns(self) -> int:
-        return 64 * self.warpgroups
+    def consumers(self) -> int:
+        """Warpgroups that multiply: one for the outputs and one for the state, or one for 64 columns of the state."""
+        return 2 if self.outputs else self.columns // 64
