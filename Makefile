@@ -32,11 +32,11 @@ demo: $(STAMP)
 
 test: lint
 	@$(BIN)/python -c '$(SAY_JAX)'
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 fast: $(STAMP)
 	@$(BIN)/python -c '$(SAY_JAX)'
-	$(BIN)/python -m pytest -n $(JOBS) -m fast $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m fast $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -60,12 +60,12 @@ triton: $(STAMP)
 	@jax=$$($(BIN)/python -c '$(JAX_VERSION)') && test -d build/triton-$$jax || \
 	  { $(APART) build/part $(TRITON) jax-cuda13-plugin==$$jax && mv build/part build/triton-$$jax; }
 	@export PYTHONPATH=build/triton-$$($(BIN)/python -c '$(JAX_VERSION)') && \
-	  $(BIN)/python -m pytest -n $(JOBS) tests/test_triton.py $(ARGS) && $(BIN)/python -m pytest tests/test_triton_compile.py
+	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_triton.py $(ARGS) && $(BIN)/python -m pytest tests/test_triton_compile.py
 
 # The plugin of CUDA compiles with no GPU here, and with NVIDIA's compiler beside it.
 NVCC := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88
 hopper: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) tests/test_hopper.py tests/test_hopper_gradient.py $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_hopper.py tests/test_hopper_gradient.py $(ARGS)
 	@jax=$$($(BIN)/python -c '$(JAX_VERSION)') && test -d build/hopper-$$jax || \
 	  { $(APART) build/part jax-cuda13-plugin==$$jax jax-cuda13-pjrt==$$jax $(NVCC) && mv build/part build/hopper-$$jax; }
 	@mkdir -p build/hopper-dump

@@ -1,18 +1,21 @@
 """Sequence parallelism on the devices of one host: forward and gradient of one long sequence on 1, 2, 4, ... of them.
 
-    python benchmarks/parallel.py                       # B1 T131072 H16 K=V=128 bfloat16
+    python benchmarks/parallel.py                       # B1 T131072 H16 K=V=128 bfloat16, a gate a key channel
     python benchmarks/parallel.py --gates retention     # a state that never dies
     python benchmarks/parallel.py --ways correct wait   # both sides of the rule `corrects` in glax/parallel/sequence.py
 
 gates: log-sigmoid and mild (a sixteenth of it) a key channel, head: mild a head; retention: fixed, a head; none. One line
 for each of them and each number of devices: time, speed-up over one device with the same kernels, and how far output and
-gradients are from that one's. --json FILE adds a record of versions, device and times. Arrays stay on devices.
+gradients are from that one's; meanwhile, on stderr, each stage and the seconds it took. Gates of one form are compiled for
+each number of devices once. --json FILE adds a record of versions, device and times. Arrays stay on devices.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import statistics
+import sys
 import time
 
 import jax
@@ -27,24 +30,39 @@ from glax.parallel import sequence
 GATES = ("log-sigmoid", "mild", "head", "retention", "none")
 
 
-@jax.jit(static_argnums=range(5))
-def inputs(gates: str, T: int, heads: int, width: int, dtype: str) -> tuple[dict[str, jax.Array], jax.Array]:
-    """What `recurrent` is given, and the output's cotangent."""
-    shape = (1, T, heads, width)
-    q, k, v, weight = (jax.random.normal(jax.random.key(i), shape, dtype) for i in range(4))
-    log = lambda shape: jax.nn.log_sigmoid(jax.random.normal(jax.random.key(4), shape))  # noqa: E731
+@contextlib.contextmanager
+def stage(name: str):
+    """Says what is about to be done, and once it is, how long it took."""
+    print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
+    began = time.perf_counter()
+    yield
+    print(f"{time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+
+
+@jax.jit(static_argnums=range(4))
+def tensors(T: int, heads: int, width: int, dtype: str) -> tuple[dict[str, jax.Array], jax.Array]:
+    """What `recurrent` is given beside gates, and the output's cotangent."""
+    *qkv, weight = (jax.random.normal(jax.random.key(i), (1, T, heads, width), dtype) for i in range(4))
+    return dict(zip(("query", "key", "value"), qkv, strict=True)), weight
+
+
+@jax.jit(static_argnums=(0, 1))
+def logs(shape: tuple[int, ...], dtype: str, divisor: float) -> jax.Array:
+    return (jax.nn.log_sigmoid(jax.random.normal(jax.random.key(4), shape)) / divisor).astype(dtype)
+
+
+def gate(gates: str, T: int, heads: int, width: int, dtype: str) -> dict[str, jax.Array]:
     match gates:
         case "log-sigmoid":
-            gate = dict(gk=log(shape).astype(dtype))
+            return dict(gk=logs((1, T, heads, width), dtype, 1.0))
         case "mild":
-            gate = dict(gk=(log(shape) / 16).astype(dtype))
+            return dict(gk=logs((1, T, heads, width), dtype, 16.0))
         case "head":
-            gate = dict(g=(log(shape[:3]) / 16).astype(dtype))
+            return dict(g=logs((1, T, heads), dtype, 16.0))
         case "retention":
-            gate = dict(g_gamma=jnp.log1p(-jnp.exp2(-5.0 - jnp.arange(heads))))
+            return dict(g_gamma=jnp.log1p(-jnp.exp2(-5.0 - jnp.arange(heads))))
         case "none":
-            gate = {}
-    return dict(query=q, key=k, value=v, **gate), weight
+            return {}
 
 
 def forward_and_gradient(f, given, weight):
@@ -60,19 +78,27 @@ def compiled(mesh, way: str, given, weight):
     f = glax.recurrent if way == "alone" else spread
     run = jax.jit(functools.partial(forward_and_gradient, f))
     if way in ("alone", "rule"):
-        return run.lower(given, weight).compile()
+        return traced_and_compiled(run, given, weight)
     rule, sequence.corrects = sequence.corrects, lambda *_, **__: way == "correct"
     try:
         jax.clear_caches()  # of what was traced by the rule
-        return run.lower(given, weight).compile()
+        return traced_and_compiled(run, given, weight)
     finally:
         sequence.corrects = rule
         jax.clear_caches()
 
 
+def traced_and_compiled(run, *arguments):
+    with stage("  tracing and lowering"):  # Triton compiles here
+        lowered = run.lower(*arguments)
+    with stage("  compiling"):
+        return lowered.compile()
+
+
 def timed(run, arguments, repeats: int) -> tuple[float, tuple]:
     """Median seconds of a call, and what it returns."""
-    result = jax.block_until_ready(run(*arguments))
+    with stage("  the first call"):
+        result = jax.block_until_ready(run(*arguments))
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -97,17 +123,23 @@ def main():
     for flag, default in (("--T", 131072), ("--heads", 16), ("--width", 128), ("--repeats", 10)):
         parser.add_argument(flag, type=int, default=default, help="default: %(default)s")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--gates", nargs="+", default=GATES[:3], choices=GATES, help="default: the first three")
+    parser.add_argument("--gates", nargs="+", default=GATES[:2], choices=GATES, help="default: the first two")
     parser.add_argument("--ways", nargs="+", default=["rule"], choices=["rule", "correct", "wait"])
     parser.add_argument("--json", help="where to add a line for each of the gates with what was measured")
     arguments = parser.parse_args()
 
-    ways = [(1, "alone"), *((n, way) for n in (2, 4, 8) if n <= jax.device_count() for way in arguments.ways)]
-    runs = {}  # gates of one form share what is compiled
     began = time.perf_counter()
+    with stage("devices"):
+        device = jax.devices()[0].device_kind
+    ways = [(1, "alone"), *((n, way) for n in (2, 4, 8) if n <= jax.device_count() for way in arguments.ways)]
+    shape = arguments.T, arguments.heads, arguments.width, arguments.dtype
+    with stage("query, key, value and the cotangent"):
+        qkv, weight = jax.block_until_ready(tensors(*shape))
+    runs = {}  # gates of one form share what is compiled
     for gates in arguments.gates:
-        given = inputs(gates, arguments.T, arguments.heads, arguments.width, arguments.dtype)
-        record = dict(jax=jax.__version__, glax=glax.__version__, device=jax.devices()[0].device_kind)
+        with stage(f"{gates}: gates"):
+            given = qkv | jax.block_until_ready(gate(gates, *shape)), weight
+        record = dict(jax=jax.__version__, glax=glax.__version__, device=device)
         record |= vars(arguments) | dict(gates=gates, measured=[])
         reference = alone = None
         for n, way in ways:
@@ -115,14 +147,16 @@ def main():
                 continue  # not written for decays of the head alone
             mesh = jax.make_mesh((n,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:n])
             lie = lambda x, mesh=mesh: NamedSharding(mesh, P() if x.ndim == 1 else P(None, "sequence"))  # noqa: E731
-            operands = jax.device_put(given, jax.tree.map(lie, given))
+            with stage(f"{gates}: {n} devices, {way}: arrays to their places"):
+                operands = jax.block_until_ready(jax.device_put(given, jax.tree.map(lie, given)))
             form = n, way, str(jax.tree.map(jax.typeof, given))
             runs[form] = runs[form] if form in runs else compiled(mesh, way, *operands)
             seconds, result = timed(runs[form], operands, arguments.repeats)
             reference, alone = reference or result, alone or seconds
-            off = errors(result, jax.device_put(reference, jax.tree.map(lie, reference)))
+            with stage("  errors"):
+                off = errors(result, jax.device_put(reference, jax.tree.map(lie, reference)))
+                output_off, gradient_off = float(off[0]), max(map(float, jax.tree.leaves(off[1])))
             del result
-            output_off, gradient_off = float(off[0]), max(map(float, jax.tree.leaves(off[1])))
             row = dict(devices=n, way=way, seconds=seconds, output_error=output_off, gradient_error=gradient_off)
             record["measured"].append(row)
             print(

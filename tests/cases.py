@@ -64,24 +64,24 @@ def inputs(case: Case, strength: str, seed: int = 0) -> dict[str, jax.Array]:
     arrays = dict(
         query=rng.normal(size=(B, T, Hq, K)), key=rng.normal(size=(B, T, Hk, K)), value=rng.normal(size=(B, T, Hv, V))
     )
-    arrays = {name: jnp.asarray(x, case.dtype) for name, x in arrays.items()}
     shapes = dict(g=(B, T, H), g_gamma=(case.num_sequences, H), gk=(B, T, H, K), gv=(B, T, H, V))
-    arrays |= {name: jnp.asarray(gate(rng, shapes[name], strength), case.gate_dtype) for name in case.gates}
+    arrays |= {name: gate(rng, shapes[name], strength) for name in case.gates}
     if case.cuts is not None:
-        rowwise = [name for name in arrays if name != "g_gamma"]
-        arrays |= {name: arrays[name].at[:, case.cuts[-1] :].set(jnp.nan) for name in rowwise}
+        for name in arrays.keys() - {"g_gamma"}:
+            arrays[name][:, case.cuts[-1] :] = np.nan
     if case.state_dtype is not None:
-        arrays["initial_state"] = jnp.asarray(rng.normal(size=(case.num_sequences, H, K, V)), case.state_dtype)
-    return arrays
+        arrays["initial_state"] = rng.normal(size=(case.num_sequences, H, K, V))
+    dtypes = dict.fromkeys(("query", "key", "value"), case.dtype) | dict(initial_state=case.state_dtype)
+    return {name: jnp.asarray(x.astype(dtypes.get(name, case.gate_dtype))) for name, x in arrays.items()}
 
 
 def cotangents(case: Case, r: Recurrence, seed: int = 1):
     """dL/doutput and dL/dfinal_state; NaN in padding rows, which nobody may read."""
     rng = np.random.default_rng(seed)
-    d_output = jnp.asarray(rng.normal(size=(*r.q.shape[:2], *r.state_shape[1::2])), r.q.dtype)
+    d_output = rng.normal(size=(*r.q.shape[:2], *r.state_shape[1::2]))
     if case.cuts is not None:
-        d_output = d_output.at[:, case.cuts[-1] :].set(jnp.nan)
-    return d_output, jnp.asarray(rng.normal(size=r.state_shape), r.dtype)
+        d_output[:, case.cuts[-1] :] = np.nan
+    return jnp.asarray(d_output.astype(r.q.dtype)), jnp.asarray(rng.normal(size=r.state_shape).astype(r.dtype))
 
 
 def recurrence(case: Case, strength: str, seed: int = 0) -> Recurrence:

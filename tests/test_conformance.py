@@ -14,7 +14,7 @@ from glax.kernels import load_kernels
 from glax.kernels.xla.chunked import ChunkedConfig
 from glax.recurrence import Outputs, Recurrence
 from glax.reference import reference, reference_gradient
-from glax.registry import Backend, KernelSpec, kernel_registry
+from glax.registry import Backend, Config, KernelSpec, kernel_registry
 from tests.cases import EXTREME, Case, all_cases, cotangents, recurrence
 from tests.close import assert_gradients_close, assert_outputs_close
 
@@ -41,25 +41,42 @@ def has_chunks(spec: KernelSpec) -> bool:
     return "chunk" in {field.name for field in dataclasses.fields(spec.config)}
 
 
+# Walked once for all kernels: a case's tests follow one another.
+@functools.lru_cache(maxsize=16)
+def wanted(case: Case, strength: str) -> tuple[Recurrence, Outputs]:
+    r = recurrence(case, strength)
+    return r, reference(r)
+
+
+@functools.lru_cache(maxsize=16)
+def wanted_gradient(case: Case, strength: str) -> tuple[Recurrence, tuple, Recurrence]:
+    r = recurrence(case, strength)
+    d = cotangents(case, r)
+    return r, d, reference_gradient(r, *d)
+
+
 def check_forward(case: Case, run):
     for strength in case.strengths:
-        r = recurrence(case, strength)
-        assert_outputs_close(r, run(r), reference(r), extreme=strength in EXTREME)
+        r, want = wanted(case, strength)
+        assert_outputs_close(r, run(r), want, extreme=strength in EXTREME)
 
 
 def check_gradient(case: Case, run):
     for strength in case.strengths:
-        r = recurrence(case, strength)
-        d = cotangents(case, r)
-        assert_gradients_close(r, run(r, *d), reference_gradient(r, *d), extreme=strength in EXTREME)
+        r, d, want = wanted_gradient(case, strength)
+        assert_gradients_close(r, run(r, *d), want, extreme=strength in EXTREME)
+
+
+@functools.cache
+def jitted(spec: KernelSpec, config: Config):
+    return jax.jit(functools.partial(spec.run, config=config))
 
 
 def compiled(case: Case, spec: KernelSpec):
     r = recurrence(case, case.strengths[0])
     if (reason := spec.refusal(r, None)) is not None:
         pytest.skip(f"{spec.name} refuses: {reason}")
-    config = spec.config.heuristic(r) if case.chunk is None else spec.config(chunk=case.chunk)
-    return jax.jit(functools.partial(spec.run, config=config))
+    return jitted(spec, spec.config.heuristic(r) if case.chunk is None else spec.config(chunk=case.chunk))
 
 
 @on_each(FORWARD)
@@ -95,18 +112,18 @@ def test_float64():
             for spec in FORWARD:
                 if spec.refusal(recurrence(case, "mild")) is None:
                     config = spec.config(16) if spec.config is ChunkedConfig else spec.config()
-                    check_forward(case, jax.jit(functools.partial(spec.run, config=config)))
+                    check_forward(case, jitted(spec, config))
             case = dataclasses.replace(case, strengths=("log-sigmoid", "mild", "0", "-20", "-100 on 5%"))
             for spec in BACKWARD:
                 if spec.refusal(recurrence(case, "mild")) is None:
-                    check_gradient(case, jax.jit(functools.partial(spec.run, config=spec.config(16))))
+                    check_gradient(case, jitted(spec, spec.config(16)))
 
 
 # ---- the suite itself can fail ---------------------------------------------------------------------------------------
 
-sound = jax.jit(functools.partial(kernel_registry.kernels["chunked/xla/any"].run, config=ChunkedConfig(32)))
-sound_gradient = jax.jit(
-    functools.partial(kernel_registry.kernels["chunked.vjp/xla/any"].run, config=ChunkedConfig(32))
+# With the config guessed for the cases below, so compiled for them already.
+sound, sound_gradient = (
+    jitted(kernel_registry.kernels[f"{name}/xla/any"], ChunkedConfig(32)) for name in ("chunked", "chunked.vjp")
 )
 
 
@@ -124,7 +141,7 @@ def swapped_gates(r: Recurrence) -> Outputs:
 
 
 def dropped_initial_state(r: Recurrence) -> Outputs:
-    return sound(r.replace(initial_state=None))
+    return sound(r.replace(initial_state=jnp.zeros_like(r.initial_state)))
 
 
 def final_state_of_wrong_sequence(r: Recurrence) -> Outputs:
