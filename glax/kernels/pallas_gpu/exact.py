@@ -109,7 +109,8 @@ def exact_walk(w, table, far, q, a, b, g, scale, start, out, last, log):
                     x = read(a_s.at[:, part]) * factors(part)
                     a_s[:, part] = (x * factor if w.adjoint else x).astype(BF16)
                     plgpu.commit_smem()
-                    sums = product((64, C), *((transposed(g_s.at[term, :, part]), halves_s) for term in range(w.terms)))
+                    of = [transposed(g_s.at[term, :, part]) for term in range(w.terms)]
+                    sums = product((64, 8), *((g, tiles.by_halves(halves_s)) for g in of))
                     totals.append(tiles.column_of(sums, 0) + tiles.column_of(sums, 1))
                     S = state(part) * by_row(jnp.exp2(totals[-1] * LOG2E), (64, 64))
                     S_s[part] = tiles.added(S, (transposed(a_s.at[:, part]), b_s))

@@ -5,9 +5,9 @@ With M_i the sum of log decays from a chunk's middle through token i, L of its f
     q^_i = q_i e^{M_i},  k^_j = k_j e^{-M_j},  S' = e^L S
     o_i  = scale * (q^_i^T S' + (q_i . k_i) v_i + sum_{j < i} (q^_i . k^_j) v_j)          S_out = e^R (S' + sum_j k^_j v_j^T)
 
-so two exponentials an element serve every product. A token's score with itself, the largest where gates are strong, is
-formed of q and k before they are rounded, and scores have 16 bits: two terms in bfloat16. They are safe while |M| <= 60; a program that saw more walks its
-segment again in the exact form, which forms no exponent above 0.
+so two exponentials an element serve every product. They are safe while |M| <= 60; a program that saw more walks its segment
+again in the exact form, which forms no exponent above 0. A token's score with itself, the largest where gates are strong, is
+formed of q and k before they are rounded, and scores have 16 bits: two terms in bfloat16.
 
 A program has a segment of one sequence, one head and 64 or 128 columns of the state. Some of its warpgroups scale, each 64
 channels of K, ahead of those that multiply: one has the state and hands S' to the other, which forms scores and outputs while
@@ -45,7 +45,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
 
     scalers = K // 64
     # Registers of a thread that scales and one that computes: together no more than the program is launched with.
-    few, many = {(2, 2): (80, 176), (1, 2): (88, 208), (2, 1): (128, 240), (1, 1): (168, 240)}[scalers, W]
+    few, many = {(2, 2): (88, 168), (1, 2): (88, 208), (2, 1): (128, 240), (1, 1): (168, 240)}[scalers, W]
 
     def body(
         table_g, q_g, a_g, b_g, g_g, scale_g, start_g, out_g, last_g, log_g, reach_g,
@@ -112,14 +112,19 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 slot, gate_slot = lax.rem(step, jnp.int32(stages)), lax.rem(step, jnp.int32(2))
                 at, gates = a_s.at[slot, :, part], [g_s.at[gate_slot, term, :, part] for term in range(w.terms)]
                 plgpu.barrier_wait(gates_given.at[gate_slot])
-                # [64, C]: of every channel, the sum over the first half of the chunk, over the second, and zeros
-                sums = product((64, C), *((transposed(g), halves_s) for g in gates))
+
+                def summed(M, halves):
+                    for g in gates:
+                        plgpu.wgmma(halves, transposed(g), tiles.by_halves(halves_s))
+                        plgpu.wgmma(M, middle, g)
+                    return M[...], halves[...]
+
+                # [C, 64]; [64, 8]: of every channel, the sum over the first half of the chunk, over the second, and zeros
+                M, sums = pl.run_scoped(summed, plgpu.ACC((C, 64)), plgpu.ACC((64, 8)))
                 for side in (0, 1):
                     half = tiles.column_of(sums, side)
                     sums_s[slot, side, part] = half
                     log = log + half
-                # [C, 64]
-                M = product((C, 64), *((middle, g) for g in gates))
                 plgpu.barrier_arrive(gates_free.at[gate_slot])
 
                 @pl.when((share == 0) & (step + 2 < count))

@@ -101,10 +101,15 @@ def middle_matrix(reverse: bool) -> jax.Array:
 
 
 def halves(reverse: bool) -> jax.Array:
-    """[C, C]: column 0 sums what comes before the chunk's middle, column 1 the rest."""
-    i, _ = walking(reverse)
-    column = iota((C, C), 1)
-    return indicator(((i < HALF) & (column == 0)) | ((i >= HALF) & (column == 1)))
+    """[C, C]: row 0 sums what comes before the chunk's middle, row 1 the rest; `by_halves` reads these alone."""
+    row, j = iota((C, C), 0), iota((C, C), 1)
+    first, second = (1, 0) if reverse else (0, 1)
+    return indicator(((j < HALF) & (row == first)) | ((j >= HALF) & (row == second)))
+
+
+def by_halves(ref):
+    """What `halves` wrote, as the right side of a product of 8 columns."""
+    return transposed(ref.at[pl.ds(0, 8)])
 
 
 def column_of(x, index: int) -> jax.Array:
