@@ -170,5 +170,5 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
             plgpu.Barrier(),
             plgpu.Barrier(),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=tiles.PARAMS,
     )(table, q, a, b, G, scale, start)

@@ -121,10 +121,8 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
 
                 # [C, 64]; [64, 8]: of every channel, the sum over the first half of the chunk, over the second, and zeros
                 M, sums = pl.run_scoped(summed, plgpu.ACC((C, 64)), plgpu.ACC((64, 8)))
-                for side in (0, 1):
-                    half = tiles.column_of(sums, side)
-                    sums_s[slot, side, part] = half
-                    log = log + half
+                ends = [tiles.column_of(sums, side) for side in (0, 1)]
+                log = log + ends[0] + ends[1]
                 plgpu.barrier_arrive(gates_free.at[gate_slot])
 
                 @pl.when((share == 0) & (step + 2 < count))
@@ -134,7 +132,9 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
 
                 reach = jnp.maximum(reach, jnp.max(jnp.abs(M), axis=1))
                 M = M * LOG2E
-                plgpu.barrier_wait(given.at[slot])
+                plgpu.barrier_wait(given.at[slot])  # and so until all are done with what is written here next
+                for side, end in enumerate(ends):
+                    sums_s[slot, side, part] = end
                 if w.outputs:
                     qt = q_s.at[slot, :, part]
                     own_s[slot, share] = jnp.sum(read(qt) * read(at), axis=1)
@@ -286,7 +286,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
             plgpu.Barrier(),
             plgpu.Barrier(),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=tiles.PARAMS,
     )(table, q, a, b, g, scale, start)
     # a gate of -inf may show in the sums alone, and as NaN, for which no comparison holds
     far = jnp.any(~((reach <= tiles.FAST_LIMIT) & (log > -1e30)), axis=2).astype(jnp.int32)

@@ -23,6 +23,8 @@ FAST_LIMIT = 60.0
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+# A warpgroup meets where the kernels say so: by itself Pallas would let it meet around every store to shared memory.
+PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 
 def tiled(*shape) -> plgpu.SMEM:
