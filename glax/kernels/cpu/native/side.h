@@ -24,9 +24,11 @@ struct Side {
 
   void take(Scratch& scratch, int64_t block) {
     for (float** rows : {&logs, &sums, &rests, &products, &inverses, &entries}) *rows = scratch.floats(block * across());
-    carry = scratch.floats(across()), rest = scratch.floats(across());
     fresh = reinterpret_cast<bool*>(scratch.floats(block * tiles()));
+    take_own(scratch);
   }
+  // What outlives a block.
+  void take_own(Scratch& scratch) { carry = scratch.floats(across()), rest = scratch.floats(across()); }
 
   void begin(float largest) { limit = largest, forget(); }
   void forget() {
