@@ -95,12 +95,13 @@ struct Task {
   int64_t width;
 };
 
-// How many heads a task walks side by side: as many as their states leave room for in the second cache, and as leave every thread a
-// few tasks.
+// How many heads a task walks side by side: as many as their states leave room for in the second cache and as leave every thread a
+// few tasks, but one where a token's row is so short that nothing is gained.
 inline int64_t heads_together(const Problem& p, int64_t tasks, int64_t threads) {
-  constexpr int64_t room = 1 << 18, few = 2;  // bytes; tasks a thread
-  const int64_t fit = room / std::max<int64_t>(1, 4 * p.K * p.V), spare = tasks / (few * threads);
-  return std::clamp<int64_t>(std::min(fit, spare), 1, std::min(Heads::most, std::max<int64_t>(1, p.H)));
+  constexpr int64_t room = 1 << 19, few = 2, short_row = 2048;  // bytes; tasks a thread; bytes
+  if (p.H * std::max(p.K * p.k.bytes(), p.V * p.v.bytes()) < short_row) return 1;
+  const int64_t fit = room / (4 * p.K * p.V), spare = tasks / (few * threads);
+  return std::clamp<int64_t>(std::min(fit, spare), 1, std::min(Heads::most, p.H));
 }
 
 template <class Pool>
