@@ -7,6 +7,10 @@ inline Rows rows_of(const Problem& p, const Tensor& x, const Piece& n, int64_t h
   return {data, stride, x.type, width, factor};
 }
 
+inline Rows written_rows_of(const Problem& p, const Tensor& x, const Piece& n, int64_t h, int64_t first, int64_t width, float factor = 1) {
+  return rows_of(p, x, n, h, first, width, factor).to_write(p.B * p.T * x.heads * x.width * x.bytes());
+}
+
 inline Order order_of(const Problem& p, const Piece& n) {
   return p.reverse ? Order{n.first + n.length - 1, n.length, -1, false} : Order{n.first, n.length, 1, false};
 }
@@ -74,18 +78,18 @@ inline void forward(const Problem& p, const Piece& n, Heads heads, int64_t first
     const int64_t h = heads.first + i;
     walks(i).begin(n.initial ? n.initial + state(i) : nullptr, p.V, 1);
     walks(i).operands = {rows_of(p, p.k, n, h, 0, p.K), rows_of(p, p.q, n, h, 0, p.K, p.scale[n.sequence]),
-                         rows_of(p, p.v, n, h, first, width), {}, {}, {rows_of(p, p.output, n, h, first, width)}};
+                         rows_of(p, p.v, n, h, first, width), {}, {}, {written_rows_of(p, p.output, n, h, first, width)}};
   }
   walk_side_by_side<Sums::after>(
       heads.count(), walks, order_of(p, n), true,
       [&](int64_t i, int64_t j, int64_t, int64_t t) {
         const Walk& walk = walks(i);
-        const Rows& output = walk.operands.written[0];
-        narrow(walk.y_block + j * walk.across(), output.at(t), output.type, width);
+        walk.operands.written[0].write(walk.y_block + j * walk.across(), t);
       },
       [&](int64_t i) {
         if (n.final_state) walks(i).end(n.final_state + state(i), p.V, 1);
       });
+  streams_end();
 }
 
 // What the piece's own tokens leave in the state, walking with time and, where the piece has d_initial, in dL/dS against it; and
@@ -144,8 +148,8 @@ inline void edges(const Problem& p, const Piece& n, Heads heads, int64_t first, 
 struct Columns {
   Rows a, b, x, z;
   Rows y_out, dx_out;           // where y_out.factor * (y + own x) and dx + own z go; no data: nowhere
-  float* d_channels = nullptr;  // the gate's gradient at token 0: a number a column, or ...
-  float* d_scalar = nullptr;    // ... one for each group of columns, `partial` floats apart
+  Rows d_channels;              // the gate's gradient: a number a column, or ...
+  float* d_scalar = nullptr;    // ... at token 0, one for each group of columns, `partial` floats apart
   int64_t d_stride = 0;         // floats from token to token
   int64_t partial = 0;
   float* d_constant = nullptr;  // the sum of d_scalar over tokens, for each group, `heads` floats apart
@@ -160,7 +164,7 @@ struct Columns {
   float *scale_sums, *states;
 
   bool walks_forward() const { return y_out.data || gated() || d_scale; }
-  bool gated() const { return d_channels || d_scalar; }
+  bool gated() const { return d_channels.data || d_scalar; }
 
   void take(Scratch& scratch, const Walk& walk, int64_t stretches) {
     const int64_t width = walk.columns.width, groups = (width + group - 1) / group;
@@ -192,8 +196,8 @@ struct Columns {
       store(scale_sums + g * LANES, load(scale_sums + g * LANES) + scale_sum);
       if (d_scalar) d_scalar[g * partial + t * d_stride] = sum(gate_sum);
     }
-    if (d_channels) narrow(terms, gradient_rows(walk).at(t), Type::f32, walk.columns.width);
-    if (y_out.data) narrow(y, y_out.at(t), y_out.type, walk.columns.width);
+    if (d_channels.data) d_channels.write(terms, t);
+    if (y_out.data) y_out.write(y, t);
   }
 
   // Token t walked against time.
@@ -214,13 +218,14 @@ struct Columns {
         total[g] += running[g];
       }
     }
-    if (d_channels) {
-      float* d = d_channels + t * d_stride;
+    if (d_channels.data) {
       const float* from_y = walk.more.row(w);
+      double* sums = running;
 #pragma GCC ivdep
-      for (int64_t i = 0; i < walk.columns.width; ++i) d[i] = float(running[i] += double(from_y[i]) - double(terms[i]));
+      for (int64_t i = 0; i < walk.columns.width; ++i) terms[i] = float(sums[i] += double(from_y[i]) - double(terms[i]));
+      d_channels.write(terms, t);
     }
-    narrow(dx, dx_out.at(t), dx_out.type, walk.columns.width);
+    dx_out.write(dx, t);
   }
 
   void keep_state(const Walk& walk, int64_t i) { __builtin_memcpy(states + i * walk.state_size(), walk.state, walk.state_size() * 4); }
@@ -231,17 +236,13 @@ struct Columns {
     for (int64_t c = 0; c < walk.columns.width; ++c) {
       const float* s = states + i * walk.state_size() + (walk.place(0, c) - walk.state);
       for (int64_t r = 0; r < walk.rows.width; ++r)
-        running[d_channels ? c : c / group] += double(s[walk.place(r, c) - walk.place(0, c)]) * double(*walk.place(r, c));
+        running[d_channels.data ? c : c / group] += double(s[walk.place(r, c) - walk.place(0, c)]) * double(*walk.place(r, c));
     }
   }
 
   void end() const {
     for (int64_t g = 0; d_constant && g * group < z.width; ++g) d_constant[g * heads] = float(total[g]);
     for (int64_t g = 0; d_scale && g * group < z.width; ++g) d_scale[g * heads] = sum(load(scale_sums + g * LANES));
-  }
-
-  Rows gradient_rows(const Walk& walk) const {
-    return {reinterpret_cast<char*>(d_channels), d_stride * 4, Type::f32, walk.columns.width};
   }
 };
 
@@ -259,7 +260,7 @@ inline void gradient_of_columns(Walks& walks, int64_t heads, const Order& order,
     for (int64_t h = 0; h < heads; ++h) {
       const Columns& c = columns[h];
       walks(h).begin(c.initial, by_row, by_column);
-      walks(h).operands = {c.a, c.b, c.x, c.z, {}, {c.y_out, c.gradient_rows(walks(h))}};
+      walks(h).operands = {c.a, c.b, c.x, c.z, {}, {c.y_out, c.d_channels}};
     }
     for (int64_t i = 0; i < stretches; ++i)
       walk_side_by_side<Sums::before>(
@@ -273,7 +274,7 @@ inline void gradient_of_columns(Walks& walks, int64_t heads, const Order& order,
   for (int64_t h = 0; h < heads; ++h) {
     const Columns& c = columns[h];
     walks(h).begin(c.d_final, by_row, by_column);
-    walks(h).operands = {c.b, c.a, c.z, c.x, c.gradient_rows(walks(h)), {c.dx_out}};
+    walks(h).operands = {c.b, c.a, c.z, c.x, c.d_channels, {c.dx_out}};
   }
   for (int64_t i = stretches; i-- > 0;) {
     const Order here = part(i);
@@ -287,6 +288,12 @@ inline void gradient_of_columns(Walks& walks, int64_t heads, const Order& order,
     if (columns[h].d_initial) walks(h).end(columns[h].d_initial, by_row, by_column);
     columns[h].end();
   }
+  streams_end();
+}
+
+// Of [B, T, H, channels] gradients of a gate.
+inline Rows gate_rows_of(const Problem& p, float* x, const Piece& n, int64_t h, int64_t channels, int64_t first, int64_t width) {
+  return written_rows_of(p, {reinterpret_cast<char*>(x), Type::f32, p.H, channels}, n, h, first, width);
 }
 
 inline void gradient_of_keys(const Problem& p, const Piece& n, Heads heads, int64_t first, int64_t last, void* memory) {
@@ -299,10 +306,10 @@ inline void gradient_of_keys(const Problem& p, const Piece& n, Heads heads, int6
     Columns& c = columns[h - heads.first];
     c.a = rows_of(p, p.v, n, h, 0, p.V), c.b = rows_of(p, p.d_output, n, h, 0, p.V);
     c.x = rows_of(p, p.k, n, h, first, width), c.z = rows_of(p, p.q, n, h, first, width, p.scale[n.sequence]);
-    c.y_out = rows_of(p, p.dq, n, h, first, width, p.scale[n.sequence]), c.dx_out = rows_of(p, p.dk, n, h, first, width);
+    c.y_out = written_rows_of(p, p.dq, n, h, first, width, p.scale[n.sequence]), c.dx_out = written_rows_of(p, p.dk, n, h, first, width);
     c.partial = p.B * p.T * p.H, c.heads = p.pieces * p.H;
     if (p.d_key) {
-      c.d_channels = p.d_key + row * p.K + first, c.d_stride = p.H * p.K;
+      c.d_channels = gate_rows_of(p, p.d_key, n, h, p.K, first, width);
     } else if (p.d_head) {
       c.d_scalar = p.d_head + first / group * c.partial + row, c.d_stride = p.H;
     }
@@ -323,9 +330,8 @@ inline void gradient_of_values(const Problem& p, const Piece& n, Heads heads, in
     Columns& c = columns[h - heads.first];
     c.a = rows_of(p, p.k, n, h, 0, p.K), c.b = rows_of(p, p.q, n, h, 0, p.K, p.scale[n.sequence]);
     c.x = rows_of(p, p.v, n, h, first, width), c.z = rows_of(p, p.d_output, n, h, first, width);
-    c.dx_out = rows_of(p, p.dv, n, h, first, width);
-    c.d_stride = p.H * p.V;
-    if (p.d_value) c.d_channels = p.d_value + (n.example * p.T * p.H + h) * p.V + first;
+    c.dx_out = written_rows_of(p, p.dv, n, h, first, width);
+    if (p.d_value) c.d_channels = gate_rows_of(p, p.d_value, n, h, p.V, first, width);
     c.initial = n.initial ? n.initial + state : nullptr, c.d_final = n.d_final + state;
     c.d_initial = n.d_initial ? n.d_initial + state : nullptr;
   }

@@ -64,10 +64,7 @@ struct Side {
       store(sums + j * across() + c, sum);
       store(rests + j * across() + c, load(rest_before + c) + ((x - (sum - added)) + (y - added)));
     }
-    const ivec outside = (low < all(-most)) | (high > all(most));
-    bool within = true;
-    for (int l = 0; l < LANES; ++l) within &= !outside[l];
-    return within;
+    return !any((low < all(-most)) | (high > all(most)));
   }
 
   // The same where G starts afresh: the state meets all decays up to here.

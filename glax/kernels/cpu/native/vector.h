@@ -12,9 +12,33 @@ inline vec smaller(vec x, vec y) { return choose(x < y, x, y); }
 inline vec larger(vec x, vec y) { return choose(x > y, x, y); }
 constexpr int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
+// Lane i takes what lane i + BY has.
+template <int BY, class Vector>
+inline Vector turned(Vector x) {
+  ivec from;
+  for (int i = 0; i < LANES; ++i) from[i] = (i + BY) % LANES;
+#ifdef __clang__
+  Vector y;
+  for (int i = 0; i < LANES; ++i) y[i] = x[from[i]];
+  return y;
+#else
+  return __builtin_shuffle(x, from);
+#endif
+}
+
 inline float sum(vec x) {
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  if (LANES >= 16) x += turned<8>(x);
+  if (LANES >= 8) x += turned<4>(x);
+  x += turned<2>(x);
+  x += turned<1>(x);
+  return x[0];
+}
+
+inline bool any(ivec x) {
+  if (LANES >= 16) x |= turned<8>(x);
+  if (LANES >= 8) x |= turned<4>(x);
+  x |= turned<2>(x);
+  x |= turned<1>(x);
   return x[0];
 }
 
@@ -104,6 +128,20 @@ inline int64_t narrow_f16(const float* from, int64_t width, uint16_t* to) {
 #else
 inline int64_t widen_f16(const uint16_t*, int64_t, float*) { return 0; }
 inline int64_t narrow_f16(const float*, int64_t, uint16_t*) { return 0; }
+#endif
+
+// Stores past the caches, where the machine has them: lines that are written whole need not be read first. `to` is aligned to a vector.
+// Other threads see them after `streams_end`.
+#ifdef GLAX_STREAM
+constexpr bool streams = true;
+inline void stream(const float* x, float* to, int64_t width) {
+  for (int64_t i = 0; i < width; i += LANES) GLAX_STREAM(to + i, load(x + i));
+}
+inline void streams_end() { _mm_sfence(); }
+#else
+constexpr bool streams = false;
+inline void stream(const float*, float*, int64_t) {}
+inline void streams_end() {}
 #endif
 
 // [width] floats to `to`, and zeros behind them up to a whole vector.

@@ -42,7 +42,7 @@ inline void tile(float* state, int64_t depth, const float* a, const float* b, co
     for (int w = 0; w < WIDTH; ++w) added[t][w] = load(x + t * TILE + w * LANES);
   for (int64_t r = 0; r < depth; ++r) {
     if ((r & mask) == 0) {
-      __builtin_prefetch(*line, 0, 3);
+      __builtin_prefetch(*line, 0, 2);
       line += line < last_line;
     }
     vec s[WIDTH];
@@ -169,8 +169,8 @@ struct Walk {
     const Operands& o = next.operands;
     ahead.next = ahead.last = ahead.lines;
     for (int64_t i = from; i < smallest(to, order.length); ++i)
-      for (const Rows* row : {&o.a, &o.b, &o.x, &o.z, &o.more, &o.written[0], &o.written[1], &next.rows.gate, &next.columns.gate})
-        ahead.add(*row, order.at(i));
+      for (const Rows* row : {&o.a, &o.b, &o.x, &o.z, &o.more, &next.rows.gate, &next.columns.gate, &o.written[0], &o.written[1]})
+        if (row->data && !(row->streamed && row >= o.written && row < o.written + 2)) ahead.add(*row, order.at(i));
     *ahead.last = nullptr;
     const int64_t visits = (to - from) / TOKENS * tile_count() * rows.width;
     for (ahead.mask = 0; visits / (2 * ahead.mask + 2) >= ahead.last - ahead.lines && ahead.mask < 15;) ahead.mask = 2 * ahead.mask + 1;
