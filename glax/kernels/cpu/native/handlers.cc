@@ -3,7 +3,6 @@
 #include <cstring>
 #include <string>
 
-#include "pages.h"
 #include "segments.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -19,6 +18,15 @@ void clear_padding(const Problem& p, const Tensor& x) {
   const int64_t begin = std::clamp<int64_t>(p.boundaries[0], 0, p.T), end = std::clamp<int64_t>(p.boundaries[p.N], begin, p.T);
   std::memset(x.data, 0, begin * row);
   std::memset(x.data + end * row, 0, (p.T - end) * row);
+}
+
+// Has the pages of results cleared, by all threads.
+template <class Pool>
+void clear_pages(Pool& pool, const std::vector<Bytes>& results) {
+  const std::vector<Bytes> absent = absent_pages(results);
+  share_out(pool, absent.size(), pool.num_threads(), [&](std::atomic<int64_t>& next, int64_t tasks) {
+    for (int64_t i; (i = next.fetch_add(1)) < tasks;) clear(absent[i]);
+  });
 }
 
 // ---- operands ---------------------------------------------------------------------------------------------------------

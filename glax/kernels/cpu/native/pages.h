@@ -1,12 +1,10 @@
-// Memory that is about to be written for the first time: the system clears its pages as they are touched. A page of 4 KiB costs a
-// microsecond, 2 MiB in such pages ten times what they cost as one large page; and threads that touch one large page at a time each
-// clear it, which is why large results are not left to the kernels to touch.
+// Memory that is about to be written for the first time: the system clears its pages as they are touched. 2 MiB in pages of 4 KiB cost
+// ten times what they cost as one large page; and threads that touch one large page at a time each clear it, which is why large
+// results are not left to the kernels to touch. What the system refuses is done as memory is written, only slower.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <vector>
-
-#include "share.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -21,33 +19,42 @@ struct Bytes {
   uintptr_t begin, end;
 };
 
-// Has the pages of arrays cleared by all threads, large pages where the system has them. What it refuses is done as memory is
-// written, only slower.
-template <class Pool>
-void clear_pages(Pool& pool, const std::vector<Bytes>& arrays) {
+constexpr uintptr_t small_page = 1 << 12, large_page = 1 << 21;
+constexpr uintptr_t worth_large_pages = 1 << 20;  // bytes
+
+// A page that x shares with its neighbours is asked for too: an array of 2 MiB has no large page of its own.
+inline void ask_for_large_pages(const Bytes& x) {
 #ifdef __linux__
-  constexpr uintptr_t small = 1 << 12, large = 1 << 21, worth = 1 << 20;
-  const auto address = [](uintptr_t x) { return reinterpret_cast<void*>(x); };
+  const uintptr_t first = x.begin / large_page * large_page, last = (x.end + large_page - 1) / large_page * large_page;
+  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
+// The parts of arrays that are not in memory yet, at most a large page each, and no page twice.
+inline std::vector<Bytes> absent_pages(const std::vector<Bytes>& arrays) {
   std::vector<Bytes> absent;
+#ifdef __linux__
   for (const Bytes& x : arrays) {
-    if (x.end - x.begin < worth) continue;
-    // A page that the array shares with its neighbours is advised too: an array of 2 MiB has no large page of its own.
-    const uintptr_t first = x.begin / large * large;
-    madvise(address(first), (x.end + large - 1) / large * large - first, MADV_HUGEPAGE);
-    for (uintptr_t page = first; page < x.end; page += large) {
-      const uintptr_t begin = std::max(x.begin, page) / small * small;
+    if (x.end - x.begin < worth_large_pages) continue;
+    ask_for_large_pages(x);
+    for (uintptr_t page = x.begin / large_page * large_page; page < x.end; page += large_page) {
+      const uintptr_t begin = std::max(x.begin, page) / small_page * small_page;
       unsigned char present = 0;
-      if (mincore(address(begin), small, &present) == 0 && !(present & 1)) absent.push_back({begin, std::min(x.end, page + large)});
+      if (mincore(reinterpret_cast<void*>(begin), small_page, &present) == 0 && !(present & 1))
+        absent.push_back({begin, std::min(x.end, page + large_page)});
     }
   }
-  // Arrays side by side may share a large page, which only one thread should clear.
-  std::sort(absent.begin(), absent.end(), [](const Bytes& x, const Bytes& y) { return x.begin < y.begin; });
-  const auto shared = [](const Bytes& x, const Bytes& y) { return x.begin / large == y.begin / large; };
-  absent.erase(std::unique(absent.begin(), absent.end(), shared), absent.end());
-  share_out(pool, absent.size(), pool.num_threads(), [&](std::atomic<int64_t>& next, int64_t tasks) {
-    for (int64_t i; (i = next.fetch_add(1)) < tasks;)
-      madvise(address(absent[i].begin), absent[i].end - absent[i].begin, MADV_POPULATE_WRITE);
-  });
+  const auto before = [](const Bytes& x, const Bytes& y) { return x.begin < y.begin; };
+  const auto same = [](const Bytes& x, const Bytes& y) { return x.begin / large_page == y.begin / large_page; };
+  std::sort(absent.begin(), absent.end(), before);
+  absent.erase(std::unique(absent.begin(), absent.end(), same), absent.end());
+#endif
+  return absent;
+}
+
+inline void clear(const Bytes& pages) {
+#ifdef __linux__
+  madvise(reinterpret_cast<void*>(pages.begin), pages.end - pages.begin, MADV_POPULATE_WRITE);
 #endif
 }
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "pages.h"
 #include "problem.h"
 
 namespace glax {
@@ -83,9 +84,13 @@ inline Range range(int64_t i, int64_t cut, int64_t width) {
 }
 
 struct Memory {
-  explicit Memory(int64_t bytes) : block(std::malloc(bytes + 64)) {}
+  explicit Memory(int64_t bytes) : edge(uintptr_t(bytes) < worth_large_pages ? 64 : large_page), block(std::malloc(bytes + edge)) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(aligned());
+    if (edge == large_page) ask_for_large_pages({begin, begin + bytes});
+  }
   ~Memory() { std::free(block); }
-  void* aligned() const { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(block) + 63) / 64 * 64); }
+  void* aligned() const { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(block) + edge - 1) / edge * edge); }
+  uintptr_t edge;
   void* block;
 };
 
