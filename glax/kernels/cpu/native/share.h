@@ -105,7 +105,7 @@ struct Task {
 inline int64_t heads_together(const Problem& p, int64_t tasks, int64_t threads) {
   constexpr int64_t room = 1 << 19, few = 2, short_row = 2048;  // bytes; tasks a thread; bytes
   if (p.H * std::max(p.K * p.k.bytes(), p.V * p.v.bytes()) < short_row) return 1;
-  const int64_t fit = room / (4 * p.K * p.V), spare = tasks / (few * threads);
+  const int64_t fit = room / std::max<int64_t>(1, 4 * p.K * p.V), spare = tasks / (few * threads);
   return std::clamp<int64_t>(std::min(fit, spare), 1, std::min(Heads::most, p.H));
 }
 
