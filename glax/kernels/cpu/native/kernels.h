@@ -191,7 +191,8 @@ struct Columns {
         const vec z_here = load(z_row + i), decayed = load(y + i), whole = decayed + own * load(x_row + i);
         const vec term = z_here * z_factor * decayed;
         gate_sum += term, scale_sum += z_here * whole;
-        store(terms + i, term), store(y + i, whole * y_factor);
+        store(y + i, whole * y_factor);
+        if (d_channels.data) store(terms + i, term);
       });
       store(scale_sums + g * LANES, load(scale_sums + g * LANES) + scale_sum);
       if (d_scalar) d_scalar[g * partial + t * d_stride] = sum(gate_sum);
@@ -210,7 +211,8 @@ struct Columns {
       each_in(walk, g, [&](int64_t i) {
         const vec d = load(dx + i), term = load(x_row + i) * d * decayed;
         gate_sum += term;
-        store(terms + i, term), store(dx + i, d + own * load(z_row + i));
+        store(dx + i, d + own * load(z_row + i));
+        if (d_channels.data) store(terms + i, term);
       });
       if (d_scalar) {
         float* d = d_scalar + g * partial + t * d_stride;

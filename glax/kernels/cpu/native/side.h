@@ -80,7 +80,7 @@ struct Side {
   void close(int64_t tokens) {
     if (kind == none) return;
     for (int64_t c = 0; c < tokens * across(); c += LANES) {
-      const vec rounded = exponential(load(sums + c)), decay = rounded + rounded * load(rests + c);
+      const vec rounded = exponential_of_small(load(sums + c)), decay = rounded + rounded * load(rests + c);
       store(products + c, decay), store(inverses + c, all(1) / decay);
     }
     __builtin_memcpy(carry, sums + (tokens - 1) * across(), across() * 4);

@@ -42,25 +42,41 @@ inline bool any(ivec x) {
   return x[0];
 }
 
-// e^x, within 2 units in the last place of every float: e^x = 2^n e^r with n whole and |r| <= log(2) / 2.
+// e^x = 2^n e^r with n whole and |r| <= log(2) / 2.
+struct Power {
+  vec shifted, fraction;  // 1.5 * 2^23 + n, e^r
+
+  explicit Power(vec x) {
+    const vec shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
+    shifted = x * all(1.44269504088896341f) + shift;
+    const vec n = shifted - shift;
+    // The first part of log 2 has 9 bits, so that n times it is exact.
+    const vec r = (x - n * all(0.693359375f)) - n * all(-2.12194440054690583e-4f);
+    vec p = all(1.3814539415761828e-3f);
+    p = p * r + all(8.36874544620514e-3f);
+    p = p * r + all(4.166838899254799e-2f);
+    p = p * r + all(0.1666652113199234f);
+    p = p * r + all(0.4999999403953552f);
+    fraction = (p * r) * r + r + all(1.f);
+  }
+};
+
+// e^x, within 2 units in the last place of every float.
 inline vec exponential(vec x) {
   // e^-150 is 0 and e^130 is infinite even so; NaN passes both comparisons.
   x = choose(x < all(-150.f), all(-150.f), x);
   x = choose(x > all(130.f), all(130.f), x);
-  const vec shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
-  const vec n = (x * all(1.44269504088896341f) + shift) - shift;
-  // The first part of log 2 has 9 bits, so that n times it is exact.
-  const vec r = (x - n * all(0.693359375f)) - n * all(-2.12194440054690583e-4f);
-  vec p = all(1.3814539415761828e-3f);
-  p = p * r + all(8.36874544620514e-3f);
-  p = p * r + all(4.166838899254799e-2f);
-  p = p * r + all(0.1666652113199234f);
-  p = p * r + all(0.4999999403953552f);
-  p = (p * r) * r + r + all(1.f);
+  const Power power(x);
   // 2^n in two factors: n passes the exponent's range where e^x is denormal or infinite.
-  const ivec whole = __builtin_convertvector(n, ivec), half = whole >> 1;
+  const ivec whole = reinterpret_cast<ivec>(power.shifted) - 0x4b400000, half = whole >> 1;
   const vec low = reinterpret_cast<vec>((half + 127) << 23), high = reinterpret_cast<vec>((whole - half + 127) << 23);
-  return p * low * high;
+  return power.fraction * low * high;
+}
+
+// The same, of |x| <= 80 or NaN: in one factor, whose exponent the last bits of 1.5 * 2^23 + n are but for the bias.
+inline vec exponential_of_small(vec x) {
+  const Power power(x);
+  return power.fraction * reinterpret_cast<vec>((reinterpret_cast<ivec>(power.shifted) << 23) + (127 << 23));
 }
 
 // ---- float32 from and to what is stored -------------------------------------------------------------------------------
