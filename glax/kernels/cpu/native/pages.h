@@ -38,10 +38,10 @@ inline std::vector<Bytes> absent_pages(const std::vector<Bytes>& arrays) {
     if (x.end - x.begin < worth_large_pages) continue;
     ask_for_large_pages(x);
     for (uintptr_t page = x.begin / large_page * large_page; page < x.end; page += large_page) {
-      const uintptr_t begin = std::max(x.begin, page) / small_page * small_page;
+      const uintptr_t begin = std::max(x.begin, page) / small_page * small_page, end = std::min(x.end, page + large_page);
+      const uintptr_t middle = (begin + end) / 2 / small_page * small_page;  // the ends may be in memory for a neighbour's sake
       unsigned char present = 0;
-      if (mincore(reinterpret_cast<void*>(begin), small_page, &present) == 0 && !(present & 1))
-        absent.push_back({begin, std::min(x.end, page + large_page)});
+      if (mincore(reinterpret_cast<void*>(middle), small_page, &present) == 0 && !(present & 1)) absent.push_back({begin, end});
     }
   }
   const auto before = [](const Bytes& x, const Bytes& y) { return x.begin < y.begin; };
