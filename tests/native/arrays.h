@@ -61,7 +61,10 @@ struct Short {
 class Array {
  public:
   Array() = default;
-  Array(int64_t count, Type type = Type::f32) : count_(count), type_(type), data_(static_cast<char*>(std::malloc(bytes()))) {
+  Array(int64_t count, Type type = Type::f32) : count_(count), type_(type) {
+    void* data = nullptr;  // aligned as XLA's where large, where that makes a difference
+    if (bytes() < large || posix_memalign(&data, 64, bytes()) != 0) data = std::malloc(bytes());
+    data_ = static_cast<char*>(data);
     if (bytes()) std::memset(data_, 0xff, bytes());
   }
   Array(Array&& other) { *this = std::move(other); }
@@ -110,6 +113,7 @@ class Array {
   std::string content() const { return std::string(data_, size_t(bytes())); }
 
  private:
+  static constexpr int64_t large = 1 << 20;  // bytes
   int64_t count_ = 0;
   Type type_ = Type::f32;
   char* data_ = nullptr;

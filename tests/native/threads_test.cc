@@ -32,6 +32,11 @@ void shared() {
     c.boundaries = {0, 3, 3, 15, 20};
     compare_threads(group, c);
   }
+  for (Gates gates : {Gates::head, Gates::key_and_value}) {  // how many heads go by turns depends on the threads
+    Case c;
+    c.gates = gates, c.K = 64, c.V = 40, c.H = 10;
+    compare_threads(group, c);
+  }
   Case c;
   c.gates = Gates::key_and_value, c.T = 2100, c.H = 1, c.K = 33, c.V = 3;  // in segments
   compare_threads(group, c);

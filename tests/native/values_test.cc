@@ -49,6 +49,28 @@ void heads() {
   }
 }
 
+// Rows so long that a task walks several heads by turns.
+void heads_together() {
+  Group group("heads walked side by side");
+  for (Gates gates : ALL_GATES) {
+    Case c;
+    c.gates = gates, c.H = 10, c.K = 64, c.V = 60;
+    check(group, c);
+    c.query_heads = 5, c.value_heads = 2, c.type = Type::bf16, c.reverse = true;
+    check(group, c);
+    c.boundaries = {0, 0, 13, 35};
+    check(group, c);
+  }
+}
+
+// Results so large that they are written past the caches.
+void large() {
+  Group group("large results");
+  Case c;
+  c.gates = Gates::key_and_value, c.H = 32, c.T = 4096;
+  check(group, c);
+}
+
 void packed() {
   Group group("packed sequences, empty ones, padding");
   for (const std::vector<int32_t>& boundaries :
@@ -202,5 +224,5 @@ void spoilt() {
 }  // namespace
 
 void test_values() {
-  widths(), lengths(), heads(), packed(), garbage(), storage(), strengths(), segments(), exponential(), spoilt();
+  widths(), lengths(), heads(), heads_together(), large(), packed(), garbage(), storage(), strengths(), segments(), exponential(), spoilt();
 }

@@ -11,6 +11,7 @@
 #define LANES 8
 #define TOKENS 4
 #define GLAX_CONVERTS_F16
+#define GLAX_STREAM _mm256_stream_ps
 #define GLAX_NAME "AVX2"
 #define GLAX_NAMESPACE of_avx2
 #define GLAX_NAMESPACE_EXPORT avx2

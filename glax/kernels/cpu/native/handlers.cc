@@ -3,10 +3,6 @@
 #include <cstring>
 #include <string>
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 #include "segments.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -24,15 +20,13 @@ void clear_padding(const Problem& p, const Tensor& x) {
   std::memset(x.data + end * row, 0, (p.T - end) * row);
 }
 
-// Asks for large pages for memory that is about to be written for the first time: at 4 KiB a page, the system's work to hand
-// out the pages of a large result takes as long as computing it. Where it says no, nothing is lost.
-void expect_writes(const ffi::AnyBuffer& x) {
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t page = uintptr_t(1) << 21;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(x.untyped_data()), end = begin + x.size_bytes();
-  const uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;
-  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#endif
+// Has the pages of results cleared, by all threads.
+template <class Pool>
+void clear_pages(Pool& pool, const std::vector<Bytes>& results) {
+  const std::vector<Bytes> absent = absent_pages(results);
+  share_out(pool, absent.size(), pool.num_threads(), [&](std::atomic<int64_t>& next, int64_t tasks) {
+    for (int64_t i; (i = next.fetch_add(1)) < tasks;) clear(absent[i]);
+  });
 }
 
 // ---- operands ---------------------------------------------------------------------------------------------------------
@@ -71,6 +65,11 @@ struct Write {
   ffi::AnyBuffer operator()(size_t i) const { return **results.get<ffi::AnyBuffer>(i); }
 };
 
+Bytes bytes_of(const ffi::AnyBuffer& x) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(x.untyped_data());
+  return {begin, begin + x.size_bytes()};
+}
+
 Problem problem_of(const Read& read, bool reverse, int64_t block) {
   Problem p;
   p.q = tensor(read(0)), p.k = tensor(read(1)), p.v = tensor(read(2));
@@ -103,7 +102,7 @@ ffi::Error expect(const ffi::RemainingArgs& args, size_t wanted_args, ffi::Remai
 ffi::Error forward(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::RemainingArgs args, ffi::RemainingRets results) {
   if (auto error = expect(args, operands, results, 2); error.failure()) return error;
   const Write write{results};
-  expect_writes(write(0));
+  clear_pages(pool, {bytes_of(write(0))});
   Problem p = problem_of({args}, reverse, block);
   p.output = tensor(write(0)), p.final_state = floats(write(1));
   clear_padding(p, p.output);
@@ -115,7 +114,9 @@ ffi::Error gradient(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::Rema
   if (auto error = expect(args, operands + 2, results, 9); error.failure()) return error;
   const Read read{args};
   const Write write{results};
-  for (size_t i = 0; i < results.size(); ++i) expect_writes(write(i));
+  std::vector<Bytes> written;
+  for (size_t i = 0; i < results.size(); ++i) written.push_back(bytes_of(write(i)));
+  clear_pages(pool, written);
   Problem p = problem_of(read, reverse, block);
   p.d_output = tensor(read(operands)), p.d_final = floats(read(operands + 1));
   p.dq = tensor(write(0)), p.dk = tensor(write(1)), p.dv = tensor(write(2));

@@ -7,6 +7,10 @@ inline Rows rows_of(const Problem& p, const Tensor& x, const Piece& n, int64_t h
   return {data, stride, x.type, width, factor};
 }
 
+inline Rows written_rows_of(const Problem& p, const Tensor& x, const Piece& n, int64_t h, int64_t first, int64_t width, float factor = 1) {
+  return rows_of(p, x, n, h, first, width, factor).to_write(p.B * p.T * x.heads * x.width * x.bytes());
+}
+
 inline Order order_of(const Problem& p, const Piece& n) {
   return p.reverse ? Order{n.first + n.length - 1, n.length, -1, false} : Order{n.first, n.length, 1, false};
 }
@@ -27,75 +31,107 @@ inline Side side_of(const Problem& p, bool key_side, const Piece& n, int64_t h, 
   return side;
 }
 
-inline Walk walk_of(const Problem& p, const Piece& n, int64_t h, bool columns_are_keys, int64_t first, int64_t last) {
-  Walk walk;
-  walk.rows = side_of(p, !columns_are_keys, n, h, 0, columns_are_keys ? p.V : p.K);
-  walk.columns = side_of(p, columns_are_keys, n, h, first, last - first);
-  return walk;
-}
+// The walks of some heads, side by side over the same tokens.
+struct Walks {
+  Walk walks[Heads::most];
+
+  Walks(Scratch& scratch, const Problem& p, const Piece& n, Heads heads, bool columns_are_keys, int64_t first, int64_t last) {
+    for (int64_t i = 0; i < heads.count(); ++i) {
+      Walk& walk = walks[i];
+      walk.rows = side_of(p, !columns_are_keys, n, heads.first + i, 0, columns_are_keys ? p.V : p.K);
+      walk.columns = side_of(p, columns_are_keys, n, heads.first + i, first, last - first);
+      if (i == 0) {
+        walk.take(scratch, p.block);
+      } else {
+        walk.take_beside(scratch, walks[0]);
+      }
+    }
+  }
+  Walk& operator()(int64_t i) { return walks[i]; }
+};
 
 constexpr int64_t stretch = 512;  // tokens over which a gate's gradient telescopes
 
-inline int64_t scratch_bytes(const Problem& p) {
+inline int64_t scratch_bytes(const Problem& p, int64_t heads) {
   const auto need = [&](bool columns_are_keys) {
     Scratch scratch{nullptr};
     const int64_t columns = columns_are_keys ? p.K : p.V;
-    Walk walk = walk_of(p, {}, 0, columns_are_keys, 0, columns);
-    walk.take(scratch, p.block);
-    if (walk.columns.kind != Side::none) scratch.floats((p.T + stretch - 1) / stretch * walk.state_size());
-    scratch.floats(2 * (columns + group)), scratch.floats((LANES + 2) * (columns / group + 1));  // the gradients' sums
-    scratch.floats(walk.rows.across()), scratch.floats(walk.columns.across());                   // the edges' decays
-    return scratch.used + 256;
+    Walks walks(scratch, p, {}, {0, heads}, columns_are_keys, 0, columns);
+    const Walk& walk = walks(0);
+    for (int64_t h = 0; h < heads; ++h) {
+      if (walk.columns.kind != Side::none) scratch.floats((p.T + stretch - 1) / stretch * walk.state_size());
+      scratch.floats(2 * (columns + group)), scratch.floats((LANES + 2) * (columns / group + 1));  // the gradients' sums
+      scratch.floats(walk.rows.across()), scratch.floats(walk.columns.across());                   // the edges' decays
+    }
+    return scratch.used + heads * 256;
   };
   return need(true) > need(false) ? need(true) : need(false);
 }
 
 //     a = k, b = scale q, x = v, y = o
-inline void forward(const Problem& p, const Piece& n, int64_t h, int64_t first, int64_t last, void* memory) {
+inline void forward(const Problem& p, const Piece& n, Heads heads, int64_t first, int64_t last, void* memory) {
   Scratch scratch{static_cast<char*>(memory)};
-  const int64_t width = last - first, state = h * p.K * p.V + first;
-  Walk walk = walk_of(p, n, h, false, first, last);
-  walk.take(scratch, p.block);
-  walk.begin(n.initial ? n.initial + state : nullptr, p.V, 1);
-  const Rows output = rows_of(p, p.output, n, h, first, width);
-  const Walk::Operands operands{rows_of(p, p.k, n, h, 0, p.K), rows_of(p, p.q, n, h, 0, p.K, p.scale[n.sequence]),
-                                rows_of(p, p.v, n, h, first, width), {}, {}, {output}};
-  walk.run<Sums::after>(order_of(p, n), operands, [&](int64_t j, int64_t, int64_t t) {
-    narrow(walk.y_block + j * walk.across(), output.at(t), output.type, width);
-  });
-  if (n.final_state) walk.end(n.final_state + state, p.V, 1);
+  const int64_t width = last - first;
+  const auto state = [&](int64_t i) { return (heads.first + i) * p.K * p.V + first; };
+  Walks walks(scratch, p, n, heads, false, first, last);
+  for (int64_t i = 0; i < heads.count(); ++i) {
+    const int64_t h = heads.first + i;
+    walks(i).begin(n.initial ? n.initial + state(i) : nullptr, p.V, 1);
+    walks(i).operands = {rows_of(p, p.k, n, h, 0, p.K), rows_of(p, p.q, n, h, 0, p.K, p.scale[n.sequence]),
+                         rows_of(p, p.v, n, h, first, width), {}, {}, {written_rows_of(p, p.output, n, h, first, width)}};
+  }
+  walk_side_by_side<Sums::after>(
+      heads.count(), walks, order_of(p, n), true,
+      [&](int64_t i, int64_t j, int64_t, int64_t t) {
+        const Walk& walk = walks(i);
+        walk.operands.written[0].write(walk.y_block + j * walk.across(), t);
+      },
+      [&](int64_t i) {
+        if (n.final_state) walks(i).end(n.final_state + state(i), p.V, 1);
+      });
+  streams_end();
 }
 
 // What the piece's own tokens leave in the state, walking with time and, where the piece has d_initial, in dL/dS against it; and
 // the decay of what was there before: of rows to n.decay [H, K + V], of columns behind them.
-inline void edges(const Problem& p, const Piece& n, int64_t h, int64_t first, int64_t last, void* memory) {
+inline void edges(const Problem& p, const Piece& n, Heads heads, int64_t first, int64_t last, void* memory) {
   Scratch scratch{static_cast<char*>(memory)};
-  const int64_t width = last - first, state = h * p.K * p.V + first;
-  Walk walk = walk_of(p, n, h, false, first, last);
-  walk.take(scratch, p.block);
+  const int64_t width = last - first, count = heads.count();
+  const auto state = [&](int64_t i) { return (heads.first + i) * p.K * p.V + first; };
+  Walks walks(scratch, p, n, heads, false, first, last);
   const Order order = order_of(p, n);
-  const Rows k = rows_of(p, p.k, n, h, 0, p.K), v = rows_of(p, p.v, n, h, first, width);
 
-  float *by_row = scratch.floats(walk.rows.across()), *by_column = scratch.floats(walk.columns.across());
-  for (int64_t r = 0; r < walk.rows.across(); ++r) by_row[r] = 0;
-  for (int64_t c = 0; c < walk.columns.across(); ++c) by_column[c] = 0;
-  walk.begin(nullptr, p.V, 1);
-  walk.run<Sums::none>(order, {k, {}, v, {}, {}, {}}, [&](int64_t, int64_t w, int64_t) {
-    walk.rows.add_to(by_row, w), walk.columns.add_to(by_column, w);
-  });
-  walk.end(n.final_state + state, p.V, 1);
-  float* decay = n.decay + h * (p.K + p.V);
+  float *by_row[Heads::most], *by_column[Heads::most];
+  for (int64_t i = 0; i < count; ++i) {
+    Walk& walk = walks(i);
+    by_row[i] = scratch.floats(walk.rows.across()), by_column[i] = scratch.floats(walk.columns.across());
+    for (int64_t r = 0; r < walk.rows.across(); ++r) by_row[i][r] = 0;
+    for (int64_t c = 0; c < walk.columns.across(); ++c) by_column[i][c] = 0;
+    walk.begin(nullptr, p.V, 1);
+    walk.operands = {rows_of(p, p.k, n, heads.first + i, 0, p.K), {}, rows_of(p, p.v, n, heads.first + i, first, width), {}, {}, {}};
+  }
   const auto decay_of = [](const Side& side, const float* sums, int64_t c) {
     return exponential(all(sums[side.kind == Side::channel ? c : 0]))[0];
   };
-  for (int64_t r = 0; r < p.K && first == 0; ++r) decay[r] = decay_of(walk.rows, by_row, r);
-  for (int64_t c = 0; c < width; ++c) decay[p.K + first + c] = decay_of(walk.columns, by_column, c);
+  walk_side_by_side<Sums::none>(
+      count, walks, order, true,
+      [&](int64_t i, int64_t, int64_t w, int64_t) { walks(i).rows.add_to(by_row[i], w), walks(i).columns.add_to(by_column[i], w); },
+      [&](int64_t i) {
+        walks(i).end(n.final_state + state(i), p.V, 1);
+        float* decay = n.decay + (heads.first + i) * (p.K + p.V);
+        for (int64_t r = 0; r < p.K && first == 0; ++r) decay[r] = decay_of(walks(i).rows, by_row[i], r);
+        for (int64_t c = 0; c < width; ++c) decay[p.K + first + c] = decay_of(walks(i).columns, by_column[i], c);
+      });
 
   if (!n.d_initial) return;
-  const Rows q = rows_of(p, p.q, n, h, 0, p.K, p.scale[n.sequence]), d_output = rows_of(p, p.d_output, n, h, first, width);
-  walk.begin(nullptr, p.V, 1);
-  walk.run<Sums::none>(order.backwards(), {q, {}, d_output, {}, {}, {}}, [](int64_t, int64_t, int64_t) {});
-  walk.end(n.d_initial + state, p.V, 1);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t h = heads.first + i;
+    walks(i).begin(nullptr, p.V, 1);
+    walks(i).operands = {rows_of(p, p.q, n, h, 0, p.K, p.scale[n.sequence]), {}, rows_of(p, p.d_output, n, h, first, width), {}, {}, {}};
+  }
+  walk_side_by_side<Sums::none>(
+      count, walks, order.backwards(), true, [](int64_t, int64_t, int64_t, int64_t) {},
+      [&](int64_t i) { walks(i).end(n.d_initial + state(i), p.V, 1); });
 }
 
 // The two gradients that the columns of one state yield, and their gate's. With dS = dL/dS walking against time,
@@ -111,147 +147,195 @@ inline void edges(const Problem& p, const Piece& n, int64_t h, int64_t first, in
 // start afresh from S dS every `stretch` tokens, so that their rounding does not grow with T.
 struct Columns {
   Rows a, b, x, z;
-  Rows y_out, dx_out;         // where y_out.factor * (y + own x) and dx + own z go; no data: nowhere
-  float* d_channels = nullptr;  // the gate's gradient at token 0: a number a column, or ...
-  float* d_scalar = nullptr;    // ... one for each group of columns, `partial` floats apart
+  Rows y_out, dx_out;           // where y_out.factor * (y + own x) and dx + own z go; no data: nowhere
+  Rows d_channels;              // the gate's gradient: a number a column, or ...
+  float* d_scalar = nullptr;    // ... at token 0, one for each group of columns, `partial` floats apart
   int64_t d_stride = 0;         // floats from token to token
   int64_t partial = 0;
   float* d_constant = nullptr;  // the sum of d_scalar over tokens, for each group, `heads` floats apart
   float* d_scale = nullptr;     // the sum of z (y + own x), likewise
   int64_t heads = 0;
+  const float *initial, *d_final;  // columns of states
+  float* d_initial = nullptr;
 
-  bool walks_forward() const { return y_out.data || d_channels || d_scalar || d_scale; }
+  // Of the walk over them: sums [width], or [groups] for a scalar gate; [groups]; [groups, LANES]; the states behind each stretch,
+  // without its last token's own.
+  double *running, *total;
+  float *scale_sums, *states;
+
+  bool walks_forward() const { return y_out.data || gated() || d_scale; }
+  bool gated() const { return d_channels.data || d_scalar; }
+
+  void take(Scratch& scratch, const Walk& walk, int64_t stretches) {
+    const int64_t width = walk.columns.width, groups = (width + group - 1) / group;
+    running = reinterpret_cast<double*>(scratch.floats(2 * width)), total = reinterpret_cast<double*>(scratch.floats(2 * groups));
+    scale_sums = scratch.floats(groups * LANES), states = scratch.floats(gated() ? stretches * walk.state_size() : 0);
+    for (int64_t g = 0; g < groups; ++g) total[g] = 0;
+    for (int64_t i = 0; i < groups * LANES; ++i) scale_sums[i] = 0;
+  }
+
+  // use(i) for each vector of columns in group g
+  template <class Use>
+  static void each_in(const Walk& walk, int64_t g, const Use& use) {
+    for (int64_t i = g * group; i < Walk::smallest(walk.across(), (g + 1) * group); i += LANES) use(i);
+  }
+
+  // Token t walked with time.
+  void take_y(Walk& walk, int64_t j, int64_t w, int64_t t) {
+    float *y = walk.y_block + j * walk.across(), *terms = walk.terms;
+    const float *x_row = walk.x.row(w), *z_row = walk.z.row(w);
+    const vec own = all(walk.own[j]), z_factor = all(z.factor), y_factor = all(y_out.factor);
+    for (int64_t g = 0; g * group < walk.columns.width; ++g) {
+      vec gate_sum = {}, scale_sum = {};
+      each_in(walk, g, [&](int64_t i) {
+        const vec z_here = load(z_row + i), decayed = load(y + i), whole = decayed + own * load(x_row + i);
+        const vec term = z_here * z_factor * decayed;
+        gate_sum += term, scale_sum += z_here * whole;
+        store(y + i, whole * y_factor);
+        if (d_channels.data) store(terms + i, term);
+      });
+      store(scale_sums + g * LANES, load(scale_sums + g * LANES) + scale_sum);
+      if (d_scalar) d_scalar[g * partial + t * d_stride] = sum(gate_sum);
+    }
+    if (d_channels.data) d_channels.write(terms, t);
+    if (y_out.data) y_out.write(y, t);
+  }
+
+  // Token t walked against time.
+  void take_dx(Walk& walk, int64_t j, int64_t w, int64_t t, bool last) {
+    float *dx = walk.y_block + j * walk.across(), *terms = walk.terms;
+    const float *x_row = walk.z.row(w), *z_row = walk.x.row(w);
+    const vec own = all(walk.own[j] * z.factor), decayed = all(!last);
+    for (int64_t g = 0; g * group < walk.columns.width; ++g) {
+      vec gate_sum = {};
+      each_in(walk, g, [&](int64_t i) {
+        const vec d = load(dx + i), term = load(x_row + i) * d * decayed;
+        gate_sum += term;
+        store(dx + i, d + own * load(z_row + i));
+        if (d_channels.data) store(terms + i, term);
+      });
+      if (d_scalar) {
+        float* d = d_scalar + g * partial + t * d_stride;
+        *d = float(running[g] += double(*d) - double(sum(gate_sum)));
+        total[g] += running[g];
+      }
+    }
+    if (d_channels.data) {
+      const float* from_y = walk.more.row(w);
+      double* sums = running;
+#pragma GCC ivdep
+      for (int64_t i = 0; i < walk.columns.width; ++i) terms[i] = float(sums[i] += double(from_y[i]) - double(terms[i]));
+      d_channels.write(terms, t);
+    }
+    dx_out.write(dx, t);
+  }
+
+  void keep_state(const Walk& walk, int64_t i) { __builtin_memcpy(states + i * walk.state_size(), walk.state, walk.state_size() * 4); }
+
+  // The sums of S dS behind stretch i.
+  void begin_sums(Walk& walk, int64_t i) {
+    for (int64_t c = 0; c < walk.columns.width; ++c) running[c] = 0;
+    for (int64_t c = 0; c < walk.columns.width; ++c) {
+      const float* s = states + i * walk.state_size() + (walk.place(0, c) - walk.state);
+      for (int64_t r = 0; r < walk.rows.width; ++r)
+        running[d_channels.data ? c : c / group] += double(s[walk.place(r, c) - walk.place(0, c)]) * double(*walk.place(r, c));
+    }
+  }
+
+  void end() const {
+    for (int64_t g = 0; d_constant && g * group < z.width; ++g) d_constant[g * heads] = float(total[g]);
+    for (int64_t g = 0; d_scale && g * group < z.width; ++g) d_scale[g * heads] = sum(load(scale_sums + g * LANES));
+  }
 };
 
-inline void gradient_of_columns(Walk& walk, const Order& order, const Columns& c, const float* initial, const float* d_final,
-                                float* d_initial, int64_t by_row, int64_t by_column, Scratch& scratch) {
-  const int64_t width = walk.columns.width, groups = (width + group - 1) / group;
-  const auto doubles = [&](int64_t count) {
-    double* x = reinterpret_cast<double*>(scratch.floats(2 * count));
-    for (int64_t i = 0; i < count; ++i) x[i] = 0;
-    return x;
-  };
-  // [width], or [groups] for a scalar gate
-  double *running = doubles(width), *total = doubles(groups);
-  float *terms = walk.terms, *scale_sums = scratch.floats(groups * LANES);
-  for (int64_t i = 0; i < groups * LANES; ++i) scale_sums[i] = 0;
-  // use(i) for each vector of columns in group g
-  const auto each_in = [&](int64_t g, const auto& use) {
-    for (int64_t i = g * group; i < Walk::smallest(walk.across(), (g + 1) * group); i += LANES) use(i);
-  };
-  const bool gated = c.d_channels || c.d_scalar;
-  const Rows d_channels{reinterpret_cast<char*>(c.d_channels), c.d_stride * 4, Type::f32, width};
+// Element (r, c) of a state lies at r * by_row + c * by_column.
+inline void gradient_of_columns(Walks& walks, int64_t heads, const Order& order, Columns* columns, int64_t by_row, int64_t by_column,
+                                Scratch& scratch) {
+  const bool gated = columns->gated();
   const int64_t stretches = gated ? (order.length + stretch - 1) / stretch : 1;
   const auto part = [&](int64_t i) {
     return gated ? order.part(i * stretch, Walk::smallest((i + 1) * stretch, order.length)) : order;
   };
-  float* states = scratch.floats(gated ? stretches * walk.state_size() : 0);  // behind each stretch, without its last token's own
+  for (int64_t h = 0; h < heads; ++h) columns[h].take(scratch, walks(h), stretches);
 
-  if (c.walks_forward()) {
-    walk.begin(initial, by_row, by_column);
-    const Walk::Operands operands{c.a, c.b, c.x, c.z, {}, {c.y_out, d_channels}};
-    const auto use = [&](int64_t j, int64_t w, int64_t t) {
-      float* y = walk.y_block + j * walk.across();
-      const float *x = walk.x.row(w), *z = walk.z.row(w);
-      const vec own = all(walk.own[j]), z_factor = all(c.z.factor), y_factor = all(c.y_out.factor);
-      for (int64_t g = 0; g < groups; ++g) {
-        vec gate_sum = {}, scale_sum = {};
-        each_in(g, [&](int64_t i) {
-          const vec z_here = load(z + i), decayed = load(y + i), whole = decayed + own * load(x + i);
-          const vec term = z_here * z_factor * decayed;
-          gate_sum += term, scale_sum += z_here * whole;
-          store(terms + i, term), store(y + i, whole * y_factor);
-        });
-        store(scale_sums + g * LANES, load(scale_sums + g * LANES) + scale_sum);
-        if (c.d_scalar) c.d_scalar[g * c.partial + t * c.d_stride] = sum(gate_sum);
-      }
-      if (c.d_channels) narrow(terms, d_channels.at(t), Type::f32, width);
-      if (c.y_out.data) narrow(y, c.y_out.at(t), c.y_out.type, width);
-    };
-    for (int64_t i = 0; i < stretches; ++i) {
-      walk.run<Sums::before>(part(i), operands, use, !gated);
-      if (!gated) continue;
-      __builtin_memcpy(states + i * walk.state_size(), walk.state, walk.state_size() * 4);
-      walk.enter_last(operands);
+  if (columns->walks_forward()) {
+    for (int64_t h = 0; h < heads; ++h) {
+      const Columns& c = columns[h];
+      walks(h).begin(c.initial, by_row, by_column);
+      walks(h).operands = {c.a, c.b, c.x, c.z, {}, {c.y_out, c.d_channels}};
     }
+    for (int64_t i = 0; i < stretches; ++i)
+      walk_side_by_side<Sums::before>(
+          heads, walks, part(i), !gated,
+          [&](int64_t h, int64_t j, int64_t w, int64_t t) { columns[h].take_y(walks(h), j, w, t); },
+          [&](int64_t h) {
+            if (gated) columns[h].keep_state(walks(h), i), walks(h).enter_last();
+          });
   }
 
-  walk.begin(d_final, by_row, by_column);
-  for (int64_t stretch_left = stretches; stretch_left-- > 0;) {
-    const Order here = part(stretch_left);
-    if (gated) {
-      for (int64_t i = 0; i < width; ++i) running[i] = 0;
-      for (int64_t i = 0; i < width; ++i) {
-        const float* s = states + stretch_left * walk.state_size() + (walk.place(0, i) - walk.state);
-        for (int64_t r = 0; r < walk.rows.width; ++r)
-          running[c.d_channels ? i : i / group] += double(s[walk.place(r, i) - walk.place(0, i)]) * double(*walk.place(r, i));
-      }
-    }
-    walk.run<Sums::before>(here.backwards(), {c.b, c.a, c.z, c.x, d_channels, {c.dx_out}}, [&](int64_t j, int64_t w, int64_t t) {
-      float* dx = walk.y_block + j * walk.across();
-      const float *x = walk.z.row(w), *z = walk.x.row(w);
-      const vec own = all(walk.own[j] * c.z.factor), decayed = all(t != here.at(here.length - 1));
-      for (int64_t g = 0; g < groups; ++g) {
-        vec gate_sum = {};
-        each_in(g, [&](int64_t i) {
-          const vec d = load(dx + i), term = load(x + i) * d * decayed;
-          gate_sum += term;
-          store(terms + i, term), store(dx + i, d + own * load(z + i));
-        });
-        if (c.d_scalar) {
-          float* d = c.d_scalar + g * c.partial + t * c.d_stride;
-          *d = float(running[g] += double(*d) - double(sum(gate_sum)));
-          total[g] += running[g];
-        }
-      }
-      if (c.d_channels) {
-        float* d = c.d_channels + t * c.d_stride;
-        const float* from_y = walk.more.row(w);
-#pragma GCC ivdep
-        for (int64_t i = 0; i < width; ++i) d[i] = float(running[i] += double(from_y[i]) - double(terms[i]));
-      }
-      narrow(dx, c.dx_out.at(t), c.dx_out.type, width);
-    });
+  for (int64_t h = 0; h < heads; ++h) {
+    const Columns& c = columns[h];
+    walks(h).begin(c.d_final, by_row, by_column);
+    walks(h).operands = {c.b, c.a, c.z, c.x, c.d_channels, {c.dx_out}};
   }
-  if (d_initial) walk.end(d_initial, by_row, by_column);
-  for (int64_t g = 0; g < groups; ++g) {
-    if (c.d_constant) c.d_constant[g * c.heads] = float(total[g]);
-    if (c.d_scale) c.d_scale[g * c.heads] = sum(load(scale_sums + g * LANES));
+  for (int64_t i = stretches; i-- > 0;) {
+    const Order here = part(i);
+    for (int64_t h = 0; gated && h < heads; ++h) columns[h].begin_sums(walks(h), i);
+    walk_side_by_side<Sums::before>(
+        heads, walks, here.backwards(), true,
+        [&](int64_t h, int64_t j, int64_t w, int64_t t) { columns[h].take_dx(walks(h), j, w, t, t == here.at(here.length - 1)); },
+        [](int64_t) {});
   }
+  for (int64_t h = 0; h < heads; ++h) {
+    if (columns[h].d_initial) walks(h).end(columns[h].d_initial, by_row, by_column);
+    columns[h].end();
+  }
+  streams_end();
 }
 
-inline void gradient_of_keys(const Problem& p, const Piece& n, int64_t h, int64_t first, int64_t last, void* memory) {
-  Scratch scratch{static_cast<char*>(memory)};
-  const int64_t width = last - first, state = h * p.K * p.V + first * p.V, row = n.example * p.T * p.H + h;
-  Walk walk = walk_of(p, n, h, true, first, last);
-  walk.take(scratch, p.block);
-  Columns c;
-  c.a = rows_of(p, p.v, n, h, 0, p.V), c.b = rows_of(p, p.d_output, n, h, 0, p.V);
-  c.x = rows_of(p, p.k, n, h, first, width), c.z = rows_of(p, p.q, n, h, first, width, p.scale[n.sequence]);
-  c.y_out = rows_of(p, p.dq, n, h, first, width, p.scale[n.sequence]), c.dx_out = rows_of(p, p.dk, n, h, first, width);
-  c.partial = p.B * p.T * p.H, c.heads = p.pieces * p.H;
-  if (p.d_key) {
-    c.d_channels = p.d_key + row * p.K + first, c.d_stride = p.H * p.K;
-  } else if (p.d_head) {
-    c.d_scalar = p.d_head + first / group * c.partial + row, c.d_stride = p.H;
-  }
-  const int64_t sums = first / group * c.heads + n.index * p.H + h;
-  c.d_constant = p.d_constant ? p.d_constant + sums : nullptr, c.d_scale = p.d_scale + sums;
-  gradient_of_columns(walk, order_of(p, n), c, n.initial ? n.initial + state : nullptr, n.d_final + state, nullptr, 1, p.V,
-                      scratch);
+// Of [B, T, H, channels] gradients of a gate.
+inline Rows gate_rows_of(const Problem& p, float* x, const Piece& n, int64_t h, int64_t channels, int64_t first, int64_t width) {
+  return written_rows_of(p, {reinterpret_cast<char*>(x), Type::f32, p.H, channels}, n, h, first, width);
 }
 
-inline void gradient_of_values(const Problem& p, const Piece& n, int64_t h, int64_t first, int64_t last, void* memory) {
+inline void gradient_of_keys(const Problem& p, const Piece& n, Heads heads, int64_t first, int64_t last, void* memory) {
   Scratch scratch{static_cast<char*>(memory)};
-  const int64_t width = last - first, state = h * p.K * p.V + first;
-  Walk walk = walk_of(p, n, h, false, first, last);
-  walk.take(scratch, p.block);
-  Columns c;
-  c.a = rows_of(p, p.k, n, h, 0, p.K), c.b = rows_of(p, p.q, n, h, 0, p.K, p.scale[n.sequence]);
-  c.x = rows_of(p, p.v, n, h, first, width), c.z = rows_of(p, p.d_output, n, h, first, width);
-  c.dx_out = rows_of(p, p.dv, n, h, first, width);
-  c.d_stride = p.H * p.V;
-  if (p.d_value) c.d_channels = p.d_value + (n.example * p.T * p.H + h) * p.V + first;
-  gradient_of_columns(walk, order_of(p, n), c, n.initial ? n.initial + state : nullptr, n.d_final + state,
-                      n.d_initial ? n.d_initial + state : nullptr, p.V, 1, scratch);
+  Walks walks(scratch, p, n, heads, true, first, last);
+  const int64_t width = last - first;
+  Columns columns[Heads::most];
+  for (int64_t h = heads.first; h < heads.last; ++h) {
+    const int64_t state = h * p.K * p.V + first * p.V, row = n.example * p.T * p.H + h;
+    Columns& c = columns[h - heads.first];
+    c.a = rows_of(p, p.v, n, h, 0, p.V), c.b = rows_of(p, p.d_output, n, h, 0, p.V);
+    c.x = rows_of(p, p.k, n, h, first, width), c.z = rows_of(p, p.q, n, h, first, width, p.scale[n.sequence]);
+    c.y_out = written_rows_of(p, p.dq, n, h, first, width, p.scale[n.sequence]), c.dx_out = written_rows_of(p, p.dk, n, h, first, width);
+    c.partial = p.B * p.T * p.H, c.heads = p.pieces * p.H;
+    if (p.d_key) {
+      c.d_channels = gate_rows_of(p, p.d_key, n, h, p.K, first, width);
+    } else if (p.d_head) {
+      c.d_scalar = p.d_head + first / group * c.partial + row, c.d_stride = p.H;
+    }
+    const int64_t sums = first / group * c.heads + n.index * p.H + h;
+    c.d_constant = p.d_constant ? p.d_constant + sums : nullptr, c.d_scale = p.d_scale + sums;
+    c.initial = n.initial ? n.initial + state : nullptr, c.d_final = n.d_final + state;
+  }
+  gradient_of_columns(walks, heads.count(), order_of(p, n), columns, 1, p.V, scratch);
+}
+
+inline void gradient_of_values(const Problem& p, const Piece& n, Heads heads, int64_t first, int64_t last, void* memory) {
+  Scratch scratch{static_cast<char*>(memory)};
+  Walks walks(scratch, p, n, heads, false, first, last);
+  const int64_t width = last - first;
+  Columns columns[Heads::most];
+  for (int64_t h = heads.first; h < heads.last; ++h) {
+    const int64_t state = h * p.K * p.V + first;
+    Columns& c = columns[h - heads.first];
+    c.a = rows_of(p, p.k, n, h, 0, p.K), c.b = rows_of(p, p.q, n, h, 0, p.K, p.scale[n.sequence]);
+    c.x = rows_of(p, p.v, n, h, first, width), c.z = rows_of(p, p.d_output, n, h, first, width);
+    c.dx_out = written_rows_of(p, p.dv, n, h, first, width);
+    if (p.d_value) c.d_channels = gate_rows_of(p, p.d_value, n, h, p.V, first, width);
+    c.initial = n.initial ? n.initial + state : nullptr, c.d_final = n.d_final + state;
+    c.d_initial = n.d_initial ? n.d_initial + state : nullptr;
+  }
+  gradient_of_columns(walks, heads.count(), order_of(p, n), columns, p.V, 1, scratch);
 }

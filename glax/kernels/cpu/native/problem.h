@@ -50,6 +50,14 @@ struct Piece {
   float* decay = nullptr;                              // [H, K + V]
 };
 
+// Heads [first, last) of those that lie side by side, walked by one task.
+struct Heads {
+  static constexpr int64_t most = 8;
+  int64_t first, last;
+
+  int64_t count() const { return last - first; }
+};
+
 // Columns of the state that one task owns at least, and over which partial sums run. Fixed, so that results do not depend
 // on how the work is shared out.
 constexpr int64_t group = 32;
@@ -65,13 +73,13 @@ struct Step {
   Tensor output;
 };
 
-// The kernels of one instruction set. A task is a piece, a head and a range of columns.
+// Walks a piece and heads over a range of columns.
+typedef void Kernel(const Problem&, const Piece&, Heads, int64_t first_column, int64_t last_column, void* scratch);
+
+// The kernels of one instruction set.
 struct Kernels {
-  int64_t (*scratch_bytes)(const Problem&);
-  void (*forward)(const Problem&, const Piece&, int64_t h, int64_t first_column, int64_t last_column, void* scratch);
-  void (*edges)(const Problem&, const Piece&, int64_t h, int64_t first_column, int64_t last_column, void* scratch);
-  void (*gradient_of_keys)(const Problem&, const Piece&, int64_t h, int64_t first_column, int64_t last_column, void* scratch);
-  void (*gradient_of_values)(const Problem&, const Piece&, int64_t h, int64_t first_column, int64_t last_column, void* scratch);
+  int64_t (*scratch_bytes)(const Problem&, int64_t heads);
+  Kernel *forward, *edges, *gradient_of_keys, *gradient_of_values;
   void (*step)(const Step&, int64_t b, int64_t h);
   void (*exponential)(const float* x, float* y, int64_t count);
   const char* name;

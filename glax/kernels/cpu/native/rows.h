@@ -7,8 +7,25 @@ struct Rows {
   Type type = Type::f32;
   int64_t width = 0;
   float factor = 1;
+  bool streamed = false;  // written past the caches
 
   char* at(int64_t t) const { return data + t * stride; }
+  void write(const float* x, int64_t t) const {
+    if (streamed) {
+      stream(x, reinterpret_cast<float*>(at(t)), width);
+    } else {
+      narrow(x, at(t), type, width);
+    }
+  }
+
+  // To be written whole, in an array of so many bytes: past the caches if those would not keep it anyway.
+  Rows to_write(int64_t bytes) const {
+    constexpr int64_t large = 1 << 23;
+    Rows rows = *this;
+    rows.streamed = streams && data && type == Type::f32 && bytes >= large && width % LANES == 0 &&
+                    (reinterpret_cast<uintptr_t>(data) | uintptr_t(stride)) % (4 * LANES) == 0;
+    return rows;
+  }
 };
 
 // The tokens of a walk, with time or against it.
@@ -66,7 +83,9 @@ struct Ahead {
 
   void add(const Rows& row, int64_t t) {
     if (!row.data) return;
-    const char* at = row.at(t);
-    for (int64_t byte = 0; byte < row.width * (row.type == Type::f32 ? 4 : 2); byte += 64) *last++ = at + byte;
+    const char *at = row.at(t), **const to = last;
+    const int64_t count = (row.width * (row.type == Type::f32 ? 4 : 2) + 63) / 64;
+    for (int64_t i = 0; i < count; ++i) to[i] = at + 64 * i;
+    last = to + count;
   }
 };

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "pages.h"
 #include "problem.h"
 
 namespace glax {
@@ -83,43 +84,58 @@ inline Range range(int64_t i, int64_t cut, int64_t width) {
 }
 
 struct Memory {
-  explicit Memory(int64_t bytes) : block(std::malloc(bytes + 64)) {}
+  explicit Memory(int64_t bytes) : edge(uintptr_t(bytes) < worth_large_pages ? 64 : large_page), block(std::malloc(bytes + edge)) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(aligned());
+    if (edge == large_page) ask_for_large_pages({begin, begin + bytes});
+  }
   ~Memory() { std::free(block); }
-  void* aligned() const { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(block) + 63) / 64 * 64); }
+  void* aligned() const { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(block) + edge - 1) / edge * edge); }
+  uintptr_t edge;
   void* block;
 };
 
 // What is done to every piece and head, for each range of the columns.
 struct Task {
-  void (*run)(const Problem&, const Piece&, int64_t, int64_t, int64_t, void*);
+  Kernel* run;
   int64_t width;
 };
+
+// How many heads a task walks side by side: as many as their states leave room for in the second cache and as leave every thread a
+// few tasks, but one where a token's row is so short that nothing is gained.
+inline int64_t heads_together(const Problem& p, int64_t tasks, int64_t threads) {
+  constexpr int64_t room = 1 << 19, few = 2, short_row = 2048;  // bytes; tasks a thread; bytes
+  if (p.H * std::max(p.K * p.k.bytes(), p.V * p.v.bytes()) < short_row) return 1;
+  const int64_t fit = room / std::max<int64_t>(1, 4 * p.K * p.V), spare = tasks / (few * threads);
+  return std::clamp<int64_t>(std::min(fit, spare), 1, std::min(Heads::most, p.H));
+}
 
 template <class Pool>
 void run_tasks(Pool& pool, const Problem& p, const std::vector<Piece>& pieces, std::initializer_list<Task> kinds) {
   struct Item {
     const Task* task;
     const Piece* piece;
-    int64_t h;
+    Heads heads;
     Range columns;
   };
   std::vector<Item> items;
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
+  const int64_t tasks_of_heads = pieces.size() * p.H * kinds.size(), together = heads_together(p, tasks_of_heads, threads);
   for (const Piece& piece : pieces) {
     for (const Task& task : kinds) {
-      const int64_t cut = ranges(pieces.size() * p.H * kinds.size(), task.width, threads);
-      for (int64_t h = 0; h < p.H; ++h)
-        for (int64_t i = 0; i < cut; ++i) items.push_back({&task, &piece, h, range(i, cut, task.width)});
+      const int64_t cut = ranges(tasks_of_heads, task.width, threads);
+      for (int64_t h = 0; h < p.H; h += together)
+        for (int64_t i = 0; i < cut; ++i)
+          items.push_back({&task, &piece, {h, std::min(h + together, p.H)}, range(i, cut, task.width)});
     }
   }
   // The longest first: the last to be walked then keeps few threads waiting.
   std::stable_sort(items.begin(), items.end(), [](const Item& x, const Item& y) { return x.piece->length > y.piece->length; });
-  const int64_t bytes = kernels().scratch_bytes(p);
+  const int64_t bytes = kernels().scratch_bytes(p, together);
   share_out(pool, items.size(), threads, [&](std::atomic<int64_t>& next, int64_t tasks) {
     Memory scratch(bytes);
     for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
       const Item& item = items[i];
-      item.task->run(p, *item.piece, item.h, item.columns.first, item.columns.last, scratch.aligned());
+      item.task->run(p, *item.piece, item.heads, item.columns.first, item.columns.last, scratch.aligned());
     }
   });
 }

@@ -24,9 +24,11 @@ struct Side {
 
   void take(Scratch& scratch, int64_t block) {
     for (float** rows : {&logs, &sums, &rests, &products, &inverses, &entries}) *rows = scratch.floats(block * across());
-    carry = scratch.floats(across()), rest = scratch.floats(across());
     fresh = reinterpret_cast<bool*>(scratch.floats(block * tiles()));
+    take_own(scratch);
   }
+  // What outlives a block.
+  void take_own(Scratch& scratch) { carry = scratch.floats(across()), rest = scratch.floats(across()); }
 
   void begin(float largest) { limit = largest, forget(); }
   void forget() {
@@ -62,10 +64,7 @@ struct Side {
       store(sums + j * across() + c, sum);
       store(rests + j * across() + c, load(rest_before + c) + ((x - (sum - added)) + (y - added)));
     }
-    const ivec outside = (low < all(-most)) | (high > all(most));
-    bool within = true;
-    for (int l = 0; l < LANES; ++l) within &= !outside[l];
-    return within;
+    return !any((low < all(-most)) | (high > all(most)));
   }
 
   // The same where G starts afresh: the state meets all decays up to here.
@@ -81,7 +80,7 @@ struct Side {
   void close(int64_t tokens) {
     if (kind == none) return;
     for (int64_t c = 0; c < tokens * across(); c += LANES) {
-      const vec rounded = exponential(load(sums + c)), decay = rounded + rounded * load(rests + c);
+      const vec rounded = exponential_of_small(load(sums + c)), decay = rounded + rounded * load(rests + c);
       store(products + c, decay), store(inverses + c, all(1) / decay);
     }
     __builtin_memcpy(carry, sums + (tokens - 1) * across(), across() * 4);

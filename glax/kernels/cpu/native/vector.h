@@ -12,31 +12,71 @@ inline vec smaller(vec x, vec y) { return choose(x < y, x, y); }
 inline vec larger(vec x, vec y) { return choose(x > y, x, y); }
 constexpr int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
+// Lane i takes what lane i + BY has.
+template <int BY, class Vector>
+inline Vector turned(Vector x) {
+  ivec from;
+  for (int i = 0; i < LANES; ++i) from[i] = (i + BY) % LANES;
+#ifdef __clang__
+  Vector y;
+  for (int i = 0; i < LANES; ++i) y[i] = x[from[i]];
+  return y;
+#else
+  return __builtin_shuffle(x, from);
+#endif
+}
+
 inline float sum(vec x) {
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  if (LANES >= 16) x += turned<8>(x);
+  if (LANES >= 8) x += turned<4>(x);
+  x += turned<2>(x);
+  x += turned<1>(x);
   return x[0];
 }
 
-// e^x, within 2 units in the last place of every float: e^x = 2^n e^r with n whole and |r| <= log(2) / 2.
+inline bool any(ivec x) {
+  if (LANES >= 16) x |= turned<8>(x);
+  if (LANES >= 8) x |= turned<4>(x);
+  x |= turned<2>(x);
+  x |= turned<1>(x);
+  return x[0];
+}
+
+// e^x = 2^n e^r with n whole and |r| <= log(2) / 2.
+struct Power {
+  vec shifted, fraction;  // 1.5 * 2^23 + n, e^r
+
+  explicit Power(vec x) {
+    const vec shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
+    shifted = x * all(1.44269504088896341f) + shift;
+    const vec n = shifted - shift;
+    // The first part of log 2 has 9 bits, so that n times it is exact.
+    const vec r = (x - n * all(0.693359375f)) - n * all(-2.12194440054690583e-4f);
+    vec p = all(1.3814539415761828e-3f);
+    p = p * r + all(8.36874544620514e-3f);
+    p = p * r + all(4.166838899254799e-2f);
+    p = p * r + all(0.1666652113199234f);
+    p = p * r + all(0.4999999403953552f);
+    fraction = (p * r) * r + r + all(1.f);
+  }
+};
+
+// e^x, within 2 units in the last place of every float.
 inline vec exponential(vec x) {
   // e^-150 is 0 and e^130 is infinite even so; NaN passes both comparisons.
   x = choose(x < all(-150.f), all(-150.f), x);
   x = choose(x > all(130.f), all(130.f), x);
-  const vec shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
-  const vec n = (x * all(1.44269504088896341f) + shift) - shift;
-  // The first part of log 2 has 9 bits, so that n times it is exact.
-  const vec r = (x - n * all(0.693359375f)) - n * all(-2.12194440054690583e-4f);
-  vec p = all(1.3814539415761828e-3f);
-  p = p * r + all(8.36874544620514e-3f);
-  p = p * r + all(4.166838899254799e-2f);
-  p = p * r + all(0.1666652113199234f);
-  p = p * r + all(0.4999999403953552f);
-  p = (p * r) * r + r + all(1.f);
+  const Power power(x);
   // 2^n in two factors: n passes the exponent's range where e^x is denormal or infinite.
-  const ivec whole = __builtin_convertvector(n, ivec), half = whole >> 1;
+  const ivec whole = reinterpret_cast<ivec>(power.shifted) - 0x4b400000, half = whole >> 1;
   const vec low = reinterpret_cast<vec>((half + 127) << 23), high = reinterpret_cast<vec>((whole - half + 127) << 23);
-  return p * low * high;
+  return power.fraction * low * high;
+}
+
+// The same, of |x| <= 80 or NaN: in one factor, whose exponent the last bits of 1.5 * 2^23 + n are but for the bias.
+inline vec exponential_of_small(vec x) {
+  const Power power(x);
+  return power.fraction * reinterpret_cast<vec>((reinterpret_cast<ivec>(power.shifted) << 23) + (127 << 23));
 }
 
 // ---- float32 from and to what is stored -------------------------------------------------------------------------------
@@ -104,6 +144,20 @@ inline int64_t narrow_f16(const float* from, int64_t width, uint16_t* to) {
 #else
 inline int64_t widen_f16(const uint16_t*, int64_t, float*) { return 0; }
 inline int64_t narrow_f16(const float*, int64_t, uint16_t*) { return 0; }
+#endif
+
+// Stores past the caches, where the machine has them: lines that are written whole need not be read first. `to` is aligned to a vector.
+// Other threads see them after `streams_end`.
+#ifdef GLAX_STREAM
+constexpr bool streams = true;
+inline void stream(const float* x, float* to, int64_t width) {
+  for (int64_t i = 0; i < width; i += LANES) GLAX_STREAM(to + i, load(x + i));
+}
+inline void streams_end() { _mm_sfence(); }
+#else
+constexpr bool streams = false;
+inline void stream(const float*, float*, int64_t) {}
+inline void streams_end() {}
 #endif
 
 // [width] floats to `to`, and zeros behind them up to a whole vector.

@@ -42,7 +42,7 @@ inline void tile(float* state, int64_t depth, const float* a, const float* b, co
     for (int w = 0; w < WIDTH; ++w) added[t][w] = load(x + t * TILE + w * LANES);
   for (int64_t r = 0; r < depth; ++r) {
     if ((r & mask) == 0) {
-      __builtin_prefetch(*line, 0, 3);
+      __builtin_prefetch(*line, 0, 2);
       line += line < last_line;
     }
     vec s[WIDTH];
@@ -83,8 +83,13 @@ struct Walk {
   float* own;               // [block]: a . b of each token
   float* terms;             // [columns padded], for who reads y
   Window a, b, x, z, more;  // z and more: rows that who reads y needs
-  int64_t last_row;         // of the windows, once the walk is done
+  int64_t last_row;         // of the windows, once a block is done
   Ahead ahead;
+
+  // Which rows this pass reads, and which it writes.
+  struct Operands {
+    Rows a, b, x, z, more, written[2];
+  } operands;
 
   int64_t across() const { return padded(columns.width); }
   int64_t tile_count() const { return (across() + TILE - 1) / TILE; }
@@ -95,7 +100,6 @@ struct Walk {
     block = tokens;
     const int64_t parts = (rows.width + DEPTH - 1) / DEPTH, tiles = tile_count();
     rows.take(scratch, block), columns.take(scratch, block);
-    state = scratch.floats(tiles * rows.width * TILE);
     a_block = scratch.floats(parts * block * STRIDE), b_block = scratch.floats(parts * block * STRIDE);
     x_block = scratch.floats(tiles * block * TILE), y_block = scratch.floats(block * across());
     own = scratch.floats(block);
@@ -105,6 +109,16 @@ struct Walk {
     terms = scratch.floats(across());
     a.take(scratch, block, rows.width), b.take(scratch, block, rows.width);
     x.take(scratch, block, columns.width), z.take(scratch, block, columns.width), more.take(scratch, block, columns.width);
+    state = scratch.floats(tiles * rows.width * TILE);
+  }
+
+  // Another head's walk with the same shapes, by turns with this one: it shares all that does not outlive a block.
+  void take_beside(Scratch& scratch, const Walk& other) {
+    const Side by_row = rows, by_column = columns;
+    *this = other;
+    rows.gate = by_row.gate, columns.gate = by_column.gate;
+    rows.take_own(scratch), columns.take_own(scratch);
+    state = scratch.floats(tile_count() * rows.width * TILE);
   }
 
   float* place(int64_t r, int64_t c) {
@@ -144,66 +158,61 @@ struct Walk {
       for (int64_t c = 0; c < columns.width; ++c) to[r * by_row + c * by_column] = *place(r, c);
   }
 
-  // Which rows a walk reads, and which it writes.
-  struct Operands {
-    Rows a, b, x, z, more, written[2];
-  };
-
-  void fill(const Order& order, const Operands& rows_of, int64_t from, int64_t tokens) {
+  void fill(const Order& order, int64_t from, int64_t tokens) {
     rows.fill(order, from, tokens), columns.fill(order, from, tokens);
-    a.fill(rows_of.a, order, from, tokens), b.fill(rows_of.b, order, from, tokens), x.fill(rows_of.x, order, from, tokens);
-    z.fill(rows_of.z, order, from, tokens), more.fill(rows_of.more, order, from, tokens);
+    a.fill(operands.a, order, from, tokens), b.fill(operands.b, order, from, tokens), x.fill(operands.x, order, from, tokens);
+    z.fill(operands.z, order, from, tokens), more.fill(operands.more, order, from, tokens);
   }
 
-  // Has the rows of tokens [from, to) fetched while the state is multiplied.
-  void look_ahead(const Order& order, const Operands& o, int64_t from, int64_t to) {
+  // Has the rows that `next` needs of tokens [from, to) fetched while this state is multiplied.
+  void look_ahead(const Walk& next, const Order& order, int64_t from, int64_t to) {
+    const Operands& o = next.operands;
     ahead.next = ahead.last = ahead.lines;
     for (int64_t i = from; i < smallest(to, order.length); ++i)
-      for (const Rows* row : {&o.a, &o.b, &o.x, &o.z, &o.more, &o.written[0], &o.written[1], &gate_of(rows), &gate_of(columns)})
-        ahead.add(*row, order.at(i));
+      for (const Rows* row : {&o.a, &o.b, &o.x, &o.z, &o.more, &next.rows.gate, &next.columns.gate, &o.written[0], &o.written[1]})
+        if (row->data && !(row->streamed && row >= o.written && row < o.written + 2)) ahead.add(*row, order.at(i));
     *ahead.last = nullptr;
     const int64_t visits = (to - from) / TOKENS * tile_count() * rows.width;
     for (ahead.mask = 0; visits / (2 * ahead.mask + 2) >= ahead.last - ahead.lines && ahead.mask < 15;) ahead.mask = 2 * ahead.mask + 1;
   }
-  static const Rows& gate_of(const Side& side) { return side.gate; }
 
-  // finish(j, w, t) is called for each token: row j of y_block is its y, products of the columns' gates included, row w of x, z and
-  // more are its own. Unless `last_enters`, the state ends without the last token's own a x^T, until `enter_last`.
+  // Tokens [from, from + tokens) of the walk, a block at most. finish(j, w, t) is called for each: row j of y_block is its y, products
+  // of the columns' gates included, row w of x, z and more are its own. Unless `last_enters`, the state ends without the last token's
+  // own a x^T, until `enter_last`.
   template <Sums SUMS, class Finish>
-  void run(const Order& order, const Operands& operands, const Finish& finish, bool last_enters = true) {
-    for (int64_t from = 0, tokens; from < order.length; from += tokens) {
-      tokens = smallest(block, order.length - from);
-      fill(order, operands, from, tokens);
-      look_ahead(order, operands, from + tokens, from + tokens + block);
-      for (int64_t w = 0, n; w < tokens; w += n) {
-        for (n = 0; w + n < tokens; ++n) {
-          const int64_t i = from + w + n;
-          if (!rows.advance(i, n)) break;
-          columns.advance_tiles(i, n);
-        }
-        rows.close(n), columns.close(n);
-        for (int64_t j = 0; j < n; ++j) gather<SUMS>(j, w + j, operands, last_enters || from + w + j + 1 < order.length);
-        for (int64_t c = 0; c < tile_count(); ++c) {
-          if (tile_width(c) == TILE) {
-            multiply<2, SUMS>(c, n);
-          } else {
-            multiply<1, SUMS>(c, n);
-          }
-        }
-        for (int64_t j = 0; j < n; ++j) {
-          float* y = y_block + j * across();
-          if (columns.kind != Side::none)
-            for (int64_t c = 0; c < across(); c += LANES) store(y + c, load(y + c) * columns.product(j, c));
-          finish(j, w + j, order.at(from + w + j));
-        }
-        last_row = w + n - 1;
+  void run(const Order& order, int64_t from, int64_t tokens, const Finish& finish, bool last_enters) {
+    for (int64_t w = 0, n; w < tokens; w += n) {
+      for (n = 0; w + n < tokens; ++n) {
+        const int64_t i = from + w + n;
+        if (!rows.advance(i, n)) break;
+        columns.advance_tiles(i, n);
       }
+      rows.close(n), columns.close(n);
+      for (int64_t j = 0; j < n; ++j) gather<SUMS>(j, w + j, last_enters || from + w + j + 1 < order.length);
+      for (int64_t c = 0; c < tile_count(); ++c) {
+        if (tile_width(c) == TILE) {
+          multiply<2, SUMS>(c, n);
+        } else {
+          multiply<1, SUMS>(c, n);
+        }
+      }
+      for (int64_t j = 0; j < n; ++j) {
+        float* y = y_block + j * across();
+        if (columns.kind != Side::none)
+          for (int64_t c = 0; c < across(); c += LANES) store(y + c, load(y + c) * columns.product(j, c));
+        finish(j, w + j, order.at(from + w + j));
+      }
+      last_row = w + n - 1;
     }
+  }
+
+  void finish(const Order& order) {
     rows.finish(order), columns.finish(order);
     settle();
   }
 
-  void enter_last(const Operands& o) {
+  void enter_last() {
+    const Operands& o = operands;
     const float *a_row = a.row(last_row), *x_row = x.row(last_row);
     for (int64_t i = 0; i < tile_count(); ++i)
       for (int64_t r = 0; r < rows.width; ++r)
@@ -215,7 +224,8 @@ struct Walk {
 
   // a / P, b P and x / P of row w of the window, to row j of the block; x is 0 if the token does not enter the state.
   template <Sums SUMS>
-  void gather(int64_t j, int64_t w, const Operands& o, bool enters) {
+  void gather(int64_t j, int64_t w, bool enters) {
+    const Operands& o = operands;
     const float *a_row = a.row(w), *b_row = b.row(w), *x_row = x.row(w);
     const vec a_factor = all(o.a.factor), b_factor = all(o.b.factor), x_factor = all(enters ? o.x.factor : 0);
     vec dot = {};
@@ -271,3 +281,26 @@ struct Walk {
     return COUNT;
   }
 };
+
+// Heads that share a task are walked side by side, a block of each in turn: a token's rows lie side by side in memory, in the same
+// pages and in neighbouring sets of the caches, but a head's own rows are a whole row of all heads apart.
+// finish(h, j, w, t) as in Walk::run; done(h) once head h's walk is at its end.
+template <Sums SUMS, class WalkOf, class Finish, class Done>
+inline void walk_side_by_side(int64_t heads, WalkOf& walk_of, const Order& order, bool last_enters, const Finish& finish,
+                              const Done& done) {
+  int64_t from = 0, tokens;
+  do {
+    tokens = Walk::smallest(walk_of(0).block, order.length - from);
+    for (int64_t h = 0; h < heads; ++h) {
+      Walk& walk = walk_of(h);
+      walk.fill(order, from, tokens);
+      const int64_t next = h + 1 < heads ? from : from + tokens;
+      walk.look_ahead(walk_of((h + 1) % heads), order, next, next + walk.block);
+      walk.template run<SUMS>(order, from, tokens, [&](int64_t j, int64_t w, int64_t t) { finish(h, j, w, t); }, last_enters);
+      if (from + tokens < order.length) continue;
+      walk.finish(order);
+      done(h);
+    }
+    from += tokens;
+  } while (from < order.length);
+}
