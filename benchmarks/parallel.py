@@ -72,11 +72,11 @@ def forward_and_gradient(f, given, weight):
     return output, pull(weight)[0]
 
 
-def compiled(mesh, way: str, given, weight):
+def compiled(mesh, way: str, platform: str | None, given, weight):
     """way: "alone"; by the "rule"; or whether shards "correct" what they solved from zero, or "wait" for the state."""
     spread = functools.partial(parallel.recurrent, mesh=mesh, sequence_axis="sequence")
     f = glax.recurrent if way == "alone" else spread
-    run = jax.jit(functools.partial(forward_and_gradient, f))
+    run = jax.jit(functools.partial(forward_and_gradient, functools.partial(f, platform=platform)))
     if way in ("alone", "rule"):
         return traced_and_compiled(run, given, weight)
     rule, sequence.corrects = sequence.corrects, lambda *_, **__: way == "correct"
@@ -125,6 +125,7 @@ def main():
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--gates", nargs="+", default=GATES[:2], choices=GATES, help="default: the first two")
     parser.add_argument("--ways", nargs="+", default=["rule"], choices=["rule", "correct", "wait"])
+    parser.add_argument("--platform", help="of the kernels, on one device and on several alike; default: glax's choice")
     parser.add_argument("--json", help="where to add a line for each of the gates with what was measured")
     arguments = parser.parse_args()
 
@@ -150,7 +151,7 @@ def main():
             with stage(f"{gates}: {n} devices, {way}: arrays to their places"):
                 operands = jax.block_until_ready(jax.device_put(given, jax.tree.map(lie, given)))
             form = n, way, str(jax.tree.map(jax.typeof, given))
-            runs[form] = runs[form] if form in runs else compiled(mesh, way, *operands)
+            runs[form] = runs[form] if form in runs else compiled(mesh, way, arguments.platform, *operands)
             seconds, result = timed(runs[form], operands, arguments.repeats)
             reference, alone = reference or result, alone or seconds
             with stage("  errors"):

@@ -8,22 +8,17 @@ from glax.recurrence import Outputs, Recurrence
 from glax.registry import Backend, Platform, kernel_registry
 
 
-def forward_priority(r: Recurrence) -> int:
-    """One gate a head: above XLA's and below Triton's, being measured faster but not yet through `glax check` on a GPU.
-
-    Gates a key channel, only for those who ask: q e^M, k e^-M, scores and state each round to bfloat16 once, 3.3e-3 to
-    3.5e-3 in all, at the bar of 3.5e-3 and sometimes past it.
-    """
-    return 5 if r.decay.key is None else -1
+# Fewer tokens than these have not been measured beside the Triton kernels; from here on these kernels are faster.
+MEASURED_FROM = 1024
 
 
-def gradient_priority(r: Recurrence) -> int:
-    """Below all: only for those who ask for it, until the whole of it has run on a GPU."""
-    return -1
+def priority(r: Recurrence) -> int:
+    """Above Triton's where measured faster (docs/hopper.md), else between Triton's and XLA's."""
+    return 15 if r.q.shape[1] >= MEASURED_FROM else 5
 
 
 @kernel_registry.register(
-    "chunked", Platform.PALLAS, Backend.GPU, config=HopperConfig, supports=supports, priority=forward_priority
+    "chunked", Platform.PALLAS, Backend.GPU, config=HopperConfig, supports=supports, priority=priority
 )
 def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     """The recurrence in chunks; q, k, v and gates are read once, the output is written once, the state stays on chip."""
@@ -38,7 +33,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     Backend.GPU,
     config=HopperConfig,
     supports=gradient_supports,
-    priority=gradient_priority,
+    priority=priority,
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: HopperConfig) -> Recurrence:
     """The gradient in every input from the states at both ends of each chunk."""

@@ -81,8 +81,8 @@ def shapes(r: Recurrence) -> list[HopperConfig]:
 def rounds(r: Recurrence, config: HopperConfig) -> float:
     """The time of a call in chunks of one program, which holds a multiprocessor.
 
-    Cutting walks k, v and the gates a second time, two thirds of a walk with outputs; half the columns take two thirds of
-    the time of all. Measured on an H200, docs/hopper.md.
+    Cutting walks k, v and the gates a second time, two thirds of a walk with outputs; half the columns take 0.85 of the
+    time of all. Measured on an H200, docs/hopper.md.
     """
     programs = r.num_sequences * r.num_heads * -(-padded(r.v.shape[3]) // config.columns) * config.parts
     chunks = -(-r.q.shape[1] // (C * config.parts))
@@ -90,5 +90,5 @@ def rounds(r: Recurrence, config: HopperConfig) -> float:
         -(-programs // multiprocessors())
         * chunks
         * (1.7 if config.parts > 1 else 1)
-        * (1 if config.columns == 128 else 0.67)
+        * (1 if config.columns == 128 else 0.85)
     )
