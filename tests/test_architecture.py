@@ -18,7 +18,7 @@ LAYERS = [
     ["glax.registry"],
     ["glax.partition"],
     ["glax.kernels.chunks"],
-    ["glax.kernels.xla", "glax.kernels.cpu", "glax.kernels.triton", "glax.kernels.pallas_tpu"],
+    ["glax.kernels.xla", "glax.kernels.cpu", "glax.kernels.triton", "glax.kernels.pallas_gpu", "glax.kernels.pallas_tpu"],
     ["glax.kernels"],
     ["glax.execution"],
     ["glax.dispatch"],

@@ -17,7 +17,7 @@ from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like
 
 EACH = 8  # chunks that a program looks at before it ends, if none needs the exact form
 PREPARED = 32  # channels at a time in `prepare`
-PREPARE_STAGES = 2
+PREPARE_STAGES = 3
 
 
 def arithmetic(r: Recurrence) -> dict:
