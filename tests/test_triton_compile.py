@@ -19,7 +19,7 @@ LIMITS = {80: 166_912, 90: 232_448}  # bytes of shared memory that one program m
 
 # (kernel, what it runs): bytes of shared memory, and of stack a thread (spills), on sm_90 with Triton 3.9.
 BUDGETS = {
-    ("prepare", "key bfloat16 128"): (50_000, 0),
+    ("prepare", "key bfloat16 128"): (62_000, 0),  # a third stage: 13% faster, and three programs still fit
     ("exact_scores", "key bfloat16 128"): (13_000, 0),
     ("outputs", "key bfloat16 128"): (115_000, 0),
     ("all_states", "key bfloat16 128"): (52_000, 0),

@@ -45,7 +45,12 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
 
     scalers = K // 64
     # Registers of a thread that scales and one that computes: together no more than the program is launched with.
-    few, many = {(2, 2): (88, 168), (1, 2): (88, 208), (2, 1): (128, 240), (1, 1): (168, 240)}[scalers, W]
+    few, many = {
+        (2, 2): (88, 168) if w.outputs else (96, 160),
+        (1, 2): (88, 208),
+        (2, 1): (128, 240),
+        (1, 1): (168, 240),
+    }[scalers, W]
 
     def body(
         table_g, q_g, a_g, b_g, g_g, scale_g, start_g, out_g, last_g, log_g, reach_g,
