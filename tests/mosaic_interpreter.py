@@ -1,9 +1,15 @@
-"""Lets the interpreter of Pallas Mosaic GPU multiply with a left side in registers: accumulators are arrays here."""
+"""The interpreter of Pallas Mosaic GPU with a left side of products in registers, and with races between warpgroups and copies
+raised as errors: accumulators are arrays here."""
 
 import jax
 import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def parameters():
+    return plgpu.InterpretGPUParams(detect_races=True)
 
 
 class Accumulator:
@@ -35,8 +41,33 @@ def install(monkeypatch):
 
         return run
 
+    one_proxy(monkeypatch)
     monkeypatch.setattr(pl, "run_scoped", scoped)
     monkeypatch.setattr(pl, "run_state", run_state)
     monkeypatch.setattr(plgpu, "wgmma", multiply)
     monkeypatch.setattr(plgpu, "wgmma_accumulator_load", lambda total, wait_n=0: total.value)
     monkeypatch.setattr(plgpu.ACC, "init", staticmethod(lambda x: x))
+
+
+def one_proxy(monkeypatch):
+    """Barriers order copies behind what warpgroups have read before.
+
+    The interpreter wants a fence there as well, which it rightly wants where a product or a copy reads what they wrote; those
+    `commit_smem` are then not checked either.
+    """
+    memory = shared_memory.GPUSharedMemory
+    bundle, increment = shared_memory.GpuClockBundle, memory.incr_clock
+    update = bundle.update
+
+    def updated(self, other):
+        update(self, other)
+        self.commit_smem()
+
+    def incremented(self, thread, *arguments, **options):
+        if increment(self, thread, *arguments, **options) is None:
+            return None
+        self.clocks[thread].commit_smem()
+        return self.clocks[thread].copy()
+
+    monkeypatch.setattr(bundle, "update", updated)
+    monkeypatch.setattr(memory, "incr_clock", incremented)

@@ -61,7 +61,7 @@ def check(
     gates = {gate: logs.astype(gate_dtype)}
     r = bind(q, k, v, **gates, initial_state=state, reverse=reverse, cu_seqlens=cu_seqlens)
     mosaic_interpreter.install(monkeypatch)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+    with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
         found = tuple(launch.chunked(r, config))
         d = launch.chunked_vjp(r, d_output, d_final, config) if gradient else None
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, r)

@@ -10,8 +10,6 @@ import pytest
 if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
     pytest.skip("the interpreter of Pallas Mosaic GPU needs JAX 0.12", allow_module_level=True)
 
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
 from glax.kernels.pallas_gpu.gradient_heads import gradient_head
 from glax.kernels.pallas_gpu.gradient_key import gradient_key
 from tests import mosaic_interpreter
@@ -87,7 +85,7 @@ CASES = [
 def test_gradient_of_chunks(monkeypatch, B, T, heads, D, form, strength, reverse):
     mosaic_interpreter.install(monkeypatch)
     q, k, v, g, *others = inputs(B, T, heads, D, form, strength)
-    options = dict(reverse=reverse, programs=2, interpret=plgpu.InterpretGPUParams())
+    options = dict(reverse=reverse, programs=2, interpret=mosaic_interpreter.parameters())
     wanted = expected(reverse, q, k, v, jnp.broadcast_to(g, (*g.shape[:3], D)), *others)
     if form == "key":
         found = gradient_key(q, k, v, g, *others, **options)

@@ -197,6 +197,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 return S
 
             carrying(pl.ds((block * W + me) * 64, 64), use)
+            plgpu.wait_smem_to_gmem(0)
 
         def state():
             """The warpgroup that has the state where there are outputs."""
