@@ -10,16 +10,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax.kernels.pallas_gpu.gradient_fast import around, bf16, finish
 from glax.kernels.pallas_gpu.gradient_tiles import (
     LEVELS,
+    TILE,
     exp,
     half,
     kept,
     meet,
     product,
-    tile,
-    transposed,
-    zeros,
 )
-from glax.kernels.pallas_gpu.tiles import LOG_OF_ZERO, WGMMA
+from glax.kernels.pallas_gpu.tiles import LOG_OF_ZERO, WGMMA, read, transposed, zeros
 
 
 def chunk(n, m, c):
@@ -33,7 +31,7 @@ def chunk(n, m, c):
 
     def load_tokens(source, shared, target):
         load(source.at[c.b, c.rows, lax.div(c.h, n.H // shared), c.mine], target)
-        return tile(target)
+        return read(target)
 
     def load_q():
         return load_tokens(m.q_g, n.HQ, c.q_w)
@@ -78,7 +76,7 @@ def chunk(n, m, c):
         together()
         return A_T + jnp.where(m.walk.halving(level, transposed=True), found, 0.0)
 
-    A_T = (lax.fori_loop(0, LEVELS, add_scores, zeros()) * c.scale).astype(bf16)
+    A_T = (lax.fori_loop(0, LEVELS, add_scores, zeros(TILE)) * c.scale).astype(bf16)
     down = exp(product((left(kept(m.walk.later(), 0.0, 1.0)), c.g_w)))
     c.k_w[...] = (load_k() * down).astype(bf16)
     together()
@@ -95,11 +93,11 @@ def chunk(n, m, c):
         push, given = sums
         way = factors(level, plgpu.commit_smem)
         pushed = product((left(pairs(c.v, c.do, level, True)), c.q_w))
-        given -= tile(c.k_w) * pushed
+        given -= read(c.k_w) * pushed
         plgpu.commit_smem()
         return push + pushed * way, given
 
-    push, given = lax.fori_loop(0, LEVELS, add_push, (zeros(), zeros()))
+    push, given = lax.fori_loop(0, LEVELS, add_push, (zeros(TILE), zeros(TILE)))
     fed = product(*((c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)])) for p in parts))
     fed *= exp(product((left(kept(m.walk.later(), 0.0, 1.0)), c.g_w)))
     before_gate = (load_k() * fed).astype(bf16)
@@ -109,19 +107,19 @@ def chunk(n, m, c):
         pull, net = sums
         way = factors(level, plgpu.commit_smem)
         pulled = product((left(pairs(c.do, c.v, level, False)), c.k_w))
-        net += tile(c.q_w) * pulled
+        net += read(c.q_w) * pulled
         plgpu.commit_smem()
         return pull + pulled * way, net
 
-    pull, net = lax.fori_loop(0, LEVELS, add_pull, (zeros(), given))
-    read = product(*((c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)])) for p in parts))
+    pull, net = lax.fori_loop(0, LEVELS, add_pull, (zeros(TILE), given))
+    drawn = product(*((c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)])) for p in parts))
     edge = around(n, m, c) * last
-    read *= exp(product((left(kept(m.walk.later(), 1.0)), c.g_w)))
+    drawn *= exp(product((left(kept(m.walk.later(), 1.0)), c.g_w)))
     x = load_q()
-    behind_gate = c.scale * (x * read + net)
-    read += pull
-    dq = (c.scale * read).astype(bf16)
-    m.used_g[c.b, c.c, c.h, c.w] = (x * read).sum(1)
+    behind_gate = c.scale * (x * drawn + net)
+    drawn += pull
+    dq = (c.scale * drawn).astype(bf16)
+    m.used_g[c.b, c.c, c.h, c.w] = (x * drawn).sum(1)
     meet(m.meet_done.at[c.t])
     finish(m, c, behind_gate, before_gate, edge, dq, dk, dv)
     plgpu.wait_smem_to_gmem(0)

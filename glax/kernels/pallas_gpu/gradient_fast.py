@@ -6,17 +6,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu.gradient_tiles import (
     accumulator,
-    added,
     after,
     columns,
     half,
     kept,
     meet,
     product,
-    tile,
-    transposed,
 )
-from glax.kernels.pallas_gpu.tiles import FAST_LIMIT, LOG2E, WGMMA, high_part
+from glax.kernels.pallas_gpu.tiles import FAST_LIMIT, LOG2E, WGMMA, added, high_part, read, transposed
 
 bf16 = jnp.bfloat16
 
@@ -44,8 +41,8 @@ def chunk(n, m, c, release):
     c.vector[0] = enter
     c.vector[1] = leave
     up, down = jnp.exp2(M), jnp.exp2(-M)
-    c.q_w[...] = (tile(c.q_w) * up).astype(bf16)
-    y = tile(c.k_w) * down
+    c.q_w[...] = (read(c.q_w) * up).astype(bf16)
+    y = read(c.k_w) * down
     c.k_w[...] = y.astype(bf16)
     release()  # waits for all warps, which are past the product with g then
     c.g_w[...] = (y * columns(c.vector.at[1])).astype(bf16)
@@ -80,24 +77,24 @@ def chunk(n, m, c, release):
         return after(fed, 1) * columns(c.vector.at[1]), after(push)
 
     fed, push = pl.run_scoped(keys, accumulator(), accumulator())
-    y = tile(c.k_w)
+    y = read(c.k_w)
     before_gate = (y * fed).astype(bf16)
     dk = (down * (fed + c.scale * push)).astype(bf16)
     given = y * push
 
-    def through_state(read):
+    def through_state(drawn):
         for p in parts:
-            plgpu.wgmma(read, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
+            plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
         edge = around(n, m, c) * decay
-        return after(read) * columns(c.vector.at[0]), edge
+        return after(drawn) * columns(c.vector.at[0]), edge
 
-    read, edge = pl.run_scoped(through_state, accumulator())
+    drawn, edge = pl.run_scoped(through_state, accumulator())
     plgpu.barrier_arrive(m.states_free.at[c.t])
-    read = added(read, (dA, c.k_w))
-    used = tile(c.q_w) * read
+    drawn = added(drawn, (dA, c.k_w))
+    used = read(c.q_w) * drawn
     behind_gate = c.scale * (used - given)
     up = jnp.exp2(-jnp.log2(down))  # formed anew: to keep it would take registers that are not there
-    dq = (c.scale * up * read).astype(bf16)
+    dq = (c.scale * up * drawn).astype(bf16)
     m.used_g[c.b, c.c, c.h, c.w] = used.sum(1)
     meet(m.meet_done.at[c.t])
     finish(m, c, behind_gate, before_gate, edge, dq, dk, dv)
@@ -106,7 +103,7 @@ def chunk(n, m, c, release):
 def around(n, m, c):
     """sum_v S dS, [64] of the warpgroup's own half of K."""
     own = [(c.t, c.mine, half(p)) for p in range(n.team)]
-    return sum((tile(m.S.at[x]) * tile(m.dS.at[x])).sum(1) for x in own)
+    return sum((read(m.S.at[x]) * read(m.dS.at[x])).sum(1) for x in own)
 
 
 def finish(m, c, behind_gate, before_gate, edge, dq, dk, dv):

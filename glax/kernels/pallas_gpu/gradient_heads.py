@@ -23,19 +23,16 @@ from glax.kernels.pallas_gpu.gradient import SLOTS, Sizes, compute, launch, load
 from glax.kernels.pallas_gpu.gradient_fast import around, bf16, store
 from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
+    TILE,
     accumulator,
-    added,
     after,
     along,
-    down_rows,
     half,
     meet,
     product,
-    tile,
     tokens,
-    transposed,
 )
-from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW
+from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, added, by_row, read, transposed
 
 TILES = ("q", "k", "v", "do")
 SUMS = (
@@ -51,7 +48,7 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
     def decayed(mask, sign):
         """e^ of the difference of G at the rows' tokens and at the columns', where the mask says so, else 0."""
         across = along(plgpu.load(m.gates.at[c.at, 0], layout=BY_COLUMN))
-        return jnp.exp2(jnp.where(mask, sign * (down_rows(G) - across), -jnp.inf))
+        return jnp.exp2(jnp.where(mask, sign * (by_row(G, TILE) - across), -jnp.inf))
 
     def scores(A_T, dA):
         for p in parts:
@@ -64,7 +61,7 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
     A_T, dA = pl.run_scoped(scores, accumulator(), accumulator())
     release()
     plgpu.barrier_wait(m.states_full.at[c.t])
-    through = product(*((c.k.at[p], m.dS.at[c.t, half(p), c.mine]) for p in parts)) * down_rows(down)
+    through = product(*((c.k.at[p], m.dS.at[c.t, half(p), c.mine]) for p in parts)) * by_row(down, TILE)
     dv = added(through, (A_T, c.do_w)).astype(bf16)
     dA_T = product(*((c.v.at[p], transposed(c.do.at[p])) for p in parts)) * decayed(m.walk.earlier(), -1.0)
     dA_T = dA_T.astype(bf16)
@@ -73,27 +70,27 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
         for p in parts:
             plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
         plgpu.wgmma(push, dA_T, c.q_w)
-        return after(fed, 1) * down_rows(down), after(push)
+        return after(fed, 1) * by_row(down, TILE), after(push)
 
     fed, push = pl.run_scoped(keys, accumulator(), accumulator())
-    y = tile(c.k_w)
+    y = read(c.k_w)
     sums = m.sums_g.at[c.b, c.c, c.h, c.w]
     sums[1] = (y * push).sum(1)
     sums[2] = (y * fed).sum(1)
     dk = (fed + c.scale * push).astype(bf16)
 
-    def through_state(read):
+    def through_state(drawn):
         for p in parts:
-            plgpu.wgmma(read, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
+            plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
         sums[3] = around(n, m, c)
-        return after(read) * down_rows(up)
+        return after(drawn) * by_row(up, TILE)
 
-    read = pl.run_scoped(through_state, accumulator())
+    drawn = pl.run_scoped(through_state, accumulator())
     plgpu.barrier_arrive(m.states_free.at[c.t])
-    read = added(read, (dA, c.k_w))
-    sums[0] = (tile(c.q_w) * read).sum(1)
+    drawn = added(drawn, (dA, c.k_w))
+    sums[0] = (read(c.q_w) * drawn).sum(1)
     meet(m.meet_done.at[c.t])
-    c.q_w[...] = (c.scale * read).astype(bf16)
+    c.q_w[...] = (c.scale * drawn).astype(bf16)
     c.k_w[...] = dk
     c.do_w[...] = dv
     plgpu.commit_smem()

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.plan import C as CHUNK
 from glax.kernels.pallas_gpu.tiles import BY_COLUMN, LOG2E, WGMMA
 
@@ -34,55 +35,21 @@ def meet(barrier):
     plgpu.barrier_wait(barrier)
 
 
-def tile(ref):
-    return plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
-
-
 def along(x):
     """x [64] of the columns, over the rows of a tile."""
     return jnp.broadcast_to(x[None, :], TILE)
-
-
-def down_rows(x):
-    """x [64] of the rows, over the columns of a tile."""
-    return lax.broadcast_in_dim(x, TILE, (0,))
 
 
 def columns(ref):
     return along(plgpu.load(ref, layout=BY_COLUMN))
 
 
-def zeros():
-    return plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), WGMMA)
-
-
 def accumulator(shape=TILE):
     return plgpu.ACC(shape, jnp.float32)
 
 
-def transposed(ref):
-    return ref.transpose((1, 0))
-
-
 def product(*pairs, shape=TILE):
-    """The sum of a @ b over the pairs, in float32; b in shared memory, a there or in registers."""
-
-    def scope(total):
-        for a, b in pairs:
-            plgpu.wgmma(total, a, b)
-        return total[...]
-
-    return pl.run_scoped(scope, accumulator(shape))
-
-
-def added(total, *pairs):
-    """total + the sum of a @ b over the pairs."""
-
-    def scope(accumulator):
-        for a, b in pairs:
-            plgpu.wgmma(accumulator, a, b)
-
-    return pl.run_state(scope)(plgpu.ACC.init(total))
+    return tiles.product(shape, *pairs)
 
 
 def after(total, running: int = 0):
@@ -138,9 +105,6 @@ class Walk:
     def later(self):
         i, j = self.positions()
         return i >= j
-
-    def matrix(self, mask, inside=1.0, outside=0.0):
-        return kept(mask, inside, outside)
 
     def middle_matrix(self):
         """Row i sums the gates from the chunk's middle through token i, negatively before it."""
