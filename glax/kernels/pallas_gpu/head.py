@@ -104,6 +104,8 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
             plgpu.wait_smem_to_gmem(0)
 
         def state():
+            """The warpgroup that has the state where there are outputs."""
+
             def enter(S, step):
                 pl.when(step > 0)(lambda: plgpu.barrier_wait(taken))
                 S_s[...] = S.astype(BF16)
@@ -113,6 +115,7 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
             carrying(wide, pl.ds(0, w.columns), scaled_s, enter)
 
         def outputs():
+            """The warpgroup that forms scores and outputs."""
             i, j = tiles.walking(w.reverse)
 
             @pl.loop(0, count)

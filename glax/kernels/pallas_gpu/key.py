@@ -158,7 +158,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 reach_g[e, h, part] = reach
 
         def carrying(mine, use):
-            """The state through all chunks, [K, columns]: use(S', sums of gates, step) for each."""
+            """The state through all chunks, [K, columns]: use(S', step, slot) returns it behind each."""
             plgpu.set_max_registers(many, action="increase")
 
             def walk(step, carry):
