@@ -8,33 +8,56 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from glax.decay import Decay
-from glax.dispatch import Choice, run_backward, run_forward
-from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like, spread_heads
+from glax.dispatch import Choice, run_and_keep, run_backward, run_forward
+from glax.recurrence import Kept, Outputs, Recurrence, fold_heads, gradient_like, spread_heads
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def solve(choice: Choice, r: Recurrence) -> Outputs:
-    """The outputs and final states of r, differentiable any number of times; it keeps nothing but r for its gradient."""
+    """The outputs and final states of r, differentiable any number of times. For its gradient it keeps r, and what the kernel
+    leaves to its gradient: at most a state a chunk."""
     return run_forward(choice, r)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def solve_and_keep(choice: Choice, r: Recurrence) -> tuple[Outputs, Kept | None]:
+    """The same, with what is kept beside r: a by-product, which takes no cotangent."""
+    return run_and_keep(choice, r)
+
+
+def _keep_fwd(choice, r):
+    outputs, kept = solve_and_keep(choice, r)  # not run_and_keep: the gradient of a gradient passes through here
+    return (outputs, kept), (r, kept)
+
+
+def _keep_bwd(choice, residuals, cotangents):
+    (r, kept), (cotangents, _) = residuals, cotangents
+    d = gradient(choice, r, *cotangents, kept)
+    return (d.replace(boundaries=no_gradient(r.boundaries)),)
+
+
 def _solve_fwd(choice, r):
-    return solve(choice, r), r  # solve, not run_forward: the gradient of a gradient passes through here
+    (outputs, _), residuals = _keep_fwd(choice, r)
+    return outputs, residuals
 
 
-def _solve_bwd(choice, r, cotangents):
-    d = gradient(choice, r, *cotangents)
-    cuts = None if r.boundaries is None else np.zeros(r.boundaries.shape, jax.dtypes.float0)
-    return (d.replace(boundaries=cuts),)
+def _solve_bwd(choice, residuals, cotangents):
+    return _keep_bwd(choice, residuals, (cotangents, None))
 
 
+solve_and_keep.defvjp(_keep_fwd, _keep_bwd)
 solve.defvjp(_solve_fwd, _solve_bwd)
 
 
+def no_gradient(x: Array | None):
+    """What JAX takes for the cotangent of integers."""
+    return None if x is None else np.zeros(x.shape, jax.dtypes.float0)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurrence:
+def gradient(choice: Choice, r: Recurrence, d_output, d_final, kept: Kept | None = None) -> Recurrence:
     """The gradient of <output, d_output> + <final_state, d_final> in every array of r, its boundaries set to None."""
-    fused = run_backward(choice, r, d_output, d_final)
+    fused = run_backward(choice, r, d_output, d_final, kept)
     return derived_gradient(choice, r, d_output, d_final) if fused is None else fused
 
 
@@ -43,15 +66,16 @@ def _gradient_fwd(choice, *operands):
 
 
 def _gradient_bwd(choice, operands, cotangent):
-    """Fused kernels have no gradient of their own; the derived form, made of `solve`, equals them and has one."""
-    r, *cotangents = operands
+    """Fused kernels have no gradient of their own; the derived form, made of `solve` and r alone, equals them and has one."""
+    r, d_output, d_final, kept = operands
+    cotangents = d_output, d_final
     cuts = r.boundaries
     _, pull = jax.vjp(
         lambda r, *c: derived_gradient(choice, r.replace(boundaries=cuts), *c), r.replace(boundaries=None), *cotangents
     )
     d_r, *rest = pull(cotangent)
-    cuts = None if cuts is None else np.zeros(cuts.shape, jax.dtypes.float0)
-    return (d_r.replace(boundaries=cuts), *rest)
+    none = None if kept is None else Kept(jnp.zeros_like(kept.states), no_gradient(kept.far))
+    return (d_r.replace(boundaries=no_gradient(cuts)), *rest, none)
 
 
 gradient.defvjp(_gradient_fwd, _gradient_bwd)

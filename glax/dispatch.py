@@ -13,7 +13,7 @@ from glax.execution.executor import Executor
 from glax.execution.selection import ConfigSelectorChain
 from glax.kernels import load_kernels
 from glax.partition import partitioned
-from glax.recurrence import Outputs, Recurrence
+from glax.recurrence import Kept, Outputs, Recurrence
 from glax.registry import Config, KernelSpec, Platform, kernel_registry
 
 
@@ -40,10 +40,21 @@ def run_forward(choice: Choice, r: Recurrence) -> Outputs:
     return merged_vmap(functools.partial(execute, spec, choice), r)
 
 
-def run_backward(choice: Choice, r: Recurrence, d_output, d_final) -> Recurrence | None:
+def run_and_keep(choice: Choice, r: Recurrence) -> tuple[Outputs, Kept | None]:
+    """The same, with what the kernel leaves for its gradient, if that is the one that will be taken."""
+    load_kernels()
+    spec, (gradient, _) = kernel_registry.find(r, choice.platform, choice.config), gradient_kernel(choice, r)
+    if spec.run_and_keep is None or gradient is None or not gradient.is_gradient_of(spec):
+        return run_forward(choice, r), None
+    keeping = dataclasses.replace(spec, run=spec.run_and_keep)
+    return merged_vmap(functools.partial(execute, keeping, choice, keeps=True), r)
+
+
+def run_backward(choice: Choice, r: Recurrence, d_output, d_final, kept: Kept | None) -> Recurrence | None:
     """The gradient by the best fused kernel; None if there is none, and the forward must serve instead."""
     spec, own = gradient_kernel(choice, r)
-    return None if spec is None else merged_vmap(functools.partial(execute, spec, own), r, d_output, d_final)
+    operands = (r, d_output, d_final, *([] if kept is None else [kept]))
+    return None if spec is None else merged_vmap(functools.partial(execute, spec, own), *operands)
 
 
 def gradient_kernel(choice: Choice, r: Recurrence) -> tuple[KernelSpec | None, Choice]:
@@ -86,9 +97,10 @@ def run_step(spec: KernelSpec, choice: Choice, r: Recurrence, slots) -> Outputs:
     return partitioned(step, r) if slots is None else step(r)
 
 
-def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *cotangents):
+def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, keeps: bool = False):
     _, refused = kernel_registry.able(r, choice.platform, gradient=spec.is_gradient)
-    return partitioned(functools.partial(executor, spec, cfg=choice.config, refused=refused), r, *cotangents)
+    run = functools.partial(executor, spec, cfg=choice.config, refused=refused)
+    return partitioned(run, r, *given, keeps=keeps)
 
 
 def merged_vmap(f, *operands):

@@ -15,44 +15,44 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glax.decay import Decay
-from glax.recurrence import Outputs, Recurrence
+from glax.recurrence import Kept, Outputs, Recurrence
 from glax.registry import Backend
 
 
-def partitioned(f, r: Recurrence, *cotangents):
-    """f(r, *cotangents), a kernel that returns Outputs or, given cotangents, a Recurrence."""
-    operands = (r, *cotangents)
+def partitioned(f, r: Recurrence, *given, keeps: bool = False):
+    """f(r, *given), a kernel: f(r) returns Outputs, with `keeps` (Outputs, Kept); f(r, d_output, d_final) or, with what was
+    kept, f(r, d_output, d_final, kept) a Recurrence."""
+    operands = (r, *given)
     if jax.sharding.get_abstract_mesh().manual_axes:
         return f(*operands)
     types = [jax.typeof(x).sharding for x in jax.tree.leaves(operands)]
     if any(axis is not None for type in types for axis in type.spec):
-        return by_type(f, *operands)
-    return f(*operands) if Backend.here() is Backend.TPU else by_compiler(f, *operands)
+        return by_type(f, keeps, operands)
+    return f(*operands) if Backend.here() is Backend.TPU else by_compiler(f, keeps, operands)
 
 
-def by_type(f, r: Recurrence, *cotangents):
-    operands = (r, *cotangents)
+def by_type(f, keeps: bool, operands):
     mesh = next(mesh for x in jax.tree.leaves(operands) if not (mesh := jax.typeof(x).sharding.mesh).empty)
     batch, heads = common_axes(mesh, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
     into = operand_specs(operands, batch, heads)
     operands = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), operands, into)
     # vma is not checked: no gradient passes through here, only `solve` and its gradient have one.
     inside = summed(f, heads, operands)
-    out_specs = result_specs(operands, batch, heads)
+    out_specs = result_specs(operands, keeps, batch, heads)
     result = jax.shard_map(inside, mesh=mesh, in_specs=into, out_specs=out_specs, check_vma=False)(*operands)
-    if not cotangents:
+    if len(operands) == 1:
         return result
     # A gradient has its input's type.
-    given = r.replace(boundaries=None)
+    given = operands[0].replace(boundaries=None)
     return jax.tree.map(
         lambda dx, x: jax.sharding.reshard(dx, NamedSharding(mesh, jax.typeof(x).sharding.spec)), result, given
     )
 
 
-def by_compiler(f, r: Recurrence, *cotangents):
+def by_compiler(f, keeps: bool, operands):
     from jax.experimental.custom_partitioning import custom_partitioning  # not a part of `import jax`
 
-    leaves, structure = jax.tree.flatten((r, *cotangents))
+    leaves, structure = jax.tree.flatten(operands)
 
     def flat(f):
         return lambda *leaves: tuple(jax.tree.leaves(f(*structure.unflatten(leaves))))
@@ -61,20 +61,19 @@ def by_compiler(f, r: Recurrence, *cotangents):
         operands = structure.unflatten(arguments)
         axes = common_axes(mesh, operands, [x.sharding.spec for x in arguments])
         lie = lambda specs: tuple(NamedSharding(mesh, spec) for spec in leaves_of(specs))  # noqa: E731
-        result, given = lie(result_specs(operands, *axes)), lie(operand_specs(operands, *axes))
+        result, given = lie(result_specs(operands, keeps, *axes)), lie(operand_specs(operands, *axes))
         return mesh, flat(summed(f, axes[1], operands)), result, given
 
-    rule, replicated, sizes = sharding_rule((r, *cotangents))
+    rule, replicated, sizes = sharding_rule(operands, keeps)
     call = custom_partitioning(jax.jit(flat(f)))  # jit, so that the constants in f are no concern of the call's
     call.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=replicated, **sizes)
-    result = r.replace(boundaries=None) if cotangents else Outputs(r.q, r.q)
-    return jax.tree.structure(result).unflatten(call(*leaves))
+    return jax.tree.structure(result_specs(operands, keeps, None, None), is_leaf=is_spec).unflatten(call(*leaves))
 
 
 def summed(f, heads, operands):
     """f as it runs on one device: the gradient of what all heads share is a sum over the devices that these lie on."""
-    r, *cotangents = operands
-    if heads is None or not cotangents:
+    r = operands[0]
+    if heads is None or len(operands) == 1:
         return f
     shared = [name for name in ("q", "k", "v") if getattr(r, name).shape[2] == 1 and r.num_heads > 1]
 
@@ -112,20 +111,28 @@ def output_specs(batch, heads, sequence=None) -> Outputs:
     return Outputs(P(batch, sequence, heads), P(batch, heads))
 
 
+def kept_specs(batch, heads) -> Kept:
+    return Kept(P(batch, None, heads), P(batch, None, heads))
+
+
 def operand_specs(operands, batch, heads):
-    r, *cotangents = operands
-    return (recurrence_specs(r, batch, heads), *(output_specs(batch, heads) if cotangents else ()))
+    every = (recurrence_specs(operands[0], batch, heads), *output_specs(batch, heads), kept_specs(batch, heads))
+    return every[: len(operands)]
 
 
-def result_specs(operands, batch, heads):
-    r, *cotangents = operands
-    if not cotangents:
-        return output_specs(batch, heads)
-    return recurrence_specs(r, batch, heads).replace(boundaries=None)
+def result_specs(operands, keeps: bool, batch, heads):
+    if len(operands) > 1:
+        return recurrence_specs(operands[0], batch, heads).replace(boundaries=None)
+    outputs = output_specs(batch, heads)
+    return (outputs, kept_specs(batch, heads)) if keeps else outputs
+
+
+def is_spec(x) -> bool:
+    return isinstance(x, P)
 
 
 def leaves_of(specs) -> list[P]:
-    return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.leaves(specs, is_leaf=is_spec)
 
 
 def common_axes(mesh, operands, specs: list[P]):
@@ -160,7 +167,7 @@ def head_counts(r: Recurrence) -> tuple[int, int, int]:
 # ---- the same for the compiler: a name for every dimension -----------------------------------------------------------
 
 
-def sharding_rule(operands) -> tuple[str, tuple[str, ...], dict[str, int]]:
+def sharding_rule(operands, keeps: bool = False) -> tuple[str, tuple[str, ...], dict[str, int]]:
     """An einsum-like rule, the names that must not be spread, and the sizes of the parts of joint dimensions.
 
     Heads that share one are adjacent, so H = (h i j) where the fewest heads are h: these can be spread, the others follow.
@@ -181,9 +188,9 @@ def sharding_rule(operands) -> tuple[str, tuple[str, ...], dict[str, int]]:
     N = "n" if r.boundaries is not None else "b"
     H = heads(r.num_heads)
 
-    def named(x: Recurrence | Outputs) -> list[str]:
-        if isinstance(x, Outputs):
-            return [f"b t {H} v", f"{N} {H} k v"]
+    outputs, kept = [f"b t {H} v", f"{N} {H} k v"], [f"b chunk {H} row column", f"b chunk {H}"]
+
+    def named(x: Recurrence) -> list[str]:
         d = x.decay
         forms = [
             (x.q, f"b t {heads(x.q.shape[2])} k"), (x.k, f"b t {heads(x.k.shape[2])} k"),
@@ -193,8 +200,8 @@ def sharding_rule(operands) -> tuple[str, tuple[str, ...], dict[str, int]]:
         ]  # fmt: skip
         return [form for array, form in forms if array is not None]
 
-    given = named(r) + (named(Outputs(None, None)) if len(operands) > 1 else [])
-    results = named(r.replace(boundaries=None)) if len(operands) > 1 else named(Outputs(None, None))
+    given = named(r) + outputs * (len(operands) > 1) + kept * (len(operands) > 3)
+    results = named(r.replace(boundaries=None)) if len(operands) > 1 else outputs + kept * keeps
     rule = f"{', '.join(given)} -> {', '.join(results)}"
     used = dict.fromkeys(re.findall(r"\w+", rule))  # the compiler wants them in the order of their first use
     spread = {"h"} | ({"b"} if r.boundaries is None else set())

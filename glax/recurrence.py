@@ -112,6 +112,16 @@ class Outputs(NamedTuple):
     final_state: Float[Array, "N H K V"]
 
 
+class Kept(NamedTuple):
+    """What a forward leaves for its gradient beside its operands: the state at every chunk, and a flag of every chunk.
+
+    Chunks, the widths K and V, and the flags' meaning are the kernel's own.
+    """
+
+    states: Float[Array, "B chunks H K V"]
+    far: Int[Array, "B chunks H"]
+
+
 def spread_heads(x: Array, heads: int, axis: int = 2) -> Array:
     """Repeats each head of x until there are `heads`."""
     return x if x.shape[axis] == heads else jnp.repeat(x, heads // x.shape[axis], axis)

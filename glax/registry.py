@@ -67,6 +67,8 @@ class KernelSpec:
 
     run:      (recurrence, config=) -> Outputs; for "<algorithm>.vjp" (recurrence, d_output, d_final, config=) -> Recurrence;
               for "<algorithm>.step" (recurrence of one token, pool, slots, config=) -> (output, pool), slot -1 for none
+    run_and_keep: (recurrence, config=) -> (Outputs, Kept), of a kernel whose gradient, of the same algorithm and platform, takes
+              that as `kept`, and then need not form it again; None for all others
     supports: recurrence -> None, or the reason why the kernel cannot run it
     priority: recurrence -> number; among kernels that can run it, the highest is taken
     version:  raised when measured configs lose their meaning
@@ -83,6 +85,7 @@ class KernelSpec:
     priority: Callable[[Recurrence], int] = lambda r: 0
     version: int = 0
     takes_state_late: Callable[[Recurrence], bool] = lambda r: False
+    run_and_keep: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
@@ -91,6 +94,9 @@ class KernelSpec:
     @property
     def is_gradient(self) -> bool:
         return self.algorithm.endswith(".vjp")
+
+    def is_gradient_of(self, other: "KernelSpec") -> bool:
+        return (self.algorithm, self.platform) == (f"{other.algorithm}.vjp", other.platform)
 
     @property
     def is_step(self) -> bool:

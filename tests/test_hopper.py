@@ -20,9 +20,10 @@ BAR = 3.5e-3  # docs/design.md: bfloat16
 CASES = {
     "key, -100 and -inf": dict(gate="gk", strength="extreme", T=72),
     "key, packed, reversed, shared heads": dict(gate="gk", heads=(1, 2, 1), cuts=(0, 0, 1, 70, 80), T=90, reverse=True),
-    "key, float32 gates": dict(gate="gk", gate_dtype=jnp.float32, T=72, gradient=False),
+    "key, segments, states formed again": dict(gate="gk", T=150, keep=False, config=HopperConfig(parts=2)),
+    "key, float32 gates": dict(gate="gk", gate_dtype=jnp.float32, T=72, gradient=False, keep=False),
     "head, segments": dict(gate="g", T=300, K=60, V=40, config=HopperConfig(parts=2)),
-    "constant, packed": dict(gate="g_gamma", cuts=(0, 66, 66, 90), T=100),
+    "constant, packed": dict(gate="g_gamma", cuts=(0, 66, 66, 90), T=100, keep=False),
 }
 
 
@@ -41,7 +42,7 @@ def test_against_the_reference(case, monkeypatch):
 
 def check(
     monkeypatch, gate, strength="mild", T=72, K=64, V=64, heads=(1, 1, 1), cuts=None, reverse=False,
-    gate_dtype=jnp.bfloat16, gradient=True, config=None,
+    gate_dtype=jnp.bfloat16, gradient=True, keep=True, config=None,
 ):  # fmt: skip
     config = config or HopperConfig()
     rng, H = np.random.default_rng(0), max(heads)
@@ -62,8 +63,8 @@ def check(
     r = bind(q, k, v, **gates, initial_state=state, reverse=reverse, cu_seqlens=cu_seqlens)
     mosaic_interpreter.install(monkeypatch)
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        found = tuple(launch.chunked(r, config))
-        d = launch.chunked_vjp(r, d_output, d_final, config) if gradient else None
+        found, kept = launch.chunked_and_kept(r, config) if keep else (launch.chunked(r, config), None)
+        d = launch.chunked_vjp(r, d_output, d_final, kept, config) if gradient else None
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, r)
     errors = [distance(a, b) for a, b in zip(found, reference(exact), strict=True)]
     if gradient:
@@ -74,3 +75,30 @@ def check(
             sums = 10 if path[-1].name in ("scale", "constant") else 1  # over all of T, with cancellation
             errors.append(distance(a, b) / sums)
     assert max(errors) < BAR, errors
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("gate", ["gk", "g"])
+def test_segments_are_walked_as_far_as_their_gates_let_through(gate):
+    """Every chunk behind which some decay of a segment is not 0, and no more than one chunk too many."""
+    rng, T, parts = np.random.default_rng(0), 64 * 40, 4
+    strength = np.repeat(10.0 ** rng.uniform(-2.5, 0.7, (3, 40)), 64, axis=1)[..., None, None]
+    logs = -strength * rng.uniform(size=(3, T, 2, 64 if gate == "gk" else 1))
+    x = jnp.zeros((3, T, 2, 64), jnp.bfloat16)
+    for reverse in (False, True):
+        given = {gate: jnp.asarray(logs if gate == "gk" else logs[..., 0], jnp.bfloat16)}
+        r = bind(x, x, x, **given, reverse=reverse)
+        p = launch.Problem(r, HopperConfig(parts=parts))
+        through = np.asarray(given[gate], np.float64).reshape(3, parts, 10, 64, -1).sum(3)
+        through = through if reverse else through[:, :, ::-1]
+        found = np.asarray(p.needed(reverse)).reshape(3, parts, 4)
+        whole = np.asarray(p.table).reshape(3, parts, 4)
+        for n in range(3):
+            for part in range(parts):
+                sums = np.cumsum(through[n, part], axis=0).max(1)
+                dead = np.flatnonzero(sums[: launch.NEAR] < launch.LOG_OF_NOTHING)
+                needed = dead[0] + 1 if dead.size else 10
+                needed = 0 if part == (0 if reverse else parts - 1) else needed
+                first = whole[n, part, 1] + (0 if reverse else 10 - needed)
+                assert found[n, part].tolist() == [n, first, needed, n]
+    assert len(set(found[..., 2].ravel().tolist())) > 3

@@ -43,6 +43,8 @@ BUDGETS = {
     ("forward", "key", 64): (0, 124),
     ("forward", "head", 128): (0,),
     ("forward", "head", 64): (0,),
+    ("forward, kept", "key", 128): (12, 328),
+    ("forward, kept", "head", 128): (0,),
     ("gradient", "key", 128): (0, 0, 0, 0, 152, 684),
     ("gradient", "head", 128): (0, 0, 36),
     ("gradient", "head", 64): (0, 0, 0),
@@ -70,7 +72,9 @@ def compiled(what: str, gate: str, width: int) -> list[dict]:
         config = HopperConfig(columns=width)
         if what == "forward":
             return launch.chunked(r, config)
-        return launch.chunked_vjp(r, d_output, d_final, config)
+        if what == "forward, kept":
+            return launch.chunked_and_kept(r, config)
+        return launch.chunked_vjp(r, d_output, d_final, None, config)
 
     x = shaped(2, 512, 4, width)
     gates = x if gate == "key" else shaped(2, 512, 4)

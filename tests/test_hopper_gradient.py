@@ -71,6 +71,19 @@ def head_sums(g, reverse):
     return jax.lax.cumsum(x, 3, reverse=reverse)
 
 
+def walked(g, reverse, before, behind):
+    """The states as walks leave them for gates a key channel, decayed to the middle of their chunks, and which are far."""
+    B, T, H, K = g.shape
+    g = jnp.pad(g.astype(jnp.float32), ((0, 0), (0, -T % C), (0, 0), (0, 0))).reshape(B, -1, 2, C // 2, H, K)
+    first, second = (g[:, :, i] for i in ((1, 0) if reverse else (0, 1)))
+    enter, leave = first.sum(2), second.sum(2)
+    # |M| is largest at a chunk's first token, behind which all other gates of its half lie, or at its last.
+    most = jnp.maximum(-(enter - first[:, :, -1 if reverse else 0]), -leave).max(-1)
+    far = ~((most <= 60) & jnp.isfinite(enter + leave).all(-1))
+    near = lambda x, log: jnp.where(far[..., None, None], x, x * jnp.exp(log)[..., None]).astype(x.dtype)  # noqa: E731
+    return near(before, enter), near(behind, leave), far.astype(jnp.int32)
+
+
 CASES = [
     (1, 136, (2, 1, 2, 1), 64, "key", None, False),
     (1, 72, (1, 1, 1, 1), 128, "key", None, True),
@@ -88,7 +101,7 @@ def test_gradient_of_chunks(monkeypatch, B, T, heads, D, form, strength, reverse
     options = dict(reverse=reverse, programs=2, interpret=mosaic_interpreter.parameters())
     wanted = expected(reverse, q, k, v, jnp.broadcast_to(g, (*g.shape[:3], D)), *others)
     if form == "key":
-        found = gradient_key(q, k, v, g, *others, **options)
+        found = gradient_key(q, k, v, g, *others[:2], *walked(g, reverse, *others[2:]), **options)
     else:
         *first, dg, d_scale = gradient_head(q, k, v, head_sums(g, reverse), *others, **options)
         dg = dg.transpose(0, 2, 3, 1).reshape(B, -1, heads[0])[:, :T, :, None]

@@ -11,10 +11,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
-from glax.autodiff import gradient, solve
+from glax.autodiff import gradient, no_gradient, solve
 from glax.dispatch import Choice, takes_state_late
 from glax.parallel.correct import correct_gradient, correct_output
 from glax.parallel.shard import arriving, shard_of, through
@@ -73,14 +72,10 @@ def _solve_fwd(choice, axis, n, r):
 def _solve_bwd(choice, axis, n, residuals, cotangents):
     (r, entered), (outputs, _) = residuals, cotangents
     d = sequence_gradient(choice, axis, n, r, entered, *outputs)
-    return (d.replace(boundaries=no_gradient(r)),)
+    return (d.replace(boundaries=no_gradient(r.boundaries)),)
 
 
 solve_and_keep.defvjp(_solve_fwd, _solve_bwd)
-
-
-def no_gradient(r: Recurrence):
-    return None if r.boundaries is None else np.zeros(r.boundaries.shape, jax.dtypes.float0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -120,7 +115,7 @@ def _gradient_bwd(choice, axis, n, operands, cotangent):
 
     _, pull = jax.vjp(derived, r.replace(boundaries=None), *cotangents)
     d_r, *rest = pull(cotangent)
-    return d_r.replace(boundaries=no_gradient(r)), jnp.zeros_like(entered), *rest
+    return d_r.replace(boundaries=no_gradient(r.boundaries)), jnp.zeros_like(entered), *rest
 
 
 sequence_gradient.defvjp(_gradient_fwd, _gradient_bwd)

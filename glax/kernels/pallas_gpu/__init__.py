@@ -4,7 +4,7 @@ Registered here, they are written in `launch`, which loads Pallas when one of th
 """
 
 from glax.kernels.pallas_gpu.config import HopperConfig, gradient_supports, supports
-from glax.recurrence import Outputs, Recurrence
+from glax.recurrence import Kept, Outputs, Recurrence
 from glax.registry import Backend, Platform, kernel_registry
 
 # Above Triton's 10 or below it, and always above XLA's: docs/hopper.md has both at shapes on either side of these bounds.
@@ -21,8 +21,21 @@ def gradient_priority(r: Recurrence) -> int:
     return FASTER if r.q.shape[0] * r.q.shape[1] * r.num_heads >= 4 * 2048 * 16 else SLOWER
 
 
+def chunked_and_kept(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Kept]:
+    """`chunked`, and the states at its chunks, which its gradient would else walk again for."""
+    from glax.kernels.pallas_gpu import launch
+
+    return launch.chunked_and_kept(r, config)
+
+
 @kernel_registry.register(
-    "chunked", Platform.PALLAS, Backend.GPU, config=HopperConfig, supports=supports, priority=forward_priority
+    "chunked",
+    Platform.PALLAS,
+    Backend.GPU,
+    config=HopperConfig,
+    supports=supports,
+    priority=forward_priority,
+    run_and_keep=chunked_and_kept,
 )
 def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     """The recurrence in chunks; q, k, v and gates are read once, the output is written once, the state stays on chip."""
@@ -39,8 +52,8 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     supports=gradient_supports,
     priority=gradient_priority,
 )
-def chunked_vjp(r: Recurrence, d_output, d_final, *, config: HopperConfig) -> Recurrence:
+def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None = None, *, config: HopperConfig) -> Recurrence:
     """The gradient in every input from the states at both ends of each chunk."""
     from glax.kernels.pallas_gpu import launch
 
-    return launch.chunked_vjp(r, d_output, d_final, config)
+    return launch.chunked_vjp(r, d_output, d_final, kept, config)

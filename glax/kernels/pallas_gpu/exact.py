@@ -21,15 +21,18 @@ from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, C, by_row, product, rea
 BF16 = jnp.bfloat16
 
 
-def exact_walk(w, table, far, q, a, b, g, scale, start, out, last, log):
-    """Writes `out`, `last` and `log`, references to what `key_walk` returned, where far [E, H] is not 0."""
+def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, last, log):
+    """Writes o, states, last and log, references to what `key_walk` returned, where far [E, H] is not 0.
+
+    far_chunk [B, chunks, H]: `far` of `Walked`, read where states are written.
+    """
     E, blocks = table.shape[0], w.V // 64
     H, K = w.H, w.K
     ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
     parts = [pl.ds(part, 64) for part in range(0, K, 64)]
 
     def body(
-        table_g, far_g, q_g, a_g, b_g, g_g, scale_g, start_g, out_g, last_g, log_g, _,
+        table_g, far_g, far_chunk_g, q_g, a_g, b_g, g_g, scale_g, start_g, o_g, states_g, last_g, log_g, _,
         q_s, a_s, b_s, g_s, S_s, S16_s, x_s, y_s, matrix_s, halves_s, given,
     ):  # fmt: skip
         program = lax.axis_index("program")
@@ -60,6 +63,12 @@ def exact_walk(w, table, far, q, a, b, g, scale, start, out, last, log):
                 """[C, 64 of K]"""
                 sums = product((C, 64), *((matrix_s, g_s.at[term, :, part]) for term in range(w.terms)))
                 return jnp.exp2(sums * LOG2E)
+
+            def halves_of(part):
+                """The sums of a chunk's gates before its middle and behind, [64 of K]."""
+                of = [transposed(g_s.at[term, :, part]) for term in range(w.terms)]
+                sums = product((64, 8), *((g, tiles.by_halves(halves_s)) for g in of))
+                return [tiles.column_of(sums, side) for side in (0, 1)]
 
             def level(number, A):
                 pairs, matrix = tiles.halving(number, w.reverse)
@@ -100,18 +109,22 @@ def exact_walk(w, table, far, q, a, b, g, scale, start, out, last, log):
                         plgpu.commit_smem()
                     y_s[...] = (o * factor).astype(BF16)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(y_s, tokens(out_g, 1, step, mine))
-                elif w.states:
-                    plgpu.copy_smem_to_gmem(S16_s, out_g.at[batch, chunk(step), h, :, mine])
+                    plgpu.copy_smem_to_gmem(y_s, tokens(o_g, 1, step, mine))
+                if w.states:
+                    ahead = jnp.where(far_chunk_g[batch, chunk(step), h] > 0, 0.0, 1.0)
+                    for part in parts:
+                        first, second = halves_of(part)
+                        decay = jnp.exp2((second if w.adjoint else first) * LOG2E * ahead)
+                        S16_s[part] = (state(part) * by_row(decay, (64, 64))).astype(BF16)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(S16_s, states_g.at[batch, chunk(step), h, :, mine])
                 summing(tiles.indicator(j <= i if w.adjoint else j > i))
                 totals = []
                 for part in parts:
                     x = read(a_s.at[:, part]) * factors(part)
                     a_s[:, part] = (x * factor if w.adjoint else x).astype(BF16)
                     plgpu.commit_smem()
-                    of = [transposed(g_s.at[term, :, part]) for term in range(w.terms)]
-                    sums = product((64, 8), *((g, tiles.by_halves(halves_s)) for g in of))
-                    totals.append(tiles.column_of(sums, 0) + tiles.column_of(sums, 1))
+                    totals.append(sum(halves_of(part)))
                     S = state(part) * by_row(jnp.exp2(totals[-1] * LOG2E), (64, 64))
                     S_s[part] = tiles.added(S, (transposed(a_s.at[:, part]), b_s))
                 plgpu.wait_smem_to_gmem(0)  # and until all warps are done with the tiles
@@ -151,4 +164,4 @@ def exact_walk(w, table, far, q, a, b, g, scale, start, out, last, log):
             plgpu.Barrier(num_arrivals=(3 if w.outputs else 2) + w.terms),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(table, far, q, a, b, g, scale, start, out, last, log)
+    )(table, far, far_chunk, q, a, b, g, scale, start, o, states, last, log)

@@ -13,7 +13,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     meet,
     product,
 )
-from glax.kernels.pallas_gpu.tiles import FAST_LIMIT, LOG2E, WGMMA, added, high_part, read, transposed
+from glax.kernels.pallas_gpu.tiles import LOG2E, added, high_part, read, transposed
 
 bf16 = jnp.bfloat16
 
@@ -21,31 +21,14 @@ bf16 = jnp.bfloat16
 def chunk(n, m, c, release):
     """Few products at a time: more would leave no registers, and what is spilled passes through the memory's own cache.
 
-    Notes 1 by token where the gates stay within range, and 0 where the results are to be computed anew.
+    What it computes where the gates leave the range of e^M and e^-M is written over.
     """
     parts = range(n.team)
-
-    def sums(M, ends):
-        plgpu.wgmma(M, m.walk.middle_matrix(), c.g_w)
-        plgpu.wgmma(ends, transposed(c.g_w), transposed(m.halves))
-        return M[...] * LOG2E, ends[...] * LOG2E
-
-    M, ends = pl.run_scoped(sums, accumulator(), accumulator((64, 8)))
-    column = plgpu.broadcasted_iota(jnp.int32, (64, 8), 1, layout=WGMMA)
-    enter, leave = (jnp.where(column == side, ends, 0.0).sum(1) for side in (0, 1))
-    finite = jnp.abs(enter) + jnp.abs(leave) < jnp.inf  # sums of gates of -inf are NaN, and the largest may not show it
-    near = (jnp.abs(M).max(1) <= FAST_LIMIT * LOG2E) & finite
-    m.fits_g[c.b, c.c, c.h, c.w] = jnp.where(near, 1.0, 0.0)
-    enter, leave = jnp.exp2(enter), jnp.exp2(leave)
-    decay = enter * leave
-    c.vector[0] = enter
-    c.vector[1] = leave
+    M = product((m.walk.middle_matrix(), c.g_w)) * LOG2E
     up, down = jnp.exp2(M), jnp.exp2(-M)
     c.q_w[...] = (read(c.q_w) * up).astype(bf16)
-    y = read(c.k_w) * down
-    c.k_w[...] = y.astype(bf16)
-    release()  # waits for all warps, which are past the product with g then
-    c.g_w[...] = (y * columns(c.vector.at[1])).astype(bf16)
+    c.k_w[...] = (read(c.k_w) * down).astype(bf16)
+    release()
     meet(m.meet_scaled.at[c.t])
 
     def scores(A_T, dA):
@@ -64,7 +47,7 @@ def chunk(n, m, c, release):
             plgpu.wgmma(dA_T, c.v.at[p], transposed(c.do.at[p]))
         plgpu.wgmma(dv, A_T, c.do_w)
         for p in parts:
-            plgpu.wgmma(dv, c.g.at[p], m.dS.at[c.t, half(p), c.mine])
+            plgpu.wgmma(dv, c.k.at[p], m.dS.at[c.t, half(p), c.mine])
         found = kept(m.walk.earlier(), after(dA_T, n.team + 1))
         return found, after(dv).astype(bf16)
 
@@ -74,7 +57,7 @@ def chunk(n, m, c, release):
         for p in parts:
             plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
         plgpu.wgmma(push, dA_T, c.q_w)
-        return after(fed, 1) * columns(c.vector.at[1]), after(push)
+        return after(fed, 1), after(push)
 
     fed, push = pl.run_scoped(keys, accumulator(), accumulator())
     y = read(c.k_w)
@@ -85,8 +68,8 @@ def chunk(n, m, c, release):
     def through_state(drawn):
         for p in parts:
             plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
-        edge = around(n, m, c) * decay
-        return after(drawn) * columns(c.vector.at[0]), edge
+        edge = around(n, m, c)
+        return after(drawn), edge
 
     drawn, edge = pl.run_scoped(through_state, accumulator())
     plgpu.barrier_arrive(m.states_free.at[c.t])
@@ -109,7 +92,7 @@ def around(n, m, c):
 def finish(m, c, behind_gate, before_gate, edge, dq, dk, dv):
     """The gates' gradient summed, and everything stored. All products with the tiles are done: they are written over."""
     high = high_part(behind_gate)
-    c.vector[0] = edge
+    c.vector[...] = edge
     c.v_w[...] = high.astype(bf16)
     c.do_w[...] = (behind_gate - high).astype(bf16)
     c.g_w[...] = before_gate
@@ -119,7 +102,7 @@ def finish(m, c, behind_gate, before_gate, edge, dq, dk, dv):
     dg = product((suffix, c.v_w), (suffix, c.do_w), (prefix, c.g_w))
     c.q_w[...] = dq
     c.k_w[...] = dk
-    dg = dg + columns(c.vector.at[0])
+    dg = dg + columns(c.vector)
     plgpu.commit_smem()
     c.v_w[...] = dg.astype(bf16)
     c.do_w[...] = dv

@@ -1,14 +1,14 @@
 """The gradient of every chunk and head from the states at both its ends, for gates on keys.
 
 With S the state before the chunk, dS = dL/dS behind it, M the sum of log gates from the chunk's middle, x = q e^M, y = k e^-M,
-A = scale mask(x y^T), dA = mask(do v^T), S' and dS' the states decayed to the middle:
+A = scale mask(x y^T), dA = mask(do v^T), S' and dS' the states decayed to the middle, as the walks leave them:
 
     dq = scale e^M (do S'^T + dA y)      dk = e^-M (v dS'^T + scale dA^T x)      dv = A^T do + y dS'
-    dg_t = sum_v e^{G_last} S dS + scale sum_{i >= t} x_i (do S'^T)_i + sum_{j < t} y_j (v dS'^T)_j
+    dg_t = sum_v S' dS' + scale sum_{i >= t} x_i (do S'^T)_i + sum_{j < t} y_j (v dS'^T)_j
            + scale sum_{i >= t} (x_i (dA y)_i - y_i (dA^T x)_i)
 
-The last sum cancels but for the pairs across t: it is formed of the rounded x, y and dA that dq and dk are formed of. Where the
-gates of a chunk leave the range of e^M and e^-M, that is noted, and a second kernel computes those chunks exactly, in place.
+The last sum cancels but for the pairs across t: it is formed of the rounded x, y and dA that dq and dk are formed of. Where
+the gates of a chunk leave the range of e^M and e^-M, the states are not decayed, and a second kernel computes it exactly.
 """
 
 import jax
@@ -40,41 +40,33 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
 TILES = ("q", "k", "v", "g", "do")
 
 
-def gradient_key(q, k, v, g, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
+def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: bool, programs: int, interpret=None):
     """dq, dk, dv, dg per head, [B, T, H, K] and V; d_scale, [B, chunks, H].
 
     q, k, v, d_output, g [B, T, H, K or V], bfloat16, q, k and v of as many heads as divide g's; scale [B] float32.
     before, behind [B, chunks, H, K, V], bfloat16: the state that enters each chunk in walking order, and the gradient in the
-    state that leaves it. T a multiple of 8; K = V = 64 or 128. programs: multiprocessors.
+    state that leaves it; decayed to the chunk's middle where far [B, chunks, H] is 0. T a multiple of 8; K = V = 64 or 128.
+    programs: multiprocessors.
     """
     B, T, H, D = g.shape
     n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs)
     inputs = dict(q=q, k=k, v=v, g=g, do=d_output, scale=scale, before=before, behind=behind)
-    inputs |= dict(halves=halves(reverse), tokens=tokens(reverse))
+    inputs |= dict(tokens=tokens(reverse))
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
     rows = jax.ShapeDtypeStruct((B, n.chunks, H, n.team, CHUNK), jnp.float32)
     each = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
     outputs = dict(dq=each, dk=each, dv=each, dg=each, used=rows)
 
     def near(m):
-        def loading():
-            plgpu.copy_gmem_to_smem(m.halves_g, m.halves, m.halves_full)
-            load(n, m, TILES)
+        warpgroups(lambda: load(n, m, TILES), lambda: compute(n, m, TILES, gradient_fast.chunk))
 
-        def computing():
-            plgpu.barrier_wait(m.halves_full)
-            compute(n, m, TILES, gradient_fast.chunk)
-
-        warpgroups(loading, computing)
-
-    memory = scratch(n, TILES, SLOTS) | pipeline(n, 5 * n.team) | dict(halves=bf16(8, 64), halves_full=plgpu.Barrier())
-    found = launch(near, inputs, outputs | dict(fits=rows), {}, memory, threads=3, **options)
-    far = jnp.any(found.pop() < 1.0, axis=(3, 4)).astype(jnp.int32)
+    memory = scratch(n, TILES, SLOTS) | pipeline(n, 5 * n.team)
+    found = launch(near, inputs, outputs, {}, memory, threads=3, **options)
     by_walk = jnp.pad(far.reshape(-1), (0, -far.size % n.step)).reshape(-1, n.step).max(0)
 
     memory = scratch(n, TILES) | dict(halves=bf16(2, 8, 64), left=bf16(2, CHUNK, 64), reloaded=barrier(1, 2))
     refs = {name: jax.new_ref(x) for name, x in zip(outputs, found, strict=True)}
-    inputs |= dict(far=far, far_by_walk=by_walk)
+    inputs |= dict(far=far, far_by_walk=by_walk, halves=halves(reverse))
     launch(lambda m: compute_far(n, m), inputs, {}, refs, memory, threads=2, **options)
     *gradients, used = (ref[...] for ref in refs.values())
     return *gradients, used.sum((3, 4))

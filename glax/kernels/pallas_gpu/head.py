@@ -9,32 +9,30 @@ No factor's exponent is above 0 for gates <= 0, so one form is exact for all. No
 of every token. The warpgroups are those of `key`, but that nothing is scaled ahead of them: one only fetches.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu import tiles
-from glax.kernels.pallas_gpu.plan import Walk
+from glax.kernels.pallas_gpu.plan import Walk, Walked
 from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, C, by_column, by_row, read, tiled, transposed, zeros
 
 BF16 = jnp.bfloat16
 
 
 def head_walk(w: Walk, table, q, a, b, G, scale, start):
-    """o [B, T, H, V] or states [B, chunks, H, K, V]; and the last states [E, H, K, V].
+    """What `Walked` says, the states at chunks as they enter them, without log decays and far chunks.
 
     G [B, H, chunks, C] in float32: the sums of log2 gates from where the walk enters each chunk. Else as `key_walk`.
     """
     B, T = a.shape[:2]
     E, blocks = table.shape[0], w.V // w.columns
     W, stages, H, K = w.consumers, w.stages, w.H, w.K
-    chunks = -(-T // C)
     ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
 
     def body(
-        table_g, q_g, a_g, b_g, G_g, scale_g, start_g, out_g, last_g,
+        table_g, q_g, a_g, b_g, G_g, scale_g, start_g, o_g, states_g, last_g,
         q_s, a_s, b_s, G_s, S_s, scaled_s, o_s, given, free, entered, taken,
     ):  # fmt: skip
         program, me = lax.axis_index("program"), lax.axis_index("warpgroup")
@@ -89,16 +87,24 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
                 S = plgpu.load(start_g.at[e, h, :, mine], layout=tiles.WGMMA, optimized=False)
             last_g[e, h, :, mine] = lax.fori_loop(0, count, walk, S)
 
+        def keep(S, step, tile, mine):
+            """Stores S in the tile, and hands it to the copy engine if asked to."""
+            if w.states:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            tile[...] = S.astype(BF16)
+            plgpu.commit_smem()  # and until all warps are done with the step before
+            if w.states:
+                plgpu.copy_smem_to_gmem(tile, states_g.at[batch, chunk(step), h, :, mine])
+
         def own_columns():
             """A warpgroup of a walk without outputs."""
             mine = pl.ds((block * W + me) * 64, 64)
 
             def enter(S, step):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and until all warps are done with the step before
                 if w.states:
-                    S_s[me] = S.astype(BF16)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(S_s.at[me], out_g.at[batch, chunk(step), h, :, mine])
+                    keep(S, step, S_s.at[me], mine)
+                else:
+                    plgpu.commit_smem()  # until all warps are done with the step before
 
             carrying(mine, pl.ds(me * 64, 64), scaled_s.at[me], enter)
             plgpu.wait_smem_to_gmem(0)
@@ -108,11 +114,11 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
 
             def enter(S, step):
                 pl.when(step > 0)(lambda: plgpu.barrier_wait(taken))
-                S_s[...] = S.astype(BF16)
-                plgpu.commit_smem()  # and until all warps are done with the step before
+                keep(S, step, S_s, wide)
                 plgpu.barrier_arrive(entered)
 
             carrying(wide, pl.ds(0, w.columns), scaled_s, enter)
+            plgpu.wait_smem_to_gmem(0)
 
         def outputs():
             """The warpgroup that forms scores and outputs."""
@@ -135,7 +141,7 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 o_s[...] = (o * factor).astype(BF16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_s, tokens(out_g, 1, step, wide))
+                plgpu.copy_smem_to_gmem(o_s, tokens(o_g, 1, step, wide))
 
             plgpu.wait_smem_to_gmem(0)
 
@@ -149,13 +155,9 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
             else:
                 own_columns()
 
-    if w.outputs:
-        first_output = jax.ShapeDtypeStruct((B, T, H, w.V), BF16)
-    else:
-        first_output = jax.ShapeDtypeStruct((B, chunks, H, K, w.V) if w.states else (1, C, 1, 1, 64), BF16)
-    return plgpu.kernel(
+    found = plgpu.kernel(
         body,
-        out_type=(first_output, jax.ShapeDtypeStruct((E, H, K, w.V), jnp.float32)),
+        out_type=w.results(B, T, E),
         grid=(blocks * H * E,),
         grid_names=("program",),
         num_threads=W + 1,
@@ -175,3 +177,4 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
         ],
         compiler_params=tiles.PARAMS,
     )(table, q, a, b, G, scale, start)
+    return Walked(*found)

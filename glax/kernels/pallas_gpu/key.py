@@ -7,7 +7,7 @@ With M_i the sum of log decays from a chunk's middle through token i, L of its f
 
 so two exponentials an element serve every product. They are safe while |M| <= 60; a program that saw more walks its segment
 again in the exact form, which forms no exponent above 0. A token's score with itself, the largest where gates are strong, is
-formed of q and k before they are rounded, and scores have 16 bits: two terms in bfloat16.
+formed of q and k before they are rounded, and scores have 16 bits: two terms in bfloat16. The gradient gets S' of every chunk.
 
 A program has a segment of one sequence, one head and 64 or 128 columns of the state. Some of its warpgroups scale, each 64
 channels of K, ahead of those that multiply: one has the state and hands S' to the other, which forms scores and outputs while
@@ -24,14 +24,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.exact import exact_walk
-from glax.kernels.pallas_gpu.plan import Walk
+from glax.kernels.pallas_gpu.plan import Walk, Walked
 from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, C, by_row, product, read, tiled, transposed, zeros
 
 BF16 = jnp.bfloat16
 
 
 def key_walk(w: Walk, table, q, a, b, g, scale, start):
-    """o [B, T, H, V] or states [B, chunks, H, K, V]; the last states [E, H, K, V]; and log decays [E, H, K].
+    """What `Walked` says.
 
     table [E, 4]: of every segment its batch row, first chunk, number of chunks, and sequence (for `scale`).
     a [B, T, heads, K], b [B, T, heads, V]: k and v, or q and d_output with `adjoint`.
@@ -53,7 +53,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
     }[scalers, W]
 
     def body(
-        table_g, q_g, a_g, b_g, g_g, scale_g, start_g, out_g, last_g, log_g, reach_g,
+        table_g, q_g, a_g, b_g, g_g, scale_g, start_g, o_g, states_g, last_g, log_g, far_g, far_chunk_g,
         q_s, a_s, b_s, g_s, S_s, o_s, sums_s, own_s, halves_s, given, gates_given, ready, free, gates_free, met, entered, taken,
     ):  # fmt: skip
         program, me = lax.axis_index("program"), lax.axis_index("warpgroup")
@@ -113,7 +113,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                     pl.when(slot < count)(functools.partial(fetch_gates, slot, slot))
 
             def scale(step, carry):
-                reach, log = carry
+                far, log = carry
                 slot, gate_slot = lax.rem(step, jnp.int32(stages)), lax.rem(step, jnp.int32(2))
                 at, gates = a_s.at[slot, :, part], [g_s.at[gate_slot, term, :, part] for term in range(w.terms)]
                 plgpu.barrier_wait(gates_given.at[gate_slot])
@@ -135,7 +135,15 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                     plgpu.barrier_wait(gates_free.at[gate_slot])
                     fetch_gates(step + 2, gate_slot)
 
-                reach = jnp.maximum(reach, jnp.max(jnp.abs(M), axis=1))
+                # sums of gates of -inf are NaN, for which no comparison holds, and which the largest may not show
+                near = (jnp.max(jnp.abs(M), axis=1) <= tiles.FAST_LIMIT) & (sum(map(jnp.abs, ends)) < jnp.inf)
+                far = jnp.where(near, far, 1.0)
+                if w.states:
+
+                    @pl.when(block == 0)
+                    def _():
+                        far_chunk_g[batch, chunk(step), h, share] = jnp.where(near, 0.0, 1.0)
+
                 M = M * LOG2E
                 plgpu.barrier_wait(given.at[slot])  # and so until all are done with what is written here next
                 for side, end in enumerate(ends):
@@ -148,14 +156,14 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 at[...] = (x * factor if w.adjoint else x).astype(BF16)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ready.at[slot])
-                return reach, log
+                return far, log
 
-            reach, log = lax.fori_loop(0, count, scale, (zeros((C,), BY_ROW), zeros((64,), BY_ROW)))
+            far, log = lax.fori_loop(0, count, scale, (zeros((C,), BY_ROW), zeros((64,), BY_ROW)))
 
             @pl.when(block == 0)
             def _():
                 log_g[e, h, part] = log
-                reach_g[e, h, part] = reach
+                far_g[e, h, part] = far
 
         def carrying(mine, use):
             """The state through all chunks, [K, columns]: use(S', step, slot) returns it behind each."""
@@ -166,10 +174,6 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 slot = lax.rem(step, jnp.int32(stages))
                 plgpu.barrier_wait(ready.at[slot])
                 ahead, after = (plgpu.load(sums_s.at[slot, side], layout=BY_ROW) for side in (w.adjoint, not w.adjoint))
-                if w.states:
-                    S = S * by_row(jnp.exp2(tail * LOG2E), S.shape)
-                    keep(S, step)
-                    tail = zeros((K,), BY_ROW)
                 return use(S * by_row(jnp.exp2((tail + ahead) * LOG2E), S.shape), step, slot), after
 
             S = zeros((K, mine.size))
@@ -178,42 +182,47 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
             S, tail = lax.fori_loop(0, count, walk, (S, zeros((K,), BY_ROW)))
             last_g[e, h, :, mine] = S * by_row(jnp.exp2(tail * LOG2E), S.shape)
 
-        def keep(S, step):
-            """Hands the state that enters a chunk to the copy engine."""
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            S_s[me] = S.astype(BF16)
+        def keep(S, step, tile, mine):
+            """Stores S' in the tile, and hands it to the copy engine if asked to."""
+            if w.states:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            tile[...] = S.astype(BF16)
             plgpu.commit_smem()
-            mine = pl.ds((block * W + me) * 64, 64)
-            plgpu.copy_smem_to_gmem(S_s.at[me], out_g.at[batch, chunk(step), h, :, mine])
+            if w.states:
+                plgpu.copy_smem_to_gmem(tile, states_g.at[batch, chunk(step), h, :, mine])
 
         def own_columns():
             """A warpgroup of a walk without outputs."""
+            mine = pl.ds((block * W + me) * 64, 64)
             pl.when(me == 0)(lambda: fill(fetch))
 
             def use(S, step, slot):
                 pl.when(me == 0)(lambda: refill(step))
+                if w.states:
+                    keep(S, step, S_s.at[me], mine)
                 S = tiles.added(S, (transposed(a_s.at[slot]), b_s.at[slot, :, pl.ds(me * 64, 64)]))
                 plgpu.barrier_arrive(free.at[slot])
                 return S
 
-            carrying(pl.ds((block * W + me) * 64, 64), use)
+            carrying(mine, use)
             plgpu.wait_smem_to_gmem(0)
 
         def state():
             """The warpgroup that has the state where there are outputs."""
+            mine = pl.ds(block * w.columns, w.columns)
             fill(fetch)
 
             def use(S, step, slot):
                 pl.when(step > 0)(lambda: plgpu.barrier_wait(taken))
-                S_s[...] = S.astype(BF16)
-                plgpu.commit_smem()
+                keep(S, step, S_s, mine)
                 plgpu.barrier_arrive(entered)
                 refill(step)
                 S = tiles.added(S, (transposed(a_s.at[slot]), b_s.at[slot]))
                 plgpu.barrier_arrive(free.at[slot])
                 return S
 
-            carrying(pl.ds(block * w.columns, w.columns), use)
+            carrying(mine, use)
+            plgpu.wait_smem_to_gmem(0)
 
         def outputs():
             """The warpgroup that forms scores and outputs; these leave through the tile of q where they fit it."""
@@ -245,7 +254,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 plgpu.commit_smem()  # all warps are done with q
                 o_tile[...] = (o * factor).astype(BF16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_tile, tokens(out_g, 1, step, pl.ds(block * w.columns, w.columns)))
+                plgpu.copy_smem_to_gmem(o_tile, tokens(o_g, 1, step, pl.ds(block * w.columns, w.columns)))
 
             plgpu.wait_smem_to_gmem(0)
 
@@ -257,17 +266,13 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
 
     tile_q = (stages, C, K) if w.outputs else (1, C, 64)
     copies = 3 if w.outputs else 2
-    if w.outputs:
-        first_output = jax.ShapeDtypeStruct((B, T, H, w.V), BF16)
-    else:
-        first_output = jax.ShapeDtypeStruct((B, chunks, H, K, w.V) if w.states else (1, C, 1, 1, 64), BF16)
-    out, last, log, reach = plgpu.kernel(
+    *found, far, far_chunk = plgpu.kernel(
         body,
         out_type=(
-            first_output,
-            jax.ShapeDtypeStruct((E, H, K, w.V), jnp.float32),
+            *w.results(B, T, E),
             jax.ShapeDtypeStruct((E, H, K), jnp.float32),
             jax.ShapeDtypeStruct((E, H, K), jnp.float32),
+            jax.ShapeDtypeStruct((B, chunks, H, scalers, C) if w.states else (1,), jnp.float32),
         ),
         grid=(blocks * H * E,),
         grid_names=("program",),
@@ -294,8 +299,8 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
         ],
         compiler_params=tiles.PARAMS,
     )(table, q, a, b, g, scale, start)
-    # a gate of -inf may show in the sums alone, and as NaN, for which no comparison holds
-    far = jnp.any(~((reach <= tiles.FAST_LIMIT) & (log > -1e30)), axis=2).astype(jnp.int32)
-    refs = tuple(map(jax.new_ref, (out, last, log)))
-    exact_walk(w, table, far, q, a, b, g, scale, start, *refs)
-    return tuple(x[...] for x in refs)
+    far = jnp.any(far > 0, axis=2).astype(jnp.int32)
+    far_chunk = jnp.any(far_chunk > 0, axis=(3, 4)).astype(jnp.int32) if w.states else far
+    refs = tuple(map(jax.new_ref, found))
+    exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, *refs)
+    return Walked(*(x[...] for x in refs), far_chunk)

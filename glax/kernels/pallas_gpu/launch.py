@@ -1,6 +1,7 @@
 """The Hopper kernels launched: rows laid out in chunks, sequences cut into segments, widths filled up."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,12 @@ from glax.kernels.pallas_gpu.gradient_heads import gradient_head
 from glax.kernels.pallas_gpu.gradient_key import gradient_key
 from glax.kernels.pallas_gpu.head import head_walk
 from glax.kernels.pallas_gpu.key import key_walk
-from glax.kernels.pallas_gpu.plan import C, Walk
+from glax.kernels.pallas_gpu.plan import C, Walk, Walked
 from glax.kernels.pallas_gpu.tiles import LOG2E, LOG_OF_ZERO
-from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like
+from glax.recurrence import Kept, Outputs, Recurrence, fold_heads, gradient_like
+
+NEAR = 8  # chunks of a segment whose gates are asked whether they let through what came before them
+LOG_OF_NOTHING = -104.0  # e^ of less is 0 in float32, among numbers below the smallest normal one too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +89,11 @@ class Problem:
         self.scale = r.scale.astype(jnp.float32)
         self.table = self.segments()
 
+    @property
+    def size(self) -> int:
+        """Chunks of a segment."""
+        return -(-self.chunks // self.parts)
+
     def wide(self, x, width: int):
         return widen(self.rows.take(x), width)
 
@@ -112,7 +121,7 @@ class Problem:
         if self.rows.begins is not None:
             begins, n = self.rows.begins, jnp.arange(self.N)
             return jnp.stack([jnp.zeros_like(n), begins[:-1], jnp.diff(begins), n], 1).astype(jnp.int32)
-        size = -(-self.chunks // self.parts)
+        size = self.size
         n, part = np.divmod(np.arange(self.N * self.parts), self.parts)
         return jnp.asarray(np.stack([n, part * size, np.clip(self.chunks - part * size, 0, size), n], 1), jnp.int32)
 
@@ -120,10 +129,10 @@ class Problem:
         terms = len(self.gates) if self.key else 1
         return Walk(self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, terms=terms, **flags)
 
-    def walk(self, plan: Walk, a, b, start):
-        """The first result, the last states [E, H, K, V] and the log decays [E, H, K or 1] of every segment."""
+    def walk(self, plan: Walk, a, b, start, table=None) -> Walked:
+        """The walk of every segment in `table`, its log decays [E, H, K or 1] too if there are several of a sequence."""
         operands = (
-            self.table,
+            self.table if table is None else table,
             self.q,
             a,
             b,
@@ -133,14 +142,43 @@ class Problem:
         )
         if self.key:
             return key_walk(plan, *operands)
-        first, last = head_walk(plan, *operands)
-        total = self.gates[..., 0 if self.r.reverse else C - 1] / LOG2E
+        walked = head_walk(plan, *operands)
         if self.parts == 1:
-            return first, last, None
-        size = -(-self.chunks // self.parts)
-        total = jnp.pad(total, ((0, 0), (0, 0), (0, size * self.parts - self.chunks)))
-        total = total.reshape(self.N, self.H, self.parts, size).sum(3)
-        return first, last, total.transpose(0, 2, 1).reshape(-1, self.H, 1)
+            return walked
+        return walked._replace(log=self.by_segment(self.totals()).sum(3).transpose(0, 2, 1).reshape(-1, self.H, 1))
+
+    def totals(self):
+        """The log decays through every chunk, [B, H, chunks], of one gate a head."""
+        return self.gates[..., 0 if self.r.reverse else C - 1] / LOG2E
+
+    def by_segment(self, x):
+        """x [B, H, chunks] as [B, H, parts, chunks of one], filled up with zeros."""
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, self.size * self.parts - self.chunks)))
+        return x.reshape(*x.shape[:2], self.parts, self.size)
+
+    def last_chunks(self, descending: bool):
+        """The log decays through the NEAR chunks that a walk over each segment sees last, the last one first: a list of
+        arrays [N, parts, ...]; 0 beyond a segment's end."""
+        if not self.key:
+            x = self.by_segment(self.totals()).transpose(0, 2, 3, 1)
+            return [x[:, :, i if descending else self.size - 1 - i] for i in range(min(NEAR, self.size))]
+        rows = np.arange(self.parts)[:, None, None] * self.size
+        near = np.arange(min(NEAR, self.size))[None, :, None]
+        rows = (rows + (near if descending else self.size - 1 - near)) * C + np.arange(C)
+        held = rows < self.gates.shape[2]
+        g = jnp.take(self.gates, np.where(held, rows, 0), axis=2).astype(jnp.float32)
+        return list(jnp.moveaxis(jnp.where(held[..., None, None], g, 0).sum((0, 4)), 2, 0))
+
+    def needed(self, descending: bool):
+        """`table` of the chunks whose tokens reach the state behind each segment. None beyond where all decays have become
+        0 in float32, and none of the segment that a sequence ends with: its last state is found with its outputs."""
+        batch, first, count, n = self.table.reshape(self.N, self.parts, 4).transpose(2, 0, 1)
+        through = [x.reshape(*x.shape[:2], -1).max(2) for x in itertools.accumulate(self.last_chunks(descending))]
+        dead = jnp.stack(through, 2) < LOG_OF_NOTHING
+        needed = jnp.where(dead.any(2), jnp.minimum(dead.argmax(2) + 1, count), count).astype(jnp.int32)
+        needed = needed.at[:, 0 if descending else -1].set(0)
+        first = first if descending else first + count - needed
+        return jnp.stack([batch, first, needed, n], 2).reshape(-1, 4)
 
     def starts(self, start, a, b, adjoint: bool):
         """The state that enters every segment, [E, H, K, V]; None for zeros. start: of every sequence, [N, H, K, V]."""
@@ -150,8 +188,8 @@ class Problem:
             return start
         shape = (self.N, self.parts, self.H, self.K)
         plan = self.plan(adjoint=adjoint, outputs=False)
-        _, own, log = self.walk(plan, a, b, None)
-        own, log = own.reshape(*shape, self.V), log.reshape(*shape[:3], -1, 1)
+        walked = self.walk(plan, a, b, None, self.needed(plan.descending))
+        own, log = walked.last.reshape(*shape, self.V), walked.log.reshape(*shape[:3], -1, 1)
         S = jnp.zeros_like(own[:, 0]) if start is None else start
         entering = [S] * self.parts
         order = range(self.parts - 1, -1, -1) if plan.descending else range(self.parts)
@@ -160,15 +198,15 @@ class Problem:
             S = jnp.exp(log[:, part]) * S + own[:, part]
         return jnp.stack(entering, 1).reshape(-1, self.H, self.K, self.V)
 
-    def chunkwise(self, d_output, before, behind):
+    def chunkwise(self, d_output, kept: Kept, behind):
         """The operands of the kernels in which every chunk stands alone; packed, every chunk is a sequence of its own."""
-        gates = self.gates[0] if self.key else self.gates
+        gates, far = (self.gates[0], [kept.far]) if self.key else (self.gates, [])
         if self.rows.begins is None:
-            return self.q, self.k, self.v, gates, d_output, self.scale, before, behind
+            return self.q, self.k, self.v, gates, d_output, self.scale, kept.states, behind, *far
         q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (self.q, self.k, self.v, d_output))
         gates = gates.reshape(self.chunks, C, *gates.shape[2:]) if self.key else gates[0].swapaxes(0, 1)[:, :, None]
         scale = self.scale[self.sequence_of_chunk()]
-        return q, k, v, gates, d_output, scale, before[0][:, None], behind[0][:, None]
+        return q, k, v, gates, d_output, scale, *(x[0][:, None] for x in (kept.states, behind, *far))
 
     def sequence_of_chunk(self):
         found = jnp.searchsorted(self.rows.begins, jnp.arange(self.chunks), side="right") - 1
@@ -192,6 +230,11 @@ class Problem:
             "nc,ch->nh", own.astype(jnp.float32), jnp.where(used[:, None], x[:, 0], 0), precision="highest"
         )
 
+    def kept(self, walked: Walked) -> Kept:
+        """Gates a head are exact in every chunk."""
+        far = jnp.zeros(walked.states.shape[:3], jnp.int32) if walked.far is None else walked.far
+        return Kept(walked.states, far)
+
     def ends(self, last, adjoint: bool):
         """Of the last states of all segments, those at the end of a sequence's walk, at the widths of r."""
         K, V = self.r.state_shape[2:]
@@ -209,23 +252,38 @@ def head_sums(gates, reverse: bool):
 
 def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
     """One walk over every sequence, or over segments of them from the states that a walk before has found."""
-    p = Problem(r, config)
-    start = p.starts(r.initial_state, p.k, p.v, adjoint=False)
-    o, last, _ = p.walk(p.plan(start=start is not None), p.k, p.v, start)
-    return Outputs(p.rows.put(o)[..., : r.v.shape[3]], p.ends(last, adjoint=False))
+    return forward(Problem(r, config), keep=False)[0]
 
 
-def chunked_vjp(r: Recurrence, d_output, d_final, config: HopperConfig) -> Recurrence:
-    """The states at both ends of every chunk, S walking forwards and dS backwards; then all chunks at once."""
+def chunked_and_kept(r: Recurrence, config: HopperConfig) -> tuple[Outputs, Kept]:
+    """The same, with what `chunked_vjp` would else walk again for."""
+    return forward(Problem(r, config, square=True), keep=True)
+
+
+def forward(p: Problem, keep: bool) -> tuple[Outputs, Kept | None]:
+    r, start = p.r, p.starts(p.r.initial_state, p.k, p.v, adjoint=False)
+    walked = p.walk(p.plan(start=start is not None, states=keep), p.k, p.v, start)
+    outputs = Outputs(p.rows.put(walked.o)[..., : r.v.shape[3]], p.ends(walked.last, adjoint=False))
+    return outputs, p.kept(walked) if keep else None
+
+
+def states(p: Problem) -> Kept:
+    """The state before every chunk."""
+    start = p.starts(p.r.initial_state, p.k, p.v, adjoint=False)
+    return p.kept(p.walk(p.plan(outputs=False, states=True, start=start is not None), p.k, p.v, start))
+
+
+def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None, config: HopperConfig) -> Recurrence:
+    """dL/dS behind every chunk, walking backwards; then, with the states before them, all chunks at once."""
     p = Problem(r, config, square=True)
     K, V, rows = r.q.shape[3], r.v.shape[3], (*p.q.shape[:2], p.H)
+    kept = states(p) if kept is None else kept
     d_output = p.wide(d_output, p.V)
-    start, d_start = p.starts(r.initial_state, p.k, p.v, adjoint=False), p.starts(d_final, p.q, d_output, adjoint=True)
-    before, _, _ = p.walk(p.plan(outputs=False, states=True, start=start is not None), p.k, p.v, start)
+    d_start = p.starts(d_final, p.q, d_output, adjoint=True)
     against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None)
-    behind, d_initial, _ = p.walk(against, p.q, d_output, d_start)
+    walked = p.walk(against, p.q, d_output, d_start)
     form = gradient_key if p.key else gradient_head
-    operands = p.chunkwise(d_output, before, behind)
+    operands = p.chunkwise(d_output, kept, walked.states)
     dq, dk, dv, dg, d_scale = form(*operands, reverse=r.reverse, programs=multiprocessors())
     dq, dk, dv = (p.rows.put(x.reshape(*rows, -1)) for x in (dq, dk, dv))
     decay = dict.fromkeys(("constant", "head", "key"))
@@ -241,7 +299,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, config: HopperConfig) -> Recur
         k=fold_heads(dk[..., :K].astype(jnp.float32), r.k.shape[2]),
         v=fold_heads(dv[..., :V].astype(jnp.float32), r.v.shape[2]),
         decay=Decay(**decay),
-        initial_state=None if r.initial_state is None else p.ends(d_initial, adjoint=True),
+        initial_state=None if r.initial_state is None else p.ends(walked.last, adjoint=True),
         boundaries=None,
         scale=p.by_sequence(d_scale).sum(1),
     )

@@ -1,13 +1,17 @@
-"""What a walk is compiled for."""
+"""What a walk is compiled for, and what it returns."""
 
 import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 C = 64  # tokens a chunk: the rows of one warpgroup's product
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """What a walk is compiled for. outputs: o and q, else the states at every chunk (`states`) or only the last.
+    """What a walk is compiled for. outputs: with q, o. states: those at every chunk, too.
 
     adjoint: of dL/dS against time, from q and d_output in place of k and v. Heads of a, b and q divide H.
     terms: arrays of bfloat16 of which gates a key channel are the sum. columns: of the state in a program, 64 or 128.
@@ -37,3 +41,24 @@ class Walk:
     def consumers(self) -> int:
         """Warpgroups that multiply: one for the outputs and one for the state, or one for 64 columns of the state."""
         return 2 if self.outputs else self.columns // 64
+
+    def results(self, B: int, T: int, E: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """o, states and last states of `Walked`; what is not asked for has one tile."""
+        o = (B, T, self.H, self.V) if self.outputs else (1, C, 1, 64)
+        states = (B, -(-T // C), self.H, self.K, self.V) if self.states else (1, 1, 1, 64, 64)
+        each = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (o, states)]
+        return *each, jax.ShapeDtypeStruct((E, self.H, self.K, self.V), jnp.float32)
+
+
+class Walked(NamedTuple):
+    """o [B, T, H, V]; states [B, chunks, H, K, V]; the last states [E, H, K, V] and log decays [E, H, K] of segments.
+
+    far [B, chunks, H]: 1 where the gates of a chunk leave the range of the fast form. There its state is that which enters
+    it; in other chunks, with gates a key channel, it is decayed to the chunk's middle.
+    """
+
+    o: jax.Array
+    states: jax.Array
+    last: jax.Array
+    log: jax.Array | None = None
+    far: jax.Array | None = None
