@@ -19,7 +19,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     Walk,
     half,
 )
-from glax.kernels.pallas_gpu.tiles import SWIZZLED
+from glax.kernels.pallas_gpu.tiles import tiled
 
 SLOTS = 2  # chunks in shared memory: one in work, one on its way
 
@@ -138,18 +138,14 @@ def compute(n: Sizes, m: SimpleNamespace, tiles, chunk):
     plgpu.wait_smem_to_gmem(0)
 
 
-def bf16(*shape):
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
-
-
 def barrier(arrivals, count):
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
 def scratch(n: Sizes, tiles, slots: int = 1) -> dict:
     """Tiles of `slots` chunks and one chunk's states, where warpgroups exchange sums, and where they meet."""
-    found = {name: bf16(n.teams * slots, n.team, CHUNK, 64) for name in tiles}
-    found |= {name: bf16(n.teams, n.D, n.D) for name in ("S", "dS")}
+    found = {name: tiled(n.teams * slots, n.team, CHUNK, 64) for name in tiles}
+    found |= {name: tiled(n.teams, n.D, n.D) for name in ("S", "dS")}
     found |= dict(vectors=plgpu.SMEM((2, 64), jnp.float32))
     return found | {name: barrier(n.team, n.teams) for name in ("meet_scaled", "meet_done")}
 

@@ -1,10 +1,12 @@
 """One chunk and head, for gates on keys that stay within the range of e^M and e^-M."""
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu.gradient_tiles import (
+    CHUNK,
     accumulator,
     after,
     columns,
@@ -13,74 +15,87 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     meet,
     product,
 )
-from glax.kernels.pallas_gpu.tiles import LOG2E, added, high_part, read, transposed
+from glax.kernels.pallas_gpu.tiles import LOG2E, high_part, read, tiled, transposed
 
 bf16 = jnp.bfloat16
 
 
 def chunk(n, m, c, release):
-    """Few products at a time: more would leave no registers, and what is spilled passes through the memory's own cache.
+    """Two warpgroups that share a chunk form one of the scores each, A^T and dA^T, in the tile of g, which M alone needs.
 
     What it computes where the gates leave the range of e^M and e^-M is written over.
     """
-    parts = range(n.team)
     M = product((m.walk.middle_matrix(), c.g_w)) * LOG2E
-    up, down = jnp.exp2(M), jnp.exp2(-M)
-    c.q_w[...] = (read(c.q_w) * up).astype(bf16)
-    c.k_w[...] = (read(c.k_w) * down).astype(bf16)
+    c.q_w[...] = (read(c.q_w) * jnp.exp2(M)).astype(bf16)
+    c.k_w[...] = (read(c.k_w) * jnp.exp2(-M)).astype(bf16)
+    M = lax.optimization_barrier(M)  # e^M and e^-M are formed again where they are needed: to keep them takes registers
     release()
     meet(m.meet_scaled.at[c.t])
+    A_T, dA_T = (c.g.at[0], c.g.at[1]) if n.team == 2 else (m.A_T.at[c.t], m.dA_T.at[c.t])
 
-    def scores(A_T, dA):
-        for p in parts:
-            plgpu.wgmma(A_T, c.k.at[p], transposed(c.q.at[p]))
-        for p in parts:
-            plgpu.wgmma(dA, c.do.at[p], transposed(c.v.at[p]))
-        found = kept(m.walk.earlier(), after(A_T, n.team) * c.scale)
-        return found, kept(m.walk.later(), after(dA))
+    def keys_scored():
+        A_T[...] = kept(m.walk.earlier(), scores(n, c.k, c.q) * c.scale)
 
-    A_T, dA = pl.run_scoped(scores, accumulator(), accumulator())
+    def values_scored():
+        dA_T[...] = kept(m.walk.earlier(), scores(n, c.v, c.do))
+
+    shared(n, c, keys_scored, values_scored)
+    meet(m.meet_scaled.at[c.t])
     plgpu.barrier_wait(m.states_full.at[c.t])
 
-    def values(dA_T, dv):
-        for p in parts:
-            plgpu.wgmma(dA_T, c.v.at[p], transposed(c.do.at[p]))
-        plgpu.wgmma(dv, A_T, c.do_w)
-        for p in parts:
-            plgpu.wgmma(dv, c.k.at[p], m.dS.at[c.t, half(p), c.mine])
-        found = kept(m.walk.earlier(), after(dA_T, n.team + 1))
-        return found, after(dv).astype(bf16)
-
-    dA_T, dv = pl.run_scoped(values, accumulator(), accumulator())
-
-    def keys(fed, push):
-        for p in parts:
-            plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
-        plgpu.wgmma(push, dA_T, c.q_w)
-        return after(fed, 1), after(push)
-
-    fed, push = pl.run_scoped(keys, accumulator(), accumulator())
-    y = read(c.k_w)
-    before_gate = (y * fed).astype(bf16)
-    dk = (down * (fed + c.scale * push)).astype(bf16)
-    given = y * push
-
-    def through_state(drawn):
-        for p in parts:
-            plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
+    def products(push, fed, dv, drawn):
+        start(n, m, c, A_T, dA_T, push, fed, dv, drawn)
         edge = around(n, m, c)
-        return after(drawn), edge
+        push, fed = after(push, 3 * n.team + 2), after(fed, 2 * n.team + 2)
+        y = read(c.k_w)
+        before_gate = (y * fed).astype(bf16)
+        dk = (jnp.exp2(-M) * (fed + c.scale * push)).astype(bf16)
+        given = y * push
+        dv = after(dv, n.team + 1).astype(bf16)
+        return edge, before_gate, dk, given, dv, after(drawn)
 
-    drawn, edge = pl.run_scoped(through_state, accumulator())
+    edge, before_gate, dk, given, dv, drawn = pl.run_scoped(products, *[accumulator()] * 4)
     plgpu.barrier_arrive(m.states_free.at[c.t])
-    drawn = added(drawn, (dA, c.k_w))
     used = read(c.q_w) * drawn
     behind_gate = c.scale * (used - given)
-    up = jnp.exp2(-jnp.log2(down))  # formed anew: to keep it would take registers that are not there
-    dq = (c.scale * up * drawn).astype(bf16)
+    dq = (c.scale * jnp.exp2(M) * drawn).astype(bf16)
     m.used_g[c.b, c.c, c.h, c.w] = used.sum(1)
     meet(m.meet_done.at[c.t])
     finish(m, c, behind_gate, before_gate, edge, dq, dk, dv)
+
+
+def pair(n) -> dict:
+    """Shared memory for the two scores of a chunk, where no other tile can hold them."""
+    return {name: tiled(n.teams, CHUNK, 64) for name in ("A_T", "dA_T")}
+
+
+def scores(n, a, b):
+    """a b^T, over all of K or V."""
+    return product(*((a.at[p], transposed(b.at[p])) for p in range(n.team)))
+
+
+def shared(n, c, first, second):
+    """Does both, or where two warpgroups share a chunk, each one of them."""
+    if n.team == 1:
+        first()
+        second()
+    else:
+        pl.when(c.w == 0)(first)
+        pl.when(c.w == 1)(second)
+
+
+def start(n, m, c, A_T, dA_T, push, fed, dv, drawn):
+    """Sets the products of a chunk on their way, in this order: dA^T x; v dS^T; A^T do + y dS; do S^T + dA y."""
+    parts = range(n.team)
+    plgpu.wgmma(push, dA_T, c.q_w)
+    for p in parts:
+        plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
+    plgpu.wgmma(dv, A_T, c.do_w)
+    for p in parts:
+        plgpu.wgmma(dv, c.k.at[p], m.dS.at[c.t, half(p), c.mine])
+    for p in parts:
+        plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
+    plgpu.wgmma(drawn, transposed(dA_T), c.k_w)
 
 
 def around(n, m, c):

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu.gradient import SLOTS, Sizes, compute, launch, load, pipeline, scratch, warpgroups
-from glax.kernels.pallas_gpu.gradient_fast import around, bf16, store
+from glax.kernels.pallas_gpu.gradient_fast import around, bf16, pair, scores, shared, store
 from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
     TILE,
@@ -29,7 +29,6 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     along,
     half,
     meet,
-    product,
     tokens,
 )
 from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, added, by_row, read, transposed
@@ -41,53 +40,43 @@ SUMS = (
 
 
 def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
-    parts = range(n.team)
+    """Two warpgroups that share a chunk form one of the scores each, A^T and dA^T."""
     G, rest = (plgpu.load(m.gates.at[c.at, side], layout=BY_ROW) for side in (0, 1))
     up, down = jnp.exp2(G), jnp.exp2(rest)
+    A_T, dA_T = m.A_T.at[c.t], m.dA_T.at[c.t]
 
-    def decayed(mask, sign):
-        """e^ of the difference of G at the rows' tokens and at the columns', where the mask says so, else 0."""
+    def decayed(scores):
+        """Times e^ of the difference of G at the columns' tokens and at the rows', 0 where the rows' are later."""
         across = along(plgpu.load(m.gates.at[c.at, 0], layout=BY_COLUMN))
-        return jnp.exp2(jnp.where(mask, sign * (by_row(G, TILE) - across), -jnp.inf))
+        return scores * jnp.exp2(jnp.where(m.walk.earlier(), across - by_row(G, TILE), -jnp.inf))
 
-    def scores(A_T, dA):
-        for p in parts:
-            plgpu.wgmma(A_T, c.k.at[p], transposed(c.q.at[p]))
-        for p in parts:
-            plgpu.wgmma(dA, c.do.at[p], transposed(c.v.at[p]))
-        A_T = after(A_T, n.team) * (decayed(m.walk.earlier(), -1.0) * c.scale)
-        return A_T.astype(bf16), (after(dA) * decayed(m.walk.later(), 1.0)).astype(bf16)
+    def keys_scored():
+        A_T[...] = (decayed(scores(n, c.k, c.q)) * c.scale).astype(bf16)
 
-    A_T, dA = pl.run_scoped(scores, accumulator(), accumulator())
+    def values_scored():
+        dA_T[...] = decayed(scores(n, c.v, c.do)).astype(bf16)
+
+    shared(n, c, keys_scored, values_scored)
     release()
+    meet(m.meet_scaled.at[c.t])
     plgpu.barrier_wait(m.states_full.at[c.t])
-    through = product(*((c.k.at[p], m.dS.at[c.t, half(p), c.mine]) for p in parts)) * by_row(down, TILE)
-    dv = added(through, (A_T, c.do_w)).astype(bf16)
-    dA_T = product(*((c.v.at[p], transposed(c.do.at[p])) for p in parts)) * decayed(m.walk.earlier(), -1.0)
-    dA_T = dA_T.astype(bf16)
-
-    def keys(fed, push):
-        for p in parts:
-            plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
-        plgpu.wgmma(push, dA_T, c.q_w)
-        return after(fed, 1) * by_row(down, TILE), after(push)
-
-    fed, push = pl.run_scoped(keys, accumulator(), accumulator())
-    y = read(c.k_w)
     sums = m.sums_g.at[c.b, c.c, c.h, c.w]
-    sums[1] = (y * push).sum(1)
-    sums[2] = (y * fed).sum(1)
-    dk = (fed + c.scale * push).astype(bf16)
 
-    def through_state(drawn):
-        for p in parts:
-            plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
+    def products(push, fed, through, drawn):
+        start(n, m, c, dA_T, push, fed, through, drawn)
         sums[3] = around(n, m, c)
-        return after(drawn) * by_row(up, TILE)
+        push, fed = after(push, 2 * n.team + 1), after(fed, 2 * n.team) * by_row(down, TILE)
+        y = read(c.k_w)
+        sums[1] = (y * push).sum(1)
+        sums[2] = (y * fed).sum(1)
+        dk = (fed + c.scale * push).astype(bf16)
+        through = after(through, n.team) * by_row(down, TILE)
+        return dk, through, after(drawn) * by_row(up, TILE)
 
-    drawn = pl.run_scoped(through_state, accumulator())
+    dk, through, drawn = pl.run_scoped(products, *[accumulator()] * 4)
     plgpu.barrier_arrive(m.states_free.at[c.t])
-    drawn = added(drawn, (dA, c.k_w))
+    dv = added(through, (A_T, c.do_w)).astype(bf16)
+    drawn = added(drawn, (transposed(dA_T), c.k_w))
     sums[0] = (read(c.q_w) * drawn).sum(1)
     meet(m.meet_done.at[c.t])
     c.q_w[...] = (c.scale * drawn).astype(bf16)
@@ -95,6 +84,18 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
     c.do_w[...] = dv
     plgpu.commit_smem()
     store(m, c, dict(dq=c.q_w, dk=c.k_w, dv=c.do_w))
+
+
+def start(n, m, c, dA_T, push, fed, through, drawn):
+    """Sets products on their way, in this order: dA^T q; v dS^T; k dS; do S^T."""
+    parts = range(n.team)
+    plgpu.wgmma(push, dA_T, c.q_w)
+    for p in parts:
+        plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
+    for p in parts:
+        plgpu.wgmma(through, c.k.at[p], m.dS.at[c.t, half(p), c.mine])
+    for p in parts:
+        plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
 
 
 def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
@@ -113,7 +114,7 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
     outputs = {name: out((B, T, H, D), jnp.bfloat16) for name in ("dq", "dk", "dv")}
     outputs |= dict(sums=out((B, n.chunks, H, n.team, SUMS, CHUNK), jnp.float32))
     memory = scratch(n, TILES, SLOTS) | pipeline(n, 4 * n.team + 1)
-    memory |= dict(gates=plgpu.SMEM((n.teams * SLOTS, 2, CHUNK), jnp.float32))
+    memory |= dict(**pair(n), gates=plgpu.SMEM((n.teams * SLOTS, 2, CHUNK), jnp.float32))
 
     def body(m):
         warpgroups(lambda: load(n, m, TILES), lambda: compute(n, m, TILES, chunk))

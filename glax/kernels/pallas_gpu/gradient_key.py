@@ -23,7 +23,6 @@ from glax.kernels.pallas_gpu.gradient import (
     Sizes,
     at_item,
     barrier,
-    bf16,
     compute,
     launch,
     load,
@@ -36,6 +35,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     halves,
     tokens,
 )
+from glax.kernels.pallas_gpu.tiles import tiled
 
 TILES = ("q", "k", "v", "g", "do")
 
@@ -61,10 +61,12 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: b
         warpgroups(lambda: load(n, m, TILES), lambda: compute(n, m, TILES, gradient_fast.chunk))
 
     memory = scratch(n, TILES, SLOTS) | pipeline(n, 5 * n.team)
+    if n.team == 1:
+        memory |= gradient_fast.pair(n)
     found = launch(near, inputs, outputs, {}, memory, threads=3, **options)
     by_walk = jnp.pad(far.reshape(-1), (0, -far.size % n.step)).reshape(-1, n.step).max(0)
 
-    memory = scratch(n, TILES) | dict(halves=bf16(2, 8, 64), left=bf16(2, CHUNK, 64), reloaded=barrier(1, 2))
+    memory = scratch(n, TILES) | dict(halves=tiled(2, 8, 64), left=tiled(2, CHUNK, 64), reloaded=barrier(1, 2))
     refs = {name: jax.new_ref(x) for name, x in zip(outputs, found, strict=True)}
     inputs |= dict(far=far, far_by_walk=by_walk, halves=halves(reverse))
     launch(lambda m: compute_far(n, m), inputs, {}, refs, memory, threads=2, **options)
