@@ -104,7 +104,7 @@ def test_gradient_of_chunks(monkeypatch, B, T, heads, D, form, strength, reverse
         found = gradient_key(q, k, v, g, *others[:2], *walked(g, reverse, *others[2:]), **options)
     else:
         *first, dg, d_scale = gradient_head(q, k, v, head_sums(g, reverse), *others, **options)
-        dg = dg.transpose(0, 2, 3, 1).reshape(B, -1, heads[0])[:, :T, :, None]
+        dg = dg.reshape(B, -1, heads[0])[:, :T, :, None]
         found = *first, dg, d_scale
         wanted = *wanted[:3], wanted[3].sum(3, keepdims=True), wanted[4]
     for name, x, y in zip(("dq", "dk", "dv", "dg", "d_scale"), found, wanted, strict=True):

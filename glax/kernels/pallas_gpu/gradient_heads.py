@@ -99,7 +99,7 @@ def start(n, m, c, dA_T, push, fed, through, drawn):
 
 
 def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
-    """dq, dk, dv per head, [B, T, H, K] and V; dg, [B, H, chunks, C] in memory order; d_scale, [B, chunks, H].
+    """dq, dk, dv per head, [B, T, H, K] and V; dg, [B, chunks, C, H] in memory order; d_scale, [B, chunks, H].
 
     G [B, H, chunks, C] float32: sums of log2 gates from where the walk enters the chunk through each token, each gate at
     least -128 log2(e). The others as in `gradient_key`.
@@ -124,8 +124,9 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
     used, given, fed, edge = jnp.moveaxis(sums.sum(3), 3, 0)  # [B, chunks, H, C]
     behind_gate = scale[:, None, None, None] * (used - given)
     total = jnp.exp2(last.swapaxes(1, 2)) * edge.sum(3, keepdims=True)
-    upward = np.tri(CHUNK, dtype=np.float32)  # products: cumulative sums take XLA several passes
+    # One product: cumulative sums take XLA several passes.
+    upward = np.tri(CHUNK, dtype=np.float32)
     upto, onward = (upward.T, upward) if reverse else (upward, upward.T)
-    back = jnp.einsum("bchs,ts->bcht", behind_gate, onward, precision="highest")
-    dg = total + back + jnp.einsum("bchs,ts->bcht", fed, upto - np.eye(CHUNK, dtype=np.float32), precision="highest")
-    return *gradients, dg.swapaxes(1, 2), used.sum(3)
+    sums = np.concatenate([onward, upto - np.eye(CHUNK, dtype=np.float32)], 1)
+    dg = total + jnp.einsum("bchs,ts->bcht", jnp.concatenate([behind_gate, fed], 3), sums, precision="highest")
+    return *gradients, dg.swapaxes(2, 3), used.sum(3)

@@ -90,7 +90,7 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
         def keep(S, step, tile, mine):
             """Stores S in the tile, and hands it to the copy engine if asked to."""
             if w.states:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(w.kept_stages - 1, wait_read_only=True)
             tile[...] = S.astype(BF16)
             plgpu.commit_smem()  # and until all warps are done with the step before
             if w.states:
@@ -102,7 +102,7 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
 
             def enter(S, step):
                 if w.states:
-                    keep(S, step, S_s.at[me], mine)
+                    keep(S, step, S_s.at[lax.rem(step, jnp.int32(w.kept_stages)), me], mine)
                 else:
                     plgpu.commit_smem()  # until all warps are done with the step before
 
@@ -167,7 +167,7 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
             tiled(stages, C, K),
             tiled(stages, C, w.columns),
             plgpu.SMEM((stages, C), jnp.float32),
-            tiled(K, w.columns) if w.outputs else tiled(W, K, 64),
+            tiled(K, w.columns) if w.outputs else tiled(w.kept_stages, W, K, 64),
             tiled(C, w.columns) if w.outputs else tiled(W, C, 64),
             tiled(C, w.columns) if w.outputs else tiled(8, 64),
             plgpu.Barrier(num_arrivals=4 if w.outputs else 3, num_barriers=stages),

@@ -185,7 +185,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
         def keep(S, step, tile, mine):
             """Stores S' in the tile, and hands it to the copy engine if asked to."""
             if w.states:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(w.kept_stages - 1, wait_read_only=True)
             tile[...] = S.astype(BF16)
             plgpu.commit_smem()
             if w.states:
@@ -199,7 +199,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
             def use(S, step, slot):
                 pl.when(me == 0)(lambda: refill(step))
                 if w.states:
-                    keep(S, step, S_s.at[me], mine)
+                    keep(S, step, S_s.at[lax.rem(step, jnp.int32(w.kept_stages)), me], mine)
                 S = tiles.added(S, (transposed(a_s.at[slot]), b_s.at[slot, :, pl.ds(me * 64, 64)]))
                 plgpu.barrier_arrive(free.at[slot])
                 return S
@@ -283,7 +283,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
             tiled(stages, C, K),
             tiled(stages, C, w.columns),
             tiled(2, w.terms, C, K),
-            tiled(K, w.columns) if w.outputs else tiled(W, K, 64),
+            tiled(K, w.columns) if w.outputs else tiled(w.kept_stages, W, K, 64),
             tiled(C, w.columns) if w.outputs and w.columns < K else tiled(8, 64),
             plgpu.SMEM((stages, 2, K), jnp.float32),
             plgpu.SMEM((stages, scalers, C), jnp.float32),

@@ -159,15 +159,14 @@ class Problem:
     def last_chunks(self, descending: bool):
         """The log decays through the NEAR chunks that a walk over each segment sees last, the last one first: a list of
         arrays [N, parts, ...]; 0 beyond a segment's end."""
+        near = [i if descending else self.size - 1 - i for i in range(min(NEAR, self.size))]
         if not self.key:
-            x = self.by_segment(self.totals()).transpose(0, 2, 3, 1)
-            return [x[:, :, i if descending else self.size - 1 - i] for i in range(min(NEAR, self.size))]
-        rows = np.arange(self.parts)[:, None, None] * self.size
-        near = np.arange(min(NEAR, self.size))[None, :, None]
-        rows = (rows + (near if descending else self.size - 1 - near)) * C + np.arange(C)
-        held = rows < self.gates.shape[2]
-        g = jnp.take(self.gates, np.where(held, rows, 0), axis=2).astype(jnp.float32)
-        return list(jnp.moveaxis(jnp.where(held[..., None, None], g, 0).sum((0, 4)), 2, 0))
+            x = self.by_segment(self.totals())
+            return [x[..., i].swapaxes(1, 2) for i in near]
+        fill = self.size * self.parts * C - self.gates.shape[2]
+        g = jnp.pad(self.gates, ((0, 0), (0, 0), (0, fill), (0, 0), (0, 0)))
+        g = g.reshape(len(g), self.N, self.parts, self.size, C, *g.shape[3:])
+        return [g[:, :, :, i].astype(jnp.float32).sum((0, 3)) for i in near]
 
     def needed(self, descending: bool):
         """`table` of the chunks whose tokens reach the state behind each segment. None beyond where all decays have become
@@ -213,11 +212,11 @@ class Problem:
         return jnp.clip(found, 0, self.N - 1)
 
     def tokens_only(self, dg):
-        """dg [B, H, chunks, C] or, packed, [chunks, H, 1, C], 0 where a row holds no token: it has no gate."""
+        """dg [B, chunks, C, H] or, packed, [chunks, 1, C, H], 0 where a row holds no token: it has no gate."""
         if self.rows.begins is None:
-            held = np.arange(self.chunks * C).reshape(self.chunks, C) < self.r.q.shape[1]
+            held = np.arange(self.chunks * C).reshape(self.chunks, C, 1) < self.r.q.shape[1]
         else:
-            held = (self.rows.source >= 0).reshape(self.chunks, 1, 1, C)
+            held = (self.rows.source >= 0).reshape(self.chunks, 1, C, 1)
         return jnp.where(held, dg, 0)
 
     def by_sequence(self, x):
@@ -245,9 +244,10 @@ class Problem:
 def head_sums(gates, reverse: bool):
     """[B, H, chunks, C] in float32: sums of log2 gates [B, rows, H] from where the walk enters each chunk."""
     B, rows, H = gates.shape
-    gates = jnp.pad(jnp.maximum(gates, LOG_OF_ZERO) * LOG2E, ((0, 0), (0, -rows % C), (0, 0))).reshape(B, -1, C, H)
+    gates = jnp.pad(jnp.maximum(gates, LOG_OF_ZERO) * LOG2E, ((0, 0), (0, -rows % C), (0, 0)))
+    gates = gates.swapaxes(1, 2).reshape(B, H, -1, C)
     before = np.tri(C, dtype=np.float32)  # a product: a cumulative sum takes XLA several passes
-    return jnp.einsum("bcjh,ij->bhci", gates, before.T if reverse else before, precision="highest")
+    return jnp.einsum("bhcj,ij->bhci", gates, before.T if reverse else before, precision="highest")
 
 
 def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
@@ -290,10 +290,9 @@ def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None, config: Hop
     if p.key:
         decay["key"] = p.rows.put(dg.reshape(*rows, -1))[..., :K]
     elif r.decay.form == "head":
-        dg = dg.transpose(0, 2, 3, 1).reshape(r.q.shape[0], -1, p.H)
-        decay["head"] = p.rows.put(dg)
+        decay["head"] = p.rows.put(dg.reshape(r.q.shape[0], -1, p.H))
     elif r.decay.form == "constant":
-        decay["constant"] = p.by_sequence(p.tokens_only(dg).sum(3).transpose(0, 2, 1))
+        decay["constant"] = p.by_sequence(p.tokens_only(dg).sum(2))
     d = r.replace(
         q=fold_heads(dq[..., :K].astype(jnp.float32), r.q.shape[2]),
         k=fold_heads(dk[..., :K].astype(jnp.float32), r.k.shape[2]),

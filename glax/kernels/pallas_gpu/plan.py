@@ -31,7 +31,12 @@ class Walk:
     @property
     def stages(self) -> int:
         """Chunks in shared memory at a time: what 227 KB hold at widths of 128."""
-        return (3 if self.outputs else 4) - (self.terms - 1)
+        return (3 if self.outputs or self.states else 4) - (self.terms - 1)
+
+    @property
+    def kept_stages(self) -> int:
+        """Chunks' states in shared memory at a time: in walks that only store them, one is on its way while the next forms."""
+        return 2 if self.states and not self.outputs else 1
 
     @property
     def descending(self) -> bool:
