@@ -81,15 +81,15 @@ def check(
 @pytest.mark.parametrize("gate", ["gk", "g"])
 def test_segments_are_walked_as_far_as_their_gates_let_through(gate):
     """Every chunk behind which some decay of a segment is not 0, and no more than one chunk too many."""
-    rng, T, parts = np.random.default_rng(0), 64 * 40, 4
-    strength = np.repeat(10.0 ** rng.uniform(-2.5, 0.7, (3, 40)), 64, axis=1)[..., None, None]
+    rng, T, parts = np.random.default_rng(0), 64 * 80, 4
+    strength = np.repeat(10.0 ** rng.uniform(-2.5, 0.7, (3, 80)), 64, axis=1)[..., None, None]
     logs = -strength * rng.uniform(size=(3, T, 2, 64 if gate == "gk" else 1))
     x = jnp.zeros((3, T, 2, 64), jnp.bfloat16)
     for reverse in (False, True):
         given = {gate: jnp.asarray(logs if gate == "gk" else logs[..., 0], jnp.bfloat16)}
         r = bind(x, x, x, **given, reverse=reverse)
         p = launch.Problem(r, HopperConfig(parts=parts))
-        through = np.asarray(given[gate], np.float64).reshape(3, parts, 10, 64, -1).sum(3)
+        through = np.asarray(given[gate], np.float64).reshape(3, parts, 20, 64, -1).sum(3)
         through = through if reverse else through[:, :, ::-1]
         found = np.asarray(p.needed(reverse)).reshape(3, parts, 4)
         whole = np.asarray(p.table).reshape(3, parts, 4)
@@ -97,8 +97,8 @@ def test_segments_are_walked_as_far_as_their_gates_let_through(gate):
             for part in range(parts):
                 sums = np.cumsum(through[n, part], axis=0).max(1)
                 dead = np.flatnonzero(sums[: launch.NEAR] < launch.LOG_OF_NOTHING)
-                needed = dead[0] + 1 if dead.size else 10
+                needed = dead[0] + 1 if dead.size else 20
                 needed = 0 if part == (0 if reverse else parts - 1) else needed
-                first = whole[n, part, 1] + (0 if reverse else 10 - needed)
+                first = whole[n, part, 1] + (0 if reverse else 20 - needed)
                 assert found[n, part].tolist() == [n, first, needed, n]
     assert len(set(found[..., 2].ravel().tolist())) > 3

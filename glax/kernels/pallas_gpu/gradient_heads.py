@@ -124,9 +124,9 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
     used, given, fed, edge = jnp.moveaxis(sums.sum(3), 3, 0)  # [B, chunks, H, C]
     behind_gate = scale[:, None, None, None] * (used - given)
     total = jnp.exp2(last.swapaxes(1, 2)) * edge.sum(3, keepdims=True)
-    # One product: cumulative sums take XLA several passes.
-    upward = np.tri(CHUNK, dtype=np.float32)
-    upto, onward = (upward.T, upward) if reverse else (upward, upward.T)
-    sums = np.concatenate([onward, upto - np.eye(CHUNK, dtype=np.float32)], 1)
-    dg = total + jnp.einsum("bchs,ts->bcht", jnp.concatenate([behind_gate, fed], 3), sums, precision="highest")
+    # What was fed before a token is all that was fed but what is behind it. A product: cumulative sums take XLA several passes.
+    onward = np.tri(CHUNK, dtype=np.float32)
+    onward = onward if reverse else onward.T
+    behind = jnp.einsum("bchs,ts->bcht", behind_gate - fed, onward, precision="highest")
+    dg = total + fed.sum(3, keepdims=True) + behind
     return *gradients, dg.swapaxes(2, 3), used.sum(3)

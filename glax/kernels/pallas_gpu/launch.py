@@ -19,6 +19,7 @@ from glax.kernels.pallas_gpu.tiles import LOG2E, LOG_OF_ZERO
 from glax.recurrence import Kept, Outputs, Recurrence, fold_heads, gradient_like
 
 NEAR = 8  # chunks of a segment whose gates are asked whether they let through what came before them
+WORTH_ASKING = 16  # chunks of a segment: asking takes XLA 10 us, as long as walking over so many
 LOG_OF_NOTHING = -104.0  # e^ of less is 0 in float32, among numbers below the smallest normal one too
 
 
@@ -159,22 +160,25 @@ class Problem:
     def last_chunks(self, descending: bool):
         """The log decays through the NEAR chunks that a walk over each segment sees last, the last one first: a list of
         arrays [N, parts, ...]; 0 beyond a segment's end."""
-        near = [i if descending else self.size - 1 - i for i in range(min(NEAR, self.size))]
-        if not self.key:
-            x = self.by_segment(self.totals())
-            return [x[..., i].swapaxes(1, 2) for i in near]
-        fill = self.size * self.parts * C - self.gates.shape[2]
-        g = jnp.pad(self.gates, ((0, 0), (0, 0), (0, fill), (0, 0), (0, 0)))
-        g = g.reshape(len(g), self.N, self.parts, self.size, C, *g.shape[3:])
-        return [g[:, :, :, i].astype(jnp.float32).sum((0, 3)) for i in near]
+        near = slice(NEAR) if descending else slice(self.size - NEAR, self.size)
+        if self.key:
+            fill = self.size * self.parts * C - self.gates.shape[2]
+            g = jnp.pad(self.gates, ((0, 0), (0, 0), (0, fill), (0, 0), (0, 0)))
+            g = g.reshape(len(g), self.N, self.parts, self.size, C, *g.shape[3:])[:, :, :, near]
+            x = g.astype(jnp.float32).sum((0, 4))
+        else:
+            x = self.by_segment(self.totals())[..., near].transpose(0, 2, 3, 1)
+        return [x[:, :, i] for i in (range(NEAR) if descending else reversed(range(NEAR)))]
 
     def needed(self, descending: bool):
         """`table` of the chunks whose tokens reach the state behind each segment. None beyond where all decays have become
         0 in float32, and none of the segment that a sequence ends with: its last state is found with its outputs."""
         batch, first, count, n = self.table.reshape(self.N, self.parts, 4).transpose(2, 0, 1)
-        through = [x.reshape(*x.shape[:2], -1).max(2) for x in itertools.accumulate(self.last_chunks(descending))]
-        dead = jnp.stack(through, 2) < LOG_OF_NOTHING
-        needed = jnp.where(dead.any(2), jnp.minimum(dead.argmax(2) + 1, count), count).astype(jnp.int32)
+        needed = count
+        if self.size >= WORTH_ASKING:
+            through = [x.reshape(*x.shape[:2], -1).max(2) for x in itertools.accumulate(self.last_chunks(descending))]
+            dead = jnp.stack(through, 2) < LOG_OF_NOTHING
+            needed = jnp.where(dead.any(2), jnp.minimum(dead.argmax(2) + 1, count), count).astype(jnp.int32)
         needed = needed.at[:, 0 if descending else -1].set(0)
         first = first if descending else first + count - needed
         return jnp.stack([batch, first, needed, n], 2).reshape(-1, 4)
