@@ -217,6 +217,22 @@ def test_under_checkpoint_and_scan():
     tree_close(got, want, 2e-5)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_batch_by_vmap_in_parts(packed, in_parts):
+    """What is begun goes through vmap to what finishes it."""
+    case = Case("", B=2, T=48, gates=("gk",), K=8, V=6, heads=(2, 2, 2), state_dtype=None)
+    arguments = {name: x[:, None] for name, x in inputs(case, "mild").items()}
+    options = dict(cu_seqlens=jnp.array([0, 7, 40])) if packed else {}
+
+    def gradient(f):
+        one = lambda arguments: (f(**arguments, **options).output ** 2).sum()  # noqa: E731
+        return jax.jit(jax.vmap(jax.value_and_grad(one)))(arguments)
+
+    spread = functools.partial(parallel.recurrent, mesh=mesh_of(s=4), sequence_axis="s")
+    tree_close(gradient(spread), gradient(glax.recurrent), 2e-5)
+    assert in_parts
+
+
 @pytest.mark.parametrize("form", ["constant", "head", "both"])
 def test_second_derivatives(form, request):
     """The derivative of every gradient in one direction, through shards that wait, and shards that correct (head)."""

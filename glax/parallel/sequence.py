@@ -35,9 +35,9 @@ def solve_sequence(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
 def way_of(choice: Choice, r: Recurrence, gradient: bool) -> str:
     """How a shard learns what it tells the others, and what it does meanwhile.
 
-    "parts": the kernel's first part tells it, the second takes the state that arrives. So it is no work at all.
+    "parts": the kernel's first part tells it, the second takes the state that arrives: no row is read for it.
     "correct": a walk from the edge tells it; the shard solves its rows from zero while states are exchanged, and adds what
-        the arriving one does: as many rows as the decays let through, few where they depend on the data, mostly all else.
+        the arriving one does: as many rows as the decays let through, few where they depend on the data, else mostly all.
     "wait": that walk; the shard then solves its rows from the arriving state. CPUs take longer to correct.
     """
     if runs_in_parts(choice, r, gradient):
