@@ -2,7 +2,7 @@
 
     python benchmarks/parallel.py                       # B1 T131072 H16 K=V=128 bfloat16, a gate a key channel
     python benchmarks/parallel.py --gates retention     # a state that never dies
-    python benchmarks/parallel.py --ways correct wait   # both sides of the rule `corrects` in glax/parallel/sequence.py
+    python benchmarks/parallel.py --ways correct wait   # what the rule `way_of` in glax/parallel/sequence.py may leave
 
 gates: log-sigmoid and mild (a sixteenth of it) a key channel, head: mild a head; retention: fixed, a head; none. One line
 for each of them and each number of devices: time, speed-up over one device with the same kernels, and how far output and
@@ -79,12 +79,12 @@ def compiled(mesh, way: str, platform: str | None, given, weight):
     run = jax.jit(functools.partial(forward_and_gradient, functools.partial(f, platform=platform)))
     if way in ("alone", "rule"):
         return traced_and_compiled(run, given, weight)
-    rule, sequence.corrects = sequence.corrects, lambda *_, **__: way == "correct"
+    rule, sequence.way_of = sequence.way_of, lambda *_, **__: way
     try:
         jax.clear_caches()  # of what was traced by the rule
         return traced_and_compiled(run, given, weight)
     finally:
-        sequence.corrects = rule
+        sequence.way_of = rule
         jax.clear_caches()
 
 

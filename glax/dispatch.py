@@ -46,8 +46,7 @@ def run_and_keep(choice: Choice, r: Recurrence) -> tuple[Outputs, Kept | None]:
     spec, (gradient, _) = kernel_registry.find(r, choice.platform, choice.config), gradient_kernel(choice, r)
     if spec.run_and_keep is None or gradient is None or not gradient.is_gradient_of(spec):
         return run_forward(choice, r), None
-    keeping = dataclasses.replace(spec, run=spec.run_and_keep)
-    return merged_vmap(functools.partial(execute, keeping, choice, keeps=True), r)
+    return merged_vmap(functools.partial(execute, spec, choice, part=spec.run_and_keep, keeps=True), r)
 
 
 def run_backward(choice: Choice, r: Recurrence, d_output, d_final, kept: Kept | None) -> Recurrence | None:
@@ -67,11 +66,35 @@ def gradient_kernel(choice: Choice, r: Recurrence) -> tuple[KernelSpec | None, C
     return None, choice
 
 
-def takes_state_late(choice: Choice, r: Recurrence, gradient: bool) -> bool:
-    """Whether the kernel that runs r (or its gradient) begins with work that needs no initial state (no d_final)."""
+def runs_in_parts(choice: Choice, r: Recurrence, gradient: bool) -> bool:
+    """Whether the kernel that runs r (or its gradient) has two Parts there."""
+    spec, _ = kernel_of(choice, r, gradient)
+    return spec is not None and spec.parts(r) is not None
+
+
+def begin(choice: Choice, r: Recurrence, *cotangents):
+    """(begun, state, log) of the first part of the kernel that runs r, or given cotangents its gradient: see Parts."""
+    spec, own = kernel_of(choice, r, bool(cotangents))
+    part = spec.parts(r).begin
+    return merged_vmap(functools.partial(execute, spec, own, part=part), r, *cotangents)
+
+
+def finish(choice: Choice, r: Recurrence, *cotangents, begun):
+    """The results, by the second part."""
+    spec, own = kernel_of(choice, r, bool(cotangents))
+
+    def run(*operands):
+        *operands, begun = operands
+        return execute(spec, own, *operands, part=functools.partial(spec.parts(r).finish, begun))
+
+    return merged_vmap(run, r, *cotangents, begun)
+
+
+def kernel_of(choice: Choice, r: Recurrence, gradient: bool) -> tuple[KernelSpec | None, Choice]:
     load_kernels()
-    spec = gradient_kernel(choice, r)[0] if gradient else kernel_registry.find(r, choice.platform, choice.config)
-    return spec is not None and spec.takes_state_late(r)
+    if gradient:
+        return gradient_kernel(choice, r)
+    return kernel_registry.find(r, choice.platform, choice.config), choice
 
 
 def step_kernel(choice: Choice, r: Recurrence) -> KernelSpec | None:
@@ -97,9 +120,9 @@ def run_step(spec: KernelSpec, choice: Choice, r: Recurrence, slots) -> Outputs:
     return partitioned(step, r) if slots is None else step(r)
 
 
-def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, keeps: bool = False):
+def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None, keeps: bool = False):
     _, refused = kernel_registry.able(r, choice.platform, gradient=spec.is_gradient)
-    run = functools.partial(executor, spec, cfg=choice.config, refused=refused)
+    run = functools.partial(executor, spec, cfg=choice.config, refused=refused, part=part)
     return partitioned(run, r, *given, keeps=keeps)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -61,6 +61,21 @@ class Config:
         return [cls.heuristic(r)]
 
 
+class Parts(NamedTuple):
+    """A kernel in two, where its first pass needs no initial state (no d_final), which may still be on its way from another
+    device, and yields what that device is to be told.
+
+    begin:  (recurrence, config=) -> (begun, state, log); for "<algorithm>.vjp" (recurrence, d_output, d_final, config=).
+            state [N, H, K, V]: the final state (the initial state's gradient); log [N, H, K or 1]: the sum of log decays of
+            each sequence; begun: arrays for `finish`, whose first axis grows with the batch
+    finish: (begun, recurrence, config=) -> what `run` returns, from the initial state of that recurrence, whichever `begin`
+            was given; for "<algorithm>.vjp" (begun, recurrence, d_output, d_final, config=), and that d_final
+    """
+
+    begin: Callable[..., Any]
+    finish: Callable[..., Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelSpec:
     """One implementation of one algorithm.
@@ -72,8 +87,7 @@ class KernelSpec:
     supports: recurrence -> None, or the reason why the kernel cannot run it
     priority: recurrence -> number; among kernels that can run it, the highest is taken
     version:  raised when measured configs lose their meaning
-    takes_state_late: recurrence -> whether it first reads all of it without the initial state (or d_final), which may
-              then still be on its way from another device
+    parts:    recurrence -> the kernel in two Parts, or None where the first would be work that `run` does not do
     """
 
     algorithm: str
@@ -84,7 +98,7 @@ class KernelSpec:
     supports: Callable[[Recurrence], str | None] = lambda r: None
     priority: Callable[[Recurrence], int] = lambda r: 0
     version: int = 0
-    takes_state_late: Callable[[Recurrence], bool] = lambda r: False
+    parts: Callable[[Recurrence], Parts | None] = lambda r: None
     run_and_keep: Callable[..., Any] | None = None
 
     @property

@@ -19,12 +19,13 @@ from glax.parallel.shard import gathers, steps
 from glax.parallel.spread import Spread, spread_over
 from glax.recurrence import Outputs
 from glax.reference import reference, reference_gradient
-from glax.registry import Backend, Platform, kernel_registry
+from glax.registry import Backend, Parts, Platform, kernel_registry
 from tests.cases import EXTREME, FORMS, Case, cotangents, inputs, recurrence
 from tests.close import assert_close, assert_gradients_close, assert_outputs_close
 
 P = PartitionSpec
 WAITING = "none", "constant"  # the decays of which shards never correct
+IN_PARTS = "none", "constant", "head", "key"  # those that kernels in parts are written for
 # Empty sequences first, in the middle and last, one token, cuts inside shards, at their edges, sequences over many shards.
 PACKED = dict(cuts=(0, 0, 30, 31, 31, 60, 93, 93), T=96)
 
@@ -45,10 +46,45 @@ def short_windows(monkeypatch):
 @pytest.fixture
 def correcting(monkeypatch):
     """Shards that may correct do: on accelerators, where no kernel takes its state late."""
-    monkeypatch.setattr(sequence, "corrects", lambda choice, r, gradient: r.decay.by_token)
+    monkeypatch.setattr(sequence, "way_of", lambda choice, r, gradient: "correct" if r.decay.by_token else "wait")
     jax.clear_caches()  # of what was traced by another rule
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Every kernel has two parts, where kernels may: the first is all of it, of which the second takes nothing."""
+    load_kernels()
+    begun = []
+
+    def parts(spec, r):
+        def begin(r, *cotangents, config):
+            begun.append(spec.name)
+            found = spec.run(r, *cotangents, config=config)
+            return (r.scale,), found.initial_state if cotangents else found.final_state, logs(r)
+
+        return (
+            None
+            if r.decay.value is not None
+            else Parts(begin, lambda begun, *given, **config: spec.run(*given, **config))
+        )
+
+    for name, spec in kernel_registry.kernels.items():
+        patched = dataclasses.replace(spec, parts=functools.partial(parts, spec))
+        monkeypatch.setitem(kernel_registry.kernels, name, patched)
+    jax.clear_caches()
+    yield begun
+    jax.clear_caches()
+
+
+def logs(r):
+    """The sum of log decays of every sequence, [N, H, K or 1]."""
+    d = r.decay
+    rows = jnp.zeros((*r.q.shape[:2], r.num_heads)) if d.head is None else d.head
+    rows = rows[..., None] if d.key is None else d.key
+    rows = rows if d.constant is None else r.by_token(d.constant)[..., None]
+    return r.per_sequence(jnp.where(r.is_token[:, None, None], rows, 0))
 
 
 def hold(case: Case, spread: Spread, strengths=("log-sigmoid",)):
@@ -71,17 +107,23 @@ def hold(case: Case, spread: Spread, strengths=("log-sigmoid",)):
 
 @pytest.mark.parametrize("kind", ["plain", "packed"])
 @pytest.mark.parametrize(
-    ("form", "way"), [(form, "wait") for form in FORMS] + [(form, "correct") for form in FORMS if form not in WAITING]
+    ("form", "way"),
+    [(form, "wait") for form in FORMS]
+    + [(form, "correct") for form in FORMS if form not in WAITING]
+    + [(form, "parts") for form in IN_PARTS],
 )
 def test_sequence_parallel(form, way, kind, short_windows, request):
     """8 shards, T that 8 does not divide, shared heads, either direction; each gate form, mild and forgetting at once."""
     if way == "correct":
         request.getfixturevalue("correcting")
+    if way == "parts":
+        begun = request.getfixturevalue("in_parts")
     reverse = (list(FORMS).index(form) + (kind == "packed")) % 2 == 1
     shape = dict(B=2, T=77, heads=(4, 2, 2)) if kind == "plain" else PACKED | dict(heads=(2, 2, 1))
     case = Case("", gates=FORMS[form], K=8, V=6, reverse=reverse, **shape)
     strengths = ("log-sigmoid", "mild", "-100 on 5%", "-inf on 5%", "0") if FORMS[form] else ("log-sigmoid",)
     hold(case, Spread(mesh_of(s=8), sequence_axis="s"), strengths)
+    assert way != "parts" or (any(".vjp/" in name for name in begun) and not all(".vjp/" in name for name in begun))
 
 
 @pytest.mark.parametrize("shards", [1, 3, 4, 5])
@@ -173,6 +215,22 @@ def test_under_checkpoint_and_scan():
         for f in (spread, glax.recurrent)
     )
     tree_close(got, want, 2e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_batch_by_vmap_in_parts(packed, in_parts):
+    """What is begun goes through vmap to what finishes it."""
+    case = Case("", B=2, T=48, gates=("gk",), K=8, V=6, heads=(2, 2, 2), state_dtype=None)
+    arguments = {name: x[:, None] for name, x in inputs(case, "mild").items()}
+    options = dict(cu_seqlens=jnp.array([0, 7, 40])) if packed else {}
+
+    def gradient(f):
+        one = lambda arguments: (f(**arguments, **options).output ** 2).sum()  # noqa: E731
+        return jax.jit(jax.vmap(jax.value_and_grad(one)))(arguments)
+
+    spread = functools.partial(parallel.recurrent, mesh=mesh_of(s=4), sequence_axis="s")
+    tree_close(gradient(spread), gradient(glax.recurrent), 2e-5)
+    assert in_parts
 
 
 @pytest.mark.parametrize("form", ["constant", "head", "both"])

@@ -13,12 +13,12 @@ from glax import parallel
 from glax.bind import bind
 from glax.dispatch import Choice
 from glax.kernels import load_kernels
-from glax.parallel.sequence import corrects
+from glax.parallel.sequence import way_of
 from glax.parallel.shard import Edge
 from glax.parallel.strip import FAR, NEAR, WHOLE, Strip, inwards
 from glax.parallel.summary import summary
 from glax.reference import reference
-from glax.registry import Backend, Platform, kernel_registry
+from glax.registry import Backend, Parts, Platform, kernel_registry
 from tests.cases import FORMS, Case, inputs
 from tests.close import assert_close
 from tests.test_parallel import WAITING, correcting, mesh_of
@@ -104,23 +104,27 @@ def test_shards_that_wait(form, shards, packed):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("gradient", [False, True])
-def test_the_rule_of_correcting(gradient, monkeypatch):
-    """On accelerators, if gates depend on the data, and the kernel does not take its state late."""
+def test_the_rule_of_ways(gradient, monkeypatch):
+    """Kernels in parts run in parts; others are corrected on accelerators, if gates depend on the data."""
     load_kernels()
     rs = {form: bind(**inputs(Case("", T=64, gates=gates, K=8, V=8), "mild")) for form, gates in FORMS.items()}
     choice = Choice(Platform.XLA)
-    assert not any(corrects(choice, r, gradient) for r in rs.values())
+    assert {way_of(choice, r, gradient) for r in rs.values()} == {"wait"}
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
-    assert {form for form, r in rs.items() if not corrects(choice, r, gradient)} == set(WAITING)
+    ways = {form: "wait" if form in WAITING else "correct" for form in FORMS}
+    assert {form: way_of(choice, r, gradient) for form, r in rs.items()} == ways
     for name, spec in kernel_registry.kernels.items():
-        late = dataclasses.replace(spec, takes_state_late=lambda r: r.decay.form == "key")
-        monkeypatch.setitem(kernel_registry.kernels, name, late)
-    assert {form for form, r in rs.items() if not corrects(choice, r, gradient)} == {*WAITING, "key"}
+        in_parts = dataclasses.replace(spec, parts=lambda r: Parts(None, None) if r.decay.form == "key" else None)
+        monkeypatch.setitem(kernel_registry.kernels, name, in_parts)
+    assert {form: way_of(choice, r, gradient) for form, r in rs.items()} == ways | dict(key="parts")
 
 
-@pytest.mark.parametrize("T", [48, 512])
-def test_triton_kernels_take_the_state_late_where_they_say_so(T, monkeypatch):
-    """What stands before the first launch that reads the initial state (d_final)."""
+@pytest.mark.parametrize("T", [48, 1024])
+def test_triton_kernels_in_parts_do_no_more(T, monkeypatch):
+    """Where T is cut, a scan of the segments' states is all that they launch beside what the whole kernel does.
+
+    NaN stands for the state that arrives: the gradient walks from S before it reads that.
+    """
     pytest.importorskip("triton")
     pytest.importorskip("jax_triton")
     from glax.kernels.triton import chunks
@@ -134,16 +138,24 @@ def test_triton_kernels_take_the_state_late_where_they_say_so(T, monkeypatch):
 
     monkeypatch.setattr(chunks, "launch", launch)
     ones, nan = jnp.ones((1, T, 1, 16)), jnp.full((1, 1, 16, 16), jnp.nan)
-    r = bind(ones, ones, ones, gk=-ones)
-    for name, run in (
-        ("chunked", lambda config: chunks.chunked(r.replace(initial_state=nan), config)),
-        ("chunked.vjp", lambda config: chunks.chunked_vjp(r.replace(initial_state=0 * ones[0]), ones, nan, config)),
-    ):
+    r = bind(ones, ones, ones, gk=-ones).replace(initial_state=jnp.zeros((1, 1, 16, 16)))
+    for name, late in (("chunked", ()), ("chunked.vjp", ("states", "scan"))):
         spec = kernel_registry.kernels[f"{name}/triton/gpu"]
+        config, parts = spec.config.heuristic(r), spec.parts(r)
+        assert (parts is not None) == (T == 1024)
+        if parts is None:
+            continue
+        arrived = (r, ones, nan) if late else (r.replace(initial_state=nan),)
         launched.clear()
-        run(spec.config.heuristic(r))
-        assert [reads for _, reads in launched].index(True) > 0 or not spec.takes_state_late(r)
-        assert spec.takes_state_late(r) == (T == 512)
+        spec.run(r, *arrived[1:], config=config)
+        whole = sorted(name for name, _ in launched)
+        launched.clear()
+        begun, *_ = parts.begin(r, *(0 * jnp.nan_to_num(x) for x in arrived[1:]), config=config)
+        first = [name for name, _ in launched]
+        parts.finish(begun, *arrived, config=config)
+        assert sorted(name for name, _ in launched) == sorted([*whole, "scan"])
+        second = launched[len(first) :]
+        assert [name for name, reads in second[: [reads for _, reads in second].index(True)]] == [*late]
 
 
 def test_a_program_that_waits_is_seen():

@@ -19,7 +19,7 @@ triton_interpreter.install()
 
 from glax.bind import bind  # noqa: E402
 from glax.kernels import load_kernels  # noqa: E402
-from glax.kernels.triton import ChunkedConfig, GradientConfig, TokenConfig, support  # noqa: E402
+from glax.kernels.triton import ChunkedConfig, GradientConfig, TokenConfig, chunks, support  # noqa: E402
 from glax.kernels.triton.segments import segments_of  # noqa: E402
 from glax.reference import reference, reference_gradient  # noqa: E402
 from glax.registry import kernel_registry  # noqa: E402
@@ -83,6 +83,30 @@ def test_chunked_gradient(case):
 def test_chunked_gradient_in_segments(case):
     config = GradientConfig(16, 64, segment=32)
     check(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)), gradient=True)
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize(
+    "case", [*(CASES[f"{form}-packed"] for form in ("key", "head", "none")), CASES["key-reverse"]], ids=str
+)
+def test_in_two_parts(case, gradient):
+    """The first tells the state that follows from any initial one, and the decay; the second is the rest, bit by bit."""
+    r = recurrence(case, "log-sigmoid")
+    d = cotangents(case, r) if gradient else ()
+    config = GradientConfig(16, 16, segment=32, block=16) if gradient else ChunkedConfig(16, 16, segment=32)
+    run, begin, finish = (
+        (chunked_vjp, chunks.begin_vjp, chunks.finish_vjp) if gradient else (chunked, chunks.begin, chunks.finish)
+    )
+    nothing = jnp.zeros(r.state_shape)
+    empty = (r.replace(initial_state=nothing), *d[:1], *(nothing for _ in d[1:]))
+    begun, from_zero, log = jax.jit(functools.partial(begin, config=config))(*empty)
+    _, state, _ = jax.jit(functools.partial(begin, config=config))(r, *d)
+    want, got = (jax.jit(functools.partial(f, config=config)) for f in (run, functools.partial(finish, begun)))
+    want, got = want(r, *d), got(r, *d)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert_close("state", state, want.initial_state if gradient else want.final_state, 1e-5)
+    carried = jnp.exp(log)[..., None] * (d[1] if gradient else r.initial_state)
+    assert_close("decay", from_zero + carried, np.asarray(state), 1e-5)
 
 
 def test_a_reset_on_a_chunks_first_token():

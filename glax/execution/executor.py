@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -31,14 +32,18 @@ class Executor:
     def __init__(self, chain: ConfigSelectorChain | None = None):
         self.chain = ConfigSelectorChain() if chain is None else chain
 
-    def __call__(self, kernel, *args, cfg=None, refused: dict[str, str] | None = None, **kwargs):
-        """kernel(*args, **kwargs) with the config that the chain chooses; `cfg` overrides all. `refused` is for explain."""
+    def __call__(self, kernel, *args, cfg=None, refused: dict[str, str] | None = None, part=None, **kwargs):
+        """kernel(*args, **kwargs) with the config that the chain chooses; `cfg` overrides all. `refused` is for explain.
+
+        part: a function that does a part of that call, run in its place with the same config.
+        """
         inv = Invocation.of(kernel, args, kwargs, cfg)
         config, selector = self.chain.choose(inv)
         if (heard := listener.get()) is not None:
             heard.append(Decision(inv, config, selector, refused or {}))
         with jax.named_scope(f"glax.{kernel.op_id}"):
-            return kernel.get_impl(config)(*args, **kwargs)
+            run = kernel.get_impl(config) if part is None else functools.partial(part, config=config)
+            return run(*args, **kwargs)
 
 
 listener: contextvars.ContextVar[list[Decision] | None] = contextvars.ContextVar("glax_listener", default=None)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from glax.autodiff import gradient, no_gradient, solve
-from glax.dispatch import Choice, takes_state_late
+from glax.dispatch import Choice, begin, finish, runs_in_parts
 from glax.parallel.correct import correct_gradient, correct_output
 from glax.parallel.shard import arriving, shard_of, through
 from glax.parallel.strip import Strip
@@ -31,15 +31,17 @@ def solve_sequence(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
     return solve_and_keep(choice, axis, n, r)[0]
 
 
-def corrects(choice: Choice, r: Recurrence, gradient: bool) -> bool:
-    """Whether a shard solves its rows from zero while states are exchanged, and then adds what the arriving one does.
+def way_of(choice: Choice, r: Recurrence, gradient: bool) -> str:
+    """How a shard learns what it tells the others, and what it does meanwhile.
 
-    Else it solves them from the arriving state. Correcting hides the exchange behind the kernel, and costs as many rows as
-    the decays let through: few, where they depend on the data; all of them, mostly, where they do not. A kernel that takes
-    the state late hides the exchange behind what it does before. CPUs take longer to correct than to wait.
+    "parts": the kernel's first part tells it, the second takes the state that arrives: no row is read for it.
+    "correct": a walk from the edge tells it; the shard solves its rows from zero while states are exchanged, and adds what
+        the arriving one does: as many rows as the decays let through, few where they depend on the data, else mostly all.
+    "wait": that walk; the shard then solves its rows from the arriving state. CPUs take longer to correct.
     """
-    waits = not r.decay.by_token or Backend.here() is Backend.CPU or takes_state_late(choice, r, gradient)
-    return not waits
+    if runs_in_parts(choice, r, gradient):
+        return "parts"
+    return "correct" if r.decay.by_token and Backend.here() is not Backend.CPU else "wait"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -48,15 +50,21 @@ def solve_and_keep(choice: Choice, axis: str, n: int, r: Recurrence) -> tuple[Ou
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     begun = where(shard.begins, r.start_state, 0)
     own = r.replace(boundaries=shard.cuts)
-    leaving = Strip(r, shard.leave, from_low=r.reverse)
-    told = summary(leaving, shard.spans, begun, r.k, r.v, adjoint=False)
+    way = way_of(choice, r, gradient=False)
+    if way == "parts":
+        first, *reached = begin(choice, own.replace(initial_state=begun))
+        told = shard.told(shard.leave, *reached)
+    else:
+        leaving = Strip(r, shard.leave, from_low=r.reverse)
+        told = summary(leaving, shard.spans, begun, r.k, r.v, adjoint=False)
     entered = arriving(axis, n, r.reverse, *told)
-    if corrects(choice, r, gradient=False):
+    if way == "correct":
         output, final = solve(choice, own.replace(initial_state=begun))
         output, passed = correct_output(Strip(r, shard.enter, from_low=not r.reverse), entered, output)
         final = shard.enter.add(final, through(entered, *passed), packed)
     else:
-        output, final = solve(choice, own.replace(initial_state=shard.enter.add(begun, entered, packed)))
+        own = own.replace(initial_state=shard.enter.add(begun, entered, packed))
+        output, final = finish(choice, own, begun=first) if way == "parts" else solve(choice, own)
     return Outputs(output, where(shard.ends, final, 0)), entered
 
 
@@ -85,16 +93,26 @@ def sequence_gradient(choice: Choice, axis: str, n: int, r: Recurrence, entered,
     started = shard.enter.add(where(shard.begins, r.start_state, 0), entered, packed)
     ended = where(shard.ends, d_final, 0).astype(r.dtype)
     own = r.replace(initial_state=started, boundaries=shard.cuts)
-    leaving = Strip(r, shard.enter, from_low=not r.reverse)
-    told = summary(leaving, shard.spans, ended, r.q, d_output, adjoint=True)
+    way = way_of(choice, r, gradient=True)
+    if way == "parts":
+        first, *reached = begin(choice, own, d_output, ended)
+        told = shard.told(shard.enter, *reached)
+    else:
+        leaving = Strip(r, shard.enter, from_low=not r.reverse)
+        told = summary(leaving, shard.spans, ended, r.q, d_output, adjoint=True)
     returned = arriving(axis, n, not r.reverse, *told)
-    if corrects(choice, r, gradient=True):
+    if way == "correct":
         d = gradient(choice, own, d_output, ended)
         strip = Strip(r, shard.leave, from_low=r.reverse)
         d, passed = correct_gradient(strip, returned, shard.leave.pick(started, packed), d)
         d_initial = shard.leave.add(d.initial_state, through(returned, *passed), packed)
     else:
-        d = gradient(choice, own, d_output, shard.leave.add(ended, returned, packed))
+        d_final = shard.leave.add(ended, returned, packed)
+        d = (
+            finish(choice, own, d_output, d_final, begun=first)
+            if way == "parts"
+            else gradient(choice, own, d_output, d_final)
+        )
         d_initial = d.initial_state
     # `own` has an initial state even if none was given.
     given = r.initial_state

@@ -50,6 +50,15 @@ class Shard:
     ends: Bool[Array, "N"]
     spans: Bool[Array, ""]
 
+    def told(self, edge: Edge, state: Float[Array, "N H K V"], log) -> tuple[Array, Array, None]:
+        """What `arriving` takes: the state that leaves at that edge and the decay through the shard, as factors of its rows.
+
+        state, log [N, H, K or 1]: those of every sequence, of its rows here.
+        """
+        packed = self.cuts is not None
+        leaves = jnp.where(edge.crosses, edge.pick(state, packed), 0)
+        return leaves, jnp.where(self.spans, jnp.exp(edge.pick(log, packed)), 0), None
+
 
 def shard_of(r: Recurrence, axis: str, n: int) -> Shard:
     """r holds this shard's rows, and the boundaries of all."""

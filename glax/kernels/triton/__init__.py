@@ -6,9 +6,26 @@ Importing this needs neither: they load with the first call that runs here.
 from glax.kernels.triton.configs import ChunkedConfig, GradientConfig, TokenConfig
 from glax.kernels.triton.support import chunked_refusal, gradient_refusal, refusal, step_refusal, token_priority
 from glax.recurrence import Outputs, Recurrence
-from glax.registry import Backend, Platform, kernel_registry
+from glax.registry import Backend, Parts, Platform, kernel_registry
 
 __all__ = ["ChunkedConfig", "GradientConfig", "TokenConfig"]
+
+
+def forward_parts(r: Recurrence) -> Parts | None:
+    """Where sequences are cut into segments, whose own states are found first."""
+    if not ChunkedConfig.heuristic(r).segment:
+        return None
+    from glax.kernels.triton import chunks
+
+    return Parts(chunks.begin, chunks.finish)
+
+
+def gradient_parts(r: Recurrence) -> Parts | None:
+    if not GradientConfig.heuristic(r).segment:
+        return None
+    from glax.kernels.triton import chunks
+
+    return Parts(chunks.begin_vjp, chunks.finish_vjp)
 
 
 @kernel_registry.register(
@@ -18,7 +35,7 @@ __all__ = ["ChunkedConfig", "GradientConfig", "TokenConfig"]
     config=ChunkedConfig,
     supports=chunked_refusal,
     priority=lambda r: 10,
-    takes_state_late=lambda r: ChunkedConfig.heuristic(r).segment > 0,
+    parts=forward_parts,
     version=1,
 )
 def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
@@ -35,7 +52,7 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     config=GradientConfig,
     supports=gradient_refusal,
     priority=lambda r: 10,
-    takes_state_late=lambda r: GradientConfig.heuristic(r).segment > 0,
+    parts=gradient_parts,
     version=1,
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> Recurrence:

@@ -18,6 +18,7 @@ from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like
 EACH = 8  # chunks that a program looks at before it ends, if none needs the exact form
 PREPARED = 32  # channels at a time in `prepare`
 PREPARE_STAGES = 3
+WALKED = 64  # rows and columns of the state in a program that finds segments' states for the forward
 
 
 def arithmetic(r: Recurrence) -> dict:
@@ -106,22 +107,36 @@ class Walk:
         """The state where every segment begins, [segments, H, K, V], and how other kernels are to read it."""
         if self.segments.count <= self.r.num_sequences and self.r.boundaries is None:
             return start, kind
-        r, (_, H, K, V), form = self.r, self.r.state_shape, self.r.decay.form
-        M = self.segments.count
+        return self.scan(self.states(last=False), start, kind)[0], 1
+
+    def states(self, last: bool):
+        """Of every segment: its state, begun from zero, [segments, H, K, V], and log decay, [segments, H, K or 1].
+
+        last: of those that end a sequence's walk too; else theirs are 0, which will do for `starts`.
+        """
+        r, (_, H, K, V), M = self.r, self.r.state_shape, self.segments.count
         local, _, log = launch(
             walk.states,
             programs_of(r, self.launched) * M,
             (self.a, self.b, self.gates, r.scale, r.scale, self.segments.table),
-            [((M, H, K, V), jnp.float32), ((1,), jnp.float32), ((M, H, K) if form == "key" else (M, H), jnp.float32)],
-            **sizes(r), HA=self.a.shape[2], HB=self.b.shape[2], ADJOINT=self.adjoint, START=0, **self.launched,
+            [((M, H, K, V), jnp.float32), ((1,), jnp.float32), ((M, H, self.logs), jnp.float32)],
+            **sizes(r), HA=self.a.shape[2], HB=self.b.shape[2], ADJOINT=self.adjoint, LAST=last, START=0, **self.launched,
         )  # fmt: skip
-        operands, flags = (local, log, start, self.segments.begins), dict(FORM=form, ADJOINT=self.adjoint)
+        return local, log
+
+    def scan(self, states, start, kind: int):
+        """The state where every segment begins, that which ends every sequence, [N, H, K, V], and its log decay."""
+        r, (N, H, K, V), M = self.r, self.r.state_shape, self.segments.count
+        operands, flags = (*states, start, self.segments.begins), dict(FORM=r.decay.form, ADJOINT=self.adjoint)
         options = dict(START=kind != 0, warps=4, stages=2)
-        output = [((M, H, K, V), jnp.float32)]
         blocks = dict(BK=min(32, width(K)), BV=min(32, width(V)))
-        programs = -(-K // blocks["BK"]) * -(-V // blocks["BV"]) * H * r.num_sequences
-        (found,) = launch(walk.scan, programs, operands, output, **sizes(r), **blocks, **flags, **options)
-        return found, 1
+        programs = -(-K // blocks["BK"]) * -(-V // blocks["BV"]) * H * N
+        outputs = [((M, H, K, V), jnp.float32), ((N, H, K, V), jnp.float32), ((N, H, self.logs), jnp.float32)]
+        return launch(walk.scan, programs, operands, outputs, **sizes(r), **blocks, **flags, **options)
+
+    @property
+    def logs(self) -> int:
+        return self.r.state_shape[2] if self.r.decay.form == "key" else 1
 
 
 def blocks_of(r: Recurrence, config, block: int) -> dict:
@@ -138,17 +153,41 @@ def programs_of(r: Recurrence, blocks: dict) -> int:
     return -(-K // blocks["BK"]) * -(-V // blocks["BV"]) * H
 
 
+def segments_and_chunks(r: Recurrence, config) -> tuple[Segments, Segments]:
+    C = config.chunk
+    return segments_of(r, whole(r, config.segment, C), C), segments_of(r, C, C)
+
+
 def chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
     """One walk over every sequence; where that leaves the GPU idle, over segments of them, after their states."""
+    segments, chunks = segments_and_chunks(r, config)
+    given, start = operands_of(r, chunks, config.chunk), start_of_sequences(r)
+    if config.segment:
+        start = Walk(r, config, WALKED, segments, given).starts(*start)
+    return walk_of_outputs(r, config, segments, given, *start)
+
+
+def begin(r: Recurrence, config: ChunkedConfig):
+    """The first of two Parts: every segment's own state, and what follows from them and the initial state."""
+    segments, chunks = segments_and_chunks(r, config)
+    given = operands_of(r, chunks, config.chunk)
+    states_walk = Walk(r, config, WALKED, segments, given)
+    states = states_walk.states(last=True)
+    _, final, log = states_walk.scan(states, *start_of_sequences(r))
+    return (given, states), final, log
+
+
+def finish(begun, r: Recurrence, config: ChunkedConfig) -> Outputs:
+    given, states = begun
+    segments, _ = segments_and_chunks(r, config)
+    start, *_ = Walk(r, config, WALKED, segments, given).scan(states, *start_of_sequences(r))
+    return walk_of_outputs(r, config, segments, given, start, 1)
+
+
+def walk_of_outputs(r: Recurrence, config: ChunkedConfig, segments: Segments, given: Operands, start, kind: int):
     B, T = r.q.shape[:2]
     _, H, K, V = r.state_shape
-    C = config.chunk
-    segments = segments_of(r, whole(r, config.segment, C), C)
-    start, kind = start_of_sequences(r)
-    given = operands_of(r, segments_of(r, C, C), C)
-    if config.segment:
-        start, kind = Walk(r, config, 64, segments, given).starts(start, kind)
-    columns = min(config.columns, width(V))
+    C, columns = config.chunk, min(config.columns, width(V))
     o, final = launch(
         outputs,
         -(-V // columns) * H * segments.count,
@@ -163,15 +202,47 @@ def chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
 
 def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
     """The states at both ends of every chunk, S walking forwards and dS backwards; then all chunks at once."""
+    segments, chunks = segments_and_chunks(r, config)
+    given, start, d_start = operands_of(r, chunks, config.chunk), start_of_sequences(r), (d_final, 2)
+    if config.segment:
+        start = Walk(r, config, config.block, segments, given).starts(*start)
+        d_start = Walk(r, config, config.block, segments, given, d_output).starts(*d_start)
+    return gradient_of_chunks(r, d_output, config, segments, chunks, given, start, d_start)
+
+
+def begin_vjp(r: Recurrence, d_output, d_final, config: GradientConfig):
+    """The first of two Parts: what every segment adds to dL/dS, and what follows from that and d_final."""
+    segments, chunks = segments_and_chunks(r, config)
+    given = operands_of(r, chunks, config.chunk)
+    against = Walk(r, config, config.block, segments, given, d_output)
+    states = against.states(last=True)
+    _, d_initial, log = against.scan(states, d_final, 2)
+    return (given, states), d_initial, log
+
+
+def finish_vjp(begun, r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
+    given, states = begun
+    segments, chunks = segments_and_chunks(r, config)
+    start = Walk(r, config, config.block, segments, given).starts(*start_of_sequences(r))
+    d_start, *_ = Walk(r, config, config.block, segments, given, d_output).scan(states, d_final, 2)
+    return gradient_of_chunks(r, d_output, config, segments, chunks, given, start, (d_start, 1))
+
+
+def gradient_of_chunks(
+    r: Recurrence,
+    d_output,
+    config: GradientConfig,
+    segments: Segments,
+    chunks: Segments,
+    given: Operands,
+    start,
+    d_start,
+) -> Recurrence:
+    """start, d_start: the states that walks begin from, and how they are to be read."""
     B, T = r.q.shape[:2]
     _, H, K, V = r.state_shape
-    C = config.chunk
-    segments, chunks = (segments_of(r, whole(r, size, C), C) for size in (config.segment, C))
-    (gates, form), given = gates_of(r), operands_of(r, chunks, C)
-    (start, kind), (d_start, d_kind) = start_of_sequences(r), (d_final, 2)
-    if config.segment:
-        start, kind = Walk(r, config, config.block, segments, given).starts(start, kind)
-        d_start, d_kind = Walk(r, config, config.block, segments, given, d_output).starts(d_start, d_kind)
+    (gates, form), C = gates_of(r), config.chunk
+    (start, kind), (d_start, d_kind) = start, d_start
     blocks = blocks_of(r, config, config.block)
     states = ((chunks.count, H, K, V), jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32)
     edges = (r.state_shape, jnp.float32)

@@ -28,12 +28,15 @@ def states(
     a, b, g, scale, start, table, out, edge, total,
     H: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr, ADJOINT: tl.constexpr,
-    START: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    LAST: tl.constexpr, START: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [segments, H, K, V] and total [segments, H, K or 1]: a segment's state, begun from zero, and its log decay."""
+    """out [segments, H, K, V] and total [segments, H, K or 1]: a segment's state, begun from zero, and its log decay.
+
+    LAST: of a sequence's last segment (or, against time, its first) too; else that is 0.
+    """
     carry(
         tl.program_id(0), a, b, g, scale, start, table, out, edge, total,
-        H, HA, HB, K, V, C, BK, BV, FORM, SIGN, ADJOINT, False, START, DTYPE, PRECISION,
+        H, HA, HB, K, V, C, BK, BV, FORM, SIGN, ADJOINT, False, LAST, START, DTYPE, PRECISION,
     )  # fmt: skip
 
 
@@ -49,12 +52,12 @@ def all_states(
     if program % 2 == 0:
         carry(
             program // 2, k, v, g, scale, start, table, out, edge, edge,
-            H, HK, HV, K, V, C, BK, BV, FORM, SIGN, False, True, START, DTYPE, PRECISION,
+            H, HK, HV, K, V, C, BK, BV, FORM, SIGN, False, True, True, START, DTYPE, PRECISION,
         )  # fmt: skip
     else:
         carry(
             program // 2, q, do, g, scale, d_start, table, d_out, d_edge, d_edge,
-            H, HQ, H, K, V, C, BK, BV, FORM, SIGN, True, True, D_START, DTYPE, PRECISION,
+            H, HQ, H, K, V, C, BK, BV, FORM, SIGN, True, True, True, D_START, DTYPE, PRECISION,
         )  # fmt: skip
 
 
@@ -63,7 +66,7 @@ def carry(
     program, a, b, g, scale, start, table, out, edge, total,
     H: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr, ADJOINT: tl.constexpr,
-    EVERY: tl.constexpr, START: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    EVERY: tl.constexpr, LAST: tl.constexpr, START: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The states of k and v (a, b), or with ADJOINT those of scale * q and do walked backwards, dL/dS:
 
@@ -93,7 +96,7 @@ def carry(
     log = tl.zeros([BK], tl.float32)
     factor = tl.load(scale + n).to(tl.float32)
     steps = tl.cdiv(filled, C)
-    if not EVERY:  # nobody reads what leaves a sequence's last segment (or, against time, its first)
+    if not LAST:  # nobody reads what leaves a sequence's last segment (or, against time, its first)
         steps = tl.where((edges & (1 if ADJOINT else 2)) != 0, 0, steps)
     last = chunk_sum(g, steps - 1 if ADJOINT else 0, origin, chunk, h, n, k, filled, H, K, C, FORM, SIGN)
     for step in range(0, steps):
@@ -150,27 +153,39 @@ def chunk_sum(
 
 @triton.jit
 def scan(
-    local, total, start, begins, out,
+    local, total, start, begins, out, edge, through,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FORM: tl.constexpr, ADJOINT: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
-    """The state before every segment (behind it with ADJOINT) from the segments' own states and total log decays."""
+    """The state before every segment (behind it with ADJOINT) from the segments' own states and total log decays.
+
+    edge [N, H, K, V], through [N, H, K or 1]: what follows the last segment, and the log decay of all, if `states` had LAST.
+    """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     block, h, n = tl.program_id(0) % (NK * NV), tl.program_id(0) // (NK * NV) % H, tl.program_id(0) // (NK * NV * H)
     k, v = block // NV * BK + tl.arange(0, BK), block % NV * BV + tl.arange(0, BV)
     first, last = tl.load(begins + n), tl.load(begins + n + 1)
     S = load_state(start, n, h, k, v, V, H, K, V).to(tl.float32) if START else tl.zeros([BK, BV], tl.float32)
+    log = tl.zeros([BK], tl.float32)
     for step in range(0, last - first):
         e = last - 1 - step if ADJOINT else first + step
         store_state(out, S, e, h, k, v, H, K, V)
         own = load_state(local, e, h, k, v, V, H, K, V)
-        if FORM == "key":
-            S = S * exp(tl.load(total + (e.to(tl.int64) * H + h) * K + k, mask=k < K, other=0.0))[:, None] + own
-        elif FORM == "none":
+        if FORM == "none":
             S += own
         else:
-            S = S * exp(tl.load(total + e.to(tl.int64) * H + h)) + own
+            if FORM == "key":
+                each = tl.load(total + (e.to(tl.int64) * H + h) * K + k, mask=k < K, other=0.0)
+            else:
+                each = tl.load(total + e.to(tl.int64) * H + h + k * 0)
+            S = S * exp(each)[:, None] + own
+            log += each
+    store_state(edge, S, n, h, k, v, H, K, V)
+    if FORM == "key":
+        tl.store(through + (n.to(tl.int64) * H + h) * K + k, log, mask=k < K)
+    else:
+        tl.store(through + n.to(tl.int64) * H + h, tl.max(log, 0))
 
 
 @triton.jit
