@@ -5,9 +5,9 @@
     python benchmarks/parallel.py --ways correct wait   # what the rule `way_of` in glax/parallel/sequence.py may leave
 
 gates: log-sigmoid and mild (a sixteenth of it) a key channel, head: mild a head; retention: fixed, a head; none. One line
-for each of them and each number of devices: time, speed-up over one device with the same kernels, and how far output and
-gradients are from that one's; meanwhile, on stderr, each stage and the seconds it took. Gates of one form are compiled for
-each number of devices once. --json FILE adds a record of versions, device and times. Arrays stay on devices.
+for each of them and each number of devices: time and speed-up over one device with the same kernels, of calls in a row and of
+calls each waited for, to which the host adds its own time; and how far output and gradients are from that one's; meanwhile,
+on stderr, each stage and the seconds it took. Gates of one form are compiled for each number of devices once. --json FILE adds a record of versions, device and times. Arrays stay on devices.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import glax
 from glax import parallel
 from glax.parallel import sequence
 
+ROW = 5
 GATES = ("log-sigmoid", "mild", "head", "retention", "none")
 
 
@@ -95,16 +96,23 @@ def traced_and_compiled(run, *arguments):
         return lowered.compile()
 
 
-def timed(run, arguments, repeats: int) -> tuple[float, tuple]:
-    """Median seconds of a call, and what it returns."""
+def timed(run, arguments, repeats: int) -> tuple[float, float, tuple]:
+    """Median seconds of a call among ROW in a row, as training makes them, and of one waited for by itself; its result."""
     with stage("  the first call"):
         result = jax.block_until_ready(run(*arguments))
-    times = []
-    for _ in range(repeats):
+
+    def seconds(calls: int) -> float:
         began = time.perf_counter()
-        result = jax.block_until_ready(run(*arguments))
-        times.append(time.perf_counter() - began)
-    return statistics.median(times), result
+        for _ in range(calls):
+            result = run(*arguments)
+        jax.block_until_ready(result)
+        return (time.perf_counter() - began) / calls
+
+    medians = []
+    for calls in (ROW, 1):
+        seconds(calls)  # memory for as many results as are on their way at a time is asked for once
+        medians.append(statistics.median(seconds(calls) for _ in range(repeats)))
+    return *medians, result
 
 
 @jax.jit
@@ -142,7 +150,7 @@ def main():
             given = qkv | jax.block_until_ready(gate(gates, *shape)), weight
         record = dict(jax=jax.__version__, glax=glax.__version__, device=device)
         record |= vars(arguments) | dict(gates=gates, measured=[])
-        reference = alone = None
+        reference = alone = alone_waited = None
         for n, way in ways:
             if way == "correct" and gates in ("retention", "none"):
                 continue  # not written for decays of the head alone
@@ -152,16 +160,20 @@ def main():
                 operands = jax.block_until_ready(jax.device_put(given, jax.tree.map(lie, given)))
             form = n, way, str(jax.tree.map(jax.typeof, given))
             runs[form] = runs[form] if form in runs else compiled(mesh, way, arguments.platform, *operands)
-            seconds, result = timed(runs[form], operands, arguments.repeats)
+            seconds, waited, result = timed(runs[form], operands, arguments.repeats)
             reference, alone = reference or result, alone or seconds
             with stage("  errors"):
                 off = errors(result, jax.device_put(reference, jax.tree.map(lie, reference)))
                 output_off, gradient_off = float(off[0]), max(map(float, jax.tree.leaves(off[1])))
             del result
-            row = dict(devices=n, way=way, seconds=seconds, output_error=output_off, gradient_error=gradient_off)
+            alone_waited = alone_waited or waited
+            row = dict(
+                devices=n, way=way, seconds=seconds, waited=waited, output_error=output_off, gradient_error=gradient_off
+            )
             record["measured"].append(row)
             print(
                 f"{gates:12} {n} devices, {way:8} {1e3 * seconds:9.2f} ms  {alone / seconds:5.2f} x"
+                f"  waited for {1e3 * waited:9.2f} ms  {alone_waited / waited:5.2f} x"
                 f"  output off by {output_off:.1e}, gradients by {gradient_off:.1e}",
                 flush=True,
             )
