@@ -7,7 +7,8 @@
 gates: log-sigmoid and mild (a sixteenth of it) a key channel, head: mild a head; retention: fixed, a head; none. One line
 for each of them and each number of devices: time and speed-up over one device with the same kernels, of calls in a row and of
 calls each waited for, to which the host adds its own time; and how far output and gradients are from that one's; meanwhile,
-on stderr, each stage and the seconds it took. Gates of one form are compiled for each number of devices once. --json FILE adds a record of versions, device and times. Arrays stay on devices.
+on stderr, each stage and the seconds it took. Gates of one form are compiled for each number of devices once. --json FILE
+adds a record of versions, device and times. Arrays stay on devices.
 """
 
 import argparse
