@@ -54,6 +54,11 @@ def no_gradient(x: Array | None):
     return None if x is None else np.zeros(x.shape, jax.dtypes.float0)
 
 
+def nothing_to(kept: Kept | None) -> Kept | None:
+    """The cotangent of what was kept."""
+    return None if kept is None else Kept(jnp.zeros_like(kept.states), no_gradient(kept.far))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gradient(choice: Choice, r: Recurrence, d_output, d_final, kept: Kept | None = None) -> Recurrence:
     """The gradient of <output, d_output> + <final_state, d_final> in every array of r, its boundaries set to None."""
@@ -74,8 +79,7 @@ def _gradient_bwd(choice, operands, cotangent):
         lambda r, *c: derived_gradient(choice, r.replace(boundaries=cuts), *c), r.replace(boundaries=None), *cotangents
     )
     d_r, *rest = pull(cotangent)
-    none = None if kept is None else Kept(jnp.zeros_like(kept.states), no_gradient(kept.far))
-    return (d_r.replace(boundaries=no_gradient(cuts)), *rest, none)
+    return (d_r.replace(boundaries=no_gradient(cuts)), *rest, nothing_to(kept))
 
 
 gradient.defvjp(_gradient_fwd, _gradient_bwd)

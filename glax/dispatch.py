@@ -43,10 +43,16 @@ def run_forward(choice: Choice, r: Recurrence) -> Outputs:
 def run_and_keep(choice: Choice, r: Recurrence) -> tuple[Outputs, Kept | None]:
     """The same, with what the kernel leaves for its gradient, if that is the one that will be taken."""
     load_kernels()
-    spec, (gradient, _) = kernel_registry.find(r, choice.platform, choice.config), gradient_kernel(choice, r)
-    if spec.run_and_keep is None or gradient is None or not gradient.is_gradient_of(spec):
+    spec = kernel_registry.find(r, choice.platform, choice.config)
+    if spec.run_and_keep is None or not leaves_to_gradient(choice, r, spec):
         return run_forward(choice, r), None
     return merged_vmap(functools.partial(execute, spec, choice, part=spec.run_and_keep, keeps=True), r)
+
+
+def leaves_to_gradient(choice: Choice, r: Recurrence, spec: KernelSpec) -> bool:
+    """Whether the gradient will be taken by the kernel that goes with this one."""
+    gradient, _ = gradient_kernel(choice, r)
+    return gradient is not None and gradient.is_gradient_of(spec)
 
 
 def run_backward(choice: Choice, r: Recurrence, d_output, d_final, kept: Kept | None) -> Recurrence | None:
@@ -79,15 +85,26 @@ def begin(choice: Choice, r: Recurrence, *cotangents):
     return merged_vmap(functools.partial(execute, spec, own, part=part), r, *cotangents)
 
 
-def finish(choice: Choice, r: Recurrence, *cotangents, begun):
-    """The results, by the second part."""
-    spec, own = kernel_of(choice, r, bool(cotangents))
+def finish(choice: Choice, r: Recurrence, *given, begun):
+    """The results, by the second part; given: d_output, d_final and what was kept, for the gradient."""
+    spec, own = kernel_of(choice, r, bool(given))
+    return finish_by(spec.parts(r).finish, spec, own, r, *given, begun=begun)
 
+
+def finish_and_keep(choice: Choice, r: Recurrence, begun) -> tuple[Outputs, Kept | None]:
+    """The outputs, by the second part, with what the kernel leaves for its gradient, if that is the one that will be taken."""
+    spec, own = kernel_of(choice, r, gradient=False)
+    if spec.parts(r).finish_and_keep is None or not leaves_to_gradient(choice, r, spec):
+        return finish(choice, r, begun=begun), None
+    return finish_by(spec.parts(r).finish_and_keep, spec, own, r, begun=begun)
+
+
+def finish_by(part, spec: KernelSpec, choice: Choice, *operands, begun):
     def run(*operands):
         *operands, begun = operands
-        return execute(spec, own, *operands, part=functools.partial(spec.parts(r).finish, begun))
+        return execute(spec, choice, *operands, part=functools.partial(part, begun))
 
-    return merged_vmap(run, r, *cotangents, begun)
+    return merged_vmap(run, *operands, begun)
 
 
 def kernel_of(choice: Choice, r: Recurrence, gradient: bool) -> tuple[KernelSpec | None, Choice]:

@@ -69,11 +69,14 @@ class Parts(NamedTuple):
             state [N, H, K, V]: the final state (the initial state's gradient); log [N, H, K or 1]: the sum of log decays of
             each sequence; begun: arrays for `finish`, whose first axis grows with the batch
     finish: (begun, recurrence, config=) -> what `run` returns, from the initial state of that recurrence, whichever `begin`
-            was given; for "<algorithm>.vjp" (begun, recurrence, d_output, d_final, config=), and that d_final
+            was given; for "<algorithm>.vjp" (begun, recurrence, d_output, d_final, config=), and that d_final, with `kept`
+            behind it if something was
+    finish_and_keep: what `run_and_keep` returns, likewise
     """
 
     begin: Callable[..., Any]
     finish: Callable[..., Any]
+    finish_and_keep: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,9 @@ if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.bind import bind
-from glax.kernels.pallas_gpu import launch
+from glax.kernels.pallas_gpu import launch, problem
 from glax.kernels.pallas_gpu.config import HopperConfig
+from glax.kernels.pallas_gpu.problem import Problem
 from glax.reference import reference, reference_gradient
 from tests import mosaic_interpreter
 
@@ -22,7 +23,7 @@ CASES = {
     "key, packed, reversed, shared heads": dict(gate="gk", heads=(1, 2, 1), cuts=(0, 0, 1, 70, 80), T=90, reverse=True),
     "key, segments, states formed again": dict(gate="gk", T=150, keep=False, config=HopperConfig(parts=2)),
     "key, float32 gates": dict(gate="gk", gate_dtype=jnp.float32, T=72, gradient=False, keep=False),
-    "head, segments": dict(gate="g", T=300, K=60, V=40, config=HopperConfig(parts=2)),
+    "head, segments": dict(gate="g", T=300, K=60, V=40, parts=True, config=HopperConfig(parts=2)),
     "constant, packed": dict(gate="g_gamma", cuts=(0, 66, 66, 90), T=100, keep=False),
 }
 
@@ -42,7 +43,7 @@ def test_against_the_reference(case, monkeypatch):
 
 def check(
     monkeypatch, gate, strength="mild", T=72, K=64, V=64, heads=(1, 1, 1), cuts=None, reverse=False,
-    gate_dtype=jnp.bfloat16, gradient=True, keep=True, config=None,
+    gate_dtype=jnp.bfloat16, gradient=True, keep=True, parts=False, config=None,
 ):  # fmt: skip
     config = config or HopperConfig()
     rng, H = np.random.default_rng(0), max(heads)
@@ -63,8 +64,17 @@ def check(
     r = bind(q, k, v, **gates, initial_state=state, reverse=reverse, cu_seqlens=cu_seqlens)
     mosaic_interpreter.install(monkeypatch)
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        found, kept = launch.chunked_and_kept(r, config) if keep else (launch.chunked(r, config), None)
-        d = launch.chunked_vjp(r, d_output, d_final, kept, config) if gradient else None
+        if parts:  # begun from other states than they are finished from
+            begun, _, log = launch.begin(r, config)
+            found, kept = launch.finish_and_keep(begun, r, config)
+            behind = jnp.exp(log)[..., None] * 3.0 * state
+            _, reached, _ = launch.begin(r.replace(initial_state=4.0 * state), config)
+            assert distance(reached - behind, found.final_state) < BAR
+            begun, *_ = launch.begin_vjp(r, d_output, 0 * d_final, config)
+            d = launch.finish_vjp(begun, r, d_output, d_final, kept, config=config)
+        else:
+            found, kept = launch.chunked_and_kept(r, config) if keep else (launch.chunked(r, config), None)
+            d = launch.chunked_vjp(r, d_output, d_final, kept, config) if gradient else None
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, r)
     errors = [distance(a, b) for a, b in zip(found, reference(exact), strict=True)]
     if gradient:
@@ -88,7 +98,7 @@ def test_segments_are_walked_as_far_as_their_gates_let_through(gate):
     for reverse in (False, True):
         given = {gate: jnp.asarray(logs if gate == "gk" else logs[..., 0], jnp.bfloat16)}
         r = bind(x, x, x, **given, reverse=reverse)
-        p = launch.Problem(r, HopperConfig(parts=parts))
+        p = Problem(r, HopperConfig(parts=parts))
         through = np.asarray(given[gate], np.float64).reshape(3, parts, 20, 64, -1).sum(3)
         through = through if reverse else through[:, :, ::-1]
         found = np.asarray(p.needed(reverse)).reshape(3, parts, 4)
@@ -96,7 +106,7 @@ def test_segments_are_walked_as_far_as_their_gates_let_through(gate):
         for n in range(3):
             for part in range(parts):
                 sums = np.cumsum(through[n, part], axis=0).max(1)
-                dead = np.flatnonzero(sums[: launch.NEAR] < launch.LOG_OF_NOTHING)
+                dead = np.flatnonzero(sums[: problem.NEAR] < problem.LOG_OF_NOTHING)
                 needed = dead[0] + 1 if dead.size else 20
                 needed = 0 if part == (0 if reverse else parts - 1) else needed
                 first = whole[n, part, 1] + (0 if reverse else 20 - needed)

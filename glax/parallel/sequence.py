@@ -11,24 +11,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from glax.autodiff import gradient, no_gradient, solve
-from glax.dispatch import Choice, begin, finish, runs_in_parts
+from glax.autodiff import gradient, no_gradient, nothing_to, solve, solve_and_keep
+from glax.dispatch import Choice, begin, finish, finish_and_keep, runs_in_parts
 from glax.parallel.correct import correct_gradient, correct_output
 from glax.parallel.shard import arriving, shard_of, through
 from glax.parallel.strip import Strip
 from glax.parallel.summary import summary, whole_decay
-from glax.recurrence import Outputs, Recurrence
+from glax.recurrence import Kept, Outputs, Recurrence
 from glax.registry import Backend
-
-
-def solve_sequence(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
-    """The outputs of this shard's rows, and the final states of the sequences that end in it, zeros for the others.
-
-    Differentiable any number of times; it keeps r and the state that entered for its gradient.
-    """
-    return solve_and_keep(choice, axis, n, r)[0]
 
 
 def way_of(choice: Choice, r: Recurrence, gradient: bool) -> str:
@@ -45,11 +36,25 @@ def way_of(choice: Choice, r: Recurrence, gradient: bool) -> str:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def solve_and_keep(choice: Choice, axis: str, n: int, r: Recurrence) -> tuple[Outputs, Float[Array, "E H K V"]]:
-    """The outputs, and the state that entered: a by-product for the gradient, which takes no cotangent."""
+def solve_sequence(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
+    """The outputs of this shard's rows, and the final states of the sequences that end in it, zeros for the others.
+
+    Differentiable any number of times; for its gradient it keeps r, the state that entered, and what the kernel leaves.
+    """
+    return solve_rows(choice, axis, n, r, keep=False)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def solve_sequence_and_keep(choice: Choice, axis: str, n: int, r: Recurrence):
+    """The same, with what is kept beside r: by-products, which take no cotangents."""
+    return solve_rows(choice, axis, n, r, keep=True)
+
+
+def solve_rows(choice: Choice, axis: str, n: int, r: Recurrence, keep: bool):
+    """The outputs, with the state that entered and, with `keep`, what the kernel leaves for its gradient, else None."""
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     begun = where(shard.begins, r.start_state, 0)
-    own = r.replace(boundaries=shard.cuts)
+    own, kept = r.replace(boundaries=shard.cuts), None
     way = way_of(choice, r, gradient=False)
     if way == "parts":
         first, *reached = begin(choice, own.replace(initial_state=begun))
@@ -64,30 +69,49 @@ def solve_and_keep(choice: Choice, axis: str, n: int, r: Recurrence) -> tuple[Ou
         final = shard.enter.add(final, through(entered, *passed), packed)
     else:
         own = own.replace(initial_state=shard.enter.add(begun, entered, packed))
-        output, final = finish(choice, own, begun=first) if way == "parts" else solve(choice, own)
-    return Outputs(output, where(shard.ends, final, 0)), entered
+        if way == "parts" and keep:
+            (output, final), kept = finish_and_keep(choice, own, first)
+        elif way == "parts":
+            output, final = finish(choice, own, begun=first)
+        elif keep:
+            (output, final), kept = solve_and_keep(choice, own)
+        else:
+            output, final = solve(choice, own)
+    return Outputs(output, where(shard.ends, final, 0)), (entered, kept)
 
 
 def where(of_sequence, states, otherwise):
     return jnp.where(of_sequence[:, None, None, None], states, otherwise)
 
 
-def _solve_fwd(choice, axis, n, r):
-    outputs, entered = solve_and_keep(choice, axis, n, r)
-    return (outputs, entered), (r, entered)
+def _keep_fwd(choice, axis, n, r):
+    outputs, kept = solve_sequence_and_keep(choice, axis, n, r)
+    return (outputs, kept), (r, *kept)
 
 
-def _solve_bwd(choice, axis, n, residuals, cotangents):
-    (r, entered), (outputs, _) = residuals, cotangents
-    d = sequence_gradient(choice, axis, n, r, entered, *outputs)
+def _keep_bwd(choice, axis, n, residuals, cotangents):
+    (r, entered, kept), (outputs, _) = residuals, cotangents
+    d = sequence_gradient(choice, axis, n, r, entered, kept, *outputs)
     return (d.replace(boundaries=no_gradient(r.boundaries)),)
 
 
-solve_and_keep.defvjp(_solve_fwd, _solve_bwd)
+def _solve_fwd(choice, axis, n, r):
+    (outputs, _), residuals = _keep_fwd(choice, axis, n, r)
+    return outputs, residuals
+
+
+def _solve_bwd(choice, axis, n, residuals, cotangents):
+    return _keep_bwd(choice, axis, n, residuals, (cotangents, None))
+
+
+solve_sequence_and_keep.defvjp(_keep_fwd, _keep_bwd)
+solve_sequence.defvjp(_solve_fwd, _solve_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def sequence_gradient(choice: Choice, axis: str, n: int, r: Recurrence, entered, d_output, d_final) -> Recurrence:
+def sequence_gradient(
+    choice: Choice, axis: str, n: int, r: Recurrence, entered, kept: Kept | None, d_output, d_final
+) -> Recurrence:
     """The adjoint walk: dL/dS takes the way of the state backwards, and is told in the same way."""
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     started = shard.enter.add(where(shard.begins, r.start_state, 0), entered, packed)
@@ -102,17 +126,16 @@ def sequence_gradient(choice: Choice, axis: str, n: int, r: Recurrence, entered,
         told = summary(leaving, shard.spans, ended, r.q, d_output, adjoint=True)
     returned = arriving(axis, n, not r.reverse, *told)
     if way == "correct":
-        d = gradient(choice, own, d_output, ended)
+        d = gradient(choice, own, d_output, ended, kept)
         strip = Strip(r, shard.leave, from_low=r.reverse)
         d, passed = correct_gradient(strip, returned, shard.leave.pick(started, packed), d)
         d_initial = shard.leave.add(d.initial_state, through(returned, *passed), packed)
     else:
-        d_final = shard.leave.add(ended, returned, packed)
-        d = (
-            finish(choice, own, d_output, d_final, begun=first)
-            if way == "parts"
-            else gradient(choice, own, d_output, d_final)
-        )
+        ended = shard.leave.add(ended, returned, packed)
+        if way == "parts":
+            d = finish(choice, own, d_output, ended, *([] if kept is None else [kept]), begun=first)
+        else:
+            d = gradient(choice, own, d_output, ended, kept)
         d_initial = d.initial_state
     # `own` has an initial state even if none was given.
     given = r.initial_state
@@ -125,7 +148,7 @@ def _gradient_fwd(choice, axis, n, *operands):
 
 def _gradient_bwd(choice, axis, n, operands, cotangent):
     """What stops where decays end has no gradient of its own; the plain form equals it and has one."""
-    r, entered, *cotangents = operands
+    r, entered, kept, *cotangents = operands
 
     def derived(rows, *cotangents):
         _, pull = jax.vjp(lambda rows: plain(choice, axis, n, rows.replace(boundaries=r.boundaries)), rows)
@@ -133,7 +156,7 @@ def _gradient_bwd(choice, axis, n, operands, cotangent):
 
     _, pull = jax.vjp(derived, r.replace(boundaries=None), *cotangents)
     d_r, *rest = pull(cotangent)
-    return d_r.replace(boundaries=no_gradient(r.boundaries)), jnp.zeros_like(entered), *rest
+    return d_r.replace(boundaries=no_gradient(r.boundaries)), jnp.zeros_like(entered), nothing_to(kept), *rest
 
 
 sequence_gradient.defvjp(_gradient_fwd, _gradient_bwd)

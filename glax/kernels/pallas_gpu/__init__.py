@@ -3,9 +3,9 @@
 Registered here, they are written in `launch`, which loads Pallas when one of them runs.
 """
 
-from glax.kernels.pallas_gpu.config import HopperConfig, gradient_supports, supports
+from glax.kernels.pallas_gpu.config import HopperConfig, gradient_supports, padded, supports
 from glax.recurrence import Kept, Outputs, Recurrence
-from glax.registry import Backend, Platform, kernel_registry
+from glax.registry import Backend, Parts, Platform, kernel_registry
 
 # Above Triton's 10 or below it, and always above XLA's: docs/hopper.md has both at shapes on either side of these bounds.
 FASTER, SLOWER = 15, 5
@@ -19,6 +19,27 @@ def forward_priority(r: Recurrence) -> int:
 def gradient_priority(r: Recurrence) -> int:
     """Faster from as many rows of heads on as a sequence of 2048 tokens and 16 heads has, no faster with half of them."""
     return FASTER if r.q.shape[0] * r.q.shape[1] * r.num_heads >= 2048 * 16 else SLOWER
+
+
+def in_parts(r: Recurrence) -> bool:
+    """Where sequences are cut into segments, whose own states are found first; begun and finished at the same widths."""
+    return HopperConfig.heuristic(r).parts > 1 and padded(r.q.shape[3]) == padded(r.v.shape[3])
+
+
+def forward_parts(r: Recurrence) -> Parts | None:
+    if not in_parts(r):
+        return None
+    from glax.kernels.pallas_gpu import launch
+
+    return Parts(launch.begin, launch.finish, launch.finish_and_keep)
+
+
+def gradient_parts(r: Recurrence) -> Parts | None:
+    if not in_parts(r):
+        return None
+    from glax.kernels.pallas_gpu import launch
+
+    return Parts(launch.begin_vjp, launch.finish_vjp)
 
 
 def chunked_and_kept(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Kept]:
@@ -35,6 +56,7 @@ def chunked_and_kept(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, K
     config=HopperConfig,
     supports=supports,
     priority=forward_priority,
+    parts=forward_parts,
     run_and_keep=chunked_and_kept,
 )
 def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
@@ -51,6 +73,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     config=HopperConfig,
     supports=gradient_supports,
     priority=gradient_priority,
+    parts=gradient_parts,
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None = None, *, config: HopperConfig) -> Recurrence:
     """The gradient in every input from the states at both ends of each chunk."""

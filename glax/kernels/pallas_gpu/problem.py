@@ -1,0 +1,265 @@
+"""A recurrence as the Hopper kernels take it: rows laid out in chunks, sequences cut into segments, widths filled up."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from glax.kernels.pallas_gpu.config import HopperConfig, padded
+from glax.kernels.pallas_gpu.head import head_walk
+from glax.kernels.pallas_gpu.key import key_walk
+from glax.kernels.pallas_gpu.plan import C, Walk, Walked
+from glax.kernels.pallas_gpu.tiles import LOG2E, LOG_OF_ZERO
+from glax.recurrence import Kept, Recurrence
+
+NEAR = 8  # chunks of a segment whose gates are asked whether they let through what came before them
+WORTH_ASKING = 16  # chunks of a segment: asking takes XLA 10 us, as long as walking over so many
+LOG_OF_NOTHING = -104.0  # e^ of less is 0 in float32, among numbers below the smallest normal one too
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Where the rows of r lie in chunks: T filled up so that tiles of 8 rows divide it, packed sequences each from a
+    chunk's start on.
+
+    begins [N + 1]: the first chunk of every packed sequence. source: the row of r in every row of chunks, or -1.
+    place: the row of chunks of every row of r.
+    """
+
+    r: Recurrence
+    begins: Array | None = None
+    source: Array | None = None
+    place: Array | None = None
+
+    @classmethod
+    def of(cls, r: Recurrence) -> "Rows":
+        if r.boundaries is None:
+            return cls(r)
+        T, N = r.q.shape[1], r.num_sequences
+        cuts = jnp.clip(r.boundaries, 0, T)
+        begins = jnp.concatenate([jnp.zeros_like(cuts[:1]), jnp.cumsum(-(-jnp.diff(cuts) // C))])
+        rows = jnp.arange((T // C + N) * C)
+        own = jnp.clip(jnp.searchsorted(begins * C, rows, side="right") - 1, 0, N - 1)
+        source = cuts[own] + rows - begins[own] * C
+        source = jnp.where((rows < begins[-1] * C) & (source < cuts[own + 1]), source, -1)
+        token = r.sequence_of
+        return cls(r, begins, source, begins[token] * C + jnp.arange(T) - cuts[token])
+
+    def take(self, x):
+        """x [B, T, ...] in rows of chunks; rows that hold no token are 0."""
+        if self.source is not None:
+            found = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
+            return jnp.where((self.source >= 0).reshape(1, -1, *(1,) * (x.ndim - 2)), found, 0)
+        fill = -x.shape[1] % 8
+        return jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) if fill else x
+
+    def put(self, x):
+        """The rows of r of x [B, rows of chunks, ...]; 0 in padding."""
+        T = self.r.q.shape[1]
+        if self.place is None:
+            return x[:, :T]
+        found = jnp.take(x, self.place, axis=1)
+        return jnp.where(self.r.is_token.reshape(1, -1, *(1,) * (x.ndim - 2)), found, 0)
+
+
+def widen(x, width: int):
+    """x with its last axis filled up with zeros."""
+    return x if x.shape[-1] == width else jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, width - x.shape[-1])))
+
+
+class Problem:
+    """r as the kernels take it: q, k and v in rows of chunks and filled up, gates by form, segments in a table."""
+
+    def __init__(self, r: Recurrence, config: HopperConfig, square: bool = False):
+        self.r, self.rows, self.parts, self.columns = r, Rows.of(r), config.parts, config.columns
+        self.N, self.H, _, _ = r.state_shape
+        self.K, self.V = padded(r.q.shape[3]), padded(r.v.shape[3])
+        if square:
+            self.K = self.V = max(self.K, self.V)
+        self.q, self.k = (self.wide(x, self.K) for x in (r.q, r.k))
+        self.v = self.wide(r.v, self.V)
+        self.chunks = -(-self.q.shape[1] // C)
+        self.key = r.decay.form == "key"
+        self.gates = self.key_gates() if self.key else head_sums(self.head_gates(), r.reverse)
+        self.scale = r.scale.astype(jnp.float32)
+        self.table = self.segments()
+
+    @property
+    def size(self) -> int:
+        """Chunks of a segment."""
+        return -(-self.chunks // self.parts)
+
+    def wide(self, x, width: int):
+        return widen(self.rows.take(x), width)
+
+    def key_gates(self):
+        """[terms, B, rows of chunks, H, K] in bfloat16: others are the sum of two, which hold 16 of their digits."""
+        g = self.wide(self.r.decay.key, self.K)
+        if g.dtype == jnp.bfloat16:
+            return g[None]
+        g = jnp.maximum(g.astype(jnp.float32), LOG_OF_ZERO)
+        high = jax.lax.reduce_precision(g, 8, 7)  # XLA drops a cast there and back
+        return jnp.stack([high.astype(jnp.bfloat16), (g - high).astype(jnp.bfloat16)])
+
+    def head_gates(self):
+        """One gate a head and row, [B, rows of chunks, H]; of a constant decay, that of every token."""
+        r, d = self.r, self.r.decay
+        if d.head is not None:
+            return self.rows.take(d.head.astype(jnp.float32))
+        if d.constant is not None:
+            gates = r.by_token(d.constant.astype(jnp.float32))
+            return self.rows.take(jnp.broadcast_to(gates, (r.q.shape[0], r.q.shape[1], self.H)))
+        return jnp.zeros((*self.q.shape[:2], self.H), jnp.float32)
+
+    def segments(self):
+        """[E, 4]: of every segment its batch row, first chunk, number of chunks and sequence."""
+        if self.rows.begins is not None:
+            begins, n = self.rows.begins, jnp.arange(self.N)
+            return jnp.stack([jnp.zeros_like(n), begins[:-1], jnp.diff(begins), n], 1).astype(jnp.int32)
+        size = self.size
+        n, part = np.divmod(np.arange(self.N * self.parts), self.parts)
+        return jnp.asarray(np.stack([n, part * size, np.clip(self.chunks - part * size, 0, size), n], 1), jnp.int32)
+
+    def plan(self, **flags) -> Walk:
+        terms = len(self.gates) if self.key else 1
+        return Walk(self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, terms=terms, **flags)
+
+    def walk(self, plan: Walk, a, b, start, table=None) -> Walked:
+        """The walk of every segment in `table`, its log decays [E, H, K or 1] too."""
+        operands = (
+            self.table if table is None else table,
+            self.q,
+            a,
+            b,
+            self.gates,
+            self.scale,
+            jnp.zeros((1, 1, 1, 1)) if start is None else start,
+        )
+        if self.key:
+            return key_walk(plan, *operands)
+        log = self.by_segment(self.totals()).sum(3).transpose(0, 2, 1)
+        return head_walk(plan, *operands)._replace(log=log.reshape(-1, self.H, 1))
+
+    def totals(self):
+        """The log decays through every chunk, [B, H, chunks], of one gate a head."""
+        return self.gates[..., 0 if self.r.reverse else C - 1] / LOG2E
+
+    def by_segment(self, x):
+        """x [B, H, chunks] as [B, H, parts, chunks of one], filled up with zeros."""
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, self.size * self.parts - self.chunks)))
+        return x.reshape(*x.shape[:2], self.parts, self.size)
+
+    def last_chunks(self, descending: bool):
+        """The log decays through the NEAR chunks that a walk over each segment sees last, the last one first: a list of
+        arrays [N, parts, ...]; 0 beyond a segment's end."""
+        near = slice(NEAR) if descending else slice(self.size - NEAR, self.size)
+        if self.key:
+            fill = self.size * self.parts * C - self.gates.shape[2]
+            g = jnp.pad(self.gates, ((0, 0), (0, 0), (0, fill), (0, 0), (0, 0)))
+            g = g.reshape(len(g), self.N, self.parts, self.size, C, *g.shape[3:])[:, :, :, near]
+            x = g.astype(jnp.float32).sum((0, 4))
+        else:
+            x = self.by_segment(self.totals())[..., near].transpose(0, 2, 3, 1)
+        return [x[:, :, i] for i in (range(NEAR) if descending else reversed(range(NEAR)))]
+
+    def needed(self, descending: bool, last: bool = False):
+        """`table` of the chunks whose tokens reach the state behind each segment: none beyond where all decays have become 0 in
+        float32, and but with `last` none of the segment that a sequence ends with, whose state is found with its outputs."""
+        batch, first, count, n = self.table.reshape(self.N, self.parts, 4).transpose(2, 0, 1)
+        needed = count
+        if self.size >= WORTH_ASKING:
+            through = [x.reshape(*x.shape[:2], -1).max(2) for x in itertools.accumulate(self.last_chunks(descending))]
+            dead = jnp.stack(through, 2) < LOG_OF_NOTHING
+            needed = jnp.where(dead.any(2), jnp.minimum(dead.argmax(2) + 1, count), count).astype(jnp.int32)
+        if not last:
+            needed = needed.at[:, 0 if descending else -1].set(0)
+        first = first if descending else first + count - needed
+        return jnp.stack([batch, first, needed, n], 2).reshape(-1, 4)
+
+    def own_states(self, a, b, adjoint: bool, last: bool):
+        """What every segment's state is when it begins from zero, [E, H, K, V], and its log decays, [E, H, K or 1].
+
+        last: of the segments that sequences end with, too.
+        """
+        plan = self.plan(adjoint=adjoint, outputs=False)
+        walked = self.walk(plan, a, b, None, self.needed(plan.descending, last))
+        return walked.last, walked.log
+
+    def through(self, own, start, adjoint: bool):
+        """The state that enters every segment, [E, H, K, V], and that behind the last of each sequence, [N, H, K, V]."""
+        states, log = (x.reshape(self.N, self.parts, *x.shape[1:]) for x in own)
+        decay = jnp.exp(log)[..., None]
+        S = jnp.zeros_like(states[:, 0]) if start is None else start
+        entering = [S] * self.parts
+        for part in range(self.parts - 1, -1, -1) if self.r.reverse != adjoint else range(self.parts):
+            entering[part] = S
+            S = decay[:, part] * S + states[:, part]
+        return jnp.stack(entering, 1).reshape(-1, *S.shape[1:]), S
+
+    def start(self, start):
+        """The states [N, H, K, V] that are given, filled up."""
+        if start is None:
+            return None
+        return widen(jnp.swapaxes(widen(jnp.swapaxes(start.astype(jnp.float32), 2, 3), self.K), 2, 3), self.V)
+
+    def starts(self, start, a, b, adjoint: bool):
+        """The state that enters every segment, [E, H, K, V]; None for zeros. start: of every sequence, [N, H, K, V]."""
+        start = self.start(start)
+        if self.parts == 1:
+            return start
+        return self.through(self.own_states(a, b, adjoint, last=False), start, adjoint)[0]
+
+    def chunkwise(self, d_output, kept: Kept, behind):
+        """The operands of the kernels in which every chunk stands alone; packed, every chunk is a sequence of its own."""
+        gates, far = (self.gates[0], [kept.far]) if self.key else (self.gates, [])
+        if self.rows.begins is None:
+            return self.q, self.k, self.v, gates, d_output, self.scale, kept.states, behind, *far
+        q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (self.q, self.k, self.v, d_output))
+        gates = gates.reshape(self.chunks, C, *gates.shape[2:]) if self.key else gates[0].swapaxes(0, 1)[:, :, None]
+        scale = self.scale[self.sequence_of_chunk()]
+        return q, k, v, gates, d_output, scale, *(x[0][:, None] for x in (kept.states, behind, *far))
+
+    def sequence_of_chunk(self):
+        found = jnp.searchsorted(self.rows.begins, jnp.arange(self.chunks), side="right") - 1
+        return jnp.clip(found, 0, self.N - 1)
+
+    def tokens_only(self, dg):
+        """dg [B, chunks, C, H] or, packed, [chunks, 1, C, H], 0 where a row holds no token: it has no gate."""
+        if self.rows.begins is None:
+            held = np.arange(self.chunks * C).reshape(self.chunks, C, 1) < self.r.q.shape[1]
+        else:
+            held = (self.rows.source >= 0).reshape(self.chunks, 1, C, 1)
+        return jnp.where(held, dg, 0)
+
+    def by_sequence(self, x):
+        """The sums over chunks of every sequence, [N, H], of x [B, chunks, H] or, packed, [chunks, 1, H]."""
+        if self.rows.begins is None:
+            return x.sum(1)
+        used = jnp.arange(self.chunks) < self.rows.begins[-1]
+        own = (self.sequence_of_chunk() == jnp.arange(self.N)[:, None]) & used  # a product: sums in a fixed order
+        return jnp.einsum(
+            "nc,ch->nh", own.astype(jnp.float32), jnp.where(used[:, None], x[:, 0], 0), precision="highest"
+        )
+
+    def kept(self, walked: Walked) -> Kept:
+        """Gates a head are exact in every chunk."""
+        far = jnp.zeros(walked.states.shape[:3], jnp.int32) if walked.far is None else walked.far
+        return Kept(walked.states, far)
+
+    def ends(self, last, adjoint: bool):
+        """Of the last states of all segments, those at the end of a sequence's walk, at the widths of r."""
+        K, V = self.r.state_shape[2:]
+        last = last.reshape(self.N, self.parts, *last.shape[1:])
+        return last[:, 0 if self.r.reverse != adjoint else -1, :, :K, :V]
+
+
+def head_sums(gates, reverse: bool):
+    """[B, H, chunks, C] in float32: sums of log2 gates [B, rows, H] from where the walk enters each chunk."""
+    B, rows, H = gates.shape
+    gates = jnp.pad(jnp.maximum(gates, LOG_OF_ZERO) * LOG2E, ((0, 0), (0, -rows % C), (0, 0)))
+    gates = gates.swapaxes(1, 2).reshape(B, H, -1, C)
+    before = np.tri(C, dtype=np.float32)  # a product: a cumulative sum takes XLA several passes
+    return jnp.einsum("bhcj,ij->bhci", gates, before.T if reverse else before, precision="highest")
