@@ -43,10 +43,10 @@ BUDGETS = {
     ("forward", "key", 64): (0, 124),
     ("forward", "head", 128): (0,),
     ("forward", "head", 64): (0,),
-    ("forward, kept", "key", 128): (12, 328),
+    ("forward, kept", "key", 128): (20, 340),
     ("forward, kept", "head", 128): (0,),
-    ("gradient", "key", 128): (0, 0, 0, 0, 152, 684),
-    ("gradient", "head", 128): (0, 0, 36),
+    ("gradient", "key", 128): (0, 0, 0, 0, 72, 684),
+    ("gradient", "head", 128): (0, 0, 0),
     ("gradient", "head", 64): (0, 0, 0),
 }
 

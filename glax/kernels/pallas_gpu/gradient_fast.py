@@ -15,7 +15,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     meet,
     product,
 )
-from glax.kernels.pallas_gpu.tiles import LOG2E, high_part, read, tiled, transposed
+from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, by_row, high_part, read, tiled, transposed
 
 bf16 = jnp.bfloat16
 
@@ -26,6 +26,7 @@ def chunk(n, m, c, release):
     What it computes where the gates leave the range of e^M and e^-M is written over.
     """
     M = product((m.walk.middle_matrix(), c.g_w)) * LOG2E
+    c.vector[...] = (read(c.q_w) * read(c.k_w)).sum(1)
     c.q_w[...] = (read(c.q_w) * jnp.exp2(M)).astype(bf16)
     c.k_w[...] = (read(c.k_w) * jnp.exp2(-M)).astype(bf16)
     M = lax.optimization_barrier(M)  # e^M and e^-M are formed again where they are needed: to keep them takes registers
@@ -34,7 +35,11 @@ def chunk(n, m, c, release):
     A_T, dA_T = (c.g.at[0], c.g.at[1]) if n.team == 2 else (m.A_T.at[c.t], m.dA_T.at[c.t])
 
     def keys_scored():
-        A_T[...] = kept(m.walk.earlier(), scores(n, c.k, c.q) * c.scale)
+        # A token's score with itself, the largest where gates are strong, is formed of q and k before they are rounded.
+        own = sum(plgpu.load(m.vectors.at[c.t * n.team + p], layout=BY_ROW) for p in range(n.team))
+        i, j = m.walk.positions()
+        found = jnp.where(i < j, scores(n, c.k, c.q), by_row(own, (CHUNK, CHUNK)))
+        A_T[...] = kept(i <= j, found * c.scale)
 
     def values_scored():
         dA_T[...] = kept(m.walk.earlier(), scores(n, c.v, c.do))
