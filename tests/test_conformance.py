@@ -17,6 +17,7 @@ from glax.reference import reference, reference_gradient
 from glax.registry import Backend, Config, KernelSpec, kernel_registry
 from tests.cases import EXTREME, Case, all_cases, cotangents, recurrence
 from tests.close import assert_gradients_close, assert_outputs_close
+from tests.compiling import quick_jit
 
 load_kernels()
 CASES = list(all_cases())
@@ -101,7 +102,7 @@ DERIVED = [
 def test_derived_gradient(case, spec):
     """The gradient that a platform without a fused one gets; gates for which its telescoped sums keep their digits."""
     choice = Choice(spec.platform, ChunkedConfig(16)) if spec.config is ChunkedConfig else Choice(spec.platform)
-    check_gradient(case, jax.jit(functools.partial(derived_gradient, choice)))
+    check_gradient(case, quick_jit(functools.partial(derived_gradient, choice)))
 
 
 def test_float64():
