@@ -11,7 +11,7 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 SAY_JAX := from importlib.metadata import version; print("Testing with JAX", version("jax"))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast lint sanitize tpu triton hopper clean
+.PHONY: help install demo test fast lint sanitize tpu tpu-compiler triton triton-compiler hopper clean
 
 help:
 	@echo "make demo      run the demo                          ARGS: what follows 'glax demo'"
@@ -22,10 +22,13 @@ help:
 	@echo "make tpu       the TPU kernels, by the TPU compiler     ARGS: --few, a minute instead of five"
 	@echo "make triton    the GPU kernels in Triton's interpreter, and compiled; needs Python 3.12"
 	@echo "make hopper    the Hopper kernels in the interpreter, and compiled; needs Python 3.12"
+	@echo "make install   the environment alone"
 	@echo "make clean     remove environments, builds, caches and outputs"
 	@echo
 	@echo "PYTHON=$(PYTHON) makes the environment VENV=$(VENV); JOBS=$(JOBS) test processes run at a time."
 	@echo "Another Python needs another environment: make test PYTHON=python3.13 VENV=.venv-3.13"
+
+install: $(STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/glax demo $(ARGS)
@@ -49,19 +52,24 @@ sanitize:
 APART = $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target
 
 LIBTPU := $(shell sed -n '1s/.*libtpu \([0-9.]*\),.*/\1/p' benchmarks/tpu/table.txt)
-tpu: $(STAMP)
+tpu-compiler: $(STAMP)
 	@test -d build/libtpu-$(LIBTPU) || { $(APART) build/part libtpu==$(LIBTPU) && mv build/part build/libtpu-$(LIBTPU); }
+
+tpu: tpu-compiler
 	PYTHONPATH=build/libtpu-$(LIBTPU) $(BIN)/python -m benchmarks.tpu.compile --check $(ARGS)
 
 # In two processes: Triton's interpreter, once on, compiles no more. The plugin knows NVIDIA's compiler, and needs no GPU.
 TRITON := triton==3.9.0 jax-triton==0.4.1
 JAX_VERSION := from importlib.metadata import version; print(version("jax"))
-triton: $(STAMP)
+triton-compiler: $(STAMP)
 	@jax=$$($(BIN)/python -c '$(JAX_VERSION)') && test -d build/triton-$$jax || \
 	  { $(APART) build/part $(TRITON) jax-cuda13-plugin==$$jax && mv build/part build/triton-$$jax; }
+
+triton: triton-compiler
 	@export PYTHONPATH=build/triton-$$($(BIN)/python -c '$(JAX_VERSION)') && \
 	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_triton.py \
-	    tests/test_parallel_overlap.py::test_triton_kernels_in_parts_do_no_more $(ARGS) && $(BIN)/python -m pytest tests/test_triton_compile.py
+	    tests/test_parallel_overlap.py::test_triton_kernels_in_parts_do_no_more $(ARGS) && \
+	  $(BIN)/python -m pytest -n $(JOBS) tests/test_triton_compile.py
 
 # The plugin of CUDA compiles with no GPU here, and with NVIDIA's compiler beside it.
 NVCC := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88

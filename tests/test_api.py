@@ -15,6 +15,7 @@ from glax.recurrence import Recurrence
 from glax.reference import reference, reference_gradient
 from tests.cases import GATE_SUBSETS, Case, inputs
 from tests.close import BARS, assert_close
+from tests.compiling import quick_jit
 
 OUT, GRAD = BARS["float32"]
 
@@ -233,9 +234,9 @@ def test_scan_over_layers_and_checkpoint():
             x = layer(x, gk)[0]
         return (x**2).sum()
 
-    want = jax.jit(jax.value_and_grad(unrolled))(gates)
+    want = quick_jit(jax.value_and_grad(unrolled))(gates)
     for wrap in (lambda f: f, jax.checkpoint):
-        got = jax.jit(jax.value_and_grad(lambda gates, wrap=wrap: loss(gates, wrap)))(gates)
+        got = quick_jit(jax.value_and_grad(lambda gates, wrap=wrap: loss(gates, wrap)))(gates)
         assert_trees_close(got, want)
 
 
@@ -262,8 +263,8 @@ def test_second_derivatives(gates):
             d = jax.grad(lambda a: loss_and_outputs(a, weights)[0] ** 2)(arguments)
             return sum((x**2).sum() for x in jax.tree.leaves(d))
 
-        energy = jax.jit(energy)
-        got = jax.jit(jax.grad(energy))(arguments)
+        got = quick_jit(jax.grad(energy))(arguments)
+        energy = quick_jit(energy)
         rng = np.random.default_rng(3)
         direction = jax.tree.map(lambda x: rng.normal(size=x.shape), arguments)
         moved = [jax.tree.map(lambda x, d, s=s: x + s * d, arguments, direction) for s in (1e-5, -1e-5)]
@@ -289,8 +290,8 @@ def test_second_derivatives_packed():
         return parts[0]._replace(output=jnp.concatenate([p.output for p in parts], axis=1))
 
     packed = functools.partial(glax.recurrent, cu_seqlens=jnp.asarray(cuts))
-    got = jax.jit(jax.grad(lambda a: norms(lambda a: packed(**a), a)))(arguments)
-    want = jax.jit(jax.grad(lambda a: norms(separate, a)))(arguments)
+    got = quick_jit(jax.grad(lambda a: norms(lambda a: packed(**a), a)))(arguments)
+    want = quick_jit(jax.grad(lambda a: norms(separate, a)))(arguments)
     assert_trees_close(jax.tree.map(jnp.nan_to_num, got), jax.tree.map(jnp.nan_to_num, want), 5e-5)
 
 

@@ -7,17 +7,18 @@ import sys
 import warnings
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import glax
 from glax.execution.cache import Measurement
-from tests.test_execution import BlockConfig, Cumulative
+from tests.cumulative import BlockConfig, Cumulative
 
 KERNEL = Cumulative()
 
 
 def call(n: int) -> glax.Invocation:
-    return glax.Invocation.of(KERNEL, (jnp.ones(n),), {})
+    return glax.Invocation.of(KERNEL, (jnp.asarray(np.ones(n, np.float32)),), {})  # jnp.ones would compile
 
 
 def cache(folder) -> glax.PersistentCache:
@@ -55,10 +56,10 @@ def test_what_is_shipped_serves_every_compiler(tmp_path, monkeypatch):
 
 
 WRITER = """
-import sys, jax.numpy as jnp, glax
+import sys
 from glax.execution.cache import Measurement
+from tests.cumulative import BlockConfig
 from tests.test_cache import cache, call
-from tests.test_execution import BlockConfig
 for i in range(20):
     cache(sys.argv[1]).put(call(100 * int(sys.argv[2]) + i), Measurement(BlockConfig(i), 1.0))
 """

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -10,6 +9,7 @@ from glax.bind import bind
 from glax.kernels import load_kernels
 from glax.kernels.xla.chunked import ChunkedConfig, Stored, start
 from glax.registry import kernel_registry
+from tests.compiling import quick_jit
 
 load_kernels()
 B, T, H, D, C = 1, 4096, 2, 64, 32
@@ -20,7 +20,7 @@ def compiled(**gates):
     x = jnp.ones((B, T, H, D))
     r = bind(x, x, x, **gates)
     run = kernel_registry.kernels["chunked.vjp/xla/any"].run
-    run = jax.jit(functools.partial(run, config=ChunkedConfig(C)))
+    run = quick_jit(functools.partial(run, config=ChunkedConfig(C)))
     return run.lower(r, x, jnp.zeros(r.state_shape)).compile()
 
 

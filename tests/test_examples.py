@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from glax.nn import ByteLM, ByteLMConfig
+from tests.compiling import UNOPTIMIZED
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
@@ -86,7 +87,8 @@ def trainer(out, text, devices: int, data: int, sequence: int, port: int | None 
     numbers |= dict(processes=2, process=process) if port else {}
     command += [f"--{name}={number}" for name, number in numbers.items()]
     command += ["--coordinator", f"127.0.0.1:{port}"] if port else []
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    options = dict(xla_force_host_platform_device_count=devices) | UNOPTIMIZED
+    flags = " ".join(f"--{name}={value}" for name, value in options.items())
     env = os.environ | dict(JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=str(EXAMPLES.parent))
     return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 

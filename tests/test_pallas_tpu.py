@@ -18,6 +18,7 @@ from glax.reference import reference, reference_gradient
 from glax.registry import Backend, kernel_registry
 from tests.cases import EXTREME, Case, all_cases, cotangents, inputs, recurrence
 from tests.close import assert_gradients_close, assert_outputs_close
+from tests.compiling import IMITATION
 
 load_kernels()
 FORWARD = kernel_registry.kernels["chunked/pallas/tpu"]
@@ -84,8 +85,7 @@ def interpreted(f, **options):
         with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**options)):
             return jax.block_until_ready(compiled(*args))
 
-    # The CPU's code only imitates a TPU: it need not be fast, and takes a third less time to compile.
-    compiled = jax.jit(f, compiler_options=dict(xla_backend_optimization_level=0))
+    compiled = jax.jit(f, compiler_options=IMITATION)
     return run
 
 

@@ -22,6 +22,7 @@ from glax.reference import reference, reference_gradient
 from glax.registry import Backend, Parts, Platform, kernel_registry
 from tests.cases import EXTREME, FORMS, Case, cotangents, inputs, recurrence
 from tests.close import assert_close, assert_gradients_close, assert_outputs_close
+from tests.compiling import quick_jit
 
 P = PartitionSpec
 WAITING = "none", "constant"  # the decays of which shards never correct
@@ -90,7 +91,7 @@ def logs(r):
 def hold(case: Case, spread: Spread, strengths=("log-sigmoid",)):
     """Outputs and every gradient within the bars of docs/design.md."""
 
-    @jax.jit
+    @quick_jit
     def run(r, *cotangents):
         out, pull = jax.vjp(
             lambda x: spread_over(Choice(), spread, x.replace(boundaries=r.boundaries)), r.replace(boundaries=None)
@@ -181,9 +182,9 @@ def test_under_jit_with_sharded_inputs(kind):
     arguments, gamma = inputs(CASE, "log-sigmoid"), -jnp.arange(4.0) / 8
     spec = {name: P("b", "h") if name == "initial_state" else P("b", "s", "h") for name in arguments}
     placed = {name: jax.device_put(x, NamedSharding(mesh, spec[name])) for name, x in arguments.items()}
-    run = jax.jit(jax.value_and_grad(functools.partial(loss, parallel.recurrent, mesh=mesh, **AXES), argnums=(0, 1)))
+    run = quick_jit(jax.value_and_grad(functools.partial(loss, parallel.recurrent, mesh=mesh, **AXES), argnums=(0, 1)))
     got = run(placed, jax.device_put(gamma, NamedSharding(mesh, P())))
-    want = jax.jit(jax.value_and_grad(functools.partial(loss, glax.recurrent), argnums=(0, 1)))(arguments, gamma)
+    want = quick_jit(jax.value_and_grad(functools.partial(loss, glax.recurrent), argnums=(0, 1)))(arguments, gamma)
     tree_close(got, want)
     assert got[1][0]["query"].sharding.is_equivalent_to(placed["query"].sharding, 4)
 
@@ -211,7 +212,7 @@ def test_under_checkpoint_and_scan():
 
     spread = functools.partial(parallel.recurrent, mesh=MESH(), **AXES)
     got, want = (
-        jax.jit(jax.value_and_grad(functools.partial(network, f), argnums=(0, 1)))(weights, arguments)
+        quick_jit(jax.value_and_grad(functools.partial(network, f), argnums=(0, 1)))(weights, arguments)
         for f in (spread, glax.recurrent)
     )
     tree_close(got, want, 2e-5)
@@ -252,7 +253,7 @@ def test_second_derivatives(form, request):
         return jax.grad(lambda x: sum(map(jnp.vdot, *map(jax.tree.leaves, (gradient(x), along)))))(arguments)
 
     spread = functools.partial(parallel.recurrent, mesh=mesh_of(s=4), sequence_axis="s")
-    got, want = (jax.jit(functools.partial(directed, f))(arguments) for f in (spread, glax.recurrent))
+    got, want = (quick_jit(functools.partial(directed, f))(arguments) for f in (spread, glax.recurrent))
     tree_close(got, want, 2e-5)
 
 
@@ -339,7 +340,7 @@ def moved(compiled) -> dict[str, list[int]]:
 
 
 def compiled(f, *args):
-    return jax.jit(f).lower(*args).compile()
+    return quick_jit(f).lower(*args).compile()
 
 
 @pytest.mark.parametrize(
@@ -417,7 +418,7 @@ def test_plain_calls_gather_nothing(kind, heads, axes):
     reduced = [n for kind, sizes in moved(gradient).items() for n in sizes if kind == "all-reduce" or n > 16]
     shared = [placed["value"].nbytes // (2 if "batch" in axes else 1)] if heads[2] == 1 else []
     assert [n for n in reduced if n > 16] == shared  # beside single numbers: of the loss, of each sequence's scale
-    tree_close(gradient(placed), jax.jit(jax.value_and_grad(value))(inputs(case, "log-sigmoid")))
+    tree_close(gradient(placed), quick_jit(jax.value_and_grad(value))(inputs(case, "log-sigmoid")))
 
 
 def test_gradients_of_what_is_shared_are_whole():
@@ -429,7 +430,7 @@ def test_gradients_of_what_is_shared_are_whole():
         output, state = glax.recurrent(**arguments, g_gamma=gamma, softmax_scale=scale)
         return (output**2).sum() + (state**2).sum()
 
-    run = jax.jit(jax.grad(value, argnums=(0, 1)))
+    run = quick_jit(jax.grad(value, argnums=(0, 1)))
     shared = jnp.float32(0.3), -jnp.arange(4.0) / 8
     tree_close(run(*shared, placed), run(*shared, inputs(case, "log-sigmoid")))
 

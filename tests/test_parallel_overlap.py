@@ -21,6 +21,7 @@ from glax.reference import reference
 from glax.registry import Backend, Parts, Platform, kernel_registry
 from tests.cases import FORMS, Case, inputs
 from tests.close import assert_close
+from tests.compiling import quick_jit
 from tests.test_parallel import WAITING, correcting, mesh_of
 
 __all__ = ["correcting"]  # a fixture
@@ -67,7 +68,7 @@ def compiled(form: str, shards: int, packed: bool) -> Program:
     arguments, options = inputs(case, "mild"), dict(cu_seqlens=jnp.array(cuts)) if packed else {}
     spread = functools.partial(parallel.recurrent, mesh=mesh, sequence_axis="s", platform="xla", **options)
     value = lambda arguments: (spread(**arguments).output ** 2).sum()  # noqa: E731
-    return Program(jax.jit(jax.value_and_grad(value)).lower(arguments).compile())
+    return Program(quick_jit(jax.value_and_grad(value)).lower(arguments).compile())
 
 
 def pairs(program: Program) -> list[tuple[set[str], set[str]]]:
@@ -169,7 +170,7 @@ def test_a_program_that_waits_is_seen():
             x = jax.lax.fori_loop(0, 9 + (x[0] > 0), lambda i, x: jnp.sin(x) + i, x)
         return jax.lax.all_gather(x, "s"), jax.lax.ppermute(y, "s", [(0, 1)])
 
-    program = Program(jax.jit(behind).lower(jnp.ones(4), jnp.ones(4)).compile())
+    program = Program(quick_jit(behind).lower(jnp.ones(4), jnp.ones(4)).compile())
     kernel = program.find(*LOOPS, scope="kernel")
     assert program.waits(program.find("all-gather", scope=""), kernel)
     assert not program.waits(program.find("collective-permute", scope=""), kernel)
@@ -186,7 +187,7 @@ def test_a_summary_is_the_state_and_the_decay(form, reverse):
     case = Case("", T=T, gates=FORMS[form], K=3, V=2, heads=(1, 1, 1), state_dtype=None)
     r = bind(**inputs(case, "-0.004"), reverse=reverse)
     strip = Strip(r, Edge(jnp.int32(0), jnp.bool(True), jnp.int32(T)), from_low=reverse)
-    run = jax.jit(lambda begun: summary(strip, jnp.bool(True), begun, r.k, r.v, adjoint=False))
+    run = quick_jit(lambda begun: summary(strip, jnp.bool(True), begun, r.k, r.v, adjoint=False))
     state, rows, columns = run(r.start_state)
     assert_close("S", state, reference(r).final_state, 1e-5)
     through = (run(r.start_state + 1e30)[0] - state) / 1e30

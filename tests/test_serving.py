@@ -10,6 +10,7 @@ import pytest
 import glax
 from tests.cases import FORMS, Case, inputs
 from tests.close import assert_close
+from tests.compiling import quick_jit
 
 pytestmark = pytest.mark.fast
 
@@ -87,7 +88,7 @@ def test_known_slots_are_checked(call):
 
 
 def pool_memory(f, pool, *args):
-    return jax.jit(f, donate_argnums=0).lower(pool, *args).compile().memory_analysis()
+    return quick_jit(f, donate_argnums=0).lower(pool, *args).compile().memory_analysis()
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])

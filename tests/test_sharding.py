@@ -12,6 +12,7 @@ import glax
 from glax.kernels.xla.chunked import ChunkedConfig
 from tests.cases import Case, inputs
 from tests.close import assert_close
+from tests.compiling import quick_jit
 
 P = PartitionSpec
 CASE = Case("", B=4, T=40, heads=(4, 2, 4), gates=("gk", "gv"), K=6, V=5)
@@ -37,8 +38,8 @@ def test_shard_map_on_the_batch(mesh, cfg):
     def sharded(arguments, g_gamma):
         return jax.lax.psum(loss(arguments, g_gamma, cfg), "batch")
 
-    got = jax.jit(jax.value_and_grad(sharded, argnums=(0, 1)))(ARGUMENTS, GAMMA)
-    want = jax.jit(jax.value_and_grad(functools.partial(loss, cfg=cfg), argnums=(0, 1)))(ARGUMENTS, GAMMA)
+    got = quick_jit(jax.value_and_grad(sharded, argnums=(0, 1)))(ARGUMENTS, GAMMA)
+    want = quick_jit(jax.value_and_grad(functools.partial(loss, cfg=cfg), argnums=(0, 1)))(ARGUMENTS, GAMMA)
     close(got, want)
 
 
@@ -47,8 +48,8 @@ def test_gradient_inside_shard_map(mesh):
     def sharded(arguments, g_gamma):
         return jax.grad(functools.partial(loss, cfg=ChunkedConfig(16)), argnums=(0, 1))(arguments, g_gamma)
 
-    want = jax.jit(jax.grad(functools.partial(loss, cfg=ChunkedConfig(16)), argnums=(0, 1)))(ARGUMENTS, GAMMA)
-    close(jax.jit(sharded)(ARGUMENTS, GAMMA), want)
+    want = quick_jit(jax.grad(functools.partial(loss, cfg=ChunkedConfig(16)), argnums=(0, 1)))(ARGUMENTS, GAMMA)
+    close(quick_jit(sharded)(ARGUMENTS, GAMMA), want)
 
 
 def test_packed_inside_shard_map(mesh):
@@ -61,8 +62,8 @@ def test_packed_inside_shard_map(mesh):
         return glax.recurrent(**arguments, cu_seqlens=cuts[0], cfg=ChunkedConfig(16)).output
 
     sharded = jax.shard_map(one, mesh=mesh, in_specs=(P("batch"), P("batch")), out_specs=P("batch"))
-    got = jax.jit(sharded)(arguments, cuts)
-    each = jax.jit(one)
+    got = quick_jit(sharded)(arguments, cuts)
+    each = quick_jit(one)
     want = [each({name: x[i : i + 1] for name, x in arguments.items()}, cuts[i : i + 1]) for i in range(4)]
     close(got, jnp.concatenate(want))
 
@@ -73,7 +74,7 @@ def test_jit_with_sharded_inputs(mesh, spec):
     case = Case("", B=4, T=40, heads=(4, 4, 4), gates=("gk",), K=6, V=5, state_dtype=None)
     arguments = inputs(case, "log-sigmoid")
     placed = {name: jax.device_put(x, NamedSharding(mesh, spec)) for name, x in arguments.items()}
-    run = jax.jit(jax.value_and_grad(functools.partial(loss, g_gamma=GAMMA, cfg=ChunkedConfig(16))))
+    run = quick_jit(jax.value_and_grad(functools.partial(loss, g_gamma=GAMMA, cfg=ChunkedConfig(16))))
     close(run(placed), run(arguments))
 
 
