@@ -34,9 +34,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
 from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, added, by_row, read, transposed
 
 TILES = ("q", "k", "v", "do")
-SUMS = (
-    4  # rows of sums by token, or by k: of q dq, of k with dk through the chunk's pairs, and through the state; of S dS
-)
+SUMS = 3  # rows of 64: of every token, q dq / scale; what is summed over those behind; and what over the chunk
 
 
 def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
@@ -64,20 +62,21 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
 
     def products(push, fed, through, drawn):
         start(n, m, c, dA_T, push, fed, through, drawn)
-        sums[3] = around(n, m, c)
+        edge = around(n, m, c) * up * down  # e^{G_last}, whichever token's
         push, fed = after(push, 2 * n.team + 1), after(fed, 2 * n.team) * by_row(down, TILE)
         y = read(c.k_w)
-        sums[1] = (y * push).sum(1)
-        sums[2] = (y * fed).sum(1)
+        given, before = (y * push).sum(1), (y * fed).sum(1)
         dk = (fed + c.scale * push).astype(bf16)
         through = after(through, n.team) * by_row(down, TILE)
-        return dk, through, after(drawn) * by_row(up, TILE)
+        return edge, given, before, dk, through, after(drawn) * by_row(up, TILE)
 
-    dk, through, drawn = pl.run_scoped(products, *[accumulator()] * 4)
+    edge, given, before, dk, through, drawn = pl.run_scoped(products, *[accumulator()] * 4)
     plgpu.barrier_arrive(m.states_free.at[c.t])
     dv = added(through, (A_T, c.do_w)).astype(bf16)
     drawn = added(drawn, (transposed(dA_T), c.k_w))
-    sums[0] = (read(c.q_w) * drawn).sum(1)
+    used = (read(c.q_w) * drawn).sum(1)
+    # What comes before a token is all of the chunk but what is behind.
+    sums[0], sums[1], sums[2] = used, c.scale * (used - given) - before, edge + before
     meet(m.meet_done.at[c.t])
     c.q_w[...] = (c.scale * drawn).astype(bf16)
     c.k_w[...] = dk
@@ -121,12 +120,8 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
 
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
     *gradients, sums = launch(body, inputs, outputs, {}, memory, threads=3, **options)
-    used, given, fed, edge = jnp.moveaxis(sums.sum(3), 3, 0)  # [B, chunks, H, C]
-    behind_gate = scale[:, None, None, None] * (used - given)
-    total = jnp.exp2(last.swapaxes(1, 2)) * edge.sum(3, keepdims=True)
-    # What was fed before a token is all that was fed but what is behind it. A product: cumulative sums take XLA several passes.
-    onward = np.tri(CHUNK, dtype=np.float32)
+    used, behind, throughout = jnp.moveaxis(sums.sum(3), 3, 0)  # [B, chunks, H, C]
+    onward = np.tri(CHUNK, dtype=np.float32)  # a product: cumulative sums take XLA several passes
     onward = onward if reverse else onward.T
-    behind = jnp.einsum("bchs,ts->bcht", behind_gate - fed, onward, precision="highest")
-    dg = total + fed.sum(3, keepdims=True) + behind
+    dg = throughout.sum(3, keepdims=True) + jnp.einsum("bchs,ts->bcht", behind, onward, precision="highest")
     return *gradients, dg.swapaxes(2, 3), used.sum(3)
