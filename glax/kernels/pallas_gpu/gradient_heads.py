@@ -65,18 +65,18 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
         edge = around(n, m, c) * up * down  # e^{G_last}, whichever token's
         push, fed = after(push, 2 * n.team + 1), after(fed, 2 * n.team) * by_row(down, TILE)
         y = read(c.k_w)
-        given, before = (y * push).sum(1), (y * fed).sum(1)
+        before = (y * fed).sum(1)  # what comes before a token is all of the chunk but what is behind
+        throughout, less = edge + before, c.scale * (y * push).sum(1) + before
         dk = (fed + c.scale * push).astype(bf16)
         through = after(through, n.team) * by_row(down, TILE)
-        return edge, given, before, dk, through, after(drawn) * by_row(up, TILE)
+        return throughout, less, dk, through, after(drawn) * by_row(up, TILE)
 
-    edge, given, before, dk, through, drawn = pl.run_scoped(products, *[accumulator()] * 4)
+    throughout, less, dk, through, drawn = pl.run_scoped(products, *[accumulator()] * 4)
     plgpu.barrier_arrive(m.states_free.at[c.t])
     dv = added(through, (A_T, c.do_w)).astype(bf16)
     drawn = added(drawn, (transposed(dA_T), c.k_w))
     used = (read(c.q_w) * drawn).sum(1)
-    # What comes before a token is all of the chunk but what is behind.
-    sums[0], sums[1], sums[2] = used, c.scale * (used - given) - before, edge + before
+    sums[0], sums[1], sums[2] = used, c.scale * used - less, throughout
     meet(m.meet_done.at[c.t])
     c.q_w[...] = (c.scale * drawn).astype(bf16)
     c.k_w[...] = dk
