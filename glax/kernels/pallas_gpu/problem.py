@@ -125,9 +125,7 @@ class Problem:
 
     def plan(self, **flags) -> Walk:
         terms = len(self.gates) if self.key else 1
-        # Two programs of 64 columns share a multiprocessor: faster where no two of them would scale the same rows.
-        columns = 64 if not self.key and flags.get("states") and not flags.get("outputs", True) else self.columns
-        return Walk(self.H, self.K, self.V, reverse=self.r.reverse, columns=columns, terms=terms, **flags)
+        return Walk(self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, terms=terms, **flags)
 
     def walk(self, plan: Walk, a, b, start, table=None) -> Walked:
         """The walk of every segment in `table`, its log decays [E, H, K or 1] too."""
