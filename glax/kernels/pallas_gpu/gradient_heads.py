@@ -58,7 +58,6 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
     release()
     meet(m.meet_scaled.at[c.t])
     plgpu.barrier_wait(m.states_full.at[c.t])
-    sums = m.sums_g.at[c.b, c.c, c.h, c.w]
 
     def products(push, fed, through, drawn):
         start(n, m, c, dA_T, push, fed, through, drawn)
@@ -76,7 +75,8 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
     dv = added(through, (A_T, c.do_w)).astype(bf16)
     drawn = added(drawn, (transposed(dA_T), c.k_w))
     used = (read(c.q_w) * drawn).sum(1)
-    sums[0], sums[1], sums[2] = used, c.scale * used - less, throughout
+    for row, sums in enumerate((used, c.scale * used - less, throughout)):
+        m.sums_g[c.w, row, c.b, c.c, c.h] = sums
     meet(m.meet_done.at[c.t])
     c.q_w[...] = (c.scale * drawn).astype(bf16)
     c.k_w[...] = dk
@@ -111,7 +111,7 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
     inputs |= dict(tokens=tokens(reverse))
     out = jax.ShapeDtypeStruct
     outputs = {name: out((B, T, H, D), jnp.bfloat16) for name in ("dq", "dk", "dv")}
-    outputs |= dict(sums=out((B, n.chunks, H, n.team, SUMS, CHUNK), jnp.float32))
+    outputs |= dict(sums=out((n.team, SUMS, B, n.chunks, H, CHUNK), jnp.float32))
     memory = scratch(n, TILES, SLOTS) | pipeline(n, 4 * n.team + 1)
     memory |= dict(**pair(n), gates=plgpu.SMEM((n.teams * SLOTS, 2, CHUNK), jnp.float32))
 
@@ -120,7 +120,7 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
 
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
     *gradients, sums = launch(body, inputs, outputs, {}, memory, threads=3, **options)
-    used, behind, throughout = jnp.moveaxis(sums.sum(3), 3, 0)  # [B, chunks, H, C]
+    used, behind, throughout = sum(sums)  # [B, chunks, H, C]
     onward = np.tri(CHUNK, dtype=np.float32)  # a product: cumulative sums take XLA several passes
     onward = onward if reverse else onward.T
     dg = throughout.sum(3, keepdims=True) + jnp.einsum("bchs,ts->bcht", behind, onward, precision="highest")
