@@ -17,7 +17,7 @@ LAYERS = [
     ["glax.reference", "glax.deny"],
     ["glax.registry"],
     ["glax.partition"],
-    ["glax.kernels.chunks"],
+    ["glax.kernels.chunks", "glax.kernels.gpu"],
     [
         "glax.kernels.xla",
         "glax.kernels.cpu",

@@ -6,6 +6,7 @@ import importlib.util
 import jax
 
 from glax.deny import numbers, version_of
+from glax.kernels.gpu import multiprocessors
 from glax.kernels.pallas_gpu.plan import C
 from glax.recurrence import Recurrence, varying_axes
 from glax.registry import Config
@@ -43,11 +44,6 @@ def gradient_supports(r: Recurrence) -> str | None:
     if r.decay.key is not None and r.decay.key.dtype != "bfloat16":
         return "the gradient of gates a key channel other than bfloat16 is not written"
     return supports(r)
-
-
-def multiprocessors() -> int:
-    """Of the GPU that JAX computes on; an H100's where there is none, for compiling ahead of time."""
-    return getattr(jax.local_devices()[0], "core_count", None) or 132
 
 
 def padded(width: int) -> int:

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 
 from glax.decay import Decay
-from glax.kernels.pallas_gpu.config import HopperConfig, multiprocessors
+from glax.kernels.gpu import multiprocessors
+from glax.kernels.pallas_gpu.config import HopperConfig
 from glax.kernels.pallas_gpu.gradient_heads import gradient_head
 from glax.kernels.pallas_gpu.gradient_key import gradient_key
 from glax.kernels.pallas_gpu.problem import Problem

@@ -2,8 +2,7 @@
 
 import dataclasses
 
-import jax
-
+from glax.kernels.gpu import multiprocessors
 from glax.recurrence import Recurrence
 from glax.registry import Config
 
@@ -13,11 +12,6 @@ WIDEST = 512
 def width(n: int) -> int:
     """The block that holds n columns: the tensor cores' least is 16."""
     return max(16, 1 << (n - 1).bit_length())
-
-
-def multiprocessors() -> int:
-    """Of the GPU that JAX computes on; an H100's where there is none, for compiling ahead of time."""
-    return getattr(jax.local_devices()[0], "core_count", None) or 132
 
 
 def segment_for(r: Recurrence, chunk: int, programs: int) -> int:
