@@ -32,6 +32,7 @@ def partitioned(f, r: Recurrence, *given, keeps: bool = False):
 
 
 def by_type(f, keeps: bool, operands):
+    given = operands[0].replace(boundaries=None)
     mesh = next(mesh for x in jax.tree.leaves(operands) if not (mesh := jax.typeof(x).sharding.mesh).empty)
     batch, heads = common_axes(mesh, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
     into = operand_specs(operands, batch, heads)
@@ -43,7 +44,6 @@ def by_type(f, keeps: bool, operands):
     if len(operands) == 1:
         return result
     # A gradient has its input's type.
-    given = operands[0].replace(boundaries=None)
     return jax.tree.map(
         lambda dx, x: jax.sharding.reshard(dx, NamedSharding(mesh, jax.typeof(x).sharding.spec)), result, given
     )

@@ -245,8 +245,10 @@ class Problem:
         )
 
     def kept(self, walked: Walked) -> Kept:
-        """Gates a head are exact in every chunk."""
+        """Gates a head are exact in every chunk, and no walk says anything of chunks that hold no row."""
         far = jnp.zeros(walked.states.shape[:3], jnp.int32) if walked.far is None else walked.far
+        if self.rows.begins is not None:
+            far = jnp.where(jnp.arange(self.chunks)[None, :, None] < self.rows.begins[-1], far, 0)
         return Kept(walked.states, far)
 
     def ends(self, last, adjoint: bool):

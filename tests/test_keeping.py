@@ -1,0 +1,121 @@
+"""What a forward leaves for its gradient comes to it: of the same sequence and head, whatever stands between the two."""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import glax
+from glax import parallel
+from glax.kernels import load_kernels
+from glax.recurrence import Kept, fold_heads, spread_heads
+from glax.registry import kernel_registry
+from tests.cases import Case, inputs
+from tests.close import assert_close
+from tests.compiling import quick_jit
+
+CASE = Case("", B=4, T=40, heads=(4, 4, 4), gates=("gk",), K=6, V=5)
+ARGUMENTS = inputs(CASE, "log-sigmoid")
+
+
+@contextlib.contextmanager
+def keeping():
+    """A kernel above all others that keeps a mark of every sequence and head, and its gradient, which is wrong where it is
+    handed another mark. Yields a list of whether each gradient was handed one."""
+    load_kernels()
+    forward, gradient = (kernel_registry.kernels[f"chunked{end}/xla/any"] for end in ("", ".vjp"))
+    handed = []
+
+    def marks(r):
+        return spread_heads(r.k, r.num_heads).astype(jnp.float32).sum((1, 3))[:, None]  # [B, 1, H]
+
+    def run_and_keep(r, *, config):
+        states = jnp.broadcast_to(marks(r)[..., None, None], (*marks(r).shape, 3, 2))
+        return forward.run(r, config=config), Kept(states, (marks(r) > 0).astype(jnp.int32))
+
+    def run_vjp(r, d_output, d_final, kept=None, *, config):
+        handed.append(kept is not None)
+        d = gradient.run(r, d_output, d_final, config=config)
+        if kept is None:
+            return d
+        right = (jnp.abs(kept.states - marks(r)[..., None, None]).max((3, 4)) < 1e-4) & (kept.far == (marks(r) > 0))
+        off = fold_heads(jnp.where(right, 0.0, 1.0), r.q.shape[2])[..., None]
+        return d.replace(q=d.q + off.astype(d.q.dtype))
+
+    added = [
+        dataclasses.replace(forward, algorithm="keeping", run_and_keep=run_and_keep, priority=lambda r: 1000),
+        dataclasses.replace(gradient, algorithm="keeping.vjp", run=run_vjp, priority=lambda r: 1000),
+    ]
+    kernel_registry.kernels |= {spec.name: spec for spec in added}
+    jax.clear_caches()  # what was traced with other kernels
+    try:
+        yield handed
+    finally:
+        for spec in added:
+            del kernel_registry.kernels[spec.name]
+        jax.clear_caches()
+
+
+def loss(arguments, run=glax.recurrent, **options):
+    output, state = run(**arguments, **options)
+    return (output**2).sum() + (state**2).sum()
+
+
+def compare(f, *arguments, placed=None, using=contextlib.nullcontext, bar=2e-6):
+    """f with the kernel that keeps, on `placed` and `using` a mesh if given, against f without it."""
+    want = quick_jit(lambda *x: f(*x))(*arguments)
+    with keeping() as handed, using():
+        got = quick_jit(lambda *x: f(*x))(*(arguments if placed is None else placed))
+    assert handed and all(handed)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close("kept", x, np.asarray(y), bar)
+
+
+@pytest.mark.fast
+def test_gradient_checkpoint_and_second_derivative():
+    value = functools.partial(loss, platform="xla")
+    compare(jax.value_and_grad(value), ARGUMENTS)
+    compare(jax.grad(jax.checkpoint(value)), ARGUMENTS)
+    few = {name: x[:1, :5] if name != "initial_state" else x[:1] for name, x in ARGUMENTS.items()}
+    compare(jax.grad(lambda x: sum((g**2).sum() for g in jax.tree.leaves(jax.grad(value)(x)))), few, bar=2e-5)
+
+
+def test_nothing_is_kept_without_a_gradient():
+    with keeping() as handed:
+        output, _ = quick_jit(functools.partial(glax.recurrent, platform="xla"))(**ARGUMENTS)
+    assert not handed and output.shape == ARGUMENTS["value"].shape
+
+
+@pytest.mark.parametrize("cuts", [None, ((0, 7, 40), (0, 0, 40), (3, 3, 9))], ids=["batch", "packed"])
+def test_vmap(cuts):
+    """Merged into the batch, or one after the other."""
+    if cuts is None:
+        stacked = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x / 2]), ARGUMENTS)
+        compare(jax.vmap(jax.grad(functools.partial(loss, platform="xla"))), stacked)
+        return
+    rows = {name: x[:3, None] for name, x in ARGUMENTS.items() if name != "initial_state"}
+    packed = lambda arguments, cuts: loss(arguments, cu_seqlens=cuts, platform="xla")  # noqa: E731
+    compare(jax.vmap(jax.grad(packed)), rows, jnp.asarray(cuts))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["batch", "heads"])
+def test_spread_over_devices(spec, kind):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    state = P("x") if spec == P("x") else P(None, "x")
+    lie = lambda name: NamedSharding(mesh, state if name == "initial_state" else spec)  # noqa: E731
+    placed = {name: jax.device_put(x, lie(name)) for name, x in ARGUMENTS.items()}
+    using = functools.partial(jax.set_mesh, mesh) if kind is AxisType.Explicit else contextlib.nullcontext
+    compare(jax.grad(functools.partial(loss, platform="xla")), ARGUMENTS, placed=(placed,), using=using)
+
+
+def test_spread_sequence():
+    mesh = jax.make_mesh((4,), ("s",), axis_types=(AxisType.Auto,))
+    run = functools.partial(parallel.recurrent, mesh=mesh, sequence_axis="s", platform="xla")
+    compare(jax.grad(functools.partial(loss, run=run)), ARGUMENTS)
