@@ -167,7 +167,7 @@ def head_counts(r: Recurrence) -> tuple[int, int, int]:
 # ---- the same for the compiler: a name for every dimension -----------------------------------------------------------
 
 
-def sharding_rule(operands, keeps: bool = False) -> tuple[str, tuple[str, ...], dict[str, int]]:
+def sharding_rule(operands, keeps: bool) -> tuple[str, tuple[str, ...], dict[str, int]]:
     """An einsum-like rule, the names that must not be spread, and the sizes of the parts of joint dimensions.
 
     Heads that share one are adjacent, so H = (h i j) where the fewest heads are h: these can be spread, the others follow.
