@@ -1,24 +1,27 @@
-"""The walks of `walk` again, in a form that forms no exponent above 0, for the programs that went too far.
+"""The walks of `key` again, token by token, for the programs whose gates went too far for it:
 
-Products read both sides from shared memory: with the left one in registers, a kernel of this size gave NaN now and then.
-Scores come from log2(C) products, each pair of tokens with a reference between them:
+    S_t = e^{g_t} S_{t-1} + k_t v_t^T,  o_t = scale S_t^T q_t
 
-    level: C/2 .. 1 tokens a half;   A_ij = sum_k (q_ik e^{M_ik}) (k_jk e^{-M_jk}),   M the sum of gates from the middle of the
-    block in which i is in the later and j in the earlier half
+in float32 and without products, so that no exponent but a gate itself is formed: exact for all gates. Its time is that of
+chunks by halving, at a tenth of their instructions, which whoever calls `key` first has to wait for the compiler to form.
 
-One warpgroup a program, one tile in flight: this is for gates that are rare. A program whose fast form held ends at once.
+One warpgroup a program, one chunk in flight: this is for gates that are rare. A program whose fast form held ends at once.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu import tiles
-from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, C, by_row, product, read, tiled, transposed, zeros
+from glax.kernels.pallas_gpu.tiles import HALF, LOG2E, C, by_column, by_row, read
 
 BF16 = jnp.bfloat16
+# [K, 64]: a thread has every eighth row of 4 columns, so that a sum over K takes 3 exchanges of 4 numbers.
+STATE = plgpu.Layout.TILED(Tiling(((8, 64), (8, 16), (8, 4))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+OF_K, OF_V = STATE.reduce(1), STATE.reduce(0)
 
 
 def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, last, log):
@@ -29,61 +32,47 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
     E, blocks = table.shape[0], w.V // 64
     H, K = w.H, w.K
     ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
-    parts = [pl.ds(part, 64) for part in range(0, K, 64)]
 
     def body(
         table_g, far_g, far_chunk_g, q_g, a_g, b_g, g_g, scale_g, start_g, o_g, states_g, last_g, log_g, _,
-        q_s, a_s, b_s, g_s, S_s, S16_s, x_s, y_s, matrix_s, halves_s, given,
+        q_s, a_s, b_s, g_s, o_s, S_s, given,
     ):  # fmt: skip
         program = lax.axis_index("program")
         block, h, e = program % blocks, program // blocks % H, program // (blocks * H)
         batch, first, count, n = (table_g[e, i] for i in range(4))
         mine = pl.ds(block * 64, 64)
 
-        def chunk(step):
-            return first + (count - 1 - step if w.descending else step)
+        def walked(step, count):
+            return count - 1 - step if w.descending else step
 
         def tokens(x, group, step, *columns):
-            return x.at[(batch, pl.ds(chunk(step) * C, C), h // group, *columns)]
+            return x.at[(batch, pl.ds((first + walked(step, count)) * C, C), h // group, *columns)]
 
         @pl.when(far_g[e, h] > 0)
         def _():
-            i, j = tiles.walking(w.reverse)
             factor = scale_g[n]
 
-            def state(part):
-                return plgpu.load(S_s.at[part], layout=tiles.WGMMA, optimized=False)
+            def gates(token):
+                g = sum(read(g_s.at[term, token], OF_K) for term in range(w.terms))
+                return jnp.maximum(g, tiles.LOG_OF_ZERO)
 
-            def summing(matrix):
-                """Until further notice `factors` are the decays over the gates that the matrix sums."""
-                matrix_s[...] = matrix
-                plgpu.commit_smem()
+            def decayed(S, log):
+                return S * by_row(jnp.exp2(log * LOG2E), S.shape)
 
-            def factors(part):
-                """[C, 64 of K]"""
-                sums = product((C, 64), *((matrix_s, g_s.at[term, :, part]) for term in range(w.terms)))
-                return jnp.exp2(sums * LOG2E)
+            def walk_token(step, carry):
+                S, log = carry
+                token = walked(step, C)
+                g, left = gates(token), read(a_s.at[token], OF_K)
+                added = by_row(left * factor if w.adjoint else left, S.shape)
+                added *= by_column(read(b_s.at[token], OF_V), S.shape)
+                S = decayed(S + added, g) if w.adjoint else decayed(S, g) + added
+                if w.outputs:
+                    o = jnp.sum(S * by_row(read(q_s.at[token], OF_K), S.shape), axis=0)
+                    o_s[token] = (o * factor).astype(BF16)
+                return S, log + g
 
-            def halves_of(part):
-                """The sums of a chunk's gates before its middle and behind, [64 of K]."""
-                of = [transposed(g_s.at[term, :, part]) for term in range(w.terms)]
-                sums = product((64, 8), *((g, tiles.by_halves(halves_s)) for g in of))
-                return [tiles.column_of(sums, side) for side in (0, 1)]
-
-            def level(number, A):
-                pairs, matrix = tiles.halving(number, w.reverse)
-                summing(matrix)
-                for part in parts:
-                    f = factors(part)
-                    x_s[...] = (read(q_s.at[:, part]) * f).astype(BF16)
-                    y_s[...] = (read(a_s.at[:, part]) * f).astype(BF16)
-                    plgpu.commit_smem()
-                    scores = product((C, C), (x_s, transposed(y_s)))
-                    plgpu.commit_smem()  # all have read what the next part overwrites
-                    A = A + jnp.where(pairs, scores, 0.0)
-                return A
-
-            def walk(step, logs):
+            def walk(step, carry):
+                S, log = carry
                 for term in range(w.terms):
                     plgpu.copy_gmem_to_smem(tokens(g_g.at[term], 1, step), g_s.at[term], given)
                 plgpu.copy_gmem_to_smem(tokens(a_g, ha, step), a_s, given)
@@ -91,59 +80,30 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                 if w.outputs:
                     plgpu.copy_gmem_to_smem(tokens(q_g, hq, step), q_s, given)
                 plgpu.barrier_wait(given)
-                for part in parts:
-                    if w.terms == 1:  # sums of terms are cut already
-                        g_s[0, :, part] = jnp.maximum(read(g_s.at[0, :, part]), tiles.LOG_OF_ZERO).astype(BF16)
-                    S16_s[part] = state(part).astype(BF16)
-                plgpu.commit_smem()
-                if w.outputs:
-                    A = jnp.where(i == j, product((C, C), (q_s, transposed(a_s))), 0.0)
-                    A = lax.fori_loop(0, C.bit_length() - 1, level, A)
-                    y_s[...] = A.astype(BF16)
-                    summing(tiles.indicator(j <= i))
-                    o = product((C, 64), (y_s, b_s))
-                    for part in parts:
-                        x_s[...] = (read(q_s.at[:, part]) * factors(part)).astype(BF16)
-                        plgpu.commit_smem()
-                        o = tiles.added(o, (x_s, S16_s.at[part]))
-                        plgpu.commit_smem()
-                    y_s[...] = (o * factor).astype(BF16)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(y_s, tokens(o_g, 1, step, mine))
                 if w.states:
-                    ahead = jnp.where(far_chunk_g[batch, chunk(step), h] > 0, 0.0, 1.0)
-                    for part in parts:
-                        first, second = halves_of(part)
-                        decay = jnp.exp2((second if w.adjoint else first) * LOG2E * ahead)
-                        S16_s[part] = (state(part) * by_row(decay, (64, 64))).astype(BF16)
+                    chunk = first + walked(step, count)
+                    # Of near chunks, decayed to their middle.
+                    near = jnp.where(far_chunk_g[batch, chunk, h] > 0, 0, HALF)
+                    ahead = lax.fori_loop(0, near, lambda i, log: log + gates(walked(i, C)), tiles.zeros((K,), OF_K))
+                    S_s[...] = decayed(S, ahead).astype(BF16)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(S16_s, states_g.at[batch, chunk(step), h, :, mine])
-                summing(tiles.indicator(j <= i if w.adjoint else j > i))
-                totals = []
-                for part in parts:
-                    x = read(a_s.at[:, part]) * factors(part)
-                    a_s[:, part] = (x * factor if w.adjoint else x).astype(BF16)
+                    plgpu.copy_smem_to_gmem(S_s, states_g.at[batch, chunk, h, :, mine])
+                carry = lax.fori_loop(0, C, walk_token, (S, log))
+                if w.outputs:
                     plgpu.commit_smem()
-                    totals.append(sum(halves_of(part)))
-                    S = state(part) * by_row(jnp.exp2(totals[-1] * LOG2E), (64, 64))
-                    S_s[part] = tiles.added(S, (transposed(a_s.at[:, part]), b_s))
+                    plgpu.copy_smem_to_gmem(o_s, tokens(o_g, 1, step, mine))
                 plgpu.wait_smem_to_gmem(0)  # and until all warps are done with the tiles
-                return tuple(log + total for log, total in zip(logs, totals, strict=True))
+                return carry
 
-            for part in parts:
-                if w.start:
-                    S_s[part] = plgpu.load(start_g.at[e, h, part, mine], layout=tiles.WGMMA, optimized=False)
-                else:
-                    S_s[part] = zeros((64, 64))
-            halves_s[...] = tiles.halves(w.reverse)
-            logs = lax.fori_loop(0, count, walk, tuple(zeros((64,), BY_ROW) for _ in parts))
-            for part in parts:
-                last_g[e, h, part, mine] = state(part)
+            S = tiles.zeros((K, 64), STATE)
+            if w.start:
+                S = plgpu.load(start_g.at[e, h, :, mine], layout=STATE, optimized=False)
+            S, log = lax.fori_loop(0, count, walk, (S, tiles.zeros((K,), OF_K)))
+            last_g[e, h, :, mine] = S
 
             @pl.when(block == 0)
             def _():
-                for part, log in zip(parts, logs, strict=True):
-                    log_g[e, h, part] = log
+                log_g[e, h] = log
 
     plgpu.kernel(
         body,
@@ -151,17 +111,13 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
         grid=(blocks * H * E,),
         grid_names=("program",),
         scratch_types=[
-            tiled(C, K) if w.outputs else tiled(C, 64),
-            tiled(C, K),
-            tiled(C, 64),
-            tiled(w.terms, C, K),
-            plgpu.SMEM((K, 64), jnp.float32),
-            tiled(K, 64),
-            tiled(C, 64),
-            tiled(C, 64),
-            tiled(C, C),
-            tiled(C, C),
+            plgpu.SMEM((C, K) if w.outputs else (8, 64), BF16),
+            plgpu.SMEM((C, K), BF16),
+            plgpu.SMEM((C, 64), BF16),
+            plgpu.SMEM((w.terms, C, K), BF16),
+            plgpu.SMEM((C, 64) if w.outputs else (8, 64), BF16),
+            plgpu.SMEM((K, 64) if w.states else (8, 64), BF16),
             plgpu.Barrier(num_arrivals=(3 if w.outputs else 2) + w.terms),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=tiles.PARAMS,
     )(table, far, far_chunk, q, a, b, g, scale, start, o, states, last, log)
