@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax.kernels.pallas_gpu.gradient_fast import around, bf16, finish
+from glax.kernels.pallas_gpu.gradient_fast import around, bf16, finish, of_own, own_used, tell_own
 from glax.kernels.pallas_gpu.gradient_tiles import (
     LEVELS,
     TILE,
@@ -54,6 +54,9 @@ def chunk(n, m, c):
     load(m.behind_g.at[c.b, c.c, c.h, c.mine], m.dS.at[c.t, c.mine])
     load_tokens(m.v_g, n.HV, c.v_w)
     load_tokens(m.do_g, n.H, c.do_w)
+    load_q()
+    load_k()
+    tell_own(m, c)
     g = load_tokens(m.g_g, n.H, c.g_w)
     plgpu.commit_smem()
     c.g_w[...] = jnp.maximum(g, LOG_OF_ZERO).astype(bf16)
@@ -81,7 +84,8 @@ def chunk(n, m, c):
     c.k_w[...] = (load_k() * down).astype(bf16)
     together()
     through_states = ((c.k.at[p], m.dS.at[c.t, half(p), c.mine]) for p in parts)
-    dv = product((left(A_T), c.do_w), *through_states).astype(bf16)
+    dv = product((left(A_T), c.do_w), *through_states)
+    dv = (dv + of_own(n, m, c, 0) * read(c.do_w)).astype(bf16)
     together()
 
     def pairs(a, b, level, transposed_pairs):
@@ -101,7 +105,7 @@ def chunk(n, m, c):
     fed = product(*((c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)])) for p in parts))
     fed *= exp(product((left(kept(m.walk.later(), 0.0, 1.0)), c.g_w)))
     before_gate = (load_k() * fed).astype(bf16)
-    dk = (fed + c.scale * push).astype(bf16)
+    dk = (fed + c.scale * push + of_own(n, m, c, 1) * load_q()).astype(bf16)
 
     def add_pull(level, sums):
         pull, net = sums
@@ -118,8 +122,8 @@ def chunk(n, m, c):
     x = load_q()
     behind_gate = c.scale * (x * drawn + net)
     drawn += pull
-    dq = (c.scale * drawn).astype(bf16)
-    m.used_g[c.b, c.c, c.h, c.w] = (x * drawn).sum(1)
+    dq = (c.scale * drawn + of_own(n, m, c, 1) * load_k()).astype(bf16)
+    m.used_g[c.b, c.c, c.h, c.w] = (x * drawn).sum(1) + own_used(n, m, c)
     meet(m.meet_done.at[c.t])
     finish(m, c, behind_gate, before_gate, edge, dq, dk, dv)
     plgpu.wait_smem_to_gmem(0)

@@ -7,6 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
+    TILE,
     accumulator,
     after,
     columns,
@@ -15,7 +16,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     meet,
     product,
 )
-from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, by_row, high_part, read, tiled, transposed
+from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, WGMMA, by_row, high_part, read, tiled, transposed
 
 bf16 = jnp.bfloat16
 
@@ -26,7 +27,7 @@ def chunk(n, m, c, release):
     What it computes where the gates leave the range of e^M and e^-M is written over.
     """
     M = product((m.walk.middle_matrix(), c.g_w)) * LOG2E
-    c.vector[...] = (read(c.q_w) * read(c.k_w)).sum(1)
+    tell_own(m, c)
     c.q_w[...] = (read(c.q_w) * jnp.exp2(M)).astype(bf16)
     c.k_w[...] = (read(c.k_w) * jnp.exp2(-M)).astype(bf16)
     M = lax.optimization_barrier(M)  # e^M and e^-M are formed again where they are needed: to keep them takes registers
@@ -35,14 +36,10 @@ def chunk(n, m, c, release):
     A_T, dA_T = (c.g.at[0], c.g.at[1]) if n.team == 2 else (m.A_T.at[c.t], m.dA_T.at[c.t])
 
     def keys_scored():
-        # A token's score with itself, the largest where gates are strong, is formed of q and k before they are rounded.
-        own = sum(plgpu.load(m.vectors.at[c.t * n.team + p], layout=BY_ROW) for p in range(n.team))
-        i, j = m.walk.positions()
-        found = jnp.where(i < j, scores(n, c.k, c.q), by_row(own, (CHUNK, CHUNK)))
-        A_T[...] = kept(i <= j, found * c.scale)
+        A_T[...] = kept(m.walk.before(), scores(n, c.k, c.q) * c.scale)
 
     def values_scored():
-        dA_T[...] = kept(m.walk.earlier(), scores(n, c.v, c.do))
+        dA_T[...] = kept(m.walk.before(), scores(n, c.v, c.do))
 
     shared(n, c, keys_scored, values_scored)
     meet(m.meet_scaled.at[c.t])
@@ -54,17 +51,19 @@ def chunk(n, m, c, release):
         push, fed = after(push, 3 * n.team + 2), after(fed, 2 * n.team + 2)
         y = read(c.k_w)
         before_gate = (y * fed).astype(bf16)
-        dk = (jnp.exp2(-M) * (fed + c.scale * push)).astype(bf16)
+        q = tokens_of(n, m, c, "q")
+        dk = (jnp.exp2(-M) * (fed + c.scale * push) + of_own(n, m, c, 1) * q).astype(bf16)
         given = y * push
-        dv = after(dv, n.team + 1).astype(bf16)
+        dv = (after(dv, n.team + 1) + of_own(n, m, c, 0) * read(c.do_w)).astype(bf16)
         return edge, before_gate, dk, given, dv, after(drawn)
 
     edge, before_gate, dk, given, dv, drawn = pl.run_scoped(products, *[accumulator()] * 4)
     plgpu.barrier_arrive(m.states_free.at[c.t])
+    k = tokens_of(n, m, c, "k")
     used = read(c.q_w) * drawn
     behind_gate = c.scale * (used - given)
-    dq = (c.scale * jnp.exp2(M) * drawn).astype(bf16)
-    m.used_g[c.b, c.c, c.h, c.w] = used.sum(1)
+    dq = (c.scale * jnp.exp2(M) * drawn + of_own(n, m, c, 1) * k).astype(bf16)
+    m.used_g[c.b, c.c, c.h, c.w] = used.sum(1) + own_used(n, m, c)
     meet(m.meet_done.at[c.t])
     finish(m, c, behind_gate, before_gate, edge, dq, dk, dv)
 
@@ -72,6 +71,36 @@ def chunk(n, m, c, release):
 def pair(n) -> dict:
     """Shared memory for the two scores of a chunk, where no other tile can hold them."""
     return {name: tiled(n.teams, CHUNK, 64) for name in ("A_T", "dA_T")}
+
+
+def tell_own(m, c):
+    """What a token has to do with itself, formed of what came, not of what is rounded: q k and do v, of this warpgroup's halves.
+
+    Where gates are strong that is most of a gradient.
+    """
+    m.own[0, c.wg] = (read(c.q_w) * read(c.k_w)).sum(1)
+    m.own[1, c.wg] = (read(c.do_w) * read(c.v_w)).sum(1)
+
+
+def own(n, m, c, which: int):
+    """[64]: of every token q k, or with `which` = 1 do v."""
+    return sum(plgpu.load(m.own.at[which, c.t * n.team + p], layout=BY_ROW) for p in range(n.team))
+
+
+def of_own(n, m, c, which: int):
+    """That times scale, along the columns of a tile."""
+    return by_row(own(n, m, c, which) * c.scale, TILE)
+
+
+def own_used(n, m, c):
+    """[64]: what scores of tokens with themselves add to scale's gradient, for this warpgroup's half of K."""
+    return plgpu.load(m.own.at[0, c.wg], layout=BY_ROW) * own(n, m, c, 1)
+
+
+def tokens_of(n, m, c, name: str):
+    """The warpgroup's half of q or k as it came, which lies in shared memory no more."""
+    ref, heads = getattr(m, name + "_g"), dict(q=n.HQ, k=n.HK)[name]
+    return plgpu.load(ref.at[c.b, c.rows, lax.div(c.h, n.H // heads), c.mine], layout=WGMMA, optimized=False)
 
 
 def scores(n, a, b):

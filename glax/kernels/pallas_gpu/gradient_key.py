@@ -50,6 +50,8 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: b
     """
     B, T, H, D = g.shape
     n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs)
+    # Threads read these once more by themselves, where the copy engine would stop at T.
+    q, k = (jnp.pad(x, ((0, 0), (0, -T % CHUNK), (0, 0), (0, 0))) if T % CHUNK else x for x in (q, k))
     inputs = dict(q=q, k=k, v=v, g=g, do=d_output, scale=scale, before=before, behind=behind)
     inputs |= dict(tokens=tokens(reverse))
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
