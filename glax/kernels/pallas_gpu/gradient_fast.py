@@ -16,7 +16,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     meet,
     product,
 )
-from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, WGMMA, by_row, high_part, read, tiled, transposed
+from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, by_row, high_part, read, tiled, transposed
 
 bf16 = jnp.bfloat16
 
@@ -24,13 +24,16 @@ bf16 = jnp.bfloat16
 def chunk(n, m, c, release):
     """Two warpgroups that share a chunk form one of the scores each, A^T and dA^T, in the tile of g, which M alone needs.
 
-    What it computes where the gates leave the range of e^M and e^-M is written over.
+    What x and y lose in bfloat16 is multiplied by dA too, once v and do have left their tiles to it: pairs of near tokens
+    make most of the gates' gradient. What it computes where the gates leave the range of e^M and e^-M is written over.
     """
     M = product((m.walk.middle_matrix(), c.g_w)) * LOG2E
     tell_own(m, c)
-    c.q_w[...] = (read(c.q_w) * jnp.exp2(M)).astype(bf16)
-    c.k_w[...] = (read(c.k_w) * jnp.exp2(-M)).astype(bf16)
-    M = lax.optimization_barrier(M)  # e^M and e^-M are formed again where they are needed: to keep them takes registers
+    x, y = read(c.q_w) * jnp.exp2(M), read(c.k_w) * jnp.exp2(-M)
+    c.q_w[...], x_less = in_two(x)
+    c.k_w[...], y_less = in_two(y)
+    # e^M and e^-M are formed again where they are needed: to keep them takes registers.
+    M, x_less, y_less = lax.optimization_barrier((M, x_less, y_less))
     release()
     meet(m.meet_scaled.at[c.t])
     A_T, dA_T = (c.g.at[0], c.g.at[1]) if n.team == 2 else (m.A_T.at[c.t], m.dA_T.at[c.t])
@@ -46,26 +49,40 @@ def chunk(n, m, c, release):
     plgpu.barrier_wait(m.states_full.at[c.t])
 
     def products(push, fed, dv, drawn):
-        start(n, m, c, A_T, dA_T, push, fed, dv, drawn)
+        start(n, m, c, A_T, fed, dv, drawn)
         edge = around(n, m, c)
-        push, fed = after(push, 3 * n.team + 2), after(fed, 2 * n.team + 2)
-        y = read(c.k_w)
+        fed = after(fed, 2 * n.team + 1)
+        dv = (after(dv) + by_row(own(n, m, c, 0) * c.scale, TILE) * read(c.do_w)).astype(bf16)
+        plgpu.barrier_arrive(m.states_free.at[c.t])
+        meet(m.meet_read.at[c.t])
+        c.v_w[...], c.do_w[...] = x_less, y_less
+        plgpu.commit_smem()
+        for part in (c.q_w, c.v_w):
+            plgpu.wgmma(push, dA_T, part)
+        for part in (c.k_w, c.do_w):
+            plgpu.wgmma(drawn, transposed(dA_T), part)
+        d_own = by_row(own(n, m, c, 1), TILE)
+        y = read(c.k_w) + read(c.do_w)
         before_gate = (y * fed).astype(bf16)
-        q = tokens_of(n, m, c, "q")
-        dk = (jnp.exp2(-M) * (fed + c.scale * push) + of_own(n, m, c, 1) * q).astype(bf16)
+        x = read(c.q_w) + read(c.v_w)
+        push = after(push, 2) + d_own * x
+        dk = (jnp.exp2(-M) * (fed + c.scale * push)).astype(bf16)
         given = y * push
-        dv = (after(dv, n.team + 1) + of_own(n, m, c, 0) * read(c.do_w)).astype(bf16)
-        return edge, before_gate, dk, given, dv, after(drawn)
+        drawn = after(drawn) + d_own * y
+        used = x * drawn
+        m.used_g[c.b, c.c, c.h, c.w] = used.sum(1)
+        dq = (c.scale * jnp.exp2(M) * drawn).astype(bf16)
+        return edge, before_gate, c.scale * (used - given), dq, dk, dv
 
-    edge, before_gate, dk, given, dv, drawn = pl.run_scoped(products, *[accumulator()] * 4)
-    plgpu.barrier_arrive(m.states_free.at[c.t])
-    k = tokens_of(n, m, c, "k")
-    used = read(c.q_w) * drawn
-    behind_gate = c.scale * (used - given)
-    dq = (c.scale * jnp.exp2(M) * drawn + of_own(n, m, c, 1) * k).astype(bf16)
-    m.used_g[c.b, c.c, c.h, c.w] = used.sum(1) + own_used(n, m, c)
+    edge, before_gate, behind_gate, dq, dk, dv = pl.run_scoped(products, *[accumulator()] * 4)
     meet(m.meet_done.at[c.t])
     finish(m, c, behind_gate, before_gate, edge, dq, dk, dv)
+
+
+def in_two(x):
+    """x in bfloat16, and what it loses there."""
+    nearest = x.astype(bf16)
+    return nearest, (x - nearest.astype(jnp.float32)).astype(bf16)
 
 
 def pair(n) -> dict:
@@ -87,22 +104,6 @@ def own(n, m, c, which: int):
     return sum(plgpu.load(m.own.at[which, c.t * n.team + p], layout=BY_ROW) for p in range(n.team))
 
 
-def of_own(n, m, c, which: int):
-    """That times scale, along the columns of a tile."""
-    return by_row(own(n, m, c, which) * c.scale, TILE)
-
-
-def own_used(n, m, c):
-    """[64]: what scores of tokens with themselves add to scale's gradient, for this warpgroup's half of K."""
-    return plgpu.load(m.own.at[0, c.wg], layout=BY_ROW) * own(n, m, c, 1)
-
-
-def tokens_of(n, m, c, name: str):
-    """The warpgroup's half of q or k as it came, which lies in shared memory no more."""
-    ref, heads = getattr(m, name + "_g"), dict(q=n.HQ, k=n.HK)[name]
-    return plgpu.load(ref.at[c.b, c.rows, lax.div(c.h, n.H // heads), c.mine], layout=WGMMA, optimized=False)
-
-
 def scores(n, a, b):
     """a b^T, over all of K or V."""
     return product(*((a.at[p], transposed(b.at[p])) for p in range(n.team)))
@@ -118,10 +119,9 @@ def shared(n, c, first, second):
         pl.when(c.w == 1)(second)
 
 
-def start(n, m, c, A_T, dA_T, push, fed, dv, drawn):
-    """Sets the products of a chunk on their way, in this order: dA^T x; v dS^T; A^T do + y dS; do S^T + dA y."""
+def start(n, m, c, A_T, fed, dv, drawn):
+    """Sets products of a chunk on their way, in this order: v dS^T; A^T do + y dS; do S^T."""
     parts = range(n.team)
-    plgpu.wgmma(push, dA_T, c.q_w)
     for p in parts:
         plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
     plgpu.wgmma(dv, A_T, c.do_w)
@@ -129,7 +129,6 @@ def start(n, m, c, A_T, dA_T, push, fed, dv, drawn):
         plgpu.wgmma(dv, c.k.at[p], m.dS.at[c.t, half(p), c.mine])
     for p in parts:
         plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
-    plgpu.wgmma(drawn, transposed(dA_T), c.k_w)
 
 
 def around(n, m, c):

@@ -50,8 +50,6 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: b
     """
     B, T, H, D = g.shape
     n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs)
-    # Threads read these once more by themselves, where the copy engine would stop at T.
-    q, k = (jnp.pad(x, ((0, 0), (0, -T % CHUNK), (0, 0), (0, 0))) if T % CHUNK else x for x in (q, k))
     inputs = dict(q=q, k=k, v=v, g=g, do=d_output, scale=scale, before=before, behind=behind)
     inputs |= dict(tokens=tokens(reverse))
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
@@ -68,7 +66,8 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: b
     found = launch(near, inputs, outputs, {}, memory, threads=3, **options)
     by_walk = jnp.pad(far.reshape(-1), (0, -far.size % n.step)).reshape(-1, n.step).max(0)
 
-    memory = scratch(n, TILES) | dict(halves=tiled(2, 8, 64), left=tiled(2, CHUNK, 64), reloaded=barrier(1, 2))
+    memory = scratch(n, TILES) | dict(halves=tiled(2, 8, 64), reloaded=barrier(1, 2))
+    memory |= {name: tiled(2, CHUNK, 64) for name in ("left", "less")}
     refs = {name: jax.new_ref(x) for name, x in zip(outputs, found, strict=True)}
     inputs |= dict(far=far, far_by_walk=by_walk, halves=halves(reverse))
     launch(lambda m: compute_far(n, m), inputs, {}, refs, memory, threads=2, **options)
