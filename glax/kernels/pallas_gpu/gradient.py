@@ -146,8 +146,8 @@ def scratch(n: Sizes, tiles, slots: int = 1) -> dict:
     """Tiles of `slots` chunks and one chunk's states, where warpgroups exchange sums, and where they meet."""
     found = {name: tiled(n.teams * slots, n.team, CHUNK, 64) for name in tiles}
     found |= {name: tiled(n.teams, n.D, n.D) for name in ("S", "dS")}
-    found |= dict(vectors=plgpu.SMEM((2, 64), jnp.float32))
-    return found | {name: barrier(n.team, n.teams) for name in ("meet_scaled", "meet_done")}
+    found |= dict(vectors=plgpu.SMEM((2, 64), jnp.float32), own=plgpu.SMEM((2, 2, CHUNK), jnp.float32))
+    return found | {name: barrier(n.team, n.teams) for name in ("meet_scaled", "meet_read", "meet_done")}
 
 
 def pipeline(n: Sizes, copies: int) -> dict:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax.kernels.pallas_gpu.gradient_fast import around, bf16, finish
+from glax.kernels.pallas_gpu.gradient_fast import around, bf16, finish, in_two, own, tell_own
 from glax.kernels.pallas_gpu.gradient_tiles import (
     LEVELS,
     TILE,
@@ -17,7 +17,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     meet,
     product,
 )
-from glax.kernels.pallas_gpu.tiles import LOG_OF_ZERO, WGMMA, read, transposed, zeros
+from glax.kernels.pallas_gpu.tiles import LOG_OF_ZERO, WGMMA, by_row, read, transposed, zeros
 
 
 def chunk(n, m, c):
@@ -54,6 +54,9 @@ def chunk(n, m, c):
     load(m.behind_g.at[c.b, c.c, c.h, c.mine], m.dS.at[c.t, c.mine])
     load_tokens(m.v_g, n.HV, c.v_w)
     load_tokens(m.do_g, n.H, c.do_w)
+    load_q()
+    load_k()
+    tell_own(m, c)
     g = load_tokens(m.g_g, n.H, c.g_w)
     plgpu.commit_smem()
     c.g_w[...] = jnp.maximum(g, LOG_OF_ZERO).astype(bf16)
@@ -62,16 +65,15 @@ def chunk(n, m, c):
     column = plgpu.broadcasted_iota(jnp.int32, (64, 8), 1, layout=WGMMA)
     last = exp(jnp.where(column < 2, ends, 0.0).sum(1))
 
-    def factors(level, settle):
-        """e^ of the gates between each token and the middle of its block; q and k times it, in their tiles."""
-        way = exp(product((left(m.walk.halving_matrix(level)), c.g_w)))
-        c.q_w[...] = (load_q() * way).astype(bf16)
-        c.k_w[...] = (load_k() * way).astype(bf16)
-        settle()
-        return way
+    def way_of(level):
+        """e^ of the gates between each token and the middle of its block."""
+        return exp(product((left(m.walk.halving_matrix(level)), c.g_w)))
 
     def add_scores(level, A_T):
-        factors(level, together)
+        way = way_of(level)
+        c.q_w[...] = (load_q() * way).astype(bf16)
+        c.k_w[...] = (load_k() * way).astype(bf16)
+        together()
         found = product(*((c.k.at[p], transposed(c.q.at[p])) for p in parts))
         together()
         return A_T + jnp.where(m.walk.halving(level, transposed=True), found, 0.0)
@@ -81,7 +83,8 @@ def chunk(n, m, c):
     c.k_w[...] = (load_k() * down).astype(bf16)
     together()
     through_states = ((c.k.at[p], m.dS.at[c.t, half(p), c.mine]) for p in parts)
-    dv = product((left(A_T), c.do_w), *through_states).astype(bf16)
+    dv = product((left(A_T), c.do_w), *through_states)
+    dv = (dv + by_row(own(n, m, c, 0) * c.scale, TILE) * read(c.do_w)).astype(bf16)
     together()
 
     def pairs(a, b, level, transposed_pairs):
@@ -89,37 +92,41 @@ def chunk(n, m, c):
         found = product(*((a.at[p], transposed(b.at[p])) for p in parts))
         return kept(m.walk.halving(level, transposed_pairs), found)
 
-    def add_push(level, sums):
-        push, given = sums
-        way = factors(level, plgpu.commit_smem)
-        pushed = product((left(pairs(c.v, c.do, level, True)), c.q_w))
-        given -= read(c.k_w) * pushed
+    def passed(level, transposed_pairs, load, tile):
+        """What those pairs make of the tokens that `load` brings, times `way_of`, in two terms; and times it once more."""
+        way, (a, b) = way_of(level), (c.v, c.do) if transposed_pairs else (c.do, c.v)
+        tile[...], m.less.at[c.wg][...] = in_two(load() * way)
+        side = left(pairs(a, b, level, transposed_pairs))
+        found = product((side, tile), (side, m.less.at[c.wg])) * way
         plgpu.commit_smem()
-        return push + pushed * way, given
+        return found
 
-    push, given = lax.fori_loop(0, LEVELS, add_push, (zeros(TILE), zeros(TILE)))
+    def add_push(level, push):
+        return push + passed(level, True, load_q, c.q_w)
+
+    push = lax.fori_loop(0, LEVELS, add_push, zeros(TILE))
     fed = product(*((c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)])) for p in parts))
     fed *= exp(product((left(kept(m.walk.later(), 0.0, 1.0)), c.g_w)))
-    before_gate = (load_k() * fed).astype(bf16)
+    k = load_k()
+    before_gate = (k * fed).astype(bf16)
+    push += by_row(own(n, m, c, 1), TILE) * load_q()
+    given = k * push
     dk = (fed + c.scale * push).astype(bf16)
 
-    def add_pull(level, sums):
-        pull, net = sums
-        way = factors(level, plgpu.commit_smem)
-        pulled = product((left(pairs(c.do, c.v, level, False)), c.k_w))
-        net += read(c.q_w) * pulled
-        plgpu.commit_smem()
-        return pull + pulled * way, net
+    def add_pull(level, pull):
+        return pull + passed(level, False, load_k, c.k_w)
 
-    pull, net = lax.fori_loop(0, LEVELS, add_pull, (zeros(TILE), given))
+    pull = lax.fori_loop(0, LEVELS, add_pull, zeros(TILE))
     drawn = product(*((c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)])) for p in parts))
     edge = around(n, m, c) * last
     drawn *= exp(product((left(kept(m.walk.later(), 1.0)), c.g_w)))
-    x = load_q()
-    behind_gate = c.scale * (x * drawn + net)
+    pull += by_row(own(n, m, c, 1), TILE) * load_k()
     drawn += pull
+    x = load_q()
+    used = x * drawn
+    behind_gate = c.scale * (used - given)
     dq = (c.scale * drawn).astype(bf16)
-    m.used_g[c.b, c.c, c.h, c.w] = (x * drawn).sum(1)
+    m.used_g[c.b, c.c, c.h, c.w] = used.sum(1)
     meet(m.meet_done.at[c.t])
     finish(m, c, behind_gate, before_gate, edge, dq, dk, dv)
     plgpu.wait_smem_to_gmem(0)

@@ -66,7 +66,8 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: b
     found = launch(near, inputs, outputs, {}, memory, threads=3, **options)
     by_walk = jnp.pad(far.reshape(-1), (0, -far.size % n.step)).reshape(-1, n.step).max(0)
 
-    memory = scratch(n, TILES) | dict(halves=tiled(2, 8, 64), left=tiled(2, CHUNK, 64), reloaded=barrier(1, 2))
+    memory = scratch(n, TILES) | dict(halves=tiled(2, 8, 64), reloaded=barrier(1, 2))
+    memory |= {name: tiled(2, CHUNK, 64) for name in ("left", "less")}
     refs = {name: jax.new_ref(x) for name, x in zip(outputs, found, strict=True)}
     inputs |= dict(far=far, far_by_walk=by_walk, halves=halves(reverse))
     launch(lambda m: compute_far(n, m), inputs, {}, refs, memory, threads=2, **options)

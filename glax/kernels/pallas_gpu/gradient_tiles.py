@@ -15,7 +15,7 @@ from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.plan import C as CHUNK
 from glax.kernels.pallas_gpu.tiles import BY_COLUMN, LOG2E, WGMMA
 
-LEVELS = 7  # of halving a chunk: pairs across the halves of 64 tokens, ..., of 2, and a token with itself
+LEVELS = 6  # of halving a chunk: pairs across the halves of 64 tokens, ..., of 2
 TILE = (CHUNK, 64)
 
 
@@ -102,6 +102,11 @@ class Walk:
         i, j = self.positions()
         return i <= j
 
+    def before(self):
+        """Token i before token j."""
+        i, j = self.positions()
+        return i < j
+
     def later(self):
         i, j = self.positions()
         return i >= j
@@ -118,7 +123,7 @@ class Walk:
         i, j = self.positions()
         i, j = (j, i) if transposed else (i, j)
         size = CHUNK >> level
-        return ((i ^ j) < jnp.maximum(size, 1)) & ((i ^ j) >= size // 2) & (i >= j)
+        return ((i ^ j) < size) & ((i ^ j) >= size // 2) & (i > j)
 
     def halving_matrix(self, level):
         """Row i sums the gates between token i and the middle of its block, which lies between the two of every pair."""
