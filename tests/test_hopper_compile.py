@@ -36,19 +36,21 @@ runtime_version { major: 13 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
-# Of every kernel a call launches, in the order of their spilled bytes a thread: the most that may be. The exact forms, which
-# run for rare gates, spill most; a change that needs more is to say why here.
+# Of every kernel a call launches, in the order of their spilled bytes a thread: the most that may be. A change that needs more
+# is to say why here.
 BUDGETS = {
-    ("forward", "key", 128): (12, 328),
-    ("forward", "key", 64): (0, 124),
+    ("forward", "key", 128): (0, 12),
+    ("forward", "key", 64): (0, 0),
     ("forward", "head", 128): (0,),
     ("forward", "head", 64): (0,),
-    ("forward, kept", "key", 128): (20, 340),
+    ("forward, kept", "key", 128): (0, 20),
     ("forward, kept", "head", 128): (0,),
     ("gradient", "key", 128): (0, 0, 0, 0, 72, 684),
     ("gradient", "head", 128): (0, 0, 0),
     ("gradient", "head", 64): (0, 0, 0),
 }
+# Walks token by token, for gates a channel that are out of range: they have no products. The gradient walks both ways.
+WITHOUT_PRODUCTS = {("forward", "key"): 1, ("forward, kept", "key"): 1, ("gradient", "key"): 2}
 
 
 def waits_for_registers(ptx: str, at_launch: int) -> bool:
@@ -102,7 +104,8 @@ def compiled(what: str, gate: str, width: int) -> list[dict]:
 def test_within_budget(case):
     found = compiled(*case)
     print(case, found)
-    assert all(x["products"] and x["copies"] for x in found)
+    assert all(x["copies"] for x in found)
+    assert sum(not x["products"] for x in found) == WITHOUT_PRODUCTS.get(case[:2], 0)
     assert all(x["shared"] <= 232_448 for x in found)
     assert not any(x["waits"] for x in found)
     spilled = sorted(x["spilled"] for x in found)

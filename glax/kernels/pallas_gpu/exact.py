@@ -2,8 +2,8 @@
 
     S_t = e^{g_t} S_{t-1} + k_t v_t^T,  o_t = scale S_t^T q_t
 
-in float32 and without products, so that no exponent but a gate itself is formed: exact for all gates. Its time is that of
-chunks by halving, at a tenth of their instructions, which whoever calls `key` first has to wait for the compiler to form.
+in float32 and without products, so that no exponent but a gate itself is formed: exact for all gates. A loop over tokens is also
+a tenth of the instructions that the same chunk takes in products by halving, and who first calls `key` waits for all to compile.
 
 One warpgroup a program, one chunk in flight: this is for gates that are rare. A program whose fast form held ends at once.
 """
@@ -40,17 +40,14 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
         program = lax.axis_index("program")
         block, h, e = program % blocks, program // blocks % H, program // (blocks * H)
         batch, first, count, n = (table_g[e, i] for i in range(4))
-        mine = pl.ds(block * 64, 64)
-
-        def walked(step, count):
-            return count - 1 - step if w.descending else step
+        mine, adjoint = pl.ds(block * 64, 64), table_g[e, 4] if w.either else int(w.adjoint)
 
         def tokens(x, group, step, *columns):
-            return x.at[(batch, pl.ds((first + walked(step, count)) * C, C), h // group, *columns)]
+            return x.at[(batch, pl.ds((first + w.place(step, count, adjoint)) * C, C), h // group, *columns)]
 
         @pl.when(far_g[e, h] > 0)
         def _():
-            factor = scale_g[n]
+            factor, none = scale_g[n], tiles.zeros((K,), OF_K)
 
             def gates(token):
                 g = sum(read(g_s.at[term, token], OF_K) for term in range(w.terms))
@@ -59,20 +56,25 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
             def decayed(S, log):
                 return S * by_row(jnp.exp2(log * LOG2E), S.shape)
 
+            def when_adjoint(log, other):
+                if w.either:
+                    return log * adjoint.astype(jnp.float32) + other * (1 - adjoint).astype(jnp.float32)
+                return log if w.adjoint else other
+
             def walk_token(step, carry):
-                S, log = carry
-                token = walked(step, C)
+                S, log, late = carry
+                token = w.place(step, C, adjoint)
                 g, left = gates(token), read(a_s.at[token], OF_K)
                 added = by_row(left * factor if w.adjoint else left, S.shape)
                 added *= by_column(read(b_s.at[token], OF_V), S.shape)
-                S = decayed(S + added, g) if w.adjoint else decayed(S, g) + added
+                S = decayed(S, when_adjoint(late, g)) + added
                 if w.outputs:
                     o = jnp.sum(S * by_row(read(q_s.at[token], OF_K), S.shape), axis=0)
                     o_s[token] = (o * factor).astype(BF16)
-                return S, log + g
+                return S, log + g, when_adjoint(g, none)
 
             def walk(step, carry):
-                S, log = carry
+                S, _, late = carry
                 for term in range(w.terms):
                     plgpu.copy_gmem_to_smem(tokens(g_g.at[term], 1, step), g_s.at[term], given)
                 plgpu.copy_gmem_to_smem(tokens(a_g, ha, step), a_s, given)
@@ -81,25 +83,26 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                     plgpu.copy_gmem_to_smem(tokens(q_g, hq, step), q_s, given)
                 plgpu.barrier_wait(given)
                 if w.states:
-                    chunk = first + walked(step, count)
+                    chunk = first + w.place(step, count, adjoint)
                     # Of near chunks, decayed to their middle.
                     near = jnp.where(far_chunk_g[batch, chunk, h] > 0, 0, HALF)
-                    ahead = lax.fori_loop(0, near, lambda i, log: log + gates(walked(i, C)), tiles.zeros((K,), OF_K))
+                    ahead = lax.fori_loop(0, near, lambda i, log: log + gates(w.place(i, C, adjoint)), late)
                     S_s[...] = decayed(S, ahead).astype(BF16)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(S_s, states_g.at[batch, chunk, h, :, mine])
-                carry = lax.fori_loop(0, C, walk_token, (S, log))
+                carry = lax.fori_loop(0, C, walk_token, carry)
                 if w.outputs:
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(o_s, tokens(o_g, 1, step, mine))
                 plgpu.wait_smem_to_gmem(0)  # and until all warps are done with the tiles
                 return carry
 
+            # A state of dL/dS decays by a token's gate before the next is added: that gate is late.
             S = tiles.zeros((K, 64), STATE)
             if w.start:
                 S = plgpu.load(start_g.at[e, h, :, mine], layout=STATE, optimized=False)
-            S, log = lax.fori_loop(0, count, walk, (S, tiles.zeros((K,), OF_K)))
-            last_g[e, h, :, mine] = S
+            S, log, late = lax.fori_loop(0, count, walk, (S, none, none))
+            last_g[e, h, :, mine] = decayed(S, late)
 
             @pl.when(block == 0)
             def _():

@@ -9,6 +9,9 @@ No factor's exponent is above 0 for gates <= 0, so one form is exact for all. No
 of every token. The warpgroups are those of `key`, but that nothing is scaled ahead of them: one only fetches.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -21,6 +24,7 @@ from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, C, by_column, by_ro
 BF16 = jnp.bfloat16
 
 
+@functools.partial(jax.jit, static_argnums=0)  # so that walks alike are lowered once
 def head_walk(w: Walk, table, q, a, b, G, scale, start):
     """What `Walked` says, the states at chunks as they enter them, without log decays and far chunks.
 
@@ -39,10 +43,11 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
         block, h, e = program % blocks, program // blocks % H, program // (blocks * H)
         batch, first, count, n = (table_g[e, i] for i in range(4))
         factor, last_token = scale_g[n], 0 if w.reverse else C - 1
+        adjoint = table_g[e, 4] if w.either else int(w.adjoint)
         wide = pl.ds(block * w.columns, w.columns)
 
         def chunk(step):
-            return first + (count - 1 - step if w.descending else step)
+            return first + w.place(step, count, adjoint)
 
         def tokens(x, group, step, *columns):
             return x.at[(batch, pl.ds(chunk(step) * C, C), h // group, *columns)]
@@ -69,13 +74,20 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
         def carrying(mine, b_mine, scaled, enter):
             """The state through all chunks, [K, columns]: enter(S, step) has it before each."""
 
+            def through(G, last):
+                """The decays between tokens and the chunk's end that the walk leaves it by."""
+                if w.either:
+                    before = adjoint.astype(jnp.float32)
+                    return jnp.exp2(before * G + (1.0 - before) * (last - G))
+                return jnp.exp2(G) * factor if w.adjoint else jnp.exp2(last - G)
+
             def walk(step, S):
                 slot = lax.rem(step, jnp.int32(stages))
                 plgpu.barrier_wait(given.at[slot])
                 enter(S, step)
                 G, last = plgpu.load(G_s.at[slot], layout=BY_ROW), G_s[slot, last_token]
                 x = read(b_s.at[slot, :, b_mine])
-                x = x * by_row(jnp.exp2(G) * factor if w.adjoint else jnp.exp2(last - G), x.shape)
+                x = x * by_row(through(G, last), x.shape)
                 scaled[...] = x.astype(BF16)
                 plgpu.commit_smem()
                 S = tiles.added(S * jnp.exp2(last), (transposed(a_s.at[slot]), scaled))

@@ -30,10 +30,11 @@ from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, C, by_row, product, rea
 BF16 = jnp.bfloat16
 
 
+@functools.partial(jax.jit, static_argnums=0)  # so that walks alike are lowered once
 def key_walk(w: Walk, table, q, a, b, g, scale, start):
     """What `Walked` says.
 
-    table [E, 4]: of every segment its batch row, first chunk, number of chunks, and sequence (for `scale`).
+    table [E, 4]: of every segment its batch row, first chunk, number of chunks, and sequence (for `scale`); [E, 5] for `either`.
     a [B, T, heads, K], b [B, T, heads, V]: k and v, or q and d_output with `adjoint`.
     g [terms, B, T, H, K] in bfloat16. start [E, H, K, V] in float32.
     """
@@ -59,10 +60,10 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
         program, me = lax.axis_index("program"), lax.axis_index("warpgroup")
         block, h, e = program % blocks, program // blocks % H, program // (blocks * H)
         batch, first, count, n = (table_g[e, i] for i in range(4))
-        factor = scale_g[n]
+        factor, adjoint = scale_g[n], table_g[e, 4] if w.either else int(w.adjoint)
 
         def chunk(step):
-            return first + (count - 1 - step if w.descending else step)
+            return first + w.place(step, count, adjoint)
 
         def tokens(x, group, step, *columns):
             return x.at[(batch, pl.ds(chunk(step) * C, C), h // group, *columns)]
@@ -96,7 +97,9 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
         @pl.when(me >= W)
         def _scaling():
             plgpu.set_max_registers(few, action="decrease")
-            middle, share = tiles.middle_matrix(w.reverse), me - W
+            share = me - W
+            # Of a walk of either kind M has the sign in which it scales.
+            middle = tiles.middle_matrix(w.reverse, jnp.where(adjoint > 0, 1.0, -1.0) if w.either else 1.0)
             part = pl.ds(share * 64, 64)
 
             @pl.when(share == 0)
@@ -152,7 +155,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                     qt = q_s.at[slot, :, part]
                     own_s[slot, share] = jnp.sum(read(qt) * read(at), axis=1)
                     qt[...] = (read(qt) * jnp.exp2(M)).astype(BF16)
-                x = read(at) * jnp.exp2(M if w.adjoint else -M)
+                x = read(at) * jnp.exp2(M if w.adjoint or w.either else -M)
                 at[...] = (x * factor if w.adjoint else x).astype(BF16)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ready.at[slot])
@@ -173,7 +176,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 S, tail = carry
                 slot = lax.rem(step, jnp.int32(stages))
                 plgpu.barrier_wait(ready.at[slot])
-                ahead, after = (plgpu.load(sums_s.at[slot, side], layout=BY_ROW) for side in (w.adjoint, not w.adjoint))
+                ahead, after = (plgpu.load(sums_s.at[slot, side], layout=BY_ROW) for side in (adjoint, 1 - adjoint))
                 return use(S * by_row(jnp.exp2((tail + ahead) * LOG2E), S.shape), step, slot), after
 
             S = zeros((K, mine.size))

@@ -14,6 +14,7 @@ class Walk:
     """What a walk is compiled for. outputs: with q, o. states: those at every chunk, too.
 
     adjoint: of dL/dS against time, from q and d_output in place of k and v. Heads of a, b and q divide H.
+    either: one program for both, but that no scale is taken: which one, the table says in a fifth number.
     terms: arrays of bfloat16 of which gates a key channel are the sum. columns: of the state in a program, 64 or 128.
     """
 
@@ -22,6 +23,7 @@ class Walk:
     V: int
     reverse: bool = False
     adjoint: bool = False
+    either: bool = False
     outputs: bool = True
     states: bool = False
     start: bool = False
@@ -38,9 +40,11 @@ class Walk:
         """Chunks' states in shared memory at a time: in walks that only store them, one is on its way while the next forms."""
         return 2 if self.states and not self.outputs else 1
 
-    @property
-    def descending(self) -> bool:
-        return self.reverse != self.adjoint
+    def place(self, step, count, adjoint):
+        """What the walk takes at a step of `count`; adjoint: 0 or 1."""
+        if not self.either:
+            return count - 1 - step if self.reverse != self.adjoint else step
+        return jnp.where(adjoint == int(self.reverse), step, count - 1 - step)
 
     @property
     def consumers(self) -> int:

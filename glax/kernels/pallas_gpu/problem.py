@@ -184,9 +184,12 @@ class Problem:
 
         last: of the segments that sequences end with, too.
         """
-        plan = self.plan(adjoint=adjoint, outputs=False)
-        walked = self.walk(plan, a, b, None, self.needed(plan.descending, last))
-        return walked.last, walked.log
+        table = self.needed(self.r.reverse != adjoint, last)
+        table = jnp.concatenate([table, jnp.full_like(table[:, :1], adjoint)], axis=1)
+        walked = self.walk(self.plan(outputs=False, either=True), a, b, None, table)
+        return walked.last * jnp.repeat(self.scale, self.parts)[
+            :, None, None, None
+        ] if adjoint else walked.last, walked.log
 
     def through(self, own, start, adjoint: bool):
         """The state that enters every segment, [E, H, K, V], and that behind the last of each sequence, [N, H, K, V]."""

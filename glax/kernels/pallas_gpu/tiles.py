@@ -95,11 +95,11 @@ def walking(reverse: bool):
     return (C - 1 - i, C - 1 - j) if reverse else (i, j)
 
 
-def middle_matrix(reverse: bool) -> jax.Array:
-    """Row i sums the gates from the chunk's middle through token i, negatively before it."""
+def middle_matrix(reverse: bool, sign=1.0) -> jax.Array:
+    """Row i sums the gates from the chunk's middle through token i, negatively before it; all times the sign."""
     i, j = walking(reverse)
     after, before = (j >= HALF) & (j <= i), (j < HALF) & (j > i)
-    return (jnp.where(after, 1.0, 0.0) - jnp.where(before, 1.0, 0.0)).astype(jnp.bfloat16)
+    return ((jnp.where(after, 1.0, 0.0) - jnp.where(before, 1.0, 0.0)) * sign).astype(jnp.bfloat16)
 
 
 def halves(reverse: bool) -> jax.Array:
