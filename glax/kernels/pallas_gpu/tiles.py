@@ -117,13 +117,3 @@ def by_halves(ref):
 def column_of(x, index: int) -> jax.Array:
     """x[:, index], by row."""
     return jnp.sum(jnp.where(iota(x.shape, 1) == index, x, 0.0), axis=1)
-
-
-def halving(level, reverse: bool):
-    """The pairs of tokens in the later and the earlier half of one block of 64 >> level tokens, and the matrix that sums the
-    gates between a token and the middle of its block: no pair's reference lies outside it, so exponents are <= 0."""
-    i, j = walking(reverse)
-    size = C.bit_length() - 1 - level
-    middle = ((i >> size) << size) + (1 << (size - 1))
-    matrix = indicator(((i >= middle) & (j >= middle) & (j <= i)) | ((i < middle) & (i < j) & (j < middle)))
-    return (i >= middle) & (j < middle) & (i >> size == j >> size), matrix
