@@ -45,12 +45,12 @@ BUDGETS = {
     ("forward", "head", 64): (0,),
     ("forward, kept", "key", 128): (0, 20),
     ("forward, kept", "head", 128): (0,),
-    ("gradient", "key", 128): (0, 0, 0, 0, 72, 684),
+    ("gradient", "key", 128): (0, 0, 0, 0, 0, 72),
     ("gradient", "head", 128): (0, 0, 0),
     ("gradient", "head", 64): (0, 0, 0),
 }
-# Walks token by token, for gates a channel that are out of range: they have no products. The gradient walks both ways.
-WITHOUT_PRODUCTS = {("forward", "key"): 1, ("forward, kept", "key"): 1, ("gradient", "key"): 2}
+# What goes token by token, for gates a channel that are out of range, has no products. The gradient walks both ways before.
+WITHOUT_PRODUCTS = {("forward", "key"): 1, ("forward, kept", "key"): 1, ("gradient", "key"): 3}
 
 
 def waits_for_registers(ptx: str, at_launch: int) -> bool:

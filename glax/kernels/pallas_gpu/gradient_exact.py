@@ -1,132 +1,118 @@
-"""One chunk and head for any gates on keys: pairs by halving, each level with a reference between the pair's tokens.
+"""The gradient of chunks whose gates on keys are out of range for `gradient_fast`, token by token in walking order:
 
-Log gates are cut at -128 first. No exponent is positive, so nothing overflows; the diagonal is a level of its own.
+    S_t = e^{g_t} S_{t-1} + k_t v_t^T                    dq_t = scale S_t do_t
+    G_t = e^{g_{t+1}} G_{t+1} + scale q_t do_t^T         dk_t = G_t v_t,  dv_t = G_t^T k_t
+    dg_t = <S_t, G_t> - k_t dk_t = dg_{t+1} + q_t dq_t - k_t dk_t
+
+with S before the chunk and G = dL/dS behind it as they are. In float32 and without products: no exponent but a gate itself is
+formed, which is exact for all gates, and few instructions are left to compile. For gates that are rare.
 """
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax.kernels.pallas_gpu.gradient_fast import around, bf16, finish, in_two, own, tell_own
-from glax.kernels.pallas_gpu.gradient_tiles import (
-    LEVELS,
-    TILE,
-    exp,
-    half,
-    kept,
-    meet,
-    product,
+from glax.kernels.pallas_gpu.exact import OF_K, OF_V, STATE
+from glax.kernels.pallas_gpu.gradient_tiles import CHUNK, exp, half
+from glax.kernels.pallas_gpu.tiles import by_column, by_row, read, zeros
+
+# [64 of K, V]: a thread has 4 rows of every eighth pair of columns, so that a sum over V takes 3 exchanges of 4 numbers.
+ROWS = plgpu.Layout.TILED(
+    Tiling(((64, 16), (16, 16), (4, 16), (4, 2))), warp_dims=(-8,), lane_dims=(-6, -3), vector_dim=-1
 )
-from glax.kernels.pallas_gpu.tiles import LOG_OF_ZERO, WGMMA, by_row, read, transposed, zeros
+OF_ROW, OF_COLUMN = ROWS.reduce(1), ROWS.reduce(0)
 
 
-def chunk(n, m, c):
-    """Every warpgroup loads its own halves, q and k again for every level. Written for few registers, not for speed."""
-    parts = range(n.team)
-    arrived = m.reloaded.at[c.wg]
+def programs(n) -> int:
+    """As many as hold two warpgroups a multiprocessor: each has a half of K in dq, dk and dg and a half of V in dv."""
+    return 2 * n.programs
 
-    def load(source, target):
-        plgpu.copy_gmem_to_smem(source, target, arrived)
-        plgpu.barrier_wait(arrived)
 
-    def load_tokens(source, shared, target):
-        load(source.at[c.b, c.rows, lax.div(c.h, n.H // shared), c.mine], target)
-        return read(target)
+def scratch(n) -> dict:
+    tiles = {name: plgpu.SMEM((CHUNK, n.D), jnp.bfloat16) for name in ("q", "k", "v", "g", "do")}
+    return tiles | dict(drawn=plgpu.SMEM((CHUNK, 64), jnp.float32), full=plgpu.Barrier(num_arrivals=5))
 
-    def load_q():
-        return load_tokens(m.q_g, n.HQ, c.q_w)
 
-    def load_k():
-        return load_tokens(m.k_g, n.HK, c.k_w)
+def walk_program(n, m):
+    """A program takes its part of every item that it would have if all were far."""
+    first, step, parts = lax.axis_index("cta"), programs(n), n.team * n.B * n.chunks * n.H
 
-    def together():
-        meet(m.meet_scaled.at[c.t])
+    @pl.when(m.far_by_program_g[first] != 0)
+    def _():
+        @pl.loop(first, parts, step=step)
+        def _(part):
+            b, c, h = n.place(lax.div(part, n.team))
+            pl.when(m.far_g[b, c, h] != 0)(lambda: chunk(n, m, b, c, h, lax.rem(part, n.team)))
 
-    def left(a):
-        """A product's left side in shared memory: fed from registers that loops write over, results differed."""
-        plgpu.commit_smem()
-        m.left.at[c.wg][...] = a
-        plgpu.commit_smem()
-        return m.left.at[c.wg]
 
-    together()
-    load(m.before_g.at[c.b, c.c, c.h, c.mine], m.S.at[c.t, c.mine])
-    load(m.behind_g.at[c.b, c.c, c.h, c.mine], m.dS.at[c.t, c.mine])
-    load_tokens(m.v_g, n.HV, c.v_w)
-    load_tokens(m.do_g, n.H, c.do_w)
-    load_q()
-    load_k()
-    tell_own(m, c)
-    g = load_tokens(m.g_g, n.H, c.g_w)
+def by_program(n, far):
+    """Whether any item of a program is far."""
+    parts = jnp.repeat(far.reshape(-1), n.team)
+    return jnp.pad(parts, (0, -parts.size % programs(n))).reshape(-1, programs(n)).max(0)
+
+
+def chunk(n, m, b, c, h, part):
+    mine, scale = half(part), m.scale_g[b]
+    plgpu.commit_smem()  # all are done with the tiles
+    for name, head in n.heads(h).items():
+        source = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), head]
+        plgpu.copy_gmem_to_smem(source, getattr(m, name), m.full)
+    plgpu.barrier_wait(m.full)
+
+    def place(i):
+        """The row of the chunk's i-th token, as the walk has them."""
+        return CHUNK - 1 - i if m.walk.reverse else i
+
+    def store(row, **found):
+        @pl.when(c * CHUNK + row < n.T)
+        def _():
+            for name, x in found.items():
+                getattr(m, name + "_g")[b, c * CHUNK + row, h, mine] = x.astype(jnp.bfloat16)
+
+    shape = (64, n.D)
+
+    def rows(name, row):
+        return read(getattr(m, name).at[row, mine], OF_ROW)
+
+    def columns(name, row):
+        return read(getattr(m, name).at[row], OF_COLUMN)
+
+    def state(ref):
+        return plgpu.load(ref.at[b, c, h, mine], layout=ROWS, optimized=False).astype(jnp.float32)
+
+    def forward(i, carry):
+        S, used = carry
+        row = place(i)
+        S = S * by_row(exp(rows("g", row)), shape) + by_row(rows("k", row), shape) * by_column(columns("v", row), shape)
+        drawn = jnp.sum(S * by_column(columns("do", row), shape), axis=1)
+        m.drawn[row] = drawn * rows("q", row)
+        store(row, dq=scale * drawn)
+        return S, used + drawn * rows("q", row)
+
+    S, used = lax.fori_loop(0, CHUNK, forward, (state(m.before_g), zeros((64,), OF_ROW)))
+    m.used_g[b, c, h, part] = used
+    G = state(m.behind_g)
     plgpu.commit_smem()
-    c.g_w[...] = jnp.maximum(g, LOG_OF_ZERO).astype(bf16)
-    together()
-    ends = product((transposed(c.g_w), transposed(m.halves.at[c.wg])), shape=(64, 8))
-    column = plgpu.broadcasted_iota(jnp.int32, (64, 8), 1, layout=WGMMA)
-    last = exp(jnp.where(column < 2, ends, 0.0).sum(1))
 
-    def way_of(level):
-        """e^ of the gates between each token and the middle of its block."""
-        return exp(product((left(m.walk.halving_matrix(level)), c.g_w)))
+    def backward(i, carry):
+        G, dg = carry
+        row = place(CHUNK - 1 - i)
+        G += by_row(scale * rows("q", row), shape) * by_column(columns("do", row), shape)
+        dk = jnp.sum(G * by_column(columns("v", row), shape), axis=1)
+        dg += scale * plgpu.load(m.drawn.at[row], layout=OF_ROW) - rows("k", row) * dk
+        store(row, dk=dk, dg=dg)
+        return G * by_row(exp(rows("g", row)), shape), dg
 
-    def add_scores(level, A_T):
-        way = way_of(level)
-        c.q_w[...] = (load_q() * way).astype(bf16)
-        c.k_w[...] = (load_k() * way).astype(bf16)
-        together()
-        found = product(*((c.k.at[p], transposed(c.q.at[p])) for p in parts))
-        together()
-        return A_T + jnp.where(m.walk.halving(level, transposed=True), found, 0.0)
+    lax.fori_loop(0, CHUNK, backward, (G, jnp.sum(S * G, axis=1)))
 
-    A_T = (lax.fori_loop(0, LEVELS, add_scores, zeros(TILE)) * c.scale).astype(bf16)
-    down = exp(product((left(kept(m.walk.later(), 0.0, 1.0)), c.g_w)))
-    c.k_w[...] = (load_k() * down).astype(bf16)
-    together()
-    through_states = ((c.k.at[p], m.dS.at[c.t, half(p), c.mine]) for p in parts)
-    dv = product((left(A_T), c.do_w), *through_states)
-    dv = (dv + by_row(own(n, m, c, 0) * c.scale, TILE) * read(c.do_w)).astype(bf16)
-    together()
+    def values(i, G):
+        row = place(CHUNK - 1 - i)
+        q, k, g = (read(getattr(m, name).at[row], OF_K) for name in ("q", "k", "g"))
+        G += by_row(scale * q, G.shape) * by_column(read(m.do.at[row, mine], OF_V), G.shape)
+        store(row, dv=jnp.sum(G * by_row(k, G.shape), axis=0))
+        return G * by_row(exp(g), G.shape)
 
-    def pairs(a, b, level, transposed_pairs):
-        """The scores' gradient, or its transpose, at the pairs of a level."""
-        found = product(*((a.at[p], transposed(b.at[p])) for p in parts))
-        return kept(m.walk.halving(level, transposed_pairs), found)
-
-    def passed(level, transposed_pairs, load, tile):
-        """What those pairs make of the tokens that `load` brings, times `way_of`, in two terms; and times it once more."""
-        way, (a, b) = way_of(level), (c.v, c.do) if transposed_pairs else (c.do, c.v)
-        tile[...], m.less.at[c.wg][...] = in_two(load() * way)
-        side = left(pairs(a, b, level, transposed_pairs))
-        found = product((side, tile), (side, m.less.at[c.wg])) * way
-        plgpu.commit_smem()
-        return found
-
-    def add_push(level, push):
-        return push + passed(level, True, load_q, c.q_w)
-
-    push = lax.fori_loop(0, LEVELS, add_push, zeros(TILE))
-    fed = product(*((c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)])) for p in parts))
-    fed *= exp(product((left(kept(m.walk.later(), 0.0, 1.0)), c.g_w)))
-    k = load_k()
-    before_gate = (k * fed).astype(bf16)
-    push += by_row(own(n, m, c, 1), TILE) * load_q()
-    given = k * push
-    dk = (fed + c.scale * push).astype(bf16)
-
-    def add_pull(level, pull):
-        return pull + passed(level, False, load_k, c.k_w)
-
-    pull = lax.fori_loop(0, LEVELS, add_pull, zeros(TILE))
-    drawn = product(*((c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)])) for p in parts))
-    edge = around(n, m, c) * last
-    drawn *= exp(product((left(kept(m.walk.later(), 1.0)), c.g_w)))
-    pull += by_row(own(n, m, c, 1), TILE) * load_k()
-    drawn += pull
-    x = load_q()
-    used = x * drawn
-    behind_gate = c.scale * (used - given)
-    dq = (c.scale * drawn).astype(bf16)
-    m.used_g[c.b, c.c, c.h, c.w] = used.sum(1)
-    meet(m.meet_done.at[c.t])
-    finish(m, c, behind_gate, before_gate, edge, dq, dk, dv)
-    plgpu.wait_smem_to_gmem(0)
+    G = plgpu.load(m.behind_g.at[b, c, h, :, mine], layout=STATE, optimized=False).astype(jnp.float32)
+    lax.fori_loop(0, CHUNK, values, G)

@@ -11,18 +11,15 @@ The last sum cancels but for the pairs across t: it is formed of the rounded x, 
 the gates of a chunk leave the range of e^M and e^-M, the states are not decayed, and a second kernel computes it exactly.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu import gradient_exact, gradient_fast
 from glax.kernels.pallas_gpu.gradient import (
     SLOTS,
     Sizes,
-    at_item,
-    barrier,
     compute,
     launch,
     load,
@@ -32,10 +29,8 @@ from glax.kernels.pallas_gpu.gradient import (
 )
 from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
-    halves,
     tokens,
 )
-from glax.kernels.pallas_gpu.tiles import tiled
 
 TILES = ("q", "k", "v", "g", "do")
 
@@ -64,34 +59,17 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: b
     if n.team == 1:
         memory |= gradient_fast.pair(n)
     found = launch(near, inputs, outputs, {}, memory, threads=3, **options)
-    by_walk = jnp.pad(far.reshape(-1), (0, -far.size % n.step)).reshape(-1, n.step).max(0)
-
-    memory = scratch(n, TILES) | dict(halves=tiled(2, 8, 64), reloaded=barrier(1, 2))
-    memory |= {name: tiled(2, CHUNK, 64) for name in ("left", "less")}
     refs = {name: jax.new_ref(x) for name, x in zip(outputs, found, strict=True)}
-    inputs |= dict(far=far, far_by_walk=by_walk, halves=halves(reverse))
-    launch(lambda m: compute_far(n, m), inputs, {}, refs, memory, threads=2, **options)
+    inputs |= dict(far=far, far_by_program=gradient_exact.by_program(n, far))
+    options["programs"] = gradient_exact.programs(n)
+    launch(
+        functools.partial(gradient_exact.walk_program, n),
+        inputs,
+        {},
+        refs,
+        gradient_exact.scratch(n),
+        threads=1,
+        **options,
+    )
     *gradients, used = (ref[...] for ref in refs.values())
     return *gradients, used.sum((3, 4))
-
-
-def compute_far(n: Sizes, m):
-    """A warpgroup of the second kernel: of the items that the first would give it, those that are far."""
-    wg = lax.axis_index("wg")
-    first = lax.axis_index("cta") * n.teams + lax.div(wg, n.team)
-
-    def step(i, _):
-        item = first + i * n.step
-        b, c, h = n.place(item)
-
-        @pl.when(m.far_g[b, c, h] != 0)
-        def _():
-            gradient_exact.chunk(n, m, at_item(n, m, TILES, item, 0, 1))
-
-        return ()
-
-    @pl.when(m.far_by_walk_g[first] != 0)
-    def _():
-        plgpu.copy_gmem_to_smem(m.halves_g, m.halves.at[wg], m.reloaded.at[wg])
-        plgpu.barrier_wait(m.reloaded.at[wg])
-        lax.fori_loop(0, n.items(first), step, ())

@@ -15,7 +15,6 @@ from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.plan import C as CHUNK
 from glax.kernels.pallas_gpu.tiles import BY_COLUMN, LOG2E, WGMMA
 
-LEVELS = 6  # of halving a chunk: pairs across the halves of 64 tokens, ..., of 2
 TILE = (CHUNK, 64)
 
 
@@ -68,13 +67,6 @@ def kept(mask, x, other=0.0):
     return lax.optimization_barrier(jnp.where(mask, x, other)).astype(jnp.bfloat16)
 
 
-def halves(reverse: bool):
-    """[8, 64]: ones over the tokens of the first half, ones over those of the second, and nothing."""
-    row, j = (lax.broadcasted_iota(jnp.int32, (8, CHUNK), d) for d in (0, 1))
-    second = (j < CHUNK // 2) if reverse else (j >= CHUNK // 2)
-    return jnp.where(jnp.where(second, row == 1, row == 0), 1.0, 0.0).astype(jnp.bfloat16)
-
-
 def tokens(reverse: bool):
     """[64]: what `Walk` reads: where each token of a chunk, as they lie in memory, stands in walking order."""
     order = jnp.arange(CHUNK, dtype=jnp.int32)
@@ -117,17 +109,3 @@ class Walk:
         second = j < CHUNK // 2 if self.reverse else j >= CHUNK // 2
         least = jnp.where(second, 0.0, -1.0)
         return kept(self.later(), least + 1.0, least)
-
-    def halving(self, level, transposed: bool = False):
-        """The pairs, i behind j, that `level` takes: in the two halves of one block of 64 >> level tokens."""
-        i, j = self.positions()
-        i, j = (j, i) if transposed else (i, j)
-        size = CHUNK >> level
-        return ((i ^ j) < size) & ((i ^ j) >= size // 2) & (i > j)
-
-    def halving_matrix(self, level):
-        """Row i sums the gates between token i and the middle of its block, which lies between the two of every pair."""
-        i, j = self.positions()
-        half = CHUNK // 2 >> level
-        between = jnp.where((i & half) != 0, j <= i, j > i)
-        return kept(((i ^ j) < half) & between, 1.0)
