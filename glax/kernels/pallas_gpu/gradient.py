@@ -19,7 +19,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     Walk,
     half,
 )
-from glax.kernels.pallas_gpu.tiles import tiled
+from glax.kernels.pallas_gpu.tiles import BY_COLUMN, tiled
 
 SLOTS = 2  # chunks in shared memory: one in work, one on its way
 
@@ -112,12 +112,19 @@ def at_item(n: Sizes, m: SimpleNamespace, tiles, item, slot, slots) -> SimpleNam
     whole = {name: getattr(m, name).at[at] for name in tiles}
     own = {name + "_w": ref.at[w] for name, ref in whole.items()}
     place = dict(t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, at=at, mine=half(w), rows=pl.ds(c * CHUNK, CHUNK))
-    return SimpleNamespace(**place, **whole, **own, scale=m.scale_g[b], vector=m.vectors.at[t * n.team + w])
+    return SimpleNamespace(
+        **place, **whole, **own, scale=m.scale_g[b], vector=m.vectors.at[t * n.team + w], own=m.vectors.at[2 + t]
+    )
 
 
 def compute(n: Sizes, m: SimpleNamespace, tiles, chunk):
     """A computing warpgroup: chunk(n, m, item, release) for each of its items."""
-    first = lax.axis_index("cta") * n.teams + lax.div(lax.axis_index("wg"), n.team)
+    wg = lax.axis_index("wg")
+    first = lax.axis_index("cta") * n.teams + lax.div(wg, n.team)
+    order = m.order.at[wg]
+    order[...] = plgpu.load(m.tokens_g, layout=BY_COLUMN, optimized=False)
+    plgpu.commit_smem()
+    m.walk = Walk(m.walk.reverse, order)
 
     def step(i, _):
         c = at_item(n, m, tiles, first + i * n.step, lax.rem(i, SLOTS), SLOTS)
@@ -146,8 +153,8 @@ def scratch(n: Sizes, tiles, slots: int = 1) -> dict:
     """Tiles of `slots` chunks and one chunk's states, where warpgroups exchange sums, and where they meet."""
     found = {name: tiled(n.teams * slots, n.team, CHUNK, 64) for name in tiles}
     found |= {name: tiled(n.teams, n.D, n.D) for name in ("S", "dS")}
-    found |= dict(vectors=plgpu.SMEM((2, 64), jnp.float32), own=plgpu.SMEM((2, 2, CHUNK), jnp.float32))
-    return found | {name: barrier(n.team, n.teams) for name in ("meet_scaled", "meet_read", "meet_done")}
+    found |= dict(vectors=plgpu.SMEM((2 + n.teams, 64), jnp.float32), order=plgpu.SMEM((2, CHUNK), jnp.int32))
+    return found | {name: barrier(n.team, n.teams) for name in ("meet_scaled", "meet_done")}
 
 
 def pipeline(n: Sizes, copies: int) -> dict:

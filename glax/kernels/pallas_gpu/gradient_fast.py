@@ -24,16 +24,13 @@ bf16 = jnp.bfloat16
 def chunk(n, m, c, release):
     """Two warpgroups that share a chunk form one of the scores each, A^T and dA^T, in the tile of g, which M alone needs.
 
-    What x and y lose in bfloat16 is multiplied by dA too, once v and do have left their tiles to it: pairs of near tokens
-    make most of the gates' gradient. What it computes where the gates leave the range of e^M and e^-M is written over.
+    What it computes where the gates leave the range of e^M and e^-M is written over.
     """
     M = product((m.walk.middle_matrix(), c.g_w)) * LOG2E
-    tell_own(m, c)
-    x, y = read(c.q_w) * jnp.exp2(M), read(c.k_w) * jnp.exp2(-M)
-    c.q_w[...], x_less = in_two(x)
-    c.k_w[...], y_less = in_two(y)
-    # e^M and e^-M are formed again where they are needed: to keep them takes registers.
-    M, x_less, y_less = lax.optimization_barrier((M, x_less, y_less))
+    c.vector[...] = (read(c.q_w) * read(c.k_w)).sum(1)
+    c.q_w[...] = (read(c.q_w) * jnp.exp2(M)).astype(bf16)
+    c.k_w[...] = (read(c.k_w) * jnp.exp2(-M)).astype(bf16)
+    M = lax.optimization_barrier(M)  # e^M and e^-M are formed again where they are needed: to keep them takes registers
     release()
     meet(m.meet_scaled.at[c.t])
     A_T, dA_T = (c.g.at[0], c.g.at[1]) if n.team == 2 else (m.A_T.at[c.t], m.dA_T.at[c.t])
@@ -42,47 +39,35 @@ def chunk(n, m, c, release):
         A_T[...] = kept(m.walk.before(), scores(n, c.k, c.q) * c.scale)
 
     def values_scored():
-        dA_T[...] = kept(m.walk.before(), scores(n, c.v, c.do))
+        found = scores(n, c.v, c.do)
+        tell_own(m.walk, c, found)
+        dA_T[...] = kept(m.walk.before(), found)
 
     shared(n, c, keys_scored, values_scored)
     meet(m.meet_scaled.at[c.t])
     plgpu.barrier_wait(m.states_full.at[c.t])
 
     def products(push, fed, dv, drawn):
-        start(n, m, c, A_T, fed, dv, drawn)
+        start(n, m, c, A_T, dA_T, push, fed, dv, drawn)
         edge = around(n, m, c)
-        fed = after(fed, 2 * n.team + 1)
-        dv = (after(dv) + by_row(own(n, m, c, 0) * c.scale, TILE) * read(c.do_w)).astype(bf16)
-        plgpu.barrier_arrive(m.states_free.at[c.t])
-        meet(m.meet_read.at[c.t])
-        c.v_w[...], c.do_w[...] = x_less, y_less
-        plgpu.commit_smem()
-        for part in (c.q_w, c.v_w):
-            plgpu.wgmma(push, dA_T, part)
-        for part in (c.k_w, c.do_w):
-            plgpu.wgmma(drawn, transposed(dA_T), part)
-        d_own = by_row(own(n, m, c, 1), TILE)
-        y = read(c.k_w) + read(c.do_w)
+        push, fed = after(push, 3 * n.team + 2), after(fed, 2 * n.team + 2)
+        d_own = by_row(plgpu.load(c.own, layout=BY_ROW), TILE)
+        push = push + d_own * read(c.q_w)
+        y = read(c.k_w)
         before_gate = (y * fed).astype(bf16)
-        x = read(c.q_w) + read(c.v_w)
-        push = after(push, 2) + d_own * x
         dk = (jnp.exp2(-M) * (fed + c.scale * push)).astype(bf16)
         given = y * push
-        drawn = after(drawn) + d_own * y
-        used = x * drawn
-        m.used_g[c.b, c.c, c.h, c.w] = used.sum(1)
-        dq = (c.scale * jnp.exp2(M) * drawn).astype(bf16)
-        return edge, before_gate, c.scale * (used - given), dq, dk, dv
+        dv = (after(dv, n.team + 1) + by_row(own_scores(n, m, c) * c.scale, TILE) * read(c.do_w)).astype(bf16)
+        return edge, before_gate, dk, given, dv, after(drawn) + d_own * read(c.k_w)
 
-    edge, before_gate, behind_gate, dq, dk, dv = pl.run_scoped(products, *[accumulator()] * 4)
+    edge, before_gate, dk, given, dv, drawn = pl.run_scoped(products, *[accumulator()] * 4)
+    plgpu.barrier_arrive(m.states_free.at[c.t])
+    used = read(c.q_w) * drawn
+    behind_gate = c.scale * (used - given)
+    dq = (c.scale * jnp.exp2(M) * drawn).astype(bf16)
+    m.used_g[c.b, c.c, c.h, c.w] = used.sum(1)
     meet(m.meet_done.at[c.t])
     finish(m, c, behind_gate, before_gate, edge, dq, dk, dv)
-
-
-def in_two(x):
-    """x in bfloat16, and what it loses there."""
-    nearest = x.astype(bf16)
-    return nearest, (x - nearest.astype(jnp.float32)).astype(bf16)
 
 
 def pair(n) -> dict:
@@ -90,18 +75,16 @@ def pair(n) -> dict:
     return {name: tiled(n.teams, CHUNK, 64) for name in ("A_T", "dA_T")}
 
 
-def tell_own(m, c):
-    """What a token has to do with itself, formed of what came, not of what is rounded: q k and do v, of this warpgroup's halves.
-
-    Where gates are strong that is most of a gradient.
-    """
-    m.own[0, c.wg] = (read(c.q_w) * read(c.k_w)).sum(1)
-    m.own[1, c.wg] = (read(c.do_w) * read(c.v_w)).sum(1)
+def tell_own(walk, c, found):
+    """Leaves the diagonal of v do^T where both warpgroups read it: what a token has to do with itself, most of a gradient
+    where gates are strong, is not rounded."""
+    i, j = walk.positions()
+    c.own[...] = jnp.where(i == j, found, 0.0).sum(1)
 
 
-def own(n, m, c, which: int):
-    """[64]: of every token q k, or with `which` = 1 do v."""
-    return sum(plgpu.load(m.own.at[which, c.t * n.team + p], layout=BY_ROW) for p in range(n.team))
+def own_scores(n, m, c):
+    """[64]: q k of every token, of its halves that each warpgroup has left."""
+    return sum(plgpu.load(m.vectors.at[c.t * n.team + p], layout=BY_ROW) for p in range(n.team))
 
 
 def scores(n, a, b):
@@ -119,9 +102,10 @@ def shared(n, c, first, second):
         pl.when(c.w == 1)(second)
 
 
-def start(n, m, c, A_T, fed, dv, drawn):
-    """Sets products of a chunk on their way, in this order: v dS^T; A^T do + y dS; do S^T."""
+def start(n, m, c, A_T, dA_T, push, fed, dv, drawn):
+    """Sets the products of a chunk on their way, in this order: dA^T x; v dS^T; A^T do + y dS; do S^T + dA y."""
     parts = range(n.team)
+    plgpu.wgmma(push, dA_T, c.q_w)
     for p in parts:
         plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
     plgpu.wgmma(dv, A_T, c.do_w)
@@ -129,6 +113,7 @@ def start(n, m, c, A_T, fed, dv, drawn):
         plgpu.wgmma(dv, c.k.at[p], m.dS.at[c.t, half(p), c.mine])
     for p in parts:
         plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
+    plgpu.wgmma(drawn, transposed(dA_T), c.k_w)
 
 
 def around(n, m, c):
