@@ -41,16 +41,10 @@ def run_forward(choice: Choice, r: Recurrence) -> Outputs:
 
 
 def run_and_keep(choice: Choice, r: Recurrence) -> tuple[Outputs, Kept | None]:
-    """The same, with what the kernel leaves for its gradient, if that is the one that will be taken.
-
-    Where the best kernel leaves nothing, another of its platform that does is taken: it spares the gradient more than the
-    best one spares the forward.
-    """
+    """The same, with what the kernel leaves for its gradient, if that is the one that will be taken."""
     load_kernels()
-    best = kernel_registry.find(r, choice.platform, choice.config)
-    able, _ = kernel_registry.able(r, best.platform, choice.config)
-    spec = next((spec for spec in able if leaves_to_gradient(choice, r, spec)), None)
-    if spec is None:
+    spec = kernel_registry.find(r, choice.platform, choice.config)
+    if not leaves_to_gradient(choice, r, spec):
         return run_forward(choice, r), None
     return merged_vmap(functools.partial(execute, spec, choice, part=spec.run_and_keep, keeps=True), r)
 

@@ -66,6 +66,19 @@ class Windows:
         # Else XLA reads the rows again for every use, transposed as each product would have them.
         return lax.optimization_barrier(x)
 
+    def read_all(self, *arrays: Float[Array, "B T _ _"]) -> list[Float[Array, "B H C _"]]:
+        """Each array's rows. On CPUs those of one width are read as one array: XLA then reads them once, not in every
+        kernel that uses them, and has so few kernels to begin with that it does not wake another core for tiny ones."""
+        if Backend.here() is not Backend.CPU:
+            return [self.read(x) for x in arrays]
+        windows = [spread_heads(self.rows(x), self.r.num_heads) for x in arrays]
+        read = {}
+        for width in {x.shape[3] for x in windows}:
+            same = [i for i, x in enumerate(windows) if x.shape[3] == width]
+            joint = jnp.concatenate([windows[i] for i in same], axis=1).transpose(0, 2, 1, 3)
+            read |= zip(same, jnp.split(lax.optimization_barrier(joint), len(same), axis=2), strict=True)
+        return [read[i] for i in range(len(windows))]
+
     def write(self, buffer: Float[Array, "B T heads D"], x: Float[Array, "B H C D"]) -> Array:
         x = fold_heads(x.transpose(0, 2, 1, 3), buffer.shape[2]).astype(buffer.dtype)
         if self.own is not None:
@@ -153,7 +166,8 @@ def solve(r: Recurrence, config: ChunkedConfig, keep: bool) -> tuple[Outputs, Ar
         states, output, kept = carry
 
         def use(key, value, masks, S):
-            q, k, v = w.read(r.q) * w.scale, w.read(r.k), w.read(r.v)
+            q, k, v = w.read_all(r.q, r.k, r.v)
+            q *= w.scale
             return chunk.advance(S, k, v, key, value), chunk.forward(S, q, k, v, key, value, masks)
 
         before = w.state(states)
@@ -238,7 +252,8 @@ def states_before(r: Recurrence, chunks: Chunks, g: chunk.Geometry, d_qk: list[A
     def remember(w: Windows, i, carry):
         states, place = carry
         S, (key, value) = w.state(states), w.gates()
-        after = chunk.advance(S, w.read(r.v), w.read(r.k), chunk.edges(g, value), chunk.edges(g, key))
+        k, v = w.read_all(r.k, r.v)
+        after = chunk.advance(S, v, k, chunk.edges(g, value), chunk.edges(g, key))
         return [w.put_state(states, after), stored.put(w, i, place, S)]
 
     _, place = walk(r, chunks, remember, [r.start_state.mT, d_qk if stored.in_rows else stored.own], backwards=False)
@@ -263,12 +278,13 @@ def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None = None, *, c
         S, dS = state_before(w, i, d_qk), w.state(d_states)
 
         def use(key, value, masks, S, dS):
-            q, k, v, do = w.read(r.q) * w.scale, w.read(r.k), w.read(r.v), w.read(d_output)
+            unscaled, k, v, do = w.read_all(r.q, r.k, r.v, d_output)
+            q = unscaled * w.scale
             dS, dq, dk, dv = chunk.backward(S, dS, q, k, v, do, key, value, masks)
             row_terms = q * dq[1] - k * dk[1]
             o = None if r.decay.value is None else chunk.forward(S.mT, q, k, v, key, value, masks)
             column_terms = None if o is None else o * do - v * dv[1]
-            each_scale = chunk.total(w.read(r.q) * sum(dq), 3).sum((1, 2))
+            each_scale = chunk.total(unscaled * sum(dq), 3).sum((1, 2))
             sides = (row_terms, chunk.total(S * dS, 2)), (column_terms, chunk.total(S * dS, 3))
             return dS, each_scale, sum(dq) * w.scale, sum(dk), sum(dv), sides
 
