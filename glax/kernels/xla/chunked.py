@@ -158,8 +158,7 @@ def walk(r: Recurrence, chunks: Chunks, body, carry, backwards: bool):
 
 
 def solve(r: Recurrence, config: ChunkedConfig, keep: bool) -> tuple[Outputs, Array | None]:
-    """The recurrence in chunks, four products of matrices a chunk; and, if `keep`, the state before each, as `chunked_vjp`
-    reads it, [B, chunks, H, K, V]."""
+    """The recurrence in chunks, four products of matrices each; and, if `keep`, the states before them, [B, chunks, H, K, V]."""
     chunks, g = start(r, config)
 
     def body(w: Windows, i, carry):
@@ -187,17 +186,14 @@ def is_told(r: Recurrence, size: int) -> bool:
     return size & (size - 1) == 0 or (r.boundaries is None and size == r.q.shape[1])
 
 
-def blanks(r: Recurrence):
-    """Functions of x that return an array like it, for results of which every row will be written (packed, 0: padding is not).
-
-    Each is filled with another number, for of arrays of one number XLA makes one, and copies it on one core.
-    """
-    for number in itertools.count(1):
-        yield functools.partial(jnp.full_like, fill_value=number if r.boundaries is None else 0)
-
-
 def chunked_and_kept(r: Recurrence, *, config: ChunkedConfig) -> tuple[Outputs, Kept]:
-    outputs, states = solve(r, config, keep=True)
+    """The same, with the state before each chunk. Of chunks whose size their number does not tell only a state that is right
+    for a gradient of as many chunks: unpacked, one of all tokens; packed there is none of a single chunk."""
+    told = is_told(r, min(config.chunk, r.q.shape[1]))
+    outputs, states = solve(r, config, keep=told)
+    if not told:
+        start = r.start_state if r.boundaries is None else jnp.zeros((1, *r.state_shape[1:]), r.dtype)
+        states = start[:, None]
     return outputs, Kept(states, jnp.zeros(states.shape[:3], jnp.int32))
 
 
@@ -262,13 +258,22 @@ def states_before(r: Recurrence, chunks: Chunks, g: chunk.Geometry, d_qk: list[A
     return lambda w, i, d_qk: stored.get(w, i, place), d_qk
 
 
+def blanks(r: Recurrence):
+    """Functions of x that return an array like it, for results of which every row will be written (packed, 0: padding is not).
+
+    Each is filled with another number, for of arrays of one number XLA makes one, and copies it on one core.
+    """
+    for number in itertools.count(1):
+        yield functools.partial(jnp.full_like, fill_value=number if r.boundaries is None else 0)
+
+
 @kernel_registry.register("chunked.vjp", Platform.XLA, Backend.ANY, config=ChunkedConfig)
 def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None = None, *, config: ChunkedConfig) -> Recurrence:
     """The gradient in every input: a walk backwards, from the states that the forward kept or another walk forms again."""
     chunks, g = start(r, config)
     blank = blanks(r)
     d_qk = [next(blank)(r.q), next(blank)(r.k)]
-    if kept is not None and kept.states.shape[1] == chunks.first.shape[0] and is_told(r, g.size):
+    if kept is not None and is_told(r, g.size) and kept.states.shape[1] == chunks.first.shape[0]:
         state_before = lambda w, i, d_qk: lax.dynamic_index_in_dim(kept.states, i, 1, keepdims=False).mT  # noqa: E731
     else:
         state_before, d_qk = states_before(r, chunks, g, d_qk)
