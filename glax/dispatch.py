@@ -44,13 +44,15 @@ def run_and_keep(choice: Choice, r: Recurrence) -> tuple[Outputs, Kept | None]:
     """The same, with what the kernel leaves for its gradient, if that is the one that will be taken."""
     load_kernels()
     spec = kernel_registry.find(r, choice.platform, choice.config)
-    if spec.run_and_keep is None or not leaves_to_gradient(choice, r, spec):
+    if not leaves_to_gradient(choice, r, spec):
         return run_forward(choice, r), None
     return merged_vmap(functools.partial(execute, spec, choice, part=spec.run_and_keep, keeps=True), r)
 
 
 def leaves_to_gradient(choice: Choice, r: Recurrence, spec: KernelSpec) -> bool:
-    """Whether the gradient will be taken by the kernel that goes with this one."""
+    """Whether this kernel keeps something, and the gradient will be taken by the kernel that goes with it."""
+    if spec.run_and_keep is None or not spec.keeps(r):
+        return False
     gradient, _ = gradient_kernel(choice, r)
     return gradient is not None and gradient.is_gradient_of(spec)
 

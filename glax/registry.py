@@ -87,6 +87,7 @@ class KernelSpec:
               for "<algorithm>.step" (recurrence of one token, pool, slots, config=) -> (output, pool), slot -1 for none
     run_and_keep: (recurrence, config=) -> (Outputs, Kept), of a kernel whose gradient, of the same algorithm and platform, takes
               that as `kept`, and then need not form it again; None for all others
+    keeps:    recurrence -> whether keeping is worth its memory there
     supports: recurrence -> None, or the reason why the kernel cannot run it
     priority: recurrence -> number; among kernels that can run it, the highest is taken
     version:  raised when measured configs lose their meaning
@@ -103,6 +104,7 @@ class KernelSpec:
     version: int = 0
     parts: Callable[[Recurrence], Parts | None] = lambda r: None
     run_and_keep: Callable[..., Any] | None = None
+    keeps: Callable[[Recurrence], bool] = lambda r: True
 
     @property
     def name(self) -> str:

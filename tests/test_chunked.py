@@ -1,8 +1,10 @@
-"""The chunked kernel's gradient needs no memory of its own for the states where its results have room for them."""
+"""Where the chunked kernel's gradient has the states before each chunk from."""
 
 import functools
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from glax.bind import bind
@@ -22,6 +24,29 @@ def compiled(**gates):
     run = kernel_registry.kernels["chunked.vjp/xla/any"].run
     run = quick_jit(functools.partial(run, config=ChunkedConfig(C)))
     return run.lower(r, x, jnp.zeros(r.state_shape)).compile()
+
+
+@pytest.mark.parametrize("chunks", [(16, 16), (50, 64), (50, 128)], ids=lambda x: f"{x[0]}, then {x[1]}")
+@pytest.mark.parametrize(("cuts", "reverse"), [(None, True), ((0, 7, 7, 90), False)], ids=["reverse", "packed"])
+def test_from_states_that_were_kept(cuts, reverse, chunks):
+    """In chunks of as many tokens, and never in chunks of another size."""
+    T, N, K, V = 100, 1 if cuts is None else 3, 5, 3
+    rng = np.random.default_rng(0)
+    q, k, v, do, state, gk = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        for shape in [(1, T, 2, K)] * 2 + [(1, T, 2, V)] * 2 + [(N, 2, K, V), (1, T, 2, K)]
+    )
+    cuts = None if cuts is None else jnp.asarray(cuts)
+    r = bind(q, k, v, gk=jax.nn.log_sigmoid(gk), initial_state=state, cu_seqlens=cuts, reverse=reverse)
+    forward, gradient = (kernel_registry.kernels[f"chunked{end}/xla/any"] for end in ("", ".vjp"))
+    _, kept = quick_jit(functools.partial(forward.run_and_keep, config=ChunkedConfig(chunks[0])))(r)
+    run = quick_jit(functools.partial(gradient.run, config=ChunkedConfig(chunks[1])))
+    want, got = run(r, do, state), run(r, do, state, kept)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.abs(y).max())
+    if chunks[0] == chunks[1]:  # that they were used
+        wrong = run(r, do, state, kept._replace(states=2 * kept.states))
+        assert np.abs(wrong.q - want.q).max() > 0.1
 
 
 @pytest.mark.parametrize("gate", ["gk", "gv"])

@@ -1,6 +1,8 @@
 """Chunk by chunk, in matrix products: forward, and its gradient in one walk forwards and one backwards."""
 
 import dataclasses
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from jaxtyping import Array, Float
 from glax.decay import Decay
 from glax.kernels.chunks import Chunks, chunks_of
 from glax.kernels.xla import chunk
-from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like, spread_heads, varying_like
+from glax.recurrence import Kept, Outputs, Recurrence, fold_heads, gradient_like, spread_heads, varying_like
 from glax.registry import Backend, Config, Platform, kernel_registry
 
 
@@ -63,6 +65,19 @@ class Windows:
         x = spread_heads(self.rows(x), self.r.num_heads).transpose(0, 2, 1, 3)
         # Else XLA reads the rows again for every use, transposed as each product would have them.
         return lax.optimization_barrier(x)
+
+    def read_all(self, *arrays: Float[Array, "B T _ _"]) -> list[Float[Array, "B H C _"]]:
+        """Each array's rows. On CPUs those of one width are read as one array: XLA then reads them once, not in every
+        kernel that uses them, and has so few kernels to begin with that it does not wake another core for tiny ones."""
+        if Backend.here() is not Backend.CPU:
+            return [self.read(x) for x in arrays]
+        windows = [spread_heads(self.rows(x), self.r.num_heads) for x in arrays]
+        read = {}
+        for width in {x.shape[3] for x in windows}:
+            same = [i for i, x in enumerate(windows) if x.shape[3] == width]
+            joint = jnp.concatenate([windows[i] for i in same], axis=1).transpose(0, 2, 1, 3)
+            read |= zip(same, jnp.split(lax.optimization_barrier(joint), len(same), axis=2), strict=True)
+        return [read[i] for i in range(len(windows))]
 
     def write(self, buffer: Float[Array, "B T heads D"], x: Float[Array, "B H C D"]) -> Array:
         x = fold_heads(x.transpose(0, 2, 1, 3), buffer.shape[2]).astype(buffer.dtype)
@@ -142,24 +157,58 @@ def walk(r: Recurrence, chunks: Chunks, body, carry, backwards: bool):
     return lax.fori_loop(0, chunks.count, step, carry)
 
 
-@kernel_registry.register("chunked", Platform.XLA, Backend.ANY, config=ChunkedConfig, priority=lambda r: 1)
-def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
-    """The recurrence in chunks: four products of matrices a chunk; one state lives at a time."""
+def solve(r: Recurrence, config: ChunkedConfig, keep: bool) -> tuple[Outputs, Array | None]:
+    """The recurrence in chunks, four products of matrices each; and, if `keep`, the states before them, [B, chunks, H, K, V]."""
     chunks, g = start(r, config)
 
     def body(w: Windows, i, carry):
-        states, output = carry
+        states, output, kept = carry
 
         def use(key, value, masks, S):
-            q, k, v = w.read(r.q) * w.scale, w.read(r.k), w.read(r.v)
+            q, k, v = w.read_all(r.q, r.k, r.v)
+            q *= w.scale
             return chunk.advance(S, k, v, key, value), chunk.forward(S, q, k, v, key, value, masks)
 
-        S, o = either_way(g, r.decay, w.gates(), True, use, w.state(states))
-        return [w.put_state(states, S), w.write(output, o)]
+        before = w.state(states)
+        S, o = either_way(g, r.decay, w.gates(), True, use, before)
+        kept = kept if kept is None else lax.dynamic_update_index_in_dim(kept, before, i, 1)
+        return [w.put_state(states, S), w.write(output, o), kept]
 
     output = jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)
-    final, output = walk(r, chunks, body, [r.start_state, output], backwards=False)
-    return Outputs(output, final)
+    B, (H, K, V) = r.q.shape[0], r.state_shape[1:]
+    kept = jnp.zeros((B, chunks.first.shape[0], H, K, V), r.dtype) if keep else None
+    final, output, kept = walk(r, chunks, body, [r.start_state, output, kept], backwards=False)
+    return Outputs(output, final), kept
+
+
+def is_told(r: Recurrence, size: int) -> bool:
+    """Whether the number of chunks tells their size: the forward's config need not be its gradient's."""
+    return size & (size - 1) == 0 or (r.boundaries is None and size == r.q.shape[1])
+
+
+def chunked_and_kept(r: Recurrence, *, config: ChunkedConfig) -> tuple[Outputs, Kept]:
+    """The same, with the state before each chunk. Of chunks whose size their number does not tell only a state that is right
+    for a gradient of as many chunks: unpacked, one of all tokens; packed there is none of a single chunk."""
+    told = is_told(r, min(config.chunk, r.q.shape[1]))
+    outputs, states = solve(r, config, keep=told)
+    if not told:
+        start = r.start_state if r.boundaries is None else jnp.zeros((1, *r.state_shape[1:]), r.dtype)
+        states = start[:, None]
+    return outputs, Kept(states, jnp.zeros(states.shape[:3], jnp.int32))
+
+
+@kernel_registry.register(
+    "chunked",
+    Platform.XLA,
+    Backend.ANY,
+    config=ChunkedConfig,
+    priority=lambda r: 1,
+    run_and_keep=chunked_and_kept,
+    keeps=lambda r: Backend.here() is Backend.CPU,
+)
+def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
+    """The recurrence in chunks; one state lives at a time."""
+    return solve(r, config, keep=False)[0]
 
 
 class Stored:
@@ -192,33 +241,55 @@ class Stored:
         return jnp.concatenate([w.read(rows) for rows in place], axis=2)[:, :, : self.V]
 
 
-@kernel_registry.register("chunked.vjp", Platform.XLA, Backend.ANY, config=ChunkedConfig)
-def chunked_vjp(r: Recurrence, d_output, d_final, *, config: ChunkedConfig) -> Recurrence:
-    """The gradient in every input: a walk forwards stores the state before each chunk, a walk backwards forms the rest."""
-    chunks, g = start(r, config)
+def states_before(r: Recurrence, chunks: Chunks, g: chunk.Geometry, d_qk: list[Array]):
+    """A walk forwards that stores the state before each chunk: how to read it, and d_qk, which it may have filled."""
     stored = Stored(r, chunks)
 
     def remember(w: Windows, i, carry):
         states, place = carry
         S, (key, value) = w.state(states), w.gates()
-        after = chunk.advance(S, w.read(r.v), w.read(r.k), chunk.edges(g, value), chunk.edges(g, key))
+        k, v = w.read_all(r.k, r.v)
+        after = chunk.advance(S, v, k, chunk.edges(g, value), chunk.edges(g, key))
         return [w.put_state(states, after), stored.put(w, i, place, S)]
 
-    d_qk = [jnp.zeros_like(r.q), jnp.zeros_like(r.k)]
     _, place = walk(r, chunks, remember, [r.start_state.mT, d_qk if stored.in_rows else stored.own], backwards=False)
-    d_qk = place if stored.in_rows else d_qk
+    if stored.in_rows:
+        return stored.get, place
+    return lambda w, i, d_qk: stored.get(w, i, place), d_qk
+
+
+def blanks(r: Recurrence):
+    """Functions of x that return an array like it, for results of which every row will be written (packed, 0: padding is not).
+
+    Each is filled with another number, for of arrays of one number XLA makes one, and copies it on one core.
+    """
+    for number in itertools.count(1):
+        yield functools.partial(jnp.full_like, fill_value=number if r.boundaries is None else 0)
+
+
+@kernel_registry.register("chunked.vjp", Platform.XLA, Backend.ANY, config=ChunkedConfig)
+def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None = None, *, config: ChunkedConfig) -> Recurrence:
+    """The gradient in every input: a walk backwards, from the states that the forward kept or another walk forms again."""
+    chunks, g = start(r, config)
+    blank = blanks(r)
+    d_qk = [next(blank)(r.q), next(blank)(r.k)]
+    if kept is not None and is_told(r, g.size) and kept.states.shape[1] == chunks.first.shape[0]:
+        state_before = lambda w, i, d_qk: lax.dynamic_index_in_dim(kept.states, i, 1, keepdims=False).mT  # noqa: E731
+    else:
+        state_before, d_qk = states_before(r, chunks, g, d_qk)
 
     def body(w: Windows, i, carry):
         d_states, d_scale, d_qk, d_v, d_decay = carry
-        S, dS = stored.get(w, i, d_qk if stored.in_rows else place), w.state(d_states)
+        S, dS = state_before(w, i, d_qk), w.state(d_states)
 
         def use(key, value, masks, S, dS):
-            q, k, v, do = w.read(r.q) * w.scale, w.read(r.k), w.read(r.v), w.read(d_output)
+            unscaled, k, v, do = w.read_all(r.q, r.k, r.v, d_output)
+            q = unscaled * w.scale
             dS, dq, dk, dv = chunk.backward(S, dS, q, k, v, do, key, value, masks)
             row_terms = q * dq[1] - k * dk[1]
             o = None if r.decay.value is None else chunk.forward(S.mT, q, k, v, key, value, masks)
             column_terms = None if o is None else o * do - v * dv[1]
-            each_scale = chunk.total(w.read(r.q) * sum(dq), 3).sum((1, 2))
+            each_scale = chunk.total(unscaled * sum(dq), 3).sum((1, 2))
             sides = (row_terms, chunk.total(S * dS, 2)), (column_terms, chunk.total(S * dS, 3))
             return dS, each_scale, sum(dq) * w.scale, sum(dk), sum(dv), sides
 
@@ -231,10 +302,10 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: ChunkedConfig) -> R
             decay_gradient(w, g, d_decay, *sides),
         ]
 
-    d_decay = jax.tree.map(jnp.zeros_like, r.decay)
+    d_v, d_decay = next(blank)(r.v), jax.tree.map(lambda x: next(blank)(x), r.decay)
     if r.decay.constant is not None:
         d_decay = Decay(constant=jnp.zeros(r.decay.constant.shape, r.dtype))
-    carry = [d_final.astype(r.dtype).mT, jnp.zeros_like(r.scale), d_qk, jnp.zeros_like(r.v), d_decay]
+    carry = [d_final.astype(r.dtype).mT, jnp.zeros_like(r.scale), d_qk, d_v, d_decay]
     d_initial, d_scale, (dq, dk), dv, d_decay = walk(r, chunks, body, carry, backwards=True)
     d_initial = None if r.initial_state is None else d_initial.mT
     d = r.replace(q=dq, k=dk, v=dv, decay=d_decay, initial_state=d_initial, boundaries=None, scale=d_scale)
