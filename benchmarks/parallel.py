@@ -28,7 +28,7 @@ import glax
 from glax import parallel
 from glax.parallel import sequence
 
-ROW = 5
+ROW = 20
 GATES = ("log-sigmoid", "mild", "head", "retention", "none")
 
 

@@ -106,7 +106,7 @@ def test_segments_are_walked_as_far_as_their_gates_let_through(gate):
         for n in range(3):
             for part in range(parts):
                 sums = np.cumsum(through[n, part], axis=0).max(1)
-                dead = np.flatnonzero(sums[: problem.NEAR] < problem.LOG_OF_NOTHING)
+                dead = np.flatnonzero(sums[: p.near] < problem.LOG_OF_NOTHING)
                 needed = dead[0] + 1 if dead.size else 20
                 needed = 0 if part == (0 if reverse else parts - 1) else needed
                 first = whole[n, part, 1] + (0 if reverse else 20 - needed)

@@ -15,7 +15,7 @@ from glax.kernels.pallas_gpu.plan import C, Walk, Walked
 from glax.kernels.pallas_gpu.tiles import LOG2E, LOG_OF_ZERO
 from glax.recurrence import Kept, Recurrence
 
-NEAR = 8  # chunks of a segment whose gates are asked whether they let through what came before them
+NEAR = 4, 8  # chunks of a segment whose gates are asked whether they let through what came before them, least and most
 WORTH_ASKING = 16  # chunks of a segment: asking takes XLA 10 us, as long as walking over so many
 LOG_OF_NOTHING = -104.0  # e^ of less is 0 in float32, among numbers below the smallest normal one too
 
@@ -152,10 +152,15 @@ class Problem:
         x = jnp.pad(x, ((0, 0), (0, 0), (0, self.size * self.parts - self.chunks)))
         return x.reshape(*x.shape[:2], self.parts, self.size)
 
+    @property
+    def near(self) -> int:
+        """How many chunks are asked: a sixteenth of a segment, within bounds."""
+        return min(max(self.size // 16, NEAR[0]), NEAR[1])
+
     def last_chunks(self, descending: bool):
-        """The log decays through the NEAR chunks that a walk over each segment sees last, the last one first: a list of
+        """The log decays through the `near` chunks that a walk over each segment sees last, the last one first: a list of
         arrays [N, parts, ...]; 0 beyond a segment's end."""
-        near = slice(NEAR) if descending else slice(self.size - NEAR, self.size)
+        near = slice(self.near) if descending else slice(self.size - self.near, self.size)
         if self.key:
             fill = self.size * self.parts * C - self.gates.shape[2]
             g = jnp.pad(self.gates, ((0, 0), (0, 0), (0, fill), (0, 0), (0, 0)))
@@ -163,7 +168,7 @@ class Problem:
             x = g.astype(jnp.float32).sum((0, 4))
         else:
             x = self.by_segment(self.totals())[..., near].transpose(0, 2, 3, 1)
-        return [x[:, :, i] for i in (range(NEAR) if descending else reversed(range(NEAR)))]
+        return [x[:, :, i] for i in (range(self.near) if descending else reversed(range(self.near)))]
 
     def needed(self, descending: bool, last: bool = False):
         """`table` of the chunks whose tokens reach the state behind each segment: none beyond where all decays have become 0 in
@@ -171,9 +176,11 @@ class Problem:
         batch, first, count, n = self.table.reshape(self.N, self.parts, 4).transpose(2, 0, 1)
         needed = count
         if self.size >= WORTH_ASKING:
-            through = [x.reshape(*x.shape[:2], -1).max(2) for x in itertools.accumulate(self.last_chunks(descending))]
-            dead = jnp.stack(through, 2) < LOG_OF_NOTHING
-            needed = jnp.where(dead.any(2), jnp.minimum(dead.argmax(2) + 1, count), count).astype(jnp.int32)
+            through = jnp.stack(list(itertools.accumulate(self.last_chunks(descending))), 2)
+            through = through.reshape(*through.shape[:3], -1).max(3)
+            alive = [through[..., i] >= LOG_OF_NOTHING for i in range(self.near)]
+            *some, every = itertools.accumulate(alive, jnp.logical_and)
+            needed = jnp.where(every, count, jnp.minimum(1 + sum(x.astype(jnp.int32) for x in some), count))
         if not last:
             needed = needed.at[:, 0 if descending else -1].set(0)
         first = first if descending else first + count - needed
