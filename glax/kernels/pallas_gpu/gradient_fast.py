@@ -57,6 +57,8 @@ def chunk(n, m, c, release):
         before_gate = (y * fed).astype(bf16)
         dk = (jnp.exp2(-M) * (fed + c.scale * push)).astype(bf16)
         given = y * push
+        # Rounded now, not when dk and dv are stored: two registers a pair until then.
+        dk, before_gate, given = lax.optimization_barrier((dk, before_gate, given))
         dv = (after(dv, n.team + 1) + by_row(own_scores(n, m, c) * c.scale, TILE) * read(c.do_w)).astype(bf16)
         return edge, before_gate, dk, given, dv, after(drawn) + d_own * read(c.k_w)
 
