@@ -45,7 +45,7 @@ BUDGETS = {
     ("forward", "head", 64): (0,),
     ("forward, kept", "key", 128): (0, 20),
     ("forward, kept", "head", 128): (0,),
-    ("gradient", "key", 128): (0, 0, 0, 0, 0, 64),
+    ("gradient", "key", 128): (0, 0, 0, 0, 0, 56),
     ("gradient", "head", 128): (0, 0, 0),
     ("gradient", "head", 64): (0, 0, 0),
 }
