@@ -121,10 +121,11 @@ def compute(n: Sizes, m: SimpleNamespace, tiles, chunk):
     """A computing warpgroup: chunk(n, m, item, release) for each of its items."""
     wg = lax.axis_index("wg")
     first = lax.axis_index("cta") * n.teams + lax.div(wg, n.team)
-    order = m.order.at[wg]
-    order[...] = plgpu.load(m.tokens_g, layout=BY_COLUMN, optimized=False)
-    plgpu.commit_smem()
-    m.walk = Walk(m.walk.reverse, order)
+    if hasattr(m, "order"):  # many masks: where tokens stand is read from shared memory
+        order = m.order.at[wg]
+        order[...] = plgpu.load(m.tokens_g, layout=BY_COLUMN, optimized=False)
+        plgpu.commit_smem()
+        m.walk = Walk(m.walk.reverse, order)
 
     def step(i, _):
         c = at_item(n, m, tiles, first + i * n.step, lax.rem(i, SLOTS), SLOTS)
@@ -153,7 +154,7 @@ def scratch(n: Sizes, tiles, slots: int = 1) -> dict:
     """Tiles of `slots` chunks and one chunk's states, where warpgroups exchange sums, and where they meet."""
     found = {name: tiled(n.teams * slots, n.team, CHUNK, 64) for name in tiles}
     found |= {name: tiled(n.teams, n.D, n.D) for name in ("S", "dS")}
-    found |= dict(vectors=plgpu.SMEM((2 + n.teams, 64), jnp.float32), order=plgpu.SMEM((2, CHUNK), jnp.int32))
+    found |= dict(vectors=plgpu.SMEM((2 + n.teams, 64), jnp.float32))
     return found | {name: barrier(n.team, n.teams) for name in ("meet_scaled", "meet_done")}
 
 

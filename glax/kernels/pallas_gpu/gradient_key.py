@@ -15,6 +15,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu import gradient_exact, gradient_fast
 from glax.kernels.pallas_gpu.gradient import (
@@ -55,7 +56,7 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: b
     def near(m):
         warpgroups(lambda: load(n, m, TILES), lambda: compute(n, m, TILES, gradient_fast.chunk))
 
-    memory = scratch(n, TILES, SLOTS) | pipeline(n, 5 * n.team)
+    memory = scratch(n, TILES, SLOTS) | pipeline(n, 5 * n.team) | dict(order=plgpu.SMEM((2, CHUNK), jnp.int32))
     if n.team == 1:
         memory |= gradient_fast.pair(n)
     found = launch(near, inputs, outputs, {}, memory, threads=3, **options)
