@@ -66,12 +66,9 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
     def by_group(x):
         return x.reshape(TOKENS, GROUPS, rows)
 
-    def chosen(condition, x, other):
-        return jnp.where(lax.broadcast(condition.astype(jnp.int32), x.shape) > 0, x, other)
-
     def body(
         table_g, far_g, far_chunk_g, q_g, a_g, b_g, g_g, scale_g, start_g, o_g, states_g, last_g, log_g, _,
-        q_s, a_s, b_s, g_s, half_s, query_s, key_s, decay_s, shares_s, given, half_given,
+        q_s, a_s, b_s, g_s, half_s, query_s, key_s, decay_s, value_s, shares_s, given, half_given,
     ):  # fmt: skip
         program = lax.axis_index("program")
         block, h, e = program % blocks, program // blocks % H, program // (blocks * H)
@@ -119,8 +116,10 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                 if w.adjoint:
                     a *= decay * factor
                 elif w.either:
-                    a *= chosen(adjoint > 0, decay, 1.0)
+                    is_adjoint = adjoint.astype(jnp.float32)
+                    a *= decay * is_adjoint + (1.0 - is_adjoint)
                 decay_s[...], key_s[...] = by_group(decay), by_group(a)
+                value_s[...] = read(b_s.at[slot], plgpu.Layout.WG_STRIDED((TOKENS, COLUMNS), vec_size=2))
                 if w.outputs:
                     query_s[...] = by_group(read(q_s.at[slot], flat))
                 return g
@@ -128,9 +127,9 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
             def row(ref, token):
                 return plgpu.load(ref.at[token], layout=of_k, optimized=False)
 
-            def operands(slot, i):
+            def operands(i):
                 token = w.place(jnp.minimum(i, TOKENS - 1), TOKENS, adjoint)
-                found = row(decay_s, token), row(key_s, token), read(b_s.at[slot, token], of_v)
+                found = row(decay_s, token), row(key_s, token), plgpu.load(value_s.at[token], layout=of_v)
                 return (*found, row(query_s, token)) if w.outputs else found
 
             def nothing():
@@ -172,14 +171,14 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
 
                 def walk_token(token, carry):
                     S, (decay, k, v, *q) = carry
-                    ahead = operands(slot, token + 1)
+                    ahead = operands(token + 1)
                     S = S * along(decay) + along(k) * across(v)
                     if w.outputs:
                         place = w.place(token, TOKENS, adjoint)
                         shares_s[place, :, pl.ds(0, COLUMNS)] = jnp.sum(S * along(*q), axis=1)
                     return S, ahead
 
-                S, _ = lax.fori_loop(0, TOKENS, walk_token, (S, operands(slot, 0)))
+                S, _ = lax.fori_loop(0, TOKENS, walk_token, (S, operands(0)))
                 plgpu.commit_smem()  # all are done with the tiles
                 fetch(i + SLOTS)
                 if w.states:
@@ -194,13 +193,19 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
 
                 return S, log + g
 
-            entering = tiles.zeros(shape, state)
-            if w.start:
-                entering = plgpu.load(start_g.at[e, h, :, :, mine], layout=state, optimized=False)
+            def given_state():
+                if not w.start:
+                    return tiles.zeros(shape, state)
+                return plgpu.load(start_g.at[e, h, :, :, mine], layout=state, optimized=False)
+
+            def kept_state():
+                kept = states_g.at[batch, chunk(begin - 1), h, :, :, mine]
+                return plgpu.load(kept, layout=state, optimized=False).astype(jnp.float32)
+
+            def entered(S):
+                return S + (lax.cond(begin > 0, kept_state, given_state) if w.states else given_state())
+
             if w.states:
-                before = states_g.at[batch, chunk(jnp.maximum(begin - 1, 0)), h, :, :, mine]
-                before = plgpu.load(before, layout=state, optimized=False).astype(jnp.float32)
-                entering = chosen(begin > 0, before, entering)
                 fetch_half(begin)
             # Half of the chunk before the first that is too far, and all behind it.
             middle = jnp.maximum(begin * parts - parts // 2, 0)
@@ -211,7 +216,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
             def phase(number, carry):
                 lower, upper = jnp.where(number > 0, middle, least), jnp.where(number > 0, count * parts, middle)
                 S, log = lax.fori_loop(lower, upper, walk, carry)
-                return chosen(number > 0, S, S + entering), log
+                return lax.cond(number > 0, lambda S: S, entered, S), log
 
             carry = tiles.zeros(shape, state), nothing()
             S, log = lax.fori_loop(0, 2, phase, carry)
@@ -244,6 +249,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
             plgpu.SMEM((TOKENS, GROUPS, rows) if w.outputs else (8, 64), jnp.float32),
             plgpu.SMEM((TOKENS, GROUPS, rows), jnp.float32),
             plgpu.SMEM((TOKENS, GROUPS, rows), jnp.float32),
+            plgpu.SMEM((TOKENS, COLUMNS), jnp.float32),
             plgpu.SMEM((TOKENS, GROUPS, PADDED) if w.outputs else (8, 64), jnp.float32),
             plgpu.Barrier(num_arrivals=(3 if w.outputs else 2) + w.terms, num_barriers=SLOTS),
             plgpu.Barrier(num_arrivals=w.terms),
