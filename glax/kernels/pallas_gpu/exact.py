@@ -169,16 +169,23 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                 g = form(slot)
                 plgpu.commit_smem()
 
-                def walk_token(token, carry):
-                    S, (decay, k, v, *q) = carry
-                    ahead = operands(token + 1)
+                def walk_token(S, token, operands):
+                    decay, k, v, *q = operands
                     S = S * along(decay) + along(k) * across(v)
                     if w.outputs:
                         place = w.place(token, TOKENS, adjoint)
                         shares_s[place, :, pl.ds(0, COLUMNS)] = jnp.sum(S * along(*q), axis=1)
-                    return S, ahead
+                    return S
 
-                S, _ = lax.fori_loop(0, TOKENS, walk_token, (S, operands(0)))
+                def walk_pair(pair, carry):
+                    """Each reads what the next needs before it computes."""
+                    S, even = carry
+                    odd = operands(2 * pair + 1)
+                    S = walk_token(S, 2 * pair, even)
+                    even = operands(2 * pair + 2)
+                    return walk_token(S, 2 * pair + 1, odd), even
+
+                S, _ = lax.fori_loop(0, TOKENS // 2, walk_pair, (S, operands(0)))
                 plgpu.commit_smem()  # all are done with the tiles
                 fetch(i + SLOTS)
                 if w.states:
