@@ -22,7 +22,7 @@ CASES = {
     "key, -100 and -inf": dict(gate="gk", strength="extreme", T=72),
     "key, packed, reversed, shared heads": dict(gate="gk", heads=(1, 2, 1), cuts=(0, 0, 1, 70, 80), T=90, reverse=True),
     "key, segments, states formed again": dict(gate="gk", T=150, keep=False, config=HopperConfig(parts=2)),
-    "key, reset late": dict(gate="gk", strength="reset", T=216),
+    "key, reset late": dict(gate="gk", strength="reset", T=216, gradient=False),
     "key, reset late, segments, reversed": dict(
         gate="gk", strength="reset", heads=(2, 1, 2), T=400, reverse=True, config=HopperConfig(parts=2)
     ),

@@ -1,16 +1,17 @@
 """The walks of `key` again, token by token, for the programs whose gates went too far for it:
 
-    S_t = e^{g_t} S_{t-1} + k_t v_t^T,  o_t = scale S_t^T q_t        dL/dS, against time:  S_t = e^{g_t} (S_{t+1} + scale q_t do_t^T)
+    S_t = e^{g_t} S_{t-1} + k_t v_t^T,  o_t = scale S_t^T q_t;   against time, dL/dS:  G_t = e^{g_t} (G_{t+1} + scale q_t do_t^T)
 
-in float32 and without products, so that no exponent but a gate itself is formed: exact for all gates. A loop over tokens is also
-a tenth of the instructions that the same chunk takes in products by halving, and who first calls `key` waits for all to compile.
+in float32 and without products, so that no exponent but a gate itself is formed: exact for all gates. A loop over tokens is
+also a tenth of the instructions that the same chunk takes in products by halving, and who first calls `key` waits for all to
+compile.
 
-One warpgroup a program, 32 columns of the state: a thread has K/16 rows of 4 columns. Of 8 tokens at a time it forms e^g, k and q
-in float32 in shared memory, where threads find theirs, walks them, reading a token ahead, and leaves every thread's share of
-their outputs in shared memory too, to be summed together.
+One warpgroup a program, 32 columns of the state: a thread has K/16 rows of 4 columns. Of 8 tokens at a time it forms e^g, k
+and q in float32 in shared memory, walks them, reading a token ahead, and leaves every thread's share of their outputs in
+shared memory too, to be summed together.
 
-Where states are kept, a walk begins in the chunk before the first that is too far: from zero, and in its middle the state that was
-kept there is added. A program whose fast form held ends at once.
+Where states are kept, a walk begins in the chunk before the first that is too far: from zero, and in its middle the state
+that was kept there is added. A program whose fast form held ends at once.
 """
 
 import jax
@@ -41,6 +42,19 @@ SHARES = plgpu.Layout.TILED(
 )
 
 
+def by_token(count: int, operands, step, carry):
+    """carry through step(i, carry, *operands(i)) of `count` tokens; each reads what the next needs before it computes."""
+
+    def pair(i, state):
+        carry, even = state
+        odd = operands(2 * i + 1)
+        carry = step(2 * i, carry, *even)
+        even = operands(jnp.minimum(2 * i + 2, count - 1))
+        return step(2 * i + 1, carry, *odd), even
+
+    return lax.fori_loop(0, count // 2, pair, (carry, operands(0)))[0]
+
+
 def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, last, log):
     """o, states, last and log as `key_walk` found them, written anew where far [E, H] is not 0.
 
@@ -52,7 +66,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
     ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
     rows = K // GROUPS
     state = state_layout(rows)
-    of_k, of_v, share = state.reduce(2), state.reduce(0).reduce(0), state.reduce(1)
+    of_k, of_v = state.reduce(2), state.reduce(0).reduce(0)
     flat = plgpu.Layout.WG_STRIDED((TOKENS, K), vec_size=4)
     shape = (GROUPS, rows, COLUMNS)
     parts = C // TOKENS
@@ -128,7 +142,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                 return plgpu.load(ref.at[token], layout=of_k, optimized=False)
 
             def operands(i):
-                token = w.place(jnp.minimum(i, TOKENS - 1), TOKENS, adjoint)
+                token = w.place(i, TOKENS, adjoint)
                 found = row(decay_s, token), row(key_s, token), plgpu.load(value_s.at[token], layout=of_v)
                 return (*found, row(query_s, token)) if w.outputs else found
 
@@ -169,23 +183,14 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                 g = form(slot)
                 plgpu.commit_smem()
 
-                def walk_token(S, token, operands):
-                    decay, k, v, *q = operands
+                def walk_token(token, S, decay, k, v, *q):
                     S = S * along(decay) + along(k) * across(v)
                     if w.outputs:
                         place = w.place(token, TOKENS, adjoint)
                         shares_s[place, :, pl.ds(0, COLUMNS)] = jnp.sum(S * along(*q), axis=1)
                     return S
 
-                def walk_pair(pair, carry):
-                    """Each reads what the next needs before it computes."""
-                    S, even = carry
-                    odd = operands(2 * pair + 1)
-                    S = walk_token(S, 2 * pair, even)
-                    even = operands(2 * pair + 2)
-                    return walk_token(S, 2 * pair + 1, odd), even
-
-                S, _ = lax.fori_loop(0, TOKENS // 2, walk_pair, (S, operands(0)))
+                S = by_token(TOKENS, operands, walk_token, S)
                 plgpu.commit_smem()  # all are done with the tiles
                 fetch(i + SLOTS)
                 if w.states:
