@@ -58,8 +58,8 @@ def by_token(count: int, operands, step, carry):
 def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, last, log):
     """o, states, last and log as `key_walk` found them, written anew where far [E, H] is not 0.
 
-    far: how many chunks are left of the segment when the first comes that is too far.
-    far_chunk [B, chunks, H]: `far` of `Walked`, read where states are written; log is not, there.
+    Where states are kept, far is how many chunks are left of the segment when the first comes that is too far, and
+    log is not written. far_chunk [B, chunks, H]: `far` of `Walked`, read there.
     """
     E, blocks = table.shape[0], w.V // COLUMNS
     T, H, K = a.shape[1], w.H, w.K

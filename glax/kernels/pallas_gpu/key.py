@@ -32,7 +32,7 @@ BF16 = jnp.bfloat16
 
 @functools.partial(jax.jit, static_argnums=0)  # so that walks alike are lowered once
 def key_walk(w: Walk, table, q, a, b, g, scale, start):
-    """What `Walked` says.
+    """What `Walked` says; log where no states are kept.
 
     table [E, 4]: of every segment its batch row, first chunk, number of chunks, and sequence (for `scale`); [E, 5] for `either`.
     a [B, T, heads, K], b [B, T, heads, V]: k and v, or q and d_output with `adjoint`.
@@ -140,7 +140,9 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
 
                 # sums of gates of -inf are NaN, for which no comparison holds, and which the largest may not show
                 near = (jnp.max(jnp.abs(M), axis=1) <= tiles.FAST_LIMIT) & (sum(map(jnp.abs, ends)) < jnp.inf)
-                far = jnp.where(near, far, jnp.maximum(far, (count - step).astype(jnp.float32)))
+                # where states are kept, chunks left when the first comes that is too far: the exact walk begins there
+                left = jnp.maximum(far, (count - step).astype(jnp.float32)) if w.states else 1.0
+                far = jnp.where(near, far, left)
                 if w.states:
 
                     @pl.when(block == 0)
