@@ -22,6 +22,10 @@ CASES = {
     "key, -100 and -inf": dict(gate="gk", strength="extreme", T=72),
     "key, packed, reversed, shared heads": dict(gate="gk", heads=(1, 2, 1), cuts=(0, 0, 1, 70, 80), T=90, reverse=True),
     "key, segments, states formed again": dict(gate="gk", T=150, keep=False, config=HopperConfig(parts=2)),
+    "key, reset late": dict(gate="gk", strength="reset", T=216, gradient=False),
+    "key, reset late, segments, reversed": dict(
+        gate="gk", strength="reset", heads=(2, 1, 2), T=400, reverse=True, config=HopperConfig(parts=2)
+    ),
     "key, float32 gates": dict(gate="gk", gate_dtype=jnp.float32, T=72, gradient=False, keep=False),
     "head, segments": dict(gate="g", T=300, K=60, V=40, parts=True, config=HopperConfig(parts=2)),
     "constant, packed": dict(gate="g_gamma", cuts=(0, 66, 66, 90), T=100, keep=False),
@@ -56,6 +60,8 @@ def check(
     logs, dice = jax.nn.log_sigmoid(normal(*shape, dtype=jnp.float32)), rng.random(shape)
     if strength == "extreme":
         logs = jnp.where(dice < 0.05, -100.0, jnp.where(dice > 0.98, -jnp.inf, logs))
+    elif strength == "reset":  # most chunks near, and the state before still felt where the first is not
+        logs = jnp.where((jnp.arange(T) == 150)[None, :, None, None], -jnp.inf, logs / 16)
     N = 1 if cuts is None else len(cuts) - 1
     state, d_final = (normal(N, H, K, V, dtype=jnp.float32) for _ in range(2))
     d_output = normal(1, T, H, V)

@@ -1,11 +1,17 @@
 """The walks of `key` again, token by token, for the programs whose gates went too far for it:
 
-    S_t = e^{g_t} S_{t-1} + k_t v_t^T,  o_t = scale S_t^T q_t
+    S_t = e^{g_t} S_{t-1} + k_t v_t^T,  o_t = scale S_t^T q_t;   against time, dL/dS:  G_t = e^{g_t} (G_{t+1} + scale q_t do_t^T)
 
-in float32 and without products, so that no exponent but a gate itself is formed: exact for all gates. A loop over tokens is also
-a tenth of the instructions that the same chunk takes in products by halving, and who first calls `key` waits for all to compile.
+in float32 and without products, so that no exponent but a gate itself is formed: exact for all gates. A loop over tokens is
+also a tenth of the instructions that the same chunk takes in products by halving, and who first calls `key` waits for all to
+compile.
 
-One warpgroup a program, one chunk in flight: this is for gates that are rare. A program whose fast form held ends at once.
+One warpgroup a program, 32 columns of the state: a thread has K/16 rows of 4 columns. Of 8 tokens at a time it forms e^g, k
+and q in float32 in shared memory, walks them, reading a token ahead, and leaves every thread's share of their outputs in
+shared memory too, to be summed together.
+
+Where states are kept, a walk begins in the chunk before the first that is too far: from zero, and in its middle the state
+that was kept there is added. A program whose fast form held ends at once.
 """
 
 import jax
@@ -16,111 +22,250 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu import tiles
-from glax.kernels.pallas_gpu.tiles import HALF, LOG2E, C, by_column, by_row, read
+from glax.kernels.pallas_gpu.tiles import HALF, LOG2E, C, read
 
 BF16 = jnp.bfloat16
-# [K, 64]: a thread has every eighth row of 4 columns, so that a sum over K takes 3 exchanges of 4 numbers.
-STATE = plgpu.Layout.TILED(Tiling(((8, 64), (8, 16), (8, 4))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-OF_K, OF_V = STATE.reduce(1), STATE.reduce(0)
+GROUPS, COLUMNS = 16, 32  # of rows of the state, one to a thread; of the state's columns in a program
+TOKENS, SLOTS = 8, 2  # formed in float32 together; of which shared memory holds so many times, one on its way
+PADDED = COLUMNS + 8  # so that four groups store their outputs to different banks
+
+
+def state_layout(rows: int):
+    """[GROUPS, rows, COLUMNS]: a warp has 4 groups, a thread all rows of one in every eighth column."""
+    tiling = Tiling(((GROUPS, rows, COLUMNS), (GROUPS // 4, rows, COLUMNS), (8,), (1,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-8,), lane_dims=(-5, -2), vector_dim=-1)
+
+
+# [TOKENS, GROUPS, COLUMNS]: a thread has a pair of columns of one token.
+SHARES = plgpu.Layout.TILED(
+    Tiling(((TOKENS, GROUPS, COLUMNS), (2, GROUPS, COLUMNS), (2,))), warp_dims=(-7,), lane_dims=(-4, -2), vector_dim=-1
+)
+
+
+def by_token(count: int, operands, step, carry):
+    """carry through step(i, carry, *operands(i)) of `count` tokens; each reads what the next needs before it computes."""
+
+    def pair(i, state):
+        carry, even = state
+        odd = operands(2 * i + 1)
+        carry = step(2 * i, carry, *even)
+        even = operands(jnp.minimum(2 * i + 2, count - 1))
+        return step(2 * i + 1, carry, *odd), even
+
+    return lax.fori_loop(0, count // 2, pair, (carry, operands(0)))[0]
 
 
 def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, last, log):
-    """Writes o, states, last and log, references to what `key_walk` returned, where far [E, H] is not 0.
+    """o, states, last and log as `key_walk` found them, written anew where far [E, H] is not 0.
 
-    far_chunk [B, chunks, H]: `far` of `Walked`, read where states are written.
+    Where states are kept, far is how many chunks are left of the segment when the first comes that is too far, and
+    log is not written. far_chunk [B, chunks, H]: `far` of `Walked`, read there.
     """
-    E, blocks = table.shape[0], w.V // 64
-    H, K = w.H, w.K
+    E, blocks = table.shape[0], w.V // COLUMNS
+    T, H, K = a.shape[1], w.H, w.K
     ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
+    rows = K // GROUPS
+    state = state_layout(rows)
+    of_k, of_v = state.reduce(2), state.reduce(0).reduce(0)
+    flat = plgpu.Layout.WG_STRIDED((TOKENS, K), vec_size=4)
+    shape = (GROUPS, rows, COLUMNS)
+    parts = C // TOKENS
+
+    def along(x):
+        return lax.broadcast_in_dim(x, shape, [0, 1])
+
+    def across(x):
+        return lax.broadcast_in_dim(x, shape, [2])
+
+    def by_group(x):
+        return x.reshape(TOKENS, GROUPS, rows)
 
     def body(
         table_g, far_g, far_chunk_g, q_g, a_g, b_g, g_g, scale_g, start_g, o_g, states_g, last_g, log_g, _,
-        q_s, a_s, b_s, g_s, o_s, S_s, given,
+        q_s, a_s, b_s, g_s, half_s, query_s, key_s, decay_s, value_s, shares_s, given, half_given,
     ):  # fmt: skip
         program = lax.axis_index("program")
         block, h, e = program % blocks, program // blocks % H, program // (blocks * H)
         batch, first, count, n = (table_g[e, i] for i in range(4))
-        mine, adjoint = pl.ds(block * 64, 64), table_g[e, 4] if w.either else int(w.adjoint)
+        mine, adjoint = pl.ds(block * COLUMNS, COLUMNS), table_g[e, 4] if w.either else int(w.adjoint)
 
-        def tokens(x, group, step, *columns):
-            return x.at[(batch, pl.ds((first + w.place(step, count, adjoint)) * C, C), h // group, *columns)]
+        def chunk(step):
+            return first + w.place(step, count, adjoint)
+
+        def tokens(x, group, i, *columns):
+            """The i-th tokens of the walk."""
+            row = chunk(i // parts) * C + w.place(i % parts, parts, adjoint) * TOKENS
+            return x.at[(batch, pl.ds(row, TOKENS), h // group, *columns)]
 
         @pl.when(far_g[e, h] > 0)
         def _():
-            factor, none = scale_g[n], tiles.zeros((K,), OF_K)
+            factor = scale_g[n]
+            begin = count - far_g[e, h] if w.states else 0
 
-            def gates(token):
-                g = sum(read(g_s.at[term, token], OF_K) for term in range(w.terms))
-                return jnp.maximum(g, tiles.LOG_OF_ZERO)
+            def fetch(i):
+                slot = i % SLOTS
 
-            def decayed(S, log):
-                return S * by_row(jnp.exp2(log * LOG2E), S.shape)
+                @pl.when(i < count * parts)
+                def _():
+                    for term in range(w.terms):
+                        plgpu.copy_gmem_to_smem(tokens(g_g.at[term], 1, i), g_s.at[slot, term], given.at[slot])
+                    plgpu.copy_gmem_to_smem(tokens(a_g, ha, i), a_s.at[slot], given.at[slot])
+                    plgpu.copy_gmem_to_smem(tokens(b_g, hb, i, mine), b_s.at[slot], given.at[slot])
+                    if w.outputs:
+                        plgpu.copy_gmem_to_smem(tokens(q_g, hq, i), q_s.at[slot], given.at[slot])
 
-            def when_adjoint(log, other):
-                if w.either:
-                    return log * adjoint.astype(jnp.float32) + other * (1 - adjoint).astype(jnp.float32)
-                return log if w.adjoint else other
-
-            def walk_token(step, carry):
-                S, log, late = carry
-                token = w.place(step, C, adjoint)
-                g, left = gates(token), read(a_s.at[token], OF_K)
-                added = by_row(left * factor if w.adjoint else left, S.shape)
-                added *= by_column(read(b_s.at[token], OF_V), S.shape)
-                S = decayed(S, when_adjoint(late, g)) + added
-                if w.outputs:
-                    o = jnp.sum(S * by_row(read(q_s.at[token], OF_K), S.shape), axis=0)
-                    o_s[token] = (o * factor).astype(BF16)
-                return S, log + g, when_adjoint(g, none)
-
-            def walk(step, carry):
-                S, _, late = carry
+            def fetch_half(step):
+                """Gates of the half chunk that is walked first."""
+                row = chunk(step) * C + w.place(0, 2, adjoint) * HALF
                 for term in range(w.terms):
-                    plgpu.copy_gmem_to_smem(tokens(g_g.at[term], 1, step), g_s.at[term], given)
-                plgpu.copy_gmem_to_smem(tokens(a_g, ha, step), a_s, given)
-                plgpu.copy_gmem_to_smem(tokens(b_g, hb, step, mine), b_s, given)
+                    plgpu.copy_gmem_to_smem(g_g.at[term, batch, pl.ds(row, HALF), h], half_s.at[term], half_given)
+
+            def gates(parts):
+                return jnp.maximum(sum(parts), tiles.LOG_OF_ZERO)
+
+            def form(slot):
+                """The tokens' factors, in float32."""
+                g = gates([read(g_s.at[slot, term], flat) for term in range(w.terms)])
+                decay, a = jnp.exp2(g * LOG2E), read(a_s.at[slot], flat)
+                if w.adjoint:
+                    a *= decay * factor
+                elif w.either:
+                    is_adjoint = adjoint.astype(jnp.float32)
+                    a *= decay * is_adjoint + (1.0 - is_adjoint)
+                decay_s[...], key_s[...] = by_group(decay), by_group(a)
+                value_s[...] = read(b_s.at[slot], plgpu.Layout.WG_STRIDED((TOKENS, COLUMNS), vec_size=2))
                 if w.outputs:
-                    plgpu.copy_gmem_to_smem(tokens(q_g, hq, step), q_s, given)
-                plgpu.barrier_wait(given)
+                    query_s[...] = by_group(read(q_s.at[slot], flat))
+                return g
+
+            def row(ref, token):
+                return plgpu.load(ref.at[token], layout=of_k, optimized=False)
+
+            def operands(i):
+                token = w.place(i, TOKENS, adjoint)
+                found = row(decay_s, token), row(key_s, token), plgpu.load(value_s.at[token], layout=of_v)
+                return (*found, row(query_s, token)) if w.outputs else found
+
+            def nothing():
+                return plgpu.layout_cast(jnp.zeros((TOKENS, K), jnp.float32), flat)
+
+            def summed(x):
+                """The sum over tokens, through shared memory that is free."""
+                key_s[...] = by_group(x)
+                plgpu.commit_smem()
+                found = tiles.zeros((GROUPS, rows), of_k)
+                return lax.fori_loop(0, TOKENS, lambda token, found: found + row(key_s, token), found)
+
+            def keep(step):
+                """Stores the state, that of near chunks decayed to their middle."""
+                plgpu.barrier_wait(half_given)
+                near = jnp.where(far_chunk_g[batch, chunk(step), h] > 0, 0, HALF // TOKENS)
+
+                def add(part, log):
+                    here = pl.ds(part * TOKENS, TOKENS)
+                    return log + gates([read(half_s.at[term, here], flat) for term in range(w.terms)])
+
+                ahead = summed(lax.fori_loop(0, near, add, nothing()))
+                plgpu.commit_smem()
+                return along(jnp.exp2(ahead * LOG2E))
+
+            def walk(i, carry):
+                S, log = carry
+                step, part, slot = i // parts, i % parts, i % SLOTS
+
                 if w.states:
-                    chunk = first + w.place(step, count, adjoint)
-                    # Of near chunks, decayed to their middle.
-                    near = jnp.where(far_chunk_g[batch, chunk, h] > 0, 0, HALF)
-                    ahead = lax.fori_loop(0, near, lambda i, log: log + gates(w.place(i, C, adjoint)), late)
-                    S_s[...] = decayed(S, ahead).astype(BF16)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(S_s, states_g.at[batch, chunk, h, :, mine])
-                carry = lax.fori_loop(0, C, walk_token, carry)
+
+                    @pl.when((part == 0) & (step >= begin))
+                    def _():
+                        states_g[batch, chunk(step), h, :, :, mine] = (S * keep(step)).astype(BF16)
+
+                plgpu.barrier_wait(given.at[slot])
+                g = form(slot)
+                plgpu.commit_smem()
+
+                def walk_token(token, S, decay, k, v, *q):
+                    S = S * along(decay) + along(k) * across(v)
+                    if w.outputs:
+                        place = w.place(token, TOKENS, adjoint)
+                        shares_s[place, :, pl.ds(0, COLUMNS)] = jnp.sum(S * along(*q), axis=1)
+                    return S
+
+                S = by_token(TOKENS, operands, walk_token, S)
+                plgpu.commit_smem()  # all are done with the tiles
+                fetch(i + SLOTS)
+                if w.states:
+                    pl.when((part == 0) & (step >= begin) & (step + 1 < count))(lambda: fetch_half(step + 1))
                 if w.outputs:
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(o_s, tokens(o_g, 1, step, mine))
-                plgpu.wait_smem_to_gmem(0)  # and until all warps are done with the tiles
-                return carry
+                    place = chunk(step) * C + w.place(part, parts, adjoint) * TOKENS
 
-            # A state of dL/dS decays by a token's gate before the next is added: that gate is late.
-            S = tiles.zeros((K, 64), STATE)
-            if w.start:
-                S = plgpu.load(start_g.at[e, h, :, mine], layout=STATE, optimized=False)
-            S, log, late = lax.fori_loop(0, count, walk, (S, none, none))
-            last_g[e, h, :, mine] = decayed(S, late)
+                    @pl.when((step >= begin) & (place < T))
+                    def _():
+                        shares = plgpu.load(shares_s.at[:, :, pl.ds(0, COLUMNS)], layout=SHARES, optimized=False)
+                        o_g[batch, pl.ds(place, TOKENS), h, mine] = (factor * jnp.sum(shares, axis=1)).astype(BF16)
 
-            @pl.when(block == 0)
-            def _():
-                log_g[e, h] = log
+                return S, log + g
 
+            def given_state():
+                if not w.start:
+                    return tiles.zeros(shape, state)
+                return plgpu.load(start_g.at[e, h, :, :, mine], layout=state, optimized=False)
+
+            def kept_state():
+                kept = states_g.at[batch, chunk(begin - 1), h, :, :, mine]
+                return plgpu.load(kept, layout=state, optimized=False).astype(jnp.float32)
+
+            def entered(S):
+                return S + (lax.cond(begin > 0, kept_state, given_state) if w.states else given_state())
+
+            if w.states:
+                fetch_half(begin)
+            # Half of the chunk before the first that is too far, and all behind it.
+            middle = jnp.maximum(begin * parts - parts // 2, 0)
+            least = jnp.maximum(begin - 1, 0) * parts
+            for slot in range(SLOTS):
+                fetch(least + slot)
+
+            def phase(number, carry):
+                lower, upper = jnp.where(number > 0, middle, least), jnp.where(number > 0, count * parts, middle)
+                S, log = lax.fori_loop(lower, upper, walk, carry)
+                return lax.cond(number > 0, lambda S: S, entered, S), log
+
+            carry = tiles.zeros(shape, state), nothing()
+            S, log = lax.fori_loop(0, 2, phase, carry)
+            last_g[e, h, :, :, mine] = S
+
+            if not w.states:
+
+                @pl.when(block == 0)
+                def _():
+                    log_g[e, h] = summed(log)
+
+    found = o, states, last, log
+
+    def split(x, axis):
+        """x with K at an axis, by groups."""
+        return x.reshape(*x.shape[:axis], GROUPS, -1, *x.shape[axis + 1 :])
+
+    refs = [jax.new_ref(x) for x in (o, split(states, 3), split(last, 2), split(log, 2))]
     plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((1,), jnp.int32),
         grid=(blocks * H * E,),
         grid_names=("program",),
         scratch_types=[
-            plgpu.SMEM((C, K) if w.outputs else (8, 64), BF16),
-            plgpu.SMEM((C, K), BF16),
-            plgpu.SMEM((C, 64), BF16),
-            plgpu.SMEM((w.terms, C, K), BF16),
-            plgpu.SMEM((C, 64) if w.outputs else (8, 64), BF16),
-            plgpu.SMEM((K, 64) if w.states else (8, 64), BF16),
-            plgpu.Barrier(num_arrivals=(3 if w.outputs else 2) + w.terms),
+            plgpu.SMEM((SLOTS, TOKENS, K) if w.outputs else (8, 64), BF16),
+            plgpu.SMEM((SLOTS, TOKENS, K), BF16),
+            plgpu.SMEM((SLOTS, TOKENS, COLUMNS), BF16),
+            plgpu.SMEM((SLOTS, w.terms, TOKENS, K), BF16),
+            plgpu.SMEM((w.terms, HALF, K) if w.states else (8, 64), BF16),
+            plgpu.SMEM((TOKENS, GROUPS, rows) if w.outputs else (8, 64), jnp.float32),
+            plgpu.SMEM((TOKENS, GROUPS, rows), jnp.float32),
+            plgpu.SMEM((TOKENS, GROUPS, rows), jnp.float32),
+            plgpu.SMEM((TOKENS, COLUMNS), jnp.float32),
+            plgpu.SMEM((TOKENS, GROUPS, PADDED) if w.outputs else (8, 64), jnp.float32),
+            plgpu.Barrier(num_arrivals=(3 if w.outputs else 2) + w.terms, num_barriers=SLOTS),
+            plgpu.Barrier(num_arrivals=w.terms),
         ],
         compiler_params=tiles.PARAMS,
-    )(table, far, far_chunk, q, a, b, g, scale, start, o, states, last, log)
+    )(table, far, far_chunk, q, a, b, g, scale, split(start, 2) if w.start else start, *refs)
+    return [ref[...].reshape(x.shape) for ref, x in zip(refs, found, strict=True)]

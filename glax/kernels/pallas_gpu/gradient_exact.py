@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax.kernels.pallas_gpu.exact import OF_K, OF_V, STATE
 from glax.kernels.pallas_gpu.gradient_tiles import CHUNK, exp, half
 from glax.kernels.pallas_gpu.tiles import by_column, by_row, read, zeros
 
@@ -22,6 +21,9 @@ from glax.kernels.pallas_gpu.tiles import by_column, by_row, read, zeros
 ROWS = plgpu.Layout.TILED(
     Tiling(((64, 16), (16, 16), (4, 16), (4, 2))), warp_dims=(-8,), lane_dims=(-6, -3), vector_dim=-1
 )
+# [K, 64]: a thread has 8 of 64 rows, read together, of 4 columns: a sum over K takes 3 exchanges of 4 numbers.
+STATE = plgpu.Layout.TILED(Tiling(((64, 64), (64, 16), (8, 4))), warp_dims=(-5,), lane_dims=(-4, -3), vector_dim=-1)
+OF_K, OF_V = STATE.reduce(1), STATE.reduce(0)
 OF_ROW, OF_COLUMN = ROWS.reduce(1), ROWS.reduce(0)
 
 

@@ -32,7 +32,7 @@ BF16 = jnp.bfloat16
 
 @functools.partial(jax.jit, static_argnums=0)  # so that walks alike are lowered once
 def key_walk(w: Walk, table, q, a, b, g, scale, start):
-    """What `Walked` says.
+    """What `Walked` says; log where no states are kept.
 
     table [E, 4]: of every segment its batch row, first chunk, number of chunks, and sequence (for `scale`); [E, 5] for `either`.
     a [B, T, heads, K], b [B, T, heads, V]: k and v, or q and d_output with `adjoint`.
@@ -140,7 +140,9 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
 
                 # sums of gates of -inf are NaN, for which no comparison holds, and which the largest may not show
                 near = (jnp.max(jnp.abs(M), axis=1) <= tiles.FAST_LIMIT) & (sum(map(jnp.abs, ends)) < jnp.inf)
-                far = jnp.where(near, far, 1.0)
+                # where states are kept, chunks left when the first comes that is too far: the exact walk begins there
+                left = jnp.maximum(far, (count - step).astype(jnp.float32)) if w.states else 1.0
+                far = jnp.where(near, far, left)
                 if w.states:
 
                     @pl.when(block == 0)
@@ -302,8 +304,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
         ],
         compiler_params=tiles.PARAMS,
     )(table, q, a, b, g, scale, start)
-    far = jnp.any(far > 0, axis=2).astype(jnp.int32)
+    far = jnp.max(far, axis=2).astype(jnp.int32)
     far_chunk = jnp.any(far_chunk > 0, axis=(3, 4)).astype(jnp.int32) if w.states else far
-    refs = tuple(map(jax.new_ref, found))
-    exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, *refs)
-    return Walked(*(x[...] for x in refs), far_chunk)
+    o, states, last, log = exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, *found)
+    return Walked(o, states, last, None if w.states else log, far_chunk)

@@ -62,6 +62,8 @@ class Walk:
 class Walked(NamedTuple):
     """o [B, T, H, V]; states [B, chunks, H, K, V]; the last states [E, H, K, V] and log decays [E, H, K] of segments.
 
+    log is None where states are kept with gates a key channel.
+
     far [B, chunks, H]: 1 where the gates of a chunk leave the range of the fast form. There its state is that which enters
     it; in other chunks, with gates a key channel, it is decayed to the chunk's middle.
     """
