@@ -14,6 +14,8 @@ Where states are kept, a walk begins in the chunk before the first that is too f
 that was kept there is added. A program whose fast form held ends at once.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,20 +27,22 @@ from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.tiles import HALF, LOG2E, C, read
 
 BF16 = jnp.bfloat16
-GROUPS, COLUMNS = 16, 32  # of rows of the state, one to a thread; of the state's columns in a program
+# Of rows of the state, one to a thread, by warps. Two dimensions of 4: in one of 16 Pallas would look for ways to swizzle.
+GROUPS = 4, 4
+COLUMNS = 32  # of the state in a program
 TOKENS, SLOTS = 8, 2  # formed in float32 together; of which shared memory holds so many times, one on its way
-PADDED = COLUMNS + 8  # so that four groups store their outputs to different banks
+PADDED = COLUMNS
 
 
 def state_layout(rows: int):
-    """[GROUPS, rows, COLUMNS]: a warp has 4 groups, a thread all rows of one in every eighth column."""
-    tiling = Tiling(((GROUPS, rows, COLUMNS), (GROUPS // 4, rows, COLUMNS), (8,), (1,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-8,), lane_dims=(-5, -2), vector_dim=-1)
+    """[*GROUPS, rows, COLUMNS]: a thread has all rows of one group in every eighth column."""
+    tiling = Tiling(((*GROUPS, rows, COLUMNS), (8,), (1,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-5, -2), vector_dim=-1)
 
 
-# [TOKENS, GROUPS, COLUMNS]: a thread has a pair of columns of one token.
+# [TOKENS, *GROUPS, COLUMNS]: a thread has a pair of columns of one token.
 SHARES = plgpu.Layout.TILED(
-    Tiling(((TOKENS, GROUPS, COLUMNS), (2, GROUPS, COLUMNS), (2,))), warp_dims=(-7,), lane_dims=(-4, -2), vector_dim=-1
+    Tiling(((TOKENS, *GROUPS, COLUMNS), (2, *GROUPS, COLUMNS), (2,))), warp_dims=(-9,), lane_dims=(-5, -2), vector_dim=-1
 )
 
 
@@ -64,21 +68,21 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
     E, blocks = table.shape[0], w.V // COLUMNS
     T, H, K = a.shape[1], w.H, w.K
     ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
-    rows = K // GROUPS
+    rows = K // math.prod(GROUPS)
     state = state_layout(rows)
-    of_k, of_v = state.reduce(2), state.reduce(0).reduce(0)
+    of_k, of_v = state.reduce(3), state.reduce(0).reduce(0).reduce(0)
     flat = plgpu.Layout.WG_STRIDED((TOKENS, K), vec_size=4)
-    shape = (GROUPS, rows, COLUMNS)
+    shape = (*GROUPS, rows, COLUMNS)
     parts = C // TOKENS
 
     def along(x):
-        return lax.broadcast_in_dim(x, shape, [0, 1])
+        return lax.broadcast_in_dim(x, shape, [0, 1, 2])
 
     def across(x):
-        return lax.broadcast_in_dim(x, shape, [2])
+        return lax.broadcast_in_dim(x, shape, [3])
 
     def by_group(x):
-        return x.reshape(TOKENS, GROUPS, rows)
+        return x.reshape(TOKENS, *GROUPS, rows)
 
     def body(
         table_g, far_g, far_chunk_g, q_g, a_g, b_g, g_g, scale_g, start_g, o_g, states_g, last_g, log_g, _,
@@ -153,7 +157,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                 """The sum over tokens, through shared memory that is free."""
                 key_s[...] = by_group(x)
                 plgpu.commit_smem()
-                found = tiles.zeros((GROUPS, rows), of_k)
+                found = tiles.zeros((*GROUPS, rows), of_k)
                 return lax.fori_loop(0, TOKENS, lambda token, found: found + row(key_s, token), found)
 
             def keep(step):
@@ -177,7 +181,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
 
                     @pl.when((part == 0) & (step >= begin))
                     def _():
-                        states_g[batch, chunk(step), h, :, :, mine] = (S * keep(step)).astype(BF16)
+                        states_g[batch, chunk(step), h, :, :, :, mine] = (S * keep(step)).astype(BF16)
 
                 plgpu.barrier_wait(given.at[slot])
                 g = form(slot)
@@ -187,7 +191,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                     S = S * along(decay) + along(k) * across(v)
                     if w.outputs:
                         place = w.place(token, TOKENS, adjoint)
-                        shares_s[place, :, pl.ds(0, COLUMNS)] = jnp.sum(S * along(*q), axis=1)
+                        shares_s[place, :, :, pl.ds(0, COLUMNS)] = jnp.sum(S * along(*q), axis=2)
                     return S
 
                 S = by_token(TOKENS, operands, walk_token, S)
@@ -200,18 +204,18 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
 
                     @pl.when((step >= begin) & (place < T))
                     def _():
-                        shares = plgpu.load(shares_s.at[:, :, pl.ds(0, COLUMNS)], layout=SHARES, optimized=False)
-                        o_g[batch, pl.ds(place, TOKENS), h, mine] = (factor * jnp.sum(shares, axis=1)).astype(BF16)
+                        shares = plgpu.load(shares_s.at[:, :, :, pl.ds(0, COLUMNS)], layout=SHARES, optimized=False)
+                        o_g[batch, pl.ds(place, TOKENS), h, mine] = (factor * jnp.sum(jnp.sum(shares, axis=1), axis=1)).astype(BF16)
 
                 return S, log + g
 
             def given_state():
                 if not w.start:
                     return tiles.zeros(shape, state)
-                return plgpu.load(start_g.at[e, h, :, :, mine], layout=state, optimized=False)
+                return plgpu.load(start_g.at[e, h, :, :, :, mine], layout=state, optimized=False)
 
             def kept_state():
-                kept = states_g.at[batch, chunk(begin - 1), h, :, :, mine]
+                kept = states_g.at[batch, chunk(begin - 1), h, :, :, :, mine]
                 return plgpu.load(kept, layout=state, optimized=False).astype(jnp.float32)
 
             def entered(S):
@@ -232,7 +236,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
 
             carry = tiles.zeros(shape, state), nothing()
             S, log = lax.fori_loop(0, 2, phase, carry)
-            last_g[e, h, :, :, mine] = S
+            last_g[e, h, :, :, :, mine] = S
 
             if not w.states:
 
@@ -244,7 +248,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
 
     def split(x, axis):
         """x with K at an axis, by groups."""
-        return x.reshape(*x.shape[:axis], GROUPS, -1, *x.shape[axis + 1 :])
+        return x.reshape(*x.shape[:axis], *GROUPS, -1, *x.shape[axis + 1 :])
 
     refs = [jax.new_ref(x) for x in (o, split(states, 3), split(last, 2), split(log, 2))]
     plgpu.kernel(
@@ -258,11 +262,11 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
             plgpu.SMEM((SLOTS, TOKENS, COLUMNS), BF16),
             plgpu.SMEM((SLOTS, w.terms, TOKENS, K), BF16),
             plgpu.SMEM((w.terms, HALF, K) if w.states else (8, 64), BF16),
-            plgpu.SMEM((TOKENS, GROUPS, rows) if w.outputs else (8, 64), jnp.float32),
-            plgpu.SMEM((TOKENS, GROUPS, rows), jnp.float32),
-            plgpu.SMEM((TOKENS, GROUPS, rows), jnp.float32),
+            plgpu.SMEM((TOKENS, *GROUPS, rows) if w.outputs else (8, 64), jnp.float32),
+            plgpu.SMEM((TOKENS, *GROUPS, rows), jnp.float32),
+            plgpu.SMEM((TOKENS, *GROUPS, rows), jnp.float32),
             plgpu.SMEM((TOKENS, COLUMNS), jnp.float32),
-            plgpu.SMEM((TOKENS, GROUPS, PADDED) if w.outputs else (8, 64), jnp.float32),
+            plgpu.SMEM((TOKENS, *GROUPS, PADDED) if w.outputs else (8, 64), jnp.float32),
             plgpu.Barrier(num_arrivals=(3 if w.outputs else 2) + w.terms, num_barriers=SLOTS),
             plgpu.Barrier(num_arrivals=w.terms),
         ],
