@@ -42,7 +42,10 @@ def state_layout(rows: int):
 
 # [TOKENS, *GROUPS, COLUMNS]: a thread has a pair of columns of one token.
 SHARES = plgpu.Layout.TILED(
-    Tiling(((TOKENS, *GROUPS, COLUMNS), (2, *GROUPS, COLUMNS), (2,))), warp_dims=(-9,), lane_dims=(-5, -2), vector_dim=-1
+    Tiling(((TOKENS, *GROUPS, COLUMNS), (2, *GROUPS, COLUMNS), (2,))),
+    warp_dims=(-9,),
+    lane_dims=(-5, -2),
+    vector_dim=-1,
 )
 
 
@@ -205,7 +208,8 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                     @pl.when((step >= begin) & (place < T))
                     def _():
                         shares = plgpu.load(shares_s.at[:, :, :, pl.ds(0, COLUMNS)], layout=SHARES, optimized=False)
-                        o_g[batch, pl.ds(place, TOKENS), h, mine] = (factor * jnp.sum(jnp.sum(shares, axis=1), axis=1)).astype(BF16)
+                        output = factor * jnp.sum(jnp.sum(shares, axis=1), axis=1)
+                        o_g[batch, pl.ds(place, TOKENS), h, mine] = output.astype(BF16)
 
                 return S, log + g
 
