@@ -7,8 +7,9 @@ A = scale mask(x y^T), dA = mask(do v^T), S' and dS' the states decayed to the m
     dg_t = sum_v S' dS' + scale sum_{i >= t} x_i (do S'^T)_i + sum_{j < t} y_j (v dS'^T)_j
            + scale sum_{i >= t} (x_i (dA y)_i - y_i (dA^T x)_i)
 
-The last sum cancels but for the pairs across t: it is formed of the rounded x, y and dA that dq and dk are formed of. Where
-the gates of a chunk leave the range of e^M and e^-M, the states are not decayed, and a second kernel computes it exactly.
+The last sum cancels but for the pairs across t: it is formed of the rounded x, y and dA that dq and dk are formed of. What a
+token has to do with itself, the diagonals of A and dA, is not rounded: it is added in float32. Where the gates of a chunk leave
+the range of e^M and e^-M, the states are not decayed, and a second kernel computes it exactly.
 """
 
 import functools
