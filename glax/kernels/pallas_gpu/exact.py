@@ -31,7 +31,6 @@ BF16 = jnp.bfloat16
 GROUPS = 4, 4
 COLUMNS = 32  # of the state in a program
 TOKENS, SLOTS = 8, 2  # formed in float32 together; of which shared memory holds so many times, one on its way
-PADDED = COLUMNS
 
 
 def state_layout(rows: int):
@@ -194,7 +193,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                     S = S * along(decay) + along(k) * across(v)
                     if w.outputs:
                         place = w.place(token, TOKENS, adjoint)
-                        shares_s[place, :, :, pl.ds(0, COLUMNS)] = jnp.sum(S * along(*q), axis=2)
+                        shares_s[place] = jnp.sum(S * along(*q), axis=2)
                     return S
 
                 S = by_token(TOKENS, operands, walk_token, S)
@@ -207,7 +206,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
 
                     @pl.when((step >= begin) & (place < T))
                     def _():
-                        shares = plgpu.load(shares_s.at[:, :, :, pl.ds(0, COLUMNS)], layout=SHARES, optimized=False)
+                        shares = plgpu.load(shares_s, layout=SHARES, optimized=False)
                         output = factor * jnp.sum(jnp.sum(shares, axis=1), axis=1)
                         o_g[batch, pl.ds(place, TOKENS), h, mine] = output.astype(BF16)
 
@@ -270,7 +269,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
             plgpu.SMEM((TOKENS, *GROUPS, rows), jnp.float32),
             plgpu.SMEM((TOKENS, *GROUPS, rows), jnp.float32),
             plgpu.SMEM((TOKENS, COLUMNS), jnp.float32),
-            plgpu.SMEM((TOKENS, *GROUPS, PADDED) if w.outputs else (8, 64), jnp.float32),
+            plgpu.SMEM((TOKENS, *GROUPS, COLUMNS) if w.outputs else (8, 64), jnp.float32),
             plgpu.Barrier(num_arrivals=(3 if w.outputs else 2) + w.terms, num_barriers=SLOTS),
             plgpu.Barrier(num_arrivals=w.terms),
         ],

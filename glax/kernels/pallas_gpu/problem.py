@@ -194,9 +194,8 @@ class Problem:
         table = self.needed(self.r.reverse != adjoint, last)
         table = jnp.concatenate([table, jnp.full_like(table[:, :1], adjoint)], axis=1)
         walked = self.walk(self.plan(outputs=False, either=True), a, b, None, table)
-        return walked.last * jnp.repeat(self.scale, self.parts)[
-            :, None, None, None
-        ] if adjoint else walked.last, walked.log
+        factor = jnp.repeat(self.scale, self.parts)[:, None, None, None] if adjoint else 1.0
+        return walked.last * factor, walked.log
 
     def through(self, own, start, adjoint: bool):
         """The state that enters every segment, [E, H, K, V], and that behind the last of each sequence, [N, H, K, V]."""
