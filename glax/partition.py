@@ -188,7 +188,7 @@ def sharding_rule(operands, keeps: bool) -> tuple[str, tuple[str, ...], dict[str
     N = "n" if r.boundaries is not None else "b"
     H = heads(r.num_heads)
 
-    outputs, kept = [f"b t {H} v", f"{N} {H} k v"], [f"b chunk {H} row column", f"b chunk {H}"]
+    outputs, kept = [f"b t {H} v", f"{N} {H} k v"], [f"b run {H} row column", f"b chunk {H}"]
 
     def named(x: Recurrence) -> list[str]:
         d = x.decay

@@ -84,22 +84,42 @@ def walked(g, reverse, before, behind):
     return near(before, enter), near(behind, leave), far.astype(jnp.int32)
 
 
+def in_runs(run, reverse, k, v, g, before):
+    """before, of which every `run`-th is kept; the others follow from it."""
+    rows = lambda x, c: jnp.repeat(x, before.shape[2] // x.shape[2], 2)[:, c * C : (c + 1) * C].astype(jnp.float32)  # noqa: E731
+    chunks = list(before.astype(jnp.float32).swapaxes(0, 1))
+    each = jax.vmap(jax.vmap(lambda k, v, g, S: recurrence(reverse, k, k, v, g, 1.0, S)[1], (1, 1, 1, 0)))
+    for c in range(len(chunks)):
+        at, step = (len(chunks) - 1 - c, -1) if reverse else (c, 1)
+        if c % run < run - 1:
+            chunks[at + step] = each(rows(k, at), rows(v, at), rows(g, at), chunks[at])
+    return before[:, run - 1 if reverse else 0 :: run], jnp.stack(chunks, 1)
+
+
 CASES = [
-    (1, 136, (2, 1, 2, 1), 64, "key", None, False),
-    (1, 72, (1, 1, 1, 1), 128, "key", None, True),
-    (1, 136, (1, 1, 1, 1), 64, "key", -np.inf, True),
-    (1, 72, (1, 1, 1, 1), 128, "key", -100.0, False),
-    (2, 136, (2, 2, 1, 1), 64, "head", None, True),
-    (1, 72, (1, 1, 1, 1), 128, "head", -np.inf, False),
+    (1, 136, (2, 1, 2, 1), 64, "key", None, False, 1),
+    (1, 72, (1, 1, 1, 1), 128, "key", None, True, 1),
+    (1, 136, (1, 1, 1, 1), 64, "key", -np.inf, True, 1),
+    (1, 72, (1, 1, 1, 1), 128, "key", -100.0, False, 1),
+    (2, 136, (2, 2, 1, 1), 64, "head", None, True, 1),
+    (1, 72, (1, 1, 1, 1), 128, "head", -np.inf, False, 1),
+    (1, 376, (2, 1, 2, 1), 64, "head", None, False, 3),
+    (1, 248, (2, 2, 1, 2), 128, "head", None, True, 2),
 ]
 
 
-@pytest.mark.parametrize("B,T,heads,D,form,strength,reverse", CASES)
-def test_gradient_of_chunks(monkeypatch, B, T, heads, D, form, strength, reverse):
+@pytest.mark.parametrize("B,T,heads,D,form,strength,reverse,run", CASES)
+def test_gradient_of_chunks(monkeypatch, B, T, heads, D, form, strength, reverse, run):
     mosaic_interpreter.install(monkeypatch)
     q, k, v, g, *others = inputs(B, T, heads, D, form, strength)
+    if run > 1:
+        g = (g.astype(jnp.float32) / 16).astype(jnp.bfloat16)  # chunks let states through
     options = dict(reverse=reverse, programs=2, interpret=mosaic_interpreter.parameters())
-    wanted = expected(reverse, q, k, v, jnp.broadcast_to(g, (*g.shape[:3], D)), *others)
+    gates = jnp.broadcast_to(g, (*g.shape[:3], D))
+    do, scale, before, behind = others
+    before, every = in_runs(run, reverse, k, v, gates, before)
+    others = do, scale, before, behind
+    wanted = expected(reverse, q, k, v, gates, do, scale, every, behind)
     if form == "key":
         found = gradient_key(q, k, v, g, *others[:2], *walked(g, reverse, *others[2:]), **options)
     else:

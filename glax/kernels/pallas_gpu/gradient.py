@@ -1,7 +1,8 @@
 """How the gradient's kernels walk over chunks and heads: who loads, who computes, and what lies in shared memory.
 
-A program walks over chunks and heads, every `step`-th. One warpgroup loads their tokens a chunk ahead, and the states at both
-ends of a chunk once those of the chunk before are read. Two compute, each half of K in dq and dk, and half of V in dv; for
+A program walks over runs of chunks and over heads, every `step`-th. One warpgroup loads their tokens a chunk ahead, and the states at both
+ends of a chunk once those of the chunk before are read; within a run, whose first chunk alone has a stored state before it,
+those who compute carry that on. Two compute, each half of K in dq and dk, and half of V in dv; for
 K = V = 64 each has its own chunk. Results go where the tokens were, and from there on their way while the next chunk is
 computed.
 """
@@ -34,6 +35,7 @@ class Sizes:
     HK: int
     HV: int
     programs: int
+    run: int = 1  # chunks from one stored state to the next; divides them
 
     @property
     def chunks(self) -> int:
@@ -52,15 +54,26 @@ class Sizes:
     def step(self) -> int:
         return self.programs * self.teams
 
+    @property
+    def runs(self) -> int:
+        """Of a sequence."""
+        return self.chunks // self.run
+
     def place(self, item):
-        """Sequence, chunk and head of an item."""
+        """Sequence, run and head of an item."""
         rest = lax.div(item, self.H)
-        return lax.div(rest, self.chunks), lax.rem(rest, self.chunks), lax.rem(item, self.H)
+        return lax.div(rest, self.runs), lax.rem(rest, self.runs), lax.rem(item, self.H)
 
     def items(self, first):
         """How many items are `first`, first + step, ..."""
-        total = self.B * self.chunks * self.H
+        total = self.B * self.runs * self.H
         return lax.div(jnp.maximum(total - first, 0) + (self.step - 1), self.step)
+
+    def chunk(self, first, i, reverse: bool):
+        """Of the i-th chunk that a team takes whose first item is `first`: sequence, run, chunk, head, and place in its run."""
+        b, run, h = self.place(first + lax.div(i, self.run) * self.step)
+        j = lax.rem(i, self.run)
+        return b, run, run * self.run + (self.run - 1 - j if reverse else j), h, j
 
     def heads(self, h) -> dict:
         """Of each input's tiles, the head that head h reads."""
@@ -69,11 +82,11 @@ class Sizes:
 
 
 def load(n: Sizes, m: SimpleNamespace, tiles):
-    """The loading warpgroup: tiles by name, and where there are `gates` [2, 64] of a chunk, those."""
+    """The loading warpgroup: tiles by name, and where there are `gates` [64] of a chunk, those."""
     cta = lax.axis_index("cta")
 
     def load_team(i, t):
-        b, c, h = n.place(cta * n.teams + t + i * n.step)
+        b, run, c, h, j = n.chunk(cta * n.teams + t, i, m.walk.reverse)
         at = t * SLOTS + lax.rem(i, SLOTS)
 
         @pl.when(i >= SLOTS)
@@ -81,7 +94,7 @@ def load(n: Sizes, m: SimpleNamespace, tiles):
             plgpu.barrier_wait(m.tokens_free.at[at])
 
         if hasattr(m, "gates"):
-            plgpu.copy_gmem_to_smem(m.gates_g.at[b, c, h], m.gates.at[at], m.tokens_full.at[at])
+            plgpu.copy_gmem_to_smem(m.gates_g.at[b, h, c], m.gates.at[at], m.tokens_full.at[at])
         for name, head in n.heads(h).items():
             if name in tiles:
                 for p in range(n.team):
@@ -92,33 +105,37 @@ def load(n: Sizes, m: SimpleNamespace, tiles):
         def _():
             plgpu.barrier_wait(m.states_free.at[t])
 
-        plgpu.copy_gmem_to_smem(m.before_g.at[b, c, h], m.S.at[t], m.states_full.at[t])
-        plgpu.copy_gmem_to_smem(m.behind_g.at[b, c, h], m.dS.at[t], m.states_full.at[t])
+        plgpu.copy_gmem_to_smem(m.behind_g.at[b, c, h], m.dS.at[t], m.behind_full.at[t])
+
+        @pl.when(j == 0)
+        def _():
+            before_full = m.before_full if n.run > 1 else m.behind_full
+            plgpu.copy_gmem_to_smem(m.before_g.at[b, run, h], m.S.at[t], before_full.at[t])
 
     def step(i, _):
         for t in range(n.teams):
-            pl.when(i < n.items(cta * n.teams + t))(lambda t=t: load_team(i, t))
+            pl.when(i < n.items(cta * n.teams + t) * n.run)(lambda t=t: load_team(i, t))
         return ()
 
-    lax.fori_loop(0, n.items(cta * n.teams), step, ())
+    lax.fori_loop(0, n.items(cta * n.teams) * n.run, step, ())
 
 
-def at_item(n: Sizes, m: SimpleNamespace, tiles, item, slot, slots) -> SimpleNamespace:
-    """What a computing warpgroup needs to know of an item: where it is, and its tiles; _w: the half that is its own."""
+def at_chunk(n: Sizes, m: SimpleNamespace, tiles, first, i) -> SimpleNamespace:
+    """What a computing warpgroup needs to know of its i-th chunk: where it is, and its tiles; _w: the half that is its own."""
     wg = lax.axis_index("wg")
     t, w = lax.optimization_barrier((lax.div(wg, n.team), lax.rem(wg, n.team)))
-    b, c, h = n.place(item)
-    at = t * slots + slot
+    b, _, c, h, j = n.chunk(first, i, m.walk.reverse)
+    at = t * SLOTS + lax.rem(i, SLOTS)
     whole = {name: getattr(m, name).at[at] for name in tiles}
     own = {name + "_w": ref.at[w] for name, ref in whole.items()}
-    place = dict(t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, at=at, mine=half(w), rows=pl.ds(c * CHUNK, CHUNK))
+    place = dict(t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, j=j, at=at, mine=half(w), rows=pl.ds(c * CHUNK, CHUNK))
     return SimpleNamespace(
         **place, **whole, **own, scale=m.scale_g[b], vector=m.vectors.at[t * n.team + w], own=m.vectors.at[2 + t]
     )
 
 
-def compute(n: Sizes, m: SimpleNamespace, tiles, chunk):
-    """A computing warpgroup: chunk(n, m, item, release) for each of its items."""
+def compute(n: Sizes, m: SimpleNamespace, tiles, chunk, carried=()):
+    """A computing warpgroup: carried = chunk(n, m, where, release, carried) for each of its chunks."""
     wg = lax.axis_index("wg")
     first = lax.axis_index("cta") * n.teams + lax.div(wg, n.team)
     if hasattr(m, "order"):  # many masks: where tokens stand is read from shared memory
@@ -127,8 +144,8 @@ def compute(n: Sizes, m: SimpleNamespace, tiles, chunk):
         plgpu.commit_smem()
         m.walk = Walk(m.walk.reverse, order)
 
-    def step(i, _):
-        c = at_item(n, m, tiles, first + i * n.step, lax.rem(i, SLOTS), SLOTS)
+    def step(i, carried):
+        c = at_chunk(n, m, tiles, first, i)
         plgpu.barrier_wait(m.tokens_full.at[c.at])
 
         def release():
@@ -139,10 +156,9 @@ def compute(n: Sizes, m: SimpleNamespace, tiles, chunk):
             def _():
                 plgpu.barrier_arrive(m.tokens_free.at[c.t * SLOTS + lax.rem(i + 1, SLOTS)])
 
-        chunk(n, m, c, release)
-        return ()
+        return chunk(n, m, c, release, carried)
 
-    lax.fori_loop(0, n.items(first), step, ())
+    lax.fori_loop(0, n.items(first) * n.run, step, carried)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -162,7 +178,17 @@ def pipeline(n: Sizes, copies: int) -> dict:
     """What loading and computing warpgroups wait for: `copies` a chunk, and the two states."""
     tokens = n.teams * SLOTS
     found = dict(tokens_full=barrier(copies, tokens), tokens_free=barrier(n.team, tokens))
-    return found | dict(states_full=barrier(2, n.teams), states_free=barrier(n.team, n.teams))
+    found |= dict(states_free=barrier(n.team, n.teams))
+    if n.run == 1:
+        return found | dict(behind_full=barrier(2, n.teams))
+    return found | {name: barrier(1, n.teams) for name in ("before_full", "behind_full")}
+
+
+def wait_for_states(n: Sizes, m: SimpleNamespace, c: SimpleNamespace):
+    """S before a run's first chunk, dS behind every chunk."""
+    plgpu.barrier_wait(m.behind_full.at[c.t])
+    if n.run > 1:
+        pl.when(c.j == 0)(lambda: plgpu.barrier_wait(m.before_full.at[c.t]))
 
 
 def launch(

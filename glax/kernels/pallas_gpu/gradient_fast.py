@@ -5,6 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from glax.kernels.pallas_gpu.gradient import wait_for_states
 from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
     TILE,
@@ -21,7 +22,7 @@ from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, by_row, high_part, read
 bf16 = jnp.bfloat16
 
 
-def chunk(n, m, c, release):
+def chunk(n, m, c, release, _):
     """Two warpgroups that share a chunk form one of the scores each, A^T and dA^T, in the tile of g, which M alone needs.
 
     What it computes where the gates leave the range of e^M and e^-M is written over.
@@ -45,7 +46,7 @@ def chunk(n, m, c, release):
 
     shared(n, c, keys_scored, values_scored)
     meet(m.meet_scaled.at[c.t])
-    plgpu.barrier_wait(m.states_full.at[c.t])
+    wait_for_states(n, m, c)
 
     def products(push, fed, dv, drawn):
         start(n, m, c, A_T, dA_T, push, fed, dv, drawn)
@@ -67,9 +68,11 @@ def chunk(n, m, c, release):
     used = read(c.q_w) * drawn
     behind_gate = c.scale * (used - given)
     dq = (c.scale * jnp.exp2(M) * drawn).astype(bf16)
-    m.used_g[c.b, c.c, c.h, c.w] = used.sum(1)
+    used = used.sum(1)
     meet(m.meet_done.at[c.t])
     finish(m, c, behind_gate, before_gate, edge, dq, dk, dv)
+    m.used_g[c.b, c.c, c.h, c.w] = used  # last: fences wait for what is on its way to memory
+    return ()
 
 
 def pair(n) -> dict:
@@ -120,8 +123,12 @@ def start(n, m, c, A_T, dA_T, push, fed, dv, drawn):
 
 def around(n, m, c):
     """sum_v S dS, [64] of the warpgroup's own half of K."""
-    own = [(c.t, c.mine, half(p)) for p in range(n.team)]
-    return sum((read(m.S.at[x]) * read(m.dS.at[x])).sum(1) for x in own)
+    return sum((read(m.S.at[x]) * read(m.dS.at[x])).sum(1) for x in own_states(n, c))
+
+
+def own_states(n, c):
+    """Where the warpgroup's own half of the rows of states is, by halves of V."""
+    return [(c.t, c.mine, half(p)) for p in range(n.team)]
 
 
 def finish(m, c, behind_gate, before_gate, edge, dq, dk, dv):

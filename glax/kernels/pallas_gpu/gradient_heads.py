@@ -16,11 +16,22 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax.kernels.pallas_gpu.gradient import SLOTS, Sizes, compute, launch, load, pipeline, scratch, warpgroups
-from glax.kernels.pallas_gpu.gradient_fast import around, bf16, pair, scores, shared, store
+from glax.kernels.pallas_gpu.gradient import (
+    SLOTS,
+    Sizes,
+    compute,
+    launch,
+    load,
+    pipeline,
+    scratch,
+    wait_for_states,
+    warpgroups,
+)
+from glax.kernels.pallas_gpu.gradient_fast import around, bf16, own_states, pair, scores, shared, store
 from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
     TILE,
@@ -29,23 +40,24 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     along,
     half,
     meet,
+    product,
     tokens,
 )
-from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, added, by_row, read, transposed
+from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, added, by_row, read, tiled, transposed
 
 TILES = ("q", "k", "v", "do")
 SUMS = 3  # rows of 64: of every token, q dq / scale; what is summed over those behind; and what over the chunk
 
 
-def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
+def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release, _):
     """Two warpgroups that share a chunk form one of the scores each, A^T and dA^T."""
-    G, rest = (plgpu.load(m.gates.at[c.at, side], layout=BY_ROW) for side in (0, 1))
-    up, down = jnp.exp2(G), jnp.exp2(rest)
+    G, last = plgpu.load(m.gates.at[c.at], layout=BY_ROW), m.gates[c.at, m.walk.last]
+    up, down = jnp.exp2(G), jnp.exp2(last - G)
     A_T, dA_T = m.A_T.at[c.t], m.dA_T.at[c.t]
 
     def decayed(scores):
         """Times e^ of the difference of G at the columns' tokens and at the rows', 0 where the rows' are later."""
-        across = along(plgpu.load(m.gates.at[c.at, 0], layout=BY_COLUMN))
+        across = along(plgpu.load(m.gates.at[c.at], layout=BY_COLUMN))
         return scores * jnp.exp2(jnp.where(m.walk.earlier(), across - by_row(G, TILE), -jnp.inf))
 
     def keys_scored():
@@ -54,66 +66,89 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
     def values_scored():
         dA_T[...] = decayed(scores(n, c.v, c.do)).astype(bf16)
 
+    def keys_left():
+        m.leaving.at[c.wg][...] = (read(c.k_w) * by_row(down, TILE)).astype(bf16)
+
     shared(n, c, keys_scored, values_scored)
+    if n.run > 1:
+        pl.when(c.j < n.run - 1)(keys_left)
     release()
     meet(m.meet_scaled.at[c.t])
-    plgpu.barrier_wait(m.states_full.at[c.t])
+    wait_for_states(n, m, c)
 
     def products(push, fed, through, drawn):
         start(n, m, c, dA_T, push, fed, through, drawn)
-        edge = around(n, m, c) * up * down  # e^{G_last}, whichever token's
-        push, fed = after(push, 2 * n.team + 1), after(fed, 2 * n.team) * by_row(down, TILE)
+        drawn = after(drawn, 2 * n.team + 1) * by_row(up, TILE)
+        push, fed = after(push, 2 * n.team), after(fed, n.team) * by_row(down, TILE)
         y = read(c.k_w)
         before = (y * fed).sum(1)  # what comes before a token is all of the chunk but what is behind
-        throughout, less = edge + before, c.scale * (y * push).sum(1) + before
-        dk = (fed + c.scale * push).astype(bf16)
-        through = after(through, n.team) * by_row(down, TILE)
-        return throughout, less, dk, through, after(drawn) * by_row(up, TILE)
+        less = c.scale * (y * push).sum(1) + before
+        dk, less, before = lax.optimization_barrier(((fed + c.scale * push).astype(bf16), less, before))
+        edge = around(n, m, c) * jnp.exp2(last)
+        throughout = edge + before
+        through = after(through) * by_row(down, TILE)
+        plgpu.barrier_arrive(m.states_free.at[c.t])
+        if n.run > 1:
+            pl.when(c.j < n.run - 1)(lambda: carry_on(n, m, c))
+        return throughout, less, dk, through, drawn
 
     throughout, less, dk, through, drawn = pl.run_scoped(products, *[accumulator()] * 4)
-    plgpu.barrier_arrive(m.states_free.at[c.t])
     dv = added(through, (A_T, c.do_w)).astype(bf16)
     drawn = added(drawn, (transposed(dA_T), c.k_w))
     used = (read(c.q_w) * drawn).sum(1)
-    for row, sums in enumerate((used, c.scale * used - less, throughout)):
-        m.sums_g[c.w, row, c.b, c.c, c.h] = sums
     meet(m.meet_done.at[c.t])
     c.q_w[...] = (c.scale * drawn).astype(bf16)
     c.k_w[...] = dk
     c.do_w[...] = dv
     plgpu.commit_smem()
     store(m, c, dict(dq=c.q_w, dk=c.k_w, dv=c.do_w))
+    for row, sums in enumerate((used, c.scale * used - less, throughout)):
+        m.sums_g[c.w, row, c.b, c.c, c.h] = sums
+    return ()
+
+
+def carry_on(n, m, c):
+    """Puts the state behind the chunk in the place of that before it, when all products with that are done.
+
+    Each warpgroup its half of the rows, which the other does not read.
+    """
+    through = jnp.exp2(m.gates[c.at, m.walk.last])
+
+    for p, x in enumerate(own_states(n, c)):
+        added = product((transposed(m.leaving.at[c.wg]), c.v.at[p]))
+        m.S.at[x][...] = (read(m.S.at[x]) * through + added).astype(bf16)
 
 
 def start(n, m, c, dA_T, push, fed, through, drawn):
-    """Sets products on their way, in this order: dA^T q; v dS^T; k dS; do S^T."""
+    """Sets products on their way, in this order: do S^T; dA^T q; v dS^T; k dS."""
     parts = range(n.team)
+    for p in parts:
+        plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
     plgpu.wgmma(push, dA_T, c.q_w)
     for p in parts:
         plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
     for p in parts:
         plgpu.wgmma(through, c.k.at[p], m.dS.at[c.t, half(p), c.mine])
-    for p in parts:
-        plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
 
 
 def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
     """dq, dk, dv per head, [B, T, H, K] and V; dg, [B, chunks, C, H] in memory order; d_scale, [B, chunks, H].
 
     G [B, H, chunks, C] float32: sums of log2 gates from where the walk enters the chunk through each token, each gate at
-    least -128 log2(e). The others as in `gradient_key`.
+    least -128 log2(e). before [B, runs, H, K, V]: the states that enter the first chunk of every run of as many chunks as
+    there are for each. The others as in `gradient_key`.
     """
     B, T, H, D = d_output.shape
-    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs)
-    last = G[..., :1] if reverse else G[..., -1:]
-    gates = jnp.stack([G, last - G], 3).swapaxes(1, 2)  # [B, chunks, H, 2, C]
-    inputs = dict(gates=gates, q=q, k=k, v=v, do=d_output, scale=scale, before=before, behind=behind)
+    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, run=behind.shape[1] // before.shape[1])
+    inputs = dict(gates=G, q=q, k=k, v=v, do=d_output, scale=scale, before=before, behind=behind)
     inputs |= dict(tokens=tokens(reverse))
     out = jax.ShapeDtypeStruct
     outputs = {name: out((B, T, H, D), jnp.bfloat16) for name in ("dq", "dk", "dv")}
     outputs |= dict(sums=out((n.team, SUMS, B, n.chunks, H, CHUNK), jnp.float32))
     memory = scratch(n, TILES, SLOTS) | pipeline(n, 4 * n.team + 1)
-    memory |= dict(**pair(n), gates=plgpu.SMEM((n.teams * SLOTS, 2, CHUNK), jnp.float32))
+    memory |= dict(**pair(n), gates=plgpu.SMEM((n.teams * SLOTS, CHUNK), jnp.float32))
+    if n.run > 1:
+        memory["leaving"] = tiled(2, CHUNK, 64)
 
     def body(m):
         warpgroups(lambda: load(n, m, TILES), lambda: compute(n, m, TILES, chunk))

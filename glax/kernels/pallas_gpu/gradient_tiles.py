@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -69,7 +70,7 @@ def kept(mask, x, other=0.0):
 
 def tokens(reverse: bool):
     """[64]: what `Walk` reads: where each token of a chunk, as they lie in memory, stands in walking order."""
-    order = jnp.arange(CHUNK, dtype=jnp.int32)
+    order = np.arange(CHUNK, dtype=np.int32)  # not of JAX, which would compute it in every call
     return order[::-1] if reverse else order
 
 
@@ -83,6 +84,11 @@ class Walk:
 
     reverse: bool
     order: Any
+
+    @property
+    def last(self) -> int:
+        """The token that a walk leaves a chunk by."""
+        return 0 if self.reverse else CHUNK - 1
 
     def positions(self):
         i = plgpu.broadcasted_iota(jnp.int32, TILE, 0, layout=WGMMA)

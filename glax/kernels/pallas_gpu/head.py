@@ -106,7 +106,10 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
             tile[...] = S.astype(BF16)
             plgpu.commit_smem()  # and until all warps are done with the step before
             if w.states:
-                plgpu.copy_smem_to_gmem(tile, states_g.at[batch, chunk(step), h, :, mine])
+
+                @pl.when(w.stored(chunk(step)))
+                def _():
+                    plgpu.copy_smem_to_gmem(tile, states_g.at[batch, lax.div(chunk(step), jnp.int32(w.run)), h, :, mine])
 
         def own_columns():
             """A warpgroup of a walk without outputs."""

@@ -28,7 +28,7 @@ def forward(p: Problem, keep: bool, own=None) -> tuple[Outputs, Kept | None]:
         start = p.starts(r.initial_state, p.k, p.v, adjoint=False)
     else:
         start, _ = p.through(own, p.start(r.initial_state), adjoint=False)
-    walked = p.walk(p.plan(start=start is not None, states=keep), p.k, p.v, start)
+    walked = p.walk(p.plan(start=start is not None, states=keep, run=p.run if keep else 1), p.k, p.v, start)
     outputs = Outputs(p.rows.put(walked.o)[..., : r.v.shape[3]], p.ends(walked.last, adjoint=False))
     return outputs, p.kept(walked) if keep else None
 
@@ -69,7 +69,7 @@ def reached(p: Problem, own, start, adjoint: bool):
 def states(p: Problem) -> Kept:
     """The state before every chunk."""
     start = p.starts(p.r.initial_state, p.k, p.v, adjoint=False)
-    return p.kept(p.walk(p.plan(outputs=False, states=True, start=start is not None), p.k, p.v, start))
+    return p.kept(p.walk(p.plan(outputs=False, states=True, run=p.run, start=start is not None), p.k, p.v, start))
 
 
 def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None, config: HopperConfig, own=None) -> Recurrence:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 C = 64  # tokens a chunk: the rows of one warpgroup's product
 
@@ -16,6 +17,7 @@ class Walk:
     adjoint: of dL/dS against time, from q and d_output in place of k and v. Heads of a, b and q divide H.
     either: one program for both, but that no scale is taken: which one, the table says in a fifth number.
     terms: arrays of bfloat16 of which gates a key channel are the sum. columns: of the state in a program, 64 or 128.
+    run: chunks from one stored state to the next; divides those of a sequence. More than 1 with gates a head alone.
     """
 
     H: int
@@ -29,6 +31,7 @@ class Walk:
     start: bool = False
     columns: int = 128
     terms: int = 1
+    run: int = 1
 
     @property
     def stages(self) -> int:
@@ -38,7 +41,11 @@ class Walk:
     @property
     def kept_stages(self) -> int:
         """Chunks' states in shared memory at a time: in walks that only store them, one is on its way while the next forms."""
-        return 2 if self.states and not self.outputs else 1
+        return 2 if self.states and not self.outputs and self.run == 1 else 1
+
+    def stored(self, chunk):
+        """Whether the state that enters this chunk is stored: it is the first of its run in walking order."""
+        return lax.rem(chunk, jnp.int32(self.run)) == (self.run - 1 if self.reverse != self.adjoint else 0)
 
     def place(self, step, count, adjoint):
         """What the walk takes at a step of `count`; adjoint: 0 or 1."""
@@ -54,7 +61,7 @@ class Walk:
     def results(self, B: int, T: int, E: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """o, states and last states of `Walked`; what is not asked for has one tile."""
         o = (B, T, self.H, self.V) if self.outputs else (1, C, 1, 64)
-        states = (B, -(-T // C), self.H, self.K, self.V) if self.states else (1, 1, 1, 64, 64)
+        states = (B, -(-T // C) // self.run, self.H, self.K, self.V) if self.states else (1, 1, 1, 64, 64)
         each = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (o, states)]
         return *each, jax.ShapeDtypeStruct((E, self.H, self.K, self.V), jnp.float32)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from glax.kernels.pallas_gpu.plan import C, Walk, Walked
 from glax.kernels.pallas_gpu.tiles import LOG2E, LOG_OF_ZERO
 from glax.recurrence import Kept, Recurrence
 
+RUN = 2  # chunks from one kept state to the next, for gates a head: the gradient forms those between
 NEAR = 4, 8  # chunks of a segment whose gates are asked whether they let through what came before them, least and most
 WORTH_ASKING = 16  # chunks of a segment: asking takes XLA 10 us, as long as walking over so many
 LOG_OF_NOTHING = -104.0  # e^ of less is 0 in float32, among numbers below the smallest normal one too
@@ -123,6 +125,11 @@ class Problem:
         n, part = np.divmod(np.arange(self.N * self.parts), self.parts)
         return jnp.asarray(np.stack([n, part * size, np.clip(self.chunks - part * size, 0, size), n], 1), jnp.int32)
 
+    @property
+    def run(self) -> int:
+        """Chunks from one state that the gradient is left to the next, all of one sequence."""
+        return 1 if self.key or self.rows.begins is not None else math.gcd(self.chunks, RUN)
+
     def plan(self, **flags) -> Walk:
         terms = len(self.gates) if self.key else 1
         return Walk(self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, terms=terms, **flags)
@@ -182,7 +189,7 @@ class Problem:
             *some, every = itertools.accumulate(alive, jnp.logical_and)
             needed = jnp.where(every, count, jnp.minimum(1 + sum(x.astype(jnp.int32) for x in some), count))
         if not last:
-            needed = needed.at[:, 0 if descending else -1].set(0)
+            needed = jnp.where(np.arange(self.parts) == (0 if descending else self.parts - 1), 0, needed)
         first = first if descending else first + count - needed
         return jnp.stack([batch, first, needed, n], 2).reshape(-1, 4)
 
@@ -255,7 +262,7 @@ class Problem:
 
     def kept(self, walked: Walked) -> Kept:
         """Gates a head are exact in every chunk, and no walk says anything of chunks that hold no row."""
-        far = jnp.zeros(walked.states.shape[:3], jnp.int32) if walked.far is None else walked.far
+        far = jnp.zeros((walked.states.shape[0], self.chunks, self.H), jnp.int32) if walked.far is None else walked.far
         if self.rows.begins is not None:
             far = jnp.where(jnp.arange(self.chunks)[None, :, None] < self.rows.begins[-1], far, 0)
         return Kept(walked.states, far)
