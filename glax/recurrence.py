@@ -113,9 +113,9 @@ class Outputs(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a forward leaves for its gradient beside its operands: the state at every chunk, or every few, and a flag of every chunk.
+    """What a forward leaves for its gradient beside its operands: the states at chunks, and a flag of every chunk.
 
-    Chunks, the widths K and V, and the flags' meaning are the kernel's own.
+    Chunks, at which of them a state is kept, the widths K and V, and the flags' meaning are the kernel's own.
     """
 
     states: Float[Array, "B runs H K V"]

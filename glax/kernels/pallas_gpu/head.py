@@ -109,7 +109,9 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
 
                 @pl.when(w.stored(chunk(step)))
                 def _():
-                    plgpu.copy_smem_to_gmem(tile, states_g.at[batch, lax.div(chunk(step), jnp.int32(w.run)), h, :, mine])
+                    plgpu.copy_smem_to_gmem(
+                        tile, states_g.at[batch, lax.div(chunk(step), jnp.int32(w.run)), h, :, mine]
+                    )
 
         def own_columns():
             """A warpgroup of a walk without outputs."""
