@@ -11,7 +11,8 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 SAY_JAX := from importlib.metadata import version; print("Testing with JAX", version("jax"))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test fast lint sanitize tpu tpu-compiler triton triton-compiler hopper clean
+.PHONY: help install demo test fast lint sanitize tpu tpu-compiler triton triton-compiler hopper hopper-compiler \
+  hopper-budgets clean
 
 help:
 	@echo "make demo      run the demo                          ARGS: what follows 'glax demo'"
@@ -73,10 +74,14 @@ triton: triton-compiler
 
 # The plugin of CUDA compiles with no GPU here, and with NVIDIA's compiler beside it.
 NVCC := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88
-hopper: $(STAMP)
+hopper: hopper-budgets
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_hopper.py tests/test_hopper_gradient.py $(ARGS)
+
+hopper-compiler: $(STAMP)
 	@jax=$$($(BIN)/python -c '$(JAX_VERSION)') && test -d build/hopper-$$jax || \
 	  { $(APART) build/part jax-cuda13-plugin==$$jax jax-cuda13-pjrt==$$jax $(NVCC) && mv build/part build/hopper-$$jax; }
+
+hopper-budgets: hopper-compiler
 	@mkdir -p build/hopper-dump
 	@PYTHONPATH=build/hopper-$$($(BIN)/python -c '$(JAX_VERSION)') JAX_PLATFORMS=cpu MOSAIC_GPU_DUMP_TO=build/hopper-dump \
 	  MOSAIC_GPU_DUMP_PTX=1 MOSAIC_GPU_DUMP_PTXAS=1 $(BIN)/python -m pytest -s tests/test_hopper_compile.py

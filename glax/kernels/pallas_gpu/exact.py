@@ -48,6 +48,14 @@ SHARES = plgpu.Layout.TILED(
 )
 
 
+def store(ref, x):
+    """Also where threads meet at a bank of shared memory, which JAX 0.12 takes only if told so, and JAX 0.11 in any case."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
 def by_token(count: int, operands, step, carry):
     """carry through step(i, carry, *operands(i)) of `count` tokens; each reads what the next needs before it computes."""
 
@@ -183,7 +191,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
 
                     @pl.when((part == 0) & (step >= begin))
                     def _():
-                        states_g[batch, chunk(step), h, :, :, :, mine] = (S * keep(step)).astype(BF16)
+                        store(states_g.at[batch, chunk(step), h, :, :, :, mine], (S * keep(step)).astype(BF16))
 
                 plgpu.barrier_wait(given.at[slot])
                 g = form(slot)
@@ -193,7 +201,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                     S = S * along(decay) + along(k) * across(v)
                     if w.outputs:
                         place = w.place(token, TOKENS, adjoint)
-                        shares_s[place] = jnp.sum(S * along(*q), axis=2)
+                        store(shares_s.at[place], jnp.sum(S * along(*q), axis=2))
                     return S
 
                 S = by_token(TOKENS, operands, walk_token, S)
@@ -208,7 +216,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                     def _():
                         shares = plgpu.load(shares_s, layout=SHARES, optimized=False)
                         output = factor * jnp.sum(jnp.sum(shares, axis=1), axis=1)
-                        o_g[batch, pl.ds(place, TOKENS), h, mine] = output.astype(BF16)
+                        store(o_g.at[batch, pl.ds(place, TOKENS), h, mine], output.astype(BF16))
 
                 return S, log + g
 
@@ -239,13 +247,13 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
 
             carry = tiles.zeros(shape, state), nothing()
             S, log = lax.fori_loop(0, 2, phase, carry)
-            last_g[e, h, :, :, :, mine] = S
+            store(last_g.at[e, h, :, :, :, mine], S)
 
             if not w.states:
 
                 @pl.when(block == 0)
                 def _():
-                    log_g[e, h] = summed(log)
+                    store(log_g.at[e, h], summed(log))
 
     found = o, states, last, log
 

@@ -57,16 +57,27 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
         table_g, q_g, a_g, b_g, g_g, scale_g, start_g, o_g, states_g, last_g, log_g, far_g, far_chunk_g,
         q_s, a_s, b_s, g_s, S_s, o_s, sums_s, own_s, halves_s, given, gates_given, ready, free, gates_free, met, entered, taken,
     ):  # fmt: skip
-        program, me = lax.axis_index("program"), lax.axis_index("warpgroup")
-        block, h, e = program % blocks, program // blocks % H, program // (blocks * H)
-        batch, first, count, n = (table_g[e, i] for i in range(4))
-        factor, adjoint = scale_g[n], table_g[e, 4] if w.either else int(w.adjoint)
+        me = lax.axis_index("warpgroup")
+
+        def place():
+            """Block, head and segment. These and what the table says are found anew where they are needed: what all
+            warpgroups hold throughout, the compiler spills."""
+            program = lax.optimization_barrier(lax.axis_index("program"))
+            return program % blocks, program // blocks % H, program // (blocks * H)
+
+        def told(column):
+            return table_g[place()[2], column]
+
+        def count():
+            return told(2)
+
+        adjoint = told(4) if w.either else int(w.adjoint)
 
         def chunk(step):
-            return first + w.place(step, count, adjoint)
+            return told(1) + w.place(step, count(), adjoint)
 
         def tokens(x, group, step, *columns):
-            return x.at[(batch, pl.ds(chunk(step) * C, C), h // group, *columns)]
+            return x.at[(told(0), pl.ds(chunk(step) * C, C), place()[1] // group, *columns)]
 
         def fetch_gates(step, slot):
             for term in range(w.terms):
@@ -74,7 +85,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
 
         def fetch(step, slot):
             plgpu.copy_gmem_to_smem(tokens(a_g, ha, step), a_s.at[slot], given.at[slot])
-            wide = pl.ds(block * w.columns, w.columns)
+            wide = pl.ds(place()[0] * w.columns, w.columns)
             plgpu.copy_gmem_to_smem(tokens(b_g, hb, step, wide), b_s.at[slot], given.at[slot])
 
         def fetch_q(step, slot):
@@ -83,13 +94,13 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
         def fill(fetching):
             """The first chunks that shared memory holds."""
             for slot in range(stages):
-                pl.when(slot < count)(functools.partial(fetching, slot, slot))
+                pl.when(slot < count())(functools.partial(fetching, slot, slot))
 
         def refill(step):
             """Fetches into the tiles that the step before has left, once all are done with them."""
             slot = lax.rem(step - 1, jnp.int32(stages))
 
-            @pl.when((step > 0) & (step - 1 + stages < count))
+            @pl.when((step > 0) & (step - 1 + stages < count()))
             def _():
                 plgpu.barrier_wait(free.at[slot])
                 fetch(step - 1 + stages, slot)
@@ -97,7 +108,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
         @pl.when(me >= W)
         def _scaling():
             plgpu.set_max_registers(few, action="decrease")
-            share = me - W
+            share, total = me - W, count()
             # Of a walk of either kind M has the sign in which it scales.
             middle = tiles.middle_matrix(w.reverse, jnp.where(adjoint > 0, 1.0, -1.0) if w.either else 1.0)
             part = pl.ds(share * 64, 64)
@@ -113,7 +124,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
             @pl.when(share == 0)
             def _():
                 for slot in range(2):
-                    pl.when(slot < count)(functools.partial(fetch_gates, slot, slot))
+                    pl.when(slot < total)(functools.partial(fetch_gates, slot, slot))
 
             def scale(step, carry):
                 far, log = carry
@@ -133,7 +144,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 log = log + ends[0] + ends[1]
                 plgpu.barrier_arrive(gates_free.at[gate_slot])
 
-                @pl.when((share == 0) & (step + 2 < count))
+                @pl.when((share == 0) & (step + 2 < total))
                 def _():
                     plgpu.barrier_wait(gates_free.at[gate_slot])
                     fetch_gates(step + 2, gate_slot)
@@ -141,13 +152,13 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 # sums of gates of -inf are NaN, for which no comparison holds, and which the largest may not show
                 near = (jnp.max(jnp.abs(M), axis=1) <= tiles.FAST_LIMIT) & (sum(map(jnp.abs, ends)) < jnp.inf)
                 # where states are kept, chunks left when the first comes that is too far: the exact walk begins there
-                left = jnp.maximum(far, (count - step).astype(jnp.float32)) if w.states else 1.0
+                left = jnp.maximum(far, (total - step).astype(jnp.float32)) if w.states else 1.0
                 far = jnp.where(near, far, left)
                 if w.states:
 
-                    @pl.when(block == 0)
+                    @pl.when(place()[0] == 0)
                     def _():
-                        far_chunk_g[batch, chunk(step), h, share] = jnp.where(near, 0.0, 1.0)
+                        far_chunk_g[told(0), chunk(step), place()[1], share] = jnp.where(near, 0.0, 1.0)
 
                 M = M * LOG2E
                 plgpu.barrier_wait(given.at[slot])  # and so until all are done with what is written here next
@@ -158,19 +169,21 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                     own_s[slot, share] = jnp.sum(read(qt) * read(at), axis=1)
                     qt[...] = (read(qt) * jnp.exp2(M)).astype(BF16)
                 x = read(at) * jnp.exp2(M if w.adjoint or w.either else -M)
-                at[...] = (x * factor if w.adjoint else x).astype(BF16)
+                at[...] = (x * scale_g[told(3)] if w.adjoint else x).astype(BF16)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ready.at[slot])
                 return far, log
 
-            far, log = lax.fori_loop(0, count, scale, (zeros((C,), BY_ROW), zeros((64,), BY_ROW)))
+            far, log = lax.fori_loop(0, total, scale, (zeros((C,), BY_ROW), zeros((64,), BY_ROW)))
+
+            block, h, e = place()
 
             @pl.when(block == 0)
             def _():
                 log_g[e, h, part] = log
                 far_g[e, h, part] = far
 
-        def carrying(mine, use):
+        def carrying(columns, use):
             """The state through all chunks, [K, columns]: use(S', step, slot) returns it behind each."""
             plgpu.set_max_registers(many, action="increase")
 
@@ -181,61 +194,63 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 ahead, after = (plgpu.load(sums_s.at[slot, side], layout=BY_ROW) for side in (adjoint, 1 - adjoint))
                 return use(S * by_row(jnp.exp2((tail + ahead) * LOG2E), S.shape), step, slot), after
 
-            S = zeros((K, mine.size))
+            S = zeros((K, columns.size))
             if w.start:
-                S = plgpu.load(start_g.at[e, h, :, mine], layout=tiles.WGMMA, optimized=False)
-            S, tail = lax.fori_loop(0, count, walk, (S, zeros((K,), BY_ROW)))
-            last_g[e, h, :, mine] = S * by_row(jnp.exp2(tail * LOG2E), S.shape)
+                S = plgpu.load(start_g.at[place()[2], place()[1], :, columns], layout=tiles.WGMMA, optimized=False)
+            S, tail = lax.fori_loop(0, count(), walk, (S, zeros((K,), BY_ROW)))
+            _, h, e = place()
+            last_g[e, h, :, columns] = S * by_row(jnp.exp2(tail * LOG2E), S.shape)
 
-        def keep(S, step, tile, mine):
+        def keep(S, step, tile, columns):
             """Stores S' in the tile, and hands it to the copy engine if asked to."""
             if w.states:
                 plgpu.wait_smem_to_gmem(w.kept_stages - 1, wait_read_only=True)
             tile[...] = S.astype(BF16)
             plgpu.commit_smem()
             if w.states:
-                plgpu.copy_smem_to_gmem(tile, states_g.at[batch, chunk(step), h, :, mine])
+                plgpu.copy_smem_to_gmem(tile, states_g.at[told(0), chunk(step), place()[1], :, columns])
 
         def own_columns():
             """A warpgroup of a walk without outputs."""
-            mine = pl.ds((block * W + me) * 64, 64)
+            columns = pl.ds((place()[0] * W + me) * 64, 64)
             pl.when(me == 0)(lambda: fill(fetch))
 
             def use(S, step, slot):
                 pl.when(me == 0)(lambda: refill(step))
                 if w.states:
-                    keep(S, step, S_s.at[lax.rem(step, jnp.int32(w.kept_stages)), me], mine)
+                    keep(S, step, S_s.at[lax.rem(step, jnp.int32(w.kept_stages)), me], columns)
                 S = tiles.added(S, (transposed(a_s.at[slot]), b_s.at[slot, :, pl.ds(me * 64, 64)]))
                 plgpu.barrier_arrive(free.at[slot])
                 return S
 
-            carrying(mine, use)
+            carrying(columns, use)
             plgpu.wait_smem_to_gmem(0)
 
         def state():
             """The warpgroup that has the state where there are outputs."""
-            mine = pl.ds(block * w.columns, w.columns)
+            columns = pl.ds(place()[0] * w.columns, w.columns)
             fill(fetch)
 
             def use(S, step, slot):
                 pl.when(step > 0)(lambda: plgpu.barrier_wait(taken))
-                keep(S, step, S_s, mine)
+                keep(S, step, S_s, columns)
                 plgpu.barrier_arrive(entered)
                 refill(step)
                 S = tiles.added(S, (transposed(a_s.at[slot]), b_s.at[slot]))
                 plgpu.barrier_arrive(free.at[slot])
                 return S
 
-            carrying(mine, use)
+            carrying(columns, use)
             plgpu.wait_smem_to_gmem(0)
 
         def outputs():
             """The warpgroup that forms scores and outputs; these leave through the tile of q where they fit it."""
             plgpu.set_max_registers(many, action="increase")
             i, j = tiles.walking(w.reverse)
+            factor, total = scale_g[told(3)], count()
             fill(fetch_q)
 
-            @pl.loop(0, count)
+            @pl.loop(0, total)
             def _(step):
                 slot, before = (lax.rem(x, jnp.int32(stages)) for x in (step, step - 1))
                 qt, at, bt = q_s.at[slot], a_s.at[slot], b_s.at[slot]
@@ -248,7 +263,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 plgpu.barrier_arrive(free.at[slot])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is written has left the tile before
 
-                @pl.when((step > 0) & (step - 1 + stages < count))
+                @pl.when((step > 0) & (step - 1 + stages < total))
                 def _():
                     fetch_q(step - 1 + stages, before)
 
@@ -259,7 +274,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 plgpu.commit_smem()  # all warps are done with q
                 o_tile[...] = (o * factor).astype(BF16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_tile, tokens(o_g, 1, step, pl.ds(block * w.columns, w.columns)))
+                plgpu.copy_smem_to_gmem(o_tile, tokens(o_g, 1, step, pl.ds(place()[0] * w.columns, w.columns)))
 
             plgpu.wait_smem_to_gmem(0)
 

@@ -5,18 +5,19 @@ from glax.kernels.triton.tiles import at, exp, load_state, store_state
 
 
 @triton.jit
-def decayed(S, head, key, value, row, h, n, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-            HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr):  # fmt: skip
-    """S [BK, BV] after the gates of one token; HEAD: "constant", "head" or "none"."""
+def decays(head, key, value, row, h, n, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+           HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr):  # fmt: skip
+    """By what the gates of one token multiply rows [BK] and columns [BV] of the state; HEAD: "constant", "head" or "none"."""
+    rows, columns = tl.full(k.shape, 1.0, tl.float32), tl.full(v.shape, 1.0, tl.float32)
     if HEAD == "constant":
-        S = S * exp(tl.load(head + n * H + h).to(tl.float32))
+        rows *= exp(tl.load(head + n * H + h).to(tl.float32))
     elif HEAD == "head":
-        S = S * exp(tl.load(head + row.to(tl.int64) * H + h).to(tl.float32))
+        rows *= exp(tl.load(head + row.to(tl.int64) * H + h).to(tl.float32))
     if KEY:
-        S = S * exp(tl.load(at(key, row, h, H, K) + k, mask=k < K, other=0.0).to(tl.float32))[:, None]
+        rows *= exp(tl.load(at(key, row, h, H, K) + k, mask=k < K, other=0.0).to(tl.float32))
     if VALUE:
-        S = S * exp(tl.load(at(value, row, h, H, V) + v, mask=v < V, other=0.0).to(tl.float32))[None, :]
-    return S
+        columns *= exp(tl.load(at(value, row, h, H, V) + v, mask=v < V, other=0.0).to(tl.float32))
+    return rows, columns
 
 
 @triton.jit
@@ -44,7 +45,8 @@ def recurrent(
     S = load_state(start, n, h, ck, cv, V, H, K, V).to(tl.float32) if START else tl.zeros([BK, BV], tl.float32)
     for t in range(0, filled):
         row = origin + SIGN * t
-        S = decayed(S, head, key, value, row, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
+        rows, columns = decays(head, key, value, row, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
+        S = S * rows[:, None] * columns[None, :]
         S += vector(k, row, hk, ck, HK, K)[:, None] * vector(v, row, hv, cv, HV, V)[None, :]
         out = tl.sum(S * vector(q, row, hq, ck, HQ, K)[:, None], 0) * factor
         tl.store(at(o, row, h, H, V) + cv, out.to(o.dtype.element_ty), mask=cv < V)
@@ -66,13 +68,16 @@ def step(
     block, h, n = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
     ck, cv = tl.arange(0, BK), block * BV + tl.arange(0, BV)
     slot = tl.load(slots + n)
+    # Before the slot is known, so that the state alone waits for it.
+    rows, columns = decays(head, key, value, n, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
+    qt, kt = vector(q, n, h // (H // HQ), ck, HQ, K), vector(k, n, h // (H // HK), ck, HK, K)
+    vt, factor = vector(v, n, h // (H // HV), cv, HV, V), tl.load(scale + n).to(tl.float32)
     out = tl.zeros([BV], tl.float32)
     if slot >= 0:
         # A pool is larger than any cache, and each state is read and written once.
         S = load_state(pool, slot, h, ck, cv, V, H, K, V, "evict_first").to(tl.float32)
-        S = decayed(S, head, key, value, n, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
-        S += vector(k, n, h // (H // HK), ck, HK, K)[:, None] * vector(v, n, h // (H // HV), cv, HV, V)[None, :]
-        out = tl.sum(S * vector(q, n, h // (H // HQ), ck, HQ, K)[:, None], 0) * tl.load(scale + n).to(tl.float32)
+        S = S * rows[:, None] * columns[None, :] + kt[:, None] * vt[None, :]
+        out = tl.sum(S * qt[:, None], 0) * factor
         store_state(pool, S, slot, h, ck, cv, H, K, V, "evict_first")
     tl.store(at(o, n, h, H, V) + cv, out.to(o.dtype.element_ty), mask=cv < V)
 
