@@ -30,6 +30,7 @@ CASES = {
     "key, odd widths": dict(B=2, T=130, K=100, V=40, gate="gk", strength="mild"),
     "key, float32 gates": dict(T=330, gate="gk", strength=-100.0, gate_dtype=jnp.float32, gradient=False),
     "head": dict(B=2, T=256, H=3, gate="g"),
+    "head, long": dict(T=2048, H=1, gate="g", strength="mild"),
     "head, -100, reversed": dict(T=1000, gate="g", strength=-100.0, reverse=True),
     "head, -inf, packed": dict(T=600, H=4, K=64, V=64, gate="g", strength=-np.inf, cuts=PACKED),
     "constant, reversed": dict(B=2, T=300, gate="g_gamma", strength="mild", reverse=True),
