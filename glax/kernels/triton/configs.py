@@ -114,14 +114,14 @@ class TokenConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "TokenConfig":
-        """Measured on an H200, decoding: tiles of 32 KB, whose rows are whole lines of memory, where there are enough."""
+        """Measured on an H200, decoding: tiles of 16 KB, whose rows are whole lines of memory, where there are enough."""
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
-        large = min(V, max(16, 2**13 // K))
+        large = min(V, max(32, 2**12 // K))
         if r.q.shape[1] == 1 and r.num_sequences * r.num_heads * (V // large) >= 4 * multiprocessors():
-            return cls(columns=large, warps=8 if K * large >= 2**13 else 4)
+            return cls(columns=large, warps=16 if K >= 128 else 4)
         return cls(columns=min(V, max(8, 2**11 // K)), warps=4 if K >= 128 else 1)
 
     @classmethod
     def candidates(cls, r: Recurrence) -> "list[TokenConfig]":
         V = width(r.v.shape[3])
-        return [cls(c, w) for c in (8, 16, 32, 64) for w in (1, 2, 4) if c <= V] + [cls(min(V, 64), 8)]
+        return [cls(c, w) for c in (8, 16, 32, 64) for w in (1, 2, 4) if c <= V] + [cls(min(V, 32), 16)]
