@@ -34,7 +34,7 @@ class Sizes:
     HK: int
     HV: int
     programs: int
-    run: int = 1  # chunks from one stored state to the next; divides them
+    run: int = 1  # chunks from one stored state to the next; divides those of a sequence
 
     @property
     def chunks(self) -> int:
@@ -133,8 +133,8 @@ def at_chunk(n: Sizes, m: SimpleNamespace, tiles, first, i) -> SimpleNamespace:
     )
 
 
-def compute(n: Sizes, m: SimpleNamespace, tiles, chunk, carried=()):
-    """A computing warpgroup: carried = chunk(n, m, where, release, carried) for each of its chunks."""
+def compute(n: Sizes, m: SimpleNamespace, tiles, chunk):
+    """A computing warpgroup: chunk(n, m, where, release) for each of its chunks."""
     wg = lax.axis_index("wg")
     first = lax.axis_index("cta") * n.teams + lax.div(wg, n.team)
     if hasattr(m, "order"):  # many masks: where tokens stand is read from shared memory
@@ -143,7 +143,7 @@ def compute(n: Sizes, m: SimpleNamespace, tiles, chunk, carried=()):
         plgpu.commit_smem()
         m.walk = Walk(m.walk.reverse, order)
 
-    def step(i, carried):
+    def step(i, _):
         c = at_chunk(n, m, tiles, first, i)
         plgpu.barrier_wait(m.tokens_full.at[c.at])
 
@@ -155,9 +155,10 @@ def compute(n: Sizes, m: SimpleNamespace, tiles, chunk, carried=()):
             def _():
                 plgpu.barrier_arrive(m.tokens_free.at[c.t * SLOTS + lax.rem(i + 1, SLOTS)])
 
-        return chunk(n, m, c, release, carried)
+        chunk(n, m, c, release)
+        return ()
 
-    lax.fori_loop(0, n.items(first) * n.run, step, carried)
+    lax.fori_loop(0, n.items(first) * n.run, step, ())
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -22,7 +22,7 @@ from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, by_row, high_part, read
 bf16 = jnp.bfloat16
 
 
-def chunk(n, m, c, release, _):
+def chunk(n, m, c, release):
     """Two warpgroups that share a chunk form one of the scores each, A^T and dA^T, in the tile of g, which M alone needs.
 
     What it computes where the gates leave the range of e^M and e^-M is written over.
@@ -72,7 +72,6 @@ def chunk(n, m, c, release, _):
     meet(m.meet_done.at[c.t])
     finish(m, c, behind_gate, before_gate, edge, dq, dk, dv)
     m.used_g[c.b, c.c, c.h, c.w] = used  # last: fences wait for what is on its way to memory
-    return ()
 
 
 def pair(n) -> dict:

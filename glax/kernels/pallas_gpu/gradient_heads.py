@@ -49,7 +49,7 @@ TILES = ("q", "k", "v", "do")
 SUMS = 3  # rows of 64: of every token, q dq / scale; what is summed over those behind; and what over the chunk
 
 
-def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release, _):
+def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
     """Two warpgroups that share a chunk form one of the scores each, A^T and dA^T."""
     G, last = plgpu.load(m.gates.at[c.at], layout=BY_ROW), m.gates[c.at, m.walk.last]
     up, down = jnp.exp2(G), jnp.exp2(last - G)
@@ -104,7 +104,6 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release, _):
     store(m, c, dict(dq=c.q_w, dk=c.k_w, dv=c.do_w))
     for row, sums in enumerate((used, c.scale * used - less, throughout)):
         m.sums_g[c.w, row, c.b, c.c, c.h] = sums
-    return ()
 
 
 def carry_on(n, m, c):
@@ -113,7 +112,6 @@ def carry_on(n, m, c):
     Each warpgroup its half of the rows, which the other does not read.
     """
     through = jnp.exp2(m.gates[c.at, m.walk.last])
-
     for p, x in enumerate(own_states(n, c)):
         added = product((transposed(m.leaving.at[c.wg]), c.v.at[p]))
         m.S.at[x][...] = (read(m.S.at[x]) * through + added).astype(bf16)
