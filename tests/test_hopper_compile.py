@@ -44,12 +44,12 @@ KERNELS = {
     ("forward", "head", 64): 1,
     ("forward, kept", "key", 128): 2,
     ("forward, kept", "head", 128): 1,
-    ("gradient", "key", 128): 6,
+    ("gradient", "key", 128): 5,
     ("gradient", "head", 128): 3,
     ("gradient", "head", 64): 3,
 }
 # What goes token by token, for gates a channel that are out of range, has no products. The gradient walks both ways before.
-WITHOUT_PRODUCTS = {("forward", "key"): 1, ("forward, kept", "key"): 1, ("gradient", "key"): 3}
+WITHOUT_PRODUCTS = {("forward", "key"): 1, ("forward, kept", "key"): 1, ("gradient", "key"): 2}
 
 
 def waits_for_registers(ptx: str, at_launch: int) -> bool:

@@ -1,6 +1,6 @@
 """The walks of `key` again, token by token, for the programs whose gates went too far for it:
 
-    S_t = e^{g_t} S_{t-1} + k_t v_t^T,  o_t = scale S_t^T q_t;   against time, dL/dS:  G_t = e^{g_t} (G_{t+1} + scale q_t do_t^T)
+    S_t = e^{g_t} S_{t-1} + k_t v_t^T,  o_t = scale S_t^T q_t
 
 in float32 and without products, so that no exponent but a gate itself is formed: exact for all gates. A loop over tokens is
 also a tenth of the instructions that the same chunk takes in products by halving, and who first calls `key` waits for all to
@@ -24,6 +24,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu import tiles
+from glax.kernels.pallas_gpu.plan import place_of, quotient, remainder
 from glax.kernels.pallas_gpu.tiles import HALF, LOG2E, C, read
 
 BF16 = jnp.bfloat16
@@ -69,15 +70,15 @@ def by_token(count: int, operands, step, carry):
     return lax.fori_loop(0, count // 2, pair, (carry, operands(0)))[0]
 
 
-def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, last, log):
+def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, last, log):
     """o, states, last and log as `key_walk` found them, written anew where far [E, H] is not 0.
 
     Where states are kept, far is how many chunks are left of the segment when the first comes that is too far, and
     log is not written. far_chunk [B, chunks, H]: `far` of `Walked`, read there.
     """
     E, blocks = table.shape[0], w.V // COLUMNS
-    T, H, K = a.shape[1], w.H, w.K
-    ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
+    T, H, K = k.shape[1], w.H, w.K
+    hk, hv, hq = (H // x.shape[2] for x in (k, v, q))
     rows = K // math.prod(GROUPS)
     state = state_layout(rows)
     of_k, of_v = state.reduce(3), state.reduce(0).reduce(0).reduce(0)
@@ -95,21 +96,21 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
         return x.reshape(TOKENS, *GROUPS, rows)
 
     def body(
-        table_g, far_g, far_chunk_g, q_g, a_g, b_g, g_g, scale_g, start_g, o_g, states_g, last_g, log_g, _,
-        q_s, a_s, b_s, g_s, half_s, query_s, key_s, decay_s, value_s, shares_s, given, half_given,
+        table_g, far_g, far_chunk_g, q_g, k_g, v_g, g_g, scale_g, start_g, o_g, states_g, last_g, log_g, _,
+        q_s, k_s, v_s, g_s, half_s, query_s, key_s, decay_s, value_s, shares_s, given, half_given,
     ):  # fmt: skip
         program = lax.axis_index("program")
-        block, h, e = program % blocks, program // blocks % H, program // (blocks * H)
+        block, h, e = place_of(program, blocks, H)
         batch, first, count, n = (table_g[e, i] for i in range(4))
-        mine, adjoint = pl.ds(block * COLUMNS, COLUMNS), table_g[e, 4] if w.either else int(w.adjoint)
+        mine = pl.ds(block * COLUMNS, COLUMNS)
 
         def chunk(step):
-            return first + w.place(step, count, adjoint)
+            return first + w.place(step, count)
 
         def tokens(x, group, i, *columns):
             """The i-th tokens of the walk."""
-            row = chunk(i // parts) * C + w.place(i % parts, parts, adjoint) * TOKENS
-            return x.at[(batch, pl.ds(row, TOKENS), h // group, *columns)]
+            row = chunk(quotient(i, parts)) * C + w.place(remainder(i, parts), parts) * TOKENS
+            return x.at[(batch, pl.ds(row, TOKENS), quotient(h, group), *columns)]
 
         @pl.when(far_g[e, h] > 0)
         def _():
@@ -117,20 +118,20 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
             begin = count - far_g[e, h] if w.states else 0
 
             def fetch(i):
-                slot = i % SLOTS
+                slot = remainder(i, SLOTS)
 
                 @pl.when(i < count * parts)
                 def _():
                     for term in range(w.terms):
                         plgpu.copy_gmem_to_smem(tokens(g_g.at[term], 1, i), g_s.at[slot, term], given.at[slot])
-                    plgpu.copy_gmem_to_smem(tokens(a_g, ha, i), a_s.at[slot], given.at[slot])
-                    plgpu.copy_gmem_to_smem(tokens(b_g, hb, i, mine), b_s.at[slot], given.at[slot])
+                    plgpu.copy_gmem_to_smem(tokens(k_g, hk, i), k_s.at[slot], given.at[slot])
+                    plgpu.copy_gmem_to_smem(tokens(v_g, hv, i, mine), v_s.at[slot], given.at[slot])
                     if w.outputs:
                         plgpu.copy_gmem_to_smem(tokens(q_g, hq, i), q_s.at[slot], given.at[slot])
 
             def fetch_half(step):
                 """Gates of the half chunk that is walked first."""
-                row = chunk(step) * C + w.place(0, 2, adjoint) * HALF
+                row = chunk(step) * C + w.place(0, 2) * HALF
                 for term in range(w.terms):
                     plgpu.copy_gmem_to_smem(g_g.at[term, batch, pl.ds(row, HALF), h], half_s.at[term], half_given)
 
@@ -140,14 +141,8 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
             def form(slot):
                 """The tokens' factors, in float32."""
                 g = gates([read(g_s.at[slot, term], flat) for term in range(w.terms)])
-                decay, a = jnp.exp2(g * LOG2E), read(a_s.at[slot], flat)
-                if w.adjoint:
-                    a *= decay * factor
-                elif w.either:
-                    is_adjoint = adjoint.astype(jnp.float32)
-                    a *= decay * is_adjoint + (1.0 - is_adjoint)
-                decay_s[...], key_s[...] = by_group(decay), by_group(a)
-                value_s[...] = read(b_s.at[slot], plgpu.Layout.WG_STRIDED((TOKENS, COLUMNS), vec_size=2))
+                decay_s[...], key_s[...] = by_group(jnp.exp2(g * LOG2E)), by_group(read(k_s.at[slot], flat))
+                value_s[...] = read(v_s.at[slot], plgpu.Layout.WG_STRIDED((TOKENS, COLUMNS), vec_size=2))
                 if w.outputs:
                     query_s[...] = by_group(read(q_s.at[slot], flat))
                 return g
@@ -156,7 +151,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                 return plgpu.load(ref.at[token], layout=of_k, optimized=False)
 
             def operands(i):
-                token = w.place(i, TOKENS, adjoint)
+                token = w.place(i, TOKENS)
                 found = row(decay_s, token), row(key_s, token), plgpu.load(value_s.at[token], layout=of_v)
                 return (*found, row(query_s, token)) if w.outputs else found
 
@@ -185,7 +180,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
 
             def walk(i, carry):
                 S, log = carry
-                step, part, slot = i // parts, i % parts, i % SLOTS
+                step, part, slot = quotient(i, parts), remainder(i, parts), remainder(i, SLOTS)
 
                 if w.states:
 
@@ -200,7 +195,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                 def walk_token(token, S, decay, k, v, *q):
                     S = S * along(decay) + along(k) * across(v)
                     if w.outputs:
-                        place = w.place(token, TOKENS, adjoint)
+                        place = w.place(token, TOKENS)
                         store(shares_s.at[place], jnp.sum(S * along(*q), axis=2))
                     return S
 
@@ -210,7 +205,7 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
                 if w.states:
                     pl.when((part == 0) & (step >= begin) & (step + 1 < count))(lambda: fetch_half(step + 1))
                 if w.outputs:
-                    place = chunk(step) * C + w.place(part, parts, adjoint) * TOKENS
+                    place = chunk(step) * C + w.place(part, parts) * TOKENS
 
                     @pl.when((step >= begin) & (place < T))
                     def _():
@@ -282,5 +277,5 @@ def exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, la
             plgpu.Barrier(num_arrivals=w.terms),
         ],
         compiler_params=tiles.PARAMS,
-    )(table, far, far_chunk, q, a, b, g, scale, split(start, 2) if w.start else start, *refs)
+    )(table, far, far_chunk, q, k, v, g, scale, split(start, 2) if w.start else start, *refs)
     return [ref[...].reshape(x.shape) for ref, x in zip(refs, found, strict=True)]

@@ -19,6 +19,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     Walk,
     half,
 )
+from glax.kernels.pallas_gpu.plan import quotient, remainder
 from glax.kernels.pallas_gpu.tiles import BY_COLUMN, tiled
 
 SLOTS = 2  # chunks in shared memory: one in work, one on its way
@@ -60,8 +61,8 @@ class Sizes:
 
     def place(self, item):
         """Sequence, run and head of an item."""
-        rest = lax.div(item, self.H)
-        return lax.div(rest, self.runs), lax.rem(rest, self.runs), lax.rem(item, self.H)
+        run, h = quotient(item, self.H), remainder(item, self.H)
+        return quotient(run, self.runs), remainder(run, self.runs), h
 
     def items(self, first):
         """How many items are `first`, first + step, ..."""
@@ -70,14 +71,14 @@ class Sizes:
 
     def chunk(self, first, i, reverse: bool):
         """Of the i-th chunk that a team takes whose first item is `first`: sequence, run, chunk, head, and place in its run."""
-        b, run, h = self.place(first + lax.div(i, self.run) * self.step)
-        j = lax.rem(i, self.run)
+        b, run, h = self.place(first + quotient(i, self.run) * self.step)
+        j = remainder(i, self.run)
         return b, run, run * self.run + (self.run - 1 - j if reverse else j), h, j
 
     def heads(self, h) -> dict:
         """Of each input's tiles, the head that head h reads."""
         shared = dict(q=self.HQ, k=self.HK, v=self.HV, g=self.H, do=self.H)
-        return {name: lax.div(h, self.H // heads) for name, heads in shared.items()}
+        return {name: quotient(h, self.H // heads) for name, heads in shared.items()}
 
 
 def load(n: Sizes, m: SimpleNamespace, tiles):

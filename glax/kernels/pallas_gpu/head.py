@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu import tiles
-from glax.kernels.pallas_gpu.plan import Walk, Walked
+from glax.kernels.pallas_gpu.plan import Walk, Walked, place_of, quotient
 from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, C, by_column, by_row, read, tiled, transposed, zeros
 
 BF16 = jnp.bfloat16
@@ -40,7 +40,7 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
         q_s, a_s, b_s, G_s, S_s, scaled_s, o_s, given, free, entered, taken,
     ):  # fmt: skip
         program, me = lax.axis_index("program"), lax.axis_index("warpgroup")
-        block, h, e = program % blocks, program // blocks % H, program // (blocks * H)
+        block, h, e = place_of(program, blocks, H)
         batch, first, count, n = (table_g[e, i] for i in range(4))
         factor, last_token = scale_g[n], 0 if w.reverse else C - 1
         adjoint = table_g[e, 4] if w.either else int(w.adjoint)
@@ -50,7 +50,7 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
             return first + w.place(step, count, adjoint)
 
         def tokens(x, group, step, *columns):
-            return x.at[(batch, pl.ds(chunk(step) * C, C), h // group, *columns)]
+            return x.at[(batch, pl.ds(chunk(step) * C, C), quotient(h, group), *columns)]
 
         @pl.when(me == W)
         def _fetching():

@@ -9,6 +9,13 @@ so two exponentials an element serve every product. They are safe while |M| <= 6
 again in the exact form, which forms no exponent above 0. A token's score with itself, the largest where gates are strong, is
 formed of q and k before they are rounded, and scores have 16 bits: two terms in bfloat16. The gradient gets S' of every chunk.
 
+What needs no scores and no S' but the edges of segments, and the walk of dL/dS, scales to the chunk's edge instead: with E_j the
+log decays behind token j (against time, of q and d_output in place of k and v, through token j)
+
+    S_out = e^{L + R} S + sum_j (k_j e^{E_j}) v_j^T
+
+where no exponent is above 0. That of dL/dS is told which chunks are out of range, and stores others decayed to their middle.
+
 A program has a segment of one sequence, one head and 64 or 128 columns of the state. Some of its warpgroups scale, each 64
 channels of K, ahead of those that multiply: one has the state and hands S' to the other, which forms scores and outputs while
 the next state is formed. Walks without outputs have a warpgroup for every 64 columns.
@@ -24,15 +31,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.exact import exact_walk
-from glax.kernels.pallas_gpu.plan import Walk, Walked
+from glax.kernels.pallas_gpu.plan import Walk, Walked, place_of, quotient
 from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, C, by_row, product, read, tiled, transposed, zeros
 
 BF16 = jnp.bfloat16
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that walks alike are lowered once
-def key_walk(w: Walk, table, q, a, b, g, scale, start):
-    """What `Walked` says; log where no states are kept.
+def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
+    """What `Walked` says; log where no states are kept. told_far [B, chunks, H]: `far` of `Walked`, which the walk of dL/dS is told.
 
     table [E, 4]: of every segment its batch row, first chunk, number of chunks, and sequence (for `scale`); [E, 5] for `either`.
     a [B, T, heads, K], b [B, T, heads, V]: k and v, or q and d_output with `adjoint`.
@@ -54,7 +61,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
     }[scalers, W]
 
     def body(
-        table_g, q_g, a_g, b_g, g_g, scale_g, start_g, o_g, states_g, last_g, log_g, far_g, far_chunk_g,
+        table_g, q_g, a_g, b_g, g_g, scale_g, start_g, told_far_g, o_g, states_g, last_g, log_g, far_g, far_chunk_g,
         q_s, a_s, b_s, g_s, S_s, o_s, sums_s, own_s, halves_s, given, gates_given, ready, free, gates_free, met, entered, taken,
     ):  # fmt: skip
         me = lax.axis_index("warpgroup")
@@ -63,7 +70,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
             """Block, head and segment. These and what the table says are found anew where they are needed: what all
             warpgroups hold throughout, the compiler spills."""
             program = lax.optimization_barrier(lax.axis_index("program"))
-            return program % blocks, program // blocks % H, program // (blocks * H)
+            return place_of(program, blocks, H)
 
         def told(column):
             return table_g[place()[2], column]
@@ -77,7 +84,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
             return told(1) + w.place(step, count(), adjoint)
 
         def tokens(x, group, step, *columns):
-            return x.at[(told(0), pl.ds(chunk(step) * C, C), place()[1] // group, *columns)]
+            return x.at[(told(0), pl.ds(chunk(step) * C, C), quotient(place()[1], group), *columns)]
 
         def fetch_gates(step, slot):
             for term in range(w.terms):
@@ -105,12 +112,31 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 plgpu.barrier_wait(free.at[slot])
                 fetch(step - 1 + stages, slot)
 
+        def noted(step, far, share, M, ends):
+            """What is said of this chunk where its gates go too far, and of the segment up to it."""
+            # sums of gates of -inf are NaN, for which no comparison holds, and which the largest may not show
+            near = (jnp.max(jnp.abs(M), axis=1) <= tiles.FAST_LIMIT) & (sum(map(jnp.abs, ends)) < jnp.inf)
+            # where states are kept, chunks left when the first comes that is too far: the exact walk begins there
+            left = jnp.maximum(far, (count() - step).astype(jnp.float32)) if w.states else 1.0
+            if w.states:
+
+                @pl.when(place()[0] == 0)
+                def _():
+                    far_chunk_g[told(0), chunk(step), place()[1], share] = jnp.where(near, 0.0, 1.0)
+
+            return jnp.where(near, far, left)
+
+        def decayed(S, log):
+            return S * by_row(jnp.exp2(log * LOG2E), S.shape)
+
         @pl.when(me >= W)
         def _scaling():
             plgpu.set_max_registers(few, action="decrease")
             share, total = me - W, count()
-            # Of a walk of either kind M has the sign in which it scales.
-            middle = tiles.middle_matrix(w.reverse, jnp.where(adjoint > 0, 1.0, -1.0) if w.either else 1.0)
+            if w.to_edge:
+                matrix = tiles.edge_matrix(w.reverse, adjoint.astype(jnp.float32) if w.either else float(adjoint))
+            else:
+                matrix = tiles.middle_matrix(w.reverse)
             part = pl.ds(share * 64, 64)
 
             @pl.when(share == 0)
@@ -131,11 +157,15 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                 slot, gate_slot = lax.rem(step, jnp.int32(stages)), lax.rem(step, jnp.int32(2))
                 at, gates = a_s.at[slot, :, part], [g_s.at[gate_slot, term, :, part] for term in range(w.terms)]
                 plgpu.barrier_wait(gates_given.at[gate_slot])
+                if w.to_edge and w.terms == 1:  # those of two terms are cut where they are split
+                    (only,) = gates
+                    only[...] = jnp.maximum(plgpu.load(only, layout=tiles.WGMMA), jnp.bfloat16(tiles.LOG_OF_ZERO))
+                    plgpu.commit_smem()
 
                 def summed(M, halves):
                     for g in gates:
                         plgpu.wgmma(halves, transposed(g), tiles.by_halves(halves_s))
-                        plgpu.wgmma(M, middle, g)
+                        plgpu.wgmma(M, matrix, g)
                     return M[...], halves[...]
 
                 # [C, 64]; [64, 8]: of every channel, the sum over the first half of the chunk, over the second, and zeros
@@ -149,26 +179,23 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
                     plgpu.barrier_wait(gates_free.at[gate_slot])
                     fetch_gates(step + 2, gate_slot)
 
-                # sums of gates of -inf are NaN, for which no comparison holds, and which the largest may not show
-                near = (jnp.max(jnp.abs(M), axis=1) <= tiles.FAST_LIMIT) & (sum(map(jnp.abs, ends)) < jnp.inf)
-                # where states are kept, chunks left when the first comes that is too far: the exact walk begins there
-                left = jnp.maximum(far, (total - step).astype(jnp.float32)) if w.states else 1.0
-                far = jnp.where(near, far, left)
-                if w.states:
-
-                    @pl.when(place()[0] == 0)
-                    def _():
-                        far_chunk_g[told(0), chunk(step), place()[1], share] = jnp.where(near, 0.0, 1.0)
-
+                if not w.to_edge:
+                    far = noted(step, far, share, M, ends)
+                    halves = ends
+                elif w.states:  # dL/dS to the middle of a chunk, if that is in range, and from there on
+                    out_of_range = told_far_g[told(0), chunk(step), place()[1]].astype(jnp.float32)
+                    halves = ends[1] * (1.0 - out_of_range), ends[0] + ends[1] * out_of_range
+                else:
+                    halves = (ends[0] + ends[1],)
                 M = M * LOG2E
                 plgpu.barrier_wait(given.at[slot])  # and so until all are done with what is written here next
-                for side, end in enumerate(ends):
-                    sums_s[slot, side, part] = end
+                for side, log_decay in enumerate(halves):
+                    sums_s[slot, side, part] = log_decay
                 if w.outputs:
                     qt = q_s.at[slot, :, part]
                     own_s[slot, share] = jnp.sum(read(qt) * read(at), axis=1)
                     qt[...] = (read(qt) * jnp.exp2(M)).astype(BF16)
-                x = read(at) * jnp.exp2(M if w.adjoint or w.either else -M)
+                x = read(at) * jnp.exp2(M if w.to_edge else -M)
                 at[...] = (x * scale_g[told(3)] if w.adjoint else x).astype(BF16)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ready.at[slot])
@@ -181,25 +208,39 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
             @pl.when(block == 0)
             def _():
                 log_g[e, h, part] = log
-                far_g[e, h, part] = far
+                if not w.to_edge:
+                    far_g[e, h, part] = far
 
         def carrying(columns, use):
-            """The state through all chunks, [K, columns]: use(S', step, slot) returns it behind each."""
+            """The state through all chunks, [K, columns]: use(S', step, slot, on) returns it behind each, on(S') what is left of
+            S' there if that is not done in the next chunk."""
             plgpu.set_max_registers(many, action="increase")
 
-            def walk(step, carry):
-                S, tail = carry
+            def halves(step):
                 slot = lax.rem(step, jnp.int32(stages))
                 plgpu.barrier_wait(ready.at[slot])
-                ahead, after = (plgpu.load(sums_s.at[slot, side], layout=BY_ROW) for side in (adjoint, 1 - adjoint))
-                return use(S * by_row(jnp.exp2((tail + ahead) * LOG2E), S.shape), step, slot), after
+                return slot, *(plgpu.load(sums_s.at[slot, side], layout=BY_ROW) for side in range(2))
+
+            def walk_to_edge(step, S):
+                slot, ahead, after = halves(step)
+                if not w.states:
+                    return use(S, step, slot, lambda S: decayed(S, ahead))
+                return use(decayed(S, ahead), step, slot, lambda S: decayed(S, after))
+
+            def walk_to_middle(step, carry):
+                S, tail = carry
+                slot, ahead, after = halves(step)
+                return use(decayed(S, tail + ahead), step, slot, lambda S: S), after
 
             S = zeros((K, columns.size))
             if w.start:
                 S = plgpu.load(start_g.at[place()[2], place()[1], :, columns], layout=tiles.WGMMA, optimized=False)
-            S, tail = lax.fori_loop(0, count(), walk, (S, zeros((K,), BY_ROW)))
+            if w.to_edge:
+                S = lax.fori_loop(0, count(), walk_to_edge, S)
+            else:
+                S = decayed(*lax.fori_loop(0, count(), walk_to_middle, (S, zeros((K,), BY_ROW))))
             _, h, e = place()
-            last_g[e, h, :, columns] = S * by_row(jnp.exp2(tail * LOG2E), S.shape)
+            last_g[e, h, :, columns] = S
 
         def keep(S, step, tile, columns):
             """Stores S' in the tile, and hands it to the copy engine if asked to."""
@@ -215,11 +256,11 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
             columns = pl.ds((place()[0] * W + me) * 64, 64)
             pl.when(me == 0)(lambda: fill(fetch))
 
-            def use(S, step, slot):
+            def use(S, step, slot, on):
                 pl.when(me == 0)(lambda: refill(step))
                 if w.states:
                     keep(S, step, S_s.at[lax.rem(step, jnp.int32(w.kept_stages)), me], columns)
-                S = tiles.added(S, (transposed(a_s.at[slot]), b_s.at[slot, :, pl.ds(me * 64, 64)]))
+                S = tiles.added(on(S), (transposed(a_s.at[slot]), b_s.at[slot, :, pl.ds(me * 64, 64)]))
                 plgpu.barrier_arrive(free.at[slot])
                 return S
 
@@ -231,12 +272,12 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
             columns = pl.ds(place()[0] * w.columns, w.columns)
             fill(fetch)
 
-            def use(S, step, slot):
+            def use(S, step, slot, on):
                 pl.when(step > 0)(lambda: plgpu.barrier_wait(taken))
                 keep(S, step, S_s, columns)
                 plgpu.barrier_arrive(entered)
                 refill(step)
-                S = tiles.added(S, (transposed(a_s.at[slot]), b_s.at[slot]))
+                S = tiles.added(on(S), (transposed(a_s.at[slot]), b_s.at[slot]))
                 plgpu.barrier_arrive(free.at[slot])
                 return S
 
@@ -291,8 +332,8 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
         out_type=(
             *w.results(B, T, E),
             jax.ShapeDtypeStruct((E, H, K), jnp.float32),
-            jax.ShapeDtypeStruct((E, H, K), jnp.float32),
-            jax.ShapeDtypeStruct((B, chunks, H, scalers, C) if w.states else (1,), jnp.float32),
+            jax.ShapeDtypeStruct((1,) if w.to_edge else (E, H, K), jnp.float32),
+            jax.ShapeDtypeStruct((B, chunks, H, scalers, C) if w.states and not w.to_edge else (1,), jnp.float32),
         ),
         grid=(blocks * H * E,),
         grid_names=("program",),
@@ -318,7 +359,10 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start):
             plgpu.Barrier(),
         ],
         compiler_params=tiles.PARAMS,
-    )(table, q, a, b, g, scale, start)
+    )(table, q, a, b, g, scale, start, scale if told_far is None else told_far)
+    o, states, last, log = found
+    if w.to_edge:
+        return Walked(o, states, last, None if w.states else log)
     far = jnp.max(far, axis=2).astype(jnp.int32)
     far_chunk = jnp.any(far_chunk > 0, axis=(3, 4)).astype(jnp.int32) if w.states else far
     o, states, last, log = exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, *found)

@@ -86,7 +86,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None, config: Hop
     else:
         d_start, _ = p.through(own, p.start(d_final), adjoint=True)
     against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None)
-    walked = p.walk(against, p.q, d_output, d_start)
+    walked = p.walk(against, p.q, d_output, d_start, far=kept.far)
     form = gradient_key if p.key else gradient_head
     operands = p.chunkwise(d_output, kept, walked.states)
     dq, dk, dv, dg, d_scale = form(*operands, reverse=r.reverse, programs=multiprocessors())

@@ -10,6 +10,22 @@ from jax import lax
 C = 64  # tokens a chunk: the rows of one warpgroup's product
 
 
+def quotient(x, by: int):
+    """x // by for x >= 0, in one operation: `//` of a traced number is ten, which Pallas lowers one by one in Python."""
+    return x if by == 1 else lax.div(x, jnp.int32(by))
+
+
+def remainder(x, by: int):
+    """x % by for x >= 0."""
+    return 0 if by == 1 else lax.rem(x, jnp.int32(by))
+
+
+def place_of(program, blocks: int, heads: int):
+    """Block, head and segment of a program."""
+    rest = quotient(program, blocks)
+    return remainder(program, blocks), remainder(rest, heads), quotient(rest, heads)
+
+
 @dataclasses.dataclass(frozen=True)
 class Walk:
     """What a walk is compiled for. outputs: with q, o. states: those at every chunk, too.
@@ -34,6 +50,12 @@ class Walk:
     run: int = 1
 
     @property
+    def to_edge(self) -> bool:
+        """With gates a key channel: tokens are scaled to the edge of their chunk that the walk leaves by, which no gate is too
+        strong for. Where scores are formed, and where a gradient takes states before chunks, to the middle."""
+        return self.adjoint or self.either
+
+    @property
     def stages(self) -> int:
         """Chunks in shared memory at a time: what 227 KB hold at widths of 128."""
         return (3 if self.outputs or self.states else 4) - (self.terms - 1)
@@ -47,8 +69,8 @@ class Walk:
         """Whether the state that enters this chunk is stored: it is the first of its run in walking order."""
         return lax.rem(chunk, jnp.int32(self.run)) == (self.run - 1 if self.reverse != self.adjoint else 0)
 
-    def place(self, step, count, adjoint):
-        """What the walk takes at a step of `count`; adjoint: 0 or 1."""
+    def place(self, step, count, adjoint=None):
+        """What the walk takes at a step of `count`; adjoint, of a walk of `either` kind: 0 or 1."""
         if not self.either:
             return count - 1 - step if self.reverse != self.adjoint else step
         return jnp.where(adjoint == int(self.reverse), step, count - 1 - step)
@@ -72,7 +94,7 @@ class Walked(NamedTuple):
     log is None where states are kept with gates a key channel.
 
     far [B, chunks, H]: 1 where the gates of a chunk leave the range of the fast form. There its state is that which enters
-    it; in other chunks, with gates a key channel, it is decayed to the chunk's middle.
+    it; in other chunks, with gates a key channel, it is decayed to the chunk's middle. None where the walk was told.
     """
 
     o: jax.Array

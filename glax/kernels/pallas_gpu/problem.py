@@ -134,8 +134,8 @@ class Problem:
         terms = len(self.gates) if self.key else 1
         return Walk(self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, terms=terms, **flags)
 
-    def walk(self, plan: Walk, a, b, start, table=None) -> Walked:
-        """The walk of every segment in `table`, its log decays [E, H, K or 1] too."""
+    def walk(self, plan: Walk, a, b, start, table=None, far=None) -> Walked:
+        """The walk of every segment in `table`, its log decays [E, H, K or 1] too. far: of `Kept`, for the walk of dL/dS."""
         operands = (
             self.table if table is None else table,
             self.q,
@@ -146,7 +146,7 @@ class Problem:
             jnp.zeros((1, 1, 1, 1)) if start is None else start,
         )
         if self.key:
-            return key_walk(plan, *operands)
+            return key_walk(plan, *operands, far)
         log = self.by_segment(self.totals()).sum(3).transpose(0, 2, 1)
         return head_walk(plan, *operands)._replace(log=log.reshape(-1, self.H, 1))
 

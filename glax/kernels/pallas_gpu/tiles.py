@@ -95,11 +95,21 @@ def walking(reverse: bool):
     return (C - 1 - i, C - 1 - j) if reverse else (i, j)
 
 
-def middle_matrix(reverse: bool, sign=1.0) -> jax.Array:
-    """Row i sums the gates from the chunk's middle through token i, negatively before it; all times the sign."""
+def middle_matrix(reverse: bool) -> jax.Array:
+    """Row i sums the gates from the chunk's middle through token i, negatively before it."""
     i, j = walking(reverse)
     after, before = (j >= HALF) & (j <= i), (j < HALF) & (j > i)
-    return ((jnp.where(after, 1.0, 0.0) - jnp.where(before, 1.0, 0.0)) * sign).astype(jnp.bfloat16)
+    return (jnp.where(after, 1.0, 0.0) - jnp.where(before, 1.0, 0.0)).astype(jnp.bfloat16)
+
+
+def edge_matrix(reverse: bool, adjoint) -> jax.Array:
+    """Row i sums the gates from token i to the edge that a walk leaves by: all behind it, or against time all through it.
+
+    adjoint: 0 or 1, which may be traced.
+    """
+    i, j = walking(reverse)
+    through = jnp.where(j <= i, 1.0, 0.0)
+    return (through * adjoint + (1.0 - through) * (1.0 - adjoint)).astype(jnp.bfloat16)
 
 
 def halves(reverse: bool) -> jax.Array:
