@@ -60,14 +60,12 @@ def store(ref, x):
 def by_token(count: int, operands, step, carry):
     """carry through step(i, carry, *operands(i)) of `count` tokens; each reads what the next needs before it computes."""
 
-    def pair(i, state):
-        carry, even = state
-        odd = operands(2 * i + 1)
-        carry = step(2 * i, carry, *even)
-        even = operands(jnp.minimum(2 * i + 2, count - 1))
-        return step(2 * i + 1, carry, *odd), even
+    def one(i, state):
+        carry, now = state
+        after = operands(jnp.minimum(i + 1, count - 1))
+        return step(i, carry, *now), after
 
-    return lax.fori_loop(0, count // 2, pair, (carry, operands(0)))[0]
+    return lax.fori_loop(0, count, one, (carry, operands(0)))[0]
 
 
 def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, last, log):
@@ -242,7 +240,7 @@ def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
 
             carry = tiles.zeros(shape, state), nothing()
             S, log = lax.fori_loop(0, 2, phase, carry)
-            store(last_g.at[e, h, :, :, :, mine], S)
+            w.leave(e, lambda place: store(last_g.at[place, h, :, :, :, mine], S))
 
             if not w.states:
 

@@ -97,7 +97,12 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
             S = zeros((K, mine.size))
             if w.start:
                 S = plgpu.load(start_g.at[e, h, :, mine], layout=tiles.WGMMA, optimized=False)
-            last_g[e, h, :, mine] = lax.fori_loop(0, count, walk, S)
+            S = lax.fori_loop(0, count, walk, S)
+
+            def store(place):
+                last_g[place, h, :, mine] = S
+
+            w.leave(e, store)
 
         def keep(S, step, tile, mine):
             """Stores S in the tile, and hands it to the copy engine if asked to."""

@@ -32,14 +32,28 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.exact import exact_walk
 from glax.kernels.pallas_gpu.plan import Walk, Walked, place_of, quotient
-from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, C, by_row, product, read, tiled, transposed, zeros
+from glax.kernels.pallas_gpu.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2E,
+    C,
+    by_column,
+    by_row,
+    product,
+    read,
+    tiled,
+    transposed,
+    zeros,
+)
 
 BF16 = jnp.bfloat16
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that walks alike are lowered once
 def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
-    """What `Walked` says; log where no states are kept. told_far [B, chunks, H]: `far` of `Walked`, which the walk of dL/dS is told.
+    """What `Walked` says; log where no states are kept.
+
+    told_far [B, chunks, H]: `far` of `Walked`, which the walk of dL/dS is told.
 
     table [E, 4]: of every segment its batch row, first chunk, number of chunks, and sequence (for `scale`); [E, 5] for `either`.
     a [B, T, heads, K], b [B, T, heads, V]: k and v, or q and d_output with `adjoint`.
@@ -54,7 +68,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
     scalers = K // 64
     # Registers of a thread that scales and one that computes: together no more than the program is launched with.
     few, many = {
-        (2, 2): (88, 168) if w.outputs else (96, 160),
+        (2, 2): (96, 160),
         (1, 2): (88, 208),
         (2, 1): (128, 240),
         (1, 1): (168, 240),
@@ -238,9 +252,28 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
             if w.to_edge:
                 S = lax.fori_loop(0, count(), walk_to_edge, S)
             else:
-                S = decayed(*lax.fori_loop(0, count(), walk_to_middle, (S, zeros((K,), BY_ROW))))
+                S, tail = lax.fori_loop(0, count(), walk_to_middle, (S, zeros((K,), BY_ROW)))
+                S = decayed(S, tail)
             _, h, e = place()
-            last_g[e, h, :, columns] = S
+
+            def store(place):
+                last_g[place, h, :, columns] = S if w.to_edge else S + lost(tail, columns)
+
+            w.leave(e, store)
+
+        def lost(tail, columns):
+            """What the last token, most of the state where gates are strong, lost when it was scaled and rounded."""
+            row = chunk(count() - 1) * C + (0 if w.reverse else C - 1)
+            token = told(0), jnp.clip(row, 0, T - 1)
+            k, v = (
+                plgpu.load(x.at[(*token, quotient(place()[1], group), part)], layout=layout, optimized=False)
+                for x, group, part, layout in ((a_g, ha, pl.ds(0, K), BY_ROW), (b_g, hb, columns, BY_COLUMN))
+            )
+            k = k.astype(jnp.float32)
+            rounded = (k * jnp.exp2(-tail * LOG2E)).astype(BF16).astype(jnp.float32)
+            left = (k - rounded * jnp.exp2(tail * LOG2E)) * jnp.where(count() > 0, 1.0, 0.0)
+            shape = K, columns.size
+            return by_row(left, shape) * by_column(v, shape).astype(jnp.float32)
 
         def keep(S, step, tile, columns):
             """Stores S' in the tile, and hands it to the copy engine if asked to."""

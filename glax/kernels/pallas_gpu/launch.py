@@ -29,7 +29,7 @@ def forward(p: Problem, keep: bool, own=None) -> tuple[Outputs, Kept | None]:
     else:
         start, _ = p.through(own, p.start(r.initial_state), adjoint=False)
     walked = p.walk(p.plan(start=start is not None, states=keep, run=p.run if keep else 1), p.k, p.v, start)
-    outputs = Outputs(p.rows.put(walked.o)[..., : r.v.shape[3]], p.ends(walked.last, adjoint=False))
+    outputs = Outputs(p.rows.put(walked.o)[..., : r.v.shape[3]], p.narrow(walked.last))
     return outputs, p.kept(walked) if keep else None
 
 
@@ -61,9 +61,9 @@ def finish_vjp(own, r: Recurrence, d_output, d_final, kept: Kept | None = None, 
 
 def reached(p: Problem, own, start, adjoint: bool):
     """The state behind every sequence, [N, H, K, V], and its log decays, [N, H, K or 1]."""
-    (_, _, K, V), log = p.r.state_shape, own[1]
+    K, log = p.r.state_shape[2], own[1]
     _, S = p.through(own, p.start(start), adjoint)
-    return S[..., :K, :V], log.reshape(p.N, p.parts, *log.shape[1:]).sum(1)[..., :K]
+    return p.narrow(S), log.reshape(p.N, p.parts, *log.shape[1:]).sum(1)[..., :K]
 
 
 def states(p: Problem) -> Kept:
@@ -103,7 +103,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None, config: Hop
         k=fold_heads(dk[..., :K].astype(jnp.float32), r.k.shape[2]),
         v=fold_heads(dv[..., :V].astype(jnp.float32), r.v.shape[2]),
         decay=Decay(**decay),
-        initial_state=None if r.initial_state is None else p.ends(walked.last, adjoint=True),
+        initial_state=None if r.initial_state is None else p.narrow(walked.last),
         boundaries=None,
         scale=p.by_sequence(d_scale).sum(1),
     )

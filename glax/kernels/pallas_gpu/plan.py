@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 C = 64  # tokens a chunk: the rows of one warpgroup's product
 
@@ -34,6 +35,7 @@ class Walk:
     either: one program for both, but that no scale is taken: which one, the table says in a fifth number.
     terms: arrays of bfloat16 of which gates a key channel are the sum. columns: of the state in a program, 64 or 128.
     run: chunks from one stored state to the next; divides those of a sequence. More than 1 with gates a head alone.
+    parts: segments of every sequence, one after the other in memory.
     """
 
     H: int
@@ -48,6 +50,7 @@ class Walk:
     columns: int = 128
     terms: int = 1
     run: int = 1
+    parts: int = 1
 
     @property
     def to_edge(self) -> bool:
@@ -69,6 +72,13 @@ class Walk:
         """Whether the state that enters this chunk is stored: it is the first of its run in walking order."""
         return lax.rem(chunk, jnp.int32(self.run)) == (self.run - 1 if self.reverse != self.adjoint else 0)
 
+    def leave(self, segment, store):
+        """store(place among the last states), where the segment's is one."""
+        if self.either:
+            return store(segment)
+        at_end = remainder(segment, self.parts) == (0 if self.reverse != self.adjoint else self.parts - 1)
+        pl.when(at_end)(lambda: store(quotient(segment, self.parts)))
+
     def place(self, step, count, adjoint=None):
         """What the walk takes at a step of `count`; adjoint, of a walk of `either` kind: 0 or 1."""
         if not self.either:
@@ -82,14 +92,16 @@ class Walk:
 
     def results(self, B: int, T: int, E: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """o, states and last states of `Walked`; what is not asked for has one tile."""
+        ends = E if self.either else E // self.parts
         o = (B, T, self.H, self.V) if self.outputs else (1, C, 1, 64)
         states = (B, -(-T // C) // self.run, self.H, self.K, self.V) if self.states else (1, 1, 1, 64, 64)
         each = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (o, states)]
-        return *each, jax.ShapeDtypeStruct((E, self.H, self.K, self.V), jnp.float32)
+        return *each, jax.ShapeDtypeStruct((ends, self.H, self.K, self.V), jnp.float32)
 
 
 class Walked(NamedTuple):
-    """o [B, T, H, V]; states [B, chunks, H, K, V]; the last states [E, H, K, V] and log decays [E, H, K] of segments.
+    """o [B, T, H, V]; states [B, chunks, H, K, V]; the last states of sequences, [N, H, K, V], or in a walk of `either` kind of
+    segments; log decays of segments, [E, H, K].
 
     log is None where states are kept with gates a key channel.
 

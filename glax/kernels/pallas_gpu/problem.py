@@ -132,7 +132,9 @@ class Problem:
 
     def plan(self, **flags) -> Walk:
         terms = len(self.gates) if self.key else 1
-        return Walk(self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, terms=terms, **flags)
+        return Walk(
+            self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms, **flags
+        )
 
     def walk(self, plan: Walk, a, b, start, table=None, far=None) -> Walked:
         """The walk of every segment in `table`, its log decays [E, H, K or 1] too. far: of `Kept`, for the walk of dL/dS."""
@@ -267,11 +269,10 @@ class Problem:
             far = jnp.where(jnp.arange(self.chunks)[None, :, None] < self.rows.begins[-1], far, 0)
         return Kept(walked.states, far)
 
-    def ends(self, last, adjoint: bool):
-        """Of the last states of all segments, those at the end of a sequence's walk, at the widths of r."""
+    def narrow(self, states):
+        """At the widths of r."""
         K, V = self.r.state_shape[2:]
-        last = last.reshape(self.N, self.parts, *last.shape[1:])
-        return last[:, 0 if self.r.reverse != adjoint else -1, :, :K, :V]
+        return states[..., :K, :V]
 
 
 def head_sums(gates, reverse: bool):
