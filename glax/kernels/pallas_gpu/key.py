@@ -195,16 +195,15 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
 
                 if not w.to_edge:
                     far = noted(step, far, share, M, ends)
-                    halves = ends
                 elif w.states:  # dL/dS to the middle of a chunk, if that is in range, and from there on
                     out_of_range = told_far_g[told(0), chunk(step), place()[1]].astype(jnp.float32)
-                    halves = ends[1] * (1.0 - out_of_range), ends[0] + ends[1] * out_of_range
+                    ends = ends[1] * (1.0 - out_of_range), ends[0] + ends[1] * out_of_range
                 else:
-                    halves = (ends[0] + ends[1],)
+                    ends = (ends[0] + ends[1],)
                 M = M * LOG2E
                 plgpu.barrier_wait(given.at[slot])  # and so until all are done with what is written here next
-                for side, log_decay in enumerate(halves):
-                    sums_s[slot, side, part] = log_decay
+                for side, end in enumerate(ends):
+                    sums_s[slot, side, part] = end
                 if w.outputs:
                     qt = q_s.at[slot, :, part]
                     own_s[slot, share] = jnp.sum(read(qt) * read(at), axis=1)
@@ -230,20 +229,20 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
             S' there if that is not done in the next chunk."""
             plgpu.set_max_registers(many, action="increase")
 
-            def halves(step):
+            def log_decays(step):
                 slot = lax.rem(step, jnp.int32(stages))
                 plgpu.barrier_wait(ready.at[slot])
                 return slot, *(plgpu.load(sums_s.at[slot, side], layout=BY_ROW) for side in range(2))
 
             def walk_to_edge(step, S):
-                slot, ahead, after = halves(step)
+                slot, ahead, after = log_decays(step)
                 if not w.states:
                     return use(S, step, slot, lambda S: decayed(S, ahead))
                 return use(decayed(S, ahead), step, slot, lambda S: decayed(S, after))
 
             def walk_to_middle(step, carry):
                 S, tail = carry
-                slot, ahead, after = halves(step)
+                slot, ahead, after = log_decays(step)
                 return use(decayed(S, tail + ahead), step, slot, lambda S: S), after
 
             S = zeros((K, columns.size))
