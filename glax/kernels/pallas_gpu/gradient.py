@@ -81,8 +81,11 @@ class Sizes:
         return {name: quotient(h, self.H // heads) for name, heads in shared.items()}
 
 
-def load(n: Sizes, m: SimpleNamespace, tiles):
-    """The loading warpgroup: tiles by name, and where there are `gates` [64] of a chunk, those."""
+def load(n: Sizes, m: SimpleNamespace, tiles, late=()):
+    """The loading warpgroup: tiles by name, and where there are `gates` [64] of a chunk, those.
+
+    late: of the tiles, those that come with the states; until then their place is lent to the chunk before.
+    """
     cta = lax.axis_index("cta")
 
     def load_team(i, t):
@@ -95,16 +98,22 @@ def load(n: Sizes, m: SimpleNamespace, tiles):
 
         if hasattr(m, "gates"):
             plgpu.copy_gmem_to_smem(m.gates_g.at[b, h, c], m.gates.at[at], m.tokens_full.at[at])
-        for name, head in n.heads(h).items():
-            if name in tiles:
+
+        def fetch(names, full):
+            heads = n.heads(h)
+            for name in names:
                 for p in range(n.team):
-                    part = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), head, half(p)]
-                    plgpu.copy_gmem_to_smem(part, getattr(m, name).at[at, p], m.tokens_full.at[at])
+                    part = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), heads[name], half(p)]
+                    plgpu.copy_gmem_to_smem(part, getattr(m, name).at[at, p], full.at[at])
+
+        fetch([name for name in tiles if name not in late], m.tokens_full)
 
         @pl.when(i >= 1)
         def _():
             plgpu.barrier_wait(m.states_free.at[t])
 
+        if late:
+            fetch(late, m.late_full)
         plgpu.copy_gmem_to_smem(m.behind_g.at[b, c, h], m.dS.at[t], m.behind_full.at[t])
 
         @pl.when(j == 0)
@@ -125,12 +134,19 @@ def at_chunk(n: Sizes, m: SimpleNamespace, tiles, first, i) -> SimpleNamespace:
     wg = lax.axis_index("wg")
     t, w = lax.optimization_barrier((lax.div(wg, n.team), lax.rem(wg, n.team)))
     b, _, c, h, j = n.chunk(first, i, m.walk.reverse)
-    at = t * SLOTS + lax.rem(i, SLOTS)
+    at, other = (t * SLOTS + lax.rem(i + ahead, SLOTS) for ahead in (0, 1))
     whole = {name: getattr(m, name).at[at] for name in tiles}
     own = {name + "_w": ref.at[w] for name, ref in whole.items()}
-    place = dict(t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, j=j, at=at, mine=half(w), rows=pl.ds(c * CHUNK, CHUNK))
+
+    def again():
+        """The same, of which the compiler keeps nothing in registers until then."""
+        return at_chunk(n, m, tiles, *lax.optimization_barrier((first, i)))
+
+    place = dict(
+        t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, j=j, at=at, other=other, mine=half(w), rows=pl.ds(c * CHUNK, CHUNK)
+    )
     return SimpleNamespace(
-        **place, **whole, **own, scale=m.scale_g[b], vector=m.vectors.at[t * n.team + w], own=m.vectors.at[2 + t]
+        **place, **whole, **own, again=again, scale=m.scale_g[b], vector=m.vectors.at[t * n.team + w]
     )
 
 
@@ -154,7 +170,7 @@ def compute(n: Sizes, m: SimpleNamespace, tiles, chunk):
 
             @pl.when(i >= 1)
             def _():
-                plgpu.barrier_arrive(m.tokens_free.at[c.t * SLOTS + lax.rem(i + 1, SLOTS)])
+                plgpu.barrier_arrive(m.tokens_free.at[c.other])
 
         chunk(n, m, c, release)
         return ()
@@ -171,14 +187,15 @@ def scratch(n: Sizes, tiles, slots: int = 1) -> dict:
     """Tiles of `slots` chunks and one chunk's states, where warpgroups exchange sums, and where they meet."""
     found = {name: tiled(n.teams * slots, n.team, CHUNK, 64) for name in tiles}
     found |= {name: tiled(n.teams, n.D, n.D) for name in ("S", "dS")}
-    found |= dict(vectors=plgpu.SMEM((2 + n.teams, 64), jnp.float32))
+    found |= dict(vectors=plgpu.SMEM((2, 64), jnp.float32))
     return found | {name: barrier(n.team, n.teams) for name in ("meet_scaled", "meet_done")}
 
 
-def pipeline(n: Sizes, copies: int) -> dict:
-    """What loading and computing warpgroups wait for: `copies` a chunk, and the two states."""
+def pipeline(n: Sizes, copies: int, late: int = 0) -> dict:
+    """What loading and computing warpgroups wait for: `copies` a chunk, those that come `late`, and the two states."""
     tokens = n.teams * SLOTS
     found = dict(tokens_full=barrier(copies, tokens), tokens_free=barrier(n.team, tokens))
+    found |= dict(late_full=barrier(late, tokens)) if late else {}
     found |= dict(states_free=barrier(n.team, n.teams))
     if n.run == 1:
         return found | dict(behind_full=barrier(2, n.teams))

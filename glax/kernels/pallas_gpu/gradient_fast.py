@@ -1,5 +1,7 @@
 """One chunk and head, for gates on keys that stay within the range of e^M and e^-M."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -27,63 +29,79 @@ def chunk(n, m, c, release):
 
     What it computes where the gates leave the range of e^M and e^-M is written over.
     """
+    plgpu.barrier_wait(m.late_full.at[c.at])
     M = product((m.walk.middle_matrix(), c.g_w)) * LOG2E
     c.vector[...] = (read(c.q_w) * read(c.k_w)).sum(1)
-    c.q_w[...] = (read(c.q_w) * jnp.exp2(M)).astype(bf16)
-    c.k_w[...] = (read(c.k_w) * jnp.exp2(-M)).astype(bf16)
-    M = lax.optimization_barrier(M)  # e^M and e^-M are formed again where they are needed: to keep them takes registers
+    x_rest = split(c.q_w, read(c.q_w) * jnp.exp2(M))
+    y_rest = split(c.k_w, read(c.k_w) * jnp.exp2(-M))
+    # e^M and e^-M are formed again where they are needed: to keep them takes registers
+    M, x_rest, y_rest = lax.optimization_barrier((M, x_rest, y_rest))
     release()
+    rests = lent(m, c)
+    rests.x[...], rests.y[...] = x_rest, y_rest
     meet(m.meet_scaled.at[c.t])
-    A_T, dA_T = (c.g.at[0], c.g.at[1]) if n.team == 2 else (m.A_T.at[c.t], m.dA_T.at[c.t])
+    A_T, dA_T = score_tiles(n, m, c)
 
     def keys_scored():
         A_T[...] = kept(m.walk.before(), scores(n, c.k, c.q) * c.scale)
 
     def values_scored():
-        found = scores(n, c.v, c.do)
-        tell_own(m.walk, c, found)
-        dA_T[...] = kept(m.walk.before(), found)
+        found = lax.optimization_barrier(jnp.where(m.walk.earlier(), scores(n, c.v, c.do), 0.0))
+        rests.dA_T[...] = split(dA_T, found)
 
     shared(n, c, keys_scored, values_scored)
     meet(m.meet_scaled.at[c.t])
     wait_for_states(n, m, c)
+    c = c.again()
 
     def products(push, fed, dv, drawn):
-        start(n, m, c, A_T, dA_T, push, fed, dv, drawn)
-        edge = around(n, m, c)
-        push, fed = after(push, 3 * n.team + 2), after(fed, 2 * n.team + 2)
-        d_own = by_row(plgpu.load(c.own, layout=BY_ROW), TILE)
-        push = push + d_own * read(c.q_w)
-        y = read(c.k_w)
+        start(n, m, c, push, fed, dv, drawn)
+        push, fed = after(push, 3 * n.team + 4), after(fed, 2 * n.team + 4)
+        y = read(c.k_w) + read(lent(m, c).y)
         before_gate = (y * fed).astype(bf16)
         dk = (jnp.exp2(-M) * (fed + c.scale * push)).astype(bf16)
         given = y * push
         # Rounded now, not when dk and dv are stored: two registers a pair until then.
         dk, before_gate, given = lax.optimization_barrier((dk, before_gate, given))
-        dv = (after(dv, n.team + 1) + by_row(own_scores(n, m, c) * c.scale, TILE) * read(c.do_w)).astype(bf16)
-        return edge, before_gate, dk, given, dv, after(drawn) + d_own * read(c.k_w)
+        edge = around(n, m, c)
+        dv = (after(dv, n.team + 3) + by_row(own_scores(n, m, c) * c.scale, TILE) * read(c.do_w)).astype(bf16)
+        return edge, before_gate, dk, given, dv, after(drawn)
 
     edge, before_gate, dk, given, dv, drawn = pl.run_scoped(products, *[accumulator()] * 4)
+    used = (read(c.q_w) + read(lent(m, c).x)) * drawn
     plgpu.barrier_arrive(m.states_free.at[c.t])
-    used = read(c.q_w) * drawn
     behind_gate = c.scale * (used - given)
     dq = (c.scale * jnp.exp2(M) * drawn).astype(bf16)
     used = used.sum(1)
     meet(m.meet_done.at[c.t])
+    c = c.again()
     finish(m, c, behind_gate, before_gate, edge, dq, dk, dv)
     m.used_g[c.b, c.c, c.h, c.w] = used  # last: fences wait for what is on its way to memory
+
+
+def split(tile, x):
+    """Stores x in the tile, and returns what it loses there in bfloat16.
+
+    The barrier keeps the compiler from rounding it twice, each number by itself, which takes longer than pairs.
+    """
+    high = lax.optimization_barrier(x.astype(bf16))
+    tile[...] = high
+    return (x - high.astype(jnp.float32)).astype(bf16)
+
+
+def lent(m, c) -> SimpleNamespace:
+    """Where the next chunk's g, v and do will be, for what x, y and dA lose in bfloat16."""
+    return SimpleNamespace(x=m.do.at[c.other, c.w], y=m.v.at[c.other, c.w], dA_T=m.g.at[c.other, 0])
+
+
+def score_tiles(n, m, c):
+    """A^T and dA^T."""
+    return (c.g.at[0], c.g.at[1]) if n.team == 2 else (m.A_T.at[c.t], m.dA_T.at[c.t])
 
 
 def pair(n) -> dict:
     """Shared memory for the two scores of a chunk, where no other tile can hold them."""
     return {name: tiled(n.teams, CHUNK, 64) for name in ("A_T", "dA_T")}
-
-
-def tell_own(walk, c, found):
-    """Leaves the diagonal of v do^T where both warpgroups read it: what a token has to do with itself, most of a gradient
-    where gates are strong, is not rounded."""
-    i, j = walk.positions()
-    c.own[...] = jnp.where(i == j, found, 0.0).sum(1)
 
 
 def own_scores(n, m, c):
@@ -106,10 +124,11 @@ def shared(n, c, first, second):
         pl.when(c.w == 1)(second)
 
 
-def start(n, m, c, A_T, dA_T, push, fed, dv, drawn):
+def start(n, m, c, push, fed, dv, drawn):
     """Sets the products of a chunk on their way, in this order: dA^T x; v dS^T; A^T do + y dS; do S^T + dA y."""
-    parts = range(n.team)
-    plgpu.wgmma(push, dA_T, c.q_w)
+    parts, rest, (A_T, dA_T) = range(n.team), lent(m, c), score_tiles(n, m, c)
+    for d, x in ((dA_T, c.q_w), (rest.dA_T, c.q_w), (dA_T, rest.x)):
+        plgpu.wgmma(push, d, x)
     for p in parts:
         plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
     plgpu.wgmma(dv, A_T, c.do_w)
@@ -117,7 +136,8 @@ def start(n, m, c, A_T, dA_T, push, fed, dv, drawn):
         plgpu.wgmma(dv, c.k.at[p], m.dS.at[c.t, half(p), c.mine])
     for p in parts:
         plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
-    plgpu.wgmma(drawn, transposed(dA_T), c.k_w)
+    for d, y in ((dA_T, c.k_w), (dA_T, rest.y), (rest.dA_T, c.k_w)):
+        plgpu.wgmma(drawn, transposed(d), y)
 
 
 def around(n, m, c):

@@ -7,9 +7,10 @@ A = scale mask(x y^T), dA = mask(do v^T), S' and dS' the states decayed to the m
     dg_t = sum_v S' dS' + scale sum_{i >= t} x_i (do S'^T)_i + sum_{j < t} y_j (v dS'^T)_j
            + scale sum_{i >= t} (x_i (dA y)_i - y_i (dA^T x)_i)
 
-The last sum cancels but for the pairs across t: it is formed of the rounded x, y and dA that dq and dk are formed of. What a
-token has to do with itself, the diagonals of A and dA, is not rounded: it is added in float32. Where the gates of a chunk leave
-the range of e^M and e^-M, the states are not decayed, and a second kernel computes it exactly.
+The last sum cancels but for the pairs across t: it is formed of the same x, y and dA as dq and dk. These three have 16 bits,
+two terms in bfloat16, three products of the four; A has 8, but what a token scores with itself, its diagonal, is added in
+float32. Where the gates of a chunk leave the range of e^M and e^-M, the states are not decayed, and a second kernel computes it
+exactly.
 """
 
 import functools
@@ -35,6 +36,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
 )
 
 TILES = ("q", "k", "v", "g", "do")
+LATE = ("g", "v", "do")
 
 
 def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: bool, programs: int, interpret=None):
@@ -55,9 +57,11 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: b
     outputs = dict(dq=each, dk=each, dv=each, dg=each, used=rows)
 
     def near(m):
-        warpgroups(lambda: load(n, m, TILES), lambda: compute(n, m, TILES, gradient_fast.chunk))
+        warpgroups(lambda: load(n, m, TILES, LATE), lambda: compute(n, m, TILES, gradient_fast.chunk))
 
-    memory = scratch(n, TILES, SLOTS) | pipeline(n, 5 * n.team) | dict(order=plgpu.SMEM((2, CHUNK), jnp.int32))
+    memory = (
+        scratch(n, TILES, SLOTS) | pipeline(n, 2 * n.team, 3 * n.team) | dict(order=plgpu.SMEM((2, CHUNK), jnp.int32))
+    )
     if n.team == 1:
         memory |= gradient_fast.pair(n)
     found = launch(near, inputs, outputs, {}, memory, threads=3, **options)
