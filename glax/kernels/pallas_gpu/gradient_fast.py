@@ -43,7 +43,7 @@ def chunk(n, m, c, release):
     A_T, dA_T = score_tiles(n, m, c)
 
     def keys_scored():
-        A_T[...] = kept(m.walk.before(), scores(n, c.k, c.q) * c.scale)
+        A_T[...] = kept(m.walk.before(), key_scores(n, m, c) * c.scale)
 
     def values_scored():
         found = lax.optimization_barrier(jnp.where(m.walk.earlier(), scores(n, c.v, c.do), 0.0))
@@ -56,7 +56,7 @@ def chunk(n, m, c, release):
 
     def products(push, fed, dv, drawn):
         start(n, m, c, push, fed, dv, drawn)
-        push, fed = after(push, 3 * n.team + 4), after(fed, 2 * n.team + 4)
+        push, fed = after(push, 4 * n.team + 4), after(fed, 3 * n.team + 4)
         y = read(c.k_w) + read(lent(m, c).y)
         before_gate = (y * fed).astype(bf16)
         dk = (jnp.exp2(-M) * (fed + c.scale * push)).astype(bf16)
@@ -91,7 +91,8 @@ def split(tile, x):
 
 def lent(m, c) -> SimpleNamespace:
     """Where the next chunk's g, v and do will be, for what x, y and dA lose in bfloat16."""
-    return SimpleNamespace(x=m.do.at[c.other, c.w], y=m.v.at[c.other, c.w], dA_T=m.g.at[c.other, 0])
+    xs, ys = m.do.at[c.other], m.v.at[c.other]
+    return SimpleNamespace(x=xs.at[c.w], y=ys.at[c.w], xs=xs, ys=ys, dA_T=m.g.at[c.other, 0])
 
 
 def score_tiles(n, m, c):
@@ -114,6 +115,14 @@ def scores(n, a, b):
     return product(*((a.at[p], transposed(b.at[p])) for p in range(n.team)))
 
 
+def key_scores(n, m, c):
+    """y x^T, three products of the four of two terms."""
+    parts, rest = range(n.team), lent(m, c)
+    pairs = [(c.k.at[p], c.q.at[p]) for p in parts]
+    pairs += [(rest.ys.at[p], c.q.at[p]) for p in parts] + [(c.k.at[p], rest.xs.at[p]) for p in parts]
+    return product(*((a, transposed(b)) for a, b in pairs))
+
+
 def shared(n, c, first, second):
     """Does both, or where two warpgroups share a chunk, each one of them."""
     if n.team == 1:
@@ -132,8 +141,9 @@ def start(n, m, c, push, fed, dv, drawn):
     for p in parts:
         plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
     plgpu.wgmma(dv, A_T, c.do_w)
-    for p in parts:
-        plgpu.wgmma(dv, c.k.at[p], m.dS.at[c.t, half(p), c.mine])
+    for y in (c.k, rest.ys):
+        for p in parts:
+            plgpu.wgmma(dv, y.at[p], m.dS.at[c.t, half(p), c.mine])
     for p in parts:
         plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
     for d, y in ((dA_T, c.k_w), (dA_T, rest.y), (rest.dA_T, c.k_w)):
