@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax.bind import bind
 from glax.kernels.pallas_gpu import launch, problem
 from glax.kernels.pallas_gpu.config import HopperConfig
+from glax.kernels.pallas_gpu.entering import entering
 from glax.kernels.pallas_gpu.problem import Problem
 from glax.reference import reference, reference_gradient
 from tests import mosaic_interpreter
@@ -107,18 +108,17 @@ def test_a_final_state_has_its_last_token_unrounded(monkeypatch):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("gate", ["gk", "g"])
-def test_segments_are_walked_as_far_as_their_gates_let_through(gate):
+def test_segments_are_walked_as_far_as_their_gates_let_through():
     """Every chunk behind which some decay of a segment is not 0, and no more than one chunk too many."""
     rng, T, parts = np.random.default_rng(0), 64 * 80, 4
     strength = np.repeat(10.0 ** rng.uniform(-2.5, 0.7, (3, 80)), 64, axis=1)[..., None, None]
-    logs = -strength * rng.uniform(size=(3, T, 2, 64 if gate == "gk" else 1))
+    logs = -strength * rng.uniform(size=(3, T, 2, 64))
     x = jnp.zeros((3, T, 2, 64), jnp.bfloat16)
     for reverse in (False, True):
-        given = {gate: jnp.asarray(logs if gate == "gk" else logs[..., 0], jnp.bfloat16)}
-        r = bind(x, x, x, **given, reverse=reverse)
+        gk = jnp.asarray(logs, jnp.bfloat16)
+        r = bind(x, x, x, gk=gk, reverse=reverse)
         p = Problem(r, HopperConfig(parts=parts))
-        through = np.asarray(given[gate], np.float64).reshape(3, parts, 20, 64, -1).sum(3)
+        through = np.asarray(gk, np.float64).reshape(3, parts, 20, 64, -1).sum(3)
         through = through if reverse else through[:, :, ::-1]
         found = np.asarray(p.needed(reverse)).reshape(3, parts, 4)
         whole = np.asarray(p.table).reshape(3, parts, 4)
@@ -131,3 +131,50 @@ def test_segments_are_walked_as_far_as_their_gates_let_through(gate):
                 first = whole[n, part, 1] + (0 if reverse else 20 - needed)
                 assert found[n, part].tolist() == [n, first, needed, n]
     assert len(set(found[..., 2].ravel().tolist())) > 3
+
+
+def test_walks_of_gates_a_head_find_by_themselves_how_far_they_go(monkeypatch):
+    """NaN wherever nothing may be read; each head on its own, and each way through time."""
+    size, T = 16, 64 * 32
+    reaches = 3, 16  # chunks that reach a segment's end: decays of -40 a chunk, and of nearly nothing
+    gates = np.stack([np.full(T, -40 / 64), np.full(T, -1e-3)], 1)
+    mosaic_interpreter.install(monkeypatch)
+    for reverse in (False, True):
+        q, k, v = np.random.default_rng(0).normal(size=(3, 1, T, 2, 64))
+        # segment 0 is the one that leaves a state behind it, to the next; walked backwards, 1 is
+        far = slice(0, (size - reaches[0]) * 64)
+        far = slice(T - far.stop, T) if reverse else far
+        k[:, far, 0] = np.nan
+        q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
+        r = bind(q, k, v, g=jnp.asarray(gates[None], jnp.bfloat16), reverse=reverse)
+        with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
+            p = Problem(r, HopperConfig(parts=2))
+            states, log = p.own_states(p.k, p.v, adjoint=False, last=False)
+        e = int(reverse)
+        assert np.isfinite(states).all() and log[e, 0, 0] < problem.LOG_OF_NOTHING
+        np.testing.assert_allclose(log[e, 1, 0], -64 * size * 1e-3, rtol=1e-2)
+        own = slice(64 * size, T) if reverse else slice(0, 64 * size)
+        exact = jax.tree.map(
+            lambda x: x.astype(jnp.float32),
+            bind(q[:, own, 1:], k[:, own, 1:], v[:, own, 1:], g=r.decay.head[:, own, 1:], reverse=reverse),
+        )
+        assert distance(states[e, 1], reference(exact).final_state[0, 0]) < BAR
+
+
+@pytest.mark.parametrize(
+    "N,parts,H,K,V,logs,given,descending", [(2, 3, 2, 64, 64, 1, True, 0), (1, 16, 1, 128, 64, 128, False, 1)]
+)
+def test_states_that_enter_segments(monkeypatch, N, parts, H, K, V, logs, given, descending):
+    rng = np.random.default_rng(0)
+    own, start = (rng.normal(size=(n, H, K, V)).astype(np.float32) for n in (N * parts, N))
+    log, factor = (-rng.random(shape).astype(np.float32) for shape in ((N * parts, H, logs), N))
+    mosaic_interpreter.install(monkeypatch)
+    with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
+        operands = map(jnp.asarray, (own, log, factor, start, np.asarray([descending], np.int32)))
+        found = np.asarray(entering(parts, given, *operands))
+    for n in range(N):
+        S = start[n] * given
+        for part in reversed(range(parts)) if descending else range(parts):
+            e = n * parts + part
+            np.testing.assert_allclose(found[e], S, rtol=1e-5, atol=1e-5)
+            S = np.exp(log[e])[..., None] * S + factor[n] * own[e]

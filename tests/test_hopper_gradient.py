@@ -67,7 +67,7 @@ def inputs(B, T, heads, D, form, strength):
 def head_sums(g, reverse):
     B, T, H, _ = g.shape
     x = jnp.maximum(g[..., 0].astype(jnp.float32), -128.0) / np.log(2)
-    x = jnp.pad(x, ((0, 0), (0, -T % C), (0, 0))).reshape(B, -1, C, H).transpose(0, 3, 1, 2)
+    x = jnp.pad(x, ((0, 0), (0, -T % C), (0, 0))).reshape(B, -1, C, H).swapaxes(2, 3)
     return jax.lax.cumsum(x, 3, reverse=reverse)
 
 

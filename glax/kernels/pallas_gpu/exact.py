@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.plan import place_of, quotient, remainder
-from glax.kernels.pallas_gpu.tiles import HALF, LOG2E, C, read
+from glax.kernels.pallas_gpu.tiles import HALF, LOG2E, C, read, store
 
 BF16 = jnp.bfloat16
 # Of rows of the state, one to a thread, by warps. Two dimensions of 4: in one of 16 Pallas would look for ways to swizzle.
@@ -47,14 +47,6 @@ SHARES = plgpu.Layout.TILED(
     lane_dims=(-5, -2),
     vector_dim=-1,
 )
-
-
-def store(ref, x):
-    """Also where threads meet at a bank of shared memory, which JAX 0.12 takes only if told so, and JAX 0.11 in any case."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
-    else:
-        ref[...] = x
 
 
 def by_token(count: int, operands, step, carry):

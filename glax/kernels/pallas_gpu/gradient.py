@@ -97,7 +97,7 @@ def load(n: Sizes, m: SimpleNamespace, tiles, late=()):
             plgpu.barrier_wait(m.tokens_free.at[at])
 
         if hasattr(m, "gates"):
-            plgpu.copy_gmem_to_smem(m.gates_g.at[b, h, c], m.gates.at[at], m.tokens_full.at[at])
+            plgpu.copy_gmem_to_smem(m.gates_g.at[b, c, h], m.gates.at[at], m.tokens_full.at[at])
 
         def fetch(names, full):
             heads = n.heads(h)

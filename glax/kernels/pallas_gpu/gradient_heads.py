@@ -31,7 +31,7 @@ from glax.kernels.pallas_gpu.gradient import (
     wait_for_states,
     warpgroups,
 )
-from glax.kernels.pallas_gpu.gradient_fast import around, bf16, own_states, pair, scores, shared, store
+from glax.kernels.pallas_gpu.gradient_fast import around, bf16, own_states, pair, scores, shared, split, store
 from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
     TILE,
@@ -46,14 +46,16 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
 from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, added, by_row, read, tiled, transposed
 
 TILES = ("q", "k", "v", "do")
+LATE = ("v",)
 SUMS = 3  # rows of 64: of every token, q dq / scale; what is summed over those behind; and what over the chunk
 
 
 def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
     """Two warpgroups that share a chunk form one of the scores each, A^T and dA^T."""
+    plgpu.barrier_wait(m.late_full.at[c.at])
     G, last = plgpu.load(m.gates.at[c.at], layout=BY_ROW), m.gates[c.at, m.walk.last]
     up, down = jnp.exp2(G), jnp.exp2(last - G)
-    A_T, dA_T = m.A_T.at[c.t], m.dA_T.at[c.t]
+    A_T, dA_T, dA_T_rest = m.A_T.at[c.t], m.dA_T.at[c.t], m.v.at[c.other, lax.div(c.w, n.team)]
 
     def decayed(scores):
         """Times e^ of the difference of G at the columns' tokens and at the rows', 0 where the rows' are later."""
@@ -64,7 +66,7 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
         A_T[...] = (decayed(scores(n, c.k, c.q)) * c.scale).astype(bf16)
 
     def values_scored():
-        dA_T[...] = decayed(scores(n, c.v, c.do)).astype(bf16)
+        dA_T_rest[...] = split(dA_T, decayed(scores(n, c.v, c.do)))
 
     def keys_left():
         m.leaving.at[c.wg][...] = (read(c.k_w) * by_row(down, TILE)).astype(bf16)
@@ -77,8 +79,8 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
     wait_for_states(n, m, c)
 
     def products(push, fed, through, drawn):
-        start(n, m, c, dA_T, push, fed, through, drawn)
-        drawn = after(drawn, 2 * n.team + 1) * by_row(up, TILE)
+        start(n, m, c, (dA_T, dA_T_rest), push, fed, through, drawn)
+        drawn = after(drawn, 2 * n.team + 2) * by_row(up, TILE)
         push, fed = after(push, 2 * n.team), after(fed, n.team) * by_row(down, TILE)
         y = read(c.k_w)
         before = (y * fed).sum(1)  # what comes before a token is all of the chunk but what is behind
@@ -87,6 +89,7 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
         edge = around(n, m, c) * jnp.exp2(last)
         throughout = edge + before
         through = after(through) * by_row(down, TILE)
+        drawn = added(drawn, (transposed(dA_T), c.k_w), (transposed(dA_T_rest), c.k_w))
         plgpu.barrier_arrive(m.states_free.at[c.t])
         if n.run > 1:
             pl.when(c.j < n.run - 1)(lambda: carry_on(n, m, c))
@@ -94,7 +97,6 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
 
     throughout, less, dk, through, drawn = pl.run_scoped(products, *[accumulator()] * 4)
     dv = added(through, (A_T, c.do_w)).astype(bf16)
-    drawn = added(drawn, (transposed(dA_T), c.k_w))
     used = (read(c.q_w) * drawn).sum(1)
     meet(m.meet_done.at[c.t])
     c.q_w[...] = (c.scale * drawn).astype(bf16)
@@ -117,12 +119,13 @@ def carry_on(n, m, c):
         m.S.at[x][...] = (read(m.S.at[x]) * through + added).astype(bf16)
 
 
-def start(n, m, c, dA_T, push, fed, through, drawn):
+def start(n, m, c, both, push, fed, through, drawn):
     """Sets products on their way, in this order: do S^T; dA^T q; v dS^T; k dS."""
     parts = range(n.team)
     for p in parts:
         plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
-    plgpu.wgmma(push, dA_T, c.q_w)
+    for d in both:
+        plgpu.wgmma(push, d, c.q_w)
     for p in parts:
         plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
     for p in parts:
@@ -132,7 +135,7 @@ def start(n, m, c, dA_T, push, fed, through, drawn):
 def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
     """dq, dk, dv per head, [B, T, H, K] and V; dg, [B, chunks, C, H] in memory order; d_scale, [B, chunks, H].
 
-    G [B, H, chunks, C] float32: sums of log2 gates from where the walk enters the chunk through each token, each gate at
+    G [B, chunks, H, C] float32: sums of log2 gates from where the walk enters the chunk through each token, each gate at
     least -128 log2(e). before [B, runs, H, K, V]: the states that enter the first chunk of every run of as many chunks as
     there are for each. The others as in `gradient_key`.
     """
@@ -143,13 +146,13 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
     out = jax.ShapeDtypeStruct
     outputs = {name: out((B, T, H, D), jnp.bfloat16) for name in ("dq", "dk", "dv")}
     outputs |= dict(sums=out((n.team, SUMS, B, n.chunks, H, CHUNK), jnp.float32))
-    memory = scratch(n, TILES, SLOTS) | pipeline(n, 4 * n.team + 1)
+    memory = scratch(n, TILES, SLOTS) | pipeline(n, 3 * n.team + 1, n.team)
     memory |= dict(**pair(n), gates=plgpu.SMEM((n.teams * SLOTS, CHUNK), jnp.float32))
     if n.run > 1:
         memory["leaving"] = tiled(2, CHUNK, 64)
 
     def body(m):
-        warpgroups(lambda: load(n, m, TILES), lambda: compute(n, m, TILES, chunk))
+        warpgroups(lambda: load(n, m, TILES, LATE), lambda: compute(n, m, TILES, chunk))
 
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
     *gradients, sums = launch(body, inputs, outputs, {}, memory, threads=3, **options)

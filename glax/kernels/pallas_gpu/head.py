@@ -18,17 +18,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu import tiles
-from glax.kernels.pallas_gpu.plan import Walk, Walked, place_of, quotient
-from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, C, by_column, by_row, read, tiled, transposed, zeros
+from glax.kernels.pallas_gpu.plan import LOG_OF_NOTHING, Walk, Walked, place_of, quotient
+from glax.kernels.pallas_gpu.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2E,
+    C,
+    by_column,
+    by_row,
+    read,
+    tiled,
+    transposed,
+    zeros,
+)  # fmt: skip
 
 BF16 = jnp.bfloat16
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that walks alike are lowered once
 def head_walk(w: Walk, table, q, a, b, G, scale, start):
-    """What `Walked` says, the states at chunks as they enter them, without log decays and far chunks.
+    """What `Walked` says, the states at chunks as they enter them, without far chunks.
 
-    G [B, H, chunks, C] in float32: the sums of log2 gates from where the walk enters each chunk. Else as `key_walk`.
+    A walk of `either` kind begins at the first chunk of its segment behind which the decay is not 0 in float32, and finds its log
+    decays, which may be those of what it walked over: they are as good as -inf then.
+
+    G [B, chunks, H, C] in float32: the sums of log2 gates from where the walk enters each chunk. Else as `key_walk`.
     """
     B, T = a.shape[:2]
     E, blocks = table.shape[0], w.V // w.columns
@@ -36,14 +50,28 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
     ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
 
     def body(
-        table_g, q_g, a_g, b_g, G_g, scale_g, start_g, o_g, states_g, last_g,
+        table_g, q_g, a_g, b_g, G_g, scale_g, start_g, o_g, states_g, last_g, log_g,
         q_s, a_s, b_s, G_s, S_s, scaled_s, o_s, given, free, entered, taken,
     ):  # fmt: skip
         program, me = lax.axis_index("program"), lax.axis_index("warpgroup")
         block, h, e = place_of(program, blocks, H)
-        batch, first, count, n = (table_g[e, i] for i in range(4))
+        batch, first, whole, n = (table_g[e, i] for i in range(4))
         factor, last_token = scale_g[n], 0 if w.reverse else C - 1
         adjoint = table_g[e, 4] if w.either else int(w.adjoint)
+
+        def needed():
+            """How many chunks at a segment's end are walked over."""
+            through, alive, found = 0.0, True, 1
+            for i in range(w.asked):
+                place = w.place(jnp.maximum(whole - 1 - i, 0), jnp.maximum(whole, 1), adjoint)
+                through += G_g[batch, jnp.minimum(first + place, G.shape[1] - 1), h, last_token]
+                alive &= through >= LOG_OF_NOTHING * LOG2E
+                found += alive.astype(jnp.int32)
+            return jnp.minimum(jnp.where(alive, whole, found), whole)
+
+        count = needed() if w.asked else whole
+        if w.asked:
+            first = jnp.where(adjoint == int(w.reverse), first + whole - count, first)
         wide = pl.ds(block * w.columns, w.columns)
 
         def chunk(step):
@@ -65,7 +93,7 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
                 def _():
                     plgpu.barrier_wait(free.at[slot])
 
-                plgpu.copy_gmem_to_smem(G_g.at[batch, h, chunk(step)], G_s.at[slot], given.at[slot])
+                plgpu.copy_gmem_to_smem(G_g.at[batch, chunk(step), h], G_s.at[slot], given.at[slot])
                 plgpu.copy_gmem_to_smem(tokens(a_g, ha, step), a_s.at[slot], given.at[slot])
                 if w.outputs:
                     plgpu.copy_gmem_to_smem(tokens(q_g, hq, step), q_s.at[slot], given.at[slot])
@@ -81,7 +109,8 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
                     return jnp.exp2(before * G + (1.0 - before) * (last - G))
                 return jnp.exp2(G) * factor if w.adjoint else jnp.exp2(last - G)
 
-            def walk(step, S):
+            def walk(step, carry):
+                S, log = carry
                 slot = lax.rem(step, jnp.int32(stages))
                 plgpu.barrier_wait(given.at[slot])
                 enter(S, step)
@@ -92,17 +121,19 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
                 plgpu.commit_smem()
                 S = tiles.added(S * jnp.exp2(last), (transposed(a_s.at[slot]), scaled))
                 plgpu.barrier_arrive(free.at[slot])
-                return S
+                return S, log + last
 
             S = zeros((K, mine.size))
             if w.start:
                 S = plgpu.load(start_g.at[e, h, :, mine], layout=tiles.WGMMA, optimized=False)
-            S = lax.fori_loop(0, count, walk, S)
+            S, log = lax.fori_loop(0, count, walk, (S, jnp.float32(0.0)))
 
             def store(place):
                 last_g[place, h, :, mine] = S
 
             w.leave(e, store)
+            if w.either:
+                log_g[e, h, 0] = log / LOG2E
 
         def keep(S, step, tile, mine):
             """Stores S in the tile, and hands it to the copy engine if asked to."""
@@ -179,7 +210,7 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
 
     found = plgpu.kernel(
         body,
-        out_type=w.results(B, T, E),
+        out_type=(*w.results(B, T, E), jax.ShapeDtypeStruct((E, H, 1), jnp.float32)),
         grid=(blocks * H * E,),
         grid_names=("program",),
         num_threads=W + 1,
@@ -199,4 +230,5 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
         ],
         compiler_params=tiles.PARAMS,
     )(table, q, a, b, G, scale, start)
-    return Walked(*found)
+    *states, log = found
+    return Walked(*states, log if w.either else None)

@@ -252,13 +252,11 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                 S = lax.fori_loop(0, count(), walk_to_edge, S)
             else:
                 S, tail = lax.fori_loop(0, count(), walk_to_middle, (S, zeros((K,), BY_ROW)))
-                S = decayed(S, tail)
-            _, h, e = place()
 
-            def store(place):
-                last_g[place, h, :, columns] = S if w.to_edge else S + lost(tail, columns)
+            def store(at):
+                last_g[at, place()[1], :, columns] = S if w.to_edge else decayed(S, tail) + lost(tail, columns)
 
-            w.leave(e, store)
+            w.leave(place()[2], store)
 
         def lost(tail, columns):
             """What the last token, most of the state where gates are strong, lost when it was scaled and rounded."""

@@ -24,10 +24,7 @@ def chunked_and_kept(r: Recurrence, config: HopperConfig) -> tuple[Outputs, Kept
 def forward(p: Problem, keep: bool, own=None) -> tuple[Outputs, Kept | None]:
     """own: what `own_states` returns, if at hand."""
     r = p.r
-    if own is None:
-        start = p.starts(r.initial_state, p.k, p.v, adjoint=False)
-    else:
-        start, _ = p.through(own, p.start(r.initial_state), adjoint=False)
+    start = p.starts(r.initial_state, p.k, p.v, False, own)
     walked = p.walk(p.plan(start=start is not None, states=keep, run=p.run if keep else 1), p.k, p.v, start)
     outputs = Outputs(p.rows.put(walked.o)[..., : r.v.shape[3]], p.narrow(walked.last))
     return outputs, p.kept(walked) if keep else None
@@ -62,7 +59,7 @@ def finish_vjp(own, r: Recurrence, d_output, d_final, kept: Kept | None = None, 
 def reached(p: Problem, own, start, adjoint: bool):
     """The state behind every sequence, [N, H, K, V], and its log decays, [N, H, K or 1]."""
     K, log = p.r.state_shape[2], own[1]
-    _, S = p.through(own, p.start(start), adjoint)
+    _, S = p.along(own, p.start(start), adjoint)
     return p.narrow(S), log.reshape(p.N, p.parts, *log.shape[1:]).sum(1)[..., :K]
 
 
@@ -81,10 +78,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None, config: Hop
     K, V, rows = r.q.shape[3], r.v.shape[3], (*p.q.shape[:2], p.H)
     kept = states(p) if kept is None else kept
     d_output = p.wide(d_output, p.V)
-    if own is None:
-        d_start = p.starts(d_final, p.q, d_output, adjoint=True)
-    else:
-        d_start, _ = p.through(own, p.start(d_final), adjoint=True)
+    d_start = p.starts(d_final, p.q, d_output, True, own)
     against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None)
     walked = p.walk(against, p.q, d_output, d_start, far=kept.far)
     form = gradient_key if p.key else gradient_head

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 C = 64  # tokens a chunk: the rows of one warpgroup's product
+LOG_OF_NOTHING = -104.0  # e^ of less is 0 in float32, among numbers below the smallest normal one too
 
 
 def quotient(x, by: int):
@@ -35,7 +36,8 @@ class Walk:
     either: one program for both, but that no scale is taken: which one, the table says in a fifth number.
     terms: arrays of bfloat16 of which gates a key channel are the sum. columns: of the state in a program, 64 or 128.
     run: chunks from one stored state to the next; divides those of a sequence. More than 1 with gates a head alone.
-    parts: segments of every sequence, one after the other in memory.
+    parts: segments of every sequence, one after the other in memory. asked: of `either` kind with gates a head: how many chunks a
+    segment's walk asks at most whether they let through what came before them; 0: it walks over all.
     """
 
     H: int
@@ -51,6 +53,7 @@ class Walk:
     terms: int = 1
     run: int = 1
     parts: int = 1
+    asked: int = 0
 
     @property
     def to_edge(self) -> bool:
@@ -103,7 +106,7 @@ class Walked(NamedTuple):
     """o [B, T, H, V]; states [B, chunks, H, K, V]; the last states of sequences, [N, H, K, V], or in a walk of `either` kind of
     segments; log decays of segments, [E, H, K].
 
-    log is None where states are kept with gates a key channel.
+    log is None where states are kept with gates a key channel, and in walks of one kind with gates a head.
 
     far [B, chunks, H]: 1 where the gates of a chunk leave the range of the fast form. There its state is that which enters
     it; in other chunks, with gates a key channel, it is decayed to the chunk's middle. None where the walk was told.

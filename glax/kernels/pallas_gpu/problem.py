@@ -10,16 +10,17 @@ import numpy as np
 from jax import Array
 
 from glax.kernels.pallas_gpu.config import HopperConfig, padded
+from glax.kernels.pallas_gpu.entering import entering
 from glax.kernels.pallas_gpu.head import head_walk
 from glax.kernels.pallas_gpu.key import key_walk
-from glax.kernels.pallas_gpu.plan import C, Walk, Walked
+from glax.kernels.pallas_gpu.plan import LOG_OF_NOTHING, C, Walk, Walked
 from glax.kernels.pallas_gpu.tiles import LOG2E, LOG_OF_ZERO
 from glax.recurrence import Kept, Recurrence
 
 RUN = 2  # chunks from one kept state to the next, for gates a head: the gradient forms those between
 NEAR = 4, 8  # chunks of a segment whose gates are asked whether they let through what came before them, least and most
+FEW = 4  # segments whose states XLA hands on as fast as `entering`, which takes a second more to compile
 WORTH_ASKING = 16  # chunks of a segment: asking takes XLA 10 us, as long as walking over so many
-LOG_OF_NOTHING = -104.0  # e^ of less is 0 in float32, among numbers below the smallest normal one too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,42 +150,31 @@ class Problem:
         )
         if self.key:
             return key_walk(plan, *operands, far)
-        log = self.by_segment(self.totals()).sum(3).transpose(0, 2, 1)
-        return head_walk(plan, *operands)._replace(log=log.reshape(-1, self.H, 1))
-
-    def totals(self):
-        """The log decays through every chunk, [B, H, chunks], of one gate a head."""
-        return self.gates[..., 0 if self.r.reverse else C - 1] / LOG2E
-
-    def by_segment(self, x):
-        """x [B, H, chunks] as [B, H, parts, chunks of one], filled up with zeros."""
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, self.size * self.parts - self.chunks)))
-        return x.reshape(*x.shape[:2], self.parts, self.size)
+        return head_walk(plan, *operands)
 
     @property
     def near(self) -> int:
-        """How many chunks are asked: a sixteenth of a segment, within bounds."""
-        return min(max(self.size // 16, NEAR[0]), NEAR[1])
+        """How many chunks are asked: a sixteenth of a segment, within bounds; 0 of short segments."""
+        return min(max(self.size // 16, NEAR[0]), NEAR[1]) if self.size >= WORTH_ASKING else 0
 
     def last_chunks(self, descending: bool):
         """The log decays through the `near` chunks that a walk over each segment sees last, the last one first: a list of
-        arrays [N, parts, ...]; 0 beyond a segment's end."""
+        arrays [N, parts, H, K]; 0 beyond a segment's end. Of gates a key channel."""
         near = slice(self.near) if descending else slice(self.size - self.near, self.size)
-        if self.key:
-            fill = self.size * self.parts * C - self.gates.shape[2]
-            g = jnp.pad(self.gates, ((0, 0), (0, 0), (0, fill), (0, 0), (0, 0)))
-            g = g.reshape(len(g), self.N, self.parts, self.size, C, *g.shape[3:])[:, :, :, near]
-            x = g.astype(jnp.float32).sum((0, 4))
-        else:
-            x = self.by_segment(self.totals())[..., near].transpose(0, 2, 3, 1)
+        fill = self.size * self.parts * C - self.gates.shape[2]
+        g = jnp.pad(self.gates, ((0, 0), (0, 0), (0, fill), (0, 0), (0, 0)))
+        g = g.reshape(len(g), self.N, self.parts, self.size, C, *g.shape[3:])[:, :, :, near]
+        x = g.astype(jnp.float32).sum((0, 4))
         return [x[:, :, i] for i in (range(self.near) if descending else reversed(range(self.near)))]
 
     def needed(self, descending: bool, last: bool = False):
         """`table` of the chunks whose tokens reach the state behind each segment: none beyond where all decays have become 0 in
-        float32, and but with `last` none of the segment that a sequence ends with, whose state is found with its outputs."""
+        float32, and but with `last` none of the segment that a sequence ends with, whose state is found with its outputs.
+
+        A walk of gates a head finds by itself which decays have."""
         batch, first, count, n = self.table.reshape(self.N, self.parts, 4).transpose(2, 0, 1)
         needed = count
-        if self.size >= WORTH_ASKING:
+        if self.key and self.near:
             through = jnp.stack(list(itertools.accumulate(self.last_chunks(descending))), 2)
             through = through.reshape(*through.shape[:3], -1).max(3)
             alive = [through[..., i] >= LOG_OF_NOTHING for i in range(self.near)]
@@ -196,26 +186,42 @@ class Problem:
         return jnp.stack([batch, first, needed, n], 2).reshape(-1, 4)
 
     def own_states(self, a, b, adjoint: bool, last: bool):
-        """What every segment's state is when it begins from zero, [E, H, K, V], and its log decays, [E, H, K or 1].
+        """What every segment's state is when it begins from zero, [E, H, K, V], against time over the scale, and its log decays,
+        [E, H, K or 1].
 
         last: of the segments that sequences end with, too.
         """
-        table = self.needed(self.r.reverse != adjoint, last)
+        table = self.needed(self.descending(adjoint), last)
         table = jnp.concatenate([table, jnp.full_like(table[:, :1], adjoint)], axis=1)
-        walked = self.walk(self.plan(outputs=False, either=True), a, b, None, table)
-        factor = jnp.repeat(self.scale, self.parts)[:, None, None, None] if adjoint else 1.0
-        return walked.last * factor, walked.log
+        walked = self.walk(self.plan(outputs=False, either=True, asked=0 if self.key else self.near), a, b, None, table)
+        return walked.last, walked.log
 
-    def through(self, own, start, adjoint: bool):
-        """The state that enters every segment, [E, H, K, V], and that behind the last of each sequence, [N, H, K, V]."""
+    def factor(self, adjoint: bool):
+        """[N]: what the own states of segments want."""
+        return self.scale if adjoint else jnp.ones_like(self.scale)
+
+    def entering(self, own, start, adjoint: bool):
+        """The state that enters every segment, [E, H, K, V]; own: as `own_states` returns them."""
+        if self.parts <= FEW:
+            return jnp.stack(self.along(own, start, adjoint)[0], 1).reshape(-1, *own[0].shape[1:])
+        given = start if start is not None else jnp.zeros((1, 1, 1, 1))
+        descending = np.asarray([self.descending(adjoint)], np.int32)
+        return entering(self.parts, start is not None, *own, self.factor(adjoint), given, descending)
+
+    def along(self, own, start, adjoint: bool) -> tuple[list[Array], Array]:
+        """The states that enter the segments, and that behind the last, of every sequence, each [N, H, K, V]."""
         states, log = (x.reshape(self.N, self.parts, *x.shape[1:]) for x in own)
-        decay = jnp.exp(log)[..., None]
+        factor, decay = self.factor(adjoint)[:, None, None, None], jnp.exp(log)[..., None]
         S = jnp.zeros_like(states[:, 0]) if start is None else start
-        entering = [S] * self.parts
-        for part in range(self.parts - 1, -1, -1) if self.r.reverse != adjoint else range(self.parts):
-            entering[part] = S
-            S = decay[:, part] * S + states[:, part]
-        return jnp.stack(entering, 1).reshape(-1, *S.shape[1:]), S
+        found = [S] * self.parts
+        for part in range(self.parts - 1, -1, -1) if self.descending(adjoint) else range(self.parts):
+            found[part] = S
+            S = decay[:, part] * S + factor * states[:, part]
+        return found, S
+
+    def descending(self, adjoint: bool) -> bool:
+        """Whether a walk goes from the last segment to the first."""
+        return self.r.reverse != adjoint
 
     def start(self, start):
         """The states [N, H, K, V] that are given, filled up."""
@@ -223,12 +229,14 @@ class Problem:
             return None
         return widen(jnp.swapaxes(widen(jnp.swapaxes(start.astype(jnp.float32), 2, 3), self.K), 2, 3), self.V)
 
-    def starts(self, start, a, b, adjoint: bool):
-        """The state that enters every segment, [E, H, K, V]; None for zeros. start: of every sequence, [N, H, K, V]."""
+    def starts(self, start, a, b, adjoint: bool, own=None):
+        """The state that enters every segment, [E, H, K, V]; None for zeros. start: of every sequence, [N, H, K, V]; own: what
+        `own_states` returns, if at hand."""
         start = self.start(start)
         if self.parts == 1:
             return start
-        return self.through(self.own_states(a, b, adjoint, last=False), start, adjoint)[0]
+        own = self.own_states(a, b, adjoint, last=False) if own is None else own
+        return self.entering(own, start, adjoint)
 
     def chunkwise(self, d_output, kept: Kept, behind):
         """The operands of the kernels in which every chunk stands alone; packed, every chunk is a sequence of its own."""
@@ -236,7 +244,7 @@ class Problem:
         if self.rows.begins is None:
             return self.q, self.k, self.v, gates, d_output, self.scale, kept.states, behind, *far
         q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (self.q, self.k, self.v, d_output))
-        gates = gates.reshape(self.chunks, C, *gates.shape[2:]) if self.key else gates[0].swapaxes(0, 1)[:, :, None]
+        gates = gates.reshape(self.chunks, C, *gates.shape[2:]) if self.key else gates[0][:, None]
         scale = self.scale[self.sequence_of_chunk()]
         return q, k, v, gates, d_output, scale, *(x[0][:, None] for x in (kept.states, behind, *far))
 
@@ -276,9 +284,9 @@ class Problem:
 
 
 def head_sums(gates, reverse: bool):
-    """[B, H, chunks, C] in float32: sums of log2 gates [B, rows, H] from where the walk enters each chunk."""
+    """[B, chunks, H, C] in float32: sums of log2 gates [B, rows, H] from where the walk enters each chunk."""
     B, rows, H = gates.shape
     gates = jnp.pad(jnp.maximum(gates, LOG_OF_ZERO) * LOG2E, ((0, 0), (0, -rows % C), (0, 0)))
-    gates = gates.swapaxes(1, 2).reshape(B, H, -1, C)
     before = np.tri(C, dtype=np.float32)  # a product: a cumulative sum takes XLA several passes
-    return jnp.einsum("bhcj,ij->bhci", gates, before.T if reverse else before, precision="highest")
+    before = before.T if reverse else before
+    return jnp.einsum("bcjh,ij->bchi", gates.reshape(B, -1, C, H), before, precision="highest")

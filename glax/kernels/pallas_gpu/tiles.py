@@ -66,6 +66,14 @@ def read(ref, layout=WGMMA) -> jax.Array:
     return plgpu.load(ref, layout=layout).astype(jnp.float32)
 
 
+def store(ref, x):
+    """In however small pieces, or where threads meet at a bank of shared memory: JAX 0.12 takes that only if told so."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
 def by_row(x, shape) -> jax.Array:
     """x [m] along the columns of [m, n]."""
     return lax.broadcast_in_dim(x, shape, [0])
