@@ -46,7 +46,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
 from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, added, by_row, read, tiled, transposed
 
 TILES = ("q", "k", "v", "do")
-LATE = ("v",)
+LATE = ("v",)  # their places hold what dA loses in bfloat16 until then
 SUMS = 3  # rows of 64: of every token, q dq / scale; what is summed over those behind; and what over the chunk
 
 

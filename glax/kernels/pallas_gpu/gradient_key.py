@@ -36,7 +36,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
 )
 
 TILES = ("q", "k", "v", "g", "do")
-LATE = ("g", "v", "do")
+LATE = ("g", "v", "do")  # their places hold what dA, y and x lose in bfloat16 until then
 
 
 def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: bool, programs: int, interpret=None):

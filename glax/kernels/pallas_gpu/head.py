@@ -30,7 +30,7 @@ from glax.kernels.pallas_gpu.tiles import (
     tiled,
     transposed,
     zeros,
-)  # fmt: skip
+)
 
 BF16 = jnp.bfloat16
 
