@@ -36,7 +36,7 @@ runtime_version { major: 13 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
-# How many kernels a call launches. None of them spills a register, but for what SPILLED says.
+# How many kernels a call launches. None of them spills a register.
 KERNELS = {
     ("forward", "key", 128): 2,
     ("forward", "key", 64): 2,
@@ -44,19 +44,19 @@ KERNELS = {
     ("forward", "head", 64): 1,
     ("forward, segments", "key", 128): 4,
     ("forward, segments", "head", 128): 3,
-    ("forward, kept", "key", 128): 2,
     ("forward, kept", "head", 128): 1,
+    ("forward, kept, segments", "key", 128): 4,
     ("gradient", "key", 128): 5,
+    ("gradient", "key", 64): 5,
     ("gradient", "head", 128): 3,
     ("gradient", "head", 64): 3,
 }
 # What goes token by token, for gates a channel that are out of range, has no products, nor what hands states from segment to
 # segment, which copies nothing in bulk either. The gradient walks both ways before.
-WITHOUT_PRODUCTS = {("forward", "key"): 1, ("forward, kept", "key"): 1, ("gradient", "key"): 2}
-WITHOUT_PRODUCTS |= {("forward, segments", "key"): 2, ("forward, segments", "head"): 1}
+WITHOUT_PRODUCTS = {("forward", "key"): 1, ("gradient", "key"): 2}
+WITHOUT_PRODUCTS |= {("forward, segments", "key"): 2, ("forward, segments", "head"): 1, ("forward, kept, segments", "key"): 2}
 SEGMENTS = 8
-# Bytes: the number of a warpgroup's own barrier, which takes one instruction to form.
-SPILLED = {("forward, segments", "key", 128): 12}
+T = SEGMENTS * 1024  # so that programs have several chunks each: of a loop that ends at once the compiler spills less
 
 
 def waits_for_registers(ptx: str, at_launch: int) -> bool:
@@ -78,13 +78,10 @@ def compiled(what: str, gate: str, width: int) -> list[dict]:
     def call(q, k, v, g, d_output, d_final):
         r = bind(q, k, v, **{"gk" if gate == "key" else "g": g})
         config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=width)
-        if what in ("forward", "forward, segments"):
-            return launch.chunked(r, config)
-        if what == "forward, kept":
-            return launch.chunked_and_kept(r, config)
-        return launch.chunked_vjp(r, d_output, d_final, None, config)
+        if what == "gradient":
+            return launch.chunked_vjp(r, d_output, d_final, None, config)
+        return (launch.chunked_and_kept if "kept" in what else launch.chunked)(r, config)
 
-    T = 512 if "segments" not in what else SEGMENTS * 1024
     x = shaped(2, T, 4, width)
     gates = x if gate == "key" else shaped(2, T, 4)
     for file in DUMPS.glob("*"):
@@ -112,7 +109,7 @@ def test_within_budget(case):
     found = compiled(*case)
     print(case, found)
     assert len(found) == KERNELS[case]
-    assert sum(x["spilled"] for x in found) <= SPILLED.get(case, 0)
+    assert not any(x["spilled"] for x in found)
     assert sum(not x["copies"] for x in found) == int("segments" in case[0])
     assert sum(not x["products"] for x in found) == WITHOUT_PRODUCTS.get(case[:2], 0)
     assert all(x["shared"] <= 232_448 for x in found)

@@ -99,21 +99,21 @@ def load(n: Sizes, m: SimpleNamespace, tiles, late=()):
         if hasattr(m, "gates"):
             plgpu.copy_gmem_to_smem(m.gates_g.at[b, c, h], m.gates.at[at], m.tokens_full.at[at])
 
-        def fetch(names, full):
+        def fetch(names):
             heads = n.heads(h)
             for name in names:
                 for p in range(n.team):
                     part = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), heads[name], half(p)]
-                    plgpu.copy_gmem_to_smem(part, getattr(m, name).at[at, p], full.at[at])
+                    plgpu.copy_gmem_to_smem(part, getattr(m, name).at[at, p], m.tokens_full.at[at])
 
-        fetch([name for name in tiles if name not in late], m.tokens_full)
+        fetch([name for name in tiles if name not in late])
 
         @pl.when(i >= 1)
         def _():
             plgpu.barrier_wait(m.states_free.at[t])
 
         if late:
-            fetch(late, m.late_full)
+            fetch(late)
         plgpu.copy_gmem_to_smem(m.behind_g.at[b, c, h], m.dS.at[t], m.behind_full.at[t])
 
         @pl.when(j == 0)
@@ -188,18 +188,27 @@ def scratch(n: Sizes, tiles, slots: int = 1) -> dict:
     found = {name: tiled(n.teams * slots, n.team, CHUNK, 64) for name in tiles}
     found |= {name: tiled(n.teams, n.D, n.D) for name in ("S", "dS")}
     found |= dict(vectors=plgpu.SMEM((2, 64), jnp.float32))
-    return found | {name: barrier(n.team, n.teams) for name in ("meet_scaled", "meet_done")}
+    return found | dict(met=barrier(n.team, n.teams))
 
 
-def pipeline(n: Sizes, copies: int, late: int = 0) -> dict:
-    """What loading and computing warpgroups wait for: `copies` a chunk, those that come `late`, and the two states."""
+def pipeline(n: Sizes, copies: int) -> dict:
+    """What loading and computing warpgroups wait for: `copies` a chunk, and the two states."""
     tokens = n.teams * SLOTS
     found = dict(tokens_full=barrier(copies, tokens), tokens_free=barrier(n.team, tokens))
-    found |= dict(late_full=barrier(late, tokens)) if late else {}
     found |= dict(states_free=barrier(n.team, n.teams))
     if n.run == 1:
         return found | dict(behind_full=barrier(2, n.teams))
     return found | {name: barrier(1, n.teams) for name in ("before_full", "behind_full")}
+
+
+def meet(n: Sizes, m: SimpleNamespace, c: SimpleNamespace):
+    """Waits for all warpgroups that share the chunk; what they stored before is seen by all after.
+
+    One barrier for all that they meet for: of each that it waits for, a warpgroup holds what it waits for next.
+    """
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(m.met.at[c.t])
+    plgpu.barrier_wait(m.met.at[c.t])
 
 
 def wait_for_states(n: Sizes, m: SimpleNamespace, c: SimpleNamespace):

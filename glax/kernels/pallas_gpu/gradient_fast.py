@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax.kernels.pallas_gpu.gradient import wait_for_states
+from glax.kernels.pallas_gpu.gradient import meet, wait_for_states
 from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
     TILE,
@@ -16,7 +16,6 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     columns,
     half,
     kept,
-    meet,
     product,
 )
 from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, by_row, high_part, read, tiled, transposed, zeros
@@ -29,17 +28,17 @@ def chunk(n, m, c, release):
 
     What it computes where the gates leave the range of e^M and e^-M is written over.
     """
-    plgpu.barrier_wait(m.late_full.at[c.at])
     M = product((m.walk.middle_matrix(), c.g_w)) * LOG2E
     c.vector[...] = (read(c.q_w) * read(c.k_w)).sum(1)
+    falling = jnp.exp2(-M)
     x_rest = split(c.q_w, read(c.q_w) * jnp.exp2(M))
-    y_rest = split(c.k_w, read(c.k_w) * jnp.exp2(-M))
-    # e^M and e^-M are formed again where they are needed: to keep them takes registers
-    M, x_rest, y_rest = lax.optimization_barrier((M, x_rest, y_rest))
+    y_rest = split(c.k_w, read(c.k_w) * falling)
+    # e^M is formed of e^-M where it is needed again: to keep both, or M, takes registers
+    falling, x_rest, y_rest = lax.optimization_barrier((falling, x_rest, y_rest))
     release()
     rests = lent(m, c)
     rests.x[...], rests.y[...] = x_rest, y_rest
-    meet(m.meet_scaled.at[c.t])
+    meet(n, m, c)
     A_T, dA_T = score_tiles(n, m, c)
 
     def keys_scored():
@@ -50,7 +49,7 @@ def chunk(n, m, c, release):
         rests.dA_T[...] = split(dA_T, found)
 
     shared(n, c, keys_scored, values_scored)
-    meet(m.meet_scaled.at[c.t])
+    meet(n, m, c)
     wait_for_states(n, m, c)
     c = c.again()
 
@@ -59,7 +58,7 @@ def chunk(n, m, c, release):
         push, fed = after(push, 4 * n.team + 4), after(fed, 3 * n.team + 4)
         y = read(c.k_w) + read(lent(m, c).y)
         before_gate = (y * fed).astype(bf16)
-        dk = (jnp.exp2(-M) * (fed + c.scale * push)).astype(bf16)
+        dk = (falling * (fed + c.scale * push)).astype(bf16)
         given = y * push
         # Rounded now, not when dk and dv are stored: two registers a pair until then.
         dk, before_gate, given = lax.optimization_barrier((dk, before_gate, given))
@@ -71,9 +70,9 @@ def chunk(n, m, c, release):
     used = (read(c.q_w) + read(lent(m, c).x)) * drawn
     plgpu.barrier_arrive(m.states_free.at[c.t])
     behind_gate = c.scale * (used - given)
-    dq = (c.scale * jnp.exp2(M) * drawn).astype(bf16)
+    dq = (c.scale * lax.square(lax.rsqrt(falling)) * drawn).astype(bf16)
     used = used.sum(1)
-    meet(m.meet_done.at[c.t])
+    meet(n, m, c)
     c = c.again()
     finish(m, c, behind_gate, before_gate, edge, dq, dk, dv)
     m.used_g[c.b, c.c, c.h, c.w] = used  # last: fences wait for what is on its way to memory

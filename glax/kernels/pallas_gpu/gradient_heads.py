@@ -26,6 +26,7 @@ from glax.kernels.pallas_gpu.gradient import (
     compute,
     launch,
     load,
+    meet,
     pipeline,
     scratch,
     wait_for_states,
@@ -39,7 +40,6 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     after,
     along,
     half,
-    meet,
     product,
     tokens,
 )
@@ -52,7 +52,6 @@ SUMS = 3  # rows of 64: of every token, q dq / scale; what is summed over those 
 
 def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
     """Two warpgroups that share a chunk form one of the scores each, A^T and dA^T."""
-    plgpu.barrier_wait(m.late_full.at[c.at])
     G, last = plgpu.load(m.gates.at[c.at], layout=BY_ROW), m.gates[c.at, m.walk.last]
     up, down = jnp.exp2(G), jnp.exp2(last - G)
     A_T, dA_T, dA_T_rest = m.A_T.at[c.t], m.dA_T.at[c.t], m.v.at[c.other, lax.div(c.w, n.team)]
@@ -75,7 +74,7 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
     if n.run > 1:
         pl.when(c.j < n.run - 1)(keys_left)
     release()
-    meet(m.meet_scaled.at[c.t])
+    meet(n, m, c)
     wait_for_states(n, m, c)
 
     def products(push, fed, through, drawn):
@@ -98,7 +97,7 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
     throughout, less, dk, through, drawn = pl.run_scoped(products, *[accumulator()] * 4)
     dv = added(through, (A_T, c.do_w)).astype(bf16)
     used = (read(c.q_w) * drawn).sum(1)
-    meet(m.meet_done.at[c.t])
+    meet(n, m, c)
     c.q_w[...] = (c.scale * drawn).astype(bf16)
     c.k_w[...] = dk
     c.do_w[...] = dv
@@ -146,7 +145,7 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
     out = jax.ShapeDtypeStruct
     outputs = {name: out((B, T, H, D), jnp.bfloat16) for name in ("dq", "dk", "dv")}
     outputs |= dict(sums=out((n.team, SUMS, B, n.chunks, H, CHUNK), jnp.float32))
-    memory = scratch(n, TILES, SLOTS) | pipeline(n, 3 * n.team + 1, n.team)
+    memory = scratch(n, TILES, SLOTS) | pipeline(n, 4 * n.team + 1)
     memory |= dict(**pair(n), gates=plgpu.SMEM((n.teams * SLOTS, CHUNK), jnp.float32))
     if n.run > 1:
         memory["leaving"] = tiled(2, CHUNK, 64)

@@ -60,7 +60,7 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: b
         warpgroups(lambda: load(n, m, TILES, LATE), lambda: compute(n, m, TILES, gradient_fast.chunk))
 
     memory = (
-        scratch(n, TILES, SLOTS) | pipeline(n, 2 * n.team, 3 * n.team) | dict(order=plgpu.SMEM((2, CHUNK), jnp.int32))
+        scratch(n, TILES, SLOTS) | pipeline(n, 5 * n.team) | dict(order=plgpu.SMEM((2, CHUNK), jnp.int32))
     )
     if n.team == 1:
         memory |= gradient_fast.pair(n)

@@ -28,13 +28,6 @@ def half(p):
     return pl.ds(p * 64, 64)
 
 
-def meet(barrier):
-    """Waits for all warpgroups of a team; what they stored before is seen by all after."""
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
-
-
 def along(x):
     """x [64] of the columns, over the rows of a tile."""
     return jnp.broadcast_to(x[None, :], TILE)

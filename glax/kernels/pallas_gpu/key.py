@@ -256,6 +256,8 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
             def store(at):
                 last_g[at, place()[1], :, columns] = S if w.to_edge else decayed(S, tail) + lost(tail, columns)
 
+            if w.states:  # not after the branch: its barrier's number would be held throughout, and spilled
+                plgpu.wait_smem_to_gmem(0)
             w.leave(place()[2], store)
 
         def lost(tail, columns):
@@ -295,7 +297,6 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                 return S
 
             carrying(columns, use)
-            plgpu.wait_smem_to_gmem(0)
 
         def state():
             """The warpgroup that has the state where there are outputs."""
@@ -312,7 +313,6 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                 return S
 
             carrying(columns, use)
-            plgpu.wait_smem_to_gmem(0)
 
         def outputs():
             """The warpgroup that forms scores and outputs; these leave through the tile of q where they fit it."""
