@@ -115,7 +115,19 @@ def install():
 
     jax_triton.triton_call = triton_call
     interpreter._patch_builtin = patch_builtins
+    interpreter._patch_lang = functools.partial(patch_language, interpreter._patch_lang)
     repair_bfloat16()
+
+
+def patch_language(patch, function):
+    """The interpreter's own, which patches all again at each call of a function within a kernel."""
+    return patch(function) if any(tl.core.is_builtin(where.load) for where in languages_of(function)) else None
+
+
+@functools.cache
+def languages_of(function) -> list:
+    """What a function's module calls Triton's language by."""
+    return [x for x in function.__globals__.values() if x is tl or x is tl.core]
 
 
 def patch_builtins(where, *rest):
