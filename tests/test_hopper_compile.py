@@ -4,9 +4,11 @@ Needs what `make hopper` lays apart: JAX's CUDA plugin and NVIDIA's compiler, no
 """
 
 import importlib.util
+import multiprocessing
 import os
 import pathlib
 import re
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -106,7 +108,8 @@ def compiled(what: str, gate: str, width: int) -> list[dict]:
 
 @pytest.mark.parametrize("case", KERNELS, ids=lambda case: " ".join(map(str, case)))
 def test_within_budget(case):
-    found = compiled(*case)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:  # JAX 0.12 dumps no kernel twice
+        found = alone.submit(compiled, *case).result()
     print(case, found)
     assert len(found) == KERNELS[case]
     assert not any(x["spilled"] for x in found)
