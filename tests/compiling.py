@@ -1,7 +1,7 @@
 """jit that compiles in less time, for tests of something else than the code that comes out.
 
 The HLO is what users run; it is the machine code that LLVM leaves as it is, whose optimizations take more than half of the
-time. The conformance suite holds every form and dtype as users run them.
+time. The conformance suite holds the kernels as users run them.
 """
 
 import functools

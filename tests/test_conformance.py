@@ -15,9 +15,8 @@ from glax.kernels.xla.chunked import ChunkedConfig
 from glax.recurrence import Outputs, Recurrence
 from glax.reference import reference, reference_gradient
 from glax.registry import Backend, Config, KernelSpec, kernel_registry
-from tests.cases import EXTREME, FORMS, Case, all_cases, cotangents, recurrence
+from tests.cases import EXTREME, Case, all_cases, cotangents, recurrence
 from tests.close import assert_gradients_close, assert_outputs_close
-from tests.compiling import quick_jit
 
 load_kernels()
 CASES = list(all_cases())
@@ -26,8 +25,6 @@ KERNELS = [spec for spec in kernel_registry.kernels.values() if spec.backend in 
 KERNELS = [spec for spec in KERNELS if not spec.is_step]
 FORWARD = [spec for spec in KERNELS if not spec.algorithm.endswith(".vjp")]
 BACKWARD = [spec for spec in KERNELS if spec.algorithm.endswith(".vjp")]
-# Forms and dtypes as users compile them. Other shapes are other sums and masks, of which machine code is made alike.
-AS_USERS = (*FORMS, "bfloat16", "float16")
 FAST = ("key", "both-packed-reverse", "constant-packed", "bfloat16-head", "heads4-2-1")
 
 
@@ -71,16 +68,15 @@ def check_gradient(case: Case, run):
 
 
 @functools.cache
-def jitted(spec: KernelSpec, config: Config, jit=jax.jit):
-    return jit(functools.partial(spec.run, config=config))
+def jitted(spec: KernelSpec, config: Config):
+    return jax.jit(functools.partial(spec.run, config=config))
 
 
 def compiled(case: Case, spec: KernelSpec):
     r = recurrence(case, case.strengths[0])
     if (reason := spec.refusal(r, None)) is not None:
         pytest.skip(f"{spec.name} refuses: {reason}")
-    config = spec.config.heuristic(r) if case.chunk is None else spec.config(chunk=case.chunk)
-    return jitted(spec, config, jax.jit if case.name.split("-")[0] in AS_USERS else quick_jit)
+    return jitted(spec, spec.config.heuristic(r) if case.chunk is None else spec.config(chunk=case.chunk))
 
 
 @on_each(FORWARD)
@@ -105,7 +101,7 @@ DERIVED = [
 def test_derived_gradient(case, spec):
     """The gradient that a platform without a fused one gets; gates for which its telescoped sums keep their digits."""
     choice = Choice(spec.platform, ChunkedConfig(16)) if spec.config is ChunkedConfig else Choice(spec.platform)
-    check_gradient(case, quick_jit(functools.partial(derived_gradient, choice)))
+    check_gradient(case, jax.jit(functools.partial(derived_gradient, choice)))
 
 
 def test_float64():
