@@ -46,6 +46,7 @@ KERNELS = {
     ("forward", "head", 64): 1,
     ("forward, segments", "key", 128): 4,
     ("forward, segments", "head", 128): 3,
+    ("forward, kept", "key", 128): 2,
     ("forward, kept", "head", 128): 1,
     ("forward, kept, segments", "key", 128): 4,
     ("gradient", "key", 128): 5,
@@ -55,7 +56,7 @@ KERNELS = {
 }
 # What goes token by token, for gates a channel that are out of range, has no products, nor what hands states from segment to
 # segment, which copies nothing in bulk either. The gradient walks both ways before.
-WITHOUT_PRODUCTS = {("forward", "key"): 1, ("gradient", "key"): 2}
+WITHOUT_PRODUCTS = {("forward", "key"): 1, ("forward, kept", "key"): 1, ("gradient", "key"): 2}
 WITHOUT_PRODUCTS |= {("forward, segments", "key"): 2, ("forward, segments", "head"): 1, ("forward, kept, segments", "key"): 2}
 SEGMENTS = 8
 T = SEGMENTS * 1024  # so that programs have several chunks each: of a loop that ends at once the compiler spills less
