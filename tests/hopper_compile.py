@@ -1,0 +1,92 @@
+"""Compiles a call of the Hopper kernels for an H100 that is not here, and reports what each kernel would take of it.
+
+python -m tests.hopper_compile gradient key 128 compiles one: what a call does, a gate, a width. Needs what `make hopper-compiler`
+lays apart, JAX's CUDA plugin and NVIDIA's compiler, and no GPU.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from glax.bind import bind
+from glax.kernels.pallas_gpu import launch
+from glax.kernels.pallas_gpu.config import HopperConfig
+
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84929347584 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+# Read when JAX loads. With MOSAIC_GPU_DUMP_TO it would write all its passes, too, which takes longer than to compile.
+SAY = dict.fromkeys(("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES"), "1")
+SEGMENTS = 8
+T = SEGMENTS * 1024  # so that programs have several chunks each: of a loop that ends at once the compiler spills less
+
+
+def compile_call(what: str, gate: str, width: int):
+    topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H100, topology="1x1x1")
+    device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+    def shaped(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+
+    def call(q, k, v, g, d_output, d_final):
+        r = bind(q, k, v, **{"gk" if gate == "key" else "g": g})
+        config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=width)
+        if what == "gradient":
+            return launch.chunked_vjp(r, d_output, d_final, None, config)
+        return (launch.chunked_and_kept if "kept" in what else launch.chunked)(r, config)
+
+    x = shaped(2, T, 4, width)
+    gates = x if gate == "key" else shaped(2, T, 4)
+    operands = (x, x, x, gates, x, shaped(2, 4, width, width, dtype=jnp.float32))
+    jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+
+
+def waits_for_registers(ptx: str, at_launch: int) -> bool:
+    """Whether warpgroups ask for more registers than their program was launched with: they would wait for ever."""
+    asked = {way: int(count) for way, count in re.findall(r"setmaxnreg\.(dec|inc)\S* (\d+);", ptx)}
+    warpgroups = int(re.search(r"maxntid (\d+)", ptx).group(1)) // 128
+    giving = warpgroups // 2 if warpgroups == 4 else 1  # scalers, or the one that loads
+    return bool(asked) and giving * asked["dec"] + (warpgroups - giving) * asked["inc"] > warpgroups * at_launch
+
+
+def compiled(what: str, gate: str, width: int) -> tuple[list[int], list[dict]]:
+    """Bytes of shared memory of every kernel; and of every one spilled bytes, and whether products and bulk copies are there.
+
+    In a process of its own: JAX 0.12 says nothing of a kernel that it has compiled before.
+    """
+    command = [sys.executable, "-m", "tests.hopper_compile", what, gate, str(width)]
+    said = subprocess.run(command, env=os.environ | SAY, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = []
+    for kernel in said.split(".version ")[1:]:
+        registers, spilled = (
+            re.search(x, kernel).group(1) for x in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+        )
+        found.append(
+            dict(
+                spilled=int(spilled),
+                products="wgmma.mma_async" in kernel,
+                copies="cp.async.bulk.tensor" in kernel,
+                waits=waits_for_registers(kernel, int(registers)),
+            )
+        )
+    return [int(size) for size in re.findall(r"smem_scratch_bytes=(\d+)", said)], found
+
+
+if __name__ == "__main__":
+    compile_call(sys.argv[1], sys.argv[2], int(sys.argv[3]))
