@@ -73,7 +73,7 @@ triton: triton-compiler
 	  $(BIN)/python -m pytest -n $(JOBS) tests/test_triton_compile.py
 
 # The plugin of CUDA compiles with no GPU here, and with NVIDIA's compiler beside it.
-NVCC := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88
+NVCC := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-nvdisasm==13.5.37
 hopper: hopper-budgets
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_hopper.py tests/test_hopper_gradient.py $(ARGS)
 

@@ -32,7 +32,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 # Read when JAX loads. With MOSAIC_GPU_DUMP_TO it would write all its passes, too, which takes longer than to compile.
-SAY = dict.fromkeys(("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES"), "1")
+SAY = {f"MOSAIC_GPU_DUMP_{what}": "1" for what in ("RESOURCES", "PTX", "PTXAS", "SASS")}
 SEGMENTS = 8
 T = SEGMENTS * 1024  # so that programs have several chunks each: of a loop that ends at once the compiler spills less
 
@@ -66,7 +66,8 @@ def waits_for_registers(ptx: str, at_launch: int) -> bool:
 
 
 def compiled(what: str, gate: str, width: int) -> tuple[list[int], list[dict]]:
-    """Bytes of shared memory of every kernel; and of every one spilled bytes, and whether products and bulk copies are there.
+    """Bytes of shared memory of every kernel; and of every one spilled bytes, and whether its
+    disassembly has products of a warpgroup and bulk copies.
 
     In a process of its own: JAX 0.12 says nothing of a kernel that it has compiled before.
     """
@@ -80,8 +81,8 @@ def compiled(what: str, gate: str, width: int) -> tuple[list[int], list[dict]]:
         found.append(
             dict(
                 spilled=int(spilled),
-                products="wgmma.mma_async" in kernel,
-                copies="cp.async.bulk.tensor" in kernel,
+                products="HGMMA" in kernel,
+                copies="UTMALDG" in kernel,
                 waits=waits_for_registers(kernel, int(registers)),
             )
         )
