@@ -82,7 +82,8 @@ hopper-compiler: $(STAMP)
 	  { $(APART) build/part jax-cuda13-plugin==$$jax jax-cuda13-pjrt==$$jax $(NVCC) && mv build/part build/hopper-$$jax; }
 
 hopper-budgets: hopper-compiler
-	@PYTHONPATH=build/hopper-$$($(BIN)/python -c '$(JAX_VERSION)') JAX_PLATFORMS=cpu $(BIN)/python -m pytest -s tests/test_hopper_compile.py
+	@PYTHONPATH=build/hopper-$$($(BIN)/python -c '$(JAX_VERSION)') JAX_PLATFORMS=cpu \
+	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -rP tests/test_hopper_compile.py
 
 # The stamp is newer than what the environment was made from; without it a run would install again each time.
 # An environment without a working pip (an interrupted run, a Python since removed) is made again.
