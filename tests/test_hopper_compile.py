@@ -1,11 +1,15 @@
 """The Hopper kernels compiled to machine code for an H100 that is not here: registers, spills, shared memory, instructions."""
 
 import importlib.util
+import pathlib
 
 import pytest
 
-if any(importlib.util.find_spec(name) is None for name in ("jax_plugins", "nvidia")):
-    pytest.skip("needs JAX's CUDA plugin and NVIDIA's compiler: make hopper", allow_module_level=True)
+if importlib.util.find_spec("jax_plugins") is None or not any(
+    pathlib.Path(path, "cu13/bin/nvdisasm").exists()
+    for path in getattr(importlib.util.find_spec("nvidia"), "submodule_search_locations", ())
+):
+    pytest.skip("needs JAX's CUDA plugin and NVIDIA's compiler and disassembler: make hopper", allow_module_level=True)
 
 from tests.hopper_compile import compiled
 
