@@ -69,7 +69,8 @@ triton-compiler: $(STAMP)
 triton: triton-compiler
 	@export PYTHONPATH=build/triton-$$($(BIN)/python -c '$(JAX_VERSION)') && \
 	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_triton.py \
-	    tests/test_parallel_overlap.py::test_triton_kernels_in_parts_do_no_more $(ARGS) && \
+	    tests/test_parallel_overlap.py::test_triton_kernels_in_parts_do_no_more \
+	    'tests/test_parallel_overlap.py::test_kernels_in_parts_work_beside_the_exchange[triton]' $(ARGS) && \
 	  $(BIN)/python -m pytest -n $(JOBS) tests/test_triton_compile.py
 
 # The plugin of CUDA compiles with no GPU here, and with NVIDIA's compiler beside it.

@@ -163,6 +163,24 @@ def test_walks_of_gates_a_head_find_by_themselves_how_far_they_go(monkeypatch):
         assert distance(states[e, 1], reference(exact).final_state[0, 0]) < BAR
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("adjoint", [False, True])
+@pytest.mark.parametrize("gate", ["gk", "g"])
+def test_states_that_arrive_late_are_added_decayed(gate, adjoint):
+    """To those that enter segments of a walk from zero; decays of 0 among them."""
+    rng, parts = np.random.default_rng(0), 3
+    x = jnp.zeros((2, 64 * parts, 2, 64), jnp.bfloat16)
+    p = Problem(bind(x, x, x, **{gate: x if gate == "gk" else x[..., 0]}), HopperConfig(parts=parts))
+    log = -(10.0 ** rng.uniform(-2, 3, (2 * parts, 2, 64 if gate == "gk" else 1)).astype(np.float32))
+    log[:, 0, 0] = -np.inf
+    own = jnp.asarray(rng.normal(size=(2 * parts, 2, 64, 64)), jnp.float32), jnp.asarray(log)
+    start = jnp.asarray(rng.normal(size=(2, 2, 64, 64)), jnp.float32)
+    late = p.begun_from(
+        start, p.entering(own, None, adjoint), p.decayed_before(log.reshape(2, parts, *log.shape[1:]), adjoint)
+    )
+    np.testing.assert_allclose(late, p.entering(own, start, adjoint), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "N,parts,H,K,V,logs,given,descending", [(2, 3, 2, 64, 64, 1, True, 0), (1, 16, 1, 128, 64, 128, False, 1)]
 )

@@ -120,6 +120,84 @@ def test_the_rule_of_ways(gradient, monkeypatch):
     assert {form: way_of(choice, r, gradient) for form, r in rs.items()} == ways | dict(key="parts")
 
 
+def opaque(scope: str, *operands):
+    """A number of all operands, by a loop that the compiler does not see through."""
+    with jax.named_scope(scope):
+        given = sum(jnp.ravel(x)[jnp.array([0, -1])].sum().astype(jnp.float32) for x in jax.tree.leaves(operands))
+        return jax.lax.fori_loop(0, 9 + (given > 0), lambda i, x: jnp.sin(x) + i, given)
+
+
+def hopper_of_loops(monkeypatch) -> dict:
+    """By algorithm, the parts of the Hopper kernels with loops for kernels."""
+    from glax.kernels.pallas_gpu import HopperConfig, launch, problem
+    from glax.kernels.pallas_gpu.plan import Walked
+
+    def walk(w, table, q, a, b, g, scale, start, told_far=None):
+        x = opaque("states" if w.either else "walk", table, q, a, b, g, scale, start, told_far)
+        results = [jnp.full(y.shape, x, y.dtype) for y in w.results(*q.shape[:2], len(table))]
+        return Walked(*results, jnp.full((len(table), w.H, w.K), x), jnp.zeros((q.shape[0], -(-q.shape[1] // 64), w.H)))
+
+    def entering(parts, given, states, *rest):
+        return jnp.full_like(states, opaque("entering", states, *rest))
+
+    def of_chunks(q, k, v, g, *rest, **_):
+        x, each = opaque("chunks", q, k, v, g, *rest), (q.shape[0], q.shape[1] // 64, q.shape[2])
+        return *(jnp.full_like(y, x) for y in (q, k, v, g)), jnp.full(each, x)
+
+    monkeypatch.setattr(problem, "key_walk", walk)
+    monkeypatch.setattr(problem, "entering", entering)
+    monkeypatch.setattr(launch, "gradient_key", of_chunks)
+    given = dict(config=HopperConfig(parts=8))
+    forward, gradient = (launch.begin, launch.finish, launch.finish_and_keep), (launch.begin_vjp, launch.finish_vjp)
+    return {"chunked": in_config(given, *forward), "chunked.vjp": in_config(given, *gradient)}
+
+
+def triton_of_loops(monkeypatch) -> dict:
+    pytest.importorskip("triton")
+    pytest.importorskip("jax_triton")
+    from glax.kernels.triton import ChunkedConfig, GradientConfig, chunks
+
+    def launch(kernel, programs, operands, outputs, **_):
+        x = opaque(kernel.__name__, operands)
+        return [jnp.full(shape, x, dtype) for shape, dtype in outputs]
+
+    monkeypatch.setattr(chunks, "launch", launch)
+    forward, gradient = (dict(config=kind(segment=256)) for kind in (ChunkedConfig, GradientConfig))
+    return {
+        "chunked": in_config(forward, chunks.begin, chunks.finish),
+        "chunked.vjp": in_config(gradient, chunks.begin_vjp, chunks.finish_vjp),
+    }
+
+
+def in_config(given: dict, *parts) -> Parts:
+    """Whatever config the kernel that they stand for is given."""
+    return Parts(*(functools.partial(lambda part, *operands, config: part(*operands, **given), part) for part in parts))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("kernels", "beside"),
+    [(hopper_of_loops, ["entering", "entering"]), (triton_of_loops, ["scan", "states"])],
+    ids=["hopper", "triton"],
+)
+def test_kernels_in_parts_work_beside_the_exchange(kernels, beside, monkeypatch):
+    """In the forward and in the gradient: of these neither the exchange waits for the kernel nor that for the exchange."""
+    load_kernels()
+    for algorithm, parts in kernels(monkeypatch).items():
+        name = f"{algorithm}/xla/any"
+        stands = dict(parts=lambda r, parts=parts: parts, priority=lambda r: 1000)
+        monkeypatch.setitem(kernel_registry.kernels, name, dataclasses.replace(kernel_registry.kernels[name], **stands))
+    jax.clear_caches()
+    arguments = dict.fromkeys(("query", "key", "value", "gk"), jnp.ones((1, 4 * 2048, 2, 64), jnp.bfloat16))
+    spread = functools.partial(parallel.recurrent, mesh=mesh_of(s=4), sequence_axis="s", platform="xla")
+    value = lambda arguments: (spread(**arguments).output.astype(jnp.float32) ** 2).sum()  # noqa: E731
+    program = Program(quick_jit(jax.value_and_grad(value)).lower(arguments).compile())
+    jax.clear_caches()
+    for ((exchange,), loops), name in zip(pairs(program), beside, strict=True):
+        apart = [x for x in loops if not program.waits({exchange}, {x}) and not program.waits({x}, {exchange})]
+        assert any(f"/{name}/" in program.scope[x] for x in apart), [program.scope[x] for x in apart]
+
+
 @pytest.mark.parametrize("T", [48, 1024])
 def test_triton_kernels_in_parts_do_no_more(T, monkeypatch):
     """Where T is cut, a scan of the segments' states is all that they launch beside what the whole kernel does.

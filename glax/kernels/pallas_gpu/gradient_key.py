@@ -59,9 +59,7 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: b
     def near(m):
         warpgroups(lambda: load(n, m, TILES, LATE), lambda: compute(n, m, TILES, gradient_fast.chunk))
 
-    memory = (
-        scratch(n, TILES, SLOTS) | pipeline(n, 5 * n.team) | dict(order=plgpu.SMEM((2, CHUNK), jnp.int32))
-    )
+    memory = scratch(n, TILES, SLOTS) | pipeline(n, 5 * n.team) | dict(order=plgpu.SMEM((2, CHUNK), jnp.int32))
     if n.team == 1:
         memory |= gradient_fast.pair(n)
     found = launch(near, inputs, outputs, {}, memory, threads=3, **options)

@@ -21,10 +21,10 @@ def chunked_and_kept(r: Recurrence, config: HopperConfig) -> tuple[Outputs, Kept
     return forward(Problem(r, config, square=True), keep=True)
 
 
-def forward(p: Problem, keep: bool, own=None) -> tuple[Outputs, Kept | None]:
-    """own: what `own_states` returns, if at hand."""
+def forward(p: Problem, keep: bool, begun=None) -> tuple[Outputs, Kept | None]:
+    """begun: what `begin` returns for it, if that has run."""
     r = p.r
-    start = p.starts(r.initial_state, p.k, p.v, False, own)
+    start = p.starts(r.initial_state, p.k, p.v, False) if begun is None else p.begun_from(r.initial_state, *begun)
     walked = p.walk(p.plan(start=start is not None, states=keep, run=p.run if keep else 1), p.k, p.v, start)
     outputs = Outputs(p.rows.put(walked.o)[..., : r.v.shape[3]], p.narrow(walked.last))
     return outputs, p.kept(walked) if keep else None
@@ -33,34 +33,39 @@ def forward(p: Problem, keep: bool, own=None) -> tuple[Outputs, Kept | None]:
 def begin(r: Recurrence, config: HopperConfig):
     """The first of two Parts: every segment's own state, and what follows from them and the initial state."""
     p = Problem(r, config, square=True)
-    own = p.own_states(p.k, p.v, adjoint=False, last=True)
-    return own, *reached(p, own, r.initial_state, adjoint=False)
+    return begun(p, p.k, p.v, r.initial_state, adjoint=False)
 
 
-def finish(own, r: Recurrence, config: HopperConfig) -> Outputs:
-    return forward(Problem(r, config, square=True), False, own)[0]
+def finish(begun, r: Recurrence, config: HopperConfig) -> Outputs:
+    return forward(Problem(r, config, square=True), False, begun)[0]
 
 
-def finish_and_keep(own, r: Recurrence, config: HopperConfig) -> tuple[Outputs, Kept]:
-    return forward(Problem(r, config, square=True), True, own)
+def finish_and_keep(begun, r: Recurrence, config: HopperConfig) -> tuple[Outputs, Kept]:
+    return forward(Problem(r, config, square=True), True, begun)
 
 
 def begin_vjp(r: Recurrence, d_output, d_final, config: HopperConfig):
     """The first of two Parts: what every segment adds to dL/dS, and what follows from that and d_final."""
     p = Problem(r, config, square=True)
-    own = p.own_states(p.q, p.wide(d_output, p.V), adjoint=True, last=True)
-    return own, *reached(p, own, d_final, adjoint=True)
+    return begun(p, p.q, p.wide(d_output, p.V), d_final, adjoint=True)
 
 
-def finish_vjp(own, r: Recurrence, d_output, d_final, kept: Kept | None = None, *, config: HopperConfig) -> Recurrence:
-    return chunked_vjp(r, d_output, d_final, kept, config, own)
+def finish_vjp(begun, r: Recurrence, d_output, d_final, kept: Kept | None = None, *, config: HopperConfig):
+    return chunked_vjp(r, d_output, d_final, kept, config, begun)
 
 
-def reached(p: Problem, own, start, adjoint: bool):
-    """The state behind every sequence, [N, H, K, V], and its log decays, [N, H, K or 1]."""
-    K, log = p.r.state_shape[2], own[1]
+def begun(p: Problem, a, b, start, adjoint: bool):
+    """What the second part takes, and what other devices are told: the state behind every sequence, [N, H, K, V], and its log
+    decays, [N, H, K or 1].
+
+    These do not wait for the states that enter segments, which are formed while the exchange is under way: from zero, for
+    what arrives is added to them, decayed.
+    """
+    own = p.own_states(a, b, adjoint, last=True)
     _, S = p.along(own, p.start(start), adjoint)
-    return p.narrow(S), log.reshape(p.N, p.parts, *log.shape[1:]).sum(1)[..., :K]
+    log = own[1].reshape(p.N, p.parts, *own[1].shape[1:])
+    told = p.narrow(S), log.sum(1)[..., : p.r.state_shape[2]]
+    return (p.entering(own, None, adjoint), p.decayed_before(log, adjoint)), *told
 
 
 def states(p: Problem) -> Kept:
@@ -69,16 +74,16 @@ def states(p: Problem) -> Kept:
     return p.kept(p.walk(p.plan(outputs=False, states=True, run=p.run, start=start is not None), p.k, p.v, start))
 
 
-def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None, config: HopperConfig, own=None) -> Recurrence:
+def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None, config: HopperConfig, begun=None) -> Recurrence:
     """dL/dS behind every chunk, walking backwards; then, with the states before them, all chunks at once.
 
-    kept: what the forward left; own: what `own_states` returns of dL/dS; if at hand.
+    kept: what the forward left; begun: what `begin_vjp` returns for it; if at hand.
     """
     p = Problem(r, config, square=True)
     K, V, rows = r.q.shape[3], r.v.shape[3], (*p.q.shape[:2], p.H)
     kept = states(p) if kept is None else kept
     d_output = p.wide(d_output, p.V)
-    d_start = p.starts(d_final, p.q, d_output, True, own)
+    d_start = p.starts(d_final, p.q, d_output, True) if begun is None else p.begun_from(d_final, *begun)
     against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None)
     walked = p.walk(against, p.q, d_output, d_start, far=kept.far)
     form = gradient_key if p.key else gradient_head

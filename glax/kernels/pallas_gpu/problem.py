@@ -219,6 +219,19 @@ class Problem:
             S = decay[:, part] * S + factor * states[:, part]
         return found, S
 
+    def decayed_before(self, log, adjoint: bool):
+        """The log decays of the segments that the walk sees before each, [E, H, K or 1]. log [N, parts, H, K or 1]."""
+        found = [jnp.zeros_like(log[:, 0])] * self.parts
+        order = range(self.parts)[:: -1 if self.descending(adjoint) else 1]
+        for before, part in itertools.pairwise(order):
+            found[part] = found[before] + log[:, before]
+        return jnp.stack(found, 1).reshape(-1, *log.shape[2:])
+
+    def begun_from(self, start, entering, log):
+        """The state that enters every segment, [E, H, K, V], of a walk from `start`, [N, H, K, V]: what enters in one from zero,
+        and `start` decayed by what `decayed_before` says."""
+        return entering + jnp.exp(log)[..., None] * jnp.repeat(self.start(start), self.parts, axis=0)
+
     def descending(self, adjoint: bool) -> bool:
         """Whether a walk goes from the last segment to the first."""
         return self.r.reverse != adjoint
@@ -229,14 +242,12 @@ class Problem:
             return None
         return widen(jnp.swapaxes(widen(jnp.swapaxes(start.astype(jnp.float32), 2, 3), self.K), 2, 3), self.V)
 
-    def starts(self, start, a, b, adjoint: bool, own=None):
-        """The state that enters every segment, [E, H, K, V]; None for zeros. start: of every sequence, [N, H, K, V]; own: what
-        `own_states` returns, if at hand."""
+    def starts(self, start, a, b, adjoint: bool):
+        """The state that enters every segment, [E, H, K, V]; None for zeros. start: of every sequence, [N, H, K, V]."""
         start = self.start(start)
         if self.parts == 1:
             return start
-        own = self.own_states(a, b, adjoint, last=False) if own is None else own
-        return self.entering(own, start, adjoint)
+        return self.entering(self.own_states(a, b, adjoint, last=False), start, adjoint)
 
     def chunkwise(self, d_output, kept: Kept, behind):
         """The operands of the kernels in which every chunk stands alone; packed, every chunk is a sequence of its own."""

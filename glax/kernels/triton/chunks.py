@@ -12,7 +12,7 @@ from glax.kernels.triton.exact_gradient import exact_gradient, exact_gradient_pa
 from glax.kernels.triton.gradient import gradient
 from glax.kernels.triton.lang import ALIASES_ARE_PASSED, launch, tl
 from glax.kernels.triton.outputs import outputs
-from glax.kernels.triton.segments import Segments, segments_of
+from glax.kernels.triton.segments import SEQUENCE, Segments, segments_of
 from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like
 
 EACH = 8  # chunks that a program looks at before it ends, if none needs the exact form
@@ -125,13 +125,15 @@ class Walk:
         return local, log
 
     def scan(self, states, start, kind: int):
-        """The state where every segment begins, that which ends every sequence, [N, H, K, V], and its log decay."""
+        """The state where every segment begins, that which ends every sequence, [N, H, K, V], its log decay, and those before
+        every segment."""
         r, (N, H, K, V), M = self.r, self.r.state_shape, self.segments.count
         operands, flags = (*states, start, self.segments.begins), dict(FORM=r.decay.form, ADJOINT=self.adjoint)
         options = dict(START=kind != 0, warps=4, stages=2)
         blocks = dict(BK=min(32, width(K)), BV=min(32, width(V)))
         programs = -(-K // blocks["BK"]) * -(-V // blocks["BV"]) * H * N
-        outputs = [((M, H, K, V), jnp.float32), ((N, H, K, V), jnp.float32), ((N, H, self.logs), jnp.float32)]
+        shapes = (M, H, K, V), (N, H, K, V), (N, H, self.logs), (M, H, self.logs)
+        outputs = [(shape, jnp.float32) for shape in shapes]
         return launch(walk.scan, programs, operands, outputs, **sizes(r), **blocks, **flags, **options)
 
     @property
@@ -168,19 +170,24 @@ def chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
 
 
 def begin(r: Recurrence, config: ChunkedConfig):
-    """The first of two Parts: every segment's own state, and what follows from them and the initial state."""
+    """The first of two Parts: every segment's own state, and what follows from them and the initial state.
+
+    That does not wait for the states that enter segments, which are formed while it is exchanged: from zero, for what
+    arrives is added to them, decayed.
+    """
     segments, chunks = segments_and_chunks(r, config)
     given = operands_of(r, chunks, config.chunk)
     states_walk = Walk(r, config, WALKED, segments, given)
     states = states_walk.states(last=True)
-    _, final, log = states_walk.scan(states, *start_of_sequences(r))
-    return (given, states), final, log
+    _, final, log, _ = states_walk.scan(states, *start_of_sequences(r))
+    entering, _, _, before = states_walk.scan(states, r.scale, 0)
+    return (given, entering, before), final, log
 
 
 def finish(begun, r: Recurrence, config: ChunkedConfig) -> Outputs:
-    given, states = begun
+    given, entering, before = begun
     segments, _ = segments_and_chunks(r, config)
-    start, *_ = Walk(r, config, WALKED, segments, given).scan(states, *start_of_sequences(r))
+    start = entering + jnp.exp(before)[..., None] * r.start_state[segments.table[:, SEQUENCE]]
     return walk_of_outputs(r, config, segments, given, start, 1)
 
 
@@ -211,12 +218,15 @@ def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Rec
 
 
 def begin_vjp(r: Recurrence, d_output, d_final, config: GradientConfig):
-    """The first of two Parts: what every segment adds to dL/dS, and what follows from that and d_final."""
+    """The first of two Parts: what every segment adds to dL/dS, and what follows from that and d_final.
+
+    While that is exchanged, the second walks for the states before segments.
+    """
     segments, chunks = segments_and_chunks(r, config)
     given = operands_of(r, chunks, config.chunk)
     against = Walk(r, config, config.block, segments, given, d_output)
     states = against.states(last=True)
-    _, d_initial, log = against.scan(states, d_final, 2)
+    _, d_initial, log, _ = against.scan(states, d_final, 2)
     return (given, states), d_initial, log
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 
 from glax.recurrence import Recurrence
 
-COLUMNS = 6
+SEQUENCE = 3  # the column of the table that says it
 
 
 class Segments(NamedTuple):

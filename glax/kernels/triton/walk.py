@@ -132,10 +132,8 @@ def carry(
             store_state(edge, S, n, h, k, v, H, K, V)
     else:
         store_state(out, S, e, h, k, v, H, K, V)
-        if FORM == "key":
-            tl.store(total + (e.to(tl.int64) * H + h) * K + k, log, mask=k < K)
-        elif FORM != "none":
-            tl.store(total + e.to(tl.int64) * H + h, tl.max(log, 0))
+        if FORM != "none":
+            store_log(total, log, e, h, k, H, K, FORM)
 
 
 @triton.jit
@@ -153,13 +151,14 @@ def chunk_sum(
 
 @triton.jit
 def scan(
-    local, total, start, begins, out, edge, through,
+    local, total, start, begins, out, edge, through, before,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FORM: tl.constexpr, ADJOINT: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     """The state before every segment (behind it with ADJOINT) from the segments' own states and total log decays.
 
     edge [N, H, K, V], through [N, H, K or 1]: what follows the last segment, and the log decay of all, if `states` had LAST.
+    before [segments, H, K or 1]: the log decays of those that the scan sees before each.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -172,6 +171,7 @@ def scan(
         e = last - 1 - step if ADJOINT else first + step
         store_state(out, S, e, h, k, v, H, K, V)
         own = load_state(local, e, h, k, v, V, H, K, V)
+        store_log(before, log, e, h, k, H, K, FORM)
         if FORM == "none":
             S += own
         else:
@@ -182,10 +182,16 @@ def scan(
             S = S * exp(each)[:, None] + own
             log += each
     store_state(edge, S, n, h, k, v, H, K, V)
+    store_log(through, log, n, h, k, H, K, FORM)
+
+
+@triton.jit
+def store_log(x, log, index, h, k, H: tl.constexpr, K: tl.constexpr, FORM: tl.constexpr):
+    """x[index, h, k] or, of gates that all channels have in common, x[index, h, 0]."""
     if FORM == "key":
-        tl.store(through + (n.to(tl.int64) * H + h) * K + k, log, mask=k < K)
+        tl.store(x + (index.to(tl.int64) * H + h) * K + k, log, mask=k < K)
     else:
-        tl.store(through + n.to(tl.int64) * H + h, tl.max(log, 0))
+        tl.store(x + index.to(tl.int64) * H + h, tl.max(log, 0))
 
 
 @triton.jit
