@@ -7,6 +7,7 @@ from jaxtyping import Array
 
 from glax.decay import Decay
 from glax.kernels.triton import prepare, walk
+from glax.kernels.triton.ahead import side_by_side
 from glax.kernels.triton.configs import ChunkedConfig, GradientConfig, width
 from glax.kernels.triton.exact_gradient import exact_gradient, exact_gradient_passed_outputs
 from glax.kernels.triton.gradient import gradient
@@ -160,6 +161,7 @@ def segments_and_chunks(r: Recurrence, config) -> tuple[Segments, Segments]:
     return segments_of(r, whole(r, config.segment, C), C), segments_of(r, C, C)
 
 
+@side_by_side
 def chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
     """One walk over every sequence; where that leaves the GPU idle, over segments of them, after their states."""
     segments, chunks = segments_and_chunks(r, config)
@@ -169,6 +171,7 @@ def chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
     return walk_of_outputs(r, config, segments, given, *start)
 
 
+@side_by_side
 def begin(r: Recurrence, config: ChunkedConfig):
     """The first of two Parts: every segment's own state, and what follows from them and the initial state.
 
@@ -184,6 +187,7 @@ def begin(r: Recurrence, config: ChunkedConfig):
     return (given, entering, before), final, log
 
 
+@side_by_side
 def finish(begun, r: Recurrence, config: ChunkedConfig) -> Outputs:
     given, entering, before = begun
     segments, _ = segments_and_chunks(r, config)
@@ -207,6 +211,7 @@ def walk_of_outputs(r: Recurrence, config: ChunkedConfig, segments: Segments, gi
     return Outputs(o, final)
 
 
+@side_by_side
 def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
     """The states at both ends of every chunk, S walking forwards and dS backwards; then all chunks at once."""
     segments, chunks = segments_and_chunks(r, config)
@@ -217,6 +222,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Rec
     return gradient_of_chunks(r, d_output, config, segments, chunks, given, start, d_start)
 
 
+@side_by_side
 def begin_vjp(r: Recurrence, d_output, d_final, config: GradientConfig):
     """The first of two Parts: what every segment adds to dL/dS, and what follows from that and d_final.
 
@@ -230,6 +236,7 @@ def begin_vjp(r: Recurrence, d_output, d_final, config: GradientConfig):
     return (given, states), d_initial, log
 
 
+@side_by_side
 def finish_vjp(begun, r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
     given, states = begun
     segments, chunks = segments_and_chunks(r, config)

@@ -1,5 +1,6 @@
 """The one file that imports Triton and jax-triton, and how a kernel is launched through them."""
 
+import functools
 import inspect
 import os
 import warnings
@@ -12,6 +13,7 @@ import jax_triton
 import triton
 import triton.language as tl
 
+from glax.kernels.triton.ahead import compile_ahead
 from glax.recurrence import varying_like
 
 __all__ = ["launch", "tl", "triton"]
@@ -30,8 +32,12 @@ def launch(kernel, programs: int, operands, outputs, *, warps: int, stages: int,
     options = dict(num_warps=warps, num_stages=stages) | {OUTPUTS: shapes}
     if in_place:
         options["input_output_aliases"] = in_place
+    dtypes = tuple(str(x.dtype) for x in (*operands, *shapes))
+    specialisation = kernel, dtypes, warps, stages, bool(in_place), tuple(constants.items())
+    call = functools.partial(jax_triton.triton_call, kernel=kernel, grid=(programs,), **options, **constants)
     with warnings.catch_warnings():
         # jax-triton 0.4 would have references instead, which 0.3 does not know.
         warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
-        results = jax_triton.triton_call(*operands, kernel=kernel, grid=(programs,), **options, **constants)
+        compile_ahead(specialisation, call, operands)
+        results = call(*operands)
     return [varying_like(x, operands[0]) for x in results]

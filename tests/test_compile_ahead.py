@@ -1,0 +1,70 @@
+"""Kernels of one call are compiled side by side, each once, and only where they will run."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from glax.kernels.triton import ahead
+from glax.registry import Backend
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch):
+    monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
+    monkeypatch.setattr(ahead, "compiled", {})
+    monkeypatch.setattr(ahead, "threads", lambda pool=ahead.ThreadPoolExecutor(3): pool)
+
+
+def traced(kernels, *operands):
+    """A call that launches all of them, traced."""
+
+    @ahead.side_by_side
+    def call(*operands):
+        for name, kernel in kernels.items():
+            ahead.compile_ahead(name, kernel, operands)
+        return operands[0]
+
+    return jax.jit(call).trace(*operands)
+
+
+def test_side_by_side_and_once():
+    lowered, together = [], threading.Barrier(3, timeout=60)
+
+    def kernel(name):
+        def lower(x):
+            together.wait()  # for the other two
+            lowered.append((name, x.shape))
+            return x
+
+        return lower
+
+    kernels = {name: kernel(name) for name in "abc"}
+    traced(kernels, jnp.ones(3))
+    assert sorted(lowered) == [("a", (3,)), ("b", (3,)), ("c", (3,))]
+    traced(kernels, jnp.ones(5))  # shapes are no part of what a kernel is compiled for
+    assert len(lowered) == 3
+
+
+def test_what_the_compiler_raises_is_raised():
+    def kernel(x):
+        raise ValueError("no such instruction")
+
+    with pytest.raises(ValueError, match="no such instruction"):
+        traced(dict(kernel=kernel), jnp.ones(3))
+
+
+def test_nothing_is_compiled_elsewhere(monkeypatch):
+    """Out of a call that waits, untraced, or on another backend."""
+
+    def kernel(x):
+        raise AssertionError
+
+    jax.jit(lambda x: [x, ahead.compile_ahead("outside", kernel, [x])][0]).trace(jnp.ones(3))
+    ahead.side_by_side(lambda x: ahead.compile_ahead("untraced", kernel, [x]))(jnp.ones(3))
+    monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.CPU))
+    traced(dict(kernel=kernel), jnp.ones(3))
+    assert not ahead.compiled
