@@ -1,6 +1,7 @@
 """Kernels of one call are compiled side by side, each once, and only where they will run."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.fast
 def a_gpu(monkeypatch):
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
     monkeypatch.setattr(ahead, "compiled", {})
-    monkeypatch.setattr(ahead, "threads", lambda pool=ahead.ThreadPoolExecutor(3): pool)
+    three = ThreadPoolExecutor(3)
+    monkeypatch.setattr(ahead, "threads", lambda: three)
 
 
 def traced(kernels, *operands):
