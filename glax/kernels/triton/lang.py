@@ -29,15 +29,16 @@ def launch(kernel, programs: int, operands, outputs, *, warps: int, stages: int,
     outputs: (shape, dtype) of each. in_place: {operand: output} of those that share memory.
     """
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs]
-    options = dict(num_warps=warps, num_stages=stages) | {OUTPUTS: shapes}
-    if in_place:
-        options["input_output_aliases"] = in_place
-    dtypes = tuple(str(x.dtype) for x in (*operands, *shapes))
-    specialisation = kernel, dtypes, warps, stages, bool(in_place), tuple(constants.items())
-    call = functools.partial(jax_triton.triton_call, kernel=kernel, grid=(programs,), **options, **constants)
+    call = functools.partial(
+        jax_triton.triton_call, kernel=kernel, grid=(programs,), num_warps=warps, num_stages=stages, **constants
+    )
+    shared = () if ALIASES_ARE_PASSED or not in_place else in_place.values()
+    own = [x for i, x in enumerate(shapes) if i not in shared]
+    specialisation = kernel, *(str(x.dtype) for x in (*operands, *own)), warps, stages, *constants.items()
+    compile_ahead(specialisation, functools.partial(call, **{OUTPUTS: own}), operands)
+    aliases = dict(input_output_aliases=in_place) if in_place else {}
     with warnings.catch_warnings():
         # jax-triton 0.4 would have references instead, which 0.3 does not know.
         warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
-        compile_ahead(specialisation, call, operands)
-        results = call(*operands)
+        results = call(*operands, **{OUTPUTS: shapes}, **aliases)
     return [varying_like(x, operands[0]) for x in results]
