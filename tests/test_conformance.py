@@ -76,7 +76,12 @@ def compiled(case: Case, spec: KernelSpec):
     r = recurrence(case, case.strengths[0])
     if (reason := spec.refusal(r, None)) is not None:
         pytest.skip(f"{spec.name} refuses: {reason}")
-    return jitted(spec, spec.config.heuristic(r) if case.chunk is None else spec.config(chunk=case.chunk))
+    if case.chunk is None:
+        return jitted(spec, spec.config.heuristic(r))
+    try:
+        return jitted(spec, spec.config(chunk=case.chunk))
+    except ValueError as error:
+        pytest.skip(f"{spec.name} refuses: {error}")
 
 
 @on_each(FORWARD)

@@ -40,14 +40,18 @@ CHUNKED = [
         CASES[name]
         for name in ("none-packed", "T1", "T65-head", "K1V64", "K128V60", "heads4-2-1-packed", "all-padding")
     ),
-    *(CASES[name] for name in ("bfloat16-key", "bfloat16-head", "bfloat16-gates", "bfloat16-packed", "float16-key")),
+    *(CASES[name] for name in ("bfloat16-key", "bfloat16-head", "bfloat16-gates", "bfloat16-packed")),
     *(CASES[name] for name in ("no-state-packed", "float16-gates")),
+    dataclasses.replace(CASES["float16-key"], strengths=("log-sigmoid", "-100 on 5%")),
     Case("heads1-4-2", T=40, heads=(1, 4, 2), K=8, V=6),
 ]
 TOKENS = [
     dataclasses.replace(CASES[name], T=40, strengths=("log-sigmoid", "-inf on 5%"))
     for name in ("both", "value-reverse", "constant", "head")
-] + [dataclasses.replace(CASES["both-packed-reverse"], strengths=("log-sigmoid",)), CASES["bfloat16-both"]]
+]
+TOKENS += [dataclasses.replace(CASES["both-packed-reverse"], strengths=("log-sigmoid",)), CASES["bfloat16-both"]]
+# Equal gates must not round alike at every token.
+TOKENS += [dataclasses.replace(CASES["T2600-key"], T=700, gates=("gk", "gv"), strengths=("-1e-6",))]
 
 
 def taken(case: Case) -> Case:

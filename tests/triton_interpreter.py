@@ -161,6 +161,12 @@ def rounded(x):
     return Handle(x.data.astype(ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
 
 
+def cut_off(x):
+    """As tensor cores take float32 for TF32."""
+    bits = np.ascontiguousarray(x.data).view(np.uint32) & np.uint32(0xFFFFE000)
+    return Handle(bits.view(np.float32), tl.float32) if x.dtype.scalar == tl.float32 else x
+
+
 def repair_bfloat16():
     def in_float32(original, rounds):
         def method(self, *operands):
@@ -176,7 +182,12 @@ def repair_bfloat16():
         if arithmetic or name.startswith("create_fcmp"):
             setattr(Builder, name, in_float32(getattr(Builder, name), arithmetic))
     dot, cast = Builder.create_dot, Builder.cast_impl
-    Builder.create_dot = lambda self, a, b, d, *rest: dot(self, widened(a), widened(b), d, *rest)
+
+    def create_dot(self, a, b, d, precision, *rest):
+        a, b = (cut_off(x) if precision.name == "TF32" else x for x in (widened(a), widened(b)))
+        return dot(self, a, b, d, precision, *rest)
+
+    Builder.create_dot = create_dot
 
     def cast_impl(self, x, dtype):
         narrow = dtype.scalar == tl.bfloat16 and x.dtype.scalar in (tl.float32, tl.float16, tl.float64)

@@ -4,7 +4,7 @@ Importing this needs neither: they load with the first call that runs here.
 """
 
 from glax.kernels.triton.configs import ChunkedConfig, GradientConfig, TokenConfig
-from glax.kernels.triton.support import chunked_refusal, gradient_refusal, refusal, step_refusal, token_priority
+from glax.kernels.triton.support import chunked_refusal, refusal, step_refusal, token_priority
 from glax.recurrence import Outputs, Recurrence
 from glax.registry import Backend, Parts, Platform, kernel_registry
 
@@ -50,7 +50,7 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     Platform.TRITON,
     Backend.GPU,
     config=GradientConfig,
-    supports=gradient_refusal,
+    supports=chunked_refusal,
     priority=lambda r: 10,
     parts=gradient_parts,
     version=1,

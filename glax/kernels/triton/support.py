@@ -40,12 +40,6 @@ def chunked_refusal(r: Recurrence) -> str | None:
     return refusal(r)
 
 
-def gradient_refusal(r: Recurrence) -> str | None:
-    if r.q.dtype == "float16" and r.decay.key is not None:
-        return "the gradient of key gates misses float16's bar under strong gates"  # 1.3e-3 on an H200, bar 1e-3
-    return chunked_refusal(r)
-
-
 def step_refusal(r: Recurrence) -> str | None:
     if r.q.shape[1] != 1 or r.boundaries is not None:
         return "takes one token of each sequence"

@@ -35,7 +35,17 @@ def exp(x):
 @triton.jit
 def dot(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """a @ b in float32, its operands rounded to DTYPE; float32 operands multiply in PRECISION."""
-    return tl.dot(a.to(DTYPE), b.to(DTYPE), input_precision=PRECISION)
+    return tl.dot(operand(a, DTYPE, PRECISION), operand(b, DTYPE, PRECISION), input_precision=PRECISION)
+
+
+@triton.jit
+def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """x in DTYPE, and for TF32 rounded to nearest: tensor cores cut its last digits off, an error that sums do not even out."""
+    if x.dtype == tl.float32 and tl.float32 == DTYPE and PRECISION == "tf32":
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    else:
+        return x.to(DTYPE)
 
 
 @triton.jit
@@ -59,12 +69,12 @@ def add_fine_dot(c, a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def half_fine_dot(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """a @ b in float32; a is in DTYPE, b in float32, of which bfloat16 products see 16 bits."""
+    """a @ b in float32; a is in DTYPE, b in float32, of which bfloat16 products see 16 bits, and those in TF32 all."""
     if tl.bfloat16 == DTYPE:
         high, low = split(b, DTYPE)
         return tl.dot(a, high, tl.dot(a, low))
     else:
-        return dot(a, b, DTYPE, PRECISION)
+        return dot(a, b, DTYPE, "tf32x3")
 
 
 @triton.jit
