@@ -52,11 +52,19 @@ def test_side_by_side_and_once():
 
 
 def test_what_the_compiler_raises_is_raised():
+    """And it is asked again, as JAX would ask it."""
+    asked = []
+
     def kernel(x):
-        raise ValueError("no such instruction")
+        asked.append(x)
+        if len(asked) == 1:
+            raise ValueError("no such instruction")
+        return x
 
     with pytest.raises(ValueError, match="no such instruction"):
         traced(dict(kernel=kernel), jnp.ones(3))
+    traced(dict(kernel=kernel), jnp.ones(3))
+    assert len(asked) == 2
 
 
 def test_nothing_is_compiled_elsewhere(monkeypatch):

@@ -54,7 +54,8 @@ def compile_ahead(specialisation: Hashable, call: Callable, operands):
         or not any(isinstance(x, jax.core.Tracer) for x in operands)
     ):
         return
-    if specialisation not in compiled:
+    kernel = compiled.get(specialisation)
+    if kernel is None or (kernel.done() and kernel.exception()):  # what failed may be asked again
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-        compiled[specialisation] = threads().submit(lambda: jax.jit(call).lower(*shapes) and None)
-    kernels.append(compiled[specialisation])
+        kernel = compiled[specialisation] = threads().submit(lambda: jax.jit(call).lower(*shapes) and None)
+    kernels.append(kernel)
