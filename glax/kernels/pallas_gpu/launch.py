@@ -33,7 +33,7 @@ def forward(p: Problem, keep: bool, begun=None) -> tuple[Outputs, Kept | None]:
 def begin(r: Recurrence, config: HopperConfig):
     """The first of two Parts: every segment's own state, and what follows from them and the initial state."""
     p = Problem(r, config, square=True)
-    return begun(p, p.k, p.v, r.initial_state, adjoint=False)
+    return first_part(p, p.k, p.v, r.initial_state, adjoint=False)
 
 
 def finish(begun, r: Recurrence, config: HopperConfig) -> Outputs:
@@ -47,14 +47,14 @@ def finish_and_keep(begun, r: Recurrence, config: HopperConfig) -> tuple[Outputs
 def begin_vjp(r: Recurrence, d_output, d_final, config: HopperConfig):
     """The first of two Parts: what every segment adds to dL/dS, and what follows from that and d_final."""
     p = Problem(r, config, square=True)
-    return begun(p, p.q, p.wide(d_output, p.V), d_final, adjoint=True)
+    return first_part(p, p.q, p.wide(d_output, p.V), d_final, adjoint=True)
 
 
 def finish_vjp(begun, r: Recurrence, d_output, d_final, kept: Kept | None = None, *, config: HopperConfig):
     return chunked_vjp(r, d_output, d_final, kept, config, begun)
 
 
-def begun(p: Problem, a, b, start, adjoint: bool):
+def first_part(p: Problem, a, b, start, adjoint: bool):
     """What the second part takes, and what other devices are told: the state behind every sequence, [N, H, K, V], and its log
     decays, [N, H, K or 1].
 
