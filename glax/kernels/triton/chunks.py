@@ -17,6 +17,7 @@ from glax.kernels.triton.segments import SEQUENCE, Segments, segments_of
 from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like
 
 EACH = 8  # chunks that a program looks at before it ends, if none needs the exact form
+EXACT_WARPS = 8  # float16's exact gradient at widths of 128 spills 952 bytes so, 3008 with 4
 PREPARED = 32  # channels at a time in `prepare`
 PREPARE_STAGES = 3
 WALKED = 64  # rows and columns of the state in a program that finds segments' states for the forward
@@ -292,7 +293,7 @@ def gradient_of_chunks(
             (r.q, r.k, r.v, gates, d_output, r.scale, before, behind, chunks.table, given.reach, pairs, *found),
             [(x.shape, x.dtype) for x in found],
             in_place={11 + i: i for i in range(4)},
-            **shape, BK=16, EACH=EACH, warps=4, stages=1,
+            **shape, BK=16, EACH=EACH, warps=4 if r.q.dtype == jnp.bfloat16 else EXACT_WARPS, stages=1,
         )  # fmt: skip
     decay = dict.fromkeys(("constant", "head", "key"))
     if form != "none":
