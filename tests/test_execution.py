@@ -293,22 +293,19 @@ def test_recurrent_attention_through_an_executor_of_the_users_own(tmp_path):
             persistent=glax.PersistentCache("recurrent", folder=tmp_path),
         )
     )
-    short = Q[:, :20]
-    gates = -jnp.abs(short)
-    got = jax.jit(lambda q: run(glax.RecurrentAttention(), q, q, q, gk=gates))(short)
-    np.testing.assert_allclose(got, glax.recurrent_attention(short, short, short, gk=gates), rtol=1e-4, atol=1e-5)
+    gates = -jnp.abs(Q)
+    got = jax.jit(lambda q: run(glax.RecurrentAttention(), q, q, q, gk=gates))(Q)
+    np.testing.assert_allclose(got, glax.recurrent_attention(Q, Q, Q, gk=gates), rtol=1e-4, atol=1e-5)
     (((op, _, key), config),) = run.chain.cache.configs.items()
-    assert (op, key) == ("recurrent_attention", "B4 T32 Hq2 Hk2 Hv2 K8 V8 float32 key=float32")
+    assert (op, key) == ("recurrent_attention", "B4 T64 Hq2 Hk2 Hv2 K8 V8 float32 key=float32")
     run.chain.cache.clear()
     (decision,) = [
-        d for d in decisions(lambda q: run(glax.RecurrentAttention(), q, q, q, gk=gates), short) if d.kernel == op
+        d for d in decisions(lambda q: run(glax.RecurrentAttention(), q, q, q, gk=gates), Q) if d.kernel == op
     ]
     assert (decision.config, decision.selector) == (config, "disk")
-    packed = dict(gk=gates[:1], cu_seqlens=jnp.array([0, 5, 13]))
-    got = run(glax.RecurrentAttention(), short[:1], short[:1], short[:1], **packed, cfg=ChunkedConfig(8))
-    np.testing.assert_allclose(
-        got, glax.recurrent_attention(short[:1], short[:1], short[:1], **packed), rtol=1e-4, atol=1e-5
-    )
+    packed = dict(gk=gates[:1], cu_seqlens=jnp.array([0, 20, 50]))
+    got = run(glax.RecurrentAttention(), Q[:1], Q[:1], Q[:1], **packed, cfg=ChunkedConfig(16))
+    np.testing.assert_allclose(got, glax.recurrent_attention(Q[:1], Q[:1], Q[:1], **packed), rtol=1e-4, atol=1e-5)
 
 
 def test_ejkernel_names():

@@ -78,14 +78,10 @@ def compare(f, *arguments, placed=None, using=contextlib.nullcontext, bar=2e-6):
 
 
 @pytest.mark.fast
-def test_gradient_and_checkpoint():
+def test_gradient_checkpoint_and_second_derivative():
     value = functools.partial(loss, platform="xla")
     compare(jax.value_and_grad(value), ARGUMENTS)
     compare(jax.grad(jax.checkpoint(value)), ARGUMENTS)
-
-
-def test_second_derivative():
-    value = functools.partial(loss, platform="xla")
     few = {name: x[:1, :5] if name != "initial_state" else x[:1] for name, x in ARGUMENTS.items()}
     compare(jax.grad(lambda x: sum((g**2).sum() for g in jax.tree.leaves(jax.grad(value)(x)))), few, bar=2e-5)
 
