@@ -121,6 +121,15 @@ def test_in_two_parts(case, gradient):
     assert_close("decay", from_zero + carried, np.asarray(state), 1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 7, 48])
+def test_tiles_are_powers_of_two(size):
+    said = f"must be a power of two from 16 on, as Triton's tiles are, got {size}"
+    for config, names in ((ChunkedConfig, ("chunk", "columns")), (GradientConfig, ("chunk", "rows", "block"))):
+        for name in names:
+            with pytest.raises(ValueError, match=f"^{name} {said}$"):
+                config(**{name: size})
+
+
 def test_a_reset_on_a_chunks_first_token():
     """-inf there is in no sum from the chunk's middle; the fast forms must notice it all the same."""
     case = Case("", T=70, K=16, V=16, state_dtype=None)
