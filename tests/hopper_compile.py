@@ -37,7 +37,7 @@ SEGMENTS = 8
 T = SEGMENTS * 1024  # so that programs have several chunks each: of a loop that ends at once the compiler spills less
 
 
-def compile_call(what: str, gate: str, width: int):
+def lowered(what: str, gate: str, width: int) -> jax.stages.Lowered:
     topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H100, topology="1x1x1")
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
 
@@ -54,7 +54,7 @@ def compile_call(what: str, gate: str, width: int):
     x = shaped(2, T, 4, width)
     gates = x if gate == "key" else shaped(2, T, 4)
     operands = (x, x, x, gates, x, shaped(2, 4, width, width, dtype=jnp.float32))
-    jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+    return jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
 def waits_for_registers(ptx: str, at_launch: int) -> bool:
@@ -90,4 +90,4 @@ def compiled(what: str, gate: str, width: int) -> tuple[list[int], list[dict]]:
 
 
 if __name__ == "__main__":
-    compile_call(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    lowered(sys.argv[1], sys.argv[2], int(sys.argv[3])).compile()

@@ -2,7 +2,9 @@
 
 import importlib.util
 import pathlib
+import re
 
+import jax
 import pytest
 
 if importlib.util.find_spec("jax_plugins") is None or not any(
@@ -11,7 +13,9 @@ if importlib.util.find_spec("jax_plugins") is None or not any(
 ):
     pytest.skip("needs JAX's CUDA plugin and NVIDIA's compiler and disassembler: make hopper", allow_module_level=True)
 
-from tests.hopper_compile import compiled
+from glax.kernels.pallas_gpu import once
+from glax.registry import Backend
+from tests.hopper_compile import compiled, lowered
 
 # How many kernels a call launches. None of them spills a register.
 KERNELS = {
@@ -49,3 +53,18 @@ def test_within_budget(case):
     assert sum(not x["products"] for x in found) == WITHOUT_PRODUCTS.get(case[:2], 0)
     assert all(size <= 232_448 for size in shared)
     assert not any(x["waits"] for x in found)
+
+
+def test_lowered_once_they_stand_in_a_program_as_without(monkeypatch):
+    """All but the modules themselves, which count the kernels that a process has lowered."""
+
+    def program():
+        text = lowered("gradient", "key", 64).as_text()
+        return re.sub(r'(kernel_hash|module) = "(?:[^"\\]|\\.)*"', r"\1", text)
+
+    want = program()
+    jax.clear_caches()  # of walks as they were traced
+    monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
+    monkeypatch.setattr(once.Kernel, "compile", lambda self: None)
+    assert program() == want
+    assert len(once.known) == want.count("@mosaic_gpu_v2") == KERNELS["gradient", "key", 64]

@@ -9,6 +9,7 @@ has its own chunk. Results go where the tokens were, and from there on their way
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -19,6 +20,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     Walk,
     half,
 )
+from glax.kernels.pallas_gpu.once import once
 from glax.kernels.pallas_gpu.plan import quotient, remainder
 from glax.kernels.pallas_gpu.tiles import BY_COLUMN, tiled
 
@@ -219,21 +221,30 @@ def wait_for_states(n: Sizes, m: SimpleNamespace, c: SimpleNamespace):
 
 
 def launch(
-    body, inputs: dict, outputs: dict, refs: dict, memory: dict, *, threads, programs, reverse, interpret
-) -> list:
-    """body(m) in every warpgroup: m has inputs, outputs and what `refs` hold by name and "_g", shared memory by name."""
-    names = [*(f"{name}_g" for name in [*inputs, *refs, *outputs]), *memory]
+    name: str, n: Sizes, body, inputs: dict, outputs: dict, memory: dict, *, threads, programs, reverse, interpret, over=()
+) -> list:  # fmt: skip
+    """The outputs, written anew or `over` arrays like them; name and n: what body depends on.
+
+    body(m) in every warpgroup: m has inputs and outputs by name and "_g", shared memory by name.
+    """
+    names = [*(f"{name}_g" for name in [*inputs, *outputs]), *memory]
 
     def named(*found):
         m = SimpleNamespace(**dict(zip(names, found, strict=True)))
         m.walk = Walk(reverse, m.tokens_g)
         body(m)
 
+    named.__name__ = name  # in profiles
     params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
     mesh = dict(grid=(programs,), grid_names=("cta",), num_threads=threads, thread_name="wg")
     options = dict(scratch_types=list(memory.values()), interpret=interpret, compiler_params=params)
-    kernel = plgpu.kernel(named, out_type=list(outputs.values()), **mesh, **options)
-    return list(kernel(*inputs.values(), *refs.values()))
+    kernel = plgpu.kernel(named, out_type=[] if over else list(outputs.values()), **mesh, **options)
+
+    def call(*operands):
+        refs = [jax.new_ref(x) for x in operands[len(inputs) :]]
+        return kernel(*operands[: len(inputs)], *refs) or [ref[...] for ref in refs]
+
+    return list(once((name, n, reverse, programs), call, *inputs.values(), *over))
 
 
 def warpgroups(loading, computing):

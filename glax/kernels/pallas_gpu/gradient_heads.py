@@ -154,7 +154,7 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
         warpgroups(lambda: load(n, m, TILES, LATE), lambda: compute(n, m, TILES, chunk))
 
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
-    *gradients, sums = launch(body, inputs, outputs, {}, memory, threads=3, **options)
+    *gradients, sums = launch("gradient_head", n, body, inputs, outputs, memory, threads=3, **options)
     used, behind, throughout = sum(sums)  # [B, chunks, H, C]
     onward = np.tri(CHUNK, dtype=np.float32)  # a product: cumulative sums take XLA several passes
     onward = onward if reverse else onward.T

@@ -62,18 +62,9 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: b
     memory = scratch(n, TILES, SLOTS) | pipeline(n, 5 * n.team) | dict(order=plgpu.SMEM((2, CHUNK), jnp.int32))
     if n.team == 1:
         memory |= gradient_fast.pair(n)
-    found = launch(near, inputs, outputs, {}, memory, threads=3, **options)
-    refs = {name: jax.new_ref(x) for name, x in zip(outputs, found, strict=True)}
+    found = launch("gradient_key", n, near, inputs, outputs, memory, threads=3, **options)
     inputs |= dict(far=far, far_by_program=gradient_exact.by_program(n, far))
     options["programs"] = gradient_exact.programs(n)
-    launch(
-        functools.partial(gradient_exact.walk_program, n),
-        inputs,
-        {},
-        refs,
-        gradient_exact.scratch(n),
-        threads=1,
-        **options,
-    )
-    *gradients, used = (ref[...] for ref in refs.values())
+    exact, memory = functools.partial(gradient_exact.walk_program, n), gradient_exact.scratch(n)
+    *gradients, used = launch("gradient_exact", n, exact, inputs, outputs, memory, over=found, threads=1, **options)
     return *gradients, used.sum((3, 4))

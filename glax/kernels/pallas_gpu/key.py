@@ -31,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.exact import exact_walk
+from glax.kernels.pallas_gpu.once import once
 from glax.kernels.pallas_gpu.plan import Walk, Walked, place_of, quotient
 from glax.kernels.pallas_gpu.tiles import (
     BY_COLUMN,
@@ -357,7 +358,8 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
 
     tile_q = (stages, C, K) if w.outputs else (1, C, 64)
     copies = 3 if w.outputs else 2
-    *found, far, far_chunk = plgpu.kernel(
+    body.__name__ = "key_walk"  # in profiles
+    kernel = plgpu.kernel(
         body,
         out_type=(
             *w.results(B, T, E),
@@ -389,7 +391,9 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
             plgpu.Barrier(),
         ],
         compiler_params=tiles.PARAMS,
-    )(table, q, a, b, g, scale, start, scale if told_far is None else told_far)
+    )
+    operands = table, q, a, b, g, scale, start, scale if told_far is None else told_far
+    *found, far, far_chunk = once(("key_walk", w), kernel, *operands)
     o, states, last, log = found
     if w.to_edge:
         return Walked(o, states, last, None if w.states else log)

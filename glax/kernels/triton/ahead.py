@@ -7,21 +7,16 @@ is lowered it finds them compiled.
 
 import contextvars
 import functools
-import os
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import jax
 
+from glax.kernels.gpu import threads
 from glax.registry import Backend
 
 waited_for: contextvars.ContextVar[list[Future] | None] = contextvars.ContextVar("glax_compiling", default=None)
 compiled: dict[Hashable, Future] = {}
-
-
-@functools.cache
-def threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="glax_compiles")
 
 
 def side_by_side(f: Callable) -> Callable:

@@ -24,23 +24,23 @@ def log_decays(head, key, value, row, h, n, k, v, H: tl.constexpr, K: tl.constex
 def decayed(S, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """S e^rows e^columns, of those that have gates."""
     if ROWS:
-        factor, rest = factors(rows)
-        S = S * factor[:, None] + S * rest[:, None]
+        mild, factor = change(rows)
+        S = tl.where(mild[:, None], S, 0.0) + S * factor[:, None]
     if COLUMNS:
-        factor, rest = factors(columns)
-        S = S * factor[None, :] + S * rest[None, :]
+        mild, factor = change(columns)
+        S = tl.where(mild[None, :], S, 0.0) + S * factor[None, :]
     return S
 
 
 @triton.jit
-def factors(log):
-    """Two numbers whose sum is e^log: where gates are mild, 1 and what they take from it, to more digits than their sum has.
+def change(log):
+    """Whether a gate is mild, and what a state takes times itself then, e^log - 1, else what becomes of it, e^log.
 
     Rounded to one number, equal gates would round alike at every token: 2600 of -1e-6 would be 8e-5 off. A state rounds anew.
     """
-    rest = log * (1 + log * (1 / 2 + log * (1 / 6 + log * (1 / 24))))  # to 1e-11 below 1/64
     mild = tl.abs(log) < 1 / 64
-    return tl.where(mild, 1.0, exp(log)), tl.where(mild, rest, 0.0)
+    rest = log * (1 + log * (1 / 2 + log * (1 / 6 + log * (1 / 24))))  # to 1e-11 below 1/64
+    return mild, tl.where(mild, rest, exp(log))
 
 
 @triton.jit
@@ -91,14 +91,16 @@ def step(
     block, h, n = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
     ck, cv = tl.arange(0, BK), block * BV + tl.arange(0, BV)
     slot = tl.load(slots + n)
-    # Before the slot is known, so that the state alone waits for it.
-    rows, columns = log_decays(head, key, value, n, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
-    qt, kt = vector(q, n, h // (H // HQ), ck, HQ, K), vector(k, n, h // (H // HK), ck, HK, K)
-    vt, factor = vector(v, n, h // (H // HV), cv, HV, V), tl.load(scale + n).to(tl.float32)
+    factor = tl.load(scale + n).to(tl.float32)
     out = tl.zeros([BV], tl.float32)
     if slot >= 0:
-        # A pool is larger than any cache, and each state is read and written once.
+        # A pool is larger than any cache, and each state is read and written once. The barrier holds back what is done with
+        # it until all of it is asked for: the compiler would save registers, and have half wait for the other half.
         S = load_state(pool, slot, h, ck, cv, V, H, K, V, "evict_first").to(tl.float32)
+        tl.debug_barrier()
+        rows, columns = log_decays(head, key, value, n, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
+        kt, vt = vector(k, n, h // (H // HK), ck, HK, K), vector(v, n, h // (H // HV), cv, HV, V)
+        qt = vector(q, n, h // (H // HQ), ck, HQ, K)
         S = decayed(S, rows, columns, HEAD != "none" or KEY, VALUE) + kt[:, None] * vt[None, :]
         out = tl.sum(S * qt[:, None], 0) * factor
         store_state(pool, S, slot, h, ck, cv, H, K, V, "evict_first")

@@ -1,0 +1,96 @@
+"""A Hopper kernel is lowered once in a process, and stands in every program that has it; a thread compiles it meanwhile."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from glax.kernels.pallas_gpu import once
+from glax.registry import Backend
+
+pytestmark = pytest.mark.fast
+X, Y, Z = jnp.zeros(2), jnp.zeros((4, 5)), jnp.zeros(6, jnp.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch):
+    """On a GPU that is not here: shapes of what a thread was told to compile, in order."""
+    found, one = [], ThreadPoolExecutor(1)
+    monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
+    monkeypatch.setattr(once, "known", {})
+    monkeypatch.setattr(once, "threads", lambda: one)
+    monkeypatch.setattr(once.Kernel, "compile", lambda self: found.append([x.shape for x in self.shapes]))
+    return lambda: one.shutdown() or found
+
+
+def launching(traced: list):
+    """A kernel that takes its operands in another order, writes over one of them, and gives one back."""
+
+    def call(x, y, z):
+        traced.append(threading.current_thread())
+        over = jax.ffi.ffi_call(
+            "mosaic_gpu_v2",
+            (jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct(y.shape, y.dtype)),
+            input_output_aliases={1: 1},
+        )
+        count, y = over(z, y, x, kernel_hash=b"\x00\xff", module=b"ML\xefR")
+        return [y, z, count]
+
+    return call
+
+
+def program(launch, *operands, times: int = 1) -> str:
+    def main(z, y, x):
+        for _ in range(times):
+            y, z, count = launch(x, y, z)
+        return y, z, count
+
+    return jax.jit(main).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_stands_in_a_program_as_without(times, compiled):
+    """Operands, results, attributes, layouts, and what is written over."""
+    kernel = launching([])
+    found = program(lambda *x: once.once("kernel", kernel, *x), Z, Y, X, times=times)
+    assert found.count("@mosaic_gpu_v2") == times
+    assert found == program(kernel, Z, Y, X, times=times)
+    assert compiled() == [[(2,), (4, 5), (6,)]]
+
+
+def test_lowered_once_for_its_shapes(compiled):
+    traced = []
+
+    def launch(*operands):
+        return once.once("kernel", launching(traced), *operands)
+
+    program(launch, Z, Y, X)
+    program(lambda *x: launch(*x), Z, Y, X)
+    assert len(traced) == 1 and traced[0] is not threading.current_thread()
+    program(launch, Z, Y[:3], X)
+    assert len(traced) == 2
+    assert compiled() == [[(2,), (4, 5), (6,)], [(2,), (3, 5), (6,)]]
+
+
+def test_what_fails_in_a_thread_is_left_to_the_program(monkeypatch):
+    def fail(self):
+        raise ValueError("no such instruction")
+
+    monkeypatch.setattr(once.Kernel, "compile", fail)
+    assert "mosaic_gpu_v2" in program(lambda *x: once.once("fails", launching([]), *x), Z, Y, X)
+
+
+def test_nothing_of_it_elsewhere(compiled, monkeypatch):
+    """Untraced, or on another backend, a kernel is as Pallas has it."""
+    asked = []
+
+    def call(x):
+        asked.append(x)
+        return [x]
+
+    once.once("untraced", call, jnp.ones(3))
+    monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.CPU))
+    jax.jit(lambda x: once.once("elsewhere", call, x))(jnp.ones(3))
+    assert len(asked) == 2 and not once.known and not compiled()
