@@ -125,6 +125,6 @@ if __name__ == "__main__":
         gate, dtype, width = what.split()
         for each in dict.fromkeys(shipped(gate, dtype, int(width))):
             usage = compiled(each, int(sys.argv[1]))
-            matrix = sorted(set(re.findall(r"wgmma|mma\.sync", usage.ptx)))
+            matrix = sorted(set(re.findall(r"wgmma|mma\.sync|tcgen05\.mma", usage.ptx)))
             row = dict(kernel=each.kernel.__name__, runs=what, registers=usage.registers, matrix=matrix)
             print(json.dumps(row | dict(shared=usage.shared, stack=usage.stack)), flush=True)
