@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
+import glax
 from glax.bind import bind
 from glax.kernels.pallas_gpu import launch
 from glax.kernels.pallas_gpu.config import HopperConfig
@@ -55,6 +56,15 @@ def lowered(what: str, gate: str, width: int) -> jax.stages.Lowered:
     gates = x if gate == "key" else shaped(2, T, 4)
     operands = (x, x, x, gates, x, shaped(2, 4, width, width, dtype=jnp.float32))
     return jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",))
+
+
+def spread_over_two() -> jax.stages.Lowered:
+    """A forward of gates a channel by `glax.recurrent`, its batch over two H100."""
+    topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H100, topology="1x1x2")
+    over = jax.sharding.NamedSharding(jax.sharding.Mesh(topology.devices, "x"), jax.P("x"))
+    x = jax.ShapeDtypeStruct((2, 1024, 2, 64), jnp.bfloat16, sharding=over)
+    run = jax.jit(lambda q, k, v, gk: glax.recurrent(q, k, v, gk=gk, platform="pallas"))
+    return run.trace(x, x, x, x).lower(lowering_platforms=("cuda",))
 
 
 def waits_for_registers(ptx: str, at_launch: int) -> bool:

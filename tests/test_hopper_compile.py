@@ -15,7 +15,7 @@ if importlib.util.find_spec("jax_plugins") is None or not any(
 
 from glax.kernels.pallas_gpu import once
 from glax.registry import Backend
-from tests.hopper_compile import compiled, lowered
+from tests.hopper_compile import compiled, lowered, spread_over_two
 
 # How many kernels a call launches. None of them spills a register.
 KERNELS = {
@@ -55,7 +55,23 @@ def test_within_budget(case):
     assert not any(x["waits"] for x in found)
 
 
-def test_lowered_once_they_stand_in_a_program_as_without(monkeypatch):
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """Kernels are lowered by themselves, as where they will run; no thread compiles them."""
+    monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
+    monkeypatch.setattr(once.Kernel, "compile", lambda self: None)
+    monkeypatch.setattr(once, "known", {})
+
+
+def test_arrays_spread_over_devices(a_gpu):
+    """Under automatic sharding the kernels of each device's part are lowered while XLA compiles."""
+    found = spread_over_two().compile().as_text()
+    launched = [kernel for kernel in once.known.values() if "lowered" in vars(kernel)]
+    assert found.count('custom_call_target="mosaic_gpu_v2"') == len(launched) > 1
+    assert "all-gather" not in found and "bf16[1,1024,2,64]" in found
+
+
+def test_lowered_once_they_stand_in_a_program_as_without(request):
     """All but the modules themselves, which count the kernels that a process has lowered."""
 
     def program():
@@ -64,7 +80,6 @@ def test_lowered_once_they_stand_in_a_program_as_without(monkeypatch):
 
     want = program()
     jax.clear_caches()  # of walks as they were traced
-    monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
-    monkeypatch.setattr(once.Kernel, "compile", lambda self: None)
+    request.getfixturevalue("a_gpu")
     assert program() == want
     assert len(once.known) == want.count("@mosaic_gpu_v2") == KERNELS["gradient", "key", 64]
