@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -199,6 +200,21 @@ def test_the_deny_list(monkeypatch):
     for first, fixed in (("99", "100"), ("0.1", "0.2")):
         monkeypatch.setattr(deny, "DENIED", [deny.Denial(kernel="*", **common | dict(first=first, fixed=fixed))])
         assert deny.denied("chunked/xla/any") is None
+
+
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA H800", "NVIDIA H20"]
+)
+def test_triton_that_miscompiles_is_refused_on_hopper(kind, monkeypatch):
+    def reason(version, kind):
+        monkeypatch.setattr(deny, "version_of", lambda library: version)
+        monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(device_kind=kind)])
+        return deny.denied("chunked/triton/gpu")
+
+    for version in ("3.4.0", "3.6.0", "3.7.0+cu12"):
+        assert "install triton>=3.7.1" in reason(version, kind)
+    for version, other in (("3.7.1", kind), ("3.9.0", kind), ("3.6.0", "NVIDIA A100-SXM4-80GB"), (None, kind)):
+        assert reason(version, other) is None
 
 
 def test_examples_are_realistic():
