@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from glax.registry import Backend
 
 WARMUP = 2
-SAMPLE_MS = (
-    60.0  # of calls in flight on an accelerator: launching the first and waiting for the last takes up to half of one
-)
+# Of calls in flight on an accelerator: launching the first of them and waiting for the last takes up to half of one.
+SAMPLE_MS = 60.0
 MOST_IN_FLIGHT = 200
 
 
