@@ -95,7 +95,8 @@ def step(
     out = tl.zeros([BV], tl.float32)
     if slot >= 0:
         # A pool is larger than any cache, and each state is read and written once. The barrier holds back what is done with
-        # it until all of it is asked for: the compiler would save registers, and have half wait for the other half.
+        # it until all of it is asked for: the compiler would save registers, and have half wait for the other half. It
+        # does so again if gates or q, k and v are loaded before the state: its disassembly tells.
         S = load_state(pool, slot, h, ck, cv, V, H, K, V, "evict_first").to(tl.float32)
         tl.debug_barrier()
         rows, columns = log_decays(head, key, value, n, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
