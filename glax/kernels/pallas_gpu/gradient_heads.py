@@ -43,11 +43,12 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     product,
     tokens,
 )
-from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, added, by_row, read, tiled, transposed
+from glax.kernels.pallas_gpu import tiles
+from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, added, by_row, high_part, read, tiled, transposed
 
 TILES = ("q", "k", "v", "do")
 LATE = ("v",)  # their places hold what dA loses in bfloat16 until then
-SUMS = 3  # rows of 64: of every token, q dq / scale; what is summed over those behind; and what over the chunk
+SUMS = 2  # rows of 64: what is summed over the tokens behind each, and what over the chunk
 
 
 def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
@@ -86,25 +87,36 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
         less = c.scale * (y * push).sum(1) + before
         dk, less, before = lax.optimization_barrier(((fed + c.scale * push).astype(bf16), less, before))
         edge = around(n, m, c) * jnp.exp2(last)
-        throughout = edge + before
+        m.vectors.at[c.wg, 1][...] = edge + before
         through = after(through) * by_row(down, TILE)
         drawn = added(drawn, (transposed(dA_T), c.k_w), (transposed(dA_T_rest), c.k_w))
         plgpu.barrier_arrive(m.states_free.at[c.t])
         if n.run > 1:
             pl.when(c.j < n.run - 1)(lambda: carry_on(n, m, c))
-        return throughout, less, dk, through, drawn
+        return less, dk, through, drawn
 
-    throughout, less, dk, through, drawn = pl.run_scoped(products, *[accumulator()] * 4)
+    less, dk, through, drawn = pl.run_scoped(products, *[accumulator()] * 4)
     dv = added(through, (A_T, c.do_w)).astype(bf16)
     used = (read(c.q_w) * drawn).sum(1)
+    m.vectors.at[c.wg, 0][...] = c.scale * used - less
     meet(n, m, c)
     c.q_w[...] = (c.scale * drawn).astype(bf16)
     c.k_w[...] = dk
     c.do_w[...] = dv
     plgpu.commit_smem()
     store(m, c, dict(dq=c.q_w, dk=c.k_w, dv=c.do_w))
-    for row, sums in enumerate((used, c.scale * used - less, throughout)):
-        m.sums_g[c.w, row, c.b, c.c, c.h] = sums
+    rows = range(SUMS) if n.team == 1 else (c.w,)
+    for row in rows:
+        total = sum(plgpu.load(m.vectors.at[c.t * n.team + p, row], layout=BY_ROW) for p in range(n.team))
+        for term, x in enumerate(terms(total)):
+            tiles.store(m.sums_g.at[c.b, c.c, c.h, row, term], x)
+    m.used_g[c.b, c.c, c.h, c.w] = used
+
+
+def terms(x):
+    """x as the sum of two in bfloat16."""
+    high = high_part(x)
+    return high.astype(bf16), (x - high).astype(bf16)
 
 
 def carry_on(n, m, c):
@@ -144,9 +156,11 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
     inputs |= dict(tokens=tokens(reverse))
     out = jax.ShapeDtypeStruct
     outputs = {name: out((B, T, H, D), jnp.bfloat16) for name in ("dq", "dk", "dv")}
-    outputs |= dict(sums=out((n.team, SUMS, B, n.chunks, H, CHUNK), jnp.float32))
+    outputs |= dict(sums=out((B, n.chunks, H, SUMS, 2, CHUNK), bf16))
+    outputs |= dict(used=out((B, n.chunks, H, n.team, CHUNK), jnp.float32))
     memory = scratch(n, TILES, SLOTS) | pipeline(n, 4 * n.team + 1)
     memory |= dict(**pair(n), gates=plgpu.SMEM((n.teams * SLOTS, CHUNK), jnp.float32))
+    memory |= dict(vectors=plgpu.SMEM((2, SUMS, CHUNK), jnp.float32))
     if n.run > 1:
         memory["leaving"] = tiled(2, CHUNK, 64)
 
@@ -154,9 +168,10 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
         warpgroups(lambda: load(n, m, TILES, LATE), lambda: compute(n, m, TILES, chunk))
 
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
-    *gradients, sums = launch("gradient_head", n, body, inputs, outputs, memory, threads=3, **options)
-    used, behind, throughout = sum(sums)  # [B, chunks, H, C]
-    onward = np.tri(CHUNK, dtype=np.float32)  # a product: cumulative sums take XLA several passes
-    onward = onward if reverse else onward.T
-    dg = throughout.sum(3, keepdims=True) + jnp.einsum("bchs,ts->bcht", behind, onward, precision="highest")
-    return *gradients, dg.swapaxes(2, 3), used.sum(3)
+    *gradients, sums, used = launch("gradient_head", n, body, inputs, outputs, memory, threads=3, **options)
+    behind = np.tri(CHUNK, dtype=np.float32) if reverse else np.tri(CHUNK, dtype=np.float32).T
+    rows = np.stack([behind, behind, np.ones_like(behind), np.ones_like(behind)], 1)  # as `sums` has them
+    rows = jnp.asarray(rows.reshape(CHUNK, -1), bf16)
+    sums = sums.reshape(B, n.chunks, H, -1)
+    dg = jnp.einsum("bchx,tx->bcth", sums, rows, preferred_element_type=jnp.float32)
+    return *gradients, dg, used.sum((3, 4))

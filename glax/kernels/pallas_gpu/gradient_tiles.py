@@ -62,8 +62,9 @@ def kept(mask, x, other=0.0):
 
 
 def tokens(reverse: bool):
-    """[64]: what `Walk` reads: where each token of a chunk, as they lie in memory, stands in walking order."""
-    order = np.arange(CHUNK, dtype=np.int32)  # not of JAX, which would compute it in every call
+    """[64]: what `Walk` reads: where each token of a chunk, as they lie in memory, stands in walking order, the first at 1:
+    whole numbers from 0 on XLA would compute in every call."""
+    order = np.arange(1, CHUNK + 1, dtype=np.int32)
     return order[::-1] if reverse else order
 
 
@@ -86,7 +87,7 @@ class Walk:
     def positions(self):
         i = plgpu.broadcasted_iota(jnp.int32, TILE, 0, layout=WGMMA)
         j = along(plgpu.load(self.order, layout=BY_COLUMN, optimized=False))
-        return CHUNK - 1 - i if self.reverse else i, j
+        return CHUNK - i if self.reverse else i + 1, j
 
     def earlier(self):
         """Token i no later than token j."""

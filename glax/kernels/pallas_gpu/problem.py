@@ -111,7 +111,7 @@ class Problem:
         """One gate a head and row, [B, rows of chunks, H]; of a constant decay, that of every token."""
         r, d = self.r, self.r.decay
         if d.head is not None:
-            return self.rows.take(d.head.astype(jnp.float32))
+            return self.rows.take(d.head)
         if d.constant is not None:
             gates = r.by_token(d.constant.astype(jnp.float32))
             return self.rows.take(jnp.broadcast_to(gates, (r.q.shape[0], r.q.shape[1], self.H)))
@@ -297,7 +297,10 @@ class Problem:
 def head_sums(gates, reverse: bool):
     """[B, chunks, H, C] in float32: sums of log2 gates [B, rows, H] from where the walk enters each chunk."""
     B, rows, H = gates.shape
-    gates = jnp.pad(jnp.maximum(gates, LOG_OF_ZERO) * LOG2E, ((0, 0), (0, -rows % C), (0, 0)))
+    if gates.dtype != jnp.bfloat16:  # which tensor cores sum as they are
+        gates = gates.astype(jnp.float32)
+    gates = jnp.pad(jnp.maximum(gates, LOG_OF_ZERO), ((0, 0), (0, -rows % C), (0, 0)))
     before = np.tri(C, dtype=np.float32)  # a product: a cumulative sum takes XLA several passes
-    before = before.T if reverse else before
-    return jnp.einsum("bcjh,ij->bchi", gates.reshape(B, -1, C, H), before, precision="highest")
+    before = jnp.asarray(before.T if reverse else before, gates.dtype)
+    exact = dict(precision="highest", preferred_element_type=jnp.float32)
+    return jnp.einsum("bcjh,ij->bchi", gates.reshape(B, -1, C, H), before, **exact) * LOG2E
