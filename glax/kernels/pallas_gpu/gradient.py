@@ -38,6 +38,7 @@ class Sizes:
     HV: int
     programs: int
     run: int = 1  # chunks from one stored state to the next; divides those of a sequence
+    whole: bool = False  # tiles of tokens are [64, D]; else by halves of 128 columns, one after the other
 
     @property
     def chunks(self) -> int:
@@ -77,6 +78,12 @@ class Sizes:
         j = remainder(i, self.run)
         return b, run, run * self.run + (self.run - 1 - j if reverse else j), h, j
 
+    def parts(self, tile) -> list:
+        """A tile of tokens as the copy engine takes it, each part with its columns."""
+        if self.whole:
+            return [(tile, slice(None))]
+        return [(tile.at[p], half(p)) for p in range(self.team)]
+
     def heads(self, h) -> dict:
         """Of each input's tiles, the head that head h reads."""
         shared = dict(q=self.HQ, k=self.HK, v=self.HV, g=self.H, do=self.H)
@@ -104,9 +111,9 @@ def load(n: Sizes, m: SimpleNamespace, tiles, late=()):
         def fetch(names):
             heads = n.heads(h)
             for name in names:
-                for p in range(n.team):
-                    part = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), heads[name], half(p)]
-                    plgpu.copy_gmem_to_smem(part, getattr(m, name).at[at, p], m.tokens_full.at[at])
+                for part, columns in n.parts(getattr(m, name).at[at]):
+                    source = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), heads[name], columns]
+                    plgpu.copy_gmem_to_smem(source, part, m.tokens_full.at[at])
 
         fetch([name for name in tiles if name not in late])
 
@@ -138,7 +145,7 @@ def at_chunk(n: Sizes, m: SimpleNamespace, tiles, first, i) -> SimpleNamespace:
     b, _, c, h, j = n.chunk(first, i, m.walk.reverse)
     at, other = (t * SLOTS + lax.rem(i + ahead, SLOTS) for ahead in (0, 1))
     whole = {name: getattr(m, name).at[at] for name in tiles}
-    own = {name + "_w": ref.at[w] for name, ref in whole.items()}
+    own = {name + "_w": ref.at[:, half(w)] if n.whole else ref.at[w] for name, ref in whole.items()}
 
     def again():
         """The same, of which the compiler keeps nothing in registers until then."""
@@ -187,7 +194,8 @@ def barrier(arrivals, count):
 
 def scratch(n: Sizes, tiles, slots: int = 1) -> dict:
     """Tiles of `slots` chunks and one chunk's states, where warpgroups exchange sums, and where they meet."""
-    found = {name: tiled(n.teams * slots, n.team, CHUNK, 64) for name in tiles}
+    tile = (CHUNK, n.D) if n.whole else (n.team, CHUNK, 64)
+    found = {name: tiled(n.teams * slots, *tile) for name in tiles}
     found |= {name: tiled(n.teams, n.D, n.D) for name in ("S", "dS")}
     found |= dict(vectors=plgpu.SMEM((2, 64), jnp.float32))
     return found | dict(met=barrier(n.team, n.teams))

@@ -185,12 +185,12 @@ def finish(m, c, behind_gate, before_gate, edge, dq, dk, dv):
     c.v_w[...] = dg.astype(bf16)
     c.do_w[...] = dv
     plgpu.commit_smem()
-    store(m, c, dict(dq=c.q_w, dk=c.k_w, dv=c.do_w, dg=c.v_w))
+    store(m, c, dict(dq=c.q_w, dk=c.k_w, dv=c.do_w, dg=c.v_w), c.mine)
 
 
-def store(m, c, tiles: dict):
+def store(m, c, tiles: dict, columns):
     """Starts the outputs on their way, as one group."""
     for name, source in tiles.items():
-        target = getattr(m, name + "_g").at[c.b, c.rows, c.h, c.mine]
+        target = getattr(m, name + "_g").at[c.b, c.rows, c.h, columns]
         plgpu.copy_smem_to_gmem(source, target, commit_group=False)
     plgpu.commit_smem_to_gmem_group()

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.gradient import (
     SLOTS,
     Sizes,
@@ -32,7 +33,7 @@ from glax.kernels.pallas_gpu.gradient import (
     wait_for_states,
     warpgroups,
 )
-from glax.kernels.pallas_gpu.gradient_fast import around, bf16, own_states, pair, scores, shared, split, store
+from glax.kernels.pallas_gpu.gradient_fast import around, bf16, pair, shared, split, store
 from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
     TILE,
@@ -43,19 +44,20 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     product,
     tokens,
 )
-from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, added, by_row, high_part, read, tiled, transposed
 
 TILES = ("q", "k", "v", "do")
 LATE = ("v",)  # their places hold what dA loses in bfloat16 until then
-SUMS = 2  # rows of 64: what is summed over the tokens behind each, and what over the chunk
+BEHIND, THROUGHOUT = range(2)  # sums by token: what is summed over those behind each, and what over the chunk
+QUERIES, KEYS = range(2)  # who forms them
 
 
 def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
-    """Two warpgroups that share a chunk form one of the scores each, A^T and dA^T."""
+    """Of two warpgroups that share a chunk one forms A^T, dq and dv, the other dA^T and dk: products of 128 columns read their
+    left side once."""
     G, last = plgpu.load(m.gates.at[c.at], layout=BY_ROW), m.gates[c.at, m.walk.last]
     up, down = jnp.exp2(G), jnp.exp2(last - G)
-    A_T, dA_T, dA_T_rest = m.A_T.at[c.t], m.dA_T.at[c.t], m.v.at[c.other, lax.div(c.w, n.team)]
+    A_T, dA_T, dA_T_rest = m.A_T.at[c.t], m.dA_T.at[c.t], m.v.at[c.other, :, half(0)]
 
     def decayed(scores):
         """Times e^ of the difference of G at the columns' tokens and at the rows', 0 where the rows' are later."""
@@ -63,10 +65,10 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
         return scores * jnp.exp2(jnp.where(m.walk.earlier(), across - by_row(G, TILE), -jnp.inf))
 
     def keys_scored():
-        A_T[...] = (decayed(scores(n, c.k, c.q)) * c.scale).astype(bf16)
+        A_T[...] = (decayed(product((c.k, transposed(c.q)))) * c.scale).astype(bf16)
 
     def values_scored():
-        dA_T_rest[...] = split(dA_T, decayed(scores(n, c.v, c.do)))
+        dA_T_rest[...] = split(dA_T, decayed(product((c.v, transposed(c.do)))))
 
     def keys_left():
         m.leaving.at[c.wg][...] = (read(c.k_w) * by_row(down, TILE)).astype(bf16)
@@ -77,40 +79,82 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
     release()
     meet(n, m, c)
     wait_for_states(n, m, c)
+    wide = (CHUNK, n.D)
+    up, down = by_row(up, wide), by_row(down, wide)
 
-    def products(push, fed, through, drawn):
-        start(n, m, c, (dA_T, dA_T_rest), push, fed, through, drawn)
-        drawn = after(drawn, 2 * n.team + 2) * by_row(up, TILE)
-        push, fed = after(push, 2 * n.team), after(fed, n.team) * by_row(down, TILE)
-        y = read(c.k_w)
-        before = (y * fed).sum(1)  # what comes before a token is all of the chunk but what is behind
-        less = c.scale * (y * push).sum(1) + before
-        dk, less, before = lax.optimization_barrier(((fed + c.scale * push).astype(bf16), less, before))
-        edge = around(n, m, c) * jnp.exp2(last)
-        m.vectors.at[c.wg, 1][...] = edge + before
-        through = after(through) * by_row(down, TILE)
-        drawn = added(drawn, (transposed(dA_T), c.k_w), (transposed(dA_T_rest), c.k_w))
-        plgpu.barrier_arrive(m.states_free.at[c.t])
-        if n.run > 1:
-            pl.when(c.j < n.run - 1)(lambda: carry_on(n, m, c))
-        return less, dk, through, drawn
+    def note(role, row, x):
+        m.vectors.at[c.t, role, row][...] = x
 
-    less, dk, through, drawn = pl.run_scoped(products, *[accumulator()] * 4)
-    dv = added(through, (A_T, c.do_w)).astype(bf16)
-    used = (read(c.q_w) * drawn).sum(1)
-    m.vectors.at[c.wg, 0][...] = c.scale * used - less
-    meet(n, m, c)
-    c.q_w[...] = (c.scale * drawn).astype(bf16)
-    c.k_w[...] = dk
-    c.do_w[...] = dv
-    plgpu.commit_smem()
-    store(m, c, dict(dq=c.q_w, dk=c.k_w, dv=c.do_w))
-    rows = range(SUMS) if n.team == 1 else (c.w,)
-    for row in rows:
-        total = sum(plgpu.load(m.vectors.at[c.t * n.team + p, row], layout=BY_ROW) for p in range(n.team))
+    def queries(last_to_read):
+        def products(drawn, through):
+            plgpu.wgmma(drawn, c.do, transposed(m.S.at[c.t]))
+            plgpu.wgmma(through, c.k, m.dS.at[c.t])
+            drawn = after(drawn, 1) * up
+            note(QUERIES, THROUGHOUT, around(n, m, c) * jnp.exp2(last))
+            drawn = added(drawn, (transposed(dA_T), c.k), (transposed(dA_T_rest), c.k))
+            return drawn, after(through) * down
+
+        drawn, through = pl.run_scoped(products, accumulator(wide), accumulator(wide))
+        if last_to_read:
+            plgpu.barrier_arrive(m.states_free.at[c.t])
+        dv = added(through, (A_T, c.do)).astype(bf16)
+        used = (read(c.q) * drawn).sum(1)
+        note(QUERIES, BEHIND, c.scale * used)
+        return dict(dq=(c.q, (c.scale * drawn).astype(bf16)), dv=(c.do, dv)), used
+
+    def keys(alone):
+        def products(fed, push):
+            plgpu.wgmma(fed, c.v, transposed(m.dS.at[c.t]))
+            for d in (dA_T, dA_T_rest):
+                plgpu.wgmma(push, d, c.q)
+            edge = around(n, m, c) * jnp.exp2(last) if alone else 0.0
+            fed = after(fed, 2) * down
+            y = read(c.k)
+            before = (y * fed).sum(1)  # what comes before a token is all of the chunk but what is behind
+            dk = fed + c.scale * after(push)
+            plgpu.barrier_arrive(m.states_free.at[c.t])
+            note(KEYS, THROUGHOUT, edge + before)
+            note(KEYS, BEHIND, -(y * dk).sum(1))
+            return dk.astype(bf16)
+
+        return dict(dk=(c.k, pl.run_scoped(products, accumulator(wide), accumulator(wide))))
+
+    def leave(found: dict):
+        """Results go where the tokens were, when all products with these are done."""
+        meet(n, m, c)
+        for tile, x in found.values():
+            tile[...] = x
+        plgpu.commit_smem()
+        store(m, c, {name: tile for name, (tile, _) in found.items()}, slice(None))
+
+    def leave_sums(row):
+        total = sum(plgpu.load(m.vectors.at[c.t, role, row], layout=BY_ROW) for role in (QUERIES, KEYS))
         for term, x in enumerate(terms(total)):
             tiles.store(m.sums_g.at[c.b, c.c, c.h, row, term], x)
-    m.used_g[c.b, c.c, c.h, c.w] = used
+
+    def leave_used(used):
+        m.used_g[c.b, c.c, c.h] = used
+
+    def of_queries():
+        found, used = queries(last_to_read=True)
+        leave(found)
+        leave_sums(BEHIND)
+        leave_used(used)
+
+    def of_keys():
+        leave(keys(alone=True))
+        leave_sums(THROUGHOUT)
+
+    if n.team == 2:
+        shared(n, c, of_queries, of_keys)
+    else:
+        found, used = queries(last_to_read=False)
+        leave(found | keys(alone=False))
+        leave_sums(BEHIND)
+        leave_sums(THROUGHOUT)
+        leave_used(used)
+    if n.run > 1:
+        pl.when(c.j < n.run - 1)(lambda: carry_on(n, m, c))
 
 
 def terms(x):
@@ -120,27 +164,13 @@ def terms(x):
 
 
 def carry_on(n, m, c):
-    """Puts the state behind the chunk in the place of that before it, when all products with that are done.
-
-    Each warpgroup its half of the rows, which the other does not read.
-    """
+    """Puts the state behind the chunk in the place of that before it, when all are done with that: each warpgroup its half of
+    the rows."""
     through = jnp.exp2(m.gates[c.at, m.walk.last])
-    for p, x in enumerate(own_states(n, c)):
-        added = product((transposed(m.leaving.at[c.wg]), c.v.at[p]))
-        m.S.at[x][...] = (read(m.S.at[x]) * through + added).astype(bf16)
-
-
-def start(n, m, c, both, push, fed, through, drawn):
-    """Sets products on their way, in this order: do S^T; dA^T q; v dS^T; k dS."""
-    parts = range(n.team)
-    for p in parts:
-        plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
-    for d in both:
-        plgpu.wgmma(push, d, c.q_w)
-    for p in parts:
-        plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
-    for p in parts:
-        plgpu.wgmma(through, c.k.at[p], m.dS.at[c.t, half(p), c.mine])
+    rows = m.S.at[c.t, c.mine]
+    found = product((transposed(m.leaving.at[c.wg]), c.v), shape=(64, n.D))
+    rows[...] = (read(rows) * through + found).astype(bf16)
+    meet(n, m, c)  # before v's place is lent
 
 
 def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
@@ -151,16 +181,16 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
     there are for each. The others as in `gradient_key`.
     """
     B, T, H, D = d_output.shape
-    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, run=behind.shape[1] // before.shape[1])
+    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, run=behind.shape[1] // before.shape[1], whole=True)
     inputs = dict(gates=G, q=q, k=k, v=v, do=d_output, scale=scale, before=before, behind=behind)
     inputs |= dict(tokens=tokens(reverse))
     out = jax.ShapeDtypeStruct
     outputs = {name: out((B, T, H, D), jnp.bfloat16) for name in ("dq", "dk", "dv")}
-    outputs |= dict(sums=out((B, n.chunks, H, SUMS, 2, CHUNK), bf16))
-    outputs |= dict(used=out((B, n.chunks, H, n.team, CHUNK), jnp.float32))
-    memory = scratch(n, TILES, SLOTS) | pipeline(n, 4 * n.team + 1)
+    outputs |= dict(sums=out((B, n.chunks, H, 2, 2, CHUNK), bf16))
+    outputs |= dict(used=out((B, n.chunks, H, CHUNK), jnp.float32))
+    memory = scratch(n, TILES, SLOTS) | pipeline(n, len(TILES) + 1)
     memory |= dict(**pair(n), gates=plgpu.SMEM((n.teams * SLOTS, CHUNK), jnp.float32))
-    memory |= dict(vectors=plgpu.SMEM((2, SUMS, CHUNK), jnp.float32))
+    memory |= dict(vectors=plgpu.SMEM((n.teams, 2, 2, CHUNK), jnp.float32))
     if n.run > 1:
         memory["leaving"] = tiled(2, CHUNK, 64)
 
@@ -174,4 +204,4 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
     rows = jnp.asarray(rows.reshape(CHUNK, -1), bf16)
     sums = sums.reshape(B, n.chunks, H, -1)
     dg = jnp.einsum("bchx,tx->bcth", sums, rows, preferred_element_type=jnp.float32)
-    return *gradients, dg, used.sum((3, 4))
+    return *gradients, dg, used.sum(3)
