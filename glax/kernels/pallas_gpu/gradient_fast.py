@@ -162,11 +162,6 @@ def around(n, m, c):
     return lax.fori_loop(0, n.team, part, zeros((64,), BY_ROW))
 
 
-def own_states(n, c):
-    """Where the warpgroup's own half of the rows of states is, by halves of V."""
-    return [(c.t, c.mine, half(p)) for p in range(n.team)]
-
-
 def finish(m, c, behind_gate, before_gate, edge, dq, dk, dv):
     """The gates' gradient summed, and everything stored. All products with the tiles are done: they are written over."""
     high = high_part(behind_gate)

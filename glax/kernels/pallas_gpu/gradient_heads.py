@@ -11,12 +11,13 @@ The mask is inside the exponents, none of which is positive: exact for every gat
 over tokens are a chunk's 64 numbers, left to XLA.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -33,7 +34,7 @@ from glax.kernels.pallas_gpu.gradient import (
     wait_for_states,
     warpgroups,
 )
-from glax.kernels.pallas_gpu.gradient_fast import around, bf16, pair, shared, split, store
+from glax.kernels.pallas_gpu.gradient_fast import bf16, pair, shared, split, store
 from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
     TILE,
@@ -52,125 +53,163 @@ BEHIND, THROUGHOUT = range(2)  # sums by token: what is summed over those behind
 QUERIES, KEYS = range(2)  # who forms them
 
 
-def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
-    """Of two warpgroups that share a chunk one forms A^T, dq and dv, the other dA^T and dk: products of 128 columns read their
-    left side once."""
-    G, last = plgpu.load(m.gates.at[c.at], layout=BY_ROW), m.gates[c.at, m.walk.last]
-    up, down = jnp.exp2(G), jnp.exp2(last - G)
-    A_T, dA_T, dA_T_rest = m.A_T.at[c.t], m.dA_T.at[c.t], m.v.at[c.other, :, half(0)]
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk and head. Of two warpgroups that share it one forms A^T, dq and dv, the other dA^T and dk, in products of all
+    columns, which read their left side once; of one, that one all."""
 
-    def decayed(scores):
+    n: Sizes
+    m: SimpleNamespace
+    c: SimpleNamespace
+    release: Callable[[], None]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return CHUNK, self.n.D
+
+    @property
+    def scores(self) -> tuple:
+        """A^T; dA^T in two terms."""
+        m, c = self.m, self.c
+        return m.A_T.at[c.t], (m.dA_T.at[c.t], m.v.at[c.other, :, half(0)])
+
+    def gates(self):
+        """G [64], by row."""
+        return plgpu.load(self.m.gates.at[self.c.at], layout=BY_ROW)
+
+    def through(self):
+        """The decay of all the chunk, its log2."""
+        return self.m.gates[self.c.at, self.m.walk.last]
+
+    def leaving(self, shape):
+        """e^{G_last - G}, along the rows."""
+        return by_row(jnp.exp2(self.through() - self.gates()), shape)
+
+    def decayed(self, scores):
         """Times e^ of the difference of G at the columns' tokens and at the rows', 0 where the rows' are later."""
-        across = along(plgpu.load(m.gates.at[c.at], layout=BY_COLUMN))
-        return scores * jnp.exp2(jnp.where(m.walk.earlier(), across - by_row(G, TILE), -jnp.inf))
+        across = along(plgpu.load(self.m.gates.at[self.c.at], layout=BY_COLUMN))
+        exponent = jnp.where(self.m.walk.earlier(), across - by_row(self.gates(), TILE), -jnp.inf)
+        return scores * jnp.exp2(exponent)
 
-    def keys_scored():
-        A_T[...] = (decayed(product((c.k, transposed(c.q)))) * c.scale).astype(bf16)
+    def key_scores(self):
+        A_T, _ = self.scores
+        A_T[...] = (self.decayed(product((self.c.k, transposed(self.c.q)))) * self.c.scale).astype(bf16)
 
-    def values_scored():
-        dA_T_rest[...] = split(dA_T, decayed(product((c.v, transposed(c.do)))))
+    def value_scores(self):
+        _, (dA_T, rest) = self.scores
+        rest[...] = split(dA_T, self.decayed(product((self.c.v, transposed(self.c.do)))))
 
-    def keys_left():
-        m.leaving.at[c.wg][...] = (read(c.k_w) * by_row(down, TILE)).astype(bf16)
+    def scored(self):
+        """Behind it all warpgroups see what was written, and the outputs of the chunk before have left."""
+        n, m, c = self.n, self.m, self.c
 
-    shared(n, c, keys_scored, values_scored)
-    if n.run > 1:
-        pl.when(c.j < n.run - 1)(keys_left)
-    release()
-    meet(n, m, c)
-    wait_for_states(n, m, c)
-    wide = (CHUNK, n.D)
-    up, down = by_row(up, wide), by_row(down, wide)
+        def keys_left():
+            m.leaving.at[c.wg][...] = (read(c.k_w) * self.leaving(TILE)).astype(bf16)
 
-    def note(role, row, x):
-        m.vectors.at[c.t, role, row][...] = x
+        if n.run > 1:
+            pl.when(c.j < n.run - 1)(keys_left)
+        self.release()
+        meet(n, m, c)
 
-    def queries(last_to_read):
+    def note(self, role: int, row: int, x):
+        self.m.vectors.at[self.c.t, role, row][...] = x
+
+    def around(self):
+        """e^{G_last} sum_v S dS, [64] of the warpgroup's own half of K."""
+        m, c = self.m, self.c
+        parts = [(c.t, c.mine, half(p)) for p in range(self.n.team)]
+        return sum((read(m.S.at[x]) * read(m.dS.at[x])).sum(1) for x in parts) * jnp.exp2(self.through())
+
+    def queries(self, last_to_read: bool):
+        """dq and dv, each with the tile that it goes to; q dq / scale by token."""
+        m, c = self.m, self.c
+        A_T, dA_T = self.scores
+
         def products(drawn, through):
             plgpu.wgmma(drawn, c.do, transposed(m.S.at[c.t]))
             plgpu.wgmma(through, c.k, m.dS.at[c.t])
-            drawn = after(drawn, 1) * up
-            note(QUERIES, THROUGHOUT, around(n, m, c) * jnp.exp2(last))
-            drawn = added(drawn, (transposed(dA_T), c.k), (transposed(dA_T_rest), c.k))
-            return drawn, after(through) * down
+            self.scored()
+            drawn = after(drawn, 1) * by_row(jnp.exp2(self.gates()), self.shape)
+            self.note(QUERIES, THROUGHOUT, self.around())
+            drawn = added(drawn, *((transposed(term), c.k) for term in dA_T))
+            return drawn, after(through) * self.leaving(self.shape)
 
-        drawn, through = pl.run_scoped(products, accumulator(wide), accumulator(wide))
+        drawn, through = pl.run_scoped(products, accumulator(self.shape), accumulator(self.shape))
         if last_to_read:
             plgpu.barrier_arrive(m.states_free.at[c.t])
         dv = added(through, (A_T, c.do)).astype(bf16)
         used = (read(c.q) * drawn).sum(1)
-        note(QUERIES, BEHIND, c.scale * used)
+        self.note(QUERIES, BEHIND, c.scale * used)
         return dict(dq=(c.q, (c.scale * drawn).astype(bf16)), dv=(c.do, dv)), used
 
-    def keys(alone):
+    def keys(self, alone: bool):
+        """dk, with the tile that it goes to."""
+        m, c = self.m, self.c
+        _, dA_T = self.scores
+
         def products(fed, push):
             plgpu.wgmma(fed, c.v, transposed(m.dS.at[c.t]))
-            for d in (dA_T, dA_T_rest):
-                plgpu.wgmma(push, d, c.q)
-            edge = around(n, m, c) * jnp.exp2(last) if alone else 0.0
-            fed = after(fed, 2) * down
+            if alone:
+                self.scored()
+            for term in dA_T:
+                plgpu.wgmma(push, term, c.q)
+            edge = self.around() if alone else 0.0
+            fed = after(fed, len(dA_T)) * self.leaving(self.shape)
             y = read(c.k)
             before = (y * fed).sum(1)  # what comes before a token is all of the chunk but what is behind
             dk = fed + c.scale * after(push)
             plgpu.barrier_arrive(m.states_free.at[c.t])
-            note(KEYS, THROUGHOUT, edge + before)
-            note(KEYS, BEHIND, -(y * dk).sum(1))
+            self.note(KEYS, THROUGHOUT, edge + before)
+            self.note(KEYS, BEHIND, -(y * dk).sum(1))
             return dk.astype(bf16)
 
-        return dict(dk=(c.k, pl.run_scoped(products, accumulator(wide), accumulator(wide))))
+        return dict(dk=(c.k, pl.run_scoped(products, accumulator(self.shape), accumulator(self.shape))))
 
-    def leave(found: dict):
-        """Results go where the tokens were, when all products with these are done."""
+    def leave(self, found: dict, *rows: int):
+        """Results go where the tokens were, when all products with these are done; and rows of sums."""
+        n, m, c = self.n, self.m, self.c
         meet(n, m, c)
         for tile, x in found.values():
             tile[...] = x
         plgpu.commit_smem()
         store(m, c, {name: tile for name, (tile, _) in found.items()}, slice(None))
+        for row in rows:  # last: fences wait for what is on its way to memory
+            total = sum(plgpu.load(m.vectors.at[c.t, role, row], layout=BY_ROW) for role in (QUERIES, KEYS))
+            high = high_part(total)
+            for term, x in enumerate((high, total - high)):
+                tiles.store(m.sums_g.at[c.b, c.c, c.h, row, term], x.astype(bf16))
 
-    def leave_sums(row):
-        total = sum(plgpu.load(m.vectors.at[c.t, role, row], layout=BY_ROW) for role in (QUERIES, KEYS))
-        for term, x in enumerate(terms(total)):
-            tiles.store(m.sums_g.at[c.b, c.c, c.h, row, term], x)
+    def carry_on(self):
+        """Puts the state behind the chunk in the place of that before it, when all are done with that: each warpgroup its half
+        of the rows."""
+        m, c = self.m, self.c
+        rows = m.S.at[c.t, c.mine]
+        found = product((transposed(m.leaving.at[c.wg]), c.v), shape=(64, self.n.D))
+        rows[...] = (read(rows) * jnp.exp2(self.through()) + found).astype(bf16)
+        meet(self.n, m, c)  # before v's place is lent
 
-    def leave_used(used):
-        m.used_g[c.b, c.c, c.h] = used
+
+def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
+    x = Chunk(n, m, c, release)
+    shared(n, c, x.key_scores, x.value_scores)
+    wait_for_states(n, m, c)
 
     def of_queries():
-        found, used = queries(last_to_read=True)
-        leave(found)
-        leave_sums(BEHIND)
-        leave_used(used)
+        found, used = x.queries(last_to_read=True)
+        x.leave(found, BEHIND)
+        m.used_g[c.b, c.c, c.h] = used
 
     def of_keys():
-        leave(keys(alone=True))
-        leave_sums(THROUGHOUT)
+        x.leave(x.keys(alone=True), THROUGHOUT)
 
     if n.team == 2:
         shared(n, c, of_queries, of_keys)
     else:
-        found, used = queries(last_to_read=False)
-        leave(found | keys(alone=False))
-        leave_sums(BEHIND)
-        leave_sums(THROUGHOUT)
-        leave_used(used)
+        found, used = x.queries(last_to_read=False)
+        x.leave(found | x.keys(alone=False), BEHIND, THROUGHOUT)
+        m.used_g[c.b, c.c, c.h] = used
     if n.run > 1:
-        pl.when(c.j < n.run - 1)(lambda: carry_on(n, m, c))
-
-
-def terms(x):
-    """x as the sum of two in bfloat16."""
-    high = high_part(x)
-    return high.astype(bf16), (x - high).astype(bf16)
-
-
-def carry_on(n, m, c):
-    """Puts the state behind the chunk in the place of that before it, when all are done with that: each warpgroup its half of
-    the rows."""
-    through = jnp.exp2(m.gates[c.at, m.walk.last])
-    rows = m.S.at[c.t, c.mine]
-    found = product((transposed(m.leaving.at[c.wg]), c.v), shape=(64, n.D))
-    rows[...] = (read(rows) * through + found).astype(bf16)
-    meet(n, m, c)  # before v's place is lent
+        pl.when(c.j < n.run - 1)(x.carry_on)
 
 
 def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
@@ -181,7 +220,9 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
     there are for each. The others as in `gradient_key`.
     """
     B, T, H, D = d_output.shape
-    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, run=behind.shape[1] // before.shape[1], whole=True)
+    n = Sizes(
+        B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, run=behind.shape[1] // before.shape[1], whole=True
+    )
     inputs = dict(gates=G, q=q, k=k, v=v, do=d_output, scale=scale, before=before, behind=behind)
     inputs |= dict(tokens=tokens(reverse))
     out = jax.ShapeDtypeStruct
@@ -199,9 +240,8 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
 
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
     *gradients, sums, used = launch("gradient_head", n, body, inputs, outputs, memory, threads=3, **options)
-    behind = np.tri(CHUNK, dtype=np.float32) if reverse else np.tri(CHUNK, dtype=np.float32).T
-    rows = np.stack([behind, behind, np.ones_like(behind), np.ones_like(behind)], 1)  # as `sums` has them
-    rows = jnp.asarray(rows.reshape(CHUNK, -1), bf16)
-    sums = sums.reshape(B, n.chunks, H, -1)
+    onward = np.tri(CHUNK) if reverse else np.tri(CHUNK).T
+    rows = np.stack([onward, onward, np.ones_like(onward), np.ones_like(onward)], 1)  # of `sums`: each of two terms
+    rows, sums = jnp.asarray(rows.reshape(CHUNK, -1), bf16), sums.reshape(B, n.chunks, H, -1)
     dg = jnp.einsum("bchx,tx->bcth", sums, rows, preferred_element_type=jnp.float32)
     return *gradients, dg, used.sum(3)
