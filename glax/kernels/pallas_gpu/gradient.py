@@ -2,8 +2,9 @@
 
 A program walks over runs of chunks and over heads, every `step`-th. One warpgroup loads their tokens a chunk ahead, and the
 states at both ends of a chunk once those of the chunk before are read; within a run, whose first chunk alone has a stored state
-before it, those who compute carry that on. Two compute, each half of K in dq and dk, and half of V in dv; for K = V = 64 each
-has its own chunk. Results go where the tokens were, and from there on their way while the next chunk is computed.
+before it, those who compute carry that on. Two compute: with gates a channel each half of K in dq and dk, and half of V in dv;
+with gates a head one dq and dv, the other dk; for K = V = 64 each has its own chunk. Results go where the tokens were, and from
+there on their way while the next chunk is computed.
 """
 
 from dataclasses import dataclass
