@@ -68,6 +68,11 @@ class Chunk:
         return CHUNK, self.n.D
 
     @property
+    def apart(self) -> bool:
+        """Whether another warpgroup has the other role."""
+        return self.n.team == 2
+
+    @property
     def scores(self) -> tuple:
         """A^T; dA^T in two terms."""
         m, c = self.m, self.c
@@ -115,12 +120,12 @@ class Chunk:
         self.m.vectors.at[self.c.t, role, row][...] = x
 
     def around(self):
-        """e^{G_last} sum_v S dS, [64] of the warpgroup's own half of K."""
+        """e^{G_last} sum_v S dS, [64] of the warpgroup's own half of K. Roles leave registers for straight code."""
         m, c = self.m, self.c
         parts = [(c.t, c.mine, half(p)) for p in range(self.n.team)]
         return sum((read(m.S.at[x]) * read(m.dS.at[x])).sum(1) for x in parts) * jnp.exp2(self.through())
 
-    def queries(self, last_to_read: bool):
+    def queries(self):
         """dq and dv, each with the tile that it goes to; q dq / scale by token."""
         m, c = self.m, self.c
         A_T, dA_T = self.scores
@@ -135,25 +140,25 @@ class Chunk:
             return drawn, after(through) * self.leaving(self.shape)
 
         drawn, through = pl.run_scoped(products, accumulator(self.shape), accumulator(self.shape))
-        if last_to_read:
+        if self.apart:
             plgpu.barrier_arrive(m.states_free.at[c.t])
         dv = added(through, (A_T, c.do)).astype(bf16)
         used = (read(c.q) * drawn).sum(1)
         self.note(QUERIES, BEHIND, c.scale * used)
         return dict(dq=(c.q, (c.scale * drawn).astype(bf16)), dv=(c.do, dv)), used
 
-    def keys(self, alone: bool):
+    def keys(self):
         """dk, with the tile that it goes to."""
         m, c = self.m, self.c
         _, dA_T = self.scores
 
         def products(fed, push):
             plgpu.wgmma(fed, c.v, transposed(m.dS.at[c.t]))
-            if alone:
+            if self.apart:
                 self.scored()
             for term in dA_T:
                 plgpu.wgmma(push, term, c.q)
-            edge = self.around() if alone else 0.0
+            edge = self.around() if self.apart else 0.0
             fed = after(fed, len(dA_T)) * self.leaving(self.shape)
             y = read(c.k)
             before = (y * fed).sum(1)  # what comes before a token is all of the chunk but what is behind
@@ -195,18 +200,18 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
     wait_for_states(n, m, c)
 
     def of_queries():
-        found, used = x.queries(last_to_read=True)
+        found, used = x.queries()
         x.leave(found, BEHIND)
         m.used_g[c.b, c.c, c.h] = used
 
     def of_keys():
-        x.leave(x.keys(alone=True), THROUGHOUT)
+        x.leave(x.keys(), THROUGHOUT)
 
-    if n.team == 2:
+    if x.apart:
         shared(n, c, of_queries, of_keys)
     else:
-        found, used = x.queries(last_to_read=False)
-        x.leave(found | x.keys(alone=False), BEHIND, THROUGHOUT)
+        found, used = x.queries()
+        x.leave(found | x.keys(), BEHIND, THROUGHOUT)
         m.used_g[c.b, c.c, c.h] = used
     if n.run > 1:
         pl.when(c.j < n.run - 1)(x.carry_on)
