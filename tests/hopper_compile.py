@@ -46,14 +46,14 @@ def lowered(what: str, gate: str, width: int) -> jax.stages.Lowered:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
 
     def call(q, k, v, g, d_output, d_final):
-        r = bind(q, k, v, **{"gk" if gate == "key" else "g": g})
+        r = bind(q, k, v, **{"g" if gate == "head" else "gk": g})
         config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=width)
         if what == "gradient":
             return launch.chunked_vjp(r, d_output, d_final, None, config)
         return (launch.chunked_and_kept if "kept" in what else launch.chunked)(r, config)
 
     x = shaped(2, T, 4, width)
-    gates = x if gate == "key" else shaped(2, T, 4)
+    gates = shaped(*x.shape[: 3 if gate == "head" else 4], dtype=jnp.float32 if "float32" in gate else jnp.bfloat16)
     operands = (x, x, x, gates, x, shaped(2, 4, width, width, dtype=jnp.float32))
     return jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",))
 

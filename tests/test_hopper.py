@@ -27,7 +27,7 @@ CASES = {
     "key, reset late, segments, reversed": dict(
         gate="gk", strength="reset", heads=(2, 1, 2), T=400, reverse=True, config=HopperConfig(parts=2)
     ),
-    "key, float32 gates": dict(gate="gk", gate_dtype=jnp.float32, T=72, gradient=False, keep=False),
+    "key, float32 gates": dict(gate="gk", gate_dtype=jnp.float32, T=72),
     "head, segments": dict(gate="g", T=310, K=60, V=40, parts=True, config=HopperConfig(parts=5)),
     "head, reversed, states formed again": dict(gate="g", heads=(1, 2, 1), T=250, reverse=True, keep=False),
     "constant, packed": dict(gate="g_gamma", cuts=(0, 66, 66, 90), T=100, keep=False),

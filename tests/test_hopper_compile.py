@@ -30,12 +30,14 @@ KERNELS = {
     ("forward, kept, segments", "key", 128): 4,
     ("gradient", "key", 128): 5,
     ("gradient", "key", 64): 5,
+    ("gradient", "key, float32", 128): 5,
     ("gradient", "head", 128): 3,
     ("gradient", "head", 64): 3,
 }
 # What goes token by token, for gates a channel that are out of range, has no products, nor what hands states from segment to
 # segment, which copies nothing in bulk either. The gradient walks both ways before.
 WITHOUT_PRODUCTS = {("forward", "key"): 1, ("forward, kept", "key"): 1, ("gradient", "key"): 2}
+WITHOUT_PRODUCTS |= {("gradient", "key, float32"): 2}
 WITHOUT_PRODUCTS |= {
     ("forward, segments", "key"): 2,
     ("forward, segments", "head"): 1,

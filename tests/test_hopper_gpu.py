@@ -28,7 +28,7 @@ CASES = {
     "key, 64 wide, shared heads, reversed": dict(B=2, T=300, heads=(2, 1, 4), K=64, V=64, gate="gk", reverse=True),
     "key, packed, shared heads, reversed": dict(T=600, heads=(4, 4, 2), gate="gk", cuts=PACKED, reverse=True),
     "key, odd widths": dict(B=2, T=130, K=100, V=40, gate="gk", strength="mild"),
-    "key, float32 gates": dict(T=330, gate="gk", strength=-100.0, gate_dtype=jnp.float32, gradient=False),
+    "key, float32 gates": dict(T=330, gate="gk", strength=-100.0, gate_dtype=jnp.float32),
     "head": dict(B=2, T=256, H=3, gate="g"),
     "head, long": dict(T=2048, H=1, gate="g", strength="mild"),
     "head, -100, reversed": dict(T=1000, gate="g", strength=-100.0, reverse=True),
@@ -58,13 +58,11 @@ def draw(key, gate, T, strength=None, B=1, H=2, heads=None, K=128, V=128, cuts=N
     return given, (normal(B, T, H, V), normal(N, H, K, V, dtype=jnp.float32))
 
 
-def results(given, cotangents, *, platform, reverse, cuts, gradient):
+def results(given, cotangents, *, platform, reverse, cuts):
     def call(given):
         cu_seqlens = None if cuts is None else jnp.asarray(cuts, jnp.int32)
         return tuple(glax.recurrent(**given, cu_seqlens=cu_seqlens, reverse=reverse, platform=platform))
 
-    if not gradient:
-        return call(given), {}
     found, pull = jax.vjp(call, given)
     return found, pull(cotangents)[0]
 
@@ -78,7 +76,7 @@ def poison(like):
 @pytest.mark.parametrize("case", CASES)
 def test_fresh_inputs(case):
     case = CASES[case]
-    options = dict(reverse=case.get("reverse", False), cuts=case.get("cuts"), gradient=case.get("gradient", True))
+    options = dict(reverse=case.get("reverse", False), cuts=case.get("cuts"))
     run = jax.jit(functools.partial(results, platform="pallas", **options))
     inputs = jax.jit(functools.partial(draw, **case))
 

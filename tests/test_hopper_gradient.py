@@ -56,12 +56,21 @@ def inputs(B, T, heads, D, form, strength):
         return jnp.asarray(r.normal(size=shape), jnp.bfloat16)
 
     H, HQ, HK, HV = heads
-    g = np.log(1 / (1 + np.exp(-r.normal(size=(B, T, H, D if form == "key" else 1)))))
+    g = np.log(1 / (1 + np.exp(-r.normal(size=(B, T, H, 1 if form == "head" else D)))))
     if strength is not None:
         g = np.where(r.random(g.shape) < 0.05, strength, g)
-    tiles = (normal(B, T, HQ, D), normal(B, T, HK, D), normal(B, T, HV, D), jnp.asarray(g, jnp.bfloat16))
+    g = in_terms(g, 2 if form == "key, float32" else 1).astype(jnp.float32).sum(0)
+    tiles = (normal(B, T, HQ, D), normal(B, T, HK, D), normal(B, T, HV, D), g)
     states = (normal(B, -(-T // C), H, D, D), normal(B, -(-T // C), H, D, D))
     return *tiles, normal(B, T, H, D), jnp.asarray(np.linspace(-0.2, 0.3, B), jnp.float32), *states
+
+
+def in_terms(g, terms):
+    """[terms, ...] in bfloat16, whose sum is g."""
+    found = [jnp.asarray(g, jnp.bfloat16)]
+    if terms == 2:
+        found.append(jnp.asarray(g - np.asarray(found[0], np.float64), jnp.bfloat16))
+    return jnp.stack(found)
 
 
 def head_sums(g, reverse):
@@ -100,6 +109,8 @@ CASES = [
     (1, 136, (2, 1, 2, 1), 64, "key", None, False, 1),
     (1, 72, (1, 1, 1, 1), 128, "key", None, True, 1),
     (1, 136, (1, 1, 1, 1), 64, "key", -np.inf, True, 1),
+    (1, 136, (2, 1, 2, 1), 64, "key, float32", None, False, 1),
+    (1, 72, (1, 1, 1, 1), 128, "key, float32", -100.0, True, 1),
     (1, 72, (1, 1, 1, 1), 128, "key", -100.0, False, 1),
     (2, 136, (2, 2, 1, 1), 64, "head", None, True, 1),
     (1, 72, (1, 1, 1, 1), 128, "head", -np.inf, False, 1),
@@ -113,15 +124,16 @@ def test_gradient_of_chunks(monkeypatch, B, T, heads, D, form, strength, reverse
     mosaic_interpreter.install(monkeypatch)
     q, k, v, g, *others = inputs(B, T, heads, D, form, strength)
     if run > 1:
-        g = (g.astype(jnp.float32) / 16).astype(jnp.bfloat16)  # chunks let states through
+        g = g / 16  # chunks let states through
     options = dict(reverse=reverse, programs=2, interpret=mosaic_interpreter.parameters())
     gates = jnp.broadcast_to(g, (*g.shape[:3], D))
     do, scale, before, behind = others
     before, every = in_runs(run, reverse, k, v, gates, before)
     others = do, scale, before, behind
     wanted = expected(reverse, q, k, v, gates, do, scale, every, behind)
-    if form == "key":
-        found = gradient_key(q, k, v, g, *others[:2], *walked(g, reverse, *others[2:]), **options)
+    if form != "head":
+        terms = in_terms(np.asarray(g, np.float64), 2 if form == "key, float32" else 1)
+        found = gradient_key(q, k, v, terms, *others[:2], *walked(g, reverse, *others[2:]), **options)
     else:
         *first, dg, d_scale = gradient_head(q, k, v, head_sums(g, reverse), *others, **options)
         dg = dg.reshape(B, -1, heads[0])[:, :T, :, None]

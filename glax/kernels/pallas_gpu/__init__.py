@@ -3,7 +3,7 @@
 Registered here, they are written in `launch`, which loads Pallas when one of them runs.
 """
 
-from glax.kernels.pallas_gpu.config import HopperConfig, gradient_supports, padded, supports
+from glax.kernels.pallas_gpu.config import HopperConfig, padded, supports
 from glax.recurrence import Kept, Outputs, Recurrence
 from glax.registry import Backend, Parts, Platform, kernel_registry
 
@@ -71,7 +71,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     Platform.PALLAS,
     Backend.GPU,
     config=HopperConfig,
-    supports=gradient_supports,
+    supports=supports,
     priority=gradient_priority,
     parts=gradient_parts,
 )

@@ -40,12 +40,6 @@ def supports(r: Recurrence) -> str | None:
     return installation()
 
 
-def gradient_supports(r: Recurrence) -> str | None:
-    if r.decay.key is not None and r.decay.key.dtype != "bfloat16":
-        return "the gradient of gates a key channel other than bfloat16 is not written"
-    return supports(r)
-
-
 def padded(width: int) -> int:
     """The width that holds `width` columns."""
     return 64 if width <= 64 else 128

@@ -40,6 +40,7 @@ class Sizes:
     programs: int
     run: int = 1  # chunks from one stored state to the next; divides those of a sequence
     whole: bool = False  # tiles of tokens are [64, D]; else by halves of 128 columns, one after the other
+    terms: int = 1  # arrays of bfloat16 of which gates a key channel are the sum
 
     @property
     def chunks(self) -> int:
@@ -124,7 +125,12 @@ def load(n: Sizes, m: SimpleNamespace, tiles, late=()):
 
         if late:
             fetch(late)
+        if n.terms == 2:
+            rest = m.g_rest_g.at[b, pl.ds(c * CHUNK, CHUNK), h]
+            plgpu.copy_gmem_to_smem(rest, second_term(m, t), m.tokens_full.at[at])
         plgpu.copy_gmem_to_smem(m.behind_g.at[b, c, h], m.dS.at[t], m.behind_full.at[t])
+        if n.terms == 2:
+            plgpu.barrier_wait(m.gates_read.at[t])
 
         @pl.when(j == 0)
         def _():
@@ -137,6 +143,11 @@ def load(n: Sizes, m: SimpleNamespace, tiles, late=()):
         return ()
 
     lax.fori_loop(0, n.items(cta * n.teams) * n.run, step, ())
+
+
+def second_term(m: SimpleNamespace, t):
+    """Where a chunk's gates have their second term, [64, D], until sums of them are formed and S takes its place."""
+    return m.S.at[t, pl.ds(0, CHUNK)]
 
 
 def at_chunk(n: Sizes, m: SimpleNamespace, tiles, first, i) -> SimpleNamespace:
@@ -207,6 +218,8 @@ def pipeline(n: Sizes, copies: int) -> dict:
     tokens = n.teams * SLOTS
     found = dict(tokens_full=barrier(copies, tokens), tokens_free=barrier(n.team, tokens))
     found |= dict(states_free=barrier(n.team, n.teams))
+    if n.terms == 2:
+        found |= dict(gates_read=barrier(n.team, n.teams))
     if n.run == 1:
         return found | dict(behind_full=barrier(2, n.teams))
     return found | {name: barrier(1, n.teams) for name in ("before_full", "behind_full")}

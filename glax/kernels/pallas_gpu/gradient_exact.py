@@ -33,8 +33,9 @@ def programs(n) -> int:
 
 
 def scratch(n) -> dict:
-    tiles = {name: plgpu.SMEM((CHUNK, n.D), jnp.bfloat16) for name in ("q", "k", "v", "g", "do")}
-    return tiles | dict(drawn=plgpu.SMEM((CHUNK, 64), jnp.float32), full=plgpu.Barrier(num_arrivals=5))
+    names = ("q", "k", "v", "g", "do", "g_rest")[: 4 + n.terms]
+    tiles = {name: plgpu.SMEM((CHUNK, n.D), jnp.bfloat16) for name in names}
+    return tiles | dict(drawn=plgpu.SMEM((CHUNK, 64), jnp.float32), full=plgpu.Barrier(num_arrivals=len(names)))
 
 
 def walk_program(n, m):
@@ -58,7 +59,8 @@ def by_program(n, far):
 def chunk(n, m, b, c, h, part):
     mine, scale = half(part), m.scale_g[b]
     plgpu.commit_smem()  # all are done with the tiles
-    for name, head in n.heads(h).items():
+    heads = n.heads(h) | (dict(g_rest=h) if n.terms == 2 else {})
+    for name, head in heads.items():
         source = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), head]
         plgpu.copy_gmem_to_smem(source, getattr(m, name), m.full)
     plgpu.barrier_wait(m.full)
@@ -78,6 +80,11 @@ def chunk(n, m, b, c, h, part):
     def rows(name, row):
         return read(getattr(m, name).at[row, mine], OF_ROW)
 
+    def gate(row, rows=rows):
+        """The log gates of a token, of both terms."""
+        g = rows("g", row)
+        return g if n.terms == 1 else g + rows("g_rest", row)
+
     def columns(name, row):
         return read(getattr(m, name).at[row], OF_COLUMN)
 
@@ -87,7 +94,7 @@ def chunk(n, m, b, c, h, part):
     def forward(i, carry):
         S, used = carry
         row = place(i)
-        S = S * by_row(exp(rows("g", row)), shape) + by_row(rows("k", row), shape) * by_column(columns("v", row), shape)
+        S = S * by_row(exp(gate(row)), shape) + by_row(rows("k", row), shape) * by_column(columns("v", row), shape)
         drawn = jnp.sum(S * by_column(columns("do", row), shape), axis=1)
         m.drawn[row] = drawn * rows("q", row)
         store(row, dq=scale * drawn)
@@ -105,13 +112,16 @@ def chunk(n, m, b, c, h, part):
         dk = jnp.sum(G * by_column(columns("v", row), shape), axis=1)
         dg += scale * plgpu.load(m.drawn.at[row], layout=OF_ROW) - rows("k", row) * dk
         store(row, dk=dk, dg=dg)
-        return G * by_row(exp(rows("g", row)), shape), dg
+        return G * by_row(exp(gate(row)), shape), dg
 
     lax.fori_loop(0, CHUNK, backward, (G, jnp.sum(S * G, axis=1)))
 
+    def of_keys(name, row):
+        return read(getattr(m, name).at[row], OF_K)
+
     def values(i, G):
         row = place(CHUNK - 1 - i)
-        q, k, g = (read(getattr(m, name).at[row], OF_K) for name in ("q", "k", "g"))
+        q, k, g = of_keys("q", row), of_keys("k", row), gate(row, of_keys)
         G += by_row(scale * q, G.shape) * by_column(read(m.do.at[row, mine], OF_V), G.shape)
         store(row, dv=jnp.sum(G * by_row(k, G.shape), axis=0))
         return G * by_row(exp(g), G.shape)

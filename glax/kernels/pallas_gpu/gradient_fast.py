@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax.kernels.pallas_gpu.gradient import meet, wait_for_states
+from glax.kernels.pallas_gpu.gradient import meet, second_term, wait_for_states
 from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
     TILE,
@@ -28,7 +28,12 @@ def chunk(n, m, c, release):
 
     What it computes where the gates leave the range of e^M and e^-M is written over.
     """
-    M = product((m.walk.middle_matrix(), c.g_w)) * LOG2E
+    matrix, gates = m.walk.middle_matrix(), [c.g_w]
+    if n.terms == 2:
+        gates.append(second_term(m, c.t).at[:, c.mine])
+    M = product(*((matrix, g) for g in gates)) * LOG2E
+    if n.terms == 2:
+        plgpu.barrier_arrive(m.gates_read.at[c.t])
     c.vector[...] = (read(c.q_w) * read(c.k_w)).sum(1)
     falling = jnp.exp2(-M)
     x_rest = split(c.q_w, read(c.q_w) * jnp.exp2(M))

@@ -42,15 +42,16 @@ LATE = ("g", "v", "do")  # their places hold what dA, y and x lose in bfloat16 u
 def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: bool, programs: int, interpret=None):
     """dq, dk, dv, dg per head, [B, T, H, K] and V; d_scale, [B, chunks, H].
 
-    q, k, v, d_output, g [B, T, H, K or V], bfloat16, q, k and v of as many heads as divide g's; scale [B] float32.
+    q, k, v, d_output [B, T, H, K or V], bfloat16, q, k and v of as many heads as divide H; scale [B] float32.
+    g [terms, B, T, H, K], bfloat16: of one term or the sum of two.
     before, behind [B, chunks, H, K, V], bfloat16: the state that enters each chunk in walking order, and the gradient in the
     state that leaves it; decayed to the chunk's middle where far [B, chunks, H] is 0. T a multiple of 8; K = V = 64 or 128.
     programs: multiprocessors.
     """
-    B, T, H, D = g.shape
-    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs)
-    inputs = dict(q=q, k=k, v=v, g=g, do=d_output, scale=scale, before=before, behind=behind)
-    inputs |= dict(tokens=tokens(reverse))
+    B, T, H, D = d_output.shape
+    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, terms=len(g))
+    inputs = dict(q=q, k=k, v=v, g=g[0], do=d_output, scale=scale, before=before, behind=behind)
+    inputs |= dict(tokens=tokens(reverse)) | (dict(g_rest=g[1]) if n.terms == 2 else {})
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
     rows = jax.ShapeDtypeStruct((B, n.chunks, H, n.team, CHUNK), jnp.float32)
     each = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
@@ -59,7 +60,9 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: b
     def near(m):
         warpgroups(lambda: load(n, m, TILES, LATE), lambda: compute(n, m, TILES, gradient_fast.chunk))
 
-    memory = scratch(n, TILES, SLOTS) | pipeline(n, 5 * n.team) | dict(order=plgpu.SMEM((2, CHUNK), jnp.int32))
+    memory = (
+        scratch(n, TILES, SLOTS) | pipeline(n, 5 * n.team + n.terms - 1) | dict(order=plgpu.SMEM((2, CHUNK), jnp.int32))
+    )
     if n.team == 1:
         memory |= gradient_fast.pair(n)
     found = launch("gradient_key", n, near, inputs, outputs, memory, threads=3, **options)

@@ -251,11 +251,11 @@ class Problem:
 
     def chunkwise(self, d_output, kept: Kept, behind):
         """The operands of the kernels in which every chunk stands alone; packed, every chunk is a sequence of its own."""
-        gates, far = (self.gates[0], [kept.far]) if self.key else (self.gates, [])
+        gates, far = self.gates, [kept.far] if self.key else []
         if self.rows.begins is None:
             return self.q, self.k, self.v, gates, d_output, self.scale, kept.states, behind, *far
         q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (self.q, self.k, self.v, d_output))
-        gates = gates.reshape(self.chunks, C, *gates.shape[2:]) if self.key else gates[0][:, None]
+        gates = gates.reshape(len(gates), self.chunks, C, *gates.shape[3:]) if self.key else gates[0][:, None]
         scale = self.scale[self.sequence_of_chunk()]
         return q, k, v, gates, d_output, scale, *(x[0][:, None] for x in (kept.states, behind, *far))
 
