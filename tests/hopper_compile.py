@@ -47,8 +47,8 @@ def lowered(what: str, gate: str, width: int) -> jax.stages.Lowered:
 
     def call(q, k, v, g, d_output, d_final):
         r = bind(q, k, v, **{"g" if gate == "head" else "gk": g})
-        config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=width)
-        if what == "gradient":
+        config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=64 if "narrow" in what else width)
+        if "gradient" in what:
             return launch.chunked_vjp(r, d_output, d_final, None, config)
         return (launch.chunked_and_kept if "kept" in what else launch.chunked)(r, config)
 
@@ -67,17 +67,34 @@ def spread_over_two() -> jax.stages.Lowered:
     return run.trace(x, x, x, x).lower(lowering_platforms=("cuda",))
 
 
-def waits_for_registers(ptx: str, at_launch: int) -> bool:
-    """Whether warpgroups ask for more registers than their program was launched with: they would wait for ever."""
+def waits_for_registers(ptx: str, at_launch: int, scalers: int) -> bool:
+    """Whether warpgroups ask for more registers than their program was launched with: they would wait for ever.
+
+    Those that scale, in walks of gates a channel, or the one that loads give some of theirs."""
     asked = {way: int(count) for way, count in re.findall(r"setmaxnreg\.(dec|inc)\S* (\d+);", ptx)}
     warpgroups = int(re.search(r"maxntid (\d+)", ptx).group(1)) // 128
-    giving = warpgroups // 2 if warpgroups == 4 else 1  # scalers, or the one that loads
+    giving = scalers if "key_walk" in ptx else 1
     return bool(asked) and giving * asked["dec"] + (warpgroups - giving) * asked["inc"] > warpgroups * at_launch
 
 
+def unwritten(disassembly: str) -> list[int]:
+    """Registers that a product takes its left side from before any instruction, as they stand, has written them: ptxas 13.0
+    does that to constants which two products read."""
+    written, found = set(), []
+    for name, operands in re.findall(r"\*/\s+(?:@!?U?P\d\s+)?([A-Z][\w.]*)\s+(.*)", disassembly):
+        if product := re.match(r"R\d+, R(\d+), gdesc", operands if name.startswith("HGMMA") else ""):
+            left = int(product.group(1))
+            found += sorted({*range(left, left + 4)} - written)
+        if first := re.match(r"(?:U?P\w+, ?)*R(\d+)", operands):
+            register, columns = int(first.group(1)), re.match(r"HGMMA\.64x(\d+)", name)
+            several = 4 if re.search(r"\.128|\.4$", name) else 2 if re.search(r"\.64|WIDE", name) else 1
+            written |= {*range(register, register + (int(columns.group(1)) // 2 if columns else several))}
+    return found
+
+
 def compiled(what: str, gate: str, width: int) -> tuple[list[int], list[dict]]:
-    """Bytes of shared memory of every kernel; and of every one spilled bytes, and whether its
-    disassembly has products of a warpgroup and bulk copies.
+    """Bytes of shared memory of every kernel; and of every one spilled bytes, whether its disassembly has products of a
+    warpgroup and bulk copies, whether it waits for ever, and registers that are read too early.
 
     In a process of its own: JAX 0.12 says nothing of a kernel that it has compiled before.
     """
@@ -93,7 +110,8 @@ def compiled(what: str, gate: str, width: int) -> tuple[list[int], list[dict]]:
                 spilled=int(spilled),
                 products="HGMMA" in kernel,
                 copies="UTMALDG" in kernel,
-                waits=waits_for_registers(kernel, int(registers)),
+                waits=waits_for_registers(kernel, int(registers), scalers=width // 64),
+                unwritten=unwritten(kernel),
             )
         )
     return [int(size) for size in re.findall(r"smem_scratch_bytes=(\d+)", said)], found

@@ -95,6 +95,11 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
 
         adjoint = told(4) if w.either else int(w.adjoint)
 
+        def hidden(x):
+            """x, which the compiler may not know. Of a matrix that two products read, ptxas 13.0 writes what it knows to be
+            constant between the two alone, so that at a walk's first chunk the first product reads what it finds."""
+            return jnp.where(count() >= 0, x, 0.5)
+
         def chunk(step):
             return told(1) + w.place(step, count(), adjoint)
 
@@ -149,7 +154,8 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
             plgpu.set_max_registers(few, action="decrease")
             share, total = me - W, count()
             if w.to_edge:
-                matrix = tiles.edge_matrix(w.reverse, adjoint.astype(jnp.float32) if w.either else float(adjoint))
+                way = adjoint.astype(jnp.float32) if w.either else float(adjoint)
+                matrix = tiles.edge_matrix(w.reverse, way if w.terms == 1 else hidden(way))
             else:
                 matrix = tiles.middle_matrix(w.reverse)
             part = pl.ds(share * 64, 64)
