@@ -76,10 +76,16 @@ def jitted(spec: KernelSpec, config: Config):
     return jax.jit(functools.partial(spec.run, config=config))
 
 
-def compiled(case: Case, spec: KernelSpec):
+def taken(case: Case, spec: KernelSpec) -> Recurrence:
+    """A recurrence that the kernel takes here; else the test is skipped with its reason."""
     r = recurrence(case, case.strengths[0])
     if (reason := spec.refusal(r, None)) is not None:
         pytest.skip(f"{spec.name} refuses: {reason}")
+    return r
+
+
+def compiled(case: Case, spec: KernelSpec):
+    r = taken(case, spec)
     return jitted(spec, spec.config.heuristic(r) if case.chunk is None else spec.config(chunk=case.chunk))
 
 
@@ -104,6 +110,7 @@ DERIVED = [
 @pytest.mark.parametrize("case", DERIVED, ids=str)
 def test_derived_gradient(case, spec):
     """The gradient that a platform without a fused one gets; gates for which its telescoped sums keep their digits."""
+    taken(case, spec)
     choice = Choice(spec.platform, ChunkedConfig(16)) if spec.config is ChunkedConfig else Choice(spec.platform)
     check_gradient(case, jax.jit(functools.partial(derived_gradient, choice)))
 
