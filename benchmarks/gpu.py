@@ -32,7 +32,7 @@ from glax.cli.problems import GATES, Problem, four_numbers
 from glax.reference import reference, reference_gradient
 
 SHAPES = ((4, 2048, 16, 128), (2, 16384, 16, 128), (1, 8192, 96, 128), (1, 32768, 8, 128), (8, 1024, 8, 64))
-ERRORS = (1, 1024, 4, 128)  # of this shape: the reference walks in Python
+ERRORS = (1, 1024, 4, 128)  # unless told: the reference walks in Python
 PARTS = ("o", "state", "dq", "dk", "dv", "dg")
 MIB = 2**20
 
@@ -202,7 +202,8 @@ def compared(problem: Problem, makers: dict) -> list[dict]:
         operands = operands_of(problem, strength == "strong")
         want = expected(problem, operands)
         rows += [
-            dict(gate=problem.gate, strength=strength, library=name) | errors(want, make(problem, operands).results())
+            dict(problem=str(problem), strength=strength, library=name)
+            | errors(want, make(problem, operands).results())
             for name, make in makers.items()
         ]
     return rows
@@ -214,8 +215,9 @@ def main():
     parser.add_argument("--gate", action="append", choices=("key", "head"))
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--turn", metavar="FILE")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--errors", action="store_true")
+    tuning = parser.add_mutually_exclusive_group()
+    tuning.add_argument("--quick", action="store_true")
+    tuning.add_argument("--errors", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     makers = dict(glax=Glax)
@@ -227,7 +229,8 @@ def main():
             first_candidate()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, glax {glax.__version__}", flush=True)
     if args.errors:
-        problems = [Problem(*ERRORS, gate, "bfloat16") for gate in args.gate or ("key", "head")]
+        shapes, gates = args.shape or (ERRORS,), args.gate or ("key", "head")
+        problems = [Problem(*shape, gate, "bfloat16") for shape in shapes for gate in gates]
         show([row for problem in problems for row in compared(problem, makers)], args.json)
         return
     for shape in args.shape or SHAPES[:1]:

@@ -38,8 +38,9 @@ KERNELS = {
 # What goes token by token, for gates a channel that are out of range, has no products, nor what hands states from segment to
 # segment, which copies nothing in bulk either. The gradient walks both ways before.
 WITHOUT_PRODUCTS = {("forward", "key"): 1, ("forward, kept", "key"): 1, ("gradient", "key"): 2}
-WITHOUT_PRODUCTS |= {("gradient", "key, float32"): 2, ("gradient, narrow", "key, float32"): 2}
 WITHOUT_PRODUCTS |= {
+    ("gradient", "key, float32"): 2,
+    ("gradient, narrow", "key, float32"): 2,
     ("forward, segments", "key"): 2,
     ("forward, segments", "head"): 1,
     ("forward, kept, segments", "key"): 2,
