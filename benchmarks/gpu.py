@@ -2,20 +2,27 @@
 
 python benchmarks/gpu.py                                            # B4 T2048 H16 D128, a gate a channel, bfloat16
 python benchmarks/gpu.py --shape 1,32768,8,128 --gate head --json   # a line of JSON a table's row
-python benchmarks/gpu.py --turn turn.lock                           # several at once: all compile, one at a time is timed
-python benchmarks/gpu.py --quick                                    # fla-core tunes itself in short runs, not in minutes
-python benchmarks/gpu.py --errors                                   # of both, a gate a channel and a head; nothing is timed
+python benchmarks/gpu.py --table                                    # five shapes and both gates, each in its own process
+python benchmarks/gpu.py --table --compile 16                       # fla-core's candidates compiled first, by 16 processes
+python benchmarks/gpu.py --floor                                    # shapes of the Hopper kernels' table; no peers
+python benchmarks/gpu.py --errors                                   # both gates, four strengths of them; nothing is timed
 
 fla-core runs from PyTorch, each of its calls launched from Python, as its users launch it. Both are timed in turn, many calls
-in flight. Peak memory counts inputs, outputs and gradients.
+in flight. --quick: fla-core tunes itself in short runs, not in minutes. Peak memory counts inputs, outputs and gradients.
+"of floor": how many times what a copy would take for each input read once and each output written once.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import fcntl
 import importlib.util
 import json
+import multiprocessing
 import os
+import subprocess
+import sys
+import tempfile
 import time
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants memory, too
@@ -23,6 +30,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants
 import jax
 import jax.numpy as jnp
 import numpy as np
+from peers_fla import MIB, Fla, compile_a_part, compile_in_parts, first_candidate, short_tuning
 from timing import table
 
 import glax
@@ -30,18 +38,23 @@ from glax.bind import bind
 from glax.cli.measure import Way, copy_gbytes, interleaved
 from glax.cli.problems import GATES, Problem, four_numbers
 from glax.reference import reference, reference_gradient
+from glax.registry import UnsupportedError
 
 SHAPES = ((4, 2048, 16, 128), (2, 16384, 16, 128), (1, 8192, 96, 128), (1, 32768, 8, 128), (8, 1024, 8, 64))
+FLOOR_SHAPES = (*SHAPES[:4], (4, 4096, 64, 128))
 ERRORS = (1, 1024, 4, 128)  # unless told: the reference walks in Python
+STRENGTHS = dict(usual=1.0, sixteenth=1 / 16, weak=1 / 256, strong=1.0)  # of log-sigmoid; strong: and -100 on 5%
+MODES = dict(forward="forward", both="train")  # ours, and what a Problem calls it
 PARTS = ("o", "state", "dq", "dk", "dv", "dg")
-MIB = 2**20
+AT_ONCE = 3  # rows of the table being compiled, one of them being timed
 
 
-def operands_of(problem: Problem, strong: bool = False) -> list[jax.Array]:
-    """q, k, v, the gates and the output's gradient; `strong`: one gate in twenty is -100."""
+def operands_of(problem: Problem, strength: str = "usual") -> list[jax.Array]:
+    """q, k, v, the gates and the output's gradient."""
     arrays = problem.arrays()
     gates = arrays[GATES[problem.gate]]
-    if strong:
+    gates = (gates * STRENGTHS[strength]).astype(gates.dtype)
+    if strength == "strong":
         gates = jnp.where(jax.random.uniform(jax.random.key(3), gates.shape) < 0.05, -100, gates).astype(gates.dtype)
     do = jax.random.normal(jax.random.key(1), arrays["value"].shape, problem.dtype)
     return [arrays["query"], arrays["key"], arrays["value"], gates, do]
@@ -50,9 +63,9 @@ def operands_of(problem: Problem, strong: bool = False) -> list[jax.Array]:
 class Glax:
     """Compiled for a problem; `compile_seconds` of forward and gradient together."""
 
-    def __init__(self, problem: Problem, operands: list[jax.Array]):
+    def __init__(self, problem: Problem, operands: list[jax.Array], platform: str | None = None):
         def forward(q, k, v, g):
-            return glax.recurrent(q, k, v, **{GATES[problem.gate]: g})
+            return glax.recurrent(q, k, v, **{GATES[problem.gate]: g}, platform=platform)
 
         def both(q, k, v, g, do):
             out, pull = jax.vjp(forward, q, k, v, g)
@@ -78,89 +91,20 @@ class Glax:
         return [np.asarray(x) for x in self.both(*self.operands)]
 
 
-class Fla:
-    """fla-core's chunk kernels for a problem, tuned."""
-
-    def __init__(self, problem: Problem, operands: list[jax.Array]):
-        import torch
-        from fla.ops.gla import chunk_gla
-        from fla.ops.simple_gla import chunk_simple_gla
-
-        self.torch, self.op = torch, chunk_gla if problem.gate == "key" else chunk_simple_gla
-        self.inputs = [torch.from_dlpack(x).clone().requires_grad_() for x in operands[:4]]
-        self.do = torch.from_dlpack(operands[4]).clone()
-        began = time.perf_counter()
-        self.both()
-        self.forward()
-        torch.cuda.synchronize()
-        self.compile_seconds = time.perf_counter() - began
-
-    def forward(self):
-        with self.torch.no_grad():
-            return self.op(*self.inputs)[0]
-
-    def both(self):
-        out, state = self.op(*self.inputs, output_final_state=True)
-        return out, state, *self.torch.autograd.grad(out, self.inputs, self.do)
-
-    def ways(self) -> list[Way]:
-        wait = lambda _: self.torch.cuda.synchronize()  # noqa: E731
-        return [Way("forward", self.forward, wait), Way("both", self.both, wait)]
-
-    def peak_mib(self) -> float:
-        self.torch.cuda.synchronize()
-        self.torch.cuda.reset_peak_memory_stats()
-        self.both()
-        return self.torch.cuda.max_memory_allocated() / MIB
-
-    def results(self) -> list[np.ndarray]:
-        return [x.detach().float().cpu().numpy() for x in self.both()]
-
-
 def errors(want: list[np.ndarray], got: list[np.ndarray]) -> dict[str, float]:
-    """||got - want|| / ||want|| of the output, the final state and every gradient."""
+    """||got - want|| / ||want|| of the output, the final state and every gradient, in thousandths."""
     distances = [
-        np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y) for x, y in zip(got, want, strict=True)
+        1e3 * np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y) for x, y in zip(got, want, strict=True)
     ]
     return dict(zip(PARTS, map(float, distances), strict=True))
 
 
-def expected(problem: Problem, operands: list[jax.Array]) -> list[np.ndarray]:
+def expected(gate: str, operands: list[np.ndarray]) -> list[np.ndarray]:
+    """In float64, by the reference; in processes of their own, which take no device."""
     *inputs, do = operands
-    r = bind(*inputs[:3], **{GATES[problem.gate]: inputs[3]})
-    out, d = reference(r), reference_gradient(r, do, jnp.zeros(r.state_shape))
-    return [out.output, out.final_state, d.q, d.k, d.v, d.decay.key if problem.gate == "key" else d.decay.head]
-
-
-def short_tuning():
-    """Makes Triton's autotuner, which fla-core uses, time each candidate for 8 ms instead of 100."""
-    from triton import testing
-    from triton.backends.nvidia.driver import CudaDriver
-
-    whole = testing.do_bench
-
-    def short(f, warmup=None, rep=None, **rest):
-        return whole(f, warmup=2, rep=8, **rest)
-
-    CudaDriver.get_benchmarker = lambda self: short
-
-
-def first_candidate():
-    """Makes Triton's autotuner take the first candidate that runs: the others need not be compiled."""
-    from triton.runtime.autotuner import Autotuner
-
-    os.environ["FLA_CACHE_RESULTS"] = "0"  # what is taken here is no result to keep
-    whole, done = Autotuner._bench, {}
-
-    def first(self, *args, config, **rest):
-        if done.get(self) is self.nargs:  # the call's own dict
-            return [float("inf")]
-        timing = whole(self, *args, config=config, **rest)
-        if timing[0] < float("inf"):
-            done[self] = self.nargs
-        return timing
-
-    Autotuner._bench = first
+    r = bind(*inputs[:3], **{GATES[gate]: inputs[3]})
+    out, d = reference(r), reference_gradient(r, do, np.zeros(r.state_shape))
+    return [out.output, out.final_state, d.q, d.k, d.v, d.decay.key if gate == "key" else d.decay.head]
 
 
 @contextlib.contextmanager
@@ -174,17 +118,21 @@ def turn(path: str | None):
         yield
 
 
-def measured(problem: Problem, makers: dict, iters: int, taking_turns) -> dict:
+def measured(problem: Problem, peer: bool, iters: int, taking_turns) -> dict:
     """A row of times and memory."""
     operands = operands_of(problem)
-    made = {name: make(problem, operands) for name, make in makers.items()}
+    made = dict(glax=Glax(problem, operands))
     with taking_turns:
+        if peer:
+            made["fla-core"] = Fla(problem, operands)
         row = dict(problem=str(problem), copy_gbytes=copy_gbytes(7))
-        for i, mode in enumerate(("forward", "both")):
+        for i, (mode, named) in enumerate(MODES.items()):
             times = interleaved([x.ways()[i] for x in made.values()], iters)
             row |= {f"{name} {mode} ms": t.median for name, t in zip(made, times, strict=True)}
-            if len(times) == 2:
-                row[f"{mode} ratio"] = times[1].median / times[0].median
+            row[f"{mode} of floor"] = times[0].median * row["copy_gbytes"] * 1e6 / problem.bytes(named)
+            if peer:
+                row |= {f"{mode} ratio": times[1].median / times[0].median}
+                row |= {f"{mode} ratios": (times[1].p20 / times[0].p80, times[1].p80 / times[0].p20)}
         row |= {f"{name} MiB": x.peak_mib() for name, x in made.items()}
         row |= {f"{name} compile s": x.compile_seconds for name, x in made.items()}
         first = made["glax"].results()
@@ -195,18 +143,56 @@ def measured(problem: Problem, makers: dict, iters: int, taking_turns) -> dict:
     return row
 
 
-def compared(problem: Problem, makers: dict) -> list[dict]:
-    """A row of errors against float64 for each library and strength of gates."""
+def compared(problems: list[Problem], strengths: list[str], peer: bool) -> list[dict]:
+    """A row of errors against float64 for each way to compute it and strength of gates."""
+    asked = [(problem, strength, operands_of(problem, strength)) for problem in problems for strength in strengths]
+    os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes below; this one has its devices
     rows = []
-    for strength in ("mild", "strong"):
-        operands = operands_of(problem, strength == "strong")
-        want = expected(problem, operands)
-        rows += [
-            dict(problem=str(problem), strength=strength, library=name)
-            | errors(want, make(problem, operands).results())
-            for name, make in makers.items()
-        ]
+    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        wanted = [pool.submit(expected, problem.gate, [*map(np.asarray, operands)]) for problem, _, operands in asked]
+        for (problem, strength, operands), want in zip(asked, wanted, strict=True):
+            ways = {"glax": Glax, "its Hopper kernels": "pallas", "its Triton kernels": "triton"}
+            for name, way in (ways | ({"fla-core": Fla} if peer else {})).items():
+                try:
+                    made = way(problem, operands) if callable(way) else Glax(problem, operands, way)
+                except UnsupportedError as refused:
+                    print(f"{name}: {refused}", file=sys.stderr)
+                    continue
+                rows.append(dict(problem=str(problem), gates=strength, by=name) | errors(want.result(), made.results()))
     return rows
+
+
+def rows_of_table(args) -> list[dict]:
+    """Each row in a process of its own, whose first call is a first call; timed one after the other."""
+    asked = [(shape, gate) for shape in args.shape or SHAPES for gate in args.gate or ("key", "head")]
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+
+        def row(shape, gate) -> dict:
+            options = ["--shape", ",".join(map(str, shape)), "--gate", gate, "--iters", str(args.iters), "--json"]
+            command = [sys.executable, __file__, *options, "--turn", os.path.join(folder, "turn")]
+            command += ["--quick"] * args.quick
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            print(done.stdout.splitlines()[-1], flush=True)
+            return json.loads(done.stdout.splitlines()[-1])
+
+        return [each.result() for each in [pool.submit(row, *x) for x in asked]]
+
+
+def summary(rows: list[dict]) -> list[dict]:
+    """What of a row fits a line."""
+    lines = []
+    for row in rows:
+        line = dict(problem=row["problem"].removesuffix(" bfloat16"))
+        for mode in MODES:
+            line |= {f"{mode} ms": f"{row[f'glax {mode} ms']:.4g}", f"{mode} of floor": row[f"{mode} of floor"]}
+            if f"{mode} ratio" in row:
+                line[f"{mode}, fla-core"] = "{:.2f}x ({:.2f} to {:.2f})".format(
+                    row[f"{mode} ratio"], *row[f"{mode} ratios"]
+                )
+        figures = [f"{name} {what}" for what in ("MiB", "compile s") for name in ("glax", "fla-core")]
+        line |= {name: f"{row[name]:.3g}" for name in figures if name in row}
+        lines.append(line | {"repeats": row["glax repeats"]})
+    return lines
 
 
 def main():
@@ -214,29 +200,55 @@ def main():
     parser.add_argument("--shape", action="append", type=four_numbers, metavar="B,T,H,D")
     parser.add_argument("--gate", action="append", choices=("key", "head"))
     parser.add_argument("--iters", type=int, default=20)
-    parser.add_argument("--turn", metavar="FILE")
-    tuning = parser.add_mutually_exclusive_group()
-    tuning.add_argument("--quick", action="store_true")
-    tuning.add_argument("--errors", action="store_true")
+    parser.add_argument("--turn", metavar="FILE", help="of several at once, one at a time is timed")
+    parser.add_argument("--quick", action="store_true")
+    what = parser.add_mutually_exclusive_group()
+    for name in ("table", "floor", "errors"):
+        what.add_argument(f"--{name}", action="store_true")
+    what.add_argument("--part", type=lambda text: tuple(map(int, text.split("/"))), help=argparse.SUPPRESS)
+    parser.add_argument("--compile", type=int, default=0, metavar="N", help="processes that compile fla-core first")
+    parser.add_argument("--strength", choices=(*STRENGTHS, "all"), default="all", help="of the gates, with --errors")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    makers = dict(glax=Glax)
-    if importlib.util.find_spec("fla") is not None and importlib.util.find_spec("torch") is not None:
-        makers["fla-core"] = Fla
-        if args.quick:
-            short_tuning()
-        if args.errors:
-            first_candidate()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, glax {glax.__version__}", flush=True)
-    if args.errors:
-        shapes, gates = args.shape or (ERRORS,), args.gate or ("key", "head")
-        problems = [Problem(*shape, gate, "bfloat16") for shape in shapes for gate in gates]
-        show([row for problem in problems for row in compared(problem, makers)], args.json)
+    peer = not args.floor and all(importlib.util.find_spec(name) is not None for name in ("fla", "torch"))
+    gates = args.gate or (("key", "head") if args.table or args.floor or args.errors or args.part else ("key",))
+    if args.part:
+        compile_a_part(*args.part)
+        for shape in args.shape or SHAPES:
+            for gate in gates:
+                problem = Problem(shape[0], min(shape[1], 1024), *shape[2:], gate, "bfloat16")
+                Fla(problem, operands_of(problem))
         return
-    for shape in args.shape or SHAPES[:1]:
-        for gate in args.gate or ("key",):
-            row = measured(Problem(*shape, gate, "bfloat16"), makers, args.iters, turn(args.turn))
-            show([row] if args.json else [dict(what=name, value=value) for name, value in row.items()], args.json)
+    if args.table:
+        if args.compile and peer:
+            began = time.perf_counter()
+            chosen = [x for shape in args.shape or () for x in ("--shape", ",".join(map(str, shape)))]
+            chosen += [x for gate in args.gate or () for x in ("--gate", gate)]
+            compile_in_parts([__file__, *chosen, "--part"], args.compile)
+            print(f"compiled fla-core's candidates in {time.perf_counter() - began:.0f} s", flush=True)
+        rows = rows_of_table(args)
+        if not args.json:
+            print(table(summary(rows)))
+        return
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, glax {glax.__version__}", flush=True)
+    if peer and args.quick:
+        short_tuning()
+    if args.errors:
+        if peer:
+            first_candidate()
+        strengths = dict(all=[*STRENGTHS]).get(args.strength, [args.strength])
+        problems = [Problem(*shape, gate, "bfloat16") for shape in args.shape or (ERRORS,) for gate in gates]
+        show(compared(problems, strengths, peer), args.json)
+        return
+    rows = []
+    for shape in args.shape or (FLOOR_SHAPES if args.floor else SHAPES[:1]):
+        for gate in gates:
+            row = measured(Problem(*shape, gate, "bfloat16"), peer, args.iters, turn(args.turn))
+            rows.append(row)
+            if args.json or not args.floor:
+                show([row] if args.json else [dict(what=name, value=value) for name, value in row.items()], args.json)
+    if args.floor and not args.json:
+        show(summary(rows), False)
 
 
 def show(rows: list[dict], as_json: bool):

@@ -1,0 +1,119 @@
+"""fla-core's chunk kernels as its users call them from PyTorch, and how long its tuning may take.
+
+Its kernels are tuned by Triton's autotuner: every candidate is compiled and timed on the first call, minutes for a call.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+
+from glax.cli.measure import Way
+from glax.cli.problems import Problem
+
+MIB = 2**20
+
+
+class Fla:
+    """For a problem, tuned."""
+
+    def __init__(self, problem: Problem, operands: list[jax.Array]):
+        import torch
+        from fla.ops.gla import chunk_gla
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        self.torch, self.op = torch, chunk_gla if problem.gate == "key" else chunk_simple_gla
+        self.inputs = [torch.from_dlpack(x).clone().requires_grad_() for x in operands[:4]]
+        self.do = torch.from_dlpack(operands[4]).clone()
+        began = time.perf_counter()
+        self.both()
+        self.forward()
+        torch.cuda.synchronize()
+        self.compile_seconds = time.perf_counter() - began
+
+    def forward(self):
+        with self.torch.no_grad():
+            return self.op(*self.inputs)[0]
+
+    def both(self):
+        out, state = self.op(*self.inputs, output_final_state=True)
+        return out, state, *self.torch.autograd.grad(out, self.inputs, self.do)
+
+    def ways(self) -> list[Way]:
+        wait = lambda _: self.torch.cuda.synchronize()  # noqa: E731
+        return [Way("forward", self.forward, wait), Way("both", self.both, wait)]
+
+    def peak_mib(self) -> float:
+        self.torch.cuda.synchronize()
+        self.torch.cuda.reset_peak_memory_stats()
+        self.both()
+        return self.torch.cuda.max_memory_allocated() / MIB
+
+    def results(self) -> list[np.ndarray]:
+        return [x.detach().float().cpu().numpy() for x in self.both()]
+
+
+def short_tuning():
+    """Makes Triton's autotuner time each candidate for 8 ms instead of 100."""
+    from triton import testing
+    from triton.backends.nvidia.driver import CudaDriver
+
+    whole = testing.do_bench
+
+    def short(f, warmup=None, rep=None, **rest):
+        return whole(f, warmup=2, rep=8, **rest)
+
+    CudaDriver.get_benchmarker = lambda self: short
+
+
+def first_candidate():
+    """Makes Triton's autotuner take the first candidate that runs: the others need not be compiled."""
+    from triton.runtime.autotuner import Autotuner
+
+    os.environ["FLA_CACHE_RESULTS"] = "0"  # what is taken here is no result to keep
+    whole, done = Autotuner._bench, {}
+
+    def first(self, *args, config, **rest):
+        if done.get(self) is self.nargs:  # the call's own dict
+            return [float("inf")]
+        timing = whole(self, *args, config=config, **rest)
+        if timing[0] < float("inf"):
+            done[self] = self.nargs
+        return timing
+
+    Autotuner._bench = first
+
+
+def compile_in_parts(command: list[str], parts: int):
+    """Compiles every candidate of fla-core's into Triton's cache, each in one of so many processes: command, with the part's
+    number and how many there are behind it, calls `compile_a_part` and then fla-core."""
+    started = [
+        subprocess.Popen([sys.executable, *command, f"{part}/{parts}"], stdout=subprocess.DEVNULL)
+        for part in range(parts)
+    ]
+    if failed := [process.args for process in started if process.wait()]:
+        raise RuntimeError(f"compiling fla-core's candidates: {len(failed)} of {parts} failed, the first: {failed[0]}")
+
+
+def compile_a_part(part: int, parts: int):
+    """Makes Triton's autotuner compile one of so many candidates, and launch none: what comes out is not to be used."""
+    from triton.compiler.errors import CompileTimeAssertionFailure
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    turn = itertools.cycle(range(parts))
+
+    def compile_only(self, *args, **rest):
+        self.nargs = dict(zip(self.arg_names, args, strict=False))
+        for config in self.prune_configs(rest):
+            if next(turn) == part:
+                try:
+                    self.fn.run(*args, **rest | dict(warmup=True), **config.all_kwargs())
+                except (OutOfResources, CompileTimeAssertionFailure, PTXASError):
+                    continue  # as in tuning, where such a candidate is not taken
+
+    Autotuner.run = compile_only
