@@ -170,7 +170,7 @@ def rows_of_table(args) -> list[dict]:
         def row(shape, gate) -> dict:
             options = ["--shape", ",".join(map(str, shape)), "--gate", gate, "--iters", str(args.iters), "--json"]
             command = [sys.executable, __file__, *options, "--turn", os.path.join(folder, "turn")]
-            command += ["--quick"] * args.quick
+            command += ["--quick"] * args.quick + ["--alone"] * args.alone
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             print(done.stdout.splitlines()[-1], flush=True)
             return json.loads(done.stdout.splitlines()[-1])
@@ -202,6 +202,7 @@ def main():
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--turn", metavar="FILE", help="of several at once, one at a time is timed")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="without fla-core")
     what = parser.add_mutually_exclusive_group()
     for name in ("table", "floor", "errors"):
         what.add_argument(f"--{name}", action="store_true")
@@ -210,7 +211,8 @@ def main():
     parser.add_argument("--strength", choices=(*STRENGTHS, "all"), default="all", help="of the gates, with --errors")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    peer = not args.floor and all(importlib.util.find_spec(name) is not None for name in ("fla", "torch"))
+    installed = all(importlib.util.find_spec(name) is not None for name in ("fla", "torch"))
+    peer = installed and not (args.floor or args.alone)
     gates = args.gate or (("key", "head") if args.table or args.floor or args.errors or args.part else ("key",))
     if args.part:
         compile_a_part(*args.part)

@@ -28,6 +28,8 @@ CASES = {
         gate="gk", strength="reset", heads=(2, 1, 2), T=400, reverse=True, config=HopperConfig(parts=2)
     ),
     "key, float32 gates": dict(gate="gk", gate_dtype=jnp.float32, T=72),
+    "key, weak": dict(gate="gk", strength=1 / 16, T=200, gradient=False, bar=2.45e-3),
+    "head, weak, reversed": dict(gate="g", strength=1 / 256, T=250, reverse=True, gradient=False, bar=2.5e-3),
     "head, segments": dict(gate="g", T=310, K=60, V=40, parts=True, config=HopperConfig(parts=5)),
     "head, reversed, states formed again": dict(gate="g", heads=(1, 2, 1), T=250, reverse=True, keep=False),
     "constant, packed": dict(gate="g_gamma", cuts=(0, 66, 66, 90), T=100, keep=False),
@@ -49,7 +51,7 @@ def test_against_the_reference(case, monkeypatch):
 
 def check(
     monkeypatch, gate, strength="mild", T=72, K=64, V=64, heads=(1, 1, 1), cuts=None, reverse=False,
-    gate_dtype=jnp.bfloat16, gradient=True, keep=True, parts=False, config=None,
+    gate_dtype=jnp.bfloat16, gradient=True, keep=True, parts=False, config=None, bar=BAR,
 ):  # fmt: skip
     config = config or HopperConfig()
     rng, H = np.random.default_rng(0), max(heads)
@@ -64,6 +66,8 @@ def check(
         logs = jnp.where(dice < 0.05, -100.0, jnp.where(dice > 0.98, -jnp.inf, logs))
     elif strength == "reset":  # most chunks near, and the state before still felt where the first is not
         logs = jnp.where((jnp.arange(T) == 150)[None, :, None, None], -jnp.inf, logs / 16)
+    elif strength != "mild":
+        logs = strength * logs
     N = 1 if cuts is None else len(cuts) - 1
     state, d_final = (normal(N, H, K, V, dtype=jnp.float32) for _ in range(2))
     d_output = normal(1, T, H, V)
@@ -94,7 +98,8 @@ def check(
         for (path, a), b in zip(jax.tree.leaves_with_path(d), jax.tree.leaves(cut[1]), strict=True):
             sums = 10 if path[-1].name in ("scale", "constant") else 1  # over all of T, with cancellation
             errors.append(distance(a, b) / sums)
-    assert max(errors) < BAR, errors
+    print("errors", errors)
+    assert max(errors) < bar, errors
 
 
 def test_a_final_state_has_its_last_token_unrounded(monkeypatch):

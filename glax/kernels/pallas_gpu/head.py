@@ -6,7 +6,8 @@ With G_i the sum of a chunk's log gates through token i, L of all of them:
     S_out = e^L S + sum_j k_j (e^{L - G_j} v_j)^T
 
 No factor's exponent is above 0 for gates <= 0, so one form is exact for all. No gate is a gate of 0, a constant one that
-of every token. The warpgroups are those of `key`, but that nothing is scaled ahead of them: one only fetches.
+of every token. Where most of a state goes through a chunk, what rounds e^{L - G_j} v_j to bfloat16 adds up from chunk to chunk:
+there it is the sum of two. The warpgroups are those of `key`, but that nothing is scaled ahead of them: one only fetches.
 """
 
 import functools
@@ -34,6 +35,7 @@ from glax.kernels.pallas_gpu.tiles import (
 )
 
 BF16 = jnp.bfloat16
+MOST = -1.0  # of a state goes through a chunk whose log2 decay is above this
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that walks alike are lowered once
@@ -116,11 +118,24 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
                 plgpu.barrier_wait(given.at[slot])
                 enter(S, step)
                 G, last = plgpu.load(G_s.at[slot], layout=BY_ROW), G_s[slot, last_token]
-                x = read(b_s.at[slot, :, b_mine])
-                x = x * by_row(through(G, last), x.shape)
-                scaled[...] = x.astype(BF16)
+
+                def values(G):
+                    x = read(b_s.at[slot, :, b_mine])
+                    return x * by_row(through(G, last), x.shape)
+
+                scaled[...] = values(G).astype(BF16)
                 plgpu.commit_smem()
                 S = tiles.added(S * jnp.exp2(last), (transposed(a_s.at[slot]), scaled))
+
+                def lost(S):
+                    """And what rounding took of the values, which are formed anew: kept, they would be spilled."""
+                    x = values(plgpu.load(G_s.at[slot], layout=BY_ROW)) - read(scaled)
+                    plgpu.commit_smem()  # all warps are done with the first term
+                    scaled[...] = x.astype(BF16)
+                    plgpu.commit_smem()
+                    return tiles.added(S, (transposed(a_s.at[slot]), scaled))
+
+                S = lax.cond((last > MOST) & (last < 0.0), lost, lambda S: S, S)
                 plgpu.barrier_arrive(free.at[slot])
                 return S, log + last
 

@@ -8,6 +8,8 @@ With M_i the sum of log decays from a chunk's middle through token i, L of its f
 so two exponentials an element serve every product. They are safe while |M| <= 60; a program that saw more walks its segment
 again in the exact form, which forms no exponent above 0. A token's score with itself, the largest where gates are strong, is
 formed of q and k before they are rounded, and scores have 16 bits: two terms in bfloat16. The gradient gets S' of every chunk.
+Where gates are weak, an output is a sum of so many tokens that q^ has two terms, too, at a fifth of the time: in programs of
+whose gates a few are weak on average. The second lies where a chunk's gates were.
 
 What needs no scores and no S' but the edges of segments, and the walk of dL/dS, scales to the chunk's edge instead: with E_j the
 log decays behind token j (against time, of q and d_output in place of k and v, through token j)
@@ -48,6 +50,7 @@ from glax.kernels.pallas_gpu.tiles import (
 )
 
 BF16 = jnp.bfloat16
+SAMPLES, WEAK = 8, -0.25  # gates of a program that are asked, and the average above which they are weak
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that walks alike are lowered once
@@ -74,10 +77,13 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
         (2, 1): (128, 240),
         (1, 1): (168, 240),
     }[scalers, W]
+    if w.outputs and w.columns < K:
+        few, many = 112, 144
 
     def body(
         table_g, q_g, a_g, b_g, g_g, scale_g, start_g, told_far_g, o_g, states_g, last_g, log_g, far_g, far_chunk_g,
-        q_s, a_s, b_s, g_s, S_s, o_s, sums_s, own_s, halves_s, given, gates_given, ready, free, gates_free, met, entered, taken,
+        q_s, a_s, b_s, g_s, S_s, o_s, sums_s, own_s, halves_s, weak_s,
+        given, gates_given, ready, free, gates_free, met, entered, taken,
     ):  # fmt: skip
         me = lax.axis_index("warpgroup")
 
@@ -108,7 +114,8 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
 
         def fetch_gates(step, slot):
             for term in range(w.terms):
-                plgpu.copy_gmem_to_smem(tokens(g_g.at[term], 1, step), g_s.at[slot, term], gates_given.at[slot])
+                tile = g_s.at[slot * w.terms + term]
+                plgpu.copy_gmem_to_smem(tokens(g_g.at[term], 1, step), tile, gates_given.at[slot])
 
         def fetch(step, slot):
             plgpu.copy_gmem_to_smem(tokens(a_g, ha, step), a_s.at[slot], given.at[slot])
@@ -146,6 +153,15 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
 
             return jnp.where(near, far, left)
 
+        def weak_on_average():
+            """Of each of a few gates, another chunk, token and channel."""
+            total = 0.0
+            for i in range(SAMPLES):
+                token = (told(1) + quotient(i * count(), SAMPLES)) * C + i * (C // SAMPLES)
+                gate = g_g[0, told(0), jnp.minimum(token, T - 1), place()[1], i * (K // SAMPLES)]
+                total += gate.astype(jnp.float32)
+            return total > SAMPLES * WEAK
+
         def decayed(S, log):
             return S * by_row(jnp.exp2(log * LOG2E), S.shape)
 
@@ -162,21 +178,22 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
 
             @pl.when(share == 0)
             def _():
+                for slot in range(2):
+                    pl.when(slot < total)(functools.partial(fetch_gates, slot, slot))
                 halves_s[...] = tiles.halves(w.reverse)
+                if w.outputs:
+                    weak_s[0] = weak_on_average().astype(jnp.int32)
                 plgpu.commit_smem()
 
             plgpu.barrier_arrive(met)
             plgpu.barrier_wait(met)
-
-            @pl.when(share == 0)
-            def _():
-                for slot in range(2):
-                    pl.when(slot < total)(functools.partial(fetch_gates, slot, slot))
+            weak = weak_s[0] > 0 if w.outputs else False
 
             def scale(step, carry):
                 far, log = carry
                 slot, gate_slot = lax.rem(step, jnp.int32(stages)), lax.rem(step, jnp.int32(2))
-                at, gates = a_s.at[slot, :, part], [g_s.at[gate_slot, term, :, part] for term in range(w.terms)]
+                at = a_s.at[slot, :, part]
+                gates = [g_s.at[gate_slot * w.terms + term, :, part] for term in range(w.terms)]
                 plgpu.barrier_wait(gates_given.at[gate_slot])
                 if w.to_edge and w.terms == 1:  # those of two terms are cut where they are split
                     (only,) = gates
@@ -192,13 +209,17 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                 # [C, 64]; [64, 8]: of every channel, the sum over the first half of the chunk, over the second, and zeros
                 M, sums = pl.run_scoped(summed, plgpu.ACC((C, 64)), plgpu.ACC((64, 8)))
                 ends = [tiles.column_of(sums, side) for side in (0, 1)]
-                log = log + ends[0] + ends[1]
-                plgpu.barrier_arrive(gates_free.at[gate_slot])
+                if not w.states:
+                    log = log + ends[0] + ends[1]
 
-                @pl.when((share == 0) & (step + 2 < total))
+                @pl.when(jnp.logical_not(weak))  # else the warpgroup for outputs does, once their tile is free again
                 def _():
-                    plgpu.barrier_wait(gates_free.at[gate_slot])
-                    fetch_gates(step + 2, gate_slot)
+                    plgpu.barrier_arrive(gates_free.at[gate_slot])
+
+                    @pl.when((share == 0) & (step + 2 < total))
+                    def _():
+                        plgpu.barrier_wait(gates_free.at[gate_slot])
+                        fetch_gates(step + 2, gate_slot)
 
                 if not w.to_edge:
                     far = noted(step, far, share, M, ends)
@@ -214,9 +235,16 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                 if w.outputs:
                     qt = q_s.at[slot, :, part]
                     own_s[slot, share] = jnp.sum(read(qt) * read(at), axis=1)
-                    qt[...] = (read(qt) * jnp.exp2(M)).astype(BF16)
                 x = read(at) * jnp.exp2(M if w.to_edge else -M)
                 at[...] = (x * scale_g[told(3)] if w.adjoint else x).astype(BF16)
+                if w.outputs:
+                    x = read(qt) * jnp.exp2(M)
+                    qt[...] = x.astype(BF16)
+
+                    @pl.when(weak)
+                    def _():
+                        gates[0][...] = (x - read(qt)).astype(BF16)
+
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ready.at[slot])
                 return far, log
@@ -227,7 +255,8 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
 
             @pl.when(block == 0)
             def _():
-                log_g[e, h, part] = log
+                if not w.states:
+                    log_g[e, h, part] = log
                 if not w.to_edge:
                     far_g[e, h, part] = far
 
@@ -333,8 +362,22 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                 slot, before = (lax.rem(x, jnp.int32(stages)) for x in (step, step - 1))
                 qt, at, bt = q_s.at[slot], a_s.at[slot], b_s.at[slot]
                 plgpu.barrier_wait(ready.at[slot])
+                weak = weak_s[0] > 0
+
+                def with_lost(total, right):
+                    """And of what q^ lost when it was rounded. Places of tiles are found anew: those of both products at hand,
+                    the compiler would spill."""
+
+                    def more(total):
+                        here = lax.optimization_barrier(step)
+                        lost = g_s.at[lax.rem(here, jnp.int32(2)) * w.terms]
+                        return tiles.added(total, (lost, right(lax.rem(here, jnp.int32(stages)))))
+
+                    return lax.cond(weak, more, lambda total: total, total)
+
                 own = sum(plgpu.load(own_s.at[slot, share], layout=BY_ROW) for share in range(scalers))
                 P = product((C, C), (qt, transposed(at)))
+                P = with_lost(P, lambda slot: transposed(a_s.at[slot]))
                 P = jnp.where(i > j, P, jnp.where(i == j, by_row(own, P.shape), 0.0))
                 high = tiles.high_part(P)
                 o = product((C, w.columns), (high.astype(BF16), bt), ((P - high).astype(BF16), bt))
@@ -346,21 +389,27 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                     fetch_q(step - 1 + stages, before)
 
                 plgpu.barrier_wait(entered)
-                o = tiles.added(o, (qt, S_s))
+                o = with_lost(tiles.added(o, (qt, S_s)), lambda slot: S_s)
                 plgpu.barrier_arrive(taken)
                 o_tile = qt if w.columns == K else o_s
-                plgpu.commit_smem()  # all warps are done with q
+                plgpu.commit_smem()  # all warps are done with q, and with what it lost
+
+                @pl.when(weak & (step + 2 < total))
+                def _():
+                    fetch_gates(step + 2, lax.rem(step, jnp.int32(2)))
+
                 o_tile[...] = (o * factor).astype(BF16)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(o_tile, tokens(o_g, 1, step, pl.ds(place()[0] * w.columns, w.columns)))
 
             plgpu.wait_smem_to_gmem(0)
 
-        if w.outputs:
-            pl.when(me == 0)(outputs)
-            pl.when(me == 1)(state)
-        else:
-            pl.when(me < W)(own_columns)
+        @pl.when(me < W)
+        def _computing():
+            if w.outputs:
+                lax.cond(me == 0, outputs, state)
+            else:
+                own_columns()
 
     tile_q = (stages, C, K) if w.outputs else (1, C, 64)
     copies = 3 if w.outputs else 2
@@ -381,12 +430,13 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
             tiled(*tile_q),
             tiled(stages, C, K),
             tiled(stages, C, w.columns),
-            tiled(2, w.terms, C, K),
+            tiled(2 * w.terms, C, K),
             tiled(K, w.columns) if w.outputs else tiled(w.kept_stages, W, K, 64),
             tiled(C, w.columns) if w.outputs and w.columns < K else tiled(8, 64),
             plgpu.SMEM((stages, 2, K), jnp.float32),
             plgpu.SMEM((stages, scalers, C), jnp.float32),
             tiled(C, C),
+            plgpu.SMEM((1,), jnp.int32),
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=w.terms, num_barriers=2),
             plgpu.Barrier(num_arrivals=scalers, num_barriers=stages),
