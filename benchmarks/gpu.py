@@ -2,9 +2,9 @@
 
 python benchmarks/gpu.py                                            # B4 T2048 H16 D128, a gate a channel, bfloat16
 python benchmarks/gpu.py --shape 1,32768,8,128 --gate head --json   # a line of JSON a table's row
-python benchmarks/gpu.py --table                                    # five shapes and both gates, each in its own process
+python benchmarks/gpu.py --table                                    # six shapes and both gates, each in a process of its own
 python benchmarks/gpu.py --table --compile 16                       # fla-core's candidates compiled first, by 16 processes
-python benchmarks/gpu.py --floor                                    # shapes of the Hopper kernels' table; no peers
+python benchmarks/gpu.py --table --alone                            # the same without fla-core
 python benchmarks/gpu.py --errors                                   # both gates, four strengths of them; nothing is timed
 
 fla-core runs from PyTorch, each of its calls launched from Python, as its users launch it. Both are timed in turn, many calls
@@ -41,23 +41,23 @@ from glax.reference import reference, reference_gradient
 from glax.registry import UnsupportedError
 
 SHAPES = ((4, 2048, 16, 128), (2, 16384, 16, 128), (1, 8192, 96, 128), (1, 32768, 8, 128), (8, 1024, 8, 64))
-FLOOR_SHAPES = (*SHAPES[:4], (4, 4096, 64, 128))
+WITHOUT_PEER = ((4, 4096, 64, 128),)
 ERRORS = (1, 1024, 4, 128)  # unless told: the reference walks in Python
 STRENGTHS = dict(usual=1.0, sixteenth=1 / 16, weak=1 / 256, strong=1.0)  # of log-sigmoid; strong: and -100 on 5%
 MODES = dict(forward="forward", both="train")  # ours, and what a Problem calls it
 PARTS = ("o", "state", "dq", "dk", "dv", "dg")
-AT_ONCE = 3  # rows of the table being compiled, one of them being timed
 
 
-def operands_of(problem: Problem, strength: str = "usual") -> list[jax.Array]:
+def operands_of(problem: Problem, strength: str = "usual", gate_dtype=None) -> list[jax.Array]:
     """q, k, v, the gates and the output's gradient."""
-    arrays = problem.arrays()
-    gates = arrays[GATES[problem.gate]]
-    gates = (gates * STRENGTHS[strength]).astype(gates.dtype)
+    shapes = problem.shapes()
+    wide, gates = shapes["query"], shapes[GATES[problem.gate]]
+    *rest, g, dice = (jax.random.key(i) for i in range(6))
+    q, k, v, do = (jax.random.normal(key, wide.shape, wide.dtype) for key in rest)
+    logs = STRENGTHS[strength] * jax.nn.log_sigmoid(jax.random.normal(g, gates.shape))
     if strength == "strong":
-        gates = jnp.where(jax.random.uniform(jax.random.key(3), gates.shape) < 0.05, -100, gates).astype(gates.dtype)
-    do = jax.random.normal(jax.random.key(1), arrays["value"].shape, problem.dtype)
-    return [arrays["query"], arrays["key"], arrays["value"], gates, do]
+        logs = jnp.where(jax.random.uniform(dice, gates.shape) < 0.05, -100, logs)
+    return [q, k, v, logs.astype(gate_dtype or gates.dtype), do]
 
 
 class Glax:
@@ -90,6 +90,17 @@ class Glax:
     def results(self) -> list[np.ndarray]:
         return [np.asarray(x) for x in self.both(*self.operands)]
 
+    def repeats(self) -> bool:
+        """Whether two more calls agree with a first in every bit."""
+        first = self.both(*self.operands)
+        return all(all(map(same_bits, first, self.both(*self.operands))) for _ in range(2))
+
+
+@jax.jit
+def same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
+    whole = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return (x.view(whole) == y.view(whole)).all()
+
 
 def errors(want: list[np.ndarray], got: list[np.ndarray]) -> dict[str, float]:
     """||got - want|| / ||want|| of the output, the final state and every gradient, in thousandths."""
@@ -107,23 +118,37 @@ def expected(gate: str, operands: list[np.ndarray]) -> list[np.ndarray]:
     return [out.output, out.final_state, d.q, d.k, d.v, d.decay.key if gate == "key" else d.decay.head]
 
 
-@contextlib.contextmanager
-def turn(path: str | None):
-    """Alone among the processes that name this file."""
-    if path is None:
-        yield
-        return
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+class Turns:
+    """Of processes that name this file: one at a time compiles glax's calls, and once all are ready one at a time is timed."""
+
+    def __init__(self, path: str | None):
+        self.path = path
+        self.shared = None if path is None else self.locked("", fcntl.LOCK_SH)  # as long as this one is not ready
+
+    def locked(self, suffix: str, how: int):
+        file = open(self.path + suffix, "w")  # noqa: SIM115  whoever asks closes it
+        fcntl.flock(file, how)
+        return file
+
+    def compiling(self):
+        return contextlib.nullcontext() if self.path is None else self.locked(".compiling", fcntl.LOCK_EX)
+
+    def timing(self):
+        if self.path is None:
+            return contextlib.nullcontext()
+        fcntl.flock(self.shared, fcntl.LOCK_EX)
+        return self.shared
 
 
-def measured(problem: Problem, peer: bool, iters: int, taking_turns) -> dict:
+def measured(problem: Problem, peer: bool, iters: int, turns: Turns) -> dict:
     """A row of times and memory."""
     operands = operands_of(problem)
-    made = dict(glax=Glax(problem, operands))
-    with taking_turns:
-        if peer:
+    with turns.compiling():
+        made = dict(glax=Glax(problem, operands))
+    if peer:
+        made["fla-core"] = Fla(problem, operands, tune=False)
+    with turns.timing():
+        if peer and not made["fla-core"].tuned:
             made["fla-core"] = Fla(problem, operands)
         row = dict(problem=str(problem), copy_gbytes=copy_gbytes(7))
         for i, (mode, named) in enumerate(MODES.items()):
@@ -135,17 +160,17 @@ def measured(problem: Problem, peer: bool, iters: int, taking_turns) -> dict:
                 row |= {f"{mode} ratios": (times[1].p20 / times[0].p80, times[1].p80 / times[0].p20)}
         row |= {f"{name} MiB": x.peak_mib() for name, x in made.items()}
         row |= {f"{name} compile s": x.compile_seconds for name, x in made.items()}
-        first = made["glax"].results()
-        same = all(
-            x.tobytes() == y.tobytes() for _ in range(2) for x, y in zip(first, made["glax"].results(), strict=True)
-        )
-        row["glax repeats"] = "in every bit" if same else "differ"
+        row["glax repeats"] = "in every bit" if made["glax"].repeats() else "differ"
     return row
 
 
 def compared(problems: list[Problem], strengths: list[str], peer: bool) -> list[dict]:
-    """A row of errors against float64 for each way to compute it and strength of gates."""
-    asked = [(problem, strength, operands_of(problem, strength)) for problem in problems for strength in strengths]
+    """A row of errors against float64 for each way to compute it and strength of gates, which have the dtype of q."""
+    asked = [
+        (problem, strength, operands_of(problem, strength, problem.dtype))
+        for problem in problems
+        for strength in strengths
+    ]
     os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes below; this one has its devices
     rows = []
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -163,14 +188,14 @@ def compared(problems: list[Problem], strengths: list[str], peer: bool) -> list[
 
 
 def rows_of_table(args) -> list[dict]:
-    """Each row in a process of its own, whose first call is a first call; timed one after the other."""
-    asked = [(shape, gate) for shape in args.shape or SHAPES for gate in args.gate or ("key", "head")]
-    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+    """Each row in a process of its own, whose first call is a first call."""
+    asked = [(shape, gate) for shape in args.shape or (*SHAPES, *WITHOUT_PEER) for gate in args.gate or ("key", "head")]
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
 
         def row(shape, gate) -> dict:
             options = ["--shape", ",".join(map(str, shape)), "--gate", gate, "--iters", str(args.iters), "--json"]
-            command = [sys.executable, __file__, *options, "--turn", os.path.join(folder, "turn")]
-            command += ["--quick"] * args.quick + ["--alone"] * args.alone
+            command = [sys.executable, __file__, *options, "--turns", os.path.join(folder, "turns")]
+            command += ["--quick"] * args.quick + ["--alone"] * (args.alone or shape in WITHOUT_PEER)
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             print(done.stdout.splitlines()[-1], flush=True)
             return json.loads(done.stdout.splitlines()[-1])
@@ -200,20 +225,21 @@ def main():
     parser.add_argument("--shape", action="append", type=four_numbers, metavar="B,T,H,D")
     parser.add_argument("--gate", action="append", choices=("key", "head"))
     parser.add_argument("--iters", type=int, default=20)
-    parser.add_argument("--turn", metavar="FILE", help="of several at once, one at a time is timed")
+    parser.add_argument("--turns", metavar="FILE", help=Turns.__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--alone", action="store_true", help="without fla-core")
     what = parser.add_mutually_exclusive_group()
-    for name in ("table", "floor", "errors"):
+    for name in ("table", "errors"):
         what.add_argument(f"--{name}", action="store_true")
     what.add_argument("--part", type=lambda text: tuple(map(int, text.split("/"))), help=argparse.SUPPRESS)
     parser.add_argument("--compile", type=int, default=0, metavar="N", help="processes that compile fla-core first")
     parser.add_argument("--strength", choices=(*STRENGTHS, "all"), default="all", help="of the gates, with --errors")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    turns = Turns(args.turns)
     installed = all(importlib.util.find_spec(name) is not None for name in ("fla", "torch"))
-    peer = installed and not (args.floor or args.alone)
-    gates = args.gate or (("key", "head") if args.table or args.floor or args.errors or args.part else ("key",))
+    peer = installed and not args.alone
+    gates = args.gate or (("key",) if not (args.table or args.errors or args.part) else ("key", "head"))
     if args.part:
         compile_a_part(*args.part)
         for shape in args.shape or SHAPES:
@@ -242,15 +268,10 @@ def main():
         problems = [Problem(*shape, gate, "bfloat16") for shape in args.shape or (ERRORS,) for gate in gates]
         show(compared(problems, strengths, peer), args.json)
         return
-    rows = []
-    for shape in args.shape or (FLOOR_SHAPES if args.floor else SHAPES[:1]):
+    for shape in args.shape or SHAPES[:1]:
         for gate in gates:
-            row = measured(Problem(*shape, gate, "bfloat16"), peer, args.iters, turn(args.turn))
-            rows.append(row)
-            if args.json or not args.floor:
-                show([row] if args.json else [dict(what=name, value=value) for name, value in row.items()], args.json)
-    if args.floor and not args.json:
-        show(summary(rows), False)
+            row = measured(Problem(*shape, gate, "bfloat16"), peer, args.iters, turns)
+            show([row] if args.json else [dict(what=name, value=value) for name, value in row.items()], args.json)
 
 
 def show(rows: list[dict], as_json: bool):
