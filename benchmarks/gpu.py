@@ -119,10 +119,10 @@ def expected(gate: str, operands: list[np.ndarray]) -> list[np.ndarray]:
 
 
 class Turns:
-    """Of processes that name this file: one at a time compiles glax's calls, and once all are ready one at a time is timed."""
+    """Of processes that name this file: one at a time of each slot compiles glax's calls, and once all are ready one is timed."""
 
-    def __init__(self, path: str | None):
-        self.path = path
+    def __init__(self, path: str | None, slot: int = 0):
+        self.path, self.slot = path, slot
         self.shared = None if path is None else self.locked("", fcntl.LOCK_SH)  # as long as this one is not ready
 
     def locked(self, suffix: str, how: int):
@@ -131,7 +131,7 @@ class Turns:
         return file
 
     def compiling(self):
-        return contextlib.nullcontext() if self.path is None else self.locked(".compiling", fcntl.LOCK_EX)
+        return contextlib.nullcontext() if self.path is None else self.locked(f".{self.slot}", fcntl.LOCK_EX)
 
     def timing(self):
         if self.path is None:
@@ -192,15 +192,16 @@ def rows_of_table(args) -> list[dict]:
     asked = [(shape, gate) for shape in args.shape or (*SHAPES, *WITHOUT_PEER) for gate in args.gate or ("key", "head")]
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
 
-        def row(shape, gate) -> dict:
+        def row(i, shape, gate) -> dict:
             options = ["--shape", ",".join(map(str, shape)), "--gate", gate, "--iters", str(args.iters), "--json"]
-            command = [sys.executable, __file__, *options, "--turns", os.path.join(folder, "turns")]
+            turns = ["--turns", args.turns or os.path.join(folder, "turns"), "--slot", str(i % args.at_once)]
+            command = [sys.executable, __file__, *options, *turns]
             command += ["--quick"] * args.quick + ["--alone"] * (args.alone or shape in WITHOUT_PEER)
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             print(done.stdout.splitlines()[-1], flush=True)
             return json.loads(done.stdout.splitlines()[-1])
 
-        return [each.result() for each in [pool.submit(row, *x) for x in asked]]
+        return [each.result() for each in [pool.submit(row, i, *x) for i, x in enumerate(asked)]]
 
 
 def summary(rows: list[dict]) -> list[dict]:
@@ -226,6 +227,10 @@ def main():
     parser.add_argument("--gate", action="append", choices=("key", "head"))
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--turns", metavar="FILE", help=Turns.__doc__)
+    parser.add_argument("--slot", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="calls of the table compiled at once (1: as first calls are)"
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--alone", action="store_true", help="without fla-core")
     what = parser.add_mutually_exclusive_group()
@@ -236,7 +241,6 @@ def main():
     parser.add_argument("--strength", choices=(*STRENGTHS, "all"), default="all", help="of the gates, with --errors")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    turns = Turns(args.turns)
     installed = all(importlib.util.find_spec(name) is not None for name in ("fla", "torch"))
     peer = installed and not args.alone
     gates = args.gate or (("key",) if not (args.table or args.errors or args.part) else ("key", "head"))
@@ -268,6 +272,7 @@ def main():
         problems = [Problem(*shape, gate, "bfloat16") for shape in args.shape or (ERRORS,) for gate in gates]
         show(compared(problems, strengths, peer), args.json)
         return
+    turns = Turns(args.turns, args.slot)
     for shape in args.shape or SHAPES[:1]:
         for gate in gates:
             row = measured(Problem(*shape, gate, "bfloat16"), peer, args.iters, turns)
