@@ -42,6 +42,7 @@ from glax.kernels.pallas_gpu.tiles import (
     C,
     by_column,
     by_row,
+    decayed,
     product,
     read,
     tiled,
@@ -70,15 +71,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
     ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
 
     scalers = K // 64
-    # Registers of a thread that scales and one that computes: together no more than the program is launched with.
-    few, many = {
-        (2, 2): (96, 160),
-        (1, 2): (88, 208),
-        (2, 1): (128, 240),
-        (1, 1): (168, 240),
-    }[scalers, W]
-    if w.outputs and w.columns < K:
-        few, many = 112, 144
+    few, many = w.registers
 
     def body(
         table_g, q_g, a_g, b_g, g_g, scale_g, start_g, told_far_g, o_g, states_g, last_g, log_g, far_g, far_chunk_g,
@@ -161,9 +154,6 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                 gate = g_g[0, told(0), jnp.minimum(token, T - 1), place()[1], i * (K // SAMPLES)]
                 total += gate.astype(jnp.float32)
             return total > SAMPLES * WEAK
-
-        def decayed(S, log):
-            return S * by_row(jnp.exp2(log * LOG2E), S.shape)
 
         @pl.when(me >= W)
         def _scaling():

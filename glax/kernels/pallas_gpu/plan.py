@@ -93,6 +93,15 @@ class Walk:
         """Warpgroups that multiply: one for the outputs and one for the state, or one for 64 columns of the state."""
         return 2 if self.outputs else self.columns // 64
 
+    @property
+    def registers(self) -> tuple[int, int]:
+        """With gates a key channel, of a thread that scales and one that computes: together no more than the program is launched
+        with."""
+        if self.outputs and self.columns < self.K:
+            return 112, 144
+        scalers = self.K // 64
+        return {(2, 2): (96, 160), (1, 2): (88, 208), (2, 1): (128, 240), (1, 1): (168, 240)}[scalers, self.consumers]
+
     def results(self, B: int, T: int, E: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """o, states and last states of `Walked`; what is not asked for has one tile."""
         ends = E if self.either else E // self.parts

@@ -83,6 +83,11 @@ def by_column(x, shape) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [1])
 
 
+def decayed(S, log) -> jax.Array:
+    """S with log decays of its rows."""
+    return S * by_row(jnp.exp2(log * LOG2E), S.shape)
+
+
 def zeros(shape, layout=WGMMA) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
