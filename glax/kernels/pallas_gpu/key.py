@@ -8,8 +8,8 @@ With M_i the sum of log decays from a chunk's middle through token i, L of its f
 so two exponentials an element serve every product. They are safe while |M| <= 60; a program that saw more walks its segment
 again in the exact form, which forms no exponent above 0. A token's score with itself, the largest where gates are strong, is
 formed of q and k before they are rounded, and scores have 16 bits: two terms in bfloat16. The gradient gets S' of every chunk.
-Where gates are weak, an output is a sum of so many tokens that q^ has two terms, too, at a fifth of the time: in programs of
-whose gates a few are weak on average. The second lies where a chunk's gates were.
+Where gates are weak, an output is a sum over so many tokens that q^ has two terms, too, in a fifth more time: in programs whose
+gates, a few of them asked, are weak on average. The second term lies where a chunk's gates were.
 
 What needs no scores and no S' but the edges of segments, and the walk of dL/dS, scales to the chunk's edge instead: with E_j the
 log decays behind token j (against time, of q and d_output in place of k and v, through token j)
