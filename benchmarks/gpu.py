@@ -4,7 +4,7 @@ python benchmarks/gpu.py                                            # B4 T2048 H
 python benchmarks/gpu.py --shape 1,32768,8,128 --gate head --json   # a line of JSON a table's row
 python benchmarks/gpu.py --table                                    # six shapes and both gates, each in a process of its own
 python benchmarks/gpu.py --table --compile 16                       # fla-core's candidates compiled first, by 16 processes
-python benchmarks/gpu.py --table --alone                            # the same without fla-core
+python benchmarks/gpu.py --table --alone --device                   # without fla-core, and the time of kernels alone
 python benchmarks/gpu.py --errors                                   # both gates, four strengths of them; nothing is timed
 
 fla-core runs from PyTorch, each of its calls launched from Python, as its users launch it. Both are timed in turn, many calls
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants memory, too
 
@@ -140,7 +141,18 @@ class Turns:
         return self.shared
 
 
-def measured(problem: Problem, peer: bool, iters: int, turns: Turns) -> dict:
+def on_device(way: Way, calls: int = 10) -> float:
+    """ms a call of its kernels alone, without what lies between them, by JAX's profiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            way.wait([way.run() for _ in range(calls)][-1])
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
+        return sum(e.duration_ns for line in lines if line.name.startswith("Stream") for e in line.events) / calls / 1e6
+
+
+def measured(problem: Problem, peer: bool, iters: int, turns: Turns, device: bool = False) -> dict:
     """A row of times and memory."""
     operands = operands_of(problem)
     with turns.compiling():
@@ -154,7 +166,11 @@ def measured(problem: Problem, peer: bool, iters: int, turns: Turns) -> dict:
         for i, (mode, named) in enumerate(MODES.items()):
             times = interleaved([x.ways()[i] for x in made.values()], iters)
             row |= {f"{name} {mode} ms": t.median for name, t in zip(made, times, strict=True)}
-            row[f"{mode} of floor"] = times[0].median * row["copy_gbytes"] * 1e6 / problem.bytes(named)
+            floor = problem.bytes(named) / row["copy_gbytes"] / 1e6
+            row[f"{mode} of floor"] = times[0].median / floor
+            if device:
+                row[f"{mode} kernels ms"] = on_device(made["glax"].ways()[i])
+                row[f"{mode} kernels of floor"] = row[f"{mode} kernels ms"] / floor
             if peer:
                 row |= {f"{mode} ratio": times[1].median / times[0].median}
                 row |= {f"{mode} ratios": (times[1].p20 / times[0].p80, times[1].p80 / times[0].p20)}
@@ -197,6 +213,7 @@ def rows_of_table(args) -> list[dict]:
             turns = ["--turns", args.turns or os.path.join(folder, "turns"), "--slot", str(i % args.at_once)]
             command = [sys.executable, __file__, *options, *turns]
             command += ["--quick"] * args.quick + ["--alone"] * (args.alone or shape in WITHOUT_PEER)
+            command += ["--device"] * args.device
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             print(done.stdout.splitlines()[-1], flush=True)
             return json.loads(done.stdout.splitlines()[-1])
@@ -210,7 +227,8 @@ def summary(rows: list[dict]) -> list[dict]:
     for row in rows:
         line = dict(problem=row["problem"].removesuffix(" bfloat16"))
         for mode in MODES:
-            line |= {f"{mode} ms": f"{row[f'glax {mode} ms']:.4g}", f"{mode} of floor": row[f"{mode} of floor"]}
+            line |= {f"{mode} ms": f"{row[f'glax {mode} ms']:.4g}"}
+            line |= {name: row[name] for name in (f"{mode} of floor", f"{mode} kernels of floor") if name in row}
             if f"{mode} ratio" in row:
                 line[f"{mode}, fla-core"] = "{:.2f}x ({:.2f} to {:.2f})".format(
                     row[f"{mode} ratio"], *row[f"{mode} ratios"]
@@ -233,6 +251,7 @@ def main():
     )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--alone", action="store_true", help="without fla-core")
+    parser.add_argument("--device", action="store_true", help="glax's kernels alone as well, by JAX's profiler")
     what = parser.add_mutually_exclusive_group()
     for name in ("table", "errors"):
         what.add_argument(f"--{name}", action="store_true")
@@ -275,7 +294,7 @@ def main():
     turns = Turns(args.turns, args.slot)
     for shape in args.shape or SHAPES[:1]:
         for gate in gates:
-            row = measured(Problem(*shape, gate, "bfloat16"), peer, args.iters, turns)
+            row = measured(Problem(*shape, gate, "bfloat16"), peer, args.iters, turns, args.device)
             show([row] if args.json else [dict(what=name, value=value) for name, value in row.items()], args.json)
 
 

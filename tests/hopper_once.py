@@ -1,0 +1,45 @@
+"""A forward and a gradient of the Hopper kernels for each kind of gate, two widths, and gates of three strengths, once.
+
+    compute-sanitizer --tool memcheck python -m tests.hopper_once
+
+Needs a Hopper GPU; says whether all results are finite.
+"""
+
+import jax
+import jax.numpy as jnp
+
+import glax
+
+SHAPES = ((2048, 128), (256, 64))  # tokens, in segments where they are many; widths
+STRENGTHS = dict(usual=1.0, weak=1 / 256, strong=1.0)  # of log-sigmoid; strong: and one of -100
+
+
+def inputs(gate: str, T: int, D: int) -> tuple[list[jax.Array], jax.Array]:
+    """q, k, v and the output's gradient; gates."""
+    wide = (1, T, 2, D)
+    tensors = [jax.random.normal(jax.random.key(i), wide, jnp.bfloat16) for i in range(4)]
+    return tensors, jax.nn.log_sigmoid(jax.random.normal(jax.random.key(4), wide if gate == "gk" else wide[:3]))
+
+
+def main():
+    for gate in ("gk", "g"):
+
+        @jax.jit
+        def both(q, k, v, do, logs, gate=gate):
+            def forward(q, k, v, logs):
+                return glax.recurrent(q, k, v, **{gate: logs}, platform="pallas")
+
+            out, pull = jax.vjp(forward, q, k, v, logs)
+            return out, pull(type(out)(do, jnp.ones_like(out.final_state)))
+
+        for T, D in SHAPES:
+            tensors, logs = inputs(gate, T, D)
+            for name, factor in STRENGTHS.items():
+                gates = factor * logs if name != "strong" else logs.at[:, 70].set(-100.0)
+                found = jax.tree.leaves(both(*tensors, gates.astype(jnp.bfloat16)))
+                finite = all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in found)
+                print(f"{gate} T{T} D{D} {name}: {'finite' if finite else 'NOT FINITE'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
