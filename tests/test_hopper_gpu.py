@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not GPU or bool(installation()), reason="needs a
 REPEATS = 50
 BAR = 3.5e-3  # docs/design.md: bfloat16
 PACKED = (0, 0, 1, 70, 198, 300, 599)
+WEAKER = dict(mild=16, weak=256)  # than log-sigmoid
 CASES = {
     "key": dict(B=2, T=256, gate="gk"),
     "key, long": dict(T=2048, H=1, gate="gk", strength="mild"),
@@ -31,6 +32,7 @@ CASES = {
     "key, float32 gates": dict(T=330, gate="gk", strength=-100.0, gate_dtype=jnp.float32),
     "head": dict(B=2, T=256, H=3, gate="g"),
     "head, long": dict(T=2048, H=1, gate="g", strength="mild"),
+    "head, weak": dict(T=1000, gate="g", strength="weak"),
     "head, -100, reversed": dict(T=1000, gate="g", strength=-100.0, reverse=True),
     "head, -inf, packed": dict(T=600, H=4, K=64, V=64, gate="g", strength=-np.inf, cuts=PACKED),
     "constant, reversed": dict(B=2, T=300, gate="g_gamma", strength="mild", reverse=True),
@@ -50,8 +52,8 @@ def draw(key, gate, T, strength=None, B=1, H=2, heads=None, K=128, V=128, cuts=N
     if gate is not None:
         shape = dict(gk=(B, T, H, K), g=(B, T, H), g_gamma=(H,))[gate]
         logs = jax.nn.log_sigmoid(normal(*shape, dtype=jnp.float32))
-        if strength == "mild":
-            logs = logs / 16
+        if strength in WEAKER:
+            logs = logs / WEAKER[strength]
         elif strength is not None:
             logs = jnp.where(jax.random.uniform(next(keys), shape) < 0.05, strength, logs)
         given[gate] = logs.astype(jnp.float32 if gate == "g_gamma" else gate_dtype)
