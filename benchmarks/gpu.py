@@ -120,10 +120,10 @@ def expected(gate: str, operands: list[np.ndarray]) -> list[np.ndarray]:
 
 
 class Turns:
-    """Of processes that name this file: one at a time of each slot compiles glax's calls, and once all are ready one is timed."""
+    """Of processes that name this file: one at a time compiles glax's calls, and once all are ready one at a time is timed."""
 
-    def __init__(self, path: str | None, slot: int = 0):
-        self.path, self.slot = path, slot
+    def __init__(self, path: str | None):
+        self.path = path
         self.shared = None if path is None else self.locked("", fcntl.LOCK_SH)  # as long as this one is not ready
 
     def locked(self, suffix: str, how: int):
@@ -132,7 +132,7 @@ class Turns:
         return file
 
     def compiling(self):
-        return contextlib.nullcontext() if self.path is None else self.locked(f".{self.slot}", fcntl.LOCK_EX)
+        return contextlib.nullcontext() if self.path is None else self.locked(".compiling", fcntl.LOCK_EX)
 
     def timing(self):
         if self.path is None:
@@ -208,17 +208,16 @@ def rows_of_table(args) -> list[dict]:
     asked = [(shape, gate) for shape in args.shape or (*SHAPES, *WITHOUT_PEER) for gate in args.gate or ("key", "head")]
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
 
-        def row(i, shape, gate) -> dict:
+        def row(shape, gate) -> dict:
             options = ["--shape", ",".join(map(str, shape)), "--gate", gate, "--iters", str(args.iters), "--json"]
-            turns = ["--turns", args.turns or os.path.join(folder, "turns"), "--slot", str(i % args.at_once)]
-            command = [sys.executable, __file__, *options, *turns]
+            command = [sys.executable, __file__, *options, "--turns", os.path.join(folder, "turns")]
             command += ["--quick"] * args.quick + ["--alone"] * (args.alone or shape in WITHOUT_PEER)
             command += ["--device"] * args.device
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             print(done.stdout.splitlines()[-1], flush=True)
             return json.loads(done.stdout.splitlines()[-1])
 
-        return [each.result() for each in [pool.submit(row, i, *x) for i, x in enumerate(asked)]]
+        return [each.result() for each in [pool.submit(row, *x) for x in asked]]
 
 
 def summary(rows: list[dict]) -> list[dict]:
@@ -245,10 +244,6 @@ def main():
     parser.add_argument("--gate", action="append", choices=("key", "head"))
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--turns", metavar="FILE", help=Turns.__doc__)
-    parser.add_argument("--slot", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--at-once", type=int, default=1, help="calls of the table compiled at once (1: as first calls are)"
-    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--alone", action="store_true", help="without fla-core")
     parser.add_argument("--device", action="store_true", help="glax's kernels alone as well, by JAX's profiler")
@@ -281,6 +276,7 @@ def main():
         if not args.json:
             print(table(summary(rows)))
         return
+    turns = Turns(args.turns)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, glax {glax.__version__}", flush=True)
     if peer and args.quick:
         short_tuning()
@@ -291,7 +287,6 @@ def main():
         problems = [Problem(*shape, gate, "bfloat16") for shape in args.shape or (ERRORS,) for gate in gates]
         show(compared(problems, strengths, peer), args.json)
         return
-    turns = Turns(args.turns, args.slot)
     for shape in args.shape or SHAPES[:1]:
         for gate in gates:
             row = measured(Problem(*shape, gate, "bfloat16"), peer, args.iters, turns, args.device)
