@@ -392,6 +392,8 @@ def test_bench(capsys, monkeypatch, tmp_path):
         assert result["gbytes"] == pytest.approx(result["bytes"] / seconds / 1e9)
         named = {way["name"]: way for way in result["ways"]}
         assert named["peer"]["reason"] or named["peer"]["right"]
+        if theirs := named["peer"]["ms"]:
+            assert f"{theirs['median'] / ours['ms']['median']:.2f}x" in shown
         if peers.importlib.util.find_spec("ejkernel") is None:
             assert named["ejkernel"]["reason"] == "ejkernel not installed"
     wide = 4 * 2 * 40 * 6 * 16

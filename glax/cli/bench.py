@@ -191,11 +191,12 @@ def show(document: dict):
                 gflops, gbytes = result["gflops"], result["gbytes"]
                 shares = gflops / machine["matmul_gflops"][problem.dtype], gbytes / machine["copy_gbytes"]
                 rates = (gflops, f"{shares[0]:.1%}", gbytes, f"{shares[1]:.1%}")
-            ms = way["ms"]
+            ms, own = way["ms"], result["ways"][0]["ms"]
             spread = f"{ms['p20']:.3g} - {ms['p80']:.3g}"
+            times = f"{ms['median'] / own['median']:.2f}x" if own and way["name"] != "glax" else None
             verdict = "" if way["right"] else "WRONG"
-            rows.append((name, way["name"], ms["median"], spread, *rates, way["error"], verdict))
-    headings = ("call", "by", "ms", "p20 - p80", "GFLOP/s", "of product", "GB/s", "of copy", "error", "")
+            rows.append((name, way["name"], ms["median"], spread, times, *rates, way["error"], verdict))
+    headings = ("call", "by", "ms", "p20 - p80", "of glax's", "GFLOP/s", "of product", "GB/s", "of copy", "error", "")
     if rows:
         show_table(headings, rows)
     for note, names in notes.items():
