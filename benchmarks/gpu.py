@@ -149,7 +149,10 @@ def on_device(way: Way, calls: int = 10) -> float:
         (path,) = Path(folder).rglob("*.xplane.pb")
         planes = jax.profiler.ProfileData.from_file(str(path)).planes
         lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
-        return sum(e.duration_ns for line in lines if line.name.startswith("Stream") for e in line.events) / calls / 1e6
+        streams = [line for line in lines if line.name.startswith("Stream")]
+        if not streams:
+            raise RuntimeError(f"--device: JAX's profiler saw no stream of a GPU, but {[line.name for line in lines]}")
+        return sum(e.duration_ns for stream in streams for e in stream.events) / calls / 1e6
 
 
 def measured(problem: Problem, peer: bool, iters: int, turns: Turns, device: bool = False) -> dict:
