@@ -20,12 +20,14 @@ from tests.hopper_compile import compiled, lowered, spread_over_two
 # How many kernels a call launches. None of them spills a register.
 KERNELS = {
     ("forward", "key", 128): 2,
+    ("forward, narrow", "key", 128): 2,
     ("forward", "key", 64): 2,
     ("forward", "head", 128): 1,
     ("forward", "head", 64): 1,
     ("forward, segments", "key", 128): 4,
     ("forward, segments", "head", 128): 3,
     ("forward, kept", "key", 128): 2,
+    ("forward, kept, narrow", "key", 128): 2,
     ("forward, kept", "head", 128): 1,
     ("forward, kept, segments", "key", 128): 4,
     ("gradient", "key", 128): 5,
@@ -39,6 +41,8 @@ KERNELS = {
 # segment, which copies nothing in bulk either. The gradient walks both ways before.
 WITHOUT_PRODUCTS = {("forward", "key"): 1, ("forward, kept", "key"): 1, ("gradient", "key"): 2}
 WITHOUT_PRODUCTS |= {
+    ("forward, narrow", "key"): 1,
+    ("forward, kept, narrow", "key"): 1,
     ("gradient", "key, float32"): 2,
     ("gradient, narrow", "key, float32"): 2,
     ("forward, segments", "key"): 2,

@@ -33,6 +33,7 @@ BF16 = jnp.bfloat16
 GROUPS = 4, 4
 COLUMNS = 32  # of the state in a program
 TOKENS, SLOTS = 8, 2  # formed in float32 together; of which shared memory holds so many times, one on its way
+FLAGS = 128  # numbers that say of a segment whether it went too far: those of all threads that scale
 
 
 def state_layout(rows: int):
@@ -62,10 +63,10 @@ def by_token(count: int, operands, step, carry):
 
 
 def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, last, log):
-    """o, states, last and log as `key_walk` found them, written anew where far [E, H] is not 0.
+    """o, states, last and log as `key_walk` found them, written anew where any of far [E, H, FLAGS] is not 0.
 
-    Where states are kept, far is how many chunks are left of the segment when the first comes that is too far, and
-    log is not written. far_chunk [B, chunks, H]: `far` of `Walked`, read there.
+    Where states are kept, the largest of far is how many chunks are left of the segment when the first comes that is too far,
+    and log is not written. far_chunk [B, chunks, H]: `far` of `Walked`, read there.
     """
     E, blocks = table.shape[0], w.V // COLUMNS
     T, H, K = k.shape[1], w.H, w.K
@@ -103,10 +104,13 @@ def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
             row = chunk(quotient(i, parts)) * C + w.place(remainder(i, parts), parts) * TOKENS
             return x.at[(batch, pl.ds(row, TOKENS), quotient(h, group), *columns)]
 
-        @pl.when(far_g[e, h] > 0)
+        flags = plgpu.Layout.WG_STRIDED((FLAGS,), vec_size=1)
+        left = jnp.max(plgpu.load(far_g.at[e, h], layout=flags)).astype(jnp.int32)  # here: XLA launches a kernel for it
+
+        @pl.when(left > 0)
         def _():
             factor = scale_g[n]
-            begin = count - far_g[e, h] if w.states else 0
+            begin = count - left if w.states else 0
 
             def fetch(i):
                 slot = remainder(i, SLOTS)

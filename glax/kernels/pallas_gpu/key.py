@@ -6,10 +6,10 @@ With M_i the sum of log decays from a chunk's middle through token i, L of its f
     o_i  = scale * (q^_i^T S' + (q_i . k_i) v_i + sum_{j < i} (q^_i . k^_j) v_j)          S_out = e^R (S' + sum_j k^_j v_j^T)
 
 so two exponentials an element serve every product. They are safe while |M| <= 60; a program that saw more walks its segment
-again in the exact form, which forms no exponent above 0. A token's score with itself, the largest where gates are strong, is
-formed of q and k before they are rounded, and scores have 16 bits: two terms in bfloat16. The gradient gets S' of every chunk.
-Where gates are weak, an output is a sum over so many tokens that q^ has two terms, too, in a fifth more time: in programs whose
-gates, a few of them asked, are weak on average. The second term lies where a chunk's gates were.
+again in the exact form, which forms no exponent above 0. A token's score with itself, the largest where gates are strong, is of
+q^ and k^, or q and k, before they are rounded, and scores have 16 bits: two terms in bfloat16. The gradient gets S' of every
+chunk. Where gates are weak, an output is a sum over so many tokens that q^ has two terms, too, in a fifth more time: in programs
+whose gates, a few of them asked, are weak on average. The second term lies where a chunk's gates were.
 
 What needs no scores and no S' but the edges of segments, and the walk of dL/dS, scales to the chunk's edge instead: with E_j the
 log decays behind token j (against time, of q and d_output in place of k and v, through token j)
@@ -32,26 +32,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.kernels.pallas_gpu import tiles
-from glax.kernels.pallas_gpu.exact import exact_walk
+from glax.kernels.pallas_gpu.exact import FLAGS, exact_walk
+from glax.kernels.pallas_gpu.gates import in_range, weak_on_average
 from glax.kernels.pallas_gpu.once import once
 from glax.kernels.pallas_gpu.plan import Walk, Walked, place_of, quotient
-from glax.kernels.pallas_gpu.tiles import (
-    BY_COLUMN,
-    BY_ROW,
-    LOG2E,
-    C,
-    by_column,
-    by_row,
-    decayed,
-    product,
-    read,
-    tiled,
-    transposed,
-    zeros,
-)
+from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, LOG2E, C, by_row, decayed, read, tiled, transposed, zeros
 
 BF16 = jnp.bfloat16
-SAMPLES, WEAK = 8, -0.25  # gates of a program that are asked, and the average above which they are weak
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that walks alike are lowered once
@@ -115,9 +102,6 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
             wide = pl.ds(place()[0] * w.columns, w.columns)
             plgpu.copy_gmem_to_smem(tokens(b_g, hb, step, wide), b_s.at[slot], given.at[slot])
 
-        def fetch_q(step, slot):
-            plgpu.copy_gmem_to_smem(tokens(q_g, hq, step), q_s.at[slot], given.at[slot])
-
         def fill(fetching):
             """The first chunks that shared memory holds."""
             for slot in range(stages):
@@ -132,10 +116,9 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                 plgpu.barrier_wait(free.at[slot])
                 fetch(step - 1 + stages, slot)
 
-        def noted(step, far, share, M, ends):
+        def noted(step, far, share, largest, ends):
             """What is said of this chunk where its gates go too far, and of the segment up to it."""
-            # sums of gates of -inf are NaN, for which no comparison holds, and which the largest may not show
-            near = (jnp.max(jnp.abs(M), axis=1) <= tiles.FAST_LIMIT) & (sum(map(jnp.abs, ends)) < jnp.inf)
+            near = in_range(largest, ends)
             # where states are kept, chunks left when the first comes that is too far: the exact walk begins there
             left = jnp.maximum(far, (count() - step).astype(jnp.float32)) if w.states else 1.0
             if w.states:
@@ -146,19 +129,11 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
 
             return jnp.where(near, far, left)
 
-        def weak_on_average():
-            """Of each of a few gates, another chunk, token and channel."""
-            total = 0.0
-            for i in range(SAMPLES):
-                token = (told(1) + quotient(i * count(), SAMPLES)) * C + i * (C // SAMPLES)
-                gate = g_g[0, told(0), jnp.minimum(token, T - 1), place()[1], i * (K // SAMPLES)]
-                total += gate.astype(jnp.float32)
-            return total > SAMPLES * WEAK
-
         @pl.when(me >= W)
         def _scaling():
             plgpu.set_max_registers(few, action="decrease")
             share, total = me - W, count()
+            roomy = few > 96  # for x and y at a time; else own scores are formed of tiles read once more
             if w.to_edge:
                 way = adjoint.astype(jnp.float32) if w.either else float(adjoint)
                 matrix = tiles.edge_matrix(w.reverse, way if w.terms == 1 else hidden(way))
@@ -172,7 +147,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                     pl.when(slot < total)(functools.partial(fetch_gates, slot, slot))
                 halves_s[...] = tiles.halves(w.reverse)
                 if w.outputs:
-                    weak_s[0] = weak_on_average().astype(jnp.int32)
+                    weak_s[0] = weak_on_average(g_g.at[0], told(0), told(1), total, place()[1]).astype(jnp.int32)
                 plgpu.commit_smem()
 
             plgpu.barrier_arrive(met)
@@ -192,44 +167,40 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
 
                 def summed(M, halves):
                     for g in gates:
-                        plgpu.wgmma(halves, transposed(g), tiles.by_halves(halves_s))
                         plgpu.wgmma(M, matrix, g)
-                    return M[...], halves[...]
+                    for g in gates:
+                        plgpu.wgmma(halves, transposed(g), tiles.by_halves(halves_s))
+                    M = lax.optimization_barrier(plgpu.wgmma_accumulator_load(M, wait_n=w.terms))
+                    largest = None if w.to_edge else jnp.max(jnp.abs(M), axis=1)
+                    return M, largest, halves[...]
 
                 # [C, 64]; [64, 8]: of every channel, the sum over the first half of the chunk, over the second, and zeros
-                M, sums = pl.run_scoped(summed, plgpu.ACC((C, 64)), plgpu.ACC((64, 8)))
+                M, largest, sums = pl.run_scoped(summed, plgpu.ACC((C, 64)), plgpu.ACC((64, 8)))
                 ends = [tiles.column_of(sums, side) for side in (0, 1)]
                 if not w.states:
                     log = log + ends[0] + ends[1]
 
-                @pl.when(jnp.logical_not(weak))  # else the warpgroup for outputs does, once their tile is free again
-                def _():
-                    plgpu.barrier_arrive(gates_free.at[gate_slot])
-
-                    @pl.when((share == 0) & (step + 2 < total))
-                    def _():
-                        plgpu.barrier_wait(gates_free.at[gate_slot])
-                        fetch_gates(step + 2, gate_slot)
-
+                pl.when(jnp.logical_not(weak))(lambda: plgpu.barrier_arrive(gates_free.at[gate_slot]))
                 if not w.to_edge:
-                    far = noted(step, far, share, M, ends)
+                    far = noted(step, far, share, largest, ends)
                 elif w.states:  # dL/dS to the middle of a chunk, if that is in range, and from there on
                     out_of_range = told_far_g[told(0), chunk(step), place()[1]].astype(jnp.float32)
                     ends = ends[1] * (1.0 - out_of_range), ends[0] + ends[1] * out_of_range
                 else:
                     ends = (ends[0] + ends[1],)
-                M = M * LOG2E
                 plgpu.barrier_wait(given.at[slot])  # and so until all are done with what is written here next
                 for side, end in enumerate(ends):
                     sums_s[slot, side, part] = end
+                if w.outputs and not roomy:
+                    own_s[slot, share] = jnp.sum(read(q_s.at[slot, :, part]) * read(at), axis=1)
+                y = read(at) * jnp.exp2(M * (LOG2E if w.to_edge else -LOG2E))
+                at[...] = (y * scale_g[told(3)] if w.adjoint else y).astype(BF16)
                 if w.outputs:
                     qt = q_s.at[slot, :, part]
-                    own_s[slot, share] = jnp.sum(read(qt) * read(at), axis=1)
-                x = read(at) * jnp.exp2(M if w.to_edge else -M)
-                at[...] = (x * scale_g[told(3)] if w.adjoint else x).astype(BF16)
-                if w.outputs:
-                    x = read(qt) * jnp.exp2(M)
+                    x = read(qt) * jnp.exp2(M * LOG2E)
                     qt[...] = x.astype(BF16)
+                    if roomy:
+                        own_s[slot, share] = jnp.sum(x * y, axis=1)
 
                     @pl.when(weak)
                     def _():
@@ -248,15 +219,28 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                 if not w.states:
                     log_g[e, h, part] = log
                 if not w.to_edge:
-                    far_g[e, h, part] = far
+                    for copy in range(0, FLAGS // scalers, 64):
+                        far_g[e, h, pl.ds(share * (FLAGS // scalers) + copy, 64)] = far
 
         def carrying(columns, use):
             """The state through all chunks, [K, columns]: use(S', step, slot, on) returns it behind each, on(S') what is left of
             S' there if that is not done in the next chunk."""
             plgpu.set_max_registers(many, action="increase")
+            fetches = me == (
+                1 if w.outputs else 0
+            )  # gates, but where weak, which the other does once it has used their tile
+            if w.outputs:
+                plgpu.barrier_wait(met)  # and it is known whether they are
+                fetches &= weak_s[0] == 0
 
             def log_decays(step):
-                slot = lax.rem(step, jnp.int32(stages))
+                slot, gate_slot = (lax.rem(step, jnp.int32(n)) for n in (stages, 2))
+
+                @pl.when(fetches & (step + 2 < count()))
+                def _():
+                    plgpu.barrier_wait(gates_free.at[gate_slot])
+                    fetch_gates(step + 2, gate_slot)
+
                 plgpu.barrier_wait(ready.at[slot])
                 return slot, *(plgpu.load(sums_s.at[slot, side], layout=BY_ROW) for side in range(2))
 
@@ -298,7 +282,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
             rounded = (k * jnp.exp2(-tail * LOG2E)).astype(BF16).astype(jnp.float32)
             left = (k - rounded * jnp.exp2(tail * LOG2E)) * jnp.where(count() > 0, 1.0, 0.0)
             shape = K, columns.size
-            return by_row(left, shape) * by_column(v, shape).astype(jnp.float32)
+            return by_row(left, shape) * tiles.by_column(v, shape).astype(jnp.float32)
 
         def keep(S, step, tile, columns):
             """Stores S' in the tile, and hands it to the copy engine if asked to."""
@@ -345,11 +329,20 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
             plgpu.set_max_registers(many, action="increase")
             i, j = tiles.walking(w.reverse)
             factor, total = scale_g[told(3)], count()
+            known, (block, h, _) = (told(0), told(1)) if not (w.states and w.start) else None, place()
+
+            def tokens(x, group, step, *columns):  # found anew only for want of registers: all wait for this warpgroup
+                batch, first = known or (told(0), told(1))
+                return x.at[(batch, pl.ds((first + w.place(step, total)) * C, C), quotient(h, group), *columns)]
+
+            def fetch_q(step, slot):
+                plgpu.copy_gmem_to_smem(tokens(q_g, hq, step), q_s.at[slot], given.at[slot])
+
             fill(fetch_q)
 
             @pl.loop(0, total)
             def _(step):
-                slot, before = (lax.rem(x, jnp.int32(stages)) for x in (step, step - 1))
+                slot = lax.rem(step, jnp.int32(stages))
                 qt, at, bt = q_s.at[slot], a_s.at[slot], b_s.at[slot]
                 plgpu.barrier_wait(ready.at[slot])
                 weak = weak_s[0] > 0
@@ -366,31 +359,40 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                     return lax.cond(weak, more, lambda total: total, total)
 
                 own = sum(plgpu.load(own_s.at[slot, share], layout=BY_ROW) for share in range(scalers))
-                P = product((C, C), (qt, transposed(at)))
-                P = with_lost(P, lambda slot: transposed(a_s.at[slot]))
-                P = jnp.where(i > j, P, jnp.where(i == j, by_row(own, P.shape), 0.0))
-                high = tiles.high_part(P)
-                o = product((C, w.columns), (high.astype(BF16), bt), ((P - high).astype(BF16), bt))
+
+                def formed(scores, o):
+                    """Scores are masked and split while q^T S' is on its way."""
+                    plgpu.wgmma(scores, qt, transposed(at))
+                    plgpu.barrier_wait(entered)
+                    plgpu.wgmma(o, qt, S_s)
+                    P = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores, wait_n=1))
+                    P = with_lost(P, lambda slot: transposed(a_s.at[slot]))
+                    P = jnp.where(i > j, P, jnp.where(i == j, by_row(own, P.shape), 0.0))
+                    high = tiles.high_part(P)
+                    plgpu.wgmma(o, high.astype(BF16), bt)
+                    plgpu.wgmma(o, (P - high).astype(BF16), bt)
+                    return o[...]
+
+                o = pl.run_scoped(formed, plgpu.ACC((C, C)), plgpu.ACC((C, w.columns)))
                 plgpu.barrier_arrive(free.at[slot])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is written has left the tile before
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and all warps are done with this tile of q^
 
                 @pl.when((step > 0) & (step - 1 + stages < total))
                 def _():
-                    fetch_q(step - 1 + stages, before)
+                    fetch_q(step - 1 + stages, lax.rem(step - 1, jnp.int32(stages)))
 
-                plgpu.barrier_wait(entered)
-                o = with_lost(tiles.added(o, (qt, S_s)), lambda slot: S_s)
+                o = with_lost(o, lambda slot: S_s)
                 plgpu.barrier_arrive(taken)
                 o_tile = qt if w.columns == K else o_s
-                plgpu.commit_smem()  # all warps are done with q, and with what it lost
 
                 @pl.when(weak & (step + 2 < total))
                 def _():
+                    plgpu.commit_smem()  # all warps are done with what q^ lost
                     fetch_gates(step + 2, lax.rem(step, jnp.int32(2)))
 
                 o_tile[...] = (o * factor).astype(BF16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_tile, tokens(o_g, 1, step, pl.ds(place()[0] * w.columns, w.columns)))
+                plgpu.copy_smem_to_gmem(o_tile, tokens(o_g, 1, step, pl.ds(block * w.columns, w.columns)))
 
             plgpu.wait_smem_to_gmem(0)
 
@@ -401,15 +403,14 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
             else:
                 own_columns()
 
-    tile_q = (stages, C, K) if w.outputs else (1, C, 64)
-    copies = 3 if w.outputs else 2
+    tile_q, copies = ((stages, C, K), 3) if w.outputs else ((1, C, 64), 2)
     body.__name__ = "key_walk"  # in profiles
     kernel = plgpu.kernel(
         body,
         out_type=(
             *w.results(B, T, E),
             jax.ShapeDtypeStruct((E, H, K), jnp.float32),
-            jax.ShapeDtypeStruct((1,) if w.to_edge else (E, H, K), jnp.float32),
+            jax.ShapeDtypeStruct((1,) if w.to_edge else (E, H, FLAGS), jnp.float32),
             jax.ShapeDtypeStruct((B, chunks, H, scalers, C) if w.states and not w.to_edge else (1,), jnp.float32),
         ),
         grid=(blocks * H * E,),
@@ -443,7 +444,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
     o, states, last, log = found
     if w.to_edge:
         return Walked(o, states, last, None if w.states else log)
-    far = jnp.max(far, axis=2).astype(jnp.int32)
-    far_chunk = jnp.any(far_chunk > 0, axis=(3, 4)).astype(jnp.int32) if w.states else far
+    if w.states:
+        far_chunk = jnp.any(far_chunk > 0, axis=(3, 4)).astype(jnp.int32)
     o, states, last, log = exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, *found)
     return Walked(o, states, last, None if w.states else log, far_chunk)

@@ -98,9 +98,9 @@ class Walk:
         """With gates a key channel, of a thread that scales and one that computes: together no more than the program is launched
         with."""
         if self.outputs and self.columns < self.K:
-            return 112, 144
+            return 120, 136
         scalers = self.K // 64
-        return {(2, 2): (96, 160), (1, 2): (88, 208), (2, 1): (128, 240), (1, 1): (168, 240)}[scalers, self.consumers]
+        return {(2, 2): (88, 168), (1, 2): (120, 192), (2, 1): (128, 240), (1, 1): (168, 240)}[scalers, self.consumers]
 
     def results(self, B: int, T: int, E: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """o, states and last states of `Walked`; what is not asked for has one tile."""

@@ -95,6 +95,11 @@ class Problem:
         """Chunks of a segment."""
         return -(-self.chunks // self.parts)
 
+    @property
+    def scales(self):
+        """`scale`, and behind it a number that none reads: an array of equal numbers XLA has a kernel write in every call."""
+        return jnp.append(self.scale, 0.0)
+
     def wide(self, x, width: int):
         return widen(self.rows.take(x), width)
 
@@ -145,7 +150,7 @@ class Problem:
             a,
             b,
             self.gates,
-            self.scale,
+            self.scales,
             jnp.zeros((1, 1, 1, 1)) if start is None else start,
         )
         if self.key:
@@ -175,9 +180,8 @@ class Problem:
         batch, first, count, n = self.table.reshape(self.N, self.parts, 4).transpose(2, 0, 1)
         needed = count
         if self.key and self.near:
-            through = jnp.stack(list(itertools.accumulate(self.last_chunks(descending))), 2)
-            through = through.reshape(*through.shape[:3], -1).max(3)
-            alive = [through[..., i] >= LOG_OF_NOTHING for i in range(self.near)]
+            through = itertools.accumulate(self.last_chunks(descending))
+            alive = [x.max((2, 3)) >= LOG_OF_NOTHING for x in through]
             *some, every = itertools.accumulate(alive, jnp.logical_and)
             needed = jnp.where(every, count, jnp.minimum(1 + sum(x.astype(jnp.int32) for x in some), count))
         if not last:
@@ -253,7 +257,7 @@ class Problem:
         """The operands of the kernels in which every chunk stands alone; packed, every chunk is a sequence of its own."""
         gates, far = self.gates, [kept.far] if self.key else []
         if self.rows.begins is None:
-            return self.q, self.k, self.v, gates, d_output, self.scale, kept.states, behind, *far
+            return self.q, self.k, self.v, gates, d_output, self.scales, kept.states, behind, *far
         q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (self.q, self.k, self.v, d_output))
         gates = gates.reshape(len(gates), self.chunks, C, *gates.shape[3:]) if self.key else gates[0][:, None]
         scale = self.scale[self.sequence_of_chunk()]
