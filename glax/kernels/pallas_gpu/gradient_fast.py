@@ -12,13 +12,12 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
     TILE,
     accumulator,
-    after,
     columns,
     half,
     kept,
     product,
 )
-from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, by_row, high_part, read, tiled, transposed, zeros
+from glax.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, after, by_row, high_part, read, tiled, transposed, zeros
 
 bf16 = jnp.bfloat16
 

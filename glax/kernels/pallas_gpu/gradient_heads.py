@@ -39,13 +39,12 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
     TILE,
     accumulator,
-    after,
     along,
     half,
     product,
     tokens,
 )
-from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, added, by_row, high_part, read, tiled, transposed
+from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, added, after, by_row, high_part, read, tiled, transposed
 
 TILES = ("q", "k", "v", "do")
 LATE = ("v",)  # their places hold what dA loses in bfloat16 until then

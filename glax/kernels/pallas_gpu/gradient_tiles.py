@@ -45,14 +45,6 @@ def product(*pairs, shape=TILE):
     return tiles.product(shape, *pairs)
 
 
-def after(total, running: int = 0):
-    """The product, when no more than `running` products are still on their way.
-
-    The barrier keeps the compiler from using it before that.
-    """
-    return lax.optimization_barrier(plgpu.wgmma_accumulator_load(total, wait_n=running))
-
-
 def kept(mask, x, other=0.0):
     """x where the mask says so, in bfloat16.
 

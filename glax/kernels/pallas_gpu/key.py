@@ -170,7 +170,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                         plgpu.wgmma(M, matrix, g)
                     for g in gates:
                         plgpu.wgmma(halves, transposed(g), tiles.by_halves(halves_s))
-                    M = lax.optimization_barrier(plgpu.wgmma_accumulator_load(M, wait_n=w.terms))
+                    M = tiles.after(M, w.terms)
                     largest = None if w.to_edge else jnp.max(jnp.abs(M), axis=1)
                     return M, largest, halves[...]
 
@@ -226,9 +226,8 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
             """The state through all chunks, [K, columns]: use(S', step, slot, on) returns it behind each, on(S') what is left of
             S' there if that is not done in the next chunk."""
             plgpu.set_max_registers(many, action="increase")
-            fetches = me == (
-                1 if w.outputs else 0
-            )  # gates, but where weak, which the other does once it has used their tile
+            # gates, but where they are weak, which the other does once it has used their tile
+            fetches = me == (1 if w.outputs else 0)
             if w.outputs:
                 plgpu.barrier_wait(met)  # and it is known whether they are
                 fetches &= weak_s[0] == 0
@@ -365,8 +364,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                     plgpu.wgmma(scores, qt, transposed(at))
                     plgpu.barrier_wait(entered)
                     plgpu.wgmma(o, qt, S_s)
-                    P = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores, wait_n=1))
-                    P = with_lost(P, lambda slot: transposed(a_s.at[slot]))
+                    P = with_lost(tiles.after(scores, 1), lambda slot: transposed(a_s.at[slot]))
                     P = jnp.where(i > j, P, jnp.where(i == j, by_row(own, P.shape), 0.0))
                     high = tiles.high_part(P)
                     plgpu.wgmma(o, high.astype(BF16), bt)

@@ -57,6 +57,14 @@ def added(total, *pairs) -> jax.Array:
     return pl.run_state(scope)(plgpu.ACC.init(total))
 
 
+def after(total, running: int = 0):
+    """The product, when no more than `running` products are still on their way.
+
+    The barrier keeps the compiler from using it before that.
+    """
+    return lax.optimization_barrier(plgpu.wgmma_accumulator_load(total, wait_n=running))
+
+
 def iota(shape, axis) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
 
