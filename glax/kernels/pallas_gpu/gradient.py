@@ -3,8 +3,9 @@
 A program walks over runs of chunks and over heads, every `step`-th. One warpgroup loads their tokens a chunk ahead, and the
 states at both ends of a chunk once those of the chunk before are read; within a run, whose first chunk alone has a stored state
 before it, those who compute carry that on. Two compute: with gates a channel each half of K in dq and dk, and half of V in dv;
-with gates a head one dq and dv, the other dk; for K = V = 64 each has its own chunk. Results go where the tokens were, and from
-there on their way while the next chunk is computed.
+with gates a head one dq and dv, the other dk; for K = V = 64 each has its own chunk. Results go where the tokens were, and the
+loading warpgroup sends them on their way while the next chunk is computed: behind the states that it fetches then, whoever does
+that waits.
 """
 
 from dataclasses import dataclass
@@ -92,42 +93,47 @@ class Sizes:
         return {name: quotient(h, self.H // heads) for name, heads in shared.items()}
 
 
-def load(n: Sizes, m: SimpleNamespace, tiles, late=()):
-    """The loading warpgroup: tiles by name, and where there are `gates` [64] of a chunk, those.
+def load(n: Sizes, m: SimpleNamespace, tiles, results: dict, late=(), last=()):
+    """The loading warpgroup. tiles: by name, and where there are `gates` [64] of a chunk, those; results: by name, in which tile.
 
-    late: of the tiles, those that come with the states; until then their place is lent to the chunk before.
+    late: of the tiles, those that come with the states; until then their place is lent to the chunk before. last: of these, those
+    that are not waited for before `values_full`.
     """
     cta = lax.axis_index("cta")
 
-    def load_team(i, t):
-        b, run, c, h, j = n.chunk(cta * n.teams + t, i, m.walk.reverse)
-        at = t * SLOTS + lax.rem(i, SLOTS)
+    def chunk(i, t):
+        return n.chunk(cta * n.teams + t, i, m.walk.reverse)
 
-        @pl.when(i >= SLOTS)
-        def _():
-            plgpu.barrier_wait(m.tokens_free.at[at])
+    def slot(i, t):
+        return t * SLOTS + lax.rem(i, SLOTS)
 
-        if hasattr(m, "gates"):
-            plgpu.copy_gmem_to_smem(m.gates_g.at[b, c, h], m.gates.at[at], m.tokens_full.at[at])
+    def fetch(names, i, t):
+        (b, _, c, h, _), at = chunk(i, t), slot(i, t)
+        heads = n.heads(h)
+        for name in names:
+            for part, columns in n.parts(getattr(m, name).at[at]):
+                source = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), heads[name], columns]
+                plgpu.copy_gmem_to_smem(source, part, m.values_full.at[t] if name in last else m.tokens_full.at[at])
 
-        def fetch(names):
-            heads = n.heads(h)
-            for name in names:
-                for part, columns in n.parts(getattr(m, name).at[at]):
-                    source = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), heads[name], columns]
-                    plgpu.copy_gmem_to_smem(source, part, m.tokens_full.at[at])
+    def begin(i, t):
+        """What finds its place empty."""
+        fetch([name for name in tiles if name not in late], i, t)
 
-        fetch([name for name in tiles if name not in late])
+    def complete(i, t):
+        """What takes the place of what the chunk before has read, or the one before that may read to its very end."""
+        b, run, c, h, j = chunk(i, t)
 
         @pl.when(i >= 1)
         def _():
             plgpu.barrier_wait(m.states_free.at[t])
 
-        if late:
-            fetch(late)
+        fetch([name for name in late if name not in last], i, t)
+        if hasattr(m, "gates"):
+            plgpu.copy_gmem_to_smem(m.gates_g.at[b, c, h], m.gates.at[slot(i, t)], m.tokens_full.at[slot(i, t)])
         if n.terms == 2:
             rest = m.g_rest_g.at[b, pl.ds(c * CHUNK, CHUNK), h]
-            plgpu.copy_gmem_to_smem(rest, second_term(m, t), m.tokens_full.at[at])
+            plgpu.copy_gmem_to_smem(rest, second_term(m, t), m.tokens_full.at[slot(i, t)])
+        fetch(last, i, t)
         plgpu.copy_gmem_to_smem(m.behind_g.at[b, c, h], m.dS.at[t], m.behind_full.at[t])
         if n.terms == 2:
             plgpu.barrier_wait(m.gates_read.at[t])
@@ -137,12 +143,31 @@ def load(n: Sizes, m: SimpleNamespace, tiles, late=()):
             before_full = m.before_full if n.run > 1 else m.behind_full
             plgpu.copy_gmem_to_smem(m.before_g.at[b, run, h], m.S.at[t], before_full.at[t])
 
+    def send(i, t):
+        """The results, as one group."""
+        b, _, c, h, _ = chunk(i, t)
+        plgpu.barrier_wait(m.ready.at[t])
+        for result, name in results.items():
+            for part, columns in n.parts(getattr(m, name).at[slot(i, t)]):
+                target = getattr(m, result + "_g").at[b, pl.ds(c * CHUNK, CHUNK), h, columns]
+                plgpu.copy_smem_to_gmem(part, target, commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+
+    chunks = [n.items(cta * n.teams + t) * n.run for t in range(n.teams)]
+
     def step(i, _):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for t in range(n.teams):
-            pl.when(i < n.items(cta * n.teams + t) * n.run)(lambda t=t: load_team(i, t))
+            pl.when((i >= 2) & (i <= chunks[t]))(lambda t=t: plgpu.barrier_arrive(m.sent.at[t]))
+            pl.when(i < chunks[t])(lambda t=t: begin(i, t))
+        for t in range(n.teams):
+            pl.when(i < chunks[t])(lambda t=t: complete(i, t))
+        for t in range(n.teams):
+            pl.when((i >= 1) & (i <= chunks[t]))(lambda t=t: send(i - 1, t))
         return ()
 
-    lax.fori_loop(0, n.items(cta * n.teams) * n.run, step, ())
+    lax.fori_loop(0, chunks[0] + 1, step, ())
+    plgpu.wait_smem_to_gmem(0)
 
 
 def second_term(m: SimpleNamespace, t):
@@ -163,9 +188,7 @@ def at_chunk(n: Sizes, m: SimpleNamespace, tiles, first, i) -> SimpleNamespace:
         """The same, of which the compiler keeps nothing in registers until then."""
         return at_chunk(n, m, tiles, *lax.optimization_barrier((first, i)))
 
-    place = dict(
-        t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, j=j, at=at, other=other, mine=half(w), rows=pl.ds(c * CHUNK, CHUNK)
-    )
+    place = dict(t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, j=j, at=at, other=other, mine=half(w))
     return SimpleNamespace(
         **place, **whole, **own, again=again, scale=m.scale_g[b], vector=m.vectors.at[t * n.team + w]
     )
@@ -186,18 +209,19 @@ def compute(n: Sizes, m: SimpleNamespace, tiles, chunk):
         plgpu.barrier_wait(m.tokens_full.at[c.at])
 
         def release():
-            """The outputs of the chunk before have left shared memory. Waits for all warps."""
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-            @pl.when(i >= 1)
-            def _():
-                plgpu.barrier_arrive(m.tokens_free.at[c.other])
+            """The results of the chunk before have left shared memory."""
+            pl.when(i >= 1)(lambda: plgpu.barrier_wait(m.sent.at[c.t]))
 
         chunk(n, m, c, release)
         return ()
 
     lax.fori_loop(0, n.items(first) * n.run, step, ())
-    plgpu.wait_smem_to_gmem(0)
+
+
+def hand_over(m: SimpleNamespace, c: SimpleNamespace):
+    """The warpgroup has put its results where the loading one finds them."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(m.ready.at[c.t])
 
 
 def barrier(arrivals, count):
@@ -213,11 +237,12 @@ def scratch(n: Sizes, tiles, slots: int = 1) -> dict:
     return found | dict(met=barrier(n.team, n.teams))
 
 
-def pipeline(n: Sizes, copies: int) -> dict:
-    """What loading and computing warpgroups wait for: `copies` a chunk, and the two states."""
-    tokens = n.teams * SLOTS
-    found = dict(tokens_full=barrier(copies, tokens), tokens_free=barrier(n.team, tokens))
-    found |= dict(states_free=barrier(n.team, n.teams))
+def pipeline(n: Sizes, copies: int, last: int = 0) -> dict:
+    """What loading and computing warpgroups wait for: `copies` a chunk, `last` of what comes last of it, and the two states."""
+    found = dict(tokens_full=barrier(copies, n.teams * SLOTS), sent=barrier(1, n.teams))
+    found |= {name: barrier(n.team, n.teams) for name in ("states_free", "ready")}
+    if last:
+        found |= dict(values_full=barrier(last, n.teams))
     if n.terms == 2:
         found |= dict(gates_read=barrier(n.team, n.teams))
     if n.run == 1:

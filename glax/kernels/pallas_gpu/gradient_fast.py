@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax.kernels.pallas_gpu.gradient import meet, second_term, wait_for_states
+from glax.kernels.pallas_gpu.gradient import hand_over, meet, second_term, wait_for_states
 from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
     TILE,
@@ -34,15 +34,15 @@ def chunk(n, m, c, release):
     if n.terms == 2:
         plgpu.barrier_arrive(m.gates_read.at[c.t])
     c.vector[...] = (read(c.q_w) * read(c.k_w)).sum(1)
-    falling = jnp.exp2(-M)
     x_rest = split(c.q_w, read(c.q_w) * jnp.exp2(M))
-    y_rest = split(c.k_w, read(c.k_w) * falling)
-    # e^M is formed of e^-M where it is needed again: to keep both, or M, takes registers
-    falling, x_rest, y_rest = lax.optimization_barrier((falling, x_rest, y_rest))
+    y_rest = split(c.k_w, read(c.k_w) * jnp.exp2(-M))
+    # e^M and e^-M are formed anew where they are needed again: M alone is held
+    M, x_rest, y_rest = lax.optimization_barrier((M, x_rest, y_rest))
     release()
     rests = lent(m, c)
     rests.x[...], rests.y[...] = x_rest, y_rest
     meet(n, m, c)
+    plgpu.barrier_wait(m.values_full.at[c.t])
     A_T, dA_T = score_tiles(n, m, c)
 
     def keys_scored():
@@ -57,28 +57,39 @@ def chunk(n, m, c, release):
     wait_for_states(n, m, c)
     c = c.again()
 
-    def products(push, fed, dv, drawn):
-        start(n, m, c, push, fed, dv, drawn)
-        push, fed = after(push, 4 * n.team + 4), after(fed, 3 * n.team + 4)
+    def of_tokens(push, fed, drawn):
+        """The products begin in the order in which they are used: a warpgroup that begins one waits for most of those before."""
+        start(n, m, c, push, fed, drawn)
+        push, fed = after(push, 2 * n.team + 3), after(fed, n.team + 3)
         y = read(c.k_w) + read(lent(m, c).y)
         before_gate = (y * fed).astype(bf16)
-        dk = (falling * (fed + c.scale * push)).astype(bf16)
+        dk = (jnp.exp2(-M) * (fed + c.scale * push)).astype(bf16)
         given = y * push
         # Rounded now, not when dk and dv are stored: two registers a pair until then.
         dk, before_gate, given = lax.optimization_barrier((dk, before_gate, given))
-        edge = around(n, m, c)
-        dv = (after(dv, n.team + 3) + by_row(own_scores(n, m, c) * c.scale, TILE) * read(c.do_w)).astype(bf16)
-        return edge, before_gate, dk, given, dv, after(drawn)
+        edge = around(n, m, c)  # a loop, before which the compiler does not move the next product
+        if n.team == 1:
+            meet(n, m, c)
 
-    edge, before_gate, dk, given, dv, drawn = pl.run_scoped(products, *[accumulator()] * 4)
-    used = (read(c.q_w) + read(lent(m, c).x)) * drawn
+        def of_values(dv):
+            here = c.again() if n.team == 1 else c  # where a warpgroup has the chunk alone, registers are short
+            start_values(n, m, here, dv)
+            total = after(drawn, 2 * n.team + 1)
+            used = (read(here.q_w) + read(lent(m, here).x)) * total
+            behind_gate = c.scale * (used - given)
+            dq = (c.scale * jnp.exp2(M) * total).astype(bf16)
+            behind_gate, dq, used = lax.optimization_barrier((behind_gate, dq, used.sum(1)))
+            own = by_row(own_scores(n, m, here) * here.scale, TILE) * read(here.do_w)
+            return behind_gate, dq, used, (after(dv) + own).astype(bf16)
+
+        behind_gate, dq, used, dv = pl.run_scoped(of_values, accumulator())
+        return behind_gate, before_gate, edge, dq, dk, dv, used
+
+    *found, used = pl.run_scoped(of_tokens, *[accumulator()] * 3)
     plgpu.barrier_arrive(m.states_free.at[c.t])
-    behind_gate = c.scale * (used - given)
-    dq = (c.scale * lax.square(lax.rsqrt(falling)) * drawn).astype(bf16)
-    used = used.sum(1)
     meet(n, m, c)
     c = c.again()
-    finish(m, c, behind_gate, before_gate, edge, dq, dk, dv)
+    finish(m, c, *found)
     m.used_g[c.b, c.c, c.h, c.w] = used  # last: fences wait for what is on its way to memory
 
 
@@ -136,21 +147,26 @@ def shared(n, c, first, second):
         pl.when(c.w == 1)(second)
 
 
-def start(n, m, c, push, fed, dv, drawn):
-    """Sets the products of a chunk on their way, in this order: dA^T x; v dS^T; A^T do + y dS; do S^T + dA y."""
-    parts, rest, (A_T, dA_T) = range(n.team), lent(m, c), score_tiles(n, m, c)
+def start(n, m, c, push, fed, drawn):
+    """Sets products on their way, in this order: dA^T x; v dS^T; do S^T + dA y."""
+    parts, rest, (_, dA_T) = range(n.team), lent(m, c), score_tiles(n, m, c)
     for d, x in ((dA_T, c.q_w), (rest.dA_T, c.q_w), (dA_T, rest.x)):
         plgpu.wgmma(push, d, x)
     for p in parts:
         plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
-    plgpu.wgmma(dv, A_T, c.do_w)
-    for y in (c.k, rest.ys):
-        for p in parts:
-            plgpu.wgmma(dv, y.at[p], m.dS.at[c.t, half(p), c.mine])
     for p in parts:
         plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
     for d, y in ((dA_T, c.k_w), (dA_T, rest.y), (rest.dA_T, c.k_w)):
         plgpu.wgmma(drawn, transposed(d), y)
+
+
+def start_values(n, m, c, dv):
+    """The same of A^T do + y dS."""
+    A_T, _ = score_tiles(n, m, c)
+    plgpu.wgmma(dv, A_T, c.do_w)
+    for y in (c.k, lent(m, c).ys):
+        for p in range(n.team):
+            plgpu.wgmma(dv, y.at[p], m.dS.at[c.t, half(p), c.mine])
 
 
 def around(n, m, c):
@@ -183,13 +199,4 @@ def finish(m, c, behind_gate, before_gate, edge, dq, dk, dv):
     plgpu.commit_smem()
     c.v_w[...] = dg.astype(bf16)
     c.do_w[...] = dv
-    plgpu.commit_smem()
-    store(m, c, dict(dq=c.q_w, dk=c.k_w, dv=c.do_w, dg=c.v_w), c.mine)
-
-
-def store(m, c, tiles: dict, columns):
-    """Starts the outputs on their way, as one group."""
-    for name, source in tiles.items():
-        target = getattr(m, name + "_g").at[c.b, c.rows, c.h, columns]
-        plgpu.copy_smem_to_gmem(source, target, commit_group=False)
-    plgpu.commit_smem_to_gmem_group()
+    hand_over(m, c)

@@ -26,6 +26,7 @@ from glax.kernels.pallas_gpu.gradient import (
     SLOTS,
     Sizes,
     compute,
+    hand_over,
     launch,
     load,
     meet,
@@ -34,7 +35,7 @@ from glax.kernels.pallas_gpu.gradient import (
     wait_for_states,
     warpgroups,
 )
-from glax.kernels.pallas_gpu.gradient_fast import bf16, pair, shared, split, store
+from glax.kernels.pallas_gpu.gradient_fast import bf16, pair, shared, split
 from glax.kernels.pallas_gpu.gradient_tiles import (
     CHUNK,
     TILE,
@@ -47,6 +48,7 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
 from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, added, after, by_row, high_part, read, tiled, transposed
 
 TILES = ("q", "k", "v", "do")
+RESULTS = dict(dq="q", dk="k", dv="do")
 LATE = ("v",)  # their places hold what dA loses in bfloat16 until then
 BEHIND, THROUGHOUT = range(2)  # sums by token: what is summed over those behind each, and what over the chunk
 QUERIES, KEYS = range(2)  # who forms them
@@ -125,7 +127,7 @@ class Chunk:
         return sum((read(m.S.at[x]) * read(m.dS.at[x])).sum(1) for x in parts) * jnp.exp2(self.through())
 
     def queries(self):
-        """dq and dv, each with the tile that it goes to; q dq / scale by token."""
+        """dq and dv; q dq / scale by token."""
         m, c = self.m, self.c
         A_T, dA_T = self.scores
 
@@ -144,10 +146,10 @@ class Chunk:
         dv = added(through, (A_T, c.do)).astype(bf16)
         used = (read(c.q) * drawn).sum(1)
         self.note(QUERIES, BEHIND, c.scale * used)
-        return dict(dq=(c.q, (c.scale * drawn).astype(bf16)), dv=(c.do, dv)), used
+        return dict(dq=(c.scale * drawn).astype(bf16), dv=dv), used
 
     def keys(self):
-        """dk, with the tile that it goes to."""
+        """dk."""
         m, c = self.m, self.c
         _, dA_T = self.scores
 
@@ -167,16 +169,15 @@ class Chunk:
             self.note(KEYS, BEHIND, -(y * dk).sum(1))
             return dk.astype(bf16)
 
-        return dict(dk=(c.k, pl.run_scoped(products, accumulator(self.shape), accumulator(self.shape))))
+        return dict(dk=pl.run_scoped(products, accumulator(self.shape), accumulator(self.shape)))
 
     def leave(self, found: dict, *rows: int):
         """Results go where the tokens were, when all products with these are done; and rows of sums."""
         n, m, c = self.n, self.m, self.c
         meet(n, m, c)
-        for tile, x in found.values():
-            tile[...] = x
-        plgpu.commit_smem()
-        store(m, c, {name: tile for name, (tile, _) in found.items()}, slice(None))
+        for name, x in found.items():
+            getattr(c, RESULTS[name])[...] = x
+        hand_over(m, c)
         for row in rows:  # last: fences wait for what is on its way to memory
             total = sum(plgpu.load(m.vectors.at[c.t, role, row], layout=BY_ROW) for role in (QUERIES, KEYS))
             high = high_part(total)
@@ -240,7 +241,7 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
         memory["leaving"] = tiled(2, CHUNK, 64)
 
     def body(m):
-        warpgroups(lambda: load(n, m, TILES, LATE), lambda: compute(n, m, TILES, chunk))
+        warpgroups(lambda: load(n, m, TILES, RESULTS, LATE), lambda: compute(n, m, TILES, chunk))
 
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
     *gradients, sums, used = launch("gradient_head", n, body, inputs, outputs, memory, threads=3, **options)

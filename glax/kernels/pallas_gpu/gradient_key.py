@@ -36,7 +36,9 @@ from glax.kernels.pallas_gpu.gradient_tiles import (
 )
 
 TILES = ("q", "k", "v", "g", "do")
+RESULTS = dict(dq="q", dk="k", dv="do", dg="v")
 LATE = ("g", "v", "do")  # their places hold what dA, y and x lose in bfloat16 until then
+LAST = ("v", "do")  # which a chunk begins without: what is loaded late is waited for, but for these
 
 
 def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: bool, programs: int, interpret=None):
@@ -58,10 +60,12 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: b
     outputs = dict(dq=each, dk=each, dv=each, dg=each, used=rows)
 
     def near(m):
-        warpgroups(lambda: load(n, m, TILES, LATE), lambda: compute(n, m, TILES, gradient_fast.chunk))
+        warpgroups(lambda: load(n, m, TILES, RESULTS, LATE, LAST), lambda: compute(n, m, TILES, gradient_fast.chunk))
 
     memory = (
-        scratch(n, TILES, SLOTS) | pipeline(n, 5 * n.team + n.terms - 1) | dict(order=plgpu.SMEM((2, CHUNK), jnp.int32))
+        scratch(n, TILES, SLOTS)
+        | pipeline(n, 3 * n.team + n.terms - 1, 2 * n.team)
+        | dict(order=plgpu.SMEM((2, CHUNK), jnp.int32))
     )
     if n.team == 1:
         memory |= gradient_fast.pair(n)
