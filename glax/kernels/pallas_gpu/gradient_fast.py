@@ -68,7 +68,7 @@ def chunk(n, m, c, release):
         # Rounded now, not when dk and dv are stored: two registers a pair until then.
         dk, before_gate, given = lax.optimization_barrier((dk, before_gate, given))
         edge = around(n, m, c)  # a loop, before which the compiler does not move the next product
-        if n.team == 1:
+        if n.team == 1:  # one turn of a loop is none
             meet(n, m, c)
 
         def of_values(dv):
