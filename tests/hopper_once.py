@@ -1,16 +1,19 @@
 """A forward and a gradient of the Hopper kernels for each kind of gate, two widths, and gates of three strengths, once.
 
     compute-sanitizer --tool memcheck python -m tests.hopper_once
+    compute-sanitizer --tool memcheck python -m tests.hopper_once --gate g --width 64  # where the checker itself crashes
 
 Needs a Hopper GPU; says whether all results are finite.
 """
+
+import argparse
 
 import jax
 import jax.numpy as jnp
 
 import glax
 
-SHAPES = ((2048, 128), (256, 64))  # tokens, in segments where they are many; widths
+TOKENS = {128: 2048, 64: 256}  # of a width; many are in segments
 STRENGTHS = dict(usual=1.0, weak=1 / 256, strong=1.0)  # of log-sigmoid; strong: and one of -100
 
 
@@ -22,7 +25,11 @@ def inputs(gate: str, T: int, D: int) -> tuple[list[jax.Array], jax.Array]:
 
 
 def main():
-    for gate in ("gk", "g"):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gate", choices=("gk", "g"))
+    parser.add_argument("--width", type=int, choices=TOKENS)
+    args = parser.parse_args()
+    for gate in (args.gate,) if args.gate else ("gk", "g"):
 
         @jax.jit
         def both(q, k, v, do, logs, gate=gate):
@@ -32,7 +39,8 @@ def main():
             out, pull = jax.vjp(forward, q, k, v, logs)
             return out, pull(type(out)(do, jnp.ones_like(out.final_state)))
 
-        for T, D in SHAPES:
+        for D in (args.width,) if args.width else TOKENS:
+            T = TOKENS[D]
             tensors, logs = inputs(gate, T, D)
             for name, factor in STRENGTHS.items():
                 gates = factor * logs if name != "strong" else logs.at[:, 70].set(-100.0)

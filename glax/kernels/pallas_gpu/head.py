@@ -7,7 +7,8 @@ With G_i the sum of a chunk's log gates through token i, L of all of them:
 
 No factor's exponent is above 0 for gates <= 0, so one form is exact for all. No gate is a gate of 0, a constant one that
 of every token. Where most of a state goes through a chunk, what rounds e^{L - G_j} v_j to bfloat16 adds up from chunk to chunk:
-there it is the sum of two. The warpgroups are those of `key`, but that nothing is scaled ahead of them: one only fetches.
+there it is the sum of two; against time where a 64th does, for the gates' gradient. The warpgroups are those of `key`, but
+that nothing is scaled ahead of them: one only fetches.
 """
 
 import functools
@@ -35,7 +36,7 @@ from glax.kernels.pallas_gpu.tiles import (
 )
 
 BF16 = jnp.bfloat16
-MOST = -1.0  # of a state goes through a chunk whose log2 decay is above this
+MOST = -1.0, -6.0  # log2 decays of a chunk above which that is so, with time and against it
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that walks alike are lowered once
@@ -61,6 +62,7 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
         batch, first, whole, n = (table_g[e, i] for i in range(4))
         factor, last_token = scale_g[n], 0 if w.reverse else C - 1
         adjoint = table_g[e, 4] if w.either else int(w.adjoint)
+        most = jnp.where(adjoint > 0, *map(jnp.float32, reversed(MOST))) if w.either else MOST[w.adjoint]
 
         def needed():
             """How many chunks at a segment's end are walked over."""
@@ -135,7 +137,7 @@ def head_walk(w: Walk, table, q, a, b, G, scale, start):
                     plgpu.commit_smem()
                     return tiles.added(S, (transposed(a_s.at[slot]), scaled))
 
-                S = lax.cond((last > MOST) & (last < 0.0), lost, lambda S: S, S)
+                S = lax.cond((last > most) & (last < 0.0), lost, lambda S: S, S)
                 plgpu.barrier_arrive(free.at[slot])
                 return S, log + last
 
