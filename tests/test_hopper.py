@@ -11,9 +11,11 @@ if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.bind import bind
-from glax.kernels.pallas_gpu import launch, problem
+from glax.kernels.pallas_gpu import launch
+from glax.kernels.pallas_gpu.asking import asked
 from glax.kernels.pallas_gpu.config import HopperConfig
 from glax.kernels.pallas_gpu.entering import entering
+from glax.kernels.pallas_gpu.plan import LOG_OF_NOTHING
 from glax.kernels.pallas_gpu.problem import Problem
 from glax.reference import reference, reference_gradient
 from tests import mosaic_interpreter
@@ -114,30 +116,37 @@ def test_a_final_state_has_its_last_token_unrounded(monkeypatch):
     assert distance(found.final_state, reference(exact).final_state) < 1.1e-3
 
 
-@pytest.mark.fast
-def test_segments_are_walked_as_far_as_their_gates_let_through():
-    """Every chunk behind which some decay of a segment is not 0, and no more than one chunk too many."""
-    rng, T, parts = np.random.default_rng(0), 64 * 80, 4
-    strength = np.repeat(10.0 ** rng.uniform(-2.5, 0.7, (3, 80)), 64, axis=1)[..., None, None]
-    logs = -strength * rng.uniform(size=(3, T, 2, 64))
-    x = jnp.zeros((3, T, 2, 64), jnp.bfloat16)
+@pytest.mark.parametrize("K, dtype", [(128, "bfloat16"), (64, "float32")])
+def test_segments_are_walked_as_far_as_their_gates_let_through(K, dtype, monkeypatch):
+    """Of every head every chunk behind which some decay of a segment is not 0, and no more than one chunk too many."""
+    rng, parts, size = np.random.default_rng(0), 4, 20
+    T = 64 * (parts * size - 1) - 5  # the last segment is shorter
+    strength = np.repeat(10.0 ** rng.uniform(-2.5, 0.7, (2, T // 64 + 1, 2)), 64, axis=1)[:, :T, :, None]
+    gk = jnp.asarray(-strength * rng.uniform(size=(2, T, 2, K)), dtype)
+    gk = gk.at[1, -700:-690, 1].set(-jnp.inf)
+    x = jnp.zeros((2, T, 2, K), jnp.bfloat16)
+    sums = np.pad(np.asarray(gk, np.float64), ((0, 0), (0, 64 * parts * size - T), (0, 0), (0, 0)))
+    sums = sums.reshape(2, parts, size, 64, 2, K).sum(3)
+    counts = set()
+    mosaic_interpreter.install(monkeypatch)
     for reverse in (False, True):
-        gk = jnp.asarray(logs, jnp.bfloat16)
-        r = bind(x, x, x, gk=gk, reverse=reverse)
-        p = Problem(r, HopperConfig(parts=parts))
-        through = np.asarray(gk, np.float64).reshape(3, parts, 20, 64, -1).sum(3)
-        through = through if reverse else through[:, :, ::-1]
-        found = np.asarray(p.needed(reverse)).reshape(3, parts, 4)
-        whole = np.asarray(p.table).reshape(3, parts, 4)
-        for n in range(3):
-            for part in range(parts):
-                sums = np.cumsum(through[n, part], axis=0).max(1)
-                dead = np.flatnonzero(sums[: p.near] < problem.LOG_OF_NOTHING)
-                needed = dead[0] + 1 if dead.size else 20
-                needed = 0 if part == (0 if reverse else parts - 1) else needed
-                first = whole[n, part, 1] + (0 if reverse else 20 - needed)
-                assert found[n, part].tolist() == [n, first, needed, n]
-    assert len(set(found[..., 2].ravel().tolist())) > 3
+        p = Problem(bind(x, x, x, gk=gk, reverse=reverse), HopperConfig(parts=parts))
+        for adjoint in (0, 1):
+            table = np.insert(p.table, 4, adjoint, axis=1)
+            table[2, 2] = 0
+            with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
+                found = np.asarray(asked(p.plan(outputs=False, either=True, asked=p.near), table, p.gates))
+            backwards = reverse != bool(adjoint)
+            for e, (n, first, count, _, _) in enumerate(table):
+                own = sums[n, e % parts, :count]
+                through = np.cumsum(own if backwards else own[::-1], axis=0).max(2)[: p.near]
+                for h in range(2):
+                    dead = np.flatnonzero(through[:, h] < LOG_OF_NOTHING)
+                    needed = dead[0] + 1 if dead.size else count
+                    counts.add(int(needed))
+                    start = first + (0 if backwards else count - needed)
+                    assert found[e, h].tolist() == [n, start, needed, n, adjoint]
+    assert counts >= {0, 1, 2, 3, size - 1, size}
 
 
 def test_walks_of_gates_a_head_find_by_themselves_how_far_they_go(monkeypatch):
@@ -158,7 +167,7 @@ def test_walks_of_gates_a_head_find_by_themselves_how_far_they_go(monkeypatch):
             p = Problem(r, HopperConfig(parts=2))
             states, log = p.own_states(p.k, p.v, adjoint=False, last=False)
         e = int(reverse)
-        assert np.isfinite(states).all() and log[e, 0, 0] < problem.LOG_OF_NOTHING
+        assert np.isfinite(states).all() and log[e, 0, 0] < LOG_OF_NOTHING
         np.testing.assert_allclose(log[e, 1, 0], -64 * size * 1e-3, rtol=1e-2)
         own = slice(64 * size, T) if reverse else slice(0, 64 * size)
         exact = jax.tree.map(

@@ -9,18 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from glax.kernels.pallas_gpu.asking import asked
 from glax.kernels.pallas_gpu.config import HopperConfig, padded
 from glax.kernels.pallas_gpu.entering import entering
 from glax.kernels.pallas_gpu.head import head_walk
 from glax.kernels.pallas_gpu.key import key_walk
-from glax.kernels.pallas_gpu.plan import LOG_OF_NOTHING, C, Walk, Walked
+from glax.kernels.pallas_gpu.plan import C, Walk, Walked
 from glax.kernels.pallas_gpu.tiles import LOG2E, LOG_OF_ZERO
 from glax.recurrence import Kept, Recurrence
 
 RUN = 2  # chunks from one kept state to the next, for gates a head: the gradient forms those between
 NEAR = 4, 8  # chunks of a segment whose gates are asked whether they let through what came before them, least and most
 FEW = 4  # segments whose states XLA hands on as fast as `entering`, which takes a second more to compile
-WORTH_ASKING = 16  # chunks of a segment: asking takes XLA 10 us, as long as walking over so many
+WORTH_ASKING = 16  # chunks of a segment: with gates a channel asking is a kernel of 5 us
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Problem:
             return jnp.stack([jnp.zeros_like(n), begins[:-1], jnp.diff(begins), n], 1).astype(jnp.int32)
         size = self.size
         n, part = np.divmod(np.arange(self.N * self.parts), self.parts)
-        return jnp.asarray(np.stack([n, part * size, np.clip(self.chunks - part * size, 0, size), n], 1), jnp.int32)
+        return np.stack([n, part * size, np.clip(self.chunks - part * size, 0, size), n], 1).astype(np.int32)
 
     @property
     def run(self) -> int:
@@ -162,42 +163,20 @@ class Problem:
         """How many chunks are asked: a sixteenth of a segment, within bounds; 0 of short segments."""
         return min(max(self.size // 16, NEAR[0]), NEAR[1]) if self.size >= WORTH_ASKING else 0
 
-    def last_chunks(self, descending: bool):
-        """The log decays through the `near` chunks that a walk over each segment sees last, the last one first: a list of
-        arrays [N, parts, H, K]; 0 beyond a segment's end. Of gates a key channel."""
-        near = slice(self.near) if descending else slice(self.size - self.near, self.size)
-        fill = self.size * self.parts * C - self.gates.shape[2]
-        g = jnp.pad(self.gates, ((0, 0), (0, 0), (0, fill), (0, 0), (0, 0)))
-        g = g.reshape(len(g), self.N, self.parts, self.size, C, *g.shape[3:])[:, :, :, near]
-        x = g.astype(jnp.float32).sum((0, 4))
-        return [x[:, :, i] for i in (range(self.near) if descending else reversed(range(self.near)))]
-
-    def needed(self, descending: bool, last: bool = False):
-        """`table` of the chunks whose tokens reach the state behind each segment: none beyond where all decays have become 0 in
-        float32, and but with `last` none of the segment that a sequence ends with, whose state is found with its outputs.
-
-        A walk of gates a head finds by itself which decays have."""
-        batch, first, count, n = self.table.reshape(self.N, self.parts, 4).transpose(2, 0, 1)
-        needed = count
-        if self.key and self.near:
-            through = itertools.accumulate(self.last_chunks(descending))
-            alive = [x.max((2, 3)) >= LOG_OF_NOTHING for x in through]
-            *some, every = itertools.accumulate(alive, jnp.logical_and)
-            needed = jnp.where(every, count, jnp.minimum(1 + sum(x.astype(jnp.int32) for x in some), count))
-        if not last:
-            needed = jnp.where(np.arange(self.parts) == (0 if descending else self.parts - 1), 0, needed)
-        first = first if descending else first + count - needed
-        return jnp.stack([batch, first, needed, n], 2).reshape(-1, 4)
-
     def own_states(self, a, b, adjoint: bool, last: bool):
         """What every segment's state is when it begins from zero, [E, H, K, V], against time over the scale, and its log decays,
         [E, H, K or 1].
 
         last: of the segments that sequences end with, too.
         """
-        table = self.needed(self.descending(adjoint), last)
-        table = jnp.concatenate([table, jnp.full_like(table[:, :1], adjoint)], axis=1)
-        walked = self.walk(self.plan(outputs=False, either=True, asked=0 if self.key else self.near), a, b, None, table)
+        plan = self.plan(outputs=False, either=True, asked=self.near)
+        ends = np.arange(self.parts) == (0 if self.descending(adjoint) else self.parts - 1)
+        table = np.insert(self.table, 4, adjoint, axis=1)
+        if not last:
+            table[np.tile(ends, self.N), 2] = 0
+        if self.key:
+            table = asked(plan, table, self.gates) if plan.asked else np.repeat(table[:, None], self.H, axis=1)
+        walked = self.walk(plan, a, b, None, table)
         return walked.last, walked.log
 
     def factor(self, adjoint: bool):
