@@ -24,8 +24,8 @@ AHEAD = 2  # chunks on their way or in work: with gates such as models begin wit
 def asked(w: Walk, table, g):
     """[E, H, 5]: the table of a walk of `either` kind for every head, which begins where it must.
 
-    table [E, 5]: as `key_walk` takes it, of whole segments; g its gates. At most `w.asked` chunks are looked at: where they all let
-    something through, all of a segment are walked over.
+    table [E, 5]: the same of whole segments; g: the gates that `key_walk` takes. At most `w.asked` chunks are looked at: where
+    they all let something through, all of a segment are walked over.
     """
     K = g.shape[4]
     halves = range(K // 64)
@@ -62,7 +62,9 @@ def asked(w: Walk, table, g):
                 gates = [g_s.at[slot * w.terms + term] for term in range(w.terms)]
                 # [64, 8], whose columns are equal
                 return [
-                    tiles.added(x, *((tiles.transposed(g.at[:, channels(half)]), tiles.by_halves(ones_s)) for g in gates))
+                    tiles.added(
+                        x, *((tiles.transposed(g.at[:, channels(half)]), tiles.by_halves(ones_s)) for g in gates)
+                    )
                     for half, x in zip(halves, through, strict=True)
                 ]
 

@@ -47,7 +47,8 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
 
     told_far [B, chunks, H]: `far` of `Walked`, which the walk of dL/dS is told.
 
-    table [E, 4]: of every segment its batch row, first chunk, number of chunks, and sequence (for `scale`); [E, H, 5] for `either`.
+    table [E, 4]: of every segment its batch row, first chunk, number of chunks, and sequence (for `scale`); for `either`,
+    [E, H, 5].
     a [B, T, heads, K], b [B, T, heads, V]: k and v, or q and d_output with `adjoint`.
     g [terms, B, T, H, K] in bfloat16. start [E, H, K, V] in float32.
     """
