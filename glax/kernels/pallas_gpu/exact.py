@@ -62,11 +62,11 @@ def by_token(count: int, operands, step, carry):
     return lax.fori_loop(0, count, one, (carry, operands(0)))[0]
 
 
-def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, last, log):
-    """o, states, last and log as `key_walk` found them, written anew where any of far [E, H, FLAGS] is not 0.
+def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, last):
+    """o, states and last as `key_walk` found them, written anew where any of far [E, H, FLAGS] is not 0.
 
-    Where states are kept, the largest of far is how many chunks are left of the segment when the first comes that is too far,
-    and log is not written. far_chunk [B, chunks, H]: `far` of `Walked`, read there.
+    Where states are kept, the largest of far is how many chunks are left of the segment when the first comes that is too far.
+    far_chunk [B, chunks, H]: `far` of `Walked`, read there.
     """
     E, blocks = table.shape[0], w.V // COLUMNS
     T, H, K = k.shape[1], w.H, w.K
@@ -88,7 +88,7 @@ def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
         return x.reshape(TOKENS, *GROUPS, rows)
 
     def body(
-        table_g, far_g, far_chunk_g, q_g, k_g, v_g, g_g, scale_g, start_g, o_g, states_g, last_g, log_g, _,
+        table_g, far_g, far_chunk_g, q_g, k_g, v_g, g_g, scale_g, start_g, o_g, states_g, last_g, _,
         q_s, k_s, v_s, g_s, half_s, query_s, key_s, decay_s, value_s, shares_s, given, half_given,
     ):  # fmt: skip
         program = lax.axis_index("program")
@@ -140,7 +140,6 @@ def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
                 value_s[...] = read(v_s.at[slot], plgpu.Layout.WG_STRIDED((TOKENS, COLUMNS), vec_size=2))
                 if w.outputs:
                     query_s[...] = by_group(read(q_s.at[slot], flat))
-                return g
 
             def row(ref, token):
                 return plgpu.load(ref.at[token], layout=of_k, optimized=False)
@@ -173,8 +172,7 @@ def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
                 plgpu.commit_smem()
                 return along(jnp.exp2(ahead * LOG2E))
 
-            def walk(i, carry):
-                S, log = carry
+            def walk(i, S):
                 step, part, slot = quotient(i, parts), remainder(i, parts), remainder(i, SLOTS)
 
                 if w.states:
@@ -184,7 +182,7 @@ def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
                         store(states_g.at[batch, chunk(step), h, :, :, :, mine], (S * keep(step)).astype(BF16))
 
                 plgpu.barrier_wait(given.at[slot])
-                g = form(slot)
+                form(slot)
                 plgpu.commit_smem()
 
                 def walk_token(token, S, decay, k, v, *q):
@@ -208,7 +206,7 @@ def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
                         output = factor * jnp.sum(jnp.sum(shares, axis=1), axis=1)
                         store(o_g.at[batch, pl.ds(place, TOKENS), h, mine], output.astype(BF16))
 
-                return S, log + g
+                return S
 
             def given_state():
                 if not w.start:
@@ -230,22 +228,15 @@ def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
             for slot in range(SLOTS):
                 fetch(least + slot)
 
-            def phase(number, carry):
+            def phase(number, S):
                 lower, upper = jnp.where(number > 0, middle, least), jnp.where(number > 0, count * parts, middle)
-                S, log = lax.fori_loop(lower, upper, walk, carry)
-                return lax.cond(number > 0, lambda S: S, entered, S), log
+                S = lax.fori_loop(lower, upper, walk, S)
+                return lax.cond(number > 0, lambda S: S, entered, S)
 
-            carry = tiles.zeros(shape, state), nothing()
-            S, log = lax.fori_loop(0, 2, phase, carry)
+            S = lax.fori_loop(0, 2, phase, tiles.zeros(shape, state))
             w.leave(e, lambda place: store(last_g.at[place, h, :, :, :, mine], S))
 
-            if not w.states:
-
-                @pl.when(block == 0)
-                def _():
-                    store(log_g.at[e, h], summed(log))
-
-    found = o, states, last, log
+    found = o, states, last
 
     def split(x, axis):
         """x with K at an axis, by groups."""
@@ -280,5 +271,5 @@ def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
         return [ref[...] for ref in refs]
 
     operands = table, far, far_chunk, q, k, v, g, scale, split(start, 2) if w.start else start
-    written = once(("exact_walk", w), call, *operands, o, split(states, 3), split(last, 2), split(log, 2))
+    written = once(("exact_walk", w), call, *operands, o, split(states, 3), split(last, 2))
     return [x.reshape(before.shape) for x, before in zip(written, found, strict=True)]

@@ -43,7 +43,7 @@ BF16 = jnp.bfloat16
 
 @functools.partial(jax.jit, static_argnums=0)  # so that walks alike are lowered once
 def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
-    """What `Walked` says; log where no states are kept.
+    """What `Walked` says.
 
     told_far [B, chunks, H]: `far` of `Walked`, which the walk of dL/dS is told.
 
@@ -179,7 +179,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                 # [C, 64]; [64, 8]: of every channel, the sum over the first half of the chunk, over the second, and zeros
                 M, largest, sums = pl.run_scoped(summed, plgpu.ACC((C, 64)), plgpu.ACC((64, 8)))
                 ends = [tiles.column_of(sums, side) for side in (0, 1)]
-                if not w.states:
+                if w.either:
                     log = log + ends[0] + ends[1]
 
                 pl.when(jnp.logical_not(weak))(lambda: plgpu.barrier_arrive(gates_free.at[gate_slot]))
@@ -210,6 +210,13 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
 
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ready.at[slot])
+
+                # where they are weak, the other that reads them does this
+                @pl.when((share == 0) & jnp.logical_not(weak) & (step + 2 < total))
+                def _():
+                    plgpu.barrier_wait(gates_free.at[gate_slot])
+                    fetch_gates(step + 2, gate_slot)
+
                 return far, log
 
             far, log = lax.fori_loop(0, total, scale, (zeros((C,), BY_ROW), zeros((64,), BY_ROW)))
@@ -218,7 +225,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
 
             @pl.when(block == 0)
             def _():
-                if not w.states:
+                if w.either:
                     log_g[e, h, part] = log
                 if not w.to_edge:
                     for copy in range(0, FLAGS // scalers, 64):
@@ -228,20 +235,9 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
             """The state through all chunks, [K, columns]: use(S', step, slot, on) returns it behind each, on(S') what is left of
             S' there if that is not done in the next chunk."""
             plgpu.set_max_registers(many, action="increase")
-            # gates, but where they are weak, which the other does once it has used their tile
-            fetches = me == (1 if w.outputs else 0)
-            if w.outputs:
-                plgpu.barrier_wait(met)  # and it is known whether they are
-                fetches &= weak_s[0] == 0
 
             def log_decays(step):
-                slot, gate_slot = (lax.rem(step, jnp.int32(n)) for n in (stages, 2))
-
-                @pl.when(fetches & (step + 2 < count()))
-                def _():
-                    plgpu.barrier_wait(gates_free.at[gate_slot])
-                    fetch_gates(step + 2, gate_slot)
-
+                slot = lax.rem(step, jnp.int32(stages))
                 plgpu.barrier_wait(ready.at[slot])
                 return slot, *(plgpu.load(sums_s.at[slot, side], layout=BY_ROW) for side in range(2))
 
@@ -409,7 +405,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
         body,
         out_type=(
             *w.results(B, T, E),
-            jax.ShapeDtypeStruct((E, H, K), jnp.float32),
+            jax.ShapeDtypeStruct((E, H, K) if w.either else (1,), jnp.float32),
             jax.ShapeDtypeStruct((1,) if w.to_edge else (E, H, FLAGS), jnp.float32),
             jax.ShapeDtypeStruct((B, chunks, H, scalers, C) if w.states and not w.to_edge else (1,), jnp.float32),
         ),
@@ -443,8 +439,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
     *found, far, far_chunk = once(("key_walk", w), kernel, *operands)
     o, states, last, log = found
     if w.to_edge:
-        return Walked(o, states, last, None if w.states else log)
+        return Walked(o, states, last, log if w.either else None)
     if w.states:
         far_chunk = jnp.any(far_chunk > 0, axis=(3, 4)).astype(jnp.int32)
-    o, states, last, log = exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, *found)
-    return Walked(o, states, last, None if w.states else log, far_chunk)
+    return Walked(*exact_walk(w, table, far, far_chunk, q, a, b, g, scale, start, o, states, last), far=far_chunk)

@@ -113,9 +113,7 @@ class Walk:
 
 class Walked(NamedTuple):
     """o [B, T, H, V]; states [B, chunks, H, K, V]; the last states of sequences, [N, H, K, V], or in a walk of `either` kind of
-    segments; log decays of segments, [E, H, K].
-
-    log is None where states are kept with gates a key channel, and in walks of one kind with gates a head.
+    segments; log decays of segments, [E, H, K], where a walk is of that kind.
 
     far [B, chunks, H]: 1 where the gates of a chunk leave the range of the fast form. There its state is that which enters
     it; in other chunks, with gates a key channel, it is decayed to the chunk's middle. None where the walk was told.
