@@ -131,11 +131,11 @@ def test_segments_are_walked_as_far_as_their_gates_let_through(K, dtype, monkeyp
     mosaic_interpreter.install(monkeypatch)
     for reverse in (False, True):
         p = Problem(bind(x, x, x, gk=gk, reverse=reverse), HopperConfig(parts=parts))
-        for adjoint in (0, 1):
-            table = np.insert(p.table, 4, adjoint, axis=1)
-            table[2, 2] = 0
-            with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-                found = np.asarray(asked(p.plan(outputs=False, either=True, asked=p.near), table, p.gates))
+        tables = np.stack([np.insert(p.table, 4, adjoint, axis=1) for adjoint in (0, 1)])
+        tables[:, 2, 2] = 0
+        with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
+            ways = asked(p.plan(outputs=False, either=True, asked=p.near), tables, p.gates)
+        for adjoint, (table, found) in enumerate(zip(tables, map(np.asarray, ways), strict=True)):
             backwards = reverse != bool(adjoint)
             for e, (n, first, count, _, _) in enumerate(table):
                 own = sums[n, e % parts, :count]
@@ -201,7 +201,7 @@ def test_states_that_arrive_late_are_added_decayed(gate, adjoint):
 def test_states_that_enter_segments(monkeypatch, N, parts, H, K, V, logs, given, descending):
     rng = np.random.default_rng(0)
     own, start = (rng.normal(size=(n, H, K, V)).astype(np.float32) for n in (N * parts, N))
-    log, factor = (-rng.random(shape).astype(np.float32) for shape in ((N * parts, H, logs), N))
+    log, factor = (-rng.random(shape).astype(np.float32) for shape in ((N * parts, H, logs), N + 1))
     mosaic_interpreter.install(monkeypatch)
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
         operands = map(jnp.asarray, (own, log, factor, start, np.asarray([descending], np.int32)))

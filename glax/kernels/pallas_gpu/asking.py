@@ -1,7 +1,8 @@
 """How many chunks at a segment's end reach the state behind it, with a gate for every key channel.
 
 Walked over from the end on, sums of gates are those of a state's log decays through the chunks behind: as soon as all of a head
-have become 0 in float32, no chunk before is felt. A kernel of its own, which every program of a walk would else do again.
+have become 0 in float32, no chunk before is felt. Both ways through time are asked at once: XLA makes one of the two calls that a
+forward and its gradient have.
 """
 
 import functools
@@ -21,19 +22,21 @@ AHEAD = 2  # chunks on their way or in work: with gates such as models begin wit
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that forward and gradient lower it once
-def asked(w: Walk, table, g):
-    """[E, H, 5]: the table of a walk of `either` kind for every head, which begins where it must.
+def asked(w: Walk, table, g) -> list[jax.Array]:
+    """The tables of two walks of `either` kind, [E, H, 5] each, which begin where each head must: with time, and against it.
 
-    table [E, 5]: the same of whole segments; g: the gates that `key_walk` takes. At most `w.asked` chunks are looked at: where
+    table [2, E, 5]: the same of whole segments; g: the gates that `key_walk` takes. At most `w.asked` chunks are looked at: where
     they all let something through, all of a segment are walked over.
     """
+    E = table.shape[1]
     K = g.shape[4]
     halves = range(K // 64)
 
-    def body(table_g, g_g, out_g, g_s, ones_s, sums_s, given):
+    def body(table_g, g_g, with_g, against_g, g_s, ones_s, sums_s, given):
         program = lax.axis_index("program")
-        e, h = quotient(program, w.H), remainder(program, w.H)
-        batch, first, whole, n, adjoint = (table_g[e, i] for i in range(5))
+        rest, h = quotient(program, w.H), remainder(program, w.H)
+        way, e = quotient(rest, E), remainder(rest, E)
+        batch, first, whole, n, adjoint = (table_g[way, e, i] for i in range(5))
 
         def fetch(i):
             """The i-th chunk from the end."""
@@ -81,14 +84,19 @@ def asked(w: Walk, table, g):
         _, _, every, found = lax.fori_loop(0, w.asked, look, start)
         count = jnp.where(every, whole, jnp.minimum(found, whole))
         first = jnp.where(adjoint == int(w.reverse), first + whole - count, first)
-        for i, x in enumerate((batch, first, count, n, adjoint)):
-            out_g[e, h, i] = x
+
+        def leave(out_g):
+            for i, x in enumerate((batch, first, count, n, adjoint)):
+                out_g[e, h, i] = x
+
+        for place, out_g in enumerate((with_g, against_g)):
+            pl.when(way == place)(functools.partial(leave, out_g))
 
     body.__name__ = "asked"  # in profiles
     kernel = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((table.shape[0], w.H, 5), jnp.int32)],
-        grid=(table.shape[0] * w.H,),
+        out_type=[jax.ShapeDtypeStruct((E, w.H, 5), jnp.int32)] * 2,
+        grid=(2 * E * w.H,),
         grid_names=("program",),
         num_threads=1,
         thread_name="warpgroup",
@@ -100,4 +108,4 @@ def asked(w: Walk, table, g):
         ],
         compiler_params=tiles.PARAMS,
     )
-    return once(("asked", w), kernel, table, g)[0]
+    return once(("asked", w), kernel, table, g)

@@ -22,9 +22,10 @@ AT_ONCE = 8  # segments whose states are on their way together, at most: Pallas 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that forward and gradient lower it once
 def entering(parts: int, given: bool, states, log, factor, start, descending):
-    """[E, H, K, V] in float32. states [E, H, K, V] and log [E, H, K or 1] of segments, `parts` of each sequence; factor [N];
-    start [N, H, K, V], if `given`; descending [1]: 1 where segments are walked from the last to the first."""
-    _, H, K, V = states.shape
+    """[E, H, K, V] in float32. states [E, H, K, V] and log [E, H, K or 1] of segments, `parts` of each sequence; factor [N],
+    and one that none reads; start [N, H, K, V], if `given`; descending [1]: 1 where segments are walked from the last to the
+    first."""
+    E, H, K, V = states.shape
     across, down = V // PIECE[1], K // PIECE[0]
     at_once = max(i for i in range(1, AT_ONCE + 1) if parts % i == 0)
 
@@ -63,7 +64,7 @@ def entering(parts: int, given: bool, states, log, factor, start, descending):
     kernel = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(states.shape, jnp.float32)],
-        grid=(factor.shape[0] * H * down * across,),
+        grid=(E // parts * H * down * across,),
         grid_names=("program",),
         num_threads=1,
         thread_name="warpgroup",

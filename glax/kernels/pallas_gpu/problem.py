@@ -170,18 +170,22 @@ class Problem:
         last: of the segments that sequences end with, too.
         """
         plan = self.plan(outputs=False, either=True, asked=self.near)
-        ends = np.arange(self.parts) == (0 if self.descending(adjoint) else self.parts - 1)
-        table = np.insert(self.table, 4, adjoint, axis=1)
-        if not last:
-            table[np.tile(ends, self.N), 2] = 0
-        if self.key:
-            table = asked(plan, table, self.gates) if plan.asked else np.repeat(table[:, None], self.H, axis=1)
+        tables = [self.whole_segments(way, last) for way in (False, True)]
+        if self.key and plan.asked:
+            table = asked(plan, np.stack(tables), self.gates)[adjoint]
+        else:
+            table = np.repeat(tables[adjoint][:, None], self.H, axis=1) if self.key else tables[adjoint]
         walked = self.walk(plan, a, b, None, table)
         return walked.last, walked.log
 
-    def factor(self, adjoint: bool):
-        """[N]: what the own states of segments want."""
-        return self.scale if adjoint else jnp.ones_like(self.scale)
+    def whole_segments(self, adjoint: bool, last: bool) -> np.ndarray:
+        """The table of a walk of `either` kind over all chunks, [E, 5]; but with `last` none of the segments that sequences end
+        with, whose states are found with their outputs."""
+        table = np.insert(self.table, 4, adjoint, axis=1)
+        if not last:
+            ends = np.arange(self.parts) == (0 if self.descending(adjoint) else self.parts - 1)
+            table[np.tile(ends, self.N), 2] = 0
+        return table
 
     def entering(self, own, start, adjoint: bool):
         """The state that enters every segment, [E, H, K, V]; own: as `own_states` returns them."""
@@ -189,12 +193,13 @@ class Problem:
             return jnp.stack(self.along(own, start, adjoint)[0], 1).reshape(-1, *own[0].shape[1:])
         given = start if start is not None else jnp.zeros((1, 1, 1, 1))
         descending = np.asarray([self.descending(adjoint)], np.int32)
-        return entering(self.parts, start is not None, *own, self.factor(adjoint), given, descending)
+        factor = self.scales if adjoint else np.append(np.ones(self.N, np.float32), np.float32(0))
+        return entering(self.parts, start is not None, *own, factor, given, descending)
 
     def along(self, own, start, adjoint: bool) -> tuple[list[Array], Array]:
         """The states that enter the segments, and that behind the last, of every sequence, each [N, H, K, V]."""
         states, log = (x.reshape(self.N, self.parts, *x.shape[1:]) for x in own)
-        factor, decay = self.factor(adjoint)[:, None, None, None], jnp.exp(log)[..., None]
+        factor, decay = self.scale[:, None, None, None] if adjoint else 1.0, jnp.exp(log)[..., None]
         S = jnp.zeros_like(states[:, 0]) if start is None else start
         found = [S] * self.parts
         for part in range(self.parts - 1, -1, -1) if self.descending(adjoint) else range(self.parts):
