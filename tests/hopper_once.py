@@ -1,7 +1,7 @@
 """A forward and a gradient of the Hopper kernels for each kind of gate, two widths, and gates of three strengths, once.
 
-    compute-sanitizer --tool memcheck python -m tests.hopper_once
-    compute-sanitizer --tool memcheck python -m tests.hopper_once --gate g --width 64  # where the checker itself crashes
+    export XLA_FLAGS=--xla_gpu_autotune_level=0  # the checker itself crashes where XLA tries kernels for its own products
+    compute-sanitizer --tool memcheck python -m tests.hopper_once --gate g --width 64  # or all, without the two
 
 Needs a Hopper GPU; says whether all results are finite.
 """
