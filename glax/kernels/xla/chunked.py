@@ -1,4 +1,4 @@
-"""Chunk by chunk, in matrix products: forward, and its gradient in one walk forwards and one backwards."""
+"""Chunk by chunk, in matrix products: forward, and its gradient in one walk forwards and one backwards. See `at_once`."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from glax.decay import Decay
 from glax.kernels.chunks import Chunks, chunks_of
-from glax.kernels.xla import chunk
+from glax.kernels.xla import at_once, chunk
 from glax.recurrence import Kept, Outputs, Recurrence, fold_heads, gradient_like, spread_heads, varying_like
 from glax.registry import Backend, Config, Platform, kernel_registry
 
@@ -32,8 +32,10 @@ class ChunkedConfig(Config):
 
         Measured, 2 cores, log-sigmoid `gk`: forward and gradient 10 + 30 ms against 11 + 36 with 64 at B1 T2048 H4 K=V=64, but
         245 + 555 ms against 193 + 513 at B2 T4096 H8 K=V=128. With gates on both sides, twice 64 tokens' decay would often
-        pass the fast form's limit.
+        pass the fast form's limit. `at_once` has its own.
         """
+        if at_once.suits(r):
+            return cls(chunk=at_once.CHUNK)
         large = r.q.shape[3] * r.v.shape[3] >= 2**14 and r.decay.form != "key+value"
         return cls(chunk=32 if Backend.here() is Backend.CPU and not large else 64)
 
@@ -158,7 +160,26 @@ def walk(r: Recurrence, chunks: Chunks, body, carry, backwards: bool):
 
 
 def solve(r: Recurrence, config: ChunkedConfig, keep: bool) -> tuple[Outputs, Array | None]:
-    """The recurrence in chunks, four products of matrices each; and, if `keep`, the states before them, [B, chunks, H, K, V]."""
+    """The outputs; and, if `keep`, the states before the chunks, [B, chunks, H, K, V]."""
+
+    def at_once_():
+        outputs, states = at_once.solve(r, config.chunk)
+        return outputs, states if keep else None
+
+    return either_form(r, config, at_once_, lambda: by_walk(r, config, keep))
+
+
+def either_form(r: Recurrence, config: ChunkedConfig, at_once_, by_walk):
+    """at_once_() where that suits the shapes and is exact for the gates of all chunks, else by_walk()."""
+    if not at_once.suits(r, config.chunk):
+        return by_walk()
+    if r.decay.form == "none":
+        return at_once_()
+    return lax.cond(at_once.within(r, config.chunk), at_once_, by_walk)
+
+
+def by_walk(r: Recurrence, config: ChunkedConfig, keep: bool) -> tuple[Outputs, Array | None]:
+    """The same, chunk by chunk, in four products of matrices each."""
     chunks, g = start(r, config)
 
     def body(w: Windows, i, carry):
@@ -269,12 +290,24 @@ def blanks(r: Recurrence):
 
 @kernel_registry.register("chunked.vjp", Platform.XLA, Backend.ANY, config=ChunkedConfig)
 def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None = None, *, config: ChunkedConfig) -> Recurrence:
-    """The gradient in every input: a walk backwards, from the states that the forward kept or another walk forms again."""
+    """The gradient in every input, from the states that the forward kept, if they are those of these chunks."""
+    chunks, g = start(r, config)
+    known = kept is not None and is_told(r, g.size) and kept.states.shape[1] == chunks.first.shape[0]
+    states = kept.states if known else None
+
+    def at_once_():
+        return at_once.vjp(r, config.chunk, d_output, d_final, states)
+
+    return either_form(r, config, at_once_, lambda: vjp_by_walk(r, config, d_output, d_final, states))
+
+
+def vjp_by_walk(r: Recurrence, config: ChunkedConfig, d_output, d_final, states: Array | None) -> Recurrence:
+    """The same in a walk backwards, from those states, or from those that another walk forms again."""
     chunks, g = start(r, config)
     blank = blanks(r)
     d_qk = [next(blank)(r.q), next(blank)(r.k)]
-    if kept is not None and is_told(r, g.size) and kept.states.shape[1] == chunks.first.shape[0]:
-        state_before = lambda w, i, d_qk: lax.dynamic_index_in_dim(kept.states, i, 1, keepdims=False).mT  # noqa: E731
+    if states is not None:
+        state_before = lambda w, i, d_qk: lax.dynamic_index_in_dim(states, i, 1, keepdims=False).mT  # noqa: E731
     else:
         state_before, d_qk = states_before(r, chunks, g, d_qk)
 
