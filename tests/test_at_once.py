@@ -106,5 +106,6 @@ def test_out_of_reach_is_left_to_the_walk(gate, strength, monkeypatch):
         return outputs._replace(output=outputs.output + 1e6), states
 
     monkeypatch.setattr(at_once, "solve", wrong)
-    output = quick_jit(lambda r: chunked.solve(r, config, keep=False)[0].output)(r)
+    (output, _), states, blank = quick_jit(lambda r: chunked.solve(r, config, keep=True))(r)
+    assert bool(blank) != mild and bool((states != 0).any()) == mild
     assert bool((output > 5e5).all()) == mild and bool((output > 5e5).any()) == mild
