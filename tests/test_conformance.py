@@ -117,7 +117,7 @@ def test_derived_gradient(case, spec):
 
 def test_float64():
     with jax.enable_x64(True):
-        for name in ("both", "both-packed-reverse", "head"):
+        for name in ("both", "both-packed-reverse", "head", "T512-key"):
             case = next(case for case in CASES if case.name == name)
             case = dataclasses.replace(case, dtype="float64", gate_dtype="float64", state_dtype="float64", chunk=16)
             for spec in FORWARD:

@@ -1,4 +1,4 @@
-"""Chunk by chunk, in matrix products: forward, and its gradient in one walk forwards and one backwards."""
+"""Chunk by chunk, in matrix products: forward, and its gradient in one walk forwards and one backwards. See `at_once`."""
 
 import dataclasses
 import functools
@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 
 from glax.decay import Decay
 from glax.kernels.chunks import Chunks, chunks_of
-from glax.kernels.xla import chunk
+from glax.kernels.xla import at_once, chunk
+from glax.kernels.xla.recurrent import recurrent, stays_in_cache
 from glax.recurrence import Kept, Outputs, Recurrence, fold_heads, gradient_like, spread_heads, varying_like
 from glax.registry import Backend, Config, Platform, kernel_registry
 
@@ -28,6 +29,10 @@ class ChunkedConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "ChunkedConfig":
+        return cls(at_once.CHUNK) if at_once.suits(r) else cls.of_walk(r)
+
+    @classmethod
+    def of_walk(cls, r: Recurrence) -> "ChunkedConfig":
         """CPUs: 32, and 64 where states are so large that reading them costs more than longer pairs; 64 elsewhere.
 
         Measured, 2 cores, log-sigmoid `gk`: forward and gradient 10 + 30 ms against 11 + 36 with 64 at B1 T2048 H4 K=V=64, but
@@ -157,8 +162,37 @@ def walk(r: Recurrence, chunks: Chunks, body, carry, backwards: bool):
     return lax.fori_loop(0, chunks.count, step, carry)
 
 
-def solve(r: Recurrence, config: ChunkedConfig, keep: bool) -> tuple[Outputs, Array | None]:
-    """The recurrence in chunks, four products of matrices each; and, if `keep`, the states before them, [B, chunks, H, K, V]."""
+def solve(r: Recurrence, config: ChunkedConfig, keep: bool) -> tuple[Outputs, Array | None, Array]:
+    """The outputs; if `keep`, the states before the chunks, [B, chunks, H, K, V]; and whether these are blank.
+
+    Many chunks at once where that suits the shapes and is exact for the gates of all of them.
+    """
+    if not at_once.suits(r, config.chunk):
+        return *by_walk(r, config, keep), jnp.zeros((), bool)
+
+    def together():
+        outputs, states = at_once.solve(r, config.chunk)
+        return outputs, states if keep else None
+
+    def otherwise():
+        B, (H, K, V) = r.q.shape[0], r.state_shape[1:]
+        outputs = recurrent(r, config=None) if stays_in_cache(r) else by_walk(r, shorter(r, config), keep=False)[0]
+        blank = jnp.zeros((B, r.q.shape[1] // config.chunk, H, K, V), r.dtype)
+        return outputs, varying_like(blank, r.q) if keep else None
+
+    if r.decay.form == "none":
+        return *together(), jnp.zeros((), bool)
+    within = at_once.within(r, config.chunk)
+    return *lax.cond(within, together, otherwise), ~within
+
+
+def shorter(r: Recurrence, config: ChunkedConfig) -> ChunkedConfig:
+    """For a walk in place of chunks of that size at once."""
+    return ChunkedConfig(min(config.chunk, ChunkedConfig.of_walk(r).chunk))
+
+
+def by_walk(r: Recurrence, config: ChunkedConfig, keep: bool) -> tuple[Outputs, Array | None]:
+    """The same, chunk by chunk, in four products of matrices each."""
     chunks, g = start(r, config)
 
     def body(w: Windows, i, carry):
@@ -187,14 +221,17 @@ def is_told(r: Recurrence, size: int) -> bool:
 
 
 def chunked_and_kept(r: Recurrence, *, config: ChunkedConfig) -> tuple[Outputs, Kept]:
-    """The same, with the state before each chunk. Of chunks whose size their number does not tell only a state that is right
-    for a gradient of as many chunks: unpacked, one of all tokens; packed there is none of a single chunk."""
+    """The same, with the state before each chunk, or a flag that there is none.
+
+    Of chunks whose size their number does not tell only a state that is right for a gradient of as many chunks: unpacked,
+    one of all tokens; packed there is none of a single chunk.
+    """
     told = is_told(r, min(config.chunk, r.q.shape[1]))
-    outputs, states = solve(r, config, keep=told)
+    outputs, states, blank = solve(r, config, keep=told)
     if not told:
         start = r.start_state if r.boundaries is None else jnp.zeros((1, *r.state_shape[1:]), r.dtype)
         states = start[:, None]
-    return outputs, Kept(states, jnp.zeros(states.shape[:3], jnp.int32))
+    return outputs, Kept(states, jnp.broadcast_to(blank, states.shape[:3]).astype(jnp.int32))
 
 
 @kernel_registry.register(
@@ -269,12 +306,32 @@ def blanks(r: Recurrence):
 
 @kernel_registry.register("chunked.vjp", Platform.XLA, Backend.ANY, config=ChunkedConfig)
 def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None = None, *, config: ChunkedConfig) -> Recurrence:
-    """The gradient in every input: a walk backwards, from the states that the forward kept or another walk forms again."""
+    """The gradient in every input, from the states that the forward kept, if they are those of these chunks."""
+    chunks, g = start(r, config)
+    known = kept is not None and is_told(r, g.size) and kept.states.shape[1] == chunks.first.shape[0]
+    states = kept.states if known else None
+
+    if not at_once.suits(r, config.chunk):
+        return vjp_by_walk(r, config, d_output, d_final, states)
+
+    def together():
+        return at_once.vjp(r, config.chunk, d_output, d_final, states)
+
+    def otherwise():
+        return vjp_by_walk(r, shorter(r, config), d_output, d_final, None)
+
+    if r.decay.form == "none":
+        return together()
+    return lax.cond((kept.far == 0).all() if known else at_once.within(r, config.chunk), together, otherwise)
+
+
+def vjp_by_walk(r: Recurrence, config: ChunkedConfig, d_output, d_final, states: Array | None) -> Recurrence:
+    """The same in a walk backwards, from those states, or from those that another walk forms again."""
     chunks, g = start(r, config)
     blank = blanks(r)
     d_qk = [next(blank)(r.q), next(blank)(r.k)]
-    if kept is not None and is_told(r, g.size) and kept.states.shape[1] == chunks.first.shape[0]:
-        state_before = lambda w, i, d_qk: lax.dynamic_index_in_dim(kept.states, i, 1, keepdims=False).mT  # noqa: E731
+    if states is not None:
+        state_before = lambda w, i, d_qk: lax.dynamic_index_in_dim(states, i, 1, keepdims=False).mT  # noqa: E731
     else:
         state_before, d_qk = states_before(r, chunks, g, d_qk)
 

@@ -1,0 +1,319 @@
+"""Many chunks at once, on CPUs: forward and gradient, in matrix products that two cores share.
+
+With M_i the sum of log decays from the middle of token i's chunk through i, negative before it, q~ = scale q e^M, k~ = k e^-M, S
+the state before the chunk and D the gradient of the one behind it, both as far as they are left at the middle,
+
+    o = q~ S + P v            P = q~ k~^T, j <= i         the next S: what k~^T v adds to this one
+    dq~ = do S^T + dP k~      dP = do v^T, j < i          the last D: what q~^T do adds to this one
+    dk~ = v D^T + dP^T q~     dv = k~ D + P^T do          dg_i = <S, dS> before the chunk - sum over j < i of q~ dq~ - k~ dk~
+
+This is the fast form of `chunk`, and `within` tells at run time whether it is exact. Only S, and D against time, pass from chunk
+to chunk. XLA runs a product of many small matrices on one core, but kernels that are ready side by side once these are more than
+eight. So time is cut into groups of chunks, with products of their own that wait for nothing but the states.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from glax.decay import Decay
+from glax.kernels.xla import chunk
+from glax.kernels.xla.chunk import matmul, times, total
+from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like, spread_heads, varying_like
+from glax.registry import Backend
+
+GROUPS = 4  # 8 take as long and twice as long to compile, 2 leave a core idle
+CHUNK = 64  # chunks of 32 have a quarter less to multiply, but twice as many states, which leave the caches
+BLOCK = (
+    2**19
+)  # elements of the rows of q, or of the states, that are solved at once: the gradient holds a dozen such arrays
+
+
+def block(r: Recurrence, size: int) -> int:
+    """How many tokens are solved at once: all, or so many that their arrays stay small, but at least a chunk a group."""
+    groups = r.q.shape[1] // (GROUPS * size)
+    fit = [n for n in range(1, groups + 1) if groups % n == 0 and elements(r, size, n * GROUPS * size) <= BLOCK]
+    return max(fit, default=1) * GROUPS * size
+
+
+def elements(r: Recurrence, size: int, tokens: int) -> int:
+    H, K, V = r.state_shape[1:]
+    return r.q.shape[0] * tokens * H * max(K, V, K * V // size)
+
+
+def suits(r: Recurrence, size: int = CHUNK) -> bool:
+    """Whether this form takes chunks of that size: all of them whole, and those of one block few enough."""
+    whole = r.boundaries is None and r.decay.value is None and r.q.shape[1] % (GROUPS * size) == 0
+    return Backend.here() is Backend.CPU and whole and elements(r, size, GROUPS * size) <= 2 * BLOCK
+
+
+def within(r: Recurrence, size: int) -> Bool[Array, ""]:
+    """Whether no exponential overflows or vanishes, see `chunk.fast`."""
+    log = log_decays(r)
+    log = log.reshape(log.shape[0], -1, size, log.shape[2] * log.shape[3])
+    return chunk.reach(chunk.geometry(size, r.reverse), log) <= chunk.fast_limit(r.dtype)
+
+
+def log_decays(r: Recurrence) -> Float[Array, "B T H D"] | None:
+    """D is K, or 1 for a decay of the head alone; None without decay."""
+    if r.decay.form == "none":
+        return None
+    head = r.decay.head if r.decay.constant is None else r.by_token(r.decay.constant)
+    return (r.decay.key if head is None else head[..., None]).astype(r.dtype)
+
+
+# ---- one block -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A recurrence in GROUPS groups of n chunks of C = `size` tokens."""
+
+    r: Recurrence
+    size: int
+
+    @property
+    def g(self) -> chunk.Geometry:
+        return chunk.geometry(self.size, self.r.reverse)
+
+    @property
+    def scale(self) -> Float[Array, "B 1 1 1 1"]:
+        return self.r.scale[:, None, None, None, None]
+
+    def split(self, x: Float[Array, "B T heads D"]) -> list[Float[Array, "B n C H D"]]:
+        x = spread_heads(x, self.r.num_heads).astype(self.r.dtype)
+        return [part.reshape(x.shape[0], -1, self.size, *x.shape[2:]) for part in jnp.split(x, GROUPS, axis=1)]
+
+    def by_token(self, x: Float[Array, "B n*H C D"]) -> Float[Array, "B n C H D"]:
+        return x.reshape(x.shape[0], -1, self.r.num_heads, *x.shape[2:]).transpose(0, 1, 3, 2, 4)
+
+    def states(self, x: Float[Array, "B n*H K V"]) -> Float[Array, "B n H K V"]:
+        return x.reshape(x.shape[0], -1, *self.r.state_shape[1:])
+
+
+def by_head(x: Float[Array, "B n C H D"]) -> Float[Array, "B n*H C D"]:
+    """As products take it."""
+    B, n, C, H, D = x.shape
+    return x.transpose(0, 1, 3, 2, 4).reshape(B, n * H, C, D)
+
+
+def outer(x: Float[Array, "B N C K"], y: Float[Array, "B N C V"]) -> Float[Array, "B N K V"]:
+    """x^T y. Of x.mT XLA would write a copy, and read x itself for the other products."""
+    return jnp.einsum("bnck,bncv->bnkv", x, y, precision=lax.Precision.HIGHEST)
+
+
+def inner(x: Float[Array, "B N I D"], y: Float[Array, "B N J D"]) -> Float[Array, "B N I J"]:
+    """x y^T, likewise."""
+    return jnp.einsum("bnid,bnjd->bnij", x, y, precision=lax.Precision.HIGHEST)
+
+
+class Factors(NamedTuple):
+    """Those of `chunk.fast` for one group, None without decay: up, down [B, n, C, H, D]; enter, leave [B, n, H, D, 1]."""
+
+    up: Array | None = None
+    down: Array | None = None
+    enter: Array | None = None
+    leave: Array | None = None
+
+    @property
+    def through(self) -> Array | None:
+        return None if self.enter is None else self.enter * self.leave
+
+
+def factors(p: Problem) -> list[Factors]:
+    log, found = log_decays(p.r), []
+    if log is None:
+        return [Factors()] * GROUPS
+    for log in p.split(log):  # noqa: B020
+        B, n, C, H, D = log.shape
+        M = chunk.sums(p.g.middle, log.reshape(B, n, C, H * D)).reshape(log.shape)
+        enter, leave = log[:, :, p.g.begin] - M[:, :, p.g.begin], M[:, :, p.g.end]
+        found.append(Factors(jnp.exp(M), jnp.exp(-M), jnp.exp(enter)[..., None], jnp.exp(leave)[..., None]))
+    return found
+
+
+def rows(p: Problem, f: list[Factors]) -> tuple[list[Array], list[Array], list[Array]]:
+    """q~, k~ and v of each group, [B, n * H, C, _]."""
+    q = [by_head(times(q * p.scale, f.up)) for q, f in zip(p.split(p.r.q), f, strict=True)]
+    k = [by_head(times(k, f.down)) for k, f in zip(p.split(p.r.k), f, strict=True)]
+    return q, k, [by_head(v) for v in p.split(p.r.v)]
+
+
+def pass_on(first, through, weights, added, against: bool):
+    """X' = through_c X + weight_c added_c over the chunks c in order, or `against` it, from X = first.
+
+    Returns before, after, last: of each group the X before and behind each chunk, [B, n, H, K, V], and X behind them all.
+    """
+    before, after, order = [], [], slice(None, None, -1 if against else 1)
+    for group in list(zip(through, weights, added, strict=True))[order]:
+        first, found = within_group(first, *group, against)
+        earlier, later = found[:, :-1], found[:, 1:]
+        before.append(later if against else earlier)
+        after.append(earlier if against else later)
+    return before[order], after[order], first
+
+
+def within_group(X, through, weight, added, against: bool):
+    """The same for one group, in the array that holds what is added: X behind the group, and [B, n + 1, H, K, V].
+
+    In a loop, for XLA would form a chunk's X from all before it, again for each.
+    """
+    n = added.shape[1]
+    found = jnp.concatenate([added, X[:, None]] if against else [X[:, None], added], axis=1)
+
+    def step(i, carry):
+        X, found = carry
+        c = n - 1 - i if against else i
+        at = c if against else c + 1
+        of = lambda factor: None if factor is None else lax.dynamic_index_in_dim(factor, c, 1, keepdims=False)  # noqa: E731
+        X = times(X, of(through)) + times(lax.dynamic_index_in_dim(found, at, 1, keepdims=False), of(weight))
+        return X, lax.dynamic_update_index_in_dim(found, X, at, 1)
+
+    return lax.fori_loop(0, n, step, (X, found))
+
+
+def states(p: Problem, f: list[Factors], k, v):
+    """The states before each chunk, [B, n, H, K, V] of each group, and the final ones."""
+    added = [p.states(outer(k, v)) for k, v in zip(k, v, strict=True)]
+    before, _, final = pass_on(p.r.start_state, [x.through for x in f], [x.leave for x in f], added, p.r.reverse)
+    return before, final
+
+
+def forward(p: Problem) -> tuple[list[Array], Array, list[Array]]:
+    """The outputs and the states before each chunk, each by groups, and between them the final states."""
+    f = factors(p)
+    q, k, v = rows(p, f)
+    before, final = states(p, f, k, v)
+    output = []
+    for q, k, v, S, enter in zip(q, k, v, before, [x.enter for x in f], strict=True):  # noqa: B020
+        pairs = jnp.where(p.g.causal, inner(q, k), 0)
+        o = matmul(q, times(S, enter).reshape(*q.shape[:2], *S.shape[3:])) + matmul(pairs, v)
+        output.append(p.by_token(o))
+    return output, final, before
+
+
+class Gradient(NamedTuple):
+    """That of one block: rows by groups, `log` that of `log_decays`."""
+
+    q: list[Array]
+    k: list[Array]
+    v: list[Array]
+    log: list[Array]
+
+
+def backward(p: Problem, d_output, d_final, kept: Array | None) -> tuple[Gradient, Array, Array]:
+    """The gradient in all rows, in the initial states and in the scale, from the states before each chunk, if those are kept."""
+    r, g, f = p.r, p.g, factors(p)
+    rows_of = rows(p, f)
+    before = states(p, f, *rows_of[1:])[0] if kept is None else jnp.split(kept, GROUPS, axis=1)
+    cotangents = [by_head(x) for x in p.split(d_output)]
+    added = [p.states(outer(q, do)) for q, do in zip(rows_of[0], cotangents, strict=True)]
+    through, enter = [x.through for x in f], [x.enter for x in f]
+    d_after, d_before, d_initial = pass_on(d_final, through, enter, added, not r.reverse)
+
+    d, d_scale = Gradient([], [], [], []), 0
+    groups = zip(*rows_of, cotangents, before, d_after, d_before, f, p.split(r.q), p.split(r.k), strict=True)
+    for q, k, v, do, S, D, dS, factor, q_given, k_given in groups:
+        edge = S * dS
+        S, D, edge = (
+            x.reshape(*q.shape[:2], *S.shape[3:]) for x in (times(S, factor.enter), times(D, factor.leave), edge)
+        )
+        pairs, d_pairs = inner(q, k), inner(do, v)
+        # The own token's part, which no gate touches, stays apart, see `chunk.backward`.
+        own = p.by_token(jnp.einsum("bncc->bnc", d_pairs)[..., None])
+        pairs, d_pairs = jnp.where(g.causal, pairs, 0), jnp.where(g.earlier, d_pairs, 0)
+        dq, dk = inner(do, S) + matmul(d_pairs, k), inner(v, D) + outer(d_pairs, q)
+        if r.decay.form != "none":
+            d.log.append(p.by_token(log_gradient(g, total(edge, 3), q * dq - k * dk, r.decay.key is None)))
+        dq = times(p.by_token(dq), factor.up) + own * k_given
+        d_scale += (dq * q_given).sum((1, 2, 3, 4))
+        d.q.append(dq * p.scale)
+        d.k.append(times(p.by_token(dk), factor.down) + own * q_given * p.scale)
+        d.v.append(p.by_token(matmul(k, D) + outer(pairs, do)))
+    return d, d_initial, d_scale
+
+
+def log_gradient(g: chunk.Geometry, edge: Float[Array, "B N K"], terms: Float[Array, "B N C K"], per_head: bool):
+    """dg, [B, N, C, D], from <S, dS> before the chunk and q~ dq~ - k~ dk~."""
+    if per_head:
+        edge, terms = edge.sum(2, keepdims=True), total(terms, 3)[..., None]
+    return edge[:, :, None] - chunk.sums(g.before, terms)
+
+
+# ---- block after block -----------------------------------------------------------------------------------------------
+
+
+def write(buffer: Float[Array, "B T heads D"], parts: list[Float[Array, "B n C H D"]], at) -> Array:
+    """The groups of one block, one after the other: an array of all would be written once more, on one core."""
+    parts = [fold_heads(x.reshape(x.shape[0], -1, *x.shape[3:]), buffer.shape[2]).astype(buffer.dtype) for x in parts]
+    if buffer.shape[1] == len(parts) * parts[0].shape[1]:
+        return jnp.concatenate(parts, axis=1)
+    for i, part in enumerate(parts):
+        buffer = lax.dynamic_update_slice_in_dim(buffer, part, at + i * part.shape[1], 1)
+    return buffer
+
+
+def walk(r: Recurrence, size: int, body, carry, backwards: bool):
+    """Folds body(at, block of r, carry) over the blocks, in the order of the recurrence or against it; `at` is its first row."""
+    L = block(r, size)
+    count = r.q.shape[1] // L
+    if count == 1:
+        return body(0, r, carry)
+
+    def step(i, carry):
+        at = (count - 1 - i if r.reverse != backwards else i) * L
+        rows = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, at, L, 1)  # noqa: E731
+        decay = Decay(r.decay.constant, rows(r.decay.head), rows(r.decay.key))
+        return body(at, r.replace(q=rows(r.q), k=rows(r.k), v=rows(r.v), decay=decay), carry)
+
+    return lax.fori_loop(0, count, step, jax.tree.map(lambda x: varying_like(x, r.q), carry))
+
+
+def solve(r: Recurrence, size: int) -> tuple[Outputs, Float[Array, "B chunks H K V"]]:
+    """The outputs, and the state before each chunk."""
+
+    def body(at, part: Recurrence, carry):
+        state, output, kept = carry
+        o, state, before = forward(Problem(part.replace(initial_state=state), size))
+        before = [x.reshape(*x.shape[:2], 1, *x.shape[2:3], -1) for x in before]  # as rows of size 1
+        return state, write(output, o, at), write(kept, before, at // size)
+
+    (B, T), (H, K, V) = r.q.shape[:2], r.state_shape[1:]
+    output, kept = jnp.zeros((B, T, H, V), r.q.dtype), jnp.ones((B, T // size, H, K * V), r.dtype)
+    state, output, kept = walk(r, size, body, (r.start_state, output, kept), backwards=False)
+    return Outputs(output, state), kept.reshape(B, T // size, H, K, V)
+
+
+def vjp(r: Recurrence, size: int, d_output, d_final, kept: Float[Array, "B chunks H K V"] | None) -> Recurrence:
+    """The gradient in every input, from the states that `solve` returns, or from those that another pass forms again."""
+    if kept is None:
+        kept = solve(r, size)[1]
+
+    def body(at, part: Recurrence, carry):
+        d, d_state, d_scale = carry
+        rows = lambda x, at, n: lax.dynamic_slice_in_dim(x, at, n, 1)  # noqa: E731
+        L = part.q.shape[1]
+        parts, d_state, more = backward(
+            Problem(part, size), rows(d_output, at, L), d_state, rows(kept, at // size, L // size)
+        )
+        d = [None if x is None else write(x, y, at) for x, y in zip(d, parts, strict=True)]
+        return d, d_state, d_scale + more
+
+    log = log_decays(r)
+    # Of arrays of one number XLA would make one, and copy it.
+    blank = [None if x is None else jnp.full(x.shape, i, x.dtype) for i, x in enumerate((r.q, r.k, r.v, log))]
+    d, d_state, d_scale = walk(r, size, body, (blank, d_final.astype(r.dtype), jnp.zeros_like(r.scale)), backwards=True)
+    d_q, d_k, d_v, d_log = d
+    decay = Decay(
+        constant=None if r.decay.constant is None else d_log.sum((1, 3)),
+        head=None if r.decay.head is None else d_log[..., 0],
+        key=None if r.decay.key is None else d_log,
+    )
+    state = None if r.initial_state is None else d_state
+    return gradient_like(
+        r, r.replace(q=d_q, k=d_k, v=d_v, decay=decay, initial_state=state, boundaries=None, scale=d_scale)
+    )
