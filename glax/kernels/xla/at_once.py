@@ -28,9 +28,8 @@ from glax.registry import Backend
 
 GROUPS = 4  # 8 take as long and twice as long to compile, 2 leave a core idle
 CHUNK = 64  # chunks of 32 have a quarter less to multiply, but twice as many states, which leave the caches
-BLOCK = (
-    2**19
-)  # elements of the rows of q, or of the states, that are solved at once: the gradient holds a dozen such arrays
+# Elements of the rows of q, or of the states, that are solved at once: the gradient holds a dozen such arrays.
+BLOCK = 2**19
 
 
 def block(r: Recurrence, size: int) -> int:
