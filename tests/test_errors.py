@@ -85,8 +85,8 @@ def test_a_config_of_no_kernel_gives_every_reason():
         glax.recurrent(**GOOD, platform="xla", cfg=Other())
     assert str(caught.value).splitlines() == [
         "no kernel solves this recurrence on platform 'xla':",
-        "  chunked/xla/any: takes a ChunkedConfig, cfg is a Other",
         "  recurrent/xla/any: takes a Config, cfg is a Other",
+        "  chunked/xla/any: takes a ChunkedConfig, cfg is a Other",
     ]
 
 

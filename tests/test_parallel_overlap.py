@@ -61,10 +61,10 @@ class Program:
 
 
 def compiled(form: str, shards: int, packed: bool) -> Program:
-    """Forward and gradient on XLA's kernels, which are loops in the program, by names of their own."""
+    """Forward and gradient on XLA's kernels: loops in the program, at this T, by names of their own."""
     mesh = mesh_of(s=shards)
     cuts = (0, 300, 300, 500)
-    case = Case("", T=512, gates=FORMS[form], K=4, V=4, heads=(1, 1, 1), cuts=cuts if packed else None)
+    case = Case("", T=544, gates=FORMS[form], K=4, V=4, heads=(1, 1, 1), cuts=cuts if packed else None)
     arguments, options = inputs(case, "mild"), dict(cu_seqlens=jnp.array(cuts)) if packed else {}
     spread = functools.partial(parallel.recurrent, mesh=mesh, sequence_axis="s", platform="xla", **options)
     value = lambda arguments: (spread(**arguments).output ** 2).sum()  # noqa: E731

@@ -67,12 +67,13 @@ struct Side {
     return !any((low < all(-most)) | (high > all(most)));
   }
 
-  // The same where G starts afresh: the state meets all decays up to here.
-  void restart(int64_t i, int64_t j, int64_t first, int64_t last) {
-    const float *log = logs + (i - window) * across(), *before = sums_before(j);
-    for (int64_t c = first; c < last; c += LANES) {
-      store(entries + j * across() + c, exponential(load(before + c) + load(log + c)));
-      store(sums + j * across() + c, vec{}), store(rests + j * across() + c, vec{});
+  // Behind an `extend` that returned false: the state meets all decays up to here, and G starts afresh.
+  void restart(int64_t j, int64_t first, int64_t last) {
+    for (int64_t c = j * across() + first; c < j * across() + last; c += LANES) {
+      const vec rounded = exponential(load(sums + c)), taken = load(rests + c);
+      // After 400 tokens of one gate 5e-5 may have been taken. -inf leaves no number there.
+      store(entries + c, rounded + rounded * choose(taken == taken, taken, vec{}));
+      store(sums + c, vec{}), store(rests + c, vec{});
     }
   }
 
@@ -96,7 +97,7 @@ struct Side {
     const bool within = extend(i, j, 0, across(), most(j));
     if (j > 0) return within;
     fresh[0] = !within;
-    if (!within) restart(i, j, 0, across());
+    if (!within) restart(j, 0, across());
     return true;
   }
 
@@ -108,7 +109,7 @@ struct Side {
       const int64_t first = tile * TILE, last = first + TILE < across() ? first + TILE : across();
       bool& starts = fresh[j * tiles() + tile];
       starts = !within && !extend(i, j, first, last, most(j));
-      if (starts) restart(i, j, first, last);
+      if (starts) restart(j, first, last);
     }
   }
 
