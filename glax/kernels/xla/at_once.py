@@ -227,20 +227,14 @@ def backward(p: Problem, d_output, d_final, kept: Array | None) -> tuple[Gradien
         pairs, d_pairs = jnp.where(g.causal, pairs, 0), jnp.where(g.earlier, d_pairs, 0)
         dq, dk = inner(do, S) + matmul(d_pairs, k), inner(v, D) + outer(d_pairs, q)
         if r.decay.form != "none":
-            d.log.append(p.by_token(log_gradient(g, total(edge, 3), q * dq - k * dk, r.decay.key is None)))
+            d_log = chunk.log_gradient(g, q * dq - k * dk, total(edge, 3), per_head=r.decay.key is None)
+            d.log.append(p.by_token(d_log))
         dq = times(p.by_token(dq), factor.up) + own * k_given
         d_scale += (dq * q_given).sum((1, 2, 3, 4))
         d.q.append(dq * p.scale)
         d.k.append(times(p.by_token(dk), factor.down) + own * q_given * p.scale)
         d.v.append(p.by_token(matmul(k, D) + outer(pairs, do)))
     return d, d_initial, d_scale
-
-
-def log_gradient(g: chunk.Geometry, edge: Float[Array, "B N K"], terms: Float[Array, "B N C K"], per_head: bool):
-    """dg, [B, N, C, D], from <S, dS> before the chunk and q~ dq~ - k~ dk~."""
-    if per_head:
-        edge, terms = edge.sum(2, keepdims=True), total(terms, 3)[..., None]
-    return edge[:, :, None] - chunk.sums(g.before, terms)
 
 
 # ---- block after block -----------------------------------------------------------------------------------------------

@@ -239,3 +239,14 @@ def backward(S, dS, q, k, v, do, key: Factors, value: Factors, masks):
     # [B, H, C, 1]
     own, d_own = total(q * k, 3)[..., None], total(do * v, 3)[..., None]
     return dS, (d_own * k, dq), (d_own * q, dk), (own * do, dv)
+
+
+def log_gradient(g: Geometry, terms: Float[Array, "B H C D"], edge: Float[Array, "B H D"], per_head: bool) -> Array:
+    """dg_t = <S, dS>_{before the chunk} - sum over earlier s in the chunk of (q_s dq_s - k_s dk_s), [B, H, C, D or 1].
+
+    The sum telescopes the pairs that do not span t. It starts afresh from the states at the chunk's edge, so its rounding
+    does not grow with T. For columns, o and v stand for q and k. `terms` and `edge` are by channel, added up for a gate per head.
+    """
+    if per_head:
+        terms, edge = total(terms, 3)[..., None], edge.sum(2, keepdims=True)
+    return edge[:, :, None] - sums(g.before, terms)

@@ -244,7 +244,7 @@ def chunked_and_kept(r: Recurrence, *, config: ChunkedConfig) -> tuple[Outputs, 
     keeps=lambda r: Backend.here() is Backend.CPU,
 )
 def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
-    """The recurrence in chunks; one state lives at a time."""
+    """The recurrence in chunks; one state lives at a time, or those of one block of chunks."""
     return solve(r, config, keep=False)[0]
 
 
@@ -370,19 +370,8 @@ def vjp_by_walk(r: Recurrence, config: ChunkedConfig, d_output, d_final, states:
 
 
 def decay_gradient(w: Windows, g: chunk.Geometry, d_decay: Decay, row_side, column_side) -> Decay:
-    """dg_t = <S, dS>_{before the chunk} - sum over earlier s in the chunk of (q_s dq_s - k_s dk_s), written to d_decay.
-
-    The sum telescopes the pairs that do not span t. It starts afresh from the states at the chunk's edge, so its rounding
-    does not grow with T. Each side is (terms [B, H, C, D], edge [B, H, D]); for columns, o and v stand for q and k.
-    """
-
-    def per_channel(terms, edge):
-        # [B, H, C, D]
-        return edge[:, :, None] - chunk.sums(g.before, terms)
-
-    def per_head(terms, edge):
-        return per_channel(chunk.total(terms, 3)[..., None], edge.sum(2, keepdims=True))
-
+    """That of the log decays, written to d_decay. Each side is (terms [B, H, C, D], edge [B, H, D]), see `chunk.log_gradient`."""
+    per_channel, per_head = (functools.partial(chunk.log_gradient, g, per_head=x) for x in (False, True))
     if d_decay.constant is not None:
         # [B, H, C]: rows outside the chunk hold no token
         each = per_head(*row_side)[..., 0]
