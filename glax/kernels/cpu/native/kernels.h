@@ -234,11 +234,16 @@ struct Columns {
 
   // The sums of S dS behind stretch i.
   void begin_sums(Walk& walk, int64_t i) {
+    const float* kept = states + i * walk.state_size();
     for (int64_t c = 0; c < walk.columns.width; ++c) running[c] = 0;
-    for (int64_t c = 0; c < walk.columns.width; ++c) {
-      const float* s = states + i * walk.state_size() + (walk.place(0, c) - walk.state);
-      for (int64_t r = 0; r < walk.rows.width; ++r)
-        running[d_channels.data ? c : c / group] += double(s[walk.place(r, c) - walk.place(0, c)]) * double(*walk.place(r, c));
+    walk.each_run([&](int64_t, int64_t c, const float* dS, int64_t n) {
+      const float* S = kept + (dS - walk.state);
+      for (int64_t x = 0; x < n; ++x) running[c + x] += double(S[x]) * double(dS[x]);
+    });
+    for (int64_t g = 0; d_scalar && g * group < walk.columns.width; ++g) {
+      double sum = 0;
+      for (int64_t c = g * group; c < Walk::smallest(walk.columns.width, (g + 1) * group); ++c) sum += running[c];
+      running[g] = sum;
     }
   }
 

@@ -55,37 +55,63 @@ struct Scratch {
   }
 };
 
-// The rows of a window of tokens, widened and side by side: read from memory in a loop so tight that its waits overlap.
+// The rows of a window of tokens as float32: where they lie, or widened copies.
 struct Window {
   float* copies;  // [block, across]
   int64_t across;
+  const char* first;  // row 0
+  int64_t step;       // bytes from row to row
 
   void take(Scratch& scratch, int64_t block, int64_t width) {
     across = padded(width);
     copies = scratch.floats(block * across);
   }
 
-  void fill(const Rows& rows, const Order& order, int64_t from, int64_t tokens) {
-    if (rows.data)
-      for (int64_t j = 0; j < tokens; ++j) widen(rows.at(order.at(from + j)), rows.type, rows.width, copies + j * across);
+  // Of tokens [from, from + tokens) of the walk, of which none before `begin` is read.
+  void fill(const Rows& rows, const Order& order, int64_t from, int64_t tokens, int64_t begin = 0) {
+    if (!rows.data) return;
+    if (rows.type == Type::f32 && rows.width % LANES == 0) {
+      first = rows.at(order.at(from)), step = order.step * rows.stride;
+      return;
+    }
+    first = reinterpret_cast<const char*>(copies), step = across * 4;
+    for (int64_t j = begin; j < tokens; ++j) widen(rows.at(order.at(from + j)), rows.type, rows.width, copies + j * across);
   }
 
-  const float* row(int64_t j) const { return copies + j * across; }
+  const float* row(int64_t j) const { return reinterpret_cast<const float*>(first + j * step); }
 };
 
 // Cache lines that the next block needs. Rows lie apart by all heads' width, often by a page, which is further than a processor
 // guesses by itself; so lines are fetched one by one while the registers' part computes, and spread over all of it, for each
 // must wait its turn at the memory.
 struct Ahead {
-  const char** lines;  // null-terminated by `last`
-  const char **next, **last;
-  int64_t mask;  // a line is fetched at each row of the state whose number has none of these bits
+  static constexpr int64_t rows = 4;   // of the state, between two visits
+  static constexpr int64_t spare = 8;  // lines
+  const char **lines, **next, **last;  // null-terminated
+  int64_t at_once;                     // lines that are fetched at a visit
 
-  void add(const Rows& row, int64_t t) {
-    if (!row.data) return;
-    const char *at = row.at(t), **const to = last;
-    const int64_t count = (row.width * (row.type == Type::f32 ? 4 : 2) + 63) / 64;
-    for (int64_t i = 0; i < count; ++i) to[i] = at + 64 * i;
-    last = to + count;
+  // A pointer is two floats.
+  void take(Scratch& scratch, int64_t most) { lines = reinterpret_cast<const char**>(scratch.floats(2 * (most + spare))); }
+
+  void spread(int64_t visits) { *last = nullptr, at_once = visits ? (last - lines + visits - 1) / visits : 0; }
+
+  void fetch() {
+    const char **line = next, **const end = last;
+    for (int64_t i = at_once; i > 0; --i) {
+      __builtin_prefetch(*line, 0, 2);
+      line += line < end;
+    }
+    next = line;
+  }
+
+  // Those of tokens [from, to) of the walk.
+  void add(const Rows& rows, const Order& order, int64_t from, int64_t to) {
+    if (!rows.data) return;
+    const int64_t count = (rows.width * (rows.type == Type::f32 ? 4 : 2) + 63) / 64, step = order.step * rows.stride;
+    const char *row = rows.at(order.at(from)), **here = last;
+    for (int64_t i = from; i < to; ++i, row += step, here += count)
+      for (int64_t first = 0; first < count; first += spare)
+        for (int64_t line = first; line < first + spare; ++line) here[line] = row + 64 * line;  // a fixed number, by vectors
+    last = here;
   }
 };

@@ -8,8 +8,10 @@ struct Side {
   int64_t width;    // of the state on this side
   Rows gate;        // logarithms, of width 1 for a scalar
   float limit;      // of |G|
-  int64_t window;   // the walk's token whose gate is row 0 of logs
-  float* logs;      // [block, across]: before each token of the window
+  Window logs;      // [block, across]: before each token of the walk, from `window` on
+  int64_t window;
+  int64_t ungated;  // tokens of the window before the walk's first gate, none or one
+  float* zeros;     // [across]: that one's
   float* sums;      // [block, across]: G, rounded; what rounding took is in ...
   float* rests;     // [block, across]: ... so that G is good to 2^-48, and P to an ulp or two, after any number of tokens
   float* products;  // [block, across]: P
@@ -18,19 +20,25 @@ struct Side {
   float* carry;     // [across]: G before the block; behind the last one, P, which the state has yet to meet
   float* rest;      // [across]: of carry
   bool* fresh;      // [block, tiles]: where G of the columns starts afresh; [0] for rows
+  bool calm;        // whether G started afresh nowhere but at the first token of the block before
 
   int64_t across() const { return kind == scalar ? LANES : padded(width); }
   int64_t tiles() const { return (across() + TILE - 1) / TILE; }
 
   void take(Scratch& scratch, int64_t block) {
-    for (float** rows : {&logs, &sums, &rests, &products, &inverses, &entries}) *rows = scratch.floats(block * across());
+    logs.take(scratch, block, across());
+    zeros = scratch.floats(across());
+    for (float** rows : {&sums, &rests, &products, &inverses, &entries}) *rows = scratch.floats(block * across());
     fresh = reinterpret_cast<bool*>(scratch.floats(block * tiles()));
     take_own(scratch);
   }
   // What outlives a block.
   void take_own(Scratch& scratch) { carry = scratch.floats(across()), rest = scratch.floats(across()); }
 
-  void begin(float largest) { limit = largest, forget(); }
+  void begin(float largest) {
+    limit = largest, calm = true, forget();
+    for (int64_t c = 0; c < across(); ++c) zeros[c] = 0;
+  }
   void forget() {
     for (int64_t c = 0; c < across(); ++c) carry[c] = rest[c] = 0;
   }
@@ -38,28 +46,22 @@ struct Side {
   // The gates before the walk's tokens [from, from + tokens).
   void fill(const Order& order, int64_t from, int64_t tokens) {
     if (kind == none) return;
-    window = from;
-    for (int64_t j = 0; j < tokens; ++j) {
-      float* row = logs + j * across();
-      const int64_t i = from + j - order.late;
-      if (i < 0) {
-        for (int64_t c = 0; c < across(); c += LANES) store(row + c, vec{});
-        continue;
-      }
-      widen(gate.at(order.at(i)), gate.type, gate.width, row);
-      if (kind == scalar) store(row, all(row[0]));
-    }
+    window = from, ungated = order.late && from == 0;
+    logs.fill(gate, order, from - order.late, tokens, ungated);
+    if (kind == scalar)
+      for (int64_t j = ungated; j < tokens; ++j) store(logs.copies + j * across(), all(*logs.row(j)));
   }
+  const float* log(int64_t w) const { return w < ungated ? zeros : logs.row(w); }
 
   const float* sums_before(int64_t j) const { return j == 0 ? carry : sums + (j - 1) * across(); }
 
   // Adds token i of the walk, j of its block, to G of channels [first, last). False if one would pass `most`: nothing is done.
   bool extend(int64_t i, int64_t j, int64_t first, int64_t last, float most) {
-    const float *log = logs + (i - window) * across(), *before = sums_before(j);
+    const float *gates = log(i - window), *before = sums_before(j);
     const float* rest_before = j == 0 ? rest : rests + (j - 1) * across();
     vec low = {}, high = {};
     for (int64_t c = first; c < last; c += LANES) {
-      const vec x = load(before + c), y = load(log + c), sum = x + y, added = sum - x;
+      const vec x = load(before + c), y = load(gates + c), sum = x + y, added = sum - x;
       low = smaller(sum, low), high = larger(sum, high);
       store(sums + j * across() + c, sum);
       store(rests + j * across() + c, load(rest_before + c) + ((x - (sum - added)) + (y - added)));
@@ -77,40 +79,76 @@ struct Side {
     }
   }
 
+  // P of token j of a block, from G of channels [c, c + LANES) and what rounding took of it.
+  void form(int64_t j, int64_t c, vec sum, vec taken) {
+    const vec rounded = exponential_of_small(sum), decay = rounded + rounded * taken;
+    store(products + j * across() + c, decay), store(inverses + j * across() + c, reciprocal(decay));
+  }
+
   // P of a block: all at once, since an exponential takes long but many overlap.
   void close(int64_t tokens) {
-    if (kind == none) return;
-    for (int64_t c = 0; c < tokens * across(); c += LANES) {
-      const vec rounded = exponential_of_small(load(sums + c)), decay = rounded + rounded * load(rests + c);
-      store(products + c, decay), store(inverses + c, all(1) / decay);
-    }
+    for (int64_t j = 0; j < tokens; ++j)
+      for (int64_t c = 0; c < across(); c += LANES) form(j, c, load(sums + j * across() + c), load(rests + j * across() + c));
     __builtin_memcpy(carry, sums + (tokens - 1) * across(), across() * 4);
     __builtin_memcpy(rest, rests + (tokens - 1) * across(), across() * 4);
   }
 
-  // A block's first token may use half of the limit, so that its others have room too.
-  float most(int64_t j) const { return j == 0 ? limit / 2 : limit; }
-
-  // As the gate of rows: false if the block ends before this token.
-  bool advance(int64_t i, int64_t j) {
-    if (kind == none) return true;
-    const bool within = extend(i, j, 0, across(), most(j));
-    if (j > 0) return within;
-    fresh[0] = !within;
-    if (!within) restart(j, 0, across());
-    return true;
+  // `extend` for all tokens of a block behind its first, token i of the walk, and `close`, with the sums in registers. False if one
+  // would pass the limit: they are to be extended by one after the other.
+  bool close_with_all(int64_t i, int64_t tokens) {
+    vec low = {}, high = {};
+    for (int64_t c = 0; c < across(); c += LANES) {
+      vec sum = load(sums + c), taken = load(rests + c);
+      form(0, c, sum, taken);
+      for (int64_t j = 1; j < tokens; ++j) {
+        const vec x = sum, y = load(logs.row(i + j - window) + c);
+        sum = x + y;
+        const vec added = sum - x;
+        taken += (x - (sum - added)) + (y - added);
+        low = smaller(sum, low), high = larger(sum, high);
+        form(j, c, sum, taken);
+      }
+      store(carry + c, sum), store(rest + c, taken);
+    }
+    return !any((low < all(-limit)) | (high > all(limit)));
   }
 
-  // As the gate of columns.
-  void advance_tiles(int64_t i, int64_t j) {
+  // As the gate of rows: how many of the walk's tokens [i, i + tokens) the block takes. Its first may use half of the limit, so that
+  // its others have room too.
+  int64_t advance(int64_t i, int64_t tokens) {
+    if (kind == none) return tokens;
+    fresh[0] = !extend(i, 0, 0, across(), limit / 2);
+    if (fresh[0]) restart(0, 0, across());
+    if (calm && close_with_all(i, tokens)) return tokens;
+    int64_t n = 1;
+    while (n < tokens && extend(i + n, n, 0, across(), limit)) ++n;
+    close(n);
+    calm = n == tokens;
+    return n;
+  }
+
+  // As the gate of columns, for that block.
+  void advance_tiles(int64_t i, int64_t tokens) {
     if (kind == none) return;
-    const bool within = extend(i, j, 0, across(), most(j));
-    for (int64_t tile = 0; tile < tiles(); ++tile) {
-      const int64_t first = tile * TILE, last = first + TILE < across() ? first + TILE : across();
-      bool& starts = fresh[j * tiles() + tile];
-      starts = !within && !extend(i, j, first, last, most(j));
-      if (starts) restart(j, first, last);
+    bool still = true;
+    for (int64_t j = 0; j < tokens; ++j) {
+      const float most = j == 0 ? limit / 2 : limit;
+      const bool within = extend(i + j, j, 0, across(), most);
+      for (int64_t tile = 0; tile < tiles(); ++tile) {
+        const int64_t first = tile * TILE, last = first + TILE < across() ? first + TILE : across();
+        bool& starts = fresh[j * tiles() + tile];
+        starts = !within && !extend(i + j, j, first, last, most);
+        if (starts) restart(j, first, last);
+      }
+      if (j > 0) {
+        still = still && within;
+      } else if (calm && close_with_all(i, tokens)) {
+        __builtin_memset(fresh + tiles(), false, (tokens - 1) * tiles());
+        return;
+      }
     }
+    close(tokens);
+    calm = still;
   }
 
   bool starts(int64_t j, int64_t tile) const { return kind != none && fresh[j * tiles() + (kind == scalar ? 0 : tile)]; }
@@ -118,7 +156,7 @@ struct Side {
   // total [across] += the gate before row w of the window.
   void add_to(float* total, int64_t w) const {
     if (kind == none) return;
-    for (int64_t c = 0; c < across(); c += LANES) store(total + c, load(total + c) + load(logs + w * across() + c));
+    for (int64_t c = 0; c < across(); c += LANES) store(total + c, load(total + c) + load(log(w) + c));
   }
 
   // After the last block: the decay of the last token too, where decays come late.
@@ -127,14 +165,22 @@ struct Side {
     const bool last = order.late && order.length > 0;
     if (last) fill(order, order.length, 1);
     for (int64_t c = 0; c < across(); c += LANES) {
-      const vec rounded = exponential(last ? load(carry + c) + load(logs + c) : load(carry + c));
+      const vec rounded = exponential(last ? load(carry + c) + load(log(0) + c) : load(carry + c));
       store(carry + c, rounded + rounded * load(rest + c));
     }
   }
 
-  vec of(const float* across_row, int64_t c) const {
-    return kind == none ? all(1) : kind == scalar ? load(across_row) : load(across_row + c);
+  // What stands at channel c of a row, or at every channel.
+  struct Factors {
+    const float* row;
+    int64_t step;  // floats from channel to channel, 1 or 0
+
+    vec operator()(int64_t c) const { return load(row + c * step); }
+  };
+  Factors product(int64_t j) const { return of_row(products + j * across()); }
+  Factors inverse(int64_t j) const { return of_row(inverses + j * across()); }
+  Factors of_row(const float* row) const {
+    static const vec one = all(1);
+    return kind == none ? Factors{reinterpret_cast<const float*>(&one), 0} : Factors{row, kind == channel};
   }
-  vec product(int64_t j, int64_t c) const { return of(products + j * across(), c); }
-  vec inverse(int64_t j, int64_t c) const { return of(inverses + j * across(), c); }
 };

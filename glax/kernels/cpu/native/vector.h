@@ -79,6 +79,16 @@ inline vec exponential_of_small(vec x) {
   return power.fraction * reinterpret_cast<vec>((reinterpret_cast<ivec>(power.shifted) << 23) + (127 << 23));
 }
 
+// 1 / x of a number within e^80 of 1, to an ulp or so.
+inline vec reciprocal(vec x) {
+#ifdef GLAX_RECIPROCAL
+  const vec near = GLAX_RECIPROCAL(x);
+  return near + near * (all(1) - x * near);
+#else
+  return all(1) / x;
+#endif
+}
+
 // ---- float32 from and to what is stored -------------------------------------------------------------------------------
 
 inline float from_bf16(uint16_t x) {
