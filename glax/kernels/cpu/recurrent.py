@@ -19,7 +19,7 @@ GROUP = 32  # columns over which the library forms partial sums; `group` in nati
 class NativeConfig(Config):
     """block: tokens between two rescalings of the state, at most. Work is the same; scratch grows with it."""
 
-    block: int = 32
+    block: int = 24
 
     def __post_init__(self):
         if not isinstance(self.block, int) or self.block < 1:
@@ -27,7 +27,7 @@ class NativeConfig(Config):
 
     @classmethod
     def candidates(cls, r: Recurrence) -> "list[NativeConfig]":
-        return [cls(block) for block in (16, 32, 64)]
+        return [cls(block) for block in (12, 24, 48)]
 
 
 def supports(r: Recurrence) -> str | None:

@@ -9,7 +9,7 @@
 #endif
 #include <immintrin.h>
 #define LANES 16
-#define TOKENS 4
+#define TOKENS 6
 #define GLAX_CONVERTS_F16
 #define GLAX_RECIPROCAL _mm512_rcp14_ps
 #define GLAX_STREAM _mm512_stream_ps
