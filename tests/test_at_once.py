@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import glax
 from glax.kernels.xla import at_once, chunked
 from glax.kernels.xla.chunked import ChunkedConfig
 from glax.recurrence import Recurrence
-from tests.cases import Case, cotangents, recurrence
+from tests.cases import Case, cotangents, inputs, recurrence
 from tests.compiling import quick_jit
 
 C = 16
@@ -91,14 +92,26 @@ def test_who_is_left_to_the_walk(changes):
     assert at_once.suits(recurrence(CASE, "mild"), C)
 
 
+# Of one block the form is always computed, and overwritten; of several it is one of two branches.
+in_one_and_in_blocks = pytest.mark.parametrize("blocks", [1, 2], ids=["one block", "blocks"])
+
+
+def cut_into(blocks: int, monkeypatch):
+    r = recurrence(CASE, "mild")
+    monkeypatch.setattr(at_once, "BLOCK", at_once.elements(r, C, CASE.T // blocks))
+    assert at_once.block(r, C) == CASE.T // blocks
+
+
 @needs_cpu
+@in_one_and_in_blocks
 @pytest.mark.parametrize("gate", ["gk", "g"])
-@pytest.mark.parametrize("strength", ["log-sigmoid", "+0.05", "-20", "-inf on 5%"])
-def test_out_of_reach_is_left_to_the_walk(gate, strength, monkeypatch):
+@pytest.mark.parametrize("strength", ["log-sigmoid", "+0.05", "-7", "-20", "-inf on 5%"])
+def test_out_of_reach_is_left_to_the_walk(gate, strength, blocks, monkeypatch):
     """One compiled function: the gates tell at run time. The form itself is made wrong, to see where it is taken."""
+    cut_into(blocks, monkeypatch)
     case = dataclasses.replace(CASE, gates=(gate,))
     r, config, solve = recurrence(case, strength), ChunkedConfig(C), at_once.solve
-    mild = strength in ("log-sigmoid", "+0.05")
+    mild = strength in ("log-sigmoid", "+0.05")  # of -7 the gradient would drown in the tokens' own parts
     assert bool(at_once.within(r, C)) == mild
 
     def wrong(r, size):
@@ -109,3 +122,52 @@ def test_out_of_reach_is_left_to_the_walk(gate, strength, monkeypatch):
     (output, _), states, blank = quick_jit(lambda r: chunked.solve(r, config, keep=True))(r)
     assert bool(blank) != mild and bool((states != 0).any()) == mild
     assert bool((output > 5e5).all()) == mild and bool((output > 5e5).any()) == mild
+
+
+@needs_cpu
+@in_one_and_in_blocks
+@pytest.mark.parametrize("gate", ["gk", "g", "g_gamma"])
+def test_what_the_form_makes_of_strong_gates_is_gone(gate, blocks, monkeypatch):
+    """Infinities and NaN: nothing of them stays in results, nor in what is kept, nor in the gradient from it or without."""
+    cut_into(blocks, monkeypatch)
+    case, config = dataclasses.replace(CASE, gates=(gate,)), ChunkedConfig(C)
+    cotangent = cotangents(case, recurrence(case, "mild"))
+    run = quick_jit(lambda r: chunked.chunked_and_kept(r, config=config))
+    walk = quick_jit(lambda r: chunked.by_walk(r, config, keep=False)[0])
+    vjp = quick_jit(lambda r, kept: chunked.chunked_vjp(r, *cotangent, kept, config=config))
+    vjp_of_walk = quick_jit(lambda r: chunked.vjp_by_walk(r, config, *cotangent, None))
+    for strength in ("-20", "-120", "-inf", "-inf on 5%"):
+        r = recurrence(case, strength)
+        outputs, kept = run(r)
+        assert bool((kept.far == 1).all()) and not kept.states.any()
+        close(outputs, walk(r))
+        for known in (kept, None):
+            close(vjp(r, known), vjp_of_walk(r))
+
+
+@needs_cpu
+@pytest.mark.parametrize("gate", ["gk", "g"])
+def test_one_of_several_calls_is_out_of_reach(gate):
+    """Under vmap, and in a scan over the same calls."""
+    T = at_once.GROUPS * at_once.CHUNK
+    case = Case("", T=T, heads=(2, 2, 2), K=8, V=8, gates=(gate,), state_dtype=None)
+    calls = [list(inputs(case, strength).values()) for strength in ("mild", "-inf on 5%", "log-sigmoid")]
+    together = jax.tree.map(lambda *x: jnp.stack(x), *calls)
+
+    def loss(q, k, v, log):
+        return jnp.square(glax.recurrent(q, k, v, **{gate: log}, platform="xla").output).sum()
+
+    each = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
+    want = jax.tree.map(lambda *x: jnp.stack(x), *[quick_jit(each)(*call) for call in calls])
+    close(quick_jit(jax.vmap(each))(*together), want)
+    close(quick_jit(lambda xs: jax.lax.scan(lambda _, x: (None, each(*x)), None, xs)[1])(together), want)
+
+
+@needs_cpu
+def test_no_alarm_for_what_is_overwritten():
+    """Under jax_debug_nans, outside of jit: the states that are kept are results of a program too."""
+    case = Case("", T=at_once.GROUPS * at_once.CHUNK, heads=(2, 2, 2), K=8, V=8, state_dtype=None)
+    q, k, v, log = inputs(case, "-inf on 5%").values()
+    with jax.debug_nans(True):
+        output, pull = jax.vjp(lambda *x: glax.recurrent(*x[:3], gk=x[3], platform="xla").output, q, k, v, log)
+        pull(output)

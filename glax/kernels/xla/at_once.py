@@ -4,12 +4,13 @@ With M_i the sum of log decays from the middle of token i's chunk through i, neg
 the state before the chunk and D the gradient of the one behind it, both as far as they are left at the middle,
 
     o = q~ S + P v            P = q~ k~^T, j <= i         the next S: what k~^T v adds to this one
-    dq~ = do S^T + dP k~      dP = do v^T, j < i          the last D: what q~^T do adds to this one
+    dq~ = do S^T + dP k~      dP = do v^T, j <= i         the last D: what q~^T do adds to this one
     dk~ = v D^T + dP^T q~     dv = k~ D + P^T do          dg_i = <S, dS> before the chunk - sum over j < i of q~ dq~ - k~ dk~
 
-This is the fast form of `chunk`, and `within` tells at run time whether it is exact. Only S, and D against time, pass from chunk
-to chunk. XLA runs a product of many small matrices on one core, but kernels that are ready side by side once these are more than
-eight. So time is cut into groups of chunks, with products of their own that wait for nothing but the states.
+and with one decay a head v~ = v e^-M, not k~. This is the fast form of `chunk`, and `within` tells at run time whether it is
+exact. Only S, and D against time, pass from chunk to chunk. XLA runs a product of many small matrices on one core, but kernels
+that are ready side by side once these are more than eight. So time is cut into groups of chunks, with products of their own that
+wait for nothing but the states.
 """
 
 import dataclasses
@@ -51,10 +52,13 @@ def suits(r: Recurrence, size: int = CHUNK) -> bool:
 
 
 def within(r: Recurrence, size: int) -> Bool[Array, ""]:
-    """Whether no exponential overflows or vanishes, see `chunk.fast`."""
+    """Whether no exponential overflows or vanishes, see `chunk.fast`, nor decays of e^-2 a token and less, on average, drown.
+
+    For the gradient of log decays has each token's own part, which no gate touches, on both sides of a difference.
+    """
     log = log_decays(r)
     log = log.reshape(log.shape[0], -1, size, log.shape[2] * log.shape[3])
-    return chunk.reach(chunk.geometry(size, r.reverse), log) <= chunk.fast_limit(r.dtype)
+    return chunk.reach(chunk.geometry(size, r.reverse), log) <= min(chunk.fast_limit(r.dtype), size)
 
 
 def log_decays(r: Recurrence) -> Float[Array, "B T H D"] | None:
@@ -111,10 +115,11 @@ def inner(x: Float[Array, "B N I D"], y: Float[Array, "B N J D"]) -> Float[Array
 
 
 class Factors(NamedTuple):
-    """Those of `chunk.fast` for one group, None without decay: up, down [B, n, C, H, D]; enter, leave [B, n, H, D, 1]."""
+    """Those of `chunk.fast` for one group, None is 1: what multiplies q, k, v [B, n, C, H, D]; enter, leave [B, n, H, D, 1]."""
 
-    up: Array | None = None
-    down: Array | None = None
+    q: Array | None = None
+    k: Array | None = None
+    v: Array | None = None
     enter: Array | None = None
     leave: Array | None = None
 
@@ -131,15 +136,18 @@ def factors(p: Problem) -> list[Factors]:
         B, n, C, H, D = log.shape
         M = chunk.sums(p.g.middle, log.reshape(B, n, C, H * D)).reshape(log.shape)
         enter, leave = log[:, :, p.g.begin] - M[:, :, p.g.begin], M[:, :, p.g.end]
-        found.append(Factors(jnp.exp(M), jnp.exp(-M), jnp.exp(enter)[..., None], jnp.exp(leave)[..., None]))
+        up, down, enter, leave = (jnp.exp(x) for x in (M, -M, enter, leave))
+        # A head's may stand at v. No product is then ready before the factors: those that states wait for are among the first.
+        k, v = (down, None) if D > 1 else (None, down)
+        found.append(Factors(up, k, v, enter[..., None], leave[..., None]))
     return found
 
 
 def rows(p: Problem, f: list[Factors]) -> tuple[list[Array], list[Array], list[Array]]:
-    """q~, k~ and v of each group, [B, n * H, C, _]."""
-    q = [by_head(times(q * p.scale, f.up)) for q, f in zip(p.split(p.r.q), f, strict=True)]
-    k = [by_head(times(k, f.down)) for k, f in zip(p.split(p.r.k), f, strict=True)]
-    return q, k, [by_head(v) for v in p.split(p.r.v)]
+    """q~, k~ and v~ of each group, [B, n * H, C, _]."""
+    q = [by_head(times(q * p.scale, f.q)) for q, f in zip(p.split(p.r.q), f, strict=True)]
+    k = [by_head(times(k, f.k)) for k, f in zip(p.split(p.r.k), f, strict=True)]
+    return q, k, [by_head(times(v, f.v)) for v, f in zip(p.split(p.r.v), f, strict=True)]
 
 
 def pass_on(first, through, weights, added, against: bool):
@@ -215,25 +223,23 @@ def backward(p: Problem, d_output, d_final, kept: Array | None) -> tuple[Gradien
     d_after, d_before, d_initial = pass_on(d_final, through, enter, added, not r.reverse)
 
     d, d_scale = Gradient([], [], [], []), 0
-    groups = zip(*rows_of, cotangents, before, d_after, d_before, f, p.split(r.q), p.split(r.k), strict=True)
-    for q, k, v, do, S, D, dS, factor, q_given, k_given in groups:
+    groups = zip(*rows_of, cotangents, before, d_after, d_before, f, p.split(r.q), strict=True)
+    for q, k, v, do, S, D, dS, factor, q_given in groups:
         edge = S * dS
         S, D, edge = (
             x.reshape(*q.shape[:2], *S.shape[3:]) for x in (times(S, factor.enter), times(D, factor.leave), edge)
         )
-        pairs, d_pairs = inner(q, k), inner(do, v)
-        # The own token's part, which no gate touches, stays apart, see `chunk.backward`.
-        own = p.by_token(jnp.einsum("bncc->bnc", d_pairs)[..., None])
-        pairs, d_pairs = jnp.where(g.causal, pairs, 0), jnp.where(g.earlier, d_pairs, 0)
+        # With each token's own part, unlike in `chunk.backward`: see `within`.
+        pairs, d_pairs = (jnp.where(g.causal, x, 0) for x in (inner(q, k), inner(do, v)))
         dq, dk = inner(do, S) + matmul(d_pairs, k), inner(v, D) + outer(d_pairs, q)
         if r.decay.form != "none":
             d_log = chunk.log_gradient(g, q * dq - k * dk, total(edge, 3), per_head=r.decay.key is None)
             d.log.append(p.by_token(d_log))
-        dq = times(p.by_token(dq), factor.up) + own * k_given
+        dq = times(p.by_token(dq), factor.q)
         d_scale += (dq * q_given).sum((1, 2, 3, 4))
         d.q.append(dq * p.scale)
-        d.k.append(times(p.by_token(dk), factor.down) + own * q_given * p.scale)
-        d.v.append(p.by_token(matmul(k, D) + outer(pairs, do)))
+        d.k.append(times(p.by_token(dk), factor.k))
+        d.v.append(times(p.by_token(matmul(k, D) + outer(pairs, do)), factor.v))
     return d, d_initial, d_scale
 
 
