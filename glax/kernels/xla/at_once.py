@@ -61,6 +61,23 @@ def within(r: Recurrence, size: int) -> Bool[Array, ""]:
     return chunk.reach(chunk.geometry(size, r.reverse), log) <= min(chunk.fast_limit(r.dtype), size)
 
 
+def where_exact(exact: Bool[Array, ""], r: Recurrence, size: int, together, otherwise, trains: bool):
+    """together() if that is exact, else otherwise().
+
+    What is passed into a branch of lax.cond is copied, and what is inside is shared with nothing outside: not the factors and
+    rows that forward and gradient have in common. So if the call `trains` and all chunks are one block, together() stays
+    outside. It may be NaN; a loop of one round or none overwrites it.
+    """
+    if not trains or block(r, size) < r.q.shape[1]:
+        return lax.cond(exact, together, otherwise)
+    found = together()
+
+    def overwrite(carry):
+        return jax.tree.map(varying_like, (jnp.ones((), bool), otherwise()), carry)
+
+    return lax.while_loop(lambda carry: ~carry[0], overwrite, (exact, found))[1]
+
+
 def log_decays(r: Recurrence) -> Float[Array, "B T H D"] | None:
     """D is K, or 1 for a decay of the head alone; None without decay."""
     if r.decay.form == "none":
@@ -136,9 +153,9 @@ def factors(p: Problem) -> list[Factors]:
         B, n, C, H, D = log.shape
         M = chunk.sums(p.g.middle, log.reshape(B, n, C, H * D)).reshape(log.shape)
         enter, leave = log[:, :, p.g.begin] - M[:, :, p.g.begin], M[:, :, p.g.end]
-        up, down, enter, leave = (jnp.exp(x) for x in (M, -M, enter, leave))
+        up, enter, leave = (jnp.exp(x) for x in (M, enter, leave))
         # A head's may stand at v. No product is then ready before the factors: those that states wait for are among the first.
-        k, v = (down, None) if D > 1 else (None, down)
+        k, v = (1 / up, None) if D > 1 else (None, 1 / up)
         found.append(Factors(up, k, v, enter[..., None], leave[..., None]))
     return found
 

@@ -7,7 +7,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from glax.decay import Decay
 from glax.kernels.chunks import Chunks, chunks_of
@@ -183,24 +183,7 @@ def solve(r: Recurrence, config: ChunkedConfig, keep: bool) -> tuple[Outputs, Ar
     if r.decay.form == "none":
         return *together(), jnp.zeros((), bool)
     within = at_once.within(r, config.chunk)
-    return *where_exact(within, r, config, together, otherwise), ~within
-
-
-def where_exact(exact: Bool[Array, ""], r: Recurrence, config: ChunkedConfig, together, otherwise):
-    """together() if that is exact, else otherwise().
-
-    What is passed into a branch of lax.cond is copied, and what is inside is shared with nothing outside: not the factors and
-    rows that forward and gradient have in common. So where all chunks are one block, together() stays outside. It may be NaN;
-    a loop of one round or none overwrites it.
-    """
-    if at_once.block(r, config.chunk) < r.q.shape[1]:
-        return lax.cond(exact, together, otherwise)
-    found = together()
-
-    def overwrite(carry):
-        return jax.tree.map(varying_like, (jnp.ones((), bool), otherwise()), carry)
-
-    return lax.while_loop(lambda carry: ~carry[0], overwrite, (exact, found))[1]
+    return *at_once.where_exact(within, r, config.chunk, together, otherwise, trains=keep), ~within
 
 
 def shorter(r: Recurrence, config: ChunkedConfig) -> ChunkedConfig:
@@ -340,7 +323,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None = None, *, c
     if r.decay.form == "none":
         return together()
     exact = (kept.far == 0).all() if known else at_once.within(r, config.chunk)
-    return where_exact(exact, r, config, together, otherwise)
+    return at_once.where_exact(exact, r, config.chunk, together, otherwise, trains=True)
 
 
 def vjp_by_walk(r: Recurrence, config: ChunkedConfig, d_output, d_final, states: Array | None) -> Recurrence:
