@@ -1,11 +1,14 @@
 """Chunks that XLA solves many at once on CPUs: which, in what blocks, and that others are left to the walk."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import glax
 from glax.kernels.xla import at_once, chunked
@@ -145,29 +148,51 @@ def test_what_the_form_makes_of_strong_gates_is_gone(gate, blocks, monkeypatch):
             close(vjp(r, known), vjp_of_walk(r))
 
 
+def calls_of(gate: str):
+    """Arguments of three calls, the second out of reach, on a first axis; and loss and gradient of one, in chunks of a size."""
+    case = dataclasses.replace(CASE, B=1, heads=(2, 2, 2), gates=(gate,), state_dtype=None)
+    calls = [list(inputs(case, strength).values()) for strength in ("mild", "-inf on 5%", "log-sigmoid")]
+
+    def loss(q, k, v, log, size=C):
+        output, state = glax.recurrent(q, k, v, **{gate: log}, cfg=ChunkedConfig(size))
+        return jnp.square(output).sum() + jnp.square(state).sum()
+
+    return [jnp.stack(x) for x in zip(*calls, strict=True)], jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
+
+
 @needs_cpu
 @pytest.mark.parametrize("gate", ["gk", "g"])
 def test_one_of_several_calls_is_out_of_reach(gate):
-    """Under vmap, and in a scan over the same calls."""
-    T = at_once.GROUPS * at_once.CHUNK
-    case = Case("", T=T, heads=(2, 2, 2), K=8, V=8, gates=(gate,), state_dtype=None)
-    calls = [list(inputs(case, strength).values()) for strength in ("mild", "-inf on 5%", "log-sigmoid")]
-    together = jax.tree.map(lambda *x: jnp.stack(x), *calls)
+    """Under vmap, in a scan over the calls, and on devices of their own."""
+    calls, each = calls_of(gate)
+    results = [quick_jit(each)(*(x[i] for x in calls)) for i in range(3)]
+    want = jax.tree.map(lambda *x: jnp.stack(x), *results)
+    close(quick_jit(jax.vmap(each))(*calls), want)
+    close(quick_jit(lambda *xs: jax.lax.scan(lambda _, x: (None, each(*x)), None, xs)[1])(*calls), want)
+    own = P("calls")
+    on_each = lambda *xs: jax.tree.map(lambda x: x[None], each(*(x[0] for x in xs)))  # noqa: E731
+    mesh = jax.make_mesh((3,), ("calls",), axis_types=(AxisType.Auto,))
+    spread = jax.shard_map(on_each, mesh=mesh, in_specs=own, out_specs=own)
+    close(quick_jit(spread)(*calls), want)
 
-    def loss(q, k, v, log):
-        return jnp.square(glax.recurrent(q, k, v, **{gate: log}, platform="xla").output).sum()
 
-    each = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
-    want = jax.tree.map(lambda *x: jnp.stack(x), *[quick_jit(each)(*call) for call in calls])
-    close(quick_jit(jax.vmap(each))(*together), want)
-    close(quick_jit(lambda xs: jax.lax.scan(lambda _, x: (None, each(*x)), None, xs)[1])(together), want)
+@needs_cpu
+def test_second_derivatives():
+    """Of calls within reach and not, as in chunks that go one by one."""
+    calls, each = calls_of("gk")
+
+    def energy(size, *x):
+        return sum(jnp.square(d).sum() for d in each(*x, size=size)[1])
+
+    got, want = (quick_jit(jax.grad(functools.partial(energy, size), argnums=(0, 1, 2, 3))) for size in (C, C - 1))
+    for i in range(3):
+        x = [x[i] for x in calls]
+        close(got(*x), want(*x))
 
 
 @needs_cpu
 def test_no_alarm_for_what_is_overwritten():
     """Under jax_debug_nans, outside of jit: the states that are kept are results of a program too."""
-    case = Case("", T=at_once.GROUPS * at_once.CHUNK, heads=(2, 2, 2), K=8, V=8, state_dtype=None)
-    q, k, v, log = inputs(case, "-inf on 5%").values()
+    calls, each = calls_of("gk")
     with jax.debug_nans(True):
-        output, pull = jax.vjp(lambda *x: glax.recurrent(*x[:3], gk=x[3], platform="xla").output, q, k, v, log)
-        pull(output)
+        each(*(x[1] for x in calls))
