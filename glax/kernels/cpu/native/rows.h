@@ -59,8 +59,8 @@ struct Scratch {
 struct Window {
   float* copies;  // [block, across]
   int64_t across;
-  const char* first;  // row 0
-  int64_t step;       // bytes from row to row
+  const char* first = nullptr;  // row 0
+  int64_t step = 0;             // bytes from row to row
 
   void take(Scratch& scratch, int64_t block, int64_t width) {
     across = padded(width);

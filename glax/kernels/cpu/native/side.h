@@ -94,7 +94,7 @@ struct Side {
   }
 
   // `extend` for all tokens of a block behind its first, token i of the walk, and `close`, with the sums in registers. False if one
-  // would pass the limit: they are to be extended by one after the other.
+  // passes the limit: nothing of it counts, and they are to be extended by one after the other.
   bool close_with_all(int64_t i, int64_t tokens) {
     vec low = {}, high = {};
     for (int64_t c = 0; c < across(); c += LANES) {

@@ -2,6 +2,7 @@
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+typedef uint32_t uvec __attribute__((vector_size(LANES * 4)));
 typedef float vec_in_memory __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 inline vec load(const float* p) { return *reinterpret_cast<const vec_in_memory*>(p); }
@@ -73,10 +74,10 @@ inline vec exponential(vec x) {
   return power.fraction * low * high;
 }
 
-// The same, of |x| <= 80 or NaN: in one factor, whose exponent the last bits of 1.5 * 2^23 + n are but for the bias.
+// The same, of |x| <= 80 or NaN: in one factor, whose exponent the last bits of 1.5 * 2^23 + n are but for the bias. Of others: anything.
 inline vec exponential_of_small(vec x) {
   const Power power(x);
-  return power.fraction * reinterpret_cast<vec>((reinterpret_cast<ivec>(power.shifted) << 23) + (127 << 23));
+  return power.fraction * reinterpret_cast<vec>((reinterpret_cast<uvec>(power.shifted) << 23) + (127u << 23));
 }
 
 // 1 / x of a number within e^80 of 1, to an ulp or so.
