@@ -11,7 +11,8 @@
 #define LANES 16
 #define TOKENS 6
 #define GLAX_CONVERTS_F16
-#define GLAX_RECIPROCAL(x) _mm512_maskz_rcp14_ps(0xffff, x)  // without a mask GCC warns of its own header
+#define GLAX_CONVERTS_BF16
+#define GLAX_RECIPROCAL(x) _mm512_maskz_rcp14_ps(0xffff, x)  // without masks GCC warns of its own header
 #define GLAX_STREAM _mm512_stream_ps
 #define GLAX_NAME "AVX-512"
 #define GLAX_NAMESPACE of_avx512

@@ -183,12 +183,12 @@ struct Columns {
   // Token t walked with time.
   void take_y(Walk& walk, int64_t j, int64_t w, int64_t t) {
     float *y = walk.y_block + j * walk.across(), *terms = walk.terms;
-    const float *x_row = walk.x.row(w), *z_row = walk.z.row(w);
+    const Row x_row = walk.x.row(w), z_row = walk.z.row(w);
     const vec own = all(walk.own[j]), z_factor = all(z.factor), y_factor = all(y_out.factor);
     for (int64_t g = 0; g * group < walk.columns.width; ++g) {
       vec gate_sum = {}, scale_sum = {};
       each_in(walk, g, [&](int64_t i) {
-        const vec z_here = load(z_row + i), decayed = load(y + i), whole = decayed + own * load(x_row + i);
+        const vec z_here = z_row(i), decayed = load(y + i), whole = decayed + own * x_row(i);
         const vec term = z_here * z_factor * decayed;
         gate_sum += term, scale_sum += z_here * whole;
         store(y + i, whole * y_factor);
@@ -204,14 +204,14 @@ struct Columns {
   // Token t walked against time.
   void take_dx(Walk& walk, int64_t j, int64_t w, int64_t t, bool last) {
     float *dx = walk.y_block + j * walk.across(), *terms = walk.terms;
-    const float *x_row = walk.z.row(w), *z_row = walk.x.row(w);
+    const Row x_row = walk.z.row(w), z_row = walk.x.row(w);
     const vec own = all(walk.own[j] * z.factor), decayed = all(!last);
     for (int64_t g = 0; g * group < walk.columns.width; ++g) {
       vec gate_sum = {};
       each_in(walk, g, [&](int64_t i) {
-        const vec d = load(dx + i), term = load(x_row + i) * d * decayed;
+        const vec d = load(dx + i), term = x_row(i) * d * decayed;
         gate_sum += term;
-        store(dx + i, d + own * load(z_row + i));
+        store(dx + i, d + own * z_row(i));
         if (d_channels.data) store(terms + i, term);
       });
       if (d_scalar) {
@@ -221,7 +221,7 @@ struct Columns {
       }
     }
     if (d_channels.data) {
-      const float* from_y = walk.more.row(w);
+      const float* from_y = walk.more.row(w).floats();
       double* sums = running;
 #pragma GCC ivdep
       for (int64_t i = 0; i < walk.columns.width; ++i) terms[i] = float(sums[i] += double(from_y[i]) - double(terms[i]));

@@ -55,30 +55,43 @@ struct Scratch {
   }
 };
 
-// The rows of a window of tokens as float32: where they lie, or widened copies.
+// A row of float32, or of bfloat16 that is widened as it is read.
+struct Row {
+  const char* data;
+  bool half;
+
+  vec operator()(int64_t c) const { return half ? load_bf16(halves() + c) : load(floats() + c); }
+  float at(int64_t c) const { return half ? from_bf16(halves()[c]) : floats()[c]; }
+  const float* floats() const { return reinterpret_cast<const float*>(data); }
+  const uint16_t* halves() const { return reinterpret_cast<const uint16_t*>(data); }
+};
+
+// The rows of a window of tokens: where they lie, or widened copies.
 struct Window {
   float* copies;  // [block, across]
   int64_t across;
   const char* first = nullptr;  // row 0
   int64_t step = 0;             // bytes from row to row
+  bool half = false;            // they are bfloat16
 
   void take(Scratch& scratch, int64_t block, int64_t width) {
     across = padded(width);
     copies = scratch.floats(block * across);
   }
 
-  // Of tokens [from, from + tokens) of the walk, of which none before `begin` is read.
-  void fill(const Rows& rows, const Order& order, int64_t from, int64_t tokens, int64_t begin = 0) {
+  // Of tokens [from, from + tokens) of the walk, of which none before `begin` is read. Unless `as_floats`, rows of bfloat16 may stay
+  // what they are.
+  void fill(const Rows& rows, const Order& order, int64_t from, int64_t tokens, bool as_floats = false, int64_t begin = 0) {
     if (!rows.data) return;
-    if (rows.type == Type::f32 && rows.width % LANES == 0) {
-      first = rows.at(order.at(from)), step = order.step * rows.stride;
-      return;
-    }
+    first = rows.at(order.at(from)), step = order.step * rows.stride;
+    half = rows.type == Type::bf16 && fast_bf16 && !as_floats;
+    if (rows.width % LANES == 0 && (rows.type == Type::f32 || half)) return;
+    half = false;
+    for (int64_t j = begin; j < tokens; ++j) widen(first + j * step, rows.type, rows.width, copies + j * across);
     first = reinterpret_cast<const char*>(copies), step = across * 4;
-    for (int64_t j = begin; j < tokens; ++j) widen(rows.at(order.at(from + j)), rows.type, rows.width, copies + j * across);
   }
 
-  const float* row(int64_t j) const { return reinterpret_cast<const float*>(first + j * step); }
+  Row row(int64_t j) const { return {first + j * step, half}; }
 };
 
 // Cache lines that the next block needs. Rows lie apart by all heads' width, often by a page, which is further than a processor

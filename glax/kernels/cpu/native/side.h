@@ -47,11 +47,11 @@ struct Side {
   void fill(const Order& order, int64_t from, int64_t tokens) {
     if (kind == none) return;
     window = from, ungated = order.late && from == 0;
-    logs.fill(gate, order, from - order.late, tokens, ungated);
+    logs.fill(gate, order, from - order.late, tokens, true, ungated);
     if (kind == scalar)
-      for (int64_t j = ungated; j < tokens; ++j) store(logs.copies + j * across(), all(*logs.row(j)));
+      for (int64_t j = ungated; j < tokens; ++j) store(logs.copies + j * across(), all(logs.row(j).at(0)));
   }
-  const float* log(int64_t w) const { return w < ungated ? zeros : logs.row(w); }
+  const float* log(int64_t w) const { return w < ungated ? zeros : logs.row(w).floats(); }
 
   const float* sums_before(int64_t j) const { return j == 0 ? carry : sums + (j - 1) * across(); }
 
@@ -101,7 +101,7 @@ struct Side {
       vec sum = load(sums + c), taken = load(rests + c);
       form(0, c, sum, taken);
       for (int64_t j = 1; j < tokens; ++j) {
-        const vec x = sum, y = load(logs.row(i + j - window) + c);
+        const vec x = sum, y = load(logs.row(i + j - window).floats() + c);
         sum = x + y;
         const vec added = sum - x;
         taken += (x - (sum - added)) + (y - added);

@@ -157,6 +157,31 @@ inline int64_t widen_f16(const uint16_t*, int64_t, float*) { return 0; }
 inline int64_t narrow_f16(const float*, int64_t, uint16_t*) { return 0; }
 #endif
 
+// Whole vectors of bfloat16, where the machine converts them in few steps; compilers split these.
+#ifdef GLAX_CONVERTS_BF16
+constexpr bool fast_bf16 = true;
+inline vec load_bf16(const uint16_t* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return reinterpret_cast<vec>(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, bits), 16));
+}
+inline void store_bf16(uint16_t* p, vec x) {
+  const uvec bits = reinterpret_cast<uvec>(x), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const uvec number = reinterpret_cast<uvec>(x == x), stored = (rounded & number) | (0x7fc0 & ~number);
+  const __m256i halves = _mm512_maskz_cvtepi32_epi16(0xffff, reinterpret_cast<__m512i>(stored));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves);
+}
+#else
+constexpr bool fast_bf16 = false;
+inline vec load_bf16(const uint16_t* p) {
+  vec x;
+  for (int i = 0; i < LANES; ++i) x[i] = from_bf16(p[i]);
+  return x;
+}
+inline void store_bf16(uint16_t* p, vec x) {
+  for (int i = 0; i < LANES; ++i) p[i] = to_bf16(x[i]);
+}
+#endif
+
 // Stores past the caches, where the machine has them: lines that are written whole need not be read first. `to` is aligned to a vector.
 // Other threads see them after `streams_end`.
 #ifdef GLAX_STREAM
@@ -194,6 +219,8 @@ inline void narrow(const float* x, char* row, Type type, int64_t width) {
     for (int64_t i = 0; i < width; i += LANES) store(reinterpret_cast<float*>(row) + i, load(x + i));
   } else if (type == Type::f32) {
     __builtin_memcpy(row, x, width * 4);
+  } else if (type == Type::bf16 && fast_bf16 && width % LANES == 0) {
+    for (int64_t i = 0; i < width; i += LANES) store_bf16(to + i, load(x + i));
   } else if (type == Type::bf16) {
     for (int64_t i = 0; i < width; ++i) to[i] = to_bf16(x[i]);
   } else {

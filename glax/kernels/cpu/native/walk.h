@@ -179,7 +179,7 @@ struct Walk {
   void fill(const Order& order, int64_t from, int64_t tokens) {
     rows.fill(order, from, tokens), columns.fill(order, from, tokens);
     a.fill(operands.a, order, from, tokens), b.fill(operands.b, order, from, tokens), x.fill(operands.x, order, from, tokens);
-    z.fill(operands.z, order, from, tokens), more.fill(operands.more, order, from, tokens);
+    z.fill(operands.z, order, from, tokens), more.fill(operands.more, order, from, tokens, true);
   }
 
   // Has the rows that `next` needs of tokens [from, to) fetched while this state is multiplied.
@@ -226,12 +226,12 @@ struct Walk {
 
   void enter_last() {
     const Operands& o = operands;
-    const float *a_row = a.row(last_row), *x_row = x.row(last_row);
+    const Row a_row = a.row(last_row), x_row = x.row(last_row);
     for (int64_t i = 0; i < tile_count(); ++i)
       for (int64_t r = 0; r < rows.width; ++r)
         for (int64_t c = 0; c < tile_width(i); c += LANES) {
           float* s = place(r, i * TILE) + c;
-          store(s, load(s) + all(a_row[r] * o.a.factor) * (load(x_row + i * TILE + c) * all(o.x.factor)));
+          store(s, load(s) + all(a_row.at(r) * o.a.factor) * (x_row(i * TILE + c) * all(o.x.factor)));
         }
   }
 
@@ -239,17 +239,17 @@ struct Walk {
   template <Sums SUMS>
   void gather(int64_t j, int64_t w, bool enters) {
     const Operands& o = operands;
-    const float *a_row = a.row(w), *b_row = b.row(w), *x_row = x.row(w);
+    const Row a_row = a.row(w), b_row = b.row(w), x_row = x.row(w);
     const vec a_factor = all(o.a.factor), b_factor = all(o.b.factor), x_factor = all(enters ? o.x.factor : 0);
     const Side::Factors row_inverse = rows.inverse(j), row_product = rows.product(j), column_inverse = columns.inverse(j);
     vec dot = {};
     for (int64_t first = 0; first < rows.width; first += DEPTH) {
       const int64_t to = (first / DEPTH * block + j) * STRIDE - first, end = smallest(first + DEPTH, rows.width);
       for (int64_t r = first; r < end; r += LANES) {
-        const vec in = load(a_row + r) * a_factor;
+        const vec in = a_row(r) * a_factor;
         store(a_block + to + r, in * row_inverse(r));
         if (SUMS == Sums::none) continue;
-        const vec out = load(b_row + r) * b_factor;
+        const vec out = b_row(r) * b_factor;
         store(b_block + to + r, out * row_product(r));
         if (SUMS == Sums::before) dot += in * out;
       }
@@ -258,7 +258,7 @@ struct Walk {
     for (int64_t tile = 0; tile < across(); tile += TILE) {
       float* const to = x_block + (tile / TILE * block + j) * TILE - tile;
       for (int64_t c = tile; c < smallest(tile + TILE, across()); c += LANES)
-        store(to + c, load(x_row + c) * x_factor * column_inverse(c));
+        store(to + c, x_row(c) * x_factor * column_inverse(c));
     }
   }
 
