@@ -60,7 +60,7 @@ struct Row {
   const char* data;
   bool half;
 
-  vec operator()(int64_t c) const { return half ? load_bf16(halves() + c) : load(floats() + c); }
+  vec operator()(int64_t c) const { return fast_bf16 && half ? load_bf16(halves() + c) : load(floats() + c); }
   float at(int64_t c) const { return half ? from_bf16(halves()[c]) : floats()[c]; }
   const float* floats() const { return reinterpret_cast<const float*>(data); }
   const uint16_t* halves() const { return reinterpret_cast<const uint16_t*>(data); }
