@@ -31,15 +31,23 @@ def same_as_the_walk(case: Case, strength: str = "log-sigmoid"):
     r, config = recurrence(case, strength), ChunkedConfig(C)
     cotangent = cotangents(case, r)
     outputs, states = quick_jit(lambda r: at_once.solve(r, C))(r)
-    close((outputs, states), quick_jit(lambda r: chunked.by_walk(r, config, keep=True))(r))
+    want, before = quick_jit(lambda r: chunked.by_walk(r, config, keep=True))(r)
+    close(outputs, want)
+    assert (states is None) == at_once.by_heads(r, C)
+    if states is not None:
+        close(states, before)
     vjp = quick_jit(lambda r, kept: at_once.vjp(r, C, *cotangent, kept))
     want = quick_jit(lambda r: chunked.vjp_by_walk(r, config, *cotangent, None))(r)
     for kept in (states, None):
         close(vjp(r, kept), want)
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
-@pytest.mark.parametrize("gates", [(), ("g_gamma",), ("g",), ("gk",)], ids=str)
+both_ways = pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
+every_gate = pytest.mark.parametrize("gates", [(), ("g_gamma",), ("g",), ("gk",)], ids=str)
+
+
+@both_ways
+@every_gate
 def test_block_after_block(gates, reverse, monkeypatch):
     monkeypatch.setattr(at_once, "BLOCK", 1)
     case = dataclasses.replace(CASE, gates=gates, reverse=reverse)
@@ -60,10 +68,29 @@ def test_memory_follows_the_block(monkeypatch):
     assert needs[1] < 1.1 * needs[0] < 40 * 4 * at_once.BLOCK
 
 
+@both_ways
+@every_gate
+@pytest.mark.parametrize("heads", [(4, 2, 1), (2, 2, 1)], ids=["groups of heads", "too few heads"])
+def test_all_in_one_block(heads, gates, reverse):
+    case = dataclasses.replace(CASE, heads=heads, gates=gates, reverse=reverse)
+    r = recurrence(case, "log-sigmoid")
+    assert at_once.block(r, C) == case.T
+    assert at_once.by_heads(r, C) == (heads[0] == at_once.GROUPS and gates != ("gk",))
+    same_as_the_walk(case)
+
+
 @pytest.mark.fast
-def test_all_in_one_block():
-    assert at_once.block(recurrence(CASE, "log-sigmoid"), C) == CASE.T
+def test_one_of_each_form():
     same_as_the_walk(CASE)
+    same_as_the_walk(dataclasses.replace(CASE, gates=("g",)))
+
+
+@pytest.mark.fast
+def test_groups_of_heads_have_few_chunks():
+    """The matrix of what is left from chunk to chunk is never larger than one of a chunk's pairs."""
+    for T in (C**2, C**2 + at_once.GROUPS * C):
+        r = recurrence(dataclasses.replace(CASE, B=1, T=T, K=1, V=1, gates=("g",)), "mild")
+        assert at_once.block(r, C) == T and at_once.by_heads(r, C) == (T == C**2)
 
 
 @pytest.mark.fast
@@ -123,7 +150,8 @@ def test_out_of_reach_is_left_to_the_walk(gate, strength, blocks, monkeypatch):
 
     monkeypatch.setattr(at_once, "solve", wrong)
     (output, _), states, blank = quick_jit(lambda r: chunked.solve(r, config, keep=True))(r)
-    assert bool(blank) != mild and bool((states != 0).any()) == mild
+    assert bool(blank) != mild
+    assert states is None if at_once.by_heads(r, C) else bool((states != 0).any()) == mild
     assert bool((output > 5e5).all()) == mild and bool((output > 5e5).any()) == mild
 
 
@@ -142,7 +170,9 @@ def test_what_the_form_makes_of_strong_gates_is_gone(gate, blocks, monkeypatch):
     for strength in ("-20", "-120", "-inf", "-inf on 5%"):
         r = recurrence(case, strength)
         outputs, kept = run(r)
-        assert bool((kept.far == 1).all()) and not kept.states.any()
+        assert bool((kept.far == 1).all())
+        # Groups of heads keep the first state alone.
+        assert np.array_equal(kept.states, r.start_state[:, None]) if at_once.by_heads(r, C) else not kept.states.any()
         close(outputs, walk(r))
         for known in (kept, None):
             close(vjp(r, known), vjp_of_walk(r))

@@ -10,7 +10,8 @@ the state before the chunk and D the gradient of the one behind it, both as far 
 and with one decay a head v~ = v e^-M, not k~. This is the fast form of `chunk`, and `within` tells at run time whether it is
 exact. Only S, and D against time, pass from chunk to chunk. XLA runs a product of many small matrices on one core, but kernels
 that are ready side by side once these are more than eight. So time is cut into groups of chunks, with products of their own that
-wait for nothing but the states.
+wait for nothing but the states. Or, where decays are a head's alone and all is one block, heads are: all states of a head are
+then one product of a matrix of decays with what its chunks add, see `Links`, and no loop is left.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
@@ -49,6 +51,12 @@ def suits(r: Recurrence, size: int = CHUNK) -> bool:
     """Whether this form takes chunks of that size: all of them whole, and those of one block few enough."""
     whole = r.boundaries is None and r.decay.value is None and r.q.shape[1] % (GROUPS * size) == 0
     return Backend.here() is Backend.CPU and whole and elements(r, size, GROUPS * size) <= 2 * BLOCK
+
+
+def by_heads(r: Recurrence, size: int) -> bool:
+    """Whether groups are of heads, in one block. The gradient then forms the states again, by the same two products a group."""
+    T, heads = r.q.shape[1], r.num_heads
+    return r.decay.key is None and heads % GROUPS == 0 and size**2 >= T and block(r, size) == T
 
 
 def within(r: Recurrence, size: int) -> Bool[Array, ""]:
@@ -91,10 +99,14 @@ def log_decays(r: Recurrence) -> Float[Array, "B T H D"] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A recurrence in GROUPS groups of n chunks of C = `size` tokens."""
+    """A recurrence in GROUPS groups of n chunks of C = `size` tokens: of time, or of heads.
+
+    N stands for the chunks of a group's heads, by chunk and head where groups are of time, else by head and chunk.
+    """
 
     r: Recurrence
     size: int
+    of_heads: bool = False
 
     @property
     def g(self) -> chunk.Geometry:
@@ -106,19 +118,21 @@ class Problem:
 
     def split(self, x: Float[Array, "B T heads D"]) -> list[Float[Array, "B n C H D"]]:
         x = spread_heads(x, self.r.num_heads).astype(self.r.dtype)
-        return [part.reshape(x.shape[0], -1, self.size, *x.shape[2:]) for part in jnp.split(x, GROUPS, axis=1)]
+        parts = jnp.split(x, GROUPS, axis=2 if self.of_heads else 1)
+        return [part.reshape(x.shape[0], -1, self.size, *part.shape[2:]) for part in parts]
 
-    def by_token(self, x: Float[Array, "B n*H C D"]) -> Float[Array, "B n C H D"]:
+    def by_head(self, x: Float[Array, "B n C H D"]) -> Float[Array, "B N C D"]:
+        """As products take it."""
+        x = x.transpose(0, 3, 1, 2, 4) if self.of_heads else x.transpose(0, 1, 3, 2, 4)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+    def by_token(self, x: Float[Array, "B N C D"]) -> Float[Array, "B n C H D"]:
+        if self.of_heads:
+            return x.reshape(x.shape[0], self.r.num_heads // GROUPS, -1, *x.shape[2:]).transpose(0, 2, 3, 1, 4)
         return x.reshape(x.shape[0], -1, self.r.num_heads, *x.shape[2:]).transpose(0, 1, 3, 2, 4)
 
     def states(self, x: Float[Array, "B n*H K V"]) -> Float[Array, "B n H K V"]:
         return x.reshape(x.shape[0], -1, *self.r.state_shape[1:])
-
-
-def by_head(x: Float[Array, "B n C H D"]) -> Float[Array, "B n*H C D"]:
-    """As products take it."""
-    B, n, C, H, D = x.shape
-    return x.transpose(0, 1, 3, 2, 4).reshape(B, n * H, C, D)
 
 
 def outer(x: Float[Array, "B N C K"], y: Float[Array, "B N C V"]) -> Float[Array, "B N K V"]:
@@ -131,6 +145,35 @@ def inner(x: Float[Array, "B N I D"], y: Float[Array, "B N J D"]) -> Float[Array
     return jnp.einsum("bnid,bnjd->bnij", x, y, precision=lax.Precision.HIGHEST)
 
 
+class Links(NamedTuple):
+    """How the chunks of each head are linked, for groups of heads: what decays leave of a state.
+
+    between [B, H, n, n]: [c, d] of what chunk d adds, at the middle of chunk c; 0 unless d is before c.
+    first, last [B, H, n, 1]: of the initial state, at the middle of c; of what d adds, at the end. whole [B, H, 1, 1]: from the
+    first to the last.
+    """
+
+    between: Array
+    first: Array
+    last: Array
+    whole: Array
+
+
+def links(enter: Float[Array, "B n H 1"], leave: Float[Array, "B n H 1"], reverse: bool) -> Links:
+    """From the log decays of each chunk before and behind its middle. Each exponent is a sum, never a difference of two."""
+    enter, leave = (x[..., 0].transpose(0, 2, 1) for x in (enter, leave))
+    n = enter.shape[2]
+    c, d, x = np.mgrid[:n, :n, :n] * (-1 if reverse else 1)
+    inside, before = (d < x) & (x < c), (x < c)[:, 0]
+    across = lambda matrix: jnp.einsum(  # noqa: E731
+        "px,bhx->bhp", jnp.asarray(matrix, enter.dtype), enter + leave, precision=lax.Precision.HIGHEST
+    )
+    past = across(inside.reshape(n * n, n)).reshape(*enter.shape, n)
+    between = jnp.where((d < c)[..., 0], jnp.exp(past + enter[..., None] + leave[:, :, None]), 0)
+    first, last = jnp.exp(enter + across(before)), jnp.exp(leave + across(before.T))
+    return Links(between, first[..., None], last[..., None], jnp.exp((enter + leave).sum(2))[..., None, None])
+
+
 class Factors(NamedTuple):
     """Those of `chunk.fast` for one group, None is 1: what multiplies q, k, v [B, n, C, H, D]; enter, leave [B, n, H, D, 1]."""
 
@@ -139,6 +182,7 @@ class Factors(NamedTuple):
     v: Array | None = None
     enter: Array | None = None
     leave: Array | None = None
+    links: Links | None = None
 
     @property
     def through(self) -> Array | None:
@@ -148,23 +192,26 @@ class Factors(NamedTuple):
 def factors(p: Problem) -> list[Factors]:
     log, found = log_decays(p.r), []
     if log is None:
-        return [Factors()] * GROUPS
+        B, T, H = (*p.r.q.shape[:2], p.r.num_heads)
+        none = varying_like(jnp.zeros((B, T // p.size, H // GROUPS, 1), p.r.dtype), p.r.q)
+        return [Factors(links=links(none, none, p.r.reverse) if p.of_heads else None)] * GROUPS
     for log in p.split(log):  # noqa: B020
         B, n, C, H, D = log.shape
         M = chunk.sums(p.g.middle, log.reshape(B, n, C, H * D)).reshape(log.shape)
         enter, leave = log[:, :, p.g.begin] - M[:, :, p.g.begin], M[:, :, p.g.end]
+        linked = links(enter, leave, p.r.reverse) if p.of_heads else None
         up, enter, leave = (jnp.exp(x) for x in (M, enter, leave))
         # A head's may stand at v. No product is then ready before the factors: those that states wait for are among the first.
         k, v = (1 / up, None) if D > 1 else (None, 1 / up)
-        found.append(Factors(up, k, v, enter[..., None], leave[..., None]))
+        found.append(Factors(up, k, v, enter[..., None], leave[..., None], linked))
     return found
 
 
 def rows(p: Problem, f: list[Factors]) -> tuple[list[Array], list[Array], list[Array]]:
-    """q~, k~ and v~ of each group, [B, n * H, C, _]."""
-    q = [by_head(times(q * p.scale, f.q)) for q, f in zip(p.split(p.r.q), f, strict=True)]
-    k = [by_head(times(k, f.k)) for k, f in zip(p.split(p.r.k), f, strict=True)]
-    return q, k, [by_head(times(v, f.v)) for v, f in zip(p.split(p.r.v), f, strict=True)]
+    """q~, k~ and v~ of each group, [B, N, C, _]."""
+    q = [p.by_head(times(q * p.scale, f.q)) for q, f in zip(p.split(p.r.q), f, strict=True)]
+    k = [p.by_head(times(k, f.k)) for k, f in zip(p.split(p.r.k), f, strict=True)]
+    return q, k, [p.by_head(times(v, f.v)) for v, f in zip(p.split(p.r.v), f, strict=True)]
 
 
 def pass_on(first, through, weights, added, against: bool):
@@ -173,15 +220,15 @@ def pass_on(first, through, weights, added, against: bool):
     Returns before, after, last: of each group the X before and behind each chunk, [B, n, H, K, V], and X behind them all.
     """
     before, after, order = [], [], slice(None, None, -1 if against else 1)
-    for group in list(zip(through, weights, added, strict=True))[order]:
-        first, found = within_group(first, *group, against)
+    for through, weight, new in list(zip(through, weights, added, strict=True))[order]:  # noqa: B020
+        first, found = within_group(first, through, times(new, weight), against)
         earlier, later = found[:, :-1], found[:, 1:]
         before.append(later if against else earlier)
         after.append(earlier if against else later)
     return before[order], after[order], first
 
 
-def within_group(X, through, weight, added, against: bool):
+def within_group(X, through, added, against: bool):
     """The same for one group, in the array that holds what is added: X behind the group, and [B, n + 1, H, K, V].
 
     In a loop, for XLA would form a chunk's X from all before it, again for each.
@@ -194,29 +241,67 @@ def within_group(X, through, weight, added, against: bool):
         c = n - 1 - i if against else i
         at = c if against else c + 1
         of = lambda factor: None if factor is None else lax.dynamic_index_in_dim(factor, c, 1, keepdims=False)  # noqa: E731
-        X = times(X, of(through)) + times(lax.dynamic_index_in_dim(found, at, 1, keepdims=False), of(weight))
+        X = times(X, of(through)) + lax.dynamic_index_in_dim(found, at, 1, keepdims=False)
         return X, lax.dynamic_update_index_in_dim(found, X, at, 1)
 
     return lax.fori_loop(0, n, step, (X, found))
 
 
+def add_up(links: Links, X: Float[Array, "B H K V"], added: Float[Array, "B H*n K V"], against: bool):
+    """X at the middle of each chunk of a group of heads, [B, H * n, K, V], and behind them all, from X before them."""
+    B, H, n, _ = links.first.shape
+    terms, X = added.reshape(B, H, n, -1), X.reshape(B, H, 1, -1)
+    # XLA drops zeros that are chosen among by a constant, but not a product with them.
+    plus = lambda x, factor: jnp.where((X != 0).any(), x + factor * X, x)  # noqa: E731
+    first, last = (links.last, links.first) if against else (links.first, links.last)
+    middle = outer(links.between, terms) if against else matmul(links.between, terms)
+    middle, behind = plus(middle, first), plus(outer(last, terms), links.whole)
+    return middle.reshape(added.shape), behind.reshape(B, H, *added.shape[2:])
+
+
+def at_middle(X: list[Float[Array, "B n H K V"]], factors: list[Array | None]) -> list[Float[Array, "B n*H K V"]]:
+    return [times(X, factor).reshape(X.shape[0], -1, *X.shape[3:]) for X, factor in zip(X, factors, strict=True)]
+
+
 def states(p: Problem, f: list[Factors], k, v):
-    """The states before each chunk, [B, n, H, K, V] of each group, and the final ones."""
-    added = [p.states(outer(k, v)) for k, v in zip(k, v, strict=True)]
+    """What is left of S at each chunk's middle, by groups, [B, N, K, V]; S before each chunk, for groups of time; the final S."""
+    added = [outer(k, v) for k, v in zip(k, v, strict=True)]
+    if p.of_heads:
+        given = jnp.split(p.r.start_state, GROUPS, axis=1)
+        middle, final = zip(
+            *(add_up(f.links, *X, against=False) for f, *X in zip(f, given, added, strict=True)), strict=True
+        )
+        return middle, None, jnp.concatenate(final, axis=1)
+    added = [p.states(x) for x in added]
     before, _, final = pass_on(p.r.start_state, [x.through for x in f], [x.leave for x in f], added, p.r.reverse)
-    return before, final
+    return at_middle(before, [x.enter for x in f]), before, final
 
 
-def forward(p: Problem) -> tuple[list[Array], Array, list[Array]]:
+def adjoints(p: Problem, f: list[Factors], q, do, d_final, S: list[Array], before: list[Array] | None):
+    """What is left of D at each chunk's middle, like S; S dS before it, [B, N, K, V]; the gradient of the initial S."""
+    added = [outer(q, do) for q, do in zip(q, do, strict=True)]
+    if p.of_heads:
+        given = jnp.split(d_final, GROUPS, axis=1)
+        middle, first = zip(
+            *(add_up(f.links, *X, against=True) for f, *X in zip(f, given, added, strict=True)), strict=True
+        )
+        edges = [S * (new + D) for S, new, D in zip(S, added, middle, strict=True)]
+        return middle, edges, jnp.concatenate(first, axis=1)
+    enter, leave, added = [x.enter for x in f], [x.leave for x in f], [p.states(x) for x in added]
+    d_after, d_before, first = pass_on(d_final, [x.through for x in f], enter, added, not p.r.reverse)
+    edges = [S * dS for S, dS in zip(before, d_before, strict=True)]
+    return at_middle(d_after, leave), at_middle(edges, [None] * GROUPS), first
+
+
+def forward(p: Problem) -> tuple[list[Array], Array, list[Array] | None]:
     """The outputs and the states before each chunk, each by groups, and between them the final states."""
     f = factors(p)
     q, k, v = rows(p, f)
-    before, final = states(p, f, k, v)
+    middle, before, final = states(p, f, k, v)
     output = []
-    for q, k, v, S, enter in zip(q, k, v, before, [x.enter for x in f], strict=True):  # noqa: B020
+    for q, k, v, S in zip(q, k, v, middle, strict=True):  # noqa: B020
         pairs = jnp.where(p.g.causal, inner(q, k), 0)
-        o = matmul(q, times(S, enter).reshape(*q.shape[:2], *S.shape[3:])) + matmul(pairs, v)
-        output.append(p.by_token(o))
+        output.append(p.by_token(matmul(q, S) + matmul(pairs, v)))
     return output, final, before
 
 
@@ -233,19 +318,17 @@ def backward(p: Problem, d_output, d_final, kept: Array | None) -> tuple[Gradien
     """The gradient in all rows, in the initial states and in the scale, from the states before each chunk, if those are kept."""
     r, g, f = p.r, p.g, factors(p)
     rows_of = rows(p, f)
-    before = states(p, f, *rows_of[1:])[0] if kept is None else jnp.split(kept, GROUPS, axis=1)
-    cotangents = [by_head(x) for x in p.split(d_output)]
-    added = [p.states(outer(q, do)) for q, do in zip(rows_of[0], cotangents, strict=True)]
-    through, enter = [x.through for x in f], [x.enter for x in f]
-    d_after, d_before, d_initial = pass_on(d_final, through, enter, added, not r.reverse)
+    if kept is None:
+        S, before, _ = states(p, f, *rows_of[1:])
+    else:
+        before = jnp.split(kept, GROUPS, axis=1)
+        S = at_middle(before, [x.enter for x in f])
+    cotangents = [p.by_head(x) for x in p.split(d_output)]
+    D, edges, d_initial = adjoints(p, f, rows_of[0], cotangents, d_final, S, before)
 
     d, d_scale = Gradient([], [], [], []), 0
-    groups = zip(*rows_of, cotangents, before, d_after, d_before, f, p.split(r.q), strict=True)
-    for q, k, v, do, S, D, dS, factor, q_given in groups:
-        edge = S * dS
-        S, D, edge = (
-            x.reshape(*q.shape[:2], *S.shape[3:]) for x in (times(S, factor.enter), times(D, factor.leave), edge)
-        )
+    groups = zip(*rows_of, cotangents, S, D, edges, f, p.split(r.q), strict=True)
+    for q, k, v, do, S, D, edge, factor, q_given in groups:
         # With each token's own part, unlike in `chunk.backward`: see `within`.
         pairs, d_pairs = (jnp.where(g.causal, x, 0) for x in (inner(q, k), inner(do, v)))
         dq, dk = inner(do, S) + matmul(d_pairs, k), inner(v, D) + outer(d_pairs, q)
@@ -273,6 +356,12 @@ def write(buffer: Float[Array, "B T heads D"], parts: list[Float[Array, "B n C H
     return buffer
 
 
+def join(p: Problem, x: Float[Array, "B T heads D"], parts: list[Float[Array, "B n C H D"]]) -> Array:
+    """Groups of heads, all of x's heads or folded to them, in an array like x."""
+    whole = jnp.concatenate([part.reshape(*x.shape[:2], *part.shape[3:]) for part in parts], axis=2)
+    return fold_heads(whole, x.shape[2]).astype(x.dtype)
+
+
 def walk(r: Recurrence, size: int, body, carry, backwards: bool):
     """Folds body(at, block of r, carry) over the blocks, in the order of the recurrence or against it; `at` is its first row."""
     L = block(r, size)
@@ -289,8 +378,12 @@ def walk(r: Recurrence, size: int, body, carry, backwards: bool):
     return lax.fori_loop(0, count, step, jax.tree.map(lambda x: varying_like(x, r.q), carry))
 
 
-def solve(r: Recurrence, size: int) -> tuple[Outputs, Float[Array, "B chunks H K V"]]:
-    """The outputs, and the state before each chunk."""
+def solve(r: Recurrence, size: int) -> tuple[Outputs, Float[Array, "B chunks H K V"] | None]:
+    """The outputs, and the state before each chunk, but for groups of heads."""
+    (B, T), (H, K, V) = r.q.shape[:2], r.state_shape[1:]
+    if by_heads(r, size):
+        parts, final, _ = forward(p := Problem(r, size, of_heads=True))
+        return Outputs(join(p, jax.ShapeDtypeStruct((B, T, H, V), r.q.dtype), parts), final), None
 
     def body(at, part: Recurrence, carry):
         state, output, kept = carry
@@ -298,7 +391,6 @@ def solve(r: Recurrence, size: int) -> tuple[Outputs, Float[Array, "B chunks H K
         before = [x.reshape(*x.shape[:2], 1, *x.shape[2:3], -1) for x in before]  # as rows of size 1
         return state, write(output, o, at), write(kept, before, at // size)
 
-    (B, T), (H, K, V) = r.q.shape[:2], r.state_shape[1:]
     output, kept = jnp.zeros((B, T, H, V), r.q.dtype), jnp.ones((B, T // size, H, K * V), r.dtype)
     state, output, kept = walk(r, size, body, (r.start_state, output, kept), backwards=False)
     return Outputs(output, state), kept.reshape(B, T // size, H, K, V)
@@ -306,6 +398,12 @@ def solve(r: Recurrence, size: int) -> tuple[Outputs, Float[Array, "B chunks H K
 
 def vjp(r: Recurrence, size: int, d_output, d_final, kept: Float[Array, "B chunks H K V"] | None) -> Recurrence:
     """The gradient in every input, from the states that `solve` returns, or from those that another pass forms again."""
+    d_final = d_final.astype(r.dtype)
+    log = log_decays(r)
+    if by_heads(r, size):
+        parts, d_state, d_scale = backward(p := Problem(r, size, of_heads=True), d_output, d_final, None)
+        d = [None if x is None else join(p, x, y) for x, y in zip((r.q, r.k, r.v, log), parts, strict=True)]
+        return assembled(r, *d, d_state, d_scale)
     if kept is None:
         kept = solve(r, size)[1]
 
@@ -319,11 +417,13 @@ def vjp(r: Recurrence, size: int, d_output, d_final, kept: Float[Array, "B chunk
         d = [None if x is None else write(x, y, at) for x, y in zip(d, parts, strict=True)]
         return d, d_state, d_scale + more
 
-    log = log_decays(r)
     # Of arrays of one number XLA would make one, and copy it.
     blank = [None if x is None else jnp.full(x.shape, i, x.dtype) for i, x in enumerate((r.q, r.k, r.v, log))]
-    d, d_state, d_scale = walk(r, size, body, (blank, d_final.astype(r.dtype), jnp.zeros_like(r.scale)), backwards=True)
-    d_q, d_k, d_v, d_log = d
+    d, d_state, d_scale = walk(r, size, body, (blank, d_final, jnp.zeros_like(r.scale)), backwards=True)
+    return assembled(r, *d, d_state, d_scale)
+
+
+def assembled(r: Recurrence, d_q, d_k, d_v, d_log, d_state, d_scale) -> Recurrence:
     decay = Decay(
         constant=None if r.decay.constant is None else d_log.sum((1, 3)),
         head=None if r.decay.head is None else d_log[..., 0],

@@ -163,22 +163,24 @@ def walk(r: Recurrence, chunks: Chunks, body, carry, backwards: bool):
 
 
 def solve(r: Recurrence, config: ChunkedConfig, keep: bool) -> tuple[Outputs, Array | None, Array]:
-    """The outputs; if `keep`, the states before the chunks, [B, chunks, H, K, V]; and whether these are blank.
+    """The outputs; if `keep`, the states before the chunks, [B, chunks, H, K, V] (None of groups of heads); if they are blank.
 
     Many chunks at once where that suits the shapes and is exact for the gates of all of them.
     """
     if not at_once.suits(r, config.chunk):
         return *by_walk(r, config, keep), jnp.zeros((), bool)
 
+    keeps = keep and not at_once.by_heads(r, config.chunk)
+
     def together():
         outputs, states = at_once.solve(r, config.chunk)
-        return outputs, states if keep else None
+        return outputs, states if keeps else None
 
     def otherwise():
         B, (H, K, V) = r.q.shape[0], r.state_shape[1:]
         outputs = recurrent(r, config=None) if stays_in_cache(r) else by_walk(r, shorter(r, config), keep=False)[0]
         blank = jnp.zeros((B, r.q.shape[1] // config.chunk, H, K, V), r.dtype)
-        return outputs, varying_like(blank, r.q) if keep else None
+        return outputs, varying_like(blank, r.q) if keeps else None
 
     if r.decay.form == "none":
         return *together(), jnp.zeros((), bool)
@@ -223,12 +225,12 @@ def is_told(r: Recurrence, size: int) -> bool:
 def chunked_and_kept(r: Recurrence, *, config: ChunkedConfig) -> tuple[Outputs, Kept]:
     """The same, with the state before each chunk, or a flag that there is none.
 
-    Of chunks whose size their number does not tell only a state that is right for a gradient of as many chunks: unpacked,
-    one of all tokens; packed there is none of a single chunk.
+    Of groups of heads, see `at_once`, and of chunks whose size their number does not tell, only a state that is right for a
+    gradient of as many chunks: unpacked, one of all tokens; packed there is none of a single chunk.
     """
     told = is_told(r, min(config.chunk, r.q.shape[1]))
     outputs, states, blank = solve(r, config, keep=told)
-    if not told:
+    if states is None:
         start = r.start_state if r.boundaries is None else jnp.zeros((1, *r.state_shape[1:]), r.dtype)
         states = start[:, None]
     return outputs, Kept(states, jnp.broadcast_to(blank, states.shape[:3]).astype(jnp.int32))
