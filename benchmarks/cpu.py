@@ -42,6 +42,9 @@ SPEED_BAR = dict(zip(MODES, (1.0, 1.8), strict=True))  # XLA's kernels: times as
 NATIVE_BAR = dict(zip(MODES, (4.0, 5.0), strict=True))  # native kernels: times as fast as the best of all else
 NATIVE, XLA = "glax", "glax on XLA"  # each as glax chooses among the kernels
 CLOSE = dict(zip(MODES, (2e-5, 1e-4), strict=True))  # both sides are float32: twice the bars against float64
+# glibc's: large arrays that are freed stay with the process, see docs/performance.md
+KEPT = dict(MALLOC_MMAP_THRESHOLD_=str(2**32), MALLOC_TRIM_THRESHOLD_=str(2**33), MALLOC_TOP_PAD_=str(2**28))
+WAYS = {"as glax chooses": ("auto", {}), "memory kept": ("auto", KEPT), "XLA": ("xla", {})}  # platform, environment
 SCALING_BAR, MEMORY_BAR, COMPILE_BAR = 1.25, 3.0, 5.0  # slowest / fastest time per token, GiB, seconds
 
 
@@ -253,20 +256,18 @@ def storage_bars(found: dict) -> list[tuple[str, float, str, bool]]:
 def scaling(args) -> dict:
     """Time per token and the memory of one gradient, at B1 H8 K=V=64 gk, for T in powers of two.
 
-    Memory first, each length in a process of its own: what a process reports as its peak starts at its parent's.
+    Times as glax chooses, as it chooses in a process that keeps its memory, and on XLA; each in a process of its own, and the
+    memory of each length too: what a process reports as its peak starts at its parent's.
     """
     lengths = [1024 * 2**i for i in range(5 if args.quick else 7)]
-    problems = [Problem(1, T, 8, 64, "gk") for T in lengths]
-    peaks = [peak_gib_of_child(T) for T in lengths]
-    operands, micros = [p.operands() for p in problems], {}
-    for mode in MODES:
-        runs = [compiled(in_mode(by_glax(p), mode), *x) for p, x in zip(problems, operands, strict=True)]
-        cases = {T: lambda run=run, x=x: run(*x) for T, run, x in zip(lengths, runs, operands, strict=True)}
-        times = interleaved(cases, repeats=args.repeats, seconds=args.seconds, warm=True)
-        micros[mode] = [1e3 * times[T].median / T for T in lengths]
-    titles = ("T", *(f"{mode}, us/token" for mode in MODES), "peak GiB")
+    micros = {}
+    for way, (kernels, environment) in WAYS.items():
+        found = json.loads(of_child(environment, "--micros", kernels, *["--quick"] * args.quick))
+        micros |= {f"{way}: {mode}": found[mode] for mode in MODES}
+    peaks = [float(of_child({}, "--peak", str(T))) for T in lengths]
+    titles = ("T", *(f"{title}, us/token" for title in micros), "peak GiB")
     rows = [dict(zip(titles, row, strict=True)) for row in zip(lengths, *micros.values(), peaks, strict=True)]
-    print(f"\n{problems[0]}, other T\n{table(rows)}\n")
+    print(f"\n{Problem(1, lengths[0], 8, 64, 'gk')}, other T\n{table(rows)}\n")
     found = dict(lengths=lengths, micros=micros, peaks=peaks)
     OUT.mkdir(exist_ok=True)
     (OUT / "scaling.json").write_text(json.dumps(found, indent=2))
@@ -275,9 +276,23 @@ def scaling(args) -> dict:
     return found
 
 
-def peak_gib_of_child(T: int) -> float:
-    child = [sys.executable, __file__, "--peak", str(T)]
-    return float(subprocess.run(child, check=True, stdout=subprocess.PIPE, text=True).stdout)
+def micros_per_token(args) -> dict[str, list[float]]:
+    """Microseconds a token in each mode, for each T of `scaling`."""
+    problems = [Problem(1, 1024 * 2**i, 8, 64, "gk") for i in range(5 if args.quick else 7)]
+    operands, micros = [p.operands() for p in problems], {}
+    insist = {} if args.micros == "auto" else dict(platform=args.micros)
+    for mode in MODES:
+        runs = [compiled(in_mode(by_glax(p, **insist), mode), *x) for p, x in zip(problems, operands, strict=True)]
+        cases = {p.T: lambda run=run, x=x: run(*x) for p, run, x in zip(problems, runs, operands, strict=True)}
+        times = interleaved(cases, repeats=args.repeats, seconds=args.seconds, warm=True)
+        micros[mode] = [1e3 * times[p.T].median / p.T for p in problems]
+    return micros
+
+
+def of_child(environment: dict[str, str], *arguments: str) -> str:
+    """What this script prints in a process of its own."""
+    child = [sys.executable, __file__, *arguments]
+    return subprocess.run(child, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | environment).stdout
 
 
 def peak_gib_of_gradient(T: int) -> float:
@@ -378,12 +393,16 @@ def main():
     parser.add_argument("--dtypes", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--micros", metavar="PLATFORM", help="print what --scaling measures in one process, as JSON")
     parser.add_argument("--peak", type=int, metavar="T", help="print this process's peak GiB after a gradient at T")
     args = parser.parse_args()
     if args.peak:
         print(peak_gib_of_gradient(args.peak))
         return
     args.repeats, args.seconds = (5, 2.0) if args.quick else (25, 8.0)
+    if args.micros:
+        print(json.dumps(micros_per_token(args)))
+        return
     print(f"JAX {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPUs, {platform.machine()}")
     parts = dict(
         baselines=(not (args.scaling or args.compile or args.dtypes), against_baselines, baseline_bars),

@@ -2,12 +2,14 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "pages.h"
@@ -43,7 +45,7 @@ void share_out(Pool& pool, int64_t tasks, int64_t threads, const Worker& worker)
     std::atomic<int64_t> next{0};
     std::mutex mutex;
     std::condition_variable idle;
-    int64_t busy = 0;
+    std::atomic<int64_t> busy{0};  // changed under the mutex
     bool closed = false;
   };
   auto shared = std::make_shared<Shared>();
@@ -61,8 +63,14 @@ void share_out(Pool& pool, int64_t tasks, int64_t threads, const Worker& worker)
     });
   }
   worker(shared->next, tasks);
+  {
+    std::lock_guard<std::mutex> lock(shared->mutex);
+    shared->closed = true;
+  }
+  // The others are about to be done, and to wake a thread that sleeps takes tens of microseconds.
+  const auto patience = std::chrono::steady_clock::now() + std::chrono::microseconds(200);
+  while (shared->busy > 0 && std::chrono::steady_clock::now() < patience) std::this_thread::yield();
   std::unique_lock<std::mutex> lock(shared->mutex);
-  shared->closed = true;
   shared->idle.wait(lock, [&] { return shared->busy == 0; });
 }
 
