@@ -23,6 +23,16 @@ from jaxtyping import Array, Float
 matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
+def outer(x: Float[Array, "B N C K"], y: Float[Array, "B N C V"]) -> Float[Array, "B N K V"]:
+    """x^T y. Of x.mT XLA would write a copy, and read x itself for the other products."""
+    return jnp.einsum("bnck,bncv->bnkv", x, y, precision=lax.Precision.HIGHEST)
+
+
+def inner(x: Float[Array, "B N I D"], y: Float[Array, "B N J D"]) -> Float[Array, "B N I J"]:
+    """x y^T, likewise."""
+    return jnp.einsum("bnid,bnjd->bnij", x, y, precision=lax.Precision.HIGHEST)
+
+
 def total(x: Array, axis: int) -> Array:
     """x summed over one axis, by a product with ones.
 
