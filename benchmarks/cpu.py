@@ -259,10 +259,9 @@ def scaling(args) -> dict:
     Times as glax chooses, as it chooses in a process that keeps its memory, and on XLA; each in a process of its own, and the
     memory of each length too: what a process reports as its peak starts at its parent's.
     """
-    lengths = [1024 * 2**i for i in range(5 if args.quick else 7)]
-    micros = {}
-    for way, (kernels, environment) in WAYS.items():
-        found = json.loads(of_child(environment, "--micros", kernels, *["--quick"] * args.quick))
+    lengths, micros = lengths_of(args), {}
+    for way, (choice, environment) in WAYS.items():
+        found = json.loads(of_child(environment, "--micros", choice, *["--quick"] * args.quick))
         micros |= {f"{way}: {mode}": found[mode] for mode in MODES}
     peaks = [float(of_child({}, "--peak", str(T))) for T in lengths]
     titles = ("T", *(f"{title}, us/token" for title in micros), "peak GiB")
@@ -276,13 +275,19 @@ def scaling(args) -> dict:
     return found
 
 
+def lengths_of(args) -> list[int]:
+    return [1024 * 2**i for i in range(5 if args.quick else 7)]
+
+
 def micros_per_token(args) -> dict[str, list[float]]:
     """Microseconds a token in each mode, for each T of `scaling`."""
-    problems = [Problem(1, 1024 * 2**i, 8, 64, "gk") for i in range(5 if args.quick else 7)]
+    problems = [Problem(1, T, 8, 64, "gk") for T in lengths_of(args)]
     operands, micros = [p.operands() for p in problems], {}
-    insist = {} if args.micros == "auto" else dict(platform=args.micros)
     for mode in MODES:
-        runs = [compiled(in_mode(by_glax(p, **insist), mode), *x) for p, x in zip(problems, operands, strict=True)]
+        runs = [
+            compiled(in_mode(by_glax(p, platform=args.micros), mode), *x)
+            for p, x in zip(problems, operands, strict=True)
+        ]
         cases = {p.T: lambda run=run, x=x: run(*x) for p, run, x in zip(problems, runs, operands, strict=True)}
         times = interleaved(cases, repeats=args.repeats, seconds=args.seconds, warm=True)
         micros[mode] = [1e3 * times[p.T].median / p.T for p in problems]

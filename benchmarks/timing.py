@@ -27,23 +27,23 @@ def compiled(f: Callable, *operands) -> Callable:
     return jax.jit(f).lower(*operands).compile()
 
 
-WARM = 10.0  # ms
+WARM = 10.0  # milliseconds; after one run alone the next of a small candidate takes a tenth longer
 
 
 def interleaved(candidates: dict, *operands, repeats: int, seconds: float, warm: bool = False) -> dict:
     """The `Timing` of each candidate(*operands), all in turn in every round: a machine that others slow down slows all.
 
     A candidate rests once it has run `repeats` times, or 3 times and for `seconds`. All must be compiled. With `warm`
-    each timed run follows one that is not, or as many as take 10 ms, so that a small candidate does not pay for the memory and
-    the caches that a large one took.
+    each timed run follows untimed ones, until they have taken WARM, so that a small candidate does not pay for the memory and the
+    caches that a large one took.
     """
     samples = {name: [] for name in candidates}
     for _ in range(repeats):
         for name, run in candidates.items():
             if len(samples[name]) < 3 or sum(samples[name]) < 1e3 * seconds:
-                spent = 0.0 if warm else WARM
-                while spent < WARM:
-                    spent += milliseconds(run, *operands)
+                untimed = 0.0
+                while warm and untimed < WARM:
+                    untimed += milliseconds(run, *operands)
                 samples[name].append(milliseconds(run, *operands))
     return {name: timing(each) for name, each in samples.items()}
 

@@ -57,7 +57,10 @@ def suits(r: Recurrence, size: int = CHUNK) -> bool:
 
 
 def by_heads(r: Recurrence, size: int) -> bool:
-    """Whether groups are of heads, in one block. The gradient then forms the states again, by the same two products a group."""
+    """Whether groups are of heads, in one block, and their matrices of decays no larger than those of a chunk's pairs.
+
+    The gradient then forms the states again, by the same two products a group.
+    """
     T, heads = r.q.shape[1], r.num_heads
     return r.decay.key is None and heads % GROUPS == 0 and size**2 >= T and block(r, size) == T
 
@@ -274,10 +277,10 @@ def write(buffer: Float[Array, "B T heads D"], parts: list[Float[Array, "B n C H
     return buffer
 
 
-def join(p: Problem, x: Float[Array, "B T heads D"], parts: list[Float[Array, "B n C H D"]]) -> Array:
-    """Groups of heads, all of x's heads or folded to them, in an array like x."""
-    whole = jnp.concatenate([part.reshape(*x.shape[:2], *part.shape[3:]) for part in parts], axis=2)
-    return fold_heads(whole, x.shape[2]).astype(x.dtype)
+def join(parts: list[Float[Array, "B n C H D"]], heads: int, dtype) -> Float[Array, "B T heads D"]:
+    """Groups of heads, side by side and folded to so many."""
+    whole = jnp.concatenate([part.reshape(part.shape[0], -1, *part.shape[3:]) for part in parts], axis=2)
+    return fold_heads(whole, heads).astype(dtype)
 
 
 def walk(r: Recurrence, size: int, body, carry, backwards: bool):
@@ -300,8 +303,8 @@ def solve(r: Recurrence, size: int) -> tuple[Outputs, Float[Array, "B chunks H K
     """The outputs, and the state before each chunk, but for groups of heads."""
     (B, T), (H, K, V) = r.q.shape[:2], r.state_shape[1:]
     if by_heads(r, size):
-        parts, final, _ = forward(p := Problem(r, size, of_heads=True))
-        return Outputs(join(p, jax.ShapeDtypeStruct((B, T, H, V), r.q.dtype), parts), final), None
+        parts, final, _ = forward(Problem(r, size, of_heads=True))
+        return Outputs(join(parts, H, r.q.dtype), final), None
 
     def body(at, part: Recurrence, carry):
         state, output, kept = carry
@@ -319,8 +322,11 @@ def vjp(r: Recurrence, size: int, d_output, d_final, kept: Float[Array, "B chunk
     d_final = d_final.astype(r.dtype)
     log = log_decays(r)
     if by_heads(r, size):
-        parts, d_state, d_scale = backward(p := Problem(r, size, of_heads=True), d_output, d_final, None)
-        d = [None if x is None else join(p, x, y) for x, y in zip((r.q, r.k, r.v, log), parts, strict=True)]
+        parts, d_state, d_scale = backward(Problem(r, size, of_heads=True), d_output, d_final, None)
+        d = [
+            None if x is None else join(y, x.shape[2], x.dtype)
+            for x, y in zip((r.q, r.k, r.v, log), parts, strict=True)
+        ]
         return assembled(r, *d, d_state, d_scale)
     if kept is None:
         kept = solve(r, size)[1]
