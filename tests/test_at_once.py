@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -153,6 +154,27 @@ def test_out_of_reach_is_left_to_the_walk(gate, strength, blocks, monkeypatch):
     assert bool(blank) != mild
     assert states is None if at_once.by_heads(r, C) else bool((states != 0).any()) == mild
     assert bool((output > 5e5).all()) == mild and bool((output > 5e5).any()) == mild
+
+
+@pytest.mark.parametrize("size", [15, 16])
+def test_no_exponent_is_underestimated(size):
+    """Of decays the largest sum from a chunk's middle decides and nothing else; gates that grow may be taken for more."""
+    rng = np.random.default_rng(0)
+    case = dataclasses.replace(CASE, gates=("gk",), T=8 * size)
+    r = recurrence(case, "mild")
+    within = jax.jit(lambda log: at_once.within(r.replace(decay=dataclasses.replace(r.decay, key=log)), size))
+    decided = set()
+    for scale, growing in itertools.product(np.geomspace(0.25, 32, 30), (0, 0.001, 0.2)):
+        log = -scale * rng.random(r.decay.key.shape, np.float32)
+        log = np.where(rng.random(log.shape) < growing, -log, log)
+        halves = np.abs(log.reshape(-1, size, log[0, 0].size))
+        halves = halves[:, : size // 2], halves[:, size // 2 :]
+        reach, found = max(half.sum(1).max() for half in halves), bool(within(log))
+        assert found <= (reach <= size)
+        if size % 2 == 0 and not growing:
+            assert found == (reach <= size)
+        decided.add(found)
+    assert decided == {True, False}
 
 
 @needs_cpu
