@@ -332,18 +332,20 @@ def plot(found: dict, path: Path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    for mode, micros in found["micros"].items():
-        left.plot(found["lengths"], micros, "o-", label=mode)
-    left.set(xlabel="T", ylabel="microseconds a token")
-    left.legend()
-    right.plot(found["lengths"], found["peaks"], "o-", label="forward + backward")
-    right.axhline(MEMORY_BAR, color="grey", linestyle="--", label="bar")
-    right.set(xlabel="T", ylabel="peak memory of the process, GiB")
-    right.legend()
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(0, None)
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    for mode, times in zip(MODES, axes[:2], strict=True):
+        for way in WAYS:
+            times.plot(found["lengths"], found["micros"][f"{way}: {mode}"], "o-", label=way)
+        times.set(title=mode, xlabel="T", ylabel="microseconds a token", yscale="log")
+        times.set_yticks([1, 10], labels=["1", "10"])
+    figure.legend(*times.get_legend_handles_labels(), loc="outside lower left", ncols=len(WAYS))
+    memory = axes[2]
+    memory.plot(found["lengths"], found["peaks"], "o-")
+    memory.axhline(MEMORY_BAR, color="grey", linestyle="--", label="bar")
+    memory.set(title=MODES[1], xlabel="T", ylabel="peak memory of the process, GiB", ylim=(0, None))
+    memory.legend()
+    for part in axes:
+        part.set_xscale("log", base=2)
     figure.savefig(path, dpi=120)
 
 
