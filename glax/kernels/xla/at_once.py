@@ -73,7 +73,7 @@ def within(r: Recurrence, size: int) -> Bool[Array, ""]:
     half = size // 2 if size % 2 == 0 else size
     log = log_decays(r)
     log = log.reshape(log.shape[0], -1, half, log.shape[2] * log.shape[3])
-    # Of absolute values XLA would write an array. Their sum is at most this: x+ - x- is off by 2 x+.
+    # For `chunk.reach` XLA would write an array of absolute values. Their sum |x| = 2 x+ - x is at most this.
     farthest = jnp.abs(log.sum(2)).max() + 2 * half * jnp.maximum(log.max(), 0)
     return farthest <= min(chunk.fast_limit(r.dtype), size)
 
