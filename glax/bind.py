@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glax.decay import Decay
-from glax.recurrence import Recurrence
+from glax.recurrence import Recurrence, to_int32
 from glax.registry import Config, Platform
 
 # What every argument may be, in letters. Hq, Hk and Hv divide H, the largest of them; N is the number of sequences.
@@ -113,7 +113,7 @@ def check_boundaries(cu_seqlens, sizes: dict[str, int]) -> jax.Array:
         raise ValueError(f"cu_seqlens must be [N + 1], got shape {cu_seqlens.shape}")
     if sizes["B"] != 1:
         raise ValueError(f"cu_seqlens packs the sequences along T, so query must have B=1, got B={sizes['B']}")
-    return jnp.asarray(cu_seqlens, jnp.int32)
+    return to_int32(cu_seqlens)
 
 
 def check_per_sequence(arrays: dict[str, jax.Array], N: int, packed: bool):
@@ -139,11 +139,14 @@ def check_scale(softmax_scale):
 # ---- what must be checked before tracing: types that JAX cannot trace, values, and what is part of the program -------
 
 
-def check_before_tracing(arrays: dict, platform, cfg, reverse):
+REQUIRED = ("query", "key", "value")
+
+
+def check_before_tracing(arrays: dict, platform, cfg, reverse, required: tuple[str, ...] = REQUIRED):
     for name, x in arrays.items():
         if name == "softmax_scale":
             check_scale(x)
-        elif x is not None and not hasattr(x, "dtype"):
+        elif not hasattr(x, "dtype") and (x is not None or name in required):
             raise TypeError(f"{name} must be an array, got {type(x).__name__}")
     Platform.parse(platform)
     if cfg is not None and not isinstance(cfg, Config):
@@ -162,7 +165,7 @@ def check_known_boundaries(cu_seqlens, query):
     cuts, T = np.asarray(cu_seqlens), query.shape[-3]
     if cuts[0] != 0:
         raise ValueError(f"cu_seqlens must begin with 0, got {cuts[0]}")
-    if (drops := np.flatnonzero(np.diff(cuts) < 0)).size:
+    if (drops := np.flatnonzero(cuts[1:] < cuts[:-1])).size:  # compared: a difference of unsigned integers is never negative
         i = int(drops[0])
         raise ValueError(f"cu_seqlens must not decrease, got {cuts[i]} before {cuts[i + 1]} at position {i + 1}")
     if cuts[-1] > T:

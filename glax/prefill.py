@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from glax.api import bind_and_solve
-from glax.bind import check_before_tracing
+from glax.bind import REQUIRED, bind, check_before_tracing
 from glax.dispatch import Choice
 from glax.registry import Config, Platform
-from glax.slots import check_known_slots, put, take, usable
+from glax.slots import check_known_slots, check_states, put, take, usable
 
 
 def prefill_into(
@@ -46,18 +46,17 @@ def prefill_into(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
         softmax_scale=softmax_scale, cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    check_before_tracing(arrays | dict(pool=pool, slots=slots, fresh=fresh), platform, cfg, reverse=False)
+    required = (*REQUIRED, "pool", "slots")
+    check_before_tracing(arrays | dict(pool=pool, slots=slots, fresh=fresh), platform, cfg, reverse=False, required=required)
     check_known_slots(slots, pool, "pool")
     return bind_and_prefill(Choice(Platform.parse(platform), cfg), arrays, pool, slots, fresh)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def bind_and_prefill(choice: Choice, arrays: dict, pool, slots, fresh):
-    query, cuts = arrays["query"], arrays["cu_seqlens"]
-    if pool.ndim != 4:
-        raise ValueError(f"pool must be [P, H, K, V], got shape {pool.shape}")
-    packed = cuts is not None and cuts.ndim == 1
-    N = cuts.shape[0] - 1 if packed else 1 if query.ndim == 3 else query.shape[0]
+    query, r = arrays["query"], bind(**arrays)
+    check_states("pool", pool, r.state_shape, pooled=True)
+    N, packed = r.num_sequences, r.boundaries is not None
     slots, used = usable(slots, pool.shape[0], N, ("N", "cu_seqlens" if packed else "query"))
     state = take(pool, slots)
     if fresh is not None:
@@ -66,8 +65,7 @@ def bind_and_prefill(choice: Choice, arrays: dict, pool, slots, fresh):
         state = jnp.where(fresh[:, None, None, None], 0, state)
     output, final = bind_and_solve(choice, False, arrays | dict(initial_state=state))
     if packed:
-        rows = jnp.arange(query.shape[-3])
-        used = used[jnp.clip(jnp.searchsorted(cuts, rows, side="right") - 1, 0, N - 1)] if N else rows < 0
+        used = used[r.sequence_of] if N else jnp.zeros(query.shape[-3], bool)
         output = jnp.where(used[:, None, None], output, 0)
     else:
         output = jnp.where(used[:, None, None, None] if query.ndim == 4 else used, output, 0)

@@ -134,6 +134,14 @@ def fold_heads(x: Array, heads: int, axis: int = 2) -> Array:
     return x.reshape(*x.shape[:axis], heads, -1, *x.shape[axis + 1 :]).sum(axis + 1)
 
 
+def to_int32(x: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """Integers of any dtype as int32. Values beyond its range become its nearest end, so that what is out of bounds stays so."""
+    if x.dtype == jnp.int32:
+        return jnp.asarray(x)
+    own, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    return jnp.clip(x, max(own.min, wanted.min), min(own.max, wanted.max)).astype(jnp.int32)
+
+
 def varying_axes(x: Array) -> frozenset[str]:
     """The mesh axes that x differs over, inside shard_map; none elsewhere."""
     return frozenset(jax.typeof(x).mat.varying)

@@ -10,18 +10,19 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glax.api import bind_and_solve
-from glax.bind import bind, check_before_tracing
+from glax.bind import REQUIRED, bind, check_before_tracing
 from glax.decay import Decay
 from glax.dispatch import Choice
-from glax.recurrence import spread_heads
+from glax.recurrence import spread_heads, to_int32
 from glax.registry import Config, Platform
-from glax.slots import check_known_slots, put, take, usable
+from glax.slots import check_known_slots, check_states, put, take, usable
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """What `commit` needs of draft tokens: their keys, values and decays, and the slots of their sequences, if in a pool.
+    """What `commit` needs of draft tokens: their keys, values and decays, the slots of their sequences, if in a pool, and the
+    shape of the states or the pool that `recurrent_verify` was given.
 
     T (K + V) numbers a head, where the states behind each token would be T K V.
     """
@@ -30,6 +31,7 @@ class Draft:
     value: Float[Array, "B T Hv V"]
     decay: Decay
     slots: Int[Array, "B"] | None
+    state_shape: tuple[int, int, int, int] = dataclasses.field(metadata=dict(static=True))
 
 
 def recurrent_verify(
@@ -59,26 +61,27 @@ def recurrent_verify(
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, softmax_scale=softmax_scale
     )  # fmt: skip
-    check_before_tracing(arrays | dict(state=state, slots=slots, cu_seqlens=None), platform, cfg, reverse=False)
+    operands = arrays | dict(state=state, slots=slots, cu_seqlens=None)
+    check_before_tracing(operands, platform, cfg, reverse=False, required=(*REQUIRED, "state"))
     check_known_slots(slots, state)
     return bind_and_verify(Choice(Platform.parse(platform), cfg), arrays, state, slots)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def bind_and_verify(choice: Choice, arrays: dict, state, slots):
-    query = arrays["query"]
+    query, state_shape = arrays["query"], state.shape
     for name, x in (("query", query), ("state", state)):
         if x.ndim != 4:
             wanted = "[B, T, Hq, K]" if name == "query" else "[B, H, K, V], or [P, H, K, V] with slots"
             raise ValueError(f"{name} must be {wanted}, got shape {x.shape}")
-    used = None
+    r, used = bind(**arrays), None
+    check_states("state", state, r.state_shape, pooled=slots is not None)
     if slots is not None:
         places, used = usable(slots, state.shape[0], query.shape[0], ("B", "query"))
         state = take(state, places)
-    r = bind(**arrays, initial_state=state)
     output, _ = bind_and_solve(choice, False, arrays | dict(initial_state=state, cu_seqlens=None))
     output = output if used is None else jnp.where(used[:, None, None, None], output, 0)
-    return output, Draft(r.k, r.v, r.decay, slots)
+    return output, Draft(r.k, r.v, r.decay, slots, state_shape)
 
 
 def commit(
@@ -90,12 +93,23 @@ def commit(
 
     One product of rank T: no state between is formed. accepted: [B] integers from 0, which returns the state as it is, to
     T; outside of that an error when known, and the nearer of the two when traced. state: what `recurrent_verify` was
-    given, of which a copy with the new rows is returned; donate a pool to jit and it is updated in place.
+    given, or a pool that has grown since; a copy with the new rows is returned. Donate a pool to jit and it is updated in place.
+
+    Raises TypeError for a state that is not floating point, ValueError for a state of another shape or a smaller pool.
     """
+    if not isinstance(draft, Draft):
+        raise TypeError(f"draft must be the Draft that recurrent_verify returned, got {type(draft).__name__}")
     for name, x in (("state", state), ("accepted", accepted)):
         if not hasattr(x, "dtype"):
             raise TypeError(f"{name} must be an array, got {type(x).__name__}")
     B, T = draft.key.shape[:2]
+    if not jnp.issubdtype(state.dtype, jnp.floating):
+        raise TypeError(f"state must be floating point, got {state.dtype}")
+    if state.ndim != 4 or state.shape[1:] != draft.state_shape[1:] or state.shape[0] < draft.state_shape[0]:
+        wanted = ", ".join(map(str, draft.state_shape))
+        raise ValueError(f"state must be what recurrent_verify was given, [{wanted}], got shape {state.shape}")
+    if draft.slots is None and state.shape[0] != B:
+        raise ValueError(f"state must be [B, H, K, V] with B={B} as in the draft, got shape {state.shape}")
     if not jnp.issubdtype(accepted.dtype, jnp.integer):
         raise TypeError(f"accepted must hold integers, got {accepted.dtype}")
     if accepted.shape != (B,):
@@ -110,16 +124,13 @@ def commit(
 @functools.partial(jax.jit, inline=True)
 def bound_commit(state, draft: Draft, accepted):
     pool, decay = state, draft.decay
-    (B, T), K, V = draft.key.shape[:2], draft.key.shape[3], draft.value.shape[3]
+    (B, T), H = draft.key.shape[:2], state.shape[1]
     if draft.slots is not None:
         places, _ = usable(draft.slots, pool.shape[0], B, ("B", "query"))
         state = take(pool, places)
-    H = state.shape[1] if state.ndim == 4 else 0
-    if state.shape != (B, H, K, V) or any(H % x.shape[2] for x in (draft.key, draft.value)) or H == 0:
-        raise ValueError(f"state must be what recurrent_verify was given, [.., H, {K}, {V}], got shape {pool.shape}")
     dtype = jnp.promote_types(draft.key.dtype, jnp.float32)
     # [B, T, 1, 1]
-    taken = (jnp.arange(T) < accepted[:, None])[..., None, None]
+    taken = (jnp.arange(T, dtype=jnp.int32) < to_int32(accepted)[:, None])[..., None, None]
     head = decay.head if decay.constant is None else jnp.broadcast_to(decay.constant[:, None], (B, T, H))
     rows = decay.key if head is None else head[..., None]
 

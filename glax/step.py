@@ -10,11 +10,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glax.autodiff import solve
-from glax.bind import bind, check_before_tracing
+from glax.bind import REQUIRED, bind, check_before_tracing
 from glax.dispatch import Choice, run_step, step_kernel
 from glax.recurrence import Outputs, Recurrence, aligned
 from glax.registry import Backend, Config, Platform
-from glax.slots import check_known_slots, put, take, usable
+from glax.slots import check_known_slots, check_states, put, take, usable
 
 
 def recurrent_step(
@@ -48,7 +48,8 @@ def recurrent_step(
     """
     tokens = dict(query=query, key=key, value=value, g=g, gk=gk, gv=gv)
     rest = dict(g_gamma=g_gamma, softmax_scale=softmax_scale)
-    check_before_tracing(tokens | rest | dict(state=state, slots=slots, cu_seqlens=None), platform, cfg, reverse=False)
+    arrays = tokens | rest | dict(state=state, slots=slots, cu_seqlens=None)
+    check_before_tracing(arrays, platform, cfg, reverse=False, required=(*REQUIRED, "state"))
     check_known_slots(slots, state)
     return bind_and_step(Choice(Platform.parse(platform), cfg), tokens, rest, state, slots)
 
@@ -61,8 +62,8 @@ def bind_and_step(choice: Choice, tokens: dict, rest: dict, state, slots):
     if slots is not None:
         slots, _ = usable(slots, state.shape[0], tokens["query"].shape[0], ("B", "query"))
     tokens = {name: None if x is None else x[:, None] for name, x in tokens.items()}
-    # Bound with the sequences' own states, whose shape is checked so; the pool takes their place.
-    r = bind(**tokens, **rest, initial_state=state if slots is None else take(state, slots))
+    r = bind(**tokens, **rest)
+    check_states("state", state, r.state_shape, pooled=slots is not None)
     output, pool = advance(choice, aligned(r.replace(initial_state=state)), slots)
     return output[:, 0], pool
 

@@ -3,6 +3,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import glax
@@ -132,6 +133,27 @@ def test_bad_steps(error, text, arguments):
     with pytest.raises(error) as caught:
         glax.recurrent_step(**STEP | arguments)
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "uint32", "int64", "uint64"])
+def test_known_boundaries_of_any_integer_dtype(dtype):
+    flat = dict(query=ones(300, 4, 8), key=ones(300, 4, 8), value=ones(300, 4, 8))
+    most = np.iinfo(dtype).max
+    for cuts, text in (
+        ([0, 7, 5, 12], "cu_seqlens must not decrease, got 7 before 5 at position 2"),
+        ([0, most, 0, 12], f"cu_seqlens must not decrease, got {most} before 0 at position 2"),
+        ([1, 12], "cu_seqlens must begin with 0, got 1"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            glax.recurrent(**flat, cu_seqlens=np.array(cuts, dtype))
+        assert str(caught.value) == text
+    if most > 300:
+        with pytest.raises(ValueError, match=f"cu_seqlens must not pass T=300 as in query, got {most} at its end"):
+            glax.recurrent(**flat, cu_seqlens=np.array([0, most], dtype))
+    least = np.iinfo(dtype).min
+    if least < 0:
+        with pytest.raises(ValueError, match=f"cu_seqlens must not decrease, got 100 before {least} at position 2"):
+            glax.recurrent(**flat, cu_seqlens=np.array([0, 100, least, 3], dtype))
 
 
 def test_errors_are_raised_while_tracing_too():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import glax
+from glax.kernels.cpu.native import missing
 from tests.cases import FORMS, Case, inputs
 from tests.close import assert_close
 from tests.compiling import quick_jit
@@ -53,6 +54,96 @@ def test_traced_slots_outside_the_pool_touch_nothing(size):
     output, new = jax.jit(glax.recurrent_step)(**token, state=pool, slots=jnp.array([6, -2, 1000]))
     np.testing.assert_array_equal(new, pool)
     assert not output.any()
+
+
+SLOTS = dict(  # the last row of a pool, or a slot out of bounds, is at or beyond the end of the dtype's range
+    uint8=(256, [255, 0, 3]),
+    int8=(200, [127, -1, 3]),
+    uint16=(6, [65535, 0, 3]),
+    uint32=(6, [2**32 - 1, 0, 3]),
+    int64=(6, [2**32 + 1, -(2**32), 3]),
+    uint64=(6, [2**64 - 1, 2**32, 3]),
+)
+
+
+@pytest.mark.parametrize("platform", ["cpp", "xla"])
+@pytest.mark.parametrize("dtype", SLOTS)
+def test_slots_of_any_integer_dtype(dtype, platform):
+    if platform == "cpp" and (reason := missing()):
+        pytest.skip(reason)
+    rows, values = SLOTS[dtype]
+    token, _ = token_and_pool(SMALL, gates=("gk",))
+    sequences = {name: x[:, None] for name, x in token.items()}
+    pool = jnp.asarray(np.random.default_rng(1).normal(size=(rows, 4, 6, 5)), jnp.float32)
+    accepted = jnp.ones(3, jnp.uint8)
+
+    @quick_jit
+    def serve(pool, slots):
+        stepped = glax.recurrent_step(**token, state=pool, slots=slots, platform=platform)
+        filled = glax.prefill_into(pool, slots, **sequences, platform=platform)
+        output, draft = glax.recurrent_verify(**sequences, state=pool, slots=slots, platform=platform)
+        return *stepped, filled[0][:, 0], filled[1], output[:, 0], glax.commit(pool, draft, accepted)
+
+    with jax.enable_x64(dtype.endswith("64")):
+        got = serve(pool, jnp.array(values, dtype))
+    used = [(b, slot) for b, slot in enumerate(values) if 0 <= slot < rows]
+    output, states = glax.recurrent_step(**token, state=pool[jnp.array([max(0, min(s, rows - 1)) for s in values])])
+    want_output, want_pool = np.zeros_like(output), np.array(pool)
+    for b, slot in used:
+        want_output[b], want_pool[slot] = output[b], states[b]
+    for i, x in enumerate(got):
+        assert_close(f"result {i}", x, want_pool if i % 2 else want_output, 2e-6)
+    for new in got[1::2]:
+        unused = np.setdiff1d(np.arange(rows), [slot for _, slot in used])
+        np.testing.assert_array_equal(np.asarray(new)[unused], np.asarray(pool)[unused])
+
+
+def test_known_slots_of_any_integer_dtype():
+    token, pool = token_and_pool(SMALL, gates=())
+    for dtype in ("uint8", "int8", "uint16", "uint32"):
+        with pytest.raises(ValueError, match="slots must be from -1 to 5, the last row of state, got 100"):
+            glax.recurrent_step(**token, state=pool, slots=jnp.array([0, 100, 1], dtype))
+    with pytest.raises(ValueError, match="slots must be from -1 to 5, the last row of state, got 18446744073709551615"):
+        glax.recurrent_step(**token, state=pool, slots=np.array([0, 2**64 - 1, 1], np.uint64))
+
+
+def test_no_slot_fits_an_empty_pool():
+    token, pool = token_and_pool(SMALL, gates=())
+    output, new = quick_jit(lambda slots: glax.recurrent_step(**token, state=pool[:0], slots=slots))(jnp.array([0, 1, -1]))
+    assert new.shape == (0, 4, 6, 5)
+    assert not output.any()
+
+
+@pytest.mark.parametrize("call", ["step", "prefill", "verify"])
+def test_states_and_pools_are_checked_by_their_own_name(call):
+    token, pool = token_and_pool(SMALL, gates=())
+    sequences = {name: x[:, None] for name, x in token.items()}
+    run, name = dict(
+        step=(lambda **k: glax.recurrent_step(**token | dict(slots=jnp.arange(3)) | k), "state"),
+        prefill=(lambda **k: glax.prefill_into(**sequences | dict(slots=jnp.arange(3)) | k), "pool"),
+        verify=(lambda **k: glax.recurrent_verify(**sequences | dict(slots=jnp.arange(3)) | k), "state"),
+    )[call]
+    for missing_one in ("query", "key", "value", name):
+        with pytest.raises(TypeError, match=f"{missing_one} must be an array, got NoneType"):
+            run(**{name: pool, missing_one: None})
+    for bad in (pool[:, :3], pool[..., :4], pool[:, :, :5]):
+        wanted = rf"{name} must be \[P, H, K, V\] with H=4, K=6, V=5 as query, key and value imply, got shape"
+        with pytest.raises(ValueError, match=wanted):
+            run(**{name: bad})
+    for bad in (pool[0], pool[0, 0, 0, 0]):
+        with pytest.raises(ValueError, match=rf"{name} must be .*\[P, H, K, V\].*, got shape"):
+            run(**{name: bad})
+    with pytest.raises(TypeError, match=f"{name} must be floating point, got int32"):
+        run(**{name: pool.astype(jnp.int32)})
+    with pytest.raises(ValueError, match=r"slots must be \[.\] with .=3 as in query, got shape \(3, 1\)"):
+        run(**{name: pool}, slots=jnp.zeros((3, 1), jnp.int32))
+    if call == "prefill":
+        with pytest.raises(TypeError, match="slots must be an array, got NoneType"):
+            run(pool=pool, slots=None)
+    else:
+        wanted = r"state must be \[B, H, K, V\] with B=3, H=4, K=6, V=5 as query, key and value imply, got shape \(6, 4, 6, 5\)"
+        with pytest.raises(ValueError, match=wanted):
+            run(state=pool, slots=None)
 
 
 def test_a_traced_slot_given_twice_touches_no_other_row():
@@ -272,3 +363,36 @@ def test_commit_errors_name_the_argument():
         glax.commit(state, draft, jnp.ones(2))
     with pytest.raises(ValueError, match="state must be what recurrent_verify was given"):
         glax.commit(state[:, :, :5], draft, jnp.array([1, 0]))
+    with pytest.raises(TypeError, match="state must be floating point, got int32"):
+        glax.commit(state.astype(jnp.int32), draft, jnp.array([1, 0]))
+    with pytest.raises(TypeError, match="draft must be the Draft that recurrent_verify returned, got NoneType"):
+        glax.commit(state, None, jnp.array([1, 0]))
+    with pytest.raises(ValueError, match=r"state must be \[B, H, K, V\] with B=2 as in the draft, got shape \(3, 2, 6, 5\)"):
+        glax.commit(jnp.zeros((3, 2, 6, 5)), draft, jnp.array([1, 0]))
+    for accepted in (jnp.array([200, 0], "uint8"), np.array([2**64 - 1, 0], np.uint64)):
+        with pytest.raises(ValueError, match="accepted must be from 0 to T=4, the length of the draft, got"):
+            glax.commit(state, draft, accepted)
+
+
+def test_commit_takes_no_smaller_pool():
+    case = Case("", B=2, T=4, heads=(4, 2, 2), state_dtype=None, **SMALL)
+    arguments, (_, pool) = inputs(case, "log-sigmoid"), token_and_pool(SMALL)
+    _, draft = glax.recurrent_verify(**arguments, state=pool, slots=jnp.array([5, 0]))
+    wanted = r"state must be what recurrent_verify was given, \[6, 4, 6, 5\], got shape \(5, 4, 6, 5\)"
+    with pytest.raises(ValueError, match=wanted):
+        jax.eval_shape(glax.commit, pool[:5], draft, jnp.array([1, 2]))
+    grown = jnp.concatenate([pool, pool])
+    new = glax.commit(grown, draft, jnp.array([1, 2]))
+    np.testing.assert_array_equal(new[:6], glax.commit(pool, draft, jnp.array([1, 2])))
+    np.testing.assert_array_equal(new[6:], pool)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
+def test_accepted_counts_of_any_integer_dtype(dtype):
+    case = Case("", B=2, T=4, heads=(4, 2, 2), **SMALL)
+    arguments = inputs(case, "log-sigmoid")
+    state = arguments.pop("initial_state")
+    _, draft = glax.recurrent_verify(**arguments, state=state)
+    most = jnp.array([jnp.iinfo(dtype).max, 1], dtype)  # traced: taken for T
+    new = quick_jit(glax.commit)(state, draft, most)
+    assert_close("state", new, glax.commit(state, draft, jnp.array([4, 1])), 1e-6)
