@@ -1,17 +1,20 @@
 """The public functions. Each names its gates; everything else is `Options`, written once."""
 
 import functools
-from typing import TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from glax.autodiff import solve
-from glax.bind import bind, check_before_tracing
+from glax.bind import bind, check_array, check_before_tracing, check_flag, is_array, known_number
 from glax.dispatch import Choice
-from glax.recurrence import Outputs, Recurrence, aligned
+from glax.recurrence import Outputs, Recurrence, aligned, to_int32
 from glax.registry import Config, Platform
+
+SLOPES = ("fla", "minimax")
 
 
 class Options(TypedDict, total=False):
@@ -108,6 +111,7 @@ def recurrent_attention(
     cfg: Config | None = None,
 ) -> Float[Array, "B T H V"] | Outputs:
     """`recurrent`, returning the output alone unless `return_state`: then (output, final_state)."""
+    check_flag("return_state", return_state)
     outputs = recurrent(
         query,
         key,
@@ -190,39 +194,78 @@ def lightning_attention(
     value: Float[Array, "B T Hv V"],
     layer_idx: int | Int[Array, ""],
     num_layers: int,
+    *,
+    slopes: Literal["fla", "minimax"] = "fla",
     **options: Unpack[Options],
 ) -> Outputs:
-    """Lightning attention:   S_t = exp(-(8 h / H) (1 - layer_idx / num_layers)) S_{t-1} + k_t v_t^T   in head h = 0, 1, ...
+    """Lightning attention:   S_t = exp(-s_h) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t,   in head h = 0, 1, ...
 
-    o_t = softmax_scale * S_t^T q_t. Deeper layers decay more slowly. layer_idx may be traced, so that layers can be scanned
-    over; ValueError if num_layers < 1 or a known layer_idx is outside 0..num_layers. Everything else as in `recurrent`.
+    slopes: with l = layer_idx and L = num_layers,
+        "fla"      s_h = (8 h / H) (1 - l / L)                           l from 0 to L, as in flash-linear-attention
+        "minimax"  s_h = 2^(-8 (h + 1) / H) (1 - l / (L - 1) + 1e-5)     l from 0 to L - 1, as in MiniMax-01; for L = 1 that
+                                                                         of a first layer, 1 + 1e-5
 
-    Qin et al. 2024, https://arxiv.org/abs/2401.04658.
+    Deeper layers decay more slowly. layer_idx may be traced, so that layers can be scanned over. Everything else as in
+    `recurrent`. Raises TypeError if layer_idx or num_layers is no integer; ValueError if num_layers < 1, if a known layer_idx is
+    outside its range, or if slopes is neither.
+
+    Qin et al. 2024, https://arxiv.org/abs/2401.04658; MiniMax 2025, https://arxiv.org/abs/2501.08313.
     """
-    return recurrent(query, key, value, g_gamma=lightning_decay(query, key, value, layer_idx, num_layers), **options)
+    decay = lightning_decay(query, key, value, layer_idx, num_layers, slopes)
+    return recurrent(query, key, value, g_gamma=decay, **options)
 
 
 # ---- the gates that the variants fix, or check -----------------------------------------------------------------------
 
 
 def check_per_head(query, g):
-    if jnp.ndim(g) != jnp.ndim(query) - 1:
-        raise ValueError(f"g must be [B, T, H] in simple_gla, one gate a head, got shape {jnp.shape(g)}")
+    check_array("query", query)
+    check_array("g", g)
+    if query.ndim in (3, 4) and g.ndim != query.ndim - 1:
+        raise ValueError(f"g must be [B, T, H] in simple_gla, one gate a head, got shape {g.shape}")
 
 
 def retention_decay(query, key, value) -> Float[Array, "H"]:
-    return jnp.log1p(-jnp.exp2(-5.0 - jnp.arange(most_heads(query, key, value), dtype=jnp.float32)))
+    return jnp.log1p(-jnp.exp2(-5.0 - head_numbers(query, key, value)))
 
 
-def lightning_decay(query, key, value, layer_idx, num_layers: int) -> Float[Array, "H"]:
+def lightning_decay(query, key, value, layer_idx, num_layers: int, slopes: str = "fla") -> Float[Array, "H"]:
+    if not isinstance(slopes, str) or slopes not in SLOPES:
+        raise ValueError(f"slopes must be {' or '.join(map(repr, SLOPES))}, got {slopes!r}")
+    if isinstance(num_layers, bool) or not isinstance(num_layers, int | np.integer):
+        raise TypeError(f"num_layers must be an integer, known while tracing, got {num_layers!r}")
     if num_layers < 1:
         raise ValueError(f"num_layers must be at least 1, got {num_layers}")
-    if not isinstance(layer_idx, jax.core.Tracer) and not 0 <= layer_idx <= num_layers:
-        raise ValueError(f"layer_idx must be from 0 to num_layers={num_layers}, got {layer_idx}")
-    heads = most_heads(query, key, value)
-    return -8.0 / heads * (1.0 - layer_idx / num_layers) * jnp.arange(heads, dtype=jnp.float32)
+    if slopes == "fla":
+        depth = int(num_layers)
+        check_layer(layer_idx, depth, "num_layers")
+    else:
+        depth = max(int(num_layers) - 1, 1)
+        check_layer(layer_idx, int(num_layers) - 1, "num_layers - 1")
+    h = head_numbers(query, key, value)
+    # 1 - l / L as (L - l) / L with an integer difference: in float32 a compiler may add 1e-5 to L before it subtracts l.
+    layer = known_number(layer_idx)
+    difference = (depth - to_int32(layer_idx)).astype(h.dtype) if layer is None else depth - layer
+    above = difference / depth
+    if slopes == "fla":
+        return -8.0 / h.shape[0] * above * h
+    return -jnp.exp2(-8.0 / h.shape[0] * (h + 1.0)) * (above + 1e-5)
 
 
-def most_heads(*arrays) -> int:
-    """H, as far as shapes tell; `bind` judges the shapes."""
-    return max((jnp.shape(x)[-2] for x in arrays if jnp.ndim(x) >= 2), default=1)
+def check_layer(layer_idx, last: int, by: str):
+    if isinstance(layer_idx, bool) or not (isinstance(layer_idx, int) or is_array(layer_idx)):
+        raise TypeError(f"layer_idx must be an integer, got {layer_idx!r}")
+    if is_array(layer_idx) and not jnp.issubdtype(layer_idx.dtype, jnp.integer):
+        raise TypeError(f"layer_idx must be an integer, got {layer_idx.dtype}")
+    if np.shape(layer_idx) != ():
+        raise ValueError(f"layer_idx must be one integer, got shape {np.shape(layer_idx)}")
+    value = known_number(layer_idx)
+    if value is not None and not 0 <= value <= last:
+        raise ValueError(f"layer_idx must be from 0 to {by}={last}, got {value}")
+
+
+def head_numbers(*arrays) -> Float[Array, "H"]:
+    """0, 1, ..., H - 1 as far as shapes tell (`bind` judges the shapes), in the dtype of gates for these inputs."""
+    heads = max((x.shape[-2] for x in arrays if is_array(x) and x.ndim >= 2), default=1)
+    wide = any(is_array(x) and x.dtype == jnp.float64 for x in arrays)
+    return jnp.arange(heads, dtype=jnp.float64 if wide and jax.config.jax_enable_x64 else jnp.float32)

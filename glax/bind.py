@@ -19,6 +19,8 @@ SHAPES = dict(
     gv=("B T H V",),
     initial_state=("N H K V", "H K V"),
 )
+DTYPES = ("float32", "bfloat16", "float16", "float64")  # of query, key and value
+LARGEST = {name: float(np.finfo(name).max) for name in ("float32", "float64")}
 ROWWISE = ("query", "key", "value", "g", "gk", "gv")  # lose their B in packed [T, heads, width] input
 
 
@@ -65,7 +67,7 @@ def as_float(name: str, x) -> jax.Array:
 
 def check_dtypes(arrays: dict[str, jax.Array]):
     dtype = arrays["query"].dtype
-    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
+    if str(dtype) not in DTYPES:
         raise TypeError(f"query must be float32, bfloat16, float16 or float64, got {dtype}")
     for name in ("key", "value"):
         if arrays[name].dtype != dtype:
@@ -125,35 +127,70 @@ def check_per_sequence(arrays: dict[str, jax.Array], N: int, packed: bool):
             raise ValueError(f"{name} must be {wanted} with N={N}, {by}, got shape {x.shape}")
 
 
-def check_scale(softmax_scale):
-    if softmax_scale is None:
-        return
-    if not isinstance(softmax_scale, int | float | np.number | np.ndarray | jax.Array) or isinstance(
-        softmax_scale, bool
-    ):
-        raise TypeError(f"softmax_scale must be a number, got {type(softmax_scale).__name__}")
-    if np.shape(softmax_scale) != ():
-        raise ValueError(f"softmax_scale must be one number, got shape {np.shape(softmax_scale)}")
-
-
 # ---- what must be checked before tracing: types that JAX cannot trace, values, and what is part of the program -------
-
 
 REQUIRED = ("query", "key", "value")
 
 
 def check_before_tracing(arrays: dict, platform, cfg, reverse, required: tuple[str, ...] = REQUIRED):
     for name, x in arrays.items():
-        if name == "softmax_scale":
-            check_scale(x)
-        elif not hasattr(x, "dtype") and (x is not None or name in required):
-            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+        if name != "softmax_scale" and (x is not None or name in required):
+            check_array(name, x)
+    check_scale(arrays["softmax_scale"], arrays["query"].dtype)
     Platform.parse(platform)
     if cfg is not None and not isinstance(cfg, Config):
         raise TypeError(f"cfg must be the Config of a kernel, such as ChunkedConfig(chunk=64), got {cfg!r}")
-    if not isinstance(reverse, bool | np.bool_):
-        raise TypeError(f"reverse must be True or False, known while tracing, got {reverse!r}")
+    check_flag("reverse", reverse)
     check_known_boundaries(arrays["cu_seqlens"], arrays["query"])
+
+
+def is_array(x) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or hasattr(x, "__jax_array__")
+
+
+def check_array(name: str, x):
+    """TypeError unless x is an array that JAX can trace: lists would be traced number by number."""
+    if not is_array(x):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    # By the letter where it says enough: issubdtype takes microseconds, and bfloat16 is of NumPy's kind for records.
+    if getattr(x.dtype, "kind", None) not in ("f", "i", "u", "b", "c") and not jnp.issubdtype(x.dtype, jnp.number):
+        raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
+
+
+def check_flag(name: str, x):
+    """TypeError unless x is True or False: any other value would count as one of them."""
+    if not isinstance(x, bool | np.bool_):
+        got = f"an array of {x.dtype}" if is_array(x) else repr(x)
+        raise TypeError(f"{name} must be True or False, known while tracing, got {got}")
+
+
+def check_scale(softmax_scale, dtype, name: str = "softmax_scale"):
+    """A real number, finite in the dtype of the sums over inputs of `dtype`, if its value is known."""
+    if softmax_scale is None:
+        return
+    if isinstance(softmax_scale, bool) or not (isinstance(softmax_scale, int | float) or is_array(softmax_scale)):
+        raise TypeError(f"{name} must be a number, got {type(softmax_scale).__name__}")
+    if is_array(softmax_scale):
+        if not any(jnp.issubdtype(softmax_scale.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+            raise TypeError(f"{name} must be a real number, got {softmax_scale.dtype}")
+        if softmax_scale.shape != ():
+            raise ValueError(f"{name} must be one number, got shape {softmax_scale.shape}")
+    value = known_number(softmax_scale)
+    sums = "float64" if dtype == np.float64 and jax.config.jax_enable_x64 else "float32"
+    # A Python int may exceed every float: it is compared, never converted.
+    if value is not None and not abs(value) <= LARGEST[sums]:
+        raise ValueError(f"{name} must be finite in {sums}, the dtype of sums, got {value}")
+
+
+def known_number(x) -> int | float | None:
+    """The value of a scalar; None if only a running program has it, or another process."""
+    if isinstance(x, int | float):
+        return x
+    if isinstance(x, np.ndarray | np.generic):
+        return x.item() if jnp.issubdtype(x.dtype, jnp.integer) else float(x)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable:
+        return known_number(jax.device_get(x))  # an explicit transfer, which no transfer_guard forbids
+    return None
 
 
 def check_known_boundaries(cu_seqlens, query):
@@ -165,7 +202,9 @@ def check_known_boundaries(cu_seqlens, query):
     cuts, T = np.asarray(cu_seqlens), query.shape[-3]
     if cuts[0] != 0:
         raise ValueError(f"cu_seqlens must begin with 0, got {cuts[0]}")
-    if (drops := np.flatnonzero(cuts[1:] < cuts[:-1])).size:  # compared: a difference of unsigned integers is never negative
+    if (
+        drops := np.flatnonzero(cuts[1:] < cuts[:-1])
+    ).size:  # compared: a difference of unsigned integers is never negative
         i = int(drops[0])
         raise ValueError(f"cu_seqlens must not decrease, got {cuts[i]} before {cuts[i + 1]} at position {i + 1}")
     if cuts[-1] > T:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from glax.api import recurrent_attention
-from glax.bind import bind
+from glax.bind import bind, check_before_tracing
 from glax.execution.kernel import Kernel, example_of
 from glax.kernels import load_kernels
 from glax.recurrence import Recurrence, describe
@@ -41,6 +41,8 @@ class RecurrentAttention(Kernel):
         """The registered kernels that can run the call, best first, and its Recurrence in shapes."""
         load_kernels()
         arguments = named(inv.args, inv.kwargs)
+        arrays = {name: arguments.get(name) for name in (*ARGUMENTS, "softmax_scale")}
+        check_before_tracing(arrays, arguments.get("platform"), arguments.get("cfg"), arguments.get("reverse", False))
         r = jax.eval_shape(lambda: bind(**example_of({k: v for k, v in arguments.items() if k not in NOT_BOUND})))
         platform = Platform.parse(arguments.get("platform"))
         kernel_registry.find(r, platform)  # raises with every reason if none can

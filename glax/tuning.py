@@ -1,5 +1,6 @@
 """What glax does inside a function of yours: shown, and tuned."""
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -7,12 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from glax.api import recurrent
+from glax.bind import check_flag
 from glax.dispatch import executor
 from glax.execution.cache import Measurement, overlay
 from glax.execution.executor import Decision, decisions
 from glax.execution.invocation import Invocation
 from glax.execution.selection import AutotunePolicy
-from glax.registry import Platform
+from glax.registry import KernelSpec, Platform
 
 
 class Explanation(list[Decision]):
@@ -40,10 +42,25 @@ def explain(fn, *args, **kwargs) -> Explanation:
 
 
 def detect_platform(fn=recurrent, *args, **kwargs) -> Platform:
-    """The platform that runs fn(*args, **kwargs) here; without arguments, that of a usual call of `recurrent`."""
-    if not args and not kwargs:
+    """The platform that runs fn(*args, **kwargs) here; without arguments, that of a usual call of `recurrent`.
+
+    Raises TypeError if fn is no function, ValueError if it makes no call of glax.
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"fn must be a function, got {fn!r}; glax.compat.ejkernel.detect_platform takes the name of an algorithm"
+        )
+    if not args and not kwargs and takes_arguments(fn):
         args = (jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.float32),) * 3
-    return explain(fn, *args, **kwargs)[0].invocation.kernel.platform
+    kernels = [decision.invocation.kernel for decision in explain(fn, *args, **kwargs)]
+    platforms = [kernel.platform for kernel in kernels if isinstance(kernel, KernelSpec)]
+    if not platforms:
+        raise ValueError(f"fn must make a call of glax, got {fn!r}, which makes none")
+    return platforms[0]
+
+
+def takes_arguments(fn) -> bool:
+    return any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in inspect.signature(fn).parameters.values())
 
 
 def tune(fn, *args, progress: bool = True, **kwargs) -> dict[str, Measurement]:
@@ -54,6 +71,7 @@ def tune(fn, *args, progress: bool = True, **kwargs) -> dict[str, Measurement]:
 
     Returns the measurement of each call, by "kernel: shapes".
     """
+    check_flag("progress", progress)
     with overlay(policy=AutotunePolicy()):  # to find the calls, neither measure nor insist
         found = {f"{d.kernel}: {d.invocation.key}": d.invocation for d in explain(fn, *args, **kwargs)}
     measured = {name: executor.chain.tune(inv) for name, inv in shown(found.items(), progress)}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import glax
+from glax.api import lightning_decay, retention_decay
 from glax.decay import Decay
 from glax.kernels.xla.chunked import ChunkedConfig
 from glax.recurrence import Recurrence
@@ -156,6 +157,33 @@ def test_variants_are_the_recurrence_with_their_gates():
     np.testing.assert_array_equal(glax.recurrent_attention(q, k, v, g, return_state=True)[1], same[0][0].final_state)
     by_layer = jax.jit(jax.vmap(lambda i: glax.lightning_attention(q, k, v, i, 12).output))(jnp.array([3, 5]))
     assert_close("traced layer_idx", by_layer[0], same[4][0].output, 1e-6)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("num_layers", [1, 2, 80])
+def test_minimax_slopes(num_layers):
+    """The decays as the formula has them in float64; the last layer's, 1e-5 of the first's, known or traced."""
+    H, last = 8, num_layers - 1
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in np.random.default_rng(0).normal(size=(3, 1, 30, H, 4)))
+    for layer in {0, last // 2, last}:
+        through = 1 - layer / last if last else 1.0
+        wanted = -(2.0 ** (-8 * (np.arange(H) + 1) / H)) * (through + 1e-5)
+        traced = jax.jit(lambda i: lightning_decay(q, k, v, i, num_layers, "minimax"))
+        for got in (lightning_decay(q, k, v, layer, num_layers, "minimax"), traced(np.uint8(layer))):
+            np.testing.assert_allclose(got, wanted, rtol=1e-6)
+        output = glax.lightning_attention(q, k, v, layer, num_layers, slopes="minimax").output
+        assert_close("output", output, glax.recurrent(q, k, v, g_gamma=jnp.asarray(wanted, jnp.float32)).output, 1e-6)
+
+
+@pytest.mark.fast
+def test_fixed_decays_of_float64_inputs_are_float64():
+    with jax.enable_x64(True):
+        q = jnp.ones((1, 3, 4, 2), jnp.float64)
+        h = np.arange(4)
+        np.testing.assert_allclose(retention_decay(q, q, q), np.log1p(-(2.0 ** (-5 - h))), rtol=1e-15)
+        np.testing.assert_allclose(lightning_decay(q, q, q, 1, 3), -8 / 4 * (1 - 1 / 3) * h, rtol=1e-15)
+        wanted = -(2.0 ** (-2.0 * (h + 1))) * (1 / 2 + 1e-5)
+        np.testing.assert_allclose(lightning_decay(q, q, q, jnp.asarray(1), 3, "minimax"), wanted, rtol=1e-15)
 
 
 @pytest.mark.fast

@@ -31,7 +31,12 @@ def test_easydel_defaults():
     default, _ = easydel.recurrent_gla(**a)
     np.testing.assert_allclose(output, default * 2 * 6**0.5, rtol=1e-5, atol=1e-5)
     assert easydel.recurrent_gla(**a, dtype=jnp.bfloat16)[0].dtype == jnp.bfloat16
-    traced = jax.jit(lambda scale: easydel.recurrent_gla(**a, scale=scale)[0])(2.0)
-    assert_close("traced scale", traced, output, 1e-6)
+    usual = [-1.0, -1, np.float64(-1.0), np.asarray(-1.0), jnp.float32(-1.0), jnp.bfloat16(-1.0), jnp.asarray(-1)]
+    for meant in usual:  # however it arrives
+        assert_close(repr(meant), easydel.recurrent_gla(**a, scale=meant)[0], default, 1e-6)
+    run = jax.jit(lambda scale: easydel.recurrent_gla(**a, scale=scale)[0])
+    assert_close("traced -1.0", run(jnp.float32(-1.0)), default, 1e-6)
+    assert_close("traced 2.0", run(jnp.float32(2.0)), output, 1e-6)
+    assert_close("-2.0", easydel.recurrent_gla(**a, scale=jnp.float32(-2.0))[0], -output, 1e-6)
     empty = easydel.recurrent_gla(*(a[name][:, :0] for name in ("query", "key", "value", "gk")), chunk_size=4)[0]
     assert empty.shape == (2, 0, 2, 5)

@@ -1,12 +1,15 @@
 # ruff: noqa: E501  one case a line reads best
 """What bad input says: the argument, what was expected, what came, and who set the expectation."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import glax
+import glax.parallel
 from glax.compat import easydel
 from glax.kernels.xla.chunked import ChunkedConfig
 from glax.registry import Config
@@ -61,6 +64,26 @@ def cuts(*values, dtype=jnp.int32):
         (TypeError, "reverse must be True or False, known while tracing, got 1", GOOD | dict(reverse=1)),
         (ValueError, "softmax_scale must be one number, got shape (4,)", GOOD | dict(softmax_scale=ones(4))),
         (TypeError, "softmax_scale must be a number, got str", GOOD | dict(softmax_scale="1")),
+        (TypeError, "softmax_scale must be a number, got complex", GOOD | dict(softmax_scale=1j)),
+        (TypeError, "softmax_scale must be a number, got bool", GOOD | dict(softmax_scale=True)),
+        (TypeError, "softmax_scale must be a real number, got complex64", GOOD | dict(softmax_scale=jnp.complex64(1))),
+        (TypeError, "softmax_scale must be a real number, got complex128", GOOD | dict(softmax_scale=np.complex128(1))),
+        (TypeError, "softmax_scale must be a real number, got bool", GOOD | dict(softmax_scale=jnp.asarray(True))),
+        (TypeError, "softmax_scale must be a real number, got bool", GOOD | dict(softmax_scale=np.bool_(True))),
+        (ValueError, "softmax_scale must be finite in float32, the dtype of sums, got nan", GOOD | dict(softmax_scale=float("nan"))),
+        (ValueError, "softmax_scale must be finite in float32, the dtype of sums, got nan", GOOD | dict(softmax_scale=jnp.bfloat16(jnp.nan))),
+        (ValueError, "softmax_scale must be finite in float32, the dtype of sums, got -inf", GOOD | dict(softmax_scale=np.float64("-inf"))),
+        (ValueError, "softmax_scale must be finite in float32, the dtype of sums, got 3.5e+38", GOOD | dict(softmax_scale=3.5e38)),
+        (ValueError, f"softmax_scale must be finite in float32, the dtype of sums, got {10**400}", GOOD | dict(softmax_scale=10**400)),
+        (TypeError, "query must be an array, got NoneType", GOOD | dict(query=None)),
+        (TypeError, "key must be an array, got NoneType", GOOD | dict(key=None)),
+        (TypeError, "value must be an array, got NoneType", GOOD | dict(value=None)),
+        (TypeError, "query must be an array, got _ScalarMeta", GOOD | dict(query=jnp.float32)),
+        (TypeError, "g_gamma must be an array, got float", GOOD | dict(g_gamma=-0.5)),
+        (TypeError, "query must be an array of numbers, got dtype key<fry>", GOOD | dict(query=jax.random.key(0))),
+        (TypeError, "gk must be an array of numbers, got dtype object", GOOD | dict(gk=np.full((2, 12, 4, 8), None))),
+        (TypeError, "reverse must be True or False, known while tracing, got 'no'", GOOD | dict(reverse="no")),
+        (TypeError, "reverse must be True or False, known while tracing, got an array of bool", GOOD | dict(reverse=jnp.asarray(True))),
         (ValueError, "platform must be None, 'auto', 'xla', 'cpp', 'triton', 'pallas', 'cuda', got 'tpu'", GOOD | dict(platform="tpu")),
         (TypeError, "cfg must be the Config of a kernel, such as ChunkedConfig(chunk=64), got 64", GOOD | dict(cfg=64)),
     ],
@@ -95,6 +118,104 @@ def test_bad_configs():
     for chunk in (0, -1, 2.0):
         with pytest.raises(ValueError, match="chunk must be an int of at least 1"):
             ChunkedConfig(chunk)
+
+
+@pytest.mark.parametrize("got", ["no", 1, 0.0, None, jnp.asarray(True)], ids=str)
+def test_every_flag_is_true_or_false(got):
+    on_mesh = functools.partial(
+        glax.parallel.recurrent_attention, mesh=jax.make_mesh((1,), ("data",)), batch_axis="data"
+    )
+    calls = [
+        ("return_state", glax.recurrent_attention),
+        ("return_state", on_mesh),
+        ("reverse", glax.retention),
+        ("reverse", on_mesh),
+        ("output_final_state", functools.partial(easydel.recurrent_gla, gk=ones(2, 12, 4, 8))),
+        ("progress", functools.partial(glax.tune, glax.recurrent)),
+    ]
+    for flag, call in calls:
+        with pytest.raises(TypeError, match=f"^{flag} must be True or False, known while tracing, got "):
+            call(**GOOD, **{flag: got})
+
+
+def test_lightning_layers():
+    array = jnp.arange(2)
+    wrong = [
+        (TypeError, "layer_idx must be an integer, got True", dict(layer_idx=True)),
+        (TypeError, "layer_idx must be an integer, got 1.0", dict(layer_idx=1.0)),
+        (TypeError, "layer_idx must be an integer, got '1'", dict(layer_idx="1")),
+        (TypeError, "layer_idx must be an integer, got 1j", dict(layer_idx=1j)),
+        (TypeError, "layer_idx must be an integer, got None", dict(layer_idx=None)),
+        (TypeError, "layer_idx must be an integer, got bool", dict(layer_idx=np.bool_(True))),
+        (TypeError, "layer_idx must be an integer, got float32", dict(layer_idx=jnp.float32(1))),
+        (ValueError, "layer_idx must be one integer, got shape (2,)", dict(layer_idx=array)),
+        (ValueError, "layer_idx must be from 0 to num_layers=4, got -1", dict(layer_idx=np.int8(-1))),
+        (ValueError, "layer_idx must be from 0 to num_layers=4, got 5", dict(layer_idx=jnp.asarray(5))),
+        (ValueError, "layer_idx must be from 0 to num_layers - 1=3, got 4", dict(layer_idx=4, slopes="minimax")),
+        (TypeError, "num_layers must be an integer, known while tracing, got True", dict(num_layers=True)),
+        (TypeError, "num_layers must be an integer, known while tracing, got 4.0", dict(num_layers=4.0)),
+        (TypeError, "num_layers must be an integer, known while tracing, got '4'", dict(num_layers="4")),
+        (TypeError, "num_layers must be an integer, known while tracing, got None", dict(num_layers=None)),
+        (TypeError, f"num_layers must be an integer, known while tracing, got {array!r}", dict(num_layers=array)),
+        (ValueError, "slopes must be 'fla' or 'minimax', got 'alibi'", dict(slopes="alibi")),
+        (ValueError, "slopes must be 'fla' or 'minimax', got None", dict(slopes=None)),
+    ]
+    for error, text, arguments in wrong:
+        with pytest.raises(error) as caught:
+            glax.lightning_attention(**GOOD | dict(layer_idx=1, num_layers=4) | arguments)
+        assert str(caught.value) == text
+    with pytest.raises(TypeError, match="layer_idx must be an integer, got float32"):
+        jax.eval_shape(lambda i: glax.lightning_attention(**GOOD, layer_idx=i, num_layers=4), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"),
+    [
+        (TypeError, "query must be an array, got NoneType", dict(query=None)),
+        (TypeError, "gk must be an array, got list", dict(gk=[[[[0.0]]]])),
+        (TypeError, "key must be floating point, got int32", dict(key=ones(2, 12, 4, 8, dtype=jnp.int32))),
+        (ValueError, "query must be [B, T, Hq, K], got shape (12, 4, 8)", dict(query=ones(12, 4, 8))),
+        (ValueError, "gk must be [B, T, H, K], got shape (2, 12, 4)", dict(gk=ones(2, 12, 4))),
+        (ValueError, "key must be [B, T, Hk, K] with T=12 as in query, got shape (2, 13, 2, 8)", dict(key=ones(2, 13, 2, 8))),
+        (ValueError, "initial_state must be [N, H, K, V] or [H, K, V], got shape (8, 6)", dict(initial_state=ones(8, 6))),
+        (TypeError, "scale must be a number, got str", dict(scale="1")),
+        (TypeError, "scale must be a real number, got complex64", dict(scale=jnp.complex64(1))),
+        (ValueError, "scale must be finite in float32, the dtype of sums, got nan", dict(scale=jnp.float32(jnp.nan))),
+        (TypeError, "chunk_size must be an integer, got 4.0", dict(chunk_size=4.0)),
+        (TypeError, "chunk_size must be an integer, got True", dict(chunk_size=True)),
+        (TypeError, "dtype must be float32, bfloat16, float16, float64 or None, got 'no'", dict(dtype="no")),
+        (TypeError, f"dtype must be float32, bfloat16, float16, float64 or None, got {jnp.int32!r}", dict(dtype=jnp.int32)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_bad_calls_of_easydel(error, text, arguments):
+    with pytest.raises(error) as caught:
+        easydel.recurrent_gla(**GOOD | dict(gk=ones(2, 12, 4, 8)) | arguments)
+    assert str(caught.value) == text
+
+
+def test_detect_platform():
+    with pytest.raises(
+        TypeError, match=r"fn must be a function, got 'recurrent'; glax.compat.ejkernel.detect_platform"
+    ):
+        glax.detect_platform("recurrent")
+    with pytest.raises(ValueError, match=r"fn must make a call of glax, got .*, which makes none"):
+        glax.detect_platform(lambda: jnp.ones(3))
+    assert glax.detect_platform(lambda: glax.recurrent(**GOOD)) == glax.detect_platform(glax.recurrent, *GOOD.values())
+
+
+def test_executors():
+    with pytest.raises(
+        TypeError, match=r"kernel must be a Kernel or a KernelSpec, such as RecurrentAttention.., got <class"
+    ):
+        glax.Executor()(glax.RecurrentAttention, *GOOD.values())
+    with pytest.raises(TypeError, match="chain must be a ConfigSelectorChain, got 'heuristics'"):
+        glax.Executor("heuristics")
+    with pytest.raises(TypeError, match="cfg and _cfg are two names of one option"):
+        glax.Executor()(glax.RecurrentAttention(), *GOOD.values(), cfg=ChunkedConfig(), _cfg=ChunkedConfig())
+    for arguments in (dict(query=None), dict(key=[1.0])):
+        with pytest.raises(TypeError, match=f"^{next(iter(arguments))} must be an array, got "):
+            glax.Executor()(glax.RecurrentAttention(), **GOOD | arguments)
 
 
 def test_variants():

@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from glax.api import recurrent
+from glax.bind import DTYPES, as_float, check_array, check_flag, check_scale, check_shapes, is_array
 
 
 def recurrent_gla(
@@ -20,20 +22,48 @@ def recurrent_gla(
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"] | None]:
     """S_t = diag(exp(gk_t)) S_{t-1} + k_t v_t^T,   o_t = scale * S_t^T q_t.   (https://arxiv.org/abs/2312.06635)
 
-    scale -1.0 means K ** -0.5. The output has `dtype`, to which the inputs are cast. The state, always float32 here, comes
-    back only if `output_final_state`. chunk_size > 0 walks the sequence in segments of that many tokens (T need not be a
-    multiple), handing the state on: the result is the same, and less is kept for the gradient at a time.
+    scale -1.0 means K ** -0.5, traced or not. The output has `dtype`, to which the inputs are cast unless it is None. The
+    state, always float32 here, comes back only if `output_final_state`. chunk_size > 0 solves the sequence in segments of
+    that many tokens (T need not be a multiple), each from the state of the one before: the result is the same, with fewer
+    residuals at a time.
 
-    Raises ValueError or TypeError as `glax.recurrent` does, or for a negative chunk_size.
+    Raises ValueError or TypeError as `glax.recurrent` does, or for a chunk_size that is no integer from 0.
     """
+    arrays = dict(query=query, key=key, value=value, gk=gk)
+    for name, x in (arrays | ({} if initial_state is None else dict(initial_state=initial_state))).items():
+        check_array(name, x)
+    check_flag("output_final_state", output_final_state)
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int | np.integer):
+        raise TypeError(f"chunk_size must be an integer, got {chunk_size!r}")
     if chunk_size < 0:
         raise ValueError(f"chunk_size must be 0 or more, got {chunk_size}")
-    query, key, value, gk = (jnp.asarray(x, dtype) for x in (query, key, value, gk))
-    scale = None if not isinstance(scale, jax.Array) and scale == -1.0 else scale
-    length = chunk_size or max(query.shape[1], 1)
+    check_shapes(arrays, flat=False)  # segments of a key that is too long would look right
+    check_dtype(dtype)
+    arrays = {name: jnp.asarray(as_float(name, x), dtype) for name, x in arrays.items()}
+    T, K = arrays["query"].shape[1], arrays["query"].shape[3]
+    scale = scale_meant(scale, K, arrays["query"].dtype)
+    length = int(chunk_size) or max(T, 1)
     state, outputs = initial_state, []
-    for start in range(0, max(query.shape[1], 1), length):
-        part = (x[:, start : start + length] for x in (query, key, value))
-        output, state = recurrent(*part, gk=gk[:, start : start + length], softmax_scale=scale, initial_state=state)
+    for start in range(0, max(T, 1), length):
+        part = {name: x[:, start : start + length] for name, x in arrays.items()}
+        output, state = recurrent(**part, softmax_scale=scale, initial_state=state)
         outputs.append(output)
     return jnp.concatenate(outputs, axis=1), state if output_final_state else None
+
+
+def check_dtype(dtype):
+    try:
+        known = dtype is None or (not is_array(dtype) and str(jnp.dtype(dtype)) in DTYPES)
+    except TypeError:  # NumPy's, for what no dtype can be made of
+        known = False
+    if not known:
+        raise TypeError(f"dtype must be {', '.join(DTYPES)} or None, got {dtype!r}")
+
+
+def scale_meant(scale, K: int, dtype) -> Float[Array, ""] | None:
+    """-1.0 is K ** -0.5, also in an array, whose value only the running program may know."""
+    check_scale(scale, dtype, "scale")
+    if not isinstance(scale, jax.Array):
+        return None if scale == -1.0 else scale
+    scale = jnp.asarray(scale, jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    return jnp.where(scale == -1.0, K**-0.5, scale)

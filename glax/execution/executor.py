@@ -30,14 +30,21 @@ class Executor:
     """executor(kernel, *args): runs a KernelSpec or a Kernel with the config that its chain of selectors chooses."""
 
     def __init__(self, chain: ConfigSelectorChain | None = None):
+        if not (chain is None or callable(getattr(chain, "choose", None))):
+            raise TypeError(f"chain must be a ConfigSelectorChain, got {chain!r}")
         self.chain = ConfigSelectorChain() if chain is None else chain
 
-    def __call__(self, kernel, *args, cfg=None, refused: dict[str, str] | None = None, part=None, **kwargs):
+    def __call__(self, kernel, *args, cfg=None, _cfg=None, refused: dict[str, str] | None = None, part=None, **kwargs):
         """kernel(*args, **kwargs) with the config that the chain chooses; `cfg` overrides all. `refused` is for explain.
 
-        part: a function that does a part of that call, run in its place with the same config.
+        _cfg: another name of cfg, ejkernel's. part: a function that does a part of that call, run in its place with the same
+        config.
         """
-        inv = Invocation.of(kernel, args, kwargs, cfg)
+        if isinstance(kernel, type) or not hasattr(kernel, "get_impl"):
+            raise TypeError(f"kernel must be a Kernel or a KernelSpec, such as RecurrentAttention(), got {kernel!r}")
+        if cfg is not None and _cfg is not None:
+            raise TypeError("cfg and _cfg are two names of one option, and both are given: leave one out")
+        inv = Invocation.of(kernel, args, kwargs, _cfg if cfg is None else cfg)
         config, selector = self.chain.choose(inv)
         if (heard := listener.get()) is not None:
             heard.append(Decision(inv, config, selector, refused or {}))

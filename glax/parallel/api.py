@@ -1,14 +1,14 @@
 """The public functions: those of `glax.api`, and where their arrays are spread."""
 
 import functools
-from typing import Unpack
+from typing import Literal, Unpack
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
 from glax.api import Options, check_per_head, lightning_decay, nothing_to_solve, retention_decay
-from glax.bind import bind, check_before_tracing
+from glax.bind import bind, check_before_tracing, check_flag
 from glax.dispatch import Choice
 from glax.parallel.spread import Axis, Spread, spread_over
 from glax.recurrence import Outputs
@@ -83,6 +83,7 @@ def recurrent_attention(
     **options: Unpack[ParallelOptions],
 ) -> Float[Array, "B T H V"] | Outputs:
     """`recurrent`, returning the output alone unless `return_state`: then (output, final_state)."""
+    check_flag("return_state", return_state)
     gates = dict(g=g, g_gamma=g_gamma, gk=gk, gv=gv)
     outputs = recurrent(query, key, value, **gates, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
     return outputs if return_state else outputs.output
@@ -128,7 +129,10 @@ def lightning_attention(
     value: Float[Array, "B T Hv V"],
     layer_idx: int | Int[Array, ""],
     num_layers: int,
+    *,
+    slopes: Literal["fla", "minimax"] = "fla",
     **options: Unpack[ParallelOptions],
 ) -> Outputs:
-    """`glax.lightning_attention` on a mesh:   S_t = exp(-(8 h / H) (1 - layer_idx / num_layers)) S_{t-1} + k_t v_t^T."""
-    return recurrent(query, key, value, g_gamma=lightning_decay(query, key, value, layer_idx, num_layers), **options)
+    """`glax.lightning_attention` on a mesh:   S_t = exp(-s_h) S_{t-1} + k_t v_t^T,   s_h by `slopes`."""
+    decay = lightning_decay(query, key, value, layer_idx, num_layers, slopes)
+    return recurrent(query, key, value, g_gamma=decay, **options)
