@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from glax.autodiff import solve
-from glax.bind import bind, check_array, check_before_tracing, check_flag, is_array, known_number
+from glax.bind import bind, check_array, check_before_tracing, check_flag, check_integer, is_array, known_number
 from glax.dispatch import Choice
 from glax.recurrence import Outputs, Recurrence, aligned, to_int32
 from glax.registry import Config, Platform
@@ -232,8 +232,7 @@ def retention_decay(query, key, value) -> Float[Array, "H"]:
 def lightning_decay(query, key, value, layer_idx, num_layers: int, slopes: str = "fla") -> Float[Array, "H"]:
     if not isinstance(slopes, str) or slopes not in SLOPES:
         raise ValueError(f"slopes must be {' or '.join(map(repr, SLOPES))}, got {slopes!r}")
-    if isinstance(num_layers, bool) or not isinstance(num_layers, int | np.integer):
-        raise TypeError(f"num_layers must be an integer, known while tracing, got {num_layers!r}")
+    check_integer("num_layers", num_layers)
     if num_layers < 1:
         raise ValueError(f"num_layers must be at least 1, got {num_layers}")
     if slopes == "fla":

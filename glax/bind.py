@@ -136,7 +136,8 @@ def check_before_tracing(arrays: dict, platform, cfg, reverse, required: tuple[s
     for name, x in arrays.items():
         if name != "softmax_scale" and (x is not None or name in required):
             check_array(name, x)
-    check_scale(arrays["softmax_scale"], arrays["query"].dtype)
+    if arrays["softmax_scale"] is not None:
+        check_real("softmax_scale", arrays["softmax_scale"], arrays["query"].dtype)
     Platform.parse(platform)
     if cfg is not None and not isinstance(cfg, Config):
         raise TypeError(f"cfg must be the Config of a kernel, such as ChunkedConfig(chunk=64), got {cfg!r}")
@@ -164,18 +165,21 @@ def check_flag(name: str, x):
         raise TypeError(f"{name} must be True or False, known while tracing, got {got}")
 
 
-def check_scale(softmax_scale, dtype, name: str = "softmax_scale"):
-    """A real number, finite in the dtype of the sums over inputs of `dtype`, if its value is known."""
-    if softmax_scale is None:
-        return
-    if isinstance(softmax_scale, bool) or not (isinstance(softmax_scale, int | float) or is_array(softmax_scale)):
-        raise TypeError(f"{name} must be a number, got {type(softmax_scale).__name__}")
-    if is_array(softmax_scale):
-        if not any(jnp.issubdtype(softmax_scale.dtype, kind) for kind in (jnp.floating, jnp.integer)):
-            raise TypeError(f"{name} must be a real number, got {softmax_scale.dtype}")
-        if softmax_scale.shape != ():
-            raise ValueError(f"{name} must be one number, got shape {softmax_scale.shape}")
-    value = known_number(softmax_scale)
+def check_integer(name: str, x):
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise TypeError(f"{name} must be an integer, known while tracing, got {x!r}")
+
+
+def check_real(name: str, x, dtype=np.float32):
+    """Check for one real number; where its value is known, for one that is finite in the sums over inputs of that dtype."""
+    if isinstance(x, bool) or not (isinstance(x, int | float) or is_array(x)):
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+    if is_array(x):
+        if not any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+            raise TypeError(f"{name} must be a real number, got {x.dtype}")
+        if x.shape != ():
+            raise ValueError(f"{name} must be one number, got shape {x.shape}")
+    value = known_number(x)
     sums = "float64" if dtype == np.float64 and jax.config.jax_enable_x64 else "float32"
     # A Python int may exceed every float: it is compared, never converted.
     if value is not None and not abs(value) <= LARGEST[sums]:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -161,11 +163,73 @@ def test_training_learns_and_repeats_for_a_seed():
     assert held_out_bits(models[0], windows) == pytest.approx(float(jitted_bits(models[0], windows).mean()), rel=1e-5)
 
 
-def test_generation_takes_the_likeliest_byte_when_cold():
-    model, prompt = ByteLM(TINY, rngs=nnx.Rngs(0)), jnp.arange(6)[None]
-    tokens = generate(model, prompt, jax.random.key(0), length=8, temperature=1e-6)
-    everything = jnp.concatenate([prompt, tokens], 1)
-    np.testing.assert_array_equal(model(everything)[0, 5:-1].argmax(-1), tokens[0])
+def test_generation_draws_from_the_softmax_or_takes_the_likeliest_byte():
+    """Every byte is that of jax.random.categorical; in the cold the likeliest; one program for all temperatures."""
+    model, prompt, key = ByteLM(TINY, rngs=nnx.Rngs(0)), jnp.arange(6)[None], jax.random.key(0)
+
+    def draw(temperature):
+        tokens = generate(model, prompt, key, 8, temperature)
+        return tokens[0], model(jnp.concatenate([prompt, tokens], 1))[0, 5:-1]
+
+    tokens, logits = draw(0.5)
+    drawn = jax.vmap(jax.random.categorical)(jax.random.split(key, 8), logits[:, None] / 0.5)
+    np.testing.assert_array_equal(drawn[:, 0], tokens)
+    for temperature in (0, 0.0, 1e-6, 1e-40, jnp.float32(0)):
+        tokens, logits = draw(temperature)
+        np.testing.assert_array_equal(logits.argmax(-1), tokens)
+        assert len(set(np.asarray(tokens))) > 1  # NaN, of a division by 0, would give byte 0
+
+
+KEYS = jax.random.split(jax.random.key(0))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"),
+    [
+        (ValueError, "prompt must be [B, P], got shape (6,)", dict(prompt=jnp.arange(6))),
+        (ValueError, "prompt must be [B, P], got shape (1, 2, 3)", dict(prompt=jnp.zeros((1, 2, 3), jnp.int32))),
+        (ValueError, "prompt must be [B, P] with P of at least 1, got shape (1, 0)", dict(prompt=jnp.zeros((1, 0), int))),
+        (ValueError, "prompt must hold bytes, from 0 to 255, got 256", dict(prompt=jnp.array([[1, 256]]))),
+        (ValueError, "prompt must hold bytes, from 0 to 255, got -1", dict(prompt=np.array([[1, -1]]))),
+        (TypeError, "prompt must hold integers, got float32", dict(prompt=jnp.ones((1, 3)))),
+        (TypeError, "prompt must be an array, got list", dict(prompt=[[1, 2]])),
+        (TypeError, "prompt must be an array, got NoneType", dict(prompt=None)),
+        (TypeError, "key must be one key of jax.random, such as jax.random.key(0), got 0", dict(key=0)),
+        (TypeError, "key must be one key of jax.random, such as jax.random.key(0), got key<fry> of shape (2,)", dict(key=KEYS)),
+        (TypeError, "length must be an integer, known while tracing, got 3.0", dict(length=3.0)),
+        (TypeError, "length must be an integer, known while tracing, got True", dict(length=True)),
+        (ValueError, "length must be at least 0, got -1", dict(length=-1)),
+        (ValueError, "temperature must be at least 0, got -0.5", dict(temperature=-0.5)),
+        (ValueError, "temperature must be finite in float32, the dtype of sums, got nan", dict(temperature=jnp.float32(jnp.nan))),
+        (TypeError, "temperature must be a number, got NoneType", dict(temperature=None)),
+        (TypeError, "temperature must be a number, got str", dict(temperature="cold")),
+        (TypeError, "temperature must be a number, got bool", dict(temperature=False)),
+        (TypeError, "temperature must be a real number, got complex64", dict(temperature=jnp.complex64(1))),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_bad_calls_of_generate(error, text, arguments):
+    good = dict(prompt=jnp.arange(3)[None], key=jax.random.key(0), length=2, temperature=0.8)
+    with pytest.raises(error) as caught:
+        generate(ByteLM(TINY, rngs=nnx.Rngs(0)), **good | arguments)
+    assert str(caught.value) == text
+
+
+@pytest.mark.fast
+def test_tokens_of_other_ranks():
+    model, row = ByteLM(TINY, rngs=nnx.Rngs(0)), jnp.arange(6)
+    states = model.initial_states(1)
+    calls = [
+        ("[B, T]", lambda: model(row)),
+        ("[B, T]", lambda: model.extend(row, states)),
+        ("[B, T]", lambda: token_by_token(model, row)),
+        ("[T]", lambda: model.prefill_into(row[None], states, jnp.array([0]), jnp.array([0, 6]))),
+        ("[B]", lambda: model.step(row[None], states)),
+    ]
+    for form, call in calls:
+        with pytest.raises(ValueError, match=re.escape(f"tokens must be {form}, got shape")):
+            call()
 
 
 # ---- the checkpoint --------------------------------------------------------------------------------------------------
@@ -203,6 +267,22 @@ def test_load_refuses_other_files(tmp_path):
     save_file({"x": np.zeros(2)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="holds no ByteLM"):
         checkpoint.load(tmp_path / "other.safetensors")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("change", ["a scalar", "a row", "another dtype"])
+def test_load_neither_broadcasts_nor_casts(tmp_path, change):
+    from safetensors.numpy import load_file, save_file
+
+    path, name = tmp_path / "model.safetensors", "norm.scale"
+    checkpoint.save(ByteLM(TINY, rngs=nnx.Rngs(5)), path)
+    tensors = load_file(path)
+    changed = {"a scalar": np.float32(2), "a row": np.ones((1, 16), np.float32), "another dtype": np.ones(16)}[change]
+    config = json.dumps(dataclasses.asdict(TINY))
+    save_file(tensors | {name: np.asarray(changed)}, path, metadata={"config": config})
+    wanted = f"{name} must be float32 of shape (16,), got {changed.dtype} of shape {changed.shape}"
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        checkpoint.load(path)
 
 
 # ---- the order-2 model -----------------------------------------------------------------------------------------------

@@ -2,11 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from glax.api import recurrent
-from glax.bind import DTYPES, as_float, check_array, check_flag, check_scale, check_shapes, is_array
+from glax.bind import DTYPES, as_float, check_array, check_flag, check_integer, check_real, check_shapes, is_array
 
 
 def recurrent_gla(
@@ -33,8 +32,7 @@ def recurrent_gla(
     for name, x in (arrays | ({} if initial_state is None else dict(initial_state=initial_state))).items():
         check_array(name, x)
     check_flag("output_final_state", output_final_state)
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int | np.integer):
-        raise TypeError(f"chunk_size must be an integer, got {chunk_size!r}")
+    check_integer("chunk_size", chunk_size)
     if chunk_size < 0:
         raise ValueError(f"chunk_size must be 0 or more, got {chunk_size}")
     check_shapes(arrays, flat=False)  # segments of a key that is too long would look right
@@ -62,7 +60,9 @@ def check_dtype(dtype):
 
 def scale_meant(scale, K: int, dtype) -> Float[Array, ""] | None:
     """-1.0 is K ** -0.5, also in an array, whose value only the running program may know."""
-    check_scale(scale, dtype, "scale")
+    if scale is None:
+        return None
+    check_real("scale", scale, dtype)
     if not isinstance(scale, jax.Array):
         return None if scale == -1.0 else scale
     scale = jnp.asarray(scale, jnp.float64 if dtype == jnp.float64 else jnp.float32)

@@ -37,7 +37,14 @@ def load(path: str | Path) -> ByteLM:
         if parameters.keys() != set(file.keys()):
             raise ValueError(f"{path} does not fit its config: it differs in {sorted(parameters.keys() ^ file.keys())}")
         for name, param in parameters.items():
-            param[...] = jnp.asarray(file.get_tensor(name))
+            tensor = file.get_tensor(name)
+            if (tensor.dtype, tensor.shape) != (
+                param.dtype,
+                param.shape,
+            ):  # else it would be cast, or spread over the shape
+                fits, got = (f"{x.dtype} of shape {x.shape}" for x in (param, tensor))
+                raise ValueError(f"{path} does not fit its config: {name} must be {fits}, got {got}")
+            param[...] = jnp.asarray(tensor)
     return model
 
 

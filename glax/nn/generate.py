@@ -1,24 +1,48 @@
 """Text from a ByteLM, token by token, with a state of constant size."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from glax.nn.model import ByteLM
+from glax.bind import check_integer, check_real, is_array, known_number
+from glax.nn.model import BYTES, ByteLM, check_tokens
 
 
-@nnx.jit(static_argnames=("length", "temperature"))
 def generate(
-    model: ByteLM, prompt: Int[Array, "B P"], key: Key[Array, ""], length: int, temperature: float = 0.8
+    model: ByteLM,
+    prompt: Int[Array, "B P"],
+    key: Key[Array, ""],
+    length: int,
+    temperature: float | Float[Array, ""] = 0.8,
 ) -> Int[Array, "B length"]:
     """`length` bytes that go on from the prompt. The prompt is read in one parallel pass, the rest one at a time.
 
-    Each byte is drawn from softmax(logits / temperature).
-    """
+    Each byte is drawn from softmax(logits / temperature); with temperature 0 it is the likeliest. temperature may be traced.
 
+    Raises TypeError or ValueError if prompt is not [B, P] of bytes with P of at least 1, key is no key, length is negative, or
+    a known temperature is negative or not finite.
+    """
+    check_prompt(prompt)
+    check_key(key)
+    check_integer("length", length)
+    if length < 0:
+        raise ValueError(f"length must be at least 0, got {length}")
+    check_real("temperature", temperature)
+    known = known_number(temperature)
+    if known is not None and known < 0:
+        raise ValueError(f"temperature must be at least 0, got {known}")
+    return sample(model, prompt, key, int(length), jnp.asarray(temperature, jnp.float32))
+
+
+@nnx.jit(static_argnames="length")
+def sample(model: ByteLM, prompt, key, length: int, temperature) -> Int[Array, "B length"]:
     def one(carry, key):
         logits, states = carry
-        token = jax.random.categorical(key, logits / temperature)
+        # The largest of logits / temperature + noise is drawn from their softmax. Without the division 0 needs no exception.
+        noise = jax.random.gumbel(key, logits.shape, logits.dtype)
+        token = jnp.argmax(logits + temperature.astype(logits.dtype) * noise, -1)
         return model.step(token, states), token
 
     logits, states = model.extend(prompt, model.initial_states(prompt.shape[0]))
@@ -26,9 +50,28 @@ def generate(
     return tokens.T
 
 
+def check_prompt(prompt):
+    check_tokens("prompt", prompt, "[B, P]")
+    if prompt.shape[1] == 0:
+        raise ValueError(f"prompt must be [B, P] with P of at least 1, got shape {prompt.shape}")
+    if not isinstance(prompt, jax.core.Tracer) and prompt.size:
+        known = np.asarray(jax.device_get(prompt))
+        if (wrong := known[(known < 0) | (known >= BYTES)]).size:
+            raise ValueError(f"prompt must hold bytes, from 0 to {BYTES - 1}, got {wrong[0]}")
+
+
+def check_key(key):
+    typed = is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    raw = is_array(key) and key.dtype == jnp.uint32
+    if not (typed and key.ndim == 0) and not (raw and key.ndim == 1):
+        got = f"{key.dtype} of shape {key.shape}" if is_array(key) else repr(key)
+        raise TypeError(f"key must be one key of jax.random, such as jax.random.key(0), got {got}")
+
+
 @nnx.jit
 def token_by_token(model: ByteLM, tokens: Int[Array, "B T"]) -> Float[Array, "B T 256"]:
     """What model(tokens) is, by T steps."""
+    check_tokens("tokens", tokens, "[B, T]")
 
     def one(states, token):
         logits, states = model.step(token, states)

@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from glax.api import recurrent_gla
+from glax.bind import check_array
 from glax.nn.layers import GatedLinearAttention
 
 BYTES = 256
@@ -81,10 +83,12 @@ class ByteLM(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T 256"]:
         """Logits of the byte behind each token, every sequence read from its beginning in one parallel pass."""
+        check_tokens("tokens", tokens, "[B, T]")
         return self.extend(tokens, self.initial_states(tokens.shape[0]))[0]
 
     def extend(self, tokens: Int[Array, "B T"], states: States) -> tuple[Float[Array, "B T 256"], States]:
         """Reads on from `states` in one parallel pass: logits, and the states behind the last token."""
+        check_tokens("tokens", tokens, "[B, T]")
         return self.through(GatedLinearAttention.__call__, tokens, states)
 
     def prefill_into(
@@ -96,6 +100,7 @@ class ByteLM(nnx.Module):
         fresh: Bool[Array, "N"] | None = None,
     ) -> tuple[Float[Array, "T 256"], States]:
         """Reads packed prompts on from the states in pools [P, H, K, V], one a block, and leaves theirs there."""
+        check_tokens("tokens", tokens, "[T]")
 
         def attend(attention, x, pool):
             return attention.prefill_into(x, pool, slots, cu_seqlens, fresh)
@@ -109,6 +114,7 @@ class ByteLM(nnx.Module):
 
         With slots, `states` are pools; a slot of -1 is no sequence, and its logits mean nothing.
         """
+        check_tokens("tokens", tokens, "[B]")
         return self.through(lambda attention, x, state: attention.step(x, state, slots), tokens, states)
 
     def initial_states(self, batch: int) -> States:
@@ -120,3 +126,12 @@ class ByteLM(nnx.Module):
             x, state = block.through(attend, x, state)
             after.append(state)
         return self.head(self.norm(x)), tuple(after)
+
+
+def check_tokens(name: str, tokens, form: str):
+    """Check for integers of as many axes as `form` has letters."""
+    check_array(name, tokens)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integers, got {tokens.dtype}")
+    if tokens.ndim != len(form.split(",")):
+        raise ValueError(f"{name} must be {form}, got shape {tokens.shape}")
