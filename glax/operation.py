@@ -12,7 +12,7 @@ from glax.registry import Config, KernelSpec, Platform, kernel_registry
 
 NOT_BOUND = ("cfg", "platform", "return_state")
 GATES = ("g", "g_gamma", "gk", "gv")
-ARGUMENTS = ("query", "key", "value", *GATES, "initial_state", "cu_seqlens")
+ARRAYS = ("query", "key", "value", *GATES, "initial_state", "cu_seqlens", "softmax_scale")
 
 
 class RecurrentAttention(Kernel):
@@ -22,6 +22,14 @@ class RecurrentAttention(Kernel):
     """
 
     op_id = "recurrent_attention"
+    positions: tuple[str, ...] = (
+        "query",
+        "key",
+        "value",
+        *GATES,
+        "initial_state",
+        "cu_seqlens",
+    )  # names of what has none
 
     def run(self, *args, cfg: Config, **kwargs):
         return recurrent_attention(*args, cfg=cfg, **kwargs)
@@ -40,24 +48,28 @@ class RecurrentAttention(Kernel):
     def able(self, inv) -> tuple[list[KernelSpec], Recurrence]:
         """The registered kernels that can run the call, best first, and its Recurrence in shapes."""
         load_kernels()
-        arguments = named(inv.args, inv.kwargs)
-        arrays = {name: arguments.get(name) for name in (*ARGUMENTS, "softmax_scale")}
-        check_before_tracing(arrays, arguments.get("platform"), arguments.get("cfg"), arguments.get("reverse", False))
-        r = jax.eval_shape(lambda: bind(**example_of({k: v for k, v in arguments.items() if k not in NOT_BOUND})))
-        platform = Platform.parse(arguments.get("platform"))
+        arguments = self.named(inv.args, inv.kwargs)
+        platform, reverse = arguments.get("platform"), arguments.get("reverse", False)
+        check_before_tracing({name: arguments.get(name) for name in ARRAYS}, platform, None, reverse)
+        bound = {name: x for name, x in arguments.items() if name not in NOT_BOUND}
+        r = jax.eval_shape(lambda: bind(**self.as_bound(example_of(bound))))
+        platform = Platform.parse(platform)
         kernel_registry.find(r, platform)  # raises with every reason if none can
         return kernel_registry.able(r, platform)[0], r
 
+    def as_bound(self, arguments: dict) -> dict:
+        """The arguments in the shapes that `bind` takes."""
+        return arguments
+
+    def named(self, args: tuple, kwargs: dict) -> dict:
+        return dict(zip(self.positions, args, strict=False)) | kwargs
+
     def example(self, inv):
         args, kwargs = super().example(inv)
-        arrays = named(args, kwargs)
+        arrays = self.named(args, kwargs)
         realistic = {name: jax.nn.log_sigmoid(x) for name, x in arrays.items() if name in GATES and x is not None}
         if (cuts := arrays.get("cu_seqlens")) is not None:
             T = arrays["query"].shape[-3]
             realistic["cu_seqlens"] = (jnp.arange(cuts.shape[0]) * T // max(cuts.shape[0] - 1, 1)).astype(cuts.dtype)
-        args = tuple(realistic.get(name, x) for name, x in zip(ARGUMENTS, args, strict=False))
+        args = tuple(realistic.get(name, x) for name, x in zip(self.positions, args, strict=False))
         return args, {name: realistic.get(name, x) for name, x in kwargs.items()}
-
-
-def named(args: tuple, kwargs: dict) -> dict:
-    return dict(zip(ARGUMENTS, args, strict=False)) | kwargs

@@ -138,6 +138,8 @@ class KernelSpec:
     def get_impl(self, cfg: Config) -> Callable[..., Any]:
         return functools.partial(self.run, config=cfg)
 
+    runner = get_impl
+
     def heuristic_cfg(self, inv) -> Config:
         return self.config.heuristic(inv.args[0])
 

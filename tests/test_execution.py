@@ -334,6 +334,6 @@ def test_ejkernel_names():
     )
     assert "25,25]" in text
     np.testing.assert_array_equal(ejkernel.recurrent(Q, Q, Q, g=gates).output, glax.recurrent(Q, Q, Q, gk=gates).output)
-    assert ejkernel.kernel_registry is glax.kernel_registry
+    assert ejkernel.kernel_registry.kernels is glax.kernel_registry.kernels
     with pytest.raises(ValueError, match="backend must be 'any' or 'cpu'"):
         ejkernel.RecurrentAttentionConfig(backend="gpu")

@@ -1,51 +1,349 @@
 """The recurrent family of ejkernel by its names: change the import, keep the calls.
 
-`g` of shape [B, T, H] is a gate a head, of shape [B, T, H, K] one a key channel. (ejkernel reads its `g` in either way, depending
-on the platform.)
+`g` of shape [B, T, H] is a per-head gate, of shape [B, T, H, K] a per-key gate. (ejkernel reads its `g` in either way, depending
+on the platform.) `g_gamma` may be [1, H], and the states of N packed sequences [1, N, H, K, V]: final states then are, too.
+
+Sizes of blocks, warps and stages have no meaning here. These functions alone take and ignore them, with one warning a process.
 """
 
+import contextlib
 import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterator
 
-from glax.api import recurrent, recurrent_gla
-from glax.api import recurrent_attention as _recurrent_attention
+from jaxtyping import Array, Float, Int
+
+import glax.api
+import glax.operation
+import glax.registry
+import glax.tuning
+from glax.bind import check_flag, check_integer, is_array
+from glax.execution.cache import ConfigCache, PersistentCache
+from glax.execution.executor import Executor
+from glax.execution.invocation import Invocation
+from glax.execution.kernel import Kernel
+from glax.execution.selection import AutotunePolicy, ConfigSelectorChain
+from glax.execution.tuner import Tuner
+from glax.kernels import load_kernels
 from glax.kernels.xla.chunked import ChunkedConfig
-from glax.operation import RecurrentAttention
-from glax.registry import Backend, Config, kernel_registry
+from glax.recurrence import Outputs
+from glax.registry import Backend, Config, Platform
 
 __all__ = [
+    "AutotunePolicy",
+    "Backend",
+    "ConfigCache",
+    "ConfigSelectorChain",
+    "Executor",
+    "Invocation",
+    "Kernel",
+    "PersistentCache",
+    "Platform",
     "RecurrentAttention",
     "RecurrentAttentionConfig",
+    "Tuner",
+    "UnsupportedError",
+    "detect_platform",
     "kernel_registry",
+    "lightning_attn",
     "recurrent",
     "recurrent_attention",
     "recurrent_gla",
 ]
 
 
+class UnsupportedError(glax.registry.UnsupportedError, ValueError):
+    """What `glax.UnsupportedError` says, as the ValueError that ejkernel raises."""
+
+
+@contextlib.contextmanager
+def value_errors() -> Iterator[None]:
+    try:
+        yield
+    except glax.registry.UnsupportedError as error:
+        raise UnsupportedError(str(error)) from error
+
+
+# ---- configs ---------------------------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class RecurrentAttentionConfig:
-    """ejkernel's config, as far as it can mean something here.
+    """ejkernel's config.
 
-    block_q: tokens a chunk; platform: as in `recurrent`; backend: "any", or the one that JAX computes on. ejkernel's other
-    fields never reached its kernels, and are not taken.
+    platform: as in `glax.recurrent`. backend: "any", or the one that JAX computes on. block_q: tokens a chunk of the XLA
+    kernel; other than 64, ejkernel's default, it chooses that kernel where platform is "auto". The rest is ignored.
     """
 
-    block_q: int = 64
     platform: str = "auto"
     backend: str = "any"
+    block_q: int = 64
+    block_k: int = 64
+    block_d: int = 64
+    num_warps: int = 4
+    num_stages: int = 1
 
     def __post_init__(self):
+        check_integer("block_q", self.block_q)
+        if self.block_q < 1:
+            raise ValueError(f"block_q must be at least 1, got {self.block_q}")
         if self.backend not in (Backend.ANY, here := Backend.here()):
             raise ValueError(
                 f"backend must be 'any' or {str(here)!r}, on which JAX computes here, got {self.backend!r}"
             )
 
 
+IGNORED = dict(block_k=64, block_d=64, block_v=64, num_warps=4, num_stages=1)  # ejkernel's defaults
+
+
+@functools.cache
+def say_ignored():
+    warnings.warn(
+        "glax ignores block_k, block_d, block_v, num_warps and num_stages, and block_q but on XLA: its kernels have configs "
+        "of their own, which glax.tune measures. This is said once.",
+        stacklevel=4,
+    )
+
+
+def native_choice(cfg, platform) -> tuple[str | None, Config | None]:
+    """The platform and the config by which glax chooses."""
+    if not isinstance(cfg, RecurrentAttentionConfig):
+        return platform, cfg
+    platform = cfg.platform if platform is None else platform
+    chunked = Platform.parse(platform) in (None, Platform.XLA)
+    chooses_chunk = cfg.block_q != RecurrentAttentionConfig.block_q
+    if (chooses_chunk and not chunked) or any(IGNORED.get(name, x) != x for name, x in vars(cfg).items()):
+        say_ignored()
+    return platform, ChunkedConfig(cfg.block_q) if chooses_chunk and chunked else None
+
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+
+def recurrent(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "N H"] | Float[Array, "1 H"] | None = None,
+    gk: Float[Array, "B T H K"] | None = None,
+    gv: Float[Array, "B T H V"] | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    initial_state: Float[Array, "N H K V"] | Float[Array, "1 N H K V"] | None = None,
+    reverse: bool = False,
+    cu_seqlens: Int[Array, "N+1"] | None = None,
+    block_k: int = 64,
+    block_v: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 1,
+    *,
+    platform: str | None = None,
+    cfg: RecurrentAttentionConfig | Config | None = None,
+) -> Outputs:
+    """`glax.recurrent`, which see for the formula, with ejkernel's arguments: output, and final states as initial ones came."""
+    given = dict(block_k=block_k, block_v=block_v, num_warps=num_warps, num_stages=num_stages)
+    if any(IGNORED[name] != x for name, x in given.items()):
+        say_ignored()
+    platform, cfg = native_choice(cfg, platform)
+    state, packed = unpacked(initial_state, cu_seqlens), wide(initial_state, 5)
+    gates = dict(g=g, g_gamma=one_row(g_gamma), gk=gk, gv=gv)
+    rest = dict(softmax_scale=softmax_scale, reverse=reverse, cu_seqlens=cu_seqlens, platform=platform, cfg=cfg)
+    with value_errors():
+        outputs = glax.api.recurrent(query, key, value, **gates, initial_state=state, **rest)
+    return outputs._replace(final_state=outputs.final_state[None]) if packed else outputs
+
+
 def recurrent_attention(
-    *args, cfg: RecurrentAttentionConfig | Config | None = None, platform: str | None = None, **kwargs
-):
-    """`glax.recurrent_attention`, whose cfg may be ejkernel's RecurrentAttentionConfig."""
-    if isinstance(cfg, RecurrentAttentionConfig):
-        platform = cfg.platform if platform is None else platform
-        cfg = ChunkedConfig(cfg.block_q)
-    return _recurrent_attention(*args, cfg=cfg, platform=platform, **kwargs)
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "N H"] | Float[Array, "1 H"] | None = None,
+    gk: Float[Array, "B T H K"] | None = None,
+    gv: Float[Array, "B T H V"] | None = None,
+    initial_state: Float[Array, "N H K V"] | Float[Array, "1 N H K V"] | None = None,
+    cu_seqlens: Int[Array, "N+1"] | None = None,
+    *,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: RecurrentAttentionConfig | Config | None = None,
+) -> Float[Array, "B T H V"] | Outputs:
+    """`recurrent`, returning the output alone unless `return_state`: then (output, final_state)."""
+    check_flag("return_state", return_state)
+    gates = dict(g=g, g_gamma=g_gamma, gk=gk, gv=gv)
+    rest = dict(softmax_scale=softmax_scale, reverse=reverse, cu_seqlens=cu_seqlens, platform=platform, cfg=cfg)
+    outputs = recurrent(query, key, value, **gates, initial_state=initial_state, **rest)
+    return outputs if return_state else outputs.output
+
+
+def recurrent_gla(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "N H"] | Float[Array, "1 H"] | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    initial_state: Float[Array, "N H K V"] | Float[Array, "1 N H K V"] | None = None,
+    reverse: bool = False,
+    cu_seqlens: Int[Array, "N+1"] | None = None,
+    *tiles: int,
+    **options,
+) -> Outputs:
+    """S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t. The other options are those of `recurrent`."""
+    gates = (g, g_gamma, None, None)
+    return recurrent(query, key, value, *gates, softmax_scale, initial_state, reverse, cu_seqlens, *tiles, **options)
+
+
+def lightning_attn(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    layer_idx: int | Int[Array, ""],
+    num_layers: int,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    initial_state: Float[Array, "N H K V"] | Float[Array, "1 N H K V"] | None = None,
+    reverse: bool = False,
+    cu_seqlens: Int[Array, "N+1"] | None = None,
+    *tiles: int,
+    **options,
+) -> Outputs:
+    """S_t = exp(-(8 h / H) (1 - layer_idx / num_layers)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t,   in head h.
+
+    The other options are those of `recurrent`.
+    """
+    gates = (None, glax.api.lightning_decay(query, key, value, layer_idx, num_layers), None, None)
+    return recurrent(query, key, value, *gates, softmax_scale, initial_state, reverse, cu_seqlens, *tiles, **options)
+
+
+def wide(x, rank: int) -> bool:
+    return is_array(x) and x.ndim == rank
+
+
+def one_row(g_gamma):
+    """[1, H] holds for every sequence in ejkernel, as [H] does."""
+    return g_gamma[0] if wide(g_gamma, 2) and g_gamma.shape[0] == 1 else g_gamma
+
+
+def unpacked(initial_state, cu_seqlens):
+    """[N, H, K, V] of [1, N, H, K, V], the form of packed sequences that have a batch axis."""
+    if not wide(initial_state, 5):
+        return initial_state
+    if cu_seqlens is None or initial_state.shape[0] != 1:
+        wanted = "[1, N, H, K, V] with cu_seqlens, or [N, H, K, V]"
+        raise ValueError(f"initial_state must be {wanted}, got shape {initial_state.shape}")
+    return initial_state[0]
+
+
+# ---- operations and their registry -----------------------------------------------------------------------------------
+
+FUNCTIONS: dict[str, Callable[..., Outputs]] = dict(
+    recurrent=recurrent, lightning_attn=lightning_attn, gla=recurrent_gla
+)
+
+
+class KernelRegistry(glax.registry.KernelRegistry):
+    """glax's registry, and the functions in front of it by ejkernel's names of algorithms."""
+
+    def __init__(self, kernels: dict[str, glax.registry.KernelSpec]):
+        self.kernels = kernels
+
+    def get(self, algorithm: str, platform: str | None = None, backend: str | None = None) -> Callable[..., Outputs]:
+        """The function of an algorithm, held to that platform; it returns (output, final_state).
+
+        Raises ValueError if algorithm, platform or backend is unknown; UnsupportedError if no kernel of that platform and
+        backend runs here.
+        """
+        function, wanted = function_of(algorithm), Platform.parse(platform)
+        backends = [str(each) for each in Backend]
+        if backend is not None and backend not in backends:
+            raise ValueError(f"backend must be None or {' or '.join(map(repr, backends))}, got {backend!r}")
+        load_kernels()
+        here = Backend.here()
+        forward = [spec for spec in self.kernels.values() if not (spec.is_gradient or spec.is_step)]
+        usable = [spec for spec in forward if spec.backend in (here, Backend.ANY)]
+        asked = [spec for spec in usable if backend in (None, Backend.ANY, spec.backend) or spec.backend is Backend.ANY]
+        if not any(wanted in (None, spec.platform) for spec in asked):
+            names = ", ".join(sorted({repr(str(spec.platform)) for spec in usable}))
+            kernel = f"no kernel of {algorithm!r} on platform {platform!r} for backend {backend!r}"
+            raise UnsupportedError(f"{kernel} runs on a {here}, which JAX computes on here; those of {names} do")
+        return functools.partial(function, platform=platform)
+
+
+kernel_registry = KernelRegistry(glax.registry.kernel_registry.kernels)
+
+
+def function_of(algorithm: str) -> Callable[..., Outputs]:
+    if not isinstance(algorithm, str) or algorithm.lower() not in FUNCTIONS:
+        raise ValueError(f"algorithm must be {' or '.join(map(repr, FUNCTIONS))}, got {algorithm!r}")
+    return FUNCTIONS[algorithm.lower()]
+
+
+def detect_platform(algorithm: str, platform: str | None = "auto") -> Platform:
+    """That platform; for "auto" or None the one that runs a usual call of the algorithm here. ValueError for unknown ones."""
+    function, wanted = function_of(algorithm), Platform.parse(platform)
+    if wanted is not None:
+        return wanted
+    layers = dict(layer_idx=0, num_layers=1) if function is lightning_attn else {}
+    return glax.tuning.detect_platform(functools.partial(function, **layers))
+
+
+class RecurrentAttention(glax.operation.RecurrentAttention):
+    """ejkernel's operation: RecurrentAttention().run(query, ..., cfg=cfg), or executor(RecurrentAttention(), query, ...).
+
+    A config is a RecurrentAttentionConfig, or that of one of glax's kernels, which is what tuning finds.
+    """
+
+    op_id = "recurrent"
+    positions = (
+        "query", "key", "value", "g", "g_gamma", "gk", "gv", "softmax_scale", "initial_state", "reverse", "cu_seqlens",
+        "return_state", "platform",
+    )  # fmt: skip
+
+    def run(
+        self,
+        query: Float[Array, "B T Hq K"],
+        key: Float[Array, "B T Hk K"],
+        value: Float[Array, "B T Hv V"],
+        g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+        g_gamma: Float[Array, "H"] | Float[Array, "N H"] | Float[Array, "1 H"] | None = None,
+        gk: Float[Array, "B T H K"] | None = None,
+        gv: Float[Array, "B T H V"] | None = None,
+        softmax_scale: float | Float[Array, ""] | None = None,
+        initial_state: Float[Array, "N H K V"] | Float[Array, "1 N H K V"] | None = None,
+        reverse: bool = False,
+        cu_seqlens: Int[Array, "N+1"] | None = None,
+        return_state: bool = False,
+        platform: str | None = None,
+        *,
+        cfg: RecurrentAttentionConfig | Config | None,
+    ) -> Float[Array, "B T H V"] | Outputs:
+        """`recurrent_attention` with that config, its arguments in ejkernel's order."""
+        check_flag("return_state", return_state)
+        gates = (g, g_gamma, gk, gv)
+        rest = (softmax_scale, initial_state, reverse, cu_seqlens)
+        outputs = recurrent(query, key, value, *gates, *rest, platform=platform, cfg=cfg)
+        return outputs if return_state else outputs.output
+
+    def get_impl(self, cfg: RecurrentAttentionConfig | Config) -> Callable[..., Outputs]:
+        """`recurrent` with that config, as `kernel_registry.get` hands it out: it returns (output, final_state)."""
+        if not isinstance(cfg, RecurrentAttentionConfig):
+            return functools.partial(recurrent, cfg=cfg)
+        return functools.partial(kernel_registry.get("recurrent", cfg.platform, cfg.backend), cfg=cfg)
+
+    def runner(self, cfg):
+        return functools.partial(self.run, cfg=cfg)
+
+    def heuristic_cfg(self, inv) -> RecurrentAttentionConfig:
+        """The default, which leaves the choice to glax."""
+        return RecurrentAttentionConfig()
+
+    def able(self, inv):
+        with value_errors():
+            return super().able(inv)
+
+    def as_bound(self, arguments: dict) -> dict:
+        state = unpacked(arguments.get("initial_state"), arguments.get("cu_seqlens"))
+        return arguments | dict(g_gamma=one_row(arguments.get("g_gamma")), initial_state=state)

@@ -40,7 +40,7 @@ class Executor:
         _cfg: another name of cfg, ejkernel's. part: a function that does a part of that call, run in its place with the same
         config.
         """
-        if isinstance(kernel, type) or not hasattr(kernel, "get_impl"):
+        if isinstance(kernel, type) or not hasattr(kernel, "runner"):
             raise TypeError(f"kernel must be a Kernel or a KernelSpec, such as RecurrentAttention(), got {kernel!r}")
         if cfg is not None and _cfg is not None:
             raise TypeError("cfg and _cfg are two names of one option, and both are given: leave one out")
@@ -49,7 +49,7 @@ class Executor:
         if (heard := listener.get()) is not None:
             heard.append(Decision(inv, config, selector, refused or {}))
         with jax.named_scope(f"glax.{kernel.op_id}"):
-            run = kernel.get_impl(config) if part is None else functools.partial(part, config=config)
+            run = kernel.runner(config) if part is None else functools.partial(part, config=config)
             return run(*args, **kwargs)
 
 

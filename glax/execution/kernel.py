@@ -39,6 +39,10 @@ class Kernel:
         """The function that runs with that config."""
         return lambda *args, **kwargs: self.run(*args, cfg=cfg, **kwargs)
 
+    def runner(self, cfg) -> Callable[..., Any]:
+        """What executors and the tuner call: `get_impl(cfg)`, unless a subclass gives its users another function there."""
+        return self.get_impl(cfg)
+
     def heuristic_cfg(self, inv) -> Any:
         """The guess for an Invocation, by its shapes."""
         raise NotImplementedError(f"{type(self).__name__} must define heuristic_cfg(self, inv)")

@@ -99,7 +99,7 @@ def inv_impl(inv: Invocation, config):
     def run(*arrays):
         given = iter(arrays)
         args, kwargs = structure.unflatten([next(given) if hasattr(x, "dtype") else x for x in leaves])
-        return inv.kernel.get_impl(config)(*args, **kwargs)
+        return inv.kernel.runner(config)(*args, **kwargs)
 
     return run
 
