@@ -67,8 +67,11 @@ def test_ejkernel_config_is_as_documented():
     assert ejkernel.RecurrentAttentionConfig("xla", "cpu", 32, 16, 16, 8, 2).block_q == 32
     for platform in ("triton", "pallas", "cuda", "cute", "tilelang", "xla", "auto", "cpp"):
         assert ejkernel.RecurrentAttentionConfig(platform=platform).platform == platform
-    with pytest.raises(ValueError, match="block_q must be at least 1, got 0"):
-        ejkernel.RecurrentAttentionConfig(block_q=0)
+    for field, wrong in (("platform", "tpu"), ("platform", 3), ("backend", "mps"), ("block_q", 0)):
+        with pytest.raises(ValueError, match=f"{field} must be .*, got {wrong!r}"):
+            ejkernel.RecurrentAttentionConfig(**{field: wrong})
+    with pytest.raises(TypeError, match="block_q must be an integer"):
+        ejkernel.RecurrentAttentionConfig(block_q=64.0)
 
 
 def test_ejkernel_says_once_what_it_ignores(packed):

@@ -204,6 +204,15 @@ def test_detect_platform():
     assert glax.detect_platform(lambda: glax.recurrent(**GOOD)) == glax.detect_platform(glax.recurrent, *GOOD.values())
 
 
+def test_executors_take_numpy_arrays():
+    """NumPy's are float64 by default, float32 in JAX: not a warning a call, and the key of what JAX makes of them."""
+    arrays = {name: np.ones(x.shape) for name, x in GOOD.items()}
+    run = glax.Executor()
+    np.testing.assert_array_equal(run(glax.RecurrentAttention(), **arrays), glax.recurrent(**GOOD).output)
+    (decision, *_) = glax.explain(lambda: run(glax.RecurrentAttention(), **arrays))
+    assert "float32" in decision.invocation.key
+
+
 def test_executors():
     with pytest.raises(
         TypeError, match=r"kernel must be a Kernel or a KernelSpec, such as RecurrentAttention.., got <class"

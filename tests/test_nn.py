@@ -123,6 +123,45 @@ def test_gradient_reaches_every_parameter():
         assert np.abs(gradient[...]).max() > 0, name
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"),
+    [
+        (TypeError, "num_heads must be an integer, known while tracing, got 4.0", dict(num_heads=4.0)),
+        (ValueError, "num_kv_heads must be at least 1, got 0", dict(num_kv_heads=0)),
+        (ValueError, "num_kv_heads must divide num_heads=4, got 3", dict(num_kv_heads=3)),
+        (ValueError, "key_width must be at least 1, got 0", dict(key_width=0)),
+        (ValueError, "value_width must be at least 1, got 0", dict(num_heads=17, value_width=None)),
+        (TypeError, "gate_rank must be an integer, known while tracing, got True", dict(gate_rank=True)),
+        (ValueError, "temperature must be above 0, got 0.0", dict(temperature=0.0)),
+        (TypeError, "temperature must be a number, got str", dict(temperature="16")),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_layers_of_no_sense(error, text, arguments):
+    with pytest.raises(error) as caught:
+        make_layer(**dict(num_kv_heads=None) | arguments)
+    assert str(caught.value) == text
+    with pytest.raises(ValueError, match="layers must be at least 1, got 0"):
+        dataclasses.replace(TINY, layers=0)
+
+
+@pytest.mark.fast
+def test_rows_of_other_shapes():
+    layer = make_layer()
+    state = layer.initial_state(2)
+    for call, form in (
+        (layer, "[B, T, width], or [T, width] with cu_seqlens"),
+        (lambda x: layer.step(x, state), "[B, width]"),
+        (lambda x: layer.prefill_into(x, state, jnp.array([0]), jnp.array([0, 5])), "[T, width]"),
+    ):
+        for x in (normal(2, 5, 2, 16), normal(5, 15), normal(16)):
+            with pytest.raises(ValueError, match=re.escape(f"x must be {form}, with width=16, got shape {x.shape}")):
+                call(x)
+        with pytest.raises(TypeError, match="x must be an array, got NoneType"):
+            call(None)
+
+
 # ---- the language model ----------------------------------------------------------------------------------------------
 
 
@@ -267,6 +306,10 @@ def test_load_refuses_other_files(tmp_path):
     save_file({"x": np.zeros(2)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="holds no ByteLM"):
         checkpoint.load(tmp_path / "other.safetensors")
+    for config in ("[", "{}]", '{"depth": 3}', '{"layers": true}', "3"):
+        save_file({"x": np.zeros(2)}, tmp_path / "other.safetensors", metadata={"config": config})
+        with pytest.raises(ValueError, match="holds no ByteLM: its config is "):
+            checkpoint.load(tmp_path / "other.safetensors")
 
 
 @pytest.mark.fast

@@ -68,6 +68,10 @@ def value_errors() -> Iterator[None]:
 # ---- configs ---------------------------------------------------------------------------------------------------------
 
 
+# "cute" and "tilelang" are ejkernel's; glax has no kernels on them, which is an error where one is to run.
+PLATFORMS = ("auto", *map(str, Platform), "cute", "tilelang")
+
+
 @dataclasses.dataclass(frozen=True)
 class RecurrentAttentionConfig:
     """ejkernel's config.
@@ -85,6 +89,8 @@ class RecurrentAttentionConfig:
     num_stages: int = 1
 
     def __post_init__(self):
+        if not (self.platform is None or (isinstance(self.platform, str) and self.platform in PLATFORMS)):
+            raise ValueError(f"platform must be None, {', '.join(map(repr, PLATFORMS))}, got {self.platform!r}")
         check_integer("block_q", self.block_q)
         if self.block_q < 1:
             raise ValueError(f"block_q must be at least 1, got {self.block_q}")

@@ -36,7 +36,10 @@ class Invocation:
 
 
 def shape_of(x):
-    return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) if hasattr(x, "dtype") else x
+    """The shape of an array, in the dtype that JAX will give it; NumPy's are float64 by default. Anything else as it is."""
+    if isinstance(x, type) or not hasattr(x, "dtype"):
+        return x
+    return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
 
 
 def text_of(x) -> str:

@@ -32,7 +32,11 @@ def load(path: str | Path) -> ByteLM:
         metadata = file.metadata() or {}
         if "config" not in metadata:
             raise ValueError(f"{path} holds no ByteLM: its metadata has no config")
-        model = ByteLM(ByteLMConfig(**json.loads(metadata["config"])), rngs=nnx.Rngs(0))
+        try:
+            config = ByteLMConfig(**json.loads(metadata["config"]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no ByteLM: its config is {metadata['config']!r:.200}") from error
+        model = ByteLM(config, rngs=nnx.Rngs(0))
         parameters = dict(named_parameters(model))
         if parameters.keys() != set(file.keys()):
             raise ValueError(f"{path} does not fit its config: it differs in {sorted(parameters.keys() ^ file.keys())}")

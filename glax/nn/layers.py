@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from glax.api import recurrent_gla
+from glax.bind import check_array, check_integer, check_real, known_number
 from glax.prefill import prefill_into
 from glax.step import recurrent_step
 
@@ -47,10 +48,19 @@ class GatedLinearAttention(nnx.Module):
         recurrence: Callable = recurrent_gla,
         rngs: nnx.Rngs,
     ):
-        self.recurrence = recurrence
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
-        self.key_width, self.value_width = key_width or width // num_heads, value_width or width // num_heads
-        self.temperature = temperature
+        check_sizes(width=width, num_heads=num_heads, gate_rank=gate_rank)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        key_width = width // num_heads if key_width is None else key_width
+        value_width = width // num_heads if value_width is None else value_width
+        check_sizes(num_kv_heads=num_kv_heads, key_width=key_width, value_width=value_width)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}")
+        check_real("temperature", temperature)
+        if not known_number(temperature) > 0:
+            raise ValueError(f"temperature must be above 0, got {temperature}")
+        self.recurrence, self.temperature = recurrence, temperature
+        self.width, self.num_heads, self.num_kv_heads = width, num_heads, num_kv_heads
+        self.key_width, self.value_width = key_width, value_width
         keys, values = num_heads * self.key_width, num_heads * self.value_width
 
         def linear(inputs, outputs):
@@ -71,6 +81,7 @@ class GatedLinearAttention(nnx.Module):
         cu_seqlens: Int[Array, "N+1"] | None = None,
     ) -> tuple[Float[Array, "B T width"], Float[Array, "N H K V"]]:
         """y, and the state behind the last token of each sequence. Packed as in `glax.recurrent`: B is 1 or absent."""
+        check_rows(x, self.width, "[B, T, width], or [T, width] with cu_seqlens", 2, 3)
         q, k, v, g = self.inputs(x)
         o, state = self.recurrence(q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
         return self.outputs(o, x), state
@@ -84,6 +95,7 @@ class GatedLinearAttention(nnx.Module):
         fresh: Bool[Array, "N"] | None = None,
     ) -> tuple[Float[Array, "T width"], Float[Array, "P H K V"]]:
         """y of packed prompts, and the pool with the states behind them; see `glax.prefill_into`."""
+        check_rows(x, self.width, "[T, width]", 2)
         q, k, v, g = self.inputs(x)
         o, pool = prefill_into(pool, slots, q, k, v, g, cu_seqlens=cu_seqlens, fresh=fresh)
         return self.outputs(o, x), pool
@@ -95,6 +107,7 @@ class GatedLinearAttention(nnx.Module):
         slots: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "B width"], Array]:
         """The same for one token of each sequence: y and the new state, or pool; see `glax.recurrent_step`."""
+        check_rows(x, self.width, "[B, width]", 2)
         q, k, v, g = self.inputs(x)
         o, state = recurrent_step(q, k, v, state, g, slots=slots)
         return self.outputs(o, x), state
@@ -119,3 +132,19 @@ class GatedLinearAttention(nnx.Module):
     def outputs(self, o: Float[Array, "*rows H V"], x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         gate = jax.nn.silu(self.output_gate(x))
         return self.output(self.norm(o).reshape(gate.shape) * gate)
+
+
+def check_sizes(**sizes):
+    """Check for integers of at least 1."""
+    for name, size in sizes.items():
+        check_integer(name, size)
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+
+
+def check_rows(x, width: int, form: str, *ranks: int):
+    check_array("x", x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x must be floating point, got {x.dtype}")
+    if x.ndim not in ranks or x.shape[-1] != width:
+        raise ValueError(f"x must be {form}, with width={width}, got shape {x.shape}")

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from glax.api import recurrent_gla
 from glax.bind import check_array
-from glax.nn.layers import GatedLinearAttention
+from glax.nn.layers import GatedLinearAttention, check_sizes
 
 BYTES = 256
 
@@ -28,6 +28,9 @@ class ByteLMConfig:
     gate_rank: int = 16
     temperature: float = 4.0
     mlp_width: int = 256
+
+    def __post_init__(self):
+        check_sizes(**{name: size for name, size in vars(self).items() if name != "temperature"})
 
 
 States = tuple[Float[Array, "B H K V"], ...]  # one a block
