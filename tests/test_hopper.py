@@ -11,14 +11,14 @@ if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax.bind import bind
+from glax.kernels.limits import LOG_OF_NOTHING
 from glax.kernels.pallas_gpu import launch
 from glax.kernels.pallas_gpu.asking import asked
 from glax.kernels.pallas_gpu.config import HopperConfig
 from glax.kernels.pallas_gpu.entering import entering
-from glax.kernels.pallas_gpu.plan import LOG_OF_NOTHING
 from glax.kernels.pallas_gpu.problem import Problem
 from glax.reference import reference, reference_gradient
-from tests import mosaic_interpreter
+from tests import mosaic_interpreter, strengths
 
 BAR = 3.5e-3  # docs/design.md: bfloat16
 CASES = {
@@ -102,6 +102,17 @@ def check(
             errors.append(distance(a, b) / sums)
     print("errors", errors)
     assert max(errors) < bar, errors
+
+
+@pytest.mark.parametrize("form", ["key"])
+def test_steady_strengths(form, monkeypatch):
+    """A state passes from a chunk's middle to the next one's also where the decay between them is 0 in float32."""
+    r, *cotangents = strengths.problem(form, half=32, T=104, K=64)
+    mosaic_interpreter.install(monkeypatch)
+    with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
+        found, kept = launch.chunked_and_kept(r, HopperConfig())
+        d = launch.chunked_vjp(r, *cotangents, kept, HopperConfig())
+    strengths.assert_right(r, *cotangents, found, d)
 
 
 def test_a_final_state_has_its_last_token_unrounded(monkeypatch):

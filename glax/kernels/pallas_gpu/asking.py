@@ -13,9 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from glax.kernels.limits import LOG_OF_NOTHING
 from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.once import once
-from glax.kernels.pallas_gpu.plan import LOG_OF_NOTHING, Walk, quotient, remainder
+from glax.kernels.pallas_gpu.plan import Walk, quotient, remainder
 from glax.kernels.pallas_gpu.tiles import BY_COLUMN, C, tiled, zeros
 
 AHEAD = 2  # chunks on their way or in work: with gates such as models begin with, all that are looked at

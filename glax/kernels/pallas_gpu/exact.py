@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from glax.kernels.limits import LOG_OF_ZERO
 from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.once import once
 from glax.kernels.pallas_gpu.plan import place_of, quotient, remainder
@@ -131,7 +132,7 @@ def exact_walk(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
                     plgpu.copy_gmem_to_smem(g_g.at[term, batch, pl.ds(row, HALF), h], half_s.at[term], half_given)
 
             def gates(parts):
-                return jnp.maximum(sum(parts), tiles.LOG_OF_ZERO)
+                return jnp.maximum(sum(parts), LOG_OF_ZERO)
 
             def form(slot):
                 """The tokens' factors, in float32."""

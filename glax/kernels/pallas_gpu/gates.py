@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from glax.kernels.pallas_gpu import tiles
+from glax.kernels.limits import FAST_LIMIT
 from glax.kernels.pallas_gpu.plan import quotient
 from glax.kernels.pallas_gpu.tiles import C
 
@@ -10,9 +10,13 @@ SAMPLES, WEAK = 8, -0.25  # gates of a program that are asked, and the average a
 
 
 def in_range(largest, ends):
-    """Of every row of a chunk whether the fast form holds there; largest: of |M|; ends: what the chunk's halves sum to. Sums of
-    gates of -inf are NaN, for which no comparison holds, and which the largest may not show."""
-    return (largest <= tiles.FAST_LIMIT) & (sum(map(jnp.abs, ends)) < jnp.inf)
+    """Returns for every row whether the form about the chunk's middle holds: |M|, |L| and |R| of glax.kernels.limits.
+
+    largest [C]: of |M|, by token; ends: L and R, [C] each, by channel. M leaves out the first token's gate, which L has. Sums of
+    gates of -inf are NaN, for which no comparison holds.
+    """
+    first, second = map(jnp.abs, ends)
+    return (largest <= FAST_LIMIT) & (first <= FAST_LIMIT) & (second <= FAST_LIMIT)
 
 
 def weak_on_average(g, batch, first, count, head):

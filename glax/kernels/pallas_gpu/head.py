@@ -19,9 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from glax.kernels.limits import LOG_OF_NOTHING
 from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.once import once
-from glax.kernels.pallas_gpu.plan import LOG_OF_NOTHING, Walk, Walked, place_of, quotient
+from glax.kernels.pallas_gpu.plan import Walk, Walked, place_of, quotient
 from glax.kernels.pallas_gpu.tiles import (
     BY_COLUMN,
     BY_ROW,

@@ -5,11 +5,12 @@ With M_i the sum of log decays from a chunk's middle through token i, L of its f
     q^_i = q_i e^{M_i},  k^_j = k_j e^{-M_j},  S' = e^L S
     o_i  = scale * (q^_i^T S' + (q_i . k_i) v_i + sum_{j < i} (q^_i . k^_j) v_j)          S_out = e^R (S' + sum_j k^_j v_j^T)
 
-so two exponentials an element serve every product. They are safe while |M| <= 60; a program that saw more walks its segment
-again in the exact form, which forms no exponent above 0. A token's score with itself, the largest where gates are strong, is of
-q^ and k^, or q and k, before they are rounded, and scores have 16 bits: two terms in bfloat16. The gradient gets S' of every
-chunk. Where gates are weak, an output is a sum over so many tokens that q^ has two terms, too, in a fifth more time: in programs
-whose gates, a few of them asked, are weak on average. The second term lies where a chunk's gates were.
+so two exponentials an element serve every product. They are safe while |M|, |L| and |R| are at most 60, and while e^R and the
+next chunk's e^L are two factors of the state (glax.kernels.limits). A program that saw more scans its segment again in the exact
+form, which forms no exponent above 0. A token's score with itself, the largest where gates are strong, is of q^ and k^, or q and
+k, before they are rounded, and scores have 16 bits: two terms in bfloat16. The gradient gets S' of every chunk. Where gates are
+weak, an output is a sum over so many tokens that q^ has two terms, too, in a fifth more time: in programs whose gates, a few of
+them sampled, are weak on average. The second term lies where a chunk's gates were.
 
 What needs no scores and no S' but the edges of segments, and the walk of dL/dS, scales to the chunk's edge instead: with E_j the
 log decays behind token j (against time, of q and d_output in place of k and v, through token j)
@@ -31,6 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from glax.kernels.limits import LOG_OF_ZERO
 from glax.kernels.pallas_gpu import tiles
 from glax.kernels.pallas_gpu.exact import FLAGS, exact_walk
 from glax.kernels.pallas_gpu.gates import in_range, weak_on_average
@@ -164,7 +166,7 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
                 plgpu.barrier_wait(gates_given.at[gate_slot])
                 if w.to_edge and w.terms == 1:  # those of two terms are cut where they are split
                     (only,) = gates
-                    only[...] = jnp.maximum(plgpu.load(only, layout=tiles.WGMMA), jnp.bfloat16(tiles.LOG_OF_ZERO))
+                    only[...] = jnp.maximum(plgpu.load(only, layout=tiles.WGMMA), jnp.bfloat16(LOG_OF_ZERO))
                     plgpu.commit_smem()
 
                 def summed(M, halves):
@@ -250,7 +252,8 @@ def key_walk(w: Walk, table, q, a, b, g, scale, start, told_far=None):
             def walk_to_middle(step, carry):
                 S, tail = carry
                 slot, ahead, after = log_decays(step)
-                return use(decayed(S, tail + ahead), step, slot, lambda S: S), after
+                # Never e^{tail + ahead}, which may be e^-120 = 0 where S is up to e^60 (glax.kernels.limits).
+                return use(decayed(decayed(S, tail), ahead), step, slot, lambda S: S), after
 
             S = zeros((K, columns.size))
             if w.start:

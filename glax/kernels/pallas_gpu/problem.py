@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from glax.kernels.limits import LOG_OF_ZERO
 from glax.kernels.pallas_gpu.asking import asked
 from glax.kernels.pallas_gpu.config import HopperConfig, padded
 from glax.kernels.pallas_gpu.entering import entering
 from glax.kernels.pallas_gpu.head import head_walk
 from glax.kernels.pallas_gpu.key import key_walk
 from glax.kernels.pallas_gpu.plan import C, Walk, Walked
-from glax.kernels.pallas_gpu.tiles import LOG2E, LOG_OF_ZERO
+from glax.kernels.pallas_gpu.tiles import LOG2E
 from glax.recurrence import Kept, Recurrence
 
 RUN = 2  # chunks from one kept state to the next, for gates a head: the gradient forms those between

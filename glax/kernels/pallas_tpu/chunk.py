@@ -7,8 +7,6 @@ q, k and v; sums are float32. Products with a matrix of 0, 1 and -1 are exact: t
 import jax.numpy as jnp
 from jax import lax
 
-LOG_OF_ZERO = -128.0  # e^-104 is the least float32: a log gate below it decays to exactly 0
-FAST_LIMIT = 60.0  # e^60 leaves float32 (largest: e^88) twelve digits for q and k themselves
 NT, NN, TN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ()))
 
 

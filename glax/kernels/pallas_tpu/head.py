@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from glax.kernels.limits import LOG_OF_ZERO
 from glax.kernels.pallas_tpu import chunk
 from glax.kernels.pallas_tpu.blocks import (
     add,
@@ -77,7 +78,7 @@ class HeadSums(NamedTuple):
 def head_sums(gates, reverse: bool, dtype) -> HeadSums:
     """gates: [R, C] float32, 0 outside of the step's rows; dtype: that of q, k and v."""
     R, C = gates.shape
-    gates = jnp.maximum(gates, chunk.LOG_OF_ZERO)
+    gates = jnp.maximum(gates, LOG_OF_ZERO)
     terms = [gates]
     if dtype == jnp.float32:
         coarse = jnp.floor(gates * 16 + 0.5) * (1 / 16)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from glax.kernels import limits
 from glax.kernels.pallas_tpu import chunk
 from glax.kernels.pallas_tpu.blocks import add, block_diagonal, by_head, of_head, read_unit, write
 from glax.kernels.pallas_tpu.launch import Refs
@@ -19,7 +20,7 @@ from glax.kernels.pallas_tpu.plan import Plan, Step
 def read_gates(plan: Plan, step: Step, refs: Refs, unit):
     """[C, K] float32: the log gates of a unit, 0 outside of the step's rows."""
     gates = read_unit(plan, step, refs.key_gates, plan.H, plan.K, unit).astype(jnp.float32)
-    return jnp.maximum(gates, chunk.LOG_OF_ZERO)
+    return jnp.maximum(gates, limits.LOG_OF_ZERO)
 
 
 def summed(plan: Plan, refs: Refs, matrix, gates):
@@ -29,14 +30,18 @@ def summed(plan: Plan, refs: Refs, matrix, gates):
 
 
 def fast_suffices(plan: Plan, step: Step, refs: Refs):
-    """Whether |M| stays within the limit in every channel of every unit: it is at most the sum of |gates| of half a chunk."""
+    """Returns whether |M|, |L| and |R| of glax.kernels.limits are in range in every channel of every unit.
+
+    None exceeds the sum of |gates| of its half of the chunk. `enter` and `leave` are e^L and e^R: the state is multiplied by one
+    and then by the other, with the chunk's own part between them, and never by their product.
+    """
     half, reach = plan.chunk // 2, None
     for unit in range(plan.units):
         size = jnp.abs(read_gates(plan, step, refs, unit))
         # [1, K]
         both = jnp.maximum(size[:half].sum(0, keepdims=True), size[half:].sum(0, keepdims=True))
         reach = both if reach is None else jnp.maximum(reach, both)
-    return reach.max() <= chunk.FAST_LIMIT
+    return reach.max() <= limits.FAST_LIMIT
 
 
 def either_way(plan: Plan, step: Step, refs: Refs, fast, exact):

@@ -118,6 +118,7 @@ def fast_keys(
         x, y = tq * up, tk * down
         pull = half_fine_dot(dP, y, DTYPE, PRECISION)
         push = half_fine_dot(dPt, x, DTYPE, PRECISION)
+        # e^{M_i} e^L and e^{-M_j} e^R: each factor is in range, and their product is a decay of S or dS (glax.kernels.limits).
         read = dot(tdo, tl.trans(S), DTYPE, PRECISION) * (up * exp(enter)[None, :])
         fed = dot(tv, tl.trans(dS), DTYPE, PRECISION) * (down * exp(both - enter)[None, :])
         from_behind = (tq * read + (x * pull - y * push)) * factor

@@ -35,7 +35,7 @@ def prepare(
 ):  # fmt: skip
     """reads, adds [rows, H, K]; scores [chunks, H, C, C]; last [chunks, H, 2, K]: G_last, and the first half's sum.
 
-    reach [chunks, H]: the largest |M|, or sum of a first half, where the first token's gate shows, which is in no M. Sums come
+    reach [chunks, H]: the largest |M| or |L| of glax.kernels.limits; the first token's gate shows in L alone. Sums come
     out of products in the layout that they are needed in, and two of their rows are `last`: nothing is reduced.
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H

@@ -4,13 +4,12 @@ Within a chunk tokens stand in walking order, whatever the direction: token i is
 natural; e^x is 2^(x log2 e).
 """
 
+from glax.kernels import limits
 from glax.kernels.triton.lang import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# e^-128 is 0 in float32. Gates below are cut there, so that -inf or -1e30 costs later differences no digits.
-LOG_OF_ZERO = tl.constexpr(-128.0)
-# Up to e^60 a factor leaves float32 and bfloat16 (largest: e^88) room for q and k themselves.
-FAST_LIMIT = tl.constexpr(60.0)
+LOG_OF_ZERO = tl.constexpr(limits.LOG_OF_ZERO)
+FAST_LIMIT = tl.constexpr(limits.FAST_LIMIT)
 
 
 @triton.jit

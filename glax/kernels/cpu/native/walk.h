@@ -17,7 +17,7 @@
 
 constexpr int64_t DEPTH = 256;          // rows that are walked at a time
 constexpr int64_t STRIDE = DEPTH + 16;  // of a and b in scratch: known to the compiler, and no multiple of a page
-constexpr float LIMIT = 40;             // of |G|: e^40 times e^40 leaves room for factors of any sane size in float32
+constexpr float LIMIT = 40;             // of |G|, rows' and columns' together: the bound stands in glax/kernels/limits.py
 
 // Which state y_i is formed of: S_i, S_i without its own a_i x_i^T, or none, where only the last state is wanted.
 enum class Sums { after, before, none };

@@ -1,0 +1,83 @@
+"""Gates of one strength at every token, just inside and just outside of each limit in glax.kernels.limits: one call for all.
+
+A check bounds the sum of gates over half a chunk, so strengths follow from the number of tokens there.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glax.bind import bind
+from glax.kernels.limits import FAST_LIMIT, LOG_OF_ZERO
+from glax.recurrence import Outputs, Recurrence
+from glax.reference import reference, reference_gradient
+from tests.close import BARS, SUMS, named
+
+# Twice these lie between two middles: e^-86 is a normal float32, e^-88 a subnormal one, e^-104 and e^-120 are 0.
+BAND = 43.0, 44.0, 48.0, 51.5, 52.5, 56.0, FAST_LIMIT
+CANCELLED = 1e-6  # of q dq: what rounding leaves in a gate's gradient, a sum in which parts of that size cancel
+EACH = 3  # times a tensor's bar: what one channel may be off, of which there are few numbers
+
+
+def gates(form: str, half: int, T: int, K: int, rng: np.random.Generator) -> np.ndarray:
+    """Log gates in float64, [T, H, K] for "key", [H] else. half: tokens in half a chunk.
+
+    Key gates: every channel within the limits, every channel in the band, one channel just outside of it among others up to the
+    cut, and log_sigmoid of N(-0.8, 1), whose sums between middles lie about -81.
+    """
+    band = np.interp(np.linspace(0, 1, K), np.linspace(0, 1, len(BAND)), BAND) / half
+    outside = (1 + 2**-7) * FAST_LIMIT / half
+    beyond = [0.3, 7.0, -LOG_OF_ZERO - 1, -LOG_OF_ZERO + 1, 1000.0]
+    if form != "key":
+        return -np.array([0.3, BAND[1] / half, FAST_LIMIT / half, outside, *beyond[1:]])
+    inside = np.linspace(0.3, FAST_LIMIT / half, K)
+    strong = np.array([*beyond, *np.linspace(0.3, FAST_LIMIT / half, K - 6), outside])
+    learned = np.log1p(np.exp(-rng.normal(-0.8, 1, (T, K))))
+    return -np.stack([np.broadcast_to(x, (T, K)) for x in (inside, band, strong, learned)], 1)
+
+
+def problem(form: str, half: int, T: int, K: int, dtype="bfloat16", gate_dtype=None, reverse=False):
+    """A recurrence with these gates, and the cotangents of its results."""
+    rng = np.random.default_rng(0)
+    logs = gates(form, half, T, K, rng)
+    H = logs.shape[-1] if form != "key" else logs.shape[1]
+
+    def normal(*shape, dtype=dtype):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    q, k, v = (normal(1, T, H, K) for _ in range(3))
+    if form == "head":
+        logs = np.broadcast_to(logs, (1, T, H))
+    name, shape = dict(key=("gk", (1, T, H, K)), head=("g", (1, T, H)), constant=("g_gamma", (H,)))[form]
+    given = {name: jnp.asarray(logs.reshape(shape), "float32" if form == "constant" else gate_dtype or dtype)}
+    r = bind(q, k, v, **given, initial_state=normal(1, H, K, K, dtype="float32"), reverse=reverse)
+    return r, normal(1, T, H, K), normal(1, H, K, K, dtype="float32")
+
+
+def assert_right(r: Recurrence, d_output, d_final, got: Outputs, d: Recurrence):
+    """Of every head all results are within the bars of docs/design.md, and of every channel within EACH times those."""
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), r)
+    want, wanted = reference(exact), reference_gradient(exact, d_output.astype(jnp.float32), d_final)
+    bar, gradient_bar = BARS[str(r.q.dtype)]
+    results = dict(output=(got.output, want.output, bar), final_state=(got.final_state, want.final_state, bar))
+    results |= {
+        name: (x, named(wanted)[name], gradient_bar * SUMS.get(name, 1)) for name, x in named(d).items() if name != "scale"
+    }
+    off = {}
+    for name, (x, y, bar) in results.items():
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.isfinite(x).all(), name
+        head = 1 if name.endswith("state") or name == "constant" else 2
+        for most, places in [(bar, (head,))] + [(EACH * bar, (2, 3))] * (name in ("q", "k", "key")):
+            error, size = (norm(a, places) for a in (x - y, y))
+            floor = np.finfo(np.float32).tiny * np.sqrt(x.size / error.size)  # numbers below the least normal one are equal
+            if name in ("constant", "head", "key"):
+                floor = floor + CANCELLED * norm(np.asarray(exact.q, np.float64) * np.asarray(wanted.q), (2, 3)[: len(places)])
+            off[name, len(places)] = error / (most * size + floor)
+    print({name: np.round(x, 2).tolist() if x.size < 20 else round(float(x.max()), 2) for name, x in off.items()})
+    assert max(x.max() for x in off.values()) <= 1, off
+
+
+def norm(x, places):
+    """The norms of x's parts at every index of the axes `places`."""
+    return np.sqrt((x**2).sum(tuple(i for i in range(x.ndim) if i not in places)))

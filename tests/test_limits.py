@@ -1,0 +1,41 @@
+"""The bounds that glax.kernels.limits derives, in float32 itself."""
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+import glax
+from glax.kernels.limits import FAST_LIMIT, LOG_OF_NOTHING, LOG_OF_ZERO
+
+pytestmark = pytest.mark.fast
+FLOAT32 = np.finfo(np.float32)
+WALK = pathlib.Path(glax.__file__).parent / "kernels/cpu/native/walk.h"
+
+
+def exp(log):
+    return np.exp(np.float32(log))
+
+
+def test_factors_about_the_middle_leave_twelve_digits():
+    assert exp(FAST_LIMIT) * 2.9e12 < FLOAT32.max
+    assert exp(-FAST_LIMIT) > FLOAT32.tiny * 0.7e12
+
+
+def test_from_middle_to_middle_takes_two_factors():
+    """A state that fills the range is passed on by two, and lost by one."""
+    state = exp(FAST_LIMIT)
+    assert state * exp(-2 * FAST_LIMIT) == 0
+    np.testing.assert_allclose(state * exp(-FAST_LIMIT) * exp(-FAST_LIMIT), exp(-FAST_LIMIT), rtol=1e-5)
+
+
+def test_logs_of_zero():
+    assert exp(LOG_OF_NOTHING) == 0 and exp(LOG_OF_NOTHING + 1) > 0
+    assert exp(LOG_OF_ZERO) == 0 and np.spacing(np.float32(-64 * LOG_OF_ZERO)) < 1e-3
+
+
+def test_native_factors_leave_twenty_one_digits():
+    limit = float(re.search(r"constexpr float LIMIT = (\d+);", WALK.read_text()).group(1))
+    assert exp(limit) * 1.4e21 < FLOAT32.max
+    assert exp(-limit - 47) > FLOAT32.tiny
