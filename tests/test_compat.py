@@ -59,6 +59,7 @@ def packed():
     return a | dict(g_gamma=a["g_gamma"][0], cu_seqlens=jnp.asarray(PACKED.cuts))
 
 
+@pytest.mark.fast
 def test_ejkernel_config_is_as_documented():
     config = ejkernel.RecurrentAttentionConfig(**DOCUMENTED)
     assert config == ejkernel.RecurrentAttentionConfig()
@@ -74,6 +75,7 @@ def test_ejkernel_config_is_as_documented():
         ejkernel.RecurrentAttentionConfig(block_q=64.0)
 
 
+@pytest.mark.fast
 def test_ejkernel_says_once_what_it_ignores(packed):
     ejkernel.say_ignored.cache_clear()
     run = ejkernel.RecurrentAttention().run
@@ -95,6 +97,7 @@ def test_ejkernel_says_once_what_it_ignores(packed):
         run(**arrays, cfg=ejkernel.RecurrentAttentionConfig(**DOCUMENTED))
 
 
+@pytest.mark.fast
 def test_ejkernel_operation_runs_in_its_order(packed):
     order = "query key value g g_gamma gk gv softmax_scale initial_state reverse cu_seqlens return_state platform cfg"
     operation, config = ejkernel.RecurrentAttention(), ejkernel.RecurrentAttentionConfig(**DOCUMENTED)
@@ -152,6 +155,7 @@ def test_ejkernel_platforms(packed):
         )
 
 
+@pytest.mark.fast
 def test_ejkernel_registry(packed):
     get = ejkernel.kernel_registry.get
     assert ejkernel.kernel_registry.kernels is glax.kernel_registry.kernels
@@ -184,6 +188,7 @@ def test_ejkernel_registry(packed):
         assert isinstance(caught.value, ValueError)
 
 
+@pytest.mark.fast
 def test_ejkernel_detect_platform():
     for name in ("recurrent", "lightning_attn", "gla"):
         assert ejkernel.detect_platform(name) == ejkernel.detect_platform(name, "auto") == glax.detect_platform()

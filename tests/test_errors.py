@@ -10,7 +10,7 @@ import pytest
 
 import glax
 import glax.parallel
-from glax.compat import easydel
+from glax.compat import easydel, ejkernel
 from glax.kernels.xla.chunked import ChunkedConfig
 from glax.registry import Config
 
@@ -164,7 +164,7 @@ def test_lightning_layers():
         with pytest.raises(error) as caught:
             glax.lightning_attention(**GOOD | dict(layer_idx=1, num_layers=4) | arguments)
         assert str(caught.value) == text
-    with pytest.raises(TypeError, match="layer_idx must be an integer, got float32"):
+    with pytest.raises(TypeError, match="layer_idx must be an integer, got float"):
         jax.eval_shape(lambda i: glax.lightning_attention(**GOOD, layer_idx=i, num_layers=4), 1.0)
 
 
@@ -284,6 +284,51 @@ def test_known_boundaries_of_any_integer_dtype(dtype):
     if least < 0:
         with pytest.raises(ValueError, match=f"cu_seqlens must not decrease, got 100 before {least} at position 2"):
             glax.recurrent(**flat, cu_seqlens=np.array([0, 100, least, 3], dtype))
+
+
+# ---- nonsense, for every argument of every function --------------------------------------------------------------------
+
+TOKEN = {name: x[:, 0] for name, x in GOOD.items()}
+STATES, GATE = ones(2, 4, 8, 6), -ones(2, 12, 4, 8)
+OPTIONS = dict(softmax_scale=1.0, initial_state=STATES, reverse=False, cu_seqlens=None, platform=None, cfg=None)
+POOLED = dict(softmax_scale=1.0, slots=jnp.arange(2), platform=None, cfg=None)
+GATES = dict(g=GATE, g_gamma=-ones(4), gk=GATE, gv=-ones(2, 12, 4, 6))
+OPERATION = GOOD | OPTIONS | dict(return_state=False)
+FUNCTIONS = dict(
+    recurrent=(glax.recurrent, GOOD | GATES | OPTIONS),
+    recurrent_attention=(glax.recurrent_attention, OPERATION),
+    recurrent_gla=(glax.recurrent_gla, GOOD | dict(g=GATE, g_gamma=-ones(4)) | OPTIONS),
+    simple_gla=(glax.simple_gla, GOOD | dict(g=GATE[..., 0]) | OPTIONS),
+    retention=(glax.retention, GOOD | OPTIONS),
+    lightning_attention=(glax.lightning_attention, GOOD | OPTIONS | dict(layer_idx=1, num_layers=4, slopes="fla")),
+    recurrent_step=(glax.recurrent_step, TOKEN | POOLED | dict(state=STATES, g=GATE[:, 0])),
+    prefill_into=(glax.prefill_into, GOOD | POOLED | dict(pool=STATES, fresh=jnp.zeros(2, bool))),
+    recurrent_verify=(glax.recurrent_verify, GOOD | POOLED | dict(state=STATES)),
+    parallel=(functools.partial(glax.parallel.recurrent_attention, mesh=jax.make_mesh((1,), ("data",))), OPERATION),
+    executor=(functools.partial(glax.Executor(), glax.RecurrentAttention()), OPERATION),
+    easydel=(
+        easydel.recurrent_gla,
+        GOOD | dict(gk=GATE, scale=1.0, initial_state=STATES, chunk_size=0, output_final_state=True),
+    ),
+    ejkernel=(ejkernel.recurrent, GOOD | GATES | OPTIONS),
+    ejkernel_layer=(ejkernel.lightning_attn, GOOD | OPTIONS | dict(layer_idx=1, num_layers=4)),
+    ejkernel_operation=(ejkernel.RecurrentAttention().run, OPERATION),
+    ejkernel_executor=(functools.partial(glax.Executor(), ejkernel.RecurrentAttention()), OPERATION),
+)
+NONSENSE = ["no", b"no", 1j, [1.0], {}, (), object(), Ellipsis, slice(3), len, jnp.float32, float("nan"), -(10**400),
+            np.array([None]), np.array(["no"]), np.complex64(1), jnp.full(7, 1j), jnp.nan * ones(), jax.random.key(0)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_nonsense_is_an_error_that_names_its_argument(name):
+    call, good = FUNCTIONS[name]
+    jax.eval_shape(lambda: call(**good))
+    for argument in good:
+        wrong = NONSENSE + [None] * (argument in (*GOOD, "state", "pool", "layer_idx", "num_layers", "reverse"))
+        for x in wrong:
+            with pytest.raises((TypeError, ValueError)) as caught:
+                call(**good | {argument: x})
+            assert str(caught.value).startswith(argument), f"{argument}={x!r}: {caught.value}"
 
 
 def test_errors_are_raised_while_tracing_too():

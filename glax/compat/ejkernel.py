@@ -121,7 +121,7 @@ def native_choice(cfg, platform) -> tuple[str | None, Config | None]:
     chooses_chunk = cfg.block_q != RecurrentAttentionConfig.block_q
     if (chooses_chunk and not chunked) or any(IGNORED.get(name, x) != x for name, x in vars(cfg).items()):
         say_ignored()
-    return platform, ChunkedConfig(cfg.block_q) if chooses_chunk and chunked else None
+    return platform, ChunkedConfig(int(cfg.block_q)) if chooses_chunk and chunked else None
 
 
 # ---- functions -------------------------------------------------------------------------------------------------------
