@@ -202,8 +202,10 @@ def lightning_attention(
 
     slopes: with l = layer_idx and L = num_layers,
         "fla"      s_h = (8 h / H) (1 - l / L)                           l from 0 to L, as in flash-linear-attention
-        "minimax"  s_h = 2^(-8 (h + 1) / H) (1 - l / (L - 1) + 1e-5)     l from 0 to L - 1, as in MiniMax-01; for L = 1 that
-                                                                         of a first layer, 1 + 1e-5
+        "minimax"  s_h = 2^(-8 (h + 1) / H) (1 - l / (L - 1) + 1e-5)     l from 0 to L - 1, as in MiniMax-01
+
+    With L = 1 the last factor of "minimax" is 1 + 1e-5. transformers divides l by L - 1 + 1e-5 there: its decay of the last
+    layer is larger by 1 / (L - 1), relatively.
 
     Deeper layers decay more slowly. layer_idx may be traced, so that layers can be scanned over. Everything else as in
     `recurrent`. Raises TypeError if layer_idx or num_layers is no integer; ValueError if num_layers < 1, if a known layer_idx is

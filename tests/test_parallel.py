@@ -257,8 +257,18 @@ def test_second_derivatives(form, request):
     tree_close(got, want, 2e-5)
 
 
-@pytest.mark.parametrize("name", ["recurrent_gla", "simple_gla", "retention", "lightning_attention"])
-def test_variants(name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("recurrent_gla", {}),
+        ("simple_gla", {}),
+        ("retention", {}),
+        ("lightning_attention", {}),
+        ("lightning_attention", dict(slopes="minimax")),
+    ],
+    ids=str,
+)
+def test_variants(name, options):
     arguments = inputs(dataclasses.replace(CASE, gates=()), "log-sigmoid")
     state = arguments.pop("initial_state")
     gates = dict(
@@ -268,8 +278,9 @@ def test_variants(name):
         lightning_attention=(1, 4),
     )[name]
     tensors = (*arguments.values(), *gates)
-    got = getattr(parallel, name)(*tensors, initial_state=state, reverse=True, mesh=MESH(), **AXES)
-    tree_close(got, getattr(glax, name)(*tensors, initial_state=state, reverse=True), 2e-6)
+    options = options | dict(initial_state=state, reverse=True)
+    got = getattr(parallel, name)(*tensors, **options, mesh=MESH(), **AXES)
+    tree_close(got, getattr(glax, name)(*tensors, **options), 2e-6)
 
 
 def test_recurrent_attention_and_packed_rank_3():

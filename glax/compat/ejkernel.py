@@ -299,7 +299,7 @@ def detect_platform(algorithm: str, platform: str | None = "auto") -> Platform:
 class RecurrentAttention(glax.operation.RecurrentAttention):
     """ejkernel's operation: RecurrentAttention().run(query, ..., cfg=cfg), or executor(RecurrentAttention(), query, ...).
 
-    A config is a RecurrentAttentionConfig, or that of one of glax's kernels, which is what tuning finds.
+    A config is a RecurrentAttentionConfig, or the Config of one of glax's kernels, which is what tuning finds.
     """
 
     op_id = "recurrent"
