@@ -5,7 +5,7 @@ import fnmatch
 import functools
 import importlib.metadata
 
-import jax
+from glax.backend import local_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,8 @@ def applies_here(denial: Denial) -> bool:
     installed = version_of(denial.library)
     if installed is None or not numbers(denial.first) <= numbers(installed) < numbers(denial.fixed):
         return False
-    return fnmatch.fnmatch(jax.local_devices()[0].device_kind.lower(), denial.device)
+    device = local_device()
+    return device is not None and fnmatch.fnmatch(device.device_kind.lower(), denial.device)
 
 
 @functools.cache

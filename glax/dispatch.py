@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from glax.execution.cache import PersistentCache
+from glax.execution.cache import PersistentCache, overlay
 from glax.execution.executor import Executor
-from glax.execution.selection import ConfigSelectorChain
+from glax.execution.selection import AutotunePolicy, ConfigSelectorChain
 from glax.kernels import load_kernels
-from glax.partition import partitioned
-from glax.recurrence import Kept, Outputs, Recurrence
-from glax.registry import Config, KernelSpec, Platform, kernel_registry
+from glax.recurrence import Kept, Outputs, Recurrence, varying_like
+from glax.registry import Config, KernelSpec, Platform, UnsupportedError, kernel_registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +36,11 @@ executor = Executor(
 def run_forward(choice: Choice, r: Recurrence) -> Outputs:
     load_kernels()
     spec = kernel_registry.find(r, choice.platform, choice.config)
-    return merged_vmap(functools.partial(execute, spec, choice), r)
+    return merged_vmap(functools.partial(execute, spec, choice, again=forward_again), r)
+
+
+def forward_again(choice: Choice, results, r: Recurrence) -> Outputs:
+    return run_spec(kernel_registry.find(r, choice.platform, choice.config), choice, r)
 
 
 def run_and_keep(choice: Choice, r: Recurrence) -> tuple[Outputs, Kept | None]:
@@ -46,7 +49,17 @@ def run_and_keep(choice: Choice, r: Recurrence) -> tuple[Outputs, Kept | None]:
     spec = kernel_registry.find(r, choice.platform, choice.config)
     if not leaves_to_gradient(choice, r, spec):
         return run_forward(choice, r), None
-    return merged_vmap(functools.partial(execute, spec, choice, part=spec.run_and_keep, keeps=True), r)
+    part = dict(part=spec.run_and_keep, keeps=True, again=forward_keeping_nothing)
+    return merged_vmap(functools.partial(execute, spec, choice, **part), r)
+
+
+def forward_keeping_nothing(choice: Choice, results: tuple[Outputs, Kept], r: Recurrence) -> tuple[Outputs, Kept]:
+    """What another backend's gradient takes was not traced: it gets zeros, and forms anew what it needs."""
+    runs, chunks = results[1]
+    B, H = r.q.shape[0], r.num_heads
+    states = jnp.zeros((B, runs.shape[1], H, *runs.shape[3:]), runs.dtype)
+    far = jnp.zeros((B, chunks.shape[1], H), chunks.dtype)
+    return forward_again(choice, results, r), Kept(varying_like(states, r.q), varying_like(far, r.q))
 
 
 def leaves_to_gradient(choice: Choice, r: Recurrence, spec: KernelSpec) -> bool:
@@ -61,7 +74,16 @@ def run_backward(choice: Choice, r: Recurrence, d_output, d_final, kept: Kept | 
     """The gradient by the best fused kernel; None if there is none, and the forward must serve instead."""
     spec, own = gradient_kernel(choice, r)
     operands = (r, d_output, d_final, *([] if kept is None else [kept]))
-    return None if spec is None else merged_vmap(functools.partial(execute, spec, own), *operands)
+    return None if spec is None else merged_vmap(functools.partial(execute, spec, own, again=gradient_again), *operands)
+
+
+def gradient_again(choice: Choice, results, r: Recurrence, d_output, d_final, kept: Kept | None = None) -> Recurrence:
+    """Without what was kept: see `forward_keeping_nothing`."""
+    spec, own = gradient_kernel(choice, r)
+    if spec is None:
+        kernel_registry.find(r, choice.platform, choice.config)  # its error says why
+        raise UnsupportedError("no kernel forms this gradient")
+    return run_spec(spec, own, r, d_output, d_final)
 
 
 def gradient_kernel(choice: Choice, r: Recurrence) -> tuple[KernelSpec | None, Choice]:
@@ -84,7 +106,7 @@ def begin(choice: Choice, r: Recurrence, *cotangents):
     """(begun, state, log) of the first part of the kernel that runs r, or given cotangents its gradient: see Parts."""
     spec, own = kernel_of(choice, r, bool(cotangents))
     part = spec.parts(r).begin
-    return merged_vmap(functools.partial(execute, spec, own, part=part), r, *cotangents)
+    return merged_vmap(functools.partial(run_spec, spec, own, part=part), r, *cotangents)
 
 
 def finish(choice: Choice, r: Recurrence, *given, begun):
@@ -104,7 +126,7 @@ def finish_and_keep(choice: Choice, r: Recurrence, begun) -> tuple[Outputs, Kept
 def finish_by(part, spec: KernelSpec, choice: Choice, *operands, begun):
     def run(*operands):
         *operands, begun = operands
-        return execute(spec, choice, *operands, part=functools.partial(part, begun))
+        return run_spec(spec, choice, *operands, part=functools.partial(part, begun))
 
     return merged_vmap(run, *operands, begun)
 
@@ -126,23 +148,60 @@ def step_kernel(choice: Choice, r: Recurrence) -> KernelSpec | None:
     return able[0] if able else None
 
 
-def run_step(spec: KernelSpec, choice: Choice, r: Recurrence, slots) -> Outputs:
-    """The output and, as the final state, the pool, with sequence n in row slots[n] (-1: nowhere), or n without slots."""
+def run_step(spec: KernelSpec, choice: Choice, r: Recurrence, slots, otherwise) -> Outputs:
+    """The output and, as the final state, the pool, with sequence n in row slots[n] (-1: nowhere), or n without slots.
+
+    otherwise(choice, r, slots): the same where the program is lowered for a backend that has no such kernel.
+    """
+    from glax.lowering import Kernel  # loads modules of JAX that are not a part of `import jax`
+
     _, refused = kernel_registry.able(r, choice.platform, step=True)
 
-    def step(r: Recurrence) -> Outputs:
+    def step(spec, refused, r: Recurrence, slots=None) -> Outputs:
         rows = jnp.arange(r.num_sequences, dtype=jnp.int32) if slots is None else slots.astype(jnp.int32)
         tokens, pool = r.replace(initial_state=None), r.initial_state
         return Outputs(*executor(spec, tokens, pool, rows, cfg=choice.config, refused=refused))
 
+    def again(platform: Platform | None, results, r: Recurrence, slots=None) -> Outputs:
+        own = insisting(choice, platform)
+        spec = step_kernel(own, r)
+        return otherwise(own, r, slots) if spec is None else step(spec, {}, r, slots)
+
+    kernel = Kernel(functools.partial(step, spec, refused), again, opaque=spec.platform is not Platform.XLA)
     # Where sequences lie in a pool is known at run time only, so a pool cannot be spread along with them.
-    return partitioned(step, r) if slots is None else step(r)
+    return kernel.placed(r) if slots is None else kernel.alone(r, slots)
 
 
-def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None, keeps: bool = False):
+def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, again, part=None, keeps: bool = False):
+    """The kernel of spec on (r, *given); where the program is lowered for another backend, again(choice, results, r, *given).
+
+    results: the shapes of what that kernel returns.
+    """
+    from glax.lowering import Kernel  # loads modules of JAX that are not a part of `import jax`
+
+    def anew(platform: Platform | None, results, *operands):
+        with overlay(policy=AutotunePolicy()):  # there is nothing to measure on
+            return again(insisting(choice, platform), results, *operands)
+
+    run = functools.partial(run_spec, spec, choice, part=part)
+    return Kernel(run, anew, spec.platform is not Platform.XLA, keeps).placed(r, *given)
+
+
+def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None):
     _, refused = kernel_registry.able(r, choice.platform, gradient=spec.is_gradient)
-    run = functools.partial(executor, spec, cfg=choice.config, refused=refused, part=part)
-    return partitioned(run, r, *given, keeps=keeps)
+    return executor(spec, r, *given, cfg=choice.config, refused=refused, part=part)
+
+
+def insisting(choice: Choice, platform: Platform | None) -> Choice:
+    """The choice, narrowed to that platform."""
+    if platform is None or choice.platform is platform:
+        return choice
+    if choice.platform is not None:
+        raise UnsupportedError(
+            f"kernels on platform {str(choice.platform)!r} cannot be exported for several devices: call glax with "
+            f"platform {str(platform)!r} or None, or inside jax.shard_map"
+        )
+    return dataclasses.replace(choice, platform=platform)
 
 
 def merged_vmap(f, *operands):

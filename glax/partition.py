@@ -6,9 +6,13 @@ lie; under explicit sharding by shard_map, because types say it. Inside shard_ma
 have no custom_partitioning: there XLA partitions kernels of plain JAX itself, and `glax.parallel` serves the others.
 """
 
+import functools
+import hashlib
 import itertools
 import math
+import pathlib
 import re
+import sys
 
 import jax
 from jax.sharding import NamedSharding
@@ -16,22 +20,17 @@ from jax.sharding import PartitionSpec as P
 
 from glax.decay import Decay
 from glax.recurrence import Kept, Outputs, Recurrence
-from glax.registry import Backend
 
 
-def partitioned(f, r: Recurrence, *given, keeps: bool = False):
-    """f(r, *given), a kernel: f(r) returns Outputs, with `keeps` (Outputs, Kept); f(r, d_output, d_final) or, with what was
-    kept, f(r, d_output, d_final, kept) a Recurrence."""
-    operands = (r, *given)
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        return f(*operands)
+def is_spread_by_type(operands) -> bool:
+    """Whether the types of operands say, under explicit sharding, that some of them are spread."""
     types = [jax.typeof(x).sharding for x in jax.tree.leaves(operands)]
-    if any(axis is not None for type in types for axis in type.spec):
-        return by_type(f, keeps, operands)
-    return f(*operands) if Backend.here() is Backend.TPU else by_compiler(f, keeps, operands)
+    return any(axis is not None for type in types for axis in type.spec)
 
 
-def by_type(f, keeps: bool, operands):
+def by_type(f, keeps: bool, *operands):
+    """f(*operands) on each device. f(r) returns Outputs, with `keeps` (Outputs, Kept); f(r, d_output, d_final) or, with what
+    was kept, f(r, d_output, d_final, kept) a Recurrence."""
     given = operands[0].replace(boundaries=None)
     mesh = next(mesh for x in jax.tree.leaves(operands) if not (mesh := jax.typeof(x).sharding.mesh).empty)
     batch, heads = common_axes(mesh, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
@@ -49,7 +48,8 @@ def by_type(f, keeps: bool, operands):
     )
 
 
-def by_compiler(f, keeps: bool, operands):
+def by_compiler(f, keeps: bool, *operands):
+    """The same, where the compiler knows how the operands lie."""
     from jax.experimental.custom_partitioning import custom_partitioning  # not a part of `import jax`
 
     leaves, structure = jax.tree.flatten(operands)
@@ -68,6 +68,42 @@ def by_compiler(f, keeps: bool, operands):
     call = custom_partitioning(jax.jit(flat(f)))  # jit, so that the constants in f are no concern of the call's
     call.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=replicated, **sizes)
     return jax.tree.structure(result_specs(operands, keeps, None, None), is_leaf=is_spec).unflatten(call(*leaves))
+
+
+def name_by_content(context, call, content: str):
+    """Names the callbacks of a lowered custom_partitioning, a result of `by_compiler`, by what they do.
+
+    JAX names them by an address, which is part of the program's text: a persistent compilation cache would never find it
+    again. What they do follows from this package's code and from `content`.
+    """
+    from jax.experimental.custom_partitioning import custom_partitioning
+    from jax.extend.mlir import ir
+
+    # A table of JAX's own, which has no public name; without it programs are compiled again in every process, no more.
+    callbacks = getattr(sys.modules[custom_partitioning.__module__], "_sharding_callbacks", None)
+    config = call.attributes["backend_config"]
+    if callbacks is None or (info := callbacks.get(bytes(config.value, "utf8"))) is None:
+        return
+    name = "glax " + hashlib.sha256((sources() + content).encode()).hexdigest()
+    # Those of a program that is still to be compiled stay, and live for this one, too.
+    context.add_keepalive(callbacks.setdefault(bytes(name, "utf8"), info))
+    call.attributes["backend_config"] = ir.StringAttr.get(name)
+
+
+@functools.cache
+def sources() -> str:
+    """A digest of this package's code."""
+    folder = pathlib.Path(__file__).parent
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))).hexdigest()
+
+
+def check_shardy():
+    """XLA would end the process where it comes to a kernel that only Shardy can spread."""
+    if not jax.config.jax_use_shardy_partitioner:
+        raise NotImplementedError(
+            "glax spreads kernels over devices by the Shardy partitioner, which jax_use_shardy_partitioner=False switches "
+            "off: set it to True, which is JAX's default, or call glax inside jax.shard_map"
+        )
 
 
 def summed(f, heads, operands):

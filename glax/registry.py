@@ -6,8 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
-import jax
-
+from glax.backend import Backend, computes_on, local_device, lowering_platform
 from glax.deny import denied
 from glax.recurrence import Recurrence, describe
 
@@ -31,21 +30,6 @@ class Platform(enum.StrEnum):
         except ValueError:
             names = ", ".join(repr(str(platform)) for platform in cls)
             raise ValueError(f"platform must be None, 'auto', {names}, got {name!r}") from None
-
-
-class Backend(enum.StrEnum):
-    """What a kernel runs on."""
-
-    CPU = enum.auto()
-    GPU = enum.auto()
-    TPU = enum.auto()
-    ANY = enum.auto()
-
-    @classmethod
-    def here(cls) -> "Backend":
-        """The backend that JAX computes on by default."""
-        name = jax.default_backend()
-        return cls.GPU if name in ("cuda", "rocm") else cls(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +107,10 @@ class KernelSpec:
 
     def refusal(self, r: Recurrence, config: Config | None = None) -> str | None:
         """Why this kernel does not run r here with that config; None if it does."""
-        if self.backend not in (here := Backend.here(), Backend.ANY):
-            return f"needs a {self.backend}, JAX computes on {here} here"
+        if self.backend not in (Backend.here(), Backend.ANY):
+            return f"needs a {self.backend}, {computes_on()}"
+        if self.backend is Backend.GPU and lowering_platform.value is not None and local_device() is None:
+            return "which GPU the program is lowered for is not known: this machine has none"
         if config is not None and type(config) is not self.config:
             return f"takes a {self.config.__name__}, cfg is a {type(config).__name__}"
         return denied(self.name) or self.supports(r)

@@ -77,9 +77,12 @@ def advance(choice: Choice, r: Recurrence, slots) -> Outputs:
         return gathered(choice, r, slots)
 
     def in_pool(r, slots):
-        return run_step(
-            spec, choice, r, None if slots is None else jnp.where(slots < r.initial_state.shape[0], slots, -1)
-        )
+        known = None if slots is None else jnp.where(slots < r.initial_state.shape[0], slots, -1)
+        return run_step(spec, choice, r, known, out_of_pool)
+
+    def out_of_pool(choice, r, slots):
+        P = r.initial_state.shape[0]
+        return gathered(choice, r, None if slots is None else jnp.where(slots < 0, P, slots))
 
     run = jax.custom_batching.custom_vmap(in_pool)
     run.def_vmap(functools.partial(by_example, choice))

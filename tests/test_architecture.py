@@ -12,11 +12,12 @@ ROOT = pathlib.Path(__file__).parent.parent / "glax"
 
 # From the ground up: a module may import those of its own line and of lines above it.
 LAYERS = [
-    ["glax._version", "glax.decay"],
+    ["glax._version", "glax.backend", "glax.decay"],
     ["glax.recurrence"],
     ["glax.reference", "glax.deny"],
     ["glax.registry"],
     ["glax.partition"],
+    ["glax.lowering"],
     ["glax.kernels.chunks", "glax.kernels.gpu", "glax.kernels.limits"],
     [
         "glax.kernels.xla",

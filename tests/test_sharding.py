@@ -78,6 +78,19 @@ def test_jit_with_sharded_inputs(mesh, spec):
     close(run(placed), run(arguments))
 
 
+@pytest.mark.parametrize("f", [loss, jax.grad(loss)], ids=["forward", "gradient"])
+def test_without_shardy_there_is_an_error(mesh, f):
+    """XLA itself would end the process. On one device nothing is asked of it."""
+    run = quick_jit(functools.partial(f, g_gamma=GAMMA, cfg=None))
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        run(ARGUMENTS)
+        with pytest.raises(NotImplementedError, match=r"glax .*jax_use_shardy_partitioner=False"):
+            run(jax.device_put(ARGUMENTS, NamedSharding(mesh, P("batch"))))
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+
+
 def close(got, want):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_close("sharded", x, np.asarray(y), 2e-6)

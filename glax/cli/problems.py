@@ -110,7 +110,7 @@ def add_problems(parser):
 def problems_of(args) -> list[Problem]:
     backend = Backend.here()
     dtypes = args.dtype or ["float32" if backend is Backend.CPU else "bfloat16"]
-    shapes = args.shape or DEFAULT_SHAPES[backend]
+    shapes = args.shape or DEFAULT_SHAPES.get(backend, DEFAULT_SHAPES[Backend.GPU])
     each = [Problem(*shape, gate, dtype) for shape in shapes for gate in args.gate or ["key"] for dtype in dtypes]
     return list(dict.fromkeys(each))
 

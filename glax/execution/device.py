@@ -6,15 +6,18 @@ import pathlib
 import platform
 import re
 
-import jax
-
+from glax.backend import local_device, target_platform
 from glax.deny import version_of
 
 
-@functools.cache
 def device_kind() -> str:
-    """The device that JAX computes on, as part of a file's name: "nvidia_h100_80gb_hbm3", "cpu_amd_epyc_2_cores"."""
-    kind = jax.local_devices()[0].device_kind
+    """The device that kernels are chosen for, as part of a file's name: "nvidia_h100_80gb_hbm3", "cpu_amd_epyc_2_cores"."""
+    device = local_device()
+    return named(f"{target_platform()} elsewhere" if device is None else device.device_kind)
+
+
+@functools.cache
+def named(kind: str) -> str:
     if kind.lower() == "cpu":
         kind = f"cpu {processor()} {os.cpu_count()} cores"
     return re.sub(r"[^a-z0-9]+", "_", kind.lower()).strip("_")

@@ -4,12 +4,12 @@ import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
+from glax.backend import local_device
 
 
 def multiprocessors() -> int:
-    """Of the GPU that JAX computes on; an H100's where there is none, for compiling ahead of time."""
-    return getattr(jax.local_devices()[0], "core_count", None) or 132
+    """Of the GPU that kernels are chosen for; an H100's where there is none, for compiling ahead of time."""
+    return getattr(local_device(), "core_count", None) or 132
 
 
 @functools.cache

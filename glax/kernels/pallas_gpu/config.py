@@ -3,8 +3,7 @@
 import dataclasses
 import importlib.util
 
-import jax
-
+from glax.backend import local_device
 from glax.deny import numbers, version_of
 from glax.kernels.gpu import multiprocessors
 from glax.kernels.pallas_gpu.plan import C
@@ -20,7 +19,7 @@ def installation() -> str | None:
         return f"needs jax>=0.11, {version_of('jax')} is installed"
     if importlib.util.find_spec("absl") is None:
         return "needs absl-py: pip install absl-py"
-    capability = getattr(jax.local_devices()[0], "compute_capability", None)
+    capability = getattr(local_device(), "compute_capability", None)
     if capability is not None and numbers(str(capability))[0] != 9:
         return f"is written for Hopper, compute capability 9.0; this GPU has {capability}"
     return None

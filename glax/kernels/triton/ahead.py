@@ -52,5 +52,9 @@ def compile_ahead(specialisation: Hashable, call: Callable, operands):
     kernel = compiled.get(specialisation)
     if kernel is None or (kernel.done() and kernel.exception()):  # what failed may be asked again
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-        kernel = compiled[specialisation] = threads().submit(lambda: jax.jit(call).lower(*shapes) and None)
+        kernel = compiled[specialisation] = threads().submit(lower, call, shapes)
     kernels.append(kernel)
+
+
+def lower(call: Callable, shapes: list[jax.ShapeDtypeStruct]):
+    jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",))

@@ -2,8 +2,7 @@
 
 import importlib.util
 
-import jax
-
+from glax.backend import local_device
 from glax.deny import numbers, version_of
 from glax.kernels.triton.configs import WIDEST
 from glax.recurrence import Recurrence
@@ -16,7 +15,7 @@ def installation() -> str | None:
     missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
     if missing:
         return f"needs {' and '.join(missing).replace('_', '-')}: pip install 'glax[triton]'"
-    capability = getattr(jax.local_devices()[0], "compute_capability", None)
+    capability = getattr(local_device(), "compute_capability", None)
     if capability is not None and numbers(str(capability)) < (8, 0):
         return f"needs a GPU of compute capability 8.0, this one has {capability}"
     if numbers(version_of("triton") or "") < (3, 4):
