@@ -15,6 +15,7 @@ from glax.execution.invocation import Invocation
 from glax.execution.kernel import Kernel
 from glax.execution.selection import AutotunePolicy, ConfigSelectorChain
 from glax.execution.tuner import Tuner
+from glax.kernels.cpu import native
 from glax.operation import RecurrentAttention
 from glax.prefill import prefill_into
 from glax.recurrence import Outputs, Recurrence
@@ -22,6 +23,8 @@ from glax.registry import Backend, Config, KernelRegistry, KernelSpec, Platform,
 from glax.speculative import Draft, commit, recurrent_verify
 from glax.step import recurrent_step
 from glax.tuning import detect_platform, explain, tune
+
+native.library()  # XLA must know its kernels where a program that holds them is read back, with no call of glax before
 
 __all__ = [
     "AutotunePolicy",

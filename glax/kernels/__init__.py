@@ -5,7 +5,7 @@ import importlib
 
 MODULES = (
     "glax.kernels.xla",
-    "glax.kernels.cpu",
+    "glax.kernels.cpu.recurrent",
     "glax.kernels.triton",
     "glax.kernels.pallas_tpu",
     "glax.kernels.pallas_gpu",

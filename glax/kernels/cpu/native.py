@@ -1,4 +1,4 @@
-"""The library of native kernels: built with glax where there was a compiler, and loaded at the first call."""
+"""The library of native kernels: built with glax where there was a compiler, and loaded with it."""
 
 import ctypes
 import functools
