@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glax.decay import Decay
+from glax.decay import Decay, promoted
 from glax.recurrence import Recurrence, to_int32
 from glax.registry import Config, Platform
 
@@ -43,7 +43,7 @@ def bind(
     for name, rank in (("g_gamma", 2), ("initial_state", 4)):
         if name in arrays and arrays[name].ndim < rank:
             arrays[name] = jnp.broadcast_to(arrays[name], (N, *arrays[name].shape))
-    wide = jnp.promote_types(arrays["query"].dtype, jnp.float32)
+    wide = promoted(arrays["query"].dtype, jnp.float32)
     scale = sizes["K"] ** -0.5 if softmax_scale is None else softmax_scale
     r = Recurrence(
         q=arrays["query"],

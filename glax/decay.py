@@ -1,6 +1,7 @@
 """The gates of a recurrence, folded into one value."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -62,5 +63,11 @@ class Decay:
 def added(x: Array | None, y: Array | None) -> Array | None:
     if x is None or y is None:
         return y if x is None else x
-    wide = jnp.promote_types(jnp.promote_types(x.dtype, y.dtype), jnp.float32)
+    wide = promoted(x.dtype, y.dtype, jnp.float32)
     return x.astype(wide) + y.astype(wide)
+
+
+def promoted(*dtypes) -> jnp.dtype:
+    """The dtype that holds the values of all, also where jax_numpy_dtype_promotion forbids what is not said: this says it."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes)

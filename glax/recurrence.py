@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from glax.decay import Decay
+from glax.decay import Decay, promoted
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +47,7 @@ class Recurrence:
     @property
     def dtype(self) -> jnp.dtype:
         """What sums and states are kept in: float32, or float64 for float64 inputs."""
-        return jnp.promote_types(self.q.dtype, jnp.float32)
+        return promoted(self.q.dtype, jnp.float32)
 
     @property
     def start_state(self) -> Float[Array, "N H K V"]:

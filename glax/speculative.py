@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from glax.api import bind_and_solve
 from glax.bind import REQUIRED, bind, check_before_tracing
-from glax.decay import Decay
+from glax.decay import Decay, promoted
 from glax.dispatch import Choice
 from glax.recurrence import spread_heads, to_int32
 from glax.registry import Config, Platform
@@ -128,9 +128,9 @@ def bound_commit(state, draft: Draft, accepted):
     if draft.slots is not None:
         places, _ = usable(draft.slots, pool.shape[0], B, ("B", "query"))
         state = take(pool, places)
-    dtype = jnp.promote_types(draft.key.dtype, jnp.float32)
+    dtype = promoted(draft.key.dtype, jnp.float32)
     # [B, T, 1, 1]
-    taken = (jnp.arange(T, dtype=jnp.int32) < to_int32(accepted)[:, None])[..., None, None]
+    taken = (jnp.arange(T, dtype=jnp.int32)[None] < to_int32(accepted)[:, None])[..., None, None]
     head = decay.head if decay.constant is None else jnp.broadcast_to(decay.constant[:, None], (B, T, H))
     rows = decay.key if head is None else head[..., None]
 
