@@ -136,6 +136,30 @@ class KernelSpec:
         return self.config.candidates(inv.args[0])
 
 
+def under_usual_options(spec: KernelSpec) -> KernelSpec:
+    """spec, whose kernel is traced under JAX's default promotion of dtypes and ranks, whatever the caller's code is held to.
+
+    Kernels multiply bfloat16 operands by float32 decays, which is float32 as they mean it. Those of accelerators take nothing
+    of 64 bits, so their indices have 32 also where jax_enable_x64 makes numbers wider.
+    """
+
+    def usual(run):
+        @functools.wraps(run)
+        def traced(*operands, **options):
+            wide = jax.config.jax_enable_x64 and spec.backend not in (Backend.GPU, Backend.TPU)
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), jax.enable_x64(wide):
+                return run(*operands, **options)
+
+        return traced
+
+    def parts(r: Recurrence) -> Parts | None:
+        found = spec.parts(r)
+        return None if found is None else Parts(*(None if run is None else usual(run) for run in found))
+
+    kept = None if spec.run_and_keep is None else usual(spec.run_and_keep)
+    return dataclasses.replace(spec, run=usual(spec.run), run_and_keep=kept, parts=parts)
+
+
 class UnsupportedError(NotImplementedError):
     """No kernel runs a call; the text holds each kernel's reason."""
 
@@ -150,7 +174,7 @@ class KernelRegistry:
         """Decorates a kernel's function; `traits` are the other fields of KernelSpec."""
 
         def add(run):
-            spec = KernelSpec(algorithm, platform, backend, run, **traits)
+            spec = under_usual_options(KernelSpec(algorithm, platform, backend, run, **traits))
             if spec.name in self.kernels:
                 raise ValueError(f"{spec.name} is registered twice")
             self.kernels[spec.name] = spec

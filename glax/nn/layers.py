@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from glax.api import recurrent_gla
 from glax.bind import check_array, check_integer, check_real, known_number
+from glax.decay import promoted
 from glax.prefill import prefill_into
 from glax.step import recurrent_step
 
@@ -71,7 +72,9 @@ class GatedLinearAttention(nnx.Module):
         self.value = linear(width, self.num_kv_heads * self.value_width)
         self.gate_down, self.gate_up = linear(width, gate_rank), linear(gate_rank, keys)
         self.gate_bias = nnx.Param(jnp.tile(jnp.linspace(-4.0, 4.0, self.key_width), num_heads))
-        self.norm = nnx.RMSNorm(self.value_width, dtype=dtype, rngs=rngs)
+        # Narrower, Flax would mix dtypes inside, which jax_numpy_dtype_promotion may forbid.
+        norm_dtype = None if dtype is None else promoted(dtype, jnp.float32)
+        self.norm = nnx.RMSNorm(self.value_width, dtype=norm_dtype, rngs=rngs)
         self.output_gate, self.output = linear(width, values), linear(values, width)
 
     def __call__(
@@ -121,7 +124,7 @@ class GatedLinearAttention(nnx.Module):
         def by_head(y, heads):
             return y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads)
 
-        g = self.gate_up(self.gate_down(x)).astype(jnp.float32) + self.gate_bias[...]
+        g = self.gate_up(self.gate_down(x)).astype(jnp.float32) + jnp.expand_dims(self.gate_bias[...], range(x.ndim - 1))
         return (
             by_head(self.query(x), self.num_heads),
             by_head(self.key(x), self.num_kv_heads),
@@ -131,7 +134,7 @@ class GatedLinearAttention(nnx.Module):
 
     def outputs(self, o: Float[Array, "*rows H V"], x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         gate = jax.nn.silu(self.output_gate(x))
-        return self.output(self.norm(o).reshape(gate.shape) * gate)
+        return self.output(self.norm(o).astype(gate.dtype).reshape(gate.shape) * gate)
 
 
 def check_sizes(**sizes):

@@ -50,7 +50,7 @@ def segments_of(r: Recurrence, size: int, chunk: int) -> Segments:
     length = xp.where(unused, 0, xp.clip(lengths[sequence] - before, 0, size))
     padding = unused | (sequence >= N)
     origin = starts[sequence] + (lengths[sequence] - 1 - before if r.reverse else before)
-    edges = (index == 0) + 2 * (entry == begins[sequence + 1] - 1)
+    edges = xp.where(index == 0, 1, 0) + xp.where(entry == begins[sequence + 1] - 1, 2, 0)
     columns = (
         xp.where(unused, 0, origin),
         length,
