@@ -189,6 +189,22 @@ def test_under_jit_with_sharded_inputs(kind):
     assert got[1][0]["query"].sharding.is_equivalent_to(placed["query"].sharding, 4)
 
 
+@pytest.mark.parametrize("explicit", ["bhs", "h", "bs"])
+def test_length_and_heads_that_explicit_axes_do_not_divide(explicit):
+    """Types say equal shards alone: T=45 over 2 devices, and one head of values over 2."""
+    kinds = tuple(AxisType.Explicit if name in explicit else AxisType.Auto for name in "bhs")
+    mesh = jax.make_mesh((2, 2, 2), ("b", "h", "s"), kinds)
+    case = dataclasses.replace(CASE, T=45, heads=(4, 2, 1), gates=FORMS["constant"])
+    arguments = inputs(case, "log-sigmoid")
+    gamma = arguments.pop("g_gamma")
+    specs = dict(query=P("b", None, "h"), key=P(None, None, "s"), value=P("b"), initial_state=P("b", "h"))
+    placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arguments.items()}
+    run = quick_jit(jax.value_and_grad(functools.partial(loss, parallel.recurrent, mesh=mesh, **AXES), argnums=(0, 1)))
+    got = run(placed, jax.device_put(gamma, NamedSharding(mesh, P())))
+    want = quick_jit(jax.value_and_grad(functools.partial(loss, glax.recurrent), argnums=(0, 1)))(arguments, gamma)
+    tree_close(got, want)
+
+
 def test_outside_of_jit_and_by_the_mesh_in_use():
     arguments = inputs(CASE, "log-sigmoid")
     tree_close(parallel.recurrent(**arguments, mesh=MESH(), **AXES), glax.recurrent(**arguments), 2e-6)

@@ -13,6 +13,7 @@ from glax.autodiff import solve
 from glax.decay import Decay
 from glax.dispatch import Choice
 from glax.parallel.sequence import solve_sequence
+from glax.partition import flat_axes
 from glax.recurrence import Outputs, Recurrence, aligned, spread_heads
 
 Axis = str | tuple[str, ...] | None
@@ -35,7 +36,8 @@ class Spread:
         shard, and B = 1 for packed sequences however many. F = 1 up to 4 shards, which gather each other's summaries, and
         1 + ceil(log2(n - 1)) beyond, where they hand on composed ones. The final states, if used, and the gradient of the
         initial ones are a sum over the shards: N H K V * 4 bytes each.
-    mesh: None for the mesh in use (jax.set_mesh). Axes that are not named hold copies of everything.
+    mesh: None for the mesh in use (jax.set_mesh). Axes that are not named hold copies of everything. The types of explicit axes
+        say equal shards alone: where n does not divide T, every shard of an explicit sequence_axis receives the whole output.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -64,8 +66,7 @@ class Spread:
         return cls(mesh, batch_axis, head_axis, sequence_axis)
 
     def size(self, axis: Axis) -> int:
-        names = (axis,) if isinstance(axis, str) else axis or ()
-        return math.prod(self.mesh.shape[name] for name in names)
+        return math.prod(self.mesh.shape[name] for name in flat_axes(axis))
 
     def specs(self, r: Recurrence) -> Recurrence:
         """A PartitionSpec for every array of r."""
@@ -88,6 +89,27 @@ class Spread:
             boundaries=None if r.boundaries is None else P(),
         )
 
+    def placed(self, arrays, specs, shape=None):
+        """Arrays of a tree that lie as specs say, as far as their types can say it: along explicit axes, in equal shards.
+
+        A dimension lies whole where its axes do not divide it, or its size in `shape`. Automatic axes are left to shard_map.
+        """
+        explicit = {
+            name for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if kind is AxisType.Explicit
+        }
+        if not explicit:
+            return arrays
+
+        def typed(axis: Axis, size: int) -> Axis:
+            names = tuple(name for name in flat_axes(axis) if name in explicit)
+            return names if names and size % self.size(names) == 0 else None
+
+        def place(x, spec):
+            spec = P(*(typed(axis, size) for axis, size in zip(spec, shape or x.shape, strict=False)))
+            return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
+
+        return jax.tree.map(place, arrays, specs)
+
     def check(self, r: Recurrence):
         if r.boundaries is not None and self.size(self.batch_axis) > 1:
             raise ValueError(f"batch_axis must be None with cu_seqlens, whose B is 1, got {self.batch_axis!r}")
@@ -109,16 +131,20 @@ def spread_over(choice: Choice, spread: Spread, r: Recurrence) -> Outputs:
     """The outputs of r, solved shard by shard."""
     spread.check(r)
     T, shards = r.q.shape[1], spread.size(spread.sequence_axis)
+    # Before and after: a dimension that a shape changes must not be spread by its type.
+    r = spread.placed(r, spread.specs(r))
     r = with_heads(padded(r, -T % shards), spread.size(spread.head_axis))
     specs = spread.specs(r)
-    if any(kind is AxisType.Explicit for kind in spread.mesh.axis_types):
-        r = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(spread.mesh, spec)), r, specs)
+    r = spread.placed(r, specs)
     out_specs = Outputs(specs.q, P(spread.batch_axis, spread.head_axis))
     inside = functools.partial(solve_shard, choice, spread.sequence_axis, shards)
     # vma is not checked: kernels of Pallas Mosaic GPU cannot be typed by it. Cotangents are summed all the same.
     run = jax.shard_map(inside, mesh=spread.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
     outputs = run(r)
-    return outputs if outputs.output.shape[1] == T else outputs._replace(output=outputs.output[:, :T])
+    if outputs.output.shape[1] == T:
+        return outputs
+    output = spread.placed(outputs.output, specs.q, (outputs.output.shape[0], T, *outputs.output.shape[2:]))
+    return outputs._replace(output=output[:, :T])
 
 
 def solve_shard(choice: Choice, sequence_axis: str | None, shards: int, r: Recurrence) -> Outputs:
