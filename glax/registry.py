@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
+import jax
+
 from glax.backend import Backend, computes_on, local_device, lowering_platform
 from glax.deny import denied
 from glax.recurrence import Recurrence, describe
