@@ -1,6 +1,8 @@
 """The calls that every kernel is held to, as data."""
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -8,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from glax.bind import bind
-from glax.recurrence import Recurrence
+from glax.decay import Decay
+from glax.recurrence import Outputs, Recurrence
+from glax.reference import reference, reference_gradient
 
 # Gates of one strength are one set of inputs; all strengths of a case share its shapes, and so one compilation.
 STRENGTHS = ("log-sigmoid", "mild", "0", "-1e-6", "-20", "-120", "-inf", "+0.05", "-100 on 5%", "-inf on 5%")
@@ -49,6 +53,10 @@ def gate(rng: np.random.Generator, shape: tuple[int, ...], strength: str) -> np.
     match strength.split():
         case ["log-sigmoid"]:
             return logs
+        case ["log-sigmoid", "of", mean]:
+            return -np.log1p(np.exp(-rng.normal(float(mean), size=shape)))
+        case [value, "in", "one"]:  # channel of each head, or head; the others are mild
+            return np.where(np.arange(shape[-1]) == 0, float(value), logs / 16)
         case ["mild"]:  # as learned gates are: GLA divides by 16
             return logs / 16
         case [value, "on", "5%"]:
@@ -131,3 +139,129 @@ def all_cases() -> Iterator[Case]:
     for chunk in (1, 7, 16, 48, 64, 128):
         yield Case(f"chunk{chunk}", B=2, chunk=chunk, strengths=("log-sigmoid", "-20", "-100 on 5%"))
         yield Case(f"chunk{chunk}-packed", chunk=chunk, gates=("g_gamma",), **packed)
+
+
+# ---- steady gates ----------------------------------------------------------------------------------------------------
+
+# Sums of log decays at which a kernel changes its form, or float32 loses what a state holds; and the numbers of tokens over which
+# a kernel forms such a sum. Of equal gates, each quotient is a strength at which one run-time check changes its answer.
+LIMITS = (
+    (60.0, (16, 32, 64, 128)),  # half a chunk of 32 to 256: the fast form; a whole one with gates on both sides
+    (2.0, (1,)),  # XLA's form of many chunks: as many as a chunk has tokens, in half of it
+    (40.0, (1, 12, 24, 48)),  # a block of the native kernels
+    (20.0, (1, 24)),  # the same with gates on both sides, and of a block's first token
+    (87.3, (16, 32, 64, 128)),  # from middle to middle of chunks: the least normal number of float32
+    (103.97, (1, 16, 32, 64, 128)),  # the least number
+    (128.0, (1,)),  # a gate is cut there
+)
+
+
+def steady(chunk: int | None = None, step: float = 0.1, sides: int = 1) -> tuple[str, ...]:
+    """Strengths of equal gates: 0.3 to 7 in steps, and inside and outside of every limit, or of those for one size of chunks.
+
+    The distances from a limit are those of neighbours in float32 sums, and in bfloat16. Left out are decays of e^-75 to e^-104,
+    all gates of a token together: the gradient of log decays is then less than 1e5 of the least normal number, of which float32
+    has no five digits.
+    """
+    tokens = None if chunk is None else (1, chunk // 2, chunk)
+    limits = {s / n for s, counts in LIMITS for n in counts if tokens is None or n in tokens}
+    near = {limit * factor for limit in limits for factor in (0.99, 0.9999, 1.0001, 1.01)}
+    strengths = near | set(np.arange(0.3, 7 + step / 2, step).round(3))
+    return tuple(f"-{x:.7g}" for x in sorted(strengths) if not 75 < sides * x < 104)
+
+
+def in_one(strengths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{strength} in one" for strength in strengths)
+
+
+LEARNED = ("log-sigmoid", "log-sigmoid of -0.8")  # means of -0.8 and -1.27
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """A case at many strengths, each in heads of its own of one array: the reference then needs one pass over the tokens."""
+
+    case: Case
+    strengths: tuple[str, ...]
+
+    def __str__(self):
+        return f"{self.case}-steady"
+
+    def recurrence(self, strength: str) -> Recurrence:
+        return self.of(strength, whole(self))
+
+    def cotangents(self, strength: str) -> tuple[np.ndarray, np.ndarray]:
+        return tuple(self.of(strength, Outputs(*whole_cotangents(self))))
+
+    def outputs(self, strength: str) -> Outputs:
+        return self.of(strength, whole_outputs(self))
+
+    def gradient(self, strength: str) -> Recurrence:
+        r, d = self.recurrence(strength), self.of(strength, whole_gradient(self))
+        cuts = range(0, len(r.q) * r.q.shape[1] + 1, r.q.shape[1]) if r.boundaries is None else r.boundaries
+        terms = (r.q * d.q).reshape(-1, *r.q.shape[2:]).astype(np.float64)
+        d_scale = [terms[low:high].sum() for low, high in itertools.pairwise(cuts)]
+        return d.replace(scale=np.asarray(d_scale) / r.scale)  # <q, dq> is the scale times its gradient
+
+    def of(self, strength: str, x):
+        """The heads of one strength out of `whole`, or of Outputs or a gradient like it."""
+        i, n = self.strengths.index(strength), len(self.strengths)
+
+        def heads(x, axis):
+            if x is None:
+                return None
+            count = x.shape[axis] // n
+            return np.asarray(x)[(slice(None),) * axis + (slice(i * count, (i + 1) * count),)]
+
+        if isinstance(x, Outputs):
+            return Outputs(heads(x.output, 2), heads(x.final_state, 1))
+        decay = Decay(heads(x.decay.constant, 1), *(heads(y, 2) for y in (x.decay.head, x.decay.key, x.decay.value)))
+        rows = dict(q=heads(x.q, 2), k=heads(x.k, 2), v=heads(x.v, 2))
+        return x.replace(**rows, decay=decay, initial_state=heads(x.initial_state, 1))
+
+
+@functools.lru_cache(maxsize=2)
+def whole(sweep: Sweep) -> Recurrence:
+    """All strengths side by side: also what kernels are given whose checks are of one head each."""
+    case = sweep.case
+    each = [inputs(case, strength, seed) for seed, strength in enumerate(sweep.strengths)]
+    axes = dict(g_gamma=1, initial_state=1)
+    arrays = {name: np.concatenate([x[name] for x in each], axes.get(name, 2)) for name in each[0]}
+    cuts = None if case.cuts is None else np.asarray(case.cuts, np.int32)
+    return jax.tree.map(np.asarray, bind(**arrays, cu_seqlens=cuts, reverse=case.reverse))
+
+
+@functools.lru_cache(maxsize=2)
+def whole_cotangents(sweep: Sweep):
+    return cotangents(sweep.case, whole(sweep))
+
+
+@functools.lru_cache(maxsize=2)
+def whole_outputs(sweep: Sweep) -> Outputs:
+    return reference(whole(sweep))
+
+
+@functools.lru_cache(maxsize=2)
+def whole_gradient(sweep: Sweep) -> Recurrence:
+    return reference_gradient(whole(sweep), *whole_cotangents(sweep))
+
+
+def all_sweeps() -> Iterator[Sweep]:
+    """Over the shapes of cases of `all_cases`, so that what these compile serves all strengths; and over one that GPUs take."""
+    cases = {case.name: case for case in all_cases()}
+    for form in ("constant", "head", "key", "value", "both"):
+        sides = 2 if form == "both" else 1
+        for name in (form, f"{form}-packed-reverse"):
+            yield Sweep(cases[name], steady(sides=sides) + in_one(steady(step=1)) + LEARNED)
+    for name in ("T512-key", "T512-head-reverse", "T512-key-reverse"):
+        yield Sweep(cases[name], steady(64, step=0.2) + in_one(steady(64, step=1)) + LEARNED)
+    for chunk in (16, 64, 128):
+        yield Sweep(cases[f"chunk{chunk}"], steady(chunk) + in_one(steady(chunk, step=1)) + LEARNED)
+    wide = Case("T260-bfloat16", T=260, heads=(1, 1, 1), K=64, V=64, dtype="bfloat16", gate_dtype="bfloat16")
+    yield Sweep(wide, band(64) + in_one(band(64)) + LEARNED)
+
+
+def band(chunk: int) -> tuple[str, ...]:
+    """The few of `steady` from where a decay between middles underflows to where a half passes the limit, for slow kernels."""
+    limits = 87.3 / chunk, 60 / (chunk // 2)
+    return tuple(s for s in steady(chunk) if 0.9 * limits[0] < -float(s) < 1.1 * limits[1])

@@ -15,11 +15,12 @@ from glax.kernels.xla.chunked import ChunkedConfig
 from glax.recurrence import Outputs, Recurrence
 from glax.reference import reference, reference_gradient
 from glax.registry import Backend, Config, KernelSpec, Platform, kernel_registry
-from tests.cases import EXTREME, Case, all_cases, cotangents, recurrence
+from tests.cases import EXTREME, Case, Sweep, all_cases, all_sweeps, cotangents, recurrence
 from tests.close import assert_gradients_close, assert_outputs_close
 
 load_kernels()
 CASES = list(all_cases())
+SWEEPS = {sweep.case.name: sweep for sweep in all_sweeps()}
 # Those of other machines have tests of their own, in their interpreters.
 KERNELS = [spec for spec in kernel_registry.kernels.values() if spec.backend in (Backend.ANY, Backend.here())]
 KERNELS = [spec for spec in KERNELS if not spec.is_step]
@@ -29,11 +30,16 @@ FAST = ("key", "both-packed-reverse", "constant-packed", "bfloat16-head", "heads
 
 
 def on_each(specs: list[KernelSpec]):
-    """Every case on every kernel; cases about the chunk only where a kernel has chunks."""
+    """Every case on every kernel; cases about the chunk only where a kernel has chunks.
+
+    The sweep over a case's shapes follows it, and finds its programs compiled.
+    """
     chosen = [(case, spec) for case in CASES for spec in specs if case.chunk is None or has_chunks(spec, case.chunk)]
+    pairs = [(x, spec) for case, spec in chosen for x in (case, SWEEPS.get(case.name)) if x is not None]
+    pairs += [(sweep, spec) for sweep in SWEEPS.values() if sweep.case not in CASES for spec in specs]
     marks = {True: [pytest.mark.fast], False: []}
     return pytest.mark.parametrize(
-        ("case", "spec"), [pytest.param(c, s, id=f"{c.name}-{s.name}", marks=marks[c.name in FAST]) for c, s in chosen]
+        ("case", "spec"), [pytest.param(c, s, id=f"{c}-{s.name}", marks=marks[str(c) in FAST]) for c, s in pairs]
     )
 
 
@@ -45,30 +51,49 @@ def has_chunks(spec: KernelSpec, size: int) -> bool:
     )
 
 
-# Walked once for all kernels: a case's tests follow one another.
+# Formed once for all kernels: a case's tests follow one another.
 @functools.lru_cache(maxsize=16)
-def wanted(case: Case, strength: str) -> tuple[Recurrence, Outputs]:
+def wanted(case: Case | Sweep, strength: str) -> tuple[Recurrence, Outputs]:
+    if isinstance(case, Sweep):
+        return case.recurrence(strength), case.outputs(strength)
     r = recurrence(case, strength)
     return r, reference(r)
 
 
 @functools.lru_cache(maxsize=16)
-def wanted_gradient(case: Case, strength: str) -> tuple[Recurrence, tuple, Recurrence]:
+def wanted_gradient(case: Case | Sweep, strength: str) -> tuple[Recurrence, tuple, Recurrence]:
+    if isinstance(case, Sweep):
+        return case.recurrence(strength), case.cotangents(strength), case.gradient(strength)
     r = recurrence(case, strength)
     d = cotangents(case, r)
     return r, d, reference_gradient(r, *d)
 
 
-def check_forward(case: Case, run):
+def at_each_strength(case: Case | Sweep, check):
+    """check(strength) at all of them: where a form's limit is wrong, it is the band of those that miss that shows it."""
+    misses = []
     for strength in case.strengths:
+        try:
+            check(strength)
+        except AssertionError as miss:
+            misses.append(f"{strength}: {miss}")
+    assert not misses, f"{len(misses)} of {len(case.strengths)} strengths\n" + "\n".join(misses)
+
+
+def check_forward(case: Case | Sweep, run):
+    def check(strength):
         r, want = wanted(case, strength)
         assert_outputs_close(r, run(r), want, extreme=strength in EXTREME)
 
+    at_each_strength(case, check)
 
-def check_gradient(case: Case, run):
-    for strength in case.strengths:
+
+def check_gradient(case: Case | Sweep, run):
+    def check(strength):
         r, d, want = wanted_gradient(case, strength)
         assert_gradients_close(r, run(r, *d), want, extreme=strength in EXTREME)
+
+    at_each_strength(case, check)
 
 
 @functools.cache
@@ -84,7 +109,8 @@ def taken(case: Case, spec: KernelSpec) -> Recurrence:
     return r
 
 
-def compiled(case: Case, spec: KernelSpec):
+def compiled(case: Case | Sweep, spec: KernelSpec):
+    case = case.case if isinstance(case, Sweep) else case
     r = taken(case, spec)
     return jitted(spec, spec.config.heuristic(r) if case.chunk is None else spec.config(chunk=case.chunk))
 
