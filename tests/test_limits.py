@@ -11,7 +11,7 @@ from glax.kernels.limits import FAST_LIMIT, LOG_OF_NOTHING, LOG_OF_ZERO
 
 pytestmark = pytest.mark.fast
 FLOAT32 = np.finfo(np.float32)
-WALK = pathlib.Path(glax.__file__).parent / "kernels/cpu/native/walk.h"
+NATIVE = pathlib.Path(glax.__file__).parent / "kernels/cpu/native/problem.h"
 
 
 def exp(log):
@@ -36,6 +36,9 @@ def test_logs_of_zero():
 
 
 def test_native_factors_leave_twenty_one_digits():
-    limit = float(re.search(r"constexpr float LIMIT = (\d+);", WALK.read_text()).group(1))
-    assert exp(limit) * 1.4e21 < FLOAT32.max
-    assert exp(-limit - 47) > FLOAT32.tiny
+    found = re.findall(r"constexpr float (wide|narrow|faint) = ([-0-9.e]+);", NATIVE.read_text())
+    wide, narrow, faint = (float(dict(found)[name]) for name in ("wide", "narrow", "faint"))
+    assert exp(wide) * 1.4e21 < FLOAT32.max
+    assert exp(-wide - 47) > FLOAT32.tiny
+    assert FLOAT32.tiny / exp(-wide) < faint * FLOAT32.eps / 2  # what underflows beside the largest of a row that is not faint
+    assert exp(narrow) * 1.2e38 < FLOAT32.max

@@ -27,12 +27,18 @@ whole chunk, segment or shard. They multiply q, k or a state of true size, so th
 is needed.
 
 **The native scan** divides by decays since its last restart (cpu/native/walk.h). |G| is at most 40, or 20 on either side where
-rows and columns both have gates, so the product (a_i / P_i) (x_i / P_i) is up to e^40 = 2.4e17 of k v. A restart multiplies by
-e^{G + g} in one factor, with g the gate that passed the limit: it is subnormal only for g < -47, a decay of 1e-20 beside the
-token's own k v.
+rows and columns both have gates. A restart multiplies by e^{G + g} in one factor, with g the gate that passed the limit: it is
+subnormal only for g < -47, a decay of 1e-20 beside the token's own k v. Two kinds of product can leave float32's range:
+
+    S / P and y / P    up to e^40 = 2.4e17 of the state and, with gates on columns, of the output. From 1.4e21 on they overflow
+                       into inf or NaN, which no later product removes. The scan looks for these in what it holds at the end,
+                       and the call is then computed again with |G| <= 1.
+    b P                down to e^-40 of q, or of k, v or d_output in a gradient. What is below LEAST_NORMAL e^40 = 2.8e-21
+                       underflows: 3e-8 of a row whose largest element is 1e-13. Blocks that begin with a fainter row
+                       have |G| <= 1.
 
 **Valid inputs.** Where gates come near a limit, |q|, sums of |k| |v| over a chunk, and |S| must stay below LARGEST times e^-60,
-2.9e12, or natively below LARGEST times e^-40, 1.4e21. Where gates are weak, only the results must be finite.
+2.9e12. Natively, and where gates are weak, only the results, the states and the states' gradients must be in range.
 """
 
 FAST_LIMIT = 60.0

@@ -52,6 +52,16 @@ struct Inputs {
   Array q, k, v, head, key, value, constant, initial, scale, d_output, d_final;
   std::vector<int32_t> boundaries;
 
+  // The same with other magnitudes: q, k, v and d_output times these, states by what they are sums of.
+  Inputs scaled(double by_q, double by_k, double by_v, double by_d) && {
+    const auto scale_by = [](Array& x, double factor) {
+      for (int64_t i = 0; i < x.count(); ++i) x.set(i, x[i] * factor);
+    };
+    scale_by(q, by_q), scale_by(k, by_k), scale_by(v, by_v), scale_by(d_output, by_d);
+    scale_by(initial, by_k * by_v), scale_by(d_final, by_q * by_d);
+    return std::move(*this);
+  }
+
   Inputs(const Case& c, uint64_t seed) : boundaries(c.boundaries) {
     Random random{seed};
     boundaries.shrink_to_fit();

@@ -159,6 +159,43 @@ void strengths() {
   }
 }
 
+// Numbers that are inflated by up to e^40 within a block: what passes float32's range, or falls below it, is done with less.
+void magnitudes() {
+  Group group("numbers of every magnitude");
+  const double magnitudes[][4] = {{1, 3e10, 3e10, 1},      {1, 1e17, 1e17, 1e-10}, {1, 1e10, 1e26, 1e-10}, {1, 1, 1e35, 1e-9},
+                                  {1e15, 1e10, 1e10, 1e-9}, {1e-24, 1, 1, 1},       {1e-28, 1, 1, 1},       {1, 1, 1, 1e-28},
+                                  {1, 1, 1e-24, 1},         {1, 1e-14, 1e-14, 1},   {1e-13, 1, 1, 1},       {1, 1e-24, 1, 1}};
+  for (Gates gates : ALL_GATES) {
+    for (const auto& [q, k, v, d] : magnitudes) {
+      for (double x : {-0.9, -1.4, 0.}) {  // the last stands for log-sigmoid
+        Case c;
+        c.gates = gates, c.T = 70, c.K = 17, c.V = 20, c.block = 24;
+        if (x != 0) c.gate = [x](Random&) { return x; };
+        Pool pool(1);
+        const Inputs in = Inputs(c, 1).scaled(q, k, v, d);
+        compare(group, c, Outputs(c, in, pool).results(), reference(c, in));
+      }
+    }
+  }
+  Case c;
+  c.gates = Gates::key, c.H = 1, c.T = 2100, c.K = 3, c.V = 5, c.gate = [](Random&) { return -1.4; };  // in segments
+  Pool pool(1);
+  const Inputs in = Inputs(c, 1).scaled(1, 3e10, 3e10, 1);
+  compare(group, c, Outputs(c, in, pool).results(), reference(c, in));
+}
+
+// Decays next to 1: what rounds alike at every token or stretch adds up.
+void long_steady() {
+  Group group("steady gates over many tokens");
+  for (Gates gates : {Gates::constant, Gates::head, Gates::key, Gates::key_and_value}) {
+    for (int64_t H : {1, 8}) {  // in segments, and whole
+      Case c;
+      c.gates = gates, c.T = H == 1 ? 200000 : 30000, c.H = H, c.K = 2, c.V = 3, c.gate = [](Random&) { return -3e-5; };
+      check(group, c);
+    }
+  }
+}
+
 void segments() {
   Group group("few heads, long sequences: segments");
   for (Gates gates : ALL_GATES) {
@@ -224,5 +261,6 @@ void spoilt() {
 }  // namespace
 
 void test_values() {
-  widths(), lengths(), heads(), heads_together(), large(), packed(), garbage(), storage(), strengths(), segments(), exponential(), spoilt();
+  widths(), lengths(), heads(), heads_together(), large(), packed(), garbage(), storage(), strengths();
+  magnitudes(), long_steady(), segments(), exponential(), spoilt();
 }

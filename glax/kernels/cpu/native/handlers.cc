@@ -1,6 +1,7 @@
 // What XLA calls: operands checked and unpacked, results prepared, work handed to share.h.
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <string>
 
 #include "segments.h"
@@ -99,59 +100,77 @@ ffi::Error expect(const ffi::RemainingArgs& args, size_t wanted_args, ffi::Remai
                                      std::to_string(wanted_results) + ", in float32, bfloat16 and float16: install glax again");
 }
 
+// What `run` returns, or an error that XLA passes on where memory is not to be had: nothing may be thrown through its frames.
+template <class Run>
+ffi::Error guarded(const Run& run) {
+  try {
+    return run();
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      "glax: its CPU kernels found no memory to compute in. It grows with K, V, the longest sequence and the block of "
+                      "NativeConfig: pass fewer or shorter sequences, or cfg=NativeConfig() with a smaller block");
+  }
+}
+
 ffi::Error forward(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::RemainingArgs args, ffi::RemainingRets results) {
   if (auto error = expect(args, operands, results, 2); error.failure()) return error;
-  const Write write{results};
-  clear_pages(pool, {bytes_of(write(0))});
-  Problem p = problem_of({args}, reverse, block);
-  p.output = tensor(write(0)), p.final_state = floats(write(1));
-  clear_padding(p, p.output);
-  run_forward(pool, p);
-  return ffi::Error::Success();
+  return guarded([&] {
+    const Write write{results};
+    clear_pages(pool, {bytes_of(write(0))});
+    Problem p = problem_of({args}, reverse, block);
+    p.output = tensor(write(0)), p.final_state = floats(write(1));
+    clear_padding(p, p.output);
+    run_forward(pool, p);
+    return ffi::Error::Success();
+  });
 }
 
 ffi::Error gradient(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::RemainingArgs args, ffi::RemainingRets results) {
   if (auto error = expect(args, operands + 2, results, 9); error.failure()) return error;
-  const Read read{args};
-  const Write write{results};
-  std::vector<Bytes> written;
-  for (size_t i = 0; i < results.size(); ++i) written.push_back(bytes_of(write(i)));
-  clear_pages(pool, written);
-  Problem p = problem_of(read, reverse, block);
-  p.d_output = tensor(read(operands)), p.d_final = floats(read(operands + 1));
-  p.dq = tensor(write(0)), p.dk = tensor(write(1)), p.dv = tensor(write(2));
-  p.d_head = floats(write(3)), p.d_key = floats(write(4)), p.d_value = floats(write(5));
-  p.d_constant = floats(write(6)), p.d_initial = floats(write(7)), p.d_scale = floats(write(8));
-  for (const Tensor& x : {p.dq, p.dk, p.dv, tensor(write(4)), tensor(write(5))}) clear_padding(p, x);
-  for (int64_t g = 0; p.d_head && g < (p.K + group - 1) / group; ++g)
-    clear_padding(p, {reinterpret_cast<char*>(p.d_head + g * p.B * p.T * p.H), Type::f32, p.H, 1});
-  run_gradient(pool, p);
-  return ffi::Error::Success();
+  return guarded([&] {
+    const Read read{args};
+    const Write write{results};
+    std::vector<Bytes> written;
+    for (size_t i = 0; i < results.size(); ++i) written.push_back(bytes_of(write(i)));
+    clear_pages(pool, written);
+    Problem p = problem_of(read, reverse, block);
+    p.d_output = tensor(read(operands)), p.d_final = floats(read(operands + 1));
+    p.dq = tensor(write(0)), p.dk = tensor(write(1)), p.dv = tensor(write(2));
+    p.d_head = floats(write(3)), p.d_key = floats(write(4)), p.d_value = floats(write(5));
+    p.d_constant = floats(write(6)), p.d_initial = floats(write(7)), p.d_scale = floats(write(8));
+    for (const Tensor& x : {p.dq, p.dk, p.dv, tensor(write(4)), tensor(write(5))}) clear_padding(p, x);
+    for (int64_t g = 0; p.d_head && g < (p.K + group - 1) / group; ++g)
+      clear_padding(p, {reinterpret_cast<char*>(p.d_head + g * p.B * p.T * p.H), Type::f32, p.H, 1});
+    run_gradient(pool, p);
+    return ffi::Error::Success();
+  });
 }
 
 ffi::Error step(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results) {
   if (auto error = expect(args, operands, results, 2); error.failure()) return error;
-  const Read read{args};
-  const Write write{results};
-  Step p;
-  p.q = tensor(read(0)), p.k = tensor(read(1)), p.v = tensor(read(2));
-  p.head = tensor(read(3), false), p.key = tensor(read(4)), p.value = tensor(read(5));
-  p.constant = floats(read(6)), p.scale = floats(read(9));
-  if (present(read(8))) p.slots = static_cast<const int32_t*>(read(8).untyped_data());
-  const ffi::AnyBuffer state = write(1);
-  p.output = tensor(write(0)), p.state = tensor(state);
-  p.P = state.dimensions()[0], p.H = state.dimensions()[1], p.K = p.q.width, p.V = p.v.width;
-  p.B = read(9).dimensions()[0];
-  if (state.untyped_data() != read(7).untyped_data()) std::memcpy(state.untyped_data(), read(7).untyped_data(), state.size_bytes());
-  // A head of 64 x 64 takes a microsecond, waking a thread several.
-  const int64_t heads = p.B * p.H, at_once = std::max<int64_t>(1, (int64_t(1) << 17) / std::max<int64_t>(1, p.K * p.V));
-  const int64_t tasks = (heads + at_once - 1) / at_once;
-  share_out(pool, tasks, std::max<int64_t>(1, pool.num_threads()), [&](std::atomic<int64_t>& next, int64_t tasks) {
-    for (int64_t i; (i = next.fetch_add(1)) < tasks;)
-      for (int64_t head = i * at_once; head < std::min((i + 1) * at_once, heads); ++head)
-        kernels().step(p, head / p.H, head % p.H);
+  return guarded([&] {
+    const Read read{args};
+    const Write write{results};
+    Step p;
+    p.q = tensor(read(0)), p.k = tensor(read(1)), p.v = tensor(read(2));
+    p.head = tensor(read(3), false), p.key = tensor(read(4)), p.value = tensor(read(5));
+    p.constant = floats(read(6)), p.scale = floats(read(9));
+    if (present(read(8))) p.slots = static_cast<const int32_t*>(read(8).untyped_data());
+    const ffi::AnyBuffer state = write(1);
+    p.output = tensor(write(0)), p.state = tensor(state);
+    p.P = state.dimensions()[0], p.H = state.dimensions()[1], p.K = p.q.width, p.V = p.v.width;
+    p.B = read(9).dimensions()[0];
+    if (state.untyped_data() != read(7).untyped_data()) std::memcpy(state.untyped_data(), read(7).untyped_data(), state.size_bytes());
+    // A head of 64 x 64 takes a microsecond, waking a thread several.
+    const int64_t heads = p.B * p.H, at_once = std::max<int64_t>(1, (int64_t(1) << 17) / std::max<int64_t>(1, p.K * p.V));
+    const int64_t tasks = (heads + at_once - 1) / at_once;
+    share_out(pool, tasks, std::max<int64_t>(1, pool.num_threads()), [&](std::atomic<int64_t>& next, int64_t tasks) {
+      for (int64_t i; (i = next.fetch_add(1)) < tasks;)
+        for (int64_t head = i * at_once; head < std::min((i + 1) * at_once, heads); ++head)
+          kernels().step(p, head / p.H, head % p.H);
+    });
+    return ffi::Error::Success();
   });
-  return ffi::Error::Success();
 }
 
 auto walks() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attr<bool>("reverse").Attr<int64_t>("block"); }

@@ -52,16 +52,16 @@ struct Walks {
 
 constexpr int64_t stretch = 512;  // tokens over which a gate's gradient telescopes
 
-inline int64_t scratch_bytes(const Problem& p, int64_t heads) {
+inline int64_t scratch_bytes(const Problem& p, int64_t heads, int64_t longest) {
   const auto need = [&](bool columns_are_keys) {
     Scratch scratch{nullptr};
     const int64_t columns = columns_are_keys ? p.K : p.V;
     Walks walks(scratch, p, {}, {0, heads}, columns_are_keys, 0, columns);
     const Walk& walk = walks(0);
     for (int64_t h = 0; h < heads; ++h) {
-      if (walk.columns.kind != Side::none) scratch.floats((p.T + stretch - 1) / stretch * walk.state_size());
+      if (walk.columns.kind != Side::none) scratch.floats((longest + stretch - 1) / stretch * walk.state_size());
       scratch.floats(2 * (columns + group)), scratch.floats((LANES + 2) * (columns / group + 1));  // the gradients' sums
-      scratch.floats(walk.rows.across()), scratch.floats(walk.columns.across());                   // the edges' decays
+      scratch.floats(2 * walk.rows.across()), scratch.floats(2 * walk.columns.across());           // the edges' decays
     }
     return scratch.used + heads * 256;
   };
@@ -69,14 +69,15 @@ inline int64_t scratch_bytes(const Problem& p, int64_t heads) {
 }
 
 //     a = k, b = scale q, x = v, y = o
-inline void forward(const Problem& p, const Piece& n, Heads heads, int64_t first, int64_t last, void* memory) {
+inline bool forward(const Problem& p, const Piece& n, Heads heads, int64_t first, int64_t last, void* memory) {
   Scratch scratch{static_cast<char*>(memory)};
   const int64_t width = last - first;
+  bool sound = true;
   const auto state = [&](int64_t i) { return (heads.first + i) * p.K * p.V + first; };
   Walks walks(scratch, p, n, heads, false, first, last);
   for (int64_t i = 0; i < heads.count(); ++i) {
     const int64_t h = heads.first + i;
-    walks(i).begin(n.initial ? n.initial + state(i) : nullptr, p.V, 1);
+    walks(i).begin(n.initial ? n.initial + state(i) : nullptr, p.V, 1, p.limit);
     walks(i).operands = {rows_of(p, p.k, n, h, 0, p.K), rows_of(p, p.q, n, h, 0, p.K, p.scale[n.sequence]),
                          rows_of(p, p.v, n, h, first, width), {}, {}, {written_rows_of(p, p.output, n, h, first, width)}};
   }
@@ -87,51 +88,60 @@ inline void forward(const Problem& p, const Piece& n, Heads heads, int64_t first
         walk.operands.written[0].write(walk.y_block + j * walk.across(), t);
       },
       [&](int64_t i) {
+        sound &= walks(i).sound();
         if (n.final_state) walks(i).end(n.final_state + state(i), p.V, 1);
       });
   streams_end();
+  return sound;
 }
 
 // What the piece's own tokens leave in the state, walking with time and, where the piece has d_initial, in dL/dS against it; and
 // the decay of what was there before: of rows to n.decay [H, K + V], of columns behind them.
-inline void edges(const Problem& p, const Piece& n, Heads heads, int64_t first, int64_t last, void* memory) {
+inline bool edges(const Problem& p, const Piece& n, Heads heads, int64_t first, int64_t last, void* memory) {
   Scratch scratch{static_cast<char*>(memory)};
   const int64_t width = last - first, count = heads.count();
   const auto state = [&](int64_t i) { return (heads.first + i) * p.K * p.V + first; };
   Walks walks(scratch, p, n, heads, false, first, last);
   const Order order = order_of(p, n);
 
-  float *by_row[Heads::most], *by_column[Heads::most];
+  bool sound = true;
+  double *by_row[Heads::most], *by_column[Heads::most];
+  const auto doubles = [&](int64_t count) { return reinterpret_cast<double*>(scratch.floats(2 * count)); };
   for (int64_t i = 0; i < count; ++i) {
     Walk& walk = walks(i);
-    by_row[i] = scratch.floats(walk.rows.across()), by_column[i] = scratch.floats(walk.columns.across());
+    by_row[i] = doubles(walk.rows.across()), by_column[i] = doubles(walk.columns.across());
     for (int64_t r = 0; r < walk.rows.across(); ++r) by_row[i][r] = 0;
     for (int64_t c = 0; c < walk.columns.across(); ++c) by_column[i][c] = 0;
-    walk.begin(nullptr, p.V, 1);
+    walk.begin(nullptr, p.V, 1, p.limit);
     walk.operands = {rows_of(p, p.k, n, heads.first + i, 0, p.K), {}, rows_of(p, p.v, n, heads.first + i, first, width), {}, {}, {}};
   }
-  const auto decay_of = [](const Side& side, const float* sums, int64_t c) {
-    return exponential(all(sums[side.kind == Side::channel ? c : 0]))[0];
+  const auto decay_of = [](const Side& side, const double* sums, int64_t c) {
+    return __builtin_exp(sums[side.kind == Side::channel ? c : 0]);
   };
   walk_side_by_side<Sums::none>(
       count, walks, order, true,
       [&](int64_t i, int64_t, int64_t w, int64_t) { walks(i).rows.add_to(by_row[i], w), walks(i).columns.add_to(by_column[i], w); },
       [&](int64_t i) {
+        sound &= walks(i).sound();
         walks(i).end(n.final_state + state(i), p.V, 1);
-        float* decay = n.decay + (heads.first + i) * (p.K + p.V);
+        double* decay = n.decay + (heads.first + i) * (p.K + p.V);
         for (int64_t r = 0; r < p.K && first == 0; ++r) decay[r] = decay_of(walks(i).rows, by_row[i], r);
         for (int64_t c = 0; c < width; ++c) decay[p.K + first + c] = decay_of(walks(i).columns, by_column[i], c);
       });
 
-  if (!n.d_initial) return;
+  if (!n.d_initial) return sound;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t h = heads.first + i;
-    walks(i).begin(nullptr, p.V, 1);
+    walks(i).begin(nullptr, p.V, 1, p.limit);
     walks(i).operands = {rows_of(p, p.q, n, h, 0, p.K, p.scale[n.sequence]), {}, rows_of(p, p.d_output, n, h, first, width), {}, {}, {}};
   }
   walk_side_by_side<Sums::none>(
       count, walks, order.backwards(), true, [](int64_t, int64_t, int64_t, int64_t) {},
-      [&](int64_t i) { walks(i).end(n.d_initial + state(i), p.V, 1); });
+      [&](int64_t i) {
+        sound &= walks(i).sound();
+        walks(i).end(n.d_initial + state(i), p.V, 1);
+      });
+  return sound;
 }
 
 // The two gradients that the columns of one state yield, and their gate's. With dS = dL/dS walking against time,
@@ -230,15 +240,18 @@ struct Columns {
     dx_out.write(dx, t);
   }
 
-  void keep_state(const Walk& walk, int64_t i) { __builtin_memcpy(states + i * walk.state_size(), walk.state, walk.state_size() * 4); }
+  void keep_state(Walk& walk, int64_t i) { walk.settle(states + i * walk.state_size()); }
 
   // The sums of S dS behind stretch i.
   void begin_sums(Walk& walk, int64_t i) {
     const float* kept = states + i * walk.state_size();
     for (int64_t c = 0; c < walk.columns.width; ++c) running[c] = 0;
-    walk.each_run([&](int64_t, int64_t c, const float* dS, int64_t n) {
+    walk.rows.form_pending(), walk.columns.form_pending();
+    const Side::Factors by_row = walk.rows.of_row(walk.rows.pending), by_column = walk.columns.of_row(walk.columns.pending);
+    walk.each_run([&](int64_t r, int64_t c, const float* dS, int64_t n) {
       const float* S = kept + (dS - walk.state);
-      for (int64_t x = 0; x < n; ++x) running[c + x] += double(S[x]) * double(dS[x]);
+      const double row = by_row.at(r);
+      for (int64_t x = 0; x < n; ++x) running[c + x] += double(S[x]) * (double(dS[x]) * row * double(by_column.at(c + x)));
     });
     for (int64_t g = 0; d_scalar && g * group < walk.columns.width; ++g) {
       double sum = 0;
@@ -254,8 +267,9 @@ struct Columns {
 };
 
 // Element (r, c) of a state lies at r * by_row + c * by_column.
-inline void gradient_of_columns(Walks& walks, int64_t heads, const Order& order, Columns* columns, int64_t by_row, int64_t by_column,
-                                Scratch& scratch) {
+inline bool gradient_of_columns(Walks& walks, int64_t heads, const Order& order, Columns* columns, int64_t by_row, int64_t by_column,
+                                float limit, Scratch& scratch) {
+  bool sound = true;
   const bool gated = columns->gated();
   const int64_t stretches = gated ? (order.length + stretch - 1) / stretch : 1;
   const auto part = [&](int64_t i) {
@@ -266,7 +280,7 @@ inline void gradient_of_columns(Walks& walks, int64_t heads, const Order& order,
   if (columns->walks_forward()) {
     for (int64_t h = 0; h < heads; ++h) {
       const Columns& c = columns[h];
-      walks(h).begin(c.initial, by_row, by_column);
+      walks(h).begin(c.initial, by_row, by_column, limit);
       walks(h).operands = {c.a, c.b, c.x, c.z, {}, {c.y_out, c.d_channels}};
     }
     for (int64_t i = 0; i < stretches; ++i)
@@ -274,13 +288,14 @@ inline void gradient_of_columns(Walks& walks, int64_t heads, const Order& order,
           heads, walks, part(i), !gated,
           [&](int64_t h, int64_t j, int64_t w, int64_t t) { columns[h].take_y(walks(h), j, w, t); },
           [&](int64_t h) {
+            sound &= walks(h).sound();
             if (gated) columns[h].keep_state(walks(h), i), walks(h).enter_last();
           });
   }
 
   for (int64_t h = 0; h < heads; ++h) {
     const Columns& c = columns[h];
-    walks(h).begin(c.d_final, by_row, by_column);
+    walks(h).begin(c.d_final, by_row, by_column, limit);
     walks(h).operands = {c.b, c.a, c.z, c.x, c.d_channels, {c.dx_out}};
   }
   for (int64_t i = stretches; i-- > 0;) {
@@ -292,10 +307,12 @@ inline void gradient_of_columns(Walks& walks, int64_t heads, const Order& order,
         [](int64_t) {});
   }
   for (int64_t h = 0; h < heads; ++h) {
+    sound &= walks(h).sound();
     if (columns[h].d_initial) walks(h).end(columns[h].d_initial, by_row, by_column);
     columns[h].end();
   }
   streams_end();
+  return sound;
 }
 
 // Of [B, T, H, channels] gradients of a gate.
@@ -303,7 +320,7 @@ inline Rows gate_rows_of(const Problem& p, float* x, const Piece& n, int64_t h, 
   return written_rows_of(p, {reinterpret_cast<char*>(x), Type::f32, p.H, channels}, n, h, first, width);
 }
 
-inline void gradient_of_keys(const Problem& p, const Piece& n, Heads heads, int64_t first, int64_t last, void* memory) {
+inline bool gradient_of_keys(const Problem& p, const Piece& n, Heads heads, int64_t first, int64_t last, void* memory) {
   Scratch scratch{static_cast<char*>(memory)};
   Walks walks(scratch, p, n, heads, true, first, last);
   const int64_t width = last - first;
@@ -324,10 +341,10 @@ inline void gradient_of_keys(const Problem& p, const Piece& n, Heads heads, int6
     c.d_constant = p.d_constant ? p.d_constant + sums : nullptr, c.d_scale = p.d_scale + sums;
     c.initial = n.initial ? n.initial + state : nullptr, c.d_final = n.d_final + state;
   }
-  gradient_of_columns(walks, heads.count(), order_of(p, n), columns, 1, p.V, scratch);
+  return gradient_of_columns(walks, heads.count(), order_of(p, n), columns, 1, p.V, p.limit, scratch);
 }
 
-inline void gradient_of_values(const Problem& p, const Piece& n, Heads heads, int64_t first, int64_t last, void* memory) {
+inline bool gradient_of_values(const Problem& p, const Piece& n, Heads heads, int64_t first, int64_t last, void* memory) {
   Scratch scratch{static_cast<char*>(memory)};
   Walks walks(scratch, p, n, heads, false, first, last);
   const int64_t width = last - first;
@@ -342,5 +359,5 @@ inline void gradient_of_values(const Problem& p, const Piece& n, Heads heads, in
     c.initial = n.initial ? n.initial + state : nullptr, c.d_final = n.d_final + state;
     c.d_initial = n.d_initial ? n.d_initial + state : nullptr;
   }
-  gradient_of_columns(walks, heads.count(), order_of(p, n), columns, p.V, 1, scratch);
+  return gradient_of_columns(walks, heads.count(), order_of(p, n), columns, p.V, 1, p.limit, scratch);
 }

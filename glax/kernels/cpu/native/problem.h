@@ -15,11 +15,19 @@ struct Tensor {
   int64_t bytes() const { return type == Type::f32 ? 4 : 2; }
 };
 
+// Of |G|, rows' and columns' together, since a state was last scaled. The bounds stand in glax/kernels/limits.py.
+namespace limits {
+constexpr float wide = 40;
+constexpr float narrow = 1;     // where e^wide passed float32's range, or e^-wide would
+constexpr float faint = 1e-13;  // the largest of a row that e^-wide would rob of digits
+}  // namespace limits
+
 // S_t = exp(head_t) diag(exp(key_t)) S_{t-1} diag(exp(value_t)) + k_t v_t^T,   o_t = scale * S_t^T q_t,   and its gradient.
 struct Problem {
   int64_t B, T, N, H, K, V;
   bool reverse;
   int64_t block;  // tokens between two rescalings of the state, at most
+  float limit = limits::wide;
   const int32_t* boundaries = nullptr;  // [N + 1], or N = B sequences lie side by side
   Tensor q, k, v, head, key, value;
   const float* constant = nullptr;  // [N, H]
@@ -47,7 +55,7 @@ struct Piece {
   int64_t first = 0, length = 0;                 // tokens
   const float *initial = nullptr, *d_final = nullptr;  // [H, K, V]; no initial state: zeros
   float *final_state = nullptr, *d_initial = nullptr;  // [H, K, V]; none: nobody asks
-  float* decay = nullptr;                              // [H, K + V]
+  double* decay = nullptr;                             // [H, K + V]
 };
 
 // Heads [first, last) of those that lie side by side, walked by one task.
@@ -73,12 +81,12 @@ struct Step {
   Tensor output;
 };
 
-// Walks a piece and heads over a range of columns.
-typedef void Kernel(const Problem&, const Piece&, Heads, int64_t first_column, int64_t last_column, void* scratch);
+// Computes a piece and heads over a range of columns. Returns whether all that it inflated stayed in float32's range.
+typedef bool Kernel(const Problem&, const Piece&, Heads, int64_t first_column, int64_t last_column, void* scratch);
 
 // The kernels of one instruction set.
 struct Kernels {
-  int64_t (*scratch_bytes)(const Problem&, int64_t heads);
+  int64_t (*scratch_bytes)(const Problem&, int64_t heads, int64_t longest);  // the tokens of the longest piece
   Kernel *forward, *edges, *gradient_of_keys, *gradient_of_values;
   void (*step)(const Step&, int64_t b, int64_t h);
   void (*exponential)(const float* x, float* y, int64_t count);

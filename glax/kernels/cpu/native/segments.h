@@ -51,23 +51,24 @@ inline std::vector<Piece> pieces_of(const Problem& p) {
 }
 
 // x [H, K, V] = decay y + x
-inline void add_decayed(const Problem& p, const float* decay, const float* y, float* x) {
+inline void add_decayed(const Problem& p, const double* decay, const float* y, float* x) {
   for (int64_t h = 0; h < p.H; ++h, decay += p.K + p.V)
     for (int64_t r = 0; r < p.K; ++r)
-      for (int64_t c = 0; c < p.V; ++c, ++x, ++y) *x += decay[r] * *y * decay[p.K + c];
+      for (int64_t c = 0; c < p.V; ++c, ++x, ++y) *x = float(*x + decay[r] * *y * decay[p.K + c]);
 }
 
-// Gives the pieces of cut sequences the states at their inner edges, which lie in `memory`.
+// Gives the pieces of cut sequences the states at their inner edges, which lie in `memory`. Returns whether all stayed in range.
 template <class Pool>
-void join(Pool& pool, const Problem& p, std::vector<Piece>& pieces, std::vector<float>& memory) {
-  const int64_t state = p.H * p.K * p.V, decay = p.H * (p.K + p.V), each = 2 * state + decay, count = pieces.size();
-  memory.resize(count * each);
+bool join(Pool& pool, const Problem& p, std::vector<Piece>& pieces, std::vector<float>& memory) {
+  const int64_t state = p.H * p.K * p.V, decay = p.H * (p.K + p.V), count = pieces.size();
+  memory.resize(count * 2 * state);
+  std::vector<double> decays(count * decay);
   std::vector<Piece> apart = pieces;
   for (int64_t i = 0; i < count; ++i) {
-    float* own = memory.data() + i * each;
-    apart[i].final_state = own, apart[i].d_initial = p.d_final ? own + state : nullptr, apart[i].decay = own + 2 * state;
+    float* own = memory.data() + i * 2 * state;
+    apart[i].final_state = own, apart[i].d_initial = p.d_final ? own + state : nullptr, apart[i].decay = decays.data() + i * decay;
   }
-  run_tasks(pool, p, apart, {{kernels().edges, p.V}});
+  const bool sound = run_tasks(pool, p, apart, {{kernels().edges, p.V}});
   for (int64_t i = 1; i < count; ++i) {
     if (pieces[i].sequence != pieces[i - 1].sequence) continue;
     if (pieces[i - 1].initial) add_decayed(p, apart[i - 1].decay, pieces[i - 1].initial, apart[i - 1].final_state);
@@ -78,31 +79,32 @@ void join(Pool& pool, const Problem& p, std::vector<Piece>& pieces, std::vector<
     add_decayed(p, apart[i].decay, pieces[i].d_final, apart[i].d_initial);
     pieces[i - 1].d_final = apart[i].d_initial;
   }
+  return sound;
 }
 
 template <class Pool>
-void run_forward(Pool& pool, const Problem& p) {
+bool forward_in_pieces(Pool& pool, const Problem& p) {
   std::vector<Piece> pieces = pieces_of(p);
   std::vector<float> memory;
-  if (int64_t(pieces.size()) > p.N) join(pool, p, pieces, memory);
-  run_tasks(pool, p, pieces, {{kernels().forward, p.V}});
+  const bool joined = int64_t(pieces.size()) == p.N || join(pool, p, pieces, memory);
+  return run_tasks(pool, p, pieces, {{kernels().forward, p.V}}) && joined;
 }
 
 template <class Pool>
-void run_gradient(Pool& pool, Problem p) {
+bool gradient_in_pieces(Pool& pool, Problem p) {
   std::vector<Piece> pieces = pieces_of(p);
   std::vector<float> memory;
   p.pieces = pieces.size();
   const std::initializer_list<Task> kinds{{kernels().gradient_of_keys, p.K}, {kernels().gradient_of_values, p.V}};
   if (p.pieces == p.N) return run_tasks(pool, p, pieces, kinds);
 
-  join(pool, p, pieces, memory);
+  const bool joined = join(pool, p, pieces, memory);
   const int64_t groups = (p.K + group - 1) / group;
   std::vector<float> sums(2 * groups * p.pieces * p.H);
   float *const d_constant = p.d_constant, *const d_scale = p.d_scale;
   p.d_scale = sums.data();
   if (d_constant) p.d_constant = sums.data() + groups * p.pieces * p.H;
-  run_tasks(pool, p, pieces, kinds);
+  const bool sound = run_tasks(pool, p, pieces, kinds) && joined;
   // Those of a sequence are those of its pieces.
   const auto add_up = [&](const float* from, float* to) {
     std::fill(to, to + groups * p.N * p.H, 0.f);
@@ -112,6 +114,27 @@ void run_gradient(Pool& pool, Problem p) {
   };
   add_up(p.d_scale, d_scale);
   if (d_constant) add_up(p.d_constant, d_constant);
+  return sound;
+}
+
+// Runs a problem, and where inflated numbers passed float32's range, once more with as good as none. All of it: what is done again must
+// not depend on how work was cut. Throws std::bad_alloc where memory is not to be had.
+template <class Run>
+void run_in_range(Problem p, const Run& run) {
+  p.block = std::clamp<int64_t>(p.block, 1, std::max<int64_t>(p.T, 1));
+  if (run(p)) return;
+  p.limit = limits::narrow;
+  run(p);
+}
+
+template <class Pool>
+void run_forward(Pool& pool, const Problem& p) {
+  run_in_range(p, [&](const Problem& p) { return forward_in_pieces(pool, p); });
+}
+
+template <class Pool>
+void run_gradient(Pool& pool, const Problem& p) {
+  run_in_range(p, [&](const Problem& p) { return gradient_in_pieces(pool, p); });
 }
 
 }  // namespace glax

@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -36,11 +37,11 @@ inline const Kernels& kernels() {
 }
 
 // Runs work(task) for every task, on the caller's thread and as many of the pool's as come in time. The caller never waits
-// for a thread that has not begun, so a busy pool cannot block it.
+// for a thread that has not begun, so a busy pool cannot block it. A worker may leave without taking a task; returns whether all are done.
 //
 // Pool: num_threads() and Schedule(function), as XLA's.
 template <class Pool, class Worker>
-void share_out(Pool& pool, int64_t tasks, int64_t threads, const Worker& worker) {
+bool share_out(Pool& pool, int64_t tasks, int64_t threads, const Worker& worker) {
   struct Shared {
     std::atomic<int64_t> next{0};
     std::mutex mutex;
@@ -50,17 +51,21 @@ void share_out(Pool& pool, int64_t tasks, int64_t threads, const Worker& worker)
   };
   auto shared = std::make_shared<Shared>();
   const Worker* work = &worker;  // valid as long as the caller waits, which it does for all who entered before `closed`
-  for (int64_t i = 1; i < std::min(tasks, threads); ++i) {
-    pool.Schedule([shared, work, tasks] {
-      {
+  try {
+    for (int64_t i = 1; i < std::min(tasks, threads); ++i) {
+      pool.Schedule([shared, work, tasks] {
+        {
+          std::lock_guard<std::mutex> lock(shared->mutex);
+          if (shared->closed || shared->next >= tasks) return;
+          ++shared->busy;
+        }
+        (*work)(shared->next, tasks);
         std::lock_guard<std::mutex> lock(shared->mutex);
-        if (shared->closed || shared->next >= tasks) return;
-        ++shared->busy;
-      }
-      (*work)(shared->next, tasks);
-      std::lock_guard<std::mutex> lock(shared->mutex);
-      if (--shared->busy == 0) shared->idle.notify_all();
-    });
+        if (--shared->busy == 0) shared->idle.notify_all();
+      });
+    }
+  } catch (const std::bad_alloc&) {
+    // Fewer threads come; the caller must not leave before those that were called.
   }
   worker(shared->next, tasks);
   {
@@ -72,6 +77,7 @@ void share_out(Pool& pool, int64_t tasks, int64_t threads, const Worker& worker)
   while (shared->busy > 0 && std::chrono::steady_clock::now() < patience) std::this_thread::yield();
   std::unique_lock<std::mutex> lock(shared->mutex);
   shared->idle.wait(lock, [&] { return shared->busy == 0; });
+  return shared->next >= tasks;
 }
 
 // How many ranges to cut `width` columns into: enough to keep the threads busy, since each range forms the rows' factors anew.
@@ -91,10 +97,11 @@ inline Range range(int64_t i, int64_t cut, int64_t width) {
   return {i * groups / cut * group, std::min((i + 1) * groups / cut * group, width)};
 }
 
+// What a thread computes in; `block` is null where the system has no more.
 struct Memory {
   explicit Memory(int64_t bytes) : edge(uintptr_t(bytes) < worth_large_pages ? 64 : large_page), block(std::malloc(bytes + edge)) {
     const uintptr_t begin = reinterpret_cast<uintptr_t>(aligned());
-    if (edge == large_page) ask_for_large_pages({begin, begin + bytes});
+    if (block && edge == large_page) ask_for_large_pages({begin, begin + bytes});
   }
   ~Memory() { std::free(block); }
   void* aligned() const { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(block) + edge - 1) / edge * edge); }
@@ -117,8 +124,9 @@ inline int64_t heads_together(const Problem& p, int64_t tasks, int64_t threads) 
   return std::clamp<int64_t>(std::min(fit, spare), 1, std::min(Heads::most, p.H));
 }
 
+// Returns whether all numbers stayed in range. Throws std::bad_alloc where no thread gets its scratch.
 template <class Pool>
-void run_tasks(Pool& pool, const Problem& p, const std::vector<Piece>& pieces, std::initializer_list<Task> kinds) {
+bool run_tasks(Pool& pool, const Problem& p, const std::vector<Piece>& pieces, std::initializer_list<Task> kinds) {
   struct Item {
     const Task* task;
     const Piece* piece;
@@ -138,14 +146,18 @@ void run_tasks(Pool& pool, const Problem& p, const std::vector<Piece>& pieces, s
   }
   // The longest first: the last to be walked then keeps few threads waiting.
   std::stable_sort(items.begin(), items.end(), [](const Item& x, const Item& y) { return x.piece->length > y.piece->length; });
-  const int64_t bytes = kernels().scratch_bytes(p, together);
-  share_out(pool, items.size(), threads, [&](std::atomic<int64_t>& next, int64_t tasks) {
-    Memory scratch(bytes);
+  const int64_t bytes = items.empty() ? 0 : kernels().scratch_bytes(p, together, items[0].piece->length);
+  std::atomic<bool> sound{true};
+  const bool done = share_out(pool, items.size(), threads, [&](std::atomic<int64_t>& next, int64_t tasks) {
+    const Memory scratch(bytes);
+    if (!scratch.block) return;
     for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
       const Item& item = items[i];
-      item.task->run(p, *item.piece, item.heads, item.columns.first, item.columns.last, scratch.aligned());
+      if (!item.task->run(p, *item.piece, item.heads, item.columns.first, item.columns.last, scratch.aligned())) sound = false;
     }
   });
+  if (!done) throw std::bad_alloc();
+  return sound;
 }
 
 }  // namespace glax

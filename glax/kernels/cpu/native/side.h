@@ -13,12 +13,13 @@ struct Side {
   int64_t ungated;  // tokens of the window before the walk's first gate, none or one
   float* zeros;     // [across]: that one's
   float* sums;      // [block, across]: G, rounded; what rounding took is in ...
-  float* rests;     // [block, across]: ... so that G is good to 2^-48, and P to an ulp or two, after any number of tokens
+  float* rests;     // [block, across]: ... so that G is good to 2^-40, and P to an ulp or two, after any number of tokens
   float* products;  // [block, across]: P
   float* inverses;  // [block, across]: 1 / P
   float* entries;   // [block, across]: what the state is scaled by where G starts afresh
-  float* carry;     // [across]: G before the block; behind the last one, P, which the state has yet to meet
+  float* carry;     // [across]: G before the block; behind the last one, G that the state has yet to meet
   float* rest;      // [across]: of carry
+  float* pending;   // [across]: P of carry, for whoever needs the state itself
   bool* fresh;      // [block, tiles]: where G of the columns starts afresh; [0] for rows
   bool calm;        // whether G started afresh nowhere but at the first token of the block before
 
@@ -30,6 +31,7 @@ struct Side {
     zeros = scratch.floats(across());
     for (float** rows : {&sums, &rests, &products, &inverses, &entries}) *rows = scratch.floats(block * across());
     fresh = reinterpret_cast<bool*>(scratch.floats(block * tiles()));
+    pending = scratch.floats(across());
     take_own(scratch);
   }
   // What outlives a block.
@@ -73,10 +75,17 @@ struct Side {
   void restart(int64_t j, int64_t first, int64_t last) {
     for (int64_t c = j * across() + first; c < j * across() + last; c += LANES) {
       const vec rounded = exponential(load(sums + c)), taken = load(rests + c);
-      // After 400 tokens of one gate 5e-5 may have been taken. -inf leaves no number there.
+      // Within a block 5e-5 may have been taken. -inf leaves no number there.
       store(entries + c, rounded + rounded * choose(taken == taken, taken, vec{}));
       store(sums + c, vec{}), store(rests + c, vec{});
     }
+  }
+
+  // G in two parts, as far apart as float32 allows. Rests of equal gates have one sign: unless they join the sum at each block, they
+  // grow with the number of tokens until they round as the sum did.
+  static void part(vec& sum, vec& taken) {
+    const vec whole = sum + taken;
+    taken += sum - whole, sum = whole;
   }
 
   // P of token j of a block, from G of channels [c, c + LANES) and what rounding took of it.
@@ -89,8 +98,11 @@ struct Side {
   void close(int64_t tokens) {
     for (int64_t j = 0; j < tokens; ++j)
       for (int64_t c = 0; c < across(); c += LANES) form(j, c, load(sums + j * across() + c), load(rests + j * across() + c));
-    __builtin_memcpy(carry, sums + (tokens - 1) * across(), across() * 4);
-    __builtin_memcpy(rest, rests + (tokens - 1) * across(), across() * 4);
+    for (int64_t c = 0; c < across(); c += LANES) {
+      vec sum = load(sums + (tokens - 1) * across() + c), taken = load(rests + (tokens - 1) * across() + c);
+      part(sum, taken);
+      store(carry + c, sum), store(rest + c, taken);
+    }
   }
 
   // `extend` for all tokens of a block behind its first, token i of the walk, and `close`, with the sums in registers. False if one
@@ -108,6 +120,7 @@ struct Side {
         low = smaller(sum, low), high = larger(sum, high);
         form(j, c, sum, taken);
       }
+      part(sum, taken);
       store(carry + c, sum), store(rest + c, taken);
     }
     return !any((low < all(-limit)) | (high > all(limit)));
@@ -153,20 +166,29 @@ struct Side {
 
   bool starts(int64_t j, int64_t tile) const { return kind != none && fresh[j * tiles() + (kind == scalar ? 0 : tile)]; }
 
-  // total [across] += the gate before row w of the window.
-  void add_to(float* total, int64_t w) const {
+  // total [across] += the gate before row w of the window. In float64: a segment's decay is that of all its tokens.
+  void add_to(double* total, int64_t w) const {
     if (kind == none) return;
-    for (int64_t c = 0; c < across(); c += LANES) store(total + c, load(total + c) + load(log(w) + c));
+    const float* gates = log(w);
+    for (int64_t c = 0; c < across(); ++c) total[c] += double(gates[c]);
   }
 
   // After the last block: the decay of the last token too, where decays come late.
   void finish(const Order& order) {
-    if (kind == none) return;
-    const bool last = order.late && order.length > 0;
-    if (last) fill(order, order.length, 1);
+    if (kind == none || !order.late || order.length == 0) return;
+    fill(order, order.length, 1);
     for (int64_t c = 0; c < across(); c += LANES) {
-      const vec rounded = exponential(last ? load(carry + c) + load(log(0) + c) : load(carry + c));
-      store(carry + c, rounded + rounded * load(rest + c));
+      const vec x = load(carry + c), y = load(log(0) + c), sum = x + y, added = sum - x;
+      const vec taken = load(rest + c) + ((x - (sum - added)) + (y - added));
+      store(carry + c, sum), store(rest + c, choose(taken == taken, taken, vec{}));  // -inf leaves no number there
+    }
+  }
+
+  // P of what the state has yet to meet.
+  void form_pending() {
+    for (int64_t c = 0; kind != none && c < across(); c += LANES) {
+      const vec rounded = exponential(load(carry + c));
+      store(pending + c, rounded + rounded * load(rest + c));
     }
   }
 
@@ -176,6 +198,7 @@ struct Side {
     int64_t step;  // floats from channel to channel, 1 or 0
 
     vec operator()(int64_t c) const { return load(row + c * step); }
+    float at(int64_t c) const { return row[c * step]; }
   };
   Factors product(int64_t j) const { return of_row(products + j * across()); }
   Factors inverse(int64_t j) const { return of_row(inverses + j * across()); }

@@ -10,14 +10,17 @@
 //
 // (each P on its own side) costs two multiply-adds for an element of the state and a token, whatever the gates. Before |G| passes a
 // limit the state is scaled by P and G starts afresh; so a decay of any size, 0 too, meets the state itself, and nothing is clamped.
-// Mild gates are summed over many tokens before one rounds to float32 beside 1.
+// Mild gates are summed over many tokens before one rounds to float32 beside 1, and no state is scaled but where G starts afresh: a
+// factor next to 1 that a state meets again and again would round alike each time.
+//
+// Numbers are inflated by up to 1 / P = e^40, or shrunk by P. Where float32's range does not hold them so, |G| is at most 1: `sound` finds
+// what overflowed, `is_faint` what would underflow. The bounds stand in glax/kernels/limits.py.
 //
 // Tokens go by blocks, which end where the rows start afresh. Columns do so within a block, each tile for itself: no column's
 // rounding depends on which others are walked with it.
 
 constexpr int64_t DEPTH = 256;          // rows that are walked at a time
 constexpr int64_t STRIDE = DEPTH + 16;  // of a and b in scratch: known to the compiler, and no multiple of a page
-constexpr float LIMIT = 40;             // of |G|, rows' and columns' together: the bound stands in glax/kernels/limits.py
 
 // Which state y_i is formed of: S_i, S_i without its own a_i x_i^T, or none, where only the last state is wanted.
 enum class Sums { after, before, none };
@@ -85,8 +88,10 @@ struct Walk {
   float* y_block;           // [block, columns padded]
   float* own;               // [block]: a . b of each token
   float* terms;             // [columns padded], for who reads y
+  float widest;             // |G| of rows, at most
+  vec doubt;                // 0, or NaN in some lane once a y / P has overflowed
   Window a, b, x, z, more;  // z and more: rows that who reads y needs
-  int64_t last_row;         // of the windows, once a block is done
+  int64_t last_row, last;   // of the windows and of the block, once that is done
   Ahead ahead;
 
   // Which rows this pass reads, and which it writes.
@@ -130,9 +135,9 @@ struct Walk {
   }
 
   // The state from memory, zeros without one: element (r, c) at from[r * by_row + c * by_column].
-  void begin(const float* from, int64_t by_row, int64_t by_column) {
-    const float limit = rows.kind != Side::none && columns.kind != Side::none ? LIMIT / 2 : LIMIT;
-    rows.begin(limit), columns.begin(limit);
+  void begin(const float* from, int64_t by_row, int64_t by_column, float limit) {
+    widest = rows.kind != Side::none && columns.kind != Side::none ? limit / 2 : limit;
+    rows.begin(widest), columns.begin(widest), doubt = vec{};
     __builtin_memset(state, 0, state_size() * 4);
     if (!from) return;
     each_run([&](int64_t r, int64_t c, float* s, int64_t n) {
@@ -143,6 +148,8 @@ struct Walk {
   }
 
   void end(float* to, int64_t by_row, int64_t by_column) {
+    if (gated()) settle(state);
+    rows.forget(), columns.forget();
     each_run([&](int64_t r, int64_t c, const float* s, int64_t n) {
       float* row = to + r * by_row + c * by_column;
       if (by_column == 1) __builtin_memcpy(row, s, n * 4);
@@ -162,18 +169,26 @@ struct Walk {
 
   int64_t state_size() const { return rows.width * across(); }
 
-  // The state times the decays that it has not met yet, which `finish` leaves in carry.
-  void settle() {
-    if (rows.kind == Side::none && columns.kind == Side::none) return;
-    const Side::Factors by_column = columns.of_row(columns.carry);
+  bool gated() const { return rows.kind != Side::none || columns.kind != Side::none; }
+
+  // The state itself, in the order of `state`: times the decays that it has not met yet.
+  void settle(float* to) {
+    rows.form_pending(), columns.form_pending();
+    const Side::Factors by_row = rows.of_row(rows.pending), by_column = columns.of_row(columns.pending);
     for (int64_t i = 0; i < tile_count(); ++i)
       for (int64_t r = 0; r < rows.width; ++r) {
-        const vec by_row = all(rows.kind == Side::none ? 1 : rows.carry[rows.kind == Side::scalar ? 0 : r]);
-        float* s = place(r, i * TILE);
+        const vec row = all(by_row.at(r));
+        const int64_t at = place(r, i * TILE) - state;
         for (int64_t c = 0; c < tile_width(i); c += LANES)
-          store(s + c, load(s + c) * by_row * by_column(i * TILE + c));
+          store(to + at + c, load(state + at + c) * row * by_column(i * TILE + c));
       }
-    rows.forget(), columns.forget();
+  }
+
+  // At the end: whether all that was inflated stayed in range.
+  bool sound() const {
+    vec wrong = doubt;
+    for (int64_t i = 0; gated() && i < state_size(); i += LANES) wrong += load(state + i) * vec{};
+    return !any(wrong != wrong);
   }
 
   void fill(const Order& order, int64_t from, int64_t tokens) {
@@ -196,6 +211,7 @@ struct Walk {
   // own a x^T, until `enter_last`.
   template <Sums SUMS, class Finish>
   void run(const Order& order, int64_t from, int64_t tokens, const Finish& finish, bool last_enters) {
+    if (SUMS != Sums::none) rows.limit = is_faint(b.row(0)) ? widest * (limits::narrow / limits::wide) : widest;
     for (int64_t w = 0, n; w < tokens; w += n) {
       n = rows.advance(from + w, tokens - w);
       columns.advance_tiles(from + w, n);
@@ -211,27 +227,42 @@ struct Walk {
         float* y = y_block + j * across();
         if (columns.kind != Side::none) {
           const Side::Factors product = columns.product(j);
-          for (int64_t c = 0; c < across(); c += LANES) store(y + c, load(y + c) * product(c));
+          for (int64_t c = 0; c < across(); c += LANES) {
+            const vec inflated = load(y + c);
+            doubt += inflated * vec{};
+            store(y + c, inflated * product(c));
+          }
         }
         finish(j, w + j, order.at(from + w + j));
       }
-      last_row = w + n - 1;
+      last_row = w + n - 1, last = n - 1;
     }
   }
 
-  void finish(const Order& order) {
-    rows.finish(order), columns.finish(order);
-    settle();
+  // Whether a row of b times e^-40 would lose digits to underflow.
+  bool is_faint(const Row& b_row) const {
+    vec most = {};
+    for (int64_t r = 0; rows.kind != Side::none && r < rows.width; r += LANES) {
+      const vec x = b_row(r) * all(operands.b.factor);
+      most = larger(most, larger(x, -x));
+    }
+    const vec faint = all(limits::faint);
+    return any(most > vec{}) && !any(most >= faint);
   }
 
+  void finish(const Order& order) { rows.finish(order), columns.finish(order); }
+
+  // Behind `run`, before another head's.
   void enter_last() {
     const Operands& o = operands;
     const Row a_row = a.row(last_row), x_row = x.row(last_row);
+    const Side::Factors row_inverse = rows.inverse(last), column_inverse = columns.inverse(last);
     for (int64_t i = 0; i < tile_count(); ++i)
       for (int64_t r = 0; r < rows.width; ++r)
         for (int64_t c = 0; c < tile_width(i); c += LANES) {
           float* s = place(r, i * TILE) + c;
-          store(s, load(s) + all(a_row.at(r) * o.a.factor) * (x_row(i * TILE + c) * all(o.x.factor)));
+          const vec in = x_row(i * TILE + c) * all(o.x.factor) * column_inverse(i * TILE + c);
+          store(s, load(s) + all(a_row.at(r) * o.a.factor * row_inverse.at(r)) * in);
         }
   }
 
