@@ -9,7 +9,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from glax.autodiff import solve
-from glax.bind import bind, check_array, check_before_tracing, check_flag, check_integer, is_array, known_number
+from glax.bind import (
+    bind,
+    check_array,
+    check_before_tracing,
+    check_flag,
+    check_integer,
+    is_array,
+    known_number,
+    transferred,
+)
 from glax.dispatch import Choice
 from glax.recurrence import Outputs, Recurrence, aligned, to_int32
 from glax.registry import Config, Platform
@@ -77,7 +86,7 @@ def recurrent(
         softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     check_before_tracing(arrays, platform, cfg, reverse)
-    return bind_and_solve(Choice(Platform.parse(platform), cfg), bool(reverse), arrays)
+    return bind_and_solve(Choice(Platform.parse(platform), cfg), bool(reverse), transferred(arrays))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
@@ -228,7 +237,8 @@ def check_per_head(query, g):
 
 
 def retention_decay(query, key, value) -> Float[Array, "H"]:
-    return jnp.log1p(-jnp.exp2(-5.0 - head_numbers(query, key, value)))
+    h, dtype = head_numbers(query, key, value)
+    return np.log1p(-np.exp2(-5.0 - h)).astype(dtype)
 
 
 def lightning_decay(query, key, value, layer_idx, num_layers: int, slopes: str = "fla") -> Float[Array, "H"]:
@@ -243,14 +253,13 @@ def lightning_decay(query, key, value, layer_idx, num_layers: int, slopes: str =
     else:
         depth = max(int(num_layers) - 1, 1)
         check_layer(layer_idx, int(num_layers) - 1, "num_layers - 1")
-    h = head_numbers(query, key, value)
+    h, dtype = head_numbers(query, key, value)
+    each = -8.0 / len(h) * h if slopes == "fla" else -np.exp2(-8.0 / len(h) * (h + 1.0))
     # 1 - l / L as (L - l) / L with an integer difference: in float32 a compiler may add 1e-5 to L before it subtracts l.
     layer = known_number(layer_idx)
-    difference = (depth - to_int32(layer_idx)).astype(h.dtype) if layer is None else depth - layer
-    above = difference / depth
-    if slopes == "fla":
-        return -8.0 / h.shape[0] * above * h
-    return -jnp.exp2(-8.0 / h.shape[0] * (h + 1.0)) * (above + 1e-5)
+    difference = (depth - to_int32(layer_idx)).astype(dtype) if layer is None else depth - layer
+    above = difference / depth + (0.0 if slopes == "fla" else 1e-5)
+    return each.astype(dtype) * above if layer is None else (each * above).astype(dtype)
 
 
 def check_layer(layer_idx, last: int, by: str):
@@ -265,8 +274,8 @@ def check_layer(layer_idx, last: int, by: str):
         raise ValueError(f"layer_idx must be from 0 to {by}={last}, got {value}")
 
 
-def head_numbers(*arrays) -> Float[Array, "H"]:
-    """0, 1, ..., H - 1 as far as shapes tell (`bind` judges the shapes), in the dtype of gates for these inputs."""
+def head_numbers(*arrays) -> tuple[np.ndarray, type]:
+    """0, 1, ..., H - 1 as far as shapes tell (`bind` judges the shapes), and the dtype of gates for these inputs."""
     heads = max((x.shape[-2] for x in arrays if is_array(x) and x.ndim >= 2), default=1)
     wide = any(is_array(x) and x.dtype == jnp.float64 for x in arrays)
-    return jnp.arange(heads, dtype=jnp.float64 if wide and jax.config.jax_enable_x64 else jnp.float32)
+    return np.arange(float(heads)), np.float64 if wide and jax.config.jax_enable_x64 else np.float32

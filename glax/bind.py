@@ -145,6 +145,32 @@ def check_before_tracing(arrays: dict, platform, cfg, reverse, required: tuple[s
     check_known_boundaries(arrays["cu_seqlens"], arrays["query"])
 
 
+def transferred(arrays: dict, to: jax.sharding.Sharding | None = None) -> dict:
+    """Numbers and NumPy's arrays as JAX's, on the devices that the others are committed to.
+
+    These transfers are explicit; those of jit would not be, and `jax.transfer_guard` may forbid them.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
+        to = None  # the program's devices are not known yet
+    elif to is None:
+        to = next((replicated(x) for x in arrays.values() if is_known(x) and x.committed), None)
+    return {
+        name: jax.device_put(x, to) if isinstance(x, int | float | np.ndarray | np.generic) else x
+        for name, x in arrays.items()
+    }
+
+
+def replicated(x: jax.Array) -> jax.sharding.Sharding | None:
+    """All of an array on every device that x lies on; None where that cannot be said."""
+    if isinstance(x.sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec())
+    return x.sharding if x.sharding.num_devices == 1 else None
+
+
+def is_known(x) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+
 def is_array(x) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or hasattr(x, "__jax_array__")
 
@@ -192,7 +218,7 @@ def known_number(x) -> int | float | None:
         return x
     if isinstance(x, np.ndarray | np.generic):
         return x.item() if jnp.issubdtype(x.dtype, jnp.integer) else float(x)
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable:
+    if is_known(x) and x.is_fully_addressable:
         return known_number(jax.device_get(x))  # an explicit transfer, which no transfer_guard forbids
     return None
 
@@ -203,7 +229,7 @@ def check_known_boundaries(cu_seqlens, query):
         return
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0 or np.ndim(query) < 3:
         return
-    cuts, T = np.asarray(cu_seqlens), query.shape[-3]
+    cuts, T = np.asarray(jax.device_get(cu_seqlens)), query.shape[-3]
     if cuts[0] != 0:
         raise ValueError(f"cu_seqlens must begin with 0, got {cuts[0]}")
     if (

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from glax.api import bind_and_solve
-from glax.bind import REQUIRED, bind, check_before_tracing
+from glax.bind import REQUIRED, bind, check_before_tracing, transferred
 from glax.dispatch import Choice
 from glax.registry import Config, Platform
 from glax.slots import check_known_slots, check_states, put, take, usable
@@ -49,7 +49,8 @@ def prefill_into(
     required = (*REQUIRED, "pool", "slots")
     check_before_tracing(arrays | dict(pool=pool, slots=slots, fresh=fresh), platform, cfg, reverse=False, required=required)
     check_known_slots(slots, pool, "pool")
-    return bind_and_prefill(Choice(Platform.parse(platform), cfg), arrays, pool, slots, fresh)
+    own = transferred(dict(pool=pool, slots=slots, fresh=fresh))
+    return bind_and_prefill(Choice(Platform.parse(platform), cfg), transferred(arrays), **own)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)

@@ -16,7 +16,7 @@ def check_known_slots(slots, pool, name: str = "state"):
         return
     if np.ndim(slots) != 1 or np.ndim(pool) != 4:
         return
-    known, rows = np.asarray(slots), np.shape(pool)[0]
+    known, rows = np.asarray(jax.device_get(slots)), np.shape(pool)[0]
     known = known if known.dtype.itemsize == 8 else known.astype(np.int64)  # -1 and `rows` need not fit the dtype of slots
     if (wrong := known[(known < -1) | (known >= rows)]).size:
         raise ValueError(f"slots must be from -1 to {rows - 1}, the last row of {name}, got {wrong[0]}")

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glax.api import bind_and_solve
-from glax.bind import REQUIRED, bind, check_before_tracing
+from glax.bind import REQUIRED, bind, check_before_tracing, transferred
 from glax.decay import Decay, promoted
 from glax.dispatch import Choice
 from glax.recurrence import spread_heads, to_int32
@@ -64,7 +64,8 @@ def recurrent_verify(
     operands = arrays | dict(state=state, slots=slots, cu_seqlens=None)
     check_before_tracing(operands, platform, cfg, reverse=False, required=(*REQUIRED, "state"))
     check_known_slots(slots, state)
-    return bind_and_verify(Choice(Platform.parse(platform), cfg), arrays, state, slots)
+    own = transferred(dict(state=state, slots=slots))
+    return bind_and_verify(Choice(Platform.parse(platform), cfg), transferred(arrays), **own)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -115,10 +116,10 @@ def commit(
     if accepted.shape != (B,):
         raise ValueError(f"accepted must be [B]={[B]} as in the draft, got shape {accepted.shape}")
     if not isinstance(accepted, jax.core.Tracer):
-        known = np.asarray(accepted)
+        known = np.asarray(jax.device_get(accepted))
         if (wrong := known[(known < 0) | (known > T)]).size:
             raise ValueError(f"accepted must be from 0 to T={T}, the length of the draft, got {wrong[0]}")
-    return bound_commit(state, draft, accepted)
+    return bound_commit(draft=draft, **transferred(dict(state=state, accepted=accepted)))
 
 
 @functools.partial(jax.jit, inline=True)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glax.autodiff import solve
-from glax.bind import REQUIRED, bind, check_before_tracing
+from glax.bind import REQUIRED, bind, check_before_tracing, transferred
 from glax.dispatch import Choice, run_step, step_kernel
 from glax.recurrence import Outputs, Recurrence, aligned
 from glax.registry import Backend, Config, Platform
@@ -51,7 +51,8 @@ def recurrent_step(
     arrays = tokens | rest | dict(state=state, slots=slots, cu_seqlens=None)
     check_before_tracing(arrays, platform, cfg, reverse=False, required=(*REQUIRED, "state"))
     check_known_slots(slots, state)
-    return bind_and_step(Choice(Platform.parse(platform), cfg), tokens, rest, state, slots)
+    tokens, rest, own = map(transferred, (tokens, rest, dict(state=state, slots=slots)))
+    return bind_and_step(Choice(Platform.parse(platform), cfg), tokens, rest, **own)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)

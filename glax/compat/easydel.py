@@ -1,5 +1,7 @@
 """EasyDeL's `recurrent_gla`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -43,7 +45,7 @@ def recurrent_gla(
     length = int(chunk_size) or max(T, 1)
     state, outputs = initial_state, []
     for start in range(0, max(T, 1), length):
-        part = {name: x[:, start : start + length] for name, x in arrays.items()}
+        part = {name: jax.lax.slice_in_dim(x, start, min(start + length, T), axis=1) for name, x in arrays.items()}
         output, state = recurrent(**part, softmax_scale=scale, initial_state=state)
         outputs.append(output)
     return jnp.concatenate(outputs, axis=1), state if output_final_state else None
@@ -65,5 +67,10 @@ def scale_meant(scale, K: int, dtype) -> Float[Array, ""] | None:
     check_real("scale", scale, dtype)
     if not isinstance(scale, jax.Array):
         return None if scale == -1.0 else scale
-    scale = jnp.asarray(scale, jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    return usual_at_minus_1(K, jnp.float64 if dtype == jnp.float64 else jnp.float32, scale)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def usual_at_minus_1(K: int, dtype, scale) -> Float[Array, ""]:
+    scale = scale.astype(dtype)
     return jnp.where(scale == -1.0, K**-0.5, scale)

@@ -4,11 +4,12 @@ import functools
 from typing import Literal, Unpack
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from glax.api import Options, check_per_head, lightning_decay, nothing_to_solve, retention_decay
-from glax.bind import bind, check_before_tracing, check_flag
+from glax.bind import bind, check_before_tracing, check_flag, transferred
 from glax.dispatch import Choice
 from glax.parallel.spread import Axis, Spread, spread_over
 from glax.recurrence import Outputs
@@ -58,6 +59,9 @@ def recurrent(
     )  # fmt: skip
     check_before_tracing(arrays, platform, cfg, reverse)
     spread = Spread.of(mesh, batch_axis, head_axis, sequence_axis)
+    if not isinstance(query, jax.core.Tracer) and isinstance(spread.mesh, Mesh):
+        small = {name: x for name, x in arrays.items() if np.ndim(x) < 2}  # larger ones jit spreads as it takes them
+        arrays |= transferred(small, NamedSharding(spread.mesh, PartitionSpec()))
     return bind_and_spread(Choice(Platform.parse(platform), cfg), spread, bool(reverse), arrays)
 
 
