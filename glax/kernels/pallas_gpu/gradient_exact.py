@@ -2,10 +2,11 @@
 
     S_t = e^{g_t} S_{t-1} + k_t v_t^T                    dq_t = scale S_t do_t
     G_t = e^{g_{t+1}} G_{t+1} + scale q_t do_t^T         dk_t = G_t v_t,  dv_t = G_t^T k_t
-    dg_t = <S_t, G_t> - k_t dk_t = dg_{t+1} + q_t dq_t - k_t dk_t
+    dg_t = <S_t, G_t> - k_t dk_t = dg_{t+1} + q_t dq'_t - k_t dk'_t
 
-with S before the chunk and G = dL/dS behind it as they are. In float32 and without products: no exponent but a gate itself is
-formed, which is exact for all gates, and few instructions are left to compile. For gates that are rare.
+with S before the chunk and G = dL/dS behind it as they are. dq' and dk' leave out the token's own part, (do_t . v_t) k_t and
+(do_t . v_t) q_t times the scale: it cancels in dg, which may be e^g of it. In float32 and without products: no exponent but a
+gate itself is formed, which is exact for all gates, and few instructions are left to compile. For gates that are rare.
 """
 
 import jax.numpy as jnp
@@ -88,15 +89,21 @@ def chunk(n, m, b, c, h, part):
     def columns(name, row):
         return read(getattr(m, name).at[row], OF_COLUMN)
 
+    def own(row):
+        """do . v of a token, for every row: a sum along rows stays within a warp."""
+        return jnp.sum(plgpu.layout_cast(by_column(columns("do", row) * columns("v", row), shape), ROWS), axis=1)
+
     def state(ref):
         return plgpu.load(ref.at[b, c, h, mine], layout=ROWS, optimized=False).astype(jnp.float32)
 
     def forward(i, carry):
         S, used = carry
         row = place(i)
-        S = S * by_row(exp(gate(row)), shape) + by_row(rows("k", row), shape) * by_column(columns("v", row), shape)
+        S = S * by_row(exp(gate(row)), shape)
         drawn = jnp.sum(S * by_column(columns("do", row), shape), axis=1)
         m.drawn[row] = drawn * rows("q", row)
+        drawn += own(row) * rows("k", row)
+        S += by_row(rows("k", row), shape) * by_column(columns("v", row), shape)
         store(row, dq=scale * drawn)
         return S, used + drawn * rows("q", row)
 
@@ -108,10 +115,10 @@ def chunk(n, m, b, c, h, part):
     def backward(i, carry):
         G, dg = carry
         row = place(CHUNK - 1 - i)
-        G += by_row(scale * rows("q", row), shape) * by_column(columns("do", row), shape)
         dk = jnp.sum(G * by_column(columns("v", row), shape), axis=1)
         dg += scale * plgpu.load(m.drawn.at[row], layout=OF_ROW) - rows("k", row) * dk
-        store(row, dk=dk, dg=dg)
+        G += by_row(scale * rows("q", row), shape) * by_column(columns("do", row), shape)
+        store(row, dk=dk + own(row) * scale * rows("q", row), dg=dg)
         return G * by_row(exp(gate(row)), shape), dg
 
     lax.fori_loop(0, CHUNK, backward, (G, jnp.sum(S * G, axis=1)))

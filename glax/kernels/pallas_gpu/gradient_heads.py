@@ -50,7 +50,10 @@ from glax.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, added, after, by_ro
 TILES = ("q", "k", "v", "do")
 RESULTS = dict(dq="q", dk="k", dv="do")
 LATE = ("v",)  # their places hold what dA loses in bfloat16 until then
-BEHIND, THROUGHOUT = range(2)  # sums by token: what is summed over those behind each, and what over the chunk
+# Rows of numbers that are summed for every token: over it and those behind it, over the chunk, over those before it. The last is
+# never all less what is behind: the last token's part is full where that of others may be e^g of it.
+# BEFORE stays in registers: at widths of 128 shared memory has no room for it.
+BEHIND, EDGE, BEFORE = range(3)
 QUERIES, KEYS = range(2)  # who forms them
 
 
@@ -120,6 +123,10 @@ class Chunk:
     def note(self, role: int, row: int, x):
         self.m.vectors.at[self.c.t, role, row][...] = x
 
+    def noted(self, row: int):
+        roles = (QUERIES, KEYS) if row == BEHIND or self.apart else (QUERIES,)
+        return sum(plgpu.load(self.m.vectors.at[self.c.t, role, row], layout=BY_ROW) for role in roles)
+
     def around(self):
         """e^{G_last} sum_v S dS, [64] of the warpgroup's own half of K. Roles leave registers for straight code."""
         m, c = self.m, self.c
@@ -136,7 +143,7 @@ class Chunk:
             plgpu.wgmma(through, c.k, m.dS.at[c.t])
             self.scored()
             drawn = after(drawn, 1) * by_row(jnp.exp2(self.gates()), self.shape)
-            self.note(QUERIES, THROUGHOUT, self.around())
+            self.note(QUERIES, EDGE, self.around())
             drawn = added(drawn, *((transposed(term), c.k) for term in dA_T))
             return drawn, after(through) * self.leaving(self.shape)
 
@@ -149,7 +156,7 @@ class Chunk:
         return dict(dq=(c.scale * drawn).astype(bf16), dv=dv), used
 
     def keys(self):
-        """dk."""
+        """dk; what of k dk comes from behind the chunk, by token."""
         m, c = self.m, self.c
         _, dA_T = self.scores
 
@@ -159,27 +166,29 @@ class Chunk:
                 self.scored()
             for term in dA_T:
                 plgpu.wgmma(push, term, c.q)
-            edge = self.around() if self.apart else 0.0
+            if self.apart:
+                self.note(KEYS, EDGE, self.around())
             fed = after(fed, len(dA_T)) * self.leaving(self.shape)
             y = read(c.k)
-            before = (y * fed).sum(1)  # what comes before a token is all of the chunk but what is behind
-            dk = fed + c.scale * after(push)
+            before = (y * fed).sum(1)
+            push = c.scale * after(push)
             plgpu.barrier_arrive(m.states_free.at[c.t])
-            self.note(KEYS, THROUGHOUT, edge + before)
-            self.note(KEYS, BEHIND, -(y * dk).sum(1))
-            return dk.astype(bf16)
+            self.note(KEYS, BEHIND, -(y * push).sum(1))
+            return (fed + push).astype(bf16), before
 
-        return dict(dk=pl.run_scoped(products, accumulator(self.shape), accumulator(self.shape)))
+        dk, before = pl.run_scoped(products, accumulator(self.shape), accumulator(self.shape))
+        return dict(dk=dk), before
 
-    def leave(self, found: dict, *rows: int):
-        """Results go where the tokens were, when all products with these are done; and rows of sums."""
+    def leave(self, found: dict, rows: dict):
+        """Results go where the tokens were, when all products with these are done; and rows to be summed: numbers, or None for
+        what was noted."""
         n, m, c = self.n, self.m, self.c
         meet(n, m, c)
         for name, x in found.items():
             getattr(c, RESULTS[name])[...] = x
         hand_over(m, c)
-        for row in rows:  # last: fences wait for what is on its way to memory
-            total = sum(plgpu.load(m.vectors.at[c.t, role, row], layout=BY_ROW) for role in (QUERIES, KEYS))
+        for row, x in rows.items():  # last: fences wait for what is on its way to memory
+            total = self.noted(row) if x is None else x
             high = high_part(total)
             for term, x in enumerate((high, total - high)):
                 tiles.store(m.sums_g.at[c.b, c.c, c.h, row, term], x.astype(bf16))
@@ -201,17 +210,19 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
 
     def of_queries():
         found, used = x.queries()
-        x.leave(found, BEHIND)
+        x.leave(found, {BEHIND: None})
         m.used_g[c.b, c.c, c.h] = used
 
     def of_keys():
-        x.leave(x.keys(), THROUGHOUT)
+        found, before = x.keys()
+        x.leave(found, {BEFORE: before, EDGE: None})
 
     if x.apart:
         shared(n, c, of_queries, of_keys)
     else:
         found, used = x.queries()
-        x.leave(found | x.keys(), BEHIND, THROUGHOUT)
+        keys, before = x.keys()
+        x.leave(found | keys, {BEHIND: None, BEFORE: before, EDGE: None})
         m.used_g[c.b, c.c, c.h] = used
     if n.run > 1:
         pl.when(c.j < n.run - 1)(x.carry_on)
@@ -232,7 +243,7 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
     inputs |= dict(tokens=tokens(reverse))
     out = jax.ShapeDtypeStruct
     outputs = {name: out((B, T, H, D), jnp.bfloat16) for name in ("dq", "dk", "dv")}
-    outputs |= dict(sums=out((B, n.chunks, H, 2, 2, CHUNK), bf16))
+    outputs |= dict(sums=out((B, n.chunks, H, 3, 2, CHUNK), bf16))
     outputs |= dict(used=out((B, n.chunks, H, CHUNK), jnp.float32))
     memory = scratch(n, TILES, SLOTS) | pipeline(n, len(TILES) + 1)
     memory |= dict(**pair(n), gates=plgpu.SMEM((n.teams * SLOTS, CHUNK), jnp.float32))
@@ -246,7 +257,7 @@ def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool,
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
     *gradients, sums, used = launch("gradient_head", n, body, inputs, outputs, memory, threads=3, **options)
     onward = np.tri(CHUNK) if reverse else np.tri(CHUNK).T
-    rows = np.stack([onward, onward, np.ones_like(onward), np.ones_like(onward)], 1)  # of `sums`: each of two terms
+    rows = np.repeat(np.stack([onward, np.ones_like(onward), 1 - onward], 1), 2, axis=1)  # of `sums`: each of two terms
     rows, sums = jnp.asarray(rows.reshape(CHUNK, -1), bf16), sums.reshape(B, n.chunks, H, -1)
     dg = jnp.einsum("bchx,tx->bcth", sums, rows, preferred_element_type=jnp.float32)
     return *gradients, dg, used.sum(3)
