@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import glax
-from glax.kernels.pallas_gpu.config import installation
+from glax.kernels.pallas_gpu import launch
+from glax.kernels.pallas_gpu.config import HopperConfig, installation
+from tests import strengths
 
 GPU = jax.default_backend() == "gpu"
 pytestmark = pytest.mark.skipif(not GPU or bool(installation()), reason="needs a Hopper GPU and what its kernels need")
@@ -112,3 +114,16 @@ def test_fresh_inputs(case):
     for name, x in errors.items():
         sums = 10 if "scale" in name or "gamma" in name else 1  # over all of T, with cancellation
         assert x < sums * BAR, (name, errors)
+
+
+@pytest.mark.parametrize(
+    "form, K, parts, reverse",
+    [("key", 128, 1, False), ("key", 64, 3, True), ("head", 128, 1, True), ("head", 64, 3, False), ("constant", 128, 1, False)],
+)
+def test_steady_strengths(form, K, parts, reverse):
+    """Just inside and just outside of each limit, the state passed over several chunks, and segments."""
+    r, *cotangents = strengths.problem(form, half=32, T=520, K=K, reverse=reverse)
+    config = HopperConfig(parts=parts)
+    found, kept = jax.jit(functools.partial(launch.chunked_and_kept, config=config))(r)
+    d = jax.jit(functools.partial(launch.chunked_vjp, config=config))(r, *cotangents, kept)
+    strengths.assert_right(r, *cotangents, found, d)

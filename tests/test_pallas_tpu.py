@@ -16,6 +16,7 @@ from glax.kernels import load_kernels
 from glax.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig
 from glax.reference import reference, reference_gradient
 from glax.registry import Backend, kernel_registry
+from tests import strengths
 from tests.cases import EXTREME, Case, all_cases, cotangents, inputs, recurrence
 from tests.close import assert_gradients_close, assert_outputs_close
 from tests.compiling import IMITATION
@@ -105,6 +106,16 @@ def test_gradient(case):
         r = recurrence(case, strength)
         d = cotangents(case, r)
         assert_gradients_close(r, run(r, *d), reference_gradient(r, *d), extreme=strength in EXTREME)
+
+
+@pytest.mark.parametrize("form", ["key", "head"])
+def test_steady_strengths(form):
+    """Just inside and just outside of each limit; heads in programs of their own, for all of a program's have one check."""
+    r, *d = strengths.problem(form, half=16, T=72, K=128, dtype="float32")
+    forward, backward = (
+        interpreted(functools.partial(spec.run, config=spec.config(chunk=32, units=1))) for spec in (FORWARD, BACKWARD)
+    )
+    strengths.assert_right(r, *d, forward(r), backward(r, *d))
 
 
 RACES = [

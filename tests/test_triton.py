@@ -13,7 +13,7 @@ import pytest
 if importlib.util.find_spec("triton") is None or importlib.util.find_spec("jax_triton") is None:
     pytest.skip("Triton and jax-triton are not installed: pip install 'glax[triton]'", allow_module_level=True)
 
-from tests import triton_interpreter
+from tests import strengths, triton_interpreter
 
 triton_interpreter.install()
 
@@ -119,6 +119,15 @@ def test_in_two_parts(case, gradient):
     assert_close("state", state, want.initial_state if gradient else want.final_state, 1e-5)
     carried = jnp.exp(log)[..., None] * (d[1] if gradient else r.initial_state)
     assert_close("decay", from_zero + carried, np.asarray(state), 1e-5)
+
+
+@pytest.mark.parametrize("form, dtype", [("key", "float32"), ("key", "bfloat16"), ("head", "float32")])
+def test_steady_strengths(form, dtype):
+    """Just inside and just outside of each limit, the state passed over several chunks."""
+    r, *d = strengths.problem(form, half=16, T=72, K=32, dtype=dtype)
+    got = jax.jit(functools.partial(chunked, config=ChunkedConfig(32, 32)))(r)
+    gradient = jax.jit(functools.partial(chunked_vjp, config=GradientConfig(32, 32, block=32)))(r, *d)
+    strengths.assert_right(r, *d, got, gradient)
 
 
 @pytest.mark.parametrize("size", [1, 7, 48])

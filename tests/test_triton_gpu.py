@@ -8,22 +8,24 @@ import numpy as np
 import pytest
 
 from glax.bind import bind
+from glax.kernels import load_kernels
 from glax.registry import kernel_registry
+from tests import strengths
 from tests.cases import Case, cotangents, recurrence
 
 GPU = jax.default_backend() == "gpu"
 ROOM = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0) if GPU else 0
-pytestmark = pytest.mark.skipif(ROOM < 90e9, reason="needs an NVIDIA GPU with 90 GB of memory")
+pytestmark = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+large = pytest.mark.skipif(ROOM < 90e9, reason="needs an NVIDIA GPU with 90 GB of memory")
 
 
 def kernel(algorithm: str):
-    from glax.kernels import load_kernels
-
     load_kernels()
     spec = kernel_registry.kernels[f"{algorithm}/triton/gpu"]
     return lambda r, *rest: jax.jit(functools.partial(spec.run, config=spec.config.heuristic(r)))(r, *rest)
 
 
+@large
 def test_arrays_beyond_2_31_elements():
     """The last batch row lies beyond 2^31 elements, and comes out as it does alone."""
     B, T, H, D = 17, 8192, 128, 128
@@ -50,6 +52,7 @@ def assert_same(got, want):
     assert np.linalg.norm(got - want) <= 4e-3 * np.linalg.norm(want)
 
 
+@large
 def test_states_beyond_2_31_elements():
     P, H, D = 1100, 128, 128
     assert P * H * D * D > 2**31
@@ -83,3 +86,16 @@ def test_repeats_agree_in_every_bit(gates):
         again = [kernel("chunked")(r), kernel("chunked.vjp")(r, *d)]
         for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
             assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize(
+    "form, dtype", [("key", "bfloat16"), ("key", "float32"), ("key", "float16"), ("head", "bfloat16"), ("constant", "float32")]
+)
+def test_steady_strengths(form, dtype):
+    """Just inside and just outside of each limit, the state passed over several chunks."""
+    shaped, *_ = strengths.problem(form, half=32, T=300, K=64, dtype=dtype)
+    load_kernels()
+    specs = (kernel_registry.kernels[f"{name}/triton/gpu"] for name in ("chunked", "chunked.vjp"))
+    for half in {spec.config.heuristic(shaped).chunk // 2 for spec in specs}:
+        r, *d = strengths.problem(form, half, T=300, K=64, dtype=dtype)
+        strengths.assert_right(r, *d, kernel("chunked")(r), kernel("chunked.vjp")(r, *d))
