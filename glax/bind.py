@@ -145,11 +145,17 @@ def check_before_tracing(arrays: dict, platform, cfg, reverse, required: tuple[s
     check_known_boundaries(arrays["cu_seqlens"], arrays["query"])
 
 
+GUARDS = ("jax_transfer_guard_host_to_device", "jax_transfer_guard_device_to_device")
+
+
 def transferred(arrays: dict, to: jax.sharding.Sharding | None = None) -> dict:
     """Numbers and NumPy's arrays as JAX's, on the devices that the others are committed to.
 
-    These transfers are explicit; those of jit would not be, and `jax.transfer_guard` may forbid them.
+    These transfers are explicit. jit makes the same ones faster, but implicitly: so they are left to it unless a
+    `jax.transfer_guard` watches.
     """
+    if all(getattr(jax.config, guard) in (None, "allow") for guard in GUARDS):
+        return arrays
     if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
         to = None  # the program's devices are not known yet
     elif to is None:
