@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from glax.backend import Backend, lowering_platform
-from glax.partition import by_compiler, by_type, check_shardy, is_spread_by_type, name_by_content
+from glax.partition import all_manual, by_compiler, by_type, check_shardy, is_spread_by_type, name_by_content
 from glax.recurrence import Recurrence
 from glax.registry import Platform
 
@@ -35,7 +35,7 @@ class Kernel:
     def placed(self, r: Recurrence, *given):
         """run(r, *given), or what it must be where the program is lowered; spread over devices as its operands are."""
         # Inside of a lowering, the call that is lowered is what is spread.
-        if jax.sharding.get_abstract_mesh().manual_axes or lowering_platform.value is not None:
+        if lowering_platform.value is not None or all_manual(jax.sharding.get_abstract_mesh()):
             return self.alone(r, *given)
         if is_spread_by_type((r, *given)):
             return by_type(self.alone, self.keeps, r, *given)

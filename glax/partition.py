@@ -19,13 +19,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glax.decay import Decay
-from glax.recurrence import Kept, Outputs, Recurrence
+from glax.recurrence import Kept, Outputs, Recurrence, aligned, varying_axes
 
 
 def is_spread_by_type(operands) -> bool:
     """Whether the types of operands say, under explicit sharding, that some of them are spread."""
     types = [jax.typeof(x).sharding for x in jax.tree.leaves(operands)]
     return any(axis is not None for type in types for axis in type.spec)
+
+
+def all_manual(mesh) -> bool:
+    """Whether this is inside shard_map over all axes of the mesh, where arrays are a device's own."""
+    return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
 
 
 def by_type(f, keeps: bool, *operands):
@@ -36,10 +41,16 @@ def by_type(f, keeps: bool, *operands):
     batch, heads = common_axes(mesh, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
     into = operand_specs(operands, batch, heads)
     operands = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), operands, into)
-    # vma is not checked: no gradient passes through here, only `solve` and its gradient have one.
-    inside = summed(f, heads, operands)
+    on_one_device = summed(f, heads, operands)
+
+    def inside(*operands):
+        return on_one_device(*aligned(operands))
+
     out_specs = result_specs(operands, keeps, batch, heads)
-    result = jax.shard_map(inside, mesh=mesh, in_specs=into, out_specs=out_specs, check_vma=False)(*operands)
+    # Inside shard_map over some axes, over the others. vma is checked only where it is there: types must then say it on.
+    names, checks = set(mesh.axis_names) - set(mesh.manual_axes), bool(varying_axes(operands[0].q))
+    run = jax.shard_map(inside, mesh=mesh, in_specs=into, out_specs=out_specs, check_vma=checks, axis_names=names)
+    result = run(*operands)
     if len(operands) == 1:
         return result
     # A gradient has its input's type.
