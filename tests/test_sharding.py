@@ -91,6 +91,31 @@ def test_without_shardy_there_is_an_error(mesh, f):
         jax.config.update("jax_use_shardy_partitioner", True)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("cfg", [None, ChunkedConfig(16)], ids=["native", "chunked"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_shard_map_over_the_batch_alone(kind, cfg):
+    """Heads are spread over the axis that is left, which no shard_map names: outputs and gradients, from inside and outside."""
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), (kind,) * 2, devices=jax.devices()[:4])
+    case = Case("", B=2, T=20, heads=(4, 1, 4), gates=("gk",), K=6, V=5)
+    arguments = inputs(case, "log-sigmoid")
+    spec = dict(key=P("batch"), initial_state=P("batch", "heads"))
+    placed = {
+        name: jax.device_put(x, NamedSharding(mesh, spec.get(name, P("batch", None, "heads"))))
+        for name, x in arguments.items()
+    }
+    sharded = functools.partial(jax.shard_map, mesh=mesh, axis_names={"batch"}, in_specs=P("batch"), out_specs=P("batch"))
+    run = functools.partial(glax.recurrent, cfg=cfg)
+
+    def whole(run, arguments):
+        return sum((x**2).sum() for x in run(**arguments))
+
+    want = quick_jit(jax.grad(functools.partial(whole, run)))(arguments)
+    close(quick_jit(sharded(jax.grad(functools.partial(whole, run))))(placed), want)
+    spread = sharded(lambda arguments: run(**arguments))
+    close(quick_jit(jax.grad(lambda arguments: sum((x**2).sum() for x in spread(arguments))))(placed), want)
+
+
 def close(got, want):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_close("sharded", x, np.asarray(y), 2e-6)
