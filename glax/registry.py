@@ -34,6 +34,17 @@ class Platform(enum.StrEnum):
             raise ValueError(f"platform must be None, 'auto', {names}, got {name!r}") from None
 
 
+def check_field(name: str, value, lowest: int, highest: int, power_of_two: bool = False):
+    """Raise ValueError unless a Config's field is an int in a range, and a power of two where it must be.
+
+    Configs also come from files, so that each bounds what its kernel allocates and compiles.
+    """
+    fits = type(value) is int and lowest <= value <= highest and not (power_of_two and value & (value - 1))
+    if not fits:
+        kind = "a power of two" if power_of_two else "an int"
+        raise ValueError(f"{name} must be {kind} from {lowest} to {highest}, got {value!r:.80}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The tunable numbers of a kernel. A subclass names them, guesses them from the shapes, and spans the search."""

@@ -1,6 +1,7 @@
 # ruff: noqa: E501  one case a line reads best
 """What bad input says: the argument, what was expected, what came, and who set the expectation."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,6 +12,10 @@ import pytest
 import glax
 import glax.parallel
 from glax.compat import easydel, ejkernel
+from glax.kernels.cpu.recurrent import NativeConfig
+from glax.kernels.pallas_gpu.config import HopperConfig
+from glax.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig
+from glax.kernels.triton import configs as triton
 from glax.kernels.xla.chunked import ChunkedConfig
 from glax.registry import Config
 
@@ -114,10 +119,33 @@ def test_a_config_of_no_kernel_gives_every_reason():
     ]
 
 
-def test_bad_configs():
-    for chunk in (0, -1, 2.0):
-        with pytest.raises(ValueError, match="chunk must be an int of at least 1"):
-            ChunkedConfig(chunk)
+CONFIGS = {
+    NativeConfig: dict(block=(1, 4096)),
+    ChunkedConfig: dict(chunk=(1, 4096)),
+    TPUChunkedConfig: dict(chunk=(32, 256), units=(1, 1024)),
+    TPUGradientConfig: dict(chunk=(32, 256), units=(1, 1024)),
+    triton.ChunkedConfig: dict(chunk=(16, 512), columns=(16, 512), segment=(0, 2**31 - 1), warps=(1, 32), stages=(1, 16)),
+    triton.GradientConfig: dict(
+        chunk=(16, 512), rows=(16, 512), segment=(0, 2**31 - 1), block=(16, 512), warps=(1, 32), stages=(1, 16)
+    ),
+    triton.TokenConfig: dict(columns=(1, 512), warps=(1, 32)),
+    HopperConfig: dict(parts=(1, 32), columns=(64, 128)),
+}
+
+
+def test_every_config_checks_every_field():
+    """A config may come from a file, and bounds what its kernel allocates and compiles."""
+    assert {spec.config for spec in glax.kernel_registry.kernels.values()} - {Config} <= CONFIGS.keys()
+    for config, fields in CONFIGS.items():
+        assert {field.name for field in dataclasses.fields(config)} == fields.keys()
+        for name, (lowest, highest) in fields.items():
+            for value in (lowest, highest):
+                assert getattr(config(**{name: value}), name) == value
+            for value in (lowest - 1, highest + 1, 10**12, 10**19, True, 2.0, float("nan"), "64", None, [64]):
+                with pytest.raises(ValueError) as caught:
+                    config(**{name: value})
+                assert f"{name} must be a" in str(caught.value)
+                assert f"from {lowest} to {highest}, got {value!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize("got", ["no", 1, 0.0, None, jnp.asarray(True)], ids=str)

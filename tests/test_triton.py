@@ -130,9 +130,9 @@ def test_steady_strengths(form, dtype):
     strengths.assert_right(r, *d, got, gradient)
 
 
-@pytest.mark.parametrize("size", [1, 7, 48])
+@pytest.mark.parametrize("size", [1, 7, 48, 1024])
 def test_tiles_are_powers_of_two(size):
-    said = f"must be a power of two from 16 on, as Triton's tiles are, got {size}"
+    said = f"must be a power of two from 16 to 512, got {size}"
     for config, names in ((ChunkedConfig, ("chunk", "columns")), (GradientConfig, ("chunk", "rows", "block"))):
         for name in names:
             with pytest.raises(ValueError, match=f"^{name} {said}$"):

@@ -9,21 +9,24 @@ from jaxtyping import Array, Float, Int
 from glax.decay import Decay
 from glax.kernels.cpu.native import missing
 from glax.recurrence import Outputs, Recurrence, fold_heads, gradient_like, varying_like
-from glax.registry import Backend, Config, Platform, kernel_registry
+from glax.registry import Backend, Config, Platform, check_field, kernel_registry
 
 STORED = (jnp.float32, jnp.bfloat16, jnp.float16)
+MOST_TOKENS = 4096  # of a block: 9 MB of scratch a thread at K = V = 128
 GROUP = 32  # columns over which the library forms partial sums; `group` in native/problem.h
 
 
 @dataclasses.dataclass(frozen=True)
 class NativeConfig(Config):
-    """block: tokens between two rescalings of the state, at most. Work is the same; scratch grows with it."""
+    """block: tokens between two rescalings of the state, at most, from 1 to 4096. Work is the same; scratch grows with it.
+
+    Raises ValueError for any other block.
+    """
 
     block: int = 24
 
     def __post_init__(self):
-        if not isinstance(self.block, int) or self.block < 1:
-            raise ValueError(f"block must be an int of at least 1, got {self.block!r}")
+        check_field("block", self.block, 1, MOST_TOKENS)
 
     @classmethod
     def candidates(cls, r: Recurrence) -> "list[NativeConfig]":

@@ -8,9 +8,10 @@ from glax.deny import numbers, version_of
 from glax.kernels.gpu import multiprocessors
 from glax.kernels.pallas_gpu.plan import C
 from glax.recurrence import Recurrence, varying_axes
-from glax.registry import Config
+from glax.registry import Config, check_field
 
 WIDEST = 128
+MOST_PARTS = 32
 
 
 def installation() -> str | None:
@@ -51,6 +52,10 @@ class HopperConfig(Config):
     parts: int = 1
     columns: int = 64
 
+    def __post_init__(self):
+        check_field("parts", self.parts, 1, MOST_PARTS)
+        check_field("columns", self.columns, 64, WIDEST, power_of_two=True)
+
     @classmethod
     def heuristic(cls, r: Recurrence) -> "HopperConfig":
         return min(shapes(r), key=lambda c: rounds(r, c))
@@ -64,7 +69,7 @@ def shapes(r: Recurrence) -> list[HopperConfig]:
     """What can run: 128 columns only of a state of 128 x 128, segments of no less than four chunks, none of packed calls."""
     wide = padded(r.q.shape[3]) == padded(r.v.shape[3]) == WIDEST
     most = 1 if r.boundaries is not None else max(1, r.q.shape[1] // (4 * C))
-    return [HopperConfig(p, columns) for columns in (64, 128)[: 1 + wide] for p in range(1, min(32, most) + 1)]
+    return [HopperConfig(p, columns) for columns in (64, 128)[: 1 + wide] for p in range(1, min(MOST_PARTS, most) + 1)]
 
 
 def rounds(r: Recurrence, config: HopperConfig) -> float:

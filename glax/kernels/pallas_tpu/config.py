@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from glax.kernels.pallas_tpu.sizes import SMEM_BYTES, VMEM_BYTES, packing, unit_bytes
 from glax.recurrence import Recurrence
-from glax.registry import Config
+from glax.registry import Config, check_field
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,10 +17,8 @@ class TPUChunkedConfig(Config):
     units: int = 8
 
     def __post_init__(self):
-        if self.chunk not in (32, 64, 128, 256):
-            raise ValueError(f"chunk must be 32, 64, 128 or 256, got {self.chunk!r}")
-        if not isinstance(self.units, int) or self.units < 1:
-            raise ValueError(f"units must be an int of at least 1, got {self.units!r}")
+        check_field("chunk", self.chunk, 32, 256, power_of_two=True)
+        check_field("units", self.units, 1, 1024)
 
     @classmethod
     def candidates(cls, r: Recurrence) -> "list[TPUChunkedConfig]":

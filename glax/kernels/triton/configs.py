@@ -4,7 +4,7 @@ import dataclasses
 
 from glax.kernels.gpu import multiprocessors
 from glax.recurrence import Recurrence
-from glax.registry import Config
+from glax.registry import Config, check_field
 
 WIDEST = 512
 
@@ -14,10 +14,13 @@ def width(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def check_tiles(**sizes: int):
-    for name, size in sizes.items():
-        if size < 16 or size & (size - 1):
-            raise ValueError(f"{name} must be a power of two from 16 on, as Triton's tiles are, got {size}")
+def check_fields(config: Config, *tiles: str):
+    """Check the fields of a Triton kernel's config; `tiles` names those that are sizes of a tile."""
+    for name in tiles:
+        check_field(name, getattr(config, name), 16, WIDEST, power_of_two=True)  # Triton's tiles are powers of two
+    check_field("segment", config.segment, 0, 2**31 - 1)
+    check_field("warps", config.warps, 1, 32, power_of_two=True)
+    check_field("stages", config.stages, 1, 16)
 
 
 def segment_for(r: Recurrence, chunk: int, programs: int) -> int:
@@ -47,7 +50,7 @@ class ChunkedConfig(Config):
     stages: int = 2
 
     def __post_init__(self):
-        check_tiles(chunk=self.chunk, columns=self.columns)
+        check_fields(self, "chunk", "columns")
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "ChunkedConfig":
@@ -93,7 +96,7 @@ class GradientConfig(Config):
     stages: int = 2
 
     def __post_init__(self):
-        check_tiles(chunk=self.chunk, rows=self.rows, block=self.block)
+        check_fields(self, "chunk", "rows", "block")
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "GradientConfig":
@@ -126,6 +129,10 @@ class TokenConfig(Config):
 
     columns: int = 16
     warps: int = 4
+
+    def __post_init__(self):
+        check_field("columns", self.columns, 1, WIDEST, power_of_two=True)
+        check_field("warps", self.warps, 1, 32, power_of_two=True)
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "TokenConfig":

@@ -14,18 +14,19 @@ from glax.kernels.chunks import Chunks, chunks_of
 from glax.kernels.xla import at_once, chunk
 from glax.kernels.xla.recurrent import recurrent, stays_in_cache
 from glax.recurrence import Kept, Outputs, Recurrence, fold_heads, gradient_like, spread_heads, varying_like
-from glax.registry import Backend, Config, Platform, kernel_registry
+from glax.registry import Backend, Config, Platform, check_field, kernel_registry
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedConfig(Config):
-    """chunk: tokens a chunk. Work grows with it, the number of steps and of stored states shrinks."""
+    """chunk: tokens a chunk, from 1 to 4096. Work grows with it, its pairs' memory with the square; the number of steps and of
+    stored states shrinks.
+    """
 
     chunk: int = 64
 
     def __post_init__(self):
-        if not isinstance(self.chunk, int) or self.chunk < 1:
-            raise ValueError(f"chunk must be an int of at least 1, got {self.chunk!r}")
+        check_field("chunk", self.chunk, 1, 4096)
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "ChunkedConfig":
