@@ -1,6 +1,7 @@
 """The native CPU kernels beyond conformance: their exponential, instructions, threads, and a machine without them."""
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -12,13 +13,14 @@ import numpy as np
 import pytest
 
 import glax
+from glax.execution.cache import Measurement
 from glax.kernels.cpu import native
 from glax.kernels.cpu.native import library, missing
-from glax.kernels.cpu.recurrent import NativeConfig
+from glax.kernels.cpu.recurrent import NativeConfig, call, operands_of
 from glax.reference import reference, reference_gradient
 from glax.registry import Platform, kernel_registry
-from tests.cases import EXTREME, Case, cotangents, recurrence
-from tests.close import assert_gradients_close, assert_outputs_close
+from tests.cases import EXTREME, FORMS, Case, cotangents, recurrence
+from tests.close import assert_close, assert_gradients_close, assert_outputs_close
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"needs the native library: {missing()}")
 
@@ -129,6 +131,155 @@ def test_blocks_of_any_length_agree():
     for block in (1, 5, 64):
         output = glax.recurrent(q, k, v, gk=gate, cfg=NativeConfig(block)).output
         np.testing.assert_allclose(output, whole.output, rtol=2e-5, atol=2e-5)
+
+
+NO_MEMORY = """
+import resource
+import jax, jax.numpy as jnp
+import glax
+from glax.kernels.cpu.recurrent import NativeConfig
+T, K = 4096, 2048
+small, q, v = jnp.ones((1, 8, 1, 8)), jnp.ones((1, T, 1, K)), jnp.ones((1, T, 1, 8))
+large = jax.jit(lambda q, v: glax.recurrent(q, q, v, cfg=NativeConfig(T)).output).lower(q, v).compile()
+glax.recurrent(small, small, small).output.block_until_ready()
+size = 4096 * int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**26, size + 2**26))  # the scratch is 130 MB
+try:
+    large(q, v).block_until_ready()
+except jax.errors.JaxRuntimeError as error:
+    print(error)
+print(float(glax.recurrent(small, small, small).output[0, 0, 0, 0]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits its memory as Linux can")
+def test_memory_that_is_not_to_be_had_is_an_error():
+    env = os.environ | dict(JAX_PLATFORMS="cpu", MALLOC_ARENA_MAX="1")
+    done = subprocess.run([sys.executable, "-c", NO_MEMORY], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    error, value = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
+    assert error.startswith("RESOURCE_EXHAUSTED: glax: its CPU kernels found no memory to compute in.")
+    assert abs(float(value) - 8**0.5) < 1e-5  # the process goes on
+
+
+def test_a_block_is_cut_to_the_sequence():
+    """However long the block that a library of another version is asked for."""
+    r = recurrence(Case("", T=40, gates=("gk",), strengths=()), "log-sigmoid")
+    results = [jax.ShapeDtypeStruct((1, 40, 2, 24), jnp.float32), jax.ShapeDtypeStruct(r.state_shape, jnp.float32)]
+    for block in (10**12, 0, -1, 2**63 - 1):
+        got = call("glax_forward", operands_of(r), results, reverse=False, block=np.int64(block))
+        assert_outputs_close(r, glax.Outputs(*got), reference(r))
+
+
+def test_a_stored_config_that_cannot_be_is_ignored(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLAX_CACHE_DIR", str(tmp_path))
+    q = jnp.ones((1, 40, 1, 8))
+    (chosen,) = glax.explain(lambda q: glax.recurrent(q, q, q).output, q)
+    stored = glax.PersistentCache("recurrent")
+    stored.put(chosen.invocation, Measurement(NativeConfig(), 1.0))
+    path = stored.path(chosen.invocation)
+    content = path.read_text()
+    for block in (10**12, 10**19, True, "24", None):
+        path.write_text(content.replace('"block": 24', f'"block": {json.dumps(block)}'))
+        with pytest.warns(UserWarning, match="block"):
+            assert glax.PersistentCache("recurrent").get(chosen.invocation) is None
+
+
+MAGNITUDES = [  # of q, k, v and d_output; the state is inflated by up to e^40 = 2.4e17, and rows shrunk as much
+    (1, 3e10, 3e10, 1),
+    (1, 1.4e10, 1e11, 1),  # just outside of what e^40 leaves room for
+    (1, 1e10, 1e11, 1),  # just inside
+    (1, 1e17, 1e17, 1e-10),
+    (1, 1, 1e35, 1e-9),
+    (1e15, 1e10, 1e10, 1e-9),
+    (1e-12, 1, 1, 1),  # just above the faintest row that e^-40 may shrink
+    (1e-13, 1, 1, 1),
+    (1e-14, 1, 1, 1),
+    (1e-28, 1, 1, 1),
+    (1, 1e-24, 1, 1),
+    (1, 1, 1e-28, 1),
+    (1, 1e-14, 1e-14, 1),
+    (1, 1, 1, 1e-28),
+]
+
+
+@pytest.mark.parametrize("form", ["constant", "head", "key", "value", "both"])
+def test_numbers_of_every_magnitude(form):
+    """What passes float32's range while it is inflated or shrunk, but not as a result, is right all the same."""
+    case = Case("", T=70, K=16, V=20, gates=FORMS[form])
+    forward, gradient = (kernel_registry.kernels[f"{name}/cpp/cpu"].run for name in ("recurrent", "recurrent.vjp"))
+    run = jax.jit(lambda r, *d: (forward(r, config=NativeConfig()), gradient(r, *d, config=NativeConfig())))
+    for strength in ("-1.4", "-0.9", "log-sigmoid"):
+        r, d = recurrence(case, strength), cotangents(case, recurrence(case, strength))
+        for by_q, by_k, by_v, by_d in MAGNITUDES:
+            scaled = r.replace(q=r.q * by_q, k=r.k * by_k, v=r.v * by_v, initial_state=r.initial_state * by_k * by_v)
+            cotangent = d[0] * by_d, d[1] * by_q * by_d
+            outputs, gradients = run(scaled, *cotangent)
+            assert_outputs_close(scaled, outputs, reference(scaled))
+            assert_gradients_close(scaled, gradients, reference_gradient(scaled, *cotangent))
+
+
+def steady(H: int, T: int, log: float, chunk: int = 200):
+    """k v^T and its gradients of `recurrent` with one log decay at all T tokens, in float64, by chunks."""
+    rng = np.random.default_rng(0)
+    q, k, v, d = rng.normal(size=(4, H, T, 2)).astype(np.float32).astype(np.float64)
+    S, dS = rng.normal(size=(2, H, 2, 2)).astype(np.float32).astype(np.float64)
+    i = np.arange(chunk)
+    pairs = np.where(i[:, None] >= i, np.exp(log * np.abs(i[:, None] - i)), 0)
+    enter, leave = np.exp(log * (i + 1))[:, None], np.exp(log * (chunk - 1 - i))[:, None]
+
+    def scan(q, k, v, S):
+        """sum_{s <= t} e^{log (t - s)} (q_t k_s) v_s + e^{log (t + 1)} q_t S of every t, and the state behind the last."""
+        out = np.empty((H, T, 2))
+        for at in range(0, T, chunk):
+            here = slice(at, at + chunk)
+            scores = q[:, here] @ k[:, here].mT * pairs
+            out[:, here] = scores @ v[:, here] + (q[:, here] * enter) @ S
+            S = np.exp(log * chunk) * S + (k[:, here] * leave).mT @ v[:, here]
+        return out, S
+
+    def against(q, k, v, S):
+        """The same against time, where a token's decay comes after it."""
+        out, S = scan(*(x[:, ::-1] for x in (q, k, v)), np.exp(-log) * S)
+        return out[:, ::-1], np.exp(log) * S
+
+    output, final = scan(q, k, v, S)
+    (d_q, _), (d_k, _), (d_v, d_S) = scan(d, v, k, S.mT), against(v, d, q, dS.mT), against(k, q, d, dS)
+    tokens = np.cumsum(((q * d_q).sum(-1) - (k * d_k).sum(-1))[:, ::-1], 1)[:, ::-1]
+    d_gate = tokens + (final * dS).sum((1, 2))[:, None]
+    return (q, k, v, S, d, dS), (output, final, d_q, d_k, d_v, d_S, d_gate)
+
+
+@pytest.mark.parametrize(
+    ("H", "T", "log", "gate"),
+    [(1, 10**6, -9e-6, "g_gamma"), (1, 10**6, -1e-6, "g"), (8, 2 * 10**5, -9e-6, "g_gamma")],
+    ids=str,
+)
+def test_decays_next_to_1_over_a_million_tokens(H, T, log, gate):
+    """What rounds alike at every token must not add up: one head goes in segments, eight go whole."""
+    log = float(np.float32(log))
+    (q, k, v, S, d, dS), want = steady(H, T, log)
+    by_token = lambda x: jnp.asarray(x.swapaxes(0, 1)[None], jnp.float32)  # noqa: E731
+    shape = (H,) if gate == "g_gamma" else (1, T, H)
+
+    @jax.jit
+    def run(q, k, v, S, gates, *cotangents):
+        f = lambda q, k, v, S, gates: glax.recurrent(  # noqa: E731
+            q, k, v, **{gate: gates}, initial_state=S, softmax_scale=1.0, platform="cpp"
+        )
+        outputs, pull = jax.vjp(f, q, k, v, S, gates)
+        return *outputs, *pull(glax.Outputs(*cotangents))
+
+    S, dS = (jnp.asarray(x[None], jnp.float32) for x in (S, dS))
+    got = run(*map(by_token, (q, k, v)), S, jnp.full(shape, log), by_token(d), dS)
+    output, final, d_q, d_k, d_v, d_S, d_gate = want
+    named = dict(output=output, final_state=final, query=d_q, key=d_k, value=d_v, initial_state=d_S)
+    for (name, y), x in zip(named.items(), got, strict=False):
+        assert_close(name, np.asarray(x)[0].swapaxes(0, 1) if x.ndim == 4 and "state" not in name else x[0], y, 1e-5)
+    if gate == "g":
+        assert_close("gate", np.asarray(got[6])[0].T, d_gate, 5e-5)
+    else:
+        assert_close("gate", got[6], d_gate.sum(1), 5e-4)  # one sum over all tokens
 
 
 def test_without_a_library_xla_serves(monkeypatch, tmp_path):
