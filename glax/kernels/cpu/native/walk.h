@@ -211,7 +211,7 @@ struct Walk {
   // own a x^T, until `enter_last`.
   template <Sums SUMS, class Finish>
   void run(const Order& order, int64_t from, int64_t tokens, const Finish& finish, bool last_enters) {
-    if (SUMS != Sums::none) rows.limit = is_faint(b.row(0)) ? widest * (limits::narrow / limits::wide) : widest;
+    if (SUMS != Sums::none && tokens > 0) rows.limit = is_faint(b.row(0)) ? widest * (limits::narrow / limits::wide) : widest;
     for (int64_t w = 0, n; w < tokens; w += n) {
       n = rows.advance(from + w, tokens - w);
       columns.advance_tiles(from + w, n);
