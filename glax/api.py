@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from glax.autodiff import solve
+from glax.autodiff import differentiable, solve
 from glax.bind import (
     bind,
     check_array,
@@ -20,7 +20,7 @@ from glax.bind import (
     transferred,
 )
 from glax.dispatch import Choice
-from glax.recurrence import Outputs, Recurrence, aligned, to_int32
+from glax.recurrence import Outputs, Recurrence, to_int32
 from glax.registry import Config, Platform
 
 SLOPES = ("fla", "minimax")
@@ -93,7 +93,7 @@ def recurrent(
 def bind_and_solve(choice: Choice, reverse: bool, arrays: dict) -> Outputs:
     """Compiled, so that a call outside of jit costs no more than its kernel; inlined into a caller that is."""
     r = bind(**arrays, reverse=reverse)
-    outputs = nothing_to_solve(r) if 0 in (*r.q.shape[:2], r.num_sequences) else solve(choice, aligned(r))
+    outputs = nothing_to_solve(r) if 0 in (*r.q.shape[:2], r.num_sequences) else solve(choice, differentiable(r))
     return outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
 
 

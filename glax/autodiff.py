@@ -9,7 +9,14 @@ from jaxtyping import Array, Float
 
 from glax.decay import Decay
 from glax.dispatch import Choice, run_and_keep, run_backward, run_forward
-from glax.recurrence import Kept, Outputs, Recurrence, fold_heads, gradient_like, spread_heads
+from glax.recurrence import Kept, Outputs, Recurrence, aligned, fold_heads, gradient_like, spread_heads
+
+
+def differentiable(r: Recurrence) -> Recurrence:
+    """r as the custom gradients take it: `aligned`, each array differentiable in reverse mode alone."""
+    from glax.reverse_mode import reverse_mode  # loads modules of JAX that are not a part of `import jax`
+
+    return jax.tree.map(lambda x: reverse_mode(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, aligned(r))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

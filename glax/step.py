@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from glax.autodiff import solve
+from glax.autodiff import differentiable, solve
 from glax.bind import REQUIRED, bind, check_before_tracing, transferred
 from glax.dispatch import Choice, run_step, step_kernel
 from glax.recurrence import Outputs, Recurrence, aligned
@@ -65,7 +65,7 @@ def bind_and_step(choice: Choice, tokens: dict, rest: dict, state, slots):
     tokens = {name: None if x is None else x[:, None] for name, x in tokens.items()}
     r = bind(**tokens, **rest)
     check_states("state", state, r.state_shape, pooled=slots is not None)
-    output, pool = advance(choice, aligned(r.replace(initial_state=state)), slots)
+    output, pool = advance(choice, differentiable(r.replace(initial_state=state)), slots)
     return output[:, 0], pool
 
 

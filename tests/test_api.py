@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import glax
+import glax.parallel
 from glax.api import lightning_decay, retention_decay
 from glax.decay import Decay
 from glax.kernels.xla.chunked import ChunkedConfig
@@ -321,6 +322,52 @@ def test_second_derivatives_packed():
     got = quick_jit(jax.grad(lambda a: norms(lambda a: packed(**a), a)))(arguments)
     want = quick_jit(jax.grad(lambda a: norms(separate, a)))(arguments)
     assert_trees_close(jax.tree.map(jnp.nan_to_num, got), jax.tree.map(jnp.nan_to_num, want), 5e-5)
+
+
+def by_token(x, k, v):
+    """recurrent with gk = -x^2, as jax.jvp can differentiate it."""
+
+    def step(S, row):
+        x, k, v = row
+        S = jnp.exp(-(x**2))[..., None] * S + k[..., None] * v[:, None]
+        return S, jnp.einsum("hk,hkv->hv", x, S, precision="highest")
+
+    return jax.lax.scan(step, jnp.zeros((*x.shape[2:], v.shape[3])), (x[0], k[0], v[0]))[1][None]
+
+
+@pytest.mark.fast
+def test_forward_mode_names_the_ways_round():
+    x, k, v = inputs(Case("", T=5, heads=(2, 2, 2), gates=(), K=3, V=2, state_dtype=None), "0").values()
+
+    def f(x):
+        return glax.recurrent(x, k, v, gk=-(x**2), softmax_scale=1.0).output
+
+    def total(f, x):
+        return (f(x) ** 2).sum()
+
+    def one_token(x):
+        return glax.recurrent_step(x[:, 0], k[:, 0], v[:, 0], jnp.ones((1, 2, 3, 2)))
+
+    def on_a_mesh(x):
+        mesh = jax.make_mesh((1,), ("s",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+        return glax.parallel.recurrent(x, k, v, mesh=mesh, sequence_axis="s")
+
+    for refused in (
+        lambda: jax.jvp(f, (x,), (x,)),
+        lambda: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
+        lambda: jax.jacfwd(f)(x),
+        lambda: jax.linearize(f, x)[1](x),
+        lambda: jax.hessian(functools.partial(total, f))(x),
+        lambda: jax.jvp(one_token, (x,), (x,)),
+        lambda: jax.jvp(on_a_mesh, (x,), (x,)),
+    ):
+        with pytest.raises(TypeError, match=r"glax has no forward mode .* Two vjps are one jvp: with y, pull = jax.vjp"):
+            refused()
+    along, plain = jnp.cos(x), functools.partial(by_token, k=k, v=v)
+    y, pull = jax.vjp(f, x)
+    assert_close("jvp", jax.vjp(lambda d: pull(d)[0], y)[1](along)[0], jax.jvp(plain, (x,), (along,))[1], GRAD)
+    got, want = (jax.grad(lambda x, f=f: jnp.vdot(jax.grad(functools.partial(total, f))(x), along))(x) for f in (f, plain))
+    assert_close("Hessian", got, want, GRAD)
 
 
 @pytest.mark.fast

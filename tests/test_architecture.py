@@ -17,7 +17,7 @@ LAYERS = [
     ["glax.reference", "glax.deny"],
     ["glax.registry"],
     ["glax.partition"],
-    ["glax.lowering"],
+    ["glax.lowering", "glax.reverse_mode"],
     ["glax.kernels.chunks", "glax.kernels.gpu", "glax.kernels.limits"],
     [
         "glax.kernels.xla",

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from glax.autodiff import solve
+from glax.autodiff import differentiable, solve
 from glax.decay import Decay
 from glax.dispatch import Choice
 from glax.parallel.sequence import solve_sequence
 from glax.partition import flat_axes
-from glax.recurrence import Outputs, Recurrence, aligned, spread_heads
+from glax.recurrence import Outputs, Recurrence, spread_heads
 
 Axis = str | tuple[str, ...] | None
 
@@ -148,7 +148,7 @@ def spread_over(choice: Choice, spread: Spread, r: Recurrence) -> Outputs:
 
 
 def solve_shard(choice: Choice, sequence_axis: str | None, shards: int, r: Recurrence) -> Outputs:
-    r = aligned(r)
+    r = differentiable(r)
     if sequence_axis is None:
         return solve(choice, r)
     output, final = solve_sequence(choice, sequence_axis, shards, r)
