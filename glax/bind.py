@@ -56,7 +56,7 @@ def bind(
         reverse=reverse,
     )
     gates = (arrays.get(name) for name in ("g", "g_gamma", "gk", "gv"))
-    return r.replace(decay=Decay.from_gates(*gates, to_tokens=r.by_token))
+    return r.replace(decay=Decay.from_gates(*gates, to_tokens=r.by_token, dtype=r.dtype))
 
 
 def as_float(name: str, x) -> jax.Array:

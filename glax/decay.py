@@ -23,25 +23,27 @@ class Decay:
     value: Float[Array, "B T H V"] | None = None  # of the state's columns
 
     @classmethod
-    def from_gates(cls, g, g_gamma, gk, gv, to_tokens) -> "Decay":
+    def from_gates(cls, g, g_gamma, gk, gv, to_tokens, dtype) -> "Decay":
         """log decay = g + g_gamma + gk + gv.  Folding is `+`, so autodiff returns the gradient of every gate.
 
         g: [B, T, H] or [B, T, H, K], g_gamma: [N, H], gk: [B, T, H, K], gv: [B, T, H, V], each or None.
         to_tokens: spreads one row a sequence, [N, H], over that sequence's tokens, [B, T, H].
+        dtype: that in which the recurrence is summed, float32 or float64.
 
-        A gate that stands alone keeps its dtype and its memory; a sum of two is at least float32.
+        A gate that stands alone keeps its dtype and its memory; a sum of two has `dtype` at least, so that float64 inputs
+        lose nothing to gates of float32.
         """
         if g is not None and g.ndim == 4:
-            g, gk = None, added(g, gk)
+            g, gk = None, added(g, gk, dtype)
         if g_gamma is not None and (g is not None or gk is not None or gv is not None):
-            g, g_gamma = added(g, to_tokens(g_gamma)), None
+            g, g_gamma = added(g, to_tokens(g_gamma), dtype), None
         if g is None:
             return cls(constant=g_gamma, key=gk, value=gv)
         if gk is None and gv is None:
             return cls(head=g)
         if gk is not None:
-            return cls(key=added(gk, g[..., None]), value=gv)
-        return cls(value=added(gv, g[..., None]))
+            return cls(key=added(gk, g[..., None], dtype), value=gv)
+        return cls(value=added(gv, g[..., None], dtype))
 
     @property
     def transposed(self) -> "Decay":
@@ -60,10 +62,10 @@ class Decay:
         return "+".join(names) or "none"
 
 
-def added(x: Array | None, y: Array | None) -> Array | None:
+def added(x: Array | None, y: Array | None, dtype) -> Array | None:
     if x is None or y is None:
         return y if x is None else x
-    wide = promoted(x.dtype, y.dtype, jnp.float32)
+    wide = promoted(x.dtype, y.dtype, dtype)
     return x.astype(wide) + y.astype(wide)
 
 
