@@ -1,11 +1,13 @@
 """Many chunks at once, on CPUs: forward and gradient, in matrix products that two cores share.
 
-With M_i the sum of log decays from the middle of token i's chunk through i, negative before it, q~ = scale q e^M, k~ = k e^-M, S
-the state before the chunk and D the gradient of the one behind it, both as far as they are left at the middle,
+With M_i the sum of log decays from the middle of token i's chunk through i, negative before it, `enter` the decay from the
+chunk's begin to its middle, `leave` from there to its end, q~ = scale q e^M, k~ = k e^-M, S the state before the chunk and D the
+gradient of the one behind it,
 
-    o = q~ S + P v            P = q~ k~^T, j <= i         the next S: what k~^T v adds to this one
-    dq~ = do S^T + dP k~      dP = do v^T, j <= i         the last D: what q~^T do adds to this one
-    dk~ = v D^T + dP^T q~     dv = k~ D + P^T do          dg_i = <S, dS> before the chunk - sum over j < i of q~ dq~ - k~ dk~
+    o = enter q~ S + P v               P = q~ k~^T, j <= i      the next S: enter leave S + (leave k~)^T v
+    dq~ = enter do S^T + dP k~         dP = do v^T, j <= i      the last D: enter leave D + (enter q~)^T do
+    dk~ = leave v D^T + dP^T q~        dv = leave k~ D + P^T do
+    dg_i = <S, dS> before the chunk - sum over j < i of q~ dq~ - k~ dk~
 
 and with one decay a head it may be v~ = v e^-M, not k~. This is the fast form of `chunk`, and `within` tells at run time whether
 it is exact. Only S, and D against time, pass from chunk to chunk. XLA runs a product of many small matrices on one core, but
@@ -145,87 +147,103 @@ class Problem:
 
 
 class Factors(NamedTuple):
-    """Those of `chunk.fast` for one group, None is 1: what multiplies q, k, v [B, n, C, H, D]; enter, leave [B, n, H, D, 1]."""
+    """Those of one group, None is 1.
+
+    q, k, v [B, n, C, H, D] multiply q, k, v; enter, leave_k, leave_v [B, N, 1, D] what these make, where it meets a state. Of
+    `leave` there is the one on the side of e^-M. log: of the decay through each chunk, [B, n, H, D, 1] for groups of time.
+    """
 
     q: Array | None = None
     k: Array | None = None
     v: Array | None = None
     enter: Array | None = None
-    leave: Array | None = None
+    leave_k: Array | None = None
+    leave_v: Array | None = None
+    log: Array | None = None
     links: Links | None = None
-
-    @property
-    def through(self) -> Array | None:
-        return None if self.enter is None else self.enter * self.leave
 
 
 def factors(p: Problem) -> list[Factors]:
     log, found = log_decays(p.r), []
     if log is None:
         B, T, H = (*p.r.q.shape[:2], p.r.num_heads)
-        none = varying_like(jnp.zeros((B, T // p.size, H // GROUPS, 1), p.r.dtype), p.r.q)
-        return [Factors(links=links(none, none, p.r.reverse) if p.of_heads else None)] * GROUPS
+        none = varying_like(jnp.zeros((B, T // p.size, H // GROUPS), p.r.dtype), p.r.q)
+        return [Factors(links=links(none, p.r.reverse) if p.of_heads else None)] * GROUPS
     for log in p.split(log):  # noqa: B020
         B, n, C, H, D = log.shape
         M = chunk.sums(p.g.middle, log.reshape(B, n, C, H * D)).reshape(log.shape)
         enter, leave = log[:, :, p.g.begin] - M[:, :, p.g.begin], M[:, :, p.g.end]
-        linked = links(enter, leave, p.r.reverse) if p.of_heads else None
-        up, enter, leave = (jnp.exp(x) for x in (M, enter, leave))
-        k, v = (None, 1 / up) if D == 1 and DOWN_AT_V else (1 / up, None)
-        found.append(Factors(up, k, v, enter[..., None], leave[..., None], linked))
+        through = enter + leave
+        linked = links(through[..., 0], p.r.reverse) if p.of_heads else None
+        up, (enter, leave) = jnp.exp(M), (p.by_head(jnp.exp(x)[:, :, None]) for x in (enter, leave))
+        down, at_v = 1 / up, D == 1 and DOWN_AT_V
+        sides = (None, down, enter, None, leave) if at_v else (down, None, enter, leave, None)
+        found.append(Factors(up, *sides, through[..., None], linked))
     return found
 
 
-def rows(p: Problem, f: list[Factors]) -> tuple[list[Array], list[Array], list[Array]]:
-    """q~, k~ and v~ of each group, [B, N, C, _]."""
-    q = [p.by_head(times(q * p.scale, f.q)) for q, f in zip(p.split(p.r.q), f, strict=True)]
-    k = [p.by_head(times(k, f.k)) for k, f in zip(p.split(p.r.k), f, strict=True)]
-    return q, k, [p.by_head(times(v, f.v)) for v, f in zip(p.split(p.r.v), f, strict=True)]
+class Rows(NamedTuple):
+    """q~, k~ and v~ of one group, and what of them meets a state, [B, N, C, _]."""
+
+    q: Array
+    k: Array
+    v: Array
+    enter_q: Array
+    leave_k: Array
+    leave_v: Array
 
 
-def at_middle(X: list[Float[Array, "B n H K V"]], factors: list[Array | None]) -> list[Float[Array, "B n*H K V"]]:
-    return [times(X, factor).reshape(X.shape[0], -1, *X.shape[3:]) for X, factor in zip(X, factors, strict=True)]
+def rows(p: Problem, f: list[Factors]) -> list[Rows]:
+    found = []
+    for q, k, v, factor in zip(p.split(p.r.q), p.split(p.r.k), p.split(p.r.v), f, strict=True):
+        q, k, v = (p.by_head(times(*x)) for x in ((q * p.scale, factor.q), (k, factor.k), (v, factor.v)))
+        meets = times(q, factor.enter), times(k, factor.leave_k), times(v, factor.leave_v)
+        found.append(Rows(q, k, v, *meets))
+    return found
 
 
-def states(p: Problem, f: list[Factors], k, v):
-    """What is left of S at each chunk's middle, by groups, [B, N, K, V]; S before each chunk, for groups of time; the final S."""
-    added = [outer(k, v) for k, v in zip(k, v, strict=True)]
+def flat(X: list[Float[Array, "B n H K V"]]) -> list[Float[Array, "B n*H K V"]]:
+    """As products take them."""
+    return [x.reshape(x.shape[0], -1, *x.shape[3:]) for x in X]
+
+
+def states(p: Problem, f: list[Factors], rows: list[Rows]):
+    """S before each chunk, by groups, [B, N, K, V], and the final S."""
+    added = [outer(x.leave_k, x.leave_v) for x in rows]
     if p.of_heads:
         given = jnp.split(p.r.start_state, GROUPS, axis=1)
-        middle, final = zip(
+        before, final = zip(
             *(add_up(f.links, *X, against=False) for f, *X in zip(f, given, added, strict=True)), strict=True
         )
-        return middle, None, jnp.concatenate(final, axis=1)
-    added = [p.states(x) for x in added]
-    before, _, final = pass_on(p.r.start_state, [x.through for x in f], [x.leave for x in f], added, p.r.reverse)
-    return at_middle(before, [x.enter for x in f]), before, final
+        return before, jnp.concatenate(final, axis=1)
+    before, _, final = pass_on(p.r.start_state, [x.log for x in f], [p.states(x) for x in added], p.r.reverse)
+    return flat(before), final
 
 
-def adjoints(p: Problem, f: list[Factors], q, do, d_final, S: list[Array], before: list[Array] | None):
-    """What is left of D at each chunk's middle, like S; S dS before it, [B, N, K, V]; the gradient of the initial S."""
-    added = [outer(q, do) for q, do in zip(q, do, strict=True)]
+def adjoints(p: Problem, f: list[Factors], rows: list[Rows], do, d_final, S: list[Array]):
+    """D behind each chunk, like S; S dS before it; the gradient of the initial S."""
+    added = [outer(x.enter_q, do) for x, do in zip(rows, do, strict=True)]
     if p.of_heads:
         given = jnp.split(d_final, GROUPS, axis=1)
-        middle, first = zip(
+        behind, first = zip(
             *(add_up(f.links, *X, against=True) for f, *X in zip(f, given, added, strict=True)), strict=True
         )
-        edges = [S * (new + D) for S, new, D in zip(S, added, middle, strict=True)]
-        return middle, edges, jnp.concatenate(first, axis=1)
-    enter, leave, added = [x.enter for x in f], [x.leave for x in f], [p.states(x) for x in added]
-    d_after, d_before, first = pass_on(d_final, [x.through for x in f], enter, added, not p.r.reverse)
-    edges = [S * dS for S, dS in zip(before, d_before, strict=True)]
-    return at_middle(d_after, leave), at_middle(edges, [None] * GROUPS), first
+        edges = [S * (f.links.through * D + new) for f, S, D, new in zip(f, S, behind, added, strict=True)]
+        return behind, edges, jnp.concatenate(first, axis=1)
+    added = [p.states(x) for x in added]
+    behind, before, first = pass_on(d_final, [x.log for x in f], added, not p.r.reverse)
+    return flat(behind), [S * dS for S, dS in zip(S, flat(before), strict=True)], first
 
 
-def forward(p: Problem) -> tuple[list[Array], Array, list[Array] | None]:
+def forward(p: Problem) -> tuple[list[Array], Array, list[Array]]:
     """The outputs and the states before each chunk, each by groups, and between them the final states."""
     f = factors(p)
-    q, k, v = rows(p, f)
-    middle, before, final = states(p, f, k, v)
+    all_rows = rows(p, f)
+    before, final = states(p, f, all_rows)
     output = []
-    for q, k, v, S in zip(q, k, v, middle, strict=True):  # noqa: B020
-        pairs = jnp.where(p.g.causal, inner(q, k), 0)
-        output.append(p.by_token(matmul(q, S) + matmul(pairs, v)))
+    for x, S in zip(all_rows, before, strict=True):
+        pairs = jnp.where(p.g.causal, inner(x.q, x.k), 0)
+        output.append(p.by_token(matmul(x.enter_q, S) + matmul(pairs, x.v)))
     return output, final, before
 
 
@@ -241,29 +259,27 @@ class Gradient(NamedTuple):
 def backward(p: Problem, d_output, d_final, kept: Array | None) -> tuple[Gradient, Array, Array]:
     """The gradient in all rows, in the initial states and in the scale, from the states before each chunk, if those are kept."""
     r, g, f = p.r, p.g, factors(p)
-    rows_of = rows(p, f)
-    if kept is None:
-        S, before, _ = states(p, f, *rows_of[1:])
-    else:
-        before = jnp.split(kept, GROUPS, axis=1)
-        S = at_middle(before, [x.enter for x in f])
+    all_rows = rows(p, f)
+    S = states(p, f, all_rows)[0] if kept is None else flat(jnp.split(kept, GROUPS, axis=1))
     cotangents = [p.by_head(x) for x in p.split(d_output)]
-    D, edges, d_initial = adjoints(p, f, rows_of[0], cotangents, d_final, S, before)
+    D, edges, d_initial = adjoints(p, f, all_rows, cotangents, d_final, S)
 
     d, d_scale = Gradient([], [], [], []), 0
-    groups = zip(*rows_of, cotangents, S, D, edges, f, p.split(r.q), strict=True)
-    for q, k, v, do, S, D, edge, factor, q_given in groups:
+    groups = zip(all_rows, cotangents, S, D, edges, f, p.split(r.q), strict=True)
+    for x, do, S, D, edge, factor, q_given in groups:
         # With each token's own part, unlike in `chunk.backward`: see `within`.
-        pairs, d_pairs = (jnp.where(g.causal, x, 0) for x in (inner(q, k), inner(do, v)))
-        dq, dk = inner(do, S) + matmul(d_pairs, k), inner(v, D) + outer(d_pairs, q)
+        pairs, d_pairs = (jnp.where(g.causal, y, 0) for y in (inner(x.q, x.k), inner(do, x.v)))
+        dq = times(inner(do, S), factor.enter) + matmul(d_pairs, x.k)
+        dk = times(inner(x.leave_v, D), factor.leave_k) + outer(d_pairs, x.q)
+        dv = times(matmul(x.leave_k, D), factor.leave_v) + outer(pairs, do)
         if r.decay.form != "none":
-            d_log = chunk.log_gradient(g, q * dq - k * dk, total(edge, 3), per_head=r.decay.key is None)
+            d_log = chunk.log_gradient(g, x.q * dq - x.k * dk, total(edge, 3), per_head=r.decay.key is None)
             d.log.append(p.by_token(d_log))
         dq = times(p.by_token(dq), factor.q)
         d_scale += (dq * q_given).sum((1, 2, 3, 4))
         d.q.append(dq * p.scale)
         d.k.append(times(p.by_token(dk), factor.k))
-        d.v.append(times(p.by_token(matmul(k, D) + outer(pairs, do)), factor.v))
+        d.v.append(times(p.by_token(dv), factor.v))
     return d, d_initial, d_scale
 
 
@@ -312,7 +328,7 @@ def solve(r: Recurrence, size: int) -> tuple[Outputs, Float[Array, "B chunks H K
     def body(at, part: Recurrence, carry):
         state, output, kept = carry
         o, state, before = forward(Problem(part.replace(initial_state=state), size))
-        before = [x.reshape(*x.shape[:2], 1, *x.shape[2:3], -1) for x in before]  # as rows of size 1
+        before = [x.reshape(B, -1, 1, H, K * V) for x in before]  # as rows of size 1
         return state, write(output, o, at), write(kept, before, at // size)
 
     output, kept = jnp.zeros((B, T, H, V), r.q.dtype), jnp.ones((B, T // size, H, K * V), r.dtype)

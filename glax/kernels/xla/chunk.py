@@ -101,15 +101,13 @@ class Factors(NamedTuple):
     """What the gates of one side of the state (its rows with q and k, or its columns with o and v) multiply; None is 1.
 
         q reads the state:   (q * inward) S         pairs:   sum over levels of (q * up) (k * down)^T * between, masked
-        the state goes on:   through * S + (k * outward)^T v
+        the state gains:     (k * outward)^T v
 
-    inward, outward, up, down: [B, H, C, D], or [..., 1] for a gate per head; through: [B, H, 1, D];
-    between: [B, H, C, C], for a gate per head alone.
+    inward, outward, up, down: [B, H, C, D], or [..., 1] for a gate per head; between: [B, H, C, C], for that alone.
     """
 
     inward: Array | None = None
     outward: Array | None = None
-    through: Array | None = None
     up: tuple[Array | None, ...] = (None,)
     down: tuple[Array | None, ...] = (None,)
     between: Array | None = None
@@ -127,7 +125,7 @@ def sums(matrix: np.ndarray, x: Float[Array, "B H C D"]) -> Float[Array, "B H I 
     quarters = copies(np.stack([matrix[:half, :half], matrix[half:, half:]]), x)
     halves = x.reshape(*x.shape[:2], 2, half, x.shape[3])
     y = matmul(quarters, halves)
-    for other, weight in enumerate((below[0, 0], above[0, 0])):
+    for other, weight in enumerate((float(below[0, 0]), float(above[0, 0]))):  # a NumPy number would widen y under x64
         if weight:
             takes = np.reshape(np.arange(2) != other, (2, 1, 1))
             y += jnp.where(takes, weight * total(halves[:, :, other], 2)[:, :, None, None], 0)
@@ -150,7 +148,7 @@ def fast(g: Geometry, gates: Float[Array, "B H C D"] | None) -> Factors:
     up, down = jnp.exp(middle), jnp.exp(-middle)
     enter = jnp.exp(gates[:, :, g.begin] - middle[:, :, g.begin])[:, :, None]
     leave = up[:, :, g.end][:, :, None]
-    return Factors(up * enter, down * leave, enter * leave, (up,), (down,))
+    return Factors(up * enter, down * leave, (up,), (down,))
 
 
 def reach(g: Geometry, gates: Float[Array, "B H C D"]) -> Array:
@@ -176,40 +174,77 @@ def exact(g: Geometry, gates: Float[Array, "B H C D"] | None, own: bool) -> Fact
     stacked = np.concatenate([g.prefix, g.suffix, *(matrix for matrix, _ in g.halvings)])
     inward, outward, *pairs = jnp.split(jnp.exp(sums(stacked, gates)), levels + 2, axis=2)
     pairs = (*pairs, *self_level)
-    return Factors(inward, outward, inward[:, :, g.end][:, :, None], pairs, pairs)
+    return Factors(inward, outward, pairs, pairs)
 
 
 def per_head(g: Geometry, gates: Float[Array, "B H C 1"]) -> Factors:
     """One gate a head: e^{G_i - G_j} is one matrix, each entry by its own sum, from j's next token through i. Exact."""
     inward, outward = jnp.split(jnp.exp(sums(np.concatenate([g.prefix, g.suffix]), gates)), 2, axis=2)
     between = jnp.exp(sums(g.prefix, jnp.where(g.earlier, gates, 0)))
-    return Factors(inward, outward, inward[:, :, g.end][:, :, None], between=between)
+    return Factors(inward, outward, between=between)
 
 
 def edges(g: Geometry, gates: Float[Array, "B H C D"] | None) -> Factors:
-    """The factors that `advance` needs, exact for every gate, for one exponential an element."""
-    if gates is None:
-        return Factors()
-    total = jnp.exp(gates.sum(2, keepdims=True))
-    return Factors(outward=jnp.exp(sums(g.suffix, gates)), through=total)
+    """The factors that `added` needs, exact for every gate, for one exponential an element."""
+    return Factors() if gates is None else Factors(outward=jnp.exp(sums(g.suffix, gates)))
 
 
 def times(x: Array, factor: Array | None) -> Array:
     return x if factor is None else x * factor
 
 
-def rows(factor: Array | None) -> Array | None:
-    """[B, H, 1, K] as a factor of the rows of a state [B, H, K, V]."""
-    return None if factor is None else factor.mT
-
-
-def advance(S, k, v, key: Factors, value: Factors):
-    """The state after the chunk: through * S + (k * outward)^T (v * outward).
+def added(k, v, key: Factors, value: Factors) -> Float[Array, "B H K V"]:
+    """What the tokens of a chunk add to the state behind it: (k * outward)^T (v * outward).
 
     Of its transpose, with the roles of rows and columns swapped.
     """
-    added = matmul(times(k, key.outward).mT, times(v, value.outward))
-    return times(times(S, rows(key.through)), value.through) + added
+    return matmul(times(k, key.outward).mT, times(v, value.outward))
+
+
+class StateDecay(NamedTuple):
+    """The decay of a state over a chunk, base + rest, and base 1 where it is mild.
+
+    A decay close to 1 has few digits left beside the 1. Equal ones round alike at every chunk, and a million tokens multiply
+    that: e^-2.6e-6, of 64 gates of -4e-8, is 1% off in its logarithm. `rest`, e^log - 1, has all its digits.
+    """
+
+    base: Array
+    rest: Array
+
+
+def state_decay(*logs: Array | None) -> StateDecay | None:
+    """Of the sum of logs, those that are not None: of a chunk's gates, shaped as the state's rows or columns."""
+    whole = None
+    for log in logs:
+        if log is None:
+            continue
+        is_mild = jnp.abs(log) < 0.5
+        one = StateDecay(jnp.where(is_mild, 1, jnp.exp(log)), jnp.where(is_mild, jnp.expm1(log), 0))
+        if whole is None:
+            whole = one
+        else:
+            rest = whole.rest * one.base + one.rest * (whole.base + whole.rest)
+            whole = StateDecay(whole.base * one.base, rest)
+    return whole
+
+
+class State(NamedTuple):
+    """A state as a sum: `low` is what rounding left out of `high`, so that errors do not grow with the number of chunks."""
+
+    high: Float[Array, "B H K V"]
+    low: Float[Array, "B H K V"]
+
+    @classmethod
+    def of(cls, high: Array) -> "State":
+        return cls(high, jnp.zeros_like(high))
+
+    def behind(self, decay: StateDecay | None, added: Array) -> "State":
+        """The state behind a chunk: decay * S + added."""
+        kept, change = self.high, self.low + added
+        if decay is not None:
+            kept, change = kept * decay.base, kept * decay.rest + (self.low * decay.base + added)
+        high = kept + change
+        return State(high, change - (high - kept))
 
 
 def forward(S, q, k, v, key: Factors, value: Factors, masks):
@@ -226,7 +261,7 @@ def forward(S, q, k, v, key: Factors, value: Factors, masks):
 
 
 def backward(S, dS, q, k, v, do, key: Factors, value: Factors, masks):
-    """dL/dS before the chunk, from S before it and dS = dL/dS after it; and dq, dk, dv, each as (own token's part, rest).
+    """What the chunk adds to dL/dS, from S before it and dS = dL/dS behind it; and dq, dk, dv, each as (own token's part, rest).
 
     S and dS are transposed, [B, H, V, K]: of the four products with them, three then need no transposition.
     The own token's parts do not depend on the gates. Kept out of the gates' telescoped gradient, their rounding cannot
@@ -237,7 +272,7 @@ def backward(S, dS, q, k, v, do, key: Factors, value: Factors, masks):
     dq = times(matmul(do_in, S), key.inward)
     dk = times(matmul(v_out, dS), key.outward)
     dv = times(matmul(k_out, dS.mT), value.outward)
-    dS = times(times(dS, key.through), rows(value.through)) + matmul(do_in.mT, q_in)
+    d_added = matmul(do_in.mT, q_in)
     for up, down, up_v, down_v, mask in zip(key.up, key.down, value.up, value.down, masks, strict=True):
         q_up, k_down, v_down, do_up = times(q, up), times(k, down), times(v, down_v), times(do, up_v)
         # [B, H, C, C]
@@ -248,7 +283,7 @@ def backward(S, dS, q, k, v, do, key: Factors, value: Factors, masks):
         dv += times(matmul(pairs.mT, do_up), down_v)
     # [B, H, C, 1]
     own, d_own = total(q * k, 3)[..., None], total(do * v, 3)[..., None]
-    return dS, (d_own * k, dq), (d_own * q, dk), (own * do, dv)
+    return d_added, (d_own * k, dq), (d_own * q, dk), (own * do, dv)
 
 
 def log_gradient(g: Geometry, terms: Float[Array, "B H C D"], edge: Float[Array, "B H D"], per_head: bool) -> Array:

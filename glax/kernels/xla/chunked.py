@@ -52,7 +52,7 @@ class ChunkedConfig(Config):
 class Windows:
     """Reads and writes the rows of one chunk. All C rows of a window are in bounds; those outside the chunk read as 0."""
 
-    def __init__(self, r: Recurrence, chunks: Chunks, i):
+    def __init__(self, r: Recurrence, chunks: Chunks, i, begins):
         C, T = chunks.size, r.q.shape[1]
         self.r, self.C = r, C
         self.start = jnp.minimum(chunks.first[i], T - C)
@@ -61,6 +61,7 @@ class Windows:
         # [C]: whether a row is of this chunk; None if all rows of all chunks are
         self.own = None if whole else (row >= chunks.first[i]) & (row < chunks.last[i])
         self.sequence = chunks.sequence[i]
+        self.begins = begins  # whether the scan comes to this chunk's sequence with it
         self.batch = r.q.shape[0]
 
     def rows(self, x: Float[Array, "B T H D"]) -> Float[Array, "B C H D"]:
@@ -99,6 +100,18 @@ class Windows:
     def scale(self) -> Float[Array, "B 1 1 1"]:
         return self.state(self.r.scale)[:, None, None, None]
 
+    def entered(self, carried, states: Float[Array, "N *rest"] | None):
+        """`carried` from the chunk before, or, where a packed sequence begins, its row of `states`, or 0.
+
+        So the loop never reads the array that it writes its states to. XLA would copy that at every chunk, all N states.
+        """
+        if self.r.boundaries is None:
+            return carried
+        first = 0 if states is None else self.state(states)
+        if isinstance(carried, chunk.State):
+            return chunk.State(jnp.where(self.begins, first, carried.high), jnp.where(self.begins, 0, carried.low))
+        return jnp.where(self.begins, first, carried)
+
     def put_state(self, states, x):
         return x if self.r.boundaries is None else lax.dynamic_update_slice_in_dim(states, x, self.sequence, 0)
 
@@ -116,6 +129,14 @@ class Windows:
             key = jnp.broadcast_to(key, (*key.shape[:2], self.C, 1))
             key = key if self.own is None else jnp.where(self.own[:, None], key, 0)
         return tuple(None if x is None else jnp.maximum(x, floor) for x in (key, value))
+
+
+def log_through(gates: tuple[Array | None, Array | None], transposed: bool = False) -> list[Array | None]:
+    """The log decays of a chunk's state, of rows [B, H, K, 1] and columns [B, H, 1, V]; or of its transpose."""
+    key, value = (None if x is None else chunk.total(x, 2)[:, :, None] for x in gates)
+    if transposed:
+        return [key, None if value is None else value.mT]
+    return [None if key is None else key.mT, value]
 
 
 def log_of_zero(dtype) -> float:
@@ -155,10 +176,13 @@ def start(r: Recurrence, config: ChunkedConfig) -> tuple[Chunks, chunk.Geometry]
 def walk(r: Recurrence, chunks: Chunks, body, carry, backwards: bool):
     """Folds body(windows, i, carry) over the chunks, in the order of the recurrence or against it."""
     carry = jax.tree.map(lambda x: varying_like(x, r.q), carry)
+    against_time = r.reverse != backwards
 
-    def step(i, carry):
-        i = chunks.count - 1 - i if r.reverse != backwards else i
-        return body(Windows(r, chunks, i), i, carry)
+    def step(n, carry):
+        i = chunks.count - 1 - n if against_time else n
+        earlier = jnp.clip(i + 1 if against_time else i - 1, 0, chunks.first.shape[0] - 1)
+        begins = (n == 0) | (chunks.sequence[earlier] != chunks.sequence[i])
+        return body(Windows(r, chunks, i, begins), i, carry)
 
     return lax.fori_loop(0, chunks.count, step, carry)
 
@@ -197,25 +221,33 @@ def shorter(r: Recurrence, config: ChunkedConfig) -> ChunkedConfig:
 def by_walk(r: Recurrence, config: ChunkedConfig, keep: bool) -> tuple[Outputs, Array | None]:
     """The same, chunk by chunk, in four products of matrices each."""
     chunks, g = start(r, config)
+    first = r.start_state
 
     def body(w: Windows, i, carry):
-        states, output, kept = carry
+        state, states, output, kept = carry
 
         def use(key, value, masks, S):
             q, k, v = w.read_all(r.q, r.k, r.v)
             q *= w.scale
-            return chunk.advance(S, k, v, key, value), chunk.forward(S, q, k, v, key, value, masks)
+            return chunk.added(k, v, key, value), chunk.forward(S, q, k, v, key, value, masks)
 
-        before = w.state(states)
-        S, o = either_way(g, r.decay, w.gates(), True, use, before)
-        kept = kept if kept is None else lax.dynamic_update_index_in_dim(kept, before, i, 1)
-        return [w.put_state(states, S), w.write(output, o), kept]
+        state, gates = w.entered(state, first), w.gates()
+        added, o = either_way(g, r.decay, gates, True, use, state.high)
+        kept = kept if kept is None else lax.dynamic_update_index_in_dim(kept, state.high, i, 1)
+        state = state.behind(chunk.state_decay(*log_through(gates)), added)
+        return [state, w.put_state(states, state.high), w.write(output, o), kept]
 
     output = jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)
     B, (H, K, V) = r.q.shape[0], r.state_shape[1:]
     kept = jnp.zeros((B, chunks.first.shape[0], H, K, V), r.dtype) if keep else None
-    final, output, kept = walk(r, chunks, body, [r.start_state, output, kept], backwards=False)
+    _, final, output, kept = walk(r, chunks, body, [state_of(first, B), first, output, kept], backwards=False)
     return Outputs(output, final), kept
+
+
+def state_of(states: Float[Array, "N *rest"], B: int) -> chunk.State:
+    """The state that a scan begins with; a packed one reads it at its first chunk, if it has any."""
+    same = states.shape[0] == B
+    return chunk.State.of(states if same else jnp.zeros((B, *states.shape[1:]), states.dtype))
 
 
 def is_told(r: Recurrence, size: int) -> bool:
@@ -283,16 +315,18 @@ class Stored:
 
 def states_before(r: Recurrence, chunks: Chunks, g: chunk.Geometry, d_qk: list[Array]):
     """A walk forwards that stores the state before each chunk: how to read it, and d_qk, which it may have filled."""
-    stored = Stored(r, chunks)
+    stored, first = Stored(r, chunks), r.start_state.mT
 
     def remember(w: Windows, i, carry):
-        states, place = carry
-        S, (key, value) = w.state(states), w.gates()
+        state, place = carry
+        state, (key, value) = w.entered(state, first), w.gates()
         k, v = w.read_all(r.k, r.v)
-        after = chunk.advance(S, v, k, chunk.edges(g, value), chunk.edges(g, key))
-        return [w.put_state(states, after), stored.put(w, i, place, S)]
+        added = chunk.added(v, k, chunk.edges(g, value), chunk.edges(g, key))
+        decay = chunk.state_decay(*log_through((key, value), transposed=True))
+        return [state.behind(decay, added), stored.put(w, i, place, state.high)]
 
-    _, place = walk(r, chunks, remember, [r.start_state.mT, d_qk if stored.in_rows else stored.own], backwards=False)
+    carry = [state_of(first, r.q.shape[0]), d_qk if stored.in_rows else stored.own]
+    _, place = walk(r, chunks, remember, carry, backwards=False)
     if stored.in_rows:
         return stored.get, place
     return lambda w, i, d_qk: stored.get(w, i, place), d_qk
@@ -340,34 +374,41 @@ def vjp_by_walk(r: Recurrence, config: ChunkedConfig, d_output, d_final, states:
         state_before, d_qk = states_before(r, chunks, g, d_qk)
 
     def body(w: Windows, i, carry):
-        d_states, d_scale, d_qk, d_v, d_decay = carry
-        S, dS = state_before(w, i, d_qk), w.state(d_states)
+        d_state, each_scale, d_states, d_scale, d_qk, d_v, d_decay = carry
+        d_state, gates = w.entered(d_state, d_last), w.gates()
 
         def use(key, value, masks, S, dS):
             unscaled, k, v, do = w.read_all(r.q, r.k, r.v, d_output)
             q = unscaled * w.scale
-            dS, dq, dk, dv = chunk.backward(S, dS, q, k, v, do, key, value, masks)
+            d_added, dq, dk, dv = chunk.backward(S, dS, q, k, v, do, key, value, masks)
             row_terms = q * dq[1] - k * dk[1]
             o = None if r.decay.value is None else chunk.forward(S.mT, q, k, v, key, value, masks)
             column_terms = None if o is None else o * do - v * dv[1]
-            each_scale = chunk.total(unscaled * sum(dq), 3).sum((1, 2))
-            sides = (row_terms, chunk.total(S * dS, 2)), (column_terms, chunk.total(S * dS, 3))
-            return dS, each_scale, sum(dq) * w.scale, sum(dk), sum(dv), sides
+            more_scale = chunk.total(unscaled * sum(dq), 3).sum((1, 2))
+            return d_added, more_scale, sum(dq) * w.scale, sum(dk), sum(dv), (row_terms, column_terms)
 
-        dS, each_scale, dq, dk, dv, sides = either_way(g, r.decay, w.gates(), False, use, S, dS)
+        S = state_before(w, i, d_qk)
+        d_added, more_scale, dq, dk, dv, terms = either_way(g, r.decay, gates, False, use, S, d_state.high)
+        d_state = d_state.behind(chunk.state_decay(*log_through(gates, transposed=True)), d_added)
+        edges = (chunk.total(S * d_state.high, axis) for axis in (2, 3))
+        each_scale = w.entered(each_scale, None) + more_scale
         return [
-            w.put_state(d_states, dS),
-            w.put_state(d_scale, w.state(d_scale) + each_scale),
+            d_state,
+            each_scale,
+            w.put_state(d_states, d_state.high),
+            w.put_state(d_scale, each_scale),
             [w.write(rows, x) for rows, x in zip(d_qk, (dq, dk), strict=True)],
             w.write(d_v, dv),
-            decay_gradient(w, g, d_decay, *sides),
+            decay_gradient(w, g, d_decay, *zip(terms, edges, strict=True)),
         ]
 
     d_v, d_decay = next(blank)(r.v), jax.tree.map(lambda x: next(blank)(x), r.decay)
     if r.decay.constant is not None:
         d_decay = Decay(constant=jnp.zeros(r.decay.constant.shape, r.dtype))
-    carry = [d_final.astype(r.dtype).mT, jnp.zeros_like(r.scale), d_qk, d_v, d_decay]
-    d_initial, d_scale, (dq, dk), dv, d_decay = walk(r, chunks, body, carry, backwards=True)
+    B, d_last = r.q.shape[0], d_final.astype(r.dtype).mT
+    sums = [d_last, jnp.zeros_like(r.scale)]
+    carry = [state_of(d_last, B), jnp.zeros(B, r.dtype), *sums, d_qk, d_v, d_decay]
+    _, _, d_initial, d_scale, (dq, dk), dv, d_decay = walk(r, chunks, body, carry, backwards=True)
     d_initial = None if r.initial_state is None else d_initial.mT
     d = r.replace(q=dq, k=dk, v=dv, decay=d_decay, initial_state=d_initial, boundaries=None, scale=d_scale)
     return gradient_like(r, d)
