@@ -1,6 +1,7 @@
 """Where the chunked kernel's gradient has the states before each chunk from."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from glax.bind import bind
 from glax.kernels import load_kernels
 from glax.kernels.xla.chunked import ChunkedConfig, Stored, start
 from glax.registry import kernel_registry
+from tests.close import assert_close
 from tests.compiling import quick_jit
 
 load_kernels()
@@ -47,6 +49,50 @@ def test_from_states_that_were_kept(cuts, reverse, chunks):
     if chunks[0] == chunks[1]:  # that they were used
         wrong = run(r, do, state, kept._replace(states=2 * kept.states))
         assert np.abs(wrong.q - want.q).max() > 0.1
+
+
+# Many chunks together, and one after the other.
+@pytest.mark.parametrize("T", [2**15, 2**15 - 1])
+@pytest.mark.parametrize("gate", ["g_gamma", "gk"])
+def test_decays_next_to_1_over_many_chunks(gate, T):
+    """Of 4 tokens: as many chunks as half a million tokens have. To the second head no token adds anything."""
+    rng = np.random.default_rng(0)
+    q, k, v, do = (rng.standard_normal((1, T, 2, 2)).astype(np.float32) for _ in range(4))
+    state, d_final = (rng.standard_normal((1, 2, 2, 2)).astype(np.float32) for _ in range(2))
+    for x in (q, k, v, do):
+        x[:, :, 1] = 0
+    log = np.array([-4e-8, -3.7e-7], np.float32)
+    gates = log if gate == "g_gamma" else np.broadcast_to(log[:, None], q.shape)
+    r = bind(*map(jnp.asarray, (q, k, v)), **{gate: jnp.asarray(gates)}, initial_state=jnp.asarray(state), softmax_scale=1.0)
+    forward, gradient = (kernel_registry.kernels[f"chunked{end}/xla/any"].run for end in ("", ".vjp"))
+    _, final = quick_jit(functools.partial(forward, config=ChunkedConfig(4)))(r)
+    d = quick_jit(functools.partial(gradient, config=ChunkedConfig(4)))(r, jnp.asarray(do), jnp.asarray(d_final))
+
+    log = log.astype(np.float64)
+    # [T, H]: the decays behind each token, and from the first through it
+    behind, through = np.exp(np.arange(T)[::-1, None] * log), np.exp(np.arange(1, T + 1)[:, None] * log)
+    sums = functools.partial(np.einsum, "th,thk,thv->hkv", optimize=True)
+    decay = through[-1][:, None, None]
+    assert_close("final_state", final[0], decay * state[0] + sums(behind, k[0], v[0], dtype=float), 1e-6)
+    assert_close("d_state", d.initial_state[0], decay * d_final[0] + sums(through, q[0], do[0], dtype=float), 1e-6)
+    for head in (0, 1):
+        assert_close("a head", final[0, head], (decay * state[0] + sums(behind, k[0], v[0], dtype=float))[head], 1e-6)
+
+
+def test_time_follows_tokens_and_not_the_slots_for_sequences():
+    """Of 2 sequences, in a program for 2 or 512: it holds no copy of all states at every chunk."""
+    T, slots = 256, 512
+    q, gk = jnp.ones((1, T, 1, 64)), -jnp.ones((1, T, 1, 64))
+    cuts = jnp.asarray([0, 100] + [T] * (slots - 1))
+    r = bind(q, q, q, gk=gk, cu_seqlens=cuts)
+    for name, *cotangents in (("chunked",), ("chunked.vjp", q, jnp.zeros(r.state_shape))):
+        run = functools.partial(kernel_registry.kernels[f"{name}/xla/any"].run, config=ChunkedConfig(C))
+        text = quick_jit(run).lower(r, *cotangents).compile().as_text()
+        states = rf"f32\[{slots},1,64,64\]"
+        loops = [part for part in text.split("\n\n") if "dynamic-update-slice" in part and re.search(states, part)]
+        assert loops
+        for body in loops:
+            assert not re.search(rf"{states}\S* copy\(", body), f"{name} copies all states in a loop"
 
 
 @pytest.mark.parametrize("gate", ["gk", "gv"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from glax.kernels.xla.chunked import ChunkedConfig
 from glax.recurrence import Outputs, Recurrence
 from glax.reference import reference, reference_gradient
 from glax.registry import Backend, Config, KernelSpec, Platform, kernel_registry
-from tests.cases import EXTREME, Case, Sweep, all_cases, all_sweeps, cotangents, recurrence
-from tests.close import assert_gradients_close, assert_outputs_close
+from tests.cases import EXTREME, Case, Sweep, all_cases, all_sweeps, cotangents, inputs, recurrence
+from tests.close import assert_close, assert_gradients_close, assert_outputs_close
 
 load_kernels()
 CASES = list(all_cases())
@@ -154,6 +155,26 @@ def test_float64():
             for spec in BACKWARD:
                 if spec.refusal(recurrence(case, "mild")) is None:
                     check_gradient(case, jitted(spec, spec.config(16)))
+
+
+def test_float64_with_several_gates():
+    """Of float32: their sum must not be."""
+    with jax.enable_x64(True):
+        for gates in itertools.combinations(("g", "g_gamma", "gk", "gv"), 2):
+            case = Case("", dtype="float64", T=20, gates=gates)
+            r, want = recurrence(case, "log-sigmoid"), wide_sum(case)
+            for x, y in zip(jax.tree.leaves(r.decay), want, strict=True):
+                assert_close("log decay", x, y, 1e-15)
+
+
+def wide_sum(case: Case) -> list[np.ndarray]:
+    """The log decays of a case of two gates, of the state's rows or both sides, summed in float64."""
+    gates = {name: np.asarray(inputs(case, "log-sigmoid")[name], np.float64) for name in case.gates}
+    if "gk" in gates and "gv" in gates:
+        return [gates["gk"], gates["gv"]]
+    rank = max(max(x.ndim for x in gates.values()), 3)
+    each = (x[:, None] if name == "g_gamma" else x for name, x in gates.items())
+    return [sum(x.reshape(*x.shape, *[1] * (rank - x.ndim)) for x in each)]
 
 
 # ---- the suite itself can fail ---------------------------------------------------------------------------------------

@@ -177,3 +177,17 @@ def test_without_jit():
         got = glax.recurrent(**ARGUMENTS)
     for x, y in zip(got, glax.recurrent(**ARGUMENTS), strict=True):
         assert_close("result", x, y, 1e-6)
+
+
+def test_gradient_of_packed_sequences_without_jit():
+    case = Case("", T=24, K=4, V=4, cuts=(0, 7, 7, 24))
+    arguments = inputs(case, "log-sigmoid")
+
+    def gradient():
+        run = functools.partial(glax.recurrent, cu_seqlens=jnp.asarray(case.cuts), platform="xla")
+        return jax.grad(lambda x: (run(**x).output ** 2).sum())(arguments)
+
+    with jax.disable_jit():
+        got = gradient()
+    for name, want in gradient().items():
+        assert_close(name, got[name], want, 1e-6)
