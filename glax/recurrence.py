@@ -41,6 +41,11 @@ class Recurrence:
         return self.q.shape[0] if self.boundaries is None else self.boundaries.shape[0] - 1
 
     @property
+    def is_symbolic(self) -> bool:
+        """Whether B, T or N is a symbol, whose value only a running program has: see jax.export.symbolic_shape."""
+        return any(map(is_symbol, (*self.q.shape[:2], self.num_sequences)))
+
+    @property
     def state_shape(self) -> tuple[int, int, int, int]:
         return (self.num_sequences, self.num_heads, self.q.shape[3], self.v.shape[3])
 
@@ -166,9 +171,13 @@ def aligned(r):
     return structure.unflatten(cast)
 
 
+def is_symbol(n) -> bool:
+    return not isinstance(n, int)
+
+
 def bucket(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << max(n - 1, 0).bit_length()
+    """The least power of two that is not below n; a symbol as it is."""
+    return n if is_symbol(n) else 1 << max(n - 1, 0).bit_length()
 
 
 def describe(r: Recurrence) -> str:

@@ -124,6 +124,8 @@ class KernelSpec:
             return f"needs a {self.backend}, {computes_on()}"
         if self.backend is Backend.GPU and lowering_platform.value is not None and local_device() is None:
             return "which GPU the program is lowered for is not known: this machine has none"
+        if r.is_symbolic and self.platform not in (Platform.XLA, Platform.CPP):
+            return "takes shapes that are known while tracing, not symbols"
         if config is not None and type(config) is not self.config:
             return f"takes a {self.config.__name__}, cfg is a {type(config).__name__}"
         return denied(self.name) or self.supports(r)

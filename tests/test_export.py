@@ -5,7 +5,15 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import export
+
+import glax
+from glax.kernels.xla.chunked import ChunkedConfig
+from tests.close import assert_close
+from tests.compiling import quick_jit
 
 pytestmark = pytest.mark.fast
 
@@ -97,3 +105,37 @@ def test_the_compilation_cache_knows_a_program_on_a_mesh_again(processes):
     assert all(first["new_in_cache"].values()), "nothing was cached, so that this test tells nothing"
     assert second["new_in_cache"] == dict(forward=0, gradient=0, by_xla=0)
     assert max(error for name, error in second["errors"].items() if "cached" in name) < 2e-6
+
+
+CALLS = dict(
+    chosen=dict(gk=True),
+    constant=dict(g_gamma=True, cfg=ChunkedConfig(16), reverse=True),
+    both=dict(gk=True, gv=True, cfg=ChunkedConfig(16)),
+    packed=dict(gk=True, cfg=ChunkedConfig(16), cu_seqlens=True),
+    token=dict(gv=True, platform="xla"),
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_symbolic_shapes(call):
+    """One program for every batch and length: shorter than a chunk, and not a multiple of one."""
+    gates = {name: x for name, x in CALLS[call].items() if name in ("gk", "gv", "g_gamma")}
+    options = {name: x for name, x in CALLS[call].items() if name not in (*gates, "cu_seqlens")}
+    packed = "cu_seqlens" in CALLS[call]
+
+    def loss(x, cuts):
+        given = {name: -jnp.ones(2) / 8 if name == "g_gamma" else -jnp.abs(x) for name in gates}
+        output, state = glax.recurrent(x, x, x, **given, **options, cu_seqlens=cuts)
+        return (output**2).sum() + (state**2).sum()
+
+    program = quick_jit(jax.value_and_grad(loss))
+    shape = export.symbolic_shape("1, t, 2, 8" if packed else "b, t, 2, 8")
+    cuts = jax.ShapeDtypeStruct((3,), jnp.int32) if packed else None
+    checks = [export.DisabledSafetyCheck.custom_call(f"glax_{name}") for name in ("forward", "gradient")]
+    exported = export.export(program, disabled_checks=checks)(jax.ShapeDtypeStruct(shape, jnp.float32), cuts)
+    for B, T in ((1, 5), (1 if packed else 3, 40)):
+        x = jnp.sin(jnp.arange(B * T * 2 * 8.0)).reshape(B, T, 2, 8)
+        cuts = jnp.array([0, 2, T - 1], jnp.int32) if packed else None
+        got, want = quick_jit(exported.call)(x, cuts), program(x, cuts)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert_close("with symbols", a, b, 2e-6)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from glax.recurrence import Recurrence
+from glax.recurrence import Recurrence, is_symbol
 
 
 class Chunks(NamedTuple):
@@ -31,6 +31,11 @@ def chunks_of(r: Recurrence, size: int) -> Chunks:
     """
     T = r.q.shape[1]
     if r.boundaries is None:
+        if is_symbol(T):
+            count = -(-T // size)
+            first = jnp.arange(count, dtype=jnp.int32) * size
+            last = jnp.minimum(first + size, jnp.asarray(T, jnp.int32))
+            return Chunks(size, jnp.asarray(count, jnp.int32), first, last, jnp.zeros_like(first))
         first = np.arange(0, T, size, dtype=np.int32)
         return Chunks(size, len(first), *map(jnp.asarray, (first, np.minimum(first + size, T), np.zeros_like(first))))
     cuts = jnp.clip(r.boundaries, 0, T)

@@ -54,6 +54,8 @@ def elements(r: Recurrence, size: int, tokens: int) -> int:
 
 def suits(r: Recurrence, size: int = CHUNK) -> bool:
     """Whether this form takes chunks of that size: all of them whole, and those of one block few enough."""
+    if r.is_symbolic:
+        return False
     whole = r.boundaries is None and r.decay.value is None and r.q.shape[1] % (GROUPS * size) == 0
     return Backend.here() is Backend.CPU and whole and elements(r, size, GROUPS * size) <= 2 * BLOCK
 

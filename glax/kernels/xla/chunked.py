@@ -13,7 +13,7 @@ from glax.decay import Decay
 from glax.kernels.chunks import Chunks, chunks_of
 from glax.kernels.xla import at_once, chunk
 from glax.kernels.xla.recurrent import recurrent, stays_in_cache
-from glax.recurrence import Kept, Outputs, Recurrence, fold_heads, gradient_like, spread_heads, varying_like
+from glax.recurrence import Kept, Outputs, Recurrence, fold_heads, gradient_like, is_symbol, spread_heads, varying_like
 from glax.registry import Backend, Config, Platform, check_field, kernel_registry
 
 
@@ -57,7 +57,7 @@ class Windows:
         self.r, self.C = r, C
         self.start = jnp.minimum(chunks.first[i], T - C)
         row = self.start + jnp.arange(C, dtype=self.start.dtype)
-        whole = r.boundaries is None and T % C == 0
+        whole = r.boundaries is None and not is_symbol(T) and T % C == 0
         # [C]: whether a row is of this chunk; None if all rows of all chunks are
         self.own = None if whole else (row >= chunks.first[i]) & (row < chunks.last[i])
         self.sequence = chunks.sequence[i]
@@ -169,8 +169,26 @@ def either_way(g: chunk.Geometry, decay: Decay, gates, own: bool, use, *operands
 
 
 def start(r: Recurrence, config: ChunkedConfig) -> tuple[Chunks, chunk.Geometry]:
-    size = min(config.chunk, r.q.shape[1])
+    size = config.chunk if is_symbol(r.q.shape[1]) else min(config.chunk, r.q.shape[1])
     return chunks_of(r, size), chunk.geometry(size, r.reverse)
+
+
+def with_room(r: Recurrence, size: int) -> Recurrence:
+    """r; where T is a symbol and may be less than a chunk, with rows behind its last that fill one, which belong to no chunk."""
+    rows = functools.partial(more_rows, size=size)
+    decay = Decay(r.decay.constant, *map(rows, (r.decay.head, r.decay.key, r.decay.value)))
+    return r.replace(q=rows(r.q), k=rows(r.k), v=rows(r.v), decay=decay)
+
+
+def more_rows(x: Array | None, size: int) -> Array | None:
+    if x is None or not is_symbol(T := x.shape[1]):
+        return x
+    return jnp.pad(x, ((0, 0), (0, -(-T // size) * size - T), *[(0, 0)] * (x.ndim - 2)))
+
+
+def first_rows(x: Array | None, T: int) -> Array | None:
+    """The inverse of `more_rows`."""
+    return x[:, :T] if x is not None and is_symbol(T) else x
 
 
 def walk(r: Recurrence, chunks: Chunks, body, carry, backwards: bool):
@@ -220,7 +238,8 @@ def shorter(r: Recurrence, config: ChunkedConfig) -> ChunkedConfig:
 
 def by_walk(r: Recurrence, config: ChunkedConfig, keep: bool) -> tuple[Outputs, Array | None]:
     """The same, chunk by chunk, in four products of matrices each."""
-    chunks, g = start(r, config)
+    T, (chunks, g) = r.q.shape[1], start(r, config)
+    r = with_room(r, chunks.size)
     first = r.start_state
 
     def body(w: Windows, i, carry):
@@ -241,7 +260,7 @@ def by_walk(r: Recurrence, config: ChunkedConfig, keep: bool) -> tuple[Outputs, 
     B, (H, K, V) = r.q.shape[0], r.state_shape[1:]
     kept = jnp.zeros((B, chunks.first.shape[0], H, K, V), r.dtype) if keep else None
     _, final, output, kept = walk(r, chunks, body, [state_of(first, B), first, output, kept], backwards=False)
-    return Outputs(output, final), kept
+    return Outputs(first_rows(output, T), final), kept
 
 
 def state_of(states: Float[Array, "N *rest"], B: int) -> chunk.State:
@@ -276,7 +295,7 @@ def chunked_and_kept(r: Recurrence, *, config: ChunkedConfig) -> tuple[Outputs, 
     config=ChunkedConfig,
     priority=lambda r: 1,
     run_and_keep=chunked_and_kept,
-    keeps=lambda r: Backend.here() is Backend.CPU,
+    keeps=lambda r: Backend.here() is Backend.CPU and not r.is_symbolic,
 )
 def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     """The recurrence in chunks; one state lives at a time, or those of one block of chunks."""
@@ -296,7 +315,7 @@ class Stored:
         B, T = r.q.shape[:2]
         H, K, V = r.state_shape[1:]
         self.shape, self.C, self.V = (chunks.first.shape[0], B, H, V, K), chunks.size, V
-        whole = r.boundaries is None and T % self.C == 0 and V <= 2 * self.C
+        whole = r.boundaries is None and not is_symbol(T) and T % self.C == 0 and V <= 2 * self.C
         whole &= r.decay.key is not None or r.decay.value is not None
         self.in_rows = whole and all(x.dtype == r.dtype and x.shape[2] == H for x in (r.q, r.k))
         self.own = [] if self.in_rows else [jnp.zeros(self.shape, r.dtype)]
@@ -365,7 +384,8 @@ def chunked_vjp(r: Recurrence, d_output, d_final, kept: Kept | None = None, *, c
 
 def vjp_by_walk(r: Recurrence, config: ChunkedConfig, d_output, d_final, states: Array | None) -> Recurrence:
     """The same in a walk backwards, from those states, or from those that another walk forms again."""
-    chunks, g = start(r, config)
+    given, (chunks, g) = r, start(r, config)
+    r, d_output = with_room(r, chunks.size), more_rows(d_output, chunks.size)
     blank = blanks(r)
     d_qk = [next(blank)(r.q), next(blank)(r.k)]
     if states is not None:
@@ -410,8 +430,12 @@ def vjp_by_walk(r: Recurrence, config: ChunkedConfig, d_output, d_final, states:
     carry = [state_of(d_last, B), jnp.zeros(B, r.dtype), *sums, d_qk, d_v, d_decay]
     _, _, d_initial, d_scale, (dq, dk), dv, d_decay = walk(r, chunks, body, carry, backwards=True)
     d_initial = None if r.initial_state is None else d_initial.mT
+    dq, dk, dv, d_head, d_key, d_value = (
+        first_rows(x, given.q.shape[1]) for x in (dq, dk, dv, d_decay.head, d_decay.key, d_decay.value)
+    )
+    d_decay = Decay(d_decay.constant, d_head, d_key, d_value)
     d = r.replace(q=dq, k=dk, v=dv, decay=d_decay, initial_state=d_initial, boundaries=None, scale=d_scale)
-    return gradient_like(r, d)
+    return gradient_like(given, d)
 
 
 def decay_gradient(w: Windows, g: chunk.Geometry, d_decay: Decay, row_side, column_side) -> Decay:

@@ -7,13 +7,14 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from glax.kernels.xla import at_once
-from glax.recurrence import Outputs, Recurrence, spread_heads, varying_like
+from glax.recurrence import Outputs, Recurrence, is_symbol, spread_heads, varying_like
 from glax.registry import Backend, Platform, kernel_registry
 
 
 def priority(r: Recurrence) -> int:
     """Above `chunked` where a chunk would be mostly padding, and where that is slower but the state stays in a core's cache."""
-    return 2 if r.q.shape[1] < 16 or (stays_in_cache(r) and not at_once.suits(r)) else 0
+    T = r.q.shape[1]
+    return 2 if (not is_symbol(T) and T < 16) or (stays_in_cache(r) and not at_once.suits(r)) else 0
 
 
 # A state is rounded at every token here, and what that adds up to grows with their number. Chunks carry what it leaves out.
@@ -26,6 +27,8 @@ def stays_in_cache(r: Recurrence) -> bool:
     Measured, float32, T = 1024, 2 cores: 5.2 ms against 6.6 at 8 heads of 64 x 64, 3.6 against 3.5 at 2 of 128 x 128,
     10 against 8.5 at 4 of those.
     """
+    if r.is_symbolic:
+        return False
     head = r.q.shape[3] * r.v.shape[3]
     small = head <= 2**12 and r.q.shape[0] * r.num_heads * head <= 2**15
     small &= r.q.shape[1] <= LONGEST
