@@ -1,6 +1,7 @@
 """Every public function, forward and gradient, under the options that JAX users hold their own code to."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -16,6 +17,8 @@ from glax.kernels.xla.chunked import ChunkedConfig
 from glax.nn import GatedLinearAttention
 from glax.registry import kernel_registry
 from tests.cases import FORMS, Case, cotangents, inputs, recurrence
+from tests.close import assert_close
+from tests.compiling import quick_jit
 
 SMALL = Case("", B=2, T=10, heads=(2, 1, 2), K=4, V=3)
 PACKED = dict(cuts=(0, 0, 4, 9), T=10, B=1)
@@ -139,6 +142,43 @@ def test_promotion_is_said(call, option):
     usual = program(f, operands)
     with HELD_TO[option]():
         assert program(f, operands) == usual
+
+
+RUN = {
+    "native": functools.partial(solving, "float32", "cpp", "both", True),
+    "recurrent": functools.partial(solving, "float32", "xla", "both", False),
+    "chunked": functools.partial(solving, "float32", None, "head", True, cfg=ChunkedConfig(4)),
+    "serving": functools.partial(serving, "float32", "cpp"),
+}
+
+
+@functools.cache
+def usually(call: str):
+    f, operands = RUN[call]()
+    return quick_jit(f)(operands)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("option", "call"),
+    [
+        *itertools.product(["jax_enable_x64", "jax_debug_nans"], RUN),
+        ("jax_disable_jit", "native"),
+        ("jax_disable_jit", "serving"),
+    ],
+)
+def test_results_are_as_ever(option, call):
+    f, operands = RUN[call]()
+    want = usually(call)
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        got = f(operands) if option == "jax_disable_jit" else quick_jit(f)(operands)
+    finally:
+        jax.config.update(option, before)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        assert_close(option, x, y, 2e-6)
 
 
 @pytest.mark.fast
