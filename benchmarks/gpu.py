@@ -36,8 +36,9 @@ from timing import table
 
 import glax
 from glax.bind import bind
+from glax.cli.arguments import four_numbers
 from glax.cli.measure import Way, copy_gbytes, interleaved
-from glax.cli.problems import GATES, Problem, four_numbers
+from glax.cli.problems import GATES, Problem
 from glax.reference import reference, reference_gradient
 from glax.registry import UnsupportedError
 

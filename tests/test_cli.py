@@ -112,7 +112,7 @@ def test_doctor_tells_what_runs_and_what_would_help(register, capsys, monkeypatc
     assert code == 0 and kernels.keys() == kernel_registry.kernels.keys()
     assert kernels["chunked/xla/any"]["usable"] and kernels["chunked/xla/any"]["reason"] is None
     assert kernels[gpu]["reason"] == "needs a gpu, JAX computes on cpu here"
-    assert kernels[gpu]["fix"] == "unset JAX_PLATFORMS, which is cpu"
+    assert kernels[gpu]["fix"].endswith("unset JAX_PLATFORMS, which is cpu")
     assert kernels[half]["usable"] and "not with float32, a gate a head: bfloat16 only" in kernels[half]["reason"]
     assert not kernels[never]["usable"] and kernels[never]["fix"] == "pip install triton jax-triton"
     platforms = {platform["name"]: platform for platform in report["platforms"]}
@@ -125,12 +125,35 @@ def test_doctor_tells_what_runs_and_what_would_help(register, capsys, monkeypatc
     assert report["cache"] == dict(folder=str(cache), unwritable=None, files=0, entries=0)
     assert not cache.exists()
 
-    monkeypatch.delenv("JAX_PLATFORMS")
-    assert "on a machine with a GPU: pip install" in doctor.fix(kernel_registry.kernels[gpu])
     monkeypatch.setenv("GLAX_CACHE_DIR", "/dev/null/cache")
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "not writable" in shown and "no kernels in this version" in shown and gpu in shown
+
+
+@pytest.mark.fast
+def test_a_remedy_is_one_where_it_is_given(register, monkeypatch):
+    """Nothing that is installed or set on a machine without a GPU makes GPU kernels run there."""
+    here = kernel_registry.kernels[register(wrong, platform=Platform.TRITON)]
+    gpu, tpu, cpu = (
+        kernel_registry.kernels[register(wrong, platform=Platform.TRITON, backend=backend)]
+        for backend in (Backend.GPU, Backend.TPU, Backend.CPU)
+    )
+    found = doctor.version_of
+    monkeypatch.setattr(doctor, "version_of", lambda name: None if "triton" in name else found(name))
+    assert doctor.fix(here) == "pip install triton jax-triton"  # nothing else is missing
+
+    monkeypatch.setattr(doctor, "present", lambda backend: False)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    elsewhere = 'on a machine with a GPU: pip install "jax[cuda13]" (or cuda12); pip install triton jax-triton'
+    assert doctor.fix(gpu) == elsewhere
+    assert doctor.fix(tpu).startswith('on a machine with a TPU: pip install "jax[tpu]"')
+    monkeypatch.setattr(doctor, "present", lambda backend: True)
+    assert doctor.fix(gpu) == elsewhere.removeprefix("on a machine with a GPU: ")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert doctor.fix(gpu) == "unset JAX_PLATFORMS, which is cpu; pip install triton jax-triton"
+    monkeypatch.setattr(doctor.Backend, "here", lambda: Backend.GPU)
+    assert doctor.fix(cpu) == "JAX_PLATFORMS=cpu"
 
 
 def test_doctor_fails_without_a_usable_kernel(register, capsys):

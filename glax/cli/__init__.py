@@ -1,13 +1,19 @@
 """The `glax` command. Each subcommand is a module with add_parser(subparsers) and run(args) -> exit code."""
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+
+import jax
 
 from glax._version import __version__
+from glax.check import one_line
 from glax.cli import bench, cache, check, demo, doctor, tune
 from glax.cli.errors import UsageError
+from glax.cli.usable import require_usable_jax
 
 SUBCOMMANDS = (doctor, check, bench, tune, cache, demo)
 INTERRUPTED, UNREAD = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as shells have it
@@ -24,17 +30,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     for module in SUBCOMMANDS:
         module.add_parser(subparsers).set_defaults(run=module.run)
-    args = parser.parse_args(arguments)
+    name = "glax"
     try:
-        status = args.run(args)
-        sys.stdout.flush()  # a reader that has gone is met here, not at exit
+        args = parser.parse_args(arguments)
+        name = f"glax {args.command}"
+        with plain_output(name):
+            if args.command != "cache":
+                require_usable_jax()
+            status = args.run(args)
+            flush(sys.stdout)  # a reader that has gone, or a full disk, is met here, not at exit
         return status
     except UsageError as error:
-        print(f"glax {args.command}: {error}", file=sys.stderr)
-        return 2
+        return ended(name, str(error), 2)
     except KeyboardInterrupt:
-        print(f"glax {args.command}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return ended(name, "interrupted", INTERRUPTED)
     except BrokenPipeError:  # as in `glax doctor | head`; else Python complains of what is left as it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
+    except OSError as error:  # a disk that is full, an output that is closed: the system says what it refuses
+        discard_output()
+        return ended(name, f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            return ended(name, f"there is not enough memory: {one_line(error)}: take a smaller problem", 1)
+        raise
+
+
+def ended(name: str, text: str, status: int) -> int:
+    print(f"{name}: {text}", file=sys.stderr)
+    return status
+
+
+@contextlib.contextmanager
+def plain_output(name: str) -> Iterator[None]:
+    """Inside, warnings are one line each, and names that the output's encoding does not have are escaped."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"{name}: {message}\n"
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+def flush(stream):
+    if stream is not None:  # None where the process was started without one
+        stream.flush()
+
+
+def discard_output():
+    """Sends what is left in the buffer of the output nowhere; else Python complains of it as it exits."""
+    try:
+        flush(sys.stdout)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

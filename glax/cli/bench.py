@@ -14,7 +14,7 @@ import glax
 from glax._version import __version__
 from glax.bind import bind
 from glax.check import BARS, one_line
-from glax.cli.demo import at_least
+from glax.cli.arguments import a_path, within
 from glax.cli.errors import UsageError
 from glax.cli.measure import Way, copy_gbytes, interleaved, matmul_gflops
 from glax.cli.output import add_json, progress, show_json, show_table
@@ -22,6 +22,7 @@ from glax.cli.peers import PEERS, UnavailableError, as_numpy
 from glax.cli.problems import Problem, add_problems, forward, problems_of, train
 from glax.cli.roofline import plot
 from glax.deny import version_of
+from glax.execution.files import replacing, unwritable
 from glax.reference import reference
 from glax.step import recurrent_step
 
@@ -41,8 +42,8 @@ def add_parser(subparsers):
     add_problems(parser)
     help = "forward; train: forward and backward; step: one token for B sequences. Repeat for more (default: forward, train)"
     parser.add_argument("--mode", action="append", choices=MODES, help=help)
-    parser.add_argument("--iters", type=at_least(1), default=20, metavar="N", help="samples (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write bench.json and roofline.png there")
+    parser.add_argument("--iters", type=within(1), default=20, metavar="N", help="samples (default: %(default)s)")
+    parser.add_argument("--out", type=a_path, metavar="FOLDER", help="write bench.json and roofline.png there")
     add_json(parser)
     return parser
 
@@ -61,17 +62,25 @@ def run(args) -> int:
                 advance()
     versions = dict(glax=__version__) | {name: version_of(name) for name in ("jax", "jaxlib", "fla-core", "ejkernel")}
     document = dict(device=jax.devices()[0].device_kind, versions=versions, machine=machine, results=results)
-    note = None
-    if args.out is not None:
-        (args.out / "bench.json").write_text(json.dumps(document, indent=1, allow_nan=False))
-        note = plot(document, args.out / "roofline.png")
     if args.json:
         show_json(document)
     else:
         show(document)
-        if args.out is not None:
-            print(f"wrote {args.out / 'bench.json'}; {note}")
+    if args.out is not None:  # behind what is shown: a full disk does not cost the measurements
+        note = written(document, args.out)
+        if not args.json:
+            print(note)
     return int(not all(result["ways"][0]["right"] for result in results))
+
+
+def written(document: dict, folder: Path) -> str:
+    """Writes bench.json and its picture; returns what happened, for the user."""
+    try:
+        with replacing(folder / "bench.json") as new:
+            new.write_text(json.dumps(document, indent=1, allow_nan=False))
+        return f"wrote {folder / 'bench.json'}; {plot(document, folder / 'roofline.png')}"
+    except OSError as error:
+        raise UsageError(f"argument --out: cannot write to {folder}: {error.strerror or error}") from error
 
 
 def make_folder(folder: Path):
@@ -79,6 +88,8 @@ def make_folder(folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"argument --out: cannot make {folder}: {error.strerror}") from error
+    if reason := unwritable(folder):
+        raise UsageError(f"argument --out: cannot write to {folder}: {reason}")
 
 
 def ceilings(dtypes: set[str], iters: int) -> dict:

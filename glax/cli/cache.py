@@ -1,16 +1,14 @@
 """glax cache: what tuning has measured: listed, shown, cleared, taken elsewhere and brought back."""
 
 import json
-import math
-import pathlib
 import sys
 
-import filelock
-
+from glax.cli.arguments import a_path
 from glax.cli.errors import UsageError
 from glax.cli.output import add_json, show_json, show_table
 from glax.dispatch import executor
-from glax.execution.cache import FORMAT, PersistentCache, check
+from glax.execution.cache import FORMAT, NO_FOLDER, PersistentCache, check, check_entry, is_format, locked
+from glax.execution.files import read_json, replacing
 
 
 def add_parser(subparsers):
@@ -29,7 +27,7 @@ def add_parser(subparsers):
     ):
         action = actions.add_parser(name, help=meaning, description=meaning[0].upper() + meaning[1:] + ".")
         if takes is not None:
-            action.add_argument("file", metavar=takes)
+            action.add_argument("file", metavar=takes, type=str if takes == "NAME" else a_path)
         if name == "clear":
             action.add_argument("--yes", action="store_true", help="do not ask")
         add_json(action)
@@ -37,7 +35,10 @@ def add_parser(subparsers):
 
 
 def run(args) -> int:
-    document, lines = ACTIONS[args.action](executor.chain.persistent, args)
+    persistent = executor.chain.persistent
+    if persistent.folder is None:
+        raise UsageError(NO_FOLDER)
+    document, lines = ACTIONS[args.action](persistent, args)
     show_json(document) if args.json else lines()
     return 0
 
@@ -71,29 +72,44 @@ def show_file(persistent: PersistentCache, args):
 
     def lines():
         print(found[0])
-        show_table(
-            ("call", "config", "ms", "candidates"),
-            [(key, text_of(e), float(e["ms"]), len(e.get("candidates", {}))) for key, e in content["entries"].items()],
-        )
+        rows = [row(key, entry) for key, entry in content["entries"].items()]
+        show_table(("call", "config", "ms", "candidates"), rows)
 
     return dict(name=found[0], **content), lines
 
 
-def text_of(entry: dict) -> str:
+def row(key: str, entry) -> tuple[str, str, float | None, int | None]:
+    if reason := entry_error(entry):
+        return key, f"ignored: {reason}", None, None
     fields = ", ".join(f"{name}={value!r}" for name, value in entry["config"].items())
-    return f"{entry.get('type', 'Config')}({fields})"
+    return key, f"{entry['type']}({fields})", float(entry["ms"]), len(entry.get("candidates", {}))
+
+
+def entry_error(entry) -> str | None:
+    try:
+        check_entry(entry)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def clear(persistent: PersistentCache, args):
     paths = [path for path, _ in persistent.files()]
     if paths and not args.yes:
-        if args.json or not sys.stdin.isatty():
+        if args.json or sys.stdin is None or not sys.stdin.isatty():
             raise UsageError(f"would remove {len(paths)} files from {persistent.folder}: say --yes")
-        if input(f"Remove {len(paths)} files from {persistent.folder}? [y/N] ").strip().lower() not in ("y", "yes"):
+        try:
+            answer = input(f"Remove {len(paths)} files from {persistent.folder}? [y/N] ")
+        except EOFError:
+            answer = "no"
+        if answer.strip().lower() not in ("y", "yes"):
             return dict(removed=[]), lambda: print("nothing removed")
     for path in paths:
-        with filelock.FileLock(f"{path}.lock"):  # lock files stay: another process may be waiting on one
-            path.unlink(missing_ok=True)
+        try:
+            with locked(path):  # lock files stay: another process may be waiting on one
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot remove {path}: {error.strerror or error}") from error
     executor.chain.cache.clear()
     removed = [path.relative_to(persistent.folder).as_posix() for path in paths]
     return dict(removed=removed), lambda: print(f"removed {len(removed)} files from {persistent.folder}")
@@ -101,65 +117,67 @@ def clear(persistent: PersistentCache, args):
 
 def export_file(persistent: PersistentCache, args):
     files = files_of(persistent)
+    text = json.dumps(dict(format=FORMAT, files=files), indent=1, allow_nan=False)
     try:
-        pathlib.Path(args.file).write_text(json.dumps(dict(format=FORMAT, files=files), indent=1))
+        if args.file.exists() and not args.file.is_file():  # a terminal, a pipe, a device: written to, never replaced
+            args.file.write_text(text, encoding="utf-8")
+        else:
+            with replacing(args.file.resolve()) as new:
+                new.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {args.file}: {error.strerror}") from error
     entries = sum(len(content["entries"]) for content in files.values())
-    document = dict(file=args.file, files=len(files), entries=entries)
+    document = dict(file=str(args.file), files=len(files), entries=entries)
     return document, lambda: print(f"wrote {entries} measurements of {len(files)} files to {args.file}")
 
 
 def import_file(persistent: PersistentCache, args):
     try:
-        files = checked(json.loads(pathlib.Path(args.file).read_text()))
+        files = checked(read_json(args.file)[1])
     except OSError as error:
         raise UsageError(f"cannot read {args.file}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"{args.file} is no export of `glax cache export`: {error}") from error
-    added, kept = 0, 0
+    added, left = 0, 0
     for name, content in files.items():
         path = persistent.folder / name
         old = persistent.read(path).get("entries", {})
-        better = {k: e for k, e in content["entries"].items() if k not in old or e["ms"] < old[k]["ms"]}
+        better = {key: entry for key, entry in content["entries"].items() if is_faster(entry, old.get(key))}
         if better:
             about = {k: x for k, x in content.items() if k not in ("format", "entries")}
-            persistent.merge(path, about, better)
-        added, kept = added + len(better), kept + len(content["entries"]) - len(better)
-    if persistent.unwritable:
-        raise UsageError(f"cannot write {persistent.folder}")
+            try:
+                persistent.merge(path, about, better)
+            except OSError as error:
+                raise UsageError(f"cannot write {path}: {error.strerror or error}; {added} were added") from error
+        added, left = added + len(better), left + len(content["entries"]) - len(better)
     executor.chain.cache.clear()
-    document = dict(folder=str(persistent.folder), added=added, kept=kept)
-    return document, lambda: print(f"{added} measurements added or faster, {kept} left as they were")
+    document = dict(folder=str(persistent.folder), added=added, kept=left)
+    return document, lambda: print(f"{added} measurements added or faster, {left} left as they were")
+
+
+def is_faster(entry: dict, old) -> bool:
+    return entry_error(old) is not None or entry["ms"] < old["ms"]
 
 
 def checked(document) -> dict[str, dict]:
     """The files of an export, every name one of a place inside the cache, every entry one that can be read back."""
     if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
         raise ValueError('it has no "files"')
-    if document.get("format") != FORMAT:
-        raise ValueError(f"its format is {document.get('format')!r}, this version of glax reads {FORMAT}")
+    if not is_format(document.get("format")):
+        raise ValueError(f"its format is {document.get('format')!r:.80}, this version of glax reads {FORMAT}")
     for name, content in document["files"].items():
         parts = name.split("/")
-        if (
-            len(parts) != 2
-            or not name.endswith(".json")
-            or "\\" in name
-            or any(part[:1] in ("", ".") for part in parts)
-        ):
-            raise ValueError(f"file names must be device/kernel.json, got {name!r}")
+        inside = len(parts) == 2 and not any(part[:1] in ("", ".") for part in parts)
+        if not inside or not name.endswith(".json") or "\\" in name or not name.isprintable():
+            raise ValueError(f"file names must be device/kernel.json, got {name!r:.80}")
         try:
             entries = check(content)["entries"]
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         for key, entry in entries.items():
-            if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict) or not is_ms(entry.get("ms")):
-                raise ValueError(f"{name}: the entry {key!r} must have a config and its ms, got {entry!r:.80}")
+            if reason := entry_error(entry):
+                raise ValueError(f"{name}: the entry {key!r:.80} {reason.removeprefix('it ')}")
     return document["files"]
-
-
-def is_ms(x) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x > 0
 
 
 ACTIONS = dict(

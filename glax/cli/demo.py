@@ -1,13 +1,14 @@
 """glax demo: the arguments. What it does is in `glax.cli.tour`, imported once its packages are known to be there."""
 
-import argparse
 import importlib.util
 from pathlib import Path
 
+from glax.cli.arguments import INT32, a_path, within
 from glax.cli.errors import UsageError
 
 PACKAGES = ("flax", "matplotlib", "optax", "rich", "safetensors")
 STEPS = 1000
+SEEDS = 2**63 - 1  # the most that jax.random.key takes
 
 
 def add_parser(subparsers):
@@ -18,31 +19,19 @@ def add_parser(subparsers):
         "linear attention, compares it with an order-2 model, and generates text from its checkpoint. About two "
         "minutes on 2 cores. Exit code 1 if the order-2 model wins (unless --steps is lowered) or decoding is wrong.",
     )
-    for flag, least, default, meaning in (
-        ("--steps", 1, STEPS, "training steps"),
-        ("--batch", 1, 4, "windows a step"),
-        ("--length", 1, 256, "bytes predicted in a window"),
-        ("--seed", 0, 0, "of weights, windows and sampling"),
+    for flag, least, most, default, meaning in (
+        ("--steps", 1, INT32, STEPS, "training steps"),
+        ("--batch", 1, INT32, 4, "windows a step"),
+        ("--length", 1, INT32, 256, "bytes predicted in a window"),
+        ("--seed", 0, SEEDS, 0, "of weights, windows and sampling"),
     ):
         help = f"{meaning} (default: %(default)s)"
-        parser.add_argument(flag, type=at_least(least), default=default, metavar="N", help=help)
+        parser.add_argument(flag, type=within(least, most), default=default, metavar="N", help=help)
     help = "what to train on (default: Python's standard library)"
-    parser.add_argument("--text", type=Path, metavar="FILE", help=help)
+    parser.add_argument("--text", type=a_path, metavar="FILE", help=help)
     help = "for model.safetensors and loss.png (default: %(default)s)"
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=Path("demo-out"), help=help)
+    parser.add_argument("--out", type=a_path, metavar="FOLDER", default=Path("demo-out"), help=help)
     return parser
-
-
-def at_least(least: int):
-    """An argparse type."""
-
-    def integer(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {number}")
-        return number
-
-    return integer
 
 
 def run(args) -> int:

@@ -1,9 +1,8 @@
 """glax doctor: what is installed, on which devices JAX computes, and which kernels run here, or why not."""
 
+import glob
 import os
-import pathlib
 import sys
-import tempfile
 
 import jax
 
@@ -12,7 +11,9 @@ from glax.check import Case
 from glax.cli.output import add_json, show_json, show_table
 from glax.deny import version_of
 from glax.dispatch import executor
+from glax.execution.cache import NO_FOLDER
 from glax.execution.device import device_kind
+from glax.execution.files import unwritable
 from glax.kernels import load_kernels
 from glax.recurrence import Recurrence
 from glax.registry import Backend, KernelSpec, Platform, kernel_registry
@@ -21,6 +22,10 @@ REQUIRED = ("jax", "jaxlib", "numpy", "jaxtyping", "filelock", "platformdirs")
 OPTIONAL = ("flax", "optax", "rich", "matplotlib", "safetensors", "triton", "jax-triton", "jax-cuda12-plugin",
             "jax-cuda13-plugin", "libtpu", "torch", "fla-core", "ejkernel")  # fmt: skip
 NEEDS = {Platform.TRITON: ("triton", "jax-triton")}  # packages that all kernels of a platform need
+DEVICES = {  # where Linux shows them: NVIDIA's and AMD's drivers, and Windows' for Linux inside it; Google's two drivers
+    Backend.GPU: ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"),
+    Backend.TPU: ("/dev/accel*", "/dev/vfio/[0-9]*"),
+}
 JAX_FOR = {Backend.GPU: 'pip install "jax[cuda13]" (or cuda12)', Backend.TPU: 'pip install "jax[tpu]"'}
 
 
@@ -80,15 +85,22 @@ def kernel_state(spec: KernelSpec, probes: dict[str, Recurrence]) -> dict:
 
 def fix(spec: KernelSpec) -> str | None:
     """What the user can do, where the machine is the obstacle; reasons that a kernel gives say so themselves."""
-    if missing := [name for name in NEEDS.get(spec.platform, ()) if version_of(name) is None]:
-        return f"pip install {' '.join(missing)}"
+    packages = [name for name in NEEDS.get(spec.platform, ()) if version_of(name) is None]
+    missing = f"pip install {' '.join(packages)}" if packages else None
     if spec.backend in (Backend.here(), Backend.ANY):
-        return None
-    if chosen := os.environ.get("JAX_PLATFORMS"):
-        return f"unset JAX_PLATFORMS, which is {chosen}"
+        return missing
+    chosen = os.environ.get("JAX_PLATFORMS")
     if spec.backend is Backend.CPU:
         return "JAX_PLATFORMS=cpu"
-    return f"on a machine with a {str(spec.backend).upper()}: {JAX_FOR[spec.backend]}"
+    steps = f"unset JAX_PLATFORMS, which is {chosen}" if chosen else JAX_FOR[spec.backend]
+    steps += f"; {missing}" if missing else ""
+    # Nothing that is set or installed on a machine without the device makes its kernels run there.
+    return steps if present(spec.backend) else f"on a machine with a {str(spec.backend).upper()}: {steps}"
+
+
+def present(backend: Backend) -> bool:
+    """Whether the system shows a device of that kind, of which JAX may know nothing."""
+    return any(glob.glob(pattern) for pattern in DEVICES[backend])
 
 
 def platform_state(platform: Platform, kernels: list[dict]) -> dict:
@@ -106,21 +118,11 @@ def cache_state() -> dict:
     folder = executor.chain.persistent.folder
     files = list(executor.chain.persistent.files())
     return dict(
-        folder=str(folder),
-        unwritable=unwritable(folder),
+        folder=None if folder is None else str(folder),
+        unwritable=NO_FOLDER if folder is None else unwritable(folder),
         files=len(files),
         entries=sum(len(content["entries"]) for _, content in files),
     )
-
-
-def unwritable(folder: pathlib.Path) -> str | None:
-    """Why no file can be made in the folder, or in the nearest above it that exists; None if one can, and nothing is left."""
-    nearest = next(place for place in (folder, *folder.parents) if place.exists())
-    try:
-        tempfile.TemporaryFile(dir=nearest).close()
-    except OSError as error:
-        return str(error)
-    return None
 
 
 def show(report: dict):
@@ -134,8 +136,7 @@ def show(report: dict):
         f"backend      {report['backend']}",
         f"devices      {kinds}",
         f"measured as  {report['measured_as']}",
-        f"cache        {cache['folder']}: {cache['entries']} measurements in {cache['files']} files, "
-        + (f"not writable: {cache['unwritable']}" if cache["unwritable"] else "writable"),
+        f"cache        {cache_text(cache)}",
         f"environment  {', '.join(f'{k}={v}' for k, v in report['environment'].items()) or 'no GLAX_ variable is set'}",
         f"tuning       {', '.join(f'{name}={value}' for name, value in policy.items())}",
     ]
@@ -145,3 +146,10 @@ def show(report: dict):
         show_table((what, "usable", "reason", "fix"), [
             (s["name"], "yes" if s["usable"] else "no", s["reason"], s["fix"]) for s in states
         ])  # fmt: skip
+
+
+def cache_text(cache: dict) -> str:
+    if cache["folder"] is None:
+        return cache["unwritable"]
+    writable = f"not writable: {cache['unwritable']}" if cache["unwritable"] else "writable"
+    return f"{cache['folder']}: {cache['entries']} measurements in {cache['files']} files, {writable}"

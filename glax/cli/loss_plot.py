@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from glax.execution.files import replacing
+
 SMOOTHED_OVER = 50
 
 
@@ -22,4 +24,5 @@ def save_plot(path: Path, losses: Sequence[float], held_out: dict[int, float], b
     axes.axhline(baseline, color="tab:gray", linestyle="--", label=f"order-2 model, held out: {baseline:.2f}")
     axes.set(xlabel="step", ylabel="bits per byte", title=title, ylim=(0, None))
     axes.legend()
-    figure.savefig(path, dpi=150)
+    with replacing(path) as new:
+        figure.savefig(new, dpi=150)

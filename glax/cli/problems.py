@@ -1,6 +1,5 @@
 """The calls that `glax bench` and `glax tune` are about, and their arguments."""
 
-import argparse
 import dataclasses
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glax.api import recurrent
+from glax.cli.arguments import four_numbers
 from glax.registry import Backend
 
 GATES = dict(key="gk", head="g", constant="g_gamma", none=None)
@@ -114,10 +114,3 @@ def problems_of(args) -> list[Problem]:
     each = [Problem(*shape, gate, dtype) for shape in shapes for gate in args.gate or ["key"] for dtype in dtypes]
     return list(dict.fromkeys(each))
 
-
-def four_numbers(text: str) -> tuple[int, ...]:
-    """An argparse type."""
-    parts = text.split(",")
-    if len(parts) != 4 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"must be B,T,H,D, four integers of at least 1, got {text!r}")
-    return tuple(map(int, parts))

@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+from glax.execution.files import replacing
+
 
 def plot(document: dict, path: Path) -> str:
     """Writes the picture of what `glax bench` measured; returns what happened, for the user."""
@@ -30,5 +32,6 @@ def plot(document: dict, path: Path) -> str:
                 axes.plot(x, y, marker, label=f"{mode}, {dtype}")
     axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="GFLOP/s", title=document["device"])
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with replacing(path) as new:
+        figure.savefig(new, dpi=120)
     return f"plotted {path}"

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -17,6 +19,7 @@ from glax.cli.interrupt import noted_interrupt
 from glax.cli.kernels_table import show_kernels, timed
 from glax.cli.loss_plot import SMOOTHED_OVER, save_plot
 from glax.cli.progress import progress
+from glax.execution.files import unwritable
 from glax.nn import order2
 from glax.nn.checkpoint import load, save
 from glax.nn.generate import generate, token_by_token
@@ -70,13 +73,12 @@ def prepare(settings: Settings) -> Text:
         text = read_text(settings.text, settings.length)
     except TextError as error:
         raise UsageError(str(error)) from None
-    probe = settings.out / ".writable"
     try:
         settings.out.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
     except OSError as error:
         raise UsageError(f"cannot write to {settings.out}: {error.strerror}") from None
+    if reason := unwritable(settings.out):
+        raise UsageError(f"cannot write to {settings.out}: {reason}")
     return text
 
 
@@ -91,11 +93,9 @@ def language_model(settings: Settings, text: Text, console: Console) -> int:
         f"{settings.steps} steps of {settings.batch} x {settings.length} bytes"
     )
     model, history, finished = train_shown(settings, text, model, console)
-    checkpoint, plot = settings.out / "model.safetensors", settings.out / "loss.png"
     if not finished:
-        save(model, checkpoint)
-        save_plot(plot, history.losses, history.held_out, baseline, f"Interrupted at step {len(history.losses)}")
-        console.print(f"Interrupted after {len(history.losses)} steps. Written: {checkpoint}, {plot}")
+        console.print(f"Interrupted after {len(history.losses)} steps.")
+        write_results(settings, console, model, history, baseline, f"Interrupted at step {len(history.losses)}")
         return 130
 
     headline(console, "Held out")
@@ -105,15 +105,61 @@ def language_model(settings: Settings, text: Text, console: Console) -> int:
     console.print(f"gated linear attention  {mine:.3f} bits per byte")
     console.print(f"order-2 byte model      {baseline:.3f} bits per byte, from counts of the same training text")
     console.print(f"{'Gated linear attention' if won else 'The order-2 model'} wins by {abs(baseline - mine):.3f}.")
-    save(model, checkpoint)
-    save_plot(plot, history.losses, history.held_out, baseline, f"{text.name}: {parameters:,} parameters")
-    console.print(f"Written: {checkpoint}, {plot}")
+    title = f"{text.name}: {parameters:,} parameters"
+    checkpoint, complete = write_results(settings, console, model, history, baseline, title)
 
-    headline(console, f"Generation from {checkpoint}")
-    model = load(checkpoint)
+    headline(console, f"Generation from {'the model in memory' if checkpoint is None else checkpoint}")
+    model = model if checkpoint is None else load(checkpoint)
     show_generation(console, model, text, settings.seed)
     same = show_equality(console, model, text)
-    return 0 if same and (won or not settings.must_win) else 1
+    return 0 if same and complete and (won or not settings.must_win) else 1
+
+
+def write_results(
+    settings: Settings, console: Console, model: ByteLM, history: History, baseline: float, title: str
+) -> tuple[Path | None, bool]:
+    """Writes the checkpoint and the plot, and says where: (the checkpoint's path, whether both are in settings.out).
+
+    Minutes of training do not go with a disk that has become full: the checkpoint is then written to another place.
+    """
+    checkpoint, plot = save_somewhere(model, settings.out / "model.safetensors"), settings.out / "loss.png"
+    written = [] if checkpoint is None else [checkpoint]
+    try:
+        save_plot(plot, history.losses, history.held_out, baseline, title)
+        written.append(plot)
+    except OSError as error:
+        complain(f"cannot write {plot}: {error.strerror or error}")
+    console.print(f"Written: {', '.join(map(str, written)) or 'nothing'}")
+    return checkpoint, checkpoint is not None and written == [settings.out / checkpoint.name, plot]
+
+
+def save_somewhere(model: ByteLM, path: Path) -> Path | None:
+    """The path at which the checkpoint now is: `path`, or where that cannot be written a new folder for temporary files, on
+    disk or in memory; None if it is nowhere.
+    """
+    try:
+        save(model, path)
+        return path
+    except OSError as error:
+        reason = str(error.strerror or error)
+    for place in (os.environ.get("TMPDIR"), "/tmp", "/var/tmp", "/dev/shm", os.curdir):
+        try:
+            folder = tempfile.mkdtemp(prefix="glax-demo-", dir=place)
+        except OSError:
+            continue  # the next place; what is wrong with `path` itself is what the user must hear
+        try:
+            save(model, Path(folder, path.name))
+        except OSError:
+            os.rmdir(folder)
+            continue
+        complain(f"cannot write {path}: {reason}. The trained model is saved: move it from {Path(folder, path.name)}")
+        return Path(folder, path.name)
+    complain(f"cannot write {path}: {reason}, nor any folder for temporary files. The trained model is in memory only")
+    return None
+
+
+def complain(text: str):
+    print(f"glax demo: {text}", file=sys.stderr)
 
 
 def order2_bits(text: Text) -> float:

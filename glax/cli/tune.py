@@ -33,7 +33,8 @@ def run(args) -> int:
         except* Exception as group:  # whatever compilers and devices raised for every single candidate
             failures.append(dict(problem=str(problem), reasons=[one_line(e) for e in leaves(group)]))
     if args.json:
-        show_json(dict(cache=str(executor.chain.persistent.folder), measured=rows, failed=failures))
+        folder = executor.chain.persistent.folder
+        show_json(dict(cache=None if folder is None else str(folder), measured=rows, failed=failures))
     else:
         show(rows, failures)
     return int(bool(failures))
@@ -80,4 +81,6 @@ def show(rows: list[dict], failures: list[dict]):
                 print(f"{row['kernel']}, {row['problem']}: {name} fell out: {reason.splitlines()[0]}")
     for failure in failures:
         print(f"{failure['problem']}: not tuned: {'; '.join(failure['reasons'])}")
-    print(f"kept in {executor.chain.persistent.folder}")
+    persistent = executor.chain.persistent
+    if rows and persistent.folder is not None and persistent.failure is None:  # else a warning has said why not
+        print(f"remembered in {persistent.folder}")

@@ -24,8 +24,11 @@ def named(kind: str) -> str:
 
 
 def processor() -> str:
-    info = pathlib.Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*:\s*(.*)$", info.read_text(), flags=re.MULTILINE) if info.exists() else []
+    try:
+        info = pathlib.Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:  # no Linux, or a container that hides it
+        info = ""
+    names = re.findall(r"^model name\s*:\s*(.*)$", info, flags=re.MULTILINE)
     return names[0] if names else platform.processor() or platform.machine()
 
 

@@ -1,7 +1,11 @@
 """A call, as far as choosing a config goes: what is called and on which shapes, never the values."""
 
+import builtins
 import dataclasses
 import functools
+import sys
+import types
+import typing
 from typing import Any
 
 import jax
@@ -28,11 +32,53 @@ class Invocation:
         return self.kernel.key(self)
 
     def config_from(self, name: str, fields: dict) -> Any:
-        """The config that was stored as its class's name and its fields."""
+        """The config that was stored as its class's name and its fields. ValueError if there can be none."""
         known = {
             type(c).__name__: type(c) for c in (self.kernel.heuristic_cfg(self), *self.kernel.candidate_cfgs(self))
         }
-        return known[name](**fields)
+        if name not in known:
+            raise ValueError(f"{self.kernel.op_id} has no configs of class {name!r}, only {', '.join(known)}")
+        return from_json(known[name], fields)
+
+
+def from_json(config: type, fields: dict) -> Any:
+    """An instance of a dataclass from its fields as JSON has them. TypeError or ValueError if one is missing, unknown or of
+    another type than its annotation: True for an int, a float for one, or an int past 32 bits, which no index of a kernel is.
+    """
+    names = {field.name for field in dataclasses.fields(config)}
+    if unknown := fields.keys() - names:
+        raise ValueError(f"{config.__name__} has no field {', '.join(sorted(unknown))}")
+    try:
+        hints = typing.get_type_hints(config)
+    except NameError:  # an annotation in quotes, of what only the function around it sees
+        hints = {}
+    values = {}
+    for name, value in fields.items():
+        hint = hints.get(name, Any)
+        values[name] = tuple(value) if typing.get_origin(hint) is tuple and isinstance(value, list) else value
+        if not fits(values[name], hint):
+            raise ValueError(f"{name} of {config.__name__} must be {getattr(hint, '__name__', hint)}, got {value!r:.80}")
+    return config(**values)
+
+
+def fits(value, hint) -> bool:
+    """Whether a value read from JSON is of an annotation; True for annotations that JSON has nothing of."""
+    match typing.get_origin(hint) or hint:
+        case builtins.int:
+            return type(value) is int and abs(value) < 2**31
+        case builtins.float:
+            return type(value) in (int, float) and abs(value) <= sys.float_info.max
+        case builtins.bool | builtins.str | types.NoneType as kind:
+            return type(value) is kind
+        case typing.Literal:
+            return any(value == x and type(value) is type(x) for x in typing.get_args(hint))
+        case typing.Union | types.UnionType:
+            return any(fits(value, option) for option in typing.get_args(hint))
+        case builtins.tuple | builtins.list as kind:
+            inner = [x for x in typing.get_args(hint) if x is not ...]
+            return isinstance(value, kind) and all(any(fits(x, option) for option in inner) or not inner for x in value)
+        case _:
+            return True
 
 
 def shape_of(x):

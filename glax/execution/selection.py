@@ -1,43 +1,11 @@
 """The order in which a config is looked for."""
 
-import dataclasses
-import os
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from glax.execution.cache import ConfigCache, PersistentCache, overlaid, overlaid_policy
 from glax.execution.invocation import Invocation
+from glax.execution.policy import AutotunePolicy
 from glax.execution.tuner import Tuner
-
-FALLBACKS = {"heuristics": "heuristics", "heuristic": "heuristics", "autotune": "autotune", "error": "error"}
-
-
-@dataclasses.dataclass(frozen=True)
-class AutotunePolicy:
-    """What happens to a call that no cache knows.
-
-    cache_miss_fallback: "heuristics" guesses and measures nothing; "autotune" measures, in the middle of the user's call;
-                         "error" raises LookupError.
-    allow_autotune:      False forbids measuring: "autotune" then guesses.
-    validate_backward:   whether a candidate's gradient must be right, too, before it may win.
-    """
-
-    allow_autotune: bool = True
-    cache_miss_fallback: Literal["heuristics", "autotune", "error"] = "heuristics"
-    validate_backward: bool = True
-
-    def __post_init__(self):
-        if self.cache_miss_fallback not in FALLBACKS:
-            wanted = "'heuristics', 'autotune' or 'error'"
-            raise ValueError(f"cache_miss_fallback must be {wanted}, got {self.cache_miss_fallback!r}")
-        object.__setattr__(self, "cache_miss_fallback", FALLBACKS[self.cache_miss_fallback])
-
-    @classmethod
-    def from_environment(cls) -> "AutotunePolicy":
-        """The policy that GLAX_AUTOTUNE names: heuristic (the default), autotune or error."""
-        name = os.environ.get("GLAX_AUTOTUNE", "heuristic")
-        if name not in FALLBACKS:
-            raise ValueError(f"GLAX_AUTOTUNE must be heuristic, autotune or error, got {name!r}")
-        return cls(cache_miss_fallback=name)
 
 
 class Chosen(NamedTuple):

@@ -33,6 +33,11 @@ class Tuner:
     warmup: int = 3
     iters: int = 15
 
+    def __post_init__(self):
+        for name, least in (("warmup", 0), ("iters", 1)):
+            if type(value := getattr(self, name)) is not int or value < least:
+                raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+
     def tune(self, inv: Invocation, validate_backward: bool = True) -> Measurement:
         """The fastest candidate. One that fails to compile or run, is wrong, or is denied here, is recorded and passed over.
 

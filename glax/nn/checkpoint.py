@@ -8,47 +8,60 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from glax.execution.files import parse, replacing
 from glax.nn.model import ByteLM, ByteLMConfig
 
 
 def save(model: ByteLM, path: str | Path):
-    """Writes beside `path` and then renames: an interruption leaves the old file or the new one, whole."""
+    """Writes beside `path` and then renames: an interruption or a full disk leaves the old file or the new one, whole.
+
+    OSError if it cannot be written.
+    """
     path = Path(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     tensors = {name: np.asarray(param[...]) for name, param in named_parameters(model)}
-    try:
-        save_file(tensors, unfinished, metadata={"config": json.dumps(dataclasses.asdict(model.config))})
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as new:
+        try:
+            save_file(tensors, new, metadata={"config": json.dumps(dataclasses.asdict(model.config))})
+        except SafetensorError as error:  # no OSError, whatever the system refused
+            raise OSError(f"cannot write {path}: {error}") from error
 
 
 def load(path: str | Path) -> ByteLM:
-    """The model that `save` wrote. ValueError if the file holds another."""
-    with safe_open(path, framework="numpy") as file:
-        metadata = file.metadata() or {}
-        if "config" not in metadata:
-            raise ValueError(f"{path} holds no ByteLM: its metadata has no config")
-        try:
-            config = ByteLMConfig(**json.loads(metadata["config"]))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} holds no ByteLM: its config is {metadata['config']!r:.200}") from error
-        model = ByteLM(config, rngs=nnx.Rngs(0))
-        parameters = dict(named_parameters(model))
-        if parameters.keys() != set(file.keys()):
-            raise ValueError(f"{path} does not fit its config: it differs in {sorted(parameters.keys() ^ file.keys())}")
-        for name, param in parameters.items():
-            tensor = file.get_tensor(name)
-            if (tensor.dtype, tensor.shape) != (
-                param.dtype,
-                param.shape,
-            ):  # else it would be cast, or spread over the shape
-                fits, got = (f"{x.dtype} of shape {x.shape}" for x in (param, tensor))
-                raise ValueError(f"{path} does not fit its config: {name} must be {fits}, got {got}")
-            param[...] = jnp.asarray(tensor)
+    """The model that `save` wrote.
+
+    ValueError if the file holds another, or a parameter of another shape or dtype: nothing is broadcast or cast. OSError if
+    it cannot be read.
+    """
+    if not os.path.isfile(path):
+        os.stat(path)  # raises if there is none
+        raise ValueError(f"{path} holds no ByteLM: it is not a regular file")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+    except SafetensorError as error:
+        raise ValueError(f"{path} holds no ByteLM: {error}") from error
+    if "config" not in metadata:
+        raise ValueError(f"{path} holds no ByteLM: its metadata has no config")
+    try:
+        config = ByteLMConfig(**parse(metadata["config"].encode()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no ByteLM: its config is {metadata['config']!r:.200}") from error
+    if config.layers > len(tensors):  # before as many are made
+        raise ValueError(f"{path} does not fit its config: {config.layers} layers, {len(tensors)} parameters")
+    model = ByteLM(config, rngs=nnx.Rngs(0))
+    parameters = dict(named_parameters(model))
+    if parameters.keys() != tensors.keys():
+        raise ValueError(f"{path} does not fit its config: it differs in {sorted(parameters.keys() ^ tensors.keys())}")
+    for name, param in parameters.items():
+        tensor = tensors[name]
+        if (tensor.dtype, tensor.shape) != (param.dtype, param.shape):  # else it would be cast, or spread over the shape
+            fits, got = (f"{x.dtype} of shape {x.shape}" for x in (param, tensor))
+            raise ValueError(f"{path} does not fit its config: {name} must be {fits}, got {got}")
+        param[...] = jnp.asarray(tensor)
     return model
 
 

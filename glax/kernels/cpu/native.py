@@ -3,19 +3,25 @@
 import ctypes
 import functools
 import importlib.machinery
+import os
 from pathlib import Path
 
 import jax
 
 FOLDER = Path(__file__).parent
 FAILURE = FOLDER / "build_failure.txt"  # written by setup.py where the build failed
+INSTRUCTIONS = ("avx512", "avx2", "baseline")
 TARGETS = ("glax_forward", "glax_gradient", "glax_step")
 REMEDY = "install a C++17 compiler (Debian, Ubuntu: apt install g++) and install glax again"
 
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The library, its kernels known to XLA; or the reason why there is none, and what to do."""
+    """The library, its kernels known to XLA; or the reason why there is none, and what to do.
+
+    ValueError if GLAX_CPU_INSTRUCTIONS names no instructions.
+    """
+    check_instructions()
     built = [
         path for suffix in importlib.machinery.EXTENSION_SUFFIXES if (path := FOLDER / f"_native{suffix}").exists()
     ]
@@ -30,6 +36,14 @@ def library() -> ctypes.CDLL | str:
         return f"its library does not load ({error}): {REMEDY}"
     loaded.glax_instructions.restype = ctypes.c_char_p
     return loaded
+
+
+def check_instructions():
+    """ValueError if GLAX_CPU_INSTRUCTIONS, the widest that kernels may use, is none that native/share.h knows."""
+    named = os.environ.get("GLAX_CPU_INSTRUCTIONS") or INSTRUCTIONS[0]
+    if named not in INSTRUCTIONS:
+        known = f"{', '.join(INSTRUCTIONS[:-1])} or {INSTRUCTIONS[-1]}"
+        raise ValueError(f"GLAX_CPU_INSTRUCTIONS must be {known}, got {named!r}: set one of these, or unset it")
 
 
 def missing() -> str | None:

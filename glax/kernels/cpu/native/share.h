@@ -22,7 +22,7 @@ namespace glax {
 inline const Kernels& kernels() {
   static const Kernels& chosen = []() -> const Kernels& {
     const char* named = std::getenv("GLAX_CPU_INSTRUCTIONS");
-    const std::string most = named ? named : "avx512";
+    const std::string most = named && *named ? named : "avx512";
 #if defined(__x86_64__) || defined(_M_X64)
     __builtin_cpu_init();
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");

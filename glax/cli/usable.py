@@ -1,0 +1,25 @@
+"""What must be in order before any subcommand computes."""
+
+import os
+
+import jax
+
+from glax.check import one_line
+from glax.cli.errors import UsageError
+from glax.dispatch import executor
+from glax.kernels.cpu.native import check_instructions
+
+
+def require_usable_jax():
+    """UsageError if JAX has no device to compute on, or if a variable of glax's has a value that means nothing."""
+    try:
+        _ = executor.chain.policy
+        check_instructions()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        chosen = os.environ.get("JAX_PLATFORMS")
+        remedy = f"unset JAX_PLATFORMS, which is {chosen!r}" if chosen else "set JAX_PLATFORMS=cpu"
+        raise UsageError(f"JAX cannot use its device: {one_line(error)}: {remedy}") from error
