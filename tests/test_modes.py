@@ -163,8 +163,7 @@ def usually(call: str):
     ("option", "call"),
     [
         *itertools.product(["jax_enable_x64", "jax_debug_nans"], RUN),
-        ("jax_disable_jit", "native"),
-        ("jax_disable_jit", "serving"),
+        *itertools.product(["jax_disable_jit"], ["native", "chunked", "serving"]),
     ],
 )
 def test_results_are_as_ever(option, call):
