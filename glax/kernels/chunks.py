@@ -1,11 +1,13 @@
 """Chunks of the time axis, packed sequences included, without moving a row."""
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from glax.decay import Decay
 from glax.recurrence import Recurrence, is_symbol
 
 
@@ -44,3 +46,21 @@ def chunks_of(r: Recurrence, size: int) -> Chunks:
     sequence = jnp.minimum(jnp.searchsorted(begins[1:], entry, side="right"), r.num_sequences - 1).astype(cuts.dtype)
     first = cuts[sequence] + (entry - begins[sequence]) * size
     return Chunks(size, begins[-1], first, jnp.minimum(first + size, cuts[sequence + 1]), sequence)
+
+
+def with_room(r: Recurrence, size: int) -> Recurrence:
+    """r; where T is a symbol and may be less than a chunk, with rows behind its last that fill one, which belong to no chunk."""
+    rows = functools.partial(more_rows, size=size)
+    decay = Decay(r.decay.constant, *map(rows, (r.decay.head, r.decay.key, r.decay.value)))
+    return r.replace(q=rows(r.q), k=rows(r.k), v=rows(r.v), decay=decay)
+
+
+def more_rows(x: Array | None, size: int) -> Array | None:
+    if x is None or not is_symbol(T := x.shape[1]):
+        return x
+    return jnp.pad(x, ((0, 0), (0, -(-T // size) * size - T), *[(0, 0)] * (x.ndim - 2)))
+
+
+def first_rows(x: Array | None, T: int) -> Array | None:
+    """The inverse of `more_rows`."""
+    return x[:, :T] if x is not None and is_symbol(T) else x

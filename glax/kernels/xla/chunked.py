@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from glax.decay import Decay
-from glax.kernels.chunks import Chunks, chunks_of
+from glax.kernels.chunks import Chunks, chunks_of, first_rows, more_rows, with_room
 from glax.kernels.xla import at_once, chunk
 from glax.kernels.xla.recurrent import recurrent, stays_in_cache
 from glax.recurrence import Kept, Outputs, Recurrence, fold_heads, gradient_like, is_symbol, spread_heads, varying_like
@@ -171,24 +171,6 @@ def either_way(g: chunk.Geometry, decay: Decay, gates, own: bool, use, *operands
 def start(r: Recurrence, config: ChunkedConfig) -> tuple[Chunks, chunk.Geometry]:
     size = config.chunk if is_symbol(r.q.shape[1]) else min(config.chunk, r.q.shape[1])
     return chunks_of(r, size), chunk.geometry(size, r.reverse)
-
-
-def with_room(r: Recurrence, size: int) -> Recurrence:
-    """r; where T is a symbol and may be less than a chunk, with rows behind its last that fill one, which belong to no chunk."""
-    rows = functools.partial(more_rows, size=size)
-    decay = Decay(r.decay.constant, *map(rows, (r.decay.head, r.decay.key, r.decay.value)))
-    return r.replace(q=rows(r.q), k=rows(r.k), v=rows(r.v), decay=decay)
-
-
-def more_rows(x: Array | None, size: int) -> Array | None:
-    if x is None or not is_symbol(T := x.shape[1]):
-        return x
-    return jnp.pad(x, ((0, 0), (0, -(-T // size) * size - T), *[(0, 0)] * (x.ndim - 2)))
-
-
-def first_rows(x: Array | None, T: int) -> Array | None:
-    """The inverse of `more_rows`."""
-    return x[:, :T] if x is not None and is_symbol(T) else x
 
 
 def walk(r: Recurrence, chunks: Chunks, body, carry, backwards: bool):
