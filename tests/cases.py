@@ -253,7 +253,7 @@ def all_sweeps() -> Iterator[Sweep]:
         sides = 2 if form == "both" else 1
         for name in (form, f"{form}-packed-reverse"):
             yield Sweep(cases[name], steady(sides=sides) + in_one(steady(step=1)) + LEARNED)
-    for name in ("T512-constant", "T512-key", "T512-head-reverse", "T512-key-reverse"):  # the first in groups of heads
+    for name in ("T512-constant", "T512-head", "T512-key", "T512-head-reverse", "T512-key-reverse"):  # two in groups of heads
         yield Sweep(cases[name], steady(64, step=0.2) + in_one(steady(64, step=1)) + LEARNED)
     for chunk in (16, 64, 128):
         yield Sweep(cases[f"chunk{chunk}"], steady(chunk) + in_one(steady(chunk, step=1)) + LEARNED)
