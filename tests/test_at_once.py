@@ -178,6 +178,26 @@ def test_no_exponent_is_underestimated(size):
 
 
 @needs_cpu
+@pytest.mark.parametrize("gate", ["gk", "g"])
+def test_range_of_inputs_at_the_limit(gate):
+    """Of chunks of 64 tokens with gates just inside the limit, see `limits`."""
+    case = dataclasses.replace(CASE, B=1, T=256, gates=(gate,), state_dtype=None)
+    r, config = recurrence(case, "-1.87"), ChunkedConfig(64)
+    assert at_once.suits(r, 64) and bool(at_once.within(r, 64))
+    run, vjp = quick_jit(lambda r: at_once.solve(r, 64)[0]), quick_jit(lambda r, *d: at_once.vjp(r, 64, *d, None))
+    walk = quick_jit(lambda r: chunked.by_walk(r, config, keep=False)[0])
+    d_output, d_final = cotangents(case, r)
+    want, d_want = walk(r), quick_jit(lambda r, *d: chunked.vjp_by_walk(r, ChunkedConfig(16), *d, None))(r, d_output, d_final)
+    for factor in (2.0**33, 2.0**-23):  # 1e10, 1e-7
+        for name in ("k", "v"):
+            scaled = r.replace(**{name: factor * getattr(r, name)})
+            close(run(scaled), jax.tree.map(lambda x: factor * x, want))  # noqa: B023
+            d = vjp(scaled, d_output, d_final)
+            close(getattr(d, name), getattr(d_want, name))
+            close(d.q, factor * d_want.q)
+
+
+@needs_cpu
 @in_one_and_in_blocks
 @pytest.mark.parametrize("gate", ["gk", "g", "g_gamma"])
 def test_what_the_form_makes_of_strong_gates_is_gone(gate, blocks, monkeypatch):

@@ -22,6 +22,11 @@ A result below LEAST_NORMAL is that small in exact arithmetic too. The fourth is
 e^60 of the state, and the next chunk reads it back through e^{M_i} up to e^60. It takes two multiplications, e^R first, because
 the single factor e^{R + L'} may be e^-120, and float32 has nothing below e^-103.
 
+XLA's chunks multiply q and k by e^L and e^R, not the states: (q_i e^{M_i}) e^L and (k_j e^{-M_j}) e^R. So states of true size
+pass from chunk to chunk, S may be of any size, and with per-key gates v too. Their gradient has, with q in the place of k for dk,
+
+    (sum_j d_output_i v_j k_j e^{-M_j}) e^{M_i}             Here the three factors together have twelve digits.
+
 **Decays as they are.** All other factors are decays from one token to a later one: e^{G_i}, e^{G_last - G_j}, or those of a
 whole chunk, segment or shard. They multiply q, k or a state of true size, so they underflow only where the result does. No check
 is needed.
@@ -38,7 +43,9 @@ subnormal only for g < -47, a decay of 1e-20 beside the token's own k v. Two kin
                        have |G| <= 1.
 
 **Valid inputs.** Where gates come near a limit, |q|, sums of |k| |v| over a chunk, and |S| must stay below LARGEST times e^-60,
-2.9e12. Natively, and where gates are weak, only the results, the states and the states' gradients must be in range.
+2.9e12. In XLA's chunks these are |q|, |k| and, with one decay a head, |v|; in gradients |d_output| |v| |k| and
+|d_output| |v| |q|. From there down to 1e-7 they have all digits; at 1e-10 some five are left, below 1e-12 none. Natively, and
+where gates are weak, only the results, the states and the states' gradients must be in range.
 """
 
 FAST_LIMIT = 60.0

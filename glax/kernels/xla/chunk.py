@@ -20,6 +20,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from glax.kernels.limits import FAST_LIMIT
+
 matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
@@ -158,8 +160,8 @@ def reach(g: Geometry, gates: Float[Array, "B H C D"]) -> Array:
 
 
 def fast_limit(dtype) -> float:
-    """e^60 leaves float32 (largest: e^88) twelve digits for q and k themselves."""
-    return 60.0 if dtype == jnp.float32 else 500.0
+    """Derived in `limits`, with the range that it leaves to q and k; float64 ends at e^709."""
+    return FAST_LIMIT if dtype == jnp.float32 else 500.0
 
 
 def exact(g: Geometry, gates: Float[Array, "B H C D"] | None, own: bool) -> Factors:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from glax.decay import Decay
 from glax.kernels.chunks import Chunks, chunks_of, first_rows, more_rows, with_room
+from glax.kernels.limits import LOG_OF_ZERO
 from glax.kernels.xla import at_once, chunk
 from glax.kernels.xla.recurrent import recurrent, stays_in_cache
 from glax.recurrence import Kept, Outputs, Recurrence, fold_heads, gradient_like, is_symbol, spread_heads, varying_like
@@ -141,7 +142,7 @@ def log_through(gates: tuple[Array | None, Array | None], transposed: bool = Fal
 
 def log_of_zero(dtype) -> float:
     """A logarithm whose exponential is exactly 0: denormals end at e^-104 in float32, at e^-746 in float64."""
-    return -128.0 if dtype == jnp.float32 else -800.0
+    return LOG_OF_ZERO if dtype == jnp.float32 else -800.0
 
 
 def either_way(g: chunk.Geometry, decay: Decay, gates, own: bool, use, *operands):
