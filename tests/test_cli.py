@@ -76,6 +76,13 @@ def wrong(r, *, config):
         (["bench", "--mode", "backward"], "argument --mode: invalid choice: 'backward'"),
         (["bench", "--iters", "0"], "argument --iters: must be at least 1, got 0"),
         (["bench", "--out", "/dev/null/folder"], "argument --out: cannot make /dev/null/folder: Not a directory"),
+        (["bench", "--shape", f"1,{2**31},1,4"], "argument --shape: must be B,T,H,D, each at most 2147483647"),
+        (["tune", "--shape", f"1,{'9' * 5000},1,4"], "argument --shape: must be B,T,H,D"),
+        (["bench", "--iters", str(2**40)], "argument --iters: must be at most 2147483647"),
+        (["bench", "--out", ""], "argument --out: must be the name of a file or folder, got ''"),
+        (["cache", "import", "/dev/zero"], "cannot read /dev/zero: Not a regular file, but a device"),
+        (["cache", "import", "a\0b"], "argument FILE: must be the name of a file or folder"),
+        (["cache", "export", "/dev/full"], "cannot write /dev/full: No space left on device"),
         (["cache"], "the following arguments are required: action"),
         (["cache", "show", "nothing"], "NAME must fit one file, got 'nothing'"),
         (["cache", "import", "/nowhere.json"], "cannot read /nowhere.json: No such file or directory"),
@@ -91,6 +98,40 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments, message, capsys):
         code = error.code
     shown = capsys.readouterr()
     assert code == 2 and message in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("command", [["doctor"], ["check", "--quick"], ["tune", *SHAPE], ["bench", *SHAPE], ["demo"]])
+@pytest.mark.parametrize("variable", ["GLAX_AUTOTUNE", "GLAX_CPU_INSTRUCTIONS"])
+def test_a_variable_that_means_nothing_is_one_line(command, variable, capsys, monkeypatch):
+    monkeypatch.setenv(variable, "fastest")
+    assert main(command) == 2
+    shown = capsys.readouterr()
+    assert f"{variable} must be" in shown.err and "got 'fastest': set one of these, or unset it" in shown.err
+    assert shown.err.count("\n") == 1 and not shown.out
+    monkeypatch.setenv(variable, "")  # as if it were not set
+    assert main(["doctor"]) == 0
+
+
+@pytest.mark.fast
+def test_without_a_home_the_cache_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(glax.PersistentCache, "folder", None)
+    for command in (["list"], ["show", "x"], ["clear", "--yes"], ["export", "x.json"], ["import", "x.json"]):
+        assert main(["cache", *command]) == 2
+        shown = capsys.readouterr()
+        assert "set GLAX_CACHE_DIR to a folder" in shown.err and shown.err.count("\n") == 1
+    assert main(["doctor"]) == 0 and "set GLAX_CACHE_DIR to a folder" in capsys.readouterr().out
+
+
+@pytest.mark.fast
+def test_show_shows_what_is_ignored(capsys, cache):
+    folder = cache / "device"
+    folder.mkdir(parents=True)
+    entries = {"lone \ud800": True, "no ms": dict(type="X", config={}), "sound": dict(type="X", config=dict(a=1), ms=2.0)}
+    (folder / "kernel@0.json").write_text(json.dumps(dict(format=1, entries=entries)))
+    assert main(["cache", "show", "kernel"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("ignored: it must have a config") == 2 and "X(a=1)" in shown
 
 
 # ---- doctor ----------------------------------------------------------------------------------------------------------
@@ -331,6 +372,15 @@ ENTRY = dict(config={}, ms=1.0)
     ("content", "message"),
     [
         ("{", "Expecting property name"),
+        ("[" * 100_000, "nested deeper than 32 levels"),
+        ('{"format": 1, "files": {}, "files": {}}', "the key 'files' stands twice"),
+        (dict(format=True, files={}), "its format is True"),
+        (dict(format=1, files={"d\0/k.json": dict(format=1, entries={})}), "file names must be device/kernel.json"),
+        (dict(format=1, files={"\ud800/k.json": dict(format=1, entries={})}), "file names must be device/kernel.json"),
+        (
+            dict(format=1, files={"d/k.json": dict(format=1, entries={"a": ENTRY | dict(ms=10**400)})}),
+            "the entry 'a' must have a config and its ms",
+        ),
         ("[]", 'it has no "files"'),
         (dict(format=99, files={}), "its format is 99"),
         (dict(format=1, files={"../x/y.json": {}}), "file names must be device/kernel.json, got '../x/y.json'"),

@@ -1,6 +1,7 @@
 """The glax command and its demo, from its arguments to its files."""
 
 import dataclasses
+import errno
 import functools
 import importlib.util
 import re
@@ -106,6 +107,32 @@ def test_interrupted_training_leaves_a_checkpoint(text, tmp_path):
     assert load(tmp_path / "out" / "model.safetensors").config == TINY
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_full_disk_does_not_cost_the_trained_model(everywhere, tmp_path, monkeypatch, capsys):
+    """The checkpoint goes elsewhere, and the message says where; if there is no place, the model serves from memory."""
+    out, other = tmp_path / "out", tmp_path / "other"
+    out.mkdir(), other.mkdir()
+    save = tour.save
+
+    def full(model, path):
+        if everywhere or path.parent == out:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(model, path)
+
+    monkeypatch.setattr(tour, "save", full)
+    monkeypatch.setenv("TMPDIR", str(other))
+    model = ByteLM(TINY, rngs=nnx.Rngs(3))
+    path, complete = tour.write_results(settings(None, out), Console(), model, tour.History([8.0], {0: 8.0}), 8.0, "title")
+    said = capsys.readouterr().err
+    assert not complete and "model.safetensors: No space left on device" in said and said.count("\n") == 1
+    if everywhere:
+        assert path is None and "in memory only" in said and not list(other.iterdir())
+    else:
+        assert path.parent.parent == other and str(path) in said
+        assert (load(path).head.kernel[...] == model.head.kernel[...]).all()
+    assert [file.name for file in out.iterdir()] == ["loss.png"]
+
+
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -126,6 +153,11 @@ def failure(arguments, capsys) -> str:
     [
         (["--steps", "0"], "must be at least 1, got 0"),
         (["--steps", "many"], "invalid integer value: 'many'"),
+        (["--seed", "-1"], "must be at least 0, got -1"),
+        (["--seed", str(2**63)], "must be at most 9223372036854775807, got 9223372036854775808"),
+        (["--batch", str(2**40)], "must be at most 2147483647"),
+        (["--text", "/dev/zero"], "cannot read the text /dev/zero: it is a device"),
+        (["--out", ""], "must be the name of a file or folder, got ''"),
         (["--length", "-3"], "must be at least 1, got -3"),
         (["--text", "missing.txt"], "cannot read the text missing.txt: No such file or directory"),
         (["--text", "."], "cannot read the text .: Is a directory"),

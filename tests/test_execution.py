@@ -95,6 +95,28 @@ def test_policies():
         glax.AutotunePolicy(cache_miss_fallback="guess")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: glax.Tuner(iters=0), "iters must be an int of at least 1, got 0"),
+        (lambda: glax.Tuner(iters=True), "iters must be an int of at least 1, got True"),
+        (lambda: glax.Tuner(warmup=-1), "warmup must be an int of at least 0, got -1"),
+        (lambda: glax.Tuner(warmup=1.5), "warmup must be an int of at least 0, got 1.5"),
+        (lambda: glax.AutotunePolicy(allow_autotune="no"), "allow_autotune must be True or False, got 'no'"),
+        (lambda: glax.AutotunePolicy(validate_backward=None), "validate_backward must be True or False, got None"),
+        (lambda: glax.AutotunePolicy(cache_miss_fallback=[]), "cache_miss_fallback must be .* got \\[\\]"),
+        (lambda: glax.overlay({"chunkd/xla/any": ChunkedConfig(16)}).__enter__(), "got 'chunkd/xla/any'.*chunked/xla/any"),
+        (lambda: glax.overlay({"cumulativ": 1}).__enter__(), "got 'cumulativ', which is none: name .*cumulative"),
+        (lambda: glax.overlay({CHUNKED: 16}).__enter__(), "chunked/xla/any takes a ChunkedConfig, the overlay gives it 16"),
+        (lambda: glax.overlay(policy="autotune").__enter__(), "policy must be an AutotunePolicy or None, got 'autotune'"),
+        (lambda: glax.overlay([CHUNKED]).__enter__(), "configs must be a dict"),
+    ],
+)
+def test_nonsense_is_refused_where_it_is_said(wrong, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        wrong()
+
+
 def test_the_default_policy_measures_nothing():
     run, kernel = executor(), Cumulative()
     np.testing.assert_array_equal(run(kernel, X, negate=True), -jnp.cumsum(X, axis=0))

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import tomllib
 
 import jax
 import numpy as np
@@ -44,6 +45,28 @@ def test_every_variant_names_its_paper():
     for name in ("recurrent", "recurrent_gla", "simple_gla", "retention", "lightning_attention"):
         assert f"`{name}`" in README, name
         assert "https://arxiv.org/" in getattr(glax, name).__doc__, name
+
+
+@pytest.mark.fast
+def test_what_the_package_needs_is_what_the_readme_says():
+    needs = re.search(r"`pip install \.` \(needs ([^)]*)\)", README)[1]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert sorted(re.split(r", | and ", needs)) == sorted(re.match(r"\w+", name)[0] for name in declared)
+
+
+@pytest.mark.fast
+def test_the_source_distribution_holds_all_that_tests_read():
+    listed = pytest.importorskip("setuptools._distutils.filelist").FileList()  # which builds it; new Pythons come without
+    listed.findall(str(ROOT))
+    listed.allfiles = [str(pathlib.Path(name).relative_to(ROOT)) for name in listed.allfiles]
+    for line in (ROOT / "MANIFEST.in").read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            listed.process_template_line(line)
+    for folder in ("tests", "docs", "examples", "benchmarks", "constraints"):
+        for path in (ROOT / folder).rglob("*"):
+            name = path.relative_to(ROOT)
+            if path.is_file() and path.suffix != ".pyc" and name.parts[:2] != ("benchmarks", "out"):
+                assert str(name) in listed.files, name
 
 
 @pytest.mark.fast

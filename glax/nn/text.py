@@ -39,6 +39,8 @@ def library_text(limit: int = LIBRARY_BYTES) -> bytes:
 
 def read_text(path: Path | None, length: int) -> Text:
     """The file, or the standard library if None, split for windows of `length` predicted bytes."""
+    if path is not None and (path.is_char_device() or path.is_block_device()):  # it need not have an end
+        raise TextError(f"cannot read the text {path}: it is a device: name a file")
     try:
         raw = library_text() if path is None else path.read_bytes()
     except OSError as error:

@@ -17,11 +17,7 @@ REMEDY = "install a C++17 compiler (Debian, Ubuntu: apt install g++) and install
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The library, its kernels known to XLA; or the reason why there is none, and what to do.
-
-    ValueError if GLAX_CPU_INSTRUCTIONS names no instructions.
-    """
-    check_instructions()
+    """The library, its kernels known to XLA; or the reason why there is none, and what to do."""
     built = [
         path for suffix in importlib.machinery.EXTENSION_SUFFIXES if (path := FOLDER / f"_native{suffix}").exists()
     ]
@@ -47,6 +43,7 @@ def check_instructions():
 
 
 def missing() -> str | None:
-    """The reason why native kernels cannot run here; None if they can."""
+    """The reason why native kernels cannot run here; None if they can. ValueError if GLAX_CPU_INSTRUCTIONS means nothing."""
+    check_instructions()
     found = library()
     return found if isinstance(found, str) else None
