@@ -232,6 +232,20 @@ def test_a_reader_that_goes_away():
     assert process.returncode == 141
 
 
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [(None, "standard output is closed: nothing can be shown"), ("/dev/full", "No space left on device")],
+)
+def test_an_output_that_takes_nothing_is_one_line(output, said, capsys, monkeypatch):
+    file = None if output is None else open(output, "w")  # noqa: SIM115
+    monkeypatch.setattr("sys.stdout", file)
+    assert main(["cache", "list"]) > 0
+    monkeypatch.undo()
+    if file is not None:
+        file.close()  # what was left in its buffer goes nowhere
+    assert capsys.readouterr().err == f"glax cache: {said}\n"
+
+
 def test_check_passes(register, capsys, monkeypatch):
     monkeypatch.setattr(check, "CASES", (Case("key, packed", B=1, T=20, cuts=(0, 5, 5, 18), K=8, V=12), CASES[0]))
     monkeypatch.setattr(check, "QUICK", ("key, packed",))

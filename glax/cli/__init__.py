@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parser.parse_args(arguments)
         name = f"glax {args.command}"
+        if sys.stdout is None:
+            raise UsageError("standard output is closed: nothing can be shown")
         with plain_output(name):
             if args.command != "cache":
                 require_usable_jax()

@@ -1,6 +1,7 @@
 """A ByteLM as one file, which can be loaded alone: the parameters by name, the config as JSON beside them."""
 
 import dataclasses
+import errno
 import json
 import os
 from pathlib import Path
@@ -26,7 +27,7 @@ def save(model: ByteLM, path: str | Path):
         try:
             save_file(tensors, new, metadata={"config": json.dumps(dataclasses.asdict(model.config))})
         except SafetensorError as error:  # no OSError, whatever the system refused
-            raise OSError(f"cannot write {path}: {error}") from error
+            raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def load(path: str | Path) -> ByteLM:
