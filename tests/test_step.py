@@ -31,6 +31,28 @@ def test_token_by_token_equals_one_pass(gates):
     assert_close("state", final, whole.final_state, 2e-6)
 
 
+@pytest.mark.parametrize("platform", [None, "xla"], ids=["as chosen", "xla"])
+@pytest.mark.parametrize("gate", ["g_gamma", "gk", "gv"])
+def test_fifty_thousand_steps_of_decays_next_to_1(gate, platform):
+    """Equal gates would round alike at every step, and decays of less than half a digit round to nothing."""
+    rng = np.random.default_rng(0)
+    logs = np.array([-9e-6, -1e-6, -4e-8, -3e-3], np.float32)
+    k, v = rng.normal(size=(2, 50_000, 1, len(logs), 2)).astype(np.float32)
+    first = rng.normal(size=(1, len(logs), 2, 2)).astype(np.float32)
+    given = {gate: logs if gate == "g_gamma" else np.broadcast_to(logs[:, None], k.shape[1:])}
+
+    def step(state, token):
+        k, v = token
+        return glax.recurrent_step(k, k, v, state, **given, platform=platform)[1], None
+
+    state, _ = jax.jit(lambda *tokens: jax.lax.scan(step, first, tokens))(k, v)
+    behind = np.arange(len(k))[::-1, None] * logs.astype(np.float64)  # log decays behind each token
+    want = first[0] * np.exp(len(k) * logs.astype(np.float64))[:, None, None]
+    want += np.einsum("th,thk,thv->hkv", np.exp(behind), *(x[:, 0].astype(np.float64) for x in (k, v)))
+    for head, log in enumerate(logs):
+        assert_close(f"state at {log}", state[0, head], want[head], 1e-5)
+
+
 def token_and_pool(dtype=jnp.float32):
     arguments = inputs(Case("", B=3, T=1, heads=(4, 2, 2), K=6, V=5, state_dtype=None), "log-sigmoid")
     pool = jnp.asarray(np.random.default_rng(1).normal(size=(6, 4, 6, 5)), dtype)
