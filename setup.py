@@ -8,8 +8,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-FOLDER = Path("glax/kernels/cpu")
-REASON = FOLDER / "build_failure.txt"  # read by glax/kernels/cpu/native.py
+FOLDER = Path("glax/_src/kernels/cpu")
+REASON = FOLDER / "build_failure.txt"  # read by glax/_src/kernels/cpu/library.py
 FLAGS = ["-std=c++17", "-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra"]
 
 
@@ -43,7 +43,7 @@ class BuildNative(build_ext):
 
 
 native = Extension(
-    "glax.kernels.cpu._native",
+    "glax._src.kernels.cpu._native",
     sources=[str(FOLDER / "native" / f"{name}.cc") for name in ("baseline", "avx2", "avx512", "handlers")],
     depends=[str(path) for path in sorted((FOLDER / "native").glob("*.h"))],
     extra_compile_args=FLAGS,

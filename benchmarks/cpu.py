@@ -31,10 +31,10 @@ from peers_torch import with_torch
 from timing import Timing, available_bytes, compiled, copy_gbytes, interleaved, matmul_gflops, table
 
 import glax
-from glax.bind import bind
-from glax.kernels import load_kernels
-from glax.recurrence import Recurrence
-from glax.registry import kernel_registry
+from glax._src.core.bind import bind
+from glax._src.core.recurrence import Recurrence
+from glax._src.core.registry import kernel_registry
+from glax._src.kernels import load_kernels
 
 OUT = Path(__file__).parent / "out"
 MODES = ("forward", "forward + backward")

@@ -35,12 +35,12 @@ from peers_fla import MIB, Fla, compile_a_part, compile_in_parts, first_candidat
 from timing import table
 
 import glax
-from glax.bind import bind
+from glax._src.core.bind import bind
+from glax._src.core.registry import UnsupportedError
 from glax.cli.arguments import four_numbers
+from glax.cli.cases import GATES, Problem
 from glax.cli.measure import Way, copy_gbytes, interleaved
-from glax.cli.problems import GATES, Problem
-from glax.reference import reference, reference_gradient
-from glax.registry import UnsupportedError
+from glax.testing.reference import reference, reference_gradient
 
 SHAPES = ((4, 2048, 16, 128), (2, 16384, 16, 128), (1, 8192, 96, 128), (1, 32768, 8, 128), (8, 1024, 8, 64))
 WITHOUT_PEER = ((4, 4096, 64, 128),)

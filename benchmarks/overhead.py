@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 import glax
-from glax.bind import bind
-from glax.dispatch import Choice, run_forward
-from glax.kernels import load_kernels
-from glax.registry import kernel_registry
+from glax._src.core.bind import bind
+from glax._src.core.registry import kernel_registry
+from glax._src.kernels import load_kernels
+from glax._src.solve.dispatch import Choice, run_forward
 
 
 def median_us(f, repeats: int, calls: int) -> float:

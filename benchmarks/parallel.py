@@ -2,7 +2,7 @@
 
     python benchmarks/parallel.py                       # B1 T131072 H16 K=V=128 bfloat16, a gate a key channel
     python benchmarks/parallel.py --gates retention     # a state that never dies
-    python benchmarks/parallel.py --ways correct wait   # what the rule `way_of` in glax/parallel/sequence.py may leave
+    python benchmarks/parallel.py --ways correct wait   # what the rule `way_of` in glax/_src/parallel/sequence.py may leave
 
 gates: log-sigmoid and mild (a sixteenth of it) a key channel, head: mild a head; retention: fixed, a head; none. One line
 for each of them and each number of devices: time and speed-up over one device with the same kernels, of calls in a row and of
@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import glax
 from glax import parallel
-from glax.parallel import sequence
+from glax._src.parallel import sequence
 
 ROW = 20
 GATES = ("log-sigmoid", "mild", "head", "retention", "none")

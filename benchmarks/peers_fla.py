@@ -13,8 +13,8 @@ import time
 import jax
 import numpy as np
 
+from glax.cli.cases import Problem
 from glax.cli.measure import Way
-from glax.cli.problems import Problem
 
 MIB = 2**20
 

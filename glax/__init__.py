@@ -1,7 +1,8 @@
 """Exact, fast kernels for gated linear attention and the recurrent linear attentions around it, in JAX."""
 
-from glax._version import __version__
-from glax.api import (
+from glax._src.api.explain import detect_platform, explain, tune
+from glax._src.api.operation import RecurrentAttention
+from glax._src.api.recurrent import (
     lightning_attention,
     recurrent,
     recurrent_attention,
@@ -9,22 +10,29 @@ from glax.api import (
     retention,
     simple_gla,
 )
-from glax.execution.cache import ConfigCache, PersistentCache, overlay
-from glax.execution.executor import Executor
-from glax.execution.invocation import Invocation
-from glax.execution.kernel import Kernel
-from glax.execution.selection import AutotunePolicy, ConfigSelectorChain
-from glax.execution.tuner import Tuner
-from glax.kernels.cpu import native
-from glax.operation import RecurrentAttention
-from glax.prefill import prefill_into
-from glax.recurrence import Outputs, Recurrence
-from glax.registry import Backend, Config, KernelRegistry, KernelSpec, Platform, UnsupportedError, kernel_registry
-from glax.speculative import Draft, commit, recurrent_verify
-from glax.step import recurrent_step
-from glax.tuning import detect_platform, explain, tune
+from glax._src.core.recurrence import Outputs, Recurrence
+from glax._src.core.registry import (
+    Backend,
+    Config,
+    KernelRegistry,
+    KernelSpec,
+    Platform,
+    UnsupportedError,
+    kernel_registry,
+)
+from glax._src.kernels.cpu import library
+from glax._src.serving.decode_step import recurrent_step
+from glax._src.serving.prefill import prefill_into
+from glax._src.serving.speculative import Draft, commit, recurrent_verify
+from glax._src.tuning.cache import ConfigCache, PersistentCache, overlay
+from glax._src.tuning.executor import Executor
+from glax._src.tuning.invocation import Invocation
+from glax._src.tuning.op import Kernel
+from glax._src.tuning.selection import AutotunePolicy, ConfigSelectorChain
+from glax._src.tuning.tuner import Tuner
+from glax._version import __version__
 
-native.library()  # XLA must know its kernels where a program that holds them is read back, with no call of glax before
+library.load_library()  # XLA must know its kernels where a program that holds them is read back, with no call of glax before
 
 __all__ = [
     "AutotunePolicy",

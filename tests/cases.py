@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glax.bind import bind
-from glax.decay import Decay
-from glax.recurrence import Outputs, Recurrence
-from glax.reference import reference, reference_gradient
+from glax._src.core.bind import bind
+from glax._src.core.decay import Decay
+from glax._src.core.recurrence import Outputs, Recurrence
+from glax.testing.reference import reference, reference_gradient
 
 # Gates of one strength are one set of inputs; all strengths of a case share its shapes, and so one compilation.
 STRENGTHS = ("log-sigmoid", "mild", "0", "-1e-6", "-20", "-120", "-inf", "+0.05", "-100 on 5%", "-inf on 5%")
@@ -253,7 +253,13 @@ def all_sweeps() -> Iterator[Sweep]:
         sides = 2 if form == "both" else 1
         for name in (form, f"{form}-packed-reverse"):
             yield Sweep(cases[name], steady(sides=sides) + in_one(steady(step=1)) + LEARNED)
-    for name in ("T512-constant", "T512-head", "T512-key", "T512-head-reverse", "T512-key-reverse"):  # two in groups of heads
+    for name in (
+        "T512-constant",
+        "T512-head",
+        "T512-key",
+        "T512-head-reverse",
+        "T512-key-reverse",
+    ):  # two in groups of heads
         yield Sweep(cases[name], steady(64, step=0.2) + in_one(steady(64, step=1)) + LEARNED)
     for chunk in (16, 64, 128):
         yield Sweep(cases[f"chunk{chunk}"], steady(chunk) + in_one(steady(chunk, step=1)) + LEARNED)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from glax.recurrence import Recurrence
+from glax._src.core.recurrence import Recurrence
 
 # (output and state, gradients), by the dtype of q, k and v.
 BARS = {"float64": (1e-13, 1e-12), "float32": (1e-5, 5e-5), "bfloat16": (3.5e-3, 3.5e-3), "float16": (1e-3, 1e-3)}

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 import glax
-from glax.bind import bind
-from glax.kernels.pallas_gpu import launch
-from glax.kernels.pallas_gpu.config import HopperConfig
+from glax._src.core.bind import bind
+from glax._src.kernels.pallas_gpu import chunked
+from glax._src.kernels.pallas_gpu.config import HopperConfig
 
 H100 = """
 gpu_device_info {
@@ -49,8 +49,8 @@ def lowered(what: str, gate: str, width: int) -> jax.stages.Lowered:
         r = bind(q, k, v, **{"g" if gate == "head" else "gk": g})
         config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=64 if "narrow" in what else width)
         if "gradient" in what:
-            return launch.chunked_vjp(r, d_output, d_final, None, config)
-        return (launch.chunked_and_kept if "kept" in what else launch.chunked)(r, config)
+            return chunked.chunked_vjp(r, d_output, d_final, None, config)
+        return (chunked.chunked_with_residuals if "kept" in what else chunked.chunked)(r, config)
 
     x = shaped(2, T, 4, width)
     gates = shaped(*x.shape[: 3 if gate == "head" else 4], dtype=jnp.float32 if "float32" in gate else jnp.bfloat16)
@@ -73,7 +73,7 @@ def waits_for_registers(ptx: str, at_launch: int, scalers: int) -> bool:
     Those that scale, in walks of gates a channel, or the one that loads give some of theirs."""
     asked = {way: int(count) for way, count in re.findall(r"setmaxnreg\.(dec|inc)\S* (\d+);", ptx)}
     warpgroups = int(re.search(r"maxntid (\d+)", ptx).group(1)) // 128
-    giving = scalers if "key_walk" in ptx else 1
+    giving = scalers if "key_scan" in ptx else 1
     return bool(asked) and giving * asked["dec"] + (warpgroups - giving) * asked["inc"] > warpgroups * at_launch
 
 

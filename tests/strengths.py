@@ -1,4 +1,4 @@
-"""Gates of one strength at every token, just inside and just outside of each limit in glax.kernels.limits: one call for all.
+"""Gates of one strength at every token, just inside and just outside of each limit in `kernels.common.limits`: one call for all.
 
 A check bounds the sum of gates over half a chunk, so strengths follow from the number of tokens there.
 """
@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glax.bind import bind
-from glax.kernels.limits import FAST_LIMIT, LOG_OF_ZERO
-from glax.recurrence import Outputs, Recurrence
-from glax.reference import reference, reference_gradient
+from glax._src.core.bind import bind
+from glax._src.core.recurrence import Outputs, Recurrence
+from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_ZERO
+from glax.testing.reference import reference, reference_gradient
 from tests.close import BARS, SUMS, named
 
 # Twice these lie between two middles: e^-86 is a normal float32, e^-88 a subnormal one, e^-104 and e^-120 are 0.
@@ -61,7 +61,9 @@ def assert_right(r: Recurrence, d_output, d_final, got: Outputs, d: Recurrence):
     bar, gradient_bar = BARS[str(r.q.dtype)]
     results = dict(output=(got.output, want.output, bar), final_state=(got.final_state, want.final_state, bar))
     results |= {
-        name: (x, named(wanted)[name], gradient_bar * SUMS.get(name, 1)) for name, x in named(d).items() if name != "scale"
+        name: (x, named(wanted)[name], gradient_bar * SUMS.get(name, 1))
+        for name, x in named(d).items()
+        if name != "scale"
     }
     off = {}
     for name, (x, y, bar) in results.items():
@@ -70,7 +72,9 @@ def assert_right(r: Recurrence, d_output, d_final, got: Outputs, d: Recurrence):
         head = 1 if name.endswith("state") or name == "constant" else 2
         for most, places in [(bar, (head,))] + [(EACH * bar, (2, 3))] * (name in ("q", "k", "key")):
             error, size = (norm(a, places) for a in (x - y, y))
-            floor = np.finfo(np.float32).tiny * np.sqrt(x.size / error.size)  # numbers below the least normal one are equal
+            floor = np.finfo(np.float32).tiny * np.sqrt(
+                x.size / error.size
+            )  # numbers below the least normal one are equal
             if name in ("constant", "head", "key"):
                 parts = norm(np.asarray(exact.q, np.float64) * np.asarray(wanted.q), (2, 3)[: len(places)])
                 floor = floor + CANCELLED * SUMS.get(name, 1) * parts

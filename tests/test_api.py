@@ -10,11 +10,11 @@ import pytest
 
 import glax
 import glax.parallel
-from glax.api import lightning_decay, retention_decay
-from glax.decay import Decay
-from glax.kernels.xla.chunked import ChunkedConfig
-from glax.recurrence import Recurrence
-from glax.reference import reference, reference_gradient
+from glax._src.api.recurrent import lightning_decay, retention_decay
+from glax._src.core.decay import Decay
+from glax._src.core.recurrence import Recurrence
+from glax._src.kernels.xla.chunk_scan import ChunkedConfig
+from glax.testing.reference import reference, reference_gradient
 from tests.cases import GATE_SUBSETS, Case, inputs
 from tests.close import BARS, assert_close
 from tests.compiling import quick_jit
@@ -361,12 +361,16 @@ def test_forward_mode_names_the_ways_round():
         lambda: jax.jvp(one_token, (x,), (x,)),
         lambda: jax.jvp(on_a_mesh, (x,), (x,)),
     ):
-        with pytest.raises(TypeError, match=r"glax has no forward mode .* Two vjps are one jvp: with y, pull = jax.vjp"):
+        with pytest.raises(
+            TypeError, match=r"glax has no forward mode .* Two vjps are one jvp: with y, pull = jax.vjp"
+        ):
             refused()
     along, plain = jnp.cos(x), functools.partial(by_token, k=k, v=v)
     y, pull = jax.vjp(f, x)
     assert_close("jvp", jax.vjp(lambda d: pull(d)[0], y)[1](along)[0], jax.jvp(plain, (x,), (along,))[1], GRAD)
-    got, want = (jax.grad(lambda x, f=f: jnp.vdot(jax.grad(functools.partial(total, f))(x), along))(x) for f in (f, plain))
+    got, want = (
+        jax.grad(lambda x, f=f: jnp.vdot(jax.grad(functools.partial(total, f))(x), along))(x) for f in (f, plain)
+    )
     assert_close("Hessian", got, want, GRAD)
 
 

@@ -12,9 +12,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import glax
-from glax.kernels.xla import at_once, chunked
-from glax.kernels.xla.chunked import ChunkedConfig
-from glax.recurrence import Recurrence
+from glax._src.core.recurrence import Recurrence
+from glax._src.kernels.xla import chunk_parallel, chunk_scan
+from glax._src.kernels.xla.chunk_scan import ChunkedConfig
 from tests.cases import Case, cotangents, inputs, recurrence
 from tests.compiling import quick_jit
 
@@ -31,14 +31,14 @@ def close(got, want):
 def same_as_the_walk(case: Case, strength: str = "log-sigmoid"):
     r, config = recurrence(case, strength), ChunkedConfig(C)
     cotangent = cotangents(case, r)
-    outputs, states = quick_jit(lambda r: at_once.solve(r, C))(r)
-    want, before = quick_jit(lambda r: chunked.by_walk(r, config, keep=True))(r)
+    outputs, states = quick_jit(lambda r: chunk_parallel.solve(r, C))(r)
+    want, before = quick_jit(lambda r: chunk_scan.by_walk(r, config, keep=True))(r)
     close(outputs, want)
-    assert (states is None) == at_once.by_heads(r, C)
+    assert (states is None) == chunk_parallel.by_heads(r, C)
     if states is not None:
         close(states, before)
-    vjp = quick_jit(lambda r, kept: at_once.vjp(r, C, *cotangent, kept))
-    want = quick_jit(lambda r: chunked.vjp_by_walk(r, config, *cotangent, None))(r)
+    vjp = quick_jit(lambda r, kept: chunk_parallel.vjp(r, C, *cotangent, kept))
+    want = quick_jit(lambda r: chunk_scan.vjp_by_walk(r, config, *cotangent, None))(r)
     for kept in (states, None):
         close(vjp(r, kept), want)
 
@@ -50,23 +50,23 @@ every_gate = pytest.mark.parametrize("gates", [(), ("g_gamma",), ("g",), ("gk",)
 @both_ways
 @every_gate
 def test_block_after_block(gates, reverse, monkeypatch):
-    monkeypatch.setattr(at_once, "BLOCK", 1)
+    monkeypatch.setattr(chunk_parallel, "BLOCK", 1)
     case = dataclasses.replace(CASE, gates=gates, reverse=reverse)
-    assert at_once.block(recurrence(case, "log-sigmoid"), C) == at_once.GROUPS * C < case.T
+    assert chunk_parallel.block(recurrence(case, "log-sigmoid"), C) == chunk_parallel.GROUPS * C < case.T
     same_as_the_walk(case)
 
 
 def test_memory_follows_the_block(monkeypatch):
     """Not the length: beside the states that are kept, a longer problem needs no more."""
-    monkeypatch.setattr(at_once, "BLOCK", 2**13)
+    monkeypatch.setattr(chunk_parallel, "BLOCK", 2**13)
     needs = []
     for T in (1024, 4096):
         r = recurrence(dataclasses.replace(CASE, T=T, heads=(2, 2, 2)), "mild")
         cotangent = cotangents(CASE, r)
-        kept = at_once.solve(r, C)[1]
-        run = quick_jit(lambda r, kept, *cotangent: at_once.vjp(r, C, *cotangent, kept))
+        kept = chunk_parallel.solve(r, C)[1]
+        run = quick_jit(lambda r, kept, *cotangent: chunk_parallel.vjp(r, C, *cotangent, kept))
         needs.append(run.lower(r, kept, *cotangent).compile().memory_analysis().temp_size_in_bytes)
-    assert needs[1] < 1.1 * needs[0] < 40 * 4 * at_once.BLOCK
+    assert needs[1] < 1.1 * needs[0] < 40 * 4 * chunk_parallel.BLOCK
 
 
 @both_ways
@@ -75,8 +75,8 @@ def test_memory_follows_the_block(monkeypatch):
 def test_all_in_one_block(heads, gates, reverse):
     case = dataclasses.replace(CASE, heads=heads, gates=gates, reverse=reverse)
     r = recurrence(case, "log-sigmoid")
-    assert at_once.block(r, C) == case.T
-    assert at_once.by_heads(r, C) == (heads[0] == at_once.GROUPS and gates != ("gk",))
+    assert chunk_parallel.block(r, C) == case.T
+    assert chunk_parallel.by_heads(r, C) == (heads[0] == chunk_parallel.GROUPS and gates != ("gk",))
     same_as_the_walk(case)
 
 
@@ -89,9 +89,9 @@ def test_one_of_each_form():
 @pytest.mark.fast
 def test_groups_of_heads_have_few_chunks():
     """The matrix of what is left from chunk to chunk is never larger than one of a chunk's pairs."""
-    for T in (C**2, C**2 + at_once.GROUPS * C):
+    for T in (C**2, C**2 + chunk_parallel.GROUPS * C):
         r = recurrence(dataclasses.replace(CASE, B=1, T=T, K=1, V=1, gates=("g",)), "mild")
-        assert at_once.block(r, C) == T and at_once.by_heads(r, C) == (T == C**2)
+        assert chunk_parallel.block(r, C) == T and chunk_parallel.by_heads(r, C) == (T == C**2)
 
 
 @pytest.mark.fast
@@ -99,10 +99,10 @@ def test_blocks_are_small_and_whole():
     for T, H, D in ((2048, 4, 64), (4096, 8, 128), (64 * 4 * 7, 8, 128), (64 * 4 * 60, 4, 64)):
         x = jax.ShapeDtypeStruct((1, T, H, D), jnp.float32)
         r = Recurrence(x, x, x, recurrence(CASE, "mild").decay, None, None, jax.ShapeDtypeStruct((1,), jnp.float32))
-        L = at_once.block(r, 64)
-        assert T % L == 0 and L % (at_once.GROUPS * 64) == 0
-        assert at_once.elements(r, 64, L) <= at_once.BLOCK
-        assert at_once.suits(r)
+        L = chunk_parallel.block(r, 64)
+        assert T % L == 0 and L % (chunk_parallel.GROUPS * 64) == 0
+        assert chunk_parallel.elements(r, 64, L) <= chunk_parallel.BLOCK
+        assert chunk_parallel.suits(r)
 
 
 @needs_cpu
@@ -119,8 +119,8 @@ def test_who_is_left_to_the_walk(changes):
         r = r.replace(q=wide[0], k=wide[1], v=wide[2])
     else:
         r = recurrence(dataclasses.replace(CASE, **changes), "mild")
-    assert not at_once.suits(r, C)
-    assert at_once.suits(recurrence(CASE, "mild"), C)
+    assert not chunk_parallel.suits(r, C)
+    assert chunk_parallel.suits(recurrence(CASE, "mild"), C)
 
 
 # Of one block the form is always computed, and overwritten; of several it is one of two branches.
@@ -129,8 +129,8 @@ in_one_and_in_blocks = pytest.mark.parametrize("blocks", [1, 2], ids=["one block
 
 def cut_into(blocks: int, monkeypatch):
     r = recurrence(CASE, "mild")
-    monkeypatch.setattr(at_once, "BLOCK", at_once.elements(r, C, CASE.T // blocks))
-    assert at_once.block(r, C) == CASE.T // blocks
+    monkeypatch.setattr(chunk_parallel, "BLOCK", chunk_parallel.elements(r, C, CASE.T // blocks))
+    assert chunk_parallel.block(r, C) == CASE.T // blocks
 
 
 @needs_cpu
@@ -141,18 +141,18 @@ def test_out_of_reach_is_left_to_the_walk(gate, strength, blocks, monkeypatch):
     """One compiled function: the gates tell at run time. The form itself is made wrong, to see where it is taken."""
     cut_into(blocks, monkeypatch)
     case = dataclasses.replace(CASE, gates=(gate,))
-    r, config, solve = recurrence(case, strength), ChunkedConfig(C), at_once.solve
+    r, config, solve = recurrence(case, strength), ChunkedConfig(C), chunk_parallel.solve
     mild = strength in ("log-sigmoid", "+0.05")  # of -7 the gradient would drown in the tokens' own parts
-    assert bool(at_once.within(r, C)) == mild
+    assert bool(chunk_parallel.within(r, C)) == mild
 
     def wrong(r, size):
         outputs, states = solve(r, size)
         return outputs._replace(output=outputs.output + 1e6), states
 
-    monkeypatch.setattr(at_once, "solve", wrong)
-    (output, _), states, blank = quick_jit(lambda r: chunked.solve(r, config, keep=True))(r)
+    monkeypatch.setattr(chunk_parallel, "solve", wrong)
+    (output, _), states, blank = quick_jit(lambda r: chunk_scan.solve(r, config, keep=True))(r)
     assert bool(blank) != mild
-    assert states is None if at_once.by_heads(r, C) else bool((states != 0).any()) == mild
+    assert states is None if chunk_parallel.by_heads(r, C) else bool((states != 0).any()) == mild
     assert bool((output > 5e5).all()) == mild and bool((output > 5e5).any()) == mild
 
 
@@ -162,7 +162,7 @@ def test_no_exponent_is_underestimated(size):
     rng = np.random.default_rng(0)
     case = dataclasses.replace(CASE, gates=("gk",), T=8 * size)
     r = recurrence(case, "mild")
-    within = jax.jit(lambda log: at_once.within(r.replace(decay=dataclasses.replace(r.decay, key=log)), size))
+    within = jax.jit(lambda log: chunk_parallel.within(r.replace(decay=dataclasses.replace(r.decay, key=log)), size))
     decided = set()
     for scale, growing in itertools.product(np.geomspace(0.25, 32, 30), (0, 0.001, 0.2)):
         log = -scale * rng.random(r.decay.key.shape, np.float32)
@@ -183,11 +183,17 @@ def test_range_of_inputs_at_the_limit(gate):
     """Of chunks of 64 tokens with gates just inside the limit, see `limits`."""
     case = dataclasses.replace(CASE, B=1, T=256, gates=(gate,), state_dtype=None)
     r, config = recurrence(case, "-1.87"), ChunkedConfig(64)
-    assert at_once.suits(r, 64) and bool(at_once.within(r, 64))
-    run, vjp = quick_jit(lambda r: at_once.solve(r, 64)[0]), quick_jit(lambda r, *d: at_once.vjp(r, 64, *d, None))
-    walk = quick_jit(lambda r: chunked.by_walk(r, config, keep=False)[0])
+    assert chunk_parallel.suits(r, 64) and bool(chunk_parallel.within(r, 64))
+    run, vjp = (
+        quick_jit(lambda r: chunk_parallel.solve(r, 64)[0]),
+        quick_jit(lambda r, *d: chunk_parallel.vjp(r, 64, *d, None)),
+    )
+    walk = quick_jit(lambda r: chunk_scan.by_walk(r, config, keep=False)[0])
     d_output, d_final = cotangents(case, r)
-    want, d_want = walk(r), quick_jit(lambda r, *d: chunked.vjp_by_walk(r, ChunkedConfig(16), *d, None))(r, d_output, d_final)
+    want, d_want = (
+        walk(r),
+        quick_jit(lambda r, *d: chunk_scan.vjp_by_walk(r, ChunkedConfig(16), *d, None))(r, d_output, d_final),
+    )
     for factor in (2.0**33, 2.0**-23):  # 1e10, 1e-7
         for name in ("k", "v"):
             scaled = r.replace(**{name: factor * getattr(r, name)})
@@ -205,16 +211,20 @@ def test_what_the_form_makes_of_strong_gates_is_gone(gate, blocks, monkeypatch):
     cut_into(blocks, monkeypatch)
     case, config = dataclasses.replace(CASE, gates=(gate,)), ChunkedConfig(C)
     cotangent = cotangents(case, recurrence(case, "mild"))
-    run = quick_jit(lambda r: chunked.chunked_and_kept(r, config=config))
-    walk = quick_jit(lambda r: chunked.by_walk(r, config, keep=False)[0])
-    vjp = quick_jit(lambda r, kept: chunked.chunked_vjp(r, *cotangent, kept, config=config))
-    vjp_of_walk = quick_jit(lambda r: chunked.vjp_by_walk(r, config, *cotangent, None))
+    run = quick_jit(lambda r: chunk_scan.chunked_with_residuals(r, config=config))
+    walk = quick_jit(lambda r: chunk_scan.by_walk(r, config, keep=False)[0])
+    vjp = quick_jit(lambda r, kept: chunk_scan.chunked_vjp(r, *cotangent, kept, config=config))
+    vjp_of_walk = quick_jit(lambda r: chunk_scan.vjp_by_walk(r, config, *cotangent, None))
     for strength in ("-20", "-120", "-inf", "-inf on 5%"):
         r = recurrence(case, strength)
         outputs, kept = run(r)
         assert bool((kept.far == 1).all())
         # Groups of heads keep the first state alone.
-        assert np.array_equal(kept.states, r.start_state[:, None]) if at_once.by_heads(r, C) else not kept.states.any()
+        assert (
+            np.array_equal(kept.states, r.start_state[:, None])
+            if chunk_parallel.by_heads(r, C)
+            else not kept.states.any()
+        )
         close(outputs, walk(r))
         for known in (kept, None):
             close(vjp(r, known), vjp_of_walk(r))

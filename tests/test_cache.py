@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import glax
-from glax.execution.cache import Measurement
+from glax._src.tuning.cache import Measurement
 from tests.cumulative import BlockConfig, Cumulative
 
 KERNEL = Cumulative()
@@ -55,14 +55,14 @@ def test_what_is_shipped_serves_every_compiler(tmp_path, monkeypatch):
     shipped.put(call(3), Measurement(BlockConfig(8), 1.0))
     (path,) = tmp_path.rglob("*.json")
     assert path.name == "cumulative@0.json" and path.parent.parent == tmp_path / "tuned"
-    monkeypatch.setattr("glax.execution.cache.libraries", lambda op_id: dict(jaxlib="99.0"))
+    monkeypatch.setattr("glax._src.tuning.cache.libraries", lambda op_id: dict(jaxlib="99.0"))
     assert shipped.get(call(3)) == BlockConfig(8)
     assert cache(tmp_path).get(call(3)) is None
 
 
 WRITER = """
 import sys
-from glax.execution.cache import Measurement
+from glax._src.tuning.cache import Measurement
 from tests.cumulative import BlockConfig
 from tests.test_cache import cache, call
 for i in range(20):
@@ -276,7 +276,9 @@ def test_every_broken_file_is_set_aside_under_a_name_of_its_own(sound_file, tmp_
         sound_file.write_text(f"broken {i}")
         with pytest.warns(UserWarning, match="set aside"):
             assert cache(tmp_path).get(call(3)) is None
-    aside = {path.name.removeprefix(sound_file.name): path.read_text() for path in sound_file.parent.glob("*.unreadable*")}
+    aside = {
+        path.name.removeprefix(sound_file.name): path.read_text() for path in sound_file.parent.glob("*.unreadable*")
+    }
     assert aside == {".unreadable": "broken 0", ".unreadable.1": "broken 1", ".unreadable.2": "broken 2"}
 
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glax.bind import bind
-from glax.kernels import load_kernels
-from glax.kernels.xla.chunked import ChunkedConfig, Stored, start
-from glax.registry import kernel_registry
+from glax._src.core.bind import bind
+from glax._src.core.registry import kernel_registry
+from glax._src.kernels import load_kernels
+from glax._src.kernels.xla.chunk_scan import ChunkedConfig, Stored, start
 from tests.close import assert_close
 from tests.compiling import quick_jit
 
@@ -41,7 +41,7 @@ def test_from_states_that_were_kept(cuts, reverse, chunks):
     cuts = None if cuts is None else jnp.asarray(cuts)
     r = bind(q, k, v, gk=jax.nn.log_sigmoid(gk), initial_state=state, cu_seqlens=cuts, reverse=reverse)
     forward, gradient = (kernel_registry.kernels[f"chunked{end}/xla/any"] for end in ("", ".vjp"))
-    _, kept = quick_jit(functools.partial(forward.run_and_keep, config=ChunkedConfig(chunks[0])))(r)
+    _, kept = quick_jit(functools.partial(forward.forward_with_residuals, config=ChunkedConfig(chunks[0])))(r)
     run = quick_jit(functools.partial(gradient.run, config=ChunkedConfig(chunks[1])))
     want, got = run(r, do, state), run(r, do, state, kept)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -63,7 +63,9 @@ def test_decays_next_to_1_over_many_chunks(gate, T):
         x[:, :, 1] = 0
     log = np.array([-4e-8, -3.7e-7], np.float32)
     gates = log if gate == "g_gamma" else np.broadcast_to(log[:, None], q.shape)
-    r = bind(*map(jnp.asarray, (q, k, v)), **{gate: jnp.asarray(gates)}, initial_state=jnp.asarray(state), softmax_scale=1.0)
+    r = bind(
+        *map(jnp.asarray, (q, k, v)), **{gate: jnp.asarray(gates)}, initial_state=jnp.asarray(state), softmax_scale=1.0
+    )
     forward, gradient = (kernel_registry.kernels[f"chunked{end}/xla/any"].run for end in ("", ".vjp"))
     _, final = quick_jit(functools.partial(forward, config=ChunkedConfig(4)))(r)
     d = quick_jit(functools.partial(gradient, config=ChunkedConfig(4)))(r, jnp.asarray(do), jnp.asarray(d_final))

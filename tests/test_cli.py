@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import pytest
 
 import glax
-from glax.check import CASES, QUICK, Case, check_kernels
+from glax._src.core.registry import Backend, KernelSpec, Platform, kernel_registry
+from glax._src.kernels import load_kernels
+from glax._src.solve.dispatch import executor
 from glax.cli import bench, check, doctor, main, peers
+from glax.cli.cases import DTYPES, GATES, Problem, forward, train
 from glax.cli.measure import Way
-from glax.cli.problems import DTYPES, GATES, Problem, forward, train
 from glax.cli.tune import tuned
-from glax.dispatch import executor
-from glax.kernels import load_kernels
-from glax.registry import Backend, KernelSpec, Platform, kernel_registry
+from glax.testing.check import CASES, QUICK, Case, check_kernels
 
 load_kernels()
 SHAPE = ["--shape", "1,24,1,8", "--gate", "none"]
@@ -127,7 +127,11 @@ def test_without_a_home_the_cache_is_one_line(capsys, monkeypatch):
 def test_show_shows_what_is_ignored(capsys, cache):
     folder = cache / "device"
     folder.mkdir(parents=True)
-    entries = {"lone \ud800": True, "no ms": dict(type="X", config={}), "sound": dict(type="X", config=dict(a=1), ms=2.0)}
+    entries = {
+        "lone \ud800": True,
+        "no ms": dict(type="X", config={}),
+        "sound": dict(type="X", config=dict(a=1), ms=2.0),
+    }
     (folder / "kernel@0.json").write_text(json.dumps(dict(format=1, entries=entries)))
     assert main(["cache", "show", "kernel"]) == 0
     shown = capsys.readouterr().out
@@ -420,7 +424,7 @@ def test_tune_shows_what_fell_out(capsys, monkeypatch):
     def measured(problem):
         if problem.gate == "head":
             raise ExceptionGroup("none", [ValueError("too large\nby far"), ExceptionGroup("deep", [KeyError("x")])])
-        measurement = glax.execution.cache.Measurement(
+        measurement = glax._src.tuning.cache.Measurement(
             "Fast()", 1.5, {"Fast()": 1.5, "Slow()": 2.5, "Broken()": "wrong: 1"}
         )
         return {"kernel/xla/any: B1": measurement}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import glax
+from glax._src.tuning.executor import decisions
 from glax.compat import easydel, ejkernel
-from glax.execution.executor import decisions
 from tests.cases import Case, inputs
 from tests.close import assert_close
 

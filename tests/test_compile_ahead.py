@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from glax.kernels.triton import ahead
-from glax.registry import Backend
+from glax._src.core.registry import Backend
+from glax._src.kernels.triton import compile_ahead
 
 pytestmark = pytest.mark.fast
 
@@ -16,18 +16,18 @@ pytestmark = pytest.mark.fast
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch):
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
-    monkeypatch.setattr(ahead, "compiled", {})
+    monkeypatch.setattr(compile_ahead, "compiled", {})
     three = ThreadPoolExecutor(3)
-    monkeypatch.setattr(ahead, "threads", lambda: three)
+    monkeypatch.setattr(compile_ahead, "threads", lambda: three)
 
 
 def traced(kernels, *operands):
     """A call that launches all of them, traced."""
 
-    @ahead.side_by_side
+    @compile_ahead.side_by_side
     def call(*operands):
         for name, kernel in kernels.items():
-            ahead.compile_ahead(name, kernel, operands)
+            compile_ahead.compile_ahead(name, kernel, operands)
         return operands[0]
 
     return jax.jit(call).trace(*operands)
@@ -73,8 +73,8 @@ def test_nothing_is_compiled_elsewhere(monkeypatch):
     def kernel(x):
         raise AssertionError
 
-    jax.jit(lambda x: [x, ahead.compile_ahead("outside", kernel, [x])][0]).trace(jnp.ones(3))
-    ahead.side_by_side(lambda x: ahead.compile_ahead("untraced", kernel, [x]))(jnp.ones(3))
+    jax.jit(lambda x: [x, compile_ahead.compile_ahead("outside", kernel, [x])][0]).trace(jnp.ones(3))
+    compile_ahead.side_by_side(lambda x: compile_ahead.compile_ahead("untraced", kernel, [x]))(jnp.ones(3))
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.CPU))
     traced(dict(kernel=kernel), jnp.ones(3))
-    assert not ahead.compiled
+    assert not compile_ahead.compiled

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glax.autodiff import derived_gradient
-from glax.dispatch import Choice
-from glax.kernels import load_kernels
-from glax.kernels.xla.chunked import ChunkedConfig
-from glax.recurrence import Outputs, Recurrence
-from glax.reference import reference, reference_gradient
-from glax.registry import Backend, Config, KernelSpec, Platform, kernel_registry
+from glax._src.core.recurrence import Outputs, Recurrence
+from glax._src.core.registry import Backend, Config, KernelSpec, Platform, kernel_registry
+from glax._src.kernels import load_kernels
+from glax._src.kernels.xla.chunk_scan import ChunkedConfig
+from glax._src.solve.autodiff import derived_gradient
+from glax._src.solve.dispatch import Choice
+from glax.testing.reference import reference, reference_gradient
 from tests.cases import EXTREME, Case, Sweep, all_cases, all_sweeps, cotangents, inputs, recurrence
 from tests.close import assert_close, assert_gradients_close, assert_outputs_close
 

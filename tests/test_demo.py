@@ -15,13 +15,13 @@ from flax import nnx
 from rich.console import Console
 
 import glax
-from glax.cli import demo, main, tour
+from glax._src.core.registry import kernel_registry
+from glax._src.kernels import load_kernels
+from glax.cli import demo, demo_run, main
 from glax.cli.kernels_table import show_kernels
-from glax.kernels import load_kernels
 from glax.nn.checkpoint import load
 from glax.nn.model import ByteLM, ByteLMConfig
 from glax.nn.text import read_text
-from glax.registry import kernel_registry
 
 TINY = ByteLMConfig(width=16, layers=1, num_heads=2, num_kv_heads=2, key_width=8, value_width=8, mlp_width=16)
 
@@ -35,13 +35,13 @@ def text(tmp_path):
 
 def settings(text, out, **changes):
     fields = dict(steps=6, batch=2, length=15, seed=0, must_win=False, model=TINY) | changes
-    return tour.Settings(out=out, text=text, **fields)
+    return demo_run.Settings(out=out, text=text, **fields)
 
 
 def test_whole_demo(text, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tour, "show_kernels", functools.partial(show_kernels, T=20, H=1, width=16))
+    monkeypatch.setattr(demo_run, "show_kernels", functools.partial(show_kernels, T=20, H=1, width=16))
     out = tmp_path / "new" / "out"
-    assert tour.tour(settings(text, out)) == 0
+    assert demo_run.tour(settings(text, out)) == 0
     assert sorted(path.name for path in out.iterdir()) == ["loss.png", "model.safetensors"]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert load(out / "model.safetensors").config == TINY
@@ -61,16 +61,16 @@ def test_losing_is_a_failure_if_it_must_win(text, tmp_path, monkeypatch, capsys)
         each_step(1, 8.0, model)
         return model
 
-    monkeypatch.setattr(tour, "train", untrained)
-    monkeypatch.setattr(tour, "show_kernels", lambda *_: None)
-    assert tour.tour(settings(text, tmp_path, steps=1, must_win=True)) == 1
+    monkeypatch.setattr(demo_run, "train", untrained)
+    monkeypatch.setattr(demo_run, "show_kernels", lambda *_: None)
+    assert demo_run.tour(settings(text, tmp_path, steps=1, must_win=True)) == 1
     assert "The order-2 model wins" in capsys.readouterr().out
 
 
 def test_wrong_decoding_is_noticed(text, monkeypatch, capsys):
-    monkeypatch.setattr(tour, "token_by_token", lambda model, tokens: 1.01 * model(tokens))
+    monkeypatch.setattr(demo_run, "token_by_token", lambda model, tokens: 1.01 * model(tokens))
     model = ByteLM(TINY, rngs=nnx.Rngs(0))
-    assert not tour.show_equality(Console(), model, read_text(text, 15))
+    assert not demo_run.show_equality(Console(), model, read_text(text, 15))
     assert "DISAGREE" in capsys.readouterr().out
 
 
@@ -112,17 +112,19 @@ def test_a_full_disk_does_not_cost_the_trained_model(everywhere, tmp_path, monke
     """The checkpoint goes elsewhere, and the message says where; if there is no place, the model serves from memory."""
     out, other = tmp_path / "out", tmp_path / "other"
     out.mkdir(), other.mkdir()
-    save = tour.save
+    save = demo_run.save
 
     def full(model, path):
         if everywhere or path.parent == out:
             raise OSError(errno.ENOSPC, "No space left on device")
         save(model, path)
 
-    monkeypatch.setattr(tour, "save", full)
+    monkeypatch.setattr(demo_run, "save", full)
     monkeypatch.setenv("TMPDIR", str(other))
     model = ByteLM(TINY, rngs=nnx.Rngs(3))
-    path, complete = tour.write_results(settings(None, out), Console(), model, tour.History([8.0], {0: 8.0}), 8.0, "title")
+    path, complete = demo_run.write_results(
+        settings(None, out), Console(), model, demo_run.History([8.0], {0: 8.0}), 8.0, "title"
+    )
     said = capsys.readouterr().err
     assert not complete and "model.safetensors: No space left on device" in said and said.count("\n") == 1
     if everywhere:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import glax
-from glax.kernels import load_kernels
-from glax.registry import kernel_registry
+from glax._src.core.registry import kernel_registry
+from glax._src.kernels import load_kernels
 from tests.close import assert_close
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "adding_a_kernel.md").read_text()

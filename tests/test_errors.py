@@ -11,13 +11,13 @@ import pytest
 
 import glax
 import glax.parallel
+from glax._src.core.registry import Config
+from glax._src.kernels.cpu.recurrent import NativeConfig
+from glax._src.kernels.pallas_gpu.config import HopperConfig
+from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig
+from glax._src.kernels.triton import config as triton
+from glax._src.kernels.xla.chunk_scan import ChunkedConfig
 from glax.compat import easydel, ejkernel
-from glax.kernels.cpu.recurrent import NativeConfig
-from glax.kernels.pallas_gpu.config import HopperConfig
-from glax.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig
-from glax.kernels.triton import configs as triton
-from glax.kernels.xla.chunked import ChunkedConfig
-from glax.registry import Config
 
 pytestmark = pytest.mark.fast
 
@@ -124,7 +124,9 @@ CONFIGS = {
     ChunkedConfig: dict(chunk=(1, 4096)),
     TPUChunkedConfig: dict(chunk=(32, 256), units=(1, 1024)),
     TPUGradientConfig: dict(chunk=(32, 256), units=(1, 1024)),
-    triton.ChunkedConfig: dict(chunk=(16, 512), columns=(16, 512), segment=(0, 2**31 - 1), warps=(1, 32), stages=(1, 16)),
+    triton.ChunkedConfig: dict(
+        chunk=(16, 512), columns=(16, 512), segment=(0, 2**31 - 1), warps=(1, 32), stages=(1, 16)
+    ),
     triton.GradientConfig: dict(
         chunk=(16, 512), rows=(16, 512), segment=(0, 2**31 - 1), block=(16, 512), warps=(1, 32), stages=(1, 16)
     ),

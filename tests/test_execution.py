@@ -12,12 +12,12 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import glax
-from glax import deny
-from glax.execution.cache import Measurement
-from glax.execution.executor import decisions
-from glax.kernels import load_kernels
-from glax.kernels.cpu.native import missing
-from glax.kernels.xla.chunked import ChunkedConfig
+from glax._src.core import known_miscompiles
+from glax._src.kernels import load_kernels
+from glax._src.kernels.cpu.library import missing
+from glax._src.kernels.xla.chunk_scan import ChunkedConfig
+from glax._src.tuning.cache import Measurement
+from glax._src.tuning.executor import decisions
 from tests.cumulative import BlockConfig, Cumulative
 
 load_kernels()
@@ -105,10 +105,19 @@ def test_policies():
         (lambda: glax.AutotunePolicy(allow_autotune="no"), "allow_autotune must be True or False, got 'no'"),
         (lambda: glax.AutotunePolicy(validate_backward=None), "validate_backward must be True or False, got None"),
         (lambda: glax.AutotunePolicy(cache_miss_fallback=[]), "cache_miss_fallback must be .* got \\[\\]"),
-        (lambda: glax.overlay({"chunkd/xla/any": ChunkedConfig(16)}).__enter__(), "got 'chunkd/xla/any'.*chunked/xla/any"),
+        (
+            lambda: glax.overlay({"chunkd/xla/any": ChunkedConfig(16)}).__enter__(),
+            "got 'chunkd/xla/any'.*chunked/xla/any",
+        ),
         (lambda: glax.overlay({"cumulativ": 1}).__enter__(), "got 'cumulativ', which is none: name .*cumulative"),
-        (lambda: glax.overlay({CHUNKED: 16}).__enter__(), "chunked/xla/any takes a ChunkedConfig, the overlay gives it 16"),
-        (lambda: glax.overlay(policy="autotune").__enter__(), "policy must be an AutotunePolicy or None, got 'autotune'"),
+        (
+            lambda: glax.overlay({CHUNKED: 16}).__enter__(),
+            "chunked/xla/any takes a ChunkedConfig, the overlay gives it 16",
+        ),
+        (
+            lambda: glax.overlay(policy="autotune").__enter__(),
+            "policy must be an AutotunePolicy or None, got 'autotune'",
+        ),
         (lambda: glax.overlay([CHUNKED]).__enter__(), "configs must be a dict"),
     ],
 )
@@ -213,15 +222,21 @@ def test_results_that_differ_from_run_to_run_disqualify():
 def test_the_deny_list(monkeypatch):
     here = jax.local_devices()[0].device_kind.lower()
     common = dict(device=here, library="jaxlib", first="0.1", fixed="99", reason="known to be wrong")
-    monkeypatch.setattr(deny, "DENIED", [deny.Denial(kernel="cumulative", config=(("block", 8),), **common)])
+    monkeypatch.setattr(
+        known_miscompiles, "DENIED", [known_miscompiles.Denial(kernel="cumulative", config=(("block", 8),), **common)]
+    )
     measurement = glax.Tuner(warmup=0, iters=1).tune(glax.Invocation.of(Cumulative((8, 16)), (X,), {}))
     assert measurement.candidates["BlockConfig(block=8)"] == "CandidateError: known to be wrong"
-    monkeypatch.setattr(deny, "DENIED", [deny.Denial(kernel="chunked/xla/*", **common)])
+    monkeypatch.setattr(known_miscompiles, "DENIED", [known_miscompiles.Denial(kernel="chunked/xla/*", **common)])
     with pytest.raises(glax.UnsupportedError, match="chunked/xla/any: known to be wrong"):
         glax.recurrent(Q, Q, Q, cfg=ChunkedConfig(17))
     for first, fixed in (("99", "100"), ("0.1", "0.2")):
-        monkeypatch.setattr(deny, "DENIED", [deny.Denial(kernel="*", **common | dict(first=first, fixed=fixed))])
-        assert deny.denied("chunked/xla/any") is None
+        monkeypatch.setattr(
+            known_miscompiles,
+            "DENIED",
+            [known_miscompiles.Denial(kernel="*", **common | dict(first=first, fixed=fixed))],
+        )
+        assert known_miscompiles.denied("chunked/xla/any") is None
 
 
 @pytest.mark.parametrize(
@@ -229,9 +244,9 @@ def test_the_deny_list(monkeypatch):
 )
 def test_triton_that_miscompiles_is_refused_on_hopper(kind, monkeypatch):
     def reason(version, kind):
-        monkeypatch.setattr(deny, "version_of", lambda library: version)
+        monkeypatch.setattr(known_miscompiles, "version_of", lambda library: version)
         monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(device_kind=kind)])
-        return deny.denied("chunked/triton/gpu")
+        return known_miscompiles.denied("chunked/triton/gpu")
 
     for version in ("3.4.0", "3.6.0", "3.7.0+cu12"):
         assert "install triton>=3.7.1" in reason(version, kind)
@@ -240,8 +255,8 @@ def test_triton_that_miscompiles_is_refused_on_hopper(kind, monkeypatch):
 
 
 def test_examples_are_realistic():
-    from glax.bind import bind
-    from glax.execution.kernel import example_of
+    from glax._src.core.bind import bind
+    from glax._src.tuning.op import example_of
 
     cuts = jnp.array([0, 0, 50])
     shapes = jax.eval_shape(lambda q: bind(q, q, q, gk=q, cu_seqlens=cuts), Q[:1])
@@ -304,7 +319,7 @@ def test_a_new_length_of_the_same_bucket_has_the_same_key():
 
 def test_tune_finds_every_call_and_remembers(tmp_path, monkeypatch):
     monkeypatch.setenv("GLAX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(glax.tuning.executor.chain, "tuner", glax.Tuner(warmup=1, iters=2))
+    monkeypatch.setattr(glax._src.api.explain.executor.chain, "tuner", glax.Tuner(warmup=1, iters=2))
 
     def loss(q):
         x = glax.recurrent(q, q, q, cfg=None).output
@@ -315,10 +330,10 @@ def test_tune_finds_every_call_and_remembers(tmp_path, monkeypatch):
     assert sum(".vjp/" in name for name in measured) == 2
     try:
         assert {d.selector for d in glax.explain(jax.grad(loss), Q)} == {"memory"}
-        glax.tuning.executor.chain.cache.clear()
+        glax._src.api.explain.executor.chain.cache.clear()
         assert {d.selector for d in glax.explain(jax.grad(loss), Q)} == {"disk"}
     finally:
-        glax.tuning.executor.chain.cache.clear()
+        glax._src.api.explain.executor.chain.cache.clear()
 
 
 def test_recurrent_attention_through_an_executor_of_the_users_own(tmp_path):

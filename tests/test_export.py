@@ -11,7 +11,7 @@ import pytest
 from jax import export
 
 import glax
-from glax.kernels.xla.chunked import ChunkedConfig
+from glax._src.kernels.xla.chunk_scan import ChunkedConfig
 from tests.close import assert_close
 from tests.compiling import quick_jit
 

@@ -22,11 +22,11 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import glax
-from glax.bind import bind
-from glax.decay import Decay
-from glax.kernels.xla.chunked import ChunkedConfig
-from glax.recurrence import Recurrence
-from glax.reference import reference, reference_gradient
+from glax._src.core.bind import bind
+from glax._src.core.decay import Decay
+from glax._src.core.recurrence import Recurrence
+from glax._src.kernels.xla.chunk_scan import ChunkedConfig
+from glax.testing.reference import reference, reference_gradient
 from tests.cases import gate, in_one, steady
 from tests.close import BARS, EXTREME_GATES, SUMS, norm
 from tests.compiling import quick_jit

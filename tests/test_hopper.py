@@ -10,14 +10,14 @@ if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax.bind import bind
-from glax.kernels.limits import LOG_OF_NOTHING
-from glax.kernels.pallas_gpu import launch
-from glax.kernels.pallas_gpu.asking import asked
-from glax.kernels.pallas_gpu.config import HopperConfig
-from glax.kernels.pallas_gpu.entering import entering
-from glax.kernels.pallas_gpu.problem import Problem
-from glax.reference import reference, reference_gradient
+from glax._src.core.bind import bind
+from glax._src.kernels.common.limits import LOG_OF_NOTHING
+from glax._src.kernels.pallas_gpu import chunked
+from glax._src.kernels.pallas_gpu.config import HopperConfig
+from glax._src.kernels.pallas_gpu.layout import Problem
+from glax._src.kernels.pallas_gpu.segment_lookback import asked
+from glax._src.kernels.pallas_gpu.segment_scan import entering
+from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter, strengths
 
 BAR = 3.5e-3  # docs/design.md: bfloat16
@@ -80,17 +80,17 @@ def check(
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
         if parts:  # begun from other states than they are finished from
             # compiled: what else runs beside an interpreted kernel may leave it no thread on a machine of two cores
-            begin, begin_vjp = (jax.jit(f, static_argnames="config") for f in (launch.begin, launch.begin_vjp))
+            begin, begin_vjp = (jax.jit(f, static_argnames="config") for f in (chunked.begin, chunked.begin_vjp))
             begun, _, log = begin(r, config=config)
-            found, kept = launch.finish_and_keep(begun, r, config)
+            found, kept = chunked.finish_with_residuals(begun, r, config)
             behind = jnp.exp(log)[..., None] * 3.0 * state
             _, reached, _ = begin(r.replace(initial_state=4.0 * state), config=config)
             assert distance(reached - behind, found.final_state) < BAR
             begun, *_ = begin_vjp(r, d_output, 0 * d_final, config=config)
-            d = launch.finish_vjp(begun, r, d_output, d_final, kept, config=config)
+            d = chunked.finish_vjp(begun, r, d_output, d_final, kept, config=config)
         else:
-            found, kept = launch.chunked_and_kept(r, config) if keep else (launch.chunked(r, config), None)
-            d = launch.chunked_vjp(r, d_output, d_final, kept, config) if gradient else None
+            found, kept = chunked.chunked_with_residuals(r, config) if keep else (chunked.chunked(r, config), None)
+            d = chunked.chunked_vjp(r, d_output, d_final, kept, config) if gradient else None
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, r)
     errors = [distance(a, b) for a, b in zip(found, reference(exact), strict=True)]
     if gradient:
@@ -109,10 +109,10 @@ def test_steady_strengths(form, monkeypatch):
     """A state passes from a chunk's middle to the next one's also where the decay between them is 0 in float32."""
     r, *cotangents = strengths.problem(form, half=32, T=104, K=64)
     mosaic_interpreter.install(monkeypatch)
-    monkeypatch.setattr(launch, "multiprocessors", lambda: 2)  # the interpreter runs idle programs, too
+    monkeypatch.setattr(chunked, "multiprocessors", lambda: 2)  # the interpreter runs idle programs, too
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        found, kept = launch.chunked_and_kept(r, HopperConfig())
-        d = launch.chunked_vjp(r, *cotangents, kept, HopperConfig())
+        found, kept = chunked.chunked_with_residuals(r, HopperConfig())
+        d = chunked.chunked_vjp(r, *cotangents, kept, HopperConfig())
     strengths.assert_right(r, *cotangents, found, d)
 
 
@@ -123,7 +123,7 @@ def test_a_final_state_has_its_last_token_unrounded(monkeypatch):
     r = bind(q, k, v, gk=jax.nn.log_sigmoid(g))
     mosaic_interpreter.install(monkeypatch)
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        found = launch.chunked(r, HopperConfig())
+        found = chunked.chunked(r, HopperConfig())
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, r)
     assert distance(found.final_state, reference(exact).final_state) < 1.1e-3
 
@@ -142,7 +142,7 @@ def test_segments_are_walked_as_far_as_their_gates_let_through(K, dtype, monkeyp
     counts = set()
     mosaic_interpreter.install(monkeypatch)
     for reverse in (False, True):
-        p = Problem(bind(x, x, x, gk=gk, reverse=reverse), HopperConfig(parts=parts))
+        p = Problem(bind(x, x, x, gk=gk, reverse=reverse), HopperConfig(two_phase=parts))
         tables = np.stack([np.insert(p.table, 4, adjoint, axis=1) for adjoint in (0, 1)])
         tables[:, 2, 2] = 0
         with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
@@ -196,7 +196,7 @@ def test_states_that_arrive_late_are_added_decayed(gate, adjoint):
     """To those that enter segments of a walk from zero; decays of 0 among them."""
     rng, parts = np.random.default_rng(0), 3
     x = jnp.zeros((2, 64 * parts, 2, 64), jnp.bfloat16)
-    p = Problem(bind(x, x, x, **{gate: x if gate == "gk" else x[..., 0]}), HopperConfig(parts=parts))
+    p = Problem(bind(x, x, x, **{gate: x if gate == "gk" else x[..., 0]}), HopperConfig(two_phase=parts))
     log = -(10.0 ** rng.uniform(-2, 3, (2 * parts, 2, 64 if gate == "gk" else 1)).astype(np.float32))
     log[:, 0, 0] = -np.inf
     own = jnp.asarray(rng.normal(size=(2 * parts, 2, 64, 64)), jnp.float32), jnp.asarray(log)

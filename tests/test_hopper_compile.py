@@ -13,8 +13,8 @@ if importlib.util.find_spec("jax_plugins") is None or not any(
 ):
     pytest.skip("needs JAX's CUDA plugin and NVIDIA's compiler and disassembler: make hopper", allow_module_level=True)
 
-from glax.kernels.pallas_gpu import once
-from glax.registry import Backend
+from glax._src.core.registry import Backend
+from glax._src.kernels.pallas_gpu import lowering_cache
 from tests.hopper_compile import compiled, lowered, spread_over_two
 
 # How many kernels a call launches. None of them spills a register.
@@ -67,14 +67,14 @@ def test_within_budget(case):
 def a_gpu(monkeypatch):
     """Kernels are lowered by themselves, as where they will run; no thread compiles them."""
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
-    monkeypatch.setattr(once.Kernel, "compile", lambda self: None)
-    monkeypatch.setattr(once, "known", {})
+    monkeypatch.setattr(lowering_cache.Kernel, "compile", lambda self: None)
+    monkeypatch.setattr(lowering_cache, "known", {})
 
 
 def test_arrays_spread_over_devices(a_gpu):
     """Under automatic sharding the kernels of each device's part are lowered while XLA compiles."""
     found = spread_over_two().compile().as_text()
-    launched = [kernel for kernel in once.known.values() if "lowered" in vars(kernel)]
+    launched = [kernel for kernel in lowering_cache.known.values() if "lowered" in vars(kernel)]
     assert found.count('custom_call_target="mosaic_gpu_v2"') == len(launched) > 1
     assert "all-gather" not in found and "bf16[1,1024,2,64]" in found
 
@@ -90,4 +90,4 @@ def test_lowered_once_they_stand_in_a_program_as_without(request):
     jax.clear_caches()  # of walks as they were traced
     request.getfixturevalue("a_gpu")
     assert program() == want
-    assert len(once.known) == want.count("@mosaic_gpu_v2") == KERNELS["gradient", "key", 64]
+    assert len(lowering_cache.known) == want.count("@mosaic_gpu_v2") == KERNELS["gradient", "key", 64]

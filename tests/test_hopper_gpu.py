@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import glax
-from glax.kernels.pallas_gpu import launch
-from glax.kernels.pallas_gpu.config import HopperConfig, installation
+from glax._src.kernels.pallas_gpu import chunked
+from glax._src.kernels.pallas_gpu.config import HopperConfig, installation
 from tests import strengths
 
 GPU = jax.default_backend() == "gpu"
@@ -118,12 +118,18 @@ def test_fresh_inputs(case):
 
 @pytest.mark.parametrize(
     "form, K, parts, reverse",
-    [("key", 128, 1, False), ("key", 64, 3, True), ("head", 128, 1, True), ("head", 64, 3, False), ("constant", 128, 1, False)],
+    [
+        ("key", 128, 1, False),
+        ("key", 64, 3, True),
+        ("head", 128, 1, True),
+        ("head", 64, 3, False),
+        ("constant", 128, 1, False),
+    ],
 )
 def test_steady_strengths(form, K, parts, reverse):
     """Just inside and just outside of each limit, the state passed over several chunks, and segments."""
     r, *cotangents = strengths.problem(form, half=32, T=520, K=K, reverse=reverse)
-    config = HopperConfig(parts=parts)
-    found, kept = jax.jit(functools.partial(launch.chunked_and_kept, config=config))(r)
-    d = jax.jit(functools.partial(launch.chunked_vjp, config=config))(r, *cotangents, kept)
+    config = HopperConfig(two_phase=parts)
+    found, kept = jax.jit(functools.partial(chunked.chunked_with_residuals, config=config))(r)
+    d = jax.jit(functools.partial(chunked.chunked_vjp, config=config))(r, *cotangents, kept)
     strengths.assert_right(r, *cotangents, found, d)

@@ -10,8 +10,8 @@ import pytest
 if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
     pytest.skip("the interpreter of Pallas Mosaic GPU needs JAX 0.12", allow_module_level=True)
 
-from glax.kernels.pallas_gpu.gradient_heads import gradient_head
-from glax.kernels.pallas_gpu.gradient_key import gradient_key
+from glax._src.kernels.pallas_gpu.vjp_head_gate import gradient_head
+from glax._src.kernels.pallas_gpu.vjp_key_gate import gradient_key
 from tests import mosaic_interpreter
 
 C = 64

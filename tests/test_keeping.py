@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import glax
 from glax import parallel
-from glax.kernels import load_kernels
-from glax.recurrence import Kept, fold_heads, spread_heads
-from glax.registry import kernel_registry
+from glax._src.core.recurrence import Residuals, fold_heads, spread_heads
+from glax._src.core.registry import kernel_registry
+from glax._src.kernels import load_kernels
 from tests.cases import Case, inputs
 from tests.close import assert_close
 from tests.compiling import quick_jit
@@ -35,9 +35,9 @@ def keeping():
     def marks(r):
         return spread_heads(r.k, r.num_heads).astype(jnp.float32).sum((1, 3))[:, None]  # [B, 1, H]
 
-    def run_and_keep(r, *, config):
+    def forward_with_residuals(r, *, config):
         states = jnp.broadcast_to(marks(r)[..., None, None], (*marks(r).shape, 3, 2))
-        return forward.run(r, config=config), Kept(states, (marks(r) > 0).astype(jnp.int32))
+        return forward.run(r, config=config), Residuals(states, (marks(r) > 0).astype(jnp.int32))
 
     def run_vjp(r, d_output, d_final, kept=None, *, config):
         handed.append(kept is not None)
@@ -49,7 +49,9 @@ def keeping():
         return d.replace(q=d.q + off.astype(d.q.dtype))
 
     added = [
-        dataclasses.replace(forward, algorithm="keeping", run_and_keep=run_and_keep, priority=lambda r: 1000),
+        dataclasses.replace(
+            forward, algorithm="keeping", forward_with_residuals=forward_with_residuals, priority=lambda r: 1000
+        ),
         dataclasses.replace(gradient, algorithm="keeping.vjp", run=run_vjp, priority=lambda r: 1000),
     ]
     kernel_registry.kernels |= {spec.name: spec for spec in added}

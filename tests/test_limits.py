@@ -1,4 +1,4 @@
-"""The bounds that glax.kernels.limits derives, in float32 itself."""
+"""The bounds that glax._src.kernels.common.limits derives, in float32 itself."""
 
 import pathlib
 import re
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import glax
-from glax.kernels.limits import FAST_LIMIT, LOG_OF_NOTHING, LOG_OF_ZERO
+from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_NOTHING, LOG_OF_ZERO
 
 pytestmark = pytest.mark.fast
 FLOAT32 = np.finfo(np.float32)
@@ -40,5 +40,7 @@ def test_native_factors_leave_twenty_one_digits():
     wide, narrow, faint = (float(dict(found)[name]) for name in ("wide", "narrow", "faint"))
     assert exp(wide) * 1.4e21 < FLOAT32.max
     assert exp(-wide - 47) > FLOAT32.tiny
-    assert FLOAT32.tiny / exp(-wide) < faint * FLOAT32.eps / 2  # what underflows beside the largest of a row that is not faint
+    assert (
+        FLOAT32.tiny / exp(-wide) < faint * FLOAT32.eps / 2
+    )  # what underflows beside the largest of a row that is not faint
     assert exp(narrow) * 1.2e38 < FLOAT32.max

@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import glax
-from glax.kernels import load_kernels
-from glax.kernels.cpu.native import missing
-from glax.kernels.cpu.recurrent import NativeConfig
-from glax.recurrence import Kept
+from glax._src.core.recurrence import Residuals
+from glax._src.kernels import load_kernels
+from glax._src.kernels.cpu.library import missing
+from glax._src.kernels.cpu.recurrent import NativeConfig
 from tests.cases import Case, inputs
 from tests.close import assert_close
 from tests.compiling import UNOPTIMIZED, quick_jit
@@ -102,7 +102,7 @@ def gpu_kernels(monkeypatch):
 
     def wrong_and_kept(r, *, config):
         B, H = r.q.shape[0], r.num_heads
-        return wrong(r, config=config), Kept(jnp.ones((B, 7, H, 3, 5)), jnp.ones((B, 9, H), jnp.int32))
+        return wrong(r, config=config), Residuals(jnp.ones((B, 7, H, 3, 5)), jnp.ones((B, 9, H), jnp.int32))
 
     def wrong_gradient(r, d_output, d_final, kept=None, *, config):
         assert kept is None or kept.states.shape[1] == 7
@@ -110,7 +110,7 @@ def gpu_kernels(monkeypatch):
 
     here = dict(platform=glax.Platform.CUDA, backend=glax.Backend.GPU, priority=lambda r: 100)
     specs = (
-        dataclasses.replace(chunked, run=wrong, run_and_keep=wrong_and_kept, keeps=lambda r: True, **here),
+        dataclasses.replace(chunked, run=wrong, forward_with_residuals=wrong_and_kept, saves_residuals=lambda r: True, **here),
         dataclasses.replace(gradient, run=wrong_gradient, **here),
     )
     for spec in specs:
@@ -164,12 +164,14 @@ def test_a_backend_of_unknown_name(monkeypatch):
     """XLA's kernels serve."""
     want = glax.recurrent(**ARGUMENTS).output
     monkeypatch.setattr(jax, "default_backend", lambda: "Metal")
+    jax.clear_caches()  # which hold what was chosen for the true name
     found = glax.explain(lambda: glax.recurrent(**ARGUMENTS))[0]
     assert found.invocation.kernel.platform is glax.Platform.XLA
     assert found.refused["recurrent/cpp/cpu"] == "needs a cpu, JAX computes on Metal here"
     assert_close("output", glax.recurrent(**ARGUMENTS, platform="xla").output, want, 1e-5)
     with pytest.raises(glax.UnsupportedError, match="needs a cpu, JAX computes on Metal here"):
         glax.recurrent(**ARGUMENTS, platform="cpp")
+    jax.clear_caches()
 
 
 def test_without_jit():

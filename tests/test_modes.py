@@ -12,10 +12,10 @@ from jax.sharding import AxisType
 
 import glax
 from glax import parallel
-from glax.kernels import load_kernels
-from glax.kernels.xla.chunked import ChunkedConfig
+from glax._src.core.registry import kernel_registry
+from glax._src.kernels import load_kernels
+from glax._src.kernels.xla.chunk_scan import ChunkedConfig
 from glax.nn import GatedLinearAttention
-from glax.registry import kernel_registry
 from tests.cases import FORMS, Case, cotangents, inputs, recurrence
 from tests.close import assert_close
 from tests.compiling import quick_jit

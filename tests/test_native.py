@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import glax
-from glax.execution.cache import Measurement
-from glax.kernels.cpu import native
-from glax.kernels.cpu.native import library, missing
-from glax.kernels.cpu.recurrent import NativeConfig, call, operands_of
-from glax.reference import reference, reference_gradient
-from glax.registry import Platform, kernel_registry
+from glax._src.core.registry import Platform, kernel_registry
+from glax._src.kernels.cpu import library
+from glax._src.kernels.cpu.library import load_library, missing
+from glax._src.kernels.cpu.recurrent import NativeConfig, call, operands_of
+from glax._src.tuning.cache import Measurement
+from glax.testing.reference import reference, reference_gradient
 from tests.cases import EXTREME, FORMS, Case, cotangents, recurrence
 from tests.close import assert_close, assert_gradients_close, assert_outputs_close
 
@@ -51,7 +51,7 @@ def found_with(path: Path, **environment: str) -> list[np.ndarray]:
 def exponential(x: np.ndarray) -> np.ndarray:
     x, y = np.ascontiguousarray(x, np.float32), np.empty(len(x), np.float32)
     pointer = lambda z: z.ctypes.data_as(ctypes.POINTER(ctypes.c_float))  # noqa: E731
-    library().glax_exponential(pointer(x), pointer(y), ctypes.c_int64(len(x)))
+    load_library().glax_exponential(pointer(x), pointer(y), ctypes.c_int64(len(x)))
     return y
 
 
@@ -137,7 +137,7 @@ NO_MEMORY = """
 import resource
 import jax, jax.numpy as jnp
 import glax
-from glax.kernels.cpu.recurrent import NativeConfig
+from glax._src.kernels.cpu.recurrent import NativeConfig
 T, K = 4096, 2048
 small, q, v = jnp.ones((1, 8, 1, 8)), jnp.ones((1, T, 1, K)), jnp.ones((1, T, 1, 8))
 large = jax.jit(lambda q, v: glax.recurrent(q, q, v, cfg=NativeConfig(T)).output).lower(q, v).compile()
@@ -283,10 +283,10 @@ def test_decays_next_to_1_over_a_million_tokens(H, T, log, gate):
 
 
 def test_without_a_library_xla_serves(monkeypatch, tmp_path):
-    monkeypatch.setattr(native, "FOLDER", tmp_path)
-    monkeypatch.setattr(native, "FAILURE", tmp_path / "build_failure.txt")
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(library, "FAILURE", tmp_path / "build_failure.txt")
     (tmp_path / "build_failure.txt").write_text("command 'g++' failed: No such file\n")
-    library.cache_clear()
+    load_library.cache_clear()
     try:
         q = jnp.ones((1, 64, 2, 24))
         call = lambda q: glax.recurrent(q, q, q).output  # noqa: E731
@@ -298,4 +298,4 @@ def test_without_a_library_xla_serves(monkeypatch, tmp_path):
             glax.recurrent(q, q, q, platform="cpp")
         np.testing.assert_allclose(call(q), jnp.cumsum(jnp.full((1, 64, 2, 24), 24**0.5), 1), rtol=1e-5)
     finally:
-        library.cache_clear()
+        load_library.cache_clear()

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from glax.kernels.pallas_gpu import once
-from glax.registry import Backend
+from glax._src.core.registry import Backend
+from glax._src.kernels.pallas_gpu import lowering_cache
 
 pytestmark = pytest.mark.fast
 X, Y, Z = jnp.zeros(2), jnp.zeros((4, 5)), jnp.zeros(6, jnp.bfloat16)
@@ -19,9 +19,9 @@ def compiled(monkeypatch):
     """On a GPU that is not here: shapes of what a thread was told to compile, in order."""
     found, one = [], ThreadPoolExecutor(1)
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
-    monkeypatch.setattr(once, "known", {})
-    monkeypatch.setattr(once, "threads", lambda: one)
-    monkeypatch.setattr(once.Kernel, "compile", lambda self: found.append([x.shape for x in self.shapes]))
+    monkeypatch.setattr(lowering_cache, "known", {})
+    monkeypatch.setattr(lowering_cache, "threads", lambda: one)
+    monkeypatch.setattr(lowering_cache.Kernel, "compile", lambda self: found.append([x.shape for x in self.shapes]))
     return lambda: one.shutdown() or found
 
 
@@ -54,7 +54,7 @@ def program(launch, *operands, times: int = 1) -> str:
 def test_stands_in_a_program_as_without(times, compiled):
     """Operands, results, attributes, layouts, and what is written over."""
     kernel = launching([])
-    found = program(lambda *x: once.once("kernel", kernel, *x), Z, Y, X, times=times)
+    found = program(lambda *x: lowering_cache.once("kernel", kernel, *x), Z, Y, X, times=times)
     assert found.count("@mosaic_gpu_v2") == times
     assert found == program(kernel, Z, Y, X, times=times)
     assert compiled() == [[(2,), (4, 5), (6,)]]
@@ -64,7 +64,7 @@ def test_lowered_once_for_its_shapes(compiled):
     traced = []
 
     def launch(*operands):
-        return once.once("kernel", launching(traced), *operands)
+        return lowering_cache.once("kernel", launching(traced), *operands)
 
     program(launch, Z, Y, X)
     program(lambda *x: launch(*x), Z, Y, X)
@@ -78,8 +78,8 @@ def test_what_fails_in_a_thread_is_left_to_the_program(monkeypatch):
     def fail(self):
         raise ValueError("no such instruction")
 
-    monkeypatch.setattr(once.Kernel, "compile", fail)
-    assert "mosaic_gpu_v2" in program(lambda *x: once.once("fails", launching([]), *x), Z, Y, X)
+    monkeypatch.setattr(lowering_cache.Kernel, "compile", fail)
+    assert "mosaic_gpu_v2" in program(lambda *x: lowering_cache.once("fails", launching([]), *x), Z, Y, X)
 
 
 def test_nothing_of_it_elsewhere(compiled, monkeypatch):
@@ -90,7 +90,7 @@ def test_nothing_of_it_elsewhere(compiled, monkeypatch):
         asked.append(x)
         return [x]
 
-    once.once("untraced", call, jnp.ones(3))
+    lowering_cache.once("untraced", call, jnp.ones(3))
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.CPU))
-    jax.jit(lambda x: once.once("elsewhere", call, x))(jnp.ones(3))
-    assert len(asked) == 2 and not once.known and not compiled()
+    jax.jit(lambda x: lowering_cache.once("elsewhere", call, x))(jnp.ones(3))
+    assert len(asked) == 2 and not lowering_cache.known and not compiled()

@@ -12,10 +12,10 @@ from jax.sharding import AxisType, PartitionSpec
 
 import glax
 from glax import parallel
-from glax.kernels import load_kernels
-from glax.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig
-from glax.reference import reference, reference_gradient
-from glax.registry import Backend, kernel_registry
+from glax._src.core.registry import Backend, kernel_registry
+from glax._src.kernels import load_kernels
+from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig
+from glax.testing.reference import reference, reference_gradient
 from tests import strengths
 from tests.cases import EXTREME, Case, all_cases, cotangents, inputs, recurrence
 from tests.close import assert_gradients_close, assert_outputs_close
@@ -297,7 +297,7 @@ def test_config_refuses(bad):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_every_row_once(reverse, against):
     """Packed: each row of a sequence in one step, each block in one run of steps, each sequence begun and ended once."""
-    from glax.kernels.pallas_tpu.plan import Plan
+    from glax._src.kernels.pallas_tpu.plan import Plan
 
     rng = np.random.default_rng(0)
     table_of = jax.jit(lambda r: Plan.of(r, 32, 1).table(r))

@@ -12,14 +12,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import glax
 from glax import parallel
-from glax.dispatch import Choice
-from glax.kernels import load_kernels
-from glax.parallel import sequence, strip
-from glax.parallel.shard import gathers, steps
-from glax.parallel.spread import Spread, spread_over
-from glax.recurrence import Outputs
-from glax.reference import reference, reference_gradient
-from glax.registry import Backend, Parts, Platform, kernel_registry
+from glax._src.core.recurrence import Outputs
+from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
+from glax._src.kernels import load_kernels
+from glax._src.parallel import boundary, sequence
+from glax._src.parallel.exchange import gathers, steps
+from glax._src.parallel.sharding import Spread, spread_over
+from glax._src.solve.dispatch import Choice
+from glax.testing.reference import reference, reference_gradient
 from tests.cases import EXTREME, FORMS, Case, cotangents, inputs, recurrence
 from tests.close import assert_close, assert_gradients_close, assert_outputs_close
 from tests.compiling import quick_jit
@@ -39,9 +39,9 @@ def mesh_of(kind=AxisType.Auto, **axes):
 @pytest.fixture
 def short_windows(monkeypatch):
     """So that small shards hold several."""
-    monkeypatch.setattr(strip, "NEAR", 3)
-    monkeypatch.setattr(strip, "FAR", 4)
-    monkeypatch.setattr(strip, "WHOLE", 5)
+    monkeypatch.setattr(boundary, "NEAR", 3)
+    monkeypatch.setattr(boundary, "FAR", 4)
+    monkeypatch.setattr(boundary, "WHOLE", 5)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def correcting(monkeypatch):
 
 
 @pytest.fixture
-def in_parts(monkeypatch):
+def in_two_phases(monkeypatch):
     """Every kernel has two parts, where kernels may: the first is all of it, of which the second takes nothing."""
     load_kernels()
     begun = []
@@ -68,11 +68,11 @@ def in_parts(monkeypatch):
         return (
             None
             if r.decay.value is not None
-            else Parts(begin, lambda begun, *given, **config: spec.run(*given, **config))
+            else TwoPhase(begin, lambda begun, *given, **config: spec.run(*given, **config))
         )
 
     for name, spec in kernel_registry.kernels.items():
-        patched = dataclasses.replace(spec, parts=functools.partial(parts, spec))
+        patched = dataclasses.replace(spec, two_phase=functools.partial(parts, spec))
         monkeypatch.setitem(kernel_registry.kernels, name, patched)
     jax.clear_caches()
     yield begun
@@ -118,7 +118,7 @@ def test_sequence_parallel(form, way, kind, short_windows, request):
     if way == "correct":
         request.getfixturevalue("correcting")
     if way == "parts":
-        begun = request.getfixturevalue("in_parts")
+        begun = request.getfixturevalue("in_two_phases")
     reverse = (list(FORMS).index(form) + (kind == "packed")) % 2 == 1
     shape = dict(B=2, T=77, heads=(4, 2, 2)) if kind == "plain" else PACKED | dict(heads=(2, 2, 1))
     case = Case("", gates=FORMS[form], K=8, V=6, reverse=reverse, **shape)
@@ -235,7 +235,7 @@ def test_under_checkpoint_and_scan():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_batch_by_vmap_in_parts(packed, in_parts):
+def test_a_batch_by_vmap_in_parts(packed, in_two_phases):
     """What is begun goes through vmap to what finishes it."""
     case = Case("", B=2, T=48, gates=("gk",), K=8, V=6, heads=(2, 2, 2), state_dtype=None)
     arguments = {name: x[:, None] for name, x in inputs(case, "mild").items()}
@@ -247,7 +247,7 @@ def test_a_batch_by_vmap_in_parts(packed, in_parts):
 
     spread = functools.partial(parallel.recurrent, mesh=mesh_of(s=4), sequence_axis="s")
     tree_close(gradient(spread), gradient(glax.recurrent), 2e-5)
-    assert in_parts
+    assert in_two_phases
 
 
 @pytest.mark.parametrize("form", ["constant", "head", "both"])

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from glax import parallel
-from glax.bind import bind
-from glax.dispatch import Choice
-from glax.kernels import load_kernels
-from glax.parallel.sequence import way_of
-from glax.parallel.shard import Edge
-from glax.parallel.strip import FAR, NEAR, WHOLE, Strip, inwards
-from glax.parallel.summary import summary
-from glax.reference import reference
-from glax.registry import Backend, Parts, Platform, kernel_registry
+from glax._src.core.bind import bind
+from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
+from glax._src.kernels import load_kernels
+from glax._src.parallel.boundary import FAR, NEAR, WHOLE, Strip, inwards
+from glax._src.parallel.boundary_state import summary
+from glax._src.parallel.exchange import Edge
+from glax._src.parallel.sequence import way_of
+from glax._src.solve.dispatch import Choice
+from glax.testing.reference import reference
 from tests.cases import FORMS, Case, inputs
 from tests.close import assert_close
 from tests.compiling import quick_jit
@@ -115,8 +115,10 @@ def test_the_rule_of_ways(gradient, monkeypatch):
     ways = {form: "wait" if form in WAITING else "correct" for form in FORMS}
     assert {form: way_of(choice, r, gradient) for form, r in rs.items()} == ways
     for name, spec in kernel_registry.kernels.items():
-        in_parts = dataclasses.replace(spec, parts=lambda r: Parts(None, None) if r.decay.form == "key" else None)
-        monkeypatch.setitem(kernel_registry.kernels, name, in_parts)
+        in_two_phases = dataclasses.replace(
+            spec, two_phase=lambda r: TwoPhase(None, None) if r.decay.form == "key" else None
+        )
+        monkeypatch.setitem(kernel_registry.kernels, name, in_two_phases)
     assert {form: way_of(choice, r, gradient) for form, r in rs.items()} == ways | dict(key="parts")
 
 
@@ -129,13 +131,16 @@ def opaque(scope: str, *operands):
 
 def hopper_of_loops(monkeypatch) -> dict:
     """By algorithm, the parts of the Hopper kernels with loops for kernels."""
-    from glax.kernels.pallas_gpu import HopperConfig, launch, problem
-    from glax.kernels.pallas_gpu.plan import Walked
+    from glax._src.kernels.pallas_gpu import HopperConfig, layout
+    from glax._src.kernels.pallas_gpu import chunked as launch
+    from glax._src.kernels.pallas_gpu.plan import ScanResults
 
     def walk(w, table, q, a, b, g, scale, start, told_far=None):
         x = opaque("states" if w.either else "walk", table, q, a, b, g, scale, start, told_far)
         results = [jnp.full(y.shape, x, y.dtype) for y in w.results(*q.shape[:2], len(table))]
-        return Walked(*results, jnp.full((len(table), w.H, w.K), x), jnp.zeros((q.shape[0], -(-q.shape[1] // 64), w.H)))
+        return ScanResults(
+            *results, jnp.full((len(table), w.H, w.K), x), jnp.zeros((q.shape[0], -(-q.shape[1] // 64), w.H))
+        )
 
     def entering(parts, given, states, *rest):
         return jnp.full_like(states, opaque("entering", states, *rest))
@@ -144,34 +149,39 @@ def hopper_of_loops(monkeypatch) -> dict:
         x, each = opaque("chunks", q, k, v, g, *rest), (q.shape[0], q.shape[1] // 64, q.shape[2])
         return *(jnp.full_like(y, x) for y in (q, k, v, g)), jnp.full(each, x)
 
-    monkeypatch.setattr(problem, "key_walk", walk)
-    monkeypatch.setattr(problem, "entering", entering)
+    monkeypatch.setattr(layout, "key_scan", walk)
+    monkeypatch.setattr(layout, "entering", entering)
     monkeypatch.setattr(launch, "gradient_key", of_chunks)
     given = dict(config=HopperConfig(parts=8))
-    forward, gradient = (launch.begin, launch.finish, launch.finish_and_keep), (launch.begin_vjp, launch.finish_vjp)
+    forward, gradient = (
+        (launch.begin, launch.finish, launch.finish_with_residuals),
+        (launch.begin_vjp, launch.finish_vjp),
+    )
     return {"chunked": in_config(given, *forward), "chunked.vjp": in_config(given, *gradient)}
 
 
 def triton_of_loops(monkeypatch) -> dict:
     pytest.importorskip("triton")
     pytest.importorskip("jax_triton")
-    from glax.kernels.triton import ChunkedConfig, GradientConfig, chunks
+    from glax._src.kernels.triton import ChunkedConfig, GradientConfig, chunked
 
     def launch(kernel, programs, operands, outputs, **_):
         x = opaque(kernel.__name__, operands)
         return [jnp.full(shape, x, dtype) for shape, dtype in outputs]
 
-    monkeypatch.setattr(chunks, "launch", launch)
+    monkeypatch.setattr(chunked, "launch", launch)
     forward, gradient = (dict(config=kind(segment=256)) for kind in (ChunkedConfig, GradientConfig))
     return {
-        "chunked": in_config(forward, chunks.begin, chunks.finish),
-        "chunked.vjp": in_config(gradient, chunks.begin_vjp, chunks.finish_vjp),
+        "chunked": in_config(forward, chunked.begin, chunked.finish),
+        "chunked.vjp": in_config(gradient, chunked.begin_vjp, chunked.finish_vjp),
     }
 
 
-def in_config(given: dict, *parts) -> Parts:
+def in_config(given: dict, *parts) -> TwoPhase:
     """Whatever config the kernel that they stand for is given."""
-    return Parts(*(functools.partial(lambda part, *operands, config: part(*operands, **given), part) for part in parts))
+    return TwoPhase(
+        *(functools.partial(lambda part, *operands, config: part(*operands, **given), part) for part in parts)
+    )
 
 
 @pytest.mark.fast
@@ -185,7 +195,7 @@ def test_kernels_in_parts_work_beside_the_exchange(kernels, beside, monkeypatch)
     load_kernels()
     for algorithm, parts in kernels(monkeypatch).items():
         name = f"{algorithm}/xla/any"
-        stands = dict(parts=lambda r, parts=parts: parts, priority=lambda r: 1000)
+        stands = dict(two_phase=lambda r, parts=parts: parts, priority=lambda r: 1000)
         monkeypatch.setitem(kernel_registry.kernels, name, dataclasses.replace(kernel_registry.kernels[name], **stands))
     jax.clear_caches()
     arguments = dict.fromkeys(("query", "key", "value", "gk"), jnp.ones((1, 4 * 2048, 2, 64), jnp.bfloat16))
@@ -206,7 +216,7 @@ def test_triton_kernels_in_parts_do_no_more(T, monkeypatch):
     """
     pytest.importorskip("triton")
     pytest.importorskip("jax_triton")
-    from glax.kernels.triton import chunks
+    from glax._src.kernels.triton import chunked
 
     launched = []
 
@@ -215,12 +225,12 @@ def test_triton_kernels_in_parts_do_no_more(T, monkeypatch):
         launched.append((kernel.__name__, bool(reads)))
         return [jnp.full(shape, jnp.nan if reads else 0, dtype) for shape, dtype in outputs]
 
-    monkeypatch.setattr(chunks, "launch", launch)
+    monkeypatch.setattr(chunked, "launch", launch)
     ones, nan = jnp.ones((1, T, 1, 16)), jnp.full((1, 1, 16, 16), jnp.nan)
     r = bind(ones, ones, ones, gk=-ones).replace(initial_state=jnp.zeros((1, 1, 16, 16)))
     for name, late in (("chunked", ()), ("chunked.vjp", ("states", "scan"))):
         spec = kernel_registry.kernels[f"{name}/triton/gpu"]
-        config, parts = spec.config.heuristic(r), spec.parts(r)
+        config, parts = spec.config.heuristic(r), spec.two_phase(r)
         assert (parts is not None) == (T == 1024)
         if parts is None:
             continue

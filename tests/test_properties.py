@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import glax
-from glax.kernels.xla.chunked import ChunkedConfig
+from glax._src.kernels.xla.chunk_scan import ChunkedConfig
 from tests.cases import Case, inputs
 from tests.close import assert_close
 

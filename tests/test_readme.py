@@ -56,7 +56,9 @@ def test_what_the_package_needs_is_what_the_readme_says():
 
 @pytest.mark.fast
 def test_the_source_distribution_holds_all_that_tests_read():
-    listed = pytest.importorskip("setuptools._distutils.filelist").FileList()  # which builds it; new Pythons come without
+    listed = pytest.importorskip(
+        "setuptools._distutils.filelist"
+    ).FileList()  # which builds it; new Pythons come without
     listed.findall(str(ROOT))
     listed.allfiles = [str(pathlib.Path(name).relative_to(ROOT)) for name in listed.allfiles]
     for line in (ROOT / "MANIFEST.in").read_text().splitlines():

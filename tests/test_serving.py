@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import glax
-from glax.kernels.cpu.native import missing
+from glax._src.kernels.cpu.library import missing
 from tests.cases import FORMS, Case, inputs
 from tests.close import assert_close
 from tests.compiling import quick_jit
@@ -109,7 +109,9 @@ def test_known_slots_of_any_integer_dtype():
 
 def test_no_slot_fits_an_empty_pool():
     token, pool = token_and_pool(SMALL, gates=())
-    output, new = quick_jit(lambda slots: glax.recurrent_step(**token, state=pool[:0], slots=slots))(jnp.array([0, 1, -1]))
+    output, new = quick_jit(lambda slots: glax.recurrent_step(**token, state=pool[:0], slots=slots))(
+        jnp.array([0, 1, -1])
+    )
     assert new.shape == (0, 4, 6, 5)
     assert not output.any()
 
@@ -367,7 +369,9 @@ def test_commit_errors_name_the_argument():
         glax.commit(state.astype(jnp.int32), draft, jnp.array([1, 0]))
     with pytest.raises(TypeError, match="draft must be the Draft that recurrent_verify returned, got NoneType"):
         glax.commit(state, None, jnp.array([1, 0]))
-    with pytest.raises(ValueError, match=r"state must be \[B, H, K, V\] with B=2 as in the draft, got shape \(3, 2, 6, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"state must be \[B, H, K, V\] with B=2 as in the draft, got shape \(3, 2, 6, 5\)"
+    ):
         glax.commit(jnp.zeros((3, 2, 6, 5)), draft, jnp.array([1, 0]))
     for accepted in (jnp.array([200, 0], "uint8"), np.array([2**64 - 1, 0], np.uint64)):
         with pytest.raises(ValueError, match="accepted must be from 0 to T=4, the length of the draft, got"):

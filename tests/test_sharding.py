@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import glax
-from glax.kernels.xla.chunked import ChunkedConfig
+from glax._src.kernels.xla.chunk_scan import ChunkedConfig
 from tests.cases import Case, inputs
 from tests.close import assert_close
 from tests.compiling import quick_jit
@@ -104,7 +104,9 @@ def test_shard_map_over_the_batch_alone(kind, cfg):
         name: jax.device_put(x, NamedSharding(mesh, spec.get(name, P("batch", None, "heads"))))
         for name, x in arguments.items()
     }
-    sharded = functools.partial(jax.shard_map, mesh=mesh, axis_names={"batch"}, in_specs=P("batch"), out_specs=P("batch"))
+    sharded = functools.partial(
+        jax.shard_map, mesh=mesh, axis_names={"batch"}, in_specs=P("batch"), out_specs=P("batch")
+    )
     run = functools.partial(glax.recurrent, cfg=cfg)
 
     def whole(run, arguments):

@@ -17,12 +17,13 @@ from tests import strengths, triton_interpreter
 
 triton_interpreter.install()
 
-from glax.bind import bind  # noqa: E402
-from glax.kernels import load_kernels  # noqa: E402
-from glax.kernels.triton import ChunkedConfig, GradientConfig, TokenConfig, chunks, support  # noqa: E402
-from glax.kernels.triton.segments import segments_of  # noqa: E402
-from glax.reference import reference, reference_gradient  # noqa: E402
-from glax.registry import kernel_registry  # noqa: E402
+from glax._src.core.bind import bind  # noqa: E402
+from glax._src.core.registry import kernel_registry  # noqa: E402
+from glax._src.kernels import load_kernels  # noqa: E402
+from glax._src.kernels.triton import ChunkedConfig, GradientConfig, TokenConfig, support  # noqa: E402
+from glax._src.kernels.triton import chunked as chunks  # noqa: E402
+from glax._src.kernels.triton.segments import segments_of  # noqa: E402
+from glax.testing.reference import reference, reference_gradient  # noqa: E402
 from tests.cases import EXTREME, Case, all_cases, cotangents, inputs, recurrence  # noqa: E402
 from tests.close import assert_close, assert_gradients_close, assert_outputs_close  # noqa: E402
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glax.bind import bind
-from glax.kernels import load_kernels
-from glax.registry import kernel_registry
+from glax._src.core.bind import bind
+from glax._src.core.registry import kernel_registry
+from glax._src.kernels import load_kernels
 from tests import strengths
 from tests.cases import Case, cotangents, recurrence
 
@@ -89,7 +89,8 @@ def test_repeats_agree_in_every_bit(gates):
 
 
 @pytest.mark.parametrize(
-    "form, dtype", [("key", "bfloat16"), ("key", "float32"), ("key", "float16"), ("head", "bfloat16"), ("constant", "float32")]
+    "form, dtype",
+    [("key", "bfloat16"), ("key", "float32"), ("key", "float16"), ("head", "bfloat16"), ("constant", "float32")],
 )
 def test_steady_strengths(form, dtype):
     """Just inside and just outside of each limit, the state passed over several chunks."""

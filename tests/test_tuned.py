@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 import glax
-from glax.bind import bind
-from glax.dispatch import executor
-from glax.execution.cache import check
-from glax.kernels import load_kernels
-from glax.registry import kernel_registry
+from glax._src.core.bind import bind
+from glax._src.core.registry import kernel_registry
+from glax._src.kernels import load_kernels
+from glax._src.solve.dispatch import executor
+from glax._src.tuning.cache import check
 
-FILES = sorted((pathlib.Path(glax.__file__).parent / "tuned").glob("*/*.json"))
+FILES = sorted((pathlib.Path(glax.__file__).parent / "_src" / "tuning" / "tuned").glob("*/*.json"))
 load_kernels()
 
 
@@ -31,7 +31,7 @@ def test_every_file_is_of_a_kernel_and_its_version(path):
 
 
 def test_what_is_shipped_is_chosen(monkeypatch):
-    monkeypatch.setattr("glax.execution.cache.device_kind", lambda: "nvidia_h200")
+    monkeypatch.setattr("glax._src.tuning.cache.device_kind", lambda: "nvidia_h200")
     x = jnp.zeros((4, 2048, 16, 128), jnp.bfloat16)
     r = jax.eval_shape(lambda: bind(x, x, x, gk=x))
     spec = kernel_registry.kernels["chunked/triton/gpu"]

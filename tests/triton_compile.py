@@ -96,9 +96,9 @@ def compiled(launch: Launch, capability: int) -> Usage:
 
 def shipped(gate: str, dtype: str, width: int) -> list[Launch]:
     """The launches of a forward, a gradient, a short sequence and a step, with the configs that glax guesses."""
-    from glax.bind import bind
-    from glax.kernels import load_kernels
-    from glax.registry import kernel_registry
+    from glax._src.core.bind import bind
+    from glax._src.core.registry import kernel_registry
+    from glax._src.kernels import load_kernels
 
     load_kernels()
     B, T, H = 8, 2048, 16

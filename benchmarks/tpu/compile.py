@@ -71,9 +71,9 @@ def compile_all(target: str, dump: str, problems: list[Problem]):
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from glax.kernels import load_kernels
-    from glax.kernels.pallas_tpu.plan import Plan
-    from glax.registry import kernel_registry
+    from glax._src.core.registry import kernel_registry
+    from glax._src.kernels import load_kernels
+    from glax._src.kernels.pallas_tpu.plan import Plan
 
     load_kernels()
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TARGETS[target].topology)

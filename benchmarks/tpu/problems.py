@@ -8,10 +8,10 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from glax.decay import Decay
-from glax.recurrence import Recurrence
+from glax._src.core.decay import Decay
+from glax._src.core.recurrence import Recurrence
 
-SOURCES = pathlib.Path(__file__).parents[2] / "glax" / "kernels" / "pallas_tpu"
+SOURCES = pathlib.Path(__file__).parents[2] / "glax" / "_src" / "kernels" / "pallas_tpu"
 LIMITS = SOURCES.parent / "limits.py"  # whose numbers they compare with
 
 

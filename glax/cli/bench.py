@@ -11,20 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 
 import glax
+from glax._src.core.bind import bind
+from glax._src.core.known_miscompiles import version_of
+from glax._src.serving.decode_step import recurrent_step
+from glax._src.tuning.files import replacing, unwritable
 from glax._version import __version__
-from glax.bind import bind
-from glax.check import BARS, one_line
 from glax.cli.arguments import a_path, within
+from glax.cli.cases import Problem, add_problems, forward, problems_of, train
 from glax.cli.errors import UsageError
 from glax.cli.measure import Way, copy_gbytes, interleaved, matmul_gflops
 from glax.cli.output import add_json, progress, show_json, show_table
 from glax.cli.peers import PEERS, UnavailableError, as_numpy
-from glax.cli.problems import Problem, add_problems, forward, problems_of, train
 from glax.cli.roofline import plot
-from glax.deny import version_of
-from glax.execution.files import replacing, unwritable
-from glax.reference import reference
-from glax.step import recurrent_step
+from glax.testing.check import BARS, one_line
+from glax.testing.reference import reference
 
 MODES = ("forward", "train", "step")
 TOKENS = 32  # decoded by one program in mode "step"

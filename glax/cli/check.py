@@ -5,8 +5,8 @@ import dataclasses
 
 import jax
 
-from glax.check import CASES, QUICK, Result, check_kernels
 from glax.cli.output import add_json, progress, show_json, show_table
+from glax.testing.check import CASES, QUICK, Result, check_kernels
 
 
 def add_parser(subparsers):

@@ -1,4 +1,4 @@
-"""glax demo: the arguments. What it does is in `glax.cli.tour`, imported once its packages are known to be there."""
+"""glax demo: the arguments. What it does is in `glax.cli.demo_run`, imported once its packages are known to be there."""
 
 import importlib.util
 from pathlib import Path
@@ -38,7 +38,7 @@ def run(args) -> int:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f'{", ".join(missing)} not installed: pip install "glax[demo]"')
-    from glax.cli.tour import Settings, tour
+    from glax.cli.demo_run import Settings, tour
 
     return tour(
         Settings(

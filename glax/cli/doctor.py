@@ -6,17 +6,17 @@ import sys
 
 import jax
 
+from glax._src.core.known_miscompiles import version_of
+from glax._src.core.recurrence import Recurrence
+from glax._src.core.registry import Backend, KernelSpec, Platform, kernel_registry
+from glax._src.kernels import load_kernels
+from glax._src.solve.dispatch import executor
+from glax._src.tuning.cache import NO_FOLDER
+from glax._src.tuning.device import device_kind
+from glax._src.tuning.files import unwritable
 from glax._version import __version__
-from glax.check import Case
 from glax.cli.output import add_json, show_json, show_table
-from glax.deny import version_of
-from glax.dispatch import executor
-from glax.execution.cache import NO_FOLDER
-from glax.execution.device import device_kind
-from glax.execution.files import unwritable
-from glax.kernels import load_kernels
-from glax.recurrence import Recurrence
-from glax.registry import Backend, KernelSpec, Platform, kernel_registry
+from glax.testing.check import Case
 
 REQUIRED = ("jax", "jaxlib", "numpy", "jaxtyping", "filelock", "platformdirs")
 OPTIONAL = ("flax", "optax", "rich", "matplotlib", "safetensors", "triton", "jax-triton", "jax-cuda12-plugin",

@@ -12,11 +12,11 @@ from jaxtyping import Array
 from rich.console import Console
 from rich.table import Table
 
-from glax.bind import bind
-from glax.kernels import load_kernels
-from glax.recurrence import Recurrence
-from glax.reference import reference, reference_gradient
-from glax.registry import kernel_registry
+from glax._src.core.bind import bind
+from glax._src.core.recurrence import Recurrence
+from glax._src.core.registry import kernel_registry
+from glax._src.kernels import load_kernels
+from glax.testing.reference import reference, reference_gradient
 
 REPEATS = 7
 

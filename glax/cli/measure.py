@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from glax.registry import Backend
+from glax._src.core.registry import Backend
 
 WARMUP = 2
 # Of calls in flight on an accelerator: launching the first of them and waiting for the last takes up to half of one.

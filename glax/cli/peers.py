@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from glax._src.core.registry import Backend
+from glax.cli.cases import GATES, Problem
 from glax.cli.measure import Way
-from glax.cli.problems import GATES, Problem
-from glax.registry import Backend
 
 
 class UnavailableError(Exception):

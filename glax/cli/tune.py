@@ -5,11 +5,11 @@ import dataclasses
 import jax
 
 import glax
-from glax.check import one_line
+from glax._src.solve.dispatch import executor
+from glax._src.tuning.cache import Measurement
+from glax.cli.cases import Problem, add_problems, problems_of, train
 from glax.cli.output import add_json, show_json, show_table
-from glax.cli.problems import Problem, add_problems, problems_of, train
-from glax.dispatch import executor
-from glax.execution.cache import Measurement
+from glax.testing.check import one_line
 
 
 def add_parser(subparsers):

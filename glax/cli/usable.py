@@ -4,10 +4,10 @@ import os
 
 import jax
 
-from glax.check import one_line
+from glax._src.kernels.cpu.library import check_instructions
+from glax._src.solve.dispatch import executor
 from glax.cli.errors import UsageError
-from glax.dispatch import executor
-from glax.kernels.cpu.native import check_instructions
+from glax.testing.check import one_line
 
 
 def require_usable_jax():

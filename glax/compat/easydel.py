@@ -6,8 +6,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from glax.api import recurrent
-from glax.bind import DTYPES, as_float, check_array, check_flag, check_integer, check_real, check_shapes, is_array
+from glax._src.api.recurrent import recurrent
+from glax._src.core.bind import (
+    DTYPES,
+    as_float,
+    check_array,
+    check_flag,
+    check_integer,
+    check_real,
+    check_shapes,
+    is_array,
+)
 
 
 def recurrent_gla(

@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterator
 
 from jaxtyping import Array, Float, Int
 
-import glax.api
-import glax.operation
-import glax.registry
-import glax.tuning
-from glax.bind import check_flag, check_integer, is_array
-from glax.execution.cache import ConfigCache, PersistentCache
-from glax.execution.executor import Executor
-from glax.execution.invocation import Invocation
-from glax.execution.kernel import Kernel
-from glax.execution.selection import AutotunePolicy, ConfigSelectorChain
-from glax.execution.tuner import Tuner
-from glax.kernels import load_kernels
-from glax.kernels.xla.chunked import ChunkedConfig
-from glax.recurrence import Outputs
-from glax.registry import Backend, Config, Platform
+import glax._src.api.explain
+import glax._src.api.operation
+import glax._src.api.recurrent
+import glax._src.core.registry
+from glax._src.core.bind import check_flag, check_integer, is_array
+from glax._src.core.recurrence import Outputs
+from glax._src.core.registry import Backend, Config, Platform
+from glax._src.kernels import load_kernels
+from glax._src.kernels.xla.chunk_scan import ChunkedConfig
+from glax._src.tuning.cache import ConfigCache, PersistentCache
+from glax._src.tuning.executor import Executor
+from glax._src.tuning.invocation import Invocation
+from glax._src.tuning.op import Kernel
+from glax._src.tuning.selection import AutotunePolicy, ConfigSelectorChain
+from glax._src.tuning.tuner import Tuner
 
 __all__ = [
     "AutotunePolicy",
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-class UnsupportedError(glax.registry.UnsupportedError, ValueError):
+class UnsupportedError(glax._src.core.registry.UnsupportedError, ValueError):
     """What `glax.UnsupportedError` says, as the ValueError that ejkernel raises."""
 
 
@@ -61,7 +61,7 @@ class UnsupportedError(glax.registry.UnsupportedError, ValueError):
 def value_errors() -> Iterator[None]:
     try:
         yield
-    except glax.registry.UnsupportedError as error:
+    except glax._src.core.registry.UnsupportedError as error:
         raise UnsupportedError(str(error)) from error
 
 
@@ -156,7 +156,7 @@ def recurrent(
     gates = dict(g=g, g_gamma=one_row(g_gamma), gk=gk, gv=gv)
     rest = dict(softmax_scale=softmax_scale, reverse=reverse, cu_seqlens=cu_seqlens, platform=platform, cfg=cfg)
     with value_errors():
-        outputs = glax.api.recurrent(query, key, value, **gates, initial_state=state, **rest)
+        outputs = glax._src.api.recurrent.recurrent(query, key, value, **gates, initial_state=state, **rest)
     return outputs._replace(final_state=outputs.final_state[None]) if packed else outputs
 
 
@@ -220,7 +220,7 @@ def lightning_attn(
 
     The other options are those of `recurrent`.
     """
-    gates = (None, glax.api.lightning_decay(query, key, value, layer_idx, num_layers), None, None)
+    gates = (None, glax._src.api.recurrent.lightning_decay(query, key, value, layer_idx, num_layers), None, None)
     return recurrent(query, key, value, *gates, softmax_scale, initial_state, reverse, cu_seqlens, *tiles, **options)
 
 
@@ -250,10 +250,10 @@ FUNCTIONS: dict[str, Callable[..., Outputs]] = dict(
 )
 
 
-class KernelRegistry(glax.registry.KernelRegistry):
+class KernelRegistry(glax._src.core.registry.KernelRegistry):
     """glax's registry, and the functions in front of it by ejkernel's names of algorithms."""
 
-    def __init__(self, kernels: dict[str, glax.registry.KernelSpec]):
+    def __init__(self, kernels: dict[str, glax._src.core.registry.KernelSpec]):
         self.kernels = kernels
 
     def get(self, algorithm: str, platform: str | None = None, backend: str | None = None) -> Callable[..., Outputs]:
@@ -278,7 +278,7 @@ class KernelRegistry(glax.registry.KernelRegistry):
         return functools.partial(function, platform=platform)
 
 
-kernel_registry = KernelRegistry(glax.registry.kernel_registry.kernels)
+kernel_registry = KernelRegistry(glax._src.core.registry.kernel_registry.kernels)
 
 
 def function_of(algorithm: str) -> Callable[..., Outputs]:
@@ -293,10 +293,10 @@ def detect_platform(algorithm: str, platform: str | None = "auto") -> Platform:
     if wanted is not None:
         return wanted
     layers = dict(layer_idx=0, num_layers=1) if function is lightning_attn else {}
-    return glax.tuning.detect_platform(functools.partial(function, **layers))
+    return glax._src.api.explain.detect_platform(functools.partial(function, **layers))
 
 
-class RecurrentAttention(glax.operation.RecurrentAttention):
+class RecurrentAttention(glax._src.api.operation.RecurrentAttention):
     """ejkernel's operation: RecurrentAttention().run(query, ..., cfg=cfg), or executor(RecurrentAttention(), query, ...).
 
     A config is a RecurrentAttentionConfig, or the Config of one of glax's kernels, which is what tuning finds.

@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from glax.execution.files import parse, replacing
+from glax._src.tuning.files import parse, replacing
 from glax.nn.model import ByteLM, ByteLMConfig
 
 
@@ -59,7 +59,10 @@ def load(path: str | Path) -> ByteLM:
         raise ValueError(f"{path} does not fit its config: it differs in {sorted(parameters.keys() ^ tensors.keys())}")
     for name, param in parameters.items():
         tensor = tensors[name]
-        if (tensor.dtype, tensor.shape) != (param.dtype, param.shape):  # else it would be cast, or spread over the shape
+        if (tensor.dtype, tensor.shape) != (
+            param.dtype,
+            param.shape,
+        ):  # else it would be cast, or spread over the shape
             fits, got = (f"{x.dtype} of shape {x.shape}" for x in (param, tensor))
             raise ValueError(f"{path} does not fit its config: {name} must be {fits}, got {got}")
         param[...] = jnp.asarray(tensor)

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from glax.bind import check_integer, check_real, is_array, known_number
+from glax._src.core.bind import check_integer, check_real, is_array, known_number
 from glax.nn.model import BYTES, ByteLM, check_tokens
 
 

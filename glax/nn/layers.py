@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from glax.api import recurrent_gla
-from glax.bind import check_array, check_integer, check_real, known_number
-from glax.decay import promoted
-from glax.prefill import prefill_into
-from glax.step import recurrent_step
+from glax._src.api.recurrent import recurrent_gla
+from glax._src.core.bind import check_array, check_integer, check_real, known_number
+from glax._src.core.decay import promoted
+from glax._src.serving.decode_step import recurrent_step
+from glax._src.serving.prefill import prefill_into
 
 
 class GatedLinearAttention(nnx.Module):
@@ -124,7 +124,9 @@ class GatedLinearAttention(nnx.Module):
         def by_head(y, heads):
             return y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads)
 
-        g = self.gate_up(self.gate_down(x)).astype(jnp.float32) + jnp.expand_dims(self.gate_bias[...], range(x.ndim - 1))
+        g = self.gate_up(self.gate_down(x)).astype(jnp.float32) + jnp.expand_dims(
+            self.gate_bias[...], range(x.ndim - 1)
+        )
         return (
             by_head(self.query(x), self.num_heads),
             by_head(self.key(x), self.num_kv_heads),

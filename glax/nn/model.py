@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from glax.api import recurrent_gla
-from glax.bind import check_array
+from glax._src.api.recurrent import recurrent_gla
+from glax._src.core.bind import check_array
 from glax.nn.layers import GatedLinearAttention, check_sizes
 
 BYTES = 256

@@ -6,7 +6,7 @@ and every variant alike. Results and gradients are those of the function of the 
 moves between devices.
 """
 
-from glax.parallel.api import (
+from glax._src.parallel.ops import (
     lightning_attention,
     recurrent,
     recurrent_attention,
@@ -14,7 +14,7 @@ from glax.parallel.api import (
     retention,
     simple_gla,
 )
-from glax.parallel.spread import Spread
+from glax._src.parallel.sharding import Spread
 
 __all__ = [
     "Spread",

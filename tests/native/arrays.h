@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "../../glax/kernels/cpu/native/problem.h"
+#include "../../glax/_src/kernels/cpu/native/problem.h"
 
 using glax::Tensor;
 using glax::Type;

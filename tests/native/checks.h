@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdio>
 
-#include "../../glax/kernels/cpu/native/segments.h"
+#include "../../glax/_src/kernels/cpu/native/segments.h"
 #include "pool.h"
 #include "reference.h"
 

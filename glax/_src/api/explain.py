@@ -1,0 +1,96 @@
+"""What glax does inside a function of yours: shown, and tuned."""
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+
+from glax._src.api.recurrent import recurrent
+from glax._src.core.bind import check_flag
+from glax._src.core.registry import KernelSpec, Platform
+from glax._src.solve.dispatch import executor
+from glax._src.tuning.cache import Measurement, overlay
+from glax._src.tuning.executor import Decision, decisions
+from glax._src.tuning.invocation import Invocation
+from glax._src.tuning.selection import AutotunePolicy
+
+
+class Explanation(list[Decision]):
+    """The decisions of a function, in the order of its calls; as text, one paragraph each."""
+
+    def __str__(self):
+        lines = []
+        for d in self:
+            lines += [f"{d.kernel}: {d.config}, by {d.selector}", f"  for {d.invocation.key}"]
+            lines += [f"  not {name}: {reason}" for name, reason in d.refused.items()]
+        return "\n".join(lines) or "no call of glax"
+
+
+def explain(fn, *args, **kwargs) -> Explanation:
+    """For every glax call that fn(*args, **kwargs) makes: the kernel, its config, which selector chose it, and why others
+    refused. Only traces fn; shapes (jax.ShapeDtypeStruct) will do for arguments.
+
+    Under jax.grad the gradient's kernels are among them. Calls of the same kernel on the same shapes stand once. A vmapped
+    call stands twice: as written, and merged into the batch, as it runs.
+    """
+    first: dict[tuple[str, str], Decision] = {}
+    for decision in decisions(fn, *args, **kwargs):
+        first.setdefault((decision.kernel, decision.invocation.key), decision)
+    return Explanation(first.values())
+
+
+def detect_platform(fn=recurrent, *args, **kwargs) -> Platform:
+    """The platform that runs fn(*args, **kwargs) here; without arguments, that of a usual call of `recurrent`.
+
+    Raises TypeError if fn is no function, ValueError if it makes no call of glax.
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"fn must be a function, got {fn!r}; glax.compat.ejkernel.detect_platform takes the name of an algorithm"
+        )
+    if not args and not kwargs and takes_arguments(fn):
+        args = (jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.float32),) * 3
+    kernels = [decision.invocation.kernel for decision in explain(fn, *args, **kwargs)]
+    platforms = [kernel.platform for kernel in kernels if isinstance(kernel, KernelSpec)]
+    if not platforms:
+        raise ValueError(f"fn must make a call of glax, got {fn!r}, which makes none")
+    return platforms[0]
+
+
+def takes_arguments(fn) -> bool:
+    return any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in inspect.signature(fn).parameters.values())
+
+
+def tune(fn, *args, progress: bool = True, **kwargs) -> dict[str, Measurement]:
+    """Tunes every glax call that fn(*args, **kwargs) makes, on this device, and remembers the results on disk.
+
+    Traces fn to find the calls (shapes will do for arguments), then measures each kernel's candidates on made-up inputs of
+    those shapes. Functions compiled before are forgotten (jax.clear_caches), so that they pick the results up.
+
+    Returns the measurement of each call, by "kernel: shapes".
+    """
+    check_flag("progress", progress)
+    with overlay(policy=AutotunePolicy()):  # to find the calls, neither measure nor insist
+        found = {f"{d.kernel}: {d.invocation.key}": d.invocation for d in explain(fn, *args, **kwargs)}
+    measured = {name: executor.chain.tune(inv) for name, inv in shown(found.items(), progress)}
+    jax.clear_caches()
+    return measured
+
+
+def shown(items: Iterable[tuple[str, Invocation]], progress: bool) -> Iterator[tuple[str, Invocation]]:
+    """The items, with a progress bar on standard error: rich's where it is installed, else a line an item."""
+    items = list(items)
+    if not progress:
+        yield from items
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        for i, (name, inv) in enumerate(items):
+            print(f"tuning {i + 1} of {len(items)}: {name}", file=sys.stderr)
+            yield name, inv
+        return
+    yield from track(items, description="tuning", console=Console(stderr=True))

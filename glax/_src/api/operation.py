@@ -1,0 +1,75 @@
+"""`recurrent_attention` as an operation, for an executor of the user's own."""
+
+import jax
+import jax.numpy as jnp
+
+from glax._src.api.recurrent import recurrent_attention
+from glax._src.core.bind import bind, check_before_tracing
+from glax._src.core.recurrence import Recurrence, describe
+from glax._src.core.registry import Config, KernelSpec, Platform, kernel_registry
+from glax._src.kernels import load_kernels
+from glax._src.tuning.op import Kernel, example_of
+
+NOT_BOUND = ("cfg", "platform", "return_state")
+GATES = ("g", "g_gamma", "gk", "gv")
+ARRAYS = ("query", "key", "value", *GATES, "initial_state", "cu_seqlens", "softmax_scale")
+
+
+class RecurrentAttention(Kernel):
+    """The operation behind `glax.recurrent_attention`, with its arguments: executor(RecurrentAttention(), query, key, ...).
+
+    A config is that of the registered kernel it selects, such as ChunkedConfig(chunk=64).
+    """
+
+    op_id = "recurrent_attention"
+    positions: tuple[str, ...] = (
+        "query",
+        "key",
+        "value",
+        *GATES,
+        "initial_state",
+        "cu_seqlens",
+    )  # names of what has none
+
+    def run(self, *args, cfg: Config, **kwargs):
+        return recurrent_attention(*args, cfg=cfg, **kwargs)
+
+    def key(self, inv) -> str:
+        return describe(self.able(inv)[1])
+
+    def heuristic_cfg(self, inv) -> Config:
+        specs, r = self.able(inv)
+        return specs[0].config.heuristic(r)
+
+    def candidate_cfgs(self, inv) -> list[Config]:
+        specs, r = self.able(inv)
+        return list(dict.fromkeys(config for spec in specs for config in spec.config.candidates(r)))
+
+    def able(self, inv) -> tuple[list[KernelSpec], Recurrence]:
+        """The registered kernels that can run the call, best first, and its Recurrence in shapes."""
+        load_kernels()
+        arguments = self.named(inv.args, inv.kwargs)
+        platform, reverse = arguments.get("platform"), arguments.get("reverse", False)
+        check_before_tracing({name: arguments.get(name) for name in ARRAYS}, platform, None, reverse)
+        bound = {name: x for name, x in arguments.items() if name not in NOT_BOUND}
+        r = jax.eval_shape(lambda: bind(**self.as_bound(example_of(bound))))
+        platform = Platform.parse(platform)
+        kernel_registry.find(r, platform)  # raises with every reason if none can
+        return kernel_registry.able(r, platform)[0], r
+
+    def as_bound(self, arguments: dict) -> dict:
+        """The arguments in the shapes that `bind` takes."""
+        return arguments
+
+    def named(self, args: tuple, kwargs: dict) -> dict:
+        return dict(zip(self.positions, args, strict=False)) | kwargs
+
+    def example(self, inv):
+        args, kwargs = super().example(inv)
+        arrays = self.named(args, kwargs)
+        realistic = {name: jax.nn.log_sigmoid(x) for name, x in arrays.items() if name in GATES and x is not None}
+        if (cuts := arrays.get("cu_seqlens")) is not None:
+            T = arrays["query"].shape[-3]
+            realistic["cu_seqlens"] = (jnp.arange(cuts.shape[0]) * T // max(cuts.shape[0] - 1, 1)).astype(cuts.dtype)
+        args = tuple(realistic.get(name, x) for name, x in zip(self.positions, args, strict=False))
+        return args, {name: realistic.get(name, x) for name, x in kwargs.items()}

@@ -1,0 +1,281 @@
+"""The public functions. Each names its gates; everything else is `Options`, written once."""
+
+import functools
+from typing import Literal, TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from glax._src.core.bind import (
+    bind,
+    check_array,
+    check_before_tracing,
+    check_flag,
+    check_integer,
+    is_array,
+    known_number,
+    transferred,
+)
+from glax._src.core.recurrence import Outputs, Recurrence, to_int32
+from glax._src.core.registry import Config, Platform
+from glax._src.solve.autodiff import differentiable, solve
+from glax._src.solve.dispatch import Choice
+
+SLOPES = ("fla", "minimax")
+
+
+class Options(TypedDict, total=False):
+    """What every function here accepts beside its gates.
+
+    softmax_scale: factor on the output, K ** -0.5 if None; may be traced, and has a gradient.
+    initial_state: [N, H, K, V], or [H, K, V] for all sequences; zeros if None. Any float dtype.
+    reverse:       walk each sequence from its last token to its first.
+    cu_seqlens:    [N + 1] integers; sequence n is rows cu_seqlens[n] to cu_seqlens[n + 1] of T, and B is 1. May be traced.
+    platform:      None or "auto" chooses; "xla", "cpp", "triton", "pallas" or "cuda" insists.
+    cfg:           the config of the kernel to use, such as ChunkedConfig(chunk=64); None guesses one from the shapes.
+    """
+
+    softmax_scale: float | Float[Array, ""] | None
+    initial_state: Float[Array, "N H K V"] | Float[Array, "H K V"] | None
+    reverse: bool
+    cu_seqlens: Int[Array, "N+1"] | None
+    platform: str | None
+    cfg: Config | None
+
+
+def recurrent(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "N H"] | None = None,
+    gk: Float[Array, "B T H K"] | None = None,
+    gv: Float[Array, "B T H V"] | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    initial_state: Float[Array, "N H K V"] | Float[Array, "H K V"] | None = None,
+    reverse: bool = False,
+    cu_seqlens: Int[Array, "N+1"] | None = None,
+    *,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> Outputs:
+    """Linear attention with any mix of gates:
+
+        S_t = exp(g_t + g_gamma) diag(exp(gk_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
+
+    Gates are logarithms of decays, in [-inf, a few]: 0 keeps the state, -inf forgets it. All are optional and add up; g of
+    shape [B, T, H, K] is the same as gk. H is the largest of the three head counts, which the others divide: head h of H
+    reads head h * Hk // H of the keys. With query [T, Hq, K] and so on, without a B, the output has none either.
+
+    query, key and value share one dtype: float32, bfloat16, float16, or float64. Sums, states and gates are float32
+    (float64 for float64). Differentiable in every float argument and through both results, any number of times, in
+    reverse mode.
+
+    Returns output [B, T, H, V] in the query's dtype and final_state [N, H, K, V]. Rows behind cu_seqlens[-1] are padding:
+    output 0, no effect. An empty sequence hands its initial state through. The other options: see `Options`.
+
+    Raises ValueError or TypeError naming the argument, what was expected and what came; UnsupportedError, with each
+    kernel's reason, if no kernel of an explicit `platform` or `cfg` can run the call.
+
+    Gated linear attention: Yang et al. 2024, https://arxiv.org/abs/2312.06635.
+    """
+    arrays = dict(
+        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
+        softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    check_before_tracing(arrays, platform, cfg, reverse)
+    return bind_and_solve(Choice(Platform.parse(platform), cfg), bool(reverse), transferred(arrays))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def bind_and_solve(choice: Choice, reverse: bool, arrays: dict) -> Outputs:
+    """Compiled, so that a call outside of jit costs no more than its kernel; inlined into a caller that is."""
+    r = bind(**arrays, reverse=reverse)
+    outputs = nothing_to_solve(r) if 0 in (*r.q.shape[:2], r.num_sequences) else solve(choice, differentiable(r))
+    return outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
+
+
+def nothing_to_solve(r: Recurrence) -> Outputs:
+    """No tokens or no sequences: empty or padding outputs, and the states as they came."""
+    return Outputs(jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype), r.start_state)
+
+
+def recurrent_attention(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "N H"] | None = None,
+    gk: Float[Array, "B T H K"] | None = None,
+    gv: Float[Array, "B T H V"] | None = None,
+    initial_state: Float[Array, "N H K V"] | Float[Array, "H K V"] | None = None,
+    cu_seqlens: Int[Array, "N+1"] | None = None,
+    *,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> Float[Array, "B T H V"] | Outputs:
+    """`recurrent`, returning the output alone unless `return_state`: then (output, final_state)."""
+    check_flag("return_state", return_state)
+    outputs = recurrent(
+        query,
+        key,
+        value,
+        g,
+        g_gamma,
+        gk,
+        gv,
+        softmax_scale,
+        initial_state,
+        reverse,
+        cu_seqlens,
+        platform=platform,
+        cfg=cfg,
+    )
+    return outputs if return_state else outputs.output
+
+
+def recurrent_gla(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "N H"] | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    initial_state: Float[Array, "N H K V"] | Float[Array, "H K V"] | None = None,
+    reverse: bool = False,
+    cu_seqlens: Int[Array, "N+1"] | None = None,
+    *,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> Outputs:
+    """Gated linear attention:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
+
+    g: [B, T, H, K] log decays, one a key channel. Everything else as in `recurrent`.
+
+    Yang et al. 2024, https://arxiv.org/abs/2312.06635.
+    """
+    return recurrent(
+        query, key, value, g, g_gamma, None, None, softmax_scale, initial_state, reverse, cu_seqlens,
+        platform=platform, cfg=cfg,
+    )  # fmt: skip
+
+
+def simple_gla(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"],
+    **options: Unpack[Options],
+) -> Outputs:
+    """One data-dependent decay a head, as in Mamba-2:   S_t = exp(g_t) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
+
+    g: [B, T, H] log decays; ValueError for any other rank. Everything else as in `recurrent`.
+
+    Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
+    """
+    check_per_head(query, g)
+    return recurrent(query, key, value, g=g, **options)
+
+
+def retention(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    **options: Unpack[Options],
+) -> Outputs:
+    """RetNet's retention:   S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t,   in head h = 0, 1, ...
+
+    Shapes, dtypes, errors and options as in `recurrent`.
+
+    Sun et al. 2023, https://arxiv.org/abs/2307.08621.
+    """
+    return recurrent(query, key, value, g_gamma=retention_decay(query, key, value), **options)
+
+
+def lightning_attention(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    layer_idx: int | Int[Array, ""],
+    num_layers: int,
+    *,
+    slopes: Literal["fla", "minimax"] = "fla",
+    **options: Unpack[Options],
+) -> Outputs:
+    """Lightning attention:   S_t = exp(-s_h) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t,   in head h = 0, 1, ...
+
+    slopes: with l = layer_idx and L = num_layers,
+        "fla"      s_h = (8 h / H) (1 - l / L)                           l from 0 to L, as in flash-linear-attention
+        "minimax"  s_h = 2^(-8 (h + 1) / H) (1 - l / (L - 1) + 1e-5)     l from 0 to L - 1, as in MiniMax-01
+
+    With L = 1 the last factor of "minimax" is 1 + 1e-5. transformers divides l by L - 1 + 1e-5 there: its decay of the last
+    layer is larger by 1 / (L - 1), relatively.
+
+    Deeper layers decay more slowly. layer_idx may be traced, so that layers can be scanned over. Everything else as in
+    `recurrent`. Raises TypeError if layer_idx or num_layers is no integer; ValueError if num_layers < 1, if a known layer_idx is
+    outside its range, or if slopes is neither.
+
+    Qin et al. 2024, https://arxiv.org/abs/2401.04658; MiniMax 2025, https://arxiv.org/abs/2501.08313.
+    """
+    decay = lightning_decay(query, key, value, layer_idx, num_layers, slopes)
+    return recurrent(query, key, value, g_gamma=decay, **options)
+
+
+# ---- the gates that the variants fix, or check -----------------------------------------------------------------------
+
+
+def check_per_head(query, g):
+    check_array("query", query)
+    check_array("g", g)
+    if query.ndim in (3, 4) and g.ndim != query.ndim - 1:
+        raise ValueError(f"g must be [B, T, H] in simple_gla, one gate a head, got shape {g.shape}")
+
+
+def retention_decay(query, key, value) -> Float[Array, "H"]:
+    h, dtype = head_numbers(query, key, value)
+    return np.log1p(-np.exp2(-5.0 - h)).astype(dtype)
+
+
+def lightning_decay(query, key, value, layer_idx, num_layers: int, slopes: str = "fla") -> Float[Array, "H"]:
+    if not isinstance(slopes, str) or slopes not in SLOPES:
+        raise ValueError(f"slopes must be {' or '.join(map(repr, SLOPES))}, got {slopes!r}")
+    check_integer("num_layers", num_layers)
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be at least 1, got {num_layers}")
+    if slopes == "fla":
+        depth = int(num_layers)
+        check_layer(layer_idx, depth, "num_layers")
+    else:
+        depth = max(int(num_layers) - 1, 1)
+        check_layer(layer_idx, int(num_layers) - 1, "num_layers - 1")
+    h, dtype = head_numbers(query, key, value)
+    each = -8.0 / len(h) * h if slopes == "fla" else -np.exp2(-8.0 / len(h) * (h + 1.0))
+    # 1 - l / L as (L - l) / L with an integer difference: in float32 a compiler may add 1e-5 to L before it subtracts l.
+    layer = known_number(layer_idx)
+    difference = (depth - to_int32(layer_idx)).astype(dtype) if layer is None else depth - layer
+    above = difference / depth + (0.0 if slopes == "fla" else 1e-5)
+    return each.astype(dtype) * above if layer is None else (each * above).astype(dtype)
+
+
+def check_layer(layer_idx, last: int, by: str):
+    if isinstance(layer_idx, bool) or not (isinstance(layer_idx, int) or is_array(layer_idx)):
+        raise TypeError(f"layer_idx must be an integer, got {layer_idx!r}")
+    if is_array(layer_idx) and not jnp.issubdtype(layer_idx.dtype, jnp.integer):
+        raise TypeError(f"layer_idx must be an integer, got {layer_idx.dtype}")
+    if np.shape(layer_idx) != ():
+        raise ValueError(f"layer_idx must be one integer, got shape {np.shape(layer_idx)}")
+    value = known_number(layer_idx)
+    if value is not None and not 0 <= value <= last:
+        raise ValueError(f"layer_idx must be from 0 to {by}={last}, got {value}")
+
+
+def head_numbers(*arrays) -> tuple[np.ndarray, type]:
+    """0, 1, ..., H - 1 as far as shapes tell (`bind` judges the shapes), and the dtype of gates for these inputs."""
+    heads = max((x.shape[-2] for x in arrays if is_array(x) and x.ndim >= 2), default=1)
+    wide = any(is_array(x) and x.dtype == jnp.float64 for x in arrays)
+    return np.arange(float(heads)), np.float64 if wide and jax.config.jax_enable_x64 else np.float32

@@ -1,0 +1,58 @@
+"""The backend that kernels are chosen for: guessed while a program is traced, known when it is lowered."""
+
+import enum
+
+import jax
+
+# JAX's name of the platform that a program is being lowered for, None before; part of jit's key, so that no trace made for
+# one platform serves another.
+lowering_platform = jax.make_user_context(None)
+
+
+class Backend(enum.StrEnum):
+    """What a kernel runs on."""
+
+    CPU = enum.auto()
+    GPU = enum.auto()
+    TPU = enum.auto()
+    ANY = enum.auto()
+
+    @classmethod
+    def here(cls) -> "Backend":
+        """The backend that kernels are chosen for; see `target_platform`."""
+        return cls.of(target_platform())
+
+    @classmethod
+    def of(cls, platform: str) -> "Backend":
+        """The backend of one of JAX's platforms; of one whose name is not known here ANY, the kernels of which run there."""
+        names = dict(cpu=cls.CPU, gpu=cls.GPU, cuda=cls.GPU, rocm=cls.GPU, tpu=cls.TPU)
+        return names.get(platform.lower(), cls.ANY)
+
+
+def target_platform() -> str:
+    """JAX's name of what kernels are chosen for: where a program is being lowered, its platform; before, the mesh's devices,
+    else jax.default_device, else the default backend. A guess made before is put right on lowering, see `solve.lowering`."""
+    if lowering_platform.value is not None:
+        return lowering_platform.value
+    if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:
+        return device.platform
+    if (chosen := jax.config.jax_default_device) is not None:
+        return chosen if isinstance(chosen, str) else chosen.platform
+    return jax.default_backend()
+
+
+def computes_on() -> str:
+    """What `target_platform` is, for reasons that a kernel is refused with."""
+    lowered = lowering_platform.value is not None
+    return f"the program is lowered for {target_platform()}" if lowered else f"JAX computes on {target_platform()} here"
+
+
+def local_device() -> jax.Device | None:
+    """A device of this process that kernels are chosen for; None if it has none of that platform: code is made for elsewhere."""
+    name = target_platform()
+    if name == jax.default_backend():
+        return jax.local_devices()[0]
+    try:
+        return jax.local_devices(backend=name)[0]
+    except RuntimeError:  # JAX's, for a platform that it does not have here
+        return None

@@ -1,0 +1,247 @@
+"""From what users pass to the one value that kernels take. All validation happens here, once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glax._src.core.decay import Decay, promoted
+from glax._src.core.recurrence import Recurrence, to_int32
+from glax._src.core.registry import Config, Platform
+
+# What every argument may be, in letters. Hq, Hk and Hv divide H, the largest of them; N is the number of sequences.
+SHAPES = dict(
+    query=("B T Hq K",),
+    key=("B T Hk K",),
+    value=("B T Hv V",),
+    g=("B T H", "B T H K"),
+    g_gamma=("H", "N H"),
+    gk=("B T H K",),
+    gv=("B T H V",),
+    initial_state=("N H K V", "H K V"),
+)
+DTYPES = ("float32", "bfloat16", "float16", "float64")  # of query, key and value
+LARGEST = {name: float(np.finfo(name).max) for name in ("float32", "float64")}
+ROWWISE = ("query", "key", "value", "g", "gk", "gv")  # lose their B in packed [T, heads, width] input
+
+
+def bind(
+    query, key, value, *, g=None, g_gamma=None, gk=None, gv=None,
+    softmax_scale=None, initial_state=None, cu_seqlens=None, reverse=False,
+) -> Recurrence:  # fmt: skip
+    """Checks every argument, adds a missing B, folds the gates, and spreads what is given once over the sequences."""
+    arrays = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, initial_state=initial_state)
+    arrays = {name: as_float(name, x) for name, x in arrays.items() if x is not None}
+    check_dtypes(arrays)
+    flat = arrays["query"].ndim == 3
+    sizes = check_shapes(arrays, flat)
+    if flat:
+        arrays |= {name: x[None] for name, x in arrays.items() if name in ROWWISE}
+    boundaries = None if cu_seqlens is None else check_boundaries(cu_seqlens, sizes)
+
+    N = sizes["N"] if boundaries is None else boundaries.shape[0] - 1
+    check_per_sequence(arrays, N, cu_seqlens is not None)
+    for name, rank in (("g_gamma", 2), ("initial_state", 4)):
+        if name in arrays and arrays[name].ndim < rank:
+            arrays[name] = jnp.broadcast_to(arrays[name], (N, *arrays[name].shape))
+    wide = promoted(arrays["query"].dtype, jnp.float32)
+    scale = sizes["K"] ** -0.5 if softmax_scale is None else softmax_scale
+    r = Recurrence(
+        q=arrays["query"],
+        k=arrays["key"],
+        v=arrays["value"],
+        decay=Decay(),
+        initial_state=arrays.get("initial_state"),
+        boundaries=boundaries,
+        scale=jnp.broadcast_to(jnp.asarray(scale, wide), (N,)),
+        reverse=reverse,
+    )
+    gates = (arrays.get(name) for name in ("g", "g_gamma", "gk", "gv"))
+    return r.replace(decay=Decay.from_gates(*gates, to_tokens=r.by_token, dtype=r.dtype))
+
+
+def as_float(name: str, x) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating point, got {x.dtype}")
+    return jnp.asarray(x)
+
+
+def check_dtypes(arrays: dict[str, jax.Array]):
+    dtype = arrays["query"].dtype
+    if str(dtype) not in DTYPES:
+        raise TypeError(f"query must be float32, bfloat16, float16 or float64, got {dtype}")
+    for name in ("key", "value"):
+        if arrays[name].dtype != dtype:
+            raise TypeError(f"{name} must be {dtype} as query is, got {arrays[name].dtype}")
+
+
+def check_shapes(arrays: dict[str, jax.Array], flat: bool) -> dict[str, int]:
+    """The size of every letter of SHAPES, each set by the first argument that has it. Raises at the first that disagrees."""
+    sizes: dict[str, int] = {}
+    setter: dict[str, str] = {}
+    for name, x in arrays.items():
+        forms = [form.removeprefix("B ") if flat and name in ROWWISE else form for form in SHAPES[name]]
+        form = next((form for form in forms if len(form.split()) == x.ndim), None)
+        wanted = " or ".join(f"[{', '.join(form.split())}]" for form in forms)
+        if form is None:
+            as_query = " (query has no B)" if flat and name in ROWWISE and name != "query" else ""
+            raise ValueError(f"{name} must be {wanted}{as_query}, got shape {x.shape}")
+        for letter, size in zip(form.split(), x.shape, strict=True):
+            if letter == "N":
+                continue  # known once cu_seqlens is: check_per_sequence
+            expected = sizes.setdefault(letter, size)
+            by = setter.setdefault(letter, f"as in {name}")
+            if size != expected:
+                shape = f"[{', '.join(form.split())}]"
+                raise ValueError(f"{name} must be {shape} with {letter}={expected} {by}, got shape {x.shape}")
+            if size == 0 and letter not in "BT":
+                raise ValueError(f"{name} must be {wanted} with {letter} of at least 1, got shape {x.shape}")
+        if name == "value":
+            heads = {name: sizes[letter] for name, letter in (("query", "Hq"), ("key", "Hk"), ("value", "Hv"))}
+            largest = max(heads, key=heads.get)
+            sizes["H"], setter["H"] = heads[largest], f"as many as {largest} has heads"
+            for name, count in heads.items():
+                if heads[largest] % count:
+                    raise ValueError(
+                        f"{name} must have a number of heads that divides the {heads[largest]} of {largest}, got {count}"
+                    )
+    sizes.setdefault("B", 1)
+    return sizes | {"N": sizes["B"]}
+
+
+def check_boundaries(cu_seqlens, sizes: dict[str, int]) -> jax.Array:
+    if not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+        raise TypeError(f"cu_seqlens must hold integers, got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(f"cu_seqlens must be [N + 1], got shape {cu_seqlens.shape}")
+    if sizes["B"] != 1:
+        raise ValueError(f"cu_seqlens packs the sequences along T, so query must have B=1, got B={sizes['B']}")
+    return to_int32(cu_seqlens)
+
+
+def check_per_sequence(arrays: dict[str, jax.Array], N: int, packed: bool):
+    by = "one fewer than cu_seqlens has entries" if packed else "B as in query"
+    for name, rank in (("g_gamma", 2), ("initial_state", 4)):
+        x = arrays.get(name)
+        if x is not None and x.ndim == rank and x.shape[0] != N:
+            wanted = " or ".join(f"[{', '.join(form.split())}]" for form in SHAPES[name])
+            raise ValueError(f"{name} must be {wanted} with N={N}, {by}, got shape {x.shape}")
+
+
+# ---- what must be checked before tracing: types that JAX cannot trace, values, and what is part of the program -------
+
+REQUIRED = ("query", "key", "value")
+
+
+def check_before_tracing(arrays: dict, platform, cfg, reverse, required: tuple[str, ...] = REQUIRED):
+    for name, x in arrays.items():
+        if name != "softmax_scale" and (x is not None or name in required):
+            check_array(name, x)
+    if arrays["softmax_scale"] is not None:
+        check_real("softmax_scale", arrays["softmax_scale"], arrays["query"].dtype)
+    Platform.parse(platform)
+    if cfg is not None and not isinstance(cfg, Config):
+        raise TypeError(f"cfg must be the Config of a kernel, such as ChunkedConfig(chunk=64), got {cfg!r}")
+    check_flag("reverse", reverse)
+    check_known_boundaries(arrays["cu_seqlens"], arrays["query"])
+
+
+GUARDS = ("jax_transfer_guard_host_to_device", "jax_transfer_guard_device_to_device")
+
+
+def transferred(arrays: dict, to: jax.sharding.Sharding | None = None) -> dict:
+    """Numbers and NumPy's arrays as JAX's, on the devices that the others are committed to.
+
+    These transfers are explicit. jit makes the same ones faster, but implicitly: so they are left to it unless a
+    `jax.transfer_guard` watches.
+    """
+    if all(getattr(jax.config, guard) in (None, "allow") for guard in GUARDS):
+        return arrays
+    if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
+        to = None  # the program's devices are not known yet
+    elif to is None:
+        to = next((replicated(x) for x in arrays.values() if is_known(x) and x.committed), None)
+    return {
+        name: jax.device_put(x, to) if isinstance(x, int | float | np.ndarray | np.generic) else x
+        for name, x in arrays.items()
+    }
+
+
+def replicated(x: jax.Array) -> jax.sharding.Sharding | None:
+    """All of an array on every device that x lies on; None where that cannot be said."""
+    if isinstance(x.sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec())
+    return x.sharding if x.sharding.num_devices == 1 else None
+
+
+def is_known(x) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+
+def is_array(x) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or hasattr(x, "__jax_array__")
+
+
+def check_array(name: str, x):
+    """TypeError unless x is an array that JAX can trace: lists would be traced number by number."""
+    if not is_array(x):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    # By the letter where it says enough: issubdtype takes microseconds, and bfloat16 is of NumPy's kind for records.
+    if getattr(x.dtype, "kind", None) not in ("f", "i", "u", "b", "c") and not jnp.issubdtype(x.dtype, jnp.number):
+        raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
+
+
+def check_flag(name: str, x):
+    """TypeError unless x is True or False: any other value would count as one of them."""
+    if not isinstance(x, bool | np.bool_):
+        got = f"an array of {x.dtype}" if is_array(x) else repr(x)
+        raise TypeError(f"{name} must be True or False, known while tracing, got {got}")
+
+
+def check_integer(name: str, x):
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise TypeError(f"{name} must be an integer, known while tracing, got {x!r}")
+
+
+def check_real(name: str, x, dtype=np.float32):
+    """Check for one real number; where its value is known, for one that is finite in the sums over inputs of that dtype."""
+    if isinstance(x, bool) or not (isinstance(x, int | float) or is_array(x)):
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+    if is_array(x):
+        if not any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+            raise TypeError(f"{name} must be a real number, got {x.dtype}")
+        if x.shape != ():
+            raise ValueError(f"{name} must be one number, got shape {x.shape}")
+    value = known_number(x)
+    sums = "float64" if dtype == np.float64 and jax.config.jax_enable_x64 else "float32"
+    # A Python int may exceed every float: it is compared, never converted.
+    if value is not None and not abs(value) <= LARGEST[sums]:
+        raise ValueError(f"{name} must be finite in {sums}, the dtype of sums, got {value}")
+
+
+def known_number(x) -> int | float | None:
+    """The value of a scalar; None if only a running program has it, or another process."""
+    if isinstance(x, int | float):
+        return x
+    if isinstance(x, np.ndarray | np.generic):
+        return x.item() if jnp.issubdtype(x.dtype, jnp.integer) else float(x)
+    if is_known(x) and x.is_fully_addressable:
+        return known_number(jax.device_get(x))  # an explicit transfer, which no transfer_guard forbids
+    return None
+
+
+def check_known_boundaries(cu_seqlens, query):
+    """The values of cu_seqlens, where they are known; its shape and dtype are left to `bind`."""
+    if not isinstance(cu_seqlens, np.ndarray | jax.Array) or isinstance(cu_seqlens, jax.core.Tracer):
+        return
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0 or np.ndim(query) < 3:
+        return
+    cuts, T = np.asarray(jax.device_get(cu_seqlens)), query.shape[-3]
+    if cuts[0] != 0:
+        raise ValueError(f"cu_seqlens must begin with 0, got {cuts[0]}")
+    if (
+        drops := np.flatnonzero(cuts[1:] < cuts[:-1])
+    ).size:  # compared: a difference of unsigned integers is never negative
+        i = int(drops[0])
+        raise ValueError(f"cu_seqlens must not decrease, got {cuts[i]} before {cuts[i + 1]} at position {i + 1}")
+    if cuts[-1] > T:
+        raise ValueError(f"cu_seqlens must not pass T={T} as in query, got {cuts[-1]} at its end")

@@ -1,0 +1,192 @@
+"""The one operand of every kernel, and its one result."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from glax._src.core.decay import Decay, promoted
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """S_t = decay_t * S_{t-1} + k_t v_t^T,   o_t = scale * S_t^T q_t,   in every sequence and head; already validated.
+
+    H is the largest of the three head counts; the others divide it, and head h of H reads head h * heads // H.
+    `scale` is one number a sequence, so that batches can be merged.
+    Packed, B is 1 and sequence n is rows boundaries[n] to boundaries[n + 1] of T; rows behind the last are padding.
+    `reverse` walks every sequence from its last token to its first.
+    """
+
+    q: Float[Array, "B T Hq K"]
+    k: Float[Array, "B T Hk K"]
+    v: Float[Array, "B T Hv V"]
+    decay: Decay
+    initial_state: Float[Array, "N H K V"] | None
+    boundaries: Int[Array, "N+1"] | None
+    scale: Float[Array, "N"]
+    reverse: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+    replace = dataclasses.replace
+
+    @property
+    def num_heads(self) -> int:
+        return max(x.shape[2] for x in (self.q, self.k, self.v))
+
+    @property
+    def num_sequences(self) -> int:
+        return self.q.shape[0] if self.boundaries is None else self.boundaries.shape[0] - 1
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether B, T or N is a symbol, whose value only a running program has: see jax.export.symbolic_shape."""
+        return any(map(is_symbol, (*self.q.shape[:2], self.num_sequences)))
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        return (self.num_sequences, self.num_heads, self.q.shape[3], self.v.shape[3])
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """What sums and states are kept in: float32, or float64 for float64 inputs."""
+        return promoted(self.q.dtype, jnp.float32)
+
+    @property
+    def start_state(self) -> Float[Array, "N H K V"]:
+        """The initial state, zeros where none was given, in the dtype of sums."""
+        if self.initial_state is None:
+            return varying_like(jnp.zeros(self.state_shape, self.dtype), self.q)
+        return self.initial_state.astype(self.dtype)
+
+    @property
+    def transposed(self) -> "Recurrence":
+        """The recurrence of S^T, before its q, k and v are replaced."""
+        state = self.initial_state
+        return self.replace(decay=self.decay.transposed, initial_state=None if state is None else state.mT)
+
+    # ---- packed sequences ----------------------------------------------------------------------------------------
+
+    @property
+    def sequence_of(self) -> Int[Array, "T"]:
+        """The sequence of every row; of padding rows, the last."""
+        rows = jnp.arange(self.q.shape[1])
+        found = jnp.searchsorted(self.boundaries, rows, side="right") - 1
+        return jnp.clip(found, 0, self.num_sequences - 1)
+
+    @property
+    def is_token(self) -> Bool[Array, "T"]:
+        """Whether a row belongs to a sequence, and is not padding."""
+        rows = jnp.arange(self.q.shape[1])
+        if self.boundaries is None:
+            return jnp.ones(rows.shape, bool)
+        return (rows >= self.boundaries[0]) & (rows < self.boundaries[-1])
+
+    def ends(self, scan_end: bool) -> Bool[Array, "T"]:
+        """The rows where the walk of a sequence ends (or begins)."""
+        rows, last = jnp.arange(self.q.shape[1]), scan_end != self.reverse
+        if self.boundaries is None:
+            return rows == (self.q.shape[1] - 1 if last else 0)
+        own = self.sequence_of
+        return self.is_token & (rows == (self.boundaries[own + 1] - 1 if last else self.boundaries[own]))
+
+    def by_token(self, x: Float[Array, "N *rest"]) -> Float[Array, "B T *rest"]:
+        """Spreads one row a sequence over the tokens of that sequence."""
+        if self.boundaries is not None:
+            return x[self.sequence_of][None]
+        return jnp.broadcast_to(x[:, None], (x.shape[0], self.q.shape[1], *x.shape[1:]))
+
+    def per_sequence(self, x: Float[Array, "B T *rest"]) -> Float[Array, "N *rest"]:
+        """Sums over the tokens of each sequence; padding rows of x must be zero."""
+        if self.boundaries is None:
+            return x.sum(1)
+        return jax.ops.segment_sum(x[0], self.sequence_of, self.num_sequences)
+
+
+def gradient_like(r: Recurrence, d: Recurrence) -> Recurrence:
+    """d, a gradient in r, with the dtypes of r's arrays."""
+    return jax.tree.map(lambda x, dx: dx.astype(x.dtype), r.replace(boundaries=None), d)
+
+
+class Outputs(NamedTuple):
+    """`output` [B, T, H, V] in the query's dtype, `final_state` [N, H, K, V] in float32."""
+
+    output: Float[Array, "B T H V"]
+    final_state: Float[Array, "N H K V"]
+
+
+class Residuals(NamedTuple):
+    """What a forward leaves for its gradient beside its operands: the states at chunks, and a flag of every chunk.
+
+    Chunks, at which of them a state is kept, the widths K and V, and the flags' meaning are the kernel's own.
+    """
+
+    states: Float[Array, "B runs H K V"]
+    far: Int[Array, "B chunks H"]
+
+
+def spread_heads(x: Array, heads: int, axis: int = 2) -> Array:
+    """Repeats each head of x until there are `heads`."""
+    return x if x.shape[axis] == heads else jnp.repeat(x, heads // x.shape[axis], axis)
+
+
+def fold_heads(x: Array, heads: int, axis: int = 2) -> Array:
+    """The adjoint of `spread_heads`: sums the heads that share one."""
+    if x.shape[axis] == heads:
+        return x
+    return x.reshape(*x.shape[:axis], heads, -1, *x.shape[axis + 1 :]).sum(axis + 1)
+
+
+def to_int32(x: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """Integers of any dtype as int32. Values beyond its range become its nearest end, so that what is out of bounds stays so."""
+    if x.dtype == jnp.int32:
+        return jnp.asarray(x)
+    own, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    return jnp.clip(x, max(own.min, wanted.min), min(own.max, wanted.max)).astype(jnp.int32)
+
+
+def varying_axes(x: Array) -> frozenset[str]:
+    """The mesh axes that x differs over, inside shard_map; none elsewhere."""
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def varying_like(x: Array, like: Array) -> Array:
+    """x, varying over the mesh axes that `like` varies over: inside shard_map, loops insist that carries agree."""
+    missing = tuple(varying_axes(like) - varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def aligned(r):
+    """r, a Recurrence or any tree of arrays, with every array varying over the same mesh axes.
+
+    Done before the custom gradient, so that the gradient of a replicated input (g_gamma, say) is summed over the mesh by
+    the transpose of this cast, once.
+    """
+    leaves, structure = jax.tree.flatten(r)
+    axes = frozenset[str]().union(*(varying_axes(x) for x in leaves))
+    missing = [tuple(axes - varying_axes(x)) for x in leaves]
+    cast = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(leaves, missing, strict=True)]
+    return structure.unflatten(cast)
+
+
+def is_symbol(n) -> bool:
+    return not isinstance(n, int)
+
+
+def bucket(n: int) -> int:
+    """The least power of two that is not below n; a symbol as it is."""
+    return n if is_symbol(n) else 1 << max(n - 1, 0).bit_length()
+
+
+def describe(r: Recurrence) -> str:
+    """The shapes and dtypes of r as text, equal for lengths that one config suits: T and packed N by their power of two."""
+    B, T, Hq, K = r.q.shape
+    parts = [f"B{B} T{bucket(T)} Hq{Hq} Hk{r.k.shape[2]} Hv{r.v.shape[2]} K{K} V{r.v.shape[3]} {r.q.dtype}"]
+    parts += [f"{name}={gate.dtype}" for name, gate in vars(r.decay).items() if gate is not None]
+    if r.initial_state is not None:
+        parts.append(f"state={r.initial_state.dtype}")
+    if r.boundaries is not None:
+        parts.append(f"packed{bucket(r.num_sequences)}")
+    return " ".join(parts + ["reverse"] * r.reverse)

@@ -1,0 +1,225 @@
+"""Kernels by algorithm, platform and backend, and the choice among them."""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Self
+
+import jax
+
+from glax._src.core.backend import Backend, computes_on, local_device, lowering_platform
+from glax._src.core.known_miscompiles import denied
+from glax._src.core.recurrence import Recurrence, describe
+
+
+class Platform(enum.StrEnum):
+    """How a kernel is written."""
+
+    XLA = enum.auto()
+    CPP = enum.auto()
+    TRITON = enum.auto()
+    PALLAS = enum.auto()
+    CUDA = enum.auto()
+
+    @classmethod
+    def parse(cls, name: "str | Platform | None") -> "Platform | None":
+        """The platform that a user names; None for None and "auto"."""
+        if name is None or name == "auto":
+            return None
+        try:
+            return cls(name)
+        except ValueError:
+            names = ", ".join(repr(str(platform)) for platform in cls)
+            raise ValueError(f"platform must be None, 'auto', {names}, got {name!r}") from None
+
+
+def check_field(name: str, value, lowest: int, highest: int, power_of_two: bool = False):
+    """Raise ValueError unless a Config's field is an int in a range, and a power of two where it must be.
+
+    Configs also come from files, so that each bounds what its kernel allocates and compiles.
+    """
+    fits = type(value) is int and lowest <= value <= highest and not (power_of_two and value & (value - 1))
+    if not fits:
+        kind = "a power of two" if power_of_two else "an int"
+        raise ValueError(f"{name} must be {kind} from {lowest} to {highest}, got {value!r:.80}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The tunable numbers of a kernel. A subclass names them, guesses them from the shapes, and spans the search."""
+
+    @classmethod
+    def heuristic(cls, r: Recurrence) -> Self:
+        return cls()
+
+    @classmethod
+    def candidates(cls, r: Recurrence) -> Iterable[Self]:
+        return [cls.heuristic(r)]
+
+
+class TwoPhase(NamedTuple):
+    """A kernel in two, where its first pass needs no initial state (no d_final), which may still be on its way from another
+    device, and yields what that device is to be told.
+
+    begin:  (recurrence, config=) -> (begun, state, log); for "<algorithm>.vjp" (recurrence, d_output, d_final, config=).
+            state [N, H, K, V]: the final state (the initial state's gradient); log [N, H, K or 1]: the sum of log decays of
+            each sequence; begun: arrays for `finish`, whose first axis grows with the batch
+    finish: (begun, recurrence, config=) -> what `run` returns, from the initial state of that recurrence, whichever `begin`
+            was given; for "<algorithm>.vjp" (begun, recurrence, d_output, d_final, config=), and that d_final, with `kept`
+            behind it if something was
+    finish_with_residuals: what `forward_with_residuals` returns, likewise
+    """
+
+    local_states: Callable[..., Any]
+    finish: Callable[..., Any]
+    finish_with_residuals: Callable[..., Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelSpec:
+    """One implementation of one algorithm.
+
+    run:      (recurrence, config=) -> Outputs; for "<algorithm>.vjp" (recurrence, d_output, d_final, config=) -> Recurrence;
+              for "<algorithm>.step" (recurrence of one token, pool, slots, config=) -> (output, pool), slot -1 for none
+    forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals), of a kernel whose gradient, of the same algorithm and
+              platform, takes `residuals`, and then need not form them again; None for all others
+    saves_residuals: recurrence -> whether saving them is worth its memory there
+    supports: recurrence -> None, or the reason why the kernel cannot run it
+    priority: recurrence -> number; among kernels that can run it, the highest is taken
+    version:  raised when measured configs lose their meaning
+    two_phase: recurrence -> the kernel in two phases, or None where the first would be work that `run` does not do
+    """
+
+    algorithm: str
+    platform: Platform
+    backend: Backend
+    run: Callable[..., Any]
+    config: type[Config] = Config
+    supports: Callable[[Recurrence], str | None] = lambda r: None
+    priority: Callable[[Recurrence], int] = lambda r: 0
+    version: int = 0
+    two_phase: Callable[[Recurrence], TwoPhase | None] = lambda r: None
+    forward_with_residuals: Callable[..., Any] | None = None
+    saves_residuals: Callable[[Recurrence], bool] = lambda r: True
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm}/{self.platform}/{self.backend}"
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.algorithm.endswith(".vjp")
+
+    def is_gradient_of(self, other: "KernelSpec") -> bool:
+        return (self.algorithm, self.platform) == (f"{other.algorithm}.vjp", other.platform)
+
+    @property
+    def is_step(self) -> bool:
+        return self.algorithm.endswith(".step")
+
+    def refusal(self, r: Recurrence, config: Config | None = None) -> str | None:
+        """Why this kernel does not run r here with that config; None if it does."""
+        if self.backend not in (Backend.here(), Backend.ANY):
+            return f"needs a {self.backend}, {computes_on()}"
+        if self.backend is Backend.GPU and lowering_platform.value is not None and local_device() is None:
+            return "which GPU the program is lowered for is not known: this machine has none"
+        if r.is_symbolic and self.platform not in (Platform.XLA, Platform.CPP):
+            return "takes shapes that are known while tracing, not symbols"
+        if config is not None and type(config) is not self.config:
+            return f"takes a {self.config.__name__}, cfg is a {type(config).__name__}"
+        return denied(self.name) or self.supports(r)
+
+    # What the execution layer asks of anything that it configures; see `glax._src.tuning.op.Kernel`.
+
+    @property
+    def op_id(self) -> str:
+        return self.name
+
+    def get_impl(self, cfg: Config) -> Callable[..., Any]:
+        return functools.partial(self.run, config=cfg)
+
+    runner = get_impl
+
+    def heuristic_cfg(self, inv) -> Config:
+        return self.config.heuristic(inv.args[0])
+
+    def key(self, inv) -> str:
+        return describe(inv.args[0])
+
+    def candidate_cfgs(self, inv) -> Iterable[Config]:
+        return self.config.candidates(inv.args[0])
+
+
+def under_usual_options(spec: KernelSpec) -> KernelSpec:
+    """spec, whose kernel is traced under JAX's default promotion of dtypes and ranks, whatever the caller's code is held to.
+
+    Kernels multiply bfloat16 operands by float32 decays, which is float32 as they mean it. Those of accelerators take nothing
+    of 64 bits, so their indices have 32 also where jax_enable_x64 makes numbers wider.
+    """
+
+    def usual(run):
+        @functools.wraps(run)
+        def traced(*operands, **options):
+            wide = jax.config.jax_enable_x64 and spec.backend not in (Backend.GPU, Backend.TPU)
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), jax.enable_x64(wide):
+                return run(*operands, **options)
+
+        return traced
+
+    def parts(r: Recurrence) -> TwoPhase | None:
+        found = spec.two_phase(r)
+        return None if found is None else TwoPhase(*(None if run is None else usual(run) for run in found))
+
+    kept = None if spec.forward_with_residuals is None else usual(spec.forward_with_residuals)
+    return dataclasses.replace(spec, run=usual(spec.run), forward_with_residuals=kept, two_phase=parts)
+
+
+class UnsupportedError(NotImplementedError):
+    """No kernel runs a call; the text holds each kernel's reason."""
+
+
+class KernelRegistry:
+    """KernelSpecs by name, and which of them can run a recurrence here."""
+
+    def __init__(self):
+        self.kernels: dict[str, KernelSpec] = {}
+
+    def register(self, algorithm: str, platform: Platform, backend: Backend, **traits) -> Callable:
+        """Decorates a kernel's function; `traits` are the other fields of KernelSpec."""
+
+        def add(run):
+            spec = under_usual_options(KernelSpec(algorithm, platform, backend, run, **traits))
+            if spec.name in self.kernels:
+                raise ValueError(f"{spec.name} is registered twice")
+            self.kernels[spec.name] = spec
+            return run
+
+        return add
+
+    def able(
+        self,
+        r: Recurrence,
+        platform: Platform | None = None,
+        config: Config | None = None,
+        gradient: bool = False,
+        step: bool = False,
+    ) -> tuple[list[KernelSpec], dict[str, str]]:
+        """The kernels that run r (or its gradient, or a step in a pool) on this machine, best first, and the others' reasons."""
+        asked = [s for s in self.kernels.values() if (s.is_gradient, s.is_step) == (gradient, step)]
+        asked = [s for s in asked if platform in (None, s.platform)]
+        refusals = {spec.name: spec.refusal(r, config) for spec in asked}
+        able = [spec for spec in asked if refusals[spec.name] is None]
+        return sorted(able, key=lambda spec: -spec.priority(r)), {k: v for k, v in refusals.items() if v is not None}
+
+    def find(self, r: Recurrence, platform: Platform | None = None, config: Config | None = None) -> KernelSpec:
+        """The kernel of highest priority that runs r on this machine, or an error with every kernel's reason."""
+        able, refusals = self.able(r, platform, config)
+        if able:
+            return able[0]
+        on = f" on platform {str(platform)!r}" if platform else ""
+        reasons = [f"  {name}: {reason}" for name, reason in refusals.items()] or ["  none is registered"]
+        raise UnsupportedError(f"no kernel solves this recurrence{on}:\n" + "\n".join(reasons))
+
+
+kernel_registry = KernelRegistry()

@@ -1,0 +1,18 @@
+"""The platforms. Each is a folder; importing it registers its kernels, which happens at the first call."""
+
+import functools
+import importlib
+
+MODULES = (
+    "glax._src.kernels.xla",
+    "glax._src.kernels.cpu.recurrent",
+    "glax._src.kernels.triton",
+    "glax._src.kernels.pallas_tpu",
+    "glax._src.kernels.pallas_gpu",
+)
+
+
+@functools.cache
+def load_kernels():
+    for module in MODULES:
+        importlib.import_module(module)

@@ -1,0 +1,158 @@
+"""Token by token in native code: the forward, and the gradient in every input."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from glax._src.core.decay import Decay
+from glax._src.core.recurrence import Outputs, Recurrence, fold_heads, gradient_like, varying_like
+from glax._src.core.registry import Backend, Config, Platform, check_field, kernel_registry
+from glax._src.kernels.cpu.library import missing
+
+STORED = (jnp.float32, jnp.bfloat16, jnp.float16)
+MOST_TOKENS = 4096  # of a block: 9 MB of scratch a thread at K = V = 128
+GROUP = 32  # columns over which the library forms partial sums; `group` in native/problem.h
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeConfig(Config):
+    """block: tokens between two rescalings of the state, at most, from 1 to 4096. Work is the same; scratch grows with it.
+
+    Raises ValueError for any other block.
+    """
+
+    block: int = 24
+
+    def __post_init__(self):
+        check_field("block", self.block, 1, MOST_TOKENS)
+
+    @classmethod
+    def candidates(cls, r: Recurrence) -> "list[NativeConfig]":
+        return [cls(block) for block in (12, 24, 48)]
+
+
+def supports(r: Recurrence) -> str | None:
+    for name in ("q", "k", "v"):
+        if (dtype := getattr(r, name).dtype) not in STORED:
+            return f"takes float32, bfloat16 and float16, {name} is {dtype}"
+    return missing()
+
+
+def priority(r: Recurrence) -> int:
+    """Above every XLA kernel: measured faster at every shape (docs/performance.md)."""
+    return 4
+
+
+NONE = jax.ShapeDtypeStruct((0,), jnp.float32)  # an operand or a result that this call does not have
+
+
+def call(target: str, operands: list[Array | None], results: list[jax.ShapeDtypeStruct], **options) -> list[Array]:
+    """The library's `target`. Inside shard_map, operands and results all vary over the same mesh axes, as the first does."""
+    like = operands[0]
+    operands = [varying_like(jnp.zeros(NONE.shape, NONE.dtype) if x is None else x, like) for x in operands]
+    kind = jax.typeof(like)
+    if not kind.sharding.mesh.empty:  # what varies over a mesh must say of which
+        lie = jax.sharding.NamedSharding(kind.sharding.mesh, jax.sharding.PartitionSpec())
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lie, manual_axis_type=kind.mat) for x in results]
+    aliases = options.pop("input_output_aliases", None)
+    return jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*operands, **options)
+
+
+def operands_of(r: Recurrence) -> list[Array | None]:
+    """What the library is given of r: gates in a dtype that it reads, states in float32."""
+    decay = r.decay
+    gates = [
+        x if x is None or x.dtype in STORED else x.astype(jnp.float32) for x in (decay.head, decay.key, decay.value)
+    ]
+    in_float32 = [None if x is None else x.astype(jnp.float32) for x in (decay.constant, r.initial_state)]
+    cuts = None if r.boundaries is None else r.boundaries.astype(jnp.int32)
+    return [r.q, r.k, r.v, *gates, *in_float32, cuts, r.scale.astype(jnp.float32)]
+
+
+@kernel_registry.register(
+    "recurrent", Platform.CPP, Backend.CPU, config=NativeConfig, supports=supports, priority=priority
+)
+def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
+    """The recurrence in blocks of tokens within which the state needs no decay; see native/walk.h."""
+    results = [
+        jax.ShapeDtypeStruct((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype),
+        jax.ShapeDtypeStruct(r.state_shape, jnp.float32),
+    ]
+    return Outputs(*call("glax_forward", operands_of(r), results, reverse=r.reverse, block=config.block))
+
+
+@kernel_registry.register(
+    "recurrent.vjp", Platform.CPP, Backend.CPU, config=NativeConfig, supports=supports, priority=priority
+)
+def recurrent_vjp(
+    r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Array, "N H K V"], *, config: NativeConfig
+) -> Recurrence:
+    """The gradient in every input by four walks over the state, two of them against time; no state is stored."""
+    (B, T), (N, H, K, V), decay = r.q.shape[:2], r.state_shape, r.decay
+    groups = -(-K // GROUP)
+
+    def each(x: Array):
+        # Heads that share one are summed here, so those stay in float32 until then.
+        dtype = x.dtype if x.shape[2] == H else jnp.float32
+        return jax.ShapeDtypeStruct((B, T, H, x.shape[3]), dtype)
+
+    def if_any(shape, *arrays):
+        return NONE if all(x is None for x in arrays) else jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    results = [
+        each(r.q),
+        each(r.k),
+        each(r.v),
+        if_any((groups, B, T, H), decay.head, decay.constant),
+        if_any((B, T, H, K), decay.key),
+        if_any((B, T, H, V), decay.value),
+        if_any((groups, N, H), decay.constant),
+        if_any((N, H, K, V), r.initial_state),
+        jax.ShapeDtypeStruct((groups, N, H), jnp.float32),
+    ]
+    operands = [*operands_of(r), d_output, d_final.astype(jnp.float32)]
+    attributes = dict(reverse=r.reverse, block=config.block)
+    dq, dk, dv, d_head, d_key, d_value, d_constant, d_initial, d_scale = call(
+        "glax_gradient", operands, results, **attributes
+    )
+    d_decay = Decay(
+        constant=None if decay.constant is None else d_constant.sum(0),
+        head=None if decay.head is None else d_head.sum(0),
+        key=None if decay.key is None else d_key,
+        value=None if decay.value is None else d_value,
+    )
+    d = Recurrence(
+        q=fold_heads(dq, r.q.shape[2]),
+        k=fold_heads(dk, r.k.shape[2]),
+        v=fold_heads(dv, r.v.shape[2]),
+        decay=d_decay,
+        initial_state=None if r.initial_state is None else d_initial,
+        boundaries=None,
+        scale=d_scale.sum((0, 2)),
+        reverse=r.reverse,
+    )
+    return gradient_like(r, d)
+
+
+def step_supports(r: Recurrence) -> str | None:
+    if r.q.shape[1] != 1 or r.boundaries is not None:
+        return "takes one token of each sequence"
+    if r.initial_state is not None and r.initial_state.dtype not in STORED:
+        return f"stores states as float32, bfloat16 and float16, the pool is {r.initial_state.dtype}"
+    return supports(r)
+
+
+@kernel_registry.register("recurrent.step", Platform.CPP, Backend.CPU, supports=step_supports, priority=priority)
+def recurrent_step(
+    r: Recurrence, pool: Float[Array, "P H K V"], slots: Int[Array, "B"], *, config: Config
+) -> tuple[Float[Array, "B 1 H V"], Float[Array, "P H K V"]]:
+    """One token of each sequence, each state read once and written once, where it lies in the pool."""
+    *arrays, _, _, scale = operands_of(r)
+    results = [
+        jax.ShapeDtypeStruct((r.q.shape[0], 1, r.num_heads, r.v.shape[3]), r.q.dtype),
+        jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+    ]
+    place = len(arrays)
+    return tuple(call("glax_step", [*arrays, pool, slots, scale], results, input_output_aliases={place: 1}))

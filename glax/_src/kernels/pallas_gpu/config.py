@@ -1,0 +1,88 @@
+"""What the Hopper kernels can run, and how a call is cut into programs."""
+
+import dataclasses
+import importlib.util
+
+from glax._src.core.backend import local_device
+from glax._src.core.known_miscompiles import numbers, version_of
+from glax._src.core.recurrence import Recurrence, varying_axes
+from glax._src.core.registry import Config, check_field
+from glax._src.kernels.common.gpu import multiprocessors
+from glax._src.kernels.pallas_gpu.plan import C
+
+WIDEST = 128
+MOST_PARTS = 32
+
+
+def installation() -> str | None:
+    """What is missing on this machine, if anything is."""
+    if numbers(version_of("jax") or "") < (0, 11):
+        return f"needs jax>=0.11, {version_of('jax')} is installed"
+    if importlib.util.find_spec("absl") is None:
+        return "needs absl-py: pip install absl-py"
+    capability = getattr(local_device(), "compute_capability", None)
+    if capability is not None and numbers(str(capability))[0] != 9:
+        return f"is written for Hopper, compute capability 9.0; this GPU has {capability}"
+    return None
+
+
+def supports(r: Recurrence) -> str | None:
+    if any(x.dtype != "bfloat16" for x in (r.q, r.k, r.v)):
+        return "query, key and value other than bfloat16 are not written"
+    if r.decay.value is not None:
+        return "gates on the value side are not written"
+    if max(r.q.shape[3], r.v.shape[3]) > WIDEST:
+        return f"heads wider than {WIDEST} are not written"
+    if varying_axes(r.q):  # loops in a kernel would mix them with what does not vary
+        return "arrays that vary over a mesh axis (inside shard_map with check_vma) are not taken by Mosaic GPU kernels"
+    if 0 in (*r.q.shape, *r.v.shape, r.num_sequences):
+        return "empty arrays are left to XLA"
+    return installation()
+
+
+def padded(width: int) -> int:
+    """The width that holds `width` columns."""
+    return 64 if width <= 64 else 128
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperConfig(Config):
+    """parts: segments into which every sequence is cut; 1 walks it whole. columns: of the state in a program, 64 or 128."""
+
+    parts: int = 1
+    columns: int = 64
+
+    def __post_init__(self):
+        check_field("parts", self.parts, 1, MOST_PARTS)
+        check_field("columns", self.columns, 64, WIDEST, power_of_two=True)
+
+    @classmethod
+    def heuristic(cls, r: Recurrence) -> "HopperConfig":
+        return min(shapes(r), key=lambda c: rounds(r, c))
+
+    @classmethod
+    def candidates(cls, r: Recurrence) -> "list[HopperConfig]":
+        return sorted(shapes(r), key=lambda c: rounds(r, c))[:6]
+
+
+def shapes(r: Recurrence) -> list[HopperConfig]:
+    """What can run: 128 columns only of a state of 128 x 128, segments of no less than four chunks, none of packed calls."""
+    wide = padded(r.q.shape[3]) == padded(r.v.shape[3]) == WIDEST
+    most = 1 if r.boundaries is not None else max(1, r.q.shape[1] // (4 * C))
+    return [HopperConfig(p, columns) for columns in (64, 128)[: 1 + wide] for p in range(1, min(MOST_PARTS, most) + 1)]
+
+
+def rounds(r: Recurrence, config: HopperConfig) -> float:
+    """The time of a call in chunks of one program, which holds a multiprocessor.
+
+    Cutting walks k, v and the gates a second time, two thirds of a walk with outputs; half the columns take 0.85 of the
+    time of all. Measured on an H200, docs/hopper.md.
+    """
+    programs = r.num_sequences * r.num_heads * -(-padded(r.v.shape[3]) // config.columns) * config.parts
+    chunks = -(-r.q.shape[1] // (C * config.parts))
+    return (
+        -(-programs // multiprocessors())
+        * chunks
+        * (1.7 if config.parts > 1 else 1)
+        * (1 if config.columns == 128 else 0.85)
+    )

@@ -1,0 +1,295 @@
+"""A recurrence as the Hopper kernels take it: rows laid out in chunks, sequences cut into segments, widths filled up."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from glax._src.core.recurrence import Recurrence, Residuals
+from glax._src.kernels.common.limits import LOG_OF_ZERO
+from glax._src.kernels.pallas_gpu.config import HopperConfig, padded
+from glax._src.kernels.pallas_gpu.plan import C, Scan, ScanResults
+from glax._src.kernels.pallas_gpu.scan_head_gate import head_scan
+from glax._src.kernels.pallas_gpu.scan_key_gate import key_scan
+from glax._src.kernels.pallas_gpu.segment_lookback import asked
+from glax._src.kernels.pallas_gpu.segment_scan import entering
+from glax._src.kernels.pallas_gpu.tiles import LOG2E
+
+RUN = 2  # chunks from one kept state to the next, for gates a head: the gradient forms those between
+NEAR = 4, 8  # chunks of a segment whose gates are asked whether they let through what came before them, least and most
+FEW = 4  # segments whose states XLA hands on as fast as `entering`, which takes a second more to compile
+WORTH_ASKING = 16  # chunks of a segment: with gates a channel asking is a kernel of 5 us
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Where the rows of r lie in chunks: T filled up so that tiles of 8 rows divide it, packed sequences each from a
+    chunk's start on.
+
+    begins [N + 1]: the first chunk of every packed sequence. source: the row of r in every row of chunks, or -1.
+    place: the row of chunks of every row of r.
+    """
+
+    r: Recurrence
+    begins: Array | None = None
+    source: Array | None = None
+    place: Array | None = None
+
+    @classmethod
+    def of(cls, r: Recurrence) -> "Rows":
+        if r.boundaries is None:
+            return cls(r)
+        T, N = r.q.shape[1], r.num_sequences
+        cuts = jnp.clip(r.boundaries, 0, T)
+        begins = jnp.concatenate([jnp.zeros_like(cuts[:1]), jnp.cumsum(-(-jnp.diff(cuts) // C))])
+        rows = jnp.arange((T // C + N) * C)
+        own = jnp.clip(jnp.searchsorted(begins * C, rows, side="right") - 1, 0, N - 1)
+        source = cuts[own] + rows - begins[own] * C
+        source = jnp.where((rows < begins[-1] * C) & (source < cuts[own + 1]), source, -1)
+        token = r.sequence_of
+        return cls(r, begins, source, begins[token] * C + jnp.arange(T) - cuts[token])
+
+    def take(self, x):
+        """x [B, T, ...] in rows of chunks; rows that hold no token are 0."""
+        if self.source is not None:
+            found = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
+            return jnp.where((self.source >= 0).reshape(1, -1, *(1,) * (x.ndim - 2)), found, 0)
+        fill = -x.shape[1] % 8
+        return jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) if fill else x
+
+    def put(self, x):
+        """The rows of r of x [B, rows of chunks, ...]; 0 in padding."""
+        T = self.r.q.shape[1]
+        if self.place is None:
+            return x[:, :T]
+        found = jnp.take(x, self.place, axis=1)
+        return jnp.where(self.r.is_token.reshape(1, -1, *(1,) * (x.ndim - 2)), found, 0)
+
+
+def widen(x, width: int):
+    """x with its last axis filled up with zeros."""
+    return x if x.shape[-1] == width else jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, width - x.shape[-1])))
+
+
+class Problem:
+    """r as the kernels take it: q, k and v in rows of chunks and filled up, gates by form, segments in a table."""
+
+    def __init__(self, r: Recurrence, config: HopperConfig, square: bool = False):
+        self.r, self.rows, self.parts, self.columns = r, Rows.of(r), config.parts, config.columns
+        self.N, self.H, _, _ = r.state_shape
+        self.K, self.V = padded(r.q.shape[3]), padded(r.v.shape[3])
+        if square:
+            self.K = self.V = max(self.K, self.V)
+        self.q, self.k = (self.wide(x, self.K) for x in (r.q, r.k))
+        self.v = self.wide(r.v, self.V)
+        self.chunks = -(-self.q.shape[1] // C)
+        self.key = r.decay.form == "key"
+        self.gates = self.key_gates() if self.key else head_sums(self.head_gates(), r.reverse)
+        self.scale = r.scale.astype(jnp.float32)
+        self.table = self.segments()
+
+    @property
+    def size(self) -> int:
+        """Chunks of a segment."""
+        return -(-self.chunks // self.parts)
+
+    @property
+    def scales(self):
+        """`scale`, and behind it a number that none reads: an array of equal numbers XLA has a kernel write in every call."""
+        return jnp.append(self.scale, 0.0)
+
+    def wide(self, x, width: int):
+        return widen(self.rows.take(x), width)
+
+    def key_gates(self):
+        """[terms, B, rows of chunks, H, K] in bfloat16: others are the sum of two, which hold 16 of their digits."""
+        g = self.wide(self.r.decay.key, self.K)
+        if g.dtype == jnp.bfloat16:
+            return g[None]
+        g = jnp.maximum(g.astype(jnp.float32), LOG_OF_ZERO)
+        high = jax.lax.reduce_precision(g, 8, 7)  # XLA drops a cast there and back
+        return jnp.stack([high.astype(jnp.bfloat16), (g - high).astype(jnp.bfloat16)])
+
+    def head_gates(self):
+        """One gate a head and row, [B, rows of chunks, H]; of a constant decay, that of every token."""
+        r, d = self.r, self.r.decay
+        if d.head is not None:
+            return self.rows.take(d.head)
+        if d.constant is not None:
+            gates = r.by_token(d.constant.astype(jnp.float32))
+            return self.rows.take(jnp.broadcast_to(gates, (r.q.shape[0], r.q.shape[1], self.H)))
+        return jnp.zeros((*self.q.shape[:2], self.H), jnp.float32)
+
+    def segments(self):
+        """[E, 4]: of every segment its batch row, first chunk, number of chunks and sequence."""
+        if self.rows.begins is not None:
+            begins, n = self.rows.begins, jnp.arange(self.N)
+            return jnp.stack([jnp.zeros_like(n), begins[:-1], jnp.diff(begins), n], 1).astype(jnp.int32)
+        size = self.size
+        n, part = np.divmod(np.arange(self.N * self.parts), self.parts)
+        return np.stack([n, part * size, np.clip(self.chunks - part * size, 0, size), n], 1).astype(np.int32)
+
+    @property
+    def run(self) -> int:
+        """Chunks from one state that the gradient is left to the next, all of one sequence."""
+        return 1 if self.key or self.rows.begins is not None else math.gcd(self.chunks, RUN)
+
+    def plan(self, **flags) -> Scan:
+        terms = len(self.gates) if self.key else 1
+        return Scan(
+            self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms, **flags
+        )
+
+    def walk(self, plan: Scan, a, b, start, table=None, far=None) -> ScanResults:
+        """The walk of every segment in `table`, its log decays [E, H, K or 1] too. far: of `Residuals`, for the walk of dL/dS."""
+        operands = (
+            self.table if table is None else table,
+            self.q,
+            a,
+            b,
+            self.gates,
+            self.scales,
+            jnp.zeros((1, 1, 1, 1)) if start is None else start,
+        )
+        if self.key:
+            return key_scan(plan, *operands, far)
+        return head_scan(plan, *operands)
+
+    @property
+    def near(self) -> int:
+        """How many chunks are asked: a sixteenth of a segment, within bounds; 0 of short segments."""
+        return min(max(self.size // 16, NEAR[0]), NEAR[1]) if self.size >= WORTH_ASKING else 0
+
+    def own_states(self, a, b, adjoint: bool, last: bool):
+        """What every segment's state is when it begins from zero, [E, H, K, V], against time over the scale, and its log decays,
+        [E, H, K or 1].
+
+        last: of the segments that sequences end with, too.
+        """
+        plan = self.plan(outputs=False, either=True, asked=self.near)
+        tables = [self.whole_segments(way, last) for way in (False, True)]
+        if self.key and plan.asked:
+            table = asked(plan, np.stack(tables), self.gates)[adjoint]
+        else:
+            table = np.repeat(tables[adjoint][:, None], self.H, axis=1) if self.key else tables[adjoint]
+        walked = self.walk(plan, a, b, None, table)
+        return walked.last, walked.log
+
+    def whole_segments(self, adjoint: bool, last: bool) -> np.ndarray:
+        """The table of a walk of `either` kind over all chunks, [E, 5]; but with `last` none of the segments that sequences end
+        with, whose states are found with their outputs."""
+        table = np.insert(self.table, 4, adjoint, axis=1)
+        if not last:
+            ends = np.arange(self.parts) == (0 if self.descending(adjoint) else self.parts - 1)
+            table[np.tile(ends, self.N), 2] = 0
+        return table
+
+    def entering(self, own, start, adjoint: bool):
+        """The state that enters every segment, [E, H, K, V]; own: as `own_states` returns them."""
+        if self.parts <= FEW:
+            return jnp.stack(self.along(own, start, adjoint)[0], 1).reshape(-1, *own[0].shape[1:])
+        given = start if start is not None else jnp.zeros((1, 1, 1, 1))
+        descending = np.asarray([self.descending(adjoint)], np.int32)
+        factor = self.scales if adjoint else np.append(np.ones(self.N, np.float32), np.float32(0))
+        return entering(self.parts, start is not None, *own, factor, given, descending)
+
+    def along(self, own, start, adjoint: bool) -> tuple[list[Array], Array]:
+        """The states that enter the segments, and that behind the last, of every sequence, each [N, H, K, V]."""
+        states, log = (x.reshape(self.N, self.parts, *x.shape[1:]) for x in own)
+        factor, decay = self.scale[:, None, None, None] if adjoint else 1.0, jnp.exp(log)[..., None]
+        S = jnp.zeros_like(states[:, 0]) if start is None else start
+        found = [S] * self.parts
+        for part in range(self.parts - 1, -1, -1) if self.descending(adjoint) else range(self.parts):
+            found[part] = S
+            S = decay[:, part] * S + factor * states[:, part]
+        return found, S
+
+    def decayed_before(self, log, adjoint: bool):
+        """The log decays of the segments that the walk sees before each, [E, H, K or 1]. log [N, parts, H, K or 1]."""
+        found = [jnp.zeros_like(log[:, 0])] * self.parts
+        order = range(self.parts)[:: -1 if self.descending(adjoint) else 1]
+        for before, part in itertools.pairwise(order):
+            found[part] = found[before] + log[:, before]
+        return jnp.stack(found, 1).reshape(-1, *log.shape[2:])
+
+    def begun_from(self, start, entering, log):
+        """The state that enters every segment, [E, H, K, V], of a walk from `start`, [N, H, K, V]: what enters in one from zero,
+        and `start` decayed by what `decayed_before` says."""
+        return entering + jnp.exp(log)[..., None] * jnp.repeat(self.start(start), self.parts, axis=0)
+
+    def descending(self, adjoint: bool) -> bool:
+        """Whether a walk goes from the last segment to the first."""
+        return self.r.reverse != adjoint
+
+    def start(self, start):
+        """The states [N, H, K, V] that are given, filled up."""
+        if start is None:
+            return None
+        return widen(jnp.swapaxes(widen(jnp.swapaxes(start.astype(jnp.float32), 2, 3), self.K), 2, 3), self.V)
+
+    def starts(self, start, a, b, adjoint: bool):
+        """The state that enters every segment, [E, H, K, V]; None for zeros. start: of every sequence, [N, H, K, V]."""
+        start = self.start(start)
+        if self.parts == 1:
+            return start
+        return self.entering(self.own_states(a, b, adjoint, last=False), start, adjoint)
+
+    def chunkwise(self, d_output, kept: Residuals, behind):
+        """The operands of the kernels in which every chunk stands alone; packed, every chunk is a sequence of its own."""
+        gates, far = self.gates, [kept.far] if self.key else []
+        if self.rows.begins is None:
+            return self.q, self.k, self.v, gates, d_output, self.scales, kept.states, behind, *far
+        q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (self.q, self.k, self.v, d_output))
+        gates = gates.reshape(len(gates), self.chunks, C, *gates.shape[3:]) if self.key else gates[0][:, None]
+        scale = self.scale[self.sequence_of_chunk()]
+        return q, k, v, gates, d_output, scale, *(x[0][:, None] for x in (kept.states, behind, *far))
+
+    def sequence_of_chunk(self):
+        found = jnp.searchsorted(self.rows.begins, jnp.arange(self.chunks), side="right") - 1
+        return jnp.clip(found, 0, self.N - 1)
+
+    def tokens_only(self, dg):
+        """dg [B, chunks, C, H] or, packed, [chunks, 1, C, H], 0 where a row holds no token: it has no gate."""
+        if self.rows.begins is None:
+            held = np.arange(self.chunks * C).reshape(self.chunks, C, 1) < self.r.q.shape[1]
+        else:
+            held = (self.rows.source >= 0).reshape(self.chunks, 1, C, 1)
+        return jnp.where(held, dg, 0)
+
+    def by_sequence(self, x):
+        """The sums over chunks of every sequence, [N, H], of x [B, chunks, H] or, packed, [chunks, 1, H]."""
+        if self.rows.begins is None:
+            return x.sum(1)
+        used = jnp.arange(self.chunks) < self.rows.begins[-1]
+        own = (self.sequence_of_chunk() == jnp.arange(self.N)[:, None]) & used  # a product: sums in a fixed order
+        return jnp.einsum(
+            "nc,ch->nh", own.astype(jnp.float32), jnp.where(used[:, None], x[:, 0], 0), precision="highest"
+        )
+
+    def residuals(self, walked: ScanResults) -> Residuals:
+        """Gates a head are exact in every chunk, and no walk says anything of chunks that hold no row."""
+        far = jnp.zeros((walked.states.shape[0], self.chunks, self.H), jnp.int32) if walked.far is None else walked.far
+        if self.rows.begins is not None:
+            far = jnp.where(jnp.arange(self.chunks)[None, :, None] < self.rows.begins[-1], far, 0)
+        return Residuals(walked.states, far)
+
+    def narrow(self, states):
+        """At the widths of r."""
+        K, V = self.r.state_shape[2:]
+        return states[..., :K, :V]
+
+
+def head_sums(gates, reverse: bool):
+    """[B, chunks, H, C] in float32: sums of log2 gates [B, rows, H] from where the walk enters each chunk."""
+    B, rows, H = gates.shape
+    if gates.dtype != jnp.bfloat16:  # which tensor cores sum as they are
+        gates = gates.astype(jnp.float32)
+    gates = jnp.pad(jnp.maximum(gates, LOG_OF_ZERO), ((0, 0), (0, -rows % C), (0, 0)))
+    before = np.tri(C, dtype=np.float32)  # a product: a cumulative sum takes XLA several passes
+    before = jnp.asarray(before.T if reverse else before, gates.dtype)
+    exact = dict(precision="highest", preferred_element_type=jnp.float32)
+    return jnp.einsum("bcjh,ij->bchi", gates.reshape(B, -1, C, H), before, **exact) * LOG2E

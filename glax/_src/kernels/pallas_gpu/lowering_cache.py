@@ -1,0 +1,93 @@
+"""Kernels lowered once in a process, and compiled side by side.
+
+Pallas lowers a kernel in Python, up to a second or two of them, again in every program that has it, and XLA compiles those of a
+program one after the other. Here each is lowered by itself when a program first has it, and stands as it was lowered in all that
+have it. A thread compiles it while the next is lowered: what Mosaic GPU has compiled it keeps for the whole process, by what was
+lowered, and where XLA comes to the kernel it finds it there.
+"""
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+
+from glax._src.core.registry import Backend
+from glax._src.kernels.common.gpu import threads
+
+
+@dataclasses.dataclass(eq=False)
+class Kernel:
+    """A function of arrays that launches one kernel, traced; `lowered` to a module of its own, in MLIR's bytecode."""
+
+    traced: jax.stages.Traced
+    shapes: list[jax.ShapeDtypeStruct]
+    lowering: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @functools.cached_property
+    def results(self) -> list[jax.core.ShapedArray]:
+        return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.tree.leaves(self.traced.out_info)]
+
+    @functools.cached_property
+    def lowered(self) -> bytes:
+        found = in_no_trace(lambda: self.traced.lower(lowering_platforms=("cuda",)).compiler_ir())
+        threads().submit(self.compile)
+        return mlir.module_to_bytecode(found)
+
+    def compile(self):
+        """For the process. What fails here fails in the program too, and is told there."""
+
+        def alone(*operands):
+            return kernel_p.bind(*operands, kernel=self)
+
+        jax.jit(alone).lower(*self.shapes).compile()
+
+
+known: dict[Hashable, Kernel] = {}
+kernel_p = Primitive("hopper_kernel")
+kernel_p.multiple_results = True
+kernel_p.def_abstract_eval(lambda *_, kernel: kernel.results)
+
+
+def in_no_trace(f: Callable):
+    """f(), where nothing of the caller's is under way: no trace, no mesh."""
+    with ThreadPoolExecutor(1) as fresh:
+        return fresh.submit(f).result()
+
+
+def once(specialisation: Hashable, call: Callable, *operands) -> list[jax.Array]:
+    """call(*operands), arrays of one kernel's and no operation beside it.
+
+    specialisation: with the operands' shapes and dtypes, all that the kernel depends on.
+    """
+    if Backend.here() is not Backend.GPU or not any(isinstance(x, jax.core.Tracer) for x in operands):
+        return call(*operands)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    key = specialisation, *((x.shape, x.dtype) for x in shapes)
+    if key not in known:
+        traced = in_no_trace(lambda: jax.jit(call, keep_unused=True).trace(*shapes))
+        known.setdefault(key, Kernel(traced, shapes))
+    return kernel_p.bind(*operands, kernel=known[key])
+
+
+def lower(context, *operands, kernel: Kernel):
+    """The one custom call of the kernel's own module, of these operands."""
+    with kernel.lowering:
+        module = ir.Module.parse(kernel.lowered)
+    main = next(f for f in module.body.operations if f.sym_name.value == "main").entry_block
+    call, end = main.operations
+    copy = call.operation.clone()
+    for i, operand in enumerate(call.operands):
+        copy.operands[i] = operands[operand.arg_number]
+    return [
+        operands[x.arg_number] if isinstance(x, ir.BlockArgument) else copy.results[x.result_number]
+        for x in end.operands
+    ]
+
+
+mlir.register_lowering(kernel_p, lower, platform="cuda")

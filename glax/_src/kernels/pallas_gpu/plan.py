@@ -1,0 +1,125 @@
+"""What a walk is compiled for, and what it returns."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+C = 64  # tokens a chunk: the rows of one warpgroup's product
+
+
+def quotient(x, by: int):
+    """x // by for x >= 0, in one operation: `//` of a traced number is ten, which Pallas lowers one by one in Python."""
+    return x if by == 1 else lax.div(x, jnp.int32(by))
+
+
+def remainder(x, by: int):
+    """x % by for x >= 0."""
+    return 0 if by == 1 else lax.rem(x, jnp.int32(by))
+
+
+def place_of(program, blocks: int, heads: int):
+    """Block, head and segment of a program."""
+    rest = quotient(program, blocks)
+    return remainder(program, blocks), remainder(rest, heads), quotient(rest, heads)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """What a walk is compiled for. outputs: with q, o. states: those at every chunk, too.
+
+    adjoint: of dL/dS against time, from q and d_output in place of k and v. Heads of a, b and q divide H.
+    either: one program for both, but that no scale is taken: which one, the table says in a fifth number.
+    terms: arrays of bfloat16 of which gates a key channel are the sum. columns: of the state in a program, 64 or 128.
+    run: chunks from one stored state to the next; divides those of a sequence. More than 1 with gates a head alone.
+    parts: segments of every sequence, one after the other in memory. asked: of `either` kind with gates a head: how many chunks a
+    segment's walk asks at most whether they let through what came before them; 0: it walks over all.
+    """
+
+    H: int
+    K: int
+    V: int
+    reverse: bool = False
+    adjoint: bool = False
+    either: bool = False
+    outputs: bool = True
+    states: bool = False
+    start: bool = False
+    columns: int = 128
+    terms: int = 1
+    run: int = 1
+    parts: int = 1
+    asked: int = 0
+
+    @property
+    def to_edge(self) -> bool:
+        """With gates a key channel: tokens are scaled to the edge of their chunk that the walk leaves by, which no gate is too
+        strong for. Where scores are formed, and where a gradient takes states before chunks, to the middle."""
+        return self.adjoint or self.either
+
+    @property
+    def stages(self) -> int:
+        """Chunks in shared memory at a time: what 227 KB hold at widths of 128."""
+        return (3 if self.outputs or self.states else 4) - (self.terms - 1)
+
+    @property
+    def kept_stages(self) -> int:
+        """Chunks' states in shared memory at a time: in walks that only store them, one is on its way while the next forms."""
+        return 2 if self.states and not self.outputs and self.run == 1 else 1
+
+    def stored(self, chunk):
+        """Whether the state that enters this chunk is stored: it is the first of its run in walking order."""
+        return lax.rem(chunk, jnp.int32(self.run)) == (self.run - 1 if self.reverse != self.adjoint else 0)
+
+    def leave(self, segment, store):
+        """store(place among the last states), where the segment's is one."""
+        if self.either:
+            return store(segment)
+        at_end = remainder(segment, self.parts) == (0 if self.reverse != self.adjoint else self.parts - 1)
+        pl.when(at_end)(lambda: store(quotient(segment, self.parts)))
+
+    def place(self, step, count, adjoint=None):
+        """What the walk takes at a step of `count`; adjoint, of a walk of `either` kind: 0 or 1."""
+        if not self.either:
+            return count - 1 - step if self.reverse != self.adjoint else step
+        return jnp.where(adjoint == int(self.reverse), step, count - 1 - step)
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply: one for the outputs and one for the state, or one for 64 columns of the state."""
+        return 2 if self.outputs else self.columns // 64
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """With gates a key channel, of a thread that scales and one that computes: together no more than the program is launched
+        with."""
+        if self.outputs and self.columns < self.K:
+            return 120, 136
+        scalers = self.K // 64
+        return {(2, 2): (88, 168), (1, 2): (120, 192), (2, 1): (128, 240), (1, 1): (168, 240)}[scalers, self.consumers]
+
+    def results(self, B: int, T: int, E: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """o, states and last states of `ScanResults`; what is not asked for has one tile."""
+        ends = E if self.either else E // self.parts
+        o = (B, T, self.H, self.V) if self.outputs else (1, C, 1, 64)
+        states = (B, -(-T // C) // self.run, self.H, self.K, self.V) if self.states else (1, 1, 1, 64, 64)
+        each = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (o, states)]
+        return *each, jax.ShapeDtypeStruct((ends, self.H, self.K, self.V), jnp.float32)
+
+
+class ScanResults(NamedTuple):
+    """o [B, T, H, V]; states [B, chunks, H, K, V]; the last states of sequences, [N, H, K, V], or in a walk of `either` kind of
+    segments; log decays of segments, [E, H, K], where a walk is of that kind.
+
+    far [B, chunks, H]: 1 where the gates of a chunk leave the range of the fast form. There its state is that which enters
+    it; in other chunks, with gates a key channel, it is decayed to the chunk's middle. None where the walk was told.
+    """
+
+    o: jax.Array
+    states: jax.Array
+    last: jax.Array
+    log: jax.Array | None = None
+    far: jax.Array | None = None

@@ -1,0 +1,84 @@
+"""Kernels for Hopper GPUs in Pallas Mosaic GPU: no Triton and no compiler beside JAX. docs/hopper.md has the figures.
+
+Registered here, they are written in `launch`, which loads Pallas when one of them runs.
+"""
+
+from glax._src.core.recurrence import Outputs, Recurrence, Residuals
+from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
+from glax._src.kernels.pallas_gpu.config import HopperConfig, padded, supports
+
+# Above Triton's 10 or below it, and always above XLA's: docs/hopper.md has both at shapes on either side of these bounds.
+FASTER, SLOWER = 15, 5
+
+
+def forward_priority(r: Recurrence) -> int:
+    """Faster than Triton's at all that was measured, which was no less than 1024 tokens."""
+    return FASTER if r.q.shape[1] >= 1024 else SLOWER
+
+
+def gradient_priority(r: Recurrence) -> int:
+    """Faster from as many rows of heads on as a sequence of 2048 tokens and 16 heads has, no faster with half of them."""
+    return FASTER if r.q.shape[0] * r.q.shape[1] * r.num_heads >= 2048 * 16 else SLOWER
+
+
+def in_two_phases(r: Recurrence) -> bool:
+    """Where sequences are cut into segments, whose own states are found first; begun and finished at the same widths."""
+    return HopperConfig.heuristic(r).parts > 1 and padded(r.q.shape[3]) == padded(r.v.shape[3])
+
+
+def forward_two_phase(r: Recurrence) -> TwoPhase | None:
+    if not in_two_phases(r):
+        return None
+    from glax._src.kernels.pallas_gpu import chunked as launch
+
+    return TwoPhase(launch.begin, launch.finish, launch.finish_with_residuals)
+
+
+def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
+    if not in_two_phases(r):
+        return None
+    from glax._src.kernels.pallas_gpu import chunked as launch
+
+    return TwoPhase(launch.begin_vjp, launch.finish_vjp)
+
+
+def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals]:
+    """`chunked`, and the states at its chunks, which its gradient would else walk again for."""
+    from glax._src.kernels.pallas_gpu import chunked as launch
+
+    return launch.chunked_with_residuals(r, config)
+
+
+@kernel_registry.register(
+    "chunked",
+    Platform.PALLAS,
+    Backend.GPU,
+    config=HopperConfig,
+    supports=supports,
+    priority=forward_priority,
+    two_phase=forward_two_phase,
+    forward_with_residuals=chunked_with_residuals,
+)
+def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
+    """The recurrence in chunks; q, k, v and gates are read once, the output is written once, the state stays on chip."""
+    from glax._src.kernels.pallas_gpu import chunked as launch
+
+    return launch.chunked(r, config)
+
+
+@kernel_registry.register(
+    "chunked.vjp",
+    Platform.PALLAS,
+    Backend.GPU,
+    config=HopperConfig,
+    supports=supports,
+    priority=gradient_priority,
+    two_phase=gradient_two_phase,
+)
+def chunked_vjp(
+    r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig
+) -> Recurrence:
+    """The gradient in every input from the states at both ends of each chunk."""
+    from glax._src.kernels.pallas_gpu import chunked as launch
+
+    return launch.chunked_vjp(r, d_output, d_final, residuals, config)

@@ -1,0 +1,112 @@
+"""How many chunks at a segment's end reach the state behind it, with a gate for every key channel.
+
+Walked over from the end on, sums of gates are those of a state's log decays through the chunks behind: as soon as all of a head
+have become 0 in float32, no chunk before is felt. Both ways through time are asked at once: XLA makes one of the two calls that a
+forward and its gradient have.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.common.limits import LOG_OF_NOTHING
+from glax._src.kernels.pallas_gpu import tiles
+from glax._src.kernels.pallas_gpu.lowering_cache import once
+from glax._src.kernels.pallas_gpu.plan import Scan, quotient, remainder
+from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, C, tiled, zeros
+
+AHEAD = 2  # chunks on their way or in work: with gates such as models begin with, all that are looked at
+
+
+@functools.partial(jax.jit, static_argnums=0)  # so that forward and gradient lower it once
+def asked(w: Scan, table, g) -> list[jax.Array]:
+    """The tables of two walks of `either` kind, [E, H, 5] each, which begin where each head must: with time, and against it.
+
+    table [2, E, 5]: the same of whole segments; g: the gates that `key_scan` takes. At most `w.asked` chunks are looked at: where
+    they all let something through, all of a segment are walked over.
+    """
+    E = table.shape[1]
+    K = g.shape[4]
+    halves = range(K // 64)
+
+    def body(table_g, g_g, with_g, against_g, g_s, ones_s, sums_s, given):
+        program = lax.axis_index("program")
+        rest, h = quotient(program, w.H), remainder(program, w.H)
+        way, e = quotient(rest, E), remainder(rest, E)
+        batch, first, whole, n, adjoint = (table_g[way, e, i] for i in range(5))
+
+        def fetch(i):
+            """The i-th chunk from the end."""
+            rows = pl.ds((first + w.place(whole - 1 - i, whole, adjoint)) * C, C)
+            slot = lax.rem(i, jnp.int32(AHEAD))
+            for term in range(w.terms):
+                tile = g_s.at[slot * w.terms + term]
+                plgpu.copy_gmem_to_smem(g_g.at[term, batch, rows, h], tile, given.at[slot])
+
+        for i in range(AHEAD):
+            pl.when(i < whole)(functools.partial(fetch, jnp.int32(i)))
+        ones_s[...] = plgpu.layout_cast(jnp.ones((C, C), jnp.bfloat16), tiles.WGMMA)
+        plgpu.commit_smem()
+
+        def channels(half):
+            return pl.ds(half * 64, 64)
+
+        def look(i, carry):
+            """before: whether the chunk before the last one has let anything through, and so this one was fetched."""
+            through, before, alive, found = carry
+            slot = lax.rem(i, jnp.int32(AHEAD))
+            here = before & (i < whole)
+
+            def further():
+                plgpu.barrier_wait(given.at[slot])
+                gates = [g_s.at[slot * w.terms + term] for term in range(w.terms)]
+                # [64, 8], whose columns are equal
+                return [
+                    tiles.added(
+                        x, *((tiles.transposed(g.at[:, channels(half)]), tiles.by_halves(ones_s)) for g in gates)
+                    )
+                    for half, x in zip(halves, through, strict=True)
+                ]
+
+            through = lax.cond(here, further, lambda: through)
+            for half, x in zip(halves, through, strict=True):
+                sums_s[slot, channels(half)] = jnp.max(x, axis=1)
+            plgpu.commit_smem()  # and all warps are done with this chunk's tile
+            largest = jnp.max(plgpu.load(sums_s.at[slot], layout=BY_COLUMN))
+            now = here & alive & (largest >= LOG_OF_NOTHING)
+            pl.when(now & (i + AHEAD < jnp.minimum(whole, w.asked)))(lambda: fetch(i + AHEAD))
+            return through, alive, now, found + now.astype(jnp.int32)
+
+        start = [zeros((64, 8)) for _ in halves], whole > 0, whole > 0, jnp.int32(1)
+        _, _, every, found = lax.fori_loop(0, w.asked, look, start)
+        count = jnp.where(every, whole, jnp.minimum(found, whole))
+        first = jnp.where(adjoint == int(w.reverse), first + whole - count, first)
+
+        def leave(out_g):
+            for i, x in enumerate((batch, first, count, n, adjoint)):
+                out_g[e, h, i] = x
+
+        for place, out_g in enumerate((with_g, against_g)):
+            pl.when(way == place)(functools.partial(leave, out_g))
+
+    body.__name__ = "asked"  # in profiles
+    kernel = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((E, w.H, 5), jnp.int32)] * 2,
+        grid=(2 * E * w.H,),
+        grid_names=("program",),
+        num_threads=1,
+        thread_name="warpgroup",
+        scratch_types=[
+            tiled(AHEAD * w.terms, C, K),
+            tiled(C, C),
+            plgpu.SMEM((AHEAD, K), jnp.float32),
+            plgpu.Barrier(num_arrivals=w.terms, num_barriers=AHEAD),
+        ],
+        compiler_params=tiles.PARAMS,
+    )
+    return once(("asked", w), kernel, table, g)

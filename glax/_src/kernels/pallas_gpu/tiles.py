@@ -1,0 +1,146 @@
+"""What the Hopper kernels share: tiles of 64 tokens in shared memory, products on them, sums of gates, exact factors.
+
+A chunk is 64 tokens, the rows of one warpgroup's product. Logarithms are natural in memory and to base 2 in registers.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu.plan import C
+
+HALF = C // 2
+LOG2E = math.log2(math.e)
+
+WGMMA = plgpu.Layout.WGMMA
+BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+# A warpgroup meets where the kernels say so: by itself Pallas would let it meet around every store to shared memory.
+PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+
+
+def tiled(*shape) -> plgpu.SMEM:
+    """Shared memory for bfloat16 tiles, laid out as the copy engine fills it and the tensor cores read it."""
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
+
+
+def transposed(ref):
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+
+
+def product(shape, *pairs) -> jax.Array:
+    """The sum of a @ b over the pairs, in float32; b, and a unless it is in registers, in shared memory."""
+
+    def scope(total):
+        for a, b in pairs:
+            plgpu.wgmma(total, a, b)
+        return total[...]
+
+    return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
+
+
+def added(total, *pairs) -> jax.Array:
+    """total + the sum of a @ b over the pairs."""
+
+    def scope(accumulator):
+        for a, b in pairs:
+            plgpu.wgmma(accumulator, a, b)
+
+    return pl.run_state(scope)(plgpu.ACC.init(total))
+
+
+def after(total, running: int = 0):
+    """The product, when no more than `running` products are still on their way.
+
+    The barrier keeps the compiler from using it before that.
+    """
+    return lax.optimization_barrier(plgpu.wgmma_accumulator_load(total, wait_n=running))
+
+
+def iota(shape, axis) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+
+
+def read(ref, layout=WGMMA) -> jax.Array:
+    """What a part of shared memory holds, in float32."""
+    return plgpu.load(ref, layout=layout).astype(jnp.float32)
+
+
+def store(ref, x):
+    """In however small pieces, or where threads meet at a bank of shared memory: JAX 0.12 takes that only if told so."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
+def by_row(x, shape) -> jax.Array:
+    """x [m] along the columns of [m, n]."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def by_column(x, shape) -> jax.Array:
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def decayed(S, log) -> jax.Array:
+    """S with log decays of its rows."""
+    return S * by_row(jnp.exp2(log * LOG2E), S.shape)
+
+
+def zeros(shape, layout=WGMMA) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def high_part(x):
+    """The bits of float32 x that bfloat16 has."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
+
+
+def indicator(condition) -> jax.Array:
+    """A matrix of 0 and 1 as an operand of a product."""
+    return jnp.where(condition, 1.0, 0.0).astype(jnp.bfloat16)
+
+
+def walking(reverse: bool):
+    """The place of every row and of every column of a [C, C] matrix in the order in which the recurrence walks."""
+    i, j = iota((C, C), 0), iota((C, C), 1)
+    return (C - 1 - i, C - 1 - j) if reverse else (i, j)
+
+
+def middle_matrix(reverse: bool) -> jax.Array:
+    """Row i sums the gates from the chunk's middle through token i, negatively before it."""
+    i, j = walking(reverse)
+    after, before = (j >= HALF) & (j <= i), (j < HALF) & (j > i)
+    return (jnp.where(after, 1.0, 0.0) - jnp.where(before, 1.0, 0.0)).astype(jnp.bfloat16)
+
+
+def edge_matrix(reverse: bool, adjoint) -> jax.Array:
+    """Row i sums the gates from token i to the edge that a walk leaves by: all behind it, or against time all through it.
+
+    adjoint: 0 or 1, which may be traced.
+    """
+    i, j = walking(reverse)
+    through = jnp.where(j <= i, 1.0, 0.0)
+    return (through * adjoint + (1.0 - through) * (1.0 - adjoint)).astype(jnp.bfloat16)
+
+
+def halves(reverse: bool) -> jax.Array:
+    """[C, C]: row 0 sums what comes before the chunk's middle, row 1 the rest; `by_halves` reads these alone."""
+    row, j = iota((C, C), 0), iota((C, C), 1)
+    first, second = (1, 0) if reverse else (0, 1)
+    return indicator(((j < HALF) & (row == first)) | ((j >= HALF) & (row == second)))
+
+
+def by_halves(ref):
+    """What `halves` wrote, as the right side of a product of 8 columns."""
+    return transposed(ref.at[pl.ds(0, 8)])
+
+
+def column_of(x, index: int) -> jax.Array:
+    """x[:, index], by row."""
+    return jnp.sum(jnp.where(iota(x.shape, 1) == index, x, 0.0), axis=1)

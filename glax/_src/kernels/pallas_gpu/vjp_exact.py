@@ -1,0 +1,137 @@
+"""The gradient of chunks whose gates on keys are out of range for `gradient_fast`, token by token in walking order:
+
+    S_t = e^{g_t} S_{t-1} + k_t v_t^T                    dq_t = scale S_t do_t
+    G_t = e^{g_{t+1}} G_{t+1} + scale q_t do_t^T         dk_t = G_t v_t,  dv_t = G_t^T k_t
+    dg_t = <S_t, G_t> - k_t dk_t = dg_{t+1} + q_t dq'_t - k_t dk'_t
+
+with S before the chunk and G = dL/dS behind it as they are. dq' and dk' leave out the token's own part, (do_t . v_t) k_t and
+(do_t . v_t) q_t times the scale: it cancels in dg, which may be e^g of it. In float32 and without products: no exponent but a
+gate itself is formed, which is exact for all gates, and few instructions are left to compile. For gates that are rare.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu.tiles import by_column, by_row, read, zeros
+from glax._src.kernels.pallas_gpu.vjp_tiles import CHUNK, exp, half
+
+# [64 of K, V]: a thread has 4 rows of every eighth pair of columns, so that a sum over V takes 3 exchanges of 4 numbers.
+ROWS = plgpu.Layout.TILED(
+    Tiling(((64, 16), (16, 16), (4, 16), (4, 2))), warp_dims=(-8,), lane_dims=(-6, -3), vector_dim=-1
+)
+# [K, 64]: a thread has 8 of 64 rows, read together, of 4 columns: a sum over K takes 3 exchanges of 4 numbers.
+STATE = plgpu.Layout.TILED(Tiling(((64, 64), (64, 16), (8, 4))), warp_dims=(-5,), lane_dims=(-4, -3), vector_dim=-1)
+OF_K, OF_V = STATE.reduce(1), STATE.reduce(0)
+OF_ROW, OF_COLUMN = ROWS.reduce(1), ROWS.reduce(0)
+
+
+def programs(n) -> int:
+    """As many as hold two warpgroups a multiprocessor: each has a half of K in dq, dk and dg and a half of V in dv."""
+    return 2 * n.programs
+
+
+def scratch(n) -> dict:
+    names = ("q", "k", "v", "g", "do", "g_rest")[: 4 + n.terms]
+    tiles = {name: plgpu.SMEM((CHUNK, n.D), jnp.bfloat16) for name in names}
+    return tiles | dict(drawn=plgpu.SMEM((CHUNK, 64), jnp.float32), full=plgpu.Barrier(num_arrivals=len(names)))
+
+
+def walk_program(n, m):
+    """A program takes its part of every item that it would have if all were far."""
+    first, step, parts = lax.axis_index("cta"), programs(n), n.team * n.B * n.chunks * n.H
+
+    @pl.when(m.far_by_program_g[first] != 0)
+    def _():
+        @pl.loop(first, parts, step=step)
+        def _(part):
+            b, c, h = n.place(lax.div(part, n.team))
+            pl.when(m.far_g[b, c, h] != 0)(lambda: chunk(n, m, b, c, h, lax.rem(part, n.team)))
+
+
+def by_program(n, far):
+    """Whether any item of a program is far."""
+    parts = jnp.repeat(far.reshape(-1), n.team)
+    return jnp.pad(parts, (0, -parts.size % programs(n))).reshape(-1, programs(n)).max(0)
+
+
+def chunk(n, m, b, c, h, part):
+    mine, scale = half(part), m.scale_g[b]
+    plgpu.commit_smem()  # all are done with the tiles
+    heads = n.heads(h) | (dict(g_rest=h) if n.terms == 2 else {})
+    for name, head in heads.items():
+        source = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), head]
+        plgpu.copy_gmem_to_smem(source, getattr(m, name), m.full)
+    plgpu.barrier_wait(m.full)
+
+    def place(i):
+        """The row of the chunk's i-th token, as the walk has them."""
+        return CHUNK - 1 - i if m.walk.reverse else i
+
+    def store(row, **found):
+        @pl.when(c * CHUNK + row < n.T)
+        def _():
+            for name, x in found.items():
+                getattr(m, name + "_g")[b, c * CHUNK + row, h, mine] = x.astype(jnp.bfloat16)
+
+    shape = (64, n.D)
+
+    def rows(name, row):
+        return read(getattr(m, name).at[row, mine], OF_ROW)
+
+    def gate(row, rows=rows):
+        """The log gates of a token, of both terms."""
+        g = rows("g", row)
+        return g if n.terms == 1 else g + rows("g_rest", row)
+
+    def columns(name, row):
+        return read(getattr(m, name).at[row], OF_COLUMN)
+
+    def own(row):
+        """do . v of a token, for every row: a sum along rows stays within a warp."""
+        return jnp.sum(plgpu.layout_cast(by_column(columns("do", row) * columns("v", row), shape), ROWS), axis=1)
+
+    def state(ref):
+        return plgpu.load(ref.at[b, c, h, mine], layout=ROWS, optimized=False).astype(jnp.float32)
+
+    def forward(i, carry):
+        S, used = carry
+        row = place(i)
+        S = S * by_row(exp(gate(row)), shape)
+        drawn = jnp.sum(S * by_column(columns("do", row), shape), axis=1)
+        m.drawn[row] = drawn * rows("q", row)
+        drawn += own(row) * rows("k", row)
+        S += by_row(rows("k", row), shape) * by_column(columns("v", row), shape)
+        store(row, dq=scale * drawn)
+        return S, used + drawn * rows("q", row)
+
+    S, used = lax.fori_loop(0, CHUNK, forward, (state(m.before_g), zeros((64,), OF_ROW)))
+    m.used_g[b, c, h, part] = used
+    G = state(m.behind_g)
+    plgpu.commit_smem()
+
+    def backward(i, carry):
+        G, dg = carry
+        row = place(CHUNK - 1 - i)
+        dk = jnp.sum(G * by_column(columns("v", row), shape), axis=1)
+        dg += scale * plgpu.load(m.drawn.at[row], layout=OF_ROW) - rows("k", row) * dk
+        G += by_row(scale * rows("q", row), shape) * by_column(columns("do", row), shape)
+        store(row, dk=dk + own(row) * scale * rows("q", row), dg=dg)
+        return G * by_row(exp(gate(row)), shape), dg
+
+    lax.fori_loop(0, CHUNK, backward, (G, jnp.sum(S * G, axis=1)))
+
+    def of_keys(name, row):
+        return read(getattr(m, name).at[row], OF_K)
+
+    def values(i, G):
+        row = place(CHUNK - 1 - i)
+        q, k, g = of_keys("q", row), of_keys("k", row), gate(row, of_keys)
+        G += by_row(scale * q, G.shape) * by_column(read(m.do.at[row, mine], OF_V), G.shape)
+        store(row, dv=jnp.sum(G * by_row(k, G.shape), axis=0))
+        return G * by_row(exp(g), G.shape)
+
+    G = plgpu.load(m.behind_g.at[b, c, h, :, mine], layout=STATE, optimized=False).astype(jnp.float32)
+    lax.fori_loop(0, CHUNK, values, G)

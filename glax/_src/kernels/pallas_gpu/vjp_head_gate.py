@@ -1,0 +1,273 @@
+"""The gradient of every chunk and head, for one gate a token and head, or a constant one, or none.
+
+With G the sum of log gates from where the walk enters the chunk, D_ij = e^{G_i - G_j} for j <= i, else 0, S the state before the
+chunk, dS = dL/dS behind it, A = scale (q k^T) D and dA = (do v^T) D:
+
+    dq = scale (e^G (do S^T) + dA k)      dk = e^{G_last - G} (v dS^T) + scale dA^T q      dv = A^T do + e^{G_last - G} (k dS)
+    dg_t = e^{G_last} sum S dS + scale sum_{i >= t} q_i e^{G_i} (do S^T)_i + sum_{j < t} k_j e^{G_last - G_j} (v dS^T)_j
+           + scale sum_{i >= t} (q_i (dA k)_i - k_i (dA^T q)_i)
+
+The mask is inside the exponents, none of which is positive: exact for every gate. The sums over k are rows of the tiles; those
+over tokens are a chunk's 64 numbers, left to XLA.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu import tiles
+from glax._src.kernels.pallas_gpu.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    added,
+    after,
+    by_row,
+    high_part,
+    read,
+    tiled,
+    transposed,
+)
+from glax._src.kernels.pallas_gpu.vjp_key_gate_chunk import bf16, pair, shared, split
+from glax._src.kernels.pallas_gpu.vjp_pipeline import (
+    SLOTS,
+    Sizes,
+    compute,
+    hand_over,
+    launch,
+    load,
+    meet,
+    pipeline,
+    scratch,
+    wait_for_states,
+    warpgroups,
+)
+from glax._src.kernels.pallas_gpu.vjp_tiles import (
+    CHUNK,
+    TILE,
+    accumulator,
+    along,
+    half,
+    product,
+    tokens,
+)
+
+TILES = ("q", "k", "v", "do")
+RESULTS = dict(dq="q", dk="k", dv="do")
+LATE = ("v",)  # their places hold what dA loses in bfloat16 until then
+# Rows of numbers that are summed for every token: over it and those behind it, over the chunk, over those before it. The last is
+# never all less what is behind: the last token's part is full where that of others may be e^g of it.
+# BEFORE stays in registers: at widths of 128 shared memory has no room for it.
+BEHIND, EDGE, BEFORE = range(3)
+QUERIES, KEYS = range(2)  # who forms them
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk and head. Of two warpgroups that share it one forms A^T, dq and dv, the other dA^T and dk, in products of all
+    columns, which read their left side once; of one, that one all."""
+
+    n: Sizes
+    m: SimpleNamespace
+    c: SimpleNamespace
+    release: Callable[[], None]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return CHUNK, self.n.D
+
+    @property
+    def apart(self) -> bool:
+        """Whether another warpgroup has the other role."""
+        return self.n.team == 2
+
+    @property
+    def scores(self) -> tuple:
+        """A^T; dA^T in two terms."""
+        m, c = self.m, self.c
+        return m.A_T.at[c.t], (m.dA_T.at[c.t], m.v.at[c.other, :, half(0)])
+
+    def gates(self):
+        """G [64], by row."""
+        return plgpu.load(self.m.gates.at[self.c.at], layout=BY_ROW)
+
+    def through(self):
+        """The decay of all the chunk, its log2."""
+        return self.m.gates[self.c.at, self.m.walk.last]
+
+    def leaving(self, shape):
+        """e^{G_last - G}, along the rows."""
+        return by_row(jnp.exp2(self.through() - self.gates()), shape)
+
+    def decayed(self, scores):
+        """Times e^ of the difference of G at the columns' tokens and at the rows', 0 where the rows' are later."""
+        across = along(plgpu.load(self.m.gates.at[self.c.at], layout=BY_COLUMN))
+        exponent = jnp.where(self.m.walk.earlier(), across - by_row(self.gates(), TILE), -jnp.inf)
+        return scores * jnp.exp2(exponent)
+
+    def key_scores(self):
+        A_T, _ = self.scores
+        A_T[...] = (self.decayed(product((self.c.k, transposed(self.c.q)))) * self.c.scale).astype(bf16)
+
+    def value_scores(self):
+        _, (dA_T, rest) = self.scores
+        rest[...] = split(dA_T, self.decayed(product((self.c.v, transposed(self.c.do)))))
+
+    def scored(self):
+        """Behind it all warpgroups see what was written, and the outputs of the chunk before have left."""
+        n, m, c = self.n, self.m, self.c
+
+        def keys_left():
+            m.leaving.at[c.wg][...] = (read(c.k_w) * self.leaving(TILE)).astype(bf16)
+
+        if n.run > 1:
+            pl.when(c.j < n.run - 1)(keys_left)
+        self.release()
+        meet(n, m, c)
+
+    def note(self, role: int, row: int, x):
+        self.m.vectors.at[self.c.t, role, row][...] = x
+
+    def noted(self, row: int):
+        roles = (QUERIES, KEYS) if row == BEHIND or self.apart else (QUERIES,)
+        return sum(plgpu.load(self.m.vectors.at[self.c.t, role, row], layout=BY_ROW) for role in roles)
+
+    def around(self):
+        """e^{G_last} sum_v S dS, [64] of the warpgroup's own half of K. Roles leave registers for straight code."""
+        m, c = self.m, self.c
+        parts = [(c.t, c.mine, half(p)) for p in range(self.n.team)]
+        return sum((read(m.S.at[x]) * read(m.dS.at[x])).sum(1) for x in parts) * jnp.exp2(self.through())
+
+    def queries(self):
+        """dq and dv; q dq / scale by token."""
+        m, c = self.m, self.c
+        A_T, dA_T = self.scores
+
+        def products(drawn, through):
+            plgpu.wgmma(drawn, c.do, transposed(m.S.at[c.t]))
+            plgpu.wgmma(through, c.k, m.dS.at[c.t])
+            self.scored()
+            drawn = after(drawn, 1) * by_row(jnp.exp2(self.gates()), self.shape)
+            self.note(QUERIES, EDGE, self.around())
+            drawn = added(drawn, *((transposed(term), c.k) for term in dA_T))
+            return drawn, after(through) * self.leaving(self.shape)
+
+        drawn, through = pl.run_scoped(products, accumulator(self.shape), accumulator(self.shape))
+        if self.apart:
+            plgpu.barrier_arrive(m.states_free.at[c.t])
+        dv = added(through, (A_T, c.do)).astype(bf16)
+        used = (read(c.q) * drawn).sum(1)
+        self.note(QUERIES, BEHIND, c.scale * used)
+        return dict(dq=(c.scale * drawn).astype(bf16), dv=dv), used
+
+    def keys(self):
+        """dk; what of k dk comes from behind the chunk, by token."""
+        m, c = self.m, self.c
+        _, dA_T = self.scores
+
+        def products(fed, push):
+            plgpu.wgmma(fed, c.v, transposed(m.dS.at[c.t]))
+            if self.apart:
+                self.scored()
+            for term in dA_T:
+                plgpu.wgmma(push, term, c.q)
+            if self.apart:
+                self.note(KEYS, EDGE, self.around())
+            fed = after(fed, len(dA_T)) * self.leaving(self.shape)
+            y = read(c.k)
+            before = (y * fed).sum(1)
+            push = c.scale * after(push)
+            plgpu.barrier_arrive(m.states_free.at[c.t])
+            self.note(KEYS, BEHIND, -(y * push).sum(1))
+            return (fed + push).astype(bf16), before
+
+        dk, before = pl.run_scoped(products, accumulator(self.shape), accumulator(self.shape))
+        return dict(dk=dk), before
+
+    def leave(self, found: dict, rows: dict):
+        """Results go where the tokens were, when all products with these are done; and rows to be summed: numbers, or None for
+        what was noted."""
+        n, m, c = self.n, self.m, self.c
+        meet(n, m, c)
+        for name, x in found.items():
+            getattr(c, RESULTS[name])[...] = x
+        hand_over(m, c)
+        for row, x in rows.items():  # last: fences wait for what is on its way to memory
+            total = self.noted(row) if x is None else x
+            high = high_part(total)
+            for term, x in enumerate((high, total - high)):
+                tiles.store(m.sums_g.at[c.b, c.c, c.h, row, term], x.astype(bf16))
+
+    def carry_on(self):
+        """Puts the state behind the chunk in the place of that before it, when all are done with that: each warpgroup its half
+        of the rows."""
+        m, c = self.m, self.c
+        rows = m.S.at[c.t, c.mine]
+        found = product((transposed(m.leaving.at[c.wg]), c.v), shape=(64, self.n.D))
+        rows[...] = (read(rows) * jnp.exp2(self.through()) + found).astype(bf16)
+        meet(self.n, m, c)  # before v's place is lent
+
+
+def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
+    x = Chunk(n, m, c, release)
+    shared(n, c, x.key_scores, x.value_scores)
+    wait_for_states(n, m, c)
+
+    def of_queries():
+        found, used = x.queries()
+        x.leave(found, {BEHIND: None})
+        m.used_g[c.b, c.c, c.h] = used
+
+    def of_keys():
+        found, before = x.keys()
+        x.leave(found, {BEFORE: before, EDGE: None})
+
+    if x.apart:
+        shared(n, c, of_queries, of_keys)
+    else:
+        found, used = x.queries()
+        keys, before = x.keys()
+        x.leave(found | keys, {BEHIND: None, BEFORE: before, EDGE: None})
+        m.used_g[c.b, c.c, c.h] = used
+    if n.run > 1:
+        pl.when(c.j < n.run - 1)(x.carry_on)
+
+
+def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
+    """dq, dk, dv per head, [B, T, H, K] and V; dg, [B, chunks, C, H] in memory order; d_scale, [B, chunks, H].
+
+    G [B, chunks, H, C] float32: sums of log2 gates from where the walk enters the chunk through each token, each gate at
+    least -128 log2(e). before [B, runs, H, K, V]: the states that enter the first chunk of every run of as many chunks as
+    there are for each. The others as in `gradient_key`.
+    """
+    B, T, H, D = d_output.shape
+    n = Sizes(
+        B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, run=behind.shape[1] // before.shape[1], whole=True
+    )
+    inputs = dict(gates=G, q=q, k=k, v=v, do=d_output, scale=scale, before=before, behind=behind)
+    inputs |= dict(tokens=tokens(reverse))
+    out = jax.ShapeDtypeStruct
+    outputs = {name: out((B, T, H, D), jnp.bfloat16) for name in ("dq", "dk", "dv")}
+    outputs |= dict(sums=out((B, n.chunks, H, 3, 2, CHUNK), bf16))
+    outputs |= dict(used=out((B, n.chunks, H, CHUNK), jnp.float32))
+    memory = scratch(n, TILES, SLOTS) | pipeline(n, len(TILES) + 1)
+    memory |= dict(**pair(n), gates=plgpu.SMEM((n.teams * SLOTS, CHUNK), jnp.float32))
+    memory |= dict(vectors=plgpu.SMEM((n.teams, 2, 2, CHUNK), jnp.float32))
+    if n.run > 1:
+        memory["leaving"] = tiled(2, CHUNK, 64)
+
+    def body(m):
+        warpgroups(lambda: load(n, m, TILES, RESULTS, LATE), lambda: compute(n, m, TILES, chunk))
+
+    options = dict(interpret=interpret, reverse=reverse, programs=programs)
+    *gradients, sums, used = launch("gradient_head", n, body, inputs, outputs, memory, threads=3, **options)
+    onward = np.tri(CHUNK) if reverse else np.tri(CHUNK).T
+    rows = np.repeat(np.stack([onward, np.ones_like(onward), 1 - onward], 1), 2, axis=1)  # of `sums`: each of two terms
+    rows, sums = jnp.asarray(rows.reshape(CHUNK, -1), bf16), sums.reshape(B, n.chunks, H, -1)
+    dg = jnp.einsum("bchx,tx->bcth", sums, rows, preferred_element_type=jnp.float32)
+    return *gradients, dg, used.sum(3)

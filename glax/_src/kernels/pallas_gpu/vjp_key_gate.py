@@ -1,0 +1,79 @@
+"""The gradient of every chunk and head from the states at both its ends, for gates on keys.
+
+With S the state before the chunk, dS = dL/dS behind it, M the sum of log gates from the chunk's middle, x = q e^M, y = k e^-M,
+A = scale mask(x y^T), dA = mask(do v^T), S' and dS' the states decayed to the middle, as the walks leave them:
+
+    dq = scale e^M (do S'^T + dA y)      dk = e^-M (v dS'^T + scale dA^T x)      dv = A^T do + y dS'
+    dg_t = sum_v S' dS' + scale sum_{i >= t} x_i (do S'^T)_i + sum_{j < t} y_j (v dS'^T)_j
+           + scale sum_{i >= t} (x_i (dA y)_i - y_i (dA^T x)_i)
+
+The last sum cancels but for the pairs across t: it is formed of the same x, y and dA as dq and dk. These three have 16 bits,
+two terms in bfloat16, three products of the four; A has 8, but what a token scores with itself, its diagonal, is added in
+float32. Where the gates of a chunk leave the range of e^M and e^-M, the states are not decayed, and a second kernel computes it
+exactly.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu import vjp_exact, vjp_key_gate_chunk
+from glax._src.kernels.pallas_gpu.vjp_pipeline import (
+    SLOTS,
+    Sizes,
+    compute,
+    launch,
+    load,
+    pipeline,
+    scratch,
+    warpgroups,
+)
+from glax._src.kernels.pallas_gpu.vjp_tiles import (
+    CHUNK,
+    tokens,
+)
+
+TILES = ("q", "k", "v", "g", "do")
+RESULTS = dict(dq="q", dk="k", dv="do", dg="v")
+LATE = ("g", "v", "do")  # their places hold what dA, y and x lose in bfloat16 until then
+LAST = ("v", "do")  # which a chunk begins without: what is loaded late is waited for, but for these
+
+
+def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: bool, programs: int, interpret=None):
+    """dq, dk, dv, dg per head, [B, T, H, K] and V; d_scale, [B, chunks, H].
+
+    q, k, v, d_output [B, T, H, K or V], bfloat16, q, k and v of as many heads as divide H; scale [B] float32.
+    g [terms, B, T, H, K], bfloat16: of one term or the sum of two.
+    before, behind [B, chunks, H, K, V], bfloat16: the state that enters each chunk in walking order, and the gradient in the
+    state that leaves it; decayed to the chunk's middle where far [B, chunks, H] is 0. T a multiple of 8; K = V = 64 or 128.
+    programs: multiprocessors.
+    """
+    B, T, H, D = d_output.shape
+    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, terms=len(g))
+    inputs = dict(q=q, k=k, v=v, g=g[0], do=d_output, scale=scale, before=before, behind=behind)
+    inputs |= dict(tokens=tokens(reverse)) | (dict(g_rest=g[1]) if n.terms == 2 else {})
+    options = dict(interpret=interpret, reverse=reverse, programs=programs)
+    rows = jax.ShapeDtypeStruct((B, n.chunks, H, n.team, CHUNK), jnp.float32)
+    each = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
+    outputs = dict(dq=each, dk=each, dv=each, dg=each, used=rows)
+
+    def near(m):
+        warpgroups(
+            lambda: load(n, m, TILES, RESULTS, LATE, LAST), lambda: compute(n, m, TILES, vjp_key_gate_chunk.chunk)
+        )
+
+    memory = (
+        scratch(n, TILES, SLOTS)
+        | pipeline(n, 3 * n.team + n.terms - 1, 2 * n.team)
+        | dict(order=plgpu.SMEM((2, CHUNK), jnp.int32))
+    )
+    if n.team == 1:
+        memory |= vjp_key_gate_chunk.pair(n)
+    found = launch("gradient_key", n, near, inputs, outputs, memory, threads=3, **options)
+    inputs |= dict(far=far, far_by_program=vjp_exact.by_program(n, far))
+    options["programs"] = vjp_exact.programs(n)
+    exact, memory = functools.partial(vjp_exact.walk_program, n), vjp_exact.scratch(n)
+    *gradients, used = launch("gradient_exact", n, exact, inputs, outputs, memory, over=found, threads=1, **options)
+    return *gradients, used.sum((3, 4))

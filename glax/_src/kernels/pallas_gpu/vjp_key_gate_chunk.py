@@ -1,0 +1,202 @@
+"""One chunk and head, for gates on keys that stay within the range of e^M and e^-M."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, after, by_row, high_part, read, tiled, transposed, zeros
+from glax._src.kernels.pallas_gpu.vjp_pipeline import hand_over, meet, second_term, wait_for_states
+from glax._src.kernels.pallas_gpu.vjp_tiles import (
+    CHUNK,
+    TILE,
+    accumulator,
+    columns,
+    half,
+    kept,
+    product,
+)
+
+bf16 = jnp.bfloat16
+
+
+def chunk(n, m, c, release):
+    """Two warpgroups that share a chunk form one of the scores each, A^T and dA^T, in the tile of g, which M alone needs.
+
+    What it computes where the gates leave the range of e^M and e^-M is written over.
+    """
+    matrix, gates = m.walk.middle_matrix(), [c.g_w]
+    if n.terms == 2:
+        gates.append(second_term(m, c.t).at[:, c.mine])
+    M = product(*((matrix, g) for g in gates)) * LOG2E
+    if n.terms == 2:
+        plgpu.barrier_arrive(m.gates_read.at[c.t])
+    c.vector[...] = (read(c.q_w) * read(c.k_w)).sum(1)
+    x_rest = split(c.q_w, read(c.q_w) * jnp.exp2(M))
+    y_rest = split(c.k_w, read(c.k_w) * jnp.exp2(-M))
+    # e^M and e^-M are formed anew where they are needed again: M alone is held
+    M, x_rest, y_rest = lax.optimization_barrier((M, x_rest, y_rest))
+    release()
+    rests = lent(m, c)
+    rests.x[...], rests.y[...] = x_rest, y_rest
+    meet(n, m, c)
+    plgpu.barrier_wait(m.values_full.at[c.t])
+    A_T, dA_T = score_tiles(n, m, c)
+
+    def keys_scored():
+        A_T[...] = kept(m.walk.before(), key_scores(n, m, c) * c.scale)
+
+    def values_scored():
+        found = lax.optimization_barrier(jnp.where(m.walk.earlier(), scores(n, c.v, c.do), 0.0))
+        rests.dA_T[...] = split(dA_T, found)
+
+    shared(n, c, keys_scored, values_scored)
+    meet(n, m, c)
+    wait_for_states(n, m, c)
+    c = c.again()
+
+    def of_tokens(push, fed, drawn):
+        """The products begin in the order in which they are used: a warpgroup that begins one waits for most of those before."""
+        start(n, m, c, push, fed, drawn)
+        push, fed = after(push, 2 * n.team + 3), after(fed, n.team + 3)
+        y = read(c.k_w) + read(lent(m, c).y)
+        before_gate = (y * fed).astype(bf16)
+        dk = (jnp.exp2(-M) * (fed + c.scale * push)).astype(bf16)
+        given = y * push
+        # Rounded now, not when dk and dv are stored: two registers a pair until then.
+        dk, before_gate, given = lax.optimization_barrier((dk, before_gate, given))
+        edge = around(n, m, c)  # a loop, before which the compiler does not move the next product
+        if n.team == 1:  # one turn of a loop is none
+            meet(n, m, c)
+
+        def of_values(dv):
+            here = c.again() if n.team == 1 else c  # where a warpgroup has the chunk alone, registers are short
+            start_values(n, m, here, dv)
+            total = after(drawn, 2 * n.team + 1)
+            used = (read(here.q_w) + read(lent(m, here).x)) * total
+            behind_gate = c.scale * (used - given)
+            dq = (c.scale * jnp.exp2(M) * total).astype(bf16)
+            behind_gate, dq, used = lax.optimization_barrier((behind_gate, dq, used.sum(1)))
+            own = by_row(own_scores(n, m, here) * here.scale, TILE) * read(here.do_w)
+            return behind_gate, dq, used, (after(dv) + own).astype(bf16)
+
+        behind_gate, dq, used, dv = pl.run_scoped(of_values, accumulator())
+        return behind_gate, before_gate, edge, dq, dk, dv, used
+
+    *found, used = pl.run_scoped(of_tokens, *[accumulator()] * 3)
+    plgpu.barrier_arrive(m.states_free.at[c.t])
+    meet(n, m, c)
+    c = c.again()
+    finish(m, c, *found)
+    m.used_g[c.b, c.c, c.h, c.w] = used  # last: fences wait for what is on its way to memory
+
+
+def split(tile, x):
+    """Stores x in the tile, and returns what it loses there in bfloat16.
+
+    The barrier keeps the compiler from rounding it twice, each number by itself, which takes longer than pairs.
+    """
+    high = lax.optimization_barrier(x.astype(bf16))
+    tile[...] = high
+    return (x - high.astype(jnp.float32)).astype(bf16)
+
+
+def lent(m, c) -> SimpleNamespace:
+    """Where the next chunk's g, v and do will be, for what x, y and dA lose in bfloat16."""
+    xs, ys = m.do.at[c.other], m.v.at[c.other]
+    return SimpleNamespace(x=xs.at[c.w], y=ys.at[c.w], xs=xs, ys=ys, dA_T=m.g.at[c.other, 0])
+
+
+def score_tiles(n, m, c):
+    """A^T and dA^T."""
+    return (c.g.at[0], c.g.at[1]) if n.team == 2 else (m.A_T.at[c.t], m.dA_T.at[c.t])
+
+
+def pair(n) -> dict:
+    """Shared memory for the two scores of a chunk, where no other tile can hold them."""
+    return {name: tiled(n.teams, CHUNK, 64) for name in ("A_T", "dA_T")}
+
+
+def own_scores(n, m, c):
+    """[64]: q k of every token, of its halves that each warpgroup has left."""
+    return sum(plgpu.load(m.vectors.at[c.t * n.team + p], layout=BY_ROW) for p in range(n.team))
+
+
+def scores(n, a, b):
+    """a b^T, over all of K or V."""
+    return product(*((a.at[p], transposed(b.at[p])) for p in range(n.team)))
+
+
+def key_scores(n, m, c):
+    """y x^T, three products of the four of two terms."""
+    parts, rest = range(n.team), lent(m, c)
+    pairs = [(c.k.at[p], c.q.at[p]) for p in parts]
+    pairs += [(rest.ys.at[p], c.q.at[p]) for p in parts] + [(c.k.at[p], rest.xs.at[p]) for p in parts]
+    return product(*((a, transposed(b)) for a, b in pairs))
+
+
+def shared(n, c, first, second):
+    """Does both, or where two warpgroups share a chunk, each one of them."""
+    if n.team == 1:
+        first()
+        second()
+    else:
+        pl.when(c.w == 0)(first)
+        pl.when(c.w == 1)(second)
+
+
+def start(n, m, c, push, fed, drawn):
+    """Sets products on their way, in this order: dA^T x; v dS^T; do S^T + dA y."""
+    parts, rest, (_, dA_T) = range(n.team), lent(m, c), score_tiles(n, m, c)
+    for d, x in ((dA_T, c.q_w), (rest.dA_T, c.q_w), (dA_T, rest.x)):
+        plgpu.wgmma(push, d, x)
+    for p in parts:
+        plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
+    for p in parts:
+        plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
+    for d, y in ((dA_T, c.k_w), (dA_T, rest.y), (rest.dA_T, c.k_w)):
+        plgpu.wgmma(drawn, transposed(d), y)
+
+
+def start_values(n, m, c, dv):
+    """The same of A^T do + y dS."""
+    A_T, _ = score_tiles(n, m, c)
+    plgpu.wgmma(dv, A_T, c.do_w)
+    for y in (c.k, lent(m, c).ys):
+        for p in range(n.team):
+            plgpu.wgmma(dv, y.at[p], m.dS.at[c.t, half(p), c.mine])
+
+
+def around(n, m, c):
+    """sum_v S dS, [64] of the warpgroup's own half of K.
+
+    A loop: of straight code the compiler reads all at once, and spills what products on their way leave no registers for.
+    """
+
+    def part(p, total):
+        x = c.t, c.mine, half(p)
+        return total + (read(m.S.at[x]) * read(m.dS.at[x])).sum(1)
+
+    return lax.fori_loop(0, n.team, part, zeros((64,), BY_ROW))
+
+
+def finish(m, c, behind_gate, before_gate, edge, dq, dk, dv):
+    """The gates' gradient summed, and everything stored. All products with the tiles are done: they are written over."""
+    high = high_part(behind_gate)
+    c.vector[...] = edge
+    c.v_w[...] = high.astype(bf16)
+    c.do_w[...] = (behind_gate - high).astype(bf16)
+    c.g_w[...] = before_gate
+    plgpu.commit_smem()
+    mask = m.walk.earlier()
+    suffix, prefix = kept(mask, 1.0), kept(mask, 0.0, 1.0)
+    dg = product((suffix, c.v_w), (suffix, c.do_w), (prefix, c.g_w))
+    c.q_w[...] = dq
+    c.k_w[...] = dk
+    dg = dg + columns(c.vector)
+    plgpu.commit_smem()
+    c.v_w[...] = dg.astype(bf16)
+    c.do_w[...] = dv
+    hand_over(m, c)

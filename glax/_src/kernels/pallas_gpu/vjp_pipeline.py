@@ -1,0 +1,312 @@
+"""How the gradient's kernels walk over chunks and heads: who loads, who computes, and what lies in shared memory.
+
+A program walks over runs of chunks and over heads, every `step`-th. One warpgroup loads their tokens a chunk ahead, and the
+states at both ends of a chunk once those of the chunk before are read; within a run, whose first chunk alone has a stored state
+before it, those who compute carry that on. Two compute: with gates a channel each half of K in dq and dk, and half of V in dv;
+with gates a head one dq and dv, the other dk; for K = V = 64 each has its own chunk. Results go where the tokens were, and the
+loading warpgroup sends them on their way while the next chunk is computed: behind the states that it fetches then, whoever does
+that waits.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu.lowering_cache import once
+from glax._src.kernels.pallas_gpu.plan import quotient, remainder
+from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, tiled
+from glax._src.kernels.pallas_gpu.vjp_tiles import (
+    CHUNK,
+    Scan,
+    half,
+)
+
+SLOTS = 2  # chunks in shared memory: one in work, one on its way
+
+
+@dataclass(frozen=True)
+class Sizes:
+    B: int
+    T: int
+    H: int
+    D: int  # of keys and of values
+    HQ: int
+    HK: int
+    HV: int
+    programs: int
+    run: int = 1  # chunks from one stored state to the next; divides those of a sequence
+    whole: bool = False  # tiles of tokens are [64, D]; else by halves of 128 columns, one after the other
+    terms: int = 1  # arrays of bfloat16 of which gates a key channel are the sum
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.T // CHUNK)
+
+    @property
+    def team(self) -> int:
+        """How many warpgroups share a chunk."""
+        return self.D // 64
+
+    @property
+    def teams(self) -> int:
+        return 2 // self.team
+
+    @property
+    def step(self) -> int:
+        return self.programs * self.teams
+
+    @property
+    def runs(self) -> int:
+        """Of a sequence."""
+        return self.chunks // self.run
+
+    def place(self, item):
+        """Sequence, run and head of an item."""
+        run, h = quotient(item, self.H), remainder(item, self.H)
+        return quotient(run, self.runs), remainder(run, self.runs), h
+
+    def items(self, first):
+        """How many items are `first`, first + step, ..."""
+        total = self.B * self.runs * self.H
+        return lax.div(jnp.maximum(total - first, 0) + (self.step - 1), self.step)
+
+    def chunk(self, first, i, reverse: bool):
+        """Of the i-th chunk that a team takes whose first item is `first`: sequence, run, chunk, head, and place in its run."""
+        b, run, h = self.place(first + quotient(i, self.run) * self.step)
+        j = remainder(i, self.run)
+        return b, run, run * self.run + (self.run - 1 - j if reverse else j), h, j
+
+    def parts(self, tile) -> list:
+        """A tile of tokens as the copy engine takes it, each part with its columns."""
+        if self.whole:
+            return [(tile, slice(None))]
+        return [(tile.at[p], half(p)) for p in range(self.team)]
+
+    def heads(self, h) -> dict:
+        """Of each input's tiles, the head that head h reads."""
+        shared = dict(q=self.HQ, k=self.HK, v=self.HV, g=self.H, do=self.H)
+        return {name: quotient(h, self.H // heads) for name, heads in shared.items()}
+
+
+def load(n: Sizes, m: SimpleNamespace, tiles, results: dict, late=(), last=()):
+    """The loading warpgroup. tiles: by name, and where there are `gates` [64] of a chunk, those; results: by name, in which tile.
+
+    late: of the tiles, those that come with the states; until then their place is lent to the chunk before. last: of these, those
+    that are not waited for before `values_full`.
+    """
+    cta = lax.axis_index("cta")
+
+    def chunk(i, t):
+        return n.chunk(cta * n.teams + t, i, m.walk.reverse)
+
+    def slot(i, t):
+        return t * SLOTS + lax.rem(i, SLOTS)
+
+    def fetch(names, i, t):
+        (b, _, c, h, _), at = chunk(i, t), slot(i, t)
+        heads = n.heads(h)
+        for name in names:
+            for part, columns in n.parts(getattr(m, name).at[at]):
+                source = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), heads[name], columns]
+                plgpu.copy_gmem_to_smem(source, part, m.values_full.at[t] if name in last else m.tokens_full.at[at])
+
+    def begin(i, t):
+        """What finds its place empty."""
+        fetch([name for name in tiles if name not in late], i, t)
+
+    def complete(i, t):
+        """What takes the place of what the chunk before has read, or the one before that may read to its very end."""
+        b, run, c, h, j = chunk(i, t)
+
+        @pl.when(i >= 1)
+        def _():
+            plgpu.barrier_wait(m.states_free.at[t])
+
+        fetch([name for name in late if name not in last], i, t)
+        if hasattr(m, "gates"):
+            plgpu.copy_gmem_to_smem(m.gates_g.at[b, c, h], m.gates.at[slot(i, t)], m.tokens_full.at[slot(i, t)])
+        if n.terms == 2:
+            rest = m.g_rest_g.at[b, pl.ds(c * CHUNK, CHUNK), h]
+            plgpu.copy_gmem_to_smem(rest, second_term(m, t), m.tokens_full.at[slot(i, t)])
+        fetch(last, i, t)
+        plgpu.copy_gmem_to_smem(m.behind_g.at[b, c, h], m.dS.at[t], m.behind_full.at[t])
+        if n.terms == 2:
+            plgpu.barrier_wait(m.gates_read.at[t])
+
+        @pl.when(j == 0)
+        def _():
+            before_full = m.before_full if n.run > 1 else m.behind_full
+            plgpu.copy_gmem_to_smem(m.before_g.at[b, run, h], m.S.at[t], before_full.at[t])
+
+    def send(i, t):
+        """The results, as one group."""
+        b, _, c, h, _ = chunk(i, t)
+        plgpu.barrier_wait(m.ready.at[t])
+        for result, name in results.items():
+            for part, columns in n.parts(getattr(m, name).at[slot(i, t)]):
+                target = getattr(m, result + "_g").at[b, pl.ds(c * CHUNK, CHUNK), h, columns]
+                plgpu.copy_smem_to_gmem(part, target, commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+
+    chunks = [n.items(cta * n.teams + t) * n.run for t in range(n.teams)]
+
+    def step(i, _):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for t in range(n.teams):
+            pl.when((i >= 2) & (i <= chunks[t]))(lambda t=t: plgpu.barrier_arrive(m.sent.at[t]))
+            pl.when(i < chunks[t])(lambda t=t: begin(i, t))
+        for t in range(n.teams):
+            pl.when(i < chunks[t])(lambda t=t: complete(i, t))
+        for t in range(n.teams):
+            pl.when((i >= 1) & (i <= chunks[t]))(lambda t=t: send(i - 1, t))
+        return ()
+
+    lax.fori_loop(0, chunks[0] + 1, step, ())
+    plgpu.wait_smem_to_gmem(0)
+
+
+def second_term(m: SimpleNamespace, t):
+    """Where a chunk's gates have their second term, [64, D], until sums of them are formed and S takes its place."""
+    return m.S.at[t, pl.ds(0, CHUNK)]
+
+
+def at_chunk(n: Sizes, m: SimpleNamespace, tiles, first, i) -> SimpleNamespace:
+    """What a computing warpgroup needs to know of its i-th chunk: where it is, and its tiles; _w: the half that is its own."""
+    wg = lax.axis_index("wg")
+    t, w = lax.optimization_barrier((lax.div(wg, n.team), lax.rem(wg, n.team)))
+    b, _, c, h, j = n.chunk(first, i, m.walk.reverse)
+    at, other = (t * SLOTS + lax.rem(i + ahead, SLOTS) for ahead in (0, 1))
+    whole = {name: getattr(m, name).at[at] for name in tiles}
+    own = {name + "_w": ref.at[:, half(w)] if n.whole else ref.at[w] for name, ref in whole.items()}
+
+    def again():
+        """The same, of which the compiler keeps nothing in registers until then."""
+        return at_chunk(n, m, tiles, *lax.optimization_barrier((first, i)))
+
+    place = dict(t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, j=j, at=at, other=other, mine=half(w))
+    return SimpleNamespace(
+        **place, **whole, **own, again=again, scale=m.scale_g[b], vector=m.vectors.at[t * n.team + w]
+    )
+
+
+def compute(n: Sizes, m: SimpleNamespace, tiles, chunk):
+    """A computing warpgroup: chunk(n, m, where, release) for each of its chunks."""
+    wg = lax.axis_index("wg")
+    first = lax.axis_index("cta") * n.teams + lax.div(wg, n.team)
+    if hasattr(m, "order"):  # many masks: where tokens stand is read from shared memory
+        order = m.order.at[wg]
+        order[...] = plgpu.load(m.tokens_g, layout=BY_COLUMN, optimized=False)
+        plgpu.commit_smem()
+        m.walk = Scan(m.walk.reverse, order)
+
+    def step(i, _):
+        c = at_chunk(n, m, tiles, first, i)
+        plgpu.barrier_wait(m.tokens_full.at[c.at])
+
+        def release():
+            """The results of the chunk before have left shared memory."""
+            pl.when(i >= 1)(lambda: plgpu.barrier_wait(m.sent.at[c.t]))
+
+        chunk(n, m, c, release)
+        return ()
+
+    lax.fori_loop(0, n.items(first) * n.run, step, ())
+
+
+def hand_over(m: SimpleNamespace, c: SimpleNamespace):
+    """The warpgroup has put its results where the loading one finds them."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(m.ready.at[c.t])
+
+
+def barrier(arrivals, count):
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+def scratch(n: Sizes, tiles, slots: int = 1) -> dict:
+    """Tiles of `slots` chunks and one chunk's states, where warpgroups exchange sums, and where they meet."""
+    tile = (CHUNK, n.D) if n.whole else (n.team, CHUNK, 64)
+    found = {name: tiled(n.teams * slots, *tile) for name in tiles}
+    found |= {name: tiled(n.teams, n.D, n.D) for name in ("S", "dS")}
+    found |= dict(vectors=plgpu.SMEM((2, 64), jnp.float32))
+    return found | dict(met=barrier(n.team, n.teams))
+
+
+def pipeline(n: Sizes, copies: int, last: int = 0) -> dict:
+    """What loading and computing warpgroups wait for: `copies` a chunk, `last` of what comes last of it, and the two states."""
+    found = dict(tokens_full=barrier(copies, n.teams * SLOTS), sent=barrier(1, n.teams))
+    found |= {name: barrier(n.team, n.teams) for name in ("states_free", "ready")}
+    if last:
+        found |= dict(values_full=barrier(last, n.teams))
+    if n.terms == 2:
+        found |= dict(gates_read=barrier(n.team, n.teams))
+    if n.run == 1:
+        return found | dict(behind_full=barrier(2, n.teams))
+    return found | {name: barrier(1, n.teams) for name in ("before_full", "behind_full")}
+
+
+def meet(n: Sizes, m: SimpleNamespace, c: SimpleNamespace):
+    """Waits for all warpgroups that share the chunk; what they stored before is seen by all after.
+
+    One barrier for all that they meet for: of each that it waits for, a warpgroup holds what it waits for next.
+    """
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(m.met.at[c.t])
+    plgpu.barrier_wait(m.met.at[c.t])
+
+
+def wait_for_states(n: Sizes, m: SimpleNamespace, c: SimpleNamespace):
+    """S before a run's first chunk, dS behind every chunk."""
+    plgpu.barrier_wait(m.behind_full.at[c.t])
+    if n.run > 1:
+        pl.when(c.j == 0)(lambda: plgpu.barrier_wait(m.before_full.at[c.t]))
+
+
+def launch(
+    name: str, n: Sizes, body, inputs: dict, outputs: dict, memory: dict, *, threads, programs, reverse, interpret, over=()
+) -> list:  # fmt: skip
+    """The outputs, written anew or `over` arrays like them; name and n: what body depends on.
+
+    body(m) in every warpgroup: m has inputs and outputs by name and "_g", shared memory by name.
+    """
+    names = [*(f"{name}_g" for name in [*inputs, *outputs]), *memory]
+
+    def named(*found):
+        m = SimpleNamespace(**dict(zip(names, found, strict=True)))
+        m.walk = Scan(reverse, m.tokens_g)
+        body(m)
+
+    named.__name__ = name  # in profiles
+    params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
+    mesh = dict(grid=(programs,), grid_names=("cta",), num_threads=threads, thread_name="wg")
+    options = dict(scratch_types=list(memory.values()), interpret=interpret, compiler_params=params)
+    kernel = plgpu.kernel(named, out_type=[] if over else list(outputs.values()), **mesh, **options)
+
+    def call(*operands):
+        refs = [jax.new_ref(x) for x in operands[len(inputs) :]]
+        return kernel(*operands[: len(inputs)], *refs) or [ref[...] for ref in refs]
+
+    return list(once((name, n, reverse, programs), call, *inputs.values(), *over))
+
+
+def warpgroups(loading, computing):
+    """The third warpgroup loads, with few registers; the first two compute, with many.
+
+    All three together have 3 x 168 at launch, and wait for ever for more.
+    """
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg == 2)
+    def _():
+        plgpu.set_max_registers(24, action="decrease")
+        loading()
+
+    @pl.when(wg < 2)
+    def _():
+        plgpu.set_max_registers(240, action="increase")
+        computing()

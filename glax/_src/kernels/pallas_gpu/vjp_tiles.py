@@ -1,0 +1,103 @@
+"""What the gradient's kernels share: masks and sums over a chunk, and reading tiles and vectors.
+
+A chunk is 64 tokens. Tiles [64, 64] are in the registers that products leave theirs in.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu import tiles
+from glax._src.kernels.pallas_gpu.plan import C as CHUNK
+from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, LOG2E, WGMMA
+
+TILE = (CHUNK, 64)
+
+
+def exp(x):
+    return jnp.exp2(x * LOG2E)
+
+
+def half(p):
+    """A half of 128 columns, or of 64 all."""
+    return pl.ds(p * 64, 64)
+
+
+def along(x):
+    """x [64] of the columns, over the rows of a tile."""
+    return jnp.broadcast_to(x[None, :], TILE)
+
+
+def columns(ref):
+    return along(plgpu.load(ref, layout=BY_COLUMN))
+
+
+def accumulator(shape=TILE):
+    return plgpu.ACC(shape, jnp.float32)
+
+
+def product(*pairs, shape=TILE):
+    return tiles.product(shape, *pairs)
+
+
+def kept(mask, x, other=0.0):
+    """x where the mask says so, in bfloat16.
+
+    The barrier keeps the compiler from rounding first, which would leave two registers for every pair.
+    """
+    return lax.optimization_barrier(jnp.where(mask, x, other)).astype(jnp.bfloat16)
+
+
+def tokens(reverse: bool):
+    """[64]: what `Scan` reads: where each token of a chunk, as they lie in memory, stands in walking order, the first at 1:
+    whole numbers from 0 on XLA would compute in every call."""
+    order = np.arange(1, CHUNK + 1, dtype=np.int32)
+    return order[::-1] if reverse else order
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Masks and matrices [i, j] over the tokens of a chunk as they lie in memory; walked backwards if `reverse`.
+
+    `order` is `tokens` in memory, read anew for every mask: what is formed of positions alone the compiler would hold in
+    registers throughout a loop.
+    """
+
+    reverse: bool
+    order: Any
+
+    @property
+    def last(self) -> int:
+        """The token that a walk leaves a chunk by."""
+        return 0 if self.reverse else CHUNK - 1
+
+    def positions(self):
+        i = plgpu.broadcasted_iota(jnp.int32, TILE, 0, layout=WGMMA)
+        j = along(plgpu.load(self.order, layout=BY_COLUMN, optimized=False))
+        return CHUNK - i if self.reverse else i + 1, j
+
+    def earlier(self):
+        """Token i no later than token j."""
+        i, j = self.positions()
+        return i <= j
+
+    def before(self):
+        """Token i before token j."""
+        i, j = self.positions()
+        return i < j
+
+    def later(self):
+        i, j = self.positions()
+        return i >= j
+
+    def middle_matrix(self):
+        """Row i sums the gates from the chunk's middle through token i, negatively before it."""
+        j = plgpu.broadcasted_iota(jnp.int32, TILE, 1, layout=WGMMA)
+        second = j < CHUNK // 2 if self.reverse else j >= CHUNK // 2
+        least = jnp.where(second, 0.0, -1.0)
+        return kept(self.later(), least + 1.0, least)

@@ -1,0 +1,56 @@
+"""The tunables of the TPU kernels, and what they refuse; without Pallas, which only their use loads."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from glax._src.core.recurrence import Recurrence
+from glax._src.core.registry import Config, check_field
+from glax._src.kernels.pallas_tpu.sizes import SMEM_BYTES, VMEM_BYTES, packing, unit_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class TPUChunkedConfig(Config):
+    """chunk: tokens a chunk. units: tiles of 128 lanes (one head of 128, two of 64) that a program works on side by side."""
+
+    chunk: int = 128
+    units: int = 8
+
+    def __post_init__(self):
+        check_field("chunk", self.chunk, 32, 256, power_of_two=True)
+        check_field("units", self.units, 1, 1024)
+
+    @classmethod
+    def candidates(cls, r: Recurrence) -> "list[TPUChunkedConfig]":
+        return [cls(chunk, units) for chunk in (64, 128) for units in (2, 4, 8)]
+
+
+def supports(r: Recurrence) -> str | None:
+    if r.q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"computes in float32 and bfloat16, query is {r.q.dtype}"
+    if r.decay.value is not None:
+        return "gates per value channel are not written: they would scale the other side of the state"
+    if 0 in (r.q.shape[0], r.q.shape[1], r.num_sequences):
+        return "there is nothing to compute"
+    K, V = r.state_shape[2:]
+    pack, K_lanes, V_lanes = packing((r.q.shape[2], r.k.shape[2], r.v.shape[2]), K, V)
+    if unit_bytes(128, pack * K_lanes, pack * V_lanes, r.q.dtype.itemsize) > VMEM_BYTES:
+        return f"blocks of one head with K={K}, V={V} in {r.q.dtype} do not fit VMEM"
+    if r.boundaries is not None and 24 * (r.q.shape[1] // 128 + r.num_sequences + 3) > SMEM_BYTES:
+        return f"the steps of T={r.q.shape[1]} rows in {r.num_sequences} sequences do not fit scalar memory"
+    return None
+
+
+def priority(r: Recurrence) -> int:
+    """Above XLA's, but where a chunk would be mostly padding: a few tokens go through XLA's `recurrent`."""
+    return 5 if r.q.shape[1] >= 16 else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TPUGradientConfig(TPUChunkedConfig):
+    """As the forward's."""
+
+    @classmethod
+    def heuristic(cls, r: Recurrence) -> "TPUGradientConfig":
+        """Fewer units where a block of one is larger: gates per key channel and their gradient, and float32."""
+        return cls(units=8 if r.q.dtype == jnp.bfloat16 and r.decay.key is None else 4)

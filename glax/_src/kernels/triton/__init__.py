@@ -1,0 +1,6 @@
+"""Kernels for NVIDIA GPUs from compute capability 8.0 on, in Triton."""
+
+from glax._src.kernels.triton import registration
+from glax._src.kernels.triton.config import ChunkedConfig, GradientConfig, TokenConfig
+
+__all__ = ["ChunkedConfig", "GradientConfig", "TokenConfig", "registration"]

@@ -1,0 +1,149 @@
+"""The tunable numbers of the Triton kernels, and rules for them from the shapes."""
+
+import dataclasses
+
+from glax._src.core.recurrence import Recurrence
+from glax._src.core.registry import Config, check_field
+from glax._src.kernels.common.gpu import multiprocessors
+
+WIDEST = 512
+
+
+def width(n: int) -> int:
+    """The block that holds n columns: the tensor cores' least is 16."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def check_fields(config: Config, *tiles: str):
+    """Check the fields of a Triton kernel's config; `tiles` names those that are sizes of a tile."""
+    for name in tiles:
+        check_field(name, getattr(config, name), 16, WIDEST, power_of_two=True)  # Triton's tiles are powers of two
+    check_field("segment", config.segment, 0, 2**31 - 1)
+    check_field("warps", config.warps, 1, 32, power_of_two=True)
+    check_field("stages", config.stages, 1, 16)
+
+
+def segment_for(r: Recurrence, chunk: int, programs: int) -> int:
+    """Tokens a segment, 0 for whole sequences: T is cut only where the programs for uncut ones leave the GPU idle.
+
+    Cutting walks k, v and the gates twice. Measured, it pays below three quarters of a program a multiprocessor, and then at
+    most two a multiprocessor, which run at the same time, are best.
+    """
+    T, enough = r.q.shape[1], multiprocessors()
+    parts = min(2 * enough // max(programs, 1), T // (16 * chunk))
+    if parts < 2 or 4 * programs >= 3 * enough:
+        return 0
+    return -(-T // (parts * chunk)) * chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkedConfig(Config):
+    """chunk: tokens a chunk; columns: of the state's V in a program; segment: tokens a program walks, 0 for all of T.
+
+    warps, stages: of each program, and of its software pipeline.
+    """
+
+    chunk: int = 32
+    columns: int = 64
+    segment: int = 0
+    warps: int = 4
+    stages: int = 2
+
+    def __post_init__(self):
+        check_fields(self, "chunk", "columns")
+
+    @classmethod
+    def heuristic(cls, r: Recurrence) -> "ChunkedConfig":
+        """Measured on an H200 in bfloat16 at widths of 128: chunks of 64, the least that the tensor cores take whole, and 64
+        columns; a third stage where a multiprocessor has one program only. Elsewhere: what fits in registers.
+        """
+        K, V = width(r.q.shape[3]), width(r.v.shape[3])
+        walks, wide = r.num_sequences * r.num_heads, r.q.dtype != "bfloat16"
+        if K <= 128 and not wide:
+            columns = min(V, 64)
+            programs = walks * -(-V // columns)
+            segment = segment_for(r, 64, programs)
+            return cls(64, columns, segment, stages=3 if not segment and programs <= multiprocessors() else 2)
+        # 0.70 ms instead of 1.01 at B4 T2048 H16
+        exact = r.q.dtype == "float32" and K == 128 and r.decay.form == "key"
+        chunk = 16 if K >= 512 or (wide and K >= 256) or exact else 32
+        columns = min(V, 32 if exact else 64, max(16, 2**13 // K))
+        segment = segment_for(r, chunk, walks * -(-V // columns))
+        return cls(chunk, columns, segment, warps=8 if K >= 256 else 4, stages=1 if wide or K >= 256 else 3)
+
+    @classmethod
+    def candidates(cls, r: Recurrence) -> "list[ChunkedConfig]":
+        guess = cls.heuristic(r)
+        found = [guess]
+        for chunk, columns, stages in ((64, 64, 2), (64, 64, 3), (64, 32, 2), (64, 32, 3), (32, 64, 2), (16, 64, 2)):
+            for segment in dict.fromkeys((0, guess.segment, 1024)):
+                if columns <= width(r.v.shape[3]) and segment < r.q.shape[1]:
+                    found.append(cls(chunk, columns, segment, guess.warps, stages))
+        return list(dict.fromkeys(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientConfig(Config):
+    """chunk: tokens a chunk, whose two states are stored; rows: of the states at a time; segment: tokens that a program of
+    the states' kernels walks, 0 for all of T; block: rows and columns of the state in such a program.
+    """
+
+    chunk: int = 64
+    rows: int = 64
+    segment: int = 0
+    block: int = 64
+    warps: int = 4
+    stages: int = 2
+
+    def __post_init__(self):
+        check_fields(self, "chunk", "rows", "block")
+
+    @classmethod
+    def heuristic(cls, r: Recurrence) -> "GradientConfig":
+        """Measured on an H200 in bfloat16 at widths of 128: few rows at a time, so that two programs share a multiprocessor.
+
+        Elsewhere: what fits in registers.
+        """
+        K, V = width(r.q.shape[3]), width(r.v.shape[3])
+        wide, key = r.q.dtype != "bfloat16", r.decay.form == "key"
+        exact = r.q.dtype == "float32" and V == 128 and not key  # 5 ms instead of 19 at B4 T2048 H16
+        chunk = 16 if (wide and V >= 256) or exact else 32 if wide or V >= 256 else 64
+        block = min(64, K, V)
+        rows = 16 if key or V >= 256 else min(K, 32)
+        segment = segment_for(r, chunk, r.num_sequences * r.num_heads * (K // block) * (V // block))
+        return cls(chunk, rows, segment, block, warps=4, stages=1 if wide or V >= 256 else 4)
+
+    @classmethod
+    def candidates(cls, r: Recurrence) -> "list[GradientConfig]":
+        guess = cls.heuristic(r)
+        found = [guess]
+        for chunk, rows, warps in ((64, 16, 4), (64, 32, 4), (32, 16, 2), (32, 64, 4), (64, 64, 8)):
+            if rows <= width(r.q.shape[3]):
+                found.append(dataclasses.replace(guess, chunk=chunk, rows=rows, warps=warps))
+        return list(dict.fromkeys(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenConfig(Config):
+    """columns: of the state's V in a program."""
+
+    columns: int = 16
+    warps: int = 4
+
+    def __post_init__(self):
+        check_field("columns", self.columns, 1, WIDEST, power_of_two=True)
+        check_field("warps", self.warps, 1, 32, power_of_two=True)
+
+    @classmethod
+    def heuristic(cls, r: Recurrence) -> "TokenConfig":
+        """Measured on an H200, decoding: tiles of 16 KB, whose rows are whole lines of memory, where there are enough."""
+        K, V = width(r.q.shape[3]), width(r.v.shape[3])
+        large = min(V, max(32, 2**12 // K))
+        if r.q.shape[1] == 1 and r.num_sequences * r.num_heads * (V // large) >= 4 * multiprocessors():
+            return cls(columns=large, warps=16 if K >= 128 else 4)
+        return cls(columns=min(V, max(8, 2**11 // K)), warps=4 if K >= 128 else 1)
+
+    @classmethod
+    def candidates(cls, r: Recurrence) -> "list[TokenConfig]":
+        V = width(r.v.shape[3])
+        return [cls(c, w) for c in (8, 16, 32, 64) for w in (1, 2, 4) if c <= V] + [cls(min(V, 32), 16)]

@@ -1,0 +1,55 @@
+"""The token-by-token kernels launched."""
+
+import jax.numpy as jnp
+
+from glax._src.core.recurrence import Outputs, Recurrence
+from glax._src.kernels.triton import recurrent_kernels
+from glax._src.kernels.triton.config import TokenConfig, width
+from glax._src.kernels.triton.launch import ALIASES_ARE_PASSED, launch
+from glax._src.kernels.triton.segments import segments_of
+
+
+def gates_of(r: Recurrence):
+    """(head, key, value) arrays and flags; any array stands for what is not there."""
+    d = r.decay
+    head = d.head if d.constant is None else d.constant
+    arrays = [r.scale if x is None else x for x in (head, d.key, d.value)]
+    form = "constant" if d.constant is not None else "none" if d.head is None else "head"
+    return arrays, dict(HEAD=form, KEY=d.key is not None, VALUE=d.value is not None)
+
+
+def shape(r: Recurrence, columns: int) -> dict:
+    _, H, K, V = r.state_shape
+    return dict(H=H, HQ=r.q.shape[2], HK=r.k.shape[2], HV=r.v.shape[2], K=K, V=V, BK=width(K), BV=columns)
+
+
+def recurrent(r: Recurrence, config: TokenConfig) -> Outputs:
+    B, T = r.q.shape[:2]
+    N, H, K, V = r.state_shape
+    segments = segments_of(r, T, T)
+    gates, flags = gates_of(r)
+    start = r.scale if r.initial_state is None else r.initial_state
+    o, final = launch(
+        recurrent_kernels.recurrent,
+        -(-V // config.columns) * H * segments.count,
+        (r.q, r.k, r.v, *gates, r.scale, start, segments.table),
+        [((B, T, H, V), r.q.dtype), ((N, H, K, V), jnp.float32)],
+        **shape(r, config.columns), **flags, SIGN=-1 if r.reverse else 1, START=r.initial_state is not None,
+        warps=config.warps, stages=2,
+    )  # fmt: skip
+    return Outputs(o, final)
+
+
+def recurrent_step(r: Recurrence, pool, slots, config: TokenConfig):
+    """The pool is updated where it lies if the caller donates it; JAX copies it first otherwise."""
+    B, V = r.q.shape[0], pool.shape[3]
+    gates, flags = gates_of(r)
+    o, pool = launch(
+        recurrent_kernels.step_passed_pool if ALIASES_ARE_PASSED else recurrent_kernels.step,
+        -(-V // config.columns) * r.num_heads * B,
+        (r.q, r.k, r.v, *gates, r.scale, slots, pool),
+        [((B, 1, r.num_heads, V), r.q.dtype), (pool.shape, pool.dtype)],
+        in_place={8: 1},
+        **shape(r, config.columns), **flags, warps=config.warps, stages=1,
+    )  # fmt: skip
+    return o, pool

@@ -1,0 +1,125 @@
+"""Kernels that take one token at a time: every decay exactly as it is written, the state in registers."""
+
+from glax._src.kernels.triton.launch import tl, triton
+from glax._src.kernels.triton.tiles import at, exp, load_state, store_state
+
+
+@triton.jit
+def log_decays(head, key, value, row, h, n, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+               HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr):  # fmt: skip
+    """The sums of one token's gates for rows [BK] and columns [BV] of the state; HEAD: "constant", "head" or "none"."""
+    rows, columns = tl.zeros(k.shape, tl.float32), tl.zeros(v.shape, tl.float32)
+    if HEAD == "constant":
+        rows += tl.load(head + n * H + h).to(tl.float32)
+    elif HEAD == "head":
+        rows += tl.load(head + row.to(tl.int64) * H + h).to(tl.float32)
+    if KEY:
+        rows += tl.load(at(key, row, h, H, K) + k, mask=k < K, other=0.0).to(tl.float32)
+    if VALUE:
+        columns += tl.load(at(value, row, h, H, V) + v, mask=v < V, other=0.0).to(tl.float32)
+    return rows, columns
+
+
+@triton.jit
+def advance(S, added, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """S e^rows e^columns + added, of the sides that have gates.
+
+    What a mild gate takes is added to what the token brings before either meets the state: by itself it may be less than
+    half a digit of the state, and would round to nothing at every token.
+    """
+    if ROWS:
+        mild, factor = change(rows)
+        if COLUMNS:
+            S = tl.where(mild[:, None], S, 0.0) + S * factor[:, None]
+        else:
+            S = tl.where(mild[:, None], S, 0.0) + (S * factor[:, None] + added)
+    if COLUMNS:
+        mild, factor = change(columns)
+        S = tl.where(mild[None, :], S, 0.0) + (S * factor[None, :] + added)
+    return S if ROWS or COLUMNS else S + added
+
+
+@triton.jit
+def change(log):
+    """Whether a gate is mild, and what a state takes times itself then, e^log - 1, else what becomes of it, e^log.
+
+    Rounded to one number, equal gates would round alike at every token: 2600 of -1e-6 would be 8e-5 off. A state rounds anew.
+    """
+    mild = tl.abs(log) < 1 / 64
+    rest = log * (1 + log * (1 / 2 + log * (1 / 6 + log * (1 / 24))))  # to 1e-11 below 1/64
+    return mild, tl.where(mild, rest, exp(log))
+
+
+@triton.jit
+def vector(x, row, head, d, HEADS: tl.constexpr, D: tl.constexpr):
+    """x[row, head], [BD] in float32."""
+    return tl.load(at(x, row, head, HEADS, D) + d, mask=d < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def recurrent(
+    q, k, v, head, key, value, scale, start, table, o, final,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    SIGN: tl.constexpr, START: tl.constexpr,
+):  # fmt: skip
+    """A whole sequence, one head, BV columns of v in a program."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
+    entry = table + e * 6
+    origin, length, filled = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    n, edges = tl.load(entry + 3), tl.load(entry + 4)
+    ck, cv = tl.arange(0, BK), block * BV + tl.arange(0, BV)
+    hq, hk, hv = h // (H // HQ), h // (H // HK), h // (H // HV)
+    factor = tl.load(scale + n).to(tl.float32)
+    S = load_state(start, n, h, ck, cv, V, H, K, V).to(tl.float32) if START else tl.zeros([BK, BV], tl.float32)
+    for t in range(0, filled):
+        row = origin + SIGN * t
+        rows, columns = log_decays(head, key, value, row, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
+        added = vector(k, row, hk, ck, HK, K)[:, None] * vector(v, row, hv, cv, HV, V)[None, :]
+        S = advance(S, added, rows, columns, HEAD != "none" or KEY, VALUE)
+        out = tl.sum(S * vector(q, row, hq, ck, HQ, K)[:, None], 0) * factor
+        tl.store(at(o, row, h, H, V) + cv, out.to(o.dtype.element_ty), mask=cv < V)
+    for t in range(filled, length):
+        zero = tl.zeros([BV], o.dtype.element_ty)
+        tl.store(at(o, origin + SIGN * t, h, H, V) + cv, zero, mask=cv < V)
+    if (edges & 2) != 0:
+        store_state(final, S, n, h, ck, cv, H, K, V)
+
+
+@triton.jit
+def step(
+    q, k, v, head, key, value, scale, slots, pool, o,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """One token of sequence n in row slots[n] of the pool, in place; a slot of -1 has output 0 and touches nothing."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    block, h, n = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
+    ck, cv = tl.arange(0, BK), block * BV + tl.arange(0, BV)
+    slot = tl.load(slots + n)
+    factor = tl.load(scale + n).to(tl.float32)
+    out = tl.zeros([BV], tl.float32)
+    if slot >= 0:
+        # A pool is larger than any cache, and each state is read and written once. The barrier holds back what is done with
+        # it until all of it is asked for: the compiler would save registers, and have half wait for the other half. It
+        # does so again if gates or q, k and v are loaded before the state: its disassembly tells.
+        S = load_state(pool, slot, h, ck, cv, V, H, K, V, "evict_first").to(tl.float32)
+        tl.debug_barrier()
+        rows, columns = log_decays(head, key, value, n, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
+        kt, vt = vector(k, n, h // (H // HK), ck, HK, K), vector(v, n, h // (H // HV), cv, HV, V)
+        qt = vector(q, n, h // (H // HQ), ck, HQ, K)
+        S = advance(S, kt[:, None] * vt[None, :], rows, columns, HEAD != "none" or KEY, VALUE)
+        out = tl.sum(S * qt[:, None], 0) * factor
+        store_state(pool, S, slot, h, ck, cv, H, K, V, "evict_first")
+    tl.store(at(o, n, h, H, V) + cv, out.to(o.dtype.element_ty), mask=cv < V)
+
+
+@triton.jit
+def step_passed_pool(
+    q, k, v, head, key, value, scale, slots, pool, o, pool_again,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """`step` for jax-triton 0.3, which hands over the pool as an output, too."""
+    step(q, k, v, head, key, value, scale, slots, pool, o, H, HQ, HK, HV, K, V, BK, BV, HEAD, KEY, VALUE)

@@ -1,0 +1,80 @@
+"""Kernels for NVIDIA GPUs from compute capability 8.0 on, in Triton, through jax-triton.
+
+Importing this needs neither: they load with the first call that runs here.
+"""
+
+from glax._src.core.recurrence import Outputs, Recurrence
+from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
+from glax._src.kernels.triton.config import ChunkedConfig, GradientConfig, TokenConfig
+from glax._src.kernels.triton.support import chunked_refusal, refusal, step_refusal, token_priority
+
+__all__ = ["ChunkedConfig", "GradientConfig", "TokenConfig"]
+
+
+def forward_two_phase(r: Recurrence) -> TwoPhase | None:
+    """Where sequences are cut into segments, whose own states are found first."""
+    if not ChunkedConfig.heuristic(r).segment:
+        return None
+    from glax._src.kernels.triton import chunked as chunks
+
+    return TwoPhase(chunks.begin, chunks.finish)
+
+
+def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
+    if not GradientConfig.heuristic(r).segment:
+        return None
+    from glax._src.kernels.triton import chunked as chunks
+
+    return TwoPhase(chunks.begin_vjp, chunks.finish_vjp)
+
+
+@kernel_registry.register(
+    "chunked",
+    Platform.TRITON,
+    Backend.GPU,
+    config=ChunkedConfig,
+    supports=chunked_refusal,
+    priority=lambda r: 10,
+    two_phase=forward_two_phase,
+    version=1,
+)
+def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
+    """The chunked form in one pass over q, k, v and the gates, the state on chip."""
+    from glax._src.kernels.triton import chunked as chunks
+
+    return chunks.chunked(r, config)
+
+
+@kernel_registry.register(
+    "chunked.vjp",
+    Platform.TRITON,
+    Backend.GPU,
+    config=GradientConfig,
+    supports=chunked_refusal,
+    priority=lambda r: 10,
+    two_phase=gradient_two_phase,
+    version=1,
+)
+def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> Recurrence:
+    """The gradient in every input from the states at both ends of each chunk."""
+    from glax._src.kernels.triton import chunked as chunks
+
+    return chunks.chunked_vjp(r, d_output, d_final, config)
+
+
+@kernel_registry.register(
+    "recurrent", Platform.TRITON, Backend.GPU, config=TokenConfig, supports=refusal, priority=token_priority
+)
+def recurrent(r: Recurrence, *, config: TokenConfig) -> Outputs:
+    """Token by token, every decay as it is written: short sequences, and gates on the value side."""
+    from glax._src.kernels.triton import recurrent as tokens
+
+    return tokens.recurrent(r, config)
+
+
+@kernel_registry.register("recurrent.step", Platform.TRITON, Backend.GPU, config=TokenConfig, supports=step_refusal)
+def recurrent_step(r: Recurrence, pool, slots, *, config: TokenConfig):
+    """One token of each sequence, its state read and written once, in the pool."""
+    from glax._src.kernels.triton import recurrent as tokens
+
+    return tokens.recurrent_step(r, pool, slots, config)

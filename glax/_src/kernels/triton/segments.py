@@ -1,0 +1,70 @@
+"""The time axis cut into segments: one table for packed and unpacked sequences, both directions, and padding rows."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from glax._src.core.recurrence import Recurrence
+
+SEQUENCE = 3  # the column of the table that says it
+
+
+class Segments(NamedTuple):
+    """Segments of at most `size` tokens, each of one sequence, in walking order within it; every sequence has at least one.
+
+    table: (row of the first token in [B * T] rows, rows to write, rows that hold tokens, sequence, edges, chunk) of each
+           segment. Token p of a segment stands p rows behind its first, or before it with `reverse`. Rows of padding are
+           written and hold no token. edges: 1 at a sequence's first segment, plus 2 at its last, 0 in padding. chunk: the
+           place of its first chunk among those of all sequences.
+    begins: the segments of sequence n are begins[n] to begins[n + 1].
+
+    T is in the values, never in the shape of a kernel: one compiled kernel serves every T.
+    """
+
+    count: int
+    table: Int[Array, "M 6"]
+    begins: Int[Array, "N+1"]
+
+
+def segments_of(r: Recurrence, size: int, chunk: int) -> Segments:
+    """Cuts every sequence into segments of `size` tokens, a multiple of `chunk`."""
+    B, T = r.q.shape[:2]
+    if r.boundaries is None:
+        xp, starts, lengths = np, np.arange(B) * T, np.full(B, T)
+    else:
+        # Padding behind the last cut is one more sequence, without tokens.
+        cuts = jnp.clip(r.boundaries, 0, T).astype(jnp.int32)
+        starts = cuts.at[0].set(0)
+        xp, lengths = jnp, jnp.diff(jnp.append(starts, T))
+    N = r.num_sequences
+    begins, chunk_begins = (begins_of(xp, lengths, each, N) for each in (size, chunk))
+    count = -(-T // size) * B if xp is np else T // size + N + 1
+    entry = xp.arange(count, dtype=np.int32)
+    sequence = xp.searchsorted(begins[1:], entry, side="right")
+    unused = sequence >= len(lengths)
+    sequence = xp.minimum(sequence, len(lengths) - 1)
+    index = entry - begins[sequence]
+    before = index * size
+    length = xp.where(unused, 0, xp.clip(lengths[sequence] - before, 0, size))
+    padding = unused | (sequence >= N)
+    origin = starts[sequence] + (lengths[sequence] - 1 - before if r.reverse else before)
+    edges = xp.where(index == 0, 1, 0) + xp.where(entry == begins[sequence + 1] - 1, 2, 0)
+    columns = (
+        xp.where(unused, 0, origin),
+        length,
+        xp.where(padding, 0, length),
+        xp.minimum(sequence, N - 1),
+        xp.where(padding, 0, edges),
+        chunk_begins[sequence] + index * (size // chunk),
+    )
+    table = xp.stack(columns, axis=1).astype(np.int32)
+    return Segments(count, jnp.asarray(table), jnp.asarray(begins[: N + 1].astype(np.int32)))
+
+
+def begins_of(xp, lengths, size: int, N: int):
+    """Where each sequence's segments begin, if those of the first N sequences have at least one each."""
+    counts = -(-lengths // size)
+    counts = xp.where(xp.arange(len(lengths)) < N, xp.maximum(counts, 1), counts)
+    return xp.concatenate([xp.zeros(1, counts.dtype), xp.cumsum(counts)])

@@ -1,0 +1,219 @@
+"""Kernels that carry a state along a segment of a sequence: the states at its chunks, and a scan of segments.
+
+With G_i the sum of log decays of a chunk through its token i, in its first C/2 tokens L, in all of them G_last:
+
+    S_out = e^{G_last} S_in + sum_j (k_j e^{G_last - G_j}) v_j^T
+    o_i   = (q_i e^{G_i})^T S_in + sum_{j <= i} (sum_k q_ik k_jk e^{G_ik - G_jk}) v_j
+
+One program has one segment, one head, and a block of the state. Segments are made independent in three launches: their
+states from zero, a scan over them, their outputs from the right states.
+"""
+
+from glax._src.kernels.triton.launch import tl, triton
+from glax._src.kernels.triton.tiles import (
+    LOG_OF_ZERO,
+    at,
+    dot,
+    exp,
+    load_head_sums,
+    load_last,
+    load_state,
+    load_tile,
+    store_state,
+)
+
+
+@triton.jit
+def states(
+    a, b, g, scale, start, table, out, edge, total,
+    H: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr, ADJOINT: tl.constexpr,
+    LAST: tl.constexpr, START: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [segments, H, K, V] and total [segments, H, K or 1]: a segment's state, begun from zero, and its log decay.
+
+    LAST: of a sequence's last segment (or, against time, its first) too; else that is 0.
+    """
+    carry(
+        tl.program_id(0), a, b, g, scale, start, table, out, edge, total,
+        H, HA, HB, K, V, C, BK, BV, FORM, SIGN, ADJOINT, False, LAST, START, DTYPE, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def all_states(
+    q, k, v, do, g, scale, start, d_start, table, out, edge, d_out, d_edge,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
+    START: tl.constexpr, D_START: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both directions at once, half of the programs each, for either alone leaves the GPU half idle."""
+    program = tl.program_id(0)
+    if program % 2 == 0:
+        carry(
+            program // 2, k, v, g, scale, start, table, out, edge, edge,
+            H, HK, HV, K, V, C, BK, BV, FORM, SIGN, False, True, True, START, DTYPE, PRECISION,
+        )  # fmt: skip
+    else:
+        carry(
+            program // 2, q, do, g, scale, d_start, table, d_out, d_edge, d_edge,
+            H, HQ, H, K, V, C, BK, BV, FORM, SIGN, True, True, True, D_START, DTYPE, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def carry(
+    program, a, b, g, scale, start, table, out, edge, total,
+    H: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr, ADJOINT: tl.constexpr,
+    EVERY: tl.constexpr, LAST: tl.constexpr, START: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The states of k and v (a, b), or with ADJOINT those of scale * q and do walked backwards, dL/dS:
+
+        dS_in = e^{G_last} dS_out + sum_i (q_i e^{G_i}) do_i^T
+
+    EVERY: out [chunks, H, K, V] takes the state where the walk enters each chunk, edge [N, H, K, V] that at its end.
+    Otherwise: out [segments, H, K, V] takes the state at the segment's end, begun from zero, and total [segments, H, K or
+    1] its log decay. START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0). g: for head gates
+    their sums G; with key gates a and g are `adds` (or `reads`) and `last` of `prepare`. The state lies transposed, so that
+    none of what is computed here must be transposed: that takes a detour through memory.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    NV: tl.constexpr = (V + BV - 1) // BV
+    block, h, e = program % (NK * NV), program // (NK * NV) % H, program // (NK * NV * H)
+    row = table + e * 6
+    origin, filled, n = tl.load(row), tl.load(row + 2), tl.load(row + 3)
+    edges, chunk = tl.load(row + 4), tl.load(row + 5)
+    k, v = block // NV * BK + tl.arange(0, BK), block % NV * BV + tl.arange(0, BV)
+    tokens = tl.arange(0, C)
+    ha, hb = h // (H // HA), h // (H // HB)
+    if START == 1:
+        S = tl.trans(load_state(start, e, h, k, v, V, H, K, V).to(tl.float32))
+    elif START == 2:
+        S = tl.trans(load_state(start, n, h, k, v, V, H, K, V).to(tl.float32))
+    else:
+        S = tl.zeros([BV, BK], tl.float32)
+    log = tl.zeros([BK], tl.float32)
+    factor = tl.load(scale + n).to(tl.float32)
+    steps = tl.cdiv(filled, C)
+    if not LAST:  # nobody reads what leaves a sequence's last segment (or, against time, its first)
+        steps = tl.where((edges & (1 if ADJOINT else 2)) != 0, 0, steps)
+    last = chunk_sum(g, steps - 1 if ADJOINT else 0, origin, chunk, h, n, k, filled, H, K, C, FORM, SIGN)
+    for step in range(0, steps):
+        c = steps - 1 - step if ADJOINT else step
+        first = origin + SIGN * c * C
+        count = filled - c * C
+        if EVERY:
+            store_state(out, tl.trans(S), chunk + c, h, k, v, H, K, V)
+        # [C, BK], [C, BV]
+        x = load_tile(at(a, first, ha, HA, K), tokens, k, count, HA, K, SIGN)
+        y = load_tile(at(b, first, hb, HB, V), tokens, v, count, HB, V, SIGN)
+        if FORM == "head" or FORM == "constant":
+            G = load_head_sums(g, first, h, n, tokens, count, H, FORM, SIGN)
+            end = load_head_sums(g, first, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
+            x = x * exp(G if ADJOINT else end - G)[:, None]
+        added = dot(tl.trans(y), x, DTYPE, PRECISION)
+        if ADJOINT:
+            added *= factor
+        if FORM == "key":
+            S = S * exp(last)[None, :] + added
+        elif FORM == "none":
+            S += added
+        else:
+            S = S * exp(last) + added
+        log += last
+        # A chunk ahead, so that nothing waits for it.
+        last = chunk_sum(g, c - 1 if ADJOINT else c + 1, origin, chunk, h, n, k, filled, H, K, C, FORM, SIGN)
+    S = tl.trans(S)
+    if EVERY:
+        if (filled == 0) & (edges != 0):  # an empty sequence hands its state through
+            store_state(out, S, chunk, h, k, v, H, K, V)
+        if (edges & (1 if ADJOINT else 2)) != 0:
+            store_state(edge, S, n, h, k, v, H, K, V)
+    else:
+        store_state(out, S, e, h, k, v, H, K, V)
+        if FORM != "none":
+            store_log(total, log, e, h, k, H, K, FORM)
+
+
+@triton.jit
+def chunk_sum(
+    g, c, origin, chunk, h, n, k, filled,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
+):  # fmt: skip
+    """The sum of the gates of chunk c of a segment, one number or [BK]; 0 where the segment has no such chunk."""
+    count = tl.where(c >= 0, filled - c * C, 0)
+    if FORM == "key":
+        return load_last(g, chunk + c, h, k, count, H, K)
+    else:
+        return load_head_sums(g, origin + SIGN * c * C, h, n, C - 1, count, H, FORM, SIGN)
+
+
+@triton.jit
+def scan(
+    local, total, start, begins, out, edge, through, before,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    FORM: tl.constexpr, ADJOINT: tl.constexpr, START: tl.constexpr,
+):  # fmt: skip
+    """The state before every segment (behind it with ADJOINT) from the segments' own states and total log decays.
+
+    edge [N, H, K, V], through [N, H, K or 1]: what follows the last segment, and the log decay of all, if `states` had LAST.
+    before [segments, H, K or 1]: the log decays of those that the scan sees before each.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    NV: tl.constexpr = (V + BV - 1) // BV
+    block, h, n = tl.program_id(0) % (NK * NV), tl.program_id(0) // (NK * NV) % H, tl.program_id(0) // (NK * NV * H)
+    k, v = block // NV * BK + tl.arange(0, BK), block % NV * BV + tl.arange(0, BV)
+    first, last = tl.load(begins + n), tl.load(begins + n + 1)
+    S = load_state(start, n, h, k, v, V, H, K, V).to(tl.float32) if START else tl.zeros([BK, BV], tl.float32)
+    log = tl.zeros([BK], tl.float32)
+    for step in range(0, last - first):
+        e = last - 1 - step if ADJOINT else first + step
+        store_state(out, S, e, h, k, v, H, K, V)
+        own = load_state(local, e, h, k, v, V, H, K, V)
+        store_log(before, log, e, h, k, H, K, FORM)
+        if FORM == "none":
+            S += own
+        else:
+            if FORM == "key":
+                each = tl.load(total + (e.to(tl.int64) * H + h) * K + k, mask=k < K, other=0.0)
+            else:
+                each = tl.load(total + e.to(tl.int64) * H + h + k * 0)
+            S = S * exp(each)[:, None] + own
+            log += each
+    store_state(edge, S, n, h, k, v, H, K, V)
+    store_log(through, log, n, h, k, H, K, FORM)
+
+
+@triton.jit
+def store_log(x, log, index, h, k, H: tl.constexpr, K: tl.constexpr, FORM: tl.constexpr):
+    """x[index, h, k] or, of gates that all channels have in common, x[index, h, 0]."""
+    if FORM == "key":
+        tl.store(x + (index.to(tl.int64) * H + h) * K + k, log, mask=k < K)
+    else:
+        tl.store(x + index.to(tl.int64) * H + h, tl.max(log, 0))
+
+
+@triton.jit
+def chunk_sums(g, table, out, H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr):
+    """out[row, h] = G, the sum of the head gates of row's chunk through row, in walking order. A program a chunk."""
+    entry = table + tl.program_id(0) * 6
+    origin, filled = tl.load(entry), tl.load(entry + 2)
+    tokens, h = tl.arange(0, C), tl.arange(0, BH)
+    offsets = (origin + SIGN * tokens).to(tl.int64)[:, None] * H + h[None, :]
+    mask = (tokens < filled)[:, None] & (h < H)[None, :]
+    gates = tl.maximum(tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32), LOG_OF_ZERO)
+    tl.store(out + offsets, tl.cumsum(gates, 0), mask=mask)
+
+
+@triton.jit
+def sequence_sums(x, begins, out, H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr):
+    """out[n] = the sum of x [entries, H] over entries begins[n] to begins[n + 1], always in the same order."""
+    n, h = tl.program_id(0), tl.arange(0, BH)
+    first, last = tl.load(begins + n), tl.load(begins + n + 1)
+    total = tl.zeros([BH], tl.float32)
+    for e in range(first, last, ROWS):
+        rows = e + tl.arange(0, ROWS)
+        mask = (rows < last)[:, None] & (h < H)[None, :]
+        total += tl.sum(tl.load(x + rows[:, None] * H + h[None, :], mask=mask, other=0.0), 0)
+    tl.store(out + n * H + h, total, mask=h < H)

@@ -1,0 +1,50 @@
+"""What the Triton kernels cannot run, in sentences; and which of them is to be preferred."""
+
+import importlib.util
+
+from glax._src.core.backend import local_device
+from glax._src.core.known_miscompiles import numbers, version_of
+from glax._src.core.recurrence import Recurrence
+from glax._src.kernels.triton.config import WIDEST
+
+SMALL_T = 16
+
+
+def installation() -> str | None:
+    """What is missing on this machine, if anything is."""
+    missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"needs {' and '.join(missing).replace('_', '-')}: pip install 'glax[triton]'"
+    capability = getattr(local_device(), "compute_capability", None)
+    if capability is not None and numbers(str(capability)) < (8, 0):
+        return f"needs a GPU of compute capability 8.0, this one has {capability}"
+    if numbers(version_of("triton") or "") < (3, 4):
+        return f"needs triton>=3.7.1, {version_of('triton')} is installed"
+    return None
+
+
+def refusal(r: Recurrence) -> str | None:
+    if r.q.dtype == "float64":
+        return "float64 is not written"
+    if 0 in (*r.q.shape, *r.v.shape, r.num_sequences):
+        return "empty arrays are left to XLA"
+    if max(r.q.shape[3], r.v.shape[3]) > WIDEST:
+        return f"heads wider than {WIDEST} are not written"
+    return installation()
+
+
+def chunked_refusal(r: Recurrence) -> str | None:
+    if r.decay.value is not None:
+        return "gates on the value side are not written in chunks; `recurrent` runs them"
+    return refusal(r)
+
+
+def step_refusal(r: Recurrence) -> str | None:
+    if r.q.shape[1] != 1 or r.boundaries is not None:
+        return "takes one token of each sequence"
+    return refusal(r)
+
+
+def token_priority(r: Recurrence) -> int:
+    """Above `chunked` where a chunk would be mostly padding; above XLA's wherever `chunked` cannot run."""
+    return 20 if r.q.shape[1] < SMALL_T else 5

@@ -1,0 +1,142 @@
+"""The public functions: those of `glax._src.api.recurrent`, and where their arrays are spread."""
+
+import functools
+from typing import Literal, Unpack
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from glax._src.api.recurrent import Options, check_per_head, lightning_decay, nothing_to_solve, retention_decay
+from glax._src.core.bind import bind, check_before_tracing, check_flag, transferred
+from glax._src.core.recurrence import Outputs
+from glax._src.core.registry import Config, Platform
+from glax._src.parallel.sharding import Axis, Spread, spread_over
+from glax._src.solve.dispatch import Choice
+
+
+class ParallelOptions(Options, total=False):
+    """What every function here accepts beside its gates: those of `glax.recurrent` and the fields of `Spread`."""
+
+    mesh: Mesh | AbstractMesh | None
+    batch_axis: Axis
+    head_axis: Axis
+    sequence_axis: str | None
+
+
+def recurrent(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "N H"] | None = None,
+    gk: Float[Array, "B T H K"] | None = None,
+    gv: Float[Array, "B T H V"] | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    initial_state: Float[Array, "N H K V"] | Float[Array, "H K V"] | None = None,
+    reverse: bool = False,
+    cu_seqlens: Int[Array, "N+1"] | None = None,
+    *,
+    platform: str | None = None,
+    cfg: Config | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    batch_axis: Axis = None,
+    head_axis: Axis = None,
+    sequence_axis: str | None = None,
+) -> Outputs:
+    """`glax.recurrent` on a mesh:   S_out = D S_in + S   for every shard of T, of which only D and S are exchanged.
+
+    The arrays are those of the whole problem, as JAX shows them, wherever they lie; the output lies as `Spread` says, and the
+    final states over batch and heads. mesh and the three axes: see `Spread`. Everything else as in `glax.recurrent`. With
+    cu_seqlens, batch_axis must be None.
+
+    Raises ValueError also if an axis is not of the mesh or named twice, or does not divide the batch or the heads.
+    """
+    arrays = dict(
+        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
+        softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    check_before_tracing(arrays, platform, cfg, reverse)
+    spread = Spread.of(mesh, batch_axis, head_axis, sequence_axis)
+    if not isinstance(query, jax.core.Tracer) and isinstance(spread.mesh, Mesh):
+        small = {name: x for name, x in arrays.items() if np.ndim(x) < 2}  # larger ones jit spreads as it takes them
+        arrays |= transferred(small, NamedSharding(spread.mesh, PartitionSpec()))
+    return bind_and_spread(Choice(Platform.parse(platform), cfg), spread, bool(reverse), arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def bind_and_spread(choice: Choice, spread: Spread, reverse: bool, arrays: dict) -> Outputs:
+    r = bind(**arrays, reverse=reverse)
+    outputs = nothing_to_solve(r) if 0 in (*r.q.shape[:2], r.num_sequences) else spread_over(choice, spread, r)
+    return outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
+
+
+def recurrent_attention(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "N H"] | None = None,
+    gk: Float[Array, "B T H K"] | None = None,
+    gv: Float[Array, "B T H V"] | None = None,
+    initial_state: Float[Array, "N H K V"] | Float[Array, "H K V"] | None = None,
+    cu_seqlens: Int[Array, "N+1"] | None = None,
+    *,
+    return_state: bool = False,
+    **options: Unpack[ParallelOptions],
+) -> Float[Array, "B T H V"] | Outputs:
+    """`recurrent`, returning the output alone unless `return_state`: then (output, final_state)."""
+    check_flag("return_state", return_state)
+    gates = dict(g=g, g_gamma=g_gamma, gk=gk, gv=gv)
+    outputs = recurrent(query, key, value, **gates, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
+    return outputs if return_state else outputs.output
+
+
+def recurrent_gla(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "N H"] | None = None,
+    **options: Unpack[ParallelOptions],
+) -> Outputs:
+    """`glax.recurrent_gla` on a mesh:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t."""
+    return recurrent(query, key, value, g, g_gamma, **options)
+
+
+def simple_gla(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"],
+    **options: Unpack[ParallelOptions],
+) -> Outputs:
+    """`glax.simple_gla` on a mesh:   S_t = exp(g_t) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t."""
+    check_per_head(query, g)
+    return recurrent(query, key, value, g=g, **options)
+
+
+def retention(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    **options: Unpack[ParallelOptions],
+) -> Outputs:
+    """`glax.retention` on a mesh:   S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t^T   in head h = 0, 1, ..."""
+    return recurrent(query, key, value, g_gamma=retention_decay(query, key, value), **options)
+
+
+def lightning_attention(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    layer_idx: int | Int[Array, ""],
+    num_layers: int,
+    *,
+    slopes: Literal["fla", "minimax"] = "fla",
+    **options: Unpack[ParallelOptions],
+) -> Outputs:
+    """`glax.lightning_attention` on a mesh:   S_t = exp(-s_h) S_{t-1} + k_t v_t^T,   s_h by `slopes`."""
+    decay = lightning_decay(query, key, value, layer_idx, num_layers, slopes)
+    return recurrent(query, key, value, g_gamma=decay, **options)

@@ -1,0 +1,175 @@
+"""How a recurrence is spread over a mesh, and run there."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from glax._src.core.decay import Decay
+from glax._src.core.recurrence import Outputs, Recurrence, spread_heads
+from glax._src.parallel.sequence import solve_sequence
+from glax._src.solve.autodiff import differentiable, solve
+from glax._src.solve.dispatch import Choice
+from glax._src.solve.partitioning import flat_axes
+
+Axis = str | tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Which mesh axes the arrays are spread over.
+
+    batch_axis, head_axis: names of axes, or tuples of names. These shards need not hear of each other. The batch must be
+        a multiple of their number, and H; fewer heads of queries, keys or values are repeated as far as need be.
+    sequence_axis: one name; n shards hold T / n tokens each, padded inside if n does not divide T. A shard tells the
+        others the state it ends in and the decay through it, which is exact with initial and final states, any gates,
+        `reverse` and sequences that cross shards. Both are formed first, so that the exchange runs beside a kernel, where
+        that pays (docs/design.md). Forward and gradient each send, per shard,
+
+            F * (K V + K' + V') * H * B * 4 bytes        whatever T is,
+
+        with K' = K for gates a key channel and else 1, V' = V for gates a value channel and else 0, B and H those of the
+        shard, and B = 1 for packed sequences however many. F = 1 up to 4 shards, which gather each other's summaries, and
+        1 + ceil(log2(n - 1)) beyond, where they hand on composed ones. The final states, if used, and the gradient of the
+        initial ones are a sum over the shards: N H K V * 4 bytes each.
+    mesh: None for the mesh in use (jax.set_mesh). Axes that are not named hold copies of everything. The types of explicit axes
+        say equal shards alone: where n does not divide T, every shard of an explicit sequence_axis receives the whole output.
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    batch_axis: Axis = None
+    head_axis: Axis = None
+    sequence_axis: str | None = None
+
+    @classmethod
+    def of(cls, mesh, batch_axis, head_axis, sequence_axis) -> "Spread":
+        """Checked: what the arguments of a user's call say."""
+        if mesh is None:
+            mesh = jax.sharding.get_abstract_mesh()
+            if mesh.empty:
+                raise ValueError("mesh must be given, or be in use by jax.set_mesh: there is none")
+        if not isinstance(mesh, Mesh | AbstractMesh):
+            raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+        named: dict[str, str] = {}
+        for argument, axis in (("batch_axis", batch_axis), ("head_axis", head_axis), ("sequence_axis", sequence_axis)):
+            names = axis if isinstance(axis, tuple) and argument != "sequence_axis" else () if axis is None else (axis,)
+            for name in names:
+                if name not in mesh.axis_names:
+                    raise ValueError(f"{argument} must be of the mesh's axes {mesh.axis_names}, got {name!r}")
+                if name in named:
+                    raise ValueError(f"{argument} must be another axis than {named[name]}, got {name!r} for both")
+                named[name] = argument
+        return cls(mesh, batch_axis, head_axis, sequence_axis)
+
+    def size(self, axis: Axis) -> int:
+        return math.prod(self.mesh.shape[name] for name in flat_axes(axis))
+
+    def specs(self, r: Recurrence) -> Recurrence:
+        """A PartitionSpec for every array of r."""
+        batch, heads = self.batch_axis, self.head_axis
+        tokens, head, states = P(batch, self.sequence_axis, heads), P(batch, self.sequence_axis, heads), P(batch, heads)
+        specs = Recurrence(
+            q=tokens,
+            k=tokens,
+            v=tokens,
+            decay=Decay(constant=states, head=head, key=tokens, value=tokens),
+            initial_state=states,
+            boundaries=P(),
+            scale=P(batch),
+            reverse=r.reverse,
+        )
+        parts = zip(leaves(specs.decay), leaves(r.decay), strict=True)
+        return specs.replace(
+            decay=Decay(*(None if x is None else spec for spec, x in parts)),
+            initial_state=None if r.initial_state is None else states,
+            boundaries=None if r.boundaries is None else P(),
+        )
+
+    def placed(self, arrays, specs, shape=None):
+        """Arrays of a tree that lie as specs say, as far as their types can say it: along explicit axes, in equal shards.
+
+        A dimension lies whole where its axes do not divide it, or its size in `shape`. Automatic axes are left to shard_map.
+        """
+        explicit = {
+            name
+            for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+            if kind is AxisType.Explicit
+        }
+        if not explicit:
+            return arrays
+
+        def typed(axis: Axis, size: int) -> Axis:
+            names = tuple(name for name in flat_axes(axis) if name in explicit)
+            return names if names and size % self.size(names) == 0 else None
+
+        def place(x, spec):
+            spec = P(*(typed(axis, size) for axis, size in zip(spec, shape or x.shape, strict=False)))
+            return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
+
+        return jax.tree.map(place, arrays, specs)
+
+    def check(self, r: Recurrence):
+        if r.boundaries is not None and self.size(self.batch_axis) > 1:
+            raise ValueError(f"batch_axis must be None with cu_seqlens, whose B is 1, got {self.batch_axis!r}")
+        for argument, axis, what, count in (
+            ("batch_axis", self.batch_axis, "B", r.q.shape[0]),
+            ("head_axis", self.head_axis, "H", r.num_heads),
+        ):
+            if count % (size := self.size(axis)):
+                raise ValueError(
+                    f"{argument} must have a size that divides {what}={count}, got {axis!r} of size {size}"
+                )
+
+
+def leaves(decay: Decay) -> list:
+    return [getattr(decay, field.name) for field in dataclasses.fields(decay)]
+
+
+def spread_over(choice: Choice, spread: Spread, r: Recurrence) -> Outputs:
+    """The outputs of r, solved shard by shard."""
+    spread.check(r)
+    T, shards = r.q.shape[1], spread.size(spread.sequence_axis)
+    # Before and after: a dimension that a shape changes must not be spread by its type.
+    r = spread.placed(r, spread.specs(r))
+    r = with_heads(padded(r, -T % shards), spread.size(spread.head_axis))
+    specs = spread.specs(r)
+    r = spread.placed(r, specs)
+    out_specs = Outputs(specs.q, P(spread.batch_axis, spread.head_axis))
+    inside = functools.partial(solve_shard, choice, spread.sequence_axis, shards)
+    # vma is not checked: kernels of Pallas Mosaic GPU cannot be typed by it. Cotangents are summed all the same.
+    run = jax.shard_map(inside, mesh=spread.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
+    outputs = run(r)
+    if outputs.output.shape[1] == T:
+        return outputs
+    output = spread.placed(outputs.output, specs.q, (outputs.output.shape[0], T, *outputs.output.shape[2:]))
+    return outputs._replace(output=output[:, :T])
+
+
+def solve_shard(choice: Choice, sequence_axis: str | None, shards: int, r: Recurrence) -> Outputs:
+    r = differentiable(r)
+    if sequence_axis is None:
+        return solve(choice, r)
+    output, final = solve_sequence(choice, sequence_axis, shards, r)
+    return Outputs(output, jax.lax.psum(final, sequence_axis))
+
+
+def padded(r: Recurrence, rows: int) -> Recurrence:
+    """r with rows behind T that change nothing: k = v = 0 and no decay; packed, they are padding as it is."""
+    if rows == 0:
+        return r
+    grow = lambda x: None if x is None else jnp.pad(x, [(0, 0), (0, rows)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
+    decay = r.decay
+    if decay.constant is not None and r.boundaries is None:
+        decay = Decay(head=r.by_token(decay.constant))
+    decay = Decay(decay.constant, *map(grow, (decay.head, decay.key, decay.value)))
+    return r.replace(q=grow(r.q), k=grow(r.k), v=grow(r.v), decay=decay)
+
+
+def with_heads(r: Recurrence, shards: int) -> Recurrence:
+    """r with as many heads of queries, keys and values as the shards divide, each of which then reads its own alone."""
+    q, k, v = (spread_heads(x, math.lcm(x.shape[2], shards)) for x in (r.q, r.k, r.v))
+    return r.replace(q=q, k=k, v=v)

@@ -1,0 +1,75 @@
+"""Prompts into a pool of states."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from glax._src.api.recurrent import bind_and_solve
+from glax._src.core.bind import REQUIRED, bind, check_before_tracing, transferred
+from glax._src.core.registry import Config, Platform
+from glax._src.serving.state_pool import check_known_slots, check_states, put, take, usable
+from glax._src.solve.dispatch import Choice
+
+
+def prefill_into(
+    pool: Float[Array, "P H K V"],
+    slots: Int[Array, "N"],
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "N H"] | None = None,
+    gk: Float[Array, "B T H K"] | None = None,
+    gv: Float[Array, "B T H V"] | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    cu_seqlens: Int[Array, "N+1"] | None = None,
+    *,
+    fresh: Bool[Array, "N"] | None = None,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "P H K V"]]:
+    """`recurrent` from states in a pool and back into it:
+
+        output, final = recurrent(query, key, value, ..., initial_state=pool[slots]),     pool[slots] = final
+
+    Sequence n goes on from row slots[n]; where fresh[n], from zeros instead, as a new request in a slot used before.
+    Usually the prompts are packed: query [T, Hq, K] and so on, with cu_seqlens, which may be traced, so that one program
+    serves any prompts of up to T tokens together. A long prompt may come in pieces, which equals one pass.
+
+    Returns output [B, T, H, V], or [T, H, V] as query has it, and the pool in its dtype: float32, or bfloat16 or float16 for
+    storage. Donate it to jit and it is updated in place. Slot -1 is no sequence: output 0, nothing read or written. Slots
+    outside the pool and slots given twice are as in `recurrent_step`; everything else is as in `recurrent`.
+    """
+    arrays = dict(
+        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
+        softmax_scale=softmax_scale, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    required = (*REQUIRED, "pool", "slots")
+    check_before_tracing(
+        arrays | dict(pool=pool, slots=slots, fresh=fresh), platform, cfg, reverse=False, required=required
+    )
+    check_known_slots(slots, pool, "pool")
+    own = transferred(dict(pool=pool, slots=slots, fresh=fresh))
+    return bind_and_prefill(Choice(Platform.parse(platform), cfg), transferred(arrays), **own)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def bind_and_prefill(choice: Choice, arrays: dict, pool, slots, fresh):
+    query, r = arrays["query"], bind(**arrays)
+    check_states("pool", pool, r.state_shape, pooled=True)
+    N, packed = r.num_sequences, r.boundaries is not None
+    slots, used = usable(slots, pool.shape[0], N, ("N", "cu_seqlens" if packed else "query"))
+    state = take(pool, slots)
+    if fresh is not None:
+        if fresh.dtype != jnp.bool_ or fresh.shape != (N,):
+            raise ValueError(f"fresh must be booleans [N]={[N]}, got {fresh.dtype} of shape {fresh.shape}")
+        state = jnp.where(fresh[:, None, None, None], 0, state)
+    output, final = bind_and_solve(choice, False, arrays | dict(initial_state=state))
+    if packed:
+        used = used[r.sequence_of] if N else jnp.zeros(query.shape[-3], bool)
+        output = jnp.where(used[:, None, None], output, 0)
+    else:
+        output = jnp.where(used[:, None, None, None] if query.ndim == 4 else used, output, 0)
+    return output, put(pool, slots, final)

@@ -1,0 +1,154 @@
+"""Speculative decoding: outputs of a few draft tokens at once, then the state behind those that were accepted."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from glax._src.api.recurrent import bind_and_solve
+from glax._src.core.bind import REQUIRED, bind, check_before_tracing, transferred
+from glax._src.core.decay import Decay, promoted
+from glax._src.core.recurrence import spread_heads, to_int32
+from glax._src.core.registry import Config, Platform
+from glax._src.serving.state_pool import check_known_slots, check_states, put, take, usable
+from glax._src.solve.dispatch import Choice
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """What `commit` needs of draft tokens: their keys, values and decays, the slots of their sequences, if in a pool, and the
+    shape of the states or the pool that `recurrent_verify` was given.
+
+    T (K + V) numbers a head, where the states behind each token would be T K V.
+    """
+
+    key: Float[Array, "B T Hk K"]
+    value: Float[Array, "B T Hv V"]
+    decay: Decay
+    slots: Int[Array, "B"] | None
+    state_shape: tuple[int, int, int, int] = dataclasses.field(metadata=dict(static=True))
+
+
+def recurrent_verify(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    state: Float[Array, "B H K V"] | Float[Array, "P H K V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
+    g_gamma: Float[Array, "H"] | Float[Array, "B H"] | None = None,
+    gk: Float[Array, "B T H K"] | None = None,
+    gv: Float[Array, "B T H V"] | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    *,
+    slots: Int[Array, "B"] | None = None,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> tuple[Float[Array, "B T H V"], Draft]:
+    """The outputs of T draft tokens of each of B sequences, before it is known which of them are accepted:
+
+        output, _ = recurrent(query, key, value, ..., initial_state=state)
+
+    The state stays as it is; commit(state, draft, accepted) moves it past each sequence's accepted tokens. Meant for few
+    tokens, up to 16 or so. With `slots` [B], state is a pool [P, H, K, V] as in `recurrent_step`: slot -1 answers 0.
+
+    Returns output [B, T, H, V] in the query's dtype, and the Draft. Raises as `recurrent` and `recurrent_step` do.
+    """
+    arrays = dict(
+        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, softmax_scale=softmax_scale
+    )  # fmt: skip
+    operands = arrays | dict(state=state, slots=slots, cu_seqlens=None)
+    check_before_tracing(operands, platform, cfg, reverse=False, required=(*REQUIRED, "state"))
+    check_known_slots(slots, state)
+    own = transferred(dict(state=state, slots=slots))
+    return bind_and_verify(Choice(Platform.parse(platform), cfg), transferred(arrays), **own)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def bind_and_verify(choice: Choice, arrays: dict, state, slots):
+    query, state_shape = arrays["query"], state.shape
+    for name, x in (("query", query), ("state", state)):
+        if x.ndim != 4:
+            wanted = "[B, T, Hq, K]" if name == "query" else "[B, H, K, V], or [P, H, K, V] with slots"
+            raise ValueError(f"{name} must be {wanted}, got shape {x.shape}")
+    r, used = bind(**arrays), None
+    check_states("state", state, r.state_shape, pooled=slots is not None)
+    if slots is not None:
+        places, used = usable(slots, state.shape[0], query.shape[0], ("B", "query"))
+        state = take(state, places)
+    output, _ = bind_and_solve(choice, False, arrays | dict(initial_state=state, cu_seqlens=None))
+    output = output if used is None else jnp.where(used[:, None, None, None], output, 0)
+    return output, Draft(r.k, r.v, r.decay, slots, state_shape)
+
+
+def commit(
+    state: Float[Array, "B H K V"] | Float[Array, "P H K V"], draft: Draft, accepted: Int[Array, "B"]
+) -> Float[Array, "B H K V"] | Float[Array, "P H K V"]:
+    """The state behind the first accepted[b] = a draft tokens of each sequence b, as if they had been read one by one:
+
+        S' = e^{G_a} S + sum_{t <= a} e^{G_a - G_t} k_t v_t^T        G_t: the sum of log decays through token t
+
+    One product of rank T: no state between is formed. accepted: [B] integers from 0, which returns the state as it is, to
+    T; outside of that an error when known, and the nearer of the two when traced. state: what `recurrent_verify` was
+    given, or a pool that has grown since; a copy with the new rows is returned. Donate a pool to jit and it is updated in place.
+
+    Raises TypeError for a state that is not floating point, ValueError for a state of another shape or a smaller pool.
+    """
+    if not isinstance(draft, Draft):
+        raise TypeError(f"draft must be the Draft that recurrent_verify returned, got {type(draft).__name__}")
+    for name, x in (("state", state), ("accepted", accepted)):
+        if not hasattr(x, "dtype"):
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    B, T = draft.key.shape[:2]
+    if not jnp.issubdtype(state.dtype, jnp.floating):
+        raise TypeError(f"state must be floating point, got {state.dtype}")
+    if state.ndim != 4 or state.shape[1:] != draft.state_shape[1:] or state.shape[0] < draft.state_shape[0]:
+        wanted = ", ".join(map(str, draft.state_shape))
+        raise ValueError(f"state must be what recurrent_verify was given, [{wanted}], got shape {state.shape}")
+    if draft.slots is None and state.shape[0] != B:
+        raise ValueError(f"state must be [B, H, K, V] with B={B} as in the draft, got shape {state.shape}")
+    if not jnp.issubdtype(accepted.dtype, jnp.integer):
+        raise TypeError(f"accepted must hold integers, got {accepted.dtype}")
+    if accepted.shape != (B,):
+        raise ValueError(f"accepted must be [B]={[B]} as in the draft, got shape {accepted.shape}")
+    if not isinstance(accepted, jax.core.Tracer):
+        known = np.asarray(jax.device_get(accepted))
+        if (wrong := known[(known < 0) | (known > T)]).size:
+            raise ValueError(f"accepted must be from 0 to T={T}, the length of the draft, got {wrong[0]}")
+    return bound_commit(draft=draft, **transferred(dict(state=state, accepted=accepted)))
+
+
+@functools.partial(jax.jit, inline=True)
+def bound_commit(state, draft: Draft, accepted):
+    pool, decay = state, draft.decay
+    (B, T), H = draft.key.shape[:2], state.shape[1]
+    if draft.slots is not None:
+        places, _ = usable(draft.slots, pool.shape[0], B, ("B", "query"))
+        state = take(pool, places)
+    dtype = promoted(draft.key.dtype, jnp.float32)
+    # [B, T, 1, 1]
+    taken = (jnp.arange(T, dtype=jnp.int32)[None] < to_int32(accepted)[:, None])[..., None, None]
+    head = decay.head if decay.constant is None else jnp.broadcast_to(decay.constant[:, None], (B, T, H))
+    rows = decay.key if head is None else head[..., None]
+
+    def behind(log):
+        """The factors from behind each token, and from before all: sums of at most T logs, never a difference of two."""
+        log = jnp.where(taken, log.astype(dtype), 0)
+        sums = lax.cumsum(log, axis=1, reverse=True)
+        return jnp.exp(jnp.concatenate([sums[:, 1:], jnp.zeros_like(sums[:, :1])], 1)), jnp.exp(sums[:, 0])
+
+    k, v = (spread_heads(x, H).astype(dtype) for x in (draft.key, draft.value))
+    S, k = state.astype(dtype), jnp.where(taken, k, 0)
+    v = jnp.where(taken, v, 0)
+    if rows is not None and T:
+        factor, through = behind(rows)
+        k, S = k * factor, S * through[..., None]
+    if decay.value is not None and T:
+        factor, through = behind(decay.value)
+        v, S = v * factor, S * through[..., None, :]
+    S = S + jnp.einsum("bthk,bthv->bhkv", k, v, precision=lax.Precision.HIGHEST)
+    return S.astype(pool.dtype) if draft.slots is None else put(pool, places, S)

@@ -1,0 +1,72 @@
+"""Rows of a pool of states, by slot. Slot -1 is no row: it reads as zeros and is never written, like any out of bounds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from glax._src.core.recurrence import aligned, to_int32
+from glax._src.core.registry import Backend
+
+
+def check_known_slots(slots, pool, name: str = "state"):
+    """Check the values of slots where they are known; shapes and dtypes are left to `usable` and `check_states`."""
+    if slots is None or isinstance(slots, jax.core.Tracer) or not jnp.issubdtype(slots.dtype, jnp.integer):
+        return
+    if np.ndim(slots) != 1 or np.ndim(pool) != 4:
+        return
+    known, rows = np.asarray(jax.device_get(slots)), np.shape(pool)[0]
+    known = (
+        known if known.dtype.itemsize == 8 else known.astype(np.int64)
+    )  # -1 and `rows` need not fit the dtype of slots
+    if (wrong := known[(known < -1) | (known >= rows)]).size:
+        raise ValueError(f"slots must be from -1 to {rows - 1}, the last row of {name}, got {wrong[0]}")
+    taken, count = np.unique(known[known >= 0], return_counts=True)
+    if (count > 1).any():
+        raise ValueError(f"slots must not repeat, got {taken[count > 1][0]} more than once")
+
+
+def check_states(name: str, x, shape: tuple[int, int, int, int], pooled: bool):
+    """Check states [B, H, K, V], or a pool of them [P, H, K, V], against the shape that query, key and value imply."""
+    letters = "PHKV" if pooled else "BHKV"
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating point, got {x.dtype}")
+    if x.ndim != 4 or x.shape[pooled:] != shape[pooled:]:
+        sizes = ", ".join(f"{letter}={size}" for letter, size in list(zip(letters, shape, strict=True))[pooled:])
+        wanted = f"[{', '.join(letters)}] with {sizes} as query, key and value imply"
+        raise ValueError(f"{name} must be {wanted}, got shape {x.shape}")
+
+
+def usable(slots, rows: int, N: int, by: tuple[str, str]) -> tuple[Int[Array, "N"], Bool[Array, "N"]]:
+    """The slots, every unused one moved out of bounds, where reads give zeros and writes are dropped; and which are used."""
+    if not jnp.issubdtype(slots.dtype, jnp.integer):
+        raise TypeError(f"slots must hold integers, got {slots.dtype}")
+    if slots.shape != (N,):
+        raise ValueError(f"slots must be [{by[0]}] with {by[0]}={N} as in {by[1]}, got shape {slots.shape}")
+    slots = to_int32(slots)  # `rows`, which stands for an unused slot, need not fit the dtype of slots
+    used = (slots >= 0) & (slots < rows)
+    return jnp.where(used, slots, rows), used
+
+
+def take(pool: Float[Array, "P *state"], slots: Int[Array, "N"]) -> Float[Array, "N *state"]:
+    if pool.shape[0] == 0:  # XLA takes no row of an empty array, not even with a fill value
+        return jnp.zeros((*slots.shape, *pool.shape[1:]), pool.dtype)
+    return pool.at[slots].get(mode="fill", fill_value=0)
+
+
+def put(pool: Float[Array, "P *state"], slots: Int[Array, "N"], states: Float[Array, "N *state"]):
+    states = states.astype(pool.dtype)
+    if not (Backend.here() is Backend.CPU and pool.dtype.itemsize == 2 and pool.shape[0]):
+        return pool.at[slots].set(states, mode="drop")
+
+    # XLA's scatter on CPUs takes a copy of a whole bfloat16 or float16 pool in float32; a row's update does not.
+    def row(i, pool):
+        at = jnp.minimum(slots[i], pool.shape[0] - 1)
+        old = lax.dynamic_slice_in_dim(pool, at, 1)
+        new = lax.dynamic_slice_in_dim(states, i, 1)
+        state = lax.cond(slots[i] < pool.shape[0], lambda new, _: new, lambda _, old: old, new, old)
+        return lax.dynamic_update_slice_in_dim(pool, state, at, 0)
+
+    pool, states, slots = aligned((pool, states, slots))
+    return lax.fori_loop(0, len(slots), row, pool)

@@ -1,0 +1,142 @@
+"""A kernel's place in a program: chosen while tracing, for the backend that the program is likely for, and chosen anew where
+it is lowered for another one. Only then is known, too, over how many devices the program is spread."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+
+from glax._src.core.backend import Backend, lowering_platform
+from glax._src.core.recurrence import Recurrence
+from glax._src.core.registry import Platform
+from glax._src.solve.partitioning import (
+    all_manual,
+    by_compiler,
+    by_type,
+    check_shardy,
+    is_spread_by_type,
+    name_by_content,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel:
+    """The kernel that was chosen while tracing.
+
+    run:   of a Recurrence and what else it is given, see `glax._src.solve.partitioning.by_type`
+    again: (platform, results, *operands) -> the same results, by what is chosen for the backend of then; of that platform alone
+           unless it is None; results: their shapes, as far as they are the kernel's own
+    opaque: whether it is foreign code, which XLA cannot spread over devices
+    keeps: whether what is kept for the gradient is among the results
+    """
+
+    run: Callable
+    again: Callable
+    opaque: bool
+    keeps: bool = False
+
+    def placed(self, r: Recurrence, *given):
+        """run(r, *given), or what it must be where the program is lowered; spread over devices as its operands are."""
+        # Inside of a lowering, the call that is lowered is what is spread.
+        if lowering_platform.value is not None or all_manual(jax.sharding.get_abstract_mesh()):
+            return self.alone(r, *given)
+        if is_spread_by_type((r, *given)):
+            return by_type(self.alone, self.keeps, r, *given)
+        return self.bind(True, r, *given)
+
+    def alone(self, *operands):
+        """The same on operands that no device shares with others."""
+        return self.bind(False, *operands)
+
+    def bind(self, spreads: bool, *operands):
+        traced = jax.jit(self.run).trace(*operands)
+        leaves, structure = jax.tree.flatten(operands)
+        call = Call(self, traced.jaxpr, structure, traced.out_info, Backend.here(), spreads)
+        devices = asks_for_devices() if spreads else None
+        return jax.tree.structure(traced.out_info).unflatten(kernel_p.bind(*leaves, call=call, devices=devices))
+
+
+@functools.cache
+def asks_for_devices() -> ClosedJaxpr:
+    """JAX lets lowerings know the devices of a program only where it finds custom_partitioning in it."""
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    asks = custom_partitioning(jax.lax.neg)
+    asks.def_partition(partition=None, sharding_rule="... -> ...")
+    return jax.make_jaxpr(asks)(jax.ShapeDtypeStruct((), "float32"))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """A kernel on operands of that structure, traced for that backend. results: their shapes; spreads: whether the compiler may
+    spread the operands over devices."""
+
+    kernel: Kernel
+    jaxpr: ClosedJaxpr
+    structure: jax.tree_util.PyTreeDef
+    results: object
+    backend: Backend
+    spreads: bool
+
+    def lowered(self, platform: str, asks: bool = False, visible: bool = False) -> Callable:
+        """What leaves become of leaves, in a program for that platform.
+
+        asks: whether the compiler asks how to spread it over devices; visible: whether XLA must see into it.
+        """
+        insists = Platform.XLA if visible else None
+        with lowering_platform(platform):
+            as_traced = Backend.here() is self.backend and not (visible and self.kernel.opaque)
+        if as_traced and not asks:
+            return jaxpr_as_fun(self.jaxpr)
+        run = self.kernel.run if as_traced else functools.partial(self.kernel.again, insists, self.results)
+
+        def of_operands(*operands):
+            with lowering_platform(platform):
+                return run(*operands)
+
+        f = functools.partial(by_compiler, of_operands, self.kernel.keeps) if asks else of_operands
+        return lambda *leaves: jax.tree.leaves(f(*self.structure.unflatten(leaves)))
+
+
+kernel_p = Primitive("glax_kernel")
+kernel_p.multiple_results = True
+
+
+@kernel_p.def_abstract_eval
+def _(*_, call: Call, devices: ClosedJaxpr | None):
+    return call.jaxpr.out_avals
+
+
+@kernel_p.def_impl
+def _(*leaves, call: Call, devices: ClosedJaxpr | None):
+    """Outside of any jit: on the device that the operands lie on."""
+    return call.lowered(next(iter(leaves[0].devices())).platform)(*leaves)
+
+
+def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, devices: ClosedJaxpr | None):
+    module = context.module_context
+    platform, where = (context.platforms or module.platforms)[0], module.axis_context
+    # Inside shard_map, arrays are a device's own; there the context has no such number.
+    spread = call.spreads and getattr(where, "num_devices", 1) > 1
+    # An exported program has no callback that the compiler could ask.
+    visible = spread and module.lowering_parameters.for_export
+    asks = spread and not visible and Backend.of(platform) in (Backend.CPU, Backend.GPU)
+    if asks:
+        check_shardy()
+    results = mlir.lower_fun(call.lowered(platform, asks, visible))(context, *leaves)
+    if asks:
+        about = platform, where.device_assignment, where.abstract_mesh, call.structure, ADDRESS.sub("", str(call.jaxpr))
+        name_by_content(module, results[0].owner, " ".join(map(str, about)))
+    return results
+
+
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions among the parameters of a primitive
+
+
+# A rule for each platform is called for that one alone, also where a program is lowered for many.
+for platform in ("cpu", "cuda", "rocm", "tpu", None):
+    mlir.register_lowering(kernel_p, lower, platform=platform)

@@ -1,0 +1,258 @@
+"""One kernel on many devices, without a word between them: arrays spread over the batch or the heads stay where they are.
+
+XLA cannot see into a kernel that is a call of foreign code, and would gather its operands on every device. So every
+kernel is wrapped: under automatic sharding by custom_partitioning, which the compiler asks once it knows how the operands
+lie; under explicit sharding by shard_map, because types say it. Inside shard_map arrays are a device's own already. TPUs
+have no custom_partitioning: there XLA partitions kernels of plain JAX itself, and `glax.parallel` serves the others.
+"""
+
+import functools
+import hashlib
+import itertools
+import math
+import pathlib
+import re
+import sys
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from glax._src.core.decay import Decay
+from glax._src.core.recurrence import Outputs, Recurrence, Residuals, aligned, varying_axes
+
+
+def is_spread_by_type(operands) -> bool:
+    """Whether the types of operands say, under explicit sharding, that some of them are spread."""
+    types = [jax.typeof(x).sharding for x in jax.tree.leaves(operands)]
+    return any(axis is not None for type in types for axis in type.spec)
+
+
+def all_manual(mesh) -> bool:
+    """Whether this is inside shard_map over all axes of the mesh, where arrays are a device's own."""
+    return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
+
+
+def by_type(f, saves_residuals: bool, *operands):
+    """f(*operands) on each device. f(r) returns Outputs, with `keeps` (Outputs, Residuals); f(r, d_output, d_final) or, with what
+    was kept, f(r, d_output, d_final, kept) a Recurrence."""
+    given = operands[0].replace(boundaries=None)
+    mesh = next(mesh for x in jax.tree.leaves(operands) if not (mesh := jax.typeof(x).sharding.mesh).empty)
+    batch, heads = common_axes(mesh, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
+    into = operand_specs(operands, batch, heads)
+    operands = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), operands, into)
+    on_one_device = summed(f, heads, operands)
+
+    def inside(*operands):
+        return on_one_device(*aligned(operands))
+
+    out_specs = result_specs(operands, saves_residuals, batch, heads)
+    # Inside shard_map over some axes, over the others. vma is checked only where it is there: types must then say it on.
+    names, checks = set(mesh.axis_names) - set(mesh.manual_axes), bool(varying_axes(operands[0].q))
+    run = jax.shard_map(inside, mesh=mesh, in_specs=into, out_specs=out_specs, check_vma=checks, axis_names=names)
+    result = run(*operands)
+    if len(operands) == 1:
+        return result
+    # A gradient has its input's type.
+    return jax.tree.map(
+        lambda dx, x: jax.sharding.reshard(dx, NamedSharding(mesh, jax.typeof(x).sharding.spec)), result, given
+    )
+
+
+def by_compiler(f, saves_residuals: bool, *operands):
+    """The same, where the compiler knows how the operands lie."""
+    from jax.experimental.custom_partitioning import custom_partitioning  # not a part of `import jax`
+
+    leaves, structure = jax.tree.flatten(operands)
+
+    def flat(f):
+        return lambda *leaves: tuple(jax.tree.leaves(f(*structure.unflatten(leaves))))
+
+    def partition(mesh, arguments, results):
+        operands = structure.unflatten(arguments)
+        axes = common_axes(mesh, operands, [x.sharding.spec for x in arguments])
+        lie = lambda specs: tuple(NamedSharding(mesh, spec) for spec in leaves_of(specs))  # noqa: E731
+        result, given = lie(result_specs(operands, saves_residuals, *axes)), lie(operand_specs(operands, *axes))
+        return mesh, flat(summed(f, axes[1], operands)), result, given
+
+    rule, replicated, sizes = sharding_rule(operands, saves_residuals)
+    call = custom_partitioning(jax.jit(flat(f)))  # jit, so that the constants in f are no concern of the call's
+    call.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=replicated, **sizes)
+    return jax.tree.structure(result_specs(operands, saves_residuals, None, None), is_leaf=is_spec).unflatten(
+        call(*leaves)
+    )
+
+
+def name_by_content(context, call, content: str):
+    """Names the callbacks of a lowered custom_partitioning, a result of `by_compiler`, by what they do.
+
+    JAX names them by an address, which is part of the program's text: a persistent compilation cache would never find it
+    again. What they do follows from this package's code and from `content`.
+    """
+    from jax.experimental.custom_partitioning import custom_partitioning
+    from jax.extend.mlir import ir
+
+    # A table of JAX's own, which has no public name; without it programs are compiled again in every process, no more.
+    callbacks = getattr(sys.modules[custom_partitioning.__module__], "_sharding_callbacks", None)
+    config = call.attributes["backend_config"]
+    if callbacks is None or (info := callbacks.get(bytes(config.value, "utf8"))) is None:
+        return
+    name = "glax " + hashlib.sha256((sources() + content).encode()).hexdigest()
+    # Those of a program that is still to be compiled stay, and live for this one, too.
+    context.add_keepalive(callbacks.setdefault(bytes(name, "utf8"), info))
+    call.attributes["backend_config"] = ir.StringAttr.get(name)
+
+
+@functools.cache
+def sources() -> str:
+    """A digest of this package's code."""
+    folder = pathlib.Path(__file__).parent
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))).hexdigest()
+
+
+def check_shardy():
+    """XLA would end the process where it comes to a kernel that only Shardy can spread."""
+    if not jax.config.jax_use_shardy_partitioner:
+        raise NotImplementedError(
+            "glax spreads kernels over devices by the Shardy partitioner, which jax_use_shardy_partitioner=False switches "
+            "off: set it to True, which is JAX's default, or call glax inside jax.shard_map"
+        )
+
+
+def summed(f, heads, operands):
+    """f as it runs on one device: the gradient of what all heads share is a sum over the devices that these lie on."""
+    r = operands[0]
+    if heads is None or len(operands) == 1:
+        return f
+    shared = [name for name in ("q", "k", "v") if getattr(r, name).shape[2] == 1 and r.num_heads > 1]
+
+    def on_one_device(*operands):
+        d = f(*operands)
+        return d.replace(**{name: jax.lax.psum(getattr(d, name), heads) for name in (*shared, "scale")})
+
+    return on_one_device
+
+
+# ---- what lies where -------------------------------------------------------------------------------------------------
+
+
+def recurrence_specs(r: Recurrence, batch, heads, sequence=None) -> Recurrence:
+    """A PartitionSpec for every array of r, spread over those mesh axes. Heads that are shared by all are not spread."""
+    by_head = lambda x: heads if x.shape[2] > 1 or r.num_heads == 1 else None  # noqa: E731
+    present = lambda x, spec: None if x is None else spec  # noqa: E731
+    over, states, tokens = batch, P(batch, heads), P(batch, sequence, heads)
+    d = r.decay
+    return Recurrence(
+        q=P(over, sequence, by_head(r.q)),
+        k=P(over, sequence, by_head(r.k)),
+        v=P(over, sequence, by_head(r.v)),
+        decay=Decay(
+            present(d.constant, states), present(d.head, tokens), present(d.key, tokens), present(d.value, tokens)
+        ),
+        initial_state=present(r.initial_state, states),
+        boundaries=present(r.boundaries, P()),
+        scale=P(batch),
+        reverse=r.reverse,
+    )
+
+
+def output_specs(batch, heads, sequence=None) -> Outputs:
+    return Outputs(P(batch, sequence, heads), P(batch, heads))
+
+
+def residual_specs(batch, heads) -> Residuals:
+    return Residuals(P(batch, None, heads), P(batch, None, heads))
+
+
+def operand_specs(operands, batch, heads):
+    every = (recurrence_specs(operands[0], batch, heads), *output_specs(batch, heads), residual_specs(batch, heads))
+    return every[: len(operands)]
+
+
+def result_specs(operands, saves_residuals: bool, batch, heads):
+    if len(operands) > 1:
+        return recurrence_specs(operands[0], batch, heads).replace(boundaries=None)
+    outputs = output_specs(batch, heads)
+    return (outputs, residual_specs(batch, heads)) if saves_residuals else outputs
+
+
+def is_spec(x) -> bool:
+    return isinstance(x, P)
+
+
+def leaves_of(specs) -> list[P]:
+    return jax.tree.leaves(specs, is_leaf=is_spec)
+
+
+def common_axes(mesh, operands, specs: list[P]):
+    """The mesh axes of the batch and of the heads, by the operands that are spread; None where they cannot stay so."""
+    r = operands[0]
+    probes = operand_specs(operands, "batch", "heads")
+    found = dict(batch=None, heads=None)
+    for probe, spec in zip(leaves_of(probes), specs, strict=True):
+        for letter, axes in zip(probe, spec, strict=False):
+            if letter is not None and axes is not None and found[letter] is None:
+                found[letter] = axes
+    counts = dict(batch=[r.q.shape[0]], heads=[n for n in (r.num_heads, *head_counts(r)) if n > 1])
+    if r.boundaries is not None:
+        found["batch"] = None
+    for letter, axes in found.items():
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        size = math.prod(mesh.shape[name] for name in names)
+        if any(count % size for count in counts[letter]):
+            found[letter] = None
+    taken = set(flat_axes(found["batch"])) & set(flat_axes(found["heads"]))
+    return found["batch"], None if taken else found["heads"]
+
+
+def flat_axes(axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def head_counts(r: Recurrence) -> tuple[int, int, int]:
+    return tuple(x.shape[2] for x in (r.q, r.k, r.v))
+
+
+# ---- the same for the compiler: a name for every dimension -----------------------------------------------------------
+
+
+def sharding_rule(operands, saves_residuals: bool) -> tuple[str, tuple[str, ...], dict[str, int]]:
+    """An einsum-like rule, the names that must not be spread, and the sizes of the parts of joint dimensions.
+
+    Heads that share one are adjacent, so H = (h i j) where the fewest heads are h: these can be spread, the others follow.
+    """
+    r = operands[0]
+    counts = sorted({n for n in (*head_counts(r), r.num_heads) if n > 1})
+    nested = all(more % fewer == 0 for fewer, more in itertools.pairwise(counts))
+    parts = {n: more // fewer for n, fewer, more in zip("hij", (1, *counts), counts, strict=False)} if nested else {}
+
+    def heads(count: int) -> str:
+        if count == 1:
+            return "o"
+        if not nested:
+            return f"h{count}"
+        names = [name for i, name in enumerate(parts) if counts[i] <= count]
+        return names[0] if len(names) == 1 else f"({' '.join(names)})"
+
+    N = "n" if r.boundaries is not None else "b"
+    H = heads(r.num_heads)
+
+    outputs, residuals = [f"b t {H} v", f"{N} {H} k v"], [f"b run {H} row column", f"b chunk {H}"]
+
+    def named(x: Recurrence) -> list[str]:
+        d = x.decay
+        forms = [
+            (x.q, f"b t {heads(x.q.shape[2])} k"), (x.k, f"b t {heads(x.k.shape[2])} k"),
+            (x.v, f"b t {heads(x.v.shape[2])} v"), (d.constant, f"{N} {H}"), (d.head, f"b t {H}"),
+            (d.key, f"b t {H} k"), (d.value, f"b t {H} v"), (x.initial_state, f"{N} {H} k v"),
+            (x.boundaries, "c"), (x.scale, N),
+        ]  # fmt: skip
+        return [form for array, form in forms if array is not None]
+
+    given = named(r) + outputs * (len(operands) > 1) + residuals * (len(operands) > 3)
+    results = named(r.replace(boundaries=None)) if len(operands) > 1 else outputs + residuals * saves_residuals
+    rule = f"{', '.join(given)} -> {', '.join(results)}"
+    used = dict.fromkeys(re.findall(r"\w+", rule))  # the compiler wants them in the order of their first use
+    spread = {"h"} | ({"b"} if r.boundaries is None else set())
+    joint = {name: size for name, size in parts.items() if name != "h" and name in used}
+    return rule, tuple(name for name in used if name not in spread), joint

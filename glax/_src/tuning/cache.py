@@ -1,0 +1,288 @@
+"""Measured configs, in memory and on disk; and overlays, which stand above them. Neither an override nor a guess is kept."""
+
+import contextlib
+import contextvars
+import dataclasses
+import difflib
+import errno
+import json
+import os
+import pathlib
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from glax._src.core.registry import kernel_registry
+from glax._src.kernels import load_kernels
+from glax._src.tuning.device import device_kind, libraries
+from glax._src.tuning.files import LIMIT, ContentError, Stamp, read_json, replacing, set_aside, stamp_of
+from glax._src.tuning.invocation import Invocation
+from glax._src.tuning.op import Kernel
+from glax._src.tuning.policy import AutotunePolicy
+
+FORMAT = 1
+LOCK_SECONDS = 30.0  # a lock is held while one file is read and written: who holds it longer is stopped, or means harm
+NO_FOLDER = "glax has no cache folder, for this user has no home directory: set GLAX_CACHE_DIR to a folder"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """The fastest config of an Invocation, its median milliseconds, and those of every candidate (or why it fell out)."""
+
+    config: Any
+    ms: float
+    candidates: dict[str, float | str] = dataclasses.field(default_factory=dict)
+
+
+class ConfigCache:
+    """Measured configs of this process."""
+
+    def __init__(self):
+        self.configs: dict[tuple[str, int, str], Any] = {}
+
+    def get(self, inv: Invocation) -> Any | None:
+        return self.configs.get((inv.kernel.op_id, inv.kernel.version, inv.key))
+
+    def put(self, inv: Invocation, config: Any):
+        self.configs[inv.kernel.op_id, inv.kernel.version, inv.key] = config
+
+    def clear(self):
+        self.configs.clear()
+
+
+class PersistentCache:
+    """Measurements on disk: one readable JSON file for each device, kernel, kernel version and compiler version; or, with
+    `any_compiler`, for all compilers, as what glax ships: better than a guess, though another version was measured.
+
+    They lie in folder / name, by default that of GLAX_CACHE_DIR, else the user's cache folder; nowhere, if the user has none.
+    Many processes may read and write: a file is replaced whole, under a lock.
+
+    No file is an error. One that holds what glax never writes is set aside with a warning. One that cannot be read now (its
+    permissions, too many open files, no regular file) is left where it is and serves as if absent; so does a single entry
+    that no config can be made of. A folder that cannot be written costs a warning.
+    """
+
+    def __init__(self, name: str = "recurrent", folder: pathlib.Path | None = None, *, any_compiler: bool = False):
+        self.name, self.given, self.any_compiler = name, folder, any_compiler
+        self.parsed: dict[pathlib.Path, tuple[Stamp, dict]] = {}
+        self.warned: set[str] = set()
+        self.failure: str | None = None  # why the last measurement is in memory only
+
+    @property
+    def folder(self) -> pathlib.Path | None:
+        """Where the files lie; None for a user who has neither GLAX_CACHE_DIR nor a home directory."""
+        if self.given is not None:
+            return pathlib.Path(self.given) / self.name
+        if chosen := os.environ.get("GLAX_CACHE_DIR"):
+            return pathlib.Path(chosen) / self.name
+        import platformdirs  # here, for `import glax` needs jax, numpy and jaxtyping alone
+
+        try:
+            found = pathlib.Path(platformdirs.user_cache_dir("glax"))
+        except RuntimeError:
+            return None
+        return found / self.name if found.is_absolute() else None  # older platformdirs leave "~" as it is
+
+    def path(self, inv: Invocation) -> pathlib.Path | None:
+        """The file that the measurement of this Invocation lies in; None, with one warning, if there is no folder."""
+        if (folder := self.folder) is None:
+            self.warn(f"{NO_FOLDER}; measurements stay in memory")
+            return None
+        versions = {} if self.any_compiler else libraries(inv.kernel.op_id)
+        compilers = "".join(f"+{name}{version}" for name, version in versions.items())
+        kernel = inv.kernel.op_id.replace("/", ".")
+        return folder / device_kind() / f"{kernel}@{inv.kernel.version}{compilers}.json"
+
+    def get(self, inv: Invocation) -> Any | None:
+        if (path := self.path(inv)) is None:
+            return None
+        entry = self.read(path).get("entries", {}).get(inv.key)
+        if entry is None:
+            return None
+        try:
+            check_entry(entry)
+            return inv.config_from(entry["type"], entry["config"])
+        except Exception as error:  # whatever a config's own checks raise about values that were never measured
+            self.warn(f"glax ignores the stored config of {inv.kernel.op_id} for {inv.key} in {path}: {error}")
+            return None
+
+    def put(self, inv: Invocation, measurement: Measurement):
+        if (path := self.path(inv)) is None:
+            return
+        entry = dict(type=type(measurement.config).__name__, **dataclasses.asdict(measurement))
+        try:
+            self.merge(path, dict(device=device_kind(), kernel=inv.kernel.op_id), {inv.key: entry})
+        except (OSError, TypeError, ValueError) as error:  # of the system; of a config of other than JSON values
+            first, self.failure = self.failure is None, f"cannot write {path}: {error}"
+            if first:
+                warnings.warn(f"glax keeps its measurements in memory only: {self.failure}", stacklevel=2)
+        else:
+            self.failure = None
+
+    def read(self, path: pathlib.Path) -> dict:
+        """The content of a file; {} if there is none that can be read. Parsed once for each state of the file."""
+        try:
+            if self.parsed.get(path, (None,))[0] != stamp_of(os.stat(path)):
+                self.parsed[path] = load(path)
+            return self.parsed[path][1]
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            self.warn(f"glax reads no measurements from {path}, which stays as it is: {error}")
+            return {}
+        except ContentError as error:
+            return self.read_again_alone(path, error)
+
+    def read_again_alone(self, path: pathlib.Path, error: ContentError) -> dict:
+        """The content of a file that another process has mended meanwhile; else {}, the file being set aside."""
+        try:
+            with locked(path):
+                return self.read_locked(path)
+        except OSError as failure:
+            self.warn(
+                f"glax ignores {path}: {error}. It stays as it is, for it cannot be renamed: {failure}. Remove it"
+            )
+            return {}
+
+    def read_locked(self, path: pathlib.Path) -> dict:
+        """The content of a file whose lock this process holds; {} if there is none, or now none any more."""
+        try:
+            return load(path)[1]
+        except FileNotFoundError:
+            return {}
+        except ContentError as error:
+            self.warn(f"glax set aside {path.name}, now {set_aside(path).name} in {path.parent}: {error}")
+            return {}
+
+    def merge(self, path: pathlib.Path, about: dict, entries: dict):
+        """Adds entries to a file, or makes it. OSError if it cannot be written, or what it holds cannot be read now."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path):
+            old = self.read_locked(path).get("entries", {})
+            content = dict(format=FORMAT, **about, entries=dict(sorted((old | entries).items())))
+            text = json.dumps(content, indent=1, allow_nan=False)
+            if len(text) > LIMIT:
+                raise OSError(errno.EFBIG, f"{len(text)} bytes of measurements are more than the {LIMIT} that are read")
+            with replacing(path) as new:
+                new.write_text(text, encoding="utf-8")
+
+    def files(self) -> Iterator[tuple[pathlib.Path, dict]]:
+        """Every file that can be read, with its content."""
+        paths = [] if self.folder is None else sorted(self.folder.glob("*/*.json"))
+        for path in paths:
+            if content := self.read(path):
+                yield path, content
+
+    def warn(self, text: str):
+        if text not in self.warned:
+            self.warned.add(text)
+            warnings.warn(text, stacklevel=3)
+
+
+@contextlib.contextmanager
+def locked(path: pathlib.Path) -> Iterator[None]:
+    """Holds the lock of a file, which all who write it take. OSError where it cannot be had."""
+    import filelock
+
+    with filelock.FileLock(f"{path}.lock", timeout=LOCK_SECONDS):
+        yield
+
+
+def load(path: pathlib.Path) -> tuple[Stamp, dict]:
+    stamp, content = read_json(path)
+    return stamp, check(content)
+
+
+def check(content) -> dict:
+    """The content of a cache file, if it is one that this version writes."""
+    if not isinstance(content, dict) or not isinstance(content.get("entries"), dict):
+        raise ContentError("it is not a file of glax")
+    if not is_format(content.get("format")):
+        raise ContentError(f"its format is {content.get('format')!r:.80}, this version of glax reads {FORMAT}")
+    return content
+
+
+def is_format(x) -> bool:
+    return type(x) is int and x == FORMAT  # True equals 1
+
+
+def check_entry(entry):
+    """ValueError if an entry of a cache file is not what `put` writes, as far as its config's class is not needed to say so."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict) or not is_ms(entry.get("ms")):
+        raise ValueError(f"it must have a config and its ms, got {entry!r:.80}")
+    if not isinstance(entry.get("type"), str) or not isinstance(entry.get("candidates", {}), dict):
+        raise ValueError(f"it must have the type of its config, and its candidates by name, got {entry!r:.80}")
+
+
+def is_ms(x) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x <= sys.float_info.max
+
+
+# ---- overlays --------------------------------------------------------------------------------------------------------
+
+layers: contextvars.ContextVar[tuple[tuple, ...]] = contextvars.ContextVar("glax_layers", default=())
+traced_layers = jax.make_user_context(())  # part of jit's cache key, so that an overlay reaches compiled functions
+
+
+@contextlib.contextmanager
+def overlay(configs: dict[str, Any] | None = None, *, policy=None):
+    """Inside, kernels named in `configs` run with those configs, and `policy` says what to do about the others.
+
+    A name is that of a registered kernel ("chunked/xla/any") or an `op_id`. The innermost overlay wins. Functions that are
+    compiled already are traced again on entering and on leaving.
+
+    ValueError: a name is of no kernel, or a registered kernel takes no config of that class. TypeError: `configs` is no dict,
+    or `policy` no AutotunePolicy.
+    """
+    configs = {} if configs is None else configs
+    if not isinstance(configs, dict):
+        raise TypeError(f"configs must be a dict from names of kernels to configs, got {configs!r}")
+    if policy is not None and not isinstance(policy, AutotunePolicy):
+        raise TypeError(f"policy must be an AutotunePolicy or None, got {policy!r}")
+    for name, config in configs.items():
+        check_overlaid(name, config)
+    layer = (tuple(sorted(configs.items(), key=lambda item: item[0])), policy)
+    with stacked(layer):
+        yield
+
+
+def check_overlaid(name: str, config):
+    """ValueError if no kernel has that name, or the registered one takes other configs."""
+    load_kernels()
+    if name in kernel_registry.kernels:
+        wanted = kernel_registry.kernels[name].config
+        if type(config) is not wanted:
+            raise ValueError(f"{name} takes a {wanted.__name__}, the overlay gives it {config!r}")
+        return
+    op_ids = [getattr(kernel, "op_id", None) for kernel in subclasses(Kernel)]
+    names = [*kernel_registry.kernels, *(op_id for op_id in op_ids if isinstance(op_id, str))]
+    # An operation whose op_id is each instance's own may have any name.
+    if name not in names and len(names) == len(kernel_registry.kernels) + len(op_ids):
+        near = difflib.get_close_matches(str(name), names, n=3) or names
+        raise ValueError(f"an overlay must name kernels, got {name!r}, which is none: name {' or '.join(near)}")
+
+
+def subclasses(of: type) -> list[type]:
+    return [kernel for direct in of.__subclasses__() for kernel in (direct, *subclasses(direct))]
+
+
+@contextlib.contextmanager
+def stacked(layer: tuple):
+    """Puts a (hashable) layer above the others, and makes jit see it."""
+    token = layers.set((layer, *layers.get()))
+    try:
+        with traced_layers(layers.get()):
+            yield
+    finally:
+        layers.reset(token)
+
+
+def overlaid(op_id: str) -> Any | None:
+    return next((dict(configs)[op_id] for configs, _ in layers.get() if op_id in dict(configs)), None)
+
+
+def overlaid_policy():
+    return next((policy for _, policy in layers.get() if policy is not None), None)

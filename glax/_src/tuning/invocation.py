@@ -1,0 +1,100 @@
+"""A call, as far as choosing a config goes: what is called and on which shapes, never the values."""
+
+import builtins
+import dataclasses
+import functools
+import sys
+import types
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Invocation:
+    """kernel: a KernelSpec or a Kernel; args and kwargs: its arguments, shapes in the place of arrays."""
+
+    kernel: Any
+    args: tuple
+    kwargs: dict
+    override: Any = None
+
+    @classmethod
+    def of(cls, kernel, args: tuple, kwargs: dict, override=None) -> "Invocation":
+        args, kwargs = jax.tree.map(shape_of, (args, kwargs))
+        return cls(kernel, args, kwargs, override)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """What configs are remembered by."""
+        return self.kernel.key(self)
+
+    def config_from(self, name: str, fields: dict) -> Any:
+        """The config that was stored as its class's name and its fields. ValueError if there can be none."""
+        known = {
+            type(c).__name__: type(c) for c in (self.kernel.heuristic_cfg(self), *self.kernel.candidate_cfgs(self))
+        }
+        if name not in known:
+            raise ValueError(f"{self.kernel.op_id} has no configs of class {name!r}, only {', '.join(known)}")
+        return from_json(known[name], fields)
+
+
+def from_json(config: type, fields: dict) -> Any:
+    """An instance of a dataclass from its fields as JSON has them. TypeError or ValueError if one is missing, unknown or of
+    another type than its annotation: True for an int, a float for one, or an int past 32 bits, which no index of a kernel is.
+    """
+    names = {field.name for field in dataclasses.fields(config)}
+    if unknown := fields.keys() - names:
+        raise ValueError(f"{config.__name__} has no field {', '.join(sorted(unknown))}")
+    try:
+        hints = typing.get_type_hints(config)
+    except NameError:  # an annotation in quotes, of what only the function around it sees
+        hints = {}
+    values = {}
+    for name, value in fields.items():
+        hint = hints.get(name, Any)
+        values[name] = tuple(value) if typing.get_origin(hint) is tuple and isinstance(value, list) else value
+        if not fits(values[name], hint):
+            raise ValueError(
+                f"{name} of {config.__name__} must be {getattr(hint, '__name__', hint)}, got {value!r:.80}"
+            )
+    return config(**values)
+
+
+def fits(value, hint) -> bool:
+    """Whether a value read from JSON is of an annotation; True for annotations that JSON has nothing of."""
+    match typing.get_origin(hint) or hint:
+        case builtins.int:
+            return type(value) is int and abs(value) < 2**31
+        case builtins.float:
+            return type(value) in (int, float) and abs(value) <= sys.float_info.max
+        case builtins.bool | builtins.str | types.NoneType as kind:
+            return type(value) is kind
+        case typing.Literal:
+            return any(value == x and type(value) is type(x) for x in typing.get_args(hint))
+        case typing.Union | types.UnionType:
+            return any(fits(value, option) for option in typing.get_args(hint))
+        case builtins.tuple | builtins.list as kind:
+            inner = [x for x in typing.get_args(hint) if x is not ...]
+            return isinstance(value, kind) and all(any(fits(x, option) for option in inner) or not inner for x in value)
+        case _:
+            return True
+
+
+def shape_of(x):
+    """The shape of an array, in the dtype that JAX will give it; NumPy's are float64 by default. Anything else as it is."""
+    if isinstance(x, type) or not hasattr(x, "dtype"):
+        return x
+    return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
+
+
+def text_of(x) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]" if hasattr(x, "dtype") else repr(x)
+
+
+def described(args: tuple, kwargs: dict) -> str:
+    """Arguments as text: the shape and dtype of each array, the rest by value."""
+    named = jax.tree.leaves_with_path((args, kwargs))
+    return " ".join(f"{jax.tree_util.keystr(path, simple=True, separator='.')}={text_of(x)}" for path, x in named)

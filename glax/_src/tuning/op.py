@@ -1,0 +1,83 @@
+"""What can be configured: an operation with an implementation for each config."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from glax._src.core.recurrence import Recurrence
+from glax._src.tuning.invocation import described
+
+
+class Kernel:
+    """An operation that the execution layer configures, tunes and caches. Subclass it for one of your own:
+
+        class Power(Kernel):
+            op_id = "power"
+
+            def run(self, x, *, cfg):
+                ...
+
+            def heuristic_cfg(self, inv):
+                return PowerConfig(block=128)
+
+            def candidate_cfgs(self, inv):
+                return [PowerConfig(block=b) for b in (64, 128, 256)]
+
+    and call it by `executor(Power(), x)`. A config is a frozen dataclass of JSON values. `version` is raised when measured
+    configs lose their meaning. A registered `KernelSpec` answers to the same names.
+    """
+
+    op_id: str
+    version: int = 0
+
+    def run(self, *args, cfg, **kwargs) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} must define run(self, ..., cfg)")
+
+    def get_impl(self, cfg) -> Callable[..., Any]:
+        """The function that runs with that config."""
+        return lambda *args, **kwargs: self.run(*args, cfg=cfg, **kwargs)
+
+    def runner(self, cfg) -> Callable[..., Any]:
+        """What executors and the tuner call: `get_impl(cfg)`, unless a subclass gives its users another function there."""
+        return self.get_impl(cfg)
+
+    def heuristic_cfg(self, inv) -> Any:
+        """The guess for an Invocation, by its shapes."""
+        raise NotImplementedError(f"{type(self).__name__} must define heuristic_cfg(self, inv)")
+
+    def candidate_cfgs(self, inv) -> Iterable[Any]:
+        """What the tuner measures."""
+        return [self.heuristic_cfg(inv)]
+
+    def key(self, inv) -> str:
+        """What measurements are remembered by: the arguments' shapes, dtypes and static values."""
+        return described(inv.args, inv.kwargs)
+
+    def example(self, inv) -> tuple[tuple, dict]:
+        """Arguments like those of the Invocation, with values as in use; kernels may be fast on zeros and slow on data."""
+        return example_of((inv.args, inv.kwargs))
+
+
+def example_of(operands):
+    """Random arrays in the place of shapes. In a Recurrence: log-sigmoid gates, sequences of equal length, its usual scale."""
+    leaves, structure = jax.tree.flatten(operands, is_leaf=lambda x: isinstance(x, Recurrence))
+    keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))
+    return structure.unflatten([example_leaf(key, x) for key, x in zip(keys, leaves, strict=True)])
+
+
+def example_leaf(key, x):
+    if isinstance(x, Recurrence):
+        filled = example_of(vars(x) | {"decay": vars(x.decay), "boundaries": None, "reverse": None})
+        gates = {name: None if g is None else jax.nn.log_sigmoid(g) for name, g in filled["decay"].items()}
+        N, T = x.num_sequences, x.q.shape[1]
+        cuts = None if x.boundaries is None else (jnp.arange(N + 1) * T // N).astype(x.boundaries.dtype)
+        scale = jnp.full(x.scale.shape, x.q.shape[3] ** -0.5, x.scale.dtype)
+        decay = type(x.decay)(**gates)
+        return Recurrence(**filled | dict(decay=decay, boundaries=cuts, scale=scale, reverse=x.reverse))
+    if not hasattr(x, "dtype"):
+        return x
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jax.random.normal(key, x.shape, x.dtype)
+    return jnp.zeros(x.shape, x.dtype)

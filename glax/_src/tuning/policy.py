@@ -1,0 +1,41 @@
+"""What happens to a call whose config no cache knows."""
+
+import dataclasses
+import os
+from typing import Literal
+
+FALLBACKS = {"heuristics": "heuristics", "heuristic": "heuristics", "autotune": "autotune", "error": "error"}
+
+
+@dataclasses.dataclass(frozen=True)
+class AutotunePolicy:
+    """What happens to a call that no cache knows.
+
+    cache_miss_fallback: "heuristics" guesses and measures nothing; "autotune" measures, in the middle of the user's call;
+                         "error" raises LookupError.
+    allow_autotune:      False forbids measuring: "autotune" then guesses.
+    validate_backward:   whether a candidate's gradient must be right, too, before it may win.
+    """
+
+    allow_autotune: bool = True
+    cache_miss_fallback: Literal["heuristics", "autotune", "error"] = "heuristics"
+    validate_backward: bool = True
+
+    def __post_init__(self):
+        for name in ("allow_autotune", "validate_backward"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+        if not isinstance(self.cache_miss_fallback, str) or self.cache_miss_fallback not in FALLBACKS:
+            wanted = "'heuristics', 'autotune' or 'error'"
+            raise ValueError(f"cache_miss_fallback must be {wanted}, got {self.cache_miss_fallback!r}")
+        object.__setattr__(self, "cache_miss_fallback", FALLBACKS[self.cache_miss_fallback])
+
+    @classmethod
+    def from_environment(cls) -> "AutotunePolicy":
+        """The policy that GLAX_AUTOTUNE names: heuristic (also if unset or empty), autotune or error."""
+        name = os.environ.get("GLAX_AUTOTUNE") or "heuristic"
+        if name not in FALLBACKS:
+            raise ValueError(
+                f"GLAX_AUTOTUNE must be heuristic, autotune or error, got {name!r}: set one of these, or unset it"
+            )
+        return cls(cache_miss_fallback=name)

@@ -1,0 +1,174 @@
+"""Measures candidates: only those that compute the right thing, twice the same, may win."""
+
+import concurrent.futures
+import dataclasses
+import os
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glax._src.core.known_miscompiles import denied
+from glax._src.core.recurrence import Recurrence
+from glax._src.core.registry import Platform, kernel_registry
+from glax._src.tuning.cache import Measurement
+from glax._src.tuning.invocation import Invocation
+from glax._src.tuning.op import example_of
+
+# The relative RMS by which a candidate may differ from the yardstick, both rounded in the dtype of the result.
+TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3}
+
+
+class CandidateError(Exception):
+    """Why a candidate may not win."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuner:
+    """warmup, iters: runs that are not counted, and whose median is taken."""
+
+    warmup: int = 3
+    iters: int = 15
+
+    def __post_init__(self):
+        for name, least in (("warmup", 0), ("iters", 1)):
+            if type(value := getattr(self, name)) is not int or value < least:
+                raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+
+    def tune(self, inv: Invocation, validate_backward: bool = True) -> Measurement:
+        """The fastest candidate. One that fails to compile or run, is wrong, or is denied here, is recorded and passed over.
+
+        Runs in a thread of its own, where no trace of the caller's (jit, vmap, scan, shard_map) is under way: real arrays
+        are measured, on this process's first device.
+        """
+        with concurrent.futures.ThreadPoolExecutor(1) as fresh:
+            return fresh.submit(self.measure, inv, validate_backward, jax.config.jax_enable_x64).result()
+
+    def measure(self, inv: Invocation, validate_backward: bool, x64: bool) -> Measurement:
+        def compiled(config):
+            with jax.enable_x64(x64), jax.default_device(jax.local_devices()[0]):
+                return jax.jit(results(inv, config, validate_backward)).lower(*operands).compile()
+
+        with jax.enable_x64(x64), jax.default_device(jax.local_devices()[0]):
+            operands = example(inv)
+            validate_backward = validate_backward and not registered(inv) and differentiable(inv, operands)
+            want = yardstick(inv, validate_backward)(*operands)
+            candidates = list(dict.fromkeys(inv.kernel.candidate_cfgs(inv)))
+            with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+                programs = {config: pool.submit(compiled, config) for config in candidates}
+            outcomes: dict[Any, float | Exception] = {}
+            for config, program in programs.items():
+                try:
+                    if reason := denied(inv.kernel.op_id, config):
+                        raise CandidateError(reason)
+                    check(program.result()(*operands), program.result()(*operands), want)
+                    forward = jax.jit(inv_impl(inv, config)) if validate_backward else program.result()
+                    outcomes[config] = self.time(forward, operands)
+                except Exception as failure:  # whatever a compiler or a device raises disqualifies this candidate alone
+                    outcomes[config] = failure
+        timings = {config: ms for config, ms in outcomes.items() if not isinstance(ms, Exception)}
+        if not timings:
+            failures = [failure for failure in outcomes.values() if isinstance(failure, Exception)]
+            raise ExceptionGroup(f"no candidate of {inv.kernel.op_id} for {inv.key} can be used", failures)
+        best = min(timings, key=timings.get)
+        notes = {str(config): x if config in timings else f"{type(x).__name__}: {x}" for config, x in outcomes.items()}
+        return Measurement(best, timings[best], notes)
+
+    def time(self, f, operands) -> float:
+        """The median milliseconds of f(*operands)."""
+        times = []
+        for i in range(self.warmup + self.iters):
+            start = time.perf_counter()
+            jax.block_until_ready(f(*operands))
+            if i >= self.warmup:
+                times.append(1e3 * (time.perf_counter() - start))
+        return statistics.median(times)
+
+
+def example(inv: Invocation) -> tuple:
+    """Real arrays for (args, kwargs), as leaves that jit can take beside what is static."""
+    filled = inv.kernel.example(inv) if hasattr(inv.kernel, "example") else example_of((inv.args, inv.kwargs))
+    if getattr(inv.kernel, "is_step", False):  # sequences that share a slot would race
+        (r, pool, slots), rest = filled
+        filled = ((r, pool, jnp.arange(slots.shape[0], dtype=slots.dtype)), rest)
+    return tuple(x for x in jax.tree.leaves(filled) if hasattr(x, "dtype"))
+
+
+def inv_impl(inv: Invocation, config):
+    """The kernel as a function of the arrays alone."""
+    leaves, structure = jax.tree.flatten((inv.args, inv.kwargs))
+
+    def run(*arrays):
+        given = iter(arrays)
+        args, kwargs = structure.unflatten([next(given) if hasattr(x, "dtype") else x for x in leaves])
+        return inv.kernel.runner(config)(*args, **kwargs)
+
+    return run
+
+
+def results(inv: Invocation, config, validate_backward: bool):
+    """What is compared: the outputs, and with `validate_backward` the gradient of the sum of their squares in all floats."""
+    run = inv_impl(inv, config)
+    if not validate_backward:
+        return run
+
+    def both(*arrays):
+        floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        def loss(*chosen):
+            given = list(arrays)
+            for i, x in zip(floats, chosen, strict=True):
+                given[i] = x
+            outputs = run(*given)
+            return sum((x.astype(jnp.float32) ** 2).sum() for x in jax.tree.leaves(outputs)), outputs
+
+        (_, outputs), gradients = jax.value_and_grad(loss, tuple(range(len(floats))), has_aux=True)(
+            *(arrays[i] for i in floats)
+        )
+        return outputs, gradients
+
+    return both
+
+
+def differentiable(inv: Invocation, operands) -> bool:
+    """Whether the kernel has a gradient that could be checked: an operation of a user's need not."""
+    try:
+        jax.eval_shape(results(inv, inv.kernel.heuristic_cfg(inv), True), *operands)
+    except (TypeError, ValueError, NotImplementedError):
+        return False
+    return True
+
+
+def registered(inv: Invocation) -> bool:
+    """Whether this is a registered kernel: its gradient is a kernel of its own, "<algorithm>.vjp", tuned and checked as such."""
+    return bool(inv.args) and isinstance(inv.args[0], Recurrence)
+
+
+def yardstick(inv: Invocation, validate_backward: bool):
+    """What candidates must equal: another XLA kernel for the same results if there is one, else the guessed config."""
+    guess = jax.jit(results(inv, inv.kernel.heuristic_cfg(inv), validate_backward))
+    if not registered(inv) or inv.kernel.is_step:
+        return guess
+    able, _ = kernel_registry.able(inv.args[0], Platform.XLA, gradient=inv.kernel.is_gradient)
+    others = [spec for spec in able if spec.op_id != inv.kernel.op_id]
+    if not others:
+        return guess
+    other = dataclasses.replace(inv, kernel=others[0])
+    return jax.jit(inv_impl(other, others[0].heuristic_cfg(other)))
+
+
+def check(got, again, want):
+    """Raises CandidateError if two runs differ in a bit, or from the yardstick by more than rounding."""
+    for x, y, w in zip(*map(jax.tree.leaves, (got, again, want)), strict=True):
+        if np.asarray(x).tobytes() != np.asarray(y).tobytes():
+            raise CandidateError("two runs on the same input differ")
+        x, w, tolerance = np.asarray(x, np.float64), np.asarray(w, np.float64), TOLERANCES.get(str(w.dtype), 0.0)
+        with np.errstate(invalid="ignore"):
+            error, size = np.linalg.norm(x - w), np.linalg.norm(w)
+        if not error <= tolerance * size:  # NaN fails, too
+            raise CandidateError(
+                f"wrong: off by {error / max(size, 1e-300):.1e} of the result, {tolerance:.0e} allowed"
+            )

@@ -1,0 +1,115 @@
+"""The calls that `glax bench` and `glax tune` are about, and their arguments."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glax._src.api.recurrent import recurrent
+from glax._src.core.registry import Backend
+from glax.cli.arguments import four_numbers
+
+GATES = dict(key="gk", head="g", constant="g_gamma", none=None)
+DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT_SHAPES = {
+    Backend.CPU: ((1, 1024, 4, 64), (1, 2048, 8, 64)),
+    Backend.GPU: ((4, 2048, 16, 128), (1, 8192, 32, 128), (8, 1024, 8, 64)),
+    Backend.TPU: ((4, 2048, 16, 128), (1, 8192, 16, 128)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call: H heads of query, key and value, D = K = V; log-sigmoid gates, per key channel in the dtype of the query."""
+
+    B: int
+    T: int
+    H: int
+    D: int
+    gate: str
+    dtype: str
+
+    def __str__(self):
+        return f"B{self.B} T{self.T} H{self.H} D{self.D} {self.gate} {self.dtype}"
+
+    def title(self, mode: str) -> str:
+        if mode == "step":
+            return f"B{self.B} H{self.H} D{self.D} {self.gate} {self.dtype}, step"
+        return f"{self}, {mode}"
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """The arguments of `recurrent`."""
+        rng = np.random.default_rng(0)
+        wide = (self.B, self.T, self.H, self.D)
+        arrays = {
+            name: jnp.asarray(rng.standard_normal(wide, np.float32), self.dtype) for name in ("query", "key", "value")
+        }
+        shape = dict(key=wide, head=wide[:3], constant=(self.H,)).get(self.gate)
+        if shape is not None:
+            logs = jax.nn.log_sigmoid(rng.standard_normal(shape, np.float32))
+            arrays[GATES[self.gate]] = logs.astype(self.dtype if self.gate == "key" else jnp.float32)
+        return arrays
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return jax.eval_shape(self.arrays)
+
+    def flops(self, mode: str, kernels: list[dict]) -> int:
+        """Operations in the matrix products of these kernels, a forward in chunks of C tokens and a gradient in chunks of D:
+
+            forward     B T H (4 K V + 2 C (K + V))         q S, k^T v; pairs q k^T, pairs v
+            gradient    B T H (10 K V + 2 D (3 K + 2 V))    the states again; dq, dk, dv and dS from states;
+                                                            pairs, their gradient; dq, dk, dv from pairs
+
+        C = 0 stands for a kernel that goes token by token. Masked pairs count, since they are computed; exponentials and
+        elementwise work do not.
+        """
+        chunks = {kernel["name"].split("/")[0].endswith(".vjp"): kernel["chunk"] for kernel in kernels}
+        forward = 4 * self.D**2 + 4 * chunks[False] * self.D
+        gradient = 10 * self.D**2 + 10 * chunks.get(True, chunks[False]) * self.D
+        tokens = 1 if mode == "step" else self.T
+        return self.B * tokens * self.H * (forward + gradient if mode == "train" else forward)
+
+    def bytes(self, mode: str) -> int:
+        """What must move if every input is read once and every output written once; forward and gradient one after the other.
+
+        forward reads query, key, value and gate, and writes the output; the gradient reads those four and the output's,
+        and writes four. A step reads and writes the float32 state, too.
+        """
+        sizes = {name: x.size * x.dtype.itemsize for name, x in self.shapes().items()}
+        wide, inputs = sizes["query"], sum(sizes.values())
+        match mode:
+            case "forward":
+                return inputs + wide
+            case "train":
+                return 3 * inputs + 2 * wide
+        constant = sizes.get("g_gamma", 0)
+        state = self.B * self.H * self.D**2 * 4
+        return (inputs - constant + wide) // self.T + constant + 2 * state
+
+
+def forward(arrays: dict[str, jax.Array]) -> jax.Array:
+    return recurrent(**arrays).output
+
+
+def train(arrays: dict[str, jax.Array], d_output: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The output, and the gradient of <output, d_output> in every array."""
+    output, pull = jax.vjp(forward, arrays)
+    return output, pull(d_output)[0]
+
+
+def add_problems(parser):
+    help = "a shape, K = V = D; repeat for more (default: some that suit the device)"
+    parser.add_argument("--shape", action="append", type=four_numbers, metavar="B,T,H,D", help=help)
+    help = "a decay per key channel, per head, constant, or none; repeat for more (default: key)"
+    parser.add_argument("--gate", action="append", choices=GATES, help=help)
+    help = "of query, key and value; repeat for more (default: float32 on CPUs, else bfloat16)"
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help=help)
+
+
+def problems_of(args) -> list[Problem]:
+    backend = Backend.here()
+    dtypes = args.dtype or ["float32" if backend is Backend.CPU else "bfloat16"]
+    shapes = args.shape or DEFAULT_SHAPES.get(backend, DEFAULT_SHAPES[Backend.GPU])
+    each = [Problem(*shape, gate, dtype) for shape in shapes for gate in args.gate or ["key"] for dtype in dtypes]
+    return list(dict.fromkeys(each))
