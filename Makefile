@@ -12,7 +12,7 @@ SAY_JAX := from importlib.metadata import version; print("Testing with JAX", ver
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test fast lint sanitize tpu tpu-compiler triton triton-compiler hopper hopper-compiler \
-  hopper-budgets clean
+  hopper-budgets docs clean
 
 help:
 	@echo "make demo      run the demo                          ARGS: what follows 'glax demo'"
@@ -23,6 +23,7 @@ help:
 	@echo "make tpu       the TPU kernels, by the TPU compiler     ARGS: --few, a minute instead of five"
 	@echo "make triton    the GPU kernels in Triton's interpreter, and compiled; needs Python 3.12"
 	@echo "make hopper    the Hopper kernels in the interpreter, and compiled; needs Python 3.12"
+	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make install   the environment alone"
 	@echo "make clean     remove environments, builds, caches and outputs"
 	@echo
@@ -85,6 +86,16 @@ hopper-compiler: $(STAMP)
 hopper-budgets: hopper-compiler
 	@PYTHONPATH=build/hopper-$$($(BIN)/python -c '$(JAX_VERSION)') JAX_PLATFORMS=cpu \
 	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -rP tests/test_hopper_compile.py
+
+# The tools are installed once; the build itself needs no network. Warnings and dead links are errors. No page's code is executed
+# here: tests/test_docs.py does that.
+docs: $(STAMP)
+	@$(BIN)/python -c 'import myst_parser, sphinx_book_theme' 2>/dev/null || { \
+	  pins=constraints/python$$($(BIN)/python -c '$(VERSION)').txt; test -f $$pins || pins=/dev/null; \
+	  $(BIN)/python -m pip install -qq --disable-pip-version-check -c $$pins -e ".[docs]"; }
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -n -W --keep-going -q -b html docs build/site
+	$(BIN)/python docs/check_site.py build/site
+	@echo "The site is build/site/index.html"
 
 # The stamp is newer than what the environment was made from; without it a run would install again each time.
 # An environment without a working pip (an interrupted run, a Python since removed) is made again.

@@ -42,7 +42,7 @@ SPEED_BAR = dict(zip(MODES, (1.0, 1.8), strict=True))  # XLA's kernels: times as
 NATIVE_BAR = dict(zip(MODES, (4.0, 5.0), strict=True))  # native kernels: times as fast as the best of all else
 NATIVE, XLA = "glax", "glax on XLA"  # each as glax chooses among the kernels
 CLOSE = dict(zip(MODES, (2e-5, 1e-4), strict=True))  # both sides are float32: twice the bars against float64
-# glibc's: large arrays that are freed stay with the process, those of threads too, see docs/performance.md
+# glibc's: large arrays that are freed stay with the process, those of threads too, see docs/troubleshooting.md
 KEPT = dict(
     MALLOC_MMAP_THRESHOLD_=str(2**32),
     MALLOC_TRIM_THRESHOLD_=str(2**33),

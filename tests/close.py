@@ -1,4 +1,4 @@
-"""How close is close: relative RMS against float64, with the bars of docs/design.md."""
+"""How close is close: relative RMS against float64, with the bars of docs/numerics.md."""
 
 import dataclasses
 

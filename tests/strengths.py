@@ -55,7 +55,7 @@ def problem(form: str, half: int, T: int, K: int, dtype="bfloat16", gate_dtype=N
 
 
 def assert_right(r: Recurrence, d_output, d_final, got: Outputs, d: Recurrence):
-    """Of every head all results are within the bars of docs/design.md, and of every channel within EACH times those."""
+    """Of every head all results are within the bars of docs/numerics.md, and of every channel within EACH times those."""
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), r)
     want, wanted = reference(exact), reference_gradient(exact, d_output.astype(jnp.float32), d_final)
     bar, gradient_bar = BARS[str(r.q.dtype)]

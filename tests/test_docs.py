@@ -1,18 +1,67 @@
-"""docs/adding_a_kernel.md runs, and what it says happens."""
+"""The pages of docs/ run, say what is so, and link to what exists."""
 
+import importlib.util
 import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import glax
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
 from tests.close import assert_close
 
-PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "adding_a_kernel.md").read_text()
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
+PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+PYTHON = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+KERNEL_PAGE = "adding_a_kernel.md"
+
+
+def code_of(page: str) -> str:
+    return "\n".join(PYTHON.findall((DOCS / page).read_text()))
+
+
+def run(page: str) -> dict:
+    names: dict = {}
+    exec(compile(code_of(page), page, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if code_of(page) and page != KERNEL_PAGE])
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLAX_CACHE_DIR", str(tmp_path))
+    run(page)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_relative_links_lead_to_a_file(page):
+    text = re.sub(r"```.*?```", "", (DOCS / page).read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)(?:#[^)]*)?\)", text):
+        assert ((DOCS / page).parent / target).exists(), target
+
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_support_matrix_is_the_registrys():
+    made = script("support_matrix")
+    assert made.between(made.matrix()) in made.PAGE.read_text(), "python docs/support_matrix.py --write"
+    assert made.between(made.by_gate()) in made.README.read_text(), "python docs/support_matrix.py --write"
+
+
+def test_figures_are_those_of_the_files_of_results():
+    made = script("performance_page")
+    assert made.page() == made.PAGE.read_text(), "python docs/performance_page.py --write"
+    assert made.with_table(made.README.read_text()) == made.README.read_text(), (
+        "python docs/performance_page.py --write"
+    )
 
 
 def test_a_third_party_kernel_is_chosen_differentiated_tuned_and_cached(tmp_path, monkeypatch, capsys):
@@ -22,13 +71,9 @@ def test_a_third_party_kernel_is_chosen_differentiated_tuned_and_cached(tmp_path
     q = jax.random.normal(jax.random.key(0), (1, 100, 2, 16))
     plain = glax.recurrent(q, q, q)
     slope = jax.grad(lambda q: glax.recurrent(q, q, q).output.sum())(q)
-    names: dict = {}
     try:
         jax.clear_caches()
-        exec(
-            compile("\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)), "adding_a_kernel.md", "exec"),
-            names,
-        )
+        names = run(KERNEL_PAGE)
         assert "quadratic/xla/any: QuadraticConfig(block=64), by heuristic" in capsys.readouterr().out
         assert_close("output", names["output"], plain.output, 1e-5)
         assert_close("final_state", names["state"], plain.final_state, 1e-5)
@@ -39,7 +84,7 @@ def test_a_third_party_kernel_is_chosen_differentiated_tuned_and_cached(tmp_path
         (decision,) = glax.explain(glax.recurrent, q, q, q)
         assert (decision.config, decision.selector) == (measurement.config, "memory")
         refused = glax.explain(lambda q: glax.recurrent(q, q, q, g=jnp.zeros(q.shape[:3])), q)[0].refused
-        assert refused["quadratic/xla/any"] == "decays are not written"
+        assert refused["quadratic/xla/any"] == "decays are not supported"
     finally:
         kernel_registry.kernels.clear()
         kernel_registry.kernels.update(before)

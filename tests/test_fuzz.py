@@ -150,7 +150,7 @@ class Problem:
 
     @property
     def extreme(self) -> bool:
-        """Whether strong gates stand among mild ones; docs/design.md says why the bars are then wider."""
+        """Whether strong gates stand among mild ones; docs/numerics.md says why the bars are then wider."""
         mixed = ("on", "in", "spread", "swings")
         return any(set(mixed) & set(strength.split()) for strength in self.strengths) or len(self.strengths) > 1
 

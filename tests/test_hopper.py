@@ -20,7 +20,7 @@ from glax._src.kernels.pallas_gpu.segment_scan import entering
 from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter, strengths
 
-BAR = 3.5e-3  # docs/design.md: bfloat16
+BAR = 3.5e-3  # docs/numerics.md: bfloat16
 CASES = {
     "key, -100 and -inf": dict(gate="gk", strength="extreme", T=72),
     "key, packed, reversed, shared heads": dict(gate="gk", heads=(1, 2, 1), cuts=(0, 0, 1, 70, 80), T=90, reverse=True),

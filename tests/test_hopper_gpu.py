@@ -19,7 +19,7 @@ GPU = jax.default_backend() == "gpu"
 pytestmark = pytest.mark.skipif(not GPU or bool(installation()), reason="needs a Hopper GPU and what its kernels need")
 
 REPEATS = 50
-BAR = 3.5e-3  # docs/design.md: bfloat16
+BAR = 3.5e-3  # docs/numerics.md: bfloat16
 PACKED = (0, 0, 1, 70, 198, 300, 599)
 WEAKER = dict(mild=16, weak=256)  # than log-sigmoid
 CASES = {

@@ -89,7 +89,7 @@ def logs(r):
 
 
 def hold(case: Case, spread: Spread, strengths=("log-sigmoid",)):
-    """Outputs and every gradient within the bars of docs/design.md."""
+    """Outputs and every gradient within the bars of docs/numerics.md."""
 
     @quick_jit
     def run(r, *cotangents):

@@ -16,8 +16,8 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.mark.fast
 def test_quick_start_runs_and_is_right():
-    code, executor = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 18
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
     names = {}
     exec(compile(code, "README.md", "exec"), names)
     whole = glax.recurrent_gla(*(names[name] for name in ("q", "k", "v", "gk")))
@@ -26,8 +26,6 @@ def test_quick_start_runs_and_is_right():
     assert names["packed"].final_state.shape == (3, 4, 64, 64)
     assert names["d_gk"].shape == names["gk"].shape
     assert jax.numpy.isfinite(names["token"]).all()
-    exec(compile(executor, "README.md", "exec"), names)
-    np.testing.assert_allclose(names["output"], whole.output, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.fast
@@ -38,6 +36,11 @@ def test_every_public_name_is_named_and_documented():
         # An instance's text would be its class's, and a dataclass without one is given its signature.
         text = getattr(glax, name).__doc__
         assert text and not text.startswith(f"{name}("), name
+
+
+@pytest.mark.fast
+def test_the_readme_is_short():
+    assert len(README.splitlines()) < 120
 
 
 @pytest.mark.fast

@@ -1,4 +1,4 @@
-"""What the table's bundles come to: the tables of docs/tpu.md.
+"""What the table's bundles come to: the estimates of docs/performance.md.
 
     python -m benchmarks.tpu.estimate [v5e v6e]
 

@@ -16,7 +16,7 @@ from glax._src.solve.autodiff import solve
 from glax._src.solve.dispatch import Choice
 from glax.testing.reference import reference, reference_gradient
 
-# Relative RMS of (output and state, gradients), by the dtype of q, k and v; docs/design.md says why.
+# Relative RMS of (output and state, gradients), by the dtype of q, k and v; docs/numerics.md says why.
 BARS = {"float32": (1e-5, 5e-5), "bfloat16": (3.5e-3, 3.5e-3), "float16": (1e-3, 1e-3)}
 SUMS = {"d constant": 10, "d scale": 10}  # single sums over all of T, with cancellation
 EXTREME = 10  # float32, where gates of -100 and -inf stand among mild ones

@@ -52,7 +52,7 @@ inline double error_of(const Numbers& got, const Numbers& wanted, double bar) {
   return std::isfinite(error) ? std::sqrt(error / norm) / bar : INFINITE;
 }
 
-// The bars of docs/design.md.
+// The bars of docs/numerics.md.
 inline double bar_of(Type type, bool gradient, bool extreme = false) {
   if (type == Type::bf16) return 3.5e-3;
   if (type == Type::f16) return 1e-3;

@@ -28,7 +28,7 @@ class Spread:
     sequence_axis: one name; n shards hold T / n tokens each, padded inside if n does not divide T. A shard tells the
         others the state it ends in and the decay through it, which is exact with initial and final states, any gates,
         `reverse` and sequences that cross shards. Both are formed first, so that the exchange runs beside a kernel, where
-        that pays (docs/design.md). Forward and gradient each send, per shard,
+        that pays (docs/internals/architecture.md). Forward and gradient each send, per shard,
 
             F * (K V + K' + V') * H * B * 4 bytes        whatever T is,
 

@@ -41,7 +41,7 @@ def supports(r: Recurrence) -> str | None:
 
 
 def priority(r: Recurrence) -> int:
-    """Above every XLA kernel: measured faster at every shape (docs/performance.md)."""
+    """Above every XLA kernel: measured faster at every shape (docs/internals/experiments/cpu.md)."""
     return 4
 
 

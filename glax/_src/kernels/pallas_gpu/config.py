@@ -76,7 +76,7 @@ def rounds(r: Recurrence, config: HopperConfig) -> float:
     """The time of a call in chunks of one program, which holds a multiprocessor.
 
     Cutting walks k, v and the gates a second time, two thirds of a walk with outputs; half the columns take 0.85 of the
-    time of all. Measured on an H200, docs/hopper.md.
+    time of all. Measured on an H200, docs/internals/experiments/hopper.md.
     """
     programs = r.num_sequences * r.num_heads * -(-padded(r.v.shape[3]) // config.columns) * config.parts
     chunks = -(-r.q.shape[1] // (C * config.parts))

@@ -1,4 +1,6 @@
-"""Kernels for Hopper GPUs in Pallas Mosaic GPU: no Triton and no compiler beside JAX. docs/hopper.md has the figures.
+"""Kernels for Hopper GPUs in Pallas Mosaic GPU: no Triton and no compiler beside JAX.
+
+docs/internals/experiments/hopper.md has the figures.
 
 Registered here, they are written in `launch`, which loads Pallas when one of them runs.
 """
@@ -7,7 +9,7 @@ from glax._src.core.recurrence import Outputs, Recurrence, Residuals
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
 from glax._src.kernels.pallas_gpu.config import HopperConfig, padded, supports
 
-# Above Triton's 10 or below it, and always above XLA's: docs/hopper.md has both at shapes on either side of these bounds.
+# Above Triton's 10 or below it, and always above XLA's: docs/internals/hopper.md has the bounds.
 FASTER, SLOWER = 15, 5
 
 

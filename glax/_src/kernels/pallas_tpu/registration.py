@@ -1,4 +1,6 @@
-"""Kernels in Pallas for TPUs, v5e and newer: one program walks a sequence with the state in VMEM. docs/tpu.md has the figures.
+"""Kernels in Pallas for TPUs, v5e and newer: one program walks a sequence with the state in VMEM.
+
+docs/performance.md has the estimates.
 
 Registered here, they are written in `forward` and `gradient`, which load Pallas when one of them runs.
 """

@@ -1,0 +1,93 @@
+"""The documentation as a Sphinx site. `make docs` builds it without network and executes none of the pages' code."""
+
+import pathlib
+import re
+import tomllib
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+
+ROOT = pathlib.Path(__file__).parent.parent
+VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "glax" / "_version.py").read_text())[1]
+
+project = "glax"
+author = "The glax authors"
+copyright = author
+release = version = VERSION
+license_name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license"]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build"]
+nitpicky = True
+# Only names of glax itself are references that must resolve: annotations also name classes of other packages.
+nitpick_ignore_regex = [(r"py:.*", r"(?!glax).*"), (r"py:.*", r"glax\._src.*")]
+
+myst_enable_extensions = ["dollarmath", "deflist"]
+myst_heading_anchors = 3
+myst_all_links_external = False
+
+html_theme = "sphinx_book_theme"
+html_title = "glax"
+html_show_sourcelink = False
+html_copy_source = False
+html_math_renderer = "mathml"
+html_theme_options = dict(show_toc_level=2, use_download_button=False, use_fullscreen_button=False)
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+
+
+# ---- formulas: MathML, which browsers lay out themselves, so that no page loads a script or a font -------------------
+
+
+def visit_inline_math(self, node):
+    self.body.append(tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def visit_block_math(self, node):
+    self.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
+    raise nodes.SkipNode
+
+
+# ---- docstrings: paragraphs of plain text, with formulas and tables indented -----------------------------------------
+
+
+def to_restructured_text(app, what, name, obj, options, lines):
+    """Turn a docstring into reStructuredText: indented lines become literal blocks, `code` becomes ``code``."""
+    converted: list[str] = []
+    in_block = False
+    for line in lines:
+        if line.startswith("  ") and line.strip():
+            if not in_block:
+                converted += ["", "::", ""]
+            converted.append("   " + line)
+            in_block = True
+        elif not line.strip():
+            converted.append("")
+        else:
+            if in_block:
+                converted.append("")
+            converted.append(escape(line))
+            in_block = False
+    lines[:] = converted
+
+
+def with_short_names(app, what, name, obj, options, signature, returns):
+    """Write Array for the class that jaxtyping's annotations name by its private module."""
+    return tuple(None if text is None else text.replace("jaxlib._jax.Array", "Array") for text in (signature, returns))
+
+
+def escape(line: str) -> str:
+    """Escape what reStructuredText would read as markup, outside of `code`."""
+    parts = re.split(r"(`[^`]+`)", line)
+    return "".join(f"`{x}`" if x.startswith("`") else re.sub(r"([*|_\\])", r"\\\1", x) for x in parts)
+
+
+def setup(app):
+    app.add_html_math_renderer("mathml", (visit_inline_math, None), (visit_block_math, None))
+    app.connect("autodoc-process-docstring", to_restructured_text)
+    app.connect("autodoc-process-signature", with_short_names)
+    return dict(parallel_read_safe=True)

@@ -1,0 +1,158 @@
+"""Write the support matrix of docs/variants.md and README.md from the registry of kernels.
+
+python docs/support_matrix.py            prints the tables
+python docs/support_matrix.py --write    replaces them in both files
+"""
+
+import argparse
+import functools
+import itertools
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+
+from glax import Backend, KernelSpec, Platform, Recurrence, kernel_registry
+from glax._src.core.bind import bind
+from glax._src.kernels import load_kernels
+
+DOCS = pathlib.Path(__file__).parent
+PAGE, README = DOCS / "variants.md", DOCS.parent / "README.md"
+BEGIN, END = "<!-- support matrix: begin -->\n", "<!-- support matrix: end -->"
+
+PLATFORMS = {
+    (Platform.XLA, Backend.ANY): "XLA (any device)",
+    (Platform.CPP, Backend.CPU): "C++ (CPU)",
+    (Platform.TRITON, Backend.GPU): "Triton (GPU)",
+    (Platform.PALLAS, Backend.GPU): "Pallas (Hopper GPU)",
+    (Platform.PALLAS, Backend.TPU): "Pallas (TPU)",
+}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+FORMS = {
+    "none": (),
+    "constant (`retention`, `lightning_attention`)": ("g_gamma",),
+    "per-head (`simple_gla`)": ("g",),
+    "per-key (`recurrent_gla`)": ("gk",),
+    "per-value": ("gv",),
+    "per-key and per-value": ("gk", "gv"),
+}
+# Reasons that name what this machine lacks, not what the kernel does not support.
+OF_THE_MACHINE = re.compile(r"needs |its library|is (written )?for Hopper")
+
+T, H, WIDTH = 2048, 2, 64
+
+
+def example(
+    gates: tuple[str, ...] = (), dtype: str = "bfloat16", length: int = T, heads: int = H, **options
+) -> Recurrence:
+    """A recurrence in shapes alone, with those gates."""
+    tokens = jax.ShapeDtypeStruct((1, length, heads, WIDTH), dtype)
+    narrow = jax.ShapeDtypeStruct((1, length, 1, WIDTH), dtype)
+    dense = jax.ShapeDtypeStruct((1, length, heads), jnp.float32)
+    shapes = dict(g_gamma=jax.ShapeDtypeStruct((heads,), jnp.float32), g=dense, gk=tokens, gv=tokens)
+    arrays = dict(query=narrow if options.pop("grouped", False) else tokens, key=tokens, value=tokens)
+    arrays |= {gate: shapes[gate] for gate in gates}
+    if options.pop("packed", False):
+        arrays["cu_seqlens"] = jax.ShapeDtypeStruct((4,), jnp.int32)
+    if options.pop("state", False):
+        arrays["initial_state"] = jax.ShapeDtypeStruct((1, heads, WIDTH, WIDTH), jnp.float32)
+    return jax.eval_shape(functools.partial(bind, **options), **arrays)
+
+
+def runs(spec: KernelSpec, r: Recurrence) -> bool:
+    """Whether the kernel supports the call on a machine that has all that it needs."""
+    reason = spec.supports(r)
+    return reason is None or OF_THE_MACHINE.match(reason) is not None
+
+
+def kernels(platform, backend) -> list[KernelSpec]:
+    return [s for s in kernel_registry.kernels.values() if (s.platform, s.backend) == (platform, backend)]
+
+
+def directions(specs: list[KernelSpec], gates: tuple[str, ...]) -> str:
+    """Which of forward, gradient and step the kernels of a platform compute with these gates, in any dtype."""
+    found = []
+    for name, role in (("forward", "forward"), ("gradient", "gradient"), ("step", "step")):
+        chosen = [s for s in specs if role_of(s) == role]
+        length = 1 if role == "step" else T
+        calls = [example(gates, dtype, length, state=role == "step") for dtype in DTYPES[:2]]
+        if any(runs(spec, r) for spec, r in itertools.product(chosen, calls)):
+            found.append(name)
+    return ", ".join(found) or "-"
+
+
+def role_of(spec: KernelSpec) -> str:
+    return "gradient" if spec.is_gradient else "step" if spec.is_step else "forward"
+
+
+def features(specs: list[KernelSpec], **options) -> str:
+    """Whether the forward kernels of a platform support the call with a per-head gate, in any dtype."""
+    forward = [s for s in specs if role_of(s) == "forward"]
+    calls = [example(("g",), dtype, **options) for dtype in DTYPES[:2]]
+    return "yes" if any(runs(spec, r) for spec, r in itertools.product(forward, calls)) else "-"
+
+
+def dtypes(specs: list[KernelSpec]) -> str:
+    forward = [s for s in specs if role_of(s) == "forward"]
+    return ", ".join(d for d in DTYPES if any(runs(s, example(("g",), d)) for s in forward))
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(line)} |" for line in (headings, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(headings), *lines[1:]]) + "\n"
+
+
+def by_gate() -> str:
+    """What each platform's kernels compute with each form of gates, as a Markdown table."""
+    specs = registered()
+    return table(
+        ["gates", *specs], [[form, *(directions(s, gates) for s in specs.values())] for form, gates in FORMS.items()]
+    )
+
+
+def by_feature() -> str:
+    """Which dtypes and options each platform's kernels support, as a Markdown table."""
+    specs = registered()
+    with jax.enable_x64(True):
+        rows = [["dtypes", *(dtypes(s) for s in specs.values())]]
+        for name, options in (
+            ("`cu_seqlens`", dict(packed=True)),
+            ("`initial_state`, final state", dict(state=True)),
+            ("`reverse`", dict(reverse=True)),
+            ("grouped heads", dict(grouped=True)),
+        ):
+            rows.append([name, *(features(s, **options) for s in specs.values())])
+    return table(["feature", *specs], rows)
+
+
+def matrix() -> str:
+    return f"{by_gate()}\n{by_feature()}"
+
+
+def registered() -> dict[str, list[KernelSpec]]:
+    load_kernels()
+    return {name: kernels(*key) for key, name in PLATFORMS.items()}
+
+
+def between(text: str) -> str:
+    return f"{BEGIN}{text}{END}"
+
+
+def replace(path: pathlib.Path, text: str):
+    before, rest = path.read_text().split(BEGIN)
+    path.write_text(before + between(text) + rest.split(END)[1])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="replace the tables in docs/variants.md and README.md")
+    if not parser.parse_args().write:
+        print(matrix())
+        return
+    replace(PAGE, matrix())
+    replace(README, by_gate())
+
+
+if __name__ == "__main__":
+    main()
