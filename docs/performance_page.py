@@ -269,7 +269,7 @@ def parallel(results: list[Result]) -> str:
 
 
 def cpus(results: list[Result]) -> str:
-    chosen = [x for x in results if x.file.startswith("cpu") and x.get("ms")]
+    chosen = [x for x in results if x.file.startswith("cpu") and x.get("ms") and x.get("mode") != "decode"]
     names = list(dict.fromkeys(x.get("implementation") for x in chosen))
     rows = []
     for group in grouped(chosen, lambda x: (x.file, *x.call)).values():
@@ -308,6 +308,18 @@ def estimates(results: list[Result]) -> str:
     return table(["device", "problem", "gate", "mode", "ms, estimated", "of the floor"], rows)
 
 
+def overheads(results: list[Result]) -> str:
+    rows = []
+    chosen = [x for x in results if x.get("what")]
+    for (what, implementation, unit), group in grouped(
+        chosen, lambda x: (x.get("what"), x.get("implementation"), x.get("unit"))
+    ).items():
+        values = [x.get("value") for x in group]
+        median, worst = (f"{number(f(values))} {unit}" for f in (statistics.median, max))
+        rows.append((what, implementation, len(group), median, worst, group[0].about["device"]))
+    return table(["what", "implementation", "runs", "median", "worst", "device"], rows)
+
+
 def sources(files: dict[str, dict]) -> str:
     lines = []
     for name, content in files.items():
@@ -331,6 +343,7 @@ def page() -> str:
         "Several GPUs, the sequence sharded": parallel(results),
         "CPUs": cpus(results),
         "Length on a CPU, microseconds per token": lengths(results),
+        "First calls and overhead": overheads(results),
         "TPUs, estimated": "No TPU has run these kernels.\n\n" + estimates(results),
         "Sources": sources(files),
     }
@@ -358,7 +371,7 @@ def readme_table() -> str:
         "gate (layer)",
         "B,T,H,K,V",
         "glax, ms: forward / with gradient",
-        "of the floor",
+        "with gradient, of the floor",
         "peer",
         "peer / glax",
         "MiB: glax / peer",
