@@ -115,7 +115,10 @@ def test_shard_map_over_the_batch_alone(kind, cfg):
     want = quick_jit(jax.grad(functools.partial(whole, run)))(arguments)
     close(quick_jit(sharded(jax.grad(functools.partial(whole, run))))(placed), want)
     spread = sharded(lambda arguments: run(**arguments))
-    close(quick_jit(jax.grad(lambda arguments: sum((x**2).sum() for x in spread(arguments))))(placed), want)
+    outside = quick_jit(jax.grad(lambda arguments: sum((x**2).sum() for x in spread(arguments))))
+    close(outside(placed), want)
+    if kind is AxisType.Auto:  # JAX 0.10 itself gathers explicit ones
+        assert "all-gather" not in outside.lower(placed).compile().as_text()
 
 
 def close(got, want):

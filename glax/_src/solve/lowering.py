@@ -14,6 +14,7 @@ from glax._src.core.backend import Backend, lowering_platform
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Platform
 from glax._src.solve.partitioning import (
+    FreeAxis,
     all_manual,
     by_compiler,
     by_type,
@@ -82,10 +83,13 @@ class Call:
     backend: Backend
     spreads: bool
 
-    def lowered(self, platform: str, asks: bool = False, visible: bool = False) -> Callable:
+    def lowered(
+        self, platform: str, asks: bool = False, visible: bool = False, free: FreeAxis | None = None
+    ) -> Callable:
         """What leaves become of leaves, in a program for that platform.
 
-        asks: whether the compiler asks how to spread it over devices; visible: whether XLA must see into it.
+        asks: whether the compiler asks how to spread it over devices, over the `free` axis alone if one is given;
+        visible: whether XLA must see into it.
         """
         insists = Platform.XLA if visible else None
         with lowering_platform(platform):
@@ -98,7 +102,7 @@ class Call:
             with lowering_platform(platform):
                 return run(*operands)
 
-        f = functools.partial(by_compiler, of_operands, self.kernel.keeps) if asks else of_operands
+        f = functools.partial(by_compiler, of_operands, self.kernel.keeps, free=free) if asks else of_operands
         return lambda *leaves: jax.tree.leaves(f(*self.structure.unflatten(leaves)))
 
 
@@ -120,16 +124,19 @@ def _(*leaves, call: Call, devices: ClosedJaxpr | None):
 def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, devices: ClosedJaxpr | None):
     module = context.module_context
     platform, where = (context.platforms or module.platforms)[0], module.axis_context
-    # Inside shard_map, arrays are a device's own; there the context has no such number.
-    spread = call.spreads and getattr(where, "num_devices", 1) > 1
+    # Inside shard_map over all axes, arrays are a device's own; there the context has no such number.
+    free = FreeAxis.of(where)
+    spread = call.spreads and (free is not None or getattr(where, "num_devices", 1) > 1)
     # An exported program has no callback that the compiler could ask.
     visible = spread and module.lowering_parameters.for_export
     asks = spread and not visible and Backend.of(platform) in (Backend.CPU, Backend.GPU)
     if asks:
         check_shardy()
-    results = mlir.lower_fun(call.lowered(platform, asks, visible))(context, *leaves)
+    results = mlir.lower_fun(call.lowered(platform, asks, visible, free))(context, *leaves)
     if asks:
-        about = platform, where.device_assignment, where.abstract_mesh, call.structure, ADDRESS.sub("", str(call.jaxpr))
+        devices = where.device_assignment if free is None else free.mesh.devices
+        mesh = where.abstract_mesh if free is None else free
+        about = platform, devices, mesh, call.structure, ADDRESS.sub("", str(call.jaxpr))
         name_by_content(module, results[0].owner, " ".join(map(str, about)))
     return results
 

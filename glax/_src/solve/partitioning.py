@@ -6,6 +6,7 @@ lie; under explicit sharding by shard_map, because types say it. Inside shard_ma
 have no custom_partitioning: there XLA partitions kernels of plain JAX itself, and `glax.parallel` serves the others.
 """
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -59,8 +60,39 @@ def by_type(f, saves_residuals: bool, *operands):
     )
 
 
-def by_compiler(f, saves_residuals: bool, *operands):
-    """The same, where the compiler knows how the operands lie."""
+@dataclasses.dataclass(frozen=True)
+class FreeAxis:
+    """The one axis of a mesh that the compiler spreads arrays over, inside shard_map over all other axes.
+
+    XLA numbers the devices of such a region anew, in the order of the tiles that it cuts an operand into. With one axis of
+    several devices that order is the axis's own; with more it is not known which tile lies where.
+    """
+
+    mesh: jax.sharding.Mesh
+    name: str
+
+    @classmethod
+    def of(cls, context) -> "FreeAxis | None":
+        """That of a lowering's axis context; None outside of shard_map, inside over all axes, and where several are left."""
+        manual = getattr(context, "manual_axes", ())
+        if not manual or isinstance(context.mesh, jax.sharding.AbstractMesh):
+            return None
+        free = [name for name, size in context.mesh.shape.items() if name not in manual and size > 1]
+        return cls(context.mesh, free[0]) if len(free) == 1 else None
+
+    def sharding(self, spec: P) -> NamedSharding:
+        """One over the devices of the region, as XLA numbers them."""
+        devices = self.mesh.devices.reshape(-1)[: self.mesh.shape[self.name]]
+        return NamedSharding(jax.sharding.Mesh(devices, (self.name,)), spec)
+
+    def spec(self, x: jax.ShapeDtypeStruct) -> P:
+        """How an operand lies: over the dimension of which a tile has less than all."""
+        tile = x.sharding.shard_shape(x.shape)
+        return P(*(self.name if part < whole else None for part, whole in zip(tile, x.shape, strict=True)))
+
+
+def by_compiler(f, saves_residuals: bool, *operands, free: FreeAxis | None = None):
+    """The same, where the compiler knows how the operands lie; over the `free` axis alone, if one is given."""
     from jax.experimental.custom_partitioning import custom_partitioning  # not a part of `import jax`
 
     leaves, structure = jax.tree.flatten(operands)
@@ -70,14 +102,25 @@ def by_compiler(f, saves_residuals: bool, *operands):
 
     def partition(mesh, arguments, results):
         operands = structure.unflatten(arguments)
-        axes = common_axes(mesh, operands, [x.sharding.spec for x in arguments])
-        lie = lambda specs: tuple(NamedSharding(mesh, spec) for spec in leaves_of(specs))  # noqa: E731
+        if free is None:
+            place, specs = functools.partial(NamedSharding, mesh), [x.sharding.spec for x in arguments]
+        else:
+            mesh, place = free.mesh, free.sharding
+            specs = [free.spec(x) for x in arguments]
+        axes = common_axes(mesh, operands, specs)
+        lie = lambda specs: tuple(place(spec) for spec in leaves_of(specs))  # noqa: E731
         result, given = lie(result_specs(operands, saves_residuals, *axes)), lie(operand_specs(operands, *axes))
         return mesh, flat(summed(f, axes[1], operands)), result, given
 
     rule, replicated, sizes = sharding_rule(operands, saves_residuals)
     call = custom_partitioning(jax.jit(flat(f)))  # jit, so that the constants in f are no concern of the call's
-    call.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=replicated, **sizes)
+    call.def_partition(
+        partition=partition,
+        sharding_rule=rule,
+        need_replication_factors=replicated,
+        decode_shardings=free is None,
+        **sizes,
+    )
     return jax.tree.structure(result_specs(operands, saves_residuals, None, None), is_leaf=is_spec).unflatten(
         call(*leaves)
     )
