@@ -106,8 +106,34 @@ class Recurrence:
 
 
 def gradient_like(r: Recurrence, d: Recurrence) -> Recurrence:
-    """d, a gradient in r, with the dtypes of r's arrays."""
+    """Cast d, a gradient in r, to the dtypes of r's arrays."""
     return jax.tree.map(lambda x, dx: dx.astype(x.dtype), r.replace(boundaries=None), d)
+
+
+def gradient_recurrence(
+    r: Recurrence,
+    dq: Float[Array, "B T _ K"],
+    dk: Float[Array, "B T _ K"],
+    dv: Float[Array, "B T _ V"],
+    decay: Decay,
+    initial_state: Float[Array, "N H K V"] | None,
+    scale: Float[Array, "N"],
+) -> Recurrence:
+    """Assemble the gradient in every array of r from its parts, each in any float dtype.
+
+    dq, dk, dv: gradients of each of the H heads, summed here over heads that share a query, key or value, or summed already.
+    decay: the gradient of the log decays, in the form of r.decay. initial_state: ignored where r has none.
+    """
+    d = r.replace(
+        q=fold_heads(dq, r.q.shape[2]),
+        k=fold_heads(dk, r.k.shape[2]),
+        v=fold_heads(dv, r.v.shape[2]),
+        decay=decay,
+        initial_state=None if r.initial_state is None else initial_state,
+        boundaries=None,
+        scale=scale,
+    )
+    return gradient_like(r, d)
 
 
 class Outputs(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from glax._src.core.decay import Decay
-from glax._src.core.recurrence import Outputs, Recurrence, Residuals, aligned, fold_heads, gradient_like, spread_heads
+from glax._src.core.recurrence import Outputs, Recurrence, Residuals, aligned, gradient_recurrence, spread_heads
 from glax._src.solve.dispatch import Choice, forward_with_residuals, run_backward, run_forward
 
 
@@ -124,22 +124,14 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
         output = solve(choice, r).output
         d_columns = sum_behind(r, output * do - v * dv, at_end.sum(2))
 
-    d = Recurrence(
-        q=fold_heads(read * scale, r.q.shape[2]),
-        k=fold_heads(dk, r.k.shape[2]),
-        v=fold_heads(dv, r.v.shape[2]),
-        decay=Decay(
-            constant=None if decay.constant is None else r.per_sequence(d_rows.sum(3)),
-            head=None if decay.head is None else d_rows.sum(3),
-            key=None if decay.key is None else d_rows,
-            value=None if decay.value is None else d_columns,
-        ),
-        initial_state=None if r.initial_state is None else G * first_decay(r),
-        boundaries=None,
-        scale=r.per_sequence(q_read.sum((2, 3))),
-        reverse=r.reverse,
+    d_decay = Decay(
+        constant=None if decay.constant is None else r.per_sequence(d_rows.sum(3)),
+        head=None if decay.head is None else d_rows.sum(3),
+        key=None if decay.key is None else d_rows,
+        value=None if decay.value is None else d_columns,
     )
-    return gradient_like(given, d)
+    initial = None if r.initial_state is None else G * first_decay(r)
+    return gradient_recurrence(given, read * scale, dk, dv, d_decay, initial, r.per_sequence(q_read.sum((2, 3))))
 
 
 def clean(r: Recurrence, d_output) -> tuple[Recurrence, Array]:
