@@ -37,6 +37,7 @@ html_theme_options = dict(show_toc_level=2, use_download_button=False, use_fulls
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+maximum_signature_line_length = 100
 
 
 # ---- formulas: MathML, which browsers lay out themselves, so that no page loads a script or a font -------------------
@@ -55,35 +56,64 @@ def visit_block_math(self, node):
 # ---- docstrings: paragraphs of plain text, with formulas and tables indented -----------------------------------------
 
 
+ENTRY = re.compile(r"([a-z_]+(?:, [a-z_]+)*):\s+(\S.*)")
+
+
 def to_restructured_text(app, what, name, obj, options, lines):
-    """Turn a docstring into reStructuredText: indented lines become literal blocks, `code` becomes ``code``."""
+    """Turn a docstring into reStructuredText: paragraphs, lists of arguments, and indented formulas as literal blocks."""
     converted: list[str] = []
-    in_block = False
-    for line in lines:
-        if line.startswith("  ") and line.strip():
-            if not in_block:
-                converted += ["", "::", ""]
-            converted.append("   " + line)
-            in_block = True
-        elif not line.strip():
-            converted.append("")
-        else:
-            if in_block:
-                converted.append("")
-            converted.append(escape(line))
-            in_block = False
+    for paragraph in paragraphs(lines):
+        entries = [line for line in paragraph if ENTRY.match(line)]
+        converted += list_of(paragraph) if len(entries) > 1 and ENTRY.match(paragraph[0]) else text_of(paragraph)
+        converted.append("")
     lines[:] = converted
 
 
-def with_short_names(app, what, name, obj, options, signature, returns):
-    """Write Array for the class that jaxtyping's annotations name by its private module."""
-    return tuple(None if text is None else text.replace("jaxlib._jax.Array", "Array") for text in (signature, returns))
+def paragraphs(lines: list[str]) -> list[list[str]]:
+    found: list[list[str]] = [[]]
+    for line in lines:
+        if line.strip():
+            found[-1].append(line)
+        else:
+            found.append([])
+    return [paragraph for paragraph in found if paragraph]
+
+
+def list_of(paragraph: list[str]) -> list[str]:
+    """Items of a list, one for each "name: meaning"; an indented line goes on with the item before."""
+    found: list[str] = []
+    for line in paragraph:
+        if match := ENTRY.match(line):
+            found.append(f"* ``{match[1]}``: {escape(match[2])}")
+        else:
+            found.append(f"  {escape(line.strip())}")
+    return ["", *found]
+
+
+def text_of(paragraph: list[str]) -> list[str]:
+    """Lines of text, and a literal block for each run of indented lines."""
+    found: list[str] = []
+    in_block = False
+    for line in paragraph:
+        if indented := line.startswith("  "):
+            found += [] if in_block else ["", "::", ""]
+            found.append(f"   {line}")
+        else:
+            found += [""] if in_block else []
+            found.append(escape(line))
+        in_block = indented
+    return found
 
 
 def escape(line: str) -> str:
     """Escape what reStructuredText would read as markup, outside of `code`."""
     parts = re.split(r"(`[^`]+`)", line)
     return "".join(f"`{x}`" if x.startswith("`") else re.sub(r"([*|_\\])", r"\\\1", x) for x in parts)
+
+
+def with_short_names(app, what, name, obj, options, signature, returns):
+    """Write Array for the class that jaxtyping's annotations name by its private module."""
+    return tuple(None if text is None else text.replace("jaxlib._jax.Array", "Array") for text in (signature, returns))
 
 
 def setup(app):

@@ -64,6 +64,19 @@ def test_figures_are_those_of_the_files_of_results():
     )
 
 
+def test_the_check_of_a_site_finds_what_is_dead_or_remote(tmp_path):
+    (tmp_path / "a.html").write_text('<a href="b.html#there">b</a><a id="here" href="#here">a</a><img src="x.png">')
+    (tmp_path / "b.html").write_text(
+        '<p id="there"><a href="c.html"></a><script src="https://example.org/x.js"></script>'
+    )
+    found = script("check_site").problems(tmp_path.resolve())
+    assert found == [
+        "a.html links to x.png, which does not exist",
+        "b.html links to c.html, which does not exist",
+        "b.html loads https://example.org/x.js",
+    ]
+
+
 def test_a_third_party_kernel_is_chosen_differentiated_tuned_and_cached(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GLAX_CACHE_DIR", str(tmp_path))
     load_kernels()
