@@ -8,7 +8,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 GLOSSARY = "docs/glossary.md"
-SEARCHED = ("docs", "benchmarks/results", "README.md", "CONTRIBUTING.md", "RELEASING.md")
+SEARCHED = ("docs", "benchmarks/results", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md")
 # The glossary lists the words, and old experiments may quote them.
 EXEMPT = (GLOSSARY, "docs/internals/experiments/")
 
