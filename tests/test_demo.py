@@ -88,7 +88,7 @@ def test_interrupted_training_leaves_a_checkpoint(text, tmp_path):
         import sys
         from pathlib import Path
         from rich.console import Console
-        from glax.cli import tour
+        from glax.cli import demo_run as tour
         from glax.nn import ByteLMConfig
         settings = tour.Settings(Path({str(tmp_path / "out")!r}), Path({str(text)!r}), steps=1_000_000, batch=2,
                                  length=15, seed=0, must_win=True, model={TINY})

@@ -11,7 +11,7 @@ from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_NOTHING, LOG_OF_Z
 
 pytestmark = pytest.mark.fast
 FLOAT32 = np.finfo(np.float32)
-NATIVE = pathlib.Path(glax.__file__).parent / "kernels/cpu/native/problem.h"
+NATIVE = pathlib.Path(glax.__file__).parent / "_src/kernels/cpu/native/problem.h"
 
 
 def exp(log):

@@ -110,7 +110,9 @@ def gpu_kernels(monkeypatch):
 
     here = dict(platform=glax.Platform.CUDA, backend=glax.Backend.GPU, priority=lambda r: 100)
     specs = (
-        dataclasses.replace(chunked, run=wrong, forward_with_residuals=wrong_and_kept, saves_residuals=lambda r: True, **here),
+        dataclasses.replace(
+            chunked, run=wrong, forward_with_residuals=wrong_and_kept, saves_residuals=lambda r: True, **here
+        ),
         dataclasses.replace(gradient, run=wrong_gradient, **here),
     )
     for spec in specs:

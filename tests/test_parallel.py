@@ -478,4 +478,4 @@ def test_a_kernel_that_xla_cannot_see_into_is_given_what_lies_on_its_device(monk
     mesh, case = mesh_of(b=2, h=2), Case("", B=4, T=40, heads=(4, 4, 4), K=6, V=5)
     placed = spread_inputs(mesh, case, dict(batch="b", heads="h"))
     jax.jit(lambda a: glax.recurrent(**a, platform="cpp"))(placed)
-    assert seen == [(4, 40, 4, 6), (2, 40, 2, 6)]  # as traced, and as run
+    assert set(seen[:-1]) == {(4, 40, 4, 6)} and seen[-1] == (2, 40, 2, 6)  # as traced and lowered, and as run

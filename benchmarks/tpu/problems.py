@@ -12,7 +12,7 @@ from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence
 
 SOURCES = pathlib.Path(__file__).parents[2] / "glax" / "_src" / "kernels" / "pallas_tpu"
-LIMITS = SOURCES.parent / "limits.py"  # whose numbers they compare with
+LIMITS = SOURCES.parent / "common" / "limits.py"  # whose numbers they compare with
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,9 +110,9 @@ kernel_p = Primitive("glax_kernel")
 kernel_p.multiple_results = True
 
 
-@kernel_p.def_abstract_eval
+@kernel_p.def_effectful_abstract_eval
 def _(*_, call: Call, devices: ClosedJaxpr | None):
-    return call.jaxpr.out_avals
+    return call.jaxpr.out_avals, call.jaxpr.effects  # those of Pallas's interpreter
 
 
 @kernel_p.def_impl
