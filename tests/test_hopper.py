@@ -142,7 +142,7 @@ def test_segments_are_walked_as_far_as_their_gates_let_through(K, dtype, monkeyp
     counts = set()
     mosaic_interpreter.install(monkeypatch)
     for reverse in (False, True):
-        p = Problem(bind(x, x, x, gk=gk, reverse=reverse), HopperConfig(two_phase=parts))
+        p = Problem(bind(x, x, x, gk=gk, reverse=reverse), HopperConfig(parts=parts))
         tables = np.stack([np.insert(p.table, 4, adjoint, axis=1) for adjoint in (0, 1)])
         tables[:, 2, 2] = 0
         with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
@@ -196,7 +196,7 @@ def test_states_that_arrive_late_are_added_decayed(gate, adjoint):
     """To those that enter segments of a walk from zero; decays of 0 among them."""
     rng, parts = np.random.default_rng(0), 3
     x = jnp.zeros((2, 64 * parts, 2, 64), jnp.bfloat16)
-    p = Problem(bind(x, x, x, **{gate: x if gate == "gk" else x[..., 0]}), HopperConfig(two_phase=parts))
+    p = Problem(bind(x, x, x, **{gate: x if gate == "gk" else x[..., 0]}), HopperConfig(parts=parts))
     log = -(10.0 ** rng.uniform(-2, 3, (2 * parts, 2, 64 if gate == "gk" else 1)).astype(np.float32))
     log[:, 0, 0] = -np.inf
     own = jnp.asarray(rng.normal(size=(2 * parts, 2, 64, 64)), jnp.float32), jnp.asarray(log)

@@ -129,7 +129,7 @@ def test_fresh_inputs(case):
 def test_steady_strengths(form, K, parts, reverse):
     """Just inside and just outside of each limit, the state passed over several chunks, and segments."""
     r, *cotangents = strengths.problem(form, half=32, T=520, K=K, reverse=reverse)
-    config = HopperConfig(two_phase=parts)
+    config = HopperConfig(parts=parts)
     found, kept = jax.jit(functools.partial(chunked.chunked_with_residuals, config=config))(r)
     d = jax.jit(functools.partial(chunked.chunked_vjp, config=config))(r, *cotangents, kept)
     strengths.assert_right(r, *cotangents, found, d)

@@ -93,13 +93,18 @@ class Scan:
         return 2 if self.outputs else self.columns // 64
 
     @property
+    def scalers(self) -> int:
+        """Warpgroups that scale with per-key gates: one for every 64 channels."""
+        return self.K // 64
+
+    @property
     def registers(self) -> tuple[int, int]:
         """With gates a key channel, of a thread that scales and one that computes: together no more than the program is launched
         with."""
         if self.outputs and self.columns < self.K:
             return 120, 136
-        scalers = self.K // 64
-        return {(2, 2): (88, 168), (1, 2): (120, 192), (2, 1): (128, 240), (1, 1): (168, 240)}[scalers, self.consumers]
+        by_warpgroups = {(2, 2): (88, 168), (1, 2): (120, 192), (2, 1): (128, 240), (1, 1): (168, 240)}
+        return by_warpgroups[self.scalers, self.consumers]
 
     def results(self, B: int, T: int, E: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """o, states and last states of `ScanResults`; what is not asked for has one tile."""

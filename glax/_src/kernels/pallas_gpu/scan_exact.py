@@ -27,6 +27,7 @@ from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import place_of, quotient, remainder
+from glax._src.kernels.pallas_gpu.scan_key_gate_refs import FLAGS
 from glax._src.kernels.pallas_gpu.tiles import HALF, LOG2E, C, read, store
 
 BF16 = jnp.bfloat16
@@ -34,7 +35,6 @@ BF16 = jnp.bfloat16
 GROUPS = 4, 4
 COLUMNS = 32  # of the state in a program
 TOKENS, SLOTS = 8, 2  # formed in float32 together; of which shared memory holds so many times, one on its way
-FLAGS = 128  # numbers that say of a segment whether it went too far: those of all threads that scale
 
 
 def state_layout(rows: int):

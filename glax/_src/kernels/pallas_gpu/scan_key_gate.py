@@ -37,7 +37,8 @@ from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.gate_range import in_range, weak_on_average
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import Scan, ScanResults, place_of, quotient
-from glax._src.kernels.pallas_gpu.scan_exact import FLAGS, exact_scan
+from glax._src.kernels.pallas_gpu.scan_exact import exact_scan
+from glax._src.kernels.pallas_gpu.scan_key_gate_refs import FLAGS, Barriers, Operands, Results, Tiles
 from glax._src.kernels.pallas_gpu.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -46,7 +47,6 @@ from glax._src.kernels.pallas_gpu.tiles import (
     by_row,
     decayed,
     read,
-    tiled,
     transposed,
     zeros,
 )
@@ -68,17 +68,18 @@ def key_scan(w: Scan, table, q, a, b, g, scale, start, told_far=None):
     B, T = a.shape[:2]
     E, blocks = table.shape[0], w.V // w.columns
     W, stages, H, K = w.consumers, w.stages, w.H, w.K
-    chunks = -(-T // C)
     ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
 
-    scalers = K // 64
+    scalers = w.scalers
     few, many = w.registers
 
-    def body(
-        table_g, q_g, a_g, b_g, g_g, scale_g, start_g, told_far_g, o_g, states_g, last_g, log_g, far_g, far_chunk_g,
-        q_s, a_s, b_s, g_s, S_s, o_s, sums_s, own_s, halves_s, weak_s,
-        given, gates_given, ready, free, gates_free, met, entered, taken,
-    ):  # fmt: skip
+    def body(*refs):
+        *in_global, shared, barriers = refs
+        operands, results = Operands(*in_global[:8]), Results(*in_global[8:])
+        table_g, q_g, a_g, b_g, g_g, scale_g, start_g, told_far_g = operands
+        o_g, states_g, last_g, log_g, far_g, far_chunk_g = results
+        q_s, a_s, b_s, g_s, S_s, o_s, sums_s, own_s, halves_s, weak_s = shared
+        given, gates_given, ready, free, gates_free, met, entered, taken = barriers
         me = lax.axis_index("warpgroup")
 
         def place():
@@ -413,40 +414,15 @@ def key_scan(w: Scan, table, q, a, b, g, scale, start, told_far=None):
             else:
                 own_columns()
 
-    tile_q, copies = ((stages, C, K), 3) if w.outputs else ((1, C, 64), 2)
     body.__name__ = "key_scan"  # in profiles
     kernel = plgpu.kernel(
         body,
-        out_type=(
-            *w.results(B, T, E),
-            jax.ShapeDtypeStruct((E, H, K) if w.either else (1,), jnp.float32),
-            jax.ShapeDtypeStruct((1,) if w.to_edge else (E, H, FLAGS), jnp.float32),
-            jax.ShapeDtypeStruct((B, chunks, H, scalers, C) if w.states and not w.to_edge else (1,), jnp.float32),
-        ),
+        out_type=tuple(Results.types(w, B, T, E)),
         grid=(blocks * H * E,),
         grid_names=("program",),
         num_threads=W + scalers,
         thread_name="warpgroup",
-        scratch_types=[
-            tiled(*tile_q),
-            tiled(stages, C, K),
-            tiled(stages, C, w.columns),
-            tiled(2 * w.terms, C, K),
-            tiled(K, w.columns) if w.outputs else tiled(w.kept_stages, W, K, 64),
-            tiled(C, w.columns) if w.outputs and w.columns < K else tiled(8, 64),
-            plgpu.SMEM((stages, 2, K), jnp.float32),
-            plgpu.SMEM((stages, scalers, C), jnp.float32),
-            tiled(C, C),
-            plgpu.SMEM((1,), jnp.int32),
-            plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=w.terms, num_barriers=2),
-            plgpu.Barrier(num_arrivals=scalers, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=W, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=scalers, num_barriers=2),
-            plgpu.Barrier(num_arrivals=scalers),
-            plgpu.Barrier(),
-            plgpu.Barrier(),
-        ],
+        scratch_types=[Tiles.types(w), Barriers.types(w)],
         compiler_params=tiles.PARAMS,
     )
     operands = table, q, a, b, g, scale, start, scale if told_far is None else told_far

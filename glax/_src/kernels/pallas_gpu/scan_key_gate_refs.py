@@ -1,0 +1,107 @@
+"""The references of the per-key-gate scan: operands and results in global memory, tiles and barriers in shared memory."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu.plan import C, Scan
+from glax._src.kernels.pallas_gpu.tiles import tiled
+
+FLAGS = 128  # numbers that say of a segment whether it is out of range: one for every thread that scales
+
+Ref = Any
+
+
+class Operands(NamedTuple):
+    """What `key_scan` takes, in global memory."""
+
+    table: Ref  # [E, 4] or [E, H, 5]
+    q: Ref  # [B, T, HQ, K]
+    a: Ref  # [B, T, HA, K]
+    b: Ref  # [B, T, HB, V]
+    gates: Ref  # [terms, B, T, H, K]
+    scale: Ref  # [N + 1]
+    start: Ref  # [E, H, K, V]
+    known_out_of_range: Ref  # [B, chunks, H]; `scale` where it is not read
+
+
+class Results(NamedTuple):
+    """What `key_scan` writes, in global memory. A result that the plan leaves out has one tile or one number."""
+
+    o: Ref  # [B, T, H, V]
+    states: Ref  # [B, chunks, H, K, V]
+    last: Ref  # [N or E, H, K, V]
+    log: Ref  # [E, H, K]
+    out_of_range: Ref  # [E, H, FLAGS]
+    chunk_out_of_range: Ref  # [B, chunks, H, scalers, C]
+
+    @classmethod
+    def types(cls, w: Scan, B: int, T: int, E: int) -> "Results":
+        H, K = w.H, w.K
+        return cls(
+            *w.results(B, T, E),
+            log=jax.ShapeDtypeStruct((E, H, K) if w.either else (1,), jnp.float32),
+            out_of_range=jax.ShapeDtypeStruct((1,) if w.to_edge else (E, H, FLAGS), jnp.float32),
+            chunk_out_of_range=jax.ShapeDtypeStruct(
+                (B, -(-T // C), H, w.scalers, C) if w.states and not w.to_edge else (1,), jnp.float32
+            ),
+        )
+
+
+class Tiles(NamedTuple):
+    """What lies in shared memory. A tile that the plan has no use for is of the least size."""
+
+    q: Ref  # [stages, C, K]: q, then q^, then with columns == K the outputs
+    a: Ref  # [stages, C, K]: k, then k^
+    b: Ref  # [stages, C, columns]: v
+    gates: Ref  # [2 terms, C, K]: log gates, then what q^ lost when it was rounded
+    state: Ref  # [K, columns], or without outputs [kept_stages, consumers, K, 64]: S'
+    output: Ref  # [C, columns]
+    sums: Ref  # [stages, 2, K]: sums of log gates by channel, ahead of S' and after it
+    own_scores: Ref  # [stages, scalers, C]: every token's score with itself, by half of K
+    halves: Ref  # [C, C]: the matrix that sums gates over each half of a chunk
+    weak: Ref  # [1]: 1 where the gates of the program are weak on average
+
+    @classmethod
+    def types(cls, w: Scan) -> "Tiles":
+        K, stages, columns, W = w.K, w.stages, w.columns, w.consumers
+        return cls(
+            q=tiled(stages, C, K) if w.outputs else tiled(1, C, 64),
+            a=tiled(stages, C, K),
+            b=tiled(stages, C, columns),
+            gates=tiled(2 * w.terms, C, K),
+            state=tiled(K, columns) if w.outputs else tiled(w.kept_stages, W, K, 64),
+            output=tiled(C, columns) if w.outputs and columns < K else tiled(8, 64),
+            sums=plgpu.SMEM((stages, 2, K), jnp.float32),
+            own_scores=plgpu.SMEM((stages, w.scalers, C), jnp.float32),
+            halves=tiled(C, C),
+            weak=plgpu.SMEM((1,), jnp.int32),
+        )
+
+
+class Barriers(NamedTuple):
+    """What warpgroups wait for, by what it says."""
+
+    loaded: Ref  # by stage: q, a and b of a chunk lie in shared memory
+    gates_loaded: Ref  # by slot: and its gates
+    scaled: Ref  # by stage: q^, k^, the sums and the own scores are stored
+    consumed: Ref  # by stage: all products with k^ and v are done
+    gates_consumed: Ref  # by slot: all scalers have summed the gates
+    prepared: Ref  # `halves` and `weak` are stored
+    state_stored: Ref  # S' lies in shared memory
+    state_read: Ref  # all products with S' are done
+
+    @classmethod
+    def types(cls, w: Scan) -> "Barriers":
+        return cls(
+            loaded=plgpu.Barrier(num_arrivals=3 if w.outputs else 2, num_barriers=w.stages),
+            gates_loaded=plgpu.Barrier(num_arrivals=w.terms, num_barriers=2),
+            scaled=plgpu.Barrier(num_arrivals=w.scalers, num_barriers=w.stages),
+            consumed=plgpu.Barrier(num_arrivals=w.consumers, num_barriers=w.stages),
+            gates_consumed=plgpu.Barrier(num_arrivals=w.scalers, num_barriers=2),
+            prepared=plgpu.Barrier(num_arrivals=w.scalers),
+            state_stored=plgpu.Barrier(),
+            state_read=plgpu.Barrier(),
+        )
