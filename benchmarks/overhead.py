@@ -18,7 +18,7 @@ import glax
 from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
-from glax._src.solve.dispatch import Choice, run_forward
+from glax._src.solve.dispatch import Choice, resolve, run_forward
 
 
 def median_us(f, repeats: int, calls: int) -> float:
@@ -37,7 +37,7 @@ def eager() -> float:
     q = jnp.ones((1, 1, 1, 4))
     gk = -q
     r = bind(q, q, q, gk=gk)
-    kernel = jax.jit(functools.partial(run_forward, Choice()))
+    kernel = jax.jit(functools.partial(run_forward, resolve(Choice(), r)))
     pairs = []
     for _ in range(15):
         direct = median_us(lambda: kernel(r).output, 3, 200)

@@ -1,5 +1,6 @@
 """Exact, fast kernels for gated linear attention and the recurrent linear attentions around it, in JAX."""
 
+from glax import configs
 from glax._src.api.explain import detect_platform, explain, tune
 from glax._src.api.operation import RecurrentAttention
 from glax._src.api.recurrent import (
@@ -55,6 +56,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "commit",
+    "configs",
     "detect_platform",
     "explain",
     "kernel_registry",

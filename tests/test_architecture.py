@@ -28,7 +28,7 @@ LAYERS = [
     ["glax._src.api.recurrent"],
     ["glax._src.serving", "glax._src.api", "glax._src.parallel"],
     ["glax._src"],
-    ["glax.testing"],
+    ["glax.testing", "glax.configs"],
     ["glax"],
     ["glax.compat", "glax.nn", "glax.parallel"],
     ["glax.cli"],

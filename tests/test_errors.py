@@ -90,7 +90,7 @@ def cuts(*values, dtype=jnp.int32):
         (TypeError, "reverse must be True or False, known while tracing, got 'no'", GOOD | dict(reverse="no")),
         (TypeError, "reverse must be True or False, known while tracing, got an array of bool", GOOD | dict(reverse=jnp.asarray(True))),
         (ValueError, "platform must be None, 'auto', 'xla', 'cpp', 'triton', 'pallas', 'cuda', got 'tpu'", GOOD | dict(platform="tpu")),
-        (TypeError, "cfg must be the Config of a kernel, such as ChunkedConfig(chunk=64), got 64", GOOD | dict(cfg=64)),
+        (TypeError, "cfg must be the Config of a kernel, such as glax.configs.ChunkedConfig(chunk=64), got 64", GOOD | dict(cfg=64)),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
@@ -364,3 +364,14 @@ def test_nonsense_is_an_error_that_names_its_argument(name):
 def test_errors_are_raised_while_tracing_too():
     with pytest.raises(ValueError, match="key must be"):
         jax.eval_shape(glax.recurrent, GOOD["query"], ones(2, 3, 2, 8), GOOD["value"])
+
+
+def test_every_config_has_a_public_name():
+    classes = {getattr(glax.configs, name) for name in glax.configs.__all__}
+    kernels = glax.kernel_registry.kernels.values()
+    assert classes == {spec.config for spec in kernels if spec.config is not glax.Config}
+    assert set(glax.configs.__all__) <= set(dir(glax.configs))
+    assert glax.configs.ChunkedConfig is glax.kernel_registry.kernels["chunked/xla/any"].config
+    assert glax.configs.TritonChunkedConfig.__name__ == "ChunkedConfig"  # the name that stored measurements have
+    with pytest.raises(AttributeError, match="'glax.configs' has no attribute 'QuadraticConfig', only ChunkedConfig"):
+        glax.configs.QuadraticConfig  # noqa: B018

@@ -17,7 +17,7 @@ from glax._src.parallel.boundary import FAR, NEAR, WHOLE, Strip, inwards
 from glax._src.parallel.boundary_state import summary
 from glax._src.parallel.exchange import Edge
 from glax._src.parallel.sequence import way_of
-from glax._src.solve.dispatch import Choice
+from glax._src.solve.dispatch import Choice, resolve
 from glax.testing.reference import reference
 from tests.cases import FORMS, Case, inputs
 from tests.close import assert_close
@@ -110,16 +110,16 @@ def test_the_rule_of_ways(gradient, monkeypatch):
     load_kernels()
     rs = {form: bind(**inputs(Case("", T=64, gates=gates, K=8, V=8), "mild")) for form, gates in FORMS.items()}
     choice = Choice(Platform.XLA)
-    assert {way_of(choice, r, gradient) for r in rs.values()} == {"wait"}
+    assert {way_of(resolve(choice, r), r, gradient) for r in rs.values()} == {"wait"}
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
     ways = {form: "wait" if form in WAITING else "correct" for form in FORMS}
-    assert {form: way_of(choice, r, gradient) for form, r in rs.items()} == ways
+    assert {form: way_of(resolve(choice, r), r, gradient) for form, r in rs.items()} == ways
     for name, spec in kernel_registry.kernels.items():
         in_two_phases = dataclasses.replace(
             spec, two_phase=lambda r: TwoPhase(None, None) if r.decay.form == "key" else None
         )
         monkeypatch.setitem(kernel_registry.kernels, name, in_two_phases)
-    assert {form: way_of(choice, r, gradient) for form, r in rs.items()} == ways | dict(key="parts")
+    assert {form: way_of(resolve(choice, r), r, gradient) for form, r in rs.items()} == ways | dict(key="parts")
 
 
 def opaque(scope: str, *operands):

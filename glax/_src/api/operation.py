@@ -18,7 +18,7 @@ ARRAYS = ("query", "key", "value", *GATES, "initial_state", "cu_seqlens", "softm
 class RecurrentAttention(Kernel):
     """The operation behind `glax.recurrent_attention`, with its arguments: executor(RecurrentAttention(), query, key, ...).
 
-    A config is that of the registered kernel it selects, such as ChunkedConfig(chunk=64).
+    A config is that of the registered kernel it selects, such as glax.configs.ChunkedConfig(chunk=64).
     """
 
     op_id = "recurrent_attention"

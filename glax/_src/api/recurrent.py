@@ -34,7 +34,7 @@ class Options(TypedDict, total=False):
     reverse:       walk each sequence from its last token to its first.
     cu_seqlens:    [N + 1] integers; sequence n is rows cu_seqlens[n] to cu_seqlens[n + 1] of T, and B is 1. May be traced.
     platform:      None or "auto" chooses; "xla", "cpp", "triton", "pallas" or "cuda" insists.
-    cfg:           the config of the kernel to use, such as ChunkedConfig(chunk=64); None guesses one from the shapes.
+    cfg:           the config of the kernel to use, such as glax.configs.ChunkedConfig(chunk=64); None guesses one from the shapes.
     """
 
     softmax_scale: float | Float[Array, ""] | None

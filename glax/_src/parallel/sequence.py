@@ -7,22 +7,28 @@ function here is called inside shard_map over `axis` of n shards, in the order o
 varying over the axis all the same, the states, boundaries and scales of all sequences.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
-from glax._src.core.recurrence import Outputs, Recurrence, Residuals
+from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend
 from glax._src.parallel.boundary import Strip
 from glax._src.parallel.boundary_correction import correct_gradient, correct_output
 from glax._src.parallel.boundary_state import summary, whole_decay
 from glax._src.parallel.exchange import arriving, shard_of, through
-from glax._src.solve.autodiff import float0_zeros, gradient, solve, solve_with_residuals, zero_cotangent
-from glax._src.solve.dispatch import Choice, begin, finish, finish_with_residuals, runs_in_two_phases
+from glax._src.solve.autodiff import gradient, gradient_with_vjp, solve, solve_with_residuals, solve_with_vjp
+from glax._src.solve.dispatch import (
+    Choice,
+    Resolution,
+    begin,
+    finish,
+    finish_with_residuals,
+    resolve,
+    runs_in_two_phases,
+)
 
 
-def way_of(choice: Choice, r: Recurrence, gradient: bool) -> str:
+def way_of(resolution: Resolution, r: Recurrence, gradient: bool) -> str:
     """How a shard learns what it tells the others, and what it does meanwhile.
 
     "parts": the kernel's first part tells it, the second takes the state that arrives: no row is read for it.
@@ -30,23 +36,16 @@ def way_of(choice: Choice, r: Recurrence, gradient: bool) -> str:
         the arriving one does: as many rows as the decays let through, few where they depend on the data, else mostly all.
     "wait": that walk; the shard then solves its rows from the arriving state. CPUs take longer to correct.
     """
-    if runs_in_two_phases(choice, r, gradient):
+    if runs_in_two_phases(resolution, r, gradient):
         return "parts"
     return "correct" if r.decay.by_token and Backend.here() is not Backend.CPU else "wait"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def solve_sequence(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
-    """The outputs of this shard's rows, and the final states of the sequences that end in it, zeros for the others.
-
-    Differentiable any number of times; for its gradient it keeps r, the state that entered, and what the kernel leaves.
-    """
+def outputs_of_rows(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
     return solve_rows(choice, axis, n, r, keep=False)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def solve_sequence_with_residuals(choice: Choice, axis: str, n: int, r: Recurrence):
-    """The same, with what is kept beside r: by-products, which take no cotangents."""
+def outputs_and_residuals_of_rows(choice: Choice, axis: str, n: int, r: Recurrence):
     return solve_rows(choice, axis, n, r, keep=True)
 
 
@@ -55,9 +54,10 @@ def solve_rows(choice: Choice, axis: str, n: int, r: Recurrence, keep: bool):
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     begun = where(shard.begins, r.start_state, 0)
     own, residuals = r.replace(boundaries=shard.cuts), None
-    way = way_of(choice, r, gradient=False)
+    resolution = resolve(choice, own.replace(initial_state=begun))
+    way = way_of(resolution, r, gradient=False)
     if way == "parts":
-        first, *reached = begin(choice, own.replace(initial_state=begun))
+        first, *reached = begin(resolution, own.replace(initial_state=begun))
         told = shard.told(shard.leave, *reached)
     else:
         leaving = Strip(r, shard.leave, from_low=r.reverse)
@@ -70,9 +70,9 @@ def solve_rows(choice: Choice, axis: str, n: int, r: Recurrence, keep: bool):
     else:
         own = own.replace(initial_state=shard.enter.add(begun, entered, packed))
         if way == "parts" and keep:
-            (output, final), residuals = finish_with_residuals(choice, own, first)
+            (output, final), residuals = finish_with_residuals(resolution, own, first)
         elif way == "parts":
-            output, final = finish(choice, own, begun=first)
+            output, final = finish(resolution, own, begun=first)
         elif keep:
             (output, final), residuals = solve_with_residuals(choice, own)
         else:
@@ -84,42 +84,16 @@ def where(of_sequence, states, otherwise):
     return jnp.where(of_sequence[:, None, None, None], states, otherwise)
 
 
-def _residuals_fwd(choice, axis, n, r):
-    outputs, residuals = solve_sequence_with_residuals(choice, axis, n, r)
-    return (outputs, residuals), (r, *residuals)
-
-
-def _residuals_bwd(choice, axis, n, residuals, cotangents):
-    (r, entered, residuals), (outputs, _) = residuals, cotangents
-    d = sequence_gradient(choice, axis, n, r, entered, residuals, *outputs)
-    return (d.replace(boundaries=float0_zeros(r.boundaries)),)
-
-
-def _solve_fwd(choice, axis, n, r):
-    (outputs, _), residuals = _residuals_fwd(choice, axis, n, r)
-    return outputs, residuals
-
-
-def _solve_bwd(choice, axis, n, residuals, cotangents):
-    return _residuals_bwd(choice, axis, n, residuals, (cotangents, None))
-
-
-solve_sequence_with_residuals.defvjp(_residuals_fwd, _residuals_bwd)
-solve_sequence.defvjp(_solve_fwd, _solve_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def sequence_gradient(
-    choice: Choice, axis: str, n: int, r: Recurrence, entered, residuals: Residuals | None, d_output, d_final
-) -> Recurrence:
+def gradient_of_rows(choice: Choice, axis: str, n: int, r: Recurrence, d_output, d_final, saved) -> Recurrence:
     """The adjoint walk: dL/dS takes the way of the state backwards, and is told in the same way."""
-    shard, packed = shard_of(r, axis, n), r.boundaries is not None
+    (entered, residuals), shard, packed = saved, shard_of(r, axis, n), r.boundaries is not None
     started = shard.enter.add(where(shard.begins, r.start_state, 0), entered, packed)
     ended = where(shard.ends, d_final, 0).astype(r.dtype)
     own = r.replace(initial_state=started, boundaries=shard.cuts)
-    way = way_of(choice, r, gradient=True)
+    resolution = resolve(choice, own)
+    way = way_of(resolution, r, gradient=True)
     if way == "parts":
-        first, *reached = begin(choice, own, d_output, ended)
+        first, *reached = begin(resolution, own, d_output, ended)
         told = shard.told(shard.enter, *reached)
     else:
         leaving = Strip(r, shard.enter, from_low=not r.reverse)
@@ -133,7 +107,7 @@ def sequence_gradient(
     else:
         ended = shard.leave.add(ended, returned, packed)
         if way == "parts":
-            d = finish(choice, own, d_output, ended, *([] if residuals is None else [residuals]), begun=first)
+            d = finish(resolution, own, d_output, ended, *([] if residuals is None else [residuals]), begun=first)
         else:
             d = gradient(choice, own, d_output, ended, residuals)
         d_initial = d.initial_state
@@ -142,24 +116,14 @@ def sequence_gradient(
     return d.replace(initial_state=None if given is None else where(shard.begins, d_initial, 0).astype(given.dtype))
 
 
-def _gradient_fwd(choice, axis, n, *operands):
-    return sequence_gradient(choice, axis, n, *operands), operands
+def plain_gradient(choice: Choice, axis: str, n: int, r: Recurrence, d_output, d_final) -> Recurrence:
+    """The gradient of `plain`, which has gradients of any order."""
 
+    def outputs(rows: Recurrence) -> Outputs:
+        return plain(choice, axis, n, rows.replace(boundaries=r.boundaries))
 
-def _gradient_bwd(choice, axis, n, operands, cotangent):
-    """What stops where decays end has no gradient of its own; the plain form equals it and has one."""
-    r, entered, residuals, *cotangents = operands
-
-    def derived(rows, *cotangents):
-        _, pull = jax.vjp(lambda rows: plain(choice, axis, n, rows.replace(boundaries=r.boundaries)), rows)
-        return pull(Outputs(*cotangents))[0]
-
-    _, pull = jax.vjp(derived, r.replace(boundaries=None), *cotangents)
-    d_r, *rest = pull(cotangent)
-    return d_r.replace(boundaries=float0_zeros(r.boundaries)), jnp.zeros_like(entered), zero_cotangent(residuals), *rest
-
-
-sequence_gradient.defvjp(_gradient_fwd, _gradient_bwd)
+    _, pull = jax.vjp(outputs, r.replace(boundaries=None))
+    return pull(Outputs(d_output, d_final))[0]
 
 
 def plain(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
@@ -172,3 +136,9 @@ def plain(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
     started = shard.enter.add(begun, entered, packed)
     output, final = solve(choice, own.replace(initial_state=started))
     return Outputs(output, where(shard.ends, final, 0))
+
+
+sequence_gradient = gradient_with_vjp(gradient_of_rows, plain_gradient, num_static=3)
+# solve_sequence(choice, axis, n, r): the outputs of this shard's rows, and the final states of the sequences that end in it,
+# zeros for the others. Differentiable any number of times; its residuals are r, the state that entered, and the kernel's.
+solve_sequence, _ = solve_with_vjp(outputs_of_rows, outputs_and_residuals_of_rows, sequence_gradient, num_static=3)

@@ -14,7 +14,7 @@ from glax._src.core.recurrence import Outputs, Recurrence, spread_heads
 from glax._src.parallel.sequence import solve_sequence
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
-from glax._src.solve.partitioning import flat_axes
+from glax._src.solve.partitioning import flat_axes, recurrence_specs
 
 Axis = str | tuple[str, ...] | None
 
@@ -70,24 +70,7 @@ class Spread:
 
     def specs(self, r: Recurrence) -> Recurrence:
         """A PartitionSpec for every array of r."""
-        batch, heads = self.batch_axis, self.head_axis
-        tokens, head, states = P(batch, self.sequence_axis, heads), P(batch, self.sequence_axis, heads), P(batch, heads)
-        specs = Recurrence(
-            q=tokens,
-            k=tokens,
-            v=tokens,
-            decay=Decay(constant=states, head=head, key=tokens, value=tokens),
-            initial_state=states,
-            boundaries=P(),
-            scale=P(batch),
-            reverse=r.reverse,
-        )
-        parts = zip(leaves(specs.decay), leaves(r.decay), strict=True)
-        return specs.replace(
-            decay=Decay(*(None if x is None else spec for spec, x in parts)),
-            initial_state=None if r.initial_state is None else states,
-            boundaries=None if r.boundaries is None else P(),
-        )
+        return recurrence_specs(r, self.batch_axis, self.head_axis, self.sequence_axis, shared_heads=self.head_axis)
 
     def placed(self, arrays, specs, shape=None):
         """Arrays of a tree that lie as specs say, as far as their types can say it: along explicit axes, in equal shards.
@@ -123,10 +106,6 @@ class Spread:
                 raise ValueError(
                     f"{argument} must have a size that divides {what}={count}, got {axis!r} of size {size}"
                 )
-
-
-def leaves(decay: Decay) -> list:
-    return [getattr(decay, field.name) for field in dataclasses.fields(decay)]
 
 
 def spread_over(choice: Choice, spread: Spread, r: Recurrence) -> Outputs:

@@ -1,6 +1,7 @@
-"""The one gradient, above all platforms."""
+"""The gradient, above all platforms: fused where a kernel forms it, else derived from the forward alone."""
 
-import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,99 +10,138 @@ from jaxtyping import Array, Float
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, aligned, gradient_recurrence, spread_heads
-from glax._src.solve.dispatch import Choice, forward_with_residuals, run_backward, run_forward
+from glax._src.solve.dispatch import Choice, Resolution, forward_with_residuals, resolve, run_backward, run_forward
 
 
 def differentiable(r: Recurrence) -> Recurrence:
-    """r as the custom gradients take it: `aligned`, each array differentiable in reverse mode alone."""
+    """Prepare r for the custom gradients: `aligned`, and each float array differentiable in reverse mode alone."""
     from glax._src.solve.reverse_mode import reverse_mode  # loads modules of JAX that are not a part of `import jax`
 
     return jax.tree.map(lambda x: reverse_mode(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, aligned(r))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def solve(choice: Choice, r: Recurrence) -> Outputs:
-    """The outputs and final states of r, differentiable any number of times. For its gradient it keeps r, and what the kernel
-    leaves to its gradient: at most a state a chunk."""
-    return run_forward(choice, r)
+# ---- custom gradients, shared by `solve` here and by the solve over sequence shards ----------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def solve_with_residuals(choice: Choice, r: Recurrence) -> tuple[Outputs, Residuals | None]:
-    """The same, with what is kept beside r: a by-product, which takes no cotangent."""
-    return forward_with_residuals(choice, r)
+class SolvePair(NamedTuple):
+    """A solve with a custom gradient, without and with its residuals among the results."""
+
+    solve: Callable[..., Outputs]
+    solve_with_residuals: Callable
 
 
-def _residuals_fwd(choice, r):
-    outputs, residuals = solve_with_residuals(
-        choice, r
-    )  # not forward_with_residuals: the gradient of a gradient passes through here
-    return (outputs, residuals), (r, residuals)
+def solve_with_vjp(run: Callable, run_with_residuals: Callable, gradient: Callable, num_static: int) -> SolvePair:
+    """Give a solve the gradient that `gradient` forms. The first `num_static` operands of each function are static.
+
+    run: (*static, r) -> Outputs. run_with_residuals: (*static, r) -> (Outputs, residuals); the residuals take no cotangent.
+    gradient: (*static, r, d_output, d_final, residuals) -> Recurrence.
+    """
+    static = tuple(range(num_static))
+    solve = jax.custom_vjp(run, nondiff_argnums=static)
+    solve_with_residuals = jax.custom_vjp(run_with_residuals, nondiff_argnums=static)
+
+    def fwd_with_residuals(*operands):
+        # Through the custom gradient, not run_with_residuals: the gradient of a gradient passes through here.
+        outputs, residuals = solve_with_residuals(*operands)
+        return (outputs, residuals), (operands[-1], residuals)
+
+    def bwd_with_residuals(*operands):
+        *static, (r, residuals), (cotangents, _) = operands
+        d = gradient(*static, r, *cotangents, residuals)
+        return (d.replace(boundaries=float0_zeros(r.boundaries)),)
+
+    def fwd(*operands):
+        (outputs, _), saved = fwd_with_residuals(*operands)
+        return outputs, saved
+
+    def bwd(*operands):
+        *static_and_saved, cotangents = operands
+        return bwd_with_residuals(*static_and_saved, (cotangents, None))
+
+    solve_with_residuals.defvjp(fwd_with_residuals, bwd_with_residuals)
+    solve.defvjp(fwd, bwd)
+    return SolvePair(solve, solve_with_residuals)
 
 
-def _residuals_bwd(choice, residuals, cotangents):
-    (r, residuals), (cotangents, _) = residuals, cotangents
-    d = gradient(choice, r, *cotangents, residuals)
-    return (d.replace(boundaries=float0_zeros(r.boundaries)),)
+def gradient_with_vjp(run: Callable, derived: Callable, num_static: int) -> Callable[..., Recurrence]:
+    """Give a gradient a gradient: that of `derived`, which equals it and can be differentiated any number of times.
 
+    run: (*static, r, d_output, d_final, residuals) -> Recurrence, by kernels that have no gradient of their own.
+    derived: (*static, r, d_output, d_final) -> Recurrence.
+    """
+    gradient = jax.custom_vjp(run, nondiff_argnums=tuple(range(num_static)))
 
-def _solve_fwd(choice, r):
-    (outputs, _), residuals = _residuals_fwd(choice, r)
-    return outputs, residuals
+    def fwd(*operands):
+        return gradient(*operands), operands[num_static:]
 
+    def bwd(*operands):
+        *static, (r, d_output, d_final, residuals), cotangent = operands
 
-def _solve_bwd(choice, residuals, cotangents):
-    return _residuals_bwd(choice, residuals, (cotangents, None))
+        def of_floats(rows: Recurrence, *cotangents):
+            return derived(*static, rows.replace(boundaries=r.boundaries), *cotangents)
 
+        _, pull = jax.vjp(of_floats, r.replace(boundaries=None), d_output, d_final)
+        d_r, *rest = pull(cotangent)
+        return d_r.replace(boundaries=float0_zeros(r.boundaries)), *rest, zero_cotangent(residuals)
 
-solve_with_residuals.defvjp(_residuals_fwd, _residuals_bwd)
-solve.defvjp(_solve_fwd, _solve_bwd)
+    gradient.defvjp(fwd, bwd)
+    return gradient
 
 
 def float0_zeros(x: Array | None):
-    """What JAX takes for the cotangent of integers."""
+    """The cotangent that JAX takes for integers."""
     return None if x is None else np.zeros(x.shape, jax.dtypes.float0)
 
 
-def zero_cotangent(residuals: Residuals | None) -> Residuals | None:
-    """The cotangent of what was kept."""
-    return None if residuals is None else Residuals(jnp.zeros_like(residuals.states), float0_zeros(residuals.far))
+def zero_cotangent(residuals):
+    """The cotangent of residuals, a tree of arrays or None."""
+
+    def zeros(x: Array):
+        return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else float0_zeros(x)
+
+    return jax.tree.map(zeros, residuals)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+# ---- solve and its gradient ------------------------------------------------------------------------------------------
+
+
+def solve(choice: Choice, r: Recurrence) -> Outputs:
+    """Return the outputs and final states of r, differentiable any number of times in reverse mode.
+
+    Its residuals are r and what the chosen kernel saves: at most one state a chunk.
+    Raises UnsupportedError, with each kernel's reason, if no kernel can run r.
+    """
+    return resolved.solve(resolve(choice, r), r)
+
+
+def solve_with_residuals(choice: Choice, r: Recurrence) -> tuple[Outputs, Residuals | None]:
+    """`solve`, with the residuals beside r: a by-product, which takes no cotangent."""
+    return resolved.solve_with_residuals(resolve(choice, r), r)
+
+
 def gradient(choice: Choice, r: Recurrence, d_output, d_final, residuals: Residuals | None = None) -> Recurrence:
     """The gradient of <output, d_output> + <final_state, d_final> in every array of r, its boundaries set to None."""
-    fused = run_backward(choice, r, d_output, d_final, residuals)
-    return derived_gradient(choice, r, d_output, d_final) if fused is None else fused
+    return resolved_gradient(resolve(choice, r), r, d_output, d_final, residuals)
 
 
-def _gradient_fwd(choice, *operands):
-    return gradient(choice, *operands), operands
+def fused_or_derived_gradient(resolution: Resolution, r: Recurrence, d_output, d_final, residuals) -> Recurrence:
+    fused = run_backward(resolution, r, d_output, d_final, residuals)
+    return derived_gradient(resolution.choice, r, d_output, d_final) if fused is None else fused
 
 
-def _gradient_bwd(choice, operands, cotangent):
-    """Fused kernels have no gradient of their own; the derived form, made of `solve` and r alone, equals them and has one."""
-    r, d_output, d_final, residuals = operands
-    cotangents = d_output, d_final
-    cuts = r.boundaries
-    _, pull = jax.vjp(
-        lambda r, *c: derived_gradient(choice, r.replace(boundaries=cuts), *c), r.replace(boundaries=None), *cotangents
-    )
-    d_r, *rest = pull(cotangent)
-    return (d_r.replace(boundaries=float0_zeros(cuts)), *rest, zero_cotangent(residuals))
-
-
-gradient.defvjp(_gradient_fwd, _gradient_bwd)
+def derived_gradient_of(resolution: Resolution, r: Recurrence, d_output, d_final) -> Recurrence:
+    return derived_gradient(resolution.choice, r, d_output, d_final)
 
 
 def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurrence:
-    """The gradient by the forward alone, its roles permuted; so a platform that writes only a forward can train.
+    """The gradient by the forward alone, with its operands permuted; so a platform with only a forward kernel can train.
 
         dq_t = scale S_t do_t      dk_t = G_t v_t      dv_t = G_t^T k_t
 
-    G = dL/dS obeys the same recurrence against time with every decay one token late, driven by scale q and do and begun
-    by d_final. The gradient of the log decays telescopes: its sum over the tokens behind t is q*dq - k*dk (of the state's
-    rows; o*do - v*dv of its columns), from <S, dS> at the end.
+    G = dL/dS obeys the same recurrence in reverse time. Each decay applies one token later, the inputs are scale q and do,
+    and the initial state is d_final. The gradient of the log decays telescopes: its value at token t is the sum of
+    q*dq - k*dk over t and the later tokens, plus <S, dS> at the end. This holds for the state's rows; for its columns the sum
+    is of o*do - v*dv.
     """
     given = r
     scale = r.by_token(r.scale)[..., None, None]
@@ -135,7 +175,7 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
 
 
 def clean(r: Recurrence, d_output) -> tuple[Recurrence, Array]:
-    """r and d_output in the dtype of sums, with padding rows zeroed: they may hold anything, NaN too."""
+    """Cast r and d_output to the dtype of sums and zero their padding rows, which may hold anything, NaN too."""
 
     def each(x):
         if x is None:
@@ -149,8 +189,8 @@ def clean(r: Recurrence, d_output) -> tuple[Recurrence, Array]:
 
 
 def adjoint_of(r: Recurrence) -> Recurrence:
-    """The recurrence of G = dL/dS, before its q, k, v and initial state are set: against time, every decay one late."""
-    first = r.ends(scan_end=True)  # where the adjoint's walk begins
+    """The recurrence of G = dL/dS, before its q, k, v and initial state are set: in reverse time, each decay one token later."""
+    first = r.ends(scan_end=True)  # where the adjoint's scan begins
 
     def late(x):
         if x is None:
@@ -164,22 +204,20 @@ def adjoint_of(r: Recurrence) -> Recurrence:
 
 
 def first_decay(r: Recurrence) -> Float[Array, "N H K V"]:
-    """The decay of the first token of every walk; 1 for an empty sequence, which passes its state through."""
+    """The decay of each sequence's first token in scan order; 1 for an empty sequence, whose final state is its initial state."""
     decay, packed = r.decay, r.boundaries is not None
     if packed:
         begin, end = r.boundaries[:-1], r.boundaries[1:]
         at = jnp.clip(end - 1 if r.reverse else begin, 0, r.q.shape[1] - 1)
-    rows = lambda x: x[0][at] if packed else x[:, -1 if r.reverse else 0]  # noqa: E731
+
+    def rows(x):
+        return x[0][at] if packed else x[:, -1 if r.reverse else 0]
+
     log = jnp.zeros(r.state_shape, r.dtype)
-    head = (
-        decay.constant.astype(r.dtype)
-        if decay.constant is not None
-        else None
-        if decay.head is None
-        else rows(decay.head)
-    )
-    if head is not None:
-        log += head[..., None, None]
+    if decay.constant is not None:
+        log += decay.constant.astype(r.dtype)[..., None, None]
+    elif decay.head is not None:
+        log += rows(decay.head)[..., None, None]
     if decay.key is not None:
         log += rows(decay.key)[..., :, None]
     if decay.value is not None:
@@ -189,7 +227,7 @@ def first_decay(r: Recurrence) -> Float[Array, "N H K V"]:
 
 
 def sum_behind(r: Recurrence, x: Float[Array, "B T H D"], at_end: Float[Array, "N H D"]) -> Float[Array, "B T H D"]:
-    """The sum of x over a token and those behind it in the walk of its sequence, plus `at_end`; 0 in padding rows."""
+    """The sum of x over a token and the later ones of its sequence in scan order, plus `at_end`; 0 in padding rows."""
     last = r.ends(scan_end=True)
 
     def step(total, row):
@@ -201,3 +239,7 @@ def sum_behind(r: Recurrence, x: Float[Array, "B T H D"], at_end: Float[Array, "
     _, sums = jax.lax.scan(step, jnp.zeros_like(x[:, 0]), by_time, reverse=not r.reverse)
     sums = jnp.moveaxis(sums, 0, 1)
     return sums if r.boundaries is None else jnp.where(r.is_token[:, None, None], sums, 0)
+
+
+resolved_gradient = gradient_with_vjp(fused_or_derived_gradient, derived_gradient_of, num_static=1)
+resolved = solve_with_vjp(run_forward, forward_with_residuals, resolved_gradient, num_static=1)

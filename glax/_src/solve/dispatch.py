@@ -1,4 +1,4 @@
-"""From a recurrence to the kernel that runs it."""
+"""Choose the kernels that run a recurrence and its gradient, and place them in the program."""
 
 import dataclasses
 import functools
@@ -12,19 +12,59 @@ from glax._src.core.recurrence import Outputs, Recurrence, Residuals, varying_li
 from glax._src.core.registry import Config, KernelSpec, Platform, UnsupportedError, kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.tuning.cache import PersistentCache, overlay
-from glax._src.tuning.executor import Executor
+from glax._src.tuning.executor import Executor, is_listening
 from glax._src.tuning.selection import AutotunePolicy, ConfigSelectorChain
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What the caller insists on; None leaves it to glax."""
+    """The platform and the config that the caller requires; None leaves either to glax."""
 
     platform: Platform | None = None
     config: Config | None = None
 
 
-# The one that every public function goes through. Its caches are this process's, the user's disk, and what glax ships.
+@dataclasses.dataclass(frozen=True)
+class Resolution:
+    """The kernels of one call: chosen once, used by its forward and its gradient.
+
+    vjp: the fused gradient kernel; None where the derived gradient serves. vjp_choice: the choice that it runs under.
+    """
+
+    choice: Choice
+    forward: KernelSpec
+    vjp: KernelSpec | None
+    vjp_choice: Choice
+
+    def saves_residuals(self, r: Recurrence) -> bool:
+        """Whether the forward saves residuals for r: it can, and the chosen gradient is the kernel that takes them."""
+        if self.forward.forward_with_residuals is None or not self.forward.saves_residuals(r):
+            return False
+        return self.vjp is not None and self.vjp.is_gradient_of(self.forward)
+
+
+def resolve(choice: Choice, r: Recurrence) -> Resolution:
+    """Choose the kernels for r and its gradient on this machine.
+
+    Raises UnsupportedError, with each kernel's reason, if no kernel can run r.
+    """
+    load_kernels()
+    return Resolution(choice, kernel_registry.find(r, choice.platform, choice.config), *vjp_kernel(choice, r))
+
+
+def vjp_kernel(choice: Choice, r: Recurrence) -> tuple[KernelSpec | None, Choice]:
+    """The best fused gradient kernel for r, or None, and the choice that it runs under.
+
+    A config that belongs to no gradient kernel is the forward's: the gradient's own is then chosen as usual.
+    """
+    for config in dict.fromkeys((choice.config, None)):
+        able, _ = kernel_registry.able(r, choice.platform, config, gradient=True)
+        if able:
+            return able[0], dataclasses.replace(choice, config=config)
+    return None, choice
+
+
+# Every public function runs kernels through this executor. Its caches are in memory, on the user's disk and in the package.
 executor = Executor(
     ConfigSelectorChain(
         persistent=PersistentCache("recurrent"),
@@ -33,98 +73,99 @@ executor = Executor(
 )
 
 
-def run_forward(choice: Choice, r: Recurrence) -> Outputs:
-    load_kernels()
-    spec = kernel_registry.find(r, choice.platform, choice.config)
-    return merged_vmap(functools.partial(execute, spec, choice, again=forward_again), r)
+# ---- forward and gradient --------------------------------------------------------------------------------------------
 
 
-def forward_again(choice: Choice, results, r: Recurrence) -> Outputs:
+def run_forward(resolution: Resolution, r: Recurrence) -> Outputs:
+    """Run the forward kernel on r."""
+    run = functools.partial(execute, resolution.forward, resolution.choice, again=forward_elsewhere)
+    return merged_vmap(run, r)
+
+
+def forward_with_residuals(resolution: Resolution, r: Recurrence) -> tuple[Outputs, Residuals | None]:
+    """Run the forward kernel on r, with the residuals for its gradient; None where it saves none."""
+    if not resolution.saves_residuals(r):
+        return run_forward(resolution, r), None
+    spec = resolution.forward
+    options = dict(part=spec.forward_with_residuals, saves_residuals=True, again=forward_elsewhere_without_residuals)
+    return merged_vmap(functools.partial(execute, spec, resolution.choice, **options), r)
+
+
+def run_backward(
+    resolution: Resolution, r: Recurrence, d_output, d_final, residuals: Residuals | None
+) -> Recurrence | None:
+    """Run the fused gradient kernel; None if there is none, and the derived gradient must serve."""
+    if resolution.vjp is None:
+        return None
+    operands = (r, d_output, d_final, *([] if residuals is None else [residuals]))
+    run = functools.partial(execute, resolution.vjp, resolution.vjp_choice, again=gradient_elsewhere)
+    return merged_vmap(run, *operands)
+
+
+# ---- the same where the program is lowered for another backend than it was traced for ---------------------------------
+
+
+def forward_elsewhere(choice: Choice, results, r: Recurrence) -> Outputs:
     return run_spec(kernel_registry.find(r, choice.platform, choice.config), choice, r)
 
 
-def forward_with_residuals(choice: Choice, r: Recurrence) -> tuple[Outputs, Residuals | None]:
-    """The same, with what the kernel leaves for its gradient, if that is the one that will be taken."""
-    load_kernels()
-    spec = kernel_registry.find(r, choice.platform, choice.config)
-    if not saves_for_gradient(choice, r, spec):
-        return run_forward(choice, r), None
-    part = dict(part=spec.forward_with_residuals, saves_residuals=True, again=forward_keeping_nothing)
-    return merged_vmap(functools.partial(execute, spec, choice, **part), r)
-
-
-def forward_keeping_nothing(
+def forward_elsewhere_without_residuals(
     choice: Choice, results: tuple[Outputs, Residuals], r: Recurrence
 ) -> tuple[Outputs, Residuals]:
-    """What another backend's gradient takes was not traced: it gets zeros, and forms anew what it needs."""
-    runs, chunks = results[1]
+    """Return zeros as residuals: the gradient traced for the other backend fixed their shapes, and this one's ignores them."""
+    states, flags = results[1]
     B, H = r.q.shape[0], r.num_heads
-    states = jnp.zeros((B, runs.shape[1], H, *runs.shape[3:]), runs.dtype)
-    far = jnp.zeros((B, chunks.shape[1], H), chunks.dtype)
-    return forward_again(choice, results, r), Residuals(varying_like(states, r.q), varying_like(far, r.q))
+    zero_states = jnp.zeros((B, states.shape[1], H, *states.shape[3:]), states.dtype)
+    zero_flags = jnp.zeros((B, flags.shape[1], H), flags.dtype)
+    residuals = Residuals(varying_like(zero_states, r.q), varying_like(zero_flags, r.q))
+    return forward_elsewhere(choice, results, r), residuals
 
 
-def saves_for_gradient(choice: Choice, r: Recurrence, spec: KernelSpec) -> bool:
-    """Whether this kernel keeps something, and the gradient will be taken by the kernel that goes with it."""
-    if spec.forward_with_residuals is None or not spec.saves_residuals(r):
-        return False
-    gradient, _ = gradient_kernel(choice, r)
-    return gradient is not None and gradient.is_gradient_of(spec)
-
-
-def run_backward(choice: Choice, r: Recurrence, d_output, d_final, residuals: Residuals | None) -> Recurrence | None:
-    """The gradient by the best fused kernel; None if there is none, and the forward must serve instead."""
-    spec, own = gradient_kernel(choice, r)
-    operands = (r, d_output, d_final, *([] if residuals is None else [residuals]))
-    return None if spec is None else merged_vmap(functools.partial(execute, spec, own, again=gradient_again), *operands)
-
-
-def gradient_again(
+def gradient_elsewhere(
     choice: Choice, results, r: Recurrence, d_output, d_final, residuals: Residuals | None = None
 ) -> Recurrence:
-    """Without what was kept: see `forward_keeping_nothing`."""
-    spec, own = gradient_kernel(choice, r)
+    """Run this backend's gradient without residuals: see `forward_elsewhere_without_residuals`."""
+    spec, own = vjp_kernel(choice, r)
     if spec is None:
         kernel_registry.find(r, choice.platform, choice.config)  # its error says why
         raise UnsupportedError("no kernel forms this gradient")
     return run_spec(spec, own, r, d_output, d_final)
 
 
-def gradient_kernel(choice: Choice, r: Recurrence) -> tuple[KernelSpec | None, Choice]:
-    """A config that is not of a fused kernel belongs to the forward; the fused one's is then chosen as ever."""
-    load_kernels()
-    for config in dict.fromkeys((choice.config, None)):
-        able, _ = kernel_registry.able(r, choice.platform, config, gradient=True)
-        if able:
-            return able[0], dataclasses.replace(choice, config=config)
-    return None, choice
+# ---- kernels in two phases, see `TwoPhase` ---------------------------------------------------------------------------
 
 
-def runs_in_two_phases(choice: Choice, r: Recurrence, gradient: bool) -> bool:
-    """Whether the kernel that runs r (or its gradient) has two TwoPhase there."""
-    spec, _ = kernel_of(choice, r, gradient)
+def kernel_of(resolution: Resolution, gradient: bool) -> tuple[KernelSpec | None, Choice]:
+    if gradient:
+        return resolution.vjp, resolution.vjp_choice
+    return resolution.forward, resolution.choice
+
+
+def runs_in_two_phases(resolution: Resolution, r: Recurrence, gradient: bool) -> bool:
+    """Whether the kernel that runs r (or its gradient) has two phases there."""
+    spec, _ = kernel_of(resolution, gradient)
     return spec is not None and spec.two_phase(r) is not None
 
 
-def begin(choice: Choice, r: Recurrence, *cotangents):
-    """(begun, state, log) of the first part of the kernel that runs r, or given cotangents its gradient: see TwoPhase."""
-    spec, own = kernel_of(choice, r, bool(cotangents))
+def begin(resolution: Resolution, r: Recurrence, *cotangents):
+    """Run the first phase of r's kernel or, given cotangents, of its gradient's: (begun, state, log), see `TwoPhase`."""
+    spec, choice = kernel_of(resolution, bool(cotangents))
     part = spec.two_phase(r).local_states
-    return merged_vmap(functools.partial(run_spec, spec, own, part=part), r, *cotangents)
+    return merged_vmap(functools.partial(run_spec, spec, choice, part=part), r, *cotangents)
 
 
-def finish(choice: Choice, r: Recurrence, *given, begun):
-    """The results, by the second part; given: d_output, d_final and what was kept, for the gradient."""
-    spec, own = kernel_of(choice, r, bool(given))
-    return finish_by(spec.two_phase(r).finish, spec, own, r, *given, begun=begun)
+def finish(resolution: Resolution, r: Recurrence, *given, begun):
+    """Run the second phase. given: for the gradient d_output, d_final and the residuals, if there are any."""
+    spec, choice = kernel_of(resolution, bool(given))
+    return finish_by(spec.two_phase(r).finish, spec, choice, r, *given, begun=begun)
 
 
-def finish_with_residuals(choice: Choice, r: Recurrence, begun) -> tuple[Outputs, Residuals | None]:
-    """The outputs, by the second part, with what the kernel leaves for its gradient, if that is the one that will be taken."""
-    spec, own = kernel_of(choice, r, gradient=False)
-    if spec.two_phase(r).finish_with_residuals is None or not saves_for_gradient(choice, r, spec):
-        return finish(choice, r, begun=begun), None
-    return finish_by(spec.two_phase(r).finish_with_residuals, spec, own, r, begun=begun)
+def finish_with_residuals(resolution: Resolution, r: Recurrence, begun) -> tuple[Outputs, Residuals | None]:
+    """Run the second phase of the forward, with the residuals for its gradient; None where it saves none."""
+    spec, choice = kernel_of(resolution, gradient=False)
+    if spec.two_phase(r).finish_with_residuals is None or not resolution.saves_residuals(r):
+        return finish(resolution, r, begun=begun), None
+    return finish_by(spec.two_phase(r).finish_with_residuals, spec, choice, r, begun=begun)
 
 
 def finish_by(part, spec: KernelSpec, choice: Choice, *operands, begun):
@@ -135,17 +176,13 @@ def finish_by(part, spec: KernelSpec, choice: Choice, *operands, begun):
     return merged_vmap(run, *operands, begun)
 
 
-def kernel_of(choice: Choice, r: Recurrence, gradient: bool) -> tuple[KernelSpec | None, Choice]:
-    load_kernels()
-    if gradient:
-        return gradient_kernel(choice, r)
-    return kernel_registry.find(r, choice.platform, choice.config), choice
+# ---- decode steps ----------------------------------------------------------------------------------------------------
 
 
 def step_kernel(choice: Choice, r: Recurrence) -> KernelSpec | None:
-    """The best kernel that takes one token of r, its initial states a pool, in the pool itself; None if there is none.
+    """Choose the best kernel that advances a pool of states, r's initial states, by one token in place; None if there is none.
 
-    A config that is not of such a kernel belongs to the kernel that solves.
+    A config that belongs to no such kernel is for the kernel of whole sequences.
     """
     load_kernels()
     able, _ = kernel_registry.able(r, choice.platform, choice.config, step=True)
@@ -153,13 +190,13 @@ def step_kernel(choice: Choice, r: Recurrence) -> KernelSpec | None:
 
 
 def run_step(spec: KernelSpec, choice: Choice, r: Recurrence, slots, otherwise) -> Outputs:
-    """The output and, as the final state, the pool, with sequence n in row slots[n] (-1: nowhere), or n without slots.
+    """Return the output and, as the final state, the pool. Sequence n is in row slots[n] (-1: none), or row n without slots.
 
-    otherwise(choice, r, slots): the same where the program is lowered for a backend that has no such kernel.
+    otherwise: (choice, r, slots) -> Outputs, for a program that is lowered for a backend without such a kernel.
     """
     from glax._src.solve.lowering import Kernel  # loads modules of JAX that are not a part of `import jax`
 
-    _, refused = kernel_registry.able(r, choice.platform, step=True)
+    _, refused = kernel_registry.able(r, choice.platform, step=True) if is_listening() else (None, {})
 
     def step(spec, refused, r: Recurrence, slots=None) -> Outputs:
         rows = jnp.arange(r.num_sequences, dtype=jnp.int32) if slots is None else slots.astype(jnp.int32)
@@ -167,37 +204,38 @@ def run_step(spec: KernelSpec, choice: Choice, r: Recurrence, slots, otherwise) 
         return Outputs(*executor(spec, tokens, pool, rows, cfg=choice.config, refused=refused))
 
     def again(platform: Platform | None, results, r: Recurrence, slots=None) -> Outputs:
-        own = insisting(choice, platform)
+        own = narrowed(choice, platform)
         spec = step_kernel(own, r)
         return otherwise(own, r, slots) if spec is None else step(spec, {}, r, slots)
 
     kernel = Kernel(functools.partial(step, spec, refused), again, opaque=spec.platform is not Platform.XLA)
-    # Where sequences lie in a pool is known at run time only, so a pool cannot be spread along with them.
+    # The slots are known at run time only, so a pool cannot be sharded along with its sequences.
     return kernel.placed(r) if slots is None else kernel.alone(r, slots)
 
 
 def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, again, part=None, saves_residuals: bool = False):
-    """The kernel of spec on (r, *given); where the program is lowered for another backend, again(choice, results, r, *given).
+    """Run spec's kernel on (r, *given), or `again` where the program is lowered for another backend.
 
-    results: the shapes of what that kernel returns.
+    again: (choice, results, r, *given) -> the same results. results: the shapes that spec's kernel returns.
     """
     from glax._src.solve.lowering import Kernel  # loads modules of JAX that are not a part of `import jax`
 
     def anew(platform: Platform | None, results, *operands):
         with overlay(policy=AutotunePolicy()):  # there is nothing to measure on
-            return again(insisting(choice, platform), results, *operands)
+            return again(narrowed(choice, platform), results, *operands)
 
     run = functools.partial(run_spec, spec, choice, part=part)
     return Kernel(run, anew, spec.platform is not Platform.XLA, saves_residuals).placed(r, *given)
 
 
 def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None):
-    _, refused = kernel_registry.able(r, choice.platform, gradient=spec.is_gradient)
+    """Run spec's kernel, or a part of it, with the config that the executor chooses."""
+    _, refused = kernel_registry.able(r, choice.platform, gradient=spec.is_gradient) if is_listening() else (None, {})
     return executor(spec, r, *given, cfg=choice.config, refused=refused, part=part)
 
 
-def insisting(choice: Choice, platform: Platform | None) -> Choice:
-    """The choice, narrowed to that platform."""
+def narrowed(choice: Choice, platform: Platform | None) -> Choice:
+    """The choice, narrowed to that platform. UnsupportedError if it requires another."""
     if platform is None or choice.platform is platform:
         return choice
     if choice.platform is not None:
@@ -209,18 +247,18 @@ def insisting(choice: Choice, platform: Platform | None) -> Choice:
 
 
 def merged_vmap(f, *operands):
-    """f(*operands), with a vmapped axis merged into the batch, so that no kernel needs a rule of its own.
+    """Run f(*operands), with a vmapped axis merged into the batch, so that no kernel needs a batching rule.
 
-    Packed sequences share out the rows of T differently in each example: those go one at a time.
+    Packed sequences have other boundaries in each example: those examples run one after another.
     """
     run = custom_vmap(f)
 
     @run.def_vmap
     def rule(size, batched, *operands):
-        def spread(x, is_batched):
+        def broadcast(x, is_batched):
             return x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
 
-        operands = jax.tree.map(spread, operands, tuple(batched))
+        operands = jax.tree.map(broadcast, operands, tuple(batched))
         if operands[0].boundaries is not None:
             results = jax.lax.map(lambda each: run(*each), operands)
         else:

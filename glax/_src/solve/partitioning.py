@@ -179,21 +179,22 @@ def summed(f, heads, operands):
 # ---- what lies where -------------------------------------------------------------------------------------------------
 
 
-def recurrence_specs(r: Recurrence, batch, heads, sequence=None) -> Recurrence:
-    """A PartitionSpec for every array of r, spread over those mesh axes. Heads that are shared by all are not spread."""
-    by_head = lambda x: heads if x.shape[2] > 1 or r.num_heads == 1 else None  # noqa: E731
-    present = lambda x, spec: None if x is None else spec  # noqa: E731
-    over, states, tokens = batch, P(batch, heads), P(batch, sequence, heads)
-    d = r.decay
+def recurrence_specs(r: Recurrence, batch, heads, sequence=None, shared_heads=None) -> Recurrence:
+    """A PartitionSpec for every array of r over those mesh axes. One head that all others read is sharded over `shared_heads`."""
+
+    def tokens(x: jax.Array) -> P:
+        is_shared = x.shape[2] == 1 and r.num_heads > 1
+        return P(batch, sequence, shared_heads if is_shared else heads)
+
+    gates, states = P(batch, sequence, heads), P(batch, heads)
+    form = r.decay.form
     return Recurrence(
-        q=P(over, sequence, by_head(r.q)),
-        k=P(over, sequence, by_head(r.k)),
-        v=P(over, sequence, by_head(r.v)),
-        decay=Decay(
-            present(d.constant, states), present(d.head, tokens), present(d.key, tokens), present(d.value, tokens)
-        ),
-        initial_state=present(r.initial_state, states),
-        boundaries=present(r.boundaries, P()),
+        q=tokens(r.q),
+        k=tokens(r.k),
+        v=tokens(r.v),
+        decay=jax.tree.map(lambda _: gates, r.decay) if form != "constant" else Decay(constant=states),
+        initial_state=None if r.initial_state is None else states,
+        boundaries=None if r.boundaries is None else P(),
         scale=P(batch),
         reverse=r.reverse,
     )

@@ -1,4 +1,4 @@
-"""Chooses a config, runs the kernel, and tells who listens."""
+"""Choose a config, run the kernel and record the decision where `explain` listens."""
 
 import contextlib
 import contextvars
@@ -14,12 +14,12 @@ from glax._src.tuning.selection import ConfigSelectorChain
 
 
 class Decision(NamedTuple):
-    """One call of a kernel: what was asked, what runs it, with which config, which selector chose that, who refused."""
+    """One call of a kernel, as `explain` shows it."""
 
-    invocation: Invocation
+    invocation: Invocation  # the kernel, and the shapes of its arguments
     config: Any
-    selector: str
-    refused: dict[str, str]
+    selector: str  # the selector that chose the config
+    refused: dict[str, str]  # why other kernels cannot run the call, by their names
 
     @property
     def kernel(self) -> str:
@@ -27,7 +27,7 @@ class Decision(NamedTuple):
 
 
 class Executor:
-    """executor(kernel, *args): runs a KernelSpec or a Kernel with the config that its chain of selectors chooses."""
+    """Runs a KernelSpec or a Kernel with the config that its chain of selectors chooses: executor(kernel, *args)."""
 
     def __init__(self, chain: ConfigSelectorChain | None = None):
         if not (chain is None or callable(getattr(chain, "choose", None))):
@@ -35,10 +35,13 @@ class Executor:
         self.chain = ConfigSelectorChain() if chain is None else chain
 
     def __call__(self, kernel, *args, cfg=None, _cfg=None, refused: dict[str, str] | None = None, part=None, **kwargs):
-        """kernel(*args, **kwargs) with the config that the chain chooses; `cfg` overrides all. `refused` is for explain.
+        """Run kernel(*args, **kwargs) with the config that the chain chooses.
 
-        _cfg: another name of cfg, ejkernel's. part: a function that does a part of that call, run in its place with the same
-        config.
+        cfg: the config to use instead. _cfg: the name that ejkernel has for cfg.
+        refused: why other kernels cannot run the call, by name; recorded for `explain`.
+        part: a function to run in the kernel's place with the same config, a part of its computation.
+
+        Raises TypeError if kernel is neither a Kernel nor a KernelSpec, or if both cfg and _cfg are given.
         """
         if isinstance(kernel, type) or not hasattr(kernel, "runner"):
             raise TypeError(f"kernel must be a Kernel or a KernelSpec, such as RecurrentAttention(), got {kernel!r}")
@@ -46,8 +49,8 @@ class Executor:
             raise TypeError("cfg and _cfg are two names of one option, and both are given: leave one out")
         inv = Invocation.of(kernel, args, kwargs, _cfg if cfg is None else cfg)
         config, selector = self.chain.choose(inv)
-        if (heard := listener.get()) is not None:
-            heard.append(Decision(inv, config, selector, refused or {}))
+        if (recorded := listener.get()) is not None:
+            recorded.append(Decision(inv, config, selector, refused or {}))
         with jax.named_scope(f"glax.{kernel.op_id}"):
             run = kernel.runner(config) if part is None else functools.partial(part, config=config)
             return run(*args, **kwargs)
@@ -57,20 +60,25 @@ listener: contextvars.ContextVar[list[Decision] | None] = contextvars.ContextVar
 turns = itertools.count()
 
 
+def is_listening() -> bool:
+    """Whether the decisions made now are recorded."""
+    return listener.get() is not None
+
+
 @contextlib.contextmanager
 def listening():
-    """Gathers the decisions of what is traced inside; functions that jit has traced before are traced again."""
-    heard: list[Decision] = []
-    token = listener.set(heard)
+    """Record the decisions of what is traced inside; functions that jit has traced before are traced again."""
+    recorded: list[Decision] = []
+    token = listener.set(recorded)
     try:
         with stacked(((("listening", next(turns)),), None)):
-            yield heard
+            yield recorded
     finally:
         listener.reset(token)
 
 
 def decisions(f, *args, **kwargs) -> list[Decision]:
-    """Every decision that f(*args, **kwargs) makes, without running it."""
-    with listening() as heard:
+    """Return every decision that f(*args, **kwargs) makes, without running f."""
+    with listening() as recorded:
         jax.eval_shape(f, *args, **kwargs)
-    return heard
+    return recorded

@@ -1,0 +1,33 @@
+"""The configs of the kernels, for `cfg`, overlays and tuning: `glax.recurrent(..., cfg=glax.configs.ChunkedConfig(chunk=64))`.
+
+Each class is that of one or more kernels in `glax.kernel_registry` and loads at its first use, without Triton or an
+accelerator. `NAMES` maps a name here to its kernel.
+"""
+
+from glax._src.core.registry import Config, kernel_registry
+from glax._src.kernels import load_kernels
+
+# XLA and Triton both have a ChunkedConfig: stored measurements name the classes, so that only Triton's name here differs.
+NAMES = {
+    "ChunkedConfig": "chunked/xla/any",
+    "NativeConfig": "recurrent/cpp/cpu",
+    "TritonChunkedConfig": "chunked/triton/gpu",
+    "GradientConfig": "chunked.vjp/triton/gpu",
+    "TokenConfig": "recurrent/triton/gpu",
+    "HopperConfig": "chunked/pallas/gpu",
+    "TPUChunkedConfig": "chunked/pallas/tpu",
+    "TPUGradientConfig": "chunked.vjp/pallas/tpu",
+}
+__all__ = [*NAMES]
+
+
+def __getattr__(name: str) -> type[Config]:
+    """The class of that name. AttributeError if there is none."""
+    if name not in NAMES:
+        raise AttributeError(f"module 'glax.configs' has no attribute {name!r}, only {', '.join(NAMES)}")
+    load_kernels()
+    return kernel_registry.kernels[NAMES[name]].config
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *NAMES])
