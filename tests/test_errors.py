@@ -373,5 +373,5 @@ def test_every_config_has_a_public_name():
     assert set(glax.configs.__all__) <= set(dir(glax.configs))
     assert glax.configs.ChunkedConfig is glax.kernel_registry.kernels["chunked/xla/any"].config
     assert glax.configs.TritonChunkedConfig.__name__ == "ChunkedConfig"  # the name that stored measurements have
-    with pytest.raises(AttributeError, match="'glax.configs' has no attribute 'QuadraticConfig', only ChunkedConfig"):
+    with pytest.raises(AttributeError, match=r"'glax\.configs' has no attribute 'QuadraticConfig', only ChunkedConfig"):
         glax.configs.QuadraticConfig  # noqa: B018

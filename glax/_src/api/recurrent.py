@@ -31,10 +31,10 @@ class Options(TypedDict, total=False):
 
     softmax_scale: factor on the output, K ** -0.5 if None; may be traced, and has a gradient.
     initial_state: [N, H, K, V], or [H, K, V] for all sequences; zeros if None. Any float dtype.
-    reverse:       walk each sequence from its last token to its first.
+    reverse:       scan each sequence from its last token to its first.
     cu_seqlens:    [N + 1] integers; sequence n is rows cu_seqlens[n] to cu_seqlens[n + 1] of T, and B is 1. May be traced.
     platform:      None or "auto" chooses; "xla", "cpp", "triton", "pallas" or "cuda" insists.
-    cfg:           the config of the kernel to use, such as glax.configs.ChunkedConfig(chunk=64); None guesses one from the shapes.
+    cfg:           the config of the kernel, such as glax.configs.ChunkedConfig(chunk=64); None guesses one from the shapes.
     """
 
     softmax_scale: float | Float[Array, ""] | None

@@ -140,7 +140,9 @@ def check_before_tracing(arrays: dict, platform, cfg, reverse, required: tuple[s
         check_real("softmax_scale", arrays["softmax_scale"], arrays["query"].dtype)
     Platform.parse(platform)
     if cfg is not None and not isinstance(cfg, Config):
-        raise TypeError(f"cfg must be the Config of a kernel, such as glax.configs.ChunkedConfig(chunk=64), got {cfg!r}")
+        raise TypeError(
+            f"cfg must be the Config of a kernel, such as glax.configs.ChunkedConfig(chunk=64), got {cfg!r}"
+        )
     check_flag("reverse", reverse)
     check_known_boundaries(arrays["cu_seqlens"], arrays["query"])
 
