@@ -1,4 +1,4 @@
-"""The TPU kernels without a TPU: in Pallas' TPU interpreter against the reference, and lowered for a TPU."""
+"""The TPU kernels without a TPU: run in Pallas' TPU interpreter against the reference, and lowered for a TPU."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def case(name: str, *strengths: str, **changes) -> Case:
     return dataclasses.replace(CASES[name], strengths=strengths, **changes)
 
 
-# Forms, packing, direction, widths, groups of heads and dtypes, each at least once with each other that it meets in the code.
+# Gate forms, packing, direction, widths, groups of heads and dtypes. Each pair that meets in the code is there at least once.
 SMALL = [
     case("none"),
     case("none-packed-reverse"),
@@ -66,12 +66,12 @@ SMALL = [
     Case("bfloat16-128", T=300, K=128, V=128, gates=("g",), dtype="bfloat16", gate_dtype="bfloat16"),
     Case("bfloat16-128-key", T=260, K=128, V=128, dtype="bfloat16", gate_dtype="bfloat16", strengths=("mild", "-100 on 5%")),
 ]  # fmt: skip
-# A gradient takes three times as long to compile for the interpreter; these cases add nothing to the others there.
-FORWARD_ALONE = (
+# A gradient compiles slowly for the interpreter. These cases add no coverage of the gradient.
+FORWARD_ONLY = (
     "none-packed-reverse", "constant", "key-packed", "K128V60", "heads4-2-1-packed", "bfloat16-key", "float16-gates",
     "pairs-key-reverse", "K64V256", "no-state-packed", "bfloat16-constant",
 )  # fmt: skip
-GRADIENT = [case for case in SMALL if case.name not in FORWARD_ALONE]
+GRADIENT = [case for case in SMALL if case.name not in FORWARD_ONLY]
 
 
 def configured(case: Case, spec):
@@ -79,7 +79,7 @@ def configured(case: Case, spec):
 
 
 def interpreted(f, **options):
-    """jit(f) in the TPU interpreter: memory begins as NaN, and reads out of bounds raise."""
+    """Returns jit(f) in the TPU interpreter. Memory starts as NaN, and a read out of bounds raises an error."""
     options = dict(uninitialized_memory="nan", out_of_bounds_reads="raise") | options
 
     def run(*args):
@@ -109,8 +109,8 @@ def test_gradient(case):
 
 
 @pytest.mark.parametrize("form", ["key", "head"])
-def test_steady_strengths(form):
-    """Just inside and just outside of each limit; heads in programs of their own, for all of a program's have one check."""
+def test_gates_near_the_limits(form):
+    """Gates just inside and just outside of each limit. Each head has its own program, since a program checks all its heads."""
     r, *d = strengths.problem(form, half=16, T=72, K=128, dtype="float32")
     forward, backward = (
         interpreted(functools.partial(spec.run, config=spec.config(chunk=32, units=1))) for spec in (FORWARD, BACKWARD)
@@ -126,7 +126,7 @@ RACES = [
 
 @pytest.mark.parametrize("case", [pytest.param(RACES[0], marks=pytest.mark.fast), RACES[1]], ids=str)
 def test_no_races(case):
-    """Every reader of a block has waited for its writer, whatever order the parallel axes of the grid run in."""
+    """Every reader of a block waits for its writer, in any order of the parallel axes of the grid."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
     r = recurrence(case, "log-sigmoid")
@@ -150,11 +150,11 @@ def lowered(f, *args) -> str:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES.values(), ids=str)
 def test_lowers(case, dtype):
-    """Mosaic takes what the interpreter took: every case, or a reason why it goes to XLA."""
+    """Mosaic lowers every case that the interpreter runs. The kernels refuse the others with a reason."""
     r = recurrence(dataclasses.replace(case, dtype=dtype), case.strengths[0])
     if "gv" in case.gates:
         assert FORWARD.supports(r) == BACKWARD.supports(r)
-        assert "gates per value channel are not written" in FORWARD.supports(r)
+        assert "gates per value channel are not supported" in FORWARD.supports(r)
         return
     chunks = {} if case.chunk not in (32, 64, 128, 256) else dict(chunk=case.chunk)
     config = FORWARD.config.heuristic(r), BACKWARD.config.heuristic(r)
@@ -167,7 +167,7 @@ def test_lowers(case, dtype):
 
 @pytest.fixture
 def on_tpu(monkeypatch):
-    """Kernels are chosen as on a TPU; what they are chosen for is lowered, not run."""
+    """Chooses kernels as on a TPU. The tests lower the calls, and do not run them."""
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: cls.TPU))
 
 
@@ -177,7 +177,7 @@ LOWERED = dict(B=4, T=130, heads=(8, 8, 8), K=64, V=64, dtype="bfloat16")
 @pytest.mark.fast
 @pytest.mark.parametrize("gates", [("g",), ("gk",), ("g_gamma",)], ids=lambda gates: gates[0])
 def test_export(on_tpu, gates):
-    """What users call and its gradient, chosen by priority, survive jax.export for TPUs."""
+    """The public function and its gradient can be exported for TPUs, with kernels chosen by priority."""
     pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers, which is not installed")
     arguments = inputs(Case("", gates=gates, **LOWERED), "log-sigmoid")
 
@@ -198,7 +198,7 @@ def test_export(on_tpu, gates):
 @pytest.mark.fast
 @pytest.mark.parametrize("spec", [("x",), (None, None, "x")], ids=["batch", "heads"])
 def test_shard_map(on_tpu, spec):
-    """Over the batch, and over the heads: the kernels' results vary over the mesh as their inputs do."""
+    """The kernels' results vary over the mesh as their inputs do, sharded over the batch or over the heads."""
     P = PartitionSpec
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     arguments = inputs(Case("", gates=("gk",), **LOWERED | dict(T=131)), "log-sigmoid")
@@ -216,7 +216,7 @@ def test_shard_map(on_tpu, spec):
 @pytest.mark.fast
 @pytest.mark.parametrize("cuts", [None, (0, 70, 300, 520)], ids=["whole", "packed"])
 def test_sequence_axis(on_tpu, cuts):
-    """Over the sequence, packed too: the kernels run on every shard's rows, forward and backward."""
+    """With a sharded sequence, packed or not, the kernels run on every shard's rows, forward and backward."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     B, boundaries = (4, None) if cuts is None else (1, jnp.array(cuts, jnp.int32))
     arguments = inputs(Case("", gates=("gk",), cuts=cuts, **LOWERED | dict(B=B, T=520)), "log-sigmoid")
@@ -261,8 +261,8 @@ def test_choice(on_tpu):
 
 
 @pytest.mark.fast
-def test_too_large(on_tpu):
-    """What does not fit a TPU's memories goes to XLA, with the reason; a few tokens go there for speed."""
+def test_calls_that_use_xla(on_tpu):
+    """The kernels refuse calls that do not fit a TPU's memories, with a reason. Calls of a few tokens use XLA for speed."""
     array = jax.ShapeDtypeStruct
     wide = recurrence(Case("", gates=()), "0").replace(
         q=array((1, 64, 2, 640), "float32"), k=array((1, 64, 2, 640), "float32")
@@ -289,14 +289,14 @@ def test_config_refuses(bad):
         TPUChunkedConfig(**bad)
 
 
-# ---- the walk --------------------------------------------------------------------------------------------------------
+# ---- the scan --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("against", [False, True])
+@pytest.mark.parametrize("adjoint", [False, True])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_every_row_once(reverse, against):
-    """Packed: each row of a sequence in one step, each block in one run of steps, each sequence begun and ended once."""
+def test_every_row_once(reverse, adjoint):
+    """With packing, a row of a sequence is in one step, a block in consecutive steps, and a sequence begins and ends once."""
     from glax._src.kernels.pallas_tpu.plan import Plan
 
     rng = np.random.default_rng(0)
@@ -306,10 +306,10 @@ def test_every_row_once(reverse, against):
         cuts = cuts if trial else np.array([0, 0, 64, 64, 96, 200, 200], np.int32)
         r = recurrence(Case("", T=200, K=8, V=8, cuts=(0,) * 7, reverse=reverse, state_dtype=None), "0")
         r = r.replace(boundaries=jnp.asarray(cuts))
-        plan = dataclasses.replace(Plan.of(r, 32, 1), against=against)
+        plan = dataclasses.replace(Plan.of(r, 32, 1), adjoint=adjoint)
         table = np.asarray(table_of(r))
         steps = [plan.step(0, m, table) for m in range(plan.steps)]
-        seen, begun, ended, fresh = np.zeros(200, int), [], [], []
+        seen, begun, ended, first_visits = np.zeros(200, int), [], [], []
         for step in steps:
             rows = slice(step.block * 32 + step.low, step.block * 32 + max(step.low, step.high))
             seen[rows] += 1
@@ -322,17 +322,17 @@ def test_every_row_once(reverse, against):
                 assert cuts[n] <= rows.start and rows.stop <= cuts[n + 1]
             if step.ends:
                 ended.append(n)
-            if step.fresh:
-                fresh.append(int(step.block))
+            if step.first_visit:
+                first_visits.append(int(step.block))
         inside = (np.arange(200) >= cuts[0]) & (np.arange(200) < cuts[-1])
         assert (seen == inside).all()
-        order = range(6) if reverse == against else reversed(range(6))
+        order = range(6) if reverse == adjoint else reversed(range(6))
         assert begun == ended == list(order)
-        assert sorted(fresh) == list(range(7))
+        assert sorted(first_visits) == list(range(7))
 
 
 def test_cost_estimate():
-    """XLA schedules around the kernel by its floating point operations and its bytes: those of the formula."""
+    """The cost estimate has the floating-point operations and the bytes of the formula."""
     B, T, H, D, C = 2, 256, 4, 128, 128
     x = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
     r = recurrence(Case("", gates=(), state_dtype=None), "0").replace(q=x, k=x, v=x)

@@ -1,4 +1,4 @@
-"""The table of what the TPU compiler made of the kernels is that of the kernels as they are."""
+"""The table of compiled TPU kernels belongs to the present code, and its kernels fit and are fast enough by estimate."""
 
 import pytest
 
@@ -10,26 +10,26 @@ LINES = compile.TABLE.read_text().splitlines()
 ROWS = [line.split() for line in LINES if not line.startswith("#")]
 
 
-def test_table_is_of_this_code():
-    """A change of the kernels must compile them again: `python -m benchmarks.tpu.compile`, which needs libtpu."""
+def test_table_has_the_fingerprint_of_the_code():
+    """After a change of the kernels, `python -m benchmarks.tpu.compile` must compile them again. It needs libtpu."""
     assert f"code {fingerprint()};" in LINES[0], "run python -m benchmarks.tpu.compile (needs libtpu)"
 
 
 def test_every_problem_compiles_for_every_chip():
-    kernels = ("forward", "backward", "remember")
+    kernels = ("forward", "backward", "save_states")
     want = {(target, str(problem), kernel) for target in TARGETS for problem in PROBLEMS for kernel in kernels}
     assert {(row[0], " ".join(row[1:-6]), row[-6]) for row in ROWS} == want
     assert len(ROWS) == len(want)
 
 
 def test_vmem_budget():
-    """Below the 16 MiB that a kernel may take on a v5e without asking for more."""
+    """Every kernel fits the 16 MiB that a v5e allows by default."""
     assert all(0 < int(row[-2]) <= compile.VMEM_KIB for row in ROWS)
 
 
 @pytest.mark.parametrize("target", ["v5e", "v6e"])
 def test_estimate(target):
-    """Simple GLA at D = 128 is expected at 60% of the floor at least, by the bundles of the table."""
+    """By the bundles of the table, simple GLA at D = 128 reaches at least 60% of the floor."""
     found = estimate.bundles()
     for problem in PROBLEMS:
         if problem.form in ("head", "constant") and problem.D == 128 and problem.sequences is None:
@@ -37,7 +37,7 @@ def test_estimate(target):
             assert problem.floors[0] / TARGETS[target].bandwidth >= 0.6 * time
 
 
-def test_fingerprint_sees_code_alone(tmp_path, monkeypatch):
+def test_fingerprint_ignores_docstrings_and_comments(tmp_path, monkeypatch):
     from benchmarks.tpu import problems
 
     def of(text):
@@ -54,8 +54,8 @@ def test_fingerprint_sees_code_alone(tmp_path, monkeypatch):
         fingerprint.cache_clear()
 
 
-def test_counted():
-    """The longest run between branches and targets; for gates per key channel, with the check before it."""
+def test_counted_bundles_of_a_step():
+    """A step is the longest run between branches and targets. For per-key gates, the check before it is added."""
     listing = [f" {hex(i) if i else '0'}   : > {{ %v = vadd }}" for i in range(200)]
     for at, text in ((30, "sbr.rel (%p) target = $region1"), (70, "sbr.rel (%p) target = $region2"), (74, "sbr.rel")):
         listing[at] = f" {hex(at)}   : > {{ %{text} }}"

@@ -1,17 +1,17 @@
-"""Compiles the TPU kernels for real chips, without one, and keeps a table of what came out.
+"""Compiles the TPU kernels for real chips, without a chip, and records the results in a table.
 
     python -m benchmarks.tpu.compile            compiles everything and writes benchmarks/tpu/table.txt
-    python -m benchmarks.tpu.compile --check    compiles everything; fails where the table says something else
-    make tpu                                    the same, with the table's libtpu, kept out of the environment
+    python -m benchmarks.tpu.compile --check    compiles everything and fails where the table differs
+    make tpu                                    checks with the table's libtpu, which stays outside of the environment
 
---few compiles three of the problems for each chip, in a minute or two.
+--few compiles three of the problems for each chip.
 
-Needs libtpu (pip install "jax[tpu]==0.10.2"): another compiler version makes other code, so --check wants the table's. Each chip
-has a process of its own, in which the kernels compile under a limit of 16 MiB of VMEM. Columns, a line a kernel:
+Needs libtpu (pip install "jax[tpu]==0.10.2"). Another compiler version makes other code, so --check needs the table's version.
+Each chip has its own process, in which the kernels compile under a limit of 16 MiB of VMEM. The table has a line for each kernel:
 
-bundles: instruction words of the whole kernel. step: of one step of the walk on its usual way, the longest run without a
-branch (and, for gates per key channel, the check before it). units: tiles of 128 lanes that a step works on. vmem: KiB.
-code: KiB of the program around it, all its kernels and XLA's copies.
+bundles: instruction words of the whole kernel. step: instruction words of one step of the scan, as the longest run without a
+branch (plus, for per-key gates, the check before it). units: tiles of 128 lanes that a step computes. vmem: KiB. code: KiB of
+the whole program, with all its kernels and XLA's copies.
 """
 
 import argparse
@@ -46,12 +46,12 @@ class Row:
     code: int
 
     def __str__(self):
-        kept = (self.bundles, self.step, self.units, self.vmem, self.code)
-        return f"{self.target}  {self.problem:38} {self.kernel:9}" + "".join(f"{x:8}" for x in kept)
+        numbers = (self.bundles, self.step, self.units, self.vmem, self.code)
+        return f"{self.target}  {self.problem:38} {self.kernel:12}" + "".join(f"{x:8}" for x in numbers)
 
 
 def environment(dump: str) -> dict[str, str]:
-    """What lets libtpu compile where no TPU is, and write down the code that it makes."""
+    """Returns an environment in which libtpu compiles without a TPU and writes its code to the folder `dump`."""
     return os.environ | dict(
         JAX_PLATFORMS="cpu",
         TPU_SKIP_MDS_QUERY="1",
@@ -64,7 +64,7 @@ def environment(dump: str) -> dict[str, str]:
 
 
 def compile_all(target: str, dump: str, problems: list[Problem]):
-    """The rows of one chip, as lines of JSON; runs in the process of `environment`."""
+    """Prints the rows of one chip as lines of JSON. Runs in a process with `environment`."""
     import functools
 
     import jax
@@ -96,23 +96,24 @@ def compile_all(target: str, dump: str, problems: list[Problem]):
 
 
 def vmem_of(text: str) -> dict[str, int]:
-    """KiB of VMEM that each kernel takes, from the compiled program's text."""
+    """Reads the KiB of VMEM of each kernel from the compiled program's text."""
     calls = re.findall(r"%glax_(\w+?)(?:\.\d+)? = .*?used_scoped_memory_configs\":\[(.*?)\]", text)
     return {name: sum(int(size) for size in re.findall(r'"size":"(\d+)"', configs)) // 1024 for name, configs in calls}
 
 
 def bundles_of(dump: str, has_check: bool) -> dict[str, tuple[int, int]]:
-    """(bundles, bundles of a step) of each kernel that was compiled since the last call."""
+    """Returns (bundles, bundles of a step) of each kernel compiled since the last call, and removes their files."""
     found = {}
     for path in glob.glob(f"{dump}/*"):
         name = re.search(r"-glax_(\w+?)(?:\.\d+)?-\d+-final_bundles\.txt$", path)
         if name:
-            found[name[1]] = counted(pathlib.Path(path).read_text(), has_check and name[1] != "remember")
+            found[name[1]] = counted(pathlib.Path(path).read_text(), has_check and name[1] != "save_states")
         os.remove(path)
     return found
 
 
 def counted(text: str, has_check: bool) -> tuple[int, int]:
+    """Counts (bundles, bundles of a step) in a listing of bundles."""
     cuts, last = [0], 0
     for line in text.splitlines():
         if (bundle := re.match(r"\s*(0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*:", line)) is not None:
@@ -121,7 +122,7 @@ def counted(text: str, has_check: bool) -> tuple[int, int]:
                 cuts.append(last)
     runs = [after - before for before, after in zip(cuts, [*cuts[1:], last], strict=True)]
     longest = runs.index(max(runs))
-    # Between the check and the form that it chooses, a branch of a few bundles leads to the other.
+    # A branch of a few bundles stands between the check and the form that it chooses, and leads to the other form.
     check = next(run for run in reversed(runs[:longest]) if run > 20) if has_check else 0
     return last + 1, runs[longest] + check
 
@@ -139,7 +140,7 @@ def header() -> list[str]:
     names = ("bundles", "step", "units", "vmem", "code")
     return [
         f"# jax {JAX}, libtpu {libtpu_version()}, code {fingerprint()}; by: python -m benchmarks.tpu.compile",
-        f"#    {'problem':38} {'kernel':9}" + "".join(f"{name:>8}" for name in names),
+        f"#    {'problem':38} {'kernel':12}" + "".join(f"{name:>8}" for name in names),
     ]
 
 
@@ -172,13 +173,13 @@ def main():
         raise SystemExit(f"VMEM not within {VMEM_KIB} KiB:\n" + "\n".join(map(str, over)))
     old = TABLE.read_text().splitlines() if TABLE.exists() else []
     names = [str(problem) for problem in problems]
-    asked = [line for line in old if (words := line.split())[0] in args.targets and " ".join(words[1:-6]) in names]
+    selected = [line for line in old if (words := line.split())[0] in args.targets and " ".join(words[1:-6]) in names]
     if not args.check:
-        kept = [line for line in old if not line.startswith("#") and line not in asked]
+        unchanged = [line for line in old if not line.startswith("#") and line not in selected]
         order = list(TARGETS)
-        lines = sorted([*kept, *map(str, rows)], key=lambda line: order.index(line.split()[0]))
+        lines = sorted([*unchanged, *map(str, rows)], key=lambda line: order.index(line.split()[0]))
         TABLE.write_text("\n".join([*header(), *lines]) + "\n")
-    elif (table := [*old[:2], *asked]) != new:
+    elif (table := [*old[:2], *selected]) != new:
         print(*difflib.unified_diff(table, new, "table.txt", "compiled", lineterm="", n=0), sep="\n")
         raise SystemExit("benchmarks/tpu/table.txt is out of date: python -m benchmarks.tpu.compile")
     else:

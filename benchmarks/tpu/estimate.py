@@ -1,9 +1,9 @@
-"""What the table's bundles come to: the estimates of docs/performance.md.
+"""Estimates run times on TPUs from the bundles of the table. No TPU has run the kernels.
 
     python -m benchmarks.tpu.estimate [v5e v6e]
 
-Each kernel is taken to need the larger of bundles / clock and its own bytes / bandwidth: instructions wait for nothing but
-the products whose delays the compiler has scheduled, and copies overlap with work, as the compiler arranges. No TPU has run it.
+A kernel is taken to need the larger of bundles / clock and its own bytes / bandwidth. This assumes that instructions wait only
+for products, whose delays the compiler has scheduled, and that copies overlap with work, as the compiler arranges.
 """
 
 import sys
@@ -15,7 +15,7 @@ CHUNK = 128
 
 
 def bundles() -> dict[tuple[str, str, str], tuple[int, int]]:
-    """(bundles of a step, units) by chip, problem and kernel."""
+    """Reads (bundles of a step, units) by chip, problem and kernel from the table."""
     found = {}
     for line in TABLE.read_text().splitlines():
         if not line.startswith("#"):
@@ -25,7 +25,7 @@ def bundles() -> dict[tuple[str, str, str], tuple[int, int]]:
 
 
 def own_bytes(problem: Problem) -> dict[str, int]:
-    """What each kernel reads and writes: the states before the chunks too, in the dtype of q."""
+    """Returns the bytes that each kernel reads and writes, with the states before the chunks in the dtype of q."""
     tensor, (forward, _) = problem.tensor, problem.floors
     gates = forward - 4 * tensor - 2 * (problem.sequences or problem.B) * problem.H * problem.D**2 * 4
     sequences = (problem.sequences or problem.B) * problem.H * problem.D**2 * 4
@@ -33,13 +33,13 @@ def own_bytes(problem: Problem) -> dict[str, int]:
     before = tensor * pack * problem.D // CHUNK
     return dict(
         forward=forward,
-        remember=2 * tensor + gates + before + sequences,
+        save_states=2 * tensor + gates + before + sequences,
         backward=7 * tensor + 2 * gates + before + 2 * sequences,
     )
 
 
 def seconds(target: str, problem: Problem, kernel: str, found) -> tuple[float, float]:
-    """(by instructions, by bytes) of a chip whose cores share the call."""
+    """Returns the seconds (by instructions, by bytes) of a chip whose cores share the call."""
     chip = TARGETS[target]
     step, units = found[target, str(problem), kernel]
     heads = units * 128 // problem.D if problem.D < 128 else units
@@ -57,7 +57,7 @@ def main(targets=("v5e", "v6e")):
         for problem in PROBLEMS:
             for way, kernels, floor, flops in zip(
                 ("forward", "gradient"),
-                (("forward",), ("remember", "backward")),
+                (("forward",), ("save_states", "backward")),
                 problem.floors,
                 problem.flops(),
                 strict=True,

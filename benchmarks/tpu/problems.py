@@ -1,4 +1,4 @@
-"""What the TPU kernels are compiled for, and what each call must move and multiply."""
+"""The calls that the TPU kernels are compiled for, with the bytes and the operations of each."""
 
 import dataclasses
 import functools
@@ -12,12 +12,12 @@ from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence
 
 SOURCES = pathlib.Path(__file__).parents[2] / "glax" / "_src" / "kernels" / "pallas_tpu"
-LIMITS = SOURCES.parent / "common" / "limits.py"  # whose numbers they compare with
+LIMITS = SOURCES.parent / "common" / "limits.py"  # the numbers that the kernels compare with
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A chip: its topology's name; of one core: cycles a second, bytes a second to and from HBM, cores of a chip."""
+    """A chip: the name of its topology, the clock (1/s) and HBM bandwidth (B/s) of one core, and its number of cores."""
 
     topology: str
     clock: float
@@ -25,8 +25,8 @@ class Target:
     cores: int = 1
 
 
-# Bandwidth and bfloat16 rate as JAX states them for a core (pltpu.get_tpu_info); the clock is that rate divided by what four
-# MXUs of 128 x 128 (v6e, v7x: of 256 x 256) multiply and add in a cycle.
+# JAX states the bandwidth and the bfloat16 rate of a core (pltpu.get_tpu_info). The clock is the rate divided by the
+# multiplications and additions of a cycle, on four MXUs of 128 x 128 (v6e, v7x: of 256 x 256).
 TARGETS = {
     "v5e": Target("v5e:2x2", 1.50e9, 8.20e11),
     "v5p": Target("v5p:2x2x1", 1.75e9, 1.23e12, cores=2),
@@ -37,7 +37,10 @@ TARGETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call, K = V = D; `sequences` packs that many into T, of lengths that are not known while tracing."""
+    """One call with K = V = D.
+
+    sequences: if given, T rows pack that many sequences, whose lengths are not known while tracing.
+    """
 
     B: int
     T: int
@@ -52,7 +55,7 @@ class Problem:
         return f"B{self.B} T{self.T} H{self.H} D{self.D} {self.form} {self.dtype}{packed}"
 
     def operands(self, array) -> tuple:
-        """(recurrence, d_output, d_final), made by array(shape, dtype)."""
+        """Returns (recurrence, d_output, d_final), with arrays made by array(shape, dtype)."""
         B, T, H, D, N = self.B, self.T, self.H, self.D, self.sequences or self.B
         x = array((B, T, H, D), self.dtype)
         decay = dict(
@@ -67,18 +70,18 @@ class Problem:
 
     @property
     def tensor(self) -> int:
-        """Bytes of q."""
+        """The bytes of q."""
         return self.B * self.T * self.H * self.D * jnp.dtype(self.dtype).itemsize
 
     @property
     def floors(self) -> tuple[int, int]:
-        """The bytes that the forward and the gradient cannot do without: every array once."""
+        """The least bytes that the forward and the gradient move: every array once."""
         gates = dict(none=0, constant=0, head=self.tensor // self.D, key=self.tensor)[self.form]
         state = (self.sequences or self.B) * self.H * self.D**2 * 4
         return 4 * self.tensor + gates + 2 * state, 7 * self.tensor + 2 * gates + 3 * state
 
     def flops(self, chunk: int = 128) -> tuple[int, int]:
-        """Of the products of the chunked form: four a chunk and head forwards, ten for the gradient."""
+        """Returns the operations of the chunked form: four products for each chunk and head forward, ten for the gradient."""
         product = 2 * self.B * self.T * self.H * self.D * max(self.D, chunk)
         state = 2 * self.B * self.T * self.H * self.D**2
         return 2 * product + 2 * state, 5 * product + 5 * state
@@ -91,12 +94,12 @@ PROBLEMS = [
     Problem(1, 8192, 16, 64, "key", sequences=16),
     Problem(8, 1024, 8, 64, "key", "float32"),
 ]  # fmt: skip
-FEW = [PROBLEMS[i] for i in (0, 5, 8)]  # of each width; of each gate; packed
+FEW = [PROBLEMS[i] for i in (0, 5, 8)]  # of each width, of each gate form, and packed
 
 
 @functools.cache
 def fingerprint() -> str:
-    """Changes when code of the kernels does; comments of whole lines and docstrings are no code."""
+    """Hashes the code of the kernels, without docstrings and comments that fill a line."""
     import ast
 
     digest = hashlib.sha256()
@@ -119,4 +122,5 @@ def fingerprint() -> str:
 
 
 def shapes(sharding):
+    """Returns a function of (shape, dtype) that makes abstract arrays with a sharding."""
     return lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)

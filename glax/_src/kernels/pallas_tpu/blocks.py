@@ -1,4 +1,6 @@
-"""The heads and states of a step: read from the blocks of a plan, in units of whole tiles, and written back."""
+"""Loads the heads and states of a step from the blocks of a plan, in units of whole tiles, and stores them."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +9,23 @@ from jax.experimental import pallas as pl
 
 from glax._src.core.recurrence import Recurrence
 from glax._src.kernels.pallas_tpu import chunk_math
-from glax._src.kernels.pallas_tpu.launch import Refs
 from glax._src.kernels.pallas_tpu.plan import Plan, Step, pad
+from glax._src.kernels.pallas_tpu.refs import BackwardRefs, ForwardRefs, Ref, StateRefs
 
 
-def own_rows(plan: Plan, step: Step, axis: int = 0):
-    """[C, 1] (or [1, C]): whether a row of the block is of this step; None if all are."""
+class GradientOperands(NamedTuple):
+    """What the gradient of one unit reads. S is the state before the chunk, dS = dL/dS behind it; both are transposed."""
+
+    q: jnp.ndarray  # [C, pack * K]
+    k: jnp.ndarray  # [C, pack * K]
+    v: jnp.ndarray  # [C, pack * V]
+    d_output: jnp.ndarray  # [C, pack * V]
+    S: jnp.ndarray  # [pack * V, pack * K] float32
+    dS: jnp.ndarray  # [pack * V, pack * K] float32
+
+
+def step_rows(plan: Plan, step: Step, axis: int = 0):
+    """[C, 1], or [1, C] for axis 1: whether a row of the block belongs to this step. None if all rows do."""
     if not plan.ragged:
         return None
     shape = (plan.chunk, 1) if axis == 0 else (1, plan.chunk)
@@ -21,28 +34,44 @@ def own_rows(plan: Plan, step: Step, axis: int = 0):
 
 
 def lanes(width: int, unit):
-    """The lanes of unit `unit`, which may be traced."""
+    """Returns the index of a unit's lanes. The unit may be traced."""
     if isinstance(unit, int):
         return slice(unit * width, (unit + 1) * width)
     return pl.ds(pl.multiple_of(unit * width, 128), width)
 
 
-def read_unit(plan: Plan, step: Step, ref, heads: int, width: int, unit):
-    """[C, pack * width]: the heads of a unit, of a tensor with `heads` heads, 0 outside of the step's rows."""
+def load_unit(plan: Plan, step: Step, ref, heads: int, width: int, unit):
+    """Loads a unit's heads of a tensor with `heads` heads, [C, pack * width], with 0 outside of the step's rows."""
     at = lanes(plan.pack * width, plan.unit_of(unit, heads))
-    return chunk_math.masked(ref[:, at], own_rows(plan, step))
+    return chunk_math.select_rows(ref[:, at], step_rows(plan, step))
 
 
-def by_head(plan: Plan, width: int, each, axis: int = 1):
-    """A factor of a unit's lanes (or, axis 0, rows) from the factors of its heads, each of which may be broadcast."""
+def load_rows(plan: Plan, step: Step, refs: ForwardRefs | BackwardRefs, unit):
+    """Loads q [C, pack * K], k [C, pack * K] and v [C, pack * V] of a unit."""
+    Hq, Hk, Hv = plan.heads
+    q = load_unit(plan, step, refs.q, Hq, plan.K, unit)
+    k = load_unit(plan, step, refs.k, Hk, plan.K, unit)
+    v = load_unit(plan, step, refs.v, Hv, plan.V, unit)
+    return q, k, v
+
+
+def load_gradient_operands(plan: Plan, step: Step, refs: BackwardRefs, unit) -> GradientOperands:
+    """Loads the rows, the output's cotangent and both states of a unit."""
+    rows = load_rows(plan, step, refs, unit)
+    d_output = load_unit(plan, step, refs.d_output, plan.H, plan.V, unit)
+    return GradientOperands(*rows, d_output, refs.states_before[unit].astype(jnp.float32), refs.d_state[unit])
+
+
+def join_heads(plan: Plan, width: int, factors, axis: int = 1):
+    """Joins the factors of a unit's heads into one factor of its lanes or, for axis 0, its rows. Each may be broadcast."""
     if plan.pack == 1:
-        return each[0]
+        return factors[0]
     shape = (1, 2 * width) if axis else (2 * width, 1)
-    return jnp.where(lax.broadcasted_iota(jnp.int32, shape, axis) < width, each[0], each[1])
+    return jnp.where(lax.broadcasted_iota(jnp.int32, shape, axis) < width, factors[0], factors[1])
 
 
-def of_head(plan: Plan, x, width: int, head: int):
-    """x [C, pack * width] with the lanes of the unit's other head set to 0."""
+def select_head(plan: Plan, x, width: int, head: int):
+    """Sets the lanes of the unit's other head to 0 in x [C, pack * width]."""
     if plan.pack == 1:
         return x
     lane = lax.broadcasted_iota(jnp.int32, (1, 2 * width), 1)
@@ -50,7 +79,7 @@ def of_head(plan: Plan, x, width: int, head: int):
 
 
 def block_diagonal(plan: Plan, x):
-    """x [pack * V, pack * K] without what one head of a unit would write to the other's state."""
+    """Sets the products between a unit's two heads to 0 in x [pack * V, pack * K]."""
     if plan.pack == 1:
         return x
     row = lax.broadcasted_iota(jnp.int32, x.shape, 0) < plan.V
@@ -58,83 +87,90 @@ def block_diagonal(plan: Plan, x):
     return jnp.where(row == lane, x, 0)
 
 
-def load_state(plan: Plan, source, target):
-    """The states [rows, K, V] of a program, transposed, into its units [units, pack * V, pack * K]."""
+def load_state(plan: Plan, source: Ref | None, target: Ref):
+    """Copies a program's states [heads, K, V], or zeros, to its units [units, pack * V, pack * K], transposed."""
     if source is None or plan.pack > 1:
         target[...] = jnp.zeros_like(target)
     if source is None:
         return
-    for head in range(plan.rows):
+    for head in range(plan.program_heads):
         unit, part = divmod(head, plan.pack)
         V, K = (slice(part * width, (part + 1) * width) for width in (plan.V, plan.K))
         target[unit, V, K] = source[head].astype(jnp.float32).T
 
 
-def store_state(plan: Plan, source, target):
-    """The inverse of `load_state`."""
-    for head in range(plan.rows):
+def store_state(plan: Plan, source: Ref, target: Ref):
+    """Copies a program's units [units, pack * V, pack * K] to its states [heads, K, V], transposed."""
+    for head in range(plan.program_heads):
         unit, part = divmod(head, plan.pack)
         V, K = (slice(part * width, (part + 1) * width) for width in (plan.V, plan.K))
         target[head] = source[unit, V, K].T
 
 
-def gates_per_head(plan: Plan, step: Step, refs: Refs):
-    """[gate rows, C] float32, 0 outside of the step's rows; None without such gates."""
-    if not hasattr(refs, "gates"):
+def load_head_gates(plan: Plan, step: Step, refs: ForwardRefs | StateRefs | BackwardRefs):
+    """Loads per-head gates, [gate_rows, C] float32, with 0 outside of the step's rows. None without such gates."""
+    if refs.gates is None:
         return None
     gates = jnp.broadcast_to(refs.gates[...], (plan.gate_rows, plan.chunk))
-    return chunk_math.masked(gates, own_rows(plan, step, axis=1))
+    return chunk_math.select_rows(gates, step_rows(plan, step, axis=1))
 
 
-def write(plan: Plan, step: Step, ref, unit, x):
-    """Writes the lanes of a unit, where the rows are the step's."""
+def store_unit(plan: Plan, step: Step, ref: Ref, unit, x):
+    """Stores the lanes of a unit in the step's rows."""
     at = lanes(x.shape[1], unit)
     x = x.astype(ref.dtype)
     if plan.packed:
-        x = jnp.where(own_rows(plan, step), x, ref[:, at])
+        x = jnp.where(step_rows(plan, step), x, ref[:, at])
     ref[:, at] = x
 
 
-def add(plan: Plan, step: Step, ref, heads: int, unit, x):
-    """Writes a unit's gradient of a tensor with `heads` heads; units that share one add to it, in a block that began as 0."""
+def store_gradient(plan: Plan, step: Step, ref: Ref, heads: int, unit, x):
+    """Stores a unit's gradient of a tensor with `heads` heads.
+
+    Units that share a head add their gradients, in a block that starts as 0.
+    """
     if not plan.is_shared(heads):
-        return write(plan, step, ref, unit, x)
+        return store_unit(plan, step, ref, unit, x)
     at = lanes(x.shape[1], plan.unit_of(unit, heads))
-    ref[:, at] += chunk_math.masked(x, own_rows(plan, step))
+    ref[:, at] += chunk_math.select_rows(x, step_rows(plan, step))
 
 
 def gate_inputs(plan: Plan, r: Recurrence) -> dict:
-    """The gates of r, as the blocks that kernels read."""
+    """Returns (array, block) of the gates of r, by the name of their reference."""
     decay = r.decay
     if decay.constant is not None:
-        x = decay.constant.astype(jnp.float32).reshape(plan.N, plan.groups, plan.rows, 1)
-        x = pad(x, (0, 0), (0, 0), (0, plan.gate_rows - plan.rows), (0, 0))
-        return dict(gates=(x, plan.per_sequence(plan.gate_rows, 1)))
+        x = decay.constant.astype(jnp.float32).reshape(plan.N, plan.groups, plan.program_heads, 1)
+        x = pad(x, (0, 0), (0, 0), (0, plan.gate_rows - plan.program_heads), (0, 0))
+        return dict(gates=(x, plan.sequence_block(plan.gate_rows, 1)))
     if decay.head is not None:
-        return dict(gates=(plan.by_group(decay.head), plan.head_gates()))
+        return dict(gates=(plan.to_groups(decay.head), plan.head_gate_block()))
     if decay.key is not None:
         x = decay.key.astype(jnp.float32) if decay.key.dtype == jnp.float16 else decay.key
-        return dict(key_gates=(plan.wide(x, plan.K), plan.tokens(plan.H, plan.K)))
+        return dict(key_gates=(plan.to_lanes(x, plan.K), plan.token_block(plan.H, plan.K)))
     return {}
 
 
 def row_inputs(plan: Plan, r: Recurrence) -> dict:
-    """q, k and v."""
+    """Returns (array, block) of q, k and v."""
     Hq, Hk, Hv = plan.heads
     return dict(
-        q=(plan.wide(r.q, plan.K), plan.tokens(Hq, plan.K)),
-        k=(plan.wide(r.k, plan.K), plan.tokens(Hk, plan.K)),
-        v=(plan.wide(r.v, plan.V), plan.tokens(Hv, plan.V)),
+        q=(plan.to_lanes(r.q, plan.K), plan.token_block(Hq, plan.K)),
+        k=(plan.to_lanes(r.k, plan.K), plan.token_block(Hk, plan.K)),
+        v=(plan.to_lanes(r.v, plan.V), plan.token_block(Hv, plan.V)),
     )
 
 
 def state_input(plan: Plan, x) -> tuple:
+    """Returns (array, block) of states [N, H, K, V]."""
     x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x
-    return plan.states(x), plan.per_sequence(plan.rows, plan.K, plan.V)
+    return plan.to_state_blocks(x), plan.sequence_block(plan.program_heads, plan.K, plan.V)
 
 
-def cost(plan: Plan, r: Recurrence, products: int, inputs: dict, outputs: dict) -> pl.CostEstimate:
-    """What XLA schedules by: `products` of matrices a unit and chunk, the exponentials of the decays, and every array once."""
+def estimate_cost(plan: Plan, r: Recurrence, products: int, inputs: dict, outputs: dict) -> pl.CostEstimate:
+    """Estimates the cost by which XLA schedules a kernel.
+
+    products: matrix products for each unit and chunk. Counts the exponentials of the decays, and the bytes of every array once.
+    """
     chunks = plan.B * plan.groups * plan.steps * plan.units
     C, K, V = plan.chunk, plan.pack * plan.K, plan.pack * plan.V
     exponentials = dict(none=0, key=2 * C * K).get(r.decay.form, plan.pack * C * C)

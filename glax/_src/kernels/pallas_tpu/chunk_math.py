@@ -1,51 +1,52 @@
-"""The mathematics of one chunk inside a kernel: the same two forms as `glax._src.kernels.xla.chunk_math`, written for the MXU.
+"""The mathematics of one chunk inside a kernel, for the TPU's matrix units (MXU).
 
-States are transposed, [V, K]: gates of the state's rows then scale its lanes. Every product says its operands' type: that of
-q, k and v; sums are float32. Products with a matrix of 0, 1 and -1 are exact: the other side is split into bfloat16 parts.
+The two forms of a chunk are those of `glax._src.kernels.xla.chunk_math`. States are transposed, [V, K], so that gates of the
+state's rows scale its lanes. Each product has operands of one type, usually the type of q, k and v, and sums in float32.
+Products with a matrix of 0, 1 and -1 are exact: the other operand is split into bfloat16 parts.
 """
 
 import jax.numpy as jnp
 from jax import lax
 
+# Which axes a product contracts: N is an operand as it is, T is a transposed one.
 NT, NN, TN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ()))
 
 
 def dot(x, y, dims, dtype):
-    """A product of matrices in `dtype`, in float32 throughout if that is float32."""
+    """Multiplies matrices in `dtype`, in float32 throughout if that is float32."""
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         x.astype(dtype), y.astype(dtype), dims, precision=precision, preferred_element_type=jnp.float32
     )
 
 
-def times(x, factor):
-    return x if factor is None else x * factor
-
-
-def tokens(shape: tuple[int, int], axis: int, reverse: bool):
-    """The place of each row (or column) in the walk of a chunk of C tokens."""
+def positions(shape: tuple[int, int], axis: int, reverse: bool):
+    """Returns the position of each row (axis 0) or column (axis 1) in the scan of a chunk, as int32 of `shape`."""
     i = lax.broadcasted_iota(jnp.int32, shape, axis)
     return shape[axis] - 1 - i if reverse else i
 
 
-def earlier(C: int, reverse: bool, own: bool):
-    """[C, C]: whether token j comes before token i in the walk, or (if `own`) is it."""
-    i, j = tokens((C, C), 0, reverse), tokens((C, C), 1, reverse)
-    return j <= i if own else j < i
+def causal_mask(C: int, reverse: bool, inclusive: bool):
+    """[C, C]: whether token j precedes token i in the scan or, if `inclusive`, is token i."""
+    i, j = positions((C, C), 0, reverse), positions((C, C), 1, reverse)
+    return j <= i if inclusive else j < i
 
 
-def itself(C: int):
+def diagonal_mask(C: int):
     """[C, C]: whether token j is token i."""
-    return tokens((C, C), 0, False) == tokens((C, C), 1, False)
+    return positions((C, C), 0, False) == positions((C, C), 1, False)
 
 
-def masked(x, own, value=0.0):
-    """x where `own`, a mask of its rows; None is all of them."""
-    return x if own is None else jnp.where(own, x, jnp.asarray(value, x.dtype))
+def select_rows(x, mask, otherwise=0.0):
+    """Returns x in the rows of `mask` and `otherwise` elsewhere. None is a mask of all rows."""
+    return x if mask is None else jnp.where(mask, x, jnp.asarray(otherwise, x.dtype))
 
 
-def parts_of(x, exact: bool):
-    """bfloat16 arrays whose sum is x: one holds a bfloat16, three a float32; two (not `exact`) hold 16 of its 24 bits."""
+def bfloat16_parts(x, exact: bool):
+    """Splits x into bfloat16 arrays that add up to x: one for bfloat16, three for float32.
+
+    If not `exact`, a float32 x is split into two, which hold 16 of its 24 bits.
+    """
     if x.dtype == jnp.bfloat16:
         return [x]
     parts = []
@@ -55,14 +56,14 @@ def parts_of(x, exact: bool):
     return parts
 
 
-def summed(matrix, x, exact: bool):
-    """matrix @ x, where matrix holds 0, 1 and -1: exact products, summed in float32."""
+def sum_by(matrix, x, exact: bool):
+    """matrix @ x for a matrix of 0, 1 and -1: exact products, summed in float32."""
     matrix = matrix.astype(jnp.bfloat16)
-    return sum(dot(matrix, part, NN, jnp.bfloat16) for part in parts_of(x, exact))
+    return sum(dot(matrix, part, NN, jnp.bfloat16) for part in bfloat16_parts(x, exact))
 
 
 def row_sums(*arrays):
-    """The sums of the rows of all arrays [C, width], together, [C, 1]."""
+    """[C, 1]: the sums of each row over all arrays [C, width]."""
     if len({x.shape for x in arrays}) == 1:
         return sum(arrays).sum(1, keepdims=True)
     return sum(x.sum(1, keepdims=True) for x in arrays)

@@ -1,4 +1,4 @@
-"""The tunables of the TPU kernels, and what they refuse; without Pallas, which only their use loads."""
+"""The configs of the TPU kernels and the calls that they refuse. Does not load Pallas."""
 
 import dataclasses
 
@@ -11,7 +11,11 @@ from glax._src.kernels.pallas_tpu.sizes import SMEM_BYTES, VMEM_BYTES, packing, 
 
 @dataclasses.dataclass(frozen=True)
 class TPUChunkedConfig(Config):
-    """chunk: tokens a chunk. units: tiles of 128 lanes (one head of 128, two of 64) that a program works on side by side."""
+    """Tunes the forward.
+
+    chunk: tokens of a chunk. units: tiles of 128 lanes (one head of 128 channels, or two of 64) that a program computes in
+    parallel.
+    """
 
     chunk: int = 128
     units: int = 8
@@ -26,10 +30,11 @@ class TPUChunkedConfig(Config):
 
 
 def supports(r: Recurrence) -> str | None:
+    """Returns why the TPU kernels cannot compute r, or None if they can."""
     if r.q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16, query is {r.q.dtype}"
     if r.decay.value is not None:
-        return "gates per value channel are not written: they would scale the other side of the state"
+        return "gates per value channel are not supported: they would scale the other side of the state"
     if 0 in (r.q.shape[0], r.q.shape[1], r.num_sequences):
         return "there is nothing to compute"
     K, V = r.state_shape[2:]
@@ -42,15 +47,15 @@ def supports(r: Recurrence) -> str | None:
 
 
 def priority(r: Recurrence) -> int:
-    """Above XLA's, but where a chunk would be mostly padding: a few tokens go through XLA's `recurrent`."""
+    """Returns a priority above XLA's, or 0 where a chunk would be mostly padding: XLA's `recurrent` takes a few tokens."""
     return 5 if r.q.shape[1] >= 16 else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class TPUGradientConfig(TPUChunkedConfig):
-    """As the forward's."""
+    """Tunes the gradient, with the fields of the forward's config."""
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "TPUGradientConfig":
-        """Fewer units where a block of one is larger: gates per key channel and their gradient, and float32."""
+        """Takes fewer units where the blocks of a unit are larger: with per-key gates, and in float32."""
         return cls(units=8 if r.q.dtype == jnp.bfloat16 and r.decay.key is None else 4)

@@ -1,13 +1,14 @@
-"""Gates per head: e^{G_i - G_j} for every pair of tokens, each exact, so no gate needs another form.
+"""Per-head gates: e^{G_i - G_j} for every pair of tokens. Each is exact, so no gate needs another form.
 
-In float32, G is two sums: of log gates rounded to multiples of 1/16, exact however long, and of what is left, small. Their
-differences keep every digit even where gates of -100 stand among mild ones. For bfloat16 one float32 sum is enough: of a
-chunk's gates, none below -128, it is off by less than 1e-3 even where all of them are, and by 1e-5 where they add up to 100.
+In float32, G is the sum of two terms: log gates rounded to multiples of 1/16, whose sums are exact at any length, and the small
+remainders. Their differences keep every digit, even where gates of -100 stand among mild ones. In bfloat16 one float32 sum is
+enough. Gates are at least -128, so the sum over a chunk is off by less than 1e-3, and by 1e-5 where the gates add up to 100.
 
-Sums along the lanes come from one product with a matrix of ones; a column, spread over the lanes, costs sixteen permutations a
-head, so as little as possible is taken from columns: sums, never the exponentials of sums.
+One product with a matrix of ones sums along the lanes. Spreading a column over the lanes costs sixteen permutations a head.
+Therefore only sums are read from columns, never the exponentials of sums.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,28 +16,36 @@ import jax.numpy as jnp
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_tpu import chunk_math
 from glax._src.kernels.pallas_tpu.blocks import (
-    add,
+    GradientOperands,
     block_diagonal,
-    by_head,
-    gates_per_head,
-    of_head,
-    own_rows,
-    read_unit,
-    write,
+    join_heads,
+    load_gradient_operands,
+    load_head_gates,
+    load_rows,
+    load_unit,
+    select_head,
+    step_rows,
+    store_gradient,
+    store_unit,
 )
-from glax._src.kernels.pallas_tpu.launch import Refs
 from glax._src.kernels.pallas_tpu.plan import Plan, Step
+from glax._src.kernels.pallas_tpu.refs import BackwardRefs, ForwardRefs, StateRefs
+
+
+class EdgeDecays(NamedTuple):
+    """Decays between tokens and the edges of the chunk, for all R heads of a program. None without gates."""
+
+    from_start: jnp.ndarray | None  # [R, C]: from the chunk's start through a token
+    to_end: jnp.ndarray | None  # [R, C]: after a token, to the chunk's end
+    total: jnp.ndarray | None  # [R, 1]: of the whole chunk
 
 
 class HeadSums(NamedTuple):
-    """G of every head of a program, as the terms that it is a sum of.
+    """The sums G of log gates of all R heads of a program, as a sum of terms."""
 
-    rows: each [R, C]; columns: the same, transposed, side by side, [C, terms * R]; last: G of the chunk, each [R, 1].
-    """
-
-    rows: tuple
-    columns: jnp.ndarray
-    last: tuple
+    rows: tuple  # of each term: [R, C]
+    columns: jnp.ndarray  # [C, terms * R]: `rows` transposed, side by side
+    last: tuple  # of each term: [R, 1], G of the whole chunk
 
     @property
     def terms(self) -> range:
@@ -51,39 +60,39 @@ class HeadSums(NamedTuple):
         at = term * self.rows[0].shape[0] + head
         return self.columns[:, at : at + 1]
 
-    def pairs(self, head: int, mask):
-        """[C, C]: the decay from behind token j through token i where mask holds, else 0."""
+    def pair_decays(self, head: int, mask):
+        """[C, C]: the decay after token j through token i where mask holds, else 0."""
         between = sum(self.column(term, head) - self.row(term, head) for term in self.terms)
         return jnp.exp(jnp.where(mask, between, -jnp.inf))
 
-    def spread(self, term: int, head: int, width: int):
+    def broadcast_column(self, term: int, head: int, width: int):
         """[C, width]."""
         return jnp.broadcast_to(self.column(term, head), (self.columns.shape[0], width))
 
-    def inward(self, head: int, width: int):
+    def from_start(self, head: int, width: int):
         """[C, width]: the decay from the chunk's start through a token."""
-        return jnp.exp(sum(self.spread(term, head, width) for term in self.terms))
+        return jnp.exp(sum(self.broadcast_column(term, head, width) for term in self.terms))
 
-    def outward(self, head: int, width: int):
-        """[C, width]: the decay from behind a token to the chunk's end."""
+    def to_end(self, head: int, width: int):
+        """[C, width]: the decay after a token, to the chunk's end."""
         last = (self.last[term][head : head + 1] for term in self.terms)
-        return jnp.exp(sum(end - self.spread(term, head, width) for term, end in zip(self.terms, last, strict=True)))
+        columns = ((end, self.broadcast_column(term, head, width)) for term, end in zip(self.terms, last, strict=True))
+        return jnp.exp(sum(end - column for end, column in columns))
 
-    def edges(self):
-        """`inward` and `outward` of all heads, [R, C], and the decay of the whole chunk, [R, 1]."""
-        outward = sum(end - x for end, x in zip(self.last, self.rows, strict=True))
-        return jnp.exp(sum(self.rows)), jnp.exp(outward), jnp.exp(sum(self.last))
+    def edge_decays(self) -> EdgeDecays:
+        to_end = sum(end - x for end, x in zip(self.last, self.rows, strict=True))
+        return EdgeDecays(jnp.exp(sum(self.rows)), jnp.exp(to_end), jnp.exp(sum(self.last)))
 
 
 def head_sums(gates, reverse: bool, dtype) -> HeadSums:
-    """gates: [R, C] float32, 0 outside of the step's rows; dtype: that of q, k and v."""
+    """Sums gates [R, C], float32 and 0 outside of the step's rows. dtype: the type of q, k and v."""
     R, C = gates.shape
     gates = jnp.maximum(gates, LOG_OF_ZERO)
     terms = [gates]
     if dtype == jnp.float32:
         coarse = jnp.floor(gates * 16 + 0.5) * (1 / 16)
         terms = [coarse, gates - coarse]
-    s, i = chunk_math.tokens((C, C), 0, reverse), chunk_math.tokens((C, C), 1, reverse)
+    s, i = chunk_math.positions((C, C), 0, reverse), chunk_math.positions((C, C), 1, reverse)
     # [terms * R, C]
     sums = chunk_math.dot(jnp.concatenate(terms), jnp.where(s <= i, 1.0, 0.0), chunk_math.NN, jnp.float32)
     rows = tuple(sums[n * R : (n + 1) * R] for n in range(len(terms)))
@@ -91,130 +100,173 @@ def head_sums(gates, reverse: bool, dtype) -> HeadSums:
     return HeadSums(rows, sums.T, tuple(x[:, end : end + 1] for x in rows))
 
 
-def forward(plan: Plan, step: Step, scale, refs: Refs):
-    """o and S' of `glax._src.kernels.pallas_tpu.forward`, without gates or with gates per head."""
+def load_gates(plan: Plan, step: Step, refs: ForwardRefs | StateRefs | BackwardRefs, dtype):
+    """Returns the sums of the step's gates, or None without gates, and the decays at the chunk's edges."""
+    gates = load_head_gates(plan, step, refs)
+    if gates is None:
+        return None, EdgeDecays(None, None, None)
+    sums = head_sums(gates, plan.reverse, dtype)
+    return sums, sums.edge_decays()
+
+
+def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
+    """Computes o and S' of `glax._src.kernels.pallas_tpu.forward`, without gates or with per-head gates."""
     dtype = refs.q.dtype
-    gates = gates_per_head(plan, step, refs)
-    sums = None if gates is None else head_sums(gates, plan.reverse, dtype)
-    _, outward, total = (None, None, None) if sums is None else sums.edges()
-    causal = chunk_math.earlier(plan.chunk, plan.reverse, own=True)
-    Hq, Hk, Hv = plan.heads
+    sums, edges = load_gates(plan, step, refs, dtype)
+    causal = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=True)
     for unit in range(plan.units):
         heads = plan.heads_of(unit)
-        # [C, K]   [C, K]   [C, V]   [V, K]
-        q = read_unit(plan, step, refs.q, Hq, plan.K, unit)
-        k = read_unit(plan, step, refs.k, Hk, plan.K, unit)
-        v = read_unit(plan, step, refs.v, Hv, plan.V, unit)
+        # [C, K]   [C, K]   [C, V]
+        q, k, v = load_rows(plan, step, refs, unit)
+        # [V, K]
         S = refs.state[unit]
+        # [C, V]
         o = chunk_math.dot(q, S, chunk_math.NT, dtype)
         if sums is not None:
-            o *= by_head(plan, plan.V, [sums.inward(head, o.shape[1]) for head in heads])
+            o *= join_heads(plan, plan.V, [sums.from_start(head, o.shape[1]) for head in heads])
         for part, head in enumerate(heads):
             # [C, C]
-            pairs = chunk_math.dot(of_head(plan, q, plan.K, part), k, chunk_math.NT, dtype)
-            pairs = jnp.where(causal, pairs, 0) if sums is None else pairs * sums.pairs(head, causal)
-            o += chunk_math.dot(pairs, of_head(plan, v, plan.V, part), chunk_math.NN, dtype)
-        write(plan, step, refs.output, unit, o * scale)
-        refs.state[unit] = advance(plan, S, k, v, outward, total, heads, dtype)
+            pairs = chunk_math.dot(select_head(plan, q, plan.K, part), k, chunk_math.NT, dtype)
+            pairs = jnp.where(causal, pairs, 0) if sums is None else pairs * sums.pair_decays(head, causal)
+            o += chunk_math.dot(pairs, select_head(plan, v, plan.V, part), chunk_math.NN, dtype)
+        store_unit(plan, step, refs.output, unit, o * scale)
+        refs.state[unit] = carry_state(plan, S, k, v, edges, heads, dtype)
 
 
-def advance(plan: Plan, S, k, v, outward, total, heads, dtype):
-    """e^{G_last} S + sum_j v_j (k_j e^{G_last - G_j})^T  [V, K]; outward [R, C] and total [R, 1] are of all heads."""
+def carry_state(plan: Plan, S, k, v, edges: EdgeDecays, heads, dtype):
+    """Advances the state by one chunk:   S' = e^{G_last} S + sum_j v_j (k_j e^{G_last - G_j})^T   [V, K]."""
     v = v.T
-    if outward is not None:
-        v = v * by_head(plan, plan.V, [outward[head : head + 1] for head in heads], axis=0)
-        S = S * by_head(plan, plan.K, [total[head : head + 1] for head in heads])
+    if edges.to_end is not None:
+        v = v * join_heads(plan, plan.V, [edges.to_end[head : head + 1] for head in heads], axis=0)
+        S = S * join_heads(plan, plan.K, [edges.total[head : head + 1] for head in heads])
     return S + block_diagonal(plan, chunk_math.dot(v, k, chunk_math.NN, dtype))
 
 
-def remember(plan: Plan, step: Step, refs: Refs):
-    """S' alone."""
+def save_states(plan: Plan, step: Step, refs: StateRefs):
+    """Advances the state by one chunk without computing outputs."""
     dtype = refs.k.dtype
-    gates = gates_per_head(plan, step, refs)
-    _, outward, total = (None, None, None) if gates is None else head_sums(gates, plan.reverse, dtype).edges()
+    _, edges = load_gates(plan, step, refs, dtype)
     for unit in range(plan.units):
-        k = read_unit(plan, step, refs.k, plan.heads[1], plan.K, unit)
-        v = read_unit(plan, step, refs.v, plan.heads[2], plan.V, unit)
-        refs.state[unit] = advance(plan, refs.state[unit], k, v, outward, total, plan.heads_of(unit), dtype)
+        # [C, K]   [C, V]
+        k = load_unit(plan, step, refs.k, plan.heads[1], plan.K, unit)
+        v = load_unit(plan, step, refs.v, plan.heads[2], plan.V, unit)
+        refs.state[unit] = carry_state(plan, refs.state[unit], k, v, edges, plan.heads_of(unit), dtype)
 
 
-def backward(plan: Plan, step: Step, scale, refs: Refs):
-    """dq, dk, dv, dS before the chunk and the gates' gradient, from S before it and dS after it.
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """The stages of the gradient of one step. The masks are [C, C]."""
 
-    With W_ij = A_ij dA_ij the pairs j < i, each token's q.dq - k.dk is the sum of its row of W less that of its column, and
-    the parts that come from S and dS: a token's own pair, in which no gate takes part, never enters.
-    """
-    dtype = refs.q.dtype
-    gates = gates_per_head(plan, step, refs)
-    sums = None if gates is None else head_sums(gates, plan.reverse, dtype)
-    inward, _, total = (None, None, None) if sums is None else sums.edges()
-    causal = chunk_math.earlier(plan.chunk, plan.reverse, own=True)
-    earlier = chunk_math.earlier(plan.chunk, plan.reverse, own=False)
-    Hq, Hk, Hv = plan.heads
-    for unit in range(plan.units):
-        heads = plan.heads_of(unit)
-        # [C, K]   [C, K]   [C, V]   [C, V]   [V, K]   [V, K]
-        q = read_unit(plan, step, refs.q, Hq, plan.K, unit)
-        k = read_unit(plan, step, refs.k, Hk, plan.K, unit)
-        v = read_unit(plan, step, refs.v, Hv, plan.V, unit)
-        do = read_unit(plan, step, refs.d_output, plan.H, plan.V, unit)
-        S, dS = refs.before[unit].astype(jnp.float32), refs.d_state[unit]
-        dq, dk, dv = (
-            chunk_math.dot(*xs, dtype)
-            for xs in ((do, S, chunk_math.NN), (v, dS, chunk_math.NN), (k, dS, chunk_math.NT))
-        )
-        do_out = do.T
-        if sums is not None:
-            dq *= by_head(plan, plan.K, [sums.inward(head, dq.shape[1]) for head in heads])
-            out = [sums.outward(head, max(dk.shape[1], dv.shape[1])) for head in heads]
-            dk *= by_head(plan, plan.K, [x[:, : dk.shape[1]] for x in out])
-            dv *= by_head(plan, plan.V, [x[:, : dv.shape[1]] for x in out])
-            do_out = do_out * by_head(plan, plan.V, [inward[head : head + 1] for head in heads], axis=0)
-            dS = dS * by_head(plan, plan.K, [total[head : head + 1] for head in heads])
+    plan: Plan
+    step: Step
+    scale: jnp.ndarray
+    refs: BackwardRefs
+    sums: HeadSums | None
+    edges: EdgeDecays
+    causal: jnp.ndarray
+    strictly_causal: jnp.ndarray
+
+    def run(self, unit: int):
+        """Computes the gradients of a unit, and the terms of its gates' gradients."""
+        plan, refs, scale, dtype = self.plan, self.refs, self.scale, self.refs.q.dtype
+        heads, (Hq, Hk, Hv) = plan.heads_of(unit), plan.heads
+        q, k, v, do, S, dS = x = load_gradient_operands(plan, self.step, refs, unit)
+        # [C, K]   [C, K]   [C, V]
+        dq = chunk_math.dot(do, S, chunk_math.NN, dtype)
+        dk = chunk_math.dot(v, dS, chunk_math.NN, dtype)
+        dv = chunk_math.dot(k, dS, chunk_math.NT, dtype)
+        # [V, C]
+        do_T = do.T
+        if self.sums is not None:
+            dq, dk, dv = self.decay_state_terms(heads, dq, dk, dv)
+            do_T = do_T * join_heads(plan, plan.V, [self.edges.from_start[head : head + 1] for head in heads], axis=0)
+            dS = dS * join_heads(plan, plan.K, [self.edges.total[head : head + 1] for head in heads])
         # [V, K]: what the chunk's tokens add to dS, without the scale
-        added = block_diagonal(plan, chunk_math.dot(do_out, q, chunk_math.NN, dtype))
+        added = block_diagonal(plan, chunk_math.dot(do_T, q, chunk_math.NN, dtype))
         refs.d_state[unit] = dS + added * scale
-        read = (S * added).sum(0, keepdims=True)
-        refs.scale_terms[unit, :, : plan.lanes] += read
-        if sums is not None:
-            from_states, edge = q * dq * scale - k * dk, (S * dS).sum(0, keepdims=True) + read * scale
+        # [1, K]
+        state_read = (S * added).sum(0, keepdims=True)
+        refs.scale_terms[unit, :, : plan.lanes] += state_read
+        from_states = edge = None
+        if self.sums is not None:
+            # [C, K]   [1, K]
+            from_states, edge = q * dq * scale - k * dk, (S * dS).sum(0, keepdims=True) + state_read * scale
         for part, head in enumerate(heads):
-            q_own, k_own, do_own = (of_head(plan, x, w, part) for x, w in ((q, plan.K), (k, plan.K), (do, plan.V)))
-            # [C, C]
-            pairs, d_pairs = (
-                chunk_math.dot(q_own, k, chunk_math.NT, dtype),
-                chunk_math.dot(do_own, v, chunk_math.NT, dtype),
-            )
-            between = None if sums is None else sums.pairs(head, causal)
-            pairs = jnp.where(causal, pairs, 0) if sums is None else pairs * between
-            both = pairs * d_pairs
-            refs.scale_terms[unit, :, plan.lanes :] += both.sum(0, keepdims=True)
-            if sums is not None:
-                both = jnp.where(earlier, both, 0) * scale
-                rows = chunk_math.row_sums(both, of_head(plan, from_states, plan.K, part))
-                refs.row_terms[:, head : head + 1] = rows
-                refs.column_terms[head : head + 1] = both.sum(0, keepdims=True)
-                refs.edges[head : head + 1] = of_head(plan, edge, plan.K, part)
-            d_pairs = jnp.where(causal, d_pairs, 0) if sums is None else d_pairs * between
-            d_pairs, pairs = d_pairs.astype(dtype), pairs.astype(dtype)
-            dq += chunk_math.dot(d_pairs, k_own, chunk_math.NN, dtype)
-            dk += chunk_math.dot(d_pairs.T, q_own, chunk_math.NN, dtype) * scale
-            dv += chunk_math.dot(pairs.T, do_own, chunk_math.NN, dtype) * scale
-        add(plan, step, refs.dq, Hq, unit, dq * scale)
-        add(plan, step, refs.dk, Hk, unit, dk)
-        add(plan, step, refs.dv, Hv, unit, dv)
+            dq, dk, dv = self.add_pairs(unit, part, head, x, (dq, dk, dv), (from_states, edge))
+        store_gradient(plan, self.step, refs.dq, Hq, unit, dq * scale)
+        store_gradient(plan, self.step, refs.dk, Hk, unit, dk)
+        store_gradient(plan, self.step, refs.dv, Hv, unit, dv)
+
+    def decay_state_terms(self, heads, dq, dk, dv):
+        """Decays what the gradients of rows read from the states at the chunk's edges."""
+        plan, sums = self.plan, self.sums
+        dq *= join_heads(plan, plan.K, [sums.from_start(head, dq.shape[1]) for head in heads])
+        to_end = [sums.to_end(head, max(dk.shape[1], dv.shape[1])) for head in heads]
+        dk *= join_heads(plan, plan.K, [x[:, : dk.shape[1]] for x in to_end])
+        dv *= join_heads(plan, plan.V, [x[:, : dv.shape[1]] for x in to_end])
+        return dq, dk, dv
+
+    def add_pairs(self, unit: int, part: int, head: int, x: GradientOperands, gradients, gate_terms):
+        """Adds the pairs of one head's tokens to (dq, dk, dv), and stores the head's terms of the gates' gradients.
+
+        part: the head's place in its unit. gate_terms: the terms [C, K] and [1, K] that come from the states, or None.
+        """
+        plan, refs, scale, dtype = self.plan, self.refs, self.scale, self.refs.q.dtype
+        dq, dk, dv = gradients
+        # [C, K]   [C, K]   [C, V], 0 in the lanes of the other head
+        q = select_head(plan, x.q, plan.K, part)
+        k = select_head(plan, x.k, plan.K, part)
+        do = select_head(plan, x.d_output, plan.V, part)
+        # [C, C]
+        pairs = chunk_math.dot(q, x.k, chunk_math.NT, dtype)
+        d_pairs = chunk_math.dot(do, x.v, chunk_math.NT, dtype)
+        decays = None if self.sums is None else self.sums.pair_decays(head, self.causal)
+        pairs = jnp.where(self.causal, pairs, 0) if decays is None else pairs * decays
+        products = pairs * d_pairs
+        refs.scale_terms[unit, :, plan.lanes :] += products.sum(0, keepdims=True)
+        if self.sums is not None:
+            from_states, edge = gate_terms
+            products = jnp.where(self.strictly_causal, products, 0) * scale
+            rows = chunk_math.row_sums(products, select_head(plan, from_states, plan.K, part))
+            refs.row_terms[:, head : head + 1] = rows
+            refs.column_terms[head : head + 1] = products.sum(0, keepdims=True)
+            refs.edge_terms[head : head + 1] = select_head(plan, edge, plan.K, part)
+        d_pairs = jnp.where(self.causal, d_pairs, 0) if decays is None else d_pairs * decays
+        d_pairs, pairs = d_pairs.astype(dtype), pairs.astype(dtype)
+        dq += chunk_math.dot(d_pairs, k, chunk_math.NN, dtype)
+        dk += chunk_math.dot(d_pairs.T, q, chunk_math.NN, dtype) * scale
+        dv += chunk_math.dot(pairs.T, do, chunk_math.NN, dtype) * scale
+        return dq, dk, dv
+
+
+def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
+    """Computes dq, dk, dv, dS before the chunk and the gates' gradient, from S before the chunk and dS after it.
+
+    Let W_ij = A_ij dA_ij for the pairs j < i. A token's q.dq - k.dk is the sum of its row of W, minus the sum of its column,
+    plus the terms from S and dS. The pair of a token with itself passes no gate, so it is never added.
+    """
+    sums, edges = load_gates(plan, step, refs, refs.q.dtype)
+    causal = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=True)
+    strictly_causal = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=False)
+    stages = Backward(plan, step, scale, refs, sums, edges, causal, strictly_causal)
+    for unit in range(plan.units):
+        stages.run(unit)
     if sums is not None:
-        gate_gradient(plan, step, refs)
+        emit_gate_gradients(plan, step, refs)
 
 
-def gate_gradient(plan: Plan, step: Step, refs: Refs):
-    """dg_t = <S, dS>_{before the chunk} - sum over s before t in the chunk of (q_s dq_s - k_s dk_s), in every head."""
-    s, t = (chunk_math.tokens((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
+def emit_gate_gradients(plan: Plan, step: Step, refs: BackwardRefs):
+    """dg_t = <S, dS>_{before the chunk} - sum over s before t in the chunk of (q_s dq_s - k_s dk_s), for every head."""
+    s, t = (chunk_math.positions((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
+    # [R, C]
     terms = refs.row_terms[...].T[: plan.gate_rows] - refs.column_terms[...]
-    behind = chunk_math.dot(terms, jnp.where(s < t, 1.0, 0.0), chunk_math.NN, jnp.float32)
-    each = refs.edges[...].sum(1, keepdims=True) - behind
-    own = own_rows(plan, step, axis=1)
-    if hasattr(refs, "d_constant"):
-        refs.constant_terms[...] += chunk_math.masked(each, own)
+    earlier = chunk_math.dot(terms, jnp.where(s < t, 1.0, 0.0), chunk_math.NN, jnp.float32)
+    d_gates = refs.edge_terms[...].sum(1, keepdims=True) - earlier
+    # [1, C]
+    rows = step_rows(plan, step, axis=1)
+    if refs.d_constant is not None:
+        refs.constant_terms[...] += chunk_math.select_rows(d_gates, rows)
+    elif rows is None:
+        refs.d_gates[...] = d_gates
     else:
-        refs.d_gates[...] = each if own is None else jnp.where(own, each, refs.d_gates[...] if plan.packed else 0)
+        refs.d_gates[...] = jnp.where(rows, d_gates, refs.d_gates[...] if plan.packed else 0)

@@ -1,9 +1,10 @@
-"""Gates per key channel: the fast form where a run-time check allows it, the exact form elsewhere.
+"""Per-key gates: the factored form where a run-time check allows it, and the exact form elsewhere.
 
-The fast form writes e^{G_i - G_j} as e^{M_i} e^{-M_j} with M = G minus G at the chunk's middle, for all pairs at once; the
-exact form halves the chunk again and again, and no exponent is positive for gates <= 0. `xla.chunk_math` has both.
+The factored form writes e^{G_i - G_j} as e^{M_i} e^{-M_j} for all pairs together, with M = G minus G at the chunk's middle. The
+exact form halves the chunk repeatedly, so that no exponent is positive for gates <= 0. `xla.chunk_math` has both forms too.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -12,104 +13,125 @@ from jax.experimental import pallas as pl
 
 from glax._src.kernels.common import limits
 from glax._src.kernels.pallas_tpu import chunk_math
-from glax._src.kernels.pallas_tpu.blocks import add, block_diagonal, by_head, of_head, read_unit, write
-from glax._src.kernels.pallas_tpu.launch import Refs
+from glax._src.kernels.pallas_tpu.blocks import (
+    GradientOperands,
+    block_diagonal,
+    join_heads,
+    load_gradient_operands,
+    load_rows,
+    load_unit,
+    select_head,
+    store_gradient,
+    store_unit,
+)
 from glax._src.kernels.pallas_tpu.plan import Plan, Step
+from glax._src.kernels.pallas_tpu.refs import BackwardRefs, ForwardRefs, StateRefs
+
+Refs = ForwardRefs | StateRefs | BackwardRefs
 
 
-def read_gates(plan: Plan, step: Step, refs: Refs, unit):
-    """[C, K] float32: the log gates of a unit, 0 outside of the step's rows."""
-    gates = read_unit(plan, step, refs.key_gates, plan.H, plan.K, unit).astype(jnp.float32)
+# ---- load gates ------------------------------------------------------------------------------------------------------
+
+
+def load_gates(plan: Plan, step: Step, refs: Refs, unit):
+    """Loads the log gates of a unit, [C, K] float32, with 0 outside of the step's rows."""
+    gates = load_unit(plan, step, refs.key_gates, plan.H, plan.K, unit).astype(jnp.float32)
     return jnp.maximum(gates, limits.LOG_OF_ZERO)
 
 
-def summed(plan: Plan, refs: Refs, matrix, gates):
-    """matrix @ gates, exact to float32 for float32 inputs, to 16 bits of each gate for bfloat16 ones."""
+def sum_gates(refs: Refs, matrix, gates):
+    """matrix @ gates, exact to float32 for float32 inputs, and to 16 bits of each gate for bfloat16 inputs."""
     gates = gates.astype(jnp.bfloat16) if refs.key_gates.dtype == jnp.bfloat16 else gates
-    return chunk_math.summed(matrix, gates, exact=refs.k.dtype == jnp.float32)
+    return chunk_math.sum_by(matrix, gates, exact=refs.k.dtype == jnp.float32)
 
 
-def fast_suffices(plan: Plan, step: Step, refs: Refs):
-    """Returns whether |M|, |L| and |R| of glax._src.kernels.common.limits are in range in every channel of every unit.
+def in_range(plan: Plan, step: Step, refs: Refs):
+    """Returns whether |M|, |L| and |R| of `glax._src.kernels.common.limits` are in range in every channel of every unit.
 
-    None exceeds the sum of |gates| of its half of the chunk. `enter` and `leave` are e^L and e^R: the state is multiplied by one
-    and then by the other, with the chunk's own part between them, and never by their product.
+    Each is at most the sum of |gates| over its half of the chunk. `MiddleFactors` has e^L and e^R as two factors. The state is
+    multiplied by one, then by the other, with the chunk's own part added in between. It is never multiplied by their product.
     """
-    half, reach = plan.chunk // 2, None
+    half, largest = plan.chunk // 2, None
     for unit in range(plan.units):
-        size = jnp.abs(read_gates(plan, step, refs, unit))
+        size = jnp.abs(load_gates(plan, step, refs, unit))
         # [1, K]
         both = jnp.maximum(size[:half].sum(0, keepdims=True), size[half:].sum(0, keepdims=True))
-        reach = both if reach is None else jnp.maximum(reach, both)
-    return reach.max() <= limits.FAST_LIMIT
+        largest = both if largest is None else jnp.maximum(largest, both)
+    return largest.max() <= limits.FAST_LIMIT
 
 
-def either_way(plan: Plan, step: Step, refs: Refs, fast, exact):
-    """fast(unit) for each unit side by side, or exact(unit) one after another, by one check for all of them."""
-    within = fast_suffices(plan, step, refs)
+def run_units(plan: Plan, step: Step, refs: Refs, factored, exact):
+    """Runs factored(unit) for all units in parallel if all are in range, else exact(unit) for one unit after another."""
+    is_in_range = in_range(plan, step, refs)
 
-    @pl.when(within)
+    @pl.when(is_in_range)
     def _():
         for unit in range(plan.units):
-            fast(unit)
+            factored(unit)
 
-    @pl.when(jnp.logical_not(within))
+    @pl.when(jnp.logical_not(is_in_range))
     def _():
         lax.fori_loop(0, plan.units, lambda unit, _: exact(unit), None)
 
 
-class Fast(NamedTuple):
-    """e^M and e^-M, [C, K]; and, [1, K], what S is multiplied with to be read by q e^M, and k e^-M to be left in S."""
-
-    up: jnp.ndarray
-    down: jnp.ndarray
-    enter: jnp.ndarray
-    leave: jnp.ndarray
+# ---- decays ----------------------------------------------------------------------------------------------------------
 
 
-def fast_factors(plan: Plan, refs: Refs, gates) -> Fast:
+class MiddleFactors(NamedTuple):
+    """Decays relative to the chunk's middle, of the factored form."""
+
+    up: jnp.ndarray  # [C, K]: e^M, multiplies q
+    down: jnp.ndarray  # [C, K]: e^-M, multiplies k
+    enter: jnp.ndarray  # [1, K]: e^L, multiplies the state that q e^M reads
+    leave: jnp.ndarray  # [1, K]: e^R, multiplies the state after k e^-M is added
+
+
+def middle_factors(plan: Plan, refs: Refs, gates) -> MiddleFactors:
     C, reverse, half = plan.chunk, plan.reverse, plan.chunk // 2
-    i, s = chunk_math.tokens((C, C), 0, reverse), chunk_math.tokens((C, C), 1, reverse)
+    # [C, C]
+    i, s = chunk_math.positions((C, C), 0, reverse), chunk_math.positions((C, C), 1, reverse)
     late, early = (half <= s) & (s <= i), (i < s) & (s < half)
-    middle = summed(plan, refs, jnp.where(late, 1.0, jnp.where(early, -1.0, 0.0)), gates)
+    # [C, K]
+    middle = sum_gates(refs, jnp.where(late, 1.0, jnp.where(early, -1.0, 0.0)), gates)
     begin, end = (C - 1, 0) if reverse else (0, C - 1)
     up, down = jnp.exp(middle), jnp.exp(-middle)
     enter = jnp.exp(gates[begin : begin + 1] - middle[begin : begin + 1])
-    return Fast(up, down, enter, up[end : end + 1])
+    return MiddleFactors(up, down, enter, up[end : end + 1])
 
 
-class Edges(NamedTuple):
-    """The decay from the chunk's start through a token and from behind it to the end, [C, K]; of the chunk, [1, K]."""
+class EdgeDecays(NamedTuple):
+    """Decays between tokens and the edges of the chunk, of the exact form."""
 
-    inward: jnp.ndarray
-    outward: jnp.ndarray
-    total: jnp.ndarray
-
-
-def through(plan: Plan, refs: Refs, gates):
-    """[C, K]: the sums of log gates from the chunk's first token through each."""
-    i, s = (chunk_math.tokens((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
-    return summed(plan, refs, jnp.where(s <= i, 1.0, 0.0), gates)
+    from_start: jnp.ndarray  # [C, K]: from the chunk's start through a token
+    to_end: jnp.ndarray  # [C, K]: after a token, to the chunk's end
+    total: jnp.ndarray  # [1, K]: of the whole chunk
 
 
-def behind(plan: Plan, refs: Refs, gates):
-    """[C, K]: the sums of log gates from behind each token to the chunk's last."""
-    i, s = (chunk_math.tokens((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
-    return summed(plan, refs, jnp.where(s > i, 1.0, 0.0), gates)
+def sums_from_start(plan: Plan, refs: Refs, gates):
+    """[C, K]: the sums of log gates from the chunk's first token through each token."""
+    i, s = (chunk_math.positions((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
+    return sum_gates(refs, jnp.where(s <= i, 1.0, 0.0), gates)
 
 
-def edges(plan: Plan, refs: Refs, gates) -> Edges:
+def sums_to_end(plan: Plan, refs: Refs, gates):
+    """[C, K]: the sums of log gates after each token, through the chunk's last token."""
+    i, s = (chunk_math.positions((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
+    return sum_gates(refs, jnp.where(s > i, 1.0, 0.0), gates)
+
+
+def edge_decays(plan: Plan, refs: Refs, gates) -> EdgeDecays:
     total = jnp.exp(gates.sum(0, keepdims=True))
-    return Edges(jnp.exp(through(plan, refs, gates)), jnp.exp(behind(plan, refs, gates)), total)
+    return EdgeDecays(jnp.exp(sums_from_start(plan, refs, gates)), jnp.exp(sums_to_end(plan, refs, gates)), total)
 
 
-def each_level(plan: Plan, refs: Refs, gates, body, carry):
+def fold_levels(plan: Plan, refs: Refs, gates, body, carry):
     """Folds body(factor [C, K], mask [C, C], carry) over the halvings of the chunk.
 
-    The mask holds the pairs of the later and the earlier half of a block; factor is each token's decay to the block's middle.
+    The mask selects pairs of a token in the later half of a block with one in the earlier half. The factor is each token's
+    decay to the block's middle.
     """
     C = plan.chunk
-    i, s = chunk_math.tokens((C, C), 0, plan.reverse), chunk_math.tokens((C, C), 1, plan.reverse)
+    i, s = chunk_math.positions((C, C), 0, plan.reverse), chunk_math.positions((C, C), 1, plan.reverse)
 
     def level(n, carry):
         width = lax.shift_right_logical(C, n)
@@ -117,166 +139,260 @@ def each_level(plan: Plan, refs: Refs, gates, body, carry):
         cut = (i & block) + half
         spans = ((cut <= s) & (s <= i)) | ((i < s) & (s < cut))
         mask = ((i & block) == (s & block)) & (i >= cut) & (s < cut)
-        return body(jnp.exp(summed(plan, refs, jnp.where(spans, 1.0, 0.0), gates)), mask, carry)
+        return body(jnp.exp(sum_gates(refs, jnp.where(spans, 1.0, 0.0), gates)), mask, carry)
 
     return lax.fori_loop(0, C.bit_length() - 1, level, carry)
 
 
-def forward(plan: Plan, step: Step, scale, refs: Refs):
-    """o and S' of `glax._src.kernels.pallas_tpu.forward`, gates per key channel."""
-    dtype = refs.q.dtype
-    Hq, Hk, Hv = plan.heads
-    parts = range(plan.pack)
+# ---- forward ---------------------------------------------------------------------------------------------------------
 
-    def read(unit):
-        # [C, K]   [C, K]   [C, V]   [V, K]
-        q = read_unit(plan, step, refs.q, Hq, plan.K, unit)
-        k = read_unit(plan, step, refs.k, Hk, plan.K, unit)
-        v = read_unit(plan, step, refs.v, Hv, plan.V, unit)
-        return q, k, v, refs.state[unit]
 
-    def pairs_of(q, k, mask, part):
-        return jnp.where(mask, chunk_math.dot(of_head(plan, q, plan.K, part), k, chunk_math.NT, dtype), 0)
+def masked_pairs(plan: Plan, x, y, mask, part: int, width: int, dtype):
+    """[C, C]: x y^T of one head of a unit where mask holds, else 0."""
+    product = chunk_math.dot(select_head(plan, x, width, part), y, chunk_math.NT, dtype)
+    return jnp.where(mask, product, 0)
 
-    def finish(unit, o, pairs, v):
-        for part in parts:
-            o += chunk_math.dot(pairs[part], of_head(plan, v, plan.V, part), chunk_math.NN, dtype)
-        write(plan, step, refs.output, unit, o * scale)
 
-    def fast(unit):
-        q, k, v, S = read(unit)
-        f = fast_factors(plan, refs, read_gates(plan, step, refs, unit))
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """The stages of the forward of one step."""
+
+    plan: Plan
+    step: Step
+    scale: jnp.ndarray
+    refs: ForwardRefs
+
+    @property
+    def dtype(self):
+        return self.refs.q.dtype
+
+    def pairs(self, q, k, mask, part: int):
+        return masked_pairs(self.plan, q, k, mask, part, self.plan.K, self.dtype)
+
+    def emit_outputs(self, unit, o, pairs, v):
+        """Adds the products of pairs [C, C] and v [C, V] of each head to o [C, V], and stores it."""
+        for part in range(self.plan.pack):
+            v_part = select_head(self.plan, v, self.plan.V, part)
+            o += chunk_math.dot(pairs[part], v_part, chunk_math.NN, self.dtype)
+        store_unit(self.plan, self.step, self.refs.output, unit, o * self.scale)
+
+    def factored(self, unit):
+        plan, refs, dtype = self.plan, self.refs, self.dtype
+        # [C, K]   [C, K]   [C, V]
+        q, k, v = load_rows(plan, self.step, refs, unit)
+        # [V, K]
+        S = refs.state[unit]
+        f = middle_factors(plan, refs, load_gates(plan, self.step, refs, unit))
         q, k = (q * f.up).astype(dtype), (k * f.down).astype(dtype)
-        causal = chunk_math.earlier(plan.chunk, plan.reverse, own=True)
+        causal = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=True)
+        # [C, V]
         o = chunk_math.dot(q, S * f.enter, chunk_math.NT, dtype)
-        finish(unit, o, [pairs_of(q, k, causal, part) for part in parts], v)
+        self.emit_outputs(unit, o, [self.pairs(q, k, causal, part) for part in range(plan.pack)], v)
         refs.state[unit] = (S * f.enter + block_diagonal(plan, chunk_math.dot(v, k, chunk_math.TN, dtype))) * f.leave
 
-    def exact(unit):
-        q, k, v, S = read(unit)
-        gates = read_gates(plan, step, refs, unit)
-        e = edges(plan, refs, gates)
-        itself = chunk_math.itself(plan.chunk)
+    def exact(self, unit):
+        plan, refs, dtype, parts = self.plan, self.refs, self.dtype, range(self.plan.pack)
+        # [C, K]   [C, K]   [C, V]
+        q, k, v = load_rows(plan, self.step, refs, unit)
+        # [V, K]
+        S = refs.state[unit]
+        # [C, K]
+        gates = load_gates(plan, self.step, refs, unit)
+        edges = edge_decays(plan, refs, gates)
+        diagonal = chunk_math.diagonal_mask(plan.chunk)
 
         def level(factor, mask, pairs):
-            return [x + pairs_of(q * factor, k * factor, mask, part) for part, x in zip(parts, pairs, strict=True)]
+            pairs = zip(parts, pairs, strict=True)
+            return [x + self.pairs(q * factor, k * factor, mask, part) for part, x in pairs]
 
-        pairs = each_level(plan, refs, gates, level, [pairs_of(q, k, itself, part) for part in parts])
-        finish(unit, chunk_math.dot(q * e.inward, S, chunk_math.NT, dtype), pairs, v)
-        refs.state[unit] = S * e.total + block_diagonal(plan, chunk_math.dot(v, k * e.outward, chunk_math.TN, dtype))
+        pairs = fold_levels(plan, refs, gates, level, [self.pairs(q, k, diagonal, part) for part in parts])
+        self.emit_outputs(unit, chunk_math.dot(q * edges.from_start, S, chunk_math.NT, dtype), pairs, v)
+        S = S * edges.total
+        refs.state[unit] = S + block_diagonal(plan, chunk_math.dot(v, k * edges.to_end, chunk_math.TN, dtype))
 
-    either_way(plan, step, refs, fast, exact)
+
+def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
+    """Computes o and S' of `glax._src.kernels.pallas_tpu.forward` with per-key gates."""
+    stages = Forward(plan, step, scale, refs)
+    run_units(plan, step, refs, stages.factored, stages.exact)
 
 
-def remember(plan: Plan, step: Step, refs: Refs):
-    """S' alone: one exponential an element, exact for every gate."""
+def save_states(plan: Plan, step: Step, refs: StateRefs):
+    """Advances the state by one chunk without computing outputs.
+
+    It takes one exponential for each element, which is exact for every gate, so it needs no check.
+    """
     dtype = refs.k.dtype
     for unit in range(plan.units):
-        # [C, K]   [C, V]   [C, K]   [V, K]
-        k = read_unit(plan, step, refs.k, plan.heads[1], plan.K, unit)
-        v = read_unit(plan, step, refs.v, plan.heads[2], plan.V, unit)
-        gates, S = read_gates(plan, step, refs, unit), refs.state[unit]
-        outward, total = jnp.exp(behind(plan, refs, gates)), jnp.exp(gates.sum(0, keepdims=True))
-        refs.state[unit] = S * total + block_diagonal(plan, chunk_math.dot(v, k * outward, chunk_math.TN, dtype))
+        # [C, K]   [C, V]
+        k = load_unit(plan, step, refs.k, plan.heads[1], plan.K, unit)
+        v = load_unit(plan, step, refs.v, plan.heads[2], plan.V, unit)
+        # [C, K]   [V, K]
+        gates, S = load_gates(plan, step, refs, unit), refs.state[unit]
+        # [C, K]   [1, K]
+        to_end, total = jnp.exp(sums_to_end(plan, refs, gates)), jnp.exp(gates.sum(0, keepdims=True))
+        refs.state[unit] = S * total + block_diagonal(plan, chunk_math.dot(v, k * to_end, chunk_math.TN, dtype))
 
 
-def backward(plan: Plan, step: Step, scale, refs: Refs):
-    """dq, dk, dv, dS before the chunk and the gates' gradient, from S before it and dS after it.
+# ---- gradient --------------------------------------------------------------------------------------------------------
 
-    A token's own part of dq and dk, in which no gate takes part, stays out of the gates' sums: it would drown them. The sums
-    are of products of rounded factors, the same ones wherever a pair of tokens appears, so that a pair which does not span t
-    leaves nothing of itself in dg_t.
-    """
-    dtype = refs.q.dtype
-    Hq, Hk, Hv = plan.heads
-    parts = range(plan.pack)
-    causal = chunk_math.earlier(plan.chunk, plan.reverse, own=True)
-    earlier = chunk_math.earlier(plan.chunk, plan.reverse, own=False)
 
-    def read(unit):
-        # [C, K]   [C, K]   [C, V]   [C, V]   [V, K]   [V, K]
-        q = read_unit(plan, step, refs.q, Hq, plan.K, unit)
-        k = read_unit(plan, step, refs.k, Hk, plan.K, unit)
-        v = read_unit(plan, step, refs.v, Hv, plan.V, unit)
-        do = read_unit(plan, step, refs.d_output, plan.H, plan.V, unit)
-        return q, k, v, do, refs.before[unit].astype(jnp.float32), refs.d_state[unit]
+class UnitGradient(NamedTuple):
+    """The gradient of a unit without the pairs of each token with itself in dq and dk. dq lacks the scale."""
 
-    def pairs_of(x, y, mask, part, width):
-        return jnp.where(mask, chunk_math.dot(of_head(plan, x, width, part), y, chunk_math.NT, dtype), 0)
+    dq: jnp.ndarray  # [C, K]
+    dk: jnp.ndarray  # [C, K]
+    dv: jnp.ndarray  # [C, V]
+    gate_terms: jnp.ndarray  # [C, K]: q dq - k dk of each token
+    edge: jnp.ndarray  # [1, K]: <S, dS> before the chunk
+    state_read: jnp.ndarray  # [1, K]: what the outputs read from S, without the scale
+    pairs: list  # of each head: [C, C]
+    d_pairs: list  # of each head: [C, C], without the diagonal
 
-    def spread(pairs, x, width, dims):
-        return sum(chunk_math.dot(pairs[part], of_head(plan, x, width, part), dims, dtype) for part in parts)
 
-    def finish(unit, q, k, v, do, dq, dk, dv, terms, edge, read, pairs, d_pairs):
-        """dq and dk come without the tokens' own parts, and dq without the scale, as all of `terms`, `edge` and `read` do."""
-        s_before = jnp.where(earlier, 1.0, 0.0)
-        write(plan, step, refs.d_key_gates, unit, edge - chunk_math.summed(s_before, terms, dtype == jnp.float32))
-        each = do.astype(jnp.float32) * v
-        d_own = by_head(plan, plan.K, [of_head(plan, each, plan.V, part).sum(1, keepdims=True) for part in parts])
-        q_own, k_own = d_own * k, d_own * q
-        refs.scale_terms[unit, :, : plan.lanes] += read + (q * q_own).sum(0, keepdims=True)
-        refs.scale_terms[unit, :, plan.lanes :] += sum(x * y for x, y in zip(pairs, d_pairs, strict=True)).sum(
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """The stages of the gradient of one step. The masks are [C, C]."""
+
+    plan: Plan
+    step: Step
+    scale: jnp.ndarray
+    refs: BackwardRefs
+    causal: jnp.ndarray
+    strictly_causal: jnp.ndarray
+
+    @property
+    def dtype(self):
+        return self.refs.q.dtype
+
+    @property
+    def parts(self) -> range:
+        return range(self.plan.pack)
+
+    def pairs(self, q, k, mask) -> list:
+        return [self.pair(q, k, mask, part) for part in self.parts]
+
+    def pair(self, q, k, mask, part: int):
+        return masked_pairs(self.plan, q, k, mask, part, self.plan.K, self.dtype)
+
+    def d_pairs(self, x: GradientOperands) -> list:
+        return [
+            masked_pairs(self.plan, x.d_output, x.v, self.strictly_causal, part, self.plan.V, self.dtype)
+            for part in self.parts
+        ]
+
+    def apply_pairs(self, pairs, x, width: int, dims):
+        """[C, pack * width]: the product of each head's pairs and its lanes of x."""
+        products = (
+            chunk_math.dot(pairs[part], select_head(self.plan, x, width, part), dims, self.dtype) for part in self.parts
+        )
+        return sum(products)
+
+    def emit_gradients(self, unit, x: GradientOperands, d: UnitGradient):
+        """Stores the gradients, with the pairs of each token with itself."""
+        plan, step, refs, scale = self.plan, self.step, self.refs, self.scale
+        Hq, Hk, Hv = plan.heads
+        s_before = jnp.where(self.strictly_causal, 1.0, 0.0)
+        earlier = chunk_math.sum_by(s_before, d.gate_terms, self.dtype == jnp.float32)
+        store_unit(plan, step, refs.d_key_gates, unit, d.edge - earlier)
+        # [C, V]
+        products = x.d_output.astype(jnp.float32) * x.v
+        # [C, K], or [C, 1] for one head
+        d_diagonal = join_heads(
+            plan,
+            plan.K,
+            [select_head(plan, products, plan.V, part).sum(1, keepdims=True) for part in self.parts],
+        )
+        # [C, K]
+        dq_diagonal, dk_diagonal = d_diagonal * x.k, d_diagonal * x.q
+        refs.scale_terms[unit, :, : plan.lanes] += d.state_read + (x.q * dq_diagonal).sum(0, keepdims=True)
+        refs.scale_terms[unit, :, plan.lanes :] += sum(a * da for a, da in zip(d.pairs, d.d_pairs, strict=True)).sum(
             0, keepdims=True
         )
-        add(plan, step, refs.dq, Hq, unit, (dq + q_own) * scale)
-        add(plan, step, refs.dk, Hk, unit, dk + k_own * scale)
-        add(plan, step, refs.dv, Hv, unit, dv)
+        store_gradient(plan, step, refs.dq, Hq, unit, (d.dq + dq_diagonal) * scale)
+        store_gradient(plan, step, refs.dk, Hk, unit, d.dk + dk_diagonal * scale)
+        store_gradient(plan, step, refs.dv, Hv, unit, d.dv)
 
-    def fast(unit):
-        q, k, v, do, S, dS = read(unit)
-        f = fast_factors(plan, refs, read_gates(plan, step, refs, unit))
-        q_up, k_down, S = (q * f.up).astype(dtype), (k * f.down).astype(dtype), (S * f.enter).astype(dtype)
-        pairs = [pairs_of(q_up, k_down, causal, part, plan.K) for part in parts]
-        d_pairs = [pairs_of(do, v, earlier, part, plan.V) for part in parts]
+    def factored(self, unit):
+        plan, refs, scale, dtype = self.plan, self.refs, self.scale, self.dtype
+        q, k, v, do, S, dS = x = load_gradient_operands(plan, self.step, refs, unit)
+        f = middle_factors(plan, refs, load_gates(plan, self.step, refs, unit))
+        # [C, K]   [C, K]   [V, K]
+        q, k, S = (q * f.up).astype(dtype), (k * f.down).astype(dtype), (S * f.enter).astype(dtype)
+        # [C, C] of each head
+        pairs, d_pairs = self.pairs(q, k, self.causal), self.d_pairs(x)
         dS = dS * f.leave
-        dq = chunk_math.dot(do, S, chunk_math.NN, dtype) + spread(d_pairs, k_down, plan.K, chunk_math.NN)
-        dk = chunk_math.dot(v, dS, chunk_math.NN, dtype) + spread(d_pairs, q_up, plan.K, chunk_math.TN) * scale
-        dv = chunk_math.dot(k_down, dS, chunk_math.NT, dtype) + spread(pairs, do, plan.V, chunk_math.TN) * scale
-        added = block_diagonal(plan, chunk_math.dot(do, q_up, chunk_math.TN, dtype))
+        # [C, K]   [C, K]   [C, V]
+        dq = chunk_math.dot(do, S, chunk_math.NN, dtype) + self.apply_pairs(d_pairs, k, plan.K, chunk_math.NN)
+        dk = chunk_math.dot(v, dS, chunk_math.NN, dtype) + self.apply_pairs(d_pairs, q, plan.K, chunk_math.TN) * scale
+        dv = chunk_math.dot(k, dS, chunk_math.NT, dtype) + self.apply_pairs(pairs, do, plan.V, chunk_math.TN) * scale
+        # [V, K]
+        added = block_diagonal(plan, chunk_math.dot(do, q, chunk_math.TN, dtype))
         refs.d_state[unit] = (dS + added * scale) * f.enter
-        read_by = (S * added).sum(0, keepdims=True)
-        edge = (S * dS).sum(0, keepdims=True) + read_by * scale
-        finish(
-            unit,
-            q,
-            k,
-            v,
-            do,
-            dq * f.up,
-            dk * f.down,
-            dv,
-            q_up * dq * scale - k_down * dk,
-            edge,
-            read_by,
-            pairs,
-            d_pairs,
+        # [1, K]
+        state_read = (S * added).sum(0, keepdims=True)
+        edge = (S * dS).sum(0, keepdims=True) + state_read * scale
+        d = UnitGradient(
+            dq=dq * f.up,
+            dk=dk * f.down,
+            dv=dv,
+            gate_terms=q * dq * scale - k * dk,
+            edge=edge,
+            state_read=state_read,
+            pairs=pairs,
+            d_pairs=d_pairs,
         )
+        self.emit_gradients(unit, x, d)
 
-    def exact(unit):
-        q, k, v, do, S, dS = read(unit)
-        gates = read_gates(plan, step, refs, unit)
-        e = edges(plan, refs, gates)
-        d_pairs = [pairs_of(do, v, earlier, part, plan.V) for part in parts]
+    def exact(self, unit):
+        plan, refs, scale, dtype = self.plan, self.refs, self.scale, self.dtype
+        q, k, v, do, S, dS = x = load_gradient_operands(plan, self.step, refs, unit)
+        # [C, K]
+        gates = load_gates(plan, self.step, refs, unit)
+        edges = edge_decays(plan, refs, gates)
+        # [C, C] of each head
+        d_pairs = self.d_pairs(x)
 
         def level(factor, mask, carry):
-            pairs, dq, dk, terms = carry
-            q_in, k_in = (q * factor).astype(dtype), (k * factor).astype(dtype)
-            pairs = [x + pairs_of(q_in, k_in, mask, part, plan.K) for part, x in zip(parts, pairs, strict=True)]
-            here = [jnp.where(mask, x, 0).astype(dtype) for x in d_pairs]
-            by_k, by_q = spread(here, k_in, plan.K, chunk_math.NN), spread(here, q_in, plan.K, chunk_math.TN)
-            return pairs, dq + factor * by_k, dk + factor * by_q * scale, terms + (q_in * by_k - k_in * by_q) * scale
+            pairs, dq, dk, gate_terms = carry
+            q_middle, k_middle = (q * factor).astype(dtype), (k * factor).astype(dtype)
+            pairs = [a + self.pair(q_middle, k_middle, mask, part) for part, a in zip(self.parts, pairs, strict=True)]
+            of_level = [jnp.where(mask, a, 0).astype(dtype) for a in d_pairs]
+            by_k = self.apply_pairs(of_level, k_middle, plan.K, chunk_math.NN)
+            by_q = self.apply_pairs(of_level, q_middle, plan.K, chunk_math.TN)
+            dq, dk = dq + factor * by_k, dk + factor * by_q * scale
+            return pairs, dq, dk, gate_terms + (q_middle * by_k - k_middle * by_q) * scale
 
-        q_in, k_out, S = (q * e.inward).astype(dtype), (k * e.outward).astype(dtype), S.astype(dtype)
+        # [C, K]   [C, K]   [V, K]
+        q_start, k_end = (q * edges.from_start).astype(dtype), (k * edges.to_end).astype(dtype)
+        S = S.astype(dtype)
+        # [C, K]
         by_S, by_dS = chunk_math.dot(do, S, chunk_math.NN, dtype), chunk_math.dot(v, dS, chunk_math.NN, dtype)
-        own = [pairs_of(q, k, chunk_math.itself(plan.chunk), part, plan.K) for part in parts]
-        carry = own, e.inward * by_S, e.outward * by_dS, q_in * by_S * scale - k_out * by_dS
-        pairs, dq, dk, terms = each_level(plan, refs, gates, level, carry)
-        dv = chunk_math.dot(k_out, dS, chunk_math.NT, dtype) + spread(pairs, do, plan.V, chunk_math.TN) * scale
-        added = block_diagonal(plan, chunk_math.dot(do, q_in, chunk_math.TN, dtype))
-        dS = dS * e.total
+        diagonal = [self.pair(q, k, chunk_math.diagonal_mask(plan.chunk), part) for part in self.parts]
+        from_states = edges.from_start * by_S, edges.to_end * by_dS, q_start * by_S * scale - k_end * by_dS
+        pairs, dq, dk, gate_terms = fold_levels(plan, refs, gates, level, (diagonal, *from_states))
+        # [C, V]
+        dv = (
+            chunk_math.dot(k_end, dS, chunk_math.NT, dtype) + self.apply_pairs(pairs, do, plan.V, chunk_math.TN) * scale
+        )
+        # [V, K]
+        added = block_diagonal(plan, chunk_math.dot(do, q_start, chunk_math.TN, dtype))
+        dS = dS * edges.total
         refs.d_state[unit] = dS + added * scale
-        read_by = (S * added).sum(0, keepdims=True)
-        edge = (S * dS).sum(0, keepdims=True) + read_by * scale
-        finish(unit, q, k, v, do, dq, dk, dv, terms, edge, read_by, pairs, d_pairs)
+        # [1, K]
+        state_read = (S * added).sum(0, keepdims=True)
+        edge = (S * dS).sum(0, keepdims=True) + state_read * scale
+        self.emit_gradients(unit, x, UnitGradient(dq, dk, dv, gate_terms, edge, state_read, pairs, d_pairs))
 
-    either_way(plan, step, refs, fast, exact)
+
+def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
+    """Computes dq, dk, dv, dS before the chunk and the gates' gradient, from S before the chunk and dS after it.
+
+    The pair of a token with itself passes no gate. Its terms of dq and dk stay out of the gates' sums, which they would exceed
+    by far. The sums use products of rounded factors, and the same rounded factors wherever a pair appears. Therefore the terms
+    of a pair that does not span t cancel exactly in dg_t.
+    """
+    causal = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=True)
+    strictly_causal = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=False)
+    stages = Backward(plan, step, scale, refs, causal, strictly_causal)
+    run_units(plan, step, refs, stages.factored, stages.exact)

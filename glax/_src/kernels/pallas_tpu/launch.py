@@ -1,6 +1,4 @@
-"""A kernel body over named blocks, launched over the grid of a plan."""
-
-from types import SimpleNamespace
+"""Launches a kernel body over the grid of a plan, with named references to its blocks."""
 
 import jax
 from jax.experimental import pallas as pl
@@ -10,25 +8,24 @@ from glax._src.core.recurrence import Recurrence
 from glax._src.kernels.pallas_tpu.plan import Plan, Step
 
 
-class Refs(SimpleNamespace):
-    """References to the blocks of a step, by name."""
+def launch(
+    plan: Plan, r: Recurrence, body, refs_type, inputs: dict, outputs: dict, scratch: dict, cost: pl.CostEstimate
+) -> dict:
+    """Runs body(plan, step, scale, refs) at every step of the scan and returns the outputs by name.
 
-
-def launch(plan: Plan, r: Recurrence, body, inputs: dict, outputs: dict, scratch: dict, cost: pl.CostEstimate) -> dict:
-    """Runs body(plan, step, scale, refs) at every step of the walk; returns the outputs by name.
-
-    inputs: (array, block) by name; outputs: (shape, dtype, block); scratch: (shape, dtype). The grid's last axis is walked in
-    order, so what a body leaves in scratch, and in a block that the next step sees again, is there in the next step.
+    refs_type: a class of `refs`, whose fields are the names below. inputs: (array, block) by name. outputs: (shape, dtype,
+    block) by name. scratch: (shape, dtype) by name. The grid's last axis runs in order, so a step sees the scratch memory that
+    the step before it left, and the rows of a block that both steps share.
     """
     table = plan.table(r)
     prefetched = (r.scale,) if table is None else (r.scale, table)
     names = [*inputs, *outputs, *scratch]
-    varying = jax.typeof(r.q).mat  # inside shard_map: results differ over the mesh as the inputs do
+    varying = jax.typeof(r.q).mat  # inside shard_map, results vary over the mesh as the inputs do
 
     def kernel(*refs):
         scale, table = refs[0], refs[1] if plan.packed else None
         step = plan.step(pl.program_id(0), pl.program_id(2), table)
-        blocks = Refs(**dict(zip(names, refs[len(prefetched) :], strict=True)))
+        blocks = refs_type(**dict(zip(names, refs[len(prefetched) :], strict=True)))
         body(plan, step, scale[step.sequence], blocks)
 
     results = pl.pallas_call(
@@ -49,12 +46,12 @@ def launch(plan: Plan, r: Recurrence, body, inputs: dict, outputs: dict, scratch
 
 
 def when(condition):
-    """pl.when, decided while tracing where the condition is a Python value."""
+    """Decorates a function as `pl.when` does. A Python bool is decided while tracing."""
     if isinstance(condition, bool):
         return lambda f: f() if condition else None
     return pl.when(condition)
 
 
 def has_rows(plan: Plan, step: Step) -> bool:
-    """Whether a step has rows at all; unpacked, every step has."""
+    """Returns whether a step has rows. Without packing every step has rows."""
     return step.high > step.low if plan.packed else True

@@ -1,4 +1,4 @@
-"""How a recurrence lies in blocks: which rows, heads and states each step of a kernel's grid sees."""
+"""The layout of a recurrence in blocks: the rows, heads and states of each step of a kernel's grid."""
 
 import dataclasses
 from typing import NamedTuple
@@ -13,9 +13,9 @@ from glax._src.kernels.pallas_tpu.sizes import VMEM_BYTES, packing, unit_bytes
 
 
 class Step(NamedTuple):
-    """One step of a walk: rows low to high (not included) of a block of C rows, all of one sequence.
+    """One step of a scan: the rows low <= row < high of a block of C rows, all of one sequence.
 
-    begins, ends: whether the walk of the sequence does so here; fresh: whether no earlier step saw the block.
+    begins, ends: whether the sequence's scan begins or ends in this step. first_visit: whether no earlier step had this block.
     """
 
     block: int | Array
@@ -24,16 +24,17 @@ class Step(NamedTuple):
     sequence: int | Array
     begins: bool | Array
     ends: bool | Array
-    fresh: bool | Array
+    first_visit: bool | Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Shapes of a walk. The grid is (B, groups, steps); a program holds `units` units of `pack` heads each.
+    """The shapes of a scan. The grid is (B, groups, steps). A program has `units` units of `pack` heads each.
 
-    Arrays are seen as [B, T, heads * width]: one row is one token, and heads lie side by side in the lanes. A unit is `pack`
-    heads whose widths K, V (padded here) fill whole tiles of 128 lanes; its state is one matrix, block diagonal for two heads.
-    Packed, a block of C rows is visited once for every sequence that has rows in it, so no row is ever moved.
+    Arrays have the shape [B, T, heads * width]: a row is a token, and heads lie side by side in the lanes. A unit is `pack`
+    heads, whose padded widths K and V fill whole tiles of 128 lanes. Its state is one matrix, block diagonal for two heads.
+    With packing, a step visits a block of C rows once for every sequence that has rows in it, so no row is ever moved.
+    adjoint: whether the scan runs against the recurrence, as a gradient does.
     """
 
     B: int
@@ -48,7 +49,7 @@ class Plan:
     units: int
     packed: bool
     reverse: bool
-    against: bool = False
+    adjoint: bool = False
 
     @classmethod
     def of(cls, r: Recurrence, chunk: int, units: int) -> "Plan":
@@ -56,35 +57,35 @@ class Plan:
         heads, H, V = (Hq, r.k.shape[2], r.v.shape[2]), r.num_heads, r.v.shape[3]
         pack, K, V = packing(heads, K, V)
         units = min(units, H // pack, max(1, VMEM_BYTES // unit_bytes(chunk, pack * K, pack * V, r.q.dtype.itemsize)))
-        fits = (n for n in range(units, 0, -1) if H // pack % n == 0 and shares(n * pack, H, heads))
+        fits = (n for n in range(units, 0, -1) if H // pack % n == 0 and splits_no_group(n * pack, H, heads))
         packed = r.boundaries is not None
         return cls(B, T, r.num_sequences, H, heads, K, V, chunk, pack, next(fits), packed, r.reverse)
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
     @property
-    def rows(self) -> int:
-        """Heads of a program."""
+    def program_heads(self) -> int:
+        """The number of heads of a program."""
         return self.units * self.pack
 
     @property
     def lanes(self) -> int:
-        """The lanes of a unit's keys."""
+        """The number of lanes of a unit's keys."""
         return self.pack * self.K
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """The states of a program, transposed."""
+        """The shape of a program's states, transposed."""
         return (self.units, self.pack * self.V, self.lanes)
 
     @property
     def gate_rows(self) -> int:
-        """Rows of a block of gates per head: the heads of a program, in whole sublanes."""
-        return -(-self.rows // 8) * 8
+        """The rows of a block of per-head gates: the heads of a program, rounded up to 8 sublanes."""
+        return -(-self.program_heads // 8) * 8
 
     @property
     def groups(self) -> int:
-        return self.H // self.rows
+        return self.H // self.program_heads
 
     @property
     def blocks(self) -> int:
@@ -92,12 +93,12 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Every block once, and once more for every sequence that begins inside of one, is empty, or is padding."""
+        """One step for every block, and one more for every sequence that begins inside of a block, is empty, or is padding."""
         return self.blocks + (self.N + 2 if self.packed else 0)
 
     @property
     def ragged(self) -> bool:
-        """Whether blocks may hold rows that are not of the step's sequence."""
+        """Whether blocks may have rows that do not belong to the step's sequence."""
         return self.packed or self.T % self.chunk != 0
 
     @property
@@ -105,41 +106,43 @@ class Plan:
         return (self.B, self.groups, self.steps)
 
     @property
-    def backwards(self) -> bool:
-        """Whether the walk goes from late rows to early ones."""
-        return self.reverse != self.against
+    def from_last_row(self) -> bool:
+        """Whether the scan goes from the last row to the first."""
+        return self.reverse != self.adjoint
 
-    def held(self, heads: int) -> int:
-        """Heads of a tensor with `heads` heads that a program reads."""
-        return max(1, self.rows * heads // self.H)
+    def heads_read(self, heads: int) -> int:
+        """The number of heads that a program reads, of a tensor with `heads` heads."""
+        return max(1, self.program_heads * heads // self.H)
 
     def unit_of(self, unit, heads: int):
-        """Which of those, in units, its unit `unit` reads. Heads are shared only where a unit is one head."""
-        sharing = self.rows // self.held(heads)
-        return unit if sharing == 1 else unit // sharing if isinstance(unit, int) else lax.div(unit, sharing)
+        """Returns which of `heads_read` a unit reads, counted in units. Heads are shared only where a unit is one head."""
+        sharing = self.program_heads // self.heads_read(heads)
+        if sharing == 1:
+            return unit
+        return unit // sharing if isinstance(unit, int) else lax.div(unit, sharing)
 
     def heads_of(self, unit: int) -> range:
-        """The heads of a unit, of those of its program."""
+        """The heads of a unit, counted within its program."""
         return range(unit * self.pack, (unit + 1) * self.pack)
 
     def is_shared(self, heads: int) -> bool:
-        """Whether more than one head of a program reads the same of `heads` heads."""
-        return self.held(heads) < self.rows
+        """Whether several heads of a program read the same one of `heads` heads."""
+        return self.heads_read(heads) < self.program_heads
 
-    # ---- the walk ----------------------------------------------------------------------------------------------------
+    # ---- the scan ----------------------------------------------------------------------------------------------------
 
     def table(self, r: Recurrence) -> Int[Array, "5*steps"] | None:
-        """Packed: (block, low, high, sequence, begins + 2 ends) of every step, in the order of the recurrence."""
+        """Returns (block, low, high, sequence, begins + 2 ends) of every step, in the recurrence's order. None if not packed."""
         if not self.packed:
             return None
         cuts = jnp.clip(r.boundaries.astype(jnp.int32), 0, self.T)
-        # [N + 2]: padding rows before and behind the sequences are segments of their own, to be written as zeros
+        # [N + 2]: the padding rows before and after the sequences are segments too, whose outputs are zeros
         edges = jnp.concatenate([jnp.zeros(1, jnp.int32), cuts, jnp.full(1, self.T, jnp.int32)])
         first, last = edges[:-1], edges[1:]
         is_padding = jnp.arange(self.N + 2) % (self.N + 1) == 0
         spanned = jnp.where(last > first, (last - 1) // self.chunk - first // self.chunk + 1, ~is_padding)
         begin = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(spanned).astype(jnp.int32)])
-        # [steps]: steps behind the last stay where it was, and have no rows
+        # [steps]: the steps after the last one stay at its block and have no rows
         i, total = jnp.arange(self.steps, dtype=jnp.int32), begin[-1]
         entry = jnp.clip(total - 1 - i if self.reverse else i, 0, total - 1)
         segment = jnp.searchsorted(begin[1:], entry, side="right").astype(jnp.int32)
@@ -155,88 +158,96 @@ class Plan:
         return jnp.concatenate([field.astype(jnp.int32) for field in fields])
 
     def step(self, b, m, table) -> Step:
-        """Step m of the walk through batch row b."""
+        """Returns step m of the scan through batch row b."""
         if not self.packed:
-            block = self.blocks - 1 - m if self.backwards else m
+            block = self.blocks - 1 - m if self.from_last_row else m
             high = jnp.minimum(self.T - block * self.chunk, self.chunk)
             return Step(block, 0, high, b, m == 0, m == self.blocks - 1, True)
-        at = lambda field, m: table[field * self.steps + (self.steps - 1 - m if self.against else m)]  # noqa: E731
-        block, low, high, sequence, flags = (at(field, m) for field in range(5))
+
+        def entry(field, m):
+            return table[field * self.steps + (self.steps - 1 - m if self.adjoint else m)]
+
+        block, low, high, sequence, flags = (entry(field, m) for field in range(5))
         begins, ends = (flags & 1) == 1, (flags & 2) == 2
-        if self.against:
+        if self.adjoint:
             begins, ends = ends, begins
-        fresh = (m == 0) | (at(0, jnp.maximum(m - 1, 0)) != block)
-        return Step(block, low, high, sequence, begins, ends, fresh)
+        first_visit = (m == 0) | (entry(0, jnp.maximum(m - 1, 0)) != block)
+        return Step(block, low, high, sequence, begins, ends, first_visit)
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
-    def spec(self, shape, index) -> pl.BlockSpec:
-        """A block of that shape at index(b, group, step, m)."""
+    def block_spec(self, shape, index) -> pl.BlockSpec:
+        """Returns the specification of a block of `shape` at index(b, group, step, m)."""
 
         def at(b, g, m, scale, *table):
             return index(b, g, self.step(b, m, *table or (None,)), m)
 
         return pl.BlockSpec(shape, at)
 
-    def tokens(self, heads: int, width: int) -> pl.BlockSpec:
-        """[B, T, heads * width]: the heads that a program reads, C rows."""
-        held = self.held(heads)
-        share = max(1, self.H // (heads * self.rows))  # programs that read the same head
-        return self.spec((None, self.chunk, held * width), lambda b, g, step, m: (b, step.block, lax.div(g, share)))
+    def token_block(self, heads: int, width: int) -> pl.BlockSpec:
+        """The block of [B, T, heads * width]: C rows of the heads that a program reads."""
+        read = self.heads_read(heads)
+        sharing = max(1, self.H // (heads * self.program_heads))  # programs that read the same head
+        return self.block_spec(
+            (None, self.chunk, read * width), lambda b, g, step, m: (b, step.block, lax.div(g, sharing))
+        )
 
-    def head_gates(self) -> pl.BlockSpec:
-        """[B, groups, blocks, gate rows, C]."""
+    def head_gate_block(self) -> pl.BlockSpec:
+        """The block of [B, groups, blocks, gate_rows, C]."""
         shape = (None, None, None, self.gate_rows, self.chunk)
-        return self.spec(shape, lambda b, g, step, m: (b, g, step.block, 0, 0))
+        return self.block_spec(shape, lambda b, g, step, m: (b, g, step.block, 0, 0))
 
-    def per_sequence(self, *shape: int) -> pl.BlockSpec:
-        """[N, groups, *shape]."""
-        return self.spec((None, None, *shape), lambda b, g, step, m: (step.sequence, g, *[0] * len(shape)))
+    def sequence_block(self, *shape: int) -> pl.BlockSpec:
+        """The block of [N, groups, *shape]."""
+        return self.block_spec((None, None, *shape), lambda b, g, step, m: (step.sequence, g, *[0] * len(shape)))
 
-    def per_step(self, *shape: int) -> pl.BlockSpec:
-        """[B, groups, steps, *shape]."""
+    def step_block(self, *shape: int) -> pl.BlockSpec:
+        """The block of [B, groups, steps, *shape]."""
 
         def index(b, g, step, m):
-            return (b, g, self.steps - 1 - m if self.against else m, *[0] * len(shape))
+            return (b, g, self.steps - 1 - m if self.adjoint else m, *[0] * len(shape))
 
-        return self.spec((None, None, None, *shape), index)
+        return self.block_spec((None, None, None, *shape), index)
 
     # ---- from the arrays of a recurrence, and back -------------------------------------------------------------------
 
-    def wide(self, x: Float[Array, "B T heads D"], width: int) -> Float[Array, "B T heads*width"]:
-        """Each head padded to `width` lanes, and at least one block of rows."""
+    def to_lanes(self, x: Float[Array, "B T heads D"], width: int) -> Float[Array, "B T heads*width"]:
+        """Pads each head to `width` lanes, and the rows to at least one block."""
         more_rows = max(0, self.chunk - self.T)
         x = pad(x, (0, 0), (0, more_rows), (0, 0), (0, width - x.shape[3]))
         return x.reshape(*x.shape[:2], -1)
 
-    def narrow(self, x: Float[Array, "B T heads*width"], width: int, used: int) -> Float[Array, "B T heads used"]:
-        """The inverse of `wide`."""
+    def from_lanes(self, x: Float[Array, "B T heads*width"], width: int, used: int) -> Float[Array, "B T heads used"]:
+        """Inverts `to_lanes`."""
         x = x.reshape(*x.shape[:2], -1, width)
         return x[:, : self.T, :, :used]
 
-    def by_group(self, x: Float[Array, "B T H"]) -> Float[Array, "B groups blocks rows C"]:
-        """Gates per head, with time along the lanes."""
+    def to_groups(self, x: Float[Array, "B T H"]) -> Float[Array, "B groups blocks rows C"]:
+        """Groups per-head gates by program, with time along the lanes."""
         x = pad(x.astype(jnp.float32), (0, 0), (0, self.blocks * self.chunk - self.T), (0, 0))
-        x = x.reshape(self.B, self.blocks, self.chunk, self.groups, self.rows).transpose(0, 3, 1, 4, 2)
-        return pad(x, (0, 0), (0, 0), (0, 0), (0, self.gate_rows - self.rows), (0, 0))
+        x = x.reshape(self.B, self.blocks, self.chunk, self.groups, self.program_heads).transpose(0, 3, 1, 4, 2)
+        return pad(x, (0, 0), (0, 0), (0, 0), (0, self.gate_rows - self.program_heads), (0, 0))
 
     def from_groups(self, x: Float[Array, "B groups blocks rows C"]) -> Float[Array, "B T H"]:
-        """The inverse of `by_group`."""
-        x = x[:, :, :, : self.rows].transpose(0, 2, 4, 1, 3)
+        """Inverts `to_groups`."""
+        x = x[:, :, :, : self.program_heads].transpose(0, 2, 4, 1, 3)
         return x.reshape(self.B, -1, self.H)[:, : self.T]
 
-    def states(self, x: Float[Array, "N H K V"]) -> Float[Array, "N groups rows K V"]:
+    def to_state_blocks(self, x: Float[Array, "N H K V"]) -> Float[Array, "N groups rows K V"]:
+        """Pads states to the widths of a unit, and groups them by program."""
         x = pad(x, (0, 0), (0, 0), (0, self.K - x.shape[2]), (0, self.V - x.shape[3]))
-        return x.reshape(self.N, self.groups, self.rows, self.K, self.V)
+        return x.reshape(self.N, self.groups, self.program_heads, self.K, self.V)
 
-    def from_states(self, x: Float[Array, "N groups rows K V"], K: int, V: int) -> Float[Array, "N H K V"]:
+    def from_state_blocks(self, x: Float[Array, "N groups rows K V"], K: int, V: int) -> Float[Array, "N H K V"]:
+        """Inverts `to_state_blocks`."""
         return x.reshape(self.N, self.H, self.K, self.V)[:, :, :K, :V]
 
 
-def shares(rows: int, H: int, heads: tuple[int, int, int]) -> bool:
-    """Whether blocks of `rows` heads cut no group of heads that share one query, key or value."""
-    return all(rows % (H // n) == 0 or H // n % rows == 0 for n in heads)
+def splits_no_group(count: int, H: int, heads: tuple[int, int, int]) -> bool:
+    """Whether programs of `count` heads split no group of heads that share one query, key or value."""
+    return all(count % (H // n) == 0 or H // n % count == 0 for n in heads)
 
 
 def pad(x: Array, *widths: tuple[int, int]) -> Array:
+    """Pads each axis of x by (before, after) zeros."""
     return jnp.pad(x, widths) if any(width != (0, 0) for width in widths) else x

@@ -1,8 +1,6 @@
-"""Kernels in Pallas for TPUs, v5e and newer: one program walks a sequence with the state in VMEM.
+"""Registers the TPU kernels, for v5e and newer. One program scans a sequence with the state in VMEM.
 
-docs/performance.md has the estimates.
-
-Registered here, they are written in `forward` and `gradient`, which load Pallas when one of them runs.
+The functions here load the modules with the kernels, and with them Pallas, when a call runs them.
 """
 
 from glax._src.core.recurrence import Outputs, Recurrence
@@ -14,7 +12,7 @@ from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientCon
     "chunked", Platform.PALLAS, Backend.TPU, config=TPUChunkedConfig, supports=supports, priority=priority
 )
 def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
-    """The recurrence in chunks; q, k, v and gates are read once, the output is written once."""
+    """Computes the recurrence in chunks. It reads q, k, v and gates once, and writes the output once."""
     from glax._src.kernels.pallas_tpu import forward
 
     return forward.chunked(r, config=config)
@@ -24,7 +22,7 @@ def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
     "chunked.vjp", Platform.PALLAS, Backend.TPU, config=TPUGradientConfig, supports=supports, priority=priority
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) -> Recurrence:
-    """The gradient in every input of r: a walk forwards for the states, one backwards for everything else."""
+    """Computes the gradient of every input of r: one scan for the states, and one against the recurrence for all else."""
     from glax._src.kernels.pallas_tpu import vjp
 
     return vjp.chunked_vjp(r, d_output, d_final, config=config)

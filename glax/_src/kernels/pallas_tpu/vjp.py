@@ -1,4 +1,4 @@
-"""The gradient: a walk forwards leaves the state before each chunk, a walk backwards forms everything else.
+"""The gradient: a forward scan saves the state before each chunk, and a backward scan computes everything else.
 
 With dS = dL/dS after a chunk, [C, C] pairs A and their cotangents dA, decays D_ij = e^{G_i - G_j} for j <= i:
 
@@ -8,145 +8,171 @@ With dS = dL/dS after a chunk, [C, C] pairs A and their cotangents dA, decays D_
     dS_before = e^{G_last} dS + scale * sum_i e^{G_i} q_i do_i^T
     dg_t = <S, dS>_{before the chunk} - sum over s before t in the chunk of (q_s dq_s - k_s dk_s)
 
-The last line starts afresh from both states at each chunk's edge, so its rounding does not grow with T. For that the states
-are stored, one a chunk, in the dtype of q, k and v, in which they enter products anyway: for bfloat16 at K = V = 128, as many
-bytes as one more tensor, written once and read once, where dq in a walk of its own would read three again.
+The last line starts again from both states at each chunk's edge, so its rounding error does not grow with T. It needs the state
+before every chunk. These are stored in the dtype of q, k and v, in which products read them. For bfloat16 at K = V = 128 they
+take as many bytes as one more tensor, written once and read once. A separate scan for dq would read three tensors again.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence, fold_heads, gradient_like
 from glax._src.kernels.pallas_tpu import head_gate, key_gate
-from glax._src.kernels.pallas_tpu.blocks import cost, gate_inputs, load_state, row_inputs, state_input, store_state
+from glax._src.kernels.pallas_tpu.blocks import (
+    estimate_cost,
+    gate_inputs,
+    load_state,
+    row_inputs,
+    state_input,
+    store_state,
+)
 from glax._src.kernels.pallas_tpu.config import TPUGradientConfig
-from glax._src.kernels.pallas_tpu.launch import Refs, has_rows, launch, when
+from glax._src.kernels.pallas_tpu.launch import has_rows, launch, when
 from glax._src.kernels.pallas_tpu.plan import Plan, Step
+from glax._src.kernels.pallas_tpu.refs import BackwardRefs, StateRefs
 
 
-def form_of(refs: Refs):
-    return key_gate if hasattr(refs, "key_gates") else head_gate
-
-
-def remember(plan: Plan, step: Step, scale, refs: Refs):
-    """The state before every step, from k, v and the gates."""
+def save_states(plan: Plan, step: Step, scale, refs: StateRefs):
+    """Saves the state before a step, and advances it by k, v and the gates of the step."""
 
     @when(step.begins)
     def _():
-        load_state(plan, getattr(refs, "initial_state", None), refs.state)
+        load_state(plan, refs.initial_state, refs.state)
 
-    refs.before[...] = refs.state[...].astype(refs.before.dtype)
+    refs.states_before[...] = refs.state[...].astype(refs.states_before.dtype)
 
     @when(has_rows(plan, step))
     def _():
-        form_of(refs).remember(plan, step, refs)
+        gate_form = head_gate if refs.key_gates is None else key_gate
+        gate_form.save_states(plan, step, refs)
 
 
-def backward(plan: Plan, step: Step, scale, refs: Refs):
-    """dq, dk, dv and the gates' gradients of every step, and d initial_state; the walk is against the recurrence."""
+def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
+    """Computes dq, dk, dv and the gates' gradients of a step, and d initial_state. It scans against the recurrence."""
 
     @when(step.begins)
     def _():
         load_state(plan, refs.d_final, refs.d_state)
         refs.scale_terms[...] = jnp.zeros_like(refs.scale_terms)
-        if hasattr(refs, "d_constant"):
+        if refs.d_constant is not None:
             refs.constant_terms[...] = jnp.zeros_like(refs.constant_terms)
 
-    @when(step.fresh)
+    @when(step.first_visit)
     def _():
-        for name, heads in zip(("dq", "dk", "dv", "d_gates", "d_key_gates"), (*plan.heads, None, None), strict=True):
-            if (ref := getattr(refs, name, None)) is not None and (plan.packed or (heads and plan.is_shared(heads))):
+        for ref, heads in zip((refs.dq, refs.dk, refs.dv), plan.heads, strict=True):
+            if plan.packed or plan.is_shared(heads):
+                ref[...] = jnp.zeros_like(ref)
+        for ref in (refs.d_gates, refs.d_key_gates):
+            if ref is not None and plan.packed:
                 ref[...] = jnp.zeros_like(ref)
 
     @when(has_rows(plan, step))
     def _():
-        form_of(refs).backward(plan, step, scale, refs)
+        gate_form = head_gate if refs.key_gates is None else key_gate
+        gate_form.backward(plan, step, scale, refs)
 
     @when(step.ends)
     def _():
         refs.d_scale[...] = refs.scale_terms[...]
-        if hasattr(refs, "d_initial"):
+        if refs.d_initial is not None:
             store_state(plan, refs.d_state, refs.d_initial)
-        if hasattr(refs, "d_constant"):
+        if refs.d_constant is not None:
             refs.d_constant[...] = refs.constant_terms[...]
 
 
 def states_before(plan: Plan, r: Recurrence) -> jnp.ndarray:
-    """[B, groups, steps, units, V, K]."""
+    """Computes the state before every step, [B, groups, steps, units, pack * V, pack * K]."""
     rows = row_inputs(plan, r)
     inputs = dict(k=rows["k"], v=rows["v"]) | gate_inputs(plan, r)
     if r.initial_state is not None:
         inputs["initial_state"] = state_input(plan, r.initial_state)
-    outputs = dict(before=((*plan.grid, *plan.state), r.q.dtype, plan.per_step(*plan.state)))
-    return launch(
-        plan, r, remember, inputs, outputs, dict(state=(plan.state, jnp.float32)), cost(plan, r, 1, inputs, outputs)
-    )["before"]
+    outputs = dict(states_before=((*plan.grid, *plan.state), r.q.dtype, plan.step_block(*plan.state)))
+    scratch = dict(state=(plan.state, jnp.float32))
+    cost = estimate_cost(plan, r, 1, inputs, outputs)
+    return launch(plan, r, save_states, StateRefs, inputs, outputs, scratch, cost)["states_before"]
 
 
-def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) -> Recurrence:
-    """The gradient in every input of r."""
-    plan = Plan.of(r, config.chunk, config.units)
+class RowGradient(NamedTuple):
+    """The gradient of q, k or v: its name, heads, padded width and width."""
+
+    name: str
+    heads: int
+    padded: int
+    width: int
+
+
+def row_gradients(plan: Plan, r: Recurrence) -> list[RowGradient]:
     K, V = r.state_shape[2:]
+    Hq, Hk, Hv = plan.heads
+    return [RowGradient("dq", Hq, plan.K, K), RowGradient("dk", Hk, plan.K, K), RowGradient("dv", Hv, plan.V, V)]
+
+
+def gradient_outputs(plan: Plan, r: Recurrence) -> tuple[dict, dict]:
+    """Returns the outputs and the scratch arrays of `backward`, by the names of their references."""
+    T_padded = max(plan.T, plan.chunk)
     scale_terms = (plan.units, 1, plan.lanes + plan.chunk)
-    before = states_before(plan, r)
-    plan = dataclasses.replace(plan, against=True)
-    inputs = row_inputs(plan, r) | gate_inputs(plan, r)
-    inputs |= dict(
-        d_output=(plan.wide(d_output, plan.V), plan.tokens(plan.H, plan.V)),
-        d_final=state_input(plan, d_final),
-        before=(before, plan.per_step(*plan.state)),
-    )
-    length = max(plan.T, plan.chunk)
-    outputs = {}
-    for name, heads, width in zip(("dq", "dk", "dv"), plan.heads, (plan.K, plan.K, plan.V), strict=True):
-        # What several heads share is summed before it is rounded.
-        dtype = r.q.dtype if heads == plan.H else jnp.float32
-        held = plan.held(heads) * plan.groups
-        outputs[name] = ((plan.B, length, held * width), dtype, plan.tokens(held, width))
-    scratch = dict(d_state=(plan.state, jnp.float32), scale_terms=(scale_terms, jnp.float32))
-    outputs["d_scale"] = (
-        (plan.N, plan.groups, *scale_terms),
-        jnp.float32,
-        plan.per_sequence(*scale_terms),
-    )
-    if r.initial_state is not None:
-        shape = (plan.rows, plan.K, plan.V)
-        outputs["d_initial"] = ((plan.N, plan.groups, *shape), jnp.float32, plan.per_sequence(*shape))
     per_head = (plan.gate_rows, plan.chunk)
+    outputs = {}
+    for name, heads, padded, _ in row_gradients(plan, r):
+        # The gradient of a shared head is summed in float32, and rounded after that.
+        dtype = r.q.dtype if heads == plan.H else jnp.float32
+        count = plan.heads_read(heads) * plan.groups
+        outputs[name] = ((plan.B, T_padded, count * padded), dtype, plan.token_block(count, padded))
+    outputs["d_scale"] = sequence_output(plan, scale_terms)
+    scratch = dict(d_state=(plan.state, jnp.float32), scale_terms=(scale_terms, jnp.float32))
+    if r.initial_state is not None:
+        outputs["d_initial"] = sequence_output(plan, (plan.program_heads, plan.K, plan.V))
     if r.decay.key is not None:
-        shape = (plan.B, length, plan.H * plan.K)
-        outputs["d_key_gates"] = (
-            shape,
-            jnp.promote_types(r.decay.key.dtype, jnp.bfloat16),
-            plan.tokens(plan.H, plan.K),
-        )
+        dtype = jnp.promote_types(r.decay.key.dtype, jnp.bfloat16)
+        outputs["d_key_gates"] = ((plan.B, T_padded, plan.H * plan.K), dtype, plan.token_block(plan.H, plan.K))
     elif r.decay.form != "none":
         scratch |= dict(
             row_terms=((plan.chunk, 128), jnp.float32),
             column_terms=(per_head, jnp.float32),
-            edges=((plan.gate_rows, plan.lanes), jnp.float32),
+            edge_terms=((plan.gate_rows, plan.lanes), jnp.float32),
         )
     if r.decay.constant is not None:
         scratch["constant_terms"] = (per_head, jnp.float32)
-        outputs["d_constant"] = ((plan.N, plan.groups, *per_head), jnp.float32, plan.per_sequence(*per_head))
+        outputs["d_constant"] = sequence_output(plan, per_head)
     if r.decay.head is not None:
-        outputs["d_gates"] = ((plan.B, plan.groups, plan.blocks, *per_head), jnp.float32, plan.head_gates())
+        outputs["d_gates"] = ((plan.B, plan.groups, plan.blocks, *per_head), jnp.float32, plan.head_gate_block())
+    return outputs, scratch
 
-    d = launch(plan, r, backward, inputs, outputs, scratch, cost(plan, r, 9, inputs, outputs))
+
+def sequence_output(plan: Plan, shape: tuple[int, ...]) -> tuple:
+    """Returns (shape, dtype, block) of a float32 output with one block for each sequence and program."""
+    return (plan.N, plan.groups, *shape), jnp.float32, plan.sequence_block(*shape)
+
+
+def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) -> Recurrence:
+    """Computes the gradient of every input of r."""
+    plan = Plan.of(r, config.chunk, config.units)
+    K, V = r.state_shape[2:]
+    saved = states_before(plan, r)
+    plan = dataclasses.replace(plan, adjoint=True)
+    inputs = row_inputs(plan, r) | gate_inputs(plan, r)
+    inputs |= dict(
+        d_output=(plan.to_lanes(d_output, plan.V), plan.token_block(plan.H, plan.V)),
+        d_final=state_input(plan, d_final),
+        states_before=(saved, plan.step_block(*plan.state)),
+    )
+    outputs, scratch = gradient_outputs(plan, r)
+    cost = estimate_cost(plan, r, 9, inputs, outputs)
+    d = launch(plan, r, backward, BackwardRefs, inputs, outputs, scratch, cost)
     dq, dk, dv = (
-        fold_heads(plan.narrow(d[name], padded, used), heads)
-        for name, heads, padded, used in zip(
-            ("dq", "dk", "dv"), plan.heads, (plan.K, plan.K, plan.V), (K, K, V), strict=True
-        )
+        fold_heads(plan.from_lanes(d[name], padded, width), heads)
+        for name, heads, padded, width in row_gradients(plan, r)
     )
+    constant = d["d_constant"].sum(3)[:, :, : plan.program_heads] if "d_constant" in d else None
     decay = Decay(
-        constant=d["d_constant"].sum(3)[:, :, : plan.rows].reshape(plan.N, plan.H) if "d_constant" in d else None,
+        constant=None if constant is None else constant.reshape(plan.N, plan.H),
         head=plan.from_groups(d["d_gates"]) if "d_gates" in d else None,
-        key=plan.narrow(d["d_key_gates"], plan.K, K) if "d_key_gates" in d else None,
+        key=plan.from_lanes(d["d_key_gates"], plan.K, K) if "d_key_gates" in d else None,
     )
-    initial = plan.from_states(d["d_initial"], K, V) if "d_initial" in d else None
+    initial = plan.from_state_blocks(d["d_initial"], K, V) if "d_initial" in d else None
     scale = d["d_scale"].sum((1, 2, 3, 4))
     return gradient_like(
         r, r.replace(q=dq, k=dk, v=dv, decay=decay, initial_state=initial, boundaries=None, scale=scale)

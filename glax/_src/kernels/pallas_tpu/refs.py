@@ -1,0 +1,62 @@
+"""The references of each kernel, by name.
+
+A kernel reads inputs, writes outputs and keeps values between steps in scratch memory. An input, output or scratch array that a
+call does not have is None. Shapes are those of one step's block; C, K, V and R are a plan's chunk, padded widths and `gate_rows`.
+"""
+
+from typing import Any, NamedTuple
+
+Ref = Any  # a Pallas reference, whose type JAX does not export
+
+
+class ForwardRefs(NamedTuple):
+    """References of the forward."""
+
+    q: Ref  # [C, heads * K]
+    k: Ref  # [C, heads * K]
+    v: Ref  # [C, heads * V]
+    output: Ref  # [C, H * V]
+    final_state: Ref  # [heads, K, V]
+    state: Ref  # scratch [units, pack * V, pack * K]
+    gates: Ref | None = None  # [R, C], or [R, 1] if constant
+    key_gates: Ref | None = None  # [C, H * K]
+    initial_state: Ref | None = None  # [heads, K, V]
+
+
+class StateRefs(NamedTuple):
+    """References of the kernel that saves the state before each chunk."""
+
+    k: Ref  # [C, heads * K]
+    v: Ref  # [C, heads * V]
+    states_before: Ref  # [units, pack * V, pack * K]
+    state: Ref  # scratch [units, pack * V, pack * K]
+    gates: Ref | None = None  # [R, C], or [R, 1] if constant
+    key_gates: Ref | None = None  # [C, H * K]
+    initial_state: Ref | None = None  # [heads, K, V]
+
+
+class BackwardRefs(NamedTuple):
+    """References of the backward kernel."""
+
+    q: Ref  # [C, heads * K]
+    k: Ref  # [C, heads * K]
+    v: Ref  # [C, heads * V]
+    d_output: Ref  # [C, H * V]
+    d_final: Ref  # [heads, K, V]
+    states_before: Ref  # [units, pack * V, pack * K]
+    dq: Ref  # [C, heads * K]
+    dk: Ref  # [C, heads * K]
+    dv: Ref  # [C, heads * V]
+    d_scale: Ref  # [units, 1, pack * K + C], terms to be summed
+    d_state: Ref  # scratch [units, pack * V, pack * K]
+    scale_terms: Ref  # scratch [units, 1, pack * K + C]
+    gates: Ref | None = None  # [R, C], or [R, 1] if constant
+    key_gates: Ref | None = None  # [C, H * K]
+    d_initial: Ref | None = None  # [heads, K, V]
+    d_gates: Ref | None = None  # [R, C]
+    d_key_gates: Ref | None = None  # [C, H * K]
+    d_constant: Ref | None = None  # [R, C], terms to be summed
+    row_terms: Ref | None = None  # scratch [C, 128]: sums over the rows of pairs, one column for each head
+    column_terms: Ref | None = None  # scratch [R, C]: sums over the columns of pairs
+    edge_terms: Ref | None = None  # scratch [R, pack * K]: <S, dS> before the chunk, by key channel
+    constant_terms: Ref | None = None  # scratch [R, C]
