@@ -1,4 +1,4 @@
-"""What a forward leaves for its gradient comes to it: of the same sequence and head, whatever stands between the two."""
+"""A forward's residuals reach its gradient for the same sequence and head, through every transformation."""
 
 import contextlib
 import dataclasses
@@ -25,12 +25,12 @@ ARGUMENTS = inputs(CASE, "log-sigmoid")
 
 
 @contextlib.contextmanager
-def keeping():
-    """A kernel above all others that keeps a mark of every sequence and head, and its gradient, which is wrong where it is
-    handed another mark. Yields a list of whether each gradient was handed one."""
+def saving_kernel():
+    """Register a kernel of highest priority that saves a mark of every sequence and head, and a gradient that is wrong where it
+    receives another mark. Yields a list of whether each gradient received residuals."""
     load_kernels()
     forward, gradient = (kernel_registry.kernels[f"chunked{end}/xla/any"] for end in ("", ".vjp"))
-    handed = []
+    received = []
 
     def marks(r):
         return spread_heads(r.k, r.num_heads).astype(jnp.float32).sum((1, 3))[:, None]  # [B, 1, H]
@@ -39,25 +39,27 @@ def keeping():
         states = jnp.broadcast_to(marks(r)[..., None, None], (*marks(r).shape, 3, 2))
         return forward.run(r, config=config), Residuals(states, (marks(r) > 0).astype(jnp.int32))
 
-    def run_vjp(r, d_output, d_final, kept=None, *, config):
-        handed.append(kept is not None)
+    def run_vjp(r, d_output, d_final, residuals=None, *, config):
+        received.append(residuals is not None)
         d = gradient.run(r, d_output, d_final, config=config)
-        if kept is None:
+        if residuals is None:
             return d
-        right = (jnp.abs(kept.states - marks(r)[..., None, None]).max((3, 4)) < 1e-4) & (kept.far == (marks(r) > 0))
+        right = (jnp.abs(residuals.states - marks(r)[..., None, None]).max((3, 4)) < 1e-4) & (
+            residuals.far == (marks(r) > 0)
+        )
         off = fold_heads(jnp.where(right, 0.0, 1.0), r.q.shape[2])[..., None]
         return d.replace(q=d.q + off.astype(d.q.dtype))
 
     added = [
         dataclasses.replace(
-            forward, algorithm="keeping", forward_with_residuals=forward_with_residuals, priority=lambda r: 1000
+            forward, algorithm="saving", forward_with_residuals=forward_with_residuals, priority=lambda r: 1000
         ),
-        dataclasses.replace(gradient, algorithm="keeping.vjp", run=run_vjp, priority=lambda r: 1000),
+        dataclasses.replace(gradient, algorithm="saving.vjp", run=run_vjp, priority=lambda r: 1000),
     ]
     kernel_registry.kernels |= {spec.name: spec for spec in added}
     jax.clear_caches()  # what was traced with other kernels
     try:
-        yield handed
+        yield received
     finally:
         for spec in added:
             del kernel_registry.kernels[spec.name]
@@ -70,13 +72,13 @@ def loss(arguments, run=glax.recurrent, **options):
 
 
 def compare(f, *arguments, placed=None, using=contextlib.nullcontext, bar=2e-6):
-    """f with the kernel that keeps, on `placed` and `using` a mesh if given, against f without it."""
+    """Compare f with the saving kernel, on `placed` and `using` a mesh if given, to f without it."""
     want = quick_jit(lambda *x: f(*x))(*arguments)
-    with keeping() as handed, using():
+    with saving_kernel() as received, using():
         got = quick_jit(lambda *x: f(*x))(*(arguments if placed is None else placed))
-    assert handed and all(handed)
+    assert received and all(received)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert_close("kept", x, np.asarray(y), bar)
+        assert_close("residuals", x, np.asarray(y), bar)
 
 
 @pytest.mark.fast
@@ -88,21 +90,24 @@ def test_gradient_checkpoint_and_second_derivative():
     compare(jax.grad(lambda x: sum((g**2).sum() for g in jax.tree.leaves(jax.grad(value)(x)))), few, bar=2e-5)
 
 
-def test_nothing_is_kept_without_a_gradient():
-    with keeping() as handed:
+def test_no_residuals_without_a_gradient():
+    with saving_kernel() as received:
         output, _ = quick_jit(functools.partial(glax.recurrent, platform="xla"))(**ARGUMENTS)
-    assert not handed and output.shape == ARGUMENTS["value"].shape
+    assert not received and output.shape == ARGUMENTS["value"].shape
 
 
 @pytest.mark.parametrize("cuts", [None, ((0, 7, 40), (0, 0, 40), (3, 3, 9))], ids=["batch", "packed"])
 def test_vmap(cuts):
-    """Merged into the batch, or one after the other."""
+    """Examples merge into the batch, or, packed, run one after another."""
     if cuts is None:
         stacked = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x / 2]), ARGUMENTS)
         compare(jax.vmap(jax.grad(functools.partial(loss, platform="xla"))), stacked)
         return
     rows = {name: x[:3, None] for name, x in ARGUMENTS.items() if name != "initial_state"}
-    packed = lambda arguments, cuts: loss(arguments, cu_seqlens=cuts, platform="xla")  # noqa: E731
+
+    def packed(arguments, cuts):
+        return loss(arguments, cu_seqlens=cuts, platform="xla")
+
     compare(jax.vmap(jax.grad(packed)), rows, jnp.asarray(cuts))
 
 
@@ -111,8 +116,10 @@ def test_vmap(cuts):
 def test_spread_over_devices(spec, kind):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
     state = P("x") if spec == P("x") else P(None, "x")
-    lie = lambda name: NamedSharding(mesh, state if name == "initial_state" else spec)  # noqa: E731
-    placed = {name: jax.device_put(x, lie(name)) for name, x in ARGUMENTS.items()}
+    placed = {
+        name: jax.device_put(x, NamedSharding(mesh, state if name == "initial_state" else spec))
+        for name, x in ARGUMENTS.items()
+    }
     using = functools.partial(jax.set_mesh, mesh) if kind is AxisType.Explicit else contextlib.nullcontext
     compare(jax.grad(functools.partial(loss, platform="xla")), ARGUMENTS, placed=(placed,), using=using)
 

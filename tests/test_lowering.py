@@ -1,4 +1,4 @@
-"""A program holds kernels of the platform that it is lowered for, whatever it was traced for; and only then is it spread."""
+"""A program has the kernels of the platform that it is lowered for, whatever it was traced for."""
 
 import dataclasses
 import functools
@@ -100,18 +100,18 @@ def gpu_kernels(monkeypatch):
         outputs = chunked.run(r, config=config)
         return jax.tree.map(lambda x: x + 1, outputs)
 
-    def wrong_and_kept(r, *, config):
+    def wrong_with_residuals(r, *, config):
         B, H = r.q.shape[0], r.num_heads
         return wrong(r, config=config), Residuals(jnp.ones((B, 7, H, 3, 5)), jnp.ones((B, 9, H), jnp.int32))
 
-    def wrong_gradient(r, d_output, d_final, kept=None, *, config):
-        assert kept is None or kept.states.shape[1] == 7
+    def wrong_gradient(r, d_output, d_final, residuals=None, *, config):
+        assert residuals is None or residuals.states.shape[1] == 7
         return jax.tree.map(lambda x: x + 1, gradient.run(r, d_output, d_final, config=config))
 
     here = dict(platform=glax.Platform.CUDA, backend=glax.Backend.GPU, priority=lambda r: 100)
     specs = (
         dataclasses.replace(
-            chunked, run=wrong, forward_with_residuals=wrong_and_kept, saves_residuals=lambda r: True, **here
+            chunked, run=wrong, forward_with_residuals=wrong_with_residuals, saves_residuals=lambda r: True, **here
         ),
         dataclasses.replace(gradient, run=wrong_gradient, **here),
     )

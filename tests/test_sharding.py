@@ -1,6 +1,7 @@
-"""Batches and heads spread over devices."""
+"""Batches and heads sharded over devices."""
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import glax
 from glax._src.kernels.xla.chunk_scan import ChunkedConfig
+from glax._src.solve import partitioning
 from tests.cases import Case, inputs
 from tests.close import assert_close
 from tests.compiling import quick_jit
@@ -80,7 +82,7 @@ def test_jit_with_sharded_inputs(mesh, spec):
 
 @pytest.mark.parametrize("f", [loss, jax.grad(loss)], ids=["forward", "gradient"])
 def test_without_shardy_there_is_an_error(mesh, f):
-    """XLA itself would end the process. On one device nothing is asked of it."""
+    """XLA itself would end the process. On one device it is not needed."""
     run = quick_jit(functools.partial(f, g_gamma=GAMMA, cfg=None))
     jax.config.update("jax_use_shardy_partitioner", False)
     try:
@@ -124,3 +126,8 @@ def test_shard_map_over_the_batch_alone(kind, cfg):
 def close(got, want):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_close("sharded", x, np.asarray(y), 2e-6)
+
+
+@pytest.mark.fast
+def test_compiled_programs_are_named_by_the_code_of_the_whole_package():
+    assert partitioning.PACKAGE.samefile(pathlib.Path(glax.__file__).parent)

@@ -270,8 +270,10 @@ class KernelRegistry(glax._src.core.registry.KernelRegistry):
         here = Backend.here()
         forward = [spec for spec in self.kernels.values() if not (spec.is_gradient or spec.is_step)]
         usable = [spec for spec in forward if spec.backend in (here, Backend.ANY)]
-        asked = [spec for spec in usable if backend in (None, Backend.ANY, spec.backend) or spec.backend is Backend.ANY]
-        if not any(wanted in (None, spec.platform) for spec in asked):
+        eligible = [
+            spec for spec in usable if backend in (None, Backend.ANY, spec.backend) or spec.backend is Backend.ANY
+        ]
+        if not any(wanted in (None, spec.platform) for spec in eligible):
             names = ", ".join(sorted({repr(str(spec.platform)) for spec in usable}))
             kernel = f"no kernel of {algorithm!r} on platform {platform!r} for backend {backend!r}"
             raise UnsupportedError(f"{kernel} runs on a {here}, which JAX computes on here; those of {names} do")

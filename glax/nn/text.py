@@ -1,4 +1,4 @@
-"""The text of the demo: where it comes from, what is kept from training, and windows of it."""
+"""The text of the demo: its source, the part that is held out from training, and windows of it."""
 
 import dataclasses
 import sysconfig

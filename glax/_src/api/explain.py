@@ -1,4 +1,4 @@
-"""What glax does inside a function of yours: shown, and tuned."""
+"""`explain`, `tune` and `detect_platform`: show and tune the calls of glax that a function makes."""
 
 import inspect
 import sys

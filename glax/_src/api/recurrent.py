@@ -1,4 +1,4 @@
-"""The public functions. Each names its gates; everything else is `Options`, written once."""
+"""The public functions. Each names its gates; `Options` documents the other arguments."""
 
 import functools
 from typing import Literal, TypedDict, Unpack
@@ -27,7 +27,7 @@ SLOPES = ("fla", "minimax")
 
 
 class Options(TypedDict, total=False):
-    """What every function here accepts beside its gates.
+    """The arguments that every function accepts beside its gates.
 
     softmax_scale: factor on the output, K ** -0.5 if None; may be traced, and has a gradient.
     initial_state: [N, H, K, V], or [H, K, V] for all sequences; zeros if None. Any float dtype.

@@ -1,16 +1,16 @@
-"""The backend that kernels are chosen for: guessed while a program is traced, known when it is lowered."""
+"""The backend that kernels are chosen for: predicted while a program is traced, known when it is lowered."""
 
 import enum
 
 import jax
 
-# JAX's name of the platform that a program is being lowered for, None before; part of jit's key, so that no trace made for
-# one platform serves another.
+# JAX's name of the platform that a program is being lowered for; None while tracing. It is part of jit's cache key, so that no
+# trace made for one platform is used for another.
 lowering_platform = jax.make_user_context(None)
 
 
 class Backend(enum.StrEnum):
-    """What a kernel runs on."""
+    """The kind of device that a kernel runs on."""
 
     CPU = enum.auto()
     GPU = enum.auto()
@@ -24,14 +24,17 @@ class Backend(enum.StrEnum):
 
     @classmethod
     def of(cls, platform: str) -> "Backend":
-        """The backend of one of JAX's platforms; of one whose name is not known here ANY, the kernels of which run there."""
+        """The backend of one of JAX's platforms. ANY for an unknown platform: only kernels of backend ANY run there."""
         names = dict(cpu=cls.CPU, gpu=cls.GPU, cuda=cls.GPU, rocm=cls.GPU, tpu=cls.TPU)
         return names.get(platform.lower(), cls.ANY)
 
 
 def target_platform() -> str:
-    """JAX's name of what kernels are chosen for: where a program is being lowered, its platform; before, the mesh's devices,
-    else jax.default_device, else the default backend. A guess made before is put right on lowering, see `solve.lowering`."""
+    """JAX's name of the platform that kernels are chosen for.
+
+    While a program is lowered, its platform. While it is traced, the platform of the mesh's devices, else of
+    jax.default_device, else the default backend. `solve.lowering` chooses again where that prediction was wrong.
+    """
     if lowering_platform.value is not None:
         return lowering_platform.value
     if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:
@@ -42,13 +45,13 @@ def target_platform() -> str:
 
 
 def computes_on() -> str:
-    """What `target_platform` is, for reasons that a kernel is refused with."""
+    """Describe `target_platform` in the reason why a kernel is refused."""
     lowered = lowering_platform.value is not None
     return f"the program is lowered for {target_platform()}" if lowered else f"JAX computes on {target_platform()} here"
 
 
 def local_device() -> jax.Device | None:
-    """A device of this process that kernels are chosen for; None if it has none of that platform: code is made for elsewhere."""
+    """A device of this process on the target platform; None if it has none, as when code is compiled for another machine."""
     name = target_platform()
     if name == jax.default_backend():
         return jax.local_devices()[0]

@@ -1,4 +1,4 @@
-"""From what users pass to the one value that kernels take. All validation happens here, once."""
+"""Validate the arguments of a call and bind them to a `Recurrence`, the operand of every kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from glax._src.core.decay import Decay, promoted
 from glax._src.core.recurrence import Recurrence, to_int32
 from glax._src.core.registry import Config, Platform
 
-# What every argument may be, in letters. Hq, Hk and Hv divide H, the largest of them; N is the number of sequences.
+# The shapes that every argument may have. Hq, Hk and Hv divide H, the largest of them; N is the number of sequences.
 SHAPES = dict(
     query=("B T Hq K",),
     key=("B T Hk K",),
@@ -21,14 +21,14 @@ SHAPES = dict(
 )
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # of query, key and value
 LARGEST = {name: float(np.finfo(name).max) for name in ("float32", "float64")}
-ROWWISE = ("query", "key", "value", "g", "gk", "gv")  # lose their B in packed [T, heads, width] input
+ROWWISE = ("query", "key", "value", "g", "gk", "gv")  # have no B in packed [T, heads, width] input
 
 
 def bind(
     query, key, value, *, g=None, g_gamma=None, gk=None, gv=None,
     softmax_scale=None, initial_state=None, cu_seqlens=None, reverse=False,
 ) -> Recurrence:  # fmt: skip
-    """Checks every argument, adds a missing B, folds the gates, and spreads what is given once over the sequences."""
+    """Check every argument, add a missing B, fold the gates, and broadcast g_gamma and initial_state to all sequences."""
     arrays = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, initial_state=initial_state)
     arrays = {name: as_float(name, x) for name, x in arrays.items() if x is not None}
     check_dtypes(arrays)
@@ -75,7 +75,7 @@ def check_dtypes(arrays: dict[str, jax.Array]):
 
 
 def check_shapes(arrays: dict[str, jax.Array], flat: bool) -> dict[str, int]:
-    """The size of every letter of SHAPES, each set by the first argument that has it. Raises at the first that disagrees."""
+    """The size of every letter of SHAPES, set by the first argument that has it. ValueError at the first that disagrees."""
     sizes: dict[str, int] = {}
     setter: dict[str, str] = {}
     for name, x in arrays.items():
@@ -127,7 +127,7 @@ def check_per_sequence(arrays: dict[str, jax.Array], N: int, packed: bool):
             raise ValueError(f"{name} must be {wanted} with N={N}, {by}, got shape {x.shape}")
 
 
-# ---- what must be checked before tracing: types that JAX cannot trace, values, and what is part of the program -------
+# ---- checks before tracing: types that JAX cannot trace, known values, and static arguments --------------------------
 
 REQUIRED = ("query", "key", "value")
 
@@ -151,15 +151,14 @@ GUARDS = ("jax_transfer_guard_host_to_device", "jax_transfer_guard_device_to_dev
 
 
 def transferred(arrays: dict, to: jax.sharding.Sharding | None = None) -> dict:
-    """Numbers and NumPy's arrays as JAX's, on the devices that the others are committed to.
+    """Transfer numbers and NumPy arrays explicitly to the devices that the other arrays are committed to.
 
-    These transfers are explicit. jit makes the same ones faster, but implicitly: so they are left to it unless a
-    `jax.transfer_guard` watches.
+    jit makes the same transfers faster, but implicitly: they are left to it unless a `jax.transfer_guard` is set.
     """
     if all(getattr(jax.config, guard) in (None, "allow") for guard in GUARDS):
         return arrays
     if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
-        to = None  # the program's devices are not known yet
+        to = None  # the program's devices are unknown while tracing
     elif to is None:
         to = next((replicated(x) for x in arrays.values() if is_known(x) and x.committed), None)
     return {
@@ -169,7 +168,7 @@ def transferred(arrays: dict, to: jax.sharding.Sharding | None = None) -> dict:
 
 
 def replicated(x: jax.Array) -> jax.sharding.Sharding | None:
-    """All of an array on every device that x lies on; None where that cannot be said."""
+    """The sharding that replicates an array over the devices of x; None where it cannot be expressed."""
     if isinstance(x.sharding, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec())
     return x.sharding if x.sharding.num_devices == 1 else None
@@ -184,16 +183,16 @@ def is_array(x) -> bool:
 
 
 def check_array(name: str, x):
-    """TypeError unless x is an array that JAX can trace: lists would be traced number by number."""
+    """TypeError unless x is an array that JAX can trace. JAX would trace each number of a list."""
     if not is_array(x):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    # By the letter where it says enough: issubdtype takes microseconds, and bfloat16 is of NumPy's kind for records.
+    # issubdtype is slow, so NumPy's kind decides first; bfloat16 has the kind of records there.
     if getattr(x.dtype, "kind", None) not in ("f", "i", "u", "b", "c") and not jnp.issubdtype(x.dtype, jnp.number):
         raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
 
 
 def check_flag(name: str, x):
-    """TypeError unless x is True or False: any other value would count as one of them."""
+    """TypeError unless x is True or False; Python would accept any value as one of them."""
     if not isinstance(x, bool | np.bool_):
         got = f"an array of {x.dtype}" if is_array(x) else repr(x)
         raise TypeError(f"{name} must be True or False, known while tracing, got {got}")
@@ -205,7 +204,7 @@ def check_integer(name: str, x):
 
 
 def check_real(name: str, x, dtype=np.float32):
-    """Check for one real number; where its value is known, for one that is finite in the sums over inputs of that dtype."""
+    """Check that x is one real number and, where its value is known, finite in the dtype of sums over inputs of `dtype`."""
     if isinstance(x, bool) or not (isinstance(x, int | float) or is_array(x)):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
     if is_array(x):
@@ -215,24 +214,24 @@ def check_real(name: str, x, dtype=np.float32):
             raise ValueError(f"{name} must be one number, got shape {x.shape}")
     value = known_number(x)
     sums = "float64" if dtype == np.float64 and jax.config.jax_enable_x64 else "float32"
-    # A Python int may exceed every float: it is compared, never converted.
+    # A Python int may exceed every float, so it is compared without conversion.
     if value is not None and not abs(value) <= LARGEST[sums]:
         raise ValueError(f"{name} must be finite in {sums}, the dtype of sums, got {value}")
 
 
 def known_number(x) -> int | float | None:
-    """The value of a scalar; None if only a running program has it, or another process."""
+    """The value of a scalar; None if it is traced or lies on another process's devices."""
     if isinstance(x, int | float):
         return x
     if isinstance(x, np.ndarray | np.generic):
         return x.item() if jnp.issubdtype(x.dtype, jnp.integer) else float(x)
     if is_known(x) and x.is_fully_addressable:
-        return known_number(jax.device_get(x))  # an explicit transfer, which no transfer_guard forbids
+        return known_number(jax.device_get(x))  # an explicit transfer, which "disallow" permits
     return None
 
 
 def check_known_boundaries(cu_seqlens, query):
-    """The values of cu_seqlens, where they are known; its shape and dtype are left to `bind`."""
+    """Check the values of cu_seqlens where they are known; `bind` checks its shape and dtype."""
     if not isinstance(cu_seqlens, np.ndarray | jax.Array) or isinstance(cu_seqlens, jax.core.Tracer):
         return
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0 or np.ndim(query) < 3:
@@ -240,9 +239,8 @@ def check_known_boundaries(cu_seqlens, query):
     cuts, T = np.asarray(jax.device_get(cu_seqlens)), query.shape[-3]
     if cuts[0] != 0:
         raise ValueError(f"cu_seqlens must begin with 0, got {cuts[0]}")
-    if (
-        drops := np.flatnonzero(cuts[1:] < cuts[:-1])
-    ).size:  # compared: a difference of unsigned integers is never negative
+    drops = np.flatnonzero(cuts[1:] < cuts[:-1])  # compared, for a difference of unsigned integers is never negative
+    if drops.size:
         i = int(drops[0])
         raise ValueError(f"cu_seqlens must not decrease, got {cuts[i]} before {cuts[i + 1]} at position {i + 1}")
     if cuts[-1] > T:

@@ -11,27 +11,27 @@ from jaxtyping import Array, Float
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decay:
-    """Logarithm of the decay of the state, by what it varies over: head + key + value; missing parts do not decay.
+    """The log decay of the state, a sum of parts: log decay[k, v] = head + key[k] + value[v]. A missing part is zero.
 
-    Kernels meet six forms, never sixteen: none, `constant`, `head`, `key`, `value`, `key` and `value`. Which parts are
-    present is structure, so it is known while tracing.
+    There are six forms: none, `constant`, `head`, `key`, `value`, and `key` with `value`. The form is part of the tree's
+    structure, so it is known while tracing.
     """
 
-    constant: Float[Array, "N H"] | None = None  # one number a sequence and head
+    constant: Float[Array, "N H"] | None = None  # the same at every token of a sequence
     head: Float[Array, "B T H"] | None = None
-    key: Float[Array, "B T H K"] | None = None  # of the state's rows
-    value: Float[Array, "B T H V"] | None = None  # of the state's columns
+    key: Float[Array, "B T H K"] | None = None  # decays the state's rows
+    value: Float[Array, "B T H V"] | None = None  # decays the state's columns
 
     @classmethod
     def from_gates(cls, g, g_gamma, gk, gv, to_tokens, dtype) -> "Decay":
-        """log decay = g + g_gamma + gk + gv.  Folding is `+`, so autodiff returns the gradient of every gate.
+        """Fold the gates: log decay = g + g_gamma + gk + gv. Autodiff of the sums returns the gradient of every gate.
 
-        g: [B, T, H] or [B, T, H, K], g_gamma: [N, H], gk: [B, T, H, K], gv: [B, T, H, V], each or None.
-        to_tokens: spreads one row a sequence, [N, H], over that sequence's tokens, [B, T, H].
-        dtype: that in which the recurrence is summed, float32 or float64.
+        g: [B, T, H] or [B, T, H, K]; g_gamma: [N, H]; gk: [B, T, H, K]; gv: [B, T, H, V]. Each may be None.
+        to_tokens: broadcasts one row for each sequence, [N, H], to that sequence's tokens, [B, T, H].
+        dtype: the dtype of sums and states, float32 or float64.
 
-        A gate that stands alone keeps its dtype and its memory; a sum of two has `dtype` at least, so that float64 inputs
-        lose nothing to gates of float32.
+        A single gate is used as it is, without a copy. A sum of gates has at least `dtype`, so that float32 gates do not
+        lower the precision of float64 inputs.
         """
         if g is not None and g.ndim == 4:
             g, gk = None, added(g, gk, dtype)
@@ -52,7 +52,7 @@ class Decay:
 
     @property
     def by_token(self) -> bool:
-        """Whether the decay depends on the data, and not on the head alone."""
+        """Whether the decay varies from token to token."""
         return self.form not in ("none", "constant")
 
     @property
@@ -70,6 +70,6 @@ def added(x: Array | None, y: Array | None, dtype) -> Array | None:
 
 
 def promoted(*dtypes) -> jnp.dtype:
-    """The dtype that holds the values of all, also where jax_numpy_dtype_promotion forbids what is not said: this says it."""
+    """The common dtype, also where the user's jax_numpy_dtype_promotion forbids implicit promotion: this one is explicit."""
     with jax.numpy_dtype_promotion("standard"):
         return functools.reduce(jnp.promote_types, dtypes)

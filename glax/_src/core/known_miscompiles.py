@@ -1,4 +1,4 @@
-"""Kernels and configs known to be compiled wrongly: refused by name, whatever the tuner measures."""
+"""Kernels and configs that a compiler is known to miscompile: refused by name, and never chosen by the tuner."""
 
 import dataclasses
 import fnmatch

@@ -1,4 +1,4 @@
-"""The one operand of every kernel, and its one result."""
+"""`Recurrence`, the operand of every kernel, and its results: `Outputs` and `Residuals`."""
 
 import dataclasses
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class Recurrence:
     H is the largest of the three head counts; the others divide it, and head h of H reads head h * heads // H.
     `scale` is one number a sequence, so that batches can be merged.
     Packed, B is 1 and sequence n is rows boundaries[n] to boundaries[n + 1] of T; rows behind the last are padding.
-    `reverse` walks every sequence from its last token to its first.
+    `reverse` scans every sequence from its last token to its first.
     """
 
     q: Float[Array, "B T Hq K"]
@@ -51,12 +51,12 @@ class Recurrence:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """What sums and states are kept in: float32, or float64 for float64 inputs."""
+        """The dtype of sums and states: float32, or float64 for float64 inputs."""
         return promoted(self.q.dtype, jnp.float32)
 
     @property
     def start_state(self) -> Float[Array, "N H K V"]:
-        """The initial state, zeros where none was given, in the dtype of sums."""
+        """The initial state in the dtype of sums; zeros if there is none."""
         if self.initial_state is None:
             return varying_like(jnp.zeros(self.state_shape, self.dtype), self.q)
         return self.initial_state.astype(self.dtype)
@@ -85,7 +85,7 @@ class Recurrence:
         return (rows >= self.boundaries[0]) & (rows < self.boundaries[-1])
 
     def ends(self, scan_end: bool) -> Bool[Array, "T"]:
-        """The rows where the walk of a sequence ends (or begins)."""
+        """Whether the scan of a sequence ends (scan_end) or begins at a row."""
         rows, last = jnp.arange(self.q.shape[1]), scan_end != self.reverse
         if self.boundaries is None:
             return rows == (self.q.shape[1] - 1 if last else 0)
@@ -93,13 +93,13 @@ class Recurrence:
         return self.is_token & (rows == (self.boundaries[own + 1] - 1 if last else self.boundaries[own]))
 
     def by_token(self, x: Float[Array, "N *rest"]) -> Float[Array, "B T *rest"]:
-        """Spreads one row a sequence over the tokens of that sequence."""
+        """Broadcast one row for each sequence to the tokens of that sequence."""
         if self.boundaries is not None:
             return x[self.sequence_of][None]
         return jnp.broadcast_to(x[:, None], (x.shape[0], self.q.shape[1], *x.shape[1:]))
 
     def per_sequence(self, x: Float[Array, "B T *rest"]) -> Float[Array, "N *rest"]:
-        """Sums over the tokens of each sequence; padding rows of x must be zero."""
+        """Sum over the tokens of each sequence; padding rows of x must be zero."""
         if self.boundaries is None:
             return x.sum(1)
         return jax.ops.segment_sum(x[0], self.sequence_of, self.num_sequences)
@@ -144,9 +144,9 @@ class Outputs(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What a forward leaves for its gradient beside its operands: the states at chunks, and a flag of every chunk.
+    """What a forward saves for its gradient beside its operands: states at chunks, and one flag for each chunk.
 
-    Chunks, at which of them a state is kept, the widths K and V, and the flags' meaning are the kernel's own.
+    The kernel defines the chunks, which of them have a state, the padded widths K and V, and the meaning of the flags.
     """
 
     states: Float[Array, "B runs H K V"]
@@ -154,19 +154,19 @@ class Residuals(NamedTuple):
 
 
 def spread_heads(x: Array, heads: int, axis: int = 2) -> Array:
-    """Repeats each head of x until there are `heads`."""
+    """Repeat each head of x until there are `heads`."""
     return x if x.shape[axis] == heads else jnp.repeat(x, heads // x.shape[axis], axis)
 
 
 def fold_heads(x: Array, heads: int, axis: int = 2) -> Array:
-    """The adjoint of `spread_heads`: sums the heads that share one."""
+    """The adjoint of `spread_heads`: sum over the heads that read the same one."""
     if x.shape[axis] == heads:
         return x
     return x.reshape(*x.shape[:axis], heads, -1, *x.shape[axis + 1 :]).sum(axis + 1)
 
 
 def to_int32(x: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """Integers of any dtype as int32. Values beyond its range become its nearest end, so that what is out of bounds stays so."""
+    """Cast integers to int32. Values outside its range become its nearest end, so that indices out of bounds stay so."""
     if x.dtype == jnp.int32:
         return jnp.asarray(x)
     own, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
@@ -174,21 +174,21 @@ def to_int32(x: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
 
 
 def varying_axes(x: Array) -> frozenset[str]:
-    """The mesh axes that x differs over, inside shard_map; none elsewhere."""
+    """The mesh axes that x varies over inside shard_map; none elsewhere."""
     return frozenset(jax.typeof(x).mat.varying)
 
 
 def varying_like(x: Array, like: Array) -> Array:
-    """x, varying over the mesh axes that `like` varies over: inside shard_map, loops insist that carries agree."""
+    """Cast x to vary over the mesh axes of `like`: inside shard_map, the carry of a loop must have the type of its result."""
     missing = tuple(varying_axes(like) - varying_axes(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def aligned(r):
-    """r, a Recurrence or any tree of arrays, with every array varying over the same mesh axes.
+    """Cast every array of r, a Recurrence or any tree, to vary over the same mesh axes.
 
-    Done before the custom gradient, so that the gradient of a replicated input (g_gamma, say) is summed over the mesh by
-    the transpose of this cast, once.
+    The cast comes before the custom gradient. Its transpose then sums the gradient of a replicated input (g_gamma, say) over
+    the mesh, once.
     """
     leaves, structure = jax.tree.flatten(r)
     axes = frozenset[str]().union(*(varying_axes(x) for x in leaves))
@@ -202,12 +202,12 @@ def is_symbol(n) -> bool:
 
 
 def bucket(n: int) -> int:
-    """The least power of two that is not below n; a symbol as it is."""
+    """The smallest power of two >= n; a symbol is returned as it is."""
     return n if is_symbol(n) else 1 << max(n - 1, 0).bit_length()
 
 
 def describe(r: Recurrence) -> str:
-    """The shapes and dtypes of r as text, equal for lengths that one config suits: T and packed N by their power of two."""
+    """The shapes and dtypes of r as text: the key of a measured config. T and a packed N are rounded up to powers of two."""
     B, T, Hq, K = r.q.shape
     parts = [f"B{B} T{bucket(T)} Hq{Hq} Hk{r.k.shape[2]} Hv{r.v.shape[2]} K{K} V{r.v.shape[3]} {r.q.dtype}"]
     parts += [f"{name}={gate.dtype}" for name, gate in vars(r.decay).items() if gate is not None]

@@ -1,4 +1,4 @@
-"""Kernels by algorithm, platform and backend, and the choice among them."""
+"""The registry: kernels by algorithm, platform and backend, and the choice among them."""
 
 import dataclasses
 import enum
@@ -47,7 +47,7 @@ def check_field(name: str, value, lowest: int, highest: int, power_of_two: bool 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The tunable numbers of a kernel. A subclass names them, guesses them from the shapes, and spans the search."""
+    """The tunable numbers of a kernel. A subclass defines the fields, a heuristic for them, and the candidates of a search."""
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
@@ -59,16 +59,14 @@ class Config:
 
 
 class TwoPhase(NamedTuple):
-    """A kernel in two, where its first pass needs no initial state (no d_final), which may still be on its way from another
-    device, and yields what that device is to be told.
+    """A kernel in two phases. The first needs no initial state (no d_final): shards exchange states while it runs.
 
-    begin:  (recurrence, config=) -> (begun, state, log); for "<algorithm>.vjp" (recurrence, d_output, d_final, config=).
-            state [N, H, K, V]: the final state (the initial state's gradient); log [N, H, K or 1]: the sum of log decays of
-            each sequence; begun: arrays for `finish`, whose first axis grows with the batch
-    finish: (begun, recurrence, config=) -> what `run` returns, from the initial state of that recurrence, whichever `begin`
-            was given; for "<algorithm>.vjp" (begun, recurrence, d_output, d_final, config=), and that d_final, with `kept`
-            behind it if something was
-    finish_with_residuals: what `forward_with_residuals` returns, likewise
+    local_states: (recurrence, config=) -> (begun, state, log); for "<algorithm>.vjp" (recurrence, d_output, d_final, config=).
+            begun: arrays for `finish`, whose first axis grows with the batch. state [N, H, K, V]: the final state, or the
+            gradient of the initial state. log [N, H, K or 1]: the sum of log decays of each sequence
+    finish: (begun, recurrence, config=) -> what `run` returns, from the initial state of this recurrence, not that of the
+            first phase; for "<algorithm>.vjp" (begun, recurrence, d_output, d_final[, residuals], config=)
+    finish_with_residuals: (begun, recurrence, config=) -> what `forward_with_residuals` returns
     """
 
     local_states: Callable[..., Any]
@@ -82,13 +80,13 @@ class KernelSpec:
 
     run:      (recurrence, config=) -> Outputs; for "<algorithm>.vjp" (recurrence, d_output, d_final, config=) -> Recurrence;
               for "<algorithm>.step" (recurrence of one token, pool, slots, config=) -> (output, pool), slot -1 for none
-    forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals), of a kernel whose gradient, of the same algorithm and
-              platform, takes `residuals`, and then need not form them again; None for all others
-    saves_residuals: recurrence -> whether saving them is worth its memory there
+    forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals), if the gradient kernel of the same algorithm and
+              platform takes `residuals` instead of recomputing them; else None
+    saves_residuals: recurrence -> whether residuals are worth their memory
     supports: recurrence -> None, or the reason why the kernel cannot run it
-    priority: recurrence -> number; among kernels that can run it, the highest is taken
-    version:  raised when measured configs lose their meaning
-    two_phase: recurrence -> the kernel in two phases, or None where the first would be work that `run` does not do
+    priority: recurrence -> number; of the kernels that can run it, the one with the highest is chosen
+    version:  raised when measured configs become invalid
+    two_phase: recurrence -> the kernel in two phases, or None where that would add work to `run`
     """
 
     algorithm: str
@@ -119,7 +117,7 @@ class KernelSpec:
         return self.algorithm.endswith(".step")
 
     def refusal(self, r: Recurrence, config: Config | None = None) -> str | None:
-        """Why this kernel does not run r here with that config; None if it does."""
+        """The reason why this kernel cannot run r here with that config; None if it can."""
         if self.backend not in (Backend.here(), Backend.ANY):
             return f"needs a {self.backend}, {computes_on()}"
         if self.backend is Backend.GPU and lowering_platform.value is not None and local_device() is None:
@@ -130,7 +128,7 @@ class KernelSpec:
             return f"takes a {self.config.__name__}, cfg is a {type(config).__name__}"
         return denied(self.name) or self.supports(r)
 
-    # What the execution layer asks of anything that it configures; see `glax._src.tuning.op.Kernel`.
+    # The interface of `glax._src.tuning.op.Kernel`, for executors and the tuner.
 
     @property
     def op_id(self) -> str:
@@ -152,10 +150,10 @@ class KernelSpec:
 
 
 def under_usual_options(spec: KernelSpec) -> KernelSpec:
-    """spec, whose kernel is traced under JAX's default promotion of dtypes and ranks, whatever the caller's code is held to.
+    """Make spec's functions trace under JAX's default promotion of dtypes and ranks, whatever the caller has set.
 
-    Kernels multiply bfloat16 operands by float32 decays, which is float32 as they mean it. Those of accelerators take nothing
-    of 64 bits, so their indices have 32 also where jax_enable_x64 makes numbers wider.
+    Kernels multiply bfloat16 operands by float32 decays and rely on a float32 product. Kernels of accelerators take no 64-bit
+    values: they are traced without jax_enable_x64, so that their indices have 32 bits.
     """
 
     def usual(run):
@@ -167,26 +165,26 @@ def under_usual_options(spec: KernelSpec) -> KernelSpec:
 
         return traced
 
-    def parts(r: Recurrence) -> TwoPhase | None:
-        found = spec.two_phase(r)
-        return None if found is None else TwoPhase(*(None if run is None else usual(run) for run in found))
+    def two_phase(r: Recurrence) -> TwoPhase | None:
+        phases = spec.two_phase(r)
+        return None if phases is None else TwoPhase(*(None if run is None else usual(run) for run in phases))
 
-    kept = None if spec.forward_with_residuals is None else usual(spec.forward_with_residuals)
-    return dataclasses.replace(spec, run=usual(spec.run), forward_with_residuals=kept, two_phase=parts)
+    saving = None if spec.forward_with_residuals is None else usual(spec.forward_with_residuals)
+    return dataclasses.replace(spec, run=usual(spec.run), forward_with_residuals=saving, two_phase=two_phase)
 
 
 class UnsupportedError(NotImplementedError):
-    """No kernel runs a call; the text holds each kernel's reason."""
+    """No kernel can run a call. The message has each kernel's reason."""
 
 
 class KernelRegistry:
-    """KernelSpecs by name, and which of them can run a recurrence here."""
+    """KernelSpecs by name, and the choice of one for a recurrence on this machine."""
 
     def __init__(self):
         self.kernels: dict[str, KernelSpec] = {}
 
     def register(self, algorithm: str, platform: Platform, backend: Backend, **traits) -> Callable:
-        """Decorates a kernel's function; `traits` are the other fields of KernelSpec."""
+        """Decorate a kernel's function. `traits` are the other fields of KernelSpec. ValueError if the name is taken."""
 
         def add(run):
             spec = under_usual_options(KernelSpec(algorithm, platform, backend, run, **traits))
@@ -205,15 +203,15 @@ class KernelRegistry:
         gradient: bool = False,
         step: bool = False,
     ) -> tuple[list[KernelSpec], dict[str, str]]:
-        """The kernels that run r (or its gradient, or a step in a pool) on this machine, best first, and the others' reasons."""
-        asked = [s for s in self.kernels.values() if (s.is_gradient, s.is_step) == (gradient, step)]
-        asked = [s for s in asked if platform in (None, s.platform)]
-        refusals = {spec.name: spec.refusal(r, config) for spec in asked}
-        able = [spec for spec in asked if refusals[spec.name] is None]
+        """The kernels that can run r (or its gradient, or a step in a pool) on this machine, best first; the others' reasons."""
+        eligible = [s for s in self.kernels.values() if (s.is_gradient, s.is_step) == (gradient, step)]
+        eligible = [s for s in eligible if platform in (None, s.platform)]
+        refusals = {spec.name: spec.refusal(r, config) for spec in eligible}
+        able = [spec for spec in eligible if refusals[spec.name] is None]
         return sorted(able, key=lambda spec: -spec.priority(r)), {k: v for k, v in refusals.items() if v is not None}
 
     def find(self, r: Recurrence, platform: Platform | None = None, config: Config | None = None) -> KernelSpec:
-        """The kernel of highest priority that runs r on this machine, or an error with every kernel's reason."""
+        """The kernel of highest priority that can run r on this machine. UnsupportedError, with all reasons, if there is none."""
         able, refusals = self.able(r, platform, config)
         if able:
             return able[0]

@@ -1,4 +1,4 @@
-"""Prompts into a pool of states."""
+"""`prefill_into`: prompts, from states in a pool and back into it."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Speculative decoding: outputs of a few draft tokens at once, then the state behind those that were accepted."""
+"""Speculative decoding: outputs of a few draft tokens together, then the state after the accepted ones."""
 
 import dataclasses
 import functools
@@ -136,7 +136,7 @@ def bound_commit(state, draft: Draft, accepted):
     rows = decay.key if head is None else head[..., None]
 
     def behind(log):
-        """The factors from behind each token, and from before all: sums of at most T logs, never a difference of two."""
+        """The decay after each token and through all of them, as sums of at most T logs: a difference of sums would cancel."""
         log = jnp.where(taken, log.astype(dtype), 0)
         sums = lax.cumsum(log, axis=1, reverse=True)
         return jnp.exp(jnp.concatenate([sums[:, 1:], jnp.zeros_like(sums[:, :1])], 1)), jnp.exp(sums[:, 0])

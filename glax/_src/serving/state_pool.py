@@ -1,4 +1,4 @@
-"""Rows of a pool of states, by slot. Slot -1 is no row: it reads as zeros and is never written, like any out of bounds."""
+"""Read and write rows of a pool of states by slot. A slot out of bounds, -1 too, reads as zeros; writes to it are dropped."""
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,14 @@ from glax._src.core.registry import Backend
 
 
 def check_known_slots(slots, pool, name: str = "state"):
-    """Check the values of slots where they are known; shapes and dtypes are left to `usable` and `check_states`."""
+    """Check the values of slots where they are known; `usable` and `check_states` check shapes and dtypes."""
     if slots is None or isinstance(slots, jax.core.Tracer) or not jnp.issubdtype(slots.dtype, jnp.integer):
         return
     if np.ndim(slots) != 1 or np.ndim(pool) != 4:
         return
     known, rows = np.asarray(jax.device_get(slots)), np.shape(pool)[0]
-    known = (
-        known if known.dtype.itemsize == 8 else known.astype(np.int64)
-    )  # -1 and `rows` need not fit the dtype of slots
+    if known.dtype.itemsize < 8:
+        known = known.astype(np.int64)  # -1 and `rows` need not fit the dtype of slots
     if (wrong := known[(known < -1) | (known >= rows)]).size:
         raise ValueError(f"slots must be from -1 to {rows - 1}, the last row of {name}, got {wrong[0]}")
     taken, count = np.unique(known[known >= 0], return_counts=True)
@@ -39,7 +38,7 @@ def check_states(name: str, x, shape: tuple[int, int, int, int], pooled: bool):
 
 
 def usable(slots, rows: int, N: int, by: tuple[str, str]) -> tuple[Int[Array, "N"], Bool[Array, "N"]]:
-    """The slots, every unused one moved out of bounds, where reads give zeros and writes are dropped; and which are used."""
+    """Move unused slots to `rows`, out of bounds: reads give zeros, writes are dropped. Returns the slots and which are used."""
     if not jnp.issubdtype(slots.dtype, jnp.integer):
         raise TypeError(f"slots must hold integers, got {slots.dtype}")
     if slots.shape != (N,):

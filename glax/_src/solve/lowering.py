@@ -1,5 +1,8 @@
-"""A kernel's place in a program: chosen while tracing, for the backend that the program is likely for, and chosen anew where
-it is lowered for another one. Only then is known, too, over how many devices the program is spread."""
+"""Place a kernel in a program.
+
+A kernel is chosen while tracing, for the predicted backend, and again while lowering if the backend is another one. The number
+of devices that the program is sharded over is known in lowering alone, too.
+"""
 
 import dataclasses
 import functools
@@ -28,29 +31,29 @@ from glax._src.solve.partitioning import (
 class Kernel:
     """The kernel that was chosen while tracing.
 
-    run:   of a Recurrence and what else it is given, see `glax._src.solve.partitioning.by_type`
-    again: (platform, results, *operands) -> the same results, by what is chosen for the backend of then; of that platform alone
-           unless it is None; results: their shapes, as far as they are the kernel's own
-    opaque: whether it is foreign code, which XLA cannot spread over devices
-    keeps: whether what is kept for the gradient is among the results
+    run:   the kernel on a Recurrence and its other operands, see `glax._src.solve.partitioning.by_type`
+    again: (platform, results, *operands) -> the same results, by the kernel for the backend of the lowering; of that platform
+           unless it is None. results: the shapes that `run` returns
+    opaque: whether it is foreign code, which XLA cannot partition
+    saves_residuals: whether residuals are among the results
     """
 
     run: Callable
     again: Callable
     opaque: bool
-    keeps: bool = False
+    saves_residuals: bool = False
 
     def placed(self, r: Recurrence, *given):
-        """run(r, *given), or what it must be where the program is lowered; spread over devices as its operands are."""
-        # Inside of a lowering, the call that is lowered is what is spread.
+        """run(r, *given), or another kernel's where the program is lowered for another backend; sharded as its operands are."""
+        # Inside of a lowering, the call that is being lowered is partitioned already.
         if lowering_platform.value is not None or all_manual(jax.sharding.get_abstract_mesh()):
             return self.alone(r, *given)
         if is_spread_by_type((r, *given)):
-            return by_type(self.alone, self.keeps, r, *given)
+            return by_type(self.alone, self.saves_residuals, r, *given)
         return self.bind(True, r, *given)
 
     def alone(self, *operands):
-        """The same on operands that no device shares with others."""
+        """The same on operands that are one device's own."""
         return self.bind(False, *operands)
 
     def bind(self, spreads: bool, *operands):
@@ -63,7 +66,7 @@ class Kernel:
 
 @functools.cache
 def asks_for_devices() -> ClosedJaxpr:
-    """JAX lets lowerings know the devices of a program only where it finds custom_partitioning in it."""
+    """A program with custom_partitioning in it: only there does JAX pass the program's devices to lowering rules."""
     from jax.experimental.custom_partitioning import custom_partitioning
 
     asks = custom_partitioning(jax.lax.neg)
@@ -86,7 +89,7 @@ class Call:
     def lowered(
         self, platform: str, asks: bool = False, visible: bool = False, free: FreeAxis | None = None
     ) -> Callable:
-        """What leaves become of leaves, in a program for that platform.
+        """The call as a function from leaves to leaves, in a program for that platform.
 
         asks: whether the compiler asks how to spread it over devices, over the `free` axis alone if one is given;
         visible: whether XLA must see into it.
@@ -102,7 +105,7 @@ class Call:
             with lowering_platform(platform):
                 return run(*operands)
 
-        f = functools.partial(by_compiler, of_operands, self.kernel.keeps, free=free) if asks else of_operands
+        f = functools.partial(by_compiler, of_operands, self.kernel.saves_residuals, free=free) if asks else of_operands
         return lambda *leaves: jax.tree.leaves(f(*self.structure.unflatten(leaves)))
 
 

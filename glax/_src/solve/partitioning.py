@@ -1,9 +1,9 @@
-"""One kernel on many devices, without a word between them: arrays spread over the batch or the heads stay where they are.
+"""One kernel on many devices, without communication: arrays that are sharded over the batch or the heads stay in place.
 
-XLA cannot see into a kernel that is a call of foreign code, and would gather its operands on every device. So every
-kernel is wrapped: under automatic sharding by custom_partitioning, which the compiler asks once it knows how the operands
-lie; under explicit sharding by shard_map, because types say it. Inside shard_map arrays are a device's own already. TPUs
-have no custom_partitioning: there XLA partitions kernels of plain JAX itself, and `glax.parallel` serves the others.
+XLA cannot see into a kernel that is a call of foreign code, and would gather its operands on every device. So every kernel
+is wrapped. Under automatic sharding custom_partitioning wraps it: the compiler calls it with the operands' shardings. Under
+explicit sharding shard_map wraps it, for the types have the shardings. Inside shard_map arrays are a device's own already.
+TPUs have no custom_partitioning: XLA partitions kernels of plain JAX there itself, and `glax.parallel` serves the others.
 """
 
 import dataclasses
@@ -35,8 +35,10 @@ def all_manual(mesh) -> bool:
 
 
 def by_type(f, saves_residuals: bool, *operands):
-    """f(*operands) on each device. f(r) returns Outputs, with `keeps` (Outputs, Residuals); f(r, d_output, d_final) or, with what
-    was kept, f(r, d_output, d_final, kept) a Recurrence."""
+    """Run f(*operands) on each device, by the shardings in the operands' types.
+
+    f: (r) -> Outputs, or (Outputs, Residuals) with `saves_residuals`; or (r, d_output, d_final[, residuals]) -> Recurrence.
+    """
     given = operands[0].replace(boundaries=None)
     mesh = next(mesh for x in jax.tree.leaves(operands) if not (mesh := jax.typeof(x).sharding.mesh).empty)
     batch, heads = common_axes(mesh, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
@@ -108,8 +110,8 @@ def by_compiler(f, saves_residuals: bool, *operands, free: FreeAxis | None = Non
             mesh, place = free.mesh, free.sharding
             specs = [free.spec(x) for x in arguments]
         axes = common_axes(mesh, operands, specs)
-        lie = lambda specs: tuple(place(spec) for spec in leaves_of(specs))  # noqa: E731
-        result, given = lie(result_specs(operands, saves_residuals, *axes)), lie(operand_specs(operands, *axes))
+        into, out = operand_specs(operands, *axes), result_specs(operands, saves_residuals, *axes)
+        result, given = (tuple(place(spec) for spec in leaves_of(tree)) for tree in (out, into))
         return mesh, flat(summed(f, axes[1], operands)), result, given
 
     rule, replicated, sizes = sharding_rule(operands, saves_residuals)
@@ -146,15 +148,17 @@ def name_by_content(context, call, content: str):
     call.attributes["backend_config"] = ir.StringAttr.get(name)
 
 
+PACKAGE = pathlib.Path(__file__).parents[2]  # glax
+
+
 @functools.cache
 def sources() -> str:
     """A digest of this package's code."""
-    folder = pathlib.Path(__file__).parent
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))).hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))).hexdigest()
 
 
 def check_shardy():
-    """XLA would end the process where it comes to a kernel that only Shardy can spread."""
+    """NotImplementedError without Shardy: XLA would end the process at a kernel that only Shardy can partition."""
     if not jax.config.jax_use_shardy_partitioner:
         raise NotImplementedError(
             "glax spreads kernels over devices by the Shardy partitioner, which jax_use_shardy_partitioner=False switches "

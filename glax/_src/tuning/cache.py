@@ -1,4 +1,4 @@
-"""Measured configs, in memory and on disk; and overlays, which stand above them. Neither an override nor a guess is kept."""
+"""Measured configs in memory and on disk, and overlays, which take precedence. Overrides and guesses are never stored."""
 
 import contextlib
 import contextvars
@@ -24,13 +24,13 @@ from glax._src.tuning.op import Kernel
 from glax._src.tuning.policy import AutotunePolicy
 
 FORMAT = 1
-LOCK_SECONDS = 30.0  # a lock is held while one file is read and written: who holds it longer is stopped, or means harm
+LOCK_SECONDS = 30.0  # far longer than one file takes to read and write, for which the lock is held
 NO_FOLDER = "glax has no cache folder, for this user has no home directory: set GLAX_CACHE_DIR to a folder"
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """The fastest config of an Invocation, its median milliseconds, and those of every candidate (or why it fell out)."""
+    """The fastest config of an Invocation, its median milliseconds, and those of each candidate or why it was rejected."""
 
     config: Any
     ms: float

@@ -1,4 +1,4 @@
-"""Names for what measurements depend on: the device, and the versions of what compiles for it."""
+"""Names for what measurements depend on: the device, and the versions of its compilers."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""Files that other processes and users may touch: read whole or not at all, replaced whole, never written through a link."""
+"""Safe access to files that other processes may change: atomic reads and replacements, never through a link."""
 
 import contextlib
 import errno

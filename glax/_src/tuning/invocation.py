@@ -1,4 +1,4 @@
-"""A call, as far as choosing a config goes: what is called and on which shapes, never the values."""
+"""`Invocation`: a kernel and the shapes of its arguments, all that the choice of a config may depend on."""
 
 import builtins
 import dataclasses

@@ -1,4 +1,4 @@
-"""What can be configured: an operation with an implementation for each config."""
+"""`Kernel`: an operation with tunable configs."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,7 +26,7 @@ class Kernel:
                 return [PowerConfig(block=b) for b in (64, 128, 256)]
 
     and call it by `executor(Power(), x)`. A config is a frozen dataclass of JSON values. `version` is raised when measured
-    configs lose their meaning. A registered `KernelSpec` answers to the same names.
+    configs become invalid. A registered `KernelSpec` has the same interface.
     """
 
     op_id: str

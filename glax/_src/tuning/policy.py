@@ -1,4 +1,4 @@
-"""What happens to a call whose config no cache knows."""
+"""The policy for a call without a measured config."""
 
 import dataclasses
 import os
@@ -9,7 +9,7 @@ FALLBACKS = {"heuristics": "heuristics", "heuristic": "heuristics", "autotune": 
 
 @dataclasses.dataclass(frozen=True)
 class AutotunePolicy:
-    """What happens to a call that no cache knows.
+    """The policy for a call without a measured config.
 
     cache_miss_fallback: "heuristics" guesses and measures nothing; "autotune" measures, in the middle of the user's call;
                          "error" raises LookupError.

@@ -1,4 +1,4 @@
-"""The order in which a config is looked for."""
+"""The chain of selectors that chooses a config."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ class Chosen(NamedTuple):
 
 
 class ConfigSelectorChain:
-    """Asks each selector in turn: override, overlay, memory, disk, shipped, autotune (if the policy says so), heuristic.
+    """Tries each selector in turn: override, overlay, memory, disk, shipped, autotune (if the policy says so), heuristic.
 
     Caches hold measurements only: never an override, never a guess.
     """

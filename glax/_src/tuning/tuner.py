@@ -1,4 +1,4 @@
-"""Measures candidates: only those that compute the right thing, twice the same, may win."""
+"""Measure candidate configs. Only one that is correct and deterministic may be chosen."""
 
 import concurrent.futures
 import dataclasses
@@ -18,12 +18,12 @@ from glax._src.tuning.cache import Measurement
 from glax._src.tuning.invocation import Invocation
 from glax._src.tuning.op import example_of
 
-# The relative RMS by which a candidate may differ from the yardstick, both rounded in the dtype of the result.
+# The relative RMS error of a candidate against the yardstick, by the dtype of the result.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3}
 
 
 class CandidateError(Exception):
-    """Why a candidate may not win."""
+    """The reason why a candidate is rejected."""
 
 
 @dataclasses.dataclass(frozen=True)
