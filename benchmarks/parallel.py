@@ -1,14 +1,14 @@
-"""Sequence parallelism on the devices of one host: forward and gradient of one long sequence on 1, 2, 4, ... of them.
+"""Sequence parallelism on the devices of one host: forward and gradient of one long sequence on 1, 2, 4, ... devices.
 
-    python benchmarks/parallel.py                       # B1 T131072 H16 K=V=128 bfloat16, a gate a key channel
-    python benchmarks/parallel.py --gates retention     # a state that never dies
-    python benchmarks/parallel.py --ways correct wait   # what the rule `way_of` in glax/_src/parallel/sequence.py may leave
+    python benchmarks/parallel.py                       # B1 T131072 H16 K=V=128 bfloat16, per-key gates
+    python benchmarks/parallel.py --gates retention     # decays that never underflow
+    python benchmarks/parallel.py --ways correct wait   # two choices of `overlap_of` in glax/_src/parallel/sequence.py
 
-gates: log-sigmoid and mild (a sixteenth of it) a key channel, head: mild a head; retention: fixed, a head; none. One line
-for each of them and each number of devices: time and speed-up over one device with the same kernels, of calls in a row and of
-calls each waited for, to which the host adds its own time; and how far output and gradients are from that one's; meanwhile,
-on stderr, each stage and the seconds it took. Gates of one form are compiled for each number of devices once. --json FILE
-adds a record of versions, device and times. Arrays stay on devices.
+gates: log-sigmoid and mild (a sixteenth of log-sigmoid) are per key, head is mild per head, retention is constant per head, and
+none has no decay. Each line has the gates and a number of devices. It states the time and the speed-up over one device with the
+same kernels, for consecutive calls and for calls waited for one by one, to which the host adds its own time. It also states the
+errors of output and gradients against one device. Stages and their seconds go to stderr. Gates of one form are compiled once for
+each number of devices. --json FILE appends a record of versions, device and times. Arrays stay on devices.
 """
 
 import argparse
@@ -34,7 +34,7 @@ GATES = ("log-sigmoid", "mild", "head", "retention", "none")
 
 @contextlib.contextmanager
 def stage(name: str):
-    """Says what is about to be done, and once it is, how long it took."""
+    """Prints the name of a stage to stderr, and its seconds once it has ended."""
     print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
     began = time.perf_counter()
     yield
@@ -43,7 +43,7 @@ def stage(name: str):
 
 @jax.jit(static_argnums=range(4))
 def tensors(T: int, heads: int, width: int, dtype: str) -> tuple[dict[str, jax.Array], jax.Array]:
-    """What `recurrent` is given beside gates, and the output's cotangent."""
+    """Returns the arguments of `recurrent` beside gates, and the output's cotangent."""
     *qkv, weight = (jax.random.normal(jax.random.key(i), (1, T, heads, width), dtype) for i in range(4))
     return dict(zip(("query", "key", "value"), qkv, strict=True)), weight
 
@@ -69,24 +69,24 @@ def gate(gates: str, T: int, heads: int, width: int, dtype: str) -> dict[str, ja
 
 def forward_and_gradient(f, given, weight):
     output, pull = jax.vjp(lambda given: f(**given).output, given)
-    # In training the cotangent follows from the output: nothing of the gradient may run before.
+    # In training the cotangent depends on the output, so no part of the gradient may run before it.
     output, weight = jax.lax.optimization_barrier((output, weight))
     return output, pull(weight)[0]
 
 
 def compiled(mesh, way: str, platform: str | None, given, weight):
-    """way: "alone"; by the "rule"; or whether shards "correct" what they solved from zero, or "wait" for the state."""
+    """way: "alone" for one device, "rule" for the choice of `overlap_of`, or one of its results."""
     spread = functools.partial(parallel.recurrent, mesh=mesh, sequence_axis="sequence")
     f = glax.recurrent if way == "alone" else spread
     run = jax.jit(functools.partial(forward_and_gradient, functools.partial(f, platform=platform)))
     if way in ("alone", "rule"):
         return traced_and_compiled(run, given, weight)
-    rule, sequence.way_of = sequence.way_of, lambda *_, **__: way
+    rule, sequence.overlap_of = sequence.overlap_of, lambda *_, **__: way
     try:
-        jax.clear_caches()  # of what was traced by the rule
+        jax.clear_caches()  # programs traced with the rule
         return traced_and_compiled(run, given, weight)
     finally:
-        sequence.way_of = rule
+        sequence.overlap_of = rule
         jax.clear_caches()
 
 
@@ -98,7 +98,7 @@ def traced_and_compiled(run, *arguments):
 
 
 def timed(run, arguments, repeats: int) -> tuple[float, float, tuple]:
-    """Median seconds of a call among ROW in a row, as training makes them, and of one waited for by itself; its result."""
+    """Returns the median seconds of a call among ROW consecutive calls, of a call waited for alone, and its result."""
     with stage("  the first call"):
         result = jax.block_until_ready(run(*arguments))
 
@@ -111,7 +111,7 @@ def timed(run, arguments, repeats: int) -> tuple[float, float, tuple]:
 
     medians = []
     for calls in (ROW, 1):
-        seconds(calls)  # memory for as many results as are on their way at a time is asked for once
+        seconds(calls)  # allocates memory for all results in flight
         medians.append(statistics.median(seconds(calls) for _ in range(repeats)))
     return *medians, result
 
@@ -154,7 +154,7 @@ def main():
         reference = alone = alone_waited = None
         for n, way in ways:
             if way == "correct" and gates in ("retention", "none"):
-                continue  # not written for decays of the head alone
+                continue  # not supported for constant decays and for none
             mesh = jax.make_mesh((n,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:n])
             lie = lambda x, mesh=mesh: NamedSharding(mesh, P() if x.ndim == 1 else P(None, "sequence"))  # noqa: E731
             with stage(f"{gates}: {n} devices, {way}: arrays to their places"):

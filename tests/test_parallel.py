@@ -1,4 +1,4 @@
-"""Recurrences over meshes of 8 simulated devices: against the float64 reference, and what moves between devices."""
+"""Recurrences over meshes of 8 simulated devices, compared with the float64 reference. Bytes between devices are counted."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ from glax._src.core.recurrence import Outputs
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.parallel import boundary, sequence
-from glax._src.parallel.exchange import gathers, steps
-from glax._src.parallel.sharding import Spread, spread_over
+from glax._src.parallel.exchange import shift_distances, uses_all_gather
+from glax._src.parallel.sharding import Spread, solve_on_mesh
 from glax._src.solve.dispatch import Choice
 from glax.testing.reference import reference, reference_gradient
 from tests.cases import EXTREME, FORMS, Case, cotangents, inputs, recurrence
@@ -25,9 +25,9 @@ from tests.close import assert_close, assert_gradients_close, assert_outputs_clo
 from tests.compiling import quick_jit
 
 P = PartitionSpec
-WAITING = "none", "constant"  # the decays of which shards never correct
-IN_PARTS = "none", "constant", "head", "key"  # those that kernels in parts are written for
-# Empty sequences first, in the middle and last, one token, cuts inside shards, at their edges, sequences over many shards.
+WAITING = "none", "constant"  # gate forms for which shards never correct
+TWO_PHASE = "none", "constant", "head", "key"  # gate forms that two-phase kernels support
+# Empty sequences at the start, in the middle and at the end, one token, cuts inside shards and at edges, long sequences.
 PACKED = dict(cuts=(0, 0, 30, 31, 31, 60, 93, 93), T=96)
 
 
@@ -38,24 +38,24 @@ def mesh_of(kind=AxisType.Auto, **axes):
 
 @pytest.fixture
 def short_windows(monkeypatch):
-    """So that small shards hold several."""
-    monkeypatch.setattr(boundary, "NEAR", 3)
-    monkeypatch.setattr(boundary, "FAR", 4)
-    monkeypatch.setattr(boundary, "WHOLE", 5)
+    """Shortens the windows, so that small shards have several."""
+    monkeypatch.setattr(boundary, "FIRST_ROWS", 3)
+    monkeypatch.setattr(boundary, "NEXT_ROWS", 4)
+    monkeypatch.setattr(boundary, "CONSTANT_ROWS", 5)
 
 
 @pytest.fixture
 def correcting(monkeypatch):
-    """Shards that may correct do: on accelerators, where no kernel takes its state late."""
-    monkeypatch.setattr(sequence, "way_of", lambda choice, r, gradient: "correct" if r.decay.by_token else "wait")
-    jax.clear_caches()  # of what was traced by another rule
+    """Makes shards correct where they can, as on accelerators whose kernels have one phase."""
+    monkeypatch.setattr(sequence, "overlap_of", lambda choice, r, gradient: "correct" if r.decay.by_token else "wait")
+    jax.clear_caches()  # programs traced with another choice
     yield
     jax.clear_caches()
 
 
 @pytest.fixture
 def in_two_phases(monkeypatch):
-    """Every kernel has two parts, where kernels may: the first is all of it, of which the second takes nothing."""
+    """Gives every kernel two phases where kernels may have them. Each phase runs the whole kernel."""
     load_kernels()
     begun = []
 
@@ -89,12 +89,12 @@ def logs(r):
 
 
 def hold(case: Case, spread: Spread, strengths=("log-sigmoid",)):
-    """Outputs and every gradient within the bars of docs/numerics.md."""
+    """Asserts that outputs and every gradient are within the tolerances of docs/numerics.md."""
 
     @quick_jit
     def run(r, *cotangents):
         out, pull = jax.vjp(
-            lambda x: spread_over(Choice(), spread, x.replace(boundaries=r.boundaries)), r.replace(boundaries=None)
+            lambda x: solve_on_mesh(Choice(), spread, x.replace(boundaries=r.boundaries)), r.replace(boundaries=None)
         )
         return out, pull(Outputs(*cotangents))[0]
 
@@ -111,20 +111,20 @@ def hold(case: Case, spread: Spread, strengths=("log-sigmoid",)):
     ("form", "way"),
     [(form, "wait") for form in FORMS]
     + [(form, "correct") for form in FORMS if form not in WAITING]
-    + [(form, "parts") for form in IN_PARTS],
+    + [(form, "two_phase") for form in TWO_PHASE],
 )
 def test_sequence_parallel(form, way, kind, short_windows, request):
-    """8 shards, T that 8 does not divide, shared heads, either direction; each gate form, mild and forgetting at once."""
+    """8 shards, T that 8 does not divide, shared heads and either direction. Each gate form has mild and strong decays."""
     if way == "correct":
         request.getfixturevalue("correcting")
-    if way == "parts":
+    if way == "two_phase":
         begun = request.getfixturevalue("in_two_phases")
     reverse = (list(FORMS).index(form) + (kind == "packed")) % 2 == 1
     shape = dict(B=2, T=77, heads=(4, 2, 2)) if kind == "plain" else PACKED | dict(heads=(2, 2, 1))
     case = Case("", gates=FORMS[form], K=8, V=6, reverse=reverse, **shape)
     strengths = ("log-sigmoid", "mild", "-100 on 5%", "-inf on 5%", "0") if FORMS[form] else ("log-sigmoid",)
     hold(case, Spread(mesh_of(s=8), sequence_axis="s"), strengths)
-    assert way != "parts" or (any(".vjp/" in name for name in begun) and not all(".vjp/" in name for name in begun))
+    assert way != "two_phase" or (any(".vjp/" in name for name in begun) and not all(".vjp/" in name for name in begun))
 
 
 @pytest.mark.parametrize("shards", [1, 3, 4, 5])
@@ -153,7 +153,7 @@ def test_a_long_sequence_in_windows_of_their_real_size(correcting):
     hold(case, Spread(mesh_of(s=2), sequence_axis="s"), ("-0.004", "mild"))
 
 
-def test_batch_heads_and_sequence_at_once(correcting):
+def test_batch_heads_and_sequence_together(correcting):
     spread = Spread(mesh_of(b=2, h=2, s=2), "b", "h", "s")
     hold(Case("", B=2, T=41, heads=(4, 2, 1), gates=("gk", "gv"), K=8, V=6), spread, ("mild",))
 
@@ -373,13 +373,15 @@ def compiled(f, *args):
 @pytest.mark.parametrize(
     ("shards", "gates", "extra"), [(2, ("g",), 1), (4, ("gk", "gv"), 8 + 6), (8, ("gk",), 8), (8, (), 1)], ids=str
 )
-def test_shards_exchange_their_summaries_alone(shards, gates, extra):
+def test_shards_exchange_only_states_and_decays(shards, gates, extra):
     """(K V + K' + V') H N 4 bytes times F for the forward, and again for the gradient, at any T."""
     B, H, K, V = 2, 2, 8, 6
     spread = functools.partial(parallel.recurrent, mesh=mesh_of(s=shards), sequence_axis="s")
-    summary = (K * V + extra) * H * B * 4
-    exchanges = [summary * shards] if gathers(shards) else [summary] * len(steps(shards))  # a gather's result
-    kind = "all-gather" if gathers(shards) else "collective-permute"
+    message = (K * V + extra) * H * B * 4
+    exchanges = (
+        [message * shards] if uses_all_gather(shards) else [message] * len(shift_distances(shards))
+    )  # a gather's result
+    kind = "all-gather" if uses_all_gather(shards) else "collective-permute"
     for T in (64, 1024) if gates == ("gk",) else (64,):
         case = Case("", B=B, T=T, heads=(H, H, H), gates=gates, K=K, V=V, state_dtype=None)
         arguments = inputs(case, "mild")
@@ -400,12 +402,12 @@ def test_packed_sequences_send_one_state_however_many_they_are():
 
 @pytest.mark.fast
 @pytest.mark.parametrize("n", range(1, 70))
-def test_the_rule_of_exchange(n):
-    """Every shard hears of all before it, and of each once."""
+def test_every_message_arrives_once(n):
+    """Every shard receives the messages of all shards before it, each once."""
     if n > 1:
-        received = sum(steps(n))
-        assert received >= n - 1 and received - steps(n)[-1] < max(n - 1, 1)
-        assert gathers(n) == (n - 1 <= 1 + (n > 2) + max(0, (n - 2).bit_length() - 1) or n <= 4)
+        received = sum(shift_distances(n))
+        assert received >= n - 1 and received - shift_distances(n)[-1] < max(n - 1, 1)
+        assert uses_all_gather(n) == (n - 1 <= 1 + (n > 2) + max(0, (n - 2).bit_length() - 1) or n <= 4)
 
 
 # ---- plain calls on arrays that are spread already -------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What waits for what in a recurrence whose T is spread: read from compiled programs for 4 and 8 simulated devices."""
+"""Which instructions wait for the state exchange, read from programs compiled for 4 and 8 simulated devices."""
 
 import dataclasses
 import functools
@@ -13,10 +13,10 @@ from glax import parallel
 from glax._src.core.bind import bind
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
 from glax._src.kernels import load_kernels
-from glax._src.parallel.boundary import FAR, NEAR, WHOLE, Strip, inwards
-from glax._src.parallel.boundary_state import summary
+from glax._src.parallel.boundary import CONSTANT_ROWS, FIRST_ROWS, NEXT_ROWS, BoundaryRows, fold_windows
+from glax._src.parallel.boundary_state import state_and_decay
 from glax._src.parallel.exchange import Edge
-from glax._src.parallel.sequence import way_of
+from glax._src.parallel.sequence import overlap_of
 from glax._src.solve.dispatch import Choice, resolve
 from glax.testing.reference import reference
 from tests.cases import FORMS, Case, inputs
@@ -30,7 +30,7 @@ LOOPS = "while", "call"  # small loops are called
 
 
 class Program:
-    """The entry computation of compiled HLO: what each instruction is made of, as far as it goes."""
+    """The entry computation of compiled HLO, with all instructions that each instruction depends on."""
 
     def __init__(self, compiled):
         text = compiled.as_text()
@@ -96,7 +96,7 @@ def test_shards_that_correct(form, shards, packed, correcting):
 
 @pytest.mark.parametrize(("form", "shards", "packed"), [("none", 8, True), ("constant", 4, False), ("key", 4, False)])
 def test_shards_that_wait(form, shards, packed):
-    """What they tell waits for no kernel."""
+    """The exchange of shards that wait depends on no kernel."""
     program = compiled(form, shards, packed)
     for exchange, kernel in pairs(program):
         assert len(exchange) == (1 if shards == 4 else 4)
@@ -106,20 +106,20 @@ def test_shards_that_wait(form, shards, packed):
 @pytest.mark.fast
 @pytest.mark.parametrize("gradient", [False, True])
 def test_the_rule_of_ways(gradient, monkeypatch):
-    """Kernels in parts run in parts; others are corrected on accelerators, if gates depend on the data."""
+    """Two-phase kernels run in two phases. Others are corrected on accelerators, if gates depend on the data."""
     load_kernels()
     rs = {form: bind(**inputs(Case("", T=64, gates=gates, K=8, V=8), "mild")) for form, gates in FORMS.items()}
     choice = Choice(Platform.XLA)
-    assert {way_of(resolve(choice, r), r, gradient) for r in rs.values()} == {"wait"}
+    assert {overlap_of(resolve(choice, r), r, gradient) for r in rs.values()} == {"wait"}
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
     ways = {form: "wait" if form in WAITING else "correct" for form in FORMS}
-    assert {form: way_of(resolve(choice, r), r, gradient) for form, r in rs.items()} == ways
+    assert {form: overlap_of(resolve(choice, r), r, gradient) for form, r in rs.items()} == ways
     for name, spec in kernel_registry.kernels.items():
         in_two_phases = dataclasses.replace(
             spec, two_phase=lambda r: TwoPhase(None, None) if r.decay.form == "key" else None
         )
         monkeypatch.setitem(kernel_registry.kernels, name, in_two_phases)
-    assert {form: way_of(resolve(choice, r), r, gradient) for form, r in rs.items()} == ways | dict(key="parts")
+    assert {form: overlap_of(resolve(choice, r), r, gradient) for form, r in rs.items()} == ways | dict(key="two_phase")
 
 
 def opaque(scope: str, *operands):
@@ -135,8 +135,8 @@ def hopper_of_loops(monkeypatch) -> dict:
     from glax._src.kernels.pallas_gpu import chunked as launch
     from glax._src.kernels.pallas_gpu.plan import ScanResults
 
-    def walk(w, table, q, a, b, g, scale, start, told_far=None):
-        x = opaque("states" if w.either else "walk", table, q, a, b, g, scale, start, told_far)
+    def key_scan(w, table, q, a, b, g, scale, start, told_far=None):
+        x = opaque("states" if w.either else "scan", table, q, a, b, g, scale, start, told_far)
         results = [jnp.full(y.shape, x, y.dtype) for y in w.results(*q.shape[:2], len(table))]
         return ScanResults(
             *results, jnp.full((len(table), w.H, w.K), x), jnp.zeros((q.shape[0], -(-q.shape[1] // 64), w.H))
@@ -149,7 +149,7 @@ def hopper_of_loops(monkeypatch) -> dict:
         x, each = opaque("chunks", q, k, v, g, *rest), (q.shape[0], q.shape[1] // 64, q.shape[2])
         return *(jnp.full_like(y, x) for y in (q, k, v, g)), jnp.full(each, x)
 
-    monkeypatch.setattr(layout, "key_scan", walk)
+    monkeypatch.setattr(layout, "key_scan", key_scan)
     monkeypatch.setattr(layout, "entering", entering)
     monkeypatch.setattr(launch, "gradient_key", of_chunks)
     given = dict(config=HopperConfig(parts=8))
@@ -212,7 +212,7 @@ def test_kernels_in_parts_work_beside_the_exchange(kernels, beside, monkeypatch)
 def test_triton_kernels_in_parts_do_no_more(T, monkeypatch):
     """Where T is cut, a scan of the segments' states is all that they launch beside what the whole kernel does.
 
-    NaN stands for the state that arrives: the gradient walks from S before it reads that.
+    NaN is the state that arrives. The gradient scans from S before it reads that state.
     """
     pytest.importorskip("triton")
     pytest.importorskip("jax_triton")
@@ -248,7 +248,7 @@ def test_triton_kernels_in_parts_do_no_more(T, monkeypatch):
 
 
 def test_a_program_that_waits_is_seen():
-    """Of the test above: it tells an exchange behind the kernel from one beside it."""
+    """The test above distinguishes an exchange that waits for the kernel from one that runs beside it."""
     mesh = mesh_of(s=4)
     spec = jax.sharding.PartitionSpec("s")
 
@@ -264,35 +264,39 @@ def test_a_program_that_waits_is_seen():
     assert not program.waits(program.find("collective-permute", scope=""), kernel)
 
 
-# ---- what a summary reads --------------------------------------------------------------------------------------------
+# ---- what a message reads --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_summary_is_the_state_and_the_decay(form, reverse):
-    """Of one shard that one sequence spans, in windows of their real sizes."""
-    T = max(WHOLE + 5, NEAR + FAR + 5) if form in ("none", "constant") else NEAR + FAR + 5
+def test_message_is_the_state_and_the_decay(form, reverse):
+    """The message of a shard that one sequence spans, in windows of their real sizes."""
+    T = (
+        max(CONSTANT_ROWS + 5, FIRST_ROWS + NEXT_ROWS + 5)
+        if form in ("none", "constant")
+        else FIRST_ROWS + NEXT_ROWS + 5
+    )
     case = Case("", T=T, gates=FORMS[form], K=3, V=2, heads=(1, 1, 1), state_dtype=None)
     r = bind(**inputs(case, "-0.004"), reverse=reverse)
-    strip = Strip(r, Edge(jnp.int32(0), jnp.bool(True), jnp.int32(T)), from_low=reverse)
-    run = quick_jit(lambda begun: summary(strip, jnp.bool(True), begun, r.k, r.v, adjoint=False))
-    state, rows, columns = run(r.start_state)
+    rows = BoundaryRows(r, Edge(jnp.int32(0), jnp.bool(True), jnp.int32(T)), from_low=reverse)
+    run = quick_jit(lambda begun: state_and_decay(rows, jnp.bool(True), begun, r.k, r.v, adjoint=False))
+    state, row_decay, column_decay = run(r.start_state)
     assert_close("S", state, reference(r).final_state, 1e-5)
     through = (run(r.start_state + 1e30)[0] - state) / 1e30
-    decay = rows[..., None] * (1 if columns is None else columns[..., None, :])
+    decay = row_decay[..., None] * (1 if column_decay is None else column_decay[..., None, :])
     assert_close("D", through, np.broadcast_to(decay, through.shape), 1e-5)
 
 
 @pytest.mark.parametrize("from_low", [False, True])
-def test_what_lies_behind_dead_decays_is_not_read(from_low):
-    """So the walk's cost is that of its gates, however long the shard."""
-    T = 20 * FAR
+def test_rows_beyond_underflowed_decays_are_not_read(from_low):
+    """The cost of a message depends on the gates, not on the length of the shard."""
+    T = 20 * NEXT_ROWS
     log = jnp.full((1, T, 1), -1.0)
     r = bind(jnp.ones((1, T, 1, 2)), jnp.ones((1, T, 1, 2)), jnp.ones((1, T, 1, 2)), g=log)
-    far = jnp.arange(T) >= NEAR if from_low else jnp.arange(T) < T - NEAR
+    far = jnp.arange(T) >= FIRST_ROWS if from_low else jnp.arange(T) < T - FIRST_ROWS
     r = r.replace(v=jnp.where(far[:, None, None], jnp.nan, r.v))
-    strip = Strip(r, Edge(jnp.int32(0), jnp.bool(True), jnp.int32(T)), from_low)
-    state, rows, _ = summary(strip, jnp.bool(True), r.start_state, r.k, r.v, adjoint=False)
-    assert jnp.isfinite(state).all() and (rows == 0).all()
-    visited, _, _ = inwards(strip, lambda window, i, G, logs, carry: carry, ())
+    rows = BoundaryRows(r, Edge(jnp.int32(0), jnp.bool(True), jnp.int32(T)), from_low)
+    state, row_decay, _ = state_and_decay(rows, jnp.bool(True), r.start_state, r.k, r.v, adjoint=False)
+    assert jnp.isfinite(state).all() and (row_decay == 0).all()
+    visited, _, _ = fold_windows(rows, lambda window, i, G, logs, carry: carry, ())
     assert visited == 0

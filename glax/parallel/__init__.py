@@ -1,9 +1,9 @@
-"""The functions of `glax` with their arrays spread over a mesh: batch, heads, and the sequence itself.
+"""The functions of `glax` with arrays sharded over a mesh: over the batch, the heads and the sequence.
 
     recurrent(query, key, value, ..., mesh=mesh, batch_axis="data", head_axis="model", sequence_axis="sequence")
 
-and every variant alike. Results and gradients are those of the function of the same name in `glax`; see `Spread` for what
-moves between devices.
+Every variant takes the same options. Results and gradients equal those of the function of the same name in `glax`. `Spread`
+states how many bytes move between devices.
 """
 
 from glax._src.parallel.ops import (

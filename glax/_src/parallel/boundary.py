@@ -1,8 +1,8 @@
-"""The rows of a shard from one of its edges inwards, as far as a state at that edge and they can act on each other.
+"""The rows of a shard next to one of its edges, as far as those rows and a state at the edge affect each other.
 
-G_t is the sum of log decays from the edge to token t. The walk stops where every e^{G_t} has become 0 in float32, which is
-exact: log-sigmoid gates do after some 200 tokens, however long the shard. So what is done to a strip costs what its gates
-let through, and by the gates alone: no other shard is asked.
+G_t is the sum of log decays from the edge to token t. Reading stops where every e^{G_t} underflows to 0 in float32, which is
+exact. Log-sigmoid gates reach that after some 200 tokens, however long the shard is. So the cost depends on the shard's gates
+alone, and needs no message from other shards.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from jaxtyping import Array, Bool, Float, Int
 from glax._src.core.recurrence import Recurrence, aligned, fold_heads, spread_heads
 from glax._src.parallel.exchange import Edge
 
-NEAR = 256  # rows next to the edge, taken without asking: log-sigmoid gates end there
-FAR = 4096  # rows at a time beyond
-WHOLE = 16384  # rows at a time where the decay does not depend on the data, and so seldom ends the walk
+FIRST_ROWS = 256  # rows of the first window, which is always read; log-sigmoid gates underflow within it
+NEXT_ROWS = 4096  # rows of each further window
+CONSTANT_ROWS = 16384  # rows of every window if decays do not depend on the data; these seldom underflow
 
 
 @dataclasses.dataclass(frozen=True)
-class Strip:
-    """The rows of a shard by their distance from one edge: the lowest row, or the highest."""
+class BoundaryRows:
+    """The rows of a shard, ordered by their distance from one edge: its lowest row if `from_low`, else its highest."""
 
     r: Recurrence
     edge: Edge
@@ -34,108 +34,109 @@ class Strip:
         return self.r.boundaries is not None
 
     @property
-    def states(self) -> tuple[int, int, int, int]:
-        """E H K V: the shape of what crosses the edge."""
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """(E, H, K, V): the shape of the states that cross the edge."""
         return 1 if self.packed else self.r.q.shape[0], *self.r.state_shape[1:]
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """The rows of the window next to the edge, and of those beyond."""
-        near, far = (NEAR, FAR) if self.r.decay.by_token else (WHOLE, WHOLE)
-        return min(self.r.q.shape[1], near), min(self.r.q.shape[1], far)
+    def window_rows(self) -> tuple[int, int]:
+        """The rows of the first window and of each further window."""
+        first, following = (FIRST_ROWS, NEXT_ROWS) if self.r.decay.by_token else (CONSTANT_ROWS, CONSTANT_ROWS)
+        return min(self.r.q.shape[1], first), min(self.r.q.shape[1], following)
 
     @property
-    def most(self) -> int:
-        """How many windows lie beyond the first."""
-        near, far = self.sizes
-        return -(-(self.r.q.shape[1] - near) // far)
+    def max_next_windows(self) -> int:
+        """The number of windows after the first."""
+        first, following = self.window_rows
+        return -(-(self.r.q.shape[1] - first) // following)
 
     @property
-    def count(self) -> Int[Array, ""]:
-        """How many of them hold rows of the crossing sequence."""
-        near, far = self.sizes
-        return -(-jnp.maximum(self.edge.rows - near, 0) // far)
+    def num_next_windows(self) -> Int[Array, ""]:
+        """The number of windows after the first that have rows of the crossing sequence."""
+        first, following = self.window_rows
+        return -(-jnp.maximum(self.edge.rows - first, 0) // following)
 
     @property
-    def near(self) -> "Window":
-        return Window(self, 0, self.sizes[0])
+    def first_window(self) -> "Window":
+        return Window(self, 0, self.window_rows[0])
 
-    def beyond(self, i) -> "Window":
-        near, far = self.sizes
-        return Window(self, near + i * far, far)
+    def next_window(self, i) -> "Window":
+        """Returns window i after the first."""
+        first, following = self.window_rows
+        return Window(self, first + i * following, following)
 
     def prefix(self, x: Array | None, inclusive: bool) -> Array | None:
-        """Sums from the edge through each row, or up to it. Never a difference: log decays may be -inf."""
+        """Sums x from the edge through each row or, if not `inclusive`, up to it. Takes no difference: log decays may be -inf."""
         if x is None:
             return None
         total = lax.cumsum(x, axis=1, reverse=not self.from_low)
-        return total if inclusive else shifted(total, 1 if self.from_low else -1)
+        return total if inclusive else shift_rows(total, 1 if self.from_low else -1)
 
     def suffix(self, x: Array) -> Array:
-        """Sums over the rows behind each, away from the edge."""
-        return shifted(lax.cumsum(x, axis=1, reverse=self.from_low), -1 if self.from_low else 1)
+        """Sums x over the rows beyond each row, away from the edge."""
+        return shift_rows(lax.cumsum(x, axis=1, reverse=self.from_low), -1 if self.from_low else 1)
 
     def aligned(self, carry):
-        """Inside shard_map, what a loop carries must vary over the mesh as much as all that goes into it."""
+        """Marks a loop's carry as varying over the mesh like the loop's operands, as shard_map requires."""
         return aligned((carry, self.r.q, self.edge))[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """`size` rows of a strip, from `offset` rows off its edge on."""
+    """`size` rows that start at a distance of `offset` rows from the edge."""
 
-    strip: Strip
+    rows: BoundaryRows
     offset: int | Int[Array, ""]
     size: int
 
     @property
     def start(self) -> Int[Array, ""]:
-        """The first of the `size` rows of the shard that hold the window's."""
-        T = self.strip.r.q.shape[1]
-        return jnp.clip(self.offset if self.strip.from_low else T - self.offset - self.size, 0, T - self.size)
+        """The first row of a slice of `size` rows of the shard that contains the window."""
+        T = self.rows.r.q.shape[1]
+        return jnp.clip(self.offset if self.rows.from_low else T - self.offset - self.size, 0, T - self.size)
 
     @property
-    def own(self) -> Bool[Array, "C 1 1"]:
-        """Which of these are the window's, and of the crossing sequence."""
+    def mask(self) -> Bool[Array, "C 1 1"]:
+        """Whether a row of the slice belongs to the window and to the crossing sequence."""
         row = self.start + jnp.arange(self.size)
-        distance = row if self.strip.from_low else self.strip.r.q.shape[1] - 1 - row
-        end = jnp.minimum(self.offset + self.size, self.strip.edge.rows)
+        distance = row if self.rows.from_low else self.rows.r.q.shape[1] - 1 - row
+        end = jnp.minimum(self.offset + self.size, self.rows.edge.rows)
         return ((distance >= self.offset) & (distance < end))[:, None, None]
 
     def read(self, x: Float[Array, "B T heads D"]) -> Float[Array, "B C H D"]:
-        x = as_it_lies(lax.dynamic_slice_in_dim(x, self.start, self.size, 1)).astype(self.strip.r.dtype)
-        return spread_heads(jnp.where(self.own, x, 0), self.strip.r.num_heads)
+        """Reads the window of x, with a head for each state and 0 outside of `mask`."""
+        x = row_major(lax.dynamic_slice_in_dim(x, self.start, self.size, 1)).astype(self.rows.r.dtype)
+        return spread_heads(jnp.where(self.mask, x, 0), self.rows.r.num_heads)
 
     def add(self, buffer: Float[Array, "B T heads D"], x: Float[Array, "B C H D"]) -> Array:
+        """Adds x to the window of `buffer`, summed over the states that share a head."""
         old = lax.dynamic_slice_in_dim(buffer, self.start, self.size, 1)
-        new = (old.astype(self.strip.r.dtype) + fold_heads(x, buffer.shape[2])).astype(buffer.dtype)
-        return lax.dynamic_update_slice_in_dim(buffer, as_it_lies(jnp.where(self.own, new, old)), self.start, 1)
+        new = (old.astype(self.rows.r.dtype) + fold_heads(x, buffer.shape[2])).astype(buffer.dtype)
+        return lax.dynamic_update_slice_in_dim(buffer, row_major(jnp.where(self.mask, new, old)), self.start, 1)
 
     def logs(self) -> tuple[Array | None, Array | None]:
-        """The log decays of the state's rows and columns: [E, C, H, width or 1] or None."""
-        strip, decay = self.strip, self.strip.r.decay
+        """Reads the log decays of the state's rows and columns, each [E, C, H, width or 1] or None."""
+        rows, decay = self.rows, self.rows.r.decay
         key, value = (None if x is None else self.read(x) for x in (decay.key, decay.value))
         if decay.head is not None:
             key = self.read(decay.head[..., None])
         if decay.constant is not None:
-            key = strip.edge.pick(decay.constant, strip.packed).astype(strip.r.dtype)[:, None, :, None]
-            key = jnp.where(self.own, key, 0)
+            key = rows.edge.pick(decay.constant, rows.packed).astype(rows.r.dtype)[:, None, :, None]
+            key = jnp.where(self.mask, key, 0)
         return key, value
 
 
-def inwards(strip: Strip, visit, carry):
-    """Folds visit(window, i, G, logs, carry) from the edge on while any decay lives.
+def fold_windows(rows: BoundaryRows, visit, carry):
+    """Folds visit(window, i, G, logs, carry) over the windows from the edge on, until all decays underflow to 0.
 
-    i: which window beyond the first, None for the first. G: the sums of logs up to the window. Returns (the number of
-    windows visited beyond the first, the factors through all of the crossing sequence's rows, carry). These factors are 0
-    where the walk stopped before the rows' end.
+    i: the index among the windows after the first, None for the first. G: the sums of log decays up to the window.
+    Returns (the number of windows visited after the first, the decays through all rows of the crossing sequence, carry). The
+    decays are factors of the state's rows and columns. They are 0 if the fold stopped before the last window.
     """
-    E, H, K, V = strip.states
-    decay, dtype = strip.r.decay, strip.r.dtype
-    widths = (
-        0 if decay.form in ("none", "value") else K if decay.key is not None else 1,
-        V * (decay.value is not None),
-    )
+    E, H, K, V = rows.state_shape
+    decay, dtype = rows.r.decay, rows.r.dtype
+    row_width = K if decay.key is not None else 1
+    widths = 0 if decay.form in ("none", "value") else row_width, V * (decay.value is not None)
     G = tuple(jnp.zeros((E, H, width), dtype) if width else None for width in widths)
 
     def step(window, i, G, carry):
@@ -143,34 +144,36 @@ def inwards(strip: Strip, visit, carry):
         carry = visit(window, i, G, logs, carry)
         return tuple(None if x is None else x + log.sum(1) for x, log in zip(G, logs, strict=True)), carry
 
-    def lives(loop):
+    def is_alive(loop):
         i, G, _ = loop
         alive = [(jnp.exp(x) != 0).any() for x in G if x is not None]
-        return functools.reduce(jnp.logical_and, alive, i < strip.count)
+        return functools.reduce(jnp.logical_and, alive, i < rows.num_next_windows)
 
-    def beyond(loop):
+    def visit_next(loop):
         i, *rest = loop
-        return i + 1, *step(strip.beyond(i), i, *rest)
+        return i + 1, *step(rows.next_window(i), i, *rest)
 
-    loop = strip.aligned((jnp.zeros_like(strip.count), *step(strip.near, None, G, carry)))
-    i, G, carry = lax.while_loop(lives, beyond, loop) if strip.most else loop
-    return i, tuple(None if x is None else jnp.where(i == strip.count, jnp.exp(x), 0) for x in G), carry
+    loop = rows.aligned((jnp.zeros_like(rows.num_next_windows), *step(rows.first_window, None, G, carry)))
+    i, G, carry = lax.while_loop(is_alive, visit_next, loop) if rows.max_next_windows else loop
+    return i, tuple(None if x is None else jnp.where(i == rows.num_next_windows, jnp.exp(x), 0) for x in G), carry
 
 
-def exps(*logs: Array | None) -> tuple[Array | None, ...]:
+def exp_all(*logs: Array | None) -> tuple[Array | None, ...]:
+    """Takes the exponential of each array that is not None."""
     return tuple(None if x is None else jnp.exp(x) for x in logs)
 
 
-def shifted(x: Array, by: int) -> Array:
-    """x moved along axis 1 by one row, with zeros let in."""
-    none = jnp.zeros_like(x[:, :1])
-    return jnp.concatenate([none, x[:, :-1]] if by > 0 else [x[:, 1:], none], axis=1)
+def shift_rows(x: Array, by: int) -> Array:
+    """Shifts x by one row along axis 1, forward if by > 0, and fills with zeros."""
+    zeros = jnp.zeros_like(x[:, :1])
+    return jnp.concatenate([zeros, x[:, :-1]] if by > 0 else [x[:, 1:], zeros], axis=1)
 
 
 def times(x: Array, factor: Array | None) -> Array:
+    """Multiplies x by a factor, where None is 1."""
     return x if factor is None else x * factor
 
 
-def as_it_lies(x: Array) -> Array:
-    """x, row by row in memory. Else XLA turns a loop's whole arrays over, as the products of their windows would have them."""
+def row_major(x: Array) -> Array:
+    """Constrains x to a row-major layout. Else XLA transposes a loop's whole arrays to suit the products of windows."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

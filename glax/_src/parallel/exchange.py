@@ -1,8 +1,7 @@
-"""Where a shard of T stands in its sequences, and what shards tell each other.
+"""The place of a shard of T in its sequences, and the exchange of states between shards.
 
-Along a mesh axis of n shards, each holds T / n rows. The walk enters a shard at one edge and leaves it at the other; the
-sequence under way there (all of them side by side, if not packed) crosses that edge with its state. E counts the states
-that cross: B, or 1 if packed.
+Along a mesh axis of n shards, each holds T / n rows. The scan enters a shard at one edge and leaves it at the other. The state of
+the sequence under way at an edge crosses that edge. E is the number of states that cross: B, or 1 if packed.
 """
 
 import dataclasses
@@ -18,18 +17,18 @@ from glax._src.core.recurrence import Recurrence
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """`sequence` crosses this edge of the shard if `crosses`, with `rows` of its tokens next to the edge inside."""
+    """An edge of a shard. If `crosses`, `sequence` crosses it, and `rows` of its tokens are in the shard."""
 
     sequence: Int[Array, ""]
     crosses: Bool[Array, ""]
     rows: Int[Array, ""]
 
     def pick(self, x: Float[Array, "N *rest"], packed: bool) -> Float[Array, "E *rest"]:
-        """What belongs to the crossing sequence."""
+        """Selects the part of x of the crossing sequence."""
         return lax.dynamic_slice_in_dim(x, self.sequence, 1) if packed else x
 
     def add(self, x: Float[Array, "N *rest"], edge: Float[Array, "E *rest"], packed: bool) -> Float[Array, "N *rest"]:
-        """x with `edge` added to what belongs to the crossing sequence."""
+        """Adds `edge` to the part of x of the crossing sequence."""
         edge = jnp.where(self.crosses, edge, 0).astype(x.dtype)
         return x.at[self.sequence].add(edge[0]) if packed else x + edge
 
@@ -37,10 +36,11 @@ class Edge:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """cuts: the boundaries as seen from this shard's rows. enter, leave: the edges, in the direction of the walk.
+    """The place of a shard in its sequences.
 
-    begins, ends: whether a sequence's walk begins, ends in this shard; an empty one does both in the first.
-    spans: whether the sequence that enters is the one that leaves.
+    cuts: the boundaries relative to this shard's rows. enter, leave: the edges, in the direction of the scan. begins, ends:
+    whether a sequence's scan begins or ends in this shard. An empty sequence does both in the first shard. spans: whether
+    the sequence that enters is the one that leaves.
     """
 
     cuts: Int[Array, "N+1"] | None
@@ -50,10 +50,11 @@ class Shard:
     ends: Bool[Array, "N"]
     spans: Bool[Array, ""]
 
-    def told(self, edge: Edge, state: Float[Array, "N H K V"], log) -> tuple[Array, Array, None]:
-        """What `arriving` takes: the state that leaves at that edge and the decay through the shard, as factors of its rows.
+    def message(self, edge: Edge, state: Float[Array, "N H K V"], log) -> tuple[Array, Array, None]:
+        """Returns the operands of `exchange_states`: the state that leaves at `edge`, and the decay through the shard.
 
-        state, log [N, H, K or 1]: those of every sequence, of its rows here.
+        The decay is a factor of the state's rows. state, log: the final state and the sum of log decays [N, H, K or 1] of the
+        rows of every sequence in this shard.
         """
         packed = self.cuts is not None
         leaves = jnp.where(edge.crosses, edge.pick(state, packed), 0)
@@ -61,7 +62,7 @@ class Shard:
 
 
 def shard_of(r: Recurrence, axis: str, n: int) -> Shard:
-    """r holds this shard's rows, and the boundaries of all."""
+    """Returns the place of this shard. r has the rows of this shard, and the boundaries of the whole problem."""
     T, index = r.q.shape[1], lax.axis_index(axis)
     rank = n - 1 - index if r.reverse else index
     if r.boundaries is None:
@@ -82,35 +83,36 @@ def shard_of(r: Recurrence, axis: str, n: int) -> Shard:
     last = edge(high, lambda n: T - local[n])
     begin, end = cuts[:-1], cuts[1:]
     empty = (begin >= end) & (rank == 0)
-    # Whether the low, the high end of a sequence lies here.
+    # Whether the lower and the upper end of a sequence are in this shard.
     lies = [((low <= at) & (at < high) & (begin < end)) | empty for at in (begin, end - 1)]
     enter, leave = (last, first) if r.reverse else (first, last)
     begins, ends = lies[::-1] if r.reverse else lies
     return Shard(local, enter, leave, begins, ends, enter.crosses & leave.crosses & (enter.sequence == leave.sequence))
 
 
-def gathers(n: int) -> bool:
-    """Whether the shards' summaries are all gathered, or handed on in steps of 1, 1, 2, 4, ... shards.
+def uses_all_gather(n: int) -> bool:
+    """Returns whether n shards gather all messages, or pass them on by distances of 1, 1, 2, 4, ... shards.
 
-    Each of n shards receives n - 1 summaries or 1 + ceil(log2(n - 1)): equally many up to 4 shards, where gathering takes
-    one exchange instead of up to three.
+    Each shard receives n - 1 messages, or 1 + ceil(log2(n - 1)). These numbers are equal up to 4 shards, where gathering takes
+    one exchange and passing on takes up to three.
     """
     return n <= 4
 
 
-def steps(n: int) -> list[int]:
-    """How far summaries are handed on, one exchange each."""
-    far = [1]
-    while sum(far) < n - 1:
-        far.append(sum(far))
-    return far
+def shift_distances(n: int) -> list[int]:
+    """Returns the distances by which messages are passed on, one exchange each."""
+    distances = [1]
+    while sum(distances) < n - 1:
+        distances.append(sum(distances))
+    return distances
 
 
-def arriving(axis: str, n: int, backwards: bool, state: Float[Array, "E H K V"], rows, columns) -> Array:
-    """The state that crosses each shard's first edge, [E, H, K, V]; `backwards`, the last shard's is the first.
+def exchange_states(axis: str, n: int, backwards: bool, state: Float[Array, "E H K V"], rows, columns) -> Array:
+    """Returns the state that enters each shard, [E, H, K, V].
 
-    A shard hands on   rows * arriving * columns + state,   and these maps are composed:  nothing else is sent. rows:
-    [E, H, K] or [E, H, 1], columns: [E, H, V] or None. What arrives at the first shard is 0.
+    A shard passes on   rows * entering * columns + state.   The shards send these maps, composed, and nothing else.
+    rows: [E, H, K] or [E, H, 1]. columns: [E, H, V] or None. The state that enters the first shard is 0. If `backwards`, the
+    last shard is the first.
     """
     E, H, K, V = state.shape
     parts = [x.reshape(E, H, -1) for x in (state, rows, *([] if columns is None else [columns]))]
@@ -122,35 +124,36 @@ def arriving(axis: str, n: int, backwards: bool, state: Float[Array, "E H K V"],
         state, rows, *rest = jnp.split(message, ends, axis=2)
         return state.reshape(E, H, K, V), rows, rest[0] if rest else None
 
-    def after(earlier, later):
-        """The map of two in a row."""
+    def compose(earlier, later):
+        """Composes the maps of two consecutive shards."""
         (S, r, c), (S2, r2, c2) = earlier, later
-        return through(S, r2, c2) + S2, r * r2, None if c is None else c * c2
+        return apply_decay(S, r2, c2) + S2, r * r2, None if c is None else c * c2
 
     index = lax.axis_index(axis)
     rank = n - 1 - index if backwards else index
-    if gathers(n):
+    if uses_all_gather(n):
         every = lax.all_gather(message, axis)
         mine = so_far = jnp.zeros_like(state)
         for j in range(n - 1):
             S, r, c = unpacked(every[n - 1 - j if backwards else j])
-            so_far = through(so_far, r, c) + S
+            so_far = apply_decay(so_far, r, c) + S
             mine = jnp.where(rank == j + 1, so_far, mine)
         return mine
 
-    def moved(parts, far):
+    def shift(parts, distance):
         message = jnp.concatenate([x.reshape(E, H, -1) for x in parts if x is not None], axis=2)
-        pairs = [(i + far, i) if backwards else (i, i + far) for i in range(n - far)]
-        return unpacked(lax.ppermute(message, axis, pairs))  # zeros where nobody sends: no state, and none let through
+        pairs = [(i + distance, i) if backwards else (i, i + distance) for i in range(n - distance)]
+        # ppermute gives zeros where no shard sends: state 0 and decay 0
+        return unpacked(lax.ppermute(message, axis, pairs))
 
-    first, *rest = steps(n)
-    held = moved((state, rows, columns), first)
-    for far in rest:
-        held = after(moved(held, far), held)
-    return held[0]
+    first, *rest = shift_distances(n)
+    composed = shift((state, rows, columns), first)
+    for distance in rest:
+        composed = compose(shift(composed, distance), composed)
+    return composed[0]
 
 
-def through(state: Float[Array, "E H K V"], rows, columns) -> Float[Array, "E H K V"]:
-    """rows * state * columns, where both are factors or None."""
+def apply_decay(state: Float[Array, "E H K V"], rows, columns) -> Float[Array, "E H K V"]:
+    """rows * state * columns, where None is 1."""
     state = state if rows is None else state * rows[..., None]
     return state if columns is None else state * columns[..., None, :]

@@ -1,4 +1,4 @@
-"""The public functions: those of `glax._src.api.recurrent`, and where their arrays are spread."""
+"""The public functions of `glax.parallel`: those of `glax._src.api.recurrent`, with arrays sharded over a mesh."""
 
 import functools
 from typing import Literal, Unpack
@@ -12,12 +12,12 @@ from glax._src.api.recurrent import Options, check_per_head, lightning_decay, no
 from glax._src.core.bind import bind, check_before_tracing, check_flag, transferred
 from glax._src.core.recurrence import Outputs
 from glax._src.core.registry import Config, Platform
-from glax._src.parallel.sharding import Axis, Spread, spread_over
+from glax._src.parallel.sharding import Axis, Spread, solve_on_mesh
 from glax._src.solve.dispatch import Choice
 
 
 class ParallelOptions(Options, total=False):
-    """What every function here accepts beside its gates: those of `glax.recurrent` and the fields of `Spread`."""
+    """The options of every function here beside its gates: those of `glax.recurrent` and the fields of `Spread`."""
 
     mesh: Mesh | AbstractMesh | None
     batch_axis: Axis
@@ -45,13 +45,14 @@ def recurrent(
     head_axis: Axis = None,
     sequence_axis: str | None = None,
 ) -> Outputs:
-    """`glax.recurrent` on a mesh:   S_out = D S_in + S   for every shard of T, of which only D and S are exchanged.
+    """Computes `glax.recurrent` on a mesh:   S_out = D S_in + S   for every shard of T, which exchange only D and S.
 
-    The arrays are those of the whole problem, as JAX shows them, wherever they lie; the output lies as `Spread` says, and the
-    final states over batch and heads. mesh and the three axes: see `Spread`. Everything else as in `glax.recurrent`. With
+    The arrays have the shapes of the whole problem, and may have any sharding. The output is sharded as `Spread` says, and the
+    final states over batch and heads. mesh and the three axes: see `Spread`. All else is as in `glax.recurrent`. With
     cu_seqlens, batch_axis must be None.
 
-    Raises ValueError also if an axis is not of the mesh or named twice, or does not divide the batch or the heads.
+    Raises ValueError, beside the errors of `glax.recurrent`, if an axis is not an axis of the mesh, is named twice, or does
+    not divide the batch or the heads.
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
@@ -60,15 +61,15 @@ def recurrent(
     check_before_tracing(arrays, platform, cfg, reverse)
     spread = Spread.of(mesh, batch_axis, head_axis, sequence_axis)
     if not isinstance(query, jax.core.Tracer) and isinstance(spread.mesh, Mesh):
-        small = {name: x for name, x in arrays.items() if np.ndim(x) < 2}  # larger ones jit spreads as it takes them
+        small = {name: x for name, x in arrays.items() if np.ndim(x) < 2}  # jit shards the larger arrays itself
         arrays |= transferred(small, NamedSharding(spread.mesh, PartitionSpec()))
-    return bind_and_spread(Choice(Platform.parse(platform), cfg), spread, bool(reverse), arrays)
+    return bind_and_solve(Choice(Platform.parse(platform), cfg), spread, bool(reverse), arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def bind_and_spread(choice: Choice, spread: Spread, reverse: bool, arrays: dict) -> Outputs:
+def bind_and_solve(choice: Choice, spread: Spread, reverse: bool, arrays: dict) -> Outputs:
     r = bind(**arrays, reverse=reverse)
-    outputs = nothing_to_solve(r) if 0 in (*r.q.shape[:2], r.num_sequences) else spread_over(choice, spread, r)
+    outputs = nothing_to_solve(r) if 0 in (*r.q.shape[:2], r.num_sequences) else solve_on_mesh(choice, spread, r)
     return outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
 
 

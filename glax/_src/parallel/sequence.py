@@ -1,10 +1,10 @@
-"""One recurrence whose T is spread over a mesh axis: each shard solves its rows, and the states at the edges are exchanged.
+"""A recurrence whose T is sharded over a mesh axis. Each shard solves its rows, and shards exchange the states at their edges.
 
-    S_out = D S_in + S       S: what the shard ends in when nothing enters it; D: the decay through all its rows
+    S_out = D S_in + S       S: a shard's final state if none enters it, D: the decay through all its rows
 
-so it is enough to tell the others D and S, of one size whatever T is. Both are at hand before the shard's outputs are. Every
-function here is called inside shard_map over `axis` of n shards, in the order of T; r holds the rows of this shard and,
-varying over the axis all the same, the states, boundaries and scales of all sequences.
+So a message of D and S is enough, and its size does not depend on T. Both are computed before the shard's outputs. Every function
+here is called inside shard_map over `axis` of n shards, in the order of T. r has the rows of this shard, and the states,
+boundaries and scales of all sequences, which vary over the axis nevertheless.
 """
 
 import jax
@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend
-from glax._src.parallel.boundary import Strip
+from glax._src.parallel.boundary import BoundaryRows
 from glax._src.parallel.boundary_correction import correct_gradient, correct_output
-from glax._src.parallel.boundary_state import summary, whole_decay
-from glax._src.parallel.exchange import arriving, shard_of, through
+from glax._src.parallel.boundary_state import state_and_decay, total_decay
+from glax._src.parallel.exchange import apply_decay, exchange_states, shard_of
 from glax._src.solve.autodiff import gradient, gradient_with_vjp, solve, solve_with_residuals, solve_with_vjp
 from glax._src.solve.dispatch import (
     Choice,
@@ -28,52 +28,55 @@ from glax._src.solve.dispatch import (
 )
 
 
-def way_of(resolution: Resolution, r: Recurrence, gradient: bool) -> str:
-    """How a shard learns what it tells the others, and what it does meanwhile.
+def overlap_of(resolution: Resolution, r: Recurrence, gradient: bool) -> str:
+    """Chooses how the state exchange overlaps with compute: "two_phase", "correct" or "wait".
 
-    "parts": the kernel's first part tells it, the second takes the state that arrives: no row is read for it.
-    "correct": a walk from the edge tells it; the shard solves its rows from zero while states are exchanged, and adds what
-        the arriving one does: as many rows as the decays let through, few where they depend on the data, else mostly all.
-    "wait": that walk; the shard then solves its rows from the arriving state. CPUs take longer to correct.
+    "two_phase": the kernel's first phase computes the message, and its second phase takes the arriving state. The message
+        needs no further reads of rows.
+    "correct": a scan from the edge computes the message. The shard solves its rows from zero during the exchange, and then adds
+        the terms of the arriving state. It reads rows until the decays underflow: few rows if decays depend on the data,
+        else usually all.
+    "wait": a scan from the edge computes the message. The shard then solves its rows from the arriving state. CPUs use this,
+        because correcting takes longer there.
     """
     if runs_in_two_phases(resolution, r, gradient):
-        return "parts"
+        return "two_phase"
     return "correct" if r.decay.by_token and Backend.here() is not Backend.CPU else "wait"
 
 
 def outputs_of_rows(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
-    return solve_rows(choice, axis, n, r, keep=False)[0]
+    return solve_rows(choice, axis, n, r, save_residuals=False)[0]
 
 
 def outputs_and_residuals_of_rows(choice: Choice, axis: str, n: int, r: Recurrence):
-    return solve_rows(choice, axis, n, r, keep=True)
+    return solve_rows(choice, axis, n, r, save_residuals=True)
 
 
-def solve_rows(choice: Choice, axis: str, n: int, r: Recurrence, keep: bool):
-    """The outputs, with the state that entered and, with `keep`, what the kernel leaves for its gradient, else None."""
+def solve_rows(choice: Choice, axis: str, n: int, r: Recurrence, save_residuals: bool):
+    """Returns the outputs, and (the state that entered, the kernel's residuals if `save_residuals`, else None)."""
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     begun = where(shard.begins, r.start_state, 0)
     own, residuals = r.replace(boundaries=shard.cuts), None
     resolution = resolve(choice, own.replace(initial_state=begun))
-    way = way_of(resolution, r, gradient=False)
-    if way == "parts":
-        first, *reached = begin(resolution, own.replace(initial_state=begun))
-        told = shard.told(shard.leave, *reached)
+    overlap = overlap_of(resolution, r, gradient=False)
+    if overlap == "two_phase":
+        first, *local = begin(resolution, own.replace(initial_state=begun))
+        message = shard.message(shard.leave, *local)
     else:
-        leaving = Strip(r, shard.leave, from_low=r.reverse)
-        told = summary(leaving, shard.spans, begun, r.k, r.v, adjoint=False)
-    entered = arriving(axis, n, r.reverse, *told)
-    if way == "correct":
+        leaving_rows = BoundaryRows(r, shard.leave, from_low=r.reverse)
+        message = state_and_decay(leaving_rows, shard.spans, begun, r.k, r.v, adjoint=False)
+    entered = exchange_states(axis, n, r.reverse, *message)
+    if overlap == "correct":
         output, final = solve(choice, own.replace(initial_state=begun))
-        output, passed = correct_output(Strip(r, shard.enter, from_low=not r.reverse), entered, output)
-        final = shard.enter.add(final, through(entered, *passed), packed)
+        output, passed = correct_output(BoundaryRows(r, shard.enter, from_low=not r.reverse), entered, output)
+        final = shard.enter.add(final, apply_decay(entered, *passed), packed)
     else:
         own = own.replace(initial_state=shard.enter.add(begun, entered, packed))
-        if way == "parts" and keep:
+        if overlap == "two_phase" and save_residuals:
             (output, final), residuals = finish_with_residuals(resolution, own, first)
-        elif way == "parts":
+        elif overlap == "two_phase":
             output, final = finish(resolution, own, begun=first)
-        elif keep:
+        elif save_residuals:
             (output, final), residuals = solve_with_residuals(choice, own)
         else:
             output, final = solve(choice, own)
@@ -85,28 +88,28 @@ def where(of_sequence, states, otherwise):
 
 
 def gradient_of_rows(choice: Choice, axis: str, n: int, r: Recurrence, d_output, d_final, saved) -> Recurrence:
-    """The adjoint walk: dL/dS takes the way of the state backwards, and is told in the same way."""
+    """Computes the gradient of this shard's rows. dL/dS is exchanged as the state is, in the opposite direction."""
     (entered, residuals), shard, packed = saved, shard_of(r, axis, n), r.boundaries is not None
     started = shard.enter.add(where(shard.begins, r.start_state, 0), entered, packed)
     ended = where(shard.ends, d_final, 0).astype(r.dtype)
     own = r.replace(initial_state=started, boundaries=shard.cuts)
     resolution = resolve(choice, own)
-    way = way_of(resolution, r, gradient=True)
-    if way == "parts":
-        first, *reached = begin(resolution, own, d_output, ended)
-        told = shard.told(shard.enter, *reached)
+    overlap = overlap_of(resolution, r, gradient=True)
+    if overlap == "two_phase":
+        first, *local = begin(resolution, own, d_output, ended)
+        message = shard.message(shard.enter, *local)
     else:
-        leaving = Strip(r, shard.enter, from_low=not r.reverse)
-        told = summary(leaving, shard.spans, ended, r.q, d_output, adjoint=True)
-    returned = arriving(axis, n, not r.reverse, *told)
-    if way == "correct":
+        leaving_rows = BoundaryRows(r, shard.enter, from_low=not r.reverse)
+        message = state_and_decay(leaving_rows, shard.spans, ended, r.q, d_output, adjoint=True)
+    returned = exchange_states(axis, n, not r.reverse, *message)
+    if overlap == "correct":
         d = gradient(choice, own, d_output, ended, residuals)
-        strip = Strip(r, shard.leave, from_low=r.reverse)
-        d, passed = correct_gradient(strip, returned, shard.leave.pick(started, packed), d)
-        d_initial = shard.leave.add(d.initial_state, through(returned, *passed), packed)
+        rows = BoundaryRows(r, shard.leave, from_low=r.reverse)
+        d, passed = correct_gradient(rows, returned, shard.leave.pick(started, packed), d)
+        d_initial = shard.leave.add(d.initial_state, apply_decay(returned, *passed), packed)
     else:
         ended = shard.leave.add(ended, returned, packed)
-        if way == "parts":
+        if overlap == "two_phase":
             d = finish(resolution, own, d_output, ended, *([] if residuals is None else [residuals]), begun=first)
         else:
             d = gradient(choice, own, d_output, ended, residuals)
@@ -127,18 +130,21 @@ def plain_gradient(choice: Choice, axis: str, n: int, r: Recurrence, d_output, d
 
 
 def plain(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
-    """The same in operations that have gradients of any order, each shard's rows walked twice."""
+    """Computes the same outputs in operations that have gradients of any order. It scans each shard's rows twice."""
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     begun = where(shard.begins, r.start_state, 0)
     own = r.replace(boundaries=shard.cuts, initial_state=begun)
     left = jnp.where(shard.leave.crosses, shard.leave.pick(solve(choice, own).final_state, packed), 0)
-    entered = arriving(axis, n, r.reverse, left, *whole_decay(Strip(r, shard.leave, from_low=r.reverse), shard.spans))
+    entered = exchange_states(
+        axis, n, r.reverse, left, *total_decay(BoundaryRows(r, shard.leave, from_low=r.reverse), shard.spans)
+    )
     started = shard.enter.add(begun, entered, packed)
     output, final = solve(choice, own.replace(initial_state=started))
     return Outputs(output, where(shard.ends, final, 0))
 
 
 sequence_gradient = gradient_with_vjp(gradient_of_rows, plain_gradient, num_static=3)
-# solve_sequence(choice, axis, n, r): the outputs of this shard's rows, and the final states of the sequences that end in it,
-# zeros for the others. Differentiable any number of times; its residuals are r, the state that entered, and the kernel's.
+# solve_sequence(choice, axis, n, r) returns the outputs of this shard's rows, and the final states of the sequences that end in
+# it, with zeros for the others. It is differentiable any number of times. Its residuals are r, the state that entered, and the
+# residuals of the kernel.
 solve_sequence, _ = solve_with_vjp(outputs_of_rows, outputs_and_residuals_of_rows, sequence_gradient, num_static=3)

@@ -1,4 +1,4 @@
-"""How a recurrence is spread over a mesh, and run there."""
+"""Shards a recurrence over a mesh, and solves it there."""
 
 import dataclasses
 import functools
@@ -21,23 +21,24 @@ Axis = str | tuple[str, ...] | None
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Which mesh axes the arrays are spread over.
+    """The mesh axes over which arrays are sharded.
 
-    batch_axis, head_axis: names of axes, or tuples of names. These shards need not hear of each other. The batch must be
-        a multiple of their number, and H; fewer heads of queries, keys or values are repeated as far as need be.
-    sequence_axis: one name; n shards hold T / n tokens each, padded inside if n does not divide T. A shard tells the
-        others the state it ends in and the decay through it, which is exact with initial and final states, any gates,
-        `reverse` and sequences that cross shards. Both are formed first, so that the exchange runs beside a kernel, where
-        that pays (docs/internals/architecture.md). Forward and gradient each send, per shard,
+    batch_axis, head_axis: names of axes, or tuples of names. These shards exchange nothing. The number of shards must divide
+        the batch, and H. Fewer heads of queries, keys or values are repeated as often as needed.
+    sequence_axis: one name. n shards have T / n tokens each, padded inside if n does not divide T. A shard sends its final
+        state and the decay through its rows. The result is exact with initial and final states, any gates, `reverse`, and
+        sequences that cross shards. Where it pays, the exchange overlaps with a kernel (docs/internals/architecture.md).
+        Forward and gradient each send, per shard,
 
             F * (K V + K' + V') * H * B * 4 bytes        whatever T is,
 
-        with K' = K for gates a key channel and else 1, V' = V for gates a value channel and else 0, B and H those of the
-        shard, and B = 1 for packed sequences however many. F = 1 up to 4 shards, which gather each other's summaries, and
-        1 + ceil(log2(n - 1)) beyond, where they hand on composed ones. The final states, if used, and the gradient of the
-        initial ones are a sum over the shards: N H K V * 4 bytes each.
-    mesh: None for the mesh in use (jax.set_mesh). Axes that are not named hold copies of everything. The types of explicit axes
-        say equal shards alone: where n does not divide T, every shard of an explicit sequence_axis receives the whole output.
+        with K' = K for per-key gates and else 1, V' = V for per-value gates and else 0, and B and H of the shard. B = 1 for
+        any number of packed sequences. F = 1 up to 4 shards, which gather each other's messages. F = 1 + ceil(log2(n - 1))
+        for more shards, which pass on composed messages. The final states, if used, and the gradient of the initial states
+        are sums over the shards: N H K V * 4 bytes each.
+    mesh: None for the mesh in use (jax.set_mesh). Axes that are not named have copies of everything. The types of explicit
+        axes express only equal shards. So if n does not divide T, every shard of an explicit sequence_axis receives the
+        whole output.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -47,7 +48,7 @@ class Spread:
 
     @classmethod
     def of(cls, mesh, batch_axis, head_axis, sequence_axis) -> "Spread":
-        """Checked: what the arguments of a user's call say."""
+        """Returns the layout of a call's arguments, after checking them."""
         if mesh is None:
             mesh = jax.sharding.get_abstract_mesh()
             if mesh.empty:
@@ -72,10 +73,10 @@ class Spread:
         """A PartitionSpec for every array of r."""
         return recurrence_specs(r, self.batch_axis, self.head_axis, self.sequence_axis, shared_heads=self.head_axis)
 
-    def placed(self, arrays, specs, shape=None):
-        """Arrays of a tree that lie as specs say, as far as their types can say it: along explicit axes, in equal shards.
+    def reshard(self, arrays, specs, shape=None):
+        """Reshards a tree of arrays by specs, along explicit axes and in equal shards, as array types can express.
 
-        A dimension lies whole where its axes do not divide it, or its size in `shape`. Automatic axes are left to shard_map.
+        A dimension is not sharded if its axes do not divide it, or its size in `shape`. Automatic axes are left to shard_map.
         """
         explicit = {
             name
@@ -108,27 +109,27 @@ class Spread:
                 )
 
 
-def spread_over(choice: Choice, spread: Spread, r: Recurrence) -> Outputs:
-    """The outputs of r, solved shard by shard."""
+def solve_on_mesh(choice: Choice, spread: Spread, r: Recurrence) -> Outputs:
+    """Solves r shard by shard."""
     spread.check(r)
     T, shards = r.q.shape[1], spread.size(spread.sequence_axis)
-    # Before and after: a dimension that a shape changes must not be spread by its type.
-    r = spread.placed(r, spread.specs(r))
-    r = with_heads(padded(r, -T % shards), spread.size(spread.head_axis))
+    # Before and after the shapes change: a dimension that changes must not be sharded by its type.
+    r = spread.reshard(r, spread.specs(r))
+    r = repeat_heads(append_rows(r, -T % shards), spread.size(spread.head_axis))
     specs = spread.specs(r)
-    r = spread.placed(r, specs)
+    r = spread.reshard(r, specs)
     out_specs = Outputs(specs.q, P(spread.batch_axis, spread.head_axis))
-    inside = functools.partial(solve_shard, choice, spread.sequence_axis, shards)
-    # vma is not checked: kernels of Pallas Mosaic GPU cannot be typed by it. Cotangents are summed all the same.
+    inside = functools.partial(solve_on_shard, choice, spread.sequence_axis, shards)
+    # check_vma is off because it cannot type kernels of Pallas Mosaic GPU. Cotangents are summed nevertheless.
     run = jax.shard_map(inside, mesh=spread.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
     outputs = run(r)
     if outputs.output.shape[1] == T:
         return outputs
-    output = spread.placed(outputs.output, specs.q, (outputs.output.shape[0], T, *outputs.output.shape[2:]))
+    output = spread.reshard(outputs.output, specs.q, (outputs.output.shape[0], T, *outputs.output.shape[2:]))
     return outputs._replace(output=output[:, :T])
 
 
-def solve_shard(choice: Choice, sequence_axis: str | None, shards: int, r: Recurrence) -> Outputs:
+def solve_on_shard(choice: Choice, sequence_axis: str | None, shards: int, r: Recurrence) -> Outputs:
     r = differentiable(r)
     if sequence_axis is None:
         return solve(choice, r)
@@ -136,11 +137,14 @@ def solve_shard(choice: Choice, sequence_axis: str | None, shards: int, r: Recur
     return Outputs(output, jax.lax.psum(final, sequence_axis))
 
 
-def padded(r: Recurrence, rows: int) -> Recurrence:
-    """r with rows behind T that change nothing: k = v = 0 and no decay; packed, they are padding as it is."""
+def append_rows(r: Recurrence, rows: int) -> Recurrence:
+    """Appends rows to r that change nothing: k = v = 0 and no decay. In packed arrays, they are padding."""
     if rows == 0:
         return r
-    grow = lambda x: None if x is None else jnp.pad(x, [(0, 0), (0, rows)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
+
+    def grow(x):
+        return None if x is None else jnp.pad(x, [(0, 0), (0, rows)] + [(0, 0)] * (x.ndim - 2))
+
     decay = r.decay
     if decay.constant is not None and r.boundaries is None:
         decay = Decay(head=r.by_token(decay.constant))
@@ -148,7 +152,7 @@ def padded(r: Recurrence, rows: int) -> Recurrence:
     return r.replace(q=grow(r.q), k=grow(r.k), v=grow(r.v), decay=decay)
 
 
-def with_heads(r: Recurrence, shards: int) -> Recurrence:
-    """r with as many heads of queries, keys and values as the shards divide, each of which then reads its own alone."""
+def repeat_heads(r: Recurrence, shards: int) -> Recurrence:
+    """Repeats heads of queries, keys and values until the number of shards divides them. Then a shard reads only its own."""
     q, k, v = (spread_heads(x, math.lcm(x.shape[2], shards)) for x in (r.q, r.k, r.v))
     return r.replace(q=q, k=k, v=v)
