@@ -111,7 +111,7 @@ def all_cases() -> Iterator[Case]:
         yield Case(f"T{T}-head", T=T, heads=(1, 1, 1), K=8, V=8, gates=("g",), strengths=("log-sigmoid", "-100 on 5%"))
     for form in ("constant", "head", "key"):  # equal gates must not round alike at every token
         yield Case(f"T2600-{form}", T=2600, heads=(1, 1, 1), K=8, V=8, gates=FORMS[form], strengths=("-1e-6", "mild"))
-    for form in ("none", "constant", "head", "key"):  # lengths that XLA's chunks take all at once on CPUs
+    for form in ("none", "constant", "head", "key"):  # lengths whose chunks XLA computes in parallel on CPUs
         gates = FORMS[form]
         strengths = STRENGTHS if gates else ("log-sigmoid",)
         yield Case(f"T512-{form}", B=2, T=512, heads=(4, 2, 1), K=8, V=12, gates=gates, strengths=strengths)

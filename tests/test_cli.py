@@ -158,7 +158,7 @@ def test_doctor_tells_what_runs_and_what_would_help(register, capsys, monkeypatc
     assert kernels["chunked/xla/any"]["usable"] and kernels["chunked/xla/any"]["reason"] is None
     assert kernels[gpu]["reason"] == "needs a gpu, JAX computes on cpu here"
     assert kernels[gpu]["fix"].endswith("unset JAX_PLATFORMS, which is cpu")
-    assert kernels[half]["usable"] and "not with float32, a gate a head: bfloat16 only" in kernels[half]["reason"]
+    assert kernels[half]["usable"] and "not with float32, per-head gate: bfloat16 only" in kernels[half]["reason"]
     assert not kernels[never]["usable"] and kernels[never]["fix"] == "pip install triton jax-triton"
     platforms = {platform["name"]: platform for platform in report["platforms"]}
     assert list(platforms) == list(Platform)
@@ -221,7 +221,9 @@ def test_as_a_process_without_rich_and_matplotlib():
 
 @pytest.mark.fast
 def test_doctor_asks_kernels_of_one_token_about_one_token(register, capsys):
-    one_token = lambda r: None if r.q.shape[1] == 1 else "takes one token"  # noqa: E731
+    def one_token(r):
+        return None if r.q.shape[1] == 1 else "takes one token"
+
     step = register(wrong, "recurrent.step", Platform.CPP, supports=one_token)
     _, report = json_of(capsys, "doctor")
     assert next(kernel for kernel in report["kernels"] if kernel["name"] == step)["usable"]
@@ -511,7 +513,7 @@ def test_bench_finds_a_wrong_kernel(register, capsys, monkeypatch):
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_problems_bind(gate, dtype):
-    """Every gate in every dtype is a call of glax; the first sequence of a few heads is that of the whole."""
+    """Every gate in every dtype is a call of glax; the first sequence of a few heads has the result of the whole."""
     problem = Problem(2, 5, 6, 4, gate, dtype)
     arrays = problem.shapes()
     assert jax.eval_shape(forward, arrays).dtype == dtype

@@ -262,7 +262,7 @@ def test_a_fault_is_caught(check, faulty):
 
 @pytest.mark.fast
 def test_reference_gradient_is_the_slope_of_the_reference():
-    """Central differences in float64, along one random direction in all inputs at once."""
+    """Central differences in float64, along one random direction in all inputs together."""
     case = Case("", B=2, T=9, heads=(4, 2, 1), K=3, V=4, gates=("g", "g_gamma", "gk", "gv"), reverse=True)
     r = recurrence(case, "log-sigmoid")
     d = cotangents(case, r)

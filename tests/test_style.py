@@ -134,7 +134,7 @@ def violations() -> set[str]:
         found |= {f"{rule} {path}" for rule, breaks in RULES.items() if any(map(breaks, nodes))}
         if len(text.splitlines()) > FILE_LINES:
             found.add(f"file-lines {path}")
-    words = re.compile(rf"\b({'|'.join(map(re.escape, retired()))})\b", flags=re.IGNORECASE)
+    words = re.compile(rf"(?<!\bast\.)\b({'|'.join(map(re.escape, retired()))})\b", flags=re.IGNORECASE)
     found |= {f"retired-words {path}" for path, text in files(*SUFFIXES) if words.search(text) and path not in NO_PROSE}
     return found
 

@@ -28,7 +28,7 @@ from glax.testing.reference import reference
 
 MODES = ("forward", "train", "step")
 TOKENS = 32  # decoded by one program in mode "step"
-HEADS, SEEN = 4, 256  # heads and tokens of the first sequence that are held to the reference, which walks in Python
+HEADS, SEEN = 4, 256  # heads and tokens of the first sequence that are compared with the reference, a loop in Python
 
 
 def add_parser(subparsers):
@@ -152,7 +152,10 @@ def call(mode: str, arrays: dict, d_output, state):
 def decode(arrays: dict, state):
     """The output of the first token, of the last of TOKENS like it, and the last state."""
     first, state = recurrent_step(**arrays, state=state)
-    step = lambda _, carry: recurrent_step(**arrays, state=carry[1])  # noqa: E731
+
+    def step(_, carry):
+        return recurrent_step(**arrays, state=carry[1])
+
     return first, *jax.lax.fori_loop(1, TOKENS, step, (first, state))
 
 

@@ -61,11 +61,11 @@ def run(args) -> int:
 
 
 def probes(T: int) -> dict[str, Recurrence]:
-    """What users call most: the shapes of a gate a channel and of one a head, in both dtypes of training."""
+    """The calls that users make most: shapes of a per-key gate and of a per-head gate, in both dtypes of training."""
     cases = {
-        f"{dtype}, a gate a {form}": Case("", gates=gates, dtype=dtype, B=1, T=T, heads=(4, 4, 4), K=64, V=64)
+        f"{dtype}, per-{form} gate": Case("", gates=gates, dtype=dtype, B=1, T=T, heads=(4, 4, 4), K=64, V=64)
         for dtype in ("bfloat16", "float32")
-        for form, gates in (("channel", ("gk",)), ("head", ("g",)))
+        for form, gates in (("key", ("gk",)), ("head", ("g",)))
     }
     return {name: jax.eval_shape(lambda case=case: case.operands()[0]) for name, case in cases.items()}
 

@@ -52,7 +52,9 @@ def cell(x) -> str:
         case None:
             return "-"
         case float():
-            return f"{x:.1e}" if 0 < abs(x) < 1e-3 else f"{x:.3g}" if abs(x) < 1000 else f"{x:,.0f}"
+            if 0 < abs(x) < 1e-3:
+                return f"{x:.1e}"
+            return f"{x:.3g}" if abs(x) < 1000 else f"{x:,.0f}"
         case int():
             return f"{x:,}"
         case _:

@@ -31,7 +31,7 @@ def ejkernel(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output
     given = {name: x for name, x in arrays.items() if name == "g_gamma"}
 
     def forward(arrays):
-        # its "g" is a gate a head only on some of its platforms, "gk" a gate a channel on all; it takes no traced g_gamma
+        # "gk" is its per-key gate on all of its platforms, "g" its per-head gate on some; g_gamma must not be traced
         gates = {name: given.get(name, x) for name, x in arrays.items() if name in GATES.values()}
         if problem.gate == "head":
             gates = dict(gk=jnp.broadcast_to(gates["g"][..., None], arrays["key"].shape))
@@ -56,9 +56,11 @@ def fla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, sta
     from fla.ops.linear_attn import chunk_linear_attn
     from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
     def tensor(x):
         copied = torch.from_numpy(np.array(x, np.float32)).to("cuda")
-        return copied.to(getattr(torch, str(x.dtype)))
+        return copied.to(dtypes[str(x.dtype)])
 
     names = {"query": "q", "key": "k", "value": "v", "gk": "g"}
     given = {names.get(name, name): tensor(x) for name, x in arrays.items()}
