@@ -1,4 +1,4 @@
-"""Builds the native kernels for CPUs, where there is a compiler; without one glax installs all the same, and says why."""
+"""Build the native CPU kernels. Without a C++ compiler glax still installs and reports the reason at run time."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ class BuildNative(build_ext):
             for extension in self.extensions:
                 extension.extra_compile_args += ["-isystem", str(headers)]
             super().run()
-        except Exception as error:  # whatever is wrong with this machine's compiler, the rest of glax works
+        except Exception as error:  # glax works without its native kernels, so no compiler failure may stop the install
             text = str(error).strip() or type(error).__name__
             reason.parent.mkdir(parents=True, exist_ok=True)
             reason.write_text(f"{text}\n")
@@ -37,7 +37,7 @@ class BuildNative(build_ext):
             super().copy_extensions_to_source()
 
     def build_extensions(self):
-        # One file for each set of instructions: as many compilers as there are cores.
+        # Each instruction set is a file of its own: compile them in parallel.
         self.parallel = os.cpu_count()
         super().build_extensions()
 

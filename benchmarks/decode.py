@@ -1,4 +1,4 @@
-"""Decoding: a pooled step against one without a pool; and the demo's model, step by step against reading the prefix again.
+"""Time decoding: a step with and without a pool, and the demo's model by steps against recomputing the prefix.
 
 python benchmarks/decode.py                     # both, and benchmarks/out/decode.png
 python benchmarks/decode.py --only pool         # 256 of 1024 slots, 16 heads of 128 x 128, float32
@@ -21,7 +21,7 @@ PREFIXES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 def median(call, repeats: int) -> float:
-    """Seconds of call(), which hands its result on to itself so that a donated one is used once."""
+    """Return the median seconds of call(), which passes its result to its next call because the argument is donated."""
     call()
     times = []
     for _ in range(repeats):
@@ -68,7 +68,7 @@ def loop(H: int = 4, D: int = 64, steps: int = 2000, repeats: int = 9):
 
 
 def model(repeats: int = 20):
-    """Seconds for the byte behind a prefix, by its length."""
+    """Return the seconds of one step, and the seconds of recomputing a prefix by its length."""
     from flax import nnx
 
     from glax.nn import ByteLM, ByteLMConfig

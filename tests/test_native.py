@@ -1,4 +1,4 @@
-"""The native CPU kernels beyond conformance: their exponential, instructions, threads, and a machine without them."""
+"""Test the native CPU kernels beyond conformance: exponential, instruction sets, threads, and a missing library."""
 
 import ctypes
 import json
@@ -42,7 +42,7 @@ np.savez(sys.argv[1], *map(np.asarray, found))
 
 
 def found_with(path: Path, **environment: str) -> list[np.ndarray]:
-    """The outputs and gradients of CHECK in a process of its own."""
+    """Run CHECK in a new process and return its outputs and gradients."""
     env = os.environ | dict(JAX_PLATFORMS="cpu") | environment
     subprocess.run([sys.executable, "-c", CHECK, str(path)], check=True, env=env)
     return list(np.load(path).values())
@@ -50,8 +50,8 @@ def found_with(path: Path, **environment: str) -> list[np.ndarray]:
 
 def exponential(x: np.ndarray) -> np.ndarray:
     x, y = np.ascontiguousarray(x, np.float32), np.empty(len(x), np.float32)
-    pointer = lambda z: z.ctypes.data_as(ctypes.POINTER(ctypes.c_float))  # noqa: E731
-    load_library().glax_exponential(pointer(x), pointer(y), ctypes.c_int64(len(x)))
+    pointers = [z.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) for z in (x, y)]
+    load_library().glax_exponential(*pointers, ctypes.c_int64(len(x)))
     return y
 
 
@@ -106,7 +106,7 @@ def test_segments_of_long_sequences(case):
         assert_gradients_close(r, gradient(r, *d, config=NativeConfig()), reference_gradient(r, *d), extreme)
 
 
-def test_it_is_what_cpus_take():
+def test_cpus_select_the_native_kernels():
     q = jnp.ones((1, 64, 2, 16))
     loss = jax.grad(lambda q: glax.recurrent(q, q, q, gk=-q).output.sum())
     assert [d.kernel for d in glax.explain(loss, q)] == ["recurrent/cpp/cpu", "recurrent.vjp/cpp/cpu"]
@@ -153,17 +153,17 @@ print(float(glax.recurrent(small, small, small).output[0, 0, 0, 0]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits its memory as Linux can")
-def test_memory_that_is_not_to_be_had_is_an_error():
+def test_failed_allocations_raise_errors():
     env = os.environ | dict(JAX_PLATFORMS="cpu", MALLOC_ARENA_MAX="1")
     done = subprocess.run([sys.executable, "-c", NO_MEMORY], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     error, value = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
     assert error.startswith("RESOURCE_EXHAUSTED: glax: its CPU kernels found no memory to compute in.")
-    assert abs(float(value) - 8**0.5) < 1e-5  # the process goes on
+    assert abs(float(value) - 8**0.5) < 1e-5  # the process continues
 
 
 def test_a_block_is_cut_to_the_sequence():
-    """However long the block that a library of another version is asked for."""
+    """Whatever block another version of the package passes to the library."""
     r = recurrence(Case("", T=40, gates=("gk",), strengths=()), "log-sigmoid")
     results = [jax.ShapeDtypeStruct((1, 40, 2, 24), jnp.float32), jax.ShapeDtypeStruct(r.state_shape, jnp.float32)]
     for block in (10**12, 0, -1, 2**63 - 1):
@@ -171,7 +171,7 @@ def test_a_block_is_cut_to_the_sequence():
         assert_outputs_close(r, glax.Outputs(*got), reference(r))
 
 
-def test_a_stored_config_that_cannot_be_is_ignored(tmp_path, monkeypatch):
+def test_invalid_stored_configs_are_ignored(tmp_path, monkeypatch):
     monkeypatch.setenv("GLAX_CACHE_DIR", str(tmp_path))
     q = jnp.ones((1, 40, 1, 8))
     (chosen,) = glax.explain(lambda q: glax.recurrent(q, q, q).output, q)
@@ -185,10 +185,10 @@ def test_a_stored_config_that_cannot_be_is_ignored(tmp_path, monkeypatch):
             assert glax.PersistentCache("recurrent").get(chosen.invocation) is None
 
 
-MAGNITUDES = [  # of q, k, v and d_output; the state is inflated by up to e^40 = 2.4e17, and rows shrunk as much
+MAGNITUDES = [  # of q, k, v and d_output; kernels divide by decays down to e^-40 and multiply by them
     (1, 3e10, 3e10, 1),
-    (1, 1.4e10, 1e11, 1),  # just outside of what e^40 leaves room for
-    (1, 1e10, 1e11, 1),  # just inside
+    (1, 1.4e10, 1e11, 1),  # just above the largest that e^40 permits
+    (1, 1e10, 1e11, 1),  # just below it
     (1, 1e17, 1e17, 1e-10),
     (1, 1, 1e35, 1e-9),
     (1e15, 1e10, 1e10, 1e-9),
@@ -205,7 +205,7 @@ MAGNITUDES = [  # of q, k, v and d_output; the state is inflated by up to e^40 =
 
 @pytest.mark.parametrize("form", ["constant", "head", "key", "value", "both"])
 def test_numbers_of_every_magnitude(form):
-    """What passes float32's range while it is inflated or shrunk, but not as a result, is right all the same."""
+    """Intermediate values outside float32's range do not affect results within it."""
     case = Case("", T=70, K=16, V=20, gates=FORMS[form])
     forward, gradient = (kernel_registry.kernels[f"{name}/cpp/cpu"].run for name in ("recurrent", "recurrent.vjp"))
     run = jax.jit(lambda r, *d: (forward(r, config=NativeConfig()), gradient(r, *d, config=NativeConfig())))
@@ -256,17 +256,20 @@ def steady(H: int, T: int, log: float, chunk: int = 200):
     ids=str,
 )
 def test_decays_next_to_1_over_a_million_tokens(H, T, log, gate):
-    """What rounds alike at every token must not add up: one head goes in segments, eight go whole."""
+    """Equal rounding errors at every token must not add up, with segments (one head) and without (eight heads)."""
     log = float(np.float32(log))
     (q, k, v, S, d, dS), want = steady(H, T, log)
-    by_token = lambda x: jnp.asarray(x.swapaxes(0, 1)[None], jnp.float32)  # noqa: E731
     shape = (H,) if gate == "g_gamma" else (1, T, H)
+
+    def by_token(x):
+        return jnp.asarray(x.swapaxes(0, 1)[None], jnp.float32)
 
     @jax.jit
     def run(q, k, v, S, gates, *cotangents):
-        f = lambda q, k, v, S, gates: glax.recurrent(  # noqa: E731
-            q, k, v, **{gate: gates}, initial_state=S, softmax_scale=1.0, platform="cpp"
-        )
+        def f(q, k, v, S, gates):
+            gates = {gate: gates}
+            return glax.recurrent(q, k, v, **gates, initial_state=S, softmax_scale=1.0, platform="cpp")
+
         outputs, pull = jax.vjp(f, q, k, v, S, gates)
         return *outputs, *pull(glax.Outputs(*cotangents))
 
@@ -282,14 +285,17 @@ def test_decays_next_to_1_over_a_million_tokens(H, T, log, gate):
         assert_close("gate", got[6], d_gate.sum(1), 5e-4)  # one sum over all tokens
 
 
-def test_without_a_library_xla_serves(monkeypatch, tmp_path):
+def test_without_a_library_xla_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "FOLDER", tmp_path)
     monkeypatch.setattr(library, "FAILURE", tmp_path / "build_failure.txt")
     (tmp_path / "build_failure.txt").write_text("command 'g++' failed: No such file\n")
     load_library.cache_clear()
     try:
         q = jnp.ones((1, 64, 2, 24))
-        call = lambda q: glax.recurrent(q, q, q).output  # noqa: E731
+
+        def call(q):
+            return glax.recurrent(q, q, q).output
+
         explained = glax.explain(call, q)[0]
         assert explained.invocation.kernel.platform is Platform.XLA
         assert "g++' failed" in explained.refused["recurrent/cpp/cpu"]

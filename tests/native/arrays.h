@@ -1,4 +1,4 @@
-// Arrays as a caller of the kernels has them, in heap blocks of exactly their size: a sanitizer sees any step past an end.
+// Arrays for the kernels in heap blocks of exactly their size: a sanitizer detects every access past an end.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -35,7 +35,7 @@ struct Random {
   double log_sigmoid() { return -std::log1p(std::exp(-normal())); }
 };
 
-// What the 16 bits of bfloat16 (8 bits of exponent, 7 of fraction) and float16 (5 and 10) mean, from their definition alone.
+// Encodes and decodes bfloat16 (8 bits of exponent, 7 of fraction) and float16 (5 and 10), from their definitions alone.
 struct Short {
   int fraction, bias;
 
@@ -57,12 +57,12 @@ struct Short {
   }
 };
 
-// As allocated every element is NaN, which no kernel may read and which shows what was not written.
+// An array of NaN when allocated: kernels must not read those, and elements that were not written remain NaN.
 class Array {
  public:
   Array() = default;
   Array(int64_t count, Type type = Type::f32) : count_(count), type_(type) {
-    void* data = nullptr;  // aligned as XLA's where large, where that makes a difference
+    void* data = nullptr;  // large arrays are aligned like XLA's, since kernels stream to those
     if (bytes() < large || posix_memalign(&data, 64, bytes()) != 0) data = std::malloc(bytes());
     data_ = static_cast<char*>(data);
     if (bytes()) std::memset(data_, 0xff, bytes());
@@ -93,7 +93,7 @@ class Array {
     for (int64_t i = 0; i < count_; ++i) set(i, draw());
   }
 
-  // As [.., heads, width]; absent if it was never allocated.
+  // A tensor [.., heads, width]; without data if it was never allocated.
   Tensor tensor(int64_t heads, int64_t width) const {
     Tensor x;
     x.data = data_, x.type = type_, x.heads = heads, x.width = width;
@@ -104,7 +104,7 @@ class Array {
     for (int64_t i = 0; i < count_; ++i) x[i] = (*this)[i];
     return x;
   }
-  // The sum of `parts` arrays that lie one behind the other.
+  // The sum of `parts` contiguous arrays.
   Numbers sum_of(int64_t parts) const {
     Numbers x(count_ / parts);
     for (int64_t i = 0; i < count_; ++i) x[i % x.size()] += (*this)[i];

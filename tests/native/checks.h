@@ -1,4 +1,4 @@
-// Running the kernels on a case, and holding what they return against what is expected.
+// Runs the kernels on a case and compares the results with the reference.
 #pragma once
 #include <cstdio>
 
@@ -6,7 +6,7 @@
 #include "pool.h"
 #include "reference.h"
 
-// One line a group of checks, and one for each that fails.
+// A group of checks: prints one line for the group and one for each failure.
 class Group {
  public:
   explicit Group(const char* name) : name_(name) {}
@@ -40,7 +40,7 @@ class Group {
   double worst_ = 0;
 };
 
-// The relative root mean square error as a part of the bar; infinite where one is NaN and the other is not.
+// The relative root mean square error divided by the bar; infinite where only one of the two is NaN.
 inline double error_of(const Numbers& got, const Numbers& wanted, double bar) {
   if (got.size() != wanted.size()) return INFINITE;
   double error = 0, norm = 1e-60;  // e^-120 is 0 in float32, and so is a gradient as small
@@ -69,7 +69,7 @@ inline double bar_of(const Case& c, const std::string& result) {
   return result == "d_scale" || result == "d_constant" ? 10 * bar : bar;  // single sums over everything, with cancellation
 }
 
-// What the kernels return.
+// Runs the forward and the gradient and holds their results.
 struct Outputs {
   Array output, final_state, dq, dk, dv, d_head, d_key, d_value, d_constant, d_initial, d_scale;
   int64_t groups;
@@ -95,7 +95,7 @@ struct Outputs {
     p.constant = in.constant.floats(), p.initial = in.initial.floats(), p.scale = in.scale.floats();
     p.output = heads(output, V), p.final_state = final_state.floats();
     glax::run_forward(pool, p);
-    p.output = {}, p.final_state = nullptr;  // as in the library, where the gradient has no room for these
+    p.output = {}, p.final_state = nullptr;  // the library's gradient call has no such results
     p.d_output = heads(in.d_output, V), p.d_final = in.d_final.floats();
     p.dq = heads(dq, K), p.dk = heads(dk, K), p.dv = heads(dv, V);
     p.d_head = d_head.floats(), p.d_key = d_key.floats(), p.d_value = d_value.floats();
@@ -114,7 +114,7 @@ struct Outputs {
     return found;
   }
 
-  // All of it, bit by bit.
+  // The bytes of every result.
   std::map<std::string, std::string> bits() const {
     return {{"output", output.content()}, {"final_state", final_state.content()}, {"dq", dq.content()},
             {"dk", dk.content()},         {"dv", dv.content()},                   {"d_head", d_head.content()},
@@ -136,7 +136,7 @@ inline void check(Group& group, const Case& c, uint64_t seed = 1) {
   compare(group, c, Outputs(c, in, pool).results(), reference(c, in));
 }
 
-// The parts of the program.
+// The program's groups of tests.
 void test_values();
 void test_steps();
 void test_threads();

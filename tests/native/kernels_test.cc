@@ -1,13 +1,13 @@
-// Tests of the native kernels without Python and XLA, for builds with sanitizers and for other processors.
+// Tests the native kernels without Python and XLA: for builds with sanitizers, and for other processors.
 //
 //     kernels_test            everything, with every instruction set that the machine has
-//     kernels_test threads    only how work is shared out over threads
+//     kernels_test threads    only the distribution over threads
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "checks.h"
 
-// Fresh memory is NaN everywhere, so that what reads it before it is written shows.
+// Fresh memory is filled with NaN, so that a read before the first write shows in the results.
 extern "C" const char* __asan_default_options() { return "max_malloc_fill_size=1000000000:malloc_fill_byte=255"; }
 
 namespace {
@@ -16,13 +16,13 @@ struct Count {
   int64_t checks = 0, failed = 0;
 };
 
-// In a process of its own: the kernels are chosen once in each.
+// Runs the tests in a new process, since each process selects its kernels once.
 bool run(const char* instructions, const char* name, bool only_threads, Count& total) {
   int ends[2];
   if (pipe(ends) != 0) return false;
   const pid_t child = fork();
   if (child == 0) {
-    alarm(300);  // ends what waits for ever
+    alarm(300);  // ends a deadlock
     setenv("GLAX_CPU_INSTRUCTIONS", instructions, 1);
     if (name && std::string(glax::kernels().name) != name) {
       std::printf("absent %s\n", name);
@@ -36,13 +36,13 @@ bool run(const char* instructions, const char* name, bool only_threads, Count& t
   }
   close(ends[1]);
   Count count;
-  const bool told = read(ends[0], &count, sizeof count) == sizeof count;
+  const bool counted = read(ends[0], &count, sizeof count) == sizeof count;
   close(ends[0]);
   int status = 1;
   const bool ended = child > 0 && waitpid(child, &status, 0) == child && status == 0;
   total.checks += count.checks, total.failed += count.failed;
-  if (!told || !ended) std::printf("FAILED %s: the tests did not come to their end\n", instructions);
-  return told && ended && count.failed == 0;
+  if (!counted || !ended) std::printf("FAILED %s: the tests did not come to their end\n", instructions);
+  return counted && ended && count.failed == 0;
 }
 
 }  // namespace

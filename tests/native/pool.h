@@ -1,4 +1,4 @@
-// Thread pools as share.h wants them: one that works at once, one whose threads are all busy, one whose tasks start late.
+// Thread pools for parallel_for.h: tasks start immediately (ready), only when the pool is destroyed (busy), or with a delay (late).
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -17,7 +17,7 @@ class Pool {
     // Nothing is ever scheduled in a pool of one thread.
     for (int i = 0; i < threads && threads > 1; ++i) workers_.emplace_back([this, i] { work(i); });
   }
-  // Runs what is still waiting; in a busy pool that is everything, long after the caller of run_tasks went on.
+  // Runs the waiting tasks; in a busy pool these are all tasks, after the caller of run_tasks has returned.
   ~Pool() {
     {
       std::lock_guard<std::mutex> lock(mutex_);

@@ -1,4 +1,4 @@
-// Whether a sanitizer works here: without an argument this program is right, with one it does what the sanitizer must find.
+// Probes whether a sanitizer works: without an argument the program is correct, with one it has the named fault.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

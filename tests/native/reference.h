@@ -1,4 +1,4 @@
-// The recurrence token by token in double precision, and its gradient against time: nothing here is taken from the kernels.
+// The recurrence token by token in double precision, and its gradient against time. It shares no code with the kernels.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -29,7 +29,7 @@ struct Case {
   bool packed() const { return !boundaries.empty(); }
   int64_t N() const { return packed() ? int64_t(boundaries.size()) - 1 : B; }
   bool has(Gates one, Gates other) const { return gates == one || gates == other; }
-  // The tokens of sequence n in the order of its walk: what of it lies within the arrays.
+  // The tokens of sequence n in the order of its scan, clipped to the arrays.
   std::vector<int64_t> tokens(int64_t n) const {
     const int64_t first = packed() ? std::clamp<int64_t>(boundaries[n], 0, T) : 0;
     const int64_t last = packed() ? std::clamp<int64_t>(boundaries[n + 1], 0, T) : T;
@@ -38,7 +38,7 @@ struct Case {
     if (reverse) std::reverse(found.begin(), found.end());
     return found;
   }
-  // The gradient of a query, key or value that heads share is summed by the caller, who wants it in float32 until then.
+  // The gradient of a query, key or value that heads share is float32: the caller sums it over heads.
   Type gradient_type(int64_t heads) const { return heads && heads != H ? Type::f32 : type; }
   std::string name() const {
     const auto number = [](const char* of, int64_t x) { return std::string(" ") + of + std::to_string(x); };
@@ -52,7 +52,7 @@ struct Inputs {
   Array q, k, v, head, key, value, constant, initial, scale, d_output, d_final;
   std::vector<int32_t> boundaries;
 
-  // The same with other magnitudes: q, k, v and d_output times these, states by what they are sums of.
+  // Scales q, k, v and d_output by these factors, and the states accordingly.
   Inputs scaled(double by_q, double by_k, double by_v, double by_d) && {
     const auto scale_by = [](Array& x, double factor) {
       for (int64_t i = 0; i < x.count(); ++i) x.set(i, x[i] * factor);
@@ -94,7 +94,7 @@ struct Inputs {
   }
 };
 
-// Every array that the kernels return, by name; NaN where nothing is to be written.
+// The results by name; NaN where kernels must not write.
 using Results = std::map<std::string, Numbers>;
 
 inline Results reference(const Case& c, const Inputs& in) {
@@ -120,10 +120,10 @@ inline Results reference(const Case& c, const Inputs& in) {
     for (int64_t h = 0; h < H; ++h) {
       const int64_t b = c.packed() ? 0 : n, head = n * H + h;
       const double scale = in.scale[n];
-      const std::vector<int64_t> walk = c.tokens(n);
+      const std::vector<int64_t> scan = c.tokens(n);
       std::vector<Numbers> states(1, Numbers(size_t(K * V))), decays;  // before each token; of each element at each token
       for (int64_t i = 0; i < K * V && c.initial; ++i) states[0][size_t(i)] = in.initial[head * K * V + i];
-      for (int64_t t : walk) {
+      for (int64_t t : scan) {
         const int64_t q = row(in.q, K, b, t, h), k = row(in.k, K, b, t, h), v = row(in.v, V, b, t, h);
         const int64_t full = (b * c.T + t) * H + h;  // row of an array that has all heads
         const double of_head = in.head.data() ? in.head[full] : in.constant.data() ? in.constant[head] : 0;
@@ -148,8 +148,8 @@ inline Results reference(const Case& c, const Inputs& in) {
       }
       d_scale[head] = 0;
       if (d_constant) d_constant[head] = 0;
-      for (size_t s = walk.size(); s-- > 0;) {
-        const int64_t t = walk[s], full = (b * c.T + t) * H + h;
+      for (size_t s = scan.size(); s-- > 0;) {
+        const int64_t t = scan[s], full = (b * c.T + t) * H + h;
         const int64_t q = row(in.q, K, b, t, h), k = row(in.k, K, b, t, h), v = row(in.v, V, b, t, h);
         double of_head = 0;
         for (int64_t y = 0; y < V; ++y) dv[full * V + y] = 0;

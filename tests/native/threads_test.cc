@@ -1,4 +1,4 @@
-// Results must be the same, bit by bit, whatever number of threads share the work and whenever they begin.
+// Results must be bitwise equal for any number of threads and any start of theirs.
 #include "checks.h"
 
 namespace {
@@ -32,7 +32,7 @@ void shared() {
     c.boundaries = {0, 3, 3, 15, 20};
     compare_threads(group, c);
   }
-  for (Gates gates : {Gates::head, Gates::key_and_value}) {  // how many heads go by turns depends on the threads
+  for (Gates gates : {Gates::head, Gates::key_and_value}) {  // the number of heads scanned together depends on the threads
     Case c;
     c.gates = gates, c.K = 64, c.V = 40, c.H = 10;
     compare_threads(group, c);
@@ -47,8 +47,8 @@ void shared() {
   compare_threads(group, c);
 }
 
-// Gates that make a block end within its tokens, on the side of the state that is cut into ranges for threads: where the block
-// ends must not depend on the cut, or the rounding does.
+// Gates that end a block early, on the side of the state that is cut into ranges for threads. The end of the block must not depend on the
+// cut, or the rounding would.
 void columns() {
   Group group("threads: strong gates on the columns");
   for (Gates gates : {Gates::key, Gates::value, Gates::key_and_value}) {
@@ -56,11 +56,11 @@ void columns() {
     c.gates = gates, c.K = 100, c.V = 100, c.T = 64, c.H = 1, c.block = 32;
     c.gate = [](Random& random) { return 3 * random.log_sigmoid(); };
     compare_threads(group, c);
-    compare_threads(group, c, 3e10);  // done again with less inflation, whichever columns need it
+    compare_threads(group, c, 3e10);  // overflows in some columns: the whole problem is rerun with the narrow limit
   }
 }
 
-// Every task is run once, whoever comes, and nothing of the caller's is touched once it went on.
+// Every task runs exactly once, and no thread touches the caller's memory after it has returned.
 void tasks() {
   Group group("threads: every task once");
   for (Pool::Kind kind : {Pool::ready, Pool::busy, Pool::late}) {
@@ -68,11 +68,11 @@ void tasks() {
       for (int64_t count : {0, 1, 2, 7, 100}) {
         Pool pool(threads, kind);
         auto times = std::make_unique<std::vector<int>>(size_t(count), 0);
-        glax::share_out(pool, count, threads, [&](std::atomic<int64_t>& next, int64_t tasks) {
+        glax::parallel_for(pool, count, threads, [&](std::atomic<int64_t>& next, int64_t tasks) {
           for (int64_t i; (i = next.fetch_add(1)) < tasks;) ++(*times)[size_t(i)];
         });
         const bool once = std::all_of(times->begin(), times->end(), [](int n) { return n == 1; });
-        times.reset();  // whoever still works for the caller does so on freed memory
+        times.reset();  // a thread that still works for the caller would use freed memory
         group.expect(once, std::to_string(count) + " tasks on " + std::to_string(threads) + " threads");
       }
     }

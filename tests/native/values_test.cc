@@ -49,9 +49,9 @@ void heads() {
   }
 }
 
-// Rows so long that a task walks several heads by turns.
+// Rows so long that a task scans several heads together.
 void heads_together() {
-  Group group("heads walked side by side");
+  Group group("heads scanned together");
   for (Gates gates : ALL_GATES) {
     Case c;
     c.gates = gates, c.H = 10, c.K = 64, c.V = 60;
@@ -99,7 +99,7 @@ void garbage() {
       }
     }
   }
-  // Sequences that overlap have no right answer: rows of none of them stay as they were, and the others are written.
+  // Overlapping sequences have no defined result: only the rows of some sequence are written.
   for (Gates gates : {Gates::none, Gates::constant, Gates::key_and_value}) {
     Case c;
     c.gates = gates, c.boundaries = {2, 20, 10, 25, 0, 5}, c.T = 30, c.K = 5, c.V = 3;
@@ -159,7 +159,7 @@ void strengths() {
   }
 }
 
-// Numbers that are inflated by up to e^40 within a block: what passes float32's range, or falls below it, is done with less.
+// Values are divided by up to e^-40 within a block: those that overflow or underflow float32 use the narrow limit.
 void magnitudes() {
   Group group("numbers of every magnitude");
   const double magnitudes[][4] = {{1, 3e10, 3e10, 1},      {1, 1e17, 1e17, 1e-10}, {1, 1e10, 1e26, 1e-10}, {1, 1, 1e35, 1e-9},
@@ -184,7 +184,7 @@ void magnitudes() {
   compare(group, c, Outputs(c, in, pool).results(), reference(c, in));
 }
 
-// Decays next to 1: what rounds alike at every token or stretch adds up.
+// Decays next to 1: equal rounding errors at every token or stretch would add up.
 void long_steady() {
   Group group("steady gates over many tokens");
   for (Gates gates : {Gates::constant, Gates::head, Gates::key, Gates::key_and_value}) {
@@ -230,7 +230,7 @@ void exponential() {
   group.expect(y[0] == 0 && y[1] == INFINITE && std::isnan(y[2]), "e^x of -inf, inf and NaN");
 }
 
-// Whether what is wrong would be seen: results are spoilt, a little more than the bar allows, and must fail.
+// The checks must fail for results that are off by slightly more than the bar.
 void spoilt() {
   Group group("spoilt results are found");
   for (Gates gates : ALL_GATES) {

@@ -31,7 +31,7 @@ pass from chunk to chunk, S may be of any size, and with per-key gates v too. Th
 whole chunk, segment or shard. They multiply q, k or a state of true size, so they underflow only where the result does. No check
 is needed.
 
-**The native scan** divides by decays since its last restart (cpu/native/walk.h). |G| is at most 40, or 20 on either side where
+**The native scan** divides by decays since its last restart (cpu/native/scan.h). |G| is at most 40, or 20 on either side where
 rows and columns both have gates. A restart multiplies by e^{G + g} in one factor, with g the gate that passed the limit: it is
 subnormal only for g < -47, a decay of 1e-20 beside the token's own k v. Two kinds of product can leave float32's range:
 

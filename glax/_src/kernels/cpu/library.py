@@ -1,4 +1,4 @@
-"""The library of native kernels: built with glax where there was a compiler, and loaded with it."""
+"""Load the library of native kernels, which is built when glax is installed with a C++ compiler."""
 
 import ctypes
 import functools
@@ -17,7 +17,7 @@ REMEDY = "install a C++17 compiler (Debian, Ubuntu: apt install g++) and install
 
 @functools.cache
 def load_library() -> ctypes.CDLL | str:
-    """The library, its kernels known to XLA; or the reason why there is none, and what to do."""
+    """Load the library and register its kernels with XLA, or return the reason why it is missing and the remedy."""
     built = [
         path for suffix in importlib.machinery.EXTENSION_SUFFIXES if (path := FOLDER / f"_native{suffix}").exists()
     ]
@@ -28,14 +28,14 @@ def load_library() -> ctypes.CDLL | str:
         loaded = ctypes.CDLL(str(built[0]))
         for name in TARGETS:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
-    except Exception as error:  # whatever a damaged or foreign library does; the reason is shown with every refusal
+    except Exception as error:  # a damaged or foreign library may fail in any way; refusals show the reason
         return f"its library does not load ({error}): {REMEDY}"
     loaded.glax_instructions.restype = ctypes.c_char_p
     return loaded
 
 
 def check_instructions():
-    """ValueError if GLAX_CPU_INSTRUCTIONS, the widest that kernels may use, is none that native/share.h knows."""
+    """Raise ValueError unless native/parallel_for.h knows GLAX_CPU_INSTRUCTIONS, the widest that kernels may use."""
     named = os.environ.get("GLAX_CPU_INSTRUCTIONS") or INSTRUCTIONS[0]
     if named not in INSTRUCTIONS:
         known = f"{', '.join(INSTRUCTIONS[:-1])} or {INSTRUCTIONS[-1]}"
@@ -43,7 +43,7 @@ def check_instructions():
 
 
 def missing() -> str | None:
-    """The reason why native kernels cannot run here; None if they can. ValueError if GLAX_CPU_INSTRUCTIONS means nothing."""
+    """Return the reason why native kernels cannot run here, or None. Raise ValueError for an unknown GLAX_CPU_INSTRUCTIONS."""
     check_instructions()
     found = load_library()
     return found if isinstance(found, str) else None

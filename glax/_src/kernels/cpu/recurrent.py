@@ -1,4 +1,4 @@
-"""Token by token in native code: the forward, and the gradient in every input."""
+"""The recurrence in native code: the forward, the gradient in every input, and one decoding step."""
 
 import dataclasses
 
@@ -12,13 +12,16 @@ from glax._src.core.registry import Backend, Config, Platform, check_field, kern
 from glax._src.kernels.cpu.library import missing
 
 STORED = (jnp.float32, jnp.bfloat16, jnp.float16)
-MOST_TOKENS = 4096  # of a block: 9 MB of scratch a thread at K = V = 128
-GROUP = 32  # columns over which the library forms partial sums; `group` in native/problem.h
+MAX_BLOCK = 4096  # tokens: 9 MB of scratch in each thread at K = V = 128
+GROUP = 32  # columns of a partial sum; `group` in native/problem.h
 
 
 @dataclasses.dataclass(frozen=True)
 class NativeConfig(Config):
-    """block: tokens between two rescalings of the state, at most, from 1 to 4096. Work is the same; scratch grows with it.
+    """Configure the native kernels.
+
+    block: the largest number of tokens between two rescalings of the state, from 1 to 4096. Scratch memory grows with
+        it, arithmetic does not.
 
     Raises ValueError for any other block.
     """
@@ -26,7 +29,7 @@ class NativeConfig(Config):
     block: int = 24
 
     def __post_init__(self):
-        check_field("block", self.block, 1, MOST_TOKENS)
+        check_field("block", self.block, 1, MAX_BLOCK)
 
     @classmethod
     def candidates(cls, r: Recurrence) -> "list[NativeConfig]":
@@ -45,37 +48,39 @@ def priority(r: Recurrence) -> int:
     return 4
 
 
-NONE = jax.ShapeDtypeStruct((0,), jnp.float32)  # an operand or a result that this call does not have
+NONE = jax.ShapeDtypeStruct((0,), jnp.float32)  # stands for an absent operand or result
 
 
 def call(target: str, operands: list[Array | None], results: list[jax.ShapeDtypeStruct], **options) -> list[Array]:
-    """The library's `target`. Inside shard_map, operands and results all vary over the same mesh axes, as the first does."""
+    """Call the library's `target`. Inside shard_map, all operands and results vary over the mesh axes of the first operand."""
     like = operands[0]
     operands = [varying_like(jnp.zeros(NONE.shape, NONE.dtype) if x is None else x, like) for x in operands]
     kind = jax.typeof(like)
-    if not kind.sharding.mesh.empty:  # what varies over a mesh must say of which
-        lie = jax.sharding.NamedSharding(kind.sharding.mesh, jax.sharding.PartitionSpec())
-        results = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lie, manual_axis_type=kind.mat) for x in results]
+    if not kind.sharding.mesh.empty:  # types that vary over mesh axes must name the mesh
+        sharding = jax.sharding.NamedSharding(kind.sharding.mesh, jax.sharding.PartitionSpec())
+        results = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, manual_axis_type=kind.mat) for x in results
+        ]
     aliases = options.pop("input_output_aliases", None)
     return jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*operands, **options)
 
 
 def operands_of(r: Recurrence) -> list[Array | None]:
-    """What the library is given of r: gates in a dtype that it reads, states in float32."""
+    """Return the library's operands: gates in a dtype that it reads, constants and states in float32."""
     decay = r.decay
     gates = [
         x if x is None or x.dtype in STORED else x.astype(jnp.float32) for x in (decay.head, decay.key, decay.value)
     ]
     in_float32 = [None if x is None else x.astype(jnp.float32) for x in (decay.constant, r.initial_state)]
-    cuts = None if r.boundaries is None else r.boundaries.astype(jnp.int32)
-    return [r.q, r.k, r.v, *gates, *in_float32, cuts, r.scale.astype(jnp.float32)]
+    boundaries = None if r.boundaries is None else r.boundaries.astype(jnp.int32)
+    return [r.q, r.k, r.v, *gates, *in_float32, boundaries, r.scale.astype(jnp.float32)]
 
 
 @kernel_registry.register(
     "recurrent", Platform.CPP, Backend.CPU, config=NativeConfig, supports=supports, priority=priority
 )
 def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
-    """The recurrence in blocks of tokens within which the state needs no decay; see native/walk.h."""
+    """Scan over blocks of tokens, within which the state is not rescaled; native/scan.h has the formulas."""
     results = [
         jax.ShapeDtypeStruct((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype),
         jax.ShapeDtypeStruct(r.state_shape, jnp.float32),
@@ -89,12 +94,12 @@ def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
 def recurrent_vjp(
     r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Array, "N H K V"], *, config: NativeConfig
 ) -> Recurrence:
-    """The gradient in every input by four walks over the state, two of them against time; no state is stored."""
+    """Compute the gradient in every input by three scans, or four with per-value gates; native/gradient.h has the formulas."""
     (B, T), (N, H, K, V), decay = r.q.shape[:2], r.state_shape, r.decay
     groups = -(-K // GROUP)
 
     def each(x: Array):
-        # Heads that share one are summed here, so those stay in float32 until then.
+        # float32 where heads share an array: fold_heads sums over them below.
         dtype = x.dtype if x.shape[2] == H else jnp.float32
         return jax.ShapeDtypeStruct((B, T, H, x.shape[3]), dtype)
 
@@ -148,11 +153,11 @@ def step_supports(r: Recurrence) -> str | None:
 def recurrent_step(
     r: Recurrence, pool: Float[Array, "P H K V"], slots: Int[Array, "B"], *, config: Config
 ) -> tuple[Float[Array, "B 1 H V"], Float[Array, "P H K V"]]:
-    """One token of each sequence, each state read once and written once, where it lies in the pool."""
+    """Advance each sequence by one token, in place in the pool: each state is read once and written once."""
     *arrays, _, _, scale = operands_of(r)
     results = [
         jax.ShapeDtypeStruct((r.q.shape[0], 1, r.num_heads, r.v.shape[3]), r.q.dtype),
         jax.ShapeDtypeStruct(pool.shape, pool.dtype),
     ]
-    place = len(arrays)
-    return tuple(call("glax_step", [*arrays, pool, slots, scale], results, input_output_aliases={place: 1}))
+    pool_operand = len(arrays)
+    return tuple(call("glax_step", [*arrays, pool, slots, scale], results, input_output_aliases={pool_operand: 1}))

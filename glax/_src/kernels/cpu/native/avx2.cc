@@ -1,4 +1,4 @@
-// AVX2 with fused multiply-adds.
+// Kernels for AVX2 with fused multiply-adds.
 #if defined(__x86_64__) || defined(_M_X64)
 #include <cstdint>
 #include <initializer_list>

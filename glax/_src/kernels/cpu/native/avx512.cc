@@ -1,4 +1,4 @@
-// AVX-512.
+// Kernels for AVX-512.
 #if defined(__x86_64__) || defined(_M_X64)
 #include <cstdint>
 #include <initializer_list>
@@ -12,7 +12,7 @@
 #define TOKENS 6
 #define GLAX_CONVERTS_F16
 #define GLAX_CONVERTS_BF16
-#define GLAX_RECIPROCAL(x) _mm512_maskz_rcp14_ps(0xffff, x)  // without masks GCC warns of its own header
+#define GLAX_RECIPROCAL(x) _mm512_maskz_rcp14_ps(0xffff, x)  // GCC's header warns without the mask
 #define GLAX_STREAM _mm512_stream_ps
 #define GLAX_NAME "AVX-512"
 #define GLAX_NAMESPACE of_avx512

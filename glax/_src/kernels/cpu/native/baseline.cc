@@ -1,4 +1,4 @@
-// The instructions that every machine of this architecture has: SSE2 on x86-64, NEON on arm64.
+// Kernels for the instructions that every machine of the architecture has: SSE2 on x86-64, NEON on arm64.
 #include <cstdint>
 #include <initializer_list>
 #define LANES 4

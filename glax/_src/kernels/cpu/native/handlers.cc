@@ -1,4 +1,4 @@
-// What XLA calls: operands checked and unpacked, results prepared, work handed to share.h.
+// XLA's foreign function handlers: check and unpack operands, prepare results, run the problem (segments.h) or the step.
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -12,7 +12,7 @@ namespace ffi = xla::ffi;
 namespace glax {
 namespace {
 
-// Rows that belong to no sequence are 0, in every array [B, T, ...] that a kernel writes.
+// Clears the rows of x [B, T, ...] that belong to no sequence.
 void clear_padding(const Problem& p, const Tensor& x) {
   if (!p.boundaries || !x.data) return;
   const int64_t row = x.heads * x.width * x.bytes();
@@ -21,12 +21,12 @@ void clear_padding(const Problem& p, const Tensor& x) {
   std::memset(x.data + end * row, 0, (p.T - end) * row);
 }
 
-// Has the pages of results cleared, by all threads.
+// Populates the pages of results on all threads.
 template <class Pool>
-void clear_pages(Pool& pool, const std::vector<Bytes>& results) {
+void populate_pages(Pool& pool, const std::vector<Bytes>& results) {
   const std::vector<Bytes> absent = absent_pages(results);
-  share_out(pool, absent.size(), pool.num_threads(), [&](std::atomic<int64_t>& next, int64_t tasks) {
-    for (int64_t i; (i = next.fetch_add(1)) < tasks;) clear(absent[i]);
+  parallel_for(pool, absent.size(), pool.num_threads(), [&](std::atomic<int64_t>& next, int64_t tasks) {
+    for (int64_t i; (i = next.fetch_add(1)) < tasks;) populate(absent[i]);
   });
 }
 
@@ -88,7 +88,7 @@ bool known(ffi::DataType type) {
   return type == ffi::DataType::F32 || type == ffi::DataType::BF16 || type == ffi::DataType::F16 || type == ffi::DataType::S32;
 }
 
-// What a caller from this package never gets wrong; another version's, whose library this is not, may.
+// Checks the number and types of operands and results. They differ only if another version of glax calls this library.
 ffi::Error expect(const ffi::RemainingArgs& args, size_t wanted_args, ffi::RemainingRets& results, size_t wanted_results) {
   bool typed = true;
   for (size_t i = 0; i < args.size(); ++i) typed = typed && known(Read{args}(i).element_type());
@@ -100,7 +100,7 @@ ffi::Error expect(const ffi::RemainingArgs& args, size_t wanted_args, ffi::Remai
                                      std::to_string(wanted_results) + ", in float32, bfloat16 and float16: install glax again");
 }
 
-// What `run` returns, or an error that XLA passes on where memory is not to be had: nothing may be thrown through its frames.
+// Returns run()'s result, or an error if it runs out of memory: exceptions must not pass through XLA's frames.
 template <class Run>
 ffi::Error guarded(const Run& run) {
   try {
@@ -116,7 +116,7 @@ ffi::Error forward(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::Remai
   if (auto error = expect(args, operands, results, 2); error.failure()) return error;
   return guarded([&] {
     const Write write{results};
-    clear_pages(pool, {bytes_of(write(0))});
+    populate_pages(pool, {bytes_of(write(0))});
     Problem p = problem_of({args}, reverse, block);
     p.output = tensor(write(0)), p.final_state = floats(write(1));
     clear_padding(p, p.output);
@@ -132,7 +132,7 @@ ffi::Error gradient(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::Rema
     const Write write{results};
     std::vector<Bytes> written;
     for (size_t i = 0; i < results.size(); ++i) written.push_back(bytes_of(write(i)));
-    clear_pages(pool, written);
+    populate_pages(pool, written);
     Problem p = problem_of(read, reverse, block);
     p.d_output = tensor(read(operands)), p.d_final = floats(read(operands + 1));
     p.dq = tensor(write(0)), p.dk = tensor(write(1)), p.dv = tensor(write(2));
@@ -161,24 +161,24 @@ ffi::Error step(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
     p.P = state.dimensions()[0], p.H = state.dimensions()[1], p.K = p.q.width, p.V = p.v.width;
     p.B = read(9).dimensions()[0];
     if (state.untyped_data() != read(7).untyped_data()) std::memcpy(state.untyped_data(), read(7).untyped_data(), state.size_bytes());
-    // A head of 64 x 64 takes a microsecond, waking a thread several.
-    const int64_t heads = p.B * p.H, at_once = std::max<int64_t>(1, (int64_t(1) << 17) / std::max<int64_t>(1, p.K * p.V));
-    const int64_t tasks = (heads + at_once - 1) / at_once;
-    share_out(pool, tasks, std::max<int64_t>(1, pool.num_threads()), [&](std::atomic<int64_t>& next, int64_t tasks) {
+    // Small heads share a task: waking a thread costs more than one of them.
+    const int64_t heads = p.B * p.H, heads_per_task = std::max<int64_t>(1, (int64_t(1) << 17) / std::max<int64_t>(1, p.K * p.V));
+    const int64_t tasks = (heads + heads_per_task - 1) / heads_per_task;
+    parallel_for(pool, tasks, std::max<int64_t>(1, pool.num_threads()), [&](std::atomic<int64_t>& next, int64_t tasks) {
       for (int64_t i; (i = next.fetch_add(1)) < tasks;)
-        for (int64_t head = i * at_once; head < std::min((i + 1) * at_once, heads); ++head)
+        for (int64_t head = i * heads_per_task; head < std::min((i + 1) * heads_per_task, heads); ++head)
           kernels().step(p, head / p.H, head % p.H);
     });
     return ffi::Error::Success();
   });
 }
 
-auto walks() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attr<bool>("reverse").Attr<int64_t>("block"); }
+auto scan_binding() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attr<bool>("reverse").Attr<int64_t>("block"); }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_forward, forward, walks().RemainingArgs().RemainingRets());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_gradient, gradient, walks().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_forward, forward, scan_binding().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_gradient, gradient, scan_binding().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_step, step, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
 
 }  // namespace glax

@@ -1,4 +1,4 @@
-// Everything that is compiled once for each instruction set, in a namespace of its own. LANES, TOKENS and GLAX_NAMESPACE are set.
+// Compiles the kernels for one instruction set in a namespace of its own. The including file defines LANES, TOKENS and GLAX_NAMESPACE.
 #include "problem.h"
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
@@ -16,10 +16,13 @@ struct Count {
 #include "vector.h"
 #include "row_views.h"
 #include "decay_accumulator.h"
+#include "tile.h"
 #include "scan.h"
 #include "kernels.h"
+#include "gradient.h"
 #include "step.h"
 
+// y = e^x for `count` elements, for tests.
 void exponentials(const float* x, float* y, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES) {
     const int64_t n = count - i < LANES ? count - i : LANES;
@@ -36,7 +39,7 @@ void exponentials(const float* x, float* y, int64_t count) {
 const Kernels GLAX_NAMESPACE_EXPORT = {
     GLAX_NAMESPACE::scratch_bytes,
     GLAX_NAMESPACE::forward,
-    GLAX_NAMESPACE::edges,
+    GLAX_NAMESPACE::boundary_states,
     GLAX_NAMESPACE::gradient_of_keys,
     GLAX_NAMESPACE::gradient_of_values,
     GLAX_NAMESPACE::step,

@@ -1,4 +1,4 @@
-// How work is shared out over threads: who runs which task. Results do not depend on it.
+// Distributes tasks over a thread pool. Results do not depend on the number of threads.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -18,7 +18,7 @@
 
 namespace glax {
 
-// The widest instructions that this machine has and that GLAX_CPU_INSTRUCTIONS, for tests, does not forbid.
+// Selects the widest instructions that this machine has and that GLAX_CPU_INSTRUCTIONS (for tests) allows.
 inline const Kernels& kernels() {
   static const Kernels& chosen = []() -> const Kernels& {
     const char* named = std::getenv("GLAX_CPU_INSTRUCTIONS");
@@ -36,12 +36,13 @@ inline const Kernels& kernels() {
   return chosen;
 }
 
-// Runs work(task) for every task, on the caller's thread and as many of the pool's as come in time. The caller never waits
-// for a thread that has not begun, so a busy pool cannot block it. A worker may leave without taking a task; returns whether all are done.
+// Runs worker(next, tasks) on the caller's thread and on up to threads - 1 threads of the pool. A worker claims tasks from `next` until
+// none is left. The caller waits only for threads that have started, so a busy pool cannot block it. A worker may return without
+// claiming a task, for example without memory. Returns whether every task was claimed.
 //
-// Pool: num_threads() and Schedule(function), as XLA's.
+// Pool has num_threads() and Schedule(function), as XLA's does.
 template <class Pool, class Worker>
-bool share_out(Pool& pool, int64_t tasks, int64_t threads, const Worker& worker) {
+bool parallel_for(Pool& pool, int64_t tasks, int64_t threads, const Worker& worker) {
   struct Shared {
     std::atomic<int64_t> next{0};
     std::mutex mutex;
@@ -50,7 +51,7 @@ bool share_out(Pool& pool, int64_t tasks, int64_t threads, const Worker& worker)
     bool closed = false;
   };
   auto shared = std::make_shared<Shared>();
-  const Worker* work = &worker;  // valid as long as the caller waits, which it does for all who entered before `closed`
+  const Worker* work = &worker;  // valid until the caller returns: it waits for every thread that entered before `closed`
   try {
     for (int64_t i = 1; i < std::min(tasks, threads); ++i) {
       pool.Schedule([shared, work, tasks] {
@@ -65,14 +66,14 @@ bool share_out(Pool& pool, int64_t tasks, int64_t threads, const Worker& worker)
       });
     }
   } catch (const std::bad_alloc&) {
-    // Fewer threads come; the caller must not leave before those that were called.
+    // Fewer threads take part. The caller still waits for those that were scheduled.
   }
   worker(shared->next, tasks);
   {
     std::lock_guard<std::mutex> lock(shared->mutex);
     shared->closed = true;
   }
-  // The others are about to be done, and to wake a thread that sleeps takes tens of microseconds.
+  // Spin first: the others are about to finish, and waking a sleeping thread takes longer than they need.
   const auto patience = std::chrono::steady_clock::now() + std::chrono::microseconds(200);
   while (shared->busy > 0 && std::chrono::steady_clock::now() < patience) std::this_thread::yield();
   std::unique_lock<std::mutex> lock(shared->mutex);
@@ -80,7 +81,7 @@ bool share_out(Pool& pool, int64_t tasks, int64_t threads, const Worker& worker)
   return shared->next >= tasks;
 }
 
-// How many ranges to cut `width` columns into: enough to keep the threads busy, since each range forms the rows' factors anew.
+// The number of ranges to cut `width` columns into: no more than keep the threads busy, since each range recomputes the rows' factors.
 inline int64_t ranges(int64_t heads, int64_t width, int64_t threads) {
   const int64_t most = std::max<int64_t>(1, (width + group - 1) / group);
   int64_t cut = 1;
@@ -88,35 +89,37 @@ inline int64_t ranges(int64_t heads, int64_t width, int64_t threads) {
   return cut;
 }
 
+// Columns [first, last).
 struct Range {
   int64_t first, last;
 };
 
+// Range i of `cut` ranges.
 inline Range range(int64_t i, int64_t cut, int64_t width) {
   const int64_t groups = (width + group - 1) / group;
   return {i * groups / cut * group, std::min((i + 1) * groups / cut * group, width)};
 }
 
-// What a thread computes in; `block` is null where the system has no more.
-struct Memory {
-  explicit Memory(int64_t bytes) : edge(uintptr_t(bytes) < worth_large_pages ? 64 : large_page), block(std::malloc(bytes + edge)) {
+// Scratch memory of a thread. `block` is null if the allocation failed.
+struct ThreadScratch {
+  explicit ThreadScratch(int64_t bytes) : edge(uintptr_t(bytes) < min_huge_bytes ? 64 : huge_page), block(std::malloc(bytes + edge)) {
     const uintptr_t begin = reinterpret_cast<uintptr_t>(aligned());
-    if (block && edge == large_page) ask_for_large_pages({begin, begin + bytes});
+    if (block && edge == huge_page) advise_huge_pages({begin, begin + bytes});
   }
-  ~Memory() { std::free(block); }
+  ~ThreadScratch() { std::free(block); }
   void* aligned() const { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(block) + edge - 1) / edge * edge); }
   uintptr_t edge;
   void* block;
 };
 
-// What is done to every piece and head, for each range of the columns.
+// A kernel that runs for every segment and head and each range of `width` columns.
 struct Task {
   Kernel* run;
   int64_t width;
 };
 
-// How many heads a task walks side by side: as many as their states leave room for in the second cache and as leave every thread a
-// few tasks, but one where a token's row is so short that nothing is gained.
+// The number of heads that a task scans together. Their states must fit into the second-level cache, and every thread must get a few
+// tasks. It is 1 where a token's row is too short for a gain.
 inline int64_t heads_together(const Problem& p, int64_t tasks, int64_t threads) {
   constexpr int64_t room = 1 << 19, few = 2, short_row = 2048;  // bytes; tasks a thread; bytes
   if (p.H * std::max(p.K * p.k.bytes(), p.V * p.v.bytes()) < short_row) return 1;
@@ -124,40 +127,41 @@ inline int64_t heads_together(const Problem& p, int64_t tasks, int64_t threads) 
   return std::clamp<int64_t>(std::min(fit, spare), 1, std::min(Heads::most, p.H));
 }
 
-// Returns whether all numbers stayed in range. Throws std::bad_alloc where no thread gets its scratch.
+// Runs the kernels over all segments, heads and ranges of columns. Returns whether all numbers stayed in range.
+// Throws std::bad_alloc if no thread gets its scratch.
 template <class Pool>
-bool run_tasks(Pool& pool, const Problem& p, const std::vector<Piece>& pieces, std::initializer_list<Task> kinds) {
+bool run_tasks(Pool& pool, const Problem& p, const std::vector<Segment>& segments, std::initializer_list<Task> kinds) {
   struct Item {
     const Task* task;
-    const Piece* piece;
+    const Segment* segment;
     Heads heads;
     Range columns;
   };
   std::vector<Item> items;
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  const int64_t tasks_of_heads = pieces.size() * p.H * kinds.size(), together = heads_together(p, tasks_of_heads, threads);
-  for (const Piece& piece : pieces) {
+  const int64_t tasks_of_heads = segments.size() * p.H * kinds.size(), together = heads_together(p, tasks_of_heads, threads);
+  for (const Segment& segment : segments) {
     for (const Task& task : kinds) {
       const int64_t cut = ranges(tasks_of_heads, task.width, threads);
       for (int64_t h = 0; h < p.H; h += together)
         for (int64_t i = 0; i < cut; ++i)
-          items.push_back({&task, &piece, {h, std::min(h + together, p.H)}, range(i, cut, task.width)});
+          items.push_back({&task, &segment, {h, std::min(h + together, p.H)}, range(i, cut, task.width)});
     }
   }
-  // The longest first: the last to be walked then keeps few threads waiting.
-  std::stable_sort(items.begin(), items.end(), [](const Item& x, const Item& y) { return x.piece->length > y.piece->length; });
-  const int64_t bytes = items.empty() ? 0 : kernels().scratch_bytes(p, together, items[0].piece->length);
-  std::atomic<bool> sound{true};
-  const bool done = share_out(pool, items.size(), threads, [&](std::atomic<int64_t>& next, int64_t tasks) {
-    const Memory scratch(bytes);
+  // Longest first, so that few threads wait for the last one.
+  std::stable_sort(items.begin(), items.end(), [](const Item& x, const Item& y) { return x.segment->length > y.segment->length; });
+  const int64_t bytes = items.empty() ? 0 : kernels().scratch_bytes(p, together, items[0].segment->length);
+  std::atomic<bool> in_range{true};
+  const bool done = parallel_for(pool, items.size(), threads, [&](std::atomic<int64_t>& next, int64_t tasks) {
+    const ThreadScratch scratch(bytes);
     if (!scratch.block) return;
     for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
       const Item& item = items[i];
-      if (!item.task->run(p, *item.piece, item.heads, item.columns.first, item.columns.last, scratch.aligned())) sound = false;
+      if (!item.task->run(p, *item.segment, item.heads, item.columns.first, item.columns.last, scratch.aligned())) in_range = false;
     }
   });
   if (!done) throw std::bad_alloc();
-  return sound;
+  return in_range;
 }
 
 }  // namespace glax

@@ -1,4 +1,4 @@
-// What a kernel is told: arrays as they lie in memory, and the table of functions that each instruction set provides.
+// The interface of the kernels: their arguments, and the table of functions that each instruction set provides.
 #pragma once
 #include <cstdint>
 
@@ -6,7 +6,7 @@ namespace glax {
 
 enum class Type : int { f32, bf16, f16 };
 
-// [B, T, heads, width]; without data where a recurrence has no such array.
+// An array [B, T, heads, width]. `data` is null where the recurrence has no such array.
 struct Tensor {
   char* data = nullptr;
   Type type = Type::f32;
@@ -15,11 +15,12 @@ struct Tensor {
   int64_t bytes() const { return type == Type::f32 ? 4 : 2; }
 };
 
-// Of |G|, rows' and columns' together, since a state was last scaled. The bounds stand in glax/_src/kernels/common/limits.py.
+// Bounds of |G|, the sum of log decays since the state was last scaled, over rows and columns together.
+// glax/_src/kernels/common/limits.py derives them.
 namespace limits {
 constexpr float wide = 40;
-constexpr float narrow = 1;     // where e^wide passed float32's range, or e^-wide would
-constexpr float faint = 1e-13;  // the largest of a row that e^-wide would rob of digits
+constexpr float narrow = 1;     // used instead where e^wide overflows float32 or e^-wide underflows
+constexpr float faint = 1e-13;  // rows whose largest element is smaller lose digits to e^-wide
 }  // namespace limits
 
 // S_t = exp(head_t) diag(exp(key_t)) S_{t-1} diag(exp(value_t)) + k_t v_t^T,   o_t = scale * S_t^T q_t,   and its gradient.
@@ -38,27 +39,27 @@ struct Problem {
   Tensor output;
   float* final_state = nullptr;  // [N, H, K, V]
 
-  // Gradient. Every array has H heads: heads that share a query, key or value are summed by the caller.
-  // [groups, ...] holds partial sums over `group` of the K columns, for the caller to add up.
+  // Gradient. Every array has H heads; the caller sums over the heads that share a query, key or value.
+  // Arrays [groups, ...] hold one partial sum for each `group` of the K columns; the caller adds them up.
   Tensor d_output, dq, dk, dv;
   const float* d_final = nullptr;                       // [N, H, K, V]
-  // [groups, B, T, H], [B, T, H, K], [B, T, H, V]. A constant gate needs d_head too, whose sum d_constant is.
+  // [groups, B, T, H], [B, T, H, K], [B, T, H, V]. A constant gate needs d_head too: d_constant is its sum over tokens.
   float *d_head = nullptr, *d_key = nullptr, *d_value = nullptr;
   float* d_initial = nullptr;                       // [N, H, K, V]
-  float *d_constant = nullptr, *d_scale = nullptr;  // [groups, pieces, H]
-  int64_t pieces;
+  float *d_constant = nullptr, *d_scale = nullptr;  // [groups, segments, H]
+  int64_t segments;
 };
 
-// Tokens that are walked in one go: a sequence, or where sequences and heads are few a segment of one. See segments.h.
-struct Piece {
-  int64_t sequence = 0, example = 0, index = 0;  // whose constants, whose rows; which row of d_constant and d_scale
+// The tokens of one scan: a sequence, or a part of one where sequences and heads are few (segments.h).
+struct Segment {
+  int64_t sequence = 0, example = 0, index = 0;  // row of constant; row of the [B, ...] arrays; row of d_constant and d_scale
   int64_t first = 0, length = 0;                 // tokens
-  const float *initial = nullptr, *d_final = nullptr;  // [H, K, V]; no initial state: zeros
-  float *final_state = nullptr, *d_initial = nullptr;  // [H, K, V]; none: nobody asks
+  const float *initial = nullptr, *d_final = nullptr;  // [H, K, V]; a null initial state is zero
+  float *final_state = nullptr, *d_initial = nullptr;  // [H, K, V]; null: not computed
   double* decay = nullptr;                             // [H, K + V]
 };
 
-// Heads [first, last) of those that lie side by side, walked by one task.
+// Heads [first, last), scanned by one task.
 struct Heads {
   static constexpr int64_t most = 8;
   int64_t first, last;
@@ -66,14 +67,14 @@ struct Heads {
   int64_t count() const { return last - first; }
 };
 
-// Columns of the state that one task owns at least, and over which partial sums run. Fixed, so that results do not depend
-// on how the work is shared out.
+// The smallest number of state columns of a task, and the number of columns of a partial sum. It is constant, so that results do not
+// depend on the number of threads.
 constexpr int64_t group = 32;
 
 // One token of each of B sequences: state row slots[b] of [P, H, K, V] becomes S', output = scale * S'^T q.
 struct Step {
   int64_t B, H, K, V, P;
-  const int32_t* slots = nullptr;  // [B]; outside [0, P): the sequence is not there, output 0
+  const int32_t* slots = nullptr;  // [B]; an absent sequence has a slot outside [0, P) and output 0
   Tensor q, k, v, head, key, value;
   const float* constant = nullptr;  // [B, H]
   const float* scale = nullptr;     // [B]
@@ -81,13 +82,13 @@ struct Step {
   Tensor output;
 };
 
-// Computes a piece and heads over a range of columns. Returns whether all that it inflated stayed in float32's range.
-typedef bool Kernel(const Problem&, const Piece&, Heads, int64_t first_column, int64_t last_column, void* scratch);
+// Computes a range of columns for a segment and its heads. Returns false if a value divided by its decay overflowed float32.
+typedef bool Kernel(const Problem&, const Segment&, Heads, int64_t first_column, int64_t last_column, void* scratch);
 
 // The kernels of one instruction set.
 struct Kernels {
-  int64_t (*scratch_bytes)(const Problem&, int64_t heads, int64_t longest);  // the tokens of the longest piece
-  Kernel *forward, *edges, *gradient_of_keys, *gradient_of_values;
+  int64_t (*scratch_bytes)(const Problem&, int64_t heads, int64_t longest);  // longest: tokens of the longest segment
+  Kernel *forward, *boundary_states, *gradient_of_keys, *gradient_of_values;
   void (*step)(const Step&, int64_t b, int64_t h);
   void (*exponential)(const float* x, float* y, int64_t count);
   const char* name;

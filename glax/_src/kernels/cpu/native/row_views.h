@@ -1,7 +1,7 @@
-// What a walk has of memory: rows in an order, scratch, windows of rows as float32, lines to fetch ahead.
+// Views of memory for a scan: rows in an order, scratch, windows of rows as float32, cache lines to prefetch.
 
-// A row of memory a token.
-struct Rows {
+// One row of an array for each token.
+struct RowView {
   char* data = nullptr;  // at token 0
   int64_t stride = 0;    // bytes from token to token
   Type type = Type::f32;
@@ -10,6 +10,7 @@ struct Rows {
   bool streamed = false;  // written past the caches
 
   char* at(int64_t t) const { return data + t * stride; }
+  // Writes x [width] to row t, converted to `type`.
   void write(const float* x, int64_t t) const {
     if (streamed) {
       stream(x, reinterpret_cast<float*>(at(t)), width);
@@ -18,27 +19,27 @@ struct Rows {
     }
   }
 
-  // To be written whole, in an array of so many bytes: past the caches if those would not keep it anyway.
-  Rows to_write(int64_t bytes) const {
+  // A view for writing every row of an array of `bytes`. Large arrays are written past the caches, which could not hold them.
+  RowView to_write(int64_t bytes) const {
     constexpr int64_t large = 1 << 23;
-    Rows rows = *this;
+    RowView rows = *this;
     rows.streamed = streams && data && type == Type::f32 && bytes >= large && width % LANES == 0 &&
                     (reinterpret_cast<uintptr_t>(data) | uintptr_t(stride)) % (4 * LANES) == 0;
     return rows;
   }
 };
 
-// The tokens of a walk, with time or against it.
+// The tokens of a scan, with time or against it.
 struct Order {
-  int64_t first, length, step;  // token i of the walk is first + i * step
-  bool late;                    // a token's decay comes after its own step, as in the recurrences of gradients
+  int64_t first, length, step;  // token i of the scan is first + i * step
+  bool late;                    // the decay of a token applies after its own step, as in the gradients' recurrences
 
   int64_t at(int64_t i) const { return first + i * step; }
-  Order part(int64_t from, int64_t to) const { return {at(from), to - from, step, late}; }
+  Order slice(int64_t from, int64_t to) const { return {at(from), to - from, step, late}; }
   Order backwards() const { return {at(length - 1), length, -step, true}; }
 };
 
-// Memory is handed out once a task; nothing is given back. Without memory it only counts.
+// Allocates arrays from a block of memory, once for each task, and never frees them. Without memory it only counts bytes.
 struct Scratch {
   char* memory;
   int64_t used = 0;
@@ -46,7 +47,7 @@ struct Scratch {
   float* floats(int64_t count) {
     const int64_t here = used;
     used += (count * 4 + 63) / 64 * 64;
-#ifdef __SANITIZE_ADDRESS__  // a gap behind each array, that nobody may touch
+#ifdef __SANITIZE_ADDRESS__  // a poisoned gap after each array
     used += 64;
     if (memory) ASAN_UNPOISON_MEMORY_REGION(memory + here, used - here);
     if (memory) ASAN_POISON_MEMORY_REGION(memory + here + count * 4, used - here - count * 4);
@@ -55,7 +56,7 @@ struct Scratch {
   }
 };
 
-// A row of float32, or of bfloat16 that is widened as it is read.
+// A row of float32, or of bfloat16 that is converted as it is read.
 struct Row {
   const char* data;
   bool half;
@@ -66,7 +67,7 @@ struct Row {
   const uint16_t* halves() const { return reinterpret_cast<const uint16_t*>(data); }
 };
 
-// The rows of a window of tokens: where they lie, or widened copies.
+// The rows of a window of tokens: in place, or copied to float32.
 struct Window {
   float* copies;  // [block, across]
   int64_t across;
@@ -74,14 +75,13 @@ struct Window {
   int64_t step = 0;             // bytes from row to row
   bool half = false;            // they are bfloat16
 
-  void take(Scratch& scratch, int64_t block, int64_t width) {
+  void allocate(Scratch& scratch, int64_t block, int64_t width) {
     across = padded(width);
     copies = scratch.floats(block * across);
   }
 
-  // Of tokens [from, from + tokens) of the walk, of which none before `begin` is read. Unless `as_floats`, rows of bfloat16 may stay
-  // what they are.
-  void fill(const Rows& rows, const Order& order, int64_t from, int64_t tokens, bool as_floats = false, int64_t begin = 0) {
+  // Reads tokens [from, from + tokens) of the scan. Rows before `begin` are not read. With `as_floats`, bfloat16 rows are converted.
+  void fill(const RowView& rows, const Order& order, int64_t from, int64_t tokens, bool as_floats = false, int64_t begin = 0) {
     if (!rows.data) return;
     first = rows.at(order.at(from)), step = order.step * rows.stride;
     half = rows.type == Type::bf16 && fast_bf16 && !as_floats;
@@ -94,31 +94,31 @@ struct Window {
   Row row(int64_t j) const { return {first + j * step, half}; }
 };
 
-// Cache lines that the next block needs. Rows lie apart by all heads' width, often by a page, which is further than a processor
-// guesses by itself; so lines are fetched one by one while the registers' part computes, and spread over all of it, for each
-// must wait its turn at the memory.
-struct Ahead {
-  static constexpr int64_t rows = 4;   // of the state, between two visits
+// Prefetches the cache lines of the next block. Consecutive rows are all heads' width apart, often a page, so that the hardware does not
+// prefetch them. The lines are spread evenly over the block's multiplications, because memory serves few at a time.
+struct Prefetcher {
+  static constexpr int64_t rows = 4;   // rows of the state between two visits
   static constexpr int64_t spare = 8;  // lines
   const char **lines, **next, **last;  // null-terminated
-  int64_t at_once;                     // lines that are fetched at a visit
+  int64_t lines_per_visit;             // lines fetched in each visit
 
-  // A pointer is two floats.
-  void take(Scratch& scratch, int64_t most) { lines = reinterpret_cast<const char**>(scratch.floats(2 * (most + spare))); }
+  // Allocates a list of `most` lines. A pointer occupies two floats.
+  void allocate(Scratch& scratch, int64_t most) { lines = reinterpret_cast<const char**>(scratch.floats(2 * (most + spare))); }
 
-  void spread(int64_t visits) { *last = nullptr, at_once = visits ? (last - lines + visits - 1) / visits : 0; }
+  // Distributes the lines over `visits` calls of fetch().
+  void schedule(int64_t visits) { *last = nullptr, lines_per_visit = visits ? (last - lines + visits - 1) / visits : 0; }
 
   void fetch() {
     const char **line = next, **const end = last;
-    for (int64_t i = at_once; i > 0; --i) {
+    for (int64_t i = lines_per_visit; i > 0; --i) {
       __builtin_prefetch(*line, 0, 2);
       line += line < end;
     }
     next = line;
   }
 
-  // Those of tokens [from, to) of the walk.
-  void add(const Rows& rows, const Order& order, int64_t from, int64_t to) {
+  // Adds the lines of tokens [from, to) of the scan.
+  void add(const RowView& rows, const Order& order, int64_t from, int64_t to) {
     if (!rows.data) return;
     const int64_t count = (rows.width * (rows.type == Type::f32 ? 4 : 2) + 63) / 64, step = order.step * rows.stride;
     const char *row = rows.at(order.at(from)), **here = last;

@@ -1,8 +1,12 @@
-// One token: S' = diag(exp(rows)) S diag(exp(columns)) + k v^T, o = scale * S'^T q, S read and written once, where it lies. Included
-// once by each instruction set's file.
+// One token of the recurrence, in place:
+//
+//     S' = diag(exp(rows)) S diag(exp(columns)) + k v^T        o = scale * S'^T q
+//
+// The state is read once and written once. Each instruction set's file includes this one.
 
 constexpr int64_t ROWS_AT_A_TIME = 128;
 
+// Loads `count` elements, at most LANES, as float32; the other lanes are 0.
 template <Type TYPE>
 inline vec state_load(const char* p, int64_t count) {
   if (TYPE == Type::f32 && count == LANES) return load(reinterpret_cast<const float*>(p));
@@ -21,6 +25,7 @@ inline vec state_load(const char* p, int64_t count) {
   return load(copy);
 }
 
+// Stores the first `count` lanes.
 template <Type TYPE>
 inline void state_store(char* p, vec x, int64_t count) {
   if (TYPE == Type::f32 && count == LANES) return store(reinterpret_cast<float*>(p), x);
@@ -29,11 +34,12 @@ inline void state_store(char* p, vec x, int64_t count) {
   narrow(copy, p, TYPE, count == LANES ? LANES : count);
 }
 
-// e^log as whole + rest. A mild gate, |log| < 1/64, has a whole of 1 and a rest of e^log - 1 to 1e-11, any other no rest.
-// In one number, equal gates round alike at every token, and a hundred thousand of -9e-6 are 3e-3 off. s * whole + s * rest rounds anew.
+// Splits e^log into whole + rest. Where |log| < 1/64, whole is 1 and rest is e^log - 1 to 1e-11; elsewhere rest is 0.
+// A single factor next to 1 has the same rounding error at every token, and the errors add up: 1e5 tokens of -9e-6 are 3e-3 off.
+// The rounding of s * whole + s * rest depends on s.
 inline void split_decay(vec log, float* whole, float* rest) {
-  const vec exact = exponential(log), one = all(1);
-  const vec small = log * (one + log * (all(1.f / 2) + log * (all(1.f / 6) + log * all(1.f / 24))));
+  const vec exact = exponential(log), one = broadcast(1);
+  const vec small = log * (one + log * (broadcast(1.f / 2) + log * (broadcast(1.f / 6) + log * broadcast(1.f / 24))));
   for (int i = 0; i < LANES; ++i) {
     const bool mild = log[i] < 1.f / 64 && log[i] > -1.f / 64;
     whole[i] = mild ? 1 : exact[i];
@@ -41,11 +47,12 @@ inline void split_decay(vec log, float* whole, float* rest) {
   }
 }
 
+// The split decays of rows or columns.
 struct Decays {
   const float *whole, *rest;
 };
 
-// `WIDTH` vectors of columns, the last of which holds `last` of them.
+// Updates WIDTH vectors of columns in `rows` rows and adds q^T S' to sums. The last vector holds `last` columns.
 template <int WIDTH, Type TYPE, bool COLUMNS>
 inline void step_columns(const Step& p, const float* q, const float* k, Decays of_rows, int64_t rows, char* state,
                          const float* v, Decays of_columns, float* sums, int64_t last) {
@@ -54,14 +61,14 @@ inline void step_columns(const Step& p, const float* q, const float* k, Decays o
 #pragma GCC unroll 8
   for (int w = 0; w < WIDTH; ++w) total[w] = load(sums + w * LANES);
   for (int64_t r = 0; r < rows; ++r) {
-    const vec in = all(k[r]), out = all(q[r]), whole = all(of_rows.whole[r]), rest = all(of_rows.rest[r]);
+    const vec in = broadcast(k[r]), out = broadcast(q[r]), whole = broadcast(of_rows.whole[r]), rest = broadcast(of_rows.rest[r]);
 #pragma GCC unroll 8
     for (int w = 0; w < WIDTH; ++w) {
       char* at = state + (r * p.V + w * LANES) * size;
       const int64_t count = w + 1 < WIDTH ? LANES : last;
       vec s = state_load<TYPE>(at, count);
-      // What a mild gate takes is added to what the token brings before either meets the state: by itself it may be less than
-      // half a digit of the state, and would round to nothing at every token.
+      // The rest joins the token's k v^T before the sum with the state: alone it may be less than half a unit in the last place of
+      // the state, and would round to nothing at every token.
       if (COLUMNS) {
         s = s * whole + s * rest;
         s = s * load(of_columns.whole + w * LANES) + (s * load(of_columns.rest + w * LANES) + in * load(v + w * LANES));
@@ -76,13 +83,14 @@ inline void step_columns(const Step& p, const float* q, const float* k, Decays o
   for (int w = 0; w < WIDTH; ++w) store(sums + w * LANES, total[w]);
 }
 
+// Computes head h of sequence b, whose state is row `slot` of the pool.
 template <Type TYPE>
 inline void step_head(const Step& p, int64_t b, int64_t h, int64_t slot) {
   constexpr int64_t size = TYPE == Type::f32 ? 4 : 2, most = 8 * LANES;
   const auto row = [&](const Tensor& x) {
     return x.data + (b * x.heads + h * x.heads / p.H) * x.width * x.bytes();
   };
-  float head = 0, copy[LANES];
+  float head = 0;
   if (p.head.data) widen(row(p.head), p.head.type, 1, &head);
   if (p.constant) head = p.constant[b * p.H + h];
   const auto part = [](const Tensor& x, const char* from, int64_t first, int64_t count, float* to) {
@@ -125,6 +133,7 @@ inline void step_head(const Step& p, int64_t b, int64_t h, int64_t slot) {
   }
 }
 
+// Computes head h of sequence b; an absent sequence has output 0.
 inline void step(const Step& p, int64_t b, int64_t h) {
   const int64_t slot = p.slots ? p.slots[b] : b;
   if (slot < 0 || slot >= p.P) {

@@ -1,4 +1,4 @@
-// Vectors of LANES floats, in the compiler's own vector types: included once by each instruction set's file, in its namespace.
+// Vectors of LANES floats, in the compiler's vector types. Each instruction set's file includes this one in its namespace.
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
@@ -7,15 +7,15 @@ typedef float vec_in_memory __attribute__((vector_size(LANES * 4), aligned(4), m
 
 inline vec load(const float* p) { return *reinterpret_cast<const vec_in_memory*>(p); }
 inline void store(float* p, vec x) { *reinterpret_cast<vec_in_memory*>(p) = x; }
-inline vec all(float x) { return x - vec{}; }  // of x + 0, -0 would become 0: a subtraction is free
+inline vec broadcast(float x) { return x - vec{}; }  // x - 0 preserves -0, x + 0 would not
 inline vec choose(ivec mask, vec x, vec y) { return mask ? x : y; }
-inline vec smaller(vec x, vec y) { return choose(x < y, x, y); }
-inline vec larger(vec x, vec y) { return choose(x > y, x, y); }
+inline vec minimum(vec x, vec y) { return choose(x < y, x, y); }
+inline vec maximum(vec x, vec y) { return choose(x > y, x, y); }
 constexpr int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
-// Lane i takes what lane i + BY has.
+// Rotates lanes: lane i of the result is lane i + BY of x.
 template <int BY, class Vector>
-inline Vector turned(Vector x) {
+inline Vector rotated(Vector x) {
   ivec from;
   for (int i = 0; i < LANES; ++i) from[i] = (i + BY) % LANES;
 #ifdef __clang__
@@ -27,19 +27,21 @@ inline Vector turned(Vector x) {
 #endif
 }
 
+// The sum over lanes.
 inline float sum(vec x) {
-  if (LANES >= 16) x += turned<8>(x);
-  if (LANES >= 8) x += turned<4>(x);
-  x += turned<2>(x);
-  x += turned<1>(x);
+  if (LANES >= 16) x += rotated<8>(x);
+  if (LANES >= 8) x += rotated<4>(x);
+  x += rotated<2>(x);
+  x += rotated<1>(x);
   return x[0];
 }
 
+// Whether some lane is true.
 inline bool any(ivec x) {
-  if (LANES >= 16) x |= turned<8>(x);
-  if (LANES >= 8) x |= turned<4>(x);
-  x |= turned<2>(x);
-  x |= turned<1>(x);
+  if (LANES >= 16) x |= rotated<8>(x);
+  if (LANES >= 8) x |= rotated<4>(x);
+  x |= rotated<2>(x);
+  x |= rotated<1>(x);
   return x[0];
 }
 
@@ -48,49 +50,50 @@ struct Power {
   vec shifted, fraction;  // 1.5 * 2^23 + n, e^r
 
   explicit Power(vec x) {
-    const vec shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
-    shifted = x * all(1.44269504088896341f) + shift;
+    const vec shift = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
+    shifted = x * broadcast(1.44269504088896341f) + shift;
     const vec n = shifted - shift;
     // The first part of log 2 has 9 bits, so that n times it is exact.
-    const vec r = (x - n * all(0.693359375f)) - n * all(-2.12194440054690583e-4f);
-    vec p = all(1.3814539415761828e-3f);
-    p = p * r + all(8.36874544620514e-3f);
-    p = p * r + all(4.166838899254799e-2f);
-    p = p * r + all(0.1666652113199234f);
-    p = p * r + all(0.4999999403953552f);
-    fraction = (p * r) * r + r + all(1.f);
+    const vec r = (x - n * broadcast(0.693359375f)) - n * broadcast(-2.12194440054690583e-4f);
+    vec p = broadcast(1.3814539415761828e-3f);
+    p = p * r + broadcast(8.36874544620514e-3f);
+    p = p * r + broadcast(4.166838899254799e-2f);
+    p = p * r + broadcast(0.1666652113199234f);
+    p = p * r + broadcast(0.4999999403953552f);
+    fraction = (p * r) * r + r + broadcast(1.f);
   }
 };
 
 // e^x, within 2 units in the last place of every float.
 inline vec exponential(vec x) {
-  // e^-150 is 0 and e^130 is infinite even so; NaN passes both comparisons.
-  x = choose(x < all(-150.f), all(-150.f), x);
-  x = choose(x > all(130.f), all(130.f), x);
+  // Clamping does not change results: e^-150 is 0 and e^130 is infinite. NaN passes both comparisons.
+  x = choose(x < broadcast(-150.f), broadcast(-150.f), x);
+  x = choose(x > broadcast(130.f), broadcast(130.f), x);
   const Power power(x);
-  // 2^n in two factors: n passes the exponent's range where e^x is denormal or infinite.
+  // Two factors for 2^n: n exceeds the exponent's range where e^x is denormal or infinite.
   const ivec whole = reinterpret_cast<ivec>(power.shifted) - 0x4b400000, half = whole >> 1;
   const vec low = reinterpret_cast<vec>((half + 127) << 23), high = reinterpret_cast<vec>((whole - half + 127) << 23);
   return power.fraction * low * high;
 }
 
-// The same, of |x| <= 80 or NaN: in one factor, whose exponent the last bits of 1.5 * 2^23 + n are but for the bias. Of others: anything.
+// e^x for |x| <= 80 or NaN, with one factor for 2^n: the last bits of 1.5 * 2^23 + n are its exponent less the bias. Undefined outside
+// that range.
 inline vec exponential_of_small(vec x) {
   const Power power(x);
   return power.fraction * reinterpret_cast<vec>((reinterpret_cast<uvec>(power.shifted) << 23) + (127u << 23));
 }
 
-// 1 / x of a number within e^80 of 1, to an ulp or so.
+// 1 / x for e^-80 <= x <= e^80, to about 1 ulp.
 inline vec reciprocal(vec x) {
 #ifdef GLAX_RECIPROCAL
   const vec near = GLAX_RECIPROCAL(x);
-  return near + near * (all(1) - x * near);
+  return near + near * (broadcast(1) - x * near);
 #else
-  return all(1) / x;
+  return broadcast(1) / x;
 #endif
 }
 
-// ---- float32 from and to what is stored -------------------------------------------------------------------------------
+// ---- conversions from and to stored types -------------------------------------------------------------------------------
 
 inline float from_bf16(uint16_t x) {
   const uint32_t bits = uint32_t(x) << 16;
@@ -106,8 +109,8 @@ inline uint16_t to_bf16(float x) {
   return x != x ? uint16_t(0x7fc0) : uint16_t(rounded);
 }
 
-// float16 by integer arithmetic: not every machine, nor every compiler, has the type. No float32 denormals on the way, since
-// the caller's threads may take those for 0.
+// Converts float16 by integer arithmetic: not every machine and compiler has the type. No intermediate value is a float32 denormal, since
+// the caller's threads may flush those to 0.
 inline float from_f16(uint16_t x) {
   const uint32_t sign = uint32_t(x & 0x8000) << 16, exponent = x & 0x7c00, rest = uint32_t(x & 0x7fff) << 13;
   float y;
@@ -137,7 +140,7 @@ inline uint16_t to_f16(float x) {
   return uint16_t(sign | ((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13));
 }
 
-// The first elements of a row, by eights, where the machine converts float16 itself; returns how many.
+// Converts the first elements of a row, eight at a time, where the machine has instructions for it. Returns how many.
 #ifdef GLAX_CONVERTS_F16
 inline int64_t widen_f16(const uint16_t* from, int64_t width, float* to) {
   int64_t i = 0;
@@ -157,7 +160,7 @@ inline int64_t widen_f16(const uint16_t*, int64_t, float*) { return 0; }
 inline int64_t narrow_f16(const float*, int64_t, uint16_t*) { return 0; }
 #endif
 
-// Whole vectors of bfloat16, where the machine converts them in few steps; compilers split these.
+// Converts whole vectors of bfloat16 by intrinsics. Compilers split the equivalent loops.
 #ifdef GLAX_CONVERTS_BF16
 constexpr bool fast_bf16 = true;
 inline vec load_bf16(const uint16_t* p) {
@@ -182,8 +185,8 @@ inline void store_bf16(uint16_t* p, vec x) {
 }
 #endif
 
-// Stores past the caches, where the machine has them: lines that are written whole need not be read first. `to` is aligned to a vector.
-// Other threads see them after `streams_end`.
+// Stores past the caches, where the machine can: a line that is written whole need not be read first. `to` is aligned to a vector.
+// Other threads see the stores after `streams_end`.
 #ifdef GLAX_STREAM
 constexpr bool streams = true;
 inline void stream(const float* x, float* to, int64_t width) {
@@ -196,7 +199,7 @@ inline void stream(const float*, float*, int64_t) {}
 inline void streams_end() {}
 #endif
 
-// [width] floats to `to`, and zeros behind them up to a whole vector.
+// Converts a row [width] to float32, padded with zeros to a whole vector.
 inline void widen(const char* row, Type type, int64_t width, float* to) {
   const uint16_t* from = reinterpret_cast<const uint16_t*>(row);
   if (type == Type::f32 && width % LANES == 0) {
@@ -213,6 +216,7 @@ inline void widen(const char* row, Type type, int64_t width, float* to) {
   for (int64_t i = width; i < padded(width); ++i) to[i] = 0;
 }
 
+// Converts x [width] from float32 to a row of `type`.
 inline void narrow(const float* x, char* row, Type type, int64_t width) {
   uint16_t* to = reinterpret_cast<uint16_t*>(row);
   if (type == Type::f32 && width % LANES == 0) {
