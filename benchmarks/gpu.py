@@ -1,15 +1,15 @@
-"""Calls on an NVIDIA GPU beside fla-core's where it is installed: times, memory, errors of both, and bits that repeat.
+"""Compare calls on an NVIDIA GPU with fla-core, where it is installed: times, memory, errors, and bits that repeat.
 
-python benchmarks/gpu.py                                            # B4 T2048 H16 D128, a gate a channel, bfloat16
-python benchmarks/gpu.py --shape 1,32768,8,128 --gate head --json   # a line of JSON a table's row
+python benchmarks/gpu.py                                            # B4 T2048 H16 D128, per-key gates, bfloat16
+python benchmarks/gpu.py --shape 1,32768,8,128 --gate head --json   # one line of JSON per row
 python benchmarks/gpu.py --table                                    # six shapes and both gates, each in a process of its own
 python benchmarks/gpu.py --table --compile 16                       # fla-core's candidates compiled first, by 16 processes
 python benchmarks/gpu.py --table --alone --device                   # without fla-core, and the time of kernels alone
 python benchmarks/gpu.py --errors                                   # both gates, four strengths of them; nothing is timed
 
-fla-core runs from PyTorch, each of its calls launched from Python, as its users launch it. Both are timed in turn, many calls
-in flight. --quick: fla-core tunes itself in short runs, not in minutes. Peak memory counts inputs, outputs and gradients.
-"of floor": how many times what a copy would take for each input read once and each output written once.
+fla-core runs from PyTorch, and each of its calls is launched from Python, as its users launch it. The two are timed in turns,
+with many calls in flight. --quick: fla-core tunes itself in short runs, not in minutes. Peak memory counts inputs, outputs and
+gradients. "of floor": the time, divided by that of a copy that reads each input once and writes each output once.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants memory, too
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +44,14 @@ from glax.testing.reference import reference, reference_gradient
 
 SHAPES = ((4, 2048, 16, 128), (2, 16384, 16, 128), (1, 8192, 96, 128), (1, 32768, 8, 128), (8, 1024, 8, 64))
 WITHOUT_PEER = ((4, 4096, 64, 128),)
-ERRORS = (1, 1024, 4, 128)  # unless told: the reference walks in Python
+ERRORS = (1, 1024, 4, 128)  # the default of --errors: the reference is a loop in Python
 STRENGTHS = dict(usual=1.0, sixteenth=1 / 16, weak=1 / 256, strong=1.0)  # of log-sigmoid; strong: and -100 on 5%
-MODES = dict(forward="forward", both="train")  # ours, and what a Problem calls it
+MODES = dict(forward="forward", both="train")  # our name of a mode, and its name in a Problem
 PARTS = ("o", "state", "dq", "dk", "dv", "dg")
 
 
 def operands_of(problem: Problem, strength: str = "usual", gate_dtype=None) -> list[jax.Array]:
-    """q, k, v, the gates and the output's gradient."""
+    """Return q, k, v, the gates and the gradient of the output."""
     shapes = problem.shapes()
     wide, gates = shapes["query"], shapes[GATES[problem.gate]]
     *rest, g, dice = (jax.random.key(i) for i in range(6))
@@ -63,7 +63,7 @@ def operands_of(problem: Problem, strength: str = "usual", gate_dtype=None) -> l
 
 
 class Glax:
-    """Compiled for a problem; `compile_seconds`: the first call of forward and gradient together."""
+    """glax compiled for a problem. compile_seconds: the time of the first call of forward and gradient together."""
 
     def __init__(self, problem: Problem, operands: list[jax.Array], platform: str | None = None):
         def forward(q, k, v, g):
@@ -87,14 +87,14 @@ class Glax:
         ]
 
     def peak_mib(self) -> float:
-        need = self.both.lower(*self.operands).compile().memory_analysis()  # compiled before: nothing is done again
+        need = self.both.lower(*self.operands).compile().memory_analysis()  # compiled already, so this is a lookup
         return (need.argument_size_in_bytes + need.output_size_in_bytes + need.temp_size_in_bytes) / MIB
 
     def results(self) -> list[np.ndarray]:
         return [np.asarray(x) for x in self.both(*self.operands)]
 
     def repeats(self) -> bool:
-        """Whether two more calls agree with a first in every bit."""
+        """Return whether two more calls agree with the first in every bit."""
         first = self.both(*self.operands)
         return all(all(map(same_bits, first, self.both(*self.operands))) for _ in range(2))
 
@@ -106,7 +106,7 @@ def same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def errors(want: list[np.ndarray], got: list[np.ndarray]) -> dict[str, float]:
-    """||got - want|| / ||want|| of the output, the final state and every gradient, in thousandths."""
+    """Return ||got - want|| / ||want|| of the output, the final state and every gradient, in thousandths."""
     distances = [
         1e3 * np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y) for x, y in zip(got, want, strict=True)
     ]
@@ -114,7 +114,7 @@ def errors(want: list[np.ndarray], got: list[np.ndarray]) -> dict[str, float]:
 
 
 def expected(gate: str, operands: list[np.ndarray]) -> list[np.ndarray]:
-    """In float64, by the reference; in processes of their own, which take no device."""
+    """Compute the results in float64 with the reference. This runs in processes that use no device."""
     *inputs, do = operands
     r = bind(*inputs[:3], **{GATES[gate]: inputs[3]})
     out, d = reference(r), reference_gradient(r, do, np.zeros(r.state_shape))
@@ -122,14 +122,14 @@ def expected(gate: str, operands: list[np.ndarray]) -> list[np.ndarray]:
 
 
 class Turns:
-    """Of processes that name this file: one at a time compiles glax's calls, and once all are ready one at a time is timed."""
+    """Locks of the processes that share this file: one at a time compiles glax; once all are ready, one at a time is timed."""
 
     def __init__(self, path: str | None):
         self.path = path
-        self.shared = None if path is None else self.locked("", fcntl.LOCK_SH)  # as long as this one is not ready
+        self.shared = None if path is None else self.locked("", fcntl.LOCK_SH)  # held until this process is ready
 
     def locked(self, suffix: str, how: int):
-        file = open(self.path + suffix, "w")  # noqa: SIM115  whoever asks closes it
+        file = open(self.path + suffix, "w")  # noqa: SIM115  the caller closes it
         fcntl.flock(file, how)
         return file
 
@@ -144,7 +144,7 @@ class Turns:
 
 
 def on_device(way: Way, calls: int = 10) -> float:
-    """ms a call of its kernels alone, without what lies between them, by JAX's profiler."""
+    """Return the ms per call that its kernels take, without the gaps between them, from JAX's profiler."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             way.wait([way.run() for _ in range(calls)][-1])
@@ -153,12 +153,14 @@ def on_device(way: Way, calls: int = 10) -> float:
         lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
         streams = [line for line in lines if line.name.startswith("Stream")]
         if not streams:
-            raise RuntimeError(f"--device: JAX's profiler saw no stream of a GPU, but {[line.name for line in lines]}")
+            raise RuntimeError(
+                f"--device: expected streams of a GPU in the profile, got {[line.name for line in lines]}"
+            )
         return sum(e.duration_ns for stream in streams for e in stream.events) / calls / 1e6
 
 
 def measured(problem: Problem, peer: bool, iters: int, turns: Turns, device: bool = False) -> dict:
-    """A row of times and memory."""
+    """Return a row of times and memory."""
     operands = operands_of(problem)
     with turns.compiling():
         made = dict(glax=Glax(problem, operands))
@@ -186,17 +188,19 @@ def measured(problem: Problem, peer: bool, iters: int, turns: Turns, device: boo
 
 
 def compared(problems: list[Problem], strengths: list[str], peer: bool) -> list[dict]:
-    """A row of errors against float64 for each way to compute it and strength of gates, which have the dtype of q."""
-    asked = [
+    """Return a row of errors against float64 for each implementation and strength of gates. Gates have the dtype of q."""
+    requests = [
         (problem, strength, operands_of(problem, strength, problem.dtype))
         for problem in problems
         for strength in strengths
     ]
-    os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes below; this one has its devices
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes started below; this process has its devices already
     rows = []
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        wanted = [pool.submit(expected, problem.gate, [*map(np.asarray, operands)]) for problem, _, operands in asked]
-        for (problem, strength, operands), want in zip(asked, wanted, strict=True):
+        wanted = [
+            pool.submit(expected, problem.gate, [*map(np.asarray, operands)]) for problem, _, operands in requests
+        ]
+        for (problem, strength, operands), want in zip(requests, wanted, strict=True):
             ways = {"glax": Glax, "its Hopper kernels": "pallas", "its Triton kernels": "triton"}
             for name, way in (ways | ({"fla-core": Fla} if peer else {})).items():
                 try:
@@ -209,9 +213,11 @@ def compared(problems: list[Problem], strengths: list[str], peer: bool) -> list[
 
 
 def rows_of_table(args) -> list[dict]:
-    """Each row in a process of its own, whose first call is a first call."""
-    asked = [(shape, gate) for shape in args.shape or (*SHAPES, *WITHOUT_PEER) for gate in args.gate or ("key", "head")]
-    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
+    """Return the rows. Each is measured in a process of its own, so that compile times are those of a first call."""
+    requests = [
+        (shape, gate) for shape in args.shape or (*SHAPES, *WITHOUT_PEER) for gate in args.gate or ("key", "head")
+    ]
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(len(requests)) as pool:
 
         def row(shape, gate) -> dict:
             options = ["--shape", ",".join(map(str, shape)), "--gate", gate, "--iters", str(args.iters), "--json"]
@@ -222,11 +228,11 @@ def rows_of_table(args) -> list[dict]:
             print(done.stdout.splitlines()[-1], flush=True)
             return json.loads(done.stdout.splitlines()[-1])
 
-        return [each.result() for each in [pool.submit(row, *x) for x in asked]]
+        return [each.result() for each in [pool.submit(row, *x) for x in requests]]
 
 
 def summary(rows: list[dict]) -> list[dict]:
-    """What of a row fits a line."""
+    """Select the columns that fit on a line."""
     lines = []
     for row in rows:
         line = dict(problem=row["problem"].removesuffix(" bfloat16"))

@@ -1,6 +1,6 @@
-"""fla-core's chunk kernels as its users call them from PyTorch, and how long its tuning may take.
+"""Run fla-core's chunk kernels as its users call them from PyTorch, and limit the time of its tuning.
 
-Its kernels are tuned by Triton's autotuner: every candidate is compiled and timed on the first call, minutes for a call.
+Triton's autotuner tunes its kernels: the first call compiles and times every candidate, which takes minutes.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ MIB = 2**20
 
 
 class UntunedError(Exception):
-    """A candidate would have to be timed."""
+    """Raised where a candidate would have to be timed."""
 
 
 class Fla:
-    """For a problem, `tuned`: with tune=False only where Triton keeps what an earlier tuning has found."""
+    """fla-core for a problem. tuned: whether it is tuned; with tune=False only if Triton's cache has an earlier result."""
 
     def __init__(self, problem: Problem, operands: list[jax.Array], tune: bool = True):
         import torch
@@ -54,7 +54,9 @@ class Fla:
         return out, state, *self.torch.autograd.grad(out, self.inputs, self.do)
 
     def ways(self) -> list[Way]:
-        wait = lambda _: self.torch.cuda.synchronize()  # noqa: E731
+        def wait(_):
+            self.torch.cuda.synchronize()
+
         return [Way("forward", self.forward, wait), Way("both", self.both, wait)]
 
     def peak_mib(self) -> float:
@@ -69,7 +71,7 @@ class Fla:
 
 @contextlib.contextmanager
 def no_tuning():
-    """Makes Triton's autotuner raise where it would time a candidate."""
+    """Make Triton's autotuner raise UntunedError where it would time a candidate."""
     from triton.runtime.autotuner import Autotuner
 
     def refuse(self, *args, **rest):
@@ -83,7 +85,7 @@ def no_tuning():
 
 
 def short_tuning():
-    """Makes Triton's autotuner time each candidate for 8 ms instead of 100."""
+    """Make Triton's autotuner time each candidate for 8 ms instead of 100."""
     from triton import testing
     from triton.backends.nvidia.driver import CudaDriver
 
@@ -96,10 +98,10 @@ def short_tuning():
 
 
 def first_candidate():
-    """Makes Triton's autotuner take the first candidate that runs: the others need not be compiled."""
+    """Make Triton's autotuner take the first candidate that runs, so that the others are not compiled."""
     from triton.runtime.autotuner import Autotuner
 
-    os.environ["FLA_CACHE_RESULTS"] = "0"  # what is taken here is no result to keep
+    os.environ["FLA_CACHE_RESULTS"] = "0"  # this choice must not enter the cache
     whole, done = Autotuner._bench, {}
 
     def first(self, *args, config, **rest):
@@ -114,8 +116,10 @@ def first_candidate():
 
 
 def compile_in_parts(command: list[str], parts: int):
-    """Compiles every candidate of fla-core's into Triton's cache, each in one of so many processes: command, with the part's
-    number and how many there are behind it, calls `compile_a_part` and then fla-core."""
+    """Compile every candidate of fla-core into Triton's cache, divided among `parts` processes.
+
+    command, followed by "part/parts", calls `compile_a_part` and then fla-core.
+    """
     started = [
         subprocess.Popen([sys.executable, *command, f"{part}/{parts}"], stdout=subprocess.DEVNULL)
         for part in range(parts)
@@ -125,7 +129,7 @@ def compile_in_parts(command: list[str], parts: int):
 
 
 def compile_a_part(part: int, parts: int):
-    """Makes Triton's autotuner compile one of so many candidates, and launch none: what comes out is not to be used."""
+    """Make Triton's autotuner compile every parts-th candidate and launch none. The outputs are undefined."""
     from triton.compiler.errors import CompileTimeAssertionFailure
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.errors import OutOfResources, PTXASError

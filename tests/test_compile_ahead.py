@@ -1,4 +1,4 @@
-"""Kernels of one call are compiled side by side, each once, and only where they will run."""
+"""Kernels of one call are compiled in parallel, each once, and only where they will run."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +22,9 @@ def a_gpu(monkeypatch):
 
 
 def traced(kernels, *operands):
-    """A call that launches all of them, traced."""
+    """Trace a call that launches all of these kernels."""
 
-    @compile_ahead.side_by_side
+    @compile_ahead.compile_in_parallel
     def call(*operands):
         for name, kernel in kernels.items():
             compile_ahead.compile_ahead(name, kernel, operands)
@@ -33,12 +33,12 @@ def traced(kernels, *operands):
     return jax.jit(call).trace(*operands)
 
 
-def test_side_by_side_and_once():
+def test_kernels_compile_in_parallel_and_once():
     lowered, together = [], threading.Barrier(3, timeout=60)
 
     def kernel(name):
         def lower(x):
-            together.wait()  # for the other two
+            together.wait()  # for the other two kernels
             lowered.append((name, x.shape))
             return x
 
@@ -47,34 +47,34 @@ def test_side_by_side_and_once():
     kernels = {name: kernel(name) for name in "abc"}
     traced(kernels, jnp.ones(3))
     assert sorted(lowered) == [("a", (3,)), ("b", (3,)), ("c", (3,))]
-    traced(kernels, jnp.ones(5))  # shapes are no part of what a kernel is compiled for
+    traced(kernels, jnp.ones(5))  # shapes are not part of a kernel's specialisation
     assert len(lowered) == 3
 
 
-def test_what_the_compiler_raises_is_raised():
-    """And it is asked again, as JAX would ask it."""
-    asked = []
+def test_compiler_errors_are_raised():
+    """A later call compiles the kernel again, as JAX would."""
+    attempts = []
 
     def kernel(x):
-        asked.append(x)
-        if len(asked) == 1:
+        attempts.append(x)
+        if len(attempts) == 1:
             raise ValueError("no such instruction")
         return x
 
     with pytest.raises(ValueError, match="no such instruction"):
         traced(dict(kernel=kernel), jnp.ones(3))
     traced(dict(kernel=kernel), jnp.ones(3))
-    assert len(asked) == 2
+    assert len(attempts) == 2
 
 
 def test_nothing_is_compiled_elsewhere(monkeypatch):
-    """Out of a call that waits, untraced, or on another backend."""
+    """That is: outside of `compile_in_parallel`, untraced, or on another backend."""
 
     def kernel(x):
         raise AssertionError
 
     jax.jit(lambda x: [x, compile_ahead.compile_ahead("outside", kernel, [x])][0]).trace(jnp.ones(3))
-    compile_ahead.side_by_side(lambda x: compile_ahead.compile_ahead("untraced", kernel, [x]))(jnp.ones(3))
+    compile_ahead.compile_in_parallel(lambda x: compile_ahead.compile_ahead("untraced", kernel, [x]))(jnp.ones(3))
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.CPU))
     traced(dict(kernel=kernel), jnp.ones(3))
     assert not compile_ahead.compiled

@@ -172,8 +172,8 @@ def triton_of_loops(monkeypatch) -> dict:
     monkeypatch.setattr(chunked, "launch", launch)
     forward, gradient = (dict(config=kind(segment=256)) for kind in (ChunkedConfig, GradientConfig))
     return {
-        "chunked": in_config(forward, chunked.begin, chunked.finish),
-        "chunked.vjp": in_config(gradient, chunked.begin_vjp, chunked.finish_vjp),
+        "chunked": in_config(forward, chunked.local_states, chunked.finish),
+        "chunked.vjp": in_config(gradient, chunked.local_states_vjp, chunked.finish_vjp),
     }
 
 
@@ -187,7 +187,7 @@ def in_config(given: dict, *parts) -> TwoPhase:
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("kernels", "beside"),
-    [(hopper_of_loops, ["entering", "entering"]), (triton_of_loops, ["scan", "states"])],
+    [(hopper_of_loops, ["entering", "entering"]), (triton_of_loops, ["scan_segments", "segment_states"])],
     ids=["hopper", "triton"],
 )
 def test_kernels_in_parts_work_beside_the_exchange(kernels, beside, monkeypatch):
@@ -228,7 +228,7 @@ def test_triton_kernels_in_parts_do_no_more(T, monkeypatch):
     monkeypatch.setattr(chunked, "launch", launch)
     ones, nan = jnp.ones((1, T, 1, 16)), jnp.full((1, 1, 16, 16), jnp.nan)
     r = bind(ones, ones, ones, gk=-ones).replace(initial_state=jnp.zeros((1, 1, 16, 16)))
-    for name, late in (("chunked", ()), ("chunked.vjp", ("states", "scan"))):
+    for name, late in (("chunked", ()), ("chunked.vjp", ("segment_states", "scan_segments"))):
         spec = kernel_registry.kernels[f"{name}/triton/gpu"]
         config, parts = spec.config.heuristic(r), spec.two_phase(r)
         assert (parts is not None) == (T == 1024)
@@ -239,10 +239,10 @@ def test_triton_kernels_in_parts_do_no_more(T, monkeypatch):
         spec.run(r, *arrived[1:], config=config)
         whole = sorted(name for name, _ in launched)
         launched.clear()
-        begun, *_ = parts.begin(r, *(0 * jnp.nan_to_num(x) for x in arrived[1:]), config=config)
+        begun, *_ = parts.local_states(r, *(0 * jnp.nan_to_num(x) for x in arrived[1:]), config=config)
         first = [name for name, _ in launched]
         parts.finish(begun, *arrived, config=config)
-        assert sorted(name for name, _ in launched) == sorted([*whole, "scan"])
+        assert sorted(name for name, _ in launched) == sorted([*whole, "scan_segments"])
         second = launched[len(first) :]
         assert [name for name, reads in second[: [reads for _, reads in second].index(True)]] == [*late]
 

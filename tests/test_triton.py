@@ -56,7 +56,7 @@ TOKENS += [dataclasses.replace(CASES["T2600-key"], T=700, gates=("gk", "gv"), st
 
 
 def taken(case: Case) -> Case:
-    """Without gates on the value side, which the chunked kernels refuse."""
+    """Remove the gates on the value side, which the chunked kernels do not support."""
     return dataclasses.replace(case, gates=tuple(name for name in case.gates if name != "gv"))
 
 
@@ -70,7 +70,7 @@ def check(case: Case, run, gradient: bool):
             assert_outputs_close(r, run(r), reference(r), extreme)
 
 
-# In one walk, and in segments with their states scanned.
+# In one scan, and in segments with a scan of their states.
 @pytest.mark.parametrize(
     "config", [ChunkedConfig(32, 32), ChunkedConfig(16, 64, segment=32)], ids=["whole", "segments"]
 )
@@ -96,22 +96,25 @@ def test_chunked_gradient_in_segments(case):
 @pytest.mark.parametrize(
     "case", [*(CASES[f"{form}-packed"] for form in ("key", "head", "none")), CASES["key-reverse"]], ids=str
 )
-def test_in_two_parts(case, gradient):
-    """The first tells the state that follows from any initial one, and the decay; the second is the rest.
+def test_two_phases_agree_with_one(case, gradient):
+    """The first phase returns the final state for any initial state, and the decay; the second phase returns the results.
 
-    That of the gradient bit by bit; that of the forward adds what the initial state has become in each segment.
+    The two-phase gradient equals the single-phase gradient in every bit. The two-phase forward adds the decayed initial
+    state to each segment's state, so it is compared with the reference.
     """
     r = recurrence(case, "log-sigmoid")
     d = cotangents(case, r) if gradient else ()
     config = GradientConfig(16, 16, segment=32, block=16) if gradient else ChunkedConfig(16, 16, segment=32)
-    run, begin, finish = (
-        (chunked_vjp, chunks.begin_vjp, chunks.finish_vjp) if gradient else (chunked, chunks.begin, chunks.finish)
+    run, first, finish = (
+        (chunked_vjp, chunks.local_states_vjp, chunks.finish_vjp)
+        if gradient
+        else (chunked, chunks.local_states, chunks.finish)
     )
     nothing = jnp.zeros(r.state_shape)
     empty = (r.replace(initial_state=nothing), *d[:1], *(nothing for _ in d[1:]))
-    begun, from_zero, log = jax.jit(functools.partial(begin, config=config))(*empty)
-    _, state, _ = jax.jit(functools.partial(begin, config=config))(r, *d)
-    want, got = (jax.jit(functools.partial(f, config=config)) for f in (run, functools.partial(finish, begun)))
+    saved, from_zero, log = jax.jit(functools.partial(first, config=config))(*empty)
+    _, state, _ = jax.jit(functools.partial(first, config=config))(r, *d)
+    want, got = (jax.jit(functools.partial(f, config=config)) for f in (run, functools.partial(finish, saved)))
     want, got = want(r, *d), got(r, *d)
     if gradient:
         jax.tree.map(np.testing.assert_array_equal, got, want)

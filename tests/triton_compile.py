@@ -1,7 +1,7 @@
-"""Compiles the launches of a traced call for a GPU that is not here, and reports what each program would take of it.
+"""Compile the launches of a traced call without a GPU, and report the resources of each kernel.
 
-python -m tests.triton_compile 90 "key bfloat16 128" prints a line of JSON a kernel: a gate, a dtype, a width. Not under
-TRITON_INTERPRET.
+python -m tests.triton_compile 90 "key bfloat16 128" prints a line of JSON per kernel, for compute capability 9.0. The last
+argument is a gate, a dtype and a width. TRITON_INTERPRET must not be set.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """Of one program: bytes of shared memory, registers a thread, bytes of the stack a thread (spills), and the PTX."""
+    """Bytes of shared memory per program, registers and bytes of stack (spills) per thread, and the PTX."""
 
     shared: int
     registers: int
@@ -43,7 +43,7 @@ class Usage:
 
 
 def launches(f, *operands) -> list[Launch]:
-    """What f(*operands) would launch; shapes will do for operands."""
+    """Return the launches of f(*operands). Operands may be shapes."""
     found = []
 
     def record(
@@ -95,7 +95,7 @@ def compiled(launch: Launch, capability: int) -> Usage:
 
 
 def shipped(gate: str, dtype: str, width: int) -> list[Launch]:
-    """The launches of a forward, a gradient, a short sequence and a step, with the configs that glax guesses."""
+    """Return the launches of a forward, a gradient, a short sequence and a step, with the heuristic configs."""
     from glax._src.core.bind import bind
     from glax._src.core.registry import kernel_registry
     from glax._src.kernels import load_kernels

@@ -1,10 +1,10 @@
-"""Triton kernels on the CPU: jax_triton.triton_call answered by Triton's interpreter, on NumPy arrays.
+"""Run Triton kernels on the CPU: replace jax_triton.triton_call by Triton's interpreter on NumPy arrays.
 
-Every input lies between rows of NaN (the largest integer), which a read out of bounds brings into the result; outputs
-begin as NaN, so that what was not written shows. bfloat16, which the interpreter keeps as bare bits, is computed in
-float32 and rounded to nearest, as the hardware does. Import this before Triton.
+Every input lies between guards of NaN (integers: the largest), so that a read out of bounds changes the result. Outputs are
+initialised to NaN, so that an element that is never stored is noticed. The interpreter holds bfloat16 as bits; here it is
+computed in float32 and rounded to nearest, as on the hardware. Import this module before Triton.
 
-It checks arithmetic, indices, masks and the grid; programs run one after the other, so no race between them shows.
+This checks arithmetic, indices, masks and the grid. Programs run one after the other, so races are not found.
 """
 
 import functools
@@ -84,7 +84,7 @@ def triton_call(
     out_shape=None,
     **constants,
 ):
-    """What jax_triton.triton_call does, by the interpreter."""
+    """Run a kernel in the interpreter, with the interface of jax_triton.triton_call."""
     outputs = out_type if out_type is not None else out_shape
     aliases = {output: operand for operand, output in (input_output_aliases or {}).items()}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
@@ -101,7 +101,7 @@ def triton_call(
                 poison(x.reshape(-1))
                 made.append(Memory(x))
         extra = [x for i, x in enumerate(made) if passed_again or i not in aliases]
-        with np.errstate(all="ignore"):  # hardware does not warn; a fast form that overflows is walked again
+        with np.errstate(all="ignore"):  # hardware does not warn; a fast form that overflows is recomputed
             kernel[grid](*given, *extra, **constants)
         assert all(x.written_only_inside() for x in given + made), f"{kernel} wrote out of bounds"
         return [x.x for x in made]
@@ -110,7 +110,7 @@ def triton_call(
 
 
 def install():
-    """Answers every later jax_triton.triton_call of this process."""
+    """Replace jax_triton.triton_call in this process."""
     import jax_triton
 
     jax_triton.triton_call = triton_call
@@ -139,7 +139,7 @@ def patch_builtins(where, *rest):
 
 @functools.cache
 def builtins_of(where) -> list[str]:
-    """By name; first asked before any of them is patched."""
+    """Return their names. The first call must come before any of them is patched."""
     return [name for name, member in inspect.getmembers(where) if tl.core.is_builtin(member)]
 
 

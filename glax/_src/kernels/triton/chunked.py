@@ -1,4 +1,4 @@
-"""The chunked kernels launched: outputs and final states, and the gradient in every input."""
+"""Launch the chunked kernels: outputs and final states, and the gradient in every input."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from jaxtyping import Array
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, fold_heads, gradient_like
 from glax._src.kernels.triton import score_kernels, state_kernels
-from glax._src.kernels.triton.compile_ahead import side_by_side
+from glax._src.kernels.triton.compile_ahead import compile_in_parallel
 from glax._src.kernels.triton.config import ChunkedConfig, GradientConfig, width
 from glax._src.kernels.triton.launch import ALIASES_ARE_PASSED, launch, tl
 from glax._src.kernels.triton.output_kernels import outputs
@@ -16,16 +16,19 @@ from glax._src.kernels.triton.segments import SEQUENCE, Segments, segments_of
 from glax._src.kernels.triton.vjp_exact_kernels import exact_gradient, exact_gradient_passed_outputs
 from glax._src.kernels.triton.vjp_kernels import gradient
 
-EACH = 8  # chunks that a program looks at before it ends, if none needs the exact form
-EXACT_WARPS = 8  # float16's exact gradient at widths of 128 spills 952 bytes so, 3008 with 4
-PREPARED = 32  # channels at a time in `prepare`
-PREPARE_STAGES = 3
-WALKED = 64  # rows and columns of the state in a program that finds segments' states for the forward
+PAIRS_PER_PROGRAM = 8  # (chunk, head) pairs that a program of an exact kernel tests
+EXACT_WARPS = 8  # with 4, the exact gradient of float16 at widths of 128 spills more registers
+SCALE_BLOCK = 32  # channels of an iteration of `scale_operands`
+SCALE_STAGES = 3
+STATE_BLOCK = 64  # rows and columns of the state in a program of the forward's state kernels
 
 
 def arithmetic(r: Recurrence) -> dict:
-    """In what operands are rounded and multiplied: bfloat16 as it is, float16 in TF32, which has its digits and the range
-    for decays, float32 in three TF32 products."""
+    """Return the type and precision of products.
+
+    bfloat16 is multiplied as bfloat16, float32 in three TF32 products. float16 is multiplied in TF32, which has as many
+    digits and the range that decays need.
+    """
     if r.q.dtype == jnp.bfloat16:
         return dict(DTYPE=tl.bfloat16, PRECISION="tf32")
     return dict(DTYPE=tl.float32, PRECISION="tf32x3" if r.q.dtype == jnp.float32 else "tf32")
@@ -41,84 +44,96 @@ def heads(r: Recurrence) -> dict:
 
 
 def gates_of(r: Recurrence):
-    """The gates' array and the form; any array stands for gates that are not there."""
+    """Return the array of the gates and the form. Absent gates are replaced by an array that is not read."""
     d, form = r.decay, r.decay.form
     return next((x for x in (d.constant, d.head, d.key) if x is not None), r.scale), form
 
 
 class Operands(NamedTuple):
-    """What walks take for q, k and the gates, with the scores of each chunk; any array stands for what a form lacks."""
+    """The scan's q, k and gates, and the scores of each chunk.
+
+    Where a form of gates lacks scores and max_abs_cumsum, they are replaced by an array that is not read.
+    """
 
     q: Array
     k: Array
     gates: Array
     scores: Array
-    reach: Array
+    max_abs_cumsum: Array
 
 
-def operands_of(r: Recurrence, chunks: Segments, chunk: int) -> Operands:
-    """Key gates: as `prepare` and `exact_scores` make them. Head gates: summed from each chunk's first token on."""
+def chunk_operands(r: Recurrence, chunks: Segments, chunk: int) -> Operands:
+    """Compute the operands of each chunk.
+
+    For key gates, these are the results of `scale_operands` and `exact_scores`. For head gates, gates are their cumulative
+    sums within each chunk.
+    """
     (gates, form), (_, H, K, _) = gates_of(r), r.state_shape
     B, T = r.q.shape[:2]
     sign = dict(SIGN=-1 if r.reverse else 1)
     if form == "head":
         output = [(gates.shape, jnp.float32)]
         options = dict(H=H, BH=width(H), C=chunk, **sign, warps=4, stages=1)
-        (gates,) = launch(state_kernels.chunk_sums, chunks.count, (gates, chunks.table), output, **options)
+        (gates,) = launch(state_kernels.head_gate_cumsums, chunks.count, (gates, chunks.table), output, **options)
     if form != "key":
         return Operands(r.q, r.k, gates, r.scale, r.scale)
     M = chunks.count
     shape = dict(H=H, HQ=r.q.shape[2], HK=r.k.shape[2], K=K, C=chunk, **sign, **arithmetic(r), warps=4)
     wide, scores = ((B, T, H, K), r.q.dtype), ((M, H, chunk, chunk), r.q.dtype)
-    reads, adds, scores, last, reach = launch(
-        score_kernels.prepare,
+    q_scaled, k_scaled, scores, last, max_abs_cumsum = launch(
+        score_kernels.scale_operands,
         H * M,
         (r.q, r.k, gates, chunks.table),
         [wide, wide, scores, ((M, H, 2, K), jnp.float32), ((M, H), jnp.float32)],
-        **shape, BK=min(PREPARED, width(K)), stages=PREPARE_STAGES,
+        **shape, BK=min(SCALE_BLOCK, width(K)), stages=SCALE_STAGES,
     )  # fmt: skip
     (scores,) = launch(
         score_kernels.exact_scores_passed_scores if ALIASES_ARE_PASSED else score_kernels.exact_scores,
-        -(-H * M // EACH),
-        (r.q, r.k, gates, chunks.table, reach, jnp.full(1, H * M, jnp.int32), scores),
+        -(-H * M // PAIRS_PER_PROGRAM),
+        (r.q, r.k, gates, chunks.table, max_abs_cumsum, jnp.full(1, H * M, jnp.int32), scores),
         [(scores.shape, scores.dtype)],
         in_place={6: 0},
-        **shape, BK=min(32, width(K)), EACH=EACH, stages=1,
+        **shape, BK=min(32, width(K)), PAIRS=PAIRS_PER_PROGRAM, stages=1,
     )  # fmt: skip
-    return Operands(reads, adds, last, scores, reach)
+    return Operands(q_scaled, k_scaled, last, scores, max_abs_cumsum)
 
 
-def whole(r: Recurrence, size: int, chunk: int) -> int:
-    """`size`, or for 0 the length of a segment that holds any sequence."""
+def segment_size(r: Recurrence, size: int, chunk: int) -> int:
+    """Return `size`, or for 0 the length of a segment that holds any sequence: T, rounded up to whole chunks."""
     return size or -(-r.q.shape[1] // chunk) * chunk
 
 
 def start_of_sequences(r: Recurrence):
+    """Return the initial states and the kernels' START: 2 for a state of each sequence, 0 for zero."""
     return (r.scale, 0) if r.initial_state is None else (r.initial_state, 2)
 
 
 class Scan:
-    """Launches of `walk.states` and what follows it over one division into segments, in one direction."""
+    """Launches of the state kernels over one division into segments, in one direction.
 
-    def __init__(self, r: Recurrence, config, block: int, segments: Segments, given: Operands, d_output=None):
-        self.r, self.segments, self.gates, self.adjoint = r, segments, given.gates, d_output is not None
-        self.a, self.b = (given.q, d_output) if self.adjoint else (given.k, r.v)
+    d_output: the gradient of the outputs for the scan of dL/dS in reverse; None for the scan of S.
+    """
+
+    def __init__(self, r: Recurrence, config, block: int, segments: Segments, operands: Operands, d_output=None):
+        self.r, self.segments, self.gates, self.adjoint = r, segments, operands.gates, d_output is not None
+        self.a, self.b = (operands.q, d_output) if self.adjoint else (operands.k, r.v)
         self.launched = blocks_of(r, config, block)
 
     def starts(self, start, kind: int):
-        """The state where every segment begins, [segments, H, K, V], and how other kernels are to read it."""
+        """Return the state where every segment begins, [segments, H, K, V], and the START that other kernels read it with."""
         if self.segments.count <= self.r.num_sequences and self.r.boundaries is None:
             return start, kind
         return self.scan(self.states(last=False), start, kind)[0], 1
 
     def states(self, last: bool):
-        """Of every segment: its state, begun from zero, [segments, H, K, V], and log decay, [segments, H, K or 1].
+        """Return each segment's final state from zero, [segments, H, K, V], and its log decay, [segments, H, K or 1].
 
-        last: of those that end a sequence's walk too; else theirs are 0, which will do for `starts`.
+        last: also compute these for the segment that ends the scan of a sequence. Otherwise they are 0 there, which is
+        enough for `starts`.
         """
         r, (_, H, K, V), M = self.r, self.r.state_shape, self.segments.count
         local, _, log = launch(
-            state_kernels.states,
+            state_kernels.segment_states,
             programs_of(r, self.launched) * M,
             (self.a, self.b, self.gates, r.scale, r.scale, self.segments.table),
             [((M, H, K, V), jnp.float32), ((1,), jnp.float32), ((M, H, self.logs), jnp.float32)],
@@ -127,8 +142,11 @@ class Scan:
         return local, log
 
     def scan(self, states, start, kind: int):
-        """The state where every segment begins, that which ends every sequence, [N, H, K, V], its log decay, and those before
-        every segment."""
+        """Scan the segments' local states.
+
+        Returns the state where every segment begins [segments, H, K, V], the state and the log decay at the end of every
+        sequence [N, H, K, V] and [N, H, K or 1], and the log decay before every segment [segments, H, K or 1].
+        """
         r, (N, H, K, V), M = self.r, self.r.state_shape, self.segments.count
         operands, flags = (*states, start, self.segments.begins), dict(FORM=r.decay.form, ADJOINT=self.adjoint)
         options = dict(START=kind != 0, warps=4, stages=2)
@@ -136,7 +154,9 @@ class Scan:
         programs = -(-K // blocks["BK"]) * -(-V // blocks["BV"]) * H * N
         shapes = (M, H, K, V), (N, H, K, V), (N, H, self.logs), (M, H, self.logs)
         outputs = [(shape, jnp.float32) for shape in shapes]
-        return launch(state_kernels.scan, programs, operands, outputs, **sizes(r), **blocks, **flags, **options)
+        return launch(
+            state_kernels.scan_segments, programs, operands, outputs, **sizes(r), **blocks, **flags, **options
+        )
 
     @property
     def logs(self) -> int:
@@ -144,7 +164,7 @@ class Scan:
 
 
 def blocks_of(r: Recurrence, config, block: int) -> dict:
-    """What the kernels of states have in common."""
+    """Return the options that all state kernels share."""
     _, _, K, V = r.state_shape
     blocks = dict(C=config.chunk, BK=min(block, width(K)), BV=min(block, width(V)))
     flags = dict(FORM=r.decay.form, SIGN=-1 if r.reverse else 1)
@@ -152,58 +172,64 @@ def blocks_of(r: Recurrence, config, block: int) -> dict:
 
 
 def programs_of(r: Recurrence, blocks: dict) -> int:
-    """A segment's."""
+    """Return the number of programs that one segment needs."""
     _, H, K, V = r.state_shape
     return -(-K // blocks["BK"]) * -(-V // blocks["BV"]) * H
 
 
 def segments_and_chunks(r: Recurrence, config) -> tuple[Segments, Segments]:
+    """Divide the sequences into segments of config.segment tokens, and into chunks."""
     C = config.chunk
-    return segments_of(r, whole(r, config.segment, C), C), segments_of(r, C, C)
+    return segments_of(r, segment_size(r, config.segment, C), C), segments_of(r, C, C)
 
 
-@side_by_side
+@compile_in_parallel
 def chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
-    """One walk over every sequence; where that leaves the GPU idle, over segments of them, after their states."""
-    segments, chunks = segments_and_chunks(r, config)
-    given, start = operands_of(r, chunks, config.chunk), start_of_sequences(r)
-    if config.segment:
-        start = Scan(r, config, WALKED, segments, given).starts(*start)
-    return walk_of_outputs(r, config, segments, given, *start)
+    """Compute the outputs and final states in one scan of every sequence.
 
-
-@side_by_side
-def begin(r: Recurrence, config: ChunkedConfig):
-    """The first of two TwoPhase: every segment's own state, and what follows from them and the initial state.
-
-    That does not wait for the states that enter segments, which are formed while it is exchanged: from zero, for what
-    arrives is added to them, decayed.
+    With config.segment, segments of the sequences are scanned in parallel, after the states where they begin.
     """
     segments, chunks = segments_and_chunks(r, config)
-    given = operands_of(r, chunks, config.chunk)
-    states_walk = Scan(r, config, WALKED, segments, given)
-    states = states_walk.states(last=True)
-    _, final, log, _ = states_walk.scan(states, *start_of_sequences(r))
-    entering, _, _, before = states_walk.scan(states, r.scale, 0)
-    return (given, entering, before), final, log
+    operands, start = chunk_operands(r, chunks, config.chunk), start_of_sequences(r)
+    if config.segment:
+        start = Scan(r, config, STATE_BLOCK, segments, operands).starts(*start)
+    return launch_outputs(r, config, segments, operands, *start)
 
 
-@side_by_side
-def finish(begun, r: Recurrence, config: ChunkedConfig) -> Outputs:
-    given, entering, before = begun
+@compile_in_parallel
+def local_states(r: Recurrence, config: ChunkedConfig):
+    """Compute the first phase: the segments' local states, and from them the final state and the log decay.
+
+    The states where segments begin are computed from a zero initial state, while the final state is exchanged. `finish`
+    adds the decayed initial state to them.
+    """
+    segments, chunks = segments_and_chunks(r, config)
+    operands = chunk_operands(r, chunks, config.chunk)
+    scan = Scan(r, config, STATE_BLOCK, segments, operands)
+    states = scan.states(last=True)
+    _, final, log, _ = scan.scan(states, *start_of_sequences(r))
+    entering, _, _, before = scan.scan(states, r.scale, 0)
+    return (operands, entering, before), final, log
+
+
+@compile_in_parallel
+def finish(saved, r: Recurrence, config: ChunkedConfig) -> Outputs:
+    """Compute the second phase: outputs and final states from r.initial_state and what `local_states` saved."""
+    operands, entering, before = saved
     segments, _ = segments_and_chunks(r, config)
     start = entering + jnp.exp(before)[..., None] * r.start_state[segments.table[:, SEQUENCE]]
-    return walk_of_outputs(r, config, segments, given, start, 1)
+    return launch_outputs(r, config, segments, operands, start, 1)
 
 
-def walk_of_outputs(r: Recurrence, config: ChunkedConfig, segments: Segments, given: Operands, start, kind: int):
+def launch_outputs(r: Recurrence, config: ChunkedConfig, segments: Segments, operands: Operands, start, kind: int):
+    """Compute o [B, T, H, V] and the final states [N, H, K, V]. kind: the START that `start` is read with."""
     B, T = r.q.shape[:2]
     _, H, K, V = r.state_shape
     C, columns = config.chunk, min(config.columns, width(V))
     o, final = launch(
         outputs,
         -(-V // columns) * H * segments.count,
-        (given.q, given.k, r.v, given.gates, given.scores, r.scale, start, segments.table),
+        (operands.q, operands.k, r.v, operands.gates, operands.scores, r.scale, start, segments.table),
         [((B, T, H, V), r.q.dtype), (r.state_shape, jnp.float32)],
         **sizes(r), **heads(r), C=C, BK=width(K), BV=columns,
         FORM=r.decay.form, SIGN=-1 if r.reverse else 1, START=kind, **arithmetic(r),
@@ -212,51 +238,59 @@ def walk_of_outputs(r: Recurrence, config: ChunkedConfig, segments: Segments, gi
     return Outputs(o, final)
 
 
-@side_by_side
+@compile_in_parallel
 def chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
-    """The states at both ends of every chunk, S walking forwards and dS backwards; then all chunks at once."""
-    segments, chunks = segments_and_chunks(r, config)
-    given, start, d_start = operands_of(r, chunks, config.chunk), start_of_sequences(r), (d_final, 2)
-    if config.segment:
-        start = Scan(r, config, config.block, segments, given).starts(*start)
-        d_start = Scan(r, config, config.block, segments, given, d_output).starts(*d_start)
-    return gradient_of_chunks(r, d_output, config, segments, chunks, given, start, d_start)
+    """Compute the gradient in every input.
 
-
-@side_by_side
-def begin_vjp(r: Recurrence, d_output, d_final, config: GradientConfig):
-    """The first of two TwoPhase: what every segment adds to dL/dS, and what follows from that and d_final.
-
-    While that is exchanged, the second walks for the states before segments.
+    S is scanned forwards and dL/dS in reverse, for the states at both ends of every chunk. Then all chunks are processed in
+    parallel.
     """
     segments, chunks = segments_and_chunks(r, config)
-    given = operands_of(r, chunks, config.chunk)
-    against = Scan(r, config, config.block, segments, given, d_output)
-    states = against.states(last=True)
-    _, d_initial, log, _ = against.scan(states, d_final, 2)
-    return (given, states), d_initial, log
+    operands, start, d_start = chunk_operands(r, chunks, config.chunk), start_of_sequences(r), (d_final, 2)
+    if config.segment:
+        start = Scan(r, config, config.block, segments, operands).starts(*start)
+        d_start = Scan(r, config, config.block, segments, operands, d_output).starts(*d_start)
+    return launch_gradient(r, d_output, config, segments, chunks, operands, start, d_start)
 
 
-@side_by_side
-def finish_vjp(begun, r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
-    given, states = begun
+@compile_in_parallel
+def local_states_vjp(r: Recurrence, d_output, d_final, config: GradientConfig):
+    """Compute the first phase of the gradient: the segments' parts of dL/dS, and from them d_initial and the log decay.
+
+    While d_initial is exchanged, the second phase scans for the states where segments begin.
+    """
     segments, chunks = segments_and_chunks(r, config)
-    start = Scan(r, config, config.block, segments, given).starts(*start_of_sequences(r))
-    d_start, *_ = Scan(r, config, config.block, segments, given, d_output).scan(states, d_final, 2)
-    return gradient_of_chunks(r, d_output, config, segments, chunks, given, start, (d_start, 1))
+    operands = chunk_operands(r, chunks, config.chunk)
+    adjoint_scan = Scan(r, config, config.block, segments, operands, d_output)
+    states = adjoint_scan.states(last=True)
+    _, d_initial, log, _ = adjoint_scan.scan(states, d_final, 2)
+    return (operands, states), d_initial, log
 
 
-def gradient_of_chunks(
+@compile_in_parallel
+def finish_vjp(saved, r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
+    """Compute the second phase of the gradient from d_final and what `local_states_vjp` saved."""
+    operands, states = saved
+    segments, chunks = segments_and_chunks(r, config)
+    start = Scan(r, config, config.block, segments, operands).starts(*start_of_sequences(r))
+    d_start, *_ = Scan(r, config, config.block, segments, operands, d_output).scan(states, d_final, 2)
+    return launch_gradient(r, d_output, config, segments, chunks, operands, start, (d_start, 1))
+
+
+def launch_gradient(
     r: Recurrence,
     d_output,
     config: GradientConfig,
     segments: Segments,
     chunks: Segments,
-    given: Operands,
+    operands: Operands,
     start,
     d_start,
 ) -> Recurrence:
-    """start, d_start: the states that walks begin from, and how they are to be read."""
+    """Compute the gradient from the states where scans of segments begin.
+
+    start, d_start: (states, START) of the scan of S and of the scan of dL/dS.
+    """
     B, T = r.q.shape[:2]
     _, H, K, V = r.state_shape
     (gates, form), C = gates_of(r), config.chunk
@@ -265,35 +299,35 @@ def gradient_of_chunks(
     states = ((chunks.count, H, K, V), jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32)
     edges = (r.state_shape, jnp.float32)
     before, _, behind, d_initial = launch(
-        state_kernels.all_states,
+        state_kernels.chunk_states,
         2 * programs_of(r, blocks) * segments.count,
-        (given.q, given.k, r.v, d_output, given.gates, r.scale, start, d_start, segments.table),
+        (operands.q, operands.k, r.v, d_output, operands.gates, r.scale, start, d_start, segments.table),
         [states, edges, states, edges],
-        **sizes(r), HQ=given.q.shape[2], HK=given.k.shape[2], HV=r.v.shape[2], START=kind, D_START=d_kind, **blocks,
+        **sizes(r), HQ=operands.q.shape[2], HK=operands.k.shape[2], HV=r.v.shape[2], START=kind, D_START=d_kind, **blocks,
     )  # fmt: skip
 
-    def wide(x):  # gradients that heads share are summed in float32
+    def dtype(x):  # gradients that heads share are summed in float32
         return x.dtype if x.shape[2] == H else jnp.float32
 
-    d_gates = {"key": ((B, T, H, K), gates.dtype), "head": ((B, T, H), gates.dtype)}
-    each = ((chunks.count, H), jnp.float32)
+    like_q, like_v, per_chunk = (B, T, H, K), (B, T, H, V), ((chunks.count, H), jnp.float32)
+    d_gates = {"key": (like_q, gates.dtype), "head": ((B, T, H), gates.dtype)}
     shape = dict(**sizes(r), **heads(r), C=C, BV=width(V), SIGN=-1 if r.reverse else 1, **arithmetic(r))
     dq, dk, dv, dg, d_scale = launch(
         gradient,
         H * chunks.count,
-        (r.q, r.k, r.v, gates, given.gates, given.k, given.scores, d_output, r.scale, before, behind, chunks.table),
-        [((B, T, H, K), wide(r.q)), ((B, T, H, K), wide(r.k)), ((B, T, H, V), wide(r.v)), d_gates.get(form, each), each],
+        (r.q, r.k, r.v, gates, operands.gates, operands.k, operands.scores, d_output, r.scale, before, behind, chunks.table),
+        [(like_q, dtype(r.q)), (like_q, dtype(r.k)), (like_v, dtype(r.v)), d_gates.get(form, per_chunk), per_chunk],
         **shape, BK=min(config.rows, width(K)), FORM=form, warps=config.warps, stages=config.stages,
     )  # fmt: skip
     if form == "key":
         pairs, found = jnp.full(1, H * chunks.count, jnp.int32), (dq, dk, dg, d_scale)
         dq, dk, dg, d_scale = launch(
             exact_gradient_passed_outputs if ALIASES_ARE_PASSED else exact_gradient,
-            -(-H * chunks.count // EACH),
-            (r.q, r.k, r.v, gates, d_output, r.scale, before, behind, chunks.table, given.reach, pairs, *found),
+            -(-H * chunks.count // PAIRS_PER_PROGRAM),
+            (r.q, r.k, r.v, gates, d_output, r.scale, before, behind, chunks.table, operands.max_abs_cumsum, pairs, *found),
             [(x.shape, x.dtype) for x in found],
             in_place={11 + i: i for i in range(4)},
-            **shape, BK=16, EACH=EACH, warps=4 if r.q.dtype == jnp.bfloat16 else EXACT_WARPS, stages=1,
+            **shape, BK=16, PAIRS=PAIRS_PER_PROGRAM, warps=4 if r.q.dtype == jnp.bfloat16 else EXACT_WARPS, stages=1,
         )  # fmt: skip
     decay = dict.fromkeys(("constant", "head", "key"))
     if form != "none":
@@ -311,7 +345,10 @@ def gradient_of_chunks(
 
 
 def by_sequence(r: Recurrence, chunks: Segments, x):
-    """The sum of x [chunks, H] over the chunks of each sequence, [N, H]; the order is fixed, so repeats agree in every bit."""
+    """Return the sum of x [chunks, H] over the chunks of each sequence, [N, H].
+
+    The order of summation is fixed, so repeated calls agree in every bit.
+    """
     N, H = r.state_shape[:2]
     if r.boundaries is None:
         return x.reshape(N, -1, H).sum(1)

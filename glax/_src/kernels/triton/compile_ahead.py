@@ -1,8 +1,8 @@
-"""The kernels of one call, compiled side by side.
+"""Compile the kernels of one call in parallel.
 
-Triton takes 1 to 3 s a kernel, and JAX would have it compile them where it lowers them: one after the other. It holds no lock
-while it compiles, so here each is lowered by itself in a thread once the call that launches it is traced; where the program
-is lowered it finds them compiled.
+JAX compiles Triton kernels while it lowers a program, one after the other. Triton holds no lock while it compiles. So each
+kernel is lowered by itself in a thread as soon as the call that launches it is traced. When JAX lowers the program, the
+kernels are compiled already.
 """
 
 import contextvars
@@ -15,21 +15,22 @@ import jax
 from glax._src.core.registry import Backend
 from glax._src.kernels.common.gpu import threads
 
-waited_for: contextvars.ContextVar[list[Future] | None] = contextvars.ContextVar("glax_compiling", default=None)
+# The compilations that the call being traced waits for; None outside of `compile_in_parallel`.
+pending: contextvars.ContextVar[list[Future] | None] = contextvars.ContextVar("glax_compiling", default=None)
 compiled: dict[Hashable, Future] = {}
 
 
-def side_by_side(f: Callable) -> Callable:
-    """f, which returns once the kernels that it launches are compiled, and raises what their compiler does."""
+def compile_in_parallel(f: Callable) -> Callable:
+    """Wrap f so that it returns once the kernels it launches are compiled; errors of the compiler are raised here."""
 
     @functools.wraps(f)
     def run(*args, **options):
         kernels: list[Future] = []
-        token = waited_for.set(kernels)
+        token = pending.set(kernels)
         try:
             result = f(*args, **options)
         finally:
-            waited_for.reset(token)
+            pending.reset(token)
         for kernel in kernels:
             kernel.result()
         return result
@@ -38,11 +39,12 @@ def side_by_side(f: Callable) -> Callable:
 
 
 def compile_ahead(specialisation: Hashable, call: Callable, operands):
-    """Begins to compile call(*operands), unless that is done or under way; operands: traced, else there is nothing ahead of.
+    """Start to compile call(*operands), unless that is done or under way.
 
-    specialisation: what a kernel is compiled for; not the shapes of arrays.
+    Does nothing outside of `compile_in_parallel`, without a GPU, and where no operand is traced: such a call compiles and
+    runs immediately. specialisation: the key of a compiled kernel. It does not include the shapes of arrays.
     """
-    kernels = waited_for.get()
+    kernels = pending.get()
     if (
         kernels is None
         or Backend.here() is not Backend.GPU
@@ -50,11 +52,12 @@ def compile_ahead(specialisation: Hashable, call: Callable, operands):
     ):
         return
     kernel = compiled.get(specialisation)
-    if kernel is None or (kernel.done() and kernel.exception()):  # what failed may be asked again
+    if kernel is None or (kernel.done() and kernel.exception()):  # a failed compilation is tried again
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
         kernel = compiled[specialisation] = threads().submit(lower, call, shapes)
     kernels.append(kernel)
 
 
 def lower(call: Callable, shapes: list[jax.ShapeDtypeStruct]):
+    """Lower call for CUDA, which compiles its kernel."""
     jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",))

@@ -1,4 +1,4 @@
-"""The tunable numbers of the Triton kernels, and rules for them from the shapes."""
+"""The tunable numbers of the Triton kernels, and heuristics that derive them from the shapes."""
 
 import dataclasses
 
@@ -10,12 +10,12 @@ WIDEST = 512
 
 
 def width(n: int) -> int:
-    """The block that holds n columns: the tensor cores' least is 16."""
+    """Return the smallest block that holds n columns. Tensor cores need at least 16."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def check_fields(config: Config, *tiles: str):
-    """Check the fields of a Triton kernel's config; `tiles` names those that are sizes of a tile."""
+    """Check the fields of a Triton kernel's config. tiles: the names of the fields that are sizes of a tile."""
     for name in tiles:
         check_field(name, getattr(config, name), 16, WIDEST, power_of_two=True)  # Triton's tiles are powers of two
     check_field("segment", config.segment, 0, 2**31 - 1)
@@ -24,23 +24,25 @@ def check_fields(config: Config, *tiles: str):
 
 
 def segment_for(r: Recurrence, chunk: int, programs: int) -> int:
-    """Tokens a segment, 0 for whole sequences: T is cut only where the programs for uncut ones leave the GPU idle.
+    """Return the tokens of a segment, or 0 for whole sequences.
 
-    Cutting walks k, v and the gates twice. Measured, it pays below three quarters of a program a multiprocessor, and then at
-    most two a multiprocessor, which run at the same time, are best.
+    T is cut only where the programs of whole sequences leave the GPU idle, because a cut reads k, v and the gates twice. A
+    cut pays off below three quarters of a program per multiprocessor. Two programs per multiprocessor, which run
+    concurrently, are the best number then.
     """
-    T, enough = r.q.shape[1], multiprocessors()
-    parts = min(2 * enough // max(programs, 1), T // (16 * chunk))
-    if parts < 2 or 4 * programs >= 3 * enough:
+    T, num_processors = r.q.shape[1], multiprocessors()
+    parts = min(2 * num_processors // max(programs, 1), T // (16 * chunk))
+    if parts < 2 or 4 * programs >= 3 * num_processors:
         return 0
     return -(-T // (parts * chunk)) * chunk
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedConfig(Config):
-    """chunk: tokens a chunk; columns: of the state's V in a program; segment: tokens a program walks, 0 for all of T.
+    """The forward's config.
 
-    warps, stages: of each program, and of its software pipeline.
+    chunk: tokens of a chunk. columns: columns of the state in a program. segment: tokens that a program scans, 0 for all of
+    T. warps: warps of a program. stages: stages of its software pipeline.
     """
 
     chunk: int = 32
@@ -54,21 +56,23 @@ class ChunkedConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "ChunkedConfig":
-        """Measured on an H200 in bfloat16 at widths of 128: chunks of 64, the least that the tensor cores take whole, and 64
-        columns; a third stage where a multiprocessor has one program only. Elsewhere: what fits in registers.
+        """Return the best config found on an H200 in bfloat16 at widths of 128, and elsewhere one that fits in registers.
+
+        Chunks have 64 tokens, the smallest full tile of the tensor cores. A third pipeline stage is used where a
+        multiprocessor has a single program.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
-        walks, wide = r.num_sequences * r.num_heads, r.q.dtype != "bfloat16"
+        num_scans, wide = r.num_sequences * r.num_heads, r.q.dtype != "bfloat16"
         if K <= 128 and not wide:
             columns = min(V, 64)
-            programs = walks * -(-V // columns)
+            programs = num_scans * -(-V // columns)
             segment = segment_for(r, 64, programs)
             return cls(64, columns, segment, stages=3 if not segment and programs <= multiprocessors() else 2)
-        # 0.70 ms instead of 1.01 at B4 T2048 H16
+        # Smaller tiles avoid spills.
         exact = r.q.dtype == "float32" and K == 128 and r.decay.form == "key"
         chunk = 16 if K >= 512 or (wide and K >= 256) or exact else 32
         columns = min(V, 32 if exact else 64, max(16, 2**13 // K))
-        segment = segment_for(r, chunk, walks * -(-V // columns))
+        segment = segment_for(r, chunk, num_scans * -(-V // columns))
         return cls(chunk, columns, segment, warps=8 if K >= 256 else 4, stages=1 if wide or K >= 256 else 3)
 
     @classmethod
@@ -84,8 +88,11 @@ class ChunkedConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class GradientConfig(Config):
-    """chunk: tokens a chunk, whose two states are stored; rows: of the states at a time; segment: tokens that a program of
-    the states' kernels walks, 0 for all of T; block: rows and columns of the state in such a program.
+    """The gradient's config.
+
+    chunk: tokens of a chunk; the states at both its ends are stored. rows: rows of the states that are processed together.
+    segment: tokens that a program of the state kernels scans, 0 for all of T. block: rows and columns of the state in such
+    a program. warps, stages: those of the gradient kernel.
     """
 
     chunk: int = 64
@@ -100,13 +107,13 @@ class GradientConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "GradientConfig":
-        """Measured on an H200 in bfloat16 at widths of 128: few rows at a time, so that two programs share a multiprocessor.
+        """Return the best config found on an H200 in bfloat16 at widths of 128, and elsewhere one that fits in registers.
 
-        Elsewhere: what fits in registers.
+        Few rows are processed together, so that two programs share a multiprocessor.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         wide, key = r.q.dtype != "bfloat16", r.decay.form == "key"
-        exact = r.q.dtype == "float32" and V == 128 and not key  # 5 ms instead of 19 at B4 T2048 H16
+        exact = r.q.dtype == "float32" and V == 128 and not key  # smaller chunks avoid spills
         chunk = 16 if (wide and V >= 256) or exact else 32 if wide or V >= 256 else 64
         block = min(64, K, V)
         rows = 16 if key or V >= 256 else min(K, 32)
@@ -125,7 +132,7 @@ class GradientConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class TokenConfig(Config):
-    """columns: of the state's V in a program."""
+    """The config of the token-by-token kernels. columns: columns of the state in a program. warps: warps of a program."""
 
     columns: int = 16
     warps: int = 4
@@ -136,7 +143,10 @@ class TokenConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "TokenConfig":
-        """Measured on an H200, decoding: tiles of 16 KB, whose rows are whole lines of memory, where there are enough."""
+        """Return the best config found on an H200.
+
+        Decoding takes tiles of 16 KB, whose rows are whole lines of memory, where there are enough programs.
+        """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         large = min(V, max(32, 2**12 // K))
         if r.q.shape[1] == 1 and r.num_sequences * r.num_heads * (V // large) >= 4 * multiprocessors():

@@ -1,4 +1,4 @@
-"""The token-by-token kernels launched."""
+"""Launch the token-by-token kernels: the forward, and one step of decoding."""
 
 import jax.numpy as jnp
 
@@ -10,7 +10,7 @@ from glax._src.kernels.triton.segments import segments_of
 
 
 def gates_of(r: Recurrence):
-    """(head, key, value) arrays and flags; any array stands for what is not there."""
+    """Return the (head, key, value) arrays and their flags. An absent gate is replaced by an array that is not read."""
     d = r.decay
     head = d.head if d.constant is None else d.constant
     arrays = [r.scale if x is None else x for x in (head, d.key, d.value)]
@@ -24,6 +24,7 @@ def shape(r: Recurrence, columns: int) -> dict:
 
 
 def recurrent(r: Recurrence, config: TokenConfig) -> Outputs:
+    """Compute the outputs [B, T, H, V] and the final states [N, H, K, V] token by token."""
     B, T = r.q.shape[:2]
     N, H, K, V = r.state_shape
     segments = segments_of(r, T, T)
@@ -41,7 +42,10 @@ def recurrent(r: Recurrence, config: TokenConfig) -> Outputs:
 
 
 def recurrent_step(r: Recurrence, pool, slots, config: TokenConfig):
-    """The pool is updated where it lies if the caller donates it; JAX copies it first otherwise."""
+    """Advance B sequences by one token; return the outputs [B, 1, H, V] and the pool [P, H, K, V].
+
+    The pool is updated in place if the caller donates it. Otherwise JAX copies it first.
+    """
     B, V = r.q.shape[0], pool.shape[3]
     gates, flags = gates_of(r)
     o, pool = launch(

@@ -1,4 +1,4 @@
-"""Kernels that take one token at a time: every decay exactly as it is written, the state in registers."""
+"""Kernels that process one token at a time, with exact decays and the state in registers."""
 
 from glax._src.kernels.triton.launch import tl, triton
 from glax._src.kernels.triton.tiles import at, exp, load_state, store_state
@@ -7,7 +7,10 @@ from glax._src.kernels.triton.tiles import at, exp, load_state, store_state
 @triton.jit
 def log_decays(head, key, value, row, h, n, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
                HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr):  # fmt: skip
-    """The sums of one token's gates for rows [BK] and columns [BV] of the state; HEAD: "constant", "head" or "none"."""
+    """Return the log decays of one token for the rows [BK] and columns [BV] of the state.
+
+    HEAD: "constant", "head" or "none".
+    """
     rows, columns = tl.zeros(k.shape, tl.float32), tl.zeros(v.shape, tl.float32)
     if HEAD == "constant":
         rows += tl.load(head + n * H + h).to(tl.float32)
@@ -22,10 +25,10 @@ def log_decays(head, key, value, row, h, n, k, v, H: tl.constexpr, K: tl.constex
 
 @triton.jit
 def advance(S, added, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """S e^rows e^columns + added, of the sides that have gates.
+    """Return S e^rows e^columns + added, [BK, BV], for the sides that have gates.
 
-    What a mild gate takes is added to what the token brings before either meets the state: by itself it may be less than
-    half a digit of the state, and would round to nothing at every token.
+    The change that a mild gate makes is added to the token's update before either is added to the state. Alone, that change
+    may be less than half a unit in the last place of the state, and would round to nothing at every token.
     """
     if ROWS:
         mild, factor = change(rows)
@@ -41,9 +44,9 @@ def advance(S, added, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def change(log):
-    """Whether a gate is mild, and what a state takes times itself then, e^log - 1, else what becomes of it, e^log.
+    """Return whether a gate is mild, and its factor: e^log - 1 for a mild gate, else e^log.
 
-    Rounded to one number, equal gates would round alike at every token: 2600 of -1e-6 would be 8e-5 off. A state rounds anew.
+    A factor e^log would round equal gates in the same direction at every token: 2600 gates of -1e-6 would be off by 8e-5.
     """
     mild = tl.abs(log) < 1 / 64
     rest = log * (1 + log * (1 / 2 + log * (1 / 6 + log * (1 / 24))))  # to 1e-11 below 1/64
@@ -52,7 +55,7 @@ def change(log):
 
 @triton.jit
 def vector(x, row, head, d, HEADS: tl.constexpr, D: tl.constexpr):
-    """x[row, head], [BD] in float32."""
+    """Load x[row, head], [BD], in float32."""
     return tl.load(at(x, row, head, HEADS, D) + d, mask=d < D, other=0.0).to(tl.float32)
 
 
@@ -63,7 +66,7 @@ def recurrent(
     BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     SIGN: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
-    """A whole sequence, one head, BV columns of v in a program."""
+    """Compute o [rows, H, V] and final [N, H, K, V]. A program has one sequence, one head and BV columns of v."""
     NV: tl.constexpr = (V + BV - 1) // BV
     block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
     entry = table + e * 6
@@ -93,7 +96,7 @@ def step(
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """One token of sequence n in row slots[n] of the pool, in place; a slot of -1 has output 0 and touches nothing."""
+    """Advance sequence n by one token, in row slots[n] of the pool, in place. For slot -1 the output is 0."""
     NV: tl.constexpr = (V + BV - 1) // BV
     block, h, n = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
     ck, cv = tl.arange(0, BK), block * BV + tl.arange(0, BV)
@@ -101,9 +104,9 @@ def step(
     factor = tl.load(scale + n).to(tl.float32)
     out = tl.zeros([BV], tl.float32)
     if slot >= 0:
-        # A pool is larger than any cache, and each state is read and written once. The barrier holds back what is done with
-        # it until all of it is asked for: the compiler would save registers, and have half wait for the other half. It
-        # does so again if gates or q, k and v are loaded before the state: its disassembly tells.
+        # A pool is larger than any cache, and each state is read and written once. The barrier stops the compiler from
+        # using part of the state before all of its loads are issued, which saves registers and serialises the loads. The
+        # same happens if gates or q, k and v are loaded before the state, as the disassembly shows.
         S = load_state(pool, slot, h, ck, cv, V, H, K, V, "evict_first").to(tl.float32)
         tl.debug_barrier()
         rows, columns = log_decays(head, key, value, n, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
@@ -121,5 +124,5 @@ def step_passed_pool(
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """`step` for jax-triton 0.3, which hands over the pool as an output, too."""
+    """Run `step` for jax-triton 0.3, which passes the pool a second time, as an output."""
     step(q, k, v, head, key, value, scale, slots, pool, o, H, HQ, HK, HV, K, V, BK, BV, HEAD, KEY, VALUE)

@@ -1,6 +1,6 @@
 """Kernels for NVIDIA GPUs from compute capability 8.0 on, in Triton, through jax-triton.
 
-Importing this needs neither: they load with the first call that runs here.
+Importing this module imports neither. Both are imported by the first call that runs here.
 """
 
 from glax._src.core.recurrence import Outputs, Recurrence
@@ -12,20 +12,21 @@ __all__ = ["ChunkedConfig", "GradientConfig", "TokenConfig"]
 
 
 def forward_two_phase(r: Recurrence) -> TwoPhase | None:
-    """Where sequences are cut into segments, whose own states are found first."""
+    """Return the two phases where sequences are cut into segments, whose local states are computed first; else None."""
     if not ChunkedConfig.heuristic(r).segment:
         return None
     from glax._src.kernels.triton import chunked as chunks
 
-    return TwoPhase(chunks.begin, chunks.finish)
+    return TwoPhase(chunks.local_states, chunks.finish)
 
 
 def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
+    """Return the two phases of the gradient where sequences are cut into segments, else None."""
     if not GradientConfig.heuristic(r).segment:
         return None
     from glax._src.kernels.triton import chunked as chunks
 
-    return TwoPhase(chunks.begin_vjp, chunks.finish_vjp)
+    return TwoPhase(chunks.local_states_vjp, chunks.finish_vjp)
 
 
 @kernel_registry.register(
@@ -39,7 +40,7 @@ def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
     version=1,
 )
 def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
-    """The chunked form in one pass over q, k, v and the gates, the state on chip."""
+    """Compute the chunked form in one pass over q, k, v and the gates. The state stays on chip."""
     from glax._src.kernels.triton import chunked as chunks
 
     return chunks.chunked(r, config)
@@ -56,7 +57,7 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     version=1,
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> Recurrence:
-    """The gradient in every input from the states at both ends of each chunk."""
+    """Compute the gradient in every input from the states at both ends of each chunk."""
     from glax._src.kernels.triton import chunked as chunks
 
     return chunks.chunked_vjp(r, d_output, d_final, config)
@@ -66,7 +67,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> 
     "recurrent", Platform.TRITON, Backend.GPU, config=TokenConfig, supports=refusal, priority=token_priority
 )
 def recurrent(r: Recurrence, *, config: TokenConfig) -> Outputs:
-    """Token by token, every decay as it is written: short sequences, and gates on the value side."""
+    """Compute token by token with exact decays: for short sequences, and gates on the value side."""
     from glax._src.kernels.triton import recurrent as tokens
 
     return tokens.recurrent(r, config)
@@ -74,7 +75,7 @@ def recurrent(r: Recurrence, *, config: TokenConfig) -> Outputs:
 
 @kernel_registry.register("recurrent.step", Platform.TRITON, Backend.GPU, config=TokenConfig, supports=step_refusal)
 def recurrent_step(r: Recurrence, pool, slots, *, config: TokenConfig):
-    """One token of each sequence, its state read and written once, in the pool."""
+    """Advance each sequence by one token. Its state in the pool is read and written once."""
     from glax._src.kernels.triton import recurrent as tokens
 
     return tokens.recurrent_step(r, pool, slots, config)

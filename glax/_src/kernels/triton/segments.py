@@ -1,4 +1,4 @@
-"""The time axis cut into segments: one table for packed and unpacked sequences, both directions, and padding rows."""
+"""Cut the time axis into segments. One table covers packed and unpacked sequences, both directions and padding."""
 
 from typing import NamedTuple
 
@@ -8,19 +8,19 @@ from jaxtyping import Array, Int
 
 from glax._src.core.recurrence import Recurrence
 
-SEQUENCE = 3  # the column of the table that says it
+SEQUENCE = 3  # the column of the table that holds the sequence
 
 
 class Segments(NamedTuple):
-    """Segments of at most `size` tokens, each of one sequence, in walking order within it; every sequence has at least one.
+    """Segments of at most `size` tokens, each of one sequence, in scan order. Every sequence has at least one.
 
-    table: (row of the first token in [B * T] rows, rows to write, rows that hold tokens, sequence, edges, chunk) of each
-           segment. Token p of a segment stands p rows behind its first, or before it with `reverse`. Rows of padding are
-           written and hold no token. edges: 1 at a sequence's first segment, plus 2 at its last, 0 in padding. chunk: the
-           place of its first chunk among those of all sequences.
+    table: a row for each segment: (row of its first token in the [B * T] rows, rows to write, rows that hold tokens,
+           sequence, edges, first chunk). Token p of a segment is p rows after its first token, or before it with
+           `reverse`. Rows of padding are written and hold no token. edges: 1 for the first segment of a sequence, plus 2
+           for its last, 0 in padding. first chunk: the index of its first chunk among the chunks of all sequences.
     begins: the segments of sequence n are begins[n] to begins[n + 1].
 
-    T is in the values, never in the shape of a kernel: one compiled kernel serves every T.
+    T is in the values and never in the shape of a kernel, so one compiled kernel serves every T.
     """
 
     count: int
@@ -29,12 +29,12 @@ class Segments(NamedTuple):
 
 
 def segments_of(r: Recurrence, size: int, chunk: int) -> Segments:
-    """Cuts every sequence into segments of `size` tokens, a multiple of `chunk`."""
+    """Cut every sequence into segments of `size` tokens, a multiple of `chunk`."""
     B, T = r.q.shape[:2]
     if r.boundaries is None:
         xp, starts, lengths = np, np.arange(B) * T, np.full(B, T)
     else:
-        # Padding behind the last cut is one more sequence, without tokens.
+        # Padding after the last cut is one more sequence, which has no tokens.
         cuts = jnp.clip(r.boundaries, 0, T).astype(jnp.int32)
         starts = cuts.at[0].set(0)
         xp, lengths = jnp, jnp.diff(jnp.append(starts, T))
@@ -64,7 +64,7 @@ def segments_of(r: Recurrence, size: int, chunk: int) -> Segments:
 
 
 def begins_of(xp, lengths, size: int, N: int):
-    """Where each sequence's segments begin, if those of the first N sequences have at least one each."""
+    """Return the index of the first segment of each sequence. The first N sequences have at least one segment each."""
     counts = -(-lengths // size)
     counts = xp.where(xp.arange(len(lengths)) < N, xp.maximum(counts, 1), counts)
     return xp.concatenate([xp.zeros(1, counts.dtype), xp.cumsum(counts)])

@@ -1,12 +1,12 @@
-"""Kernels that carry a state along a segment of a sequence: the states at its chunks, and a scan of segments.
+"""Kernels that carry a state along a segment of a sequence: the states at its chunks, and a scan over segments.
 
-With G_i the sum of log decays of a chunk through its token i, in its first C/2 tokens L, in all of them G_last:
+G_i is the sum of the log decays of a chunk through its token i, and G_last is that sum over the whole chunk:
 
     S_out = e^{G_last} S_in + sum_j (k_j e^{G_last - G_j}) v_j^T
     o_i   = (q_i e^{G_i})^T S_in + sum_{j <= i} (sum_k q_ik k_jk e^{G_ik - G_jk}) v_j
 
-One program has one segment, one head, and a block of the state. Segments are made independent in three launches: their
-states from zero, a scan over them, their outputs from the right states.
+One program has one segment, one head, and a block of the state. Three launches make segments independent:
+`segment_states` computes their states from zero, `scan_segments` scans those, and `outputs` starts from the results.
 """
 
 from glax._src.kernels.triton.launch import tl, triton
@@ -16,7 +16,7 @@ from glax._src.kernels.triton.tiles import (
     dot,
     exp,
     load_head_sums,
-    load_last,
+    load_key_sums,
     load_state,
     load_tile,
     store_state,
@@ -24,59 +24,62 @@ from glax._src.kernels.triton.tiles import (
 
 
 @triton.jit
-def states(
+def segment_states(
     a, b, g, scale, start, table, out, edge, total,
     H: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr, ADJOINT: tl.constexpr,
     LAST: tl.constexpr, START: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [segments, H, K, V] and total [segments, H, K or 1]: a segment's state, begun from zero, and its log decay.
+    """Compute each segment's final state from zero, out [segments, H, K, V], and its log decay, total [segments, H, K or 1].
 
-    LAST: of a sequence's last segment (or, against time, its first) too; else that is 0.
+    LAST: also compute these for a sequence's last segment (with ADJOINT its first). Otherwise they are 0 there.
     """
-    carry(
+    carry_state(
         tl.program_id(0), a, b, g, scale, start, table, out, edge, total,
         H, HA, HB, K, V, C, BK, BV, FORM, SIGN, ADJOINT, False, LAST, START, DTYPE, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit
-def all_states(
+def chunk_states(
     q, k, v, do, g, scale, start, d_start, table, out, edge, d_out, d_edge,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
     START: tl.constexpr, D_START: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both directions at once, half of the programs each, for either alone leaves the GPU half idle."""
+    """Compute S where each chunk begins (out) and dL/dS where each chunk ends (d_out), both [chunks, H, K, V].
+
+    Each direction has half of the programs, because one direction alone leaves the GPU half idle.
+    """
     program = tl.program_id(0)
     if program % 2 == 0:
-        carry(
+        carry_state(
             program // 2, k, v, g, scale, start, table, out, edge, edge,
             H, HK, HV, K, V, C, BK, BV, FORM, SIGN, False, True, True, START, DTYPE, PRECISION,
         )  # fmt: skip
     else:
-        carry(
+        carry_state(
             program // 2, q, do, g, scale, d_start, table, d_out, d_edge, d_edge,
             H, HQ, H, K, V, C, BK, BV, FORM, SIGN, True, True, True, D_START, DTYPE, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
-def carry(
+def carry_state(
     program, a, b, g, scale, start, table, out, edge, total,
     H: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr, ADJOINT: tl.constexpr,
     EVERY: tl.constexpr, LAST: tl.constexpr, START: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The states of k and v (a, b), or with ADJOINT those of scale * q and do walked backwards, dL/dS:
+    """Carry the state of k and v (a, b) along a segment, or with ADJOINT dL/dS of scale * q and do (a, b) in reverse:
 
         dS_in = e^{G_last} dS_out + sum_i (q_i e^{G_i}) do_i^T
 
-    EVERY: out [chunks, H, K, V] takes the state where the walk enters each chunk, edge [N, H, K, V] that at its end.
-    Otherwise: out [segments, H, K, V] takes the state at the segment's end, begun from zero, and total [segments, H, K or
-    1] its log decay. START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0). g: for head gates
-    their sums G; with key gates a and g are `adds` (or `reads`) and `last` of `prepare`. The state lies transposed, so that
-    none of what is computed here must be transposed: that takes a detour through memory.
+    EVERY: store the state where the scan enters each chunk, out [chunks, H, K, V], and where it leaves the sequence, edge
+    [N, H, K, V]. Otherwise store the state at the end of the segment, out [segments, H, K, V], and the segment's log
+    decay, total [segments, H, K or 1]. START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0).
+    g: the cumulative sums G of head gates. With key gates, a is `k_scaled` (or `q_scaled`) and g is `last` of
+    `scale_operands`. The state is held transposed, so that no product is transposed, which would go through shared memory.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -96,22 +99,25 @@ def carry(
     log = tl.zeros([BK], tl.float32)
     factor = tl.load(scale + n).to(tl.float32)
     steps = tl.cdiv(filled, C)
-    if not LAST:  # nobody reads what leaves a sequence's last segment (or, against time, its first)
+    if not LAST:  # no kernel reads the state that leaves a sequence
         steps = tl.where((edges & (1 if ADJOINT else 2)) != 0, 0, steps)
-    last = chunk_sum(g, steps - 1 if ADJOINT else 0, origin, chunk, h, n, k, filled, H, K, C, FORM, SIGN)
+    last = load_chunk_sum(g, steps - 1 if ADJOINT else 0, origin, chunk, h, n, k, filled, H, K, C, FORM, SIGN)
     for step in range(0, steps):
         c = steps - 1 - step if ADJOINT else step
         first = origin + SIGN * c * C
         count = filled - c * C
         if EVERY:
             store_state(out, tl.trans(S), chunk + c, h, k, v, H, K, V)
-        # [C, BK], [C, BV]
+        # [C, BK]
         x = load_tile(at(a, first, ha, HA, K), tokens, k, count, HA, K, SIGN)
+        # [C, BV]
         y = load_tile(at(b, first, hb, HB, V), tokens, v, count, HB, V, SIGN)
         if FORM == "head" or FORM == "constant":
+            # [C]
             G = load_head_sums(g, first, h, n, tokens, count, H, FORM, SIGN)
             end = load_head_sums(g, first, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
             x = x * exp(G if ADJOINT else end - G)[:, None]
+        # [BV, BK]
         added = dot(tl.trans(y), x, DTYPE, PRECISION)
         if ADJOINT:
             added *= factor
@@ -122,11 +128,11 @@ def carry(
         else:
             S = S * exp(last) + added
         log += last
-        # A chunk ahead, so that nothing waits for it.
-        last = chunk_sum(g, c - 1 if ADJOINT else c + 1, origin, chunk, h, n, k, filled, H, K, C, FORM, SIGN)
+        # Loaded one chunk ahead, so that its latency is hidden.
+        last = load_chunk_sum(g, c - 1 if ADJOINT else c + 1, origin, chunk, h, n, k, filled, H, K, C, FORM, SIGN)
     S = tl.trans(S)
     if EVERY:
-        if (filled == 0) & (edges != 0):  # an empty sequence hands its state through
+        if (filled == 0) & (edges != 0):  # an empty sequence passes its state on
             store_state(out, S, chunk, h, k, v, H, K, V)
         if (edges & (1 if ADJOINT else 2)) != 0:
             store_state(edge, S, n, h, k, v, H, K, V)
@@ -137,28 +143,29 @@ def carry(
 
 
 @triton.jit
-def chunk_sum(
+def load_chunk_sum(
     g, c, origin, chunk, h, n, k, filled,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the gates of chunk c of a segment, one number or [BK]; 0 where the segment has no such chunk."""
+    """Load the sum of the gates of chunk c of a segment, a scalar or [BK]; 0 where the segment has no chunk c."""
     count = tl.where(c >= 0, filled - c * C, 0)
     if FORM == "key":
-        return load_last(g, chunk + c, h, k, count, H, K)
+        return load_key_sums(g, chunk + c, h, k, count, H, K)
     else:
         return load_head_sums(g, origin + SIGN * c * C, h, n, C - 1, count, H, FORM, SIGN)
 
 
 @triton.jit
-def scan(
+def scan_segments(
     local, total, start, begins, out, edge, through, before,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     FORM: tl.constexpr, ADJOINT: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
-    """The state before every segment (behind it with ADJOINT) from the segments' own states and total log decays.
+    """Scan the segments' local states and log decays for the state where each segment begins (with ADJOINT, where it ends).
 
-    edge [N, H, K, V], through [N, H, K or 1]: what follows the last segment, and the log decay of all, if `states` had LAST.
-    before [segments, H, K or 1]: the log decays of those that the scan sees before each.
+    out [segments, H, K, V]: those states. edge [N, H, K, V], through [N, H, K or 1]: the state after the last segment and
+    the log decay of the whole sequence, valid if `segment_states` had LAST. before [segments, H, K or 1]: the log decay of
+    the segments that the scan visits before each.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -170,24 +177,24 @@ def scan(
     for step in range(0, last - first):
         e = last - 1 - step if ADJOINT else first + step
         store_state(out, S, e, h, k, v, H, K, V)
-        own = load_state(local, e, h, k, v, V, H, K, V)
+        local_state = load_state(local, e, h, k, v, V, H, K, V)
         store_log(before, log, e, h, k, H, K, FORM)
         if FORM == "none":
-            S += own
+            S += local_state
         else:
             if FORM == "key":
-                each = tl.load(total + (e.to(tl.int64) * H + h) * K + k, mask=k < K, other=0.0)
+                log_decay = tl.load(total + (e.to(tl.int64) * H + h) * K + k, mask=k < K, other=0.0)
             else:
-                each = tl.load(total + e.to(tl.int64) * H + h + k * 0)
-            S = S * exp(each)[:, None] + own
-            log += each
+                log_decay = tl.load(total + e.to(tl.int64) * H + h + k * 0)
+            S = S * exp(log_decay)[:, None] + local_state
+            log += log_decay
     store_state(edge, S, n, h, k, v, H, K, V)
     store_log(through, log, n, h, k, H, K, FORM)
 
 
 @triton.jit
 def store_log(x, log, index, h, k, H: tl.constexpr, K: tl.constexpr, FORM: tl.constexpr):
-    """x[index, h, k] or, of gates that all channels have in common, x[index, h, 0]."""
+    """Store x[index, h, k], or x[index, h, 0] for gates that all channels share."""
     if FORM == "key":
         tl.store(x + (index.to(tl.int64) * H + h) * K + k, log, mask=k < K)
     else:
@@ -195,8 +202,8 @@ def store_log(x, log, index, h, k, H: tl.constexpr, K: tl.constexpr, FORM: tl.co
 
 
 @triton.jit
-def chunk_sums(g, table, out, H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr):
-    """out[row, h] = G, the sum of the head gates of row's chunk through row, in walking order. A program a chunk."""
+def head_gate_cumsums(g, table, out, H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr):
+    """Compute out[row, h] = G, the cumulative sum of the head gates of the row's chunk, in scan order. A program per chunk."""
     entry = table + tl.program_id(0) * 6
     origin, filled = tl.load(entry), tl.load(entry + 2)
     tokens, h = tl.arange(0, C), tl.arange(0, BH)
@@ -208,7 +215,7 @@ def chunk_sums(g, table, out, H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr
 
 @triton.jit
 def sequence_sums(x, begins, out, H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr):
-    """out[n] = the sum of x [entries, H] over entries begins[n] to begins[n + 1], always in the same order."""
+    """Compute out[n], the sum of x [entries, H] over entries begins[n] to begins[n + 1]. The order of summation is fixed."""
     n, h = tl.program_id(0), tl.arange(0, BH)
     first, last = tl.load(begins + n), tl.load(begins + n + 1)
     total = tl.zeros([BH], tl.float32)

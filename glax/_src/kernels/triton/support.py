@@ -1,4 +1,4 @@
-"""What the Triton kernels cannot run, in sentences; and which of them is to be preferred."""
+"""State which calls the Triton kernels refuse, with the reason, and which kernel is preferred."""
 
 import importlib.util
 
@@ -11,7 +11,7 @@ SMALL_T = 16
 
 
 def installation() -> str | None:
-    """What is missing on this machine, if anything is."""
+    """Return what is missing on this machine, or None."""
     missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
     if missing:
         return f"needs {' and '.join(missing).replace('_', '-')}: pip install 'glax[triton]'"
@@ -24,27 +24,30 @@ def installation() -> str | None:
 
 
 def refusal(r: Recurrence) -> str | None:
+    """Return why no Triton kernel supports r, or None."""
     if r.q.dtype == "float64":
-        return "float64 is not written"
+        return "float64 is not supported"
     if 0 in (*r.q.shape, *r.v.shape, r.num_sequences):
         return "empty arrays are left to XLA"
     if max(r.q.shape[3], r.v.shape[3]) > WIDEST:
-        return f"heads wider than {WIDEST} are not written"
+        return f"heads wider than {WIDEST} are not supported"
     return installation()
 
 
 def chunked_refusal(r: Recurrence) -> str | None:
+    """Return why the chunked kernels do not support r, or None."""
     if r.decay.value is not None:
-        return "gates on the value side are not written in chunks; `recurrent` runs them"
+        return "gates on the value side are not supported in chunks; `recurrent` runs them"
     return refusal(r)
 
 
 def step_refusal(r: Recurrence) -> str | None:
+    """Return why the decoding step does not support r, or None."""
     if r.q.shape[1] != 1 or r.boundaries is not None:
         return "takes one token of each sequence"
     return refusal(r)
 
 
 def token_priority(r: Recurrence) -> int:
-    """Above `chunked` where a chunk would be mostly padding; above XLA's wherever `chunked` cannot run."""
+    """Return a priority above `chunked` where a chunk would be mostly padding, and above XLA elsewhere."""
     return 20 if r.q.shape[1] < SMALL_T else 5

@@ -1,7 +1,7 @@
-"""What the chunked kernels share: reading tiles of tokens, sums of gates, and the decayed scores of all pairs in a chunk.
+"""Functions that the chunked kernels share: tiles of tokens, sums of gates, and products of a given precision.
 
-Within a chunk tokens stand in walking order, whatever the direction: token i is row origin + SIGN * i. Logarithms are
-natural; e^x is 2^(x log2 e).
+The tokens of a chunk are in scan order in both directions: token i is row origin + SIGN * i. Logarithms are natural, and
+e^x is computed as 2^(x log2 e).
 """
 
 from glax._src.kernels.common import limits
@@ -13,17 +13,20 @@ FAST_LIMIT = tl.constexpr(limits.FAST_LIMIT)
 
 
 @triton.jit
-def kept_loop(n, count):
-    """n, for any count >= 0; that the compiler does not know, so that it does not unroll a loop of n passes."""
+def runtime_bound(n, count):
+    """Return n for any count >= 0. The compiler does not know that, so it does not unroll a loop of n iterations."""
     return tl.where(count >= 0, n, 0)
 
 
 @triton.jit
-def looked_at(reach, count, EACH: tl.constexpr):
-    """How many of its EACH chunks and heads a program must look at one by one: all, or none if none reached too far."""
-    pair = tl.program_id(0) * EACH + tl.arange(0, EACH)
-    furthest = tl.max(tl.load(reach + pair, mask=pair < count, other=0.0), 0)
-    return tl.where(furthest > FAST_LIMIT, EACH, 0)
+def num_exact_pairs(max_abs_cumsum, count, PAIRS: tl.constexpr):
+    """Return how many of its PAIRS (chunk, head) pairs a program must test for the exact form.
+
+    That is all of them if any |cumulative sum| exceeds FAST_LIMIT, else 0.
+    """
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    largest = tl.max(tl.load(max_abs_cumsum + pair, mask=pair < count, other=0.0), 0)
+    return tl.where(largest > FAST_LIMIT, PAIRS, 0)
 
 
 @triton.jit
@@ -33,13 +36,16 @@ def exp(x):
 
 @triton.jit
 def dot(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """a @ b in float32, its operands rounded to DTYPE; float32 operands multiply in PRECISION."""
+    """Return a @ b in float32. Operands are rounded to DTYPE; float32 operands are multiplied in PRECISION."""
     return tl.dot(operand(a, DTYPE, PRECISION), operand(b, DTYPE, PRECISION), input_precision=PRECISION)
 
 
 @triton.jit
 def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """x in DTYPE, and for TF32 rounded to nearest: tensor cores cut its last digits off, an error that sums do not even out."""
+    """Return x in DTYPE, for TF32 rounded to nearest.
+
+    Tensor cores truncate float32 operands to TF32. Sums do not average out the error of truncation.
+    """
     if x.dtype == tl.float32 and tl.float32 == DTYPE and PRECISION == "tf32":
         bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
         return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
@@ -49,14 +55,14 @@ def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def split(x, DTYPE: tl.constexpr):
-    """x in float32 as two terms in bfloat16, the first cut and not rounded: together 16 bits."""
+    """Split float32 x into two bfloat16 terms of 16 bits together. The first is truncated, not rounded."""
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return high.to(DTYPE), (x - high).to(DTYPE)
 
 
 @triton.jit
 def add_fine_dot(c, a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """c + a @ b^T in float32; operands in float32, of which bfloat16 products see 16 bits."""
+    """Return c + a @ b^T in float32, with float32 operands. bfloat16 products use 16 bits of each."""
     if tl.bfloat16 == DTYPE:
         high, low = split(a, DTYPE)
         b_high, b_low = split(b, DTYPE)
@@ -68,7 +74,7 @@ def add_fine_dot(c, a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def half_fine_dot(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """a @ b in float32; a is in DTYPE, b in float32, of which bfloat16 products see 16 bits, and those in TF32 all."""
+    """Return a @ b in float32, with a in DTYPE and b in float32. bfloat16 products use 16 bits of b, TF32 products all."""
     if tl.bfloat16 == DTYPE:
         high, low = split(b, DTYPE)
         return tl.dot(a, high, tl.dot(a, low))
@@ -78,13 +84,13 @@ def half_fine_dot(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def at(x, row, head, HEADS: tl.constexpr, D: tl.constexpr):
-    """The address of x[row, head, 0]; x is [rows, HEADS, D] and may pass 2^31 elements."""
+    """Return the address of x[row, head, 0], for x [rows, HEADS, D] of possibly more than 2^31 elements."""
     return x + (row.to(tl.int64) * HEADS + head) * D
 
 
 @triton.jit
 def load_tile(x, tokens, d, count, HEADS: tl.constexpr, D: tl.constexpr, SIGN: tl.constexpr):
-    """x[tokens, d], [C, BD], from the address of token 0; tokens from `count` on read 0, as do columns from D on."""
+    """Load x[tokens, d], [C, BD], with x the address of token 0. Tokens from `count` on and columns from D on are 0."""
     offsets = (SIGN * HEADS * D) * tokens[:, None] + d[None, :]
     return tl.load(x + offsets, mask=(tokens < count)[:, None] & (d < D)[None, :], other=0.0)
 
@@ -99,7 +105,7 @@ def store_tile(x, value, tokens, d, count, HEADS: tl.constexpr, D: tl.constexpr,
 def load_state(
     x, index, head, k, v, limit, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EVICTION: tl.constexpr = ""
 ):  # fmt: skip
-    """x[index, head, k, v], [BK, BV]; 0 beyond K and from column `limit` on."""
+    """Load x[index, head, k, v], [BK, BV]; 0 from row K and from column `limit` on."""
     p = x + (index.to(tl.int64) * H + head) * (K * V) + k[:, None] * V + v[None, :]
     return tl.load(p, mask=(k < K)[:, None] & (v < limit)[None, :], other=0.0, eviction_policy=EVICTION)
 
@@ -115,15 +121,17 @@ def store_state(
 
 @triton.jit
 def load_key_gates(g, row, head, tokens, k, count, H: tl.constexpr, K: tl.constexpr, SIGN: tl.constexpr):
-    """[C, BK], in the dtype they came in, cut at the logarithm of zero."""
+    """Load log gates [C, BK] in their own dtype, clamped at LOG_OF_ZERO."""
     x = load_tile(at(g, row, head, H, K), tokens, k, count, H, K, SIGN)
     return tl.maximum(x.to(tl.float32), LOG_OF_ZERO).to(x.dtype)
 
 
 @triton.jit
 def load_head_sums(G, row, head, sequence, tokens, count, H: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr):
-    """G [tokens]: the sums of the chunk's gates through these tokens; from `count` on they are the chunk's. G comes from
-    `walk.chunk_sums`, or holds the sequences' constants."""
+    """Load G [tokens], the cumulative sums of the chunk's gates; from token `count` on, the sum of the whole chunk.
+
+    G holds the results of `head_gate_cumsums`, or the constants of the sequences.
+    """
     if FORM == "none":
         return 0.0
     elif FORM == "constant":
@@ -136,15 +144,15 @@ def load_head_sums(G, row, head, sequence, tokens, count, H: tl.constexpr, FORM:
 
 
 @triton.jit
-def load_last(last, chunk, head, k, count, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr = False):
-    """The sums of a chunk's key gates, or those of its first half, [BK]; 0 where the chunk has no token."""
+def load_key_sums(last, chunk, head, k, count, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr = False):
+    """Load the sums of a chunk's key gates, or with FIRST of its first half, [BK]; 0 where the chunk has no token."""
     p = last + (chunk.to(tl.int64) * H + head) * 2 * K + FIRST * K
     return tl.load(p + k, mask=k < tl.where(count > 0, K, 0), other=0.0)
 
 
 @triton.jit
-def sums(matrix, x):
-    """matrix @ x for a [C, C] matrix of 0, 1 and -1 and gates x [C, D], exact but for the float32 sum."""
+def gate_sums(matrix, x):
+    """Return matrix @ x for a [C, C] matrix of 0, 1 and -1 and gates x [C, D]. Only the float32 sum rounds."""
     if x.dtype == tl.float32:
         return tl.dot(matrix.to(tl.float32), x, input_precision="tf32x3")
     else:
@@ -153,8 +161,12 @@ def sums(matrix, x):
 
 @triton.jit
 def halving(tokens, half):
-    """The pairs of tokens in the later and the earlier half of one block of 2 * half tokens, and the matrix that sums the
-    gates between a token and the middle of its block: no pair's reference lies outside it, so exponents are <= 0."""
+    """Return the mask of one level of halving, and the matrix of its gate sums, both [C, C].
+
+    The mask selects the pairs with one token in the later and one in the earlier half of a block of 2 * half tokens. The
+    matrix sums the gates between a token and the middle of its block. That middle lies between the tokens of each pair,
+    so all exponents are <= 0.
+    """
     i, j = tokens[:, None], tokens[None, :]
     middle = i // (2 * half) * (2 * half) + half
     later, same = i >= middle, i // (2 * half) == j // (2 * half)
@@ -165,21 +177,21 @@ def halving(tokens, half):
 
 @triton.jit
 def middle_matrix(tokens, C: tl.constexpr):
-    """Row i sums the gates from the chunk's middle through token i, negatively before it."""
+    """Return the matrix whose row i sums the gates from the chunk's middle through token i, with sign -1 before the middle."""
     i, j = tokens[:, None], tokens[None, :]
     return tl.where((j >= C // 2) & (j <= i), 1.0, 0.0) - tl.where((j < C // 2) & (j > i), 1.0, 0.0)
 
 
 @triton.jit
 def exact_factors(gates, tokens):
-    """e^{G_i} and e^{G_last - G_i}, [C, BK], each from its own sum; and e^{G_last}, [BK]."""
+    """Return e^{G_i} and e^{G_last - G_i}, [C, BK], each from a sum of its own, and e^{G_last}, [BK]."""
     i, j = tokens[:, None], tokens[None, :]
-    up = exp(sums(tl.where(j <= i, 1.0, 0.0), gates))
-    down = exp(sums(tl.where(j > i, 1.0, 0.0), gates))
+    up = exp(gate_sums(tl.where(j <= i, 1.0, 0.0), gates))
+    down = exp(gate_sums(tl.where(j > i, 1.0, 0.0), gates))
     return up, down, exp(tl.sum(gates.to(tl.float32), 0))
 
 
 @triton.constexpr_function
-def levels(C):
-    """How often a chunk can be halved."""
+def num_halvings(C):
+    """Return log2(C): how many times a chunk can be halved."""
     return C.bit_length() - 1

@@ -1,17 +1,18 @@
-"""The gradient of one chunk from the states at both its ends, every chunk of every head in a program of its own.
+"""The kernel for the gradient of a chunk from the states at both its ends. One program has one chunk and one head.
 
-With S the state before the chunk, dS = dL/dS behind it, P_ij = sum_k q_ik k_jk e^{G_ik - G_jk} and dP_ij = do_i . v_j, j < i:
+S is the state where the chunk begins and dS = dL/dS where it ends. P_ij = sum_k q_ik k_jk e^{G_ik - G_jk} and
+dP_ij = do_i . v_j, for j < i:
 
     dq_i = e^{G_i} (S do_i) + sum_j dP_ij k_j e^{G_i - G_j} + (do_i . v_i) k_i
     dk_j = e^{G_last - G_j} (dS v_j) + sum_i dP_ij q_i e^{G_i - G_j} + (do_j . v_j) q_j
     dv_j = dS^T (k_j e^{G_last - G_j}) + sum_i P_ij do_i + (q_j . k_j) do_j
 
-The gradient of a log gate, by what decays under it: pairs of a token before and one behind it, wherever they stand.
+The gradient of a log gate sums over all pairs of tokens that it decays: one token before it and one at or after it.
 
     dg_t = e^{G_last} sum_v S dS + sum_{s >= t} (q_s (dq_s - own) - k_s (dk_s within)) + sum_{s < t} k_s (dk_s from dS)
 
-where "own" is a token's part with itself, which no gate touches, and "within" the pairs inside the chunk. Nothing is the
-difference of sums over more than a chunk, so the digits of mild gates survive beside strong ones, at any T.
+"own" is the part of a token with itself, which no gate decays. "within" is the part of the pairs inside the chunk. No
+term is a difference of sums over more than a chunk. So mild gates lose no digits beside strong ones, at any T.
 """
 
 from glax._src.kernels.triton.launch import tl, triton
@@ -20,29 +21,31 @@ from glax._src.kernels.triton.tiles import (
     at,
     dot,
     exp,
+    gate_sums,
     half_fine_dot,
-    kept_loop,
     load_head_sums,
-    load_last,
+    load_key_sums,
     load_state,
     load_tile,
     middle_matrix,
+    runtime_bound,
     store_tile,
-    sums,
 )
 
 
 @triton.jit
 def gradient(
-    q, k, v, g, decayed, adds, scores, do, scale, before, behind, table, dq, dk, dv, dg, dscale,
+    q, k, v, g, decayed, k_scaled, scores, do, scale, states, d_states, table, dq, dk, dv, dg, dscale,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """before, behind [chunks, H, K, V]: S and dS. dq, dk [rows, H, K], dv [rows, H, V]. dscale [chunks, H].
-    dg: [rows, H, K]; [rows, H]; or for constant gates the chunk's sum, [chunks, H]. BV holds all of V; rows of the states
-    are taken BK at a time. decayed: head gates' sums G; or for key gates `last` of `prepare`, as are adds and scores. Where
-    key gates are too strong, `exact_gradient` does the chunk's dq, dk and dg again.
+    """Compute dq, dk [rows, H, K], dv [rows, H, V], dscale [chunks, H] and dg of a chunk.
+
+    states, d_states [chunks, H, K, V]: S and dS. dg: [rows, H, K] for key gates, [rows, H] for head gates, and the chunk's
+    sum [chunks, H] for constant gates. BV holds all of V; each iteration takes BK rows of the states. decayed: the
+    cumulative sums G of head gates, or `last` of `scale_operands`, as are k_scaled and scores. Where key gates are out of
+    range, `exact_gradient` computes dq, dk and dg again.
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
     entry = table + e * 6
@@ -50,25 +53,25 @@ def gradient(
     factor = tl.load(scale + n).to(tl.float32)
     tokens, cv = tl.arange(0, C), tl.arange(0, BV)
     if FORM == "key":
-        fast_keys(
-            q, k, v, g, decayed, do, before, behind, dq, dk, dg, dscale, factor, h, e, origin, length, count,
+        key_gate_gradient(
+            q, k, v, g, decayed, do, states, d_states, dq, dk, dg, dscale, factor, h, e, origin, length, count,
             H, HQ, HK, HV, K, V, C, BK, BV, SIGN, DTYPE, PRECISION,
         )  # fmt: skip
         Pt = tl.trans(load_tile(scores + (e.to(tl.int64) * H + h) * C * C, tokens, tokens, count, 1, C, 1))
     else:
-        Pt = keys(
-            q, k, v, decayed, do, before, behind, dq, dk, dg, dscale, factor, h, e, n, origin, length, count,
+        Pt = head_gate_gradient(
+            q, k, v, decayed, do, states, d_states, dq, dk, dg, dscale, factor, h, e, n, origin, length, count,
             H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION,
         )  # fmt: skip
-    written = tl.where(count > 0, V, 0)  # no state belongs to padding
+    limit = tl.where(count > 0, V, 0)  # padding has no state
     tdv = tl.zeros([C, BV], tl.float32)
-    for k0 in range(0, kept_loop(K, length), BK):
+    for k0 in range(0, runtime_bound(K, length), BK):
         ck = k0 + tl.arange(0, BK)
         if FORM == "key":
-            x = load_tile(at(adds, origin, h, H, K), tokens, ck, count, H, K, SIGN)
+            x = load_tile(at(k_scaled, origin, h, H, K), tokens, ck, count, H, K, SIGN)
         else:
             x = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-        tdv += dot(x, load_state(behind, e, h, ck, cv, written, H, K, V), DTYPE, PRECISION)
+        tdv += dot(x, load_state(d_states, e, h, ck, cv, limit, H, K, V), DTYPE, PRECISION)
     if FORM == "head" or FORM == "constant":
         G = load_head_sums(decayed, origin, h, n, tokens, count, H, FORM, SIGN)
         last = load_head_sums(decayed, origin, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
@@ -79,75 +82,78 @@ def gradient(
 
 
 @triton.jit
-def fast_keys(
-    q, k, v, g, last, do, before, behind, dq, dk, dg, dscale, factor, h, e, origin, length, count,
+def key_gate_gradient(
+    q, k, v, g, last, do, states, d_states, dq, dk, dg, dscale, factor, h, e, origin, length, count,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of key gates, scaled about the chunk's middle.
+    """Compute dq, dk and dg of key gates, [C, K] each, scaled about the chunk's middle.
 
-    The pairs' parts in the gates' gradient, q * pull and k * push, cancel but for the pairs across a gate. So both are formed
-    of the same factors, scaled q and k to 16 bits, and cancel whatever the rounding of dP was.
+    In dg, the terms q * dq_pairs and k * dk_pairs cancel except for the pairs across a gate. Both use the same factors, q
+    and k scaled to 16 bits, so they cancel however dP was rounded.
     """
     tokens, cv = tl.arange(0, C), tl.arange(0, BV)
     i, j = tokens[:, None], tokens[None, :]
-    written = tl.where(count > 0, V, 0)
+    limit = tl.where(count > 0, V, 0)
     # [C, BV]
     tv = load_tile(at(v, origin, h // (H // HV), HV, V), tokens, cv, count, HV, V, SIGN)
     tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    d_own = tl.sum(tdo.to(tl.float32) * tv.to(tl.float32), 1)
-    # [C, C]: rows of do, and of v
+    d_diagonal = tl.sum(tdo.to(tl.float32) * tv.to(tl.float32), 1)
+    # [C, C]: dP, and its transpose from a product of its own
     dP = tl.where(i > j, dot(tdo, tl.trans(tv), DTYPE, PRECISION), 0.0).to(DTYPE)
     dPt = tl.where(i < j, dot(tv, tl.trans(tdo), DTYPE, PRECISION), 0.0).to(DTYPE)
     d_scale = tl.zeros([C], tl.float32)
-    for k0 in range(0, kept_loop(K, length), BK):
+    for k0 in range(0, runtime_bound(K, length), BK):
         ck = k0 + tl.arange(0, BK)
-        # [C, BK], [C, BK], [C, BK], [BK, BV], [BK, BV]
+        # Load gates: [C, BK]
         gates = load_tile(at(g, origin, h, H, K), tokens, ck, count, H, K, SIGN)
-        S = load_state(before, e, h, ck, cv, written, H, K, V)
-        dS = load_state(behind, e, h, ck, cv, written, H, K, V)
-        both = load_last(last, e, h, ck, count, H, K)
-        enter = load_last(last, e, h, ck, count, H, K, True)
+        # [BK, BV]
+        S = load_state(states, e, h, ck, cv, limit, H, K, V)
+        dS = load_state(d_states, e, h, ck, cv, limit, H, K, V)
+        # [BK]
+        both = load_key_sums(last, e, h, ck, count, H, K)
+        enter = load_key_sums(last, e, h, ck, count, H, K, True)
         edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1) * exp(both)
         tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
         tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-        M = sums(middle_matrix(tokens, C), gates)
+        # Scale operands: [C, BK]
+        M = gate_sums(middle_matrix(tokens, C), gates)
         binary = M * LOG2E
         up, down = tl.exp2(binary), tl.exp2(-binary)
         x, y = tq * up, tk * down
-        pull = half_fine_dot(dP, y, DTYPE, PRECISION)
-        push = half_fine_dot(dPt, x, DTYPE, PRECISION)
-        # e^{M_i} e^L and e^{-M_j} e^R: each factor is in range, and their product is a decay of S or dS (`common.limits`).
-        read = dot(tdo, tl.trans(S), DTYPE, PRECISION) * (up * exp(enter)[None, :])
-        fed = dot(tv, tl.trans(dS), DTYPE, PRECISION) * (down * exp(both - enter)[None, :])
-        from_behind = (tq * read + (x * pull - y * push)) * factor
-        tdg = term_sums(tl.where(j >= i, 1.0, 0.0), from_behind, tdo.dtype == tl.bfloat16)
-        tdg += dot(tl.where(j < i, 1.0, 0.0), tk * fed, DTYPE, PRECISION) + edge[None, :]
+        dq_pairs = half_fine_dot(dP, y, DTYPE, PRECISION)
+        dk_pairs = half_fine_dot(dPt, x, DTYPE, PRECISION)
+        # The decays of S and dS, e^{M_i} e^L and e^{-M_j} e^R, are products of factors in range (`common.limits`).
+        tdq = dot(tdo, tl.trans(S), DTYPE, PRECISION) * (up * exp(enter)[None, :])
+        tdk = dot(tv, tl.trans(dS), DTYPE, PRECISION) * (down * exp(both - enter)[None, :])
+        suffix_terms = (tq * tdq + (x * dq_pairs - y * dk_pairs)) * factor
+        tdg = term_sums(tl.where(j >= i, 1.0, 0.0), suffix_terms, tdo.dtype == tl.bfloat16)
+        tdg += dot(tl.where(j < i, 1.0, 0.0), tk * tdk, DTYPE, PRECISION) + edge[None, :]
         store_tile(at(dg, origin, h, H, K), tdg, tokens, ck, length, H, K, SIGN)
-        read += pull * up + d_own[:, None] * tk
-        d_scale += tl.sum(tq * read, 1)
-        store_tile(at(dq, origin, h, H, K), read * factor, tokens, ck, length, H, K, SIGN)
-        fed += (push * down + d_own[:, None] * tq) * factor
-        store_tile(at(dk, origin, h, H, K), fed, tokens, ck, length, H, K, SIGN)
+        tdq += dq_pairs * up + d_diagonal[:, None] * tk
+        d_scale += tl.sum(tq * tdq, 1)
+        store_tile(at(dq, origin, h, H, K), tdq * factor, tokens, ck, length, H, K, SIGN)
+        tdk += (dk_pairs * down + d_diagonal[:, None] * tq) * factor
+        store_tile(at(dk, origin, h, H, K), tdk, tokens, ck, length, H, K, SIGN)
     tl.store(dscale + e.to(tl.int64) * H + h, tl.sum(d_scale, 0))
 
 
 @triton.jit
-def keys(
-    q, k, v, g, do, before, behind, dq, dk, dg, dscale, factor, h, e, n, origin, length, count,
+def head_gate_gradient(
+    q, k, v, g, do, states, d_states, dq, dk, dg, dscale, factor, h, e, n, origin, length, count,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of one gate a head and token, or of none; and the scores, decays applied, transposed."""
+    """Compute dq, dk [C, K] and dg [C] for per-head, constant or no gates; return the decayed scores, transposed [C, C]."""
     tokens, cv = tl.arange(0, C), tl.arange(0, BV)
     i, j = tokens[:, None], tokens[None, :]
-    written = tl.where(count > 0, V, 0)
+    limit = tl.where(count > 0, V, 0)
     # [C, BV]
     tv = load_tile(at(v, origin, h // (H // HV), HV, V), tokens, cv, count, HV, V, SIGN)
     tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    # [C, C]: rows of do, and of v
+    # [C, C]: dP, and its transpose from a product of its own
     dP = tl.where(i >= j, dot(tdo, tl.trans(tv), DTYPE, PRECISION), 0.0)
     dPt = tl.where(i <= j, dot(tv, tl.trans(tdo), DTYPE, PRECISION), 0.0)
     if FORM != "none":
@@ -162,25 +168,26 @@ def keys(
     Pt = tl.zeros([C, C], tl.float32)
     through_start = tl.zeros([C], tl.float32)
     through_end = tl.zeros([C], tl.float32)
-    over = tl.zeros([BK], tl.float32)
-    for k0 in range(0, kept_loop(K, length), BK):
+    state_products = tl.zeros([BK], tl.float32)
+    for k0 in range(0, runtime_bound(K, length), BK):
         ck = k0 + tl.arange(0, BK)
         tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
         tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-        S = load_state(before, e, h, ck, cv, written, H, K, V)
-        dS = load_state(behind, e, h, ck, cv, written, H, K, V)
+        # [BK, BV]
+        S = load_state(states, e, h, ck, cv, limit, H, K, V)
+        dS = load_state(d_states, e, h, ck, cv, limit, H, K, V)
         Pt += dot(tk, tl.trans(tq), DTYPE, PRECISION)
-        read = dot(tdo, tl.trans(S), DTYPE, PRECISION)
-        fed = dot(tv, tl.trans(dS), DTYPE, PRECISION)
+        tdq = dot(tdo, tl.trans(S), DTYPE, PRECISION)
+        tdk = dot(tv, tl.trans(dS), DTYPE, PRECISION)
         if FORM != "none":
-            read, fed = read * up, fed * down
-            over += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        through_start += tl.sum(tq * read, 1)
-        through_end += tl.sum(tk * fed, 1)
-        read += dot(dP, tk, DTYPE, PRECISION)
-        fed += dot(dPt, tq, DTYPE, PRECISION) * factor
-        store_tile(at(dq, origin, h, H, K), read * factor, tokens, ck, length, H, K, SIGN)
-        store_tile(at(dk, origin, h, H, K), fed, tokens, ck, length, H, K, SIGN)
+            tdq, tdk = tdq * up, tdk * down
+            state_products += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        through_start += tl.sum(tq * tdq, 1)
+        through_end += tl.sum(tk * tdk, 1)
+        tdq += dot(dP, tk, DTYPE, PRECISION)
+        tdk += dot(dPt, tq, DTYPE, PRECISION) * factor
+        store_tile(at(dq, origin, h, H, K), tdq * factor, tokens, ck, length, H, K, SIGN)
+        store_tile(at(dk, origin, h, H, K), tdk, tokens, ck, length, H, K, SIGN)
     Pt = tl.where(i <= j, Pt, 0.0)
     dPt = dot(tv, tl.trans(tdo), DTYPE, PRECISION)
     if FORM != "none":
@@ -190,12 +197,12 @@ def keys(
     tl.store(dscale + slot, tl.sum(tl.sum(pairs, 1) + through_start, 0))
     if FORM != "none":
         pairs = tl.where(i < j, pairs, 0.0)
-        # of token t: what reaches a token from t on, from the chunk's start; and what leaves it from a token before t
+        # Of the gate of token t: the terms of S with tokens from t on, and the terms of dS with tokens before t.
         reaching = tl.sum(tl.where(j >= i, (through_start * factor)[None, :], 0.0), 1)
         leaving = tl.sum(tl.where(j < i, through_end[None, :], 0.0), 1)
         within = tl.sum(pairs, 0) - tl.sum(pairs, 1)
         within = tl.sum(tl.where(j >= i, (within * factor)[None, :], 0.0), 1)
-        tdg = tl.where(tokens < count, reaching + leaving + within + tl.sum(over, 0) * exp(total), 0.0)
+        tdg = tl.where(tokens < count, reaching + leaving + within + tl.sum(state_products, 0) * exp(total), 0.0)
         if FORM == "constant":
             tl.store(dg + slot, tl.sum(tdg, 0))
         else:
@@ -206,7 +213,10 @@ def keys(
 
 @triton.jit
 def term_sums(matrix, x, SPLIT: tl.constexpr):
-    """matrix @ x for a matrix of 0 and 1 and terms that cancel: in two bfloat16 products, 16 bits, or three of TF32."""
+    """Return matrix @ x for a matrix of 0 and 1 and terms x that cancel.
+
+    x has 16 bits, in two bfloat16 products (SPLIT), or full precision, in three TF32 products.
+    """
     if SPLIT:
         high = x.to(tl.bfloat16)
         low = (x - high.to(tl.float32)).to(tl.bfloat16)
