@@ -114,7 +114,9 @@ class GradientConfig(Config):
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         wide, key = r.q.dtype != "bfloat16", r.decay.form == "key"
         exact = r.q.dtype == "float32" and V == 128 and not key  # smaller chunks avoid spills
-        chunk = 16 if (wide and V >= 256) or exact else 32 if wide or V >= 256 else 64
+        chunk = 32 if wide or V >= 256 else 64
+        if (wide and V >= 256) or exact:
+            chunk = 16
         block = min(64, K, V)
         rows = 16 if key or V >= 256 else min(K, 32)
         segment = segment_for(r, chunk, r.num_sequences * r.num_heads * (K // block) * (V // block))

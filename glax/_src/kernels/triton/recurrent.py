@@ -14,7 +14,9 @@ def gates_of(r: Recurrence):
     d = r.decay
     head = d.head if d.constant is None else d.constant
     arrays = [r.scale if x is None else x for x in (head, d.key, d.value)]
-    form = "constant" if d.constant is not None else "none" if d.head is None else "head"
+    form = "none" if d.head is None else "head"
+    if d.constant is not None:
+        form = "constant"
     return arrays, dict(HEAD=form, KEY=d.key is not None, VALUE=d.value is not None)
 
 
