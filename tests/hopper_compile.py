@@ -35,7 +35,9 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 # Read when JAX loads. With MOSAIC_GPU_DUMP_TO it would write all its passes, too, which takes longer than to compile.
 SAY = {f"MOSAIC_GPU_DUMP_{what}": "1" for what in ("RESOURCES", "PTX", "PTXAS", "SASS")}
 SEGMENTS = 8
-T = SEGMENTS * 1024  # so that programs have several chunks each: of a loop that ends at once the compiler spills less
+T = (
+    SEGMENTS * 1024
+)  # so that programs have several chunks each: the compiler spills less in a loop that ends immediately
 
 
 def lowered(what: str, gate: str, width: int) -> jax.stages.Lowered:
@@ -50,7 +52,7 @@ def lowered(what: str, gate: str, width: int) -> jax.stages.Lowered:
         config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=64 if "narrow" in what else width)
         if "gradient" in what:
             return chunked.chunked_vjp(r, d_output, d_final, None, config)
-        return (chunked.chunked_with_residuals if "kept" in what else chunked.chunked)(r, config)
+        return (chunked.chunked_with_residuals if "residuals" in what else chunked.chunked)(r, config)
 
     x = shaped(2, T, 4, width)
     gates = shaped(*x.shape[: 3 if gate == "head" else 4], dtype=jnp.float32 if "float32" in gate else jnp.bfloat16)
@@ -59,7 +61,7 @@ def lowered(what: str, gate: str, width: int) -> jax.stages.Lowered:
 
 
 def spread_over_two() -> jax.stages.Lowered:
-    """A forward of gates a channel by `glax.recurrent`, its batch over two H100."""
+    """A forward with per-key gates by `glax.recurrent`, its batch over two H100."""
     topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H100, topology="1x1x2")
     over = jax.sharding.NamedSharding(jax.sharding.Mesh(topology.devices, "x"), jax.P("x"))
     x = jax.ShapeDtypeStruct((2, 1024, 2, 64), jnp.bfloat16, sharding=over)
@@ -70,11 +72,14 @@ def spread_over_two() -> jax.stages.Lowered:
 def waits_for_registers(ptx: str, at_launch: int, scalers: int) -> bool:
     """Whether warpgroups ask for more registers than their program was launched with: they would wait for ever.
 
-    Those that scale, in walks of gates a channel, or the one that loads give some of theirs."""
-    asked = {way: int(count) for way, count in re.findall(r"setmaxnreg\.(dec|inc)\S* (\d+);", ptx)}
+    Those that scale, in scans with per-key gates, or the one that loads give some of theirs."""
+    requested = {way: int(count) for way, count in re.findall(r"setmaxnreg\.(dec|inc)\S* (\d+);", ptx)}
     warpgroups = int(re.search(r"maxntid (\d+)", ptx).group(1)) // 128
     giving = scalers if "key_scan" in ptx else 1
-    return bool(asked) and giving * asked["dec"] + (warpgroups - giving) * asked["inc"] > warpgroups * at_launch
+    return (
+        bool(requested)
+        and giving * requested["dec"] + (warpgroups - giving) * requested["inc"] > warpgroups * at_launch
+    )
 
 
 def unwritten(disassembly: str) -> list[int]:

@@ -14,9 +14,9 @@ from glax._src.core.bind import bind
 from glax._src.kernels.common.limits import LOG_OF_NOTHING
 from glax._src.kernels.pallas_gpu import chunked
 from glax._src.kernels.pallas_gpu.config import HopperConfig
-from glax._src.kernels.pallas_gpu.layout import Problem
-from glax._src.kernels.pallas_gpu.segment_lookback import asked
-from glax._src.kernels.pallas_gpu.segment_scan import entering
+from glax._src.kernels.pallas_gpu.layout import KernelLayout
+from glax._src.kernels.pallas_gpu.segment_lookback import lookback_tables
+from glax._src.kernels.pallas_gpu.segment_scan import segment_scan
 from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter, strengths
 
@@ -24,7 +24,7 @@ BAR = 3.5e-3  # docs/numerics.md: bfloat16
 CASES = {
     "key, -100 and -inf": dict(gate="gk", strength="extreme", T=72),
     "key, packed, reversed, shared heads": dict(gate="gk", heads=(1, 2, 1), cuts=(0, 0, 1, 70, 80), T=90, reverse=True),
-    "key, segments, states formed again": dict(gate="gk", T=150, keep=False, config=HopperConfig(parts=2)),
+    "key, segments, states formed again": dict(gate="gk", T=150, save=False, config=HopperConfig(parts=2)),
     "key, reset late": dict(gate="gk", strength="reset", T=216, gradient=False),
     "key, reset late, segments, reversed": dict(
         gate="gk", strength="reset", heads=(2, 1, 2), T=400, reverse=True, config=HopperConfig(parts=2)
@@ -33,8 +33,8 @@ CASES = {
     "key, weak": dict(gate="gk", strength=1 / 16, T=200, gradient=False, bar=2.45e-3),
     "head, weak, reversed": dict(gate="g", strength=1 / 256, T=250, reverse=True, gradient=False, bar=2.5e-3),
     "head, segments": dict(gate="g", T=310, K=60, V=40, parts=True, config=HopperConfig(parts=5)),
-    "head, reversed, states formed again": dict(gate="g", heads=(1, 2, 1), T=250, reverse=True, keep=False),
-    "constant, packed": dict(gate="g_gamma", cuts=(0, 66, 66, 90), T=100, keep=False),
+    "head, reversed, states formed again": dict(gate="g", heads=(1, 2, 1), T=250, reverse=True, save=False),
+    "constant, packed": dict(gate="g_gamma", cuts=(0, 66, 66, 90), T=100, save=False),
 }
 
 
@@ -53,7 +53,7 @@ def test_against_the_reference(case, monkeypatch):
 
 def check(
     monkeypatch, gate, strength="mild", T=72, K=64, V=64, heads=(1, 1, 1), cuts=None, reverse=False,
-    gate_dtype=jnp.bfloat16, gradient=True, keep=True, parts=False, config=None, bar=BAR,
+    gate_dtype=jnp.bfloat16, gradient=True, save=True, parts=False, config=None, bar=BAR,
 ):  # fmt: skip
     config = config or HopperConfig()
     rng, H = np.random.default_rng(0), max(heads)
@@ -82,15 +82,15 @@ def check(
             # compiled: what else runs beside an interpreted kernel may leave it no thread on a machine of two cores
             begin, begin_vjp = (jax.jit(f, static_argnames="config") for f in (chunked.begin, chunked.begin_vjp))
             begun, _, log = begin(r, config=config)
-            found, kept = chunked.finish_with_residuals(begun, r, config)
+            found, residuals = chunked.finish_with_residuals(begun, r, config)
             behind = jnp.exp(log)[..., None] * 3.0 * state
             _, reached, _ = begin(r.replace(initial_state=4.0 * state), config=config)
             assert distance(reached - behind, found.final_state) < BAR
             begun, *_ = begin_vjp(r, d_output, 0 * d_final, config=config)
-            d = chunked.finish_vjp(begun, r, d_output, d_final, kept, config=config)
+            d = chunked.finish_vjp(begun, r, d_output, d_final, residuals, config=config)
         else:
-            found, kept = chunked.chunked_with_residuals(r, config) if keep else (chunked.chunked(r, config), None)
-            d = chunked.chunked_vjp(r, d_output, d_final, kept, config) if gradient else None
+            found, residuals = chunked.chunked_with_residuals(r, config) if save else (chunked.chunked(r, config), None)
+            d = chunked.chunked_vjp(r, d_output, d_final, residuals, config) if gradient else None
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, r)
     errors = [distance(a, b) for a, b in zip(found, reference(exact), strict=True)]
     if gradient:
@@ -111,8 +111,8 @@ def test_steady_strengths(form, monkeypatch):
     mosaic_interpreter.install(monkeypatch)
     monkeypatch.setattr(chunked, "multiprocessors", lambda: 2)  # the interpreter runs idle programs, too
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        found, kept = chunked.chunked_with_residuals(r, HopperConfig())
-        d = chunked.chunked_vjp(r, *cotangents, kept, HopperConfig())
+        found, residuals = chunked.chunked_with_residuals(r, HopperConfig())
+        d = chunked.chunked_vjp(r, *cotangents, residuals, HopperConfig())
     strengths.assert_right(r, *cotangents, found, d)
 
 
@@ -129,7 +129,7 @@ def test_a_final_state_has_its_last_token_unrounded(monkeypatch):
 
 
 @pytest.mark.parametrize("K, dtype", [(128, "bfloat16"), (64, "float32")])
-def test_segments_are_walked_as_far_as_their_gates_let_through(K, dtype, monkeypatch):
+def test_lookback_covers_every_chunk_that_reaches_the_end(K, dtype, monkeypatch):
     """Of every head every chunk behind which some decay of a segment is not 0, and no more than one chunk too many."""
     rng, parts, size = np.random.default_rng(0), 4, 20
     T = 64 * (parts * size - 1) - 5  # the last segment is shorter
@@ -142,16 +142,16 @@ def test_segments_are_walked_as_far_as_their_gates_let_through(K, dtype, monkeyp
     counts = set()
     mosaic_interpreter.install(monkeypatch)
     for reverse in (False, True):
-        p = Problem(bind(x, x, x, gk=gk, reverse=reverse), HopperConfig(parts=parts))
+        p = KernelLayout(bind(x, x, x, gk=gk, reverse=reverse), HopperConfig(parts=parts))
         tables = np.stack([np.insert(p.table, 4, adjoint, axis=1) for adjoint in (0, 1)])
         tables[:, 2, 2] = 0
         with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-            ways = asked(p.plan(outputs=False, either=True, asked=p.near), tables, p.gates)
+            ways = lookback_tables(p.plan(outputs=False, either=True, lookback=p.lookback), tables, p.gates)
         for adjoint, (table, found) in enumerate(zip(tables, map(np.asarray, ways), strict=True)):
             backwards = reverse != bool(adjoint)
             for e, (n, first, count, _, _) in enumerate(table):
                 own = sums[n, e % parts, :count]
-                through = np.cumsum(own if backwards else own[::-1], axis=0).max(2)[: p.near]
+                through = np.cumsum(own if backwards else own[::-1], axis=0).max(2)[: p.lookback]
                 for h in range(2):
                     dead = np.flatnonzero(through[:, h] < LOG_OF_NOTHING)
                     needed = dead[0] + 1 if dead.size else count
@@ -161,7 +161,7 @@ def test_segments_are_walked_as_far_as_their_gates_let_through(K, dtype, monkeyp
     assert counts >= {0, 1, 2, 3, size - 1, size}
 
 
-def test_walks_of_gates_a_head_find_by_themselves_how_far_they_go(monkeypatch):
+def test_per_head_scans_find_where_to_begin(monkeypatch):
     """NaN wherever nothing may be read; each head on its own, and each way through time."""
     size, T = 16, 64 * 32
     reaches = 3, 16  # chunks that reach a segment's end: decays of -40 a chunk, and of nearly nothing
@@ -169,14 +169,14 @@ def test_walks_of_gates_a_head_find_by_themselves_how_far_they_go(monkeypatch):
     mosaic_interpreter.install(monkeypatch)
     for reverse in (False, True):
         q, k, v = np.random.default_rng(0).normal(size=(3, 1, T, 2, 64))
-        # segment 0 is the one that leaves a state behind it, to the next; walked backwards, 1 is
-        far = slice(0, (size - reaches[0]) * 64)
-        far = slice(T - far.stop, T) if reverse else far
-        k[:, far, 0] = np.nan
+        # segment 0 is the one that leaves a state behind it, to the next; scanned backwards, 1 is
+        unread = slice(0, (size - reaches[0]) * 64)
+        unread = slice(T - unread.stop, T) if reverse else unread
+        k[:, unread, 0] = np.nan
         q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
         r = bind(q, k, v, g=jnp.asarray(gates[None], jnp.bfloat16), reverse=reverse)
         with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-            p = Problem(r, HopperConfig(parts=2))
+            p = KernelLayout(r, HopperConfig(parts=2))
             states, log = p.own_states(p.k, p.v, adjoint=False, last=False)
         e = int(reverse)
         assert np.isfinite(states).all() and log[e, 0, 0] < LOG_OF_NOTHING
@@ -193,31 +193,31 @@ def test_walks_of_gates_a_head_find_by_themselves_how_far_they_go(monkeypatch):
 @pytest.mark.parametrize("adjoint", [False, True])
 @pytest.mark.parametrize("gate", ["gk", "g"])
 def test_states_that_arrive_late_are_added_decayed(gate, adjoint):
-    """To those that enter segments of a walk from zero; decays of 0 among them."""
+    """To those that enter segments of a scan from zero; decays of 0 among them."""
     rng, parts = np.random.default_rng(0), 3
     x = jnp.zeros((2, 64 * parts, 2, 64), jnp.bfloat16)
-    p = Problem(bind(x, x, x, **{gate: x if gate == "gk" else x[..., 0]}), HopperConfig(parts=parts))
+    p = KernelLayout(bind(x, x, x, **{gate: x if gate == "gk" else x[..., 0]}), HopperConfig(parts=parts))
     log = -(10.0 ** rng.uniform(-2, 3, (2 * parts, 2, 64 if gate == "gk" else 1)).astype(np.float32))
     log[:, 0, 0] = -np.inf
     own = jnp.asarray(rng.normal(size=(2 * parts, 2, 64, 64)), jnp.float32), jnp.asarray(log)
     start = jnp.asarray(rng.normal(size=(2, 2, 64, 64)), jnp.float32)
     late = p.begun_from(
-        start, p.entering(own, None, adjoint), p.decayed_before(log.reshape(2, parts, *log.shape[1:]), adjoint)
+        start, p.entry_states(own, None, adjoint), p.decayed_before(log.reshape(2, parts, *log.shape[1:]), adjoint)
     )
-    np.testing.assert_allclose(late, p.entering(own, start, adjoint), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(late, p.entry_states(own, start, adjoint), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "N,parts,H,K,V,logs,given,descending", [(2, 3, 2, 64, 64, 1, True, 0), (1, 16, 1, 128, 64, 128, False, 1)]
 )
-def test_states_that_enter_segments(monkeypatch, N, parts, H, K, V, logs, given, descending):
+def test_segment_scan(monkeypatch, N, parts, H, K, V, logs, given, descending):
     rng = np.random.default_rng(0)
     own, start = (rng.normal(size=(n, H, K, V)).astype(np.float32) for n in (N * parts, N))
     log, factor = (-rng.random(shape).astype(np.float32) for shape in ((N * parts, H, logs), N + 1))
     mosaic_interpreter.install(monkeypatch)
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
         operands = map(jnp.asarray, (own, log, factor, start, np.asarray([descending], np.int32)))
-        found = np.asarray(entering(parts, given, *operands))
+        found = np.asarray(segment_scan(parts, given, *operands))
     for n in range(N):
         S = start[n] * given
         for part in reversed(range(parts)) if descending else range(parts):

@@ -26,10 +26,10 @@ KERNELS = {
     ("forward", "head", 64): 1,
     ("forward, segments", "key", 128): 5,
     ("forward, segments", "head", 128): 3,
-    ("forward, kept", "key", 128): 2,
-    ("forward, kept, narrow", "key", 128): 2,
-    ("forward, kept", "head", 128): 1,
-    ("forward, kept, segments", "key", 128): 5,
+    ("forward, residuals", "key", 128): 2,
+    ("forward, residuals, narrow", "key", 128): 2,
+    ("forward, residuals", "head", 128): 1,
+    ("forward, residuals, segments", "key", 128): 5,
     ("gradient", "key", 128): 5,
     ("gradient", "key", 64): 5,
     ("gradient", "key, float32", 128): 5,
@@ -37,17 +37,17 @@ KERNELS = {
     ("gradient", "head", 128): 3,
     ("gradient", "head", 64): 3,
 }
-# What goes token by token, for gates a channel that are out of range, has no products, nor what hands states from segment to
-# segment, which copies nothing in bulk either. The gradient walks both ways before.
-WITHOUT_PRODUCTS = {("forward", "key"): 1, ("forward, kept", "key"): 1, ("gradient", "key"): 2}
+# What goes token by token, for per-key gates that are out of range, has no products, nor what hands states from segment to
+# segment, which copies nothing in bulk either. The gradient scans both ways before.
+WITHOUT_PRODUCTS = {("forward", "key"): 1, ("forward, residuals", "key"): 1, ("gradient", "key"): 2}
 WITHOUT_PRODUCTS |= {
     ("forward, narrow", "key"): 1,
-    ("forward, kept, narrow", "key"): 1,
+    ("forward, residuals, narrow", "key"): 1,
     ("gradient", "key, float32"): 2,
     ("gradient, narrow", "key, float32"): 2,
     ("forward, segments", "key"): 2,
     ("forward, segments", "head"): 1,
-    ("forward, kept, segments", "key"): 2,
+    ("forward, residuals, segments", "key"): 2,
 }
 
 
@@ -87,7 +87,7 @@ def test_lowered_once_they_stand_in_a_program_as_without(request):
         return re.sub(r'(kernel_hash|module) = "(?:[^"\\]|\\.)*"', r"\1", text)
 
     want = program()
-    jax.clear_caches()  # of walks as they were traced
+    jax.clear_caches()  # of scans as they were traced
     request.getfixturevalue("a_gpu")
     assert program() == want
     assert len(lowering_cache.known) == want.count("@mosaic_gpu_v2") == KERNELS["gradient", "key", 64]

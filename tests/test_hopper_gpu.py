@@ -130,6 +130,6 @@ def test_steady_strengths(form, K, parts, reverse):
     """Just inside and just outside of each limit, the state passed over several chunks, and segments."""
     r, *cotangents = strengths.problem(form, half=32, T=520, K=K, reverse=reverse)
     config = HopperConfig(parts=parts)
-    found, kept = jax.jit(functools.partial(chunked.chunked_with_residuals, config=config))(r)
-    d = jax.jit(functools.partial(chunked.chunked_vjp, config=config))(r, *cotangents, kept)
+    found, residuals = jax.jit(functools.partial(chunked.chunked_with_residuals, config=config))(r)
+    d = jax.jit(functools.partial(chunked.chunked_vjp, config=config))(r, *cotangents, residuals)
     strengths.assert_right(r, *cotangents, found, d)

@@ -80,22 +80,29 @@ def head_sums(g, reverse):
     return jax.lax.cumsum(x, 3, reverse=reverse)
 
 
-def walked(g, reverse, before, behind):
-    """The states as walks leave them for gates a key channel, decayed to the middle of their chunks, and which are far."""
+def stored(g, reverse, before, behind):
+    """Return the states as scans store them for per-key gates, decayed to the middle of their chunks, and which chunks
+    are out of range."""
     B, T, H, K = g.shape
     g = jnp.pad(g.astype(jnp.float32), ((0, 0), (0, -T % C), (0, 0), (0, 0))).reshape(B, -1, 2, C // 2, H, K)
     first, second = (g[:, :, i] for i in ((1, 0) if reverse else (0, 1)))
     enter, leave = first.sum(2), second.sum(2)
     # |M| is largest at a chunk's first token, behind which all other gates of its half lie, or at its last.
     most = jnp.maximum(-(enter - first[:, :, -1 if reverse else 0]), -leave).max(-1)
-    far = ~((most <= 60) & jnp.isfinite(enter + leave).all(-1))
-    near = lambda x, log: jnp.where(far[..., None, None], x, x * jnp.exp(log)[..., None]).astype(x.dtype)  # noqa: E731
-    return near(before, enter), near(behind, leave), far.astype(jnp.int32)
+    out_of_range = ~((most <= 60) & jnp.isfinite(enter + leave).all(-1))
+
+    def to_middle(x, log):
+        return jnp.where(out_of_range[..., None, None], x, x * jnp.exp(log)[..., None]).astype(x.dtype)
+
+    return to_middle(before, enter), to_middle(behind, leave), out_of_range.astype(jnp.int32)
 
 
 def in_runs(run, reverse, k, v, g, before):
-    """before, of which every `run`-th is kept; the others follow from it."""
-    rows = lambda x, c: jnp.repeat(x, before.shape[2] // x.shape[2], 2)[:, c * C : (c + 1) * C].astype(jnp.float32)  # noqa: E731
+    """before, of which every `run`-th is stored; the others follow from it."""
+
+    def rows(x, c):
+        return jnp.repeat(x, before.shape[2] // x.shape[2], 2)[:, c * C : (c + 1) * C].astype(jnp.float32)
+
     chunks = list(before.astype(jnp.float32).swapaxes(0, 1))
     each = jax.vmap(jax.vmap(lambda k, v, g, S: recurrence(reverse, k, k, v, g, 1.0, S)[1], (1, 1, 1, 0)))
     for c in range(len(chunks)):
@@ -133,7 +140,7 @@ def test_gradient_of_chunks(monkeypatch, B, T, heads, D, form, strength, reverse
     wanted = expected(reverse, q, k, v, gates, do, scale, every, behind)
     if form != "head":
         terms = in_terms(np.asarray(g, np.float64), 2 if form == "key, float32" else 1)
-        found = gradient_key(q, k, v, terms, *others[:2], *walked(g, reverse, *others[2:]), **options)
+        found = gradient_key(q, k, v, terms, *others[:2], *stored(g, reverse, *others[2:]), **options)
     else:
         *first, dg, d_scale = gradient_head(q, k, v, head_sums(g, reverse), *others, **options)
         dg = dg.reshape(B, -1, heads[0])[:, :T, :, None]

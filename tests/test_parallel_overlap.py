@@ -150,7 +150,7 @@ def hopper_of_loops(monkeypatch) -> dict:
         return *(jnp.full_like(y, x) for y in (q, k, v, g)), jnp.full(each, x)
 
     monkeypatch.setattr(layout, "key_scan", key_scan)
-    monkeypatch.setattr(layout, "entering", entering)
+    monkeypatch.setattr(layout, "segment_scan", entering)
     monkeypatch.setattr(launch, "gradient_key", of_chunks)
     given = dict(config=HopperConfig(parts=8))
     forward, gradient = (

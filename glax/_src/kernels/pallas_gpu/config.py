@@ -28,11 +28,11 @@ def installation() -> str | None:
 
 def supports(r: Recurrence) -> str | None:
     if any(x.dtype != "bfloat16" for x in (r.q, r.k, r.v)):
-        return "query, key and value other than bfloat16 are not written"
+        return "query, key and value other than bfloat16 are not supported"
     if r.decay.value is not None:
-        return "gates on the value side are not written"
+        return "per-value gates are not supported"
     if max(r.q.shape[3], r.v.shape[3]) > WIDEST:
-        return f"heads wider than {WIDEST} are not written"
+        return f"heads wider than {WIDEST} are not supported"
     if varying_axes(r.q):  # loops in a kernel would mix them with what does not vary
         return "arrays that vary over a mesh axis (inside shard_map with check_vma) are not taken by Mosaic GPU kernels"
     if 0 in (*r.q.shape, *r.v.shape, r.num_sequences):
@@ -47,7 +47,7 @@ def padded(width: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class HopperConfig(Config):
-    """parts: segments into which every sequence is cut; 1 walks it whole. columns: of the state in a program, 64 or 128."""
+    """parts: segments into which every sequence is cut, 1 to leave it whole. columns: of the state in a program, 64 or 128."""
 
     parts: int = 1
     columns: int = 64
@@ -75,8 +75,8 @@ def shapes(r: Recurrence) -> list[HopperConfig]:
 def rounds(r: Recurrence, config: HopperConfig) -> float:
     """The time of a call in chunks of one program, which holds a multiprocessor.
 
-    Cutting walks k, v and the gates a second time, two thirds of a walk with outputs; half the columns take 0.85 of the
-    time of all. Measured on an H200, docs/internals/experiments/hopper.md.
+    Segments read k, v and the gates a second time. Half the columns take most of the time of all. The factors are measurements:
+    docs/internals/experiments/hopper.md.
     """
     programs = r.num_sequences * r.num_heads * -(-padded(r.v.shape[3]) // config.columns) * config.parts
     chunks = -(-r.q.shape[1] // (C * config.parts))

@@ -1,4 +1,4 @@
-"""What a walk with a gate for every key channel finds out of its gates before it scales by them."""
+"""Checks that a scan with per-key gates makes of its gates before it scales by them."""
 
 import jax.numpy as jnp
 
@@ -6,7 +6,7 @@ from glax._src.kernels.common.limits import FAST_LIMIT
 from glax._src.kernels.pallas_gpu.plan import quotient
 from glax._src.kernels.pallas_gpu.tiles import C
 
-SAMPLES, WEAK = 8, -0.25  # gates of a program that are asked, and the average above which they are weak
+SAMPLES, WEAK = 8, -0.25  # gates of a program that are sampled, and the average above which they are weak
 
 
 def in_range(largest, ends):

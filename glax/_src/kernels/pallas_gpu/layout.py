@@ -15,14 +15,14 @@ from glax._src.kernels.pallas_gpu.config import HopperConfig, padded
 from glax._src.kernels.pallas_gpu.plan import C, Scan, ScanResults
 from glax._src.kernels.pallas_gpu.scan_head_gate import head_scan
 from glax._src.kernels.pallas_gpu.scan_key_gate import key_scan
-from glax._src.kernels.pallas_gpu.segment_lookback import asked
-from glax._src.kernels.pallas_gpu.segment_scan import entering
+from glax._src.kernels.pallas_gpu.segment_lookback import lookback_tables
+from glax._src.kernels.pallas_gpu.segment_scan import segment_scan
 from glax._src.kernels.pallas_gpu.tiles import LOG2E
 
-RUN = 2  # chunks from one kept state to the next, for gates a head: the gradient forms those between
-NEAR = 4, 8  # chunks of a segment whose gates are asked whether they let through what came before them, least and most
-FEW = 4  # segments whose states XLA hands on as fast as `entering`, which takes a second more to compile
-WORTH_ASKING = 16  # chunks of a segment: with gates a channel asking is a kernel of 5 us
+RUN = 2  # chunks from one saved state to the next, for per-head gates: the gradient forms the states between
+LOOKBACK = 4, 8  # least and most chunks at a segment's end that the lookback reads
+FEW = 4  # segments whose states XLA passes on as fast as `segment_scan`, which takes longer to compile
+LONG = 16  # chunks of a segment from which on a lookback is worth it: for per-key gates it is a kernel of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +75,8 @@ def widen(x, width: int):
     return x if x.shape[-1] == width else jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, width - x.shape[-1])))
 
 
-class Problem:
-    """r as the kernels take it: q, k and v in rows of chunks and filled up, gates by form, segments in a table."""
+class KernelLayout:
+    """A recurrence laid out for the kernels: padded q, k and v in rows of chunks, gates by form, segments in a table."""
 
     def __init__(self, r: Recurrence, config: HopperConfig, square: bool = False):
         self.r, self.rows, self.parts, self.columns = r, Rows.of(r), config.parts, config.columns
@@ -115,7 +115,7 @@ class Problem:
         return jnp.stack([high.astype(jnp.bfloat16), (g - high).astype(jnp.bfloat16)])
 
     def head_gates(self):
-        """One gate a head and row, [B, rows of chunks, H]; of a constant decay, that of every token."""
+        """Return per-head gates, [B, rows of chunks, H]; a constant decay is the gate of every token."""
         r, d = self.r, self.r.decay
         if d.head is not None:
             return self.rows.take(d.head)
@@ -144,8 +144,8 @@ class Problem:
             self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms, **flags
         )
 
-    def walk(self, plan: Scan, a, b, start, table=None, far=None) -> ScanResults:
-        """The walk of every segment in `table`, its log decays [E, H, K or 1] too. far: of `Residuals`, for the walk of dL/dS."""
+    def scan(self, plan: Scan, a, b, start, table=None, out_of_range=None) -> ScanResults:
+        """Scan every segment in `table`. out_of_range: `far` of `Residuals`, which the scan of dL/dS reads."""
         operands = (
             self.table if table is None else table,
             self.q,
@@ -156,46 +156,46 @@ class Problem:
             jnp.zeros((1, 1, 1, 1)) if start is None else start,
         )
         if self.key:
-            return key_scan(plan, *operands, far)
+            return key_scan(plan, *operands, out_of_range)
         return head_scan(plan, *operands)
 
     @property
-    def near(self) -> int:
-        """How many chunks are asked: a sixteenth of a segment, within bounds; 0 of short segments."""
-        return min(max(self.size // 16, NEAR[0]), NEAR[1]) if self.size >= WORTH_ASKING else 0
+    def lookback(self) -> int:
+        """The most chunks that a lookback reads: a sixteenth of a segment, within bounds; 0 for short segments."""
+        return min(max(self.size // 16, LOOKBACK[0]), LOOKBACK[1]) if self.size >= LONG else 0
 
     def own_states(self, a, b, adjoint: bool, last: bool):
-        """What every segment's state is when it begins from zero, [E, H, K, V], against time over the scale, and its log decays,
+        """Return the state of every segment that begins from zero, [E, H, K, V], against time over the scale; and its log decays,
         [E, H, K or 1].
 
         last: of the segments that sequences end with, too.
         """
-        plan = self.plan(outputs=False, either=True, asked=self.near)
+        plan = self.plan(outputs=False, either=True, lookback=self.lookback)
         tables = [self.whole_segments(way, last) for way in (False, True)]
-        if self.key and plan.asked:
-            table = asked(plan, np.stack(tables), self.gates)[adjoint]
+        if self.key and plan.lookback:
+            table = lookback_tables(plan, np.stack(tables), self.gates)[adjoint]
         else:
             table = np.repeat(tables[adjoint][:, None], self.H, axis=1) if self.key else tables[adjoint]
-        walked = self.walk(plan, a, b, None, table)
-        return walked.last, walked.log
+        found = self.scan(plan, a, b, None, table)
+        return found.last, found.log
 
     def whole_segments(self, adjoint: bool, last: bool) -> np.ndarray:
-        """The table of a walk of `either` kind over all chunks, [E, 5]; but with `last` none of the segments that sequences end
-        with, whose states are found with their outputs."""
+        """Return the table of a scan of `either` kind over all chunks, [E, 5]. Without `last` it leaves out the segments that
+        sequences end with, whose states are found with their outputs."""
         table = np.insert(self.table, 4, adjoint, axis=1)
         if not last:
             ends = np.arange(self.parts) == (0 if self.descending(adjoint) else self.parts - 1)
             table[np.tile(ends, self.N), 2] = 0
         return table
 
-    def entering(self, own, start, adjoint: bool):
-        """The state that enters every segment, [E, H, K, V]; own: as `own_states` returns them."""
+    def entry_states(self, own, start, adjoint: bool):
+        """Return the state that enters every segment, [E, H, K, V]. own: as `own_states` returns them."""
         if self.parts <= FEW:
             return jnp.stack(self.along(own, start, adjoint)[0], 1).reshape(-1, *own[0].shape[1:])
         given = start if start is not None else jnp.zeros((1, 1, 1, 1))
         descending = np.asarray([self.descending(adjoint)], np.int32)
         factor = self.scales if adjoint else np.append(np.ones(self.N, np.float32), np.float32(0))
-        return entering(self.parts, start is not None, *own, factor, given, descending)
+        return segment_scan(self.parts, start is not None, *own, factor, given, descending)
 
     def along(self, own, start, adjoint: bool) -> tuple[list[Array], Array]:
         """The states that enter the segments, and that behind the last, of every sequence, each [N, H, K, V]."""
@@ -209,20 +209,20 @@ class Problem:
         return found, S
 
     def decayed_before(self, log, adjoint: bool):
-        """The log decays of the segments that the walk sees before each, [E, H, K or 1]. log [N, parts, H, K or 1]."""
+        """Return the log decays of all segments scanned before each, [E, H, K or 1]. log [N, parts, H, K or 1]."""
         found = [jnp.zeros_like(log[:, 0])] * self.parts
         order = range(self.parts)[:: -1 if self.descending(adjoint) else 1]
         for before, part in itertools.pairwise(order):
             found[part] = found[before] + log[:, before]
         return jnp.stack(found, 1).reshape(-1, *log.shape[2:])
 
-    def begun_from(self, start, entering, log):
-        """The state that enters every segment, [E, H, K, V], of a walk from `start`, [N, H, K, V]: what enters in one from zero,
-        and `start` decayed by what `decayed_before` says."""
-        return entering + jnp.exp(log)[..., None] * jnp.repeat(self.start(start), self.parts, axis=0)
+    def begun_from(self, start, from_zero, log):
+        """The state that enters every segment, [E, H, K, V], of a scan from `start`, [N, H, K, V]: the state that enters in a
+        scan from zero, plus `start` decayed by what `decayed_before` returns."""
+        return from_zero + jnp.exp(log)[..., None] * jnp.repeat(self.start(start), self.parts, axis=0)
 
     def descending(self, adjoint: bool) -> bool:
-        """Whether a walk goes from the last segment to the first."""
+        """Whether a scan goes from the last segment to the first."""
         return self.r.reverse != adjoint
 
     def start(self, start):
@@ -236,17 +236,17 @@ class Problem:
         start = self.start(start)
         if self.parts == 1:
             return start
-        return self.entering(self.own_states(a, b, adjoint, last=False), start, adjoint)
+        return self.entry_states(self.own_states(a, b, adjoint, last=False), start, adjoint)
 
-    def chunkwise(self, d_output, kept: Residuals, behind):
+    def chunkwise(self, d_output, residuals: Residuals, behind):
         """The operands of the kernels in which every chunk stands alone; packed, every chunk is a sequence of its own."""
-        gates, far = self.gates, [kept.far] if self.key else []
+        gates, out_of_range = self.gates, [residuals.far] if self.key else []
         if self.rows.begins is None:
-            return self.q, self.k, self.v, gates, d_output, self.scales, kept.states, behind, *far
+            return self.q, self.k, self.v, gates, d_output, self.scales, residuals.states, behind, *out_of_range
         q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (self.q, self.k, self.v, d_output))
         gates = gates.reshape(len(gates), self.chunks, C, *gates.shape[3:]) if self.key else gates[0][:, None]
         scale = self.scale[self.sequence_of_chunk()]
-        return q, k, v, gates, d_output, scale, *(x[0][:, None] for x in (kept.states, behind, *far))
+        return q, k, v, gates, d_output, scale, *(x[0][:, None] for x in (residuals.states, behind, *out_of_range))
 
     def sequence_of_chunk(self):
         found = jnp.searchsorted(self.rows.begins, jnp.arange(self.chunks), side="right") - 1
@@ -270,12 +270,14 @@ class Problem:
             "nc,ch->nh", own.astype(jnp.float32), jnp.where(used[:, None], x[:, 0], 0), precision="highest"
         )
 
-    def residuals(self, walked: ScanResults) -> Residuals:
-        """Gates a head are exact in every chunk, and no walk says anything of chunks that hold no row."""
-        far = jnp.zeros((walked.states.shape[0], self.chunks, self.H), jnp.int32) if walked.far is None else walked.far
+    def residuals(self, found: ScanResults) -> Residuals:
+        """Return what the gradient reads. Per-head gates are in range in every chunk, and so are chunks that hold no row."""
+        out_of_range = found.out_of_range
+        if out_of_range is None:
+            out_of_range = jnp.zeros((found.states.shape[0], self.chunks, self.H), jnp.int32)
         if self.rows.begins is not None:
-            far = jnp.where(jnp.arange(self.chunks)[None, :, None] < self.rows.begins[-1], far, 0)
-        return Residuals(walked.states, far)
+            out_of_range = jnp.where(jnp.arange(self.chunks)[None, :, None] < self.rows.begins[-1], out_of_range, 0)
+        return Residuals(found.states, out_of_range)
 
     def narrow(self, states):
         """At the widths of r."""
@@ -284,7 +286,7 @@ class Problem:
 
 
 def head_sums(gates, reverse: bool):
-    """[B, chunks, H, C] in float32: sums of log2 gates [B, rows, H] from where the walk enters each chunk."""
+    """[B, chunks, H, C] in float32: sums of log2 gates [B, rows, H] from where the scan enters each chunk."""
     B, rows, H = gates.shape
     if gates.dtype != jnp.bfloat16:  # which tensor cores sum as they are
         gates = gates.astype(jnp.float32)

@@ -40,7 +40,7 @@ class Kernel:
         return mlir.module_to_bytecode(found)
 
     def compile(self):
-        """For the process. What fails here fails in the program too, and is told there."""
+        """For the process. What fails here fails in the program too, and is reported there."""
 
         def alone(*operands):
             return kernel_p.bind(*operands, kernel=self)

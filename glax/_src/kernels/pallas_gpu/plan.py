@@ -1,4 +1,4 @@
-"""What a walk is compiled for, and what it returns."""
+"""The plan that a scan is compiled for, and its results."""
 
 import dataclasses
 from typing import NamedTuple
@@ -29,14 +29,15 @@ def place_of(program, blocks: int, heads: int):
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """What a walk is compiled for. outputs: with q, o. states: those at every chunk, too.
+    """What a scan is compiled for. outputs: it forms o, from q. states: it stores the states at the chunks.
 
-    adjoint: of dL/dS against time, from q and d_output in place of k and v. Heads of a, b and q divide H.
-    either: one program for both, but that no scale is taken: which one, the table says in a fifth number.
-    terms: arrays of bfloat16 of which gates a key channel are the sum. columns: of the state in a program, 64 or 128.
-    run: chunks from one stored state to the next; divides those of a sequence. More than 1 with gates a head alone.
-    parts: segments of every sequence, one after the other in memory. asked: of `either` kind with gates a head: how many chunks a
-    segment's walk asks at most whether they let through what came before them; 0: it walks over all.
+    adjoint: it finds dL/dS against time, from q and d_output in place of k and v. Heads of a, b and q divide H.
+    either: one program serves both directions, and takes no scale. The fifth column of the table is `adjoint`.
+    terms: arrays of bfloat16 of which per-key gates are the sum. columns: of the state in a program, 64 or 128.
+    run: chunks from one stored state to the next; divides those of a sequence. More than 1 with per-head gates alone.
+    parts: segments of every sequence, one after the other in memory.
+    lookback: the most chunks at a segment's end whose gates a scan of `either` kind reads to find where it begins; 0: it begins
+    at the segment's first chunk.
     """
 
     H: int
@@ -52,12 +53,12 @@ class Scan:
     terms: int = 1
     run: int = 1
     parts: int = 1
-    asked: int = 0
+    lookback: int = 0
 
     @property
     def to_edge(self) -> bool:
-        """With gates a key channel: tokens are scaled to the edge of their chunk that the walk leaves by, which no gate is too
-        strong for. Where scores are formed, and where a gradient takes states before chunks, to the middle."""
+        """Whether per-key gates scale tokens to the edge of their chunk that the scan leaves by, for which no gate is too strong.
+        Where scores are formed, and where a gradient reads states before chunks, tokens are scaled to the chunk's middle."""
         return self.adjoint or self.either
 
     @property
@@ -66,12 +67,12 @@ class Scan:
         return (3 if self.outputs or self.states else 4) - (self.terms - 1)
 
     @property
-    def kept_stages(self) -> int:
-        """Chunks' states in shared memory at a time: in walks that only store them, one is on its way while the next forms."""
+    def state_stages(self) -> int:
+        """Chunks' states in shared memory at a time: in scans that only store them, one is on its way while the next forms."""
         return 2 if self.states and not self.outputs and self.run == 1 else 1
 
     def stored(self, chunk):
-        """Whether the state that enters this chunk is stored: it is the first of its run in walking order."""
+        """Whether the state that enters this chunk is stored: it is the first of its run in scanning order."""
         return lax.rem(chunk, jnp.int32(self.run)) == (self.run - 1 if self.reverse != self.adjoint else 0)
 
     def leave(self, segment, store):
@@ -82,7 +83,7 @@ class Scan:
         pl.when(at_end)(lambda: store(quotient(segment, self.parts)))
 
     def place(self, step, count, adjoint=None):
-        """What the walk takes at a step of `count`; adjoint, of a walk of `either` kind: 0 or 1."""
+        """Return the chunk that the scan takes at a step of `count`. adjoint: 0 or 1, for a scan of `either` kind."""
         if not self.either:
             return count - 1 - step if self.reverse != self.adjoint else step
         return jnp.where(adjoint == int(self.reverse), step, count - 1 - step)
@@ -99,15 +100,15 @@ class Scan:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """With gates a key channel, of a thread that scales and one that computes: together no more than the program is launched
-        with."""
+        """Registers of a thread that scales with per-key gates, and of one that computes: together no more than the program is
+        launched with."""
         if self.outputs and self.columns < self.K:
             return 120, 136
         by_warpgroups = {(2, 2): (88, 168), (1, 2): (120, 192), (2, 1): (128, 240), (1, 1): (168, 240)}
         return by_warpgroups[self.scalers, self.consumers]
 
     def results(self, B: int, T: int, E: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """o, states and last states of `ScanResults`; what is not asked for has one tile."""
+        """o, states and last states of `ScanResults`; a result that the plan leaves out has one tile."""
         ends = E if self.either else E // self.parts
         o = (B, T, self.H, self.V) if self.outputs else (1, C, 1, 64)
         states = (B, -(-T // C) // self.run, self.H, self.K, self.V) if self.states else (1, 1, 1, 64, 64)
@@ -116,15 +117,18 @@ class Scan:
 
 
 class ScanResults(NamedTuple):
-    """o [B, T, H, V]; states [B, chunks, H, K, V]; the last states of sequences, [N, H, K, V], or in a walk of `either` kind of
-    segments; log decays of segments, [E, H, K], where a walk is of that kind.
+    """What a scan returns.
 
-    far [B, chunks, H]: 1 where the gates of a chunk leave the range of the fast form. There its state is that which enters
-    it; in other chunks, with gates a key channel, it is decayed to the chunk's middle. None where the walk was told.
+    o [B, T, H, V]. states [B, chunks, H, K, V]. last: the final states of sequences, [N, H, K, V], or in a scan of `either` kind
+    those of segments, [E, H, K, V]. log [E, H, K]: the log decays of segments, in a scan of `either` kind.
+
+    out_of_range [B, chunks, H]: 1 where the gates of a chunk leave the range of the fast form. The state of such a chunk is the
+    one that enters it. With per-key gates the states of all other chunks are decayed to the chunk's middle. None where the scan
+    reads from the forward which chunks are out of range.
     """
 
     o: jax.Array
     states: jax.Array
     last: jax.Array
     log: jax.Array | None = None
-    far: jax.Array | None = None
+    out_of_range: jax.Array | None = None

@@ -45,7 +45,7 @@ def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
 
 
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals]:
-    """`chunked`, and the states at its chunks, which its gradient would else walk again for."""
+    """As `chunked`, and return also the states at its chunks, which the gradient would otherwise compute again."""
     from glax._src.kernels.pallas_gpu import chunked as launch
 
     return launch.chunked_with_residuals(r, config)

@@ -1,17 +1,17 @@
-"""The walks of `key` again, token by token, for the programs whose gates went too far for it:
+"""Exact scan with per-key gates, token by token, for the programs whose gates are out of range for `key_scan`:
 
     S_t = e^{g_t} S_{t-1} + k_t v_t^T,  o_t = scale S_t^T q_t
 
-in float32 and without products, so that no exponent but a gate itself is formed: exact for all gates. A loop over tokens is
-also a tenth of the instructions that the same chunk takes in products by halving, and who first calls `key` waits for all to
-compile.
+in float32 and without products. No exponent but a gate itself is formed, so the scan is exact for all gates. A loop over tokens
+also takes a tenth of the instructions of a chunk in products by halving, and the first call of `key_scan` waits until all of
+them are compiled.
 
-One warpgroup a program, 32 columns of the state: a thread has K/16 rows of 4 columns. Of 8 tokens at a time it forms e^g, k
-and q in float32 in shared memory, walks them, reading a token ahead, and leaves every thread's share of their outputs in
-shared memory too, to be summed together.
+A program is one warpgroup with 32 columns of the state: a thread has K/16 rows of 4 columns. It forms e^g, k and q of 8 tokens
+at a time in float32 in shared memory and scans these tokens, reading one token ahead. Every thread leaves its share of their
+outputs in shared memory, where the shares are summed together.
 
-Where states are kept, a walk begins in the chunk before the first that is too far: from zero, and in its middle the state
-that was kept there is added. A program whose fast form held ends at once.
+Where states are stored, the scan begins from zero in the chunk before the first that is out of range. In the middle of that chunk
+it adds the state that `key_scan` stored there. A program whose fast form held ends immediately.
 """
 
 import math
@@ -63,11 +63,11 @@ def by_token(count: int, operands, step, carry):
     return lax.fori_loop(0, count, one, (carry, operands(0)))[0]
 
 
-def exact_scan(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, last):
-    """o, states and last as `key_scan` found them, written anew where any of far [E, H, FLAGS] is not 0.
+def exact_scan(w, table, out_of_range, chunk_out_of_range, q, k, v, g, scale, start, o, states, last):
+    """Return o, states and last of `key_scan`, computed again where any of out_of_range [E, H, FLAGS] is not 0.
 
-    Where states are kept, the largest of far is how many chunks are left of the segment when the first comes that is too far.
-    far_chunk [B, chunks, H]: `far` of `ScanResults`, read there.
+    Where states are stored, the largest of out_of_range is the number of chunks left of the segment when the first comes that is
+    out of range. chunk_out_of_range [B, chunks, H]: `out_of_range` of `ScanResults`, read there.
     """
     E, blocks = table.shape[0], w.V // COLUMNS
     T, H, K = k.shape[1], w.H, w.K
@@ -89,8 +89,8 @@ def exact_scan(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
         return x.reshape(TOKENS, *GROUPS, rows)
 
     def body(
-        table_g, far_g, far_chunk_g, q_g, k_g, v_g, g_g, scale_g, start_g, o_g, states_g, last_g, _,
-        q_s, k_s, v_s, g_s, half_s, query_s, key_s, decay_s, value_s, shares_s, given, half_given,
+        table_g, out_of_range_g, chunk_out_of_range_g, q_g, k_g, v_g, g_g, scale_g, start_g, o_g, states_g, last_g, _,
+        q_s, k_s, v_s, g_s, half_s, query_s, key_s, decay_s, value_s, shares_s, loaded, half_loaded,
     ):  # fmt: skip
         program = lax.axis_index("program")
         block, h, e = place_of(program, blocks, H)
@@ -101,12 +101,14 @@ def exact_scan(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
             return first + w.place(step, count)
 
         def tokens(x, group, i, *columns):
-            """The i-th tokens of the walk."""
+            """Return the rows of the scan's i-th group of tokens."""
             row = chunk(quotient(i, parts)) * C + w.place(remainder(i, parts), parts) * TOKENS
             return x.at[(batch, pl.ds(row, TOKENS), quotient(h, group), *columns)]
 
         flags = plgpu.Layout.WG_STRIDED((FLAGS,), vec_size=1)
-        left = jnp.max(plgpu.load(far_g.at[e, h], layout=flags)).astype(jnp.int32)  # here: XLA launches a kernel for it
+        left = jnp.max(plgpu.load(out_of_range_g.at[e, h], layout=flags)).astype(
+            jnp.int32
+        )  # here: XLA launches a kernel for it
 
         @pl.when(left > 0)
         def _():
@@ -119,17 +121,17 @@ def exact_scan(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
                 @pl.when(i < count * parts)
                 def _():
                     for term in range(w.terms):
-                        plgpu.copy_gmem_to_smem(tokens(g_g.at[term], 1, i), g_s.at[slot, term], given.at[slot])
-                    plgpu.copy_gmem_to_smem(tokens(k_g, hk, i), k_s.at[slot], given.at[slot])
-                    plgpu.copy_gmem_to_smem(tokens(v_g, hv, i, mine), v_s.at[slot], given.at[slot])
+                        plgpu.copy_gmem_to_smem(tokens(g_g.at[term], 1, i), g_s.at[slot, term], loaded.at[slot])
+                    plgpu.copy_gmem_to_smem(tokens(k_g, hk, i), k_s.at[slot], loaded.at[slot])
+                    plgpu.copy_gmem_to_smem(tokens(v_g, hv, i, mine), v_s.at[slot], loaded.at[slot])
                     if w.outputs:
-                        plgpu.copy_gmem_to_smem(tokens(q_g, hq, i), q_s.at[slot], given.at[slot])
+                        plgpu.copy_gmem_to_smem(tokens(q_g, hq, i), q_s.at[slot], loaded.at[slot])
 
             def fetch_half(step):
-                """Gates of the half chunk that is walked first."""
+                """Fetch the gates of the half chunk that is scanned first."""
                 row = chunk(step) * C + w.place(0, 2) * HALF
                 for term in range(w.terms):
-                    plgpu.copy_gmem_to_smem(g_g.at[term, batch, pl.ds(row, HALF), h], half_s.at[term], half_given)
+                    plgpu.copy_gmem_to_smem(g_g.at[term, batch, pl.ds(row, HALF), h], half_s.at[term], half_loaded)
 
             def gates(parts):
                 return jnp.maximum(sum(parts), LOG_OF_ZERO)
@@ -160,10 +162,10 @@ def exact_scan(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
                 found = tiles.zeros((*GROUPS, rows), of_k)
                 return lax.fori_loop(0, TOKENS, lambda token, found: found + row(key_s, token), found)
 
-            def keep(step):
-                """Stores the state, that of near chunks decayed to their middle."""
-                plgpu.barrier_wait(half_given)
-                near = jnp.where(far_chunk_g[batch, chunk(step), h] > 0, 0, HALF // TOKENS)
+            def decay_to_middle(step):
+                """Return the decay from a chunk's begin to where its state is stored: the middle of a chunk that is in range."""
+                plgpu.barrier_wait(half_loaded)
+                near = jnp.where(chunk_out_of_range_g[batch, chunk(step), h] > 0, 0, HALF // TOKENS)
 
                 def add(part, log):
                     here = pl.ds(part * TOKENS, TOKENS)
@@ -173,27 +175,29 @@ def exact_scan(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
                 plgpu.commit_smem()
                 return along(jnp.exp2(ahead * LOG2E))
 
-            def walk(i, S):
+            def advance(i, S):
                 step, part, slot = quotient(i, parts), remainder(i, parts), remainder(i, SLOTS)
 
                 if w.states:
 
                     @pl.when((part == 0) & (step >= begin))
                     def _():
-                        store(states_g.at[batch, chunk(step), h, :, :, :, mine], (S * keep(step)).astype(BF16))
+                        store(
+                            states_g.at[batch, chunk(step), h, :, :, :, mine], (S * decay_to_middle(step)).astype(BF16)
+                        )
 
-                plgpu.barrier_wait(given.at[slot])
+                plgpu.barrier_wait(loaded.at[slot])
                 form(slot)
                 plgpu.commit_smem()
 
-                def walk_token(token, S, decay, k, v, *q):
+                def advance_token(token, S, decay, k, v, *q):
                     S = S * along(decay) + along(k) * across(v)
                     if w.outputs:
                         place = w.place(token, TOKENS)
                         store(shares_s.at[place], jnp.sum(S * along(*q), axis=2))
                     return S
 
-                S = by_token(TOKENS, operands, walk_token, S)
+                S = by_token(TOKENS, operands, advance_token, S)
                 plgpu.commit_smem()  # all are done with the tiles
                 fetch(i + SLOTS)
                 if w.states:
@@ -214,16 +218,16 @@ def exact_scan(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
                     return tiles.zeros(shape, state)
                 return plgpu.load(start_g.at[e, h, :, :, :, mine], layout=state, optimized=False)
 
-            def kept_state():
-                kept = states_g.at[batch, chunk(begin - 1), h, :, :, :, mine]
-                return plgpu.load(kept, layout=state, optimized=False).astype(jnp.float32)
+            def stored_state():
+                stored = states_g.at[batch, chunk(begin - 1), h, :, :, :, mine]
+                return plgpu.load(stored, layout=state, optimized=False).astype(jnp.float32)
 
             def entered(S):
-                return S + (lax.cond(begin > 0, kept_state, given_state) if w.states else given_state())
+                return S + (lax.cond(begin > 0, stored_state, given_state) if w.states else given_state())
 
             if w.states:
                 fetch_half(begin)
-            # Half of the chunk before the first that is too far, and all behind it.
+            # Half of the chunk before the first that is out of range, and all behind it.
             middle = jnp.maximum(begin * parts - parts // 2, 0)
             least = jnp.maximum(begin - 1, 0) * parts
             for slot in range(SLOTS):
@@ -231,7 +235,7 @@ def exact_scan(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
 
             def phase(number, S):
                 lower, upper = jnp.where(number > 0, middle, least), jnp.where(number > 0, count * parts, middle)
-                S = lax.fori_loop(lower, upper, walk, S)
+                S = lax.fori_loop(lower, upper, advance, S)
                 return lax.cond(number > 0, lambda S: S, entered, S)
 
             S = lax.fori_loop(0, 2, phase, tiles.zeros(shape, state))
@@ -271,6 +275,6 @@ def exact_scan(w, table, far, far_chunk, q, k, v, g, scale, start, o, states, la
         kernel(*operands[: -len(found)], *refs)
         return [ref[...] for ref in refs]
 
-    operands = table, far, far_chunk, q, k, v, g, scale, split(start, 2) if w.start else start
+    operands = table, out_of_range, chunk_out_of_range, q, k, v, g, scale, split(start, 2) if w.start else start
     written = once(("exact_scan", w), call, *operands, o, split(states, 3), split(last, 2))
     return [x.reshape(before.shape) for x, before in zip(written, found, strict=True)]

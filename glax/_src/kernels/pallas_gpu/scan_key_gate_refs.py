@@ -57,7 +57,7 @@ class Tiles(NamedTuple):
     a: Ref  # [stages, C, K]: k, then k^
     b: Ref  # [stages, C, columns]: v
     gates: Ref  # [2 terms, C, K]: log gates, then what q^ lost when it was rounded
-    state: Ref  # [K, columns], or without outputs [kept_stages, consumers, K, 64]: S'
+    state: Ref  # [K, columns], or without outputs [state_stages, consumers, K, 64]: S'
     output: Ref  # [C, columns]
     sums: Ref  # [stages, 2, K]: sums of log gates by channel, ahead of S' and after it
     own_scores: Ref  # [stages, scalers, C]: every token's score with itself, by half of K
@@ -72,7 +72,7 @@ class Tiles(NamedTuple):
             a=tiled(stages, C, K),
             b=tiled(stages, C, columns),
             gates=tiled(2 * w.terms, C, K),
-            state=tiled(K, columns) if w.outputs else tiled(w.kept_stages, W, K, 64),
+            state=tiled(K, columns) if w.outputs else tiled(w.state_stages, W, K, 64),
             output=tiled(C, columns) if w.outputs and columns < K else tiled(8, 64),
             sums=plgpu.SMEM((stages, 2, K), jnp.float32),
             own_scores=plgpu.SMEM((stages, w.scalers, C), jnp.float32),

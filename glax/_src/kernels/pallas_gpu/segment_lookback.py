@@ -1,8 +1,8 @@
-"""How many chunks at a segment's end reach the state behind it, with a gate for every key channel.
+"""The number of trailing chunks that can still affect a segment's final state, with per-key gates.
 
-Walked over from the end on, sums of gates are those of a state's log decays through the chunks behind: as soon as all of a head
-have become 0 in float32, no chunk before is felt. Both ways through time are asked at once: XLA makes one of the two calls that a
-forward and its gradient have.
+The kernel reads a segment's chunks from its end and sums their gates: these are the log decays of a state through the chunks
+behind it. It stops as soon as every channel's decay of a head underflows float32. One call computes the lookback with time and
+against it: XLA makes one of the two calls that a forward and its gradient have.
 """
 
 import functools
@@ -23,11 +23,11 @@ AHEAD = 2  # chunks on their way or in work: with gates such as models begin wit
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that forward and gradient lower it once
-def asked(w: Scan, table, g) -> list[jax.Array]:
-    """The tables of two walks of `either` kind, [E, H, 5] each, which begin where each head must: with time, and against it.
+def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
+    """Return the tables of two scans of `either` kind, [E, H, 5] each, with time and against it, that begin where each head must.
 
-    table [2, E, 5]: the same of whole segments; g: the gates that `key_scan` takes. At most `w.asked` chunks are looked at: where
-    they all let something through, all of a segment are walked over.
+    table [2, E, 5]: the tables of whole segments. g: the gates that `key_scan` takes. The kernel reads at most `w.lookback`
+    chunks: where all of them let something through, the scan goes over the whole segment.
     """
     E = table.shape[1]
     K = g.shape[4]
@@ -78,11 +78,11 @@ def asked(w: Scan, table, g) -> list[jax.Array]:
             plgpu.commit_smem()  # and all warps are done with this chunk's tile
             largest = jnp.max(plgpu.load(sums_s.at[slot], layout=BY_COLUMN))
             now = here & alive & (largest >= LOG_OF_NOTHING)
-            pl.when(now & (i + AHEAD < jnp.minimum(whole, w.asked)))(lambda: fetch(i + AHEAD))
+            pl.when(now & (i + AHEAD < jnp.minimum(whole, w.lookback)))(lambda: fetch(i + AHEAD))
             return through, alive, now, found + now.astype(jnp.int32)
 
         start = [zeros((64, 8)) for _ in halves], whole > 0, whole > 0, jnp.int32(1)
-        _, _, every, found = lax.fori_loop(0, w.asked, look, start)
+        _, _, every, found = lax.fori_loop(0, w.lookback, look, start)
         count = jnp.where(every, whole, jnp.minimum(found, whole))
         first = jnp.where(adjoint == int(w.reverse), first + whole - count, first)
 
@@ -93,7 +93,7 @@ def asked(w: Scan, table, g) -> list[jax.Array]:
         for place, out_g in enumerate((with_g, against_g)):
             pl.when(way == place)(functools.partial(leave, out_g))
 
-    body.__name__ = "asked"  # in profiles
+    body.__name__ = "lookback_tables"  # in profiles
     kernel = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((E, w.H, 5), jnp.int32)] * 2,
@@ -109,4 +109,4 @@ def asked(w: Scan, table, g) -> list[jax.Array]:
         ],
         compiler_params=tiles.PARAMS,
     )
-    return once(("asked", w), kernel, table, g)
+    return once(("lookback_tables", w), kernel, table, g)

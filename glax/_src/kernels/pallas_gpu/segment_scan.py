@@ -1,7 +1,8 @@
 """The state that enters every segment, from what each adds: S' = e^L S + f X along a sequence.
 
 X is the state that a segment ends in when it begins from zero, L its log decays, f the scale of dL/dS or 1. XLA forms each state
-from the first segment on, and reads 16 segments 120 times; here every program has a piece of the state and reads each once.
+from the first segment on, and reads 16 segments 120 times. Here every program has a tile of the state and reads each segment
+once.
 """
 
 import functools
@@ -16,26 +17,28 @@ from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, WGMMA, by_row, store, zeros
 
-PIECE = 64, 8  # rows and columns of the state in a program: 4 numbers a thread
-AT_ONCE = 8  # segments whose states are on their way together, at most: Pallas lowers each in a twentieth of a second
+TILE = 64, 8  # rows and columns of the state in a program: 4 numbers a thread
+TOGETHER = 8  # segments whose states are on their way together, at most: Pallas lowers each in a twentieth of a second
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that forward and gradient lower it once
-def entering(parts: int, given: bool, states, log, factor, start, descending):
-    """[E, H, K, V] in float32. states [E, H, K, V] and log [E, H, K or 1] of segments, `parts` of each sequence; factor [N],
-    and one that none reads; start [N, H, K, V], if `given`; descending [1]: 1 where segments are walked from the last to the
-    first."""
+def segment_scan(parts: int, given: bool, states, log, factor, start, descending):
+    """Return the state that enters every segment, [E, H, K, V] in float32.
+
+    states [E, H, K, V] and log [E, H, K or 1] of segments, `parts` of each sequence; factor [N],
+    and one that none reads; start [N, H, K, V], if `given`; descending [1]: 1 where the scan goes from the last segment to
+    the first."""
     E, H, K, V = states.shape
-    across, down = V // PIECE[1], K // PIECE[0]
-    at_once = max(i for i in range(1, AT_ONCE + 1) if parts % i == 0)
+    across, down = V // TILE[1], K // TILE[0]
+    together = max(i for i in range(1, TOGETHER + 1) if parts % i == 0)
 
     def body(states_g, log_g, factor_g, start_g, descending_g, out_g):
         program = lax.axis_index("program")
         left = quotient(program, across)
         head = quotient(left, down)
         n, h = quotient(head, H), remainder(head, H)
-        rows = pl.ds(remainder(left, down) * PIECE[0], PIECE[0])
-        columns = pl.ds(remainder(program, across) * PIECE[1], PIECE[1])
+        rows = pl.ds(remainder(left, down) * TILE[0], TILE[0])
+        columns = pl.ds(remainder(program, across) * TILE[1], TILE[1])
 
         def load(ref, *place, layout):
             return plgpu.load(ref.at[place], layout=layout, optimized=False)
@@ -46,10 +49,10 @@ def entering(parts: int, given: bool, states, log, factor, start, descending):
         def decay(e):
             if log.shape[2] == 1:
                 return jnp.exp2(log_g[e, h, 0] * LOG2E)
-            return by_row(jnp.exp2(load(log_g, e, h, rows, layout=BY_ROW) * LOG2E), PIECE)
+            return by_row(jnp.exp2(load(log_g, e, h, rows, layout=BY_ROW) * LOG2E), TILE)
 
-        def walk(i, S):
-            some = [segment(i * at_once + j) for j in range(at_once)]
+        def advance(i, S):
+            some = [segment(i * together + j) for j in range(together)]
             met = [(e, load(states_g, e, h, rows, columns, layout=WGMMA) * factor, decay(e)) for e in some]
             for e, added, through in met:
                 store(out_g.at[e, h, rows, columns], S)
@@ -57,10 +60,10 @@ def entering(parts: int, given: bool, states, log, factor, start, descending):
             return S
 
         factor = factor_g[n]
-        S = load(start_g, n, h, rows, columns, layout=WGMMA) if given else zeros(PIECE)
-        lax.fori_loop(0, parts // at_once, walk, S)
+        S = load(start_g, n, h, rows, columns, layout=WGMMA) if given else zeros(TILE)
+        lax.fori_loop(0, parts // together, advance, S)
 
-    body.__name__ = "entering"  # in profiles
+    body.__name__ = "segment_scan"  # in profiles
     kernel = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(states.shape, jnp.float32)],
@@ -70,4 +73,4 @@ def entering(parts: int, given: bool, states, log, factor, start, descending):
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return once(("entering", parts, given), kernel, states, log, factor, start, descending)[0]
+    return once(("segment_scan", parts, given), kernel, states, log, factor, start, descending)[0]

@@ -71,7 +71,7 @@ def read(ref, layout=WGMMA) -> jax.Array:
 
 
 def store(ref, x):
-    """In however small pieces, or where threads meet at a bank of shared memory: JAX 0.12 takes that only if told so."""
+    """Store x, in pieces however small or with conflicts of banks. JAX 0.12 refuses both unless `optimized=False` allows them."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)
     else:
@@ -106,25 +106,25 @@ def indicator(condition) -> jax.Array:
     return jnp.where(condition, 1.0, 0.0).astype(jnp.bfloat16)
 
 
-def walking(reverse: bool):
-    """The place of every row and of every column of a [C, C] matrix in the order in which the recurrence walks."""
+def positions(reverse: bool):
+    """Return the position of every row and of every column of a [C, C] matrix in scanning order."""
     i, j = iota((C, C), 0), iota((C, C), 1)
     return (C - 1 - i, C - 1 - j) if reverse else (i, j)
 
 
 def middle_matrix(reverse: bool) -> jax.Array:
     """Row i sums the gates from the chunk's middle through token i, negatively before it."""
-    i, j = walking(reverse)
+    i, j = positions(reverse)
     after, before = (j >= HALF) & (j <= i), (j < HALF) & (j > i)
     return (jnp.where(after, 1.0, 0.0) - jnp.where(before, 1.0, 0.0)).astype(jnp.bfloat16)
 
 
 def edge_matrix(reverse: bool, adjoint) -> jax.Array:
-    """Row i sums the gates from token i to the edge that a walk leaves by: all behind it, or against time all through it.
+    """Row i sums the gates from token i to the edge that a scan leaves by: all behind it, or against time all through it.
 
     adjoint: 0 or 1, which may be traced.
     """
-    i, j = walking(reverse)
+    i, j = positions(reverse)
     through = jnp.where(j <= i, 1.0, 0.0)
     return (through * adjoint + (1.0 - through) * (1.0 - adjoint)).astype(jnp.bfloat16)
 

@@ -1,4 +1,4 @@
-"""The gradient of chunks whose gates on keys are out of range for `gradient_fast`, token by token in walking order:
+"""The gradient of chunks whose gates on keys are out of range for `gradient_fast`, token by token in scanning order:
 
     S_t = e^{g_t} S_{t-1} + k_t v_t^T                    dq_t = scale S_t do_t
     G_t = e^{g_{t+1}} G_{t+1} + scale q_t do_t^T         dk_t = G_t v_t,  dv_t = G_t^T k_t
@@ -39,21 +39,21 @@ def scratch(n) -> dict:
     return tiles | dict(drawn=plgpu.SMEM((CHUNK, 64), jnp.float32), full=plgpu.Barrier(num_arrivals=len(names)))
 
 
-def walk_program(n, m):
-    """A program takes its part of every item that it would have if all were far."""
+def scan_program(n, m):
+    """A program takes its part of every item that it would have if all were out of range."""
     first, step, parts = lax.axis_index("cta"), programs(n), n.team * n.B * n.chunks * n.H
 
-    @pl.when(m.far_by_program_g[first] != 0)
+    @pl.when(m.any_out_of_range_g[first] != 0)
     def _():
         @pl.loop(first, parts, step=step)
         def _(part):
             b, c, h = n.place(lax.div(part, n.team))
-            pl.when(m.far_g[b, c, h] != 0)(lambda: chunk(n, m, b, c, h, lax.rem(part, n.team)))
+            pl.when(m.out_of_range_g[b, c, h] != 0)(lambda: chunk(n, m, b, c, h, lax.rem(part, n.team)))
 
 
-def by_program(n, far):
-    """Whether any item of a program is far."""
-    parts = jnp.repeat(far.reshape(-1), n.team)
+def by_program(n, out_of_range):
+    """Return whether any item of a program is out of range."""
+    parts = jnp.repeat(out_of_range.reshape(-1), n.team)
     return jnp.pad(parts, (0, -parts.size % programs(n))).reshape(-1, programs(n)).max(0)
 
 
@@ -67,8 +67,8 @@ def chunk(n, m, b, c, h, part):
     plgpu.barrier_wait(m.full)
 
     def place(i):
-        """The row of the chunk's i-th token, as the walk has them."""
-        return CHUNK - 1 - i if m.walk.reverse else i
+        """The row of the chunk's i-th token, in scanning order."""
+        return CHUNK - 1 - i if m.scan.reverse else i
 
     def store(row, **found):
         @pl.when(c * CHUNK + row < n.T)

@@ -1,6 +1,6 @@
 """The gradient of every chunk and head, for one gate a token and head, or a constant one, or none.
 
-With G the sum of log gates from where the walk enters the chunk, D_ij = e^{G_i - G_j} for j <= i, else 0, S the state before the
+With G the sum of log gates from where the scan enters the chunk, D_ij = e^{G_i - G_j} for j <= i, else 0, S the state before the
 chunk, dS = dL/dS behind it, A = scale (q k^T) D and dA = (do v^T) D:
 
     dq = scale (e^G (do S^T) + dA k)      dk = e^{G_last - G} (v dS^T) + scale dA^T q      dv = A^T do + e^{G_last - G} (k dS)
@@ -61,7 +61,7 @@ TILES = ("q", "k", "v", "do")
 RESULTS = dict(dq="q", dk="k", dv="do")
 LATE = ("v",)  # their places hold what dA loses in bfloat16 until then
 # Rows of numbers that are summed for every token: over it and those behind it, over the chunk, over those before it. The last is
-# never all less what is behind: the last token's part is full where that of others may be e^g of it.
+# never all less what is behind: the last token's part is full where the other tokens' parts may be e^g of it.
 # BEFORE stays in registers: at widths of 128 shared memory has no room for it.
 BEHIND, EDGE, BEFORE = range(3)
 QUERIES, KEYS = range(2)  # who forms them
@@ -98,7 +98,7 @@ class Chunk:
 
     def through(self):
         """The decay of all the chunk, its log2."""
-        return self.m.gates[self.c.at, self.m.walk.last]
+        return self.m.gates[self.c.at, self.m.scan.last]
 
     def leaving(self, shape):
         """e^{G_last - G}, along the rows."""
@@ -107,7 +107,7 @@ class Chunk:
     def decayed(self, scores):
         """Times e^ of the difference of G at the columns' tokens and at the rows', 0 where the rows' are later."""
         across = along(plgpu.load(self.m.gates.at[self.c.at], layout=BY_COLUMN))
-        exponent = jnp.where(self.m.walk.earlier(), across - by_row(self.gates(), TILE), -jnp.inf)
+        exponent = jnp.where(self.m.scan.earlier(), across - by_row(self.gates(), TILE), -jnp.inf)
         return scores * jnp.exp2(exponent)
 
     def key_scores(self):
@@ -241,7 +241,7 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
 def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
     """dq, dk, dv per head, [B, T, H, K] and V; dg, [B, chunks, C, H] in memory order; d_scale, [B, chunks, H].
 
-    G [B, chunks, H, C] float32: sums of log2 gates from where the walk enters the chunk through each token, each gate at
+    G [B, chunks, H, C] float32: sums of log2 gates from where the scan enters the chunk through each token, each gate at
     least -128 log2(e). before [B, runs, H, K, V]: the states that enter the first chunk of every run of as many chunks as
     there are for each. The others as in `gradient_key`.
     """

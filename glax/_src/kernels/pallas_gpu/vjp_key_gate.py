@@ -1,7 +1,7 @@
 """The gradient of every chunk and head from the states at both its ends, for gates on keys.
 
 With S the state before the chunk, dS = dL/dS behind it, M the sum of log gates from the chunk's middle, x = q e^M, y = k e^-M,
-A = scale mask(x y^T), dA = mask(do v^T), S' and dS' the states decayed to the middle, as the walks leave them:
+A = scale mask(x y^T), dA = mask(do v^T), S' and dS' the states decayed to the middle, as the scans store them:
 
     dq = scale e^M (do S'^T + dA y)      dk = e^-M (v dS'^T + scale dA^T x)      dv = A^T do + y dS'
     dg_t = sum_v S' dS' + scale sum_{i >= t} x_i (do S'^T)_i + sum_{j < t} y_j (v dS'^T)_j
@@ -41,13 +41,16 @@ LATE = ("g", "v", "do")  # their places hold what dA, y and x lose in bfloat16 u
 LAST = ("v", "do")  # which a chunk begins without: what is loaded late is waited for, but for these
 
 
-def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: bool, programs: int, interpret=None):
+def gradient_key(
+    q, k, v, g, d_output, scale, before, behind, out_of_range, *, reverse: bool, programs: int, interpret=None
+):
     """dq, dk, dv, dg per head, [B, T, H, K] and V; d_scale, [B, chunks, H].
 
     q, k, v, d_output [B, T, H, K or V], bfloat16, q, k and v of as many heads as divide H; scale [B] float32.
     g [terms, B, T, H, K], bfloat16: of one term or the sum of two.
-    before, behind [B, chunks, H, K, V], bfloat16: the state that enters each chunk in walking order, and the gradient in the
-    state that leaves it; decayed to the chunk's middle where far [B, chunks, H] is 0. T a multiple of 8; K = V = 64 or 128.
+    before, behind [B, chunks, H, K, V], bfloat16: the state that enters each chunk in scanning order, and the gradient in the
+    state that leaves it; decayed to the chunk's middle where out_of_range [B, chunks, H] is 0.
+    T is a multiple of 8; K = V = 64 or 128.
     programs: multiprocessors.
     """
     B, T, H, D = d_output.shape
@@ -72,8 +75,8 @@ def gradient_key(q, k, v, g, d_output, scale, before, behind, far, *, reverse: b
     if n.team == 1:
         memory |= vjp_key_gate_chunk.pair(n)
     found = launch("gradient_key", n, near, inputs, outputs, memory, threads=3, **options)
-    inputs |= dict(far=far, far_by_program=vjp_exact.by_program(n, far))
+    inputs |= dict(out_of_range=out_of_range, any_out_of_range=vjp_exact.by_program(n, out_of_range))
     options["programs"] = vjp_exact.programs(n)
-    exact, memory = functools.partial(vjp_exact.walk_program, n), vjp_exact.scratch(n)
+    exact, memory = functools.partial(vjp_exact.scan_program, n), vjp_exact.scratch(n)
     *gradients, used = launch("gradient_exact", n, exact, inputs, outputs, memory, over=found, threads=1, **options)
     return *gradients, used.sum((3, 4))

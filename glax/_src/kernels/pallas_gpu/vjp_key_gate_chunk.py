@@ -15,7 +15,7 @@ from glax._src.kernels.pallas_gpu.vjp_tiles import (
     accumulator,
     columns,
     half,
-    kept,
+    masked,
     product,
 )
 
@@ -27,7 +27,7 @@ def chunk(n, m, c, release):
 
     What it computes where the gates leave the range of e^M and e^-M is written over.
     """
-    matrix, gates = m.walk.middle_matrix(), [c.g_w]
+    matrix, gates = m.scan.middle_matrix(), [c.g_w]
     if n.terms == 2:
         gates.append(second_term(m, c.t).at[:, c.mine])
     M = product(*((matrix, g) for g in gates)) * LOG2E
@@ -46,10 +46,10 @@ def chunk(n, m, c, release):
     A_T, dA_T = score_tiles(n, m, c)
 
     def keys_scored():
-        A_T[...] = kept(m.walk.before(), key_scores(n, m, c) * c.scale)
+        A_T[...] = masked(m.scan.before(), key_scores(n, m, c) * c.scale)
 
     def values_scored():
-        found = lax.optimization_barrier(jnp.where(m.walk.earlier(), scores(n, c.v, c.do), 0.0))
+        found = lax.optimization_barrier(jnp.where(m.scan.earlier(), scores(n, c.v, c.do), 0.0))
         rests.dA_T[...] = split(dA_T, found)
 
     shared(n, c, keys_scored, values_scored)
@@ -172,7 +172,7 @@ def start_values(n, m, c, dv):
 def around(n, m, c):
     """sum_v S dS, [64] of the warpgroup's own half of K.
 
-    A loop: of straight code the compiler reads all at once, and spills what products on their way leave no registers for.
+    A loop: in straight code the compiler reads everything together, and spills what has no registers beside the running products.
     """
 
     def part(p, total):
@@ -190,8 +190,8 @@ def finish(m, c, behind_gate, before_gate, edge, dq, dk, dv):
     c.do_w[...] = (behind_gate - high).astype(bf16)
     c.g_w[...] = before_gate
     plgpu.commit_smem()
-    mask = m.walk.earlier()
-    suffix, prefix = kept(mask, 1.0), kept(mask, 0.0, 1.0)
+    mask = m.scan.earlier()
+    suffix, prefix = masked(mask, 1.0), masked(mask, 0.0, 1.0)
     dg = product((suffix, c.v_w), (suffix, c.do_w), (prefix, c.g_w))
     c.q_w[...] = dq
     c.k_w[...] = dk

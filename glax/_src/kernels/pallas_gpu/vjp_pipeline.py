@@ -1,9 +1,9 @@
-"""How the gradient's kernels walk over chunks and heads: who loads, who computes, and what lies in shared memory.
+"""How the gradient's kernels go over chunks and heads: who loads, who computes, and what lies in shared memory.
 
-A program walks over runs of chunks and over heads, every `step`-th. One warpgroup loads their tokens a chunk ahead, and the
+A program goes over runs of chunks and over heads, every `step`-th. One warpgroup loads their tokens a chunk ahead, and the
 states at both ends of a chunk once those of the chunk before are read; within a run, whose first chunk alone has a stored state
-before it, those who compute carry that on. Two compute: with gates a channel each half of K in dq and dk, and half of V in dv;
-with gates a head one dq and dv, the other dk; for K = V = 64 each has its own chunk. Results go where the tokens were, and the
+before it, those who compute carry that on. Two compute: with per-key gates each half of K in dq and dk, and half of V in dv;
+with per-head gates one dq and dv, the other dk; for K = V = 64 each has its own chunk. Results go where the tokens were, and the
 loading warpgroup sends them on their way while the next chunk is computed: behind the states that it fetches then, whoever does
 that waits.
 """
@@ -22,7 +22,7 @@ from glax._src.kernels.pallas_gpu.plan import quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, tiled
 from glax._src.kernels.pallas_gpu.vjp_tiles import (
     CHUNK,
-    Scan,
+    ScanOrder,
     half,
 )
 
@@ -41,7 +41,7 @@ class Sizes:
     programs: int
     run: int = 1  # chunks from one stored state to the next; divides those of a sequence
     whole: bool = False  # tiles of tokens are [64, D]; else by halves of 128 columns, one after the other
-    terms: int = 1  # arrays of bfloat16 of which gates a key channel are the sum
+    terms: int = 1  # arrays of bfloat16 of which per-key gates are the sum
 
     @property
     def chunks(self) -> int:
@@ -102,7 +102,7 @@ def load(n: Sizes, m: SimpleNamespace, tiles, results: dict, late=(), last=()):
     cta = lax.axis_index("cta")
 
     def chunk(i, t):
-        return n.chunk(cta * n.teams + t, i, m.walk.reverse)
+        return n.chunk(cta * n.teams + t, i, m.scan.reverse)
 
     def slot(i, t):
         return t * SLOTS + lax.rem(i, SLOTS)
@@ -179,7 +179,7 @@ def at_chunk(n: Sizes, m: SimpleNamespace, tiles, first, i) -> SimpleNamespace:
     """What a computing warpgroup needs to know of its i-th chunk: where it is, and its tiles; _w: the half that is its own."""
     wg = lax.axis_index("wg")
     t, w = lax.optimization_barrier((lax.div(wg, n.team), lax.rem(wg, n.team)))
-    b, _, c, h, j = n.chunk(first, i, m.walk.reverse)
+    b, _, c, h, j = n.chunk(first, i, m.scan.reverse)
     at, other = (t * SLOTS + lax.rem(i + ahead, SLOTS) for ahead in (0, 1))
     whole = {name: getattr(m, name).at[at] for name in tiles}
     own = {name + "_w": ref.at[:, half(w)] if n.whole else ref.at[w] for name, ref in whole.items()}
@@ -202,7 +202,7 @@ def compute(n: Sizes, m: SimpleNamespace, tiles, chunk):
         order = m.order.at[wg]
         order[...] = plgpu.load(m.tokens_g, layout=BY_COLUMN, optimized=False)
         plgpu.commit_smem()
-        m.walk = Scan(m.walk.reverse, order)
+        m.scan = ScanOrder(m.scan.reverse, order)
 
     def step(i, _):
         c = at_chunk(n, m, tiles, first, i)
@@ -278,7 +278,7 @@ def launch(
 
     def named(*found):
         m = SimpleNamespace(**dict(zip(names, found, strict=True)))
-        m.walk = Scan(reverse, m.tokens_g)
+        m.scan = ScanOrder(reverse, m.tokens_g)
         body(m)
 
     named.__name__ = name  # in profiles

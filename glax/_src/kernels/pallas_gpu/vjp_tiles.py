@@ -45,7 +45,7 @@ def product(*pairs, shape=TILE):
     return tiles.product(shape, *pairs)
 
 
-def kept(mask, x, other=0.0):
+def masked(mask, x, other=0.0):
     """x where the mask says so, in bfloat16.
 
     The barrier keeps the compiler from rounding first, which would leave two registers for every pair.
@@ -54,15 +54,15 @@ def kept(mask, x, other=0.0):
 
 
 def tokens(reverse: bool):
-    """[64]: what `Scan` reads: where each token of a chunk, as they lie in memory, stands in walking order, the first at 1:
+    """[64]: what `ScanOrder` reads: where each token of a chunk, as they lie in memory, stands in scanning order, the first at 1:
     whole numbers from 0 on XLA would compute in every call."""
     order = np.arange(1, CHUNK + 1, dtype=np.int32)
     return order[::-1] if reverse else order
 
 
 @dataclass(frozen=True)
-class Scan:
-    """Masks and matrices [i, j] over the tokens of a chunk as they lie in memory; walked backwards if `reverse`.
+class ScanOrder:
+    """Masks and matrices [i, j] over the tokens of a chunk as they lie in memory; scanned backwards if `reverse`.
 
     `order` is `tokens` in memory, read anew for every mask: what is formed of positions alone the compiler would hold in
     registers throughout a loop.
@@ -73,7 +73,7 @@ class Scan:
 
     @property
     def last(self) -> int:
-        """The token that a walk leaves a chunk by."""
+        """The token that a scan leaves a chunk by."""
         return 0 if self.reverse else CHUNK - 1
 
     def positions(self):
@@ -100,4 +100,4 @@ class Scan:
         j = plgpu.broadcasted_iota(jnp.int32, TILE, 1, layout=WGMMA)
         second = j < CHUNK // 2 if self.reverse else j >= CHUNK // 2
         least = jnp.where(second, 0.0, -1.0)
-        return kept(self.later(), least + 1.0, least)
+        return masked(self.later(), least + 1.0, least)

@@ -16,7 +16,7 @@ X, Y, Z = jnp.zeros(2), jnp.zeros((4, 5)), jnp.zeros(6, jnp.bfloat16)
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """On a GPU that is not here: shapes of what a thread was told to compile, in order."""
+    """On a GPU that is not here: shapes that a thread is given to compile, in order."""
     found, one = [], ThreadPoolExecutor(1)
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
     monkeypatch.setattr(lowering_cache, "known", {})
@@ -84,13 +84,13 @@ def test_what_fails_in_a_thread_is_left_to_the_program(monkeypatch):
 
 def test_nothing_of_it_elsewhere(compiled, monkeypatch):
     """Untraced, or on another backend, a kernel is as Pallas has it."""
-    asked = []
+    calls = []
 
     def call(x):
-        asked.append(x)
+        calls.append(x)
         return [x]
 
     lowering_cache.once("untraced", call, jnp.ones(3))
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.CPU))
     jax.jit(lambda x: lowering_cache.once("elsewhere", call, x))(jnp.ones(3))
-    assert len(asked) == 2 and not lowering_cache.known and not compiled()
+    assert len(calls) == 2 and not lowering_cache.known and not compiled()

@@ -1,0 +1,120 @@
+"""The output warpgroup of the per-key-gate scan: scores of a chunk, and o = scale (q^ S' + P v)."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu import tiles
+from glax._src.kernels.pallas_gpu.plan import quotient
+from glax._src.kernels.pallas_gpu.scan_key_gate_program import Program
+from glax._src.kernels.pallas_gpu.tiles import BY_ROW, C, by_row, transposed
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputWarpgroup:
+    """i, j [C, C]: positions in scanning order. known: batch row and first chunk, held in registers where there is room."""
+
+    p: Program
+    i: Any
+    j: Any
+    scale: Any
+    total: Any
+    known: tuple | None
+    block: Any
+    head: Any
+
+    def tokens(self, x, step, *columns):
+        """As `Program.tokens`, which computes everything again: that costs time here, because all wait for this warpgroup."""
+        w = self.p.plan
+        batch, first = self.known or (self.p.segment_field(0), self.p.segment_field(1))
+        rows = pl.ds((first + w.place(step, self.total)) * C, C)
+        return x.at[(batch, rows, quotient(self.head, w.H // x.shape[2]), *columns)]
+
+    def fetch_q(self, step, slot):
+        source = self.tokens(self.p.operands.q, step)
+        plgpu.copy_gmem_to_smem(source, self.p.tiles.q.at[slot], self.p.barriers.loaded.at[slot])
+
+
+def write_outputs(p: Program):
+    """Form the outputs of every chunk. They leave through the tile of q where they fit it."""
+    w = p.plan
+    plgpu.set_max_registers(w.registers[1], action="increase")
+    i, j = tiles.positions(w.reverse)
+    scale, total = p.operands.scale[p.segment_field(3)], p.count()
+    known = None if w.states and w.start else (p.segment_field(0), p.segment_field(1))
+    block, head, _ = p.place()
+    o = OutputWarpgroup(p, i, j, scale, total, known, block, head)
+    p.fill(o.fetch_q)
+
+    @pl.loop(0, total)
+    def _(step):
+        write_chunk(o, step)
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def write_chunk(o: OutputWarpgroup, step):
+    """Form the outputs of one chunk and send them to global memory."""
+    p, w = o.p, o.p.plan
+    stages, total = w.stages, o.total
+    slot = lax.rem(step, jnp.int32(stages))
+    q = p.tiles.q.at[slot]
+    a, b = p.tiles.a.at[slot], p.tiles.b.at[slot]
+    plgpu.barrier_wait(p.barriers.scaled.at[slot])
+    weak = p.tiles.weak[0] > 0
+    # [C]
+    own = sum(plgpu.load(p.tiles.own_scores.at[slot, share], layout=BY_ROW) for share in range(w.scalers))
+
+    def formed(scores, output):
+        """Scores are masked and split while q^T S' is on its way."""
+        plgpu.wgmma(scores, q, transposed(a))
+        plgpu.barrier_wait(p.barriers.state_stored)
+        plgpu.wgmma(output, q, p.tiles.state)
+        # [C, C]
+        P = add_lost(p, step, weak, tiles.after(scores, 1), lambda slot: transposed(p.tiles.a.at[slot]))
+        P = jnp.where(o.i > o.j, P, jnp.where(o.i == o.j, by_row(own, P.shape), 0.0))
+        high = tiles.high_part(P)
+        plgpu.wgmma(output, high.astype(jnp.bfloat16), b)
+        plgpu.wgmma(output, (P - high).astype(jnp.bfloat16), b)
+        return output[...]
+
+    # [C, columns]
+    output = pl.run_scoped(formed, plgpu.ACC((C, C)), plgpu.ACC((C, w.columns)))
+    plgpu.barrier_arrive(p.barriers.consumed.at[slot])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and all warps are done with this tile of q^
+
+    @pl.when((step > 0) & (step - 1 + stages < total))
+    def _():
+        o.fetch_q(step - 1 + stages, lax.rem(step - 1, jnp.int32(stages)))
+
+    output = add_lost(p, step, weak, output, lambda slot: p.tiles.state)
+    plgpu.barrier_arrive(p.barriers.state_read)
+    tile = q if w.columns == w.K else p.tiles.output
+
+    @pl.when(weak & (step + 2 < total))
+    def _():
+        plgpu.commit_smem()  # all warps are done with what q^ lost
+        p.fetch_gates(step + 2, lax.rem(step, jnp.int32(2)))
+
+    tile[...] = (output * o.scale).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    columns = pl.ds(o.block * w.columns, w.columns)
+    plgpu.copy_smem_to_gmem(tile, o.tokens(p.results.o, step, columns))
+
+
+def add_lost(p: Program, step, weak, total, right):
+    """Return total plus the product of what q^ lost in rounding with right(slot), where gates are weak.
+
+    The slots are computed again: the compiler would spill those of both products.
+    """
+
+    def added(total):
+        here = lax.optimization_barrier(step)
+        lost = p.tiles.gates.at[lax.rem(here, jnp.int32(2)) * p.plan.terms]
+        return tiles.added(total, (lost, right(lax.rem(here, jnp.int32(p.plan.stages)))))
+
+    return lax.cond(weak, added, lambda total: total, total)

@@ -1,0 +1,99 @@
+"""One program of the per-key-gate scan: where it is, and how its chunks come into shared memory."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu.plan import Scan, place_of, quotient
+from glax._src.kernels.pallas_gpu.scan_key_gate_refs import Barriers, Operands, Results, Tiles
+from glax._src.kernels.pallas_gpu.tiles import C
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A plan with the references of one program. adjoint: 0 or 1; traced in a scan of `either` kind."""
+
+    plan: Scan
+    operands: Operands
+    results: Results
+    tiles: Tiles
+    barriers: Barriers
+    warpgroup: Any
+    adjoint: Any
+
+    @classmethod
+    def of(cls, plan: Scan, *refs) -> "Program":
+        """refs: operands and results one after the other, then `Tiles` and `Barriers`."""
+        *in_global, tiles, barriers = refs
+        operands = Operands(*in_global[: len(Operands._fields)])
+        results = Results(*in_global[len(Operands._fields) :])
+        p = cls(plan, operands, results, tiles, barriers, lax.axis_index("warpgroup"), int(plan.adjoint))
+        return dataclasses.replace(p, adjoint=p.segment_field(4)) if plan.either else p
+
+    def place(self):
+        """Return block, head and segment.
+
+        These and the fields of the table are computed again wherever they are needed: the compiler spills values that all
+        warpgroups hold throughout.
+        """
+        program = lax.optimization_barrier(lax.axis_index("program"))
+        return place_of(program, self.plan.V // self.plan.columns, self.plan.H)
+
+    def segment_field(self, column: int):
+        """Return one column of the segment's row of the table."""
+        _, h, e = self.place()
+        return self.operands.table[(e, h, column) if self.plan.either else (e, column)]
+
+    def count(self):
+        """Return the number of chunks."""
+        return self.segment_field(2)
+
+    def hidden(self, x):
+        """Return x, whose value the compiler cannot know.
+
+        ptxas 13.0 writes a matrix that it knows to be constant only between the two products that read it. At the first
+        chunk of a scan the first product then reads registers that nothing has written.
+        """
+        return jnp.where(self.count() >= 0, x, 0.5)
+
+    def chunk(self, step):
+        """Return the chunk that the scan reaches at a step."""
+        return self.segment_field(1) + self.plan.place(step, self.count(), self.adjoint)
+
+    def tokens(self, x, step, *columns):
+        """Return the rows [C, ...] of x [B, T, heads, ...] at a step."""
+        rows = self.segment_field(0), pl.ds(self.chunk(step) * C, C)
+        return x.at[(*rows, quotient(self.place()[1], self.plan.H // x.shape[2]), *columns)]
+
+    def fetch_gates(self, step, slot):
+        for term in range(self.plan.terms):
+            tile = self.tiles.gates.at[slot * self.plan.terms + term]
+            source = self.tokens(self.operands.gates.at[term], step)
+            plgpu.copy_gmem_to_smem(source, tile, self.barriers.gates_loaded.at[slot])
+
+    def fetch(self, step, slot):
+        """Fetch a and b."""
+        loaded = self.barriers.loaded
+        plgpu.copy_gmem_to_smem(self.tokens(self.operands.a, step), self.tiles.a.at[slot], loaded.at[slot])
+        columns = pl.ds(self.place()[0] * self.plan.columns, self.plan.columns)
+        plgpu.copy_gmem_to_smem(self.tokens(self.operands.b, step, columns), self.tiles.b.at[slot], loaded.at[slot])
+
+    def fill(self, fetch):
+        """Fetch the first chunks, as many as shared memory holds."""
+        for slot in range(self.plan.stages):
+            pl.when(slot < self.count())(functools.partial(fetch, slot, slot))
+
+    def refill(self, step):
+        """Fetch into the tiles of the step before, once every warpgroup has consumed them."""
+        stages = self.plan.stages
+        slot = lax.rem(step - 1, jnp.int32(stages))
+
+        @pl.when((step > 0) & (step - 1 + stages < self.count()))
+        def _():
+            plgpu.barrier_wait(self.barriers.consumed.at[slot])
+            self.fetch(step - 1 + stages, slot)

@@ -1,0 +1,124 @@
+"""The warpgroups of the per-key-gate scan that carry the state: S' = e^L S and S_out = e^R (S' + sum_j k^_j v_j^T)."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu import tiles
+from glax._src.kernels.pallas_gpu.plan import quotient
+from glax._src.kernels.pallas_gpu.scan_key_gate_program import Program
+from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, LOG2E, C, by_row, decayed, transposed, zeros
+
+
+def carry_own_columns(p: Program):
+    """Carry 64 columns of the state: one warpgroup of a scan without outputs."""
+    columns = pl.ds((p.place()[0] * p.plan.consumers + p.warpgroup) * 64, 64)
+    pl.when(p.warpgroup == 0)(lambda: p.fill(p.fetch))
+    carry_state(p, columns, advance_own_columns)
+
+
+def carry_shared_state(p: Program):
+    """Carry the whole state of the program, and hand S' to the warpgroup that forms outputs."""
+    columns = pl.ds(p.place()[0] * p.plan.columns, p.plan.columns)
+    p.fill(p.fetch)
+    carry_state(p, columns, advance_shared_state)
+
+
+def advance_own_columns(p: Program, columns, S, step, slot, log):
+    """Return the state behind a chunk. S: S' of the chunk; log [K]: the decay that is left to apply, or None."""
+    w, me = p.plan, p.warpgroup
+    pl.when(me == 0)(lambda: p.refill(step))
+    if w.states:
+        store_state(p, S, step, p.tiles.state.at[lax.rem(step, jnp.int32(w.state_stages)), me], columns)
+    S = S if log is None else decayed(S, log)
+    S = tiles.added(S, (transposed(p.tiles.a.at[slot]), p.tiles.b.at[slot, :, pl.ds(me * 64, 64)]))
+    plgpu.barrier_arrive(p.barriers.consumed.at[slot])
+    return S
+
+
+def advance_shared_state(p: Program, columns, S, step, slot, log):
+    """As `advance_own_columns`; the output warpgroup reads S' before the next is stored."""
+    pl.when(step > 0)(lambda: plgpu.barrier_wait(p.barriers.state_read))
+    store_state(p, S, step, p.tiles.state, columns)
+    plgpu.barrier_arrive(p.barriers.state_stored)
+    p.refill(step)
+    S = S if log is None else decayed(S, log)
+    S = tiles.added(S, (transposed(p.tiles.a.at[slot]), p.tiles.b.at[slot]))
+    plgpu.barrier_arrive(p.barriers.consumed.at[slot])
+    return S
+
+
+def carry_state(p: Program, columns, advance):
+    """Carry the state [K, columns] through all chunks, and store the last."""
+    w = p.plan
+    plgpu.set_max_registers(w.registers[1], action="increase")
+
+    def log_decays(step):
+        slot = lax.rem(step, jnp.int32(w.stages))
+        plgpu.barrier_wait(p.barriers.scaled.at[slot])
+        return slot, *(plgpu.load(p.tiles.sums.at[slot, side], layout=BY_ROW) for side in range(2))
+
+    def scan_to_edge(step, S):
+        slot, before, behind = log_decays(step)
+        if not w.states:
+            return advance(p, columns, S, step, slot, before)
+        return advance(p, columns, decayed(S, before), step, slot, behind)
+
+    def scan_to_middle(step, carry):
+        S, tail = carry
+        slot, before, behind = log_decays(step)
+        # Never e^{tail + before}, which may be e^-120 = 0 where S is up to e^60 (`common.limits`).
+        return advance(p, columns, decayed(decayed(S, tail), before), step, slot, None), behind
+
+    S = zeros((w.K, columns.size))
+    if w.start:
+        start = p.operands.start.at[p.place()[2], p.place()[1], :, columns]
+        S = plgpu.load(start, layout=tiles.WGMMA, optimized=False)
+    if w.to_edge:
+        S, tail = lax.fori_loop(0, p.count(), scan_to_edge, S), None
+    else:
+        S, tail = lax.fori_loop(0, p.count(), scan_to_middle, (S, zeros((w.K,), BY_ROW)))
+    if w.states:  # not after the branch: its barrier's number would be held throughout, and spilled
+        plgpu.wait_smem_to_gmem(0)
+    w.leave(p.place()[2], functools.partial(store_last, p, columns, S, tail))
+
+
+def store_state(p: Program, S, step, tile, columns):
+    """Store S' in the tile, and in a scan that stores states send it to global memory."""
+    if p.plan.states:
+        plgpu.wait_smem_to_gmem(p.plan.state_stages - 1, wait_read_only=True)
+    tile[...] = S.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    if p.plan.states:
+        target = p.results.states.at[p.segment_field(0), p.chunk(step), p.place()[1], :, columns]
+        plgpu.copy_smem_to_gmem(tile, target)
+
+
+def store_last(p: Program, columns, S, tail, at):
+    """Store the state behind the segment. tail [K]: the decay of its last half chunk, or None."""
+    if tail is not None:
+        S = decayed(S, tail) + lost_in_rounding(p, tail, columns)
+    p.results.last[at, p.place()[1], :, columns] = S
+
+
+def lost_in_rounding(p: Program, tail, columns):
+    """Return what the last token lost when it was scaled and rounded, [K, columns].
+
+    Where gates are strong, that token is most of the state.
+    """
+    w = p.plan
+    row = p.chunk(p.count() - 1) * C + (0 if w.reverse else C - 1)
+    token = p.segment_field(0), jnp.clip(row, 0, p.operands.a.shape[1] - 1)
+    k, v = (
+        plgpu.load(x.at[(*token, quotient(p.place()[1], w.H // x.shape[2]), part)], layout=layout, optimized=False)
+        for x, part, layout in ((p.operands.a, pl.ds(0, w.K), BY_ROW), (p.operands.b, columns, BY_COLUMN))
+    )
+    k = k.astype(jnp.float32)
+    rounded = (k * jnp.exp2(-tail * LOG2E)).astype(jnp.bfloat16).astype(jnp.float32)
+    # [K]
+    left = (k - rounded * jnp.exp2(tail * LOG2E)) * jnp.where(p.count() > 0, 1.0, 0.0)
+    shape = w.K, columns.size
+    return by_row(left, shape) * tiles.by_column(v, shape).astype(jnp.float32)
