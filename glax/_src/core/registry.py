@@ -165,11 +165,14 @@ def under_usual_options(spec: KernelSpec) -> KernelSpec:
 
         return traced
 
+    def usual_if_any(run):
+        return None if run is None else usual(run)
+
     def two_phase(r: Recurrence) -> TwoPhase | None:
         phases = spec.two_phase(r)
-        return None if phases is None else TwoPhase(*(None if run is None else usual(run) for run in phases))
+        return None if phases is None else TwoPhase(*map(usual_if_any, phases))
 
-    saving = None if spec.forward_with_residuals is None else usual(spec.forward_with_residuals)
+    saving = usual_if_any(spec.forward_with_residuals)
     return dataclasses.replace(spec, run=usual(spec.run), forward_with_residuals=saving, two_phase=two_phase)
 
 

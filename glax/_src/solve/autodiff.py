@@ -205,13 +205,13 @@ def adjoint_of(r: Recurrence) -> Recurrence:
 
 def first_decay(r: Recurrence) -> Float[Array, "N H K V"]:
     """The decay of each sequence's first token in scan order; 1 for an empty sequence, whose final state is its initial state."""
-    decay, packed = r.decay, r.boundaries is not None
+    decay, packed, first = r.decay, r.boundaries is not None, -1 if r.reverse else 0
     if packed:
         begin, end = r.boundaries[:-1], r.boundaries[1:]
         at = jnp.clip(end - 1 if r.reverse else begin, 0, r.q.shape[1] - 1)
 
     def rows(x):
-        return x[0][at] if packed else x[:, -1 if r.reverse else 0]
+        return x[0][at] if packed else x[:, first]
 
     log = jnp.zeros(r.state_shape, r.dtype)
     if decay.constant is not None:
