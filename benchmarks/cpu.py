@@ -1,4 +1,4 @@
-"""How fast glax is on this machine's CPU, beside what one writes in plain JAX (peers.py).
+"""Measure glax on this machine's CPU beside baselines in plain JAX (peers.py).
 
     python benchmarks/cpu.py               forward and gradient against the baselines, PyTorch's too where it is installed
     python benchmarks/cpu.py --scaling     time per token and peak memory as sequences grow
@@ -6,7 +6,7 @@
     python benchmarks/cpu.py --compile     compile time of the gradient of every public function
 
 Options: --quick, fewer repeats and, with --scaling, shorter sequences; --json FILE, everything measured.
-The exit code is 1 only if results disagree; a bar that is missed is printed and no more.
+The exit code is 1 only if results disagree. A missed bar is only printed.
 """
 
 import argparse
@@ -42,8 +42,8 @@ SPEED_BAR = dict(zip(MODES, (1.0, 1.8), strict=True))  # XLA's kernels: times as
 NATIVE_BAR = dict(zip(MODES, (4.0, 5.0), strict=True))  # native kernels: times as fast as the best of all else
 NATIVE, XLA = "glax", "glax on XLA"  # each as glax chooses among the kernels
 CLOSE = dict(zip(MODES, (2e-5, 1e-4), strict=True))  # both sides are float32: twice the bars against float64
-# glibc's: large arrays that are freed stay with the process, those of threads too, see docs/troubleshooting.md
-KEPT = dict(
+# Settings of glibc's malloc: freed memory stays with the process (docs/troubleshooting.md).
+KEEP_FREED = dict(
     MALLOC_MMAP_THRESHOLD_=str(2**32),
     MALLOC_TRIM_THRESHOLD_=str(2**33),
     MALLOC_TOP_PAD_=str(2**28),
@@ -52,17 +52,17 @@ KEPT = dict(
 SUM = "sum"  # no recurrence, only its traffic: q + k + v + gate
 WAYS = {  # platform, environment
     "as glax chooses": ("auto", {}),
-    "memory kept": ("auto", KEPT),
+    "freed memory retained": ("auto", KEEP_FREED),
     "XLA": ("xla", {}),
     "operands added up": (SUM, {}),
-    "added up, memory kept": (SUM, KEPT),
+    "operands added up, freed memory retained": (SUM, KEEP_FREED),
 }
 SCALING_BAR, MEMORY_BAR, COMPILE_BAR = 1.25, 3.0, 5.0  # slowest / fastest time per token, GiB, seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call: log-sigmoid gates, as many heads everywhere; `gate` is "gk", per channel, or "g", per head."""
+    """One call: log-sigmoid gates, the same number of heads for all operands. `gate` is "gk" (per key) or "g" (per head)."""
 
     B: int
     T: int
@@ -90,7 +90,7 @@ class Problem:
             gradient    B T H (10 K V + 2 D (3 K + 2 V))    the states again; dq, dk, dv and dS from states;
                                                             pairs, their gradient; dq, dk, dv from pairs
 
-        C = 0 stands for a kernel that goes token by token, D = None for no gradient. The masked halves of the pairs
+        C = 0 stands for a token-by-token kernel, D = None for no gradient. The masked halves of the pairs
         count, since they are computed; exponentials and elementwise work do not.
         """
         K = V = self.width
@@ -100,7 +100,7 @@ class Problem:
         return self.B * self.T * self.H * each
 
     def bytes(self, mode: str) -> float:
-        """What must move if each of forward and gradient reads every input once and writes every output once:
+        """Return the bytes that move if forward and gradient each read every input once and write every output once.
 
         forward reads q, k, v, gate and writes o; the gradient reads those four and do, and writes four gradients.
         """
@@ -120,12 +120,12 @@ def by_glax(problem: Problem, **insist):
 
 
 def added_up(q, k, v, gate):
-    """Reads what a forward reads and writes as much, and its gradient too: how the machine alone grows with T."""
+    """Move as much memory as a forward, and its gradient likewise: how the machine alone scales with T."""
     return q + k + v + gate
 
 
 def forced(problem: Problem, r: Recurrence) -> dict:
-    """glax made to use each kernel whose forward runs here, with the config that the kernel guesses."""
+    """Return a function for each kernel whose forward runs here, with the kernel's heuristic config."""
     load_kernels()
     specs = [s for s in kernel_registry.kernels.values() if not s.is_gradient and s.refusal(r) is None]
     return {
@@ -135,13 +135,13 @@ def forced(problem: Problem, r: Recurrence) -> dict:
 
 
 def chosen(r: Recurrence, gradient: bool) -> tuple[str, int]:
-    """The kernel that glax takes by itself, and its chunk: 0 if it has none."""
+    """Return the kernel that glax chooses and its chunk; 0 without chunks."""
     spec = kernel_registry.able(r, gradient=gradient)[0][0]
     return f"{spec.algorithm} {spec.platform}", getattr(spec.config.heuristic(r), "chunk", 0)
 
 
 def in_mode(f, mode: str):
-    """f itself, its cotangent ignored; or <f, do> and its gradient in q, k, v and the gate."""
+    """Return f without its cotangent, or <f, do> and its gradient with respect to q, k, v and the gate."""
     if mode == "forward":
         return lambda q, k, v, gate, do: f(q, k, v, gate)
     loss = lambda q, k, v, gate, do: jnp.vdot(f(q, k, v, gate), do)  # noqa: E731
@@ -155,7 +155,7 @@ def relative_error(x, y) -> float:
 
 
 def measure(problem: Problem, mode: str, args) -> dict:
-    """Every way to compute the problem: compiled, compared with the first baseline that fits in memory, then timed."""
+    """Compile each way to compute the problem, compare it with the first baseline that fits in memory, and time it."""
     operands = problem.operands()
     q, k, v, gate, _ = operands
     r = bind(q, k, v, **{problem.gate: gate})
@@ -205,7 +205,7 @@ def measure(problem: Problem, mode: str, args) -> dict:
 
 
 def temporary_mib(run) -> int | None:
-    """What a program of XLA's needs besides its operands and results; of others it is not known."""
+    """Return the temporary memory of an XLA program in MiB; None for other programs, where it is unknown."""
     return round(run.memory_analysis().temp_size_in_bytes / 2**20) if hasattr(run, "memory_analysis") else None
 
 
@@ -273,8 +273,8 @@ def storage_bars(found: dict) -> list[tuple[str, float, str, bool]]:
 def scaling(args) -> dict:
     """Time per token and the memory of one gradient, at B1 H8 K=V=64 gk, for T in powers of two.
 
-    Times as glax chooses, as it chooses in a process that keeps its memory, and on XLA, beside a sum of the operands. Each in a
-    process of its own, and the memory of each length too: what a process reports as its peak starts at its parent's.
+    Measures each entry of WAYS in a separate process, and the memory of each length too: the peak that a process reports starts
+    at its parent's.
     """
     lengths, micros = lengths_of(args), {}
     for way, (choice, environment) in WAYS.items():
@@ -314,13 +314,13 @@ def micros_per_token(args) -> dict[str, list[float]]:
 
 
 def of_child(environment: dict[str, str], *arguments: str) -> str:
-    """What this script prints in a process of its own."""
+    """Run this script in a separate process and return its output."""
     child = [sys.executable, __file__, *arguments]
     return subprocess.run(child, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | environment).stdout
 
 
 def peak_gib_of_gradient(T: int) -> float:
-    """The peak of this process, inputs and compiler included, after one forward and gradient."""
+    """Return the peak memory of this process, inputs and compiler included, after one forward and gradient."""
     problem = Problem(1, T, 8, 64, "gk")
     operands = problem.operands()
     jax.block_until_ready(compiled(in_mode(by_glax(problem), MODES[1]), *operands)(*operands))
@@ -392,7 +392,7 @@ def variants() -> dict:
 def compiling(args) -> dict:
     """Seconds to trace and compile the gradient of each variant, at B1 T2048 H4 K=V=64.
 
-    The first is compiled twice, since its first time loads kernels and starts XLA.
+    The first variant is compiled twice, because the first compilation loads kernels and starts XLA.
     """
     x = jnp.ones((1, 2048, 4, 64))
     results = []
@@ -440,8 +440,8 @@ def main():
         compile=(args.compile, compiling, compile_bars),
     )
     measured, bars = dict(jax=jax.__version__, python=platform.python_version(), cpus=os.cpu_count()), []
-    for part, (asked, run, judge) in parts.items():
-        if asked:
+    for part, (selected, run, judge) in parts.items():
+        if selected:
             measured[part] = run(args)
             bars += judge(measured[part])
     measured["bars"] = [dict(bar=what, measured=x, wanted=wanted, met=met) for what, x, wanted, met in bars]

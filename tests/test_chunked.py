@@ -1,4 +1,4 @@
-"""Where the chunked kernel's gradient has the states before each chunk from."""
+"""The chunked kernel on XLA: which states its gradient uses and where it stores them, its accuracy and its memory."""
 
 import functools
 import re
@@ -11,12 +11,14 @@ import pytest
 from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
-from glax._src.kernels.xla.chunk_scan import ChunkedConfig, Stored, start
+from glax._src.kernels.xla.chunk_scan import ChunkedConfig
+from glax._src.kernels.xla.chunk_scan_vjp import StateStore
+from glax._src.kernels.xla.chunk_window import start
 from tests.close import assert_close
 from tests.compiling import quick_jit
 
 load_kernels()
-B, T, H, D, C = 1, 4128, 2, 64, 32  # a T that goes chunk by chunk on CPUs too
+B, T, H, D, C = 1, 4128, 2, 64, 32  # a T for which CPUs use the chunk scan too
 STATES = 4 * (T // C) * B * H * D * D  # bytes
 
 
@@ -30,8 +32,8 @@ def compiled(**gates):
 
 @pytest.mark.parametrize("chunks", [(16, 16), (50, 64), (50, 128)], ids=lambda x: f"{x[0]}, then {x[1]}")
 @pytest.mark.parametrize(("cuts", "reverse"), [(None, True), ((0, 7, 7, 90), False)], ids=["reverse", "packed"])
-def test_from_states_that_were_kept(cuts, reverse, chunks):
-    """In chunks of as many tokens, and never in chunks of another size."""
+def test_gradient_uses_residuals_of_equal_chunks_only(cuts, reverse, chunks):
+    """The gradient uses the saved states if its chunks have the same size, and ignores them otherwise."""
     T, N, K, V = 100, 1 if cuts is None else 3, 5, 3
     rng = np.random.default_rng(0)
     q, k, v, do, state, gk = (
@@ -41,21 +43,21 @@ def test_from_states_that_were_kept(cuts, reverse, chunks):
     cuts = None if cuts is None else jnp.asarray(cuts)
     r = bind(q, k, v, gk=jax.nn.log_sigmoid(gk), initial_state=state, cu_seqlens=cuts, reverse=reverse)
     forward, gradient = (kernel_registry.kernels[f"chunked{end}/xla/any"] for end in ("", ".vjp"))
-    _, kept = quick_jit(functools.partial(forward.forward_with_residuals, config=ChunkedConfig(chunks[0])))(r)
+    _, residuals = quick_jit(functools.partial(forward.forward_with_residuals, config=ChunkedConfig(chunks[0])))(r)
     run = quick_jit(functools.partial(gradient.run, config=ChunkedConfig(chunks[1])))
-    want, got = run(r, do, state), run(r, do, state, kept)
+    want, got = run(r, do, state), run(r, do, state, residuals)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.abs(y).max())
-    if chunks[0] == chunks[1]:  # that they were used
-        wrong = run(r, do, state, kept._replace(states=2 * kept.states))
+    if chunks[0] == chunks[1]:  # the residuals were used
+        wrong = run(r, do, state, residuals._replace(states=2 * residuals.states))
         assert np.abs(wrong.q - want.q).max() > 0.1
 
 
-# Many chunks together, and one after the other.
+# The first T takes the chunk-parallel form, the second the chunk scan.
 @pytest.mark.parametrize("T", [2**15, 2**15 - 1])
 @pytest.mark.parametrize("gate", ["g_gamma", "gk"])
 def test_decays_next_to_1_over_many_chunks(gate, T):
-    """Of 4 tokens: as many chunks as half a million tokens have. To the second head no token adds anything."""
+    """Chunks of 4 tokens: as many chunks as half a million tokens have. Tokens add nothing to the second head's state."""
     rng = np.random.default_rng(0)
     q, k, v, do = (rng.standard_normal((1, T, 2, 2)).astype(np.float32) for _ in range(4))
     state, d_final = (rng.standard_normal((1, 2, 2, 2)).astype(np.float32) for _ in range(2))
@@ -71,7 +73,7 @@ def test_decays_next_to_1_over_many_chunks(gate, T):
     d = quick_jit(functools.partial(gradient, config=ChunkedConfig(4)))(r, jnp.asarray(do), jnp.asarray(d_final))
 
     log = log.astype(np.float64)
-    # [T, H]: the decays behind each token, and from the first through it
+    # [T, H]: the decays after each token, and from the first token through it
     behind, through = np.exp(np.arange(T)[::-1, None] * log), np.exp(np.arange(1, T + 1)[:, None] * log)
     sums = functools.partial(np.einsum, "th,thk,thv->hkv", optimize=True)
     decay = through[-1][:, None, None]
@@ -81,8 +83,8 @@ def test_decays_next_to_1_over_many_chunks(gate, T):
         assert_close("a head", final[0, head], (decay * state[0] + sums(behind, k[0], v[0], dtype=float))[head], 1e-6)
 
 
-def test_time_follows_tokens_and_not_the_slots_for_sequences():
-    """Of 2 sequences, in a program for 2 or 512: it holds no copy of all states at every chunk."""
+def test_loop_copies_no_array_of_all_states():
+    """A program for up to 512 sequences copies no array of all states in its loop."""
     T, slots = 256, 512
     q, gk = jnp.ones((1, T, 1, 64)), -jnp.ones((1, T, 1, 64))
     cuts = jnp.asarray([0, 100] + [T] * (slots - 1))
@@ -98,13 +100,13 @@ def test_time_follows_tokens_and_not_the_slots_for_sequences():
 
 
 @pytest.mark.parametrize("gate", ["gk", "gv"])
-def test_states_wait_in_the_rows_of_gradients(gate):
-    """Nor does XLA copy those: a copy of one array of rows alone would be half as large as all states."""
+def test_states_are_stored_in_the_rows_of_gradients(gate):
+    """XLA does not copy these rows: a copy of one such array would be half as large as all states."""
     needs = compiled(**{gate: -jnp.ones((B, T, H, D))}).memory_analysis().temp_size_in_bytes
     assert needs < STATES / 2
 
 
-def test_at_most_one_state_a_chunk():
+def test_gradient_stores_at_most_one_state_per_chunk():
     needs = compiled(g=-jnp.ones((B, T, H))).memory_analysis().temp_size_in_bytes
     assert needs < STATES * 1.5
 
@@ -118,8 +120,8 @@ def test_at_most_one_state_a_chunk():
         ("heads share rows", (1, 64, 2, 64), "float32", 4),
     ],
 )
-def test_states_elsewhere(why, shape, dtype, heads):
+def test_states_do_not_fit_the_rows_of_gradients(why, shape, dtype, heads):
     x = jnp.ones(shape, dtype)
     wide = jnp.ones((*shape[:2], heads, shape[3]), dtype)
     r = bind(x, x, wide, gk=-wide)
-    assert not Stored(r, start(r, ChunkedConfig(C))[0]).in_rows
+    assert not StateStore(r, start(r, C)[0]).in_rows

@@ -1,4 +1,4 @@
-"""The bounds that glax._src.kernels.common.limits derives, in float32 itself."""
+"""The bounds that glax._src.kernels.common.limits derives hold in float32 arithmetic."""
 
 import pathlib
 import re
@@ -24,7 +24,7 @@ def test_factors_about_the_middle_leave_twelve_digits():
 
 
 def test_from_middle_to_middle_takes_two_factors():
-    """A state that fills the range is passed on by two, and lost by one."""
+    """Two factors preserve a state that fills the range; one factor underflows to 0."""
     state = exp(FAST_LIMIT)
     assert state * exp(-2 * FAST_LIMIT) == 0
     np.testing.assert_allclose(state * exp(-FAST_LIMIT) * exp(-FAST_LIMIT), exp(-FAST_LIMIT), rtol=1e-5)

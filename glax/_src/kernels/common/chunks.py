@@ -1,4 +1,7 @@
-"""Chunks of the time axis, packed sequences included, without moving a row."""
+"""The table of a call's chunks: which rows of the T axis each chunk holds. Packed sequences are cut in place.
+
+T is the number of rows, N the number of sequences, and M the number of entries of the table.
+"""
 
 import functools
 from typing import NamedTuple
@@ -12,10 +15,11 @@ from glax._src.core.recurrence import Recurrence, is_symbol
 
 
 class Chunks(NamedTuple):
-    """Entry i is rows first[i] to last[i] (not included) of T, all of one sequence; entries from `count` on are unused.
+    """Chunk i holds the rows first[i] <= t < last[i], all of one sequence. Entries from `count` on are unused.
 
-    Entries are in the order of time. `sequence` is where the chunk's state is kept; unpacked, all B sequences are
-    walked side by side and it is 0.
+    size      the largest number of rows in a chunk
+    count     the number of chunks
+    sequence  the packed sequence of each chunk; 0 without packing, where a chunk holds these rows of all B sequences
     """
 
     size: int
@@ -26,10 +30,10 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(r: Recurrence, size: int) -> Chunks:
-    """Cuts every sequence of r into chunks of `size` rows; a chunk begins where its sequence does.
+    """Cut every sequence of r into chunks of `size` rows. The first chunk of a sequence begins at its first row.
 
-    Packed, N sequences make at most T // size + N chunks, whatever their lengths: so a new packing of the same T and N
-    has the same shapes.
+    N packed sequences have at most M = T // size + N chunks, whatever their lengths. All packings with the same T and N
+    therefore have the same shapes, and share one compiled program.
     """
     T = r.q.shape[1]
     if r.boundaries is None:
@@ -48,19 +52,20 @@ def chunks_of(r: Recurrence, size: int) -> Chunks:
     return Chunks(size, begins[-1], first, jnp.minimum(first + size, cuts[sequence + 1]), sequence)
 
 
-def with_room(r: Recurrence, size: int) -> Recurrence:
-    """r; where T is a symbol and may be less than a chunk, with rows behind its last that fill one, which belong to no chunk."""
-    rows = functools.partial(more_rows, size=size)
+def pad_to_chunk(r: Recurrence, size: int) -> Recurrence:
+    """Pad the rows of r to a multiple of `size` if T is symbolic, since T may be less than `size`. No chunk holds the padding."""
+    rows = functools.partial(pad_rows, size=size)
     decay = Decay(r.decay.constant, *map(rows, (r.decay.head, r.decay.key, r.decay.value)))
     return r.replace(q=rows(r.q), k=rows(r.k), v=rows(r.v), decay=decay)
 
 
-def more_rows(x: Array | None, size: int) -> Array | None:
+def pad_rows(x: Array | None, size: int) -> Array | None:
+    """Pad axis 1 of x to a multiple of `size` if its length is symbolic."""
     if x is None or not is_symbol(T := x.shape[1]):
         return x
     return jnp.pad(x, ((0, 0), (0, -(-T // size) * size - T), *[(0, 0)] * (x.ndim - 2)))
 
 
-def first_rows(x: Array | None, T: int) -> Array | None:
-    """The inverse of `more_rows`."""
+def trim_rows(x: Array | None, T: int) -> Array | None:
+    """Remove the rows that `pad_rows` added."""
     return x[:, :T] if x is not None and is_symbol(T) else x

@@ -1,14 +1,19 @@
-"""The matrix form of one chunk: its outputs, its last state, and their gradients.
+"""The matrix form of one chunk of C tokens: its outputs, the state after it, and their gradients.
 
-With G_i the sum of log decays from the chunk's first token through token i, and S the state before the chunk,
+G_i is the sum of log decays from the chunk's first token through token i. S [K, V] is the state before the chunk, S' the state
+after it. q_i and k_j are [K], v_j and o_i are [V]:
 
     o_i = (q_i e^{G_i})^T S + sum_{j <= i} (sum_k q_ik k_jk e^{G_ik - G_jk}) v_j
     S'  = e^{G_last} S + sum_j (k_j e^{G_last - G_j}) v_j^T
 
-No exponential of an unbounded positive number is ever formed. There are two ways to write e^{G_i - G_j} as a product of
-something of i and something of j, both exact; see `fast` and `exact`. Columns of the state decay in the same way, with v
-and o in the places of k and q. Every sum of gates is taken between a token and its reference, never as the difference of
-two long sums, so that a gate of -100 costs no precision elsewhere.
+e^{G_i - G_j} must be the product of a factor of token i and a factor of token j, so that matrix products can sum the pairs. Two
+forms do this. `fast` takes both sums from the middle of the chunk, and is exact while those sums are small. `exact` halves the
+chunk repeatedly, and is exact for all gates. No form computes the exponential of an unbounded positive number.
+
+Per-value gates decay the columns of S. They follow the same formulas, with v and o in the places of k and q.
+
+Every sum of gates starts at a token's reference. None is the difference of two long sums, so a gate of -100 costs no precision
+at other tokens.
 """
 
 import dataclasses
@@ -26,20 +31,20 @@ matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def outer(x: Float[Array, "B N C K"], y: Float[Array, "B N C V"]) -> Float[Array, "B N K V"]:
-    """x^T y. Of x.mT XLA would write a copy, and read x itself for the other products."""
+    """Compute x^T y. XLA would write a copy of x.mT, and read x itself for the other products."""
     return jnp.einsum("bnck,bncv->bnkv", x, y, precision=lax.Precision.HIGHEST)
 
 
 def inner(x: Float[Array, "B N I D"], y: Float[Array, "B N J D"]) -> Float[Array, "B N I J"]:
-    """x y^T, likewise."""
+    """Compute x y^T, without a copy of y.mT."""
     return jnp.einsum("bnid,bnjd->bnij", x, y, precision=lax.Precision.HIGHEST)
 
 
 def total(x: Array, axis: int) -> Array:
-    """x summed over one axis, by a product with ones.
+    """Sum x over one axis, 2 or 3, by a product with ones.
 
-    XLA's CPU backend draws a reduction into the library call of a matrix product beside it, on one core and slowly: the
-    whole gradient then takes a tenth longer. It leaves a product of a matrix and a vector alone.
+    XLA for CPUs fuses a reduction with the matrix product beside it, and runs both on one core. It does not fuse a product of
+    a matrix and a vector.
     """
     if axis == 3:
         return jnp.einsum("bhcd,d->bhc", x, jnp.ones(x.shape[3], x.dtype), precision=lax.Precision.HIGHEST)
@@ -48,13 +53,17 @@ def total(x: Array, axis: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """The constant matrices of a chunk of `size` rows, all [C, C], and the rows where the walk begins and ends.
+    """The constant matrices [C, C] of a chunk of C = `size` rows, and its first and last row in the order of the recurrence.
 
-    prefix, suffix: row i sums the gates up to and including token i, and behind it; before: those before token i.
-    middle:         row i sums the gates from the middle token to i, negative before it.
-    earlier:        the pairs (i, j) with j before i; causal: those and j = i.
-    halvings:       (sums, mask) for each halving of the chunk into blocks. The mask holds the pairs (i, j) in the later
-                    and the earlier half of the same block; row i sums the gates between its token and the block's middle.
+    prefix      row i sums the gates through token i
+    suffix      row i sums the gates after token i
+    before      row i sums the gates before token i
+    middle      row i sums the gates from the middle token to token i; the sum is negated before the middle
+    earlier     the pairs (i, j) with j before i
+    causal      the pairs (i, j) with j before i or j = i
+    halvings    (sums, mask) for each halving of the chunk into blocks. The mask holds the pairs (i, j) where i is in the later
+                half of a block and j in the earlier half. Row i of `sums` sums the gates between token i and the block's middle.
+    begin, end  the row of the first and of the last token
     """
 
     size: int
@@ -71,6 +80,7 @@ class Geometry:
 
 @functools.cache
 def geometry(size: int, reverse: bool) -> Geometry:
+    """Build the matrices of a chunk of `size` tokens; `reverse` turns each by 180 degrees."""
     i, s = np.mgrid[:size, :size]
     half = size // 2
     middle = 1.0 * ((half <= s) & (s <= i)) - 1.0 * ((i < s) & (s < half))
@@ -84,7 +94,10 @@ def geometry(size: int, reverse: bool) -> Geometry:
             smaller += [(low, cut), (cut, high)]
         halvings.append((sums, mask))
         blocks = smaller
-    turned = (lambda x: x[::-1, ::-1].copy()) if reverse else (lambda x: x)
+
+    def turned(matrix: np.ndarray) -> np.ndarray:
+        return matrix[::-1, ::-1].copy() if reverse else matrix
+
     return Geometry(
         size=size,
         prefix=turned(1.0 * (s <= i)),
@@ -100,12 +113,13 @@ def geometry(size: int, reverse: bool) -> Geometry:
 
 
 class Factors(NamedTuple):
-    """What the gates of one side of the state (its rows with q and k, or its columns with o and v) multiply; None is 1.
+    """The decays that multiply the operands on one side of the state: its rows (q and k) or its columns (o and v). None is 1.
 
-        q reads the state:   (q * inward) S         pairs:   sum over levels of (q * up) (k * down)^T * between, masked
-        the state gains:     (k * outward)^T v
+        output from the state    (q * inward) S
+        added to the state       (k * outward)^T v
+        pairs of tokens          sum over levels of (q * up) (k * down)^T * between, masked
 
-    inward, outward, up, down: [B, H, C, D], or [..., 1] for a gate per head; between: [B, H, C, C], for that alone.
+    inward, outward, up, down: [B, H, C, D], or [B, H, C, 1] for a per-head gate. between: [B, H, C, C], for a per-head gate only.
     """
 
     inward: Array | None = None
@@ -116,9 +130,10 @@ class Factors(NamedTuple):
 
 
 def sums(matrix: np.ndarray, x: Float[Array, "B H C D"]) -> Float[Array, "B H I D"]:
-    """matrix @ x in each sequence and head. Its copies make it a batched product, which XLA runs without transposes.
+    """Compute matrix @ x in each sequence and head.
 
-    Of a matrix of 64 rows and more whose quarters off the diagonal are all 0 or all 1 only the others are multiplied.
+    The matrix is copied for each of them, so that the product is a batched one, which XLA runs without transposes. If the matrix
+    has 64 rows or more, and each quarter off the diagonal is constant, only the quarters on the diagonal are multiplied.
     """
     C, half = x.shape[2], x.shape[2] // 2
     above, below = matrix[:half, half:], matrix[half:, :half]
@@ -139,10 +154,10 @@ def copies(matrix: np.ndarray, x: Float[Array, "B H C D"]) -> Array:
 
 
 def fast(g: Geometry, gates: Float[Array, "B H C D"] | None) -> Factors:
-    """e^{G_i - G_j} = e^{M_i} e^{-M_j} with M = G minus G at the chunk's middle: two exponentials an element.
+    """Compute the factors of e^{G_i - G_j} = e^{M_i} e^{-M_j}, where M is G minus G at the chunk's middle.
 
-    Exact as long as |M|, the rows' and the columns' together, stays within `fast_limit`: no factor then overflows or
-    vanishes, nor does the product of a row's and a column's.
+    The form needs two exponentials per element. It is exact while |M|, summed over the rows' and the columns' gates, is at most
+    `fast_limit`: no factor, and no product of a row's and a column's factor, then overflows or underflows.
     """
     if gates is None:
         return Factors()
@@ -153,24 +168,25 @@ def fast(g: Geometry, gates: Float[Array, "B H C D"] | None) -> Factors:
     return Factors(up * enter, down * leave, (up,), (down,))
 
 
-def reach(g: Geometry, gates: Float[Array, "B H C D"]) -> Array:
-    """A bound on |M|: the largest sum of |gates| over either half of the chunk."""
+def max_abs_cumsum(g: Geometry, gates: Float[Array, "B H C D"]) -> Array:
+    """Bound |M| of `fast`: return the largest sum of |gates| over either half of the chunk, a scalar."""
     half = g.size // 2 if g.begin == 0 else g.size - g.size // 2
     return jnp.maximum(jnp.abs(gates[:, :, :half]).sum(2), jnp.abs(gates[:, :, half:]).sum(2)).max()
 
 
 def fast_limit(dtype) -> float:
-    """Derived in `limits`, with the range that it leaves to q and k; float64 ends at e^709."""
+    """Return the limit on |M| for `fast`. `common.limits` derives it for float32; float64 ends at e^709."""
     return FAST_LIMIT if dtype == jnp.float32 else 500.0
 
 
-def exact(g: Geometry, gates: Float[Array, "B H C D"] | None, own: bool) -> Factors:
-    """e^{G_i - G_j} = e^{G_i - R} e^{R - G_j} with a reference R between j and i: for gates <= 0 no exponent is positive.
+def exact(g: Geometry, gates: Float[Array, "B H C D"] | None, with_self: bool) -> Factors:
+    """Compute the factors of e^{G_i - G_j} = e^{G_i - R} e^{R - G_j}, where the reference R lies between tokens j and i.
 
-    Halving the chunk again and again finds a reference for every pair: pairs in different halves of a block share its
-    middle. log2(C) levels, one exponential an element and level; and if `own`, one for a token and itself, without.
+    No exponent is positive for gates <= 0. Repeated halving finds a reference for every pair: two tokens in different halves of
+    a block share the block's middle. There are log2(C) levels with one exponential per element each. `with_self` adds a level
+    without factors, for the pair of each token with itself.
     """
-    levels, self_level = len(g.halvings), (None,) * own
+    levels, self_level = len(g.halvings), (None,) * with_self
     if gates is None:
         return Factors(up=(None,) * levels + self_level, down=(None,) * levels + self_level)
     stacked = np.concatenate([g.prefix, g.suffix, *(matrix for matrix, _ in g.halvings)])
@@ -180,14 +196,17 @@ def exact(g: Geometry, gates: Float[Array, "B H C D"] | None, own: bool) -> Fact
 
 
 def per_head(g: Geometry, gates: Float[Array, "B H C 1"]) -> Factors:
-    """One gate a head: e^{G_i - G_j} is one matrix, each entry by its own sum, from j's next token through i. Exact."""
+    """Compute the factors of a per-head gate: e^{G_i - G_j} is a matrix [B, H, C, C], exact for all gates.
+
+    Each entry (i, j) is the exponential of a separate sum, over the tokens after j through i.
+    """
     inward, outward = jnp.split(jnp.exp(sums(np.concatenate([g.prefix, g.suffix]), gates)), 2, axis=2)
     between = jnp.exp(sums(g.prefix, jnp.where(g.earlier, gates, 0)))
     return Factors(inward, outward, between=between)
 
 
 def edges(g: Geometry, gates: Float[Array, "B H C D"] | None) -> Factors:
-    """The factors that `added` needs, exact for every gate, for one exponential an element."""
+    """Compute only the factors that `added` needs, exact for all gates, with one exponential per element."""
     return Factors() if gates is None else Factors(outward=jnp.exp(sums(g.suffix, gates)))
 
 
@@ -196,18 +215,19 @@ def times(x: Array, factor: Array | None) -> Array:
 
 
 def added(k, v, key: Factors, value: Factors) -> Float[Array, "B H K V"]:
-    """What the tokens of a chunk add to the state behind it: (k * outward)^T (v * outward).
+    """Compute what the tokens of a chunk add to the state after it: (k * outward)^T (v * outward).
 
-    Of its transpose, with the roles of rows and columns swapped.
+    With k and v swapped, and `key` and `value` swapped, the result is the transpose.
     """
     return matmul(times(k, key.outward).mT, times(v, value.outward))
 
 
 class StateDecay(NamedTuple):
-    """The decay of a state over a token or a chunk, base + rest, and base 1 where it is mild.
+    """The decay of a state over a chunk, as the sum base + rest. Where |log| < 0.5, base is 1 and rest is e^log - 1.
 
-    A decay close to 1 has few digits left beside the 1. Equal ones round alike at every chunk, and a million tokens multiply
-    that: the logarithm of e^-2.6e-6, of 64 gates of -4e-8, is off by up to 1%. `rest`, e^log - 1, has all its digits.
+    A float32 number close to 1 holds few digits of its distance to 1. For 64 gates of -4e-8, the logarithm of the rounded decay
+    e^-2.6e-6 is wrong by up to 1%. Equal gates round to the same decay at every chunk, so the error grows with the number of
+    chunks. `rest` holds all digits of e^log - 1.
     """
 
     base: Array
@@ -223,13 +243,13 @@ class StateDecay(NamedTuple):
 
 
 def state_decay(*logs: Array | None) -> StateDecay | None:
-    """Of the sum of logs, those that are not None, each shaped to multiply the state's rows or columns."""
+    """Return the decay e^(sum of logs); None without logs. Each log that is not None has a shape that multiplies the state."""
     present = [StateDecay.of(log) for log in logs if log is not None]
     return functools.reduce(StateDecay.times, present) if present else None
 
 
 class State(NamedTuple):
-    """A state as a sum: `low` is what rounding left out of `high`, so that errors do not grow with the number of tokens."""
+    """A state as the sum high + low. `low` is the rounding error of `high`, so errors do not grow with the number of tokens."""
 
     high: Float[Array, "B H K V"]
     low: Float[Array, "B H K V"]
@@ -238,19 +258,19 @@ class State(NamedTuple):
     def of(cls, high: Array) -> "State":
         return cls(high, jnp.zeros_like(high))
 
-    def behind(self, decay: StateDecay | None, added: Array) -> "State":
-        """The next state: decay * S + added."""
-        kept, change = self.high, self.low + added
+    def advance(self, decay: StateDecay | None, added: Array) -> "State":
+        """Return the state after a chunk: decay * S + added."""
+        scaled, change = self.high, self.low + added
         if decay is not None:
-            kept, change = kept * decay.base, kept * decay.rest + (self.low * decay.base + added)
-        high = kept + change
-        return State(high, change - (high - kept))
+            scaled, change = scaled * decay.base, scaled * decay.rest + (self.low * decay.base + added)
+        high = scaled + change
+        return State(high, change - (high - scaled))
 
 
 def forward(S, q, k, v, key: Factors, value: Factors, masks):
-    """The outputs [B, H, C, V] of a chunk that begins in state S [B, H, K, V], of the pairs of tokens in `masks`.
+    """Compute the outputs [B, H, C, V] of a chunk from the state S [B, H, K, V] before it and the pairs of tokens in `masks`.
 
-    q [B, H, C, K] holds the scale.
+    q: [B, H, C, K], multiplied by the scale. k: [B, H, C, K]. v: [B, H, C, V]. masks: [C, C] each, one per level of the factors.
     """
     o = times(matmul(times(q, key.inward), S), value.inward)
     for up, down, up_v, down_v, mask in zip(key.up, key.down, value.up, value.down, masks, strict=True):
@@ -261,11 +281,14 @@ def forward(S, q, k, v, key: Factors, value: Factors, masks):
 
 
 def backward(S, dS, q, k, v, do, key: Factors, value: Factors, masks):
-    """What the chunk adds to dL/dS, from S before it and dS = dL/dS behind it; and dq, dk, dv, each as (own token's part, rest).
+    """Compute the gradient of one chunk from S before the chunk and dS = dL/dS after it.
 
-    S and dS are transposed, [B, H, V, K]: of the four products with them, three then need no transposition.
-    The own token's parts do not depend on the gates. Residuals out of the gates' telescoped gradient, their rounding cannot
-    drown it when decay is strong and all else is small.
+    S, dS: [B, H, V, K], transposed, so that three of the four products with them need no transposition.
+    q, k: [B, H, C, K]. v, do: [B, H, C, V]. `masks` excludes the pair of a token with itself.
+
+    Returns (d_added, dq, dk, dv). d_added [B, H, V, K] is what the chunk adds to dL/dS before it. dq, dk and dv are pairs: the
+    term of each token's pair with itself, and all other terms. The first term does not depend on the gates, so the gates'
+    gradient is formed without it. Otherwise its rounding error would exceed that gradient where the decay is strong.
     """
     q_in, do_in = times(q, key.inward), times(do, value.inward)
     k_out, v_out = times(k, key.outward), times(v, value.outward)
@@ -282,15 +305,18 @@ def backward(S, dS, q, k, v, do, key: Factors, value: Factors, masks):
         dk += times(matmul(d_pairs.mT, q_up), down)
         dv += times(matmul(pairs.mT, do_up), down_v)
     # [B, H, C, 1]
-    own, d_own = total(q * k, 3)[..., None], total(do * v, 3)[..., None]
-    return d_added, (d_own * k, dq), (d_own * q, dk), (own * do, dv)
+    self_pairs, d_self_pairs = total(q * k, 3)[..., None], total(do * v, 3)[..., None]
+    return d_added, (d_self_pairs * k, dq), (d_self_pairs * q, dk), (self_pairs * do, dv)
 
 
 def log_gradient(g: Geometry, terms: Float[Array, "B H C D"], edge: Float[Array, "B H D"], per_head: bool) -> Array:
-    """dg_t = <S, dS>_{before the chunk} - sum over earlier s in the chunk of (q_s dq_s - k_s dk_s), [B, H, C, D or 1].
+    """Compute dg_t = <S, dS>_{before the chunk} - sum over earlier s in the chunk of (q_s dq_s - k_s dk_s), [B, H, C, D or 1].
 
-    The sum telescopes the pairs that do not span t. It starts afresh from the states at the chunk's edge, so its rounding
-    does not grow with T. For columns, o and v stand for q and k. `terms` and `edge` are by channel, added up for a gate per head.
+    terms: q_s dq_s - k_s dk_s for every token. edge: S dS before the chunk, summed over the other side of the state. For
+    per-value gates, o and v take the places of q and k. `per_head` sums both over D.
+
+    In the sum, the pairs of tokens that do not span t cancel. It starts again at every chunk, so its rounding error does not
+    grow with T.
     """
     if per_head:
         terms, edge = total(terms, 3)[..., None], edge.sum(2, keepdims=True)

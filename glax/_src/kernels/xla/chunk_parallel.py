@@ -1,19 +1,24 @@
-"""Many chunks at once, on CPUs: forward and gradient, in matrix products that two cores share.
+"""All chunks of a block together, on CPUs: forward and gradient in a few batched matrix products.
 
-With M_i the sum of log decays from the middle of token i's chunk through i, negative before it, `enter` the decay from the
-chunk's begin to its middle, `leave` from there to its end, q~ = scale q e^M, k~ = k e^-M, S the state before the chunk and D the
-gradient of the one behind it,
+M_i is the sum of log decays from the middle of token i's chunk through i, negated before the middle. `enter` is the decay from
+the beginning of the chunk to its middle, `leave` from the middle to the end. q~ = scale q e^M and k~ = k e^-M are [C, K], v and
+do are [C, V]. S [K, V] is the state before the chunk, and D [K, V] the gradient of the state after it:
 
     o = enter q~ S + P v               P = q~ k~^T, j <= i      the next S: enter leave S + (leave k~)^T v
     dq~ = enter do S^T + dP k~         dP = do v^T, j <= i      the last D: enter leave D + (enter q~)^T do
     dk~ = leave v D^T + dP^T q~        dv = leave k~ D + P^T do
     dg_i = <S, dS> before the chunk - sum over j < i of q~ dq~ - k~ dk~
 
-and with one decay a head it may be v~ = v e^-M, not k~. This is the fast form of `chunk`, and `within` tells at run time whether
-it is exact. Only S, and D against time, pass from chunk to chunk. XLA runs a product of many small matrices on one core, but
-kernels that are ready side by side once these are more than eight. So time is cut into groups of chunks, with products of their
-own that wait for nothing but the states. Or heads are, where a decay is the head's alone and all is one block: all states of a
-head are then one product, of a matrix of decays with what its chunks add, see `passing`, and no loop is left.
+A per-head gate allows v~ = v e^-M in place of k~. These are the formulas of `chunk_math.fast`. `in_range` decides at run time
+whether they are exact; if not, the caller takes another form.
+
+Only S, and D in the opposite order, pass from chunk to chunk. All other products are independent between chunks. XLA for CPUs
+runs a batched product of small matrices on one core, but runs independent kernels in parallel. The chunks are therefore split
+into GROUPS groups with separate products:
+
+    groups of time     each group holds consecutive chunks of all heads; a loop passes the states (`state_passing.scan_states`)
+    groups of heads    each group holds all chunks of some heads; one product with a matrix of decays gives all states of a
+                       head (`state_passing.apply_chunk_decays`). It needs per-head gates and one block.
 """
 
 import dataclasses
@@ -29,65 +34,72 @@ from glax._src.core.recurrence import Outputs, Recurrence, fold_heads, gradient_
 from glax._src.core.registry import Backend
 from glax._src.kernels.xla import chunk_math
 from glax._src.kernels.xla.chunk_math import inner, matmul, outer, times, total
-from glax._src.kernels.xla.state_passing import Links, add_up, links, pass_on
+from glax._src.kernels.xla.state_passing import ChunkDecays, apply_chunk_decays, chunk_decays, scan_states
 
-GROUPS = 4  # 8 take as long and twice as long to compile, 2 leave a core idle
-# A head's e^-M may stand at k or at v. At v no product is ready before the factors, so that those which states wait for are among
-# the first: a gradient takes 5 to 8% less in JAX 0.10, 7% more since.
+# The number of groups, chosen on machines with two cores: fewer leave a core idle, more take longer to compile.
+GROUPS = 4
+# A per-head e^-M may multiply k or v. With v, no product can start before the factors, so the products that the states need are
+# among the first. Measured on two cores, this is faster in JAX 0.10 and slower in later versions.
 DOWN_AT_V = jax.__version_info__ < (0, 11)
-CHUNK = 64  # chunks of 32 have a quarter less to multiply, but twice as many states, which leave the caches
-# Elements of the rows of q, or of the states, that are solved at once: the gradient holds a dozen such arrays.
+# Chunks of 32 need fewer operations but twice as many states, which did not fit the caches of the two-core machines measured.
+CHUNK = 64
+# The largest number of elements of q's rows, or of the states, in a block. The gradient holds a dozen such arrays. Chosen on
+# machines with two cores.
 BLOCK = 2**19
 
 
 def block(r: Recurrence, size: int) -> int:
-    """How many tokens are solved at once: all, or so many that their arrays stay small, but at least a chunk a group."""
+    """Return the tokens in a block: as many as hold at most BLOCK elements, but at least one chunk per group."""
     groups = r.q.shape[1] // (GROUPS * size)
     fit = [n for n in range(1, groups + 1) if groups % n == 0 and elements(r, size, n * GROUPS * size) <= BLOCK]
     return max(fit, default=1) * GROUPS * size
 
 
 def elements(r: Recurrence, size: int, tokens: int) -> int:
+    """Return the elements of the largest array of so many tokens: rows of q, rows of v, or states."""
     H, K, V = r.state_shape[1:]
     return r.q.shape[0] * tokens * H * max(K, V, K * V // size)
 
 
 def suits(r: Recurrence, size: int = CHUNK) -> bool:
-    """Whether this form takes chunks of that size: all of them whole, and those of one block few enough."""
+    """Return whether this form supports r in chunks of `size`: on CPUs, unpacked, whole chunks, without per-value gates."""
     if r.is_symbolic:
         return False
     whole = r.boundaries is None and r.decay.value is None and r.q.shape[1] % (GROUPS * size) == 0
     return Backend.here() is Backend.CPU and whole and elements(r, size, GROUPS * size) <= 2 * BLOCK
 
 
-def by_heads(r: Recurrence, size: int) -> bool:
-    """Whether groups are of heads, in one block, and their matrices of decays no larger than those of a chunk's pairs.
+def groups_heads(r: Recurrence, size: int) -> bool:
+    """Return whether the groups are groups of heads: per-head gates, one block, and at most `size` chunks.
 
-    The gradient then forms the states again, by the same two products a group.
+    The matrices of decays between chunks are then no larger than those between the tokens of a chunk. The forward saves no
+    states, because the gradient recomputes them by the same two products per group.
     """
     T, heads = r.q.shape[1], r.num_heads
     return r.decay.key is None and heads % GROUPS == 0 and size**2 >= T and block(r, size) == T
 
 
-def within(r: Recurrence, size: int) -> Bool[Array, ""]:
-    """Whether no exponential overflows or vanishes, see `chunk.fast`, nor decays of e^-2 a token and less, on average, drown.
+def in_range(r: Recurrence, size: int) -> Bool[Array, ""]:
+    """Return whether this form is exact for the gates of all chunks, a scalar.
 
-    For the gradient of log decays has each token's own part, which no gate touches, on both sides of a difference.
+    Sums of |log decays| over a half chunk must be at most `fast_limit`, so that no exponential overflows or underflows
+    (`chunk_math.fast`). They must also be at most C, a decay of e^-2 per token on average: in the gradient of log decays, the
+    term of each token with itself stands on both sides of a difference, and its rounding error must not exceed the result.
     """
     half = size // 2 if size % 2 == 0 else size
     log = log_decays(r)
     log = log.reshape(log.shape[0], -1, half, log.shape[2] * log.shape[3])
-    # For `chunk.reach` XLA would write an array of absolute values. Their sum |x| = 2 x+ - x is at most this.
-    farthest = jnp.abs(log.sum(2)).max() + 2 * half * jnp.maximum(log.max(), 0)
-    return farthest <= min(chunk_math.fast_limit(r.dtype), size)
+    # For `chunk_math.max_abs_cumsum`, XLA would write an array of absolute values. |x| = 2 x+ - x, so their sum is at most this.
+    bound = jnp.abs(log.sum(2)).max() + 2 * half * jnp.maximum(log.max(), 0)
+    return bound <= min(chunk_math.fast_limit(r.dtype), size)
 
 
 def where_exact(exact: Bool[Array, ""], r: Recurrence, size: int, together, otherwise, trains: bool):
-    """together() if that is exact, else otherwise().
+    """Return together() if `exact`, else otherwise().
 
-    What is passed into a branch of lax.cond is copied, and what is inside is shared with nothing outside: not the factors and
-    rows that forward and gradient have in common. So if the call `trains` and all chunks are one block, together() stays
-    outside. It may be NaN; a loop of one round or none overwrites it.
+    lax.cond copies the operands of its branches, and shares nothing inside of a branch with the code outside. Forward and
+    gradient have factors and rows in common. If the call `trains` and all chunks are one block, together() is therefore computed
+    outside. Its result may be NaN; a loop of zero or one iterations overwrites it.
     """
     if not trains or block(r, size) < r.q.shape[1]:
         return lax.cond(exact, together, otherwise)
@@ -100,7 +112,7 @@ def where_exact(exact: Bool[Array, ""], r: Recurrence, size: int, together, othe
 
 
 def log_decays(r: Recurrence) -> Float[Array, "B T H D"] | None:
-    """D is K, or 1 for a decay of the head alone; None without decay."""
+    """Return the log decays, where D is K for per-key gates and 1 for per-head gates; None without decay."""
     if r.decay.form == "none":
         return None
     head = r.decay.head if r.decay.constant is None else r.by_token(r.decay.constant)
@@ -111,10 +123,11 @@ def log_decays(r: Recurrence) -> Float[Array, "B T H D"] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """A recurrence in GROUPS groups of n chunks of C = `size` tokens: of time, or of heads.
+class GroupedChunks:
+    """A recurrence whose chunks of C = `size` tokens are split into GROUPS groups, of time or `of_heads`.
 
-    N stands for the chunks of a group's heads, by chunk and head where groups are of time, else by head and chunk.
+    n is the number of chunks of a head in a group. N = n H is the number of matrices in a group's batched products, in the order
+    (chunk, head) for groups of time and (head, chunk) for groups of heads.
     """
 
     r: Recurrence
@@ -130,16 +143,18 @@ class Problem:
         return self.r.scale[:, None, None, None, None]
 
     def split(self, x: Float[Array, "B T heads D"]) -> list[Float[Array, "B n C H D"]]:
+        """Split x into the groups' chunks."""
         x = spread_heads(x, self.r.num_heads).astype(self.r.dtype)
         parts = jnp.split(x, GROUPS, axis=2 if self.of_heads else 1)
         return [part.reshape(x.shape[0], -1, self.size, *part.shape[2:]) for part in parts]
 
     def by_head(self, x: Float[Array, "B n C H D"]) -> Float[Array, "B N C D"]:
-        """As products take it."""
+        """Reorder x to one matrix [C, D] per chunk and head, as the products need it."""
         x = x.transpose(0, 3, 1, 2, 4) if self.of_heads else x.transpose(0, 1, 3, 2, 4)
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
     def by_token(self, x: Float[Array, "B N C D"]) -> Float[Array, "B n C H D"]:
+        """Invert `by_head`."""
         if self.of_heads:
             return x.reshape(x.shape[0], self.r.num_heads // GROUPS, -1, *x.shape[2:]).transpose(0, 2, 3, 1, 4)
         return x.reshape(x.shape[0], -1, self.r.num_heads, *x.shape[2:]).transpose(0, 1, 3, 2, 4)
@@ -149,10 +164,12 @@ class Problem:
 
 
 class Factors(NamedTuple):
-    """Those of one group, None is 1.
+    """The decays that multiply the operands of one group. None is 1.
 
-    q, k, v [B, n, C, H, D] multiply q, k, v; enter, leave_k, leave_v [B, N, 1, D] what these make, where it meets a state. Of
-    `leave` there is the one on the side of e^-M. log: of the decay through each chunk, [B, n, H, D, 1] for groups of time.
+    q, k, v                   [B, n, C, H, D]    multiply q, k and v; e^-M is in k or in v
+    enter, leave_k, leave_v   [B, N, 1, D]       multiply q~, k~ and v~ in products with a state; one `leave` is None
+    log                       [B, n, H, D, 1]    the log decay through each chunk
+    decays                                       the decays between chunks, for groups of heads
     """
 
     q: Array | None = None
@@ -162,21 +179,21 @@ class Factors(NamedTuple):
     leave_k: Array | None = None
     leave_v: Array | None = None
     log: Array | None = None
-    links: Links | None = None
+    decays: ChunkDecays | None = None
 
 
-def factors(p: Problem) -> list[Factors]:
+def factors(p: GroupedChunks) -> list[Factors]:
     log, found = log_decays(p.r), []
     if log is None:
         B, T, H = (*p.r.q.shape[:2], p.r.num_heads)
         none = varying_like(jnp.zeros((B, T // p.size, H // GROUPS), p.r.dtype), p.r.q)
-        return [Factors(links=links(none, p.r.reverse) if p.of_heads else None)] * GROUPS
+        return [Factors(decays=chunk_decays(none, p.r.reverse) if p.of_heads else None)] * GROUPS
     for log in p.split(log):  # noqa: B020
         B, n, C, H, D = log.shape
         M = chunk_math.sums(p.g.middle, log.reshape(B, n, C, H * D)).reshape(log.shape)
         enter, leave = log[:, :, p.g.begin] - M[:, :, p.g.begin], M[:, :, p.g.end]
         through = enter + leave
-        linked = links(through[..., 0], p.r.reverse) if p.of_heads else None
+        linked = chunk_decays(through[..., 0], p.r.reverse) if p.of_heads else None
         up, (enter, leave) = jnp.exp(M), (p.by_head(jnp.exp(x)[:, :, None]) for x in (enter, leave))
         down, at_v = 1 / up, D == 1 and DOWN_AT_V
         sides = (None, down, enter, None, leave) if at_v else (down, None, enter, leave, None)
@@ -185,7 +202,7 @@ def factors(p: Problem) -> list[Factors]:
 
 
 class Rows(NamedTuple):
-    """q~, k~ and v~ of one group, and what of them meets a state, [B, N, C, _]."""
+    """q~, k~ and v~ of one group, and the same with the decays for products with a state. All are [B, N, C, K or V]."""
 
     q: Array
     k: Array
@@ -195,7 +212,7 @@ class Rows(NamedTuple):
     leave_v: Array
 
 
-def rows(p: Problem, f: list[Factors]) -> list[Rows]:
+def rows(p: GroupedChunks, f: list[Factors]) -> list[Rows]:
     found = []
     for q, k, v, factor in zip(p.split(p.r.q), p.split(p.r.k), p.split(p.r.v), f, strict=True):
         q, k, v = (p.by_head(times(*x)) for x in ((q * p.scale, factor.q), (k, factor.k), (v, factor.v)))
@@ -205,40 +222,42 @@ def rows(p: Problem, f: list[Factors]) -> list[Rows]:
 
 
 def flat(X: list[Float[Array, "B n H K V"]]) -> list[Float[Array, "B n*H K V"]]:
-    """As products take them."""
+    """Merge the axes of chunks and heads, as the products need it."""
     return [x.reshape(x.shape[0], -1, *x.shape[3:]) for x in X]
 
 
-def states(p: Problem, f: list[Factors], rows: list[Rows]):
-    """S before each chunk, by groups, [B, N, K, V], and the final S."""
+def states(p: GroupedChunks, f: list[Factors], rows: list[Rows]):
+    """Return S before each chunk, [B, N, K, V] for each group, and the final S, [B, H, K, V]."""
     added = [outer(x.leave_k, x.leave_v) for x in rows]
     if p.of_heads:
-        given = jnp.split(p.r.start_state, GROUPS, axis=1)
+        initial = jnp.split(p.r.start_state, GROUPS, axis=1)
         before, final = zip(
-            *(add_up(f.links, *X, against=False) for f, *X in zip(f, given, added, strict=True)), strict=True
+            *(apply_chunk_decays(f.decays, *X, adjoint=False) for f, *X in zip(f, initial, added, strict=True)),
+            strict=True,
         )
         return before, jnp.concatenate(final, axis=1)
-    before, _, final = pass_on(p.r.start_state, [x.log for x in f], [p.states(x) for x in added], p.r.reverse)
+    before, _, final = scan_states(p.r.start_state, [x.log for x in f], [p.states(x) for x in added], p.r.reverse)
     return flat(before), final
 
 
-def adjoints(p: Problem, f: list[Factors], rows: list[Rows], do, d_final, S: list[Array]):
-    """D behind each chunk, like S; S dS before it; the gradient of the initial S."""
+def adjoints(p: GroupedChunks, f: list[Factors], rows: list[Rows], do, d_final, S: list[Array]):
+    """Return D after each chunk and S dS before it, both [B, N, K, V] for each group, and the gradient of the initial S."""
     added = [outer(x.enter_q, do) for x, do in zip(rows, do, strict=True)]
     if p.of_heads:
-        given = jnp.split(d_final, GROUPS, axis=1)
+        initial = jnp.split(d_final, GROUPS, axis=1)
         behind, first = zip(
-            *(add_up(f.links, *X, against=True) for f, *X in zip(f, given, added, strict=True)), strict=True
+            *(apply_chunk_decays(f.decays, *X, adjoint=True) for f, *X in zip(f, initial, added, strict=True)),
+            strict=True,
         )
-        edges = [S * (f.links.through * D + new) for f, S, D, new in zip(f, S, behind, added, strict=True)]
+        edges = [S * (f.decays.through * D + new) for f, S, D, new in zip(f, S, behind, added, strict=True)]
         return behind, edges, jnp.concatenate(first, axis=1)
     added = [p.states(x) for x in added]
-    behind, before, first = pass_on(d_final, [x.log for x in f], added, not p.r.reverse)
+    behind, before, first = scan_states(d_final, [x.log for x in f], added, not p.r.reverse)
     return flat(behind), [S * dS for S, dS in zip(S, flat(before), strict=True)], first
 
 
-def forward(p: Problem) -> tuple[list[Array], Array, list[Array]]:
-    """The outputs and the states before each chunk, each by groups, and between them the final states."""
+def forward(p: GroupedChunks) -> tuple[list[Array], Array, list[Array]]:
+    """Return the outputs [B, n, C, H, V] of each group, the final states, and the states before each chunk of each group."""
     f = factors(p)
     all_rows = rows(p, f)
     before, final = states(p, f, all_rows)
@@ -250,7 +269,7 @@ def forward(p: Problem) -> tuple[list[Array], Array, list[Array]]:
 
 
 class Gradient(NamedTuple):
-    """That of one block: rows by groups, `log` that of `log_decays`."""
+    """The gradient of one block, as a list over groups. `log` is the gradient of `log_decays`, empty without decay."""
 
     q: list[Array]
     k: list[Array]
@@ -258,18 +277,21 @@ class Gradient(NamedTuple):
     log: list[Array]
 
 
-def backward(p: Problem, d_output, d_final, kept: Array | None) -> tuple[Gradient, Array, Array]:
-    """The gradient in all rows, in the initial states and in the scale, from the states before each chunk, if those are kept."""
+def backward(p: GroupedChunks, d_output, d_final, saved: Array | None) -> tuple[Gradient, Array, Array]:
+    """Return the gradients of one block's rows, of its initial states and of the scale.
+
+    saved: the states before each chunk, [B, chunks, H, K, V]; None recomputes them.
+    """
     r, g, f = p.r, p.g, factors(p)
     all_rows = rows(p, f)
-    S = states(p, f, all_rows)[0] if kept is None else flat(jnp.split(kept, GROUPS, axis=1))
+    S = states(p, f, all_rows)[0] if saved is None else flat(jnp.split(saved, GROUPS, axis=1))
     cotangents = [p.by_head(x) for x in p.split(d_output)]
     D, edges, d_initial = adjoints(p, f, all_rows, cotangents, d_final, S)
 
     d, d_scale = Gradient([], [], [], []), 0
     groups = zip(all_rows, cotangents, S, D, edges, f, p.split(r.q), strict=True)
-    for x, do, S, D, edge, factor, q_given in groups:
-        # With each token's own part, unlike in `chunk.backward`: see `within`.
+    for x, do, S, D, edge, factor, q_rows in groups:
+        # The pair of each token with itself is included, unlike in `chunk_math.backward`: see `in_range`.
         pairs, d_pairs = (jnp.where(g.causal, y, 0) for y in (inner(x.q, x.k), inner(do, x.v)))
         dq = times(inner(do, S), factor.enter) + matmul(d_pairs, x.k)
         dk = times(inner(x.leave_v, D), factor.leave_k) + outer(d_pairs, x.q)
@@ -278,7 +300,7 @@ def backward(p: Problem, d_output, d_final, kept: Array | None) -> tuple[Gradien
             d_log = chunk_math.log_gradient(g, x.q * dq - x.k * dk, total(edge, 3), per_head=r.decay.key is None)
             d.log.append(p.by_token(d_log))
         dq = times(p.by_token(dq), factor.q)
-        d_scale += (dq * q_given).sum((1, 2, 3, 4))
+        d_scale += (dq * q_rows).sum((1, 2, 3, 4))
         d.q.append(dq * p.scale)
         d.k.append(times(p.by_token(dk), factor.k))
         d.v.append(times(p.by_token(dv), factor.v))
@@ -289,7 +311,7 @@ def backward(p: Problem, d_output, d_final, kept: Array | None) -> tuple[Gradien
 
 
 def write(buffer: Float[Array, "B T heads D"], parts: list[Float[Array, "B n C H D"]], at) -> Array:
-    """The groups of one block, one after the other: an array of all would be written once more, on one core."""
+    """Write the groups of one block to buffer[:, at:], one by one. XLA would write a joined array once more, on one core."""
     parts = [fold_heads(x.reshape(x.shape[0], -1, *x.shape[3:]), buffer.shape[2]).astype(buffer.dtype) for x in parts]
     if buffer.shape[1] == len(parts) * parts[0].shape[1]:
         return jnp.concatenate(parts, axis=1)
@@ -299,13 +321,16 @@ def write(buffer: Float[Array, "B T heads D"], parts: list[Float[Array, "B n C H
 
 
 def join(parts: list[Float[Array, "B n C H D"]], heads: int, dtype) -> Float[Array, "B T heads D"]:
-    """Groups of heads, side by side and folded to so many."""
+    """Join groups of heads and sum them to `heads` heads."""
     whole = jnp.concatenate([part.reshape(part.shape[0], -1, *part.shape[3:]) for part in parts], axis=2)
     return fold_heads(whole, heads).astype(dtype)
 
 
-def walk(r: Recurrence, size: int, body, carry, backwards: bool):
-    """Folds body(at, block of r, carry) over the blocks, in the order of the recurrence or against it; `at` is its first row."""
+def scan_blocks(r: Recurrence, size: int, body, carry, backwards: bool):
+    """Fold body(at, block of r, carry) over the blocks, where `at` is the first row of the block.
+
+    The blocks come in the order of the recurrence, or `backwards`, in the opposite order.
+    """
     L = block(r, size)
     count = r.q.shape[1] // L
     if count == 1:
@@ -313,7 +338,10 @@ def walk(r: Recurrence, size: int, body, carry, backwards: bool):
 
     def step(i, carry):
         at = (count - 1 - i if r.reverse != backwards else i) * L
-        rows = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, at, L, 1)  # noqa: E731
+
+        def rows(x: Array | None) -> Array | None:
+            return None if x is None else lax.dynamic_slice_in_dim(x, at, L, 1)
+
         decay = Decay(r.decay.constant, rows(r.decay.head), rows(r.decay.key))
         return body(at, r.replace(q=rows(r.q), k=rows(r.k), v=rows(r.v), decay=decay), carry)
 
@@ -321,50 +349,49 @@ def walk(r: Recurrence, size: int, body, carry, backwards: bool):
 
 
 def solve(r: Recurrence, size: int) -> tuple[Outputs, Float[Array, "B chunks H K V"] | None]:
-    """The outputs, and the state before each chunk, but for groups of heads."""
+    """Return the outputs and the state before each chunk; None in place of the states for groups of heads."""
     (B, T), (H, K, V) = r.q.shape[:2], r.state_shape[1:]
-    if by_heads(r, size):
-        parts, final, _ = forward(Problem(r, size, of_heads=True))
+    if groups_heads(r, size):
+        parts, final, _ = forward(GroupedChunks(r, size, of_heads=True))
         return Outputs(join(parts, H, r.q.dtype), final), None
 
     def body(at, part: Recurrence, carry):
-        state, output, kept = carry
-        o, state, before = forward(Problem(part.replace(initial_state=state), size))
+        state, output, saved = carry
+        o, state, before = forward(GroupedChunks(part.replace(initial_state=state), size))
         before = [x.reshape(B, -1, 1, H, K * V) for x in before]  # as rows of size 1
-        return state, write(output, o, at), write(kept, before, at // size)
+        return state, write(output, o, at), write(saved, before, at // size)
 
-    output, kept = jnp.zeros((B, T, H, V), r.q.dtype), jnp.ones((B, T // size, H, K * V), r.dtype)
-    state, output, kept = walk(r, size, body, (r.start_state, output, kept), backwards=False)
-    return Outputs(output, state), kept.reshape(B, T // size, H, K, V)
+    output, saved = jnp.zeros((B, T, H, V), r.q.dtype), jnp.ones((B, T // size, H, K * V), r.dtype)
+    state, output, saved = scan_blocks(r, size, body, (r.start_state, output, saved), backwards=False)
+    return Outputs(output, state), saved.reshape(B, T // size, H, K, V)
 
 
-def vjp(r: Recurrence, size: int, d_output, d_final, kept: Float[Array, "B chunks H K V"] | None) -> Recurrence:
-    """The gradient in every input, from the states that `solve` returns, or from those that another pass forms again."""
+def vjp(r: Recurrence, size: int, d_output, d_final, saved: Float[Array, "B chunks H K V"] | None) -> Recurrence:
+    """Return the gradient of every input from the states that `solve` returned; None recomputes them."""
     d_final = d_final.astype(r.dtype)
     log = log_decays(r)
-    if by_heads(r, size):
-        parts, d_state, d_scale = backward(Problem(r, size, of_heads=True), d_output, d_final, None)
+    if groups_heads(r, size):
+        parts, d_state, d_scale = backward(GroupedChunks(r, size, of_heads=True), d_output, d_final, None)
         d = [
             None if x is None else join(y, x.shape[2], x.dtype)
             for x, y in zip((r.q, r.k, r.v, log), parts, strict=True)
         ]
         return assembled(r, *d, d_state, d_scale)
-    if kept is None:
-        kept = solve(r, size)[1]
+    if saved is None:
+        saved = solve(r, size)[1]
 
     def body(at, part: Recurrence, carry):
         d, d_state, d_scale = carry
-        rows = lambda x, at, n: lax.dynamic_slice_in_dim(x, at, n, 1)  # noqa: E731
         L = part.q.shape[1]
-        parts, d_state, more = backward(
-            Problem(part, size), rows(d_output, at, L), d_state, rows(kept, at // size, L // size)
-        )
+        d_rows = lax.dynamic_slice_in_dim(d_output, at, L, 1)
+        states = lax.dynamic_slice_in_dim(saved, at // size, L // size, 1)
+        parts, d_state, more = backward(GroupedChunks(part, size), d_rows, d_state, states)
         d = [None if x is None else write(x, y, at) for x, y in zip(d, parts, strict=True)]
         return d, d_state, d_scale + more
 
-    # Of arrays of one number XLA would make one, and copy it.
+    # XLA would merge arrays filled with the same number into one, and copy it. Every row is overwritten.
     blank = [None if x is None else jnp.full(x.shape, i, x.dtype) for i, x in enumerate((r.q, r.k, r.v, log))]
-    d, d_state, d_scale = walk(r, size, body, (blank, d_final, jnp.zeros_like(r.scale)), backwards=True)
+    d, d_state, d_scale = scan_blocks(r, size, body, (blank, d_final, jnp.zeros_like(r.scale)), backwards=True)
     return assembled(r, *d, d_state, d_scale)
 
 

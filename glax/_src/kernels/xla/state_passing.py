@@ -1,9 +1,15 @@
-"""How the state passes from chunk to chunk, for `at_once`: in a loop, or, of a head with one decay, as one product.
+"""Pass the state from chunk to chunk for `chunk_parallel`: in a loop, or in one matrix product for per-head gates.
 
-Forwards this is the state S, of which each chunk adds k^T v, decayed to the chunk's end; against time D, its gradient, of
-q^T do, decayed to the chunk's begin. So all that passes are states as the recurrence has them: where a decay between chunks is 0,
-what it would multiply is gone. From middle to middle decays are of up to e^-120, which is 0 in float32, and what is left at a
-middle may be e^60 too large, so that a product of the two would lose tokens that count.
+Chunk c decays a state by e^{log_c} and adds a [K, V] matrix to it:
+
+    X' = e^{log_c} X + added_c
+
+In the forward, X is the state S, and `added` is k^T v decayed to the end of the chunk. In the gradient, X is D = dL/dS, the
+chunks come in the opposite order, and `added` is q^T do decayed to the beginning of the chunk.
+
+X is always the state at a chunk's edge, as the recurrence defines it. It is never the state at a chunk's middle: decays between
+two middles reach e^-120, which is 0 in float32, while a factor at a middle may be too large by e^60. Their product would lose
+tokens that matter.
 """
 
 from typing import NamedTuple
@@ -16,51 +22,59 @@ from jaxtyping import Array, Float
 
 from glax._src.kernels.xla.chunk_math import State, matmul, outer, state_decay
 
-# ---- in a loop, all heads ---------------------------------------------------------------------------------------------
+# ---- in a loop, for all gates -------------------------------------------------------------------------------------------
 
 
-def pass_on(first, logs, added, against: bool):
-    """X' = e^{log_c} X + added_c over the chunks c in order, or `against` it, from X = first.
+def scan_states(first, logs, added, descending: bool):
+    """Compute X' = e^{log_c} X + added_c over all chunks c, from X = first [B, H, K, V].
 
-    Returns before, after, last: of each group the X before and behind each chunk, [B, n, H, K, V], and X behind them all.
+    logs and added: one array per group of n chunks, [B, n, H, K or 1, 1] and [B, n, H, K, V].
+    descending: from the last chunk to the first.
+
+    Returns (before, after, last). `before` and `after` hold, for each group, X before and after each chunk, [B, n, H, K, V].
+    `last` is X after all chunks, [B, H, K, V].
     """
-    X, before, after, order = State.of(first), [], [], slice(None, None, -1 if against else 1)
+    X, before, after, order = State.of(first), [], [], slice(None, None, -1 if descending else 1)
     for log, new in list(zip(logs, added, strict=True))[order]:
-        X, found = within_group(X, log, new, against)
+        X, found = scan_group(X, log, new, descending)
         earlier, later = found[:, :-1], found[:, 1:]
-        before.append(later if against else earlier)
-        after.append(earlier if against else later)
+        before.append(later if descending else earlier)
+        after.append(earlier if descending else later)
     return before[order], after[order], X.high
 
 
-def within_group(X: State, log, added, against: bool):
-    """The same for one group, in the array that holds what is added: X behind the group, and [B, n + 1, H, K, V].
+def scan_group(X: State, log, added, descending: bool):
+    """Compute the recurrence of `scan_states` over one group of n chunks.
 
-    In a loop, for XLA would form a chunk's X from all before it, again for each.
+    Returns X after the group and all X of the group, [B, n + 1, H, K, V], in the array that held `added`.
+
+    A loop computes it, because XLA would otherwise recompute all earlier X for each chunk.
     """
     n, decay = added.shape[1], state_decay(log)
-    found = jnp.concatenate([added, X.high[:, None]] if against else [X.high[:, None], added], axis=1)
+    found = jnp.concatenate([added, X.high[:, None]] if descending else [X.high[:, None], added], axis=1)
 
     def step(i, carry):
         X, found = carry
-        c = n - 1 - i if against else i
-        at = c if against else c + 1
-        own = jax.tree.map(lambda factor: lax.dynamic_index_in_dim(factor, c, 1, keepdims=False), decay)
-        X = X.behind(own, lax.dynamic_index_in_dim(found, at, 1, keepdims=False))
+        c = n - 1 - i if descending else i
+        at = c if descending else c + 1
+        factor_of_chunk = jax.tree.map(lambda factor: lax.dynamic_index_in_dim(factor, c, 1, keepdims=False), decay)
+        X = X.advance(factor_of_chunk, lax.dynamic_index_in_dim(found, at, 1, keepdims=False))
         return X, lax.dynamic_update_index_in_dim(found, X.high, at, 1)
 
     return lax.fori_loop(0, n, step, (X, found))
 
 
-# ---- as one product, heads of one decay -------------------------------------------------------------------------------
+# ---- in one product, for per-head gates -------------------------------------------------------------------------------
 
 
-class Links(NamedTuple):
-    """How the chunks of each head are linked, for groups of heads: what decays leave of a state.
+class ChunkDecays(NamedTuple):
+    """The decays between the n chunks of each of H heads. A chunk's `added` is the matrix that it adds to the state.
 
-    between [B, H, n, n]: [c, d] of what chunk d adds, before chunk c; 0 unless d is before c.
-    first, last [B, H, n, 1]: of the initial state, before c; of what d adds, at the end. whole [B, H, 1, 1]: from the first to
-    the last. through [B, H * n, 1, 1]: from before a chunk to behind it.
+    between  [B, H, n, n]        entry [c, d]: from the end of chunk d to the beginning of chunk c; 0 unless d is before c
+    first    [B, H, n, 1]        from the initial state to the beginning of each chunk
+    last     [B, H, n, 1]        from the end of each chunk to the final state
+    whole    [B, H, 1, 1]        from the initial state to the final state
+    through  [B, H * n, 1, 1]    from the beginning of each chunk to its end
     """
 
     between: Array
@@ -70,29 +84,40 @@ class Links(NamedTuple):
     through: Array
 
 
-def links(log: Float[Array, "B n H"], reverse: bool) -> Links:
-    """From the log decay of each chunk. Each exponent is a sum, never a difference of two."""
+def chunk_decays(log: Float[Array, "B n H"], reverse: bool) -> ChunkDecays:
+    """Compute the decays between chunks from each chunk's log decay. Each exponent is a sum, never a difference of sums."""
     log = log.transpose(0, 2, 1)
     n = log.shape[2]
     c, d, x = np.mgrid[:n, :n, :n] * (-1 if reverse else 1)
     inside, before = (d < x) & (x < c), (x < c)[:, 0]
-    across = lambda matrix: jnp.einsum(  # noqa: E731
-        "px,bhx->bhp", jnp.asarray(matrix, log.dtype), log, precision=lax.Precision.HIGHEST
-    )
+
+    def across(matrix: np.ndarray) -> Array:
+        """Sum the log decays that each row of `matrix` [P, n] selects: [B, H, P]."""
+        return jnp.einsum("px,bhx->bhp", jnp.asarray(matrix, log.dtype), log, precision=lax.Precision.HIGHEST)
+
     past = across(inside.reshape(n * n, n)).reshape(*log.shape, n)
     between = jnp.where((d < c)[..., 0], jnp.exp(past), 0)
     first, last = jnp.exp(across(before)), jnp.exp(across(before.T))
     through = jnp.exp(log).reshape(log.shape[0], -1, 1, 1)
-    return Links(between, first[..., None], last[..., None], jnp.exp(log.sum(2))[..., None, None], through)
+    return ChunkDecays(between, first[..., None], last[..., None], jnp.exp(log.sum(2))[..., None, None], through)
 
 
-def add_up(links: Links, X: Float[Array, "B H K V"], added: Float[Array, "B H*n K V"], against: bool):
-    """X before each chunk of a group of heads (`against`: behind it), [B, H * n, K, V], and behind them all, from the first X."""
-    B, H, n, _ = links.first.shape
+def apply_chunk_decays(
+    decays: ChunkDecays, X: Float[Array, "B H K V"], added: Float[Array, "B H*n K V"], adjoint: bool
+):
+    """Compute X before each chunk from the first X, in one product per group of heads; with `adjoint`, X after each chunk.
+
+    Returns X of each chunk, [B, H * n, K, V], and X after all chunks, [B, H, K, V]. With `adjoint` the chunks come in the
+    opposite order, as in the gradient.
+    """
+    B, H, n, _ = decays.first.shape
     terms, X = added.reshape(B, H, n, -1), X.reshape(B, H, 1, -1)
-    # XLA drops zeros that are chosen among by a constant, but not a product with them.
-    plus = lambda x, factor: jnp.where((X != 0).any(), x + factor * X, x)  # noqa: E731
-    first, last = (links.last, links.first) if against else (links.first, links.last)
-    each = outer(links.between, terms) if against else matmul(links.between, terms)
-    each, behind = plus(each, first), plus(outer(last, terms), links.whole)
+
+    def plus(x: Array, factor: Array) -> Array:
+        # A select lets XLA drop the product where X is a constant 0; it would compute x + factor * 0.
+        return jnp.where((X != 0).any(), x + factor * X, x)
+
+    first, last = (decays.last, decays.first) if adjoint else (decays.first, decays.last)
+    each = outer(decays.between, terms) if adjoint else matmul(decays.between, terms)
+    each, behind = plus(each, first), plus(outer(last, terms), decays.whole)
     return each.reshape(added.shape), behind.reshape(B, H, *added.shape[2:])

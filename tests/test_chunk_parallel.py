@@ -1,4 +1,4 @@
-"""Chunks that XLA solves many at once on CPUs: which, in what blocks, and that others are left to the walk."""
+"""The chunk-parallel form of XLA on CPUs: its results, the shapes it supports, and gates for which it is not exact."""
 
 import dataclasses
 import functools
@@ -28,19 +28,19 @@ def close(got, want):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.abs(y).max())
 
 
-def same_as_the_walk(case: Case, strength: str = "log-sigmoid"):
+def assert_equals_chunk_scan(case: Case, strength: str = "log-sigmoid"):
     r, config = recurrence(case, strength), ChunkedConfig(C)
     cotangent = cotangents(case, r)
     outputs, states = quick_jit(lambda r: chunk_parallel.solve(r, C))(r)
-    want, before = quick_jit(lambda r: chunk_scan.by_walk(r, config, keep=True))(r)
+    want, before = quick_jit(lambda r: chunk_scan.forward_by_scan(r, config, save_states=True))(r)
     close(outputs, want)
-    assert (states is None) == chunk_parallel.by_heads(r, C)
+    assert (states is None) == chunk_parallel.groups_heads(r, C)
     if states is not None:
         close(states, before)
-    vjp = quick_jit(lambda r, kept: chunk_parallel.vjp(r, C, *cotangent, kept))
-    want = quick_jit(lambda r: chunk_scan.vjp_by_walk(r, config, *cotangent, None))(r)
-    for kept in (states, None):
-        close(vjp(r, kept), want)
+    vjp = quick_jit(lambda r, residuals: chunk_parallel.vjp(r, C, *cotangent, residuals))
+    want = quick_jit(lambda r: chunk_scan.vjp_by_scan(r, config.chunk, *cotangent, None))(r)
+    for residuals in (states, None):
+        close(vjp(r, residuals), want)
 
 
 both_ways = pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
@@ -49,49 +49,49 @@ every_gate = pytest.mark.parametrize("gates", [(), ("g_gamma",), ("g",), ("gk",)
 
 @both_ways
 @every_gate
-def test_block_after_block(gates, reverse, monkeypatch):
+def test_blocks_equal_chunk_scan(gates, reverse, monkeypatch):
     monkeypatch.setattr(chunk_parallel, "BLOCK", 1)
     case = dataclasses.replace(CASE, gates=gates, reverse=reverse)
     assert chunk_parallel.block(recurrence(case, "log-sigmoid"), C) == chunk_parallel.GROUPS * C < case.T
-    same_as_the_walk(case)
+    assert_equals_chunk_scan(case)
 
 
-def test_memory_follows_the_block(monkeypatch):
-    """Not the length: beside the states that are kept, a longer problem needs no more."""
+def test_memory_depends_on_the_block_alone(monkeypatch):
+    """The gradient of a longer sequence needs no more memory, except for the saved states."""
     monkeypatch.setattr(chunk_parallel, "BLOCK", 2**13)
     needs = []
     for T in (1024, 4096):
         r = recurrence(dataclasses.replace(CASE, T=T, heads=(2, 2, 2)), "mild")
         cotangent = cotangents(CASE, r)
-        kept = chunk_parallel.solve(r, C)[1]
-        run = quick_jit(lambda r, kept, *cotangent: chunk_parallel.vjp(r, C, *cotangent, kept))
-        needs.append(run.lower(r, kept, *cotangent).compile().memory_analysis().temp_size_in_bytes)
+        residuals = chunk_parallel.solve(r, C)[1]
+        run = quick_jit(lambda r, residuals, *cotangent: chunk_parallel.vjp(r, C, *cotangent, residuals))
+        needs.append(run.lower(r, residuals, *cotangent).compile().memory_analysis().temp_size_in_bytes)
     assert needs[1] < 1.1 * needs[0] < 40 * 4 * chunk_parallel.BLOCK
 
 
 @both_ways
 @every_gate
 @pytest.mark.parametrize("heads", [(4, 2, 1), (2, 2, 1)], ids=["groups of heads", "too few heads"])
-def test_all_in_one_block(heads, gates, reverse):
+def test_one_block_equals_chunk_scan(heads, gates, reverse):
     case = dataclasses.replace(CASE, heads=heads, gates=gates, reverse=reverse)
     r = recurrence(case, "log-sigmoid")
     assert chunk_parallel.block(r, C) == case.T
-    assert chunk_parallel.by_heads(r, C) == (heads[0] == chunk_parallel.GROUPS and gates != ("gk",))
-    same_as_the_walk(case)
+    assert chunk_parallel.groups_heads(r, C) == (heads[0] == chunk_parallel.GROUPS and gates != ("gk",))
+    assert_equals_chunk_scan(case)
 
 
 @pytest.mark.fast
 def test_one_of_each_form():
-    same_as_the_walk(CASE)
-    same_as_the_walk(dataclasses.replace(CASE, gates=("g",)))
+    assert_equals_chunk_scan(CASE)
+    assert_equals_chunk_scan(dataclasses.replace(CASE, gates=("g",)))
 
 
 @pytest.mark.fast
 def test_groups_of_heads_have_few_chunks():
-    """The matrix of what is left from chunk to chunk is never larger than one of a chunk's pairs."""
+    """The matrix of decays between chunks is never larger than a matrix of a chunk's pairs."""
     for T in (C**2, C**2 + chunk_parallel.GROUPS * C):
         r = recurrence(dataclasses.replace(CASE, B=1, T=T, K=1, V=1, gates=("g",)), "mild")
-        assert chunk_parallel.block(r, C) == T and chunk_parallel.by_heads(r, C) == (T == C**2)
+        assert chunk_parallel.block(r, C) == T and chunk_parallel.groups_heads(r, C) == (T == C**2)
 
 
 @pytest.mark.fast
@@ -112,7 +112,7 @@ def test_blocks_are_small_and_whole():
     [dict(gates=("gv",)), dict(gates=("gk", "gv")), dict(cuts=(0, 128), B=1), dict(T=120), dict(B=2**12)],
     ids=str,
 )
-def test_who_is_left_to_the_walk(changes):
+def test_unsupported_shapes_use_chunk_scan(changes):
     if "B" in changes and "cuts" not in changes:
         r = recurrence(CASE, "mild")
         wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((changes["B"], *x.shape[1:]), x.dtype), (r.q, r.k, r.v))
@@ -123,7 +123,7 @@ def test_who_is_left_to_the_walk(changes):
     assert chunk_parallel.suits(recurrence(CASE, "mild"), C)
 
 
-# Of one block the form is always computed, and overwritten; of several it is one of two branches.
+# With one block, the form is always computed and its result may be overwritten. With several, it is a branch of lax.cond.
 in_one_and_in_blocks = pytest.mark.parametrize("blocks", [1, 2], ids=["one block", "blocks"])
 
 
@@ -137,42 +137,44 @@ def cut_into(blocks: int, monkeypatch):
 @in_one_and_in_blocks
 @pytest.mark.parametrize("gate", ["gk", "g"])
 @pytest.mark.parametrize("strength", ["log-sigmoid", "+0.05", "-7", "-20", "-inf on 5%"])
-def test_out_of_reach_is_left_to_the_walk(gate, strength, blocks, monkeypatch):
-    """One compiled function: the gates tell at run time. The form itself is made wrong, to see where it is taken."""
+def test_out_of_range_gates_use_chunk_scan(gate, strength, blocks, monkeypatch):
+    """One compiled function selects the form at run time. The test adds an error to the form to see where it is taken."""
     cut_into(blocks, monkeypatch)
     case = dataclasses.replace(CASE, gates=(gate,))
     r, config, solve = recurrence(case, strength), ChunkedConfig(C), chunk_parallel.solve
-    mild = strength in ("log-sigmoid", "+0.05")  # of -7 the gradient would drown in the tokens' own parts
-    assert bool(chunk_parallel.within(r, C)) == mild
+    mild = strength in ("log-sigmoid", "+0.05")  # at -7, the pairs of tokens with themselves would exceed the gradient
+    assert bool(chunk_parallel.in_range(r, C)) == mild
 
     def wrong(r, size):
         outputs, states = solve(r, size)
         return outputs._replace(output=outputs.output + 1e6), states
 
     monkeypatch.setattr(chunk_parallel, "solve", wrong)
-    (output, _), states, blank = quick_jit(lambda r: chunk_scan.solve(r, config, keep=True))(r)
+    (output, _), states, blank = quick_jit(lambda r: chunk_scan.solve(r, config, save_states=True))(r)
     assert bool(blank) != mild
-    assert states is None if chunk_parallel.by_heads(r, C) else bool((states != 0).any()) == mild
+    assert states is None if chunk_parallel.groups_heads(r, C) else bool((states != 0).any()) == mild
     assert bool((output > 5e5).all()) == mild and bool((output > 5e5).any()) == mild
 
 
 @pytest.mark.parametrize("size", [15, 16])
 def test_no_exponent_is_underestimated(size):
-    """Of decays the largest sum from a chunk's middle decides and nothing else; gates that grow may be taken for more."""
+    """For decays, the largest sum from a chunk's middle decides. For growing gates, the bound may be too large."""
     rng = np.random.default_rng(0)
     case = dataclasses.replace(CASE, gates=("gk",), T=8 * size)
     r = recurrence(case, "mild")
-    within = jax.jit(lambda log: chunk_parallel.within(r.replace(decay=dataclasses.replace(r.decay, key=log)), size))
+    in_range = jax.jit(
+        lambda log: chunk_parallel.in_range(r.replace(decay=dataclasses.replace(r.decay, key=log)), size)
+    )
     decided = set()
     for scale, growing in itertools.product(np.geomspace(0.25, 32, 30), (0, 0.001, 0.2)):
         log = -scale * rng.random(r.decay.key.shape, np.float32)
         log = np.where(rng.random(log.shape) < growing, -log, log)
         halves = np.abs(log.reshape(-1, size, log[0, 0].size))
         halves = halves[:, : size // 2], halves[:, size // 2 :]
-        reach, found = max(half.sum(1).max() for half in halves), bool(within(log))
-        assert found <= (reach <= size)
+        largest, found = max(half.sum(1).max() for half in halves), bool(in_range(log))
+        assert found <= (largest <= size)
         if size % 2 == 0 and not growing:
-            assert found == (reach <= size)
+            assert found == (largest <= size)
         decided.add(found)
     assert decided == {True, False}
 
@@ -180,19 +182,19 @@ def test_no_exponent_is_underestimated(size):
 @needs_cpu
 @pytest.mark.parametrize("gate", ["gk", "g"])
 def test_range_of_inputs_at_the_limit(gate):
-    """Of chunks of 64 tokens with gates just inside the limit, see `limits`."""
+    """Chunks of 64 tokens with gates just inside the limit of `common.limits` have the range of inputs stated there."""
     case = dataclasses.replace(CASE, B=1, T=256, gates=(gate,), state_dtype=None)
     r, config = recurrence(case, "-1.87"), ChunkedConfig(64)
-    assert chunk_parallel.suits(r, 64) and bool(chunk_parallel.within(r, 64))
+    assert chunk_parallel.suits(r, 64) and bool(chunk_parallel.in_range(r, 64))
     run, vjp = (
         quick_jit(lambda r: chunk_parallel.solve(r, 64)[0]),
         quick_jit(lambda r, *d: chunk_parallel.vjp(r, 64, *d, None)),
     )
-    walk = quick_jit(lambda r: chunk_scan.by_walk(r, config, keep=False)[0])
+    scan = quick_jit(lambda r: chunk_scan.forward_by_scan(r, config, save_states=False)[0])
     d_output, d_final = cotangents(case, r)
     want, d_want = (
-        walk(r),
-        quick_jit(lambda r, *d: chunk_scan.vjp_by_walk(r, ChunkedConfig(16), *d, None))(r, d_output, d_final),
+        scan(r),
+        quick_jit(lambda r, *d: chunk_scan.vjp_by_scan(r, 16, *d, None))(r, d_output, d_final),
     )
     for factor in (2.0**33, 2.0**-23):  # 1e10, 1e-7
         for name in ("k", "v"):
@@ -206,32 +208,32 @@ def test_range_of_inputs_at_the_limit(gate):
 @needs_cpu
 @in_one_and_in_blocks
 @pytest.mark.parametrize("gate", ["gk", "g", "g_gamma"])
-def test_what_the_form_makes_of_strong_gates_is_gone(gate, blocks, monkeypatch):
-    """Infinities and NaN: nothing of them stays in results, nor in what is kept, nor in the gradient from it or without."""
+def test_strong_gates_leave_no_infinities_or_nan(gate, blocks, monkeypatch):
+    """Neither results nor residuals nor gradients, with residuals or without, hold infinities or NaN of the form."""
     cut_into(blocks, monkeypatch)
     case, config = dataclasses.replace(CASE, gates=(gate,)), ChunkedConfig(C)
     cotangent = cotangents(case, recurrence(case, "mild"))
     run = quick_jit(lambda r: chunk_scan.chunked_with_residuals(r, config=config))
-    walk = quick_jit(lambda r: chunk_scan.by_walk(r, config, keep=False)[0])
-    vjp = quick_jit(lambda r, kept: chunk_scan.chunked_vjp(r, *cotangent, kept, config=config))
-    vjp_of_walk = quick_jit(lambda r: chunk_scan.vjp_by_walk(r, config, *cotangent, None))
+    scan = quick_jit(lambda r: chunk_scan.forward_by_scan(r, config, save_states=False)[0])
+    vjp = quick_jit(lambda r, residuals: chunk_scan.chunked_vjp(r, *cotangent, residuals, config=config))
+    vjp_by_scan = quick_jit(lambda r: chunk_scan.vjp_by_scan(r, config.chunk, *cotangent, None))
     for strength in ("-20", "-120", "-inf", "-inf on 5%"):
         r = recurrence(case, strength)
-        outputs, kept = run(r)
-        assert bool((kept.far == 1).all())
-        # Groups of heads keep the first state alone.
+        outputs, residuals = run(r)
+        assert bool((residuals.far == 1).all())
+        # Groups of heads save the initial state only.
         assert (
-            np.array_equal(kept.states, r.start_state[:, None])
-            if chunk_parallel.by_heads(r, C)
-            else not kept.states.any()
+            np.array_equal(residuals.states, r.start_state[:, None])
+            if chunk_parallel.groups_heads(r, C)
+            else not residuals.states.any()
         )
-        close(outputs, walk(r))
-        for known in (kept, None):
-            close(vjp(r, known), vjp_of_walk(r))
+        close(outputs, scan(r))
+        for known in (residuals, None):
+            close(vjp(r, known), vjp_by_scan(r))
 
 
 def calls_of(gate: str):
-    """Arguments of three calls, the second out of reach, on a first axis; and loss and gradient of one, in chunks of a size."""
+    """Arguments of three calls, the second out of largest, on a first axis; and loss and gradient of one, in chunks of a size."""
     case = dataclasses.replace(CASE, B=1, heads=(2, 2, 2), gates=(gate,), state_dtype=None)
     calls = [list(inputs(case, strength).values()) for strength in ("mild", "-inf on 5%", "log-sigmoid")]
 
@@ -244,8 +246,8 @@ def calls_of(gate: str):
 
 @needs_cpu
 @pytest.mark.parametrize("gate", ["gk", "g"])
-def test_one_of_several_calls_is_out_of_reach(gate):
-    """Under vmap, in a scan over the calls, and on devices of their own."""
+def test_one_of_several_calls_is_out_of_range(gate):
+    """Calls in a vmap, in a scan and in a shard_map select their forms independently."""
     calls, each = calls_of(gate)
     results = [quick_jit(each)(*(x[i] for x in calls)) for i in range(3)]
     want = jax.tree.map(lambda *x: jnp.stack(x), *results)
@@ -260,7 +262,7 @@ def test_one_of_several_calls_is_out_of_reach(gate):
 
 @needs_cpu
 def test_second_derivatives():
-    """Of calls within reach and not, as in chunks that go one by one."""
+    """Of calls within largest and not, as in chunks that go one by one."""
     calls, each = calls_of("gk")
 
     def energy(size, *x):
@@ -273,8 +275,8 @@ def test_second_derivatives():
 
 
 @needs_cpu
-def test_no_alarm_for_what_is_overwritten():
-    """Under jax_debug_nans, outside of jit: the states that are kept are results of a program too."""
+def test_overwritten_nan_passes_debug_nans():
+    """jax_debug_nans raises no error outside of jit, where the saved states are results of a program."""
     calls, each = calls_of("gk")
     with jax.debug_nans(True):
         each(*(x[1] for x in calls))
