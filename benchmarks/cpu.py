@@ -144,7 +144,10 @@ def in_mode(f, mode: str):
     """Return f without its cotangent, or <f, do> and its gradient with respect to q, k, v and the gate."""
     if mode == "forward":
         return lambda q, k, v, gate, do: f(q, k, v, gate)
-    loss = lambda q, k, v, gate, do: jnp.vdot(f(q, k, v, gate), do)  # noqa: E731
+
+    def loss(q, k, v, gate, do):
+        return jnp.vdot(f(q, k, v, gate), do)
+
     return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
 
 
@@ -174,7 +177,10 @@ def measure(problem: Problem, mode: str, args) -> dict:
         runs[name], errors[name] = run, relative_error(run(*operands), want)
     del got, want  # memory that the timed runs may need
     times = interleaved(runs, *operands, repeats=args.repeats, seconds=args.seconds, warm=True)
-    fastest = lambda names: min(names, key=lambda name: times[name].median)  # noqa: E731
+
+    def fastest(names):
+        return min(names, key=lambda name: times[name].median)
+
     best = fastest([name for name in times if name not in ours and "torch" not in name])
     rival = fastest([name for name in times if name not in ours or "xla" in name.lower()])
     took = [chosen(r, gradient) for gradient in ((False,) if mode == "forward" else (False, True))]
@@ -377,7 +383,10 @@ def variants() -> dict:
         value=dict(gv=per_channel),
         both=dict(gk=per_channel, gv=per_channel),
     )
-    recurrent = lambda q, k, v, gates, **options: glax.recurrent(q, k, v, **gates, **options)  # noqa: E731
+
+    def recurrent(q, k, v, gates, **options):
+        return glax.recurrent(q, k, v, **gates, **options)
+
     return {
         **{f"recurrent, decay: {name}": (recurrent, gates) for name, gates in forms.items()},
         "recurrent, packed": (lambda *x: recurrent(*x, cu_seqlens=cuts), forms["key"]),
@@ -397,7 +406,10 @@ def compiling(args) -> dict:
     x = jnp.ones((1, 2048, 4, 64))
     results = []
     for i, (name, (f, gates)) in enumerate(variants().items()):
-        loss = lambda q, k, v, gates, f=f: f(q, k, v, gates).output.sum()  # noqa: E731
+
+        def loss(q, k, v, gates, f=f):
+            return f(q, k, v, gates).output.sum()
+
         for _ in range(2 if i == 0 else 1):
             jax.clear_caches()
             begin = time.perf_counter()
