@@ -254,7 +254,10 @@ def test_one_of_several_calls_is_out_of_range(gate):
     close(quick_jit(jax.vmap(each))(*calls), want)
     close(quick_jit(lambda *xs: jax.lax.scan(lambda _, x: (None, each(*x)), None, xs)[1])(*calls), want)
     own = P("calls")
-    on_each = lambda *xs: jax.tree.map(lambda x: x[None], each(*(x[0] for x in xs)))  # noqa: E731
+
+    def on_each(*xs):
+        return jax.tree.map(lambda x: x[None], each(*(x[0] for x in xs)))
+
     mesh = jax.make_mesh((3,), ("calls",), axis_types=(AxisType.Auto,))
     spread = jax.shard_map(on_each, mesh=mesh, in_specs=own, out_specs=own)
     close(quick_jit(spread)(*calls), want)
