@@ -90,9 +90,9 @@ inline void step_head(const Step& p, int64_t b, int64_t h, int64_t slot) {
   const auto row = [&](const Tensor& x) {
     return x.data + (b * x.heads + h * x.heads / p.H) * x.width * x.bytes();
   };
-  float head = 0;
-  if (p.head.data) widen(row(p.head), p.head.type, 1, &head);
-  if (p.constant) head = p.constant[b * p.H + h];
+  float heads[LANES] = {};  // widen() pads a row to a whole vector
+  if (p.head.data) widen(row(p.head), p.head.type, 1, heads);
+  const float head = p.constant ? p.constant[b * p.H + h] : heads[0];
   const auto part = [](const Tensor& x, const char* from, int64_t first, int64_t count, float* to) {
     widen(from + first * x.bytes(), x.type, count, to);
   };
