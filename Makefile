@@ -45,6 +45,7 @@ fast: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 # Needs a C++ compiler, and no environment: where one is at hand, its jaxlib has the headers for one more file.
 sanitize:
