@@ -2,7 +2,7 @@
 
 docs/internals/experiments/hopper.md has the figures.
 
-Registered here, they are written in `launch`, which loads Pallas when one of them runs.
+They are registered here and written in `chunked`, which loads Pallas when one of them runs.
 """
 
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals
