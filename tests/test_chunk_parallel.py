@@ -220,7 +220,7 @@ def test_strong_gates_leave_no_infinities_or_nan(gate, blocks, monkeypatch):
     for strength in ("-20", "-120", "-inf", "-inf on 5%"):
         r = recurrence(case, strength)
         outputs, residuals = run(r)
-        assert bool((residuals.far == 1).all())
+        assert bool((residuals.out_of_range == 1).all())
         # Groups of heads save the initial state only.
         assert (
             np.array_equal(residuals.states, r.start_state[:, None])

@@ -45,7 +45,7 @@ def saving_kernel():
         if residuals is None:
             return d
         right = (jnp.abs(residuals.states - marks(r)[..., None, None]).max((3, 4)) < 1e-4) & (
-            residuals.far == (marks(r) > 0)
+            residuals.out_of_range == (marks(r) > 0)
         )
         off = fold_heads(jnp.where(right, 0.0, 1.0), r.q.shape[2])[..., None]
         return d.replace(q=d.q + off.astype(d.q.dtype))

@@ -150,7 +150,7 @@ class Residuals(NamedTuple):
     """
 
     states: Float[Array, "B runs H K V"]
-    far: Int[Array, "B chunks H"]
+    out_of_range: Int[Array, "B chunks H"]
 
 
 def spread_heads(x: Array, heads: int, axis: int = 2) -> Array:

@@ -88,7 +88,7 @@ def chunked_vjp(
     d_output = p.wide(d_output, p.V)
     d_start = p.starts(d_final, p.q, d_output, True) if begun is None else p.begun_from(d_final, *begun)
     against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None)
-    scanned = p.scan(against, p.q, d_output, d_start, out_of_range=residuals.far)
+    scanned = p.scan(against, p.q, d_output, d_start, out_of_range=residuals.out_of_range)
     form = gradient_key if p.key else gradient_head
     operands = p.chunkwise(d_output, residuals, scanned.states)
     dq, dk, dv, dg, d_scale = form(*operands, reverse=r.reverse, programs=multiprocessors())

@@ -145,7 +145,7 @@ class KernelLayout:
         )
 
     def scan(self, plan: Scan, a, b, start, table=None, out_of_range=None) -> ScanResults:
-        """Scan every segment in `table`. out_of_range: `far` of `Residuals`, which the scan of dL/dS reads."""
+        """Scan every segment in `table`. out_of_range: that field of `Residuals`, which the scan of dL/dS reads."""
         operands = (
             self.table if table is None else table,
             self.q,
@@ -240,7 +240,7 @@ class KernelLayout:
 
     def chunkwise(self, d_output, residuals: Residuals, behind):
         """The operands of the kernels in which every chunk stands alone; packed, every chunk is a sequence of its own."""
-        gates, out_of_range = self.gates, [residuals.far] if self.key else []
+        gates, out_of_range = self.gates, [residuals.out_of_range] if self.key else []
         if self.rows.begins is None:
             return self.q, self.k, self.v, gates, d_output, self.scales, residuals.states, behind, *out_of_range
         q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (self.q, self.k, self.v, d_output))

@@ -185,5 +185,5 @@ def chunked_vjp(
 
     if r.decay.form == "none":
         return together()
-    exact = (residuals.far == 0).all() if known else chunk_parallel.in_range(r, config.chunk)
+    exact = (residuals.out_of_range == 0).all() if known else chunk_parallel.in_range(r, config.chunk)
     return chunk_parallel.where_exact(exact, r, config.chunk, together, otherwise, trains=True)
