@@ -24,22 +24,15 @@ def log_decays(head, key, value, row, h, n, k, v, H: tl.constexpr, K: tl.constex
 
 
 @triton.jit
-def advance(S, added, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return S e^rows e^columns + added, [BK, BV], for the sides that have gates.
-
-    The change that a mild gate makes is added to the token's update before either is added to the state. Alone, that change
-    may be less than half a unit in the last place of the state, and would round to nothing at every token.
-    """
+def decayed(S, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return S e^rows e^columns, [BK, BV], for the sides that have gates."""
     if ROWS:
         mild, factor = change(rows)
-        if COLUMNS:
-            S = tl.where(mild[:, None], S, 0.0) + S * factor[:, None]
-        else:
-            S = tl.where(mild[:, None], S, 0.0) + (S * factor[:, None] + added)
+        S = tl.where(mild[:, None], S, 0.0) + S * factor[:, None]
     if COLUMNS:
         mild, factor = change(columns)
-        S = tl.where(mild[None, :], S, 0.0) + (S * factor[None, :] + added)
-    return S if ROWS or COLUMNS else S + added
+        S = tl.where(mild[None, :], S, 0.0) + S * factor[None, :]
+    return S
 
 
 @triton.jit
@@ -79,8 +72,8 @@ def recurrent(
     for t in range(0, filled):
         row = origin + SIGN * t
         rows, columns = log_decays(head, key, value, row, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
-        added = vector(k, row, hk, ck, HK, K)[:, None] * vector(v, row, hv, cv, HV, V)[None, :]
-        S = advance(S, added, rows, columns, HEAD != "none" or KEY, VALUE)
+        S = decayed(S, rows, columns, HEAD != "none" or KEY, VALUE)
+        S += vector(k, row, hk, ck, HK, K)[:, None] * vector(v, row, hv, cv, HV, V)[None, :]
         out = tl.sum(S * vector(q, row, hq, ck, HQ, K)[:, None], 0) * factor
         tl.store(at(o, row, h, H, V) + cv, out.to(o.dtype.element_ty), mask=cv < V)
     for t in range(filled, length):
@@ -112,7 +105,7 @@ def step(
         rows, columns = log_decays(head, key, value, n, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
         kt, vt = vector(k, n, h // (H // HK), ck, HK, K), vector(v, n, h // (H // HV), cv, HV, V)
         qt = vector(q, n, h // (H // HQ), ck, HQ, K)
-        S = advance(S, kt[:, None] * vt[None, :], rows, columns, HEAD != "none" or KEY, VALUE)
+        S = decayed(S, rows, columns, HEAD != "none" or KEY, VALUE) + kt[:, None] * vt[None, :]
         out = tl.sum(S * qt[:, None], 0) * factor
         store_state(pool, S, slot, h, ck, cv, H, K, V, "evict_first")
     tl.store(at(o, n, h, H, V) + cv, out.to(o.dtype.element_ty), mask=cv < V)
