@@ -70,15 +70,15 @@ triton-compiler: $(STAMP)
 
 triton: triton-compiler
 	@export PYTHONPATH=build/triton-$$($(BIN)/python -c '$(JAX_VERSION)') && \
-	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_triton.py \
-	    tests/test_parallel_overlap.py::test_triton_kernels_in_parts_do_no_more \
-	    'tests/test_parallel_overlap.py::test_kernels_in_parts_work_beside_the_exchange[triton]' $(ARGS) && \
-	  $(BIN)/python -m pytest -n $(JOBS) tests/test_triton_compile.py
+	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/conformance/test_triton.py \
+	    tests/parallel/test_parallel_overlap.py::test_triton_kernels_in_parts_do_no_more \
+	    'tests/parallel/test_parallel_overlap.py::test_kernels_in_parts_work_beside_the_exchange[triton]' $(ARGS) && \
+	  $(BIN)/python -m pytest -n $(JOBS) tests/hardware/test_triton_compile.py
 
 # The plugin of CUDA compiles with no GPU here, and with NVIDIA's compiler beside it.
 NVCC := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-nvdisasm==13.5.37
 hopper: hopper-budgets
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/test_hopper.py tests/test_hopper_gradient.py $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/conformance/test_hopper.py tests/conformance/test_hopper_gradient.py $(ARGS)
 
 hopper-compiler: $(STAMP)
 	@jax=$$($(BIN)/python -c '$(JAX_VERSION)') && test -d build/hopper-$$jax || \
@@ -86,10 +86,10 @@ hopper-compiler: $(STAMP)
 
 hopper-budgets: hopper-compiler
 	@PYTHONPATH=build/hopper-$$($(BIN)/python -c '$(JAX_VERSION)') JAX_PLATFORMS=cpu \
-	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -rP tests/test_hopper_compile.py
+	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -rP tests/hardware/test_hopper_compile.py
 
 # The tools are installed once; the build itself needs no network. Warnings and dead links are errors. No page's code is executed
-# here: tests/test_docs.py does that.
+# here: tests/tooling/test_docs.py does that.
 docs: $(STAMP)
 	@$(BIN)/python -c 'import myst_parser, sphinx_book_theme' 2>/dev/null || { \
 	  pins=constraints/python$$($(BIN)/python -c '$(VERSION)').txt; test -f $$pins || pins=/dev/null; \

@@ -45,7 +45,7 @@ def on_each(specs: list[KernelSpec]):
 
 
 def has_chunks(spec: KernelSpec, size: int) -> bool:
-    """Triton's are tiles, and tests/test_triton.py has what its configs say of others."""
+    """Triton's are tiles, and tests/conformance/test_triton.py has what its configs say of others."""
     tile = size in (16, 32, 64, 128)
     return "chunk" in {field.name for field in dataclasses.fields(spec.config)} and (
         tile or spec.platform is not Platform.TRITON

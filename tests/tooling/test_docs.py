@@ -14,7 +14,7 @@ from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
 from tests.close import assert_close
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 PYTHON = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 KERNEL_PAGE = "adding_a_kernel.md"

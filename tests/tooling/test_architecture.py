@@ -8,7 +8,7 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.fast
-ROOT = pathlib.Path(__file__).parent.parent / "glax"
+ROOT = pathlib.Path(__file__).parents[2] / "glax"
 
 # From the ground up: a module may import those of its own line and of lines above it.
 LAYERS = [

@@ -2,7 +2,7 @@
 
 A minute as it stands. Longer, and with other draws:
 
-    GLAX_FUZZ_SEED=7 GLAX_FUZZ_TIMES=20 python -m pytest tests/test_fuzz.py
+    GLAX_FUZZ_SEED=7 GLAX_FUZZ_TIMES=20 python -m pytest tests/conformance/test_fuzz.py
 
 A failure prints the smallest example that hypothesis finds. It holds everything: every array follows from its fields, so
 `check(Problem(...))` or `serve(Serving(...))` repeats it.

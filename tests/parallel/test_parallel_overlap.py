@@ -22,7 +22,7 @@ from glax.testing.reference import reference
 from tests.cases import FORMS, Case, inputs
 from tests.close import assert_close
 from tests.compiling import quick_jit
-from tests.test_parallel import WAITING, correcting, mesh_of
+from tests.parallel.test_parallel import WAITING, correcting, mesh_of
 
 __all__ = ["correcting"]  # a fixture
 COLLECTIVES = "all-gather", "collective-permute"

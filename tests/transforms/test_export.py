@@ -86,7 +86,7 @@ def processes(tmp_path_factory) -> list[dict]:
 
     def run(what: str) -> dict:
         command = [sys.executable, "-c", PROGRAM, str(folder), what]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=pathlib.Path(__file__).parent.parent)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=pathlib.Path(__file__).parents[2])
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 GLOSSARY = "docs/glossary.md"
 SEARCHED = ("docs", "benchmarks/results", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md")
 # The glossary lists the words, and old experiments may quote them.

@@ -1,7 +1,7 @@
 """The style rules that a syntax tree and a list of words can show, held in the package, the tests and the benchmarks.
 
 What does not fulfil a rule yet is listed in tests/style_exceptions.txt. The list only shrinks, and must end empty: a new
-violation fails, and so does an entry that has become clean. `python -m tests.test_style` takes out what has become clean.
+violation fails, and so does an entry that has become clean. `python -m tests.tooling.test_style` takes out what has become clean.
 With `--renew` it writes the list anew, for when a listed file or function is renamed.
 """
 
@@ -14,15 +14,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.test_words import retired
+from tests.tooling.test_words import retired
 
 pytestmark = pytest.mark.fast
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 EXCEPTIONS = ROOT / "tests" / "style_exceptions.txt"
 SEARCHED = ("glax", "tests", "benchmarks")
 SUFFIXES = (".py", ".h", ".cc", ".md", ".txt")
 # The list holds names of files, and the words' own test quotes two of the words.
-NO_PROSE = ("tests/style_exceptions.txt", "tests/test_words.py")
+NO_PROSE = ("tests/style_exceptions.txt", "tests/tooling/test_words.py")
 DEVICE_KERNELS = tuple(f"glax/_src/kernels/{platform}/" for platform in ("triton", "pallas_gpu", "pallas_tpu"))
 PRIVATE = ("glax/_src/", "glax/cli/", "tests/", "benchmarks/")
 

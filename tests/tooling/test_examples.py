@@ -16,7 +16,7 @@ from flax import nnx
 from glax.nn import ByteLM, ByteLMConfig
 from tests.compiling import UNOPTIMIZED
 
-EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
 def example(name: str):

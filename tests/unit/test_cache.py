@@ -64,14 +64,14 @@ WRITER = """
 import sys
 from glax._src.tuning.cache import Measurement
 from tests.cumulative import BlockConfig
-from tests.test_cache import cache, call
+from tests.unit.test_cache import cache, call
 for i in range(20):
     cache(sys.argv[1]).put(call(100 * int(sys.argv[2]) + i), Measurement(BlockConfig(i), 1.0))
 """
 
 
 def test_eight_writers_at_once_lose_nothing(tmp_path):
-    root = pathlib.Path(__file__).parent.parent
+    root = pathlib.Path(__file__).parents[2]
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(n)], cwd=root) for n in range(8)]
     assert [writer.wait() for writer in writers] == [0] * 8
     stored = cache(tmp_path)
