@@ -1,0 +1,186 @@
+"""Train GLA-340M on one NVIDIA GPU, by glax or by fla: tokens per second, peak memory, and where the device's time goes.
+
+python benchmarks/train.py                    # glax's layer in plain NNX, bfloat16, AdamW by optax
+python benchmarks/train.py --by fla           # fla's GLAForCausalLM under autocast, PyTorch's fused AdamW
+python benchmarks/train.py --by fla --part 0/16    # compiles a sixteenth of the candidates of its kernels, and trains nothing
+python benchmarks/train.py --profile          # the kernels that take longest, and the time of glax's own
+
+24 layers, width 1024, 4 heads of K = 128 and V = 256, SwiGLU of 2816, vocabulary 32000; batch 8 of 2048 tokens.
+The last line is a result in the form of benchmarks/results/README.md.
+"""
+
+import argparse
+import collections
+import functools
+import json
+import os
+import pathlib
+import tempfile
+import time
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+
+LAYERS, WIDTH, HEADS, VOCABULARY, HIDDEN = 24, 1024, 4, 32000, 2816
+STEPS = 10
+PEAK_FLOPS = 989e12  # of an H100 SXM, bfloat16
+
+
+def language_model():
+    """Return the model as a user writes it: glax's layer, and everything else by NNX."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from glax.nn.layers import GatedLinearAttention
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            def linear(width, out):
+                return nnx.Linear(width, out, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+
+            self.before_mixing, self.before_mlp = (nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs) for _ in range(2))
+            self.mixing = GatedLinearAttention(
+                WIDTH, num_heads=HEADS, key_width=128, value_width=256, dtype=jnp.bfloat16, rngs=rngs
+            )
+            self.gate, self.up, self.down = linear(WIDTH, HIDDEN), linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
+
+        def __call__(self, x):
+            x = x + self.mixing(self.before_mixing(x))[0]
+            y = self.before_mlp(x)
+            return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embedding = nnx.Embed(VOCABULARY, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+            self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+            self.norm = nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+            self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+
+        def __call__(self, tokens):
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    return nnx.split(Model(nnx.Rngs(0)))
+
+
+def by_glax(args) -> dict:
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+    graph, params = language_model()
+    optimizer = optax.adamw(3e-4)
+    state = jax.jit(optimizer.init)(params)
+
+    def loss(params, tokens):
+        logits = nnx.merge(graph, params)(tokens[:, :-1]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, tokens):
+        value, gradient = jax.value_and_grad(loss)(params, tokens)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    tokens = jax.random.randint(jax.random.key(1), (args.batch, args.tokens + 1), 0, VOCABULARY)
+
+    def steps(count):
+        nonlocal params, state
+        began = time.perf_counter()
+        for _ in range(count):
+            params, state, value = step(params, state, tokens)
+        return float(value), time.perf_counter() - began
+
+    _, first = steps(1)
+    steps(3)
+    value, seconds = steps(STEPS)
+    if args.profile:
+        print_profile(lambda: steps(1))
+    peak = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
+    count = sum(x.size for x in jax.tree.leaves(params))
+    return dict(first_s=first, loss=value, seconds=seconds / STEPS, gib=peak / 2**30, parameters=count)
+
+
+def print_profile(run, most: int = 16):
+    """Print the kernels that take longest, in ms of device time."""
+    import jax
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        spent = collections.Counter()
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            streams = [line for line in plane.lines if line.name.startswith("Stream")]
+            for stream in streams if plane.name.startswith("/device:GPU") else ():
+                for event in stream.events:
+                    spent[event.name[:60]] += event.duration_ns / 1e6
+    print(f"on the device: {spent.total():.1f} ms")
+    for name, ms in spent.most_common(most):
+        print(f"  {ms:8.2f} ms  {name}")
+
+
+def by_fla(args) -> dict | None:
+    import torch
+    from fla.models import GLAConfig, GLAForCausalLM
+    from peers_fla import compile_a_part, short_tuning
+
+    if args.part:
+        compile_a_part(*args.part)
+    else:
+        short_tuning()
+    torch.manual_seed(0)
+    config = GLAConfig(
+        hidden_size=WIDTH, num_hidden_layers=LAYERS, num_heads=HEADS, expand_k=0.5, expand_v=1, vocab_size=VOCABULARY,
+        intermediate_size=HIDDEN, tie_word_embeddings=False, use_cache=False, fuse_cross_entropy=True,
+    )  # fmt: skip
+    model = GLAForCausalLM(config).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    tokens = torch.randint(0, VOCABULARY, (args.batch, args.tokens), device="cuda")
+
+    def steps(count):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            with torch.autocast("cuda", torch.bfloat16):
+                value = model(input_ids=tokens, labels=tokens).loss
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        return value.item(), time.perf_counter() - began
+
+    _, first = steps(1)
+    if args.part:
+        return None
+    steps(3)
+    torch.cuda.reset_peak_memory_stats()
+    value, seconds = steps(STEPS)
+    count = sum(p.numel() for p in model.parameters())
+    peak = torch.cuda.max_memory_allocated()
+    return dict(first_s=first, loss=value, seconds=seconds / STEPS, gib=peak / 2**30, parameters=count)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--by", choices=("glax", "fla"), default="glax")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--part", type=lambda text: tuple(map(int, text.split("/"))), help="i/n; with --by fla")
+    args = parser.parse_args()
+    row = by_glax(args) if args.by == "glax" else by_fla(args)
+    if row is None:
+        return
+    seconds, tokens = row.pop("seconds"), args.batch * args.tokens
+    row |= dict(ms=1e3 * seconds, tokens_per_second=round(tokens / seconds))
+    row["mfu"] = 6 * row.pop("parameters") * tokens / seconds / PEAK_FLOPS
+    named = dict(model="GLA-340M", problem=f"{args.batch} x {args.tokens}", mode="training", implementation=args.by)
+    print(json.dumps(named | {name: round(x, 3) for name, x in row.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
