@@ -22,6 +22,7 @@ from glax._src.core.recurrence import Outputs, Recurrence, to_int32
 from glax._src.core.registry import Config, Platform
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
+from glax._src.solve.exclusive_read import check_bonus, solve_with_bonus
 
 SLOPES = ("fla", "minimax")
 
@@ -58,6 +59,7 @@ def recurrent(
     reverse: bool = False,
     cu_seqlens: Int[Array, "N+1"] | None = None,
     *,
+    bonus: Float[Array, "H K"] | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> Outputs:
@@ -73,17 +75,22 @@ def recurrent(
     (float64 for float64). Differentiable in every float argument and through both results, any number of times, in
     reverse mode.
 
+    With `bonus` u [H, K] the read is RWKV-6's, of the state before the token and its decay:
+
+        o_t = softmax_scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t
+
     Returns output [B, T, H, V] in the query's dtype and final_state [N, H, K, V]. Rows behind cu_seqlens[-1] are padding:
     output 0, no effect. An empty sequence hands its initial state through. The other options: see `Options`.
 
     Raises ValueError or TypeError naming the argument, what was expected and what came; UnsupportedError, with each
     kernel's reason, if no kernel of an explicit `platform` or `cfg` can run the call.
 
-    Gated linear attention: Yang et al. 2024, https://arxiv.org/abs/2312.06635.
+    Gated linear attention: Yang et al. 2024, https://arxiv.org/abs/2312.06635. The bonus: Peng et al. 2024,
+    https://arxiv.org/abs/2404.05892.
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
-        softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens, bonus=bonus,
     )  # fmt: skip
     check_before_tracing(arrays, platform, cfg, reverse)
     return bind_and_solve(Choice(Platform.parse(platform), cfg), bool(reverse), transferred(arrays))
@@ -92,8 +99,16 @@ def recurrent(
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def bind_and_solve(choice: Choice, reverse: bool, arrays: dict) -> Outputs:
     """Compiled, so that a call outside of jit costs no more than its kernel; inlined into a caller that is."""
-    r = bind(**arrays, reverse=reverse)
-    outputs = nothing_to_solve(r) if 0 in (*r.q.shape[:2], r.num_sequences) else solve(choice, differentiable(r))
+    bonus = arrays.get("bonus")
+    r = bind(**{name: x for name, x in arrays.items() if name != "bonus"}, reverse=reverse)
+    if bonus is not None:
+        check_bonus(bonus, r.num_heads, r.q.shape[3])
+    if 0 in (*r.q.shape[:2], r.num_sequences):
+        outputs = nothing_to_solve(r)
+    elif bonus is None:
+        outputs = solve(choice, differentiable(r))
+    else:
+        outputs = solve_with_bonus(choice, differentiable(r), bonus)
     return outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
 
 

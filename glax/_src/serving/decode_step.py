@@ -15,6 +15,7 @@ from glax._src.core.registry import Backend, Config, Platform
 from glax._src.serving.state_pool import check_known_slots, check_states, put, take, usable
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice, run_step, step_kernel
+from glax._src.solve.exclusive_read import bonus_term, check_bonus, initial_read, without_padding
 
 
 def recurrent_step(
@@ -29,6 +30,7 @@ def recurrent_step(
     softmax_scale: float | Float[Array, ""] | None = None,
     *,
     slots: Int[Array, "B"] | None = None,
+    bonus: Float[Array, "H K"] | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
@@ -44,19 +46,21 @@ def recurrent_step(
     outside the pool is an error when its value is known, and counts as -1 when traced. A slot given twice is an error when
     known; when traced, what that row then holds and those sequences answer is undefined.
 
+    With `bonus` u [H, K] the output is RWKV-6's, as in `recurrent`: o = softmax_scale * (S + diag(u) k v^T)^T q.
+
     Raises as `recurrent` does. Gradients, vmap and scan work as there.
     """
     tokens = dict(query=query, key=key, value=value, g=g, gk=gk, gv=gv)
     rest = dict(g_gamma=g_gamma, softmax_scale=softmax_scale)
-    arrays = tokens | rest | dict(state=state, slots=slots, cu_seqlens=None)
+    arrays = tokens | rest | dict(state=state, slots=slots, bonus=bonus, cu_seqlens=None)
     check_before_tracing(arrays, platform, cfg, reverse=False, required=(*REQUIRED, "state"))
     check_known_slots(slots, state)
-    tokens, rest, own = map(transferred, (tokens, rest, dict(state=state, slots=slots)))
+    tokens, rest, own = map(transferred, (tokens, rest, dict(state=state, slots=slots, bonus=bonus)))
     return bind_and_step(Choice(Platform.parse(platform), cfg), tokens, rest, **own)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def bind_and_step(choice: Choice, tokens: dict, rest: dict, state, slots):
+def bind_and_step(choice: Choice, tokens: dict, rest: dict, state, slots, bonus):
     for name, x in (tokens | {"state": state}).items():
         if x is not None and x.ndim not in RANKS[name][0]:
             raise ValueError(f"{name} must be {RANKS[name][1]}, got shape {x.shape}")
@@ -65,8 +69,19 @@ def bind_and_step(choice: Choice, tokens: dict, rest: dict, state, slots):
     tokens = {name: None if x is None else x[:, None] for name, x in tokens.items()}
     r = bind(**tokens, **rest)
     check_states("state", state, r.state_shape, pooled=slots is not None)
-    output, pool = advance(choice, differentiable(r.replace(initial_state=state)), slots)
-    return output[:, 0], pool
+    r = differentiable(r.replace(initial_state=state))
+    read = None if bonus is None else read_with_bonus(r, slots, bonus)
+    output, pool = advance(choice, r, slots)
+    return (output if read is None else read)[:, 0], pool
+
+
+def read_with_bonus(r: Recurrence, slots, bonus: Float[Array, "H K"]) -> Float[Array, "B 1 H V"]:
+    """scale * (S + diag(bonus) k v^T)^T q, with S as it lies in the pool; 0 where a slot is unused."""
+    check_bonus(bonus, r.num_heads, r.q.shape[3])
+    if slots is not None:
+        pool = r.initial_state
+        r = without_padding(r.replace(initial_state=take(pool, slots)), (slots < pool.shape[0])[:, None, None, None])
+    return (initial_read(r) + bonus_term(r, bonus)).astype(r.q.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

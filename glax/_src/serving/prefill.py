@@ -27,6 +27,7 @@ def prefill_into(
     cu_seqlens: Int[Array, "N+1"] | None = None,
     *,
     fresh: Bool[Array, "N"] | None = None,
+    bonus: Float[Array, "H K"] | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "P H K V"]]:
@@ -44,7 +45,7 @@ def prefill_into(
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
-        softmax_scale=softmax_scale, cu_seqlens=cu_seqlens,
+        softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, bonus=bonus,
     )  # fmt: skip
     required = (*REQUIRED, "pool", "slots")
     check_before_tracing(
@@ -57,7 +58,7 @@ def prefill_into(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def bind_and_prefill(choice: Choice, arrays: dict, pool, slots, fresh):
-    query, r = arrays["query"], bind(**arrays)
+    query, r = arrays["query"], bind(**{name: x for name, x in arrays.items() if name != "bonus"})
     check_states("pool", pool, r.state_shape, pooled=True)
     N, packed = r.num_sequences, r.boundaries is not None
     slots, used = usable(slots, pool.shape[0], N, ("N", "cu_seqlens" if packed else "query"))

@@ -1,0 +1,61 @@
+"""Outputs from the state before each token, with a bonus for the token itself: the read of RWKV-6."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from glax._src.core.recurrence import Outputs, Recurrence, spread_heads
+from glax._src.solve.autodiff import solve
+from glax._src.solve.dispatch import Choice
+
+
+def check_bonus(bonus, heads: int, width: int):
+    """TypeError or ValueError unless bonus is [H, K], floating point."""
+    if not jnp.issubdtype(bonus.dtype, jnp.floating):
+        raise TypeError(f"bonus must be floating point, got {bonus.dtype}")
+    if bonus.shape != (heads, width):
+        raise ValueError(f"bonus must be [H, K]=[{heads}, {width}], got shape {bonus.shape}")
+
+
+def solve_with_bonus(choice: Choice, r: Recurrence, bonus: Float[Array, "H K"]) -> Outputs:
+    """o_t = scale * (S_{t-1} + diag(bonus) k_t v_t^T)^T q_t,   with the states of r, and S_{t-1} before the decay of token t.
+
+    S_{t-1}^T q_t is what an ordinary read at token t - 1 gives for the query of token t. So the queries move one token
+    towards the beginning of their sequence, the outputs move back, and the first token reads the initial state.
+    """
+    if r.boundaries is not None:
+        r = without_padding(r, r.is_token[:, None, None])
+    last, first = (r.ends(scan_end)[:, None, None] for scan_end in (True, False))
+    to_next = 1 if r.reverse else -1
+    moved = solve(choice, r.replace(q=jnp.where(last, 0, jnp.roll(r.q, to_next, axis=1))))
+    behind = jnp.where(first, initial_read(r), jnp.roll(moved.output, -to_next, axis=1).astype(r.dtype))
+    if r.boundaries is not None:  # a sequence's last output comes back to the padding row behind it
+        behind = jnp.where(r.is_token[:, None, None], behind, 0)
+    return Outputs((behind + bonus_term(r, bonus)).astype(r.q.dtype), moved.final_state)
+
+
+def without_padding(r: Recurrence, used: Bool[Array, "*rows 1 1"]) -> Recurrence:
+    """Zero q, k and v of unused tokens, which may hold NaN: then their outputs are 0, and so are all gradients by them."""
+    return r.replace(**{name: jnp.where(used, x, 0) for name, x in (("q", r.q), ("k", r.k), ("v", r.v))})
+
+
+def initial_read(r: Recurrence) -> Float[Array, "B T H V"] | float:
+    """scale * S_0^T q, with q of the first token of each sequence, at all tokens of that sequence."""
+    if r.initial_state is None:
+        return 0.0
+    first = -1 if r.reverse else 0
+    if r.boundaries is None:
+        q = r.q[:, first]
+    else:
+        at = r.boundaries[1:] - 1 if r.reverse else r.boundaries[:-1]
+        q = r.q[0, jnp.clip(at, 0, r.q.shape[1] - 1)]
+    q = spread_heads(q, r.num_heads, axis=1).astype(r.dtype)  # [N, H, K]
+    read = jnp.einsum("nhk,nhkv->nhv", q, r.start_state, precision=lax.Precision.HIGHEST)
+    return r.by_token(read * r.scale[:, None, None])
+
+
+def bonus_term(r: Recurrence, bonus: Float[Array, "H K"]) -> Float[Array, "B T H V"]:
+    """scale * (sum over K of q bonus k) v."""
+    q, k, v = (spread_heads(x, r.num_heads).astype(r.dtype) for x in (r.q, r.k, r.v))
+    weight = (q * k * bonus.astype(r.dtype)).sum(-1) * r.by_token(r.scale)[..., None]
+    return weight[..., None] * v
