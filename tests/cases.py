@@ -1,4 +1,4 @@
-"""The calls that every kernel is held to, as data."""
+"""The calls of the conformance suite, as data. `glax.testing.cases` has what a case is, and the arrays drawn for it."""
 
 import dataclasses
 import functools
@@ -6,95 +6,27 @@ import itertools
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from glax._src.core.bind import bind
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence
+from glax.testing.cases import EXTREME, FORMS, Case, cotangents, inputs, recurrence
 from glax.testing.reference import reference, reference_gradient
+from tests.strengths import LEARNED, band, in_one, steady
+
+__all__ = [
+    "EXTREME",
+    "FORMS",
+    "Case",
+    "cotangents",
+    "inputs",
+    "recurrence",
+]  # with what is defined here, for most tests
 
 # Gates of one strength are one set of inputs; all strengths of a case share its shapes, and so one compilation.
 STRENGTHS = ("log-sigmoid", "mild", "0", "-1e-6", "-20", "-120", "-inf", "+0.05", "-100 on 5%", "-inf on 5%")
-EXTREME = ("-100 on 5%", "-inf on 5%")
 GATE_SUBSETS = [tuple(n for i, n in enumerate(("g", "g_gamma", "gk", "gv")) if bits >> i & 1) for bits in range(16)]
-FORMS = dict(none=(), constant=("g_gamma",), head=("g",), key=("gk",), value=("gv",), both=("gk", "gv"))
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One set of shapes. `cuts` packs sequences; rows behind the last cut are padding, and hold NaN."""
-
-    name: str
-    B: int = 1
-    T: int = 100
-    heads: tuple[int, int, int] = (2, 2, 2)
-    K: int = 16
-    V: int = 24
-    gates: tuple[str, ...] = ("gk",)
-    dtype: str = "float32"
-    gate_dtype: str = "float32"
-    state_dtype: str | None = "float32"
-    cuts: tuple[int, ...] | None = None
-    reverse: bool = False
-    strengths: tuple[str, ...] = ("log-sigmoid",)
-    chunk: int | None = None
-
-    def __str__(self):
-        return self.name
-
-    @property
-    def num_sequences(self) -> int:
-        return self.B if self.cuts is None else len(self.cuts) - 1
-
-
-def gate(rng: np.random.Generator, shape: tuple[int, ...], strength: str) -> np.ndarray:
-    logs = -np.log1p(np.exp(-rng.normal(size=shape)))
-    match strength.split():
-        case ["log-sigmoid"]:
-            return logs
-        case ["log-sigmoid", "of", mean]:
-            return -np.log1p(np.exp(-rng.normal(float(mean), size=shape)))
-        case [value, "in", "one"]:  # channel of each head, or head; the others are mild
-            return np.where(np.arange(shape[-1]) == 0, float(value), logs / 16)
-        case ["mild"]:  # as learned gates are: GLA divides by 16
-            return logs / 16
-        case [value, "on", "5%"]:
-            return np.where(rng.random(shape) < 0.05, float(value), logs)
-        case [value]:
-            return np.full(shape, float(value))
-
-
-def inputs(case: Case, strength: str, seed: int = 0) -> dict[str, jax.Array]:
-    """The arguments of `glax.recurrent`, without cu_seqlens and reverse."""
-    rng = np.random.default_rng(seed)
-    B, T, (Hq, Hk, Hv), K, V, H = case.B, case.T, case.heads, case.K, case.V, max(case.heads)
-    arrays = dict(
-        query=rng.normal(size=(B, T, Hq, K)), key=rng.normal(size=(B, T, Hk, K)), value=rng.normal(size=(B, T, Hv, V))
-    )
-    shapes = dict(g=(B, T, H), g_gamma=(case.num_sequences, H), gk=(B, T, H, K), gv=(B, T, H, V))
-    arrays |= {name: gate(rng, shapes[name], strength) for name in case.gates}
-    if case.cuts is not None:
-        for name in arrays.keys() - {"g_gamma"}:
-            arrays[name][:, case.cuts[-1] :] = np.nan
-    if case.state_dtype is not None:
-        arrays["initial_state"] = rng.normal(size=(case.num_sequences, H, K, V))
-    dtypes = dict.fromkeys(("query", "key", "value"), case.dtype) | dict(initial_state=case.state_dtype)
-    return {name: jnp.asarray(x.astype(dtypes.get(name, case.gate_dtype))) for name, x in arrays.items()}
-
-
-def cotangents(case: Case, r: Recurrence, seed: int = 1):
-    """dL/doutput and dL/dfinal_state; NaN in padding rows, which nobody may read."""
-    rng = np.random.default_rng(seed)
-    d_output = rng.normal(size=(*r.q.shape[:2], *r.state_shape[1::2]))
-    if case.cuts is not None:
-        d_output[:, case.cuts[-1] :] = np.nan
-    return jnp.asarray(d_output.astype(r.q.dtype)), jnp.asarray(rng.normal(size=r.state_shape).astype(r.dtype))
-
-
-def recurrence(case: Case, strength: str, seed: int = 0) -> Recurrence:
-    cuts = None if case.cuts is None else jnp.asarray(case.cuts, jnp.int32)
-    return bind(**inputs(case, strength, seed), cu_seqlens=cuts, reverse=case.reverse)
 
 
 def all_cases() -> Iterator[Case]:
@@ -142,39 +74,6 @@ def all_cases() -> Iterator[Case]:
 
 
 # ---- steady gates ----------------------------------------------------------------------------------------------------
-
-# Sums of log decays at which a kernel changes its form, or float32 loses what a state holds; and the numbers of tokens over which
-# a kernel forms such a sum. Of equal gates, each quotient is a strength at which one run-time check changes its answer.
-LIMITS = (
-    (60.0, (16, 32, 64, 128)),  # half a chunk of 32 to 256: the fast form; a whole one with gates on both sides
-    (2.0, (1,)),  # XLA's form of many chunks: as many as a chunk has tokens, in half of it
-    (40.0, (1, 12, 24, 48)),  # a block of the native kernels
-    (20.0, (1, 24)),  # the same with gates on both sides, and of a block's first token
-    (87.3, (16, 32, 64, 128)),  # from middle to middle of chunks: the least normal number of float32
-    (103.97, (1, 16, 32, 64, 128)),  # the least number
-    (128.0, (1,)),  # a gate is cut there
-)
-
-
-def steady(chunk: int | None = None, step: float = 0.1, sides: int = 1) -> tuple[str, ...]:
-    """Strengths of equal gates: 0.3 to 7 in steps, and inside and outside of every limit, or of those for one size of chunks.
-
-    The distances from a limit are those of neighbours in float32 sums, and in bfloat16. Left out are decays of e^-75 to e^-104,
-    all gates of a token together: the gradient of log decays is then less than 1e5 of the least normal number, of which float32
-    has no five digits.
-    """
-    tokens = None if chunk is None else (1, chunk // 2, chunk)
-    limits = {s / n for s, counts in LIMITS for n in counts if tokens is None or n in tokens}
-    near = {limit * factor for limit in limits for factor in (0.99, 0.9999, 1.0001, 1.01)}
-    strengths = near | set(np.arange(0.3, 7 + step / 2, step).round(3))
-    return tuple(f"-{x:.7g}" for x in sorted(strengths) if not 75 < sides * x < 104)
-
-
-def in_one(strengths: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{strength} in one" for strength in strengths)
-
-
-LEARNED = ("log-sigmoid", "log-sigmoid of -0.8")  # means of -0.8 and -1.27
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,9 +164,3 @@ def all_sweeps() -> Iterator[Sweep]:
         yield Sweep(cases[f"chunk{chunk}"], steady(chunk) + in_one(steady(chunk, step=1)) + LEARNED)
     wide = Case("T260-bfloat16", T=260, heads=(1, 1, 1), K=64, V=64, dtype="bfloat16", gate_dtype="bfloat16")
     yield Sweep(wide, band(64) + in_one(band(64)) + LEARNED)
-
-
-def band(chunk: int) -> tuple[str, ...]:
-    """The few of `steady` from where a decay between middles underflows to where a half passes the limit, for slow kernels."""
-    limits = 87.3 / chunk, 60 / (chunk // 2)
-    return tuple(s for s in steady(chunk) if 0.9 * limits[0] < -float(s) < 1.1 * limits[1])

@@ -1,6 +1,8 @@
-"""Gates of one strength at every token, just inside and just outside of each limit in `kernels.common.limits`: one call for all.
+"""Strengths of gates on both sides of every limit at which a kernel changes its form, from one list of limits.
 
-A check bounds the sum of gates over half a chunk, so strengths follow from the number of tokens there.
+A strength is a text, as `glax.testing.cases.gate` reads it; equal gates at every token make each limit one strength. `problem`
+puts those about the fast form of one chunk size side by side: one call for all. A check bounds the sum of gates over half a
+chunk, so strengths follow from the number of tokens there.
 """
 
 import jax
@@ -11,12 +13,53 @@ from glax._src.core.bind import bind
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_ZERO
 from glax.testing.reference import reference, reference_gradient
-from tests.close import BARS, SUMS, named
+from glax.testing.tolerances import BARS, SUMS, named
 
-# Twice these lie between two middles: e^-86 is a normal float32, e^-88 a subnormal one, e^-104 and e^-120 are 0.
-BAND = 43.0, 44.0, 48.0, 51.5, 52.5, 56.0, FAST_LIMIT
+LEAST_NORMAL = 87.3  # e^-87.3 is the least normal number of float32
+LEAST = 103.97  # e^-103.97 rounds to the least number of float32, or to 0
+# Sums of log decays at which a kernel changes its form, or float32 loses what a state holds; and the numbers of tokens over which
+# a kernel forms such a sum. Of equal gates, each quotient is a strength at which one run-time check changes its answer.
+LIMITS = (
+    (FAST_LIMIT, (16, 32, 64, 128)),  # half a chunk of 32 to 256: the fast form; a whole one with gates on both sides
+    (2.0, (1,)),  # XLA's form of many chunks: as many as a chunk has tokens, in half of it
+    (40.0, (1, 12, 24, 48)),  # a block of the native kernels
+    (20.0, (1, 24)),  # the same with gates on both sides, and of a block's first token
+    (LEAST_NORMAL, (16, 32, 64, 128)),  # from middle to middle of chunks
+    (LEAST, (1, 16, 32, 64, 128)),
+    (-LOG_OF_ZERO, (1,)),  # a gate is cut there
+)
+# Sums over half a chunk; between two middles lies twice as much. They are on both sides of the two limits of float32, between
+# these, and up to the limit of the fast form. e^-86 is a normal float32, e^-88 a subnormal one, e^-105 and e^-120 are 0.
+NORMAL, SUBNORMAL, TINY, ZERO = (round(x + off) / 2 for x in (LEAST_NORMAL, LEAST) for off in (-1, 1))
+BAND = NORMAL, SUBNORMAL, 48.0, TINY, ZERO, 56.0, FAST_LIMIT
 CANCELLED = 2e-6  # of q dq: what float32 sums leave in a gate's gradient, where parts of that size cancel
 EACH = 3  # times a tensor's bar: what one channel may be off, of which there are few numbers
+LEARNED = ("log-sigmoid", "log-sigmoid of -0.8")  # means of -0.8 and -1.27
+
+
+def steady(chunk: int | None = None, step: float = 0.1, sides: int = 1) -> tuple[str, ...]:
+    """Strengths of equal gates: 0.3 to 7 in steps, and inside and outside of every limit, or of those for one size of chunks.
+
+    The distances from a limit are those of neighbours in float32 sums, and in bfloat16. Left out are decays of e^-75 to e^-104,
+    all gates of a token together: the gradient of log decays is then less than 1e5 of the least normal number, of which float32
+    has no five digits.
+    """
+    tokens = None if chunk is None else (1, chunk // 2, chunk)
+    limits = {s / n for s, counts in LIMITS for n in counts if tokens is None or n in tokens}
+    near = {limit * factor for limit in limits for factor in (0.99, 0.9999, 1.0001, 1.01)}
+    strengths = near | set(np.arange(0.3, 7 + step / 2, step).round(3))
+    return tuple(f"-{x:.7g}" for x in sorted(strengths) if not 75 < sides * x < 104)
+
+
+def in_one(strengths: tuple[str, ...]) -> tuple[str, ...]:
+    """The same strengths in one channel or head among mild ones."""
+    return tuple(f"{strength} in one" for strength in strengths)
+
+
+def band(chunk: int) -> tuple[str, ...]:
+    """The few of `steady` from where a decay between middles underflows to where a half passes the limit, for slow kernels."""
+    limits = LEAST_NORMAL / chunk, FAST_LIMIT / (chunk // 2)
+    return tuple(s for s in steady(chunk) if 0.9 * limits[0] < -float(s) < 1.1 * limits[1])
 
 
 def gates(form: str, half: int, T: int, K: int, rng: np.random.Generator) -> np.ndarray:

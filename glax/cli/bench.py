@@ -23,8 +23,9 @@ from glax.cli.measure import Way, copy_gbytes, interleaved, matmul_gflops
 from glax.cli.output import add_json, progress, show_json, show_table
 from glax.cli.peers import PEERS, UnavailableError, as_numpy
 from glax.cli.roofline import plot
-from glax.testing.check import BARS, one_line
+from glax.testing.check import one_line
 from glax.testing.reference import reference
+from glax.testing.tolerances import BARS
 
 MODES = ("forward", "train", "step")
 TOKENS = 32  # decoded by one program in mode "step"

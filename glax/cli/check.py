@@ -6,7 +6,8 @@ import dataclasses
 import jax
 
 from glax.cli.output import add_json, progress, show_json, show_table
-from glax.testing.check import CASES, QUICK, Result, check_kernels
+from glax.testing.cases import CASES, QUICK
+from glax.testing.check import Result, check_kernels
 
 
 def add_parser(subparsers):

@@ -16,7 +16,7 @@ from glax._src.tuning.device import device_kind
 from glax._src.tuning.files import unwritable
 from glax._version import __version__
 from glax.cli.output import add_json, show_json, show_table
-from glax.testing.check import Case
+from glax.testing.cases import Case, recurrence
 
 REQUIRED = ("jax", "jaxlib", "numpy", "jaxtyping", "filelock", "platformdirs")
 OPTIONAL = ("flax", "optax", "rich", "matplotlib", "safetensors", "triton", "jax-triton", "jax-cuda12-plugin",
@@ -67,7 +67,7 @@ def probes(T: int) -> dict[str, Recurrence]:
         for dtype in ("bfloat16", "float32")
         for form, gates in (("key", ("gk",)), ("head", ("g",)))
     }
-    return {name: jax.eval_shape(lambda case=case: case.operands()[0]) for name, case in cases.items()}
+    return {name: jax.eval_shape(lambda case=case: recurrence(case, "log-sigmoid")) for name, case in cases.items()}
 
 
 def kernel_state(spec: KernelSpec, probes: dict[str, Recurrence]) -> dict:

@@ -26,10 +26,11 @@ from glax._src.core.bind import bind
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence
 from glax._src.kernels.xla.chunk_scan import ChunkedConfig
+from glax.testing.cases import gate
 from glax.testing.reference import reference, reference_gradient
-from tests.cases import gate, in_one, steady
-from tests.close import BARS, EXTREME_GATES, SUMS, norm
+from glax.testing.tolerances import BARS, EXTREME_GATES, SUMS, norm
 from tests.compiling import quick_jit
+from tests.strengths import in_one, steady
 
 SEED, TIMES = int(os.environ.get("GLAX_FUZZ_SEED", "0")), float(os.environ.get("GLAX_FUZZ_TIMES", "1"))
 

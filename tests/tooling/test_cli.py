@@ -19,7 +19,8 @@ from glax.cli import bench, check, doctor, main, peers
 from glax.cli.cases import DTYPES, GATES, Problem, forward, train
 from glax.cli.measure import Way
 from glax.cli.tune import tuned
-from glax.testing.check import CASES, QUICK, Case, check_kernels
+from glax.testing import CASES, Case, check_kernels
+from glax.testing.cases import QUICK, recurrence
 
 load_kernels()
 SHAPE = ["--shape", "1,24,1,8", "--gate", "none"]
@@ -300,7 +301,7 @@ def test_check_finds_faults(register, capsys, monkeypatch):
 def test_cases_of_check():
     assert 12 <= len(CASES) <= 20 and len({case.name for case in CASES}) == len(CASES)
     assert set(QUICK) < {case.name for case in CASES}
-    forms = {case.operands()[0].decay.form for case in CASES}
+    forms = {recurrence(case, case.strengths[0]).decay.form for case in CASES}
     assert forms == {"none", "constant", "head", "key", "value", "key+value"}
 
 

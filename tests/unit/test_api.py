@@ -15,8 +15,9 @@ from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence
 from glax._src.kernels.xla.chunk_scan import ChunkedConfig
 from glax.testing.reference import reference, reference_gradient
+from glax.testing.tolerances import BARS
 from tests.cases import GATE_SUBSETS, Case, inputs
-from tests.close import BARS, assert_close
+from tests.close import assert_close
 from tests.compiling import quick_jit
 
 OUT, GRAD = BARS["float32"]

@@ -1,0 +1,133 @@
+"""The calls that kernels are compared with the reference on: shapes and strengths of gates as data, and arrays drawn for them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glax._src.core.bind import bind
+from glax._src.core.recurrence import Recurrence
+
+# The gates of each form of decay.
+FORMS = dict(none=(), constant=("g_gamma",), head=("g",), key=("gk",), value=("gv",), both=("gk", "gv"))
+# Strengths for which the bars of float32 are wider: gates of -100 or -inf stand among mild ones.
+EXTREME = ("-100 on 5%", "-inf on 5%", "extreme")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One set of shapes, for gates of one or more strengths (`gate`).
+
+    heads: of query, key and value. gates: which arguments of `glax.recurrent` are given, of g, g_gamma, gk and gv.
+    dtype, gate_dtype, state_dtype: of query, key and value; of the gates; of the initial state, None for no initial state.
+    cuts: boundaries of packed sequences. Rows behind the last one are padding and hold NaN.
+    chunk: the tokens of a chunk, for kernels whose config has such a field; None for the kernel's own choice.
+    """
+
+    name: str
+    B: int = 1
+    T: int = 100
+    heads: tuple[int, int, int] = (2, 2, 2)
+    K: int = 16
+    V: int = 24
+    gates: tuple[str, ...] = ("gk",)
+    dtype: str = "float32"
+    gate_dtype: str = "float32"
+    state_dtype: str | None = "float32"
+    cuts: tuple[int, ...] | None = None
+    reverse: bool = False
+    strengths: tuple[str, ...] = ("log-sigmoid",)
+    chunk: int | None = None
+
+    def __str__(self):
+        return self.name
+
+    @property
+    def num_sequences(self) -> int:
+        return self.B if self.cuts is None else len(self.cuts) - 1
+
+
+def gate(rng: np.random.Generator, shape: tuple[int, ...], strength: str) -> np.ndarray:
+    """Log decays of one strength: log_sigmoid of normal numbers ("log-sigmoid"), or as `strength` says."""
+    logs = -np.log1p(np.exp(-rng.normal(size=shape)))
+    match strength.split():
+        case ["log-sigmoid"]:
+            return logs
+        case ["log-sigmoid", "of", mean]:
+            return -np.log1p(np.exp(-rng.normal(float(mean), size=shape)))
+        case [value, "in", "one"]:  # channel of each head, or head; the others are mild
+            return np.where(np.arange(shape[-1]) == 0, float(value), logs / 16)
+        case ["mild"]:  # as learned gates are: GLA divides by 16
+            return logs / 16
+        case [value, "on", "5%"]:
+            return np.where(rng.random(shape) < 0.05, float(value), logs)
+        case ["extreme"]:  # -inf on 5% and -100 on 5%
+            dice = rng.random(shape)
+            return np.where(dice < 0.05, -np.inf, np.where(dice < 0.1, -100.0, logs))
+        case [value]:
+            return np.full(shape, float(value))
+
+
+def inputs(case: Case, strength: str, seed: int = 0) -> dict[str, jax.Array]:
+    """The arguments of `glax.recurrent`, without cu_seqlens and reverse."""
+    rng = np.random.default_rng(seed)
+    B, T, (Hq, Hk, Hv), K, V, H = case.B, case.T, case.heads, case.K, case.V, max(case.heads)
+    arrays = dict(
+        query=rng.normal(size=(B, T, Hq, K)), key=rng.normal(size=(B, T, Hk, K)), value=rng.normal(size=(B, T, Hv, V))
+    )
+    shapes = dict(g=(B, T, H), g_gamma=(case.num_sequences, H), gk=(B, T, H, K), gv=(B, T, H, V))
+    arrays |= {name: gate(rng, shapes[name], strength) for name in case.gates}
+    if case.cuts is not None:
+        for name in arrays.keys() - {"g_gamma"}:
+            arrays[name][:, case.cuts[-1] :] = np.nan
+    if case.state_dtype is not None:
+        arrays["initial_state"] = rng.normal(size=(case.num_sequences, H, K, V))
+    dtypes = dict.fromkeys(("query", "key", "value"), case.dtype) | dict(initial_state=case.state_dtype)
+    return {name: jnp.asarray(x.astype(dtypes.get(name, case.gate_dtype))) for name, x in arrays.items()}
+
+
+def recurrence(case: Case, strength: str, seed: int = 0) -> Recurrence:
+    """The `Recurrence` of these inputs: what a kernel is called with."""
+    cuts = None if case.cuts is None else jnp.asarray(case.cuts, jnp.int32)
+    return bind(**inputs(case, strength, seed), cu_seqlens=cuts, reverse=case.reverse)
+
+
+def cotangents(case: Case, r: Recurrence, seed: int = 1) -> tuple[jax.Array, jax.Array]:
+    """dL/doutput and dL/dfinal_state; NaN in padding rows, which no kernel may read."""
+    rng = np.random.default_rng(seed)
+    d_output = rng.normal(size=(*r.q.shape[:2], *r.state_shape[1::2]))
+    if case.cuts is not None:
+        d_output[:, case.cuts[-1] :] = np.nan
+    return jnp.asarray(d_output.astype(r.q.dtype)), jnp.asarray(rng.normal(size=r.state_shape).astype(r.dtype))
+
+
+# ---- the cases of `glax check`: few, and telling ---------------------------------------------------------------------
+
+WIDE = dict(B=2, T=150, K=32, V=32)
+PACKED = WIDE | dict(B=1, cuts=(0, 0, 40, 41, 41, 110, 141, 141))  # empty sequences, one token, padding behind
+ALL_GATES = ("g", "g_gamma", "gk", "gv")
+HALF = dict(dtype="bfloat16", gate_dtype="bfloat16")
+CASES = (
+    Case("key", **WIDE),
+    Case("key, extreme", **WIDE, strengths=("extreme",)),
+    Case("key, all -20", **WIDE, strengths=("-20",)),
+    Case("key, all 0", **WIDE, strengths=("0",)),
+    Case("none", **WIDE, gates=()),
+    Case("constant", **WIDE, gates=("g_gamma",)),
+    Case("head", **WIDE, gates=("g",)),
+    Case("head, extreme", **WIDE, gates=("g",), strengths=("extreme",)),
+    Case("value", **WIDE, gates=("gv",)),
+    Case("key and value, reverse, extreme", **WIDE, gates=("gk", "gv"), strengths=("extreme",), reverse=True),
+    Case("key, packed", **PACKED),
+    Case("key, packed, extreme", **PACKED, strengths=("extreme",)),
+    Case("all gates, packed, reverse", **PACKED, gates=ALL_GATES, reverse=True),
+    Case("constant, packed", **PACKED, gates=("g_gamma",)),
+    Case("head, 4 queries, 2 keys, 1 value", **WIDE | dict(K=64), gates=("g",), heads=(4, 2, 1)),
+    Case("key, K=24 V=40, one token", B=2, K=24, V=40, T=1),
+    Case("key, T=1000", T=1000, K=64, V=64),
+    Case("bfloat16, key", **WIDE | dict(K=64, V=64), **HALF),
+    Case("bfloat16, head, 4 queries, packed, reverse", **PACKED, dtype="bfloat16", gates=("g",), heads=(4, 2, 2), reverse=True),
+    Case("float16, key, extreme", **WIDE, dtype="float16", strengths=("extreme",)),
+)  # fmt: skip
+QUICK = ("key", "key, extreme", "constant", "all gates, packed, reverse", "bfloat16, key")

@@ -1,0 +1,98 @@
+"""The tolerances of docs/numerics.md, and the comparison of a kernel's results with the reference by them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glax._src.core.recurrence import Outputs, Recurrence
+
+# Relative RMS error of (output and state, gradients), by the dtype of q, k and v.
+BARS = {"float64": (1e-13, 1e-12), "float32": (1e-5, 5e-5), "bfloat16": (3.5e-3, 3.5e-3), "float16": (1e-3, 1e-3)}
+# The gradients of g_gamma and softmax_scale are single sums over all of T, with cancellation: factors of their bars.
+SUMS = {"constant": 10, "scale": 10}
+# The factor of all bars in float32 where gates of -100 or -inf stand among mild ones.
+EXTREME_GATES = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One array beside the reference. `reason` states in one sentence why it is not within `bar`; None where it is.
+
+    error: ‖got - want‖ / ‖want‖; None if the array has another shape or dtype, values that are not finite, or filled padding.
+    """
+
+    name: str
+    bar: float
+    error: float | None = None
+    reason: str | None = None
+
+
+def compare(name: str, got, want, bar: float, dtype=None) -> Comparison:
+    """Whether ‖got - want‖ <= bar * ‖want‖, every value is finite, and the shape and the dtype (None: any) are as expected.
+
+    Numbers below the least normal float32 number count as equal.
+    """
+    want = np.asarray(want, np.float64)
+    if got.shape != want.shape or (dtype is not None and got.dtype != dtype):
+        expected = f"{'' if dtype is None else dtype}{list(want.shape)}"
+        return Comparison(name, bar, reason=f"{name} is {got.dtype}{list(got.shape)}, expected {expected}")
+    got = np.asarray(got).astype(np.float64)
+    if (wrong := np.count_nonzero(~np.isfinite(got))) > 0:
+        return Comparison(name, bar, reason=f"{wrong} of {got.size} values of {name} are not finite")
+    floor = float(np.finfo(np.float32).tiny) * want.size**0.5
+    distance, size = norm(got - want), norm(want)
+    error = distance / (size + floor) if want.size else 0.0
+    within = distance <= bar * size + floor
+    return Comparison(name, bar, error, None if within else f"{name} is off by {error:.1e}, bar {bar:.1e}")
+
+
+def compare_outputs(r: Recurrence, got: Outputs, want: Outputs, extreme: bool = False) -> list[Comparison]:
+    """Compare the output and the final state. Padding rows of the output must be 0.
+
+    extreme: whether gates of -100 or -inf stand among mild ones.
+    """
+    bar = BARS[str(r.q.dtype)][0] * widened(r, extreme)
+    output = compare("output", got.output, want.output, bar, r.q.dtype)
+    state = compare("final_state", got.final_state, want.final_state, bar, r.dtype)
+    return [with_clear_padding(output, r, got.output), state]
+
+
+def compare_gradients(r: Recurrence, got: Recurrence, want: Recurrence, extreme: bool = False) -> list[Comparison]:
+    """Compare the gradient in every array of r. Padding rows must be 0, and each gradient has the dtype of its array."""
+    arrays, wanted, inputs = named(got), named(want), named(r)
+    if arrays.keys() != wanted.keys():
+        reason = f"returns the gradients of {', '.join(arrays)}, expected {', '.join(wanted)}"
+        return [Comparison("gradient", BARS[str(r.q.dtype)][1], reason=reason)]
+    compared = []
+    for name, x in arrays.items():
+        # The gradient of a bfloat16 gate is rounded to bfloat16.
+        bar = max(BARS[str(dtype)][1] for dtype in (r.q.dtype, inputs[name].dtype))
+        bar *= widened(r, extreme) * SUMS.get(name, 1)
+        comparison = compare(f"d {name}", x, wanted[name], bar, inputs[name].dtype)
+        by_token = x.ndim > 2 and name != "initial_state"
+        compared.append(with_clear_padding(comparison, r, x) if by_token else comparison)
+    return compared
+
+
+def widened(r: Recurrence, extreme: bool) -> int:
+    return EXTREME_GATES if extreme and r.q.dtype == jnp.float32 else 1
+
+
+def with_clear_padding(comparison: Comparison, r: Recurrence, x) -> Comparison:
+    """The comparison, or a miss if x [B, T, ...] is not 0 in a padding row."""
+    if comparison.error is not None and r.boundaries is not None and np.asarray(x)[:, int(r.boundaries[-1]) :].any():
+        return dataclasses.replace(comparison, error=None, reason=f"padding rows of {comparison.name} are not 0")
+    return comparison
+
+
+def named(r: Recurrence) -> dict[str, jax.Array]:
+    """The float arrays of r, or of a gradient in it, by name."""
+    arrays = vars(r) | vars(r.decay)
+    return {name: x for name, x in arrays.items() if hasattr(x, "dtype") and name != "boundaries"}
+
+
+def norm(x: np.ndarray) -> float:
+    """‖x‖ in one thread: the threads of NumPy's own, which is BLAS's, wait for a core that others use."""
+    return float(np.sqrt(np.square(x).sum()))
