@@ -29,6 +29,21 @@ STRENGTHS = ("log-sigmoid", "mild", "0", "-1e-6", "-20", "-120", "-inf", "+0.05"
 GATE_SUBSETS = [tuple(n for i, n in enumerate(("g", "g_gamma", "gk", "gv")) if bits >> i & 1) for bits in range(16)]
 
 
+def runs(*lengths: tuple[int, int]) -> tuple[int, ...]:
+    """A row of segment ids: each id as often as the number behind it says."""
+    return tuple(i for i, n in lengths for _ in range(n))
+
+
+# Padding at either end and inside, ids without order, an id that comes twice, one token a segment, a segment of the whole row
+# and a row of padding alone. T is 67.
+SEGMENT_IDS = (
+    runs((0, 3), (9, 30), (2, 1), (5, 1), (0, 2), (5, 20), (9, 5), (0, 5)),
+    runs((7, 67)),
+    runs((0, 67)),
+    tuple(range(67, 0, -1)),
+)
+
+
 def all_cases() -> Iterator[Case]:
     # Empty sequences first, in the middle and last, one token, cuts inside chunks, padding behind.
     packed = dict(cuts=(0, 0, 30, 31, 31, 64, 91, 91), T=97)
@@ -68,6 +83,11 @@ def all_cases() -> Iterator[Case]:
     yield Case("no-state", state_dtype=None)
     yield Case("no-state-packed", state_dtype=None, **packed)
     yield Case("all-padding", cuts=(0, 0, 0), T=10)
+    for form, gates in FORMS.items():
+        segmented = dict(B=4, T=67, ids=SEGMENT_IDS, gates=gates, K=8, V=6)
+        yield Case(f"{form}-segments", heads=(4, 2, 1), strengths=("log-sigmoid", "-inf on 5%"), **segmented)
+        yield Case(f"{form}-segments-reverse", reverse=True, strengths=("log-sigmoid",), **segmented)
+    yield Case("bfloat16-segments", dtype="bfloat16", state_dtype=None, **segmented | dict(gates=("gk",)))
     for chunk in (1, 7, 16, 48, 64, 128):
         yield Case(f"chunk{chunk}", B=2, chunk=chunk, strengths=("log-sigmoid", "-20", "-100 on 5%"))
         yield Case(f"chunk{chunk}-packed", chunk=chunk, gates=("g_gamma",), **packed)

@@ -144,10 +144,15 @@ def recurrent(
     num_warps: int = 4,
     num_stages: int = 1,
     *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    pad_id: int | None = None,
     platform: str | None = None,
     cfg: RecurrentAttentionConfig | Config | None = None,
 ) -> Outputs:
-    """`glax.recurrent`, which see for the formula, with ejkernel's arguments: output, and final states as initial ones came."""
+    """`glax.recurrent`, which see for the formula, with ejkernel's arguments: output, and final states as initial ones came.
+
+    segment_ids and pad_id are glax's own.
+    """
     given = dict(block_k=block_k, block_v=block_v, num_warps=num_warps, num_stages=num_stages)
     if any(IGNORED[name] != x for name, x in given.items()):
         say_ignored()
@@ -155,6 +160,7 @@ def recurrent(
     state, packed = unpacked(initial_state, cu_seqlens), wide(initial_state, 5)
     gates = dict(g=g, g_gamma=one_row(g_gamma), gk=gk, gv=gv)
     rest = dict(softmax_scale=softmax_scale, reverse=reverse, cu_seqlens=cu_seqlens, platform=platform, cfg=cfg)
+    rest |= dict(segment_ids=segment_ids, pad_id=pad_id)
     with value_errors():
         outputs = glax._src.api.recurrent.recurrent(query, key, value, **gates, initial_state=state, **rest)
     return outputs._replace(final_state=outputs.final_state[None]) if packed else outputs
@@ -173,6 +179,8 @@ def recurrent_attention(
     *,
     softmax_scale: float | Float[Array, ""] | None = None,
     reverse: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    pad_id: int | None = None,
     return_state: bool = False,
     platform: str | None = None,
     cfg: RecurrentAttentionConfig | Config | None = None,
@@ -181,6 +189,7 @@ def recurrent_attention(
     check_flag("return_state", return_state)
     gates = dict(g=g, g_gamma=g_gamma, gk=gk, gv=gv)
     rest = dict(softmax_scale=softmax_scale, reverse=reverse, cu_seqlens=cu_seqlens, platform=platform, cfg=cfg)
+    rest |= dict(segment_ids=segment_ids, pad_id=pad_id)
     outputs = recurrent(query, key, value, **gates, initial_state=initial_state, **rest)
     return outputs if return_state else outputs.output
 

@@ -82,11 +82,19 @@ class GatedLinearAttention(nnx.Module):
         x: Float[Array, "B T width"],
         initial_state: Float[Array, "N H K V"] | None = None,
         cu_seqlens: Int[Array, "N+1"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        pad_id: int | None = None,
     ) -> tuple[Float[Array, "B T width"], Float[Array, "N H K V"]]:
-        """y, and the state behind the last token of each sequence. Packed as in `glax.recurrent`: B is 1 or absent."""
+        """y, and the state behind the last token of each sequence. Packed as in `glax.recurrent`: B is 1 or absent with cu_seqlens.
+
+        segment_ids and pad_id: as in `glax.recurrent`.
+        """
         check_rows(x, self.width, "[B, T, width], or [T, width] with cu_seqlens", 2, 3)
         q, k, v, g = self.inputs(x)
-        o, state = self.recurrence(q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        options = dict(initial_state=initial_state, cu_seqlens=cu_seqlens)
+        if segment_ids is not None:  # a recurrence of the user's own may have no such argument
+            options |= dict(segment_ids=segment_ids, pad_id=pad_id)
+        o, state = self.recurrence(q, k, v, g, **options)
         return self.outputs(o, x), state
 
     def prefill_into(

@@ -84,15 +84,30 @@ class ByteLM(nnx.Module):
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
         self.head = nnx.Linear(config.width, BYTES, use_bias=False, rngs=rngs)
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T 256"]:
-        """Logits of the byte behind each token, every sequence read from its beginning in one parallel pass."""
-        check_tokens("tokens", tokens, "[B, T]")
-        return self.extend(tokens, self.initial_states(tokens.shape[0]))[0]
+    def __call__(
+        self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
+    ) -> Float[Array, "B T 256"]:
+        """Logits of the byte behind each token, every sequence read from its beginning in one parallel pass.
 
-    def extend(self, tokens: Int[Array, "B T"], states: States) -> tuple[Float[Array, "B T 256"], States]:
+        segment_ids and pad_id: as in `glax.recurrent`. Every segment is then read from its own beginning.
+        """
+        check_tokens("tokens", tokens, "[B, T]")
+        return self.extend(tokens, self.initial_states(tokens.shape[0]), segment_ids, pad_id)[0]
+
+    def extend(
+        self,
+        tokens: Int[Array, "B T"],
+        states: States,
+        segment_ids: Int[Array, "B T"] | None = None,
+        pad_id: int | None = None,
+    ) -> tuple[Float[Array, "B T 256"], States]:
         """Reads on from `states` in one parallel pass: logits, and the states behind the last token."""
         check_tokens("tokens", tokens, "[B, T]")
-        return self.through(GatedLinearAttention.__call__, tokens, states)
+
+        def attend(attention, x, state):
+            return attention(x, state, segment_ids=segment_ids, pad_id=pad_id)
+
+        return self.through(attend, tokens, states)
 
     def prefill_into(
         self,

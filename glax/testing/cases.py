@@ -22,6 +22,7 @@ class Case:
     heads: of query, key and value. gates: which arguments of `glax.recurrent` are given, of g, g_gamma, gk and gv.
     dtype, gate_dtype, state_dtype: of query, key and value; of the gates; of the initial state, None for no initial state.
     cuts: boundaries of packed sequences. Rows behind the last one are padding and hold NaN.
+    ids: of segments, [B, T]; tokens with the id 0 are padding and hold NaN.
     chunk: the tokens of a chunk, for kernels whose config has such a field; None for the kernel's own choice.
     """
 
@@ -39,6 +40,7 @@ class Case:
     reverse: bool = False
     strengths: tuple[str, ...] = ("log-sigmoid",)
     chunk: int | None = None
+    ids: tuple[tuple[int, ...], ...] | None = None
 
     def __str__(self):
         return self.name
@@ -81,6 +83,9 @@ def inputs(case: Case, strength: str, seed: int = 0) -> dict[str, jax.Array]:
     if case.cuts is not None:
         for name in arrays.keys() - {"g_gamma"}:
             arrays[name][:, case.cuts[-1] :] = np.nan
+    if case.ids is not None:
+        for name in arrays.keys() - {"g_gamma"}:
+            arrays[name][np.array(case.ids) == 0] = np.nan
     if case.state_dtype is not None:
         arrays["initial_state"] = rng.normal(size=(case.num_sequences, H, K, V))
     dtypes = dict.fromkeys(("query", "key", "value"), case.dtype) | dict(initial_state=case.state_dtype)
@@ -90,7 +95,8 @@ def inputs(case: Case, strength: str, seed: int = 0) -> dict[str, jax.Array]:
 def recurrence(case: Case, strength: str, seed: int = 0) -> Recurrence:
     """The `Recurrence` of these inputs: what a kernel is called with."""
     cuts = None if case.cuts is None else jnp.asarray(case.cuts, jnp.int32)
-    return bind(**inputs(case, strength, seed), cu_seqlens=cuts, reverse=case.reverse)
+    ids = {} if case.ids is None else dict(segment_ids=jnp.asarray(case.ids, jnp.int32), pad_id=0)
+    return bind(**inputs(case, strength, seed), cu_seqlens=cuts, reverse=case.reverse, **ids)
 
 
 def cotangents(case: Case, r: Recurrence, seed: int = 1) -> tuple[jax.Array, jax.Array]:
@@ -99,6 +105,8 @@ def cotangents(case: Case, r: Recurrence, seed: int = 1) -> tuple[jax.Array, jax
     d_output = rng.normal(size=(*r.q.shape[:2], *r.state_shape[1::2]))
     if case.cuts is not None:
         d_output[:, case.cuts[-1] :] = np.nan
+    if case.ids is not None:
+        d_output[np.array(case.ids) == 0] = np.nan
     return jnp.asarray(d_output.astype(r.q.dtype)), jnp.asarray(rng.normal(size=r.state_shape).astype(r.dtype))
 
 

@@ -81,6 +81,8 @@ def _walks(r: Recurrence):
     cuts = None if r.boundaries is None else np.asarray(r.boundaries)
     for n in range(r.num_sequences):
         tokens = range(T) if cuts is None else range(cuts[n], cuts[n + 1])
+        if r.segments is not None and r.segments.is_token is not None:
+            tokens = np.flatnonzero(np.asarray(r.segments.is_token)[n])
         yield n, (n if cuts is None else 0), (tokens[::-1] if r.reverse else tokens)
 
 
@@ -98,6 +100,9 @@ def _float64(r: Recurrence):
         rows += wide(decay.key)
     if decay.value is not None:
         columns += wide(decay.value)
+    if r.segments is not None:
+        resets = np.asarray(r.segments.resets)
+        rows[resets], columns[resets] = -np.inf, 0
     state = np.zeros(r.state_shape) if r.initial_state is None else wide(r.initial_state)
     return q, k, v, rows, columns, state, wide(r.scale)
 

@@ -344,11 +344,55 @@ def test_errors_name_the_argument(options, message):
         parallel.recurrent(query, query, query, **options)
 
 
-@pytest.mark.fast
-def test_packed_sequences_have_no_batch():
-    query = jnp.zeros((1, 4, 2, 8))
-    with pytest.raises(ValueError, match="batch_axis must be None with cu_seqlens, whose B is 1, got 'b'"):
-        parallel.recurrent(query, query, query, cu_seqlens=jnp.array([0, 4]), mesh=MESH(), batch_axis="b")
+# ---- packing, where the sequence, the batch or both are sharded ------------------------------------------------------
+
+LAYOUTS = dict(sequence=dict(sequence_axis="s"), batch=dict(batch_axis="b"), both=dict(AXES))
+
+
+@pytest.mark.parametrize("layout", ["batch", "both"])
+def test_the_batch_axis_shards_the_time_of_packed_sequences(layout):
+    case = Case("", heads=(4, 2, 2), K=8, V=6, **PACKED)
+    hold(case, Spread.of(MESH(), **dict(batch_axis=None, head_axis=None, sequence_axis=None) | LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", ["none", "constant", "key", "both"])
+def test_segment_ids(form, layout):
+    """T that 2 does not divide, segments that cross shards, padding of NaN; in either direction."""
+    case = Case("", B=2, T=27, heads=(4, 2, 2), K=8, V=6, gates=FORMS[form])
+    ids = jnp.array([[0] * 3 + [5] * 11 + [2] + [9] * 5 + [0] * 2 + [9] * 5, [4] * 27])
+    arguments = inputs(case, "log-sigmoid")
+    rows = [name for name in arguments if name not in ("g_gamma", "initial_state")]
+    hidden = {name: (ids == 0).reshape(2, 27, *[1] * (arguments[name].ndim - 2)) for name in rows}
+    arguments |= {name: jnp.where(hidden[name], jnp.nan, arguments[name]) for name in rows}
+    gamma = arguments.pop("g_gamma", None)
+    reverse = form in ("key", "none")
+    options = dict(segment_ids=ids, pad_id=0, reverse=reverse)
+
+    def both(f, **spread):
+        return quick_jit(jax.value_and_grad(functools.partial(loss, f, **options, **spread), argnums=0))(arguments, gamma)
+
+    tree_close(both(parallel.recurrent, mesh=MESH(), **LAYOUTS[layout]), both(glax.recurrent))
+
+
+def test_segment_ids_along_explicit_axes():
+    mesh = mesh_of(AxisType.Explicit, b=2, h=2, s=2)
+    arguments, gamma = inputs(CASE, "log-sigmoid"), -jnp.arange(4.0) / 8
+    B, T = arguments["query"].shape[:2]
+    ids = jnp.arange(B * T).reshape(B, T) // 7
+    spec = {name: P("b", "h") if name == "initial_state" else P("b", "s", "h") for name in arguments}
+    placed = {name: jax.device_put(x, NamedSharding(mesh, spec[name])) for name, x in arguments.items()}
+    there = dict(segment_ids=jax.device_put(ids, NamedSharding(mesh, P("b", "s"))), pad_id=1)
+
+    def run(f, arguments, gamma, segment_ids, **spread):
+        run = functools.partial(loss, f, pad_id=1, **spread)
+        return quick_jit(jax.value_and_grad(lambda a, g, ids: run(a, g, segment_ids=ids), argnums=(0, 1)))(
+            arguments, gamma, segment_ids
+        )
+
+    gamma_there = jax.device_put(gamma, NamedSharding(mesh, P()))
+    got = run(parallel.recurrent, placed, gamma_there, there["segment_ids"], mesh=mesh, **AXES)
+    tree_close(got, run(glax.recurrent, arguments, gamma, ids))
 
 
 # ---- what moves ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from glax._src.api.recurrent import recurrent_attention
-from glax._src.core.bind import bind, check_before_tracing
+from glax._src.core.bind import ScanOptions, bind, check_before_tracing
 from glax._src.core.recurrence import Recurrence, describe
 from glax._src.core.registry import Config, KernelSpec, Platform, kernel_registry
 from glax._src.kernels import load_kernels
@@ -12,7 +12,7 @@ from glax._src.tuning.op import Kernel, example_of
 
 NOT_BOUND = ("cfg", "platform", "return_state")
 GATES = ("g", "g_gamma", "gk", "gv")
-ARRAYS = ("query", "key", "value", *GATES, "initial_state", "cu_seqlens", "softmax_scale")
+ARRAYS = ("query", "key", "value", *GATES, "initial_state", "cu_seqlens", "segment_ids", "softmax_scale")
 
 
 class RecurrentAttention(Kernel):
@@ -49,10 +49,10 @@ class RecurrentAttention(Kernel):
         """The registered kernels that can run the call, best first, and its Recurrence in shapes."""
         load_kernels()
         arguments = self.named(inv.args, inv.kwargs)
-        platform, reverse = arguments.get("platform"), arguments.get("reverse", False)
-        check_before_tracing({name: arguments.get(name) for name in ARRAYS}, platform, None, reverse)
+        platform, options = arguments.get("platform"), ScanOptions(arguments.get("reverse", False), arguments.get("pad_id"))
+        check_before_tracing({name: arguments.get(name) for name in ARRAYS}, platform, None, options)
         bound = {name: x for name, x in arguments.items() if name not in NOT_BOUND}
-        r = jax.eval_shape(lambda: bind(**self.as_bound(example_of(bound))))
+        r = jax.eval_shape(lambda: bind(**self.as_bound(example_of(bound))).folded)
         platform = Platform.parse(platform)
         kernel_registry.find(r, platform)  # raises with every reason if none can
         return kernel_registry.able(r, platform)[0], r

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from glax._src.core.bind import (
+    ScanOptions,
     bind,
     check_array,
     check_before_tracing,
@@ -34,6 +35,9 @@ class Options(TypedDict, total=False):
     initial_state: [N, H, K, V], or [H, K, V] for all sequences; zeros if None. Any float dtype.
     reverse:       scan each sequence from its last token to its first.
     cu_seqlens:    [N + 1] integers; sequence n is rows cu_seqlens[n] to cu_seqlens[n + 1] of T, and B is 1. May be traced.
+    segment_ids:   [B, T] integers, or [T] without B; a token continues the state of the token before it if both have one id,
+                   else it starts from zeros. Ids need no order. Not with cu_seqlens. May be traced.
+    pad_id:        the id of padding: output 0, no effect, any content, NaN too. No id is padding if None.
     platform:      None or "auto" chooses; "xla", "cpp", "triton", "pallas" or "cuda" insists.
     cfg:           the config of the kernel, such as glax.configs.ChunkedConfig(chunk=64); None guesses one from the shapes.
     """
@@ -42,6 +46,8 @@ class Options(TypedDict, total=False):
     initial_state: Float[Array, "N H K V"] | Float[Array, "H K V"] | None
     reverse: bool
     cu_seqlens: Int[Array, "N+1"] | None
+    segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None
+    pad_id: int | None
     platform: str | None
     cfg: Config | None
 
@@ -60,6 +66,8 @@ def recurrent(
     cu_seqlens: Int[Array, "N+1"] | None = None,
     *,
     bonus: Float[Array, "H K"] | None = None,
+    segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
+    pad_id: int | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> Outputs:
@@ -80,7 +88,9 @@ def recurrent(
         o_t = softmax_scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t
 
     Returns output [B, T, H, V] in the query's dtype and final_state [N, H, K, V]. Rows behind cu_seqlens[-1] are padding:
-    output 0, no effect. An empty sequence hands its initial state through. The other options: see `Options`.
+    output 0, no effect. An empty sequence hands its initial state through. With segment_ids, the initial state of a row enters
+    its first segment that is not padding, and the final state is that of the last such segment, in the order of the scan; a
+    row of padding alone hands its initial state through. The other options: see `Options`.
 
     Raises ValueError or TypeError naming the argument, what was expected and what came; UnsupportedError, with each
     kernel's reason, if no kernel of an explicit `platform` or `cfg` can run the call.
@@ -90,17 +100,19 @@ def recurrent(
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
-        softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens, bonus=bonus,
+        softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
+        bonus=bonus,
     )  # fmt: skip
-    check_before_tracing(arrays, platform, cfg, reverse)
-    return bind_and_solve(Choice(Platform.parse(platform), cfg), bool(reverse), transferred(arrays))
+    options = ScanOptions(reverse, pad_id)
+    check_before_tracing(arrays, platform, cfg, options)
+    return bind_and_solve(Choice(Platform.parse(platform), cfg), options.static, transferred(arrays))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def bind_and_solve(choice: Choice, reverse: bool, arrays: dict) -> Outputs:
+def bind_and_solve(choice: Choice, options: ScanOptions, arrays: dict) -> Outputs:
     """Compiled, so that a call outside of jit costs no more than its kernel; inlined into a caller that is."""
     bonus = arrays.get("bonus")
-    r = bind(**{name: x for name, x in arrays.items() if name != "bonus"}, reverse=reverse)
+    r = bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **vars(options))
     if bonus is not None:
         check_bonus(bonus, r.num_heads, r.q.shape[3])
     if 0 in (*r.q.shape[:2], r.num_sequences):
@@ -130,6 +142,8 @@ def recurrent_attention(
     *,
     softmax_scale: float | Float[Array, ""] | None = None,
     reverse: bool = False,
+    segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
+    pad_id: int | None = None,
     return_state: bool = False,
     platform: str | None = None,
     cfg: Config | None = None,
@@ -148,6 +162,8 @@ def recurrent_attention(
         initial_state,
         reverse,
         cu_seqlens,
+        segment_ids=segment_ids,
+        pad_id=pad_id,
         platform=platform,
         cfg=cfg,
     )
@@ -165,6 +181,8 @@ def recurrent_gla(
     reverse: bool = False,
     cu_seqlens: Int[Array, "N+1"] | None = None,
     *,
+    segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
+    pad_id: int | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> Outputs:
@@ -176,7 +194,7 @@ def recurrent_gla(
     """
     return recurrent(
         query, key, value, g, g_gamma, None, None, softmax_scale, initial_state, reverse, cu_seqlens,
-        platform=platform, cfg=cfg,
+        segment_ids=segment_ids, pad_id=pad_id, platform=platform, cfg=cfg,
     )  # fmt: skip
 
 

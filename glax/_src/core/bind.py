@@ -1,5 +1,7 @@
 """Validate the arguments of a call and bind them to a `Recurrence`, the operand of every kernel."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import numpy as np
 from glax._src.core.decay import Decay, promoted
 from glax._src.core.recurrence import Recurrence, to_int32
 from glax._src.core.registry import Config, Platform
+from glax._src.core.segments import Segments
 
 # The shapes that every argument may have. Hq, Hk and Hv divide H, the largest of them; N is the number of sequences.
 SHAPES = dict(
@@ -24,9 +27,22 @@ LARGEST = {name: float(np.finfo(name).max) for name in ("float32", "float64")}
 ROWWISE = ("query", "key", "value", "g", "gk", "gv")  # have no B in packed [T, heads, width] input
 
 
+@dataclasses.dataclass(frozen=True)
+class ScanOptions:
+    """The arguments of a call that are no arrays, and are known while tracing."""
+
+    reverse: bool = False
+    pad_id: int | None = None
+
+    @property
+    def static(self) -> "ScanOptions":
+        """The options as plain Python values, of which equal ones are one key of a compiled program."""
+        return ScanOptions(bool(self.reverse), None if self.pad_id is None else int(self.pad_id))
+
+
 def bind(
     query, key, value, *, g=None, g_gamma=None, gk=None, gv=None,
-    softmax_scale=None, initial_state=None, cu_seqlens=None, reverse=False,
+    softmax_scale=None, initial_state=None, cu_seqlens=None, segment_ids=None, reverse=False, pad_id=None,
 ) -> Recurrence:  # fmt: skip
     """Check every argument, add a missing B, fold the gates, and broadcast g_gamma and initial_state to all sequences."""
     arrays = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, initial_state=initial_state)
@@ -37,6 +53,11 @@ def bind(
     if flat:
         arrays |= {name: x[None] for name, x in arrays.items() if name in ROWWISE}
     boundaries = None if cu_seqlens is None else check_boundaries(cu_seqlens, sizes)
+    segments = None
+    if segment_ids is not None:
+        check_segment_ids(segment_ids, sizes, flat, cu_seqlens is not None)
+        if sizes["T"] != 0:
+            segments = Segments.from_ids(jnp.asarray(segment_ids[None] if flat else segment_ids), pad_id, reverse)
 
     N = sizes["N"] if boundaries is None else boundaries.shape[0] - 1
     check_per_sequence(arrays, N, cu_seqlens is not None)
@@ -54,6 +75,7 @@ def bind(
         boundaries=boundaries,
         scale=jnp.broadcast_to(jnp.asarray(scale, wide), (N,)),
         reverse=reverse,
+        segments=segments,
     )
     gates = (arrays.get(name) for name in ("g", "g_gamma", "gk", "gv"))
     return r.replace(decay=Decay.from_gates(*gates, to_tokens=r.by_token, dtype=r.dtype))
@@ -118,6 +140,17 @@ def check_boundaries(cu_seqlens, sizes: dict[str, int]) -> jax.Array:
     return to_int32(cu_seqlens)
 
 
+def check_segment_ids(segment_ids, sizes: dict[str, int], flat: bool, packed: bool):
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise TypeError(f"segment_ids must hold integers, got {segment_ids.dtype}")
+    if packed:
+        raise ValueError("segment_ids must be None with cu_seqlens, for both divide T: pass one of them")
+    B, T = sizes["B"], sizes["T"]
+    if segment_ids.shape != ((T,) if flat else (B, T)):
+        wanted = f"[T] with T={T} as in query, which has no B" if flat else f"[B, T] with B={B} and T={T} as in query"
+        raise ValueError(f"segment_ids must be {wanted}, got shape {segment_ids.shape}")
+
+
 def check_per_sequence(arrays: dict[str, jax.Array], N: int, packed: bool):
     by = "one fewer than cu_seqlens has entries" if packed else "B as in query"
     for name, rank in (("g_gamma", 2), ("initial_state", 4)):
@@ -132,7 +165,9 @@ def check_per_sequence(arrays: dict[str, jax.Array], N: int, packed: bool):
 REQUIRED = ("query", "key", "value")
 
 
-def check_before_tracing(arrays: dict, platform, cfg, reverse, required: tuple[str, ...] = REQUIRED):
+def check_before_tracing(
+    arrays: dict, platform, cfg, options: ScanOptions | None = None, required: tuple[str, ...] = REQUIRED
+):
     for name, x in arrays.items():
         if name != "softmax_scale" and (x is not None or name in required):
             check_array(name, x)
@@ -143,7 +178,12 @@ def check_before_tracing(arrays: dict, platform, cfg, reverse, required: tuple[s
         raise TypeError(
             f"cfg must be the Config of a kernel, such as glax.configs.ChunkedConfig(chunk=64), got {cfg!r}"
         )
-    check_flag("reverse", reverse)
+    options = ScanOptions() if options is None else options
+    check_flag("reverse", options.reverse)
+    if options.pad_id is not None:
+        check_integer("pad_id", options.pad_id)
+        if arrays.get("segment_ids") is None:
+            raise ValueError(f"pad_id must be None without segment_ids, got {options.pad_id}")
     check_known_boundaries(arrays["cu_seqlens"], arrays["query"])
 
 

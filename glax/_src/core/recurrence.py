@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.decay import Decay, promoted
+from glax._src.core.segments import Segments
 
 
 @jax.tree_util.register_dataclass
@@ -19,6 +20,7 @@ class Recurrence:
     `scale` is one number a sequence, so that batches can be merged.
     Packed, B is 1 and sequence n is rows boundaries[n] to boundaries[n + 1] of T; rows behind the last are padding.
     `reverse` scans every sequence from its last token to its first.
+    `segments` divides unpacked rows further; `folded` expresses it by gates, as every kernel takes it.
     """
 
     q: Float[Array, "B T Hq K"]
@@ -29,6 +31,7 @@ class Recurrence:
     boundaries: Int[Array, "N+1"] | None
     scale: Float[Array, "N"]
     reverse: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    segments: Segments | None = None
 
     replace = dataclasses.replace
 
@@ -66,6 +69,15 @@ class Recurrence:
         """The recurrence of S^T, before its q, k and v are replaced."""
         state = self.initial_state
         return self.replace(decay=self.decay.transposed, initial_state=None if state is None else state.mT)
+
+    @property
+    def folded(self) -> "Recurrence":
+        """The same recurrence without `segments`: its gates cut the state, and its padding is zeros. The output is not masked."""
+        s = self.segments
+        if s is None:
+            return self
+        decay = s.folded(self.decay, self.by_token, (*self.q.shape[:2], self.num_heads), self.dtype)
+        return self.replace(q=s.masked(self.q), k=s.masked(self.k), v=s.masked(self.v), decay=decay, segments=None)
 
     # ---- packed sequences ----------------------------------------------------------------------------------------
 

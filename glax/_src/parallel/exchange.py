@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.recurrence import Recurrence
+from glax._src.solve.partitioning import Axis
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +62,7 @@ class Shard:
         return leaves, jnp.where(self.spans, jnp.exp(edge.pick(log, packed)), 0), None
 
 
-def shard_of(r: Recurrence, axis: str, n: int) -> Shard:
+def shard_of(r: Recurrence, axis: Axis, n: int) -> Shard:
     """Returns the place of this shard. r has the rows of this shard, and the boundaries of the whole problem."""
     T, index = r.q.shape[1], lax.axis_index(axis)
     rank = n - 1 - index if r.reverse else index
@@ -107,7 +108,7 @@ def shift_distances(n: int) -> list[int]:
     return distances
 
 
-def exchange_states(axis: str, n: int, backwards: bool, state: Float[Array, "E H K V"], rows, columns) -> Array:
+def exchange_states(axis: Axis, n: int, backwards: bool, state: Float[Array, "E H K V"], rows, columns) -> Array:
     """Returns the state that enters each shard, [E, H, K, V].
 
     A shard passes on   rows * entering * columns + state.   The shards send these maps, composed, and nothing else.

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from glax._src.api.recurrent import Options, check_per_head, lightning_decay, nothing_to_solve, retention_decay
-from glax._src.core.bind import bind, check_before_tracing, check_flag, transferred
+from glax._src.core.bind import ScanOptions, bind, check_before_tracing, check_flag, transferred
 from glax._src.core.recurrence import Outputs
 from glax._src.core.registry import Config, Platform
 from glax._src.parallel.sharding import Axis, Spread, solve_on_mesh
@@ -38,6 +38,8 @@ def recurrent(
     reverse: bool = False,
     cu_seqlens: Int[Array, "N+1"] | None = None,
     *,
+    segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
+    pad_id: int | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -49,26 +51,27 @@ def recurrent(
 
     The arrays have the shapes of the whole problem, and may have any sharding. The output is sharded as `Spread` says, and the
     final states over batch and heads. mesh and the three axes: see `Spread`. All else is as in `glax.recurrent`. With
-    cu_seqlens, batch_axis must be None.
+    cu_seqlens, batch_axis shards T.
 
     Raises ValueError, beside the errors of `glax.recurrent`, if an axis is not an axis of the mesh, is named twice, or does
     not divide the batch or the heads.
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
-        softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
     )  # fmt: skip
-    check_before_tracing(arrays, platform, cfg, reverse)
+    options = ScanOptions(reverse, pad_id)
+    check_before_tracing(arrays, platform, cfg, options)
     spread = Spread.of(mesh, batch_axis, head_axis, sequence_axis)
     if not isinstance(query, jax.core.Tracer) and isinstance(spread.mesh, Mesh):
         small = {name: x for name, x in arrays.items() if np.ndim(x) < 2}  # jit shards the larger arrays itself
         arrays |= transferred(small, NamedSharding(spread.mesh, PartitionSpec()))
-    return bind_and_solve(Choice(Platform.parse(platform), cfg), spread, bool(reverse), arrays)
+    return bind_and_solve(Choice(Platform.parse(platform), cfg), spread, options.static, arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def bind_and_solve(choice: Choice, spread: Spread, reverse: bool, arrays: dict) -> Outputs:
-    r = bind(**arrays, reverse=reverse)
+def bind_and_solve(choice: Choice, spread: Spread, options: ScanOptions, arrays: dict) -> Outputs:
+    r = bind(**arrays, **vars(options))
     outputs = nothing_to_solve(r) if 0 in (*r.q.shape[:2], r.num_sequences) else solve_on_mesh(choice, spread, r)
     return outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
 

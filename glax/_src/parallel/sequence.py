@@ -26,6 +26,7 @@ from glax._src.solve.dispatch import (
     resolve,
     runs_in_two_phases,
 )
+from glax._src.solve.partitioning import Axis
 
 
 def overlap_of(resolution: Resolution, r: Recurrence, gradient: bool) -> str:
@@ -44,15 +45,15 @@ def overlap_of(resolution: Resolution, r: Recurrence, gradient: bool) -> str:
     return "correct" if r.decay.by_token and Backend.here() is not Backend.CPU else "wait"
 
 
-def outputs_of_rows(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
+def outputs_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence) -> Outputs:
     return solve_rows(choice, axis, n, r, save_residuals=False)[0]
 
 
-def outputs_and_residuals_of_rows(choice: Choice, axis: str, n: int, r: Recurrence):
+def outputs_and_residuals_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence):
     return solve_rows(choice, axis, n, r, save_residuals=True)
 
 
-def solve_rows(choice: Choice, axis: str, n: int, r: Recurrence, save_residuals: bool):
+def solve_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_residuals: bool):
     """Returns the outputs, and (the state that entered, the kernel's residuals if `save_residuals`, else None)."""
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     begun = where(shard.begins, r.start_state, 0)
@@ -87,7 +88,7 @@ def where(of_sequence, states, otherwise):
     return jnp.where(of_sequence[:, None, None, None], states, otherwise)
 
 
-def gradient_of_rows(choice: Choice, axis: str, n: int, r: Recurrence, d_output, d_final, saved) -> Recurrence:
+def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final, saved) -> Recurrence:
     """Computes the gradient of this shard's rows. dL/dS is exchanged as the state is, in the opposite direction."""
     (entered, residuals), shard, packed = saved, shard_of(r, axis, n), r.boundaries is not None
     started = shard.enter.add(where(shard.begins, r.start_state, 0), entered, packed)
@@ -119,7 +120,7 @@ def gradient_of_rows(choice: Choice, axis: str, n: int, r: Recurrence, d_output,
     return d.replace(initial_state=None if given is None else where(shard.begins, d_initial, 0).astype(given.dtype))
 
 
-def plain_gradient(choice: Choice, axis: str, n: int, r: Recurrence, d_output, d_final) -> Recurrence:
+def plain_gradient(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final) -> Recurrence:
     """The gradient of `plain`, which has gradients of any order."""
 
     def outputs(rows: Recurrence) -> Outputs:
@@ -129,7 +130,7 @@ def plain_gradient(choice: Choice, axis: str, n: int, r: Recurrence, d_output, d
     return pull(Outputs(d_output, d_final))[0]
 
 
-def plain(choice: Choice, axis: str, n: int, r: Recurrence) -> Outputs:
+def plain(choice: Choice, axis: Axis, n: int, r: Recurrence) -> Outputs:
     """Computes the same outputs in operations that have gradients of any order. It scans each shard's rows twice."""
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     begun = where(shard.begins, r.start_state, 0)

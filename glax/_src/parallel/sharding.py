@@ -14,9 +14,7 @@ from glax._src.core.recurrence import Outputs, Recurrence, spread_heads
 from glax._src.parallel.sequence import solve_sequence
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
-from glax._src.solve.partitioning import flat_axes, recurrence_specs
-
-Axis = str | tuple[str, ...] | None
+from glax._src.solve.partitioning import Axis, flat_axes, recurrence_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +22,8 @@ class Spread:
     """The mesh axes over which arrays are sharded.
 
     batch_axis, head_axis: names of axes, or tuples of names. These shards exchange nothing. The number of shards must divide
-        the batch, and H. Fewer heads of queries, keys or values are repeated as often as needed.
+        the batch, and H. Fewer heads of queries, keys or values are repeated as often as needed. With cu_seqlens, whose B is
+        1, the axes of the batch shard T instead, as further, outer axes of sequence_axis.
     sequence_axis: one name. n shards have T / n tokens each, padded inside if n does not divide T. A shard sends its final
         state and the decay through its rows. The result is exact with initial and final states, any gates, `reverse`, and
         sequences that cross shards. Where it pays, the exchange overlaps with a kernel (docs/internals/architecture.md).
@@ -44,7 +43,7 @@ class Spread:
     mesh: Mesh | AbstractMesh | None = None
     batch_axis: Axis = None
     head_axis: Axis = None
-    sequence_axis: str | None = None
+    sequence_axis: Axis = None
 
     @classmethod
     def of(cls, mesh, batch_axis, head_axis, sequence_axis) -> "Spread":
@@ -68,6 +67,12 @@ class Spread:
 
     def size(self, axis: Axis) -> int:
         return math.prod(self.mesh.shape[name] for name in flat_axes(axis))
+
+    @property
+    def for_packed(self) -> "Spread":
+        """The layout of packed arrays, whose B is 1: the axes of the batch shard T, as the outer axes of sequence_axis."""
+        axes = (*flat_axes(self.batch_axis), *flat_axes(self.sequence_axis))
+        return dataclasses.replace(self, batch_axis=None, sequence_axis=axes or None)
 
     def specs(self, r: Recurrence) -> Recurrence:
         """A PartitionSpec for every array of r."""
@@ -97,8 +102,6 @@ class Spread:
         return jax.tree.map(place, arrays, specs)
 
     def check(self, r: Recurrence):
-        if r.boundaries is not None and self.size(self.batch_axis) > 1:
-            raise ValueError(f"batch_axis must be None with cu_seqlens, whose B is 1, got {self.batch_axis!r}")
         for argument, axis, what, count in (
             ("batch_axis", self.batch_axis, "B", r.q.shape[0]),
             ("head_axis", self.head_axis, "H", r.num_heads),
@@ -111,6 +114,11 @@ class Spread:
 
 def solve_on_mesh(choice: Choice, spread: Spread, r: Recurrence) -> Outputs:
     """Solves r shard by shard."""
+    if r.segments is not None:
+        outputs = solve_on_mesh(choice, spread, r.folded)
+        return outputs._replace(output=r.segments.masked(outputs.output))
+    if r.boundaries is not None:
+        spread = spread.for_packed
     spread.check(r)
     T, shards = r.q.shape[1], spread.size(spread.sequence_axis)
     # Before and after the shapes change: a dimension that changes must not be sharded by its type.
@@ -129,7 +137,7 @@ def solve_on_mesh(choice: Choice, spread: Spread, r: Recurrence) -> Outputs:
     return outputs._replace(output=output[:, :T])
 
 
-def solve_on_shard(choice: Choice, sequence_axis: str | None, shards: int, r: Recurrence) -> Outputs:
+def solve_on_shard(choice: Choice, sequence_axis: Axis, shards: int, r: Recurrence) -> Outputs:
     r = differentiable(r)
     if sequence_axis is None:
         return solve(choice, r)

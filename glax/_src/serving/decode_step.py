@@ -53,7 +53,7 @@ def recurrent_step(
     tokens = dict(query=query, key=key, value=value, g=g, gk=gk, gv=gv)
     rest = dict(g_gamma=g_gamma, softmax_scale=softmax_scale)
     arrays = tokens | rest | dict(state=state, slots=slots, bonus=bonus, cu_seqlens=None)
-    check_before_tracing(arrays, platform, cfg, reverse=False, required=(*REQUIRED, "state"))
+    check_before_tracing(arrays, platform, cfg, required=(*REQUIRED, "state"))
     check_known_slots(slots, state)
     tokens, rest, own = map(transferred, (tokens, rest, dict(state=state, slots=slots, bonus=bonus)))
     return bind_and_step(Choice(Platform.parse(platform), cfg), tokens, rest, **own)

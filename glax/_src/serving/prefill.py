@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.api.recurrent import bind_and_solve
-from glax._src.core.bind import REQUIRED, bind, check_before_tracing, transferred
+from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, transferred
 from glax._src.core.registry import Config, Platform
 from glax._src.serving.state_pool import check_known_slots, check_states, put, take, usable
 from glax._src.solve.dispatch import Choice
@@ -28,6 +28,8 @@ def prefill_into(
     *,
     fresh: Bool[Array, "N"] | None = None,
     bonus: Float[Array, "H K"] | None = None,
+    segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
+    pad_id: int | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "P H K V"]]:
@@ -45,20 +47,19 @@ def prefill_into(
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
-        softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, bonus=bonus,
+        softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, bonus=bonus, segment_ids=segment_ids,
     )  # fmt: skip
     required = (*REQUIRED, "pool", "slots")
-    check_before_tracing(
-        arrays | dict(pool=pool, slots=slots, fresh=fresh), platform, cfg, reverse=False, required=required
-    )
+    own, options = dict(pool=pool, slots=slots, fresh=fresh), ScanOptions(pad_id=pad_id)
+    check_before_tracing(arrays | own, platform, cfg, options, required)
     check_known_slots(slots, pool, "pool")
-    own = transferred(dict(pool=pool, slots=slots, fresh=fresh))
-    return bind_and_prefill(Choice(Platform.parse(platform), cfg), transferred(arrays), **own)
+    choice = Choice(Platform.parse(platform), cfg)
+    return bind_and_prefill(choice, options.static, transferred(arrays), **transferred(own))
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def bind_and_prefill(choice: Choice, arrays: dict, pool, slots, fresh):
-    query, r = arrays["query"], bind(**{name: x for name, x in arrays.items() if name != "bonus"})
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def bind_and_prefill(choice: Choice, options: ScanOptions, arrays: dict, pool, slots, fresh):
+    query, r = arrays["query"], bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **vars(options))
     check_states("pool", pool, r.state_shape, pooled=True)
     N, packed = r.num_sequences, r.boundaries is not None
     slots, used = usable(slots, pool.shape[0], N, ("N", "cu_seqlens" if packed else "query"))
@@ -67,7 +68,7 @@ def bind_and_prefill(choice: Choice, arrays: dict, pool, slots, fresh):
         if fresh.dtype != jnp.bool_ or fresh.shape != (N,):
             raise ValueError(f"fresh must be booleans [N]={[N]}, got {fresh.dtype} of shape {fresh.shape}")
         state = jnp.where(fresh[:, None, None, None], 0, state)
-    output, final = bind_and_solve(choice, False, arrays | dict(initial_state=state))
+    output, final = bind_and_solve(choice, options, arrays | dict(initial_state=state))
     if packed:
         used = used[r.sequence_of] if N else jnp.zeros(query.shape[-3], bool)
         output = jnp.where(used[:, None, None], output, 0)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glax._src.api.recurrent import bind_and_solve
-from glax._src.core.bind import REQUIRED, bind, check_before_tracing, transferred
+from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, transferred
 from glax._src.core.decay import Decay, promoted
 from glax._src.core.recurrence import spread_heads, to_int32
 from glax._src.core.registry import Config, Platform
@@ -62,7 +62,7 @@ def recurrent_verify(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, softmax_scale=softmax_scale
     )  # fmt: skip
     operands = arrays | dict(state=state, slots=slots, cu_seqlens=None)
-    check_before_tracing(operands, platform, cfg, reverse=False, required=(*REQUIRED, "state"))
+    check_before_tracing(operands, platform, cfg, required=(*REQUIRED, "state"))
     check_known_slots(slots, state)
     own = transferred(dict(state=state, slots=slots))
     return bind_and_verify(Choice(Platform.parse(platform), cfg), transferred(arrays), **own)
@@ -80,7 +80,7 @@ def bind_and_verify(choice: Choice, arrays: dict, state, slots):
     if slots is not None:
         places, used = usable(slots, state.shape[0], query.shape[0], ("B", "query"))
         state = take(state, places)
-    output, _ = bind_and_solve(choice, False, arrays | dict(initial_state=state, cu_seqlens=None))
+    output, _ = bind_and_solve(choice, ScanOptions(), arrays | dict(initial_state=state, cu_seqlens=None))
     output = output if used is None else jnp.where(used[:, None, None, None], output, 0)
     return output, Draft(r.k, r.v, r.decay, slots, state_shape)
 

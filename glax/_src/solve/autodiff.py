@@ -111,6 +111,9 @@ def solve(choice: Choice, r: Recurrence) -> Outputs:
     Its residuals are r and what the chosen kernel saves: at most one state a chunk.
     Raises UnsupportedError, with each kernel's reason, if no kernel can run r.
     """
+    if r.segments is not None:
+        outputs = solve(choice, r.folded)
+        return outputs._replace(output=r.segments.masked(outputs.output))
     return resolved.solve(resolve(choice, r), r)
 
 

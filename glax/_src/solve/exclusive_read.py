@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from glax._src.core.recurrence import Outputs, Recurrence, spread_heads
+from glax._src.core.segments import expanded
 from glax._src.solve.autodiff import solve
 from glax._src.solve.dispatch import Choice
 
@@ -23,6 +24,7 @@ def solve_with_bonus(choice: Choice, r: Recurrence, bonus: Float[Array, "H K"]) 
     S_{t-1}^T q_t is what an ordinary read at token t - 1 gives for the query of token t. So the queries move one token
     towards the beginning of their sequence, the outputs move back, and the first token reads the initial state.
     """
+    segments, r = r.segments, r.folded
     if r.boundaries is not None:
         r = without_padding(r, r.is_token[:, None, None])
     last, first = (r.ends(scan_end)[:, None, None] for scan_end in (True, False))
@@ -31,7 +33,10 @@ def solve_with_bonus(choice: Choice, r: Recurrence, bonus: Float[Array, "H K"]) 
     behind = jnp.where(first, initial_read(r), jnp.roll(moved.output, -to_next, axis=1).astype(r.dtype))
     if r.boundaries is not None:  # a sequence's last output comes back to the padding row behind it
         behind = jnp.where(r.is_token[:, None, None], behind, 0)
-    return Outputs((behind + bonus_term(r, bonus)).astype(r.q.dtype), moved.final_state)
+    if segments is not None:
+        behind = jnp.where(expanded(segments.resets, 4), 0, behind)
+    output = (behind + bonus_term(r, bonus)).astype(r.q.dtype)
+    return Outputs(output if segments is None else segments.masked(output), moved.final_state)
 
 
 def without_padding(r: Recurrence, used: Bool[Array, "*rows 1 1"]) -> Recurrence:

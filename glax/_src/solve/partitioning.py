@@ -23,6 +23,9 @@ from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, aligned, varying_axes
 
 
+Axis = str | tuple[str, ...] | None  # one or more axes of a mesh, the first of them outermost
+
+
 def is_spread_by_type(operands) -> bool:
     """Whether the types of operands say, under explicit sharding, that some of them are spread."""
     types = [jax.typeof(x).sharding for x in jax.tree.leaves(operands)]

@@ -1,0 +1,73 @@
+"""Segments: runs of tokens with one id in a row, each with a state of its own."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from glax._src.core.decay import Decay
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Where the segments of each row begin in the order of the scan, and which tokens are padding.
+
+    resets:   tokens that start from a state of zeros. The first segment of a row has none: it continues the initial state.
+    is_token: False for padding, which a scan passes without a change of the state. None if no token is padding.
+    """
+
+    resets: Bool[Array, "B T"]
+    is_token: Bool[Array, "B T"] | None
+
+    @classmethod
+    def from_ids(cls, ids: Int[Array, "B T"], pad_id: int | None, reverse: bool) -> "Segments":
+        """A token that is not padding resets the state if its predecessor in the scan has another id, or is padding."""
+        ids = whole_rows(ids)
+        differs, edge = ids[:, 1:] != ids[:, :-1], jnp.zeros_like(ids[:, :1], bool)
+        resets = jnp.concatenate([differs, edge] if reverse else [edge, differs], axis=1)
+        limits = jnp.iinfo(ids.dtype)
+        if pad_id is None or not limits.min <= pad_id <= limits.max:
+            return cls(resets, None)
+        is_token, row = ids != jnp.asarray(pad_id, ids.dtype), jnp.arange(ids.shape[1])
+        # The first token behind leading padding continues the initial state.
+        if reverse:
+            follows = row < ids.shape[1] - 1 - jnp.argmax(is_token[:, ::-1], axis=1)[:, None]
+        else:
+            follows = row > jnp.argmax(is_token, axis=1)[:, None]
+        return cls(resets & is_token & follows, is_token)
+
+    def masked(self, x: Float[Array, "B T *rest"]) -> Float[Array, "B T *rest"]:
+        """x with zeros for padding, whose gradient is 0 even where x is NaN."""
+        return x if self.is_token is None else jnp.where(expanded(self.is_token, x.ndim), x, 0)
+
+    def folded(self, decay: Decay, to_tokens: Callable, shape: tuple[int, int, int], dtype) -> Decay:
+        """The decay with a log of -inf at resets and of 0 at padding. The gates there have a gradient of 0.
+
+        to_tokens: broadcasts one row for each sequence, [N, H], to its tokens. shape: (B, T, H).
+        """
+        head = decay.head if decay.constant is None else to_tokens(decay.constant)
+        if decay.form == "none":
+            head = jnp.zeros(shape, dtype)
+
+        def gate(x, at_reset):
+            return None if x is None else jnp.where(expanded(self.resets, x.ndim), at_reset, self.masked(x))
+
+        # -inf on the rows of the state is enough: gates on its columns then need no restart.
+        cuts_rows = head is not None or decay.key is not None
+        value = gate(decay.value, 0 if cuts_rows else -jnp.inf)
+        return Decay(head=gate(head, -jnp.inf), key=gate(decay.key, -jnp.inf), value=value)
+
+
+def expanded(mask: Bool[Array, "B T"], rank: int) -> Bool[Array, "B T *ones"]:
+    return jnp.expand_dims(mask, range(2, rank))
+
+
+def whole_rows(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """ids with no axis of T that is sharded by its type: neighbours are compared across shards."""
+    sharding = jax.typeof(ids).sharding
+    if sharding.mesh.empty or sharding.spec[1] is None:
+        return ids
+    return jax.sharding.reshard(ids, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(sharding.spec[0])))
