@@ -85,9 +85,9 @@ class GatedLinearAttention(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         pad_id: int | None = None,
     ) -> tuple[Float[Array, "B T width"], Float[Array, "N H K V"]]:
-        """y, and the state behind the last token of each sequence. Packed as in `glax.recurrent`: B is 1 or absent with cu_seqlens.
+        """y, and the state behind the last token of each sequence.
 
-        segment_ids and pad_id: as in `glax.recurrent`.
+        Packed as in `glax.recurrent`, by segment_ids and pad_id, or by cu_seqlens with a B that is 1 or absent.
         """
         check_rows(x, self.width, "[B, T, width], or [T, width] with cu_seqlens", 2, 3)
         q, k, v, g = self.inputs(x)

@@ -82,7 +82,12 @@ def widened(r: Recurrence, extreme: bool) -> int:
 
 def with_clear_padding(comparison: Comparison, r: Recurrence, x) -> Comparison:
     """The comparison, or a miss if x [B, T, ...] is not 0 in a padding row."""
-    if comparison.error is not None and r.boundaries is not None and np.asarray(x)[:, int(r.boundaries[-1]) :].any():
+    x, filled = np.asarray(x), False
+    if r.boundaries is not None:
+        filled = x[:, int(r.boundaries[-1]) :].any()
+    elif r.segments is not None and r.segments.is_token is not None:
+        filled = x[~np.asarray(r.segments.is_token)].any()
+    if comparison.error is not None and filled:
         return dataclasses.replace(comparison, error=None, reason=f"padding rows of {comparison.name} are not 0")
     return comparison
 

@@ -370,7 +370,9 @@ def test_segment_ids(form, layout):
     options = dict(segment_ids=ids, pad_id=0, reverse=reverse)
 
     def both(f, **spread):
-        return quick_jit(jax.value_and_grad(functools.partial(loss, f, **options, **spread), argnums=0))(arguments, gamma)
+        return quick_jit(jax.value_and_grad(functools.partial(loss, f, **options, **spread), argnums=0))(
+            arguments, gamma
+        )
 
     tree_close(both(parallel.recurrent, mesh=MESH(), **LAYOUTS[layout]), both(glax.recurrent))
 

@@ -10,8 +10,9 @@ import pytest
 import glax
 from glax._src.core.bind import bind
 from glax.testing.reference import reference, reference_gradient
+from glax.testing.tolerances import BARS
 from tests.cases import FORMS, SEGMENT_IDS, Case, inputs, runs
-from tests.close import BARS, assert_close
+from tests.close import assert_close
 from tests.compiling import quick_jit
 
 IDS = np.array(SEGMENT_IDS, np.int32)
@@ -64,7 +65,9 @@ def arguments_of(gates=("gk",), **shapes) -> dict:
 def cotangents_of(arguments, seed=3):
     rng, H = np.random.default_rng(seed), arguments["initial_state"].shape[1]
     d_output = rng.normal(size=(*arguments["query"].shape[:2], H, arguments["value"].shape[3]))
-    return jnp.asarray(d_output, jnp.float32), jnp.asarray(rng.normal(size=arguments["initial_state"].shape), jnp.float32)
+    return jnp.asarray(d_output, jnp.float32), jnp.asarray(
+        rng.normal(size=arguments["initial_state"].shape), jnp.float32
+    )
 
 
 def with_nan(arguments: dict, hidden) -> dict:
@@ -88,7 +91,7 @@ def test_each_segment_is_a_sequence_of_its_own(form, pad_id, reverse):
     arguments = arguments_of(FORMS[form])
     d_output, d_final = cotangents_of(arguments)
     wanted = separate(arguments, d_output, d_final, pad_id=pad_id, reverse=reverse)
-    hidden = jnp.asarray(IDS == pad_id) if pad_id is not None else jnp.zeros(IDS.shape, bool)
+    hidden = jnp.asarray(pad_id == IDS) if pad_id is not None else jnp.zeros(IDS.shape, bool)
     f = functools.partial(glax.recurrent, segment_ids=jnp.asarray(IDS), pad_id=pad_id, reverse=reverse)
     given = with_nan(arguments, hidden), with_nan(dict(x=d_output), hidden)["x"]
     output, final, gradient = quick_jit(functools.partial(pulled, f))(given[0], (given[1], d_final))
@@ -185,7 +188,10 @@ def test_inside_shard_map():
     mesh = jax.make_mesh((4,), ("b",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     P = jax.sharding.PartitionSpec("b")
     run = jax.shard_map(
-        lambda arguments, ids: glax.recurrent(**arguments, segment_ids=ids, pad_id=0), mesh=mesh, in_specs=P, out_specs=P
+        lambda arguments, ids: glax.recurrent(**arguments, segment_ids=ids, pad_id=0),
+        mesh=mesh,
+        in_specs=P,
+        out_specs=P,
     )
     got = quick_jit(jax.grad(lambda x: (run(x, jnp.asarray(IDS)).output ** 2).sum()))(arguments)
     want = quick_jit(jax.grad(lambda x: (glax.recurrent(**x, segment_ids=IDS, pad_id=0).output ** 2).sum()))(arguments)
@@ -228,7 +234,11 @@ def test_every_function_of_whole_sequences_takes_them():
     calls += [functools.partial(ejkernel.recurrent, gk=g), functools.partial(ejkernel.recurrent_gla, g=g)]
     for call in calls:
         output, final = call(q, q, q, **options)
-        rows = {name: x[:, 5:] for name, x in call.keywords.items() if hasattr(x, "shape")} if hasattr(call, "keywords") else {}
+        rows = (
+            {name: x[:, 5:] for name, x in call.keywords.items() if hasattr(x, "shape")}
+            if hasattr(call, "keywords")
+            else {}
+        )
         alone = functools.partial(call.func, **call.keywords | rows) if hasattr(call, "keywords") else call
         want = alone(q[:, 5:], q[:, 5:], q[:, 5:])
         assert_close("output", output[:, 5:], want[0], 1e-5)

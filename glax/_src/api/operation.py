@@ -49,7 +49,10 @@ class RecurrentAttention(Kernel):
         """The registered kernels that can run the call, best first, and its Recurrence in shapes."""
         load_kernels()
         arguments = self.named(inv.args, inv.kwargs)
-        platform, options = arguments.get("platform"), ScanOptions(arguments.get("reverse", False), arguments.get("pad_id"))
+        platform, options = (
+            arguments.get("platform"),
+            ScanOptions(arguments.get("reverse", False), arguments.get("pad_id")),
+        )
         check_before_tracing({name: arguments.get(name) for name in ARRAYS}, platform, None, options)
         bound = {name: x for name, x in arguments.items() if name not in NOT_BOUND}
         r = jax.eval_shape(lambda: bind(**self.as_bound(example_of(bound))).folded)

@@ -70,4 +70,6 @@ def whole_rows(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     sharding = jax.typeof(ids).sharding
     if sharding.mesh.empty or sharding.spec[1] is None:
         return ids
-    return jax.sharding.reshard(ids, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(sharding.spec[0])))
+    return jax.sharding.reshard(
+        ids, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(sharding.spec[0]))
+    )

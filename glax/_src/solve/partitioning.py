@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, aligned, varying_axes
 
-
 Axis = str | tuple[str, ...] | None  # one or more axes of a mesh, the first of them outermost
 
 
