@@ -40,23 +40,27 @@ T = (
 )  # so that programs have several chunks each: the compiler spills less in a loop that ends immediately
 
 
-def lowered(what: str, gate: str, width: int) -> jax.stages.Lowered:
+def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
+    """width: K and V, or the one number that both are."""
     topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H100, topology="1x1x1")
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
 
     def shaped(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
 
+    K, V = (int(x) for x in (width.split("x") * 2)[:2])
+    columns = 64 if "narrow" in what else min(K, V, 128)
+
     def call(q, k, v, g, d_output, d_final):
         r = bind(q, k, v, **{"g" if gate == "head" else "gk": g})
-        config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=64 if "narrow" in what else width)
+        config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=columns)
         if "gradient" in what:
             return chunked.chunked_vjp(r, d_output, d_final, None, config)
         return (chunked.chunked_with_residuals if "residuals" in what else chunked.chunked)(r, config)
 
-    x = shaped(2, T, 4, width)
-    gates = shaped(*x.shape[: 3 if gate == "head" else 4], dtype=jnp.float32 if "float32" in gate else jnp.bfloat16)
-    operands = (x, x, x, gates, x, shaped(2, 4, width, width, dtype=jnp.float32))
+    q, v = shaped(2, T, 4, K), shaped(2, T, 4, V)
+    gates = shaped(*q.shape[: 3 if gate == "head" else 4], dtype=jnp.float32 if "float32" in gate else jnp.bfloat16)
+    operands = (q, q, v, gates, v, shaped(2, 4, K, V, dtype=jnp.float32))
     return jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
@@ -97,13 +101,13 @@ def unwritten(disassembly: str) -> list[int]:
     return found
 
 
-def compiled(what: str, gate: str, width: int) -> tuple[list[int], list[dict]]:
+def compiled(what: str, gate: str, width: str) -> tuple[list[int], list[dict]]:
     """Bytes of shared memory of every kernel; and of every one spilled bytes, whether its disassembly has products of a
     warpgroup and bulk copies, whether it waits for ever, and registers that are read too early.
 
     In a process of its own: JAX 0.12 says nothing of a kernel that it has compiled before.
     """
-    command = [sys.executable, "-m", "tests.hopper_compile", what, gate, str(width)]
+    command = [sys.executable, "-m", "tests.hopper_compile", what, gate, width]
     said = subprocess.run(command, env=os.environ | SAY, stdout=subprocess.PIPE, text=True, check=True).stdout
     found = []
     for kernel in said.split(".version ")[1:]:
@@ -115,7 +119,7 @@ def compiled(what: str, gate: str, width: int) -> tuple[list[int], list[dict]]:
                 spilled=int(spilled),
                 products="HGMMA" in kernel,
                 copies="UTMALDG" in kernel,
-                waits=waits_for_registers(kernel, int(registers), scalers=width // 64),
+                waits=waits_for_registers(kernel, int(registers), scalers=min(int(width.split("x")[0]), 128) // 64),
                 unwritten=unwritten(kernel),
             )
         )
@@ -123,4 +127,4 @@ def compiled(what: str, gate: str, width: int) -> tuple[list[int], list[dict]]:
 
 
 if __name__ == "__main__":
-    lowered(sys.argv[1], sys.argv[2], int(sys.argv[3])).compile()
+    lowered(*sys.argv[1:]).compile()

@@ -34,6 +34,10 @@ CASES = {
     "head, weak, reversed": dict(gate="g", strength=1 / 256, T=250, reverse=True, gradient=False, bar=2.5e-3),
     "head, segments": dict(gate="g", T=310, K=60, V=40, parts=True, config=HopperConfig(parts=5)),
     "head, reversed, states formed again": dict(gate="g", heads=(1, 2, 1), T=250, reverse=True, save=False),
+    "key, wide, extreme": dict(gate="gk", strength="extreme", T=72, K=130, V=100),
+    "head, wide, segments, shared heads": dict(
+        gate="g", T=150, K=160, V=130, heads=(1, 2, 1), parts=True, config=HopperConfig(parts=2)
+    ),
     "constant, packed": dict(gate="g_gamma", cuts=(0, 66, 66, 90), T=100, save=False),
 }
 

@@ -19,23 +19,27 @@ from tests.hopper_compile import compiled, lowered, spread_over_two
 
 # How many kernels a call launches. None of them spills a register.
 KERNELS = {
-    ("forward", "key", 128): 2,
-    ("forward, narrow", "key", 128): 2,
-    ("forward", "key", 64): 2,
-    ("forward", "head", 128): 1,
-    ("forward", "head", 64): 1,
-    ("forward, segments", "key", 128): 5,
-    ("forward, segments", "head", 128): 3,
-    ("forward, residuals", "key", 128): 2,
-    ("forward, residuals, narrow", "key", 128): 2,
-    ("forward, residuals", "head", 128): 1,
-    ("forward, residuals, segments", "key", 128): 5,
-    ("gradient", "key", 128): 5,
-    ("gradient", "key", 64): 5,
-    ("gradient", "key, float32", 128): 5,
-    ("gradient, narrow", "key, float32", 128): 5,
-    ("gradient", "head", 128): 3,
-    ("gradient", "head", 64): 3,
+    ("forward", "key", "128"): 2,
+    ("forward, narrow", "key", "128"): 2,
+    ("forward", "key", "64"): 2,
+    ("forward", "head", "128"): 1,
+    ("forward", "head", "64"): 1,
+    ("forward, segments", "key", "128"): 5,
+    ("forward, segments", "head", "128"): 3,
+    ("forward, residuals", "key", "128"): 2,
+    ("forward, residuals, narrow", "key", "128"): 2,
+    ("forward, residuals", "head", "128"): 1,
+    ("forward, residuals, segments", "key", "128"): 5,
+    ("gradient", "key", "128"): 5,
+    ("gradient", "key", "64"): 5,
+    ("gradient", "key, float32", "128"): 5,
+    ("gradient, narrow", "key, float32", "128"): 5,
+    ("gradient", "head", "128"): 3,
+    ("gradient", "head", "64"): 3,
+    ("forward", "key", "256x512"): 2,
+    ("forward", "head", "256x512"): 1,
+    ("gradient", "key", "256x512"): 5,
+    ("gradient", "head", "256x512"): 3,
 }
 # What goes token by token, for per-key gates that are out of range, has no products, nor what hands states from segment to
 # segment, which copies nothing in bulk either. The gradient scans both ways before.
@@ -83,11 +87,11 @@ def test_lowered_once_they_stand_in_a_program_as_without(request):
     """All but the modules themselves, which count the kernels that a process has lowered."""
 
     def program():
-        text = lowered("gradient", "key", 64).as_text()
+        text = lowered("gradient", "key", "64").as_text()
         return re.sub(r'(kernel_hash|module) = "(?:[^"\\]|\\.)*"', r"\1", text)
 
     want = program()
     jax.clear_caches()  # of scans as they were traced
     request.getfixturevalue("a_gpu")
     assert program() == want
-    assert len(lowering_cache.known) == want.count("@mosaic_gpu_v2") == KERNELS["gradient", "key", 64]
+    assert len(lowering_cache.known) == want.count("@mosaic_gpu_v2") == KERNELS["gradient", "key", "64"]

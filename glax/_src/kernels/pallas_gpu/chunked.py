@@ -26,7 +26,7 @@ def forward(p: KernelLayout, save: bool, begun=None) -> tuple[Outputs, Residuals
     r = p.r
     start = p.starts(r.initial_state, p.k, p.v, False) if begun is None else p.begun_from(r.initial_state, *begun)
     scanned = p.scan(p.plan(start=start is not None, states=save, run=p.run if save else 1), p.k, p.v, start)
-    outputs = Outputs(p.rows.put(scanned.o)[..., : r.v.shape[3]], p.narrow(scanned.last))
+    outputs = Outputs(p.sum_of_values(scanned.o).astype(r.v.dtype), p.narrow(scanned.last))
     return outputs, p.residuals(scanned) if save else None
 
 
@@ -47,7 +47,7 @@ def finish_with_residuals(begun, r: Recurrence, config: HopperConfig) -> tuple[O
 def begin_vjp(r: Recurrence, d_output, d_final, config: HopperConfig):
     """Run the first phase of the gradient: find what every segment adds to dL/dS, and what follows from d_final."""
     p = KernelLayout(r, config, square=True)
-    return first_part(p, p.q, p.wide(d_output, p.V), d_final, adjoint=True)
+    return first_part(p, p.q, p.in_blocks(d_output, p.V), d_final, adjoint=True)
 
 
 def finish_vjp(begun, r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig):
@@ -64,7 +64,7 @@ def first_part(p: KernelLayout, a, b, start, adjoint: bool):
     own = p.own_states(a, b, adjoint, last=True)
     _, S = p.along(own, p.start(start), adjoint)
     log = own[1].reshape(p.N, p.parts, *own[1].shape[1:])
-    message = p.narrow(S), log.sum(1)[..., : p.r.state_shape[2]]
+    message = p.narrow(S), p.narrow_log(log.sum(1))
     return (p.entry_states(own, None, adjoint), p.decayed_before(log, adjoint)), *message
 
 
@@ -83,27 +83,27 @@ def chunked_vjp(
     gradient of all chunks in parallel. residuals: what the forward saved; begun: what `begin_vjp` returned; None if not at hand.
     """
     p = KernelLayout(r, config, square=True)
-    K, V, rows = r.q.shape[3], r.v.shape[3], (*p.q.shape[:2], p.H)
-    residuals = states(p) if residuals is None else residuals
-    d_output = p.wide(d_output, p.V)
+    residuals = p.of_blocks(states(p) if residuals is None else residuals)
+    d_output = p.in_blocks(d_output, p.V)
     d_start = p.starts(d_final, p.q, d_output, True) if begun is None else p.begun_from(d_final, *begun)
     against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None)
     scanned = p.scan(against, p.q, d_output, d_start, out_of_range=residuals.out_of_range)
     form = gradient_key if p.key else gradient_head
     operands = p.chunkwise(d_output, residuals, scanned.states)
-    dq, dk, dv, dg, d_scale = form(*operands, reverse=r.reverse, programs=multiprocessors())
-    dq, dk, dv = (p.rows.put(x.reshape(*rows, -1)) for x in (dq, dk, dv))
+    dq, dk, dv, dg, d_scale = form(*operands, reverse=r.reverse, programs=multiprocessors(), blocks=p.blocks)
+    rows = *p.q.shape[:2], p.H, -1  # packed, every chunk was a sequence of its own
+    dq, dk, dv = p.gradient_of_keys(dq.reshape(rows)), p.gradient_of_keys(dk.reshape(rows)), dv.reshape(rows)
     decay = dict.fromkeys(("constant", "head", "key"))
     if p.key:
-        decay["key"] = p.rows.put(dg.reshape(*rows, -1))[..., :K]
+        decay["key"] = p.gradient_of_keys(dg.reshape(rows))
     elif r.decay.form == "head":
-        decay["head"] = p.rows.put(dg.reshape(r.q.shape[0], -1, p.H))
+        decay["head"] = p.rows.put(p.sum_of_blocks(dg).reshape(r.q.shape[0], -1, r.num_heads))
     elif r.decay.form == "constant":
-        decay["constant"] = p.by_sequence(p.tokens_only(dg).sum(2))
+        decay["constant"] = p.by_sequence(p.tokens_only(p.sum_of_blocks(dg)).sum(2))
     d = r.replace(
-        q=fold_heads(dq[..., :K].astype(jnp.float32), r.q.shape[2]),
-        k=fold_heads(dk[..., :K].astype(jnp.float32), r.k.shape[2]),
-        v=fold_heads(dv[..., :V].astype(jnp.float32), r.v.shape[2]),
+        q=fold_heads(dq.astype(jnp.float32), r.q.shape[2]),
+        k=fold_heads(dk.astype(jnp.float32), r.k.shape[2]),
+        v=fold_heads(p.sum_of_values(dv).astype(jnp.float32), r.v.shape[2]),
         decay=Decay(**decay),
         initial_state=None if r.initial_state is None else p.narrow(scanned.last),
         boundaries=None,

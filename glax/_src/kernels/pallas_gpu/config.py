@@ -8,9 +8,10 @@ from glax._src.core.known_miscompiles import numbers, version_of
 from glax._src.core.recurrence import Recurrence, varying_axes
 from glax._src.core.registry import Config, check_field
 from glax._src.kernels.common.gpu import multiprocessors
-from glax._src.kernels.pallas_gpu.plan import C
+from glax._src.kernels.pallas_gpu.plan import Blocks, C
 
-WIDEST = 128
+WIDEST = 128  # of a block, the state of a program
+WIDEST_KEY, WIDEST_VALUE = 256, 512
 MOST_PARTS = 32
 
 
@@ -31,8 +32,8 @@ def supports(r: Recurrence) -> str | None:
         return "query, key and value other than bfloat16 are not supported"
     if r.decay.value is not None:
         return "per-value gates are not supported"
-    if max(r.q.shape[3], r.v.shape[3]) > WIDEST:
-        return f"heads wider than {WIDEST} are not supported"
+    if r.q.shape[3] > WIDEST_KEY or r.v.shape[3] > WIDEST_VALUE:
+        return f"keys wider than {WIDEST_KEY} and values wider than {WIDEST_VALUE} are not supported"
     if varying_axes(r.q):  # loops in a kernel would mix them with what does not vary
         return "arrays that vary over a mesh axis (inside shard_map with check_vma) are not taken by Mosaic GPU kernels"
     if 0 in (*r.q.shape, *r.v.shape, r.num_sequences):
@@ -41,8 +42,25 @@ def supports(r: Recurrence) -> str | None:
 
 
 def padded(width: int) -> int:
-    """The width that holds `width` columns."""
-    return 64 if width <= 64 else 128
+    """The width of the blocks that hold `width` columns: 64 where half of one of 128 would be empty."""
+    return WIDEST if -(-width // 64) % 2 == 0 else 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Widths:
+    """The blocks that a state is cut into, and the widths of one. Together they are as wide as the state or wider."""
+
+    blocks: Blocks
+    K: int
+    V: int
+
+    @classmethod
+    def of(cls, r: Recurrence, square: bool) -> "Widths":
+        """square: for the gradient, whose kernels take square blocks: of 64 columns where keys are that narrow, else of 128."""
+        K, V = 64 if r.q.shape[3] <= 64 else WIDEST, padded(r.v.shape[3])
+        if square:
+            V = K
+        return cls(Blocks(-(-r.q.shape[3] // K), -(-r.v.shape[3] // V)), K, V)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +84,9 @@ class HopperConfig(Config):
 
 
 def shapes(r: Recurrence) -> list[HopperConfig]:
-    """What can run: 128 columns only of a state of 128 x 128, segments of no less than four chunks, none of packed calls."""
-    wide = padded(r.q.shape[3]) == padded(r.v.shape[3]) == WIDEST
+    """What can run: 128 columns only of blocks of 128 x 128, segments of no less than four chunks, none of packed calls."""
+    widths = Widths.of(r, square=False)
+    wide = widths.K == widths.V == WIDEST
     most = 1 if r.boundaries is not None else max(1, r.q.shape[1] // (4 * C))
     return [HopperConfig(p, columns) for columns in (64, 128)[: 1 + wide] for p in range(1, min(MOST_PARTS, most) + 1)]
 
@@ -78,7 +97,8 @@ def rounds(r: Recurrence, config: HopperConfig) -> float:
     Segments read k, v and the gates a second time. Half the columns take most of the time of all. The factors are measurements:
     docs/internals/experiments/hopper.md.
     """
-    programs = r.num_sequences * r.num_heads * -(-padded(r.v.shape[3]) // config.columns) * config.parts
+    widths = Widths.of(r, square=False)
+    programs = r.num_sequences * r.num_heads * widths.blocks.count * -(-widths.V // config.columns) * config.parts
     chunks = -(-r.q.shape[1] // (C * config.parts))
     return (
         -(-programs // multiprocessors())

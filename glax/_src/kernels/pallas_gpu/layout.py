@@ -11,7 +11,7 @@ from jax import Array
 
 from glax._src.core.recurrence import Recurrence, Residuals
 from glax._src.kernels.common.limits import LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu.config import HopperConfig, padded
+from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths
 from glax._src.kernels.pallas_gpu.plan import C, Scan, ScanResults
 from glax._src.kernels.pallas_gpu.scan_head_gate import head_scan
 from glax._src.kernels.pallas_gpu.scan_key_gate import key_scan
@@ -76,16 +76,17 @@ def widen(x, width: int):
 
 
 class KernelLayout:
-    """A recurrence laid out for the kernels: padded q, k and v in rows of chunks, gates by form, segments in a table."""
+    """A recurrence laid out for the kernels: padded q, k and v in rows of chunks, gates by form, segments in a table.
+
+    The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these."""
 
     def __init__(self, r: Recurrence, config: HopperConfig, square: bool = False):
         self.r, self.rows, self.parts, self.columns = r, Rows.of(r), config.parts, config.columns
-        self.N, self.H, _, _ = r.state_shape
-        self.K, self.V = padded(r.q.shape[3]), padded(r.v.shape[3])
-        if square:
-            self.K = self.V = max(self.K, self.V)
-        self.q, self.k = (self.wide(x, self.K) for x in (r.q, r.k))
-        self.v = self.wide(r.v, self.V)
+        widths = Widths.of(r, square)
+        self.N, self.blocks, self.K, self.V = r.num_sequences, widths.blocks, widths.K, widths.V
+        self.H = r.num_heads * self.blocks.count
+        self.q, self.k = (self.in_blocks(x, self.K) for x in (r.q, r.k))
+        self.v = self.in_blocks(r.v, self.V)
         self.chunks = -(-self.q.shape[1] // C)
         self.key = r.decay.form == "key"
         self.gates = self.key_gates() if self.key else head_sums(self.head_gates(), r.reverse)
@@ -102,12 +103,31 @@ class KernelLayout:
         """`scale`, and behind it a number that none reads: an array of equal numbers XLA has a kernel write in every call."""
         return jnp.append(self.scale, 0.0)
 
-    def wide(self, x, width: int):
-        return widen(self.rows.take(x), width)
+    def in_blocks(self, x, width: int):
+        """Return x [B, T, heads, columns] in rows of chunks and blocks of `width` columns: [B, rows, heads * blocks, width]."""
+        x = self.rows.take(x)
+        return widen(x, -(-x.shape[-1] // width) * width).reshape(*x.shape[:2], -1, width)
+
+    def gradient_of_keys(self, x):
+        """Return the gradient in q, k or per-key gates of every head, [B, T, H, K]. x [B, rows, H, K]: what each block adds."""
+        if self.blocks.columns > 1:
+            x = x.reshape(*x.shape[:2], -1, self.blocks.columns, self.K).astype(jnp.float32).sum(3)
+        return self.rows.put(x.reshape(*x.shape[:2], self.r.num_heads, -1))[..., : self.r.q.shape[3]]
+
+    def sum_of_values(self, x):
+        """Return the outputs, or the gradient in v of every head, [B, T, H, V]. x [B, rows, H, V]: what each block adds."""
+        if self.blocks.rows > 1:
+            shape = *x.shape[:2], self.r.num_heads, self.blocks.rows, self.blocks.columns * self.V
+            x = x.reshape(shape).astype(jnp.float32).sum(3)
+        return self.rows.put(x.reshape(*x.shape[:2], self.r.num_heads, -1))[..., : self.r.v.shape[3]]
+
+    def sum_of_blocks(self, x):
+        """Return the sums over the blocks of each head of x [..., H]."""
+        return x if self.blocks.count == 1 else x.reshape(*x.shape[:-1], -1, self.blocks.count).sum(-1)
 
     def key_gates(self):
         """[terms, B, rows of chunks, H, K] in bfloat16: others are the sum of two, which hold 16 of their digits."""
-        g = self.wide(self.r.decay.key, self.K)
+        g = self.in_blocks(self.r.decay.key, self.K)
         if g.dtype == jnp.bfloat16:
             return g[None]
         g = jnp.maximum(g.astype(jnp.float32), LOG_OF_ZERO)
@@ -121,8 +141,8 @@ class KernelLayout:
             return self.rows.take(d.head)
         if d.constant is not None:
             gates = r.by_token(d.constant.astype(jnp.float32))
-            return self.rows.take(jnp.broadcast_to(gates, (r.q.shape[0], r.q.shape[1], self.H)))
-        return jnp.zeros((*self.q.shape[:2], self.H), jnp.float32)
+            return self.rows.take(jnp.broadcast_to(gates, (*r.q.shape[:2], r.num_heads)))
+        return jnp.zeros((*self.q.shape[:2], r.num_heads), jnp.float32)
 
     def segments(self):
         """[E, 4]: of every segment its batch row, first chunk, number of chunks and sequence."""
@@ -141,8 +161,9 @@ class KernelLayout:
     def plan(self, **flags) -> Scan:
         terms = len(self.gates) if self.key else 1
         return Scan(
-            self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms, **flags
-        )
+            self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms,
+            blocks=self.blocks, **flags,
+        )  # fmt: skip
 
     def scan(self, plan: Scan, a, b, start, table=None, out_of_range=None) -> ScanResults:
         """Scan every segment in `table`. out_of_range: that field of `Residuals`, which the scan of dL/dS reads."""
@@ -226,10 +247,16 @@ class KernelLayout:
         return self.r.reverse != adjoint
 
     def start(self, start):
-        """The states [N, H, K, V] that are given, filled up."""
+        """The states of heads that are given, filled up and cut into blocks, [N, H, K, V]."""
         if start is None:
             return None
-        return widen(jnp.swapaxes(widen(jnp.swapaxes(start.astype(jnp.float32), 2, 3), self.K), 2, 3), self.V)
+        (rows, columns), S = (self.blocks.rows, self.blocks.columns), start.astype(jnp.float32)
+        S = widen(jnp.swapaxes(widen(jnp.swapaxes(S, 2, 3), rows * self.K), 2, 3), columns * self.V)
+        if self.blocks.count == 1:
+            return S
+        return jnp.swapaxes(S.reshape(*S.shape[:2], rows, self.K, columns, self.V), 3, 4).reshape(
+            -1, self.H, self.K, self.V
+        )
 
     def starts(self, start, a, b, adjoint: bool):
         """The state that enters every segment, [E, H, K, V]; None for zeros. start: of every sequence, [N, H, K, V]."""
@@ -277,12 +304,38 @@ class KernelLayout:
             out_of_range = jnp.zeros((found.states.shape[0], self.chunks, self.H), jnp.int32)
         if self.rows.begins is not None:
             out_of_range = jnp.where(jnp.arange(self.chunks)[None, :, None] < self.rows.begins[-1], out_of_range, 0)
-        return Residuals(found.states, out_of_range)
+        if self.blocks.count == 1:
+            return Residuals(found.states, out_of_range)
+        # Axis 2 is that of heads, over which devices may share them: the blocks of a head stay together.
+        states = found.states.reshape(*found.states.shape[:2], self.r.num_heads, -1, self.V)
+        flags = jnp.moveaxis(out_of_range.reshape(*out_of_range.shape[:2], -1, self.blocks.count), 3, 2)
+        return Residuals(states, flags.reshape(flags.shape[0], -1, self.r.num_heads))
+
+    def of_blocks(self, residuals: Residuals) -> Residuals:
+        """Return what `residuals` returned for each head, by block."""
+        if self.blocks.count == 1:
+            return residuals
+        states, flags = residuals
+        states = states.reshape(*states.shape[:2], self.H, self.K, self.V)
+        flags = flags.reshape(flags.shape[0], -1, self.blocks.count, self.r.num_heads)
+        return Residuals(states, jnp.moveaxis(flags, 2, 3).reshape(*flags.shape[:2], self.H))
 
     def narrow(self, states):
-        """At the widths of r."""
+        """Return the states of heads, [N, H, K, V] of r. states [N, H, K, V]: of blocks."""
+        if self.blocks.count > 1:
+            rows, columns = self.blocks.rows, self.blocks.columns
+            states = jnp.swapaxes(states.reshape(states.shape[0], -1, rows, columns, self.K, self.V), 3, 4)
+            states = states.reshape(states.shape[0], -1, rows * self.K, columns * self.V)
         K, V = self.r.state_shape[2:]
         return states[..., :K, :V]
+
+    def narrow_log(self, log):
+        """Return the log decays of heads, [N, H, K of r, or 1]. log [N, H, K or 1]: of blocks, equal for all of V."""
+        if self.blocks.count > 1:
+            by_block = log.reshape(log.shape[0], -1, self.blocks.rows, self.blocks.columns, log.shape[2])[:, :, :, 0]
+            by_block = by_block if self.key else by_block[:, :, :1]
+            log = by_block.reshape(log.shape[0], self.r.num_heads, -1)
+        return log[..., : self.r.state_shape[2]]
 
 
 def head_sums(gates, reverse: bool):

@@ -28,10 +28,52 @@ def place_of(program, blocks: int, heads: int):
 
 
 @dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How wide states are cut: into `rows` blocks of K and `columns` blocks of V, each computed as a head of its own.
+
+    The recurrence of a block of S reads only the block's channels of k, q and per-key gates, and of v. So a kernel's head h
+    stands for (head, block of K, block of V), of which the last varies fastest. Arrays in memory stay as they are: q, k and
+    per-key gates have `rows` times as many narrower heads, v and d_output `columns` times as many. Outputs are sums over
+    blocks of K, and so is dv; dq, dk and the gates' gradient are sums over blocks of V.
+    """
+
+    rows: int = 1
+    columns: int = 1
+
+    @property
+    def count(self) -> int:
+        return self.rows * self.columns
+
+    def head(self, h):
+        """Return the head that block h belongs to."""
+        return quotient(h, self.count)
+
+    def of_keys(self, h, H: int, heads: int):
+        """Return the place of the channels that block h of H reads, in an array of `heads` blocks of K."""
+        group = H // (self.columns * heads)
+        if self.rows == 1 or group == 1:
+            return quotient(h, self.columns * group)
+        return quotient(self.head(h), group) * self.rows + remainder(quotient(h, self.columns), self.rows)
+
+    def of_values(self, h, H: int, heads: int):
+        """Return the place of the columns that block h of H reads, in an array of `heads` blocks of V."""
+        group = H // (self.rows * heads)
+        if self.columns == 1:
+            return quotient(h, self.rows * group)
+        if self.rows == 1 and group == 1:
+            return h
+        return quotient(self.head(h), group) * self.columns + remainder(h, self.columns)
+
+
+WHOLE = Blocks()
+
+
+@dataclasses.dataclass(frozen=True)
 class Scan:
     """What a scan is compiled for. outputs: it forms o, from q. states: it stores the states at the chunks.
 
-    adjoint: it finds dL/dS against time, from q and d_output in place of k and v. Heads of a, b and q divide H.
+    H: blocks of all heads; K and V: the widths of one. The heads of a, b and q are `blocks` of heads that divide H's.
+    adjoint: it finds dL/dS against time, from q and d_output in place of k and v.
     either: one program serves both directions, and takes no scale. The fifth column of the table is `adjoint`.
     terms: arrays of bfloat16 of which per-key gates are the sum. columns: of the state in a program, 64 or 128.
     run: chunks from one stored state to the next; divides those of a sequence. More than 1 with per-head gates alone.
@@ -54,6 +96,7 @@ class Scan:
     run: int = 1
     parts: int = 1
     lookback: int = 0
+    blocks: Blocks = WHOLE
 
     @property
     def to_edge(self) -> bool:
@@ -117,9 +160,10 @@ class Scan:
 
 
 class ScanResults(NamedTuple):
-    """What a scan returns.
+    """What a scan returns. H: blocks of all heads.
 
-    o [B, T, H, V]. states [B, chunks, H, K, V]. last: the final states of sequences, [N, H, K, V], or in a scan of `either` kind
+    o [B, T, H, V]: what each block adds to the outputs.
+    states [B, chunks, H, K, V]. last: the final states of sequences, [N, H, K, V], or in a scan of `either` kind
     those of segments, [E, H, K, V]. log [E, H, K]: the log decays of segments, in a scan of `either` kind.
 
     out_of_range [B, chunks, H]: 1 where the gates of a chunk leave the range of the fast form. The state of such a chunk is the

@@ -7,7 +7,7 @@ They are registered here and written in `chunked`, which loads Pallas when one o
 
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
-from glax._src.kernels.pallas_gpu.config import HopperConfig, padded, supports
+from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, supports
 
 # Above Triton's 10 or below it, and always above XLA's: docs/internals/hopper.md has the bounds.
 FASTER, SLOWER = 15, 5
@@ -19,13 +19,15 @@ def forward_priority(r: Recurrence) -> int:
 
 
 def gradient_priority(r: Recurrence) -> int:
-    """Faster from as many rows of heads on as a sequence of 2048 tokens and 16 heads has, no faster with half of them."""
-    return FASTER if r.q.shape[0] * r.q.shape[1] * r.num_heads >= 2048 * 16 else SLOWER
+    """Faster from as many rows of heads on as a sequence of 2048 tokens and 16 heads has, no faster with half of them; of wide
+    heads each block counts."""
+    heads = r.num_heads * Widths.of(r, square=True).blocks.count
+    return FASTER if r.q.shape[0] * r.q.shape[1] * heads >= 2048 * 16 else SLOWER
 
 
 def in_two_phases(r: Recurrence) -> bool:
     """Where sequences are cut into segments, whose own states are found first; begun and finished at the same widths."""
-    return HopperConfig.heuristic(r).parts > 1 and padded(r.q.shape[3]) == padded(r.v.shape[3])
+    return HopperConfig.heuristic(r).parts > 1 and Widths.of(r, square=True) == Widths.of(r, square=False)
 
 
 def forward_two_phase(r: Recurrence) -> TwoPhase | None:

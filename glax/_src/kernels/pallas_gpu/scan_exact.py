@@ -71,7 +71,6 @@ def exact_scan(w, table, out_of_range, chunk_out_of_range, q, k, v, g, scale, st
     """
     E, blocks = table.shape[0], w.V // COLUMNS
     T, H, K = k.shape[1], w.H, w.K
-    hk, hv, hq = (H // x.shape[2] for x in (k, v, q))
     rows = K // math.prod(GROUPS)
     state = state_layout(rows)
     of_k, of_v = state.reduce(3), state.reduce(0).reduce(0).reduce(0)
@@ -100,10 +99,10 @@ def exact_scan(w, table, out_of_range, chunk_out_of_range, q, k, v, g, scale, st
         def chunk(step):
             return first + w.place(step, count)
 
-        def tokens(x, group, i, *columns):
-            """Return the rows of the scan's i-th group of tokens."""
+        def tokens(x, head, i, *columns):
+            """Return the rows of the scan's i-th group of tokens, of one head of x."""
             row = chunk(quotient(i, parts)) * C + w.place(remainder(i, parts), parts) * TOKENS
-            return x.at[(batch, pl.ds(row, TOKENS), quotient(h, group), *columns)]
+            return x.at[(batch, pl.ds(row, TOKENS), head, *columns)]
 
         flags = plgpu.Layout.WG_STRIDED((FLAGS,), vec_size=1)
         left = jnp.max(plgpu.load(out_of_range_g.at[e, h], layout=flags)).astype(
@@ -114,6 +113,7 @@ def exact_scan(w, table, out_of_range, chunk_out_of_range, q, k, v, g, scale, st
         def _():
             factor = scale_g[n]
             begin = count - left if w.states else 0
+            gate_head = w.blocks.of_keys(h, H, g.shape[3])
 
             def fetch(i):
                 slot = remainder(i, SLOTS)
@@ -121,17 +121,25 @@ def exact_scan(w, table, out_of_range, chunk_out_of_range, q, k, v, g, scale, st
                 @pl.when(i < count * parts)
                 def _():
                     for term in range(w.terms):
-                        plgpu.copy_gmem_to_smem(tokens(g_g.at[term], 1, i), g_s.at[slot, term], loaded.at[slot])
-                    plgpu.copy_gmem_to_smem(tokens(k_g, hk, i), k_s.at[slot], loaded.at[slot])
-                    plgpu.copy_gmem_to_smem(tokens(v_g, hv, i, mine), v_s.at[slot], loaded.at[slot])
+                        source = tokens(g_g.at[term], gate_head, i)
+                        plgpu.copy_gmem_to_smem(source, g_s.at[slot, term], loaded.at[slot])
+                    plgpu.copy_gmem_to_smem(
+                        tokens(k_g, w.blocks.of_keys(h, H, k.shape[2]), i), k_s.at[slot], loaded.at[slot]
+                    )
+                    source = tokens(v_g, w.blocks.of_values(h, H, v.shape[2]), i, mine)
+                    plgpu.copy_gmem_to_smem(source, v_s.at[slot], loaded.at[slot])
                     if w.outputs:
-                        plgpu.copy_gmem_to_smem(tokens(q_g, hq, i), q_s.at[slot], loaded.at[slot])
+                        plgpu.copy_gmem_to_smem(
+                            tokens(q_g, w.blocks.of_keys(h, H, q.shape[2]), i), q_s.at[slot], loaded.at[slot]
+                        )
 
             def fetch_half(step):
                 """Fetch the gates of the half chunk that is scanned first."""
                 row = chunk(step) * C + w.place(0, 2) * HALF
                 for term in range(w.terms):
-                    plgpu.copy_gmem_to_smem(g_g.at[term, batch, pl.ds(row, HALF), h], half_s.at[term], half_loaded)
+                    plgpu.copy_gmem_to_smem(
+                        g_g.at[term, batch, pl.ds(row, HALF), gate_head], half_s.at[term], half_loaded
+                    )
 
             def gates(parts):
                 return jnp.maximum(sum(parts), LOG_OF_ZERO)

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.common.limits import LOG_OF_NOTHING
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.lowering_cache import once
-from glax._src.kernels.pallas_gpu.plan import Scan, ScanResults, place_of, quotient
+from glax._src.kernels.pallas_gpu.plan import Scan, ScanResults, place_of
 from glax._src.kernels.pallas_gpu.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -53,7 +53,7 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start):
     B, T = a.shape[:2]
     E, blocks = table.shape[0], w.V // w.columns
     W, stages, H, K = w.consumers, w.stages, w.H, w.K
-    ha, hb, hq = (H // x.shape[2] for x in (a, b, q))
+    heads_of_q, heads_of_a, heads_of_b = (x.shape[2] for x in (q, a, b))
 
     def body(
         table_g, q_g, a_g, b_g, G_g, scale_g, start_g, o_g, states_g, last_g, log_g,
@@ -71,7 +71,7 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start):
             through, alive, found = 0.0, True, 1
             for i in range(w.lookback):
                 place = w.place(jnp.maximum(whole - 1 - i, 0), jnp.maximum(whole, 1), adjoint)
-                through += G_g[batch, jnp.minimum(first + place, G.shape[1] - 1), h, last_token]
+                through += G_g[batch, jnp.minimum(first + place, G.shape[1] - 1), w.blocks.head(h), last_token]
                 alive &= through >= LOG_OF_NOTHING * LOG2E
                 found += alive.astype(jnp.int32)
             return jnp.minimum(jnp.where(alive, whole, found), whole)
@@ -84,8 +84,8 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start):
         def chunk(step):
             return first + w.place(step, count, adjoint)
 
-        def tokens(x, group, step, *columns):
-            return x.at[(batch, pl.ds(chunk(step) * C, C), quotient(h, group), *columns)]
+        def tokens(x, head, step, *columns):
+            return x.at[(batch, pl.ds(chunk(step) * C, C), head, *columns)]
 
         @pl.when(me == W)
         def _fetching():
@@ -100,11 +100,17 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start):
                 def _():
                     plgpu.barrier_wait(consumed.at[slot])
 
-                plgpu.copy_gmem_to_smem(G_g.at[batch, chunk(step), h], G_s.at[slot], loaded.at[slot])
-                plgpu.copy_gmem_to_smem(tokens(a_g, ha, step), a_s.at[slot], loaded.at[slot])
+                plgpu.copy_gmem_to_smem(G_g.at[batch, chunk(step), w.blocks.head(h)], G_s.at[slot], loaded.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    tokens(a_g, w.blocks.of_keys(h, H, heads_of_a), step), a_s.at[slot], loaded.at[slot]
+                )
                 if w.outputs:
-                    plgpu.copy_gmem_to_smem(tokens(q_g, hq, step), q_s.at[slot], loaded.at[slot])
-                plgpu.copy_gmem_to_smem(tokens(b_g, hb, step, wide), b_s.at[slot], loaded.at[slot])
+                    plgpu.copy_gmem_to_smem(
+                        tokens(q_g, w.blocks.of_keys(h, H, heads_of_q), step), q_s.at[slot], loaded.at[slot]
+                    )
+                plgpu.copy_gmem_to_smem(
+                    tokens(b_g, w.blocks.of_values(h, H, heads_of_b), step, wide), b_s.at[slot], loaded.at[slot]
+                )
 
         def carrying(mine, b_mine, scaled, enter):
             """The state through all chunks, [K, columns]: enter(S, step) has it before each."""
@@ -153,7 +159,10 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start):
 
             w.leave(e, store)
             if w.either:
-                log_g[e, h, 0] = log / LOG2E
+
+                @pl.when((block == 0) & (me == 0))
+                def _():
+                    log_g[e, h, 0] = log / LOG2E
 
         def store_state(S, step, tile, mine):
             """Store S in the tile, and in a scan that stores states send it to global memory."""
@@ -214,7 +223,7 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 o_s[...] = (o * factor).astype(BF16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_s, tokens(o_g, 1, step, wide))
+                plgpu.copy_smem_to_gmem(o_s, tokens(o_g, h, step, wide))
 
             plgpu.wait_smem_to_gmem(0)
 

@@ -9,7 +9,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
-from glax._src.kernels.pallas_gpu.plan import quotient
 from glax._src.kernels.pallas_gpu.scan_key_gate_program import Program
 from glax._src.kernels.pallas_gpu.tiles import BY_ROW, C, by_row, transposed
 
@@ -27,15 +26,14 @@ class OutputWarpgroup:
     block: Any
     head: Any
 
-    def tokens(self, x, step, *columns):
+    def tokens(self, x, step, head, *columns):
         """As `Program.tokens`, which computes everything again: that costs time here, because all wait for this warpgroup."""
-        w = self.p.plan
         batch, first = self.known or (self.p.segment_field(0), self.p.segment_field(1))
-        rows = pl.ds((first + w.place(step, self.total)) * C, C)
-        return x.at[(batch, rows, quotient(self.head, w.H // x.shape[2]), *columns)]
+        return x.at[(batch, pl.ds((first + self.p.plan.place(step, self.total)) * C, C), head, *columns)]
 
     def fetch_q(self, step, slot):
-        source = self.tokens(self.p.operands.q, step)
+        q, w = self.p.operands.q, self.p.plan
+        source = self.tokens(q, step, w.blocks.of_keys(self.head, w.H, q.shape[2]))
         plgpu.copy_gmem_to_smem(source, self.p.tiles.q.at[slot], self.p.barriers.loaded.at[slot])
 
 
@@ -103,7 +101,7 @@ def write_chunk(o: OutputWarpgroup, step):
     tile[...] = (output * o.scale).astype(jnp.bfloat16)
     plgpu.commit_smem()
     columns = pl.ds(o.block * w.columns, w.columns)
-    plgpu.copy_smem_to_gmem(tile, o.tokens(p.results.o, step, columns))
+    plgpu.copy_smem_to_gmem(tile, o.tokens(p.results.o, step, o.head, columns))
 
 
 def add_lost(p: Program, step, weak, total, right):

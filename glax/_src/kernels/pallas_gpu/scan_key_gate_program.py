@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.plan import Scan, place_of, quotient
+from glax._src.kernels.pallas_gpu.plan import Scan, place_of
 from glax._src.kernels.pallas_gpu.scan_key_gate_refs import Barriers, Operands, Results, Tiles
 from glax._src.kernels.pallas_gpu.tiles import C
 
@@ -65,23 +65,33 @@ class Program:
         """Return the chunk that the scan reaches at a step."""
         return self.segment_field(1) + self.plan.place(step, self.count(), self.adjoint)
 
-    def tokens(self, x, step, *columns):
-        """Return the rows [C, ...] of x [B, T, heads, ...] at a step."""
-        rows = self.segment_field(0), pl.ds(self.chunk(step) * C, C)
-        return x.at[(*rows, quotient(self.place()[1], self.plan.H // x.shape[2]), *columns)]
+    def tokens(self, x, step, head, *columns):
+        """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
+        return x.at[(self.segment_field(0), pl.ds(self.chunk(step) * C, C), head, *columns)]
+
+    def of_keys(self, x):
+        """Return the head of x [B, T, heads, K] that the program reads."""
+        return self.plan.blocks.of_keys(self.place()[1], self.plan.H, x.shape[2])
+
+    def of_values(self, x):
+        """Return the head of x [B, T, heads, V] that the program reads."""
+        return self.plan.blocks.of_values(self.place()[1], self.plan.H, x.shape[2])
 
     def fetch_gates(self, step, slot):
         for term in range(self.plan.terms):
             tile = self.tiles.gates.at[slot * self.plan.terms + term]
-            source = self.tokens(self.operands.gates.at[term], step)
+            gates = self.operands.gates.at[term]
+            source = self.tokens(gates, step, self.of_keys(gates))
             plgpu.copy_gmem_to_smem(source, tile, self.barriers.gates_loaded.at[slot])
 
     def fetch(self, step, slot):
         """Fetch a and b."""
-        loaded = self.barriers.loaded
-        plgpu.copy_gmem_to_smem(self.tokens(self.operands.a, step), self.tiles.a.at[slot], loaded.at[slot])
+        loaded, a, b = self.barriers.loaded, self.operands.a, self.operands.b
+        plgpu.copy_gmem_to_smem(self.tokens(a, step, self.of_keys(a)), self.tiles.a.at[slot], loaded.at[slot])
         columns = pl.ds(self.place()[0] * self.plan.columns, self.plan.columns)
-        plgpu.copy_gmem_to_smem(self.tokens(self.operands.b, step, columns), self.tiles.b.at[slot], loaded.at[slot])
+        plgpu.copy_gmem_to_smem(
+            self.tokens(b, step, self.of_values(b), columns), self.tiles.b.at[slot], loaded.at[slot]
+        )
 
     def fill(self, fetch):
         """Fetch the first chunks, as many as shared memory holds."""

@@ -70,8 +70,9 @@ def prepare(p: Program, total):
         pl.when(slot < total)(functools.partial(p.fetch_gates, slot, slot))
     p.tiles.halves[...] = tiles.halves(p.plan.reverse)
     if p.plan.outputs:
-        segment = p.segment_field(0), p.segment_field(1), total, p.place()[1]
-        p.tiles.weak[0] = weak_on_average(p.operands.gates.at[0], *segment).astype(jnp.int32)
+        gates = p.operands.gates.at[0]
+        segment = p.segment_field(0), p.segment_field(1), total, p.of_keys(gates)
+        p.tiles.weak[0] = weak_on_average(gates, *segment).astype(jnp.int32)
     plgpu.commit_smem()
 
 

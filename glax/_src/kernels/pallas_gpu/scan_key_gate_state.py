@@ -8,7 +8,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
-from glax._src.kernels.pallas_gpu.plan import quotient
 from glax._src.kernels.pallas_gpu.scan_key_gate_program import Program
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, LOG2E, C, by_row, decayed, transposed, zeros
 
@@ -112,9 +111,13 @@ def lost_in_rounding(p: Program, tail, columns):
     w = p.plan
     row = p.chunk(p.count() - 1) * C + (0 if w.reverse else C - 1)
     token = p.segment_field(0), jnp.clip(row, 0, p.operands.a.shape[1] - 1)
+    a, b = p.operands.a, p.operands.b
     k, v = (
-        plgpu.load(x.at[(*token, quotient(p.place()[1], w.H // x.shape[2]), part)], layout=layout, optimized=False)
-        for x, part, layout in ((p.operands.a, pl.ds(0, w.K), BY_ROW), (p.operands.b, columns, BY_COLUMN))
+        plgpu.load(x.at[(*token, head, part)], layout=layout, optimized=False)
+        for x, head, part, layout in (
+            (a, p.of_keys(a), pl.ds(0, w.K), BY_ROW),
+            (b, p.of_values(b), columns, BY_COLUMN),
+        )
     )
     k = k.astype(jnp.float32)
     rounded = (k * jnp.exp2(-tail * LOG2E)).astype(jnp.bfloat16).astype(jnp.float32)

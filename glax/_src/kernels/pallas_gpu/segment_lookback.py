@@ -45,7 +45,8 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
             slot = lax.rem(i, jnp.int32(AHEAD))
             for term in range(w.terms):
                 tile = g_s.at[slot * w.terms + term]
-                plgpu.copy_gmem_to_smem(g_g.at[term, batch, rows, h], tile, given.at[slot])
+                channels_of_h = w.blocks.of_keys(h, w.H, g.shape[3])
+                plgpu.copy_gmem_to_smem(g_g.at[term, batch, rows, channels_of_h], tile, given.at[slot])
 
         for i in range(AHEAD):
             pl.when(i < whole)(functools.partial(fetch, jnp.int32(i)))

@@ -60,7 +60,8 @@ def by_program(n, out_of_range):
 def chunk(n, m, b, c, h, part):
     mine, scale = half(part), m.scale_g[b]
     plgpu.commit_smem()  # all are done with the tiles
-    heads = n.heads(h) | (dict(g_rest=h) if n.terms == 2 else {})
+    heads = n.heads(h)
+    heads |= dict(g_rest=heads["g"]) if n.terms == 2 else {}
     for name, head in heads.items():
         source = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), head]
         plgpu.copy_gmem_to_smem(source, getattr(m, name), m.full)

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
+from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks
 from glax._src.kernels.pallas_gpu.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -238,17 +239,20 @@ def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
         pl.when(c.j < n.run - 1)(x.carry_on)
 
 
-def gradient_head(q, k, v, G, d_output, scale, before, behind, *, reverse: bool, programs: int, interpret=None):
-    """dq, dk, dv per head, [B, T, H, K] and V; dg, [B, chunks, C, H] in memory order; d_scale, [B, chunks, H].
+def gradient_head(
+    q, k, v, G, d_output, scale, before, behind, *,
+    reverse: bool, programs: int, blocks: Blocks = WHOLE, interpret=None,
+):  # fmt: skip
+    """Return what each block of a head adds: dq, dk, dv, [B, T, H, D]; dg, [B, chunks, C, H] in memory order; d_scale,
+    [B, chunks, H].
 
-    G [B, chunks, H, C] float32: sums of log2 gates from where the scan enters the chunk through each token, each gate at
-    least -128 log2(e). before [B, runs, H, K, V]: the states that enter the first chunk of every run of as many chunks as
+    G [B, chunks, heads, C] float32: sums of log2 gates from where the scan enters the chunk through each token, each gate at
+    least -128 log2(e). before [B, runs, H, D, D]: the states that enter the first chunk of every run of as many chunks as
     there are for each. The others as in `gradient_key`.
     """
-    B, T, H, D = d_output.shape
-    n = Sizes(
-        B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, run=behind.shape[1] // before.shape[1], whole=True
-    )
+    (B, T), (_, chunks, H, D, _) = d_output.shape[:2], behind.shape
+    heads, run = (x.shape[2] for x in (q, k, v)), chunks // before.shape[1]
+    n = Sizes(B, T, H, D, *heads, programs, run=run, whole=True, blocks=blocks)
     inputs = dict(gates=G, q=q, k=k, v=v, do=d_output, scale=scale, before=before, behind=behind)
     inputs |= dict(tokens=tokens(reverse))
     out = jax.ShapeDtypeStruct

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import vjp_exact, vjp_key_gate_chunk
+from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks
 from glax._src.kernels.pallas_gpu.vjp_pipeline import (
     SLOTS,
     Sizes,
@@ -42,19 +43,20 @@ LAST = ("v", "do")  # which a chunk begins without: what is loaded late is waite
 
 
 def gradient_key(
-    q, k, v, g, d_output, scale, before, behind, out_of_range, *, reverse: bool, programs: int, interpret=None
-):
-    """dq, dk, dv, dg per head, [B, T, H, K] and V; d_scale, [B, chunks, H].
+    q, k, v, g, d_output, scale, before, behind, out_of_range, *,
+    reverse: bool, programs: int, blocks: Blocks = WHOLE, interpret=None,
+):  # fmt: skip
+    """Return what each block of a head adds: dq, dk, dv, dg, [B, T, H, D]; d_scale, [B, chunks, H]. H: blocks of all heads.
 
-    q, k, v, d_output [B, T, H, K or V], bfloat16, q, k and v of as many heads as divide H; scale [B] float32.
-    g [terms, B, T, H, K], bfloat16: of one term or the sum of two.
-    before, behind [B, chunks, H, K, V], bfloat16: the state that enters each chunk in scanning order, and the gradient in the
+    q, k, v, d_output [B, T, heads, D], bfloat16, the blocks of as many heads as divide those of the states; scale [B] float32.
+    g [terms, B, T, heads, D], bfloat16: of one term or the sum of two.
+    before, behind [B, chunks, H, D, D], bfloat16: the state that enters each chunk in scanning order, and the gradient in the
     state that leaves it; decayed to the chunk's middle where out_of_range [B, chunks, H] is 0.
-    T is a multiple of 8; K = V = 64 or 128.
+    T is a multiple of 8; D = 64 or 128.
     programs: multiprocessors.
     """
-    B, T, H, D = d_output.shape
-    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, terms=len(g))
+    (B, T), (H, D) = d_output.shape[:2], behind.shape[2:4]
+    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, terms=len(g), blocks=blocks)
     inputs = dict(q=q, k=k, v=v, g=g[0], do=d_output, scale=scale, before=before, behind=behind)
     inputs |= dict(tokens=tokens(reverse)) | (dict(g_rest=g[1]) if n.terms == 2 else {})
     options = dict(interpret=interpret, reverse=reverse, programs=programs)

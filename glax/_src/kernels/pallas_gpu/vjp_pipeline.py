@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.lowering_cache import once
-from glax._src.kernels.pallas_gpu.plan import quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks, quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, tiled
 from glax._src.kernels.pallas_gpu.vjp_tiles import (
     CHUNK,
@@ -42,6 +42,7 @@ class Sizes:
     run: int = 1  # chunks from one stored state to the next; divides those of a sequence
     whole: bool = False  # tiles of tokens are [64, D]; else by halves of 128 columns, one after the other
     terms: int = 1  # arrays of bfloat16 of which per-key gates are the sum
+    blocks: Blocks = WHOLE  # of which a wide head's state consists; H counts them
 
     @property
     def chunks(self) -> int:
@@ -89,8 +90,10 @@ class Sizes:
 
     def heads(self, h) -> dict:
         """Of each input's tiles, the head that head h reads."""
-        shared = dict(q=self.HQ, k=self.HK, v=self.HV, g=self.H, do=self.H)
-        return {name: quotient(h, self.H // heads) for name, heads in shared.items()}
+        of_keys = dict(q=self.HQ, k=self.HK, g=self.H // self.blocks.columns)
+        of_values = dict(v=self.HV, do=self.H // self.blocks.rows)
+        found = {name: self.blocks.of_keys(h, self.H, heads) for name, heads in of_keys.items()}
+        return found | {name: self.blocks.of_values(h, self.H, heads) for name, heads in of_values.items()}
 
 
 def load(n: Sizes, m: SimpleNamespace, tiles, results: dict, late=(), last=()):
@@ -129,9 +132,11 @@ def load(n: Sizes, m: SimpleNamespace, tiles, results: dict, late=(), last=()):
 
         fetch([name for name in late if name not in last], i, t)
         if hasattr(m, "gates"):
-            plgpu.copy_gmem_to_smem(m.gates_g.at[b, c, h], m.gates.at[slot(i, t)], m.tokens_full.at[slot(i, t)])
+            plgpu.copy_gmem_to_smem(
+                m.gates_g.at[b, c, n.blocks.head(h)], m.gates.at[slot(i, t)], m.tokens_full.at[slot(i, t)]
+            )
         if n.terms == 2:
-            rest = m.g_rest_g.at[b, pl.ds(c * CHUNK, CHUNK), h]
+            rest = m.g_rest_g.at[b, pl.ds(c * CHUNK, CHUNK), n.heads(h)["g"]]
             plgpu.copy_gmem_to_smem(rest, second_term(m, t), m.tokens_full.at[slot(i, t)])
         fetch(last, i, t)
         plgpu.copy_gmem_to_smem(m.behind_g.at[b, c, h], m.dS.at[t], m.behind_full.at[t])
