@@ -21,6 +21,7 @@ from glax._src.core.registry import (
     UnsupportedError,
     kernel_registry,
 )
+from glax._src.kernels.common.gpu import locate_mosaic_runtime
 from glax._src.kernels.cpu import library
 from glax._src.serving.decode_step import recurrent_step
 from glax._src.serving.prefill import prefill_into
@@ -33,7 +34,9 @@ from glax._src.tuning.selection import AutotunePolicy, ConfigSelectorChain
 from glax._src.tuning.tuner import Tuner
 from glax._version import __version__
 
-library.load_library()  # XLA must know its kernels where a program that holds them is read back, with no call of glax before
+# XLA must know the kernels where a program that holds them is read back, with no call of glax before.
+library.load_library()
+locate_mosaic_runtime()
 
 __all__ = [
     "AutotunePolicy",

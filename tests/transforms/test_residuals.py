@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import io
+import re
 
 import jax
 import jax.numpy as jnp
@@ -128,3 +130,72 @@ def test_spread_sequence():
     mesh = jax.make_mesh((4,), ("s",), axis_types=(AxisType.Auto,))
     run = functools.partial(parallel.recurrent, mesh=mesh, sequence_axis="s", platform="xla")
     compare(jax.grad(functools.partial(loss, run=run)), ARGUMENTS)
+
+
+# ---- names for jax.checkpoint ----------------------------------------------------------------------------------------
+
+RESIDUALS = ("glax_states", "glax_out_of_range")
+LONG = Case("", B=2, T=256, gates=("gk",), K=16, V=16, state_dtype=None)  # with states between its chunks
+
+
+@functools.cache
+def plain_gradient() -> dict[str, jax.Array]:
+    return quick_jit(jax.grad(lambda a: jnp.sin(glax.recurrent(**a, platform="xla").output).sum()))(inputs(LONG, "mild"))
+
+
+def kernels_in(jaxpr) -> int:
+    """The number of kernels that a program calls."""
+    inner = [x for eqn in jaxpr.eqns for p in eqn.params.values() for x in jax.tree.leaves(p, is_leaf=has_equations)]
+    called = sum(eqn.primitive.name == "glax_kernel" for eqn in jaxpr.eqns)
+    return called + sum(kernels_in(getattr(x, "jaxpr", x)) for x in inner if has_equations(x))
+
+
+def has_equations(x) -> bool:
+    return hasattr(getattr(x, "jaxpr", x), "eqns")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("names", "kernels", "saved"),
+    [
+        (("glax_output", *RESIDUALS), 2, {"glax_output", *RESIDUALS}),  # nothing is computed again
+        (("glax_output",), 3, {"glax_output"}),  # the forward, for its residuals
+        (RESIDUALS, 3, set(RESIDUALS)),  # the forward, for its output
+        ((), 3, set()),
+    ],
+)
+def test_policies_save_by_name(names, kernels, saved):
+    """A layer whose output is needed again: the number of kernels in its gradient, and what is saved beside its arguments."""
+    arguments = inputs(LONG, "mild")
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(arguments):
+        return jnp.sin(glax.recurrent(**arguments, platform="xla").output)
+
+    gradient = jax.grad(lambda arguments: layer(arguments).sum())
+    assert kernels_in(jax.make_jaxpr(gradient)(arguments).jaxpr) == kernels
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        jax.ad_checkpoint.print_saved_residuals(layer, arguments)
+    lines = [line for line in printed.getvalue().splitlines() if "from the argument" not in line]
+    assert set(re.findall(r"named '(\w+)'", "\n".join(lines))) == saved
+    assert len(lines) == len(saved)
+    want = plain_gradient()
+    for name, x in quick_jit(gradient)(arguments).items():
+        assert_close(f"d {name}", x, np.asarray(want[name]), 1e-6)
+
+
+@pytest.mark.fast
+def test_offloading_by_name():
+    """States go to the host's memory and come back."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["glax_output"],
+        names_which_can_be_offloaded=list(RESIDUALS),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    arguments = inputs(LONG, "mild")
+    layer = jax.checkpoint(lambda a: jnp.sin(glax.recurrent(**a, platform="xla").output), policy=policy)
+    program = jax.make_jaxpr(jax.grad(lambda a: layer(a).sum()))(arguments)
+    assert kernels_in(program.jaxpr) == 2
+    assert str(program).count("device_put") >= 2 * len(RESIDUALS)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from glax._src.core.decay import Decay
@@ -18,6 +19,29 @@ def differentiable(r: Recurrence) -> Recurrence:
     from glax._src.solve.reverse_mode import reverse_mode  # loads modules of JAX that are not a part of `import jax`
 
     return jax.tree.map(lambda x: reverse_mode(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, aligned(r))
+
+
+# ---- names by which jax.checkpoint's policies save or offload arrays; docs/models.md lists them, and they do not change ----
+
+
+def named_outputs(outputs: Outputs) -> Outputs:
+    """The outputs of a forward under differentiation, with a checkpoint_name on each."""
+    output, final_state = outputs
+    return Outputs(checkpoint_name(output, "glax_output"), checkpoint_name(final_state, "glax_final_state"))
+
+
+def named_residuals(residuals):
+    """The residuals of a forward, a tree of `Residuals`, arrays or None, with a checkpoint_name on each array.
+
+    An array beside `Residuals` is the state that entered a shard of a sequence.
+    """
+
+    def named(x):
+        if not isinstance(x, Residuals):
+            return checkpoint_name(x, "glax_entering_state")
+        return Residuals(checkpoint_name(x.states, "glax_states"), checkpoint_name(x.out_of_range, "glax_out_of_range"))
+
+    return jax.tree.map(named, residuals, is_leaf=lambda x: isinstance(x, Residuals))
 
 
 # ---- custom gradients, shared by `solve` here and by the solve over sequence shards ----------------------------------
@@ -43,6 +67,7 @@ def solve_with_vjp(run: Callable, run_with_residuals: Callable, gradient: Callab
     def fwd_with_residuals(*operands):
         # Through the custom gradient, not run_with_residuals: the gradient of a gradient passes through here.
         outputs, residuals = solve_with_residuals(*operands)
+        outputs, residuals = named_outputs(outputs), named_residuals(residuals)
         return (outputs, residuals), (operands[-1], residuals)
 
     def bwd_with_residuals(*operands):
