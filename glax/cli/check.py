@@ -8,6 +8,7 @@ import jax
 from glax.cli.output import add_json, progress, show_json, show_table
 from glax.testing.cases import CASES, QUICK
 from glax.testing.check import Result, check_kernels
+from glax.testing.states import DECAYS, STEPS, STORED, state_errors
 
 
 def add_parser(subparsers):
@@ -19,11 +20,16 @@ def add_parser(subparsers):
         "or is not finite.",
     )
     parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} cases of {len(CASES)}")
+    parser.add_argument(
+        "--states", action="store_true", help=f"instead, the error of states stored in each dtype after {STEPS} tokens"
+    )
     add_json(parser)
     return parser
 
 
 def run(args) -> int:
+    if args.states:
+        return run_states(args.json)
     cases = [case for case in CASES if case.name in QUICK or not args.quick]
     results, last = [], cases[0].name
     with progress("checking", len(cases)) as advance:
@@ -38,6 +44,26 @@ def run(args) -> int:
     else:
         show(results)
     return int(missed)
+
+
+def run_states(as_json: bool) -> int:
+    with progress("decoding", len(STORED) * len(DECAYS)) as advance:
+        errors = []
+        for error in state_errors():
+            errors.append(error)
+            advance()
+    if as_json:
+        show_json(dict(backend=jax.default_backend(), errors=[dataclasses.asdict(error) for error in errors]))
+        return 0
+    rows = []
+    for dtype, stochastic in STORED:
+        own = [f"{x.error:.1e}" for x in errors if (x.dtype, x.stochastic) == (dtype, stochastic)]
+        rows.append((dtype, "stochastic" if stochastic else "to nearest", *own))
+    show_table(("state", "rounded", *(f"decay {decay}" for decay in DECAYS)), rows)
+    print(
+        f"relative RMS error of the state after {STEPS} decoded tokens, against float64; decays are those of one token"
+    )
+    return 0
 
 
 def show(results: list[Result]):

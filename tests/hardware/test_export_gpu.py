@@ -1,4 +1,4 @@
-"""Programs with Triton and Hopper kernels that outlive their process, on a GPU: two processes, as in tests/transforms/test_export.py."""
+"""Programs with Triton and Hopper kernels that outlive their process, on a GPU. tests/transforms/test_export.py is for CPUs."""
 
 import json
 import pathlib

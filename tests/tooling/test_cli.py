@@ -266,6 +266,15 @@ def test_check_passes(register, capsys, monkeypatch):
             assert result["status"] == "pass" and 0 < result["error"] <= result["bar"]
 
 
+def test_check_states(capsys):
+    code, report = json_of(capsys, "check", "--states")
+    assert code == 0
+    assert {(x["dtype"], x["stochastic"]) for x in report["errors"]} == set(check.STORED)
+    assert all(0 < x["error"] < 1e-5 for x in report["errors"] if x["dtype"] == "float32")
+    main(["check", "--states"])
+    assert "relative RMS error of the state after 4096 decoded tokens" in capsys.readouterr().out
+
+
 def elsewhere() -> list[str]:
     """The kernels for other machines than this."""
     return [spec.name for spec in kernel_registry.kernels.values() if spec.backend not in ("any", "cpu")]

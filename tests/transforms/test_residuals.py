@@ -140,7 +140,9 @@ LONG = Case("", B=2, T=256, gates=("gk",), K=16, V=16, state_dtype=None)  # with
 
 @functools.cache
 def plain_gradient() -> dict[str, jax.Array]:
-    return quick_jit(jax.grad(lambda a: jnp.sin(glax.recurrent(**a, platform="xla").output).sum()))(inputs(LONG, "mild"))
+    return quick_jit(jax.grad(lambda a: jnp.sin(glax.recurrent(**a, platform="xla").output).sum()))(
+        inputs(LONG, "mild")
+    )
 
 
 def kernels_in(jaxpr) -> int:

@@ -4,12 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from glax._src.api.recurrent import bind_and_solve
 from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, transferred
 from glax._src.core.registry import Config, Platform
 from glax._src.serving.state_pool import check_known_slots, check_states, put, take, usable
+from glax._src.serving.stored_states import check_rounding_key
 from glax._src.solve.dispatch import Choice
 
 
@@ -30,6 +31,7 @@ def prefill_into(
     bonus: Float[Array, "H K"] | None = None,
     segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
     pad_id: int | None = None,
+    rounding_key: Key | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "P H K V"]]:
@@ -43,7 +45,7 @@ def prefill_into(
 
     Returns output [B, T, H, V], or [T, H, V] as query has it, and the pool in its dtype: float32, or bfloat16 or float16 for
     storage. Donate it to jit and it is updated in place. Slot -1 is no sequence: output 0, nothing read or written. Slots
-    outside the pool and slots given twice are as in `recurrent_step`; everything else is as in `recurrent`.
+    outside the pool, slots given twice and rounding_key are as in `recurrent_step`; everything else is as in `recurrent`.
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
@@ -52,13 +54,14 @@ def prefill_into(
     required = (*REQUIRED, "pool", "slots")
     own, options = dict(pool=pool, slots=slots, fresh=fresh), ScanOptions(pad_id=pad_id)
     check_before_tracing(arrays | own, platform, cfg, options, required)
+    check_rounding_key(rounding_key)
     check_known_slots(slots, pool, "pool")
     choice = Choice(Platform.parse(platform), cfg)
-    return bind_and_prefill(choice, options.static, transferred(arrays), **transferred(own))
+    return bind_and_prefill(choice, options.static, transferred(arrays), **transferred(own), rounding_key=rounding_key)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def bind_and_prefill(choice: Choice, options: ScanOptions, arrays: dict, pool, slots, fresh):
+def bind_and_prefill(choice: Choice, options: ScanOptions, arrays: dict, pool, slots, fresh, rounding_key):
     query, r = arrays["query"], bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **vars(options))
     check_states("pool", pool, r.state_shape, pooled=True)
     N, packed = r.num_sequences, r.boundaries is not None
@@ -74,4 +77,4 @@ def bind_and_prefill(choice: Choice, options: ScanOptions, arrays: dict, pool, s
         output = jnp.where(used[:, None, None], output, 0)
     else:
         output = jnp.where(used[:, None, None, None] if query.ndim == 4 else used, output, 0)
-    return output, put(pool, slots, final)
+    return output, put(pool, slots, final, rounding_key)

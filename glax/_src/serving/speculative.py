@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from glax._src.api.recurrent import bind_and_solve
 from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, transferred
@@ -15,6 +15,7 @@ from glax._src.core.decay import Decay, promoted
 from glax._src.core.recurrence import spread_heads, to_int32
 from glax._src.core.registry import Config, Platform
 from glax._src.serving.state_pool import check_known_slots, check_states, put, take, usable
+from glax._src.serving.stored_states import check_rounding_key, check_state_dtype, stored
 from glax._src.solve.dispatch import Choice
 
 
@@ -86,7 +87,11 @@ def bind_and_verify(choice: Choice, arrays: dict, state, slots):
 
 
 def commit(
-    state: Float[Array, "B H K V"] | Float[Array, "P H K V"], draft: Draft, accepted: Int[Array, "B"]
+    state: Float[Array, "B H K V"] | Float[Array, "P H K V"],
+    draft: Draft,
+    accepted: Int[Array, "B"],
+    *,
+    rounding_key: Key | None = None,
 ) -> Float[Array, "B H K V"] | Float[Array, "P H K V"]:
     """The state behind the first accepted[b] = a draft tokens of each sequence b, as if they had been read one by one:
 
@@ -95,6 +100,7 @@ def commit(
     One product of rank T: no state between is formed. accepted: [B] integers from 0, which returns the state as it is, to
     T; outside of that an error when known, and the nearer of the two when traced. state: what `recurrent_verify` was
     given, or a pool that has grown since; a copy with the new rows is returned. Donate a pool to jit and it is updated in place.
+    rounding_key: as in `recurrent_step`; sequences with no accepted token are not rounded.
 
     Raises TypeError for a state that is not floating point, ValueError for a state of another shape or a smaller pool.
     """
@@ -104,8 +110,8 @@ def commit(
         if not hasattr(x, "dtype"):
             raise TypeError(f"{name} must be an array, got {type(x).__name__}")
     B, T = draft.key.shape[:2]
-    if not jnp.issubdtype(state.dtype, jnp.floating):
-        raise TypeError(f"state must be floating point, got {state.dtype}")
+    check_state_dtype("state", state.dtype)
+    check_rounding_key(rounding_key)
     if state.ndim != 4 or state.shape[1:] != draft.state_shape[1:] or state.shape[0] < draft.state_shape[0]:
         wanted = ", ".join(map(str, draft.state_shape))
         raise ValueError(f"state must be what recurrent_verify was given, [{wanted}], got shape {state.shape}")
@@ -119,11 +125,12 @@ def commit(
         known = np.asarray(jax.device_get(accepted))
         if (wrong := known[(known < 0) | (known > T)]).size:
             raise ValueError(f"accepted must be from 0 to T={T}, the length of the draft, got {wrong[0]}")
-    return bound_commit(draft=draft, **transferred(dict(state=state, accepted=accepted)))
+    own = transferred(dict(state=state, accepted=accepted))
+    return bound_commit(draft=draft, rounding_key=rounding_key, **own)
 
 
 @functools.partial(jax.jit, inline=True)
-def bound_commit(state, draft: Draft, accepted):
+def bound_commit(state, draft: Draft, accepted, rounding_key):
     pool, decay = state, draft.decay
     (B, T), H = draft.key.shape[:2], state.shape[1]
     if draft.slots is not None:
@@ -151,4 +158,5 @@ def bound_commit(state, draft: Draft, accepted):
         factor, through = behind(decay.value)
         v, S = v * factor, S * through[..., None, :]
     S = S + jnp.einsum("bthk,bthv->bhkv", k, v, precision=lax.Precision.HIGHEST)
-    return S.astype(pool.dtype) if draft.slots is None else put(pool, places, S)
+    # A state that moves past no token is exact in its dtype, which rounding of either kind leaves as it is.
+    return stored(S, pool.dtype, rounding_key) if draft.slots is None else put(pool, places, S, rounding_key)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.recurrence import aligned, to_int32
 from glax._src.core.registry import Backend
+from glax._src.serving.stored_states import check_state_dtype, stored
 
 
 def check_known_slots(slots, pool, name: str = "state"):
@@ -29,8 +30,7 @@ def check_known_slots(slots, pool, name: str = "state"):
 def check_states(name: str, x, shape: tuple[int, int, int, int], pooled: bool):
     """Check states [B, H, K, V], or a pool of them [P, H, K, V], against the shape that query, key and value imply."""
     letters = "PHKV" if pooled else "BHKV"
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name} must be floating point, got {x.dtype}")
+    check_state_dtype(name, x.dtype)
     if x.ndim != 4 or x.shape[pooled:] != shape[pooled:]:
         sizes = ", ".join(f"{letter}={size}" for letter, size in list(zip(letters, shape, strict=True))[pooled:])
         wanted = f"[{', '.join(letters)}] with {sizes} as query, key and value imply"
@@ -54,8 +54,9 @@ def take(pool: Float[Array, "P *state"], slots: Int[Array, "N"]) -> Float[Array,
     return pool.at[slots].get(mode="fill", fill_value=0)
 
 
-def put(pool: Float[Array, "P *state"], slots: Int[Array, "N"], states: Float[Array, "N *state"]):
-    states = states.astype(pool.dtype)
+def put(pool: Float[Array, "P *state"], slots: Int[Array, "N"], states: Float[Array, "N *state"], rounding_key=None):
+    """The pool with rows `slots` set, in its dtype: rounded to nearest or, with a key, stochastically."""
+    states = stored(states, pool.dtype, rounding_key)
     if not (Backend.here() is Backend.CPU and pool.dtype.itemsize == 2 and pool.shape[0]):
         return pool.at[slots].set(states, mode="drop")
 

@@ -1,0 +1,71 @@
+"""The dtypes in which states are stored, and stochastic rounding to them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, UInt32
+
+from glax._src.core.bind import is_array
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+DROPPED = {"bfloat16": 16, "float16": 13}  # bits of a float32 mantissa that the dtype does not have
+
+
+def check_state_dtype(name: str, dtype):
+    """TypeError, with the dtype's name, unless states can be stored in it."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating point, got {dtype}")
+    if str(dtype) not in DTYPES:
+        raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {dtype}")
+
+
+def check_rounding_key(key):
+    """TypeError or ValueError unless key is None or one key of jax.random: jax.random.key(0), or PRNGKey(0)."""
+    if key is None:
+        return
+    if not is_array(key) or not (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.dtype == jnp.uint32):
+        got = f"an array of {key.dtype}" if is_array(key) else repr(key)
+        raise TypeError(f"rounding_key must be a key such as jax.random.key(0), got {got}")
+    if np.ndim(key) != (0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 1):
+        raise ValueError(f"rounding_key must be one key, got shape {np.shape(key)}")
+
+
+def stored(states: Float[Array, "*shape"], dtype, rounding_key=None) -> Float[Array, "*shape"]:
+    """The states in the dtype of storage: rounded to nearest or, with a key, stochastically."""
+    dtype = jnp.dtype(dtype)
+    if rounding_key is None or str(dtype) not in DROPPED:
+        return states.astype(dtype)
+    return rounded(dtype, states.astype(jnp.float32), jax.random.bits(rounding_key, states.shape, jnp.uint32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def rounded(dtype, x: Float[Array, "*shape"], bits: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Round float32 to one of the two neighbours in dtype, to each with a probability of 1 - its distance / their distance.
+
+    The expected value is x itself. Its gradient is that of a cast.
+    """
+    dropped = DROPPED[str(dtype)]
+    mask = jnp.uint32((1 << dropped) - 1)
+    # The noise carries into the bits that stay, with the wanted probability. The cast of what stays is exact.
+    whole = (lax.bitcast_convert_type(x, jnp.uint32) + (bits & mask)) & ~mask
+    found = lax.bitcast_convert_type(whole, jnp.float32)
+    limits = jnp.finfo(dtype)
+    if limits.minexp > jnp.finfo(jnp.float32).minexp:  # float16's subnormal numbers are equidistant
+        step = jnp.float32(limits.smallest_subnormal)
+        noise = (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+        found = jnp.where(jnp.abs(x) < jnp.float32(limits.tiny), jnp.floor(x / step + noise) * step, found)
+    return jnp.where(jnp.isfinite(x), found, x).astype(dtype)
+
+
+def _rounded_fwd(dtype, x, bits):
+    return rounded(dtype, x, bits), bits
+
+
+def _rounded_bwd(dtype, bits, d):
+    return d.astype(jnp.float32), np.zeros(bits.shape, jax.dtypes.float0)
+
+
+rounded.defvjp(_rounded_fwd, _rounded_bwd)
