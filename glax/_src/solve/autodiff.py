@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from glax._src.core.decay import Decay
@@ -27,7 +26,13 @@ def differentiable(r: Recurrence) -> Recurrence:
 def named_outputs(outputs: Outputs) -> Outputs:
     """The outputs of a forward under differentiation, with a checkpoint_name on each."""
     output, final_state = outputs
-    return Outputs(checkpoint_name(output, "glax_output"), checkpoint_name(final_state, "glax_final_state"))
+    return Outputs(named(output, "glax_output"), named(final_state, "glax_final_state"))
+
+
+def named(x: Array, name: str) -> Array:
+    from jax.ad_checkpoint import checkpoint_name  # not a part of `import jax`
+
+    return checkpoint_name(x, name)
 
 
 def named_residuals(residuals):
@@ -36,12 +41,12 @@ def named_residuals(residuals):
     An array beside `Residuals` is the state that entered a shard of a sequence.
     """
 
-    def named(x):
+    def named_each(x):
         if not isinstance(x, Residuals):
-            return checkpoint_name(x, "glax_entering_state")
-        return Residuals(checkpoint_name(x.states, "glax_states"), checkpoint_name(x.out_of_range, "glax_out_of_range"))
+            return named(x, "glax_entering_state")
+        return Residuals(named(x.states, "glax_states"), named(x.out_of_range, "glax_out_of_range"))
 
-    return jax.tree.map(named, residuals, is_leaf=lambda x: isinstance(x, Residuals))
+    return jax.tree.map(named_each, residuals, is_leaf=lambda x: isinstance(x, Residuals))
 
 
 # ---- custom gradients, shared by `solve` here and by the solve over sequence shards ----------------------------------
