@@ -1,6 +1,31 @@
-"""Layers and a small language model in Flax NNX. Needs flax, which `import glax` does not."""
+"""Layers of the models of this family in Flax NNX, and a small language model. Needs flax, which `import glax` does not."""
 
-from glax.nn.layers import GatedLinearAttention
+from glax.nn.attention import Attention
+from glax.nn.convolution import ShortConvolution
+from glax.nn.gla import GatedLinearAttention, SimpleGatedLinearAttention
+from glax.nn.hgrn2 import HGRN2Attention
+from glax.nn.mamba2 import Mamba2
+from glax.nn.mlp import SwiGLU
 from glax.nn.model import ByteLM, ByteLMConfig
+from glax.nn.norms import LayerNorm, RMSNorm, RMSNormGated
+from glax.nn.retention import LightningAttention, MultiScaleRetention
+from glax.nn.rwkv6 import RWKV6Attention, RWKV6FeedForward
 
-__all__ = ["ByteLM", "ByteLMConfig", "GatedLinearAttention"]
+__all__ = [
+    "Attention",
+    "ByteLM",
+    "ByteLMConfig",
+    "GatedLinearAttention",
+    "HGRN2Attention",
+    "LayerNorm",
+    "LightningAttention",
+    "Mamba2",
+    "MultiScaleRetention",
+    "RMSNorm",
+    "RMSNormGated",
+    "RWKV6Attention",
+    "RWKV6FeedForward",
+    "ShortConvolution",
+    "SimpleGatedLinearAttention",
+    "SwiGLU",
+]

@@ -1,16 +1,18 @@
 """A language model over bytes."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.api.recurrent import recurrent_gla
 from glax._src.core.bind import check_array
-from glax.nn.layers import GatedLinearAttention, check_sizes
+from glax.nn.gla import GatedLinearAttention
+from glax.nn.mlp import SwiGLU
+from glax.nn.parts import check_sizes
 
 BYTES = 256
 
@@ -36,16 +38,12 @@ class ByteLMConfig:
 States = tuple[Float[Array, "B H K V"], ...]  # one a block
 
 
-class GatedMLP(nnx.Module):
-    """y = W_down (SiLU(W_gate x) * W_up x).   Shazeer 2020, https://arxiv.org/abs/2002.05202."""
+lecun = nnx.initializers.lecun_normal()
 
-    def __init__(self, width: int, inside: int, *, rngs: nnx.Rngs):
-        self.gate = nnx.Linear(width, inside, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(width, inside, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(inside, width, use_bias=False, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+def spread_bias(key_width: int, key, shape: tuple[int], dtype) -> Float[Array, "keys"]:
+    """From -4 to 4 over the channels of a head: some forget within a token or two, and some remember hundreds."""
+    return jnp.tile(jnp.linspace(-4.0, 4.0, key_width, dtype=dtype), shape[0] // key_width)
 
 
 class Block(nnx.Module):
@@ -61,11 +59,13 @@ class Block(nnx.Module):
             value_width=config.value_width,
             gate_rank=config.gate_rank,
             temperature=config.temperature,
+            kernel_init=lecun,
+            gate_bias_init=functools.partial(spread_bias, config.key_width),
             recurrence=recurrence,
             rngs=rngs,
         )
         self.mlp_norm = nnx.RMSNorm(config.width, rngs=rngs)
-        self.mlp = GatedMLP(config.width, config.mlp_width, rngs=rngs)
+        self.mlp = SwiGLU(config.width, config.mlp_width, kernel_init=lecun, rngs=rngs)
 
     def through(self, attend: Callable, x: Float[Array, "*rows width"], state: Array) -> tuple[Array, Array]:
         """attend(attention, x, state) -> (y, new state) is the way in which attention is used."""

@@ -1,0 +1,26 @@
+"""The published models of this family: loaded, run, trained and saved. Needs flax, which `import glax` does not.
+
+model = glax.models.from_pretrained("folder")
+logits = model(tokens)
+"""
+
+from glax.models.checkpoints import save_pretrained
+from glax.models.config import ModelConfig, UnsupportedOption
+from glax.models.generation import generate, stream
+from glax.models.load import MODEL_TYPES, from_config, from_pretrained
+from glax.models.model import CausalLM
+from glax.models.shardings import partition_spec, shard
+
+__all__ = [
+    "MODEL_TYPES",
+    "CausalLM",
+    "ModelConfig",
+    "UnsupportedOption",
+    "from_config",
+    "from_pretrained",
+    "generate",
+    "partition_spec",
+    "save_pretrained",
+    "shard",
+    "stream",
+]

@@ -1,0 +1,25 @@
+"""What the configs of transformers and of flash-linear-attention call the functions of `glax.nn.parts.ACTIVATIONS`."""
+
+FLA = {
+    name: name for name in ("relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu")
+}  # its gelu is by tanh
+TRANSFORMERS = {
+    "gelu": "gelu_exact",
+    "gelu_fast": "gelu",
+    "gelu_new": "gelu",
+    "gelu_python": "gelu_exact",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_python_tanh": "gelu",
+    "hardswish": "hardswish",
+    "leaky_relu": "leaky_relu",
+    "linear": "identity",
+    "mish": "mish",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "sqrelu",
+    "relu6": "relu6",
+    "sigmoid": "sigmoid",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}

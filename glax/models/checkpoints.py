@@ -1,0 +1,147 @@
+"""Reading and writing folders of config.json and safetensors, as `save_pretrained` of fla and transformers writes them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from glax._src.tuning.files import replacing
+from glax.models.config import ModelConfig
+from glax.models.model import CausalLM
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
+FLOATS = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+
+
+class Weights:
+    """The tensors of a folder by name, read one at a time."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.handles = folder, {}
+        self.files = files_of(folder)
+
+    def names(self) -> set[str]:
+        return set(self.files)
+
+    def dtype(self, name: str) -> jnp.dtype:
+        kind = self.open(name).get_slice(name).get_dtype()
+        if kind not in FLOATS:
+            raise ValueError(f"{name} in {self.files[name]} must be floating point, got {kind}")
+        return jnp.dtype(FLOATS[kind])
+
+    def read(self, name: str) -> np.ndarray:
+        return self.open(name).get_tensor(name)
+
+    def open(self, name: str):
+        path = self.files[name]
+        if path not in self.handles:
+            self.handles[path] = opened(path)
+        return self.handles[path]
+
+
+def opened(path: Path):
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{path} holds no safetensors: {error}") from None
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """The file of each tensor. FileNotFoundError without safetensors: a pickled file is never opened, but named."""
+    single, index = folder / WEIGHTS, folder / INDEX
+    if index.is_file():
+        try:
+            table = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{index} holds no weight_map: {error!r}") from None
+        missing = sorted({name for name in table.values() if not (folder / name).is_file()})
+        if missing:
+            raise FileNotFoundError(f"{index} names files that are not in {folder}: {', '.join(missing)}")
+        return {tensor: folder / name for tensor, name in table.items()}
+    if single.is_file():
+        return dict.fromkeys(opened(single).keys(), single)
+    for pickled in PICKLED:
+        if (folder / pickled).exists():
+            raise ValueError(
+                f"{folder / pickled} is a pickle, which can run any code when it is read: convert it to {WEIGHTS}, "
+                "for example with safetensors.torch.save_file"
+            )
+    raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}")
+
+
+def parameters(model: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
+    """The path "blocks.0.attn.query.kernel" of each parameter, and the parameter."""
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        yield ".".join(map(str, path)), param
+
+
+def checkpoint_name(model: CausalLM, path: str) -> tuple[str, tuple]:
+    """The name of a parameter in the checkpoint, and its `glax.models.names.Layout`."""
+    return model.names(path), model.names.layout(path.rpartition(".")[2])
+
+
+def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place):
+    """Set every parameter of `model`, which may be abstract, from the weights.
+
+    dtype: cast to it; None leaves each as it is in the file. place: (value, metadata's axes) -> array on devices.
+    ValueError, with every name, if weights are missing or left over, or if a shape differs.
+    """
+    named = {model.names(path): path for path, _ in parameters(model)}
+    found, tied = weights.names(), tied_name(model)
+    missing, left = sorted(named.keys() - found), sorted(found - named.keys() - {tied})
+    if missing or left:
+        parts = [f"missing are {', '.join(missing)}"] * bool(missing) + [f"left over are {', '.join(left)}"] * bool(
+            left
+        )
+        raise ValueError(f"The weights in {weights.folder} do not fit its config: {'; '.join(parts)}")
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    loaded = []
+    for path, param in flat:
+        name, (_, _, back) = checkpoint_name(model, ".".join(map(str, path)))
+        value = back(weights.read(name))
+        if value.shape != param.shape:
+            raise ValueError(
+                f"{name} in {weights.files[name]} must have the shape that gives {param.shape} here, as its config says, "
+                f"got {weights.read(name).shape}"
+            )
+        weights.dtype(name)
+        value = np.ascontiguousarray(value if dtype is None else value.astype(dtype))
+        loaded.append((path, param.replace(place(value, param.get_metadata().get("out_sharding")))))
+    nnx.update(model, nnx.from_flat_state(loaded))
+
+
+def tied_name(model: CausalLM) -> str | None:
+    """The name under which some writers store a tied head again."""
+    return model.names("head.kernel") if model.head is None else None
+
+
+def save_pretrained(model: CausalLM, folder: str | Path):
+    """Write config.json and model.safetensors, which fla and transformers load; whole, or the old ones stay.
+
+    Each parameter is written in its own dtype, and the config names that of the embedding. OSError if it cannot be written.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for path, param in parameters(model):
+        name, (_, to, _) = checkpoint_name(model, path)
+        tensors[name] = np.ascontiguousarray(to(np.asarray(jax.device_get(param[...]))))
+    config = model.config.values
+    stored = str(model.embedding.embedding.dtype)
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = stored
+    with replacing(folder / WEIGHTS) as new:
+        try:
+            save_file(tensors, new, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"cannot write {folder / WEIGHTS}: {error}") from error
+    with replacing(folder / "config.json") as new:
+        Path(new).write_text(ModelConfig.of(config).text + "\n")

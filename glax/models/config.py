@@ -1,0 +1,130 @@
+"""`config.json`: each option of a checkpoint is used, known to have no effect on the function, or an error."""
+
+import dataclasses
+import json
+import numbers
+from collections.abc import Mapping
+from pathlib import Path
+
+REQUIRED = object()
+
+# What transformers writes for every model, and what names tokens, chooses kernels, or concerns training alone.
+NO_EFFECT_WORDS = (
+    "_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention architectures "
+    "attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward "
+    "cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping "
+    "encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id "
+    "forced_eos_token_id fuse_cross_entropy fuse_linear_cross_entropy fuse_norm fuse_swiglu id2label "
+    "initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length max_position_embeddings "
+    "min_length model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions "
+    "output_hidden_states output_scores pad_token_id prefix problem_type pruned_heads remove_invalid_values "
+    "repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params "
+    "temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript "
+    "transformers_version typical_p use_bfloat16 use_cache use_l2warp "
+)
+NO_EFFECT = frozenset(NO_EFFECT_WORDS.split())
+
+
+class UnsupportedOption(ValueError):
+    """A config has an option, or a value of one, that glax does not support."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The content of config.json, as text: hashable, and written back as it came."""
+
+    text: str
+
+    @classmethod
+    def of(cls, values: Mapping) -> "ModelConfig":
+        return cls(json.dumps(values, indent=2, sort_keys=True))
+
+    @classmethod
+    def read(cls, folder: Path) -> "ModelConfig":
+        """OSError if there is no config.json that can be read; ValueError if it holds no JSON object."""
+        path = Path(folder) / "config.json"
+        try:
+            values = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} holds no JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
+        return cls.of(values)
+
+    @property
+    def values(self) -> dict:
+        return json.loads(self.text)
+
+
+class Options:
+    """The options of a config, taken one by one; `finish` raises for those that nobody took."""
+
+    def __init__(self, values: Mapping, no_effect: frozenset[str] = NO_EFFECT):
+        self.values, self.left = dict(values), set(values) - no_effect
+        self.model_type = values.get("model_type")
+
+    def take(self, key: str, default=REQUIRED):
+        """The value of `key`, `default` where it is missing."""
+        self.left.discard(key)
+        if key in self.values:
+            return self.values[key]
+        if default is REQUIRED:
+            raise ValueError(f"config.json must have {key!r}")
+        return default
+
+    def integer(self, key: str, default=REQUIRED, *, optional: bool = False) -> int:
+        value = self.take(key, default)
+        if optional and value is None:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{key} in config.json must be an integer of at least 1, got {value!r}")
+        return value
+
+    def number(self, key: str, default=REQUIRED, *, optional: bool = False) -> float:
+        value = self.take(key, default)
+        if optional and value is None:
+            return value
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise ValueError(f"{key} in config.json must be a number, got {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default=REQUIRED) -> bool:
+        value = self.take(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} in config.json must be true or false, got {value!r}")
+        return value
+
+    def choice(self, key: str, default, supported):
+        """The value, which must be one of `supported`."""
+        value = self.take(key, default)
+        if not any(value == x and type(value) is type(x) for x in supported):
+            raise UnsupportedOption(
+                f"{key}={value!r} in config.json is not supported for model_type {self.model_type!r}: "
+                f"supported are {', '.join(map(repr, supported))}"
+            )
+        return value
+
+    def ignore(self, *keys: str):
+        """Keys without effect on the function that this kind of model computes, also in the model's own code."""
+        self.left -= set(keys)
+
+    def unsupported(self, key: str, why: str) -> UnsupportedOption:
+        return UnsupportedOption(
+            f"{key}={self.values.get(key)!r} in config.json is not supported for model_type {self.model_type!r}: {why}"
+        )
+
+    def finish(self):
+        """UnsupportedOption if an option is left."""
+        if self.left:
+            rest = ", ".join(f"{key}={self.values[key]!r}" for key in sorted(self.left))
+            raise UnsupportedOption(
+                f"config.json has options that are not supported for model_type {self.model_type!r}: {rest}"
+            )
+
+
+def exact_width(key: str, width: int, ratio: float) -> int:
+    """width * ratio, which must be an integer."""
+    exact = width * ratio
+    if abs(exact - round(exact)) > 1e-9 * max(exact, 1.0):
+        raise ValueError(f"{key}={ratio!r} in config.json must make hidden_size={width} an integer, got {exact}")
+    return round(exact)

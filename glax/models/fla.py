@@ -1,0 +1,341 @@
+"""The models of flash-linear-attention: gla, retnet, hgrn2 and rwkv6, with softmax attention in chosen layers."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax.models.activations import FLA, TRANSFORMERS
+from glax.models.config import ModelConfig, Options, exact_width
+from glax.models.model import Block, CausalLM, Precision
+from glax.models.names import Names, renamed
+from glax.models.residuals import add_mixtures, through_mixtures
+from glax.nn import Attention, GatedLinearAttention, HGRN2Attention, MultiScaleRetention, RWKV6Attention
+from glax.nn.mlp import SwiGLU
+from glax.nn.norms import LayerNorm, RMSNorm
+from glax.nn.parts import EMBED, parameter
+from glax.nn.passes import Rows
+from glax.nn.rwkv6 import RWKV6FeedForward
+
+MODES = ("chunk", "fused_recurrent", "fused_chunk", "parallel")  # of one and the same function
+
+ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+CONVOLUTIONS = {"query_conv": "q_conv1d", "key_conv": "k_conv1d", "value_conv": "v_conv1d"}
+GATES = {"gate_bias": "gk_proj.1.bias", "gate_down": "gk_proj.0", "gate_up": "gk_proj.1", "output_gate": "g_proj"}
+GATED_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+OUTER = (
+    (r"^embedding\.", "model.embeddings."),
+    (r"^blocks\.", "model.layers."),
+    (r"^head\.", "lm_head."),
+    (r"^(norm|lower_bounds)(?=\.|$)", r"model.\1"),
+    (r"^res\.", "model.res_"),
+    (r"_res\.(?=proj|norm)", "_res_"),
+)
+
+
+# ---- options that several types share --------------------------------------------------------------------------------
+
+
+def attention_layers(options: Options, layers: int) -> dict[int, dict]:
+    """The softmax attention of each layer that has one, by layer."""
+    attn = options.take("attn", None)
+    if attn is None:
+        return {}
+    found = {}
+    for spec in [attn] if isinstance(attn, Mapping) else attn:
+        if not isinstance(spec, Mapping) or not {"layers", "num_heads"} <= spec.keys():
+            raise options.unsupported("attn", "each part must have layers and num_heads")
+        known = {"layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta"}
+        if spec.keys() - known:
+            raise options.unsupported("attn", f"its keys must be among {', '.join(sorted(known))}")
+        for layer in spec["layers"]:
+            if not 0 <= layer < layers or layer in found:
+                raise options.unsupported("attn", f"layers must be distinct and from 0 to {layers - 1}")
+            found[layer] = dict(spec)
+    return found
+
+
+def softmax_attention(width: int, spec: dict, init: Callable, precision: Precision) -> Attention:
+    return Attention(
+        width,
+        num_heads=spec["num_heads"],
+        num_kv_heads=spec.get("num_kv_heads"),
+        bias=spec.get("qkv_bias", False),
+        window=spec.get("window_size"),
+        theta=spec.get("rope_theta", 10000.0),
+        kernel_init=init,
+        **precision.options,
+    )
+
+
+def softmax_names(layers) -> tuple[tuple[str, str], ...]:
+    """Rules for the layers of softmax attention, to be applied before those of the other mixer."""
+    return tuple(rule for layer in layers for rule in renamed(rf"{layer}\.attn", ATTENTION))
+
+
+def gated_mlp(options: Options, width: int, ratio: int, init: Callable) -> Callable[[Precision], SwiGLU]:
+    ratio = options.number("hidden_ratio", ratio, optional=True) or 4
+    inside = options.integer("intermediate_size", None, optional=True)
+    if inside is None:
+        inside = -(-int(width * ratio * 2 / 3) // 256) * 256
+    act = options.choice("hidden_act", "swish", ("swish", "powlu"))
+    return lambda precision: SwiGLU(width, inside, activation=act, kernel_init=init, **precision.options)
+
+
+def heads_and_widths(options: Options, width: int, heads: int, expand: tuple[float, float]) -> dict:
+    """num_heads, num_kv_heads, key_width and value_width of gla and retnet."""
+    heads = options.integer("num_heads", heads)
+    kv_heads = options.integer("num_kv_heads", None, optional=True) or heads
+    keys = exact_width("expand_k", width, options.number("expand_k", expand[0]))
+    values = exact_width("expand_v", width, options.number("expand_v", expand[1]))
+    if keys % heads or values % heads:
+        raise ValueError(f"num_heads={heads} in config.json must divide the widths of keys {keys} and values {values}")
+    return dict(num_heads=heads, num_kv_heads=kv_heads, key_width=keys // heads, value_width=values // heads)
+
+
+def output_options(options: Options, functions: dict[str, str]) -> dict:
+    """functions: the feature maps by the name that a config has for them."""
+    functions = {None: None} | functions
+    return dict(
+        feature_map=functions[options.choice("feature_map", None, functions)],
+        use_output_gate=options.flag("use_output_gate", True),
+        elementwise_affine=options.flag("elementwise_affine", True),
+    )
+
+
+def outer_options(options: Options) -> tuple[dict, Callable]:
+    """The arguments of CausalLM that every type has, and the initialisation of projections."""
+    deviation = options.number("initializer_range", 0.02)
+    outer = dict(
+        vocabulary=options.integer("vocab_size", 32000),
+        tied=options.flag("tie_word_embeddings", False),
+        deviation=deviation,
+    )
+    return outer, nnx.initializers.normal(deviation)
+
+
+def fused_norm_name(fused: bool) -> dict[str, str]:
+    """The output's norm has another name in layers where fla computes it together with the gate."""
+    return {"norm": "g_norm_swish_gate" if fused else "g_norm"}
+
+
+def assemble(
+    options: Options,
+    config: ModelConfig,
+    precision: Precision,
+    mixer: Callable[[int], nnx.Module],
+    names: dict[str, str],
+    *,
+    ratio: int,
+    build: type["FLAModel"] | None = None,
+    **more,
+) -> CausalLM:
+    """A model of pre-norm blocks of `mixer(layer)`, or softmax attention in the layers of `attn`, and a gated MLP."""
+    width, layers = more.pop("width"), options.integer("num_hidden_layers", 24)
+    outer, init = outer_options(options)
+    norm = dict(epsilon=options.number("norm_eps", 1e-6), param_dtype=precision.param_dtype)
+    mlp, softmax = gated_mlp(options, width, ratio, init), attention_layers(options, layers)
+    residuals = options.integer("attnres_block_size", None, optional=True)
+    if residuals is not None and residuals != 1 and residuals % 2:
+        raise options.unsupported("attnres_block_size", "it must be 1 or even")
+    options.finish()
+    build = FLAModel if build is None else build
+    blocks = []
+    for layer in range(layers):
+        attn = softmax_attention(width, softmax[layer], init, precision) if layer in softmax else mixer(layer)
+        blocks.append(Block(RMSNorm(width, **norm), attn, RMSNorm(width, **norm), mlp(precision)))
+    rules = (*softmax_names(softmax), *renamed("attn", ATTENTION | names), *renamed("mlp", GATED_MLP), *OUTER)
+    more |= dict(residuals=residuals, norm_eps=norm["epsilon"])
+    return build(
+        config, blocks, RMSNorm(width, **norm), Names(rules), width=width, precision=precision, **outer, **more
+    )
+
+
+# ---- the types -------------------------------------------------------------------------------------------------------
+
+
+def gla(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Yang et al. 2024, https://arxiv.org/abs/2312.06635."""
+    options = Options(config.values)
+    width = options.integer("hidden_size", 2048)
+    heads, output = heads_and_widths(options, width, 4, (0.5, 1.0)), output_options(options, FLA)
+    options.choice("attn_mode", "chunk", MODES)
+    options.ignore("use_gk", "use_gv")
+    deviation = options.number("initializer_range", 0.02)
+    more = dict(
+        use_short_conv=options.flag("use_short_conv", False),
+        conv_size=options.integer("conv_size", 4),
+        clamp_min=options.number("clamp_min", None, optional=True),
+        norm_eps=options.number("norm_eps", 1e-6),
+        kernel_init=nnx.initializers.normal(deviation),
+    )
+
+    def mixer(layer: int) -> GatedLinearAttention:
+        return GatedLinearAttention(
+            width, num_gate_heads=heads["num_kv_heads"], **heads, **output, **more, **precision.options
+        )
+
+    fused = config.values.get("fuse_norm", True) and output["use_output_gate"]
+    names = CONVOLUTIONS | GATES | fused_norm_name(fused)
+    return assemble(options, config, precision, mixer, names, ratio=4, width=width)
+
+
+def retnet(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Sun et al. 2023, https://arxiv.org/abs/2307.08621. Its blocks have no convolutions, whatever use_short_conv says."""
+    options = Options(config.values)
+    width = options.integer("hidden_size", 2048)
+    heads, output = heads_and_widths(options, width, 8, (1.0, 2.0)), output_options(options, TRANSFORMERS)
+    options.choice("attn_mode", "chunk", MODES)
+    options.ignore("use_short_conv", "conv_size")
+    more = dict(
+        norm_eps=options.number("norm_eps", 1e-6),
+        kernel_init=nnx.initializers.normal(options.number("initializer_range", 0.02)),
+    )
+
+    def mixer(layer: int) -> MultiScaleRetention:
+        return MultiScaleRetention(width, **heads, **output, **more, **precision.options)
+
+    fused = config.values.get("fuse_norm", True) and output["use_output_gate"]
+    names = {"output_gate": "g_proj"} | fused_norm_name(fused)
+    return assemble(options, config, precision, mixer, names, ratio=2, width=width)
+
+
+def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Qin et al. 2024, https://arxiv.org/abs/2404.07904. The norm of the mixer's output has an epsilon of 1e-5, as in fla."""
+    options = Options(config.values)
+    width = options.integer("hidden_size", 2048)
+    ratio, heads = options.take("expand_ratio", 128), options.integer("num_heads", None, optional=True)
+    if ratio is None and heads is None:
+        raise ValueError("config.json must have expand_ratio or num_heads")
+    ratio = width // heads if ratio is None else options.integer("expand_ratio", 128)
+    if width % ratio:
+        raise ValueError(f"expand_ratio={ratio} in config.json must divide hidden_size={width}")
+    heads = width // ratio
+    options.choice("attn_mode", "chunk", MODES)
+    more = dict(
+        num_heads=heads,
+        key_width=ratio,
+        use_short_conv=options.flag("use_short_conv", False),
+        conv_size=options.integer("conv_size", 4),
+        elementwise_affine=options.flag("elementwise_affine", True),
+        kernel_init=nnx.initializers.normal(options.number("initializer_range", 0.02)),
+    )
+    bounded = options.flag("use_lower_bound", True)
+
+    def mixer(layer: int) -> HGRN2Attention:
+        return HGRN2Attention(width, **more, **precision.options)
+
+    names = {"key": "f_proj", "value": "i_proj", "norm": "g_norm"}
+    names |= {"query_conv": "q_conv1d", "key_conv": "f_conv1d", "value_conv": "i_conv1d"}
+    return assemble(options, config, precision, mixer, names, ratio=4, width=width, build=HGRN2, bounded=bounded)
+
+
+class FLAModel(CausalLM):
+    """A model whose sublayers read a mixture of all earlier ones, where the config has `attnres_block_size`."""
+
+    def __init__(self, *args, residuals: int | None, norm_eps: float, **options):
+        super().__init__(*args, **options)
+        self.residuals = residuals
+        if residuals is not None:
+            add_mixtures(self, norm_eps, options["precision"].options)
+
+    def through(self, x: Array, states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
+        if self.residuals is None:
+            return super().through(x, states, rows)
+        return through_mixtures(self, self.residuals, x, states, rows)
+
+
+class HGRN2(FLAModel):
+    """The decays of a layer have lower bounds, which grow with depth: the cumulative sum of a softmax over the layers."""
+
+    def __init__(self, *args, bounded: bool, **options):
+        super().__init__(*args, **options)
+        shape, dtype = (len(self.blocks), self.width), options["precision"].param_dtype
+        self.lower_bounds = parameter(jnp.zeros(shape, dtype), None, EMBED) if bounded else None
+
+    def arguments(self, layer: int) -> tuple:
+        is_softmax = isinstance(self.blocks[layer].attn, Attention)
+        if self.lower_bounds is None or layer == 0 or is_softmax:  # the bound of the first layer is 0
+            return ()
+        shares = jax.nn.softmax(self.lower_bounds[...].astype(jnp.float32), 0)
+        return (shares[1 : layer + 1].sum(0),)
+
+
+class RWKV6Block(nnx.Module):
+    """x + attn(norm(x)), then x + ffn(norm(x)), both with a state; the first block normalises what it reads."""
+
+    def __init__(self, pre_norm: nnx.Module | None, attn_norm, attn, ffn_norm, ffn: RWKV6FeedForward):
+        self.pre_norm, self.attn_norm, self.attn, self.ffn_norm, self.ffn = pre_norm, attn_norm, attn, ffn_norm, ffn
+
+    def empty_state(self, batch: int, max_length: int | None) -> dict:
+        return dict(attn=self.attn.empty_state(batch, max_length), ffn=self.ffn.empty_state(batch))
+
+    def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows) -> tuple[Array, dict]:
+        x = x if self.pre_norm is None else self.pre_norm(x)
+        y, attn = self.attn.mix(self.attn_norm(x), state.get("attn", {}), rows)
+        x = x + y
+        y, ffn = self.ffn.mix(self.ffn_norm(x), state.get("ffn", {}), rows)
+        return x + y, dict(attn=attn, ffn=ffn)
+
+
+RWKV6_NAMES = {
+    "mix_down": "x_proj.0.linear",
+    "mix_first": "x_proj.0.mu",
+    "mix_up": "x_proj.2",
+    "mix_bias": "x_bias",
+    "receptance": "r_proj.linear",
+    "decay_down": "w_proj.linear.lora.0",
+    "decay_up": "w_proj.linear.lora.2",
+    "key": "k_proj.linear",
+    "value": "v_proj.linear",
+    "output_gate": "g_proj.linear",
+    "norm": "g_norm",
+    "output": "o_proj",
+}
+RWKV6_FFN_NAMES = {
+    "key": "key.linear",
+    "key_mix": "key.mu",
+    "receptance": "receptance.linear",
+    "receptance_mix": "receptance.mu",
+}
+
+
+def rwkv6(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Peng et al. 2024, https://arxiv.org/abs/2404.05892."""
+    options = Options(config.values)
+    width, layers = options.integer("hidden_size", 2048), options.integer("num_hidden_layers", 24)
+    outer, init = outer_options(options)
+    options.choice("attn_mode", "chunk", MODES)
+    heads, eps = options.integer("num_heads", 4), options.number("norm_eps", 1e-5)
+    keys = exact_width("expand_k", width, options.number("expand_k", 0.5))
+    values = exact_width("expand_v", width, options.number("expand_v", 1.0))
+    ranks = dict(mix_rank=options.integer("proj_low_rank_dim", 32), decay_rank=options.integer("gate_low_rank_dim", 64))
+    ratio = options.number("hidden_ratio", 3.5, optional=True) or 3.5
+    inside = options.integer("intermediate_size", None, optional=True)
+    inside = -(-int(width * ratio) // 32) * 32 if inside is None else inside
+    act = FLA[options.choice("hidden_act", "sqrelu", FLA)]
+    first, bias, softmax = (
+        options.flag("norm_first", True),
+        options.flag("norm_bias", True),
+        attention_layers(options, layers),
+    )
+    options.finish()
+
+    def norm() -> LayerNorm:
+        return LayerNorm(width, epsilon=eps, bias=bias, param_dtype=precision.param_dtype)
+
+    def mixer(layer: int) -> nnx.Module:
+        if layer in softmax:
+            return softmax_attention(width, softmax[layer], init, precision)
+        sizes = dict(num_heads=heads, key_width=keys, value_width=values, **ranks)
+        return RWKV6Attention(width, norm_eps=eps, kernel_init=init, **sizes, **precision.options)
+
+    def block(layer: int) -> RWKV6Block:
+        ffn = RWKV6FeedForward(width, inside, act=act, kernel_init=init, **precision.options)
+        return RWKV6Block(norm() if first and layer == 0 else None, norm(), mixer(layer), norm(), ffn)
+
+    rules = (*softmax_names(softmax), *renamed("attn", RWKV6_NAMES), *renamed("ffn", RWKV6_FFN_NAMES), *OUTER)
+    blocks = [block(layer) for layer in range(layers)]
+    return CausalLM(config, blocks, norm(), Names(rules), width=width, precision=precision, **outer)

@@ -1,0 +1,240 @@
+"""Continuations of prompts, token by token, with states of constant size: in one compiled loop, or as a stream."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from glax._src.core.bind import check_integer, check_real, is_array, known_number
+from glax.models.model import CausalLM, check_tokens
+
+PADDINGS = ("right", "left")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """What is known while tracing. eos: the tokens that end a sequence."""
+
+    greedy: bool
+    top_k: int | None
+    has_top_p: bool
+    eos: tuple[int, ...]
+
+
+def generate(
+    model: CausalLM,
+    tokens: Int[Array, "B T"],
+    max_new_tokens: int,
+    *,
+    lengths: Int[Array, "B"] | None = None,
+    padding: str = "right",
+    key: Key[Array, ""] | None = None,
+    temperature: float | Float[Array, ""] = 0.0,
+    top_k: int | None = None,
+    top_p: float | Float[Array, ""] | None = None,
+    eos: int | Sequence[int] | None = None,
+) -> Int[Array, "B max_new_tokens"]:
+    """The tokens that go on from each prompt, in one compiled loop.
+
+    lengths:     of the prompts in tokens [B, T], T each if None; each at least 1. padding: the side on which the rest lies.
+                 What the padding holds has no influence.
+    temperature: 0 takes the likeliest token. Else a token is drawn from softmax(logits / temperature) with `key`.
+    top_k:       draw among the k likeliest. top_p: among the likeliest that together have this probability, at least one.
+    eos:         a token, or several, that end a sequence; it then repeats the one that ended it. The loop ends with the last
+                 sequence.
+
+    Raises ValueError or TypeError, naming the argument. Sampling needs a key.
+    """
+    prompts, sampling, arrays = prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos)
+    check_integer("max_new_tokens", max_new_tokens)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    graph, params = nnx.split(model)
+    return loop(graph, sampling, int(max_new_tokens), params, prompts, arrays)
+
+
+def stream(
+    model: CausalLM,
+    tokens: Int[Array, "B T"],
+    max_new_tokens: int,
+    *,
+    lengths: Int[Array, "B"] | None = None,
+    padding: str = "right",
+    key: Key[Array, ""] | None = None,
+    temperature: float | Float[Array, ""] = 0.0,
+    top_k: int | None = None,
+    top_p: float | Float[Array, ""] | None = None,
+    eos: int | Sequence[int] | None = None,
+) -> Iterator[Int[np.ndarray, "B"]]:
+    """The tokens of `generate`, one [B] after another, each as soon as it is there; ends early with the last sequence."""
+    prompts, sampling, arrays = prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos)
+    check_integer("max_new_tokens", max_new_tokens)
+    graph, params = nnx.split(model)
+    return streamed(graph, sampling, int(max_new_tokens), params, prompts, arrays)
+
+
+def streamed(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict) -> Iterator[np.ndarray]:
+    if count < 1:
+        return
+    keys = jax.random.split(arrays["key"], count)
+    token, done, pools = first_token(graph, sampling, count, params, prompts, arrays, keys[0])
+    for i in range(count):
+        yield np.asarray(token)
+        if i + 1 == count or bool(done.all()):
+            return
+        token, done, pools = next_token(graph, sampling, params, token, done, pools, arrays, keys[i + 1])
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def loop(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict) -> Int[Array, "B count"]:
+    B = prompts["tokens"].shape[0]
+    written = jnp.zeros((count, B), jnp.int32)
+    if count == 0 or B == 0:
+        return written.T
+    keys = jax.random.split(arrays["key"], count)
+    token, done, pools = begun(graph, sampling, count, params, prompts, arrays, keys[0])
+
+    def unfinished(carry):
+        i, _, done, _, _ = carry
+        return (i < count) & ~done.all()
+
+    def one(carry):
+        i, token, done, pools, written = carry
+        token, done, pools = following(graph, sampling, params, token, done, pools, arrays, keys[i])
+        return i + 1, token, done, pools, written.at[i].set(token)
+
+    carry = (1, token, done, pools, written.at[0].set(token))
+    last, token, _, _, written = jax.lax.while_loop(unfinished, one, carry)
+    return jnp.where(jnp.arange(count)[:, None] < last, written, token).T  # sequences that ended repeat their end
+
+
+def begun(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict, key):
+    """Read the prompts: the first tokens, which sequences have ended, and the pools."""
+    model = nnx.merge(graph, params)
+    tokens, lengths = prompts["tokens"], prompts["lengths"]
+    B, T = tokens.shape
+    cu_seqlens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
+    rows = jnp.arange(B * T)
+    own = jnp.clip(jnp.searchsorted(cu_seqlens, rows, side="right") - 1, 0, B - 1)
+    at = jnp.clip(rows - cu_seqlens[own] + prompts["begins"][own], 0, T - 1)
+    packed = jnp.where(rows < cu_seqlens[-1], tokens[own, at], 0)
+    pools = model.initial_states(B, T + count)
+    x, pools = model.prefill_hidden(packed, pools, jnp.arange(B), cu_seqlens)
+    logits = model.logits(x[cu_seqlens[1:] - 1])
+    token, done = chosen(sampling, logits, arrays, key), jnp.zeros(B, bool)
+    return token, ended(sampling, token, done), pools
+
+
+def following(graph, sampling: Sampling, params, token, done, pools, arrays: dict, key):
+    """Read the last tokens: the next ones, which sequences have ended, and the pools."""
+    logits, pools = nnx.merge(graph, params).step(token, pools)
+    token = jnp.where(done, token, chosen(sampling, logits, arrays, key))
+    return token, ended(sampling, token, done), pools
+
+
+first_token = jax.jit(begun, static_argnums=(0, 1, 2))
+next_token = jax.jit(following, static_argnums=(0, 1), donate_argnums=5)
+
+
+def chosen(sampling: Sampling, logits: Float[Array, "B V"], arrays: dict, key) -> Int[Array, "B"]:
+    logits = logits.astype(jnp.float32)
+    likeliest = logits.argmax(-1).astype(jnp.int32)
+    if sampling.greedy:
+        return likeliest
+    temperature = arrays["temperature"]
+    scaled = logits / jnp.where(temperature > 0, temperature, 1)
+    if sampling.top_k is not None:
+        least = jax.lax.top_k(scaled, min(sampling.top_k, scaled.shape[-1]))[0][:, -1:]
+        scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
+    if sampling.has_top_p:
+        scaled = jnp.where(in_nucleus(scaled, arrays["top_p"]), scaled, -jnp.inf)
+    drawn = jax.random.categorical(key, scaled).astype(jnp.int32)
+    return jnp.where(temperature > 0, drawn, likeliest)
+
+
+def in_nucleus(logits: Float[Array, "B V"], top_p) -> Bool[Array, "B V"]:
+    """Whether the likelier tokens together have less than top_p: so the likeliest is always among them."""
+    order = jnp.argsort(logits, axis=-1, descending=True)
+    probability = jnp.take_along_axis(jax.nn.softmax(logits), order, -1)
+    inside = jnp.cumsum(probability, -1) - probability < top_p
+    inside = inside.at[:, 0].set(True)
+    return jnp.put_along_axis(jnp.zeros_like(inside), order, inside, -1, inplace=False)
+
+
+def ended(sampling: Sampling, token: Int[Array, "B"], done: Bool[Array, "B"]) -> Bool[Array, "B"]:
+    return done | jnp.isin(token, jnp.asarray(sampling.eos, jnp.int32)) if sampling.eos else done
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos) -> tuple[dict, Sampling, dict]:
+    """Check the arguments: (the prompts, what is static, what may be traced)."""
+    check_tokens(tokens, "[B, T]")
+    B, T = tokens.shape
+    if T == 0:
+        raise ValueError(f"tokens must be [B, T] with T of at least 1, got shape {tokens.shape}")
+    if not isinstance(tokens, jax.core.Tracer) and B:
+        known = np.asarray(jax.device_get(tokens))
+        if known.min() < 0 or known.max() >= model.vocabulary:
+            wrong = known[(known < 0) | (known >= model.vocabulary)][0]
+            raise ValueError(f"tokens must be from 0 to {model.vocabulary - 1}, got {wrong}")
+    if padding not in PADDINGS:
+        raise ValueError(f"padding must be 'right' or 'left', got {padding!r}")
+    lengths = checked_lengths(lengths, B, T)
+    begins = T - lengths if padding == "left" else jnp.zeros_like(lengths)
+    prompts = dict(tokens=jnp.asarray(tokens, jnp.int32), lengths=lengths, begins=begins)
+    check_real("temperature", temperature)
+    known = known_number(temperature)
+    if known is not None and known < 0:
+        raise ValueError(f"temperature must be at least 0, got {known}")
+    greedy = known == 0
+    if top_k is not None:
+        check_integer("top_k", top_k)
+        if top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {top_k}")
+    if top_p is not None:
+        check_real("top_p", top_p)
+        share = known_number(top_p)
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {share}")
+    if key is None:
+        if not greedy:
+            raise ValueError("key must be given where temperature is above 0, such as jax.random.key(0)")
+        key = jax.random.key(0)
+    arrays = dict(key=key, temperature=jnp.asarray(temperature, jnp.float32))
+    arrays["top_p"] = jnp.asarray(1.0 if top_p is None else top_p, jnp.float32)
+    return prompts, Sampling(greedy, top_k, top_p is not None, eos_tokens(eos)), arrays
+
+
+def checked_lengths(lengths, B: int, T: int) -> Int[Array, "B"]:
+    if lengths is None:
+        return jnp.full(B, T, jnp.int32)
+    if not is_array(lengths):
+        lengths = np.asarray(lengths)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"lengths must hold integers, got {lengths.dtype}")
+    if lengths.shape != (B,):
+        raise ValueError(f"lengths must be [B]=[{B}] as tokens has rows, got shape {lengths.shape}")
+    if not isinstance(lengths, jax.core.Tracer) and B:
+        known = np.asarray(jax.device_get(lengths))
+        if known.min() < 1 or known.max() > T:
+            raise ValueError(f"lengths must be from 1 to T={T}, got {known[(known < 1) | (known > T)][0]}")
+    return jnp.asarray(lengths, jnp.int32)
+
+
+def eos_tokens(eos) -> tuple[int, ...]:
+    if eos is None:
+        return ()
+    found = [eos] if isinstance(eos, int | np.integer) else list(eos)
+    for token in found:
+        check_integer("eos", token)
+    return tuple(map(int, found))

@@ -1,0 +1,83 @@
+"""`from_pretrained` and `from_config`: models by their `model_type`."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from glax.models import fla, mamba2
+from glax.models.checkpoints import Weights, load_into
+from glax.models.config import ModelConfig, UnsupportedOption
+from glax.models.model import CausalLM, Precision
+from glax.models.shardings import partition_spec
+
+# model_type -> the function that builds such a model. docs/internals/models.md says how one is added.
+MODEL_TYPES: dict[str, Callable[[ModelConfig, Precision], CausalLM]] = {
+    "gla": fla.gla,
+    "hgrn2": fla.hgrn2,
+    "mamba2": mamba2.mamba2,
+    "retnet": fla.retnet,
+    "rwkv6": fla.rwkv6,
+}
+
+
+def builder(config: ModelConfig) -> Callable[[ModelConfig, Precision], CausalLM]:
+    values = config.values
+    kind = values.get("model_type")
+    if kind is None and "ssm_cfg" in values:  # of the state-spaces repository
+        kind = "mamba2"
+    if kind not in MODEL_TYPES:
+        known = ", ".join(sorted(MODEL_TYPES))
+        raise UnsupportedOption(f"model_type={kind!r} in config.json is not supported: supported are {known}")
+    return MODEL_TYPES[kind]
+
+
+def from_config(
+    config: Mapping | str | Path,
+    *,
+    dtype: jnp.dtype | None = None,
+    param_dtype: jnp.dtype | None = None,
+    rngs: nnx.Rngs,
+) -> CausalLM:
+    """A model with random parameters, as its own code begins.
+
+    config: the content of a config.json, or a folder that holds one.
+    dtype: of the activations; float32 if None. param_dtype: of the parameters; float32 if None.
+
+    Raises UnsupportedOption, which names the key and its value, for an option that is not supported.
+    """
+    config = ModelConfig.of(config) if isinstance(config, Mapping) else ModelConfig.read(Path(config))
+    precision = Precision(jnp.dtype(dtype or jnp.float32), jnp.dtype(param_dtype or jnp.float32), rngs)
+    return builder(config)(config, precision)
+
+
+def from_pretrained(folder: str | Path, *, dtype: jnp.dtype | None = None, mesh: Mesh | None = None) -> CausalLM:
+    """The model in a folder of config.json and safetensors, as `save_pretrained` of fla, transformers and glax writes it.
+
+    dtype: of parameters and activations; that of the file if None. Sums and states are float32 all the same.
+    mesh:  puts each parameter on its devices as `glax.models.partition_spec` says; on the default device if None.
+
+    Nothing is downloaded; the folder of a snapshot of huggingface_hub works. Raises UnsupportedOption, which names the key and
+    its value, for an option that is not supported; ValueError, which lists the names, if weights are missing or left over.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: nothing is downloaded, so name the folder of a checkpoint")
+    config, weights = ModelConfig.read(folder), None
+    build = builder(config)
+    weights = Weights(folder)
+    names = sorted(weights.names())
+    stored = next((name for name in names if "embedding" in name), names[0] if names else None)
+    wanted = jnp.dtype(dtype) if dtype is not None else weights.dtype(stored)
+    model = nnx.eval_shape(lambda: build(config, Precision(wanted, wanted, nnx.Rngs(0))))
+
+    def place(value, axes):
+        if mesh is None:
+            return jnp.asarray(value)
+        return jax.device_put(value, NamedSharding(mesh, partition_spec(axes, value.shape, mesh)))
+
+    load_into(model, weights, None if dtype is None else wanted, place)
+    return model

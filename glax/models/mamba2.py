@@ -1,0 +1,222 @@
+"""Mamba-2 as transformers, flash-linear-attention and the state-spaces repository write it."""
+
+import math
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax.models.activations import FLA, TRANSFORMERS
+from glax.models.config import NO_EFFECT, ModelConfig, Options, UnsupportedOption
+from glax.models.model import CausalLM, Precision
+from glax.models.names import Names, renamed
+from glax.nn.mamba2 import Mamba2
+from glax.nn.norms import RMSNorm
+from glax.nn.passes import Rows
+
+OF_FLA = ("rmsnorm", "norm_eps", "dt_limit", "D_has_hdim", "A_init_range", "norm_before_gate", "fuse_norm")
+
+MIXER = {"input": "in_proj", "conv": "conv1d", "output": "out_proj"}
+BACKBONE = (
+    *renamed("mixer", MIXER),
+    (r"^embedding\.", "backbone.embeddings."),
+    (r"^blocks\.", "backbone.layers."),
+    (r"^norm\.", "backbone.norm_f."),
+    (r"^head\.", "lm_head."),
+)
+ORIGINAL = (*BACKBONE[: len(MIXER)], (r"^embedding\.", "backbone.embedding."), *BACKBONE[len(MIXER) + 1 :])
+
+
+class Mamba2Block(nnx.Module):
+    """x + mixer(norm(x)). Where residual_in_fp32, x is float32 from block to block."""
+
+    def __init__(self, norm: RMSNorm, mixer: Mamba2, dtype: jnp.dtype, residual_in_fp32: bool):
+        self.norm, self.mixer, self.dtype, self.residual_in_fp32 = norm, mixer, dtype, residual_in_fp32
+
+    def empty_state(self, batch: int, max_length: int | None) -> dict:
+        return self.mixer.empty_state(batch)
+
+    def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows) -> tuple[Array, dict]:
+        y, state = self.mixer.mix(self.norm(x.astype(self.dtype)), state, rows)
+        x = x.astype(jnp.float32) if self.residual_in_fp32 else x
+        return x + y.astype(x.dtype), state
+
+
+def mamba2(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Dao and Gu 2024, https://arxiv.org/abs/2405.21060."""
+    if "ssm_cfg" in config.values:
+        return original(config, precision)
+    if any(key in config.values for key in OF_FLA):
+        return of_fla(config, precision)
+    options = Options(config.values)
+    sizes = sizes_of(options, heads=128, groups=8, hidden=4096, layers=64)
+    eps, limit = options.number("layer_norm_epsilon", 1e-5), limits(options, "time_step_limit")
+    mixer = dict(
+        act=TRANSFORMERS[options.choice("hidden_act", "silu", TRANSFORMERS)],
+        dt_limit=limit,
+        dt_range=(options.number("time_step_min", 0.001), options.number("time_step_max", 0.1)),
+        dt_floor=options.number("time_step_floor", 1e-4),
+    )
+    options.ignore("time_step_rank", "rescale_prenorm_residual", "chunk_size")
+    return assemble(options, config, precision, sizes, mixer, eps=eps, deviation=0.1, vocabulary=32768)
+
+
+def of_fla(config: ModelConfig, precision: Precision) -> CausalLM:
+    options = Options(config.values)
+    sizes = sizes_of(options, heads=None, groups=1, hidden=2048, layers=48)
+    init = options.take("conv_init", None)
+    low, high = options.take("A_init_range", (1, 16))
+    mixer = dict(
+        act=FLA[options.choice("hidden_act", "silu", FLA)],
+        dt_limit=limits(options, "dt_limit"),
+        dt_range=(options.number("dt_min", 0.001), options.number("dt_max", 0.1)),
+        dt_floor=options.number("dt_init_floor", 1e-4),
+        use_norm=options.flag("rmsnorm", True),
+        norm_before_gate=options.flag("norm_before_gate", False),
+        per_channel_skip=options.flag("D_has_hdim", False),
+        A_range=(float(low), float(high)),
+        conv_init=init,
+    )
+    eps = options.number("norm_eps", 1e-5)
+    options.ignore("rescale_prenorm_residual", "chunk_size")
+    return assemble(options, config, precision, sizes, mixer, eps=eps, deviation=0.02, vocabulary=32000)
+
+
+def sizes_of(options: Options, *, heads: int | None, groups: int, hidden: int, layers: int) -> dict:
+    """The sizes that the configs of transformers and fla name alike; the arguments are the defaults."""
+    width, expand = options.integer("hidden_size", hidden), options.number("expand", 2)
+    head_width = options.integer("head_dim", 64)
+    inside = int(expand * width)
+    heads = options.integer("num_heads", inside // head_width if heads is None else heads, optional=True)
+    if (heads is not None and heads * head_width != inside) or inside % head_width:
+        raise ValueError(
+            f"num_heads * head_dim in config.json must be hidden_size * expand={inside}, got {heads} * {head_width}"
+        )
+    return dict(
+        width=width,
+        layers=options.integer("num_hidden_layers", layers),
+        num_heads=inside // head_width,
+        head_width=head_width,
+        state_width=options.integer("state_size", 128),
+        groups=options.integer("n_groups", groups),
+        conv_size=options.integer("conv_kernel", 4),
+        conv_bias=options.flag("use_conv_bias", True),
+        bias=options.flag("use_bias", False),
+    )
+
+
+def limits(options: Options, key: str) -> tuple[float, float]:
+    """The least and the greatest step. transformers writes an infinite one in words."""
+    value = options.take(key, (0.0, math.inf))
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"{key} in config.json must be two numbers, got {value!r}")
+    return tuple(number(key, x) for x in value)
+
+
+def number(key: str, x) -> float:
+    if isinstance(x, dict) and set(x) == {"__float__"}:
+        x = x["__float__"]
+    try:
+        return float(x)
+    except (TypeError, ValueError):
+        raise ValueError(f"{key} in config.json must be two numbers, got {x!r}") from None
+
+
+def assemble(
+    options: Options,
+    config: ModelConfig,
+    precision: Precision,
+    sizes: dict,
+    mixer: dict,
+    *,
+    eps: float,
+    deviation: float,
+    vocabulary: int,
+    names: tuple = BACKBONE,
+) -> CausalLM:
+    sizes = dict(sizes)
+    width, layers = sizes.pop("width"), sizes.pop("layers")
+    tied, in_fp32 = options.flag("tie_word_embeddings", False), options.flag("residual_in_fp32", True)
+    vocabulary = options.integer("vocab_size", vocabulary)
+    deviation = options.number("initializer_range", deviation)
+    options.finish()
+
+    def norm() -> RMSNorm:
+        return RMSNorm(width, epsilon=eps, param_dtype=precision.param_dtype)
+
+    init = nnx.initializers.normal(deviation)
+    blocks = [
+        Mamba2Block(
+            norm(),
+            Mamba2(width, norm_eps=eps, kernel_init=init, **sizes, **mixer, **precision.options),
+            precision.dtype,
+            in_fp32,
+        )
+        for _ in range(layers)
+    ]
+    return CausalLM(
+        config,
+        blocks,
+        norm(),
+        Names(names),
+        vocabulary=vocabulary,
+        width=width,
+        tied=tied,
+        precision=precision,
+        deviation=deviation,
+    )
+
+
+# ---- the state-spaces repository -------------------------------------------------------------------------------------
+
+
+def original(config: ModelConfig, precision: Precision) -> CausalLM:
+    """A folder of state-spaces/mamba: d_model, n_layer, ssm_cfg. The vocabulary is rounded up to pad_vocab_size_multiple."""
+    options = Options(config.values, NO_EFFECT | {"fused_add_norm"})
+    width, layers = options.integer("d_model"), options.integer("n_layer")
+    options.choice("d_intermediate", 0, (0,))
+    for key in ("attn_layer_idx", "attn_cfg"):
+        if options.take(key, None):
+            raise options.unsupported(key, "softmax attention is not supported in this form of Mamba-2")
+    options.choice("rms_norm", True, (True,))
+    multiple = options.integer("pad_vocab_size_multiple", 8)
+    vocabulary = -(-options.integer("vocab_size", 50277) // multiple) * multiple
+    tied, in_fp32 = options.flag("tie_embeddings", True), options.flag("residual_in_fp32", True)
+    ssm = options.take("ssm_cfg")
+    options.finish()
+
+    inner = Options(ssm, frozenset({"chunk_size", "use_mem_eff_path", "sequence_parallel"}))
+    inner.model_type = "mamba2"
+    if ssm.get("layer", "Mamba1") != "Mamba2":
+        raise UnsupportedOption(
+            f"ssm_cfg.layer={ssm.get('layer')!r} in config.json is not supported: it must be 'Mamba2'"
+        )
+    inner.take("layer")
+    head_width, inside = inner.integer("headdim", 64), int(inner.number("expand", 2) * width)
+    whole = inner.integer("d_ssm", None, optional=True)
+    if whole not in (None, inside):
+        raise inner.unsupported("d_ssm", f"it must be expand * d_model={inside}, without a part that is an MLP")
+    low, high = inner.take("A_init_range", (1, 16))
+    sizes = dict(width=width, layers=layers, num_heads=inside // head_width, head_width=head_width)
+    sizes |= dict(
+        state_width=inner.integer("d_state", 128),
+        groups=inner.integer("ngroups", 1),
+        conv_size=inner.integer("d_conv", 4),
+        conv_bias=inner.flag("conv_bias", True),
+        bias=inner.flag("bias", False),
+    )
+    mixer = dict(
+        dt_limit=limits(inner, "dt_limit"),
+        dt_range=(inner.number("dt_min", 0.001), inner.number("dt_max", 0.1)),
+        dt_floor=inner.number("dt_init_floor", 1e-4),
+        use_norm=inner.flag("rmsnorm", True),
+        norm_before_gate=inner.flag("norm_before_gate", False),
+        per_channel_skip=inner.flag("D_has_hdim", False),
+        A_range=(float(low), float(high)),
+        conv_init=inner.take("conv_init", None),
+    )
+    inner.finish()
+    shared = Options(dict(tie_word_embeddings=tied, residual_in_fp32=in_fp32, vocab_size=vocabulary))
+    return assemble(
+        shared, config, precision, sizes, mixer, eps=1e-5, deviation=0.02, vocabulary=vocabulary, names=ORIGINAL
+    )

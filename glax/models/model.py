@@ -1,0 +1,223 @@
+"""What all models have in common: embedding, blocks, norm, head, and the three ways to read tokens."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from glax._src.core.bind import check_array
+from glax.models.config import ModelConfig
+from glax.models.names import Names
+from glax.nn.layer import from_pool, into_pool, parallel_rows
+from glax.nn.losses import next_token_loss
+from glax.nn.parts import EMBED, VOCABULARY, annotated, linear
+from glax.nn.passes import Rows, Step
+
+# What the backward pass may read instead of computing it again, by name.
+REMAT: dict[str, Callable | None] = {
+    "full": None,
+    "dots": jax.checkpoint_policies.checkpoint_dots,
+    "dots_no_batch": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """dtype: of activations. param_dtype: of parameters. rngs: for their first values."""
+
+    dtype: jnp.dtype
+    param_dtype: jnp.dtype
+    rngs: nnx.Rngs
+
+    @property
+    def options(self) -> dict:
+        """The arguments of the layers of `glax.nn`."""
+        return dict(dtype=self.dtype, param_dtype=self.param_dtype, rngs=self.rngs)
+
+
+class CausalLM(nnx.Module):
+    """Tokens to logits of the next token:   embedding, blocks, norm, head.
+
+    A block is a module with `mix(x, state, rows) -> (x, state)` and `empty_state(batch, max_length)`, where state is a dict.
+    Where head is None, the head is the embedding's transpose. `config` is that of the checkpoint, and `names` gives the names
+    of the parameters there. Subclasses may define `embed`, `arguments`, `through` and
+    `before_head`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        blocks: Sequence[nnx.Module],
+        norm: nnx.Module,
+        names: Names,
+        *,
+        vocabulary: int,
+        width: int,
+        tied: bool,
+        precision: Precision,
+        deviation: float = 0.02,
+    ):
+        self.config, self.names, self.vocabulary, self.width = config, names, vocabulary, width
+        self.dtype, self.remat = precision.dtype, None
+        init = nnx.initializers.normal(deviation)
+        self.embedding = nnx.Embed(
+            vocabulary,
+            width,
+            embedding_init=init,
+            embedding_metadata=annotated(VOCABULARY, EMBED),
+            **precision.options,
+        )
+        self.blocks, self.norm = nnx.List(blocks), norm
+        self.head = (
+            None if tied else linear(width, vocabulary, (EMBED, VOCABULARY), kernel_init=init, **precision.options)
+        )
+
+    # ---- the three ways to read --------------------------------------------------------------------------------------
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
+    ) -> Float[Array, "B T vocabulary"]:
+        """Logits of the token behind each token, every sequence read from its beginning in one parallel pass.
+
+        segment_ids: packs several sequences in a row. A token continues the sequence of the token before it if both have the
+        same id. pad_id: the id of padding, whose logits mean nothing; padding may also have an id like any other.
+        """
+        return self.logits(self.hidden(tokens, segment_ids, pad_id))
+
+    def prefill(
+        self,
+        tokens: Int[Array, "T"],
+        pools: list[dict],
+        slots: Int[Array, "N"],
+        cu_seqlens: Int[Array, "N+1"],
+        fresh: Bool[Array, "N"] | None = None,
+    ) -> tuple[Float[Array, "T vocabulary"], list[dict]]:
+        """Read packed prompts on from the states in pools, `initial_states`, and leave theirs there: logits and pools.
+
+        Sequence n goes on from row slots[n]; where fresh[n], from zeros. Slot -1 is no sequence: its rows of the logits mean
+        nothing, and no pool changes. See `glax.prefill_into`.
+        """
+        x, pools = self.prefill_hidden(tokens, pools, slots, cu_seqlens, fresh)
+        return self.logits(x), pools
+
+    def step(
+        self, tokens: Int[Array, "B"], pools: list[dict], slots: Int[Array, "B"] | None = None
+    ) -> tuple[Float[Array, "B vocabulary"], list[dict]]:
+        """Read one token of each sequence: logits and pools. Without slots, sequence b lives in row b."""
+        check_tokens(tokens, "[B]")
+        x, pools = self.through(self.embed(tokens), pools, Step(slots))
+        return self.logits(self.norm(x)), pools
+
+    def loss(
+        self,
+        tokens: Int[Array, "B T"],
+        targets: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        pad_id: int | None = None,
+    ) -> Float[Array, ""]:
+        """Mean cross-entropy of the next tokens, in nats. No array [B, T, vocabulary] in float32 is formed.
+
+        targets: the token behind each token; -1 where none counts. If None, those of `tokens`: the next of the same segment,
+        none in padding.
+        """
+        x = self.hidden(tokens, segment_ids, pad_id)
+        if targets is None:
+            targets = jnp.concatenate([tokens[:, 1:], jnp.full_like(tokens[:, :1], -1)], 1)
+            if segment_ids is not None:
+                same = segment_ids[:, 1:] == segment_ids[:, :-1]
+                same = same if pad_id is None else same & (segment_ids[:, 1:] != pad_id)
+                targets = targets.at[:, :-1].set(jnp.where(same, targets[:, :-1], -1))
+        return next_token_loss(self.before_head(x), self.head_kernel, targets)
+
+    # ---- their parts -------------------------------------------------------------------------------------------------
+
+    def hidden(
+        self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
+    ) -> Array:
+        """What the head reads, [B, T, width]."""
+        check_tokens(tokens, "[B, T]")
+        rows = parallel_rows(tokens.shape, None, segment_ids, pad_id)
+        x, _ = self.through(self.embed(tokens), [{}] * len(self.blocks), rows)
+        return self.norm(x)
+
+    def prefill_hidden(self, tokens, pools, slots, cu_seqlens, fresh=None) -> tuple[Array, list[dict]]:
+        check_tokens(tokens, "[T]")
+        states, slots = from_pool(pools, slots, fresh)
+        x, states = self.through(self.embed(tokens), states, parallel_rows(tokens.shape, cu_seqlens))
+        return self.norm(x), into_pool(pools, slots, states)
+
+    def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:
+        return self.embedding(tokens)
+
+    def through(self, x: Array, states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
+        """x behind all blocks, and their new states."""
+        after = []
+        for layer, (block, state) in enumerate(zip(self.blocks, states, strict=True)):
+            x, state = self.rematerialised(block.mix, rows)(x, state, *self.arguments(layer))
+            after.append(state)
+        return x, after
+
+    def arguments(self, layer: int) -> tuple:
+        """Further arguments of the block's `mix`, for models whose layers share parameters."""
+        return ()
+
+    def rematerialised(self, mix: Callable, rows: Rows) -> Callable:
+        """(x, state, ...) -> mix(x, state, rows, ...), whose backward pass forms again what `remat` names."""
+
+        def of_state(x, state, *rest):
+            return mix(x, state, rows, *rest)
+
+        return of_state if self.remat is None else jax.checkpoint(of_state, policy=REMAT[self.remat])
+
+    def before_head(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """What head_kernel multiplies; for models that scale their logits."""
+        return x
+
+    @property
+    def head_kernel(self) -> Float[Array, "width vocabulary"]:
+        kernel = self.embedding.embedding[...].T if self.head is None else self.head.kernel[...]
+        return kernel.astype(self.dtype)
+
+    def logits(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows vocabulary"]:
+        return self.before_head(x).astype(self.dtype) @ self.head_kernel
+
+    def initial_states(self, batch: int, max_length: int | None = None) -> list[dict]:
+        """Empty states of `batch` sequences, or pools of as many slots: one dict a block, each array with a row a sequence.
+
+        max_length: tokens of a sequence, prompt and continuation; only blocks of softmax attention need it.
+        """
+        return [block.empty_state(batch, max_length) for block in self.blocks]
+
+    def set_remat(self, name: str | None):
+        """Choose what the backward pass computes again: everything but block inputs ("full"), all but matrix products
+        ("dots"), all but those without batch axes ("dots_no_batch"), or nothing (None)."""
+        if name is not None and name not in REMAT:
+            raise ValueError(f"remat must be None or one of {', '.join(map(repr, REMAT))}, got {name!r}")
+        self.remat = name
+
+
+class Block(nnx.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)); the mixer a `glax.nn` layer with a state, the MLP without one."""
+
+    def __init__(self, attn_norm: nnx.Module, attn: nnx.Module, mlp_norm: nnx.Module, mlp: nnx.Module):
+        self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
+
+    def empty_state(self, batch: int, max_length: int | None) -> dict:
+        return self.attn.empty_state(batch, max_length)
+
+    def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows, *rest) -> tuple[Array, dict]:
+        """rest: further arguments of the mixer."""
+        y, state = self.attn.mix(self.attn_norm(x), state, rows, *rest)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+def check_tokens(tokens, form: str):
+    check_array("tokens", tokens)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens must hold integers, got {tokens.dtype}")
+    if tokens.ndim != len(form.split(",")):
+        raise ValueError(f"tokens must be {form}, got shape {tokens.shape}")

@@ -1,0 +1,61 @@
+"""The names and layouts of parameters in checkpoints."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+# The last part of a parameter's path, and what it is in a checkpoint: (name, to the checkpoint's layout, and back).
+Layout = tuple[str, Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]
+
+
+def same(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def transposed(x: np.ndarray) -> np.ndarray:
+    return x.T
+
+
+def filter_to_torch(x: np.ndarray) -> np.ndarray:
+    """[size, width] -> [width, 1, size]."""
+    return x.T[:, None, :]
+
+
+def filter_from_torch(x: np.ndarray) -> np.ndarray:
+    return x[:, 0, :].T
+
+
+LEAVES: dict[str, Layout] = {
+    "kernel": ("weight", transposed, transposed),
+    "embedding": ("weight", same, same),
+    "scale": ("weight", same, same),
+    "filter": ("weight", filter_to_torch, filter_from_torch),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """rules: (pattern, replacement) of re.sub, applied in order to the path "blocks.3.attn.query.kernel" of a parameter.
+
+    What they leave of the last part, `LEAVES` names. layouts: as LEAVES, for further names of last parts.
+    """
+
+    rules: tuple[tuple[str, str], ...]
+    layouts: tuple[tuple[str, Layout], ...] = ()
+
+    def __call__(self, path: str) -> str:
+        for pattern, replacement in self.rules:
+            path = re.sub(pattern, replacement, path)
+        front, _, last = path.rpartition(".")
+        name = self.layout(last)[0] or last
+        return f"{front}.{name}" if front else name
+
+    def layout(self, last: str) -> Layout:
+        return dict(self.layouts).get(last) or LEAVES.get(last) or (last, same, same)
+
+
+def renamed(inside: str, table: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    """Rules that rename the parts of the module `inside` a block: {"query": "q_proj"}."""
+    return tuple((rf"(\.{inside})\.{re.escape(old)}(?=\.|$)", rf"\1.{new}") for old, new in table.items())

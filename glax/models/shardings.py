@@ -1,0 +1,34 @@
+"""Where the parameters of a model lie on a mesh."""
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from glax.nn.parts import EMBED, HEADS, MLP, VOCABULARY
+
+# The axes of a mesh over which a logical axis is spread: the first that the mesh has, whose size divides the axis.
+RULES: dict[str, tuple[str, ...]] = {
+    VOCABULARY: ("model", "tensor"),
+    HEADS: ("model", "tensor"),
+    MLP: ("model", "tensor"),
+    EMBED: ("fsdp",),
+}
+
+
+def partition_spec(axes: tuple[str | None, ...] | None, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """The PartitionSpec of a parameter with these logical axes: over "model" or "tensor", and "fsdp", as far as they divide."""
+    if axes is None:
+        return PartitionSpec()
+    taken, chosen = set(), []
+    for axis, size in zip(axes, shape, strict=True):
+        fits = [x for x in RULES.get(axis, ()) if x in mesh.shape and size % mesh.shape[x] == 0 and x not in taken]
+        chosen.append(fits[0] if fits else None)
+        taken |= set(fits[:1])
+    return PartitionSpec(*chosen)
+
+
+def shard(model: nnx.Module, mesh: Mesh):
+    """Put every parameter of `model` where `partition_spec` says."""
+    for _, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        spec = partition_spec(param.get_metadata().get("out_sharding"), param.shape, mesh)
+        param[...] = jax.device_put(param[...], NamedSharding(mesh, spec))

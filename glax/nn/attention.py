@@ -1,0 +1,79 @@
+"""Softmax attention with a key-value cache, for the layers of hybrids that are no recurrence."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax.nn.layer import Layer
+from glax.nn.norms import RMSNorm
+from glax.nn.parts import EMBED, HEADS, by_head, check_divides, check_sizes, linear, merged, rotate
+from glax.nn.passes import Rows, State
+
+
+class Attention(Layer):
+    """Causal softmax attention, `jax.nn.dot_product_attention`, with rotary positions and a cache of keys and values.
+
+    num_kv_heads: divides num_heads, which it is if None. head_width: width // num_heads if None.
+    theta:        of the rotation; no rotation if None. rotary_width: how many channels of a head rotate; all if None.
+    window:       how many tokens a token sees, itself included; all before it if None.
+    scale:        of the scores; head_width ** -0.5 if None.
+    bias:         of the projections of q, k and v; output_bias: of that of the output.
+    qk_norm:      RMSNorm of q and k in each head, with norm_eps.
+
+    The cache has max_length rows a sequence: what goes beyond is lost. Vaswani et al. 2017, https://arxiv.org/abs/1706.03762.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_width: int | None = None,
+        theta: float | None = 10000.0,
+        rotary_width: int | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+        bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-5,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,
+        kernel_init: Callable | None = None,
+        rngs: nnx.Rngs,
+    ):
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        head_width = width // num_heads if head_width is None else head_width
+        check_sizes(width=width, num_heads=num_heads, num_kv_heads=num_kv_heads, head_width=head_width)
+        check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
+        self.width, self.num_heads, self.num_kv_heads, self.head_width = width, num_heads, num_kv_heads, head_width
+        self.theta, self.rotary_width, self.window, self.scale, self.dtype = theta, rotary_width, window, scale, dtype
+        options = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        self.query = linear(width, num_heads * head_width, (EMBED, HEADS), bias=bias, **options)
+        self.key = linear(width, num_kv_heads * head_width, (EMBED, HEADS), bias=bias, **options)
+        self.value = linear(width, num_kv_heads * head_width, (EMBED, HEADS), bias=bias, **options)
+        self.output = linear(num_heads * head_width, width, (HEADS, EMBED), bias=output_bias, **options)
+        norms = dict(epsilon=norm_eps, param_dtype=param_dtype)
+        self.query_norm = RMSNorm(head_width, **norms) if qk_norm else None
+        self.key_norm = RMSNorm(head_width, **norms) if qk_norm else None
+
+    def empty_state(self, batch: int, max_length: int | None = None) -> dict:
+        if max_length is None:
+            raise ValueError("max_length must be given: a cache of keys and values has as many rows a sequence")
+        shape = (batch, max_length, self.num_kv_heads, self.head_width)
+        dtype = self.dtype or jnp.float32
+        return dict(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), length=jnp.zeros(batch, jnp.int32))
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        q = by_head(self.query(x), self.num_heads)
+        k, v = (by_head(project(x), self.num_kv_heads) for project in (self.key, self.value))
+        if self.query_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if self.theta is not None:
+            place, _ = rows.positions(state.get("length"))
+            q, k = (rotate(y, place, self.theta, self.rotary_width) for y in (q, k))
+        o, cache = rows.attend(q, k, v, state, self.window, self.scale)
+        return self.output(merged(o)), cache

@@ -1,0 +1,51 @@
+"""The short causal convolution along the sequence that many of these models have."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax.nn.layer import Layer
+from glax.nn.parts import HEADS, activation, check_sizes, for_rows, parameter
+from glax.nn.passes import Rows, State
+
+
+class ShortConvolution(Layer):
+    """Depthwise causal convolution:   y_t = act(sum over i of filter[i] * x_{t - size + 1 + i} + bias),   from zeros.
+
+    filter [size, width]; filter[size - 1] is that of the row itself. The state is the last size - 1 rows, [N, size - 1, width].
+    Packed sequences do not see each other. Sums are float32. Over sequence shards of a mesh, jit exchanges size - 1 rows.
+
+    activation: a name of `glax.nn.parts.ACTIVATIONS`, or None. dtype: of the rows in the state; float32 if None.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        size: int = 4,
+        *,
+        bias: bool = False,
+        activation: str | None = "silu",
+        dtype=None,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(width=width, size=size)
+        self.width, self.size, self.activation, self.dtype = width, size, activation, dtype
+        self.act(jnp.zeros(()))  # raises if there is none of that name
+        bound = size**-0.5  # as torch.nn.Conv1d with one input channel a group
+        draw = jax.random.uniform(rngs.params(), (size, width), jnp.float32, -bound, bound)
+        self.filter = parameter(draw.astype(param_dtype), None, HEADS)
+        self.bias = parameter(jnp.zeros(width, param_dtype), HEADS) if bias else None
+
+    def act(self, x: Array) -> Array:
+        return activation("activation", self.activation)(x)
+
+    def empty_state(self, batch: int, max_length: int | None = None) -> dict:
+        return dict(recurrent=jnp.zeros((batch, self.size - 1, self.width), self.dtype or jnp.float32))
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        views, after = rows.window(x, self.size, state.get("recurrent"))
+        y = sum(view.astype(jnp.float32) * for_rows(x, self.filter[i]) for i, view in enumerate(views))
+        y = y if self.bias is None else y + for_rows(y, self.bias[...])
+        return self.act(y).astype(x.dtype), dict(recurrent=after)

@@ -1,0 +1,116 @@
+"""Gated linear attention with a gate for each key channel, and the simple form with one for each head."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax._src.api.recurrent import recurrent, recurrent_gla
+from glax._src.core.bind import check_real, known_number
+from glax._src.core.recurrence import spread_heads
+from glax.nn.linear_attention import LinearAttention, Options, Unpack
+from glax.nn.parts import EMBED, HEADS, by_head, check_divides, check_sizes, for_rows, parameter
+from glax.nn.passes import Rows, State
+
+
+def check_temperature(temperature: float):
+    check_real("temperature", temperature)
+    if not known_number(temperature) > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+
+
+class GatedLinearAttention(LinearAttention):
+    """Projections around the recurrence, in every head:
+
+        q_t, k_t, v_t = W_q x_t, W_k x_t, W_v x_t            g_t = log_sigmoid(W_g W_r x_t + b) / temperature
+        S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T             o_t = S_t^T q_t / sqrt(K)
+        y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
+
+    width:          of x and y.
+    num_heads:      H, of q and state.
+    gate_rank:      of the log gate, but for its bias.
+    num_gate_heads: of the gates; divides num_heads, which it is if None. Head h has those of h * num_gate_heads // num_heads.
+    temperature:    16 in the paper; with less, channels can forget faster.
+    clamp_min:      the least log gate; none if None.
+    gate_bias_init: of b, a function (key, shape, dtype); zeros if None.
+    The rest:       see `glax.nn.linear_attention.Options`.
+
+    Yang et al. 2024, https://arxiv.org/abs/2312.06635.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        gate_rank: int = 16,
+        num_gate_heads: int | None = None,
+        temperature: float = 16.0,
+        clamp_min: float | None = None,
+        gate_bias_init: Callable | None = None,
+        recurrence: Callable = recurrent_gla,
+        rngs: nnx.Rngs,
+        **options: Unpack[Options],
+    ):
+        check_sizes(width=width, num_heads=num_heads, gate_rank=gate_rank)
+        super().__init__(width, num_heads=num_heads, recurrence=recurrence, rngs=rngs, **options)
+        num_gate_heads = num_heads if num_gate_heads is None else num_gate_heads
+        check_sizes(num_gate_heads=num_gate_heads)
+        check_divides("num_gate_heads", num_gate_heads, "num_heads", num_heads)
+        check_temperature(temperature)
+        self.num_gate_heads, self.temperature, self.clamp_min = num_gate_heads, temperature, clamp_min
+        gates = num_gate_heads * self.key_width
+        self.gate_down = self.linear(width, gate_rank, (EMBED, None), rngs)
+        self.gate_up = self.linear(gate_rank, gates, (None, HEADS), rngs)
+        bias_init = nnx.initializers.zeros if gate_bias_init is None else gate_bias_init
+        self.gate_bias = parameter(bias_init(rngs.params(), (gates,), self.param_dtype), HEADS)
+
+    def log_gate(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows H K"]:
+        logits = self.gate_up(self.gate_down(x)).astype(jnp.float32)
+        g = jax.nn.log_sigmoid(logits + for_rows(x, self.gate_bias[...])) / self.temperature
+        g = g if self.clamp_min is None else jnp.maximum(g, self.clamp_min)
+        return spread_heads(by_head(g, self.num_gate_heads), self.num_heads, axis=-2)
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        (q, k, v), states = self.inputs(x, state, rows)
+        q, k, v = self.heads(q, k, v)
+        o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), g=self.log_gate(x))
+        return self.outputs(o, x), states | dict(recurrent=after)
+
+
+class SimpleGatedLinearAttention(LinearAttention):
+    """GatedLinearAttention with one gate for each head:
+
+        g_t = log_sigmoid(W_g x_t + b) / temperature            S_t = exp(g_t) S_{t-1} + k_t v_t^T
+
+    Its convolutions are on unless use_short_conv is False. The arguments are those of GatedLinearAttention.
+
+    Yang et al. 2024, https://arxiv.org/abs/2312.06635; Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        temperature: float = 16.0,
+        use_short_conv: bool = True,
+        recurrence: Callable = recurrent,
+        rngs: nnx.Rngs,
+        **options: Unpack[Options],
+    ):
+        super().__init__(
+            width, num_heads=num_heads, use_short_conv=use_short_conv, recurrence=recurrence, rngs=rngs, **options
+        )
+        check_temperature(temperature)
+        self.temperature = temperature
+        self.gate = self.linear(width, num_heads, (EMBED, HEADS), rngs, bias=True)
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        (q, k, v), states = self.inputs(x, state, rows)
+        q, k, v = self.heads(q, k, v)
+        g = jax.nn.log_sigmoid(self.gate(x).astype(jnp.float32)) / self.temperature
+        o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), g=g)
+        return self.outputs(o, x), states | dict(recurrent=after)

@@ -1,0 +1,132 @@
+"""What all layers with a state have in common: a parallel pass, a prefill into pools, and a step."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from glax._src.core.bind import check_array
+from glax._src.core.recurrence import to_int32
+from glax._src.serving.state_pool import put, take
+from glax.nn.passes import Parallel, Rows, State, Step
+
+
+def check_rows(x, width: int, form: str, *ranks: int):
+    check_array("x", x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x must be floating point, got {x.dtype}")
+    if x.ndim not in ranks or x.shape[-1] != width:
+        raise ValueError(f"x must be {form}, with width={width}, got shape {x.shape}")
+
+
+class Layer(nnx.Module):
+    """A layer defined by `mix(x, state, rows)`, which runs in three ways. Subclasses set `width` and define `empty_state`.
+
+    A layer whose state is one array hands out that array; others hand out a dict of arrays. Each has one row a sequence.
+    """
+
+    width: int
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        """y [*rows, width] and the new state."""
+        raise NotImplementedError
+
+    def empty_state(self, batch: int, max_length: int | None = None) -> dict:
+        """Zeros: the state of `batch` sequences before their first token, by name."""
+        raise NotImplementedError
+
+    def initial_state(self, batch: int, max_length: int | None = None):
+        """The state of `batch` sequences before their first token, or a pool of as many slots.
+
+        max_length: of a sequence, for the cache of softmax attention; other states do not depend on it.
+        """
+        return public(self.empty_state(batch, max_length))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T width"],
+        initial_state=None,
+        cu_seqlens: Int[Array, "N+1"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        pad_id: int | None = None,
+    ) -> tuple[Float[Array, "B T width"], Array | dict]:
+        """y, and the state behind the last token of each sequence.
+
+        Packed as in `glax.recurrent`, by segment_ids and pad_id, or by cu_seqlens with a B that is 1 or absent.
+        """
+        check_rows(x, self.width, "[B, T, width], or [T, width] with cu_seqlens", 2, 3)
+        y, state = self.mix(x, named(initial_state), parallel_rows(x.shape[:-1], cu_seqlens, segment_ids, pad_id))
+        return y, public(state)
+
+    def prefill_into(
+        self,
+        x: Float[Array, "T width"],
+        pool,
+        slots: Int[Array, "N"],
+        cu_seqlens: Int[Array, "N+1"],
+        fresh: Bool[Array, "N"] | None = None,
+    ) -> tuple[Float[Array, "T width"], Array | dict]:
+        """y of packed prompts, and the pool with the states behind them; see `glax.prefill_into`."""
+        check_rows(x, self.width, "[T, width]", 2)
+        states, slots = from_pool(named(pool), slots, fresh)
+        y, states = self.mix(x, states, parallel_rows(x.shape[:-1], cu_seqlens))
+        return y, public(into_pool(named(pool), slots, states))
+
+    def step(
+        self, x: Float[Array, "B width"], state, slots: Int[Array, "B"] | None = None
+    ) -> tuple[Float[Array, "B width"], Array | dict]:
+        """The same for one token of each sequence: y and the new state, or pool; see `glax.recurrent_step`."""
+        check_rows(x, self.width, "[B, width]", 2)
+        y, state = self.mix(x, named(state), Step(slots))
+        return y, public(state)
+
+
+ONLY = "recurrent"  # the name of a state that is handed out alone
+
+
+def public(state: State):
+    return state[ONLY] if state.keys() == {ONLY} else dict(state)
+
+
+def named(state) -> State:
+    if state is None:
+        return {}
+    return state if isinstance(state, dict) else {ONLY: state}
+
+
+def parallel_rows(shape: tuple[int, ...], cu_seqlens, segment_ids=None, pad_id: int | None = None) -> Parallel:
+    """Check what packs the rows. ValueError if both do, or if the shapes do not fit."""
+    if cu_seqlens is not None and segment_ids is not None:
+        raise ValueError("cu_seqlens and segment_ids exclude each other: pass one of them")
+    if segment_ids is not None:
+        check_array("segment_ids", segment_ids)
+        if segment_ids.shape != shape:
+            raise ValueError(f"segment_ids must be [B, T]={list(shape)} as the tokens are, got {segment_ids.shape}")
+    if segment_ids is not None and len(shape) == 1:
+        raise ValueError(f"segment_ids must be [B, T], for rows with a B, got shape {segment_ids.shape}")
+    if cu_seqlens is None and len(shape) == 1:  # one sequence, without a B
+        cu_seqlens = jnp.array([0, shape[0]], jnp.int32)
+    if cu_seqlens is not None:
+        check_array("cu_seqlens", cu_seqlens)
+        if len(shape) == 2 and shape[0] != 1:
+            raise ValueError(f"cu_seqlens packs the sequences along T, so x must have B=1, got B={shape[0]}")
+        cu_seqlens = to_int32(cu_seqlens)
+    return Parallel(shape, cu_seqlens, segment_ids, pad_id)
+
+
+def from_pool(pool, slots: Int[Array, "N"], fresh: Bool[Array, "N"] | None):
+    """States of the slots, a tree of [N, ...], zeros where fresh; and the slots, those of no sequence out of bounds."""
+    check_array("slots", slots)
+    rows = jax.tree.leaves(pool)[0].shape[0]
+    slots = Step.unused_to_end(slots, jax.tree.leaves(pool)[0])
+    unread = slots >= rows if fresh is None else fresh | (slots >= rows)
+
+    def read(x):
+        state = take(x, slots)
+        return jnp.where(unread.reshape(-1, *[1] * (x.ndim - 1)), jnp.zeros_like(state), state)
+
+    return jax.tree.map(read, pool), slots
+
+
+def into_pool(pool, slots: Int[Array, "N"], states):
+    return jax.tree.map(lambda pool, state: put(pool, slots, state), pool, states)

@@ -1,0 +1,142 @@
+"""What the linear attentions have in common: projections, short convolutions, the output's norm and gate."""
+
+from collections.abc import Callable
+from typing import TypedDict, Unpack
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax._src.api.recurrent import recurrent
+from glax.nn.convolution import ShortConvolution
+from glax.nn.layer import Layer
+from glax.nn.norms import RMSNormGated
+from glax.nn.parts import EMBED, HEADS, activation, by_head, check_divides, check_sizes, linear, merged
+from glax.nn.passes import Rows, State
+
+
+class Options(TypedDict, total=False):
+    """The arguments that the linear attentions share.
+
+    num_kv_heads:  of k and v; divides num_heads, which it is if None. Head h reads head h * num_kv_heads // num_heads.
+    key_width, value_width: K and V of one head; width // num_heads if None.
+    feature_map:   the name of a function of q and k, such as "relu"; none if None.
+    use_short_conv, conv_size, conv_bias: a ShortConvolution with SiLU behind each of the projections of q, k and v.
+    use_output_gate, gate_fn: multiply the norm of the output by gate_fn(W_s x).
+    norm_eps, elementwise_affine: of the norm of each head's output.
+    dtype:         of the projections and of q, k and v; that of x and the parameters if None. The state is float32.
+    param_dtype:   of the parameters.
+    kernel_init:   of the projections; normal with a deviation of 0.02 if None.
+    recurrence:    what solves whole sequences: `glax.recurrent`, or that of `glax.parallel` with its mesh and axes.
+    """
+
+    num_kv_heads: int | None
+    key_width: int | None
+    value_width: int | None
+    feature_map: str | None
+    use_short_conv: bool
+    conv_size: int
+    conv_bias: bool
+    use_output_gate: bool
+    gate_fn: str
+    norm_eps: float
+    elementwise_affine: bool
+    dtype: jnp.dtype | None
+    param_dtype: jnp.dtype
+    kernel_init: Callable | None
+    recurrence: Callable
+
+
+class LinearAttention(Layer):
+    """Projections to q, k and v, and from the normalised and gated output. Subclasses define the gates."""
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        key_width: int | None = None,
+        value_width: int | None = None,
+        feature_map: str | None = None,
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        conv_activation: str | None = "silu",
+        use_output_gate: bool = True,
+        gate_fn: str = "swish",
+        norm_eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,
+        kernel_init: Callable | None = None,
+        recurrence: Callable = recurrent,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(width=width, num_heads=num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        key_width = width // num_heads if key_width is None else key_width
+        value_width = width // num_heads if value_width is None else value_width
+        check_sizes(num_kv_heads=num_kv_heads, key_width=key_width, value_width=value_width)
+        check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
+        activation("feature_map", feature_map)
+        self.width, self.num_heads, self.num_kv_heads = width, num_heads, num_kv_heads
+        self.key_width, self.value_width, self.feature_map = key_width, value_width, feature_map
+        self.recurrence, self.dtype, self.param_dtype = recurrence, dtype, param_dtype
+        self.kernel_init = kernel_init
+
+        keys, values = num_kv_heads * key_width, num_kv_heads * value_width
+        self.query = self.linear(width, num_heads * key_width, (EMBED, HEADS), rngs)
+        self.key = self.linear(width, keys, (EMBED, HEADS), rngs)
+        self.value = self.linear(width, values, (EMBED, HEADS), rngs)
+        self.use_short_conv = use_short_conv
+        if use_short_conv:
+            options = dict(bias=conv_bias, activation=conv_activation, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+            self.query_conv = ShortConvolution(num_heads * key_width, conv_size, **options)
+            self.key_conv = ShortConvolution(keys, conv_size, **options)
+            self.value_conv = ShortConvolution(values, conv_size, **options)
+        self.norm = self.output_norm(
+            gate_fn=gate_fn, epsilon=norm_eps, elementwise_affine=elementwise_affine, param_dtype=param_dtype
+        )
+        out = num_heads * value_width
+        self.output_gate = self.linear(width, out, (EMBED, HEADS), rngs) if use_output_gate else None
+        self.output = self.linear(out, width, (HEADS, EMBED), rngs)
+
+    def linear(self, inputs: int, outputs: int, axes: tuple, rngs: nnx.Rngs, bias: bool = False) -> nnx.Linear:
+        options = dict(dtype=self.dtype, param_dtype=self.param_dtype, kernel_init=self.kernel_init, rngs=rngs)
+        return linear(inputs, outputs, axes, bias=bias, **options)
+
+    def output_norm(self, **options) -> RMSNormGated:
+        """The norm of each head's output."""
+        return RMSNormGated(self.value_width, **options)
+
+    def empty_state(self, batch: int, max_length: int | None = None) -> dict:
+        shape = (batch, self.num_heads, self.key_width, self.value_width)
+        state = dict(recurrent=jnp.zeros(shape, jnp.float32))
+        if self.use_short_conv:
+            convolutions = dict(query_conv=self.query_conv, key_conv=self.key_conv, value_conv=self.value_conv)
+            state |= {name: conv.initial_state(batch) for name, conv in convolutions.items()}
+        return state
+
+    def inputs(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[list[Array], dict]:
+        """q, k and v behind their convolutions, merged over heads, and the states of these."""
+        projected, states = [self.query(x), self.key(x), self.value(x)], {}
+        if self.use_short_conv:
+            named = dict(query_conv=self.query_conv, key_conv=self.key_conv, value_conv=self.value_conv)
+            for i, (name, conv) in enumerate(named.items()):
+                projected[i], after = conv.mix(projected[i], {"recurrent": state[name]} if name in state else {}, rows)
+                states[name] = after["recurrent"]
+        return projected, states
+
+    def heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        """q, k and v by head, q and k behind the feature map."""
+        feature_map = activation("feature_map", self.feature_map)
+        q, k = feature_map(q), feature_map(k)
+        return by_head(q, self.num_heads), by_head(k, self.num_kv_heads), by_head(v, self.num_kv_heads)
+
+    def outputs(self, o: Float[Array, "*rows H V"], x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        gate = None if self.output_gate is None else by_head(self.output_gate(x), self.num_heads)
+        return self.output(merged(self.norm(o, gate)))
+
+
+__all__ = ["LinearAttention", "Options", "Unpack"]

@@ -1,0 +1,143 @@
+"""Mamba-2's mixer, a state-space model with one decay a head."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax._src.api.recurrent import recurrent
+from glax.nn.convolution import ShortConvolution
+from glax.nn.layer import Layer
+from glax.nn.norms import RMSNormGated
+from glax.nn.parts import (
+    EMBED,
+    HEADS,
+    activation,
+    by_head,
+    check_divides,
+    check_sizes,
+    for_rows,
+    linear,
+    merged,
+    parameter,
+)
+from glax.nn.passes import Rows, State
+
+
+class Mamba2(Layer):
+    """Mamba-2's mixer, in every head h, of group h // (H / groups):
+
+        z_t, (x_t, B_t, C_t), dt_t = W_in u_t                (x_t, B_t, C_t) behind one causal convolution and act
+        dt_t = clip(softplus(dt_t + dt_bias), dt_limit)      A = -exp(A_log)
+        S_t = exp(dt_t A) S_{t-1} + B_t (dt_t x_t)^T         y_t = S_t^T C_t + D x_t
+        u'_t = W_out RMSNorm(y_t * SiLU(z_t))                the norm in each group
+
+    width:       of u and u'. num_heads, head_width: H and V. state_width: K. groups: of B and C; divides num_heads.
+    conv_size, conv_bias: of the convolution. bias: of W_in and W_out. act: the name of a function.
+    dt_limit:    the least and the greatest step.
+    norm_eps, norm_before_gate, use_norm: RMSNorm(y) * SiLU(z) where norm_before_gate; y * act(z) without use_norm.
+    norm_groups: how many parts of y are normalised apart; `groups` if None.
+    per_channel_skip: D [H V] rather than [H].
+    A_range:     A begins uniform in it; as 1, 2, ..., H if None. dt_range, dt_floor: dt_bias begins as the inverse softplus of a
+                 step that is uniform in its logarithm.
+    conv_init:   the convolution begins uniform within it; as torch.nn.Conv1d does if None.
+    dtype, param_dtype, kernel_init, recurrence: as in `glax.nn.linear_attention.Options`.
+
+    Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        head_width: int = 64,
+        state_width: int = 128,
+        groups: int = 1,
+        conv_size: int = 4,
+        conv_bias: bool = True,
+        bias: bool = False,
+        act: str = "silu",
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        norm_eps: float = 1e-5,
+        norm_before_gate: bool = False,
+        use_norm: bool = True,
+        norm_groups: int | None = None,
+        per_channel_skip: bool = False,
+        A_range: tuple[float, float] | None = None,
+        dt_range: tuple[float, float] = (0.001, 0.1),
+        dt_floor: float = 1e-4,
+        conv_init: float | None = None,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,
+        kernel_init: Callable | None = None,
+        recurrence: Callable = recurrent,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(width=width, num_heads=num_heads, head_width=head_width, state_width=state_width, groups=groups)
+        check_divides("groups", groups, "num_heads", num_heads)
+        activation("act", act)
+        inside, states = num_heads * head_width, groups * state_width
+        self.width, self.num_heads, self.head_width = width, num_heads, head_width
+        self.state_width, self.groups, self.act = state_width, groups, act
+        self.dt_limit, self.recurrence = (float(dt_limit[0]), float(dt_limit[1])), recurrence
+        options = dict(bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        self.input = linear(width, 2 * inside + 2 * states + num_heads, (EMBED, HEADS), **options)
+        self.conv = ShortConvolution(
+            inside + 2 * states,
+            conv_size,
+            bias=conv_bias,
+            activation=act,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        if conv_init is not None:
+            draw = jax.random.uniform(rngs.params(), self.conv.filter.shape, jnp.float32, -conv_init, conv_init)
+            self.conv.filter[...] = draw.astype(param_dtype)
+        self.dt_bias = parameter(initial_dt_bias(rngs, num_heads, dt_range, dt_floor).astype(param_dtype), HEADS)
+        A = jnp.arange(1.0, num_heads + 1)
+        if A_range is not None:
+            A = jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, *A_range)
+        self.A_log = parameter(jnp.log(A).astype(param_dtype), HEADS)
+        self.D = parameter(jnp.ones(inside if per_channel_skip else num_heads, param_dtype), HEADS)
+        split = groups if norm_groups is None else norm_groups
+        gated = dict(norm_before_gate=norm_before_gate, gate_fn="silu", epsilon=norm_eps, param_dtype=param_dtype)
+        self.norm = RMSNormGated(inside, groups=split, **gated) if use_norm else None
+        self.output = linear(inside, width, (HEADS, EMBED), **options)
+
+    def empty_state(self, batch: int, max_length: int | None = None) -> dict:
+        shape = (batch, self.num_heads, self.state_width, self.head_width)
+        return dict(recurrent=jnp.zeros(shape, jnp.float32), conv=self.conv.initial_state(batch))
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        return self.scan(self.input(x), state, rows)
+
+    def scan(self, projected: Float[Array, "*rows inputs"], state: State, rows: Rows) -> tuple[Array, State]:
+        """The mixer behind W_in, for models that scale its output."""
+        inside, states = self.num_heads * self.head_width, self.groups * self.state_width
+        z, xBC, dt = jnp.split(projected, [inside, 2 * inside + 2 * states], axis=-1)
+        xBC, conv = self.conv.mix(xBC, {"recurrent": state["conv"]} if "conv" in state else {}, rows)
+        x, B, C = jnp.split(xBC, [inside, inside + states], axis=-1)
+        x, B, C = by_head(x, self.num_heads), by_head(B, self.groups), by_head(C, self.groups)
+
+        dt = jax.nn.softplus(dt.astype(jnp.float32) + for_rows(dt, self.dt_bias[...]))
+        dt = jnp.clip(dt, *self.dt_limit)
+        A = -jnp.exp(for_rows(dt, self.A_log[...]))
+        wide = x.astype(jnp.float32)
+        v = (wide * dt[..., None]).astype(x.dtype)
+        before = state.get("recurrent")
+        y, after = rows.recurrent(self.recurrence, C, B, v, before, g=dt * A, softmax_scale=1.0)
+        D = for_rows(wide, self.D[...].reshape(self.num_heads, -1))
+        y = merged(y.astype(jnp.float32) + D * wide).astype(x.dtype)
+        y = y * activation("act", self.act)(z) if self.norm is None else self.norm(y, z)
+        return self.output(y), dict(recurrent=after, conv=conv["recurrent"])
+
+
+def initial_dt_bias(rngs: nnx.Rngs, heads: int, span: tuple[float, float], floor: float) -> Float[Array, "H"]:
+    """The inverse softplus of steps that are uniform in their logarithm over `span`, and at least `floor`."""
+    low, high = jnp.log(jnp.asarray(span, jnp.float32))
+    dt = jnp.maximum(jnp.exp(jax.random.uniform(rngs.params(), (heads,), jnp.float32) * (high - low) + low), floor)
+    return dt + jnp.log(-jnp.expm1(-dt))

@@ -1,0 +1,48 @@
+"""Gated MLPs."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax.nn.parts import EMBED, MLP, activation, check_sizes, linear
+
+
+class SwiGLU(nnx.Module):
+    """y = W_down (act(W_gate x) * W_up x).   Shazeer 2020, https://arxiv.org/abs/2002.05202.
+
+    act is SiLU, unless `activation` names another; "powlu" is x^(3 / (sqrt(x) + 1)) sigmoid(x) for x > 0 and SiLU elsewhere.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        inside: int,
+        *,
+        activation: str = "swish",
+        bias: bool = False,
+        dtype=None,
+        param_dtype=jnp.float32,
+        kernel_init=None,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(width=width, inside=inside)
+        self.activation = activation
+        self.act(jnp.zeros(()))  # raises if there is none of that name
+        options = dict(bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        self.gate = linear(width, inside, (EMBED, MLP), **options)
+        self.up = linear(width, inside, (EMBED, MLP), **options)
+        self.down = linear(inside, width, (MLP, EMBED), **options)
+
+    def act(self, x: Array) -> Array:
+        return powlu(x) if self.activation == "powlu" else activation("activation", self.activation)(x)
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        gate = self.act(self.gate(x).astype(jnp.float32))
+        return self.down((gate * self.up(x).astype(jnp.float32)).astype(x.dtype))
+
+
+def powlu(x: Array, power: float = 3.0) -> Array:
+    positive = jnp.where(x > 0, x, 1.0)
+    above = positive ** (power / (jnp.sqrt(positive) + 1))
+    return jnp.where(x > 0, above, x) * jax.nn.sigmoid(x)

@@ -1,0 +1,93 @@
+"""Norms. Statistics are float32; the result has the dtype of the input."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax.nn.parts import activation, by_head, for_rows, parameter
+
+
+def normalized(x: Float[Array, "*rows D"], epsilon: float) -> Float[Array, "*rows D"]:
+    """x / sqrt(mean(x^2) + epsilon)."""
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + epsilon)
+
+
+class RMSNorm(nnx.Module):
+    """y = scale x / sqrt(mean(x^2) + epsilon), over the last axis; scale [width].
+
+    groups: how many equal parts of the last axis are normalised apart. elementwise_affine: whether there is a scale.
+    Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        epsilon: float = 1e-6,
+        groups: int = 1,
+        elementwise_affine: bool = True,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        self.epsilon, self.groups = epsilon, groups
+        self.scale = parameter(jnp.ones(width, param_dtype), None) if elementwise_affine else None
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        return self.scaled(x.astype(jnp.float32)).astype(x.dtype)
+
+    def scaled(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        y = normalized(by_head(x, self.groups), self.epsilon).reshape(x.shape)
+        return y if self.scale is None else y * for_rows(y, self.scale[...])
+
+
+class RMSNormGated(RMSNorm):
+    """y = RMSNorm(x) * act(gate), or RMSNorm(x * act(gate)) where norm_before_gate is False, as in Mamba-2.
+
+    gate_fn: the name of act. gate None: the norm alone. The rest as in RMSNorm. One pass over x and the gate.
+    """
+
+    def __init__(self, width: int, *, norm_before_gate: bool = True, gate_fn: str | None = "swish", **options):
+        activation("gate_fn", gate_fn)
+        self.norm_before_gate, self.gate_fn = norm_before_gate, gate_fn
+        super().__init__(width, **options)
+
+    def __call__(
+        self, x: Float[Array, "*rows D"], gate: Float[Array, "*rows D"] | None = None
+    ) -> Float[Array, "*rows D"]:
+        wide = x.astype(jnp.float32)
+        if gate is None:
+            return self.scaled(wide).astype(x.dtype)
+        factor = activation("gate_fn", self.gate_fn)(gate.astype(jnp.float32))
+        y = self.scaled(wide) * factor if self.norm_before_gate else self.scaled(wide * factor)
+        return y.astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """y = scale (x - mean) / sqrt(variance + epsilon) + bias, over the last axis or each of `groups` equal parts of it.
+
+    Ba et al. 2016, https://arxiv.org/abs/1607.06450.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        epsilon: float = 1e-5,
+        groups: int = 1,
+        bias: bool = True,
+        elementwise_affine: bool = True,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        self.epsilon, self.groups = epsilon, groups
+        self.scale = parameter(jnp.ones(width, param_dtype), None) if elementwise_affine else None
+        self.bias = parameter(jnp.zeros(width, param_dtype), None) if elementwise_affine and bias else None
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        wide = by_head(x.astype(jnp.float32), self.groups)
+        centred = wide - wide.mean(-1, keepdims=True)
+        y = normalized(centred, self.epsilon).reshape(x.shape)
+        y = y if self.scale is None else y * for_rows(y, self.scale[...])
+        y = y if self.bias is None else y + for_rows(y, self.bias[...])
+        return y.astype(x.dtype)

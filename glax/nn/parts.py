@@ -1,0 +1,141 @@
+"""Parameters with their sharding, projections, activations, rotary positions and checks, which the layers share."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from glax._src.core.bind import check_integer
+
+# The logical axes of the parameters. `glax.models.shardings` gives them axes of a mesh.
+EMBED, HEADS, MLP, VOCABULARY = "embed", "heads", "mlp", "vocabulary"
+
+Initializer = Callable[..., Array]
+normal = nnx.initializers.normal
+
+
+def annotated(*axes: str | None) -> dict:
+    """Metadata of a parameter: the logical axis of each of its axes, as `flax.nnx.get_partition_spec` reads it."""
+    return dict(out_sharding=axes, eager_sharding=False)
+
+
+def parameter(value: Array, *axes: str | None) -> nnx.Param:
+    return nnx.Param(value, **annotated(*axes))
+
+
+def linear(
+    inputs: int,
+    outputs: int,
+    axes: tuple[str | None, str | None],
+    *,
+    bias: bool = False,
+    dtype=None,
+    param_dtype=jnp.float32,
+    kernel_init: Initializer | None = None,
+    rngs: nnx.Rngs,
+) -> nnx.Linear:
+    """y = x kernel (+ bias), kernel [inputs, outputs]. kernel_init: normal with a deviation of 0.02 if None."""
+    return nnx.Linear(
+        inputs,
+        outputs,
+        use_bias=bias,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        kernel_init=normal(0.02) if kernel_init is None else kernel_init,
+        kernel_metadata=annotated(*axes),
+        bias_metadata=annotated(axes[1]),
+        rngs=rngs,
+    )
+
+
+def squared_relu(x: Array) -> Array:
+    return jnp.square(jax.nn.relu(x))
+
+
+def gelu_tanh(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+def gelu_exact(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
+def quick_gelu(x: Array) -> Array:
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+def identity(x: Array) -> Array:
+    return x
+
+
+# "gelu" is the approximation by tanh, as in flash-linear-attention.
+ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
+    None: identity,
+    "identity": identity,
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "sqrelu": squared_relu,
+    "leaky_relu": jax.nn.leaky_relu,
+    "sigmoid": jax.nn.sigmoid,
+    "logsigmoid": jax.nn.log_sigmoid,
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "hardswish": jax.nn.hard_swish,
+    "mish": jax.nn.mish,
+    "tanh": jnp.tanh,
+    "gelu": gelu_tanh,
+    "gelu_exact": gelu_exact,
+    "quick_gelu": quick_gelu,
+}
+
+
+def activation(name: str, value: str | None) -> Callable[[Array], Array]:
+    """The function called `value`. ValueError, naming the argument `name`, if there is none."""
+    if value not in ACTIVATIONS:
+        known = ", ".join(repr(x) for x in ACTIVATIONS)
+        raise ValueError(f"{name} must be one of {known}, got {value!r}")
+    return ACTIVATIONS[value]
+
+
+def for_rows(x: Array, param: Array, dtype=jnp.float32) -> Array:
+    """param with as many axes as x and in `dtype`: a user's jax_numpy_rank_promotion may forbid that JAX adds axes itself."""
+    return jnp.expand_dims(param.astype(dtype), range(x.ndim - param.ndim))
+
+
+def by_head(x: Float[Array, "*rows D"], heads: int) -> Float[Array, "*rows heads width"]:
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+
+def merged(x: Float[Array, "*rows heads width"]) -> Float[Array, "*rows D"]:
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def rotate(
+    x: Float[Array, "*rows H D"], positions: Int[Array, "*rows"], theta: float = 10000.0, width: int | None = None
+) -> Float[Array, "*rows H D"]:
+    """Rotate channel i and channel i + width / 2 of each head by positions * theta^(-2 i / width).
+
+    width: how many of the channels rotate, from the first; all if None. Su et al. 2021, https://arxiv.org/abs/2104.09864.
+    """
+    width = x.shape[-1] if width is None else width
+    frequencies = theta ** -(jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    wide = x.astype(jnp.float32)
+    first, second, rest = wide[..., : width // 2], wide[..., width // 2 : width], wide[..., width:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1).astype(x.dtype)
+
+
+def check_sizes(**sizes):
+    """Check for integers of at least 1."""
+    for name, size in sizes.items():
+        check_integer(name, size)
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+
+
+def check_divides(name: str, size: int, by: str, whole: int):
+    if whole % size:
+        raise ValueError(f"{name} must divide {by}={whole}, got {size}")

@@ -1,0 +1,271 @@
+"""How a layer reads its rows: whole sequences in parallel, packed or not, or one token of each sequence from a pool.
+
+A layer is defined once, by `mix(x, state, rows)`, in terms of a `Rows`. `state` is a dict of arrays by name, each with one
+row a sequence, or a row a slot in a pool; a missing entry stands for zeros.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from glax._src.core.recurrence import to_int32
+from glax._src.serving.decode_step import recurrent_step
+from glax._src.serving.state_pool import put, take
+
+State = Mapping[str, Array]
+
+
+class Rows(Protocol):
+    """What a layer needs of the rows around a row, and of the state."""
+
+    def recurrent(self, recurrence: Callable, q, k, v, state: Array | None, **options) -> tuple[Array, Array]:
+        """Outputs [*rows, H, V] of the recurrence, and its new state. options: gates, softmax_scale and bonus."""
+
+    def window(self, x: Array, size: int, state: Array | None) -> tuple[list[Array], Array]:
+        """x of the size - 1 rows before each row and of the row itself, each [*rows, D], and the last size - 1 rows.
+
+        state: [N, size - 1, D], the rows before the first. Rows of other sequences are never read.
+        """
+
+    def positions(self, state: Array | None) -> tuple[Int[Array, "*rows"], Array]:
+        """The number of tokens before each row in its sequence. state: [N], the number of tokens read before."""
+
+    def attend(self, q, k, v, cache: State, window: int | None, scale: float | None) -> tuple[Array, State]:
+        """Causal softmax attention of q [*rows, Hq, D] over k and v [*rows, Hk, D] and the cache before them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """Whole sequences: rows are [B, T], or [T] or [1, T] packed by cu_seqlens [N + 1], or [B, T] packed by segment_ids.
+
+    segment_ids: a token continues the state of the token before it if both have the same id. pad_id is that of padding, which
+    changes no state; None if no id is.
+    """
+
+    shape: tuple[int, ...]
+    cu_seqlens: Int[Array, "N+1"] | None = None
+    segment_ids: Int[Array, "B T"] | None = None
+    pad_id: int | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return self.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    # ---- the recurrence ----------------------------------------------------------------------------------------------
+
+    def recurrent(self, recurrence: Callable, q, k, v, state: Array | None, **options) -> tuple[Array, Array]:
+        if self.segment_ids is not None:
+            options |= dict(segment_ids=self.segment_ids, pad_id=self.pad_id)
+        return recurrence(q, k, v, initial_state=state, cu_seqlens=self.cu_seqlens, **options)
+
+    # ---- windows and positions ---------------------------------------------------------------------------------------
+
+    def window(self, x: Array, size: int, state: Array | None) -> tuple[list[Array], Array]:
+        before = size - 1
+        if self.cu_seqlens is not None:
+            return self.packed_window(x, before, state)
+        if state is None:
+            state = jnp.zeros((x.shape[0], before, x.shape[-1]), x.dtype)
+        if self.segment_ids is not None:
+            return self.window_in_segments(x, before, state)
+        T, padded = x.shape[1], jnp.concatenate([state.astype(x.dtype), x], 1)
+        return [padded[:, i : i + T] for i in range(size)], padded[:, T:]
+
+    def packed_window(self, x: Array, before: int, state: Array | None) -> tuple[list[Array], Array]:
+        flat = x.reshape(-1, x.shape[-1])
+        if state is None:
+            state = jnp.zeros((self.num_sequences, before, x.shape[-1]), x.dtype)
+        begin, end = self.cu_seqlens[:-1], self.cu_seqlens[1:]
+        own, rows = self.sequence_of, jnp.arange(len(flat))
+        views = []
+        for lag in range(before, -1, -1):
+            place = rows - lag - begin[own]  # in the sequence; negative before its first token
+            earlier = state[own, jnp.clip(before + place, 0, max(before - 1, 0))] if lag else flat
+            views.append(jnp.where((place >= 0)[:, None], jnp.roll(flat, lag, axis=0), earlier.astype(x.dtype)))
+        place = (end - begin)[:, None] - before + jnp.arange(before)  # of the rows that stay
+        old = jnp.take_along_axis(state, jnp.clip(before + place, 0, max(before - 1, 0))[..., None], 1)
+        new = flat[jnp.clip(begin[:, None] + place, 0, len(flat) - 1)]
+        after = jnp.where((place >= 0)[..., None], new, old.astype(x.dtype))
+        return [view.reshape(x.shape) for view in views], after
+
+    def window_in_segments(self, x: Array, before: int, state: Array) -> tuple[list[Array], Array]:
+        segments, T = self.segments, x.shape[1]
+        place = jnp.arange(T) - segments.begin  # [B, T]
+        views = []
+        for lag in range(before, -1, -1):
+            back = place - lag
+            at = jnp.clip(before + back, 0, max(before - 1, 0))
+            old = jnp.take_along_axis(state, at[..., None], 1) if lag else x
+            old = jnp.where(segments.is_first[..., None], old.astype(x.dtype), 0)
+            views.append(jnp.where((back >= 0)[..., None], jnp.roll(x, lag, axis=1), old))
+        rows = segments.last[:, None] + 1 - before + jnp.arange(before)  # [B, before]
+        first_of_last = jnp.take_along_axis(segments.begin, segments.last[:, None], 1)
+        in_last, at = rows >= first_of_last, jnp.clip(rows, 0, T - 1)
+        old_at = jnp.clip(before + rows - first_of_last, 0, max(before - 1, 0))
+        old = jnp.take_along_axis(state, old_at[..., None], 1)
+        from_state = jnp.take_along_axis(segments.is_first, segments.last[:, None], 1)
+        old = jnp.where(from_state[..., None], old, 0)
+        after = jnp.where(in_last[..., None], jnp.take_along_axis(x, at[..., None], 1), old.astype(x.dtype))
+        after = jnp.where(segments.is_token.any(1)[:, None, None], after, state.astype(x.dtype))
+        return views, after
+
+    def positions(self, state: Array | None) -> tuple[Int[Array, "*rows"], Array]:
+        start = jnp.zeros(self.num_sequences, jnp.int32) if state is None else state
+        T = self.shape[-1]
+        if self.cu_seqlens is not None:
+            begin, own = self.cu_seqlens[:-1], self.sequence_of
+            place = (jnp.arange(T) - begin[own] + start[own]).reshape(self.shape)
+            return place, start + jnp.diff(self.cu_seqlens)
+        if self.segment_ids is None:
+            return start[:, None] + jnp.arange(T), start + T
+        segments = self.segments
+        place = jnp.arange(T) - segments.begin + jnp.where(segments.is_first, start[:, None], 0)
+        after = jnp.take_along_axis(place, segments.last[:, None], 1)[:, 0] + 1
+        return place, jnp.where(segments.is_token.any(1), after, start)
+
+    # ---- attention ---------------------------------------------------------------------------------------------------
+
+    def attend(self, q, k, v, cache: State, window: int | None, scale: float | None) -> tuple[Array, State]:
+        if self.cu_seqlens is not None:
+            return self.packed_attend(q, k, v, cache, window, scale)
+        if cache:
+            return self.attend_to_cache(q, k, v, cache, window, scale)
+        T = q.shape[1]
+        rows = jnp.arange(T)
+        if self.segment_ids is None:
+            local = None if window is None else (window - 1, 0)
+            o = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=local)
+            return o, dict(key=k, value=v, length=jnp.full(q.shape[0], T, jnp.int32))
+        begin = self.segments.begin
+        seen = (rows[:, None] >= rows) & (rows >= begin[..., None]) & in_window(rows[:, None] - rows, window)
+        o = jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], scale=scale)
+        return o, dict(key=k, value=v, length=jnp.full(q.shape[0], T, jnp.int32))
+
+    def attend_to_cache(self, q, k, v, cache: State, window, scale) -> tuple[Array, State]:
+        if self.segment_ids is not None:
+            raise ValueError("segment_ids and the cache of softmax attention exclude each other: pack with cu_seqlens")
+        place, length = self.positions(cache["length"])
+        at = (jnp.arange(q.shape[0])[:, None], place)
+        cache = dict(key=written(cache["key"], at, k), value=written(cache["value"], at, v), length=length)
+        back = place[..., None] - jnp.arange(cache["key"].shape[1])
+        seen = (back >= 0) & in_window(back, window)
+        o = attention(q, cache["key"], cache["value"], seen, scale)
+        return o, cache
+
+    def packed_attend(self, q, k, v, cache: State, window, scale) -> tuple[Array, State]:
+        shape = q.shape
+        q, k, v = (x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v))
+        own, T = self.sequence_of, q.shape[1]
+        rows = jnp.arange(T)
+        if not cache:
+            back = rows[:, None] - rows
+            seen = (back >= 0) & (own[:, None] == own) & in_window(back, window)
+            o = attention(q, k, v, seen[None], scale)
+            return o.reshape(shape), dict(key=k[0], value=v[0], length=jnp.diff(self.cu_seqlens))
+        place, length = self.positions(cache["length"])
+        place = jnp.where(
+            rows < self.cu_seqlens[-1], place.reshape(-1), cache["key"].shape[1]
+        )  # out of bounds: dropped
+        at = (own, place)
+        cache = dict(key=written(cache["key"], at, k[0]), value=written(cache["value"], at, v[0]), length=length)
+        N, L = cache["key"].shape[:2]
+        back = place[:, None] - jnp.tile(jnp.arange(L), N)
+        seen = (back >= 0) & (own[:, None] == jnp.repeat(jnp.arange(N), L)) & in_window(back, window)
+        flat = (cache[name].reshape(1, N * L, *cache[name].shape[2:]) for name in ("key", "value"))
+        return attention(q, *flat, seen[None], scale).reshape(shape), cache
+
+    # ---- which sequence ----------------------------------------------------------------------------------------------
+
+    @property
+    def sequence_of(self) -> Int[Array, "T"]:
+        """The sequence of every packed row; of padding rows, the last."""
+        found = jnp.searchsorted(self.cu_seqlens, jnp.arange(self.shape[-1]), side="right") - 1
+        return jnp.clip(found, 0, self.num_sequences - 1)
+
+    @functools.cached_property
+    def segments(self) -> "Segments":
+        return Segments.of(self.segment_ids, self.pad_id)
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """is_token: no padding. begin: the row at which a row's segment begins. is_first: in the row's first segment with tokens.
+
+    last: the last row with a token.
+    """
+
+    is_token: Bool[Array, "B T"]
+    begin: Int[Array, "B T"]
+    is_first: Bool[Array, "B T"]
+    last: Int[Array, "B"]
+
+    @classmethod
+    def of(cls, ids: Int[Array, "B T"], pad_id: int | None) -> "Segments":
+        T = ids.shape[1]
+        rows, is_token = jnp.arange(T), jnp.ones(ids.shape, bool) if pad_id is None else ids != pad_id
+        starts = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], 1)
+        begin = jax.lax.cummax(jnp.where(starts, rows, 0), axis=1)
+        is_first = begin == jnp.where(is_token.any(1), is_token.argmax(1), T)[:, None]
+        last = T - 1 - is_token[:, ::-1].argmax(1)
+        return cls(is_token, begin, is_first, last)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One token of each of B sequences: rows are [B]. With slots [B], states are pools, and sequence b lives in row slots[b]."""
+
+    slots: Int[Array, "B"] | None = None
+
+    def recurrent(self, recurrence: Callable, q, k, v, state: Array, **options) -> tuple[Array, Array]:
+        options = {name: x for name, x in options.items() if x is not None}
+        return recurrent_step(q, k, v, state, slots=self.slots, **options)
+
+    def window(self, x: Array, size: int, state: Array) -> tuple[list[Array], Array]:
+        rows = jnp.concatenate([self.read(state).astype(x.dtype), x[:, None]], 1)
+        return [rows[:, i] for i in range(size)], self.write(state, rows[:, 1:])
+
+    def positions(self, state: Array) -> tuple[Int[Array, "B"], Array]:
+        place = self.read(state)
+        return place, self.write(state, place + 1)
+
+    def attend(self, q, k, v, cache: State, window: int | None, scale: float | None) -> tuple[Array, State]:
+        place, length = self.positions(cache["length"])
+        rows = jnp.arange(len(q)) if self.slots is None else self.unused_to_end(self.slots, cache["key"])
+        at = (rows, place)
+        cache = dict(key=written(cache["key"], at, k), value=written(cache["value"], at, v), length=length)
+        keys, values = self.read(cache["key"]), self.read(cache["value"])
+        back = place[:, None, None] - jnp.arange(keys.shape[1])
+        o = attention(q[:, None], keys, values, (back >= 0) & in_window(back, window), scale)
+        return o[:, 0], cache
+
+    def read(self, state: Array) -> Array:
+        return state if self.slots is None else take(state, self.unused_to_end(self.slots, state))
+
+    def write(self, state: Array, rows: Array) -> Array:
+        if self.slots is None:
+            return rows.astype(state.dtype)
+        return put(state, self.unused_to_end(self.slots, state), rows)
+
+    @staticmethod
+    def unused_to_end(slots, pool: Array) -> Int[Array, "B"]:
+        """Slots outside of the pool, -1 too, become its length: reads give zeros, and writes are dropped."""
+        slots = to_int32(slots)
+        return jnp.where((slots >= 0) & (slots < pool.shape[0]), slots, pool.shape[0])
+
+
+def in_window(back: Int[Array, "*shape"], window: int | None) -> Bool[Array, "*shape"] | bool:
+    """Whether a key that lies `back` tokens behind its query is near enough."""
+    return True if window is None else back < window
+
+
+def written(cache: Array, at: tuple[Array, Array], rows: Array) -> Array:
+    return cache.at[at].set(rows.astype(cache.dtype), mode="drop")
+
+
+def attention(q, k, v, seen: Bool[Array, "B T S"], scale: float | None) -> Float[Array, "B T Hq D"]:
+    return jax.nn.dot_product_attention(q, k.astype(q.dtype), v.astype(q.dtype), mask=seen[:, None], scale=scale)

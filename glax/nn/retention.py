@@ -1,0 +1,124 @@
+"""Linear attentions whose decay is constant: RetNet's retention and Lightning Attention."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax._src.api.recurrent import lightning_decay, recurrent
+from glax.nn.layer import Layer
+from glax.nn.linear_attention import LinearAttention, Options, Unpack
+from glax.nn.norms import RMSNormGated
+from glax.nn.parts import EMBED, HEADS, activation, by_head, check_sizes, linear, merged, rotate
+from glax.nn.passes import Rows, State
+
+
+class MultiScaleRetention(LinearAttention):
+    """RetNet's retention, with rotary positions, in head h = 0, 1, ...:
+
+        S_t = (1 - 2^(-5-h)) S_{t-1} + R_t k_t v_t^T        o_t = S_t^T R_t q_t / sqrt(K)
+        y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
+
+    R_t rotates by the position in the sequence, `glax.nn.parts.rotate`; the state holds the number of tokens read.
+    theta: of the rotation. The other arguments are those of `glax.nn.linear_attention.Options`.
+
+    Sun et al. 2023, https://arxiv.org/abs/2307.08621.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        theta: float = 10000.0,
+        recurrence: Callable = recurrent,
+        rngs: nnx.Rngs,
+        **options: Unpack[Options],
+    ):
+        super().__init__(width, num_heads=num_heads, recurrence=recurrence, rngs=rngs, **options)
+        if self.key_width % 2:
+            raise ValueError(f"key_width must be even, since pairs of channels rotate, got {self.key_width}")
+        self.theta = theta
+
+    def empty_state(self, batch: int, max_length: int | None = None) -> dict:
+        return super().empty_state(batch) | dict(length=jnp.zeros(batch, jnp.int32))
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        (q, k, v), states = self.inputs(x, state, rows)
+        q, k, v = self.heads(q, k, v)
+        place, states["length"] = rows.positions(state.get("length"))
+        q, k = (rotate(y, place, self.theta) for y in (q, k))
+        decay = np.log1p(-np.exp2(-5.0 - np.arange(self.num_heads))).astype(np.float32)
+        o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), g_gamma=jnp.asarray(decay))
+        return self.outputs(o, x), states | dict(recurrent=after)
+
+
+class LightningAttention(Layer):
+    """Lightning Attention as in MiniMax-01, in every head:
+
+        q_t, k_t, v_t = act(W_q x_t), act(W_k x_t), act(W_v x_t)
+        S_t = exp(-s) S_{t-1} + k_t v_t^T                    o_t = S_t^T q_t
+        y_t = W_o (sigmoid(W_s x_t) * RMSNorm(o_t))
+
+    head_width: K and V of a head; width // num_heads if None. The norm is over all heads together.
+    slopes:     s [H], or "fla" or "minimax", which with layer_idx and num_layers are those of `glax.lightning_attention`.
+    act:        the name of a function; "silu" in MiniMax-01.
+    dtype, param_dtype, kernel_init, recurrence: as in `glax.nn.linear_attention.Options`.
+
+    Qin et al. 2024, https://arxiv.org/abs/2401.04658; MiniMax 2025, https://arxiv.org/abs/2501.08313.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        head_width: int | None = None,
+        slopes="minimax",
+        layer_idx: int = 0,
+        num_layers: int = 1,
+        act: str = "silu",
+        norm_eps: float = 1e-6,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,
+        kernel_init: Callable | None = None,
+        recurrence: Callable = recurrent,
+        rngs: nnx.Rngs,
+    ):
+        head_width = width // num_heads if head_width is None else head_width
+        check_sizes(width=width, num_heads=num_heads, head_width=head_width)
+        activation("act", act)
+        self.width, self.num_heads, self.head_width, self.act = width, num_heads, head_width, act
+        self.recurrence, self.slopes = recurrence, slope_tuple(slopes, num_heads, layer_idx, num_layers)
+        inside = num_heads * head_width
+        options = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        self.query = linear(width, inside, (EMBED, HEADS), **options)
+        self.key = linear(width, inside, (EMBED, HEADS), **options)
+        self.value = linear(width, inside, (EMBED, HEADS), **options)
+        self.norm = RMSNormGated(inside, epsilon=norm_eps, gate_fn="sigmoid", param_dtype=param_dtype)
+        self.output_gate = linear(width, inside, (EMBED, HEADS), **options)
+        self.output = linear(inside, width, (HEADS, EMBED), **options)
+
+    def empty_state(self, batch: int, max_length: int | None = None) -> dict:
+        return dict(recurrent=jnp.zeros((batch, self.num_heads, self.head_width, self.head_width), jnp.float32))
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        act = activation("act", self.act)
+        q, k, v = (by_head(act(project(x)), self.num_heads) for project in (self.query, self.key, self.value))
+        decay = -jnp.asarray(self.slopes, jnp.float32)
+        before = state.get("recurrent")
+        o, after = rows.recurrent(self.recurrence, q, k, v, before, g_gamma=decay, softmax_scale=1.0)
+        return self.output(self.norm(merged(o), self.output_gate(x))), dict(recurrent=after)
+
+
+def slope_tuple(slopes, num_heads: int, layer_idx: int, num_layers: int) -> tuple[float, ...]:
+    """The slopes of the heads as numbers. ValueError unless there is one a head."""
+    if isinstance(slopes, str):
+        heads = jax.ShapeDtypeStruct((1, 1, num_heads, 1), jnp.float32)
+        return tuple(float(-x) for x in lightning_decay(heads, heads, heads, layer_idx, num_layers, slopes))
+    if np.shape(slopes) != (num_heads,):
+        raise ValueError(f"slopes must be 'fla', 'minimax' or [H]=[{num_heads}], got shape {np.shape(slopes)}")
+    return tuple(float(x) for x in np.asarray(slopes))

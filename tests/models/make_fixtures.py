@@ -1,0 +1,123 @@
+"""Make the parity fixtures in tests/models/fixtures from the models' own code, in PyTorch on a CPU.
+
+    python -m venv env && env/bin/pip install torch==2.13.0 flash-linear-attention==0.6.0 triton==3.9.0 transformers einops
+    env/bin/python tests/models/make_fixtures.py [NAME ...]
+
+Each fixture is a folder as `save_pretrained` writes it, of a tiny model whose parameters are all random, and
+expected.safetensors: tokens, logits, and the gradient of every parameter for the mean of sin(3 i) * logits_i.
+Slow: fla's Triton kernels run in Triton's interpreter.
+"""
+
+import pathlib
+import sys
+
+import fla.layers.attn
+import fla.models.gla.modeling_gla
+import fla.models.modeling_utils
+import fla_on_cpu  # noqa: F401, before fla
+import torch
+from fla.models import GLAConfig, HGRN2Config, RetNetConfig, RWKV6Config
+from fla.models import Mamba2Config as FLAMamba2Config
+from fla.models.gla import GLAForCausalLM
+from fla.models.hgrn2 import HGRN2ForCausalLM
+from fla.models.mamba2 import Mamba2ForCausalLM as FLAMamba2ForCausalLM
+from fla.models.retnet import RetNetForCausalLM
+from fla.models.rwkv6 import RWKV6ForCausalLM
+from fla.ops.attnres.naive import naive_attnres
+from safetensors.torch import save_file
+from transformers import Mamba2Config, Mamba2ForCausalLM
+
+FOLDER = pathlib.Path(__file__).parent / "fixtures"
+TOKENS = (2, 21)
+LAYERS = dict(num_hidden_layers=2, vocab_size=32)
+SMALL = LAYERS | dict(hidden_size=16, num_heads=2, intermediate_size=24)
+WINDOWED = dict(layers=[1], num_heads=4, num_kv_heads=2, qkv_bias=True, window_size=5, rope_theta=500.0)
+MAMBA = LAYERS | dict(hidden_size=16, state_size=8, head_dim=8, expand=2, chunk_size=8)
+
+# name -> (config class, model class, options)
+CASES = {
+    "gla": (GLAConfig, GLAForCausalLM, SMALL),
+    "gla_options": (GLAConfig, GLAForCausalLM, SMALL | dict(
+        num_heads=4, num_kv_heads=2, use_short_conv=True, conv_size=3, clamp_min=-0.05, feature_map="relu", expand_k=1.0,
+        expand_v=2.0, norm_eps=1e-4, fuse_norm=False)),
+    "gla_plain": (GLAConfig, GLAForCausalLM, SMALL | dict(
+        use_output_gate=False, elementwise_affine=False, tie_word_embeddings=True, feature_map="gelu")),
+    "gla_hybrid": (GLAConfig, GLAForCausalLM, SMALL | dict(attn=WINDOWED)),
+    "gla_attnres": (GLAConfig, GLAForCausalLM, SMALL | dict(attnres_block_size=2, num_hidden_layers=3)),
+    "retnet": (RetNetConfig, RetNetForCausalLM, SMALL),
+    "retnet_options": (RetNetConfig, RetNetForCausalLM, SMALL | dict(
+        num_heads=4, num_kv_heads=2, expand_k=0.5, expand_v=1.0, feature_map="gelu", use_output_gate=False,
+        elementwise_affine=False, attn=[dict(layers=[0], num_heads=2)])),
+    "hgrn2": (HGRN2Config, HGRN2ForCausalLM, SMALL | dict(num_heads=None, expand_ratio=8)),
+    "hgrn2_options": (HGRN2Config, HGRN2ForCausalLM, SMALL | dict(
+        num_heads=4, expand_ratio=None, use_short_conv=True, use_lower_bound=False, hidden_act="powlu", norm_eps=1e-3,
+        elementwise_affine=False, tie_word_embeddings=True)),
+    "rwkv6": (RWKV6Config, RWKV6ForCausalLM, SMALL | dict(proj_low_rank_dim=4, gate_low_rank_dim=3)),
+    "rwkv6_options": (RWKV6Config, RWKV6ForCausalLM, SMALL | dict(
+        num_heads=4, expand_k=1.0, expand_v=2.0, proj_low_rank_dim=3, gate_low_rank_dim=5, norm_first=False, norm_bias=False,
+        hidden_act="gelu", norm_eps=1e-3, fuse_norm=False, intermediate_size=None, hidden_ratio=2)),
+    "mamba2": (Mamba2Config, Mamba2ForCausalLM, MAMBA | dict(num_heads=4, n_groups=1)),
+    "mamba2_options": (Mamba2Config, Mamba2ForCausalLM, MAMBA | dict(
+        num_heads=4, n_groups=2, conv_kernel=3, use_bias=True, use_conv_bias=False, hidden_act="gelu", layer_norm_epsilon=1e-3,
+        time_step_limit=(0.1, 0.9), residual_in_fp32=False, tie_word_embeddings=True)),
+    "mamba2_fla": (FLAMamba2Config, FLAMamba2ForCausalLM, MAMBA | dict(D_has_hdim=True, norm_before_gate=True)),
+    "mamba2_fla_options": (FLAMamba2Config, FLAMamba2ForCausalLM, MAMBA | dict(
+        rmsnorm=False, dt_limit=(0.1, 0.9), use_bias=True, hidden_act="relu", norm_eps=1e-3, tie_word_embeddings=True)),
+}  # fmt: skip
+
+
+def plain_attention(q, k, v, causal, window_size):
+    """What flash_attn_func computes: q [B, T, H, D], k and v [B, T, Hk, D]."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    back = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+    seen = back >= 0
+    if window_size[0] >= 0:
+        seen &= back <= window_size[0]
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("bhts,bshd->bthd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+fla.layers.attn.flash_attn_func = plain_attention
+for module in (fla.models.modeling_utils, fla.models.gla.modeling_gla):
+    module.fused_attnres = naive_attnres  # its kernel refuses tensors of a CPU
+
+
+def randomise(model: torch.nn.Module):
+    """Every parameter becomes random, those too that begin as zeros or ones, at a size that keeps the model lively."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            if parameter.ndim > 1 and "mu" not in name:
+                parameter.normal_(0, 0.3 if "conv1d" in name else parameter.shape[-1] ** -0.5)
+            elif name.endswith("A_log"):
+                parameter.uniform_(0, 2)
+            else:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def make(name: str):
+    config_class, model_class, options = CASES[name]
+    model = model_class(config_class(**options)).float()
+    randomise(model)
+    model.eval()
+    tokens = torch.randint(0, options["vocab_size"], TOKENS, generator=torch.Generator().manual_seed(1))
+    logits = model(tokens, use_cache=False).logits
+    weights = torch.sin(3.0 * torch.arange(logits.numel())).reshape(logits.shape)
+    (weights * logits).mean().backward()
+    # A parameter that nothing reads, as the mixtures of the first block, has no gradient.
+    zero = torch.zeros_like
+    expected = {f"gradient.{key}": zero(x) if x.grad is None else x.grad for key, x in model.named_parameters()}
+    folder = FOLDER / name
+    model.save_pretrained(folder)
+    for other in folder.glob("generation_config.json"):
+        other.unlink()
+    save_file(expected | dict(tokens=tokens.int(), logits=logits.detach()), folder / "expected.safetensors")
+    print(
+        f"{name}: {sum(x.numel() for x in model.parameters()):,} parameters, logits about {logits.std():.3f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CASES:
+        make(name)

@@ -1,0 +1,224 @@
+"""Published models against their own code, by the fixtures of tests/models/make_fixtures.py; and each way to read them."""
+
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import glax.models
+from glax.models.checkpoints import checkpoint_name, parameters
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+NAMES = sorted(path.name for path in FIXTURES.iterdir())
+READ_IN_ALL_WAYS = ["gla_hybrid", "gla_options", "hgrn2", "mamba2_options", "retnet", "rwkv6"]
+LOGITS, GRADIENTS = 2e-5, 1e-4
+
+
+@functools.cache
+def loaded(name: str):
+    model = glax.models.from_pretrained(FIXTURES / name)
+    return model, load_file(FIXTURES / name / "expected.safetensors")
+
+
+def assert_near(name, got, want, bar):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, f"{name} has shape {got.shape}, expected {want.shape}"
+    error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-12)
+    assert error <= bar, f"{name} is off by {error:.1e}, bar {bar:.1e}"
+
+
+@functools.cache
+def forward_and_gradient(name: str):
+    model, expected = loaded(name)
+    graph, params = nnx.split(model)
+    shape = expected["logits"].shape
+    weights = jnp.asarray(np.sin(3.0 * np.arange(np.prod(shape))).reshape(shape), jnp.float32)
+
+    @jax.jit
+    def run(params):
+        def loss(params):
+            logits = nnx.merge(graph, params)(expected["tokens"])
+            return (weights * logits).mean(), logits
+
+        (_, logits), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        return logits, gradients
+
+    return run(params)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_gradients_are_those_of_the_models_own_code(name):
+    model, expected = loaded(name)
+    logits, gradients = forward_and_gradient(name)
+    assert_near("logits", logits, expected["logits"], LOGITS)
+    compared = set()
+    for path, gradient in parameters(nnx.merge(nnx.graphdef(model), gradients)):
+        key, (_, to, _) = checkpoint_name(model, path)
+        assert_near(key, to(np.asarray(gradient[...])), expected[f"gradient.{key}"], GRADIENTS)
+        compared.add(f"gradient.{key}")
+    assert compared == {key for key in expected if key.startswith("gradient.")}
+
+
+@pytest.mark.parametrize("name", READ_IN_ALL_WAYS)
+def test_packed_prefill_and_steps_equal_one_pass(name):
+    """Two prompts, packed behind an empty one, in two pieces; then eight steps of both in a larger pool."""
+    model, expected = loaded(name)
+    tokens, want, T = expected["tokens"], expected["logits"], expected["tokens"].shape[1]
+    pools = jax.tree.map(lambda x: jnp.full_like(x, 7), model.initial_states(4, T))
+    prefill, step = nnx.jit(glax.models.CausalLM.prefill), nnx.jit(glax.models.CausalLM.step)
+    slots, lengths = jnp.array([-1, 2, 0]), (T - 8, 5)
+    first = np.concatenate([tokens[0, :3], tokens[1, :5], [0] * (T - 8)]).astype(np.int32)
+    logits, pools = prefill(model, first, pools, slots, jnp.array([0, 0, 3, 8]), jnp.array([False, True, True]))
+    assert_near("first piece", logits[:8], np.concatenate([want[0, :3], want[1, :5]]), LOGITS)
+    second = np.concatenate([tokens[0, 3 : T - 8], [0] * 3]).astype(np.int32)
+    cuts = jnp.array([0, 0, T - 11, T - 11])
+    logits, pools = prefill(model, second, pools, slots, cuts, jnp.array([False, False, False]))
+    assert_near("second piece", logits[: T - 11], want[0, 3 : T - 8], LOGITS)
+    for t in range(8):
+        at = [lengths[0] + t, lengths[1] + t]
+        logits, pools = step(model, np.array([tokens[1, at[1]], tokens[0, at[0]], 0]), pools, jnp.array([0, 2, -1]))
+        assert_near(f"step {t}", logits[:2], np.stack([want[1, at[1]], want[0, at[0]]]), LOGITS)
+    for x in jax.tree.leaves(pools):
+        assert (np.asarray(x[1]) == 7).all() and (np.asarray(x[3]) == 7).all()
+
+
+@pytest.mark.parametrize("name", READ_IN_ALL_WAYS)
+def test_segments_equal_separate_sequences_and_padding_has_no_influence(name):
+    model, expected = loaded(name)
+    tokens, want = expected["tokens"], expected["logits"]
+    packed = np.concatenate([[3, 1], tokens[0, :9], tokens[1, :8], [5, 2]])[None]
+    ids = np.array([[0] * 2 + [4] * 9 + [2] * 8 + [0] * 2])
+    logits = jax.jit(lambda packed, ids: model(packed, ids, pad_id=0))(packed, jnp.asarray(ids))
+    assert_near("first", logits[0, 2:11], want[0, :9], LOGITS)
+    assert_near("second", logits[0, 11:19], want[1, :8], LOGITS)
+
+
+@pytest.mark.parametrize("name", READ_IN_ALL_WAYS)
+def test_greedy_continuations_are_the_likeliest_whatever_the_padding(name):
+    model, expected = loaded(name)
+    tokens, likeliest = expected["tokens"], expected["logits"].argmax(-1)
+    lengths = np.array([9, 4])
+    right, left = (np.full((2, 9), 7) for _ in range(2))
+    for b, n in enumerate(lengths):
+        right[b, :n], left[b, 9 - n :] = tokens[b, :n], tokens[b, :n]
+    written = glax.models.generate(model, right, 6, lengths=lengths)
+    np.testing.assert_array_equal(glax.models.generate(model, left, 6, lengths=lengths, padding="left"), written)
+    np.testing.assert_array_equal(written[:, 0], likeliest[[0, 1], lengths - 1])
+    whole = np.concatenate([tokens[0, :9], written[0]])[None]
+    again = nnx.jit(glax.models.CausalLM.__call__)(model, whole)
+    np.testing.assert_array_equal(again[0, 8:-1].argmax(-1), written[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_saved_is_what_was_loaded(name, tmp_path):
+    model, _ = loaded(name)
+    glax.models.save_pretrained(model, tmp_path)
+    saved, original = (load_file(folder / "model.safetensors") for folder in (tmp_path, FIXTURES / name))
+    original.pop("lm_head.weight" if model.head is None else "", None)
+    assert saved.keys() == original.keys()
+    for key, value in original.items():
+        assert saved[key].dtype == value.dtype
+        np.testing.assert_array_equal(saved[key], value)
+    config = json.loads((FIXTURES / name / "config.json").read_text())
+    assert json.loads((tmp_path / "config.json").read_text()) == config
+
+
+# ---- folders that do not fit, and forms of folders -------------------------------------------------------------------
+
+
+def copied(tmp_path, name="gla", **changes) -> pathlib.Path:
+    shutil.copytree(FIXTURES / name, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (dict(model_type="llama"), "model_type='llama' in config.json is not supported: supported are gla, "),
+        (
+            dict(rope_scaling={"type": "linear"}),
+            "options that are not supported for model_type 'gla': rope_scaling={'type",
+        ),
+        (dict(hidden_act="tanh"), "hidden_act='tanh' in config.json is not supported"),
+        (dict(feature_map="elu"), "feature_map='elu' in config.json is not supported"),
+        (
+            dict(attn=dict(layers=[5], num_heads=2)),
+            "attn={'layers': [5], 'num_heads': 2} in config.json is not supported",
+        ),
+        (dict(attnres_block_size=3), "attnres_block_size=3 in config.json is not supported"),
+        (dict(num_heads="4"), "num_heads in config.json must be an integer of at least 1, got '4'"),
+        (dict(expand_k=0.3), "expand_k=0.3 in config.json must make hidden_size=16 an integer, got 4.8"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_an_option_that_is_not_supported_is_named_with_its_value(tmp_path, changes, text):
+    with pytest.raises(ValueError) as caught:
+        glax.models.from_pretrained(copied(tmp_path, **changes))
+    assert text in str(caught.value)
+
+
+def test_missing_and_left_over_weights_are_listed(tmp_path):
+    folder = copied(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.extra.weight"] = weights.pop("model.norm.weight")
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing are model\.norm\.weight; left over are model\.extra\.weight"):
+        glax.models.from_pretrained(folder)
+    weights["model.norm.weight"] = weights.pop("model.extra.weight")[:8]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight in .* must have the shape .*\(16,\).*got \(8,\)"):
+        glax.models.from_pretrained(folder)
+
+
+def test_a_pickle_is_refused_by_name(tmp_path):
+    folder = copied(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickle"):
+        glax.models.from_pretrained(folder)
+    with pytest.raises(FileNotFoundError, match="is no folder: nothing is downloaded"):
+        glax.models.from_pretrained("fla-hub/gla-340M")
+
+
+def test_a_sharded_bfloat16_folder_loads_in_its_dtype_or_another(tmp_path):
+    folder, (_, expected) = copied(tmp_path), loaded("gla")
+    weights = {k: np.asarray(jnp.asarray(x, jnp.bfloat16)) for k, x in load_file(folder / "model.safetensors").items()}
+    files = {key: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, key in enumerate(weights)}
+    for file in set(files.values()):
+        save_file({key: x for key, x in weights.items() if files[key] == file}, folder / file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(metadata={}, weight_map=files)))
+    model = glax.models.from_pretrained(folder)
+    assert {param.dtype for _, param in parameters(model)} == {jnp.dtype(jnp.bfloat16)}
+    logits = model(expected["tokens"])
+    assert logits.dtype == jnp.bfloat16
+    assert_near("logits", logits, expected["logits"], 0.1)
+    model = glax.models.from_pretrained(folder, dtype=jnp.float32)
+    assert {param.dtype for _, param in parameters(model)} == {jnp.dtype(jnp.float32)}
+    assert_near("logits", model(expected["tokens"]), expected["logits"], 0.03)
+
+
+def test_the_state_spaces_form_of_mamba2_is_told_by_its_config(tmp_path):
+    folder, (_, expected) = copied(tmp_path, "mamba2"), loaded("mamba2")
+    weights = load_file(folder / "model.safetensors")
+    weights["backbone.embedding.weight"] = weights.pop("backbone.embeddings.weight")
+    save_file(weights, folder / "model.safetensors")
+    ssm = dict(layer="Mamba2", d_state=8, headdim=8)
+    config = dict(d_model=16, n_layer=2, vocab_size=31, pad_vocab_size_multiple=16, ssm_cfg=ssm, rms_norm=True)
+    config |= dict(
+        residual_in_fp32=True, fused_add_norm=True, tie_embeddings=False, d_intermediate=0, attn_layer_idx=[]
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    model = glax.models.from_pretrained(folder)
+    assert_near("logits", model(expected["tokens"]), expected["logits"], LOGITS)
+    (folder / "config.json").write_text(json.dumps(config | dict(ssm_cfg=ssm | dict(layer="Mamba1"))))
+    with pytest.raises(ValueError, match=r"ssm_cfg\.layer='Mamba1' in config\.json is not supported"):
+        glax.models.from_pretrained(folder)
