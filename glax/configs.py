@@ -18,7 +18,7 @@ NAMES = {
     "TPUChunkedConfig": "chunked/pallas/tpu",
     "TPUGradientConfig": "chunked.vjp/pallas/tpu",
 }
-__all__ = [*NAMES]
+__all__ = [*NAMES]  # pyright: ignore[reportUnsupportedDunderAll]  (the names come from __getattr__)
 
 
 def __getattr__(name: str) -> type[Config]:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 import warnings
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return ended(name, "interrupted", INTERRUPTED)
     except BrokenPipeError:  # as in `glax doctor | head`; else Python complains of what is left as it exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        to_nowhere()
         return UNREAD
     except OSError as error:  # a disk that is full, an output that is closed: the system says what it refuses
         discard_output()
@@ -68,7 +69,7 @@ def plain_output(name: str) -> Iterator[None]:
     """Inside, warnings are one line each, and names that the output's encoding does not have are escaped."""
     before = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"{name}: {message}\n"
-    if hasattr(sys.stdout, "reconfigure"):
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
@@ -86,4 +87,9 @@ def discard_output():
     try:
         flush(sys.stdout)
     except OSError:
+        to_nowhere()
+
+
+def to_nowhere():
+    if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

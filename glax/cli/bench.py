@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,7 @@ def measured(problem: Problem, mode: str, iters: int) -> dict:
     want = expected(arrays, state)
     reports, ready = [], []
     for name, prepare in (("glax", by_glax), *PEERS.items()):
-        report = dict(name=name, ms=None, error=None, right=None, reason=None)
+        report: dict[str, Any] = dict(name=name, ms=None, error=None, right=None, reason=None)
         reports.append(report)
         try:
             with contextlib.redirect_stdout(sys.stderr):  # peers print
@@ -176,7 +177,7 @@ def expected(arrays: dict, state) -> np.ndarray:
     few = {name: x[:1, :SEEN, :HEADS] for name, x in arrays.items() if name not in ("g_gamma", "initial_state")}
     few |= {name: x[..., :HEADS] for name, x in arrays.items() if name == "g_gamma"}
     few |= {name: x for name, x in arrays.items() if name == "initial_state"}
-    return reference(bind(**few)).output[0]
+    return np.asarray(reference(bind(**few)).output[0])
 
 
 def judged(result, want: np.ndarray, bar: float) -> tuple[float | None, bool]:

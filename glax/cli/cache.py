@@ -1,6 +1,7 @@
 """glax cache: what tuning has measured: listed, shown, cleared, taken elsewhere and brought back."""
 
 import json
+import pathlib
 import sys
 
 from glax._src.solve.dispatch import executor
@@ -34,10 +35,23 @@ def add_parser(subparsers):
     return parser
 
 
-def run(args) -> int:
+def measurements() -> PersistentCache:
+    """The measurements of this user on disk."""
     persistent = executor.chain.persistent
+    assert persistent is not None  # glax's own executor has one
+    return persistent
+
+
+def folder_of(persistent: PersistentCache) -> pathlib.Path:
+    """The folder of the measurements. UsageError for a user who has none."""
     if persistent.folder is None:
         raise UsageError(NO_FOLDER)
+    return persistent.folder
+
+
+def run(args) -> int:
+    persistent = measurements()
+    folder_of(persistent)
     document, lines = ACTIONS[args.action](persistent, args)
     show_json(document) if args.json else lines()
     return 0
@@ -45,7 +59,8 @@ def run(args) -> int:
 
 def files_of(persistent: PersistentCache) -> dict[str, dict]:
     """The content of every file of measurements, by its name: "device/kernel@version+compilers.json"."""
-    return {path.relative_to(persistent.folder).as_posix(): content for path, content in persistent.files()}
+    folder = folder_of(persistent)
+    return {path.relative_to(folder).as_posix(): content for path, content in persistent.files()}
 
 
 def list_files(persistent: PersistentCache, args):
@@ -111,7 +126,8 @@ def clear(persistent: PersistentCache, args):
         except OSError as error:
             raise UsageError(f"cannot remove {path}: {error.strerror or error}") from error
     executor.chain.cache.clear()
-    removed = [path.relative_to(persistent.folder).as_posix() for path in paths]
+    folder = folder_of(persistent)
+    removed = [path.relative_to(folder).as_posix() for path in paths]
     return dict(removed=removed), lambda: print(f"removed {len(removed)} files from {persistent.folder}")
 
 
@@ -138,9 +154,9 @@ def import_file(persistent: PersistentCache, args):
         raise UsageError(f"cannot read {args.file}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"{args.file} is no export of `glax cache export`: {error}") from error
-    added, left = 0, 0
+    folder, added, unchanged = folder_of(persistent), 0, 0
     for name, content in files.items():
-        path = persistent.folder / name
+        path = folder / name
         old = persistent.read(path).get("entries", {})
         better = {key: entry for key, entry in content["entries"].items() if is_faster(entry, old.get(key))}
         if better:
@@ -149,10 +165,10 @@ def import_file(persistent: PersistentCache, args):
                 persistent.merge(path, about, better)
             except OSError as error:
                 raise UsageError(f"cannot write {path}: {error.strerror or error}; {added} were added") from error
-        added, left = added + len(better), left + len(content["entries"]) - len(better)
+        added, unchanged = added + len(better), unchanged + len(content["entries"]) - len(better)
     executor.chain.cache.clear()
-    document = dict(folder=str(persistent.folder), added=added, kept=left)
-    return document, lambda: print(f"{added} measurements added or faster, {left} left as they were")
+    document = dict(folder=str(folder), added=added, unchanged=unchanged)
+    return document, lambda: print(f"{added} measurements added or faster, {unchanged} left as they were")
 
 
 def is_faster(entry: dict, old) -> bool:

@@ -1,6 +1,9 @@
 """The calls that `glax bench` and `glax tune` are about, and their arguments."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ from glax._src.api.recurrent import recurrent
 from glax._src.core.registry import Backend
 from glax.cli.arguments import four_numbers
 
-GATES = dict(key="gk", head="g", constant="g_gamma", none=None)
+GATES = {"key": "gk", "head": "g", "constant": "g_gamma", "none": None}  # the argument of each form
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_SHAPES = {
     Backend.CPU: ((1, 1024, 4, 64), (1, 2048, 8, 64)),
@@ -45,10 +48,11 @@ class Problem:
         arrays = {
             name: jnp.asarray(rng.standard_normal(wide, np.float32), self.dtype) for name in ("query", "key", "value")
         }
-        shape = dict(key=wide, head=wide[:3], constant=(self.H,)).get(self.gate)
-        if shape is not None:
+        argument = GATES[self.gate]
+        if argument is not None:
+            shape = dict(key=wide, head=wide[:3], constant=(self.H,))[self.gate]
             logs = jax.nn.log_sigmoid(rng.standard_normal(shape, np.float32))
-            arrays[GATES[self.gate]] = logs.astype(self.dtype if self.gate == "key" else jnp.float32)
+            arrays[argument] = logs.astype(self.dtype if self.gate == "key" else jnp.float32)
         return arrays
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -88,7 +92,7 @@ class Problem:
         return (inputs - constant + wide) // self.T + constant + 2 * state
 
 
-def forward(arrays: dict[str, jax.Array]) -> jax.Array:
+def forward(arrays: dict[str, Any]) -> jax.Array:
     return recurrent(**arrays).output
 
 
@@ -110,6 +114,6 @@ def add_problems(parser):
 def problems_of(args) -> list[Problem]:
     backend = Backend.here()
     dtypes = args.dtype or ["float32" if backend is Backend.CPU else "bfloat16"]
-    shapes = args.shape or DEFAULT_SHAPES.get(backend, DEFAULT_SHAPES[Backend.GPU])
-    each = [Problem(*shape, gate, dtype) for shape in shapes for gate in args.gate or ["key"] for dtype in dtypes]
-    return list(dict.fromkeys(each))
+    shapes: Sequence[tuple[int, int, int, int]] = args.shape or DEFAULT_SHAPES.get(backend, DEFAULT_SHAPES[Backend.GPU])
+    each = itertools.product(shapes, args.gate or ["key"], dtypes)
+    return list(dict.fromkeys(Problem(B, T, H, D, gate, dtype) for (B, T, H, D), gate, dtype in each))

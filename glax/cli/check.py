@@ -80,7 +80,7 @@ def show(results: list[Result]):
     print("relative error: RMS against the float64 reference, of the array nearest to its bar")
 
 
-def refusals_of_all(results: list[Result]) -> dict[str, str]:
+def refusals_of_all(results: list[Result]) -> dict[str, str | None]:
     """The kernels that refuse every case, with their first reason."""
     runs = {result.kernel for result in results if result.status != "refused"}
     return {r.kernel: r.reason for r in reversed(results) if r.kernel not in runs}

@@ -15,6 +15,7 @@ from glax._src.tuning.cache import NO_FOLDER
 from glax._src.tuning.device import device_kind
 from glax._src.tuning.files import unwritable
 from glax._version import __version__
+from glax.cli.cache import measurements
 from glax.cli.output import add_json, show_json, show_table
 from glax.testing.cases import Case, recurrence
 
@@ -115,8 +116,8 @@ def platform_state(platform: Platform, kernels: list[dict]) -> dict:
 
 
 def cache_state() -> dict:
-    folder = executor.chain.persistent.folder
-    files = list(executor.chain.persistent.files())
+    persistent = measurements()
+    folder, files = persistent.folder, list(persistent.files())
     return dict(
         folder=None if folder is None else str(folder),
         unwritable=NO_FOLDER if folder is None else unwritable(folder),

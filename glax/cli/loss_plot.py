@@ -20,7 +20,7 @@ def save_plot(path: Path, losses: Sequence[float], held_out: dict[int, float], b
     window = min(SMOOTHED_OVER, len(losses))
     smooth = np.convolve(losses, np.full(window, 1 / window), mode="valid")
     axes.plot(steps[window - 1 :], smooth, color="tab:blue", label=f"training, mean of {window} steps")
-    axes.plot(held_out.keys(), held_out.values(), "o", color="tab:orange", label="held out")
+    axes.plot(list(held_out), list(held_out.values()), "o", color="tab:orange", label="held out")
     axes.axhline(baseline, color="tab:gray", linestyle="--", label=f"order-2 model, held out: {baseline:.2f}")
     axes.set(xlabel="step", ylabel="bits per byte", title=title, ylim=(0, None))
     axes.legend()

@@ -68,7 +68,7 @@ def milliseconds(way: Way, runs: int) -> float:
 
 def timing(samples: list[float]) -> Timing:
     if len(samples) == 1:
-        return Timing(*3 * samples, 1)
+        return Timing(median=samples[0], p20=samples[0], p80=samples[0], samples=1)
     fifths = statistics.quantiles(samples, n=5, method="inclusive")
     return Timing(statistics.median(samples), fifths[0], fifths[3], len(samples))
 

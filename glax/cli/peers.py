@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +27,14 @@ def ejkernel(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output
     installed("ejkernel")
     if mode == "step":
         raise UnavailableError("has no step of one token")
-    from ejkernel.modules import recurrent_attention
+    # Peers are installed by those who compare.
+    from ejkernel.modules import recurrent_attention  # pyright: ignore[reportMissingImports]
 
     given = {name: x for name, x in arrays.items() if name == "g_gamma"}
 
     def forward(arrays):
         # "gk" is its per-key gate on all of its platforms, "g" its per-head gate on some; g_gamma must not be traced
-        gates = {name: given.get(name, x) for name, x in arrays.items() if name in GATES.values()}
+        gates: dict[str, Any] = {name: given.get(name, x) for name, x in arrays.items() if name in GATES.values()}
         if problem.gate == "head":
             gates = dict(gk=jnp.broadcast_to(gates["g"][..., None], arrays["key"].shape))
         rest = [gates.get(name) for name in ("g", "g_gamma", "gk")]
@@ -51,10 +53,13 @@ def fla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, sta
     installed("torch", "triton", "fla")
     if Backend.here() is not Backend.GPU:
         raise UnavailableError("needs a GPU")
-    import torch
-    from fla.ops.gla import chunk_gla, fused_recurrent_gla
-    from fla.ops.linear_attn import chunk_linear_attn
-    from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+    import torch  # pyright: ignore[reportMissingImports]
+    from fla.ops.gla import chunk_gla, fused_recurrent_gla  # pyright: ignore[reportMissingImports]
+    from fla.ops.linear_attn import chunk_linear_attn  # pyright: ignore[reportMissingImports]
+    from fla.ops.simple_gla import (  # pyright: ignore[reportMissingImports]
+        chunk_simple_gla,
+        fused_recurrent_simple_gla,
+    )
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

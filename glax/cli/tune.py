@@ -7,6 +7,7 @@ import jax
 import glax
 from glax._src.solve.dispatch import executor
 from glax._src.tuning.cache import Measurement
+from glax.cli.cache import measurements
 from glax.cli.cases import Problem, add_problems, problems_of, train
 from glax.cli.output import add_json, show_json, show_table
 from glax.testing.check import one_line
@@ -33,7 +34,7 @@ def run(args) -> int:
         except* Exception as group:  # whatever compilers and devices raised for every single candidate
             failures.append(dict(problem=str(problem), reasons=[one_line(e) for e in leaves(group)]))
     if args.json:
-        folder = executor.chain.persistent.folder
+        folder = measurements().folder
         show_json(dict(cache=None if folder is None else str(folder), measured=rows, failed=failures))
     else:
         show(rows, failures)
@@ -42,9 +43,8 @@ def run(args) -> int:
 
 def tuned(problem: Problem) -> dict[str, Measurement]:
     arrays = problem.shapes()
-    policy = dataclasses.replace(
-        executor.chain.policy, cache_miss_fallback="heuristics"
-    )  # finding calls needs no measuring
+    # finding calls needs no measuring
+    policy = dataclasses.replace(executor.chain.policy, cache_miss_fallback="heuristics")
     with glax.overlay(policy=policy):
         return glax.tune(train, arrays, jax.eval_shape(lambda x: x, arrays["value"]))
 
@@ -81,6 +81,6 @@ def show(rows: list[dict], failures: list[dict]):
                 print(f"{row['kernel']}, {row['problem']}: {name} fell out: {reason.splitlines()[0]}")
     for failure in failures:
         print(f"{failure['problem']}: not tuned: {'; '.join(failure['reasons'])}")
-    persistent = executor.chain.persistent
+    persistent = measurements()
     if rows and persistent.folder is not None and persistent.failure is None:  # else a warning has said why not
         print(f"remembered in {persistent.folder}")

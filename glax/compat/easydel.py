@@ -50,12 +50,13 @@ def recurrent_gla(
     check_dtype(dtype)
     arrays = {name: jnp.asarray(as_float(name, x), dtype) for name, x in arrays.items()}
     T, K = arrays["query"].shape[1], arrays["query"].shape[3]
-    scale = scale_meant(scale, K, arrays["query"].dtype)
+    softmax_scale = scale_meant(scale, K, arrays["query"].dtype)
     length = int(chunk_size) or max(T, 1)
     state, outputs = initial_state, []
     for start in range(0, max(T, 1), length):
         part = {name: jax.lax.slice_in_dim(x, start, min(start + length, T), axis=1) for name, x in arrays.items()}
-        output, state = recurrent(**part, softmax_scale=scale, initial_state=state)
+        q, k, v, gates = part["query"], part["key"], part["value"], part["gk"]
+        output, state = recurrent(q, k, v, gk=gates, softmax_scale=softmax_scale, initial_state=state)
         outputs.append(output)
     return jnp.concatenate(outputs, axis=1), state if output_final_state else None
 
@@ -69,7 +70,7 @@ def check_dtype(dtype):
         raise TypeError(f"dtype must be {', '.join(DTYPES)} or None, got {dtype!r}")
 
 
-def scale_meant(scale, K: int, dtype) -> Float[Array, ""] | None:
+def scale_meant(scale, K: int, dtype) -> float | Float[Array, ""] | None:
     """-1.0 is K ** -0.5, also in an array, whose value only the running program may know."""
     if scale is None:
         return None

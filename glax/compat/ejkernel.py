@@ -158,11 +158,12 @@ def recurrent(
         say_ignored()
     platform, cfg = native_choice(cfg, platform)
     state, packed = unpacked(initial_state, cu_seqlens), wide(initial_state, 5)
-    gates = dict(g=g, g_gamma=one_row(g_gamma), gk=gk, gv=gv)
-    rest = dict(softmax_scale=softmax_scale, reverse=reverse, cu_seqlens=cu_seqlens, platform=platform, cfg=cfg)
-    rest |= dict(segment_ids=segment_ids, pad_id=pad_id)
+    gates = (g, one_row(g_gamma), gk, gv)
+    rest = (softmax_scale, state, reverse, cu_seqlens)
     with value_errors():
-        outputs = glax._src.api.recurrent.recurrent(query, key, value, **gates, initial_state=state, **rest)
+        outputs = glax._src.api.recurrent.recurrent(
+            query, key, value, *gates, *rest, segment_ids=segment_ids, pad_id=pad_id, platform=platform, cfg=cfg
+        )
     return outputs._replace(final_state=outputs.final_state[None]) if packed else outputs
 
 
@@ -187,10 +188,11 @@ def recurrent_attention(
 ) -> Float[Array, "B T H V"] | Outputs:
     """`recurrent`, returning the output alone unless `return_state`: then (output, final_state)."""
     check_flag("return_state", return_state)
-    gates = dict(g=g, g_gamma=g_gamma, gk=gk, gv=gv)
-    rest = dict(softmax_scale=softmax_scale, reverse=reverse, cu_seqlens=cu_seqlens, platform=platform, cfg=cfg)
-    rest |= dict(segment_ids=segment_ids, pad_id=pad_id)
-    outputs = recurrent(query, key, value, **gates, initial_state=initial_state, **rest)
+    gates = (g, g_gamma, gk, gv)
+    rest = (softmax_scale, initial_state, reverse, cu_seqlens)
+    outputs = recurrent(
+        query, key, value, *gates, *rest, segment_ids=segment_ids, pad_id=pad_id, platform=platform, cfg=cfg
+    )
     return outputs if return_state else outputs.output
 
 

@@ -48,7 +48,10 @@ def load(path: str | Path) -> ByteLM:
     if "config" not in metadata:
         raise ValueError(f"{path} holds no ByteLM: its metadata has no config")
     try:
-        config = ByteLMConfig(**parse(metadata["config"].encode()))
+        fields = parse(metadata["config"].encode())
+        if not isinstance(fields, dict):
+            raise TypeError("it is no object of JSON")
+        config = ByteLMConfig(**fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no ByteLM: its config is {metadata['config']!r:.200}") from error
     if config.layers > len(tensors):  # before as many are made

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key
 
 from glax._src.core.bind import check_integer, check_real, is_array, known_number
@@ -54,7 +55,7 @@ def check_prompt(prompt):
     check_tokens("prompt", prompt, "[B, P]")
     if prompt.shape[1] == 0:
         raise ValueError(f"prompt must be [B, P] with P of at least 1, got shape {prompt.shape}")
-    if not isinstance(prompt, jax.core.Tracer) and prompt.size:
+    if not isinstance(prompt, Tracer) and prompt.size:
         known = np.asarray(jax.device_get(prompt))
         if (wrong := known[(known < 0) | (known >= BYTES)]).size:
             raise ValueError(f"prompt must hold bytes, from 0 to {BYTES - 1}, got {wrong[0]}")

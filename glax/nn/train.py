@@ -54,7 +54,7 @@ def next_byte_bits(model: ByteLM, read: UInt8[Array, "B T"], following: UInt8[Ar
 def held_out_bits(model: ByteLM, windows: UInt8[np.ndarray, "windows T+1"], batch: int = 16) -> float:
     """The mean of `bits` over all the windows; one compilation, whatever their number."""
     filled = np.concatenate([windows, np.repeat(windows[:1], -len(windows) % batch, axis=0)])
-    each = [jitted_bits(model, part) for part in filled.reshape(-1, batch, windows.shape[1])]
+    each = [jitted_bits(model, jnp.asarray(part)) for part in filled.reshape(-1, batch, windows.shape[1])]
     return float(np.concatenate(each)[: len(windows)].mean())
 
 

@@ -1,6 +1,7 @@
 """The calls that kernels are compared with the reference on: shapes and strengths of gates as data, and arrays drawn for them."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,8 @@ def gate(rng: np.random.Generator, shape: tuple[int, ...], strength: str) -> np.
             return np.where(dice < 0.05, -np.inf, np.where(dice < 0.1, -100.0, logs))
         case [value]:
             return np.full(shape, float(value))
+        case _:
+            raise ValueError(f"strength must be one that `gate` lists, got {strength!r}")
 
 
 def inputs(case: Case, strength: str, seed: int = 0) -> dict[str, jax.Array]:
@@ -112,10 +115,12 @@ def cotangents(case: Case, r: Recurrence, seed: int = 1) -> tuple[jax.Array, jax
 
 # ---- the cases of `glax check`: few, and telling ---------------------------------------------------------------------
 
-WIDE = dict(B=2, T=150, K=32, V=32)
-PACKED = WIDE | dict(B=1, cuts=(0, 0, 40, 41, 41, 110, 141, 141))  # empty sequences, one token, padding behind
+WIDE: dict[str, Any] = dict(B=2, T=150, K=32, V=32)
+PACKED: dict[str, Any] = WIDE | dict(
+    B=1, cuts=(0, 0, 40, 41, 41, 110, 141, 141)
+)  # empty sequences, one token, padding behind
 ALL_GATES = ("g", "g_gamma", "gk", "gv")
-HALF = dict(dtype="bfloat16", gate_dtype="bfloat16")
+HALF: dict[str, Any] = dict(dtype="bfloat16", gate_dtype="bfloat16")
 CASES = (
     Case("key", **WIDE),
     Case("key, extreme", **WIDE, strengths=("extreme",)),
@@ -131,10 +136,10 @@ CASES = (
     Case("key, packed, extreme", **PACKED, strengths=("extreme",)),
     Case("all gates, packed, reverse", **PACKED, gates=ALL_GATES, reverse=True),
     Case("constant, packed", **PACKED, gates=("g_gamma",)),
-    Case("head, 4 queries, 2 keys, 1 value", **WIDE | dict(K=64), gates=("g",), heads=(4, 2, 1)),
+    Case("head, 4 queries, 2 keys, 1 value", B=2, T=150, K=64, V=32, gates=("g",), heads=(4, 2, 1)),
     Case("key, K=24 V=40, one token", B=2, K=24, V=40, T=1),
     Case("key, T=1000", T=1000, K=64, V=64),
-    Case("bfloat16, key", **WIDE | dict(K=64, V=64), **HALF),
+    Case("bfloat16, key", B=2, T=150, K=64, V=64, **HALF),
     Case("bfloat16, head, 4 queries, packed, reverse", **PACKED, dtype="bfloat16", gates=("g",), heads=(4, 2, 2), reverse=True),
     Case("float16, key, extreme", **WIDE, dtype="float16", strengths=("extreme",)),
 )  # fmt: skip

@@ -4,17 +4,22 @@ Nothing here is shared with the kernels, the gradient included: that of a gate i
 from both states, where kernels use a telescoped sum.
 """
 
+from typing import Any
+
 import numpy as np
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence
 
+NumPy = Any  # a float64 NumPy array, in the place of a JAX array
+
 
 def reference(r: Recurrence) -> Outputs:
     """S_t = exp(rows_t) S_{t-1} exp(columns_t) + k_t v_t^T,   o_t = scale * S_t^T q_t."""
     q, k, v, rows, columns, state, scale = _float64(r)
-    output, final = np.zeros((*q.shape[:3], v.shape[3])), state.copy()
-    for n, b, tokens in _walks(r):
+    output: NumPy = np.zeros((*q.shape[:3], v.shape[3]))
+    final: NumPy = state.copy()
+    for n, b, tokens in _scans(r):
         S = state[n]
         for t in tokens:
             S = _step(S, k, v, rows, columns, b, t)
@@ -31,9 +36,10 @@ def reference_gradient(r: Recurrence, d_output, d_final) -> Recurrence:
     q, k, v, rows, columns, state, scale = _float64(r)
     do, dS = np.asarray(d_output, np.float64), np.asarray(d_final, np.float64)
     dq, dk, dv, d_rows, d_columns = map(np.zeros_like, (q, k, v, rows, columns))
-    d_initial, d_scale = dS.copy(), np.zeros(r.num_sequences)
-    d_constant = np.zeros((r.num_sequences, r.num_heads))
-    for n, b, tokens in _walks(r):
+    d_initial: NumPy = dS.copy()
+    d_scale: NumPy = np.zeros(r.num_sequences)
+    d_constant: NumPy = np.zeros((r.num_sequences, r.num_heads))
+    for n, b, tokens in _scans(r):
         states = [state[n]]
         for t in tokens:
             states.append(_step(states[-1], k, v, rows, columns, b, t))
@@ -75,8 +81,8 @@ def _step(S, k, v, rows, columns, b, t):
     return S * decay + k[b, t][..., None] * v[b, t][..., None, :]
 
 
-def _walks(r: Recurrence):
-    """(sequence, batch row, its tokens in walking order) of every sequence."""
+def _scans(r: Recurrence):
+    """(sequence, batch row, its tokens in the order of the scan) of every sequence."""
     T = r.q.shape[1]
     cuts = None if r.boundaries is None else np.asarray(r.boundaries)
     for n in range(r.num_sequences):
@@ -86,14 +92,18 @@ def _walks(r: Recurrence):
         yield n, (n if cuts is None else 0), (tokens[::-1] if r.reverse else tokens)
 
 
-def _float64(r: Recurrence):
+def _float64(r: Recurrence) -> tuple[NumPy, ...]:
     """Every input in float64, heads repeated, gates spread to rows and columns of the state."""
-    H, wide = r.num_heads, lambda x: np.asarray(x).astype(np.float64)
+    H = r.num_heads
+
+    def wide(x) -> np.ndarray:
+        return np.asarray(x).astype(np.float64)
+
     q, k, v = (np.repeat(wide(x), H // x.shape[2], axis=2) for x in (r.q, r.k, r.v))
     rows, columns, decay = np.zeros((*q.shape[:2], H, q.shape[3])), np.zeros((*q.shape[:2], H, v.shape[3])), r.decay
     if decay.constant is not None:
-        for n, b, tokens in _walks(r):
-            rows[b, list(tokens)] += wide(decay.constant)[n][:, None]
+        for n, b, tokens in _scans(r):
+            rows[b, np.asarray(tokens, int)] += wide(decay.constant)[n][:, None]
     if decay.head is not None:
         rows += wide(decay.head)[..., None]
     if decay.key is not None:
@@ -107,5 +117,5 @@ def _float64(r: Recurrence):
     return q, k, v, rows, columns, state, wide(r.scale)
 
 
-def _fold(x: np.ndarray, heads: int) -> np.ndarray:
+def _fold(x: NumPy, heads: int) -> NumPy:
     return x.reshape(*x.shape[:2], heads, -1, x.shape[3]).sum(3)

@@ -369,7 +369,7 @@ def test_measurements_go_from_user_to_user(tmp_path, capsys, monkeypatch, cache,
     second |= dict(ms=second["ms"] * 2)
     exported.write_text(json.dumps(other))
     _, report = json_of(capsys, "cache", "import", str(exported))
-    assert (report["added"], report["kept"]) == (1, 1)
+    assert (report["added"], report["unchanged"]) == (1, 1)
     assert json_of(capsys, "cache", "show", "vjp")[1]["entries"][gradient["call"]]["ms"] == first["ms"]
 
     note = tmp_path / "other" / "recurrent" / "note.txt"

@@ -1,13 +1,14 @@
 """The public functions. Each names its gates; `Options` documents the other arguments."""
 
 import functools
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from glax._src.core.backend import x64_is_enabled
 from glax._src.core.bind import (
     ScanOptions,
     bind,
@@ -262,6 +263,10 @@ def lightning_attention(
 # ---- the gates that the variants fix, or check -----------------------------------------------------------------------
 
 
+# Float[Array, "H"], or a NumPy array: JAX takes one in the place of an array, though its annotations do not say so.
+Gate = Any
+
+
 def check_per_head(query, g):
     check_array("query", query)
     check_array("g", g)
@@ -269,12 +274,12 @@ def check_per_head(query, g):
         raise ValueError(f"g must be [B, T, H] in simple_gla, one gate a head, got shape {g.shape}")
 
 
-def retention_decay(query, key, value) -> Float[Array, "H"]:
+def retention_decay(query, key, value) -> Gate:
     h, dtype = head_numbers(query, key, value)
     return np.log1p(-np.exp2(-5.0 - h)).astype(dtype)
 
 
-def lightning_decay(query, key, value, layer_idx, num_layers: int, slopes: str = "fla") -> Float[Array, "H"]:
+def lightning_decay(query, key, value, layer_idx, num_layers: int, slopes: str = "fla") -> Gate:
     if not isinstance(slopes, str) or slopes not in SLOPES:
         raise ValueError(f"slopes must be {' or '.join(map(repr, SLOPES))}, got {slopes!r}")
     check_integer("num_layers", num_layers)
@@ -311,4 +316,4 @@ def head_numbers(*arrays) -> tuple[np.ndarray, type]:
     """0, 1, ..., H - 1 as far as shapes tell (`bind` judges the shapes), and the dtype of gates for these inputs."""
     heads = max((x.shape[-2] for x in arrays if is_array(x) and x.ndim >= 2), default=1)
     wide = any(is_array(x) and x.dtype == jnp.float64 for x in arrays)
-    return np.arange(float(heads)), np.float64 if wide and jax.config.jax_enable_x64 else np.float32
+    return np.arange(float(heads)), np.float64 if wide and x64_is_enabled() else np.float32

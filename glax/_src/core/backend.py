@@ -1,6 +1,7 @@
 """The backend that kernels are chosen for: predicted while a program is traced, known when it is lowered."""
 
 import enum
+from typing import Any
 
 import jax
 
@@ -39,9 +40,19 @@ def target_platform() -> str:
         return lowering_platform.value
     if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:
         return device.platform
-    if (chosen := jax.config.jax_default_device) is not None:
+    if (chosen := jax_option("jax_default_device")) is not None:
         return chosen if isinstance(chosen, str) else chosen.platform
     return jax.default_backend()
+
+
+def x64_is_enabled() -> bool:
+    """Whether 64-bit dtypes are enabled at this place of the program."""
+    return jax_option("jax_enable_x64")
+
+
+def jax_option(name: str) -> Any:
+    """The value of an option of JAX, as the context sets it. JAX adds its options while it is imported: none has a type."""
+    return getattr(jax.config, name)
 
 
 def computes_on() -> str:
@@ -50,7 +61,7 @@ def computes_on() -> str:
     return f"the program is lowered for {target_platform()}" if lowered else f"JAX computes on {target_platform()} here"
 
 
-def local_device() -> jax.Device | None:
+def local_device() -> jax.Device | None:  # pyright: ignore[reportInvalidTypeForm]  (JAX 0.10 has no stub of it)
     """A device of this process on the target platform; None if it has none, as when code is compiled for another machine."""
     name = target_platform()
     if name == jax.default_backend():

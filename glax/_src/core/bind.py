@@ -1,11 +1,14 @@
 """Validate the arguments of a call and bind them to a `Recurrence`, the operand of every kernel."""
 
 import dataclasses
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
+from glax._src.core.backend import x64_is_enabled
 from glax._src.core.decay import Decay, promoted
 from glax._src.core.recurrence import Recurrence, to_int32
 from glax._src.core.registry import Config, Platform
@@ -119,7 +122,7 @@ def check_shapes(arrays: dict[str, jax.Array], flat: bool) -> dict[str, int]:
                 raise ValueError(f"{name} must be {wanted} with {letter} of at least 1, got shape {x.shape}")
         if name == "value":
             heads = {name: sizes[letter] for name, letter in (("query", "Hq"), ("key", "Hk"), ("value", "Hv"))}
-            largest = max(heads, key=heads.get)
+            largest = max(heads, key=lambda name: heads[name])
             sizes["H"], setter["H"] = heads[largest], f"as many as {largest} has heads"
             for name, count in heads.items():
                 if heads[largest] % count:
@@ -197,7 +200,7 @@ def transferred(arrays: dict, to: jax.sharding.Sharding | None = None) -> dict:
     """
     if all(getattr(jax.config, guard) in (None, "allow") for guard in GUARDS):
         return arrays
-    if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
+    if any(isinstance(x, Tracer) for x in arrays.values()):
         to = None  # the program's devices are unknown while tracing
     elif to is None:
         to = next((replicated(x) for x in arrays.values() if is_known(x) and x.committed), None)
@@ -215,10 +218,10 @@ def replicated(x: jax.Array) -> jax.sharding.Sharding | None:
 
 
 def is_known(x) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def is_array(x) -> bool:
+def is_array(x) -> TypeGuard[jax.Array | np.ndarray]:
     return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or hasattr(x, "__jax_array__")
 
 
@@ -253,7 +256,7 @@ def check_real(name: str, x, dtype=np.float32):
         if x.shape != ():
             raise ValueError(f"{name} must be one number, got shape {x.shape}")
     value = known_number(x)
-    sums = "float64" if dtype == np.float64 and jax.config.jax_enable_x64 else "float32"
+    sums = "float64" if dtype == np.float64 and x64_is_enabled() else "float32"
     # A Python int may exceed every float, so it is compared without conversion.
     if value is not None and not abs(value) <= LARGEST[sums]:
         raise ValueError(f"{name} must be finite in {sums}, the dtype of sums, got {value}")
@@ -272,7 +275,7 @@ def known_number(x) -> int | float | None:
 
 def check_known_boundaries(cu_seqlens, query):
     """Check the values of cu_seqlens where they are known; `bind` checks its shape and dtype."""
-    if not isinstance(cu_seqlens, np.ndarray | jax.Array) or isinstance(cu_seqlens, jax.core.Tracer):
+    if not isinstance(cu_seqlens, np.ndarray | jax.Array) or isinstance(cu_seqlens, Tracer):
         return
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0 or np.ndim(query) < 3:
         return

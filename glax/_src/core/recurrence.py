@@ -76,15 +76,17 @@ class Recurrence:
         s = self.segments
         if s is None:
             return self
-        decay = s.folded(self.decay, self.by_token, (*self.q.shape[:2], self.num_heads), self.dtype)
+        decay = s.folded(self.decay, self.by_token, (self.q.shape[0], self.q.shape[1], self.num_heads), self.dtype)
         return self.replace(q=s.masked(self.q), k=s.masked(self.k), v=s.masked(self.v), decay=decay, segments=None)
 
     # ---- packed sequences ----------------------------------------------------------------------------------------
 
     @property
     def sequence_of(self) -> Int[Array, "T"]:
-        """The sequence of every row; of padding rows, the last."""
+        """The sequence of every row; of padding rows, the last. Without packing all rows count as sequence 0."""
         rows = jnp.arange(self.q.shape[1])
+        if self.boundaries is None:
+            return jnp.zeros_like(rows)
         found = jnp.searchsorted(self.boundaries, rows, side="right") - 1
         return jnp.clip(found, 0, self.num_sequences - 1)
 

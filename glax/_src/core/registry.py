@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from glax._src.core.backend import Backend, computes_on, local_device, lowering_platform
+from glax._src.core.backend import Backend, computes_on, local_device, lowering_platform, x64_is_enabled
 from glax._src.core.known_miscompiles import denied
 from glax._src.core.recurrence import Recurrence, describe
 
@@ -159,7 +159,7 @@ def under_usual_options(spec: KernelSpec) -> KernelSpec:
     def usual(run):
         @functools.wraps(run)
         def traced(*operands, **options):
-            wide = jax.config.jax_enable_x64 and spec.backend not in (Backend.GPU, Backend.TPU)
+            wide = x64_is_enabled() and spec.backend not in (Backend.GPU, Backend.TPU)
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), jax.enable_x64(wide):
                 return run(*operands, **options)
 
@@ -170,7 +170,10 @@ def under_usual_options(spec: KernelSpec) -> KernelSpec:
 
     def two_phase(r: Recurrence) -> TwoPhase | None:
         phases = spec.two_phase(r)
-        return None if phases is None else TwoPhase(*map(usual_if_any, phases))
+        if phases is None:
+            return None
+        saving = usual_if_any(phases.finish_with_residuals)
+        return TwoPhase(usual(phases.local_states), usual(phases.finish), saving)
 
     saving = usual_if_any(spec.forward_with_residuals)
     return dataclasses.replace(spec, run=usual(spec.run), forward_with_residuals=saving, two_phase=two_phase)

@@ -7,14 +7,16 @@ alone, and needs no message from other shards.
 
 import dataclasses
 import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.recurrence import Recurrence, aligned, fold_heads, spread_heads
-from glax._src.parallel.exchange import Edge
+from glax._src.parallel.exchange import Edge, Factors
 
 FIRST_ROWS = 256  # rows of the first window, which is always read; log-sigmoid gates underflow within it
 NEXT_ROWS = 4096  # rows of each further window
@@ -65,12 +67,16 @@ class BoundaryRows:
         first, following = self.window_rows
         return Window(self, first + i * following, following)
 
-    def prefix(self, x: Array | None, inclusive: bool) -> Array | None:
+    def decays(self, logs: tuple[Array | None, Array | None], inclusive: bool) -> Factors:
+        """The decays from the edge through each row or, if not `inclusive`, up to it, on the state's rows and columns."""
+        row_log, column_log = (None if x is None else self.prefix(x, inclusive) for x in logs)
+        return exp_both((row_log, column_log))
+
+    def prefix(self, x: Array, inclusive: bool) -> Array:
         """Sums x from the edge through each row or, if not `inclusive`, up to it. Takes no difference: log decays may be -inf."""
-        if x is None:
-            return None
         total = lax.cumsum(x, axis=1, reverse=not self.from_low)
-        return total if inclusive else shift_rows(total, 1 if self.from_low else -1)
+        by = 1 if self.from_low else -1
+        return total if inclusive else shift_rows(total, by)
 
     def suffix(self, x: Array) -> Array:
         """Sums x over the rows beyond each row, away from the edge."""
@@ -126,7 +132,7 @@ class Window:
         return key, value
 
 
-def fold_windows(rows: BoundaryRows, visit, carry):
+def fold_windows(rows: BoundaryRows, visit, carry: Any) -> tuple[Int[Array, ""], Factors, Any]:
     """Folds visit(window, i, G, logs, carry) over the windows from the edge on, until all decays underflow to 0.
 
     i: the index among the windows after the first, None for the first. G: the sums of log decays up to the window.
@@ -136,13 +142,14 @@ def fold_windows(rows: BoundaryRows, visit, carry):
     E, H, K, V = rows.state_shape
     decay, dtype = rows.r.decay, rows.r.dtype
     row_width = K if decay.key is not None else 1
-    widths = 0 if decay.form in ("none", "value") else row_width, V * (decay.value is not None)
-    G = tuple(jnp.zeros((E, H, width), dtype) if width else None for width in widths)
+    row_sum = None if decay.form in ("none", "value") else jnp.zeros((E, H, row_width), dtype)
+    column_sum = None if decay.value is None else jnp.zeros((E, H, V), dtype)
+    G = row_sum, column_sum
 
-    def step(window, i, G, carry):
+    def step(window, i, G: Factors, carry):
         logs = window.logs()
         carry = visit(window, i, G, logs, carry)
-        return tuple(None if x is None else x + log.sum(1) for x, log in zip(G, logs, strict=True)), carry
+        return jax.tree.map(lambda x, log: x + log.sum(1), G, logs), carry
 
     def is_alive(loop):
         i, G, _ = loop
@@ -155,12 +162,13 @@ def fold_windows(rows: BoundaryRows, visit, carry):
 
     loop = rows.aligned((jnp.zeros_like(rows.num_next_windows), *step(rows.first_window, None, G, carry)))
     i, G, carry = lax.while_loop(is_alive, visit_next, loop) if rows.max_next_windows else loop
-    return i, tuple(None if x is None else jnp.where(i == rows.num_next_windows, jnp.exp(x), 0) for x in G), carry
+    return i, jax.tree.map(lambda x: jnp.where(i == rows.num_next_windows, jnp.exp(x), 0), G), carry
 
 
-def exp_all(*logs: Array | None) -> tuple[Array | None, ...]:
-    """Takes the exponential of each array that is not None."""
-    return tuple(None if x is None else jnp.exp(x) for x in logs)
+def exp_both(logs: tuple[Array | None, Array | None]) -> Factors:
+    """Takes the exponential of each of the two arrays that is not None."""
+    row_log, column_log = logs
+    return None if row_log is None else jnp.exp(row_log), None if column_log is None else jnp.exp(column_log)
 
 
 def shift_rows(x: Array, by: int) -> Array:

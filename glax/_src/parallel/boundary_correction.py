@@ -10,17 +10,17 @@ is not 0 are read.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence
-from glax._src.parallel.boundary import BoundaryRows, exp_all, fold_windows, times
-from glax._src.parallel.exchange import apply_decay
+from glax._src.parallel.boundary import BoundaryRows, exp_both, fold_windows, times
+from glax._src.parallel.exchange import Factors, apply_decay
 
 einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-Factors = tuple[Array | None, Array | None]
 
 
 def correct_output(
@@ -31,10 +31,10 @@ def correct_output(
     scale = rows.edge.pick(r.scale, rows.packed)[:, None, None, None]
 
     def visit(window, _, G, logs, output):
-        row_decay, column_decay = exp_all(*(rows.prefix(x, inclusive=True) for x in logs))
+        row_decay, column_decay = rows.decays(logs, inclusive=True)
         # [E, C, H, K]
         q = times(window.read(r.q) * scale, row_decay)
-        return window.add(output, times(einsum("bchk,bhkv->bchv", q, apply_decay(P, *exp_all(*G))), column_decay))
+        return window.add(output, times(einsum("bchk,bhkv->bchv", q, apply_decay(P, *exp_both(G))), column_decay))
 
     _, passed, output = fold_windows(rows, visit, rows.aligned(output))
     return output, passed
@@ -50,25 +50,23 @@ def correct_gradient(
     are smallest.
     """
     r, decay = rows.r, rows.r.decay
-    on_rows, on_columns = decay.form != "value", decay.value is not None
-    per_key = decay.key is not None
     visited, passed, before = sums_before_windows(rows)
     # [E, H, K, V]
     edge_terms = apply_decay(Q, *passed) * entered
-    totals = (
-        (edge_terms.sum(3) if per_key else edge_terms.sum((2, 3))[..., None]) if on_rows else None,
-        edge_terms.sum(2) if on_columns else None,
-    )
+    totals = sums_by_gate(decay, edge_terms)
 
     def step(window, G: Factors, carry):
         dk, dv, d_decay, totals = carry
-        adjoint, logs = apply_decay(Q, *exp_all(*G)), window.logs()
-        row_decay, column_decay = exp_all(*(rows.prefix(x, inclusive=False) for x in logs))
+        adjoint, logs = apply_decay(Q, *exp_both(G)), window.logs()
+        row_decay, column_decay = rows.decays(logs, inclusive=False)
         # [E, C, H, K], [E, C, H, V]
         k, v = times(window.read(r.k), row_decay), times(window.read(r.v), column_decay)
         k_term, v_term = einsum("bchv,bhkv->bchk", v, adjoint), einsum("bchk,bhkv->bchv", k, adjoint)
-        sides = (k * k_term if on_rows else None, v * v_term if on_columns else None)
-        sides = (sides[0] if per_key or not on_rows else sides[0].sum(3, keepdims=True), sides[1])
+        row_side = None if decay.form == "value" else k * k_term
+        column_side = None if decay.value is None else v * v_term
+        if row_side is not None and decay.key is None:
+            row_side = row_side.sum(3, keepdims=True)
+        sides = row_side, column_side
         # Tokens that come earlier in the recurrence are farther from the edge.
         d_key, d_value = (
             None if x is None else t[:, None] + rows.suffix(x) for x, t in zip(sides, totals, strict=True)
@@ -83,13 +81,23 @@ def correct_gradient(
 
     def visit_next(j, carry):
         i = visited - 1 - j
-        G = tuple(None if x is None else lax.dynamic_index_in_dim(x, i, keepdims=False) for x in before)
+        G = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), before)
         return step(rows.next_window(i), G, carry)
 
     carry = rows.aligned((d.k, d.v, d.decay, totals))
     carry = lax.fori_loop(0, visited, visit_next, carry) if rows.max_next_windows else carry
     dk, dv, d_decay, _ = step(rows.first_window, (None, None), carry)
     return d.replace(k=dk, v=dv, decay=d_decay), passed
+
+
+def sums_by_gate(decay: Decay, terms: Float[Array, "E H K V"]) -> Factors:
+    """Sums terms over the elements of the state that share a gate: for the gates of its rows, and for those of its columns."""
+    of_rows = None
+    if decay.key is not None:
+        of_rows = terms.sum(3)
+    elif decay.form != "value":
+        of_rows = terms.sum((2, 3))[..., None]
+    return of_rows, None if decay.value is None else terms.sum(2)
 
 
 def sums_before_windows(rows: BoundaryRows) -> tuple[Int[Array, ""], Factors, Factors]:
@@ -100,10 +108,7 @@ def sums_before_windows(rows: BoundaryRows) -> tuple[Int[Array, ""], Factors, Fa
 
     def visit(window, i, G, logs, saved):
         if i is None:
-            return tuple(None if x is None else jnp.zeros((rows.max_next_windows, *x.shape), x.dtype) for x in G)
-        return tuple(
-            None if x is None else lax.dynamic_update_index_in_dim(x, now, i, 0)
-            for x, now in zip(saved, G, strict=True)
-        )
+            return jax.tree.map(lambda x: jnp.zeros((rows.max_next_windows, *x.shape), x.dtype), G)
+        return jax.tree.map(lambda x, now: lax.dynamic_update_index_in_dim(x, now, i, 0), saved, G)
 
     return fold_windows(rows, visit, None)

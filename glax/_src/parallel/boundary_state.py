@@ -7,12 +7,14 @@ with which a sequence begins (or ends) inside the shard. Rows are read from the 
 0. So S does not depend on the shard's outputs, and is sent while these are computed.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from glax._src.parallel.boundary import BoundaryRows, Window, exp_all, fold_windows, times
-from glax._src.parallel.exchange import apply_decay
+from glax._src.parallel.boundary import BoundaryRows, Window, exp_both, fold_windows, times
+from glax._src.parallel.exchange import Factors, apply_decay
 
 
 def state_and_decay(
@@ -30,14 +32,14 @@ def state_and_decay(
     """
     r, edge = rows.r, rows.edge
     # As in the kernels, bfloat16 operands are multiplied as they are and summed in float32.
-    product = dict(preferred_element_type=r.dtype, precision=lax.Precision.HIGHEST)
+    product = functools.partial(jnp.einsum, preferred_element_type=r.dtype, precision=lax.Precision.HIGHEST)
     narrow = r.q.dtype if r.q.dtype == jnp.bfloat16 else r.dtype
 
     def visit(window, _, G, logs, S):
-        row_decay, column_decay = exp_all(*(rows.prefix(x, inclusive=adjoint) for x in logs))
+        row_decay, column_decay = rows.decays(logs, inclusive=adjoint)
         # [E, C, H, K], [E, C, H, V]
         x, y = times(window.read(a), row_decay).astype(narrow), times(window.read(b), column_decay).astype(narrow)
-        return S + apply_decay(jnp.einsum("bchk,bchv->bhkv", x, y, **product), *exp_all(*G))
+        return S + apply_decay(product("bchk,bchv->bhkv", x, y), *exp_both(G))
 
     _, passed, S = fold_windows(rows, visit, rows.aligned(jnp.zeros(rows.state_shape, r.dtype)))
     if adjoint:
@@ -46,7 +48,7 @@ def state_and_decay(
     return jnp.where(edge.crosses, S, 0), *decay_of(rows, spans, passed)
 
 
-def decay_of(rows: BoundaryRows, spans: Bool[Array, ""], passed: tuple[Array | None, Array | None]):
+def decay_of(rows: BoundaryRows, spans: Bool[Array, ""], passed: Factors) -> tuple[Array, Array | None]:
     """Returns the decay through the shard as factors of the state's rows and columns, 0 unless `spans`."""
     row_decay, column_decay = passed
     row_decay = jnp.ones((*rows.state_shape[:2], 1), rows.r.dtype) if row_decay is None else row_decay
@@ -56,4 +58,5 @@ def decay_of(rows: BoundaryRows, spans: Bool[Array, ""], passed: tuple[Array | N
 def total_decay(rows: BoundaryRows, spans: Bool[Array, ""]) -> tuple[Array, Array | None]:
     """Returns D of `state_and_decay` from all rows together. A loop with a data-dependent number of steps has no gradient."""
     logs = Window(rows, 0, rows.r.q.shape[1]).logs()
-    return decay_of(rows, spans, exp_all(*(None if x is None else x.sum(1) for x in logs)))
+    row_log, column_log = (None if x is None else x.sum(1) for x in logs)
+    return decay_of(rows, spans, exp_both((row_log, column_log)))

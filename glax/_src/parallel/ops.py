@@ -1,10 +1,11 @@
 """The public functions of `glax.parallel`: those of `glax._src.api.recurrent`, with arrays sharded over a mesh."""
 
 import functools
-from typing import Literal, Unpack
+from typing import Literal, TypedDict, Unpack
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -16,13 +17,26 @@ from glax._src.parallel.sharding import Axis, Spread, solve_on_mesh
 from glax._src.solve.dispatch import Choice
 
 
-class ParallelOptions(Options, total=False):
-    """The options of every function here beside its gates: those of `glax.recurrent` and the fields of `Spread`."""
+class MeshOptions(TypedDict, total=False):
+    """The fields of `Spread`, as arguments."""
 
     mesh: Mesh | AbstractMesh | None
     batch_axis: Axis
     head_axis: Axis
     sequence_axis: str | None
+
+
+class ParallelOptions(Options, MeshOptions, total=False):
+    """The arguments that every function here accepts beside its gates: those of `glax.recurrent` and the fields of `Spread`."""
+
+
+class AttentionOptions(MeshOptions, total=False):
+    """The arguments of `recurrent_attention` that it hands on to `recurrent` as they are."""
+
+    softmax_scale: float | Float[Array, ""] | None
+    reverse: bool
+    platform: str | None
+    cfg: Config | None
 
 
 def recurrent(
@@ -63,8 +77,9 @@ def recurrent(
     options = ScanOptions(reverse, pad_id)
     check_before_tracing(arrays, platform, cfg, options)
     spread = Spread.of(mesh, batch_axis, head_axis, sequence_axis)
-    if not isinstance(query, jax.core.Tracer) and isinstance(spread.mesh, Mesh):
-        small = {name: x for name, x in arrays.items() if np.ndim(x) < 2}  # jit shards the larger arrays itself
+    if not isinstance(query, Tracer) and isinstance(spread.mesh, Mesh):
+        # jit shards the larger arrays itself
+        small = {name: x for name, x in arrays.items() if x is None or np.ndim(x) < 2}
         arrays |= transferred(small, NamedSharding(spread.mesh, PartitionSpec()))
     return bind_and_solve(Choice(Platform.parse(platform), cfg), spread, options.static, arrays)
 
@@ -88,12 +103,13 @@ def recurrent_attention(
     cu_seqlens: Int[Array, "N+1"] | None = None,
     *,
     return_state: bool = False,
-    **options: Unpack[ParallelOptions],
+    **options: Unpack[AttentionOptions],
 ) -> Float[Array, "B T H V"] | Outputs:
     """`recurrent`, returning the output alone unless `return_state`: then (output, final_state)."""
     check_flag("return_state", return_state)
-    gates = dict(g=g, g_gamma=g_gamma, gk=gk, gv=gv)
-    outputs = recurrent(query, key, value, **gates, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
+    outputs = recurrent(
+        query, key, value, g, g_gamma, gk, gv, initial_state=initial_state, cu_seqlens=cu_seqlens, **options
+    )
     return outputs if return_state else outputs.output
 
 

@@ -105,9 +105,11 @@ def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output
     returned = exchange_states(axis, n, not r.reverse, *message)
     if overlap == "correct":
         d = gradient(choice, own, d_output, ended, residuals)
+        d_started = d.initial_state
+        assert d_started is not None  # `own` has an initial state even if none was given
         rows = BoundaryRows(r, shard.leave, from_low=r.reverse)
         d, passed = correct_gradient(rows, returned, shard.leave.pick(started, packed), d)
-        d_initial = shard.leave.add(d.initial_state, apply_decay(returned, *passed), packed)
+        d_initial = shard.leave.add(d_started, apply_decay(returned, *passed), packed)
     else:
         ended = shard.leave.add(ended, returned, packed)
         if overlap == "two_phase":
@@ -115,7 +117,6 @@ def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output
         else:
             d = gradient(choice, own, d_output, ended, residuals)
         d_initial = d.initial_state
-    # `own` has an initial state even if none was given.
     given = r.initial_state
     return d.replace(initial_state=None if given is None else where(shard.begins, d_initial, 0).astype(given.dtype))
 

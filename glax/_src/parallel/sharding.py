@@ -14,7 +14,7 @@ from glax._src.core.recurrence import Outputs, Recurrence, spread_heads
 from glax._src.parallel.sequence import solve_sequence
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
-from glax._src.solve.partitioning import Axis, flat_axes, recurrence_specs
+from glax._src.solve.partitioning import Axis, flat_axes, output_specs, recurrence_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +48,13 @@ class Spread:
     @classmethod
     def of(cls, mesh, batch_axis, head_axis, sequence_axis) -> "Spread":
         """Returns the layout of a call's arguments, after checking them."""
-        if mesh is None:
-            mesh = jax.sharding.get_abstract_mesh()
-            if mesh.empty:
-                raise ValueError("mesh must be given, or be in use by jax.set_mesh: there is none")
-        if not isinstance(mesh, Mesh | AbstractMesh):
+        if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+        mesh = cls(mesh).mesh_in_use
         named: dict[str, str] = {}
-        for argument, axis in (("batch_axis", batch_axis), ("head_axis", head_axis), ("sequence_axis", sequence_axis)):
-            names = axis if isinstance(axis, tuple) and argument != "sequence_axis" else () if axis is None else (axis,)
+        arguments = dict(batch_axis=axis_names(batch_axis), head_axis=axis_names(head_axis))
+        arguments["sequence_axis"] = () if sequence_axis is None else (sequence_axis,)  # never several
+        for argument, names in arguments.items():
             for name in names:
                 if name not in mesh.axis_names:
                     raise ValueError(f"{argument} must be of the mesh's axes {mesh.axis_names}, got {name!r}")
@@ -65,8 +63,16 @@ class Spread:
                 named[name] = argument
         return cls(mesh, batch_axis, head_axis, sequence_axis)
 
+    @property
+    def mesh_in_use(self) -> Mesh | AbstractMesh:
+        """`mesh`, or the one that jax.set_mesh has set. ValueError if there is none."""
+        mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
+        if self.mesh is None and mesh.empty:
+            raise ValueError("mesh must be given, or be in use by jax.set_mesh: there is none")
+        return mesh
+
     def size(self, axis: Axis) -> int:
-        return math.prod(self.mesh.shape[name] for name in flat_axes(axis))
+        return math.prod(self.mesh_in_use.shape[name] for name in flat_axes(axis))
 
     @property
     def for_packed(self) -> "Spread":
@@ -83,11 +89,9 @@ class Spread:
 
         A dimension is not sharded if its axes do not divide it, or its size in `shape`. Automatic axes are left to shard_map.
         """
-        explicit = {
-            name
-            for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-            if kind is AxisType.Explicit
-        }
+        mesh = self.mesh_in_use
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        explicit = {name for name, kind in kinds if kind is AxisType.Explicit}
         if not explicit:
             return arrays
 
@@ -97,7 +101,7 @@ class Spread:
 
         def place(x, spec):
             spec = P(*(typed(axis, size) for axis, size in zip(spec, shape or x.shape, strict=False)))
-            return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
+            return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
         return jax.tree.map(place, arrays, specs)
 
@@ -110,6 +114,13 @@ class Spread:
                 raise ValueError(
                     f"{argument} must have a size that divides {what}={count}, got {axis!r} of size {size}"
                 )
+
+
+def axis_names(axis: Axis) -> tuple[str, ...]:
+    """The names that an axis argument holds, not checked yet; none for None."""
+    if axis is None:
+        return ()
+    return axis if isinstance(axis, tuple) else (axis,)
 
 
 def solve_on_mesh(choice: Choice, spread: Spread, r: Recurrence) -> Outputs:
@@ -126,14 +137,14 @@ def solve_on_mesh(choice: Choice, spread: Spread, r: Recurrence) -> Outputs:
     r = repeat_heads(append_rows(r, -T % shards), spread.size(spread.head_axis))
     specs = spread.specs(r)
     r = spread.reshard(r, specs)
-    out_specs = Outputs(specs.q, P(spread.batch_axis, spread.head_axis))
+    out_specs = output_specs(spread.batch_axis, spread.head_axis, spread.sequence_axis)
     inside = functools.partial(solve_on_shard, choice, spread.sequence_axis, shards)
     # check_vma is off because it cannot type kernels of Pallas Mosaic GPU. Cotangents are summed nevertheless.
-    run = jax.shard_map(inside, mesh=spread.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
+    run = jax.shard_map(inside, mesh=spread.mesh_in_use, in_specs=(specs,), out_specs=out_specs, check_vma=False)
     outputs = run(r)
     if outputs.output.shape[1] == T:
         return outputs
-    output = spread.reshard(outputs.output, specs.q, (outputs.output.shape[0], T, *outputs.output.shape[2:]))
+    output = spread.reshard(outputs.output, out_specs.output, (outputs.output.shape[0], T, *outputs.output.shape[2:]))
     return outputs._replace(output=output[:, :T])
 
 

@@ -88,7 +88,7 @@ def bind_and_step(choice: Choice, tokens: dict, rest: dict, state, slots, bonus,
 
 def advance_and_round(choice: Choice, r: Recurrence, slots, rounding_key) -> Outputs:
     """`advance` with stochastic rounding of the new states. Kernels of steps round to nearest, so others form the states."""
-    pool = r.initial_state
+    pool = pool_of(r)
     if slots is None:
         output, final = solve(choice, r)
         return Outputs(output, stored(final, pool.dtype, rounding_key))
@@ -101,29 +101,34 @@ def read_with_bonus(r: Recurrence, slots, bonus: Float[Array, "H K"]) -> Float[A
     """scale * (S + diag(bonus) k v^T)^T q, with S as it lies in the pool; 0 where a slot is unused."""
     check_bonus(bonus, r.num_heads, r.q.shape[3])
     if slots is not None:
-        pool = r.initial_state
+        pool = pool_of(r)
         r = without_padding(r.replace(initial_state=take(pool, slots)), (slots < pool.shape[0])[:, None, None, None])
     return (initial_read(r) + bonus_term(r, bonus)).astype(r.q.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def advance(choice: Choice, r: Recurrence, slots) -> Outputs:
+def run_advance(choice: Choice, r: Recurrence, slots) -> Outputs:
     """Return output [B, 1, H, V] and the pool, r's initial state, after one token; in place if a kernel can."""
     spec = step_kernel(choice, r)
-    if spec is None or 0 in (*r.q.shape, r.initial_state.shape[0]):
+    if spec is None or 0 in (*r.q.shape, pool_of(r).shape[0]):
         return gathered(choice, r, slots)
 
     def in_pool(r, slots):
-        known = None if slots is None else jnp.where(slots < r.initial_state.shape[0], slots, -1)
+        known = None if slots is None else jnp.where(slots < pool_of(r).shape[0], slots, -1)
         return run_step(spec, choice, r, known, out_of_pool)
 
     def out_of_pool(choice, r, slots):
-        P = r.initial_state.shape[0]
+        P = pool_of(r).shape[0]
         return gathered(choice, r, None if slots is None else jnp.where(slots < 0, P, slots))
 
     run = jax.custom_batching.custom_vmap(in_pool)
     run.def_vmap(functools.partial(by_example, choice))
     return run(r, slots)
+
+
+def pool_of(r: Recurrence) -> Float[Array, "P H K V"]:
+    """The states of a step: r's initial states, which `bind_and_step` always sets."""
+    assert r.initial_state is not None
+    return r.initial_state
 
 
 def by_example(choice: Choice, size: int, batched, *operands):
@@ -137,8 +142,8 @@ LARGE = 2**14  # elements of one sequence's state
 
 
 def gathered(choice: Choice, r: Recurrence, slots) -> Outputs:
-    """`advance` by the kernels for whole sequences."""
-    pool = r.initial_state
+    """`run_advance` by the kernels for whole sequences."""
+    pool = pool_of(r)
     if slots is None:
         return unpooled(choice, r)
     if Backend.here() is Backend.CPU and math.prod(pool.shape[1:]) >= LARGE and pool.shape[0]:
@@ -150,7 +155,7 @@ def gathered(choice: Choice, r: Recurrence, slots) -> Outputs:
 
 def unpooled(choice: Choice, r: Recurrence) -> Outputs:
     output, final = solve(choice, r)
-    return Outputs(output, final.astype(r.initial_state.dtype))
+    return Outputs(output, final.astype(pool_of(r).dtype))
 
 
 def one_row_at_a_time(choice: Choice, r: Recurrence, slots) -> Outputs:
@@ -158,7 +163,7 @@ def one_row_at_a_time(choice: Choice, r: Recurrence, slots) -> Outputs:
 
     All rows together would pass through memory three times.
     """
-    pool, tokens = r.initial_state, r.replace(initial_state=None)
+    pool, tokens = pool_of(r), r.replace(initial_state=None)
     output = jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)
     # Inside shard_map, what a loop carries must vary over the mesh as much as all that goes into it.
     pool, output, tokens, slots = aligned((pool, output, tokens, slots))
@@ -178,6 +183,10 @@ def one_row_at_a_time(choice: Choice, r: Recurrence, slots) -> Outputs:
 
     pool, output = lax.fori_loop(0, r.q.shape[0], row, (pool, output))
     return Outputs(output, pool)
+
+
+# `run_advance`, with the gradient of `gathered`.
+advance = jax.custom_vjp(run_advance, nondiff_argnums=(0,))
 
 
 def _advance_fwd(choice, r, slots):

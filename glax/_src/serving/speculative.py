@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key
 
 from glax._src.api.recurrent import bind_and_solve
@@ -121,7 +122,7 @@ def commit(
         raise TypeError(f"accepted must hold integers, got {accepted.dtype}")
     if accepted.shape != (B,):
         raise ValueError(f"accepted must be [B]={[B]} as in the draft, got shape {accepted.shape}")
-    if not isinstance(accepted, jax.core.Tracer):
+    if not isinstance(accepted, Tracer):
         known = np.asarray(jax.device_get(accepted))
         if (wrong := known[(known < 0) | (known > T)]).size:
             raise ValueError(f"accepted must be from 0 to T={T}, the length of the draft, got {wrong[0]}")

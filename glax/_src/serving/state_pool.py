@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.recurrence import aligned, to_int32
@@ -13,7 +14,7 @@ from glax._src.serving.stored_states import check_state_dtype, stored
 
 def check_known_slots(slots, pool, name: str = "state"):
     """Check the values of slots where they are known; `usable` and `check_states` check shapes and dtypes."""
-    if slots is None or isinstance(slots, jax.core.Tracer) or not jnp.issubdtype(slots.dtype, jnp.integer):
+    if slots is None or isinstance(slots, Tracer) or not jnp.issubdtype(slots.dtype, jnp.integer):
         return
     if np.ndim(slots) != 1 or np.ndim(pool) != 4:
         return

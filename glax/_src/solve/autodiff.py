@@ -197,12 +197,11 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
         output = solve(choice, r).output
         d_columns = sum_behind(r, output * do - v * dv, at_end.sum(2))
 
-    d_decay = Decay(
-        constant=None if decay.constant is None else r.per_sequence(d_rows.sum(3)),
-        head=None if decay.head is None else d_rows.sum(3),
-        key=None if decay.key is None else d_rows,
-        value=None if decay.value is None else d_columns,
-    )
+    d_decay = Decay(key=None if decay.key is None else d_rows, value=d_columns)
+    if d_rows is not None and decay.constant is not None:
+        d_decay = Decay(constant=r.per_sequence(d_rows.sum(3)))
+    if d_rows is not None and decay.head is not None:
+        d_decay = Decay(head=d_rows.sum(3))
     initial = None if r.initial_state is None else G * first_decay(r)
     return gradient_recurrence(given, read * scale, dk, dv, d_decay, initial, r.per_sequence(q_read.sum((2, 3))))
 
@@ -210,14 +209,12 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
 def clean(r: Recurrence, d_output) -> tuple[Recurrence, Array]:
     """Cast r and d_output to the dtype of sums and zero their padding rows, which may hold anything, NaN too."""
 
-    def each(x):
-        if x is None:
-            return None
+    def each(x: Array) -> Array:
         x = x.astype(r.dtype)
         return x if r.boundaries is None else jnp.where(r.is_token.reshape(-1, *[1] * (x.ndim - 2)), x, 0)
 
-    decay = r.decay
-    decay = Decay(decay.constant, *map(each, (decay.head, decay.key, decay.value)))
+    gates = (None if x is None else each(x) for x in (r.decay.head, r.decay.key, r.decay.value))
+    decay = Decay(r.decay.constant, *gates)
     return r.replace(q=each(r.q), k=each(r.k), v=each(r.v), decay=decay), each(d_output)
 
 
@@ -238,13 +235,13 @@ def adjoint_of(r: Recurrence) -> Recurrence:
 
 def first_decay(r: Recurrence) -> Float[Array, "N H K V"]:
     """The decay of each sequence's first token in scan order; 1 for an empty sequence, whose final state is its initial state."""
-    decay, packed, first = r.decay, r.boundaries is not None, -1 if r.reverse else 0
-    if packed:
+    decay, first, begin, end, at = r.decay, -1 if r.reverse else 0, None, None, None
+    if r.boundaries is not None:
         begin, end = r.boundaries[:-1], r.boundaries[1:]
         at = jnp.clip(end - 1 if r.reverse else begin, 0, r.q.shape[1] - 1)
 
     def rows(x):
-        return x[0][at] if packed else x[:, first]
+        return x[:, first] if at is None else x[0][at]
 
     log = jnp.zeros(r.state_shape, r.dtype)
     if decay.constant is not None:
@@ -256,7 +253,7 @@ def first_decay(r: Recurrence) -> Float[Array, "N H K V"]:
     if decay.value is not None:
         log += rows(decay.value)[..., None, :]
     factor = jnp.exp(log)
-    return jnp.where((begin < end)[:, None, None, None], factor, 1) if packed else factor
+    return factor if begin is None or end is None else jnp.where((begin < end)[:, None, None, None], factor, 1)
 
 
 def sum_behind(r: Recurrence, x: Float[Array, "B T H D"], at_end: Float[Array, "N H D"]) -> Float[Array, "B T H D"]:

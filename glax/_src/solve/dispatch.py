@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import pathlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, varying_like
-from glax._src.core.registry import Config, KernelSpec, Platform, UnsupportedError, kernel_registry
+from glax._src.core.registry import Config, KernelSpec, Platform, TwoPhase, UnsupportedError, kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.tuning.cache import PersistentCache, overlay
 from glax._src.tuning.executor import Executor, is_listening
@@ -135,37 +136,53 @@ def gradient_elsewhere(
 # ---- kernels in two phases, see `TwoPhase` ---------------------------------------------------------------------------
 
 
-def kernel_of(resolution: Resolution, gradient: bool) -> tuple[KernelSpec | None, Choice]:
-    if gradient:
-        return resolution.vjp, resolution.vjp_choice
-    return resolution.forward, resolution.choice
+class Phases(NamedTuple):
+    """A kernel that runs in two phases, the choice that it runs under, and its phases."""
+
+    spec: KernelSpec
+    choice: Choice
+    phases: TwoPhase
+
+
+def phases_of(resolution: Resolution, r: Recurrence, gradient: bool) -> Phases | None:
+    """The kernel that runs r (or its gradient), where it has two phases there; else None."""
+    spec = resolution.vjp if gradient else resolution.forward
+    phases = None if spec is None else spec.two_phase(r)
+    if spec is None or phases is None:
+        return None
+    return Phases(spec, resolution.vjp_choice if gradient else resolution.choice, phases)
+
+
+def two_phases(resolution: Resolution, r: Recurrence, gradient: bool) -> Phases:
+    """`phases_of` where there are some."""
+    found = phases_of(resolution, r, gradient)
+    assert found is not None, "the caller has checked runs_in_two_phases"
+    return found
 
 
 def runs_in_two_phases(resolution: Resolution, r: Recurrence, gradient: bool) -> bool:
     """Whether the kernel that runs r (or its gradient) has two phases there."""
-    spec, _ = kernel_of(resolution, gradient)
-    return spec is not None and spec.two_phase(r) is not None
+    return phases_of(resolution, r, gradient) is not None
 
 
 def begin(resolution: Resolution, r: Recurrence, *cotangents):
     """Run the first phase of r's kernel or, given cotangents, of its gradient's: (begun, state, log), see `TwoPhase`."""
-    spec, choice = kernel_of(resolution, bool(cotangents))
-    part = spec.two_phase(r).local_states
-    return merged_vmap(functools.partial(run_spec, spec, choice, part=part), r, *cotangents)
+    spec, choice, phases = two_phases(resolution, r, bool(cotangents))
+    return merged_vmap(functools.partial(run_spec, spec, choice, part=phases.local_states), r, *cotangents)
 
 
 def finish(resolution: Resolution, r: Recurrence, *given, begun):
     """Run the second phase. given: for the gradient d_output, d_final and the residuals, if there are any."""
-    spec, choice = kernel_of(resolution, bool(given))
-    return finish_by(spec.two_phase(r).finish, spec, choice, r, *given, begun=begun)
+    spec, choice, phases = two_phases(resolution, r, bool(given))
+    return finish_by(phases.finish, spec, choice, r, *given, begun=begun)
 
 
 def finish_with_residuals(resolution: Resolution, r: Recurrence, begun) -> tuple[Outputs, Residuals | None]:
     """Run the second phase of the forward, with the residuals for its gradient; None where it saves none."""
-    spec, choice = kernel_of(resolution, gradient=False)
-    if spec.two_phase(r).finish_with_residuals is None or not resolution.saves_residuals(r):
+    spec, choice, phases = two_phases(resolution, r, gradient=False)
+    if phases.finish_with_residuals is None or not resolution.saves_residuals(r):
         return finish(resolution, r, begun=begun), None
-    return finish_by(spec.two_phase(r).finish_with_residuals, spec, choice, r, begun=begun)
+    return finish_by(phases.finish_with_residuals, spec, choice, r, begun=begun)
 
 
 def finish_by(part, spec: KernelSpec, choice: Choice, *operands, begun):

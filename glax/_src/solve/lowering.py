@@ -8,9 +8,10 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]  (JAX 0.12)
 from jax.interpreters import mlir
 
 from glax._src.core.backend import Backend, lowering_platform
@@ -81,7 +82,7 @@ class Call:
 
     kernel: Kernel
     jaxpr: ClosedJaxpr
-    structure: jax.tree_util.PyTreeDef
+    structure: jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]  (JAX has no stub of it)
     results: object
     backend: Backend
     spreads: bool
@@ -126,7 +127,8 @@ def _(*leaves, call: Call, devices: ClosedJaxpr | None):
 
 def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, devices: ClosedJaxpr | None):
     module = context.module_context
-    platform, where = (context.platforms or module.platforms)[0], module.axis_context
+    platform = (context.platforms or module.platforms)[0]
+    where: Any = module.axis_context  # JAX has no public type of it
     # Inside shard_map over all axes, arrays are a device's own; there the context has no such number.
     free = FreeAxis.of(where)
     spread = call.spreads and (free is not None or getattr(where, "num_devices", 1) > 1)
@@ -137,9 +139,8 @@ def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, devices: Close
         check_shardy()
     results = mlir.lower_fun(call.lowered(platform, asks, visible, free))(context, *leaves)
     if asks:
-        devices = where.device_assignment if free is None else free.mesh.devices
-        mesh = where.abstract_mesh if free is None else free
-        about = platform, devices, mesh, call.structure, ADDRESS.sub("", str(call.jaxpr))
+        place = (free.mesh.devices, free) if free is not None else (where.device_assignment, where.abstract_mesh)
+        about = platform, *place, call.structure, ADDRESS.sub("", str(call.jaxpr))
         name_by_content(module, results[0].owner, " ".join(map(str, about)))
     return results
 

@@ -14,11 +14,13 @@ import math
 import pathlib
 import re
 import sys
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from glax._src.core.backend import jax_option
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, aligned, varying_axes
 
@@ -161,7 +163,7 @@ def sources() -> str:
 
 def check_shardy():
     """NotImplementedError without Shardy: XLA would end the process at a kernel that only Shardy can partition."""
-    if not jax.config.jax_use_shardy_partitioner:
+    if not jax_option("jax_use_shardy_partitioner"):
         raise NotImplementedError(
             "glax spreads kernels over devices by the Shardy partitioner, which jax_use_shardy_partitioner=False switches "
             "off: set it to True, which is JAX's default, or call glax inside jax.shard_map"
@@ -185,14 +187,21 @@ def summed(f, heads, operands):
 # ---- what lies where -------------------------------------------------------------------------------------------------
 
 
+# A PartitionSpec, in the place of an array in the trees below.
+Spec = Any
+
+
 def recurrence_specs(r: Recurrence, batch, heads, sequence=None, shared_heads=None) -> Recurrence:
     """A PartitionSpec for every array of r over those mesh axes. One head that all others read is sharded over `shared_heads`."""
 
-    def tokens(x: jax.Array) -> P:
+    def tokens(x: jax.Array) -> Spec:
         is_shared = x.shape[2] == 1 and r.num_heads > 1
         return P(batch, sequence, shared_heads if is_shared else heads)
 
-    gates, states = P(batch, sequence, heads), P(batch, heads)
+    gates: Spec = P(batch, sequence, heads)
+    states: Spec = P(batch, heads)
+    sequences: Spec = P(batch)
+    replicated: Spec = P()
     form = r.decay.form
     return Recurrence(
         q=tokens(r.q),
@@ -200,18 +209,21 @@ def recurrence_specs(r: Recurrence, batch, heads, sequence=None, shared_heads=No
         v=tokens(r.v),
         decay=jax.tree.map(lambda _: gates, r.decay) if form != "constant" else Decay(constant=states),
         initial_state=None if r.initial_state is None else states,
-        boundaries=None if r.boundaries is None else P(),
-        scale=P(batch),
+        boundaries=None if r.boundaries is None else replicated,
+        scale=sequences,
         reverse=r.reverse,
     )
 
 
 def output_specs(batch, heads, sequence=None) -> Outputs:
-    return Outputs(P(batch, sequence, heads), P(batch, heads))
+    output: Spec = P(batch, sequence, heads)
+    final_state: Spec = P(batch, heads)
+    return Outputs(output, final_state)
 
 
 def residual_specs(batch, heads) -> Residuals:
-    return Residuals(P(batch, None, heads), P(batch, None, heads))
+    chunks: Spec = P(batch, None, heads)
+    return Residuals(chunks, chunks)
 
 
 def operand_specs(operands, batch, heads):
@@ -260,7 +272,7 @@ def flat_axes(axes) -> tuple[str, ...]:
 
 
 def head_counts(r: Recurrence) -> tuple[int, int, int]:
-    return tuple(x.shape[2] for x in (r.q, r.k, r.v))
+    return r.q.shape[2], r.k.shape[2], r.v.shape[2]
 
 
 # ---- the same for the compiler: a name for every dimension -----------------------------------------------------------

@@ -32,6 +32,6 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def libraries(op_id: str) -> dict[str, str]:
-    """The versions that a measurement of this kernel depends on."""
+def libraries(op_id: str) -> dict[str, str | None]:
+    """The versions that a measurement of this kernel depends on; None for a library that is not installed."""
     return {name: version_of(name) for name in ("jaxlib", *(("triton",) if "/triton/" in op_id else ()))}

@@ -4,7 +4,14 @@ import dataclasses
 import os
 from typing import Literal
 
-FALLBACKS = {"heuristics": "heuristics", "heuristic": "heuristics", "autotune": "autotune", "error": "error"}
+Fallback = Literal["heuristics", "autotune", "error"]
+# What each name means: one of the fallbacks, or a synonym.
+FALLBACKS: dict[str, Fallback] = {
+    "heuristics": "heuristics",
+    "heuristic": "heuristics",
+    "autotune": "autotune",
+    "error": "error",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +25,7 @@ class AutotunePolicy:
     """
 
     allow_autotune: bool = True
-    cache_miss_fallback: Literal["heuristics", "autotune", "error"] = "heuristics"
+    cache_miss_fallback: Fallback = "heuristics"
     validate_backward: bool = True
 
     def __post_init__(self):
@@ -38,4 +45,4 @@ class AutotunePolicy:
             raise ValueError(
                 f"GLAX_AUTOTUNE must be heuristic, autotune or error, got {name!r}: set one of these, or unset it"
             )
-        return cls(cache_miss_fallback=name)
+        return cls(cache_miss_fallback=FALLBACKS[name])

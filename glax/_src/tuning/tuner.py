@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from glax._src.core.backend import x64_is_enabled
 from glax._src.core.known_miscompiles import denied
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Platform, kernel_registry
@@ -45,7 +46,7 @@ class Tuner:
         are measured, on this process's first device.
         """
         with concurrent.futures.ThreadPoolExecutor(1) as fresh:
-            return fresh.submit(self.measure, inv, validate_backward, jax.config.jax_enable_x64).result()
+            return fresh.submit(self.measure, inv, validate_backward, x64_is_enabled()).result()
 
     def measure(self, inv: Invocation, validate_backward: bool, x64: bool) -> Measurement:
         def compiled(config):
@@ -70,11 +71,16 @@ class Tuner:
                 except Exception as failure:  # whatever a compiler or a device raises disqualifies this candidate alone
                     outcomes[config] = failure
         timings = {config: ms for config, ms in outcomes.items() if not isinstance(ms, Exception)}
+        failures = {config: failure for config, failure in outcomes.items() if isinstance(failure, Exception)}
         if not timings:
-            failures = [failure for failure in outcomes.values() if isinstance(failure, Exception)]
-            raise ExceptionGroup(f"no candidate of {inv.kernel.op_id} for {inv.key} can be used", failures)
-        best = min(timings, key=timings.get)
-        notes = {str(config): x if config in timings else f"{type(x).__name__}: {x}" for config, x in outcomes.items()}
+            raise ExceptionGroup(
+                f"no candidate of {inv.kernel.op_id} for {inv.key} can be used", list(failures.values())
+            )
+        best = min(timings, key=lambda config: timings[config])
+        notes: dict[str, float | str] = {}
+        for config in outcomes:
+            failure = failures.get(config)
+            notes[str(config)] = timings[config] if failure is None else f"{type(failure).__name__}: {failure}"
         return Measurement(best, timings[best], notes)
 
     def time(self, f, operands) -> float:

@@ -3,8 +3,8 @@
 T is the number of rows, N the number of sequences, and M the number of entries of the table.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,8 @@ from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence, is_symbol
 
 
-class Chunks(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Chunks:
     """Chunk i holds the rows first[i] <= t < last[i], all of one sequence. Entries from `count` on are unused.
 
     size      the largest number of rows in a chunk
@@ -55,17 +56,18 @@ def chunks_of(r: Recurrence, size: int) -> Chunks:
 def pad_to_chunk(r: Recurrence, size: int) -> Recurrence:
     """Pad the rows of r to a multiple of `size` if T is symbolic, since T may be less than `size`. No chunk holds the padding."""
     rows = functools.partial(pad_rows, size=size)
-    decay = Decay(r.decay.constant, *map(rows, (r.decay.head, r.decay.key, r.decay.value)))
+    gates = (None if x is None else rows(x) for x in (r.decay.head, r.decay.key, r.decay.value))
+    decay = Decay(r.decay.constant, *gates)
     return r.replace(q=rows(r.q), k=rows(r.k), v=rows(r.v), decay=decay)
 
 
-def pad_rows(x: Array | None, size: int) -> Array | None:
+def pad_rows(x: Array, size: int) -> Array:
     """Pad axis 1 of x to a multiple of `size` if its length is symbolic."""
-    if x is None or not is_symbol(T := x.shape[1]):
+    if not is_symbol(T := x.shape[1]):
         return x
     return jnp.pad(x, ((0, 0), (0, -(-T // size) * size - T), *[(0, 0)] * (x.ndim - 2)))
 
 
-def trim_rows(x: Array | None, T: int) -> Array | None:
+def trim_rows(x: Array, T: int) -> Array:
     """Remove the rows that `pad_rows` added."""
-    return x[:, :T] if x is not None and is_symbol(T) else x
+    return x[:, :T] if is_symbol(T) else x

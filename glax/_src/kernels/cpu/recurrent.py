@@ -1,13 +1,15 @@
 """The recurrence in native code: the forward, the gradient in every input, and one decoding step."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from glax._src.core.decay import Decay
-from glax._src.core.recurrence import Outputs, Recurrence, fold_heads, gradient_like, varying_like
+from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence, varying_like
 from glax._src.core.registry import Backend, Config, Platform, check_field, kernel_registry
 from glax._src.kernels.cpu.library import missing
 
@@ -32,7 +34,7 @@ class NativeConfig(Config):
         check_field("block", self.block, 1, MAX_BLOCK)
 
     @classmethod
-    def candidates(cls, r: Recurrence) -> "list[NativeConfig]":
+    def candidates(cls, r: Recurrence) -> list[Self]:
         return [cls(block) for block in (12, 24, 48)]
 
 
@@ -51,10 +53,13 @@ def priority(r: Recurrence) -> int:
 NONE = jax.ShapeDtypeStruct((0,), jnp.float32)  # stands for an absent operand or result
 
 
-def call(target: str, operands: list[Array | None], results: list[jax.ShapeDtypeStruct], **options) -> list[Array]:
-    """Call the library's `target`. Inside shard_map, all operands and results vary over the mesh axes of the first operand."""
+def call(
+    target: str, operands: Sequence[Array | None], results: list[jax.ShapeDtypeStruct], **options
+) -> Sequence[Array]:
+    """Call the library's `target`. Inside shard_map, all operands and results vary over the mesh axes of q, the first operand."""
     like = operands[0]
-    operands = [varying_like(jnp.zeros(NONE.shape, NONE.dtype) if x is None else x, like) for x in operands]
+    assert like is not None
+    given = [varying_like(jnp.zeros(NONE.shape, NONE.dtype) if x is None else x, like) for x in operands]
     kind = jax.typeof(like)
     if not kind.sharding.mesh.empty:  # types that vary over mesh axes must name the mesh
         sharding = jax.sharding.NamedSharding(kind.sharding.mesh, jax.sharding.PartitionSpec())
@@ -62,7 +67,7 @@ def call(target: str, operands: list[Array | None], results: list[jax.ShapeDtype
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, manual_axis_type=kind.mat) for x in results
         ]
     aliases = options.pop("input_output_aliases", None)
-    return jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*operands, **options)
+    return jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*given, **options)
 
 
 def operands_of(r: Recurrence) -> list[Array | None]:
@@ -99,7 +104,7 @@ def recurrent_vjp(
     groups = -(-K // GROUP)
 
     def each(x: Array):
-        # float32 where heads share an array: fold_heads sums over them below.
+        # float32 where heads share an array: gradient_recurrence sums over them.
         dtype = x.dtype if x.shape[2] == H else jnp.float32
         return jax.ShapeDtypeStruct((B, T, H, x.shape[3]), dtype)
 
@@ -128,17 +133,7 @@ def recurrent_vjp(
         key=None if decay.key is None else d_key,
         value=None if decay.value is None else d_value,
     )
-    d = Recurrence(
-        q=fold_heads(dq, r.q.shape[2]),
-        k=fold_heads(dk, r.k.shape[2]),
-        v=fold_heads(dv, r.v.shape[2]),
-        decay=d_decay,
-        initial_state=None if r.initial_state is None else d_initial,
-        boundaries=None,
-        scale=d_scale.sum((0, 2)),
-        reverse=r.reverse,
-    )
-    return gradient_like(r, d)
+    return gradient_recurrence(r, dq, dk, dv, d_decay, d_initial, d_scale.sum((0, 2)))
 
 
 def step_supports(r: Recurrence) -> str | None:
@@ -160,4 +155,5 @@ def recurrent_step(
         jax.ShapeDtypeStruct(pool.shape, pool.dtype),
     ]
     pool_operand = len(arrays)
-    return tuple(call("glax_step", [*arrays, pool, slots, scale], results, input_output_aliases={pool_operand: 1}))
+    output, pool = call("glax_step", [*arrays, pool, slots, scale], results, input_output_aliases={pool_operand: 1})
+    return output, pool

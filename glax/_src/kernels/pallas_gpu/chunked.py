@@ -16,7 +16,7 @@ def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
     return forward(KernelLayout(r, config), save=False)[0]
 
 
-def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals]:
+def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
     """Return also the residuals that `chunked_vjp` would otherwise compute again."""
     return forward(KernelLayout(r, config, square=True), save=True)
 
@@ -40,7 +40,7 @@ def finish(begun, r: Recurrence, config: HopperConfig) -> Outputs:
     return forward(KernelLayout(r, config, square=True), False, begun)[0]
 
 
-def finish_with_residuals(begun, r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals]:
+def finish_with_residuals(begun, r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
     return forward(KernelLayout(r, config, square=True), True, begun)
 
 

@@ -1,5 +1,7 @@
 """Checks that a scan with per-key gates makes of its gates before it scales by them."""
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from glax._src.kernels.common.limits import FAST_LIMIT
@@ -22,7 +24,7 @@ def in_range(largest, ends):
 def weak_on_average(g, batch, first, count, head):
     """Whether a segment's gates g [B, T, H, K] are: of a few, each of another chunk, token and channel."""
     T, K = g.shape[1], g.shape[3]
-    total = 0.0
+    total: Any = 0.0
     for i in range(SAMPLES):
         token = (first + quotient(i * count, SAMPLES)) * C + i * (C // SAMPLES)
         total += g[batch, jnp.minimum(token, T - 1), head, i * (K // SAMPLES)].astype(jnp.float32)

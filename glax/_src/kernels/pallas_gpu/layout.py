@@ -1,6 +1,7 @@
 """A recurrence as the Hopper kernels take it: rows laid out in chunks, sequences cut into segments, widths filled up."""
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -198,6 +199,7 @@ class KernelLayout:
         else:
             table = np.repeat(tables[adjoint][:, None], self.H, axis=1) if self.key else tables[adjoint]
         found = self.scan(plan, a, b, None, table)
+        assert found.log is not None  # as a scan of `either` kind returns
         return found.last, found.log
 
     def whole_segments(self, adjoint: bool, last: bool) -> np.ndarray:
@@ -240,7 +242,9 @@ class KernelLayout:
     def begun_from(self, start, from_zero, log):
         """The state that enters every segment, [E, H, K, V], of a scan from `start`, [N, H, K, V]: the state that enters in a
         scan from zero, plus `start` decayed by what `decayed_before` returns."""
-        return from_zero + jnp.exp(log)[..., None] * jnp.repeat(self.start(start), self.parts, axis=0)
+        filled = self.start(start)
+        assert filled is not None  # the second phase has the state that has arrived
+        return from_zero + jnp.exp(log)[..., None] * jnp.repeat(filled, self.parts, axis=0)
 
     def descending(self, adjoint: bool) -> bool:
         """Whether a scan goes from the last segment to the first."""
@@ -276,12 +280,13 @@ class KernelLayout:
         return q, k, v, gates, d_output, scale, *(x[0][:, None] for x in (residuals.states, behind, *out_of_range))
 
     def sequence_of_chunk(self):
+        assert self.rows.begins is not None  # packed calls alone ask this
         found = jnp.searchsorted(self.rows.begins, jnp.arange(self.chunks), side="right") - 1
         return jnp.clip(found, 0, self.N - 1)
 
     def tokens_only(self, dg):
         """dg [B, chunks, C, H] or, packed, [chunks, 1, C, H], 0 where a row holds no token: it has no gate."""
-        if self.rows.begins is None:
+        if self.rows.source is None:
             held = np.arange(self.chunks * C).reshape(self.chunks, C, 1) < self.r.q.shape[1]
         else:
             held = (self.rows.source >= 0).reshape(self.chunks, 1, C, 1)
@@ -346,5 +351,5 @@ def head_sums(gates, reverse: bool):
     gates = jnp.pad(jnp.maximum(gates, LOG_OF_ZERO), ((0, 0), (0, -rows % C), (0, 0)))
     before = np.tri(C, dtype=np.float32)  # a product: a cumulative sum takes XLA several passes
     before = jnp.asarray(before.T if reverse else before, gates.dtype)
-    exact = dict(precision="highest", preferred_element_type=jnp.float32)
-    return jnp.einsum("bcjh,ij->bchi", gates.reshape(B, -1, C, H), before, **exact) * LOG2E
+    exact = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+    return exact("bcjh,ij->bchi", gates.reshape(B, -1, C, H), before) * LOG2E

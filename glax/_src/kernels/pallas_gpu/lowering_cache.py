@@ -11,8 +11,10 @@ import functools
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
@@ -30,8 +32,8 @@ class Kernel:
     lowering: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @functools.cached_property
-    def results(self) -> list[jax.core.ShapedArray]:
-        return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.tree.leaves(self.traced.out_info)]
+    def results(self) -> list[ShapedArray]:
+        return [ShapedArray(x.shape, x.dtype) for x in jax.tree.leaves(self.traced.out_info)]
 
     @functools.cached_property
     def lowered(self) -> bytes:
@@ -65,7 +67,7 @@ def once(specialisation: Hashable, call: Callable, *operands) -> list[jax.Array]
 
     specialisation: with the operands' shapes and dtypes, all that the kernel depends on.
     """
-    if Backend.here() is not Backend.GPU or not any(isinstance(x, jax.core.Tracer) for x in operands):
+    if Backend.here() is not Backend.GPU or not any(isinstance(x, Tracer) for x in operands):
         return call(*operands)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     key = specialisation, *((x.shape, x.dtype) for x in shapes)
@@ -79,7 +81,8 @@ def lower(context, *operands, kernel: Kernel):
     """The one custom call of the kernel's own module, of these operands."""
     with kernel.lowering:
         module = ir.Module.parse(kernel.lowered)
-    main = next(f for f in module.body.operations if f.sym_name.value == "main").entry_block
+    functions: Any = module.body.operations  # of types that JAX does not export
+    main = next(f for f in functions if f.sym_name.value == "main").entry_block
     call, end = main.operations
     copy = call.operation.clone()
     for i, operand in enumerate(call.operands):

@@ -46,7 +46,7 @@ def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
     return TwoPhase(launch.begin_vjp, launch.finish_vjp)
 
 
-def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals]:
+def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
     """As `chunked`, and return also the states at its chunks, which the gradient would otherwise compute again."""
     from glax._src.kernels.pallas_gpu import chunked as launch
 

@@ -12,6 +12,7 @@ for the gates' gradient. The warpgroups are those of `key_scan`, but nothing is 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start):
         block, h, e = place_of(program, blocks, H)
         batch, first, whole, n = (table_g[e, i] for i in range(4))
         factor, last_token = scale_g[n], 0 if w.reverse else C - 1
-        adjoint = table_g[e, 4] if w.either else int(w.adjoint)
+        adjoint: Any = table_g[e, 4] if w.either else int(w.adjoint)
         most = jnp.where(adjoint > 0, *map(jnp.float32, reversed(MOST))) if w.either else MOST[w.adjoint]
 
         def needed():

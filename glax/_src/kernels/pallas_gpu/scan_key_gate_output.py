@@ -44,7 +44,7 @@ def write_outputs(p: Program):
     i, j = tiles.positions(w.reverse)
     scale, total = p.operands.scale[p.segment_field(3)], p.count()
     known = None if w.states and w.start else (p.segment_field(0), p.segment_field(1))
-    block, head, _ = p.place()
+    block, head = p.place()[:2]
     o = OutputWarpgroup(p, i, j, scale, total, known, block, head)
     p.fill(o.fetch_q)
 

@@ -30,7 +30,7 @@ class Scaler:
     share: Any
     total: Any
     matrix: Any
-    channels: pl.Slice
+    channels: slice | pl.Slice
     weak: Any
 
 

@@ -4,6 +4,7 @@ A chunk is 64 tokens, the rows of one warpgroup's product. Logarithms are natura
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,20 @@ from glax._src.kernels.pallas_gpu.plan import C
 HALF = C // 2
 LOG2E = math.log2(math.e)
 
+SomeLayout = Any  # of values in registers; JAX does not export its type
+
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+# JAX 0.12 leaves methods of these classes abstract.
+SWIZZLED = (
+    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
 # A warpgroup meets where the kernels say so: by itself Pallas would let it meet around every store to shared memory.
 PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 
-def tiled(*shape) -> plgpu.SMEM:
+def tiled(*shape):
     """Shared memory for bfloat16 tiles, laid out as the copy engine fills it and the tensor cores read it."""
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
 
@@ -50,7 +57,8 @@ def added(total, *pairs) -> jax.Array:
         for a, b in pairs:
             plgpu.wgmma(accumulator, a, b)
 
-    return pl.run_state(scope)(plgpu.ACC.init(total))
+    found: Any = pl.run_state(scope)(plgpu.ACC.init(total))  # the array that the accumulator holds in the end
+    return found
 
 
 def after(total, running: int = 0):
@@ -65,17 +73,18 @@ def iota(shape, axis) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
 
 
-def read(ref, layout=WGMMA) -> jax.Array:
+def read(ref, layout: SomeLayout = WGMMA) -> jax.Array:
     """What a part of shared memory holds, in float32."""
     return plgpu.load(ref, layout=layout).astype(jnp.float32)
 
 
 def store(ref, x):
     """Store x, in pieces however small or with conflicts of banks. JAX 0.12 refuses both unless `optimized=False` allows them."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
-    else:
+    store_as_is = getattr(plgpu, "store", None)
+    if store_as_is is None:
         ref[...] = x
+    else:
+        store_as_is(ref, x, optimized=False)
 
 
 def by_row(x, shape) -> jax.Array:
@@ -92,7 +101,7 @@ def decayed(S, log) -> jax.Array:
     return S * by_row(jnp.exp2(log * LOG2E), S.shape)
 
 
-def zeros(shape, layout=WGMMA) -> jax.Array:
+def zeros(shape, layout: SomeLayout = WGMMA) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 

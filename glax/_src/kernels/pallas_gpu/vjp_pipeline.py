@@ -10,6 +10,7 @@ that waits.
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -289,7 +290,7 @@ def launch(
     named.__name__ = name  # in profiles
     params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
     mesh = dict(grid=(programs,), grid_names=("cta",), num_threads=threads, thread_name="wg")
-    options = dict(scratch_types=list(memory.values()), interpret=interpret, compiler_params=params)
+    options: dict[str, Any] = dict(scratch_types=list(memory.values()), interpret=interpret, compiler_params=params)
     kernel = plgpu.kernel(named, out_type=[] if over else list(outputs.values()), **mesh, **options)
 
     def call(*operands):

@@ -6,6 +6,7 @@ A chunk is 64 tokens. Tiles [64, 64] are in the registers that products leave th
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -45,7 +46,7 @@ def product(*pairs, shape=TILE):
     return tiles.product(shape, *pairs)
 
 
-def masked(mask, x, other=0.0):
+def masked(mask, x, other: float | jax.Array = 0.0):
     """x where the mask says so, in bfloat16.
 
     The barrier keeps the compiler from rounding first, which would leave two registers for every pair.

@@ -119,9 +119,8 @@ def store_unit(plan: Plan, step: Step, ref: Ref, unit, x):
     """Stores the lanes of a unit in the step's rows."""
     at = lanes(x.shape[1], unit)
     x = x.astype(ref.dtype)
-    if plan.packed:
-        x = jnp.where(step_rows(plan, step), x, ref[:, at])
-    ref[:, at] = x
+    rows = step_rows(plan, step) if plan.packed else None
+    ref[:, at] = x if rows is None else jnp.where(rows, x, ref[:, at])
 
 
 def store_gradient(plan: Plan, step: Step, ref: Ref, heads: int, unit, x):

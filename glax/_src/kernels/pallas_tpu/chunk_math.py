@@ -59,11 +59,11 @@ def bfloat16_parts(x, exact: bool):
 def sum_by(matrix, x, exact: bool):
     """matrix @ x for a matrix of 0, 1 and -1: exact products, summed in float32."""
     matrix = matrix.astype(jnp.bfloat16)
-    return sum(dot(matrix, part, NN, jnp.bfloat16) for part in bfloat16_parts(x, exact))
+    return jnp.asarray(sum(dot(matrix, part, NN, jnp.bfloat16) for part in bfloat16_parts(x, exact)))
 
 
 def row_sums(*arrays):
     """[C, 1]: the sums of each row over all arrays [C, width]."""
     if len({x.shape for x in arrays}) == 1:
-        return sum(arrays).sum(1, keepdims=True)
+        return jnp.asarray(sum(arrays)).sum(1, keepdims=True)
     return sum(x.sum(1, keepdims=True) for x in arrays)

@@ -1,6 +1,7 @@
 """The configs of the TPU kernels and the calls that they refuse. Does not load Pallas."""
 
 import dataclasses
+from typing import Self
 
 import jax.numpy as jnp
 
@@ -25,7 +26,7 @@ class TPUChunkedConfig(Config):
         check_field("units", self.units, 1, 1024)
 
     @classmethod
-    def candidates(cls, r: Recurrence) -> "list[TPUChunkedConfig]":
+    def candidates(cls, r: Recurrence) -> list[Self]:
         return [cls(chunk, units) for chunk in (64, 128) for units in (2, 4, 8)]
 
 
@@ -56,6 +57,6 @@ class TPUGradientConfig(TPUChunkedConfig):
     """Tunes the gradient, with the fields of the forward's config."""
 
     @classmethod
-    def heuristic(cls, r: Recurrence) -> "TPUGradientConfig":
+    def heuristic(cls, r: Recurrence) -> Self:
         """Takes fewer units where the blocks of a unit are larger: with per-key gates, and in float32."""
         return cls(units=8 if r.q.dtype == jnp.bfloat16 and r.decay.key is None else 4)

@@ -33,11 +33,11 @@ from glax._src.kernels.pallas_tpu.refs import BackwardRefs, ForwardRefs, StateRe
 
 
 class EdgeDecays(NamedTuple):
-    """Decays between tokens and the edges of the chunk, for all R heads of a program. None without gates."""
+    """Decays between tokens and the edges of the chunk, for all R heads of a program."""
 
-    from_start: jnp.ndarray | None  # [R, C]: from the chunk's start through a token
-    to_end: jnp.ndarray | None  # [R, C]: after a token, to the chunk's end
-    total: jnp.ndarray | None  # [R, 1]: of the whole chunk
+    from_start: jnp.ndarray  # [R, C]: from the chunk's start through a token
+    to_end: jnp.ndarray  # [R, C]: after a token, to the chunk's end
+    total: jnp.ndarray  # [R, 1]: of the whole chunk
 
 
 class HeadSums(NamedTuple):
@@ -100,11 +100,13 @@ def head_sums(gates, reverse: bool, dtype) -> HeadSums:
     return HeadSums(rows, sums.T, tuple(x[:, end : end + 1] for x in rows))
 
 
-def load_gates(plan: Plan, step: Step, refs: ForwardRefs | StateRefs | BackwardRefs, dtype):
-    """Returns the sums of the step's gates, or None without gates, and the decays at the chunk's edges."""
+def load_gates(
+    plan: Plan, step: Step, refs: ForwardRefs | StateRefs | BackwardRefs, dtype
+) -> tuple[HeadSums | None, EdgeDecays | None]:
+    """Returns the sums of the step's gates and the decays at the chunk's edges, both None without gates."""
     gates = load_head_gates(plan, step, refs)
     if gates is None:
-        return None, EdgeDecays(None, None, None)
+        return None, None
     sums = head_sums(gates, plan.reverse, dtype)
     return sums, sums.edge_decays()
 
@@ -133,10 +135,10 @@ def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
         refs.state[unit] = carry_state(plan, S, k, v, edges, heads, dtype)
 
 
-def carry_state(plan: Plan, S, k, v, edges: EdgeDecays, heads, dtype):
+def carry_state(plan: Plan, S, k, v, edges: EdgeDecays | None, heads, dtype):
     """Advances the state by one chunk:   S' = e^{G_last} S + sum_j v_j (k_j e^{G_last - G_j})^T   [V, K]."""
     v = v.T
-    if edges.to_end is not None:
+    if edges is not None:
         v = v * join_heads(plan, plan.V, [edges.to_end[head : head + 1] for head in heads], axis=0)
         S = S * join_heads(plan, plan.K, [edges.total[head : head + 1] for head in heads])
     return S + block_diagonal(plan, chunk_math.dot(v, k, chunk_math.NN, dtype))
@@ -162,7 +164,7 @@ class Backward:
     scale: jnp.ndarray
     refs: BackwardRefs
     sums: HeadSums | None
-    edges: EdgeDecays
+    edges: EdgeDecays | None
     causal: jnp.ndarray
     strictly_causal: jnp.ndarray
 
@@ -177,8 +179,8 @@ class Backward:
         dv = chunk_math.dot(k, dS, chunk_math.NT, dtype)
         # [V, C]
         do_T = do.T
-        if self.sums is not None:
-            dq, dk, dv = self.decay_state_terms(heads, dq, dk, dv)
+        if self.sums is not None and self.edges is not None:
+            dq, dk, dv = self.decay_state_terms(self.sums, heads, dq, dk, dv)
             do_T = do_T * join_heads(plan, plan.V, [self.edges.from_start[head : head + 1] for head in heads], axis=0)
             dS = dS * join_heads(plan, plan.K, [self.edges.total[head : head + 1] for head in heads])
         # [V, K]: what the chunk's tokens add to dS, without the scale
@@ -197,9 +199,9 @@ class Backward:
         store_gradient(plan, self.step, refs.dk, Hk, unit, dk)
         store_gradient(plan, self.step, refs.dv, Hv, unit, dv)
 
-    def decay_state_terms(self, heads, dq, dk, dv):
+    def decay_state_terms(self, sums: HeadSums, heads, dq, dk, dv):
         """Decays what the gradients of rows read from the states at the chunk's edges."""
-        plan, sums = self.plan, self.sums
+        plan = self.plan
         dq *= join_heads(plan, plan.K, [sums.from_start(head, dq.shape[1]) for head in heads])
         to_end = [sums.to_end(head, max(dk.shape[1], dv.shape[1])) for head in heads]
         dk *= join_heads(plan, plan.K, [x[:, : dk.shape[1]] for x in to_end])

@@ -5,6 +5,7 @@ exact form halves the chunk repeatedly, so that no exponent is positive for gate
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -51,12 +52,14 @@ def in_range(plan: Plan, step: Step, refs: Refs):
     Each is at most the sum of |gates| over its half of the chunk. `MiddleFactors` has e^L and e^R as two factors. The state is
     multiplied by one, then by the other, with the chunk's own part added in between. It is never multiplied by their product.
     """
-    half, largest = plan.chunk // 2, None
-    for unit in range(plan.units):
+    half = plan.chunk // 2
+
+    def larger_half(unit: int):
         size = jnp.abs(load_gates(plan, step, refs, unit))
         # [1, K]
-        both = jnp.maximum(size[:half].sum(0, keepdims=True), size[half:].sum(0, keepdims=True))
-        largest = both if largest is None else jnp.maximum(largest, both)
+        return jnp.maximum(size[:half].sum(0, keepdims=True), size[half:].sum(0, keepdims=True))
+
+    largest = functools.reduce(jnp.maximum, map(larger_half, range(plan.units)))
     return largest.max() <= limits.FAST_LIMIT
 
 
@@ -306,9 +309,9 @@ class Backward:
         # [C, K]
         dq_diagonal, dk_diagonal = d_diagonal * x.k, d_diagonal * x.q
         refs.scale_terms[unit, :, : plan.lanes] += d.state_read + (x.q * dq_diagonal).sum(0, keepdims=True)
-        refs.scale_terms[unit, :, plan.lanes :] += sum(a * da for a, da in zip(d.pairs, d.d_pairs, strict=True)).sum(
-            0, keepdims=True
-        )
+        refs.scale_terms[unit, :, plan.lanes :] += jnp.asarray(
+            sum(a * da for a, da in zip(d.pairs, d.d_pairs, strict=True))
+        ).sum(0, keepdims=True)
         store_gradient(plan, step, refs.dq, Hq, unit, (d.dq + dq_diagonal) * scale)
         store_gradient(plan, step, refs.dk, Hk, unit, d.dk + dk_diagonal * scale)
         store_gradient(plan, step, refs.dv, Hv, unit, d.dv)

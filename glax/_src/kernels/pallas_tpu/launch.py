@@ -52,6 +52,6 @@ def when(condition):
     return pl.when(condition)
 
 
-def has_rows(plan: Plan, step: Step) -> bool:
+def has_rows(plan: Plan, step: Step) -> bool | jax.Array:
     """Returns whether a step has rows. Without packing every step has rows."""
     return step.high > step.low if plan.packed else True

@@ -133,7 +133,7 @@ class Plan:
 
     def table(self, r: Recurrence) -> Int[Array, "5*steps"] | None:
         """Returns (block, low, high, sequence, begins + 2 ends) of every step, in the recurrence's order. None if not packed."""
-        if not self.packed:
+        if r.boundaries is None:
             return None
         cuts = jnp.clip(r.boundaries.astype(jnp.int32), 0, self.T)
         # [N + 2]: the padding rows before and after the sequences are segments too, whose outputs are zeros

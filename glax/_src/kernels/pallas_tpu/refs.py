@@ -6,7 +6,7 @@ call does not have is None. Shapes are those of one step's block; C, K, V and R 
 
 from typing import Any, NamedTuple
 
-Ref = Any  # a Pallas reference, whose type JAX does not export
+Ref = Any  # a Pallas reference, whose type JAX does not export, or None where the default is None
 
 
 class ForwardRefs(NamedTuple):
@@ -18,9 +18,9 @@ class ForwardRefs(NamedTuple):
     output: Ref  # [C, H * V]
     final_state: Ref  # [heads, K, V]
     state: Ref  # scratch [units, pack * V, pack * K]
-    gates: Ref | None = None  # [R, C], or [R, 1] if constant
-    key_gates: Ref | None = None  # [C, H * K]
-    initial_state: Ref | None = None  # [heads, K, V]
+    gates: Ref = None  # [R, C], or [R, 1] if constant
+    key_gates: Ref = None  # [C, H * K]
+    initial_state: Ref = None  # [heads, K, V]
 
 
 class StateRefs(NamedTuple):
@@ -30,9 +30,9 @@ class StateRefs(NamedTuple):
     v: Ref  # [C, heads * V]
     states_before: Ref  # [units, pack * V, pack * K]
     state: Ref  # scratch [units, pack * V, pack * K]
-    gates: Ref | None = None  # [R, C], or [R, 1] if constant
-    key_gates: Ref | None = None  # [C, H * K]
-    initial_state: Ref | None = None  # [heads, K, V]
+    gates: Ref = None  # [R, C], or [R, 1] if constant
+    key_gates: Ref = None  # [C, H * K]
+    initial_state: Ref = None  # [heads, K, V]
 
 
 class BackwardRefs(NamedTuple):
@@ -50,13 +50,13 @@ class BackwardRefs(NamedTuple):
     d_scale: Ref  # [units, 1, pack * K + C], terms to be summed
     d_state: Ref  # scratch [units, pack * V, pack * K]
     scale_terms: Ref  # scratch [units, 1, pack * K + C]
-    gates: Ref | None = None  # [R, C], or [R, 1] if constant
-    key_gates: Ref | None = None  # [C, H * K]
-    d_initial: Ref | None = None  # [heads, K, V]
-    d_gates: Ref | None = None  # [R, C]
-    d_key_gates: Ref | None = None  # [C, H * K]
-    d_constant: Ref | None = None  # [R, C], terms to be summed
-    row_terms: Ref | None = None  # scratch [C, 128]: sums over the rows of pairs, one column for each head
-    column_terms: Ref | None = None  # scratch [R, C]: sums over the columns of pairs
-    edge_terms: Ref | None = None  # scratch [R, pack * K]: <S, dS> before the chunk, by key channel
-    constant_terms: Ref | None = None  # scratch [R, C]
+    gates: Ref = None  # [R, C], or [R, 1] if constant
+    key_gates: Ref = None  # [C, H * K]
+    d_initial: Ref = None  # [heads, K, V]
+    d_gates: Ref = None  # [R, C]
+    d_key_gates: Ref = None  # [C, H * K]
+    d_constant: Ref = None  # [R, C], terms to be summed
+    row_terms: Ref = None  # scratch [C, 128]: sums over the rows of pairs, one column for each head
+    column_terms: Ref = None  # scratch [R, C]: sums over the columns of pairs
+    edge_terms: Ref = None  # scratch [R, pack * K]: <S, dS> before the chunk, by key channel
+    constant_terms: Ref = None  # scratch [R, C]

@@ -15,6 +15,10 @@ def unit_bytes(chunk: int, K: int, V: int, itemsize: int) -> int:
 
 def packing(heads: tuple[int, int, int], K: int, V: int) -> tuple[int, int, int]:
     """Returns (heads of a unit, padded K, padded V). Two heads of 64 lanes fill a tile; others are padded to whole tiles."""
-    half, whole = (tuple(-(-width // lanes) * lanes for width in (K, V)) for lanes in (LANES // 2, LANES))
+
+    def padded(lanes: int) -> tuple[int, int]:
+        return -(-K // lanes) * lanes, -(-V // lanes) * lanes
+
+    half, whole = padded(LANES // 2), padded(LANES)
     paired = half != whole and len(set(heads)) == 1 and heads[0] % 2 == 0
     return (2, *half) if paired else (1, *whole)

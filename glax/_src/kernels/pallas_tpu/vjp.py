@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from glax._src.core.decay import Decay
-from glax._src.core.recurrence import Recurrence, fold_heads, gradient_like
+from glax._src.core.recurrence import Recurrence, gradient_recurrence
 from glax._src.kernels.pallas_tpu import head_gate, key_gate
 from glax._src.kernels.pallas_tpu.blocks import (
     estimate_cost,
@@ -115,14 +115,14 @@ def gradient_outputs(plan: Plan, r: Recurrence) -> tuple[dict, dict]:
     T_padded = max(plan.T, plan.chunk)
     scale_terms = (plan.units, 1, plan.lanes + plan.chunk)
     per_head = (plan.gate_rows, plan.chunk)
-    outputs = {}
+    outputs: dict[str, tuple] = {}
     for name, heads, padded, _ in row_gradients(plan, r):
         # The gradient of a shared head is summed in float32, and rounded after that.
         dtype = r.q.dtype if heads == plan.H else jnp.float32
         count = plan.heads_read(heads) * plan.groups
         outputs[name] = ((plan.B, T_padded, count * padded), dtype, plan.token_block(count, padded))
     outputs["d_scale"] = sequence_output(plan, scale_terms)
-    scratch = dict(d_state=(plan.state, jnp.float32), scale_terms=(scale_terms, jnp.float32))
+    scratch: dict[str, tuple] = dict(d_state=(plan.state, jnp.float32), scale_terms=(scale_terms, jnp.float32))
     if r.initial_state is not None:
         outputs["d_initial"] = sequence_output(plan, (plan.program_heads, plan.K, plan.V))
     if r.decay.key is not None:
@@ -162,10 +162,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) 
     outputs, scratch = gradient_outputs(plan, r)
     cost = estimate_cost(plan, r, 9, inputs, outputs)
     d = launch(plan, r, backward, BackwardRefs, inputs, outputs, scratch, cost)
-    dq, dk, dv = (
-        fold_heads(plan.from_lanes(d[name], padded, width), heads)
-        for name, heads, padded, width in row_gradients(plan, r)
-    )
+    dq, dk, dv = (plan.from_lanes(d[x.name], x.padded, x.width) for x in row_gradients(plan, r))
     constant = d["d_constant"].sum(3)[:, :, : plan.program_heads] if "d_constant" in d else None
     decay = Decay(
         constant=None if constant is None else constant.reshape(plan.N, plan.H),
@@ -174,6 +171,4 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) 
     )
     initial = plan.from_state_blocks(d["d_initial"], K, V) if "d_initial" in d else None
     scale = d["d_scale"].sum((1, 2, 3, 4))
-    return gradient_like(
-        r, r.replace(q=dq, k=dk, v=dv, decay=decay, initial_state=initial, boundaries=None, scale=scale)
-    )
+    return gradient_recurrence(r, dq, dk, dv, decay, initial, scale)

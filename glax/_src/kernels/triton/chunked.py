@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from glax._src.core.decay import Decay
-from glax._src.core.recurrence import Outputs, Recurrence, fold_heads, gradient_like
+from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
 from glax._src.kernels.triton import score_kernels, state_kernels
 from glax._src.kernels.triton.compile_ahead import compile_in_parallel
 from glax._src.kernels.triton.config import ChunkedConfig, GradientConfig, width
@@ -116,7 +116,7 @@ class Scan:
 
     def __init__(self, r: Recurrence, config, block: int, segments: Segments, operands: Operands, d_output=None):
         self.r, self.segments, self.gates, self.adjoint = r, segments, operands.gates, d_output is not None
-        self.a, self.b = (operands.q, d_output) if self.adjoint else (operands.k, r.v)
+        self.a, self.b = (operands.k, r.v) if d_output is None else (operands.q, d_output)
         self.launched = blocks_of(r, config, block)
 
     def starts(self, start, kind: int):
@@ -329,19 +329,10 @@ def launch_gradient(
             in_place={11 + i: i for i in range(4)},
             **shape, BK=16, PAIRS=PAIRS_PER_PROGRAM, warps=4 if r.q.dtype == jnp.bfloat16 else EXACT_WARPS, stages=1,
         )  # fmt: skip
-    decay = dict.fromkeys(("constant", "head", "key"))
+    d_decay = Decay()
     if form != "none":
-        decay[form] = by_sequence(r, chunks, dg) if form == "constant" else dg
-    d = r.replace(
-        q=fold_heads(dq, r.q.shape[2]),
-        k=fold_heads(dk, r.k.shape[2]),
-        v=fold_heads(dv, r.v.shape[2]),
-        decay=Decay(**decay),
-        initial_state=None if r.initial_state is None else d_initial,
-        boundaries=None,
-        scale=by_sequence(r, chunks, d_scale).sum(1),
-    )
-    return gradient_like(r, d)
+        d_decay = Decay(**{form: by_sequence(r, chunks, dg) if form == "constant" else dg})
+    return gradient_recurrence(r, dq, dk, dv, d_decay, d_initial, by_sequence(r, chunks, d_scale).sum(1))
 
 
 def by_sequence(r: Recurrence, chunks: Segments, x):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 
 import jax
+from jax.core import Tracer
 
 from glax._src.core.registry import Backend
 from glax._src.kernels.common.gpu import threads
@@ -45,11 +46,7 @@ def compile_ahead(specialisation: Hashable, call: Callable, operands):
     runs immediately. specialisation: the key of a compiled kernel. It does not include the shapes of arrays.
     """
     kernels = pending.get()
-    if (
-        kernels is None
-        or Backend.here() is not Backend.GPU
-        or not any(isinstance(x, jax.core.Tracer) for x in operands)
-    ):
+    if kernels is None or Backend.here() is not Backend.GPU or not any(isinstance(x, Tracer) for x in operands):
         return
     kernel = compiled.get(specialisation)
     if kernel is None or (kernel.done() and kernel.exception()):  # a failed compilation is tried again

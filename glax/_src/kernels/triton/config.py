@@ -1,6 +1,7 @@
 """The tunable numbers of the Triton kernels, and heuristics that derive them from the shapes."""
 
 import dataclasses
+from typing import Self
 
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Config, check_field
@@ -14,8 +15,8 @@ def width(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def check_fields(config: Config, *tiles: str):
-    """Check the fields of a Triton kernel's config. tiles: the names of the fields that are sizes of a tile."""
+def check_fields(config: "ChunkedConfig | GradientConfig", *tiles: str):
+    """Check the fields of a chunked kernel's config. tiles: the names of the fields that are sizes of a tile."""
     for name in tiles:
         check_field(name, getattr(config, name), 16, WIDEST, power_of_two=True)  # Triton's tiles are powers of two
     check_field("segment", config.segment, 0, 2**31 - 1)
@@ -55,7 +56,7 @@ class ChunkedConfig(Config):
         check_fields(self, "chunk", "columns")
 
     @classmethod
-    def heuristic(cls, r: Recurrence) -> "ChunkedConfig":
+    def heuristic(cls, r: Recurrence) -> Self:
         """Return the best config found on an H200 in bfloat16 at widths of 128, and elsewhere one that fits in registers.
 
         Chunks have 64 tokens, the smallest full tile of the tensor cores. A third pipeline stage is used where a
@@ -76,7 +77,7 @@ class ChunkedConfig(Config):
         return cls(chunk, columns, segment, warps=8 if K >= 256 else 4, stages=1 if wide or K >= 256 else 3)
 
     @classmethod
-    def candidates(cls, r: Recurrence) -> "list[ChunkedConfig]":
+    def candidates(cls, r: Recurrence) -> list[Self]:
         guess = cls.heuristic(r)
         found = [guess]
         for chunk, columns, stages in ((64, 64, 2), (64, 64, 3), (64, 32, 2), (64, 32, 3), (32, 64, 2), (16, 64, 2)):
@@ -106,7 +107,7 @@ class GradientConfig(Config):
         check_fields(self, "chunk", "rows", "block")
 
     @classmethod
-    def heuristic(cls, r: Recurrence) -> "GradientConfig":
+    def heuristic(cls, r: Recurrence) -> Self:
         """Return the best config found on an H200 in bfloat16 at widths of 128, and elsewhere one that fits in registers.
 
         Few rows are processed together, so that two programs share a multiprocessor.
@@ -123,7 +124,7 @@ class GradientConfig(Config):
         return cls(chunk, rows, segment, block, warps=4, stages=1 if wide or V >= 256 else 4)
 
     @classmethod
-    def candidates(cls, r: Recurrence) -> "list[GradientConfig]":
+    def candidates(cls, r: Recurrence) -> list[Self]:
         guess = cls.heuristic(r)
         found = [guess]
         for chunk, rows, warps in ((64, 16, 4), (64, 32, 4), (32, 16, 2), (32, 64, 4), (64, 64, 8)):
@@ -144,7 +145,7 @@ class TokenConfig(Config):
         check_field("warps", self.warps, 1, 32, power_of_two=True)
 
     @classmethod
-    def heuristic(cls, r: Recurrence) -> "TokenConfig":
+    def heuristic(cls, r: Recurrence) -> Self:
         """Return the best config found on an H200.
 
         Decoding takes tiles of 16 KB, whose rows are whole lines of memory, where there are enough programs.
@@ -156,6 +157,6 @@ class TokenConfig(Config):
         return cls(columns=min(V, max(8, 2**11 // K)), warps=4 if K >= 128 else 1)
 
     @classmethod
-    def candidates(cls, r: Recurrence) -> "list[TokenConfig]":
+    def candidates(cls, r: Recurrence) -> list[Self]:
         V = width(r.v.shape[3])
         return [cls(c, w) for c in (8, 16, 32, 64) for w in (1, 2, 4) if c <= V] + [cls(min(V, 32), 16)]

@@ -1,6 +1,6 @@
 """Cut the time axis into segments. One table covers packed and unpacked sequences, both directions and padding."""
 
-from typing import NamedTuple
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,8 @@ from glax._src.core.recurrence import Recurrence
 SEQUENCE = 3  # the column of the table that holds the sequence
 
 
-class Segments(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Segments:
     """Segments of at most `size` tokens, each of one sequence, in scan order. Every sequence has at least one.
 
     table: a row for each segment: (row of its first token in the [B * T] rows, rows to write, rows that hold tokens,

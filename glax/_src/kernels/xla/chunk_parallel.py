@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from glax._src.core.decay import Decay
-from glax._src.core.recurrence import Outputs, Recurrence, fold_heads, gradient_like, spread_heads, varying_like
+from glax._src.core.recurrence import Outputs, Recurrence, fold_heads, gradient_recurrence, spread_heads, varying_like
 from glax._src.core.registry import Backend
 from glax._src.kernels.xla import chunk_math
 from glax._src.kernels.xla.chunk_math import inner, matmul, outer, times, total
@@ -88,6 +88,7 @@ def in_range(r: Recurrence, size: int) -> Bool[Array, ""]:
     """
     half = size // 2 if size % 2 == 0 else size
     log = log_decays(r)
+    assert log is not None, "without decay every form is exact, and no caller asks"
     log = log.reshape(log.shape[0], -1, half, log.shape[2] * log.shape[3])
     # For `chunk_math.max_abs_cumsum`, XLA would write an array of absolute values. |x| = 2 x+ - x, so their sum is at most this.
     bound = jnp.abs(log.sum(2)).max() + 2 * half * jnp.maximum(log.max(), 0)
@@ -113,10 +114,9 @@ def where_exact(exact: Bool[Array, ""], r: Recurrence, size: int, together, othe
 
 def log_decays(r: Recurrence) -> Float[Array, "B T H D"] | None:
     """Return the log decays, where D is K for per-key gates and 1 for per-head gates; None without decay."""
-    if r.decay.form == "none":
-        return None
     head = r.decay.head if r.decay.constant is None else r.by_token(r.decay.constant)
-    return (r.decay.key if head is None else head[..., None]).astype(r.dtype)
+    log = r.decay.key if head is None else head[..., None]
+    return None if log is None else log.astype(r.dtype)
 
 
 # ---- one block -------------------------------------------------------------------------------------------------------
@@ -181,6 +181,12 @@ class Factors(NamedTuple):
     log: Array | None = None
     decays: ChunkDecays | None = None
 
+    @property
+    def between_chunks(self) -> ChunkDecays:
+        """`decays`, for code that runs only on groups of heads."""
+        assert self.decays is not None
+        return self.decays
+
 
 def factors(p: GroupedChunks) -> list[Factors]:
     log, found = log_decays(p.r), []
@@ -226,16 +232,16 @@ def flat(X: list[Float[Array, "B n H K V"]]) -> list[Float[Array, "B n*H K V"]]:
     return [x.reshape(x.shape[0], -1, *x.shape[3:]) for x in X]
 
 
-def states(p: GroupedChunks, f: list[Factors], rows: list[Rows]):
+def states(p: GroupedChunks, f: list[Factors], rows: list[Rows]) -> tuple[list[Array], Array]:
     """Return S before each chunk, [B, N, K, V] for each group, and the final S, [B, H, K, V]."""
     added = [outer(x.leave_k, x.leave_v) for x in rows]
     if p.of_heads:
         initial = jnp.split(p.r.start_state, GROUPS, axis=1)
         before, final = zip(
-            *(apply_chunk_decays(f.decays, *X, adjoint=False) for f, *X in zip(f, initial, added, strict=True)),
+            *(apply_chunk_decays(f.between_chunks, *X, adjoint=False) for f, *X in zip(f, initial, added, strict=True)),
             strict=True,
         )
-        return before, jnp.concatenate(final, axis=1)
+        return list(before), jnp.concatenate(final, axis=1)
     before, _, final = scan_states(p.r.start_state, [x.log for x in f], [p.states(x) for x in added], p.r.reverse)
     return flat(before), final
 
@@ -246,11 +252,11 @@ def adjoints(p: GroupedChunks, f: list[Factors], rows: list[Rows], do, d_final, 
     if p.of_heads:
         initial = jnp.split(d_final, GROUPS, axis=1)
         behind, first = zip(
-            *(apply_chunk_decays(f.decays, *X, adjoint=True) for f, *X in zip(f, initial, added, strict=True)),
+            *(apply_chunk_decays(f.between_chunks, *X, adjoint=True) for f, *X in zip(f, initial, added, strict=True)),
             strict=True,
         )
-        edges = [S * (f.decays.through * D + new) for f, S, D, new in zip(f, S, behind, added, strict=True)]
-        return behind, edges, jnp.concatenate(first, axis=1)
+        edges = [S * (f.between_chunks.through * D + new) for f, S, D, new in zip(f, S, behind, added, strict=True)]
+        return list(behind), edges, jnp.concatenate(first, axis=1)
     added = [p.states(x) for x in added]
     behind, before, first = scan_states(d_final, [x.log for x in f], added, not p.r.reverse)
     return flat(behind), [S * dS for S, dS in zip(S, flat(before), strict=True)], first
@@ -277,7 +283,9 @@ class Gradient(NamedTuple):
     log: list[Array]
 
 
-def backward(p: GroupedChunks, d_output, d_final, saved: Array | None) -> tuple[Gradient, Array, Array]:
+def backward(
+    p: GroupedChunks, d_output, d_final, saved: Array | None
+) -> tuple[Gradient, Float[Array, "B H K V"], Float[Array, "B"]]:
     """Return the gradients of one block's rows, of its initial states and of the scale.
 
     saved: the states before each chunk, [B, chunks, H, K, V]; None recomputes them.
@@ -304,7 +312,7 @@ def backward(p: GroupedChunks, d_output, d_final, saved: Array | None) -> tuple[
         d.q.append(dq * p.scale)
         d.k.append(times(p.by_token(dk), factor.k))
         d.v.append(times(p.by_token(dv), factor.v))
-    return d, d_initial, d_scale
+    return d, d_initial, jnp.asarray(d_scale)
 
 
 # ---- block after block -----------------------------------------------------------------------------------------------
@@ -372,19 +380,17 @@ def vjp(r: Recurrence, size: int, d_output, d_final, saved: Float[Array, "B chun
     log = log_decays(r)
     if groups_heads(r, size):
         parts, d_state, d_scale = backward(GroupedChunks(r, size, of_heads=True), d_output, d_final, None)
-        d = [
-            None if x is None else join(y, x.shape[2], x.dtype)
-            for x, y in zip((r.q, r.k, r.v, log), parts, strict=True)
-        ]
-        return assembled(r, *d, d_state, d_scale)
-    if saved is None:
-        saved = solve(r, size)[1]
+        dq, dk, dv = (join(y, x.shape[2], x.dtype) for x, y in zip((r.q, r.k, r.v), parts[:3], strict=True))
+        d_log = None if log is None else join(parts.log, log.shape[2], log.dtype)
+        return assembled(r, dq, dk, dv, d_log, d_state, d_scale)
+    before = solve(r, size)[1] if saved is None else saved
+    assert before is not None  # only groups of heads return no states
 
     def body(at, part: Recurrence, carry):
         d, d_state, d_scale = carry
         L = part.q.shape[1]
         d_rows = lax.dynamic_slice_in_dim(d_output, at, L, 1)
-        states = lax.dynamic_slice_in_dim(saved, at // size, L // size, 1)
+        states = lax.dynamic_slice_in_dim(before, at // size, L // size, 1)
         parts, d_state, more = backward(GroupedChunks(part, size), d_rows, d_state, states)
         d = [None if x is None else write(x, y, at) for x, y in zip(d, parts, strict=True)]
         return d, d_state, d_scale + more
@@ -392,16 +398,15 @@ def vjp(r: Recurrence, size: int, d_output, d_final, saved: Float[Array, "B chun
     # XLA would merge arrays filled with the same number into one, and copy it. Every row is overwritten.
     blank = [None if x is None else jnp.full(x.shape, i, x.dtype) for i, x in enumerate((r.q, r.k, r.v, log))]
     d, d_state, d_scale = scan_blocks(r, size, body, (blank, d_final, jnp.zeros_like(r.scale)), backwards=True)
-    return assembled(r, *d, d_state, d_scale)
+    dq, dk, dv, d_log = d
+    return assembled(r, dq, dk, dv, d_log, d_state, d_scale)
 
 
-def assembled(r: Recurrence, d_q, d_k, d_v, d_log, d_state, d_scale) -> Recurrence:
+def assembled(r: Recurrence, dq, dk, dv, d_log, d_state, d_scale) -> Recurrence:
+    """Assemble the gradient of r, with d_log [B, T, H, D] the gradient of `log_decays`."""
     decay = Decay(
         constant=None if r.decay.constant is None else d_log.sum((1, 3)),
         head=None if r.decay.head is None else d_log[..., 0],
         key=None if r.decay.key is None else d_log,
     )
-    state = None if r.initial_state is None else d_state
-    return gradient_like(
-        r, r.replace(q=d_q, k=d_k, v=d_v, decay=decay, initial_state=state, boundaries=None, scale=d_scale)
-    )
+    return gradient_recurrence(r, dq, dk, dv, decay, d_state, d_scale)

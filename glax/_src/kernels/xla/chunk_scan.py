@@ -8,6 +8,7 @@ and is exact for the gates of the call, and this scan otherwise.
 """
 
 import dataclasses
+from typing import Self
 
 import jax.numpy as jnp
 from jax import lax
@@ -43,11 +44,11 @@ class ChunkedConfig(Config):
         check_field("chunk", self.chunk, 1, 4096)
 
     @classmethod
-    def heuristic(cls, r: Recurrence) -> "ChunkedConfig":
+    def heuristic(cls, r: Recurrence) -> Self:
         return cls(chunk_parallel.CHUNK) if chunk_parallel.suits(r) else cls.for_scan(r)
 
     @classmethod
-    def for_scan(cls, r: Recurrence) -> "ChunkedConfig":
+    def for_scan(cls, r: Recurrence) -> Self:
         """Return the config of the scan: 64 tokens, but on CPUs 32 where reading a state costs less than longer pairs.
 
         The bound on the state was measured on a machine with two cores. With gates on both sides, the decays of 64 tokens would
@@ -57,7 +58,7 @@ class ChunkedConfig(Config):
         return cls(chunk=32 if Backend.here() is Backend.CPU and not large else 64)
 
     @classmethod
-    def candidates(cls, r: Recurrence) -> "list[ChunkedConfig]":
+    def candidates(cls, r: Recurrence) -> list[Self]:
         """Return the powers of two up to 128 for which T exceeds half a chunk."""
         return [cls(chunk) for chunk in (16, 32, 64, 128) if chunk == 16 or chunk < 2 * r.q.shape[1]]
 
@@ -116,13 +117,13 @@ def forward_by_scan(r: Recurrence, config: ChunkedConfig, save_states: bool) -> 
         added, o = select_form(g, r.decay, gates, True, evaluate, state.high)
         residuals = residuals if residuals is None else lax.dynamic_update_index_in_dim(residuals, state.high, i, 1)
         state = state.advance(chunk_math.state_decay(*log_through(gates)), added)
-        return [state, w.write_state(states, state.high), w.write(output, o), residuals]
+        return state, w.write_state(states, state.high), w.write(output, o), residuals
 
     output = jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)
     B, (H, K, V) = r.q.shape[0], r.state_shape[1:]
     residuals = jnp.zeros((B, chunks.first.shape[0], H, K, V), r.dtype) if save_states else None
     _, final, output, residuals = scan_chunks(
-        r, chunks, body, [initial_state_of(first, B), first, output, residuals], backwards=False
+        r, chunks, body, (initial_state_of(first, B), first, output, residuals), backwards=False
     )
     return Outputs(trim_rows(output, T), final), residuals
 
@@ -167,12 +168,10 @@ def chunked_vjp(
 ) -> Recurrence:
     """Compute the gradient of every input. It uses the residuals' states if these belong to the chunks of this config."""
     chunks, g = start(r, config.chunk)
-    known = (
-        residuals is not None
-        and count_determines_size(r, g.size)
-        and residuals.states.shape[1] == chunks.first.shape[0]
-    )
-    states = residuals.states if known else None
+    if residuals is not None:
+        fits = count_determines_size(r, g.size) and residuals.states.shape[1] == chunks.first.shape[0]
+        residuals = residuals if fits else None
+    states = None if residuals is None else residuals.states
 
     if not chunk_parallel.suits(r, config.chunk):
         return vjp_by_scan(r, config.chunk, d_output, d_final, states)
@@ -185,5 +184,5 @@ def chunked_vjp(
 
     if r.decay.form == "none":
         return together()
-    exact = (residuals.out_of_range == 0).all() if known else chunk_parallel.in_range(r, config.chunk)
+    exact = chunk_parallel.in_range(r, config.chunk) if residuals is None else (residuals.out_of_range == 0).all()
     return chunk_parallel.where_exact(exact, r, config.chunk, together, otherwise, trains=True)

@@ -7,6 +7,8 @@ carry states transposed, [B, H, V, K], which saves transpositions in the product
 
 import functools
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from glax._src.core.decay import Decay
-from glax._src.core.recurrence import Recurrence, gradient_like, is_symbol
+from glax._src.core.recurrence import Recurrence, gradient_recurrence, is_symbol
 from glax._src.kernels.common.chunks import Chunks, pad_rows, pad_to_chunk, trim_rows
 from glax._src.kernels.xla import chunk_math
 from glax._src.kernels.xla.chunk_window import (
@@ -56,7 +58,12 @@ class StateStore:
         return jnp.concatenate([w.read(rows) for rows in place], axis=2)[:, :, : self.V]
 
 
-def states_before(r: Recurrence, chunks: Chunks, g: chunk_math.Geometry, d_qk: list[Array]):
+ReadState = Callable[[ChunkWindow, Any, list[Array]], Array]
+
+
+def states_before(
+    r: Recurrence, chunks: Chunks, g: chunk_math.Geometry, d_qk: list[Array]
+) -> tuple[ReadState, list[Array]]:
     """Scan forward and store the state before each chunk.
 
     Returns (read, d_qk): read(window, i, d_qk) returns the state before chunk i, [B, H, V, K], and d_qk are the buffers of dq
@@ -70,13 +77,15 @@ def states_before(r: Recurrence, chunks: Chunks, g: chunk_math.Geometry, d_qk: l
         k, v = w.read_all(r.k, r.v)
         added = chunk_math.added(v, k, chunk_math.edges(g, value), chunk_math.edges(g, key))
         decay = chunk_math.state_decay(*log_through((key, value), transposed=True))
-        return [state.advance(decay, added), stored.put(w, i, place, state.high)]
+        return state.advance(decay, added), stored.put(w, i, place, state.high)
 
-    carry = [initial_state_of(first, r.q.shape[0]), d_qk if stored.in_rows else stored.arrays]
+    carry = (initial_state_of(first, r.q.shape[0]), d_qk if stored.in_rows else stored.arrays)
     _, place = scan_chunks(r, chunks, remember, carry, backwards=False)
-    if stored.in_rows:
-        return stored.get, place
-    return lambda w, i, d_qk: stored.get(w, i, place), d_qk
+
+    def read(w: ChunkWindow, i, d_qk: list[Array]) -> Array:
+        return stored.get(w, i, d_qk if stored.in_rows else place)
+
+    return read, place if stored.in_rows else d_qk
 
 
 def result_buffers(r: Recurrence):
@@ -98,13 +107,10 @@ def vjp_by_scan(r: Recurrence, size: int, d_output, d_final, states: Array | Non
     r, d_output = pad_to_chunk(r, chunks.size), pad_rows(d_output, chunks.size)
     blank = result_buffers(r)
     d_qk = [next(blank)(r.q), next(blank)(r.k)]
-    if states is not None:
-
-        def state_before(w, i, d_qk):
-            return lax.dynamic_index_in_dim(states, i, 1, keepdims=False).mT
-
-    else:
+    if states is None:
         state_before, d_qk = states_before(r, chunks, g, d_qk)
+    else:
+        state_before = saved_states(states)
 
     def body(w: ChunkWindow, i, carry):
         d_state, each_scale, d_states, d_scale, d_qk, d_v, d_decay = carry
@@ -125,7 +131,7 @@ def vjp_by_scan(r: Recurrence, size: int, d_output, d_final, states: Array | Non
         d_state = d_state.advance(chunk_math.state_decay(*log_through(gates, transposed=True)), d_added)
         edges = (chunk_math.total(S * d_state.high, axis) for axis in (2, 3))
         each_scale = w.carry_or_start(each_scale, None) + more_scale
-        return [
+        return (
             d_state,
             each_scale,
             w.write_state(d_states, d_state.high),
@@ -133,22 +139,26 @@ def vjp_by_scan(r: Recurrence, size: int, d_output, d_final, states: Array | Non
             [w.write(rows, x) for rows, x in zip(d_qk, (dq, dk), strict=True)],
             w.write(d_v, dv),
             decay_gradient(w, g, d_decay, *zip(terms, edges, strict=True)),
-        ]
+        )
 
     d_v, d_decay = next(blank)(r.v), jax.tree.map(lambda x: next(blank)(x), r.decay)
     if r.decay.constant is not None:
         d_decay = Decay(constant=jnp.zeros(r.decay.constant.shape, r.dtype))
     B, d_last = r.q.shape[0], d_final.astype(r.dtype).mT
-    sums = [d_last, jnp.zeros_like(r.scale)]
-    carry = [initial_state_of(d_last, B), jnp.zeros(B, r.dtype), *sums, d_qk, d_v, d_decay]
+    no_scale = jnp.zeros_like(r.scale)
+    carry = (initial_state_of(d_last, B), jnp.zeros(B, r.dtype), d_last, no_scale, d_qk, d_v, d_decay)
     _, _, d_initial, d_scale, (dq, dk), dv, d_decay = scan_chunks(r, chunks, body, carry, backwards=True)
+    T = original.q.shape[1]
+    dq, dk, dv = (trim_rows(x, T) for x in (dq, dk, dv))
+    d_gates = (None if x is None else trim_rows(x, T) for x in (d_decay.head, d_decay.key, d_decay.value))
+    d_decay = Decay(d_decay.constant, *d_gates)
     d_initial = None if r.initial_state is None else d_initial.mT
-    dq, dk, dv, d_head, d_key, d_value = (
-        trim_rows(x, original.q.shape[1]) for x in (dq, dk, dv, d_decay.head, d_decay.key, d_decay.value)
-    )
-    d_decay = Decay(d_decay.constant, d_head, d_key, d_value)
-    d = r.replace(q=dq, k=dk, v=dv, decay=d_decay, initial_state=d_initial, boundaries=None, scale=d_scale)
-    return gradient_like(original, d)
+    return gradient_recurrence(original, dq, dk, dv, d_decay, d_initial, d_scale)
+
+
+def saved_states(states: Float[Array, "B chunks H K V"]) -> ReadState:
+    """Return the function of `states_before` that reads the residuals."""
+    return lambda w, i, d_qk: lax.dynamic_index_in_dim(states, i, 1, keepdims=False).mT
 
 
 def decay_gradient(w: ChunkWindow, g: chunk_math.Geometry, d_decay: Decay, row_side, column_side) -> Decay:

@@ -5,6 +5,8 @@ a T that C does not divide move no row. `scan_chunks` folds a function over the 
 the fast or the exact form of `chunk_math`.
 """
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +18,8 @@ from glax._src.core.registry import Backend
 from glax._src.kernels.common.chunks import Chunks, chunks_of
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.xla import chunk_math
+
+Carried = TypeVar("Carried", Array, chunk_math.State)  # what a scan passes from chunk to chunk
 
 
 class ChunkWindow:
@@ -72,7 +76,7 @@ class ChunkWindow:
     def scale(self) -> Float[Array, "B 1 1 1"]:
         return self.read_state(self.r.scale)[:, None, None, None]
 
-    def carry_or_start(self, carried, states: Float[Array, "N *rest"] | None):
+    def carry_or_start(self, carried: Carried, states: Float[Array, "N *rest"] | None) -> Carried:
         """Return `carried` from the previous chunk; where a packed sequence begins, its entry of `states`, or 0 for None.
 
         The loop therefore never reads the array that it writes its states to. XLA would copy all N states at every chunk.
@@ -100,7 +104,8 @@ class ChunkWindow:
             key = self.read_state(decay.constant.astype(self.r.dtype))[:, :, None, None]
             key = jnp.broadcast_to(key, (*key.shape[:2], self.C, 1))
             key = key if self.in_chunk is None else jnp.where(self.in_chunk[:, None], key, 0)
-        return tuple(None if x is None else jnp.maximum(x, floor) for x in (key, value))
+        key, value = (None if x is None else jnp.maximum(x, floor) for x in (key, value))
+        return key, value
 
 
 def log_through(gates: tuple[Array | None, Array | None], transposed: bool = False) -> list[Array | None]:

@@ -72,7 +72,8 @@ def advance(S: Float[Array, "B H K V"], added: Float[Array, "B H K V"], decays) 
     token.
     """
     split = [
-        [None if x is None else jnp.expand_dims(x, axes) for x in decay] for decay, axes in decays if decay is not None
+        (jnp.expand_dims(whole, axes), None if rest is None else jnp.expand_dims(rest, axes))
+        for (whole, rest), axes in ((decay, axes) for decay, axes in decays if decay is not None)
     ]
     for i, (whole, rest) in enumerate(split):
         last = i == len(split) - 1
@@ -104,8 +105,9 @@ def recurrent(r: Recurrence, *, config) -> Outputs:
     """Compute the recurrence by lax.scan over T. rows and columns are the log decays of S's rows [K] and columns [V]."""
     H, decay, packed = r.num_heads, r.decay, r.boundaries is not None
     head = decay.head if decay.constant is None else r.by_token(decay.constant)
-    by_time = [None if x is None else jnp.moveaxis(x, 1, 0) for x in (r.q, r.k, r.v, head, decay.key, decay.value)]
-    by_time[3:] = [None if x is None else split_decay(x.astype(r.dtype)) for x in by_time[3:]]
+    by_time = [jnp.moveaxis(x, 1, 0) for x in (r.q, r.k, r.v)]
+    logs = [None if x is None else jnp.moveaxis(x, 1, 0) for x in (head, decay.key, decay.value)]
+    by_time += [None if x is None else split_decay(x.astype(r.dtype)) for x in logs]
     neutral = (0, 0, 0, (1, 0), (1, 0), (1, 0))  # the values of a row that is no token
     places = (r.sequence_of, r.is_token) if packed else None
 
