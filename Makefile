@@ -11,15 +11,14 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 SAY_JAX := from importlib.metadata import version; print("Testing with JAX", version("jax"))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test fast lint types sanitize tpu tpu-compiler triton triton-compiler hopper hopper-compiler \
+.PHONY: help install demo test fast lint sanitize tpu tpu-compiler triton triton-compiler hopper hopper-compiler \
   hopper-budgets docs clean
 
 help:
 	@echo "make demo      run the demo                          ARGS: what follows 'glax demo'"
 	@echo "make test      linters and all tests                 ARGS: more options for pytest"
 	@echo "make fast      the tests marked fast                 ARGS: more options for pytest"
-	@echo "make lint      ruff alone"
-	@echo "make types     pyright alone"
+	@echo "make lint      ruff and pyright alone"
 	@echo "make sanitize  the native kernels' own tests, with the compiler's sanitizers and for arm64"
 	@echo "make tpu       the TPU kernels, by the TPU compiler     ARGS: --few, a minute instead of five"
 	@echo "make triton    the GPU kernels in Triton's interpreter, and compiled; needs Python 3.12"
@@ -46,12 +45,10 @@ fast: $(STAMP)
 
 # pyright is JavaScript: by the node that pip has installed, whatever node is on PATH, and without a look for a newer pyright.
 PYRIGHT := PYRIGHT_PYTHON_GLOBAL_NODE=off PYRIGHT_PYTHON_IGNORE_WARNINGS=on $(BIN)/pyright
-types: $(STAMP)
-	$(PYRIGHT) --pythonpath $(BIN)/python
-
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(PYRIGHT) --pythonpath $(BIN)/python
 
 # Needs a C++ compiler, and no environment: where one is at hand, its jaxlib has the headers for one more file.
 sanitize:

@@ -31,7 +31,7 @@ def language_model():
     import jax.numpy as jnp
     from flax import nnx
 
-    from glax.nn.layers import GatedLinearAttention
+    from glax.nn import GatedLinearAttention
 
     class Block(nnx.Module):
         def __init__(self, rngs):

@@ -201,7 +201,7 @@ def show_generation(console: Console, model: ByteLM, text: Text, seed: int):
     _, seconds = timed(run)
     console.print(Styled(printable(prompt[0]), style="dim"), end="")
     console.print(Styled(printable(tokens[0])))
-    size = sum(state.nbytes for state in model.initial_states(1))
+    size = sum(x.nbytes for x in jax.tree.leaves(model.initial_states(1)))
     console.print(
         f"\n{GENERATED} bytes behind a prompt of {prompt.shape[1]} (dim): {GENERATED / seconds:,.0f} tokens/s, "
         f"from a state of {size:,} bytes however long the text"

@@ -5,6 +5,7 @@ import json
 import numbers
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 REQUIRED = object()
 
@@ -63,7 +64,7 @@ class Options:
         self.values, self.left = dict(values), set(values) - no_effect
         self.model_type = values.get("model_type")
 
-    def take(self, key: str, default=REQUIRED):
+    def take(self, key: str, default: Any = REQUIRED) -> Any:
         """The value of `key`, `default` where it is missing."""
         self.left.discard(key)
         if key in self.values:
@@ -72,7 +73,8 @@ class Options:
             raise ValueError(f"config.json must have {key!r}")
         return default
 
-    def integer(self, key: str, default=REQUIRED, *, optional: bool = False) -> int:
+    def integer(self, key: str, default: Any = REQUIRED, *, optional: bool = False) -> Any:
+        """An integer of at least 1, or None if `optional`."""
         value = self.take(key, default)
         if optional and value is None:
             return value
@@ -80,7 +82,8 @@ class Options:
             raise ValueError(f"{key} in config.json must be an integer of at least 1, got {value!r}")
         return value
 
-    def number(self, key: str, default=REQUIRED, *, optional: bool = False) -> float:
+    def number(self, key: str, default: Any = REQUIRED, *, optional: bool = False) -> Any:
+        """A float, or None if `optional`."""
         value = self.take(key, default)
         if optional and value is None:
             return value
@@ -88,7 +91,7 @@ class Options:
             raise ValueError(f"{key} in config.json must be a number, got {value!r}")
         return float(value)
 
-    def flag(self, key: str, default=REQUIRED) -> bool:
+    def flag(self, key: str, default: Any = REQUIRED) -> bool:
         value = self.take(key, default)
         if not isinstance(value, bool):
             raise ValueError(f"{key} in config.json must be true or false, got {value!r}")

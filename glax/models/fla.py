@@ -1,6 +1,7 @@
 """The models of flash-linear-attention: gla, retnet, hgrn2 and rwkv6, with softmax attention in chosen layers."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ def softmax_names(layers) -> tuple[tuple[str, str], ...]:
     return tuple(rule for layer in layers for rule in renamed(rf"{layer}\.attn", ATTENTION))
 
 
-def gated_mlp(options: Options, width: int, ratio: int, init: Callable) -> Callable[[Precision], SwiGLU]:
+def gated_mlp(options: Options, width: int, ratio: float, init: Callable) -> Callable[[Precision], SwiGLU]:
     ratio = options.number("hidden_ratio", ratio, optional=True) or 4
     inside = options.integer("intermediate_size", None, optional=True)
     if inside is None:
@@ -97,9 +98,9 @@ def heads_and_widths(options: Options, width: int, heads: int, expand: tuple[flo
 
 def output_options(options: Options, functions: dict[str, str]) -> dict:
     """functions: the feature maps by the name that a config has for them."""
-    functions = {None: None} | functions
+    known: dict[str | None, str | None] = {None: None, **functions}
     return dict(
-        feature_map=functions[options.choice("feature_map", None, functions)],
+        feature_map=known[options.choice("feature_map", None, known)],
         use_output_gate=options.flag("use_output_gate", True),
         elementwise_affine=options.flag("elementwise_affine", True),
     )
@@ -135,7 +136,7 @@ def assemble(
     """A model of pre-norm blocks of `mixer(layer)`, or softmax attention in the layers of `attn`, and a gated MLP."""
     width, layers = more.pop("width"), options.integer("num_hidden_layers", 24)
     outer, init = outer_options(options)
-    norm = dict(epsilon=options.number("norm_eps", 1e-6), param_dtype=precision.param_dtype)
+    norm: dict[str, Any] = dict(epsilon=options.number("norm_eps", 1e-6), param_dtype=precision.param_dtype)
     mlp, softmax = gated_mlp(options, width, ratio, init), attention_layers(options, layers)
     residuals = options.integer("attnres_block_size", None, optional=True)
     if residuals is not None and residuals != 1 and residuals % 2:

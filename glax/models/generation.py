@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from glax._src.core.bind import check_integer, check_real, is_array, known_number
@@ -182,7 +183,7 @@ def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos
     B, T = tokens.shape
     if T == 0:
         raise ValueError(f"tokens must be [B, T] with T of at least 1, got shape {tokens.shape}")
-    if not isinstance(tokens, jax.core.Tracer) and B:
+    if not isinstance(tokens, Tracer) and B:
         known = np.asarray(jax.device_get(tokens))
         if known.min() < 0 or known.max() >= model.vocabulary:
             wrong = known[(known < 0) | (known >= model.vocabulary)][0]
@@ -224,7 +225,7 @@ def checked_lengths(lengths, B: int, T: int) -> Int[Array, "B"]:
         raise TypeError(f"lengths must hold integers, got {lengths.dtype}")
     if lengths.shape != (B,):
         raise ValueError(f"lengths must be [B]=[{B}] as tokens has rows, got shape {lengths.shape}")
-    if not isinstance(lengths, jax.core.Tracer) and B:
+    if not isinstance(lengths, Tracer) and B:
         known = np.asarray(jax.device_get(lengths))
         if known.min() < 1 or known.max() > T:
             raise ValueError(f"lengths must be from 1 to T={T}, got {known[(known < 1) | (known > T)][0]}")

@@ -49,9 +49,9 @@ def from_config(
 
     Raises UnsupportedOption, which names the key and its value, for an option that is not supported.
     """
-    config = ModelConfig.of(config) if isinstance(config, Mapping) else ModelConfig.read(Path(config))
+    parsed = ModelConfig.of(config) if isinstance(config, Mapping) else ModelConfig.read(Path(config))
     precision = Precision(jnp.dtype(dtype or jnp.float32), jnp.dtype(param_dtype or jnp.float32), rngs)
-    return builder(config)(config, precision)
+    return builder(parsed)(parsed, precision)
 
 
 def from_pretrained(folder: str | Path, *, dtype: jnp.dtype | None = None, mesh: Mesh | None = None) -> CausalLM:
@@ -71,7 +71,10 @@ def from_pretrained(folder: str | Path, *, dtype: jnp.dtype | None = None, mesh:
     weights = Weights(folder)
     names = sorted(weights.names())
     stored = next((name for name in names if "embedding" in name), names[0] if names else None)
-    wanted = jnp.dtype(dtype) if dtype is not None else weights.dtype(stored)
+    cast = None if dtype is None else jnp.dtype(dtype)
+    if dtype is None and stored is not None:  # without weights `load_into` raises
+        dtype = weights.dtype(stored)
+    wanted = jnp.dtype(dtype or jnp.float32)
     model = nnx.eval_shape(lambda: build(config, Precision(wanted, wanted, nnx.Rngs(0))))
 
     def place(value, axes):
@@ -79,5 +82,5 @@ def from_pretrained(folder: str | Path, *, dtype: jnp.dtype | None = None, mesh:
             return jnp.asarray(value)
         return jax.device_put(value, NamedSharding(mesh, partition_spec(axes, value.shape, mesh)))
 
-    load_into(model, weights, None if dtype is None else wanted, place)
+    load_into(model, weights, cast, place)
     return model

@@ -1,6 +1,7 @@
 """Mamba-2 as transformers, flash-linear-attention and the state-spaces repository write it."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -37,9 +38,9 @@ class Mamba2Block(nnx.Module):
         return self.mixer.empty_state(batch)
 
     def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows) -> tuple[Array, dict]:
-        y, state = self.mixer.mix(self.norm(x.astype(self.dtype)), state, rows)
+        y, after = self.mixer.mix(self.norm(x.astype(self.dtype)), state, rows)
         x = x.astype(jnp.float32) if self.residual_in_fp32 else x
-        return x + y.astype(x.dtype), state
+        return x + y.astype(x.dtype), dict(after)
 
 
 def mamba2(config: ModelConfig, precision: Precision) -> CausalLM:
@@ -110,14 +111,15 @@ def limits(options: Options, key: str) -> tuple[float, float]:
     value = options.take(key, (0.0, math.inf))
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError(f"{key} in config.json must be two numbers, got {value!r}")
-    return tuple(number(key, x) for x in value)
+    low, high = value
+    return number(key, low), number(key, high)
 
 
-def number(key: str, x) -> float:
-    if isinstance(x, dict) and set(x) == {"__float__"}:
-        x = x["__float__"]
+def number(key: str, x: Any) -> float:
+    is_word = isinstance(x, dict) and set(x) == {"__float__"}
+    value: Any = x["__float__"] if is_word else x
     try:
-        return float(x)
+        return float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{key} in config.json must be two numbers, got {x!r}") from None
 

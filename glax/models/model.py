@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,9 @@ class Precision:
         return dict(dtype=self.dtype, param_dtype=self.param_dtype, rngs=self.rngs)
 
 
+Mixing = Any  # a module with `mix` and `empty_state`; see CausalLM
+
+
 class CausalLM(nnx.Module):
     """Tokens to logits of the next token:   embedding, blocks, norm, head.
 
@@ -47,11 +51,13 @@ class CausalLM(nnx.Module):
     `before_head`.
     """
 
+    res: Any  # the mixture before the head, where `add_mixtures` has set one
+
     def __init__(
         self,
         config: ModelConfig,
-        blocks: Sequence[nnx.Module],
-        norm: nnx.Module,
+        blocks: Sequence[Mixing],
+        norm: Callable[[Array], Array],
         names: Names,
         *,
         vocabulary: int,
@@ -202,7 +208,7 @@ class CausalLM(nnx.Module):
 class Block(nnx.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)); the mixer a `glax.nn` layer with a state, the MLP without one."""
 
-    def __init__(self, attn_norm: nnx.Module, attn: nnx.Module, mlp_norm: nnx.Module, mlp: nnx.Module):
+    def __init__(self, attn_norm: Any, attn: Mixing, mlp_norm: Any, mlp: Any):
         self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
 
     def empty_state(self, batch: int, max_length: int | None) -> dict:

@@ -25,7 +25,7 @@ class Mixture(nnx.Module):
         weight = self.proj.kernel[..., 0].astype(jnp.float32)
         scores = jnp.stack([self.norm(x) @ weight for x in wide])
         p = jax.nn.softmax(scores, 0)
-        return sum(p[i][..., None] * x for i, x in enumerate(wide)).astype(sources[0].dtype)
+        return jnp.asarray(sum(p[i][..., None] * x for i, x in enumerate(wide))).astype(sources[0].dtype)
 
 
 def add_mixtures(model: CausalLM, epsilon: float, options: dict):

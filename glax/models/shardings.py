@@ -21,7 +21,8 @@ def partition_spec(axes: tuple[str | None, ...] | None, shape: tuple[int, ...], 
         return PartitionSpec()
     taken, chosen = set(), []
     for axis, size in zip(axes, shape, strict=True):
-        fits = [x for x in RULES.get(axis, ()) if x in mesh.shape and size % mesh.shape[x] == 0 and x not in taken]
+        rules = () if axis is None else RULES.get(axis, ())
+        fits = [x for x in rules if x in mesh.shape and size % mesh.shape[x] == 0 and x not in taken]
         chosen.append(fits[0] if fits else None)
         taken |= set(fits[:1])
     return PartitionSpec(*chosen)

@@ -1,6 +1,7 @@
 """Softmax attention with a key-value cache, for the layers of hybrids that are no recurrence."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -51,12 +52,12 @@ class Attention(Layer):
         check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
         self.width, self.num_heads, self.num_kv_heads, self.head_width = width, num_heads, num_kv_heads, head_width
         self.theta, self.rotary_width, self.window, self.scale, self.dtype = theta, rotary_width, window, scale, dtype
-        options = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
         self.query = linear(width, num_heads * head_width, (EMBED, HEADS), bias=bias, **options)
         self.key = linear(width, num_kv_heads * head_width, (EMBED, HEADS), bias=bias, **options)
         self.value = linear(width, num_kv_heads * head_width, (EMBED, HEADS), bias=bias, **options)
         self.output = linear(num_heads * head_width, width, (HEADS, EMBED), bias=output_bias, **options)
-        norms = dict(epsilon=norm_eps, param_dtype=param_dtype)
+        norms: dict[str, Any] = dict(epsilon=norm_eps, param_dtype=param_dtype)
         self.query_norm = RMSNorm(head_width, **norms) if qk_norm else None
         self.key_norm = RMSNorm(head_width, **norms) if qk_norm else None
 
@@ -70,7 +71,7 @@ class Attention(Layer):
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
         q = by_head(self.query(x), self.num_heads)
         k, v = (by_head(project(x), self.num_kv_heads) for project in (self.key, self.value))
-        if self.query_norm is not None:
+        if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.theta is not None:
             place, _ = rows.positions(state.get("length"))

@@ -46,6 +46,6 @@ class ShortConvolution(Layer):
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
         views, after = rows.window(x, self.size, state.get("recurrent"))
-        y = sum(view.astype(jnp.float32) * for_rows(x, self.filter[i]) for i, view in enumerate(views))
+        y = jnp.asarray(sum(view.astype(jnp.float32) * for_rows(x, self.filter[i]) for i, view in enumerate(views)))
         y = y if self.bias is None else y + for_rows(y, self.bias[...])
         return self.act(y).astype(x.dtype), dict(recurrent=after)

@@ -10,14 +10,17 @@ from jaxtyping import Array, Float
 from glax._src.api.recurrent import recurrent, recurrent_gla
 from glax._src.core.bind import check_real, known_number
 from glax._src.core.recurrence import spread_heads
-from glax.nn.linear_attention import LinearAttention, Options, Unpack
+from glax.nn.linear_attention import LinearAttention, NormOptions, OwnRecurrenceOptions, Unpack
 from glax.nn.parts import EMBED, HEADS, by_head, check_divides, check_sizes, for_rows, parameter
 from glax.nn.passes import Rows, State
 
 
 def check_temperature(temperature: float):
     check_real("temperature", temperature)
-    if not known_number(temperature) > 0:
+    known = known_number(temperature)
+    if known is None:
+        raise TypeError(f"temperature must be a number that is known while tracing, got {temperature}")
+    if not known > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
 
 
@@ -52,7 +55,7 @@ class GatedLinearAttention(LinearAttention):
         gate_bias_init: Callable | None = None,
         recurrence: Callable = recurrent_gla,
         rngs: nnx.Rngs,
-        **options: Unpack[Options],
+        **options: Unpack[OwnRecurrenceOptions],
     ):
         check_sizes(width=width, num_heads=num_heads, gate_rank=gate_rank)
         super().__init__(width, num_heads=num_heads, recurrence=recurrence, rngs=rngs, **options)
@@ -99,7 +102,7 @@ class SimpleGatedLinearAttention(LinearAttention):
         use_short_conv: bool = True,
         recurrence: Callable = recurrent,
         rngs: nnx.Rngs,
-        **options: Unpack[Options],
+        **options: Unpack[NormOptions],
     ):
         super().__init__(
             width, num_heads=num_heads, use_short_conv=use_short_conv, recurrence=recurrence, rngs=rngs, **options

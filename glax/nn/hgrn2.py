@@ -1,6 +1,7 @@
 """HGRN2: gated linear attention whose key is one minus its decay."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import recurrent_gla
-from glax.nn.linear_attention import LinearAttention, Options, Unpack
+from glax.nn.linear_attention import ConvolutionOptions, LinearAttention, Unpack
 from glax.nn.norms import RMSNormGated
 from glax.nn.parts import by_head, for_rows, merged
 from glax.nn.passes import Rows, State
@@ -36,9 +37,11 @@ class HGRN2Attention(LinearAttention):
         norm_eps: float = 1e-5,
         recurrence: Callable = recurrent_gla,
         rngs: nnx.Rngs,
-        **options: Unpack[Options],
+        **options: Unpack[ConvolutionOptions],
     ):
-        fixed = dict(use_output_gate=False, conv_activation=None, norm_eps=norm_eps, recurrence=recurrence)
+        fixed: dict[str, Any] = dict(
+            use_output_gate=False, conv_activation=None, norm_eps=norm_eps, recurrence=recurrence
+        )
         super().__init__(width, num_heads=num_heads, rngs=rngs, **fixed, **options)
 
     def output_norm(self, **options) -> RMSNormGated:

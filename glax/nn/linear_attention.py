@@ -1,7 +1,7 @@
 """What the linear attentions have in common: projections, short convolutions, the output's norm and gate."""
 
 from collections.abc import Callable
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,7 +16,7 @@ from glax.nn.passes import Rows, State
 
 
 class Options(TypedDict, total=False):
-    """The arguments that the linear attentions share.
+    """The arguments that all linear attentions share, and those of the classes below.
 
     num_kv_heads:  of k and v; divides num_heads, which it is if None. Head h reads head h * num_kv_heads // num_heads.
     key_width, value_width: K and V of one head; width // num_heads if None.
@@ -34,17 +34,30 @@ class Options(TypedDict, total=False):
     key_width: int | None
     value_width: int | None
     feature_map: str | None
-    use_short_conv: bool
     conv_size: int
     conv_bias: bool
     use_output_gate: bool
     gate_fn: str
-    norm_eps: float
     elementwise_affine: bool
     dtype: jnp.dtype | None
     param_dtype: jnp.dtype
     kernel_init: Callable | None
-    recurrence: Callable
+
+
+class ConvolutionOptions(Options, total=False):
+    """Those of a layer with a norm_eps and a recurrence of its own."""
+
+    use_short_conv: bool
+
+
+class NormOptions(Options, total=False):
+    """Those of a layer with a use_short_conv and a recurrence of its own."""
+
+    norm_eps: float
+
+
+class OwnRecurrenceOptions(ConvolutionOptions, NormOptions, total=False):
+    """Those of a layer with a recurrence of its own."""
 
 
 class LinearAttention(Layer):
@@ -91,7 +104,9 @@ class LinearAttention(Layer):
         self.value = self.linear(width, values, (EMBED, HEADS), rngs)
         self.use_short_conv = use_short_conv
         if use_short_conv:
-            options = dict(bias=conv_bias, activation=conv_activation, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+            options: dict[str, Any] = dict(
+                bias=conv_bias, activation=conv_activation, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            )
             self.query_conv = ShortConvolution(num_heads * key_width, conv_size, **options)
             self.key_conv = ShortConvolution(keys, conv_size, **options)
             self.value_conv = ShortConvolution(values, conv_size, **options)
@@ -103,7 +118,9 @@ class LinearAttention(Layer):
         self.output = self.linear(out, width, (HEADS, EMBED), rngs)
 
     def linear(self, inputs: int, outputs: int, axes: tuple, rngs: nnx.Rngs, bias: bool = False) -> nnx.Linear:
-        options = dict(dtype=self.dtype, param_dtype=self.param_dtype, kernel_init=self.kernel_init, rngs=rngs)
+        options: dict[str, Any] = dict(
+            dtype=self.dtype, param_dtype=self.param_dtype, kernel_init=self.kernel_init, rngs=rngs
+        )
         return linear(inputs, outputs, axes, bias=bias, **options)
 
     def output_norm(self, **options) -> RMSNormGated:

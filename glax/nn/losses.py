@@ -26,7 +26,8 @@ def next_token_loss(
 @jax.custom_vjp
 def summed_loss(x: Float[Array, "rows width"], kernel: Float[Array, "width vocabulary"], targets: Int[Array, "rows"]):
     def part(total, rows):
-        return total + part_loss(*rows, kernel)[0], None
+        x, targets = rows
+        return total + part_loss(x, targets, kernel)[0], None
 
     return jax.lax.scan(part, jnp.zeros((), jnp.float32), parts(x, targets))[0]
 
@@ -53,9 +54,10 @@ def part_loss(x: Float[Array, "part width"], targets: Int[Array, "part"], kernel
 def _fwd(x, kernel, targets):
     def part(carry, rows):
         total, d_kernel = carry
-        loss, d_logits = part_loss(*rows, kernel)
+        x, targets = rows
+        loss, d_logits = part_loss(x, targets, kernel)
         dx = jnp.matmul(d_logits, kernel.T, preferred_element_type=jnp.float32).astype(x.dtype)
-        d_kernel += jnp.matmul(rows[0].T, d_logits, preferred_element_type=jnp.float32)
+        d_kernel += jnp.matmul(x.T, d_logits, preferred_element_type=jnp.float32)
         return (total + loss, d_kernel), dx
 
     start = jnp.zeros((), jnp.float32), jnp.zeros(kernel.shape, jnp.float32)

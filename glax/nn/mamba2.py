@@ -1,6 +1,7 @@
 """Mamba-2's mixer, a state-space model with one decay a head."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +84,9 @@ class Mamba2(Layer):
         self.width, self.num_heads, self.head_width = width, num_heads, head_width
         self.state_width, self.groups, self.act = state_width, groups, act
         self.dt_limit, self.recurrence = (float(dt_limit[0]), float(dt_limit[1])), recurrence
-        options = dict(bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        options: dict[str, Any] = dict(
+            bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+        )
         self.input = linear(width, 2 * inside + 2 * states + num_heads, (EMBED, HEADS), **options)
         self.conv = ShortConvolution(
             inside + 2 * states,
@@ -104,7 +107,9 @@ class Mamba2(Layer):
         self.A_log = parameter(jnp.log(A).astype(param_dtype), HEADS)
         self.D = parameter(jnp.ones(inside if per_channel_skip else num_heads, param_dtype), HEADS)
         split = groups if norm_groups is None else norm_groups
-        gated = dict(norm_before_gate=norm_before_gate, gate_fn="silu", epsilon=norm_eps, param_dtype=param_dtype)
+        gated: dict[str, Any] = dict(
+            norm_before_gate=norm_before_gate, gate_fn="silu", epsilon=norm_eps, param_dtype=param_dtype
+        )
         self.norm = RMSNormGated(inside, groups=split, **gated) if use_norm else None
         self.output = linear(inside, width, (HEADS, EMBED), **options)
 

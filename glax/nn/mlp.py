@@ -1,5 +1,7 @@
 """Gated MLPs."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -29,7 +31,9 @@ class SwiGLU(nnx.Module):
         check_sizes(width=width, inside=inside)
         self.activation = activation
         self.act(jnp.zeros(()))  # raises if there is none of that name
-        options = dict(bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        options: dict[str, Any] = dict(
+            bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+        )
         self.gate = linear(width, inside, (EMBED, MLP), **options)
         self.up = linear(width, inside, (EMBED, MLP), **options)
         self.down = linear(inside, width, (MLP, EMBED), **options)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -35,7 +36,7 @@ class ByteLMConfig:
         check_sizes(**{name: size for name, size in vars(self).items() if name != "temperature"})
 
 
-States = tuple[Float[Array, "B H K V"], ...]  # one a block
+States = tuple[Array | dict[str, Array], ...]  # one a block
 
 
 lecun = nnx.initializers.lecun_normal()
@@ -67,7 +68,7 @@ class Block(nnx.Module):
         self.mlp_norm = nnx.RMSNorm(config.width, rngs=rngs)
         self.mlp = SwiGLU(config.width, config.mlp_width, kernel_init=lecun, rngs=rngs)
 
-    def through(self, attend: Callable, x: Float[Array, "*rows width"], state: Array) -> tuple[Array, Array]:
+    def through(self, attend: Callable, x: Float[Array, "*rows width"], state) -> tuple[Array, Any]:
         """attend(attention, x, state) -> (y, new state) is the way in which attention is used."""
         y, state = attend(self.attention, self.attention_norm(x), state)
         x = x + y

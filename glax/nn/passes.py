@@ -7,7 +7,7 @@ row a sequence, or a row a slot in a pool; a missing entry stands for zeros.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +18,30 @@ from glax._src.serving.decode_step import recurrent_step
 from glax._src.serving.state_pool import put, take
 
 State = Mapping[str, Array]
+Entry = Any  # an array of a State, or None for zeros; one token of each sequence always comes with arrays
 
 
 class Rows(Protocol):
     """What a layer needs of the rows around a row, and of the state."""
 
-    def recurrent(self, recurrence: Callable, q, k, v, state: Array | None, **options) -> tuple[Array, Array]:
+    def recurrent(self, recurrence: Callable, q, k, v, state: Entry, **options) -> tuple[Array, Array]:
         """Outputs [*rows, H, V] of the recurrence, and its new state. options: gates, softmax_scale and bonus."""
+        ...
 
-    def window(self, x: Array, size: int, state: Array | None) -> tuple[list[Array], Array]:
+    def window(self, x: Array, size: int, state: Entry) -> tuple[list[Array], Array]:
         """x of the size - 1 rows before each row and of the row itself, each [*rows, D], and the last size - 1 rows.
 
         state: [N, size - 1, D], the rows before the first. Rows of other sequences are never read.
         """
+        ...
 
-    def positions(self, state: Array | None) -> tuple[Int[Array, "*rows"], Array]:
+    def positions(self, state: Entry) -> tuple[Int[Array, "*rows"], Array]:
         """The number of tokens before each row in its sequence. state: [N], the number of tokens read before."""
+        ...
 
     def attend(self, q, k, v, cache: State, window: int | None, scale: float | None) -> tuple[Array, State]:
         """Causal softmax attention of q [*rows, Hq, D] over k and v [*rows, Hk, D] and the cache before them."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Parallel:
         flat = x.reshape(-1, x.shape[-1])
         if state is None:
             state = jnp.zeros((self.num_sequences, before, x.shape[-1]), x.dtype)
-        begin, end = self.cu_seqlens[:-1], self.cu_seqlens[1:]
+        begin, end = self.cuts[:-1], self.cuts[1:]
         own, rows = self.sequence_of, jnp.arange(len(flat))
         views = []
         for lag in range(before, -1, -1):
@@ -166,29 +171,35 @@ class Parallel:
             back = rows[:, None] - rows
             seen = (back >= 0) & (own[:, None] == own) & in_window(back, window)
             o = attention(q, k, v, seen[None], scale)
-            return o.reshape(shape), dict(key=k[0], value=v[0], length=jnp.diff(self.cu_seqlens))
+            return o.reshape(shape), dict(key=k[0], value=v[0], length=jnp.diff(self.cuts))
         place, length = self.positions(cache["length"])
-        place = jnp.where(
-            rows < self.cu_seqlens[-1], place.reshape(-1), cache["key"].shape[1]
-        )  # out of bounds: dropped
+        # out of bounds: dropped
+        place = jnp.where(rows < self.cuts[-1], place.reshape(-1), cache["key"].shape[1])
         at = (own, place)
         cache = dict(key=written(cache["key"], at, k[0]), value=written(cache["value"], at, v[0]), length=length)
         N, L = cache["key"].shape[:2]
         back = place[:, None] - jnp.tile(jnp.arange(L), N)
         seen = (back >= 0) & (own[:, None] == jnp.repeat(jnp.arange(N), L)) & in_window(back, window)
-        flat = (cache[name].reshape(1, N * L, *cache[name].shape[2:]) for name in ("key", "value"))
-        return attention(q, *flat, seen[None], scale).reshape(shape), cache
+        keys, values = (cache[name].reshape(1, N * L, *cache[name].shape[2:]) for name in ("key", "value"))
+        return attention(q, keys, values, seen[None], scale).reshape(shape), cache
 
     # ---- which sequence ----------------------------------------------------------------------------------------------
 
     @property
+    def cuts(self) -> Int[Array, "N+1"]:
+        """cu_seqlens, of packed rows."""
+        assert self.cu_seqlens is not None
+        return self.cu_seqlens
+
+    @property
     def sequence_of(self) -> Int[Array, "T"]:
         """The sequence of every packed row; of padding rows, the last."""
-        found = jnp.searchsorted(self.cu_seqlens, jnp.arange(self.shape[-1]), side="right") - 1
+        found = jnp.searchsorted(self.cuts, jnp.arange(self.shape[-1]), side="right") - 1
         return jnp.clip(found, 0, self.num_sequences - 1)
 
     @functools.cached_property
     def segments(self) -> "Segments":
+        assert self.segment_ids is not None  # rows without ids have no segments
         return Segments.of(self.segment_ids, self.pad_id)
 
 

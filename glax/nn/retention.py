@@ -1,6 +1,7 @@
 """Linear attentions whose decay is constant: RetNet's retention and Lightning Attention."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import lightning_decay, recurrent
 from glax.nn.layer import Layer
-from glax.nn.linear_attention import LinearAttention, Options, Unpack
+from glax.nn.linear_attention import LinearAttention, OwnRecurrenceOptions, Unpack
 from glax.nn.norms import RMSNormGated
 from glax.nn.parts import EMBED, HEADS, activation, by_head, check_sizes, linear, merged, rotate
 from glax.nn.passes import Rows, State
@@ -36,7 +37,7 @@ class MultiScaleRetention(LinearAttention):
         theta: float = 10000.0,
         recurrence: Callable = recurrent,
         rngs: nnx.Rngs,
-        **options: Unpack[Options],
+        **options: Unpack[OwnRecurrenceOptions],
     ):
         super().__init__(width, num_heads=num_heads, recurrence=recurrence, rngs=rngs, **options)
         if self.key_width % 2:
@@ -94,7 +95,7 @@ class LightningAttention(Layer):
         self.width, self.num_heads, self.head_width, self.act = width, num_heads, head_width, act
         self.recurrence, self.slopes = recurrence, slope_tuple(slopes, num_heads, layer_idx, num_layers)
         inside = num_heads * head_width
-        options = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
         self.query = linear(width, inside, (EMBED, HEADS), **options)
         self.key = linear(width, inside, (EMBED, HEADS), **options)
         self.value = linear(width, inside, (EMBED, HEADS), **options)

@@ -1,6 +1,7 @@
 """RWKV-6 (Finch): time mixing and channel mixing."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,9 @@ class RWKV6Attention(Layer):
         self.width, self.num_heads, self.keys, self.values = width, num_heads, keys, values
         self.mix_rank, self.gate_fn, self.dtype, self.recurrence = mix_rank, gate_fn, dtype, recurrence
         xavier = nnx.initializers.variance_scaling(2**-5, "fan_avg", "uniform")
-        options = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init or xavier, rngs=rngs)
+        options: dict[str, Any] = dict(
+            dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init or xavier, rngs=rngs
+        )
         self.mix_down = linear(width, 5 * mix_rank, (EMBED, None), **options)
         self.mix_up = linear(5 * mix_rank, width, (None, EMBED), **options)
         self.mix_first = parameter(jnp.zeros(width, param_dtype), EMBED)
@@ -92,7 +95,7 @@ class RWKV6Attention(Layer):
         self.value = linear(width, values, (EMBED, HEADS), **options)
         self.output_gate = linear(width, values, (EMBED, HEADS), **options)
         self.bonus = parameter(jnp.zeros((num_heads, keys // num_heads), param_dtype), HEADS, None)
-        norm = dict(epsilon=norm_eps, groups=num_heads, elementwise_affine=elementwise_affine)
+        norm: dict[str, Any] = dict(epsilon=norm_eps, groups=num_heads, elementwise_affine=elementwise_affine)
         self.norm = LayerNorm(values, **norm, param_dtype=param_dtype)
         self.output = linear(values, width, (HEADS, EMBED), **options)
 
@@ -115,7 +118,9 @@ class RWKV6Attention(Layer):
         r, k, v = self.receptance(mixed["receptance"]), self.key(mixed["key"]), self.value(mixed["value"])
         w = self.decay_up(jnp.tanh(self.decay_down(mixed["decay"])))
         r, k, v, w = (by_head(y, self.num_heads) for y in (r, k, v, w))
-        options = dict(gk=-jnp.exp(w.astype(jnp.float32)), bonus=self.bonus[...].astype(jnp.float32), softmax_scale=1.0)
+        options: dict[str, Any] = dict(
+            gk=-jnp.exp(w.astype(jnp.float32)), bonus=self.bonus[...].astype(jnp.float32), softmax_scale=1.0
+        )
         o, after = rows.recurrent(self.recurrence, r, k, v, state.get("recurrent"), **options)
         gate = activation("gate_fn", self.gate_fn)(self.output_gate(mixed["output_gate"]))
         return self.output(self.norm(merged(o)) * gate), dict(recurrent=after, shift=shift)
@@ -143,7 +148,7 @@ class RWKV6FeedForward(Layer):
         check_sizes(width=width, inside=inside)
         activation("act", act)
         self.width, self.act, self.dtype = width, act, dtype
-        options = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
         self.key = linear(width, inside, (EMBED, MLP), **options)
         self.key_mix = parameter(jnp.zeros(width, param_dtype), EMBED)
         self.value = linear(inside, width, (MLP, EMBED), **options)
