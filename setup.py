@@ -1,4 +1,7 @@
-"""Build the native CPU kernels. Without a C++ compiler glax still installs and reports the reason at run time."""
+"""Build the libraries of C++: native CPU kernels, and the launcher of CUDA programs.
+
+Without a C++ compiler glax still installs and reports the reason at run time.
+"""
 
 import importlib.util
 import os
@@ -8,15 +11,20 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-FOLDER = Path("glax/_src/kernels/cpu")
-REASON = FOLDER / "build_failure.txt"  # read by glax/_src/kernels/cpu/library.py
+KERNELS = Path("glax/_src/kernels")
 FLAGS = ["-std=c++17", "-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra"]
 
 
+def folder_of(extension: Extension) -> Path:
+    return Path(*extension.name.split(".")[:-1])
+
+
 class BuildNative(build_ext):
+    """Build each library by itself: one that fails leaves build_failure.txt, which kernels/common/library.py reads."""
+
     def run(self):
-        reason = Path(self.build_lib, REASON) if not self.inplace else REASON
-        reason.unlink(missing_ok=True)
+        for extension in self.extensions:
+            self.reason(extension).unlink(missing_ok=True)
         try:
             found = importlib.util.find_spec("jaxlib")
             if found is None:
@@ -25,16 +33,34 @@ class BuildNative(build_ext):
             for extension in self.extensions:
                 extension.extra_compile_args += ["-isystem", str(headers)]
             super().run()
-        except Exception as error:  # glax works without its native kernels, so no compiler failure may stop the install
-            text = str(error).strip() or type(error).__name__
-            reason.parent.mkdir(parents=True, exist_ok=True)
-            reason.write_text(f"{text}\n")
-            print(f"glax: the native CPU kernels were not built: {text}", file=sys.stderr)
+        except Exception as error:  # glax works without these libraries, so no compiler failure may stop the install
+            for extension in self.extensions:
+                self.fail(extension, error)
+
+    def build_extension(self, extension: Extension):
+        try:
+            super().build_extension(extension)
+        except Exception as error:
+            self.fail(extension, error)
+
+    def reason(self, extension: Extension) -> Path:
+        path = folder_of(extension) / "build_failure.txt"
+        return path if self.inplace else Path(self.build_lib, path)
+
+    def fail(self, extension: Extension, error: Exception):
+        text = str(error).strip() or type(error).__name__
+        path = self.reason(extension)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+        print(f"glax: {extension.name} was not built: {text}", file=sys.stderr)
 
     def copy_extensions_to_source(self):
-        built = [Path(self.build_lib, self.get_ext_filename(self.get_ext_fullname(x.name))) for x in self.extensions]
-        if all(path.exists() for path in built):
-            super().copy_extensions_to_source()
+        extensions = self.extensions
+        self.extensions = [
+            x for x in extensions if Path(self.build_lib, self.get_ext_filename(self.get_ext_fullname(x.name))).exists()
+        ]
+        super().copy_extensions_to_source()
+        self.extensions = extensions
 
     def build_extensions(self):
         # Each instruction set is a file of its own: compile them in parallel.
@@ -42,12 +68,14 @@ class BuildNative(build_ext):
         super().build_extensions()
 
 
-native = Extension(
-    "glax._src.kernels.cpu._native",
-    sources=[str(FOLDER / "native" / f"{name}.cc") for name in ("baseline", "avx2", "avx512", "handlers")],
-    depends=[str(path) for path in sorted((FOLDER / "native").glob("*.h"))],
-    extra_compile_args=FLAGS,
-    language="c++",
-)
+def extension(name: str, sources: list[Path]) -> Extension:
+    headers = [str(path) for path in sorted(sources[0].parent.glob("*.h"))]
+    return Extension(name, list(map(str, sources)), depends=headers, extra_compile_args=FLAGS, language="c++")
 
-setup(ext_modules=[native], cmdclass={"build_ext": BuildNative})
+
+native = [KERNELS / "cpu" / "native" / f"{name}.cc" for name in ("baseline", "avx2", "avx512", "handlers")]
+launch = [KERNELS / "cuda" / "host" / "launch.cc"]
+setup(
+    ext_modules=[extension("glax._src.kernels.cpu._native", native), extension("glax._src.kernels.cuda._launch", launch)],
+    cmdclass={"build_ext": BuildNative},
+)

@@ -22,7 +22,8 @@ from glax._src.core.registry import (
     kernel_registry,
 )
 from glax._src.kernels.common.gpu import locate_mosaic_runtime
-from glax._src.kernels.cpu import library
+from glax._src.kernels.cpu.library import load_library as load_cpu_library
+from glax._src.kernels.cuda.library import load_library as load_cuda_library
 from glax._src.serving.decode_step import recurrent_step
 from glax._src.serving.prefill import prefill_into
 from glax._src.serving.speculative import Draft, commit, recurrent_verify
@@ -35,7 +36,8 @@ from glax._src.tuning.tuner import Tuner
 from glax._version import __version__
 
 # XLA must know the kernels where a program that holds them is read back, with no call of glax before.
-library.load_library()
+load_cpu_library()
+load_cuda_library()
 locate_mosaic_runtime()
 
 __all__ = [

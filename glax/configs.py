@@ -14,6 +14,7 @@ NAMES = {
     "TritonChunkedConfig": "chunked/triton/gpu",
     "GradientConfig": "chunked.vjp/triton/gpu",
     "TokenConfig": "recurrent/triton/gpu",
+    "CudaConfig": "recurrent/cuda/gpu",
     "HopperConfig": "chunked/pallas/gpu",
     "TPUChunkedConfig": "chunked/pallas/tpu",
     "TPUGradientConfig": "chunked.vjp/pallas/tpu",

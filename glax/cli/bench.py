@@ -13,9 +13,9 @@ import numpy as np
 
 import glax
 from glax._src.core.bind import bind
+from glax._src.core.files import replacing, unwritable
 from glax._src.core.known_miscompiles import version_of
 from glax._src.serving.decode_step import recurrent_step
-from glax._src.tuning.files import replacing, unwritable
 from glax._version import __version__
 from glax.cli.arguments import a_path, within
 from glax.cli.cases import Problem, add_problems, forward, problems_of, train

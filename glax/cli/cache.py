@@ -4,9 +4,9 @@ import json
 import pathlib
 import sys
 
+from glax._src.core.files import read_json, replacing
 from glax._src.solve.dispatch import executor
 from glax._src.tuning.cache import FORMAT, NO_FOLDER, PersistentCache, check, check_entry, is_format, locked
-from glax._src.tuning.files import read_json, replacing
 from glax.cli.arguments import a_path
 from glax.cli.errors import UsageError
 from glax.cli.output import add_json, show_json, show_table

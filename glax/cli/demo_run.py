@@ -14,7 +14,7 @@ from flax import nnx
 from rich.console import Console
 from rich.text import Text as Styled
 
-from glax._src.tuning.files import unwritable
+from glax._src.core.files import unwritable
 from glax.cli.errors import UsageError
 from glax.cli.interrupt import noted_interrupt
 from glax.cli.kernels_table import show_kernels, timed

@@ -6,6 +6,7 @@ import sys
 
 import jax
 
+from glax._src.core.files import unwritable
 from glax._src.core.known_miscompiles import version_of
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Backend, KernelSpec, Platform, kernel_registry
@@ -13,7 +14,6 @@ from glax._src.kernels import load_kernels
 from glax._src.solve.dispatch import executor
 from glax._src.tuning.cache import NO_FOLDER
 from glax._src.tuning.device import device_kind
-from glax._src.tuning.files import unwritable
 from glax._version import __version__
 from glax.cli.cache import measurements
 from glax.cli.output import add_json, show_json, show_table

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from glax._src.tuning.files import replacing
+from glax._src.core.files import replacing
 
 SMOOTHED_OVER = 50
 

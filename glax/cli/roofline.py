@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from glax._src.tuning.files import replacing
+from glax._src.core.files import replacing
 
 
 def plot(document: dict, path: Path) -> str:

@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from glax._src.tuning.files import parse, replacing
+from glax._src.core.files import parse, replacing
 from glax.nn.model import ByteLM, ByteLMConfig
 
 

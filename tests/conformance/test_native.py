@@ -287,7 +287,6 @@ def test_decays_next_to_1_over_a_million_tokens(H, T, log, gate):
 
 def test_without_a_library_xla_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "FOLDER", tmp_path)
-    monkeypatch.setattr(library, "FAILURE", tmp_path / "build_failure.txt")
     (tmp_path / "build_failure.txt").write_text("command 'g++' failed: No such file\n")
     load_library.cache_clear()
     try:

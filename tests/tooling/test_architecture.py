@@ -19,6 +19,7 @@ LAYERS = [
         "glax._src.kernels.xla",
         "glax._src.kernels.cpu",
         "glax._src.kernels.triton",
+        "glax._src.kernels.cuda",
         "glax._src.kernels.pallas_gpu",
         "glax._src.kernels.pallas_tpu",
     ],

@@ -7,6 +7,7 @@ MODULES = (
     "glax._src.kernels.xla",
     "glax._src.kernels.cpu.recurrent",
     "glax._src.kernels.triton",
+    "glax._src.kernels.cuda",
     "glax._src.kernels.pallas_tpu",
     "glax._src.kernels.pallas_gpu",
 )

@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 
+from glax._src.core.files import LIMIT, ContentError, Stamp, cache_folder, read_json, replacing, set_aside, stamp_of
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.tuning.device import device_kind, libraries
-from glax._src.tuning.files import LIMIT, ContentError, Stamp, read_json, replacing, set_aside, stamp_of
 from glax._src.tuning.invocation import Invocation
 from glax._src.tuning.op import Kernel
 from glax._src.tuning.policy import AutotunePolicy
@@ -76,15 +76,8 @@ class PersistentCache:
         """Where the files lie; None for a user who has neither GLAX_CACHE_DIR nor a home directory."""
         if self.given is not None:
             return pathlib.Path(self.given) / self.name
-        if chosen := os.environ.get("GLAX_CACHE_DIR"):
-            return pathlib.Path(chosen) / self.name
-        import platformdirs  # here, for `import glax` needs jax, numpy and jaxtyping alone
-
-        try:
-            found = pathlib.Path(platformdirs.user_cache_dir("glax"))
-        except RuntimeError:
-            return None
-        return found / self.name if found.is_absolute() else None  # older platformdirs leave "~" as it is
+        found = cache_folder()
+        return None if found is None else found / self.name
 
     def path(self, inv: Invocation) -> pathlib.Path | None:
         """The file that the measurement of this Invocation lies in; None, with one warning, if there is no folder."""

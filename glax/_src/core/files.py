@@ -18,6 +18,22 @@ KINDS = {"d": "a directory", "p": "a FIFO", "c": "a device", "b": "a device", "s
 Stamp = tuple[int, ...]
 
 
+def cache_folder() -> pathlib.Path | None:
+    """The folder of files that glax makes again when they are lost: GLAX_CACHE_DIR, else one in the user's cache folder.
+
+    None for a user who has neither GLAX_CACHE_DIR nor a home directory.
+    """
+    if chosen := os.environ.get("GLAX_CACHE_DIR"):
+        return pathlib.Path(chosen)
+    import platformdirs  # here, for `import glax` needs jax, numpy and jaxtyping alone
+
+    try:
+        found = pathlib.Path(platformdirs.user_cache_dir("glax"))
+    except RuntimeError:
+        return None
+    return found if found.is_absolute() else None  # older platformdirs leave "~" as it is
+
+
 class ContentError(ValueError):
     """A file holds what glax never writes."""
 

@@ -1,0 +1,27 @@
+"""Load a library of C++ that is built when glax is installed with a compiler, and register its handlers with XLA."""
+
+import ctypes
+import importlib.machinery
+from collections.abc import Callable
+from pathlib import Path
+
+REMEDY = "install a C++17 compiler (Debian, Ubuntu: apt install g++) and install glax again"
+
+
+def load_built(folder: Path, stem: str, register: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL | str:
+    """Load folder/stem and pass it to `register`, or return the reason why it is missing and the remedy.
+
+    setup.py writes folder/build_failure.txt where the build failed.
+    """
+    suffixes = importlib.machinery.EXTENSION_SUFFIXES
+    built = [path for suffix in suffixes if (path := folder / f"{stem}{suffix}").exists()]
+    if not built:
+        failure = folder / "build_failure.txt"
+        why = failure.read_text().strip() if failure.exists() else "glax was installed without building it"
+        return f"its library is missing ({why}): {REMEDY}"
+    try:
+        loaded = ctypes.CDLL(str(built[0]))
+        register(loaded)
+    except Exception as error:  # a damaged or foreign library may fail in any way; refusals show the reason
+        return f"its library does not load ({error}): {REMEDY}"
+    return loaded

@@ -1,0 +1,83 @@
+"""Kernels in CUDA C++ for NVIDIA GPUs from compute capability 8.0 on. They need neither Triton nor CUDA's compiler `nvcc`.
+
+NVRTC, which comes with `jax[cuda13]`, compiles device/*.cu for the GPU that is there at the first use; host/launch.cc, built when
+glax is installed, launches the result.
+"""
+
+from glax._src.core.backend import local_device
+from glax._src.core.known_miscompiles import numbers
+from glax._src.core.recurrence import Outputs, Recurrence
+from glax._src.core.registry import Backend, Platform, kernel_registry
+from glax._src.kernels.cuda.config import WIDEST, CudaConfig
+from glax._src.kernels.cuda.library import load_library
+from glax._src.kernels.cuda.nvrtc import Compiler, load_compiler
+
+__all__ = ["CudaConfig"]
+
+SHORT = 64  # tokens; the chunked kernels are faster from there on
+STORED = ("float32", "bfloat16", "float16")
+
+
+def installation() -> str | None:
+    """Return what is missing on this machine, or None."""
+    library, compiler = load_library(), load_compiler()
+    if isinstance(library, str):
+        return library
+    if not isinstance(compiler, Compiler):
+        return compiler
+    capability = getattr(local_device(), "compute_capability", None)
+    if capability is not None and numbers(str(capability)) < (8, 0):
+        return f"needs a GPU of compute capability 8.0, this one has {capability}"
+    if capability is not None and numbers(str(capability)) >= (10, 0) and compiler.version < (12, 8):
+        return f"needs NVRTC 12.8 for this GPU, {'.'.join(map(str, compiler.version))} is installed"
+    return None
+
+
+def refusal(r: Recurrence) -> str | None:
+    """Return why `recurrent` does not support r, or None."""
+    if str(r.q.dtype) not in STORED:
+        return f"takes float32, bfloat16 and float16, q is {r.q.dtype}"
+    if 0 in (*r.q.shape, *r.v.shape, r.num_sequences):
+        return "empty arrays are left to XLA"
+    if max(r.q.shape[3], r.v.shape[3]) > WIDEST:
+        return f"heads wider than {WIDEST} are not supported"
+    return installation()
+
+
+def step_refusal(r: Recurrence) -> str | None:
+    """Return why the decoding step does not support r, or None."""
+    if r.q.shape[1] != 1 or r.boundaries is not None:
+        return "takes one token of each sequence"
+    if r.initial_state is not None and str(r.initial_state.dtype) not in STORED:
+        return f"stores states as float32, bfloat16 and float16, the pool is {r.initial_state.dtype}"
+    return refusal(r)
+
+
+def priority(r: Recurrence) -> int:
+    """Above Triton's 20 or below its 5; docs/internals/cuda.md has the measurements."""
+    return 25 if r.q.shape[1] < SHORT else 3
+
+
+def step_priority(r: Recurrence) -> int:
+    """Above Triton's 0."""
+    return 1
+
+
+@kernel_registry.register(
+    "recurrent", Platform.CUDA, Backend.GPU, config=CudaConfig, supports=refusal, priority=priority
+)
+def recurrent(r: Recurrence, *, config: CudaConfig) -> Outputs:
+    """Compute token by token with exact decays, the state in registers: for short sequences, and gates on the value side."""
+    from glax._src.kernels.cuda import scan
+
+    return scan.recurrent(r, config)
+
+
+@kernel_registry.register(
+    "recurrent.step", Platform.CUDA, Backend.GPU, config=CudaConfig, supports=step_refusal, priority=step_priority
+)
+def recurrent_step(r: Recurrence, pool, slots, *, config: CudaConfig):
+    """Advance each sequence by one token. Its state in the pool is read and written once."""
+    from glax._src.kernels.cuda import scan
+
+    return scan.recurrent_step(r, pool, slots, config)

@@ -1,0 +1,184 @@
+// The recurrence token by token, the state in registers:
+//
+//     S_t = e^{head_t + constant} diag(e^{key_t}) S_{t-1} diag(e^{value_t}) + k_t v_t^T,     o_t = scale S_t^T q_t
+//
+// A block has one sequence, one head and COLUMNS columns of the state. A thread holds VECTOR neighbouring columns of every
+// LINES-th row, ROWS rows in all. With STEP, a sequence is one token and its state lies in a row of a pool, which is read
+// and written once. With POOLED the initial state lies in a pool; slot -1 is no sequence: its outputs are 0.
+//
+// Macros: H, HQ, HK, HV heads; K, V; THREADS, LANES, VECTOR; TOKENS staged in shared memory at a time;
+// DTYPE of q, k, v and o; CONSTANT, HEAD, KEY, VALUE: -1 for an absent gate, else its dtype (float32 for CONSTANT);
+// STATE the dtype of initial states, or -1; FINAL that of final states, or -1; POOLED, STEP, PACKED, REVERSE: 0 or 1.
+
+constexpr int COLUMNS = LANES * VECTOR;
+constexpr int BLOCKS = (V + COLUMNS - 1) / COLUMNS;
+constexpr int LINES = THREADS / LANES;
+constexpr int ROWS = (K + LINES - 1) / LINES;
+constexpr int WARPS = (THREADS + 31) / 32;
+constexpr bool BY_ROW = KEY >= 0;
+constexpr bool BY_HEAD = KEY < 0 && (HEAD >= 0 || CONSTANT >= 0);
+
+// What the threads of a block share of TOKENS tokens.
+struct Staged {
+  float q[TOKENS][K];
+  float k[TOKENS][K];
+  Factor rows[BY_ROW ? TOKENS : 1][BY_ROW ? K : 1];
+  Factor columns[VALUE >= 0 ? TOKENS : 1][VALUE >= 0 ? COLUMNS : 1];
+  Factor head[TOKENS];
+  float v[TOKENS][COLUMNS];
+  float sums[TOKENS][WARPS][COLUMNS];  // of S^T q over the rows of each warp
+};
+
+struct Operands {
+  const void *q, *k, *v, *head, *key, *value;
+  const float *constant, *scale;
+  const int* boundaries;
+};
+
+struct Place {
+  int n, h, column;   // the sequence, the head, and the block's first column
+  int begin, count;   // its rows of q, k and v
+  __device__ int row(int token) const { return REVERSE ? begin + count - 1 - token : begin + token; }
+};
+
+template <int DTYPE>
+__device__ inline float gate(const void* x, long long i) {
+  return DTYPE < 0 ? 0.0f : load<DTYPE < 0 ? 0 : DTYPE>(x, i);
+}
+
+__device__ inline void stage(Staged& staged, const Operands& given, const Place& place, int first, int count) {
+  constexpr int hq = H / HQ, hk = H / HK, hv = H / HV;
+  for (int i = threadIdx.x; i < count * K; i += THREADS) {
+    const int token = i / K, row = i % K;
+    const long long at = place.row(first + token);
+    staged.q[token][row] = load<DTYPE>(given.q, (at * HQ + place.h / hq) * K + row);
+    staged.k[token][row] = load<DTYPE>(given.k, (at * HK + place.h / hk) * K + row);
+    if (BY_ROW) staged.rows[token][row] = factor_of(gate<KEY>(given.key, (at * H + place.h) * K + row));
+  }
+  for (int i = threadIdx.x; i < count * COLUMNS; i += THREADS) {
+    const int token = i / COLUMNS, column = place.column + i % COLUMNS;
+    const long long at = place.row(first + token);
+    const bool inside = column < V;
+    staged.v[token][i % COLUMNS] = inside ? load<DTYPE>(given.v, (at * HV + place.h / hv) * V + column) : 0.0f;
+    if (VALUE >= 0) {
+      const float g = inside ? gate<VALUE>(given.value, (at * H + place.h) * V + column) : 0.0f;
+      staged.columns[token][i % COLUMNS] = factor_of(g);
+    }
+  }
+  if (BY_HEAD) {
+    for (int token = threadIdx.x; token < count; token += THREADS) {
+      const long long at = place.row(first + token);
+      const float constant = CONSTANT >= 0 ? given.constant[place.n * H + place.h] : 0.0f;
+      staged.head[token] = factor_of(constant + gate<HEAD>(given.head, at * H + place.h));
+    }
+  }
+}
+
+// S, ROWS x VECTOR in each thread, behind one more token; the warp's sum of S^T q goes to `sums`.
+__device__ inline void advance(float (&S)[ROWS][VECTOR], Staged& staged, int token) {
+  const int lane = threadIdx.x % LANES, line = threadIdx.x / LANES;
+  float v[VECTOR], out[VECTOR];
+#pragma unroll
+  for (int c = 0; c < VECTOR; ++c) {
+    v[c] = staged.v[token][lane * VECTOR + c];
+    out[c] = 0.0f;
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = r * LINES + line;
+    if (row < K) {
+      const float k = staged.k[token][row], q = staged.q[token][row];
+#pragma unroll
+      for (int c = 0; c < VECTOR; ++c) {
+        const float added = k * v[c];
+        float s = S[r][c] + added;
+        if (BY_ROW || BY_HEAD || VALUE >= 0) {
+          Factor f = BY_ROW ? staged.rows[token][row] : staged.head[token];
+          if (VALUE >= 0) f = BY_ROW ? both(f, staged.columns[token][lane * VECTOR + c]) : staged.columns[token][lane * VECTOR + c];
+          s = decayed(S[r][c], f, added);
+        }
+        S[r][c] = s;
+        out[c] = fmaf(s, q, out[c]);
+      }
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < VECTOR; ++c) {
+#pragma unroll
+    for (int across = LANES; across < 32; across *= 2) out[c] += __shfl_xor_sync(0xffffffffu, out[c], across);
+    if (threadIdx.x % 32 < LANES) staged.sums[token][threadIdx.x / 32][lane * VECTOR + c] = out[c];
+  }
+}
+
+__device__ inline void emit(const Staged& staged, void* o, const Place& place, float scale, int first, int count) {
+  for (int i = threadIdx.x; i < count * COLUMNS; i += THREADS) {
+    const int token = i / COLUMNS, column = place.column + i % COLUMNS;
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) sum += staged.sums[token][warp][i % COLUMNS];
+    if (column < V) store<DTYPE>(o, (static_cast<long long>(place.row(first + token)) * H + place.h) * V + column, sum * scale);
+  }
+}
+
+// Zeros at rows that hold no token of any sequence, or tokens of a sequence without a slot.
+__device__ inline void emit_zeros(void* o, const Place& place, int begin, int end) {
+  for (int i = threadIdx.x; i < (end - begin) * COLUMNS; i += THREADS) {
+    const int row = begin + i / COLUMNS, column = place.column + i % COLUMNS;
+    if (column < V) store<DTYPE>(o, (static_cast<long long>(row) * H + place.h) * V + column, 0.0f);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) scan(
+    const void* q, const void* k, const void* v, const void* head, const void* key, const void* value,
+    const float* constant, const float* scale, const int* boundaries, const int* slots, const void* initial,
+    void* o, void* final, int T, int N) {
+  __shared__ Staged staged;
+  const Operands given = {q, k, v, head, key, value, constant, scale, boundaries};
+  const int block = blockIdx.x % BLOCKS, lane = threadIdx.x % LANES, line = threadIdx.x / LANES;
+  Place place;
+  place.h = blockIdx.x / BLOCKS % H;
+  place.n = blockIdx.x / (BLOCKS * H);
+  place.column = block * COLUMNS;
+  if (PACKED) {
+    const int begin = min(max(boundaries[place.n], 0), T), end = min(max(boundaries[place.n + 1], 0), T);
+    place.begin = begin;
+    place.count = max(end - begin, 0);
+    if (place.n == 0) emit_zeros(o, place, 0, begin);
+    if (place.n == N - 1) emit_zeros(o, place, max(begin, end), T);
+  } else {
+    place.begin = place.n * T;
+    place.count = T;
+  }
+  const int slot = POOLED ? slots[place.n] : place.n;
+  if (slot < 0) {
+    emit_zeros(o, place, place.begin, place.begin + place.count);
+    return;
+  }
+  // The state's loads come first: all are on their way while q, k, v and the gates are staged.
+  float S[ROWS][VECTOR];
+  const int column = place.column + lane * VECTOR;
+  const long long tile = (static_cast<long long>(slot) * H + place.h) * K * V + column;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = r * LINES + line;
+#pragma unroll
+    for (int c = 0; c < VECTOR; ++c) S[r][c] = 0.0f;
+    if (STATE >= 0 && row < K && column < V) load_streaming<(STATE < 0 ? 0 : STATE)>(initial, tile + row * V, S[r]);
+  }
+  const float factor = scale[place.n];
+  for (int first = 0; first < place.count; first += TOKENS) {
+    const int count = min(TOKENS, place.count - first);
+    stage(staged, given, place, first, count);
+    __syncthreads();
+    for (int token = 0; token < count; ++token) advance(S, staged, token);
+    __syncthreads();
+    emit(staged, o, place, factor, first, count);
+  }
+  if (FINAL < 0) return;
+  const long long last = STEP ? tile : (static_cast<long long>(place.n) * H + place.h) * K * V + column;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = r * LINES + line;
+    if (row < K && column < V) store_streaming<(FINAL < 0 ? 0 : FINAL)>(final, last + row * V, S[r]);
+  }
+}

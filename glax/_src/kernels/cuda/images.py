@@ -1,0 +1,78 @@
+"""Machine code of CUDA programs: compiled once, and stored on disk beside the measurements of the tuner."""
+
+import dataclasses
+import functools
+import hashlib
+import warnings
+from pathlib import Path
+
+from glax._src.core.files import cache_folder, replacing
+from glax._src.kernels.cuda.nvrtc import Compiler, load_compiler
+
+DEVICE = Path(__file__).parent / "device"
+SOURCES = ("half.cuh", "values.cuh", "decay.cuh", "scan.cu")
+MARK = b"glax cuda image 1\n"  # then the digest of the code, and the code
+
+
+@dataclasses.dataclass(frozen=True)
+class Image:
+    """Machine code, and the key that it is known by: a digest of its source, the architecture and the compiler's version."""
+
+    key: str
+    code: bytes
+
+
+@functools.cache
+def device_source() -> str:
+    return "\n".join((DEVICE / name).read_text() for name in SOURCES)
+
+
+@functools.cache
+def image_of(constants: tuple[tuple[str, int], ...], architecture: str) -> Image:
+    """Return the program with these constants for an architecture such as "sm_90".
+
+    A stored one is used where its digest is right. One that is damaged is compiled again and replaced; a folder that cannot be
+    written costs a warning. Raise CompileError where NVRTC rejects the program, RuntimeError where there is no NVRTC.
+    """
+    compiler = load_compiler()
+    if not isinstance(compiler, Compiler):
+        raise RuntimeError(f"the CUDA kernels: {compiler}")
+    source = program_text(constants)
+    version = ".".join(map(str, compiler.version))
+    key = hashlib.sha256(f"{source}\n{architecture}\n{version}".encode()).hexdigest()[:32]
+    folder = cache_folder()
+    path = None if folder is None else folder / "cuda" / f"{architecture}-nvrtc{version}" / f"{key}.cubin"
+    if path is not None and (code := stored(path)) is not None:
+        return Image(key, code)
+    code, _ = compiler.cubin(source, options(architecture))
+    if path is not None:
+        store(path, code)
+    return Image(key, code)
+
+
+def program_text(constants: tuple[tuple[str, int], ...]) -> str:
+    lines = (f"constexpr int {name} = {value};\n" for name, value in constants)
+    return "".join(lines) + device_source()
+
+
+def options(architecture: str) -> list[str]:
+    return [f"--gpu-architecture={architecture}", "-std=c++17"]
+
+
+def stored(path: Path) -> bytes | None:
+    """The code in a file; None where there is none, or a damaged one."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    mark, digest, code = content[: len(MARK)], content[len(MARK) : len(MARK) + 32], content[len(MARK) + 32 :]
+    return code if mark == MARK and digest == hashlib.sha256(code).digest() else None
+
+
+def store(path: Path, code: bytes):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as written:
+            written.write_bytes(MARK + hashlib.sha256(code).digest() + code)
+    except OSError as error:
+        warnings.warn(f"glax could not store a CUDA program, and compiles it again in each process: {error}", stacklevel=2)

@@ -1,0 +1,74 @@
+"""The CUDA kernels on the host, device/scan.cu behind tests/emulate_cuda.h, against the float64 reference."""
+
+import dataclasses
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glax._src.kernels.cuda import scan
+from glax._src.kernels.cuda.config import CudaConfig
+from glax.testing.reference import reference
+from tests.cases import EXTREME, Case, all_cases, recurrence
+from tests.close import assert_close, assert_outputs_close
+from tests.emulate_cuda import emulated
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+CASES = {case.name: case for case in all_cases()}
+FEW = ("log-sigmoid", "-20", "-inf on 5%", "+0.05")
+TOKENS = [
+    *(dataclasses.replace(CASES[name], T=20, strengths=FEW) for name in ("key", "head", "value-reverse", "constant")),
+    dataclasses.replace(CASES["both-packed-reverse"], strengths=("log-sigmoid",)),
+    dataclasses.replace(CASES["head-packed"], strengths=("log-sigmoid", "-100 on 5%")),
+    dataclasses.replace(CASES["bfloat16-both"], T=20, V=40),
+    dataclasses.replace(CASES["float16-key"], T=20),
+    dataclasses.replace(CASES["T2600-key"], T=700, strengths=("-1e-6",)),
+    Case("odd", T=9, K=33, V=7, gates=("gk", "gv")),
+    Case("groups", T=9, heads=(2, 3, 6), K=8, V=6, gates=("g",)),
+    Case("none", T=9, gates=(), state_dtype=None),
+    CASES["all-padding"],
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_host(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan, "launch", emulated(tmp_path_factory.mktemp("cuda")))
+        yield
+
+
+@pytest.mark.parametrize("case", TOKENS, ids=str)
+def test_whole_sequences(case):
+    config = CudaConfig(threads=64 if case.K > 32 else 32, columns=16)
+    for strength in case.strengths:
+        r = recurrence(case, strength)
+        assert_outputs_close(r, scan.recurrent(r, config), reference(r), strength in EXTREME)
+
+
+@pytest.mark.parametrize("state", ("float32", "bfloat16"))
+def test_a_step_advances_the_rows_of_its_slots_alone(state):
+    case = Case("step", B=3, T=1, heads=(1, 1, 2), K=40, V=24, gates=("gk",), state_dtype=state)
+    r = recurrence(case, "log-sigmoid")
+    pool = jnp.concatenate([r.initial_state, jnp.full((2, *r.initial_state.shape[1:]), 7.0, state)])[::-1]
+    slots = jnp.array([4, -1, 2], jnp.int32)  # sequence n's state lies in row 4 - n
+    output, after = scan.recurrent_step(r.replace(initial_state=None), pool, slots, CudaConfig(threads=64, columns=8))
+    want = reference(r)
+    assert_close("output", output[jnp.array([0, 2])], want.output[[0, 2]], 1e-5)
+    assert not np.asarray(output[1]).any()
+    assert_close("pool", after[slots[jnp.array([0, 2])]], want.final_state[[0, 2]], 1e-6 if state == "float32" else 3e-3)
+    untouched = np.array([0, 1, 3])
+    np.testing.assert_array_equal(np.asarray(after)[untouched], np.asarray(pool)[untouched])
+
+
+def test_every_shape_of_block_covers_the_state():
+    for K, V, heads in ((1, 1, 1), (512, 512, 1), (128, 64, 64), (100, 60, 3), (256, 512, 4)):
+        r = recurrence(Case("shape", B=1, T=2, heads=(heads,) * 3, K=K, V=V, gates=("gk",)), "mild")
+        for config in (CudaConfig.heuristic(r), *CudaConfig.candidates(r), CudaConfig(1024, 256), CudaConfig(32, 1)):
+            for stored in (0, 1):
+                constants, blocks = scan.plan(r, config, dict(STATE=stored, FINAL=stored, POOLED=0, STEP=0))
+                columns = constants["LANES"] * constants["VECTOR"]
+                assert V % constants["VECTOR"] == 0 and 32 % constants["LANES"] == 0
+                assert (blocks // heads - 1) * columns < V <= blocks // heads * columns
+                assert constants["VECTOR"] * (2 if stored else 4) in (2, 4, 8, 16)
