@@ -57,7 +57,9 @@ def test_a_step_advances_the_rows_of_its_slots_alone(state):
     want = reference(r)
     assert_close("output", output[jnp.array([0, 2])], want.output[[0, 2]], 1e-5)
     assert not np.asarray(output[1]).any()
-    assert_close("pool", after[slots[jnp.array([0, 2])]], want.final_state[[0, 2]], 1e-6 if state == "float32" else 3e-3)
+    assert_close(
+        "pool", after[slots[jnp.array([0, 2])]], want.final_state[[0, 2]], 1e-6 if state == "float32" else 3e-3
+    )
     untouched = np.array([0, 1, 3])
     np.testing.assert_array_equal(np.asarray(after)[untouched], np.asarray(pool)[untouched])
 

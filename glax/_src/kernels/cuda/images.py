@@ -75,4 +75,6 @@ def store(path: Path, code: bytes):
         with replacing(path) as written:
             written.write_bytes(MARK + hashlib.sha256(code).digest() + code)
     except OSError as error:
-        warnings.warn(f"glax could not store a CUDA program, and compiles it again in each process: {error}", stacklevel=2)
+        warnings.warn(
+            f"glax could not store a CUDA program, and compiles it again in each process: {error}", stacklevel=2
+        )

@@ -1,0 +1,207 @@
+"""Time decoding on an NVIDIA GPU: steps of many layers in one program, by each platform, beside fla-core and mamba-ssm.
+
+python benchmarks/decode_gpu.py                        # every shape, platforms cuda, triton and xla, and the peers installed
+python benchmarks/decode_gpu.py --platform cuda --alone
+python benchmarks/decode_gpu.py --profile              # also the time of one kernel by JAX's profiler
+
+A program advances LAYERS layers of one model by one token, each in a pool of its own that is donated; a peer's calls are captured
+in one CUDA graph. Times are those of one layer's step; "of a copy": the bytes of its states, read and written, over the
+time, as a share of a copy's rate.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from timing import table
+
+import glax
+from glax.cli.measure import Way, copy_gbytes, interleaved
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """B sequences in P slots; `groups` heads of query and key serve H heads. gate: "gk", "g" or "g_gamma"."""
+
+    name: str
+    B: int
+    groups: int
+    H: int
+    K: int
+    V: int
+    gate: str
+    layers: int = 32
+    P: int | None = None
+    state: str = "float32"
+
+    @property
+    def moved(self) -> int:
+        return 2 * self.B * self.H * self.K * self.V * jnp.dtype(self.state).itemsize
+
+    def tokens(self) -> dict[str, jax.Array]:
+        keys = jax.random.split(jax.random.key(0), 4)
+        shapes = dict(query=(self.groups, self.K), key=(self.groups, self.K), value=(self.H, self.V))
+        arrays = {
+            name: jax.random.normal(key, (self.B, *shape), jnp.bfloat16)
+            for key, (name, shape) in zip(keys, shapes.items(), strict=False)
+        }
+        gates = dict(gk=(self.B, self.H, self.K), g=(self.B, self.H), g_gamma=(self.H,))[self.gate]
+        return arrays | {self.gate: jax.nn.log_sigmoid(jax.random.normal(keys[3], gates))}
+
+
+SHAPES = (
+    Decode("GLA-1.3B", 64, 4, 4, 256, 512, "gk", layers=16),
+    Decode("Mamba2-1.3B", 64, 1, 64, 128, 64, "g", layers=16),
+    Decode("Lightning", 64, 32, 32, 128, 128, "g_gamma", layers=16),
+    Decode("HGRN2-1.3B", 64, 16, 16, 128, 128, "gk"),
+    Decode("pool", 256, 16, 16, 128, 128, "gk", layers=4, P=1024),
+    Decode("pool, bfloat16 states", 256, 16, 16, 128, 128, "gk", layers=4, P=1024, state="bfloat16"),
+    Decode("one sequence", 1, 64, 64, 128, 128, "g_gamma"),
+    Decode("one sequence, GLA-1.3B", 1, 4, 4, 256, 512, "gk"),
+)
+
+
+class Steps:
+    """`layers` steps of glax in one program."""
+
+    def __init__(self, shape: Decode, platform: str):
+        tokens = shape.tokens()
+        rows = shape.B if shape.P is None else shape.P
+        slots = np.random.default_rng(0).permutation(rows)[: shape.B].astype(np.int32)
+        where = None if shape.P is None else jnp.asarray(slots)
+
+        def steps(pools, tokens):
+            outputs = []
+            for i, pool in enumerate(pools):
+                output, pools[i] = glax.recurrent_step(**tokens, state=pool, slots=where, platform=platform)
+                tokens = tokens | dict(query=tokens["query"] + output[:, : shape.groups, :1].astype(jnp.bfloat16) * 0)
+                outputs.append(output)
+            return outputs[-1], pools
+
+        self.run_steps = jax.jit(steps, donate_argnums=0)
+        self.pools = [jnp.zeros((rows, shape.H, shape.K, shape.V), shape.state) for _ in range(shape.layers)]
+        self.tokens = tokens
+        jax.block_until_ready(self())
+
+    def __call__(self):
+        output, self.pools = self.run_steps(self.pools, self.tokens)
+        return output
+
+
+def graph_of(call, layers: int):
+    """Capture `layers` calls in a CUDA graph."""
+    import torch
+
+    for _ in range(3):
+        call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(layers):
+            call(layer)
+    return graph.replay
+
+
+def peer(shape: Decode):
+    """Return the peer's name and its `layers` steps: mamba-ssm for gates a head of grouped keys, else fla-core."""
+    import torch
+
+    t = {name: torch.from_dlpack(x).clone() for name, x in shape.tokens().items()}
+    q, k, v, g = t["query"], t["key"], t["value"], t[shape.gate]
+    if shape.gate == "g":
+        from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+
+        states = [torch.zeros(shape.B, shape.H, shape.V, shape.K, device="cuda") for _ in range(shape.layers)]
+        dt = (-g)[..., None].expand(-1, -1, shape.V)
+        A = -torch.ones(shape.H, device="cuda")[:, None, None].expand(-1, shape.V, shape.K)
+
+        def call(layer):
+            return selective_state_update(states[layer], v, dt, A, k, q)
+
+        return "mamba-ssm", graph_of(call, shape.layers)
+    from fla.ops.gla import fused_recurrent_gla
+    from fla.ops.simple_gla import fused_recurrent_simple_gla
+
+    states = [torch.zeros(shape.B, shape.H, shape.K, shape.V, device="cuda") for _ in range(shape.layers)]
+    q, k, v = (x[:, None] for x in (q, k, v))
+
+    def call(layer):
+        options = dict(initial_state=states[layer], output_final_state=True)
+        with torch.no_grad():
+            if shape.gate == "gk":
+                return fused_recurrent_gla(q, k, v, gk=g[:, None], **options)
+            return fused_recurrent_simple_gla(q, k, v, g_gamma=g, **options)
+
+    return "fla-core", graph_of(call, shape.layers)
+
+
+def kernel_us(run, name: str = "scan") -> float | None:
+    """Return the median microseconds of the kernels whose names begin so, by JAX's profiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        spent = [
+            event.duration_ns / 1e3
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+            if event.name.startswith(name)
+        ]
+    return float(np.median(spent)) if spent else None
+
+
+def measured(shape: Decode, args, gbytes: float) -> dict:
+    made = {}
+    for platform in args.platform or ("cuda", "triton", "xla"):
+        try:
+            made[platform] = Steps(shape, platform)
+        except glax.UnsupportedError as refused:
+            print(f"{shape.name}: {platform}: {refused}", file=sys.stderr)
+    ways = [Way(name, run) for name, run in made.items()]
+    profiled = {f"{name} kernel us": kernel_us(run) for name, run in made.items() if args.profile and name == "cuda"}
+    if not args.alone and importlib.util.find_spec("fla") and shape.P is None:
+        import torch
+
+        try:
+            name, run = peer(shape)
+            ways.append(Way(name, run, lambda _: torch.cuda.synchronize()))
+        except Exception as error:  # a peer's own: it may refuse a shape in any way
+            print(f"{shape.name}: peer: {error!r:.300}", file=sys.stderr)
+    row = dict(model=shape.name, problem=f"{shape.B},{shape.H},{shape.K},{shape.V}", gate=shape.gate)
+    for way, t in zip(ways, interleaved(ways, args.iters), strict=True):
+        us = 1e3 * t.median / shape.layers
+        row[f"{way.name} us"] = round(us, 2)
+        row[f"{way.name} of a copy"] = round(shape.moved / us / 1e3 / gbytes, 3)
+    return row | profiled
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--platform", action="append", choices=("cuda", "triton", "xla"))
+    parser.add_argument("--alone", action="store_true", help="without peers")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--iters", type=int, default=9)
+    args = parser.parse_args()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, glax {glax.__version__}", flush=True)
+    gbytes, rows = copy_gbytes(7), []
+    for shape in SHAPES:
+        rows.append(measured(shape, args, gbytes))
+        print(json.dumps(rows[-1]), flush=True)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

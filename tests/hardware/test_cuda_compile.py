@@ -1,0 +1,80 @@
+"""The CUDA kernels compiled by NVRTC for every architecture: registers, spills and shared memory.
+
+NVRTC needs no GPU. The test is skipped where it is not installed: `make cuda` installs it.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from glax._src.core.bind import bind
+from glax._src.kernels.cuda import CudaConfig, scan
+from glax._src.kernels.cuda.images import image_of, options, program_text
+from glax._src.kernels.cuda.nvrtc import CompileError, Compiler, load_compiler
+
+compiler = load_compiler()
+pytestmark = pytest.mark.skipif(not isinstance(compiler, Compiler), reason="NVRTC is not installed: make cuda")
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+# B, T, groups, H, K, V, gates, dtype of states
+CALLS = {
+    "step 4x256x512 per key": (64, 1, 4, 4, 256, 512, ("gk",), "float32"),
+    "step 64x128x64 per head": (64, 1, 1, 64, 128, 64, ("g",), "float32"),
+    "step 16x128x128 per key": (64, 1, 16, 16, 128, 128, ("gk",), "float32"),
+    "step 16x128x128 bfloat16 states": (256, 1, 16, 16, 128, 128, ("gk",), "bfloat16"),
+    "step 1 sequence 64x128x128": (1, 1, 64, 64, 128, 128, ("g_gamma",), "float32"),
+    "step 16x128x128 key and value": (64, 1, 16, 16, 128, 128, ("gk", "gv"), "float32"),
+    "16 tokens 16x128x128 per key": (64, 16, 16, 16, 128, 128, ("gk",), "float32"),
+}
+MOST_REGISTERS = 128  # of a thread: two blocks of 256 threads then share a multiprocessor
+
+
+def program(call: str) -> dict[str, int]:
+    B, T, groups, H, K, V, gates, state = CALLS[call]
+    shapes = dict(g=(B, T, H), gk=(B, T, H, K), gv=(B, T, H, V), g_gamma=(H,))
+    x = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in gates}
+    q, v = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((B, T, groups, K), (B, T, H, V)))
+    r = jax.eval_shape(lambda q, v, x: bind(q, q, v, **x), q, v, x)
+    stored = scan.STORED[state]
+    flags = dict(STATE=stored, FINAL=stored, POOLED=int(T == 1), STEP=int(T == 1))
+    return scan.plan(r, CudaConfig.heuristic(r), flags)[0]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nothing_is_spilled(architecture):
+    for call in CALLS:
+        source = program_text(tuple(program(call).items()))
+        _, log = compiler.cubin(source, [*options(architecture), "--ptxas-options=-v"])
+        registers, spilled = (
+            max(map(int, re.findall(pattern, log))) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill")
+        )
+        shared = max(map(int, re.findall(r"(\d+) bytes smem", log)))
+        print(f"{architecture:7} {call:34} {registers:4} registers {spilled:4} bytes spilled {shared:6} bytes shared")
+        assert spilled == 0 and registers <= MOST_REGISTERS and shared <= scan.SHARED_BYTES
+
+
+def test_an_image_is_stored_and_a_damaged_one_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLAX_CACHE_DIR", str(tmp_path))
+    constants = tuple(program("step 1 sequence 64x128x128").items())
+    image_of.cache_clear()
+    first = image_of(constants, "sm_90")
+    (path,) = tmp_path.rglob("*.cubin")
+    whole = path.read_bytes()
+    monkeypatch.setattr(Compiler, "cubin", lambda *_: pytest.fail("compiled again"))
+    image_of.cache_clear()
+    assert image_of(constants, "sm_90") == first
+    monkeypatch.undo()
+    monkeypatch.setenv("GLAX_CACHE_DIR", str(tmp_path))
+    for damaged in (whole[:-1], b"", whole[:100] + b"?" + whole[101:]):
+        path.write_bytes(damaged)
+        image_of.cache_clear()
+        assert image_of(constants, "sm_90") == first
+        assert path.read_bytes() == whole
+    image_of.cache_clear()
+
+
+def test_a_rejected_program_shows_the_compilers_log():
+    with pytest.raises(CompileError, match=r"glax\.cu"):
+        compiler.cubin("__global__ void f() { undeclared(); }", options("sm_90"))
