@@ -12,7 +12,7 @@ SAY_JAX := from importlib.metadata import version; print("Testing with JAX", ver
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test fast lint sanitize tpu tpu-compiler triton triton-compiler hopper hopper-compiler \
-  hopper-budgets docs clean
+  hopper-budgets cuda cuda-compiler docs clean
 
 help:
 	@echo "make demo      run the demo                          ARGS: what follows 'glax demo'"
@@ -23,6 +23,7 @@ help:
 	@echo "make tpu       the TPU kernels, by the TPU compiler     ARGS: --few, a minute instead of five"
 	@echo "make triton    the GPU kernels in Triton's interpreter, and compiled; needs Python 3.12"
 	@echo "make hopper    the Hopper kernels in the interpreter, and compiled; needs Python 3.12"
+	@echo "make cuda      the CUDA kernels by NVRTC, for every architecture"
 	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make install   the environment alone"
 	@echo "make clean     remove environments, builds, caches and outputs"
@@ -90,6 +91,14 @@ hopper-compiler: $(STAMP)
 hopper-budgets: hopper-compiler
 	@PYTHONPATH=build/hopper-$$($(BIN)/python -c '$(JAX_VERSION)') JAX_PLATFORMS=cpu \
 	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -rP tests/hardware/test_hopper_compile.py
+
+NVRTC := 13.0.88
+cuda-compiler: $(STAMP)
+	@test -d build/nvrtc-$(NVRTC) || { $(APART) build/part-nvrtc nvidia-cuda-nvrtc==$(NVRTC) && \
+	  mv build/part-nvrtc build/nvrtc-$(NVRTC); }
+
+cuda: cuda-compiler
+	@PYTHONPATH=build/nvrtc-$(NVRTC) $(BIN)/python -m pytest -n $(JOBS) -rP tests/hardware/test_cuda_compile.py $(ARGS)
 
 # The tools are installed once; the build itself needs no network. Warnings and dead links are errors. No page's code is executed
 # here: tests/tooling/test_docs.py does that.

@@ -76,6 +76,9 @@ def extension(name: str, sources: list[Path]) -> Extension:
 native = [KERNELS / "cpu" / "native" / f"{name}.cc" for name in ("baseline", "avx2", "avx512", "handlers")]
 launch = [KERNELS / "cuda" / "host" / "launch.cc"]
 setup(
-    ext_modules=[extension("glax._src.kernels.cpu._native", native), extension("glax._src.kernels.cuda._launch", launch)],
+    ext_modules=[
+        extension("glax._src.kernels.cpu._native", native),
+        extension("glax._src.kernels.cuda._launch", launch),
+    ],
     cmdclass={"build_ext": BuildNative},
 )
