@@ -24,15 +24,26 @@ extern "C" void run(int blocks, int threads, void** x, int T, int N) {
 """
 
 
+FLAGS = ["-std=c++20", "-O0", "-w", "-fPIC", "-pthread"]
+
+
+@functools.cache
+def precompiled(folder: pathlib.Path) -> pathlib.Path:
+    """Compile the header once for all programs in the folder: it takes longer than what follows it."""
+    header = folder / HEADER.name
+    header.write_text(HEADER.read_text())
+    subprocess.run(["g++", *FLAGS, "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True)
+    return header
+
+
 @functools.cache
 def compiled(constants: tuple[tuple[str, int], ...], folder: pathlib.Path) -> ctypes.CDLL:
-    lines = [f'#include "{HEADER}"', *(f"constexpr int {name} = {value};" for name, value in constants)]
+    lines = [f'#include "{precompiled(folder)}"', *(f"constexpr int {name} = {value};" for name, value in constants)]
     lines += [(DEVICE / name).read_text() for name in SOURCES if name != "half.cuh"]
     source = "\n".join(lines) + RUN
     path = folder / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.cc"
     path.write_text(source)
-    command = ["g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", "-pthread"]
-    subprocess.run([*command, str(path), "-o", str(path.with_suffix(".so"))], check=True)
+    subprocess.run(["g++", *FLAGS, "-shared", str(path), "-o", str(path.with_suffix(".so"))], check=True)
     return ctypes.CDLL(str(path.with_suffix(".so")))
 
 
