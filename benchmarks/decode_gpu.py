@@ -4,9 +4,9 @@ python benchmarks/decode_gpu.py                        # every shape, platforms 
 python benchmarks/decode_gpu.py --platform cuda --alone
 python benchmarks/decode_gpu.py --profile              # also the time of one kernel by JAX's profiler
 
-A program advances LAYERS layers of one model by one token, each in a pool of its own that is donated; a peer's calls are captured
-in one CUDA graph. Times are those of one layer's step; "of a copy": the bytes of its states, read and written, over the
-time, as a share of a copy's rate.
+A program advances the layers of one model by TOKENS tokens, each layer in a pool of its own that is donated; a peer's calls for one
+token are captured in one CUDA graph. Times are those of one layer's step; "of a copy": the bytes of its states, read and written,
+over the time, as a share of a copy's rate.
 """
 
 import argparse
@@ -59,6 +59,8 @@ class Decode:
         return arrays | {self.gate: jax.nn.log_sigmoid(jax.random.normal(keys[3], gates))}
 
 
+TOKENS = 8  # in one program, so that calling it from Python is a small part
+
 SHAPES = (
     Decode("GLA-1.3B", 64, 4, 4, 256, 512, "gk", layers=16),
     Decode("Mamba2-1.3B", 64, 1, 64, 128, 64, "g", layers=16),
@@ -80,22 +82,24 @@ class Steps:
         slots = np.random.default_rng(0).permutation(rows)[: shape.B].astype(np.int32)
         where = None if shape.P is None else jnp.asarray(slots)
 
-        def steps(pools, tokens):
-            outputs = []
+        def token(_, carry):
+            pools, query = list(carry[0]), carry[1]
             for i, pool in enumerate(pools):
-                output, pools[i] = glax.recurrent_step(**tokens, state=pool, slots=where, platform=platform)
-                tokens = tokens | dict(query=tokens["query"] + output[:, : shape.groups, :1].astype(jnp.bfloat16) * 0)
-                outputs.append(output)
-            return outputs[-1], pools
+                output, pools[i] = glax.recurrent_step(
+                    **tokens | dict(query=query), state=pool, slots=where, platform=platform
+                )
+            return tuple(pools), query + output[:, : shape.groups, :1].astype(query.dtype)
+
+        def steps(pools):
+            return jax.lax.fori_loop(0, TOKENS, token, (pools, tokens["query"]))
 
         self.run_steps = jax.jit(steps, donate_argnums=0)
-        self.pools = [jnp.zeros((rows, shape.H, shape.K, shape.V), shape.state) for _ in range(shape.layers)]
-        self.tokens = tokens
+        self.pools = tuple(jnp.zeros((rows, shape.H, shape.K, shape.V), shape.state) for _ in range(shape.layers))
         jax.block_until_ready(self())
 
     def __call__(self):
-        output, self.pools = self.run_steps(self.pools, self.tokens)
-        return output
+        self.pools, query = self.run_steps(self.pools)
+        return query
 
 
 def graph_of(call, layers: int):
@@ -170,7 +174,7 @@ def measured(shape: Decode, args, gbytes: float) -> dict:
             made[platform] = Steps(shape, platform)
         except glax.UnsupportedError as refused:
             print(f"{shape.name}: {platform}: {refused}", file=sys.stderr)
-    ways = [Way(name, run) for name, run in made.items()]
+    ways = [Way(name, run, calls=TOKENS) for name, run in made.items()]
     profiled = {f"{name} kernel us": kernel_us(run) for name, run in made.items() if args.profile and name == "cuda"}
     if not args.alone and importlib.util.find_spec("fla") and shape.P is None:
         import torch

@@ -8,7 +8,8 @@ from glax._src.core.registry import Config, check_field
 from glax._src.kernels.common.gpu import multiprocessors
 
 WIDEST = 512  # K and V
-HELD = 64  # numbers of the state in a thread, which leaves registers for two blocks of 256 threads
+HELD = 64  # numbers of the state in a thread of a step, which leaves registers for two blocks of 256 threads
+HELD_BY_TOKENS = 32  # where it stays in registers over several tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +30,13 @@ class CudaConfig(Config):
     def heuristic(cls, r: Recurrence) -> "CudaConfig":
         """Return whole rows of the state in blocks of 256 threads, and fewer columns where the blocks would not fill the GPU.
 
-        A thread holds at most HELD numbers of the state.
+        A thread holds at most HELD numbers of the state, or HELD_BY_TOKENS.
         """
         K, V = r.q.shape[3], r.v.shape[3]
         columns = min(128, 1 << (V - 1).bit_length())
         threads = 256
-        while columns > 16 and K * columns > HELD * threads:
+        held = HELD if r.q.shape[1] == 1 else HELD_BY_TOKENS
+        while columns > 16 and K * columns > held * threads:
             columns //= 2
         while columns > 32 and r.num_sequences * r.num_heads * -(-V // columns) < 2 * multiprocessors():
             columns //= 2

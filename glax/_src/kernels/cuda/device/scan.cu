@@ -74,39 +74,38 @@ __device__ inline void stage(Staged& staged, const Operands& given, const Place&
   }
 }
 
-// S, ROWS x VECTOR in each thread, behind one more token; the warp's sum of S^T q goes to `sums`.
-__device__ inline void advance(float (&S)[ROWS][VECTOR], Staged& staged, int token) {
-  const int lane = threadIdx.x % LANES, line = threadIdx.x / LANES;
-  float v[VECTOR], out[VECTOR];
+// One row of the state, VECTOR columns, behind one more token; its part of S^T q is added to `out`.
+__device__ inline void advance_row(float (&s)[VECTOR], float (&out)[VECTOR], const float (&v)[VECTOR], const Staged& staged,
+                                   int token, int row) {
+  const int lane = threadIdx.x % LANES;
+  const float k = staged.k[token][row], q = staged.q[token][row];
 #pragma unroll
   for (int c = 0; c < VECTOR; ++c) {
-    v[c] = staged.v[token][lane * VECTOR + c];
-    out[c] = 0.0f;
-  }
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int row = r * LINES + line;
-    if (row < K) {
-      const float k = staged.k[token][row], q = staged.q[token][row];
-#pragma unroll
-      for (int c = 0; c < VECTOR; ++c) {
-        const float added = k * v[c];
-        float s = S[r][c] + added;
-        if (BY_ROW || BY_HEAD || VALUE >= 0) {
-          Factor f = BY_ROW ? staged.rows[token][row] : staged.head[token];
-          if (VALUE >= 0) f = BY_ROW ? both(f, staged.columns[token][lane * VECTOR + c]) : staged.columns[token][lane * VECTOR + c];
-          s = decayed(S[r][c], f, added);
-        }
-        S[r][c] = s;
-        out[c] = fmaf(s, q, out[c]);
-      }
+    const float added = k * v[c];
+    if (BY_ROW || BY_HEAD || VALUE >= 0) {
+      const Factor column = VALUE >= 0 ? staged.columns[token][lane * VECTOR + c] : Factor{0.0f, 1.0f};
+      Factor f = BY_ROW ? staged.rows[token][row] : staged.head[token];
+      if (VALUE >= 0) f = BY_ROW ? both(f, column) : column;
+      s[c] = decayed(s[c], f, added);
+    } else {
+      s[c] += added;
     }
+    out[c] = fmaf(s[c], q, out[c]);
   }
+}
+
+__device__ inline void values_of(float (&v)[VECTOR], const Staged& staged, int token) {
+#pragma unroll
+  for (int c = 0; c < VECTOR; ++c) v[c] = staged.v[token][threadIdx.x % LANES * VECTOR + c];
+}
+
+// The sum of `out` over the rows of a warp goes to `sums`.
+__device__ inline void sum_over_rows(float (&out)[VECTOR], Staged& staged, int token) {
 #pragma unroll
   for (int c = 0; c < VECTOR; ++c) {
 #pragma unroll
     for (int across = LANES; across < 32; across *= 2) out[c] += __shfl_xor_sync(0xffffffffu, out[c], across);
-    if (threadIdx.x % 32 < LANES) staged.sums[token][threadIdx.x / 32][lane * VECTOR + c] = out[c];
+    if (threadIdx.x % 32 < LANES) staged.sums[token][threadIdx.x / 32][threadIdx.x % LANES * VECTOR + c] = out[c];
   }
 }
 
@@ -128,13 +127,82 @@ __device__ inline void emit_zeros(void* o, const Place& place, int begin, int en
   }
 }
 
+// One token, the state from a row of the pool and back. Each thread holds its part as it is stored until it is used: states in
+// 16 bits then take half the registers.
+__device__ inline void step(Staged& staged, const Operands& given, const Place& place, const void* pool, void* after, void* o,
+                            long long tile) {
+  using Held = Pack<(STATE < 0 ? 0 : STATE), VECTOR>;
+  const int lane = threadIdx.x % LANES, line = threadIdx.x / LANES;
+  const bool inside = place.column + lane * VECTOR < V;
+  Held held[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = r * LINES + line;
+    if (row < K && inside) load_pack(held[r], pool, tile + row * V);
+  }
+  stage(staged, given, place, 0, 1);
+  __syncthreads();
+  float v[VECTOR], out[VECTOR] = {};
+  values_of(v, staged, 0);
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = r * LINES + line;
+    if (row < K && inside) {
+      float s[VECTOR];
+      unpack(held[r], s);
+      advance_row(s, out, v, staged, 0, row);
+      store_streaming<(FINAL < 0 ? 0 : FINAL)>(after, tile + row * V, s);
+    }
+  }
+  sum_over_rows(out, staged, 0);
+  __syncthreads();
+  emit(staged, o, place, given.scale[place.n], 0, 1);
+}
+
+// `count` tokens, the state in registers.
+__device__ inline void tokens(Staged& staged, const Operands& given, const Place& place, const void* initial, void* final, void* o,
+                              long long tile) {
+  const int lane = threadIdx.x % LANES, line = threadIdx.x / LANES;
+  const int column = place.column + lane * VECTOR;
+  float S[ROWS][VECTOR] = {};
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = r * LINES + line;
+    if (STATE >= 0 && row < K && column < V) load_streaming<(STATE < 0 ? 0 : STATE)>(initial, tile + row * V, S[r]);
+  }
+  for (int first = 0; first < place.count; first += TOKENS) {
+    const int count = min(TOKENS, place.count - first);
+    stage(staged, given, place, first, count);
+    __syncthreads();
+    for (int token = 0; token < count; ++token) {
+      float v[VECTOR], out[VECTOR] = {};
+      values_of(v, staged, token);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const int row = r * LINES + line;
+        if (row < K) advance_row(S[r], out, v, staged, token, row);
+      }
+      sum_over_rows(out, staged, token);
+    }
+    __syncthreads();
+    emit(staged, o, place, given.scale[place.n], first, count);
+  }
+  if (FINAL < 0) return;
+  const long long last = (static_cast<long long>(place.n) * H + place.h) * K * V + column;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const int row = r * LINES + line;
+    if (row < K && column < V) store_streaming<(FINAL < 0 ? 0 : FINAL)>(final, last + row * V, S[r]);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) scan(
     const void* q, const void* k, const void* v, const void* head, const void* key, const void* value,
     const float* constant, const float* scale, const int* boundaries, const int* slots, const void* initial,
     void* o, void* final, int T, int N) {
   __shared__ Staged staged;
   const Operands given = {q, k, v, head, key, value, constant, scale, boundaries};
-  const int block = blockIdx.x % BLOCKS, lane = threadIdx.x % LANES, line = threadIdx.x / LANES;
+  const int block = blockIdx.x % BLOCKS;
   Place place;
   place.h = blockIdx.x / BLOCKS % H;
   place.n = blockIdx.x / (BLOCKS * H);
@@ -154,31 +222,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) scan(
     emit_zeros(o, place, place.begin, place.begin + place.count);
     return;
   }
-  // The state's loads come first: all are on their way while q, k, v and the gates are staged.
-  float S[ROWS][VECTOR];
-  const int column = place.column + lane * VECTOR;
-  const long long tile = (static_cast<long long>(slot) * H + place.h) * K * V + column;
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int row = r * LINES + line;
-#pragma unroll
-    for (int c = 0; c < VECTOR; ++c) S[r][c] = 0.0f;
-    if (STATE >= 0 && row < K && column < V) load_streaming<(STATE < 0 ? 0 : STATE)>(initial, tile + row * V, S[r]);
-  }
-  const float factor = scale[place.n];
-  for (int first = 0; first < place.count; first += TOKENS) {
-    const int count = min(TOKENS, place.count - first);
-    stage(staged, given, place, first, count);
-    __syncthreads();
-    for (int token = 0; token < count; ++token) advance(S, staged, token);
-    __syncthreads();
-    emit(staged, o, place, factor, first, count);
-  }
-  if (FINAL < 0) return;
-  const long long last = STEP ? tile : (static_cast<long long>(place.n) * H + place.h) * K * V + column;
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int row = r * LINES + line;
-    if (row < K && column < V) store_streaming<(FINAL < 0 ? 0 : FINAL)>(final, last + row * V, S[r]);
+  const long long tile = (static_cast<long long>(slot) * H + place.h) * K * V + place.column + threadIdx.x % LANES * VECTOR;
+  if (STEP) {
+    step(staged, given, place, initial, final, o, tile);
+  } else {
+    tokens(staged, given, place, initial, final, o, tile);
   }
 }

@@ -66,12 +66,22 @@ union Pack {
 };
 
 template <int DTYPE, int COUNT>
-__device__ inline void load_streaming(const void* x, long long i, float (&values)[COUNT]) {
+__device__ inline void load_pack(Pack<DTYPE, COUNT>& pack, const void* x, long long i) {
   using Whole = typename Words<COUNT * sizeof(typename Memory<DTYPE>::word)>::type;
-  Pack<DTYPE, COUNT> pack;
   pack.whole = __ldcs(reinterpret_cast<const Whole*>(static_cast<const typename Memory<DTYPE>::word*>(x) + i));
+}
+
+template <int DTYPE, int COUNT>
+__device__ inline void unpack(const Pack<DTYPE, COUNT>& pack, float (&values)[COUNT]) {
 #pragma unroll
   for (int c = 0; c < COUNT; ++c) values[c] = to_float<DTYPE>(pack.each[c]);
+}
+
+template <int DTYPE, int COUNT>
+__device__ inline void load_streaming(const void* x, long long i, float (&values)[COUNT]) {
+  Pack<DTYPE, COUNT> pack;
+  load_pack(pack, x, i);
+  unpack(pack, values);
 }
 
 template <int DTYPE, int COUNT>
