@@ -5,8 +5,8 @@ python benchmarks/decode_gpu.py --platform cuda --alone
 python benchmarks/decode_gpu.py --profile              # also the time of one kernel by JAX's profiler
 
 A program advances the layers of one model by TOKENS tokens, each layer in a pool of its own that is donated.
-The calls of a peer for one token are captured in one CUDA graph. Times are those of one layer's step. "of a copy": the bytes of its
-states, read and written, over the time, as a share of the rate of a copy.
+The calls of a peer for one token are captured in one CUDA graph. Times are those of one layer's step.
+"of a copy": the bytes of its states, read and written, over the time, as a share of the rate of a copy.
 """
 
 import argparse

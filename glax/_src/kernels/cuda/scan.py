@@ -1,6 +1,7 @@
 """Launch the token-by-token kernel of device/scan.cu: whole sequences, and one step of decoding in a pool."""
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,8 @@ def recurrent_step(r: Recurrence, pool: Array, slots: Array, config: CudaConfig)
     results = [jax.ShapeDtypeStruct((B, 1, H, V), r.q.dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype)]
     flags = dict(STATE=dtype_of(pool), FINAL=dtype_of(pool), POOLED=1, STEP=1)
     operands = [*tokens_of(r), None, slots, pool]
-    return tuple(launch(r, config, operands, results, flags, aliases={len(operands) - 1: 1}))
+    output, pool = launch(r, config, operands, results, flags, aliases={len(operands) - 1: 1})
+    return output, pool
 
 
 def tokens_of(r: Recurrence) -> list[Array | None]:
@@ -59,7 +61,9 @@ def dtype_of(x: Array | None) -> int:
     return ABSENT if x is None else STORED[str(x.dtype)]
 
 
-def launch(r: Recurrence, config: CudaConfig, operands, results, flags: dict[str, int], aliases=None) -> list[Array]:
+def launch(
+    r: Recurrence, config: CudaConfig, operands, results, flags: dict[str, int], aliases=None
+) -> Sequence[Array]:
     """Run `scan` with a block for each sequence, head and column block."""
     constants, blocks = plan(r, config, flags)
     image = image_of(tuple(constants.items()), architecture())
