@@ -136,24 +136,28 @@ def cut_into(blocks: int, monkeypatch):
 @needs_cpu
 @in_one_and_in_blocks
 @pytest.mark.parametrize("gate", ["gk", "g"])
-@pytest.mark.parametrize("strength", ["log-sigmoid", "+0.05", "-7", "-20", "-inf on 5%"])
-def test_out_of_range_gates_use_chunk_scan(gate, strength, blocks, monkeypatch):
+def test_out_of_range_gates_use_chunk_scan(gate, blocks, monkeypatch):
     """One compiled function selects the form at run time. The test adds an error to the form to see where it is taken."""
     cut_into(blocks, monkeypatch)
-    case = dataclasses.replace(CASE, gates=(gate,))
-    r, config, solve = recurrence(case, strength), ChunkedConfig(C), chunk_parallel.solve
-    mild = strength in ("log-sigmoid", "+0.05")  # at -7, the pairs of tokens with themselves would exceed the gradient
-    assert bool(chunk_parallel.in_range(r, C)) == mild
+    case, solve = dataclasses.replace(CASE, gates=(gate,)), chunk_parallel.solve
 
     def wrong(r, size):
         outputs, states = solve(r, size)
         return outputs._replace(output=outputs.output + 1e6), states
 
     monkeypatch.setattr(chunk_parallel, "solve", wrong)
-    (output, _), states, blank = quick_jit(lambda r: chunk_scan.solve(r, config, save_states=True))(r)
-    assert bool(blank) != mild
-    assert states is None if chunk_parallel.groups_heads(r, C) else bool((states != 0).any()) == mild
-    assert bool((output > 5e5).all()) == mild and bool((output > 5e5).any()) == mild
+    run = quick_jit(lambda r: chunk_scan.solve(r, ChunkedConfig(C), save_states=True))
+    for strength in ("log-sigmoid", "+0.05", "-7", "-20", "-inf on 5%"):
+        r = recurrence(case, strength)
+        mild = strength in (
+            "log-sigmoid",
+            "+0.05",
+        )  # at -7, the pairs of tokens with themselves would exceed the gradient
+        assert bool(chunk_parallel.in_range(r, C)) == mild, strength
+        (output, _), states, blank = run(r)
+        assert bool(blank) != mild, strength
+        assert states is None if chunk_parallel.groups_heads(r, C) else bool((states != 0).any()) == mild, strength
+        assert bool((output > 5e5).all()) == mild and bool((output > 5e5).any()) == mild, strength
 
 
 @pytest.mark.parametrize("size", [15, 16])
@@ -249,7 +253,8 @@ def calls_of(gate: str):
 def test_one_of_several_calls_is_out_of_range(gate):
     """Calls in a vmap, in a scan and in a shard_map select their forms independently."""
     calls, each = calls_of(gate)
-    results = [quick_jit(each)(*(x[i] for x in calls)) for i in range(3)]
+    alone = quick_jit(each)
+    results = [alone(*(x[i] for x in calls)) for i in range(3)]
     want = jax.tree.map(lambda *x: jnp.stack(x), *results)
     close(quick_jit(jax.vmap(each))(*calls), want)
     close(quick_jit(lambda *xs: jax.lax.scan(lambda _, x: (None, each(*x)), None, xs)[1])(*calls), want)
