@@ -11,13 +11,15 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 SAY_JAX := from importlib.metadata import version; print("Testing with JAX", version("jax"))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test fast lint sanitize tpu tpu-compiler triton triton-compiler hopper hopper-compiler \
-  hopper-budgets cuda cuda-compiler docs clean
+.PHONY: help install demo test test-all rest fast lint sanitize tpu tpu-compiler triton triton-compiler hopper \
+  hopper-compiler hopper-budgets cuda cuda-compiler docs clean
 
 help:
 	@echo "make demo      run the demo                          ARGS: what follows 'glax demo'"
-	@echo "make test      linters and all tests                 ARGS: more options for pytest"
-	@echo "make fast      the tests marked fast                 ARGS: more options for pytest"
+	@echo "make test      linters, unit tests, fast tests       ARGS: more options for pytest"
+	@echo "make test-all  the same, then all other tests        ARGS: more options for pytest"
+	@echo "make rest      the tests that make test leaves out   ARGS: more options for pytest"
+	@echo "make fast      the tests marked fast alone           ARGS: more options for pytest"
 	@echo "make lint      ruff and pyright alone"
 	@echo "make sanitize  the native kernels' own tests, with the compiler's sanitizers and for arm64"
 	@echo "make tpu       the TPU kernels, by the TPU compiler     ARGS: --few, a minute instead of five"
@@ -36,9 +38,17 @@ install: $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/glax demo $(ARGS)
 
+# tests/conftest.py marks the unit tests and those marked fast as core.
 test: lint
 	@$(BIN)/python -c '$(SAY_JAX)'
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m core $(ARGS)
+
+rest: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not core" $(ARGS)
+
+test-all:
+	@$(MAKE) test
+	@$(MAKE) rest
 
 fast: $(STAMP)
 	@$(BIN)/python -c '$(SAY_JAX)'

@@ -3,6 +3,8 @@
 import gc
 import os
 
+import pytest
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # Programs compile in half the time, in subprocesses too: see tests/compiling.py, which names the exceptions.
@@ -11,3 +13,11 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 # Tracing makes very many objects that live on: Python's usual rhythm of looking through all of them takes a tenth of the time.
 gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+    """Marks as `core` what `make test` runs: the unit tests, and the tests of other folders that are marked fast."""
+    for item in items:
+        if item.path.parent.name == "unit" or item.get_closest_marker("fast"):
+            item.add_marker("core")

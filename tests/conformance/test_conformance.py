@@ -28,7 +28,7 @@ KERNELS = [spec for spec in kernel_registry.kernels.values() if spec.backend in 
 KERNELS = [spec for spec in KERNELS if not spec.is_step]
 FORWARD = [spec for spec in KERNELS if not spec.algorithm.endswith(".vjp")]
 BACKWARD = [spec for spec in KERNELS if spec.algorithm.endswith(".vjp")]
-FAST = ("key", "both-packed-reverse", "constant-packed", "bfloat16-head", "heads4-2-1")
+FAST = ("none-packed", "key", "value", "both-packed-reverse", "constant-packed", "bfloat16-head", "heads4-2-1")
 
 
 def on_each(specs: list[KernelSpec]):
@@ -108,6 +108,14 @@ def is_optimized(case: Case) -> bool:
     return jax.default_backend() != "cpu" or (
         form in (*FORMS, "T512", "bfloat16", "float16") and "segments" not in rest
     )
+
+
+@pytest.mark.fast
+def test_the_fast_cases_have_every_form_and_packing():
+    fast = [case for case in CASES if case.name in FAST]
+    assert {case.gates for case in fast} == set(FORMS.values())
+    assert {(case.cuts is None, case.reverse) for case in fast} >= {(True, False), (False, False), (False, True)}
+    assert {case.dtype for case in fast} == {"float32", "bfloat16"} and any(len(set(case.heads)) > 1 for case in fast)
 
 
 @functools.cache
