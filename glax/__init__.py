@@ -11,7 +11,7 @@ from glax._src.api.recurrent import (
     retention,
     simple_gla,
 )
-from glax._src.core.recurrence import Outputs, Recurrence
+from glax._src.core.recurrence import Outputs, OutputsWithStates, PackedStates, Recurrence
 from glax._src.core.registry import (
     Backend,
     Config,
@@ -53,6 +53,8 @@ __all__ = [
     "KernelRegistry",
     "KernelSpec",
     "Outputs",
+    "OutputsWithStates",
+    "PackedStates",
     "PersistentCache",
     "Platform",
     "Recurrence",

@@ -28,6 +28,25 @@ def reference(r: Recurrence) -> Outputs:
     return Outputs(output, final)
 
 
+def reference_states(r: Recurrence, every: int) -> np.ndarray:
+    """The states behind every `every` tokens in the order of the scan: [N, T // every, H, K, V], or packed [J, H, K, V].
+
+    With segments, padding counts as tokens of the row.
+    """
+    _, k, v, rows, columns, state, _ = _float64(r)
+    found = [[] for _ in range(r.num_sequences)]
+    for n, b, tokens in _walks(r.replace(segments=None)):
+        S, is_token = state[n], None if r.segments is None else r.segments.is_token
+        for i, t in enumerate(tokens, start=1):
+            if is_token is None or is_token[b, t]:
+                S = _step(S, k, v, rows, columns, b, t)
+            if i % every == 0:
+                found[n].append(S)
+    if r.boundaries is None:
+        return np.stack([np.stack(each) for each in found])
+    return np.stack([S for each in found for S in each])
+
+
 def reference_gradient(r: Recurrence, d_output, d_final) -> Recurrence:
     """The gradient of <output, d_output> + <final_state, d_final> in every input of r, as a Recurrence.
 

@@ -13,10 +13,12 @@ from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend, Config, KernelSpec, Platform, kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.kernels.xla.chunk_scan import ChunkedConfig
-from glax._src.solve.autodiff import derived_gradient
+from glax._src.solve.autodiff import derived_gradient, solve
 from glax._src.solve.dispatch import Choice
-from glax.testing.reference import reference, reference_gradient
-from tests.cases import EXTREME, FORMS, Case, Sweep, all_cases, all_sweeps, cotangents, inputs, recurrence
+from glax._src.solve.pieces import solve_with_states
+from glax.testing.reference import reference, reference_gradient, reference_states
+from glax.testing.tolerances import BARS
+from tests.cases import EXTREME, FORMS, Case, Sweep, all_cases, all_sweeps, cotangents, inputs, recurrence, runs
 from tests.close import assert_close, assert_gradients_close, assert_outputs_close
 from tests.compiling import OPTIMIZED, UNOPTIMIZED, quick_jit
 
@@ -214,6 +216,93 @@ def wide_sum(case: Case) -> list[np.ndarray]:
     rank = max(max(x.ndim for x in gates.values()), 3)
     each = (x[:, None] if name == "g_gamma" else x for name, x in gates.items())
     return [sum(x.reshape(*x.shape, *[1] * (rank - x.ndim)) for x in each)]
+
+
+# ---- states behind every n tokens ------------------------------------------------------------------------------------
+
+STATES = [
+    dataclasses.replace(case, name=f"{case.name}-states", T=T, **changes)
+    for case, T, changes in (
+        *((Case("", B=2, heads=(4, 2, 1), K=8, V=6, gates=gates), 150, {}) for gates in FORMS.values()),
+        (Case("reverse", heads=(4, 2, 1), K=8, V=6), 150, dict(reverse=True)),
+        (Case("packed", K=8, V=6, gates=("g_gamma",)), 280, dict(cuts=(0, 0, 130, 131, 131, 200, 264, 264))),
+        (Case("packed-reverse", K=8, V=6, gates=("gk", "gv")), 280, dict(cuts=(0, 130, 200, 264), reverse=True)),
+        (
+            Case("segments", B=2, K=8, V=6),
+            150,
+            dict(ids=(runs((0, 70), (3, 1), (5, 79)), runs((2, 64), (1, 80), (0, 6)))),
+        ),
+    )
+]
+
+
+@pytest.mark.parametrize("platform", [Platform.XLA, Platform.CPP], ids=str)
+@pytest.mark.parametrize("case", STATES, ids=lambda case: f"{case.name}{'+'.join(case.gates)}")
+def test_states_every_64_tokens(case, platform):
+    """The states, their dtype, and the gradient through output, final state and states: that of the same in float64."""
+    r = recurrence(case, "log-sigmoid")
+    d_output, d_final = cotangents(case, r)
+    want, outputs = reference_states(r, 64), reference(r)
+    solver = functools.partial(solve, Choice(platform))
+
+    def run(x: Recurrence):
+        whole = x.replace(boundaries=r.boundaries, segments=r.segments)
+        output, final, states = solve_with_states(solver, whole, 64, None)
+        return Outputs(output, final), states if r.boundaries is None else states.states[: len(want)]
+
+    floats = r.replace(boundaries=None, segments=None)
+    d_states = jnp.asarray(np.random.default_rng(4).normal(size=want.shape), jnp.float32)
+    (got, states), pull = jax.vjp(quick_jit(run), floats)
+    assert_outputs_close(r, got, outputs)
+    assert_close("states", states, want, BARS["float32"][0])
+    gradient = quick_jit(pull)((Outputs(d_output, d_final), d_states))[0]
+    assert_gradients_close(r, gradient, gradient_with_states(r, d_output, d_final, d_states))
+
+
+def gradient_with_states(r: Recurrence, d_output, d_final, d_states) -> Recurrence:
+    """The gradient of <output, d_output> + <final state, d_final> + the sum of <state, d_state>: one more sequence for each."""
+    total = reference_gradient(r, d_output, d_final)
+    cuts = np.stack([np.arange(len(r.q)) * 0, np.full(len(r.q), r.q.shape[1])], 1) if r.boundaries is None else None
+    spans = cuts if cuts is not None else np.stack([r.boundaries[:-1], r.boundaries[1:]], 1)
+    index = 0
+    for n, (low, high) in enumerate(spans):
+        for j in range(1, (high - low) // 64 + 1):
+            d = d_states[n, j - 1] if r.boundaries is None else d_states[index]
+            index += 1
+            total = jax.tree.map(np.add, total, prefix_gradient(r, n, low, high, j * 64, d))
+    return total
+
+
+def prefix_gradient(r: Recurrence, n: int, low: int, high: int, length: int, d) -> Recurrence:
+    """The gradient of <the state behind the first `length` tokens of sequence n, d>, in every array of r."""
+    rows = slice(high - length, high) if r.reverse else slice(low, low + length)
+    b = n if r.boundaries is None else 0
+    alone = jax.tree.map(lambda x: np.asarray(x)[b : b + 1, rows], r.tokens_alone)
+    whole = r.replace(
+        decay=dataclasses.replace(r.decay, **constant_of(r, n)), initial_state=state_of(r, n), boundaries=None
+    )
+    part = alone.with_whole(whole.replace(scale=r.scale[n : n + 1]))
+    got = reference_gradient(part, np.zeros((1, length, *r.state_shape[1::2])), np.asarray(d)[None])
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape), r.replace(boundaries=None, segments=None))
+
+    def placed(zero, x):
+        zero[b : b + 1, rows] = x
+        return zero
+
+    tokens = jax.tree.map(placed, zeros.tokens_alone, got.replace(segments=None).tokens_alone)
+    for whole, x in ((zeros.decay.constant, got.decay.constant), (zeros.initial_state, got.initial_state)):
+        if whole is not None:
+            whole[n] = x[0]
+    zeros.scale[n] = got.scale[0]
+    return tokens.with_whole(zeros)
+
+
+def constant_of(r: Recurrence, n: int) -> dict:
+    return {} if r.decay.constant is None else dict(constant=r.decay.constant[n : n + 1])
+
+
+def state_of(r: Recurrence, n: int):
+    return None if r.initial_state is None else r.initial_state[n : n + 1]
 
 
 # ---- the suite itself can fail ---------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """The public functions. Each names its gates; `Options` documents the other arguments."""
 
+import dataclasses
 import functools
 from typing import Any, Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from glax._src.core.backend import x64_is_enabled
@@ -20,11 +22,12 @@ from glax._src.core.bind import (
     known_number,
     transferred,
 )
-from glax._src.core.recurrence import Outputs, Recurrence, to_int32
+from glax._src.core.recurrence import Outputs, OutputsWithStates, Recurrence, to_int32
 from glax._src.core.registry import Config, Platform
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
 from glax._src.solve.exclusive_read import check_bonus, solve_with_bonus
+from glax._src.solve.pieces import no_states, solve_with_states
 
 SLOPES = ("fla", "minimax")
 
@@ -39,6 +42,10 @@ class Options(TypedDict, total=False):
     segment_ids:   [B, T] integers, or [T] without B; a token continues the state of the token before it if both have one id,
                    else it starts from zeros. Ids need no order. Not with cu_seqlens. May be traced.
     pad_id:        the id of padding: output 0, no effect, any content, NaN too. No id is padding if None.
+    states_every:  a multiple of 64: the result then has a third field, `states`, behind every states_every tokens in the
+                   order of the scan, a tail of fewer not included. [N, T // states_every, H, K, V], counted along the row
+                   with segment_ids too; with cu_seqlens `PackedStates`, counted within each sequence. Differentiable.
+    states_dtype:  the dtype of these states, that of sums if None.
     platform:      None or "auto" chooses; "xla", "cpp", "triton", "pallas" or "cuda" insists.
     cfg:           the config of the kernel, such as glax.configs.ChunkedConfig(chunk=64); None guesses one from the shapes.
     """
@@ -49,6 +56,8 @@ class Options(TypedDict, total=False):
     cu_seqlens: Int[Array, "N+1"] | None
     segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None
     pad_id: int | None
+    states_every: int | None
+    states_dtype: DTypeLike | None
     platform: str | None
     cfg: Config | None
 
@@ -69,9 +78,11 @@ def recurrent(
     bonus: Float[Array, "H K"] | None = None,
     segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
     pad_id: int | None = None,
+    states_every: int | None = None,
+    states_dtype: DTypeLike | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
-) -> Outputs:
+) -> Outputs | OutputsWithStates:
     """Linear attention with any mix of gates:
 
         S_t = exp(g_t + g_gamma) diag(exp(gk_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
@@ -104,7 +115,7 @@ def recurrent(
         softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
         bonus=bonus,
     )  # fmt: skip
-    options = ScanOptions(reverse, pad_id)
+    options = ScanOptions(reverse, pad_id, states_every, states_dtype)
     check_before_tracing(arrays, platform, cfg, options)
     return bind_and_solve(Choice(Platform.parse(platform), cfg), options.static, transferred(arrays))
 
@@ -113,15 +124,19 @@ def recurrent(
 def bind_and_solve(choice: Choice, options: ScanOptions, arrays: dict) -> Outputs:
     """Compiled, so that a call outside of jit costs no more than its kernel; inlined into a caller that is."""
     bonus = arrays.get("bonus")
-    r = bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **vars(options))
+    r = bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **options.of_bind)
     if bonus is not None:
         check_bonus(bonus, r.num_heads, r.q.shape[3])
+    every, dtype = options.states_every, options.states_dtype
     if 0 in (*r.q.shape[:2], r.num_sequences):
         outputs = nothing_to_solve(r)
-    elif bonus is None:
-        outputs = solve(choice, differentiable(r))
+        outputs = outputs if every is None else OutputsWithStates(*outputs, no_states(r, every, dtype))
     else:
-        outputs = solve_with_bonus(choice, differentiable(r), bonus)
+        solver = functools.partial(solve, dataclasses.replace(choice, pieces=every))
+        if every is not None:
+            solver = functools.partial(solve_with_states, solver, every=every, dtype=dtype)
+        r = differentiable(r)
+        outputs = solver(r) if bonus is None else solve_with_bonus(solver, r, bonus)
     return outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
 
 
@@ -145,11 +160,13 @@ def recurrent_attention(
     reverse: bool = False,
     segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
     pad_id: int | None = None,
+    states_every: int | None = None,
+    states_dtype: DTypeLike | None = None,
     return_state: bool = False,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> Float[Array, "B T H V"] | Outputs:
-    """`recurrent`, returning the output alone unless `return_state`: then (output, final_state)."""
+    """`recurrent`, returning the output alone unless `return_state`: then (output, final_state). With states_every, all three."""
     check_flag("return_state", return_state)
     outputs = recurrent(
         query,
@@ -165,10 +182,12 @@ def recurrent_attention(
         cu_seqlens,
         segment_ids=segment_ids,
         pad_id=pad_id,
+        states_every=states_every,
+        states_dtype=states_dtype,
         platform=platform,
         cfg=cfg,
     )
-    return outputs if return_state else outputs.output
+    return outputs if return_state or states_every is not None else outputs.output
 
 
 def recurrent_gla(
@@ -184,6 +203,8 @@ def recurrent_gla(
     *,
     segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
     pad_id: int | None = None,
+    states_every: int | None = None,
+    states_dtype: DTypeLike | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> Outputs:
@@ -195,7 +216,8 @@ def recurrent_gla(
     """
     return recurrent(
         query, key, value, g, g_gamma, None, None, softmax_scale, initial_state, reverse, cu_seqlens,
-        segment_ids=segment_ids, pad_id=pad_id, platform=platform, cfg=cfg,
+        segment_ids=segment_ids, pad_id=pad_id, states_every=states_every, states_dtype=states_dtype,
+        platform=platform, cfg=cfg,
     )  # fmt: skip
 
 

@@ -36,11 +36,36 @@ class ScanOptions:
 
     reverse: bool = False
     pad_id: int | None = None
+    states_every: int | None = None
+    states_dtype: str | None = None
 
     @property
     def static(self) -> "ScanOptions":
         """The options as plain Python values, of which equal ones are one key of a compiled program."""
-        return ScanOptions(bool(self.reverse), None if self.pad_id is None else int(self.pad_id))
+        pad_id, every = (None if x is None else int(x) for x in (self.pad_id, self.states_every))
+        return ScanOptions(
+            bool(self.reverse), pad_id, every, None if self.states_dtype is None else str(jnp.dtype(self.states_dtype))
+        )
+
+    @property
+    def of_bind(self) -> dict:
+        """Those that `bind` takes."""
+        return dict(reverse=self.reverse, pad_id=self.pad_id)
+
+    def check(self, has_segments: bool):
+        check_flag("reverse", self.reverse)
+        if self.pad_id is not None:
+            check_integer("pad_id", self.pad_id)
+            if not has_segments:
+                raise ValueError(f"pad_id must be None without segment_ids, got {self.pad_id}")
+        if self.states_every is not None:
+            check_integer("states_every", self.states_every)
+            if self.states_every < 1 or self.states_every % 64:
+                raise ValueError(f"states_every must be a multiple of 64, from 64 on, got {self.states_every}")
+        if self.states_dtype is not None:
+            check_states_dtype(self.states_dtype)
+            if self.states_every is None:
+                raise ValueError(f"states_dtype must be None without states_every, got {self.states_dtype}")
 
 
 def bind(
@@ -182,11 +207,7 @@ def check_before_tracing(
             f"cfg must be the Config of a kernel, such as glax.configs.ChunkedConfig(chunk=64), got {cfg!r}"
         )
     options = ScanOptions() if options is None else options
-    check_flag("reverse", options.reverse)
-    if options.pad_id is not None:
-        check_integer("pad_id", options.pad_id)
-        if arrays.get("segment_ids") is None:
-            raise ValueError(f"pad_id must be None without segment_ids, got {options.pad_id}")
+    options.check(has_segments=arrays.get("segment_ids") is not None)
     check_known_boundaries(arrays["cu_seqlens"], arrays["query"])
 
 
@@ -239,6 +260,15 @@ def check_flag(name: str, x):
     if not isinstance(x, bool | np.bool_):
         got = f"an array of {x.dtype}" if is_array(x) else repr(x)
         raise TypeError(f"{name} must be True or False, known while tracing, got {got}")
+
+
+def check_states_dtype(dtype):
+    try:
+        known = str(jnp.dtype(dtype)) in DTYPES
+    except TypeError:  # NumPy's, for what no dtype can be made of
+        known = False
+    if not known:
+        raise TypeError(f"states_dtype must be {', '.join(DTYPES)} or None, got {dtype}")
 
 
 def check_integer(name: str, x):

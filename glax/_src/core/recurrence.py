@@ -1,6 +1,7 @@
 """`Recurrence`, the operand of every kernel, and its results: `Outputs` and `Residuals`."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -77,7 +78,24 @@ class Recurrence:
         if s is None:
             return self
         decay = s.folded(self.decay, self.by_token, (self.q.shape[0], self.q.shape[1], self.num_heads), self.dtype)
-        return self.replace(q=s.masked(self.q), k=s.masked(self.k), v=s.masked(self.v), decay=decay, segments=None)
+        return self.replace(segments=None).map_tokens(s.masked).replace(decay=decay)
+
+    # ---- arrays with tokens, and the others --------------------------------------------------------------------------
+
+    @property
+    def tokens_alone(self) -> "Recurrence":
+        """The arrays that have an axis of tokens, [B, T, ...]; None in the place of all others."""
+        decay = dataclasses.replace(self.decay, constant=None)
+        return self.replace(decay=decay, initial_state=None, boundaries=None, scale=None)
+
+    def with_whole(self, r: "Recurrence") -> "Recurrence":
+        """The arrays with tokens of this recurrence, and the others of r."""
+        decay = dataclasses.replace(self.decay, constant=r.decay.constant)
+        return self.replace(decay=decay, initial_state=r.initial_state, boundaries=r.boundaries, scale=r.scale)
+
+    def map_tokens(self, f: Callable[[Array], Array]) -> "Recurrence":
+        """Apply f to every array with an axis of tokens."""
+        return jax.tree.map(f, self.tokens_alone).with_whole(self)
 
     # ---- packed sequences ----------------------------------------------------------------------------------------
 
@@ -155,6 +173,24 @@ class Outputs(NamedTuple):
 
     output: Float[Array, "B T H V"]
     final_state: Float[Array, "N H K V"]
+
+
+class PackedStates(NamedTuple):
+    """The states of packed sequences behind every n tokens of each: those of sequence i are states[offsets[i] : offsets[i + 1]].
+
+    The states behind offsets[-1] are zeros.
+    """
+
+    states: Float[Array, "J H K V"]
+    offsets: Int[Array, "N+1"]
+
+
+class OutputsWithStates(NamedTuple):
+    """`Outputs`, and the states behind every n tokens in the order of the scan: [N, T // n, H, K, V], or `PackedStates`."""
+
+    output: Float[Array, "B T H V"]
+    final_state: Float[Array, "N H K V"]
+    states: Float[Array, "N J H K V"] | PackedStates
 
 
 class Residuals(NamedTuple):

@@ -1,5 +1,6 @@
 """The public functions of `glax.parallel`: those of `glax._src.api.recurrent`, with arrays sharded over a mesh."""
 
+import dataclasses
 import functools
 from typing import Literal, TypedDict, Unpack
 
@@ -7,14 +8,16 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from glax._src.api.recurrent import Options, check_per_head, lightning_decay, nothing_to_solve, retention_decay
 from glax._src.core.bind import ScanOptions, bind, check_before_tracing, check_flag, transferred
-from glax._src.core.recurrence import Outputs
+from glax._src.core.recurrence import Outputs, OutputsWithStates
 from glax._src.core.registry import Config, Platform
 from glax._src.parallel.sharding import Axis, Spread, solve_on_mesh
 from glax._src.solve.dispatch import Choice
+from glax._src.solve.pieces import no_states, solve_with_states
 
 
 class MeshOptions(TypedDict, total=False):
@@ -54,6 +57,8 @@ def recurrent(
     *,
     segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
     pad_id: int | None = None,
+    states_every: int | None = None,
+    states_dtype: DTypeLike | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -74,7 +79,7 @@ def recurrent(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
         softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
     )  # fmt: skip
-    options = ScanOptions(reverse, pad_id)
+    options = ScanOptions(reverse, pad_id, states_every, states_dtype)
     check_before_tracing(arrays, platform, cfg, options)
     spread = Spread.of(mesh, batch_axis, head_axis, sequence_axis)
     if not isinstance(query, Tracer) and isinstance(spread.mesh, Mesh):
@@ -85,9 +90,17 @@ def recurrent(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def bind_and_solve(choice: Choice, spread: Spread, options: ScanOptions, arrays: dict) -> Outputs:
-    r = bind(**arrays, **vars(options))
-    outputs = nothing_to_solve(r) if 0 in (*r.q.shape[:2], r.num_sequences) else solve_on_mesh(choice, spread, r)
+def bind_and_solve(choice: Choice, spread: Spread, options: ScanOptions, arrays: dict) -> Outputs | OutputsWithStates:
+    r, every, dtype = bind(**arrays, **options.of_bind), options.states_every, options.states_dtype
+    if 0 in (*r.q.shape[:2], r.num_sequences):
+        outputs = nothing_to_solve(r)
+        outputs = outputs if every is None else OutputsWithStates(*outputs, no_states(r, every, dtype))
+    elif every is None:
+        outputs = solve_on_mesh(choice, spread, r)
+    else:
+        spread = spread if r.boundaries is None else spread.for_packed
+        solver = functools.partial(solve_on_mesh, dataclasses.replace(choice, pieces=every), spread)
+        outputs = solve_with_states(solver, r, every, dtype)
     return outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
 
 
@@ -110,7 +123,7 @@ def recurrent_attention(
     outputs = recurrent(
         query, key, value, g, g_gamma, gk, gv, initial_state=initial_state, cu_seqlens=cu_seqlens, **options
     )
-    return outputs if return_state else outputs.output
+    return outputs if return_state or options.get("states_every") is not None else outputs.output
 
 
 def recurrent_gla(

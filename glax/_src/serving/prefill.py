@@ -8,8 +8,17 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from glax._src.api.recurrent import bind_and_solve
 from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, transferred
+from glax._src.core.recurrence import PackedStates
 from glax._src.core.registry import Config, Platform
-from glax._src.serving.state_pool import check_known_slots, check_states, put, take, usable
+from glax._src.serving.state_pool import (
+    check_integers,
+    check_known_slots,
+    check_states,
+    in_bounds,
+    put,
+    take,
+    usable,
+)
 from glax._src.serving.stored_states import check_rounding_key
 from glax._src.solve.dispatch import Choice
 
@@ -31,6 +40,9 @@ def prefill_into(
     bonus: Float[Array, "H K"] | None = None,
     segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
     pad_id: int | None = None,
+    write_slots: Int[Array, "N"] | None = None,
+    states_every: int | None = None,
+    state_slots: Int[Array, "M"] | None = None,
     rounding_key: Key | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
@@ -43,6 +55,12 @@ def prefill_into(
     Usually the prompts are packed: query [T, Hq, K] and so on, with cu_seqlens, which may be traced, so that one program
     serves any prompts of up to T tokens together. A long prompt may come in pieces, which equals one pass.
 
+    write_slots: where the new states go; slots if None. So a prefix in the pool is read without being changed. A sequence
+        without a slot to read from is no sequence, except where fresh. One without a slot to write to leaves no state.
+    states_every, state_slots: a multiple n of 64, and [M] slots for the states behind every n tokens, in the order of
+        `recurrent`'s `states`: those of sequence i follow those of the sequences before it, T // n of each or, packed, as
+        many as it has whole pieces of n tokens. Slots without a state, and those of null sequences, stay as they are.
+
     Returns output [B, T, H, V], or [T, H, V] as query has it, and the pool in its dtype: float32, or bfloat16 or float16 for
     storage. Donate it to jit and it is updated in place. Slot -1 is no sequence: output 0, nothing read or written. Slots
     outside the pool, slots given twice and rounding_key are as in `recurrent_step`; everything else is as in `recurrent`.
@@ -52,29 +70,67 @@ def prefill_into(
         softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, bonus=bonus, segment_ids=segment_ids,
     )  # fmt: skip
     required = (*REQUIRED, "pool", "slots")
-    own, options = dict(pool=pool, slots=slots, fresh=fresh), ScanOptions(pad_id=pad_id)
+    own = dict(pool=pool, slots=slots, fresh=fresh, write_slots=write_slots, state_slots=state_slots)
+    options = ScanOptions(pad_id=pad_id, states_every=states_every)
     check_before_tracing(arrays | own, platform, cfg, options, required)
     check_rounding_key(rounding_key)
     check_known_slots(slots, pool, "pool")
+    check_known_slots(write_slots, pool, "pool", "write_slots")
+    check_known_slots(state_slots, pool, "pool", "state_slots")
+    if (states_every is None) != (state_slots is None):
+        given, missing = ("state_slots", "states_every") if states_every is None else ("states_every", "state_slots")
+        raise ValueError(f"{given} needs {missing}, which is None")
     choice = Choice(Platform.parse(platform), cfg)
     return bind_and_prefill(choice, options.static, transferred(arrays), **transferred(own), rounding_key=rounding_key)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def bind_and_prefill(choice: Choice, options: ScanOptions, arrays: dict, pool, slots, fresh, rounding_key):
-    query, r = arrays["query"], bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **vars(options))
+def bind_and_prefill(
+    choice: Choice, options: ScanOptions, arrays: dict, pool, slots, fresh, write_slots, state_slots, rounding_key
+):
+    query, r = arrays["query"], bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **options.of_bind)
     check_states("pool", pool, r.state_shape, pooled=True)
     N, packed = r.num_sequences, r.boundaries is not None
-    slots, used = usable(slots, pool.shape[0], N, ("N", "cu_seqlens" if packed else "query"))
-    state = take(pool, slots)
+    by = ("N", "cu_seqlens" if packed else "query")
+    places, used = usable(slots, pool.shape[0], N, by)
+    state, written = take(pool, places), places
     if fresh is not None:
         if fresh.dtype != jnp.bool_ or fresh.shape != (N,):
             raise ValueError(f"fresh must be booleans [N]={[N]}, got {fresh.dtype} of shape {fresh.shape}")
         state = jnp.where(fresh[:, None, None, None], 0, state)
-    output, final = bind_and_solve(choice, options, arrays | dict(initial_state=state))
+    if write_slots is not None:
+        written, is_written = usable(write_slots, pool.shape[0], N, by, "write_slots")
+        used = used if fresh is None else used | (fresh & is_written)
+        written = jnp.where(used, written, pool.shape[0])
+    outputs = bind_and_solve(choice, options, arrays | dict(initial_state=state))
     if packed:
-        used = used[r.sequence_of] if N else jnp.zeros(query.shape[-3], bool)
-        output = jnp.where(used[:, None, None], output, 0)
+        shown = used[r.sequence_of] if N else jnp.zeros(query.shape[-3], bool)
+        output = jnp.where(shown[:, None, None], outputs.output, 0)
     else:
-        output = jnp.where(used[:, None, None, None] if query.ndim == 4 else used, output, 0)
-    return output, put(pool, slots, final, rounding_key)
+        output = jnp.where(used[:, None, None, None] if query.ndim == 4 else used, outputs.output, 0)
+    if state_slots is not None:
+        keys = (None, None) if rounding_key is None else jax.random.split(rounding_key)
+        pool, rounding_key = put_states(pool, state_slots, outputs.states, used, keys[0]), keys[1]
+    return output, put(pool, written, outputs.final_state, rounding_key)
+
+
+def put_states(pool, state_slots, states: Array | PackedStates, used: Bool[Array, "N"], rounding_key):
+    """Put the states behind every n tokens into the pool: one slot for each, in their order."""
+    check_integers("state_slots", state_slots)
+    if isinstance(states, PackedStates):
+        states, offsets = states
+        index = jnp.arange(len(states), dtype=jnp.int32)
+        own = jnp.clip(jnp.searchsorted(offsets, index, side="right") - 1, 0, max(len(used) - 1, 0))
+        has_state = (index < offsets[-1]) & (used[own] if len(used) else False)
+    else:
+        has_state = jnp.repeat(used, states.shape[1])
+        states = states.reshape(-1, *states.shape[2:])
+    count = len(states)
+    if state_slots.ndim != 1 or state_slots.shape[0] > count:
+        raise ValueError(
+            f"state_slots must be [M] with M up to {count}, the number of whole pieces of states_every tokens, "
+            f"got shape {state_slots.shape}"
+        )
+    places, _ = in_bounds(state_slots, pool.shape[0])
+    M = len(places)
+    return put(pool, jnp.where(has_state[:M], places, pool.shape[0]), states[:M], rounding_key)

@@ -13,11 +13,21 @@ from jaxtyping import Array, Float, Int, Key
 from glax._src.api.recurrent import bind_and_solve
 from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, transferred
 from glax._src.core.decay import Decay, promoted
-from glax._src.core.recurrence import spread_heads, to_int32
+from glax._src.core.recurrence import Recurrence, spread_heads, to_int32
 from glax._src.core.registry import Config, Platform
-from glax._src.serving.state_pool import check_known_slots, check_states, put, take, usable
+from glax._src.serving.state_pool import (
+    check_integers,
+    check_known_slots,
+    check_states,
+    in_bounds,
+    put,
+    take,
+    usable,
+)
 from glax._src.serving.stored_states import check_rounding_key, check_state_dtype, stored
+from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
+from glax._src.solve.pieces import solve_with_states
 
 
 @jax.tree_util.register_dataclass
@@ -48,9 +58,10 @@ def recurrent_verify(
     softmax_scale: float | Float[Array, ""] | None = None,
     *,
     slots: Int[Array, "B"] | None = None,
+    state_slots: Int[Array, "B T"] | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
-) -> tuple[Float[Array, "B T H V"], Draft]:
+) -> tuple[Float[Array, "B T H V"], Draft] | tuple[Float[Array, "B T H V"], Draft, Float[Array, "P H K V"]]:
     """The outputs of T draft tokens of each of B sequences, before it is known which of them are accepted:
 
         output, _ = recurrent(query, key, value, ..., initial_state=state)
@@ -58,20 +69,27 @@ def recurrent_verify(
     The state stays as it is; commit(state, draft, accepted) moves it past each sequence's accepted tokens. Meant for few
     tokens, up to 16 or so. With `slots` [B], state is a pool [P, H, K, V] as in `recurrent_step`: slot -1 answers 0.
 
-    Returns output [B, T, H, V] in the query's dtype, and the Draft. Raises as `recurrent` and `recurrent_step` do.
+    state_slots: slots of the pool [B, T] for the state behind each draft token. The pool with these states is then returned
+        too. Slots of -1 get none, nor do those of a sequence whose own slot is -1. Each state is rounded to nearest.
+
+    Returns output [B, T, H, V] in the query's dtype, and the Draft; with state_slots, the pool as well. Raises as `recurrent`
+    and `recurrent_step` do.
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, softmax_scale=softmax_scale
     )  # fmt: skip
-    operands = arrays | dict(state=state, slots=slots, cu_seqlens=None)
+    operands = arrays | dict(state=state, slots=slots, state_slots=state_slots, cu_seqlens=None)
     check_before_tracing(operands, platform, cfg, required=(*REQUIRED, "state"))
     check_known_slots(slots, state)
-    own = transferred(dict(state=state, slots=slots))
+    check_known_slots(state_slots, state, "state", "state_slots")
+    if state_slots is not None and slots is None:
+        raise ValueError("state_slots needs slots, by which state is a pool")
+    own = transferred(dict(state=state, slots=slots, state_slots=state_slots))
     return bind_and_verify(Choice(Platform.parse(platform), cfg), transferred(arrays), **own)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def bind_and_verify(choice: Choice, arrays: dict, state, slots):
+def bind_and_verify(choice: Choice, arrays: dict, state, slots, state_slots):
     query, state_shape = arrays["query"], state.shape
     for name, x in (("query", query), ("state", state)):
         if x.ndim != 4:
@@ -79,12 +97,33 @@ def bind_and_verify(choice: Choice, arrays: dict, state, slots):
             raise ValueError(f"{name} must be {wanted}, got shape {x.shape}")
     r, used = bind(**arrays), None
     check_states("state", state, r.state_shape, pooled=slots is not None)
+    draft = Draft(r.k, r.v, r.decay, slots, state_shape)
+    if state_slots is not None:
+        return verified_with_states(choice, r, state, slots, state_slots, draft)
     if slots is not None:
         places, used = usable(slots, state.shape[0], query.shape[0], ("B", "query"))
         state = take(state, places)
     output, _ = bind_and_solve(choice, ScanOptions(), arrays | dict(initial_state=state, cu_seqlens=None))
     output = output if used is None else jnp.where(used[:, None, None, None], output, 0)
-    return output, Draft(r.k, r.v, r.decay, slots, state_shape)
+    return output, draft
+
+
+def verified_with_states(choice: Choice, r: Recurrence, pool, slots, state_slots, draft: Draft):
+    """The outputs, the draft, and the pool with the state behind each token in `state_slots`."""
+    B, T = r.q.shape[:2]
+    check_integers("state_slots", state_slots)
+    if state_slots.shape != (B, T):
+        raise ValueError(f"state_slots must be [B, T]={[B, T]} as in query, got shape {state_slots.shape}")
+    places, used = usable(slots, pool.shape[0], B, ("B", "query"))
+    if 0 in (B, T):
+        return jnp.zeros((B, T, r.num_heads, r.v.shape[3]), r.q.dtype), draft, pool
+    r = differentiable(r.replace(initial_state=take(pool, places)))
+    solver = functools.partial(solve, dataclasses.replace(choice, pieces=1))
+    output, _, states = solve_with_states(solver, r, 1, None)
+    targets, _ = in_bounds(state_slots, pool.shape[0])
+    targets = jnp.where(used[:, None], targets, pool.shape[0]).reshape(-1)
+    pool = put(pool, targets, states.reshape(-1, *states.shape[2:]))
+    return jnp.where(used[:, None, None, None], output, 0), draft, pool
 
 
 def commit(

@@ -12,20 +12,20 @@ from glax._src.core.registry import Backend
 from glax._src.serving.stored_states import check_state_dtype, stored
 
 
-def check_known_slots(slots, pool, name: str = "state"):
+def check_known_slots(slots, pool, name: str = "state", argument: str = "slots"):
     """Check the values of slots where they are known; `usable` and `check_states` check shapes and dtypes."""
     if slots is None or isinstance(slots, Tracer) or not jnp.issubdtype(slots.dtype, jnp.integer):
         return
-    if np.ndim(slots) != 1 or np.ndim(pool) != 4:
+    if np.ndim(slots) not in (1, 2) or np.ndim(pool) != 4:
         return
     known, rows = np.asarray(jax.device_get(slots)), np.shape(pool)[0]
     if known.dtype.itemsize < 8:
         known = known.astype(np.int64)  # -1 and `rows` need not fit the dtype of slots
     if (wrong := known[(known < -1) | (known >= rows)]).size:
-        raise ValueError(f"slots must be from -1 to {rows - 1}, the last row of {name}, got {wrong[0]}")
+        raise ValueError(f"{argument} must be from -1 to {rows - 1}, the last row of {name}, got {wrong[0]}")
     taken, count = np.unique(known[known >= 0], return_counts=True)
     if (count > 1).any():
-        raise ValueError(f"slots must not repeat, got {taken[count > 1][0]} more than once")
+        raise ValueError(f"{argument} must not repeat, got {taken[count > 1][0]} more than once")
 
 
 def check_states(name: str, x, shape: tuple[int, int, int, int], pooled: bool):
@@ -38,12 +38,23 @@ def check_states(name: str, x, shape: tuple[int, int, int, int], pooled: bool):
         raise ValueError(f"{name} must be {wanted}, got shape {x.shape}")
 
 
-def usable(slots, rows: int, N: int, by: tuple[str, str]) -> tuple[Int[Array, "N"], Bool[Array, "N"]]:
+def usable(
+    slots, rows: int, N: int, by: tuple[str, str], argument: str = "slots"
+) -> tuple[Int[Array, "N"], Bool[Array, "N"]]:
     """Move unused slots to `rows`, out of bounds: reads give zeros, writes are dropped. Returns the slots and which are used."""
-    if not jnp.issubdtype(slots.dtype, jnp.integer):
-        raise TypeError(f"slots must hold integers, got {slots.dtype}")
+    check_integers(argument, slots)
     if slots.shape != (N,):
-        raise ValueError(f"slots must be [{by[0]}] with {by[0]}={N} as in {by[1]}, got shape {slots.shape}")
+        raise ValueError(f"{argument} must be [{by[0]}] with {by[0]}={N} as in {by[1]}, got shape {slots.shape}")
+    return in_bounds(slots, rows)
+
+
+def check_integers(name: str, x):
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integers, got {x.dtype}")
+
+
+def in_bounds(slots: Int[Array, "*shape"], rows: int) -> tuple[Int[Array, "*shape"], Bool[Array, "*shape"]]:
+    """`usable`, of slots that are checked."""
     slots = to_int32(slots)  # `rows`, which stands for an unused slot, need not fit the dtype of slots
     used = (slots >= 0) & (slots < rows)
     return jnp.where(used, slots, rows), used

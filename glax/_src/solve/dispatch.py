@@ -19,10 +19,24 @@ from glax._src.tuning.selection import AutotunePolicy, ConfigSelectorChain
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The platform and the config that the caller requires; None leaves either to glax."""
+    """The platform and the config that the caller requires; None leaves either to glax.
+
+    pieces: the tokens of a piece, where sequences are solved piece by piece (solve/pieces.py); None where they are solved whole.
+    """
 
     platform: Platform | None = None
     config: Config | None = None
+    pieces: int | None = None
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """What the caller's options rule out beside kernels, and why; `explain` shows it."""
+        if self.pieces is None:
+            return {}
+        why = (
+            f"no kernel returns the states behind every {self.pieces} tokens, so pieces of as many are solved in order"
+        )
+        return {"one call for all tokens": why}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +262,7 @@ def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, again, part
 def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None):
     """Run spec's kernel, or a part of it, with the config that the executor chooses."""
     _, refused = kernel_registry.able(r, choice.platform, gradient=spec.is_gradient) if is_listening() else (None, {})
-    return executor(spec, r, *given, cfg=choice.config, refused=refused, part=part)
+    return executor(spec, r, *given, cfg=choice.config, refused=refused | choice.refused, part=part)
 
 
 def narrowed(choice: Choice, platform: Platform | None) -> Choice:

@@ -1,13 +1,13 @@
 """Outputs from the state before each token, with a bonus for the token itself: the read of RWKV-6."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from glax._src.core.recurrence import Outputs, Recurrence, spread_heads
+from glax._src.core.recurrence import Outputs, OutputsWithStates, Recurrence, spread_heads
 from glax._src.core.segments import expanded
-from glax._src.solve.autodiff import solve
-from glax._src.solve.dispatch import Choice
 
 
 def check_bonus(bonus, heads: int, width: int):
@@ -18,8 +18,10 @@ def check_bonus(bonus, heads: int, width: int):
         raise ValueError(f"bonus must be [H, K]=[{heads}, {width}], got shape {bonus.shape}")
 
 
-def solve_with_bonus(choice: Choice, r: Recurrence, bonus: Float[Array, "H K"]) -> Outputs:
+def solve_with_bonus(solver: Callable, r: Recurrence, bonus: Float[Array, "H K"]) -> Outputs | OutputsWithStates:
     """o_t = scale * (S_{t-1} + diag(bonus) k_t v_t^T)^T q_t,   with the states of r, and S_{t-1} before the decay of token t.
+
+    solver: r -> its outputs.
 
     S_{t-1}^T q_t is what an ordinary read at token t - 1 gives for the query of token t. So the queries move one token
     towards the beginning of their sequence, the outputs move back, and the first token reads the initial state.
@@ -29,14 +31,14 @@ def solve_with_bonus(choice: Choice, r: Recurrence, bonus: Float[Array, "H K"]) 
         r = without_padding(r, r.is_token[:, None, None])
     last, first = (r.ends(scan_end)[:, None, None] for scan_end in (True, False))
     to_next = 1 if r.reverse else -1
-    moved = solve(choice, r.replace(q=jnp.where(last, 0, jnp.roll(r.q, to_next, axis=1))))
+    moved = solver(r.replace(q=jnp.where(last, 0, jnp.roll(r.q, to_next, axis=1))))
     behind = jnp.where(first, initial_read(r), jnp.roll(moved.output, -to_next, axis=1).astype(r.dtype))
     if r.boundaries is not None:  # a sequence's last output comes back to the padding row behind it
         behind = jnp.where(r.is_token[:, None, None], behind, 0)
     if segments is not None:
         behind = jnp.where(expanded(segments.resets, 4), 0, behind)
     output = (behind + bonus_term(r, bonus)).astype(r.q.dtype)
-    return Outputs(output if segments is None else segments.masked(output), moved.final_state)
+    return moved._replace(output=output if segments is None else segments.masked(output))
 
 
 def without_padding(r: Recurrence, used: Bool[Array, "*rows 1 1"]) -> Recurrence:

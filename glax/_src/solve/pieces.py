@@ -1,0 +1,133 @@
+"""Sequences solved in pieces of n tokens, one after another, for the states behind every n tokens.
+
+The state behind a piece is the initial state of the next. No token is read twice. With segments, the pieces are
+counted along the row.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from glax._src.core.decay import Decay
+from glax._src.core.recurrence import Outputs, OutputsWithStates, PackedStates, Recurrence
+from glax._src.core.segments import expanded
+
+Solver = Callable[[Recurrence], Outputs]
+
+
+def solve_with_states(solver: Solver, r: Recurrence, every: int, dtype) -> OutputsWithStates:
+    """solver(r), and the states behind every `every` whole tokens in the order of the scan, in dtype.
+
+    They are [N, T // every, H, K, V]; packed, see `PackedStates`. Differentiable as the solver is.
+    """
+    if r.segments is not None:
+        outputs = solve_with_states(solver, r.folded, every, dtype)
+        return outputs._replace(output=r.segments.masked(outputs.output))
+    solve = solve_rows if r.boundaries is None else solve_packed
+    return solve(solver, r, every, r.dtype if dtype is None else dtype)
+
+
+def no_states(r: Recurrence, every: int, dtype) -> Array | PackedStates:
+    """The states of a recurrence without tokens or without sequences."""
+    N, *state = r.state_shape
+    count, dtype = r.q.shape[1] // every, r.dtype if dtype is None else dtype
+    if r.boundaries is None:
+        return jnp.zeros((N, count, *state), dtype)
+    return PackedStates(jnp.zeros((count, *state), dtype), jnp.zeros(N + 1, jnp.int32))
+
+
+def solve_rows(solver: Solver, r: Recurrence, every: int, dtype) -> OutputsWithStates:
+    """`solve_with_states` of rows that are not packed: a loop over whole pieces, then the tail."""
+    T, count = r.q.shape[1], r.q.shape[1] // every
+    whole = count * every
+    low = T - whole if r.reverse else 0  # the first row of the whole pieces; the tail ends the scan
+
+    def pieces(x: Float[Array, "B T *rest"]) -> Float[Array, "count B every *rest"]:
+        x = lax.slice_in_dim(x, low, low + whole, axis=1)
+        return jnp.moveaxis(x.reshape(x.shape[0], count, every, *x.shape[2:]), 1, 0)
+
+    def step(state, piece: Recurrence):
+        output, state = solver(piece.with_whole(r.replace(initial_state=state)))
+        return state, (output, state.astype(dtype))
+
+    state, (output, states) = lax.scan(step, r.start_state, r.tokens_alone.map_tokens(pieces), reverse=r.reverse)
+    output = jnp.moveaxis(output, 0, 1).reshape(r.q.shape[0], whole, *output.shape[3:])
+    states = jnp.moveaxis(states[::-1] if r.reverse else states, 0, 1)
+    if whole < T:
+        begin = 0 if r.reverse else whole
+        tail = r.map_tokens(lambda x: lax.slice_in_dim(x, begin, begin + T - whole, axis=1))
+        rest, state = solver(tail.replace(initial_state=state))
+        output = jnp.concatenate([rest, output] if r.reverse else [output, rest], axis=1)
+    return OutputsWithStates(output, state, states)
+
+
+class Pieces(NamedTuple):
+    """The pieces of packed sequences, in the order of the scan within each sequence. M = T // every + N, from `count` on unused.
+
+    rows: the rows of each piece. Not all are `valid`: of a sequence's last piece, and of unused pieces.
+    begin: the first piece of each sequence, and behind the last one.
+    """
+
+    rows: Int[Array, "M every"]
+    valid: Bool[Array, "M every"]
+    sequence: Int[Array, "M"]
+    begin: Int[Array, "N+1"]
+
+    @classmethod
+    def of(cls, r: Recurrence, every: int) -> "Pieces":
+        T, N = r.q.shape[1], r.num_sequences
+        cuts = jnp.clip(r.boundaries, 0, T)
+        begin = jnp.concatenate([jnp.zeros_like(cuts[:1]), jnp.cumsum(-(-jnp.diff(cuts) // every))]).astype(jnp.int32)
+        piece = jnp.arange(T // every + N, dtype=jnp.int32)
+        sequence = jnp.clip(jnp.searchsorted(begin, piece, side="right") - 1, 0, N - 1)
+        low, high, offset = cuts[sequence], cuts[sequence + 1], (piece - begin[sequence]) * every
+        first = jnp.maximum(high - offset - every, low) if r.reverse else low + offset
+        last = high - offset if r.reverse else jnp.minimum(first + every, high)
+        rows = first[:, None] + jnp.arange(every, dtype=cuts.dtype)
+        valid = (rows < last[:, None]) & (piece < begin[-1])[:, None]
+        return cls(jnp.clip(rows, 0, T - 1), valid, sequence, begin)
+
+
+def solve_packed(solver: Solver, r: Recurrence, every: int, dtype) -> OutputsWithStates:
+    """`solve_with_states` of packed sequences: a loop over the pieces of all sequences, each in rows of its own."""
+    p, (N, *_), start = Pieces.of(r, every), r.state_shape, r.start_state
+    if r.decay.constant is not None:  # rows of a piece that are not valid must not decay
+        r = r.replace(decay=Decay(head=r.by_token(r.decay.constant)))
+
+    def pieces(x: Float[Array, "1 T *rest"]) -> Float[Array, "M 1 every *rest"]:
+        x = x[0][p.rows]
+        return jnp.where(expanded(p.valid, x.ndim), x, 0)[:, None]
+
+    def step(state, xs):
+        piece, first, sequence = xs
+        own = lax.dynamic_slice_in_dim(start, sequence, 1)
+        scale = lax.dynamic_slice_in_dim(r.scale, sequence, 1)
+        whole = r.replace(initial_state=jnp.where(first, own, state), scale=scale, boundaries=None)
+        output, state = solver(piece.with_whole(whole))
+        return state, (output[0], state[0])
+
+    first = jnp.arange(len(p.sequence), dtype=jnp.int32) == p.begin[p.sequence]
+    xs = (r.tokens_alone.map_tokens(pieces), first, p.sequence)
+    _, (outputs, behind) = lax.scan(step, jnp.zeros_like(start[:1]), xs)
+
+    lengths = jnp.diff(jnp.clip(r.boundaries, 0, r.q.shape[1]))
+    final = jnp.where(expanded(lengths[:, None] > 0, 5)[:, 0], behind[jnp.clip(p.begin[1:] - 1, 0)], start)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths // every, dtype=jnp.int32)])
+    index = jnp.arange(r.q.shape[1] // every, dtype=jnp.int32)
+    sequence = jnp.clip(jnp.searchsorted(offsets, index, side="right") - 1, 0, N - 1)
+    states = behind[jnp.clip(p.begin[sequence] + index - offsets[sequence], 0, len(behind) - 1)].astype(dtype)
+    states = jnp.where((index < offsets[-1])[:, None, None, None], states, 0)
+    return OutputsWithStates(at_tokens(r, p, outputs, every), final, PackedStates(states, offsets))
+
+
+def at_tokens(r: Recurrence, p: Pieces, outputs: Float[Array, "M every H V"], every: int) -> Float[Array, "1 T H V"]:
+    """The outputs of the pieces in the rows that they belong to; 0 in padding."""
+    rows, own = jnp.arange(r.q.shape[1], dtype=jnp.int32), r.sequence_of
+    begin, end = r.boundaries[own], r.boundaries[own + 1]
+    piece = p.begin[own] + ((end - 1 - rows) if r.reverse else (rows - begin)) // every
+    piece = jnp.clip(piece, 0, len(outputs) - 1)
+    at = jnp.clip(rows - p.rows[piece, 0], 0, every - 1)
+    return jnp.where(r.is_token[:, None, None], outputs[piece, at], 0)[None]
