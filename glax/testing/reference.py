@@ -35,7 +35,7 @@ def reference_states(r: Recurrence, every: int) -> np.ndarray:
     """
     _, k, v, rows, columns, state, _ = _float64(r)
     found = [[] for _ in range(r.num_sequences)]
-    for n, b, tokens in _walks(r.replace(segments=None)):
+    for n, b, tokens in _scans(r.replace(segments=None)):
         S, is_token = state[n], None if r.segments is None else r.segments.is_token
         for i, t in enumerate(tokens, start=1):
             if is_token is None or is_token[b, t]:

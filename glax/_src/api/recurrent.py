@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ def recurrent(
     states_dtype: DTypeLike | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
-) -> Outputs | OutputsWithStates:
+) -> Outputs:
     """Linear attention with any mix of gates:
 
         S_t = exp(g_t + g_gamma) diag(exp(gk_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
@@ -137,7 +137,8 @@ def bind_and_solve(choice: Choice, options: ScanOptions, arrays: dict) -> Output
             solver = functools.partial(solve_with_states, solver, every=every, dtype=dtype)
         r = differentiable(r)
         outputs = solver(r) if bonus is None else solve_with_bonus(solver, r, bonus)
-    return outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
+    outputs = outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
+    return cast(Outputs, outputs)  # two fields for type checkers: no call without states_every has a third
 
 
 def nothing_to_solve(r: Recurrence) -> Outputs:

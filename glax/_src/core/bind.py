@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from glax._src.core.backend import x64_is_enabled
 from glax._src.core.decay import Decay, promoted
@@ -37,7 +38,7 @@ class ScanOptions:
     reverse: bool = False
     pad_id: int | None = None
     states_every: int | None = None
-    states_dtype: str | None = None
+    states_dtype: DTypeLike | None = None
 
     @property
     def static(self) -> "ScanOptions":

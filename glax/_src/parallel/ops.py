@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Literal, TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack, cast
 
 import jax
 import numpy as np
@@ -90,7 +90,7 @@ def recurrent(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def bind_and_solve(choice: Choice, spread: Spread, options: ScanOptions, arrays: dict) -> Outputs | OutputsWithStates:
+def bind_and_solve(choice: Choice, spread: Spread, options: ScanOptions, arrays: dict) -> Outputs:
     r, every, dtype = bind(**arrays, **options.of_bind), options.states_every, options.states_dtype
     if 0 in (*r.q.shape[:2], r.num_sequences):
         outputs = nothing_to_solve(r)
@@ -101,7 +101,8 @@ def bind_and_solve(choice: Choice, spread: Spread, options: ScanOptions, arrays:
         spread = spread if r.boundaries is None else spread.for_packed
         solver = functools.partial(solve_on_mesh, dataclasses.replace(choice, pieces=every), spread)
         outputs = solve_with_states(solver, r, every, dtype)
-    return outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
+    outputs = outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
+    return cast(Outputs, outputs)  # as in `glax._src.api.recurrent`
 
 
 def recurrent_attention(

@@ -102,16 +102,16 @@ def bind_and_prefill(
         written, is_written = usable(write_slots, pool.shape[0], N, by, "write_slots")
         used = used if fresh is None else used | (fresh & is_written)
         written = jnp.where(used, written, pool.shape[0])
-    outputs = bind_and_solve(choice, options, arrays | dict(initial_state=state))
+    output, final, *states = bind_and_solve(choice, options, arrays | dict(initial_state=state))
     if packed:
         shown = used[r.sequence_of] if N else jnp.zeros(query.shape[-3], bool)
-        output = jnp.where(shown[:, None, None], outputs.output, 0)
+        output = jnp.where(shown[:, None, None], output, 0)
     else:
-        output = jnp.where(used[:, None, None, None] if query.ndim == 4 else used, outputs.output, 0)
+        output = jnp.where(used[:, None, None, None] if query.ndim == 4 else used, output, 0)
     if state_slots is not None:
         keys = (None, None) if rounding_key is None else jax.random.split(rounding_key)
-        pool, rounding_key = put_states(pool, state_slots, outputs.states, used, keys[0]), keys[1]
-    return output, put(pool, written, outputs.final_state, rounding_key)
+        pool, rounding_key = put_states(pool, state_slots, states[0], used, keys[0]), keys[1]
+    return output, put(pool, written, final, rounding_key)
 
 
 def put_states(pool, state_slots, states: Array | PackedStates, used: Bool[Array, "N"], rounding_key):

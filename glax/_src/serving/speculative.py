@@ -27,7 +27,7 @@ from glax._src.serving.state_pool import (
 from glax._src.serving.stored_states import check_rounding_key, check_state_dtype, stored
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
-from glax._src.solve.pieces import solve_with_states
+from glax._src.solve.pieces import solve_rows
 
 
 @jax.tree_util.register_dataclass
@@ -119,7 +119,7 @@ def verified_with_states(choice: Choice, r: Recurrence, pool, slots, state_slots
         return jnp.zeros((B, T, r.num_heads, r.v.shape[3]), r.q.dtype), draft, pool
     r = differentiable(r.replace(initial_state=take(pool, places)))
     solver = functools.partial(solve, dataclasses.replace(choice, pieces=1))
-    output, _, states = solve_with_states(solver, r, 1, None)
+    output, _, states = solve_rows(solver, r, 1, r.dtype)
     targets, _ = in_bounds(state_slots, pool.shape[0])
     targets = jnp.where(used[:, None], targets, pool.shape[0]).reshape(-1)
     pool = put(pool, targets, states.reshape(-1, *states.shape[2:]))

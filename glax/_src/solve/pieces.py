@@ -26,8 +26,18 @@ def solve_with_states(solver: Solver, r: Recurrence, every: int, dtype) -> Outpu
     if r.segments is not None:
         outputs = solve_with_states(solver, r.folded, every, dtype)
         return outputs._replace(output=r.segments.masked(outputs.output))
-    solve = solve_rows if r.boundaries is None else solve_packed
-    return solve(solver, r, every, r.dtype if dtype is None else dtype)
+    dtype = r.dtype if dtype is None else dtype
+    if r.boundaries is None:
+        return OutputsWithStates(*solve_rows(solver, r, every, dtype))
+    return solve_packed(solver, r, every, dtype)
+
+
+class RowStates(NamedTuple):
+    """`OutputsWithStates` of rows that are not packed."""
+
+    output: Float[Array, "B T H V"]
+    final_state: Float[Array, "B H K V"]
+    states: Float[Array, "B J H K V"]
 
 
 def no_states(r: Recurrence, every: int, dtype) -> Array | PackedStates:
@@ -39,7 +49,7 @@ def no_states(r: Recurrence, every: int, dtype) -> Array | PackedStates:
     return PackedStates(jnp.zeros((count, *state), dtype), jnp.zeros(N + 1, jnp.int32))
 
 
-def solve_rows(solver: Solver, r: Recurrence, every: int, dtype) -> OutputsWithStates:
+def solve_rows(solver: Solver, r: Recurrence, every: int, dtype) -> RowStates:
     """`solve_with_states` of rows that are not packed: a loop over whole pieces, then the tail."""
     T, count = r.q.shape[1], r.q.shape[1] // every
     whole = count * every
@@ -61,7 +71,7 @@ def solve_rows(solver: Solver, r: Recurrence, every: int, dtype) -> OutputsWithS
         tail = r.map_tokens(lambda x: lax.slice_in_dim(x, begin, begin + T - whole, axis=1))
         rest, state = solver(tail.replace(initial_state=state))
         output = jnp.concatenate([rest, output] if r.reverse else [output, rest], axis=1)
-    return OutputsWithStates(output, state, states)
+    return RowStates(output, state, states)
 
 
 class Pieces(NamedTuple):
@@ -125,8 +135,8 @@ def solve_packed(solver: Solver, r: Recurrence, every: int, dtype) -> OutputsWit
 
 def at_tokens(r: Recurrence, p: Pieces, outputs: Float[Array, "M every H V"], every: int) -> Float[Array, "1 T H V"]:
     """The outputs of the pieces in the rows that they belong to; 0 in padding."""
-    rows, own = jnp.arange(r.q.shape[1], dtype=jnp.int32), r.sequence_of
-    begin, end = r.boundaries[own], r.boundaries[own + 1]
+    rows, own, cuts = jnp.arange(r.q.shape[1], dtype=jnp.int32), r.sequence_of, jnp.asarray(r.boundaries)
+    begin, end = cuts[own], cuts[own + 1]
     piece = p.begin[own] + ((end - 1 - rows) if r.reverse else (rows - begin)) // every
     piece = jnp.clip(piece, 0, len(outputs) - 1)
     at = jnp.clip(rows - p.rows[piece, 0], 0, every - 1)
