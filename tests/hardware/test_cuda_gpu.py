@@ -21,7 +21,11 @@ if jax.default_backend() != "gpu":
 if (why := installation()) is not None:
     pytest.skip(why, allow_module_level=True)
 
-CASES = [case for case in all_cases() if case.T <= 1000 and case.dtype != "float64" and case.chunk is None and case.ids is None]
+CASES = [
+    case
+    for case in all_cases()
+    if case.T <= 1000 and case.dtype != "float64" and case.chunk is None and case.ids is None
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
