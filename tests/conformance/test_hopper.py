@@ -23,6 +23,7 @@ from tests import mosaic_interpreter, strengths
 BAR = 3.5e-3  # docs/numerics.md: bfloat16
 CASES = {
     "key, -100 and -inf": dict(gate="gk", strength="extreme", T=72),
+    "key, -inf at every place": dict(gate="gk", strength="every place", T=136),
     "key, packed, reversed, shared heads": dict(gate="gk", heads=(1, 2, 1), cuts=(0, 0, 1, 70, 80), T=90, reverse=True),
     "key, segments, states formed again": dict(gate="gk", T=150, save=False, config=HopperConfig(parts=2)),
     "key, reset late": dict(gate="gk", strength="reset", T=216, gradient=False),
@@ -72,6 +73,12 @@ def check(
         logs = jnp.where(dice < 0.05, -100.0, jnp.where(dice > 0.98, -jnp.inf, logs))
     elif strength == "reset":  # most chunks near, and the state before still felt where the first is not
         logs = jnp.where((jnp.arange(T) == 150)[None, :, None, None], -jnp.inf, logs / 16)
+    elif (
+        strength == "every place"
+    ):  # in a channel of the first chunk each, and in all at both ends of the second, two in a row
+        token, channel = jnp.arange(T)[:, None], jnp.arange(K)
+        resets = (token == channel) | (token // 64 == 1) & jnp.isin(token % 64, jnp.asarray([0, 1, 63]))
+        logs = jnp.where(resets[None, :, None], -jnp.inf, logs / 4)
     elif strength != "mild":
         logs = strength * logs
     N = 1 if cuts is None else len(cuts) - 1

@@ -30,25 +30,25 @@ KERNELS = {
     ("forward, residuals, narrow", "key", "128"): 2,
     ("forward, residuals", "head", "128"): 1,
     ("forward, residuals, segments", "key", "128"): 5,
-    ("gradient", "key", "128"): 5,
-    ("gradient", "key", "64"): 5,
-    ("gradient", "key, float32", "128"): 5,
-    ("gradient, narrow", "key, float32", "128"): 5,
+    ("gradient", "key", "128"): 4,
+    ("gradient", "key", "64"): 4,
+    ("gradient", "key, float32", "128"): 4,
+    ("gradient, narrow", "key, float32", "128"): 4,
     ("gradient", "head", "128"): 3,
     ("gradient", "head", "64"): 3,
     ("forward", "key", "256x512"): 2,
     ("forward", "head", "256x512"): 1,
-    ("gradient", "key", "256x512"): 5,
+    ("gradient", "key", "256x512"): 4,
     ("gradient", "head", "256x512"): 3,
 }
 # What goes token by token, for per-key gates that are out of range, has no products, nor what hands states from segment to
 # segment, which copies nothing in bulk either. The gradient scans both ways before.
-WITHOUT_PRODUCTS = {("forward", "key"): 1, ("forward, residuals", "key"): 1, ("gradient", "key"): 2}
+WITHOUT_PRODUCTS = {("forward", "key"): 1, ("forward, residuals", "key"): 1, ("gradient", "key"): 1}
 WITHOUT_PRODUCTS |= {
     ("forward, narrow", "key"): 1,
     ("forward, residuals, narrow", "key"): 1,
-    ("gradient", "key, float32"): 2,
-    ("gradient, narrow", "key, float32"): 2,
+    ("gradient", "key, float32"): 1,
+    ("gradient, narrow", "key, float32"): 1,
     ("forward, segments", "key"): 2,
     ("forward, segments", "head"): 1,
     ("forward, residuals, segments", "key"): 2,

@@ -30,6 +30,14 @@ pass from chunk to chunk have their true size, so S may have any size, and with 
 
 and dk the same with q in the place of k.
 
+**A chunk out of range on Hopper**, with per-key gates, takes the sums of gates behind and through a token from the same three:
+
+    k_j e^{R - M_j}        q_i e^{L + M_i}        e^{L + R} S
+
+These are plain decays, which exceed 1 only where gates let the state grow. L and R are sums of 32 gates of at least -128 and
+stay above -2^12, where float32 resolves 2^-11. A difference of two is then off by no more than that, and so is the factor, which
+bfloat16 rounds to 2^-9.
+
 **Plain decays.** All other factors are decays from one token to a later one: e^{G_i}, e^{G_last - G_j}, or the decay of a whole
 chunk, segment or shard. They multiply q, k or a state of true size, so they underflow only where the result does. They need no
 check.

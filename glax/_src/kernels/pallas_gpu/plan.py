@@ -166,9 +166,9 @@ class ScanResults(NamedTuple):
     states [B, chunks, H, K, V]. last: the final states of sequences, [N, H, K, V], or in a scan of `either` kind
     those of segments, [E, H, K, V]. log [E, H, K]: the log decays of segments, in a scan of `either` kind.
 
-    out_of_range [B, chunks, H]: 1 where the gates of a chunk leave the range of the fast form. The state of such a chunk is the
-    one that enters it. With per-key gates the states of all other chunks are decayed to the chunk's middle. None where the scan
-    reads from the forward which chunks are out of range.
+    out_of_range [B, chunks, H]: 1 where the gates of a chunk leave the range of the fast form; of a scan that stores states. The
+    state of such a chunk is the one that enters it. With per-key gates the states of all other chunks are decayed to the chunk's
+    middle. None where the scan reads from the forward which chunks are out of range.
     """
 
     o: jax.Array

@@ -6,8 +6,13 @@ M_i is the sum of log decays from a chunk's middle through token i, L of its fir
     o_i  = scale * (q^_i^T S' + (q_i . k_i) v_i + sum_{j < i} (q^_i . k^_j) v_j)          S_out = e^R (S' + sum_j k^_j v_j^T)
 
 Two exponentials an element serve every product. They are safe while |M|, |L| and |R| are at most 60, and while e^R and the next
-chunk's e^L stay two factors of the state (`common.limits`). A program that finds larger sums marks its segment, and `exact_scan`
-computes the segment again without exponents above 0.
+chunk's e^L stay two factors of the state (`common.limits`). A chunk with larger sums is out of range. There q and k are scaled
+to the edges of the chunk, S' is the state that enters it, and no score is formed:
+
+    q^_i = q_i e^{L + M_i},  k^_j = k_j e^{R - M_j},  S' = S
+    o_i  = scale * q^_i^T S'                                        S_out = e^{L + R} S' + sum_j k^_j v_j^T
+
+`exact_outputs` adds what these outputs draw from the chunk's own tokens, so a gate of -inf costs its chunk alone.
 
 A token's score with itself is the largest score where gates are strong. It is formed of q^ and k^, or of q and k, before they
 are rounded. Scores have 16 bits, two terms in bfloat16. The gradient reads S' of every chunk. Where gates are weak, an output
@@ -31,7 +36,6 @@ Scans without outputs have a warpgroup for every 64 columns of the state.
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -39,7 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import Scan, ScanResults
-from glax._src.kernels.pallas_gpu.scan_exact import exact_scan
+from glax._src.kernels.pallas_gpu.scan_exact import exact_outputs
 from glax._src.kernels.pallas_gpu.scan_key_gate_output import write_outputs
 from glax._src.kernels.pallas_gpu.scan_key_gate_program import Program
 from glax._src.kernels.pallas_gpu.scan_key_gate_refs import Barriers, Operands, Results, Tiles
@@ -85,11 +89,6 @@ def key_scan(w: Scan, table, q, a, b, g, scale, start, known_out_of_range=None) 
     )
     operands = Operands(table, q, a, b, g, scale, start, scale if known_out_of_range is None else known_out_of_range)
     found = Results(*once(("key_scan", w), kernel, *operands))
-    if w.to_edge:
-        return ScanResults(found.o, found.states, found.last, found.log if w.either else None)
-    by_chunk = found.chunk_out_of_range
-    if w.states:
-        by_chunk = jnp.any(by_chunk > 0, axis=(3, 4)).astype(jnp.int32)
-    written = found.o, found.states, found.last
-    written = exact_scan(w, table, found.out_of_range, by_chunk, q, a, b, g, scale, start, *written)
-    return ScanResults(*written, out_of_range=by_chunk)
+    o = exact_outputs(w, table, found.by_group, q, a, b, g, scale, found.o) if w.outputs else found.o
+    log, out_of_range = found.log if w.either else None, None if w.to_edge else found.out_of_range
+    return ScanResults(o, found.states, found.last, log, out_of_range)

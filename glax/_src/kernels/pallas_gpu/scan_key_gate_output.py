@@ -64,8 +64,11 @@ def write_chunk(o: OutputWarpgroup, step):
     a, b = p.tiles.a.at[slot], p.tiles.b.at[slot]
     plgpu.barrier_wait(p.barriers.scaled.at[slot])
     weak = p.tiles.weak[0] > 0
+    out_of_range = p.tiles.out_of_range[slot]
     # [C]
     own = sum(plgpu.load(p.tiles.own_scores.at[slot, share], layout=BY_ROW) for share in range(w.scalers))
+    # No score where the chunk is out of range: neither is i - C > j nor i + C == j. `exact_outputs` adds what they draw.
+    later, same = o.i - out_of_range * C, o.i + out_of_range * C
 
     def formed(scores, output):
         """Scores are masked and split while q^T S' is on its way."""
@@ -74,7 +77,7 @@ def write_chunk(o: OutputWarpgroup, step):
         plgpu.wgmma(output, q, p.tiles.state)
         # [C, C]
         P = add_lost(p, step, weak, tiles.after(scores, 1), lambda slot: transposed(p.tiles.a.at[slot]))
-        P = jnp.where(o.i > o.j, P, jnp.where(o.i == o.j, by_row(own, P.shape), 0.0))
+        P = jnp.where(later > o.j, P, jnp.where(same == o.j, by_row(own, P.shape), 0.0))
         high = tiles.high_part(P)
         plgpu.wgmma(output, high.astype(jnp.bfloat16), b)
         plgpu.wgmma(output, (P - high).astype(jnp.bfloat16), b)

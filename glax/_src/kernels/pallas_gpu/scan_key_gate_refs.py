@@ -6,12 +6,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.plan import C, Scan
+from glax._src.kernels.pallas_gpu.plan import C, Scan, quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import tiled
 
-FLAGS = 128  # numbers that say of a segment whether it is out of range: one for every thread that scales
+EXACT_GROUPS = 256  # of chunks and heads: each group has programs of `exact_outputs` of its own
+FLAGS = 128  # flags that such a program reads together, one per thread
 
 Ref = Any
+
+
+def exact_place(groups: int, item):
+    """Return the group, and the place in it, of a chunk and head, the `item`-th of all.
+
+    Heads of a chunk lie in different groups: gates are often out of range in all of them.
+    """
+    return remainder(item, groups), quotient(item, groups)
 
 
 class Operands(NamedTuple):
@@ -34,19 +43,19 @@ class Results(NamedTuple):
     states: Ref  # [B, chunks, H, K, V]
     last: Ref  # [N or E, H, K, V]
     log: Ref  # [E, H, K]
-    out_of_range: Ref  # [E, H, FLAGS]
-    chunk_out_of_range: Ref  # [B, chunks, H, scalers, C]
+    out_of_range: Ref  # [B, chunks, H]: 1 where the gates of a chunk are out of range
+    by_group: Ref  # [EXACT_GROUPS, a multiple of FLAGS]: the same at `exact_place`
 
     @classmethod
     def types(cls, w: Scan, B: int, T: int, E: int) -> "Results":
-        H, K = w.H, w.K
+        H, K, chunks = w.H, w.K, -(-T // C)
+        flags = -(-B * chunks * H // EXACT_GROUPS)
+        by_group = EXACT_GROUPS, -(-flags // FLAGS) * FLAGS
         return cls(
             *w.results(B, T, E),
             log=jax.ShapeDtypeStruct((E, H, K) if w.either else (1,), jnp.float32),
-            out_of_range=jax.ShapeDtypeStruct((1,) if w.to_edge else (E, H, FLAGS), jnp.float32),
-            chunk_out_of_range=jax.ShapeDtypeStruct(
-                (B, -(-T // C), H, w.scalers, C) if w.states and not w.to_edge else (1,), jnp.float32
-            ),
+            out_of_range=jax.ShapeDtypeStruct((B, chunks, H) if w.states and not w.to_edge else (1,), jnp.int32),
+            by_group=jax.ShapeDtypeStruct(by_group if w.outputs else (1,), jnp.int32),
         )
 
 
@@ -59,10 +68,11 @@ class Tiles(NamedTuple):
     gates: Ref  # [2 terms, C, K]: log gates, then what q^ lost when it was rounded
     state: Ref  # [K, columns], or without outputs [state_stages, consumers, K, 64]: S'
     output: Ref  # [C, columns]
-    sums: Ref  # [stages, 2, K]: sums of log gates by channel, ahead of S' and after it
+    sums: Ref  # [stages, 2, K]: log decays by channel: of a chunk's first half and its second
     own_scores: Ref  # [stages, scalers, C]: every token's score with itself, by half of K
     halves: Ref  # [C, C]: the matrix that sums gates over each half of a chunk
     weak: Ref  # [1]: 1 where the gates of the program are weak on average
+    out_of_range: Ref  # [stages]: 1 where the gates of a chunk are out of range
 
     @classmethod
     def types(cls, w: Scan) -> "Tiles":
@@ -78,6 +88,7 @@ class Tiles(NamedTuple):
             own_scores=plgpu.SMEM((stages, w.scalers, C), jnp.float32),
             halves=tiled(C, C),
             weak=plgpu.SMEM((1,), jnp.int32),
+            out_of_range=plgpu.SMEM((stages,), jnp.int32),
         )
 
 
@@ -89,6 +100,7 @@ class Barriers(NamedTuple):
     scaled: Ref  # by stage: q^, k^, the sums and the own scores are stored
     consumed: Ref  # by stage: all products with k^ and v are done
     gates_consumed: Ref  # by slot: all scalers have summed the gates
+    scalers_met: Ref  # all scalers are there
     prepared: Ref  # `halves` and `weak` are stored
     state_stored: Ref  # S' lies in shared memory
     state_read: Ref  # all products with S' are done
@@ -101,6 +113,7 @@ class Barriers(NamedTuple):
             scaled=plgpu.Barrier(num_arrivals=w.scalers, num_barriers=w.stages),
             consumed=plgpu.Barrier(num_arrivals=w.consumers, num_barriers=w.stages),
             gates_consumed=plgpu.Barrier(num_arrivals=w.scalers, num_barriers=2),
+            scalers_met=plgpu.Barrier(num_arrivals=w.scalers),
             prepared=plgpu.Barrier(num_arrivals=w.scalers),
             state_stored=plgpu.Barrier(),
             state_read=plgpu.Barrier(),

@@ -8,17 +8,18 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.common.limits import LOG_OF_ZERO
+from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.gate_range import in_range, weak_on_average
 from glax._src.kernels.pallas_gpu.scan_key_gate_program import Program
-from glax._src.kernels.pallas_gpu.scan_key_gate_refs import FLAGS
-from glax._src.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, C, read, transposed, zeros
+from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, LOG2E, C, read, transposed, zeros
 
+OUT_OF_RANGE = 2 * FAST_LIMIT  # in the place of the sum ahead of S', of a token or channel
 ROOMY = 96  # registers of a thread that hold x and y together
 
 
@@ -35,7 +36,7 @@ class Scaler:
 
 
 def scale_segment(p: Program):
-    """Scale every chunk of the segment; store its log decays and where its gates are out of range."""
+    """Scale every chunk of the segment; a scan of `either` kind stores its log decays."""
     w = p.plan
     plgpu.set_max_registers(w.registers[0], action="decrease")
     share, total = p.warpgroup - w.consumers, p.count()
@@ -50,18 +51,13 @@ def scale_segment(p: Program):
     plgpu.barrier_wait(p.barriers.prepared)
     weak = p.tiles.weak[0] > 0 if w.outputs else False
     s = Scaler(p, share, total, matrix, channels, weak)
-    carry = zeros((C,), BY_ROW), zeros((64,), BY_ROW)
-    out_of_range, log = lax.fori_loop(0, total, functools.partial(scale_chunk, s), carry)
+    log = lax.fori_loop(0, total, functools.partial(scale_chunk, s), zeros((64,), BY_ROW))
+    if w.either:
+        block, h, e = p.place()
 
-    block, h, e = p.place()
-
-    @pl.when(block == 0)
-    def _():
-        if w.either:
+        @pl.when(block == 0)
+        def _():
             p.results.log[e, h, channels] = log
-        if not w.to_edge:
-            for copy in range(0, FLAGS // w.scalers, 64):
-                p.results.out_of_range[e, h, pl.ds(share * (FLAGS // w.scalers) + copy, 64)] = out_of_range
 
 
 def prepare(p: Program, total):
@@ -76,26 +72,42 @@ def prepare(p: Program, total):
     plgpu.commit_smem()
 
 
-def scale_chunk(s: Scaler, step, carry):
-    """Scale the operands of one chunk. carry: how far the segment is out of range [C], its log decays [64]."""
+def scale_chunk(s: Scaler, step, log):
+    """Scale the operands of one chunk. log [64]: the log decays of the segment up to it, in a scan of `either` kind."""
     p, w = s.p, s.p.plan
-    out_of_range, log = carry
     slot, gate_slot = lax.rem(step, jnp.int32(w.stages)), lax.rem(step, jnp.int32(2))
-    a = p.tiles.a.at[slot, :, s.channels]
     gates = load_gates(s, gate_slot)
     # [C, 64]; [C]; [64] of both halves
     M, largest, ends = sum_gates(s, gates)
-    if w.either:
-        log = log + ends[0] + ends[1]
-    pl.when(jnp.logical_not(s.weak))(lambda: plgpu.barrier_arrive(p.barriers.gates_consumed.at[gate_slot]))
-    if not w.to_edge:
-        out_of_range = note_range(s, step, out_of_range, largest, ends)
+
+    # Scalers wait until q, k and v are loaded, and so until all have consumed what is overwritten here next.
+    if w.to_edge:
+        if w.either:
+            log = log + ends[0] + ends[1]
+        release_gates(s, gate_slot)
+        plgpu.barrier_wait(p.barriers.loaded.at[slot])
+        store_decays(s, slot, decays_to_edge(s, step, ends))
+        scale_keys(s, slot, M)
     else:
-        ends = decays_to_edge(s, step, ends)
-    plgpu.barrier_wait(p.barriers.loaded.at[slot])  # and so until all have consumed what is overwritten here next
-    for side, end in enumerate(ends):
-        p.tiles.sums[slot, side, s.channels] = end
-    scale_operands(s, slot, a, M, gates)
+        plgpu.barrier_wait(p.barriers.loaded.at[slot])
+        before, after = ends
+        store_decays(s, slot, (jnp.where(in_range(largest, ends), before, OUT_OF_RANGE), after))
+        plgpu.barrier_arrive(p.barriers.scalers_met)
+        own, y = form_early(s, slot, M)
+        out_of_range = any_out_of_range(s, slot)
+
+        @pl.when(jnp.logical_not(out_of_range))
+        def _():
+            release_gates(s, gate_slot)
+            scale_keys(s, slot, M, y)
+            if w.outputs:
+                scale_queries(s, slot, M, gates, own, y)
+
+        @pl.when(out_of_range)
+        def _():
+            scale_to_edges(s, slot, gates)
+            release_gates(s, gate_slot)
+
     plgpu.commit_smem()
     plgpu.barrier_arrive(p.barriers.scaled.at[slot])
 
@@ -105,7 +117,7 @@ def scale_chunk(s: Scaler, step, carry):
         plgpu.barrier_wait(p.barriers.gates_consumed.at[gate_slot])
         p.fetch_gates(step + 2, gate_slot)
 
-    return out_of_range, log
+    return log
 
 
 def load_gates(s: Scaler, gate_slot) -> list:
@@ -138,23 +150,30 @@ def sum_gates(s: Scaler, gates):
     return M, largest, [tiles.column_of(sums, side) for side in (0, 1)]
 
 
-def note_range(s: Scaler, step, out_of_range, largest, ends):
-    """Store whether the chunk's gates are out of range; return it for the segment up to this chunk.
+def release_gates(s: Scaler, gate_slot):
+    """Let the gates' tile be overwritten. Where gates are weak, it holds what q^ lost in rounding."""
+    pl.when(jnp.logical_not(s.weak))(lambda: plgpu.barrier_arrive(s.p.barriers.gates_consumed.at[gate_slot]))
 
-    Where states are stored, the number is that of the chunks left when the first comes that is out of range: the exact scan
-    begins there.
+
+def any_out_of_range(s: Scaler, slot):
+    """Return whether any token or channel of the chunk is out of range, in any scaler's share: all of them scale it alike.
+
+    The scaler has arrived at `scalers_met`.
     """
-    p, w = s.p, s.p.plan
-    near = in_range(largest, ends)
-    left = jnp.maximum(out_of_range, (p.count() - step).astype(jnp.float32)) if w.states else 1.0
-    if w.states:
+    p = s.p
+    plgpu.barrier_wait(p.barriers.scalers_met)
+    sums = plgpu.load(p.tiles.sums.at[slot, 0], layout=tiles.in_every_warp(p.plan.K))
+    # As integers, which a warp compares in one instruction. They are in the order of numbers above 0.
+    largest = jnp.max(lax.bitcast_convert_type(sums, jnp.int32))
+    out_of_range = largest == int(np.float32(OUT_OF_RANGE).view(np.int32))
+    p.tiles.out_of_range[slot] = out_of_range.astype(jnp.int32)
+    return out_of_range
 
-        @pl.when(p.place()[0] == 0)
-        def _():
-            flags = jnp.where(near, 0.0, 1.0)
-            p.results.chunk_out_of_range[p.segment_field(0), p.chunk(step), p.place()[1], s.share] = flags
 
-    return jnp.where(near, out_of_range, left)
+def store_decays(s: Scaler, slot, decays):
+    """Store the log decays [64] that apply to the state ahead of S' and after it."""
+    for place, decay in enumerate(decays):
+        s.p.tiles.sums[slot, place, s.channels] = decay
 
 
 def decays_to_edge(s: Scaler, step, ends):
@@ -168,23 +187,80 @@ def decays_to_edge(s: Scaler, step, ends):
     return ends[1] * (1.0 - out_of_range), ends[0] + ends[1] * out_of_range
 
 
-def scale_operands(s: Scaler, slot, a, M, gates):
-    """Replace a and q by k^ and q^; store every token's score with itself, and where gates are weak what q^ lost in rounding."""
+def scale_to_edges(s: Scaler, slot, gates):
+    """Replace a and q of a chunk out of range by k_j e^{R - M_j} and q_i e^{L + M_i}: sums of gates behind j, and through i.
+
+    No factor is more than the gates let the state grow by, so they are exact for all gates.
+    """
     p, w = s.p, s.p.plan
-    roomy = w.registers[0] > ROOMY  # else own scores are formed of tiles that are read once more
-    if w.outputs and not roomy:
-        p.tiles.own_scores[slot, s.share] = jnp.sum(read(p.tiles.q.at[slot, :, s.channels]) * read(a), axis=1)
-    # [C, 64]
-    y = read(a) * jnp.exp2(M * (LOG2E if w.to_edge else -LOG2E))
-    a[...] = (y * p.operands.scale[p.segment_field(3)] if w.adjoint else y).astype(jnp.bfloat16)
+    for g in gates:  # a sum with -inf would be NaN
+        g[...] = jnp.maximum(plgpu.load(g, layout=tiles.WGMMA), jnp.bfloat16(LOG_OF_ZERO))
+    plgpu.commit_smem()
+    # [C, 64]; [64] of both halves
+    M, _, ends = sum_gates(s, gates)
+    plgpu.barrier_arrive(p.barriers.scalers_met)
+    plgpu.barrier_wait(p.barriers.scalers_met)  # all have read what `ends` overwrites
+    store_decays(s, slot, ends)
+    plgpu.commit_smem()
+
+    def scaled(tile, log):
+        # [C, 64]
+        x = read(tile) * jnp.exp2(log * LOG2E)
+        tile[...] = x.astype(jnp.bfloat16)
+        return x
+
+    def end(side: int):
+        # [C, 64]
+        return tiles.by_column(plgpu.load(p.tiles.sums.at[slot, side, s.channels], layout=BY_COLUMN), (C, 64))
+
+    scaled(p.tiles.a.at[slot, :, s.channels], end(1) - M)
     if w.outputs:
         q = p.tiles.q.at[slot, :, s.channels]
-        # [C, 64]
-        x = read(q) * jnp.exp2(M * LOG2E)
-        q[...] = x.astype(jnp.bfloat16)
-        if roomy:
-            p.tiles.own_scores[slot, s.share] = jnp.sum(x * y, axis=1)
+        x = scaled(q, end(0) + M)
 
         @pl.when(s.weak)
         def _():
             gates[0][...] = (x - read(q)).astype(jnp.bfloat16)
+
+
+def form_early(s: Scaler, slot, M):
+    """Return own scores q_i . k_i over the scaler's channels [C], or k^ [C, 64] where registers have room; None for others.
+
+    It is formed while other scalers arrive. Without the barrier the compiler would move it behind that.
+    """
+    p, w = s.p, s.p.plan
+    if w.registers[0] > ROOMY:
+        return None, lax.optimization_barrier(scaled_keys(s, slot, M))
+    if not w.outputs:
+        return None, None
+    q, a = (tile.at[slot, :, s.channels] for tile in (p.tiles.q, p.tiles.a))
+    return lax.optimization_barrier(jnp.sum(read(q) * read(a), axis=1)), None
+
+
+def scaled_keys(s: Scaler, slot, M):
+    """Return k^ [C, 64], in float32 where own scores are formed of it."""
+    p, w = s.p, s.p.plan
+    y = read(p.tiles.a.at[slot, :, s.channels]) * jnp.exp2(M * (LOG2E if w.to_edge else -LOG2E))
+    if w.adjoint:
+        y = y * p.operands.scale[p.segment_field(3)]
+    return y if w.outputs else y.astype(jnp.bfloat16)
+
+
+def scale_keys(s: Scaler, slot, M, y=None):
+    """Replace a by k^, which `form_early` may have formed."""
+    y = scaled_keys(s, slot, M) if y is None else y
+    s.p.tiles.a[slot, :, s.channels] = y.astype(jnp.bfloat16)
+
+
+def scale_queries(s: Scaler, slot, M, gates, own, y):
+    """Replace q by q^; store every token's score with itself, and where gates are weak what q^ lost in rounding."""
+    p = s.p
+    q = p.tiles.q.at[slot, :, s.channels]
+    # [C, 64]
+    x = read(q) * jnp.exp2(M * LOG2E)
+    q[...] = x.astype(jnp.bfloat16)
+    p.tiles.own_scores[slot, s.share] = jnp.sum(x * y, axis=1) if own is None else own
+
+    @pl.when(s.weak)
+    def _():
+        gates[0][...] = (x - read(q)).astype(jnp.bfloat16)

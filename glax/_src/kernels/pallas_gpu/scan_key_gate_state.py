@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.scan_key_gate_program import Program
+from glax._src.kernels.pallas_gpu.scan_key_gate_refs import exact_place
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, LOG2E, C, by_row, decayed, transposed, zeros
 
 
@@ -26,25 +27,25 @@ def carry_shared_state(p: Program):
     carry_state(p, columns, advance_shared_state)
 
 
-def advance_own_columns(p: Program, columns, S, step, slot, log):
-    """Return the state behind a chunk. S: S' of the chunk; log [K]: the decay that is left to apply, or None."""
+def advance_own_columns(p: Program, columns, S, step, slot, decay_behind):
+    """Return the state behind a chunk. S: S' of the chunk; decay_behind(S'): with the decay that is left to apply."""
     w, me = p.plan, p.warpgroup
     pl.when(me == 0)(lambda: p.refill(step))
     if w.states:
         store_state(p, S, step, p.tiles.state.at[lax.rem(step, jnp.int32(w.state_stages)), me], columns)
-    S = S if log is None else decayed(S, log)
+    S = decay_behind(S)
     S = tiles.added(S, (transposed(p.tiles.a.at[slot]), p.tiles.b.at[slot, :, pl.ds(me * 64, 64)]))
     plgpu.barrier_arrive(p.barriers.consumed.at[slot])
     return S
 
 
-def advance_shared_state(p: Program, columns, S, step, slot, log):
+def advance_shared_state(p: Program, columns, S, step, slot, decay_behind):
     """As `advance_own_columns`; the output warpgroup reads S' before the next is stored."""
     pl.when(step > 0)(lambda: plgpu.barrier_wait(p.barriers.state_read))
     store_state(p, S, step, p.tiles.state, columns)
     plgpu.barrier_arrive(p.barriers.state_stored)
     p.refill(step)
-    S = S if log is None else decayed(S, log)
+    S = decay_behind(S)
     S = tiles.added(S, (transposed(p.tiles.a.at[slot]), p.tiles.b.at[slot]))
     plgpu.barrier_arrive(p.barriers.consumed.at[slot])
     return S
@@ -55,22 +56,39 @@ def carry_state(p: Program, columns, advance):
     w = p.plan
     plgpu.set_max_registers(w.registers[1], action="increase")
 
-    def log_decays(step):
+    def scaled(step):
         slot = lax.rem(step, jnp.int32(w.stages))
         plgpu.barrier_wait(p.barriers.scaled.at[slot])
-        return slot, *(plgpu.load(p.tiles.sums.at[slot, side], layout=BY_ROW) for side in range(2))
+        return slot
+
+    def log_decay(slot, place):
+        return plgpu.load(p.tiles.sums.at[slot, place], layout=BY_ROW)
 
     def scan_to_edge(step, S):
-        slot, before, behind = log_decays(step)
+        slot = scaled(step)
+        before, behind = log_decay(slot, 0), log_decay(slot, 1)
         if not w.states:
-            return advance(p, columns, S, step, slot, before)
-        return advance(p, columns, decayed(S, before), step, slot, behind)
+            return advance(p, columns, S, step, slot, lambda S: decayed(S, before))
+        return advance(p, columns, decayed(S, before), step, slot, lambda S: decayed(S, behind))
 
     def scan_to_middle(step, carry):
         S, tail = carry
-        slot, before, behind = log_decays(step)
+        slot = scaled(step)
+        out_of_range = p.tiles.out_of_range[slot]
+        # S' of a chunk out of range is the state that enters it, and is decayed to the chunk's end here.
+        in_range = 1.0 - out_of_range.astype(jnp.float32)
+        before, behind = log_decay(slot, 0) * in_range, log_decay(slot, 1) * in_range
+
+        def decay_through(S):
+            return decayed(S, log_decay(slot, 0) + log_decay(slot, 1))
+
+        def decay_behind(S):
+            return lax.cond(out_of_range > 0, decay_through, lambda S: S, S)
+
         # Never e^{tail + before}, which may be e^-120 = 0 where S is up to e^60 (`common.limits`).
-        return advance(p, columns, decayed(decayed(S, tail), before), step, slot, None), behind
+        S = advance(p, columns, decayed(decayed(S, tail), before), step, slot, decay_behind)
+        note_range(p, step, out_of_range)
+        return S, behind
 
     S = zeros((w.K, columns.size))
     if w.start:
@@ -83,6 +101,20 @@ def carry_state(p: Program, columns, advance):
     if w.states:  # not after the branch: its barrier's number would be held throughout, and spilled
         plgpu.wait_smem_to_gmem(0)
     w.leave(p.place()[2], functools.partial(store_last, p, columns, S, tail))
+
+
+def note_range(p: Program, step, flag):
+    """Write whether the chunk is out of range, in one program and warpgroup of those that have its columns."""
+    w, (block, head, _) = p.plan, p.place()
+
+    @pl.when((block == 0) & (p.warpgroup == (1 if w.outputs else 0)))
+    def _():
+        batch, chunk = p.segment_field(0), p.chunk(step)
+        if w.states:
+            p.results.out_of_range[batch, chunk, head] = flag
+        if w.outputs:
+            item = (batch * -(-p.operands.a.shape[1] // C) + chunk) * w.H + head
+            p.results.by_group[exact_place(p.results.by_group.shape[0], item)] = flag
 
 
 def store_state(p: Program, S, step, tile, columns):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.plan import C
@@ -28,6 +29,12 @@ SWIZZLED = (
 )
 # A warpgroup meets where the kernels say so: by itself Pallas would let it meet around every store to shared memory.
 PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+
+
+def in_every_warp(count: int):
+    """Layout of `count` numbers of which every warp holds all."""
+    tiling = Tiling(((count,), (count // 32,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
 
 
 def tiled(*shape):
