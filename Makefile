@@ -110,12 +110,14 @@ cuda-compiler: $(STAMP)
 cuda: cuda-compiler
 	@PYTHONPATH=build/nvrtc-$(NVRTC) $(BIN)/python -m pytest -n $(JOBS) -rP tests/hardware/test_cuda_compile.py $(ARGS)
 
-# The tools are installed once; the build itself needs no network. Warnings and dead links are errors. No page's code is executed
-# here: tests/tooling/test_docs.py does that.
+# The tools are installed once, without glax, which is there; the build itself needs no network. Warnings and dead links are
+# errors. No page's code is executed here: tests/tooling/test_docs.py does that.
+DOCS_TOOLS := import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+  print(*(x for x in extras["docs"] if not x.startswith("glax")))
 docs: $(STAMP)
 	@$(BIN)/python -c 'import myst_parser, sphinx_book_theme' 2>/dev/null || { \
 	  pins=constraints/python$$($(BIN)/python -c '$(VERSION)').txt; test -f $$pins || pins=/dev/null; \
-	  $(BIN)/python -m pip install -qq --disable-pip-version-check -c $$pins -e ".[docs]"; }
+	  $(BIN)/python -m pip install -qq --disable-pip-version-check -c $$pins $$($(BIN)/python -c '$(DOCS_TOOLS)'); }
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -n -W --keep-going -q -b html docs build/site
 	$(BIN)/python docs/check_site.py build/site
 	@echo "The site is build/site/index.html"
