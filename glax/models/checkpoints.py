@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from glax._src.tuning.files import replacing
+from glax._src.core.files import replacing
 from glax.models.config import ModelConfig
 from glax.models.model import CausalLM
 
