@@ -36,6 +36,9 @@ FORMS = {
     "per-key (`recurrent_gla`)": ("gk",),
     "per-value": ("gv",),
     "per-key and per-value": ("gk", "gv"),
+    "delta rule (`delta_rule`)": ("beta",),
+    "delta rule, per-head (`gated_delta_rule`)": ("g", "beta"),
+    "delta rule, per-key (`kda`)": ("gk", "beta"),
 }
 # Reasons that name what this machine lacks, not what the kernel does not support.
 OF_THE_MACHINE = re.compile(r"needs |its library|is (written )?for Hopper")
@@ -50,7 +53,7 @@ def example(
     tokens = jax.ShapeDtypeStruct((1, length, heads, WIDTH), dtype)
     narrow = jax.ShapeDtypeStruct((1, length, 1, WIDTH), dtype)
     dense = jax.ShapeDtypeStruct((1, length, heads), jnp.float32)
-    shapes = dict(g_gamma=jax.ShapeDtypeStruct((heads,), jnp.float32), g=dense, gk=tokens, gv=tokens)
+    shapes = dict(g_gamma=jax.ShapeDtypeStruct((heads,), jnp.float32), g=dense, gk=tokens, gv=tokens, beta=dense)
     arrays = dict(query=narrow if options.pop("grouped", False) else tokens, key=tokens, value=tokens)
     arrays |= {gate: shapes[gate] for gate in gates}
     if options.pop("packed", False):
@@ -62,6 +65,8 @@ def example(
 
 def runs(spec: KernelSpec, r: Recurrence) -> bool:
     """Whether the kernel supports the call on a machine that has all that it needs."""
+    if r.erasure is not None and not spec.erases:
+        return False
     reason = spec.supports(r)
     return reason is None or OF_THE_MACHINE.match(reason) is not None
 

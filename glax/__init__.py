@@ -1,6 +1,7 @@
 """Exact, fast kernels for gated linear attention and the recurrent linear attentions around it, in JAX."""
 
 from glax import configs
+from glax._src.api.delta import delta_rule, gated_delta_rule, kda
 from glax._src.api.explain import detect_platform, explain, tune
 from glax._src.api.operation import RecurrentAttention
 from glax._src.api.recurrent import (
@@ -64,8 +65,11 @@ __all__ = [
     "__version__",
     "commit",
     "configs",
+    "delta_rule",
     "detect_platform",
     "explain",
+    "gated_delta_rule",
+    "kda",
     "kernel_registry",
     "lightning_attention",
     "overlay",

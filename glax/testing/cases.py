@@ -24,6 +24,7 @@ class Case:
     dtype, gate_dtype, state_dtype: of query, key and value; of the gates; of the initial state, None for no initial state.
     cuts: boundaries of packed sequences. Rows behind the last one are padding and hold NaN.
     ids: of segments, [B, T]; tokens with the id 0 are padding and hold NaN.
+    erasure: of beta, erase and write, those of the delta rule. Keys then have norm 1, and beta is up to 2.
     chunk: the tokens of a chunk, for kernels whose config has such a field; None for the kernel's own choice.
     """
 
@@ -42,6 +43,7 @@ class Case:
     strengths: tuple[str, ...] = ("log-sigmoid",)
     chunk: int | None = None
     ids: tuple[tuple[int, ...], ...] | None = None
+    erasure: tuple[str, ...] = ()
 
     def __str__(self):
         return self.name
@@ -83,6 +85,8 @@ def inputs(case: Case, strength: str, seed: int = 0) -> dict[str, jax.Array]:
     )
     shapes = dict(g=(B, T, H), g_gamma=(case.num_sequences, H), gk=(B, T, H, K), gv=(B, T, H, V))
     arrays |= {name: gate(rng, shapes[name], strength) for name in case.gates}
+    if case.erasure:
+        arrays |= erasures(rng, case, arrays["key"])
     if case.cuts is not None:
         for name in arrays.keys() - {"g_gamma"}:
             arrays[name][:, case.cuts[-1] :] = np.nan
@@ -91,15 +95,27 @@ def inputs(case: Case, strength: str, seed: int = 0) -> dict[str, jax.Array]:
             arrays[name][np.array(case.ids) == 0] = np.nan
     if case.state_dtype is not None:
         arrays["initial_state"] = rng.normal(size=(case.num_sequences, H, K, V))
-    dtypes = dict.fromkeys(("query", "key", "value"), case.dtype) | dict(initial_state=case.state_dtype)
+    dtypes = dict.fromkeys(("query", "key", "value", *case.erasure), case.dtype) | dict(initial_state=case.state_dtype)
     return {name: jnp.asarray(x.astype(dtypes.get(name, case.gate_dtype))) for name, x in arrays.items()}
+
+
+def erasures(rng: np.random.Generator, case: Case, key: np.ndarray) -> dict[str, np.ndarray]:
+    """Draw the arguments of the delta rule, with keys of norm 1; e points along the key, as it does with beta."""
+    B, T, Hk, _ = key.shape
+    H, key = max(case.heads), key / np.linalg.norm(key, axis=-1, keepdims=True)
+    shapes = dict(beta=(B, T, H), erase=(B, T, H, 1), write=(B, T, H, case.V))
+    arrays = {name: 2 * rng.random(size=shapes[name]) for name in case.erasure}
+    if "erase" in arrays:
+        arrays["erase"] = arrays["erase"] * np.repeat(key, H // Hk, axis=2)
+    return arrays | dict(key=key)
 
 
 def recurrence(case: Case, strength: str, seed: int = 0) -> Recurrence:
     """The `Recurrence` of these inputs: what a kernel is called with."""
     cuts = None if case.cuts is None else jnp.asarray(case.cuts, jnp.int32)
-    ids = {} if case.ids is None else dict(segment_ids=jnp.asarray(case.ids, jnp.int32), pad_id=0)
-    return bind(**inputs(case, strength, seed), cu_seqlens=cuts, reverse=case.reverse, **ids)
+    arrays = inputs(case, strength, seed) | dict(cu_seqlens=cuts)
+    ids = None if case.ids is None else jnp.asarray(case.ids, jnp.int32)
+    return bind(**arrays, segment_ids=ids, pad_id=None if ids is None else 0, reverse=case.reverse)
 
 
 def cotangents(case: Case, r: Recurrence, seed: int = 1) -> tuple[jax.Array, jax.Array]:
@@ -142,5 +158,10 @@ CASES = (
     Case("bfloat16, key", B=2, T=150, K=64, V=64, **HALF),
     Case("bfloat16, head, 4 queries, packed, reverse", **PACKED, dtype="bfloat16", gates=("g",), heads=(4, 2, 2), reverse=True),
     Case("float16, key, extreme", **WIDE, dtype="float16", strengths=("extreme",)),
+    Case("delta rule", **WIDE, gates=(), erasure=("beta",)),
+    Case("delta rule, head, extreme, packed", **PACKED, gates=("g",), erasure=("beta",), strengths=("extreme",)),
+    Case("delta rule, key, extreme, reverse", **WIDE, erasure=("erase", "write"), strengths=("extreme",), reverse=True),
+    Case("delta rule, key, 4 queries, one token", B=2, T=1, K=24, V=40, heads=(4, 2, 4), erasure=("beta",)),
+    Case("delta rule, bfloat16, key, packed", **PACKED, dtype="bfloat16", erasure=("beta",)),
 )  # fmt: skip
 QUICK = ("key", "key, extreme", "constant", "all gates, packed, reverse", "bfloat16, key")

@@ -4,26 +4,30 @@ Nothing here is shared with the kernels, the gradient included: that of a gate i
 from both states, where kernels use a telescoped sum.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from glax._src.core.decay import Decay
+from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence
 
 NumPy = Any  # a float64 NumPy array, in the place of a JAX array
 
 
-def reference(r: Recurrence) -> Outputs:
-    """S_t = exp(rows_t) S_{t-1} exp(columns_t) + k_t v_t^T,   o_t = scale * S_t^T q_t."""
-    q, k, v, rows, columns, state, scale = _float64(r)
-    output: NumPy = np.zeros((*q.shape[:3], v.shape[3]))
-    final: NumPy = state.copy()
+def reference(r: Recurrence, dtype=np.float64) -> Outputs:
+    """S_bar = exp(rows_t) S_{t-1} exp(columns_t),   S_t = S_bar + k_t u_t^T,   o_t = scale * S_t^T q_t.
+
+    u_t = v_t or, where r erases, w_t * v_t - S_bar^T e_t. dtype: of all arithmetic; float32 shows what rounding alone does.
+    """
+    x = _arrays(r, dtype)
+    output: NumPy = np.zeros((*x.q.shape[:3], x.v.shape[3]), dtype)
+    final: NumPy = x.state.copy()
     for n, b, tokens in _scans(r):
-        S = state[n]
+        S = x.state[n]
         for t in tokens:
-            S = _step(S, k, v, rows, columns, b, t)
-            output[b, t] = scale[n] * np.einsum("hk,hkv->hv", q[b, t], S)
+            S = _step(S, x, b, t)
+            output[b, t] = x.scale[n] * np.einsum("hk,hkv->hv", x.q[b, t], S)
         final[n] = S
     return Outputs(output, final)
 
@@ -33,13 +37,13 @@ def reference_states(r: Recurrence, every: int) -> np.ndarray:
 
     With segments, padding counts as tokens of the row.
     """
-    _, k, v, rows, columns, state, _ = _float64(r)
+    x = _arrays(r, np.float64)
     found = [[] for _ in range(r.num_sequences)]
     for n, b, tokens in _scans(r.replace(segments=None)):
-        S, is_token = state[n], None if r.segments is None else r.segments.is_token
+        S, is_token = x.state[n], None if r.segments is None else r.segments.is_token
         for i, t in enumerate(tokens, start=1):
             if is_token is None or is_token[b, t]:
-                S = _step(S, k, v, rows, columns, b, t)
+                S = _step(S, x, b, t)
             if i % every == 0:
                 found[n].append(S)
     if r.boundaries is None:
@@ -47,37 +51,53 @@ def reference_states(r: Recurrence, every: int) -> np.ndarray:
     return np.stack([S for each in found for S in each])
 
 
-def reference_gradient(r: Recurrence, d_output, d_final) -> Recurrence:
+def reference_gradient(r: Recurrence, d_output, d_final, dtype=np.float64) -> Recurrence:
     """The gradient of <output, d_output> + <final_state, d_final> in every input of r, as a Recurrence.
 
-    With G_t = dL/dS_t:  dq_t = scale S_t do_t,  dk_t = G_t v_t,  dv_t = G_t^T k_t,  d log decay_t = G_t * decayed S_{t-1}.
+    With G_t = dL/dS_t and G_bar_t = dL/dS_bar_t:  dq_t = scale S_t do_t,  dk_t = G_t u_t,  du_t = G_t^T k_t,
+    de_t = -S_bar_t du_t,  G_bar_t = G_t - e_t du_t^T,  d log decay_t = G_bar_t * S_bar_t.
     """
-    q, k, v, rows, columns, state, scale = _float64(r)
-    do, dS = np.asarray(d_output, np.float64), np.asarray(d_final, np.float64)
-    dq, dk, dv, d_rows, d_columns = map(np.zeros_like, (q, k, v, rows, columns))
+    x = _arrays(r, dtype)
+    do, dS = np.asarray(d_output).astype(dtype), np.asarray(d_final).astype(dtype)
+    dq, dk, dv, de, dw, d_rows, d_columns = map(np.zeros_like, (x.q, x.k, x.v, x.k, x.v, x.rows, x.columns))
     d_initial: NumPy = dS.copy()
-    d_scale: NumPy = np.zeros(r.num_sequences)
-    d_constant: NumPy = np.zeros((r.num_sequences, r.num_heads))
+    d_scale: NumPy = np.zeros(r.num_sequences, dtype)
+    d_constant: NumPy = np.zeros((r.num_sequences, r.num_heads), dtype)
+    beta = x.w  # [B, T, H, 1] where there is a d_beta
+    d_beta: NumPy = None if r.erasure is None or r.erasure.beta is None else np.zeros(x.q.shape[:3], dtype)
     for n, b, tokens in _scans(r):
-        states = [state[n]]
+        states = [x.state[n]]
         for t in tokens:
-            states.append(_step(states[-1], k, v, rows, columns, b, t))
+            states.append(_step(states[-1], x, b, t))
         G = dS[n].copy()
         for i in reversed(range(len(tokens))):
             t, S = tokens[i], states[i + 1]
             read = np.einsum("hkv,hv->hk", S, do[b, t])
-            dq[b, t] = scale[n] * read
-            d_scale[n] += (q[b, t] * read).sum()
-            G += scale[n] * q[b, t][..., None] * do[b, t][..., None, :]
-            dk[b, t] = np.einsum("hkv,hv->hk", G, v[b, t])
-            dv[b, t] = np.einsum("hkv,hk->hv", G, k[b, t])
-            decay = np.exp(rows[b, t][..., None] + columns[b, t][..., None, :])
-            d_log = G * decay * states[i]
+            dq[b, t] = x.scale[n] * read
+            d_scale[n] += (x.q[b, t] * read).sum()
+            G += x.scale[n] * x.q[b, t][..., None] * do[b, t][..., None, :]
+            decay, S_bar, u = _written(states[i], x, b, t)
+            dk[b, t] = np.einsum("hkv,hv->hk", G, u)
+            du = np.einsum("hkv,hk->hv", G, x.k[b, t])
+            dv[b, t], dw[b, t] = du if x.w is None else x.w[b, t] * du, du * x.v[b, t]
+            if x.e is not None:
+                de[b, t] = -np.einsum("hkv,hv->hk", S_bar, du)
+                G = G - x.e[b, t][..., None] * du[..., None, :]
+            if d_beta is not None:
+                d_beta[b, t] = (de[b, t] * x.k[b, t]).sum(-1) + dw[b, t].sum(-1)
+                dk[b, t] += beta[b, t] * de[b, t]
+            d_log = G * S_bar
             d_rows[b, t], d_columns[b, t] = d_log.sum(-1), d_log.sum(-2)
             d_constant[n] += d_log.sum((-1, -2))
             G = G * decay
         d_initial[n] = G
-    decay = r.decay
+    decay, erasure = r.decay, None
+    if r.erasure is not None:
+        erasure = Erasure(
+            beta=d_beta,
+            erase=None if r.erasure.erase is None else de,
+            write=None if r.erasure.write is None else dw,
+        )
     return Recurrence(
         q=_fold(dq, r.q.shape[2]),
         k=_fold(dk, r.k.shape[2]),
@@ -91,13 +111,25 @@ def reference_gradient(r: Recurrence, d_output, d_final) -> Recurrence:
         initial_state=None if r.initial_state is None else d_initial,
         boundaries=None,
         scale=d_scale,
+        erasure=erasure,
         reverse=r.reverse,
     )
 
 
-def _step(S, k, v, rows, columns, b, t):
-    decay = np.exp(rows[b, t][..., None] + columns[b, t][..., None, :])
-    return S * decay + k[b, t][..., None] * v[b, t][..., None, :]
+def _written(S, x: "_Arrays", b, t):
+    """(decay, the decayed state, what the token writes beside its key)."""
+    decay = np.exp(x.rows[b, t][..., None] + x.columns[b, t][..., None, :])
+    S_bar, u = S * decay, x.v[b, t]
+    if x.w is not None:
+        u = x.w[b, t] * u
+    if x.e is not None:
+        u = u - np.einsum("hkv,hk->hv", S_bar, x.e[b, t])
+    return decay, S_bar, u
+
+
+def _step(S, x: "_Arrays", b, t):
+    _, S_bar, u = _written(S, x, b, t)
+    return S_bar + x.k[b, t][..., None] * u[..., None, :]
 
 
 def _scans(r: Recurrence):
@@ -111,15 +143,28 @@ def _scans(r: Recurrence):
         yield n, (n if cuts is None else 0), (tokens[::-1] if r.reverse else tokens)
 
 
-def _float64(r: Recurrence) -> tuple[NumPy, ...]:
-    """Every input in float64, heads repeated, gates spread to rows and columns of the state."""
+class _Arrays(NamedTuple):
+    """Every input in one dtype, heads repeated, gates spread to rows and columns of the state. e and w are None without them."""
+
+    q: NumPy
+    k: NumPy
+    v: NumPy
+    rows: NumPy
+    columns: NumPy
+    state: NumPy
+    scale: NumPy
+    e: NumPy
+    w: NumPy
+
+
+def _arrays(r: Recurrence, dtype) -> _Arrays:
+    def wide(x):
+        return np.asarray(x).astype(dtype)
+
     H = r.num_heads
-
-    def wide(x) -> np.ndarray:
-        return np.asarray(x).astype(np.float64)
-
     q, k, v = (np.repeat(wide(x), H // x.shape[2], axis=2) for x in (r.q, r.k, r.v))
-    rows, columns, decay = np.zeros((*q.shape[:2], H, q.shape[3])), np.zeros((*q.shape[:2], H, v.shape[3])), r.decay
+    rows, columns = np.zeros((*q.shape[:2], H, q.shape[3]), dtype), np.zeros((*q.shape[:2], H, v.shape[3]), dtype)
+    decay, e, w = r.decay, None, None
     if decay.constant is not None:
         for n, b, tokens in _scans(r):
             rows[b, np.asarray(tokens, int)] += wide(decay.constant)[n][:, None]
@@ -132,8 +177,13 @@ def _float64(r: Recurrence) -> tuple[NumPy, ...]:
     if r.segments is not None:
         resets = np.asarray(r.segments.resets)
         rows[resets], columns[resets] = -np.inf, 0
-    state = np.zeros(r.state_shape) if r.initial_state is None else wide(r.initial_state)
-    return q, k, v, rows, columns, state, wide(r.scale)
+    if r.erasure is not None and r.erasure.beta is not None:
+        w = wide(r.erasure.beta)[..., None]
+        e = w * k
+    elif r.erasure is not None:
+        e, w = wide(r.erasure.erase), None if r.erasure.write is None else wide(r.erasure.write)
+    state = np.zeros(r.state_shape, dtype) if r.initial_state is None else wide(r.initial_state)
+    return _Arrays(q, k, v, rows, columns, state, wide(r.scale), e, w)
 
 
 def _fold(x: NumPy, heads: int) -> NumPy:

@@ -94,7 +94,7 @@ def with_clear_padding(comparison: Comparison, r: Recurrence, x) -> Comparison:
 
 def named(r: Recurrence) -> dict[str, jax.Array]:
     """The float arrays of r, or of a gradient in it, by name."""
-    arrays = vars(r) | vars(r.decay)
+    arrays = vars(r) | vars(r.decay) | ({} if r.erasure is None else vars(r.erasure))
     return {name: x for name, x in arrays.items() if hasattr(x, "dtype") and name != "boundaries"}
 
 

@@ -26,7 +26,7 @@ from glax._src.core.recurrence import Outputs, OutputsWithStates, Recurrence, to
 from glax._src.core.registry import Config, Platform
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
-from glax._src.solve.exclusive_read import check_bonus, solve_with_bonus
+from glax._src.solve.exclusive_read import check_bonus, check_no_erasure, solve_with_bonus
 from glax._src.solve.pieces import no_states, solve_with_states
 
 SLOPES = ("fla", "minimax")
@@ -78,6 +78,10 @@ def recurrent(
     bonus: Float[Array, "H K"] | None = None,
     segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
     pad_id: int | None = None,
+    beta: Float[Array, "B T H"] | None = None,
+    erase: Float[Array, "B T H K"] | None = None,
+    write: Float[Array, "B T H V"] | None = None,
+    use_qk_l2norm: bool = False,
     states_every: int | None = None,
     states_dtype: DTypeLike | None = None,
     platform: str | None = None,
@@ -99,6 +103,13 @@ def recurrent(
 
         o_t = softmax_scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t
 
+    With `beta`, or `erase` and `write`, it is the delta rule. A token first erases from the decayed state, then writes:
+
+        S_bar_t = the decayed S_{t-1},     S_t = S_bar_t + k_t (w_t * v_t - S_bar_t^T e_t)^T
+
+    beta [B, T, H], after its sigmoid and of any size: e = beta k and w = beta. erase [B, T, H, K] and write [B, T, H, V]: e and
+    w themselves; without write, w = 1. `use_qk_l2norm` divides each query and key by its norm: x * rsqrt(sum x^2 + 1e-6).
+
     Returns output [B, T, H, V] in the query's dtype and final_state [N, H, K, V]. Rows behind cu_seqlens[-1] are padding:
     output 0, no effect. An empty sequence hands its initial state through. With segment_ids, the initial state of a row enters
     its first segment that is not padding, and the final state is that of the last such segment, in the order of the scan; a
@@ -111,11 +122,11 @@ def recurrent(
     https://arxiv.org/abs/2404.05892.
     """
     arrays = dict(
-        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
+        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
         softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
         bonus=bonus,
     )  # fmt: skip
-    options = ScanOptions(reverse, pad_id, states_every, states_dtype)
+    options = ScanOptions(reverse, pad_id, states_every, states_dtype, use_qk_l2norm)
     check_before_tracing(arrays, platform, cfg, options)
     return bind_and_solve(Choice(Platform.parse(platform), cfg), options.static, transferred(arrays))
 
@@ -126,6 +137,7 @@ def bind_and_solve(choice: Choice, options: ScanOptions, arrays: dict) -> Output
     bonus = arrays.get("bonus")
     r = bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **options.of_bind)
     if bonus is not None:
+        check_no_erasure(r)
         check_bonus(bonus, r.num_heads, r.q.shape[3])
     every, dtype = options.states_every, options.states_dtype
     if 0 in (*r.q.shape[:2], r.num_sequences):

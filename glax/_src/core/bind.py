@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from glax._src.core.backend import x64_is_enabled
 from glax._src.core.decay import Decay, promoted
+from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Recurrence, to_int32
 from glax._src.core.registry import Config, Platform
 from glax._src.core.segments import Segments
@@ -24,11 +26,15 @@ SHAPES = dict(
     g_gamma=("H", "N H"),
     gk=("B T H K",),
     gv=("B T H V",),
+    beta=("B T H",),
+    erase=("B T H K",),
+    write=("B T H V",),
     initial_state=("N H K V", "H K V"),
 )
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # of query, key and value
 LARGEST = {name: float(np.finfo(name).max) for name in ("float32", "float64")}
-ROWWISE = ("query", "key", "value", "g", "gk", "gv")  # have no B in packed [T, heads, width] input
+# Arguments that have no B in packed [T, heads, width] input.
+ROWWISE = ("query", "key", "value", "g", "gk", "gv", "beta", "erase", "write")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,22 +45,23 @@ class ScanOptions:
     pad_id: int | None = None
     states_every: int | None = None
     states_dtype: DTypeLike | None = None
+    use_qk_l2norm: bool = False
 
     @property
     def static(self) -> "ScanOptions":
         """The options as plain Python values, of which equal ones are one key of a compiled program."""
         pad_id, every = (None if x is None else int(x) for x in (self.pad_id, self.states_every))
-        return ScanOptions(
-            bool(self.reverse), pad_id, every, None if self.states_dtype is None else str(jnp.dtype(self.states_dtype))
-        )
+        dtype = None if self.states_dtype is None else str(jnp.dtype(self.states_dtype))
+        return ScanOptions(bool(self.reverse), pad_id, every, dtype, bool(self.use_qk_l2norm))
 
     @property
     def of_bind(self) -> dict:
         """Those that `bind` takes."""
-        return dict(reverse=self.reverse, pad_id=self.pad_id)
+        return dict(reverse=self.reverse, pad_id=self.pad_id, use_qk_l2norm=self.use_qk_l2norm)
 
     def check(self, has_segments: bool):
         check_flag("reverse", self.reverse)
+        check_flag("use_qk_l2norm", self.use_qk_l2norm)
         if self.pad_id is not None:
             check_integer("pad_id", self.pad_id)
             if not has_segments:
@@ -71,10 +78,12 @@ class ScanOptions:
 
 def bind(
     query, key, value, *, g=None, g_gamma=None, gk=None, gv=None,
-    softmax_scale=None, initial_state=None, cu_seqlens=None, segment_ids=None, reverse=False, pad_id=None,
+    beta=None, erase=None, write=None, softmax_scale=None, initial_state=None, cu_seqlens=None, segment_ids=None,
+    reverse=False, pad_id=None, use_qk_l2norm=False,
 ) -> Recurrence:  # fmt: skip
     """Check every argument, add a missing B, fold the gates, and broadcast g_gamma and initial_state to all sequences."""
-    arrays = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, initial_state=initial_state)
+    arrays = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
+    arrays |= dict(beta=beta, erase=erase, write=write, initial_state=initial_state)
     arrays = {name: as_float(name, x) for name, x in arrays.items() if x is not None}
     check_dtypes(arrays)
     flat = arrays["query"].ndim == 3
@@ -103,11 +112,24 @@ def bind(
         initial_state=arrays.get("initial_state"),
         boundaries=boundaries,
         scale=jnp.broadcast_to(jnp.asarray(scale, wide), (N,)),
+        erasure=Erasure.from_arguments(*(arrays.get(name) for name in ("beta", "erase", "write"))),
         reverse=reverse,
         segments=segments,
     )
+    if use_qk_l2norm:
+        r = r.replace(q=l2_normalized(r, r.q), k=l2_normalized(r, r.k))
     gates = (arrays.get(name) for name in ("g", "g_gamma", "gk", "gv"))
     return r.replace(decay=Decay.from_gates(*gates, to_tokens=r.by_token, dtype=r.dtype))
+
+
+def l2_normalized(r: Recurrence, x: Float[Array, "B T _ K"]) -> Float[Array, "B T _ K"]:
+    """Divide each row of r's x by its norm: x * rsqrt(sum x^2 + 1e-6), in the dtype of sums. Padding becomes zeros."""
+    if r.boundaries is not None:
+        x = jnp.where(r.is_token[:, None, None], x, 0)
+    elif r.segments is not None:
+        x = r.segments.masked(x)
+    wide = x.astype(r.dtype)
+    return (wide * jax.lax.rsqrt(jnp.square(wide).sum(-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
 def as_float(name: str, x) -> jax.Array:

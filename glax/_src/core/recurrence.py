@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.decay import Decay, promoted
+from glax._src.core.erasure import Erasure
 from glax._src.core.segments import Segments
 
 
@@ -19,6 +20,7 @@ class Recurrence:
 
     H is the largest of the three head counts; the others divide it, and head h of H reads head h * heads // H.
     `scale` is one number a sequence, so that batches can be merged.
+    With `erasure` this is the delta rule: S_t = decay_t * S_{t-1} + k_t (w_t * v_t - (decay_t * S_{t-1})^T e_t)^T.
     Packed, B is 1 and sequence n is rows boundaries[n] to boundaries[n + 1] of T; rows behind the last are padding.
     `reverse` scans every sequence from its last token to its first.
     `segments` divides unpacked rows further; `folded` expresses it by gates, as every kernel takes it.
@@ -31,10 +33,17 @@ class Recurrence:
     initial_state: Float[Array, "N H K V"] | None
     boundaries: Int[Array, "N+1"] | None
     scale: Float[Array, "N"]
+    erasure: Erasure | None = None
     reverse: bool = dataclasses.field(default=False, metadata=dict(static=True))
     segments: Segments | None = None
 
     replace = dataclasses.replace
+
+    @property
+    def erasing(self) -> Erasure:
+        """The erasure of a recurrence that has one."""
+        assert self.erasure is not None
+        return self.erasure
 
     @property
     def num_heads(self) -> int:
@@ -150,6 +159,7 @@ def gradient_recurrence(
     decay: Decay,
     initial_state: Float[Array, "N H K V"] | None,
     scale: Float[Array, "N"],
+    erasure: Erasure | None = None,
 ) -> Recurrence:
     """Assemble the gradient in every array of r from its parts, each in any float dtype.
 
@@ -164,6 +174,7 @@ def gradient_recurrence(
         initial_state=None if r.initial_state is None else initial_state,
         boundaries=None,
         scale=scale,
+        erasure=erasure,
     )
     return gradient_like(r, d)
 
@@ -261,6 +272,8 @@ def describe(r: Recurrence) -> str:
     B, T, Hq, K = r.q.shape
     parts = [f"B{B} T{bucket(T)} Hq{Hq} Hk{r.k.shape[2]} Hv{r.v.shape[2]} K{K} V{r.v.shape[3]} {r.q.dtype}"]
     parts += [f"{name}={gate.dtype}" for name, gate in vars(r.decay).items() if gate is not None]
+    if r.erasure is not None:
+        parts += [f"{name}={x.dtype}" for name, x in vars(r.erasure).items() if x is not None]
     if r.initial_state is not None:
         parts.append(f"state={r.initial_state.dtype}")
     if r.boundaries is not None:

@@ -87,6 +87,7 @@ class KernelSpec:
     priority: recurrence -> number; of the kernels that can run it, the one with the highest is chosen
     version:  raised when measured configs become invalid
     two_phase: recurrence -> the kernel in two phases, or None where that would add work to `run`
+    erases:   whether the kernel runs recurrences with an `erasure`, those of the delta rule
     """
 
     algorithm: str
@@ -100,6 +101,7 @@ class KernelSpec:
     two_phase: Callable[[Recurrence], TwoPhase | None] = lambda r: None
     forward_with_residuals: Callable[..., Any] | None = None
     saves_residuals: Callable[[Recurrence], bool] = lambda r: True
+    erases: bool = False
 
     @property
     def name(self) -> str:
@@ -124,6 +126,8 @@ class KernelSpec:
             return "which GPU the program is lowered for is not known: this machine has none"
         if r.is_symbolic and self.platform not in (Platform.XLA, Platform.CPP):
             return "takes shapes that are known while tracing, not symbols"
+        if r.erasure is not None and not self.erases:
+            return "does not erase, as beta and erase require"
         if config is not None and type(config) is not self.config:
             return f"takes a {self.config.__name__}, cfg is a {type(config).__name__}"
         return denied(self.name) or self.supports(r)

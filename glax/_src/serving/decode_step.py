@@ -16,7 +16,7 @@ from glax._src.serving.state_pool import check_known_slots, check_states, put, t
 from glax._src.serving.stored_states import DROPPED, check_rounding_key, stored
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice, run_step, step_kernel
-from glax._src.solve.exclusive_read import bonus_term, check_bonus, initial_read, without_padding
+from glax._src.solve.exclusive_read import bonus_term, check_bonus, check_no_erasure, initial_read, without_padding
 
 
 def recurrent_step(
@@ -30,6 +30,9 @@ def recurrent_step(
     gv: Float[Array, "B H V"] | None = None,
     softmax_scale: float | Float[Array, ""] | None = None,
     *,
+    beta: Float[Array, "B H"] | None = None,
+    erase: Float[Array, "B H K"] | None = None,
+    write: Float[Array, "B H V"] | None = None,
     slots: Int[Array, "B"] | None = None,
     bonus: Float[Array, "H K"] | None = None,
     rounding_key: Key | None = None,
@@ -39,6 +42,8 @@ def recurrent_step(
     """One token of `recurrent` for each of B sequences:
 
         S' = exp(g + g_gamma) diag(exp(gk)) S diag(exp(gv)) + k v^T,     o = softmax_scale * S'^T q
+
+    With beta [B, H], or erase [B, H, K] and write [B, H, V], it is one token of the delta rule, as in `recurrent`.
 
     Returns output [B, H, V] in the query's dtype and the new state, of the shape and dtype of `state`: float32, or
     bfloat16 or float16 for storage (sums are float32 all the same).
@@ -57,7 +62,7 @@ def recurrent_step(
 
     Raises as `recurrent` does. Gradients, vmap and scan work as there.
     """
-    tokens = dict(query=query, key=key, value=value, g=g, gk=gk, gv=gv)
+    tokens = dict(query=query, key=key, value=value, g=g, gk=gk, gv=gv, beta=beta, erase=erase, write=write)
     rest = dict(g_gamma=g_gamma, softmax_scale=softmax_scale)
     arrays = tokens | rest | dict(state=state, slots=slots, bonus=bonus, cu_seqlens=None)
     check_rounding_key(rounding_key)
@@ -99,6 +104,7 @@ def advance_and_round(choice: Choice, r: Recurrence, slots, rounding_key) -> Out
 
 def read_with_bonus(r: Recurrence, slots, bonus: Float[Array, "H K"]) -> Float[Array, "B 1 H V"]:
     """scale * (S + diag(bonus) k v^T)^T q, with S as it lies in the pool; 0 where a slot is unused."""
+    check_no_erasure(r)
     check_bonus(bonus, r.num_heads, r.q.shape[3])
     if slots is not None:
         pool = pool_of(r)
@@ -210,5 +216,8 @@ RANKS = dict(
     g=((2, 3), "[B, H] or [B, H, K]"),
     gk=((3,), TOKEN),
     gv=((3,), TOKEN),
+    beta=((2,), "[B, H]"),
+    erase=((3,), TOKEN),
+    write=((3,), TOKEN),
     state=((4,), "[B, H, K, V], or [P, H, K, V] with slots"),
 )

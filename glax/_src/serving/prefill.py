@@ -36,6 +36,9 @@ def prefill_into(
     softmax_scale: float | Float[Array, ""] | None = None,
     cu_seqlens: Int[Array, "N+1"] | None = None,
     *,
+    beta: Float[Array, "B T H"] | None = None,
+    erase: Float[Array, "B T H K"] | None = None,
+    write: Float[Array, "B T H V"] | None = None,
     fresh: Bool[Array, "N"] | None = None,
     bonus: Float[Array, "H K"] | None = None,
     segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
@@ -66,7 +69,7 @@ def prefill_into(
     outside the pool, slots given twice and rounding_key are as in `recurrent_step`; everything else is as in `recurrent`.
     """
     arrays = dict(
-        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
+        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
         softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, bonus=bonus, segment_ids=segment_ids,
     )  # fmt: skip
     required = (*REQUIRED, "pool", "slots")

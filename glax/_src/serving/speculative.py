@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from glax._src.api.recurrent import bind_and_solve
 from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, transferred
 from glax._src.core.decay import Decay, promoted
+from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Recurrence, spread_heads, to_int32
 from glax._src.core.registry import Config, Platform
 from glax._src.serving.state_pool import (
@@ -33,8 +34,8 @@ from glax._src.solve.pieces import solve_rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """What `commit` needs of draft tokens: their keys, values and decays, the slots of their sequences, if in a pool, and the
-    shape of the states or the pool that `recurrent_verify` was given.
+    """What `commit` needs of draft tokens: their keys, values, decays and erasure (None but for the delta rule), the slots of
+    their sequences, if in a pool, and the shape of the states or the pool that `recurrent_verify` was given.
 
     T (K + V) numbers a head, where the states behind each token would be T K V.
     """
@@ -44,6 +45,7 @@ class Draft:
     decay: Decay
     slots: Int[Array, "B"] | None
     state_shape: tuple[int, int, int, int] = dataclasses.field(metadata=dict(static=True))
+    erasure: Erasure | None = None
 
 
 def recurrent_verify(
@@ -57,6 +59,9 @@ def recurrent_verify(
     gv: Float[Array, "B T H V"] | None = None,
     softmax_scale: float | Float[Array, ""] | None = None,
     *,
+    beta: Float[Array, "B T H"] | None = None,
+    erase: Float[Array, "B T H K"] | None = None,
+    write: Float[Array, "B T H V"] | None = None,
     slots: Int[Array, "B"] | None = None,
     state_slots: Int[Array, "B T"] | None = None,
     platform: str | None = None,
@@ -76,7 +81,8 @@ def recurrent_verify(
     and `recurrent_step` do.
     """
     arrays = dict(
-        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, softmax_scale=softmax_scale
+        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
+        softmax_scale=softmax_scale,
     )  # fmt: skip
     operands = arrays | dict(state=state, slots=slots, state_slots=state_slots, cu_seqlens=None)
     check_before_tracing(operands, platform, cfg, required=(*REQUIRED, "state"))
@@ -97,7 +103,7 @@ def bind_and_verify(choice: Choice, arrays: dict, state, slots, state_slots):
             raise ValueError(f"{name} must be {wanted}, got shape {x.shape}")
     r, used = bind(**arrays), None
     check_states("state", state, r.state_shape, pooled=slots is not None)
-    draft = Draft(r.k, r.v, r.decay, slots, state_shape)
+    draft = Draft(r.k, r.v, r.decay, slots, state_shape, r.erasure)
     if state_slots is not None:
         return verified_with_states(choice, r, state, slots, state_slots, draft)
     if slots is not None:
@@ -137,9 +143,11 @@ def commit(
 
         S' = e^{G_a} S + sum_{t <= a} e^{G_a - G_t} k_t v_t^T        G_t: the sum of log decays through token t
 
-    One product of rank T: no state between is formed. accepted: [B] integers from 0, which returns the state as it is, to
-    T; outside of that an error when known, and the nearer of the two when traced. state: what `recurrent_verify` was
-    given, or a pool that has grown since; a copy with the new rows is returned. Donate a pool to jit and it is updated in place.
+    One product of rank T: no state between is formed. Tokens of the delta rule are read as `recurrent` reads them.
+
+    accepted: [B] integers from 0, which returns the state as it is, to T; outside of that an error when known, and the
+    nearer of the two when traced. state: what `recurrent_verify` was given, or a pool that has grown since; a copy with the
+    new rows is returned. Donate a pool to jit and it is updated in place.
     rounding_key: as in `recurrent_step`; sequences with no accepted token are not rounded.
 
     Raises TypeError for a state that is not floating point, ValueError for a state of another shape or a smaller pool.
@@ -179,6 +187,9 @@ def bound_commit(state, draft: Draft, accepted, rounding_key):
     dtype = promoted(draft.key.dtype, jnp.float32)
     # [B, T, 1, 1]
     taken = (jnp.arange(T, dtype=jnp.int32)[None] < to_int32(accepted)[:, None])[..., None, None]
+    if draft.erasure is not None:
+        S = state_after(draft, taken, state.astype(dtype))
+        return stored(S, pool.dtype, rounding_key) if draft.slots is None else put(pool, places, S, rounding_key)
     head = decay.head if decay.constant is None else jnp.broadcast_to(decay.constant[:, None], (B, T, H))
     rows = decay.key if head is None else head[..., None]
 
@@ -200,3 +211,24 @@ def bound_commit(state, draft: Draft, accepted, rounding_key):
     S = S + jnp.einsum("bthk,bthv->bhkv", k, v, precision=lax.Precision.HIGHEST)
     # A state that moves past no token is exact in its dtype, which rounding of either kind leaves as it is.
     return stored(S, pool.dtype, rounding_key) if draft.slots is None else put(pool, places, S, rounding_key)
+
+
+def state_after(draft: Draft, taken: Bool[Array, "B T 1 1"], state: Float[Array, "B H K V"]) -> Float[Array, "B H K V"]:
+    """Return the state after the taken tokens of a draft of the delta rule.
+
+    The others get no key and no decay, so they change nothing.
+    """
+    (B, T), H = draft.key.shape[:2], state.shape[1]
+    if T == 0 or B == 0:
+        return state
+
+    def clear(x):
+        return jnp.where(taken.reshape(B, T, *[1] * (x.ndim - 2)), x, 0)
+
+    decay = draft.decay
+    if decay.constant is not None:
+        decay = Decay(head=jnp.broadcast_to(decay.constant[:, None], (B, T, H)))
+    key, erasure = clear(draft.key), jax.tree.map(clear, draft.erasure)
+    scale = jnp.ones(B, promoted(key.dtype, jnp.float32))
+    r = Recurrence(key, key, clear(draft.value), jax.tree.map(clear, decay), state, None, scale, erasure)
+    return solve(Choice(), differentiable(r)).final_state

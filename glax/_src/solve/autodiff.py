@@ -175,7 +175,15 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
     and the initial state is d_final. The gradient of the log decays telescopes: its value at token t is the sum of
     q*dq - k*dk over t and the later tokens, plus <S, dS> at the end. This holds for the state's rows; for its columns the sum
     is of o*do - v*dv.
+
+    A recurrence that erases is differentiated token by token (`delta_recurrent`), in plain JAX for every platform: the transpose
+    of its state obeys no recurrence of the same form.
     """
+    if r.erasure is not None:
+        # Registers kernels, which happens at the first call.
+        from glax._src.kernels.xla.delta_recurrent import delta_gradient_by_token
+
+        return delta_gradient_by_token(r, d_output, d_final)
     given = r
     scale = r.by_token(r.scale)[..., None, None]
     r, do = clean(r, d_output)

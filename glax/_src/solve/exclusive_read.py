@@ -10,6 +10,12 @@ from glax._src.core.recurrence import Outputs, OutputsWithStates, Recurrence, sp
 from glax._src.core.segments import expanded
 
 
+def check_no_erasure(r: Recurrence):
+    """ValueError for a recurrence of the delta rule, which has no bonus."""
+    if r.erasure is not None:
+        raise ValueError("bonus must come without beta, erase and write, got both: pass one of them")
+
+
 def check_bonus(bonus, heads: int, width: int):
     """TypeError or ValueError unless bonus is [H, K], floating point."""
     if not jnp.issubdtype(bonus.dtype, jnp.floating):

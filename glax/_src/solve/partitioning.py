@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from glax._src.core.backend import jax_option
 from glax._src.core.decay import Decay
+from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, aligned, varying_axes
 
 Axis = str | tuple[str, ...] | None  # one or more axes of a mesh, the first of them outermost
@@ -211,6 +212,7 @@ def recurrence_specs(r: Recurrence, batch, heads, sequence=None, shared_heads=No
         initial_state=None if r.initial_state is None else states,
         boundaries=None if r.boundaries is None else replicated,
         scale=sequences,
+        erasure=jax.tree.map(lambda _: gates, r.erasure),
         reverse=r.reverse,
     )
 
@@ -302,12 +304,13 @@ def sharding_rule(operands, saves_residuals: bool) -> tuple[str, tuple[str, ...]
     outputs, residuals = [f"b t {H} v", f"{N} {H} k v"], [f"b run {H} row column", f"b chunk {H}"]
 
     def named(x: Recurrence) -> list[str]:
-        d = x.decay
+        d, erasure = x.decay, x.erasure or Erasure()
         forms = [
             (x.q, f"b t {heads(x.q.shape[2])} k"), (x.k, f"b t {heads(x.k.shape[2])} k"),
             (x.v, f"b t {heads(x.v.shape[2])} v"), (d.constant, f"{N} {H}"), (d.head, f"b t {H}"),
             (d.key, f"b t {H} k"), (d.value, f"b t {H} v"), (x.initial_state, f"{N} {H} k v"),
             (x.boundaries, "c"), (x.scale, N),
+            (erasure.beta, f"b t {H}"), (erasure.erase, f"b t {H} k"), (erasure.write, f"b t {H} v"),
         ]  # fmt: skip
         return [form for array, form in forms if array is not None]
 

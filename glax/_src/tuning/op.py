@@ -75,7 +75,10 @@ def example_leaf(key, x):
         cuts = None if x.boundaries is None else (jnp.arange(N + 1) * T // N).astype(x.boundaries.dtype)
         scale = jnp.full(x.scale.shape, x.q.shape[3] ** -0.5, x.scale.dtype)
         decay = type(x.decay)(**gates)
-        return Recurrence(**filled | dict(decay=decay, boundaries=cuts, scale=scale, reverse=x.reverse))
+        # Keys are not normalised here: a whole erasure would let the state grow past the range of float32.
+        erasure = jax.tree.map(lambda e: jax.nn.sigmoid(e) / x.q.shape[3], filled["erasure"])
+        own = dict(decay=decay, boundaries=cuts, scale=scale, erasure=erasure, reverse=x.reverse)
+        return Recurrence(**filled | own)
     if not hasattr(x, "dtype"):
         return x
     if jnp.issubdtype(x.dtype, jnp.floating):

@@ -6,6 +6,7 @@ T is the number of rows, N the number of sequences, and M the number of entries 
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -58,7 +59,7 @@ def pad_to_chunk(r: Recurrence, size: int) -> Recurrence:
     rows = functools.partial(pad_rows, size=size)
     gates = (None if x is None else rows(x) for x in (r.decay.head, r.decay.key, r.decay.value))
     decay = Decay(r.decay.constant, *gates)
-    return r.replace(q=rows(r.q), k=rows(r.k), v=rows(r.v), decay=decay)
+    return r.replace(q=rows(r.q), k=rows(r.k), v=rows(r.v), decay=decay, erasure=jax.tree.map(rows, r.erasure))
 
 
 def pad_rows(x: Array, size: int) -> Array:

@@ -12,6 +12,7 @@ from glax._src.kernels.common.library import load_built
 FOLDER = Path(__file__).parent
 INSTRUCTIONS = ("avx512", "avx2", "baseline")
 TARGETS = ("glax_forward", "glax_gradient", "glax_step")
+DELTA_TARGETS = ("glax_delta_forward", "glax_delta_gradient", "glax_delta_step")
 
 
 @functools.cache
@@ -21,7 +22,7 @@ def load_library() -> ctypes.CDLL | str:
 
 
 def register(library: ctypes.CDLL):
-    for name in TARGETS:
+    for name in (*TARGETS, *(name for name in DELTA_TARGETS if hasattr(library, name))):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     library.glax_instructions.restype = ctypes.c_char_p
 
@@ -39,3 +40,11 @@ def missing() -> str | None:
     check_instructions()
     found = load_library()
     return found if isinstance(found, str) else None
+
+
+def delta_missing() -> str | None:
+    """Return the reason why the kernels of the delta rule cannot run here, or None. An older library has none of them."""
+    found = missing()
+    if found is None and not all(hasattr(load_library(), name) for name in DELTA_TARGETS):
+        return "its library was built before it had kernels of the delta rule: install glax again"
+    return found

@@ -1,7 +1,6 @@
 """The recurrence in native code: the forward, the gradient in every input, and one decoding step."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Self
 
 import jax
@@ -9,11 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from glax._src.core.decay import Decay
-from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence, varying_like
+from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
 from glax._src.core.registry import Backend, Config, Platform, check_field, kernel_registry
-from glax._src.kernels.cpu.library import missing
+from glax._src.kernels.cpu import delta
+from glax._src.kernels.cpu.call import NONE, STORED, call, operands_of
+from glax._src.kernels.cpu.library import delta_missing, missing
 
-STORED = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_BLOCK = 4096  # tokens: 9 MB of scratch in each thread at K = V = 128
 GROUP = 32  # columns of a partial sum; `group` in native/problem.h
 
@@ -38,11 +38,18 @@ class NativeConfig(Config):
         return [cls(block) for block in (12, 24, 48)]
 
 
-def supports(r: Recurrence) -> str | None:
+def takes(r: Recurrence) -> str | None:
+    """Return None, or why these arrays or this library serve no native kernel."""
     for name in ("q", "k", "v"):
         if (dtype := getattr(r, name).dtype) not in STORED:
             return f"takes float32, bfloat16 and float16, {name} is {dtype}"
-    return missing()
+    return missing() if r.erasure is None else delta_missing()
+
+
+def supports(r: Recurrence) -> str | None:
+    if r.erasure is not None and r.decay.value is not None:
+        return "erases with gates on keys and heads alone, not with per-value gates"
+    return takes(r)
 
 
 def priority(r: Recurrence) -> int:
@@ -50,42 +57,16 @@ def priority(r: Recurrence) -> int:
     return 4
 
 
-NONE = jax.ShapeDtypeStruct((0,), jnp.float32)  # stands for an absent operand or result
-
-
-def call(
-    target: str, operands: Sequence[Array | None], results: list[jax.ShapeDtypeStruct], **options
-) -> Sequence[Array]:
-    """Call the library's `target`. Inside shard_map, all operands and results vary over the mesh axes of q, the first operand."""
-    like = operands[0]
-    assert like is not None
-    given = [varying_like(jnp.zeros(NONE.shape, NONE.dtype) if x is None else x, like) for x in operands]
-    kind = jax.typeof(like)
-    if not kind.sharding.mesh.empty:  # types that vary over mesh axes must name the mesh
-        sharding = jax.sharding.NamedSharding(kind.sharding.mesh, jax.sharding.PartitionSpec())
-        results = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, manual_axis_type=kind.mat) for x in results
-        ]
-    aliases = options.pop("input_output_aliases", None)
-    return jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*given, **options)
-
-
-def operands_of(r: Recurrence) -> list[Array | None]:
-    """Return the library's operands: gates in a dtype that it reads, constants and states in float32."""
-    decay = r.decay
-    gates = [
-        x if x is None or x.dtype in STORED else x.astype(jnp.float32) for x in (decay.head, decay.key, decay.value)
-    ]
-    in_float32 = [None if x is None else x.astype(jnp.float32) for x in (decay.constant, r.initial_state)]
-    boundaries = None if r.boundaries is None else r.boundaries.astype(jnp.int32)
-    return [r.q, r.k, r.v, *gates, *in_float32, boundaries, r.scale.astype(jnp.float32)]
-
-
 @kernel_registry.register(
-    "recurrent", Platform.CPP, Backend.CPU, config=NativeConfig, supports=supports, priority=priority
+    "recurrent", Platform.CPP, Backend.CPU, config=NativeConfig, supports=supports, priority=priority, erases=True
 )
 def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
-    """Scan over blocks of tokens, within which the state is not rescaled; native/scan.h has the formulas."""
+    """Scan over blocks of tokens, within which the state is not rescaled; native/scan.h has the formulas.
+
+    A recurrence that erases has blocks of its own: see `delta`.
+    """
+    if r.erasure is not None:
+        return delta.forward(r)
     results = [
         jax.ShapeDtypeStruct((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype),
         jax.ShapeDtypeStruct(r.state_shape, jnp.float32),
@@ -94,12 +75,14 @@ def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
 
 
 @kernel_registry.register(
-    "recurrent.vjp", Platform.CPP, Backend.CPU, config=NativeConfig, supports=supports, priority=priority
+    "recurrent.vjp", Platform.CPP, Backend.CPU, config=NativeConfig, supports=supports, priority=priority, erases=True
 )
 def recurrent_vjp(
     r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Array, "N H K V"], *, config: NativeConfig
 ) -> Recurrence:
     """Compute the gradient in every input by three scans, or four with per-value gates; native/gradient.h has the formulas."""
+    if r.erasure is not None:
+        return delta.gradient(r, d_output, d_final)
     (B, T), (N, H, K, V), decay = r.q.shape[:2], r.state_shape, r.decay
     groups = -(-K // GROUP)
 
@@ -141,14 +124,21 @@ def step_supports(r: Recurrence) -> str | None:
         return "takes one token of each sequence"
     if r.initial_state is not None and r.initial_state.dtype not in STORED:
         return f"stores states as float32, bfloat16 and float16, the pool is {r.initial_state.dtype}"
-    return supports(r)
+    return takes(r)
 
 
-@kernel_registry.register("recurrent.step", Platform.CPP, Backend.CPU, supports=step_supports, priority=priority)
+@kernel_registry.register(
+    "recurrent.step", Platform.CPP, Backend.CPU, supports=step_supports, priority=priority, erases=True
+)
 def recurrent_step(
     r: Recurrence, pool: Float[Array, "P H K V"], slots: Int[Array, "B"], *, config: Config
 ) -> tuple[Float[Array, "B 1 H V"], Float[Array, "P H K V"]]:
-    """Advance each sequence by one token, in place in the pool: each state is read once and written once."""
+    """Advance each sequence by one token, in place in the pool: each state is read once and written once.
+
+    The delta rule reads it twice: what a token writes depends on the whole state before it.
+    """
+    if r.erasure is not None:
+        return delta.step(r, pool, slots)
     *arrays, _, _, scale = operands_of(r)
     results = [
         jax.ShapeDtypeStruct((r.q.shape[0], 1, r.num_heads, r.v.shape[3]), r.q.dtype),

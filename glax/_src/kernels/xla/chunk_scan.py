@@ -17,7 +17,7 @@ from jaxtyping import Array
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, varying_like
 from glax._src.core.registry import Backend, Config, Platform, check_field, kernel_registry
 from glax._src.kernels.common.chunks import pad_to_chunk, trim_rows
-from glax._src.kernels.xla import chunk_math, chunk_parallel
+from glax._src.kernels.xla import chunk_math, chunk_parallel, delta_chunk
 from glax._src.kernels.xla.chunk_scan_vjp import vjp_by_scan
 from glax._src.kernels.xla.chunk_window import (
     ChunkWindow,
@@ -45,6 +45,8 @@ class ChunkedConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
+        if r.erasure is not None:
+            return cls(delta_chunk.CHUNK)
         return cls(chunk_parallel.CHUNK) if chunk_parallel.suits(r) else cls.for_scan(r)
 
     @classmethod
@@ -69,6 +71,8 @@ def solve(r: Recurrence, config: ChunkedConfig, save_states: bool) -> tuple[Outp
     Returns (outputs, states, is_blank). states: the states before each chunk, [B, chunks, H, K, V], if `save_states` and not
     groups of heads; else None. is_blank: whether the states are zeros without meaning, a boolean scalar.
     """
+    if r.erasure is not None:
+        return *delta_chunk.forward_by_scan(r, config.chunk, save_states), jnp.zeros((), bool)
     if not chunk_parallel.suits(r, config.chunk):
         return *forward_by_scan(r, config, save_states), jnp.zeros((), bool)
 
@@ -156,13 +160,17 @@ def chunked_with_residuals(r: Recurrence, *, config: ChunkedConfig) -> tuple[Out
     priority=lambda r: 1,
     forward_with_residuals=chunked_with_residuals,
     saves_residuals=lambda r: Backend.here() is Backend.CPU and not r.is_symbolic,
+    supports=delta_chunk.supports,
+    erases=True,
 )
 def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     """Compute the recurrence in chunks. At a time, memory holds one state per head, or those of one block."""
     return solve(r, config, save_states=False)[0]
 
 
-@kernel_registry.register("chunked.vjp", Platform.XLA, Backend.ANY, config=ChunkedConfig)
+@kernel_registry.register(
+    "chunked.vjp", Platform.XLA, Backend.ANY, config=ChunkedConfig, supports=delta_chunk.supports, erases=True
+)
 def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: ChunkedConfig
 ) -> Recurrence:
@@ -172,6 +180,8 @@ def chunked_vjp(
         fits = count_determines_size(r, g.size) and residuals.states.shape[1] == chunks.first.shape[0]
         residuals = residuals if fits else None
     states = None if residuals is None else residuals.states
+    if r.erasure is not None:
+        return delta_chunk.vjp_by_scan(r, config.chunk, d_output, d_final, states)
 
     if not chunk_parallel.suits(r, config.chunk):
         return vjp_by_scan(r, config.chunk, d_output, d_final, states)

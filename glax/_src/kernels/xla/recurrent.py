@@ -13,11 +13,14 @@ from jaxtyping import Array, Float
 from glax._src.core.recurrence import Outputs, Recurrence, is_symbol, spread_heads, varying_like
 from glax._src.core.registry import Backend, Platform, kernel_registry
 from glax._src.kernels.xla import chunk_parallel
+from glax._src.kernels.xla.delta_recurrent import delta_by_token, delta_gradient_by_token
 
 
 def priority(r: Recurrence) -> int:
     """Rank this kernel above `chunked` for fewer than 16 tokens, and where the chunk scan would be slower (`stays_in_cache`)."""
     T = r.q.shape[1]
+    if r.erasure is not None:
+        return 2 if not is_symbol(T) and T < 16 else 0
     return 2 if (not is_symbol(T) and T < 16) or (stays_in_cache(r) and not chunk_parallel.suits(r)) else 0
 
 
@@ -100,9 +103,11 @@ def decay_by_token(log: Float[Array, "T *rest"]) -> Float[Array, "T *rest"]:
     return jnp.where(jnp.abs(log) < 2.0**-6, 1 + (mild_expm1(log) + fraction * digit), jnp.exp(log))
 
 
-@kernel_registry.register("recurrent", Platform.XLA, Backend.ANY, priority=priority)
+@kernel_registry.register("recurrent", Platform.XLA, Backend.ANY, priority=priority, erases=True)
 def recurrent(r: Recurrence, *, config) -> Outputs:
     """Compute the recurrence by lax.scan over T. rows and columns are the log decays of S's rows [K] and columns [V]."""
+    if r.erasure is not None:
+        return delta_by_token(r)
     H, decay, packed = r.num_heads, r.decay, r.boundaries is not None
     head = decay.head if decay.constant is None else r.by_token(decay.constant)
     by_time = [jnp.moveaxis(x, 1, 0) for x in (r.q, r.k, r.v)]
@@ -131,3 +136,17 @@ def recurrent(r: Recurrence, *, config) -> Outputs:
     rows = jax.tree.map(lambda x: varying_like(x, r.q), rows)
     final, output = lax.scan(step, r.start_state, rows, reverse=r.reverse)
     return Outputs(jnp.moveaxis(output, 0, 1), final)
+
+
+def vjp_supports(r: Recurrence) -> str | None:
+    if r.erasure is None:
+        return "takes recurrences that erase; the gradient of others is that of chunked"
+    return "takes a T that is known while tracing, not a symbol" if is_symbol(r.q.shape[1]) else None
+
+
+@kernel_registry.register(
+    "recurrent.vjp", Platform.XLA, Backend.ANY, priority=priority, supports=vjp_supports, erases=True
+)
+def recurrent_vjp(r: Recurrence, d_output, d_final, *, config) -> Recurrence:
+    """Compute the gradient of every input of a recurrence that erases, token by token: see `delta_recurrent`."""
+    return delta_gradient_by_token(r, d_output, d_final)

@@ -4,7 +4,7 @@
 #include <new>
 #include <string>
 
-#include "segments.h"
+#include "delta_tasks.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -55,6 +55,8 @@ float* floats(const ffi::AnyBuffer& x) { return present(x) ? static_cast<float*>
 
 // q, k, v, head, key, value, constant, initial state, boundaries, scale
 constexpr size_t operands = 10;
+// The same, then beta, erase, write
+constexpr size_t delta_operands = operands + 3;
 
 struct Read {
   const ffi::RemainingArgs& args;
@@ -82,6 +84,12 @@ Problem problem_of(const Read& read, bool reverse, int64_t block) {
   p.H = std::max({p.q.heads, p.k.heads, p.v.heads}), p.K = p.q.width, p.V = p.v.width;
   p.reverse = reverse, p.block = block;
   return p;
+}
+
+// Sets beta, erase and write of a Problem or a Step.
+template <class P>
+void set_erasure(P& p, const Read& read) {
+  p.beta = tensor(read(operands), false), p.erase = tensor(read(operands + 1)), p.write = tensor(read(operands + 2));
 }
 
 bool known(ffi::DataType type) {
@@ -146,21 +154,72 @@ ffi::Error gradient(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::Rema
   });
 }
 
-ffi::Error step(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results) {
-  if (auto error = expect(args, operands, results, 2); error.failure()) return error;
+ffi::Error delta_forward(ffi::ThreadPool pool, bool reverse, ffi::RemainingArgs args, ffi::RemainingRets results) {
+  if (auto error = expect(args, delta_operands, results, 2); error.failure()) return error;
+  return guarded([&] {
+    const Write write{results};
+    populate_pages(pool, {bytes_of(write(0))});
+    Problem p = problem_of({args}, reverse, 1);
+    set_erasure(p, {args});
+    p.output = tensor(write(0)), p.final_state = floats(write(1));
+    clear_padding(p, p.output);
+    run_delta(pool, p, false);
+    return ffi::Error::Success();
+  });
+}
+
+// Results: dq, dk, dv, d head, d key, d constant, d initial state, d scale, d beta, d erase, d write.
+ffi::Error delta_gradient(ffi::ThreadPool pool, bool reverse, ffi::RemainingArgs args, ffi::RemainingRets results) {
+  if (auto error = expect(args, delta_operands + 2, results, 11); error.failure()) return error;
   return guarded([&] {
     const Read read{args};
     const Write write{results};
-    Step p;
-    p.q = tensor(read(0)), p.k = tensor(read(1)), p.v = tensor(read(2));
-    p.head = tensor(read(3), false), p.key = tensor(read(4)), p.value = tensor(read(5));
-    p.constant = floats(read(6)), p.scale = floats(read(9));
-    if (present(read(8))) p.slots = static_cast<const int32_t*>(read(8).untyped_data());
-    const ffi::AnyBuffer state = write(1);
-    p.output = tensor(write(0)), p.state = tensor(state);
-    p.P = state.dimensions()[0], p.H = state.dimensions()[1], p.K = p.q.width, p.V = p.v.width;
-    p.B = read(9).dimensions()[0];
-    if (state.untyped_data() != read(7).untyped_data()) std::memcpy(state.untyped_data(), read(7).untyped_data(), state.size_bytes());
+    std::vector<Bytes> written;
+    for (size_t i = 0; i < results.size(); ++i) written.push_back(bytes_of(write(i)));
+    populate_pages(pool, written);
+    Problem p = problem_of(read, reverse, 1);
+    set_erasure(p, read);
+    p.d_output = tensor(read(delta_operands)), p.d_final = floats(read(delta_operands + 1));
+    p.dq = tensor(write(0)), p.dk = tensor(write(1)), p.dv = tensor(write(2));
+    p.d_head = floats(write(3)), p.d_key = floats(write(4)), p.d_constant = floats(write(5));
+    p.d_initial = floats(write(6)), p.d_scale = floats(write(7));
+    p.d_beta = floats(write(8)), p.d_erase = floats(write(9)), p.d_write = floats(write(10));
+    for (const Tensor& x : {p.dq, p.dk, p.dv, tensor(write(4)), tensor(write(9)), tensor(write(10))}) clear_padding(p, x);
+    for (size_t i : {3, 8}) clear_padding(p, tensor(write(i), false));
+    run_delta(pool, p, true);
+    return ffi::Error::Success();
+  });
+}
+
+// Reads the operands of a step and copies its pool where XLA does not run in place.
+Step step_of(const Read& read, const Write& write) {
+  Step p;
+  p.q = tensor(read(0)), p.k = tensor(read(1)), p.v = tensor(read(2));
+  p.head = tensor(read(3), false), p.key = tensor(read(4)), p.value = tensor(read(5));
+  p.constant = floats(read(6)), p.scale = floats(read(9));
+  if (present(read(8))) p.slots = static_cast<const int32_t*>(read(8).untyped_data());
+  const ffi::AnyBuffer state = write(1);
+  p.output = tensor(write(0)), p.state = tensor(state);
+  p.P = state.dimensions()[0], p.H = state.dimensions()[1], p.K = p.q.width, p.V = p.v.width;
+  p.B = read(9).dimensions()[0];
+  if (state.untyped_data() != read(7).untyped_data()) std::memcpy(state.untyped_data(), read(7).untyped_data(), state.size_bytes());
+  return p;
+}
+
+ffi::Error delta_step(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results) {
+  if (auto error = expect(args, delta_operands, results, 2); error.failure()) return error;
+  return guarded([&] {
+    Step p = step_of({args}, {results});
+    set_erasure(p, {args});
+    run_delta_step(pool, p);
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error step(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results) {
+  if (auto error = expect(args, operands, results, 2); error.failure()) return error;
+  return guarded([&] {
+    const Step p = step_of({args}, {results});
     // Small heads share a task: waking a thread costs more than one of them.
     const int64_t heads = p.B * p.H, heads_per_task = std::max<int64_t>(1, (int64_t(1) << 17) / std::max<int64_t>(1, p.K * p.V));
     const int64_t tasks = (heads + heads_per_task - 1) / heads_per_task;
@@ -174,11 +233,15 @@ ffi::Error step(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
 }
 
 auto scan_binding() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attr<bool>("reverse").Attr<int64_t>("block"); }
+auto delta_binding() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attr<bool>("reverse"); }
 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_forward, forward, scan_binding().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_gradient, gradient, scan_binding().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_delta_forward, delta_forward, delta_binding().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_delta_gradient, delta_gradient, delta_binding().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_delta_step, delta_step, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_step, step, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
 
 }  // namespace glax

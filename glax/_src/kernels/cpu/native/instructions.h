@@ -21,6 +21,10 @@ struct Count {
 #include "kernels.h"
 #include "gradient.h"
 #include "step.h"
+#include "delta_products.h"
+#include "delta_block.h"
+#include "delta.h"
+#include "delta_gradient.h"
 
 // y = e^x for `count` elements, for tests.
 void exponentials(const float* x, float* y, int64_t count) {
@@ -43,6 +47,11 @@ const Kernels GLAX_NAMESPACE_EXPORT = {
     GLAX_NAMESPACE::gradient_of_keys,
     GLAX_NAMESPACE::gradient_of_values,
     GLAX_NAMESPACE::step,
+    GLAX_NAMESPACE::delta_scratch_bytes,
+    GLAX_NAMESPACE::delta_forward,
+    GLAX_NAMESPACE::delta_gradient,
+    GLAX_NAMESPACE::delta_step_bytes,
+    GLAX_NAMESPACE::delta_step,
     GLAX_NAMESPACE::exponentials,
     GLAX_NAME,
 };

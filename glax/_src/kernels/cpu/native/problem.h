@@ -31,6 +31,7 @@ struct Problem {
   float limit = limits::wide;
   const int32_t* boundaries = nullptr;  // [N + 1], or N = B sequences lie side by side
   Tensor q, k, v, head, key, value;
+  Tensor beta, erase, write;        // the delta rule: beta [B, T, H], or erase [B, T, H, K] and write [B, T, H, V] or none
   const float* constant = nullptr;  // [N, H]
   const float* initial = nullptr;   // [N, H, K, V]
   const float* scale = nullptr;     // [N]
@@ -48,6 +49,8 @@ struct Problem {
   float* d_initial = nullptr;                       // [N, H, K, V]
   float *d_constant = nullptr, *d_scale = nullptr;  // [groups, segments, H]
   int64_t segments;
+  // The delta rule alone: [B, T, H], [B, T, H, K], [B, T, H, V]. It has one partial sum.
+  float *d_beta = nullptr, *d_erase = nullptr, *d_write = nullptr;
 };
 
 // The tokens of one scan: a sequence, or a part of one where sequences and heads are few (segments.h).
@@ -76,6 +79,7 @@ struct Step {
   int64_t B, H, K, V, P;
   const int32_t* slots = nullptr;  // [B]; an absent sequence has a slot outside [0, P) and output 0
   Tensor q, k, v, head, key, value;
+  Tensor beta, erase, write;        // the delta rule
   const float* constant = nullptr;  // [B, H]
   const float* scale = nullptr;     // [B]
   Tensor state;                     // updated in place
@@ -90,6 +94,11 @@ struct Kernels {
   int64_t (*scratch_bytes)(const Problem&, int64_t heads, int64_t longest);  // longest: tokens of the longest segment
   Kernel *forward, *boundary_states, *gradient_of_keys, *gradient_of_values;
   void (*step)(const Step&, int64_t b, int64_t h);
+  // The delta rule. The gradient takes whole heads: all columns at a time.
+  int64_t (*delta_scratch_bytes)(const Problem&, int64_t longest, bool gradient);
+  Kernel *delta_forward, *delta_gradient;
+  int64_t (*delta_step_bytes)(const Step&);
+  void (*delta_step)(const Step&, int64_t b, int64_t h, void* scratch);
   void (*exponential)(const float* x, float* y, int64_t count);
   const char* name;
 };

@@ -24,9 +24,9 @@ inline int64_t segment_length(const Problem& p) {
   return std::max(shortest, (p.T + wanted - 1) / wanted);
 }
 
-// Lists the segments of every sequence, in the order of the scan.
-inline std::vector<Segment> segments_of(const Problem& p) {
-  const int64_t most = segment_length(p), state = p.H * p.K * p.V;
+// Lists the segments of every sequence, of at most `most` tokens, in the order of the scan.
+inline std::vector<Segment> segments_of(const Problem& p, int64_t most) {
+  const int64_t state = p.H * p.K * p.V;
   std::vector<Segment> segments;
   for (int64_t n = 0; n < p.N; ++n) {
     int64_t begin = 0, end = p.T;
@@ -86,7 +86,7 @@ bool join_segments(Pool& pool, const Problem& p, std::vector<Segment>& segments,
 // Runs the forward. Returns whether all stayed in range.
 template <class Pool>
 bool forward_by_segment(Pool& pool, const Problem& p) {
-  std::vector<Segment> segments = segments_of(p);
+  std::vector<Segment> segments = segments_of(p, segment_length(p));
   std::vector<float> memory;
   const bool joined = int64_t(segments.size()) == p.N || join_segments(pool, p, segments, memory);
   return run_tasks(pool, p, segments, {{kernels().forward, p.V}}) && joined;
@@ -95,7 +95,7 @@ bool forward_by_segment(Pool& pool, const Problem& p) {
 // Runs the gradient. Returns whether all stayed in range.
 template <class Pool>
 bool gradient_by_segment(Pool& pool, Problem p) {
-  std::vector<Segment> segments = segments_of(p);
+  std::vector<Segment> segments = segments_of(p, segment_length(p));
   std::vector<float> memory;
   p.segments = segments.size();
   const std::initializer_list<Task> kinds{{kernels().gradient_of_keys, p.K}, {kernels().gradient_of_values, p.V}};

@@ -1,0 +1,96 @@
+"""The delta rule under the names of its variants: DeltaNet, Gated DeltaNet, Kimi Delta Attention."""
+
+from typing import Unpack
+
+from jaxtyping import Array, Float
+
+from glax._src.api.recurrent import Options, recurrent
+from glax._src.core.bind import check_array
+from glax._src.core.recurrence import Outputs
+
+
+class DeltaOptions(Options, total=False):
+    """The options of `recurrent`, and one more.
+
+    use_qk_l2norm: whether to divide each query and key by its norm, x * rsqrt(sum x^2 + 1e-6). False by default.
+    """
+
+    use_qk_l2norm: bool
+
+
+def delta_rule(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    beta: Float[Array, "B T H"],
+    **options: Unpack[DeltaOptions],
+) -> Outputs:
+    """DeltaNet:   S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T,   o_t = softmax_scale * S_t^T q_t.
+
+    beta: [B, T, H], any float dtype, after its sigmoid; up to 2 keeps the state bounded with keys of norm 1, and beyond is
+    exact too. Everything else as in `recurrent`. Raises TypeError without a beta, and as `recurrent` does.
+
+    Yang et al. 2024, https://arxiv.org/abs/2406.06484.
+    """
+    check_array("beta", beta)
+    return recurrent(query, key, value, beta=beta, **options)
+
+
+def gated_delta_rule(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H"],
+    beta: Float[Array, "B T H"],
+    **options: Unpack[DeltaOptions],
+) -> Outputs:
+    """Gated DeltaNet:   S_bar = exp(g_t) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T,
+
+    and o_t = softmax_scale * S_t^T q_t.
+
+    The decay comes first, then the erasure. g: [B, T, H] log decays; ValueError for any other rank. beta: as in `delta_rule`.
+    Everything else as in `recurrent`.
+
+    Yang et al. 2024, https://arxiv.org/abs/2412.06464.
+    """
+    check_gate_per_head(query, g)
+    check_array("beta", beta)
+    return recurrent(query, key, value, g=g, beta=beta, **options)
+
+
+def kda(
+    query: Float[Array, "B T Hq K"],
+    key: Float[Array, "B T Hk K"],
+    value: Float[Array, "B T Hv V"],
+    g: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    **options: Unpack[DeltaOptions],
+) -> Outputs:
+    """Kimi Delta Attention:   S_bar = diag(exp(g_t)) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T,
+
+    and o_t = softmax_scale * S_t^T q_t.
+
+    g: [B, T, H, K] log decays, one a key channel; ValueError for any other rank. beta: as in `delta_rule`. Everything else as in
+    `recurrent`.
+
+    Kimi Team 2025, https://arxiv.org/abs/2510.26692.
+    """
+    check_gate_per_key(query, g)
+    check_array("beta", beta)
+    return recurrent(query, key, value, g=g, beta=beta, **options)
+
+
+def check_gate_per_head(query, g):
+    check_rank(query, g, -1, "[B, T, H] in gated_delta_rule; kda takes [B, T, H, K]")
+
+
+def check_gate_per_key(query, g):
+    check_rank(query, g, 0, "[B, T, H, K] in kda; gated_delta_rule takes [B, T, H]")
+
+
+def check_rank(query, g, difference: int, wanted: str):
+    """ValueError unless g has as many axes as query, plus `difference`."""
+    check_array("query", query)
+    check_array("g", g)
+    if query.ndim in (3, 4) and g.ndim != query.ndim + difference:
+        raise ValueError(f"g must be {wanted}, got shape {g.shape}")

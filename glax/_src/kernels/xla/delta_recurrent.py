@@ -1,0 +1,278 @@
+"""The delta rule token by token, by `lax.scan` over T, and its gradient:
+
+    S_bar_t = exp(rows_t) S_{t-1} exp(columns_t)        S: [B, H, K, V]
+    u_t     = w_t * v_t - S_bar_t^T e_t                 u: [B, H, V], what is written
+    S_t     = S_bar_t + k_t u_t^T
+    o_t     = scale * S_t^T q_t                         o: [B, H, V]
+
+With G_t = dL/dS_t, which includes scale q_t do_t^T, the gradient scans against time:
+
+    dq_t = scale S_t do_t       du_t = G_t^T k_t        dv_t = w_t * du_t       dw_t = v_t * du_t
+    dk_t = G_t u_t              de_t = -S_bar_t du_t    dS_bar_t = G_t - e_t du_t^T
+    d log decay_t = dS_bar_t * S_bar_t                  dL/dS_{t-1} = exp(rows_t) dS_bar_t exp(columns_t)
+
+No step is the difference of long sums, so this form is exact for all gates and all keys. It is plain JAX throughout: the gradient
+has gradients of any order. Delta rule: Yang et al. 2024, https://arxiv.org/abs/2406.06484 and https://arxiv.org/abs/2412.06464.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from glax._src.core.decay import Decay
+from glax._src.core.erasure import Erasure
+from glax._src.core.recurrence import (
+    Outputs,
+    Recurrence,
+    fold_heads,
+    gradient_recurrence,
+    spread_heads,
+    varying_like,
+)
+from glax._src.kernels.xla.chunk_math import StateDecay, state_decay
+from glax._src.kernels.xla.chunk_window import log_of_zero
+
+SEGMENT = 64  # tokens between two states that the gradient stores
+
+
+class Tokens(NamedTuple):
+    """The arrays of r with time first, [T, B, heads, ...], and the place of each token.
+
+    begins, ends: whether a packed sequence's scan begins or ends at a row. sequence: a row's sequence, N for padding. All three
+    are None without packing.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    decay: Decay
+    erasure: Erasure
+    begins: Array | None = None
+    ends: Array | None = None
+    sequence: Int[Array, "T"] | None = None
+
+
+def tokens_of(r: Recurrence) -> Tokens:
+    """Move time first and zero the rows of padding, which may hold anything: a zero row leaves the state as it is."""
+    if r.boundaries is None:
+        place, is_token = {}, None
+    else:
+        is_token = r.is_token
+        sequence = jnp.where(is_token, r.sequence_of, r.num_sequences)
+        place = dict(begins=r.ends(scan_end=False), ends=r.ends(scan_end=True), sequence=sequence)
+
+    def by_time(x):
+        x = jnp.moveaxis(x, 1, 0)
+        return x if is_token is None else jnp.where(is_token.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+
+    decay = r.decay
+    if decay.constant is not None:
+        decay = Decay(head=r.by_token(decay.constant))
+    decay, erasure = jax.tree.map(by_time, decay), jax.tree.map(by_time, r.erasing)
+    tokens = Tokens(by_time(r.q), by_time(r.k), by_time(r.v), decay, erasure, **place)
+    return jax.tree.map(lambda x: varying_like(x, r.q), tokens)
+
+
+class Token(NamedTuple):
+    """One token in the dtype of sums, with a head for each state. w is None for 1; decay is None without gates."""
+
+    q: Float[Array, "B H K"]
+    k: Float[Array, "B H K"]
+    v: Float[Array, "B H V"]
+    e: Float[Array, "B H K"]
+    w: Float[Array, "B H V"] | Float[Array, "B H 1"] | None
+    decay: StateDecay | None
+    erasure: Erasure
+
+
+def token_of(r: Recurrence, row: Tokens) -> Token:
+    q, k, v = (spread_heads(x.astype(r.dtype), r.num_heads, axis=1) for x in (row.q, row.k, row.v))
+    erasure = jax.tree.map(lambda x: x.astype(r.dtype), row.erasure)
+    if erasure.beta is not None:
+        erasure = Erasure(beta=erasure.beta[..., None])
+    # Below the floor, exp is 0 in this dtype; the exponential of -inf itself has no derivative in its series.
+    head, key, value = (
+        None if x is None else jnp.maximum(x.astype(r.dtype), log_of_zero(r.dtype))
+        for x in (row.decay.head, row.decay.key, row.decay.value)
+    )
+    decay = state_decay(
+        None if head is None else head[..., None, None],
+        None if key is None else key[..., :, None],
+        None if value is None else value[..., None, :],
+    )
+    e, w = erasure.vectors(k)
+    return Token(q, k, v, e, w, decay, erasure)
+
+
+def read(S: Float[Array, "B H K V"], x: Float[Array, "B H K"]) -> Float[Array, "B H V"]:
+    """Compute S^T x."""
+    return jnp.einsum("bhk,bhkv->bhv", x, S, precision=lax.Precision.HIGHEST)
+
+
+def read_rows(S: Float[Array, "B H K V"], x: Float[Array, "B H V"]) -> Float[Array, "B H K"]:
+    """Compute S x."""
+    return jnp.einsum("bhv,bhkv->bhk", x, S, precision=lax.Precision.HIGHEST)
+
+
+def outer(x: Float[Array, "B H K"], y: Float[Array, "B H V"]) -> Float[Array, "B H K V"]:
+    return x[..., :, None] * y[..., None, :]
+
+
+def decayed(S: Array, decay: StateDecay | None) -> Array:
+    return S if decay is None else S * decay.base + S * decay.rest
+
+
+def advance(S: Float[Array, "B H K V"], t: Token):
+    """Return (S_bar, u, S) of a token from the state S before it."""
+    S_bar = decayed(S, t.decay)
+    u = (t.v if t.w is None else t.w * t.v) - read(S_bar, t.e)
+    # S * rest is summed with the token's own term first: alone it may be less than half a digit of S.
+    written = outer(t.k, u)
+    return S_bar, u, S + written if t.decay is None else S * t.decay.base + (S * t.decay.rest + written)
+
+
+def each(x: Float[Array, "N"], like: Array) -> Array:
+    return x.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def enter(states: Array, carried: Array, begins, sequence) -> Array:
+    """Return `carried`, or the entry of `states` where a packed sequence begins at this row."""
+    if begins is None:
+        return carried
+    return jnp.where(begins, lax.dynamic_index_in_dim(states, jnp.minimum(sequence, len(states) - 1)), carried)
+
+
+def write_state(states: Array, x: Array, sequence) -> Array:
+    """Return x or, packed, `states` with x as the entry of the row's sequence; padding writes nothing."""
+    return x if sequence is None else states.at[sequence].set(x[0], mode="drop")
+
+
+def first_carry(r: Recurrence, states: Float[Array, "N *rest"]) -> Array:
+    """Return what a scan carries before its first row: packed, each sequence reads its own entry where it begins."""
+    return states if r.boundaries is None else jnp.zeros_like(states, shape=(1, *states.shape[1:]))
+
+
+def delta_by_token(r: Recurrence) -> Outputs:
+    """Compute the outputs and final states of a recurrence with an erasure."""
+    start = r.start_state
+    scale = r.scale
+
+    def step(carry, row: Tokens):
+        S, finals = carry
+        t, n = token_of(r, row), row.sequence
+        _, _, S = advance(enter(start, S, row.begins, n), t)
+        factor = each(scale, t.q) if n is None else scale[jnp.minimum(n, len(scale) - 1)]
+        return (S, write_state(finals, S, n)), read(S, t.q * factor).astype(r.q.dtype)
+
+    carry = jax.tree.map(lambda x: varying_like(x, r.q), (first_carry(r, start), start))
+    (_, final), output = lax.scan(step, carry, tokens_of(r), reverse=r.reverse)
+    return Outputs(jnp.moveaxis(output, 0, 1), final)
+
+
+# ---- gradient ----------------------------------------------------------------------------------------------------------
+
+
+def in_segments(r: Recurrence, tokens):
+    """Cut time [T] into [segments, SEGMENT], with rows of zeros behind the last token."""
+    length = min(SEGMENT, r.q.shape[1])
+    missing = -r.q.shape[1] % length
+
+    def cut(path, x):
+        padding = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
+        outside = r.num_sequences if getattr(path[-1], "name", "") == "sequence" else 0
+        return jnp.pad(x, padding, constant_values=outside).reshape(-1, length, *x.shape[1:])
+
+    return jax.tree_util.tree_map_with_path(cut, tokens)
+
+
+def delta_gradient_by_token(r: Recurrence, d_output, d_final) -> Recurrence:
+    """Compute the gradient in every array of r. Memory: the inputs, and one state for every SEGMENT tokens.
+
+    A scan forward stores the state before each segment. The scan against time recomputes the states of one segment at a time.
+    """
+    tokens, start, d_final = tokens_of(r), r.start_state, d_final.astype(r.dtype)
+    d_output = jnp.moveaxis(d_output, 1, 0).astype(r.dtype)
+    if r.boundaries is not None:
+        d_output = jnp.where(r.is_token[:, None, None, None], d_output, 0)
+    rows = in_segments(r, (tokens, varying_like(d_output, r.q)))
+
+    def forward_step(S, row):
+        t = token_of(r, row[0])
+        before = enter(start, S, row[0].begins, row[0].sequence)
+        return advance(before, t)[2], before
+
+    def forward_segment(S, segment):
+        return lax.scan(forward_step, S, segment, reverse=r.reverse)[0], S
+
+    first = varying_like(first_carry(r, start), r.q)
+    _, saved = lax.scan(forward_segment, first, rows, reverse=r.reverse)
+
+    def backward_step(carry, row):
+        G, d_initial, d_scale = carry
+        (own, do), before = row
+        n = own.sequence
+        G, d = token_gradient(r, own, do, before, enter(d_final, G, own.ends, n))
+        d_scale = d_scale + d.scale if n is None else d_scale.at[n].add(d.scale[0], mode="drop")
+        return (G, write_state(d_initial, G, n), d_scale), d
+
+    def backward_segment(carry, segment):
+        rows, S = segment
+        _, states = lax.scan(forward_step, S, rows, reverse=r.reverse)
+        return lax.scan(backward_step, carry, (rows, states), reverse=not r.reverse)
+
+    carry = (first_carry(r, d_final), d_final, jnp.zeros_like(r.scale))
+    carry = jax.tree.map(lambda x: varying_like(x, r.q), carry)
+    (_, d_initial, d_scale), d = lax.scan(backward_segment, carry, (rows, saved), reverse=not r.reverse)
+
+    def by_row(x):
+        return jnp.moveaxis(x.reshape(-1, *x.shape[2:])[: r.q.shape[1]], 0, 1)
+
+    dq, dk, dv, decay, erasure = jax.tree.map(by_row, (d.q, d.k, d.v, d.decay, d.erasure))
+    if r.decay.constant is not None:
+        decay = Decay(constant=r.per_sequence(decay.head))
+    return gradient_recurrence(r, dq, dk, dv, decay, d_initial, d_scale, erasure)
+
+
+class TokenGradient(NamedTuple):
+    """The gradient of one token's arrays, as `Tokens` holds them, and its part of that of the scale, [B]."""
+
+    q: Array
+    k: Array
+    v: Array
+    decay: Decay
+    erasure: Erasure
+    scale: Float[Array, "B"]
+
+
+def token_gradient(r: Recurrence, row: Tokens, do, before, G):
+    """Return (dL/dS before the token, the gradient of its arrays). before: S before it. G: dL/dS after it, without its output."""
+    t, n = token_of(r, row), row.sequence
+    S_bar, u, S = advance(before, t)
+    scale = each(r.scale, t.q) if n is None else r.scale[jnp.minimum(n, len(r.scale) - 1)]
+    reads = read_rows(S, do)
+    G = G + outer(t.q * scale, do)
+    du = read(G, t.k)
+    d_bar = G - outer(t.e, du)
+    erasure, more_dk = t.erasure.gradient(-read_rows(S_bar, du), du, t.k, t.v)
+    dk = read_rows(G, u) if more_dk is None else read_rows(G, u) + more_dk
+    if erasure.beta is not None:
+        erasure = Erasure(beta=erasure.beta[..., 0])
+    d_log, decay = d_bar * S_bar, row.decay
+    if n is not None:
+        d_log = jnp.where(n < r.num_sequences, d_log, 0)
+    d = TokenGradient(
+        q=fold_heads(reads * scale, row.q.shape[1], axis=1),
+        k=fold_heads(dk, row.k.shape[1], axis=1),
+        v=fold_heads(du if t.w is None else t.w * du, row.v.shape[1], axis=1),
+        decay=Decay(
+            head=None if decay.head is None else d_log.sum((2, 3)),
+            key=None if decay.key is None else d_log.sum(3),
+            value=None if decay.value is None else d_log.sum(2),
+        ),
+        erasure=erasure,
+        scale=(t.q * reads).sum((1, 2)),
+    )
+    return decayed(d_bar, t.decay), d
