@@ -6,6 +6,7 @@ Every variant takes the same options. Results and gradients equal those of the f
 states how many bytes move between devices.
 """
 
+from glax._src.parallel.delta_ops import delta_rule, gated_delta_rule, kda
 from glax._src.parallel.ops import (
     lightning_attention,
     recurrent,
@@ -18,6 +19,9 @@ from glax._src.parallel.sharding import Spread
 
 __all__ = [
     "Spread",
+    "delta_rule",
+    "gated_delta_rule",
+    "kda",
     "lightning_attention",
     "recurrent",
     "recurrent_attention",

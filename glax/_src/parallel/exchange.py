@@ -114,10 +114,10 @@ def exchange_states(axis: Axis, n: int, backwards: bool, state: Float[Array, "E 
     """Returns the state that enters each shard, [E, H, K, V].
 
     A shard passes on   rows * entering * columns + state.   The shards send these maps, composed, and nothing else.
-    rows: [E, H, K] or [E, H, 1]. columns: [E, H, V] or None. The state that enters the first shard is 0. If `backwards`, the
-    last shard is the first.
+    rows: [E, H, K] or [E, H, 1], or a matrix [E, H, K, K] that multiplies the state instead. columns: [E, H, V] or None. The
+    state that enters the first shard is 0. If `backwards`, the last shard is the first.
     """
-    E, H, K, V = state.shape
+    (E, H, K, V), of_rows = state.shape, rows.shape
     parts = [x.reshape(E, H, -1) for x in (state, rows, *([] if columns is None else [columns]))]
     widths = [x.shape[2] for x in parts]
     message = jnp.concatenate(parts, axis=2)
@@ -125,12 +125,13 @@ def exchange_states(axis: Axis, n: int, backwards: bool, state: Float[Array, "E 
     def unpacked(message):
         ends = [sum(widths[:i]) for i in range(1, len(widths))]
         state, rows, *rest = jnp.split(message, ends, axis=2)
-        return state.reshape(E, H, K, V), rows, rest[0] if rest else None
+        return state.reshape(E, H, K, V), rows.reshape(of_rows), rest[0] if rest else None
 
     def compose(earlier, later):
         """Composes the maps of two consecutive shards."""
         (S, r, c), (S2, r2, c2) = earlier, later
-        return apply_decay(S, r2, c2) + S2, r * r2, None if c is None else c * c2
+        through = r * r2 if r.ndim == 3 else apply_decay(r, r2, None)
+        return apply_decay(S, r2, c2) + S2, through, None if c is None else c * c2
 
     index = lax.axis_index(axis)
     rank = n - 1 - index if backwards else index
@@ -157,6 +158,9 @@ def exchange_states(axis: Axis, n: int, backwards: bool, state: Float[Array, "E 
 
 
 def apply_decay(state: Float[Array, "E H K V"], rows, columns) -> Float[Array, "E H K V"]:
-    """rows * state * columns, where None is 1."""
-    state = state if rows is None else state * rows[..., None]
+    """rows * state * columns, where None is 1. A dense map of rows [E, H, K, K] is multiplied as a matrix."""
+    if rows is not None and rows.ndim == 4:
+        state = jnp.matmul(rows, state, precision=lax.Precision.HIGHEST)
+    elif rows is not None:
+        state = state * rows[..., None]
     return state if columns is None else state * columns[..., None, :]

@@ -55,6 +55,10 @@ def recurrent(
     reverse: bool = False,
     cu_seqlens: Int[Array, "N+1"] | None = None,
     *,
+    beta: Float[Array, "B T H"] | None = None,
+    erase: Float[Array, "B T H K"] | None = None,
+    write: Float[Array, "B T H V"] | None = None,
+    use_qk_l2norm: bool = False,
     segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
     pad_id: int | None = None,
     states_every: int | None = None,
@@ -68,6 +72,8 @@ def recurrent(
 ) -> Outputs:
     """Computes `glax.recurrent` on a mesh:   S_out = D S_in + S   for every shard of T, which exchange only D and S.
 
+    With beta or erase, D is a dense [K, K] matrix.
+
     The arrays have the shapes of the whole problem, and may have any sharding. The output is sharded as `Spread` says, and the
     final states over batch and heads. mesh and the three axes: see `Spread`. All else is as in `glax.recurrent`. With
     cu_seqlens, batch_axis shards T.
@@ -76,10 +82,10 @@ def recurrent(
     not divide the batch or the heads.
     """
     arrays = dict(
-        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv,
+        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
         softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
     )  # fmt: skip
-    options = ScanOptions(reverse, pad_id, states_every, states_dtype)
+    options = ScanOptions(reverse, pad_id, states_every, states_dtype, use_qk_l2norm)
     check_before_tracing(arrays, platform, cfg, options)
     spread = Spread.of(mesh, batch_axis, head_axis, sequence_axis)
     if not isinstance(query, Tracer) and isinstance(spread.mesh, Mesh):

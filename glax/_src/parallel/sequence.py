@@ -15,6 +15,7 @@ from glax._src.core.registry import Backend
 from glax._src.parallel.boundary import BoundaryRows
 from glax._src.parallel.boundary_correction import correct_gradient, correct_output
 from glax._src.parallel.boundary_state import state_and_decay, total_decay
+from glax._src.parallel.delta_sequence import gradient_of_delta_rows, solve_delta_rows
 from glax._src.parallel.exchange import apply_decay, exchange_states, shard_of
 from glax._src.solve.autodiff import gradient, gradient_with_vjp, solve, solve_with_residuals, solve_with_vjp
 from glax._src.solve.dispatch import (
@@ -54,7 +55,12 @@ def outputs_and_residuals_of_rows(choice: Choice, axis: Axis, n: int, r: Recurre
 
 
 def solve_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_residuals: bool):
-    """Returns the outputs, and (the state that entered, the kernel's residuals if `save_residuals`, else None)."""
+    """Returns the outputs, and (the state that entered, the kernel's residuals if `save_residuals`, else None).
+
+    The delta rule saves its map, too: see `delta_sequence`.
+    """
+    if r.erasure is not None:
+        return solve_delta_rows(choice, axis, n, r, save_residuals)
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     begun = where(shard.begins, r.start_state, 0)
     own, residuals = r.replace(boundaries=shard.cuts), None
@@ -90,6 +96,8 @@ def where(of_sequence, states, otherwise):
 
 def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final, saved) -> Recurrence:
     """Computes the gradient of this shard's rows. dL/dS is exchanged as the state is, in the opposite direction."""
+    if r.erasure is not None:
+        return gradient_of_delta_rows(choice, axis, n, r, d_output, d_final, saved)
     (entered, residuals), shard, packed = saved, shard_of(r, axis, n), r.boundaries is not None
     started = shard.enter.add(where(shard.begins, r.start_state, 0), entered, packed)
     ended = where(shard.ends, d_final, 0).astype(r.dtype)
@@ -133,6 +141,8 @@ def plain_gradient(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, 
 
 def plain(choice: Choice, axis: Axis, n: int, r: Recurrence) -> Outputs:
     """Computes the same outputs in operations that have gradients of any order. It scans each shard's rows twice."""
+    if r.erasure is not None:
+        return solve_delta_rows(choice, axis, n, r, save_residuals=False)[0]
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     begun = where(shard.begins, r.start_state, 0)
     own = r.replace(boundaries=shard.cuts, initial_state=begun)

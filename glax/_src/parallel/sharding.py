@@ -33,8 +33,8 @@ class Spread:
 
         with K' = K for per-key gates and else 1, V' = V for per-value gates and else 0, and B and H of the shard. B = 1 for
         any number of packed sequences. F = 1 up to 4 shards, which gather each other's messages. F = 1 + ceil(log2(n - 1))
-        for more shards, which pass on composed messages. The final states, if used, and the gradient of the initial states
-        are sums over the shards: N H K V * 4 bytes each.
+        for more shards, which pass on composed messages. The delta rule has a dense map: K' = K K. The final states, if used,
+        and the gradient of the initial states are sums over the shards: N H K V * 4 bytes each.
     mesh: None for the mesh in use (jax.set_mesh). Axes that are not named have copies of everything. The types of explicit
         axes express only equal shards. So if n does not divide T, every shard of an explicit sequence_axis receives the
         whole output.
@@ -168,7 +168,7 @@ def append_rows(r: Recurrence, rows: int) -> Recurrence:
     if decay.constant is not None and r.boundaries is None:
         decay = Decay(head=r.by_token(decay.constant))
     decay = Decay(decay.constant, *map(grow, (decay.head, decay.key, decay.value)))
-    return r.replace(q=grow(r.q), k=grow(r.k), v=grow(r.v), decay=decay)
+    return r.replace(q=grow(r.q), k=grow(r.k), v=grow(r.v), decay=decay, erasure=jax.tree.map(grow, r.erasure))
 
 
 def repeat_heads(r: Recurrence, shards: int) -> Recurrence:
