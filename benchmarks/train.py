@@ -1,6 +1,7 @@
 """Train GLA-340M on one NVIDIA GPU, by glax or by fla: tokens per second, peak memory, and where the device's time goes.
 
 python benchmarks/train.py                    # glax's layer in plain NNX, bfloat16, AdamW by optax
+python benchmarks/train.py --by models        # the model of glax.models with its own loss
 python benchmarks/train.py --by fla           # fla's GLAForCausalLM under autocast, PyTorch's fused AdamW
 python benchmarks/train.py --by fla --part 0/16    # compiles a sixteenth of the candidates of its kernels, and trains nothing
 python benchmarks/train.py --profile          # the kernels that take longest, and the time of glax's own
@@ -65,17 +66,31 @@ def language_model():
     return nnx.split(Model(nnx.Rngs(0)))
 
 
+def published_model():
+    """The same model as `glax.models` builds it from a config of fla."""
+    import jax.numpy as jnp
+    from flax import nnx
+
+    import glax.models
+
+    sizes = dict(hidden_size=WIDTH, num_hidden_layers=LAYERS, num_heads=HEADS, intermediate_size=HIDDEN)
+    config = dict(model_type="gla", vocab_size=VOCABULARY, expand_k=0.5, expand_v=1.0, **sizes)
+    return nnx.split(glax.models.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+
+
 def by_glax(args) -> dict:
     import jax
     import jax.numpy as jnp
     import optax
     from flax import nnx
 
-    graph, params = language_model()
+    graph, params = published_model() if args.by == "models" else language_model()
     optimizer = optax.adamw(3e-4)
     state = jax.jit(optimizer.init)(params)
 
     def loss(params, tokens):
+        if args.by == "models":
+            return nnx.merge(graph, params).loss(tokens[:, :-1], tokens[:, 1:])
         logits = nnx.merge(graph, params)(tokens[:, :-1]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
@@ -166,13 +181,13 @@ def by_fla(args) -> dict | None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--by", choices=("glax", "fla"), default="glax")
+    parser.add_argument("--by", choices=("glax", "models", "fla"), default="glax")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--part", type=lambda text: tuple(map(int, text.split("/"))), help="i/n; with --by fla")
     args = parser.parse_args()
-    row = by_glax(args) if args.by == "glax" else by_fla(args)
+    row = by_fla(args) if args.by == "fla" else by_glax(args)
     if row is None:
         return
     seconds, tokens = row.pop("seconds"), args.batch * args.tokens

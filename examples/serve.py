@@ -1,11 +1,15 @@
 """Continuous batching: requests of any length come and go, and share one decoding step.
 
     python examples/serve.py --model demo-out/model.safetensors "def " "import os" "class A"
+    python examples/serve.py --model FOLDER "Once upon a time"
+
+FOLDER is a checkpoint that `glax.models.from_pretrained` loads. Requests are sequences of tokens; those of the demo's model
+are bytes.
 
 Every request has a slot in a pool of states, of one size whatever its length. In each round, waiting prompts are read into
 free slots, packed one behind another into a fixed number of rows, a long one in pieces; then every request that is under
-way gets its next byte, all in one call of a fixed shape, empty slots as -1. So two programs are compiled, and neither
-copies the pool. Bytes are chosen greedily.
+way gets its next token, all in one call of a fixed shape, empty slots as -1. So two programs are compiled, and neither
+copies the pool. Tokens are chosen greedily.
 """
 
 import argparse
@@ -13,7 +17,7 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -21,16 +25,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from glax.models import CausalLM, from_pretrained
+from glax.models.tokens import Bytes, find_tokenizer
 from glax.nn import ByteLM, ByteLMConfig
 from glax.nn.checkpoint import load
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """`length` bytes that go on from `prompt`, at least one byte. Comes in before round `arrives`."""
+    """`length` tokens that go on from `prompt`, at least one token. Comes in before round `arrives`."""
 
     name: str
-    prompt: bytes
+    prompt: Sequence[int]
     length: int
     arrives: int = 0
 
@@ -41,34 +47,35 @@ class Running:
 
     request: Request
     read: int = 0
-    written: bytearray = dataclasses.field(default_factory=bytearray)
+    written: list[int] = dataclasses.field(default_factory=list)
 
 
 @functools.partial(nnx.jit, donate_argnums=1)
-def prefill(model: ByteLM, pools, tokens, slots, cu_seqlens, fresh):
-    """The byte behind each of the packed prompts, [N], and the pools."""
-    logits, pools = model.prefill_into(tokens, pools, slots, cu_seqlens, fresh)
-    return logits[jnp.maximum(cu_seqlens[1:] - 1, 0)].argmax(-1).astype(jnp.uint8), pools
+def prefill(model: ByteLM | CausalLM, pools, tokens, slots, cu_seqlens, fresh):
+    """The token behind each of the packed prompts, [N], and the pools."""
+    logits, pools = model.prefill(tokens, pools, slots, cu_seqlens, fresh)
+    return logits[jnp.maximum(cu_seqlens[1:] - 1, 0)].argmax(-1), pools
 
 
 @functools.partial(nnx.jit, donate_argnums=1)
-def decode(model: ByteLM, pools, tokens, slots):
-    """The next byte of each slot, [B], and the pools."""
-    logits, pools = model.step(tokens.astype(jnp.int32), pools, slots)
-    return logits.argmax(-1).astype(jnp.uint8), pools
+def decode(model: ByteLM | CausalLM, pools, tokens, slots):
+    """The next token of each slot, [B], and the pools."""
+    logits, pools = model.step(tokens, pools, slots)
+    return logits.argmax(-1), pools
 
 
 class Server:
-    """capacity: slots. rows: of a packed prefill, shared by all prompts read in one round."""
+    """capacity: slots. rows: of a packed prefill, shared by all prompts read in one round. max_length: of a prompt and its
+    continuation together, for models that have layers of softmax attention."""
 
-    def __init__(self, model: ByteLM, capacity: int = 8, rows: int = 128):
+    def __init__(self, model: ByteLM | CausalLM, capacity: int = 8, rows: int = 128, max_length: int = 4096):
         self.model, self.capacity, self.rows = model, capacity, rows
-        self.pools = model.initial_states(capacity)
+        self.pools = model.initial_states(capacity, max_length)
         self.running: list[Running | None] = [None] * capacity
         self.waiting: collections.deque[Request] = collections.deque()
 
-    def serve(self, requests: Iterable[Request]) -> Iterator[tuple[str, bytes]]:
-        """Each request's name and bytes, as they finish."""
+    def serve(self, requests: Iterable[Request]) -> Iterator[tuple[str, Sequence[int]]]:
+        """Each request's name and tokens, of the type of its prompt, as they finish."""
         coming = collections.deque(sorted(requests, key=lambda request: request.arrives))
         turn = 0
         while coming or self.waiting or any(self.running):
@@ -87,13 +94,13 @@ class Server:
                 self.running[slot] = Running(self.waiting.popleft())
 
     def read_prompts(self):
-        """One packed call for as much of the unread prompts as its rows hold; the first byte of those that are read."""
+        """One packed call for as much of the unread prompts as its rows hold; the first token of those that are read."""
         tokens, cuts, slots, fresh = np.zeros(self.rows, np.int32), [0], [], []
         for slot, x in enumerate(self.running):
             if x is None or x.read == len(x.request.prompt) or cuts[-1] == self.rows:
                 continue
             piece = x.request.prompt[x.read : x.read + self.rows - cuts[-1]]
-            tokens[cuts[-1] : cuts[-1] + len(piece)] = np.frombuffer(piece, np.uint8)
+            tokens[cuts[-1] : cuts[-1] + len(piece)] = list(piece)
             cuts.append(cuts[-1] + len(piece))
             slots.append(slot)
             fresh.append(x.read == 0)
@@ -108,16 +115,16 @@ class Server:
             np.array(fresh + [False] * unused),
         )
         following, self.pools = prefill(self.model, self.pools, *arrays)
-        for slot, byte in zip(slots, np.asarray(following), strict=False):
+        for slot, token in zip(slots, np.asarray(following), strict=False):
             if (x := self.running[slot]).read == len(x.request.prompt):
-                x.written.append(byte)
+                x.written.append(int(token))
 
     def write(self):
-        """One more byte for everyone whose prompt is read."""
+        """One more token for everyone whose prompt is read."""
         ready = [slot for slot, x in enumerate(self.running) if x is not None and x.written]
         if not ready:
             return
-        tokens, slots = np.zeros(self.capacity, np.uint8), np.full(self.capacity, -1, np.int32)
+        tokens, slots = np.zeros(self.capacity, np.int32), np.full(self.capacity, -1, np.int32)
         for slot in ready:
             tokens[slot], slots[slot] = self.running[slot].written[-1], slot
         following, self.pools = decode(self.model, self.pools, tokens, slots)
@@ -128,24 +135,32 @@ class Server:
         for slot, x in enumerate(self.running):
             if x is not None and len(x.written) >= x.request.length and x.read == len(x.request.prompt):
                 self.running[slot] = None
-                yield x.request.name, bytes(x.written[: x.request.length])
+                yield x.request.name, type(x.request.prompt)(x.written[: x.request.length])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("prompts", nargs="+")
-    parser.add_argument("--model", type=Path, help="what `glax demo` wrote (default: untrained weights)")
-    parser.add_argument("--length", type=int, default=200, help="bytes for each prompt (default: %(default)s)")
+    help = "a checkpoint's folder, or what `glax demo` wrote (default: untrained weights)"
+    parser.add_argument("--model", type=Path, help=help)
+    parser.add_argument("--length", type=int, default=200, help="tokens for each prompt (default: %(default)s)")
     parser.add_argument("--capacity", type=int, default=8, help="requests at a time (default: %(default)s)")
     arguments = parser.parse_args()
-    model = load(arguments.model) if arguments.model else ByteLM(ByteLMConfig(), rngs=nnx.Rngs(0))
-    requests = [Request(prompt, prompt.encode(), arguments.length) for prompt in arguments.prompts]
+    tokenizer = Bytes()
+    if arguments.model is None:
+        model = ByteLM(ByteLMConfig(), rngs=nnx.Rngs(0))
+    elif arguments.model.is_dir():
+        model = from_pretrained(arguments.model)
+        tokenizer = find_tokenizer(arguments.model, model.vocabulary)
+    else:
+        model = load(arguments.model)
+    requests = [Request(prompt, tokenizer.encode(prompt), arguments.length) for prompt in arguments.prompts]
     began, count = time.perf_counter(), 0
     with jax.default_matmul_precision("float32"):
         for name, written in Server(model, arguments.capacity).serve(requests):
             count += len(written)
-            print(f"---- {name!r}\n{name}{written.decode('utf-8', 'replace')}")
-    print(f"---- {count} bytes in {time.perf_counter() - began:.1f} s, compilation included")
+            print(f"---- {name!r}\n{name}{tokenizer.decode(written)}")
+    print(f"---- {count} tokens in {time.perf_counter() - began:.1f} s, compilation included")
 
 
 if __name__ == "__main__":

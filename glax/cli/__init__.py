@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from glax._version import __version__
-from glax.cli import bench, cache, check, demo, doctor, tune
+from glax.cli import bench, cache, check, demo, doctor, generate, train, tune
 from glax.cli.errors import UsageError
 from glax.cli.usable import require_usable_jax
 from glax.testing.check import one_line
 
-SUBCOMMANDS = (doctor, check, bench, tune, cache, demo)
+SUBCOMMANDS = (doctor, check, bench, tune, cache, demo, generate, train)
 INTERRUPTED, UNREAD = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as shells have it
 
 

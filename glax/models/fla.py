@@ -102,8 +102,20 @@ def output_options(options: Options, functions: dict[str, str]) -> dict:
     return dict(
         feature_map=known[options.choice("feature_map", None, known)],
         use_output_gate=options.flag("use_output_gate", True),
-        elementwise_affine=options.flag("elementwise_affine", True),
+        elementwise_affine=affine(options),
     )
+
+
+def affine(options: Options) -> bool:
+    return bool(options.take("elementwise_affine", True))  # null stands for false in these configs
+
+
+def convolutions(options: Options) -> dict:
+    """use_short_conv and conv_size. Old configs have share_conv_kernel, for one convolution of q, k and v together."""
+    used, shared = options.flag("use_short_conv", False), options.take("share_conv_kernel", False)
+    if used and shared:
+        raise options.unsupported("share_conv_kernel", "q, k and v have a convolution each")
+    return dict(use_short_conv=used, conv_size=options.integer("conv_size", 4))
 
 
 def outer_options(options: Options) -> tuple[dict, Callable]:
@@ -166,8 +178,7 @@ def gla(config: ModelConfig, precision: Precision) -> CausalLM:
     options.ignore("use_gk", "use_gv")
     deviation = options.number("initializer_range", 0.02)
     more = dict(
-        use_short_conv=options.flag("use_short_conv", False),
-        conv_size=options.integer("conv_size", 4),
+        **convolutions(options),
         clamp_min=options.number("clamp_min", None, optional=True),
         norm_eps=options.number("norm_eps", 1e-6),
         kernel_init=nnx.initializers.normal(deviation),
@@ -189,7 +200,7 @@ def retnet(config: ModelConfig, precision: Precision) -> CausalLM:
     width = options.integer("hidden_size", 2048)
     heads, output = heads_and_widths(options, width, 8, (1.0, 2.0)), output_options(options, TRANSFORMERS)
     options.choice("attn_mode", "chunk", MODES)
-    options.ignore("use_short_conv", "conv_size")
+    options.ignore("use_short_conv", "conv_size", "share_conv_kernel")
     more = dict(
         norm_eps=options.number("norm_eps", 1e-6),
         kernel_init=nnx.initializers.normal(options.number("initializer_range", 0.02)),
@@ -211,19 +222,23 @@ def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
     if ratio is None and heads is None:
         raise ValueError("config.json must have expand_ratio or num_heads")
     ratio = width // heads if ratio is None else options.integer("expand_ratio", 128)
-    if width % ratio:
-        raise ValueError(f"expand_ratio={ratio} in config.json must divide hidden_size={width}")
     heads = width // ratio
+    if heads == 0 or width % heads:
+        raise ValueError(
+            f"hidden_size={width} in config.json must be a multiple of hidden_size // expand_ratio={heads}"
+        )
     options.choice("attn_mode", "chunk", MODES)
     more = dict(
         num_heads=heads,
         key_width=ratio,
-        use_short_conv=options.flag("use_short_conv", False),
-        conv_size=options.integer("conv_size", 4),
-        elementwise_affine=options.flag("elementwise_affine", True),
+        value_width=width // heads,
+        elementwise_affine=affine(options),
+        **convolutions(options),
         kernel_init=nnx.initializers.normal(options.number("initializer_range", 0.02)),
     )
     bounded = options.flag("use_lower_bound", True)
+    if bounded and heads * ratio != width:
+        raise options.unsupported("expand_ratio", f"with use_lower_bound it must divide hidden_size={width}")
 
     def mixer(layer: int) -> HGRN2Attention:
         return HGRN2Attention(width, **more, **precision.options)

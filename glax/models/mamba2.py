@@ -15,7 +15,9 @@ from glax.nn.mamba2 import Mamba2
 from glax.nn.norms import RMSNorm
 from glax.nn.passes import Rows
 
-OF_FLA = ("rmsnorm", "norm_eps", "dt_limit", "D_has_hdim", "A_init_range", "norm_before_gate", "fuse_norm")
+OF_FLA = ("rmsnorm", "norm_eps", "dt_limit", "D_has_hdim", "A_init_range")
+# In configs that older versions of transformers wrote; its code does not read them.
+UNREAD = ("norm_before_gate", "rms_norm", "time_step_init_scheme", "time_step_scale")
 
 MIXER = {"input": "in_proj", "conv": "conv1d", "output": "out_proj"}
 BACKBONE = (
@@ -58,7 +60,10 @@ def mamba2(config: ModelConfig, precision: Precision) -> CausalLM:
         dt_range=(options.number("time_step_min", 0.001), options.number("time_step_max", 0.1)),
         dt_floor=options.number("time_step_floor", 1e-4),
     )
-    options.ignore("time_step_rank", "rescale_prenorm_residual", "chunk_size")
+    inside = options.take("intermediate_size", None)
+    if inside not in (None, sizes["num_heads"] * sizes["head_width"]):
+        raise options.unsupported("intermediate_size", "it must be hidden_size * expand")
+    options.ignore("time_step_rank", "rescale_prenorm_residual", "chunk_size", *UNREAD)
     return assemble(options, config, precision, sizes, mixer, eps=eps, deviation=0.1, vocabulary=32768)
 
 

@@ -126,6 +126,8 @@ class ByteLM(nnx.Module):
 
         return self.through(attend, tokens, pools)
 
+    prefill = prefill_into  # as the models of `glax.models` call it
+
     def step(
         self, tokens: Int[Array, "B"], states: States, slots: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B 256"], States]:
@@ -136,7 +138,8 @@ class ByteLM(nnx.Module):
         check_tokens("tokens", tokens, "[B]")
         return self.through(lambda attention, x, state: attention.step(x, state, slots), tokens, states)
 
-    def initial_states(self, batch: int) -> States:
+    def initial_states(self, batch: int, max_length: int | None = None) -> States:
+        """Empty states of `batch` sequences. They have one size whatever the length, so max_length has no effect."""
         return tuple(block.attention.initial_state(batch) for block in self.blocks)
 
     def through(self, attend: Callable, tokens: Int[Array, "*rows"], states: States) -> tuple[Array, States]:

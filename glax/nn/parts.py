@@ -121,7 +121,8 @@ def rotate(
     """
     width = x.shape[-1] if width is None else width
     frequencies = theta ** -(jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    angles = positions[..., None, None].astype(jnp.float32)
+    angles = angles * for_rows(angles, frequencies)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     wide = x.astype(jnp.float32)
     first, second, rest = wide[..., : width // 2], wide[..., width // 2 : width], wide[..., width:]

@@ -92,7 +92,7 @@ class Parallel:
             place = rows - lag - begin[own]  # in the sequence; negative before its first token
             earlier = state[own, jnp.clip(before + place, 0, max(before - 1, 0))] if lag else flat
             views.append(jnp.where((place >= 0)[:, None], jnp.roll(flat, lag, axis=0), earlier.astype(x.dtype)))
-        place = (end - begin)[:, None] - before + jnp.arange(before)  # of the rows that stay
+        place = (end - begin)[:, None] - before + jnp.arange(before)[None]  # of the rows that stay
         old = jnp.take_along_axis(state, jnp.clip(before + place, 0, max(before - 1, 0))[..., None], 1)
         new = flat[jnp.clip(begin[:, None] + place, 0, len(flat) - 1)]
         after = jnp.where((place >= 0)[..., None], new, old.astype(x.dtype))
@@ -100,7 +100,7 @@ class Parallel:
 
     def window_in_segments(self, x: Array, before: int, state: Array) -> tuple[list[Array], Array]:
         segments, T = self.segments, x.shape[1]
-        place = jnp.arange(T) - segments.begin  # [B, T]
+        place = jnp.arange(T)[None] - segments.begin  # [B, T]
         views = []
         for lag in range(before, -1, -1):
             back = place - lag
@@ -108,7 +108,7 @@ class Parallel:
             old = jnp.take_along_axis(state, at[..., None], 1) if lag else x
             old = jnp.where(segments.is_first[..., None], old.astype(x.dtype), 0)
             views.append(jnp.where((back >= 0)[..., None], jnp.roll(x, lag, axis=1), old))
-        rows = segments.last[:, None] + 1 - before + jnp.arange(before)  # [B, before]
+        rows = segments.last[:, None] + 1 - before + jnp.arange(before)[None]  # [B, before]
         first_of_last = jnp.take_along_axis(segments.begin, segments.last[:, None], 1)
         in_last, at = rows >= first_of_last, jnp.clip(rows, 0, T - 1)
         old_at = jnp.clip(before + rows - first_of_last, 0, max(before - 1, 0))
@@ -127,9 +127,9 @@ class Parallel:
             place = (jnp.arange(T) - begin[own] + start[own]).reshape(self.shape)
             return place, start + jnp.diff(self.cu_seqlens)
         if self.segment_ids is None:
-            return start[:, None] + jnp.arange(T), start + T
+            return start[:, None] + jnp.arange(T)[None], start + T
         segments = self.segments
-        place = jnp.arange(T) - segments.begin + jnp.where(segments.is_first, start[:, None], 0)
+        place = jnp.arange(T)[None] - segments.begin + jnp.where(segments.is_first, start[:, None], 0)
         after = jnp.take_along_axis(place, segments.last[:, None], 1)[:, 0] + 1
         return place, jnp.where(segments.is_token.any(1), after, start)
 
@@ -147,7 +147,8 @@ class Parallel:
             o = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=local)
             return o, dict(key=k, value=v, length=jnp.full(q.shape[0], T, jnp.int32))
         begin = self.segments.begin
-        seen = (rows[:, None] >= rows) & (rows >= begin[..., None]) & in_window(rows[:, None] - rows, window)
+        back = (rows[:, None] - rows[None])[None]
+        seen = (back >= 0) & (rows[None, None] >= begin[..., None]) & in_window(back, window)
         o = jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], scale=scale)
         return o, dict(key=k, value=v, length=jnp.full(q.shape[0], T, jnp.int32))
 
@@ -155,9 +156,9 @@ class Parallel:
         if self.segment_ids is not None:
             raise ValueError("segment_ids and the cache of softmax attention exclude each other: pack with cu_seqlens")
         place, length = self.positions(cache["length"])
-        at = (jnp.arange(q.shape[0])[:, None], place)
+        at = (jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], place.shape), place)
         cache = dict(key=written(cache["key"], at, k), value=written(cache["value"], at, v), length=length)
-        back = place[..., None] - jnp.arange(cache["key"].shape[1])
+        back = place[..., None] - jnp.arange(cache["key"].shape[1])[None, None]
         seen = (back >= 0) & in_window(back, window)
         o = attention(q, cache["key"], cache["value"], seen, scale)
         return o, cache
@@ -168,8 +169,8 @@ class Parallel:
         own, T = self.sequence_of, q.shape[1]
         rows = jnp.arange(T)
         if not cache:
-            back = rows[:, None] - rows
-            seen = (back >= 0) & (own[:, None] == own) & in_window(back, window)
+            back = rows[:, None] - rows[None]
+            seen = (back >= 0) & (own[:, None] == own[None]) & in_window(back, window)
             o = attention(q, k, v, seen[None], scale)
             return o.reshape(shape), dict(key=k[0], value=v[0], length=jnp.diff(self.cuts))
         place, length = self.positions(cache["length"])
@@ -178,8 +179,8 @@ class Parallel:
         at = (own, place)
         cache = dict(key=written(cache["key"], at, k[0]), value=written(cache["value"], at, v[0]), length=length)
         N, L = cache["key"].shape[:2]
-        back = place[:, None] - jnp.tile(jnp.arange(L), N)
-        seen = (back >= 0) & (own[:, None] == jnp.repeat(jnp.arange(N), L)) & in_window(back, window)
+        back = place[:, None] - jnp.tile(jnp.arange(L), N)[None]
+        seen = (back >= 0) & (own[:, None] == jnp.repeat(jnp.arange(N), L)[None]) & in_window(back, window)
         keys, values = (cache[name].reshape(1, N * L, *cache[name].shape[2:]) for name in ("key", "value"))
         return attention(q, keys, values, seen[None], scale).reshape(shape), cache
 
@@ -220,7 +221,7 @@ class Segments:
         T = ids.shape[1]
         rows, is_token = jnp.arange(T), jnp.ones(ids.shape, bool) if pad_id is None else ids != pad_id
         starts = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], 1)
-        begin = jax.lax.cummax(jnp.where(starts, rows, 0), axis=1)
+        begin = jax.lax.cummax(jnp.where(starts, rows[None], 0), axis=1)
         is_first = begin == jnp.where(is_token.any(1), is_token.argmax(1), T)[:, None]
         last = T - 1 - is_token[:, ::-1].argmax(1)
         return cls(is_token, begin, is_first, last)
@@ -250,7 +251,7 @@ class Step:
         at = (rows, place)
         cache = dict(key=written(cache["key"], at, k), value=written(cache["value"], at, v), length=length)
         keys, values = self.read(cache["key"]), self.read(cache["value"])
-        back = place[:, None, None] - jnp.arange(keys.shape[1])
+        back = place[:, None, None] - jnp.arange(keys.shape[1])[None, None]
         o = attention(q[:, None], keys, values, (back >= 0) & in_window(back, window), scale)
         return o[:, 0], cache
 

@@ -11,10 +11,13 @@ Slow: fla's Triton kernels run in Triton's interpreter.
 import pathlib
 import sys
 
+import fla_on_cpu  # noqa: F401, before fla
+
+# isort: split
+
 import fla.layers.attn
 import fla.models.gla.modeling_gla
 import fla.models.modeling_utils
-import fla_on_cpu  # noqa: F401, before fla
 import torch
 from fla.models import GLAConfig, HGRN2Config, RetNetConfig, RWKV6Config
 from fla.models import Mamba2Config as FLAMamba2Config

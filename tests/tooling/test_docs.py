@@ -56,6 +56,11 @@ def test_the_support_matrix_is_the_registrys():
     assert made.between(made.by_gate()) in made.README.read_text(), "python docs/support_matrix.py --write"
 
 
+def test_the_table_of_parameters_is_that_of_the_models():
+    made = script("parameter_names")
+    assert made.between(made.table()) in made.PAGE.read_text(), "python docs/parameter_names.py --write"
+
+
 def test_figures_are_those_of_the_files_of_results():
     made = script("performance_page")
     assert made.page() == made.PAGE.read_text(), "python docs/performance_page.py --write"

@@ -70,5 +70,5 @@ def initial_read(r: Recurrence) -> Float[Array, "B T H V"] | float:
 def bonus_term(r: Recurrence, bonus: Float[Array, "H K"]) -> Float[Array, "B T H V"]:
     """scale * (sum over K of q bonus k) v."""
     q, k, v = (spread_heads(x, r.num_heads).astype(r.dtype) for x in (r.q, r.k, r.v))
-    weight = (q * k * bonus.astype(r.dtype)).sum(-1) * r.by_token(r.scale)[..., None]
+    weight = (q * k * bonus.astype(r.dtype)[None, None]).sum(-1) * r.by_token(r.scale)[..., None]
     return weight[..., None] * v

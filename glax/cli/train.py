@@ -1,0 +1,125 @@
+"""glax train: train or fine-tune a model as a config says. The work is in `glax.models.training`."""
+
+import sys
+from pathlib import Path
+
+from glax.cli.arguments import INT32, a_path, within
+from glax.cli.errors import UsageError
+from glax.cli.packages import require
+
+PACKAGES = ("flax", "matplotlib", "optax", "orbax", "rich", "safetensors")
+SMOOTHED_OVER = 50  # steps
+
+
+def add_parser(subparsers):
+    parser = subparsers.add_parser(
+        "train",
+        help="train or fine-tune a model on a text",
+        description="Trains the model of a TOML or JSON config on a text: glax.models.training.TrainingConfig lists its "
+        "keys. A run that was interrupted resumes from its newest checkpoint. The folder `model` in its output "
+        "is what glax, fla and transformers load.",
+    )
+    parser.add_argument("config", type=a_path, metavar="CONFIG", help="a file in TOML or JSON")
+    parser.add_argument("--steps", type=within(1, INT32), metavar="N", help="instead of the config's")
+    parser.add_argument("--out", type=a_path, metavar="FOLDER", help="instead of the config's")
+    return parser
+
+
+def run(args) -> int:
+    require(PACKAGES, "models")
+    from rich.console import Console
+
+    from glax.models.training import TrainingConfig, train
+
+    changes = dict(steps=args.steps, out=None if args.out is None else str(args.out))
+    try:
+        config = TrainingConfig.read(args.config, **{name: x for name, x in changes.items() if x is not None})
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from None
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    try:
+        history, finished = shown(config, train, console)
+    except ValueError as error:  # of the model's config, the text or the tokenizer
+        raise UsageError(str(error)) from error
+    plot = Path(config.out) / "loss.png"
+    save_plot(plot, history)
+    held = list(history.held_out.values())
+    console.print(f"held out: {held[-1]:.3f} nats/token\nWritten: {Path(config.out) / 'model'}, {plot}")
+    return 0 if finished else 130
+
+
+def shown(config, train, console):
+    """Train with a bar: the history, and whether it was left to finish."""
+    import math
+
+    import jax
+
+    from glax.cli.interrupt import noted_interrupt
+    from glax.models.training import make_model, utilisation
+
+    model, _ = make_model(config)
+    devices, tokens = config.data * config.sequence, config.batch * config.length
+    parameters = sum(x.size for x in jax.tree.leaves(model_parameters(model)))
+    console.print(f"{parameters:,} parameters; {config.steps} steps of {config.batch} x {config.length} tokens")
+    every, seconds = math.ceil(config.steps / 20), []
+    with noted_interrupt() as interrupt, bar(console, config.steps) as update:
+
+        def each_step(step: int, loss: float, took: float) -> bool:
+            seconds.append(took)
+            recent = sorted(seconds[1:][-50:]) or [took]  # the first step compiles
+            rate = tokens / recent[len(recent) // 2]
+            share = utilisation(model, rate, devices)
+            mfu = "" if share is None else f", MFU {share:.1%}"
+            update(step, f"{loss:.3f} nats/token, {rate:,.0f} tokens/s{mfu}", step % every == 0 or step == config.steps)
+            return interrupt.requested
+
+        _, history = train(config, each_step)
+    return history, not interrupt.requested
+
+
+def model_parameters(model):
+    from flax import nnx
+
+    return nnx.state(model, nnx.Param)
+
+
+def bar(console, steps: int):
+    """A bar on a terminal, else a line now and then: a context that yields update(step, status, whether a line is due)."""
+    import contextlib
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    @contextlib.contextmanager
+    def on_terminal():
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"), TimeRemainingColumn())
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("", total=steps, status="compiling")
+            yield lambda step, status, due: progress.update(task, completed=step, status=status)
+
+    @contextlib.contextmanager
+    def in_lines():
+        yield lambda step, status, due: console.print(f"step {step}/{steps}: {status}") if due else None
+
+    return on_terminal() if console.is_terminal else in_lines()
+
+
+def save_plot(path: Path, history):
+    """The losses of the steps, smoothed, and those held out, as a picture."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    from glax._src.core.files import replacing
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")  # no pyplot: no display, no global state
+    axes = figure.add_subplot()
+    steps, losses = np.array(list(history.losses)), np.array(list(history.losses.values()))
+    if len(losses):
+        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each step")
+        window = min(SMOOTHED_OVER, len(losses))
+        smooth = np.convolve(losses, np.full(window, 1 / window), mode="valid")
+        axes.plot(steps[window - 1 :], smooth, color="tab:blue", label=f"training, mean of {window} steps")
+    axes.plot(history.held_out.keys(), history.held_out.values(), "o", color="tab:orange", label="held out")
+    axes.set(xlabel="step", ylabel="nats per token", ylim=(0, None))
+    axes.legend()
+    with replacing(path) as new:
+        figure.savefig(new, dpi=150)

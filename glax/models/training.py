@@ -1,0 +1,274 @@
+"""Training and fine-tuning: windows of a text, AdamW, data and sequence parallelism, checkpoints that a run resumes from."""
+
+import dataclasses
+import functools
+import json
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from glax import parallel
+from glax.models.checkpoints import save_pretrained
+from glax.models.load import from_config, from_pretrained
+from glax.models.model import REMAT, CausalLM
+from glax.models.tokens import Tokenizer, find_tokenizer, read_tokens
+from glax.nn import LightningAttention, Mamba2
+from glax.nn.linear_attention import LinearAttention
+from glax.nn.rwkv6 import RWKV6Attention
+from glax.nn.train import Recipe
+
+DTYPES = ("float32", "bfloat16")
+HELD_OUT = 0.05  # of the tokens, from the end
+EVALUATED = 16  # windows of them
+# Dense operations a second in bfloat16, by a part of the device's name, as its maker states them.
+PEAKS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "v5 lite": 197e12,
+    "v5p": 459e12,
+    "v6": 918e12,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """What `glax train` reads, as TOML or JSON.
+
+    model:      the content of a config.json, or a folder: its weights are trained on, where it has any.
+    text:       the file to train on; its last 5% are held out.
+    tokenizer:  a file of the package tokenizers; that of the model's folder, or bytes, if None.
+    out:        the folder for checkpoints, the plot, and the model as `save_pretrained` writes it.
+    steps, batch, length: optimizer steps, windows a step, tokens a window.
+    learning_rate, warmup, weight_decay, clip: AdamW, a linear warmup over that share of the steps, then a cosine to a tenth.
+    dtype:      of activations; parameters are float32.
+    remat:      what the backward pass computes again: "full", "dots", "dots_no_batch" or None.
+    checkpoint_every: steps between checkpoints. seed: of weights and windows.
+    data, sequence: how many devices the batch and the sequence are spread over.
+    """
+
+    model: dict | str
+    text: str
+    tokenizer: str | None = None
+    out: str = "train-out"
+    steps: int = 1000
+    batch: int = 8
+    length: int = 512
+    learning_rate: float = 1e-3
+    warmup: float = 0.05
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    dtype: str = "float32"
+    remat: str | None = None
+    checkpoint_every: int = 200
+    seed: int = 0
+    data: int = 1
+    sequence: int = 1
+
+    def __post_init__(self):
+        for name in ("steps", "batch", "length", "checkpoint_every", "data", "sequence"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        for name, shards in (("batch", self.data), ("length", self.sequence)):
+            if getattr(self, name) % shards:
+                raise ValueError(f"{name} must be a multiple of the {shards} devices it is spread over")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.remat is not None and self.remat not in REMAT:
+            raise ValueError(f"remat must be one of {', '.join(map(repr, REMAT))}, got {self.remat!r}")
+
+    @classmethod
+    def read(cls, path: Path, **changes) -> "TrainingConfig":
+        """The config in a file, with changes. Paths in it are relative to its folder. ValueError names what is wrong."""
+        raw = path.read_bytes()
+        try:
+            values = json.loads(raw) if path.suffix == ".json" else tomllib.loads(raw.decode())
+        except ValueError as error:
+            raise ValueError(f"{path} is neither TOML nor JSON: {error}") from None
+        if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(cls)}):
+            raise ValueError(f"{path} has keys that are not known: {', '.join(unknown)}")
+        if missing := sorted({"model", "text"} - values.keys()):
+            raise ValueError(f"{path} must have {' and '.join(missing)}")
+        for name in ("model", "text", "tokenizer", "out"):
+            if isinstance(values.get(name), str):
+                values[name] = str(path.parent / values[name])
+        return cls(**values | changes)
+
+
+@dataclasses.dataclass
+class History:
+    """Nats per token: of each step's windows by step, and of held-out windows by step."""
+
+    losses: dict[int, float] = dataclasses.field(default_factory=dict)
+    held_out: dict[int, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    train: np.ndarray
+    held_out: np.ndarray  # [windows, length + 1]
+
+    @classmethod
+    def read(cls, path: Path, tokenizer: Tokenizer, length: int) -> "Text":
+        tokens, window = read_tokens(path, tokenizer), length + 1
+        windows = min(int(len(tokens) * HELD_OUT) // window, EVALUATED) or 1
+        if len(tokens) < (windows + 1) * window:
+            raise ValueError(f"{path} is too short: {len(tokens)} tokens, windows of {length} need {2 * window}")
+        cut = len(tokens) - windows * window
+        return cls(tokens[:cut], tokens[cut:].reshape(windows, window))
+
+    def windows(self, batch: int, length: int, rng: np.random.Generator) -> np.ndarray:
+        """[batch, length + 1] tokens, from anywhere in the text."""
+        first = rng.integers(0, len(self.train) - length, batch)
+        return self.train[first[:, None] + np.arange(length + 1)]
+
+
+def make_model(config: TrainingConfig) -> tuple[CausalLM, Tokenizer]:
+    """The model to be trained, in float32, and its tokenizer."""
+    dtype, folder = jnp.dtype(config.dtype), None
+    if isinstance(config.model, str):
+        folder = Path(config.model)
+        has_weights = any(folder.glob("*.safetensors"))
+        if has_weights:
+            model = from_pretrained(folder, dtype=jnp.float32)
+            trained = from_config(folder, dtype=dtype, rngs=nnx.Rngs(config.seed))
+            nnx.update(trained, nnx.state(model, nnx.Param))
+            model = trained
+        else:
+            model = from_config(folder, dtype=dtype, rngs=nnx.Rngs(config.seed))
+    else:
+        model = from_config(config.model, dtype=dtype, rngs=nnx.Rngs(config.seed))
+    model.set_remat(config.remat)
+    file = None if config.tokenizer is None else Path(config.tokenizer)
+    return model, find_tokenizer(folder, model.vocabulary, file)
+
+
+def spread_sequence(model: CausalLM, mesh: jax.sharding.Mesh):
+    """Let every recurrence of the model solve its shard of the sequence, and exchange states."""
+    recurrence = functools.partial(parallel.recurrent, mesh=mesh, batch_axis="data", sequence_axis="sequence")
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, RWKV6Attention):
+            raise ValueError("sequence must be 1 for rwkv6: its read of the state before each token is not spread")
+        if isinstance(module, LinearAttention | LightningAttention | Mamba2):
+            module.recurrence = recurrence
+
+
+def train(
+    config: TrainingConfig, each_step: Callable[[int, float, float], bool] = lambda step, loss, seconds: False
+) -> tuple[CausalLM, History]:
+    """Train from the newest checkpoint in `config.out`, or from the beginning if there is none; the model, and its losses.
+
+    each_step(step, loss, seconds since the step before) is called after each step; if it returns True, training ends there,
+    with a checkpoint. A run that resumes continues as one that was never interrupted: its windows depend on the step alone.
+    """
+    model, tokenizer = make_model(config)
+    text = Text.read(Path(config.text), tokenizer, config.length)
+    mesh = jax.make_mesh((config.data, config.sequence), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
+    plain = nnx.graphdef(model)  # held-out windows are few, and need not divide over the devices
+    if config.sequence > 1:
+        spread_sequence(model, mesh)
+    everywhere, spread = NamedSharding(mesh, P()), NamedSharding(mesh, P("data", "sequence"))
+    graph, params = nnx.split(model)
+    recipe = Recipe(
+        config.steps, config.batch, config.length, config.learning_rate, config.warmup, config.weight_decay, config.clip
+    )
+    optimizer = recipe.optimizer()
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(everywhere, everywhere))
+    def update(state, read, following):
+        params, moments = state
+        loss, gradient = jax.value_and_grad(lambda params: nnx.merge(graph, params).loss(read, following))(params)
+        change, moments = optimizer.update(gradient, moments, params)
+        return (optax.apply_updates(params, change), moments), loss
+
+    @jax.jit
+    def evaluate(params, read, following):
+        return nnx.merge(plain, params).loss(read, following)
+
+    out = Path(config.out)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    state = jax.jit(lambda params: (params, optimizer.init(params)), out_shardings=everywhere)(params)
+    history = History()
+    with ocp.CheckpointManager((out / "checkpoints").absolute(), options=options) as checkpoints:
+        state, done = resumed(checkpoints, state, everywhere)
+        history = read_history(out, done)
+        since = time.perf_counter()
+        for step in range(done + 1, config.steps + 1):
+            windows = text.windows(config.batch, config.length, np.random.default_rng((config.seed, step)))
+            state, loss = update(state, *(jax.device_put(x, spread) for x in (windows[:, :-1], windows[:, 1:])))
+            history.losses[step] = float(loss)
+            now = time.perf_counter()
+            stop = bool(each_step(step, float(loss), now - since))
+            since = time.perf_counter()
+            if stop or step % config.checkpoint_every == 0 or step == config.steps:
+                held = text.held_out
+                history.held_out[step] = float(evaluate(state[0], held[:, :-1], held[:, 1:]))
+                checkpoints.save(step, args=ocp.args.StandardSave(by_name(state)))
+                write_history(out, history)
+                since = time.perf_counter()
+            if stop:
+                break
+    model = nnx.merge(graph, state[0])
+    save_pretrained(model, out / "model")
+    return model, history
+
+
+def by_name(state) -> dict:
+    """The arrays of a tree by their paths, so that a checkpoint does not depend on the classes in it."""
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def resumed(checkpoints: ocp.CheckpointManager, state, sharding: NamedSharding):
+    """The state of the newest checkpoint and its step; `state` and 0 if there is none. ValueError if it is another model's."""
+    step = checkpoints.latest_step()
+    if step is None:
+        return state, 0
+    wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in by_name(state).items()}
+    try:
+        found = checkpoints.restore(step, args=ocp.args.StandardRestore(wanted))
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"the checkpoint of step {step} in {checkpoints.directory} is of another model: {error}"
+        ) from None
+    return jax.tree.structure(state).unflatten([found[name] for name in wanted]), step
+
+
+HISTORY = "history.json"
+
+
+def write_history(out: Path, history: History):
+    (out / HISTORY).write_text(json.dumps(dataclasses.asdict(history)))
+
+
+def read_history(out: Path, done: int) -> History:
+    """The losses of the steps that the checkpoint has behind it."""
+    if not done or not (out / HISTORY).is_file():
+        return History()
+    values = json.loads((out / HISTORY).read_text())
+    return History(*({int(k): v for k, v in values[name].items() if int(k) <= done} for name in ("losses", "held_out")))
+
+
+def flops_per_token(model: CausalLM) -> float:
+    """Operations of a training step for each token: 6 for each parameter that a matrix product reads."""
+    sizes = [x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    lookup = 0 if model.head is None else model.vocabulary * model.width
+    return 6.0 * (sum(sizes) - lookup)
+
+
+def utilisation(model: CausalLM, tokens_per_second: float, devices: int) -> float | None:
+    """Model FLOPs utilisation: the share of the devices' peak in bfloat16; None where the peak is not known."""
+    kind = jax.devices()[0].device_kind
+    peak = next((value for name, value in PEAKS.items() if name in kind), None)
+    return None if peak is None else flops_per_token(model) * tokens_per_second / (peak * devices)
