@@ -33,9 +33,9 @@ class Recurrence:
     initial_state: Float[Array, "N H K V"] | None
     boundaries: Int[Array, "N+1"] | None
     scale: Float[Array, "N"]
-    erasure: Erasure | None = None
     reverse: bool = dataclasses.field(default=False, metadata=dict(static=True))
     segments: Segments | None = None
+    erasure: Erasure | None = None
 
     replace = dataclasses.replace
 

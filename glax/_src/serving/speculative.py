@@ -230,5 +230,5 @@ def state_after(draft: Draft, taken: Bool[Array, "B T 1 1"], state: Float[Array,
         decay = Decay(head=jnp.broadcast_to(decay.constant[:, None], (B, T, H)))
     key, erasure = clear(draft.key), jax.tree.map(clear, draft.erasure)
     scale = jnp.ones(B, promoted(key.dtype, jnp.float32))
-    r = Recurrence(key, key, clear(draft.value), jax.tree.map(clear, decay), state, None, scale, erasure)
+    r = Recurrence(key, key, clear(draft.value), jax.tree.map(clear, decay), state, None, scale, erasure=erasure)
     return solve(Choice(), differentiable(r)).final_state
