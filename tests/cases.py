@@ -168,8 +168,8 @@ def whole_gradient(sweep: Sweep) -> Recurrence:
 def all_sweeps() -> Iterator[Sweep]:
     """Over the shapes of cases of `all_cases`, so that what these compile serves all strengths; and over one that GPUs take."""
     cases = {case.name: case for case in all_cases()}
-    for form in ("constant", "head", "key", "value", "both"):
-        sides = 2 if form == "both" else 1
+    for form in ("constant", "head", "key", "value", "key+value"):
+        sides = 2 if form == "key+value" else 1
         for name in (form, f"{form}-packed-reverse"):
             yield Sweep(cases[name], steady(sides=sides) + in_one(steady(step=1)) + LEARNED)
     for name in (

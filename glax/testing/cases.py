@@ -11,7 +11,7 @@ from glax._src.core.bind import bind
 from glax._src.core.recurrence import Recurrence
 
 # The gates of each form of decay.
-FORMS = dict(none=(), constant=("g_gamma",), head=("g",), key=("gk",), value=("gv",), both=("gk", "gv"))
+FORMS = dict(none=(), constant=("g_gamma",), head=("g",), key=("gk",), value=("gv",), **{"key+value": ("gk", "gv")})
 # Strengths for which the bars of float32 are wider: gates of -100 or -inf stand among mild ones.
 EXTREME = ("-100 on 5%", "-inf on 5%", "extreme")
 

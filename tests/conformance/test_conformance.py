@@ -31,7 +31,7 @@ KERNELS = [spec for spec in kernel_registry.kernels.values() if spec.backend in 
 KERNELS = [spec for spec in KERNELS if not spec.is_step and spec.name != "recurrent.vjp/xla/any"]
 FORWARD = [spec for spec in KERNELS if not spec.algorithm.endswith(".vjp")]
 BACKWARD = [spec for spec in KERNELS if spec.algorithm.endswith(".vjp")]
-FAST = ("none-packed", "key", "value", "both-packed-reverse", "constant-packed", "bfloat16-head", "heads4-2-1")
+FAST = ("none-packed", "key", "value", "key+value-packed-reverse", "constant-packed", "bfloat16-head", "heads4-2-1")
 
 
 def on_each(specs: list[KernelSpec]):
@@ -171,7 +171,7 @@ def test_gradient(case, spec):
 DERIVED = [
     dataclasses.replace(c, strengths=("log-sigmoid", "mild"))
     for c in CASES
-    if "packed-reverse" in c.name or c.name == "both" or c.name in ("key-segments", "both-segments-reverse")
+    if "packed-reverse" in c.name or c.name == "key+value" or c.name in ("key-segments", "key+value-segments-reverse")
 ]
 
 
@@ -186,7 +186,7 @@ def test_derived_gradient(case, spec):
 
 def test_float64():
     with jax.enable_x64(True):
-        for name in ("both", "both-packed-reverse", "head", "T512-key"):
+        for name in ("key+value", "key+value-packed-reverse", "head", "T512-key"):
             case = next(case for case in CASES if case.name == name)
             case = dataclasses.replace(case, dtype="float64", gate_dtype="float64", state_dtype="float64", chunk=16)
             for spec in FORWARD:
@@ -355,10 +355,10 @@ def wrong_scale_gradient(r: Recurrence, d_output, d_final) -> Recurrence:
     ("check", "faulty", "name"),
     [
         (check_forward, no_decay_at_chunk_start, "key"),
-        (check_forward, swapped_gates, "both"),
+        (check_forward, swapped_gates, "key+value"),
         (check_forward, dropped_initial_state, "key"),
         (check_forward, final_state_of_wrong_sequence, "key-packed"),
-        (check_forward, reverse_off_by_one, "both-reverse"),
+        (check_forward, reverse_off_by_one, "key+value-reverse"),
         (check_forward, padding_read, "key-packed"),
         (check_gradient, no_final_state_term, "key"),
         (check_gradient, wrong_scale_gradient, "key"),

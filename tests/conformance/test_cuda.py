@@ -20,9 +20,9 @@ CASES = {case.name: case for case in all_cases()}
 FEW = ("log-sigmoid", "-20", "-inf on 5%", "+0.05")
 TOKENS = [
     *(dataclasses.replace(CASES[name], T=20, strengths=FEW) for name in ("key", "head", "value-reverse", "constant")),
-    dataclasses.replace(CASES["both-packed-reverse"], strengths=("log-sigmoid",)),
+    dataclasses.replace(CASES["key+value-packed-reverse"], strengths=("log-sigmoid",)),
     dataclasses.replace(CASES["head-packed"], strengths=("log-sigmoid", "-100 on 5%")),
-    dataclasses.replace(CASES["bfloat16-both"], T=20, V=40),
+    dataclasses.replace(CASES["bfloat16-key+value"], T=20, V=40),
     dataclasses.replace(CASES["float16-key"], T=20),
     dataclasses.replace(CASES["T2600-key"], T=700, strengths=("-1e-6",)),
     Case("odd", T=9, K=33, V=7, gates=("gk", "gv")),

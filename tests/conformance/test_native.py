@@ -88,7 +88,7 @@ def test_any_number_of_threads_agrees_in_every_bit(tmp_path):
 
 LONG = dict(heads=(1, 1, 1), K=16, V=20, strengths=("log-sigmoid", "-1e-6", "-100 on 5%"))  # few heads: segments of T
 SEGMENTED = [
-    Case("both", T=2500, gates=("gk", "gv"), **LONG),
+    Case("key+value", T=2500, gates=("gk", "gv"), **LONG),
     Case("key-reverse", B=2, T=2100, reverse=True, **LONG),
     Case("head-constant-packed", T=2600, cuts=(0, 0, 1200, 1210, 2590), gates=("g", "g_gamma"), **LONG),
     Case("none-packed-reverse", T=2600, cuts=(0, 0, 1300, 2590), gates=(), reverse=True, **LONG),
@@ -203,7 +203,7 @@ MAGNITUDES = [  # of q, k, v and d_output; kernels divide by decays down to e^-4
 ]
 
 
-@pytest.mark.parametrize("form", ["constant", "head", "key", "value", "both"])
+@pytest.mark.parametrize("form", ["constant", "head", "key", "value", "key+value"])
 def test_numbers_of_every_magnitude(form):
     """Intermediate values outside float32's range do not affect results within it."""
     case = Case("", T=70, K=16, V=20, gates=FORMS[form])

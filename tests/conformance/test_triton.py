@@ -48,9 +48,12 @@ CHUNKED = [
 ]
 TOKENS = [
     dataclasses.replace(CASES[name], T=40, strengths=("log-sigmoid", "-inf on 5%"))
-    for name in ("both", "value-reverse", "constant", "head")
+    for name in ("key+value", "value-reverse", "constant", "head")
 ]
-TOKENS += [dataclasses.replace(CASES["both-packed-reverse"], strengths=("log-sigmoid",)), CASES["bfloat16-both"]]
+TOKENS += [
+    dataclasses.replace(CASES["key+value-packed-reverse"], strengths=("log-sigmoid",)),
+    CASES["bfloat16-key+value"],
+]
 # Equal gates must not round alike at every token.
 TOKENS += [dataclasses.replace(CASES["T2600-key"], T=700, gates=("gk", "gv"), strengths=("-1e-6",))]
 

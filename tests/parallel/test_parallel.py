@@ -250,7 +250,7 @@ def test_a_batch_by_vmap_in_parts(packed, in_two_phases):
     assert in_two_phases
 
 
-@pytest.mark.parametrize("form", ["constant", "head", "both"])
+@pytest.mark.parametrize("form", ["constant", "head", "key+value"])
 def test_second_derivatives(form, request):
     """The derivative of every gradient in one direction, through shards that wait, and shards that correct (head)."""
     if form == "head":
@@ -356,7 +356,7 @@ def test_the_batch_axis_shards_the_time_of_packed_sequences(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("form", ["none", "constant", "key", "both"])
+@pytest.mark.parametrize("form", ["none", "constant", "key", "key+value"])
 def test_segment_ids(form, layout):
     """T that 2 does not divide, segments that cross shards, padding of NaN; in either direction."""
     case = Case("", B=2, T=27, heads=(4, 2, 2), K=8, V=6, gates=FORMS[form])

@@ -84,7 +84,7 @@ def pairs(program: Program) -> list[tuple[set[str], set[str]]]:
 
 @pytest.mark.parametrize(
     ("form", "shards", "packed"),
-    [(form, 4, False) for form in FORMS if form not in WAITING] + [("key", 8, True), ("both", 8, False)],
+    [(form, 4, False) for form in FORMS if form not in WAITING] + [("key", 8, True), ("key+value", 8, False)],
 )
 def test_shards_that_correct(form, shards, packed, correcting):
     """Exchange and kernel wait for each other in neither direction: the scheduler runs them side by side."""

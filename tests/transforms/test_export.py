@@ -110,7 +110,7 @@ def test_the_compilation_cache_knows_a_program_on_a_mesh_again(processes):
 CALLS = dict(
     chosen=dict(gk=True),
     constant=dict(g_gamma=True, cfg=ChunkedConfig(16), reverse=True),
-    both=dict(gk=True, gv=True, cfg=ChunkedConfig(16)),
+    **{"key+value": dict(gk=True, gv=True, cfg=ChunkedConfig(16))},
     packed=dict(gk=True, cfg=ChunkedConfig(16), cu_seqlens=True),
     token=dict(gv=True, platform="xla"),
 )

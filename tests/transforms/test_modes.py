@@ -117,7 +117,13 @@ def layer(dtype: str):
 
 CALLS = {
     f"{form}{'-packed' * packed}-{name}": functools.partial(solving, "bfloat16", platform, form, packed, **options)
-    for form, packed in (("none", False), ("constant", True), ("head", False), ("both", False), ("both", True))
+    for form, packed in (
+        ("none", False),
+        ("constant", True),
+        ("head", False),
+        ("key+value", False),
+        ("key+value", True),
+    )
     for name, platform, options in (
         ("native", "cpp", {}),
         ("recurrent", "xla", {}),
@@ -145,8 +151,8 @@ def test_promotion_is_said(call, option):
 
 
 RUN = {
-    "native": functools.partial(solving, "float32", "cpp", "both", True),
-    "recurrent": functools.partial(solving, "float32", "xla", "both", False),
+    "native": functools.partial(solving, "float32", "cpp", "key+value", True),
+    "recurrent": functools.partial(solving, "float32", "xla", "key+value", False),
     "chunked": functools.partial(solving, "float32", None, "head", True, cfg=ChunkedConfig(4)),
     "serving": functools.partial(serving, "float32", "cpp"),
 }

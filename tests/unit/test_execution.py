@@ -236,7 +236,7 @@ def test_the_deny_list(monkeypatch):
             "DENIED",
             [known_miscompiles.Denial(kernel="*", **common | dict(first=first, fixed=fixed))],
         )
-        assert known_miscompiles.denied("chunked/xla/any") is None
+        assert known_miscompiles.known_miscompile("chunked/xla/any") is None
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_triton_that_miscompiles_is_refused_on_hopper(kind, monkeypatch):
     def reason(version, kind):
         monkeypatch.setattr(known_miscompiles, "version_of", lambda library: version)
         monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(device_kind=kind)])
-        return known_miscompiles.denied("chunked/triton/gpu")
+        return known_miscompiles.known_miscompile("chunked/triton/gpu")
 
     for version in ("3.4.0", "3.6.0", "3.7.0+cu12"):
         assert "install triton>=3.7.1" in reason(version, kind)
@@ -302,10 +302,15 @@ def test_explain_names_kernels_configs_selectors_and_refusals():
         "chunked/xla/any: ChunkedConfig(chunk=16), by override",
         "  for B4 T64 Hq2 Hk2 Hv2 K8 V8 float32 key=float32",
     ]
+    assert explained[0].outranked == {}
+    assert explained[0].refused["recurrent/xla/any"] == "takes a Config, cfg is a ChunkedConfig"
     assert str(glax.explain(jnp.sin, Q)) == "no call of glax"
     shapes = jax.ShapeDtypeStruct(Q.shape, Q.dtype)
     fastest = "recurrent/xla/any" if missing() else "recurrent/cpp/cpu"
-    assert glax.explain(glax.recurrent, shapes, shapes, shapes)[0].kernel == fastest
+    usual = glax.explain(glax.recurrent, shapes, shapes, shapes)
+    assert usual[0].kernel == fastest
+    assert CHUNKED in usual[0].outranked and CHUNKED not in usual[0].refused
+    assert f"  not {CHUNKED}: able, with a priority of 1; {fastest} has " in str(usual)
     assert glax.detect_platform() is glax.Platform(fastest.split("/")[1])
 
 

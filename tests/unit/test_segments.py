@@ -85,7 +85,7 @@ def pulled(f, arguments, cotangents):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("pad_id", [0, 9, None])
-@pytest.mark.parametrize("form", ["none", "constant", "key", "both"])
+@pytest.mark.parametrize("form", ["none", "constant", "key", "key+value"])
 def test_each_segment_is_a_sequence_of_its_own(form, pad_id, reverse):
     """NaN in padding, in the cotangent of the output there too, and an output that is not differentiated elsewhere."""
     arguments = arguments_of(FORMS[form])
@@ -161,7 +161,7 @@ def test_moved_documents_need_no_new_compile_and_vmap_scan_and_remat_hold():
         assert_close("vmap", x, np.stack(ys), 1e-5)
 
 
-@pytest.mark.parametrize("form", ["constant", "both"])
+@pytest.mark.parametrize("form", ["constant", "key+value"])
 def test_second_derivatives(form):
     """Of a row of segments and of the same sequences packed by cu_seqlens."""
     lengths = (5, 1, 7, 4)

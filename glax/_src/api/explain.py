@@ -24,13 +24,14 @@ class Explanation(list[Decision]):
         lines = []
         for d in self:
             lines += [f"{d.kernel}: {d.config}, by {d.selector}", f"  for {d.invocation.key}"]
-            lines += [f"  not {name}: {reason}" for name, reason in d.refused.items()]
+            lines += [f"  not {name}: {reason}" for name, reason in (*d.outranked.items(), *d.refused.items())]
         return "\n".join(lines) or "no call of glax"
 
 
 def explain(fn, *args, **kwargs) -> Explanation:
-    """For every glax call that fn(*args, **kwargs) makes: the kernel, its config, which selector chose it, and why others
-    refused. Only traces fn; shapes (jax.ShapeDtypeStruct) will do for arguments.
+    """List every glax call that fn(*args, **kwargs) makes: the kernel, its config, the selector that chose the config, and
+    why no other kernel runs: it refused, or its priority is not above that of the chosen one. With `platform`, the kernels of
+    other platforms are not listed. Only traces fn; shapes (jax.ShapeDtypeStruct) will do for arguments.
 
     Under jax.grad the gradient's kernels are among them. Calls of the same kernel on the same shapes stand once. A vmapped
     call stands twice: as written, and merged into the batch, as it runs.

@@ -34,8 +34,8 @@ DENIED: list[Denial] = [
 ]
 
 
-def denied(kernel: str, config=None) -> str | None:
-    """The reason why `kernel` must not run here, with that config if one is given; None if there is none."""
+def known_miscompile(kernel: str, config=None) -> str | None:
+    """The reason why `kernel` is refused here, with that config if one is given: a compiler miscompiles it. None if none does."""
     for denial in DENIED:
         if (
             fnmatch.fnmatch(kernel, denial.kernel)

@@ -1,4 +1,9 @@
-"""The registry: kernels by algorithm, platform and backend, and the choice among them."""
+"""The registry: kernels by algorithm, platform and backend, and the choice among them.
+
+A kernel refuses a call, for a reason in one sentence, its refusal: it needs another backend, takes another config, is known to be
+miscompiled here, or does not support the call (`KernelSpec.supports`, the kernel's own condition). A kernel that does not refuse
+is able. Of the able kernels the one with the highest priority is chosen, and the others are outranked.
+"""
 
 import dataclasses
 import enum
@@ -9,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from glax._src.core.backend import Backend, computes_on, local_device, lowering_platform, x64_is_enabled
-from glax._src.core.known_miscompiles import denied
+from glax._src.core.known_miscompiles import known_miscompile
 from glax._src.core.recurrence import Recurrence, describe
 
 
@@ -83,8 +88,8 @@ class KernelSpec:
     forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals), if the gradient kernel of the same algorithm and
               platform takes `residuals` instead of recomputing them; else None
     saves_residuals: recurrence -> whether residuals are worth their memory
-    supports: recurrence -> None, or the reason why the kernel cannot run it
-    priority: recurrence -> number; of the kernels that can run it, the one with the highest is chosen
+    supports: recurrence -> None, or why the kernel refuses it, whatever the machine and the config
+    priority: recurrence -> number; of the able kernels, the one with the highest is chosen
     version:  raised when measured configs become invalid
     two_phase: recurrence -> the kernel in two phases, or None where that would add work to `run`
     erases:   whether the kernel runs recurrences with an `erasure`, those of the delta rule
@@ -119,7 +124,7 @@ class KernelSpec:
         return self.algorithm.endswith(".step")
 
     def refusal(self, r: Recurrence, config: Config | None = None) -> str | None:
-        """The reason why this kernel cannot run r here with that config; None if it can."""
+        """Why this kernel refuses to run r here with that config; None if it is able to."""
         if self.backend not in (Backend.here(), Backend.ANY):
             return f"needs a {self.backend}, {computes_on()}"
         if self.backend is Backend.GPU and lowering_platform.value is not None and local_device() is None:
@@ -130,7 +135,7 @@ class KernelSpec:
             return "does not erase, as beta and erase require"
         if config is not None and type(config) is not self.config:
             return f"takes a {self.config.__name__}, cfg is a {type(config).__name__}"
-        return denied(self.name) or self.supports(r)
+        return known_miscompile(self.name) or self.supports(r)
 
     # The interface of `glax._src.tuning.op.Kernel`, for executors and the tuner.
 
@@ -213,7 +218,7 @@ class KernelRegistry:
         gradient: bool = False,
         step: bool = False,
     ) -> tuple[list[KernelSpec], dict[str, str]]:
-        """The kernels that can run r (or its gradient, or a step in a pool) on this machine, best first; the others' reasons."""
+        """The able kernels for r (or its gradient, or a step in a pool) here, the chosen one first; and the others' refusals."""
         eligible = [s for s in self.kernels.values() if (s.is_gradient, s.is_step) == (gradient, step)]
         eligible = [s for s in eligible if platform in (None, s.platform)]
         refusals = {spec.name: spec.refusal(r, config) for spec in eligible}
@@ -221,7 +226,7 @@ class KernelRegistry:
         return sorted(able, key=lambda spec: -spec.priority(r)), {k: v for k, v in refusals.items() if v is not None}
 
     def find(self, r: Recurrence, platform: Platform | None = None, config: Config | None = None) -> KernelSpec:
-        """The kernel of highest priority that can run r on this machine. UnsupportedError, with all reasons, if there is none."""
+        """The kernel that is chosen for r on this machine. UnsupportedError, with every refusal, if no kernel is able."""
         able, refusals = self.able(r, platform, config)
         if able:
             return able[0]

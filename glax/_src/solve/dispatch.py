@@ -227,19 +227,19 @@ def run_step(spec: KernelSpec, choice: Choice, r: Recurrence, slots, otherwise) 
     """
     from glax._src.solve.lowering import Kernel  # loads modules of JAX that are not a part of `import jax`
 
-    _, refused = kernel_registry.able(r, choice.platform, step=True) if is_listening() else (None, {})
+    others = why_not_others(spec, choice, r, step=True)
 
-    def step(spec, refused, r: Recurrence, slots=None) -> Outputs:
+    def step(spec, others: dict, r: Recurrence, slots=None) -> Outputs:
         rows = jnp.arange(r.num_sequences, dtype=jnp.int32) if slots is None else slots.astype(jnp.int32)
         tokens, pool = r.replace(initial_state=None), r.initial_state
-        return Outputs(*executor(spec, tokens, pool, rows, cfg=choice.config, refused=refused))
+        return Outputs(*executor(spec, tokens, pool, rows, cfg=choice.config, **others))
 
     def again(platform: Platform | None, results, r: Recurrence, slots=None) -> Outputs:
         own = narrowed(choice, platform)
         spec = step_kernel(own, r)
         return otherwise(own, r, slots) if spec is None else step(spec, {}, r, slots)
 
-    kernel = Kernel(functools.partial(step, spec, refused), again, opaque=spec.platform is not Platform.XLA)
+    kernel = Kernel(functools.partial(step, spec, others), again, opaque=spec.platform is not Platform.XLA)
     # The slots are known at run time only, so a pool cannot be sharded along with its sequences.
     return kernel.placed(r) if slots is None else kernel.alone(r, slots)
 
@@ -261,8 +261,23 @@ def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, again, part
 
 def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None):
     """Run spec's kernel, or a part of it, with the config that the executor chooses."""
-    _, refused = kernel_registry.able(r, choice.platform, gradient=spec.is_gradient) if is_listening() else (None, {})
-    return executor(spec, r, *given, cfg=choice.config, refused=refused | choice.refused, part=part)
+    others = why_not_others(spec, choice, r, gradient=spec.is_gradient)
+    return executor(spec, r, *given, cfg=choice.config, part=part, **others)
+
+
+def why_not_others(spec: KernelSpec, choice: Choice, r: Recurrence, **kind: bool) -> dict[str, dict[str, str]]:
+    """Why no kernel but spec runs r, as the executor records it: refused, outranked. Empty where nothing is recorded.
+
+    kind: gradient or step, as `KernelRegistry.able` takes them.
+    """
+    if not is_listening():
+        return {}
+    able, refused = kernel_registry.able(r, choice.platform, choice.config, **kind)
+    chosen, outranked = spec.priority(r), {}
+    for other in able:
+        if other.name != spec.name:
+            outranked[other.name] = f"able, with a priority of {other.priority(r)}; {spec.name} has {chosen}"
+    return dict(refused=refused | choice.refused, outranked=outranked)
 
 
 def narrowed(choice: Choice, platform: Platform | None) -> Choice:

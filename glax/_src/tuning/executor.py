@@ -19,7 +19,8 @@ class Decision(NamedTuple):
     invocation: Invocation  # the kernel, and the shapes of its arguments
     config: Any
     selector: str  # the selector that chose the config
-    refused: dict[str, str]  # why other kernels cannot run the call, by their names
+    refused: dict[str, str]  # the refusals of other kernels, by their names
+    outranked: dict[str, str]  # the priorities of other able kernels beside this one's, by their names
 
     @property
     def kernel(self) -> str:
@@ -34,12 +35,23 @@ class Executor:
             raise TypeError(f"chain must be a ConfigSelectorChain, got {chain!r}")
         self.chain = ConfigSelectorChain() if chain is None else chain
 
-    def __call__(self, kernel, *args, cfg=None, _cfg=None, refused: dict[str, str] | None = None, part=None, **kwargs):
+    def __call__(
+        self,
+        kernel,
+        *args,
+        cfg=None,
+        _cfg=None,
+        refused: dict[str, str] | None = None,
+        outranked: dict[str, str] | None = None,
+        part=None,
+        **kwargs,
+    ):
         """Run kernel(*args, **kwargs) with the config that the chain chooses.
 
         cfg: the config to use instead. _cfg: the name that ejkernel has for cfg.
-        refused: why other kernels cannot run the call, by name; recorded for `explain`.
-        part: a function to run in the kernel's place with the same config, a part of its computation.
+        refused, outranked: what to record for `explain`; see `Decision`.
+        part: the function of the kernel to call instead of its `run`, with the same config: `forward_with_residuals`, or one of
+            those of a `TwoPhase`.
 
         Raises TypeError if kernel is neither a Kernel nor a KernelSpec, or if both cfg and _cfg are given.
         """
@@ -50,7 +62,7 @@ class Executor:
         inv = Invocation.of(kernel, args, kwargs, _cfg if cfg is None else cfg)
         config, selector = self.chain.choose(inv)
         if (recorded := listener.get()) is not None:
-            recorded.append(Decision(inv, config, selector, refused or {}))
+            recorded.append(Decision(inv, config, selector, refused or {}, outranked or {}))
         with jax.named_scope(f"glax.{kernel.op_id}"):
             run = kernel.runner(config) if part is None else functools.partial(part, config=config)
             return run(*args, **kwargs)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glax._src.core.backend import x64_is_enabled
-from glax._src.core.known_miscompiles import denied
+from glax._src.core.known_miscompiles import known_miscompile
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Platform, kernel_registry
 from glax._src.tuning.cache import Measurement
@@ -63,7 +63,7 @@ class Tuner:
             outcomes: dict[Any, float | Exception] = {}
             for config, program in programs.items():
                 try:
-                    if reason := denied(inv.kernel.op_id, config):
+                    if reason := known_miscompile(inv.kernel.op_id, config):
                         raise CandidateError(reason)
                     check(program.result()(*operands), program.result()(*operands), want)
                     forward = jax.jit(inv_impl(inv, config)) if validate_backward else program.result()

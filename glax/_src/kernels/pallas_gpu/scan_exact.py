@@ -107,7 +107,7 @@ class Chunk:
     batch: Any
     chunk: Any
     head: Any
-    columns: pl.Slice
+    columns: slice | pl.Slice
     scale: Any
 
     @property

@@ -105,7 +105,7 @@ def carry_state(p: Program, columns, advance):
 
 def note_range(p: Program, step, flag):
     """Write whether the chunk is out of range, in one program and warpgroup of those that have its columns."""
-    w, (block, head, _) = p.plan, p.place()
+    w, (block, head) = p.plan, p.place()[:2]
 
     @pl.when((block == 0) & (p.warpgroup == (1 if w.outputs else 0)))
     def _():
