@@ -25,19 +25,25 @@ class Weights:
 
     def __init__(self, folder: Path):
         self.folder, self.handles = folder, {}
-        self.files = files_of(folder)
+        self.files, self.stored = files_of(folder), {}
+
+    def rename(self, aliases: tuple[tuple[str, str], ...]):
+        """Call tensors by their usual name, where a file has another for them."""
+        for other, usual in aliases:
+            if other in self.files and usual not in self.files:
+                self.files[usual], self.stored[usual] = self.files.pop(other), other
 
     def names(self) -> set[str]:
         return set(self.files)
 
     def dtype(self, name: str) -> jnp.dtype:
-        kind = self.open(name).get_slice(name).get_dtype()
+        kind = self.open(name).get_slice(self.stored.get(name, name)).get_dtype()
         if kind not in FLOATS:
             raise ValueError(f"{name} in {self.files[name]} must be floating point, got {kind}")
         return jnp.dtype(FLOATS[kind])
 
     def read(self, name: str) -> np.ndarray:
-        return self.open(name).get_tensor(name)
+        return self.open(name).get_tensor(self.stored.get(name, name))
 
     def open(self, name: str):
         path = self.files[name]
@@ -94,6 +100,7 @@ def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place)
     ValueError, with every name, if weights are missing or left over, or if a shape differs.
     """
     named = {model.names(path): path for path, _ in parameters(model)}
+    weights.rename(model.names.aliases)
     found, tied = weights.names(), tied_name(model)
     missing, left = sorted(named.keys() - found), sorted(found - named.keys() - {tied})
     if missing or left:

@@ -27,6 +27,7 @@ BACKBONE = (
     (r"^norm\.", "backbone.norm_f."),
     (r"^head\.", "lm_head."),
 )
+ALIASES = (("backbone.embedding.weight", "backbone.embeddings.weight"),)  # as transformers renames it, too
 ORIGINAL = (*BACKBONE[: len(MIXER)], (r"^embedding\.", "backbone.embedding."), *BACKBONE[len(MIXER) + 1 :])
 
 
@@ -165,7 +166,7 @@ def assemble(
         config,
         blocks,
         norm(),
-        Names(names),
+        Names(names, aliases=ALIASES if names is BACKBONE else ()),
         vocabulary=vocabulary,
         width=width,
         tied=tied,

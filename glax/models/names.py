@@ -40,10 +40,12 @@ class Names:
     """rules: (pattern, replacement) of re.sub, applied in order to the path "blocks.3.attn.query.kernel" of a parameter.
 
     What they leave of the last part, `LEAVES` names. layouts: as LEAVES, for further names of last parts.
+    aliases: (another name that files have, the name of the rules).
     """
 
     rules: tuple[tuple[str, str], ...]
     layouts: tuple[tuple[str, Layout], ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
 
     def __call__(self, path: str) -> str:
         for pattern, replacement in self.rules:

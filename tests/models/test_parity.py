@@ -211,6 +211,8 @@ def test_the_state_spaces_form_of_mamba2_is_told_by_its_config(tmp_path):
     weights = load_file(folder / "model.safetensors")
     weights["backbone.embedding.weight"] = weights.pop("backbone.embeddings.weight")
     save_file(weights, folder / "model.safetensors")
+    renamed = glax.models.from_pretrained(folder)  # as transformers reads it, too
+    np.testing.assert_array_equal(renamed.embedding.embedding[...], weights["backbone.embedding.weight"])
     ssm = dict(layer="Mamba2", d_state=8, headdim=8)
     config = dict(d_model=16, n_layer=2, vocab_size=31, pad_vocab_size_multiple=16, ssm_cfg=ssm, rms_norm=True)
     config |= dict(

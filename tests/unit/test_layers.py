@@ -1,0 +1,169 @@
+"""The layers of glax.nn that no published checkpoint in tests/models uses, dtypes, and layers on a mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import glax.models
+from glax import nn, parallel
+from tests.close import assert_close
+
+WIDTH, T = 16, 19
+
+
+def normal(*shape, seed=1):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def randomised(layer):
+    """Every parameter random, those too that begin as zeros or ones."""
+    for i, (_, param) in enumerate(nnx.to_flat_state(nnx.state(layer, nnx.Param))):
+        param[...] = param[...] + 0.3 * normal(*param.shape, seed=10 + i)
+    return layer
+
+
+def numpy_of(layer) -> dict[str, np.ndarray]:
+    flat = nnx.to_flat_state(nnx.state(layer, nnx.Param))
+    return {".".join(map(str, path)): np.asarray(param[...], np.float64) for path, param in flat}
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def simple_gla_by_formula(p, x):
+    """Two heads, one of keys and values; convolutions of 3 rows."""
+
+    def projected(name, heads):
+        y = x @ p[f"{name}.kernel"]
+        padded = np.concatenate([np.zeros((2, y.shape[1])), y])
+        y = silu(sum(padded[i : i + len(y)] * p[f"{name}_conv.filter"][i] for i in range(3)))
+        return y.reshape(len(x), heads, -1)
+
+    q, k, v = projected("query", 2), projected("key", 1).repeat(2, 1), projected("value", 1).repeat(2, 1)
+    decay = sigmoid(x @ p["gate.kernel"] + p["gate.bias"]) ** (1 / 16)
+    S, rows = np.zeros((2, 8, 8)), []
+    for t in range(len(x)):
+        S = decay[t][:, None, None] * S + k[t][:, :, None] * v[t][:, None, :]
+        rows.append(np.einsum("hk,hkv->hv", q[t], S) / np.sqrt(8))
+    o = np.stack(rows)
+    o = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-6) * p["norm.scale"]
+    return (o.reshape(len(x), -1) * silu(x @ p["output_gate.kernel"])) @ p["output.kernel"]
+
+
+def lightning_by_formula(p, x):
+    """Slopes 0.5 and 0.125."""
+    q, k, v = (silu(x @ p[f"{name}.kernel"]).reshape(len(x), 2, 8) for name in ("query", "key", "value"))
+    S, rows = np.zeros((2, 8, 8)), []
+    for t in range(len(x)):
+        S = np.exp([-0.5, -0.125])[:, None, None] * S + k[t][:, :, None] * v[t][:, None, :]
+        rows.append(np.einsum("hk,hkv->hv", q[t], S).ravel())
+    o = np.stack(rows)
+    o = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-6) * p["norm.scale"]
+    return (o * sigmoid(x @ p["output_gate.kernel"])) @ p["output.kernel"]
+
+
+LAYERS = {
+    "simple_gla": (
+        lambda: nn.SimpleGatedLinearAttention(WIDTH, num_heads=2, num_kv_heads=1, conv_size=3, rngs=nnx.Rngs(0)),
+        simple_gla_by_formula,
+    ),
+    "lightning": (
+        lambda: nn.LightningAttention(WIDTH, num_heads=2, slopes=[0.5, 0.125], rngs=nnx.Rngs(0)),
+        lightning_by_formula,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_way_to_read_is_the_formula(name):
+    make, formula = LAYERS[name]
+    layer, x = randomised(make()), normal(2, T, WIDTH)
+    want = np.stack([formula(numpy_of(layer), np.asarray(row, np.float64)) for row in x])
+    y, final = nnx.jit(type(layer).__call__)(layer, x)
+    assert_close("one pass", y, want, 1e-5)
+    pool = jax.tree.map(lambda s: jnp.full_like(s, 3), layer.initial_state(3))
+    packed, cuts = jnp.concatenate([x[0, :7], x[1, :4], x[0, :2]]), jnp.array([0, 7, 11])
+    y, pool = layer.prefill_into(packed, pool, jnp.array([2, 0]), cuts, jnp.array([True, True]))
+    assert_close("prefill", y[:11], np.concatenate([want[0, :7], want[1, :4]]), 1e-5)
+    step = nnx.jit(type(layer).step)
+    for t in range(7, T):
+        tokens = jnp.stack([x[0, t], x[0, 0]])
+        y, pool = step(layer, tokens, pool, jnp.array([2, -1]))
+        assert_close(f"step {t}", y[0], want[0, t], 1e-5)
+    for got, state in zip(jax.tree.leaves(pool), jax.tree.leaves(final), strict=True):
+        assert_close("state", got[2], state[0], 1e-5)
+        assert (np.asarray(got[1]) == 3).all()
+    rows = jnp.concatenate([x[0, :7], x[1, :12]])[None]
+    y, _ = layer(rows, segment_ids=jnp.array([[5] * 7 + [2] * 12]))
+    assert_close("segments", y[0], np.concatenate([want[0, :7], want[1, :12]]), 1e-5)
+
+
+@pytest.mark.parametrize("slopes", ["fla", "minimax"])
+def test_slopes_by_name_are_those_of_lightning_attention(slopes):
+    layer = nn.LightningAttention(WIDTH, num_heads=2, slopes=slopes, layer_idx=2, num_layers=5, rngs=nnx.Rngs(0))
+    q = normal(1, 9, 2, 4)
+    want = glax.lightning_attention(q, q, q, 2, 5, slopes=slopes).output
+    got = glax.recurrent(q, q, q, g_gamma=-jnp.asarray(layer.slopes, jnp.float32)).output
+    assert_close("output", got, want, 1e-6)
+    with pytest.raises(ValueError, match=r"slopes must be 'fla', 'minimax' or \[H\]=\[2\], got shape \(3,\)"):
+        nn.LightningAttention(WIDTH, num_heads=2, slopes=[1, 2, 3], rngs=nnx.Rngs(0))
+
+
+def test_dtypes_of_activations_parameters_and_states():
+    options = dict(dtype=jnp.bfloat16, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
+    layers = [
+        nn.Mamba2(WIDTH, num_heads=4, head_width=4, state_width=4, **options),
+        nn.RWKV6Attention(WIDTH, num_heads=2, **options),
+        nn.HGRN2Attention(WIDTH, num_heads=2, use_short_conv=True, **options),
+    ]
+    for layer in layers:
+        assert {x.dtype for x in jax.tree.leaves(nnx.state(layer, nnx.Param))} == {jnp.dtype(jnp.float16)}
+        y, state = jax.eval_shape(layer, jnp.zeros((2, T, WIDTH), jnp.bfloat16))
+        assert y.dtype == jnp.bfloat16 and state["recurrent"].dtype == jnp.float32
+        assert {x.dtype for name, x in state.items() if name != "recurrent"} == {jnp.dtype(jnp.bfloat16)}
+        empty = layer.initial_state(2)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), empty)
+
+
+def test_layers_on_a_mesh_read_across_shards_of_the_sequence():
+    """A convolution needs rows of the shard before, and the recurrence its state."""
+    mesh = jax.make_mesh((2, 4), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
+    recurrence = functools.partial(parallel.recurrent, mesh=mesh, batch_axis="data", sequence_axis="sequence")
+    plain = randomised(nn.SimpleGatedLinearAttention(WIDTH, num_heads=2, rngs=nnx.Rngs(0)))
+    spread = nn.SimpleGatedLinearAttention(WIDTH, num_heads=2, recurrence=recurrence, rngs=nnx.Rngs(0))
+    nnx.update(spread, nnx.state(plain, nnx.Param))
+    x = normal(2, 32, WIDTH)
+    want, _ = plain(x)
+    placed = jax.device_put(x, NamedSharding(mesh, P("data", "sequence")))
+    run = jax.jit(lambda x: spread(x)[0], out_shardings=placed.sharding)
+    assert_close("output", run(placed), want, 1e-5)
+    conv = plain.query_conv
+    program = jax.jit(lambda x: conv(x)[0], out_shardings=placed.sharding).lower(placed).compile().as_text()
+    assert "collective-permute" in program and "all-gather" not in program
+
+
+def test_parameters_lie_where_their_logical_axes_say():
+    config = dict(
+        model_type="gla", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=24
+    )
+    model = glax.models.from_config(config, rngs=nnx.Rngs(0))
+    spec = nnx.get_partition_spec(nnx.state(model, nnx.Param))
+    assert spec["blocks"][0]["mlp"]["down"]["kernel"].get_value() == P("mlp", "embed")
+    tokens, before = jnp.arange(12)[None], None
+    before = model(tokens)
+    mesh = jax.make_mesh((2, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
+    glax.models.shard(model, mesh)
+    kernel = model.blocks[0].attn.query.kernel[...]
+    assert kernel.sharding.spec == P("fsdp", "model") and kernel.addressable_shards[0].data.shape == (8, 4)
+    assert_close("logits", nnx.jit(glax.models.CausalLM.__call__)(model, tokens), before, 1e-5)
