@@ -1,8 +1,8 @@
 """Options of XLA for tests: programs that compile in half the time, and programs as users run them.
 
 The HLO is what users run in every test; it is the machine code that LLVM leaves as it is, whose optimizations take more than
-half of the time. tests/conftest.py makes that the default on CPUs. The conformance suite holds the kernels with OPTIMIZED code:
-every form of decay, direction, packing and dtype, and all lengths that are computed in parallel.
+half of the time. tests/conftest.py makes that the default on CPUs. The conformance suite holds the kernels with OPTIMIZED code
+for every form of decay, in the cases that `is_optimized` of tests/conformance/test_conformance.py names.
 """
 
 import functools

@@ -86,6 +86,13 @@ def waits_for_registers(ptx: str, at_launch: int, scalers: int) -> bool:
     )
 
 
+def registers_of(instruction: str) -> int:
+    """How many registers an instruction that is no product writes."""
+    if re.search(r"\.128|\.4$", instruction):
+        return 4
+    return 2 if re.search(r"\.64|WIDE", instruction) else 1
+
+
 def unwritten(disassembly: str) -> list[int]:
     """Registers that a product takes its left side from before any instruction, as they stand, has written them: ptxas 13.0
     does that to constants which two products read."""
@@ -96,8 +103,7 @@ def unwritten(disassembly: str) -> list[int]:
             found += sorted({*range(left, left + 4)} - written)
         if first := re.match(r"(?:U?P\w+, ?)*R(\d+)", operands):
             register, columns = int(first.group(1)), re.match(r"HGMMA\.64x(\d+)", name)
-            several = 4 if re.search(r"\.128|\.4$", name) else 2 if re.search(r"\.64|WIDE", name) else 1
-            written |= {*range(register, register + (int(columns.group(1)) // 2 if columns else several))}
+            written |= {*range(register, register + (int(columns.group(1)) // 2 if columns else registers_of(name)))}
     return found
 
 

@@ -104,13 +104,11 @@ def check_gradient(case: Case | Sweep, run):
 def is_optimized(case: Case) -> bool:
     """Whether a case's programs are compiled as users run them.
 
-    They are for every form of decay in either direction, packed and not, in every dtype, and for all lengths that XLA computes
-    in parallel. The other cases vary the shapes of the same kernels. On GPUs all are.
+    They are for every form of decay: from first to last token, packed and reversed, in bfloat16, and of the length that XLA
+    computes in parallel. The other cases vary the shapes and dtypes of the same kernels. On GPUs all are.
     """
-    form, *rest = case.name.split("-")
-    return jax.default_backend() != "cpu" or (
-        form in (*FORMS, "T512", "bfloat16", "float16") and "segments" not in rest
-    )
+    names = ("{}", "{}-packed-reverse", "bfloat16-{}", "T512-{}")
+    return jax.default_backend() != "cpu" or case.name in {name.format(form) for name in names for form in FORMS}
 
 
 @pytest.mark.fast

@@ -1,5 +1,8 @@
 """The Hopper kernels, forward and gradient, through the interpreter of Pallas Mosaic GPU and against the float64 reference."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,25 +24,48 @@ from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter, strengths
 
 BAR = 3.5e-3  # docs/numerics.md: bfloat16
+DEFAULT = HopperConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call and its gradient. `save`: the forward saves residuals. `parts`: in two phases, begun from other states."""
+
+    gate: str
+    strength: str | float = "mild"
+    T: int = 72
+    K: int = 64
+    V: int = 64
+    heads: tuple[int, int, int] = (1, 1, 1)
+    cuts: tuple[int, ...] | None = None
+    reverse: bool = False
+    gate_dtype: Any = jnp.bfloat16
+    gradient: bool = True
+    save: bool = True
+    parts: bool = False
+    config: HopperConfig = DEFAULT
+    bar: float = BAR
+
+
 CASES = {
-    "key, -100 and -inf": dict(gate="gk", strength="extreme", T=72),
-    "key, -inf at every place": dict(gate="gk", strength="every place", T=136),
-    "key, packed, reversed, shared heads": dict(gate="gk", heads=(1, 2, 1), cuts=(0, 0, 1, 70, 80), T=90, reverse=True),
-    "key, segments, states formed again": dict(gate="gk", T=150, save=False, config=HopperConfig(parts=2)),
-    "key, reset late": dict(gate="gk", strength="reset", T=216, gradient=False),
-    "key, reset late, segments, reversed": dict(
+    "key, -100 and -inf": Call(gate="gk", strength="extreme", T=72),
+    "key, -inf at every place": Call(gate="gk", strength="every place", T=136),
+    "key, packed, reversed, shared heads": Call(gate="gk", heads=(1, 2, 1), cuts=(0, 0, 1, 70, 80), T=90, reverse=True),
+    "key, segments, states formed again": Call(gate="gk", T=150, save=False, config=HopperConfig(parts=2)),
+    "key, reset late": Call(gate="gk", strength="reset", T=216, gradient=False),
+    "key, reset late, segments, reversed": Call(
         gate="gk", strength="reset", heads=(2, 1, 2), T=400, reverse=True, config=HopperConfig(parts=2)
     ),
-    "key, float32 gates": dict(gate="gk", gate_dtype=jnp.float32, T=72),
-    "key, weak": dict(gate="gk", strength=1 / 16, T=200, gradient=False, bar=2.45e-3),
-    "head, weak, reversed": dict(gate="g", strength=1 / 256, T=250, reverse=True, gradient=False, bar=2.5e-3),
-    "head, segments": dict(gate="g", T=310, K=60, V=40, parts=True, config=HopperConfig(parts=5)),
-    "head, reversed, states formed again": dict(gate="g", heads=(1, 2, 1), T=250, reverse=True, save=False),
-    "key, wide, extreme": dict(gate="gk", strength="extreme", T=72, K=130, V=100),
-    "head, wide, segments, shared heads": dict(
+    "key, float32 gates": Call(gate="gk", gate_dtype=jnp.float32, T=72),
+    "key, weak": Call(gate="gk", strength=1 / 16, T=200, gradient=False, bar=2.45e-3),
+    "head, weak, reversed": Call(gate="g", strength=1 / 256, T=250, reverse=True, gradient=False, bar=2.5e-3),
+    "head, segments": Call(gate="g", T=310, K=60, V=40, parts=True, config=HopperConfig(parts=5)),
+    "head, reversed, states formed again": Call(gate="g", heads=(1, 2, 1), T=250, reverse=True, save=False),
+    "key, wide, extreme": Call(gate="gk", strength="extreme", T=72, K=130, V=100),
+    "head, wide, segments, shared heads": Call(
         gate="g", T=150, K=160, V=130, heads=(1, 2, 1), parts=True, config=HopperConfig(parts=2)
     ),
-    "constant, packed": dict(gate="g_gamma", cuts=(0, 66, 66, 90), T=100, save=False),
+    "constant, packed": Call(gate="g_gamma", cuts=(0, 66, 66, 90), T=100, save=False),
 }
 
 
@@ -53,58 +79,56 @@ MARKS = {"head, segments": [pytest.mark.fast]}
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=MARKS.get(c, [])) for c in CASES])
 def test_against_the_reference(case, monkeypatch):
-    check(monkeypatch, **CASES[case])
+    check(CASES[case], monkeypatch)
 
 
-def check(
-    monkeypatch, gate, strength="mild", T=72, K=64, V=64, heads=(1, 1, 1), cuts=None, reverse=False,
-    gate_dtype=jnp.bfloat16, gradient=True, save=True, parts=False, config=None, bar=BAR,
-):  # fmt: skip
-    config = config or HopperConfig()
-    rng, H = np.random.default_rng(0), max(heads)
+def check(c: Call, monkeypatch):
+    rng, H, T, K, V = np.random.default_rng(0), max(c.heads), c.T, c.K, c.V
 
     def normal(*shape, dtype=jnp.bfloat16):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    q, k, v = (normal(1, T, h, width) for h, width in zip(heads, (K, K, V), strict=True))
-    shape = dict(gk=(1, T, H, K), g=(1, T, H), g_gamma=(H,))[gate]
+    q, k, v = (normal(1, T, h, width) for h, width in zip(c.heads, (K, K, V), strict=True))
+    shape = dict(gk=(1, T, H, K), g=(1, T, H), g_gamma=(H,))[c.gate]
     logs, dice = jax.nn.log_sigmoid(normal(*shape, dtype=jnp.float32)), rng.random(shape)
-    if strength == "extreme":
+    if c.strength == "extreme":
         logs = jnp.where(dice < 0.05, -100.0, jnp.where(dice > 0.98, -jnp.inf, logs))
-    elif strength == "reset":  # most chunks near, and the state before still felt where the first is not
+    elif c.strength == "reset":  # most chunks near, and the state before still felt where the first is not
         logs = jnp.where((jnp.arange(T) == 150)[None, :, None, None], -jnp.inf, logs / 16)
     elif (
-        strength == "every place"
+        c.strength == "every place"
     ):  # in a channel of the first chunk each, and in all at both ends of the second, two in a row
         token, channel = jnp.arange(T)[:, None], jnp.arange(K)
         resets = (token == channel) | (token // 64 == 1) & jnp.isin(token % 64, jnp.asarray([0, 1, 63]))
         logs = jnp.where(resets[None, :, None], -jnp.inf, logs / 4)
-    elif strength != "mild":
-        logs = strength * logs
-    N = 1 if cuts is None else len(cuts) - 1
+    elif c.strength != "mild":
+        logs = c.strength * logs
+    N = 1 if c.cuts is None else len(c.cuts) - 1
     state, d_final = (normal(N, H, K, V, dtype=jnp.float32) for _ in range(2))
     d_output = normal(1, T, H, V)
-    cu_seqlens = None if cuts is None else jnp.asarray(cuts, jnp.int32)
-    gates = {gate: logs.astype(gate_dtype)}
-    r = bind(q, k, v, **gates, initial_state=state, reverse=reverse, cu_seqlens=cu_seqlens)
+    cu_seqlens = None if c.cuts is None else jnp.asarray(c.cuts, jnp.int32)
+    gates = {c.gate: logs.astype(c.gate_dtype)}
+    r = bind(q, k, v, **gates, initial_state=state, reverse=c.reverse, cu_seqlens=cu_seqlens)
     mosaic_interpreter.install(monkeypatch)
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        if parts:  # begun from other states than they are finished from
+        if c.parts:  # begun from other states than they are finished from
             # compiled: what else runs beside an interpreted kernel may leave it no thread on a machine of two cores
             begin, begin_vjp = (jax.jit(f, static_argnames="config") for f in (chunked.begin, chunked.begin_vjp))
-            begun, _, log = begin(r, config=config)
-            found, residuals = chunked.finish_with_residuals(begun, r, config)
+            begun, _, log = begin(r, config=c.config)
+            found, residuals = chunked.finish_with_residuals(begun, r, c.config)
             behind = jnp.exp(log)[..., None] * 3.0 * state
-            _, reached, _ = begin(r.replace(initial_state=4.0 * state), config=config)
+            _, reached, _ = begin(r.replace(initial_state=4.0 * state), config=c.config)
             assert distance(reached - behind, found.final_state) < BAR
-            begun, *_ = begin_vjp(r, d_output, 0 * d_final, config=config)
-            d = chunked.finish_vjp(begun, r, d_output, d_final, residuals, config=config)
+            begun, *_ = begin_vjp(r, d_output, 0 * d_final, config=c.config)
+            d = chunked.finish_vjp(begun, r, d_output, d_final, residuals, config=c.config)
         else:
-            found, residuals = chunked.chunked_with_residuals(r, config) if save else (chunked.chunked(r, config), None)
-            d = chunked.chunked_vjp(r, d_output, d_final, residuals, config) if gradient else None
+            found, residuals = (
+                chunked.chunked_with_residuals(r, c.config) if c.save else (chunked.chunked(r, c.config), None)
+            )
+            d = chunked.chunked_vjp(r, d_output, d_final, residuals, c.config) if c.gradient else None
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, r)
     errors = [distance(a, b) for a, b in zip(found, reference(exact), strict=True)]
-    if gradient:
+    if c.gradient:
         expected = reference_gradient(exact, d_output.astype(jnp.float32), d_final)
         cut = (r.replace(boundaries=None), expected.replace(boundaries=None))
         assert jax.tree.structure(d) == jax.tree.structure(cut[0])
@@ -112,7 +136,7 @@ def check(
             sums = 10 if path[-1].name in ("scale", "constant") else 1  # over all of T, with cancellation
             errors.append(distance(a, b) / sums)
     print("errors", errors)
-    assert max(errors) < bar, errors
+    assert max(errors) < c.bar, errors
 
 
 @pytest.mark.parametrize("form", ["key", "head"])

@@ -3,7 +3,9 @@
 The interpreter does not notice a write that a product overtakes; this does.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,43 +24,66 @@ REPEATS = 50
 BAR = 3.5e-3  # docs/numerics.md: bfloat16
 PACKED = (0, 0, 1, 70, 198, 300, 599)
 WEAKER = dict(mild=16, weak=256)  # than log-sigmoid
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The shapes of a call and its gate. strength: a key of WEAKER, or the value of a twentieth of the log gates."""
+
+    gate: str | None
+    T: int
+    strength: str | float | None = None
+    B: int = 1
+    H: int = 2
+    heads: tuple[int, int, int] | None = None
+    K: int = 128
+    V: int = 128
+    cuts: tuple[int, ...] | None = None
+    gate_dtype: Any = jnp.bfloat16
+    reverse: bool = False
+
+
 CASES = {
-    "key": dict(B=2, T=256, gate="gk"),
-    "key, long": dict(T=2048, H=1, gate="gk", strength="mild"),
-    "key, -100": dict(T=1000, gate="gk", strength=-100.0),
-    "key, -inf": dict(T=200, gate="gk", strength=-np.inf),
-    "key, -inf, reversed": dict(T=200, gate="gk", strength=-np.inf, reverse=True),
-    "key, 64 wide, shared heads, reversed": dict(B=2, T=300, heads=(2, 1, 4), K=64, V=64, gate="gk", reverse=True),
-    "key, packed, shared heads, reversed": dict(T=600, heads=(4, 4, 2), gate="gk", cuts=PACKED, reverse=True),
-    "key, odd widths": dict(B=2, T=130, K=100, V=40, gate="gk", strength="mild"),
-    "key, float32 gates": dict(T=330, gate="gk", strength=-100.0, gate_dtype=jnp.float32),
-    "head": dict(B=2, T=256, H=3, gate="g"),
-    "head, long": dict(T=2048, H=1, gate="g", strength="mild"),
-    "head, weak": dict(T=1000, gate="g", strength="weak"),
-    "head, -100, reversed": dict(T=1000, gate="g", strength=-100.0, reverse=True),
-    "head, -inf, packed": dict(T=600, H=4, K=64, V=64, gate="g", strength=-np.inf, cuts=PACKED),
-    "constant, reversed": dict(B=2, T=300, gate="g_gamma", strength="mild", reverse=True),
-    "constant, packed": dict(T=600, K=128, V=64, gate="g_gamma", strength="mild", cuts=PACKED),
-    "none": dict(T=333, gate=None),
+    "key": Call(B=2, T=256, gate="gk"),
+    "key, long": Call(T=2048, H=1, gate="gk", strength="mild"),
+    "key, -100": Call(T=1000, gate="gk", strength=-100.0),
+    "key, -inf": Call(T=200, gate="gk", strength=-np.inf),
+    "key, -inf, reversed": Call(T=200, gate="gk", strength=-np.inf, reverse=True),
+    "key, 64 wide, shared heads, reversed": Call(B=2, T=300, heads=(2, 1, 4), K=64, V=64, gate="gk", reverse=True),
+    "key, packed, shared heads, reversed": Call(T=600, heads=(4, 4, 2), gate="gk", cuts=PACKED, reverse=True),
+    "key, odd widths": Call(B=2, T=130, K=100, V=40, gate="gk", strength="mild"),
+    "key, float32 gates": Call(T=330, gate="gk", strength=-100.0, gate_dtype=jnp.float32),
+    "head": Call(B=2, T=256, H=3, gate="g"),
+    "head, long": Call(T=2048, H=1, gate="g", strength="mild"),
+    "head, weak": Call(T=1000, gate="g", strength="weak"),
+    "head, -100, reversed": Call(T=1000, gate="g", strength=-100.0, reverse=True),
+    "head, -inf, packed": Call(T=600, H=4, K=64, V=64, gate="g", strength=-np.inf, cuts=PACKED),
+    "constant, reversed": Call(B=2, T=300, gate="g_gamma", strength="mild", reverse=True),
+    "constant, packed": Call(T=600, K=128, V=64, gate="g_gamma", strength="mild", cuts=PACKED),
+    "none": Call(T=333, gate=None),
 }
 
 
-def draw(key, gate, T, strength=None, B=1, H=2, heads=None, K=128, V=128, cuts=None, gate_dtype=jnp.bfloat16, **_):
+def draw(c: Call, key):
     """The float arguments of a call, and the cotangents of its results."""
     keys = iter(jax.random.split(key, 8))
-    HQ, HK, HV = heads or (H, H, H)
-    H, N = max(HQ, HK, HV), B if cuts is None else len(cuts) - 1
-    normal = lambda *shape, dtype=jnp.bfloat16: jax.random.normal(next(keys), shape, dtype)  # noqa: E731
+    HQ, HK, HV = c.heads or (c.H, c.H, c.H)
+    H, N = max(HQ, HK, HV), c.B if c.cuts is None else len(c.cuts) - 1
+    B, T, K, V = c.B, c.T, c.K, c.V
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jax.random.normal(next(keys), shape, dtype)
+
     given = dict(query=normal(B, T, HQ, K), key=normal(B, T, HK, K), value=normal(B, T, HV, V))
     given |= dict(initial_state=normal(N, H, K, V, dtype=jnp.float32), softmax_scale=jnp.float32(K**-0.5))
-    if gate is not None:
-        shape = dict(gk=(B, T, H, K), g=(B, T, H), g_gamma=(H,))[gate]
+    if c.gate is not None:
+        shape = dict(gk=(B, T, H, K), g=(B, T, H), g_gamma=(H,))[c.gate]
         logs = jax.nn.log_sigmoid(normal(*shape, dtype=jnp.float32))
-        if strength in WEAKER:
-            logs = logs / WEAKER[strength]
-        elif strength is not None:
-            logs = jnp.where(jax.random.uniform(next(keys), shape) < 0.05, strength, logs)
-        given[gate] = logs.astype(jnp.float32 if gate == "g_gamma" else gate_dtype)
+        if c.strength in WEAKER:
+            logs = logs / WEAKER[c.strength]
+        elif c.strength is not None:
+            logs = jnp.where(jax.random.uniform(next(keys), shape) < 0.05, c.strength, logs)
+        given[c.gate] = logs.astype(jnp.float32 if c.gate == "g_gamma" else c.gate_dtype)
     return given, (normal(B, T, H, V), normal(N, H, K, V, dtype=jnp.float32))
 
 
@@ -80,9 +105,9 @@ def poison(like):
 @pytest.mark.parametrize("case", CASES)
 def test_fresh_inputs(case):
     case = CASES[case]
-    options = dict(reverse=case.get("reverse", False), cuts=case.get("cuts"))
+    options = dict(reverse=case.reverse, cuts=case.cuts)
     run = jax.jit(functools.partial(results, platform="pallas", **options))
-    inputs = jax.jit(functools.partial(draw, **case))
+    inputs = jax.jit(functools.partial(draw, case))
 
     @jax.jit
     def reference(given, cotangents):
@@ -93,8 +118,7 @@ def test_fresh_inputs(case):
     def squares(found, expected):
         """Of every result, the squares of its differences and of itself, summed."""
         found, expected = (jax.tree.map(lambda x: x.astype(jnp.float32), tree) for tree in (found, expected))
-        sums = lambda *x: jnp.stack([((x[0] - x[1]) ** 2).sum(), (x[1] ** 2).sum()])  # noqa: E731
-        return jax.tree.map(sums, found, expected)
+        return jax.tree.map(lambda x, y: jnp.stack([((x - y) ** 2).sum(), (y**2).sum()]), found, expected)
 
     total = None
     for repeat in range(REPEATS):

@@ -1,91 +1,29 @@
-"""Recurrences over meshes of 8 simulated devices, compared with the float64 reference. Bytes between devices are counted."""
+"""Recurrences over meshes of 8 simulated devices, compared with the float64 reference."""
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import glax
 from glax import parallel
 from glax._src.core.recurrence import Outputs
-from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
-from glax._src.kernels import load_kernels
-from glax._src.parallel import boundary, sequence
-from glax._src.parallel.exchange import shift_distances, uses_all_gather
 from glax._src.parallel.sharding import Spread, solve_on_mesh
 from glax._src.solve.dispatch import Choice
 from glax.testing.reference import reference, reference_gradient
 from tests.cases import EXTREME, FORMS, Case, cotangents, inputs, recurrence
-from tests.close import assert_close, assert_gradients_close, assert_outputs_close
+from tests.close import assert_gradients_close, assert_outputs_close
 from tests.compiling import quick_jit
+from tests.parallel.meshes import mesh_of, tree_close
 
 P = PartitionSpec
 WAITING = "none", "constant"  # gate forms for which shards never correct
 TWO_PHASE = "none", "constant", "head", "key"  # gate forms that two-phase kernels support
 # Empty sequences at the start, in the middle and at the end, one token, cuts inside shards and at edges, long sequences.
 PACKED = dict(cuts=(0, 0, 30, 31, 31, 60, 93, 93), T=96)
-
-
-def mesh_of(kind=AxisType.Auto, **axes):
-    size = int(np.prod(list(axes.values())))
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), (kind,) * len(axes), devices=jax.devices()[:size])
-
-
-@pytest.fixture
-def short_windows(monkeypatch):
-    """Shortens the windows, so that small shards have several."""
-    monkeypatch.setattr(boundary, "FIRST_ROWS", 3)
-    monkeypatch.setattr(boundary, "NEXT_ROWS", 4)
-    monkeypatch.setattr(boundary, "CONSTANT_ROWS", 5)
-
-
-@pytest.fixture
-def correcting(monkeypatch):
-    """Makes shards correct where they can, as on accelerators whose kernels have one phase."""
-    monkeypatch.setattr(sequence, "overlap_of", lambda choice, r, gradient: "correct" if r.decay.by_token else "wait")
-    jax.clear_caches()  # programs traced with another choice
-    yield
-    jax.clear_caches()
-
-
-@pytest.fixture
-def in_two_phases(monkeypatch):
-    """Gives every kernel two phases where kernels may have them. Each phase runs the whole kernel."""
-    load_kernels()
-    begun = []
-
-    def parts(spec, r):
-        def begin(r, *cotangents, config):
-            begun.append(spec.name)
-            found = spec.run(r, *cotangents, config=config)
-            return (r.scale,), found.initial_state if cotangents else found.final_state, logs(r)
-
-        return (
-            None
-            if r.decay.value is not None
-            else TwoPhase(begin, lambda begun, *given, **config: spec.run(*given, **config))
-        )
-
-    for name, spec in kernel_registry.kernels.items():
-        patched = dataclasses.replace(spec, two_phase=functools.partial(parts, spec))
-        monkeypatch.setitem(kernel_registry.kernels, name, patched)
-    jax.clear_caches()
-    yield begun
-    jax.clear_caches()
-
-
-def logs(r):
-    """The sum of log decays of every sequence, [N, H, K or 1]."""
-    d = r.decay
-    rows = jnp.zeros((*r.q.shape[:2], r.num_heads)) if d.head is None else d.head
-    rows = rows[..., None] if d.key is None else d.key
-    rows = rows if d.constant is None else r.by_token(d.constant)[..., None]
-    return r.per_sequence(jnp.where(r.is_token[:, None, None], rows, 0))
 
 
 def hold(case: Case, spread: Spread, strengths=("log-sigmoid",)):
@@ -170,11 +108,6 @@ def loss(f, arguments, g_gamma, **options):
     return (output**2).sum() + (state**2).sum()
 
 
-def tree_close(got, want, bar=5e-6):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert_close("parallel", x, np.asarray(y), bar)
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_under_jit_with_sharded_inputs(kind):
     """The gradient of g_gamma, one copy everywhere, is summed over the mesh once; automatic and explicit axes."""
@@ -242,7 +175,9 @@ def test_a_batch_by_vmap_in_parts(packed, in_two_phases):
     options = dict(cu_seqlens=jnp.array([0, 7, 40])) if packed else {}
 
     def gradient(f):
-        one = lambda arguments: (f(**arguments, **options).output ** 2).sum()  # noqa: E731
+        def one(arguments):
+            return (f(**arguments, **options).output ** 2).sum()
+
         return jax.jit(jax.vmap(jax.value_and_grad(one)))(arguments)
 
     spread = functools.partial(parallel.recurrent, mesh=mesh_of(s=4), sequence_axis="s")
@@ -395,135 +330,3 @@ def test_segment_ids_along_explicit_axes():
     gamma_there = jax.device_put(gamma, NamedSharding(mesh, P()))
     got = run(parallel.recurrent, placed, gamma_there, there["segment_ids"], mesh=mesh, **AXES)
     tree_close(got, run(glax.recurrent, arguments, gamma, ids))
-
-
-# ---- what moves ------------------------------------------------------------------------------------------------------
-
-KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-
-
-def moved(compiled) -> dict[str, list[int]]:
-    """The bytes of each collective's results on one device, by kind."""
-    found: dict[str, list[int]] = {}
-    for results, kind in re.findall(rf"= ([^=]*?) ({KINDS})(?:-start)?\(", compiled.as_text()):
-        shapes = re.findall(r"(\w+)\[([\d,]*)\]", results)
-        assert {dtype for dtype, _ in shapes} == {"f32"}, results
-        found.setdefault(kind, []).extend(4 * int(np.prod([int(n) for n in s.split(",") if n])) for _, s in shapes)
-    return found
-
-
-def compiled(f, *args):
-    return quick_jit(f).lower(*args).compile()
-
-
-@pytest.mark.parametrize(
-    ("shards", "gates", "extra"), [(2, ("g",), 1), (4, ("gk", "gv"), 8 + 6), (8, ("gk",), 8), (8, (), 1)], ids=str
-)
-def test_shards_exchange_only_states_and_decays(shards, gates, extra):
-    """(K V + K' + V') H N 4 bytes times F for the forward, and again for the gradient, at any T."""
-    B, H, K, V = 2, 2, 8, 6
-    spread = functools.partial(parallel.recurrent, mesh=mesh_of(s=shards), sequence_axis="s")
-    message = (K * V + extra) * H * B * 4
-    exchanges = (
-        [message * shards] if uses_all_gather(shards) else [message] * len(shift_distances(shards))
-    )  # a gather's result
-    kind = "all-gather" if uses_all_gather(shards) else "collective-permute"
-    for T in (64, 1024) if gates == ("gk",) else (64,):
-        case = Case("", B=B, T=T, heads=(H, H, H), gates=gates, K=K, V=V, state_dtype=None)
-        arguments = inputs(case, "mild")
-        assert moved(compiled(lambda a: spread(**a).output, arguments)) == {kind: exchanges}
-        gradient = jax.grad(lambda a: (spread(**a).output ** 2).sum())
-        assert moved(compiled(gradient, arguments)) == {kind: exchanges * 2}
-    if gates == ("g",):
-        final = moved(compiled(lambda a: spread(**a).final_state, arguments))
-        assert final == {kind: exchanges, "all-reduce": [K * V * H * B * 4]}
-
-
-def test_packed_sequences_send_one_state_however_many_they_are():
-    case = Case("", heads=(2, 2, 2), K=8, V=6, **PACKED)
-    spread = functools.partial(parallel.recurrent, mesh=mesh_of(s=4), sequence_axis="s")
-    run = compiled(lambda a, cuts: spread(**a, cu_seqlens=cuts).output, inputs(case, "mild"), jnp.array(case.cuts))
-    assert moved(run) == {"all-gather": [4 * (8 * 6 + 8) * 2 * 4]}
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("n", range(1, 70))
-def test_every_message_arrives_once(n):
-    """Every shard receives the messages of all shards before it, each once."""
-    if n > 1:
-        received = sum(shift_distances(n))
-        assert received >= n - 1 and received - shift_distances(n)[-1] < max(n - 1, 1)
-        assert uses_all_gather(n) == (n - 1 <= 1 + (n > 2) + max(0, (n - 2).bit_length() - 1) or n <= 4)
-
-
-# ---- plain calls on arrays that are spread already -------------------------------------------------------------------
-
-
-def spread_inputs(mesh, case, axes):
-    def place(name, x):
-        heads = 1 if name == "initial_state" else 2
-        spec = [axes.get("batch")] + [None] * (x.ndim - 1)
-        spec[heads] = axes.get("heads") if x.shape[heads] > 1 else None
-        return jax.device_put(x, NamedSharding(mesh, P(*spec)))
-
-    return {name: place(name, x) for name, x in inputs(case, "log-sigmoid").items()}
-
-
-@pytest.mark.parametrize(
-    ("kind", "heads", "axes"),
-    [
-        (AxisType.Auto, (4, 4, 4), dict(batch="b")),
-        (AxisType.Auto, (4, 4, 4), dict(heads="h")),
-        (AxisType.Auto, (4, 2, 1), dict(batch="b", heads="h")),
-        (AxisType.Explicit, (4, 2, 1), dict(batch="b", heads="h")),
-    ],
-    ids=str,
-)
-def test_plain_calls_gather_nothing(kind, heads, axes):
-    """Forward: no collective at all. Gradient: the loss, and d_value where the heads of several devices share it."""
-    mesh, case = mesh_of(kind, b=2, h=2), Case("", B=4, T=40, heads=heads, gates=("gk", "gv"), K=6, V=5)
-    placed = spread_inputs(mesh, case, axes)
-
-    def value(arguments):
-        output, state = glax.recurrent(**arguments)
-        return (output**2).sum() + (state**2).sum()
-
-    assert moved(compiled(lambda a: glax.recurrent(**a), placed)) == {}
-    gradient = compiled(jax.value_and_grad(value), placed)
-    reduced = [n for kind, sizes in moved(gradient).items() for n in sizes if kind == "all-reduce" or n > 16]
-    shared = [placed["value"].nbytes // (2 if "batch" in axes else 1)] if heads[2] == 1 else []
-    assert [n for n in reduced if n > 16] == shared  # beside single numbers: of the loss, of each sequence's scale
-    tree_close(gradient(placed), quick_jit(jax.value_and_grad(value))(inputs(case, "log-sigmoid")))
-
-
-def test_gradients_of_what_is_shared_are_whole():
-    """softmax_scale and g_gamma, one for all devices."""
-    mesh, case = mesh_of(b=2, h=2), Case("", B=4, T=40, heads=(4, 2, 2), gates=(), K=6, V=5)
-    placed = spread_inputs(mesh, case, dict(batch="b", heads="h"))
-
-    def value(scale, gamma, arguments):
-        output, state = glax.recurrent(**arguments, g_gamma=gamma, softmax_scale=scale)
-        return (output**2).sum() + (state**2).sum()
-
-    run = quick_jit(jax.grad(value, argnums=(0, 1)))
-    shared = jnp.float32(0.3), -jnp.arange(4.0) / 8
-    tree_close(run(*shared, placed), run(*shared, inputs(case, "log-sigmoid")))
-
-
-def test_a_kernel_that_xla_cannot_see_into_is_given_what_lies_on_its_device(monkeypatch):
-    load_kernels()
-    seen = []
-
-    def run(r, *, config):
-        seen.append(r.q.shape)
-        return kernel_registry.kernels["chunked/xla/any"].get_impl(config)(r)
-
-    original = kernel_registry.kernels["chunked/xla/any"]
-    opaque = dataclasses.replace(
-        original, algorithm="opaque", platform=Platform.CPP, backend=Backend.CPU, run=run, priority=lambda r: 100
-    )
-    monkeypatch.setitem(kernel_registry.kernels, opaque.name, opaque)
-    mesh, case = mesh_of(b=2, h=2), Case("", B=4, T=40, heads=(4, 4, 4), K=6, V=5)
-    placed = spread_inputs(mesh, case, dict(batch="b", heads="h"))
-    jax.jit(lambda a: glax.recurrent(**a, platform="cpp"))(placed)
-    assert set(seen[:-1]) == {(4, 40, 4, 6)} and seen[-1] == (2, 40, 2, 6)  # as traced and lowered, and as run

@@ -22,9 +22,9 @@ from glax.testing.reference import reference
 from tests.cases import FORMS, Case, inputs
 from tests.close import assert_close
 from tests.compiling import quick_jit
-from tests.parallel.test_parallel import WAITING, correcting, mesh_of
+from tests.parallel.meshes import mesh_of
+from tests.parallel.test_parallel import WAITING
 
-__all__ = ["correcting"]  # a fixture
 COLLECTIVES = "all-gather", "collective-permute"
 LOOPS = "while", "call"  # small loops are called
 
@@ -67,7 +67,10 @@ def compiled(form: str, shards: int, packed: bool) -> Program:
     case = Case("", T=544, gates=FORMS[form], K=4, V=4, heads=(1, 1, 1), cuts=cuts if packed else None)
     arguments, options = inputs(case, "mild"), dict(cu_seqlens=jnp.array(cuts)) if packed else {}
     spread = functools.partial(parallel.recurrent, mesh=mesh, sequence_axis="s", platform="xla", **options)
-    value = lambda arguments: (spread(**arguments).output ** 2).sum()  # noqa: E731
+
+    def value(arguments):
+        return (spread(**arguments).output ** 2).sum()
+
     return Program(quick_jit(jax.value_and_grad(value)).lower(arguments).compile())
 
 
@@ -200,7 +203,10 @@ def test_kernels_in_parts_work_beside_the_exchange(kernels, beside, monkeypatch)
     jax.clear_caches()
     arguments = dict.fromkeys(("query", "key", "value", "gk"), jnp.ones((1, 4 * 2048, 2, 64), jnp.bfloat16))
     spread = functools.partial(parallel.recurrent, mesh=mesh_of(s=4), sequence_axis="s", platform="xla")
-    value = lambda arguments: (spread(**arguments).output.astype(jnp.float32) ** 2).sum()  # noqa: E731
+
+    def value(arguments):
+        return (spread(**arguments).output.astype(jnp.float32) ** 2).sum()
+
     program = Program(quick_jit(jax.value_and_grad(value)).lower(arguments).compile())
     jax.clear_caches()
     for ((exchange,), loops), name in zip(pairs(program), beside, strict=True):

@@ -1,5 +1,7 @@
 """The exclusive read with a bonus, as RWKV-6 has it: `bonus=` of recurrent, recurrent_step and prefill_into."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import glax
 from tests.cases import Case, inputs
 from tests.close import assert_close
+from tests.compiling import quick_jit
 
 pytestmark = pytest.mark.fast
 CUTS = (0, 0, 5, 6, 17, 17)
@@ -25,20 +28,25 @@ def by_token(u, cuts, reverse, query, key, value, g=None, g_gamma=None, gk=None,
     H = max(x.shape[2] for x in (query, key, value))
     query, key, value = (jnp.repeat(x, H // x.shape[2], 2) for x in (query, key, value))
     B, T, _, K = query.shape
-    spans = [(b, n, range(T)) for n, b in enumerate(range(B))]
+    spans = [(b, 0, T) for b in range(B)]
     if cuts is not None:
-        spans = [(0, n, range(cuts[n], cuts[n + 1])) for n in range(len(cuts) - 1)]
+        spans = [(0, *pair) for pair in itertools.pairwise(cuts)]
+    log = jnp.zeros((B, T, H, K))
+    log += 0 if g is None else g[..., None]
+    log += 0 if gk is None else gk
+
+    def step(S, row):
+        q, k, v, log = row
+        own = k[:, :, None] * v[:, None, :]
+        return jnp.exp(log)[..., None] * S + own, jnp.einsum("hk,hkv->hv", q, S + u[:, :, None] * own) / K**0.5
+
     output, finals = jnp.zeros((B, T, H, value.shape[3])), []
-    for b, n, tokens in spans:
+    for n, (b, low, high) in enumerate(spans):
         S = jnp.zeros((H, K, value.shape[3])) if initial_state is None else initial_state[n]
-        for t in tokens[::-1] if reverse else tokens:
-            own = key[b, t, :, :, None] * value[b, t, :, None, :]
-            output = output.at[b, t].set(jnp.einsum("hk,hkv->hv", query[b, t], S + u[:, :, None] * own) / K**0.5)
-            log = jnp.zeros((H, K))
-            log += 0 if g is None else g[b, t][:, None]
-            log += 0 if g_gamma is None else g_gamma[n][:, None]
-            log += 0 if gk is None else gk[b, t]
-            S = jnp.exp(log)[..., None] * S + own
+        each = log[b, low:high] + (0 if g_gamma is None else g_gamma[n][:, None])
+        rows = (query[b, low:high], key[b, low:high], value[b, low:high], each)
+        S, read = jax.lax.scan(step, S, rows, reverse=reverse)
+        output = output.at[b, low:high].set(read)
         finals.append(S)
     return output, jnp.stack(finals)
 
@@ -55,7 +63,7 @@ def test_the_read_and_its_gradient_are_those_of_the_definition(case):
     def definition(u, arrays):
         return by_token(u, case.cuts, case.reverse, **arrays)
 
-    got, want = jax.jit(ours)(u, arrays), definition(u, arrays)
+    got, want = quick_jit(ours)(u, arrays), quick_jit(definition)(u, arrays)
     for name, x, y in zip(("output", "state"), got, want, strict=True):
         assert_close(name, x, y, 1e-5)
     if case.cuts is not None:
@@ -65,7 +73,7 @@ def test_the_read_and_its_gradient_are_those_of_the_definition(case):
     def loss(of):
         return lambda u, arrays: sum((w * x).sum() for w, x in zip(weights, of(u, arrays), strict=True))
 
-    got, want = jax.jit(jax.grad(loss(ours), (0, 1)))(u, arrays), jax.grad(loss(definition), (0, 1))(u, arrays)
+    got, want = (quick_jit(jax.grad(loss(of), (0, 1)))(u, arrays) for of in (ours, definition))
     assert_close("u", got[0], want[0], 5e-5)
     for name in arrays:
         wanted = want[1][name]

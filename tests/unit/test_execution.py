@@ -3,7 +3,6 @@
 import functools
 import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -243,9 +242,13 @@ def test_the_deny_list(monkeypatch):
     "kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA H800", "NVIDIA H20"]
 )
 def test_triton_that_miscompiles_is_refused_on_hopper(kind, monkeypatch):
+    class Device:
+        def __init__(self, kind: str):
+            self.device_kind = kind
+
     def reason(version, kind):
         monkeypatch.setattr(known_miscompiles, "version_of", lambda library: version)
-        monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(device_kind=kind)])
+        monkeypatch.setattr(jax, "local_devices", lambda: [Device(kind)])
         return known_miscompiles.known_miscompile("chunked/triton/gpu")
 
     for version in ("3.4.0", "3.6.0", "3.7.0+cu12"):
