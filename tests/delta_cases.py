@@ -9,9 +9,8 @@ import numpy as np
 
 from glax._src.core.bind import bind
 from glax._src.core.recurrence import Recurrence
-from glax.testing.cases import gate
+from glax.testing.cases import FORMS, gate
 
-FORMS = dict(none=(), constant=("g_gamma",), head=("g",), key=("gk",), value=("gv",), both=("gk", "gv"))
 ERASURES = (("beta",), ("erase",), ("erase", "write"))
 STRENGTHS = ("log-sigmoid", "0", "-1e-6", "-20", "-120", "-inf", "+0.05", "-100 on 5%", "-inf on 5%")
 BETAS = ("random", "to 2", "0", "1", "2", "1e-3")
@@ -123,7 +122,7 @@ def betas(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.nda
 def all_cases() -> Iterator[DeltaCase]:
     for form in ("none", "head", "key"):
         yield DeltaCase(form, FORMS[form], draws=DRAWS)
-    for form in ("constant", "value", "both"):
+    for form in ("constant", "value", "key+value"):
         yield DeltaCase(f"{form}-packed", FORMS[form], **PACKED)
     yield DeltaCase("erase-head", ("g",), ("erase",), B=2, T=70)
     yield DeltaCase("erase-write-key-packed-reverse", ("gk",), ("erase", "write"), reverse=True, **PACKED)

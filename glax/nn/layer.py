@@ -20,9 +20,10 @@ def check_rows(x, width: int, form: str, *ranks: int):
 
 
 class Layer(nnx.Module):
-    """A layer defined by `mix(x, state, rows)`, which runs in three ways. Subclasses set `width` and define `empty_state`.
+    """A layer with a state. It reads whole sequences in parallel, packed prompts into pools, or one token of each sequence.
 
-    A layer whose state is one array hands out that array; others hand out a dict of arrays. Each has one row a sequence.
+    A subclass defines the layer once, by `mix(x, state, rows)`; it also sets `width` and defines `empty_state`. The state is an
+    array with one row for each sequence or, for layers with several such arrays, a dict of them.
     """
 
     width: int

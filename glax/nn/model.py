@@ -69,7 +69,7 @@ class Block(nnx.Module):
         self.mlp = SwiGLU(config.width, config.mlp_width, kernel_init=lecun, rngs=rngs)
 
     def through(self, attend: Callable, x: Float[Array, "*rows width"], state) -> tuple[Array, Any]:
-        """attend(attention, x, state) -> (y, new state) is the way in which attention is used."""
+        """Return the block's output and new state. attend: (attention, x, state) -> (y, new state)."""
         y, state = attend(self.attention, self.attention_norm(x), state)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state

@@ -206,9 +206,11 @@ class Parallel:
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """is_token: no padding. begin: the row at which a row's segment begins. is_first: in the row's first segment with tokens.
+    """The segments of the rows [B, T] of a batch, by token, and where each batch row ends.
 
-    last: the last row with a token.
+    is_token: whether the token is not padding. begin: the position at which the token's segment begins.
+    is_first: whether the token is in the first segment of its batch row that has tokens. That segment continues the state.
+    last [B]: the position of the last token that is not padding.
     """
 
     is_token: Bool[Array, "B T"]

@@ -42,7 +42,7 @@ def matrices(params):
 
 
 def bits(model: ByteLM, windows: UInt8[Array, "B T+1"]) -> Float[Array, "B"]:
-    """Mean -log2 p over every byte of a window but its first, each after those before it in the window."""
+    """Return the mean of -log2 p(byte | the bytes before it in the window) over all bytes of each window but the first."""
     return next_byte_bits(model, windows[:, :-1], windows[:, 1:])
 
 

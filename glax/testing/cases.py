@@ -113,7 +113,7 @@ def erasures(rng: np.random.Generator, case: Case, key: np.ndarray) -> dict[str,
 def recurrence(case: Case, strength: str, seed: int = 0) -> Recurrence:
     """The `Recurrence` of these inputs: what a kernel is called with."""
     cuts = None if case.cuts is None else jnp.asarray(case.cuts, jnp.int32)
-    arrays = inputs(case, strength, seed) | dict(cu_seqlens=cuts)
+    arrays: dict[str, Any] = inputs(case, strength, seed) | dict(cu_seqlens=cuts)
     ids = None if case.ids is None else jnp.asarray(case.ids, jnp.int32)
     return bind(**arrays, segment_ids=ids, pad_id=None if ids is None else 0, reverse=case.reverse)
 

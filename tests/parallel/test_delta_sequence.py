@@ -22,7 +22,7 @@ PLAIN = dict(T=48, K=6, V=10)
     [
         Case("head", B=2, gates=("g",), erasure=("beta",), heads=(1, 2, 2), **PLAIN),
         Case("key-reverse", gates=("gk",), erasure=("erase", "write"), reverse=True, **PLAIN),
-        Case("both", gates=("gk", "gv"), erasure=("erase",), **PLAIN),
+        Case("key+value", gates=("gk", "gv"), erasure=("erase",), **PLAIN),
         Case("constant-packed", gates=("g_gamma",), erasure=("beta",), K=6, V=10, **PACKED),
         Case("head-spanning-reverse", gates=("g",), erasure=("beta",), K=6, V=10, reverse=True, **SPANNING),
     ],

@@ -35,19 +35,23 @@ SLOPES = ("fla", "minimax")
 class Options(TypedDict, total=False):
     """The arguments that every function accepts beside its gates.
 
-    softmax_scale: factor on the output, K ** -0.5 if None; may be traced, and has a gradient.
-    initial_state: [N, H, K, V], or [H, K, V] for all sequences; zeros if None. Any float dtype.
-    reverse:       scan each sequence from its last token to its first.
-    cu_seqlens:    [N + 1] integers; sequence n is rows cu_seqlens[n] to cu_seqlens[n + 1] of T, and B is 1. May be traced.
-    segment_ids:   [B, T] integers, or [T] without B; a token continues the state of the token before it if both have one id,
-                   else it starts from zeros. Ids need no order. Not with cu_seqlens. May be traced.
-    pad_id:        the id of padding: output 0, no effect, any content, NaN too. No id is padding if None.
+    softmax_scale: the factor of the output; K ** -0.5 if None. It may be traced, and has a gradient.
+    initial_state: the states before the first tokens, [N, H, K, V], or [H, K, V] for the same state in all sequences; zeros if
+                   None. Any float dtype.
+    reverse:       whether each sequence is scanned from its last token to its first.
+    cu_seqlens:    [N + 1] integers that pack N sequences in one row of T, so B is 1. Sequence n has the rows from
+                   cu_seqlens[n] up to, and without, cu_seqlens[n + 1]. May be traced.
+    segment_ids:   [B, T] integers, or [T] without B, that pack sequences in each row. A token with the id of the token before
+                   it continues that token's state; a token with another id starts from zeros. Ids need no order. Not with
+                   cu_seqlens. May be traced.
+    pad_id:        the id of padding tokens. Their output is 0, they change no state, and they may hold NaN. None: no padding.
     states_every:  a multiple of 64: the result then has a third field, `states`, behind every states_every tokens in the
                    order of the scan, a tail of fewer not included. [N, T // states_every, H, K, V], counted along the row
                    with segment_ids too; with cu_seqlens `PackedStates`, counted within each sequence. Differentiable.
     states_dtype:  the dtype of these states, that of sums if None.
-    platform:      None or "auto" chooses; "xla", "cpp", "triton", "pallas" or "cuda" insists.
-    cfg:           the config of the kernel, such as glax.configs.ChunkedConfig(chunk=64); None guesses one from the shapes.
+    platform:      the platform of the kernel: "xla", "cpp", "triton", "pallas" or "cuda". None or "auto": glax chooses.
+    cfg:           the config of the kernel, such as glax.configs.ChunkedConfig(chunk=64). None: a measured config, or else one
+                   that the kernel derives from the shapes.
     """
 
     softmax_scale: float | Float[Array, ""] | None

@@ -19,25 +19,30 @@ from glax._src.solve.partitioning import Axis, flat_axes, output_specs, recurren
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """The mesh axes over which arrays are sharded.
+    """Name the mesh axes that shard the arrays of a call.
 
-    batch_axis, head_axis: names of axes, or tuples of names. These shards exchange nothing. The number of shards must divide
-        the batch, and H. Fewer heads of queries, keys or values are repeated as often as needed. With cu_seqlens, whose B is
-        1, the axes of the batch shard T instead, as further, outer axes of sequence_axis.
-    sequence_axis: one name. n shards have T / n tokens each, padded inside if n does not divide T. A shard sends its final
-        state and the decay through its rows. The result is exact with initial and final states, any gates, `reverse`, and
-        sequences that cross shards. Where it pays, the exchange overlaps with a kernel (docs/internals/architecture.md).
-        Forward and gradient each send, per shard,
+    batch_axis: an axis or a tuple of axes that shards B, which its size must divide. No communication. With cu_seqlens B is 1:
+        these axes then shard T, as outer axes of sequence_axis.
+    head_axis: an axis or a tuple of axes that shards H, which its size must divide. No communication. Queries, keys or values
+        with fewer heads than shards are repeated.
+    sequence_axis: one axis that shards T. Its n shards have T / n tokens each, after padding if n does not divide T. Each shard
+        sends its final state and the decay through its tokens. Results and gradients are those of one device, with any gates,
+        initial and final states, `reverse`, and packed sequences that cross shards.
+    mesh: the mesh of these axes; None for the one that jax.set_mesh has set. Arrays are replicated over its other axes.
 
-            F * (K V + K' + V') * H * B * 4 bytes        whatever T is,
+    Forward and gradient each send, per shard along sequence_axis,
 
-        with K' = K for per-key gates and else 1, V' = V for per-value gates and else 0, and B and H of the shard. B = 1 for
-        any number of packed sequences. F = 1 up to 4 shards, which gather each other's messages. F = 1 + ceil(log2(n - 1))
-        for more shards, which pass on composed messages. The delta rule has a dense map: K' = K K. The final states, if used,
-        and the gradient of the initial states are sums over the shards: N H K V * 4 bytes each.
-    mesh: None for the mesh in use (jax.set_mesh). Axes that are not named have copies of everything. The types of explicit
-        axes express only equal shards. So if n does not divide T, every shard of an explicit sequence_axis receives the
-        whole output.
+        F * (K V + K' + V') * H * B * 4 bytes
+
+        F     1 for up to 4 shards, else 1 + ceil(log2(n - 1))
+        K'    K for per-key gates, K K for the delta rule, else 1
+        V'    V for per-value gates, else 0
+
+    with B and H of a shard, and B = 1 for packed sequences. The number does not depend on T. The final states, if used, and the
+    gradient of the initial states each take a sum over the shards of N H K V * 4 bytes.
+
+    A type can only express equal shards. If n does not divide T and sequence_axis is an explicit axis, each of its shards
+    therefore receives the whole output.
     """
 
     mesh: Mesh | AbstractMesh | None = None

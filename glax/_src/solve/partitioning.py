@@ -1,9 +1,14 @@
-"""One kernel on many devices, without communication: arrays that are sharded over the batch or the heads stay in place.
+"""Run a kernel on arrays that are sharded over the batch or the heads. Each device computes its shard, without communication.
 
-XLA cannot see into a kernel that is a call of foreign code, and would gather its operands on every device. So every kernel
-is wrapped. Under automatic sharding custom_partitioning wraps it: the compiler calls it with the operands' shardings. Under
-explicit sharding shard_map wraps it, for the types have the shardings. Inside shard_map arrays are a device's own already.
-TPUs have no custom_partitioning: XLA partitions kernels of plain JAX there itself, and `glax.parallel` serves the others.
+XLA cannot partition a call of foreign code: it would gather the operands on every device. So glax says how each kernel is
+partitioned, in one of three ways:
+
+    automatic sharding      `by_compiler` wraps the kernel in custom_partitioning, which receives the shardings that XLA chose.
+    explicit sharding       `by_type` wraps it in shard_map, with the shardings that the types of the operands have.
+    inside shard_map        Each device has its own arrays already, and the kernel runs on them as it is.
+
+custom_partitioning does not exist on TPUs. There XLA partitions kernels of plain JAX by itself; for the Pallas kernels, call the
+functions of `glax.parallel`.
 """
 
 import dataclasses
@@ -29,18 +34,18 @@ Axis = str | tuple[str, ...] | None  # one or more axes of a mesh, the first of 
 
 
 def is_spread_by_type(operands) -> bool:
-    """Whether the types of operands say, under explicit sharding, that some of them are spread."""
+    """Return whether some operand is sharded along an explicit axis, as its type says."""
     types = [jax.typeof(x).sharding for x in jax.tree.leaves(operands)]
     return any(axis is not None for type in types for axis in type.spec)
 
 
 def all_manual(mesh) -> bool:
-    """Whether this is inside shard_map over all axes of the mesh, where arrays are a device's own."""
+    """Return whether the code is traced inside shard_map over all axes of the mesh. Arrays are then those of one device."""
     return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
 
 
 def by_type(f, saves_residuals: bool, *operands):
-    """Run f(*operands) on each device, by the shardings in the operands' types.
+    """Run f(*operands) in shard_map, with the shardings that the types of the operands have.
 
     f: (r) -> Outputs, or (Outputs, Residuals) with `saves_residuals`; or (r, d_output, d_final[, residuals]) -> Recurrence.
     """
@@ -93,13 +98,13 @@ class FreeAxis:
         return NamedSharding(jax.sharding.Mesh(devices, (self.name,)), spec)
 
     def spec(self, x: jax.ShapeDtypeStruct) -> P:
-        """How an operand lies: over the dimension of which a tile has less than all."""
+        """Return the PartitionSpec of an operand: the axis shards each dimension of which a device has only a part."""
         tile = x.sharding.shard_shape(x.shape)
         return P(*(self.name if part < whole else None for part, whole in zip(tile, x.shape, strict=True)))
 
 
 def by_compiler(f, saves_residuals: bool, *operands, free: FreeAxis | None = None):
-    """The same, where the compiler knows how the operands lie; over the `free` axis alone, if one is given."""
+    """Run f(*operands) in custom_partitioning, with the shardings that XLA chose; over the `free` axis alone if one is given."""
     from jax.experimental.custom_partitioning import custom_partitioning  # not a part of `import jax`
 
     leaves, structure = jax.tree.flatten(operands)
@@ -172,7 +177,7 @@ def check_shardy():
 
 
 def summed(f, heads, operands):
-    """f as it runs on one device: the gradient of what all heads share is a sum over the devices that these lie on."""
+    """Return f as it runs on one device. Gradients of arrays that all heads share are summed over the mesh axis `heads`."""
     r = operands[0]
     if heads is None or len(operands) == 1:
         return f
@@ -249,7 +254,7 @@ def leaves_of(specs) -> list[P]:
 
 
 def common_axes(mesh, operands, specs: list[P]):
-    """The mesh axes of the batch and of the heads, by the operands that are spread; None where they cannot stay so."""
+    """Return the mesh axes that shard the batch and the heads, found in the operands' specs. None: not sharded, or not evenly."""
     r = operands[0]
     probes = operand_specs(operands, "batch", "heads")
     found = dict(batch=None, heads=None)

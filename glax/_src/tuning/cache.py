@@ -30,7 +30,11 @@ NO_FOLDER = "glax has no cache folder, for this user has no home directory: set 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """The fastest config of an Invocation, its median milliseconds, and those of each candidate or why it was rejected."""
+    """What the tuner found for one Invocation.
+
+    config: the fastest config. ms: its median time in milliseconds.
+    candidates: for each config, as text, its median milliseconds, or the reason why it was rejected.
+    """
 
     config: Any
     ms: float
@@ -54,15 +58,18 @@ class ConfigCache:
 
 
 class PersistentCache:
-    """Measurements on disk: one readable JSON file for each device, kernel, kernel version and compiler version; or, with
-    `any_compiler`, for all compilers, as what glax ships: better than a guess, though another version was measured.
+    """Measurements on disk, as JSON: one file for each device, kernel, version of the kernel and version of the compiler.
 
-    They lie in folder / name, by default that of GLAX_CACHE_DIR, else the user's cache folder; nowhere, if the user has none.
-    Many processes may read and write: a file is replaced whole, under a lock.
+    folder / name has the files. By default the folder is GLAX_CACHE_DIR, or else the user's cache folder. A user who has neither
+    has no measurements on disk.
+    any_compiler: one file for all versions of the compiler. The measurements that glax ships are stored so: a config that was
+    measured with another compiler is better than a guess.
 
-    No file is an error. One that holds what glax never writes is set aside with a warning. One that cannot be read now (its
-    permissions, too many open files, no regular file) is left where it is and serves as if absent; so does a single entry
-    that no config can be made of. A folder that cannot be written costs a warning.
+    Many processes may read and write together: a file is replaced whole, under a lock.
+
+    Reading never raises. A file with content that glax does not write is set aside, with a warning. A file that cannot be read
+    now (permissions, too many open files, no regular file) stays, and counts as absent. So does an entry that does not give a
+    config. If the folder cannot be written, glax warns once and stores measurements in memory.
     """
 
     def __init__(self, name: str = "recurrent", folder: pathlib.Path | None = None, *, any_compiler: bool = False):
@@ -190,7 +197,7 @@ def load(path: pathlib.Path) -> tuple[Stamp, dict]:
 
 
 def check(content) -> dict:
-    """The content of a cache file, if it is one that this version writes."""
+    """Return the content of a cache file. Raise ContentError if it is not of the format that this version of glax writes."""
     if not isinstance(content, dict) or not isinstance(content.get("entries"), dict):
         raise ContentError("it is not a file of glax")
     if not is_format(content.get("format")):
@@ -243,7 +250,7 @@ def overlay(configs: dict[str, Any] | None = None, *, policy=None):
 
 
 def check_overlaid(name: str, config):
-    """ValueError if no kernel has that name, or the registered one takes other configs."""
+    """Raise ValueError if no kernel has the name, or if the kernel takes configs of another class."""
     load_kernels()
     if name in kernel_registry.kernels:
         wanted = kernel_registry.kernels[name].config

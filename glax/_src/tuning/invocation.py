@@ -64,7 +64,7 @@ def from_json(config: type, fields: dict) -> Any:
 
 
 def fits(value, hint) -> bool:
-    """Whether a value read from JSON is of an annotation; True for annotations that JSON has nothing of."""
+    """Return whether a value that was read from JSON has the annotated type `hint`; True for types that JSON does not have."""
     match typing.get_origin(hint) or hint:
         case builtins.int:
             return type(value) is int and abs(value) < 2**31

@@ -18,10 +18,10 @@ FALLBACKS: dict[str, Fallback] = {
 class AutotunePolicy:
     """The policy for a call without a measured config.
 
-    cache_miss_fallback: "heuristics" guesses and measures nothing; "autotune" measures, in the middle of the user's call;
-                         "error" raises LookupError.
-    allow_autotune:      False forbids measuring: "autotune" then guesses.
-    validate_backward:   whether a candidate's gradient must be right, too, before it may win.
+    cache_miss_fallback: "heuristics" takes the config that the kernel derives from the shapes. "autotune" measures all
+                         candidates during the call. "error" raises LookupError.
+    allow_autotune:      whether calls may measure. If False, "autotune" acts as "heuristics".
+    validate_backward:   whether the tuner also compares each candidate's gradient, and rejects a config whose gradient is wrong.
     """
 
     allow_autotune: bool = True

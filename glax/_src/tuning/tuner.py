@@ -84,7 +84,7 @@ class Tuner:
         return Measurement(best, timings[best], notes)
 
     def time(self, f, operands) -> float:
-        """The median milliseconds of f(*operands)."""
+        """Measure f(*operands) and return the median in milliseconds."""
         times = []
         for i in range(self.warmup + self.iters):
             start = time.perf_counter()
