@@ -58,8 +58,8 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
             return chunked.chunked_vjp(r, d_output, d_final, None, config)
         return (chunked.chunked_with_residuals if "residuals" in what else chunked.chunked)(r, config)
 
-    q, v = shaped(2, T, 4, K), shaped(2, T, 4, V)
-    gates = shaped(*q.shape[: 3 if gate == "head" else 4], dtype=jnp.float32 if "float32" in gate else jnp.bfloat16)
+    q, v = shaped(2, T, 1 if "groups" in what else 4, K), shaped(2, T, 4, V)
+    gates = shaped(2, T, 4, *[K] * (gate != "head"), dtype=jnp.float32 if "float32" in gate else jnp.bfloat16)
     operands = (q, q, v, gates, v, shaped(2, 4, K, V, dtype=jnp.float32))
     return jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",))
 

@@ -66,6 +66,8 @@ CASES = {
         gate="g", T=150, K=160, V=130, heads=(1, 2, 1), parts=True, config=HopperConfig(parts=2)
     ),
     "constant, packed": Call(gate="g_gamma", cuts=(0, 66, 66, 90), T=100, save=False),
+    "head, groups": Call(gate="g", heads=(1, 1, 3), T=250, K=72, V=40),
+    "head, groups, packed, reversed": Call(gate="g", heads=(2, 1, 2), V=128, cuts=(0, 66, 66, 90), T=100, reverse=True),
 }
 
 

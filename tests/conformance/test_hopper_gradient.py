@@ -10,7 +10,9 @@ import pytest
 if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
     pytest.skip("the interpreter of Pallas Mosaic GPU needs JAX 0.12", allow_module_level=True)
 
+from glax._src.core.recurrence import fold_heads
 from glax._src.kernels.pallas_gpu.vjp_head_gate import gradient_head
+from glax._src.kernels.pallas_gpu.vjp_head_group import gradient_groups
 from glax._src.kernels.pallas_gpu.vjp_key_gate import gradient_key
 from tests import mosaic_interpreter
 
@@ -146,6 +148,69 @@ def test_gradient_of_chunks(monkeypatch, B, T, heads, D, form, strength, reverse
         dg = dg.reshape(B, -1, heads[0])[:, :T, :, None]
         found = *first, dg, d_scale
         wanted = *wanted[:3], wanted[3].sum(3, keepdims=True), wanted[4]
+    for name, x, y in zip(("dq", "dk", "dv", "dg", "d_scale"), found, wanted, strict=True):
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        assert np.sqrt(((x - y) ** 2).mean()) < 5e-3 * np.sqrt((y**2).mean()), name
+
+
+def behind_in_runs(reverse, q, g, do, scale, behind):
+    """behind, of which every second is stored; the others follow from it and the chunk behind."""
+
+    def rows(x, c):
+        return jnp.repeat(x, behind.shape[2] // x.shape[2], 2)[:, c * C : (c + 1) * C].astype(jnp.float32)
+
+    def one(q, g, do, scale, dS):
+        zero = jnp.zeros_like(dS)
+        _, pull = jax.vjp(lambda S: recurrence(reverse, q, q, do, g, scale, S), zero)
+        return pull((do, dS))[0]
+
+    chunks = list(behind.astype(jnp.float32).swapaxes(0, 1))
+    each = jax.vmap(jax.vmap(one, (1, 1, 1, None, 0)), (0, 0, 0, 0, 0))
+    for c in range(0, len(chunks), 2):
+        first, last = (c + 1, c) if reverse else (c, c + 1)
+        chunks[first] = each(rows(q, last), rows(g, last), rows(do, last), scale, chunks[last])
+    return behind[:, 0 if reverse else 1 :: 2], jnp.stack(chunks, 1)
+
+
+GROUPS = [
+    (2, 136, (3, 1, 1, 3), 64, 64, None, True, 1),
+    (1, 248, (4, 2, 1, 4), 128, 64, None, False, 2),
+    (1, 256, (2, 1, 1, 2), 64, 128, -np.inf, True, 2),
+    (1, 72, (2, 1, 1, 1), 128, 64, -100.0, False, 1),
+]
+
+
+@pytest.mark.parametrize("B,T,heads,K,V,strength,reverse,run", GROUPS)
+def test_gradient_of_groups(monkeypatch, B, T, heads, K, V, strength, reverse, run):
+    """dq and dk of heads that share a query and a key are sums over these."""
+    mosaic_interpreter.install(monkeypatch)
+    H, HQ, HK, _ = heads
+    q, k, v, g, do, scale, before, behind = inputs(B, T, heads, max(K, V), "head", strength)
+    g = g / (16 if run > 1 else 1)
+    q, k, v, do, before, behind = (
+        q[..., :K],
+        k[..., :K],
+        v[..., :V],
+        do[..., :V],
+        before[..., :K, :V],
+        behind[..., :K, :V],
+    )
+    gates, stored = jnp.broadcast_to(g, (*g.shape[:3], K)), (before, behind)
+    if run > 1:
+        before, every_before = in_runs(run, reverse, k, v, gates, before)
+        behind, every_behind = behind_in_runs(reverse, q, gates, do, scale, behind)
+        stored = every_before, every_behind
+    wanted = expected(reverse, q, k, v, gates, do, scale, *stored)
+    by_chunk = jnp.broadcast_to(scale[:, None], (B, -(-T // C)))
+    options = dict(reverse=reverse, programs=2, interpret=mosaic_interpreter.parameters())
+    group = np.gcd(H // HQ, H // HK)
+    dq, dk, dv, dg, d_scale = gradient_groups(
+        q, k, v, head_sums(g, reverse), do, by_chunk, before, behind, group=int(group), **options
+    )
+    assert dq.shape[2] == dk.shape[2] < H
+    found = *(fold_heads(x.astype(jnp.float32), heads) for x, heads in ((dq, HQ), (dk, HK))), dv, dg, d_scale
+    wanted = fold_heads(wanted[0], HQ), fold_heads(wanted[1], HK), wanted[2], wanted[3].sum(3), wanted[4]
+    found = *found[:3], found[3].reshape(B, -1, H)[:, :T], found[4]
     for name, x, y in zip(("dq", "dk", "dv", "dg", "d_scale"), found, wanted, strict=True):
         x, y = (np.asarray(a, np.float64) for a in (x, y))
         assert np.sqrt(((x - y) ** 2).mean()) < 5e-3 * np.sqrt((y**2).mean()), name

@@ -40,6 +40,8 @@ KERNELS = {
     ("forward", "head", "256x512"): 1,
     ("gradient", "key", "256x512"): 4,
     ("gradient", "head", "256x512"): 3,
+    ("gradient, groups", "head", "128x64"): 3,
+    ("gradient, groups", "head", "64"): 3,
 }
 # What goes token by token, for per-key gates that are out of range, has no products, nor what hands states from segment to
 # segment, which copies nothing in bulk either. The gradient scans both ways before.

@@ -1,13 +1,18 @@
 """Launch the Hopper kernels: the recurrence and its gradient, whole or in two phases."""
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 
 from glax._src.core.decay import Decay
-from glax._src.core.recurrence import Outputs, Recurrence, Residuals, fold_heads, gradient_like
+from glax._src.core.recurrence import Outputs, Recurrence, Residuals, gradient_recurrence
 from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
+from glax._src.kernels.pallas_gpu.plan import ScanResults
 from glax._src.kernels.pallas_gpu.vjp_head_gate import gradient_head
+from glax._src.kernels.pallas_gpu.vjp_head_group import gradient_groups
 from glax._src.kernels.pallas_gpu.vjp_key_gate import gradient_key
 
 
@@ -86,27 +91,53 @@ def chunked_vjp(
     residuals = p.of_blocks(states(p) if residuals is None else residuals)
     d_output = p.in_blocks(d_output, p.V)
     d_start = p.starts(d_final, p.q, d_output, True) if begun is None else p.begun_from(d_final, *begun)
-    against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None)
+    run = p.run if p.grouped else 1
+    against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None, run=run)
     scanned = p.scan(against, p.q, d_output, d_start, out_of_range=residuals.out_of_range)
-    form = gradient_key if p.key else gradient_head
-    operands = p.chunkwise(d_output, residuals, scanned.states)
-    dq, dk, dv, dg, d_scale = form(*operands, reverse=r.reverse, programs=multiprocessors(), blocks=p.blocks)
-    rows = *p.q.shape[:2], p.H, -1  # packed, every chunk was a sequence of its own
-    dq, dk, dv = p.gradient_of_keys(dq.reshape(rows)), p.gradient_of_keys(dk.reshape(rows)), dv.reshape(rows)
+    d = by_groups(p, d_output, residuals, scanned) if p.grouped else by_heads(p, d_output, residuals, scanned)
     decay = dict.fromkeys(("constant", "head", "key"))
     if p.key:
-        decay["key"] = p.gradient_of_keys(dg.reshape(rows))
+        decay["key"] = d.gates
     elif r.decay.form == "head":
-        decay["head"] = p.rows.put(p.sum_of_blocks(dg).reshape(r.q.shape[0], -1, r.num_heads))
+        decay["head"] = p.rows.put(p.sum_of_blocks(d.gates).reshape(r.q.shape[0], -1, r.num_heads))
     elif r.decay.form == "constant":
-        decay["constant"] = p.by_sequence(p.tokens_only(p.sum_of_blocks(dg)).sum(2))
-    d = r.replace(
-        q=fold_heads(dq.astype(jnp.float32), r.q.shape[2]),
-        k=fold_heads(dk.astype(jnp.float32), r.k.shape[2]),
-        v=fold_heads(p.sum_of_values(dv).astype(jnp.float32), r.v.shape[2]),
-        decay=Decay(**decay),
-        initial_state=None if r.initial_state is None else p.narrow(scanned.last),
-        boundaries=None,
-        scale=p.by_sequence(d_scale).sum(1),
+        decay["constant"] = p.by_sequence(p.tokens_only(p.sum_of_blocks(d.gates)).sum(2))
+    tokens = (x.astype(jnp.float32) for x in (d.q, d.k, d.v))
+    return gradient_recurrence(r, *tokens, Decay(**decay), p.narrow(scanned.last), p.by_sequence(d.scale).sum(1))
+
+
+class Gradients(NamedTuple):
+    """What the kernels of the gradient found.
+
+    q, k [B, T, heads or parts of them, K], v [B, T, H, V]: in rows of r, before sums over heads that share one. gates: per-key,
+    likewise [B, T, H, K]; of others [B, chunks, C, blocks of H]. scale [B, chunks, blocks of H]. Packed, B and the chunks of
+    the last two have changed places.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    gates: jax.Array
+    scale: jax.Array
+
+
+def by_heads(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResults) -> Gradients:
+    """Compute the gradient of every chunk and block by itself."""
+    form = gradient_key if p.key else gradient_head
+    operands = p.chunkwise(d_output, residuals, scanned.states)
+    dq, dk, dv, dg, d_scale = form(*operands, reverse=p.r.reverse, programs=multiprocessors(), blocks=p.blocks)
+    rows = *p.q.shape[:2], p.H, -1  # packed, every chunk was a sequence of its own
+    dq, dk, dv = p.gradient_of_keys(dq.reshape(rows)), p.gradient_of_keys(dk.reshape(rows)), dv.reshape(rows)
+    return Gradients(dq, dk, p.sum_of_values(dv), p.gradient_of_keys(dg.reshape(rows)) if p.key else dg, d_scale)
+
+
+def by_groups(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResults) -> Gradients:
+    """Compute the gradient of every chunk, summed over heads that share a query and a key."""
+    operands = p.q, p.k, p.v, p.gates, d_output, p.scale_of_chunks(), residuals.states, scanned.states
+    dq, dk, dv, dg, d_scale = gradient_groups(
+        *operands, group=group_size(p.r), columns=p.blocks.columns, reverse=p.r.reverse, programs=multiprocessors()
     )
-    return gradient_like(r, d)
+    dq, dk = (p.rows.put(x)[..., : p.r.q.shape[3]] for x in (dq, dk))
+    if p.rows.begins is not None:
+        dg, d_scale = dg.swapaxes(0, 1), d_scale.swapaxes(0, 1)
+    return Gradients(dq, dk, p.sum_of_values(dv), dg, d_scale)

@@ -79,17 +79,19 @@ def widen(x, width: int):
 class KernelLayout:
     """A recurrence laid out for the kernels: padded q, k and v in rows of chunks, gates by form, segments in a table.
 
-    The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these."""
+    The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these.
+    square: as the gradient takes it. Its blocks are square unless `gradient_groups` computes it.
+    """
 
     def __init__(self, r: Recurrence, config: HopperConfig, square: bool = False):
         self.r, self.rows, self.parts, self.columns = r, Rows.of(r), config.parts, config.columns
-        widths = Widths.of(r, square)
+        self.key, self.grouped = r.decay.form == "key", grouped(r)
+        widths = Widths.of(r, square and not self.grouped)
         self.N, self.blocks, self.K, self.V = r.num_sequences, widths.blocks, widths.K, widths.V
         self.H = r.num_heads * self.blocks.count
         self.q, self.k = (self.in_blocks(x, self.K) for x in (r.q, r.k))
         self.v = self.in_blocks(r.v, self.V)
         self.chunks = -(-self.q.shape[1] // C)
-        self.key = r.decay.form == "key"
         self.gates = self.key_gates() if self.key else head_sums(self.head_gates(), r.reverse)
         self.scale = r.scale.astype(jnp.float32)
         self.table = self.segments()
@@ -279,6 +281,12 @@ class KernelLayout:
         scale = self.scale[self.sequence_of_chunk()]
         return q, k, v, gates, d_output, scale, *(x[0][:, None] for x in (residuals.states, behind, *out_of_range))
 
+    def scale_of_chunks(self):
+        """The scale of every chunk, [B, chunks]."""
+        if self.rows.begins is None:
+            return jnp.broadcast_to(self.scale[:, None], (self.N, self.chunks))
+        return self.scale[self.sequence_of_chunk()][None]
+
     def sequence_of_chunk(self):
         assert self.rows.begins is not None  # packed calls alone ask this
         found = jnp.searchsorted(self.rows.begins, jnp.arange(self.chunks), side="right") - 1
@@ -341,6 +349,22 @@ class KernelLayout:
             by_block = by_block if self.key else by_block[:, :, :1]
             log = by_block.reshape(log.shape[0], self.r.num_heads, -1)
         return log[..., : self.r.state_shape[2]]
+
+
+def group_size(r: Recurrence) -> int:
+    """Return the number of consecutive heads that share a head of q and a head of k."""
+    return math.gcd(r.num_heads // r.q.shape[2], r.num_heads // r.k.shape[2])
+
+
+def grouped(r: Recurrence) -> bool:
+    """Return whether `gradient_groups` computes the gradient: for gates other than per-key ones and keys of one block, of heads
+    that share queries and keys, or whose values are half as wide as keys."""
+    widths = Widths.of(r, square=False)
+    return (
+        r.decay.form != "key"
+        and widths.blocks.rows == 1
+        and (group_size(r) > 1 or widths.V * widths.blocks.columns < widths.K)
+    )
 
 
 def head_sums(gates, reverse: bool):

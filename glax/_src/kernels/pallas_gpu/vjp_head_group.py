@@ -1,0 +1,134 @@
+"""The gradient for per-head, constant or no gates, of heads that share queries and keys.
+
+With G the sum of log gates from where the scan enters the chunk, D_ij = e^{G_i - G_j} for j <= i, else 0, S the state before the
+chunk, dS = dL/dS behind it, P = q k^T, A = P D and dA = (do v^T) D, all of one head h:
+
+    dq = scale sum_h ((e^G do) S^T) + scale (sum_h dA) k        dv_h = e^{G_last - G} (k dS) + scale A^T do
+    dk = sum_h ((e^{G_last - G} v) dS^T) + scale (sum_h dA)^T q
+
+The heads of a group have the same q and k. P is therefore formed once, the two products of dA once for their sum, and both other
+sums grow in the accumulators of the products. The gates' gradient takes from each head four numbers a token, of products that
+are formed anyway, for q_i (dA k)_i = sum_j P_ij dA_ij, and likewise for keys:
+
+    query side   do_i (e^{G_i} q_i S) + sum_j A_ij (do_i v_j)        key side   v_j (A^T do)_j
+    before       v_j e^{G_last - G_j} (k_j dS)                       edge       e^{G_last} sum S dS
+
+    dg_t = edge + sum_{i >= t} scale (query side - key side)_i + sum_{j < t} before_j
+
+Query side and key side read the same A, rounded once, so that pairs on one side of t cancel. No exponent is positive: exact for
+every gate. The columns of V are independent but for these sums: a head has a unit for every 64 of them.
+
+Where two chunks share a stored state, S is stored before the first and dS behind the last. The first chunk forms its dS from the
+tokens of the last, and the last its S from those of the first.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu.lowering_cache import once
+from glax._src.kernels.pallas_gpu.plan import Blocks, C
+from glax._src.kernels.pallas_gpu.vjp_head_group_refs import (
+    BEFORE,
+    COLUMNS,
+    EDGE,
+    KEY_SIDE,
+    QUERY_SIDE,
+    Barriers,
+    HeadGroups,
+    Operands,
+    Program,
+    Results,
+    Tiles,
+)
+from glax._src.kernels.pallas_gpu.vjp_head_group_stages import compute_keys, compute_queries, load
+from glax._src.kernels.pallas_gpu.vjp_pipeline import warpgroups
+from glax._src.kernels.pallas_gpu.vjp_tiles import tokens
+
+OVERHEAD = 2  # units that the start and the end of an item take as long as
+
+
+def members(items: int, group: int, pieces: int, programs: int) -> int:
+    """Return the number of heads of an item: the divisor of a group with which the programs end first, and of equals the largest.
+
+    items: chunks and groups in all.
+    """
+
+    def time(n: int) -> int:
+        return -(-items * (group // n) // programs) * (n * pieces + OVERHEAD)
+
+    return min((n for n in range(group, 0, -1) if group % n == 0), key=time)
+
+
+def gradient_groups(
+    q, k, v, G, d_output, scale, before, behind, *,
+    group: int, reverse: bool, programs: int, columns: int = 1, interpret=None,
+):  # fmt: skip
+    """Return dq and dk of parts of the heads, [B, T, parts, K]; dv per head, [B, T, H, V]; dg, [B, chunks, C, H] in memory
+    order; d_scale, [B, chunks, H].
+
+    q, k, v, d_output [B, T, heads, K or V] in bfloat16, of as many heads as divide H; T is a multiple of 8, K is 64 or 128, and 64
+    divides V. columns: blocks of V that a head is cut into, each of which is a head of v, d_output and H; 1 for whole heads.
+    group: consecutive whole heads that share one of q and one of k. Parts are consecutive heads, the same number in each, and
+    of one group.
+    G [B, chunks, whole heads, C] in float32: sums of log2 gates from where the scan enters the chunk through each token.
+    scale [B, chunks] in float32.
+    before, behind [B, runs, H, K, V] in bfloat16, for one chunk or two each: the state that enters the first chunk of every run
+    in scanning order, and the gradient in the state that leaves its last.
+    programs: multiprocessors.
+    """
+    B, T, H, V = d_output.shape
+    K, chunks, pieces, group = q.shape[3], G.shape[1], V // COLUMNS, group * columns
+    n = HeadGroups(
+        B, T, H, K, pieces, q.shape[2], k.shape[2], v.shape[2],
+        members=members(B * chunks * (H // group), group, pieces, programs), programs=programs,
+        run=chunks // before.shape[1], reverse=reverse, blocks=Blocks(columns=columns),
+    )  # fmt: skip
+
+    def body(*refs):
+        p = Program.of(n, *refs)
+
+        def computing():
+            stages = functools.partial(compute_queries, p), functools.partial(compute_keys, p)
+            lax.cond(lax.axis_index("wg") == 0, *stages)
+
+        warpgroups(functools.partial(load, p), computing)
+
+    body.__name__ = "gradient_groups"  # in profiles
+    kernel = plgpu.kernel(
+        body,
+        out_type=tuple(Results.types(n)),
+        grid=(programs,),
+        grid_names=("cta",),
+        num_threads=3,
+        thread_name="wg",
+        scratch_types=[Tiles.types(n), Barriers.types(n)],
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+    )
+    v, d_output = (x.reshape(B, T, -1, COLUMNS) for x in (v, d_output))
+    operands = Operands(q, k, v, d_output, G, scale, before, behind, tokens(reverse))
+    found = Results(*once(("gradient_groups", n), kernel, *operands))
+    sums = found.sums.reshape(B, chunks, H, pieces, 4, C).sum(3)
+    return (
+        found.dq,
+        found.dk,
+        found.dv.reshape(B, T, H, V),
+        gate_gradient(sums, scale, reverse),
+        sums[:, :, :, 0].sum(3),
+    )
+
+
+def gate_gradient(sums: jax.Array, scale: jax.Array, reverse: bool) -> jax.Array:
+    """Return dg [B, chunks, C, H] from the four numbers a token, [B, chunks, H, 4, C]."""
+    onward = np.tri(C, dtype=np.float32)
+    onward = onward if reverse else onward.T
+    # [B, chunks, H, C]
+    pairs = scale[:, :, None, None] * (sums[:, :, :, QUERY_SIDE] - sums[:, :, :, KEY_SIDE])
+    terms = jnp.stack([pairs, sums[:, :, :, BEFORE], sums[:, :, :, EDGE]], axis=3)
+    matrices = np.stack([onward, 1 - onward, np.ones_like(onward)])
+    return jnp.einsum("bchrx,rtx->bcth", terms, matrices, precision="highest")

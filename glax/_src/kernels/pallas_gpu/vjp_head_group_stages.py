@@ -1,0 +1,284 @@
+"""The three warpgroups of the gradient of groups of heads: one loads, one has dq and the scores, one has dk and dv."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu import tiles
+from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder
+from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_row, read, transposed, zeros
+from glax._src.kernels.pallas_gpu.vjp_head_group_refs import (
+    BEFORE,
+    COLUMNS,
+    EDGE,
+    KEY_SIDE,
+    QUERY_SIDE,
+    STAGES,
+    Program,
+)
+from glax._src.kernels.pallas_gpu.vjp_tiles import ScanOrder, half
+
+BF16 = jnp.bfloat16
+PAIRS, VALUES = (C, C), (C, COLUMNS)
+
+
+def rows_of(chunk):
+    return pl.ds(chunk * C, C)
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load(p: Program):
+    """Fetch the units of all items one ahead; q and k of an item when the one before is done with."""
+    n, bar = p.plan, p.barriers
+    program = lax.axis_index("cta")
+
+    def step(i, _):
+        item, unit, slot = quotient(i, n.units), remainder(i, n.units), remainder(i, STAGES)
+        place = n.place(program + item * n.programs)
+        pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(bar.consumed.at[slot]))
+        load_unit(p, place, unit, slot)
+
+        @pl.when(unit == 0)
+        def _():
+            pl.when(i > 0)(lambda: plgpu.barrier_wait(bar.finished))
+            load_shared(p, place)
+
+        return ()
+
+    lax.fori_loop(0, n.items(program) * n.units, step, ())
+
+
+def load_unit(p: Program, place, unit, slot):
+    n, x, t = p.plan, p.operands, p.tiles
+    (b, part, chunk), rows = place, rows_of(place[2])
+    head, piece = part * n.members + quotient(unit, n.pieces), remainder(unit, n.pieces)
+    gate_head, value_head = n.blocks.head(head), n.blocks.of_values(head, n.H, n.HV) * n.pieces + piece
+    own = part * n.units + unit
+    loaded = p.barriers.loaded.at[slot]
+    plgpu.copy_gmem_to_smem(x.gates.at[b, chunk, gate_head], t.gates.at[slot], loaded)
+    plgpu.copy_gmem_to_smem(x.v.at[b, rows, value_head], t.v.at[slot], loaded)
+    plgpu.copy_gmem_to_smem(x.d_output.at[b, rows, own], t.d_output.at[slot], loaded)
+    run, columns = quotient(chunk, n.run), pl.ds(piece * COLUMNS, COLUMNS)
+    for i, states in enumerate((x.before, x.behind)):
+        plgpu.copy_gmem_to_smem(states.at[b, run, head, :, columns], t.states.at[slot * 2 + i], loaded)
+    if n.run > 1:
+        other, is_first = other_chunk(chunk), n.is_first(chunk)
+        plgpu.copy_gmem_to_smem(x.gates.at[b, other, gate_head], t.other_gates.at[slot], loaded)
+
+        def fetch(source, from_head):
+            plgpu.copy_gmem_to_smem(source.at[b, rows_of(other), from_head], t.other_values.at[slot], loaded)
+
+        pl.when(is_first)(functools.partial(fetch, x.d_output, own))
+        pl.when(jnp.logical_not(is_first))(functools.partial(fetch, x.v, value_head))
+
+
+def load_shared(p: Program, place):
+    n, x, t, loaded = p.plan, p.operands, p.tiles, p.barriers.shared_loaded
+    b, part, chunk = place
+    query_head, key_head = (quotient(part * n.members, n.H // heads) for heads in (n.HQ, n.HK))
+    plgpu.copy_gmem_to_smem(x.q.at[b, rows_of(chunk), query_head], t.q.at[0], loaded)
+    plgpu.copy_gmem_to_smem(x.k.at[b, rows_of(chunk), key_head], t.k.at[0], loaded)
+    if n.run > 1:
+        rows, is_first = rows_of(other_chunk(chunk)), n.is_first(chunk)
+
+        def fetch(source, head):
+            for part in range(n.halves):
+                plgpu.copy_gmem_to_smem(source.at[b, rows, head, half(part)], t.other.at[part], loaded)
+
+        pl.when(is_first)(functools.partial(fetch, x.q, query_head))
+        pl.when(jnp.logical_not(is_first))(functools.partial(fetch, x.k, key_head))
+
+
+def other_chunk(chunk):
+    return chunk + 1 - 2 * lax.rem(chunk, jnp.int32(2))
+
+
+# ---- computing -------------------------------------------------------------------------------------------------------
+
+
+def items(p: Program, item):
+    """item(i) of every item of the program, when q and k are loaded."""
+
+    def step(i, _):
+        plgpu.barrier_wait(p.barriers.shared_loaded)
+        item(i)
+        return ()
+
+    lax.fori_loop(0, p.plan.items(lax.axis_index("cta")), step, ())
+    plgpu.wait_smem_to_gmem(0)
+
+
+def place_of(p: Program, i):
+    """Return sequence, part of the heads and chunk of the program's i-th item.
+
+    They are computed again wherever they are needed: the compiler spills values that it holds throughout.
+    """
+    program, i = lax.optimization_barrier((lax.axis_index("cta"), i))
+    return p.plan.place(program + i * p.plan.programs)
+
+
+def hidden_zero():
+    """Return 0, which the compiler does not know: what it knows of a tile it computes ahead of all loops, and spills."""
+    return lax.optimization_barrier(jnp.int32(0))
+
+
+def scale_of(p: Program, i):
+    b, _, chunk = place_of(p, i)
+    return p.operands.scale[b, chunk]
+
+
+def slot_of(p: Program, i, unit):
+    return remainder(i * p.plan.units + unit, STAGES)
+
+
+def send(p: Program, i, *stored):
+    """Send an item's dq or dk to global memory. stored: pairs of a tile and a result [B, T, parts, its columns]."""
+    b, part, chunk = place_of(p, i)
+    plgpu.commit_smem()
+    for tile, result in stored:
+        plgpu.copy_smem_to_gmem(tile, result.at[b, rows_of(chunk), part])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(p.barriers.finished)
+
+
+def note(p: Program, i, unit, row: int, x):
+    b, part, chunk = place_of(p, i)
+    tiles.store(p.results.sums.at[b, chunk, part * p.plan.units + unit, row], x)
+
+
+def edge(p: Program, slot):
+    """e^{G_last} sum_v S dS, [64]: the sum of rows 64 apart. A loop, for in straight code registers are short."""
+
+    def rows(i, total):
+        return total + (
+            read(p.tiles.states.at[slot * 2, half(i)]) * read(p.tiles.states.at[slot * 2 + 1, half(i)])
+        ).sum(1)
+
+    total = lax.fori_loop(0, p.plan.halves, rows, zeros((64,), BY_ROW))
+    return total * jnp.exp2(p.tiles.gates[slot, p.plan.last_token])
+
+
+def compute_queries(p: Program):
+    """Form the scores of an item once, then of every unit A and dA, and what it adds to dq and to the sum of dA."""
+    n, t, bar = p.plan, p.tiles, p.barriers
+    t.order[...] = plgpu.load(p.operands.order, layout=BY_COLUMN, optimized=False)
+    plgpu.commit_smem()
+    mask = ScanOrder(n.reverse, t.order)
+
+    def decays(slot):
+        """D [C, C]."""
+        G = plgpu.load(t.gates.at[slot], layout=BY_ROW)
+        to = plgpu.load(t.gates.at[slot], layout=BY_COLUMN, optimized=False)
+        return jnp.exp2(jnp.where(mask.later(), by_row(G, PAIRS) - by_column(to, PAIRS), -jnp.inf))
+
+    def store_pairs(x, at):
+        """Store x [C, C] in two terms. Scores lie there while units are computed, for registers are short."""
+        high = lax.optimization_barrier(x.astype(BF16))
+        t.pairs.at[at][...] = high
+        t.pairs_rest.at[at][...] = (x - high.astype(jnp.float32)).astype(BF16)
+
+    def item(i):
+        at = hidden_zero()
+        store_pairs(tiles.product(PAIRS, (t.q.at[at], transposed(t.k.at[at]))), at)
+
+        def add(unit, carry):
+            # dq: halves [C, 64], over the scale; pairs [C, C]: the sum of dA
+            dq, pairs = carry
+            slot = slot_of(p, i, unit)
+            v, do = t.v.at[slot], t.d_output.at[slot]
+            plgpu.barrier_wait(bar.loaded.at[slot])
+            D = decays(slot)
+            A = ((read(t.pairs.at[0]) + read(t.pairs_rest.at[0])) * D).astype(BF16)
+            t.scores.at[slot][...] = A
+            dA = tiles.product(PAIRS, (do, transposed(v)))
+            used = (A.astype(jnp.float32) * dA).sum(1)
+            pairs += dA * D
+            p.meet()
+            S = t.states.at[slot * 2]
+            # [C, 64]
+            drawn = tiles.product(VALUES, (t.q.at[0], S))
+            x = read(do) * by_row(jnp.exp2(plgpu.load(t.gates.at[slot], layout=BY_ROW)), VALUES)
+            used += (x * drawn).sum(1)
+            x = x.astype(BF16)
+            dq = [tiles.added(y, (x, transposed(S.at[half(part)]))) for part, y in enumerate(dq)]
+            plgpu.barrier_arrive(bar.consumed.at[slot])
+            note(p, i, unit, QUERY_SIDE, used)
+            return dq, pairs
+
+        dq, pairs = lax.fori_loop(0, n.units, add, ([zeros((C, 64)) for _ in range(n.halves)], zeros(PAIRS)))
+        scale, at = scale_of(p, i), hidden_zero()
+        store_pairs(pairs * scale, at)
+        p.meet()
+        for part, y in enumerate(dq):
+            k = t.k.at[at, :, half(part)]
+            t.other.at[at + part][...] = tiles.added(y * scale, (t.pairs.at[at], k), (t.pairs_rest.at[at], k)).astype(
+                BF16
+            )
+        p.meet()
+        send(p, i, *((t.other.at[at + part], p.results.dq.at[..., half(part)]) for part in range(n.halves)))
+
+    items(p, item)
+
+
+def compute_keys(p: Program):
+    """Form of every unit the state that is not stored, dv, and what it adds to dk."""
+    n, t, bar = p.plan, p.tiles, p.barriers
+
+    def form_state(i, slot):
+        """Form S behind the run's first chunk from that before it, or dL/dS before its last from that behind it."""
+        is_first = n.is_first(place_of(p, i)[2])
+        G, last = plgpu.load(t.other_gates.at[slot], layout=BY_ROW), t.other_gates[slot, n.last_token]
+        factor = jnp.where(is_first, scale_of(p, i), 1.0)
+        values = t.other_values.at[slot]
+        first = is_first.astype(jnp.float32)
+        between = jnp.exp2(first * G + (1.0 - first) * (last - G)) * factor
+        values[...] = (read(values) * by_row(between, VALUES)).astype(BF16)
+        plgpu.commit_smem()
+        for part in range(n.halves):
+            state = t.states.at[slot * 2 + is_first.astype(jnp.int32), half(part)]
+            found = tiles.product((64, COLUMNS), (transposed(t.other.at[part]), values))
+            state[...] = (read(state) * jnp.exp2(last) + found).astype(BF16)
+
+    def item(i):
+        def add(unit, dk):
+            slot = slot_of(p, i, unit)
+            v, do, dS = t.v.at[slot], t.d_output.at[slot], t.states.at[slot * 2 + 1]
+            plgpu.barrier_wait(bar.loaded.at[slot])
+            if n.run > 1:
+                form_state(i, slot)
+            p.meet()
+            G, last = plgpu.load(t.gates.at[slot], layout=BY_ROW), t.gates[slot, n.last_token]
+            leaving = by_row(jnp.exp2(last - G), VALUES)
+            # [C, 64]
+            through = tiles.product(VALUES, (t.k.at[0], dS)) * leaving
+            before = (read(v) * through).sum(1)
+            # [C, K]
+            dk = tiles.added(dk, ((read(v) * leaving).astype(BF16), transposed(dS)))
+            inner = tiles.product(VALUES, (transposed(t.scores.at[slot]), do))
+            pushed = (read(v) * inner).sum(1)
+            around = edge(p, slot)
+            plgpu.barrier_arrive(bar.consumed.at[slot])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            t.dv[...] = (through + scale_of(p, i) * inner).astype(BF16)
+            plgpu.commit_smem()
+            b, part, chunk = place_of(p, i)
+            plgpu.copy_smem_to_gmem(t.dv, p.results.dv.at[b, rows_of(chunk), part * n.units + unit])
+            note(p, i, unit, BEFORE, before)
+            note(p, i, unit, KEY_SIDE, pushed)
+            note(p, i, unit, EDGE, around)
+            return dk
+
+        dk = lax.fori_loop(0, n.units, add, zeros((C, n.K)))
+        p.meet()
+        at = hidden_zero()
+        dk = tiles.added(dk, *((transposed(x.at[at]), t.q.at[at]) for x in (t.pairs, t.pairs_rest)))
+        p.meet()
+        t.k.at[at][...] = dk.astype(BF16)
+        send(p, i, (t.k.at[at], p.results.dk))
+
+    items(p, item)
