@@ -77,8 +77,10 @@ struct Outputs {
   Outputs(const Case& c, const Inputs& in, Pool& pool) : groups((c.K + glax::group - 1) / glax::group) {
     const int64_t H = c.H, K = c.K, V = c.V, N = c.N(), tokens = c.B * c.T;
     output = Array(tokens * H * V, c.type), final_state = Array(N * H * K * V);
-    dq = Array(tokens * H * K, c.gradient_type(c.query_heads)), dk = Array(tokens * H * K, c.gradient_type(c.key_heads));
-    dv = Array(tokens * H * V, c.gradient_type(c.value_heads));
+    const auto gradient_of = [&](int64_t shared, int64_t width) {
+      return Array(tokens * (shared ? shared : H) * width, c.gradient_type(shared));
+    };
+    dq = gradient_of(c.query_heads, K), dk = gradient_of(c.key_heads, K), dv = gradient_of(c.value_heads, V);
     if (in.head.data() || in.constant.data()) d_head = Array(groups * tokens * H);
     if (in.key.data()) d_key = Array(tokens * H * K);
     if (in.value.data()) d_value = Array(tokens * H * V);

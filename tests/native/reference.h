@@ -38,7 +38,7 @@ struct Case {
     if (reverse) std::reverse(found.begin(), found.end());
     return found;
   }
-  // The gradient of a query, key or value that heads share is float32: the caller sums it over heads.
+  // The gradient of a query, key or value that heads share is a sum over these heads, in float32.
   Type gradient_type(int64_t heads) const { return heads && heads != H ? Type::f32 : type; }
   std::string name() const {
     const auto number = [](const char* of, int64_t x) { return std::string(" ") + of + std::to_string(x); };
@@ -96,6 +96,18 @@ struct Inputs {
 
 // The results by name; NaN where kernels must not write.
 using Results = std::map<std::string, Numbers>;
+
+// The sums of x [tokens, H, width] over consecutive heads, [tokens, heads, width].
+inline Numbers summed_heads(const Numbers& x, int64_t H, int64_t heads, int64_t width) {
+  if (heads == 0 || heads == H) return x;
+  const size_t row = size_t(H * width), each = row / size_t(heads);
+  Numbers sums(x.size() / size_t(H) * size_t(heads));
+  for (size_t i = 0; i < x.size(); ++i) {
+    const size_t at = i / row * size_t(heads * width) + i % row / each * size_t(width) + i % size_t(width);
+    sums[at] = i % row % each < size_t(width) ? x[i] : sums[at] + x[i];
+  }
+  return sums;
+}
 
 inline Results reference(const Case& c, const Inputs& in) {
   const int64_t H = c.H, K = c.K, V = c.V, N = c.N(), tokens = c.B * c.T;
@@ -178,5 +190,7 @@ inline Results reference(const Case& c, const Inputs& in) {
       for (int64_t i = 0; i < K * V && d_initial; ++i) d_initial[head * K * V + i] = dS[size_t(i)];
     }
   }
+  out["dq"] = summed_heads(out["dq"], H, c.query_heads, K), out["dk"] = summed_heads(out["dk"], H, c.key_heads, K);
+  out["dv"] = summed_heads(out["dv"], H, c.value_heads, V);
   return out;
 }

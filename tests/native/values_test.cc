@@ -60,6 +60,8 @@ void heads_together() {
     check(group, c);
     c.boundaries = {0, 0, 13, 35};
     check(group, c);
+    c.query_heads = c.key_heads = 1, c.H = 12, c.value_heads = 0;  // more heads share a query than a task scans together
+    check(group, c);
   }
 }
 

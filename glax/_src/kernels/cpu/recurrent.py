@@ -16,6 +16,7 @@ from glax._src.kernels.cpu.library import delta_missing, missing
 
 MAX_BLOCK = 4096  # tokens: 9 MB of scratch in each thread at K = V = 128
 GROUP = 32  # columns of a partial sum; `group` in native/problem.h
+SUMMED = 8  # heads of one query, key or value whose gradients the library sums, at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +88,9 @@ def recurrent_vjp(
     groups = -(-K // GROUP)
 
     def each(x: Array):
-        # float32 where heads share an array: gradient_recurrence sums over them.
-        dtype = x.dtype if x.shape[2] == H else jnp.float32
-        return jax.ShapeDtypeStruct((B, T, H, x.shape[3]), dtype)
+        # Where heads share a row the library sums some in float32, which one thread scans in turn, and gradient_recurrence the rest.
+        heads, dtype = (H, x.dtype) if x.shape[2] == H else (H // heads_summed(H // x.shape[2]), jnp.float32)
+        return jax.ShapeDtypeStruct((B, T, heads, x.shape[3]), dtype)
 
     def if_any(shape, *arrays):
         return NONE if all(x is None for x in arrays) else jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -117,6 +118,11 @@ def recurrent_vjp(
         value=None if decay.value is None else d_value,
     )
     return gradient_recurrence(r, dq, dk, dv, d_decay, d_initial, d_scale.sum((0, 2)))
+
+
+def heads_summed(sharing: int) -> int:
+    """Return how many of `sharing` heads the library sums: the least divisor that is SUMMED or more, so that tasks stay many."""
+    return next((n for n in range(SUMMED, sharing) if sharing % n == 0), sharing)
 
 
 def step_supports(r: Recurrence) -> str | None:

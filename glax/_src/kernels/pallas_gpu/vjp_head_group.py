@@ -71,8 +71,8 @@ def gradient_groups(
     """Return dq and dk of parts of the heads, [B, T, parts, K]; dv per head, [B, T, H, V]; dg, [B, chunks, C, H] in memory
     order; d_scale, [B, chunks, H].
 
-    q, k, v, d_output [B, T, heads, K or V] in bfloat16, of as many heads as divide H; T is a multiple of 8, K is 64 or 128, and 64
-    divides V. columns: blocks of V that a head is cut into, each of which is a head of v, d_output and H; 1 for whole heads.
+    q, k, v, d_output [B, T, heads, K or V] in bfloat16, of as many heads as divide H; T is a multiple of 8, K is 64 or 128, and
+    64 divides V. columns: blocks of V that a head is cut into, each of which is a head of v, d_output and H; 1 for whole heads.
     group: consecutive whole heads that share one of q and one of k. Parts are consecutive heads, the same number in each, and
     of one group.
     G [B, chunks, whole heads, C] in float32: sums of log2 gates from where the scan enters the chunk through each token.

@@ -176,6 +176,16 @@ inline RowView gate_rows_of(const Problem& p, float* x, const Segment& n, int64_
   return written_rows_of(p, {reinterpret_cast<char*>(x), Type::f32, p.H, channels}, n, h, first, width);
 }
 
+// The rows of a gradient x [B, T, heads, width] for head h. Consecutive heads that share a row are summed there: the first writes, and
+// the others, which the same task scans after it, add.
+inline RowView summed_rows_of(const Problem& p, const Tensor& x, const Segment& n, int64_t h, int64_t first, int64_t width,
+                              float factor = 1) {
+  if (x.heads == p.H) return written_rows_of(p, x, n, h, first, width, factor);
+  RowView rows = rows_of(p, x, n, h, first, width, factor);
+  rows.adds = h % (p.H / x.heads) != 0;
+  return rows;
+}
+
 // The gradients of q, k and the K side's gate: columns are keys.
 inline bool gradient_of_keys(const Problem& p, const Segment& n, Heads heads, int64_t first, int64_t last, void* memory) {
   Scratch scratch{static_cast<char*>(memory)};
@@ -187,7 +197,7 @@ inline bool gradient_of_keys(const Problem& p, const Segment& n, Heads heads, in
     ColumnGradient& c = columns[h - heads.first];
     c.a = rows_of(p, p.v, n, h, 0, p.V), c.b = rows_of(p, p.d_output, n, h, 0, p.V);
     c.x = rows_of(p, p.k, n, h, first, width), c.z = rows_of(p, p.q, n, h, first, width, p.scale[n.sequence]);
-    c.y_out = written_rows_of(p, p.dq, n, h, first, width, p.scale[n.sequence]), c.dx_out = written_rows_of(p, p.dk, n, h, first, width);
+    c.y_out = summed_rows_of(p, p.dq, n, h, first, width, p.scale[n.sequence]), c.dx_out = summed_rows_of(p, p.dk, n, h, first, width);
     c.partial = p.B * p.T * p.H, c.heads = p.segments * p.H;
     if (p.d_key) {
       c.d_channels = gate_rows_of(p, p.d_key, n, h, p.K, first, width);
@@ -212,7 +222,7 @@ inline bool gradient_of_values(const Problem& p, const Segment& n, Heads heads, 
     ColumnGradient& c = columns[h - heads.first];
     c.a = rows_of(p, p.k, n, h, 0, p.K), c.b = rows_of(p, p.q, n, h, 0, p.K, p.scale[n.sequence]);
     c.x = rows_of(p, p.v, n, h, first, width), c.z = rows_of(p, p.d_output, n, h, first, width);
-    c.dx_out = written_rows_of(p, p.dv, n, h, first, width);
+    c.dx_out = summed_rows_of(p, p.dv, n, h, first, width);
     if (p.d_value) c.d_channels = gate_rows_of(p, p.d_value, n, h, p.V, first, width);
     c.initial = n.initial ? n.initial + state : nullptr, c.d_final = n.d_final + state;
     c.d_initial = n.d_initial ? n.d_initial + state : nullptr;

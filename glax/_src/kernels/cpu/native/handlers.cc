@@ -246,6 +246,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_step, step, ffi::Ffi::Bind().Ctx<ffi::ThreadP
 
 }  // namespace glax
 
+// The version of these handlers: glax/_src/kernels/cpu/library.py loads no other.
+extern "C" int32_t glax_interface() { return 2; }
+
 // For `glax doctor` and tests.
 extern "C" const char* glax_instructions() { return glax::kernels().name; }
 extern "C" void glax_exponential(const float* x, float* y, int64_t count) { glax::kernels().exponential(x, y, count); }

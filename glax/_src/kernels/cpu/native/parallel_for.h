@@ -112,10 +112,12 @@ struct ThreadScratch {
   void* block;
 };
 
-// A kernel that runs for every segment and head and each range of `width` columns.
+// A kernel that runs for every segment and head and each range of `width` columns. A worker runs `sharing` consecutive heads one after the
+// other: they add to the same rows.
 struct Task {
   Kernel* run;
   int64_t width;
+  int64_t sharing = 1;
 };
 
 // The number of heads that a task scans together. Their states must fit into the second-level cache, and every thread must get a few
@@ -143,9 +145,10 @@ bool run_tasks(Pool& pool, const Problem& p, const std::vector<Segment>& segment
   for (const Segment& segment : segments) {
     for (const Task& task : kinds) {
       const int64_t cut = ranges(tasks_of_heads, task.width, threads);
-      for (int64_t h = 0; h < p.H; h += together)
+      const int64_t claimed = std::max(together / task.sharing, int64_t(1)) * task.sharing;
+      for (int64_t h = 0; h < p.H; h += claimed)
         for (int64_t i = 0; i < cut; ++i)
-          items.push_back({&task, &segment, {h, std::min(h + together, p.H)}, range(i, cut, task.width)});
+          items.push_back({&task, &segment, {h, std::min(h + claimed, p.H)}, range(i, cut, task.width)});
     }
   }
   // Longest first, so that few threads wait for the last one.
@@ -157,7 +160,10 @@ bool run_tasks(Pool& pool, const Problem& p, const std::vector<Segment>& segment
     if (!scratch.block) return;
     for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
       const Item& item = items[i];
-      if (!item.task->run(p, *item.segment, item.heads, item.columns.first, item.columns.last, scratch.aligned())) in_range = false;
+      for (int64_t h = item.heads.first; h < item.heads.last; h += together) {
+        const Heads heads{h, std::min(h + together, item.heads.last)};
+        if (!item.task->run(p, *item.segment, heads, item.columns.first, item.columns.last, scratch.aligned())) in_range = false;
+      }
     }
   });
   if (!done) throw std::bad_alloc();

@@ -40,7 +40,7 @@ struct Problem {
   Tensor output;
   float* final_state = nullptr;  // [N, H, K, V]
 
-  // Gradient. Every array has H heads; the caller sums over the heads that share a query, key or value.
+  // Gradient. dq, dk and dv have H heads, or fewer that divide H: each is then the sum over consecutive heads, in their order, in float32.
   // Arrays [groups, ...] hold one partial sum for each `group` of the K columns; the caller adds them up.
   Tensor d_output, dq, dk, dv;
   const float* d_final = nullptr;                       // [N, H, K, V]

@@ -8,11 +8,15 @@ struct RowView {
   int64_t width = 0;
   float factor = 1;
   bool streamed = false;  // written past the caches
+  bool adds = false;      // to what the row holds, which is float32
 
   char* at(int64_t t) const { return data + t * stride; }
   // Writes x [width] to row t, converted to `type`.
   void write(const float* x, int64_t t) const {
-    if (streamed) {
+    if (adds) {
+      float* const row = reinterpret_cast<float*>(at(t));
+      for (int64_t c = 0; c < width; ++c) row[c] += x[c];
+    } else if (streamed) {
       stream(x, reinterpret_cast<float*>(at(t)), width);
     } else {
       narrow(x, at(t), type, width);

@@ -9,6 +9,7 @@
 // alone decide whether and where to cut: results do not depend on the number of threads.
 #pragma once
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "parallel_for.h"
@@ -98,7 +99,9 @@ bool gradient_by_segment(Pool& pool, Problem p) {
   std::vector<Segment> segments = segments_of(p, segment_length(p));
   std::vector<float> memory;
   p.segments = segments.size();
-  const std::initializer_list<Task> kinds{{kernels().gradient_of_keys, p.K}, {kernels().gradient_of_values, p.V}};
+  const auto sharing = [&](const Tensor& x) { return x.heads > 0 ? p.H / x.heads : 1; };
+  const std::initializer_list<Task> kinds{{kernels().gradient_of_keys, p.K, std::lcm(sharing(p.dq), sharing(p.dk))},
+                                          {kernels().gradient_of_values, p.V, sharing(p.dv)}};
   if (p.segments == p.N) return run_tasks(pool, p, segments, kinds);
 
   const bool joined = join_segments(pool, p, segments, memory);
