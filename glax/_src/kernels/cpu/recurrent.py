@@ -88,7 +88,7 @@ def recurrent_vjp(
     groups = -(-K // GROUP)
 
     def each(x: Array):
-        # Where heads share a row the library sums some in float32, which one thread scans in turn, and gradient_recurrence the rest.
+        # Where heads share a row, the library sums some in float32 in one thread, and gradient_recurrence the rest.
         heads, dtype = (H, x.dtype) if x.shape[2] == H else (H // heads_summed(H // x.shape[2]), jnp.float32)
         return jax.ShapeDtypeStruct((B, T, heads, x.shape[3]), dtype)
 

@@ -23,9 +23,9 @@ class HeadGroups:
     """The sizes that the kernel is compiled for.
 
     H counts blocks of heads (`Blocks`), which have all of K; they are called heads here. A unit is one head and 64 of its
-    columns, `pieces` to a head. An item is one chunk and `members` heads that read the same head of q and the same of k. Items are
-    numbered (sequence, part of the heads, chunk), and program p has every `programs`-th from p on. run: chunks from one stored
-    state to the next, 1 or 2; it divides those of a sequence.
+    columns, `pieces` to a head. An item is one chunk and `members` heads that read the same head of q and the same of k.
+    Items are numbered (sequence, part of the heads, chunk), and program p has every `programs`-th from p on.
+    run: chunks from one stored state to the next, 1 or 2; it divides those of a sequence.
     """
 
     B: int

@@ -62,8 +62,13 @@ def elements(r: Recurrence, size: int, tokens: int) -> int:
 
 
 def suits(r: Recurrence, size: int = CHUNK) -> bool:
-    """Return whether this form supports r in chunks of `size`: on CPUs, unpacked, whole chunks, without per-value gates."""
+    """Return whether this form supports r in chunks of `size`: on CPUs, unpacked, whole chunks, without per-value gates.
+
+    Calls whose heads share both queries and keys are left to the scan: this form would repeat the rows of both for every head.
+    """
     if r.is_symbolic:
+        return False
+    if max(r.q.shape[2], r.k.shape[2]) < r.num_heads:
         return False
     whole = r.boundaries is None and r.decay.value is None and r.q.shape[1] % (GROUPS * size) == 0
     return Backend.here() is Backend.CPU and whole and elements(r, size, GROUPS * size) <= 2 * BLOCK
