@@ -7,13 +7,12 @@ from pathlib import Path
 
 import jax
 
-from glax._src.kernels.common.library import load_built
+from glax._src.kernels.common.library import REMEDY, load_built
 
 FOLDER = Path(__file__).parent
 INSTRUCTIONS = ("avx512", "avx2", "baseline")
 TARGETS = ("glax_forward", "glax_gradient", "glax_step")
 DELTA_TARGETS = ("glax_delta_forward", "glax_delta_gradient", "glax_delta_step")
-INTERFACE = 2  # the version of native/handlers.cc: it changes with the shapes of operands and results
 
 
 @functools.cache
@@ -23,12 +22,16 @@ def load_library() -> ctypes.CDLL | str:
 
 
 def register(library: ctypes.CDLL):
-    found = library.glax_interface() if hasattr(library, "glax_interface") else 1
-    if found != INTERFACE:
-        raise OSError(f"another version of glax built it: its interface is {found}, not {INTERFACE}")
     for name in (*TARGETS, *(name for name in DELTA_TARGETS if hasattr(library, name))):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     library.glax_instructions.restype = ctypes.c_char_p
+
+
+def lacks_sums_of_heads() -> str | None:
+    """Return why the library cannot sum gradients over heads that share a row, or None: builds before glax_interface 2 cannot."""
+    if hasattr(load_library(), "glax_interface"):
+        return None
+    return f"its library was built by an earlier version of glax, which sums over no heads: {REMEDY}"
 
 
 def check_instructions():
