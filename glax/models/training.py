@@ -159,9 +159,7 @@ def spread_sequence(model: CausalLM, mesh: jax.sharding.Mesh):
     """Let every recurrence of the model solve its shard of the sequence, and exchange states."""
     recurrence = functools.partial(parallel.recurrent, mesh=mesh, batch_axis="data", sequence_axis="sequence")
     for _, module in nnx.iter_modules(model):
-        if isinstance(module, RWKV6Attention):
-            raise ValueError("sequence must be 1 for rwkv6: its read of the state before each token is not spread")
-        if isinstance(module, LinearAttention | LightningAttention | Mamba2):
+        if isinstance(module, LinearAttention | LightningAttention | Mamba2 | RWKV6Attention):
             module.recurrence = recurrence
 
 

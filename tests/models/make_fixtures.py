@@ -17,7 +17,9 @@ import fla_on_cpu  # noqa: F401, before fla
 
 import fla.layers.attn
 import fla.models.gla.modeling_gla
+import fla.models.hgrn2.modeling_hgrn2
 import fla.models.modeling_utils
+import fla.models.retnet.modeling_retnet
 import torch
 from fla.models import GLAConfig, HGRN2Config, RetNetConfig, RWKV6Config
 from fla.models import Mamba2Config as FLAMamba2Config
@@ -81,7 +83,8 @@ def plain_attention(q, k, v, causal, window_size):
 
 
 fla.layers.attn.flash_attn_func = plain_attention
-for module in (fla.models.modeling_utils, fla.models.gla.modeling_gla):
+MODELS = (fla.models.gla.modeling_gla, fla.models.retnet.modeling_retnet, fla.models.hgrn2.modeling_hgrn2)
+for module in (fla.models.modeling_utils, *MODELS):
     module.fused_attnres = naive_attnres  # its kernel refuses tensors of a CPU
 
 

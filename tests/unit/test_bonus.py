@@ -1,13 +1,16 @@
 """The exclusive read with a bonus, as RWKV-6 has it: `bonus=` of recurrent, recurrent_step and prefill_into."""
 
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import glax
+from glax import parallel
 from tests.cases import Case, inputs
 from tests.close import assert_close
 from tests.compiling import quick_jit
@@ -100,6 +103,21 @@ def test_steps_and_prefill_equal_one_pass():
         assert not output[1].any()
     assert_close("state", pool[2], whole.final_state[0], 1e-5)
     assert np.isnan(pool[:2]).all()
+
+
+def test_a_bonus_on_a_mesh_gives_what_one_device_gives():
+    """The sequence in four shards: the queries move across them."""
+    mesh = jax.make_mesh((2, 4), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
+    arrays = inputs(Case("", B=2, T=20, heads=(4, 2, 2), K=6, V=5, gates=("gk",)), "log-sigmoid")
+    u = jnp.asarray(np.random.default_rng(3).normal(size=(4, 6)), jnp.float32)
+    spread = functools.partial(parallel.recurrent, mesh=mesh, batch_axis="data", sequence_axis="sequence")
+
+    def loss(of):
+        return jax.jit(jax.value_and_grad(lambda u, arrays: (of(**arrays, bonus=u).output ** 2).sum(), (0, 1)))
+
+    got, want = loss(spread)(u, arrays), loss(glax.recurrent)(u, arrays)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close("value or gradient", x, y, 5e-5)
 
 
 def test_another_shape_or_dtype_is_refused():

@@ -17,6 +17,7 @@ from glax._src.core.recurrence import Outputs, OutputsWithStates
 from glax._src.core.registry import Config, Platform
 from glax._src.parallel.sharding import Axis, Spread, solve_on_mesh
 from glax._src.solve.dispatch import Choice
+from glax._src.solve.exclusive_read import check_bonus, check_no_erasure, solve_with_bonus
 from glax._src.solve.pieces import no_states, solve_with_states
 
 
@@ -61,6 +62,7 @@ def recurrent(
     use_qk_l2norm: bool = False,
     segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
     pad_id: int | None = None,
+    bonus: Float[Array, "H K"] | None = None,
     states_every: int | None = None,
     states_dtype: DTypeLike | None = None,
     platform: str | None = None,
@@ -84,6 +86,7 @@ def recurrent(
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
         softmax_scale=softmax_scale, initial_state=initial_state, cu_seqlens=cu_seqlens, segment_ids=segment_ids,
+        bonus=bonus,
     )  # fmt: skip
     options = ScanOptions(reverse, pad_id, states_every, states_dtype, use_qk_l2norm)
     check_before_tracing(arrays, platform, cfg, options)
@@ -97,16 +100,21 @@ def recurrent(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def bind_and_solve(choice: Choice, spread: Spread, options: ScanOptions, arrays: dict) -> Outputs:
-    r, every, dtype = bind(**arrays, **options.of_bind), options.states_every, options.states_dtype
+    bonus, every, dtype = arrays.get("bonus"), options.states_every, options.states_dtype
+    r = bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **options.of_bind)
+    if bonus is not None:
+        check_no_erasure(r)
+        check_bonus(bonus, r.num_heads, r.q.shape[3])
     if 0 in (*r.q.shape[:2], r.num_sequences):
         outputs = nothing_to_solve(r)
         outputs = outputs if every is None else OutputsWithStates(*outputs, no_states(r, every, dtype))
-    elif every is None:
-        outputs = solve_on_mesh(choice, spread, r)
     else:
-        spread = spread if r.boundaries is None else spread.for_packed
-        solver = functools.partial(solve_on_mesh, dataclasses.replace(choice, pieces=every), spread)
-        outputs = solve_with_states(solver, r, every, dtype)
+        solver = functools.partial(solve_on_mesh, choice, spread)
+        if every is not None:
+            spread = spread if r.boundaries is None else spread.for_packed
+            pieces = functools.partial(solve_on_mesh, dataclasses.replace(choice, pieces=every), spread)
+            solver = functools.partial(solve_with_states, pieces, every=every, dtype=dtype)
+        outputs = solver(r) if bonus is None else solve_with_bonus(solver, r, bonus)
     outputs = outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
     return cast(Outputs, outputs)  # as in `glax._src.api.recurrent`
 
