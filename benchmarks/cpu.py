@@ -17,7 +17,6 @@ import platform
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is imported
@@ -26,15 +25,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read by PyTorch, whose id
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cpu_compile import compile_bars, compiling
 from peers import BASELINES
 from peers_torch import with_torch
-from timing import Timing, available_bytes, compiled, copy_gbytes, interleaved, matmul_gflops, table
+from timing import available_bytes, compiled, interleaved, table
 
 import glax
 from glax._src.core.bind import bind
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
+from glax.cli.measure import Timing, copy_gbytes, matmul_gflops
 
 OUT = Path(__file__).parent / "out"
 MODES = ("forward", "forward + backward")
@@ -57,7 +58,7 @@ WAYS = {  # platform, environment
     "operands added up": (SUM, {}),
     "operands added up, freed memory retained": (SUM, KEEP_FREED),
 }
-SCALING_BAR, MEMORY_BAR, COMPILE_BAR = 1.25, 3.0, 5.0  # slowest / fastest time per token, GiB, seconds
+SCALING_BAR, MEMORY_BAR = 1.25, 3.0  # slowest / fastest time per token, GiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +217,7 @@ def temporary_mib(run) -> int | None:
 
 
 def against_baselines(args) -> dict:
-    machine = dict(matmul_gflops=matmul_gflops(), copy_gbytes=copy_gbytes())
+    machine = dict(matmul_gflops=matmul_gflops("float32", 7), copy_gbytes=copy_gbytes(7))
     print(f"\nThis machine: {machine['matmul_gflops']:.0f} GFLOP/s in a float32 product of 2048 x 2048,", end=" ")
     print(f"{machine['copy_gbytes']:.1f} GB/s in a copy\n")
     results = []
@@ -368,63 +369,6 @@ def scaling_bars(found: dict) -> list[tuple[str, float, str, bool]]:
     bars = [(title, x, f"<= {SCALING_BAR}", x <= SCALING_BAR) for title, x in spreads(found, of_sum=False).items()]
     T, peak = found["lengths"][-1], found["peaks"][-1]
     return [*bars, (f"peak memory of a gradient at T={T}, GiB", peak, f"< {MEMORY_BAR}", peak < MEMORY_BAR)]
-
-
-def variants() -> dict:
-    """Every public function and form of decay: (f(q, k, v, gates), gates)."""
-    B, T, H, D = 1, 2048, 4, 64
-    per_head, per_channel = -jnp.ones((B, T, H)), -jnp.ones((B, T, H, D))
-    cuts = jnp.array([0, 300, 1000, 1001, T], jnp.int32)
-    forms = dict(
-        none={},
-        constant=dict(g_gamma=-jnp.ones(H)),
-        head=dict(g=per_head),
-        key=dict(gk=per_channel),
-        value=dict(gv=per_channel),
-        both=dict(gk=per_channel, gv=per_channel),
-    )
-
-    def recurrent(q, k, v, gates, **options):
-        return glax.recurrent(q, k, v, **gates, **options)
-
-    return {
-        **{f"recurrent, decay: {name}": (recurrent, gates) for name, gates in forms.items()},
-        "recurrent, packed": (lambda *x: recurrent(*x, cu_seqlens=cuts), forms["key"]),
-        "recurrent, reverse": (lambda *x: recurrent(*x, reverse=True), forms["key"]),
-        "recurrent_gla": (glax.recurrent_gla, per_channel),
-        "simple_gla": (glax.simple_gla, per_head),
-        "retention": (lambda q, k, v, _: glax.retention(q, k, v), ()),
-        "lightning_attention": (lambda q, k, v, _: glax.lightning_attention(q, k, v, 3, 12), ()),
-    }
-
-
-def compiling(args) -> dict:
-    """Seconds to trace and compile the gradient of each variant, at B1 T2048 H4 K=V=64.
-
-    The first variant is compiled twice, because the first compilation loads kernels and starts XLA.
-    """
-    x = jnp.ones((1, 2048, 4, 64))
-    results = []
-    for i, (name, (f, gates)) in enumerate(variants().items()):
-
-        def loss(q, k, v, gates, f=f):
-            return f(q, k, v, gates).output.sum()
-
-        for _ in range(2 if i == 0 else 1):
-            jax.clear_caches()
-            begin = time.perf_counter()
-            compiled(jax.grad(loss, argnums=(0, 1, 2, 3)), x, x, x, gates)
-            seconds = time.perf_counter() - begin
-        results.append({"gradient of": name, "seconds to compile": seconds})
-    print(f"\n{table(results)}\n")
-    return dict(results=results)
-
-
-def compile_bars(found: dict) -> list[tuple[str, float, str, bool]]:
-    slowest = max(found["results"], key=lambda row: row["seconds to compile"])
-    seconds = slowest["seconds to compile"]
-    title = f"slowest to compile of {len(found['results'])}: {slowest['gradient of']}, seconds"
-    return [(title, seconds, f"<= {COMPILE_BAR}", seconds <= COMPILE_BAR)]
 
 
 def main():

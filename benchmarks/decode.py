@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import copy_gbytes
 
 import glax
+from glax.cli.measure import copy_gbytes
 
 PREFIXES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
@@ -47,7 +47,7 @@ def pool(P: int = 1024, B: int = 256, H: int = 16, D: int = 128, repeats: int = 
         seconds[name] = median(call, repeats)
         print(f"{name:16} {1e3 * seconds[name]:8.2f} ms", flush=True)
     print(f"the pool takes {100 * (seconds['pool'] / seconds['without a pool'] - 1):+.0f}%")
-    moved, copy = 2 * B * H * D * D * 4 / seconds["pool"] / 1e9, copy_gbytes()
+    moved, copy = 2 * B * H * D * D * 4 / seconds["pool"] / 1e9, copy_gbytes(7)
     print(f"states read and written at {moved:.1f} GB/s, a copy at {copy:.1f} GB/s: {100 * moved / copy:.0f}%")
 
 

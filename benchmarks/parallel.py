@@ -127,6 +127,11 @@ def errors(got, want):
     return jax.tree.map(error, got, want)
 
 
+def shardings(mesh, arrays):
+    """A NamedSharding for each array of a tree: T over "sequence", and gates of heads alone replicated."""
+    return jax.tree.map(lambda x: NamedSharding(mesh, P() if x.ndim == 1 else P(None, "sequence")), arrays)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for flag, default in (("--T", 131072), ("--heads", 16), ("--width", 128), ("--repeats", 10)):
@@ -156,15 +161,14 @@ def main():
             if way == "correct" and gates in ("retention", "none"):
                 continue  # not supported for constant decays and for none
             mesh = jax.make_mesh((n,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:n])
-            lie = lambda x, mesh=mesh: NamedSharding(mesh, P() if x.ndim == 1 else P(None, "sequence"))  # noqa: E731
             with stage(f"{gates}: {n} devices, {way}: arrays to their places"):
-                operands = jax.block_until_ready(jax.device_put(given, jax.tree.map(lie, given)))
+                operands = jax.block_until_ready(jax.device_put(given, shardings(mesh, given)))
             form = n, way, str(jax.tree.map(jax.typeof, given))
             runs[form] = runs[form] if form in runs else compiled(mesh, way, arguments.platform, *operands)
             seconds, waited, result = timed(runs[form], operands, arguments.repeats)
             reference, alone = reference or result, alone or seconds
             with stage("  errors"):
-                off = errors(result, jax.device_put(reference, jax.tree.map(lie, reference)))
+                off = errors(result, jax.device_put(reference, shardings(mesh, reference)))
                 output_off, gradient_off = float(off[0]), max(map(float, jax.tree.leaves(off[1])))
             del result
             alone_waited = alone_waited or waited

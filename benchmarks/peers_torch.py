@@ -32,7 +32,10 @@ def as_jax(x) -> jax.Array:
 def in_chunks(torch, q, k, v, g, size):
     """As in peers.py: all that needs no state in batched products, and a loop over chunks that passes the state along."""
     (B, T, H, K), per_head = q.shape, g.ndim == 3
-    split = lambda x: x.reshape(B, T // size, size, H, -1).permute(1, 0, 3, 2, 4)  # noqa: E731
+
+    def split(x):
+        return x.reshape(B, T // size, size, H, -1).permute(1, 0, 3, 2, 4)
+
     q, k, v, g = split(q * K**-0.5), split(k), split(v), split(g)
     G = g.cumsum(3)
     last = G[..., -1:, :]

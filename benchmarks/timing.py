@@ -1,25 +1,14 @@
-"""Times of compiled functions side by side, what the machine can do at best, and tables of the results."""
+"""Times of functions of many sizes side by side, for CPUs, and tables of the results.
 
-import dataclasses
-import statistics
-import time
+`glax.cli.measure` defines what a `Timing` is, and measures what a device can do at best. Here a candidate has a budget of time.
+"""
+
+import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Milliseconds: the median, and the 20th and 80th of a hundred."""
-
-    median: float
-    p20: float
-    p80: float
-    repeats: int
-
-    def __str__(self):
-        return f"{self.median:.1f} ({self.p20:.1f}-{self.p80:.1f})"
+from glax.cli.measure import Timing, Way, milliseconds, timing
 
 
 def compiled(f: Callable, *operands) -> Callable:
@@ -30,53 +19,25 @@ def compiled(f: Callable, *operands) -> Callable:
 WARM = 10.0  # milliseconds; after one run alone the next of a small candidate takes a tenth longer
 
 
-def interleaved(candidates: dict, *operands, repeats: int, seconds: float, warm: bool = False) -> dict:
+def interleaved(
+    candidates: dict[str, Callable], *operands, repeats: int, seconds: float, warm: bool = False
+) -> dict[str, Timing]:
     """The `Timing` of each candidate(*operands), all in turn in every round: a machine that others slow down slows all.
 
     A candidate rests once it has run `repeats` times, or 3 times and for `seconds`. All must be compiled. With `warm`
     each timed run follows untimed ones, until they have taken WARM, so that a small candidate does not pay for the memory and the
     caches that a large one took.
     """
-    samples = {name: [] for name in candidates}
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    ways = {name: Way(name, functools.partial(run, *operands)) for name, run in candidates.items()}
     for _ in range(repeats):
-        for name, run in candidates.items():
+        for name, way in ways.items():
             if len(samples[name]) < 3 or sum(samples[name]) < 1e3 * seconds:
                 untimed = 0.0
                 while warm and untimed < WARM:
-                    untimed += milliseconds(run, *operands)
-                samples[name].append(milliseconds(run, *operands))
+                    untimed += milliseconds(way, 1)
+                samples[name].append(milliseconds(way, 1))
     return {name: timing(each) for name, each in samples.items()}
-
-
-def milliseconds(run: Callable, *operands) -> float:
-    begin = time.perf_counter()
-    jax.block_until_ready(run(*operands))
-    return 1e3 * (time.perf_counter() - begin)
-
-
-def timing(samples: list[float]) -> Timing:
-    fifths = statistics.quantiles(samples, n=5, method="inclusive")
-    return Timing(statistics.median(samples), fifths[0], fifths[3], len(samples))
-
-
-def matmul_gflops(size: int = 2048, repeats: int = 7) -> float:
-    """GFLOP/s of a float32 product of two [size, size] matrices: 2 size^3 operations."""
-    x = jnp.ones((size, size), jnp.float32)
-    times = interleaved({"matmul": compiled(jnp.matmul, x, x)}, x, x, repeats=repeats, seconds=10)
-    return 2 * size**3 / times["matmul"].median / 1e6
-
-
-def copy_gbytes(megabytes: int = 256, repeats: int = 7) -> float:
-    """GB/s of negating an array that no cache holds, read and written bytes together. In its own memory: to hand out fresh
-    pages takes the system several times as long."""
-    x = jnp.zeros(megabytes * 2**18, jnp.float32)
-    run = jax.jit(jnp.negative, donate_argnums=0)
-    samples = []
-    for _ in range(1 + repeats):
-        begin = time.perf_counter()
-        x = jax.block_until_ready(run(x))
-        samples.append(time.perf_counter() - begin)
-    return 2 * x.nbytes / statistics.median(samples[1:]) / 1e9
 
 
 def available_bytes() -> int | None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence
+from glax.cli.cases import flops_of_token
 
 SOURCES = pathlib.Path(__file__).parents[2] / "glax" / "_src" / "kernels" / "pallas_tpu"
 LIMITS = SOURCES.parent / "common" / "limits.py"  # the numbers that the kernels compare with
@@ -82,9 +83,9 @@ class Problem:
 
     def flops(self, chunk: int = 128) -> tuple[int, int]:
         """Returns the operations of the chunked form: four products for each chunk and head forward, ten for the gradient."""
-        product = 2 * self.B * self.T * self.H * self.D * max(self.D, chunk)
-        state = 2 * self.B * self.T * self.H * self.D**2
-        return 2 * product + 2 * state, 5 * product + 5 * state
+        forward, gradient = flops_of_token(self.D, max(self.D, chunk))
+        tokens = self.B * self.T * self.H
+        return tokens * forward, tokens * gradient
 
 
 PROBLEMS = [

@@ -69,8 +69,8 @@ class Problem:
         elementwise work do not.
         """
         chunks = {kernel["name"].split("/")[0].endswith(".vjp"): kernel["chunk"] for kernel in kernels}
-        forward = 4 * self.D**2 + 4 * chunks[False] * self.D
-        gradient = 10 * self.D**2 + 10 * chunks.get(True, chunks[False]) * self.D
+        forward, _ = flops_of_token(self.D, chunks[False])
+        _, gradient = flops_of_token(self.D, chunks.get(True, chunks[False]))
         tokens = 1 if mode == "step" else self.T
         return self.B * tokens * self.H * (forward + gradient if mode == "train" else forward)
 
@@ -90,6 +90,11 @@ class Problem:
         constant = sizes.get("g_gamma", 0)
         state = self.B * self.H * self.D**2 * 4
         return (inputs - constant + wide) // self.T + constant + 2 * state
+
+
+def flops_of_token(D: int, chunk: int) -> tuple[int, int]:
+    """The operations of the chunked form for one token and head with K = V = D: forward, and gradient. See `Problem.flops`."""
+    return 4 * D**2 + 4 * chunk * D, 10 * D**2 + 10 * chunk * D
 
 
 def forward(arrays: dict[str, Any]) -> jax.Array:

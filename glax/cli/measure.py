@@ -37,6 +37,9 @@ class Timing:
     p80: float
     samples: int
 
+    def __str__(self):
+        return f"{self.median:.1f} ({self.p20:.1f}-{self.p80:.1f})"
+
 
 def interleaved(ways: Sequence[Way], iters: int) -> list[Timing]:
     """Times each way `iters` times, all in turn in every round, so that what slows the machine down slows all."""
