@@ -10,6 +10,8 @@ from glax._src.core.recurrence import Outputs, Recurrence
 
 # Relative RMS error of (output and state, gradients), by the dtype of q, k and v.
 BARS = {"float64": (1e-13, 1e-12), "float32": (1e-5, 5e-5), "bfloat16": (3.5e-3, 3.5e-3), "float16": (1e-3, 1e-3)}
+# The same for recurrences that erase: a state is multiplied by I - beta k k^T once more at every token.
+ERASING_BARS = BARS | {"float64": (1e-12, 1e-11), "float32": (2e-5, 1e-4)}
 # The gradients of g_gamma and softmax_scale are single sums over all of T, with cancellation: factors of their bars.
 SUMS = {"constant": 10, "scale": 10}
 # The factor of all bars in float32 where gates of -100 or -inf stand among mild ones.
@@ -53,7 +55,7 @@ def compare_outputs(r: Recurrence, got: Outputs, want: Outputs, extreme: bool = 
 
     extreme: whether gates of -100 or -inf stand among mild ones.
     """
-    bar = BARS[str(r.q.dtype)][0] * widened(r, extreme)
+    bar = bars_of(r)[str(r.q.dtype)][0] * widened(r, extreme)
     output = compare("output", got.output, want.output, bar, r.q.dtype)
     state = compare("final_state", got.final_state, want.final_state, bar, r.dtype)
     return [with_clear_padding(output, r, got.output), state]
@@ -64,16 +66,20 @@ def compare_gradients(r: Recurrence, got: Recurrence, want: Recurrence, extreme:
     arrays, wanted, inputs = named(got), named(want), named(r)
     if arrays.keys() != wanted.keys():
         reason = f"returns the gradients of {', '.join(arrays)}, expected {', '.join(wanted)}"
-        return [Comparison("gradient", BARS[str(r.q.dtype)][1], reason=reason)]
+        return [Comparison("gradient", bars_of(r)[str(r.q.dtype)][1], reason=reason)]
     compared = []
     for name, x in arrays.items():
         # The gradient of a bfloat16 gate is rounded to bfloat16.
-        bar = max(BARS[str(dtype)][1] for dtype in (r.q.dtype, inputs[name].dtype))
+        bar = max(bars_of(r)[str(dtype)][1] for dtype in (r.q.dtype, inputs[name].dtype))
         bar *= widened(r, extreme) * SUMS.get(name, 1)
         comparison = compare(f"d {name}", x, wanted[name], bar, inputs[name].dtype)
         by_token = x.ndim > 2 and name != "initial_state"
         compared.append(with_clear_padding(comparison, r, x) if by_token else comparison)
     return compared
+
+
+def bars_of(r: Recurrence) -> dict[str, tuple[float, float]]:
+    return BARS if r.erasure is None else ERASING_BARS
 
 
 def widened(r: Recurrence, extreme: bool) -> int:

@@ -11,8 +11,9 @@ from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend, KernelSpec, kernel_registry
 from glax._src.kernels import load_kernels
 from glax.testing.reference import reference, reference_gradient
-from glax.testing.tolerances import named, norm
-from tests.close import assert_close
+from glax.testing.tolerances import ERASING_BARS, named, norm
+from tests.close import assert_close, assert_gradients_close, assert_outputs_close
+from tests.compiling import OPTIMIZED
 from tests.delta_cases import DeltaCase, Draw, all_cases, growing_cases
 
 load_kernels()
@@ -21,9 +22,6 @@ KERNELS = [s for s in kernel_registry.kernels.values() if s.erases and s.backend
 FORWARD = [spec for spec in KERNELS if not spec.is_gradient and not spec.is_step]
 BACKWARD = [spec for spec in KERNELS if spec.is_gradient]
 FAST = ("key", "head-packed-reverse", "bfloat16-head", "heads1-2-4")
-# (output and state, gradients), by the dtype of q, k and v. Sums over all of T with cancellation have ten times as much.
-BARS = {"float64": (1e-12, 1e-11), "float32": (2e-5, 1e-4), "bfloat16": (3.5e-3, 3.5e-3), "float16": (1e-3, 1e-3)}
-SUMS = {"constant": 10, "scale": 10}
 
 
 def on_each(cases: list[DeltaCase], specs: list[KernelSpec]):
@@ -32,10 +30,6 @@ def on_each(cases: list[DeltaCase], specs: list[KernelSpec]):
         ("case", "spec"),
         [pytest.param(c, s, id=f"{c}-{s.name}", marks=marks[str(c) in FAST]) for c in cases for s in specs],
     )
-
-
-def padding(r: Recurrence) -> slice:
-    return slice(r.q.shape[1] if r.boundaries is None else int(r.boundaries[-1]), None)
 
 
 @functools.lru_cache(maxsize=64)
@@ -52,19 +46,19 @@ def wanted_gradient(case: DeltaCase, draw: Draw):
 
 
 @functools.cache
-def jitted(spec: KernelSpec, config):
-    return jax.jit(functools.partial(spec.run, config=config))
+def jitted(spec: KernelSpec, config, optimized: bool = False):
+    return jax.jit(functools.partial(spec.run, config=config), compiler_options=OPTIMIZED if optimized else None)
 
 
 def compiled(case: DeltaCase, spec: KernelSpec):
     r = case.recurrence(case.draws[0])
     if (reason := spec.refusal(r, None)) is not None:
         pytest.skip(f"{spec.name} refuses: {reason}")
-    return compiled_for(r, spec)
+    return compiled_for(r, spec, optimized=str(case) in FAST)
 
 
-def compiled_for(r: Recurrence, spec: KernelSpec):
-    return jitted(spec, spec.config.heuristic(r))
+def compiled_for(r: Recurrence, spec: KernelSpec, optimized: bool = False):
+    return jitted(spec, spec.config.heuristic(r), optimized)
 
 
 def at_each_draw(case: DeltaCase, check):
@@ -80,11 +74,7 @@ def at_each_draw(case: DeltaCase, check):
 def check_forward(case: DeltaCase, run):
     def check(draw):
         r, want = wanted(case, draw)
-        got, bar = run(r), BARS[str(r.q.dtype)][0]
-        assert (got.output.dtype, got.final_state.dtype) == (r.q.dtype, r.dtype)
-        assert_close("output", got.output, want.output, bar)
-        assert_close("final_state", got.final_state, want.final_state, bar)
-        assert not np.asarray(got.output)[:, padding(r)].any(), "padding rows of output are not 0"
+        assert_outputs_close(r, run(r), want)
 
     at_each_draw(case, check)
 
@@ -92,14 +82,7 @@ def check_forward(case: DeltaCase, run):
 def check_gradient(case: DeltaCase, run):
     def check(draw):
         r, d, want = wanted_gradient(case, draw)
-        got, want, inputs = named(run(r, *d)), named(want), named(r)
-        assert got.keys() == want.keys()
-        for name, x in got.items():
-            assert x.dtype == inputs[name].dtype, f"d {name} has dtype {x.dtype}"
-            bar = max(BARS[str(dtype)][1] for dtype in (r.q.dtype, x.dtype)) * SUMS.get(name, 1)
-            assert_close(f"d {name}", x, want[name], bar)
-            if x.ndim > 2 and name != "initial_state":
-                assert not np.asarray(x)[:, padding(r)].any(), f"padding rows of d {name} are not 0"
+        assert_gradients_close(r, run(r, *d), want)
 
     at_each_draw(case, check)
 
@@ -124,7 +107,7 @@ def test_a_growing_state_is_as_exact_as_float32_allows(case, spec):
         plain, got = reference(r, np.float32), run(r)
         for name, x, y, z in zip(("output", "final_state"), got, plain, want, strict=True):
             assert norm(z) < 1e30
-            bar = max(3 * norm(np.asarray(y, np.float64) - z) / norm(z), BARS["float32"][0])
+            bar = max(3 * norm(np.asarray(y, np.float64) - z) / norm(z), ERASING_BARS["float32"][0])
             assert_close(name, x, z, bar)
 
     at_each_draw(case, check)
@@ -153,11 +136,11 @@ def test_an_erasure_of_zero_changes_nothing(gates):
     want, want_gradient = reference(plain)._asdict(), named(reference_gradient(plain, *d))
     for spec in FORWARD:
         for name, x in compiled_for(r, spec)(r)._asdict().items():
-            assert_close(name, x, want[name], BARS["float32"][0])
+            assert_close(name, x, want[name], ERASING_BARS["float32"][0])
     for spec in BACKWARD:
         got = named(compiled_for(r, spec)(r, *d))
         for name in want_gradient:
-            assert_close(name, got[name], want_gradient[name], BARS["float32"][1])
+            assert_close(name, got[name], want_gradient[name], ERASING_BARS["float32"][1])
 
 
 # ---- the suite itself can fail -----------------------------------------------------------------------------------------
