@@ -141,4 +141,6 @@ inline void check(Group& group, const Case& c, uint64_t seed = 1) {
 // The program's groups of tests.
 void test_values();
 void test_steps();
+void test_delta();
 void test_threads();
+void test_delta_threads();

@@ -27,7 +27,11 @@ bool run(const char* instructions, const char* name, bool only_threads, Count& t
     if (name && std::string(glax::kernels().name) != name) {
       std::printf("absent %s\n", name);
     } else {
-      if (!only_threads) test_values(), test_steps();
+      if (only_threads) {
+        test_delta_threads();
+      } else {
+        test_values(), test_steps(), test_delta();
+      }
       test_threads();
     }
     const Count count{Group::all_checks, Group::all_failed};
