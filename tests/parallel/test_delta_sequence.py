@@ -11,7 +11,8 @@ from glax import parallel
 from glax._src.parallel.sharding import Spread
 from tests.cases import Case
 from tests.close import assert_close
-from tests.parallel.test_parallel import PACKED, compiled, hold, mesh_of, moved
+from tests.parallel.test_communication import compiled, moved
+from tests.parallel.test_parallel import PACKED, hold, mesh_of
 
 SPANNING = dict(cuts=(0, 0, 70, 71, 90), T=96)  # one sequence spans a shard of 24 rows, and padding lies behind
 PLAIN = dict(T=48, K=6, V=10)
