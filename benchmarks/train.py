@@ -26,7 +26,7 @@ STEPS = 10
 PEAK_FLOPS = 989e12  # of an H100 SXM, bfloat16
 
 
-def language_model():
+def language_model(layers: int):
     """Return the model as a user writes it: glax's layer, and everything else by NNX."""
     import jax
     import jax.numpy as jnp
@@ -53,7 +53,7 @@ def language_model():
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.embedding = nnx.Embed(VOCABULARY, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
-            self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+            self.blocks = nnx.List([Block(rngs) for _ in range(layers)])
             self.norm = nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs)
             self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
 
@@ -66,14 +66,14 @@ def language_model():
     return nnx.split(Model(nnx.Rngs(0)))
 
 
-def published_model():
+def published_model(layers: int):
     """The same model as `glax.models` builds it from a config of fla."""
     import jax.numpy as jnp
     from flax import nnx
 
     import glax.models
 
-    sizes = dict(hidden_size=WIDTH, num_hidden_layers=LAYERS, num_heads=HEADS, intermediate_size=HIDDEN)
+    sizes = dict(hidden_size=WIDTH, num_hidden_layers=layers, num_heads=HEADS, intermediate_size=HIDDEN)
     config = dict(model_type="gla", vocab_size=VOCABULARY, expand_k=0.5, expand_v=1.0, **sizes)
     return nnx.split(glax.models.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
 
@@ -84,7 +84,7 @@ def by_glax(args) -> dict:
     import optax
     from flax import nnx
 
-    graph, params = published_model() if args.by == "models" else language_model()
+    graph, params = (published_model if args.by == "models" else language_model)(args.layers)
     optimizer = optax.adamw(3e-4)
     state = jax.jit(optimizer.init)(params)
 
@@ -149,7 +149,7 @@ def by_fla(args) -> dict | None:
         short_tuning()
     torch.manual_seed(0)
     config = GLAConfig(
-        hidden_size=WIDTH, num_hidden_layers=LAYERS, num_heads=HEADS, expand_k=0.5, expand_v=1, vocab_size=VOCABULARY,
+        hidden_size=WIDTH, num_hidden_layers=args.layers, num_heads=HEADS, expand_k=0.5, expand_v=1, vocab_size=VOCABULARY,
         intermediate_size=HIDDEN, tie_word_embeddings=False, use_cache=False, fuse_cross_entropy=True,
     )  # fmt: skip
     model = GLAForCausalLM(config).cuda()
@@ -184,6 +184,7 @@ def main():
     parser.add_argument("--by", choices=("glax", "models", "fla"), default="glax")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model, for a shorter look")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--part", type=lambda text: tuple(map(int, text.split("/"))), help="i/n; with --by fla")
     args = parser.parse_args()
@@ -193,7 +194,8 @@ def main():
     seconds, tokens = row.pop("seconds"), args.batch * args.tokens
     row |= dict(ms=1e3 * seconds, tokens_per_second=round(tokens / seconds))
     row["mfu"] = 6 * row.pop("parameters") * tokens / seconds / PEAK_FLOPS
-    named = dict(model="GLA-340M", problem=f"{args.batch} x {args.tokens}", mode="training", implementation=args.by)
+    name = "GLA-340M" if args.layers == LAYERS else f"GLA-340M, {args.layers} layers"
+    named = dict(model=name, problem=f"{args.batch} x {args.tokens}", mode="training", implementation=args.by)
     print(json.dumps(named | {name: round(x, 3) for name, x in row.items()}), flush=True)
 
 

@@ -75,6 +75,19 @@ def test_served_text_is_that_of_each_request_alone(monkeypatch):
     assert len(set(got.values())) == len(got)  # not the same text every time
 
 
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_trains_by_the_example(tmp_path, monkeypatch, capsys):
+    config = EXAMPLES.joinpath("train_gla.toml").read_text().replace("../README.md", str(EXAMPLES.parent / "README.md"))
+    config = config.replace("num_hidden_layers = 2", "num_hidden_layers = 1").replace("length = 128", "length = 16")
+    (tmp_path / "small.toml").write_text(config)
+    monkeypatch.setattr(sys, "argv", ["train.py", str(tmp_path / "small.toml"), "--steps", "2"])
+    example("train").main()
+    assert "step 2/2: " in capsys.readouterr().out
+    assert (tmp_path / "train-out" / "model" / "model.safetensors").is_file()
+
+
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 STEPS = 6
