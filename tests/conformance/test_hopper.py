@@ -52,6 +52,9 @@ CASES = {
     "key, -inf at every place": Call(gate="gk", strength="every place", T=136),
     "key, packed, reversed, shared heads": Call(gate="gk", heads=(1, 2, 1), cuts=(0, 0, 1, 70, 80), T=90, reverse=True),
     "key, segments, states formed again": Call(gate="gk", T=150, save=False, config=HopperConfig(parts=2)),
+    "key, packed, -inf beside boundaries": Call(
+        gate="gk", strength="beside boundaries", cuts=(0, 5, 5, 13, 77, 142), T=150, heads=(2, 1, 2)
+    ),
     "key, reset late": Call(gate="gk", strength="reset", T=216, gradient=False),
     "key, reset late, segments, reversed": Call(
         gate="gk", strength="reset", heads=(2, 1, 2), T=400, reverse=True, config=HopperConfig(parts=2)
@@ -103,13 +106,20 @@ def check(c: Call, monkeypatch):
         token, channel = jnp.arange(T)[:, None], jnp.arange(K)
         resets = (token == channel) | (token // 64 == 1) & jnp.isin(token % 64, jnp.asarray([0, 1, 63]))
         logs = jnp.where(resets[None, :, None], -jnp.inf, logs / 4)
+    elif c.strength == "beside boundaries":
+        resets = jnp.isin(jnp.arange(T), jnp.asarray([4, 5, 13, 76, 78]))
+        logs = jnp.where(resets[None, :, None, None], -jnp.inf, logs / 4)
     elif c.strength != "mild":
         logs = c.strength * logs
     N = 1 if c.cuts is None else len(c.cuts) - 1
     state, d_final = (normal(N, H, K, V, dtype=jnp.float32) for _ in range(2))
     d_output = normal(1, T, H, V)
-    cu_seqlens = None if c.cuts is None else jnp.asarray(c.cuts, jnp.int32)
-    gates = {c.gate: logs.astype(c.gate_dtype)}
+    cu_seqlens, gates = None, {c.gate: logs.astype(c.gate_dtype)}
+    if c.cuts is not None:
+        cu_seqlens, padding = jnp.asarray(c.cuts, jnp.int32), (jnp.arange(T) >= c.cuts[-1])[None, :, None, None]
+        q, k, v, d_output = (jnp.where(padding, jnp.nan, x) for x in (q, k, v, d_output))
+        if c.gate == "gk":
+            gates[c.gate] = jnp.where(padding, jnp.nan, gates[c.gate])
     r = bind(q, k, v, **gates, initial_state=state, reverse=c.reverse, cu_seqlens=cu_seqlens)
     mosaic_interpreter.install(monkeypatch)
     monkeypatch.setattr(chunked, "multiprocessors", lambda: 3)  # the interpreter runs idle programs, too

@@ -51,6 +51,7 @@ CASES = {
     "key, -inf, reversed": Call(T=200, gate="gk", strength=-np.inf, reverse=True),
     "key, 64 wide, shared heads, reversed": Call(B=2, T=300, heads=(2, 1, 4), K=64, V=64, gate="gk", reverse=True),
     "key, packed, shared heads, reversed": Call(T=600, heads=(4, 4, 2), gate="gk", cuts=PACKED, reverse=True),
+    "key, -inf, packed at every place": Call(T=4170, gate="gk", strength=-np.inf, cuts=tuple(range(0, 4161, 65))),
     "key, odd widths": Call(B=2, T=130, K=100, V=40, gate="gk", strength="mild"),
     "key, float32 gates": Call(T=330, gate="gk", strength=-100.0, gate_dtype=jnp.float32),
     "head": Call(B=2, T=256, H=3, gate="g"),

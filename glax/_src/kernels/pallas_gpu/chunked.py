@@ -126,7 +126,7 @@ def by_heads(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResul
     form = gradient_key if p.key else gradient_head
     operands = p.chunkwise(d_output, residuals, scanned.states)
     dq, dk, dv, dg, d_scale = form(*operands, reverse=p.r.reverse, programs=multiprocessors(), blocks=p.blocks)
-    rows = *p.q.shape[:2], p.H, -1  # packed, every chunk was a sequence of its own
+    rows = p.q.shape[0], p.chunk_rows, p.H, -1  # packed, every chunk was a sequence of its own
     dq, dk, dv = p.gradient_of_keys(dq.reshape(rows)), p.gradient_of_keys(dk.reshape(rows)), dv.reshape(rows)
     return Gradients(dq, dk, p.sum_of_values(dv), p.gradient_of_keys(dg.reshape(rows)) if p.key else dg, d_scale)
 

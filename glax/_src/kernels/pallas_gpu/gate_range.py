@@ -21,11 +21,14 @@ def in_range(largest, ends):
     return (largest <= FAST_LIMIT) & (first <= FAST_LIMIT) & (second <= FAST_LIMIT)
 
 
-def weak_on_average(g, batch, first, count, head):
-    """Whether a segment's gates g [B, T, H, K] are: of a few, each of another chunk, token and channel."""
-    T, K = g.shape[1], g.shape[3]
+def weak_on_average(g, batch, first, end, count, head):
+    """Whether a segment's gates g [B, T, H, K] are: of a few, each of another chunk, token and channel.
+
+    first, end: its first row and that behind its last. count: its chunks.
+    """
+    K = g.shape[3]
     total: Any = 0.0
     for i in range(SAMPLES):
-        token = (first + quotient(i * count, SAMPLES)) * C + i * (C // SAMPLES)
-        total += g[batch, jnp.minimum(token, T - 1), head, i * (K // SAMPLES)].astype(jnp.float32)
+        token = first + quotient(i * count, SAMPLES) * C + i * (C // SAMPLES)
+        total += g[batch, jnp.clip(token, 0, jnp.maximum(end, 1) - 1), head, i * (K // SAMPLES)].astype(jnp.float32)
     return total > SAMPLES * WEAK

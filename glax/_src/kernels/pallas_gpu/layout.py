@@ -13,7 +13,7 @@ from jax import Array
 from glax._src.core.recurrence import Recurrence, Residuals
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths
-from glax._src.kernels.pallas_gpu.plan import C, Scan, ScanResults
+from glax._src.kernels.pallas_gpu.plan import ROWS, C, Scan, ScanResults
 from glax._src.kernels.pallas_gpu.scan_head_gate import head_scan
 from glax._src.kernels.pallas_gpu.scan_key_gate import key_scan
 from glax._src.kernels.pallas_gpu.segment_lookback import lookback_tables
@@ -31,8 +31,8 @@ class Rows:
     """Where the rows of r lie in chunks: T filled up so that tiles of 8 rows divide it, packed sequences each from a
     chunk's start on.
 
-    begins [N + 1]: the first chunk of every packed sequence. source: the row of r in every row of chunks, or -1.
-    place: the row of chunks of every row of r.
+    begins [N + 1]: the first chunk of every packed sequence. source: the row of r in every row of chunks, or -1; None where the
+    kernels read packed rows in place, and write rows of chunks. place: the row of chunks of every row of r.
     """
 
     r: Recurrence
@@ -46,16 +46,33 @@ class Rows:
             return cls(r)
         T, N = r.q.shape[1], r.num_sequences
         cuts = jnp.clip(r.boundaries, 0, T)
-        begins = jnp.concatenate([jnp.zeros_like(cuts[:1]), jnp.cumsum(-(-jnp.diff(cuts) // C))])
+        in_place = r.decay.form == "key"
+        # rows of other sequences in the first chunk of each
+        lead = jnp.where(jnp.diff(cuts) > 0, cuts[:-1] % ROWS, 0) if in_place else jnp.zeros_like(cuts[:-1])
+        begins = jnp.concatenate([jnp.zeros_like(cuts[:1]), jnp.cumsum(-(-(jnp.diff(cuts) + lead) // C))])
+        token = r.sequence_of
+        place = begins[token] * C + lead[token] + jnp.arange(T) - cuts[token]
+        if in_place:
+            return cls(r, begins, None, place)
         rows = jnp.arange((T // C + N) * C)
         own = jnp.clip(jnp.searchsorted(begins * C, rows, side="right") - 1, 0, N - 1)
         source = cuts[own] + rows - begins[own] * C
         source = jnp.where((rows < begins[-1] * C) & (source < cuts[own + 1]), source, -1)
-        token = r.sequence_of
-        return cls(r, begins, source, begins[token] * C + jnp.arange(T) - cuts[token])
+        return cls(r, begins, source, place)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether kernels read packed rows where they are."""
+        return self.begins is not None and self.source is None
+
+    @property
+    def most_chunks(self) -> int:
+        """The most chunks that packed sequences take, whatever their lengths."""
+        T, N = self.r.q.shape[1], self.r.num_sequences
+        return (T + (ROWS - 1) * N * self.in_place) // C + N
 
     def take(self, x):
-        """x [B, T, ...] in rows of chunks; rows that hold no token are 0."""
+        """Return x [B, T, ...] as kernels read it: packed, in place or in rows of chunks. Those without a token are 0."""
         if self.source is not None:
             found = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
             return jnp.where((self.source >= 0).reshape(1, -1, *(1,) * (x.ndim - 2)), found, 0)
@@ -91,10 +108,15 @@ class KernelLayout:
         self.H = r.num_heads * self.blocks.count
         self.q, self.k = (self.in_blocks(x, self.K) for x in (r.q, r.k))
         self.v = self.in_blocks(r.v, self.V)
-        self.chunks = -(-self.q.shape[1] // C)
+        self.chunks = -(-self.q.shape[1] // C) if self.rows.begins is None else self.rows.most_chunks
         self.gates = self.key_gates() if self.key else head_sums(self.head_gates(), r.reverse)
         self.scale = r.scale.astype(jnp.float32)
         self.table = self.segments()
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of the arrays that kernels write."""
+        return self.chunks * C if self.rows.in_place else self.q.shape[1]
 
     @property
     def size(self) -> int:
@@ -148,10 +170,15 @@ class KernelLayout:
         return jnp.zeros((*self.q.shape[:2], r.num_heads), jnp.float32)
 
     def segments(self):
-        """[E, 4]: of every segment its batch row, first chunk, number of chunks and sequence."""
+        """[E, 4]: of every segment its batch row, first chunk, number of chunks and sequence.
+
+        Packed, [E, 7]: also the first row of its first chunk in the arrays of r, divided by 8; its own first row; and that behind
+        its last.
+        """
         if self.rows.begins is not None:
-            begins, n = self.rows.begins, jnp.arange(self.N)
-            return jnp.stack([jnp.zeros_like(n), begins[:-1], jnp.diff(begins), n], 1).astype(jnp.int32)
+            begins, n, cuts = self.rows.begins, jnp.arange(self.N), jnp.clip(self.r.boundaries, 0, self.r.q.shape[1])
+            columns = jnp.zeros_like(n), begins[:-1], jnp.diff(begins), n, cuts[:-1] // ROWS, cuts[:-1], cuts[1:]
+            return jnp.stack(columns, 1).astype(jnp.int32)
         size = self.size
         n, part = np.divmod(np.arange(self.N * self.parts), self.parts)
         return np.stack([n, part * size, np.clip(self.chunks - part * size, 0, size), n], 1).astype(np.int32)
@@ -165,7 +192,7 @@ class KernelLayout:
         terms = len(self.gates) if self.key else 1
         return Scan(
             self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms,
-            blocks=self.blocks, **flags,
+            blocks=self.blocks, packed=self.chunks if self.rows.in_place else 0, **flags,
         )  # fmt: skip
 
     def scan(self, plan: Scan, a, b, start, table=None, out_of_range=None) -> ScanResults:
@@ -276,10 +303,20 @@ class KernelLayout:
         gates, out_of_range = self.gates, [residuals.out_of_range] if self.key else []
         if self.rows.begins is None:
             return self.q, self.k, self.v, gates, d_output, self.scales, residuals.states, behind, *out_of_range
-        q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (self.q, self.k, self.v, d_output))
-        gates = gates.reshape(len(gates), self.chunks, C, *gates.shape[3:]) if self.key else gates[0][:, None]
         scale = self.scale[self.sequence_of_chunk()]
-        return q, k, v, gates, d_output, scale, *(x[0][:, None] for x in (residuals.states, behind, *out_of_range))
+        if self.rows.in_place:
+            read = self.q, self.k, self.v, gates, d_output
+            return *read, scale, residuals.states, behind, *out_of_range, self.places()
+        q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (self.q, self.k, self.v, d_output))
+        return q, k, v, gates[0][:, None], d_output, scale, residuals.states[0][:, None], behind[0][:, None]
+
+    def places(self):
+        """Return the first row of every chunk in the arrays of r, divided by 8; and which of its rows are its sequence's: the
+        first, and that behind the last; [chunks, 3]."""
+        chunk, segment = jnp.arange(self.chunks), self.table[self.sequence_of_chunk()]
+        row = segment[:, 4] + (chunk - segment[:, 1]) * (C // ROWS)
+        first, end = (segment[:, i] - row * ROWS for i in (5, 6))
+        return jnp.stack([jnp.where(end > 0, row, 0), first, end], 1).astype(jnp.int32)
 
     def scale_of_chunks(self):
         """The scale of every chunk, [B, chunks]."""
@@ -301,14 +338,12 @@ class KernelLayout:
         return jnp.where(held, dg, 0)
 
     def by_sequence(self, x):
-        """The sums over chunks of every sequence, [N, H], of x [B, chunks, H] or, packed, [chunks, 1, H]."""
+        """The sums over chunks of every sequence, [N, H], of x [B, chunks, H]; packed, one chunk after the other."""
         if self.rows.begins is None:
             return x.sum(1)
-        used = jnp.arange(self.chunks) < self.rows.begins[-1]
+        x, used = x.reshape(self.chunks, -1), jnp.arange(self.chunks) < self.rows.begins[-1]
         own = (self.sequence_of_chunk() == jnp.arange(self.N)[:, None]) & used  # a product: sums in a fixed order
-        return jnp.einsum(
-            "nc,ch->nh", own.astype(jnp.float32), jnp.where(used[:, None], x[:, 0], 0), precision="highest"
-        )
+        return jnp.einsum("nc,ch->nh", own.astype(jnp.float32), jnp.where(used[:, None], x, 0), precision="highest")
 
     def residuals(self, found: ScanResults) -> Residuals:
         """Return what the gradient reads. Per-head gates are in range in every chunk, and so are chunks that hold no row."""

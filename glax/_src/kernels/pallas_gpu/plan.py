@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 C = 64  # tokens a chunk: the rows of one warpgroup's product
+ROWS = 8  # of which a tile in shared memory consists: it can be copied from every eighth row
 
 
 def quotient(x, by: int):
@@ -80,6 +81,8 @@ class Scan:
     parts: segments of every sequence, one after the other in memory.
     lookback: the most chunks at a segment's end whose gates a scan of `either` kind reads to find where it begins; 0: it begins
     at the segment's first chunk.
+    packed: 0, or the most chunks of packed sequences. Their chunks begin at every eighth row of a, b, q and gates, with rows of
+    another sequence where a sequence begins between. Those of o and states lie one after another.
     """
 
     H: int
@@ -97,6 +100,11 @@ class Scan:
     parts: int = 1
     lookback: int = 0
     blocks: Blocks = WHOLE
+    packed: int = 0
+
+    def rows_of_chunks(self, T: int) -> int:
+        """Return the rows of o, and 64 times the chunks of the states, for operands of T rows."""
+        return self.packed * C or T
 
     @property
     def to_edge(self) -> bool:

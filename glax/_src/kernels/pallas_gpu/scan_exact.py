@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.lowering_cache import once
-from glax._src.kernels.pallas_gpu.plan import Scan, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import ROWS, Scan, quotient, remainder
 from glax._src.kernels.pallas_gpu.scan_key_gate_refs import FLAGS, Ref
 from glax._src.kernels.pallas_gpu.tiles import LOG2E, C, read, store
 
@@ -55,14 +55,14 @@ def state_layout(rows: int):
 class Operands(NamedTuple):
     """What the kernel reads and writes, in global memory."""
 
-    table: Ref  # [E, 4]
+    table: Ref  # [E, 4 or, packed, 7]
     flags: Ref  # [EXACT_GROUPS, a multiple of FLAGS]: `by_group` of `key_scan`
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
     v: Ref  # [B, T, HV, V]
     gates: Ref  # [terms, B, T, H, K]
     scale: Ref  # [N + 1]
-    o: Ref  # [B, T, H, V]
+    o: Ref  # [B, rows of chunks, H, V]
 
 
 class Tiles(NamedTuple):
@@ -108,7 +108,19 @@ class Chunk:
     chunk: Any
     head: Any
     columns: slice | pl.Slice
-    scale: Any
+    segment: Any
+
+    @property
+    def scale(self):
+        return self.operands.scale[self.operands.table[self.segment, 3]]
+
+    @property
+    def base(self):
+        """The chunk's first row of the operands."""
+        table, e = self.operands.table, self.segment
+        if not self.plan.packed:
+            return self.chunk * C
+        return table[e, 4] * ROWS + (self.chunk - table[e, 1]) * C
 
     @property
     def rows(self) -> int:
@@ -128,18 +140,26 @@ class Chunk:
         return lax.broadcast_in_dim(x, self.state_shape, [3])
 
     def first_row(self, part):
-        """Return the first row of the scan's `part`-th tokens."""
-        return self.chunk * C + self.plan.place(part, PARTS) * TOKENS
+        """Return where the scan's `part`-th tokens begin in the chunk."""
+        return self.plan.place(part, PARTS) * TOKENS
 
     def of_keys(self, x, part):
         """Return the rows [TOKENS, K] of x [B, T, heads, K]."""
         head = self.plan.blocks.of_keys(self.head, self.plan.H, x.shape[2])
-        return x.at[self.batch, pl.ds(self.first_row(part), TOKENS), head]
+        return x.at[self.batch, pl.ds(self.base + self.first_row(part), TOKENS), head]
 
     def of_values(self, x, part):
         """Return the rows [TOKENS, COLUMNS] of x [B, T, heads, V]."""
         head = self.plan.blocks.of_values(self.head, self.plan.H, x.shape[2])
-        return x.at[self.batch, pl.ds(self.first_row(part), TOKENS), head, self.columns]
+        return x.at[self.batch, pl.ds(self.base + self.first_row(part), TOKENS), head, self.columns]
+
+    def own(self, x, part, layout):
+        """Return x [TOKENS, ...] of tokens, 0 where a row is not the sequence's: another's, or one that holds anything."""
+        if not self.plan.packed:
+            return x
+        table, e, row = self.operands.table, self.segment, self.base + self.first_row(part)
+        token = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout) + row
+        return jnp.where((token >= table[e, 5]) & (token < table[e, 6]), x, 0.0)
 
 
 def fetch(c: Chunk, part):
@@ -156,18 +176,20 @@ def fetch(c: Chunk, part):
         plgpu.copy_gmem_to_smem(c.of_values(at.v, part), c.tiles.v.at[slot], c.tiles.loaded.at[slot])
 
 
-def form_factors(c: Chunk, slot):
+def form_factors(c: Chunk, part, slot):
     """Store the factors of tokens in float32."""
     t, flat = c.tiles, plgpu.Layout.WG_STRIDED((TOKENS, c.plan.K), vec_size=4)
 
     def by_group(x):
         return x.reshape(TOKENS, *GROUPS, c.rows)
 
-    g = jnp.maximum(sum(read(t.gates.at[slot, term], flat) for term in range(c.plan.terms)), LOG_OF_ZERO)
+    def own(tile, layout=flat):
+        return c.own(read(tile, layout), part, layout)
+
+    g = jnp.maximum(sum(own(t.gates.at[slot, term]) for term in range(c.plan.terms)), LOG_OF_ZERO)
     t.decay[...] = by_group(jnp.exp2(g * LOG2E))
-    t.key[...] = by_group(read(t.k.at[slot], flat))
-    t.query[...] = by_group(read(t.q.at[slot], flat))
-    t.value[...] = read(t.v.at[slot], VALUES)
+    t.key[...], t.query[...] = by_group(own(t.k.at[slot])), by_group(own(t.q.at[slot]))
+    t.value[...] = own(t.v.at[slot], VALUES)
     plgpu.commit_smem()
 
 
@@ -194,9 +216,9 @@ def scan_tokens(c: Chunk, S):
 
 def add_outputs(c: Chunk, part):
     """Add the tokens' outputs to what `key_scan` has written."""
-    row = c.first_row(part)
+    row = c.chunk * C + c.first_row(part)
 
-    @pl.when(row < c.operands.k.shape[1])
+    @pl.when(row < c.operands.o.shape[1])
     def _():
         shares = plgpu.load(c.tiles.shares, layout=SHARES, optimized=False)
         # [TOKENS, COLUMNS]
@@ -213,7 +235,7 @@ def scan_chunk(c: Chunk):
     def advance(part, S):
         slot = remainder(part, SLOTS)
         plgpu.barrier_wait(c.tiles.loaded.at[slot])
-        form_factors(c, slot)
+        form_factors(c, part, slot)
         S = scan_tokens(c, S)
         plgpu.commit_smem()  # all are done with the tiles
         fetch(c, part + SLOTS)
@@ -246,7 +268,7 @@ def scan_group(w: Scan, at: Operands, t: Tiles, chunks: int):
         row, head = quotient(item, H), remainder(item, H)
         batch, chunk = quotient(row, chunks), remainder(row, chunks)
         columns = pl.ds(block * COLUMNS, COLUMNS)
-        scan_chunk(Chunk(w, at, t, batch, chunk, head, columns, at.scale[sequence_of(at.table, batch, chunk)]))
+        scan_chunk(Chunk(w, at, t, batch, chunk, head, columns, segment_of(at.table, batch, chunk)))
 
     @pl.loop(0, at.flags.shape[1], step=FLAGS)
     def _(first):
@@ -257,8 +279,8 @@ def scan_group(w: Scan, at: Operands, t: Tiles, chunks: int):
                 pl.when(at.flags[group, place] > 0)(lambda: scan_item(place))
 
 
-def sequence_of(table, batch, chunk):
-    """Return the sequence of a chunk: that of the last segment in the table [E, 4] that begins no later, by bisection."""
+def segment_of(table, batch, chunk):
+    """Return the segment of a chunk: the last in the table that begins no later, by bisection."""
 
     def halve(_, between):
         low, high = between
@@ -269,7 +291,7 @@ def sequence_of(table, batch, chunk):
 
     E = table.shape[0]
     low, _ = lax.fori_loop(0, E.bit_length(), halve, (jnp.int32(0), jnp.int32(E)))
-    return table[low, 3]
+    return low
 
 
 def exact_outputs(w: Scan, table, flags, q, k, v, g, scale, o):

@@ -57,11 +57,13 @@ def key_scan(w: Scan, table, q, a, b, g, scale, start, known_out_of_range=None) 
 
     table [E, 4]: of every segment its batch row, first chunk, number of chunks, and sequence (for `scale`); for `either`,
     [E, H, 5].
+    Packed, the table has three more columns: the first row of every segment's first chunk in a, b, q and g, divided by 8; the
+    first row of the segment; and the row behind its last.
     a [B, T, heads, K], b [B, T, heads, V]: k and v, or q and d_output with `adjoint`.
     g [terms, B, T, H, K] in bfloat16. start [E, H, K, V] in float32.
     known_out_of_range [B, chunks, H]: `out_of_range` of the forward's `ScanResults`, which the scan of dL/dS reads.
     """
-    B, T = a.shape[:2]
+    B, T = a.shape[0], w.rows_of_chunks(a.shape[1])
     E = table.shape[0]
 
     def body(*refs):

@@ -27,13 +27,17 @@ class OutputWarpgroup:
     head: Any
 
     def tokens(self, x, step, head, *columns):
-        """As `Program.tokens`, which computes everything again: that costs time here, because all wait for this warpgroup."""
+        """Return the rows [C, ...] of one head of x [B, rows of chunks, heads, ...] at a step.
+
+        `Program.tokens` computes everything again: that costs time here, because all wait for this warpgroup.
+        """
         batch, first = self.known or (self.p.segment_field(0), self.p.segment_field(1))
         return x.at[(batch, pl.ds((first + self.p.plan.place(step, self.total)) * C, C), head, *columns)]
 
     def fetch_q(self, step, slot):
         q, w = self.p.operands.q, self.p.plan
-        source = self.tokens(q, step, w.blocks.of_keys(self.head, w.H, q.shape[2]))
+        tokens = self.p.tokens if w.packed else self.tokens
+        source = tokens(q, step, w.blocks.of_keys(self.head, w.H, q.shape[2]))
         plgpu.copy_gmem_to_smem(source, self.p.tiles.q.at[slot], self.p.barriers.loaded.at[slot])
 
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.plan import Scan, place_of
+from glax._src.kernels.pallas_gpu.plan import ROWS, Scan, place_of
 from glax._src.kernels.pallas_gpu.scan_key_gate_refs import Barriers, Operands, Results, Tiles
 from glax._src.kernels.pallas_gpu.tiles import C
 
@@ -65,9 +65,22 @@ class Program:
         """Return the chunk that the scan reaches at a step."""
         return self.segment_field(1) + self.plan.place(step, self.count(), self.adjoint)
 
+    def row(self, step):
+        """Return the first row of the operands at a step."""
+        if not self.plan.packed:
+            return self.chunk(step) * C
+        return self.segment_field(4) * ROWS + self.plan.place(step, self.count(), self.adjoint) * C
+
+    def own_rows(self):
+        """Return the segment's first row of the operands, and the row behind its last."""
+        if self.plan.packed:
+            return self.segment_field(5), self.segment_field(6)
+        first = self.segment_field(1)
+        return first * C, jnp.minimum((first + self.count()) * C, self.operands.a.shape[1])
+
     def tokens(self, x, step, head, *columns):
         """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
-        return x.at[(self.segment_field(0), pl.ds(self.chunk(step) * C, C), head, *columns)]
+        return x.at[(self.segment_field(0), pl.ds(self.row(step), C), head, *columns)]
 
     def of_keys(self, x):
         """Return the head of x [B, T, heads, K] that the program reads."""

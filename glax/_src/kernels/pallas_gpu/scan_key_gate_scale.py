@@ -67,7 +67,7 @@ def prepare(p: Program, total):
     p.tiles.halves[...] = tiles.halves(p.plan.reverse)
     if p.plan.outputs:
         gates = p.operands.gates.at[0]
-        segment = p.segment_field(0), p.segment_field(1), total, p.of_keys(gates)
+        segment = p.segment_field(0), *p.own_rows(), total, p.of_keys(gates)
         p.tiles.weak[0] = weak_on_average(gates, *segment).astype(jnp.int32)
     plgpu.commit_smem()
 
@@ -77,6 +77,8 @@ def scale_chunk(s: Scaler, step, log):
     p, w = s.p, s.p.plan
     slot, gate_slot = lax.rem(step, jnp.int32(w.stages)), lax.rem(step, jnp.int32(2))
     gates = load_gates(s, gate_slot)
+    if w.packed:
+        clear_foreign(s, step, slot, gates)
     # [C, 64]; [C]; [64] of both halves
     M, largest, ends = sum_gates(s, gates)
 
@@ -85,11 +87,11 @@ def scale_chunk(s: Scaler, step, log):
         if w.either:
             log = log + ends[0] + ends[1]
         release_gates(s, gate_slot)
-        plgpu.barrier_wait(p.barriers.loaded.at[slot])
+        wait_for_tokens(s, slot)
         store_decays(s, slot, decays_to_edge(s, step, ends))
         scale_keys(s, slot, M)
     else:
-        plgpu.barrier_wait(p.barriers.loaded.at[slot])
+        wait_for_tokens(s, slot)
         before, after = ends
         store_decays(s, slot, (jnp.where(in_range(largest, ends), before, OUT_OF_RANGE), after))
         plgpu.barrier_arrive(p.barriers.scalers_met)
@@ -148,6 +150,33 @@ def sum_gates(s: Scaler, gates):
     # sums [64, 8]: of every channel, the sum over the first half of the chunk, over the second, and zeros
     M, largest, sums = pl.run_scoped(summed, plgpu.ACC((C, 64)), plgpu.ACC((64, 8)))
     return M, largest, [tiles.column_of(sums, side) for side in (0, 1)]
+
+
+def wait_for_tokens(s: Scaler, slot):
+    """Wait until q, k and v are loaded. In packed calls `clear_foreign` has waited."""
+    if not s.p.plan.packed:
+        plgpu.barrier_wait(s.p.barriers.loaded.at[slot])
+
+
+def clear_foreign(s: Scaler, step, slot, gates):
+    """Zero the rows of q, k, v and gates that do not belong to the segment: they are another sequence's, or hold anything.
+
+    It comes before all products, which leave few registers.
+    """
+    p, w = s.p, s.p.plan
+    plgpu.barrier_wait(p.barriers.loaded.at[slot])
+    first, end = (row - p.row(step) for row in p.own_rows())
+
+    @pl.when((first > 0) | (end < C))
+    def _():
+        # These are computed again: the compiler would hold what it computes for all tiles throughout.
+        share, at = lax.optimization_barrier((p.warpgroup - w.consumers, slot))
+        channels = pl.ds(share * 64, 64)
+        of_keys = (p.tiles.a, p.tiles.q) if w.outputs else (p.tiles.a,)
+        tiles.clear((*gates, *(tile.at[at, :, channels] for tile in of_keys)), first, end)
+        for block in range(w.columns // 64):
+            values = p.tiles.b.at[at, :, pl.ds(block * 64, 64)]
+            pl.when(share == block % w.scalers)(functools.partial(tiles.clear, (values,), first, end))
 
 
 def release_gates(s: Scaler, gate_slot):

@@ -113,7 +113,8 @@ def note_range(p: Program, step, flag):
         if w.states:
             p.results.out_of_range[batch, chunk, head] = flag
         if w.outputs:
-            item = (batch * -(-p.operands.a.shape[1] // C) + chunk) * w.H + head
+            chunks = -(-w.rows_of_chunks(p.operands.a.shape[1]) // C)
+            item = (batch * chunks + chunk) * w.H + head
             p.results.by_group[exact_place(p.results.by_group.shape[0], item)] = flag
 
 
@@ -130,8 +131,13 @@ def store_state(p: Program, S, step, tile, columns):
 
 def store_last(p: Program, columns, S, tail, at):
     """Store the state behind the segment. tail [K]: the decay of its last half chunk, or None."""
+
+    def with_last_token(S):
+        return decayed(S, tail) + lost_in_rounding(p, tail, columns)
+
     if tail is not None:
-        S = decayed(S, tail) + lost_in_rounding(p, tail, columns)
+        # A packed sequence without tokens must not read a row: it may hold anything.
+        S = lax.cond(p.count() > 0, with_last_token, lambda S: S, S) if p.plan.packed else with_last_token(S)
     p.results.last[at, p.place()[1], :, columns] = S
 
 
@@ -140,9 +146,8 @@ def lost_in_rounding(p: Program, tail, columns):
 
     Where gates are strong, that token is most of the state.
     """
-    w = p.plan
-    row = p.chunk(p.count() - 1) * C + (0 if w.reverse else C - 1)
-    token = p.segment_field(0), jnp.clip(row, 0, p.operands.a.shape[1] - 1)
+    w, (first, end) = p.plan, p.own_rows()
+    token = p.segment_field(0), jnp.clip(first if w.reverse else end - 1, 0, p.operands.a.shape[1] - 1)
     a, b = p.operands.a, p.operands.b
     k, v = (
         plgpu.load(x.at[(*token, head, part)], layout=layout, optimized=False)

@@ -94,6 +94,19 @@ def store(ref, x):
         store_as_is(ref, x, optimized=False)
 
 
+def clear(found, first, end):
+    """Zero the rows of tiles [C, 64] before `first` and from `end` on.
+
+    The compiler would read all tiles together, for which registers are short: it does not move reads over a fence.
+    """
+    for tile in found:
+        x = plgpu.load(tile, layout=WGMMA)
+        # Behind a barrier, so that the compiler does not hold it throughout a loop.
+        row = by_row(lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW)), x.shape)
+        tile[...] = jnp.where((row >= first) & (row < end), x, jnp.bfloat16(0))
+        plgpu.commit_smem()
+
+
 def by_row(x, shape) -> jax.Array:
     """x [m] along the columns of [m, n]."""
     return lax.broadcast_in_dim(x, shape, [0])

@@ -57,15 +57,30 @@ def by_program(n, out_of_range):
     return jnp.pad(parts, (0, -parts.size % programs(n))).reshape(-1, programs(n)).max(0)
 
 
+def clear_foreign(n, m, c, names):
+    """Zeroes the rows of tiles that do not belong to the chunk's sequence: they are another's, or hold anything."""
+    first, end, layout = m.places_g[c, 1], m.places_g[c, 2], plgpu.Layout.WG_STRIDED((CHUNK, n.D), vec_size=8)
+
+    @pl.when((first > 0) | (end < CHUNK))
+    def _():
+        row = plgpu.broadcasted_iota(jnp.int32, (CHUNK, n.D), 0, layout=layout)
+        for tile in (getattr(m, name) for name in names):
+            x = plgpu.load(tile, layout=layout)
+            tile[...] = jnp.where((row >= first) & (row < end), x, jnp.bfloat16(0))
+        plgpu.commit_smem()
+
+
 def chunk(n, m, b, c, h, part):
-    mine, scale = half(part), m.scale_g[b]
+    mine, scale = half(part), n.scale(m, b, c)
     plgpu.commit_smem()  # all are done with the tiles
     heads = n.heads(h)
     heads |= dict(g_rest=heads["g"]) if n.terms == 2 else {}
     for name, head in heads.items():
-        source = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), head]
+        source = getattr(m, name + "_g").at[b, n.rows(m, c), head]
         plgpu.copy_gmem_to_smem(source, getattr(m, name), m.full)
     plgpu.barrier_wait(m.full)
+    if n.packed:
+        clear_foreign(n, m, c, heads)
 
     def place(i):
         """The row of the chunk's i-th token, in scanning order."""

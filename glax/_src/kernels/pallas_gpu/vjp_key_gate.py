@@ -43,7 +43,7 @@ LAST = ("v", "do")  # which a chunk begins without: what is loaded late is waite
 
 
 def gradient_key(
-    q, k, v, g, d_output, scale, before, behind, out_of_range, *,
+    q, k, v, g, d_output, scale, before, behind, out_of_range, places=None, *,
     reverse: bool, programs: int, blocks: Blocks = WHOLE, interpret=None,
 ):  # fmt: skip
     """Return what each block of a head adds: dq, dk, dv, dg, [B, T, H, D]; d_scale, [B, chunks, H]. H: blocks of all heads.
@@ -53,12 +53,16 @@ def gradient_key(
     before, behind [B, chunks, H, D, D], bfloat16: the state that enters each chunk in scanning order, and the gradient in the
     state that leaves it; decayed to the chunk's middle where out_of_range [B, chunks, H] is 0.
     T is a multiple of 8; D = 64 or 128.
+    places [chunks, 3], of packed sequences: the first row of every chunk in the inputs, divided by 8; the first of its rows that
+    is its sequence's, and that behind the last. Gradients are in rows of chunks then, scale is [chunks], and B = 1.
     programs: multiprocessors.
     """
-    (B, T), (H, D) = d_output.shape[:2], behind.shape[2:4]
-    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, terms=len(g), blocks=blocks)
+    (B, T), (_, chunks, H, D, _), packed = d_output.shape[:2], behind.shape, places is not None
+    T = chunks * CHUNK if packed else T
+    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, terms=len(g), blocks=blocks, packed=packed)
     inputs = dict(q=q, k=k, v=v, g=g[0], do=d_output, scale=scale, before=before, behind=behind)
     inputs |= dict(tokens=tokens(reverse)) | (dict(g_rest=g[1]) if n.terms == 2 else {})
+    inputs |= dict(places=places) if packed else {}
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
     rows = jax.ShapeDtypeStruct((B, n.chunks, H, n.team, CHUNK), jnp.float32)
     each = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)

@@ -7,7 +7,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.tiles import BY_ROW, LOG2E, after, by_row, high_part, read, tiled, transposed, zeros
+from glax._src.kernels.pallas_gpu.tiles import (
+    BY_ROW,
+    LOG2E,
+    after,
+    by_row,
+    clear,
+    high_part,
+    read,
+    tiled,
+    transposed,
+    zeros,
+)
 from glax._src.kernels.pallas_gpu.vjp_pipeline import hand_over, meet, second_term, wait_for_states
 from glax._src.kernels.pallas_gpu.vjp_tiles import (
     CHUNK,
@@ -30,6 +41,9 @@ def chunk(n, m, c, release):
     matrix, gates = m.scan.middle_matrix(), [c.g_w]
     if n.terms == 2:
         gates.append(second_term(m, c.t).at[:, c.mine])
+    if n.packed:
+        clear_foreign(m, c, (*gates, c.q_w, c.k_w))
+        plgpu.commit_smem()
     M = product(*((matrix, g) for g in gates)) * LOG2E
     if n.terms == 2:
         plgpu.barrier_arrive(m.gates_read.at[c.t])
@@ -43,6 +57,9 @@ def chunk(n, m, c, release):
     rests.x[...], rests.y[...] = x_rest, y_rest
     meet(n, m, c)
     plgpu.barrier_wait(m.values_full.at[c.t])
+    if n.packed:
+        clear_foreign(m, c, (c.v_w, c.do_w))
+        meet(n, m, c)
     A_T, dA_T = score_tiles(n, m, c)
 
     def keys_scored():
@@ -91,6 +108,12 @@ def chunk(n, m, c, release):
     c = c.again()
     finish(m, c, *found)
     m.used_g[c.b, c.c, c.h, c.w] = used  # last: fences wait for what is on its way to memory
+
+
+def clear_foreign(m, c, found):
+    """Zeroes the rows of tiles that do not belong to the chunk's sequence: they are another's, or hold anything."""
+    first, end = m.places_g[c.c, 1], m.places_g[c.c, 2]
+    pl.when((first > 0) | (end < CHUNK))(lambda: clear(found, first, end))
 
 
 def split(tile, x):

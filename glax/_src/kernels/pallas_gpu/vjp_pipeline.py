@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.lowering_cache import once
-from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, tiled
 from glax._src.kernels.pallas_gpu.vjp_tiles import (
     CHUNK,
@@ -44,6 +44,7 @@ class Sizes:
     whole: bool = False  # tiles of tokens are [64, D]; else by halves of 128 columns, one after the other
     terms: int = 1  # arrays of bfloat16 of which per-key gates are the sum
     blocks: Blocks = WHOLE  # of which a wide head's state consists; H counts them
+    packed: bool = False  # chunks begin at any row of the inputs: `places` has those
 
     @property
     def chunks(self) -> int:
@@ -83,6 +84,14 @@ class Sizes:
         j = remainder(i, self.run)
         return b, run, run * self.run + (self.run - 1 - j if reverse else j), h, j
 
+    def rows(self, m: SimpleNamespace, c) -> pl.Slice:
+        """The rows of the inputs that a chunk reads."""
+        return pl.ds(m.places_g[c, 0] * ROWS if self.packed else c * CHUNK, CHUNK)
+
+    def scale(self, m: SimpleNamespace, b, c):
+        """The scale of a chunk: packed, there is one for each."""
+        return m.scale_g[c if self.packed else b]
+
     def parts(self, tile) -> list:
         """A tile of tokens as the copy engine takes it, each part with its columns."""
         if self.whole:
@@ -116,7 +125,7 @@ def load(n: Sizes, m: SimpleNamespace, tiles, results: dict, late=(), last=()):
         heads = n.heads(h)
         for name in names:
             for part, columns in n.parts(getattr(m, name).at[at]):
-                source = getattr(m, name + "_g").at[b, pl.ds(c * CHUNK, CHUNK), heads[name], columns]
+                source = getattr(m, name + "_g").at[b, n.rows(m, c), heads[name], columns]
                 plgpu.copy_gmem_to_smem(source, part, m.values_full.at[t] if name in last else m.tokens_full.at[at])
 
     def begin(i, t):
@@ -137,7 +146,7 @@ def load(n: Sizes, m: SimpleNamespace, tiles, results: dict, late=(), last=()):
                 m.gates_g.at[b, c, n.blocks.head(h)], m.gates.at[slot(i, t)], m.tokens_full.at[slot(i, t)]
             )
         if n.terms == 2:
-            rest = m.g_rest_g.at[b, pl.ds(c * CHUNK, CHUNK), n.heads(h)["g"]]
+            rest = m.g_rest_g.at[b, n.rows(m, c), n.heads(h)["g"]]
             plgpu.copy_gmem_to_smem(rest, second_term(m, t), m.tokens_full.at[slot(i, t)])
         fetch(last, i, t)
         plgpu.copy_gmem_to_smem(m.behind_g.at[b, c, h], m.dS.at[t], m.behind_full.at[t])
@@ -196,7 +205,7 @@ def at_chunk(n: Sizes, m: SimpleNamespace, tiles, first, i) -> SimpleNamespace:
 
     place = dict(t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, j=j, at=at, other=other, mine=half(w))
     return SimpleNamespace(
-        **place, **whole, **own, again=again, scale=m.scale_g[b], vector=m.vectors.at[t * n.team + w]
+        **place, **whole, **own, again=again, scale=n.scale(m, b, c), vector=m.vectors.at[t * n.team + w]
     )
 
 
