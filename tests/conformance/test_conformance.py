@@ -14,7 +14,7 @@ from glax._src.core.registry import Backend, Config, KernelSpec, Platform, kerne
 from glax._src.kernels import load_kernels
 from glax._src.kernels.xla.chunk_scan import ChunkedConfig
 from glax._src.solve.autodiff import derived_gradient, solve
-from glax._src.solve.dispatch import Choice
+from glax._src.solve.dispatch import Choice, by_folding
 from glax._src.solve.pieces import solve_with_states
 from glax.testing.reference import reference, reference_gradient, reference_states
 from glax.testing.tolerances import BARS
@@ -121,24 +121,13 @@ def test_the_fast_cases_have_every_form_and_packing():
 
 @functools.cache
 def jitted(spec: KernelSpec, config: Config, optimized: bool):
-    run = by_segment(functools.partial(spec.run, config=config))
-    return jax.jit(run, compiler_options=OPTIMIZED if optimized else UNOPTIMIZED)
+    run = functools.partial(spec.run, config=config)
+    folded = by_folding(run)
 
+    def run_any(r: Recurrence, *cotangents):
+        return (run if r.segments is None or spec.takes_segments(r) else folded)(r, *cotangents)
 
-def by_segment(run):
-    """run(r) or run(r, *cotangents) of a kernel, which takes the segments of r as gates."""
-
-    def on_folded(r: Recurrence, *cotangents):
-        if r.segments is None:
-            return run(r, *cotangents)
-        if not cotangents:
-            outputs = run(r.folded)
-            return outputs._replace(output=r.segments.masked(outputs.output))
-        folded, pull = jax.vjp(lambda x: x.replace(segments=r.segments).folded, r.replace(segments=None))
-        d_output, *rest = cotangents
-        return pull(run(folded, r.segments.masked(d_output), *rest))[0]
-
-    return on_folded
+    return jax.jit(run_any, compiler_options=OPTIMIZED if optimized else UNOPTIMIZED)
 
 
 def taken(case: Case, spec: KernelSpec) -> Recurrence:
@@ -179,7 +168,7 @@ def test_derived_gradient(case, spec):
     """The gradient that a platform without a fused one gets; gates for which its telescoped sums keep their digits."""
     taken(case, spec)
     choice = Choice(spec.platform, ChunkedConfig(16)) if spec.config is ChunkedConfig else Choice(spec.platform)
-    check_gradient(case, quick_jit(by_segment(functools.partial(derived_gradient, choice))))
+    check_gradient(case, quick_jit(functools.partial(derived_gradient, choice)))
 
 
 def test_float64():

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import re
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +134,7 @@ def test_spread_sequence():
 # ---- names for jax.checkpoint ----------------------------------------------------------------------------------------
 
 RESIDUALS = ("glax_states", "glax_out_of_range")
+SHAPES = dict(glax_output="f32[2,256,2,16]", glax_states="f32[2,4,2,16,16]", glax_out_of_range="i32[2,4,2]")
 LONG = Case("", B=2, T=256, gates=("gk",), K=16, V=16, state_dtype=None)  # with states between its chunks
 
 
@@ -180,8 +180,7 @@ def test_policies_save_by_name(names, kernels, saved):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         jax.ad_checkpoint.print_saved_residuals(layer, arguments)
     lines = [line for line in printed.getvalue().splitlines() if "from the argument" not in line]
-    assert set(re.findall(r"named '(\w+)'", "\n".join(lines))) == saved
-    assert len(lines) == len(saved)
+    assert sorted(line.split()[0] for line in lines) == sorted(SHAPES[name] for name in saved)
     want = plain_gradient()
     for name, x in quick_jit(gradient)(arguments).items():
         assert_close(f"d {name}", x, np.asarray(want[name]), 1e-6)

@@ -278,3 +278,49 @@ def test_both_ways_to_pack_are_an_error():
         glax.recurrent(x, x, x, cu_seqlens=jnp.array([0, 12]), segment_ids=IDS_OF_12[0])
     with pytest.raises(ValueError, match=r"segment_ids must be \[T\] with T=12 as in query, which has no B"):
         glax.recurrent(x, x, x, segment_ids=IDS_OF_12)
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+def test_sharded_operands_stay_where_they_are(kind):
+    """The batch and the heads over a mesh, in a plain jit: each device divides its own rows."""
+    arguments = arguments_of(("gk",), heads=(2, 2, 2))
+    mesh = jax.make_mesh((2, 2), ("b", "h"), (kind,) * 2, devices=jax.devices()[:4])
+
+    def placed(x, *spec):
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+
+    there = {
+        n: placed(x, "b", "h") if n == "initial_state" else placed(x, "b", None, "h") for n, x in arguments.items()
+    }
+
+    def loss(arguments, ids):
+        output, state = glax.recurrent(**arguments, segment_ids=ids, pad_id=0)
+        return (output**2).sum() + (state**2).sum()
+
+    run = jax.jit(jax.value_and_grad(loss))
+    text = run.lower(there, placed(IDS, "b")).compile().as_text()
+    got, want = run(there, placed(IDS, "b")), quick_jit(jax.value_and_grad(loss))(arguments, jnp.asarray(IDS))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close("sharded", x, np.asarray(y), 1e-5)
+    assert "all-gather" not in text
+
+
+@pytest.mark.fast
+def test_one_row_of_many_segments_on_native_threads():
+    """Few heads and long rows, which the native kernels cut: parts of runs, whole runs and single tokens together."""
+    lengths = (1500, 1, 1, 2600, 3, 800)
+    case = Case("", T=sum(lengths), heads=(1, 1, 1), K=8, V=8, gates=("gk",))
+    arguments = inputs(case, "mild")
+    ids, cuts = jnp.asarray(runs(*enumerate(lengths)))[None], jnp.asarray(np.cumsum((0, *lengths)))
+    state = arguments.pop("initial_state")
+    states = jnp.concatenate([state, jnp.zeros((len(lengths) - 1, *state.shape[1:]))])
+
+    def loss(arguments, start, **how):
+        output, final = glax.recurrent(**arguments, initial_state=start, **how)
+        return (output**2).sum() + (final[-1] ** 2).sum()
+
+    got = jax.jit(jax.grad(loss, (0, 1)))(arguments, state, segment_ids=ids)
+    want = jax.jit(jax.grad(loss, (0, 1)))(arguments, states, cu_seqlens=cuts)
+    for name, x in got[0].items():
+        assert_close(f"d {name}", x, np.asarray(want[0][name]), 2e-5)
+    assert_close("d initial state", got[1], np.asarray(want[1][:1]), 2e-5)

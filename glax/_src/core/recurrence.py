@@ -89,6 +89,15 @@ class Recurrence:
         decay = s.folded(self.decay, self.by_token, (self.q.shape[0], self.q.shape[1], self.num_heads), self.dtype)
         return self.replace(segments=None).map_tokens(s.masked).replace(decay=decay)
 
+    @property
+    def floats(self) -> "Recurrence":
+        """The arrays that have gradients: without boundaries and segments."""
+        return self.replace(boundaries=None, segments=None)
+
+    def with_integers(self, r: "Recurrence") -> "Recurrence":
+        """The same with the boundaries and segments of r."""
+        return self.replace(boundaries=r.boundaries, segments=r.segments)
+
     # ---- arrays with tokens, and the others --------------------------------------------------------------------------
 
     @property
@@ -148,7 +157,7 @@ class Recurrence:
 
 def gradient_like(r: Recurrence, d: Recurrence) -> Recurrence:
     """Cast d, a gradient in r, to the dtypes of r's arrays."""
-    return jax.tree.map(lambda x, dx: dx.astype(x.dtype), r.replace(boundaries=None), d)
+    return jax.tree.map(lambda x, dx: dx.astype(x.dtype), r.floats, d)
 
 
 def gradient_recurrence(
@@ -173,6 +182,7 @@ def gradient_recurrence(
         decay=decay,
         initial_state=None if r.initial_state is None else initial_state,
         boundaries=None,
+        segments=None,
         scale=scale,
         erasure=erasure,
     )
@@ -278,4 +288,6 @@ def describe(r: Recurrence) -> str:
         parts.append(f"state={r.initial_state.dtype}")
     if r.boundaries is not None:
         parts.append(f"packed{bucket(r.num_sequences)}")
+    if r.segments is not None:
+        parts.append("segments" if r.segments.is_token is None else "segments, padded")
     return " ".join(parts + ["reverse"] * r.reverse)

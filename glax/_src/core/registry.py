@@ -91,6 +91,7 @@ class KernelSpec:
     supports: recurrence -> None, or why the kernel refuses it, whatever the machine and the config
     priority: recurrence -> number; of the able kernels, the one with the highest is chosen
     version:  raised when measured configs become invalid
+    takes_segments: recurrence -> whether the kernel reads its segments; else the kernel is given `recurrence.folded`
     two_phase: recurrence -> the kernel in two phases, or None where that would add work to `run`
     erases:   whether the kernel runs recurrences with an `erasure`, those of the delta rule
     """
@@ -107,6 +108,7 @@ class KernelSpec:
     forward_with_residuals: Callable[..., Any] | None = None
     saves_residuals: Callable[[Recurrence], bool] = lambda r: True
     erases: bool = False
+    takes_segments: Callable[[Recurrence], bool] = lambda r: False
 
     @property
     def name(self) -> str:

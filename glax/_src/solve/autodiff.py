@@ -1,5 +1,6 @@
 """The gradient, above all platforms: fused where a kernel forms it, else derived from the forward alone."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,7 +11,15 @@ from jaxtyping import Array, Float
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, aligned, gradient_recurrence, spread_heads
-from glax._src.solve.dispatch import Choice, Resolution, forward_with_residuals, resolve, run_backward, run_forward
+from glax._src.solve.dispatch import (
+    Choice,
+    Resolution,
+    by_folding,
+    forward_with_residuals,
+    resolve,
+    run_backward,
+    run_forward,
+)
 
 
 def differentiable(r: Recurrence) -> Recurrence:
@@ -78,7 +87,7 @@ def solve_with_vjp(run: Callable, run_with_residuals: Callable, gradient: Callab
     def bwd_with_residuals(*operands):
         *static, (r, residuals), (cotangents, _) = operands
         d = gradient(*static, r, *cotangents, residuals)
-        return (d.replace(boundaries=float0_zeros(r.boundaries)),)
+        return (with_float0(d, r),)
 
     def fwd(*operands):
         (outputs, _), saved = fwd_with_residuals(*operands)
@@ -108,14 +117,19 @@ def gradient_with_vjp(run: Callable, derived: Callable, num_static: int) -> Call
         *static, (r, d_output, d_final, residuals), cotangent = operands
 
         def of_floats(rows: Recurrence, *cotangents):
-            return derived(*static, rows.replace(boundaries=r.boundaries), *cotangents)
+            return derived(*static, rows.with_integers(r), *cotangents)
 
-        _, pull = jax.vjp(of_floats, r.replace(boundaries=None), d_output, d_final)
+        _, pull = jax.vjp(of_floats, r.floats, d_output, d_final)
         d_r, *rest = pull(cotangent)
-        return d_r.replace(boundaries=float0_zeros(r.boundaries)), *rest, zero_cotangent(residuals)
+        return with_float0(d_r, r), *rest, zero_cotangent(residuals)
 
     gradient.defvjp(fwd, bwd)
     return gradient
+
+
+def with_float0(d: Recurrence, r: Recurrence) -> Recurrence:
+    """d, a gradient in r, with the cotangents of r's integers."""
+    return d.replace(boundaries=float0_zeros(r.boundaries), segments=jax.tree.map(float0_zeros, r.segments))
 
 
 def float0_zeros(x: Array | None):
@@ -141,10 +155,15 @@ def solve(choice: Choice, r: Recurrence) -> Outputs:
     Its residuals are r and what the chosen kernel saves: at most one state a chunk.
     Raises UnsupportedError, with each kernel's reason, if no kernel can run r.
     """
-    if r.segments is not None:
-        outputs = solve(choice, r.folded)
-        return outputs._replace(output=r.segments.masked(outputs.output))
-    return resolved.solve(resolve(choice, r), r)
+    if r.segments is None:
+        return resolved.solve(resolve(choice, r), r)
+    folded = r.folded
+    resolution = resolve(choice, folded)
+    if resolution.takes_segments(r):
+        return resolved.solve(resolution, r)
+    # Outside of the custom gradient: what is folded is computed once, for the forward and its gradient.
+    outputs = resolved.solve(resolution, folded)
+    return outputs._replace(output=r.segments.masked(outputs.output))
 
 
 def solve_with_residuals(choice: Choice, r: Recurrence) -> tuple[Outputs, Residuals | None]:
@@ -179,6 +198,8 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
     A recurrence that erases is differentiated token by token (`delta_recurrent`), in plain JAX for every platform: the transpose
     of its state obeys no recurrence of the same form.
     """
+    if r.segments is not None:
+        return by_folding(functools.partial(derived_gradient, choice))(r, d_output, d_final)
     if r.erasure is not None:
         # Registers kernels, which happens at the first call.
         from glax._src.kernels.xla.delta_recurrent import delta_gradient_by_token

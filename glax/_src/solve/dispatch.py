@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -50,6 +51,10 @@ class Resolution:
     forward: KernelSpec
     vjp: KernelSpec | None
     vjp_choice: Choice
+
+    def takes_segments(self, r: Recurrence) -> bool:
+        """Whether forward and gradient kernels read the segments of a recurrence."""
+        return self.forward.takes_segments(r) and (self.vjp is None or self.vjp.takes_segments(r))
 
     def saves_residuals(self, r: Recurrence) -> bool:
         """Whether the forward saves residuals for r: it can, and the chosen gradient is the kernel that takes them."""
@@ -121,7 +126,7 @@ def run_backward(
 
 
 def forward_elsewhere(choice: Choice, results, r: Recurrence) -> Outputs:
-    return run_spec(kernel_registry.find(r, choice.platform, choice.config), choice, r)
+    return run_spec(kernel_registry.find(r.folded, choice.platform, choice.config), choice, r)
 
 
 def forward_elsewhere_without_residuals(
@@ -140,9 +145,9 @@ def gradient_elsewhere(
     choice: Choice, results, r: Recurrence, d_output, d_final, residuals: Residuals | None = None
 ) -> Recurrence:
     """Run this backend's gradient without residuals: see `forward_elsewhere_without_residuals`."""
-    spec, own = vjp_kernel(choice, r)
+    spec, own = vjp_kernel(choice, r.folded)
     if spec is None:
-        kernel_registry.find(r, choice.platform, choice.config)  # its error says why
+        kernel_registry.find(r.folded, choice.platform, choice.config)  # its error says why
         raise UnsupportedError("no kernel forms this gradient")
     return run_spec(spec, own, r, d_output, d_final)
 
@@ -261,6 +266,8 @@ def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, again, part
 
 def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None):
     """Run spec's kernel, or a part of it, with the config that the executor chooses."""
+    if r.segments is not None and not spec.takes_segments(r):
+        return by_folding(functools.partial(run_spec, spec, choice, part=part))(r, *given)
     others = why_not_others(spec, choice, r, gradient=spec.is_gradient)
     return executor(spec, r, *given, cfg=choice.config, part=part, **others)
 
@@ -278,6 +285,21 @@ def why_not_others(spec: KernelSpec, choice: Choice, r: Recurrence, **kind: bool
         if other.name != spec.name:
             outranked[other.name] = f"able, with a priority of {other.priority(r)}; {spec.name} has {chosen}"
     return dict(refused=refused | choice.refused, outranked=outranked)
+
+
+def by_folding(run: Callable) -> Callable:
+    """Give run(r) -> Outputs, or run(r, d_output, d_final, *residuals) -> Recurrence, a recurrence whose segments are gates."""
+
+    def run_folded(r: Recurrence, *given):
+        assert r.segments is not None
+        if not given:
+            outputs = run(r.folded)
+            return outputs._replace(output=r.segments.masked(outputs.output))
+        folded, pull = jax.vjp(lambda floats: floats.with_integers(r).folded, r.floats)
+        d_output, *rest = given
+        return pull(run(folded, r.segments.masked(d_output), *rest))[0]
+
+    return run_folded
 
 
 def narrowed(choice: Choice, platform: Platform | None) -> Choice:

@@ -49,7 +49,7 @@ def by_type(f, saves_residuals: bool, *operands):
 
     f: (r) -> Outputs, or (Outputs, Residuals) with `saves_residuals`; or (r, d_output, d_final[, residuals]) -> Recurrence.
     """
-    given = operands[0].replace(boundaries=None)
+    given = operands[0].floats
     mesh = next(mesh for x in jax.tree.leaves(operands) if not (mesh := jax.typeof(x).sharding.mesh).empty)
     batch, heads = common_axes(mesh, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
     into = operand_specs(operands, batch, heads)
@@ -219,6 +219,7 @@ def recurrence_specs(r: Recurrence, batch, heads, sequence=None, shared_heads=No
         scale=sequences,
         erasure=jax.tree.map(lambda _: gates, r.erasure),
         reverse=r.reverse,
+        segments=jax.tree.map(lambda _: P(batch, sequence), r.segments),
     )
 
 
@@ -240,7 +241,7 @@ def operand_specs(operands, batch, heads):
 
 def result_specs(operands, saves_residuals: bool, batch, heads):
     if len(operands) > 1:
-        return recurrence_specs(operands[0], batch, heads).replace(boundaries=None)
+        return recurrence_specs(operands[0], batch, heads).floats
     outputs = output_specs(batch, heads)
     return (outputs, residual_specs(batch, heads)) if saves_residuals else outputs
 
@@ -316,11 +317,12 @@ def sharding_rule(operands, saves_residuals: bool) -> tuple[str, tuple[str, ...]
             (d.key, f"b t {H} k"), (d.value, f"b t {H} v"), (x.initial_state, f"{N} {H} k v"),
             (x.boundaries, "c"), (x.scale, N),
             (erasure.beta, f"b t {H}"), (erasure.erase, f"b t {H} k"), (erasure.write, f"b t {H} v"),
+            *((mask, "b t") for mask in jax.tree.leaves(x.segments)),
         ]  # fmt: skip
         return [form for array, form in forms if array is not None]
 
     given = named(r) + outputs * (len(operands) > 1) + residuals * (len(operands) > 3)
-    results = named(r.replace(boundaries=None)) if len(operands) > 1 else outputs + residuals * saves_residuals
+    results = named(r.floats) if len(operands) > 1 else outputs + residuals * saves_residuals
     rule = f"{', '.join(given)} -> {', '.join(results)}"
     used = dict.fromkeys(re.findall(r"\w+", rule))  # the compiler wants them in the order of their first use
     spread = {"h"} | ({"b"} if r.boundaries is None else set())

@@ -34,6 +34,12 @@ def lacks_sums_of_heads() -> str | None:
     return f"its library was built by an earlier version of glax, which sums over no heads: {REMEDY}"
 
 
+def takes_segments() -> bool:
+    """Whether the library divides rows into segments itself. Builds before glax_interface 3 do not."""
+    found = load_library()
+    return hasattr(found, "glax_interface") and found.glax_interface() >= 3
+
+
 def check_instructions():
     """Raise ValueError unless native/parallel_for.h knows GLAX_CPU_INSTRUCTIONS, the widest that kernels may use."""
     named = os.environ.get("GLAX_CPU_INSTRUCTIONS") or INSTRUCTIONS[0]

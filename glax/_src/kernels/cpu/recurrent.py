@@ -12,7 +12,7 @@ from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
 from glax._src.core.registry import Backend, Config, Platform, check_field, kernel_registry
 from glax._src.kernels.cpu import delta
 from glax._src.kernels.cpu.call import NONE, STORED, call, operands_of
-from glax._src.kernels.cpu.library import delta_missing, missing
+from glax._src.kernels.cpu.library import delta_missing, missing, takes_segments
 
 MAX_BLOCK = 4096  # tokens: 9 MB of scratch in each thread at K = V = 128
 GROUP = 32  # columns of a partial sum; `group` in native/problem.h
@@ -59,7 +59,14 @@ def priority(r: Recurrence) -> int:
 
 
 @kernel_registry.register(
-    "recurrent", Platform.CPP, Backend.CPU, config=NativeConfig, supports=supports, priority=priority, erases=True
+    "recurrent",
+    Platform.CPP,
+    Backend.CPU,
+    config=NativeConfig,
+    supports=supports,
+    priority=priority,
+    erases=True,
+    takes_segments=lambda r: r.erasure is None and takes_segments(),
 )
 def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
     """Scan over blocks of tokens, within which the state is not rescaled; native/scan.h has the formulas.
@@ -72,11 +79,27 @@ def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
         jax.ShapeDtypeStruct((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype),
         jax.ShapeDtypeStruct(r.state_shape, jnp.float32),
     ]
-    return Outputs(*call("glax_forward", operands_of(r), results, reverse=r.reverse, block=config.block))
+    operands = [*operands_of(r), *marks_of(r)]
+    return Outputs(*call("glax_forward", operands, results, reverse=r.reverse, block=config.block))
+
+
+def marks_of(r: Recurrence) -> list[Array]:
+    """The last operand where rows have segments: 0, 1 where a token resets the state, 2 where it is padding; int32 [B, T]."""
+    if r.segments is None:
+        return []
+    marks = r.segments.resets.astype(jnp.int32)
+    return [marks if r.segments.is_token is None else jnp.where(r.segments.is_token, marks, 2)]
 
 
 @kernel_registry.register(
-    "recurrent.vjp", Platform.CPP, Backend.CPU, config=NativeConfig, supports=supports, priority=priority, erases=True
+    "recurrent.vjp",
+    Platform.CPP,
+    Backend.CPU,
+    config=NativeConfig,
+    supports=supports,
+    priority=priority,
+    erases=True,
+    takes_segments=lambda r: r.erasure is None and takes_segments(),
 )
 def recurrent_vjp(
     r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Array, "N H K V"], *, config: NativeConfig
@@ -106,7 +129,7 @@ def recurrent_vjp(
         if_any((N, H, K, V), r.initial_state),
         jax.ShapeDtypeStruct((groups, N, H), jnp.float32),
     ]
-    operands = [*operands_of(r), d_output, d_final.astype(jnp.float32)]
+    operands = [*operands_of(r), d_output, d_final.astype(jnp.float32), *marks_of(r)]
     attributes = dict(reverse=r.reverse, block=config.block)
     dq, dk, dv, d_head, d_key, d_value, d_constant, d_initial, d_scale = call(
         "glax_gradient", operands, results, **attributes

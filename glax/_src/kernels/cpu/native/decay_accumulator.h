@@ -48,7 +48,7 @@ struct DecayAccumulator {
   // Reads the gates before tokens [from, from + tokens) of the scan.
   void fill(const Order& order, int64_t from, int64_t tokens) {
     if (kind == none) return;
-    window = from, ungated = order.late && from == 0;
+    window = from, ungated = (order.late || order.fresh) && from == 0;
     logs.fill(gate, order, from - order.late, tokens, true, ungated);
     if (kind == scalar)
       for (int64_t j = ungated; j < tokens; ++j) store(logs.copies + j * across(), broadcast(logs.row(j).at(0)));

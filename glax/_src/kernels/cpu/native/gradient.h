@@ -21,6 +21,7 @@ struct ColumnGradient {
   float* d_constant = nullptr;  // the sum of d_scalar over tokens, for each group, `heads` floats apart
   float* d_scale = nullptr;     // the sum of z (y + own x), likewise
   int64_t heads = 0;
+  int64_t fresh = -1;              // the token whose gate has no gradient
   const float *initial, *d_final;  // columns of states
   float* d_initial = nullptr;
 
@@ -83,7 +84,11 @@ struct ColumnGradient {
       if (d_scalar) {
         float* d = d_scalar + g * partial + t * d_stride;
         *d = float(running[g] += double(*d) - double(sum(gate_sum)));
-        total[g] += running[g];
+        if (t == fresh) {
+          *d = 0;
+        } else {
+          total[g] += running[g];
+        }
       }
     }
     if (d_channels.data) {
@@ -91,6 +96,7 @@ struct ColumnGradient {
       double* sums = running;
 #pragma GCC ivdep
       for (int64_t i = 0; i < scan.columns.width; ++i) terms[i] = float(sums[i] += double(from_y[i]) - double(terms[i]));
+      for (int64_t i = 0; t == fresh && i < scan.columns.width; ++i) terms[i] = 0;
       d_channels.write(terms, t);
     }
     dx_out.write(dx, t);
@@ -131,7 +137,10 @@ inline bool gradient_of_columns(HeadScans& scans, int64_t heads, const Order& or
   const auto part = [&](int64_t i) {
     return gated ? order.slice(i * stretch, Scan::smallest((i + 1) * stretch, order.length)) : order;
   };
-  for (int64_t h = 0; h < heads; ++h) columns[h].allocate(scratch, scans(h), stretches);
+  for (int64_t h = 0; h < heads; ++h) {
+    columns[h].allocate(scratch, scans(h), stretches);
+    if (order.fresh && order.length > 0) columns[h].fresh = order.at(0);
+  }
 
   if (columns->runs_forward()) {
     for (int64_t h = 0; h < heads; ++h) {
@@ -206,7 +215,7 @@ inline bool gradient_of_keys(const Problem& p, const Segment& n, Heads heads, in
     }
     const int64_t sums = first / group * c.heads + n.index * p.H + h;
     c.d_constant = p.d_constant ? p.d_constant + sums : nullptr, c.d_scale = p.d_scale + sums;
-    c.initial = n.initial ? n.initial + state : nullptr, c.d_final = n.d_final + state;
+    c.initial = n.initial ? n.initial + state : nullptr, c.d_final = n.d_final ? n.d_final + state : nullptr;
   }
   return gradient_of_columns(scans, heads.count(), order_of(p, n), columns, 1, p.V, p.limit, scratch);
 }
@@ -224,7 +233,7 @@ inline bool gradient_of_values(const Problem& p, const Segment& n, Heads heads, 
     c.x = rows_of(p, p.v, n, h, first, width), c.z = rows_of(p, p.d_output, n, h, first, width);
     c.dx_out = summed_rows_of(p, p.dv, n, h, first, width);
     if (p.d_value) c.d_channels = gate_rows_of(p, p.d_value, n, h, p.V, first, width);
-    c.initial = n.initial ? n.initial + state : nullptr, c.d_final = n.d_final + state;
+    c.initial = n.initial ? n.initial + state : nullptr, c.d_final = n.d_final ? n.d_final + state : nullptr;
     c.d_initial = n.d_initial ? n.d_initial + state : nullptr;
   }
   return gradient_of_columns(scans, heads.count(), order_of(p, n), columns, p.V, 1, p.limit, scratch);

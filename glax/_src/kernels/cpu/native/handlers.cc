@@ -14,8 +14,11 @@ namespace {
 
 // Clears the rows of x [B, T, ...] that belong to no sequence.
 void clear_padding(const Problem& p, const Tensor& x) {
-  if (!p.boundaries || !x.data) return;
+  if (!x.data) return;
   const int64_t row = x.heads * x.width * x.bytes();
+  for (int64_t t = 0; p.marks && t < p.B * p.T; ++t)
+    if (p.marks[t] == Mark::padding) std::memset(x.data + t * row, 0, row);
+  if (!p.boundaries) return;
   const int64_t begin = std::clamp<int64_t>(p.boundaries[0], 0, p.T), end = std::clamp<int64_t>(p.boundaries[p.N], begin, p.T);
   std::memset(x.data, 0, begin * row);
   std::memset(x.data + end * row, 0, (p.T - end) * row);
@@ -92,16 +95,22 @@ void set_erasure(P& p, const Read& read) {
   p.beta = tensor(read(operands), false), p.erase = tensor(read(operands + 1)), p.write = tensor(read(operands + 2));
 }
 
+// Sets the marks of tokens [B, T], which stand behind all other operands where rows are divided further.
+void set_marks(Problem& p, const Read& read, size_t at) {
+  if (read.args.size() > at) p.marks = static_cast<const int32_t*>(read(at).untyped_data());
+}
+
 bool known(ffi::DataType type) {
   return type == ffi::DataType::F32 || type == ffi::DataType::BF16 || type == ffi::DataType::F16 || type == ffi::DataType::S32;
 }
 
 // Checks the number and types of operands and results. They differ only if another version of glax calls this library.
-ffi::Error expect(const ffi::RemainingArgs& args, size_t wanted_args, ffi::RemainingRets& results, size_t wanted_results) {
+ffi::Error expect(const ffi::RemainingArgs& args, size_t wanted_args, ffi::RemainingRets& results, size_t wanted_results,
+                  size_t optional_args = 0) {
   bool typed = true;
   for (size_t i = 0; i < args.size(); ++i) typed = typed && known(Read{args}(i).element_type());
   for (size_t i = 0; i < results.size(); ++i) typed = typed && known(Write{results}(i).element_type());
-  if (args.size() == wanted_args && results.size() == wanted_results && typed) return ffi::Error::Success();
+  if ((args.size() == wanted_args || args.size() == wanted_args + optional_args) && results.size() == wanted_results && typed) return ffi::Error::Success();
   return ffi::Error::InvalidArgument("glax: called with " + std::to_string(args.size()) + " operands and " +
                                      std::to_string(results.size()) + " results" + (typed ? "" : ", some of unknown types") +
                                      "; this build of its CPU kernels takes " + std::to_string(wanted_args) + " and " +
@@ -121,11 +130,12 @@ ffi::Error guarded(const Run& run) {
 }
 
 ffi::Error forward(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::RemainingArgs args, ffi::RemainingRets results) {
-  if (auto error = expect(args, operands, results, 2); error.failure()) return error;
+  if (auto error = expect(args, operands, results, 2, 1); error.failure()) return error;
   return guarded([&] {
     const Write write{results};
     populate_pages(pool, {bytes_of(write(0))});
     Problem p = problem_of({args}, reverse, block);
+    set_marks(p, {args}, operands);
     p.output = tensor(write(0)), p.final_state = floats(write(1));
     clear_padding(p, p.output);
     run_forward(pool, p);
@@ -134,7 +144,7 @@ ffi::Error forward(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::Remai
 }
 
 ffi::Error gradient(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::RemainingArgs args, ffi::RemainingRets results) {
-  if (auto error = expect(args, operands + 2, results, 9); error.failure()) return error;
+  if (auto error = expect(args, operands + 2, results, 9, 1); error.failure()) return error;
   return guarded([&] {
     const Read read{args};
     const Write write{results};
@@ -142,6 +152,7 @@ ffi::Error gradient(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::Rema
     for (size_t i = 0; i < results.size(); ++i) written.push_back(bytes_of(write(i)));
     populate_pages(pool, written);
     Problem p = problem_of(read, reverse, block);
+    set_marks(p, read, operands + 2);
     p.d_output = tensor(read(operands)), p.d_final = floats(read(operands + 1));
     p.dq = tensor(write(0)), p.dk = tensor(write(1)), p.dv = tensor(write(2));
     p.d_head = floats(write(3)), p.d_key = floats(write(4)), p.d_value = floats(write(5));
@@ -246,8 +257,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_step, step, ffi::Ffi::Bind().Ctx<ffi::ThreadP
 
 }  // namespace glax
 
-// The version of these handlers. 2: glax_gradient sums over heads that share a row.
-extern "C" int32_t glax_interface() { return 2; }
+// The version of these handlers. 2: glax_gradient sums over heads that share a row. 3: glax_forward and glax_gradient take
+// marks.
+extern "C" int32_t glax_interface() { return 3; }
 
 // For `glax doctor` and tests.
 extern "C" const char* glax_instructions() { return glax::kernels().name; }

@@ -15,7 +15,7 @@ inline RowView written_rows_of(const Problem& p, const Tensor& x, const Segment&
 
 // The order of a segment's tokens in the forward scan.
 inline Order order_of(const Problem& p, const Segment& n) {
-  return p.reverse ? Order{n.first + n.length - 1, n.length, -1, false} : Order{n.first, n.length, 1, false};
+  return p.reverse ? Order{n.first + n.length - 1, n.length, -1, false, n.fresh} : Order{n.first, n.length, 1, false, n.fresh};
 }
 
 // The gate of the state's K side (per-key, per-head or constant) or of its V side (per-value), from channel `first`.

@@ -23,6 +23,9 @@ constexpr float narrow = 1;     // used instead where e^wide overflows float32 o
 constexpr float faint = 1e-13;  // rows whose largest element is smaller lose digits to e^-wide
 }  // namespace limits
 
+// The tokens of rows that are divided further: what each does to the state before it.
+enum Mark : int32_t { continues = 0, resets = 1, padding = 2 };
+
 // S_t = exp(head_t) diag(exp(key_t)) S_{t-1} diag(exp(value_t)) + k_t v_t^T,   o_t = scale * S_t^T q_t,   and its gradient.
 struct Problem {
   int64_t B, T, N, H, K, V;
@@ -30,6 +33,7 @@ struct Problem {
   int64_t block;  // tokens between two rescalings of the state, at most
   float limit = limits::wide;
   const int32_t* boundaries = nullptr;  // [N + 1], or N = B sequences lie side by side
+  const int32_t* marks = nullptr;       // [B, T], not with boundaries: see Mark; null: every row is one run of tokens
   Tensor q, k, v, head, key, value;
   Tensor beta, erase, write;        // the delta rule: beta [B, T, H], or erase [B, T, H, K] and write [B, T, H, V] or none
   const float* constant = nullptr;  // [N, H]
@@ -60,6 +64,8 @@ struct Segment {
   const float *initial = nullptr, *d_final = nullptr;  // [H, K, V]; a null initial state is zero
   float *final_state = nullptr, *d_initial = nullptr;  // [H, K, V]; null: not computed
   double* decay = nullptr;                             // [H, K + V]
+  int64_t run = 0;     // segments with the same number are parts of one run of tokens
+  bool fresh = false;  // its first token resets the state: that token's gates have no effect and no gradient
 };
 
 // Heads [first, last), scanned by one task.

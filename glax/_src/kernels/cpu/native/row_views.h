@@ -37,9 +37,10 @@ struct RowView {
 struct Order {
   int64_t first, length, step;  // token i of the scan is first + i * step
   bool late;                    // the decay of a token applies after its own step, as in the gradients' recurrences
+  bool fresh = false;           // the first token's decay does not apply
 
   int64_t at(int64_t i) const { return first + i * step; }
-  Order slice(int64_t from, int64_t to) const { return {at(from), to - from, step, late}; }
+  Order slice(int64_t from, int64_t to) const { return {at(from), to - from, step, late, fresh && from == 0}; }
   Order backwards() const { return {at(length - 1), length, -step, true}; }
 };
 

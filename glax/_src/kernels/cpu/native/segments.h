@@ -25,27 +25,61 @@ inline int64_t segment_length(const Problem& p) {
   return std::max(shortest, (p.T + wanted - 1) / wanted);
 }
 
+// Rows [begin, end) of a sequence that share a state, which no token before or behind them reads.
+struct Run {
+  int64_t begin, end;
+};
+
+// The runs of a row with marks, in the order of the scan. A row of padding alone is one run without tokens.
+inline std::vector<Run> runs_of(const Problem& p, int64_t row) {
+  const int32_t* marks = p.marks + row * p.T;
+  std::vector<Run> runs;
+  bool open = false;
+  for (int64_t i = 0; i < p.T; ++i) {
+    const int64_t t = p.reverse ? p.T - 1 - i : i;
+    if (marks[t] == Mark::padding) {
+      open = false;
+      continue;
+    }
+    if (!open || marks[t] == Mark::resets) runs.push_back({t, t + 1});
+    Run& last = runs.back();
+    last = {std::min(last.begin, t), std::max(last.end, t + 1)}, open = true;
+  }
+  if (runs.empty()) runs.push_back({0, 0});
+  return runs;
+}
+
+// The runs of sequence n. Without marks there is one.
+inline std::vector<Run> runs_of_sequence(const Problem& p, int64_t n) {
+  if (p.marks) return runs_of(p, n);
+  if (!p.boundaries) return {{0, p.T}};
+  // A traced caller cannot check the values of boundaries.
+  const int64_t begin = std::clamp<int64_t>(p.boundaries[n], 0, p.T);
+  return {{begin, std::clamp<int64_t>(p.boundaries[n + 1], begin, p.T)}};
+}
+
 // Lists the segments of every sequence, of at most `most` tokens, in the order of the scan.
 inline std::vector<Segment> segments_of(const Problem& p, int64_t most) {
   const int64_t state = p.H * p.K * p.V;
   std::vector<Segment> segments;
+  int64_t number = 0;
   for (int64_t n = 0; n < p.N; ++n) {
-    int64_t begin = 0, end = p.T;
-    if (p.boundaries) {  // a traced caller cannot check their values
-      begin = std::clamp<int64_t>(p.boundaries[n], 0, p.T);
-      end = std::clamp<int64_t>(p.boundaries[n + 1], begin, p.T);
-    }
-    const int64_t length = end - begin, count = std::max<int64_t>(1, (length + most - 1) / most);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t from = i * length / count, to = (i + 1) * length / count;
-      Segment segment;
-      segment.sequence = n, segment.example = p.boundaries ? 0 : n, segment.index = segments.size();
-      segment.first = p.reverse ? end - to : begin + from, segment.length = to - from;
-      if (i == 0 && p.initial) segment.initial = p.initial + n * state;
-      if (i == 0 && p.d_initial) segment.d_initial = p.d_initial + n * state;
-      if (i == count - 1 && p.final_state) segment.final_state = p.final_state + n * state;
-      if (i == count - 1 && p.d_final) segment.d_final = p.d_final + n * state;
-      segments.push_back(segment);
+    const std::vector<Run> runs = runs_of_sequence(p, n);
+    for (size_t run = 0; run < runs.size(); ++run, ++number) {
+      const auto [begin, end] = runs[run];
+      const int64_t length = end - begin, count = std::max<int64_t>(1, (length + most - 1) / most);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t from = i * length / count, to = (i + 1) * length / count;
+        const bool starts = run == 0 && i == 0, ends = run + 1 == runs.size() && i + 1 == count;
+        Segment segment;
+        segment.sequence = n, segment.example = p.boundaries ? 0 : n, segment.index = segments.size(), segment.run = number;
+        segment.first = p.reverse ? end - to : begin + from, segment.length = to - from, segment.fresh = run > 0 && i == 0;
+        if (starts && p.initial) segment.initial = p.initial + n * state;
+        if (starts && p.d_initial) segment.d_initial = p.d_initial + n * state;
+        if (ends && p.final_state) segment.final_state = p.final_state + n * state;
+        if (ends && p.d_final) segment.d_final = p.d_final + n * state;
+        segments.push_back(segment);
+      }
     }
   }
   return segments;
@@ -58,28 +92,36 @@ inline void add_decayed(const Problem& p, const double* decay, const float* y, f
       for (int64_t c = 0; c < p.V; ++c, ++x, ++y) *x = float(*x + decay[r] * *y * decay[p.K + c]);
 }
 
-// Computes the states at the inner boundaries of cut sequences, in `memory`, and sets the segments' pointers to them.
+// Computes the states at the inner boundaries of cut runs, in `memory`, and sets the segments' pointers to them.
 // Returns whether all stayed in range.
 template <class Pool>
 bool join_segments(Pool& pool, const Problem& p, std::vector<Segment>& segments, std::vector<float>& memory) {
-  const int64_t state = p.H * p.K * p.V, decay = p.H * (p.K + p.V), count = segments.size();
+  const int64_t state = p.H * p.K * p.V, decay = p.H * (p.K + p.V), last = int64_t(segments.size()) - 1;
+  std::vector<Segment*> parts;  // of runs that are cut; most runs are not, and need no memory
+  for (int64_t i = 0; i <= last; ++i) {
+    const int64_t run = segments[i].run;
+    if ((i > 0 && segments[i - 1].run == run) || (i < last && segments[i + 1].run == run)) parts.push_back(&segments[i]);
+  }
+  const int64_t count = parts.size();
+  if (count == 0) return true;
   memory.resize(count * 2 * state);
   std::vector<double> decays(count * decay);
-  std::vector<Segment> isolated = segments;
+  std::vector<Segment> isolated;
   for (int64_t i = 0; i < count; ++i) {
     float* own = memory.data() + i * 2 * state;
+    isolated.push_back(*parts[i]);
     isolated[i].final_state = own, isolated[i].d_initial = p.d_final ? own + state : nullptr, isolated[i].decay = decays.data() + i * decay;
   }
   const bool in_range = run_tasks(pool, p, isolated, {{kernels().boundary_states, p.V}});
   for (int64_t i = 1; i < count; ++i) {
-    if (segments[i].sequence != segments[i - 1].sequence) continue;
-    if (segments[i - 1].initial) add_decayed(p, isolated[i - 1].decay, segments[i - 1].initial, isolated[i - 1].final_state);
-    segments[i].initial = isolated[i - 1].final_state;
+    if (parts[i]->run != parts[i - 1]->run) continue;
+    if (parts[i - 1]->initial) add_decayed(p, isolated[i - 1].decay, parts[i - 1]->initial, isolated[i - 1].final_state);
+    parts[i]->initial = isolated[i - 1].final_state;
   }
   for (int64_t i = count - 1; i > 0 && p.d_final; --i) {
-    if (segments[i].sequence != segments[i - 1].sequence) continue;
-    add_decayed(p, isolated[i].decay, segments[i].d_final, isolated[i].d_initial);
-    segments[i - 1].d_final = isolated[i].d_initial;
+    if (parts[i]->run != parts[i - 1]->run) continue;
+    if (parts[i]->d_final) add_decayed(p, isolated[i].decay, parts[i]->d_final, isolated[i].d_initial);
+    parts[i - 1]->d_final = isolated[i].d_initial;
   }
   return in_range;
 }
