@@ -37,7 +37,7 @@ def lacks_sums_of_heads() -> str | None:
 def takes_segments() -> bool:
     """Whether the library divides rows into segments itself. Builds before glax_interface 3 do not."""
     found = load_library()
-    return hasattr(found, "glax_interface") and found.glax_interface() >= 3
+    return not isinstance(found, str) and hasattr(found, "glax_interface") and found.glax_interface() >= 3
 
 
 def check_instructions():
