@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import glax
 from glax._src.core.bind import bind
@@ -324,3 +325,35 @@ def test_one_row_of_many_segments_on_native_threads():
     for name, x in got[0].items():
         assert_close(f"d {name}", x, np.asarray(want[0][name]), 2e-5)
     assert_close("d initial state", got[1], np.asarray(want[1][:1]), 2e-5)
+
+
+@pytest.mark.fast
+def test_symbolic_shapes_and_the_delta_rule():
+    """One exported program for all shapes; and tokens that erase, whose segments are those packed by cu_seqlens."""
+
+    def gradient(x, ids):
+        return jax.grad(lambda x: (glax.recurrent(x, x, x, gk=-abs(x), segment_ids=ids, pad_id=0).output ** 2).sum())(x)
+
+    shape = export.symbolic_shape("b, t, 2, 8")
+    checks = [export.DisabledSafetyCheck.custom_call(f"glax_{name}") for name in ("forward", "gradient")]
+    given = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:2], jnp.int32)
+    exported = export.export(quick_jit(gradient), disabled_checks=checks)(*given)
+    x = jnp.sin(jnp.arange(1 * 40 * 2 * 8.0)).reshape(1, 40, 2, 8)
+    ids = jnp.asarray(runs((0, 3), (1, 20), (2, 17)), jnp.int32)[None]
+    assert_close("gradient", exported.call(x, ids), np.asarray(gradient(x, ids)), 1e-6)
+
+    beta = jnp.full((1, 40, 2), 0.5).at[:, :3].set(jnp.nan)
+    outputs = glax.recurrent(x, x / 4, x, beta=beta, segment_ids=ids, pad_id=0)
+    rows = dict(query=x[:, 3:], key=x[:, 3:] / 4, value=x[:, 3:], beta=beta[:, 3:])
+    want = glax.recurrent(**rows, cu_seqlens=jnp.array([0, 20, 37]))
+    assert_close("delta rule", outputs.output[:, 3:], np.asarray(want.output), 1e-5)
+    assert_close("final state", outputs.final_state[0], np.asarray(want.final_state[1]), 1e-5)
+    assert not np.asarray(outputs.output[:, :3]).any()
+
+
+@pytest.mark.fast
+def test_calls_with_segments_are_tuned(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLAX_CACHE_DIR", str(tmp_path))
+    x, ids = jax.ShapeDtypeStruct((1, 64, 1, 8), jnp.float32), jax.ShapeDtypeStruct((1, 64), jnp.int32)
+    found = glax.tune(lambda x, ids: glax.recurrent(x, x, x, gk=x, segment_ids=ids), x, ids, progress=False)
+    assert len(found) == 1

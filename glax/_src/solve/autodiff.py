@@ -128,8 +128,8 @@ def gradient_with_vjp(run: Callable, derived: Callable, num_static: int) -> Call
 
 
 def with_float0(d: Recurrence, r: Recurrence) -> Recurrence:
-    """d, a gradient in r, with the cotangents of r's integers."""
-    return d.replace(boundaries=float0_zeros(r.boundaries), segments=jax.tree.map(float0_zeros, r.segments))
+    """d, a gradient in r, with the cotangents of r's integers. None stands for those of segments, whose shape may be symbolic."""
+    return d.replace(boundaries=float0_zeros(r.boundaries), segments=None)
 
 
 def float0_zeros(x: Array | None):

@@ -61,7 +61,10 @@ class Kernel:
 
 
 def example_of(operands):
-    """Random arrays in the place of shapes. In a Recurrence: log-sigmoid gates, sequences of equal length, its usual scale."""
+    """Random arrays in the place of shapes. In a Recurrence: log-sigmoid gates, sequences of equal length, its usual scale.
+
+    Rows have one segment each: the best config does not depend on where others begin.
+    """
     leaves, structure = jax.tree.flatten(operands, is_leaf=lambda x: isinstance(x, Recurrence))
     keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))
     return structure.unflatten([example_leaf(key, x) for key, x in zip(keys, leaves, strict=True)])
@@ -69,7 +72,7 @@ def example_of(operands):
 
 def example_leaf(key, x):
     if isinstance(x, Recurrence):
-        filled = example_of(vars(x) | {"decay": vars(x.decay), "boundaries": None, "reverse": None})
+        filled = example_of(vars(x) | {"decay": vars(x.decay), "boundaries": None, "reverse": None, "segments": None})
         gates = {name: None if g is None else jax.nn.log_sigmoid(g) for name, g in filled["decay"].items()}
         N, T = x.num_sequences, x.q.shape[1]
         cuts = None if x.boundaries is None else (jnp.arange(N + 1) * T // N).astype(x.boundaries.dtype)
@@ -77,7 +80,7 @@ def example_leaf(key, x):
         decay = type(x.decay)(**gates)
         # Keys are not normalised here: a whole erasure would let the state grow past the range of float32.
         erasure = jax.tree.map(lambda e: jax.nn.sigmoid(e) / x.q.shape[3], filled["erasure"])
-        own = dict(decay=decay, boundaries=cuts, scale=scale, erasure=erasure, reverse=x.reverse)
+        own = dict(decay=decay, boundaries=cuts, scale=scale, erasure=erasure, reverse=x.reverse, segments=None)
         return Recurrence(**filled | own)
     if not hasattr(x, "dtype"):
         return x
