@@ -39,6 +39,12 @@ class Segments:
             follows = row > jnp.argmax(is_token, axis=1)[:, None]
         return cls(resets & is_token & follows, is_token)
 
+    @property
+    def of_one_run(self) -> "Segments":
+        """Segments of the same shapes: each row is one, without padding."""
+        is_token = None if self.is_token is None else jnp.ones(self.is_token.shape, bool)
+        return Segments(jnp.zeros(self.resets.shape, bool), is_token)
+
     def masked(self, x: Float[Array, "B T *rest"]) -> Float[Array, "B T *rest"]:
         """x with zeros for padding, whose gradient is 0 even where x is NaN."""
         return x if self.is_token is None else jnp.where(expanded(self.is_token, x.ndim), x, 0)

@@ -80,7 +80,8 @@ def example_leaf(key, x):
         decay = type(x.decay)(**gates)
         # Keys are not normalised here: a whole erasure would let the state grow past the range of float32.
         erasure = jax.tree.map(lambda e: jax.nn.sigmoid(e) / x.q.shape[3], filled["erasure"])
-        own = dict(decay=decay, boundaries=cuts, scale=scale, erasure=erasure, reverse=x.reverse, segments=None)
+        segments = None if x.segments is None else x.segments.of_one_run
+        own = dict(decay=decay, boundaries=cuts, scale=scale, erasure=erasure, reverse=x.reverse, segments=segments)
         return Recurrence(**filled | own)
     if not hasattr(x, "dtype"):
         return x
