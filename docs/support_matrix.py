@@ -56,11 +56,13 @@ def example(
     shapes = dict(g_gamma=jax.ShapeDtypeStruct((heads,), jnp.float32), g=dense, gk=tokens, gv=tokens, beta=dense)
     arrays = dict(query=narrow if options.pop("grouped", False) else tokens, key=tokens, value=tokens)
     arrays |= {gate: shapes[gate] for gate in gates}
+    if options.pop("segments", False):
+        arrays["segment_ids"] = jax.ShapeDtypeStruct((1, length), jnp.int32)
     if options.pop("packed", False):
         arrays["cu_seqlens"] = jax.ShapeDtypeStruct((4,), jnp.int32)
     if options.pop("state", False):
         arrays["initial_state"] = jax.ShapeDtypeStruct((1, heads, WIDTH, WIDTH), jnp.float32)
-    return jax.eval_shape(functools.partial(bind, **options), **arrays)
+    return jax.eval_shape(lambda **arrays: bind(**arrays, **options).folded, **arrays)
 
 
 def runs(spec: KernelSpec, r: Recurrence) -> bool:
@@ -123,11 +125,13 @@ def by_feature() -> str:
         rows = [["dtypes", *(dtypes(s) for s in specs.values())]]
         for name, options in (
             ("`cu_seqlens`", dict(packed=True)),
+            ("`segment_ids`", dict(segments=True)),
             ("`initial_state`, final state", dict(state=True)),
             ("`reverse`", dict(reverse=True)),
             ("grouped heads", dict(grouped=True)),
         ):
             rows.append([name, *(features(s, **options) for s in specs.values())])
+        rows.append(["`states_every`", *("in pieces" for _ in specs)])  # by glax._src.solve.pieces, whatever the kernel
     return table(["feature", *specs], rows)
 
 
