@@ -19,12 +19,13 @@ PADDINGS = ("right", "left")
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """What is known while tracing. eos: the tokens that end a sequence."""
+    """What is known while tracing. eos: the tokens that end a sequence. padded: whether prompts have lengths of their own."""
 
     greedy: bool
     top_k: int | None
     has_top_p: bool
     eos: tuple[int, ...]
+    padded: bool
 
 
 def generate(
@@ -122,12 +123,16 @@ def begun(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: 
     model = nnx.merge(graph, params)
     tokens, lengths = prompts["tokens"], prompts["lengths"]
     B, T = tokens.shape
+    pools = model.initial_states(B, T + count)
+    if not sampling.padded:
+        x, pools = model.extend_hidden(tokens, pools)
+        token, done = chosen(sampling, model.logits(x[:, -1]), arrays, key), jnp.zeros(B, bool)
+        return token, ended(sampling, token, done), pools
     cu_seqlens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
     rows = jnp.arange(B * T)
     own = jnp.clip(jnp.searchsorted(cu_seqlens, rows, side="right") - 1, 0, B - 1)
     at = jnp.clip(rows - cu_seqlens[own] + prompts["begins"][own], 0, T - 1)
     packed = jnp.where(rows < cu_seqlens[-1], tokens[own, at], 0)
-    pools = model.initial_states(B, T + count)
     x, pools = model.prefill_hidden(packed, pools, jnp.arange(B), cu_seqlens)
     logits = model.logits(x[cu_seqlens[1:] - 1])
     token, done = chosen(sampling, logits, arrays, key), jnp.zeros(B, bool)
@@ -190,7 +195,7 @@ def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos
             raise ValueError(f"tokens must be from 0 to {model.vocabulary - 1}, got {wrong}")
     if padding not in PADDINGS:
         raise ValueError(f"padding must be 'right' or 'left', got {padding!r}")
-    lengths = checked_lengths(lengths, B, T)
+    padded, lengths = lengths is not None, checked_lengths(lengths, B, T)
     begins = T - lengths if padding == "left" else jnp.zeros_like(lengths)
     prompts = dict(tokens=jnp.asarray(tokens, jnp.int32), lengths=lengths, begins=begins)
     check_real("temperature", temperature)
@@ -213,7 +218,7 @@ def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos
         key = jax.random.key(0)
     arrays = dict(key=key, temperature=jnp.asarray(temperature, jnp.float32))
     arrays["top_p"] = jnp.asarray(1.0 if top_p is None else top_p, jnp.float32)
-    return prompts, Sampling(greedy, top_k, top_p is not None, eos_tokens(eos)), arrays
+    return prompts, Sampling(greedy, top_k, top_p is not None, eos_tokens(eos), padded), arrays
 
 
 def checked_lengths(lengths, B: int, T: int) -> Int[Array, "B"]:

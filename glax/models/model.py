@@ -149,6 +149,12 @@ class CausalLM(nnx.Module):
         x, _ = self.through(self.embed(tokens), [{}] * len(self.blocks), rows)
         return self.norm(x)
 
+    def extend_hidden(self, tokens: Int[Array, "B T"], states: list[dict]) -> tuple[Array, list[dict]]:
+        """Read on from `states`, one row a sequence: what the head reads, [B, T, width], and the states behind."""
+        check_tokens(tokens, "[B, T]")
+        x, states = self.through(self.embed(tokens), states, parallel_rows(tokens.shape, None))
+        return self.norm(x), states
+
     def prefill_hidden(self, tokens, pools, slots, cu_seqlens, fresh=None) -> tuple[Array, list[dict]]:
         check_tokens(tokens, "[T]")
         states, slots = from_pool(pools, slots, fresh)

@@ -111,6 +111,7 @@ def test_greedy_continuations_are_the_likeliest_whatever_the_padding(name):
     written = glax.models.generate(model, right, 6, lengths=lengths)
     np.testing.assert_array_equal(glax.models.generate(model, left, 6, lengths=lengths, padding="left"), written)
     np.testing.assert_array_equal(written[:, 0], likeliest[[0, 1], lengths - 1])
+    np.testing.assert_array_equal(glax.models.generate(model, tokens[:1, :9], 6)[0], written[0])
     whole = np.concatenate([tokens[0, :9], written[0]])[None]
     again = nnx.jit(glax.models.CausalLM.__call__)(model, whole)
     np.testing.assert_array_equal(again[0, 8:-1].argmax(-1), written[0])
