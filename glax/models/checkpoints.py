@@ -93,16 +93,21 @@ def checkpoint_name(model: CausalLM, path: str) -> tuple[str, tuple]:
     return model.names(path), model.names.layout(path.rpartition(".")[2])
 
 
+def stored_names(name: str, param: nnx.Param) -> list[str]:
+    """The tensors that hold a parameter: one, or one for each row of its first axis where `*` stands for its number."""
+    return [name.replace("*", str(i)) for i in range(param.shape[0])] if "*" in name else [name]
+
+
 def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place):
     """Set every parameter of `model`, which may be abstract, from the weights.
 
     dtype: cast to it; None leaves each as it is in the file. place: (value, metadata's axes) -> array on devices.
     ValueError, with every name, if weights are missing or left over, or if a shape differs.
     """
-    named = {model.names(path): path for path, _ in parameters(model)}
+    named = {name for path, param in parameters(model) for name in stored_names(model.names(path), param)}
     weights.rename(model.names.aliases)
-    found, tied = weights.names(), tied_name(model)
-    missing, left = sorted(named.keys() - found), sorted(found - named.keys() - {tied})
+    found, unread = weights.names(), {tied_name(model), *model.derived_tensors()}
+    missing, left = sorted(named - found), sorted(found - named - unread)
     if missing or left:
         parts = [f"missing are {', '.join(missing)}"] * bool(missing) + [f"left over are {', '.join(left)}"] * bool(
             left
@@ -112,13 +117,16 @@ def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place)
     loaded = []
     for path, param in flat:
         name, (_, _, back) = checkpoint_name(model, ".".join(map(str, path)))
-        value = back(weights.read(name))
+        each = stored_names(name, param)
+        for one in each:
+            weights.dtype(one)
+        rows = [back(weights.read(one)) for one in each]
+        value = np.stack(rows) if "*" in name else rows[0]
         if value.shape != param.shape:
             raise ValueError(
-                f"{name} in {weights.files[name]} must have the shape that gives {param.shape} here, as its config says, "
-                f"got {weights.read(name).shape}"
+                f"{each[0]} in {weights.files[each[0]]} must have the shape that gives {param.shape} here, as its config says, "
+                f"got {weights.read(each[0]).shape}"
             )
-        weights.dtype(name)
         value = np.ascontiguousarray(value if dtype is None else value.astype(dtype))
         loaded.append((path, param.replace(place(value, param.get_metadata().get("out_sharding")))))
     nnx.update(model, nnx.from_flat_state(loaded))
@@ -136,10 +144,12 @@ def save_pretrained(model: CausalLM, folder: str | Path):
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
+    tensors = dict(model.derived_tensors())
     for path, param in parameters(model):
         name, (_, to, _) = checkpoint_name(model, path)
-        tensors[name] = np.ascontiguousarray(to(np.asarray(jax.device_get(param[...]))))
+        value = np.asarray(jax.device_get(param[...]))
+        for one, row in zip(stored_names(name, param), value if "*" in name else [value], strict=True):
+            tensors[one] = np.ascontiguousarray(to(row))
     config = model.config.values
     stored = str(model.embedding.embedding.dtype)
     for key in ("dtype", "torch_dtype"):

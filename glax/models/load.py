@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from glax.models import fla, mamba2
+from glax.models import bamba, falcon_h1, fla, granite, mamba2, minimax, nemotron_h
 from glax.models.checkpoints import Weights, load_into
 from glax.models.config import ModelConfig, UnsupportedOption
 from glax.models.model import CausalLM, Precision
@@ -16,9 +16,14 @@ from glax.models.shardings import partition_spec
 
 # model_type -> the function that builds such a model. docs/internals/models.md says how one is added.
 MODEL_TYPES: dict[str, Callable[[ModelConfig, Precision], CausalLM]] = {
+    "bamba": bamba.bamba,
+    "falcon_h1": falcon_h1.falcon_h1,
     "gla": fla.gla,
+    "granitemoehybrid": granite.granite,
     "hgrn2": fla.hgrn2,
     "mamba2": mamba2.mamba2,
+    "minimax": minimax.minimax,
+    "nemotron_h": nemotron_h.nemotron_h,
     "retnet": fla.retnet,
     "rwkv6": fla.rwkv6,
 }

@@ -196,6 +196,10 @@ class CausalLM(nnx.Module):
     def logits(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows vocabulary"]:
         return self.before_head(x).astype(self.dtype) @ self.head_kernel
 
+    def derived_tensors(self) -> dict[str, Any]:
+        """Tensors that a checkpoint holds though its config determines them: they are written and not read."""
+        return {}
+
     def initial_states(self, batch: int, max_length: int | None = None) -> list[dict]:
         """Empty states of `batch` sequences, or pools of as many slots: one dict a block, each array with a row a sequence.
 

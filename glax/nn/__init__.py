@@ -7,6 +7,7 @@ from glax.nn.hgrn2 import HGRN2Attention
 from glax.nn.mamba2 import Mamba2
 from glax.nn.mlp import SwiGLU
 from glax.nn.model import ByteLM, ByteLMConfig
+from glax.nn.moe import Experts, SparseMLP
 from glax.nn.norms import LayerNorm, RMSNorm, RMSNormGated
 from glax.nn.retention import LightningAttention, MultiScaleRetention
 from glax.nn.rwkv6 import RWKV6Attention, RWKV6FeedForward
@@ -15,6 +16,7 @@ __all__ = [
     "Attention",
     "ByteLM",
     "ByteLMConfig",
+    "Experts",
     "GatedLinearAttention",
     "HGRN2Attention",
     "LayerNorm",
@@ -27,5 +29,6 @@ __all__ = [
     "RWKV6FeedForward",
     "ShortConvolution",
     "SimpleGatedLinearAttention",
+    "SparseMLP",
     "SwiGLU",
 ]

@@ -106,9 +106,13 @@ class LightningAttention(Layer):
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
         return dict(recurrent=jnp.zeros((batch, self.num_heads, self.head_width, self.head_width), jnp.float32))
 
-    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+    def heads(self, x: Float[Array, "*rows width"]) -> list[Float[Array, "*rows H D"]]:
+        """q, k and v by head."""
         act = activation("act", self.act)
-        q, k, v = (by_head(act(project(x)), self.num_heads) for project in (self.query, self.key, self.value))
+        return [by_head(act(project(x)), self.num_heads) for project in (self.query, self.key, self.value)]
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        q, k, v = self.heads(x)
         decay = -jnp.asarray(self.slopes, jnp.float32)
         before = state.get("recurrent")
         o, after = rows.recurrent(self.recurrence, q, k, v, before, g_gamma=decay, softmax_scale=1.0)

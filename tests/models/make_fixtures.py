@@ -10,6 +10,7 @@ Slow: fla's Triton kernels run in Triton's interpreter.
 
 import pathlib
 import sys
+import tempfile
 
 import fla_on_cpu  # noqa: F401, before fla
 
@@ -29,14 +30,40 @@ from fla.models.mamba2 import Mamba2ForCausalLM as FLAMamba2ForCausalLM
 from fla.models.retnet import RetNetForCausalLM
 from fla.models.rwkv6 import RWKV6ForCausalLM
 from fla.ops.attnres.naive import naive_attnres
-from safetensors.torch import save_file
-from transformers import Mamba2Config, Mamba2ForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+)
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures"
 TOKENS = (2, 21)
+DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")  # stored, though the config determines them
 LAYERS = dict(num_hidden_layers=2, vocab_size=32)
 SMALL = LAYERS | dict(hidden_size=16, num_heads=2, intermediate_size=24)
 WINDOWED = dict(layers=[1], num_heads=4, num_kv_heads=2, qkv_bias=True, window_size=5, rope_theta=500.0)
+# Without a token of padding: the models' own code gives its embedding no gradient.
+ATTENTION = LAYERS | dict(pad_token_id=None, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24)
+HYBRID = ATTENTION | dict(mamba_n_heads=4, mamba_d_state=8, mamba_expand=2, mamba_chunk_size=8)
+GRANITE = HYBRID | dict(
+    num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], shared_intermediate_size=20,
+    embedding_multiplier=3.0, logits_scaling=0.5, residual_multiplier=0.7, attention_multiplier=0.4)  # fmt: skip
+FALCON = HYBRID | dict(mamba_d_ssm=24, mamba_n_heads=3, head_dim=8)
+NEMOTRON = dict(
+    pad_token_id=None, hidden_size=16, vocab_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=24,
+    mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8, n_groups=2, chunk_size=8, moe_intermediate_size=12,
+    moe_shared_expert_intermediate_size=10, n_routed_experts=4, num_experts_per_tok=2,
+    layers_block_type=["linear_attention", "moe", "full_attention", "mlp"])  # fmt: skip
 MAMBA = LAYERS | dict(hidden_size=16, state_size=8, head_dim=8, expand=2, chunk_size=8)
 
 # name -> (config class, model class, options)
@@ -68,6 +95,32 @@ CASES = {
     "mamba2_fla": (FLAMamba2Config, FLAMamba2ForCausalLM, MAMBA | dict(D_has_hdim=True, norm_before_gate=True)),
     "mamba2_fla_options": (FLAMamba2Config, FLAMamba2ForCausalLM, MAMBA | dict(
         rmsnorm=False, dt_limit=(0.1, 0.9), use_bias=True, hidden_act="relu", norm_eps=1e-3, tie_word_embeddings=True)),
+    "bamba": (BambaConfig, BambaForCausalLM, HYBRID | dict(attn_layer_indices=[1])),
+    "bamba_options": (BambaConfig, BambaForCausalLM, HYBRID | dict(
+        attn_layer_indices=[0], mamba_n_groups=2, mamba_d_conv=3, mamba_conv_bias=False, mamba_proj_bias=True,
+        time_step_limit=(0.1, 0.9), attention_bias=True, mlp_bias=True, hidden_act="gelu", rms_norm_eps=1e-3,
+        tie_word_embeddings=True, rope_parameters=dict(rope_theta=300.0, rope_type="default"))),
+    "granitemoehybrid": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, GRANITE | dict(
+        num_local_experts=5, num_experts_per_tok=2)),
+    "granitemoehybrid_dense": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, GRANITE | dict(
+        num_local_experts=0, position_embedding_type="rope", attention_bias=True, tie_word_embeddings=True,
+        mamba_n_groups=2)),
+    "falcon_h1": (FalconH1Config, FalconH1ForCausalLM, FALCON),
+    "falcon_h1_options": (FalconH1Config, FalconH1ForCausalLM, FALCON | dict(
+        mamba_rms_norm=True, mamba_norm_before_gate=False, projectors_bias=True, attention_bias=True, mlp_bias=True,
+        lm_head_multiplier=0.6, embedding_multiplier=2.0, mlp_multipliers=[0.8, 1.3], key_multiplier=0.5,
+        attention_out_multiplier=0.9, attention_in_multiplier=1.2, ssm_multipliers=[0.7, 1.1, 0.9, 1.3, 0.8],
+        ssm_in_multiplier=1.4, ssm_out_multiplier=0.6, tie_word_embeddings=True)),
+    "nemotron_h": (NemotronHConfig, NemotronHForCausalLM, NEMOTRON),
+    "nemotron_h_options": (NemotronHConfig, NemotronHForCausalLM, NEMOTRON | dict(
+        n_routed_experts=8, n_group=4, topk_group=2, norm_topk_prob=False, routed_scaling_factor=1.7, moe_latent_size=6,
+        use_bias=True, mlp_bias=True, mlp_hidden_act="gelu", use_conv_bias=False, time_step_min=0.3)),
+    "minimax": (MiniMaxConfig, MiniMaxForCausalLM, ATTENTION | dict(num_local_experts=4, head_dim=8, block_size=8)),
+    "minimax_options": (MiniMaxConfig, MiniMaxForCausalLM, ATTENTION | dict(
+        num_local_experts=3, num_experts_per_tok=2, block_size=6, sliding_window=5, hidden_act="gelu",
+        layer_types=["linear_attention", "full_attention"], full_attn_alpha_factor=1.2, full_attn_beta_factor=0.7,
+        linear_attn_alpha_factor=0.8, linear_attn_beta_factor=1.3, mlp_alpha_factor=0.9, mlp_beta_factor=1.1,
+        tie_word_embeddings=True)),
 }  # fmt: skip
 
 
@@ -101,22 +154,41 @@ def randomise(model: torch.nn.Module):
                 parameter.add_(0.3 * torch.randn_like(parameter))
 
 
+def gradients_by_saved_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients under the names of a saved checkpoint, which may divide a parameter; 0 where nothing reads one."""
+    values = {key: x.detach().clone() for key, x in model.named_parameters()}
+    buffers = {key: x.clone() for key, x in model.named_buffers()}
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        for x in model.parameters():
+            x.copy_(torch.zeros_like(x) if x.grad is None else x.grad)
+        for x in model.buffers():
+            x.zero_()
+        model.save_pretrained(folder)
+        found = load_file(pathlib.Path(folder) / "model.safetensors")
+        for key, x in model.named_parameters():
+            x.copy_(values[key])
+        for key, x in model.named_buffers():
+            x.copy_(buffers[key])
+    return {key: x.clone() for key, x in found.items() if not key.endswith(DERIVED)}
+
+
 def make(name: str):
     config_class, model_class, options = CASES[name]
-    model = model_class(config_class(**options)).float()
+    config = config_class(**options)
+    config._experts_implementation = "eager"  # the grouped product takes no rows of fewer than 16 bytes
+    model = model_class(config).float()
     randomise(model)
     model.eval()
     tokens = torch.randint(0, options["vocab_size"], TOKENS, generator=torch.Generator().manual_seed(1))
     logits = model(tokens, use_cache=False).logits
     weights = torch.sin(3.0 * torch.arange(logits.numel())).reshape(logits.shape)
     (weights * logits).mean().backward()
-    # A parameter that nothing reads, as the mixtures of the first block, has no gradient.
-    zero = torch.zeros_like
-    expected = {f"gradient.{key}": zero(x) if x.grad is None else x.grad for key, x in model.named_parameters()}
     folder = FOLDER / name
     model.save_pretrained(folder)
     for other in folder.glob("generation_config.json"):
         other.unlink()
+    gradients = gradients_by_saved_name(model)
+    expected = {f"gradient.{key}": x for key, x in gradients.items()}
     save_file(expected | dict(tokens=tokens.int(), logits=logits.detach()), folder / "expected.safetensors")
     print(
         f"{name}: {sum(x.numel() for x in model.parameters()):,} parameters, logits about {logits.std():.3f}",

@@ -1,0 +1,64 @@
+"""Bamba: Mamba-2 in most layers, softmax attention in some, a gated MLP in all."""
+
+from glax.models.config import ModelConfig, Options
+from glax.models.hybrids import (
+    GATED_MLP,
+    LINEAR,
+    SOFTMAX,
+    TRAINING,
+    attention_sizes,
+    hidden_act,
+    mamba,
+    mamba_options,
+    mixer_names,
+    outer_options,
+    rotation,
+    softmax_attention,
+)
+from glax.models.model import Block, CausalLM, Precision
+from glax.models.names import Names, renamed
+from glax.nn import RMSNorm, SwiGLU
+
+OUTER = (
+    *renamed("mlp", GATED_MLP),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.mlp_norm\.", ".pre_ff_layernorm."),
+    (r"\.mlp\.", ".feed_forward."),
+    (r"^embedding\.", "model.embed_tokens."),
+    (r"^blocks\.", "model.layers."),
+    (r"^norm\.", "model.final_layernorm."),
+    (r"^head\.", "lm_head."),
+)
+
+
+def bamba(config: ModelConfig, precision: Precision) -> CausalLM:
+    """IBM, Princeton and UIUC 2024, https://huggingface.co/blog/bamba."""
+    options = Options(config.values)
+    width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
+    outer, init = outer_options(options, precision, 128000)
+    eps, act = options.number("rms_norm_eps", 1e-5), hidden_act(options)
+    softmax = set(options.take("attn_layer_indices", None) or ())
+    if not softmax <= set(range(layers)):
+        raise options.unsupported("attn_layer_indices", f"it must hold layers from 0 to {layers - 1}")
+    kinds = [SOFTMAX if layer in softmax else LINEAR for layer in range(layers)]
+    options.ignore("layers_block_type", "layer_types", *TRAINING)
+    sizes, rope = attention_sizes(options, width, kv_heads=8), rotation(options, 10000.0, 0.5)
+    bias = options.flag("attention_bias", False)
+    arguments = mamba_options(options, width, eps=eps, act=act)
+    inside, mlp_bias = options.integer("intermediate_size", 14336), options.flag("mlp_bias", False)
+    options.finish()
+
+    def mixer(kind: str):
+        if kind == LINEAR:
+            return mamba(width, arguments, init, precision)
+        return softmax_attention(width, sizes, rope, init, precision, bias=bias, output_bias=bias)
+
+    def norm() -> RMSNorm:
+        return RMSNorm(width, epsilon=eps, param_dtype=precision.param_dtype)
+
+    def mlp() -> SwiGLU:
+        return SwiGLU(width, inside, activation=act, bias=mlp_bias, kernel_init=init, **precision.options)
+
+    blocks = [Block(norm(), mixer(kind), norm(), mlp()) for kind in kinds]
+    names = Names((*mixer_names(kinds), *OUTER))
+    return CausalLM(config, blocks, norm(), names, width=width, **outer)

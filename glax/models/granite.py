@@ -1,0 +1,94 @@
+"""Granite 4 hybrids: Mamba-2 and softmax attention, a shared gated MLP, and experts beside it where there are any."""
+
+from glax.models.config import ModelConfig, Options
+from glax.models.hybrids import (
+    LINEAR,
+    ROUTER,
+    TRAINING,
+    FusedMLP,
+    ScaledBlock,
+    ScaledLM,
+    attention_sizes,
+    hidden_act,
+    layer_kinds,
+    mamba,
+    mamba_options,
+    mixer_names,
+    of_experts,
+    outer_options,
+    rotation,
+    softmax_attention,
+)
+from glax.models.model import CausalLM, Precision
+from glax.models.names import Names
+from glax.nn import RMSNorm
+from glax.nn.moe import SparseMLP
+
+SHARED = {"input": "input_linear", "output": "output_linear"}
+
+
+def mlp_names(experts: bool) -> tuple[tuple[str, str], ...]:
+    """Rules for `mlp`: the shared MLP alone, or behind `shared` beside the experts."""
+    inside = r"\.mlp\.shared" if experts else r"\.mlp"
+    shared = [(rf"{inside}\.{old}(?=\.)", f".shared_mlp.{new}") for old, new in SHARED.items()]
+    return (
+        *shared,
+        (r"\.mlp\.router$", ".block_sparse_moe.router.layer.router"),
+        (r"\.mlp\.experts\.input$", ".block_sparse_moe.input_linear.input"),
+        (r"\.mlp\.experts\.down$", ".block_sparse_moe.output_linear.down"),
+    )
+
+
+OUTER = (
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.mlp_norm\.", ".post_attention_layernorm."),
+    (r"^embedding\.", "model.embed_tokens."),
+    (r"^blocks\.", "model.layers."),
+    (r"^norm\.", "model.norm."),
+    (r"^head\.", "lm_head."),
+)
+
+
+def granite(config: ModelConfig, precision: Precision) -> CausalLM:
+    """IBM 2025, https://huggingface.co/ibm-granite. Dense where num_local_experts is 0."""
+    options = Options(config.values)
+    width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
+    outer, init = outer_options(options, precision, 32000)
+    eps, act = options.number("rms_norm_eps", 1e-6), hidden_act(options)
+    key = "layers_block_type" if "layers_block_type" in config.values else "layer_types"
+    kinds = layer_kinds(options, key, layers, [LINEAR] * layers)
+    options.ignore(*TRAINING)
+    sizes, rope = attention_sizes(options, width), rotation(options, 10000.0)
+    rope = rope if options.choice("position_embedding_type", None, (None, "rope", "nope")) == "rope" else None
+    bias, scale = options.flag("attention_bias", False), options.number("attention_multiplier", 1.0)
+    multiplier = options.number("residual_multiplier", 1.0)
+    scaled = dict(
+        embedding_multiplier=options.number("embedding_multiplier", 1.0),
+        logits_multiplier=1 / options.number("logits_scaling", 1.0),
+    )
+    arguments = mamba_options(options, width, eps=eps, act=act)
+    count = options.take("num_local_experts", 8)
+    inside, shared = options.integer("intermediate_size", 11008), options.integer("shared_intermediate_size", 1024)
+    top_k = options.take("num_experts_per_tok", 2)
+    options.finish()
+
+    def mixer(kind: str):
+        if kind == LINEAR:
+            return mamba(width, arguments, init, precision)
+        more = dict(bias=bias, output_bias=bias, scale=scale)
+        return softmax_attention(width, sizes, rope, init, precision, **more)
+
+    def norm() -> RMSNorm:
+        return RMSNorm(width, epsilon=eps, param_dtype=precision.param_dtype)
+
+    def mlp():
+        always = FusedMLP(width, shared, act=act, kernel_init=init, **precision.options)
+        if not count:
+            return always
+        more = dict(form="fused", act=act, shared=always, kernel_init=init)
+        return SparseMLP(width, inside, count, top_k, **more, **precision.options)
+
+    blocks = [ScaledBlock(norm(), mixer(kind), norm(), mlp(), multiplier) for kind in kinds]
+    rules = (*mixer_names(kinds), *mlp_names(bool(count)), *OUTER)
+    names = Names(rules, layouts=(*of_experts("input", "down"), *ROUTER))
+    return ScaledLM(config, blocks, norm(), names, width=width, **outer, **scaled)

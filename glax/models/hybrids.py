@@ -1,0 +1,214 @@
+"""What the hybrids of transformers share: options of Mamba-2 and of softmax attention, names, and blocks with multipliers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax.models.activations import TRANSFORMERS
+from glax.models.config import Options
+from glax.models.mamba2 import limits
+from glax.models.model import Block, CausalLM, Precision
+from glax.models.names import Layout, renamed
+from glax.nn import Attention, Mamba2
+from glax.nn.parts import EMBED, MLP, activation, linear
+from glax.nn.passes import Rows
+
+# Concern training alone, or how many logits a prompt needs.
+TRAINING = (
+    "attention_dropout",
+    "num_logits_to_keep",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "z_loss_coefficient",
+)
+
+ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+MAMBA = {"input": "in_proj", "conv": "conv1d", "output": "out_proj"}
+GATED_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+LINEAR, SOFTMAX = "linear_attention", "full_attention"
+KINDS = {
+    LINEAR: LINEAR,
+    "mamba": LINEAR,
+    SOFTMAX: SOFTMAX,
+    "attention": SOFTMAX,
+}  # older versions write the short names
+
+
+def stacked_transposed(x: np.ndarray) -> np.ndarray:
+    """[E, outputs, inputs] to [E, inputs, outputs], and back."""
+    return np.swapaxes(x, 1, 2)
+
+
+def of_experts(*names: str) -> tuple[tuple[str, Layout], ...]:
+    """Layouts of the experts' kernels in one tensor [E, outputs, inputs]."""
+    return tuple((name, ("weight", stacked_transposed, stacked_transposed)) for name in names)
+
+
+def transposed(x: np.ndarray) -> np.ndarray:
+    return x.T
+
+
+# The kernel of a router [D, E] is stored as [E, D].
+ROUTER: tuple[tuple[str, Layout], ...] = (("router", ("weight", transposed, transposed)),)
+
+
+def rotation(options: Options, theta: float, partial: float = 1.0) -> dict[str, float]:
+    """theta, and the share of a head's channels that rotate. Only the plain rotation is supported.
+
+    Older versions of transformers write rope_theta and rope_scaling, newer ones rope_parameters.
+    """
+    theta = options.number("rope_theta", theta)
+    if options.take("rope_scaling", None) is not None:
+        raise options.unsupported("rope_scaling", "it must be null")
+    partial = options.number("partial_rotary_factor", partial)
+    given = options.take("rope_parameters", None) or {}
+    if given.get("rope_type", "default") != "default":
+        raise options.unsupported("rope_parameters", "rope_type must be 'default'")
+    if extra := given.keys() - {"rope_type", "rope_theta", "partial_rotary_factor"}:
+        raise options.unsupported("rope_parameters", f"{', '.join(sorted(extra))} are not supported")
+    return dict(theta=given.get("rope_theta", theta), partial=given.get("partial_rotary_factor", partial))
+
+
+def attention_sizes(options: Options, width: int, heads: int = 32, kv_heads: int | None = None) -> dict[str, Any]:
+    """num_heads, num_kv_heads and head_width."""
+    heads = options.integer("num_attention_heads", heads)
+    found = options.integer("num_key_value_heads", kv_heads, optional=True)
+    head_width = options.integer("head_dim", None, optional=True) or width // heads
+    return dict(num_heads=heads, num_kv_heads=heads if found is None else found, head_width=head_width)
+
+
+def softmax_attention(width: int, sizes: dict, rope: dict | None, init, precision: Precision, **more) -> Attention:
+    """rope: what `rotation` returned; None for no rotation."""
+    turned = dict(theta=None)
+    if rope is not None:
+        turned = dict(theta=rope["theta"], rotary_width=int(sizes["head_width"] * rope["partial"]))
+    return Attention(width, kernel_init=init, **sizes, **turned, **more, **precision.options)
+
+
+def mamba_options(options: Options, width: int, *, eps: float, act: str, **defaults) -> dict[str, Any]:
+    """The arguments of Mamba2 from the options that bamba, granitemoehybrid and falcon_h1 name alike.
+
+    defaults: of heads, state_width; inside, the width of all heads together, where the config names it.
+    """
+    expand, heads = options.integer("mamba_expand", 2), options.integer("mamba_n_heads", defaults.get("heads", 128))
+    inside = defaults.get("inside") or expand * width
+    head_width = options.take("mamba_d_head", "auto")
+    head_width = inside // heads if head_width == "auto" else head_width
+    if head_width * heads != inside:
+        raise ValueError(f"mamba_n_heads * mamba_d_head in config.json must be {inside}, got {heads} * {head_width}")
+    options.ignore("mamba_chunk_size")
+    return dict(
+        num_heads=heads,
+        head_width=head_width,
+        state_width=options.integer("mamba_d_state", 256),
+        groups=options.integer("mamba_n_groups", 1),
+        conv_size=options.integer("mamba_d_conv", 4),
+        conv_bias=options.flag("mamba_conv_bias", True),
+        bias=options.flag("mamba_proj_bias", False),
+        act=act,
+        dt_limit=limits(options, "time_step_limit"),
+        norm_eps=eps,
+    )
+
+
+def mamba(width: int, arguments: dict, init, precision: Precision) -> Mamba2:
+    return Mamba2(width, kernel_init=init, **arguments, **precision.options)
+
+
+def hidden_act(options: Options, key: str = "hidden_act", default: str = "silu") -> str:
+    return TRANSFORMERS[options.choice(key, default, TRANSFORMERS)]
+
+
+def layer_kinds(options: Options, key: str, layers: int, default: Sequence[str]) -> list[str]:
+    """LINEAR or SOFTMAX for each layer."""
+    given = options.take(key, None)
+    kinds = list(default) if given is None else given
+    if len(kinds) != layers or not all(kind in KINDS for kind in kinds):
+        raise options.unsupported(key, f"it must have {layers} entries among {', '.join(map(repr, KINDS))}")
+    return [KINDS[kind] for kind in kinds]
+
+
+def mixer_names(kinds: Sequence[str], softmax: str = "self_attn", linear: str = "mamba") -> tuple[tuple[str, str], ...]:
+    """Rules for the mixer `attn` of each block, whose name depends on its kind."""
+    rules: list[tuple[str, str]] = []
+    for layer, kind in enumerate(kinds):
+        name, table = (softmax, ATTENTION) if kind == SOFTMAX else (linear, MAMBA)
+        rules += renamed(rf"{layer}\.attn", table)
+        rules.append((rf"(\.{layer})\.attn(?=\.)", rf"\1.{name}"))
+    return tuple(rules)
+
+
+class FusedMLP(nnx.Module):
+    """y = W_down (act(a) * b), where a and b are the halves of W_input x."""
+
+    def __init__(self, width: int, inside: int, *, act: str, bias: bool = False, kernel_init, dtype, param_dtype, rngs):
+        activation("act", act)
+        self.act = act
+        options: dict[str, Any] = dict(
+            bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+        )
+        self.input = linear(width, 2 * inside, (EMBED, MLP), **options)
+        self.output = linear(inside, width, (MLP, EMBED), **options)
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        gate, up = jnp.split(self.input(x), 2, axis=-1)
+        return self.output(activation("act", self.act)(gate) * up)
+
+
+class PlainMLP(nnx.Module):
+    """y = W_down act(W_up x)."""
+
+    def __init__(self, width: int, inside: int, *, act: str, bias: bool = False, kernel_init, dtype, param_dtype, rngs):
+        activation("act", act)
+        self.act = act
+        options: dict[str, Any] = dict(
+            bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+        )
+        self.up = linear(width, inside, (EMBED, MLP), **options)
+        self.down = linear(inside, width, (MLP, EMBED), **options)
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        return self.down(activation("act", self.act)(self.up(x)))
+
+
+class ScaledBlock(Block):
+    """x + m mixer(norm(x)), then x + m mlp(norm(x))."""
+
+    def __init__(self, attn_norm, attn, mlp_norm, mlp, multiplier: float):
+        super().__init__(attn_norm, attn, mlp_norm, mlp)
+        self.multiplier = multiplier
+
+    def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows, *rest) -> tuple[Array, dict]:
+        y, state = self.attn.mix(self.attn_norm(x), state, rows, *rest)
+        x = x + y * self.multiplier
+        return x + self.mlp(self.mlp_norm(x)) * self.multiplier, state
+
+
+class ScaledLM(CausalLM):
+    """The embedding times `embedding_multiplier`, the logits times `logits_multiplier`."""
+
+    def __init__(self, *args, embedding_multiplier: float, logits_multiplier: float, **options):
+        super().__init__(*args, **options)
+        self.embedding_multiplier, self.logits_multiplier = embedding_multiplier, logits_multiplier
+
+    def embed(self, tokens):
+        return super().embed(tokens) * self.embedding_multiplier
+
+    def before_head(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        return x * self.logits_multiplier
+
+
+def outer_options(options: Options, precision: Precision, vocabulary: int) -> tuple[dict, Callable]:
+    """The arguments of CausalLM that every type has, and the initialisation of projections."""
+    deviation = options.number("initializer_range", 0.02)
+    outer = dict(
+        vocabulary=options.integer("vocab_size", vocabulary),
+        tied=options.flag("tie_word_embeddings", False),
+        deviation=deviation,
+        precision=precision,
+    )
+    return outer, nnx.initializers.normal(deviation)

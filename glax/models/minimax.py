@@ -1,0 +1,162 @@
+"""MiniMax-01: Lightning Attention and softmax attention with experts, each behind a norm that the residual reads too."""
+
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax.models.config import ModelConfig, Options
+from glax.models.hybrids import (
+    LINEAR,
+    ROUTER,
+    SOFTMAX,
+    TRAINING,
+    attention_sizes,
+    hidden_act,
+    layer_kinds,
+    mixer_names,
+    outer_options,
+    rotation,
+    softmax_attention,
+    transposed,
+)
+from glax.models.model import CausalLM, Precision
+from glax.models.names import Names
+from glax.nn import LightningAttention, RMSNorm
+from glax.nn.moe import SparseMLP
+from glax.nn.parts import EMBED, HEADS, activation, by_head, linear
+from glax.nn.passes import Rows
+
+OUTER = (
+    (r"\.self_attn\.qkv\.", ".self_attn.qkv_proj."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.mlp_norm\.", ".post_attention_layernorm."),
+    (r"\.mlp\.router$", ".block_sparse_moe.gate.router"),
+    (r"\.mlp\.experts\.gate$", ".block_sparse_moe.experts.*.w1.gate"),
+    (r"\.mlp\.experts\.up$", ".block_sparse_moe.experts.*.w3.up"),
+    (r"\.mlp\.experts\.down$", ".block_sparse_moe.experts.*.w2.down"),
+    (r"^embedding\.", "model.embed_tokens."),
+    (r"^blocks\.", "model.layers."),
+    (r"^norm\.", "model.norm."),
+    (r"^head\.", "lm_head."),
+)
+
+
+class FusedLightning(LightningAttention):
+    """Lightning Attention whose q, k and v come from one projection, head by head."""
+
+    def __init__(self, width: int, *, kernel_init, dtype, param_dtype, rngs: nnx.Rngs, **arguments):
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        super().__init__(width, **arguments, **options)
+        for name in ("query", "key", "value"):
+            delattr(self, name)
+        self.qkv = linear(width, 3 * self.num_heads * self.head_width, (EMBED, HEADS), **options)
+
+    def heads(self, x: Float[Array, "*rows width"]) -> list[Float[Array, "*rows H D"]]:
+        each = by_head(activation("act", self.act)(self.qkv(x)), self.num_heads)
+        return [each[..., i * self.head_width : (i + 1) * self.head_width] for i in range(3)]
+
+
+class MiniMaxBlock(nnx.Module):
+    """x = norm(x), then a x + b mixer(x); the same with the experts. factors: (a, b) of the mixer and of the experts."""
+
+    def __init__(self, attn_norm, attn, mlp_norm, mlp, attn_factors: tuple, mlp_factors: tuple):
+        self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
+        self.attn_factors, self.mlp_factors = attn_factors, mlp_factors
+
+    def empty_state(self, batch: int, max_length: int | None) -> dict:
+        return self.attn.empty_state(batch, max_length)
+
+    def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows) -> tuple[Array, dict]:
+        x = self.attn_norm(x)
+        y, state = self.attn.mix(x, state, rows)
+        x = self.mlp_norm(x * self.attn_factors[0] + y * self.attn_factors[1])
+        return x * self.mlp_factors[0] + self.mlp(x) * self.mlp_factors[1], dict(state)
+
+
+def slopes(heads: int, layer: int, layers: int) -> np.ndarray:
+    """The decays as the models' own code has them: the last factor divides by L - 1 + 1e-5."""
+    each = np.exp2(-8.0 / heads * (np.arange(heads) + 1.0))
+    return (each * (1 - layer / (layers - 1 + 1e-5) + 1e-5)).astype(np.float32)
+
+
+def decay_factors(slope: np.ndarray, block: int) -> dict[str, np.ndarray]:
+    """The buffers of a layer's own code, which a checkpoint holds: the decays within blocks of `block` tokens."""
+    rate, rows = slope[:, None, None], np.arange(1, block + 1, dtype=np.float32)
+    back = rows[:, None] - rows
+    inside = np.where(back >= 0, np.exp(-rate * np.maximum(back, 0)), 0)
+    found = dict(
+        slope_rate=rate,
+        query_decay=np.exp(-rate * rows[:, None]),
+        key_decay=np.exp(-rate * (block - rows[:, None])),
+        diagonal_decay=inside[None],
+    )
+    return {name: x.astype(np.float32) for name, x in found.items()}
+
+
+class MiniMax(CausalLM):
+    """A checkpoint holds the decays of the layers of Lightning Attention too, which the config determines."""
+
+    def __init__(self, *args, block: int, kinds: list[str], heads: int, **options):
+        super().__init__(*args, **options)
+        self.block, self.kinds, self.heads = block, tuple(kinds), heads
+
+    def derived_tensors(self) -> dict[str, np.ndarray]:
+        found = {}
+        for layer, kind in enumerate(self.kinds):
+            if kind == LINEAR:
+                factors = decay_factors(slopes(self.heads, layer, len(self.kinds)), self.block)
+                found |= {f"model.layers.{layer}.self_attn.{name}": x for name, x in factors.items()}
+        return found
+
+
+def minimax(config: ModelConfig, precision: Precision) -> CausalLM:
+    """MiniMax 2025, https://arxiv.org/abs/2501.08313."""
+    options = Options(config.values)
+    width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
+    outer, init = outer_options(options, precision, 32000)
+    eps, act = options.number("rms_norm_eps", 1e-5), hidden_act(options)
+    usual = [SOFTMAX if (layer + 1) % 2 else LINEAR for layer in range(layers)]
+    key = "attn_type_list" if "attn_type_list" in config.values else "layer_types"
+    kinds = layer_kinds(options, key, layers, usual)
+    options.ignore("router_jitter_noise", *TRAINING)
+    sizes, rope = attention_sizes(options, width, kv_heads=8), rotation(options, 1000000.0)
+    window = options.integer("sliding_window", None, optional=True)
+    block = options.integer("block_size", 256)
+
+    def factors(name: str) -> tuple[float, float]:
+        return options.number(f"{name}_alpha_factor", 1.0), options.number(f"{name}_beta_factor", 1.0)
+
+    by_kind, mlp_factors = {LINEAR: factors("linear_attn"), SOFTMAX: factors("full_attn")}, factors("mlp")
+    experts = (options.integer("num_local_experts", 8), options.integer("num_experts_per_tok", 2))
+    inside = options.integer("intermediate_size", 14336)
+    options.finish()
+
+    def norm() -> RMSNorm:
+        return RMSNorm(width, epsilon=eps, param_dtype=precision.param_dtype)
+
+    def mixer(layer: int, kind: str):
+        if kind == SOFTMAX:
+            return softmax_attention(width, sizes, rope, init, precision, window=window)
+        heads = sizes["num_heads"]
+        more = dict(num_heads=heads, head_width=sizes["head_width"], slopes=slopes(heads, layer, layers), act=act)
+        return FusedLightning(width, kernel_init=init, **more, **precision.options)
+
+    blocks = [
+        MiniMaxBlock(
+            norm(),
+            mixer(layer, kind),
+            norm(),
+            SparseMLP(width, inside, *experts, act=act, kernel_init=init, **precision.options),
+            by_kind[kind],
+            mlp_factors,
+        )
+        for layer, kind in enumerate(kinds)
+    ]
+    rules = (*mixer_names(kinds, linear="self_attn"), *OUTER)
+    experts_layouts = tuple((name, ("weight", transposed, transposed)) for name in ("gate", "up", "down"))
+    names = Names(rules, layouts=(*ROUTER, *experts_layouts))
+    return MiniMax(
+        config, blocks, norm(), names, width=width, block=block, kinds=kinds, heads=sizes["num_heads"], **outer
+    )

@@ -1,0 +1,235 @@
+"""Nemotron-H: in each layer one of Mamba-2, softmax attention without positions, an MLP, or experts."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax.models.config import ModelConfig, Options
+from glax.models.hybrids import (
+    ATTENTION,
+    KINDS,
+    LINEAR,
+    MAMBA,
+    ROUTER,
+    SOFTMAX,
+    TRAINING,
+    PlainMLP,
+    attention_sizes,
+    hidden_act,
+    mamba,
+    outer_options,
+    softmax_attention,
+    transposed,
+)
+from glax.models.model import CausalLM, Precision
+from glax.models.names import Names, renamed
+from glax.nn import RMSNorm
+from glax.nn.moe import Chosen, Experts
+from glax.nn.parts import EMBED, linear, normal, parameter
+from glax.nn.passes import Rows
+
+PATTERN = {"M": LINEAR, "*": SOFTMAX, "-": "mlp", "E": "moe"}
+PLAIN_MLP = {"up": "up_proj", "down": "down_proj"}
+# Older configs name some options of Mamba-2 so.
+OLDER = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_expand": "expand",
+    "mamba_dt_min": "time_step_min",
+    "mamba_dt_max": "time_step_max",
+    "mamba_dt_limit": "time_step_limit",
+    "mamba_dt_init_floor": "time_step_floor",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_chunk_size": "chunk_size",
+}
+# Without effect on the function that the model's own code computes.
+IGNORED = (
+    "chunk_size", "expand", "hidden_dropout", "mamba_proj_bias", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
+    "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts", "num_hidden_layers",
+    "rescale_prenorm_residual", "residual_in_fp32", "time_step_limit", "use_mamba_kernels",
+)  # fmt: skip
+
+OUTER = (
+    (r"\.mixer\.router$", ".mixer.gate.router"),
+    (r"\.mixer\.correction$", ".mixer.gate.e_score_correction_bias"),
+    (r"\.mixer\.experts\.up$", ".mixer.experts.*.up_proj.up"),
+    (r"\.mixer\.experts\.down$", ".mixer.experts.*.down_proj.down"),
+    (r"\.mixer\.shared\.", ".mixer.shared_experts."),
+    (r"\.mixer\.into\.", ".mixer.fc1_latent_proj."),
+    (r"\.mixer\.out_of\.", ".mixer.fc2_latent_proj."),
+    (r"^embedding\.", "backbone.embeddings."),
+    (r"^blocks\.", "backbone.layers."),
+    (r"^norm\.", "backbone.norm_f."),
+    (r"^head\.", "lm_head."),
+)
+
+
+class NemotronExperts(nnx.Module):
+    """Experts chosen by sigmoid scores, within the best groups of experts, plus an MLP that every token reads.
+
+    The `top_k` experts have the greatest score + correction, in the `kept_groups` groups whose two best sum to the most.
+    The weights are their scores, divided by their sum if `normalised`, times `scaling`.
+    latent: the width in which the experts work, or None. Liu et al. 2024, https://arxiv.org/abs/2412.19437.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        inside: int,
+        *,
+        count: int,
+        top_k: int,
+        groups: int,
+        kept_groups: int,
+        normalised: bool,
+        scaling: float,
+        latent: int | None,
+        shared: PlainMLP,
+        act: str,
+        bias: bool,
+        kernel_init,
+        dtype,
+        param_dtype,
+        rngs: nnx.Rngs,
+    ):
+        self.count, self.top_k, self.groups, self.kept_groups = count, top_k, groups, kept_groups
+        self.normalised, self.scaling, self.shared = normalised, scaling, shared
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        self.router = parameter(normal(0.02)(rngs.params(), (width, count), param_dtype), EMBED, None)
+        self.correction = parameter(jnp.zeros(count, param_dtype), None)
+        self.experts = Experts(width if latent is None else latent, inside, count, form="plain", act=act, **options)
+        self.is_latent = latent is not None
+        if latent is not None:
+            self.into = linear(width, latent, (EMBED, None), bias=bias, **options)
+            self.out_of = linear(latent, width, (None, EMBED), bias=bias, **options)
+
+    def chosen(self, x: Float[Array, "M D"]) -> Chosen:
+        scores = jax.nn.sigmoid(x.astype(jnp.float32) @ self.router[...].astype(jnp.float32))
+        preferred = jax.lax.stop_gradient(scores + self.correction[...].astype(jnp.float32)[None])
+        by_group = preferred.reshape(-1, self.groups, self.count // self.groups)
+        best = jax.lax.top_k(by_group, 2)[0].sum(-1)
+        _, kept = jax.lax.top_k(best, self.kept_groups)
+        in_kept = jax.nn.one_hot(kept, self.groups, dtype=bool).any(1)
+        preferred = jnp.where(in_kept[..., None], by_group, -jnp.inf).reshape(preferred.shape)
+        _, experts = jax.lax.top_k(preferred, self.top_k)
+        weights = jnp.take_along_axis(scores, experts, 1)
+        if self.normalised:
+            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+        return weights * self.scaling, experts
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        flat = x.reshape(-1, x.shape[-1])
+        inner = self.into(flat) if self.is_latent else flat
+        y = self.experts(inner, self.chosen(flat))
+        y = self.out_of(y) if self.is_latent else y
+        return y.reshape(x.shape) + self.shared(x)
+
+
+class NemotronBlock(nnx.Module):
+    """x + mixer(norm(x)). mixes: whether the mixer has a state."""
+
+    def __init__(self, norm: RMSNorm, mixer: Any, mixes: bool):
+        self.norm, self.mixer, self.mixes = norm, mixer, mixes
+
+    def empty_state(self, batch: int, max_length: int | None) -> dict:
+        return self.mixer.empty_state(batch, max_length) if self.mixes else {}
+
+    def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows) -> tuple[Array, dict]:
+        h = self.norm(x)
+        if not self.mixes:
+            return x + self.mixer(h), {}
+        y, state = self.mixer.mix(h, state, rows)
+        return x + y, dict(state)
+
+
+def kinds_of(options: Options) -> list[str]:
+    """The kind of each layer, from a list of words or the older pattern of letters."""
+    pattern, given = options.take("hybrid_override_pattern", None), options.take("layers_block_type", None)
+    given = options.take("layer_types", None) if given is None else given
+    if given is None and pattern is not None:
+        if set(pattern) - set(PATTERN):
+            raise options.unsupported("hybrid_override_pattern", f"its letters must be among {', '.join(PATTERN)}")
+        return [PATTERN[letter] for letter in pattern]
+    given = [LINEAR, "moe", SOFTMAX, "mlp"] if given is None else given
+    known = KINDS | {"mlp": "mlp", "moe": "moe"}
+    if not all(kind in known for kind in given):
+        raise options.unsupported("layers_block_type", f"its entries must be among {', '.join(map(repr, known))}")
+    return [known[kind] for kind in given]
+
+
+def mamba_arguments(options: Options, eps: float) -> dict[str, Any]:
+    return dict(
+        num_heads=options.integer("mamba_num_heads", 128),
+        head_width=options.integer("mamba_head_dim", 64),
+        state_width=options.integer("ssm_state_size", 128),
+        groups=options.integer("n_groups", 8),
+        conv_size=options.integer("conv_kernel", 4),
+        conv_bias=options.flag("use_conv_bias", True),
+        bias=options.flag("use_bias", False),
+        act=hidden_act(options, "mamba_hidden_act"),
+        dt_limit=(least := options.number("time_step_min", 0.001), math.inf),
+        dt_range=(least, options.number("time_step_max", 0.1)),
+        dt_floor=options.number("time_step_floor", 1e-4),
+        norm_eps=eps,
+    )
+
+
+def expert_arguments(options: Options) -> dict[str, Any]:
+    return dict(
+        count=options.integer("n_routed_experts", 8),
+        top_k=options.integer("num_experts_per_tok", 2),
+        groups=options.integer("n_group", 1),
+        kept_groups=options.integer("topk_group", 1),
+        normalised=options.flag("norm_topk_prob", True),
+        scaling=options.number("routed_scaling_factor", 1.0),
+        latent=options.integer("moe_latent_size", None, optional=True),
+    )
+
+
+def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
+    """NVIDIA 2025, https://arxiv.org/abs/2504.03624."""
+    values = {OLDER.get(key, key): value for key, value in config.values.items()}
+    options = Options(values)
+    width, kinds = options.integer("hidden_size", 4096), kinds_of(options)
+    outer, init = outer_options(options, precision, 131072)
+    eps = options.number("layer_norm_epsilon", 1e-5)
+    if options.take("num_nextn_predict_layers", 0):
+        raise options.unsupported("num_nextn_predict_layers", "layers that predict further tokens are not supported")
+    options.choice("attention_bias", False, (False,))
+    options.choice("sliding_window", None, (None,))
+    options.ignore(*IGNORED, *TRAINING)
+    sizes = attention_sizes(options, width, kv_heads=8) | dict(head_width=options.integer("head_dim", 128))
+    arguments, experts = mamba_arguments(options, eps), expert_arguments(options)
+    mlp = dict(
+        act=hidden_act(options, "mlp_hidden_act", "relu2"), bias=options.flag("mlp_bias", False), kernel_init=init
+    )
+    inside, routed = options.integer("intermediate_size", 21504), options.integer("moe_intermediate_size", 7688)
+    shared = options.integer("moe_shared_expert_intermediate_size", 7688)
+    options.finish()
+
+    def mixer(kind: str):
+        if kind == LINEAR:
+            return mamba(width, arguments, init, precision)
+        if kind == SOFTMAX:
+            return softmax_attention(width, sizes, None, init, precision)
+        if kind == "mlp":
+            return PlainMLP(width, inside, **mlp, **precision.options)
+        always = PlainMLP(width, shared, **mlp, **precision.options)
+        return NemotronExperts(width, routed, shared=always, **experts, **mlp, **precision.options)
+
+    def norm() -> RMSNorm:
+        return RMSNorm(width, epsilon=eps, param_dtype=precision.param_dtype)
+
+    blocks = [NemotronBlock(norm(), mixer(kind), kind in (LINEAR, SOFTMAX)) for kind in kinds]
+    rules: list[tuple[str, str]] = []
+    tables = {LINEAR: MAMBA, SOFTMAX: ATTENTION, "mlp": PLAIN_MLP, "moe": {}}
+    for layer, kind in enumerate(kinds):
+        rules += renamed(rf"{layer}\.mixer", tables[kind])
+    rules += renamed(r"mixer\.shared", PLAIN_MLP)
+    layouts = tuple((name, ("weight", transposed, transposed)) for name in ("up", "down"))
+    names = Names((*rules, *OUTER), layouts=(*layouts, *ROUTER))
+    return CausalLM(config, blocks, norm(), names, width=width, **outer)

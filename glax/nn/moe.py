@@ -1,0 +1,123 @@
+"""Mixtures of experts: a router, and MLPs of which each token reads a few."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from glax.nn.parts import EMBED, MLP, activation, check_sizes, normal, parameter
+
+Chosen = tuple[Float[Array, "M k"], Int[Array, "M k"]]  # the weights and the numbers of the experts of each token
+
+
+def softmax_router(x: Float[Array, "M D"], kernel: Float[Array, "D E"], top_k: int) -> Chosen:
+    """Return the top_k experts of each token, with the softmax of their logits x kernel as weights."""
+    logits, chosen = jax.lax.top_k((x @ kernel.astype(x.dtype)).astype(jnp.float32), top_k)
+    return jax.nn.softmax(logits, -1), chosen
+
+
+class Experts(nnx.Module):
+    """y = sum over the chosen experts e of p_e W_down,e (act(W_gate,e x) * W_up,e x), or without a gate W_down,e act(W_up,e x).
+
+    form: "split": `gate` and `up` [E, D, I] apart. "fused": both in `input` [E, D, 2 I], the gate first. "plain": no gate.
+    Tokens are sorted by expert, so that each expert multiplies its own tokens alone.
+
+    Shazeer et al. 2017, https://arxiv.org/abs/1701.06538.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        inside: int,
+        count: int,
+        *,
+        form: str = "split",
+        act: str = "silu",
+        dtype=None,
+        param_dtype=jnp.float32,
+        kernel_init: Callable | None = None,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(width=width, inside=inside, count=count)
+        activation("act", act)
+        self.form, self.act, self.count, self.dtype = form, act, count, dtype
+        init = normal(0.02) if kernel_init is None else kernel_init
+
+        def stack(inputs: int, outputs: int, *axes) -> nnx.Param:
+            return parameter(init(rngs.params(), (count, inputs, outputs), param_dtype), None, *axes)
+
+        match form:
+            case "split":
+                self.gate, self.up = (stack(width, inside, EMBED, MLP) for _ in range(2))
+            case "fused":
+                self.input = stack(width, 2 * inside, EMBED, MLP)
+            case "plain":
+                self.up = stack(width, inside, EMBED, MLP)
+            case _:
+                raise ValueError(f"form must be 'split', 'fused' or 'plain', got {form!r}")
+        self.down = stack(inside, width, MLP, EMBED)
+
+    def __call__(self, x: Float[Array, "M D"], chosen: Chosen) -> Float[Array, "M D"]:
+        weights, experts = chosen
+        k = experts.shape[1]
+        order = jnp.argsort(experts.reshape(-1), stable=True)
+        sizes = jnp.bincount(experts.reshape(-1), length=self.count)
+        y = self.through(x[order // k], sizes)
+        y = y * weights.reshape(-1)[order][:, None].astype(y.dtype)
+        # The inverse of a permutation, so that each token sums its experts in one order.
+        back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
+        return y[back].reshape(*experts.shape, -1).sum(1)
+
+    def through(self, x: Float[Array, "Mk D"], sizes: Int[Array, "E"]) -> Float[Array, "Mk D"]:
+        """The MLP of each row's expert; rows are sorted by expert, and sizes counts them."""
+        act = activation("act", self.act)
+
+        def product(x, kernel):
+            return jax.lax.ragged_dot(x, kernel[...].astype(x.dtype), sizes)
+
+        if self.form == "plain":
+            return product(act(product(x, self.up)), self.down)
+        if self.form == "fused":
+            gate, up = jnp.split(product(x, self.input), 2, axis=-1)
+        else:
+            gate, up = product(x, self.gate), product(x, self.up)
+        return product(act(gate) * up, self.down)
+
+
+class SparseMLP(nnx.Module):
+    """The experts behind a router of softmax probabilities, plus an MLP that every token reads, if there is one.
+
+    router: kernel [D, E]. shared: a module from rows to rows, or None.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        inside: int,
+        count: int,
+        top_k: int,
+        *,
+        form: str = "split",
+        act: str = "silu",
+        shared: Any = None,
+        dtype=None,
+        param_dtype=jnp.float32,
+        kernel_init: Callable | None = None,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(top_k=top_k)
+        if top_k > count:
+            raise ValueError(f"top_k must be at most count={count}, got {top_k}")
+        self.top_k, self.shared = top_k, shared
+        init = normal(0.02) if kernel_init is None else kernel_init
+        self.router = parameter(init(rngs.params(), (width, count), param_dtype), EMBED, None)
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        self.experts = Experts(width, inside, count, form=form, act=act, **options)
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        flat = x.reshape(-1, x.shape[-1])
+        y = self.experts(flat, softmax_router(flat, self.router[...], self.top_k)).reshape(x.shape)
+        return y if self.shared is None else y + self.shared(x)
