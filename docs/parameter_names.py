@@ -15,17 +15,28 @@ PAGE = pathlib.Path(__file__).parent / "models.md"
 BEGIN, END = "<!-- parameters -->\n", "<!-- end of parameters -->"
 SIZES = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1)
 FLA = SIZES | dict(num_heads=2, intermediate_size=24)
+ATTENTION = dict(num_attention_heads=4, num_key_value_heads=2, intermediate_size=24)
+HYBRID = SIZES | ATTENTION | dict(mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8)
 MODELS = {
     "gla": FLA | dict(use_short_conv=True),
     "retnet": FLA,
     "hgrn2": FLA | dict(expand_ratio=8),
     "rwkv6": FLA,
     "mamba2": SIZES | dict(state_size=8, head_dim=8, num_heads=4, n_groups=1),
-}
+    "bamba": HYBRID | dict(num_hidden_layers=2, attn_layer_indices=[1]),
+    "granitemoehybrid": HYBRID | dict(num_local_experts=4, shared_intermediate_size=20),
+    "falcon_h1": HYBRID | dict(mamba_d_ssm=32),
+    "nemotron_h": SIZES | ATTENTION | dict(
+        layers_block_type=["linear_attention", "full_attention", "mlp", "moe"], head_dim=8, mamba_num_heads=4,
+        mamba_head_dim=8, ssm_state_size=8, n_groups=2, moe_intermediate_size=12, n_routed_experts=4,
+        moe_shared_expert_intermediate_size=12,
+    ),
+    "minimax": SIZES | ATTENTION | dict(num_hidden_layers=2, num_local_experts=4),
+}  # fmt: skip
 
 
 def table() -> str:
-    """One row for each parameter of a model of one layer: its path here, its shape, and its name in the checkpoint."""
+    """One row for each parameter of a small model: its path here, its shape, and its name in the checkpoint; * is an expert."""
     rows = ["| model | here | shape | in the checkpoint |", "|---|---|---|---|"]
     for kind, config in MODELS.items():
         model = nnx.eval_shape(lambda config=config, kind=kind: built(kind, config))

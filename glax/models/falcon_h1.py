@@ -52,7 +52,7 @@ class ScaledMamba2(Mamba2):
 class ScaledMLP(SwiGLU):
     """y = d W_down (W_up x * act(g W_gate x)), with multipliers g and d."""
 
-    def __init__(self, width: int, inside: int, multipliers: tuple[float, float], **options):
+    def __init__(self, width: int, inside: int, multipliers: tuple[float, ...], **options):
         super().__init__(width, inside, **options)
         self.multipliers = multipliers
 
@@ -65,7 +65,7 @@ class ScaledMLP(SwiGLU):
 class FalconH1Block(nnx.Module):
     """x + s mamba(h) + a attention(i h) with h = norm(x), then x + mlp(norm(x)). multipliers: (s, i, a)."""
 
-    def __init__(self, attn_norm, mamba, self_attn, mlp_norm, mlp, multipliers: tuple[float, float, float]):
+    def __init__(self, attn_norm, mamba, self_attn, mlp_norm, mlp, multipliers: tuple[float, ...]):
         self.attn_norm, self.mamba, self.self_attn, self.mlp_norm, self.mlp = attn_norm, mamba, self_attn, mlp_norm, mlp
         self.multipliers = multipliers
 

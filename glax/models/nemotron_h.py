@@ -71,7 +71,7 @@ OUTER = (
 class NemotronExperts(nnx.Module):
     """Experts chosen by sigmoid scores, within the best groups of experts, plus an MLP that every token reads.
 
-    The `top_k` experts have the greatest score + correction, in the `kept_groups` groups whose two best sum to the most.
+    The `top_k` experts have the greatest score + correction, in the `best_groups` groups whose two best sum to the most.
     The weights are their scores, divided by their sum if `normalised`, times `scaling`.
     latent: the width in which the experts work, or None. Liu et al. 2024, https://arxiv.org/abs/2412.19437.
     """
@@ -84,7 +84,7 @@ class NemotronExperts(nnx.Module):
         count: int,
         top_k: int,
         groups: int,
-        kept_groups: int,
+        best_groups: int,
         normalised: bool,
         scaling: float,
         latent: int | None,
@@ -96,7 +96,7 @@ class NemotronExperts(nnx.Module):
         param_dtype,
         rngs: nnx.Rngs,
     ):
-        self.count, self.top_k, self.groups, self.kept_groups = count, top_k, groups, kept_groups
+        self.count, self.top_k, self.groups, self.best_groups = count, top_k, groups, best_groups
         self.normalised, self.scaling, self.shared = normalised, scaling, shared
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
         self.router = parameter(normal(0.02)(rngs.params(), (width, count), param_dtype), EMBED, None)
@@ -112,9 +112,9 @@ class NemotronExperts(nnx.Module):
         preferred = jax.lax.stop_gradient(scores + self.correction[...].astype(jnp.float32)[None])
         by_group = preferred.reshape(-1, self.groups, self.count // self.groups)
         best = jax.lax.top_k(by_group, 2)[0].sum(-1)
-        _, kept = jax.lax.top_k(best, self.kept_groups)
-        in_kept = jax.nn.one_hot(kept, self.groups, dtype=bool).any(1)
-        preferred = jnp.where(in_kept[..., None], by_group, -jnp.inf).reshape(preferred.shape)
+        _, picked = jax.lax.top_k(best, self.best_groups)
+        in_picked = jax.nn.one_hot(picked, self.groups, dtype=bool).any(1)
+        preferred = jnp.where(in_picked[..., None], by_group, -jnp.inf).reshape(preferred.shape)
         _, experts = jax.lax.top_k(preferred, self.top_k)
         weights = jnp.take_along_axis(scores, experts, 1)
         if self.normalised:
@@ -183,7 +183,7 @@ def expert_arguments(options: Options) -> dict[str, Any]:
         count=options.integer("n_routed_experts", 8),
         top_k=options.integer("num_experts_per_tok", 2),
         groups=options.integer("n_group", 1),
-        kept_groups=options.integer("topk_group", 1),
+        best_groups=options.integer("topk_group", 1),
         normalised=options.flag("norm_topk_prob", True),
         scaling=options.number("routed_scaling_factor", 1.0),
         latent=options.integer("moe_latent_size", None, optional=True),

@@ -53,15 +53,17 @@ LAYERS = dict(num_hidden_layers=2, vocab_size=32)
 SMALL = LAYERS | dict(hidden_size=16, num_heads=2, intermediate_size=24)
 WINDOWED = dict(layers=[1], num_heads=4, num_kv_heads=2, qkv_bias=True, window_size=5, rope_theta=500.0)
 # Without a token of padding: the models' own code gives its embedding no gradient.
-ATTENTION = LAYERS | dict(pad_token_id=None, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24)
+ATTENTION = LAYERS | dict(
+    pad_token_id=None, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24
+)
 HYBRID = ATTENTION | dict(mamba_n_heads=4, mamba_d_state=8, mamba_expand=2, mamba_chunk_size=8)
 GRANITE = HYBRID | dict(
     num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], shared_intermediate_size=20,
     embedding_multiplier=3.0, logits_scaling=0.5, residual_multiplier=0.7, attention_multiplier=0.4)  # fmt: skip
 FALCON = HYBRID | dict(mamba_d_ssm=24, mamba_n_heads=3, head_dim=8)
 NEMOTRON = dict(
-    pad_token_id=None, hidden_size=16, vocab_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=24,
-    mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8, n_groups=2, chunk_size=8, moe_intermediate_size=12,
+    pad_token_id=None, hidden_size=16, vocab_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    intermediate_size=24, mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8, n_groups=2, chunk_size=8, moe_intermediate_size=12,
     moe_shared_expert_intermediate_size=10, n_routed_experts=4, num_experts_per_tok=2,
     layers_block_type=["linear_attention", "moe", "full_attention", "mlp"])  # fmt: skip
 MAMBA = LAYERS | dict(hidden_size=16, state_size=8, head_dim=8, expand=2, chunk_size=8)

@@ -17,7 +17,16 @@ from glax.models.checkpoints import checkpoint_name, parameters, stored_names
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
-READ_IN_ALL_WAYS = ["falcon_h1", "gla_hybrid", "gla_options", "hgrn2", "mamba2_options", "nemotron_h", "retnet", "rwkv6"]
+READ_IN_ALL_WAYS = [
+    "falcon_h1",
+    "gla_hybrid",
+    "gla_options",
+    "hgrn2",
+    "mamba2_options",
+    "nemotron_h",
+    "retnet",
+    "rwkv6",
+]
 LOGITS, GRADIENTS = 2e-5, 1e-4
 
 
