@@ -195,7 +195,11 @@ def any_out_of_range(s: Scaler, slot):
     # As integers, which a warp compares in one instruction. They are in the order of numbers above 0.
     largest = jnp.max(lax.bitcast_convert_type(sums, jnp.int32))
     out_of_range = largest == int(np.float32(OUT_OF_RANGE).view(np.int32))
-    p.tiles.out_of_range[slot] = out_of_range.astype(jnp.int32)
+
+    @pl.when(s.share == 0)
+    def _():
+        p.tiles.out_of_range[slot] = out_of_range.astype(jnp.int32)
+
     return out_of_range
 
 
