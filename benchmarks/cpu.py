@@ -3,6 +3,7 @@
     python benchmarks/cpu.py               forward and gradient against the baselines, PyTorch's too where it is installed
     python benchmarks/cpu.py --scaling     time per token and peak memory as sequences grow
     python benchmarks/cpu.py --dtypes      bfloat16 and float16 beside float32
+    python benchmarks/cpu.py --delta       the delta rule against lax.scan and chunks in plain JAX
     python benchmarks/cpu.py --compile     compile time of the gradient of every public function
 
 Options: --quick, fewer repeats and, with --scaling, shorter sequences; --json FILE, everything measured.
@@ -22,6 +23,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when jax is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read by PyTorch, whose idle threads would keep cores from others
 
+import delta_rule
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -376,6 +378,7 @@ def main():
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--dtypes", action="store_true")
+    parser.add_argument("--delta", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--micros", metavar="PLATFORM", help="print, as JSON, what --scaling measures in one process")
@@ -390,8 +393,9 @@ def main():
         return
     print(f"JAX {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPUs, {platform.machine()}")
     parts = dict(
-        baselines=(not (args.scaling or args.compile or args.dtypes), against_baselines, baseline_bars),
+        baselines=(not (args.scaling or args.compile or args.dtypes or args.delta), against_baselines, baseline_bars),
         dtypes=(args.dtypes, storage, storage_bars),
+        delta=(args.delta, delta_rule.measure, delta_rule.bars),
         scaling=(args.scaling, scaling, scaling_bars),
         compile=(args.compile, compiling, compile_bars),
     )
@@ -405,7 +409,8 @@ def main():
     print(f"{sum(met for *_, met in bars)} of {len(bars)} bars met")
     if args.json:
         args.json.write_text(json.dumps(measured, indent=2))
-    wrong = [r for r in measured.get("baselines", {}).get("results", []) if not r["right"]]
+    compared = [measured.get(part, {}).get("results", []) for part in ("baselines", "delta")]
+    wrong = [r for results in compared for r in results if not r["right"]]
     for r in wrong:
         print(f"WRONG: {r['title']}: results differ by more than {CLOSE[r['mode']]}")
     sys.exit(bool(wrong))

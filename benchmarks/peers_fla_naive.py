@@ -1,7 +1,7 @@
 """Check glax's delta rule against the naive references of flash-linear-attention, on the shapes of its own tests.
 
-    python benchmarks/peers_fla_naive.py --write FILE    in an environment with torch and fla: inputs and results of the references
-    python benchmarks/peers_fla_naive.py FILE            in an environment with glax: runs every platform here on these inputs
+    python benchmarks/peers_fla_naive.py --write FILE    in an environment with torch and fla: inputs and results
+    python benchmarks/peers_fla_naive.py FILE            in an environment with glax: runs each platform on these inputs
 
 The references are delta_rule, gated_delta_rule, kda and gated_delta_product, in float32, forward, final state and gradients. A
 product of n updates a token is a gated delta rule over n T rows: the gate stands at a token's first row, and the output is read
