@@ -87,7 +87,7 @@ def recurrent_verify(
     operands = arrays | dict(state=state, slots=slots, state_slots=state_slots, cu_seqlens=None)
     check_before_tracing(operands, platform, cfg, required=(*REQUIRED, "state"))
     check_known_slots(slots, state)
-    check_known_slots(state_slots, state, "state", "state_slots")
+    check_known_slots(state_slots, state, "state", "state_slots", rank=2)
     if state_slots is not None and slots is None:
         raise ValueError("state_slots needs slots, by which state is a pool")
     own = transferred(dict(state=state, slots=slots, state_slots=state_slots))

@@ -12,11 +12,11 @@ from glax._src.core.registry import Backend
 from glax._src.serving.stored_states import check_state_dtype, stored
 
 
-def check_known_slots(slots, pool, name: str = "state", argument: str = "slots"):
+def check_known_slots(slots, pool, name: str = "state", argument: str = "slots", rank: int = 1):
     """Check the values of slots where they are known; `usable` and `check_states` check shapes and dtypes."""
     if slots is None or isinstance(slots, Tracer) or not jnp.issubdtype(slots.dtype, jnp.integer):
         return
-    if np.ndim(slots) not in (1, 2) or np.ndim(pool) != 4:
+    if np.ndim(slots) != rank or np.ndim(pool) != 4:
         return
     known, rows = np.asarray(jax.device_get(slots)), np.shape(pool)[0]
     if known.dtype.itemsize < 8:
