@@ -11,6 +11,10 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+from tests.checked_types import check_types
+
+check_types()  # before any test imports glax
+
 # Tracing makes very many objects that live on: Python's usual rhythm of looking through all of them takes a tenth of the time.
 gc.set_threshold(50_000, 20, 20)
 

@@ -164,7 +164,7 @@ class GroupedChunks:
             return x.reshape(x.shape[0], self.r.num_heads // GROUPS, -1, *x.shape[2:]).transpose(0, 2, 3, 1, 4)
         return x.reshape(x.shape[0], -1, self.r.num_heads, *x.shape[2:]).transpose(0, 1, 3, 2, 4)
 
-    def states(self, x: Float[Array, "B n*H K V"]) -> Float[Array, "B n H K V"]:
+    def states(self, x: Float[Array, "B nH K V"]) -> Float[Array, "B n H K V"]:
         return x.reshape(x.shape[0], -1, *self.r.state_shape[1:])
 
 
@@ -232,7 +232,7 @@ def rows(p: GroupedChunks, f: list[Factors]) -> list[Rows]:
     return found
 
 
-def flat(X: list[Float[Array, "B n H K V"]]) -> list[Float[Array, "B n*H K V"]]:
+def flat(X: list[Float[Array, "B n H K V"]]) -> list[Float[Array, "B nH K V"]]:
     """Merge the axes of chunks and heads, as the products need it."""
     return [x.reshape(x.shape[0], -1, *x.shape[3:]) for x in X]
 

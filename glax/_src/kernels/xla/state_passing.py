@@ -103,7 +103,7 @@ def chunk_decays(log: Float[Array, "B n H"], reverse: bool) -> ChunkDecays:
 
 
 def apply_chunk_decays(
-    decays: ChunkDecays, X: Float[Array, "B H K V"], added: Float[Array, "B H*n K V"], adjoint: bool
+    decays: ChunkDecays, X: Float[Array, "B H K V"], added: Float[Array, "B Hn K V"], adjoint: bool
 ):
     """Compute X before each chunk from the first X, in one product per group of heads; with `adjoint`, X after each chunk.
 
