@@ -84,7 +84,7 @@ class Sizes:
         j = remainder(i, self.run)
         return b, run, run * self.run + (self.run - 1 - j if reverse else j), h, j
 
-    def rows(self, m: SimpleNamespace, c) -> pl.Slice:
+    def rows(self, m: SimpleNamespace, c) -> slice | pl.Slice:
         """The rows of the inputs that a chunk reads."""
         return pl.ds(m.places_g[c, 0] * ROWS if self.packed else c * CHUNK, CHUNK)
 
