@@ -37,10 +37,10 @@ def install(monkeypatch):
         return run_scoped(f, *types, **options)
 
     def run_state(f):
-        def run(x):
-            total = Accumulator(x)
-            f(total)
-            return total.value
+        def run(init):
+            totals = jax.tree.map(Accumulator, init)
+            f(totals)
+            return jax.tree.map(lambda total: total.value, totals)
 
         return run
 

@@ -11,9 +11,11 @@ if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
     pytest.skip("the interpreter of Pallas Mosaic GPU needs JAX 0.12", allow_module_level=True)
 
 from glax._src.core.recurrence import fold_heads
+from glax._src.kernels.pallas_gpu.plan import Blocks
 from glax._src.kernels.pallas_gpu.vjp_head_gate import gradient_head
 from glax._src.kernels.pallas_gpu.vjp_head_group import gradient_groups
 from glax._src.kernels.pallas_gpu.vjp_key_gate import gradient_key
+from glax._src.kernels.pallas_gpu.vjp_wide import gradient_wide
 from tests import mosaic_interpreter
 
 C = 64
@@ -148,6 +150,40 @@ def test_gradient_of_chunks(monkeypatch, B, T, heads, D, form, strength, reverse
         dg = dg.reshape(B, -1, heads[0])[:, :T, :, None]
         found = *first, dg, d_scale
         wanted = *wanted[:3], wanted[3].sum(3, keepdims=True), wanted[4]
+    for name, x, y in zip(("dq", "dk", "dv", "dg", "d_scale"), found, wanted, strict=True):
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        assert np.sqrt(((x - y) ** 2).mean()) < 5e-3 * np.sqrt((y**2).mean()), name
+
+
+@pytest.mark.parametrize(
+    "blocks,form,strength,reverse", [((1, 2), "key", -100.0, True), ((2, 2), "key, float32", None, False)]
+)
+def test_gradient_of_wide_heads(monkeypatch, blocks, form, strength, reverse):
+    """dq, dk and dg are sums over blocks of V; in some chunks and blocks of K gates are out of range."""
+    mosaic_interpreter.install(monkeypatch)
+    rows, columns = blocks
+    H = rows * columns
+    _, _, v, _, do, scale, before, behind = inputs(1, 72, (H, H, H, columns), 128, "key", None)
+    q, k, _, g, *_ = inputs(1, 72, (rows, rows, rows, rows), 128, "key", None)
+    if strength is not None:
+        g = g.at[:, 66:, :, 7].set(strength)
+    terms = in_terms(np.asarray(g, np.float64), 2 if form == "key, float32" else 1)
+    g = terms.astype(jnp.float32).sum(0)
+
+    def each(x):
+        """Of every block, what its block of K has."""
+        return jnp.repeat(x, columns, 2)
+
+    options = dict(reverse=reverse, programs=2, blocks=Blocks(*blocks), interpret=mosaic_interpreter.parameters())
+    states = stored(each(g), reverse, before, behind)
+    assert strength is None or set(np.unique(states[-1])) == {0, 1}
+    do = do[:, :, :columns]
+    found = gradient_wide(q, k, v, terms, do, scale, *states, **options)
+    values = (jnp.tile(x, (1, 1, rows, 1)) for x in (v, do))
+    v, do = values
+    dq, dk, dv, dg, d_scale = expected(reverse, each(q), each(k), v, each(g), do, scale, before, behind)
+    dq, dk, dg = (x.reshape(1, 72, rows, columns, -1).sum(3) for x in (dq, dk, dg))
+    wanted = dq, dk, dv, dg, d_scale.reshape(1, 2, rows, columns).sum(3)
     for name, x, y in zip(("dq", "dk", "dv", "dg", "d_scale"), found, wanted, strict=True):
         x, y = (np.asarray(a, np.float64) for a in (x, y))
         assert np.sqrt(((x - y) ** 2).mean()) < 5e-3 * np.sqrt((y**2).mean()), name

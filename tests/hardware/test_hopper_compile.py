@@ -41,6 +41,7 @@ KERNELS = {
     ("forward", "key", "256x512"): 2,
     ("forward", "head", "256x512"): 1,
     ("gradient", "key", "256x512"): 4,
+    ("gradient", "key, float32", "128x256"): 4,
     ("gradient", "head", "256x512"): 3,
     ("gradient, groups", "head", "128x64"): 3,
     ("gradient, groups", "head", "64"): 3,

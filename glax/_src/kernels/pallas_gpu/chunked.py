@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, gradient_recurrence
 from glax._src.kernels.common.gpu import multiprocessors
-from glax._src.kernels.pallas_gpu.config import HopperConfig
+from glax._src.kernels.pallas_gpu.config import WIDEST, HopperConfig
 from glax._src.kernels.pallas_gpu.layout import KernelLayout, group_size
 from glax._src.kernels.pallas_gpu.plan import ScanResults
 from glax._src.kernels.pallas_gpu.vjp_head_gate import gradient_head
 from glax._src.kernels.pallas_gpu.vjp_head_group import gradient_groups
 from glax._src.kernels.pallas_gpu.vjp_key_gate import gradient_key
+from glax._src.kernels.pallas_gpu.vjp_wide import gradient_wide
 
 
 def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
@@ -31,7 +32,7 @@ def forward(p: KernelLayout, save: bool, begun=None) -> tuple[Outputs, Residuals
     r = p.r
     start = p.starts(r.initial_state, p.k, p.v, False) if begun is None else p.begun_from(r.initial_state, *begun)
     scanned = p.scan(p.plan(start=start is not None, states=save, run=p.run if save else 1), p.k, p.v, start)
-    outputs = Outputs(p.sum_of_values(scanned.o).astype(r.v.dtype), p.narrow(scanned.last))
+    outputs = Outputs(p.sum_of_values(scanned.o, p.blocks).astype(r.v.dtype), p.narrow(scanned.last))
     return outputs, p.residuals(scanned) if save else None
 
 
@@ -79,6 +80,14 @@ def states(p: KernelLayout) -> Residuals:
     return p.residuals(p.scan(p.plan(outputs=False, states=True, run=p.run, start=start is not None), p.k, p.v, start))
 
 
+def form_of_gradient(p: KernelLayout):
+    """Return the function that computes the gradient of every chunk."""
+    if not p.key:
+        return gradient_head
+    in_steps = p.blocks.columns > 1 and p.K == WIDEST and not p.rows.in_place
+    return gradient_wide if in_steps else gradient_key
+
+
 def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None, config: HopperConfig, begun=None
 ) -> Recurrence:
@@ -123,12 +132,13 @@ class Gradients(NamedTuple):
 
 def by_heads(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResults) -> Gradients:
     """Compute the gradient of every chunk and block by itself."""
-    form = gradient_key if p.key else gradient_head
-    operands = p.chunkwise(d_output, residuals, scanned.states)
-    dq, dk, dv, dg, d_scale = form(*operands, reverse=p.r.reverse, programs=multiprocessors(), blocks=p.blocks)
-    rows = p.q.shape[0], p.chunk_rows, p.H, -1  # packed, every chunk was a sequence of its own
-    dq, dk, dv = p.gradient_of_keys(dq.reshape(rows)), p.gradient_of_keys(dk.reshape(rows)), dv.reshape(rows)
-    return Gradients(dq, dk, p.sum_of_values(dv), p.gradient_of_keys(dg.reshape(rows)) if p.key else dg, d_scale)
+    form, operands = form_of_gradient(p), p.chunkwise(d_output, residuals, scanned.states)
+    *found, dg, d_scale = form(*operands, reverse=p.r.reverse, programs=multiprocessors(), blocks=p.stored)
+    # Packed, every chunk was a sequence of its own.
+    dq, dk, dv = (x.reshape(p.q.shape[0], p.chunk_rows, *x.shape[2:]) for x in found)
+    if p.key:
+        dg = p.gradient_of_keys(dg.reshape(p.q.shape[0], p.chunk_rows, *dg.shape[2:]))
+    return Gradients(p.gradient_of_keys(dq), p.gradient_of_keys(dk), p.sum_of_values(dv, p.stored), dg, d_scale)
 
 
 def by_groups(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResults) -> Gradients:
@@ -140,4 +150,4 @@ def by_groups(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResu
     dq, dk = (p.rows.put(x)[..., : p.r.q.shape[3]] for x in (dq, dk))
     if p.rows.begins is not None:
         dg, d_scale = dg.swapaxes(0, 1), d_scale.swapaxes(0, 1)
-    return Gradients(dq, dk, p.sum_of_values(dv), dg, d_scale)
+    return Gradients(dq, dk, p.sum_of_values(dv, p.stored), dg, d_scale)

@@ -8,7 +8,7 @@ from glax._src.core.known_miscompiles import numbers, version_of
 from glax._src.core.recurrence import Recurrence, varying_axes
 from glax._src.core.registry import Config, check_field
 from glax._src.kernels.common.gpu import multiprocessors
-from glax._src.kernels.pallas_gpu.plan import Blocks, C
+from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks, C
 
 WIDEST = 128  # of a block, the state of a program
 WIDEST_KEY, WIDEST_VALUE = 256, 512
@@ -48,11 +48,16 @@ def padded(width: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """The blocks that a state is cut into, and the widths of one. Together they are as wide as the state or wider."""
+    """The blocks that a state is cut into, and the widths of one. Together they are as wide as the state or wider.
+
+    stored: the blocks that states are stored by for the gradient, which is computed by these. With per-head gates a program of
+    a scan has all of K, and its 64 columns of a state are stored as parts of several blocks.
+    """
 
     blocks: Blocks
     K: int
     V: int
+    stored: Blocks
 
     @classmethod
     def of(cls, r: Recurrence, square: bool) -> "Widths":
@@ -60,7 +65,10 @@ class Widths:
         K, V = 64 if r.q.shape[3] <= 64 else WIDEST, padded(r.v.shape[3])
         if square:
             V = K
-        return cls(Blocks(-(-r.q.shape[3] // K), -(-r.v.shape[3] // V)), K, V)
+        blocks = Blocks(-(-r.q.shape[3] // K), -(-r.v.shape[3] // V))
+        if blocks.rows > 1 and r.decay.form != "key":
+            return cls(WHOLE, blocks.rows * K, blocks.columns * V, blocks)
+        return cls(blocks, K, V, blocks)
 
 
 @dataclasses.dataclass(frozen=True)

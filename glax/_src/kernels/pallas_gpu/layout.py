@@ -13,7 +13,7 @@ from jax import Array
 from glax._src.core.recurrence import Recurrence, Residuals
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths
-from glax._src.kernels.pallas_gpu.plan import ROWS, C, Scan, ScanResults
+from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, Scan, ScanResults
 from glax._src.kernels.pallas_gpu.scan_head_gate import head_scan
 from glax._src.kernels.pallas_gpu.scan_key_gate import key_scan
 from glax._src.kernels.pallas_gpu.segment_lookback import lookback_tables
@@ -105,6 +105,7 @@ class KernelLayout:
         self.key, self.grouped = r.decay.form == "key", grouped(r)
         widths = Widths.of(r, square and not self.grouped)
         self.N, self.blocks, self.K, self.V = r.num_sequences, widths.blocks, widths.K, widths.V
+        self.stored, self.columns = widths.stored, min(self.columns, 128 * 128 // self.K)
         self.H = r.num_heads * self.blocks.count
         self.q, self.k = (self.in_blocks(x, self.K) for x in (r.q, r.k))
         self.v = self.in_blocks(r.v, self.V)
@@ -134,21 +135,22 @@ class KernelLayout:
         return widen(x, -(-x.shape[-1] // width) * width).reshape(*x.shape[:2], -1, width)
 
     def gradient_of_keys(self, x):
-        """Return the gradient in q, k or per-key gates of every head, [B, T, H, K]. x [B, rows, H, K]: what each block adds."""
-        if self.blocks.columns > 1:
-            x = x.reshape(*x.shape[:2], -1, self.blocks.columns, self.K).astype(jnp.float32).sum(3)
+        """Return the gradient in q, k or per-key gates of every head, [B, T, H, K]. x [B, rows, H, K]: what each block adds, or
+        sums over blocks of V already."""
+        columns = self.stored.columns
+        if x.shape[2] == self.r.num_heads * self.stored.count and columns > 1:
+            x = x.reshape(*x.shape[:2], -1, columns, x.shape[3]).astype(jnp.float32).sum(3)
         return self.rows.put(x.reshape(*x.shape[:2], self.r.num_heads, -1))[..., : self.r.q.shape[3]]
 
-    def sum_of_values(self, x):
+    def sum_of_values(self, x, blocks: Blocks):
         """Return the outputs, or the gradient in v of every head, [B, T, H, V]. x [B, rows, H, V]: what each block adds."""
-        if self.blocks.rows > 1:
-            shape = *x.shape[:2], self.r.num_heads, self.blocks.rows, self.blocks.columns * self.V
-            x = x.reshape(shape).astype(jnp.float32).sum(3)
+        if blocks.rows > 1:
+            x = x.reshape(*x.shape[:2], self.r.num_heads, blocks.rows, -1).astype(jnp.float32).sum(3)
         return self.rows.put(x.reshape(*x.shape[:2], self.r.num_heads, -1))[..., : self.r.v.shape[3]]
 
     def sum_of_blocks(self, x):
-        """Return the sums over the blocks of each head of x [..., H]."""
-        return x if self.blocks.count == 1 else x.reshape(*x.shape[:-1], -1, self.blocks.count).sum(-1)
+        """Return the sums over the gradient's blocks of each head of x [..., H]."""
+        return x if self.stored.count == 1 else x.reshape(*x.shape[:-1], -1, self.stored.count).sum(-1)
 
     def key_gates(self):
         """[terms, B, rows of chunks, H, K] in bfloat16: others are the sum of two, which hold 16 of their digits."""
@@ -192,7 +194,8 @@ class KernelLayout:
         terms = len(self.gates) if self.key else 1
         return Scan(
             self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms,
-            blocks=self.blocks, packed=self.chunks if self.rows.in_place else 0, **flags,
+            blocks=self.blocks, stored_by=self.stored if self.blocks != self.stored else WHOLE,
+            packed=self.chunks if self.rows.in_place else 0, **flags,
         )  # fmt: skip
 
     def scan(self, plan: Scan, a, b, start, table=None, out_of_range=None) -> ScanResults:
@@ -301,13 +304,13 @@ class KernelLayout:
     def chunkwise(self, d_output, residuals: Residuals, behind):
         """The operands of the kernels in which every chunk stands alone; packed, every chunk is a sequence of its own."""
         gates, out_of_range = self.gates, [residuals.out_of_range] if self.key else []
+        q, k, v, d_output = self.by_blocks(self.q, self.k, self.v, d_output)
         if self.rows.begins is None:
-            return self.q, self.k, self.v, gates, d_output, self.scales, residuals.states, behind, *out_of_range
+            return q, k, v, gates, d_output, self.scales, residuals.states, behind, *out_of_range
         scale = self.scale[self.sequence_of_chunk()]
         if self.rows.in_place:
-            read = self.q, self.k, self.v, gates, d_output
-            return *read, scale, residuals.states, behind, *out_of_range, self.places()
-        q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (self.q, self.k, self.v, d_output))
+            return q, k, v, gates, d_output, scale, residuals.states, behind, *out_of_range, self.places()
+        q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (q, k, v, d_output))
         return q, k, v, gates[0][:, None], d_output, scale, residuals.states[0][:, None], behind[0][:, None]
 
     def places(self):
@@ -317,6 +320,14 @@ class KernelLayout:
         row = segment[:, 4] + (chunk - segment[:, 1]) * (C // ROWS)
         first, end = (segment[:, i] - row * ROWS for i in (5, 6))
         return jnp.stack([jnp.where(end > 0, row, 0), first, end], 1).astype(jnp.int32)
+
+    def by_blocks(self, q, k, v, d_output):
+        """Return these in the gradient's blocks of K and of V."""
+        K, V = self.K, self.V
+        if self.blocks != self.stored:
+            K, V = K // self.stored.rows, V // self.stored.columns
+        of_keys, of_values = ((x.reshape(*x.shape[:2], -1, K) for x in (q, k)), (v, d_output))
+        return *of_keys, *(x.reshape(*x.shape[:2], -1, V) for x in of_values)
 
     def scale_of_chunks(self):
         """The scale of every chunk, [B, chunks]."""
@@ -349,24 +360,24 @@ class KernelLayout:
         """Return what the gradient reads. Per-head gates are in range in every chunk, and so are chunks that hold no row."""
         out_of_range = found.out_of_range
         if out_of_range is None:
-            out_of_range = jnp.zeros((found.states.shape[0], self.chunks, self.H), jnp.int32)
+            out_of_range = jnp.zeros((*found.states.shape[:1], self.chunks, found.states.shape[2]), jnp.int32)
         if self.rows.begins is not None:
             out_of_range = jnp.where(jnp.arange(self.chunks)[None, :, None] < self.rows.begins[-1], out_of_range, 0)
-        if self.blocks.count == 1:
+        if self.stored.count == 1:
             return Residuals(found.states, out_of_range)
         # Axis 2 is that of heads, over which devices may share them: the blocks of a head stay together.
-        states = found.states.reshape(*found.states.shape[:2], self.r.num_heads, -1, self.V)
-        flags = jnp.moveaxis(out_of_range.reshape(*out_of_range.shape[:2], -1, self.blocks.count), 3, 2)
+        states = found.states.reshape(*found.states.shape[:2], self.r.num_heads, -1, found.states.shape[4])
+        flags = jnp.moveaxis(out_of_range.reshape(*out_of_range.shape[:2], -1, self.stored.count), 3, 2)
         return Residuals(states, flags.reshape(flags.shape[0], -1, self.r.num_heads))
 
     def of_blocks(self, residuals: Residuals) -> Residuals:
         """Return what `residuals` returned for each head, by block."""
-        if self.blocks.count == 1:
+        if self.stored.count == 1:
             return residuals
-        states, flags = residuals
-        states = states.reshape(*states.shape[:2], self.H, self.K, self.V)
-        flags = flags.reshape(flags.shape[0], -1, self.blocks.count, self.r.num_heads)
-        return Residuals(states, jnp.moveaxis(flags, 2, 3).reshape(*flags.shape[:2], self.H))
+        (states, flags), blocks = residuals, self.r.num_heads * self.stored.count
+        states = states.reshape(*states.shape[:2], blocks, -1, states.shape[4])
+        flags = flags.reshape(flags.shape[0], -1, self.stored.count, self.r.num_heads)
+        return Residuals(states, jnp.moveaxis(flags, 2, 3).reshape(*flags.shape[:2], blocks))
 
     def narrow(self, states):
         """Return the states of heads, [N, H, K, V] of r. states [N, H, K, V]: of blocks."""
@@ -397,7 +408,7 @@ def grouped(r: Recurrence) -> bool:
     widths = Widths.of(r, square=False)
     return (
         r.decay.form != "key"
-        and widths.blocks.rows == 1
+        and widths.stored.rows == 1
         and (group_size(r) > 1 or widths.V * widths.blocks.columns < widths.K)
     )
 

@@ -79,6 +79,7 @@ class Scan:
     terms: arrays of bfloat16 of which per-key gates are the sum. columns: of the state in a program, 64 or 128.
     run: chunks from one stored state to the next; divides those of a sequence. More than 1 with per-head gates alone.
     parts: segments of every sequence, one after the other in memory.
+    stored_by: the blocks of the kernel's own that states at chunks are stored by, each like a head.
     lookback: the most chunks at a segment's end whose gates a scan of `either` kind reads to find where it begins; 0: it begins
     at the segment's first chunk.
     packed: 0, or the most chunks of packed sequences. Their chunks begin at every eighth row of a, b, q and gates, with rows of
@@ -100,6 +101,7 @@ class Scan:
     parts: int = 1
     lookback: int = 0
     blocks: Blocks = WHOLE
+    stored_by: Blocks = WHOLE
     packed: int = 0
 
     def rows_of_chunks(self, T: int) -> int:
@@ -114,8 +116,9 @@ class Scan:
 
     @property
     def stages(self) -> int:
-        """Chunks in shared memory at a time: what 227 KB hold at widths of 128."""
-        return (3 if self.outputs or self.states else 4) - (self.terms - 1)
+        """Chunks in shared memory at a time: what 227 KB hold at widths of 128, or of K = 256 and 64 columns."""
+        wide = self.outputs and self.K > 128
+        return (3 if self.outputs or self.states else 4) - (self.terms - 1) - wide
 
     @property
     def state_stages(self) -> int:
@@ -162,7 +165,9 @@ class Scan:
         """o, states and last states of `ScanResults`; a result that the plan leaves out has one tile."""
         ends = E if self.either else E // self.parts
         o = (B, T, self.H, self.V) if self.outputs else (1, C, 1, 64)
-        states = (B, -(-T // C) // self.run, self.H, self.K, self.V) if self.states else (1, 1, 1, 64, 64)
+        by = self.stored_by
+        block = self.H * by.count, self.K // by.rows, self.V // by.columns
+        states = (B, -(-T // C) // self.run, *block) if self.states else (1, 1, 1, 64, 64)
         each = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (o, states)]
         return *each, jax.ShapeDtypeStruct((ends, self.H, self.K, self.V), jnp.float32)
 

@@ -21,7 +21,7 @@ def forward_priority(r: Recurrence) -> int:
 def gradient_priority(r: Recurrence) -> int:
     """Faster from as many rows of heads on as a sequence of 2048 tokens and 16 heads has, no faster with half of them; of wide
     heads each block counts."""
-    heads = r.num_heads * Widths.of(r, square=True).blocks.count
+    heads = r.num_heads * Widths.of(r, square=True).stored.count
     return FASTER if r.q.shape[0] * r.q.shape[1] * heads >= 2048 * 16 else SLOWER
 
 

@@ -68,6 +68,17 @@ def added(total, *pairs) -> jax.Array:
     return found
 
 
+def added_all(totals, *pairs) -> tuple[jax.Array, ...]:
+    """Each of totals + the sum of a @ b over its pairs. All products are on their way together."""
+
+    def scope(accumulators):
+        for accumulator, of_one in zip(accumulators, pairs, strict=True):
+            for a, b in of_one:
+                plgpu.wgmma(accumulator, a, b)
+
+    return pl.run_state(scope)(tuple(plgpu.ACC.init(total) for total in totals))
+
+
 def after(total, running: int = 0):
     """The product, when no more than `running` products are still on their way.
 

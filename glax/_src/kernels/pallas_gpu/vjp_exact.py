@@ -9,12 +9,16 @@ with S before the chunk and G = dL/dS behind it as they are. dq' and dk' leave o
 gate itself is formed, which is exact for all gates, and few instructions are left to compile. For gates that are rare.
 """
 
+import functools
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from glax._src.kernels.pallas_gpu.plan import quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import by_column, by_row, read, zeros
 from glax._src.kernels.pallas_gpu.vjp_tiles import CHUNK, exp, half
 
@@ -41,19 +45,28 @@ def scratch(n) -> dict:
 
 def scan_program(n, m):
     """A program takes its part of every item that it would have if all were out of range."""
-    first, step, parts = lax.axis_index("cta"), programs(n), n.team * n.B * n.chunks * n.H
+    first, step, heads = lax.axis_index("cta"), programs(n), n.H // n.summed
+    parts = n.team * n.B * n.chunks * heads
 
     @pl.when(m.any_out_of_range_g[first] != 0)
     def _():
         @pl.loop(first, parts, step=step)
         def _(part):
-            b, c, h = n.place(lax.div(part, n.team))
-            pl.when(m.out_of_range_g[b, c, h] != 0)(lambda: chunk(n, m, b, c, h, lax.rem(part, n.team)))
+            item, part = lax.div(part, n.team), lax.rem(part, n.team)
+            rest, head = quotient(item, heads), remainder(item, heads)
+            b, c = quotient(rest, n.chunks), remainder(rest, n.chunks)
+
+            @pl.when(m.out_of_range_g[b, c, head * n.summed] != 0)
+            def _():
+                def add(column, used):
+                    return used + chunk(n, m, Place(b, c, head * n.summed + column, part, head, column))
+
+                m.used_g[b, c, head, part] = lax.fori_loop(0, n.summed, add, zeros((64,), OF_ROW))
 
 
 def by_program(n, out_of_range):
     """Return whether any item of a program is out of range."""
-    parts = jnp.repeat(out_of_range.reshape(-1), n.team)
+    parts = jnp.repeat(out_of_range[..., :: n.summed].reshape(-1), n.team)
     return jnp.pad(parts, (0, -parts.size % programs(n))).reshape(-1, programs(n)).max(0)
 
 
@@ -70,13 +83,26 @@ def clear_foreign(n, m, c, names):
         plgpu.commit_smem()
 
 
-def chunk(n, m, b, c, h, part):
+class Place(NamedTuple):
+    """Which chunk, block of the state and half of it; and of which sum over blocks of V that is the `column`-th term."""
+
+    b: Any
+    c: Any
+    h: Any
+    part: Any
+    head: Any
+    column: Any
+
+
+def chunk(n, m, at: Place):
+    """Store one block's dv, and its dq, dk and dg or their sums with those of the blocks before. Return q dq, [64]."""
+    b, c, h, part, head, column = at
     mine, scale = half(part), n.scale(m, b, c)
     plgpu.commit_smem()  # all are done with the tiles
     heads = n.heads(h)
     heads |= dict(g_rest=heads["g"]) if n.terms == 2 else {}
-    for name, head in heads.items():
-        source = getattr(m, name + "_g").at[b, n.rows(m, c), head]
+    for name, index in heads.items():
+        source = getattr(m, name + "_g").at[b, n.rows(m, c), index]
         plgpu.copy_gmem_to_smem(source, getattr(m, name), m.full)
     plgpu.barrier_wait(m.full)
     if n.packed:
@@ -86,11 +112,18 @@ def chunk(n, m, b, c, h, part):
         """The row of the chunk's i-th token, in scanning order."""
         return CHUNK - 1 - i if m.scan.reverse else i
 
+    def stored(name, place):
+        """What the blocks before have added to a result."""
+        return plgpu.load(getattr(m, name + "_g").at[place], layout=OF_ROW, optimized=False).astype(jnp.float32)
+
     def store(row, **found):
         @pl.when(c * CHUNK + row < n.T)
         def _():
             for name, x in found.items():
-                getattr(m, name + "_g")[b, c * CHUNK + row, h, mine] = x.astype(jnp.bfloat16)
+                place = b, c * CHUNK + row, h if name == "dv" else head, mine
+                if n.summed > 1 and name != "dv":
+                    x = x + lax.cond(column > 0, functools.partial(stored, name, place), lambda: zeros((64,), OF_ROW))
+                getattr(m, name + "_g")[place] = x.astype(jnp.bfloat16)
 
     shape = (64, n.D)
 
@@ -124,7 +157,6 @@ def chunk(n, m, b, c, h, part):
         return S, used + drawn * rows("q", row)
 
     S, used = lax.fori_loop(0, CHUNK, forward, (state(m.before_g), zeros((64,), OF_ROW)))
-    m.used_g[b, c, h, part] = used
     G = state(m.behind_g)
     plgpu.commit_smem()
 
@@ -151,3 +183,4 @@ def chunk(n, m, b, c, h, part):
 
     G = plgpu.load(m.behind_g.at[b, c, h, :, mine], layout=STATE, optimized=False).astype(jnp.float32)
     lax.fori_loop(0, CHUNK, values, G)
+    return used

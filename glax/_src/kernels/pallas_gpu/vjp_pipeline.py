@@ -43,6 +43,7 @@ class Sizes:
     run: int = 1  # chunks from one stored state to the next; divides those of a sequence
     whole: bool = False  # tiles of tokens are [64, D]; else by halves of 128 columns, one after the other
     terms: int = 1  # arrays of bfloat16 of which per-key gates are the sum
+    summed: int = 1  # blocks of V over which dq, dk and dg are one sum; the exact form adds them up
     blocks: Blocks = WHOLE  # of which a wide head's state consists; H counts them
     packed: bool = False  # chunks begin at any row of the inputs: `places` has those
 

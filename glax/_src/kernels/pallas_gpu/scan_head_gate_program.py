@@ -1,0 +1,182 @@
+"""One program of the scan with per-head gates: its references, where it is, and how its chunks come into shared memory."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.common.limits import LOG_OF_NOTHING
+from glax._src.kernels.pallas_gpu.plan import Scan, place_of
+from glax._src.kernels.pallas_gpu.tiles import LOG2E, C, tiled
+
+MOST = -1.0, -6.0  # log2 decays of a chunk above which values have two terms, with time and against it
+
+Ref = Any
+
+
+class Operands(NamedTuple):
+    """What `head_scan` takes, in global memory."""
+
+    table: Ref  # [E, 4] or [E, 5]
+    q: Ref  # [B, T, HQ, K]
+    a: Ref  # [B, T, HA, K]
+    b: Ref  # [B, T, HB, V]
+    gates: Ref  # [B, chunks, heads, C]: sums of log2 gates from where the scan enters the chunk
+    scale: Ref  # [N + 1]
+    start: Ref  # [E, H, K, V]
+
+
+class Results(NamedTuple):
+    """What `head_scan` writes, in global memory. A result that the plan leaves out has one tile."""
+
+    o: Ref  # [B, T, H, V]
+    states: Ref  # [B, chunks / run, H, K, V]
+    last: Ref  # [N or E, H, K, V]
+    log: Ref  # [E, H, 1]
+
+    @classmethod
+    def types(cls, w: Scan, B: int, T: int, E: int) -> "Results":
+        return cls(*w.results(B, T, E), log=jax.ShapeDtypeStruct((E, w.H, 1), jnp.float32))
+
+
+class Tiles(NamedTuple):
+    """What lies in shared memory. A tile that the plan has no use for is of the least size."""
+
+    q: Ref  # [stages, C, K]
+    a: Ref  # [stages, C, K]
+    b: Ref  # [stages, C, columns]
+    gates: Ref  # [stages, C]
+    state: Ref  # [K, columns], or without outputs [state_stages, consumers, K, 64]
+    scaled: Ref  # [C, columns], or without outputs [consumers, C, 64]: the values that are added to the state
+    output: Ref  # [C, columns]
+
+    @classmethod
+    def types(cls, w: Scan) -> "Tiles":
+        K, stages, columns, W = w.K, w.stages, w.columns, w.consumers
+        return cls(
+            q=tiled(stages, C, K) if w.outputs else tiled(1, C, 64),
+            a=tiled(stages, C, K),
+            b=tiled(stages, C, columns),
+            gates=plgpu.SMEM((stages, C), jnp.float32),
+            state=tiled(K, columns) if w.outputs else tiled(w.state_stages, W, K, 64),
+            scaled=tiled(C, columns) if w.outputs else tiled(W, C, 64),
+            output=tiled(C, columns) if w.outputs else tiled(8, 64),
+        )
+
+
+class Barriers(NamedTuple):
+    """What warpgroups wait for, by what it says."""
+
+    loaded: Ref  # by stage: a chunk lies in shared memory
+    consumed: Ref  # by stage: all are done with it
+    state_stored: Ref  # the state before the chunk lies in shared memory
+    state_read: Ref  # the product with it is done
+
+    @classmethod
+    def types(cls, w: Scan) -> "Barriers":
+        return cls(
+            loaded=plgpu.Barrier(num_arrivals=4 if w.outputs else 3, num_barriers=w.stages),
+            consumed=plgpu.Barrier(num_arrivals=w.consumers, num_barriers=w.stages),
+            state_stored=plgpu.Barrier(),
+            state_read=plgpu.Barrier(),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A plan with the references of one program, and its place.
+
+    first, count: of the chunks that the scan goes over. adjoint: 0 or 1; traced in a scan of `either` kind. most: the log2 decay
+    of a chunk above which values have two terms.
+    """
+
+    plan: Scan
+    operands: Operands
+    results: Results
+    tiles: Tiles
+    barriers: Barriers
+    warpgroup: Any
+    block: Any
+    h: Any
+    e: Any
+    batch: Any
+    first: Any
+    count: Any
+    factor: Any
+    adjoint: Any
+    most: Any
+
+    @classmethod
+    def of(cls, w: Scan, *refs) -> "Program":
+        """refs: operands and results one after the other, then `Tiles` and `Barriers`."""
+        *in_global, tiles, barriers = refs
+        operands = Operands(*in_global[: len(Operands._fields)])
+        results = Results(*in_global[len(Operands._fields) :])
+        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+        block, h, e = place_of(program, w.V // w.columns, w.H)
+        batch, first, whole, n = (operands.table[e, i] for i in range(4))
+        factor = operands.scale[n]
+        adjoint: Any = operands.table[e, 4] if w.either else int(w.adjoint)
+        most = jnp.where(adjoint > 0, *map(jnp.float32, reversed(MOST))) if w.either else MOST[w.adjoint]
+        place = warpgroup, block, h, e, batch
+        p = cls(w, operands, results, tiles, barriers, *place, first, whole, factor, adjoint, most)
+        return p.without_what_ends() if w.lookback else p
+
+    def without_what_ends(self) -> "Program":
+        """Return the program without the chunks behind which no decay lets anything through to the segment's end."""
+        w, gates, whole, first = self.plan, self.operands.gates, self.count, self.first
+        through, alive, found = 0.0, True, 1
+        for i in range(w.lookback):
+            place = w.place(jnp.maximum(whole - 1 - i, 0), jnp.maximum(whole, 1), self.adjoint)
+            chunk = jnp.minimum(first + place, gates.shape[1] - 1)
+            through += gates[self.batch, chunk, w.blocks.head(self.h), self.last_token]
+            alive &= through >= LOG_OF_NOTHING * LOG2E
+            found += alive.astype(jnp.int32)
+        count = jnp.minimum(jnp.where(alive, whole, found), whole)
+        first = jnp.where(self.adjoint == int(w.reverse), first + whole - count, first)
+        return dataclasses.replace(self, first=first, count=count)
+
+    @property
+    def last_token(self) -> int:
+        """The token by which the scan leaves a chunk."""
+        return 0 if self.plan.reverse else C - 1
+
+    @property
+    def columns(self):
+        return pl.ds(self.block * self.plan.columns, self.plan.columns)
+
+    def chunk(self, step):
+        """Return the chunk that the scan reaches at a step."""
+        return self.first + self.plan.place(step, self.count, self.adjoint)
+
+    def tokens(self, x, head, step, *columns):
+        """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
+        return x.at[(self.batch, pl.ds(self.chunk(step) * C, C), head, *columns)]
+
+
+def fetch_chunks(p: Program):
+    """Fetch every chunk as a place becomes free."""
+    w, x, t, h = p.plan, p.operands, p.tiles, p.h
+    if w.consumers > 1:
+        plgpu.set_max_registers(40, action="decrease")
+
+    @pl.loop(0, p.count)
+    def _(step):
+        slot = lax.rem(step, jnp.int32(w.stages))
+
+        @pl.when(step >= w.stages)
+        def _():
+            plgpu.barrier_wait(p.barriers.consumed.at[slot])
+
+        loaded = p.barriers.loaded.at[slot]
+        gates = x.gates.at[p.batch, p.chunk(step), w.blocks.head(h)]
+        plgpu.copy_gmem_to_smem(gates, t.gates.at[slot], loaded)
+        plgpu.copy_gmem_to_smem(p.tokens(x.a, w.blocks.of_keys(h, w.H, x.a.shape[2]), step), t.a.at[slot], loaded)
+        if w.outputs:
+            plgpu.copy_gmem_to_smem(p.tokens(x.q, w.blocks.of_keys(h, w.H, x.q.shape[2]), step), t.q.at[slot], loaded)
+        of_b = w.blocks.of_values(h, w.H, x.b.shape[2])
+        plgpu.copy_gmem_to_smem(p.tokens(x.b, of_b, step, p.columns), t.b.at[slot], loaded)
