@@ -5,7 +5,6 @@ python docs/support_matrix.py --write    replaces them in both files
 """
 
 import argparse
-import functools
 import itertools
 import pathlib
 import re

@@ -63,8 +63,8 @@ GRANITE = HYBRID | dict(
 FALCON = HYBRID | dict(mamba_d_ssm=24, mamba_n_heads=3, head_dim=8)
 NEMOTRON = dict(
     pad_token_id=None, hidden_size=16, vocab_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-    intermediate_size=24, mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8, n_groups=2, chunk_size=8, moe_intermediate_size=12,
-    moe_shared_expert_intermediate_size=10, n_routed_experts=4, num_experts_per_tok=2,
+    intermediate_size=24, mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8, n_groups=2, chunk_size=8,
+    moe_intermediate_size=12, moe_shared_expert_intermediate_size=10, n_routed_experts=4, num_experts_per_tok=2,
     layers_block_type=["linear_attention", "moe", "full_attention", "mlp"])  # fmt: skip
 MAMBA = LAYERS | dict(hidden_size=16, state_size=8, head_dim=8, expand=2, chunk_size=8)
 

@@ -102,9 +102,7 @@ def chunk_decays(log: Float[Array, "B n H"], reverse: bool) -> ChunkDecays:
     return ChunkDecays(between, first[..., None], last[..., None], jnp.exp(log.sum(2))[..., None, None], through)
 
 
-def apply_chunk_decays(
-    decays: ChunkDecays, X: Float[Array, "B H K V"], added: Float[Array, "B Hn K V"], adjoint: bool
-):
+def apply_chunk_decays(decays: ChunkDecays, X: Float[Array, "B H K V"], added: Float[Array, "B Hn K V"], adjoint: bool):
     """Compute X before each chunk from the first X, in one product per group of heads; with `adjoint`, X after each chunk.
 
     Returns X of each chunk, [B, H * n, K, V], and X after all chunks, [B, H, K, V]. With `adjoint` the chunks come in the
