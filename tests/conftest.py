@@ -2,13 +2,16 @@
 
 import gc
 import os
+from importlib.metadata import version
 
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Programs compile in half the time, in subprocesses too: see tests/compiling.py, which names the exceptions.
+    # Programs compile in a fraction of the time, in subprocesses too: see tests/compiling.py, which names the exceptions.
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    if version("jax").startswith("0.10."):
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 from tests.checked_types import check_types

@@ -19,7 +19,7 @@ from glax.testing.reference import reference, reference_gradient
 from tests import strengths
 from tests.cases import EXTREME, Case, all_cases, cotangents, inputs, recurrence
 from tests.close import assert_gradients_close, assert_outputs_close
-from tests.compiling import IMITATION
+from tests.compiling import UNOPTIMIZED
 
 load_kernels()
 FORWARD = kernel_registry.kernels["chunked/pallas/tpu"]
@@ -86,7 +86,7 @@ def interpreted(f, **options):
         with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**options)):
             return jax.block_until_ready(compiled(*args))
 
-    compiled = jax.jit(f, compiler_options=IMITATION)
+    compiled = jax.jit(f, compiler_options=UNOPTIMIZED)
     return run
 
 
