@@ -13,6 +13,7 @@ import glax
 import glax.parallel
 from glax._src.core.registry import Config
 from glax._src.kernels.cpu.recurrent import NativeConfig
+from glax._src.kernels.cuda.config import CudaConfig
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig
 from glax._src.kernels.triton import config as triton
@@ -100,7 +101,9 @@ def test_bad_input(error, text, arguments):
     assert str(caught.value) == text
 
 
-def test_a_platform_without_kernels_gives_reasons():
+def test_a_platform_without_kernels_gives_reasons(monkeypatch):
+    others = {n: s for n, s in glax.kernel_registry.kernels.items() if s.platform is not glax.Platform.CUDA}
+    monkeypatch.setattr(glax.kernel_registry, "kernels", others)
     with pytest.raises(glax.UnsupportedError) as caught:
         glax.recurrent(**GOOD, platform="cuda")
     assert str(caught.value) == "no kernel solves this recurrence on platform 'cuda':\n  none is registered"
@@ -132,6 +135,7 @@ CONFIGS = {
     ),
     triton.TokenConfig: dict(columns=(1, 512), warps=(1, 32)),
     HopperConfig: dict(parts=(1, 32), columns=(64, 128)),
+    CudaConfig: dict(threads=(32, 1024), columns=(1, 256)),
 }
 
 
