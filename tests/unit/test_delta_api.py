@@ -1,0 +1,117 @@
+"""The delta rule through the public functions: arguments, serving, transformations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import glax
+from glax._src.core.bind import bind
+from glax.testing.reference import reference
+from tests.close import assert_close
+
+B, T, H, K, V = 2, 12, 2, 6, 10
+BAR = 2e-5
+rng = np.random.default_rng(0)
+q, k, state = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((B, T, H, K), (B, T, H, K), (B, H, K, V)))
+v = jnp.asarray(rng.normal(size=(B, T, H, V)), jnp.float32)
+k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+g, beta = -jnp.asarray(rng.random((B, T, H)), jnp.float32), jnp.asarray(2 * rng.random((B, T, H)), jnp.float32)
+
+
+def wanted(**options):
+    return reference(bind(q, k, v, g=g, beta=beta, initial_state=state, **options))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(beta=beta, erase=k), "beta must come without erase and write"),
+        (dict(beta=beta, write=v), "beta must come without erase and write"),
+        (dict(write=v), "write must come with erase"),
+        (dict(beta=beta, bonus=jnp.ones((H, K))), "bonus must come without beta"),
+        (dict(beta=beta[:, :3]), "beta must be"),
+        (dict(erase=v), "erase must be"),
+    ],
+)
+def test_arguments_that_contradict_each_other(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        glax.recurrent(q, k, v, **arguments)
+
+
+def test_gates_of_another_rank_name_the_other_function():
+    with pytest.raises(ValueError, match="kda takes"):
+        glax.gated_delta_rule(q, k, v, k, beta)
+    with pytest.raises(ValueError, match="gated_delta_rule takes"):
+        glax.kda(q, k, v, g, beta)
+
+
+def test_normalised_keys_with_padding_of_nan():
+    ids = jnp.asarray([[1] * 5 + [2] * 4 + [0] * 3, [1] * T])
+    dirty = jnp.where((ids == 0)[..., None, None], jnp.nan, 3 * k)
+
+    def loss(x):
+        outputs = glax.gated_delta_rule(q, x, v, g, beta, segment_ids=ids, pad_id=0, use_qk_l2norm=True)
+        return jnp.square(outputs.output).sum(), outputs
+
+    d, outputs = jax.grad(loss, has_aux=True)(dirty)
+    norm = np.linalg.norm(q, axis=-1, keepdims=True)
+    r = bind(q / norm, k, v, g=g, beta=beta, segment_ids=ids, pad_id=0)
+    assert_close("output", outputs.output, reference(r).output, BAR)
+    assert np.isfinite(d).all() and not np.asarray(d)[np.asarray(ids) == 0].any()
+
+
+def test_steps_and_drafts_equal_the_scan():
+    want, S = wanted(), state
+    for t in range(4):
+        o, S = glax.recurrent_step(q[:, t], k[:, t], v[:, t], S, g[:, t], beta=beta[:, t])
+        assert_close("output", o, want.output[:, t], BAR)
+    drafted, draft = glax.recurrent_verify(q[:, :6], k[:, :6], v[:, :6], state, g[:, :6], beta=beta[:, :6])
+    assert_close("output", drafted, want.output[:, :6], BAR)
+    moved = glax.commit(state, draft, jnp.array([4, 0]))
+    assert_close("state", moved[0], np.asarray(S[0], np.float64), BAR)
+    assert (moved[1] == state[1]).all()
+
+
+def test_a_pool_takes_prompts_and_steps():
+    slots = jnp.array([3, 0])
+    pool = jnp.zeros((4, H, K, V)).at[slots].set(state)
+    output, filled = glax.prefill_into(pool, slots, q, k, v, g, beta=beta)
+    want = wanted()
+    assert_close("output", output, want.output, BAR)
+    assert_close("pool", filled[slots], want.final_state, BAR)
+    o, moved = glax.recurrent_step(q[:, 0], k[:, 0], v[:, 0], pool, g[:, 0], beta=beta[:, 0], slots=jnp.array([3, -1]))
+    assert_close("output", o[0], want.output[0, 0], BAR)
+    assert not o[1].any() and (moved[0] == pool[0]).all()
+
+
+@pytest.mark.parametrize("platform", ["xla", None])
+def test_second_derivatives(platform):
+    def gradients(k, g, beta):
+        def loss(k, g, beta):
+            return jnp.square(glax.gated_delta_rule(q, k, v, g, beta, platform=platform).output).sum()
+
+        return sum(jnp.square(x).sum() for x in jax.grad(loss, argnums=(0, 1, 2))(k, g, beta))
+
+    arrays = k, g, beta
+    ways = [np.random.default_rng(i).normal(size=x.shape) for i, x in enumerate(arrays)]
+    ways = [jnp.asarray(1e-2 * x / np.linalg.norm(x), jnp.float32) for x in ways]
+    run, slope = jax.jit(gradients), jax.jit(jax.grad(gradients, argnums=(0, 1, 2)))(*arrays)
+    measured = (
+        run(*(x + d for x, d in zip(arrays, ways, strict=True)))
+        - run(*(x - d for x, d in zip(arrays, ways, strict=True)))
+    ) / 2
+    assert abs(sum(jnp.vdot(x, d) for x, d in zip(slope, ways, strict=True)) / measured - 1) < 1e-2
+
+
+def test_vmap_merges_into_the_batch():
+    each = jax.vmap(lambda *x: glax.gated_delta_rule(*x, initial_state=state[:1]).output, in_axes=0)
+    got = each(*(x[:, None] for x in (q, k, v, g, beta)))[:, 0]
+    r = bind(q, k, v, g=g, beta=beta, initial_state=jnp.broadcast_to(state[:1], state.shape))
+    assert_close("output", got, reference(r).output, BAR)
+
+
+def test_explain_names_the_kernels_that_do_not_erase():
+    reasons = {s.name: s.refusal(bind(q, k, v, beta=beta)) for s in glax.kernel_registry.kernels.values()}
+    assert not any(s.erases for s in glax.kernel_registry.kernels.values() if str(s.platform) in ("triton", "pallas"))
+    assert reasons["chunked/xla/any"] is None and reasons["recurrent/xla/any"] is None
