@@ -76,7 +76,8 @@ def added_all(totals, *pairs) -> tuple[jax.Array, ...]:
             for a, b in of_one:
                 plgpu.wgmma(accumulator, a, b)
 
-    return pl.run_state(scope)(tuple(plgpu.ACC.init(total) for total in totals))
+    found: Any = pl.run_state(scope)(tuple(plgpu.ACC.init(total) for total in totals))
+    return found
 
 
 def after(total, running: int = 0):
