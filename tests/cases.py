@@ -68,7 +68,7 @@ def all_cases() -> Iterator[Case]:
         yield Case(
             f"K{K}V{V}", T=70, K=K, V=V, gates=("gk", "gv") if K == 60 else ("gk",), strengths=("log-sigmoid", "-20")
         )
-    for heads in ((4, 2, 2), (2, 2, 4), (4, 2, 1), (1, 4, 2), (2, 3, 6)):
+    for heads in ((4, 2, 2), (2, 2, 4), (4, 2, 1), (1, 4, 2), (2, 3, 6), (1, 1, 6)):
         name = "heads" + "-".join(map(str, heads))
         yield Case(name, B=2, T=40, heads=heads, gates=("gk", "gv"), K=8, V=6)
         yield Case(f"{name}-packed", heads=heads, gates=("g",), K=8, V=6, **packed)

@@ -50,6 +50,7 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
 
     K, V = (int(x) for x in (width.split("x") * 2)[:2])
     columns = 64 if "narrow" in what else min(K, V, 128)
+    columns = 128 if "pairs" in what else columns
 
     def call(q, k, v, g, d_output, d_final, cu_seqlens):
         r = bind(q, k, v, **{"g" if gate == "head" else "gk": g}, cu_seqlens=cu_seqlens if "packed" in what else None)

@@ -70,6 +70,7 @@ CASES = {
     ),
     "constant, packed": Call(gate="g_gamma", cuts=(0, 66, 66, 90), T=100, save=False),
     "head, groups": Call(gate="g", heads=(1, 1, 3), T=120, K=72, V=40),
+    "head, pairs": Call(gate="g", heads=(1, 2, 4), T=120, V=40, config=HopperConfig(columns=128)),
     "head, groups, packed, reversed": Call(gate="g", heads=(2, 1, 2), V=128, cuts=(0, 66, 66, 90), T=100, reverse=True),
 }
 

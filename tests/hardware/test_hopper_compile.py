@@ -43,6 +43,7 @@ KERNELS = {
     ("gradient", "key", "256x512"): 4,
     ("gradient", "key, float32", "128x256"): 4,
     ("gradient", "head", "256x512"): 3,
+    ("forward, residuals, groups, pairs", "head", "128x64"): 1,
     ("gradient, groups", "head", "128x64"): 3,
     ("gradient, groups", "head", "64"): 3,
 }

@@ -63,6 +63,10 @@ CASES = {
     "head, weak": Call(T=1000, gate="g", strength="weak"),
     "head, -100, reversed": Call(T=1000, gate="g", strength=-100.0, reverse=True),
     "head, -inf, packed": Call(T=600, H=4, K=64, V=64, gate="g", strength=-np.inf, cuts=PACKED),
+    "head, groups": Call(B=2, T=256, heads=(1, 1, 8), V=64, gate="g"),
+    "constant, groups of three, packed, reversed": Call(
+        T=600, heads=(2, 2, 6), V=64, gate="g_gamma", cuts=PACKED, reverse=True
+    ),
     "constant, reversed": Call(B=2, T=300, gate="g_gamma", strength="mild", reverse=True),
     "constant, packed": Call(T=600, K=128, V=64, gate="g_gamma", strength="mild", cuts=PACKED),
     "none": Call(T=333, gate=None),

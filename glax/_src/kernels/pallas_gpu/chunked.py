@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, gradient_recurrence
 from glax._src.kernels.common.gpu import multiprocessors
-from glax._src.kernels.pallas_gpu.config import WIDEST, HopperConfig
-from glax._src.kernels.pallas_gpu.layout import KernelLayout, group_size
+from glax._src.kernels.pallas_gpu.config import WIDEST, HopperConfig, group_size
+from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.plan import ScanResults
 from glax._src.kernels.pallas_gpu.vjp_head_gate import gradient_head
 from glax._src.kernels.pallas_gpu.vjp_head_group import gradient_groups

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 
 from glax._src.core.backend import local_device
 from glax._src.core.known_miscompiles import numbers, version_of
@@ -73,7 +74,10 @@ class Widths:
 
 @dataclasses.dataclass(frozen=True)
 class HopperConfig(Config):
-    """parts: segments into which every sequence is cut, 1 to leave it whole. columns: of the state in a program, 64 or 128."""
+    """parts: segments into which every sequence is cut, 1 to leave it whole. columns: of the state in a program, 64 or 128.
+
+    128 columns of heads of 64 are two heads, which share queries and keys (`scan_head_pair`).
+    """
 
     parts: int = 1
     columns: int = 64
@@ -91,10 +95,23 @@ class HopperConfig(Config):
         return sorted(shapes(r), key=lambda c: rounds(r, c))[:6]
 
 
-def shapes(r: Recurrence) -> list[HopperConfig]:
-    """What can run: 128 columns only of blocks of 128 x 128, segments of no less than four chunks, none of packed calls."""
+def group_size(r: Recurrence) -> int:
+    """Return the number of consecutive heads that share a head of q and a head of k."""
+    return math.gcd(r.num_heads // r.q.shape[2], r.num_heads // r.k.shape[2])
+
+
+def pairs_heads(r: Recurrence) -> bool:
+    """Return whether a program can scan two heads: of 64 columns, for other than per-key gates, in groups of even size."""
     widths = Widths.of(r, square=False)
-    wide = widths.K == widths.V == WIDEST
+    one_block = widths.K <= WIDEST and widths.V == 64 and widths.blocks.count == 1
+    return r.decay.form != "key" and one_block and group_size(r) % 2 == 0
+
+
+def shapes(r: Recurrence) -> list[HopperConfig]:
+    """What can run: 128 columns only of blocks of 128 x 128 or pairs of heads, segments of no less than four chunks, none of
+    packed calls."""
+    widths = Widths.of(r, square=False)
+    wide = widths.K == widths.V == WIDEST or pairs_heads(r)
     most = 1 if r.boundaries is not None else max(1, r.q.shape[1] // (4 * C))
     return [HopperConfig(p, columns) for columns in (64, 128)[: 1 + wide] for p in range(1, min(MOST_PARTS, most) + 1)]
 
@@ -106,7 +123,8 @@ def rounds(r: Recurrence, config: HopperConfig) -> float:
     docs/internals/experiments/hopper.md.
     """
     widths = Widths.of(r, square=False)
-    programs = r.num_sequences * r.num_heads * widths.blocks.count * -(-widths.V // config.columns) * config.parts
+    columns = r.num_heads * widths.blocks.count * widths.V
+    programs = r.num_sequences * -(-columns // config.columns) * config.parts
     chunks = -(-r.q.shape[1] // (C * config.parts))
     return (
         -(-programs // multiprocessors())

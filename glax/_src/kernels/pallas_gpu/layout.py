@@ -12,9 +12,10 @@ from jax import Array
 
 from glax._src.core.recurrence import Recurrence, Residuals
 from glax._src.kernels.common.limits import LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths
+from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, group_size, pairs_heads
 from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, Scan, ScanResults
 from glax._src.kernels.pallas_gpu.scan_head_gate import head_scan
+from glax._src.kernels.pallas_gpu.scan_head_pair import pair_scan
 from glax._src.kernels.pallas_gpu.scan_key_gate import key_scan
 from glax._src.kernels.pallas_gpu.segment_lookback import lookback_tables
 from glax._src.kernels.pallas_gpu.segment_scan import segment_scan
@@ -101,7 +102,9 @@ class KernelLayout:
     """
 
     def __init__(self, r: Recurrence, config: HopperConfig, square: bool = False):
-        self.r, self.rows, self.parts, self.columns = r, Rows.of(r), config.parts, config.columns
+        self.r, self.rows, self.parts = r, Rows.of(r), config.parts
+        self.paired = config.columns == 128 and pairs_heads(r)
+        self.columns = 64 if self.paired else config.columns
         self.key, self.grouped = r.decay.form == "key", grouped(r)
         widths = Widths.of(r, square and not self.grouped)
         self.N, self.blocks, self.K, self.V = r.num_sequences, widths.blocks, widths.K, widths.V
@@ -211,7 +214,7 @@ class KernelLayout:
         )
         if self.key:
             return key_scan(plan, *operands, out_of_range)
-        return head_scan(plan, *operands)
+        return pair_scan(plan, *operands) if plan.outputs and self.paired else head_scan(plan, *operands)
 
     @property
     def lookback(self) -> int:
@@ -395,11 +398,6 @@ class KernelLayout:
             by_block = by_block if self.key else by_block[:, :, :1]
             log = by_block.reshape(log.shape[0], self.r.num_heads, -1)
         return log[..., : self.r.state_shape[2]]
-
-
-def group_size(r: Recurrence) -> int:
-    """Return the number of consecutive heads that share a head of q and a head of k."""
-    return math.gcd(r.num_heads // r.q.shape[2], r.num_heads // r.k.shape[2])
 
 
 def grouped(r: Recurrence) -> bool:

@@ -113,7 +113,7 @@ class Tiles(NamedTuple):
     """In shared memory. `other`: of the other chunk of a run, from which the state between the two is formed."""
 
     q: Ref  # [1, C, K]
-    k: Ref  # [1, C, K], then dk
+    k: Ref  # [1, C, K]
     other: Ref  # [K / 64, C, 64]: k of the run's first chunk or q of its last, then dq
     v: Ref  # [STAGES, C, 64]
     d_output: Ref  # [STAGES, C, 64]
@@ -121,7 +121,8 @@ class Tiles(NamedTuple):
     states: Ref  # [STAGES 2, K, 64]: S before the chunk, and dL/dS behind it
     gates: Ref  # [STAGES, C]
     other_gates: Ref  # [STAGES, C]
-    scores: Ref  # [STAGES, C, C]: (q k^T) D
+    scores: Ref  # [STAGES, C, C]: (q k^T) D, then dk by halves of K
+    scores_rest: Ref  # [STAGES, C, C]: what it loses in bfloat16
     pairs: Ref  # [1, C, C]: q k^T, then the sum of scale dA over the heads
     pairs_rest: Ref  # [1, C, C]: what either loses in bfloat16
     dv: Ref  # [C, 64]
@@ -142,6 +143,7 @@ class Tiles(NamedTuple):
             gates=gates,
             other_gates=gates,
             scores=tiled(STAGES, C, C),
+            scores_rest=tiled(STAGES, C, C),
             pairs=tiled(1, C, C),
             pairs_rest=tiled(1, C, C),
             dv=tiled(C, COLUMNS),

@@ -19,6 +19,7 @@ from glax._src.kernels.pallas_gpu.vjp_head_group_refs import (
     STAGES,
     Program,
 )
+from glax._src.kernels.pallas_gpu.vjp_key_gate_chunk import split
 from glax._src.kernels.pallas_gpu.vjp_tiles import ScanOrder, half
 
 BF16 = jnp.bfloat16
@@ -163,6 +164,11 @@ def edge(p: Program, slot):
     return total * jnp.exp2(p.tiles.gates[slot, p.plan.last_token])
 
 
+def decayed_product(total, decay, values, state):
+    """Return total + decay (values state^T). The barrier keeps the compiler from starting the next product before that."""
+    return lax.optimization_barrier(total + decay * tiles.product(VALUES, (values, transposed(state))))
+
+
 def compute_queries(p: Program):
     """Form the scores of an item once, then of every unit A and dA, and what it adds to dq and to the sum of dA."""
     n, t, bar = p.plan, p.tiles, p.barriers
@@ -178,9 +184,7 @@ def compute_queries(p: Program):
 
     def store_pairs(x, at):
         """Store x [C, C] in two terms. Scores lie there while units are computed, for registers are short."""
-        high = lax.optimization_barrier(x.astype(BF16))
-        t.pairs.at[at][...] = high
-        t.pairs_rest.at[at][...] = (x - high.astype(jnp.float32)).astype(BF16)
+        t.pairs_rest.at[at][...] = split(t.pairs.at[at], x)
 
     def item(i):
         at = hidden_zero()
@@ -193,19 +197,18 @@ def compute_queries(p: Program):
             v, do = t.v.at[slot], t.d_output.at[slot]
             plgpu.barrier_wait(bar.loaded.at[slot])
             D = decays(slot)
-            A = ((read(t.pairs.at[0]) + read(t.pairs_rest.at[0])) * D).astype(BF16)
-            t.scores.at[slot][...] = A
+            A = (read(t.pairs.at[0]) + read(t.pairs_rest.at[0])) * D
+            t.scores_rest.at[slot][...] = split(t.scores.at[slot], A)
             dA = tiles.product(PAIRS, (do, transposed(v)))
-            used = (A.astype(jnp.float32) * dA).sum(1)
+            used = ((read(t.scores.at[slot]) + read(t.scores_rest.at[slot])) * dA).sum(1)
             pairs += dA * D
             p.meet()
             S = t.states.at[slot * 2]
             # [C, 64]
             drawn = tiles.product(VALUES, (t.q.at[0], S))
-            x = read(do) * by_row(jnp.exp2(plgpu.load(t.gates.at[slot], layout=BY_ROW)), VALUES)
-            used += (x * drawn).sum(1)
-            x = x.astype(BF16)
-            dq = [tiles.added(y, (x, transposed(S.at[half(part)]))) for part, y in enumerate(dq)]
+            up = by_row(jnp.exp2(plgpu.load(t.gates.at[slot], layout=BY_ROW)), VALUES)
+            used += (read(do) * up * drawn).sum(1)
+            dq = [decayed_product(y, up, do, S.at[half(part)]) for part, y in enumerate(dq)]
             plgpu.barrier_arrive(bar.consumed.at[slot])
             note(p, i, unit, QUERY_SIDE, used)
             return dq, pairs
@@ -216,11 +219,10 @@ def compute_queries(p: Program):
         p.meet()
         for part, y in enumerate(dq):
             k = t.k.at[at, :, half(part)]
-            t.other.at[at + part][...] = tiles.added(y * scale, (t.pairs.at[at], k), (t.pairs_rest.at[at], k)).astype(
-                BF16
-            )
+            y = tiles.added(y * scale, (t.pairs.at[at], k), (t.pairs_rest.at[at], k))
+            t.other.at[part][...] = y.astype(BF16)
         p.meet()
-        send(p, i, *((t.other.at[at + part], p.results.dq.at[..., half(part)]) for part in range(n.halves)))
+        send(p, i, *((t.other.at[part], p.results.dq.at[..., half(part)]) for part in range(n.halves)))
 
     items(p, item)
 
@@ -254,31 +256,34 @@ def compute_keys(p: Program):
             p.meet()
             G, last = plgpu.load(t.gates.at[slot], layout=BY_ROW), t.gates[slot, n.last_token]
             leaving = by_row(jnp.exp2(last - G), VALUES)
+            # halves [C, 64]
+            dk = [decayed_product(x, leaving, v, dS.at[half(part)]) for part, x in enumerate(dk)]
+            around = edge(p, slot)
             # [C, 64]
             through = tiles.product(VALUES, (t.k.at[0], dS)) * leaving
-            before = (read(v) * through).sum(1)
-            # [C, K]
-            dk = tiles.added(dk, ((read(v) * leaving).astype(BF16), transposed(dS)))
-            inner = tiles.product(VALUES, (transposed(t.scores.at[slot]), do))
+            through, before = lax.optimization_barrier((through, (read(v) * through).sum(1)))
+            scores = t.scores.at[slot], t.scores_rest.at[slot]
+            inner = tiles.product(VALUES, *((transposed(term), do) for term in scores))
             pushed = (read(v) * inner).sum(1)
-            around = edge(p, slot)
+            note(p, i, unit, BEFORE, before)
+            note(p, i, unit, KEY_SIDE, pushed)
+            note(p, i, unit, EDGE, around)
             plgpu.barrier_arrive(bar.consumed.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             t.dv[...] = (through + scale_of(p, i) * inner).astype(BF16)
             plgpu.commit_smem()
             b, part, chunk = place_of(p, i)
             plgpu.copy_smem_to_gmem(t.dv, p.results.dv.at[b, rows_of(chunk), part * n.units + unit])
-            note(p, i, unit, BEFORE, before)
-            note(p, i, unit, KEY_SIDE, pushed)
-            note(p, i, unit, EDGE, around)
             return dk
 
-        dk = lax.fori_loop(0, n.units, add, zeros((C, n.K)))
+        dk = lax.fori_loop(0, n.units, add, [zeros((C, 64)) for _ in range(n.halves)])
         p.meet()
         at = hidden_zero()
-        dk = tiles.added(dk, *((transposed(x.at[at]), t.q.at[at]) for x in (t.pairs, t.pairs_rest)))
+        terms = [transposed(x.at[at]) for x in (t.pairs, t.pairs_rest)]
+        dk = [tiles.added(x, *((y, t.q.at[at, :, half(part)]) for y in terms)) for part, x in enumerate(dk)]
         p.meet()
-        t.k.at[at][...] = dk.astype(BF16)
-        send(p, i, (t.k.at[at], p.results.dk))
+        for part, x in enumerate(dk):
+            t.scores.at[part][...] = x.astype(BF16)
+        send(p, i, *((t.scores.at[part], p.results.dk.at[..., half(part)]) for part in range(n.halves)))
 
     items(p, item)
