@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from glax.models import bamba, falcon_h1, fla, granite, mamba2, minimax, nemotron_h
 from glax.models.checkpoints import Weights, load_into
@@ -59,7 +60,7 @@ def from_config(
     return builder(parsed)(parsed, precision)
 
 
-def from_pretrained(folder: str | Path, *, dtype: jnp.dtype | None = None, mesh: Mesh | None = None) -> CausalLM:
+def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> CausalLM:
     """The model in a folder of config.json and safetensors, as `save_pretrained` of fla, transformers and glax writes it.
 
     dtype: of parameters and activations; that of the file if None. Sums and states are float32 all the same.

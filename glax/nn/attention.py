@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from glax.nn.layer import Layer
@@ -42,7 +43,7 @@ class Attention(Layer):
         qk_norm: bool = False,
         norm_eps: float = 1e-5,
         dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
     ):

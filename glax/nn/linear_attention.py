@@ -5,6 +5,7 @@ from typing import Any, TypedDict, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import recurrent
@@ -40,7 +41,7 @@ class Options(TypedDict, total=False):
     gate_fn: str
     elementwise_affine: bool
     dtype: jnp.dtype | None
-    param_dtype: jnp.dtype
+    param_dtype: DTypeLike
     kernel_init: Callable | None
 
 
@@ -81,7 +82,7 @@ class LinearAttention(Layer):
         norm_eps: float = 1e-6,
         elementwise_affine: bool = True,
         dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         kernel_init: Callable | None = None,
         recurrence: Callable = recurrent,
         rngs: nnx.Rngs,

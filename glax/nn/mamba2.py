@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import recurrent
@@ -72,7 +73,7 @@ class Mamba2(Layer):
         dt_floor: float = 1e-4,
         conv_init: float | None = None,
         dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         kernel_init: Callable | None = None,
         recurrence: Callable = recurrent,
         rngs: nnx.Rngs,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import lightning_decay, recurrent
@@ -84,7 +85,7 @@ class LightningAttention(Layer):
         act: str = "silu",
         norm_eps: float = 1e-6,
         dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         kernel_init: Callable | None = None,
         recurrence: Callable = recurrent,
         rngs: nnx.Rngs,

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import recurrent
@@ -66,7 +67,7 @@ class RWKV6Attention(Layer):
         norm_eps: float = 1e-5,
         elementwise_affine: bool = True,
         dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         kernel_init: Callable | None = None,
         recurrence: Callable = recurrent,
         rngs: nnx.Rngs,
@@ -141,7 +142,7 @@ class RWKV6FeedForward(Layer):
         *,
         act: str = "sqrelu",
         dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
     ):
