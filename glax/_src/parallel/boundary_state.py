@@ -21,8 +21,8 @@ def state_and_decay(
     rows: BoundaryRows,
     spans: Bool[Array, ""],
     begun: Float[Array, "N H K V"],
-    a: Float[Array, "B T heads K"],
-    b: Float[Array, "B T heads V"],
+    a: Float[Array, "B T _ K"],
+    b: Float[Array, "B T _ V"],
     adjoint: bool,
 ) -> tuple[Array, Array, Array | None]:
     """Returns S [E, H, K, V], and D as factors of its rows [E, H, K or 1] and columns [E, H, V] or None.

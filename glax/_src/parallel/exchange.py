@@ -46,7 +46,7 @@ class Shard:
     the sequence that enters is the one that leaves.
     """
 
-    cuts: Int[Array, "N+1"] | None
+    cuts: Int[Array, "boundaries"] | None
     enter: Edge
     leave: Edge
     begins: Bool[Array, "N"]
