@@ -26,7 +26,7 @@ COLUMNS = 64  # of a head
 PAIRS, VALUES = (C, C), (C, COLUMNS)
 
 Ref = Any
-Pair = tuple[Ref, Ref]
+Pair = tuple[Ref, ...]  # two, one of each head
 
 
 class Operands(NamedTuple):
