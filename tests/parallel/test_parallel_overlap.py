@@ -150,7 +150,7 @@ def hopper_of_loops(monkeypatch) -> dict:
 
     def of_chunks(q, k, v, g, *rest, **_):
         x, each = opaque("chunks", q, k, v, g, *rest), (q.shape[0], q.shape[1] // 64, q.shape[2])
-        return *(jnp.full_like(y, x) for y in (q, k, v, g)), jnp.full(each, x)
+        return *(jnp.full_like(y, x) for y in (q, k, v, g[0])), jnp.full(each, x)
 
     monkeypatch.setattr(layout, "key_scan", key_scan)
     monkeypatch.setattr(layout, "segment_scan", entering)
