@@ -24,6 +24,7 @@ PLATFORMS = {
     (Platform.XLA, Backend.ANY): "XLA (any device)",
     (Platform.CPP, Backend.CPU): "C++ (CPU)",
     (Platform.TRITON, Backend.GPU): "Triton (GPU)",
+    (Platform.CUDA, Backend.GPU): "CUDA (GPU)",
     (Platform.PALLAS, Backend.GPU): "Pallas (Hopper GPU)",
     (Platform.PALLAS, Backend.TPU): "Pallas (TPU)",
 }

@@ -63,7 +63,10 @@ def cell(x) -> str:
 
 @contextlib.contextmanager
 def progress(what: str, steps: int) -> Iterator:
-    """Yields advance(), to be called after each step: a bar on standard error, where that is a terminal and rich is there."""
+    """Yield advance(), to be called after each of `steps` steps, which moves a bar named `what` on standard error.
+
+    Without a terminal or without rich there is no bar, and advance() does nothing.
+    """
     if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         yield lambda: None
         return

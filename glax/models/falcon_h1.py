@@ -91,7 +91,10 @@ def numbers(options: Options, key: str, count: int) -> tuple[float, ...]:
 
 
 def falcon_h1(config: ModelConfig, precision: Precision) -> CausalLM:
-    """Zuo et al. 2025, https://arxiv.org/abs/2507.22448."""
+    """Build a Falcon-H1 model. Raises UnsupportedOption for an option that is not supported.
+
+    Zuo et al. 2025, https://arxiv.org/abs/2507.22448.
+    """
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
     outer, init = outer_options(options, precision, 128000)

@@ -74,7 +74,10 @@ def rotation(options: Options, theta: float, partial: float = 1.0) -> dict[str, 
 
 
 def attention_sizes(options: Options, width: int, heads: int = 32, kv_heads: int | None = None) -> dict[str, Any]:
-    """num_heads, num_kv_heads and head_width."""
+    """Read num_heads, num_kv_heads and head_width as arguments of `Attention`.
+
+    heads, kv_heads: the values of options that the config lacks; as many key-value heads as heads if that is None, too.
+    """
     heads = options.integer("num_attention_heads", heads)
     found = options.integer("num_key_value_heads", kv_heads, optional=True)
     head_width = options.integer("head_dim", None, optional=True) or width // heads

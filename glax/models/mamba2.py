@@ -90,7 +90,11 @@ def of_fla(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def sizes_of(options: Options, *, heads: int | None, groups: int, hidden: int, layers: int) -> dict:
-    """The sizes that the configs of transformers and fla name alike; the arguments are the defaults."""
+    """Read the sizes that the configs of transformers and fla name alike, as arguments of `Mamba2`, with width and layers.
+
+    heads, groups, hidden, layers: the values of options that a config lacks; heads None: as many as fill the width inside.
+    Raises ValueError unless num_heads * head_dim is hidden_size * expand.
+    """
     width, expand = options.integer("hidden_size", hidden), options.number("expand", 2)
     head_width = options.integer("head_dim", 64)
     inside = int(expand * width)

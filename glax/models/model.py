@@ -185,7 +185,7 @@ class CausalLM(nnx.Module):
         return of_state if self.remat is None else jax.checkpoint(of_state, policy=REMAT[self.remat])
 
     def before_head(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        """What head_kernel multiplies; for models that scale their logits."""
+        """Return the rows that head_kernel multiplies: x. A model that scales its logits overrides this."""
         return x
 
     @property

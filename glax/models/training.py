@@ -156,7 +156,10 @@ def make_model(config: TrainingConfig) -> tuple[CausalLM, Tokenizer]:
 
 
 def spread_sequence(model: CausalLM, mesh: jax.sharding.Mesh):
-    """Let every recurrence of the model solve its shard of the sequence, and exchange states."""
+    """Change the model in place: every layer with a recurrence solves its shard of the sequence, and exchanges states.
+
+    mesh: has the axes "data", over which the batch is sharded, and "sequence".
+    """
     recurrence = functools.partial(parallel.recurrent, mesh=mesh, batch_axis="data", sequence_axis="sequence")
     for _, module in nnx.iter_modules(model):
         if isinstance(module, LinearAttention | LightningAttention | Mamba2 | RWKV6Attention):

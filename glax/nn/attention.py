@@ -17,7 +17,7 @@ from glax.nn.passes import Rows, State
 class Attention(Layer):
     """Causal softmax attention, `jax.nn.dot_product_attention`, with rotary positions and a cache of keys and values.
 
-    num_kv_heads: divides num_heads, which it is if None. head_width: width // num_heads if None.
+    num_kv_heads: a divisor of num_heads; num_heads if None. head_width: width // num_heads if None.
     theta:        of the rotation; no rotation if None. rotary_width: how many channels of a head rotate; all if None.
     window:       how many tokens a token sees, itself included; all before it if None.
     scale:        of the scores; head_width ** -0.5 if None.

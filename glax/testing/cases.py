@@ -77,7 +77,10 @@ def gate(rng: np.random.Generator, shape: tuple[int, ...], strength: str) -> np.
 
 
 def inputs(case: Case, strength: str, seed: int = 0) -> dict[str, jax.Array]:
-    """The arguments of `glax.recurrent`, without cu_seqlens and reverse."""
+    """Draw the arrays of a case: arguments of `glax.recurrent`, but for cu_seqlens, segment_ids, pad_id and reverse.
+
+    strength: of the gates, one of `glax.testing.cases.gate`'s.
+    """
     rng = np.random.default_rng(seed)
     B, T, (Hq, Hk, Hv), K, V, H = case.B, case.T, case.heads, case.K, case.V, max(case.heads)
     arrays = dict(
@@ -111,7 +114,7 @@ def erasures(rng: np.random.Generator, case: Case, key: np.ndarray) -> dict[str,
 
 
 def recurrence(case: Case, strength: str, seed: int = 0) -> Recurrence:
-    """The `Recurrence` of these inputs: what a kernel is called with."""
+    """Bind the arrays of `inputs(case, strength, seed)` to the `Recurrence` that a kernel is called with."""
     cuts = None if case.cuts is None else jnp.asarray(case.cuts, jnp.int32)
     arrays: dict[str, Any] = inputs(case, strength, seed) | dict(cu_seqlens=cuts)
     ids = None if case.ids is None else jnp.asarray(case.ids, jnp.int32)

@@ -1,4 +1,7 @@
-"""The platforms. Each is a folder; importing it registers its kernels, which happens at the first call."""
+"""The kernels, in a folder for each platform: `cpu` is platform "cpp", and "pallas" has one for GPUs and one for TPUs.
+
+Importing a folder registers its kernels, which happens at the first call.
+"""
 
 import functools
 import importlib

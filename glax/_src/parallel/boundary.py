@@ -54,7 +54,7 @@ class BoundaryRows:
 
     @property
     def num_next_windows(self) -> Int[Array, ""]:
-        """The number of windows after the first that have rows of the crossing sequence."""
+        """Count the windows after the first that have rows of the sequence that crosses the edge of the shard."""
         first, following = self.window_rows
         return -(-jnp.maximum(self.edge.rows - first, 0) // following)
 

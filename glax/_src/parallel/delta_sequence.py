@@ -58,7 +58,11 @@ def transition(choice: Choice, r: Recurrence, shard: Shard) -> tuple[Float[Array
 
 
 def solve_delta_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_residuals: bool):
-    """Returns the outputs, and (the state that entered, the kernel's residuals or None, the map of `transition`)."""
+    """Solve the rows of one shard, and exchange states with the other n - 1 along a mesh axis.
+
+    Return the outputs, and (the state that entered, the kernel's residuals or None, the map of `transition`). The residuals
+    are None unless `save_residuals`, and where the kernel has none.
+    """
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     begun = where(shard.begins, r.start_state, 0)
     own, residuals = r.replace(boundaries=shard.cuts, initial_state=begun), None

@@ -81,7 +81,7 @@ class Spread:
 
     @property
     def for_packed(self) -> "Spread":
-        """The layout of packed arrays, whose B is 1: the axes of the batch shard T, as the outer axes of sequence_axis."""
+        """Return the layout of packed arrays, whose B is 1. T is divided over the batch's axes, then the sequence's."""
         axes = (*flat_axes(self.batch_axis), *flat_axes(self.sequence_axis))
         return dataclasses.replace(self, batch_axis=None, sequence_axis=axes or None)
 

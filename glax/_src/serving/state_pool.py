@@ -67,7 +67,10 @@ def take(pool: Float[Array, "P *state"], slots: Int[Array, "N"]) -> Float[Array,
 
 
 def put(pool: Float[Array, "P *state"], slots: Int[Array, "N"], states: Float[Array, "N *state"], rounding_key=None):
-    """The pool with rows `slots` set, in its dtype: rounded to nearest or, with a key, stochastically."""
+    """Return the pool with rows `slots` set, in its dtype: rounded to nearest or, with a key, stochastically.
+
+    A slot out of bounds, as `usable` makes of -1, drops its state.
+    """
     states = stored(states, pool.dtype, rounding_key)
     if not (Backend.here() is Backend.CPU and pool.dtype.itemsize == 2 and pool.shape[0]):
         return pool.at[slots].set(states, mode="drop")

@@ -1,7 +1,7 @@
 """Kernels in CUDA C++ for NVIDIA GPUs from compute capability 8.0 on. They need neither Triton nor CUDA's compiler `nvcc`.
 
-NVRTC, which comes with `jax[cuda13]`, compiles device/*.cu for the GPU that is there at the first use; host/launch.cc, built when
-glax is installed, launches the result.
+NVRTC comes with `jax[cuda12]` and `jax[cuda13]`. It compiles device/*.cu for the GPU that is there at the first use.
+host/launch.cc, built when glax is installed, launches the result.
 """
 
 from glax._src.core.backend import local_device
@@ -54,12 +54,12 @@ def step_refusal(r: Recurrence) -> str | None:
 
 
 def priority(r: Recurrence) -> int:
-    """Above Triton's 20 or below its 5; docs/internals/cuda.md has the measurements."""
+    """Above Triton's 20 or below its 5."""
     return 25 if r.q.shape[1] < SHORT else 3
 
 
 def step_priority(r: Recurrence) -> int:
-    """Above Triton's 0."""
+    """Above Triton's 0: at least as fast at every shape in docs/internals/cuda.md."""
     return 1
 
 

@@ -286,7 +286,7 @@ class KernelLayout:
         return self.r.reverse != adjoint
 
     def start(self, start):
-        """The states of heads that are given, filled up and cut into blocks, [N, H, K, V]."""
+        """Fill given states [N, H, K, V] up with zeros to the kernels' widths, and cut them into blocks; None stays None."""
         if start is None:
             return None
         (rows, columns), S = (self.blocks.rows, self.blocks.columns), start.astype(jnp.float32)

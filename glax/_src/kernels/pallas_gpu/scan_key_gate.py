@@ -17,10 +17,10 @@ to the edges of the chunk, S' is the state that enters it, and no score is forme
 A token's score with itself is the largest score where gates are strong. It is formed of q^ and k^, or of q and k, before they
 are rounded. Scores have 16 bits, two terms in bfloat16. The gradient reads S' of every chunk. Where gates are weak, an output
 is a sum over so many tokens that q^ has two terms, too, which costs time. Only programs whose gates are weak on average, by a
-sample of them, form the second term. It lies in the tile that held the chunk's gates.
+sample of them, form the second term of q^. That term lies in the tile that held the chunk's gates.
 
-Some scans form no scores and store no S' but that at the edges of segments. These and the scan of dL/dS scale to the chunk's
-edge instead. E_j is the sum of log decays behind token j (against time, of q and d_output in place of k and v, through token j):
+Two kinds of scan form no scores and scale to the chunk's edge: the scan that finds the states of segments, and the scan of dL/dS.
+E_j is the sum of log decays behind token j. Against time q and d_output take the places of k and v, and E_j includes token j:
 
     S_out = e^{L + R} S + sum_j (k_j e^{E_j}) v_j^T
 

@@ -105,7 +105,7 @@ def where_exact(exact: Bool[Array, ""], r: Recurrence, size: int, together, othe
 
     lax.cond copies the operands of its branches, and shares nothing inside of a branch with the code outside. Forward and
     gradient have factors and rows in common. If the call `trains` and all chunks are one block, together() is therefore computed
-    outside. Its result may be NaN; a loop of zero or one iterations overwrites it.
+    outside. Where `exact` is False its result may be NaN, and otherwise() takes its place, in a loop of one iteration.
     """
     if not trains or block(r, size) < r.q.shape[1]:
         return lax.cond(exact, together, otherwise)
