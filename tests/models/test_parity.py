@@ -159,7 +159,7 @@ def copied(tmp_path, name="gla", **changes) -> pathlib.Path:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (dict(model_type="llama"), "model_type='llama' in config.json is not supported: supported are gla, "),
+        (dict(model_type="llama"), "model_type='llama' in config.json is not supported: supported are bamba, "),
         (
             dict(rope_scaling={"type": "linear"}),
             "options that are not supported for model_type 'gla': rope_scaling={'type",
