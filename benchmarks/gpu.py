@@ -9,7 +9,7 @@ python benchmarks/gpu.py --errors                                   # both gates
 
 fla-core runs from PyTorch, and each of its calls is launched from Python, as its users launch it. The two are timed in turns,
 with many calls in flight. --quick: fla-core tunes itself in short runs, not in minutes. Peak memory counts inputs, outputs and
-gradients. "of floor": the time, divided by that of a copy that reads each input once and writes each output once.
+gradients. "of floor": the time, divided by the time of a copy that reads each input once and writes each output once.
 """
 
 import argparse

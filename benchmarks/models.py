@@ -8,7 +8,7 @@ python benchmarks/models.py --shape B,T,GROUPS,H,K,V --gate head    # a shape of
 python benchmarks/models.py --errors                # relative errors against float64, in thousandths; nothing is timed
 
 All implementations of a layer are timed in turns in one process, with many calls in flight; medians. "of floor": the time over
-that of a copy that moves `least_bytes`. Each line of JSON is a result in the form of benchmarks/results/README.md.
+the time of a copy that moves `least_bytes`. Each line of JSON is a result in the form of benchmarks/results/README.md.
 """
 
 import argparse

@@ -41,7 +41,7 @@ def add_parser(subparsers):
     help = "draw among the likeliest tokens that together have this probability"
     parser.add_argument("--top-p", type=number(1e-9, 1), metavar="X", help=help)
     parser.add_argument("--seed", type=within(0, 2**63 - 1), default=0, metavar="N", help="of drawing (default: 0)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: that of the file)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as in the file)")
     parser.add_argument("--tokenizer", type=a_path, metavar="FILE", help="a tokenizer.json")
     return parser
 

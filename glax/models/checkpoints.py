@@ -140,7 +140,7 @@ def tied_name(model: CausalLM) -> str | None:
 def save_pretrained(model: CausalLM, folder: str | Path):
     """Write config.json and model.safetensors, which fla and transformers load; whole, or the old ones stay.
 
-    Each parameter is written in its own dtype, and the config names that of the embedding. OSError if it cannot be written.
+    Each parameter is written in its own dtype, and the config names the embedding's. OSError if it cannot be written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

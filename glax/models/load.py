@@ -63,7 +63,7 @@ def from_config(
 def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> CausalLM:
     """The model in a folder of config.json and safetensors, as `save_pretrained` of fla, transformers and glax writes it.
 
-    dtype: of parameters and activations; that of the file if None. Sums and states are float32 all the same.
+    dtype: of parameters and activations; the file's if None. Sums and states are float32 all the same.
     mesh:  puts each parameter on its devices as `glax.models.partition_spec` says; on the default device if None.
 
     Nothing is downloaded; the folder of a snapshot of huggingface_hub works. Raises UnsupportedOption, which names the key and

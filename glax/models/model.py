@@ -46,7 +46,7 @@ class CausalLM(nnx.Module):
     """Tokens to logits of the next token:   embedding, blocks, norm, head.
 
     A block is a module with `mix(x, state, rows) -> (x, state)` and `empty_state(batch, max_length)`, where state is a dict.
-    Where head is None, the head is the embedding's transpose. `config` is that of the checkpoint, and `names` gives the names
+    Where head is None, the head is the embedding's transpose. `config` is the checkpoint's, and `names` gives the names
     of the parameters there. Subclasses may define `embed`, `arguments`, `through` and
     `before_head`.
     """

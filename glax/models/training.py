@@ -48,7 +48,7 @@ class TrainingConfig:
 
     model:      the content of a config.json, or a folder: its weights are trained on, where it has any.
     text:       the file to train on; its last 5% are held out.
-    tokenizer:  a file of the package tokenizers; that of the model's folder, or bytes, if None.
+    tokenizer:  a file of the package tokenizers; the one in the model's folder, or bytes, if None.
     out:        the folder for checkpoints, the plot, and the model as `save_pretrained` writes it.
     steps, batch, length: optimizer steps, windows a step, tokens a window.
     learning_rate, warmup, weight_decay, clip: AdamW, a linear warmup over that share of the steps, then a cosine to a tenth.

@@ -21,7 +21,7 @@ class Attention(Layer):
     theta:        of the rotation; no rotation if None. rotary_width: how many channels of a head rotate; all if None.
     window:       how many tokens a token sees, itself included; all before it if None.
     scale:        of the scores; head_width ** -0.5 if None.
-    bias:         of the projections of q, k and v; output_bias: of that of the output.
+    bias:         of the projections of q, k and v; output_bias: of the output's projection.
     qk_norm:      RMSNorm of q and k in each head, with norm_eps.
 
     The cache has max_length rows a sequence: what goes beyond is lost. Vaswani et al. 2017, https://arxiv.org/abs/1706.03762.

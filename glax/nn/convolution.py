@@ -13,7 +13,7 @@ from glax.nn.passes import Rows, State
 class ShortConvolution(Layer):
     """Depthwise causal convolution:   y_t = act(sum over i of filter[i] * x_{t - size + 1 + i} + bias),   from zeros.
 
-    filter [size, width]; filter[size - 1] is that of the row itself. The state is the last size - 1 rows, [N, size - 1, width].
+    filter [size, width]; filter[size - 1] multiplies the row itself. The state is the last size - 1 rows, [N, size - 1, width].
     Packed sequences do not see each other. Sums are float32. Over sequence shards of a mesh, jit exchanges size - 1 rows.
 
     activation: a name of `glax.nn.parts.ACTIVATIONS`, or None. dtype: of the rows in the state; float32 if None.

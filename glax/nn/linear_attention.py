@@ -25,10 +25,10 @@ class Options(TypedDict, total=False):
     use_short_conv, conv_size, conv_bias: a ShortConvolution with SiLU behind each of the projections of q, k and v.
     use_output_gate, gate_fn: multiply the norm of the output by gate_fn(W_s x).
     norm_eps, elementwise_affine: of the norm of each head's output.
-    dtype:         of the projections and of q, k and v; that of x and the parameters if None. The state is float32.
+    dtype:         of the projections and of q, k and v; the dtype of x and the parameters if None. The state is float32.
     param_dtype:   of the parameters.
     kernel_init:   of the projections; normal with a deviation of 0.02 if None.
-    recurrence:    what solves whole sequences: `glax.recurrent`, or that of `glax.parallel` with its mesh and axes.
+    recurrence:    what solves whole sequences: `glax.recurrent`, or `glax.parallel.recurrent` with its mesh and axes.
     """
 
     num_kv_heads: int | None

@@ -117,7 +117,7 @@ def rotate(
 ) -> Float[Array, "*rows H D"]:
     """Rotate channel i and channel i + width / 2 of each head by positions * theta^(-2 i / width).
 
-    x: [*rows, H, D], any float dtype, which is that of the result. positions: [*rows], the place of each row in its sequence.
+    x: [*rows, H, D], any float dtype, which the result has too. positions: [*rows], the place of each row in its sequence.
     width: how many of the channels rotate, from the first; all if None. Su et al. 2021, https://arxiv.org/abs/2104.09864.
     """
     width = x.shape[-1] if width is None else width

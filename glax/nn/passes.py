@@ -48,7 +48,7 @@ class Rows(Protocol):
 class Parallel:
     """Whole sequences: rows are [B, T], or [T] or [1, T] packed by cu_seqlens [N + 1], or [B, T] packed by segment_ids.
 
-    segment_ids: a token continues the state of the token before it if both have the same id. pad_id is that of padding, which
+    segment_ids: a token continues the state of the token before it if both have the same id. pad_id is the id of padding, which
     changes no state; None if no id is.
     """
 

@@ -227,7 +227,7 @@ STATES = [
 @pytest.mark.parametrize("platform", [Platform.XLA, Platform.CPP], ids=str)
 @pytest.mark.parametrize("case", STATES, ids=lambda case: f"{case.name}{'+'.join(case.gates)}")
 def test_states_every_64_tokens(case, platform):
-    """The states, their dtype, and the gradient through output, final state and states: that of the same in float64."""
+    """The states, their dtype, and the gradient through output, final state and states, against the same in float64."""
     r = recurrence(case, "log-sigmoid")
     d_output, d_final = cotangents(case, r)
     want, outputs = reference_states(r, 64), reference(r)

@@ -14,7 +14,9 @@ from tests.cases import EXTREME, Case, all_cases, recurrence
 from tests.close import assert_close, assert_outputs_close
 from tests.emulate_cuda import emulated
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="needs g++, which compiles the kernel's source for the host"
+)
 
 CASES = {case.name: case for case in all_cases()}
 FEW = ("log-sigmoid", "-20", "-inf on 5%", "+0.05")

@@ -1,7 +1,9 @@
 """Check that what glax saves loads in fla and transformers with the same logits: in two environments, one after the other.
 
-python -m tests.models.check_saved /tmp/saved                       # with JAX: changes each fixture and saves it
-env/bin/python tests/models/check_saved.py /tmp/saved --compare     # with PyTorch: see make_fixtures.py
+python -m tests.models.check_saved OUT                       # with JAX: changes each fixture and saves it
+env/bin/python tests/models/check_saved.py OUT --compare     # with PyTorch: see make_fixtures.py
+
+OUT: a folder for the saved models.
 """
 
 import pathlib

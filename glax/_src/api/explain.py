@@ -30,7 +30,7 @@ class Explanation(list[Decision]):
 
 def explain(fn, *args, **kwargs) -> Explanation:
     """List every glax call that fn(*args, **kwargs) makes: the kernel, its config, the selector that chose the config, and
-    why no other kernel runs: it refused, or its priority is not above that of the chosen one. With `platform`, the kernels of
+    why no other kernel runs: it refused, or its priority is not above the chosen kernel's. With `platform`, the kernels of
     other platforms are not listed. Only traces fn; shapes (jax.ShapeDtypeStruct) will do for arguments.
 
     Under jax.grad the gradient's kernels are among them. Calls of the same kernel on the same shapes stand once. A vmapped

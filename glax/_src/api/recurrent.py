@@ -48,7 +48,7 @@ class Options(TypedDict, total=False):
     states_every:  a multiple of 64: the result then has a third field, `states`, behind every states_every tokens in the
                    order of the scan, a tail of fewer not included. [N, T // states_every, H, K, V], counted along the row
                    with segment_ids too; with cu_seqlens `PackedStates`, counted within each sequence. Differentiable.
-    states_dtype:  the dtype of these states, that of sums if None.
+    states_dtype:  the dtype of these states, the dtype of sums if None.
     platform:      the platform of the kernel: "xla", "cpp", "triton", "pallas" or "cuda". None or "auto": glax chooses.
     cfg:           the config of the kernel, such as glax.configs.ChunkedConfig(chunk=64). None: a measured config, or else one
                    that the kernel derives from the shapes.
@@ -116,7 +116,7 @@ def recurrent(
 
     Returns output [B, T, H, V] in the query's dtype and final_state [N, H, K, V]. Rows behind cu_seqlens[-1] are padding:
     output 0, no effect. An empty sequence hands its initial state through. With segment_ids, the initial state of a row enters
-    its first segment that is not padding, and the final state is that of the last such segment, in the order of the scan; a
+    its first segment that is not padding, and the final state is the state of the last such segment, in the order of the scan; a
     row of padding alone hands its initial state through. The other options: see `Options`.
 
     Raises ValueError or TypeError naming the argument, what was expected and what came; UnsupportedError, with each

@@ -69,7 +69,7 @@ class TwoPhase(NamedTuple):
     local_states: (recurrence, config=) -> (begun, state, log); for "<algorithm>.vjp" (recurrence, d_output, d_final, config=).
             begun: arrays for `finish`, whose first axis grows with the batch. state [N, H, K, V]: the final state, or the
             gradient of the initial state. log [N, H, K or 1]: the sum of log decays of each sequence
-    finish: (begun, recurrence, config=) -> what `run` returns, from the initial state of this recurrence, not that of the
+    finish: (begun, recurrence, config=) -> what `run` returns, from the initial state of this recurrence, not from the one of the
             first phase; for "<algorithm>.vjp" (begun, recurrence, d_output, d_final[, residuals], config=)
     finish_with_residuals: (begun, recurrence, config=) -> what `forward_with_residuals` returns
     """

@@ -45,7 +45,7 @@ def stored(states: Float[Array, "*shape"], dtype, rounding_key=None) -> Float[Ar
 def rounded(dtype, x: Float[Array, "*shape"], bits: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Round float32 to one of the two neighbours in dtype, to each with a probability of 1 - its distance / their distance.
 
-    The expected value is x itself. Its gradient is that of a cast.
+    The expected value is x itself. Its gradient is the gradient of a cast.
     """
     dropped = DROPPED[str(dtype)]
     mask = jnp.uint32((1 << dropped) - 1)

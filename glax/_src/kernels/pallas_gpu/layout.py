@@ -368,7 +368,7 @@ class KernelLayout:
             out_of_range = jnp.where(jnp.arange(self.chunks)[None, :, None] < self.rows.begins[-1], out_of_range, 0)
         if self.stored.count == 1:
             return Residuals(found.states, out_of_range)
-        # Axis 2 is that of heads, over which devices may share them: the blocks of a head stay together.
+        # Axis 2 holds heads, over which devices may share them: the blocks of a head stay together.
         states = found.states.reshape(*found.states.shape[:2], self.r.num_heads, -1, found.states.shape[4])
         flags = jnp.moveaxis(out_of_range.reshape(*out_of_range.shape[:2], -1, self.stored.count), 3, 2)
         return Residuals(states, flags.reshape(flags.shape[0], -1, self.r.num_heads))

@@ -90,7 +90,7 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """In shared memory. The second axis of tiles of tokens is that of halves of the channels, one for each warpgroup."""
+    """In shared memory. The second axis of tiles of tokens holds halves of the channels, one for each warpgroup."""
 
     q: Ref  # [slots, 2, C, 64]: q, then x, then dq
     k: Ref  # [slots, 2, C, 64]: k, then y, then dk

@@ -55,7 +55,7 @@ def diagonal_blocks(L: Float[Array, "B H C C"], size: int, below: int) -> Float[
 
 
 def substituted(L: Float[Array, "B H n C C"]) -> Float[Array, "B H n C C"]:
-    """Compute (I + L)^-1 row by row: row i is that of I minus the sum over j < i of L_ij times row j."""
+    """Compute (I + L)^-1 row by row: row i is row i of I minus the sum over j < i of L_ij times row j."""
     C = L.shape[-1]
     identity = jnp.asarray(np.eye(C), L.dtype)
 

@@ -9,7 +9,7 @@ G_i is the sum of log decays from the chunk's first token through token i. S [K,
     O    = (q e^G) S + P U
     S'   = e^{G_last} S + (k e^{G_last - G})^T U
 
-So the chunk is that of `chunk_math` with U in the place of v, and one more matrix of scores. Both matrices take the same factors:
+So the chunk equals one of `chunk_math` with U in the place of v, and one more matrix of scores. Both take the same factors:
 exact for all gates. L includes the decays, rather than the inverse of a matrix without them: that inverse may overflow where the
 decays keep the chunk's own small.
 
@@ -66,7 +66,7 @@ def scores(x, k, key: Factors, masks) -> Float[Array, "B H C C"]:
 
 
 def scores_gradient(d_pairs, x, k, key: Factors, masks) -> tuple[Array, Array]:
-    """Return the gradients of x and k from that of `scores`."""
+    """Return the gradients of x and k from the gradient of `scores`."""
     dx, dk = jnp.zeros_like(x), jnp.zeros_like(k)
     for up, down, mask in zip(key.up, key.down, masks, strict=True):
         if mask.any():

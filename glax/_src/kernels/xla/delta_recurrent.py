@@ -237,7 +237,7 @@ def delta_gradient_by_token(r: Recurrence, d_output, d_final) -> Recurrence:
 
 
 class TokenGradient(NamedTuple):
-    """The gradient of one token's arrays, as `Tokens` holds them, and its part of that of the scale, [B]."""
+    """The gradient of one token's arrays, as `Tokens` holds them, and its part of the gradient of the scale, [B]."""
 
     q: Array
     k: Array

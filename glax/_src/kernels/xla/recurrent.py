@@ -140,7 +140,7 @@ def recurrent(r: Recurrence, *, config) -> Outputs:
 
 def vjp_supports(r: Recurrence) -> str | None:
     if r.erasure is None:
-        return "takes recurrences that erase; the gradient of others is that of chunked"
+        return "takes recurrences that erase; the gradient of others is chunked's"
     return "takes a T that is known while tracing, not a symbol" if is_symbol(r.q.shape[1]) else None
 
 

@@ -48,7 +48,7 @@ struct DeltaBlock {
     erase_rows = rows_of(p, p.erase, n, h, 0, K), write_rows = rows_of(p, p.write, n, h, first, V);
     const DecayAccumulator side = accumulator_of(p, true, n, h, 0, K);
     gate = side.gate, gates = side.kind == DecayAccumulator::none ? none : side.kind == DecayAccumulator::scalar ? scalar : channel;
-    // The padding of rows stays zero; so does that of the factors of a state.
+    // The padding of rows stays zero; so does the padding of a state's factors.
     for (float* rows : {q, k, e, k_in, k_out}) __builtin_memset(rows, 0, BLOCK_TOKENS * key_width * 4);
     __builtin_memset(reads, 0, 2 * BLOCK_TOKENS * key_width * 4);
     for (float* rows : {v, w, values}) __builtin_memset(rows, 0, BLOCK_TOKENS * value_width * 4);

@@ -8,7 +8,7 @@
 //
 // Macros: H, HQ, HK, HV heads; K, V; THREADS, LANES, VECTOR; TOKENS staged in shared memory at a time;
 // DTYPE of q, k, v and o; CONSTANT, HEAD, KEY, VALUE: -1 for an absent gate, else its dtype (float32 for CONSTANT);
-// STATE the dtype of initial states, or -1; FINAL that of final states, or -1; POOLED, STEP, PACKED, REVERSE: 0 or 1.
+// STATE the dtype of initial states, or -1; FINAL the dtype of final states, or -1; POOLED, STEP, PACKED, REVERSE: 0 or 1.
 
 constexpr int COLUMNS = LANES * VECTOR;
 constexpr int BLOCKS = (V + COLUMNS - 1) / COLUMNS;
