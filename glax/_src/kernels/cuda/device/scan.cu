@@ -32,7 +32,6 @@ struct Staged {
 struct Operands {
   const void *q, *k, *v, *head, *key, *value;
   const float *constant, *scale;
-  const int* boundaries;
 };
 
 struct Place {
@@ -201,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scan(
     const float* constant, const float* scale, const int* boundaries, const int* slots, const void* initial,
     void* o, void* final, int T, int N) {
   __shared__ Staged staged;
-  const Operands given = {q, k, v, head, key, value, constant, scale, boundaries};
+  const Operands given = {q, k, v, head, key, value, constant, scale};
   const int block = blockIdx.x % BLOCKS;
   Place place;
   place.h = blockIdx.x / BLOCKS % H;
