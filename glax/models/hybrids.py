@@ -92,13 +92,13 @@ def softmax_attention(width: int, sizes: dict, rope: dict | None, init, precisio
     return Attention(width, kernel_init=init, **sizes, **turned, **more, **precision.options)
 
 
-def mamba_options(options: Options, width: int, *, eps: float, act: str, **defaults) -> dict[str, Any]:
+def mamba_options(options: Options, width: int, *, eps: float, act: str, inside: int | None = None) -> dict[str, Any]:
     """The arguments of Mamba2 from the options that bamba, granitemoehybrid and falcon_h1 name alike.
 
-    defaults: of heads, state_width; inside, the width of all heads together, where the config names it.
+    inside: the width of all heads together, where the config names it; mamba_expand times the width if None.
     """
-    expand, heads = options.integer("mamba_expand", 2), options.integer("mamba_n_heads", defaults.get("heads", 128))
-    inside = defaults.get("inside") or expand * width
+    expand, heads = options.integer("mamba_expand", 2), options.integer("mamba_n_heads", 128)
+    inside = inside or expand * width
     head_width = options.take("mamba_d_head", "auto")
     head_width = inside // heads if head_width == "auto" else head_width
     if head_width * heads != inside:

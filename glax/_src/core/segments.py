@@ -41,7 +41,7 @@ class Segments:
 
     @property
     def of_one_run(self) -> "Segments":
-        """Segments of the same shapes: each row is one, without padding."""
+        """Return segments of the same shapes in which each row is one segment without padding; for the tuner."""
         is_token = None if self.is_token is None else jnp.ones(self.is_token.shape, bool)
         return Segments(jnp.zeros(self.resets.shape, bool), is_token)
 

@@ -54,12 +54,12 @@ def step_refusal(r: Recurrence) -> str | None:
 
 
 def priority(r: Recurrence) -> int:
-    """Above Triton's 20 or below its 5."""
+    """Return a priority above Triton's 20 for sequences shorter than SHORT, and below its 5 for longer ones."""
     return 25 if r.q.shape[1] < SHORT else 3
 
 
 def step_priority(r: Recurrence) -> int:
-    """Above Triton's 0: at least as fast at every shape in docs/internals/cuda.md."""
+    """Return a priority above Triton's 0: at least as fast at every shape in docs/internals/cuda.md."""
     return 1
 
 

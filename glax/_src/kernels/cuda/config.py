@@ -8,15 +8,18 @@ from glax._src.core.registry import Config, check_field
 from glax._src.kernels.common.gpu import multiprocessors
 
 WIDEST = 512  # K and V
-HELD = 64  # numbers of the state in a thread of a step, which leaves registers for two blocks of 256 threads
-HELD_BY_TOKENS = 32  # where it stays in registers over several tokens
+HELD_BY_STEP = (
+    64  # most numbers of the state in a thread that decodes one token: two blocks of 256 then share a multiprocessor
+)
+HELD_BY_TOKENS = 32  # the same where a thread scans several tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class CudaConfig(Config):
     """Configure the token-by-token kernels.
 
-    threads: of a block, 32 to 1024. columns: of the state in a block, 1 to 256; fewer where V has fewer.
+    threads: of a block, 32 to 1024. columns: of the state in a block, 1 to 256; fewer where V has
+    fewer, and where 32 threads cannot read as many in one access each.
     """
 
     threads: int = 256
@@ -28,14 +31,15 @@ class CudaConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "CudaConfig":
-        """Return whole rows of the state in blocks of 256 threads, and fewer columns where the blocks would not fill the GPU.
+        """Return 256 threads and at most 128 columns.
 
-        A thread holds at most HELD numbers of the state, or HELD_BY_TOKENS.
+        The columns are halved while a thread would hold more than HELD_BY_STEP or HELD_BY_TOKENS numbers of the state, and while
+        there are fewer than two blocks for each multiprocessor.
         """
         K, V = r.q.shape[3], r.v.shape[3]
         columns = min(128, 1 << (V - 1).bit_length())
         threads = 256
-        held = HELD if r.q.shape[1] == 1 else HELD_BY_TOKENS
+        held = HELD_BY_STEP if r.q.shape[1] == 1 else HELD_BY_TOKENS
         while columns > 16 and K * columns > held * threads:
             columns //= 2
         while columns > 32 and r.num_sequences * r.num_heads * -(-V // columns) < 2 * multiprocessors():
@@ -47,6 +51,6 @@ class CudaConfig(Config):
         K, V = r.q.shape[3], r.v.shape[3]
         found = [cls.heuristic(r)]
         for threads, columns in itertools.product((128, 256, 512), (16, 32, 64, 128)):
-            if columns < 2 * V and K * columns <= 2 * HELD * threads:
+            if columns < 2 * V and K * columns <= 2 * HELD_BY_STEP * threads:
                 found.append(cls(threads, columns))
         return list(dict.fromkeys(found))

@@ -16,7 +16,7 @@ from glax._src.kernels.cuda.library import TARGET
 
 STORED = {"float32": 0, "bfloat16": 1, "float16": 2}  # `Stored` in device/values.cuh
 ABSENT = -1
-SHARED_BYTES = 48_000  # of a block's 48 KB
+SHARED_BYTES = 48_000  # for `Staged`; a block has 49,152, and the compiler takes some
 MOST_STAGED = 8  # tokens
 NONE = jax.ShapeDtypeStruct((0,), jnp.float32)  # stands for an absent operand
 
@@ -64,7 +64,7 @@ def dtype_of(x: Array | None) -> int:
 def launch(
     r: Recurrence, config: CudaConfig, operands, results, flags: dict[str, int], aliases=None
 ) -> Sequence[Array]:
-    """Run `scan` with a block for each sequence, head and column block."""
+    """Run `scan` with one block of threads for each sequence, head and group of columns."""
     constants, blocks = plan(r, config, flags)
     image = image_of(tuple(constants.items()), architecture())
     like = r.q

@@ -1,12 +1,13 @@
 // The recurrence token by token, the state in registers:
 //
-//     S_t = e^{head_t + constant} diag(e^{key_t}) S_{t-1} diag(e^{value_t}) + k_t v_t^T,     o_t = scale S_t^T q_t
+//     S_t = diag(e^{rows_t}) S_{t-1} diag(e^{value_t}) + k_t v_t^T,     o_t = scale S_t^T q_t
 //
+// rows_t is key_t, head_t or the constant: a call has at most one of them.
 // A block has one sequence, one head and COLUMNS columns of the state. A thread holds VECTOR neighbouring columns of every
 // LINES-th row, ROWS rows in all. With STEP, a sequence is one token and its state lies in a row of a pool, which is read
-// and written once. With POOLED the initial state lies in a pool; slot -1 is no sequence: its outputs are 0.
+// and written once. With POOLED the initial state lies in a pool; a negative slot is no sequence, and its outputs are 0.
 //
-// Macros: H, HQ, HK, HV heads; K, V; THREADS, LANES, VECTOR; TOKENS staged in shared memory at a time;
+// Constants that stand before this file: H, HQ, HK, HV heads; K, V; THREADS, LANES, VECTOR; TOKENS staged in shared memory at a time;
 // DTYPE of q, k, v and o; CONSTANT, HEAD, KEY, VALUE: -1 for an absent gate, else its dtype (float32 for CONSTANT);
 // STATE the dtype of initial states, or -1; FINAL the dtype of final states, or -1; POOLED, STEP, PACKED, REVERSE: 0 or 1.
 
@@ -83,8 +84,9 @@ __device__ inline void advance_row(float (&s)[VECTOR], float (&out)[VECTOR], con
     const float added = k * v[c];
     if (BY_ROW || BY_HEAD || VALUE >= 0) {
       const Factor column = VALUE >= 0 ? staged.columns[token][lane * VECTOR + c] : Factor{0.0f, 1.0f};
-      Factor f = BY_ROW ? staged.rows[token][row] : staged.head[token];
-      if (VALUE >= 0) f = BY_ROW ? both(f, column) : column;
+      Factor f = column;
+      if (BY_HEAD) f = staged.head[token];
+      if (BY_ROW) f = VALUE >= 0 ? both(staged.rows[token][row], column) : staged.rows[token][row];
       s[c] = decayed(s[c], f, added);
     } else {
       s[c] += added;
