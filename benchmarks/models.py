@@ -5,6 +5,7 @@ python benchmarks/models.py --only RetNet-1.3B --alone
 python benchmarks/models.py --compile 16            # the candidates of fla-core and mamba-ssm compiled first, by 16 processes
 python benchmarks/models.py --packed                # one row of 32,768 tokens: documents, and gates of -inf at their places
 python benchmarks/models.py --shape B,T,GROUPS,H,K,V --gate head    # a shape of your own
+python benchmarks/models.py --alone --jobs 8        # glax's programs compiled side by side: first calls are not timed
 python benchmarks/models.py --errors                # relative errors against float64, in thousandths; nothing is timed
 
 All implementations of a layer are timed in turns in one process, with many calls in flight; medians. "of floor": the time over
@@ -12,6 +13,7 @@ the time of a copy that moves `least_bytes`. Each line of JSON is a result in th
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import importlib.util
 import json
@@ -80,16 +82,22 @@ def repeats(made: JaxImplementation) -> bool:
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(first, second, strict=True))
 
 
+def compiled(layer: Layer) -> tuple[JaxImplementation, float]:
+    """Return glax's programs of a layer, which have run, and the seconds that this took."""
+    operands, began = layer.operands(), time.perf_counter()
+    return JaxImplementation(layer.output, operands), time.perf_counter() - began
+
+
 def measure_layers(layers, args) -> list[dict]:
     rows, gbytes = [], copy_gbytes(7)
-    for layer in layers:
-        operands, began = layer.operands(), time.perf_counter()
-        made = dict(glax=JaxImplementation(layer.output, operands))
-        first_call = time.perf_counter() - began
-        made |= {} if args.alone else peers(layer, operands)
-        lines = results(layer, made, args.iters, gbytes)
-        print("\n".join(map(json.dumps, lines)), flush=True)
-        rows.append(summary(layer.name, lines) | dict(first_s=first_call, repeats=repeats(made["glax"])))
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        ready = pool.map(compiled, layers) if args.jobs > 1 else map(compiled, layers)
+        for layer, (own, first_call) in zip(layers, list(ready) if args.jobs > 1 else ready, strict=True):
+            made = dict(glax=own) | ({} if args.alone else peers(layer, own.operands))
+            lines = results(layer, made, args.iters, gbytes)
+            print("\n".join(map(json.dumps, lines)), flush=True)
+            row = summary(layer.name, lines) | dict(repeats=repeats(own))
+            rows.append(row if args.jobs > 1 else row | dict(first_s=first_call))
     return rows
 
 
@@ -158,6 +166,7 @@ def parsed():
     parser.add_argument("--gate", action="append", choices=GATES, help="of --shape and --packed")
     parser.add_argument("--alone", action="store_true", help="without peers")
     parser.add_argument("--iters", type=int, default=9)
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="threads that compile glax's programs")
     parser.add_argument(
         "--compile", type=int, default=0, metavar="N", help="processes that compile the peers' candidates"
     )
