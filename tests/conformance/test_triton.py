@@ -89,6 +89,16 @@ def test_chunked_gradient(case):
     check(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)), gradient=True)
 
 
+@pytest.mark.parametrize("heads", [(4, 2, 1), (2, 1, 4), (1, 6, 3)], ids=str)
+@pytest.mark.parametrize("form", ["head", "none"])
+def test_shared_heads_are_summed_by_one_program(heads, form, monkeypatch):
+    monkeypatch.setattr(chunks, "multiprocessors", lambda: 1)  # a GPU that few programs fill
+    case = dataclasses.replace(CASES[f"{form}-packed"], heads=heads, K=17, V=18, strengths=("log-sigmoid",))
+    r = recurrence(case, "log-sigmoid")
+    assert chunks.heads_of_a_program(r, 10) > 1
+    check(taken(case), jax.jit(functools.partial(chunked_vjp, config=GradientConfig(16, 16, block=16))), gradient=True)
+
+
 @pytest.mark.parametrize("case", [*CHUNKED[:2], CASES["all-padding"]], ids=str)
 def test_chunked_gradient_in_segments(case):
     config = GradientConfig(16, 64, segment=32)

@@ -1,5 +1,6 @@
 """Launch the chunked kernels: outputs and final states, and the gradient in every input."""
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ from jaxtyping import Array
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
+from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.triton import score_kernels, state_kernels
 from glax._src.kernels.triton.compile_ahead import compile_in_parallel
 from glax._src.kernels.triton.config import ChunkedConfig, GradientConfig, width
@@ -306,18 +308,22 @@ def launch_gradient(
         **sizes(r), HQ=operands.q.shape[2], HK=operands.k.shape[2], HV=r.v.shape[2], START=kind, D_START=d_kind, **blocks,
     )  # fmt: skip
 
-    def dtype(x):  # gradients that heads share are summed in float32
-        return x.dtype if x.shape[2] == H else jnp.float32
+    group = heads_of_a_program(r, chunks.count)
+    summed = [math.gcd(group, H // x.shape[2]) for x in (r.q, r.k, r.v)]
 
-    like_q, like_v, per_chunk = (B, T, H, K), (B, T, H, V), ((chunks.count, H), jnp.float32)
-    d_gates = {"key": (like_q, gates.dtype), "head": ((B, T, H), gates.dtype)}
+    def like(x, count):  # gradients that heads share are summed in float32
+        return (B, T, H // count, x.shape[3]), x.dtype if x.shape[2] == H else jnp.float32
+
+    per_chunk = ((chunks.count, H), jnp.float32)
+    d_gates = {"key": ((B, T, H, K), gates.dtype), "head": ((B, T, H), gates.dtype)}
     shape = dict(**sizes(r), **heads(r), C=C, BV=width(V), SIGN=-1 if r.reverse else 1, **arithmetic(r))
     dq, dk, dv, dg, d_scale = launch(
         gradient,
-        H * chunks.count,
+        H // group * chunks.count,
         (r.q, r.k, r.v, gates, operands.gates, operands.k, operands.scores, d_output, r.scale, before, behind, chunks.table),
-        [(like_q, dtype(r.q)), (like_q, dtype(r.k)), (like_v, dtype(r.v)), d_gates.get(form, per_chunk), per_chunk],
+        [*map(like, (r.q, r.k, r.v), summed), d_gates.get(form, per_chunk), per_chunk],
         **shape, BK=min(config.rows, width(K)), FORM=form, warps=config.warps, stages=config.stages,
+        GROUP=group, GQ=summed[0], GK=summed[1], GV=summed[2],
     )  # fmt: skip
     if form == "key":
         pairs, found = jnp.full(1, H * chunks.count, jnp.int32), (dq, dk, dg, d_scale)
@@ -333,6 +339,19 @@ def launch_gradient(
     if form != "none":
         d_decay = Decay(**{form: by_sequence(r, chunks, dg) if form == "constant" else dg})
     return gradient_recurrence(r, dq, dk, dv, d_decay, d_initial, by_sequence(r, chunks, d_scale).sum(1))
+
+
+def heads_of_a_program(r: Recurrence, chunks: int) -> int:
+    """Return how many heads a program of `gradient` processes in order: as many as share an array, if that fills the GPU.
+
+    With key gates it is 1: their gradient has every head, and `exact_gradient` overwrites the results of single heads.
+    """
+    H = r.num_heads
+    if r.decay.form == "key":
+        return 1
+    shared = max(H // x.shape[2] for x in (r.q, r.k, r.v))
+    enough = (n for n in range(1, shared + 1) if shared % n == 0 and H // n * chunks >= 4 * multiprocessors())
+    return max(enough, default=1)
 
 
 def by_sequence(r: Recurrence, chunks: Segments, x):

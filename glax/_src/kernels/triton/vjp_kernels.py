@@ -1,4 +1,7 @@
-"""The kernel for the gradient of a chunk from the states at both its ends. One program has one chunk and one head.
+"""The kernel for the gradient of a chunk from the states at both its ends. One program has one chunk and GROUP heads.
+
+Heads that share a query, key or value are processed by one program in order. It adds their gradients in memory, so that no
+array has H heads and the order of the sum is fixed.
 
 S is the state where the chunk begins and dS = dL/dS where it ends. P_ij = sum_k q_ik k_jk e^{G_ik - G_jk} and
 dP_ij = do_i . v_j, for j < i:
@@ -39,15 +42,40 @@ def gradient(
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, GQ: tl.constexpr, GK: tl.constexpr, GV: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, dk [rows, H, K], dv [rows, H, V], dscale [chunks, H] and dg of a chunk.
+    """Compute dq [rows, H // GQ, K], dk [rows, H // GK, K], dv [rows, H // GV, V], dscale [chunks, H] and dg of a chunk.
 
     states, d_states [chunks, H, K, V]: S and dS. dg: [rows, H, K] for key gates, [rows, H] for head gates, and the chunk's
     sum [chunks, H] for constant gates. BV holds all of V; each iteration takes BK rows of the states. decayed: the
     cumulative sums G of head gates, or `last` of `scale_operands`, as are k_scaled and scores. Where key gates are out of
-    range, `exact_gradient` computes dq, dk and dg again.
+    range, `exact_gradient` computes dq, dk and dg again; with key gates, GROUP is 1. GQ, GK, GV: how many neighbouring heads
+    are summed in dq, dk and dv. Each divides GROUP.
     """
-    h, e = tl.program_id(0) % H, tl.program_id(0) // H
+    first, e = tl.program_id(0) % (H // GROUP) * GROUP, tl.program_id(0) // (H // GROUP)
+    if GROUP == 1:
+        head_gradient(
+            q, k, v, g, decayed, k_scaled, scores, do, scale, states, d_states, table, dq, dk, dv, dg, dscale, first, e,
+            H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, GQ, GK, GV,
+        )  # fmt: skip
+    else:
+        for member in tl.range(0, runtime_bound(GROUP, e), num_stages=1):
+            head_gradient(
+                q, k, v, g, decayed, k_scaled, scores, do, scale, states, d_states, table, dq, dk, dv, dg, dscale,
+                first + member, e,
+                H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, GQ, GK, GV,
+            )  # fmt: skip
+            tl.debug_barrier()  # the next head reads the sums that any thread has stored
+
+
+@triton.jit
+def head_gradient(
+    q, k, v, g, decayed, k_scaled, scores, do, scale, states, d_states, table, dq, dk, dv, dg, dscale, h, e,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, GQ: tl.constexpr, GK: tl.constexpr, GV: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of head h of chunk e, and add it to the sums of the heads that it shares arrays with."""
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     factor = tl.load(scale + n).to(tl.float32)
@@ -61,7 +89,7 @@ def gradient(
     else:
         Pt = head_gate_gradient(
             q, k, v, decayed, do, states, d_states, dq, dk, dg, dscale, factor, h, e, n, origin, length, count,
-            H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION,
+            H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, GQ, GK,
         )  # fmt: skip
     limit = tl.where(count > 0, V, 0)  # padding has no state
     tdv = tl.zeros([C, BV], tl.float32)
@@ -78,7 +106,7 @@ def gradient(
         tdv *= exp(last - G)[:, None]
     tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
     tdv += dot(Pt, tdo, DTYPE, PRECISION) * factor
-    store_tile(at(dv, origin, h, H, V), tdv, tokens, cv, length, H, V, SIGN)
+    store_sum(dv, tdv, origin, h, tokens, cv, length, H, V, SIGN, GV)
 
 
 @triton.jit
@@ -144,7 +172,7 @@ def head_gate_gradient(
     q, k, v, g, do, states, d_states, dq, dk, dg, dscale, factor, h, e, n, origin, length, count,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, GQ: tl.constexpr, GK: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk [C, K] and dg [C] for per-head, constant or no gates; return the decayed scores, transposed [C, C]."""
     tokens, cv = tl.arange(0, C), tl.arange(0, BV)
@@ -186,8 +214,8 @@ def head_gate_gradient(
         through_end += tl.sum(tk * tdk, 1)
         tdq += dot(dP, tk, DTYPE, PRECISION)
         tdk += dot(dPt, tq, DTYPE, PRECISION) * factor
-        store_tile(at(dq, origin, h, H, K), tdq * factor, tokens, ck, length, H, K, SIGN)
-        store_tile(at(dk, origin, h, H, K), tdk, tokens, ck, length, H, K, SIGN)
+        store_sum(dq, tdq * factor, origin, h, tokens, ck, length, H, K, SIGN, GQ)
+        store_sum(dk, tdk, origin, h, tokens, ck, length, H, K, SIGN, GK)
     Pt = tl.where(i <= j, Pt, 0.0)
     dPt = dot(tv, tl.trans(tdo), DTYPE, PRECISION)
     if FORM != "none":
@@ -209,6 +237,17 @@ def head_gate_gradient(
             p = dg + origin.to(tl.int64) * H + h
             tl.store(p + (SIGN * H) * tokens, tdg.to(dg.dtype.element_ty), mask=tokens < length)
     return Pt
+
+
+@triton.jit
+def store_sum(
+    x, value, row, h, tokens, d, count, H: tl.constexpr, D: tl.constexpr, SIGN: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """Add the gradient of head h to x [rows, H // GROUP, D]. The first of GROUP heads overwrites what x held."""
+    p = at(x, row, h // GROUP, H // GROUP, D)
+    if GROUP > 1:
+        value += load_tile(p, tokens, d, tl.where(h % GROUP == 0, 0, count), H // GROUP, D, SIGN)
+    store_tile(p, value, tokens, d, count, H // GROUP, D, SIGN)
 
 
 @triton.jit
