@@ -73,6 +73,23 @@ def test_steps_and_drafts_equal_the_scan():
     assert (moved[1] == state[1]).all()
 
 
+def test_serving_normalises_queries_and_keys_as_the_scan_does():
+    """Steps, prompts into a pool, and drafts with their commit, all with use_qk_l2norm."""
+    want, S, long = wanted(use_qk_l2norm=True), state, 3 * k
+    for t in range(2):
+        o, S = glax.recurrent_step(q[:, t], long[:, t], v[:, t], S, g[:, t], beta=beta[:, t], use_qk_l2norm=True)
+        assert_close("output", o, want.output[:, t], BAR)
+    tokens = (q[:, :6], long[:, :6], v[:, :6])
+    drafted, draft = glax.recurrent_verify(*tokens, state, g[:, :6], beta=beta[:, :6], use_qk_l2norm=True)
+    assert_close("output", drafted, want.output[:, :6], BAR)
+    assert_close("state", glax.commit(state, draft, jnp.array([2, 2])), np.asarray(S, np.float64), BAR)
+    output, pool = glax.prefill_into(state, jnp.array([0, 1]), q, long, v, g, beta=beta, use_qk_l2norm=True)
+    assert_close("output", output, want.output, BAR)
+    assert_close("pool", pool, want.final_state, BAR)
+    with pytest.raises(TypeError, match="use_qk_l2norm must be"):
+        glax.recurrent_step(q[:, 0], k[:, 0], v[:, 0], state, beta=beta[:, 0], use_qk_l2norm="yes")
+
+
 def test_a_pool_takes_prompts_and_steps():
     slots = jnp.array([3, 0])
     pool = jnp.zeros((4, H, K, V)).at[slots].set(state)

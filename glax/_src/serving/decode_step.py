@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from glax._src.core.bind import REQUIRED, bind, check_before_tracing, transferred
+from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, transferred
 from glax._src.core.recurrence import Outputs, Recurrence, aligned
 from glax._src.core.registry import Backend, Config, Platform
 from glax._src.serving.state_pool import check_known_slots, check_states, put, take, usable
@@ -33,6 +33,7 @@ def recurrent_step(
     beta: Float[Array, "B H"] | None = None,
     erase: Float[Array, "B H K"] | None = None,
     write: Float[Array, "B H V"] | None = None,
+    use_qk_l2norm: bool = False,
     slots: Int[Array, "B"] | None = None,
     bonus: Float[Array, "H K"] | None = None,
     rounding_key: Key | None = None,
@@ -43,7 +44,8 @@ def recurrent_step(
 
         S' = exp(g + g_gamma) diag(exp(gk)) S diag(exp(gv)) + k v^T,     o = softmax_scale * S'^T q
 
-    With beta [B, H], or erase [B, H, K] and write [B, H, V], it is one token of the delta rule, as in `recurrent`.
+    With beta [B, H], or erase [B, H, K] and write [B, H, V], it is one token of the delta rule, as in `recurrent`, and
+    `use_qk_l2norm` is as there.
 
     Returns output [B, H, V] in the query's dtype and the new state, of the shape and dtype of `state`: float32, or
     bfloat16 or float16 for storage (sums are float32 all the same).
@@ -66,21 +68,23 @@ def recurrent_step(
     rest = dict(g_gamma=g_gamma, softmax_scale=softmax_scale)
     arrays = tokens | rest | dict(state=state, slots=slots, bonus=bonus, cu_seqlens=None)
     check_rounding_key(rounding_key)
-    check_before_tracing(arrays, platform, cfg, required=(*REQUIRED, "state"))
+    options = ScanOptions(use_qk_l2norm=use_qk_l2norm)
+    check_before_tracing(arrays, platform, cfg, options, required=(*REQUIRED, "state"))
     check_known_slots(slots, state)
     tokens, rest, own = map(transferred, (tokens, rest, dict(state=state, slots=slots, bonus=bonus)))
-    return bind_and_step(Choice(Platform.parse(platform), cfg), tokens, rest, **own, rounding_key=rounding_key)
+    choice = Choice(Platform.parse(platform), cfg)
+    return bind_and_step(choice, options.static, tokens, rest, **own, rounding_key=rounding_key)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def bind_and_step(choice: Choice, tokens: dict, rest: dict, state, slots, bonus, rounding_key):
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def bind_and_step(choice: Choice, options: ScanOptions, tokens: dict, rest: dict, state, slots, bonus, rounding_key):
     for name, x in (tokens | {"state": state}).items():
         if x is not None and x.ndim not in RANKS[name][0]:
             raise ValueError(f"{name} must be {RANKS[name][1]}, got shape {x.shape}")
     if slots is not None:
         slots, _ = usable(slots, state.shape[0], tokens["query"].shape[0], ("B", "query"))
     tokens = {name: None if x is None else x[:, None] for name, x in tokens.items()}
-    r = bind(**tokens, **rest)
+    r = bind(**tokens, **rest, **options.of_bind)
     check_states("state", state, r.state_shape, pooled=slots is not None)
     r = differentiable(r.replace(initial_state=state))
     read = None if bonus is None else read_with_bonus(r, slots, bonus)

@@ -39,6 +39,7 @@ def prefill_into(
     beta: Float[Array, "B T H"] | None = None,
     erase: Float[Array, "B T H K"] | None = None,
     write: Float[Array, "B T H V"] | None = None,
+    use_qk_l2norm: bool = False,
     fresh: Bool[Array, "N"] | None = None,
     bonus: Float[Array, "H K"] | None = None,
     segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
@@ -74,7 +75,7 @@ def prefill_into(
     )  # fmt: skip
     required = (*REQUIRED, "pool", "slots")
     own = dict(pool=pool, slots=slots, fresh=fresh, write_slots=write_slots, state_slots=state_slots)
-    options = ScanOptions(pad_id=pad_id, states_every=states_every)
+    options = ScanOptions(pad_id=pad_id, states_every=states_every, use_qk_l2norm=use_qk_l2norm)
     check_before_tracing(arrays | own, platform, cfg, options, required)
     check_rounding_key(rounding_key)
     check_known_slots(slots, pool, "pool")

@@ -62,6 +62,7 @@ def recurrent_verify(
     beta: Float[Array, "B T H"] | None = None,
     erase: Float[Array, "B T H K"] | None = None,
     write: Float[Array, "B T H V"] | None = None,
+    use_qk_l2norm: bool = False,
     slots: Int[Array, "B"] | None = None,
     state_slots: Int[Array, "B T"] | None = None,
     platform: str | None = None,
@@ -85,23 +86,25 @@ def recurrent_verify(
         softmax_scale=softmax_scale,
     )  # fmt: skip
     operands = arrays | dict(state=state, slots=slots, state_slots=state_slots, cu_seqlens=None)
-    check_before_tracing(operands, platform, cfg, required=(*REQUIRED, "state"))
+    options = ScanOptions(use_qk_l2norm=use_qk_l2norm)
+    check_before_tracing(operands, platform, cfg, options, required=(*REQUIRED, "state"))
     check_known_slots(slots, state)
     check_known_slots(state_slots, state, "state", "state_slots", rank=2)
     if state_slots is not None and slots is None:
         raise ValueError("state_slots needs slots, by which state is a pool")
     own = transferred(dict(state=state, slots=slots, state_slots=state_slots))
-    return bind_and_verify(Choice(Platform.parse(platform), cfg), transferred(arrays), **own)
+    choice = Choice(Platform.parse(platform), cfg)
+    return bind_and_verify(choice, options.static, transferred(arrays), **own)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def bind_and_verify(choice: Choice, arrays: dict, state, slots, state_slots):
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def bind_and_verify(choice: Choice, options: ScanOptions, arrays: dict, state, slots, state_slots):
     query, state_shape = arrays["query"], state.shape
     for name, x in (("query", query), ("state", state)):
         if x.ndim != 4:
             wanted = "[B, T, Hq, K]" if name == "query" else "[B, H, K, V], or [P, H, K, V] with slots"
             raise ValueError(f"{name} must be {wanted}, got shape {x.shape}")
-    r, used = bind(**arrays), None
+    r, used = bind(**arrays, **options.of_bind), None
     check_states("state", state, r.state_shape, pooled=slots is not None)
     draft = Draft(r.k, r.v, r.decay, slots, state_shape, r.erasure)
     if state_slots is not None:
@@ -109,7 +112,7 @@ def bind_and_verify(choice: Choice, arrays: dict, state, slots, state_slots):
     if slots is not None:
         places, used = usable(slots, state.shape[0], query.shape[0], ("B", "query"))
         state = take(state, places)
-    output, _ = bind_and_solve(choice, ScanOptions(), arrays | dict(initial_state=state, cu_seqlens=None))
+    output, _ = bind_and_solve(choice, options, arrays | dict(initial_state=state, cu_seqlens=None))
     output = output if used is None else jnp.where(used[:, None, None, None], output, 0)
     return output, draft
 
