@@ -2,6 +2,7 @@
 
 from glax.nn.attention import Attention
 from glax.nn.convolution import ShortConvolution
+from glax.nn.delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from glax.nn.gla import GatedLinearAttention, SimpleGatedLinearAttention
 from glax.nn.hgrn2 import HGRN2Attention
 from glax.nn.mamba2 import Mamba2
@@ -16,9 +17,12 @@ __all__ = [
     "Attention",
     "ByteLM",
     "ByteLMConfig",
+    "DeltaNet",
     "Experts",
+    "GatedDeltaNet",
     "GatedLinearAttention",
     "HGRN2Attention",
+    "KimiDeltaAttention",
     "LayerNorm",
     "LightningAttention",
     "Mamba2",

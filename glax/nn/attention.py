@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -22,7 +23,8 @@ class Attention(Layer):
     window:       how many tokens a token sees, itself included; all before it if None.
     scale:        of the scores; head_width ** -0.5 if None.
     bias:         of the projections of q, k and v; output_bias: of the output's projection.
-    qk_norm:      RMSNorm of q and k in each head, with norm_eps.
+    qk_norm:      RMSNorm of q and k in each head, with norm_eps; zero_centred: as in RMSNorm.
+    gated:        multiply each head's output by sigmoid of further head_width rows of the projection of q, behind those of q.
 
     The cache has max_length rows a sequence: what goes beyond is lost. Vaswani et al. 2017, https://arxiv.org/abs/1706.03762.
     """
@@ -41,6 +43,8 @@ class Attention(Layer):
         bias: bool = False,
         output_bias: bool = False,
         qk_norm: bool = False,
+        zero_centred: bool = False,
+        gated: bool = False,
         norm_eps: float = 1e-5,
         dtype: jnp.dtype | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -53,12 +57,14 @@ class Attention(Layer):
         check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
         self.width, self.num_heads, self.num_kv_heads, self.head_width = width, num_heads, num_kv_heads, head_width
         self.theta, self.rotary_width, self.window, self.scale, self.dtype = theta, rotary_width, window, scale, dtype
+        self.gated = gated
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
-        self.query = linear(width, num_heads * head_width, (EMBED, HEADS), bias=bias, **options)
+        queries = (2 if gated else 1) * num_heads * head_width
+        self.query = linear(width, queries, (EMBED, HEADS), bias=bias, **options)
         self.key = linear(width, num_kv_heads * head_width, (EMBED, HEADS), bias=bias, **options)
         self.value = linear(width, num_kv_heads * head_width, (EMBED, HEADS), bias=bias, **options)
         self.output = linear(num_heads * head_width, width, (HEADS, EMBED), bias=output_bias, **options)
-        norms: dict[str, Any] = dict(epsilon=norm_eps, param_dtype=param_dtype)
+        norms: dict[str, Any] = dict(epsilon=norm_eps, zero_centred=zero_centred, param_dtype=param_dtype)
         self.query_norm = RMSNorm(head_width, **norms) if qk_norm else None
         self.key_norm = RMSNorm(head_width, **norms) if qk_norm else None
 
@@ -71,6 +77,7 @@ class Attention(Layer):
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
         q = by_head(self.query(x), self.num_heads)
+        q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
         k, v = (by_head(project(x), self.num_kv_heads) for project in (self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
@@ -78,4 +85,5 @@ class Attention(Layer):
             place, _ = rows.positions(state.get("length"))
             q, k = (rotate(y, place, self.theta, self.rotary_width) for y in (q, k))
         o, cache = rows.attend(q, k, v, state, self.window, self.scale)
+        o = o if gate is None else o * jax.nn.sigmoid(gate)
         return self.output(merged(o)), cache

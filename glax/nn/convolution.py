@@ -6,8 +6,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.nn.layer import Layer
-from glax.nn.parts import HEADS, activation, check_sizes, for_rows, parameter
+from glax.nn.parts import HEADS, Initializer, activation, check_sizes, for_rows, parameter
 from glax.nn.passes import Rows, State
+
+
+def uniform_filter(key, shape: tuple[int, int], dtype) -> Float[Array, "size width"]:
+    """Begin as torch.nn.Conv1d with one input channel a group: uniform within 1 / sqrt(size)."""
+    bound = shape[0] ** -0.5
+    return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 class ShortConvolution(Layer):
@@ -17,6 +23,7 @@ class ShortConvolution(Layer):
     Packed sequences do not see each other. Sums are float32. Over sequence shards of a mesh, jit exchanges size - 1 rows.
 
     activation: a name of `glax.nn.parts.ACTIVATIONS`, or None. dtype: of the rows in the state; float32 if None.
+    filter_init: of the filter, a function (key, shape, dtype); as torch.nn.Conv1d begins if None.
     """
 
     def __init__(
@@ -26,6 +33,7 @@ class ShortConvolution(Layer):
         *,
         bias: bool = False,
         activation: str | None = "silu",
+        filter_init: Initializer | None = None,
         dtype=None,
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
@@ -33,9 +41,8 @@ class ShortConvolution(Layer):
         check_sizes(width=width, size=size)
         self.width, self.size, self.activation, self.dtype = width, size, activation, dtype
         self.act(jnp.zeros(()))  # raises if there is none of that name
-        bound = size**-0.5  # as torch.nn.Conv1d with one input channel a group
-        draw = jax.random.uniform(rngs.params(), (size, width), jnp.float32, -bound, bound)
-        self.filter = parameter(draw.astype(param_dtype), None, HEADS)
+        init = uniform_filter if filter_init is None else filter_init
+        self.filter = parameter(init(rngs.params(), (size, width), jnp.float32).astype(param_dtype), None, HEADS)
         self.bias = parameter(jnp.zeros(width, param_dtype), HEADS) if bias else None
 
     def act(self, x: Array) -> Array:

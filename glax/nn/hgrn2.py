@@ -40,7 +40,11 @@ class HGRN2Attention(LinearAttention):
         **options: Unpack[ConvolutionOptions],
     ):
         fixed: dict[str, Any] = dict(
-            use_output_gate=False, conv_activation=None, norm_eps=norm_eps, recurrence=recurrence
+            use_output_gate=False,
+            conv_activation=None,
+            qk_conv_activation=None,
+            norm_eps=norm_eps,
+            recurrence=recurrence,
         )
         super().__init__(width, num_heads=num_heads, rngs=rngs, **fixed, **options)
 

@@ -28,6 +28,7 @@ class Options(TypedDict, total=False):
     dtype:         of the projections and of q, k and v; the dtype of x and the parameters if None. The state is float32.
     param_dtype:   of the parameters.
     kernel_init:   of the projections; normal with a deviation of 0.02 if None.
+    filter_init:   of the convolutions; as torch.nn.Conv1d begins if None.
     recurrence:    what solves whole sequences: `glax.recurrent`, or `glax.parallel.recurrent` with its mesh and axes.
     """
 
@@ -43,6 +44,7 @@ class Options(TypedDict, total=False):
     dtype: jnp.dtype | None
     param_dtype: DTypeLike
     kernel_init: Callable | None
+    filter_init: Callable | None
 
 
 class ConvolutionOptions(Options, total=False):
@@ -62,7 +64,11 @@ class OwnRecurrenceOptions(ConvolutionOptions, NormOptions, total=False):
 
 
 class LinearAttention(Layer):
-    """Projections to q, k and v, and from the normalised and gated output. Subclasses define the gates."""
+    """Projections to q, k and v, and from the normalised and gated output. Subclasses define the gates.
+
+    num_query_heads, num_key_heads: num_heads and num_kv_heads if None. qk_conv_activation: of the convolutions of q and k, and
+    conv_activation of the convolution of v.
+    """
 
     def __init__(
         self,
@@ -76,7 +82,10 @@ class LinearAttention(Layer):
         use_short_conv: bool = False,
         conv_size: int = 4,
         conv_bias: bool = False,
+        num_query_heads: int | None = None,
+        num_key_heads: int | None = None,
         conv_activation: str | None = "silu",
+        qk_conv_activation: str | None = "silu",
         use_output_gate: bool = True,
         gate_fn: str = "swish",
         norm_eps: float = 1e-6,
@@ -84,6 +93,7 @@ class LinearAttention(Layer):
         dtype: jnp.dtype | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: Callable | None = None,
+        filter_init: Callable | None = None,
         recurrence: Callable = recurrent,
         rngs: nnx.Rngs,
     ):
@@ -95,22 +105,25 @@ class LinearAttention(Layer):
         check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
         activation("feature_map", feature_map)
         self.width, self.num_heads, self.num_kv_heads = width, num_heads, num_kv_heads
+        self.num_query_heads = num_heads if num_query_heads is None else num_query_heads
+        self.num_key_heads = num_kv_heads if num_key_heads is None else num_key_heads
         self.key_width, self.value_width, self.feature_map = key_width, value_width, feature_map
         self.recurrence, self.dtype, self.param_dtype = recurrence, dtype, param_dtype
         self.kernel_init = kernel_init
 
-        keys, values = num_kv_heads * key_width, num_kv_heads * value_width
-        self.query = self.linear(width, num_heads * key_width, (EMBED, HEADS), rngs)
+        queries, keys = self.num_query_heads * key_width, self.num_key_heads * key_width
+        values = num_kv_heads * value_width
+        self.query = self.linear(width, queries, (EMBED, HEADS), rngs)
         self.key = self.linear(width, keys, (EMBED, HEADS), rngs)
         self.value = self.linear(width, values, (EMBED, HEADS), rngs)
         self.use_short_conv = use_short_conv
         if use_short_conv:
             options: dict[str, Any] = dict(
-                bias=conv_bias, activation=conv_activation, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+                bias=conv_bias, filter_init=filter_init, dtype=dtype, param_dtype=param_dtype, rngs=rngs
             )
-            self.query_conv = ShortConvolution(num_heads * key_width, conv_size, **options)
-            self.key_conv = ShortConvolution(keys, conv_size, **options)
-            self.value_conv = ShortConvolution(values, conv_size, **options)
+            self.query_conv = ShortConvolution(queries, conv_size, activation=qk_conv_activation, **options)
+            self.key_conv = ShortConvolution(keys, conv_size, activation=qk_conv_activation, **options)
+            self.value_conv = ShortConvolution(values, conv_size, activation=conv_activation, **options)
         self.norm = self.output_norm(
             gate_fn=gate_fn, epsilon=norm_eps, elementwise_affine=elementwise_affine, param_dtype=param_dtype
         )
@@ -150,7 +163,7 @@ class LinearAttention(Layer):
         """q, k and v by head, q and k behind the feature map."""
         feature_map = activation("feature_map", self.feature_map)
         q, k = feature_map(q), feature_map(k)
-        return by_head(q, self.num_heads), by_head(k, self.num_kv_heads), by_head(v, self.num_kv_heads)
+        return by_head(q, self.num_query_heads), by_head(k, self.num_key_heads), by_head(v, self.num_kv_heads)
 
     def outputs(self, o: Float[Array, "*rows H V"], x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         gate = None if self.output_gate is None else by_head(self.output_gate(x), self.num_heads)

@@ -13,10 +13,16 @@ from glax.nn.parts import EMBED, MLP, activation, check_sizes, normal, parameter
 Chosen = tuple[Float[Array, "M k"], Int[Array, "M k"]]  # the weights and the numbers of the experts of each token
 
 
-def softmax_router(x: Float[Array, "M D"], kernel: Float[Array, "D E"], top_k: int) -> Chosen:
-    """Return the top_k experts of each token, with the softmax of their logits x kernel as weights."""
-    logits, chosen = jax.lax.top_k((x @ kernel.astype(x.dtype)).astype(jnp.float32), top_k)
-    return jax.nn.softmax(logits, -1), chosen
+def softmax_router(x: Float[Array, "M D"], kernel: Float[Array, "D E"], top_k: int, normalize: bool = True) -> Chosen:
+    """Return the top_k experts of each token, with the softmax of their logits x kernel as weights.
+
+    normalize: whether the weights of a token add up to 1; else the softmax is over all experts.
+    """
+    every = (x @ kernel.astype(x.dtype)).astype(jnp.float32)
+    logits, chosen = jax.lax.top_k(every, top_k)
+    if normalize:
+        return jax.nn.softmax(logits, -1), chosen
+    return jnp.exp(logits - jax.nn.logsumexp(every, -1, keepdims=True)), chosen
 
 
 class Experts(nnx.Module):
@@ -90,7 +96,7 @@ class Experts(nnx.Module):
 class SparseMLP(nnx.Module):
     """The experts behind a router of softmax probabilities, plus an MLP that every token reads, if there is one.
 
-    router: kernel [D, E]. shared: a module from rows to rows, or None.
+    router: kernel [D, E]. shared: a module from rows to rows, or None. normalize: as in `softmax_router`.
     """
 
     def __init__(
@@ -103,6 +109,7 @@ class SparseMLP(nnx.Module):
         form: str = "split",
         act: str = "silu",
         shared: Any = None,
+        normalize: bool = True,
         dtype=None,
         param_dtype=jnp.float32,
         kernel_init: Callable | None = None,
@@ -111,7 +118,7 @@ class SparseMLP(nnx.Module):
         check_sizes(top_k=top_k)
         if top_k > count:
             raise ValueError(f"top_k must be at most count={count}, got {top_k}")
-        self.top_k, self.shared = top_k, shared
+        self.top_k, self.shared, self.normalize = top_k, shared, normalize
         init = normal(0.02) if kernel_init is None else kernel_init
         self.router = parameter(init(rngs.params(), (width, count), param_dtype), EMBED, None)
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
@@ -119,5 +126,6 @@ class SparseMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         flat = x.reshape(-1, x.shape[-1])
-        y = self.experts(flat, softmax_router(flat, self.router[...], self.top_k)).reshape(x.shape)
+        chosen = softmax_router(flat, self.router[...], self.top_k, self.normalize)
+        y = self.experts(flat, chosen).reshape(x.shape)
         return y if self.shared is None else y + self.shared(x)

@@ -17,6 +17,7 @@ class RMSNorm(nnx.Module):
     """y = scale x / sqrt(mean(x^2) + epsilon), over the last axis; scale [width].
 
     groups: how many equal parts of the last axis are normalised apart. elementwise_affine: whether there is a scale.
+    zero_centred: whether 1 + scale multiplies, with a scale that begins as 0.
     Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
     """
 
@@ -27,18 +28,23 @@ class RMSNorm(nnx.Module):
         epsilon: float = 1e-6,
         groups: int = 1,
         elementwise_affine: bool = True,
+        zero_centred: bool = False,
         param_dtype=jnp.float32,
         rngs: nnx.Rngs | None = None,
     ):
-        self.epsilon, self.groups = epsilon, groups
-        self.scale = parameter(jnp.ones(width, param_dtype), None) if elementwise_affine else None
+        self.epsilon, self.groups, self.zero_centred = epsilon, groups, zero_centred
+        first = (jnp.zeros if zero_centred else jnp.ones)(width, param_dtype)
+        self.scale = parameter(first, None) if elementwise_affine else None
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         return self.scaled(x.astype(jnp.float32)).astype(x.dtype)
 
     def scaled(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         y = normalized(by_head(x, self.groups), self.epsilon).reshape(x.shape)
-        return y if self.scale is None else y * for_rows(y, self.scale[...])
+        if self.scale is None:
+            return y
+        scale = for_rows(y, self.scale[...])
+        return y * (1 + scale if self.zero_centred else scale)
 
 
 class RMSNormGated(RMSNorm):

@@ -66,6 +66,10 @@ def quick_gelu(x: Array) -> Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
+def elu_plus_one(x: Array) -> Array:
+    return jax.nn.elu(x) + 1
+
+
 def identity(x: Array) -> Array:
     return x
 
@@ -77,6 +81,7 @@ ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
     "relu6": jax.nn.relu6,
     "sqrelu": squared_relu,
+    "elu_plus_one": elu_plus_one,
     "leaky_relu": jax.nn.leaky_relu,
     "sigmoid": jax.nn.sigmoid,
     "logsigmoid": jax.nn.log_sigmoid,

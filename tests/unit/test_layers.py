@@ -126,6 +126,9 @@ def test_dtypes_of_activations_parameters_and_states():
         nn.Mamba2(WIDTH, num_heads=4, head_width=4, state_width=4, **options),
         nn.RWKV6Attention(WIDTH, num_heads=2, **options),
         nn.HGRN2Attention(WIDTH, num_heads=2, use_short_conv=True, **options),
+        nn.DeltaNet(WIDTH, num_heads=2, **options),
+        nn.GatedDeltaNet(WIDTH, num_heads=4, num_qk_heads=2, **options),
+        nn.KimiDeltaAttention(WIDTH, num_heads=2, lower_bound=-5.0, **options),
     ]
     for layer in layers:
         assert {x.dtype for x in jax.tree.leaves(nnx.state(layer, nnx.Param))} == {jnp.dtype(jnp.float16)}
@@ -151,6 +154,43 @@ def test_layers_on_a_mesh_read_across_shards_of_the_sequence():
     conv = plain.query_conv
     program = jax.jit(lambda x: conv(x)[0], out_shardings=placed.sharding).lower(placed).compile().as_text()
     assert "collective-permute" in program and "all-gather" not in program
+
+
+def test_gated_delta_net_on_a_mesh_is_the_layer_on_one_device():
+    """Shards of the sequence exchange a dense transition, with fewer heads of q and k than of v."""
+    mesh = jax.make_mesh((2, 4), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
+    recurrence = functools.partial(parallel.recurrent, mesh=mesh, batch_axis="data", sequence_axis="sequence")
+    sizes = dict(num_heads=4, num_qk_heads=2, allow_neg_eigval=True)
+    plain = randomised(nn.GatedDeltaNet(WIDTH, **sizes, rngs=nnx.Rngs(0)))
+    spread = nn.GatedDeltaNet(WIDTH, **sizes, recurrence=recurrence, rngs=nnx.Rngs(0))
+    nnx.update(spread, nnx.state(plain, nnx.Param))
+    x = normal(2, 32, WIDTH)
+    placed = jax.device_put(x, NamedSharding(mesh, P("data", "sequence")))
+    run = jax.jit(lambda x: spread(x)[0], out_shardings=placed.sharding)
+    assert_close("output", run(placed), plain(x)[0], 1e-5)
+
+
+def test_layers_of_the_delta_rule_begin_as_in_their_own_code_and_check_their_options():
+    layer = nn.GatedDeltaNet(WIDTH, num_heads=64, rngs=nnx.Rngs(0), key_width=2, value_width=2)
+    rate, step = np.exp(layer.A_log[...]), np.logaddexp(0, layer.dt_bias[...])
+    assert 0 < rate.min() < 1 and 15 < rate.max() < 16 and 1e-3 < step.min() < 2e-3 and 0.05 < step.max() < 0.1
+    layer = nn.KimiDeltaAttention(WIDTH, num_heads=64, rngs=nnx.Rngs(0), key_width=2, value_width=2)
+    assert 1 < np.exp(layer.A_log[...]).min() < 2 and layer.dt_bias.shape == (128,)
+    x = normal(1, 3, WIDTH)
+    bounded = nn.KimiDeltaAttention(WIDTH, num_heads=2, lower_bound=-5.0, A_range=(1.0, 1.0), rngs=nnx.Rngs(0))
+    bounded.dt_bias[...] = jnp.linspace(-90.0, 90.0, 16)
+    g = np.asarray(bounded.log_gate(x)).ravel()
+    assert -5 <= g.min() < -4.99 and -1e-6 < g.max() <= 0
+    for options, message in (
+        (dict(num_qk_heads=3), "num_qk_heads must divide num_heads=4, got 3"),
+        (dict(lower_bound=1.0), "lower_bound must be a number below 0 .* got 1.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            nn.KimiDeltaAttention(WIDTH, num_heads=4, rngs=nnx.Rngs(0), **options)
+    with pytest.raises(ValueError, match="qk_norm must be one of 'l2', 'sum', got 'max'"):
+        nn.DeltaNet(WIDTH, num_heads=4, qk_norm="max", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"qk_activation must be one of 'silu', .* got 'tanh'"):
+        nn.DeltaNet(WIDTH, num_heads=4, qk_activation="tanh", rngs=nnx.Rngs(0))
 
 
 def test_parameters_lie_where_their_logical_axes_say():

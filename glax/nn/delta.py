@@ -1,0 +1,315 @@
+"""The layers of the delta rule: DeltaNet, Gated DeltaNet and Kimi Delta Attention."""
+
+from collections.abc import Callable
+from typing import Any, TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from glax._src.api.recurrent import recurrent
+from glax._src.core.bind import check_real, known_number
+from glax.nn.linear_attention import LinearAttention
+from glax.nn.mamba2 import initial_dt_bias
+from glax.nn.parts import EMBED, HEADS, activation, by_head, check_divides, check_sizes, for_rows, merged, parameter
+from glax.nn.passes import Rows, State
+
+QK_ACTIVATIONS = {"silu": None, "relu": "relu", "elu": "elu_plus_one", "identity": None}
+QK_NORMS = ("l2", "sum")
+
+
+class Options(TypedDict, total=False):
+    """The arguments that all layers of the delta rule share.
+
+    key_width, value_width: K and V of one head; width // num_heads if None.
+    use_short_conv, conv_size, conv_bias: a ShortConvolution behind each of the projections of q, k and v.
+    allow_neg_eigval: whether beta reaches from 0 to 2, so that eigenvalues of a token's transition reach from -1 to 1.
+    norm_eps, elementwise_affine: of the norm of each head's output.
+    dtype:         of the projections and of q, k and v; the dtype of x and the parameters if None. The state is float32.
+    param_dtype:   of the parameters.
+    kernel_init:   of the projections; normal with a deviation of 0.02 if None.
+    filter_init:   of the convolutions; as torch.nn.Conv1d begins if None.
+    recurrence:    what solves whole sequences: `glax.recurrent`, or `glax.parallel.recurrent` with its mesh and axes.
+    """
+
+    key_width: int | None
+    value_width: int | None
+    use_short_conv: bool
+    conv_size: int
+    conv_bias: bool
+    allow_neg_eigval: bool
+    norm_eps: float
+    elementwise_affine: bool
+    dtype: jnp.dtype | None
+    param_dtype: DTypeLike
+    kernel_init: Callable | None
+    filter_init: Callable | None
+    recurrence: Callable
+
+
+class DeltaAttention(LinearAttention):
+    """Projections, convolutions and SiLU of q, k and v, and the strength beta of the delta rule. Subclasses define the gates.
+
+    num_heads: of v, beta, gates and the state. num_qk_heads: of q and k; divides num_heads, which it is if None.
+    use_beta: beta is sigmoid(W_b x), or 1 without. qk_activation: the name of a function of q and k, a key of QK_ACTIVATIONS.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        num_qk_heads: int | None = None,
+        use_beta: bool = True,
+        qk_activation: str = "silu",
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        norm_eps: float = 1e-5,
+        recurrence: Callable = recurrent,
+        rngs: nnx.Rngs,
+        **options,
+    ):
+        check_sizes(width=width, num_heads=num_heads)
+        num_qk_heads = num_heads if num_qk_heads is None else num_qk_heads
+        check_sizes(num_qk_heads=num_qk_heads)
+        check_divides("num_qk_heads", num_qk_heads, "num_heads", num_heads)
+        check_one_of("qk_activation", qk_activation, QK_ACTIVATIONS)
+        self.qk_activation, self.allow_neg_eigval = qk_activation, allow_neg_eigval
+        super().__init__(
+            width,
+            num_heads=num_heads,
+            num_query_heads=num_qk_heads,
+            num_key_heads=num_qk_heads,
+            feature_map=QK_ACTIVATIONS[qk_activation],
+            qk_conv_activation=self.silu_or_none,
+            use_short_conv=use_short_conv,
+            norm_eps=norm_eps,
+            recurrence=recurrence,
+            rngs=rngs,
+            **options,
+        )
+        self.beta = self.linear(width, num_heads, (EMBED, HEADS), rngs) if use_beta else None
+
+    @property
+    def silu_or_none(self) -> str | None:
+        """The function of q and k before they are divided into heads."""
+        return "silu" if self.qk_activation == "silu" else None
+
+    def inputs(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[list[Array], dict]:
+        """q, k and v behind SiLU, and behind convolutions if there are any; and the states of these."""
+        (q, k, v), states = super().inputs(x, state, rows)
+        if not self.use_short_conv:
+            act = activation("qk_activation", self.silu_or_none)
+            q, k, v = act(q), act(k), jax.nn.silu(v)
+        return [q, k, v], states
+
+    def strength(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows H"]:
+        """beta, in float32."""
+        if self.beta is None:
+            return self.scaled_beta(jnp.ones((*x.shape[:-1], self.num_heads), jnp.float32))
+        return self.scaled_beta(jax.nn.sigmoid(self.beta(x).astype(jnp.float32)))
+
+    def scaled_beta(self, beta: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
+        return 2 * beta if self.allow_neg_eigval else beta
+
+
+class DeltaNet(DeltaAttention):
+    """DeltaNet. In every head:
+
+        q_t, k_t, v_t = SiLU(conv(W_q x_t)), SiLU(conv(W_k x_t)), SiLU(conv(W_v x_t))        beta_t = sigmoid(W_b x_t)
+        S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T                                   o_t = S_t^T q_t / sqrt(K)
+        y_t = W_o RMSNorm(o_t)
+
+    with q and k divided by their norms.
+
+    width:         of x and y. num_heads: H.
+    use_beta:      beta is 1 if False.
+    use_output_gate, gate_fn: whether to multiply the norm by gate_fn(W_s x_t), and the name of the function.
+    qk_activation: "silu", "relu", "elu" (elu(x) + 1) or "identity", of q and k.
+    qk_norm:       "l2", or "sum": x / max(sum |x|, 1e-6).
+    The rest:      see `glax.nn.delta.Options`.
+
+    Yang et al. 2024, https://arxiv.org/abs/2406.06484.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        use_beta: bool = True,
+        use_output_gate: bool = False,
+        gate_fn: str = "swish",
+        qk_activation: str = "silu",
+        qk_norm: str = "l2",
+        rngs: nnx.Rngs,
+        **options: Unpack[Options],
+    ):
+        check_one_of("qk_norm", qk_norm, QK_NORMS)
+        self.qk_norm = qk_norm
+        gated: dict[str, Any] = dict(use_output_gate=use_output_gate, gate_fn=gate_fn)
+        more: dict[str, Any] = dict(use_beta=use_beta, qk_activation=qk_activation)
+        super().__init__(width, num_heads=num_heads, rngs=rngs, **gated, **more, **options)
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        (q, k, v), states = self.inputs(x, state, rows)
+        q, k, v = self.heads(q, k, v)
+        if self.qk_norm == "sum":
+            q, k = divided_by_sum(q), divided_by_sum(k)
+        more = dict(beta=self.strength(x), use_qk_l2norm=self.qk_norm == "l2")
+        o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), **more)
+        return self.outputs(o, x), states | dict(recurrent=after)
+
+
+class GatedDeltaNet(DeltaAttention):
+    """DeltaNet with one decay a head, from a step size as in Mamba-2:
+
+        g_t = -exp(A_log) softplus(W_a x_t + dt_bias)              S_bar = exp(g_t) S_{t-1}
+        S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T             y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
+
+    width:        of x and y. num_heads: H, of v, gates and the state.
+    num_qk_heads: of q and k; divides num_heads, which it is if None. Head h reads head h * num_qk_heads // num_heads.
+    use_output_gate, gate_fn: whether to multiply the norm by gate_fn(W_s x_t), and the name of the function.
+    A_range:      exp(A_log) begins uniform in it. dt_range, dt_floor: as in `glax.nn.Mamba2`.
+    The rest:     see `glax.nn.delta.Options`.
+
+    Yang et al. 2024, https://arxiv.org/abs/2412.06464.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        num_qk_heads: int | None = None,
+        use_output_gate: bool = True,
+        gate_fn: str = "swish",
+        A_range: tuple[float, float] = (0.0, 16.0),
+        dt_range: tuple[float, float] = (0.001, 0.1),
+        dt_floor: float = 1e-4,
+        rngs: nnx.Rngs,
+        **options: Unpack[Options],
+    ):
+        gated: dict[str, Any] = dict(use_output_gate=use_output_gate, gate_fn=gate_fn)
+        super().__init__(width, num_heads=num_heads, num_qk_heads=num_qk_heads, rngs=rngs, **gated, **options)
+        self.gate = self.linear(width, num_heads, (EMBED, HEADS), rngs)
+        self.A_log = parameter(initial_A_log(rngs, num_heads, A_range).astype(self.param_dtype), HEADS)
+        dt_bias = initial_dt_bias(rngs, num_heads, dt_range, dt_floor)
+        self.dt_bias = parameter(dt_bias.astype(self.param_dtype), HEADS)
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        (q, k, v), states = self.inputs(x, state, rows)
+        q, k, v = self.heads(q, k, v)
+        g = log_decay(self.gate(x), self.A_log[...], self.dt_bias[...])
+        more = dict(g=g, beta=self.strength(x), use_qk_l2norm=True)
+        o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), **more)
+        return self.outputs(o, x), states | dict(recurrent=after)
+
+
+class KimiDeltaAttention(DeltaAttention):
+    """DeltaNet with a decay for each key channel, from projections of low rank:
+
+        f_t = W_f W_r x_t + dt_bias                                S_bar = diag(exp(g_t)) S_{t-1}
+        g_t = -exp(A_log) softplus(f_t)                            S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T
+        y_t = W_o (RMSNorm(o_t) * sigmoid(W_s W_t x_t + b))
+
+    width:        of x and y. num_heads: H, of v, gates and the state.
+    num_qk_heads: of q and k; divides num_heads, which it is if None. Head h reads head h * num_qk_heads // num_heads.
+    gate_rank:    of W_f W_r and of W_s W_t; value_width if None.
+    lower_bound:  of the log gates, below 0: g_t = lower_bound sigmoid(exp(A_log) f_t). No bound if None.
+    gate_fn:      the name of the function that gates the output.
+    A_range:      exp(A_log) begins uniform in it. dt_range, dt_floor: as in `glax.nn.Mamba2`.
+    The rest:     see `glax.nn.delta.Options`.
+
+    Kimi Team 2025, https://arxiv.org/abs/2510.26692.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        num_qk_heads: int | None = None,
+        gate_rank: int | None = None,
+        lower_bound: float | None = None,
+        gate_fn: str = "sigmoid",
+        A_range: tuple[float, float] = (1.0, 16.0),
+        dt_range: tuple[float, float] = (0.001, 0.1),
+        dt_floor: float = 1e-4,
+        rngs: nnx.Rngs,
+        **options: Unpack[Options],
+    ):
+        check_lower_bound(lower_bound)
+        self.lower_bound = lower_bound
+        gated: dict[str, Any] = dict(
+            use_output_gate=False, gate_fn=gate_fn
+        )  # the gate of LinearAttention has full rank
+        super().__init__(width, num_heads=num_heads, num_qk_heads=num_qk_heads, rngs=rngs, **gated, **options)
+        gate_rank = self.value_width if gate_rank is None else gate_rank
+        check_sizes(gate_rank=gate_rank)
+        gates, values = num_heads * self.key_width, num_heads * self.value_width
+        self.gate_down = self.linear(width, gate_rank, (EMBED, None), rngs)
+        self.gate_up = self.linear(gate_rank, gates, (None, HEADS), rngs)
+        self.output_gate_down = self.linear(width, gate_rank, (EMBED, None), rngs)
+        self.output_gate_up = self.linear(gate_rank, values, (None, HEADS), rngs, bias=True)
+        self.A_log = parameter(initial_A_log(rngs, num_heads, A_range).astype(self.param_dtype), HEADS)
+        self.dt_bias = parameter(initial_dt_bias(rngs, gates, dt_range, dt_floor).astype(self.param_dtype), HEADS)
+
+    def log_gate(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows H K"]:
+        """g, in float32."""
+        f = self.gate_up(self.gate_down(x)).astype(jnp.float32)
+        f = by_head(f + for_rows(f, self.dt_bias[...]), self.num_heads)
+        rate = jnp.exp(for_rows(f, self.A_log[...][:, None]))
+        if self.lower_bound is None:
+            return -rate * jax.nn.softplus(f)
+        return self.lower_bound * jax.nn.sigmoid(rate * f)
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        (q, k, v), states = self.inputs(x, state, rows)
+        q, k, v = self.heads(q, k, v)
+        more = dict(g=self.log_gate(x), beta=self.strength(x), use_qk_l2norm=True)
+        o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), **more)
+        return self.outputs(o, x), states | dict(recurrent=after)
+
+    def outputs(self, o: Float[Array, "*rows H V"], x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        gate = by_head(self.output_gate_up(self.output_gate_down(x)), self.num_heads)
+        return self.output(merged(self.norm(o, gate)))
+
+
+def log_decay(
+    a: Float[Array, "*rows H"], A_log: Float[Array, "H"], dt_bias: Float[Array, "H"]
+) -> Float[Array, "*rows H"]:
+    """-exp(A_log) softplus(a + dt_bias), in float32."""
+    step = jax.nn.softplus(a.astype(jnp.float32) + for_rows(a, dt_bias))
+    return -jnp.exp(for_rows(step, A_log)) * step
+
+
+# ---- initial values and checks -----------------------------------------------------------------------------------------
+
+
+def initial_A_log(rngs: nnx.Rngs, heads: int, span: tuple[float, float]) -> Float[Array, "H"]:
+    """The logarithm of a uniform number in `span`, whose lower end may be 0."""
+    A = jax.random.uniform(rngs.params(), (heads,), jnp.float32, *span)
+    return jnp.log(jnp.maximum(A, 1e-6))
+
+
+def divided_by_sum(x: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
+    """x / max(sum |x|, 1e-6), in float32."""
+    wide = x.astype(jnp.float32)
+    return (wide / jnp.maximum(jnp.abs(wide).sum(-1, keepdims=True), 1e-6)).astype(x.dtype)
+
+
+def check_one_of(name: str, value, known):
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+
+
+def check_lower_bound(lower_bound: float | None):
+    if lower_bound is None:
+        return
+    check_real("lower_bound", lower_bound)
+    known = known_number(lower_bound)
+    if known is None or not known < 0:
+        raise ValueError(f"lower_bound must be a number below 0 that is known while tracing, got {lower_bound}")
