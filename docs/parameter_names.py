@@ -22,6 +22,9 @@ MODELS = {
     "retnet": FLA,
     "hgrn2": FLA | dict(expand_ratio=8),
     "rwkv6": FLA,
+    "delta_net": FLA,
+    "gated_deltanet": FLA | dict(head_dim=8),
+    "kda": FLA | dict(head_dim=8),
     "mamba2": SIZES | dict(state_size=8, head_dim=8, num_heads=4, n_groups=1),
     "bamba": HYBRID | dict(num_hidden_layers=2, attn_layer_indices=[1]),
     "granitemoehybrid": HYBRID | dict(num_local_experts=4, shared_intermediate_size=20),
@@ -32,6 +35,11 @@ MODELS = {
         moe_shared_expert_intermediate_size=12,
     ),
     "minimax": SIZES | ATTENTION | dict(num_hidden_layers=2, num_local_experts=4),
+    "qwen3_next": SIZES | ATTENTION | dict(
+        num_hidden_layers=2, full_attention_interval=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12,
+        shared_expert_intermediate_size=12,
+    ),
 }  # fmt: skip
 
 

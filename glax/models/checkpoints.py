@@ -107,7 +107,8 @@ def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place)
     named = {name for path, param in parameters(model) for name in stored_names(model.names(path), param)}
     weights.rename(model.names.aliases)
     found, unread = weights.names(), {tied_name(model), *model.derived_tensors()}
-    missing, left = sorted(named - found), sorted(found - named - unread)
+    missing = sorted(named - found)
+    left = sorted(name for name in found - named - unread if not model.names.is_ignored(name))
     if missing or left:
         parts = [f"missing are {', '.join(missing)}"] * bool(missing) + [f"left over are {', '.join(left)}"] * bool(
             left

@@ -125,9 +125,9 @@ class Options:
             )
 
 
-def exact_width(key: str, width: int, ratio: float) -> int:
-    """width * ratio, which must be an integer."""
+def exact_width(key: str, width: int, ratio: float, of: str = "hidden_size") -> int:
+    """width * ratio, which must be an integer. key, of: the names of the ratio and of the width."""
     exact = width * ratio
     if abs(exact - round(exact)) > 1e-9 * max(exact, 1.0):
-        raise ValueError(f"{key}={ratio!r} in config.json must make hidden_size={width} an integer, got {exact}")
+        raise ValueError(f"{key}={ratio!r} in config.json must make {of}={width} an integer, got {exact}")
     return round(exact)

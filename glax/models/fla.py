@@ -87,13 +87,18 @@ def gated_mlp(options: Options, width: int, ratio: float, init: Callable) -> Cal
 
 def heads_and_widths(options: Options, width: int, heads: int, expand: tuple[float, float]) -> dict:
     """num_heads, num_kv_heads, key_width and value_width of gla and retnet."""
+    found = widths_of_heads(options, width, heads, expand)
+    return found | dict(num_kv_heads=options.integer("num_kv_heads", None, optional=True) or found["num_heads"])
+
+
+def widths_of_heads(options: Options, width: int, heads: int, expand: tuple[float, float]) -> dict:
+    """num_heads, key_width and value_width, from expand_k and expand_v."""
     heads = options.integer("num_heads", heads)
-    kv_heads = options.integer("num_kv_heads", None, optional=True) or heads
     keys = exact_width("expand_k", width, options.number("expand_k", expand[0]))
     values = exact_width("expand_v", width, options.number("expand_v", expand[1]))
     if keys % heads or values % heads:
         raise ValueError(f"num_heads={heads} in config.json must divide the widths of keys {keys} and values {values}")
-    return dict(num_heads=heads, num_kv_heads=kv_heads, key_width=keys // heads, value_width=values // heads)
+    return dict(num_heads=heads, key_width=keys // heads, value_width=values // heads)
 
 
 def output_options(options: Options, functions: dict[str, str]) -> dict:
@@ -142,11 +147,12 @@ def assemble(
     names: dict[str, str],
     *,
     ratio: int,
+    layers: int = 24,
     build: type["FLAModel"] | None = None,
     **more,
 ) -> CausalLM:
     """A model of pre-norm blocks of `mixer(layer)`, or softmax attention in the layers of `attn`, and a gated MLP."""
-    width, layers = more.pop("width"), options.integer("num_hidden_layers", 24)
+    width, layers = more.pop("width"), options.integer("num_hidden_layers", layers)
     outer, init = outer_options(options)
     norm: dict[str, Any] = dict(epsilon=options.number("norm_eps", 1e-6), param_dtype=precision.param_dtype)
     mlp, softmax = gated_mlp(options, width, ratio, init), attention_layers(options, layers)
@@ -182,6 +188,7 @@ def gla(config: ModelConfig, precision: Precision) -> CausalLM:
         clamp_min=options.number("clamp_min", None, optional=True),
         norm_eps=options.number("norm_eps", 1e-6),
         kernel_init=nnx.initializers.normal(deviation),
+        filter_init=nnx.initializers.normal(deviation),
     )
 
     def mixer(layer: int) -> GatedLinearAttention:
@@ -235,6 +242,7 @@ def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
         elementwise_affine=affine(options),
         **convolutions(options),
         kernel_init=nnx.initializers.normal(options.number("initializer_range", 0.02)),
+        filter_init=nnx.initializers.normal(options.number("initializer_range", 0.02)),
     )
     bounded = options.flag("use_lower_bound", True)
     if bounded and heads * ratio != width:

@@ -73,14 +73,17 @@ def rotation(options: Options, theta: float, partial: float = 1.0) -> dict[str, 
     return dict(theta=given.get("rope_theta", theta), partial=given.get("partial_rotary_factor", partial))
 
 
-def attention_sizes(options: Options, width: int, heads: int = 32, kv_heads: int | None = None) -> dict[str, Any]:
+def attention_sizes(
+    options: Options, width: int, heads: int = 32, kv_heads: int | None = None, head_width: int | None = None
+) -> dict[str, Any]:
     """Read num_heads, num_kv_heads and head_width as arguments of `Attention`.
 
-    heads, kv_heads: the values of options that the config lacks; as many key-value heads as heads if that is None, too.
+    heads, kv_heads, head_width: the values of options that the config lacks; as many key-value heads as heads if that is None,
+    too, and width // heads.
     """
     heads = options.integer("num_attention_heads", heads)
     found = options.integer("num_key_value_heads", kv_heads, optional=True)
-    head_width = options.integer("head_dim", None, optional=True) or width // heads
+    head_width = options.integer("head_dim", head_width, optional=True) or width // heads
     return dict(num_heads=heads, num_kv_heads=heads if found is None else found, head_width=head_width)
 
 

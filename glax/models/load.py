@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from glax.models import bamba, falcon_h1, fla, granite, mamba2, minimax, nemotron_h
+from glax.models import bamba, delta, falcon_h1, fla, granite, mamba2, minimax, nemotron_h, qwen3_next
 from glax.models.checkpoints import Weights, load_into
 from glax.models.config import ModelConfig, UnsupportedOption
 from glax.models.model import CausalLM, Precision
@@ -18,13 +18,17 @@ from glax.models.shardings import partition_spec
 # model_type -> the function that builds such a model. docs/internals/models.md says how one is added.
 MODEL_TYPES: dict[str, Callable[[ModelConfig, Precision], CausalLM]] = {
     "bamba": bamba.bamba,
+    "delta_net": delta.delta_net,
     "falcon_h1": falcon_h1.falcon_h1,
+    "gated_deltanet": delta.gated_deltanet,
     "gla": fla.gla,
     "granitemoehybrid": granite.granite,
     "hgrn2": fla.hgrn2,
+    "kda": delta.kda,
     "mamba2": mamba2.mamba2,
     "minimax": minimax.minimax,
     "nemotron_h": nemotron_h.nemotron_h,
+    "qwen3_next": qwen3_next.qwen3_next,
     "retnet": fla.retnet,
     "rwkv6": fla.rwkv6,
 }

@@ -40,12 +40,13 @@ class Names:
     """rules: (pattern, replacement) of re.sub, applied in order to the path "blocks.3.attn.query.kernel" of a parameter.
 
     What they leave of the last part, `LEAVES` names. layouts: as LEAVES, for further names of last parts.
-    aliases: (another name that files have, the name of the rules).
+    aliases: (another name that files have, the name of the rules). ignored: patterns of tensors that no parameter here has.
     """
 
     rules: tuple[tuple[str, str], ...]
     layouts: tuple[tuple[str, Layout], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
 
     def __call__(self, path: str) -> str:
         for pattern, replacement in self.rules:
@@ -53,6 +54,9 @@ class Names:
         front, _, last = path.rpartition(".")
         name = self.layout(last)[0] or last
         return f"{front}.{name}" if front else name
+
+    def is_ignored(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.ignored)
 
     def layout(self, last: str) -> Layout:
         return dict(self.layouts).get(last) or LEAVES.get(last) or (last, same, same)

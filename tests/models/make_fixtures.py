@@ -17,15 +17,30 @@ import fla_on_cpu  # noqa: F401, before fla
 # isort: split
 
 import fla.layers.attn
+import fla.models.delta_net.modeling_delta_net
+import fla.models.gated_deltanet.modeling_gated_deltanet
 import fla.models.gla.modeling_gla
 import fla.models.hgrn2.modeling_hgrn2
+import fla.models.kda.modeling_kda
 import fla.models.modeling_utils
 import fla.models.retnet.modeling_retnet
 import torch
-from fla.models import GLAConfig, HGRN2Config, RetNetConfig, RWKV6Config
+from fla.layers import KimiDeltaAttention
+from fla.models import (
+    DeltaNetConfig,
+    GatedDeltaNetConfig,
+    GLAConfig,
+    HGRN2Config,
+    KDAConfig,
+    RetNetConfig,
+    RWKV6Config,
+)
 from fla.models import Mamba2Config as FLAMamba2Config
+from fla.models.delta_net import DeltaNetForCausalLM
+from fla.models.gated_deltanet import GatedDeltaNetForCausalLM
 from fla.models.gla import GLAForCausalLM
 from fla.models.hgrn2 import HGRN2ForCausalLM
+from fla.models.kda import KDAForCausalLM
 from fla.models.mamba2 import Mamba2ForCausalLM as FLAMamba2ForCausalLM
 from fla.models.retnet import RetNetForCausalLM
 from fla.models.rwkv6 import RWKV6ForCausalLM
@@ -44,6 +59,8 @@ from transformers import (
     MiniMaxForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures"
@@ -66,6 +83,11 @@ NEMOTRON = dict(
     intermediate_size=24, mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8, n_groups=2, chunk_size=8,
     moe_intermediate_size=12, moe_shared_expert_intermediate_size=10, n_routed_experts=4, num_experts_per_tok=2,
     layers_block_type=["linear_attention", "moe", "full_attention", "mlp"])  # fmt: skip
+QWEN = LAYERS | dict(
+    pad_token_id=None, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=24,
+    linear_key_head_dim=8, linear_value_head_dim=4, linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=10,
+    layer_types=["linear_attention", "full_attention"])  # fmt: skip
 MAMBA = LAYERS | dict(hidden_size=16, state_size=8, head_dim=8, expand=2, chunk_size=8)
 
 # name -> (config class, model class, options)
@@ -86,6 +108,29 @@ CASES = {
     "hgrn2_options": (HGRN2Config, HGRN2ForCausalLM, SMALL | dict(
         num_heads=4, expand_ratio=None, use_short_conv=True, use_lower_bound=False, hidden_act="powlu", norm_eps=1e-3,
         elementwise_affine=False, tie_word_embeddings=True)),
+    "delta_net": (DeltaNetConfig, DeltaNetForCausalLM, SMALL),
+    "delta_net_options": (DeltaNetConfig, DeltaNetForCausalLM, SMALL | dict(
+        num_heads=4, expand_k=0.5, expand_v=2.0, use_gate=True, allow_neg_eigval=True, conv_size=3, qk_norm="sum",
+        qk_activation="elu", norm_eps=1e-3, attn=WINDOWED)),
+    "delta_net_plain": (DeltaNetConfig, DeltaNetForCausalLM, SMALL | dict(
+        use_short_conv=False, use_beta=False, qk_activation="identity", tie_word_embeddings=True, attnres_block_size=2)),
+    "gated_deltanet": (GatedDeltaNetConfig, GatedDeltaNetForCausalLM, SMALL | dict(head_dim=8)),
+    "gated_deltanet_options": (GatedDeltaNetConfig, GatedDeltaNetForCausalLM, SMALL | dict(
+        num_v_heads=4, head_dim=8, expand_v=1.5, allow_neg_eigval=True, conv_size=3, norm_eps=1e-3,
+        output_gate_activation="sigmoid", attn=WINDOWED, num_hidden_layers=3)),
+    "gated_deltanet_plain": (GatedDeltaNetConfig, GatedDeltaNetForCausalLM, SMALL | dict(
+        head_dim=6, expand_v=1.0, use_gate=False, use_short_conv=False, tie_word_embeddings=True, attnres_block_size=2)),
+    "kda": (KDAConfig, KDAForCausalLM, SMALL | dict(head_dim=8)),
+    "kda_options": (KDAConfig, KDAForCausalLM, SMALL | dict(
+        num_v_heads=4, head_dim=8, expand_v=0.5, allow_neg_eigval=True, safe_gate=True, lower_bound=-3.0, conv_size=3,
+        norm_eps=1e-3, attn=WINDOWED, num_hidden_layers=3)),
+    "kda_plain": (KDAConfig, KDAForCausalLM, SMALL | dict(
+        head_dim=8, use_short_conv=False, lower_bound=-5.0, tie_word_embeddings=True, attnres_block_size=2)),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, QWEN),
+    "qwen3_next_options": (Qwen3NextConfig, Qwen3NextForCausalLM, QWEN | dict(
+        num_hidden_layers=3, layer_types=None, full_attention_interval=2, linear_conv_kernel_dim=3, hidden_act="gelu",
+        norm_topk_prob=False, mlp_only_layers=[1], attention_bias=True, rms_norm_eps=1e-3, partial_rotary_factor=0.5,
+        rope_parameters=dict(rope_theta=300.0, rope_type="default"), tie_word_embeddings=True)),
     "rwkv6": (RWKV6Config, RWKV6ForCausalLM, SMALL | dict(proj_low_rank_dim=4, gate_low_rank_dim=3)),
     "rwkv6_options": (RWKV6Config, RWKV6ForCausalLM, SMALL | dict(
         num_heads=4, expand_k=1.0, expand_v=2.0, proj_low_rank_dim=3, gate_low_rank_dim=5, norm_first=False, norm_bias=False,
@@ -138,7 +183,14 @@ def plain_attention(q, k, v, causal, window_size):
 
 
 fla.layers.attn.flash_attn_func = plain_attention
-MODELS = (fla.models.gla.modeling_gla, fla.models.retnet.modeling_retnet, fla.models.hgrn2.modeling_hgrn2)
+MODELS = (
+    fla.models.delta_net.modeling_delta_net,
+    fla.models.gated_deltanet.modeling_gated_deltanet,
+    fla.models.gla.modeling_gla,
+    fla.models.hgrn2.modeling_hgrn2,
+    fla.models.kda.modeling_kda,
+    fla.models.retnet.modeling_retnet,
+)
 for module in (fla.models.modeling_utils, *MODELS):
     module.fused_attnres = naive_attnres  # its kernel refuses tensors of a CPU
 
@@ -179,6 +231,11 @@ def make(name: str):
     config = config_class(**options)
     config._experts_implementation = "eager"  # the grouped product takes no rows of fewer than 16 bytes
     model = model_class(config).float()
+    for module in model.modules():
+        if isinstance(module, KimiDeltaAttention):
+            module.safe_gate = (
+                False  # chooses another kernel of the same function, which Triton's interpreter cannot run
+            )
     randomise(model)
     model.eval()
     tokens = torch.randint(0, options["vocab_size"], TOKENS, generator=torch.Generator().manual_seed(1))

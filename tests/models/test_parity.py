@@ -18,12 +18,16 @@ from glax.models.checkpoints import checkpoint_name, parameters, stored_names
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
 READ_IN_ALL_WAYS = [
+    "delta_net_options",
     "falcon_h1",
+    "gated_deltanet_options",
     "gla_hybrid",
     "gla_options",
     "hgrn2",
+    "kda_options",
     "mamba2_options",
     "nemotron_h",
+    "qwen3_next",
     "retnet",
     "rwkv6",
 ]

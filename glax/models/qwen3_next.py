@@ -1,0 +1,213 @@
+"""Qwen3-Next: Gated DeltaNet and gated softmax attention with partial rotation, and experts in all or some layers."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glax._src.api.recurrent import recurrent
+from glax.models.config import ModelConfig, Options
+from glax.models.hybrids import (
+    ATTENTION,
+    GATED_MLP,
+    LINEAR,
+    ROUTER,
+    SOFTMAX,
+    TRAINING,
+    attention_sizes,
+    hidden_act,
+    layer_kinds,
+    outer_options,
+    rotation,
+    softmax_attention,
+    transposed,
+)
+from glax.models.model import Block, CausalLM, Precision
+from glax.models.names import Names, renamed
+from glax.nn import RMSNorm, RMSNormGated, ShortConvolution, SwiGLU
+from glax.nn.delta import initial_A_log, log_decay
+from glax.nn.layer import Layer
+from glax.nn.moe import SparseMLP
+from glax.nn.parts import EMBED, HEADS, by_head, linear, merged, parameter
+from glax.nn.passes import Rows, State
+
+OUTER = (
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.mlp_norm\.", ".post_attention_layernorm."),
+    (r"^embedding\.", "model.embed_tokens."),
+    (r"^blocks\.", "model.layers."),
+    (r"^norm\.", "model.norm."),
+    (r"^head\.", "lm_head."),
+)
+MIXER = {"qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "conv": "conv1d", "output": "out_proj"}
+NORMS = {"query_norm": "q_norm", "key_norm": "k_norm"}
+MLPS = (
+    *renamed("mlp", GATED_MLP),
+    (r"\.mlp\.router$", ".mlp.gate.router"),
+    *((rf"\.mlp\.experts\.{old}$", rf".mlp.experts.*.{new}.{old}") for old, new in GATED_MLP.items()),
+    (r"\.mlp\.shared\.mlp\.", ".mlp.shared_expert."),
+    (r"\.mlp\.shared\.strength\.", ".mlp.shared_expert_gate."),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaSizes:
+    """num_heads: of v, gates and the state. num_qk_heads: of q and k. key_width, value_width: K and V of a head."""
+
+    num_heads: int
+    num_qk_heads: int
+    key_width: int
+    value_width: int
+    conv_size: int
+
+    @property
+    def keys(self) -> int:
+        return self.num_qk_heads * self.key_width
+
+    @property
+    def values(self) -> int:
+        return self.num_heads * self.value_width
+
+
+class FusedGatedDeltaNet(Layer):
+    """`glax.nn.GatedDeltaNet` with two projections and one convolution, as checkpoints of Qwen3-Next have them.
+
+    W_qkvz has the rows of q, k, v and of the output's gate z, one head of q and k after the other with its heads of v and z.
+    W_ba has those of beta and of the step size alike. The convolution reads q, k and v of all heads, in this order.
+    """
+
+    def __init__(
+        self, width: int, sizes: DeltaSizes, *, act: str, norm_eps: float, kernel_init, dtype, param_dtype, rngs
+    ):
+        self.width, self.sizes, self.recurrence = width, sizes, recurrent
+        options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        inside, H = 2 * (sizes.keys + sizes.values), sizes.num_heads
+        self.qkvz = linear(width, inside, (EMBED, HEADS), kernel_init=kernel_init, **options)
+        self.ba = linear(width, 2 * H, (EMBED, HEADS), kernel_init=kernel_init, **options)
+        conv: dict[str, Any] = dict(activation=act, filter_init=kernel_init)
+        self.conv = ShortConvolution(2 * sizes.keys + sizes.values, sizes.conv_size, **conv, **options)
+        self.A_log = parameter(initial_A_log(rngs, H, (0.01, 16.0)).astype(param_dtype), HEADS)
+        self.dt_bias = parameter(jnp.ones(H, param_dtype), HEADS)
+        self.norm = RMSNormGated(sizes.value_width, epsilon=norm_eps, param_dtype=param_dtype)
+        self.output = linear(sizes.values, width, (HEADS, EMBED), kernel_init=kernel_init, **options)
+
+    def empty_state(self, batch: int, max_length: int | None = None) -> dict:
+        shape = (batch, self.sizes.num_heads, self.sizes.key_width, self.sizes.value_width)
+        return dict(recurrent=jnp.zeros(shape, jnp.float32), conv=self.conv.initial_state(batch))
+
+    def projected(self, x: Float[Array, "*rows width"]) -> list[Array]:
+        """q and k [*rows, Hq K], v and z [*rows, H V], and what beta and the step size are made of, [*rows, H]."""
+        sizes, groups = self.sizes, self.sizes.num_qk_heads
+        K, V = sizes.key_width, sizes.values // groups
+        qkvz = jnp.split(by_head(self.qkvz(x), groups), [K, 2 * K, 2 * K + V], axis=-1)
+        return [merged(y) for y in (*qkvz, *jnp.split(by_head(self.ba(x), groups), 2, axis=-1))]
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        sizes = self.sizes
+        q, k, v, z, b, a = self.projected(x)
+        before = {"recurrent": state["conv"]} if "conv" in state else {}
+        qkv, conv = self.conv.mix(jnp.concatenate([q, k, v], -1), before, rows)
+        q, k, v = jnp.split(qkv, [sizes.keys, 2 * sizes.keys], axis=-1)
+        q, k, v = by_head(q, sizes.num_qk_heads), by_head(k, sizes.num_qk_heads), by_head(v, sizes.num_heads)
+        g, beta = log_decay(a, self.A_log[...], self.dt_bias[...]), jax.nn.sigmoid(b.astype(jnp.float32))
+        more = dict(g=g, beta=beta, use_qk_l2norm=True)
+        o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), **more)
+        y = self.output(merged(self.norm(o, by_head(z, sizes.num_heads))))
+        return y, dict(recurrent=after, conv=conv["recurrent"])
+
+
+class SharedExpert(nnx.Module):
+    """y = sigmoid(w^T x) mlp(x)."""
+
+    def __init__(self, width: int, mlp: SwiGLU, **options):
+        self.mlp, self.strength = mlp, linear(width, 1, (EMBED, None), **options)
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        return jax.nn.sigmoid(self.strength(x)) * self.mlp(x)
+
+
+def mixer_names(kinds: list[str]) -> tuple[tuple[str, str], ...]:
+    """Rules for the mixer `attn` of each block, whose name depends on its kind."""
+    rules: list[tuple[str, str]] = []
+    for layer, kind in enumerate(kinds):
+        name, table = ("self_attn", ATTENTION | NORMS) if kind == SOFTMAX else ("linear_attn", MIXER)
+        rules += renamed(rf"{layer}\.attn", table)
+        rules.append((rf"(\.{layer})\.attn(?=\.)", rf"\1.{name}"))
+    return tuple(rules)
+
+
+def sparse_layers(options: Options, layers: int) -> list[bool]:
+    """Whether each layer has experts."""
+    dense, step = set(options.take("mlp_only_layers", None) or ()), options.integer("decoder_sparse_step", 1)
+    if not dense <= set(range(layers)):
+        raise options.unsupported("mlp_only_layers", f"it must hold layers from 0 to {layers - 1}")
+    count = options.take("num_experts", 512)
+    return [bool(count) and layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
+
+
+def delta_sizes(options: Options) -> DeltaSizes:
+    keys, values = options.integer("linear_num_key_heads", 16), options.integer("linear_num_value_heads", 32)
+    if values % keys:
+        raise options.unsupported("linear_num_value_heads", f"it must be a multiple of linear_num_key_heads={keys}")
+    return DeltaSizes(
+        num_heads=values,
+        num_qk_heads=keys,
+        key_width=options.integer("linear_key_head_dim", 128),
+        value_width=options.integer("linear_value_head_dim", 128),
+        conv_size=options.integer("linear_conv_kernel_dim", 4),
+    )
+
+
+def mlps(options: Options, width: int, act: str, init, precision: Precision) -> tuple[Callable, Callable]:
+    """Make the MLP of a layer without experts, and of a layer with them."""
+    inside, shared = options.integer("intermediate_size", 5632), options.integer("shared_expert_intermediate_size", 512)
+    each, count = options.integer("moe_intermediate_size", 512), options.take("num_experts", 512)
+    top_k, normalize = options.integer("num_experts_per_tok", 10), options.flag("norm_topk_prob", True)
+    common: dict[str, Any] = dict(kernel_init=init, **precision.options)
+
+    def dense(inside: int = inside) -> SwiGLU:
+        return SwiGLU(width, inside, activation=act, **common)
+
+    def sparse() -> SparseMLP:
+        always = SharedExpert(width, dense(shared), **common)
+        return SparseMLP(width, each, count, top_k, act=act, normalize=normalize, shared=always, **common)
+
+    return dense, sparse
+
+
+def qwen3_next(config: ModelConfig, precision: Precision) -> CausalLM:
+    """Qwen Team 2025, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct. Layers of multi-token prediction are not read."""
+    options = Options(config.values)
+    width, layers = options.integer("hidden_size", 2048), options.integer("num_hidden_layers", 48)
+    outer, init = outer_options(options, precision, 151936)
+    eps, act = options.number("rms_norm_eps", 1e-6), hidden_act(options)
+    every = options.integer("full_attention_interval", 4)
+    usual = [LINEAR if (layer + 1) % every else SOFTMAX for layer in range(layers)]
+    kinds, is_sparse = layer_kinds(options, "layer_types", layers, usual), sparse_layers(options, layers)
+    options.ignore("use_sliding_window", "sliding_window", "max_window_layers", *TRAINING)
+    sizes = attention_sizes(options, width, heads=16, kv_heads=2, head_width=256)
+    rope, bias = rotation(options, 10000.0, 0.25), options.flag("attention_bias", False)
+    delta, (dense, sparse) = delta_sizes(options), mlps(options, width, act, init, precision)
+    options.finish()
+
+    def norm() -> RMSNorm:
+        return RMSNorm(width, epsilon=eps, zero_centred=True, param_dtype=precision.param_dtype)
+
+    def mixer(kind: str) -> Layer:
+        if kind == LINEAR:
+            return FusedGatedDeltaNet(width, delta, act=act, norm_eps=eps, kernel_init=init, **precision.options)
+        more = dict(bias=bias, output_bias=bias, gated=True, qk_norm=True, zero_centred=True, norm_eps=eps)
+        return softmax_attention(width, sizes, rope, init, precision, **more)
+
+    blocks = [
+        Block(norm(), mixer(kind), norm(), sparse() if has_experts else dense())
+        for kind, has_experts in zip(kinds, is_sparse, strict=True)
+    ]
+    rules = (*mixer_names(kinds), *MLPS, *OUTER)
+    of_experts = tuple((name, ("weight", transposed, transposed)) for name in GATED_MLP)
+    names = Names(rules, layouts=(*ROUTER, *of_experts), ignored=(r"^mtp\.",))
+    return CausalLM(config, blocks, norm(), names, width=width, **outer)
