@@ -1,17 +1,20 @@
-"""Train GLA-340M on one NVIDIA GPU, by glax or by fla: tokens per second, peak memory, and where the device's time goes.
+"""Train a model of 340M on one NVIDIA GPU, by glax or by fla: tokens per second, peak memory, where the device's time goes.
 
-python benchmarks/train.py                    # glax's layer in plain NNX, bfloat16, AdamW by optax
+python benchmarks/train.py                    # GLA: glax's layer in plain NNX, bfloat16, AdamW by optax
+python benchmarks/train.py --model gated_deltanet  # Gated DeltaNet, in any of the ways below
 python benchmarks/train.py --by models        # the model of glax.models with its own loss
-python benchmarks/train.py --by fla           # fla's GLAForCausalLM under autocast, PyTorch's fused AdamW
+python benchmarks/train.py --by fla           # fla's model under autocast, PyTorch's fused AdamW
 python benchmarks/train.py --by fla --part 0/16    # compiles a sixteenth of the candidates of its kernels, and trains nothing
 python benchmarks/train.py --profile          # the kernels that take longest, and the time of glax's own
 
-24 layers, width 1024, 4 heads of K = 128 and V = 256, SwiGLU of 2816, vocabulary 32000; batch 8 of 2048 tokens.
+Both have width 1024, heads of K = 128 and V = 256, SwiGLU of 2816 and a vocabulary of 32000; GLA has 24 layers of 4 heads, and
+Gated DeltaNet 21 layers of 6 heads, the proportions of fla's own config. Batch 8 of 2048 tokens.
 The last line is a result in the form of benchmarks/results/README.md.
 """
 
 import argparse
 import collections
+import dataclasses
 import functools
 import json
 import os
@@ -21,18 +24,45 @@ import time
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
-LAYERS, WIDTH, HEADS, VOCABULARY, HIDDEN = 24, 1024, 4, 32000, 2816
+WIDTH, KEY_WIDTH, VALUE_WIDTH, VOCABULARY, HIDDEN = 1024, 128, 256, 32000, 2816
 STEPS = 10
 PEAK_FLOPS = 989e12  # of an H100 SXM, bfloat16
 
 
-def language_model(layers: int):
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """layers, heads: of the model. config: its further options in fla's config. layer: the name in glax.nn."""
+
+    name: str
+    layers: int
+    heads: int
+    layer: str
+    config: dict
+
+
+MODELS = {
+    "gla": Choice("GLA-340M", 24, 4, "GatedLinearAttention", dict(expand_k=0.5, expand_v=1.0)),
+    "gated_deltanet": Choice("Gated DeltaNet-340M", 21, 6, "GatedDeltaNet", dict(head_dim=KEY_WIDTH, expand_v=2.0)),
+}
+
+
+def config_of(args) -> dict:
+    """The options of fla's config."""
+    choice = MODELS[args.model]
+    sizes = dict(hidden_size=WIDTH, num_hidden_layers=args.layers, num_heads=choice.heads, intermediate_size=HIDDEN)
+    return dict(model_type=args.model, vocab_size=VOCABULARY, tie_word_embeddings=False, **sizes, **choice.config)
+
+
+def language_model(args):
     """Return the model as a user writes it: glax's layer, and everything else by NNX."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
-    from glax.nn import GatedLinearAttention
+    import glax.nn
+
+    choice = MODELS[args.model]
+    sizes = dict(num_heads=choice.heads, key_width=KEY_WIDTH, value_width=VALUE_WIDTH)
 
     class Block(nnx.Module):
         def __init__(self, rngs):
@@ -40,9 +70,7 @@ def language_model(layers: int):
                 return nnx.Linear(width, out, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
 
             self.before_mixing, self.before_mlp = (nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs) for _ in range(2))
-            self.mixing = GatedLinearAttention(
-                WIDTH, num_heads=HEADS, key_width=128, value_width=256, dtype=jnp.bfloat16, rngs=rngs
-            )
+            self.mixing = getattr(glax.nn, choice.layer)(WIDTH, **sizes, dtype=jnp.bfloat16, rngs=rngs)
             self.gate, self.up, self.down = linear(WIDTH, HIDDEN), linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
 
         def __call__(self, x):
@@ -53,7 +81,7 @@ def language_model(layers: int):
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.embedding = nnx.Embed(VOCABULARY, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
-            self.blocks = nnx.List([Block(rngs) for _ in range(layers)])
+            self.blocks = nnx.List([Block(rngs) for _ in range(args.layers)])
             self.norm = nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs)
             self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
 
@@ -66,16 +94,14 @@ def language_model(layers: int):
     return nnx.split(Model(nnx.Rngs(0)))
 
 
-def published_model(layers: int):
+def published_model(args):
     """The same model as `glax.models` builds it from a config of fla."""
     import jax.numpy as jnp
     from flax import nnx
 
     import glax.models
 
-    sizes = dict(hidden_size=WIDTH, num_hidden_layers=layers, num_heads=HEADS, intermediate_size=HIDDEN)
-    config = dict(model_type="gla", vocab_size=VOCABULARY, expand_k=0.5, expand_v=1.0, **sizes)
-    return nnx.split(glax.models.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    return nnx.split(glax.models.from_config(config_of(args), dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
 
 
 def by_glax(args) -> dict:
@@ -84,7 +110,7 @@ def by_glax(args) -> dict:
     import optax
     from flax import nnx
 
-    graph, params = (published_model if args.by == "models" else language_model)(args.layers)
+    graph, params = (published_model if args.by == "models" else language_model)(args)
     optimizer = optax.adamw(3e-4)
     state = jax.jit(optimizer.init)(params)
 
@@ -139,8 +165,8 @@ def print_profile(run, most: int = 16):
 
 
 def by_fla(args) -> dict | None:
+    import fla.models
     import torch
-    from fla.models import GLAConfig, GLAForCausalLM
     from peers_fla import compile_a_part, short_tuning
 
     if args.part:
@@ -148,11 +174,13 @@ def by_fla(args) -> dict | None:
     else:
         short_tuning()
     torch.manual_seed(0)
-    config = GLAConfig(
-        hidden_size=WIDTH, num_hidden_layers=args.layers, num_heads=HEADS, expand_k=0.5, expand_v=1, vocab_size=VOCABULARY,
-        intermediate_size=HIDDEN, tie_word_embeddings=False, use_cache=False, fuse_cross_entropy=True,
-    )  # fmt: skip
-    model = GLAForCausalLM(config).cuda()
+    classes = dict(
+        gla=(fla.models.GLAConfig, fla.models.GLAForCausalLM),
+        gated_deltanet=(fla.models.GatedDeltaNetConfig, fla.models.GatedDeltaNetForCausalLM),
+    )
+    config_class, model_class = classes[args.model]
+    options = {name: x for name, x in config_of(args).items() if name != "model_type"}
+    model = model_class(config_class(**options, use_cache=False, fuse_cross_entropy=True)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     tokens = torch.randint(0, VOCABULARY, (args.batch, args.tokens), device="cuda")
 
@@ -181,20 +209,23 @@ def by_fla(args) -> dict | None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=tuple(MODELS), default="gla")
     parser.add_argument("--by", choices=("glax", "models", "fla"), default="glax")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model, for a shorter look")
+    parser.add_argument("--layers", type=int, help="of the model, for a shorter look")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--part", type=lambda text: tuple(map(int, text.split("/"))), help="i/n; with --by fla")
     args = parser.parse_args()
+    choice = MODELS[args.model]
+    args.layers = args.layers or choice.layers
     row = by_fla(args) if args.by == "fla" else by_glax(args)
     if row is None:
         return
     seconds, tokens = row.pop("seconds"), args.batch * args.tokens
     row |= dict(ms=1e3 * seconds, tokens_per_second=round(tokens / seconds))
     row["mfu"] = 6 * row.pop("parameters") * tokens / seconds / PEAK_FLOPS
-    name = "GLA-340M" if args.layers == LAYERS else f"GLA-340M, {args.layers} layers"
+    name = choice.name if args.layers == choice.layers else f"{choice.name}, {args.layers} layers"
     named = dict(model=name, problem=f"{args.batch} x {args.tokens}", mode="training", implementation=args.by)
     print(json.dumps(named | {name: round(x, 3) for name, x in row.items()}), flush=True)
 
