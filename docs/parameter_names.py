@@ -35,6 +35,10 @@ MODELS = {
         moe_shared_expert_intermediate_size=12,
     ),
     "minimax": SIZES | ATTENTION | dict(num_hidden_layers=2, num_local_experts=4),
+    "zamba2": SIZES | ATTENTION | dict(
+        num_hidden_layers=2, layers_block_type=["linear_attention", "hybrid"], num_key_value_heads=4, n_mamba_heads=4,
+        mamba_d_state=8, adapter_rank=4, use_shared_attention_adapter=True,
+    ),
     "qwen3_next": SIZES | ATTENTION | dict(
         num_hidden_layers=2, full_attention_interval=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
         linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12,

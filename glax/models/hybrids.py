@@ -161,7 +161,11 @@ class FusedMLP(nnx.Module):
         self.output = linear(inside, width, (MLP, EMBED), **options)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        gate, up = jnp.split(self.input(x), 2, axis=-1)
+        return self.behind_input(self.input(x))
+
+    def behind_input(self, projected: Float[Array, "*rows inside"]) -> Float[Array, "*rows width"]:
+        """The MLP behind W_input, for models that add to its output."""
+        gate, up = jnp.split(projected, 2, axis=-1)
         return self.output(activation("act", self.act)(gate) * up)
 
 
@@ -208,12 +212,15 @@ class ScaledLM(CausalLM):
         return x * self.logits_multiplier
 
 
-def outer_options(options: Options, precision: Precision, vocabulary: int) -> tuple[dict, Callable]:
-    """The arguments of CausalLM that every type has, and the initialisation of projections."""
+def outer_options(options: Options, precision: Precision, vocabulary: int, tied: bool = False) -> tuple[dict, Callable]:
+    """The arguments of CausalLM that every type has, and the initialisation of projections.
+
+    vocabulary, tied: the values of options that the config lacks.
+    """
     deviation = options.number("initializer_range", 0.02)
     outer = dict(
         vocabulary=options.integer("vocab_size", vocabulary),
-        tied=options.flag("tie_word_embeddings", False),
+        tied=options.flag("tie_word_embeddings", tied),
         deviation=deviation,
         precision=precision,
     )

@@ -76,9 +76,12 @@ class Attention(Layer):
         return dict(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), length=jnp.zeros(batch, jnp.int32))
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        q = by_head(self.query(x), self.num_heads)
+        return self.attend(self.query(x), self.key(x), self.value(x), state, rows)
+
+    def attend(self, q: Array, k: Array, v: Array, state: State, rows: Rows) -> tuple[Array, State]:
+        """The attention behind the projections, for models that add to q, k and v, which are merged over heads."""
+        q, k, v = by_head(q, self.num_heads), by_head(k, self.num_kv_heads), by_head(v, self.num_kv_heads)
         q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
-        k, v = (by_head(project(x), self.num_kv_heads) for project in (self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.theta is not None:

@@ -61,6 +61,8 @@ from transformers import (
     NemotronHForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    Zamba2Config,
+    Zamba2ForCausalLM,
 )
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures"
@@ -88,6 +90,9 @@ QWEN = LAYERS | dict(
     linear_key_head_dim=8, linear_value_head_dim=4, linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4,
     num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=10,
     layer_types=["linear_attention", "full_attention"])  # fmt: skip
+ZAMBA = ATTENTION | dict(
+    num_key_value_heads=None, num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"], adapter_rank=3,
+    n_mamba_heads=4, mamba_d_state=8, chunk_size=8)  # fmt: skip
 MAMBA = LAYERS | dict(hidden_size=16, state_size=8, head_dim=8, expand=2, chunk_size=8)
 
 # name -> (config class, model class, options)
@@ -168,6 +173,13 @@ CASES = {
         layer_types=["linear_attention", "full_attention"], full_attn_alpha_factor=1.2, full_attn_beta_factor=0.7,
         linear_attn_alpha_factor=0.8, linear_attn_beta_factor=1.3, mlp_alpha_factor=0.9, mlp_beta_factor=1.1,
         tie_word_embeddings=True)),
+    "zamba2": (Zamba2Config, Zamba2ForCausalLM, ZAMBA),
+    "zamba2_options": (Zamba2Config, Zamba2ForCausalLM, ZAMBA | dict(
+        num_hidden_layers=4, layers_block_type=["hybrid", "linear_attention", "hybrid", "hybrid"],
+        num_mem_blocks=2, use_shared_attention_adapter=True, use_mem_rope=True, add_bias_linear=True, mamba_ngroups=2,
+        mamba_d_conv=3, time_step_min=0.3, hidden_act="silu", rms_norm_eps=1e-3,
+        rope_parameters=dict(rope_theta=300.0, rope_type="default"))),
+    "zamba2_untied": (Zamba2Config, Zamba2ForCausalLM, ZAMBA | dict(num_key_value_heads=2, tie_word_embeddings=False)),
 }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ READ_IN_ALL_WAYS = [
     "qwen3_next",
     "retnet",
     "rwkv6",
+    "zamba2_options",
 ]
 LOGITS, GRADIENTS = 2e-5, 1e-4
 
