@@ -2,13 +2,15 @@
 
 python benchmarks/train.py                    # GLA: glax's layer in plain NNX, bfloat16, AdamW by optax
 python benchmarks/train.py --model gated_deltanet  # Gated DeltaNet, in any of the ways below
+python benchmarks/train.py --model mamba2 --by models  # Mamba2-370M, by glax.models or fla with mamba-ssm's Triton kernels
 python benchmarks/train.py --by models        # the model of glax.models with its own loss
 python benchmarks/train.py --by fla           # fla's model under autocast, PyTorch's fused AdamW
 python benchmarks/train.py --by fla --part 0/16    # compiles a sixteenth of the candidates of its kernels, and trains nothing
 python benchmarks/train.py --profile          # the kernels that take longest, and the time of glax's own
 
-Both have width 1024, heads of K = 128 and V = 256, SwiGLU of 2816 and a vocabulary of 32000; GLA has 24 layers of 4 heads, and
-Gated DeltaNet 21 layers of 6 heads, the proportions of fla's own config. Batch 8 of 2048 tokens.
+GLA and Gated DeltaNet have width 1024, heads of K = 128 and V = 256, SwiGLU of 2816 and a vocabulary of 32000; GLA has 24 layers
+of 4 heads, and Gated DeltaNet 21 layers of 6 heads, the proportions of fla's own config. Mamba2-370M has the published sizes: 48
+layers of width 1024, 32 heads of 64 with 128 states, and a tied vocabulary of 50288. Batch 8 of 2048 tokens.
 The last line is a result in the form of benchmarks/results/README.md.
 """
 
@@ -16,9 +18,11 @@ import argparse
 import collections
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import pathlib
+import re
 import tempfile
 import time
 
@@ -31,26 +35,44 @@ PEAK_FLOPS = 989e12  # of an H100 SXM, bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """layers, heads: of the model. config: its further options in fla's config. layer: the name in glax.nn."""
+    """layers, heads: of the model. config: its further options in fla's config.
+
+    layer: the name in glax.nn, or None where only --by models trains it.
+    """
 
     name: str
     layers: int
     heads: int
-    layer: str
     config: dict
+    layer: str | None = None
+    vocabulary: int = VOCABULARY
 
 
+WITH_MLP = dict(intermediate_size=HIDDEN, tie_word_embeddings=False)
 MODELS = {
-    "gla": Choice("GLA-340M", 24, 4, "GatedLinearAttention", dict(expand_k=0.5, expand_v=1.0)),
-    "gated_deltanet": Choice("Gated DeltaNet-340M", 21, 6, "GatedDeltaNet", dict(head_dim=KEY_WIDTH, expand_v=2.0)),
+    "gla": Choice("GLA-340M", 24, 4, WITH_MLP | dict(expand_k=0.5, expand_v=1.0), layer="GatedLinearAttention"),
+    "gated_deltanet": Choice(
+        "Gated DeltaNet-340M",
+        21,
+        6,
+        WITH_MLP | dict(head_dim=KEY_WIDTH, expand_v=2.0),
+        layer="GatedDeltaNet",
+    ),
+    "mamba2": Choice(
+        "Mamba2-370M",
+        48,
+        32,
+        dict(head_dim=64, state_size=128, expand=2, n_groups=1, norm_eps=1e-5, tie_word_embeddings=True),
+        vocabulary=50288,
+    ),
 }
 
 
 def config_of(args) -> dict:
     """The options of fla's config."""
     choice = MODELS[args.model]
-    sizes = dict(hidden_size=WIDTH, num_hidden_layers=args.layers, num_heads=choice.heads, intermediate_size=HIDDEN)
-    return dict(model_type=args.model, vocab_size=VOCABULARY, tie_word_embeddings=False, **sizes, **choice.config)
+    sizes = dict(hidden_size=WIDTH, num_hidden_layers=args.layers, num_heads=choice.heads)
+    return dict(model_type=args.model, vocab_size=choice.vocabulary, **sizes, **choice.config)
 
 
 def language_model(args):
@@ -126,7 +148,8 @@ def by_glax(args) -> dict:
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    tokens = jax.random.randint(jax.random.key(1), (args.batch, args.tokens + 1), 0, VOCABULARY)
+    vocabulary = MODELS[args.model].vocabulary
+    tokens = jax.random.randint(jax.random.key(1), (args.batch, args.tokens + 1), 0, vocabulary)
 
     def steps(count):
         nonlocal params, state
@@ -139,33 +162,58 @@ def by_glax(args) -> dict:
     steps(3)
     value, seconds = steps(STEPS)
     if args.profile:
-        print_profile(lambda: steps(1))
+        print_profile(lambda: steps(1), step.lower(params, state, tokens).compile().as_text() or "")
     peak = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
     count = sum(x.size for x in jax.tree.leaves(params))
     return dict(first_s=first, loss=value, seconds=seconds / STEPS, gib=peak / 2**30, parameters=count)
 
 
-def print_profile(run, most: int = 16):
-    """Print the kernels that take longest, in ms of device time."""
+def print_profile(run, program: str, most: int = 24):
+    """Print the kernels that take longest, in ms of device time, and the operations of the model that take longest.
+
+    program: the text of the compiled program, which names the operation behind each instruction.
+    """
     import jax
 
+    source = {}
+    for name, operation in re.findall(r"^ *(?:ROOT )?%?([\w.-]+) = .*op_name=\"([^\"]*)\"", program, re.MULTILINE):
+        operation = re.sub(r"\b(jit|jvp|transpose|checkpoint|remat)\(([^()]*)\)", r"\1 \2", operation)
+        source[name] = source[name.replace(".", "_")] = operation[-70:]
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        spent = collections.Counter()
+        kernels, operations, count = collections.Counter(), collections.Counter(), collections.Counter()
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
             streams = [line for line in plane.lines if line.name.startswith("Stream")]
             for stream in streams if plane.name.startswith("/device:GPU") else ():
                 for event in stream.events:
-                    spent[event.name[:60]] += event.duration_ns / 1e6
-    print(f"on the device: {spent.total():.1f} ms")
-    for name, ms in spent.most_common(most):
-        print(f"  {ms:8.2f} ms  {name}")
+                    instruction = str(dict(event.stats).get("hlo_op", event.name))
+                    operation = source.get(instruction) or source.get(event.name) or "?"
+                    kernels[event.name[:60]] += event.duration_ns / 1e6
+                    operations[operation] += event.duration_ns / 1e6
+                    count.update((event.name[:60], operation))
+    print(f"on the device: {kernels.total():.1f} ms")
+    for table in (kernels, operations):
+        for name, ms in table.most_common(most):
+            print(f"  {ms:8.2f} ms  {count[name]:5} x  {name}")
+
+
+def fla_model(args, **more):
+    """fla's model, on the GPU, with further options of its config."""
+    from fla import models
+
+    classes = dict(
+        gla=(models.GLAConfig, models.GLAForCausalLM),
+        gated_deltanet=(models.GatedDeltaNetConfig, models.GatedDeltaNetForCausalLM),
+        mamba2=(models.Mamba2Config, models.Mamba2ForCausalLM),
+    )
+    config_class, model_class = classes[args.model]
+    options = {name: x for name, x in config_of(args).items() if name != "model_type"}
+    return model_class(config_class(**options, **more)).cuda()
 
 
 def by_fla(args) -> dict | None:
-    import fla.models
     import torch
     from peers_fla import compile_a_part, short_tuning
 
@@ -174,15 +222,11 @@ def by_fla(args) -> dict | None:
     else:
         short_tuning()
     torch.manual_seed(0)
-    classes = dict(
-        gla=(fla.models.GLAConfig, fla.models.GLAForCausalLM),
-        gated_deltanet=(fla.models.GatedDeltaNetConfig, fla.models.GatedDeltaNetForCausalLM),
-    )
-    config_class, model_class = classes[args.model]
-    options = {name: x for name, x in config_of(args).items() if name != "model_type"}
-    model = model_class(config_class(**options, use_cache=False, fuse_cross_entropy=True)).cuda()
+    model = fla_model(args, use_cache=False, fuse_cross_entropy=True)
+    if args.model == "mamba2" and not importlib.util.find_spec("causal_conv1d"):
+        model.eval()  # no dropout, and gradients all the same: in training its layer needs the package causal-conv1d
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    tokens = torch.randint(0, VOCABULARY, (args.batch, args.tokens), device="cuda")
+    tokens = torch.randint(0, MODELS[args.model].vocabulary, (args.batch, args.tokens), device="cuda")
 
     def steps(count):
         torch.cuda.synchronize()
@@ -219,6 +263,8 @@ def main():
     args = parser.parse_args()
     choice = MODELS[args.model]
     args.layers = args.layers or choice.layers
+    if args.by == "glax" and choice.layer is None:
+        parser.error(f"--by glax does not train {choice.name}: choose --by models")
     row = by_fla(args) if args.by == "fla" else by_glax(args)
     if row is None:
         return
