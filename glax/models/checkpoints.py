@@ -1,6 +1,8 @@
 """Reading and writing folders of config.json and safetensors, as `save_pretrained` of fla and transformers writes them."""
 
 import json
+import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,20 @@ from glax.models.model import CausalLM
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
+# What lies beside the weights for tokenizers and generation, in the forms that transformers writes.
+BESIDE = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
 FLOATS = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 
 
@@ -141,7 +157,8 @@ def tied_name(model: CausalLM) -> str | None:
 def save_pretrained(model: CausalLM, folder: str | Path):
     """Write config.json and model.safetensors, which fla and transformers load; whole, or the old ones stay.
 
-    Each parameter is written in its own dtype, and the config names the embedding's. OSError if it cannot be written.
+    Each parameter is written in its own dtype, and the config names the embedding's dtype. The files of the tokenizer and of
+    generation are copied from the folder that the model was loaded from, where it has them. OSError if a file cannot be written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,3 +180,17 @@ def save_pretrained(model: CausalLM, folder: str | Path):
             raise OSError(f"cannot write {folder / WEIGHTS}: {error}") from error
     with replacing(folder / "config.json") as new:
         Path(new).write_text(ModelConfig.of(config).text + "\n")
+    copy_beside(model.folder, folder)
+
+
+def copy_beside(source: str | None, folder: Path):
+    """Copy the files of the tokenizer and of generation. Warns if the folder that they lay in is no more."""
+    if source is None or Path(source) == folder.absolute():
+        return
+    if not Path(source).is_dir():
+        warnings.warn(f"{source}, which the model was loaded from, is no more: no tokenizer is copied", stacklevel=3)
+        return
+    for path in (Path(source) / name for name in BESIDE):
+        if path.is_file():
+            with replacing(folder / path.name) as new:
+                shutil.copyfile(path, new)

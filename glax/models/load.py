@@ -60,9 +60,14 @@ def from_config(
 
     Raises UnsupportedOption, which names the key and its value, for an option that is not supported.
     """
-    parsed = ModelConfig.of(config) if isinstance(config, Mapping) else ModelConfig.read(Path(config))
     precision = Precision(jnp.dtype(dtype or jnp.float32), jnp.dtype(param_dtype or jnp.float32), rngs)
-    return builder(parsed)(parsed, precision)
+    if isinstance(config, Mapping):
+        parsed = ModelConfig.of(config)
+        return builder(parsed)(parsed, precision)
+    parsed = ModelConfig.read(Path(config))
+    model = builder(parsed)(parsed, precision)
+    model.folder = str(Path(config).absolute())
+    return model
 
 
 def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> CausalLM:
@@ -94,4 +99,5 @@ def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh:
         return jax.device_put(value, NamedSharding(mesh, partition_spec(axes, value.shape, mesh)))
 
     load_into(model, weights, cast, place)
+    model.folder = str(folder.absolute())
     return model

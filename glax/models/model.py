@@ -47,11 +47,12 @@ class CausalLM(nnx.Module):
 
     A block is a module with `mix(x, state, rows) -> (x, state)` and `empty_state(batch, max_length)`, where state is a dict.
     Where head is None, the head is the embedding's transpose. `config` is the checkpoint's, and `names` gives the names
-    of the parameters there. Subclasses may define `embed`, `arguments`, `through` and
-    `before_head`.
+    of the parameters there. `folder` is where the model was loaded from, or None. Subclasses may define `embed`, `arguments`,
+    `through` and `before_head`.
     """
 
     res: Any  # the mixture before the head, where `add_mixtures` has set one
+    folder: str | None
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class CausalLM(nnx.Module):
         deviation: float = 0.02,
     ):
         self.config, self.names, self.vocabulary, self.width = config, names, vocabulary, width
-        self.dtype, self.remat = precision.dtype, None
+        self.dtype, self.remat, self.folder = precision.dtype, None, None
         init = nnx.initializers.normal(deviation)
         self.embedding = nnx.Embed(
             vocabulary,

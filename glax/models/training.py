@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 import time
 import tomllib
 from collections.abc import Callable
@@ -18,10 +19,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glax import parallel
+from glax._src.core.files import replacing
 from glax.models.checkpoints import save_pretrained
 from glax.models.load import from_config, from_pretrained
 from glax.models.model import REMAT, CausalLM
-from glax.models.tokens import Tokenizer, find_tokenizer, read_tokens
+from glax.models.tokens import TOKENIZER, Tokenizer, find_tokenizer, read_tokens
 from glax.nn import LightningAttention, Mamba2
 from glax.nn.linear_attention import LinearAttention
 from glax.nn.rwkv6 import RWKV6Attention
@@ -151,8 +153,10 @@ def make_model(config: TrainingConfig) -> tuple[CausalLM, Tokenizer]:
     else:
         model = from_config(config.model, dtype=dtype, rngs=nnx.Rngs(config.seed))
     model.set_remat(config.remat)
-    file = None if config.tokenizer is None else Path(config.tokenizer)
-    return model, find_tokenizer(folder, model.vocabulary, file)
+    if config.tokenizer is None:
+        return model, find_tokenizer(folder, model.vocabulary)
+    model.folder = None  # whose tokenizer is not the one of this run
+    return model, find_tokenizer(folder, model.vocabulary, Path(config.tokenizer))
 
 
 def spread_sequence(model: CausalLM, mesh: jax.sharding.Mesh):
@@ -223,6 +227,9 @@ def train(
                 break
     model = nnx.merge(graph, state[0])
     save_pretrained(model, out / "model")
+    if config.tokenizer is not None:
+        with replacing(out / "model" / TOKENIZER) as new:
+            shutil.copyfile(config.tokenizer, new)
     return model, history
 
 

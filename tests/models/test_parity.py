@@ -151,6 +151,29 @@ def test_what_is_saved_is_what_was_loaded(name, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text()) == config
 
 
+def test_the_files_of_the_tokenizer_go_with_the_model(tmp_path):
+    folder, out = copied(tmp_path / "from"), tmp_path / "to"
+    for name in ("tokenizer.json", "generation_config.json", "vocab.json", "merges.txt"):
+        (folder / name).write_text(name)
+    model = glax.models.from_pretrained(folder)
+    glax.models.save_pretrained(model, folder)
+    glax.models.save_pretrained(nnx.merge(*nnx.split(model)), out)
+    beside = {
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer.json",
+        "vocab.json",
+    }
+    assert {path.name for path in out.iterdir()} == beside
+    assert (out / "merges.txt").read_text() == "merges.txt"
+    assert glax.models.from_config(folder, rngs=nnx.Rngs(0)).folder == str(folder)
+    shutil.rmtree(folder)
+    with pytest.warns(UserWarning, match="is no more: no tokenizer is copied"):
+        glax.models.save_pretrained(model, out)
+
+
 # ---- folders that do not fit, and forms of folders -------------------------------------------------------------------
 
 
