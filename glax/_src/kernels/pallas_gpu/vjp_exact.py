@@ -77,7 +77,7 @@ def clear_foreign(n, m, c, names):
     @pl.when((first > 0) | (end < CHUNK))
     def _():
         row = plgpu.broadcasted_iota(jnp.int32, (CHUNK, n.D), 0, layout=layout)
-        for tile in (getattr(m, name) for name in names):
+        for tile in (m.tiles[name] for name in names):
             x = plgpu.load(tile, layout=layout)
             tile[...] = jnp.where((row >= first) & (row < end), x, jnp.bfloat16(0))
         plgpu.commit_smem()
@@ -102,8 +102,8 @@ def chunk(n, m, at: Place):
     heads = n.heads(h)
     heads |= dict(g_rest=heads["g"]) if n.terms == 2 else {}
     for name, index in heads.items():
-        source = getattr(m, name + "_g").at[b, n.rows(m, c), index]
-        plgpu.copy_gmem_to_smem(source, getattr(m, name), m.full)
+        source = m.in_global[name].at[b, n.rows(m, c), index]
+        plgpu.copy_gmem_to_smem(source, m.tiles[name], m.full)
     plgpu.barrier_wait(m.full)
     if n.packed:
         clear_foreign(n, m, c, heads)
@@ -114,7 +114,7 @@ def chunk(n, m, at: Place):
 
     def stored(name, place):
         """What the blocks before have added to a result."""
-        return plgpu.load(getattr(m, name + "_g").at[place], layout=OF_ROW, optimized=False).astype(jnp.float32)
+        return plgpu.load(m.in_global[name].at[place], layout=OF_ROW, optimized=False).astype(jnp.float32)
 
     def store(row, **found):
         @pl.when(c * CHUNK + row < n.T)
@@ -123,12 +123,12 @@ def chunk(n, m, at: Place):
                 place = b, c * CHUNK + row, h if name == "dv" else head, mine
                 if n.summed > 1 and name != "dv":
                     x = x + lax.cond(column > 0, functools.partial(stored, name, place), lambda: zeros((64,), OF_ROW))
-                getattr(m, name + "_g")[place] = x.astype(jnp.bfloat16)
+                m.in_global[name][place] = x.astype(jnp.bfloat16)
 
     shape = (64, n.D)
 
     def rows(name, row):
-        return read(getattr(m, name).at[row, mine], OF_ROW)
+        return read(m.tiles[name].at[row, mine], OF_ROW)
 
     def gate(row, rows=rows):
         """The log gates of a token, of both terms."""
@@ -136,7 +136,7 @@ def chunk(n, m, at: Place):
         return g if n.terms == 1 else g + rows("g_rest", row)
 
     def columns(name, row):
-        return read(getattr(m, name).at[row], OF_COLUMN)
+        return read(m.tiles[name].at[row], OF_COLUMN)
 
     def own(row):
         """do . v of a token, for every row: a sum along rows stays within a warp."""
@@ -172,7 +172,7 @@ def chunk(n, m, at: Place):
     lax.fori_loop(0, CHUNK, backward, (G, jnp.sum(S * G, axis=1)))
 
     def of_keys(name, row):
-        return read(getattr(m, name).at[row], OF_K)
+        return read(m.tiles[name].at[row], OF_K)
 
     def values(i, G):
         row = place(CHUNK - 1 - i)

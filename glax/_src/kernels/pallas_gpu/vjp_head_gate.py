@@ -13,7 +13,6 @@ over tokens are a chunk's 64 numbers, left to XLA.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +47,7 @@ from glax._src.kernels.pallas_gpu.vjp_pipeline import (
     wait_for_states,
     warpgroups,
 )
+from glax._src.kernels.pallas_gpu.vjp_refs import ChunkRefs, GradientRefs
 from glax._src.kernels.pallas_gpu.vjp_tiles import (
     CHUNK,
     TILE,
@@ -74,8 +74,8 @@ class Chunk:
     columns, which read their left side once; of one, that one all."""
 
     n: Sizes
-    m: SimpleNamespace
-    c: SimpleNamespace
+    m: GradientRefs
+    c: ChunkRefs
     release: Callable[[], None]
 
     @property
@@ -196,7 +196,7 @@ class Chunk:
         n, m, c = self.n, self.m, self.c
         meet(n, m, c)
         for name, x in found.items():
-            getattr(c, RESULTS[name])[...] = x
+            c.tiles[RESULTS[name]][...] = x
         hand_over(m, c)
         for row, x in rows.items():  # last: fences wait for what is on its way to memory
             total = self.noted(row) if x is None else x
@@ -214,7 +214,7 @@ class Chunk:
         meet(self.n, m, c)  # before v's place is lent
 
 
-def chunk(n: Sizes, m: SimpleNamespace, c: SimpleNamespace, release):
+def chunk(n: Sizes, m: GradientRefs, c: ChunkRefs, release):
     x = Chunk(n, m, c, release)
     shared(n, c, x.key_scores, x.value_scores)
     wait_for_states(n, m, c)

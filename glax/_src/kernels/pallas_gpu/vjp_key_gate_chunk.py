@@ -1,7 +1,5 @@
 """One chunk and head, for gates on keys that stay within the range of e^M and e^-M."""
 
-from types import SimpleNamespace
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -20,6 +18,7 @@ from glax._src.kernels.pallas_gpu.tiles import (
     zeros,
 )
 from glax._src.kernels.pallas_gpu.vjp_pipeline import hand_over, meet, second_term, wait_for_states
+from glax._src.kernels.pallas_gpu.vjp_refs import RestRefs
 from glax._src.kernels.pallas_gpu.vjp_tiles import (
     CHUNK,
     TILE,
@@ -126,10 +125,10 @@ def split(tile, x):
     return (x - high.astype(jnp.float32)).astype(bf16)
 
 
-def lent(m, c) -> SimpleNamespace:
+def lent(m, c) -> RestRefs:
     """Where the next chunk's g, v and do will be, for what x, y and dA lose in bfloat16."""
     xs, ys = m.do.at[c.other], m.v.at[c.other]
-    return SimpleNamespace(x=xs.at[c.w], y=ys.at[c.w], xs=xs, ys=ys, dA_T=m.g.at[c.other, 0])
+    return RestRefs(x=xs.at[c.w], y=ys.at[c.w], xs=xs, ys=ys, dA_T=m.g.at[c.other, 0])
 
 
 def score_tiles(n, m, c):

@@ -8,8 +8,7 @@ loading warpgroup sends them on their way while the next chunk is computed: behi
 that waits.
 """
 
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, tiled
+from glax._src.kernels.pallas_gpu.vjp_refs import ChunkRefs, GradientRefs
 from glax._src.kernels.pallas_gpu.vjp_tiles import (
     CHUNK,
     ScanOrder,
@@ -85,11 +85,11 @@ class Sizes:
         j = remainder(i, self.run)
         return b, run, run * self.run + (self.run - 1 - j if reverse else j), h, j
 
-    def rows(self, m: SimpleNamespace, c) -> slice | pl.Slice:
+    def rows(self, m: GradientRefs, c) -> slice | pl.Slice:
         """The rows of the inputs that a chunk reads."""
         return pl.ds(m.places_g[c, 0] * ROWS if self.packed else c * CHUNK, CHUNK)
 
-    def scale(self, m: SimpleNamespace, b, c):
+    def scale(self, m: GradientRefs, b, c):
         """The scale of a chunk: packed, there is one for each."""
         return m.scale_g[c if self.packed else b]
 
@@ -107,7 +107,7 @@ class Sizes:
         return found | {name: self.blocks.of_values(h, self.H, heads) for name, heads in of_values.items()}
 
 
-def load(n: Sizes, m: SimpleNamespace, tiles, results: dict, late=(), last=()):
+def load(n: Sizes, m: GradientRefs, tiles, results: dict, late=(), last=()):
     """The loading warpgroup. tiles: by name, and where there are `gates` [64] of a chunk, those; results: by name, in which tile.
 
     late: of the tiles, those that come with the states; until then their place is lent to the chunk before. last: of these, those
@@ -125,8 +125,8 @@ def load(n: Sizes, m: SimpleNamespace, tiles, results: dict, late=(), last=()):
         (b, _, c, h, _), at = chunk(i, t), slot(i, t)
         heads = n.heads(h)
         for name in names:
-            for part, columns in n.parts(getattr(m, name).at[at]):
-                source = getattr(m, name + "_g").at[b, n.rows(m, c), heads[name], columns]
+            for part, columns in n.parts(m.tiles[name].at[at]):
+                source = m.in_global[name].at[b, n.rows(m, c), heads[name], columns]
                 plgpu.copy_gmem_to_smem(source, part, m.values_full.at[t] if name in last else m.tokens_full.at[at])
 
     def begin(i, t):
@@ -142,7 +142,7 @@ def load(n: Sizes, m: SimpleNamespace, tiles, results: dict, late=(), last=()):
             plgpu.barrier_wait(m.states_free.at[t])
 
         fetch([name for name in late if name not in last], i, t)
-        if hasattr(m, "gates"):
+        if m.gates is not None:
             plgpu.copy_gmem_to_smem(
                 m.gates_g.at[b, c, n.blocks.head(h)], m.gates.at[slot(i, t)], m.tokens_full.at[slot(i, t)]
             )
@@ -164,8 +164,8 @@ def load(n: Sizes, m: SimpleNamespace, tiles, results: dict, late=(), last=()):
         b, _, c, h, _ = chunk(i, t)
         plgpu.barrier_wait(m.ready.at[t])
         for result, name in results.items():
-            for part, columns in n.parts(getattr(m, name).at[slot(i, t)]):
-                target = getattr(m, result + "_g").at[b, pl.ds(c * CHUNK, CHUNK), h, columns]
+            for part, columns in n.parts(m.tiles[name].at[slot(i, t)]):
+                target = m.in_global[result].at[b, pl.ds(c * CHUNK, CHUNK), h, columns]
                 plgpu.copy_smem_to_gmem(part, target, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
 
@@ -186,18 +186,18 @@ def load(n: Sizes, m: SimpleNamespace, tiles, results: dict, late=(), last=()):
     plgpu.wait_smem_to_gmem(0)
 
 
-def second_term(m: SimpleNamespace, t):
+def second_term(m: GradientRefs, t):
     """Where a chunk's gates have their second term, [64, D], until sums of them are formed and S takes its place."""
     return m.S.at[t, pl.ds(0, CHUNK)]
 
 
-def at_chunk(n: Sizes, m: SimpleNamespace, tiles, first, i) -> SimpleNamespace:
+def at_chunk(n: Sizes, m: GradientRefs, tiles, first, i) -> ChunkRefs:
     """What a computing warpgroup needs to know of its i-th chunk: where it is, and its tiles; _w: the half that is its own."""
     wg = lax.axis_index("wg")
     t, w = lax.optimization_barrier((lax.div(wg, n.team), lax.rem(wg, n.team)))
     b, _, c, h, j = n.chunk(first, i, m.scan.reverse)
     at, other = (t * SLOTS + lax.rem(i + ahead, SLOTS) for ahead in (0, 1))
-    whole = {name: getattr(m, name).at[at] for name in tiles}
+    whole = {name: m.tiles[name].at[at] for name in tiles}
     own = {name + "_w": ref.at[:, half(w)] if n.whole else ref.at[w] for name, ref in whole.items()}
 
     def again():
@@ -205,20 +205,18 @@ def at_chunk(n: Sizes, m: SimpleNamespace, tiles, first, i) -> SimpleNamespace:
         return at_chunk(n, m, tiles, *lax.optimization_barrier((first, i)))
 
     place = dict(t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, j=j, at=at, other=other, mine=half(w))
-    return SimpleNamespace(
-        **place, **whole, **own, again=again, scale=n.scale(m, b, c), vector=m.vectors.at[t * n.team + w]
-    )
+    return ChunkRefs(**place, **whole, **own, again=again, scale=n.scale(m, b, c), vector=m.vectors.at[t * n.team + w])
 
 
-def compute(n: Sizes, m: SimpleNamespace, tiles, chunk):
+def compute(n: Sizes, m: GradientRefs, tiles, chunk):
     """A computing warpgroup: chunk(n, m, where, release) for each of its chunks."""
     wg = lax.axis_index("wg")
     first = lax.axis_index("cta") * n.teams + lax.div(wg, n.team)
-    if hasattr(m, "order"):  # many masks: where tokens stand is read from shared memory
+    if m.order is not None:  # many masks: where tokens stand is read from shared memory
         order = m.order.at[wg]
         order[...] = plgpu.load(m.tokens_g, layout=BY_COLUMN, optimized=False)
         plgpu.commit_smem()
-        m.scan = ScanOrder(m.scan.reverse, order)
+        m = replace(m, scan=ScanOrder(m.scan.reverse, order))
 
     def step(i, _):
         c = at_chunk(n, m, tiles, first, i)
@@ -234,7 +232,7 @@ def compute(n: Sizes, m: SimpleNamespace, tiles, chunk):
     lax.fori_loop(0, n.items(first) * n.run, step, ())
 
 
-def hand_over(m: SimpleNamespace, c: SimpleNamespace):
+def hand_over(m: GradientRefs, c: ChunkRefs):
     """The warpgroup has put its results where the loading one finds them."""
     plgpu.commit_smem()
     plgpu.barrier_arrive(m.ready.at[c.t])
@@ -266,7 +264,7 @@ def pipeline(n: Sizes, copies: int, last: int = 0) -> dict:
     return found | {name: barrier(1, n.teams) for name in ("before_full", "behind_full")}
 
 
-def meet(n: Sizes, m: SimpleNamespace, c: SimpleNamespace):
+def meet(n: Sizes, m: GradientRefs, c: ChunkRefs):
     """Waits for all warpgroups that share the chunk; what they stored before is seen by all after.
 
     One barrier for all that they meet for: of each that it waits for, a warpgroup holds what it waits for next.
@@ -276,7 +274,7 @@ def meet(n: Sizes, m: SimpleNamespace, c: SimpleNamespace):
     plgpu.barrier_wait(m.met.at[c.t])
 
 
-def wait_for_states(n: Sizes, m: SimpleNamespace, c: SimpleNamespace):
+def wait_for_states(n: Sizes, m: GradientRefs, c: ChunkRefs):
     """S before a run's first chunk, dS behind every chunk."""
     plgpu.barrier_wait(m.behind_full.at[c.t])
     if n.run > 1:
@@ -288,14 +286,13 @@ def launch(
 ) -> list:  # fmt: skip
     """The outputs, written anew or `over` arrays like them; name and n: what body depends on.
 
-    body(m) in every warpgroup: m has inputs and outputs by name and "_g", shared memory by name.
+    Every warpgroup runs body(m), with inputs, outputs and shared memory as the fields of `GradientRefs`.
     """
     names = [*(f"{name}_g" for name in [*inputs, *outputs]), *memory]
 
     def named(*found):
-        m = SimpleNamespace(**dict(zip(names, found, strict=True)))
-        m.scan = ScanOrder(reverse, m.tokens_g)
-        body(m)
+        refs = dict(zip(names, found, strict=True))
+        body(GradientRefs(ScanOrder(reverse, refs["tokens_g"]), **refs))
 
     named.__name__ = name  # in profiles
     params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
