@@ -35,7 +35,7 @@ def bamba(config: ModelConfig, precision: Precision) -> CausalLM:
     """IBM, Princeton and UIUC 2024, https://huggingface.co/blog/bamba."""
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
-    outer, init = outer_options(options, precision, 128000)
+    outer, init = outer_options(options, precision, 128000, pad=0)
     eps, act = options.number("rms_norm_eps", 1e-5), hidden_act(options)
     softmax = set(options.take("attn_layer_indices", None) or ())
     if not softmax <= set(range(layers)):

@@ -131,3 +131,17 @@ def exact_width(key: str, width: int, ratio: float, of: str = "hidden_size") -> 
     if abs(exact - round(exact)) > 1e-9 * max(exact, 1.0):
         raise ValueError(f"{key}={ratio!r} in config.json must make {of}={width} an integer, got {exact}")
     return round(exact)
+
+
+def padding(options: Options, default: int | None = None) -> int | None:
+    """The token of padding, from 0 to vocab_size - 1, or None. A negative one counts from the end, as in PyTorch."""
+    value = options.take("pad_token_id", default)
+    if value is None:
+        return None
+    vocabulary = options.integer("vocab_size", None, optional=True)
+    is_token = isinstance(value, int) and not isinstance(value, bool)
+    if not is_token or (vocabulary is not None and not -vocabulary <= value < vocabulary):
+        raise ValueError(
+            f"pad_token_id in config.json must be a token of the vocabulary of {vocabulary}, got {value!r}"
+        )
+    return value if value >= 0 or vocabulary is None else value + vocabulary

@@ -97,7 +97,7 @@ def falcon_h1(config: ModelConfig, precision: Precision) -> CausalLM:
     """
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
-    outer, init = outer_options(options, precision, 128000)
+    outer, init = outer_options(options, precision, 128000, pad=0)
     eps, act = options.number("rms_norm_eps", 1e-5), hidden_act(options)
     options.ignore("layers_block_type", "layer_types", *TRAINING)
     sizes, rope = attention_sizes(options, width, kv_heads=8), rotation(options, 10000.0)
@@ -112,9 +112,8 @@ def falcon_h1(config: ModelConfig, precision: Precision) -> CausalLM:
         multipliers=numbers(options, "ssm_multipliers", 5),
         input_multiplier=options.number("ssm_in_multiplier", 1.0),
         output_bias=options.flag("projectors_bias", False),
+        gate_fn="silu",
     )
-    if not arguments["use_norm"] and act != "silu":
-        raise options.unsupported("hidden_act", "it must be 'silu' where mamba_rms_norm is false")
     multipliers = tuple(
         options.number(f"{name}_multiplier", 1.0) for name in ("ssm_out", "attention_in", "attention_out")
     )

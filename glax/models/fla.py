@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.models.activations import FLA, TRANSFORMERS
-from glax.models.config import ModelConfig, Options, exact_width
+from glax.models.config import ModelConfig, Options, exact_width, padding
 from glax.models.model import Block, CausalLM, Precision
 from glax.models.names import Names, renamed
 from glax.models.residuals import add_mixtures, through_mixtures
@@ -130,6 +130,7 @@ def outer_options(options: Options) -> tuple[dict, Callable]:
         vocabulary=options.integer("vocab_size", 32000),
         tied=options.flag("tie_word_embeddings", False),
         deviation=deviation,
+        padding=padding(options),
     )
     return outer, nnx.initializers.normal(deviation)
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.models.activations import TRANSFORMERS
-from glax.models.config import Options
+from glax.models.config import Options, padding
 from glax.models.mamba2 import limits
 from glax.models.model import Block, CausalLM, Precision
 from glax.models.names import Layout, renamed
@@ -56,21 +56,23 @@ def transposed(x: np.ndarray) -> np.ndarray:
 ROUTER: tuple[tuple[str, Layout], ...] = (("router", ("weight", transposed, transposed)),)
 
 
-def rotation(options: Options, theta: float, partial: float = 1.0) -> dict[str, float]:
+def rotation(options: Options, theta: float, partial: float | None = None) -> dict[str, float]:
     """theta, and the share of a head's channels that rotate. Only the plain rotation is supported.
 
-    Older versions of transformers write rope_theta and rope_scaling, newer ones rope_parameters.
+    partial: the share that a config without partial_rotary_factor has; None where the models' own code does not read that
+    factor, and all channels rotate. Older versions of transformers write rope_theta and rope_scaling, newer ones rope_parameters.
     """
     theta = options.number("rope_theta", theta)
     if options.take("rope_scaling", None) is not None:
         raise options.unsupported("rope_scaling", "it must be null")
-    partial = options.number("partial_rotary_factor", partial)
+    share = options.number("partial_rotary_factor", 1.0 if partial is None else partial)
     given = options.take("rope_parameters", None) or {}
     if given.get("rope_type", "default") != "default":
         raise options.unsupported("rope_parameters", "rope_type must be 'default'")
     if extra := given.keys() - {"rope_type", "rope_theta", "partial_rotary_factor"}:
         raise options.unsupported("rope_parameters", f"{', '.join(sorted(extra))} are not supported")
-    return dict(theta=given.get("rope_theta", theta), partial=given.get("partial_rotary_factor", partial))
+    share = given.get("partial_rotary_factor", share)
+    return dict(theta=given.get("rope_theta", theta), partial=1.0 if partial is None else share)
 
 
 def attention_sizes(
@@ -212,16 +214,26 @@ class ScaledLM(CausalLM):
         return x * self.logits_multiplier
 
 
-def outer_options(options: Options, precision: Precision, vocabulary: int, tied: bool = False) -> tuple[dict, Callable]:
+def outer_options(
+    options: Options,
+    precision: Precision,
+    vocabulary: int,
+    *,
+    tied: bool = False,
+    pad: int | None = None,
+    has_padding: bool = True,
+) -> tuple[dict, Callable]:
     """The arguments of CausalLM that every type has, and the initialisation of projections.
 
-    vocabulary, tied: the values of options that the config lacks.
+    vocabulary, tied, pad: the values of options that the config lacks. has_padding: whether the models' own code gives the
+    embedding of pad_token_id no gradient.
     """
     deviation = options.number("initializer_range", 0.02)
     outer = dict(
         vocabulary=options.integer("vocab_size", vocabulary),
         tied=options.flag("tie_word_embeddings", tied),
         deviation=deviation,
+        padding=padding(options, pad) if has_padding else None,
         precision=precision,
     )
     return outer, nnx.initializers.normal(deviation)

@@ -47,7 +47,8 @@ class CausalLM(nnx.Module):
 
     A block is a module with `mix(x, state, rows) -> (x, state)` and `empty_state(batch, max_length)`, where state is a dict.
     Where head is None, the head is the embedding's transpose. `config` is the checkpoint's, and `names` gives the names
-    of the parameters there. `folder` is where the model was loaded from, or None. Subclasses may define `embed`, `arguments`,
+    of the parameters there. `folder` is where the model was loaded from, or None. `padding` is a token whose embedding gets no
+    gradient as an input, as in the models' own code; None if there is none. Subclasses may define `embed`, `arguments`,
     `through` and `before_head`.
     """
 
@@ -66,9 +67,10 @@ class CausalLM(nnx.Module):
         tied: bool,
         precision: Precision,
         deviation: float = 0.02,
+        padding: int | None = None,
     ):
         self.config, self.names, self.vocabulary, self.width = config, names, vocabulary, width
-        self.dtype, self.remat, self.folder = precision.dtype, None, None
+        self.dtype, self.remat, self.folder, self.padding = precision.dtype, None, None, padding
         init = nnx.initializers.normal(deviation)
         self.embedding = nnx.Embed(
             vocabulary,
@@ -163,7 +165,10 @@ class CausalLM(nnx.Module):
         return self.norm(x), into_pool(pools, slots, states)
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:
-        return self.embedding(tokens)
+        x = self.embedding(tokens)
+        if self.padding is None:
+            return x
+        return jnp.where((tokens == self.padding)[..., None], jax.lax.stop_gradient(x), x)
 
     def through(self, x: Array, states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
         """x behind all blocks, and their new states."""

@@ -48,9 +48,10 @@ OLDER = {
 }
 # Without effect on the function that the model's own code computes.
 IGNORED = (
-    "chunk_size", "expand", "hidden_dropout", "mamba_proj_bias", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
-    "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts", "num_hidden_layers",
-    "rescale_prenorm_residual", "residual_in_fp32", "time_step_limit", "use_mamba_kernels",
+    "attention_bias", "chunk_size", "expand", "hidden_dropout", "mamba_proj_bias", "mamba_ssm_cache_dtype",
+    "moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts",
+    "num_hidden_layers", "rescale_prenorm_residual", "residual_in_fp32", "sliding_window", "time_step_limit",
+    "use_mamba_kernels",
 )  # fmt: skip
 
 OUTER = (
@@ -195,12 +196,11 @@ def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
     values = {OLDER.get(key, key): value for key, value in config.values.items()}
     options = Options(values)
     width, kinds = options.integer("hidden_size", 4096), kinds_of(options)
-    outer, init = outer_options(options, precision, 131072)
+    outer, init = outer_options(options, precision, 131072, has_padding=False)
+    outer["tied"] = False  # whatever tie_word_embeddings says: the model's own code ties nothing
     eps = options.number("layer_norm_epsilon", 1e-5)
     if options.take("num_nextn_predict_layers", 0):
         raise options.unsupported("num_nextn_predict_layers", "layers that predict further tokens are not supported")
-    options.choice("attention_bias", False, (False,))
-    options.choice("sliding_window", None, (None,))
     options.ignore(*IGNORED, *TRAINING)
     sizes = attention_sizes(options, width, kv_heads=8) | dict(head_width=options.integer("head_dim", 128))
     arguments, experts = mamba_arguments(options, eps), expert_arguments(options)

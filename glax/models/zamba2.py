@@ -178,8 +178,6 @@ def attention_arguments(options: Options, width: int) -> dict[str, Any]:
     turns = options.flag("use_mem_rope", False)
     if options.flag("use_long_context", False) and turns:
         raise options.unsupported("use_long_context", "it must be false where use_mem_rope is true")
-    if turns and rope["partial"] != 1:
-        raise options.unsupported("partial_rotary_factor", "all channels of a head rotate")
     derived = dict(
         attention_hidden_size=2 * width, attention_head_dim=head_width, head_dim=head_width, kv_channels=width // heads,
         num_query_groups=heads,
@@ -227,7 +225,7 @@ def zamba2(config: ModelConfig, precision: Precision) -> CausalLM:
     """
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 2560), options.integer("num_hidden_layers", 54)
-    outer, init = outer_options(options, precision, 32000, tied=True)
+    outer, init = outer_options(options, precision, 32000, tied=True, pad=0)
     eps, act = options.number("rms_norm_eps", 1e-5), hidden_act(options, default="gelu")
     bias, kinds = options.flag("add_bias_linear", False), layer_kinds(options, layers)
     options.ignore(*IGNORED, *TRAINING)

@@ -39,7 +39,8 @@ class Mamba2(Layer):
     width:       of u and u'. num_heads, head_width: H and V. state_width: K. groups: of B and C; divides num_heads.
     conv_size, conv_bias: of the convolution. bias: of W_in and W_out. act: the name of a function.
     dt_limit:    the least and the greatest step.
-    norm_eps, norm_before_gate, use_norm: RMSNorm(y) * SiLU(z) where norm_before_gate; y * act(z) without use_norm.
+    norm_eps, norm_before_gate, use_norm: RMSNorm(y) * SiLU(z) where norm_before_gate; y * gate_fn(z) without use_norm.
+    gate_fn:     the name of a function; act if None.
     norm_groups: how many parts of y are normalised apart; `groups` if None.
     per_channel_skip: D [H V] rather than [H].
     A_range:     A begins uniform in it; as 1, 2, ..., H if None. dt_range, dt_floor: dt_bias begins as the inverse softplus of a
@@ -66,6 +67,7 @@ class Mamba2(Layer):
         norm_eps: float = 1e-5,
         norm_before_gate: bool = False,
         use_norm: bool = True,
+        gate_fn: str | None = None,
         norm_groups: int | None = None,
         per_channel_skip: bool = False,
         A_range: tuple[float, float] | None = None,
@@ -81,9 +83,11 @@ class Mamba2(Layer):
         check_sizes(width=width, num_heads=num_heads, head_width=head_width, state_width=state_width, groups=groups)
         check_divides("groups", groups, "num_heads", num_heads)
         activation("act", act)
+        activation("gate_fn", gate_fn)
         inside, states = num_heads * head_width, groups * state_width
         self.width, self.num_heads, self.head_width = width, num_heads, head_width
         self.state_width, self.groups, self.act = state_width, groups, act
+        self.gate_fn = act if gate_fn is None else gate_fn
         self.dt_limit, self.recurrence = (float(dt_limit[0]), float(dt_limit[1])), recurrence
         options: dict[str, Any] = dict(
             bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
@@ -138,7 +142,7 @@ class Mamba2(Layer):
         y, after = rows.recurrent(self.recurrence, C, B, v, before, g=dt * A, softmax_scale=1.0)
         D = for_rows(wide, self.D[...].reshape(self.num_heads, -1))
         y = merged(y.astype(jnp.float32) + D * wide).astype(x.dtype)
-        y = y * activation("act", self.act)(z) if self.norm is None else self.norm(y, z)
+        y = y * activation("gate_fn", self.gate_fn)(z) if self.norm is None else self.norm(y, z)
         return self.output(y), dict(recurrent=after, conv=conv["recurrent"])
 
 

@@ -39,8 +39,10 @@ def compare(out: pathlib.Path):
 
     worst = 0.0
     for folder in sorted(out.iterdir()):
-        _, model_class, _ = make_fixtures.CASES[folder.name]
-        model, info = model_class.from_pretrained(folder, output_loading_info=True)
+        config_class, model_class, _ = make_fixtures.CASES[folder.name]
+        config = config_class.from_pretrained(folder)
+        config._experts_implementation = "eager"  # as in make_fixtures
+        model, info = model_class.from_pretrained(folder, config=config, output_loading_info=True)
         assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
         expected = load_file(folder / "expected.st")
         with torch.no_grad():

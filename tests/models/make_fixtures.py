@@ -71,7 +71,6 @@ DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")  # stored
 LAYERS = dict(num_hidden_layers=2, vocab_size=32)
 SMALL = LAYERS | dict(hidden_size=16, num_heads=2, intermediate_size=24)
 WINDOWED = dict(layers=[1], num_heads=4, num_kv_heads=2, qkv_bias=True, window_size=5, rope_theta=500.0)
-# Without a token of padding: the models' own code gives its embedding no gradient.
 ATTENTION = LAYERS | dict(
     pad_token_id=None, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24
 )
@@ -151,22 +150,23 @@ CASES = {
     "bamba_options": (BambaConfig, BambaForCausalLM, HYBRID | dict(
         attn_layer_indices=[0], mamba_n_groups=2, mamba_d_conv=3, mamba_conv_bias=False, mamba_proj_bias=True,
         time_step_limit=(0.1, 0.9), attention_bias=True, mlp_bias=True, hidden_act="gelu", rms_norm_eps=1e-3,
-        tie_word_embeddings=True, rope_parameters=dict(rope_theta=300.0, rope_type="default"))),
+        tie_word_embeddings=True, pad_token_id=3, rope_parameters=dict(rope_theta=300.0, rope_type="default"))),
     "granitemoehybrid": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, GRANITE | dict(
         num_local_experts=5, num_experts_per_tok=2)),
     "granitemoehybrid_dense": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, GRANITE | dict(
         num_local_experts=0, position_embedding_type="rope", attention_bias=True, tie_word_embeddings=True,
         mamba_n_groups=2)),
-    "falcon_h1": (FalconH1Config, FalconH1ForCausalLM, FALCON),
+    "falcon_h1": (FalconH1Config, FalconH1ForCausalLM, FALCON | dict(
+        hidden_act="relu", rope_parameters=dict(rope_theta=300.0, rope_type="default", partial_rotary_factor=0.5))),
     "falcon_h1_options": (FalconH1Config, FalconH1ForCausalLM, FALCON | dict(
-        mamba_rms_norm=True, mamba_norm_before_gate=False, projectors_bias=True, attention_bias=True, mlp_bias=True,
-        lm_head_multiplier=0.6, embedding_multiplier=2.0, mlp_multipliers=[0.8, 1.3], key_multiplier=0.5,
+        mamba_rms_norm=True, mamba_norm_before_gate=False, hidden_act="gelu", projectors_bias=True, attention_bias=True,
+        mlp_bias=True, lm_head_multiplier=0.6, embedding_multiplier=2.0, mlp_multipliers=[0.8, 1.3], key_multiplier=0.5,
         attention_out_multiplier=0.9, attention_in_multiplier=1.2, ssm_multipliers=[0.7, 1.1, 0.9, 1.3, 0.8],
         ssm_in_multiplier=1.4, ssm_out_multiplier=0.6, tie_word_embeddings=True)),
     "nemotron_h": (NemotronHConfig, NemotronHForCausalLM, NEMOTRON),
     "nemotron_h_options": (NemotronHConfig, NemotronHForCausalLM, NEMOTRON | dict(
         n_routed_experts=8, n_group=4, topk_group=2, norm_topk_prob=False, routed_scaling_factor=1.7, moe_latent_size=6,
-        use_bias=True, mlp_bias=True, mlp_hidden_act="gelu", use_conv_bias=False, time_step_min=0.3)),
+        use_bias=True, mlp_bias=True, mlp_hidden_act="gelu", use_conv_bias=False, time_step_min=0.3, tie_word_embeddings=True)),
     "minimax": (MiniMaxConfig, MiniMaxForCausalLM, ATTENTION | dict(num_local_experts=4, head_dim=8, block_size=8)),
     "minimax_options": (MiniMaxConfig, MiniMaxForCausalLM, ATTENTION | dict(
         num_local_experts=3, num_experts_per_tok=2, block_size=6, sliding_window=5, hidden_act="gelu",
