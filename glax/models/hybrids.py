@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.models.activations import TRANSFORMERS
-from glax.models.config import Options, padding
+from glax.models.config import Options, UnsupportedOption, padding
 from glax.models.mamba2 import limits
 from glax.models.model import Block, CausalLM, Precision
 from glax.models.names import Layout, renamed
@@ -93,7 +93,13 @@ def softmax_attention(width: int, sizes: dict, rope: dict | None, init, precisio
     """rope: what `rotation` returned; None for no rotation."""
     turned = dict(theta=None)
     if rope is not None:
-        turned = dict(theta=rope["theta"], rotary_width=int(sizes["head_width"] * rope["partial"]))
+        rotary = int(sizes["head_width"] * rope["partial"])
+        if rotary % 2:
+            raise UnsupportedOption(
+                f"partial_rotary_factor={rope['partial']!r} in config.json is not supported: {rotary} of the "
+                f"{sizes['head_width']} channels of a head would rotate, which must be an even number"
+            )
+        turned = dict(theta=rope["theta"], rotary_width=rotary)
     return Attention(width, kernel_init=init, **sizes, **turned, **more, **precision.options)
 
 

@@ -180,7 +180,7 @@ def mamba_arguments(options: Options, eps: float) -> dict[str, Any]:
 
 
 def expert_arguments(options: Options) -> dict[str, Any]:
-    return dict(
+    found = dict(
         count=options.integer("n_routed_experts", 8),
         top_k=options.integer("num_experts_per_tok", 2),
         groups=options.integer("n_group", 1),
@@ -189,6 +189,18 @@ def expert_arguments(options: Options) -> dict[str, Any]:
         scaling=options.number("routed_scaling_factor", 1.0),
         latent=options.integer("moe_latent_size", None, optional=True),
     )
+    size, rest = divmod(found["count"], found["groups"])
+    if rest or size < 2:
+        raise options.unsupported(
+            "n_group", f"it must divide n_routed_experts={found['count']} into groups of at least 2"
+        )
+    if found["best_groups"] > found["groups"]:
+        raise options.unsupported("topk_group", f"it must be at most n_group={found['groups']}")
+    if found["top_k"] > found["best_groups"] * size:
+        raise options.unsupported(
+            "num_experts_per_tok", f"topk_group groups hold {found['best_groups'] * size} experts"
+        )
+    return found
 
 
 def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
