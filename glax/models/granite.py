@@ -3,9 +3,8 @@
 from glax.models.config import ModelConfig, Options
 from glax.models.hybrids import (
     LINEAR,
-    ROUTER,
     TRAINING,
-    FusedMLP,
+    DenseMLP,
     ScaledBlock,
     ScaledLM,
     attention_sizes,
@@ -14,10 +13,10 @@ from glax.models.hybrids import (
     mamba,
     mamba_options,
     mixer_names,
-    of_experts,
     outer_options,
     rotation,
     softmax_attention,
+    transposed_layouts,
 )
 from glax.models.model import CausalLM, Precision
 from glax.models.names import Names
@@ -55,8 +54,7 @@ def granite(config: ModelConfig, precision: Precision) -> CausalLM:
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
     outer, init = outer_options(options, precision, 32000)
     eps, act = options.number("rms_norm_eps", 1e-6), hidden_act(options)
-    key = "layers_block_type" if "layers_block_type" in config.values else "layer_types"
-    kinds = layer_kinds(options, key, layers, [LINEAR] * layers)
+    kinds = layer_kinds(options, ("layers_block_type", "layer_types"), layers, [LINEAR] * layers)
     options.ignore(*TRAINING)
     sizes, rope = attention_sizes(options, width), rotation(options, 10000.0)
     rope = rope if options.choice("position_embedding_type", None, (None, "rope", "nope")) == "rope" else None
@@ -82,7 +80,7 @@ def granite(config: ModelConfig, precision: Precision) -> CausalLM:
         return RMSNorm(width, epsilon=eps, param_dtype=precision.param_dtype)
 
     def mlp():
-        always = FusedMLP(width, shared, act=act, kernel_init=init, **precision.options)
+        always = DenseMLP(width, shared, act=act, kernel_init=init, **precision.options)
         if not count:
             return always
         more = dict(form="fused", act=act, shared=always, kernel_init=init)
@@ -90,5 +88,5 @@ def granite(config: ModelConfig, precision: Precision) -> CausalLM:
 
     blocks = [ScaledBlock(norm(), mixer(kind), norm(), mlp(), multiplier) for kind in kinds]
     rules = (*mixer_names(kinds), *mlp_names(bool(count)), *OUTER)
-    names = Names(rules, layouts=(*of_experts("input", "down"), *ROUTER))
+    names = Names(rules, layouts=transposed_layouts("input", "down", "router"))
     return ScaledLM(config, blocks, norm(), names, width=width, **outer, **scaled)

@@ -1,10 +1,9 @@
 """What the hybrids of transformers share: options of Mamba-2 and of softmax attention, names, and blocks with multipliers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -12,7 +11,7 @@ from glax.models.activations import TRANSFORMERS
 from glax.models.config import Options, UnsupportedOption, padding
 from glax.models.mamba2 import limits
 from glax.models.model import Block, CausalLM, Precision
-from glax.models.names import Layout, renamed
+from glax.models.names import Layout, renamed, transposed
 from glax.nn import Attention, Mamba2
 from glax.nn.parts import EMBED, MLP, activation, linear
 from glax.nn.passes import Rows
@@ -38,22 +37,12 @@ KINDS = {
 }  # older versions write the short names
 
 
-def stacked_transposed(x: np.ndarray) -> np.ndarray:
-    """[E, outputs, inputs] to [E, inputs, outputs], and back."""
-    return np.swapaxes(x, 1, 2)
+def transposed_layouts(*names: str) -> tuple[tuple[str, Layout], ...]:
+    """Return the layouts of weights [..., inputs, outputs] that a checkpoint stores as [..., outputs, inputs]."""
+    return tuple((name, ("weight", transposed, transposed)) for name in names)
 
 
-def of_experts(*names: str) -> tuple[tuple[str, Layout], ...]:
-    """Layouts of the experts' kernels in one tensor [E, outputs, inputs]."""
-    return tuple((name, ("weight", stacked_transposed, stacked_transposed)) for name in names)
-
-
-def transposed(x: np.ndarray) -> np.ndarray:
-    return x.T
-
-
-# The kernel of a router [D, E] is stored as [E, D].
-ROUTER: tuple[tuple[str, Layout], ...] = (("router", ("weight", transposed, transposed)),)
+ROUTER = transposed_layouts("router")
 
 
 def rotation(options: Options, theta: float, partial: float | None = None) -> dict[str, float]:
@@ -137,13 +126,27 @@ def hidden_act(options: Options, key: str = "hidden_act", default: str = "silu")
     return TRANSFORMERS[options.choice(key, default, TRANSFORMERS)]
 
 
-def layer_kinds(options: Options, key: str, layers: int, default: Sequence[str]) -> list[str]:
-    """LINEAR or SOFTMAX for each layer."""
-    given = options.take(key, None)
+def layer_kinds(
+    options: Options,
+    keys: Sequence[str],
+    layers: int | None,
+    default: Sequence[str],
+    known: Mapping[str, str] = KINDS,
+) -> list[str]:
+    """Return known[word] for each layer's word in the first option among `keys` that is not null.
+
+    default: the words if every option is missing or null. layers: the number of entries, or None if any number is right.
+    Raises UnsupportedOption, which names the option read, for another number of entries and for an unknown word.
+    """
+    key, given = keys[0], None
+    for key in keys:
+        if (given := options.take(key, None)) is not None:
+            break
     kinds = list(default) if given is None else given
-    if len(kinds) != layers or not all(kind in KINDS for kind in kinds):
-        raise options.unsupported(key, f"it must have {layers} entries among {', '.join(map(repr, KINDS))}")
-    return [KINDS[kind] for kind in kinds]
+    if layers not in (None, len(kinds)) or not all(kind in known for kind in kinds):
+        count = "entries" if layers is None else f"{layers} entries"
+        raise options.unsupported(key, f"it must have {count} among {', '.join(map(repr, known))}")
+    return [known[kind] for kind in kinds]
 
 
 def mixer_names(kinds: Sequence[str], softmax: str = "self_attn", linear: str = "mamba") -> tuple[tuple[str, str], ...]:
@@ -156,41 +159,43 @@ def mixer_names(kinds: Sequence[str], softmax: str = "self_attn", linear: str = 
     return tuple(rules)
 
 
-class FusedMLP(nnx.Module):
-    """y = W_down (act(a) * b), where a and b are the halves of W_input x."""
+class DenseMLP(nnx.Module):
+    """y = W_output (act(a) * b) with a, b the halves of W_input x; y = W_output act(W_input x) if not `gated`.
 
-    def __init__(self, width: int, inside: int, *, act: str, bias: bool = False, kernel_init, dtype, param_dtype, rngs):
+    x, y [..., width]; a, b [..., inside]. act: a name in `glax.nn.parts`. kernel_init: of both weights.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        inside: int,
+        *,
+        act: str,
+        gated: bool = True,
+        bias: bool = False,
+        kernel_init,
+        dtype,
+        param_dtype,
+        rngs,
+    ):
         activation("act", act)
-        self.act = act
+        self.act, self.gated = act, gated
         options: dict[str, Any] = dict(
             bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
         )
-        self.input = linear(width, 2 * inside, (EMBED, MLP), **options)
+        self.input = linear(width, (1 + gated) * inside, (EMBED, MLP), **options)
         self.output = linear(inside, width, (MLP, EMBED), **options)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         return self.behind_input(self.input(x))
 
     def behind_input(self, projected: Float[Array, "*rows inside"]) -> Float[Array, "*rows width"]:
-        """The MLP behind W_input, for models that add to its output."""
+        """Return y from W_input x, which a subclass may have changed."""
+        act = activation("act", self.act)
+        if not self.gated:
+            return self.output(act(projected))
         gate, up = jnp.split(projected, 2, axis=-1)
-        return self.output(activation("act", self.act)(gate) * up)
-
-
-class PlainMLP(nnx.Module):
-    """y = W_down act(W_up x)."""
-
-    def __init__(self, width: int, inside: int, *, act: str, bias: bool = False, kernel_init, dtype, param_dtype, rngs):
-        activation("act", act)
-        self.act = act
-        options: dict[str, Any] = dict(
-            bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
-        )
-        self.up = linear(width, inside, (EMBED, MLP), **options)
-        self.down = linear(inside, width, (MLP, EMBED), **options)
-
-    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        return self.down(activation("act", self.act)(self.up(x)))
+        return self.output(act(gate) * up)
 
 
 class ScaledBlock(Block):

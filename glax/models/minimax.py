@@ -19,7 +19,7 @@ from glax.models.hybrids import (
     outer_options,
     rotation,
     softmax_attention,
-    transposed,
+    transposed_layouts,
 )
 from glax.models.model import CausalLM, Precision
 from glax.models.names import Names
@@ -118,8 +118,7 @@ def minimax(config: ModelConfig, precision: Precision) -> CausalLM:
     outer, init = outer_options(options, precision, 32000)
     eps, act = options.number("rms_norm_eps", 1e-5), hidden_act(options)
     usual = [SOFTMAX if (layer + 1) % 2 else LINEAR for layer in range(layers)]
-    key = "attn_type_list" if "attn_type_list" in config.values else "layer_types"
-    kinds = layer_kinds(options, key, layers, usual)
+    kinds = layer_kinds(options, ("attn_type_list", "layer_types"), layers, usual)
     options.ignore("router_jitter_noise", *TRAINING)
     sizes, rope = attention_sizes(options, width, kv_heads=8), rotation(options, 1000000.0)
     window = options.integer("sliding_window", None, optional=True)
@@ -155,8 +154,7 @@ def minimax(config: ModelConfig, precision: Precision) -> CausalLM:
         for layer, kind in enumerate(kinds)
     ]
     rules = (*mixer_names(kinds, linear="self_attn"), *OUTER)
-    experts_layouts = tuple((name, ("weight", transposed, transposed)) for name in ("gate", "up", "down"))
-    names = Names(rules, layouts=(*ROUTER, *experts_layouts))
+    names = Names(rules, layouts=(*ROUTER, *transposed_layouts("gate", "up", "down")))
     return MiniMax(
         config, blocks, norm(), names, width=width, block=block, kinds=kinds, heads=sizes["num_heads"], **outer
     )

@@ -15,7 +15,8 @@ def same(x: np.ndarray) -> np.ndarray:
 
 
 def transposed(x: np.ndarray) -> np.ndarray:
-    return x.T
+    """Return x [..., a, b] as [..., b, a]."""
+    return np.swapaxes(x, -2, -1)
 
 
 def filter_to_torch(x: np.ndarray) -> np.ndarray:

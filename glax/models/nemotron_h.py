@@ -14,16 +14,16 @@ from glax.models.hybrids import (
     KINDS,
     LINEAR,
     MAMBA,
-    ROUTER,
     SOFTMAX,
     TRAINING,
-    PlainMLP,
+    DenseMLP,
     attention_sizes,
     hidden_act,
+    layer_kinds,
     mamba,
     outer_options,
     softmax_attention,
-    transposed,
+    transposed_layouts,
 )
 from glax.models.model import CausalLM, Precision
 from glax.models.names import Names, renamed
@@ -33,7 +33,8 @@ from glax.nn.parts import EMBED, linear, normal, parameter
 from glax.nn.passes import Rows
 
 PATTERN = {"M": LINEAR, "*": SOFTMAX, "-": "mlp", "E": "moe"}
-PLAIN_MLP = {"up": "up_proj", "down": "down_proj"}
+WORDS = KINDS | {"mlp": "mlp", "moe": "moe"}
+PLAIN_MLP = {"input": "up_proj", "output": "down_proj"}
 # Older configs name some options of Mamba-2 so.
 OLDER = {
     "mamba_n_groups": "n_groups",
@@ -89,7 +90,7 @@ class NemotronExperts(nnx.Module):
         normalised: bool,
         scaling: float,
         latent: int | None,
-        shared: PlainMLP,
+        shared: DenseMLP,
         act: str,
         bias: bool,
         kernel_init,
@@ -148,18 +149,12 @@ class NemotronBlock(nnx.Module):
 
 
 def kinds_of(options: Options) -> list[str]:
-    """The kind of each layer, from a list of words or the older pattern of letters."""
-    pattern, given = options.take("hybrid_override_pattern", None), options.take("layers_block_type", None)
-    given = options.take("layer_types", None) if given is None else given
-    if given is None and pattern is not None:
-        if set(pattern) - set(PATTERN):
-            raise options.unsupported("hybrid_override_pattern", f"its letters must be among {', '.join(PATTERN)}")
-        return [PATTERN[letter] for letter in pattern]
-    given = [LINEAR, "moe", SOFTMAX, "mlp"] if given is None else given
-    known = KINDS | {"mlp": "mlp", "moe": "moe"}
-    if not all(kind in known for kind in given):
-        raise options.unsupported("layers_block_type", f"its entries must be among {', '.join(map(repr, known))}")
-    return [known[kind] for kind in given]
+    """Return each layer's kind, from a list of words or from the pattern of letters that older configs have."""
+    pattern = options.take("hybrid_override_pattern", None)
+    if set(pattern or ()) - set(PATTERN):
+        raise options.unsupported("hybrid_override_pattern", f"its letters must be among {', '.join(PATTERN)}")
+    usual = [LINEAR, "moe", SOFTMAX, "mlp"] if pattern is None else [PATTERN[letter] for letter in pattern]
+    return layer_kinds(options, ("layers_block_type", "layer_types"), None, usual, WORDS)
 
 
 def mamba_arguments(options: Options, eps: float) -> dict[str, Any]:
@@ -217,7 +212,9 @@ def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
     sizes = attention_sizes(options, width, kv_heads=8) | dict(head_width=options.integer("head_dim", 128))
     arguments, experts = mamba_arguments(options, eps), expert_arguments(options)
     mlp = dict(
-        act=hidden_act(options, "mlp_hidden_act", "relu2"), bias=options.flag("mlp_bias", False), kernel_init=init
+        act=hidden_act(options, "mlp_hidden_act", "relu2"),
+        bias=options.flag("mlp_bias", False),
+        kernel_init=init,
     )
     inside, routed = options.integer("intermediate_size", 21504), options.integer("moe_intermediate_size", 7688)
     shared = options.integer("moe_shared_expert_intermediate_size", 7688)
@@ -229,8 +226,8 @@ def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
         if kind == SOFTMAX:
             return softmax_attention(width, sizes, None, init, precision)
         if kind == "mlp":
-            return PlainMLP(width, inside, **mlp, **precision.options)
-        always = PlainMLP(width, shared, **mlp, **precision.options)
+            return DenseMLP(width, inside, gated=False, **mlp, **precision.options)
+        always = DenseMLP(width, shared, gated=False, **mlp, **precision.options)
         return NemotronExperts(width, routed, shared=always, **experts, **mlp, **precision.options)
 
     def norm() -> RMSNorm:
@@ -242,6 +239,5 @@ def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
     for layer, kind in enumerate(kinds):
         rules += renamed(rf"{layer}\.mixer", tables[kind])
     rules += renamed(r"mixer\.shared", PLAIN_MLP)
-    layouts = tuple((name, ("weight", transposed, transposed)) for name in ("up", "down"))
-    names = Names((*rules, *OUTER), layouts=(*layouts, *ROUTER))
+    names = Names((*rules, *OUTER), layouts=transposed_layouts("up", "down", "router"))
     return CausalLM(config, blocks, norm(), names, width=width, **outer)

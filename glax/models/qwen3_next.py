@@ -24,7 +24,7 @@ from glax.models.hybrids import (
     outer_options,
     rotation,
     softmax_attention,
-    transposed,
+    transposed_layouts,
 )
 from glax.models.model import Block, CausalLM, Precision
 from glax.models.names import Names, renamed
@@ -187,7 +187,7 @@ def qwen3_next(config: ModelConfig, precision: Precision) -> CausalLM:
     eps, act = options.number("rms_norm_eps", 1e-6), hidden_act(options)
     every = options.integer("full_attention_interval", 4)
     usual = [LINEAR if (layer + 1) % every else SOFTMAX for layer in range(layers)]
-    kinds, is_sparse = layer_kinds(options, "layer_types", layers, usual), sparse_layers(options, layers)
+    kinds, is_sparse = layer_kinds(options, ("layer_types",), layers, usual), sparse_layers(options, layers)
     options.ignore("use_sliding_window", "sliding_window", "max_window_layers", *TRAINING)
     sizes = attention_sizes(options, width, heads=16, kv_heads=2, head_width=256)
     rope, bias = rotation(options, 10000.0, 0.25), options.flag("attention_bias", False)
@@ -208,6 +208,5 @@ def qwen3_next(config: ModelConfig, precision: Precision) -> CausalLM:
         for kind, has_experts in zip(kinds, is_sparse, strict=True)
     ]
     rules = (*mixer_names(kinds), *MLPS, *OUTER)
-    of_experts = tuple((name, ("weight", transposed, transposed)) for name in GATED_MLP)
-    names = Names(rules, layouts=(*ROUTER, *of_experts), ignored=(r"^mtp\.",))
+    names = Names(rules, layouts=(*ROUTER, *transposed_layouts(*GATED_MLP)), ignored=(r"^mtp\.",))
     return CausalLM(config, blocks, norm(), names, width=width, **outer)

@@ -10,7 +10,17 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.models.config import ModelConfig, Options, exact_width
-from glax.models.hybrids import ATTENTION, MAMBA, TRAINING, FusedMLP, hidden_act, mamba, outer_options, rotation
+from glax.models.hybrids import (
+    ATTENTION,
+    MAMBA,
+    TRAINING,
+    DenseMLP,
+    hidden_act,
+    layer_kinds,
+    mamba,
+    outer_options,
+    rotation,
+)
 from glax.models.model import CausalLM, Precision
 from glax.models.names import Names, renamed
 from glax.nn import Attention, Mamba2, RMSNorm
@@ -60,7 +70,7 @@ class SharedAttention(Attention):
         return self.attend(q, k, v, state, rows)
 
 
-class SharedMLP(FusedMLP):
+class SharedMLP(DenseMLP):
     """A gated MLP; each layer adds its adapter to the projection that enters."""
 
     def adapted(self, x: Float[Array, "*rows width"], adapter: Adapter) -> Float[Array, "*rows width"]:
@@ -156,17 +166,12 @@ class Zamba2(CausalLM):
 # ---- the config ------------------------------------------------------------------------------------------------------
 
 
-def layer_kinds(options: Options, layers: int) -> list[str]:
+def kinds_of(options: Options, layers: int) -> list[str]:
     """PLAIN or HYBRID for each layer. hybrid_layer_ids, where the config has it, must say the same."""
-    key = "layers_block_type" if "layers_block_type" in options.values else "layer_types"
-    given = options.take(key, None)
-    given = USUAL if given is None else given
-    if len(given) != layers or not all(kind in KINDS for kind in given):
-        raise options.unsupported(key, f"it must have {layers} entries among {', '.join(map(repr, KINDS))}")
-    kinds = [KINDS[kind] for kind in given]
+    kinds = layer_kinds(options, ("layers_block_type", "layer_types"), layers, USUAL, KINDS)
     hybrid = [layer for layer, kind in enumerate(kinds) if kind == HYBRID]
     if options.take("hybrid_layer_ids", hybrid) != hybrid:
-        raise options.unsupported("hybrid_layer_ids", f"it must name the hybrid layers of {key}, {hybrid}")
+        raise options.unsupported("hybrid_layer_ids", f"it must name the hybrid layers, {hybrid}")
     return kinds
 
 
@@ -227,7 +232,7 @@ def zamba2(config: ModelConfig, precision: Precision) -> CausalLM:
     width, layers = options.integer("hidden_size", 2560), options.integer("num_hidden_layers", 54)
     outer, init = outer_options(options, precision, 32000, tied=True, pad=0)
     eps, act = options.number("rms_norm_eps", 1e-5), hidden_act(options, default="gelu")
-    bias, kinds = options.flag("add_bias_linear", False), layer_kinds(options, layers)
+    bias, kinds = options.flag("add_bias_linear", False), kinds_of(options, layers)
     options.ignore(*IGNORED, *TRAINING)
     attention, arguments = attention_arguments(options, width), mamba_arguments(options, width) | dict(bias=bias)
     adapts = options.flag("use_shared_attention_adapter", False)

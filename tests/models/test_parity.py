@@ -210,6 +210,12 @@ def test_an_option_that_is_not_supported_is_named_with_its_value(tmp_path, chang
     assert text in str(caught.value)
 
 
+def test_nemotron_names_the_option_that_holds_its_layers(tmp_path):
+    changes = dict(layers_block_type=None, layer_types=["mamba", "convolution"])
+    with pytest.raises(ValueError, match=r"layer_types=\['mamba', 'convolution'\] in config\.json is not supported"):
+        glax.models.from_pretrained(copied(tmp_path, "nemotron_h", **changes))
+
+
 def test_missing_and_left_over_weights_are_listed(tmp_path):
     folder = copied(tmp_path)
     weights = load_file(folder / "model.safetensors")
