@@ -1,4 +1,7 @@
-"""The backend that kernels are chosen for: predicted while a program is traced, known when it is lowered."""
+"""Predict the backend that kernels are chosen for.
+
+The backend is a prediction while a program is traced, and is known while the program is lowered.
+"""
 
 import enum
 from typing import Any
@@ -11,7 +14,7 @@ lowering_platform = jax.make_user_context(None)
 
 
 class Backend(enum.StrEnum):
-    """The kind of device that a kernel runs on."""
+    """The kind of device that a kernel runs on: `cpu`, `gpu`, `tpu`, or `any` for all of them."""
 
     CPU = enum.auto()
     GPU = enum.auto()
@@ -20,21 +23,22 @@ class Backend(enum.StrEnum):
 
     @classmethod
     def here(cls) -> "Backend":
-        """The backend that kernels are chosen for; see `target_platform`."""
+        """Return the backend that kernels are chosen for; see `target_platform`."""
         return cls.of(target_platform())
 
     @classmethod
     def of(cls, platform: str) -> "Backend":
-        """The backend of one of JAX's platforms. ANY for an unknown platform: only kernels of backend ANY run there."""
+        """Return the backend of one of JAX's platforms. An unknown platform gives ANY: only kernels of backend ANY run there."""
         names = dict(cpu=cls.CPU, gpu=cls.GPU, cuda=cls.GPU, rocm=cls.GPU, tpu=cls.TPU)
         return names.get(platform.lower(), cls.ANY)
 
 
 def target_platform() -> str:
-    """JAX's name of the platform that kernels are chosen for.
+    """Return JAX's name of the platform that kernels are chosen for.
 
-    While a program is lowered, its platform. While it is traced, the platform of the mesh's devices, else of
-    jax.default_device, else the default backend. `solve.lowering` chooses again where that prediction was wrong.
+    While a program is lowered, this is the platform of the lowering. While a program is traced, it is the platform of the
+    mesh's devices, else of jax.default_device, else of the default backend. `solve.lowering` chooses again where the prediction
+    was wrong.
     """
     if lowering_platform.value is not None:
         return lowering_platform.value
@@ -46,23 +50,27 @@ def target_platform() -> str:
 
 
 def x64_is_enabled() -> bool:
-    """Whether 64-bit dtypes are enabled at this place of the program."""
+    """Return whether 64-bit dtypes are enabled, as JAX's configuration says at this place of the program."""
     return jax_option("jax_enable_x64")
 
 
 def jax_option(name: str) -> Any:
-    """The value of an option of JAX, as the context sets it. JAX adds its options while it is imported: none has a type."""
+    """Return the value of an option of JAX, as the current context sets it.
+
+    JAX adds its options while it is imported, so type checkers do not know them.
+    """
     return getattr(jax.config, name)
 
 
 def computes_on() -> str:
-    """Describe `target_platform` in the reason why a kernel is refused."""
+    """Return a phrase that names `target_platform`, for the reason why a kernel is refused."""
     lowered = lowering_platform.value is not None
     return f"the program is lowered for {target_platform()}" if lowered else f"JAX computes on {target_platform()} here"
 
 
 def local_device() -> jax.Device | None:  # pyright: ignore[reportInvalidTypeForm]  (JAX 0.10 has no stub of it)
-    """A device of this process on the target platform; None if it has none, as when code is compiled for another machine."""
+    """Return a device of this process on the target platform. Return None if the process has none, as when it compiles for
+    another machine."""
     name = target_platform()
     if name == jax.default_backend():
         return jax.local_devices()[0]

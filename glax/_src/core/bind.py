@@ -1,4 +1,7 @@
-"""Validate the arguments of a call and bind them to a `Recurrence`, the operand of every kernel."""
+"""Validate the arguments of a call and bind them to a `Recurrence`, the operand of every kernel.
+
+The argument `cu_seqlens` is the field `boundaries` of a `Recurrence`: below `bind` all code uses that name.
+"""
 
 import dataclasses
 from typing import TypeGuard
@@ -39,7 +42,7 @@ ROWWISE = ("query", "key", "value", "g", "gk", "gv", "beta", "erase", "write")
 
 @dataclasses.dataclass(frozen=True)
 class ScanOptions:
-    """The arguments of a call that are no arrays, and are known while tracing."""
+    """Hold the arguments of a call that are no arrays and are known while tracing."""
 
     reverse: bool = False
     pad_id: int | None = None
@@ -49,14 +52,14 @@ class ScanOptions:
 
     @property
     def static(self) -> "ScanOptions":
-        """The options as plain Python values, of which equal ones are one key of a compiled program."""
+        """Return the options as plain Python values, so that equal options give one compiled program."""
         pad_id, every = (None if x is None else int(x) for x in (self.pad_id, self.states_every))
         dtype = None if self.states_dtype is None else str(jnp.dtype(self.states_dtype))
         return ScanOptions(bool(self.reverse), pad_id, every, dtype, bool(self.use_qk_l2norm))
 
     @property
     def of_bind(self) -> dict:
-        """Those that `bind` takes."""
+        """Return the options that `bind` takes, by name."""
         return dict(reverse=self.reverse, pad_id=self.pad_id, use_qk_l2norm=self.use_qk_l2norm)
 
     def check(self, has_segments: bool):
@@ -148,7 +151,10 @@ def check_dtypes(arrays: dict[str, jax.Array]):
 
 
 def check_shapes(arrays: dict[str, jax.Array], flat: bool) -> dict[str, int]:
-    """The size of every letter of SHAPES, set by the first argument that has it. ValueError at the first that disagrees."""
+    """Return the size of every letter of SHAPES, taken from the first argument that has the letter.
+
+    Raises ValueError at the first argument that disagrees.
+    """
     sizes: dict[str, int] = {}
     setter: dict[str, str] = {}
     for name, x in arrays.items():
@@ -238,9 +244,9 @@ GUARDS = ("jax_transfer_guard_host_to_device", "jax_transfer_guard_device_to_dev
 
 
 def transferred(arrays: dict, to: jax.sharding.Sharding | None = None) -> dict:
-    """Transfer numbers and NumPy arrays explicitly to the devices that the other arrays are committed to.
+    """Return the arrays with numbers and NumPy arrays transferred explicitly to the devices of the other arrays.
 
-    jit makes the same transfers faster, but implicitly: they are left to it unless a `jax.transfer_guard` is set.
+    jit makes the same transfers implicitly and faster. The transfer is therefore explicit only under a `jax.transfer_guard`.
     """
     if all(getattr(jax.config, guard) in (None, "allow") for guard in GUARDS):
         return arrays
@@ -255,7 +261,7 @@ def transferred(arrays: dict, to: jax.sharding.Sharding | None = None) -> dict:
 
 
 def replicated(x: jax.Array) -> jax.sharding.Sharding | None:
-    """The sharding that replicates an array over the devices of x; None where it cannot be expressed."""
+    """Return the sharding that replicates an array over the devices of x. Return None where no sharding expresses this."""
     if isinstance(x.sharding, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec())
     return x.sharding if x.sharding.num_devices == 1 else None
@@ -270,7 +276,7 @@ def is_array(x) -> TypeGuard[jax.Array | np.ndarray]:
 
 
 def check_array(name: str, x):
-    """TypeError unless x is an array that JAX can trace. JAX would trace each number of a list."""
+    """Raise TypeError unless x is an array that JAX can trace. A list is refused, because JAX would trace each of its numbers."""
     if not is_array(x):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
     # issubdtype is slow, so NumPy's kind decides first; bfloat16 has the kind of records there.
@@ -279,7 +285,7 @@ def check_array(name: str, x):
 
 
 def check_flag(name: str, x):
-    """TypeError unless x is True or False; Python would accept any value as one of them."""
+    """Raise TypeError unless x is True or False; Python would accept any value as one of them."""
     if not isinstance(x, bool | np.bool_):
         got = f"an array of {x.dtype}" if is_array(x) else repr(x)
         raise TypeError(f"{name} must be True or False, known while tracing, got {got}")
@@ -316,7 +322,7 @@ def check_real(name: str, x, dtype=np.float32):
 
 
 def known_number(x) -> int | float | None:
-    """The value of a scalar; None if it is traced or lies on another process's devices."""
+    """Return the value of a scalar. Return None if the scalar is traced or lies on the devices of another process."""
     if isinstance(x, int | float):
         return x
     if isinstance(x, np.ndarray | np.generic):

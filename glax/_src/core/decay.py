@@ -1,4 +1,4 @@
-"""The gates of a recurrence, folded into one value."""
+"""Fold the gates of a recurrence into one value, `Decay`."""
 
 import dataclasses
 import functools
@@ -47,17 +47,17 @@ class Decay:
 
     @property
     def transposed(self) -> "Decay":
-        """The decay of the transposed state."""
+        """Return the decay of the transposed state: rows and columns are exchanged."""
         return dataclasses.replace(self, key=self.value, value=self.key)
 
     @property
     def by_token(self) -> bool:
-        """Whether the decay varies from token to token."""
+        """Return whether the decay differs between tokens."""
         return self.form not in ("none", "constant")
 
     @property
     def form(self) -> str:
-        """The name of the form: "none", "constant", "head", "key", "value" or "key+value"."""
+        """Return the name of the form: "none", "constant", "head", "key", "value" or "key+value"."""
         names = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None]
         return "+".join(names) or "none"
 
@@ -70,6 +70,9 @@ def added(x: Array | None, y: Array | None, dtype) -> Array | None:
 
 
 def promoted(*dtypes) -> jnp.dtype:
-    """The common dtype, also where the user's jax_numpy_dtype_promotion forbids implicit promotion: this one is explicit."""
+    """Return the common dtype of the arguments by JAX's standard rules.
+
+    The rules are named explicitly, because the user's jax_numpy_dtype_promotion may forbid implicit promotion.
+    """
     with jax.numpy_dtype_promotion("standard"):
         return functools.reduce(jnp.promote_types, dtypes)

@@ -1,4 +1,4 @@
-"""What a recurrence erases of its state before a token writes, folded into one value."""
+"""Fold what a recurrence of the delta rule erases and writes into one value, `Erasure`."""
 
 import dataclasses
 
@@ -23,9 +23,9 @@ class Erasure:
 
     @classmethod
     def from_arguments(cls, beta, erase, write) -> "Erasure | None":
-        """Fold the three arguments of `recurrent`; None without any of them, for a recurrence that does not erase.
+        """Return the erasure that `beta`, `erase` and `write` of `recurrent` describe. Return None if all three are None.
 
-        Raises ValueError if `beta` comes with `erase` or `write`, or `write` without `erase`.
+        Raises ValueError if `beta` comes with `erase` or `write`, or if `write` comes without `erase`.
         """
         if beta is not None and not (erase is None and write is None):
             other = "write" if erase is None else "erase"
@@ -41,14 +41,14 @@ class Erasure:
 
     @property
     def form(self) -> str:
-        """The name of the form: "beta", "erase" or "erase+write"."""
+        """Return the name of the form: "beta", "erase" or "erase+write"."""
         names = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None]
         return "+".join(names)
 
     def vectors(self, k: Float[Array, "*rows K"]) -> tuple[Array, Array | None]:
-        """Return e [*rows, K] and w, [*rows, V] or [*rows, 1], or None for 1.
+        """Return e [*rows, K] and w. The shape of w is [*rows, V] or [*rows, 1], and w is None where it is 1.
 
-        Every array has the rows of k; beta is [*rows, 1].
+        Every array has the rows of k, and beta is [*rows, 1].
         """
         if self.beta is not None:
             return self.beta * k, self.beta
@@ -56,9 +56,10 @@ class Erasure:
         return self.erase, self.write
 
     def gradient(self, de: Float[Array, "*rows K"], d_written: Float[Array, "*rows V"], k, v):
-        """Return the gradient from those of e and of the written value w * v, and what the gradient of k gains; the same rows.
+        """Return the gradient of the erasure and the term that it adds to the gradient of k.
 
-        beta: [*rows, 1], as in `vectors`. The gain of dk is beta * de; it is None for the other forms.
+        de: the gradient of e. d_written: the gradient of the written value w * v. Every array has the rows of k, and beta is
+        [*rows, 1]. The term of dk is beta * de for the form "beta", and None for the other forms.
         """
         if self.beta is not None:
             d_beta = (de * k).sum(-1, keepdims=True) + (d_written * v).sum(-1, keepdims=True)

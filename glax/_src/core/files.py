@@ -19,9 +19,9 @@ Stamp = tuple[int, ...]
 
 
 def cache_folder() -> pathlib.Path | None:
-    """The folder of files that glax makes again when they are lost: GLAX_CACHE_DIR, else one in the user's cache folder.
+    """Return the folder of files that glax can make again: GLAX_CACHE_DIR, else a folder in the user's cache folder.
 
-    None for a user who has neither GLAX_CACHE_DIR nor a home directory.
+    Return None for a user who has neither GLAX_CACHE_DIR nor a home directory.
     """
     if chosen := os.environ.get("GLAX_CACHE_DIR"):
         return pathlib.Path(chosen)
@@ -35,21 +35,21 @@ def cache_folder() -> pathlib.Path | None:
 
 
 class ContentError(ValueError):
-    """A file holds what glax never writes."""
+    """A cache file holds content that glax never writes."""
 
 
 def stamp_of(found: os.stat_result) -> Stamp:
-    """What changes whenever a file is replaced or written."""
+    """Return the device, inode, modification time and size of a file. They change whenever the file is replaced or written."""
     return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
 
 
 def read_json(path: pathlib.Path) -> tuple[Stamp, object]:
-    """Reads a JSON file: (its stamp, its content).
+    """Read a JSON file and return (its stamp, its content).
 
-    Only regular files are opened: a FIFO waits for its writer, and a device may act on being opened. O_NONBLOCK covers a
-    FIFO that takes the file's place in between.
+    Only regular files are opened: opening a FIFO would wait for a writer, and opening a device may have effects. O_NONBLOCK
+    covers a FIFO that takes the file's place after the check.
 
-    OSError: the file cannot be read now, whatever it holds. ContentError: it holds no JSON that glax writes.
+    Raises OSError if the file cannot be read now, and ContentError if it holds no JSON that glax writes.
     """
     require_regular(path, os.stat(path).st_mode)
     with open(path, "rb", opener=open_without_waiting) as file:
@@ -69,8 +69,10 @@ def require_regular(path: pathlib.Path, mode: int):
 
 
 def parse(raw: bytes) -> object:
-    """The content of JSON in UTF-8. ContentError for anything else, and for NaN, infinities, keys that stand twice, deep
-    nesting and more than LIMIT bytes.
+    """Return the content of JSON in UTF-8.
+
+    Raises ContentError for anything else, for NaN and infinities, for repeated keys, for deep nesting, and for more than LIMIT
+    bytes.
     """
     if len(raw) > LIMIT:
         raise ContentError(f"it is larger than {LIMIT >> 20} MiB")
@@ -111,11 +113,11 @@ def finite(text: str) -> float:
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a path of the same name to write; what lies there at the end takes the place of `path`.
+    """Yield a temporary path of the same name to write. The file written there replaces `path` at the end.
 
-    It lies in a new folder beside `path` that is this user's alone. The folder's name is random and mkdir takes none that
-    exists, so no link can have been planted in it; a link at `path` itself is replaced, not followed. Whatever fails, `path`
-    stays as it was, and nothing is left beside it.
+    The temporary path lies in a new folder beside `path` that only this user can enter. The folder has a random name and did
+    not exist before, so it contains no link that someone else has made. A link at `path` itself is replaced, not followed.
+    After a failure `path` is unchanged, and the new folder is removed.
     """
     private = pathlib.Path(tempfile.mkdtemp(prefix=".glax-", dir=path.parent))
     try:
@@ -126,9 +128,9 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def set_aside(path: pathlib.Path) -> pathlib.Path:
-    """Renames a file to the first of path.unreadable, path.unreadable.1, ... that is free, and returns that.
+    """Rename a file to the first of path.unreadable, path.unreadable.1, ... that is free, and return the new path.
 
-    An exclusively created placeholder reserves the name, so that nothing else is overwritten and no link followed.
+    A placeholder that is created exclusively reserves the name. So no other file is overwritten, and no link is followed.
     """
     aside, taken = path.with_name(f"{path.name}.unreadable"), 0
     while True:
@@ -147,7 +149,8 @@ def set_aside(path: pathlib.Path) -> pathlib.Path:
 
 
 def unwritable(folder: pathlib.Path) -> str | None:
-    """Why no file can be made in the folder, or in the nearest above it that exists; None if one can, and nothing is left."""
+    """Return why no file can be made in the folder, or in its nearest ancestor that exists. Return None if a file can be made;
+    the file made to find out is removed."""
     nearest = next((place for place in (folder, *folder.parents) if os.path.exists(place)), pathlib.Path())
     try:
         tempfile.TemporaryFile(dir=nearest).close()

@@ -1,4 +1,5 @@
-"""Kernels and configs that a compiler is known to miscompile: refused by name, and never chosen by the tuner."""
+"""List the kernels and configs that a compiler is known to miscompile. They are refused by name, and the tuner never chooses
+them."""
 
 import dataclasses
 import fnmatch
@@ -10,8 +11,11 @@ from glax._src.core.backend import local_device
 
 @dataclasses.dataclass(frozen=True)
 class Denial:
-    """`kernel` (a pattern on its name) on `device` (a pattern on the device kind), with `library` from `first` to before
-    `fixed`; with `config` set, only where the config's fields have these values."""
+    """Describe one miscompiled kernel.
+
+    kernel: a pattern of its name. device: a pattern of the device kind. library: the compiler; its versions from `first` up to,
+    and without, `fixed` are affected. config: field values of the affected configs, or None for all configs.
+    """
 
     kernel: str
     device: str
@@ -35,7 +39,8 @@ DENIED: list[Denial] = [
 
 
 def known_miscompile(kernel: str, config=None) -> str | None:
-    """The reason why `kernel` is refused here, with that config if one is given: a compiler miscompiles it. None if none does."""
+    """Return the reason why `kernel` is refused here with that config: a compiler miscompiles it. Return None if no entry
+    matches."""
     for denial in DENIED:
         if (
             fnmatch.fnmatch(kernel, denial.kernel)
@@ -63,7 +68,7 @@ def version_of(library: str) -> str | None:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "3.7.1+cu12" is (3, 7, 1)."""
+    """Return the leading numbers of a version: "3.7.1+cu12" gives (3, 7, 1)."""
     parts = []
     for part in version.split("+")[0].split("."):
         if not part.isdigit():

@@ -1,4 +1,4 @@
-"""`Recurrence`, the operand of every kernel, and its results: `Outputs` and `Residuals`."""
+"""Define `Recurrence`, the operand of every kernel, and its results `Outputs` and `Residuals`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,14 +16,21 @@ from glax._src.core.segments import Segments
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
-    """S_t = decay_t * S_{t-1} + k_t v_t^T,   o_t = scale * S_t^T q_t,   in every sequence and head; already validated.
+    """One recurrence in every sequence and head, already validated:
 
-    H is the largest of the three head counts; the others divide it, and head h of H reads head h * heads // H.
-    `scale` is one number a sequence, so that batches can be merged.
-    With `erasure` this is the delta rule: S_t = decay_t * S_{t-1} + k_t (w_t * v_t - (decay_t * S_{t-1})^T e_t)^T.
-    Packed, B is 1 and sequence n is rows boundaries[n] to boundaries[n + 1] of T; rows behind the last are padding.
-    `reverse` scans every sequence from its last token to its first.
-    `segments` divides unpacked rows further; `folded` expresses it by gates, as every kernel takes it.
+        S_t = decay_t * S_{t-1} + k_t v_t^T,     o_t = scale * S_t^T q_t
+
+    With `erasure` it is the delta rule:
+
+        S_t = decay_t * S_{t-1} + k_t (w_t * v_t - (decay_t * S_{t-1})^T e_t)^T
+
+    H is the largest of the three head counts. The others divide H, and head h of H reads head h * heads // H. `scale` is one
+    number per sequence, so that batches can be merged.
+
+    In packed arrays B is 1, and sequence n has the rows of T from boundaries[n] up to, and without, boundaries[n + 1]. The rows
+    behind the last sequence are padding. `boundaries` is the `cu_seqlens` of the public functions. `reverse` scans every
+    sequence from its last token to its first. `segments` divides unpacked rows further; `folded` expresses this division by
+    gates, which every kernel accepts.
     """
 
     q: Float[Array, "B T Hq K"]
@@ -41,7 +48,7 @@ class Recurrence:
 
     @property
     def erasing(self) -> Erasure:
-        """The erasure of a recurrence that has one."""
+        """Return the erasure. The caller knows that there is one."""
         assert self.erasure is not None
         return self.erasure
 
@@ -55,7 +62,7 @@ class Recurrence:
 
     @property
     def is_symbolic(self) -> bool:
-        """Whether B, T or N is a symbol, whose value only a running program has: see jax.export.symbolic_shape."""
+        """Return whether B, T or N is a symbol of jax.export.symbolic_shape, whose value only a running program has."""
         return any(map(is_symbol, (*self.q.shape[:2], self.num_sequences)))
 
     @property
@@ -64,25 +71,28 @@ class Recurrence:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of sums and states: float32, or float64 for float64 inputs."""
+        """Return the dtype of sums and states: float32, or float64 for float64 inputs."""
         return promoted(self.q.dtype, jnp.float32)
 
     @property
     def start_state(self) -> Float[Array, "N H K V"]:
-        """The initial state in the dtype of sums; zeros if there is none."""
+        """Return the initial state [N, H, K, V] in the dtype of sums; zeros if there is none."""
         if self.initial_state is None:
             return varying_like(jnp.zeros(self.state_shape, self.dtype), self.q)
         return self.initial_state.astype(self.dtype)
 
     @property
     def transposed(self) -> "Recurrence":
-        """The recurrence of S^T, before its q, k and v are replaced."""
+        """Return the recurrence with the decay and the initial state transposed. The caller then replaces q, k and v."""
         state = self.initial_state
         return self.replace(decay=self.decay.transposed, initial_state=None if state is None else state.mT)
 
     @property
     def folded(self) -> "Recurrence":
-        """The same recurrence without `segments`: its gates cut the state, and its padding is zeros. The output is not masked."""
+        """Return the same recurrence without `segments`.
+
+        Gates of -inf reset the state instead, and padding rows are zeros. Outputs at padding are not masked.
+        """
         s = self.segments
         if s is None:
             return self
@@ -91,23 +101,23 @@ class Recurrence:
 
     @property
     def floats(self) -> "Recurrence":
-        """The arrays that have gradients: without boundaries and segments."""
+        """Return the recurrence without boundaries and segments: the arrays that have gradients."""
         return self.replace(boundaries=None, segments=None)
 
     def with_integers(self, r: "Recurrence") -> "Recurrence":
-        """The same with the boundaries and segments of r."""
+        """Return this recurrence with the boundaries and segments of r."""
         return self.replace(boundaries=r.boundaries, segments=r.segments)
 
     # ---- arrays with tokens, and the others --------------------------------------------------------------------------
 
     @property
     def tokens_alone(self) -> "Recurrence":
-        """The arrays that have an axis of tokens, [B, T, ...]; None in the place of all others."""
+        """Return the recurrence with only the arrays that have an axis of tokens, [B, T, ...]. All other arrays are None."""
         decay = dataclasses.replace(self.decay, constant=None)
         return self.replace(decay=decay, initial_state=None, boundaries=None, scale=None)
 
     def with_whole(self, r: "Recurrence") -> "Recurrence":
-        """The arrays with tokens of this recurrence, and the others of r."""
+        """Return the arrays of this recurrence that have an axis of tokens, joined with the other arrays of r."""
         decay = dataclasses.replace(self.decay, constant=r.decay.constant)
         return self.replace(decay=decay, initial_state=r.initial_state, boundaries=r.boundaries, scale=r.scale)
 
@@ -119,7 +129,8 @@ class Recurrence:
 
     @property
     def sequence_of(self) -> Int[Array, "T"]:
-        """The sequence of every row; of padding rows, the last. Without packing all rows count as sequence 0."""
+        """Return the sequence number of every row, [T]. Padding rows count to the last sequence. Without packing, every row has
+        number 0."""
         rows = jnp.arange(self.q.shape[1])
         if self.boundaries is None:
             return jnp.zeros_like(rows)
@@ -128,14 +139,14 @@ class Recurrence:
 
     @property
     def is_token(self) -> Bool[Array, "T"]:
-        """Whether a row belongs to a sequence, and is not padding."""
+        """Return whether each row belongs to a sequence and is not padding, [T]."""
         rows = jnp.arange(self.q.shape[1])
         if self.boundaries is None:
             return jnp.ones(rows.shape, bool)
         return (rows >= self.boundaries[0]) & (rows < self.boundaries[-1])
 
     def ends(self, scan_end: bool) -> Bool[Array, "T"]:
-        """Whether the scan of a sequence ends (scan_end) or begins at a row."""
+        """Return whether the scan of a sequence ends at each row, [T]; or begins there, if not `scan_end`."""
         rows, last = jnp.arange(self.q.shape[1]), scan_end != self.reverse
         if self.boundaries is None:
             return rows == (self.q.shape[1] - 1 if last else 0)
@@ -143,20 +154,20 @@ class Recurrence:
         return self.is_token & (rows == (self.boundaries[own + 1] - 1 if last else self.boundaries[own]))
 
     def by_token(self, x: Float[Array, "N *rest"]) -> Float[Array, "B T *rest"]:
-        """Broadcast one row for each sequence to the tokens of that sequence."""
+        """Return x with the row of each sequence repeated for every token of the sequence, [B, T, *rest]."""
         if self.boundaries is not None:
             return x[self.sequence_of][None]
         return jnp.broadcast_to(x[:, None], (x.shape[0], self.q.shape[1], *x.shape[1:]))
 
     def per_sequence(self, x: Float[Array, "B T *rest"]) -> Float[Array, "N *rest"]:
-        """Sum over the tokens of each sequence; padding rows of x must be zero."""
+        """Return the sums of x over the tokens of each sequence, [N, *rest]. Padding rows of x must be zero."""
         if self.boundaries is None:
             return x.sum(1)
         return jax.ops.segment_sum(x[0], self.sequence_of, self.num_sequences)
 
 
 def gradient_like(r: Recurrence, d: Recurrence) -> Recurrence:
-    """Cast d, a gradient in r, to the dtypes of r's arrays."""
+    """Return d, a gradient with respect to r, in the dtypes of r's arrays."""
     return jax.tree.map(lambda x, dx: dx.astype(x.dtype), r.floats, d)
 
 
@@ -170,10 +181,11 @@ def gradient_recurrence(
     scale: Float[Array, "N"],
     erasure: Erasure | None = None,
 ) -> Recurrence:
-    """Assemble the gradient in every array of r from its parts, each in any float dtype.
+    """Return the gradient with respect to every array of r, assembled from its parts. The parts may have any float dtype.
 
-    dq, dk, dv: gradients of each of the H heads, summed here over heads that share a query, key or value, or summed already.
-    decay: the gradient of the log decays, in the form of r.decay. initial_state: ignored where r has none.
+    dq, dk, dv: gradients of each of the H heads, or already summed over heads that share a query, key or value; the sum is
+    taken here if it is missing. decay: the gradient of the log decays, in the form of r.decay. initial_state: its gradient,
+    ignored where r has no initial state.
     """
     d = r.replace(
         q=fold_heads(dq, r.q.shape[2]),
@@ -190,16 +202,16 @@ def gradient_recurrence(
 
 
 class Outputs(NamedTuple):
-    """`output` [B, T, H, V] in the query's dtype, `final_state` [N, H, K, V] in float32."""
+    """Hold `output` [B, T, H, V] in the query's dtype and `final_state` [N, H, K, V] in float32 (float64 for float64 inputs)."""
 
     output: Float[Array, "B T H V"]
     final_state: Float[Array, "N H K V"]
 
 
 class PackedStates(NamedTuple):
-    """The states of packed sequences behind every n tokens of each: those of sequence i are states[offsets[i] : offsets[i + 1]].
+    """Hold the states of packed sequences behind every n tokens of each sequence.
 
-    The states behind offsets[-1] are zeros.
+    The states of sequence i are states[offsets[i] : offsets[i + 1]], each [H, K, V]. The states behind offsets[-1] are zeros.
     """
 
     states: Float[Array, "J H K V"]
@@ -207,7 +219,7 @@ class PackedStates(NamedTuple):
 
 
 class OutputsWithStates(NamedTuple):
-    """`Outputs`, and the states behind every n tokens in the order of the scan: [N, T // n, H, K, V], or `PackedStates`."""
+    """Hold `Outputs` and the states behind every n tokens in scan order: [N, T // n, H, K, V], or `PackedStates` if packed."""
 
     output: Float[Array, "B T H V"]
     final_state: Float[Array, "N H K V"]
@@ -215,7 +227,7 @@ class OutputsWithStates(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What a forward saves for its gradient beside its operands: states at chunks, and one flag for each chunk.
+    """Hold what a forward saves for its gradient beside its operands: states at chunks, and one flag for each chunk.
 
     The kernel defines the chunks, which of them have a state, the padded widths K and V, and the meaning of the flags.
     """
@@ -225,19 +237,21 @@ class Residuals(NamedTuple):
 
 
 def spread_heads(x: Array, heads: int, axis: int = 2) -> Array:
-    """Repeat each head of x until there are `heads`."""
+    """Return x with each head repeated, so that there are `heads` heads along `axis`."""
     return x if x.shape[axis] == heads else jnp.repeat(x, heads // x.shape[axis], axis)
 
 
 def fold_heads(x: Array, heads: int, axis: int = 2) -> Array:
-    """The adjoint of `spread_heads`: sum over the heads that read the same one."""
+    """Return the sums over the heads that read the same head of x, as the adjoint of `spread_heads`. `heads` is the number of
+    heads left."""
     if x.shape[axis] == heads:
         return x
     return x.reshape(*x.shape[:axis], heads, -1, *x.shape[axis + 1 :]).sum(axis + 1)
 
 
 def to_int32(x: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """Cast integers to int32. Values outside its range become its nearest end, so that indices out of bounds stay so."""
+    """Return integers as int32. Values outside its range become the nearest end, so that an index out of bounds stays out of
+    bounds."""
     if x.dtype == jnp.int32:
         return jnp.asarray(x)
     own, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
@@ -245,21 +259,22 @@ def to_int32(x: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
 
 
 def varying_axes(x: Array) -> frozenset[str]:
-    """The mesh axes that x varies over inside shard_map; none elsewhere."""
+    """Return the mesh axes over which x varies inside shard_map. The set is empty elsewhere."""
     return frozenset(jax.typeof(x).mat.varying)
 
 
 def varying_like(x: Array, like: Array) -> Array:
-    """Cast x to vary over the mesh axes of `like`: inside shard_map, the carry of a loop must have the type of its result."""
+    """Return x as varying over the mesh axes of `like`. Inside shard_map, the carry of a loop must have the type of its
+    result."""
     missing = tuple(varying_axes(like) - varying_axes(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def aligned(r):
-    """Cast every array of r, a Recurrence or any tree, to vary over the same mesh axes.
+    """Return every array of r, a Recurrence or any tree, as varying over the same mesh axes.
 
-    The cast comes before the custom gradient. Its transpose then sums the gradient of a replicated input (g_gamma, say) over
-    the mesh, once.
+    The cast comes before the custom gradient. Its transpose then sums the gradient of a replicated input, such as g_gamma, over
+    the mesh once.
     """
     leaves, structure = jax.tree.flatten(r)
     axes = frozenset[str]().union(*(varying_axes(x) for x in leaves))
@@ -273,12 +288,13 @@ def is_symbol(n) -> bool:
 
 
 def bucket(n: int) -> int:
-    """The smallest power of two >= n; a symbol is returned as it is."""
+    """Return the smallest power of two that is at least n. A symbol is returned unchanged."""
     return n if is_symbol(n) else 1 << max(n - 1, 0).bit_length()
 
 
 def describe(r: Recurrence) -> str:
-    """The shapes and dtypes of r as text: the key of a measured config. T and a packed N are rounded up to powers of two."""
+    """Return the shapes and dtypes of r as text, the key of a measured config. T and a packed N are rounded up to powers of
+    two."""
     B, T, Hq, K = r.q.shape
     parts = [f"B{B} T{bucket(T)} Hq{Hq} Hk{r.k.shape[2]} Hv{r.v.shape[2]} K{K} V{r.v.shape[3]} {r.q.dtype}"]
     parts += [f"{name}={gate.dtype}" for name, gate in vars(r.decay).items() if gate is not None]

@@ -1,8 +1,8 @@
-"""The registry: kernels by algorithm, platform and backend, and the choice among them.
+"""Register kernels by algorithm, platform and backend, and choose among them.
 
-A kernel refuses a call, for a reason in one sentence, its refusal: it needs another backend, takes another config, is known to be
-miscompiled here, or does not support the call (`KernelSpec.supports`, the kernel's own condition). A kernel that does not refuse
-is able. Of the able kernels the one with the highest priority is chosen, and the others are outranked.
+A kernel refuses a call for a reason in one sentence, its refusal: it needs another backend, takes another config, is known to
+be miscompiled here, or does not support the call (`KernelSpec.supports`, the kernel's own condition). A kernel that does not
+refuse is able. The able kernel with the highest priority is chosen; the other able kernels are outranked.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from glax._src.core.recurrence import Recurrence, describe
 
 
 class Platform(enum.StrEnum):
-    """How a kernel is written."""
+    """The language or compiler that a kernel is written for."""
 
     XLA = enum.auto()
     CPP = enum.auto()
@@ -29,7 +29,7 @@ class Platform(enum.StrEnum):
 
     @classmethod
     def parse(cls, name: "str | Platform | None") -> "Platform | None":
-        """The platform that a user names; None for None and "auto"."""
+        """Return the platform that a user names. Return None for None and "auto". Raises ValueError for an unknown name."""
         if name is None or name == "auto":
             return None
         try:
@@ -40,9 +40,9 @@ class Platform(enum.StrEnum):
 
 
 def check_field(name: str, value, lowest: int, highest: int, power_of_two: bool = False):
-    """Raise ValueError unless a Config's field is an int in a range, and a power of two where it must be.
+    """Raise ValueError unless a Config's field is an int from `lowest` to `highest`, and a power of two if `power_of_two`.
 
-    Configs also come from files, so that each bounds what its kernel allocates and compiles.
+    Configs also come from files, so the check bounds what a kernel allocates and compiles.
     """
     fits = type(value) is int and lowest <= value <= highest and not (power_of_two and value & (value - 1))
     if not fits:
@@ -81,19 +81,18 @@ class TwoPhase(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KernelSpec:
-    """One implementation of one algorithm.
+    """Describe one implementation of one algorithm.
 
     run:      (recurrence, config=) -> Outputs; for "<algorithm>.vjp" (recurrence, d_output, d_final, config=) -> Recurrence;
               for "<algorithm>.step" (recurrence of one token, pool, slots, config=) -> (output, pool), slot -1 for none
     forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals), if the gradient kernel of the same algorithm and
               platform takes `residuals` instead of recomputing them; else None
-    saves_residuals: recurrence -> whether residuals are worth their memory
-    supports: recurrence -> None, or why the kernel refuses it, whatever the machine and the config
-    priority: recurrence -> number; of the able kernels, the one with the highest is chosen
-    version:  raised when measured configs become invalid
-    takes_segments: recurrence -> whether the kernel reads its segments; else the kernel is given `recurrence.folded`
-    two_phase: recurrence -> the kernel in two phases, or None where that would add work to `run`
-    erases:   whether the kernel runs recurrences with an `erasure`, those of the delta rule
+    saves_residuals: recurrence -> whether residuals are worth their memory supports: recurrence -> None, or why the kernel
+    refuses it, whatever the machine and the config priority: recurrence -> number; of the able kernels, the one with the
+    highest is chosen version:  a number that is raised when measured configs become invalid takes_segments: recurrence ->
+    whether the kernel reads its segments; else the kernel receives `recurrence.folded` two_phase: recurrence -> the kernel in
+    two phases, or None where that would add work to `run` erases:   whether the kernel runs recurrences with an `erasure`,
+    which are of the delta rule
     """
 
     algorithm: str
@@ -126,7 +125,7 @@ class KernelSpec:
         return self.algorithm.endswith(".step")
 
     def refusal(self, r: Recurrence, config: Config | None = None) -> str | None:
-        """Why this kernel refuses to run r here with that config; None if it is able to."""
+        """Return why this kernel refuses to run r here with that config. Return None if the kernel is able to."""
         if self.backend not in (Backend.here(), Backend.ANY):
             return f"needs a {self.backend}, {computes_on()}"
         if self.backend is Backend.GPU and lowering_platform.value is not None and local_device() is None:
@@ -191,11 +190,11 @@ def under_usual_options(spec: KernelSpec) -> KernelSpec:
 
 
 class UnsupportedError(NotImplementedError):
-    """No kernel can run a call. The message has each kernel's reason."""
+    """No kernel can run a call. The message lists the reason of each kernel."""
 
 
 class KernelRegistry:
-    """KernelSpecs by name, and the choice of one for a recurrence on this machine."""
+    """Hold the KernelSpecs by name, and choose one for a recurrence on this machine."""
 
     def __init__(self):
         self.kernels: dict[str, KernelSpec] = {}
@@ -220,7 +219,10 @@ class KernelRegistry:
         gradient: bool = False,
         step: bool = False,
     ) -> tuple[list[KernelSpec], dict[str, str]]:
-        """The able kernels for r (or its gradient, or a step in a pool) here, the chosen one first; and the others' refusals."""
+        """Return (the able kernels for r here, the chosen one first; the refusals of the other kernels, by name).
+
+        gradient: consider gradient kernels. step: consider kernels that advance a state pool by one token.
+        """
         eligible = [s for s in self.kernels.values() if (s.is_gradient, s.is_step) == (gradient, step)]
         eligible = [s for s in eligible if platform in (None, s.platform)]
         refusals = {spec.name: spec.refusal(r, config) for spec in eligible}
@@ -228,7 +230,8 @@ class KernelRegistry:
         return sorted(able, key=lambda spec: -spec.priority(r)), {k: v for k, v in refusals.items() if v is not None}
 
     def find(self, r: Recurrence, platform: Platform | None = None, config: Config | None = None) -> KernelSpec:
-        """The kernel that is chosen for r on this machine. UnsupportedError, with every refusal, if no kernel is able."""
+        """Return the kernel that is chosen for r on this machine. Raises UnsupportedError, with every refusal, if no kernel is
+        able."""
         able, refusals = self.able(r, platform, config)
         if able:
             return able[0]

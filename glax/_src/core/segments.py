@@ -1,4 +1,4 @@
-"""Segments: runs of tokens with one id in a row, each with a state of its own."""
+"""Divide rows into segments: runs of adjacent tokens with one id, each with a state of its own."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,10 +13,11 @@ from glax._src.core.decay import Decay
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """Where the segments of each row begin in the order of the scan, and which tokens are padding.
+    """Hold where the segments of each row begin in scan order, and which tokens are padding.
 
-    resets:   tokens that start from a state of zeros. The first segment of a row has none: it continues the initial state.
-    is_token: False for padding, which a scan passes without a change of the state. None if no token is padding.
+    resets: [B, T], true for tokens that start from a state of zeros. The first segment of a row has none, because it continues
+    the initial state. is_token: [B, T], false for padding, which a scan passes without changing the state; None if no token is
+    padding.
     """
 
     resets: Bool[Array, "B T"]
@@ -24,7 +25,10 @@ class Segments:
 
     @classmethod
     def from_ids(cls, ids: Int[Array, "B T"], pad_id: int | None, reverse: bool) -> "Segments":
-        """A token that is not padding resets the state if its predecessor in the scan has another id, or is padding."""
+        """Return the segments of rows with these ids.
+
+        A token that is not padding resets the state if its predecessor in the scan has another id or is padding.
+        """
         ids = whole_rows(ids)
         differs, edge = ids[:, 1:] != ids[:, :-1], jnp.zeros_like(ids[:, :1], bool)
         resets = jnp.concatenate([differs, edge] if reverse else [edge, differs], axis=1)
@@ -46,13 +50,13 @@ class Segments:
         return Segments(jnp.zeros(self.resets.shape, bool), is_token)
 
     def masked(self, x: Float[Array, "B T *rest"]) -> Float[Array, "B T *rest"]:
-        """x with zeros for padding, whose gradient is 0 even where x is NaN."""
+        """Return x with zeros at padding. The gradient of x at padding is 0, even where x is NaN."""
         return x if self.is_token is None else jnp.where(expanded(self.is_token, x.ndim), x, 0)
 
     def folded(self, decay: Decay, to_tokens: Callable, shape: tuple[int, int, int], dtype) -> Decay:
-        """The decay with a log of -inf at resets and of 0 at padding. The gates there have a gradient of 0.
+        """Return the decay with a log of -inf at resets and of 0 at padding. The gates there have a gradient of 0.
 
-        to_tokens: broadcasts one row for each sequence, [N, H], to its tokens. shape: (B, T, H).
+        to_tokens: a function that repeats the row of each sequence, [N, H], for its tokens. shape: (B, T, H).
         """
         head = decay.head if decay.constant is None else to_tokens(decay.constant)
         if decay.form == "none":
@@ -72,7 +76,7 @@ def expanded(mask: Bool[Array, "B T"], rank: int) -> Bool[Array, "B T *ones"]:
 
 
 def whole_rows(ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """ids with no axis of T that is sharded by its type: neighbours are compared across shards."""
+    """Return ids with an unsharded axis of T. Neighbouring ids are compared, so a row must lie on one device."""
     sharding = jax.typeof(ids).sharding
     if sharding.mesh.empty or sharding.spec[1] is None:
         return ids
