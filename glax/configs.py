@@ -1,6 +1,7 @@
-"""The configs of the kernels, for `cfg`, overlays and tuning: `glax.recurrent(..., cfg=glax.configs.ChunkedConfig(chunk=64))`.
+"""Export the configs of the kernels, for `cfg`, overlays and tuning: `glax.recurrent(...,
+cfg=glax.configs.ChunkedConfig(chunk=64))`.
 
-Each class is that of one or more kernels in `glax.kernel_registry` and loads at its first use, without Triton or an
+Each class belongs to one or more kernels in `glax.kernel_registry`. It loads at its first use, without Triton or an
 accelerator. `NAMES` maps a name here to its kernel.
 """
 
@@ -23,7 +24,7 @@ __all__ = [*NAMES]  # pyright: ignore[reportUnsupportedDunderAll]  (the names co
 
 
 def __getattr__(name: str) -> type[Config]:
-    """The class of that name. AttributeError if there is none."""
+    """Return the config class of that name. Raises AttributeError if there is none."""
     if name not in NAMES:
         raise AttributeError(f"module 'glax.configs' has no attribute {name!r}, only {', '.join(NAMES)}")
     load_kernels()

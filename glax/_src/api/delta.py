@@ -1,4 +1,4 @@
-"""The delta rule under the names of its variants: DeltaNet, Gated DeltaNet, Kimi Delta Attention."""
+"""Define the delta rule under the names of its variants: DeltaNet, Gated DeltaNet, Kimi Delta Attention."""
 
 from typing import Unpack
 
@@ -10,7 +10,7 @@ from glax._src.core.recurrence import Outputs
 
 
 class DeltaOptions(Options, total=False):
-    """The options of `recurrent`, and one more.
+    """List the options of `recurrent`, and one more.
 
     use_qk_l2norm: whether to divide each query and key by its norm, x * rsqrt(sum x^2 + 1e-6). False by default.
     """
@@ -89,7 +89,7 @@ def check_gate_per_key(query, g):
 
 
 def check_rank(query, g, difference: int, wanted: str):
-    """ValueError unless g has as many axes as query, plus `difference`."""
+    """Raise ValueError unless g has `difference` more axes than query. wanted: the shape of g in the message."""
     check_array("query", query)
     check_array("g", g)
     if query.ndim in (3, 4) and g.ndim != query.ndim + difference:

@@ -18,7 +18,7 @@ from glax._src.tuning.selection import AutotunePolicy
 
 
 class Explanation(list[Decision]):
-    """The decisions of a function, in the order of its calls; as text, one paragraph each."""
+    """List the decisions of a function in the order of its calls. As text, each decision is one paragraph."""
 
     def __str__(self):
         lines = []
@@ -29,12 +29,14 @@ class Explanation(list[Decision]):
 
 
 def explain(fn, *args, **kwargs) -> Explanation:
-    """List every glax call that fn(*args, **kwargs) makes: the kernel, its config, the selector that chose the config, and
-    why no other kernel runs: it refused, or its priority is not above the chosen kernel's. With `platform`, the kernels of
-    other platforms are not listed. Only traces fn; shapes (jax.ShapeDtypeStruct) will do for arguments.
+    """List every glax call that fn(*args, **kwargs) makes: its kernel, its config, and the selector that chose the config.
 
-    Under jax.grad the gradient's kernels are among them. Calls of the same kernel on the same shapes stand once. A vmapped
-    call stands twice: as written, and merged into the batch, as it runs.
+    Each entry also has the reason why no other kernel runs: the other kernel refused, or its priority is not above the chosen
+    kernel's. With `platform`, kernels of other platforms are not listed. fn is only traced, so jax.ShapeDtypeStruct may stand
+    for arrays.
+
+    Under jax.grad the list includes the gradient's kernels. Calls of the same kernel on the same shapes appear once. A vmapped
+    call appears twice: as written, and merged into the batch, as it runs.
     """
     first: dict[tuple[str, str], Decision] = {}
     for decision in decisions(fn, *args, **kwargs):
@@ -43,9 +45,10 @@ def explain(fn, *args, **kwargs) -> Explanation:
 
 
 def detect_platform(fn=recurrent, *args, **kwargs) -> Platform:
-    """The platform that runs fn(*args, **kwargs) here; without arguments, that of a usual call of `recurrent`.
+    """Return the platform that runs fn(*args, **kwargs) here. Without arguments, it is the platform of a usual call of
+    `recurrent`.
 
-    Raises TypeError if fn is no function, ValueError if it makes no call of glax.
+    Raises TypeError if fn is no function, and ValueError if it makes no call of glax.
     """
     if not callable(fn):
         raise TypeError(
@@ -65,10 +68,10 @@ def takes_arguments(fn) -> bool:
 
 
 def tune(fn, *args, progress: bool = True, **kwargs) -> dict[str, Measurement]:
-    """Tunes every glax call that fn(*args, **kwargs) makes, on this device, and remembers the results on disk.
+    """Tune every glax call that fn(*args, **kwargs) makes, on this device, and store the results on disk.
 
-    Traces fn to find the calls (shapes will do for arguments), then measures each kernel's candidates on made-up inputs of
-    those shapes. Functions compiled before are forgotten (jax.clear_caches), so that they pick the results up.
+    fn is traced to find the calls, so jax.ShapeDtypeStruct may stand for arrays. Each kernel's candidates are then measured on
+    made-up inputs of those shapes. jax.clear_caches makes functions compiled before use the results.
 
     Returns the measurement of each call, by "kernel: shapes".
     """
@@ -81,7 +84,7 @@ def tune(fn, *args, progress: bool = True, **kwargs) -> dict[str, Measurement]:
 
 
 def shown(items: Iterable[tuple[str, Invocation]], progress: bool) -> Iterator[tuple[str, Invocation]]:
-    """The items, with a progress bar on standard error: rich's where it is installed, else a line an item."""
+    """Yield the items, and show progress on standard error: a bar of rich where it is installed, else a line per item."""
     items = list(items)
     if not progress:
         yield from items

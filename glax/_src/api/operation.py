@@ -1,4 +1,4 @@
-"""`recurrent_attention` as an operation, for an executor of the user's own."""
+"""Define `recurrent_attention` as an operation that a user's own executor can run."""
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ ARRAYS = ("query", "key", "value", *GATES, "initial_state", "cu_seqlens", "segme
 
 
 class RecurrentAttention(Kernel):
-    """The operation behind `glax.recurrent_attention`, with its arguments: executor(RecurrentAttention(), query, key, ...).
+    """Run `glax.recurrent_attention` by an executor, with the same arguments: executor(RecurrentAttention(), query, key, ...).
 
-    A config is that of the registered kernel it selects, such as glax.configs.ChunkedConfig(chunk=64).
+    A config is the config of a registered kernel, such as glax.configs.ChunkedConfig(chunk=64), and selects that kernel.
     """
 
     op_id = "recurrent_attention"
@@ -46,7 +46,7 @@ class RecurrentAttention(Kernel):
         return list(dict.fromkeys(config for spec in specs for config in spec.config.candidates(r)))
 
     def able(self, inv) -> tuple[list[KernelSpec], Recurrence]:
-        """The registered kernels that can run the call, best first, and its Recurrence in shapes."""
+        """Return (the registered kernels that can run the call, the best first; its Recurrence in shapes)."""
         load_kernels()
         arguments = self.named(inv.args, inv.kwargs)
         platform, options = (
@@ -61,7 +61,7 @@ class RecurrentAttention(Kernel):
         return kernel_registry.able(r, platform)[0], r
 
     def as_bound(self, arguments: dict) -> dict:
-        """The arguments in the shapes that `bind` takes."""
+        """Return the arguments in the shapes that `bind` takes. Subclasses override it."""
         return arguments
 
     def named(self, args: tuple, kwargs: dict) -> dict:

@@ -1,4 +1,4 @@
-"""The public functions. Each names its gates; `Options` documents the other arguments."""
+"""Define the public functions. Each function names its gates, and `Options` documents the other arguments."""
 
 import dataclasses
 import functools
@@ -137,7 +137,10 @@ def recurrent(
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def bind_and_solve(choice: Choice, options: ScanOptions, arrays: dict) -> Outputs:
-    """Compiled, so that a call outside of jit costs no more than its kernel; inlined into a caller that is."""
+    """Bind the arguments and solve the recurrence, compiled by jit.
+
+    Outside of jit, a call then costs no more than its kernel. Inside of jit, the function is inlined.
+    """
     bonus = arrays.get("bonus")
     r = bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **options.of_bind)
     if bonus is not None:
@@ -158,7 +161,7 @@ def bind_and_solve(choice: Choice, options: ScanOptions, arrays: dict) -> Output
 
 
 def nothing_to_solve(r: Recurrence) -> Outputs:
-    """No tokens or no sequences: empty or padding outputs, and the states as they came."""
+    """Return empty or padding outputs and the unchanged states, for a call without tokens or without sequences."""
     return Outputs(jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype), r.start_state)
 
 
@@ -183,7 +186,8 @@ def recurrent_attention(
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> Float[Array, "B T H V"] | Outputs:
-    """`recurrent`, returning the output alone unless `return_state`: then (output, final_state). With states_every, all three."""
+    """Compute `recurrent` and return the output alone, or (output, final_state) if `return_state`. With states_every, return
+    all three."""
     check_flag("return_state", return_state)
     outputs = recurrent(
         query,
@@ -227,7 +231,7 @@ def recurrent_gla(
 ) -> Outputs:
     """Gated linear attention:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
 
-    g: [B, T, H, K] log decays, one a key channel. Everything else as in `recurrent`.
+    g: [B, T, H, K] log decays, one per key channel. All else is as in `recurrent`.
 
     Yang et al. 2024, https://arxiv.org/abs/2312.06635.
     """
@@ -245,9 +249,11 @@ def simple_gla(
     g: Float[Array, "B T H"],
     **options: Unpack[Options],
 ) -> Outputs:
-    """One data-dependent decay a head, as in Mamba-2:   S_t = exp(g_t) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
+    """Simple GLA, with one data-dependent decay per head as in Mamba-2:
 
-    g: [B, T, H] log decays; ValueError for any other rank. Everything else as in `recurrent`.
+        S_t = exp(g_t) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
+
+    g: [B, T, H] log decays; ValueError for any other rank. All else is as in `recurrent`.
 
     Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
     """
@@ -352,7 +358,10 @@ def check_layer(layer_idx, last: int, by: str):
 
 
 def head_numbers(*arrays) -> tuple[np.ndarray, type]:
-    """0, 1, ..., H - 1 as far as shapes tell (`bind` judges the shapes), and the dtype of gates for these inputs."""
+    """Return (0, 1, ..., H - 1 as floats, the dtype of gates) for these queries, keys and values.
+
+    Wrong shapes raise no error here, because `bind` checks them.
+    """
     heads = max((x.shape[-2] for x in arrays if is_array(x) and x.ndim >= 2), default=1)
     wide = any(is_array(x) and x.dtype == jnp.float64 for x in arrays)
     return np.arange(float(heads)), np.float64 if wide and x64_is_enabled() else np.float32
