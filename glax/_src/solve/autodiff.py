@@ -1,4 +1,5 @@
-"""The gradient, above all platforms: fused where a kernel forms it, else derived from the forward alone."""
+"""Differentiate recurrences, above all platforms: a fused gradient kernel if one is able, else a gradient derived from the
+forward."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from glax._src.solve.dispatch import (
 
 
 def differentiable(r: Recurrence) -> Recurrence:
-    """Prepare r for the custom gradients: `aligned`, and each float array differentiable in reverse mode alone."""
+    """Return r prepared for the custom gradients: all arrays vary over the same mesh axes, and allow reverse mode alone."""
     from glax._src.solve.reverse_mode import reverse_mode  # loads modules of JAX that are not a part of `import jax`
 
     return jax.tree.map(lambda x: reverse_mode(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, aligned(r))
@@ -33,7 +34,7 @@ def differentiable(r: Recurrence) -> Recurrence:
 
 
 def named_outputs(outputs: Outputs) -> Outputs:
-    """The outputs of a forward under differentiation, with a checkpoint_name on each."""
+    """Return the outputs of a forward under differentiation, each under a name for jax.checkpoint policies."""
     output, final_state = outputs
     return Outputs(named(output, "glax_output"), named(final_state, "glax_final_state"))
 
@@ -45,9 +46,10 @@ def named(x: Array, name: str) -> Array:
 
 
 def named_residuals(residuals):
-    """The residuals of a forward, a tree of `Residuals`, arrays or None, with a checkpoint_name on each array.
+    """Return the residuals of a forward, each array under a name for jax.checkpoint policies.
 
-    An array beside `Residuals` is the state that entered a shard of a sequence.
+    residuals: a tree of `Residuals`, arrays or None. An array beside `Residuals` is the state that entered a shard of a
+    sequence.
     """
 
     def named_each(x):
@@ -62,14 +64,14 @@ def named_residuals(residuals):
 
 
 class SolvePair(NamedTuple):
-    """A solve with a custom gradient, without and with its residuals among the results."""
+    """Hold a solve with a custom gradient in two versions: without residuals, and with the residuals among its results."""
 
     solve: Callable[..., Outputs]
     solve_with_residuals: Callable
 
 
 def solve_with_vjp(run: Callable, run_with_residuals: Callable, gradient: Callable, num_static: int) -> SolvePair:
-    """Give a solve the gradient that `gradient` forms. The first `num_static` operands of each function are static.
+    """Return the solve with `gradient` as its custom gradient. The first `num_static` operands of each function are static.
 
     run: (*static, r) -> Outputs. run_with_residuals: (*static, r) -> (Outputs, residuals); the residuals take no cotangent.
     gradient: (*static, r, d_output, d_final, residuals) -> Recurrence.
@@ -103,9 +105,10 @@ def solve_with_vjp(run: Callable, run_with_residuals: Callable, gradient: Callab
 
 
 def gradient_with_vjp(run: Callable, derived: Callable, num_static: int) -> Callable[..., Recurrence]:
-    """Give a gradient a gradient: that of `derived`, which equals it and can be differentiated any number of times.
+    """Return the gradient `run` with a gradient of its own: the gradient of `derived`, which equals `run` and can be
+    differentiated any number of times.
 
-    run: (*static, r, d_output, d_final, residuals) -> Recurrence, by kernels that have no gradient of their own.
+    run: (*static, r, d_output, d_final, residuals) -> Recurrence, by kernels that have no gradient.
     derived: (*static, r, d_output, d_final) -> Recurrence.
     """
     gradient = jax.custom_vjp(run, nondiff_argnums=tuple(range(num_static)))
@@ -128,17 +131,18 @@ def gradient_with_vjp(run: Callable, derived: Callable, num_static: int) -> Call
 
 
 def with_float0(d: Recurrence, r: Recurrence) -> Recurrence:
-    """d, a gradient in r, with the cotangents of r's integers. None stands for those of segments, whose shape may be symbolic."""
+    """Return d, a gradient with respect to r, with the cotangents of r's integers. The cotangent of segments is None, because
+    their shape may be symbolic."""
     return d.replace(boundaries=float0_zeros(r.boundaries), segments=None)
 
 
 def float0_zeros(x: Array | None):
-    """The cotangent that JAX takes for integers."""
+    """Return the cotangent that JAX requires for an array of integers."""
     return None if x is None else np.zeros(x.shape, jax.dtypes.float0)
 
 
 def zero_cotangent(residuals):
-    """The cotangent of residuals, a tree of arrays or None."""
+    """Return the zero cotangent of residuals, a tree of arrays or None."""
 
     def zeros(x: Array):
         return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else float0_zeros(x)
@@ -152,8 +156,8 @@ def zero_cotangent(residuals):
 def solve(choice: Choice, r: Recurrence) -> Outputs:
     """Return the outputs and final states of r, differentiable any number of times in reverse mode.
 
-    Its residuals are r and what the chosen kernel saves: at most one state a chunk.
-    Raises UnsupportedError, with each kernel's reason, if no kernel can run r.
+    The residuals are r and what the chosen kernel saves, at most one state per chunk. Raises UnsupportedError, with each
+    kernel's reason, if no kernel can run r.
     """
     if r.segments is None:
         return resolved.solve(resolve(choice, r), r)
@@ -167,12 +171,12 @@ def solve(choice: Choice, r: Recurrence) -> Outputs:
 
 
 def solve_with_residuals(choice: Choice, r: Recurrence) -> tuple[Outputs, Residuals | None]:
-    """`solve`, with the residuals beside r: a by-product, which takes no cotangent."""
+    """Return (the outputs of `solve`, the kernel's residuals). The residuals take no cotangent."""
     return resolved.solve_with_residuals(resolve(choice, r), r)
 
 
 def gradient(choice: Choice, r: Recurrence, d_output, d_final, residuals: Residuals | None = None) -> Recurrence:
-    """The gradient of <output, d_output> + <final_state, d_final> in every array of r, its boundaries set to None."""
+    """Return the gradient of <output, d_output> + <final_state, d_final> in every array of r. Its boundaries are None."""
     return resolved_gradient(resolve(choice, r), r, d_output, d_final, residuals)
 
 
@@ -186,17 +190,18 @@ def derived_gradient_of(resolution: Resolution, r: Recurrence, d_output, d_final
 
 
 def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurrence:
-    """The gradient by the forward alone, with its operands permuted; so a platform with only a forward kernel can train.
+    """Return the gradient by the forward alone, with its operands permuted. A platform with only a forward kernel can therefore
+    train.
 
         dq_t = scale S_t do_t      dk_t = G_t v_t      dv_t = G_t^T k_t
 
-    G = dL/dS obeys the same recurrence in reverse time. Each decay applies one token later, the inputs are scale q and do,
-    and the initial state is d_final. The gradient of the log decays telescopes: its value at token t is the sum of
-    q*dq - k*dk over t and the later tokens, plus <S, dS> at the end. This holds for the state's rows; for its columns the sum
-    is of o*do - v*dv.
+    G = dL/dS obeys the same recurrence in reverse time: each decay applies one token later, the inputs are scale q and do, and
+    the initial state is d_final. The gradient of the log decays telescopes. At token t it is the sum of q*dq - k*dk over t and
+    the later tokens, plus <S, dS> at the end, for gates on the state's rows. For gates on its columns it is the sum of o*do -
+    v*dv.
 
-    A recurrence that erases is differentiated token by token (`delta_recurrent`), in plain JAX for every platform: the transpose
-    of its state obeys no recurrence of the same form.
+    With an erasure, the transposed state obeys no recurrence of this form. The gradient is then taken token by token
+    (`delta_recurrent`), in plain JAX on every platform.
     """
     if r.segments is not None:
         return by_folding(functools.partial(derived_gradient, choice))(r, d_output, d_final)
@@ -236,7 +241,7 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
 
 
 def clean(r: Recurrence, d_output) -> tuple[Recurrence, Array]:
-    """Cast r and d_output to the dtype of sums and zero their padding rows, which may hold anything, NaN too."""
+    """Return r and d_output in the dtype of sums, with zeros in padding rows, which may hold NaN."""
 
     def each(x: Array) -> Array:
         x = x.astype(r.dtype)
@@ -248,7 +253,8 @@ def clean(r: Recurrence, d_output) -> tuple[Recurrence, Array]:
 
 
 def adjoint_of(r: Recurrence) -> Recurrence:
-    """The recurrence of G = dL/dS, before its q, k, v and initial state are set: in reverse time, each decay one token later."""
+    """Return the recurrence of G = dL/dS: in reverse time, with each decay one token later. The caller sets q, k, v and the
+    initial state."""
     first = r.ends(scan_end=True)  # where the adjoint's scan begins
 
     def late(x):
@@ -263,7 +269,8 @@ def adjoint_of(r: Recurrence) -> Recurrence:
 
 
 def first_decay(r: Recurrence) -> Float[Array, "N H K V"]:
-    """The decay of each sequence's first token in scan order; 1 for an empty sequence, whose final state is its initial state."""
+    """Return the decay of each sequence's first token in scan order. It is 1 for an empty sequence, whose final state is its
+    initial state."""
     decay, first, begin, end, at = r.decay, -1 if r.reverse else 0, None, None, None
     if r.boundaries is not None:
         begin, end = r.boundaries[:-1], r.boundaries[1:]
@@ -286,7 +293,8 @@ def first_decay(r: Recurrence) -> Float[Array, "N H K V"]:
 
 
 def sum_behind(r: Recurrence, x: Float[Array, "B T H D"], at_end: Float[Array, "N H D"]) -> Float[Array, "B T H D"]:
-    """The sum of x over a token and the later ones of its sequence in scan order, plus `at_end`; 0 in padding rows."""
+    """Return the sums of x over each token and the later tokens of its sequence in scan order, plus `at_end`; 0 in padding
+    rows."""
     last = r.ends(scan_end=True)
 
     def step(total, row):

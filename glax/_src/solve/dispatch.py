@@ -1,4 +1,4 @@
-"""Choose the kernels that run a recurrence and its gradient, and place them in the program."""
+"""Choose the kernels that run a recurrence and its gradient, and insert them into the program."""
 
 import dataclasses
 import functools
@@ -20,9 +20,10 @@ from glax._src.tuning.selection import AutotunePolicy, ConfigSelectorChain
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The platform and the config that the caller requires; None leaves either to glax.
+    """The platform and the config that the caller requires. None leaves the choice to glax.
 
-    pieces: the tokens of a piece, where sequences are solved piece by piece (solve/pieces.py); None where they are solved whole.
+    pieces: the tokens of a piece, where sequences are solved piece by piece (solve/pieces.py); None where they are solved
+    whole.
     """
 
     platform: Platform | None = None
@@ -31,7 +32,7 @@ class Choice:
 
     @property
     def refused(self) -> dict[str, str]:
-        """What the caller's options rule out beside kernels, and why; `explain` shows it."""
+        """Return the paths other than kernels that the caller's options rule out, each with the reason, for `explain`."""
         if self.pieces is None:
             return {}
         why = (
@@ -42,9 +43,10 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Resolution:
-    """The kernels of one call: chosen once, used by its forward and its gradient.
+    """The kernels of one call, chosen once for its forward and its gradient.
 
-    vjp: the fused gradient kernel; None where the derived gradient serves. vjp_choice: the choice that it runs under.
+    vjp: the fused gradient kernel, or None where the derived gradient is used. vjp_choice: the platform and config that it runs
+    with.
     """
 
     choice: Choice
@@ -53,11 +55,12 @@ class Resolution:
     vjp_choice: Choice
 
     def takes_segments(self, r: Recurrence) -> bool:
-        """Whether forward and gradient kernels read the segments of a recurrence."""
+        """Return whether both the forward and the gradient kernel read the segments of r."""
         return self.forward.takes_segments(r) and (self.vjp is None or self.vjp.takes_segments(r))
 
     def saves_residuals(self, r: Recurrence) -> bool:
-        """Whether the forward saves residuals for r: it can, and the chosen gradient is the kernel that takes them."""
+        """Return whether the forward saves residuals for r. It must be able to, and the chosen gradient must be the kernel that
+        takes them."""
         if self.forward.forward_with_residuals is None or not self.forward.saves_residuals(r):
             return False
         return self.vjp is not None and self.vjp.is_gradient_of(self.forward)
@@ -73,9 +76,9 @@ def resolve(choice: Choice, r: Recurrence) -> Resolution:
 
 
 def vjp_kernel(choice: Choice, r: Recurrence) -> tuple[KernelSpec | None, Choice]:
-    """The best fused gradient kernel for r, or None, and the choice that it runs under.
+    """Return (the best fused gradient kernel for r, or None; the choice that it runs with).
 
-    A config that belongs to no gradient kernel is the forward's: the gradient's own is then chosen as usual.
+    A config that no gradient kernel takes belongs to the forward. The gradient's config is then chosen as usual.
     """
     for config in dict.fromkeys((choice.config, None)):
         able, _ = kernel_registry.able(r, choice.platform, config, gradient=True)
@@ -103,7 +106,7 @@ def run_forward(resolution: Resolution, r: Recurrence) -> Outputs:
 
 
 def forward_with_residuals(resolution: Resolution, r: Recurrence) -> tuple[Outputs, Residuals | None]:
-    """Run the forward kernel on r, with the residuals for its gradient; None where it saves none."""
+    """Return the outputs of the forward kernel on r, and the residuals for its gradient, or None where it saves none."""
     if not resolution.saves_residuals(r):
         return run_forward(resolution, r), None
     spec = resolution.forward
@@ -114,7 +117,7 @@ def forward_with_residuals(resolution: Resolution, r: Recurrence) -> tuple[Outpu
 def run_backward(
     resolution: Resolution, r: Recurrence, d_output, d_final, residuals: Residuals | None
 ) -> Recurrence | None:
-    """Run the fused gradient kernel; None if there is none, and the derived gradient must serve."""
+    """Run the fused gradient kernel. Return None if there is none; the caller then uses the derived gradient."""
     if resolution.vjp is None:
         return None
     operands = (r, d_output, d_final, *([] if residuals is None else [residuals]))
@@ -132,7 +135,11 @@ def forward_elsewhere(choice: Choice, results, r: Recurrence) -> Outputs:
 def forward_elsewhere_without_residuals(
     choice: Choice, results: tuple[Outputs, Residuals], r: Recurrence
 ) -> tuple[Outputs, Residuals]:
-    """Return zeros as residuals: the gradient traced for the other backend fixed their shapes, and this one's ignores them."""
+    """Run the forward of another backend, and return zeros as residuals.
+
+    The gradient was traced for the first backend and fixed the shapes of the residuals. The gradient of this backend ignores
+    them.
+    """
     states, flags = results[1]
     B, H = r.q.shape[0], r.num_heads
     zero_states = jnp.zeros((B, states.shape[1], H, *states.shape[3:]), states.dtype)
@@ -164,7 +171,7 @@ class Phases(NamedTuple):
 
 
 def phases_of(resolution: Resolution, r: Recurrence, gradient: bool) -> Phases | None:
-    """The kernel that runs r (or its gradient), where it has two phases there; else None."""
+    """Return the kernel of r, or of its gradient, as `Phases`. Return None if the kernel has no two phases for r."""
     spec = resolution.vjp if gradient else resolution.forward
     phases = None if spec is None else spec.two_phase(r)
     if spec is None or phases is None:
@@ -173,14 +180,14 @@ def phases_of(resolution: Resolution, r: Recurrence, gradient: bool) -> Phases |
 
 
 def two_phases(resolution: Resolution, r: Recurrence, gradient: bool) -> Phases:
-    """`phases_of` where there are some."""
+    """Return `phases_of` for a kernel that has two phases, as the caller has checked."""
     found = phases_of(resolution, r, gradient)
     assert found is not None, "the caller has checked runs_in_two_phases"
     return found
 
 
 def runs_in_two_phases(resolution: Resolution, r: Recurrence, gradient: bool) -> bool:
-    """Whether the kernel that runs r (or its gradient) has two phases there."""
+    """Return whether the kernel that runs r (or its gradient) has two phases there."""
     return phases_of(resolution, r, gradient) is not None
 
 
@@ -191,7 +198,10 @@ def begin(resolution: Resolution, r: Recurrence, *cotangents):
 
 
 def finish(resolution: Resolution, r: Recurrence, *given, begun):
-    """Run the second phase. given: for the gradient d_output, d_final and the residuals, if there are any."""
+    """Run the second phase of r's kernel or, given cotangents, of its gradient's.
+
+    begun: the result of the first phase. given: d_output, d_final and the residuals, if there are any; empty for the forward.
+    """
     spec, choice, phases = two_phases(resolution, r, bool(given))
     return finish_by(phases.finish, spec, choice, r, *given, begun=begun)
 
@@ -226,7 +236,8 @@ def step_kernel(choice: Choice, r: Recurrence) -> KernelSpec | None:
 
 
 def run_step(spec: KernelSpec, choice: Choice, r: Recurrence, slots, otherwise) -> Outputs:
-    """Return the output and, as the final state, the pool. Sequence n is in row slots[n] (-1: none), or row n without slots.
+    """Return the output and the pool, as the final state. Sequence n is in row slots[n], or in row n if slots is None; slot -1
+    is no sequence.
 
     otherwise: (choice, r, slots) -> Outputs, for a program that is lowered for a backend without such a kernel.
     """
@@ -273,7 +284,8 @@ def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None)
 
 
 def why_not_others(spec: KernelSpec, choice: Choice, r: Recurrence, **kind: bool) -> dict[str, dict[str, str]]:
-    """Why no kernel but spec runs r, as the executor records it: refused, outranked. Empty where nothing is recorded.
+    """Return why no kernel but spec runs r, as the executor records it: dicts `refused` and `outranked`. Empty where nothing is
+    recorded.
 
     kind: gradient or step, as `KernelRegistry.able` takes them.
     """
@@ -288,7 +300,10 @@ def why_not_others(spec: KernelSpec, choice: Choice, r: Recurrence, **kind: bool
 
 
 def by_folding(run: Callable) -> Callable:
-    """Give run(r) -> Outputs, or run(r, d_output, d_final, *residuals) -> Recurrence, a recurrence whose segments are gates."""
+    """Return `run` for a recurrence without segments: the segments of r are folded into gates first.
+
+    run: (r) -> Outputs, or (r, d_output, d_final, *residuals) -> Recurrence.
+    """
 
     def run_folded(r: Recurrence, *given):
         assert r.segments is not None
@@ -303,7 +318,7 @@ def by_folding(run: Callable) -> Callable:
 
 
 def narrowed(choice: Choice, platform: Platform | None) -> Choice:
-    """The choice, narrowed to that platform. UnsupportedError if it requires another."""
+    """Return the choice with `platform` required. Raises UnsupportedError if the choice requires another platform."""
     if platform is None or choice.platform is platform:
         return choice
     if choice.platform is not None:
@@ -317,7 +332,7 @@ def narrowed(choice: Choice, platform: Platform | None) -> Choice:
 def merged_vmap(f, *operands):
     """Run f(*operands), with a vmapped axis merged into the batch, so that no kernel needs a batching rule.
 
-    Packed sequences have other boundaries in each example: those examples run one after another.
+    Packed sequences have different boundaries in each example, so these examples run one after another.
     """
     run = custom_vmap(f)
 

@@ -1,4 +1,7 @@
-"""Outputs from the state before each token, with a bonus for the token itself: the read of RWKV-6."""
+"""Compute outputs from the state before each token, with a bonus for the token itself: the read of RWKV-6.
+
+Peng et al. 2024, https://arxiv.org/abs/2404.05892.
+"""
 
 from collections.abc import Callable
 
@@ -11,13 +14,13 @@ from glax._src.core.segments import expanded
 
 
 def check_no_erasure(r: Recurrence):
-    """ValueError for a recurrence of the delta rule, which has no bonus."""
+    """Raise ValueError for a recurrence of the delta rule, which has no bonus."""
     if r.erasure is not None:
         raise ValueError("bonus must come without beta, erase and write, got both: pass one of them")
 
 
 def check_bonus(bonus, heads: int, width: int):
-    """TypeError or ValueError unless bonus is [H, K], floating point."""
+    """Raise TypeError or ValueError unless bonus is [H, K], floating point."""
     if not jnp.issubdtype(bonus.dtype, jnp.floating):
         raise TypeError(f"bonus must be floating point, got {bonus.dtype}")
     if bonus.shape != (heads, width):
@@ -48,12 +51,13 @@ def solve_with_bonus(solver: Callable, r: Recurrence, bonus: Float[Array, "H K"]
 
 
 def without_padding(r: Recurrence, used: Bool[Array, "*rows 1 1"]) -> Recurrence:
-    """Zero q, k and v of unused tokens, which may hold NaN: then their outputs are 0, and so are all gradients by them."""
+    """Return r with q, k and v of unused tokens set to zero, because they may hold NaN. Their outputs and gradients are then
+    0."""
     return r.replace(**{name: jnp.where(used, x, 0) for name, x in (("q", r.q), ("k", r.k), ("v", r.v))})
 
 
 def initial_read(r: Recurrence) -> Float[Array, "B T H V"] | float:
-    """scale * S_0^T q, with q of the first token of each sequence, at all tokens of that sequence."""
+    """Return scale * S_0^T q at every token, where q is the query of the first token of its sequence: [B, T, H, V]."""
     if r.initial_state is None:
         return 0.0
     first = -1 if r.reverse else 0
@@ -68,7 +72,7 @@ def initial_read(r: Recurrence) -> Float[Array, "B T H V"] | float:
 
 
 def bonus_term(r: Recurrence, bonus: Float[Array, "H K"]) -> Float[Array, "B T H V"]:
-    """scale * (sum over K of q bonus k) v."""
+    """Return scale * (sum over K of q bonus k) v, [B, T, H, V]."""
     q, k, v = (spread_heads(x, r.num_heads).astype(r.dtype) for x in (r.q, r.k, r.v))
     weight = (q * k * bonus.astype(r.dtype)[None, None]).sum(-1) * r.by_token(r.scale)[..., None]
     return weight[..., None] * v

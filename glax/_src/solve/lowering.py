@@ -1,7 +1,7 @@
-"""Place a kernel in a program.
+"""Insert a kernel into a program.
 
-A kernel is chosen while tracing, for the predicted backend, and again while lowering if the backend is another one. The number
-of devices that the program is sharded over is known in lowering alone, too.
+A kernel is chosen while tracing, for the predicted backend. It is chosen again while lowering if the backend is another one.
+Only lowering knows the number of devices over which the program is sharded.
 """
 
 import dataclasses
@@ -45,7 +45,8 @@ class Kernel:
     saves_residuals: bool = False
 
     def placed(self, r: Recurrence, *given):
-        """run(r, *given), or another kernel's where the program is lowered for another backend; sharded as its operands are."""
+        """Run the kernel on (r, *given), sharded as the operands are. Another kernel runs where the program is lowered for
+        another backend."""
         # Inside of a lowering, the call that is being lowered is partitioned already.
         if lowering_platform.value is not None or all_manual(jax.sharding.get_abstract_mesh()):
             return self.alone(r, *given)
@@ -54,7 +55,7 @@ class Kernel:
         return self.bind(True, r, *given)
 
     def alone(self, *operands):
-        """The same on operands that are one device's own."""
+        """Run the kernel on operands that lie on one device."""
         return self.bind(False, *operands)
 
     def bind(self, spreads: bool, *operands):
@@ -67,7 +68,8 @@ class Kernel:
 
 @functools.cache
 def asks_for_devices() -> ClosedJaxpr:
-    """A program with custom_partitioning in it: only there does JAX pass the program's devices to lowering rules."""
+    """Return a program that contains custom_partitioning. JAX passes the program's devices to lowering rules only in such a
+    program."""
     from jax.experimental.custom_partitioning import custom_partitioning
 
     asks = custom_partitioning(jax.lax.neg)
@@ -77,8 +79,10 @@ def asks_for_devices() -> ClosedJaxpr:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """A kernel on operands of that structure, traced for that backend. results: their shapes; spreads: whether the compiler may
-    spread the operands over devices."""
+    """A kernel traced for one backend and one structure of operands.
+
+    results: the shapes of its results. spreads: whether the compiler may spread the operands over devices.
+    """
 
     kernel: Kernel
     jaxpr: ClosedJaxpr
@@ -90,10 +94,10 @@ class Call:
     def lowered(
         self, platform: str, asks: bool = False, visible: bool = False, free: FreeAxis | None = None
     ) -> Callable:
-        """The call as a function from leaves to leaves, in a program for that platform.
+        """Return the call as a function from leaves to leaves, in a program for that platform.
 
-        asks: whether the compiler asks how to spread it over devices, over the `free` axis alone if one is given;
-        visible: whether XLA must see into it.
+        asks: whether the compiler asks how to spread the call over devices. free: the one axis to spread it over, or None for
+        all. visible: whether XLA must see into the call.
         """
         insists = Platform.XLA if visible else None
         with lowering_platform(platform):

@@ -85,7 +85,10 @@ class FreeAxis:
 
     @classmethod
     def of(cls, context) -> "FreeAxis | None":
-        """That of a lowering's axis context; None outside of shard_map, inside over all axes, and where several are left."""
+        """Return the free axis of a lowering's axis context.
+
+        Return None outside of shard_map, inside of shard_map over all axes, and where several axes are left.
+        """
         manual = getattr(context, "manual_axes", ())
         if not manual or isinstance(context.mesh, jax.sharding.AbstractMesh):
             return None
@@ -93,7 +96,7 @@ class FreeAxis:
         return cls(context.mesh, free[0]) if len(free) == 1 else None
 
     def sharding(self, spec: P) -> NamedSharding:
-        """One over the devices of the region, as XLA numbers them."""
+        """Return the sharding by `spec` over the devices of the region, as XLA numbers them."""
         devices = self.mesh.devices.reshape(-1)[: self.mesh.shape[self.name]]
         return NamedSharding(jax.sharding.Mesh(devices, (self.name,)), spec)
 
@@ -104,7 +107,8 @@ class FreeAxis:
 
 
 def by_compiler(f, saves_residuals: bool, *operands, free: FreeAxis | None = None):
-    """Run f(*operands) in custom_partitioning, with the shardings that XLA chose; over the `free` axis alone if one is given."""
+    """Run f(*operands) in custom_partitioning, with the shardings that XLA chose. free: the one axis to shard over, or None for
+    all."""
     from jax.experimental.custom_partitioning import custom_partitioning  # not a part of `import jax`
 
     leaves, structure = jax.tree.flatten(operands)
@@ -139,10 +143,10 @@ def by_compiler(f, saves_residuals: bool, *operands, free: FreeAxis | None = Non
 
 
 def name_by_content(context, call, content: str):
-    """Names the callbacks of a lowered custom_partitioning, a result of `by_compiler`, by what they do.
+    """Name the callbacks of a lowered custom_partitioning, a result of `by_compiler`, by a digest of what they do.
 
-    JAX names them by an address, which is part of the program's text: a persistent compilation cache would never find it
-    again. What they do follows from this package's code and from `content`.
+    JAX names them by an address, which becomes part of the program's text, so that a persistent compilation cache would never
+    find the program again. The digest covers this package's code and `content`.
     """
     from jax.experimental.custom_partitioning import custom_partitioning
     from jax.extend.mlir import ir
@@ -163,12 +167,13 @@ PACKAGE = pathlib.Path(__file__).parents[2]  # glax
 
 @functools.cache
 def sources() -> str:
-    """A digest of this package's code."""
+    """Return a digest of the source code of this package."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))).hexdigest()
 
 
 def check_shardy():
-    """NotImplementedError without Shardy: XLA would end the process at a kernel that only Shardy can partition."""
+    """Raise NotImplementedError if JAX does not use Shardy. XLA would abort the process at a kernel that only Shardy can
+    partition."""
     if not jax_option("jax_use_shardy_partitioner"):
         raise NotImplementedError(
             "glax spreads kernels over devices by the Shardy partitioner, which jax_use_shardy_partitioner=False switches "
@@ -177,7 +182,7 @@ def check_shardy():
 
 
 def summed(f, heads, operands):
-    """Return f as it runs on one device. Gradients of arrays that all heads share are summed over the mesh axis `heads`."""
+    """Return f as it runs on one device, with the gradients of arrays that all heads share summed over the mesh axis `heads`."""
     r = operands[0]
     if heads is None or len(operands) == 1:
         return f
@@ -198,7 +203,8 @@ Spec = Any
 
 
 def recurrence_specs(r: Recurrence, batch, heads, sequence=None, shared_heads=None) -> Recurrence:
-    """A PartitionSpec for every array of r over those mesh axes. One head that all others read is sharded over `shared_heads`."""
+    """Return a PartitionSpec for every array of r over those mesh axes. A head that all others read is sharded over
+    `shared_heads`."""
 
     def tokens(x: jax.Array) -> Spec:
         is_shared = x.shape[2] == 1 and r.num_heads > 1
@@ -255,7 +261,8 @@ def leaves_of(specs) -> list[P]:
 
 
 def common_axes(mesh, operands, specs: list[P]):
-    """Return the mesh axes that shard the batch and the heads, found in the operands' specs. None: not sharded, or not evenly."""
+    """Return the mesh axes that shard the batch and the heads, read from the specs of the operands. An axis is None if the
+    operands are not sharded there, or not evenly."""
     r = operands[0]
     probes = operand_specs(operands, "batch", "heads")
     found = dict(batch=None, heads=None)
@@ -287,9 +294,11 @@ def head_counts(r: Recurrence) -> tuple[int, int, int]:
 
 
 def sharding_rule(operands, saves_residuals: bool) -> tuple[str, tuple[str, ...], dict[str, int]]:
-    """An einsum-like rule, the names that must not be spread, and the sizes of the parts of joint dimensions.
+    """Return a rule like einsum's, the names of dimensions that must not be sharded, and the sizes of the parts of joint
+    dimensions.
 
-    Heads that share one are adjacent, so H = (h i j) where the fewest heads are h: these can be spread, the others follow.
+    Heads that share one head are adjacent. With h the fewest heads of any operand, H = (h i j): h can be sharded, and the other
+    factors follow it.
     """
     r = operands[0]
     counts = sorted({n for n in (*head_counts(r), r.num_heads) if n > 1})

@@ -1,6 +1,6 @@
-"""Sequences solved in pieces of n tokens, one after another, for the states behind every n tokens.
+"""Solve sequences in pieces of n tokens, one after another, to obtain the states behind every n tokens.
 
-The state behind a piece is the initial state of the next. No token is read twice. With segments, the pieces are
+The state behind a piece is the initial state of the next piece, and no token is read twice. With segments, the pieces are
 counted along the row.
 """
 
@@ -19,9 +19,10 @@ Solver = Callable[[Recurrence], Outputs]
 
 
 def solve_with_states(solver: Solver, r: Recurrence, every: int, dtype) -> OutputsWithStates:
-    """solver(r), and the states behind every `every` whole tokens in the order of the scan, in dtype.
+    """Return the outputs of solver(r), and in `dtype` the states behind every `every` whole tokens in scan order.
 
-    They are [N, T // every, H, K, V]; packed, see `PackedStates`. Differentiable as the solver is.
+    The states are [N, T // every, H, K, V]; for packed sequences see `PackedStates`. The result is differentiable if the solver
+    is.
     """
     if r.segments is not None:
         outputs = solve_with_states(solver, r.folded, every, dtype)
@@ -33,7 +34,7 @@ def solve_with_states(solver: Solver, r: Recurrence, every: int, dtype) -> Outpu
 
 
 class RowStates(NamedTuple):
-    """`OutputsWithStates` of rows that are not packed."""
+    """The type of `OutputsWithStates` for rows that are not packed."""
 
     output: Float[Array, "B T H V"]
     final_state: Float[Array, "B H K V"]
@@ -41,7 +42,7 @@ class RowStates(NamedTuple):
 
 
 def no_states(r: Recurrence, every: int, dtype) -> Array | PackedStates:
-    """The states of a recurrence without tokens or without sequences."""
+    """Return the states of a recurrence without tokens or without sequences: an empty array, or zeros."""
     N, *state = r.state_shape
     count, dtype = r.q.shape[1] // every, r.dtype if dtype is None else dtype
     if r.boundaries is None:
@@ -75,10 +76,11 @@ def solve_rows(solver: Solver, r: Recurrence, every: int, dtype) -> RowStates:
 
 
 class Pieces(NamedTuple):
-    """The pieces of packed sequences, in the order of the scan within each sequence. M = T // every + N, from `count` on unused.
+    """The pieces of packed sequences, in scan order within each sequence. There are M = T // every + N; those from `count` on
+    are unused.
 
-    rows: the rows of each piece. Not all are `valid`: of a sequence's last piece, and of unused pieces.
-    begin: the first piece of each sequence, and behind the last one.
+    rows: [M, every], the rows of each piece. valid: false for the missing rows of a sequence's last piece and for unused
+    pieces. begin: [N + 1], the first piece of each sequence, and the end of the last.
     """
 
     rows: Int[Array, "M every"]
@@ -134,7 +136,7 @@ def solve_packed(solver: Solver, r: Recurrence, every: int, dtype) -> OutputsWit
 
 
 def at_tokens(r: Recurrence, p: Pieces, outputs: Float[Array, "M every H V"], every: int) -> Float[Array, "1 T H V"]:
-    """The outputs of the pieces in the rows that they belong to; 0 in padding."""
+    """Return the outputs of the pieces in the rows that they belong to, [1, T, H, V]; 0 in padding."""
     rows, own, cuts = jnp.arange(r.q.shape[1], dtype=jnp.int32), r.sequence_of, jnp.asarray(r.boundaries)
     begin, end = cuts[own], cuts[own + 1]
     piece = p.begin[own] + ((end - 1 - rows) if r.reverse else (rows - begin)) // every

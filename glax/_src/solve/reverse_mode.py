@@ -1,4 +1,5 @@
-"""Arrays that say, where forward mode meets a kernel, what else to do: JAX names no more than a custom_vjp."""
+"""Mark arrays so that forward-mode differentiation raises an error that names the remedy. JAX's own error names only a
+custom_vjp."""
 
 import jax
 from jax.extend.core import Primitive
@@ -12,7 +13,7 @@ WAYS_ROUND = (
 
 
 def reverse_mode(x: jax.Array) -> jax.Array:
-    """x itself, whose derivatives are taken in reverse mode: TypeError in forward mode."""
+    """Return x, marked as differentiable in reverse mode alone. Forward mode raises TypeError."""
     return value_p.bind(x)
 
 
