@@ -1,4 +1,4 @@
-"""`recurrent_step`: one token of each sequence, with states in a pool."""
+"""Define `recurrent_step`, which advances each sequence by one token, with states in a pool."""
 
 import functools
 import math
@@ -44,25 +44,25 @@ def recurrent_step(
 
         S' = exp(g + g_gamma) diag(exp(gk)) S diag(exp(gv)) + k v^T,     o = softmax_scale * S'^T q
 
-    With beta [B, H], or erase [B, H, K] and write [B, H, V], it is one token of the delta rule, as in `recurrent`, and
-    `use_qk_l2norm` is as there.
+    With beta [B, H], or erase [B, H, K] and write [B, H, V], it is one token of the delta rule, as in `recurrent`.
+    `use_qk_l2norm` is as in `recurrent`, too.
 
-    Returns output [B, H, V] in the query's dtype and the new state, of the shape and dtype of `state`: float32, or
-    bfloat16 or float16 for storage (sums are float32 all the same).
+    Returns output [B, H, V] in the query's dtype and the new state, in the shape and dtype of `state`. The dtype is float32, or
+    bfloat16 or float16 for storage; sums are float32 in every case.
 
-    rounding_key: a key of jax.random, another one at each step, for stochastic rounding to bfloat16 or float16; None rounds
-    to nearest. Rounding to nearest loses slow decays: a decay of 0.99992 never changes a bfloat16 state, which is off by
-    up to 0.5 after 4096 steps. Stochastic rounding is right on average. The step then is one of the kernels of whole
-    sequences, with the states gathered from the pool. float32 is stored as it is.
+    rounding_key: a key of jax.random for stochastic rounding to bfloat16 or float16, another key at each step. None rounds to
+    nearest. Rounding to nearest loses slow decays: a decay of 0.99992 never changes a bfloat16 state, which is off by up to 0.5
+    after 4096 steps. Stochastic rounding is right on average. With a key, a kernel for whole sequences runs the step on states
+    gathered from the pool. A float32 state is stored unchanged.
 
-    With `slots` [B], state is a pool [P, H, K, V] and sequence b lives in row slots[b]. The other rows stay as they are;
-    donate the pool to jit and it is updated in place. Slot -1 is no sequence: output 0, nothing read or written. A slot
-    outside the pool is an error when its value is known, and counts as -1 when traced. A slot given twice is an error when
-    known; when traced, what that row then holds and those sequences answer is undefined.
+    With `slots` [B], state is a pool [P, H, K, V], and sequence b lives in row slots[b]. The other rows do not change. A pool
+    that is donated to jit is updated in place. Slot -1 is no sequence: its output is 0, and nothing is read or written. A slot
+    outside the pool is an error when its value is known, and counts as -1 when traced. A repeated slot is an error when known.
+    When traced, the row and the outputs of a repeated slot are undefined.
 
     With `bonus` u [H, K] the output is RWKV-6's, as in `recurrent`: o = softmax_scale * (S + diag(u) k v^T)^T q.
 
-    Raises as `recurrent` does. Gradients, vmap and scan work as there.
+    Raises the errors of `recurrent`. Gradients, vmap and scan work as for `recurrent`.
     """
     tokens = dict(query=query, key=key, value=value, g=g, gk=gk, gv=gv, beta=beta, erase=erase, write=write)
     rest = dict(g_gamma=g_gamma, softmax_scale=softmax_scale)
@@ -96,7 +96,10 @@ def bind_and_step(choice: Choice, options: ScanOptions, tokens: dict, rest: dict
 
 
 def advance_and_round(choice: Choice, r: Recurrence, slots, rounding_key) -> Outputs:
-    """`advance` with stochastic rounding of the new states. Kernels of steps round to nearest, so others form the states."""
+    """Advance the states by one token and round the new states stochastically.
+
+    Step kernels round to nearest, so kernels for whole sequences form the states.
+    """
     pool = pool_of(r)
     if slots is None:
         output, final = solve(choice, r)
@@ -107,7 +110,7 @@ def advance_and_round(choice: Choice, r: Recurrence, slots, rounding_key) -> Out
 
 
 def read_with_bonus(r: Recurrence, slots, bonus: Float[Array, "H K"]) -> Float[Array, "B 1 H V"]:
-    """scale * (S + diag(bonus) k v^T)^T q, with S as it lies in the pool; 0 where a slot is unused."""
+    """Return scale * (S + diag(bonus) k v^T)^T q, [B, 1, H, V], with S read from the pool; 0 where a slot is unused."""
     check_no_erasure(r)
     check_bonus(bonus, r.num_heads, r.q.shape[3])
     if slots is not None:
@@ -136,13 +139,13 @@ def run_advance(choice: Choice, r: Recurrence, slots) -> Outputs:
 
 
 def pool_of(r: Recurrence) -> Float[Array, "P H K V"]:
-    """The states of a step: r's initial states, which `bind_and_step` always sets."""
+    """Return the states of a step: r's initial states, which `bind_and_step` always sets."""
     assert r.initial_state is not None
     return r.initial_state
 
 
 def by_example(choice: Choice, size: int, batched, *operands):
-    """Run vmapped steps, which have a pool each, by gathering: their states then merge into one batch."""
+    """Run vmapped steps, each with a pool of its own, by gathering: the gathered states then merge into one batch."""
     axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
     results = jax.vmap(functools.partial(gathered, choice), axes, axis_size=size)(*operands)
     return results, jax.tree.map(lambda _: True, results)
@@ -152,7 +155,7 @@ LARGE = 2**14  # elements of one sequence's state
 
 
 def gathered(choice: Choice, r: Recurrence, slots) -> Outputs:
-    """`run_advance` by the kernels for whole sequences."""
+    """Do the same as `run_advance` by kernels for whole sequences, on states gathered from the pool."""
     pool = pool_of(r)
     if slots is None:
         return unpooled(choice, r)
@@ -169,9 +172,10 @@ def unpooled(choice: Choice, r: Recurrence) -> Outputs:
 
 
 def one_row_at_a_time(choice: Choice, r: Recurrence, slots) -> Outputs:
-    """Advance the rows of a pool in a loop: on CPUs each row then stays in the cache from its read to its write.
+    """Advance the rows of a pool in a loop.
 
-    All rows together would pass through memory three times.
+    On CPUs each row then stays in the cache from its read to its write. All rows together would pass through memory three
+    times.
     """
     pool, tokens = pool_of(r), r.replace(initial_state=None)
     output = jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)

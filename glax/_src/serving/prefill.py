@@ -1,4 +1,4 @@
-"""`prefill_into`: prompts, from states in a pool and back into it."""
+"""Define `prefill_into`, which reads prompts from states in a pool and writes the new states back into the pool."""
 
 import functools
 
@@ -51,23 +51,26 @@ def prefill_into(
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "P H K V"]]:
-    """`recurrent` from states in a pool and back into it:
+    """Run `recurrent` from states in a pool, and write the final states into the pool:
 
         output, final = recurrent(query, key, value, ..., initial_state=pool[slots]),     pool[slots] = final
 
-    Sequence n goes on from row slots[n]; where fresh[n], from zeros instead, as a new request in a slot used before.
-    Usually the prompts are packed: query [T, Hq, K] and so on, with cu_seqlens, which may be traced, so that one program
-    serves any prompts of up to T tokens together. A long prompt may come in pieces, which equals one pass.
+    Sequence n continues from row slots[n]. Where fresh[n], it starts from zeros instead, as for a new request in a slot that
+    was used before. Prompts are usually packed: query [T, Hq, K] and so on, with cu_seqlens. cu_seqlens may be traced, so that
+    one program serves any prompts of up to T tokens together. Reading a long prompt in several calls equals reading it in one
+    call.
 
-    write_slots: where the new states go; slots if None. So a prefix in the pool is read without being changed. A sequence
-        without a slot to read from is no sequence, except where fresh. One without a slot to write to leaves no state.
+    write_slots: the slots of the new states; `slots` if None. A prefix in the pool can thus be read without being changed. A
+    sequence without a slot to read from is no sequence, unless it is fresh. A sequence without a slot to write to stores no
+    state.
+
     states_every, state_slots: a multiple n of 64, and [M] slots for the states behind every n tokens, in the order of
-        `recurrent`'s `states`: those of sequence i follow those of the sequences before it, T // n of each or, packed, as
-        many as it has whole pieces of n tokens. Slots without a state, and those of null sequences, stay as they are.
+    `recurrent`'s `states`. The states of sequence i follow the states of the sequences before it: T // n of each, or if packed
+    as many as the sequence has whole pieces of n tokens. Slots without a state, and slots of null sequences, do not change.
 
-    Returns output [B, T, H, V], or [T, H, V] as query has it, and the pool in its dtype: float32, or bfloat16 or float16 for
-    storage. Donate it to jit and it is updated in place. Slot -1 is no sequence: output 0, nothing read or written. Slots
-    outside the pool, slots given twice and rounding_key are as in `recurrent_step`; everything else is as in `recurrent`.
+    Returns output [B, T, H, V], or [T, H, V] if query has no B, and the pool in its dtype: float32, or bfloat16 or float16 for
+    storage. A pool that is donated to jit is updated in place. Slot -1 is no sequence: its output is 0, and nothing is read or
+    written. Slots outside the pool, repeated slots and rounding_key are as in `recurrent_step`. All else is as in `recurrent`.
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
@@ -119,7 +122,7 @@ def bind_and_prefill(
 
 
 def put_states(pool, state_slots, states: Array | PackedStates, used: Bool[Array, "N"], rounding_key):
-    """Put the states behind every n tokens into the pool: one slot for each, in their order."""
+    """Return the pool with the states behind every n tokens written to state_slots, one slot per state, in their order."""
     check_integers("state_slots", state_slots)
     if isinstance(states, PackedStates):
         states, offsets = states

@@ -1,4 +1,4 @@
-"""Speculative decoding: outputs of a few draft tokens together, then the state after the accepted ones."""
+"""Decode speculatively: compute the outputs of a few draft tokens together, then the state after the accepted tokens."""
 
 import dataclasses
 import functools
@@ -34,10 +34,11 @@ from glax._src.solve.pieces import solve_rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """What `commit` needs of draft tokens: their keys, values, decays and erasure (None but for the delta rule), the slots of
-    their sequences, if in a pool, and the shape of the states or the pool that `recurrent_verify` was given.
+    """Hold what `commit` needs of the draft tokens.
 
-    T (K + V) numbers a head, where the states behind each token would be T K V.
+    These are their keys, values and decays, the erasure of the delta rule or None, the slots of their sequences if they are in
+    a pool, and the shape of the states or the pool that `recurrent_verify` received. A head has T (K + V) numbers, while the
+    states behind each token would have T K V.
     """
 
     key: Float[Array, "B T Hk K"]
@@ -68,18 +69,20 @@ def recurrent_verify(
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> tuple[Float[Array, "B T H V"], Draft] | tuple[Float[Array, "B T H V"], Draft, Float[Array, "P H K V"]]:
-    """The outputs of T draft tokens of each of B sequences, before it is known which of them are accepted:
+    """Return the outputs of T draft tokens of each of B sequences, before it is known which tokens are accepted:
 
         output, _ = recurrent(query, key, value, ..., initial_state=state)
 
-    The state stays as it is; commit(state, draft, accepted) moves it past each sequence's accepted tokens. Meant for few
-    tokens, up to 16 or so. With `slots` [B], state is a pool [P, H, K, V] as in `recurrent_step`: slot -1 answers 0.
+    The state does not change. commit(state, draft, accepted) then moves it past each sequence's accepted tokens. The function
+    is for few tokens, up to about 16. With `slots` [B], state is a pool [P, H, K, V] as in `recurrent_step`, and slot -1 gives
+    output 0.
 
-    state_slots: slots of the pool [B, T] for the state behind each draft token. The pool with these states is then returned
-        too. Slots of -1 get none, nor do those of a sequence whose own slot is -1. Each state is rounded to nearest.
+    state_slots: slots of the pool, [B, T], for the state behind each draft token. The function then also returns the pool with
+    these states. No state is stored for a slot of -1, nor for a sequence whose own slot is -1. Each state is rounded to
+    nearest.
 
-    Returns output [B, T, H, V] in the query's dtype, and the Draft; with state_slots, the pool as well. Raises as `recurrent`
-    and `recurrent_step` do.
+    Returns output [B, T, H, V] in the query's dtype and the Draft; with state_slots also the pool. Raises the errors of
+    `recurrent` and `recurrent_step`.
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
@@ -118,7 +121,7 @@ def bind_and_verify(choice: Choice, options: ScanOptions, arrays: dict, state, s
 
 
 def verified_with_states(choice: Choice, r: Recurrence, pool, slots, state_slots, draft: Draft):
-    """The outputs, the draft, and the pool with the state behind each token in `state_slots`."""
+    """Return the outputs, the draft, and the pool with the state behind each token in `state_slots`."""
     B, T = r.q.shape[:2]
     check_integers("state_slots", state_slots)
     if state_slots.shape != (B, T):
@@ -142,18 +145,18 @@ def commit(
     *,
     rounding_key: Key | None = None,
 ) -> Float[Array, "B H K V"] | Float[Array, "P H K V"]:
-    """The state behind the first accepted[b] = a draft tokens of each sequence b, as if they had been read one by one:
+    """Return the state behind the first a = accepted[b] draft tokens of each sequence b, as if they had been read one by one:
 
         S' = e^{G_a} S + sum_{t <= a} e^{G_a - G_t} k_t v_t^T        G_t: the sum of log decays through token t
 
-    One product of rank T: no state between is formed. Tokens of the delta rule are read as `recurrent` reads them.
+    It is one product of rank T, and no state in between is formed. Tokens of the delta rule are read as `recurrent` reads them.
 
-    accepted: [B] integers from 0, which returns the state as it is, to T; outside of that an error when known, and the
-    nearer of the two when traced. state: what `recurrent_verify` was given, or a pool that has grown since; a copy with the
-    new rows is returned. Donate a pool to jit and it is updated in place.
-    rounding_key: as in `recurrent_step`; sequences with no accepted token are not rounded.
+    accepted: [B] integers from 0 to T; 0 leaves the state unchanged. A value outside this range is an error when known, and is
+    clipped to the range when traced. state: the state that `recurrent_verify` received, or a pool that has grown since then. A
+    copy with the new rows is returned; a pool that is donated to jit is updated in place. rounding_key: as in `recurrent_step`.
+    Sequences without an accepted token are not rounded.
 
-    Raises TypeError for a state that is not floating point, ValueError for a state of another shape or a smaller pool.
+    Raises TypeError for a state that is not floating point, and ValueError for a state of another shape or a smaller pool.
     """
     if not isinstance(draft, Draft):
         raise TypeError(f"draft must be the Draft that recurrent_verify returned, got {type(draft).__name__}")
@@ -197,7 +200,10 @@ def bound_commit(state, draft: Draft, accepted, rounding_key):
     rows = decay.key if head is None else head[..., None]
 
     def behind(log):
-        """The decay after each token and through all of them, as sums of at most T logs: a difference of sums would cancel."""
+        """Return the decay after each token, and the decay through all tokens.
+
+        The exponents are sums of at most T logs. A difference of two longer sums would cancel.
+        """
         log = jnp.where(taken, log.astype(dtype), 0)
         sums = lax.cumsum(log, axis=1, reverse=True)
         return jnp.exp(jnp.concatenate([sums[:, 1:], jnp.zeros_like(sums[:, :1])], 1)), jnp.exp(sums[:, 0])
@@ -217,10 +223,8 @@ def bound_commit(state, draft: Draft, accepted, rounding_key):
 
 
 def state_after(draft: Draft, taken: Bool[Array, "B T 1 1"], state: Float[Array, "B H K V"]) -> Float[Array, "B H K V"]:
-    """Return the state after the taken tokens of a draft of the delta rule.
-
-    The others get no key and no decay, so they change nothing.
-    """
+    """Return the state after the taken tokens of a draft of the delta rule. Other tokens get no key and no decay, so they
+    change nothing."""
     (B, T), H = draft.key.shape[:2], state.shape[1]
     if T == 0 or B == 0:
         return state

@@ -1,4 +1,5 @@
-"""Read and write rows of a pool of states by slot. A slot out of bounds, -1 too, reads as zeros; writes to it are dropped."""
+"""Read and write rows of a pool of states by slot. A slot out of bounds, such as -1, reads as zeros, and writes to it are
+dropped."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from glax._src.serving.stored_states import check_state_dtype, stored
 
 
 def check_known_slots(slots, pool, name: str = "state", argument: str = "slots", rank: int = 1):
-    """Check the values of slots where they are known; `usable` and `check_states` check shapes and dtypes."""
+    """Check the values of slots where they are known. `usable` and `check_states` check shapes and dtypes."""
     if slots is None or isinstance(slots, Tracer) or not jnp.issubdtype(slots.dtype, jnp.integer):
         return
     if np.ndim(slots) != rank or np.ndim(pool) != 4:
@@ -41,7 +42,11 @@ def check_states(name: str, x, shape: tuple[int, int, int, int], pooled: bool):
 def usable(
     slots, rows: int, N: int, by: tuple[str, str], argument: str = "slots"
 ) -> tuple[Int[Array, "N"], Bool[Array, "N"]]:
-    """Move unused slots to `rows`, out of bounds: reads give zeros, writes are dropped. Returns the slots and which are used."""
+    """Return the slots with unused ones replaced by `rows`, and which of them are used, [N].
+
+    `rows` is out of bounds, so that reads give zeros and writes are dropped. by: the letter of the axis and the argument that
+    gives N, for the message of ValueError.
+    """
     check_integers(argument, slots)
     if slots.shape != (N,):
         raise ValueError(f"{argument} must be [{by[0]}] with {by[0]}={N} as in {by[1]}, got shape {slots.shape}")
@@ -54,7 +59,7 @@ def check_integers(name: str, x):
 
 
 def in_bounds(slots: Int[Array, "*shape"], rows: int) -> tuple[Int[Array, "*shape"], Bool[Array, "*shape"]]:
-    """`usable`, of slots that are checked."""
+    """Do the same as `usable` for slots that are already checked."""
     slots = to_int32(slots)  # `rows`, which stands for an unused slot, need not fit the dtype of slots
     used = (slots >= 0) & (slots < rows)
     return jnp.where(used, slots, rows), used
@@ -67,9 +72,9 @@ def take(pool: Float[Array, "P *state"], slots: Int[Array, "N"]) -> Float[Array,
 
 
 def put(pool: Float[Array, "P *state"], slots: Int[Array, "N"], states: Float[Array, "N *state"], rounding_key=None):
-    """Return the pool with rows `slots` set, in its dtype: rounded to nearest or, with a key, stochastically.
+    """Return the pool with `states` in rows `slots`, in the pool's dtype: rounded to nearest or, with a key, stochastically.
 
-    A slot out of bounds, as `usable` makes of -1, drops its state.
+    A slot out of bounds, such as `usable` returns for -1, drops its state.
     """
     states = stored(states, pool.dtype, rounding_key)
     if not (Backend.here() is Backend.CPU and pool.dtype.itemsize == 2 and pool.shape[0]):

@@ -1,4 +1,4 @@
-"""The dtypes in which states are stored, and stochastic rounding to them."""
+"""List the dtypes in which states are stored, and round to them stochastically."""
 
 import functools
 
@@ -15,7 +15,7 @@ DROPPED = {"bfloat16": 16, "float16": 13}  # bits of a float32 mantissa that the
 
 
 def check_state_dtype(name: str, dtype):
-    """TypeError, with the dtype's name, unless states can be stored in it."""
+    """Raise TypeError, with the dtype's name, unless states can be stored in it."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got {dtype}")
     if str(dtype) not in DTYPES:
@@ -23,7 +23,7 @@ def check_state_dtype(name: str, dtype):
 
 
 def check_rounding_key(key):
-    """TypeError or ValueError unless key is None or one key of jax.random: jax.random.key(0), or PRNGKey(0)."""
+    """Raise TypeError or ValueError unless key is None or one key of jax.random, such as jax.random.key(0) or PRNGKey(0)."""
     if key is None:
         return
     if not is_array(key) or not (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.dtype == jnp.uint32):
@@ -34,7 +34,7 @@ def check_rounding_key(key):
 
 
 def stored(states: Float[Array, "*shape"], dtype, rounding_key=None) -> Float[Array, "*shape"]:
-    """The states in the dtype of storage: rounded to nearest or, with a key, stochastically."""
+    """Return the states in the dtype of storage: rounded to nearest or, with a key, stochastically."""
     dtype = jnp.dtype(dtype)
     if rounding_key is None or str(dtype) not in DROPPED:
         return states.astype(dtype)
@@ -43,9 +43,9 @@ def stored(states: Float[Array, "*shape"], dtype, rounding_key=None) -> Float[Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rounded(dtype, x: Float[Array, "*shape"], bits: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Round float32 to one of the two neighbours in dtype, to each with a probability of 1 - its distance / their distance.
+    """Round float32 to one of its two neighbours in dtype. A neighbour's probability is 1 - (its distance) / (their distance).
 
-    The expected value is x itself. Its gradient is the gradient of a cast.
+    bits: uniform random bits, one number per element. The expected value is x. The gradient is the gradient of a cast.
     """
     dropped = DROPPED[str(dtype)]
     mask = jnp.uint32((1 << dropped) - 1)
