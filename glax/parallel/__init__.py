@@ -1,4 +1,4 @@
-"""The functions of `glax` with arrays sharded over a mesh: over the batch, the heads and the sequence.
+"""Run the functions of `glax` on arrays that are sharded over a mesh: over the batch, the heads and the sequence.
 
     recurrent(query, key, value, ..., mesh=mesh, batch_axis="data", head_axis="model", sequence_axis="sequence")
 

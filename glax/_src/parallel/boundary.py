@@ -1,8 +1,8 @@
-"""The rows of a shard next to one of its edges, as far as those rows and a state at the edge affect each other.
+"""Read the rows of a shard next to one of its edges, as far as these rows and a state at the edge affect each other.
 
 G_t is the sum of log decays from the edge to token t. Reading stops where every e^{G_t} underflows to 0 in float32, which is
-exact. Log-sigmoid gates reach that after some 200 tokens, however long the shard is. So the cost depends on the shard's gates
-alone, and needs no message from other shards.
+exact. Log-sigmoid gates reach that after about 200 tokens, however long the shard is. The cost therefore depends on the shard's
+gates alone, and needs no message from other shards.
 """
 
 import dataclasses
@@ -25,7 +25,8 @@ CONSTANT_ROWS = 16384  # rows of every window if decays do not depend on the dat
 
 @dataclasses.dataclass(frozen=True)
 class BoundaryRows:
-    """The rows of a shard, ordered by their distance from one edge: its lowest row if `from_low`, else its highest."""
+    """The rows of a shard, ordered by their distance from one edge. The edge is at the lowest row if `from_low`, else at the
+    highest."""
 
     r: Recurrence
     edge: Edge
@@ -37,18 +38,18 @@ class BoundaryRows:
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
-        """(E, H, K, V): the shape of the states that cross the edge."""
+        """Return (E, H, K, V), the shape of the states that cross the edge."""
         return 1 if self.packed else self.r.q.shape[0], *self.r.state_shape[1:]
 
     @property
     def window_rows(self) -> tuple[int, int]:
-        """The rows of the first window and of each further window."""
+        """Return (the rows of the first window, the rows of each further window)."""
         first, following = (FIRST_ROWS, NEXT_ROWS) if self.r.decay.by_token else (CONSTANT_ROWS, CONSTANT_ROWS)
         return min(self.r.q.shape[1], first), min(self.r.q.shape[1], following)
 
     @property
     def max_next_windows(self) -> int:
-        """The number of windows after the first."""
+        """Return the number of windows after the first."""
         first, following = self.window_rows
         return -(-(self.r.q.shape[1] - first) // following)
 
@@ -63,33 +64,37 @@ class BoundaryRows:
         return Window(self, 0, self.window_rows[0])
 
     def next_window(self, i) -> "Window":
-        """Returns window i after the first."""
+        """Return window i after the first."""
         first, following = self.window_rows
         return Window(self, first + i * following, following)
 
     def decays(self, logs: tuple[Array | None, Array | None], inclusive: bool) -> Factors:
-        """The decays from the edge through each row or, if not `inclusive`, up to it, on the state's rows and columns."""
+        """Return the decays from the edge through each row, or up to each row if not `inclusive`: factors of the state's rows
+        and columns."""
         row_log, column_log = (None if x is None else self.prefix(x, inclusive) for x in logs)
         return exp_both((row_log, column_log))
 
     def prefix(self, x: Array, inclusive: bool) -> Array:
-        """Sums x from the edge through each row or, if not `inclusive`, up to it. Takes no difference: log decays may be -inf."""
+        """Return the sums of x from the edge through each row, or up to each row if not `inclusive`.
+
+        No difference of sums is formed, because log decays may be -inf.
+        """
         total = lax.cumsum(x, axis=1, reverse=not self.from_low)
         by = 1 if self.from_low else -1
         return total if inclusive else shift_rows(total, by)
 
     def suffix(self, x: Array) -> Array:
-        """Sums x over the rows beyond each row, away from the edge."""
+        """Return the sums of x over the rows beyond each row, away from the edge."""
         return shift_rows(lax.cumsum(x, axis=1, reverse=self.from_low), -1 if self.from_low else 1)
 
     def aligned(self, carry):
-        """Marks a loop's carry as varying over the mesh like the loop's operands, as shard_map requires."""
+        """Return a loop's carry as varying over the mesh axes of the loop's operands, as shard_map requires."""
         return aligned((carry, self.r.q, self.edge))[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """`size` rows that start at a distance of `offset` rows from the edge."""
+    """`size` rows of a shard that start at a distance of `offset` rows from the edge."""
 
     rows: BoundaryRows
     offset: int | Int[Array, ""]
@@ -97,31 +102,31 @@ class Window:
 
     @property
     def start(self) -> Int[Array, ""]:
-        """The first row of a slice of `size` rows of the shard that contains the window."""
+        """Return the first row of a slice of `size` rows of the shard that contains the window."""
         T = self.rows.r.q.shape[1]
         return jnp.clip(self.offset if self.rows.from_low else T - self.offset - self.size, 0, T - self.size)
 
     @property
     def mask(self) -> Bool[Array, "C 1 1"]:
-        """Whether a row of the slice belongs to the window and to the crossing sequence."""
+        """Return whether each row of the slice belongs to the window and to the crossing sequence, [size, 1, 1]."""
         row = self.start + jnp.arange(self.size)
         distance = row if self.rows.from_low else self.rows.r.q.shape[1] - 1 - row
         end = jnp.minimum(self.offset + self.size, self.rows.edge.rows)
         return ((distance >= self.offset) & (distance < end))[:, None, None]
 
     def read(self, x: Float[Array, "B T heads D"]) -> Float[Array, "B C H D"]:
-        """Reads the window of x, with a head for each state and 0 outside of `mask`."""
+        """Return the window of x, [B, size, H, D]: one head for each head of the states, and 0 outside of `mask`."""
         x = row_major(lax.dynamic_slice_in_dim(x, self.start, self.size, 1)).astype(self.rows.r.dtype)
         return spread_heads(jnp.where(self.mask, x, 0), self.rows.r.num_heads)
 
     def add(self, buffer: Float[Array, "B T heads D"], x: Float[Array, "B C H D"]) -> Array:
-        """Adds x to the window of `buffer`, summed over the states that share a head."""
+        """Return `buffer` with x added to the window, summed over the states that share a head."""
         old = lax.dynamic_slice_in_dim(buffer, self.start, self.size, 1)
         new = (old.astype(self.rows.r.dtype) + fold_heads(x, buffer.shape[2])).astype(buffer.dtype)
         return lax.dynamic_update_slice_in_dim(buffer, row_major(jnp.where(self.mask, new, old)), self.start, 1)
 
     def logs(self) -> tuple[Array | None, Array | None]:
-        """Reads the log decays of the state's rows and columns, each [E, C, H, width or 1] or None."""
+        """Return the window's log decays of the state's rows and columns, each [E, C, H, width or 1] or None."""
         rows, decay = self.rows, self.rows.r.decay
         key, value = (None if x is None else self.read(x) for x in (decay.key, decay.value))
         if decay.head is not None:
@@ -133,9 +138,10 @@ class Window:
 
 
 def fold_windows(rows: BoundaryRows, visit, carry: Any) -> tuple[Int[Array, ""], Factors, Any]:
-    """Folds visit(window, i, G, logs, carry) over the windows from the edge on, until all decays underflow to 0.
+    """Fold visit(window, i, G, logs, carry) over the windows from the edge on, until all decays underflow to 0.
 
     i: the index among the windows after the first, None for the first. G: the sums of log decays up to the window.
+
     Returns (the number of windows visited after the first, the decays through all rows of the crossing sequence, carry). The
     decays are factors of the state's rows and columns. They are 0 if the fold stopped before the last window.
     """
@@ -166,22 +172,23 @@ def fold_windows(rows: BoundaryRows, visit, carry: Any) -> tuple[Int[Array, ""],
 
 
 def exp_both(logs: tuple[Array | None, Array | None]) -> Factors:
-    """Takes the exponential of each of the two arrays that is not None."""
+    """Return the exponentials of two arrays; None stays None."""
     row_log, column_log = logs
     return None if row_log is None else jnp.exp(row_log), None if column_log is None else jnp.exp(column_log)
 
 
 def shift_rows(x: Array, by: int) -> Array:
-    """Shifts x by one row along axis 1, forward if by > 0, and fills with zeros."""
+    """Return x shifted by one row along axis 1, forward if by > 0, and filled with zeros."""
     zeros = jnp.zeros_like(x[:, :1])
     return jnp.concatenate([zeros, x[:, :-1]] if by > 0 else [x[:, 1:], zeros], axis=1)
 
 
 def times(x: Array, factor: Array | None) -> Array:
-    """Multiplies x by a factor, where None is 1."""
+    """Return x times a factor, where None stands for 1."""
     return x if factor is None else x * factor
 
 
 def row_major(x: Array) -> Array:
-    """Constrains x to a row-major layout. Else XLA transposes a loop's whole arrays to suit the products of windows."""
+    """Return x constrained to a row-major layout. Without it, XLA transposes a loop's whole arrays to suit the products of
+    windows."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

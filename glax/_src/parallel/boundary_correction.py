@@ -1,4 +1,4 @@
-"""Corrects a shard's outputs and gradients, computed from zero states, for the state that arrives at an edge.
+"""Correct a shard's outputs and gradients, computed from zero states, for the state that arrives at an edge.
 
 A sequence that enters the shard with state P, or leaves it with Q = dL/dS, adds to token t
 
@@ -26,7 +26,7 @@ einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 def correct_output(
     rows: BoundaryRows, P: Float[Array, "E H K V"], output: Float[Array, "B T H V"]
 ) -> tuple[Array, Factors]:
-    """Returns the corrected output, and the decay through all rows of the crossing sequence."""
+    """Return the corrected output, and the decay through all rows of the crossing sequence."""
     r = rows.r
     scale = rows.edge.pick(r.scale, rows.packed)[:, None, None, None]
 
@@ -43,7 +43,7 @@ def correct_output(
 def correct_gradient(
     rows: BoundaryRows, Q: Float[Array, "E H K V"], entered: Float[Array, "E H K V"], d: Recurrence
 ) -> tuple[Recurrence, Factors]:
-    """Returns d with the terms of Q = dL/dS at the edge, and the decay through all rows of the crossing sequence.
+    """Return d with the terms of Q = dL/dS at the edge, and the decay through all rows of the crossing sequence.
 
     entered: the state before that sequence's first row in this shard. The gradient of a log decay is <entered, dL/d entered>
     plus the sum of k_s * dk_s over the tokens s before it. The sum starts at the rows farthest from the edge, where the terms
@@ -91,7 +91,8 @@ def correct_gradient(
 
 
 def sums_by_gate(decay: Decay, terms: Float[Array, "E H K V"]) -> Factors:
-    """Sums terms over the elements of the state that share a gate: for the gates of its rows, and for those of its columns."""
+    """Return the sums of terms over the elements of the state that share a gate: (for gates of its rows, for gates of its
+    columns)."""
     of_rows = None
     if decay.key is not None:
         of_rows = terms.sum(3)
@@ -101,7 +102,7 @@ def sums_by_gate(decay: Decay, terms: Float[Array, "E H K V"]) -> Factors:
 
 
 def sums_before_windows(rows: BoundaryRows) -> tuple[Int[Array, ""], Factors, Factors]:
-    """Returns the results of `fold_windows`, with the sums of log decays up to each window after the first.
+    """Return the results of `fold_windows`, and the sums of log decays up to each window after the first.
 
     The sums are [windows, E, H, width], or None.
     """

@@ -1,10 +1,10 @@
-"""The message of a shard to the others: the state that leaves it if none enters, and the decay through its rows.
+"""Compute the message of a shard to the others: the state that leaves if none enters, and the decay through the shard's rows.
 
     S = sum_t (k_t e^{G_t}) v_t^T + D S_0           G_t: the log decays after token t, D: the decay through all rows
 
-The message against time has dS = dL/dS, with scale * q and do in place of k and v, and G_t includes token t. S_0 is the state
-with which a sequence begins (or ends) inside the shard. Rows are read from the edge where the state leaves, until all decays are
-0. So S does not depend on the shard's outputs, and is sent while these are computed.
+The message in reverse time has dS = dL/dS, with scale * q and do in place of k and v, and its G_t includes token t. S_0 is the
+state with which a sequence begins (or ends) inside the shard. Rows are read from the edge where the state leaves, until all
+decays are 0. S therefore does not depend on the shard's outputs, and is sent while these are computed.
 """
 
 import functools
@@ -25,7 +25,7 @@ def state_and_decay(
     b: Float[Array, "B T _ V"],
     adjoint: bool,
 ) -> tuple[Array, Array, Array | None]:
-    """Returns S [E, H, K, V], and D as factors of its rows [E, H, K or 1] and columns [E, H, V] or None.
+    """Return S [E, H, K, V], and D as factors of its rows [E, H, K or 1] and columns [E, H, V] or None.
 
     D is 0 unless `spans`. rows: ordered from the edge where the state leaves. begun: S_0 of every sequence. a, b: k and v, or q
     and do if `adjoint`.
@@ -49,14 +49,15 @@ def state_and_decay(
 
 
 def decay_of(rows: BoundaryRows, spans: Bool[Array, ""], passed: Factors) -> tuple[Array, Array | None]:
-    """Returns the decay through the shard as factors of the state's rows and columns, 0 unless `spans`."""
+    """Return the decay through the shard as factors of the state's rows and columns, 0 unless `spans`."""
     row_decay, column_decay = passed
     row_decay = jnp.ones((*rows.state_shape[:2], 1), rows.r.dtype) if row_decay is None else row_decay
     return jnp.where(spans, row_decay, 0), column_decay
 
 
 def total_decay(rows: BoundaryRows, spans: Bool[Array, ""]) -> tuple[Array, Array | None]:
-    """Returns D of `state_and_decay` from all rows together. A loop with a data-dependent number of steps has no gradient."""
+    """Return D of `state_and_decay` from all rows together, for differentiation: a loop whose number of steps depends on data
+    has no gradient."""
     logs = Window(rows, 0, rows.r.q.shape[1]).logs()
     row_log, column_log = (None if x is None else x.sum(1) for x in logs)
     return decay_of(rows, spans, exp_both((row_log, column_log)))

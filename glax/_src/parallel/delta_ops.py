@@ -1,4 +1,4 @@
-"""The delta rule on a mesh, under the names of its variants: those of `glax._src.api.delta`."""
+"""Define the delta rule on a mesh under the names of its variants, as `glax._src.api.delta` does on one device."""
 
 from typing import Unpack
 
@@ -11,7 +11,7 @@ from glax._src.parallel.ops import ParallelOptions, recurrent
 
 
 class DeltaOptions(ParallelOptions, total=False):
-    """The options of `glax.parallel.recurrent`, and `use_qk_l2norm` as in `glax.delta_rule`."""
+    """List the options of `glax.parallel.recurrent`, and `use_qk_l2norm` as in `glax.delta_rule`."""
 
     use_qk_l2norm: bool
 

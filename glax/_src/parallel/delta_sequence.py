@@ -1,13 +1,13 @@
-"""The delta rule whose T is sharded over a mesh axis.
+"""Solve the delta rule with T sharded over a mesh axis.
 
     S_out = M S_in C + S        M [K, K]: the product of (I - k e^T) diag(exp(rows)) over the tokens, C: the decay of columns
 
-A shard sends M and S, K (K + V) numbers a head whatever T is, and the adjoint of the map against time:
+A shard sends M and S, which are K (K + V) numbers per head for any T, and in reverse time the adjoint of the map:
 
     dL/dS_in = M^T dL/dS_out C + dS
 
-M is the final state of the shard's own recurrence from the identity, with values of 0: the kernels that solve the rows form it.
-Each shard solves its rows twice, from zeros for the message and from the state that arrives.
+M is the final state of the shard's own recurrence from the identity with values of 0, so the kernels that solve the rows form
+it. Each shard solves its rows twice: from zeros for the message, and from the state that arrives.
 """
 
 import jax
@@ -25,7 +25,8 @@ from glax._src.solve.partitioning import Axis
 
 
 def transition(choice: Choice, r: Recurrence, shard: Shard) -> tuple[Float[Array, "E H K K"], Array | None]:
-    """Returns M and the decay of columns [E, H, V] or None: the map of a state through the shard, 0 unless its rows are one span.
+    """Return M and the decay of columns, [E, H, V] or None: the map of a state through the shard. The map is 0 unless one
+    sequence spans it.
 
     r: the shard's rows with the boundaries of the whole problem.
     """
@@ -33,7 +34,7 @@ def transition(choice: Choice, r: Recurrence, shard: Shard) -> tuple[Float[Array
     H, K, packed = r.num_heads, r.q.shape[3], r.boundaries is not None
 
     def clear(x):
-        """Zeros for the rows of a shard of several sequences, which may be padding with NaN: its map is 0."""
+        """Return x, or zeros if the shard holds several sequences: its rows may then be padding with NaN, and its map is 0."""
         return None if x is None else jnp.where(shard.spans, x, 0)
 
     decay, erasure = r.decay, r.erasing
@@ -58,9 +59,9 @@ def transition(choice: Choice, r: Recurrence, shard: Shard) -> tuple[Float[Array
 
 
 def solve_delta_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_residuals: bool):
-    """Solve the rows of one shard, and exchange states with the other n - 1 along a mesh axis.
+    """Solve the rows of one shard, and exchange states with the other n - 1 shards along a mesh axis.
 
-    Return the outputs, and (the state that entered, the kernel's residuals or None, the map of `transition`). The residuals
+    Returns the outputs, and (the state that entered, the kernel's residuals or None, the map of `transition`). The residuals
     are None unless `save_residuals`, and where the kernel has none.
     """
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
@@ -82,7 +83,8 @@ def where(of_sequence, states, otherwise):
 
 
 def gradient_of_delta_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final, saved) -> Recurrence:
-    """Computes the gradient of this shard's rows, once for the message and once with the dL/dS that arrives."""
+    """Return the gradient of this shard's rows. It is computed twice: once for the message, and once from the dL/dS that
+    arrives."""
     (entered, residuals, (M, columns)), shard, packed = saved, shard_of(r, axis, n), r.boundaries is not None
     started = shard.enter.add(where(shard.begins, r.start_state, 0), entered, packed)
     ended = where(shard.ends, d_final, 0).astype(r.dtype)

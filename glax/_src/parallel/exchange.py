@@ -1,7 +1,7 @@
-"""The place of a shard of T in its sequences, and the exchange of states between shards.
+"""Locate a shard of T in its sequences, and exchange states between shards.
 
-Along a mesh axis of n shards, each holds T / n rows. The scan enters a shard at one edge and leaves it at the other. The state of
-the sequence under way at an edge crosses that edge. E is the number of states that cross: B, or 1 if packed.
+Along a mesh axis of n shards, each shard holds T / n rows. The scan enters a shard at one edge and leaves it at the other. The
+state of the sequence under way at an edge crosses that edge. E is the number of states that cross: B, or 1 if packed.
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ Factors = tuple[Array | None, Array | None]  # of a state's rows [E, H, K or 1] 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """An edge of a shard. If `crosses`, `sequence` crosses it, and `rows` of its tokens are in the shard."""
+    """An edge of a shard. If `crosses`, sequence number `sequence` crosses it and has `rows` tokens in the shard."""
 
     sequence: Int[Array, ""]
     crosses: Bool[Array, ""]
     rows: Int[Array, ""]
 
     def pick(self, x: Float[Array, "N *rest"], packed: bool) -> Float[Array, "E *rest"]:
-        """Selects the part of x of the crossing sequence."""
+        """Return the part of x that belongs to the crossing sequence, [E, *rest]."""
         return lax.dynamic_slice_in_dim(x, self.sequence, 1) if packed else x
 
     def add(self, x: Float[Array, "N *rest"], edge: Float[Array, "E *rest"], packed: bool) -> Float[Array, "N *rest"]:
-        """Adds `edge` to the part of x of the crossing sequence."""
+        """Return x with `edge` added to the part of the crossing sequence."""
         edge = jnp.where(self.crosses, edge, 0).astype(x.dtype)
         return x.at[self.sequence].add(edge[0]) if packed else x + edge
 
@@ -39,11 +39,11 @@ class Edge:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The place of a shard in its sequences.
+    """The position of a shard in its sequences.
 
     cuts: the boundaries relative to this shard's rows. enter, leave: the edges, in the direction of the scan. begins, ends:
-    whether a sequence's scan begins or ends in this shard. An empty sequence does both in the first shard. spans: whether
-    the sequence that enters is the one that leaves.
+    whether a sequence's scan begins or ends in this shard; an empty sequence does both in the first shard. spans: whether the
+    sequence that enters is also the one that leaves.
     """
 
     cuts: Int[Array, "boundaries"] | None
@@ -54,10 +54,10 @@ class Shard:
     spans: Bool[Array, ""]
 
     def message(self, edge: Edge, state: Float[Array, "N H K V"], log) -> tuple[Array, Array, None]:
-        """Returns the operands of `exchange_states`: the state that leaves at `edge`, and the decay through the shard.
+        """Return the operands of `exchange_states`: the state that leaves at `edge`, and the decay through the shard as a
+        factor of its rows.
 
-        The decay is a factor of the state's rows. state, log: the final state and the sum of log decays [N, H, K or 1] of the
-        rows of every sequence in this shard.
+        state, log: the final state and the sum of log decays [N, H, K or 1] over the rows of every sequence in this shard.
         """
         packed = self.cuts is not None
         leaves = jnp.where(edge.crosses, edge.pick(state, packed), 0)
@@ -65,7 +65,7 @@ class Shard:
 
 
 def shard_of(r: Recurrence, axis: Axis, n: int) -> Shard:
-    """Returns the place of this shard. r has the rows of this shard, and the boundaries of the whole problem."""
+    """Return the position of this shard. r has the rows of this shard, and the boundaries of the whole problem."""
     T, index = r.q.shape[1], lax.axis_index(axis)
     rank = n - 1 - index if r.reverse else index
     if r.boundaries is None:
@@ -94,16 +94,16 @@ def shard_of(r: Recurrence, axis: Axis, n: int) -> Shard:
 
 
 def uses_all_gather(n: int) -> bool:
-    """Returns whether n shards gather all messages, or pass them on by distances of 1, 1, 2, 4, ... shards.
+    """Return whether n shards gather all messages, instead of passing them on by distances of 1, 1, 2, 4, ... shards.
 
-    Each shard receives n - 1 messages, or 1 + ceil(log2(n - 1)). These numbers are equal up to 4 shards, where gathering takes
-    one exchange and passing on takes up to three.
+    Each shard receives n - 1 messages by gathering, and 1 + ceil(log2(n - 1)) by passing on. The numbers are equal up to 4
+    shards, where gathering takes one exchange and passing on takes up to three.
     """
     return n <= 4
 
 
 def shift_distances(n: int) -> list[int]:
-    """Returns the distances by which messages are passed on, one exchange each."""
+    """Return the distances by which messages are passed on, one exchange each."""
     distances = [1]
     while sum(distances) < n - 1:
         distances.append(sum(distances))
@@ -111,11 +111,11 @@ def shift_distances(n: int) -> list[int]:
 
 
 def exchange_states(axis: Axis, n: int, backwards: bool, state: Float[Array, "E H K V"], rows, columns) -> Array:
-    """Returns the state that enters each shard, [E, H, K, V].
+    """Return the state that enters each shard, [E, H, K, V].
 
-    A shard passes on   rows * entering * columns + state.   The shards send these maps, composed, and nothing else.
-    rows: [E, H, K] or [E, H, 1], or a matrix [E, H, K, K] that multiplies the state instead. columns: [E, H, V] or None. The
-    state that enters the first shard is 0. If `backwards`, the last shard is the first.
+    A shard maps the state that enters it to   rows * entering * columns + state.   The shards send these maps, composed, and
+    nothing else. rows: [E, H, K] or [E, H, 1], or a matrix [E, H, K, K] that multiplies the state instead. columns: [E, H, V]
+    or None. The state that enters the first shard is 0. If `backwards`, the order of the shards is reversed.
     """
     (E, H, K, V), of_rows = state.shape, rows.shape
     parts = [x.reshape(E, H, -1) for x in (state, rows, *([] if columns is None else [columns]))]
@@ -128,7 +128,7 @@ def exchange_states(axis: Axis, n: int, backwards: bool, state: Float[Array, "E 
         return state.reshape(E, H, K, V), rows.reshape(of_rows), rest[0] if rest else None
 
     def compose(earlier, later):
-        """Composes the maps of two consecutive shards."""
+        """Return the composition of the maps of two consecutive shards."""
         (S, r, c), (S2, r2, c2) = earlier, later
         through = r * r2 if r.ndim == 3 else apply_decay(r, r2, None)
         return apply_decay(S, r2, c2) + S2, through, None if c is None else c * c2
@@ -158,7 +158,7 @@ def exchange_states(axis: Axis, n: int, backwards: bool, state: Float[Array, "E 
 
 
 def apply_decay(state: Float[Array, "E H K V"], rows, columns) -> Float[Array, "E H K V"]:
-    """rows * state * columns, where None is 1. A dense map of rows [E, H, K, K] is multiplied as a matrix."""
+    """Return rows * state * columns, where None stands for 1. A dense map of rows [E, H, K, K] multiplies as a matrix."""
     if rows is not None and rows.ndim == 4:
         state = jnp.matmul(rows, state, precision=lax.Precision.HIGHEST)
     elif rows is not None:

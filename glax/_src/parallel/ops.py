@@ -1,4 +1,4 @@
-"""The public functions of `glax.parallel`: those of `glax._src.api.recurrent`, with arrays sharded over a mesh."""
+"""Define the public functions of `glax.parallel`: the functions of `glax._src.api.recurrent` with arrays sharded over a mesh."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from glax._src.solve.pieces import no_states, solve_with_states
 
 
 class MeshOptions(TypedDict, total=False):
-    """The fields of `Spread`, as arguments."""
+    """List the fields of `Spread` as arguments."""
 
     mesh: Mesh | AbstractMesh | None
     batch_axis: Axis
@@ -31,11 +31,12 @@ class MeshOptions(TypedDict, total=False):
 
 
 class ParallelOptions(Options, MeshOptions, total=False):
-    """The arguments that every function here accepts beside its gates: those of `glax.recurrent` and the fields of `Spread`."""
+    """List the arguments that every function here accepts beside its gates: the options of `glax.recurrent` and the fields of
+    `Spread`."""
 
 
 class AttentionOptions(MeshOptions, total=False):
-    """The arguments of `recurrent_attention` that it hands on to `recurrent` as they are."""
+    """List the arguments that `recurrent_attention` passes on to `recurrent` unchanged."""
 
     softmax_scale: float | Float[Array, ""] | None
     reverse: bool
@@ -72,16 +73,16 @@ def recurrent(
     head_axis: Axis = None,
     sequence_axis: str | None = None,
 ) -> Outputs:
-    """Computes `glax.recurrent` on a mesh:   S_out = D S_in + S   for every shard of T, which exchange only D and S.
+    """Compute `glax.recurrent` on a mesh:   S_out = D S_in + S   for every shard of T. The shards exchange only D and S.
 
     With beta or erase, D is a dense [K, K] matrix.
 
-    The arrays have the shapes of the whole problem, and may have any sharding. The output is sharded as `Spread` says, and the
-    final states over batch and heads. mesh and the three axes: see `Spread`. All else is as in `glax.recurrent`. With
-    cu_seqlens, batch_axis shards T.
+    The arrays have the shapes of the whole problem and any sharding. The output is sharded as `Spread` says, and the final
+    states are sharded over batch and heads. For mesh and the three axes see `Spread`. With cu_seqlens, batch_axis shards T. All
+    else is as in `glax.recurrent`.
 
-    Raises ValueError, beside the errors of `glax.recurrent`, if an axis is not an axis of the mesh, is named twice, or does
-    not divide the batch or the heads.
+    Raises the errors of `glax.recurrent`, and ValueError if an axis is not an axis of the mesh, is named twice, or does not
+    divide the batch or the heads.
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
@@ -133,7 +134,7 @@ def recurrent_attention(
     return_state: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Float[Array, "B T H V"] | Outputs:
-    """`recurrent`, returning the output alone unless `return_state`: then (output, final_state)."""
+    """Compute `recurrent` on a mesh and return the output alone, or (output, final_state) if `return_state`."""
     check_flag("return_state", return_state)
     outputs = recurrent(
         query, key, value, g, g_gamma, gk, gv, initial_state=initial_state, cu_seqlens=cu_seqlens, **options

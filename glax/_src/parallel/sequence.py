@@ -1,10 +1,11 @@
-"""A recurrence whose T is sharded over a mesh axis. Each shard solves its rows, and shards exchange the states at their edges.
+"""Solve a recurrence with T sharded over a mesh axis. Each shard solves its rows, and shards exchange the states at their
+edges.
 
     S_out = D S_in + S       S: a shard's final state if none enters it, D: the decay through all its rows
 
-So a message of D and S is enough, and its size does not depend on T. Both are computed before the shard's outputs. Every function
-here is called inside shard_map over `axis` of n shards, in the order of T. r has the rows of this shard, and the states,
-boundaries and scales of all sequences, which vary over the axis nevertheless.
+A message consists of D and S, and its size does not depend on T. Both are computed before the shard's outputs. Every function
+here runs inside shard_map over `axis` of n shards, in the order of T. r has the rows of this shard, and the states, boundaries
+and scales of all sequences; these nevertheless count as varying over the axis.
 """
 
 import jax
@@ -31,13 +32,13 @@ from glax._src.solve.partitioning import Axis
 
 
 def overlap_of(resolution: Resolution, r: Recurrence, gradient: bool) -> str:
-    """Chooses how the state exchange overlaps with compute: "two_phase", "correct" or "wait".
+    """Choose how the state exchange overlaps with compute: "two_phase", "correct" or "wait".
 
     "two_phase": the kernel's first phase computes the message, and its second phase takes the arriving state. The message
         needs no further reads of rows.
     "correct": a scan from the edge computes the message. The shard solves its rows from zero during the exchange, and then adds
-        the terms of the arriving state. It reads rows until the decays underflow: few rows if decays depend on the data,
-        else usually all.
+        the terms of the arriving state. It reads rows until the decays underflow. These are few rows if decays depend on the
+        data, else usually all rows.
     "wait": a scan from the edge computes the message. The shard then solves its rows from the arriving state. CPUs use this,
         because correcting takes longer there.
     """
@@ -55,9 +56,9 @@ def outputs_and_residuals_of_rows(choice: Choice, axis: Axis, n: int, r: Recurre
 
 
 def solve_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_residuals: bool):
-    """Returns the outputs, and (the state that entered, the kernel's residuals if `save_residuals`, else None).
+    """Return the outputs, and (the state that entered, the kernel's residuals if `save_residuals`, else None).
 
-    The delta rule saves its map, too: see `delta_sequence`.
+    For the delta rule the pair has the shard's map as a third entry; see `delta_sequence`.
     """
     if r.erasure is not None:
         return solve_delta_rows(choice, axis, n, r, save_residuals)
@@ -95,7 +96,7 @@ def where(of_sequence, states, otherwise):
 
 
 def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final, saved) -> Recurrence:
-    """Computes the gradient of this shard's rows. dL/dS is exchanged as the state is, in the opposite direction."""
+    """Return the gradient of this shard's rows. dL/dS is exchanged as the state is, in the opposite direction."""
     if r.erasure is not None:
         return gradient_of_delta_rows(choice, axis, n, r, d_output, d_final, saved)
     (entered, residuals), shard, packed = saved, shard_of(r, axis, n), r.boundaries is not None
@@ -130,7 +131,7 @@ def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output
 
 
 def plain_gradient(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final) -> Recurrence:
-    """The gradient of `plain`, which has gradients of any order."""
+    """Return the gradient of `plain`, which has gradients of any order."""
 
     def outputs(rows: Recurrence) -> Outputs:
         return plain(choice, axis, n, rows.replace(boundaries=r.boundaries))
@@ -140,7 +141,8 @@ def plain_gradient(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, 
 
 
 def plain(choice: Choice, axis: Axis, n: int, r: Recurrence) -> Outputs:
-    """Computes the same outputs in operations that have gradients of any order. It scans each shard's rows twice."""
+    """Return the same outputs as `solve_rows`, by operations that have gradients of any order. Each shard's rows are scanned
+    twice."""
     if r.erasure is not None:
         return solve_delta_rows(choice, axis, n, r, save_residuals=False)[0]
     shard, packed = shard_of(r, axis, n), r.boundaries is not None

@@ -1,4 +1,4 @@
-"""Shards a recurrence over a mesh, and solves it there."""
+"""Shard a recurrence over a mesh, and solve it there."""
 
 import dataclasses
 import functools
@@ -52,7 +52,7 @@ class Spread:
 
     @classmethod
     def of(cls, mesh, batch_axis, head_axis, sequence_axis) -> "Spread":
-        """Returns the layout of a call's arguments, after checking them."""
+        """Check the arguments of a call, and return them as a `Spread`."""
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
         mesh = cls(mesh).mesh_in_use
@@ -70,7 +70,7 @@ class Spread:
 
     @property
     def mesh_in_use(self) -> Mesh | AbstractMesh:
-        """`mesh`, or the one that jax.set_mesh has set. ValueError if there is none."""
+        """Return `mesh`, or the mesh that jax.set_mesh has set. Raises ValueError if there is none."""
         mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
         if self.mesh is None and mesh.empty:
             raise ValueError("mesh must be given, or be in use by jax.set_mesh: there is none")
@@ -81,18 +81,19 @@ class Spread:
 
     @property
     def for_packed(self) -> "Spread":
-        """Return the layout of packed arrays, whose B is 1. T is divided over the batch's axes, then the sequence's."""
+        """Return the layout of packed arrays, whose B is 1. The axes of the batch divide T first, then the axis of the
+        sequence."""
         axes = (*flat_axes(self.batch_axis), *flat_axes(self.sequence_axis))
         return dataclasses.replace(self, batch_axis=None, sequence_axis=axes or None)
 
     def specs(self, r: Recurrence) -> Recurrence:
-        """A PartitionSpec for every array of r."""
+        """Return a PartitionSpec for every array of r."""
         return recurrence_specs(r, self.batch_axis, self.head_axis, self.sequence_axis, shared_heads=self.head_axis)
 
     def reshard(self, arrays, specs, shape=None):
-        """Reshards a tree of arrays by specs, along explicit axes and in equal shards, as array types can express.
+        """Reshard a tree of arrays by specs, along explicit axes and in equal shards, which is all that array types express.
 
-        A dimension is not sharded if its axes do not divide it, or its size in `shape`. Automatic axes are left to shard_map.
+        A dimension is not sharded if its axes do not divide it, or its size in `shape`. shard_map handles automatic axes.
         """
         mesh = self.mesh_in_use
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -122,14 +123,14 @@ class Spread:
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:
-    """The names that an axis argument holds, not checked yet; none for None."""
+    """Return the names that an unchecked axis argument holds; an empty tuple for None."""
     if axis is None:
         return ()
     return axis if isinstance(axis, tuple) else (axis,)
 
 
 def solve_on_mesh(choice: Choice, spread: Spread, r: Recurrence) -> Outputs:
-    """Solves r shard by shard."""
+    """Solve r shard by shard, with its arrays sharded over the mesh axes of `spread`."""
     if r.segments is not None:
         outputs = solve_on_mesh(choice, spread, r.folded)
         return outputs._replace(output=r.segments.masked(outputs.output))
@@ -162,7 +163,7 @@ def solve_on_shard(choice: Choice, sequence_axis: Axis, shards: int, r: Recurren
 
 
 def append_rows(r: Recurrence, rows: int) -> Recurrence:
-    """Appends rows to r that change nothing: k = v = 0 and no decay. In packed arrays, they are padding."""
+    """Return r with appended rows that change nothing: k = v = 0 and no decay. In packed arrays the new rows are padding."""
     if rows == 0:
         return r
 
@@ -177,6 +178,7 @@ def append_rows(r: Recurrence, rows: int) -> Recurrence:
 
 
 def repeat_heads(r: Recurrence, shards: int) -> Recurrence:
-    """Repeats heads of queries, keys and values until the number of shards divides them. Then a shard reads only its own."""
+    """Return r with repeated heads of queries, keys and values, so that `shards` divides their numbers and a shard reads only
+    its own."""
     q, k, v = (spread_heads(x, math.lcm(x.shape[2], shards)) for x in (r.q, r.k, r.v))
     return r.replace(q=q, k=k, v=v)
