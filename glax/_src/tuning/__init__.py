@@ -1,1 +1,1 @@
-"""Which config a kernel runs with: chosen, measured, remembered, shown."""
+"""Choose, measure, store and show the config that a kernel runs with."""

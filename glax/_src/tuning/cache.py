@@ -1,4 +1,5 @@
-"""Measured configs in memory and on disk, and overlays, which take precedence. Overrides and guesses are never stored."""
+"""Store measured configs in memory and on disk, and apply overlays, which take precedence. Overrides and guesses are never
+stored."""
 
 import contextlib
 import contextvars
@@ -30,10 +31,10 @@ NO_FOLDER = "glax has no cache folder, for this user has no home directory: set 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What the tuner found for one Invocation.
+    """The result of tuning one Invocation.
 
-    config: the fastest config. ms: its median time in milliseconds.
-    candidates: for each config, as text, its median milliseconds, or the reason why it was rejected.
+    config: the fastest config. ms: its median time in milliseconds. candidates: for each config, as text, its median
+    milliseconds, or the reason why it was rejected.
     """
 
     config: Any
@@ -42,7 +43,7 @@ class Measurement:
 
 
 class ConfigCache:
-    """Measured configs of this process."""
+    """Hold the measured configs of this process."""
 
     def __init__(self):
         self.configs: dict[tuple[str, int, str], Any] = {}
@@ -58,18 +59,17 @@ class ConfigCache:
 
 
 class PersistentCache:
-    """Measurements on disk, as JSON: one file for each device, kernel, version of the kernel and version of the compiler.
+    """Store measurements on disk as JSON: one file for each device, kernel, version of the kernel and version of the compiler.
 
-    folder / name has the files. By default the folder is GLAX_CACHE_DIR, or else the user's cache folder. A user who has neither
-    has no measurements on disk.
-    any_compiler: one file for all versions of the compiler. The measurements that glax ships are stored so: a config that was
-    measured with another compiler is better than a guess.
+    The files lie in folder / name. The default folder is GLAX_CACHE_DIR, else the user's cache folder. For a user who has
+    neither, nothing is stored on disk. any_compiler: one file serves all versions of the compiler. The measurements that glax
+    ships are stored this way, because a config measured with another compiler is better than a guess.
 
-    Many processes may read and write together: a file is replaced whole, under a lock.
+    Many processes may read and write together, because a file is replaced whole, under a lock.
 
     Reading never raises. A file with content that glax does not write is set aside, with a warning. A file that cannot be read
-    now (permissions, too many open files, no regular file) stays, and counts as absent. So does an entry that does not give a
-    config. If the folder cannot be written, glax warns once and stores measurements in memory.
+    now (permissions, too many open files, no regular file) stays, and counts as absent. An entry that does not give a config
+    counts as absent, too. If the folder cannot be written, glax warns once and stores measurements in memory.
     """
 
     def __init__(self, name: str = "recurrent", folder: pathlib.Path | None = None, *, any_compiler: bool = False):
@@ -80,14 +80,14 @@ class PersistentCache:
 
     @property
     def folder(self) -> pathlib.Path | None:
-        """Where the files lie; None for a user who has neither GLAX_CACHE_DIR nor a home directory."""
+        """Return the folder of the files; None for a user who has neither GLAX_CACHE_DIR nor a home directory."""
         if self.given is not None:
             return pathlib.Path(self.given) / self.name
         found = cache_folder()
         return None if found is None else found / self.name
 
     def path(self, inv: Invocation) -> pathlib.Path | None:
-        """The file that the measurement of this Invocation lies in; None, with one warning, if there is no folder."""
+        """Return the file of this Invocation's measurement. Return None, with one warning, if there is no folder."""
         if (folder := self.folder) is None:
             self.warn(f"{NO_FOLDER}; measurements stay in memory")
             return None
@@ -123,7 +123,8 @@ class PersistentCache:
             self.failure = None
 
     def read(self, path: pathlib.Path) -> dict:
-        """The content of a file; {} if there is none that can be read. Parsed once for each state of the file."""
+        """Return the content of a file; {} if it is missing or cannot be read. A file is parsed again only after it has
+        changed."""
         try:
             if self.parsed.get(path, (None,))[0] != stamp_of(os.stat(path)):
                 self.parsed[path] = load(path)
@@ -137,7 +138,8 @@ class PersistentCache:
             return self.read_again_alone(path, error)
 
     def read_again_alone(self, path: pathlib.Path, error: ContentError) -> dict:
-        """The content of a file that another process has mended meanwhile; else {}, the file being set aside."""
+        """Read a file again under its lock, because another process may have repaired it. Otherwise set it aside and return
+        {}."""
         try:
             with locked(path):
                 return self.read_locked(path)
@@ -148,7 +150,7 @@ class PersistentCache:
             return {}
 
     def read_locked(self, path: pathlib.Path) -> dict:
-        """The content of a file whose lock this process holds; {} if there is none, or now none any more."""
+        """Return the content of a file whose lock this process holds; {} if the file is missing, or is set aside here."""
         try:
             return load(path)[1]
         except FileNotFoundError:
@@ -158,7 +160,8 @@ class PersistentCache:
             return {}
 
     def merge(self, path: pathlib.Path, about: dict, entries: dict):
-        """Adds entries to a file, or makes it. OSError if it cannot be written, or what it holds cannot be read now."""
+        """Add entries to a file, or make it. Raises OSError if the file cannot be written, or if its present content cannot be
+        read."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
             old = self.read_locked(path).get("entries", {})
@@ -170,7 +173,7 @@ class PersistentCache:
                 new.write_text(text, encoding="utf-8")
 
     def files(self) -> Iterator[tuple[pathlib.Path, dict]]:
-        """Every file that can be read, with its content."""
+        """Yield every file that can be read, with its content."""
         paths = [] if self.folder is None else sorted(self.folder.glob("*/*.json"))
         for path in paths:
             if content := self.read(path):
@@ -184,7 +187,7 @@ class PersistentCache:
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path) -> Iterator[None]:
-    """Holds the lock of a file, which all who write it take. OSError where it cannot be had."""
+    """Hold the lock of a file, which every writer takes. Raises OSError if the lock cannot be obtained."""
     import filelock
 
     with filelock.FileLock(f"{path}.lock", timeout=LOCK_SECONDS):
@@ -210,7 +213,8 @@ def is_format(x) -> bool:
 
 
 def check_entry(entry):
-    """ValueError if an entry of a cache file is not what `put` writes, as far as its config's class is not needed to say so."""
+    """Raise ValueError if an entry of a cache file is not what `put` writes. The fields of the config itself are not checked
+    here."""
     if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict) or not is_ms(entry.get("ms")):
         raise ValueError(f"it must have a config and its ms, got {entry!r:.80}")
     if not isinstance(entry.get("type"), str) or not isinstance(entry.get("candidates", {}), dict):
@@ -229,13 +233,13 @@ traced_layers = jax.make_user_context(())  # part of jit's cache key, so that an
 
 @contextlib.contextmanager
 def overlay(configs: dict[str, Any] | None = None, *, policy=None):
-    """Inside, kernels named in `configs` run with those configs, and `policy` says what to do about the others.
+    """Run kernels named in `configs` with those configs inside the context. `policy` says what to do about the other kernels.
 
-    A name is that of a registered kernel ("chunked/xla/any") or an `op_id`. The innermost overlay wins. Functions that are
-    compiled already are traced again on entering and on leaving.
+    A name is the name of a registered kernel ("chunked/xla/any") or an `op_id`. The innermost overlay wins. Functions that are
+    already compiled are traced again on entering and on leaving.
 
-    ValueError: a name is of no kernel, or a registered kernel takes no config of that class. TypeError: `configs` is no dict,
-    or `policy` no AutotunePolicy.
+    Raises ValueError if a name belongs to no kernel, or if a registered kernel takes no config of that class. Raises TypeError
+    if `configs` is no dict, or `policy` no AutotunePolicy.
     """
     configs = {} if configs is None else configs
     if not isinstance(configs, dict):
@@ -271,7 +275,7 @@ def subclasses(of: type) -> list[type]:
 
 @contextlib.contextmanager
 def stacked(layer: tuple):
-    """Puts a (hashable) layer above the others, and makes jit see it."""
+    """Put a (hashable) layer above the others inside the context, and make jit trace again where layers differ."""
     token = layers.set((layer, *layers.get()))
     try:
         with traced_layers(layers.get()):

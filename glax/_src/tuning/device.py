@@ -1,4 +1,4 @@
-"""Names for what measurements depend on: the device, and the versions of its compilers."""
+"""Name what measurements depend on: the device, and the versions of its compilers."""
 
 import functools
 import os
@@ -11,7 +11,8 @@ from glax._src.core.known_miscompiles import version_of
 
 
 def device_kind() -> str:
-    """The device that kernels are chosen for, as part of a file's name: "nvidia_h100_80gb_hbm3", "cpu_amd_epyc_2_cores"."""
+    """Return the name of the device that kernels are chosen for, as part of a file name: "nvidia_h100_80gb_hbm3",
+    "cpu_amd_epyc_2_cores"."""
     device = local_device()
     return named(f"{target_platform()} elsewhere" if device is None else device.device_kind)
 
@@ -33,5 +34,5 @@ def processor() -> str:
 
 
 def libraries(op_id: str) -> dict[str, str | None]:
-    """The versions that a measurement of this kernel depends on; None for a library that is not installed."""
+    """Return the versions that a measurement of this kernel depends on; None for a library that is not installed."""
     return {name: version_of(name) for name in ("jaxlib", *(("triton",) if "/triton/" in op_id else ()))}

@@ -14,7 +14,8 @@ from glax._src.tuning.selection import ConfigSelectorChain
 
 
 class Decision(NamedTuple):
-    """One call of a kernel, as `explain` shows it."""
+    """One call of a kernel, as `explain` shows it: the kernel, its config, the selector, and why other kernels were not
+    chosen."""
 
     invocation: Invocation  # the kernel, and the shapes of its arguments
     config: Any
@@ -28,7 +29,7 @@ class Decision(NamedTuple):
 
 
 class Executor:
-    """Runs a KernelSpec or a Kernel with the config that its chain of selectors chooses: executor(kernel, *args)."""
+    """Run a KernelSpec or a Kernel with the config that its chain of selectors chooses: executor(kernel, *args)."""
 
     def __init__(self, chain: ConfigSelectorChain | None = None):
         if not (chain is None or callable(getattr(chain, "choose", None))):
@@ -48,10 +49,9 @@ class Executor:
     ):
         """Run kernel(*args, **kwargs) with the config that the chain chooses.
 
-        cfg: the config to use instead. _cfg: the name that ejkernel has for cfg.
-        refused, outranked: what to record for `explain`; see `Decision`.
-        part: the function of the kernel to call instead of its `run`, with the same config: `forward_with_residuals`, or one of
-            those of a `TwoPhase`.
+        cfg: the config to use instead. _cfg: another name of cfg, which ejkernel uses. refused, outranked: what to record for
+        `explain`; see `Decision`. part: the function of the kernel to call instead of its `run`, with the same config:
+        `forward_with_residuals`, or a function of a `TwoPhase`.
 
         Raises TypeError if kernel is neither a Kernel nor a KernelSpec, or if both cfg and _cfg are given.
         """
@@ -73,13 +73,13 @@ turns = itertools.count()
 
 
 def is_listening() -> bool:
-    """Whether the decisions made now are recorded."""
+    """Return whether decisions are recorded now."""
     return listener.get() is not None
 
 
 @contextlib.contextmanager
 def listening():
-    """Record the decisions of what is traced inside; functions that jit has traced before are traced again."""
+    """Record the decisions of what is traced inside the context. Functions that jit has traced before are traced again."""
     recorded: list[Decision] = []
     token = listener.set(recorded)
     try:

@@ -1,4 +1,4 @@
-"""`Invocation`: a kernel and the shapes of its arguments, all that the choice of a config may depend on."""
+"""Define `Invocation`: a kernel and the shapes of its arguments, on which the choice of a config may depend."""
 
 import builtins
 import dataclasses
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Invocation:
-    """kernel: a KernelSpec or a Kernel; args and kwargs: its arguments, shapes in the place of arrays."""
+    """A kernel with its arguments. kernel: a KernelSpec or a Kernel. args, kwargs: its arguments, with shapes in place of
+    arrays."""
 
     kernel: Any
     args: tuple
@@ -28,11 +29,11 @@ class Invocation:
 
     @functools.cached_property
     def key(self) -> str:
-        """What configs are remembered by."""
+        """Return the text under which configs are stored."""
         return self.kernel.key(self)
 
     def config_from(self, name: str, fields: dict) -> Any:
-        """The config that was stored as its class's name and its fields. ValueError if there can be none."""
+        """Return the config that is stored as the name and the fields of its class. Raises ValueError if they describe none."""
         known = {
             type(c).__name__: type(c) for c in (self.kernel.heuristic_cfg(self), *self.kernel.candidate_cfgs(self))
         }
@@ -42,8 +43,10 @@ class Invocation:
 
 
 def from_json(config: type, fields: dict) -> Any:
-    """An instance of a dataclass from its fields as JSON has them. TypeError or ValueError if one is missing, unknown or of
-    another type than its annotation: True for an int, a float for one, or an int past 32 bits, which no index of a kernel is.
+    """Return an instance of a dataclass from its fields as JSON holds them.
+
+    Raises TypeError or ValueError if a field is missing, unknown, or of another type than its annotation: a bool for an int, a
+    float for an int, or an int of more than 32 bits, which no kernel's index has.
     """
     names = {field.name for field in dataclasses.fields(config)}
     if unknown := fields.keys() - names:
@@ -84,7 +87,8 @@ def fits(value, hint) -> bool:
 
 
 def shape_of(x):
-    """The shape of an array, in the dtype that JAX will give it; NumPy's are float64 by default. Anything else as it is."""
+    """Return the shape of an array, in the dtype that JAX will give it; NumPy arrays are float64 by default. Other values are
+    returned unchanged."""
     if isinstance(x, type) or not hasattr(x, "dtype"):
         return x
     return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
@@ -95,6 +99,6 @@ def text_of(x) -> str:
 
 
 def described(args: tuple, kwargs: dict) -> str:
-    """Arguments as text: the shape and dtype of each array, the rest by value."""
+    """Return arguments as text: the shape and dtype of each array, and other values as they print."""
     named = jax.tree.leaves_with_path((args, kwargs))
     return " ".join(f"{jax.tree_util.keystr(path, simple=True, separator='.')}={text_of(x)}" for path, x in named)

@@ -1,4 +1,4 @@
-"""`Kernel`: an operation with tunable configs."""
+"""Define `Kernel`, an operation with tunable configs."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from glax._src.tuning.invocation import described
 
 
 class Kernel:
-    """An operation that the execution layer configures, tunes and caches. Subclass it for one of your own:
+    """An operation that the executor configures, tunes and caches. Subclass it to define an operation:
 
         class Power(Kernel):
             op_id = "power"
@@ -25,8 +25,8 @@ class Kernel:
             def candidate_cfgs(self, inv):
                 return [PowerConfig(block=b) for b in (64, 128, 256)]
 
-    and call it by `executor(Power(), x)`. A config is a frozen dataclass of JSON values. `version` is raised when measured
-    configs become invalid. A registered `KernelSpec` has the same interface.
+    Call it by `executor(Power(), x)`. A config is a frozen dataclass of JSON values. Raise `version` when measured configs
+    become invalid. A registered `KernelSpec` has the same interface.
     """
 
     op_id: str
@@ -36,34 +36,35 @@ class Kernel:
         raise NotImplementedError(f"{type(self).__name__} must define run(self, ..., cfg)")
 
     def get_impl(self, cfg) -> Callable[..., Any]:
-        """The function that runs with that config."""
+        """Return the function that runs with that config."""
         return lambda *args, **kwargs: self.run(*args, cfg=cfg, **kwargs)
 
     def runner(self, cfg) -> Callable[..., Any]:
-        """What executors and the tuner call: `get_impl(cfg)`, unless a subclass gives its users another function there."""
+        """Return the function that executors and the tuner call: `get_impl(cfg)`, unless a subclass overrides it."""
         return self.get_impl(cfg)
 
     def heuristic_cfg(self, inv) -> Any:
-        """The guess for an Invocation, by its shapes."""
+        """Return the config for an Invocation, guessed from its shapes."""
         raise NotImplementedError(f"{type(self).__name__} must define heuristic_cfg(self, inv)")
 
     def candidate_cfgs(self, inv) -> Iterable[Any]:
-        """What the tuner measures."""
+        """Return the configs that the tuner measures."""
         return [self.heuristic_cfg(inv)]
 
     def key(self, inv) -> str:
-        """What measurements are remembered by: the arguments' shapes, dtypes and static values."""
+        """Return the text under which measurements are stored: the arguments' shapes, dtypes and static values."""
         return described(inv.args, inv.kwargs)
 
     def example(self, inv) -> tuple[tuple, dict]:
-        """Arguments like those of the Invocation, with values as in use; kernels may be fast on zeros and slow on data."""
+        """Return arguments like those of the Invocation with values as in use. Kernels may be fast on zeros and slow on data."""
         return example_of((inv.args, inv.kwargs))
 
 
 def example_of(operands):
-    """Random arrays in the place of shapes. In a Recurrence: log-sigmoid gates, sequences of equal length, its usual scale.
+    """Return random arrays in place of shapes.
 
-    Rows have one segment each: the best config does not depend on where others begin.
+    A Recurrence gets log-sigmoid gates, sequences of equal length and its usual scale. Its rows have one segment each, because
+    the best config does not depend on where other segments begin.
     """
     leaves, structure = jax.tree.flatten(operands, is_leaf=lambda x: isinstance(x, Recurrence))
     keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))

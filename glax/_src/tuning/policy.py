@@ -1,4 +1,4 @@
-"""The policy for a call without a measured config."""
+"""Define the policy for a call without a measured config."""
 
 import dataclasses
 import os
@@ -39,7 +39,7 @@ class AutotunePolicy:
 
     @classmethod
     def from_environment(cls) -> "AutotunePolicy":
-        """The policy that GLAX_AUTOTUNE names: heuristic (also if unset or empty), autotune or error."""
+        """Return the policy that GLAX_AUTOTUNE names: heuristic (also if unset or empty), autotune or error."""
         name = os.environ.get("GLAX_AUTOTUNE") or "heuristic"
         if name not in FALLBACKS:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The chain of selectors that chooses a config."""
+"""Choose a config by a chain of selectors."""
 
 from typing import Any, NamedTuple
 
@@ -14,9 +14,9 @@ class Chosen(NamedTuple):
 
 
 class ConfigSelectorChain:
-    """Tries each selector in turn: override, overlay, memory, disk, shipped, autotune (if the policy says so), heuristic.
+    """Try each selector in turn: override, overlay, memory, disk, shipped, autotune (if the policy says so), heuristic.
 
-    Caches hold measurements only: never an override, never a guess.
+    Caches hold only measurements, never an override or a guess.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ConfigSelectorChain:
         return None if self.policy.cache_miss_fallback == "error" else inv.kernel.heuristic_cfg(inv)
 
     def tune(self, inv):
-        """Measures every candidate, and remembers the fastest that is right."""
+        """Measure every candidate, and store the fastest correct one."""
         measurement = self.tuner.tune(inv, validate_backward=self.policy.validate_backward)
         self.cache.put(inv, measurement.config)
         if self.persistent is not None:

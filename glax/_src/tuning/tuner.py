@@ -24,12 +24,12 @@ TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-
 
 
 class CandidateError(Exception):
-    """The reason why a candidate is rejected."""
+    """A candidate is rejected, for the reason in the message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuner:
-    """warmup, iters: runs that are not counted, and whose median is taken."""
+    """Measure candidates. warmup: the runs that are not counted. iters: the runs whose median is taken."""
 
     warmup: int = 3
     iters: int = 15
@@ -40,10 +40,11 @@ class Tuner:
                 raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
 
     def tune(self, inv: Invocation, validate_backward: bool = True) -> Measurement:
-        """The fastest candidate. One that fails to compile or run, is wrong, or is denied here, is recorded and passed over.
+        """Return the measurement with the fastest candidate. A candidate that fails to compile or run, is wrong, or is a known
+        miscompile is recorded and skipped.
 
-        Runs in a thread of its own, where no trace of the caller's (jit, vmap, scan, shard_map) is under way: real arrays
-        are measured, on this process's first device.
+        The measurement runs in a thread of its own, where no trace of the caller (jit, vmap, scan, shard_map) is under way. It
+        uses real arrays on this process's first device.
         """
         with concurrent.futures.ThreadPoolExecutor(1) as fresh:
             return fresh.submit(self.measure, inv, validate_backward, x64_is_enabled()).result()
@@ -95,7 +96,7 @@ class Tuner:
 
 
 def example(inv: Invocation) -> tuple:
-    """Real arrays for (args, kwargs), as leaves that jit can take beside what is static."""
+    """Return real arrays for (args, kwargs), as leaves that jit accepts, with static values left in place."""
     filled = inv.kernel.example(inv) if hasattr(inv.kernel, "example") else example_of((inv.args, inv.kwargs))
     if getattr(inv.kernel, "is_step", False):  # sequences that share a slot would race
         (r, pool, slots), rest = filled
@@ -104,7 +105,7 @@ def example(inv: Invocation) -> tuple:
 
 
 def inv_impl(inv: Invocation, config):
-    """The kernel as a function of the arrays alone."""
+    """Return the kernel with this config as a function of the arrays alone."""
     leaves, structure = jax.tree.flatten((inv.args, inv.kwargs))
 
     def run(*arrays):
@@ -116,7 +117,8 @@ def inv_impl(inv: Invocation, config):
 
 
 def results(inv: Invocation, config, validate_backward: bool):
-    """What is compared: the outputs, and with `validate_backward` the gradient of the sum of their squares in all floats."""
+    """Return a function that computes what is compared: the outputs and, with `validate_backward`, the gradient of the sum of
+    their squares in all floats."""
     run = inv_impl(inv, config)
     if not validate_backward:
         return run
@@ -140,7 +142,7 @@ def results(inv: Invocation, config, validate_backward: bool):
 
 
 def differentiable(inv: Invocation, operands) -> bool:
-    """Whether the kernel has a gradient that could be checked: an operation of a user's need not."""
+    """Return whether the kernel has a gradient to check. An operation that a user defines may have none."""
     try:
         jax.eval_shape(results(inv, inv.kernel.heuristic_cfg(inv), True), *operands)
     except (TypeError, ValueError, NotImplementedError):
@@ -149,12 +151,14 @@ def differentiable(inv: Invocation, operands) -> bool:
 
 
 def registered(inv: Invocation) -> bool:
-    """Whether this is a registered kernel: its gradient is a kernel of its own, "<algorithm>.vjp", tuned and checked as such."""
+    """Return whether this is a registered kernel. Its gradient is a kernel of its own, "<algorithm>.vjp", tuned and checked as
+    such."""
     return bool(inv.args) and isinstance(inv.args[0], Recurrence)
 
 
 def yardstick(inv: Invocation, validate_backward: bool):
-    """What candidates must equal: another XLA kernel for the same results if there is one, else the guessed config."""
+    """Return the function whose results candidates must equal: another XLA kernel if there is one, else this kernel with the
+    guessed config."""
     guess = jax.jit(results(inv, inv.kernel.heuristic_cfg(inv), validate_backward))
     if not registered(inv) or inv.kernel.is_step:
         return guess
@@ -167,7 +171,7 @@ def yardstick(inv: Invocation, validate_backward: bool):
 
 
 def check(got, again, want):
-    """Raises CandidateError if two runs differ in a bit, or from the yardstick by more than rounding."""
+    """Raise CandidateError if two runs differ in a bit, or if a run differs from the yardstick by more than rounding."""
     for x, y, w in zip(*map(jax.tree.leaves, (got, again, want)), strict=True):
         if np.asarray(x).tobytes() != np.asarray(y).tobytes():
             raise CandidateError("two runs on the same input differ")
