@@ -1,6 +1,7 @@
-"""The kernels, in a folder for each platform: `cpu` is platform "cpp", and "pallas" has one for GPUs and one for TPUs.
+"""Register the kernels. Each platform has a folder: `cpu` is platform "cpp", and "pallas" has a folder for GPUs and one for
+TPUs.
 
-Importing a folder registers its kernels, which happens at the first call.
+Importing a folder registers its kernels. This happens at the first call.
 """
 
 import functools

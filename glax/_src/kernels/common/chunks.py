@@ -1,4 +1,4 @@
-"""The table of a call's chunks: which rows of the T axis each chunk holds. Packed sequences are cut in place.
+"""Build the table of a call's chunks: the rows of the T axis that each chunk holds. Packed sequences are cut in place.
 
 T is the number of rows, N the number of sequences, and M the number of entries of the table.
 """
@@ -17,11 +17,11 @@ from glax._src.core.recurrence import Recurrence, is_symbol
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Chunk i holds the rows first[i] <= t < last[i], all of one sequence. Entries from `count` on are unused.
+    """The table of chunks. Chunk i holds the rows first[i] <= t < last[i], all of one sequence. Entries from `count` on are
+    unused.
 
-    size      the largest number of rows in a chunk
-    count     the number of chunks
-    sequence  the packed sequence of each chunk; 0 without packing, where a chunk holds these rows of all B sequences
+    size      the largest number of rows in a chunk count     the number of chunks sequence  the packed sequence of each chunk;
+    0 without packing, where a chunk holds these rows of all B sequences
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""What the kernels of all GPU platforms ask about the machine, the threads that compile them, and the library that they load."""
+"""Serve the kernels of all GPU platforms: the number of multiprocessors, and the runtime library of Pallas Mosaic GPU."""
 
 import functools
 import importlib.util
@@ -10,7 +10,8 @@ from glax._src.core.backend import local_device
 
 
 def multiprocessors() -> int:
-    """Of the GPU that kernels are chosen for; an H100's where there is none, for compiling ahead of time."""
+    """Return the number of multiprocessors of the GPU that kernels are chosen for. Without a GPU, return an H100's, for
+    compiling ahead of time."""
     return getattr(local_device(), "core_count", None) or 132
 
 
@@ -20,9 +21,9 @@ def threads() -> ThreadPoolExecutor:
 
 
 def locate_mosaic_runtime():
-    """Tell XLA where the library lies that programs with Pallas Mosaic GPU kernels load.
+    """Set the path at which XLA finds the library that programs with Pallas Mosaic GPU kernels load.
 
-    JAX does the same when it imports Pallas Mosaic GPU. A process that reads such a program back imports none of that.
+    JAX sets it when it imports Pallas Mosaic GPU. A process that loads such a program from a cache imports nothing of that.
     """
     for plugin in ("jax_cuda12_plugin", "jax_cuda13_plugin"):
         found = importlib.util.find_spec(plugin)

@@ -1,4 +1,4 @@
-"""Load a library of C++ that is built when glax is installed with a compiler, and register its handlers with XLA."""
+"""Load a C++ library that was built when glax was installed, and register its handlers with XLA."""
 
 import ctypes
 import importlib.machinery
@@ -9,7 +9,8 @@ REMEDY = "install a C++17 compiler (Debian, Ubuntu: apt install g++) and install
 
 
 def load_built(folder: Path, stem: str, register: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL | str:
-    """Load folder/stem and pass it to `register`, or return the reason why it is missing and the remedy.
+    """Load folder/stem, pass the library to `register`, and return it. Return the reason and the remedy if it is missing or
+    fails.
 
     setup.py writes folder/build_failure.txt where the build failed.
     """

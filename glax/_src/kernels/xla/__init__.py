@@ -1,4 +1,4 @@
-"""Kernels in plain JAX: they run everywhere, and the others are measured against them."""
+"""Register kernels in plain JAX. They run on every platform, and other kernels are measured against them."""
 
 from glax._src.kernels.xla import chunk_scan, recurrent
 

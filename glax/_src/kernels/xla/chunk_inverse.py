@@ -1,12 +1,12 @@
-"""The inverse of I + L, where L [C, C] is strictly lower triangular: what the tokens of a chunk erase of each other.
+"""Invert I + L, where L [C, C] is strictly lower triangular: L_ij is what token i of a chunk erases of what token j wrote.
 
-Blocks of 16 are inverted by forward substitution. Neighbours are then merged, 16 -> 32 -> 64:
+Blocks of 16 are inverted by forward substitution. Neighbouring blocks are then merged, 16 -> 32 -> 64:
 
     [A  0]^-1     [    A^-1          0   ]
     [B  D]     =  [-D^-1 B A^-1    D^-1  ]
 
-No power of L is formed. The powers of a chunk's L grow far beyond its inverse where keys repeat, and the series of them then
-cancels. All products have float32 operands or wider, at the highest precision.
+No power of L is formed. Where keys repeat, the powers of L grow far beyond the inverse, and their series cancels. All products
+have float32 operands or wider, at the highest precision.
 """
 
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def merged(L: Float[Array, "B H C C"]) -> Float[Array, "B H C C"]:
 
 
 def diagonal_blocks(L: Float[Array, "B H C C"], size: int, below: int) -> Float[Array, "B H n size size"]:
-    """Return the blocks on the diagonal, or for `below` = 1 those under every second one of them."""
+    """Return the blocks [size, size] on the diagonal; for `below` = 1, the blocks below every second block of the diagonal."""
     n, step = L.shape[-1] // size, 1 + below
     parts = [L[..., (i + below) * size : (i + below + 1) * size, i * size : (i + 1) * size] for i in range(0, n, step)]
     return jnp.stack(parts, axis=2)

@@ -31,12 +31,12 @@ matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def outer(x: Float[Array, "B N C K"], y: Float[Array, "B N C V"]) -> Float[Array, "B N K V"]:
-    """Compute x^T y. XLA would write a copy of x.mT, and read x itself for the other products."""
+    """Compute x^T y, [B, N, K, V]. This einsum avoids the copy that XLA would write for x.mT."""
     return jnp.einsum("bnck,bncv->bnkv", x, y, precision=lax.Precision.HIGHEST)
 
 
 def inner(x: Float[Array, "B N I D"], y: Float[Array, "B N J D"]) -> Float[Array, "B N I J"]:
-    """Compute x y^T, without a copy of y.mT."""
+    """Compute x y^T, [B, N, I, J], without a copy of y.mT."""
     return jnp.einsum("bnid,bnjd->bnij", x, y, precision=lax.Precision.HIGHEST)
 
 

@@ -159,7 +159,7 @@ class GroupedChunks:
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
     def by_token(self, x: Float[Array, "B N C D"]) -> Float[Array, "B n C H D"]:
-        """Invert `by_head`."""
+        """Return x [B, N, C, D] in the order [B, n, C, H, D]: the inverse of `by_head`."""
         if self.of_heads:
             return x.reshape(x.shape[0], self.r.num_heads // GROUPS, -1, *x.shape[2:]).transpose(0, 2, 3, 1, 4)
         return x.reshape(x.shape[0], -1, self.r.num_heads, *x.shape[2:]).transpose(0, 1, 3, 2, 4)
@@ -188,7 +188,7 @@ class Factors(NamedTuple):
 
     @property
     def between_chunks(self) -> ChunkDecays:
-        """`decays`, for code that runs only on groups of heads."""
+        """Return `decays`, in code that runs only on groups of heads, where it is not None."""
         assert self.decays is not None
         return self.decays
 
@@ -213,7 +213,7 @@ def factors(p: GroupedChunks) -> list[Factors]:
 
 
 class Rows(NamedTuple):
-    """q~, k~ and v~ of one group, and the same with the decays for products with a state. All are [B, N, C, K or V]."""
+    """Hold q~, k~ and v~ of one group, and the same rows times the decays for products with a state: [B, N, C, K or V] each."""
 
     q: Array
     k: Array

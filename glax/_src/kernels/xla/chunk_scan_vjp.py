@@ -30,10 +30,10 @@ from glax._src.kernels.xla.chunk_window import (
 
 
 class StateStore:
-    """Stores the transposed state before each chunk, [B, H, V, K], in `place`, a list of arrays.
+    """Store the transposed state before each chunk, [B, H, V, K], in `place`, a list of arrays.
 
     The rows of a chunk in dq and dk, [C, K] each, can hold a state of V <= 2 C columns. The state of a chunk is read before its
-    dq and dk are written. Where the dtypes and heads agree, dq and dk are therefore the place, and the gradient needs no memory
+    dq and dk are written. If the dtypes and heads agree, `place` is therefore dq and dk, and the gradient needs no memory
     beyond its results. XLA knows this order only if the state passes through a lax.cond, and otherwise copies the arrays.
     """
 

@@ -1,8 +1,8 @@
-"""One chunk of a scan over chunks: reading and writing its rows, its gates, and the choice of form.
+"""Read and write one chunk of a scan over chunks, and choose the form that computes it.
 
 The arrays stay as they are, [B, T, heads, D]. A chunk is a window of C consecutive rows with a mask, so packing, `reverse`, and
-a T that C does not divide move no row. `scan_chunks` folds a function over the chunks, and `select_form` evaluates a function in
-the fast or the exact form of `chunk_math`.
+a T that C does not divide move no row. `scan_chunks` folds a function over the chunks, and `select_form` evaluates a function
+in the fast or the exact form of `chunk_math`.
 """
 
 from typing import TypeVar
@@ -23,7 +23,7 @@ Carried = TypeVar("Carried", Array, chunk_math.State)  # what a scan passes from
 
 
 class ChunkWindow:
-    """Reads and writes the rows of chunk i. All C rows of a window are in bounds; those outside the chunk read as 0."""
+    """Read and write the rows of chunk i. All C rows of a window are in bounds, and rows outside the chunk read as 0."""
 
     def __init__(self, r: Recurrence, chunks: Chunks, i, begins):
         C, T = chunks.size, r.q.shape[1]

@@ -1,27 +1,29 @@
-"""The delta rule in chunks of C tokens: one scan forward, and one against time that forms every gradient.
+"""Compute the delta rule in chunks of C tokens: a scan forward, and a reverse scan that forms every gradient.
 
-G_i is the sum of log decays from the chunk's first token through token i. S [K, V] is the state before the chunk.
+G_i is the sum of log decays from the chunk's first token through token i. S [K, V] is the state before the chunk. U [C, V]
+holds what the tokens write: row u_i beside key k_i.
 
     L_ij = e_i . k_j e^{G_i - G_j}    j before i        what token i erases of what token j wrote
     P_ij = q_i . k_j e^{G_i - G_j}    j before i, j = i
     X    = w * v - (e e^G) S
-    U    = (I + L)^-1 X                                 what the tokens write: row u_i beside key k_i
+    U    = (I + L)^-1 X
     O    = (q e^G) S + P U
     S'   = e^{G_last} S + (k e^{G_last - G})^T U
 
-So the chunk equals one of `chunk_math` with U in the place of v, and one more matrix of scores. Both take the same factors:
-exact for all gates. L includes the decays, rather than the inverse of a matrix without them: that inverse may overflow where the
-decays keep the chunk's own small.
+A chunk is thus a chunk of `chunk_math` with U in the place of v, and one more matrix of scores, L. Both use the same factors,
+which are exact for all gates. L includes the decays. The inverse of a matrix without decays may overflow where (I + L)^-1 is
+small.
 
-The gradient, from dS' = dL/dS' and do:
+The gradient follows from dS' = dL/dS' and do. dP and dL are restricted to the pairs of P and L:
 
     dU = (k e^{G_last - G}) dS' + P^T do                dX = (I + L)^-T dU              d(w * v) = dX
-    dP = do U^T                                         dL = -dX U^T                    for the pairs of each
+    dP = do U^T                                         dL = -dX U^T
     dq = (do S^T) e^G + dP k                            de = -(dX S^T) e^G + dL k
     dk = (U dS'^T) e^{G_last - G} + dP^T q + dL^T e     dS = e^{G_last} dS' + (q e^G)^T do - (e e^G)^T dX
 
-where the last products with k, q and e include the decays of the pairs. The gradient of the log decays telescopes: it is <S, dS>
-minus the sum over earlier tokens of q dq - k dk + e de, without the pair of a token with itself (`chunk_math.log_gradient`).
+The products of dP and dL with k, q and e include the decays of the pairs. The gradient of the log decays telescopes: it is <S,
+dS> minus the sum over earlier tokens of q dq - k dk + e de, without the pair of a token with itself
+(`chunk_math.log_gradient`).
 """
 
 import jax
@@ -50,14 +52,15 @@ CHUNK = 64  # tokens, where nothing else is configured
 
 
 def supports(r: Recurrence) -> str | None:
-    """Return None, or why a recurrence that erases has no form in chunks: each value column would need an inverse of its own."""
+    """Return None, or why a recurrence with an erasure has no form in chunks: with per-value gates each value column would
+    need an inverse of its own."""
     if r.erasure is None or r.decay.value is None:
         return None
     return "erases with gates on keys and heads alone, not with per-value gates"
 
 
 def scores(x, k, key: Factors, masks) -> Float[Array, "B H C C"]:
-    """Compute the sum over levels of (x * up) (k * down)^T * between, each masked."""
+    """Compute the scores of x with k, [B, H, C, C]: the sum over levels of (x * up) (k * down)^T * between, each masked."""
     pairs = jnp.zeros((*x.shape[:3], k.shape[2]), x.dtype)
     for up, down, mask in zip(key.up, key.down, masks, strict=True):
         if mask.any():
@@ -84,7 +87,7 @@ def read_erasure(w: ChunkWindow, erasure: Erasure) -> Erasure:
 
 
 def written(S, k, v, e, w, key: Factors, g: chunk_math.Geometry, masks) -> tuple[Array, Array]:
-    """Return ((I + L)^-1, U) of a chunk from the state S before it."""
+    """Return ((I + L)^-1 [B, H, C, C], U [B, H, C, V]) of a chunk from the state S [B, H, K, V] before it."""
     L = scores(e, k, key, [mask & g.earlier for mask in masks])
     inverse = unit_inverse(L, descending=g.begin != 0)
     return inverse, matmul(inverse, times(v, w) - matmul(times(e, key.inward), S))
@@ -123,7 +126,7 @@ def forward_by_scan(r: Recurrence, size: int, save_states: bool) -> tuple[Output
 
 
 def states_before(r: Recurrence, size: int) -> Float[Array, "B chunks H K V"]:
-    """Scan forward and return the state before each chunk."""
+    """Scan forward and return the state before each chunk, [B, chunks, H, K, V]."""
     chunks, g = start(r, size)
     first, B = r.start_state, r.q.shape[0]
 
@@ -145,10 +148,10 @@ def states_before(r: Recurrence, size: int) -> Float[Array, "B chunks H K V"]:
 
 
 def chunk_gradient(S, dS, q, k, v, do, erasure: Erasure, key: Factors, g: chunk_math.Geometry, masks):
-    """Compute the gradient of one chunk from S before it and dS = dL/dS after it; q has the scale in it.
+    """Compute the gradient of one chunk from S before the chunk and dS = dL/dS after it. q is multiplied by the scale.
 
-    Returns (what the chunk adds to dL/dS before it, dq, dk, dv, d erasure, the terms of the gates' gradient [B, H, C, K]).
-    `masks` exclude the pair of a token with itself.
+    Returns (what the chunk adds to dL/dS before it, dq, dk, dv, the gradient of the erasure, the terms of the gates' gradient
+    [B, H, C, K]). `masks` exclude the pair of a token with itself.
     """
     e, write = erasure.vectors(k)
     inverse, U = written(S, k, v, e, write, key, g, masks)
@@ -170,9 +173,9 @@ def chunk_gradient(S, dS, q, k, v, do, erasure: Erasure, key: Factors, g: chunk_
 
 
 def vjp_by_scan(r: Recurrence, size: int, d_output, d_final, states: Array | None) -> Recurrence:
-    """Compute the gradient of every input by a scan against time over chunks of `size` tokens.
+    """Compute the gradient of every input by a reverse scan over chunks of `size` tokens.
 
-    states: the states before each chunk, [B, chunks, H, K, V]; None recomputes them by a scan forward.
+    states: the states before each chunk, [B, chunks, H, K, V]; None recomputes them by a forward scan.
     """
     original, (chunks, g) = r, start(r, size)
     r, d_output = pad_to_chunk(r, chunks.size), pad_rows(d_output, chunks.size)
@@ -232,7 +235,7 @@ def vjp_by_scan(r: Recurrence, size: int, d_output, d_final, states: Array | Non
 
 
 def write_erasure(w: ChunkWindow, buffers: Erasure, x: Erasure) -> Erasure:
-    """Write the gradient of one chunk's erasure."""
+    """Return the buffers with the gradient of one chunk's erasure, x, written to the rows of the chunk."""
     if buffers.beta is not None and x.beta is not None:
         return Erasure(beta=w.write(buffers.beta[..., None], x.beta)[..., 0])
     return jax.tree.map(w.write, buffers, x)

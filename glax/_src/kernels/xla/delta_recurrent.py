@@ -1,18 +1,18 @@
-"""The delta rule token by token, by `lax.scan` over T, and its gradient:
+"""Compute the delta rule token by token, by `lax.scan` over T, and its gradient:
 
     S_bar_t = exp(rows_t) S_{t-1} exp(columns_t)        S: [B, H, K, V]
     u_t     = w_t * v_t - S_bar_t^T e_t                 u: [B, H, V], what is written
     S_t     = S_bar_t + k_t u_t^T
     o_t     = scale * S_t^T q_t                         o: [B, H, V]
 
-With G_t = dL/dS_t, which includes scale q_t do_t^T, the gradient scans against time:
+G_t = dL/dS_t includes scale q_t do_t^T. The gradient is a reverse scan:
 
     dq_t = scale S_t do_t       du_t = G_t^T k_t        dv_t = w_t * du_t       dw_t = v_t * du_t
     dk_t = G_t u_t              de_t = -S_bar_t du_t    dS_bar_t = G_t - e_t du_t^T
     d log decay_t = dS_bar_t * S_bar_t                  dL/dS_{t-1} = exp(rows_t) dS_bar_t exp(columns_t)
 
-No step is the difference of long sums, so this form is exact for all gates and all keys. It is plain JAX throughout: the gradient
-has gradients of any order. Delta rule: Yang et al. 2024, https://arxiv.org/abs/2406.06484 and https://arxiv.org/abs/2412.06464.
+No step is a difference of long sums, so this form is exact for all gates and all keys. It is plain JAX, so the gradient can be
+differentiated any number of times. Yang et al. 2024, https://arxiv.org/abs/2406.06484 and https://arxiv.org/abs/2412.06464.
 """
 
 from typing import NamedTuple
@@ -39,7 +39,7 @@ SEGMENT = 64  # tokens between two states that the gradient stores
 
 
 class Tokens(NamedTuple):
-    """The arrays of r with time first, [T, B, heads, ...], and the place of each token.
+    """Hold the arrays of r with time first, [T, B, heads, ...], and the position of each row in its sequence.
 
     begins, ends: whether a packed sequence's scan begins or ends at a row. sequence: a row's sequence, N for padding. All three
     are None without packing.
@@ -56,7 +56,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(r: Recurrence) -> Tokens:
-    """Move time first and zero the rows of padding, which may hold anything: a zero row leaves the state as it is."""
+    """Return the arrays of r with time first and zeros in padding rows. A row of zeros leaves the state unchanged."""
     if r.boundaries is None:
         place, is_token = {}, None
     else:
@@ -77,7 +77,8 @@ def tokens_of(r: Recurrence) -> Tokens:
 
 
 class Token(NamedTuple):
-    """One token in the dtype of sums, with a head for each state. w is None for 1; decay is None without gates."""
+    """Hold one token in the dtype of sums, with a head for each head of the states. w is None where it is 1; decay is None
+    without gates."""
 
     q: Float[Array, "B H K"]
     k: Float[Array, "B H K"]
@@ -108,12 +109,12 @@ def token_of(r: Recurrence, row: Tokens) -> Token:
 
 
 def read(S: Float[Array, "B H K V"], x: Float[Array, "B H K"]) -> Float[Array, "B H V"]:
-    """Compute S^T x."""
+    """Compute S^T x, [B, H, V]."""
     return jnp.einsum("bhk,bhkv->bhv", x, S, precision=lax.Precision.HIGHEST)
 
 
 def read_rows(S: Float[Array, "B H K V"], x: Float[Array, "B H V"]) -> Float[Array, "B H K"]:
-    """Compute S x."""
+    """Compute S x, [B, H, K]."""
     return jnp.einsum("bhv,bhkv->bhk", x, S, precision=lax.Precision.HIGHEST)
 
 
@@ -146,12 +147,14 @@ def enter(states: Array, carried: Array, begins, sequence) -> Array:
 
 
 def write_state(states: Array, x: Array, sequence) -> Array:
-    """Return x or, packed, `states` with x as the entry of the row's sequence; padding writes nothing."""
+    """Return x, the state. For packed sequences return `states` with x as the entry of the row's sequence; padding writes
+    nothing."""
     return x if sequence is None else states.at[sequence].set(x[0], mode="drop")
 
 
 def first_carry(r: Recurrence, states: Float[Array, "N *rest"]) -> Array:
-    """Return what a scan carries before its first row: packed, each sequence reads its own entry where it begins."""
+    """Return the state that a scan carries before its first row: `states`, or zeros if packed, because each sequence then reads
+    its own entry where it begins."""
     return states if r.boundaries is None else jnp.zeros_like(states, shape=(1, *states.shape[1:]))
 
 
@@ -176,7 +179,7 @@ def delta_by_token(r: Recurrence) -> Outputs:
 
 
 def in_segments(r: Recurrence, tokens):
-    """Cut time [T] into [segments, SEGMENT], with rows of zeros behind the last token."""
+    """Return the tokens with time [T] cut into [segments, SEGMENT], and rows of zeros behind the last token."""
     length = min(SEGMENT, r.q.shape[1])
     missing = -r.q.shape[1] % length
 
@@ -189,9 +192,9 @@ def in_segments(r: Recurrence, tokens):
 
 
 def delta_gradient_by_token(r: Recurrence, d_output, d_final) -> Recurrence:
-    """Compute the gradient in every array of r. Memory: the inputs, and one state for every SEGMENT tokens.
+    """Compute the gradient in every array of r. It stores the inputs, and one state for every SEGMENT tokens.
 
-    A scan forward stores the state before each segment. The scan against time recomputes the states of one segment at a time.
+    A forward scan stores the state before each segment. The reverse scan recomputes the states of one segment at a time.
     """
     tokens, start, d_final = tokens_of(r), r.start_state, d_final.astype(r.dtype)
     d_output = jnp.moveaxis(d_output, 1, 0).astype(r.dtype)
@@ -237,7 +240,7 @@ def delta_gradient_by_token(r: Recurrence, d_output, d_final) -> Recurrence:
 
 
 class TokenGradient(NamedTuple):
-    """The gradient of one token's arrays, as `Tokens` holds them, and its part of the gradient of the scale, [B]."""
+    """Hold the gradient of one token's arrays, as in `Tokens`, and its term of the gradient of the scale, [B]."""
 
     q: Array
     k: Array
@@ -248,7 +251,10 @@ class TokenGradient(NamedTuple):
 
 
 def token_gradient(r: Recurrence, row: Tokens, do, before, G):
-    """Return (dL/dS before the token, the gradient of its arrays). before: S before it. G: dL/dS after it, without its output."""
+    """Return (dL/dS before the token, the gradient of its arrays).
+
+    before: the state before the token. G: dL/dS after the token, without the term of its output.
+    """
     t, n = token_of(r, row), row.sequence
     S_bar, u, S = advance(before, t)
     scale = each(r.scale, t.q) if n is None else r.scale[jnp.minimum(n, len(r.scale) - 1)]

@@ -1,7 +1,9 @@
-"""The recurrence token by token, by `lax.scan` over T:
+"""Compute the recurrence token by token, by `lax.scan` over T:
 
-S_t = exp(rows_t) S_{t-1} exp(columns_t) + k_t v_t^T        S: [B, H, K, V]
-o_t = scale * S_t^T q_t                                     o: [B, H, V]
+    S_t = exp(rows_t) S_{t-1} exp(columns_t) + k_t v_t^T        S: [B, H, K, V]
+    o_t = scale * S_t^T q_t                                     o: [B, H, V]
+
+rows and columns are the log decays of the rows [K] and columns [V] of S.
 """
 
 import jax
@@ -17,7 +19,7 @@ from glax._src.kernels.xla.delta_recurrent import delta_by_token, delta_gradient
 
 
 def priority(r: Recurrence) -> int:
-    """Rank this kernel above `chunked` for fewer than 16 tokens, and where the chunk scan would be slower (`stays_in_cache`)."""
+    """Return a priority above `chunked` for fewer than 16 tokens, and where the chunk scan would be slower (`stays_in_cache`)."""
     T = r.q.shape[1]
     if r.erasure is not None:
         return 2 if not is_symbol(T) and T < 16 else 0
@@ -69,10 +71,8 @@ def mild_expm1(log: Array) -> Array:
 def advance(S: Float[Array, "B H K V"], added: Float[Array, "B H K V"], decays) -> Float[Array, "B H K V"]:
     """Compute S exp(sum of logs) + added, [B, H, K, V].
 
-    decays: pairs (split decay or None, the axes of S that it lacks).
-
-    S * rest is summed with `added` before S is. It may be less than half a digit of S, and alone would be rounded away at every
-    token.
+    decays: pairs (split decay or None, the axes of S that the decay lacks). S * rest is added to `added` first: it may be less
+    than half a digit of S, and would be rounded away at every token if it were added to S alone.
     """
     split = [
         (jnp.expand_dims(whole, axes), None if rest is None else jnp.expand_dims(rest, axes))
@@ -105,7 +105,7 @@ def decay_by_token(log: Float[Array, "T *rest"]) -> Float[Array, "T *rest"]:
 
 @kernel_registry.register("recurrent", Platform.XLA, Backend.ANY, priority=priority, erases=True)
 def recurrent(r: Recurrence, *, config) -> Outputs:
-    """Compute the recurrence by lax.scan over T. rows and columns are the log decays of S's rows [K] and columns [V]."""
+    """Compute the outputs and final states by a scan over tokens."""
     if r.erasure is not None:
         return delta_by_token(r)
     H, decay, packed = r.num_heads, r.decay, r.boundaries is not None
@@ -148,5 +148,5 @@ def vjp_supports(r: Recurrence) -> str | None:
     "recurrent.vjp", Platform.XLA, Backend.ANY, priority=priority, supports=vjp_supports, erases=True
 )
 def recurrent_vjp(r: Recurrence, d_output, d_final, *, config) -> Recurrence:
-    """Compute the gradient of every input of a recurrence that erases, token by token: see `delta_recurrent`."""
+    """Compute the gradient of every input of a recurrence with an erasure, token by token; see `delta_recurrent`."""
     return delta_gradient_by_token(r, d_output, d_final)
