@@ -1,1 +1,1 @@
-"""Kernels in C++ for CPUs, called by XLA through its foreign function interface."""
+"""Register kernels in C++ for CPUs. XLA calls them through its foreign function interface."""

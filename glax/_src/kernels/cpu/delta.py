@@ -1,4 +1,7 @@
-"""The delta rule in native code: forward, gradient in every input, one decoding step. native/delta_block.h has the formulas."""
+"""Compute the delta rule in native code: forward, gradient of every input, and one decoding step.
+
+native/delta_block.h has the formulas.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,7 @@ from glax._src.kernels.cpu.call import NONE, STORED, call, operands_of
 
 
 def erasure_of(r: Recurrence) -> list[Array | None]:
-    """Return the library's last operands, in a dtype that it reads."""
+    """Return beta, erase and write, the library's last operands, each in a dtype that it reads or None."""
     arrays = (r.erasing.beta, r.erasing.erase, r.erasing.write)
     return [x if x is None or x.dtype in STORED else x.astype(jnp.float32) for x in arrays]
 
@@ -26,7 +29,7 @@ def forward(r: Recurrence) -> Outputs:
 
 
 def gradient(r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Array, "N H K V"]) -> Recurrence:
-    """Compute the gradient in every input. Memory beside the results: in each thread, one state for every 256 tokens."""
+    """Compute the gradient of every input. Beside the results, each thread holds one state for every 256 tokens."""
     (B, T), (N, H, K, V), decay, erasure = r.q.shape[:2], r.state_shape, r.decay, r.erasing
 
     def each(x: Array):
@@ -64,7 +67,7 @@ def gradient(r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Ar
 
 
 def step(r: Recurrence, pool: Float[Array, "P H K V"], slots: Int[Array, "B"]):
-    """Advance each sequence by one token, in place in the pool."""
+    """Advance each sequence by one token, in place in the pool. Return the output [B, 1, H, V] and the pool."""
     *arrays, _, _, scale = operands_of(r)
     results = [
         jax.ShapeDtypeStruct((r.q.shape[0], 1, r.num_heads, r.v.shape[3]), r.q.dtype),

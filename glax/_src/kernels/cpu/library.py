@@ -28,20 +28,21 @@ def register(library: ctypes.CDLL):
 
 
 def lacks_sums_of_heads() -> str | None:
-    """Return why the library cannot sum gradients over heads that share a row, or None: builds before glax_interface 2 cannot."""
+    """Return why the library cannot sum gradients over heads that share a row, or None. Builds before glax_interface 2 cannot."""
     if hasattr(load_library(), "glax_interface"):
         return None
     return f"its library was built by an earlier version of glax, which sums over no heads: {REMEDY}"
 
 
 def takes_segments() -> bool:
-    """Whether the library divides rows into segments itself. Builds before glax_interface 3 do not."""
+    """Return whether the library divides rows into segments itself. Builds before glax_interface 3 do not."""
     found = load_library()
     return not isinstance(found, str) and hasattr(found, "glax_interface") and found.glax_interface() >= 3
 
 
 def check_instructions():
-    """Raise ValueError unless native/parallel_for.h knows GLAX_CPU_INSTRUCTIONS, the widest that kernels may use."""
+    """Raise ValueError unless GLAX_CPU_INSTRUCTIONS, the widest instructions for kernels, is a name that native/parallel_for.h
+    knows."""
     named = os.environ.get("GLAX_CPU_INSTRUCTIONS") or INSTRUCTIONS[0]
     if named not in INSTRUCTIONS:
         known = f"{', '.join(INSTRUCTIONS[:-1])} or {INSTRUCTIONS[-1]}"
@@ -56,7 +57,8 @@ def missing() -> str | None:
 
 
 def delta_missing() -> str | None:
-    """Return the reason why the kernels of the delta rule cannot run here, or None. An older library has none of them."""
+    """Return the reason why the kernels of the delta rule cannot run here, or None. A library of an earlier version has no such
+    kernels."""
     found = missing()
     if found is None and not all(hasattr(load_library(), name) for name in DELTA_TARGETS):
         return "its library was built before it had kernels of the delta rule: install glax again"

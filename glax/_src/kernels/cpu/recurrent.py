@@ -1,4 +1,4 @@
-"""The recurrence in native code: the forward, the gradient in every input, and one decoding step."""
+"""Compute the recurrence in native code: forward, gradient of every input, and one decoding step."""
 
 import dataclasses
 from typing import Self
@@ -23,8 +23,8 @@ SUMMED = 8  # heads of one query, key or value whose gradients the library sums,
 class NativeConfig(Config):
     """Configure the native kernels.
 
-    block: the largest number of tokens between two rescalings of the state, from 1 to 4096. Scratch memory grows with
-        it, arithmetic does not.
+    block: the largest number of tokens between two rescalings of the state, from 1 to 4096. Scratch memory grows with it, and
+    the number of operations does not.
 
     Raises ValueError for any other block.
     """
@@ -40,7 +40,7 @@ class NativeConfig(Config):
 
 
 def takes(r: Recurrence) -> str | None:
-    """Return None, or why these arrays or this library serve no native kernel."""
+    """Return why no native kernel can run r, because of its arrays or of the library; None if one can."""
     for name in ("q", "k", "v"):
         if (dtype := getattr(r, name).dtype) not in STORED:
             return f"takes float32, bfloat16 and float16, {name} is {dtype}"
@@ -54,7 +54,8 @@ def supports(r: Recurrence) -> str | None:
 
 
 def priority(r: Recurrence) -> int:
-    """Above every XLA kernel: measured faster at every shape (docs/internals/experiments/cpu.md)."""
+    """Return a priority above every XLA kernel: this kernel was faster at every shape measured
+    (docs/internals/experiments/cpu.md)."""
     return 4
 
 
@@ -69,9 +70,9 @@ def priority(r: Recurrence) -> int:
     takes_segments=lambda r: r.erasure is None and takes_segments(),
 )
 def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
-    """Scan over blocks of tokens, within which the state is not rescaled; native/scan.h has the formulas.
+    """Compute the outputs and final states in blocks of tokens, within which the state is not rescaled.
 
-    A recurrence that erases has blocks of its own: see `delta`.
+    native/scan.h has the formulas. A recurrence with an erasure has other blocks; see `delta`.
     """
     if r.erasure is not None:
         return delta.forward(r)
@@ -84,7 +85,8 @@ def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
 
 
 def marks_of(r: Recurrence) -> list[Array]:
-    """The last operand where rows have segments: 0, 1 where a token resets the state, 2 where it is padding; int32 [B, T]."""
+    """Return the operand that marks rows with segments, int32 [B, T]: 1 where a token resets the state, 2 at padding, else 0.
+    Return no operand without segments."""
     if r.segments is None:
         return []
     marks = r.segments.resets.astype(jnp.int32)
@@ -144,7 +146,7 @@ def recurrent_vjp(
 
 
 def heads_summed(sharing: int) -> int:
-    """Return how many of `sharing` heads the library sums: the least divisor that is SUMMED or more, so that tasks stay many."""
+    """Return how many of `sharing` heads one task sums: the smallest divisor of at least SUMMED, so that there are many tasks."""
     return next((n for n in range(SUMMED, sharing) if sharing % n == 0), sharing)
 
 
@@ -162,9 +164,9 @@ def step_supports(r: Recurrence) -> str | None:
 def recurrent_step(
     r: Recurrence, pool: Float[Array, "P H K V"], slots: Int[Array, "B"], *, config: Config
 ) -> tuple[Float[Array, "B 1 H V"], Float[Array, "P H K V"]]:
-    """Advance each sequence by one token, in place in the pool: each state is read once and written once.
+    """Advance each sequence by one token, in place in the pool. Each state is read once and written once.
 
-    The delta rule reads it twice: what a token writes depends on the whole state before it.
+    The delta rule reads a state twice, because what a token writes depends on the whole state before it.
     """
     if r.erasure is not None:
         return delta.step(r, pool, slots)
