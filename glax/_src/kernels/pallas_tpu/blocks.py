@@ -34,20 +34,20 @@ def step_rows(plan: Plan, step: Step, axis: int = 0):
 
 
 def lanes(width: int, unit):
-    """Returns the index of a unit's lanes. The unit may be traced."""
+    """Return the index of a unit's lanes. The unit may be traced."""
     if isinstance(unit, int):
         return slice(unit * width, (unit + 1) * width)
     return pl.ds(pl.multiple_of(unit * width, 128), width)
 
 
 def load_unit(plan: Plan, step: Step, ref, heads: int, width: int, unit):
-    """Loads a unit's heads of a tensor with `heads` heads, [C, pack * width], with 0 outside of the step's rows."""
+    """Load a unit's heads of a tensor with `heads` heads, [C, pack * width], with 0 outside of the step's rows."""
     at = lanes(plan.pack * width, plan.unit_of(unit, heads))
     return chunk_math.select_rows(ref[:, at], step_rows(plan, step))
 
 
 def load_rows(plan: Plan, step: Step, refs: ForwardRefs | BackwardRefs, unit):
-    """Loads q [C, pack * K], k [C, pack * K] and v [C, pack * V] of a unit."""
+    """Load q [C, pack * K], k [C, pack * K] and v [C, pack * V] of a unit."""
     Hq, Hk, Hv = plan.heads
     q = load_unit(plan, step, refs.q, Hq, plan.K, unit)
     k = load_unit(plan, step, refs.k, Hk, plan.K, unit)
@@ -56,7 +56,7 @@ def load_rows(plan: Plan, step: Step, refs: ForwardRefs | BackwardRefs, unit):
 
 
 def load_gradient_operands(plan: Plan, step: Step, refs: BackwardRefs, unit) -> GradientOperands:
-    """Loads the rows, the output's cotangent and both states of a unit."""
+    """Load the rows, the output's cotangent and both states of a unit."""
     rows = load_rows(plan, step, refs, unit)
     d_output = load_unit(plan, step, refs.d_output, plan.H, plan.V, unit)
     return GradientOperands(*rows, d_output, refs.states_before[unit].astype(jnp.float32), refs.d_state[unit])
@@ -71,7 +71,7 @@ def join_heads(plan: Plan, width: int, factors, axis: int = 1):
 
 
 def select_head(plan: Plan, x, width: int, head: int):
-    """Sets the lanes of the unit's other head to 0 in x [C, pack * width]."""
+    """Set the lanes of the unit's other head to 0 in x [C, pack * width]."""
     if plan.pack == 1:
         return x
     lane = lax.broadcasted_iota(jnp.int32, (1, 2 * width), 1)
@@ -79,7 +79,7 @@ def select_head(plan: Plan, x, width: int, head: int):
 
 
 def block_diagonal(plan: Plan, x):
-    """Sets the products between a unit's two heads to 0 in x [pack * V, pack * K]."""
+    """Set the products between a unit's two heads to 0 in x [pack * V, pack * K]."""
     if plan.pack == 1:
         return x
     row = lax.broadcasted_iota(jnp.int32, x.shape, 0) < plan.V
@@ -88,7 +88,7 @@ def block_diagonal(plan: Plan, x):
 
 
 def load_state(plan: Plan, source: Ref | None, target: Ref):
-    """Copies a program's states [heads, K, V], or zeros, to its units [units, pack * V, pack * K], transposed."""
+    """Copy a program's states [heads, K, V], or zeros, to its units [units, pack * V, pack * K], transposed."""
     if source is None or plan.pack > 1:
         target[...] = jnp.zeros_like(target)
     if source is None:
@@ -100,7 +100,7 @@ def load_state(plan: Plan, source: Ref | None, target: Ref):
 
 
 def store_state(plan: Plan, source: Ref, target: Ref):
-    """Copies a program's units [units, pack * V, pack * K] to its states [heads, K, V], transposed."""
+    """Copy a program's units [units, pack * V, pack * K] to its states [heads, K, V], transposed."""
     for head in range(plan.program_heads):
         unit, part = divmod(head, plan.pack)
         V, K = (slice(part * width, (part + 1) * width) for width in (plan.V, plan.K))
@@ -108,7 +108,7 @@ def store_state(plan: Plan, source: Ref, target: Ref):
 
 
 def load_head_gates(plan: Plan, step: Step, refs: ForwardRefs | StateRefs | BackwardRefs):
-    """Loads per-head gates, [gate_rows, C] float32, with 0 outside of the step's rows. None without such gates."""
+    """Load per-head gates, [gate_rows, C] float32, with 0 outside of the step's rows. None without such gates."""
     if refs.gates is None:
         return None
     gates = jnp.broadcast_to(refs.gates[...], (plan.gate_rows, plan.chunk))
@@ -116,7 +116,7 @@ def load_head_gates(plan: Plan, step: Step, refs: ForwardRefs | StateRefs | Back
 
 
 def store_unit(plan: Plan, step: Step, ref: Ref, unit, x):
-    """Stores the lanes of a unit in the step's rows."""
+    """Store the lanes of a unit in the step's rows."""
     at = lanes(x.shape[1], unit)
     x = x.astype(ref.dtype)
     rows = step_rows(plan, step) if plan.packed else None
@@ -124,7 +124,7 @@ def store_unit(plan: Plan, step: Step, ref: Ref, unit, x):
 
 
 def store_gradient(plan: Plan, step: Step, ref: Ref, heads: int, unit, x):
-    """Stores a unit's gradient of a tensor with `heads` heads.
+    """Store a unit's gradient of a tensor with `heads` heads.
 
     Units that share a head add their gradients, in a block that starts as 0.
     """
@@ -135,7 +135,7 @@ def store_gradient(plan: Plan, step: Step, ref: Ref, heads: int, unit, x):
 
 
 def gate_inputs(plan: Plan, r: Recurrence) -> dict:
-    """Returns (array, block) of the gates of r, by the name of their reference."""
+    """Return (array, block) of the gates of r, by the name of their reference."""
     decay = r.decay
     if decay.constant is not None:
         x = decay.constant.astype(jnp.float32).reshape(plan.N, plan.groups, plan.program_heads, 1)
@@ -150,7 +150,7 @@ def gate_inputs(plan: Plan, r: Recurrence) -> dict:
 
 
 def row_inputs(plan: Plan, r: Recurrence) -> dict:
-    """Returns (array, block) of q, k and v."""
+    """Return (array, block) of q, k and v."""
     Hq, Hk, Hv = plan.heads
     return dict(
         q=(plan.to_lanes(r.q, plan.K), plan.token_block(Hq, plan.K)),
@@ -160,7 +160,7 @@ def row_inputs(plan: Plan, r: Recurrence) -> dict:
 
 
 def state_input(plan: Plan, x) -> tuple:
-    """Returns (array, block) of states [N, H, K, V]."""
+    """Return (array, block) of states [N, H, K, V]."""
     x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x
     return plan.to_state_blocks(x), plan.sequence_block(plan.program_heads, plan.K, plan.V)
 

@@ -13,7 +13,7 @@ NT, NN, TN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), 
 
 
 def dot(x, y, dims, dtype):
-    """Multiplies matrices in `dtype`, in float32 throughout if that is float32."""
+    """Multiply matrices in `dtype`, in float32 throughout if that is float32."""
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         x.astype(dtype), y.astype(dtype), dims, precision=precision, preferred_element_type=jnp.float32
@@ -21,7 +21,7 @@ def dot(x, y, dims, dtype):
 
 
 def positions(shape: tuple[int, int], axis: int, reverse: bool):
-    """Returns the position of each row (axis 0) or column (axis 1) in the scan of a chunk, as int32 of `shape`."""
+    """Return the position of each row (axis 0) or column (axis 1) in the scan of a chunk, as int32 of `shape`."""
     i = lax.broadcasted_iota(jnp.int32, shape, axis)
     return shape[axis] - 1 - i if reverse else i
 
@@ -38,12 +38,12 @@ def diagonal_mask(C: int):
 
 
 def select_rows(x, mask, otherwise=0.0):
-    """Returns x in the rows of `mask` and `otherwise` elsewhere. None is a mask of all rows."""
+    """Return x in the rows of `mask` and `otherwise` elsewhere. None is a mask of all rows."""
     return x if mask is None else jnp.where(mask, x, jnp.asarray(otherwise, x.dtype))
 
 
 def bfloat16_parts(x, exact: bool):
-    """Splits x into bfloat16 arrays that add up to x: one for bfloat16, three for float32.
+    """Split x into bfloat16 arrays that add up to x: one for bfloat16, three for float32.
 
     If not `exact`, a float32 x is split into two, which hold 16 of its 24 bits.
     """

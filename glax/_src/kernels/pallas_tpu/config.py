@@ -31,7 +31,7 @@ class TPUChunkedConfig(Config):
 
 
 def supports(r: Recurrence) -> str | None:
-    """Returns why the TPU kernels cannot compute r, or None if they can."""
+    """Return why the TPU kernels cannot compute r, or None if they can."""
     if r.q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16, query is {r.q.dtype}"
     if r.decay.value is not None:
@@ -48,7 +48,7 @@ def supports(r: Recurrence) -> str | None:
 
 
 def priority(r: Recurrence) -> int:
-    """Returns a priority above XLA's, or 0 where a chunk would be mostly padding: XLA's `recurrent` takes a few tokens."""
+    """Return a priority above XLA's, or 0 where a chunk would be mostly padding: XLA's `recurrent` takes a few tokens."""
     return 5 if r.q.shape[1] >= 16 else 0
 
 
@@ -58,5 +58,5 @@ class TPUGradientConfig(TPUChunkedConfig):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Takes fewer units where the blocks of a unit are larger: with per-key gates, and in float32."""
+        """Take fewer units where the blocks of a unit are larger: with per-key gates, and in float32."""
         return cls(units=8 if r.q.dtype == jnp.bfloat16 and r.decay.key is None else 4)

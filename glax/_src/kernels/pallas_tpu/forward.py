@@ -20,7 +20,7 @@ from glax._src.kernels.pallas_tpu.refs import ForwardRefs
 
 
 def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
-    """Computes one step's outputs and carries the state to the next chunk of its sequence.
+    """Compute one step's outputs and carry the state to the next chunk of its sequence.
 
     o_i = scale * ((q_i e^{G_i}) S + sum_{j <= i} (q_i . k_j e^{G_i - G_j}) v_j)
     S' = e^{G_last} S + sum_j k_j e^{G_last - G_j} v_j^T
@@ -47,7 +47,7 @@ def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
 
 
 def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
-    """Computes the recurrence in chunks. It reads q, k, v and gates once, and writes the output once."""
+    """Compute the recurrence in chunks. It reads q, k, v and gates once, and writes the output once."""
     plan = Plan.of(r, config.chunk, config.units)
     K, V = r.state_shape[2:]
     inputs = row_inputs(plan, r) | gate_inputs(plan, r)

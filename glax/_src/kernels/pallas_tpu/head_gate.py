@@ -85,7 +85,7 @@ class HeadSums(NamedTuple):
 
 
 def head_sums(gates, reverse: bool, dtype) -> HeadSums:
-    """Sums gates [R, C], float32 and 0 outside of the step's rows. dtype: the type of q, k and v."""
+    """Sum gates [R, C], float32 and 0 outside of the step's rows. dtype: the type of q, k and v."""
     R, C = gates.shape
     gates = jnp.maximum(gates, LOG_OF_ZERO)
     terms = [gates]
@@ -103,7 +103,7 @@ def head_sums(gates, reverse: bool, dtype) -> HeadSums:
 def load_gates(
     plan: Plan, step: Step, refs: ForwardRefs | StateRefs | BackwardRefs, dtype
 ) -> tuple[HeadSums | None, EdgeDecays | None]:
-    """Returns the sums of the step's gates and the decays at the chunk's edges, both None without gates."""
+    """Return the sums of the step's gates and the decays at the chunk's edges, both None without gates."""
     gates = load_head_gates(plan, step, refs)
     if gates is None:
         return None, None
@@ -112,7 +112,7 @@ def load_gates(
 
 
 def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
-    """Computes o and S' of `glax._src.kernels.pallas_tpu.forward`, without gates or with per-head gates."""
+    """Compute o and S' of `glax._src.kernels.pallas_tpu.forward`, without gates or with per-head gates."""
     dtype = refs.q.dtype
     sums, edges = load_gates(plan, step, refs, dtype)
     causal = chunk_math.causal_mask(plan.chunk, plan.reverse, inclusive=True)
@@ -136,7 +136,7 @@ def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
 
 
 def carry_state(plan: Plan, S, k, v, edges: EdgeDecays | None, heads, dtype):
-    """Advances the state by one chunk:   S' = e^{G_last} S + sum_j v_j (k_j e^{G_last - G_j})^T   [V, K]."""
+    """Advance the state by one chunk:   S' = e^{G_last} S + sum_j v_j (k_j e^{G_last - G_j})^T   [V, K]."""
     v = v.T
     if edges is not None:
         v = v * join_heads(plan, plan.V, [edges.to_end[head : head + 1] for head in heads], axis=0)
@@ -145,7 +145,7 @@ def carry_state(plan: Plan, S, k, v, edges: EdgeDecays | None, heads, dtype):
 
 
 def save_states(plan: Plan, step: Step, refs: StateRefs):
-    """Advances the state by one chunk without computing outputs."""
+    """Advance the state by one chunk without computing outputs."""
     dtype = refs.k.dtype
     _, edges = load_gates(plan, step, refs, dtype)
     for unit in range(plan.units):
@@ -169,7 +169,7 @@ class Backward:
     strictly_causal: jnp.ndarray
 
     def run(self, unit: int):
-        """Computes the gradients of a unit, and the terms of its gates' gradients."""
+        """Compute the gradients of a unit, and the terms of its gates' gradients."""
         plan, refs, scale, dtype = self.plan, self.refs, self.scale, self.refs.q.dtype
         heads, (Hq, Hk, Hv) = plan.heads_of(unit), plan.heads
         q, k, v, do, S, dS = x = load_gradient_operands(plan, self.step, refs, unit)
@@ -209,7 +209,7 @@ class Backward:
         return dq, dk, dv
 
     def add_pairs(self, unit: int, part: int, head: int, x: GradientOperands, gradients, gate_terms):
-        """Adds the pairs of one head's tokens to (dq, dk, dv), and stores the head's terms of the gates' gradients.
+        """Add the pairs of one head's tokens to (dq, dk, dv), and store the head's terms of the gates' gradients.
 
         part: the head's place in its unit. gate_terms: the terms [C, K] and [1, K] that come from the states, or None.
         """
@@ -242,7 +242,7 @@ class Backward:
 
 
 def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
-    """Computes dq, dk, dv, dS before the chunk and the gates' gradient, from S before the chunk and dS after it.
+    """Compute dq, dk, dv, dS before the chunk and the gates' gradient, from S before the chunk and dS after it.
 
     Let W_ij = A_ij dA_ij for the pairs j < i. A token's q.dq - k.dk is the sum of its row of W, minus the sum of its column,
     plus the terms from S and dS. The pair of a token with itself passes no gate, so it is never added.

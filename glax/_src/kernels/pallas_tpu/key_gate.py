@@ -35,7 +35,7 @@ Refs = ForwardRefs | StateRefs | BackwardRefs
 
 
 def load_gates(plan: Plan, step: Step, refs: Refs, unit):
-    """Loads the log gates of a unit, [C, K] float32, with 0 outside of the step's rows."""
+    """Load the log gates of a unit, [C, K] float32, with 0 outside of the step's rows."""
     gates = load_unit(plan, step, refs.key_gates, plan.H, plan.K, unit).astype(jnp.float32)
     return jnp.maximum(gates, limits.LOG_OF_ZERO)
 
@@ -47,7 +47,7 @@ def sum_gates(refs: Refs, matrix, gates):
 
 
 def in_range(plan: Plan, step: Step, refs: Refs):
-    """Returns whether |M|, |L| and |R| of `glax._src.kernels.common.limits` are in range in every channel of every unit.
+    """Return whether |M|, |L| and |R| of `glax._src.kernels.common.limits` are in range in every channel of every unit.
 
     Each is at most the sum of |gates| over its half of the chunk. `MiddleFactors` has e^L and e^R as two factors. The state is
     multiplied by one, then by the other, with the chunk's own part added in between. It is never multiplied by their product.
@@ -64,7 +64,7 @@ def in_range(plan: Plan, step: Step, refs: Refs):
 
 
 def run_units(plan: Plan, step: Step, refs: Refs, factored, exact):
-    """Runs factored(unit) for all units in parallel if all are in range, else exact(unit) for one unit after another."""
+    """Run factored(unit) for all units in parallel if all are in range, else exact(unit) for one unit after another."""
     is_in_range = in_range(plan, step, refs)
 
     @pl.when(is_in_range)
@@ -173,7 +173,7 @@ class Forward:
         return masked_pairs(self.plan, q, k, mask, part, self.plan.K, self.dtype)
 
     def emit_outputs(self, unit, o, pairs, v):
-        """Adds the products of pairs [C, C] and v [C, V] of each head to o [C, V], and stores it."""
+        """Add the products of pairs [C, C] and v [C, V] of each head to o [C, V], and store it."""
         for part in range(self.plan.pack):
             v_part = select_head(self.plan, v, self.plan.V, part)
             o += chunk_math.dot(pairs[part], v_part, chunk_math.NN, self.dtype)
@@ -215,13 +215,13 @@ class Forward:
 
 
 def forward(plan: Plan, step: Step, scale, refs: ForwardRefs):
-    """Computes o and S' of `glax._src.kernels.pallas_tpu.forward` with per-key gates."""
+    """Compute o and S' of `glax._src.kernels.pallas_tpu.forward` with per-key gates."""
     stages = Forward(plan, step, scale, refs)
     run_units(plan, step, refs, stages.factored, stages.exact)
 
 
 def save_states(plan: Plan, step: Step, refs: StateRefs):
-    """Advances the state by one chunk without computing outputs.
+    """Advance the state by one chunk without computing outputs.
 
     It takes one exponential for each element, which is exact for every gate, so it needs no check.
     """
@@ -292,7 +292,7 @@ class Backward:
         return sum(products)
 
     def emit_gradients(self, unit, x: GradientOperands, d: UnitGradient):
-        """Stores the gradients, with the pairs of each token with itself."""
+        """Store the gradients, with the pairs of each token with itself."""
         plan, step, refs, scale = self.plan, self.step, self.refs, self.scale
         Hq, Hk, Hv = plan.heads
         s_before = jnp.where(self.strictly_causal, 1.0, 0.0)
@@ -389,7 +389,7 @@ class Backward:
 
 
 def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
-    """Computes dq, dk, dv, dS before the chunk and the gates' gradient, from S before the chunk and dS after it.
+    """Compute dq, dk, dv, dS before the chunk and the gates' gradient, from S before the chunk and dS after it.
 
     The pair of a token with itself passes no gate. Its terms of dq and dk stay out of the gates' sums, which they would exceed
     by far. The sums use products of rounded factors, and the same rounded factors wherever a pair appears. Therefore the terms

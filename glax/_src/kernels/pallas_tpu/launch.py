@@ -11,7 +11,7 @@ from glax._src.kernels.pallas_tpu.plan import Plan, Step
 def launch(
     plan: Plan, r: Recurrence, body, refs_type, inputs: dict, outputs: dict, scratch: dict, cost: pl.CostEstimate
 ) -> dict:
-    """Runs body(plan, step, scale, refs) at every step of the scan and returns the outputs by name.
+    """Run body(plan, step, scale, refs) at every step of the scan and return the outputs by name.
 
     refs_type: a class of `refs`, whose fields are the names below. inputs: (array, block) by name. outputs: (shape, dtype,
     block) by name. scratch: (shape, dtype) by name. The grid's last axis runs in order, so a step sees the scratch memory that
@@ -53,5 +53,5 @@ def when(condition):
 
 
 def has_rows(plan: Plan, step: Step) -> bool | jax.Array:
-    """Returns whether a step has rows. Without packing every step has rows."""
+    """Return whether a step has rows. Without packing every step has rows."""
     return step.high > step.low if plan.packed else True

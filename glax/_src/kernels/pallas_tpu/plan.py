@@ -65,22 +65,22 @@ class Plan:
 
     @property
     def program_heads(self) -> int:
-        """The number of heads of a program."""
+        """Return the number of heads of a program."""
         return self.units * self.pack
 
     @property
     def lanes(self) -> int:
-        """The number of lanes of a unit's keys."""
+        """Return the number of lanes of a unit's keys."""
         return self.pack * self.K
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """The shape of a program's states, transposed."""
+        """Return the shape of a program's states, transposed."""
         return (self.units, self.pack * self.V, self.lanes)
 
     @property
     def gate_rows(self) -> int:
-        """The rows of a block of per-head gates: the heads of a program, rounded up to 8 sublanes."""
+        """Return the rows of a block of per-head gates: the heads of a program, rounded up to 8 sublanes."""
         return -(-self.program_heads // 8) * 8
 
     @property
@@ -93,12 +93,13 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """One step for every block, and one more for every sequence that begins inside of a block, is empty, or is padding."""
+        """Return one step for every block, and one more for every sequence that begins inside of a block, is empty, or
+        is padding."""
         return self.blocks + (self.N + 2 if self.packed else 0)
 
     @property
     def ragged(self) -> bool:
-        """Whether blocks may have rows that do not belong to the step's sequence."""
+        """Return whether blocks may have rows that do not belong to the step's sequence."""
         return self.packed or self.T % self.chunk != 0
 
     @property
@@ -107,32 +108,32 @@ class Plan:
 
     @property
     def from_last_row(self) -> bool:
-        """Whether the scan goes from the last row to the first."""
+        """Return whether the scan goes from the last row to the first."""
         return self.reverse != self.adjoint
 
     def heads_read(self, heads: int) -> int:
-        """The number of heads that a program reads, of a tensor with `heads` heads."""
+        """Return the number of heads that a program reads, of a tensor with `heads` heads."""
         return max(1, self.program_heads * heads // self.H)
 
     def unit_of(self, unit, heads: int):
-        """Returns which of `heads_read` a unit reads, counted in units. Heads are shared only where a unit is one head."""
+        """Return which of `heads_read` a unit reads, counted in units. Heads are shared only where a unit is one head."""
         sharing = self.program_heads // self.heads_read(heads)
         if sharing == 1:
             return unit
         return unit // sharing if isinstance(unit, int) else lax.div(unit, sharing)
 
     def heads_of(self, unit: int) -> range:
-        """The heads of a unit, counted within its program."""
+        """Return the heads of a unit, counted within its program."""
         return range(unit * self.pack, (unit + 1) * self.pack)
 
     def is_shared(self, heads: int) -> bool:
-        """Whether several heads of a program read the same one of `heads` heads."""
+        """Return whether several heads of a program read the same one of `heads` heads."""
         return self.heads_read(heads) < self.program_heads
 
     # ---- the scan ----------------------------------------------------------------------------------------------------
 
     def table(self, r: Recurrence) -> Int[Array, "5*steps"] | None:
-        """Returns (block, low, high, sequence, begins + 2 ends) of every step, in the recurrence's order. None if not packed."""
+        """Return (block, low, high, sequence, begins + 2 ends) of every step, in the recurrence's order. None if not packed."""
         if r.boundaries is None:
             return None
         cuts = jnp.clip(r.boundaries.astype(jnp.int32), 0, self.T)
@@ -158,7 +159,7 @@ class Plan:
         return jnp.concatenate([field.astype(jnp.int32) for field in fields])
 
     def step(self, b, m, table) -> Step:
-        """Returns step m of the scan through batch row b."""
+        """Return step m of the scan through batch row b."""
         if not self.packed:
             block = self.blocks - 1 - m if self.from_last_row else m
             high = jnp.minimum(self.T - block * self.chunk, self.chunk)
@@ -177,7 +178,7 @@ class Plan:
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
     def block_spec(self, shape, index) -> pl.BlockSpec:
-        """Returns the specification of a block of `shape` at index(b, group, step, m)."""
+        """Return the specification of a block of `shape` at index(b, group, step, m)."""
 
         def at(b, g, m, scale, *table):
             return index(b, g, self.step(b, m, *table or (None,)), m)
@@ -185,7 +186,7 @@ class Plan:
         return pl.BlockSpec(shape, at)
 
     def token_block(self, heads: int, width: int) -> pl.BlockSpec:
-        """The block of [B, T, heads * width]: C rows of the heads that a program reads."""
+        """Return the block of [B, T, heads * width]: C rows of the heads that a program reads."""
         read = self.heads_read(heads)
         sharing = max(1, self.H // (heads * self.program_heads))  # programs that read the same head
         return self.block_spec(
@@ -193,16 +194,16 @@ class Plan:
         )
 
     def head_gate_block(self) -> pl.BlockSpec:
-        """The block of [B, groups, blocks, gate_rows, C]."""
+        """Return the block of [B, groups, blocks, gate_rows, C]."""
         shape = (None, None, None, self.gate_rows, self.chunk)
         return self.block_spec(shape, lambda b, g, step, m: (b, g, step.block, 0, 0))
 
     def sequence_block(self, *shape: int) -> pl.BlockSpec:
-        """The block of [N, groups, *shape]."""
+        """Return the block of [N, groups, *shape]."""
         return self.block_spec((None, None, *shape), lambda b, g, step, m: (step.sequence, g, *[0] * len(shape)))
 
     def step_block(self, *shape: int) -> pl.BlockSpec:
-        """The block of [B, groups, steps, *shape]."""
+        """Return the block of [B, groups, steps, *shape]."""
 
         def index(b, g, step, m):
             return (b, g, self.steps - 1 - m if self.adjoint else m, *[0] * len(shape))
@@ -244,7 +245,7 @@ class Plan:
 
 
 def splits_no_group(count: int, H: int, heads: tuple[int, int, int]) -> bool:
-    """Whether programs of `count` heads split no group of heads that share one query, key or value."""
+    """Return whether programs of `count` heads split no group of heads that share one query, key or value."""
     return all(count % (H // n) == 0 or H // n % count == 0 for n in heads)
 
 

@@ -12,7 +12,7 @@ from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientCon
     "chunked", Platform.PALLAS, Backend.TPU, config=TPUChunkedConfig, supports=supports, priority=priority
 )
 def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
-    """Computes the recurrence in chunks. It reads q, k, v and gates once, and writes the output once."""
+    """Compute the recurrence in chunks. It reads q, k, v and gates once, and writes the output once."""
     from glax._src.kernels.pallas_tpu import forward
 
     return forward.chunked(r, config=config)
@@ -22,7 +22,7 @@ def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
     "chunked.vjp", Platform.PALLAS, Backend.TPU, config=TPUGradientConfig, supports=supports, priority=priority
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) -> Recurrence:
-    """Computes the gradient of every input of r: one scan for the states, and one against the recurrence for all else."""
+    """Compute the gradient of every input of r: one scan for the states, and one against the recurrence for all else."""
     from glax._src.kernels.pallas_tpu import vjp
 
     return vjp.chunked_vjp(r, d_output, d_final, config=config)

@@ -6,7 +6,7 @@ SMEM_BYTES = 2**19  # for the table of steps, of 1 MiB
 
 
 def unit_bytes(chunk: int, K: int, V: int, itemsize: int) -> int:
-    """Returns the VMEM bytes of a unit of the gradient, which is the larger kernel.
+    """Return the VMEM bytes of a unit of the gradient, which is the larger kernel.
 
     It has nine blocks of rows and three of states, each with two buffers, and the state itself.
     """
@@ -14,7 +14,7 @@ def unit_bytes(chunk: int, K: int, V: int, itemsize: int) -> int:
 
 
 def packing(heads: tuple[int, int, int], K: int, V: int) -> tuple[int, int, int]:
-    """Returns (heads of a unit, padded K, padded V). Two heads of 64 lanes fill a tile; others are padded to whole tiles."""
+    """Return (heads of a unit, padded K, padded V). Two heads of 64 lanes fill a tile; others are padded to whole tiles."""
 
     def padded(lanes: int) -> tuple[int, int]:
         return -(-K // lanes) * lanes, -(-V // lanes) * lanes

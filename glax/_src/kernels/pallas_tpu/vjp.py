@@ -36,7 +36,7 @@ from glax._src.kernels.pallas_tpu.refs import BackwardRefs, StateRefs
 
 
 def save_states(plan: Plan, step: Step, scale, refs: StateRefs):
-    """Saves the state before a step, and advances it by k, v and the gates of the step."""
+    """Save the state before a step, and advance it by k, v and the gates of the step."""
 
     @when(step.begins)
     def _():
@@ -51,7 +51,7 @@ def save_states(plan: Plan, step: Step, scale, refs: StateRefs):
 
 
 def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
-    """Computes dq, dk, dv and the gates' gradients of a step, and d initial_state. It scans against the recurrence."""
+    """Compute dq, dk, dv and the gates' gradients of a step, and d initial_state. It scans against the recurrence."""
 
     @when(step.begins)
     def _():
@@ -84,7 +84,7 @@ def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
 
 
 def states_before(plan: Plan, r: Recurrence) -> jnp.ndarray:
-    """Computes the state before every step, [B, groups, steps, units, pack * V, pack * K]."""
+    """Compute the state before every step, [B, groups, steps, units, pack * V, pack * K]."""
     rows = row_inputs(plan, r)
     inputs = dict(k=rows["k"], v=rows["v"]) | gate_inputs(plan, r)
     if r.initial_state is not None:
@@ -111,7 +111,7 @@ def row_gradients(plan: Plan, r: Recurrence) -> list[RowGradient]:
 
 
 def gradient_outputs(plan: Plan, r: Recurrence) -> tuple[dict, dict]:
-    """Returns the outputs and the scratch arrays of `backward`, by the names of their references."""
+    """Return the outputs and the scratch arrays of `backward`, by the names of their references."""
     T_padded = max(plan.T, plan.chunk)
     scale_terms = (plan.units, 1, plan.lanes + plan.chunk)
     per_head = (plan.gate_rows, plan.chunk)
@@ -143,12 +143,12 @@ def gradient_outputs(plan: Plan, r: Recurrence) -> tuple[dict, dict]:
 
 
 def sequence_output(plan: Plan, shape: tuple[int, ...]) -> tuple:
-    """Returns (shape, dtype, block) of a float32 output with one block for each sequence and program."""
+    """Return (shape, dtype, block) of a float32 output with one block for each sequence and program."""
     return (plan.N, plan.groups, *shape), jnp.float32, plan.sequence_block(*shape)
 
 
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) -> Recurrence:
-    """Computes the gradient of every input of r."""
+    """Compute the gradient of every input of r."""
     plan = Plan.of(r, config.chunk, config.units)
     K, V = r.state_shape[2:]
     saved = states_before(plan, r)
