@@ -83,7 +83,7 @@ def flush(stream):
 
 
 def discard_output():
-    """Sends what is left in the buffer of the output nowhere; else Python complains of it as it exits."""
+    """Send what is left in the buffer of the output nowhere; else Python complains of it as it exits."""
     try:
         flush(sys.stdout)
     except OSError:

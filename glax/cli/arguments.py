@@ -8,7 +8,7 @@ DIGITS = 1000  # Python reads no integers of several thousand
 
 
 def within(least: int, most: int = INT32):
-    """An argparse type: an integer from least to most."""
+    """Return an argparse type: an integer from least to most."""
 
     def integer(text: str) -> int:
         number = int(text)
@@ -22,14 +22,14 @@ def within(least: int, most: int = INT32):
 
 
 def a_path(text: str) -> Path:
-    """An argparse type."""
+    """Return an argparse type."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"must be the name of a file or folder, got {text!r}")
     return Path(text)
 
 
 def four_numbers(text: str) -> tuple[int, ...]:
-    """An argparse type."""
+    """Return an argparse type."""
     parts = [part.strip() for part in text.split(",")]
     numbers = [int(part) for part in parts if part.isdecimal() and len(part) <= DIGITS]
     if len(parts) != 4 or len(numbers) != 4 or min(numbers) < 1:

@@ -76,7 +76,7 @@ def run(args) -> int:
 
 
 def written(document: dict, folder: Path) -> str:
-    """Writes bench.json and its picture; returns what happened, for the user."""
+    """Write bench.json and its picture, and return what happened, for the user."""
     try:
         with replacing(folder / "bench.json") as new:
             new.write_text(json.dumps(document, indent=1, allow_nan=False))
@@ -141,7 +141,7 @@ def by_glax(problem: Problem, mode: str, arrays: dict, d_output, state) -> Way:
 
 
 def call(mode: str, arrays: dict, d_output, state):
-    """A function whose first result is the output that is judged, and its operands."""
+    """Return a function whose first result is the output that is judged, and its operands."""
     match mode:
         case "forward":
             return forward, (arrays,)
@@ -152,7 +152,7 @@ def call(mode: str, arrays: dict, d_output, state):
 
 
 def decode(arrays: dict, state):
-    """The output of the first token, of the last of TOKENS like it, and the last state."""
+    """Return the output of the first token, of the last of TOKENS like it, and the last state."""
     first, state = recurrent_step(**arrays, state=state)
 
     def step(_, carry):
@@ -170,7 +170,7 @@ def used(mode: str, arrays: dict, d_output, state) -> list[dict]:
 
 
 def expected(arrays: dict, state) -> np.ndarray:
-    """The output of the first sequence for a few heads and tokens, by the reference: [tokens, heads, D]."""
+    """Return the output of the first sequence for a few heads and tokens, by the reference: [tokens, heads, D]."""
     if state is not None:
         arrays = {name: x if name == "g_gamma" else x[:, None] for name, x in arrays.items()}
         arrays["initial_state"] = state[:1, :HEADS]
@@ -181,7 +181,8 @@ def expected(arrays: dict, state) -> np.ndarray:
 
 
 def judged(result, want: np.ndarray, bar: float) -> tuple[float | None, bool]:
-    """The relative RMS error of the first result where it is known (None: not finite), and whether it is within the bar."""
+    """Return the relative RMS error of the first result where it is known (None: not finite), and whether it is within
+    the bar."""
     output = result[0] if isinstance(result, tuple) else result
     tokens, heads, _ = want.shape
     got = as_numpy(output[0]).reshape(-1, *output.shape[-2:])[:tokens, :heads]

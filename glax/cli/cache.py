@@ -36,14 +36,14 @@ def add_parser(subparsers):
 
 
 def measurements() -> PersistentCache:
-    """The measurements of this user on disk."""
+    """Return the measurements of this user on disk."""
     persistent = executor.chain.persistent
     assert persistent is not None  # glax's own executor has one
     return persistent
 
 
 def folder_of(persistent: PersistentCache) -> pathlib.Path:
-    """The folder of the measurements. UsageError for a user who has none."""
+    """Return the folder of the measurements. UsageError for a user who has none."""
     if persistent.folder is None:
         raise UsageError(NO_FOLDER)
     return persistent.folder
@@ -58,7 +58,7 @@ def run(args) -> int:
 
 
 def files_of(persistent: PersistentCache) -> dict[str, dict]:
-    """The content of every file of measurements, by its name: "device/kernel@version+compilers.json"."""
+    """Return the content of every file of measurements, by its name: "device/kernel@version+compilers.json"."""
     folder = folder_of(persistent)
     return {path.relative_to(folder).as_posix(): content for path, content in persistent.files()}
 
@@ -176,7 +176,7 @@ def is_faster(entry: dict, old) -> bool:
 
 
 def checked(document) -> dict[str, dict]:
-    """The files of an export, every name one of a place inside the cache, every entry one that can be read back."""
+    """Return the files of an export, every name one of a place inside the cache, every entry one that can be read back."""
     if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
         raise ValueError('it has no "files"')
     if not is_format(document.get("format")):

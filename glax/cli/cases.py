@@ -42,7 +42,7 @@ class Problem:
         return f"{self}, {mode}"
 
     def arrays(self) -> dict[str, jax.Array]:
-        """The arguments of `recurrent`."""
+        """Return the arguments of `recurrent`."""
         rng = np.random.default_rng(0)
         wide = (self.B, self.T, self.H, self.D)
         arrays = {
@@ -75,7 +75,8 @@ class Problem:
         return self.B * tokens * self.H * (forward + gradient if mode == "train" else forward)
 
     def bytes(self, mode: str) -> int:
-        """What must move if every input is read once and every output written once; forward and gradient one after the other.
+        """Return what must move if every input is read once and every output written once; forward and gradient one
+        after the other.
 
         forward reads query, key, value and gate, and writes the output; the gradient reads those four and the output's,
         and writes four. A step reads and writes the float32 state, too.
@@ -93,7 +94,8 @@ class Problem:
 
 
 def flops_of_token(D: int, chunk: int) -> tuple[int, int]:
-    """The operations of the chunked form for one token and head with K = V = D: forward, and gradient. See `Problem.flops`."""
+    """Return the operations of the chunked form for one token and head with K = V = D: forward, and gradient. See
+    `Problem.flops`."""
     return 4 * D**2 + 4 * chunk * D, 10 * D**2 + 10 * chunk * D
 
 
@@ -102,7 +104,7 @@ def forward(arrays: dict[str, Any]) -> jax.Array:
 
 
 def train(arrays: dict[str, jax.Array], d_output: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The output, and the gradient of <output, d_output> in every array."""
+    """Return the output, and the gradient of <output, d_output> in every array."""
     output, pull = jax.vjp(forward, arrays)
     return output, pull(d_output)[0]
 

@@ -81,6 +81,6 @@ def show(results: list[Result]):
 
 
 def refusals_of_all(results: list[Result]) -> dict[str, str | None]:
-    """The kernels that refuse every case, with their first reason."""
+    """Return the kernels that refuse every case, with their first reason."""
     runs = {result.kernel for result in results if result.status != "refused"}
     return {r.kernel: r.reason for r in reversed(results) if r.kernel not in runs}

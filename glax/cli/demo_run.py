@@ -57,7 +57,7 @@ class History:
 
 
 def tour(settings: Settings) -> int:
-    """The whole demo; its exit code."""
+    """Return the whole demo; its exit code."""
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     text = prepare(settings)
     # Else a GPU would round float32 products to TensorFloat-32, and two ways of one sum would differ by that.
@@ -68,7 +68,7 @@ def tour(settings: Settings) -> int:
 
 
 def prepare(settings: Settings) -> Text:
-    """The text, with the folder for results made: what can fail for the user's sake does so before the work."""
+    """Return the text, with the folder for results made: what can fail for the user's sake does so before the work."""
     try:
         text = read_text(settings.text, settings.length)
     except TextError as error:
@@ -118,7 +118,7 @@ def language_model(settings: Settings, text: Text, console: Console) -> int:
 def write_results(
     settings: Settings, console: Console, model: ByteLM, history: History, baseline: float, title: str
 ) -> tuple[Path | None, bool]:
-    """Writes the checkpoint and the plot, and says where: (the checkpoint's path, whether both are in settings.out).
+    """Write the checkpoint and the plot, and return where: (the checkpoint's path, whether both are in settings.out).
 
     Minutes of training do not go with a disk that has become full: the checkpoint is then written to another place.
     """
@@ -134,8 +134,8 @@ def write_results(
 
 
 def save_somewhere(model: ByteLM, path: Path) -> Path | None:
-    """The path at which the checkpoint now is: `path`, or where that cannot be written a new folder for temporary files, on
-    disk or in memory; None if it is nowhere.
+    """Return the path at which the checkpoint now is: `path`, or where that cannot be written a new folder for temporary
+    files, on disk or in memory; None if it is nowhere.
     """
     try:
         save(model, path)
@@ -171,7 +171,7 @@ def order2_bits(text: Text) -> float:
 
 
 def train_shown(settings: Settings, text: Text, model: ByteLM, console: Console) -> tuple[ByteLM, History, bool]:
-    """The trained model, its history, and whether it was left to finish."""
+    """Return the trained model, its history, and whether it was left to finish."""
     recipe = Recipe(settings.steps, settings.batch, settings.length)
     watched = text.held_out[:: math.ceil(len(text.held_out) / WATCHED)]
     evaluate_every = math.ceil(settings.steps / EVALUATIONS)
@@ -209,13 +209,13 @@ def show_generation(console: Console, model: ByteLM, text: Text, seed: int):
 
 
 def printable(tokens) -> str:
-    """The text of bytes; what a terminal might obey, or cannot show, as a replacement character."""
+    """Return the text of bytes; what a terminal might obey, or cannot show, as a replacement character."""
     decoded = np.asarray(tokens, np.uint8).tobytes().decode("utf-8", errors="replace").expandtabs(4)
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in decoded)
 
 
 def show_equality(console: Console, model: ByteLM, text: Text) -> bool:
-    """Whether the logits of decoding, token by token, are those of one parallel pass."""
+    """Return whether the logits of decoding, token by token, are those of one parallel pass."""
     tokens = jnp.asarray(text.held_out[:COMPARED, :-1], jnp.int32)
     parallel, stepped = np.asarray(nnx.jit(ByteLM.__call__)(model, tokens)), np.asarray(token_by_token(model, tokens))
     difference, largest = np.abs(parallel - stepped).max(), np.abs(parallel).max()

@@ -13,7 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def number(least: float, most: float):
-    """An argparse type: a number from least to most."""
+    """Return an argparse type: a number from least to most."""
 
     def real(text: str) -> float:
         value = float(text)
@@ -80,7 +80,7 @@ def run(args) -> int:
 
 
 def end_tokens(model) -> list[int]:
-    """Those of the config, as far as the vocabulary has them; none where the tokens are bytes."""
+    """Return those of the config, as far as the vocabulary has them; none where the tokens are bytes."""
     eos = model.config.values.get("eos_token_id")
     eos = eos if isinstance(eos, list) else [eos]
     return [x for x in eos if isinstance(x, int) and 0 <= x < model.vocabulary and model.vocabulary > 256]

@@ -52,7 +52,7 @@ def interleaved(ways: Sequence[Way], iters: int) -> list[Timing]:
 
 
 def runs_in_flight(way: Way) -> int:
-    """How many runs to start before waiting. One on CPUs, where runs that do not depend on each other may overlap."""
+    """Return how many runs to start before waiting. One on CPUs, where runs that do not depend on each other may overlap."""
     for _ in range(WARMUP):
         milliseconds(way, 1)
     if Backend.here() is Backend.CPU:

@@ -49,7 +49,8 @@ def ejkernel(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output
 
 
 def fla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, state) -> Way:
-    """The chunk kernels of fla-core, which tunes itself at its first call, or its kernel of one token, launched from Python."""
+    """Return the chunk kernels of fla-core, which tunes itself at its first call, or its kernel of one token, launched
+    from Python."""
     installed("torch", "triton", "fla")
     if Backend.here() is not Backend.GPU:
         raise UnavailableError("needs a GPU")
@@ -97,5 +98,5 @@ PEERS: dict[str, Callable[..., Way]] = {"fla-core": fla, "ejkernel": ejkernel}
 
 
 def as_numpy(x) -> np.ndarray:
-    """A result of JAX's or of torch's."""
+    """Return a result of JAX's or of torch's."""
     return np.asarray(x if isinstance(x, jax.Array) else x.detach().float().cpu(), np.float64)

@@ -13,7 +13,7 @@ LINES = 10
 
 @contextlib.contextmanager
 def progress(console: Console, steps: int, tokens_per_step: int) -> Iterator[Callable[[int, float], None]]:
-    """Yields show(steps done, bits per byte), to be called after every step.
+    """Yield show(steps done, bits per byte), to be called after every step.
 
     The speed leaves out the first step, which compiles.
     """

@@ -7,7 +7,7 @@ from glax._src.core.files import replacing
 
 
 def plot(document: dict, path: Path) -> str:
-    """Writes the picture of what `glax bench` measured; returns what happened, for the user."""
+    """Write the picture of what `glax bench` measured, and return what happened, for the user."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no plot: matplotlib is not installed"
     from matplotlib.figure import Figure

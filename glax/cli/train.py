@@ -84,7 +84,8 @@ def model_parameters(model):
 
 
 def bar(console, steps: int):
-    """A bar on a terminal, else a line now and then: a context that yields update(step, status, whether a line is due)."""
+    """Return a bar on a terminal, else a line now and then: a context that yields update(step, status, whether a line
+    is due)."""
     import contextlib
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

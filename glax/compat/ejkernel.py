@@ -113,7 +113,7 @@ def say_ignored():
 
 
 def native_choice(cfg, platform) -> tuple[str | None, Config | None]:
-    """The platform and the config by which glax chooses."""
+    """Return the platform and the config by which glax chooses."""
     if not isinstance(cfg, RecurrentAttentionConfig):
         return platform, cfg
     platform = cfg.platform if platform is None else platform
@@ -268,7 +268,7 @@ class KernelRegistry(glax._src.core.registry.KernelRegistry):
         self.kernels = kernels
 
     def get(self, algorithm: str, platform: str | None = None, backend: str | None = None) -> Callable[..., Outputs]:
-        """The function of an algorithm, held to that platform; it returns (output, final_state).
+        """Return the function of an algorithm, held to that platform; it returns (output, final_state).
 
         Raises ValueError if algorithm, platform or backend is unknown; UnsupportedError if no kernel of that platform and
         backend runs here.
@@ -356,7 +356,7 @@ class RecurrentAttention(glax._src.api.operation.RecurrentAttention):
         return functools.partial(self.run, cfg=cfg)
 
     def heuristic_cfg(self, inv) -> RecurrentAttentionConfig:
-        """The default, which leaves the choice to glax."""
+        """Return the default, which leaves the choice to glax."""
         return RecurrentAttentionConfig()
 
     def able(self, inv):

@@ -79,7 +79,7 @@ class Attention(Layer):
         return self.attend(self.query(x), self.key(x), self.value(x), state, rows)
 
     def attend(self, q: Array, k: Array, v: Array, state: State, rows: Rows) -> tuple[Array, State]:
-        """The attention behind the projections, for models that add to q, k and v, which are merged over heads."""
+        """Return the attention behind the projections, for models that add to q, k and v, which are merged over heads."""
         q, k, v = by_head(q, self.num_heads), by_head(k, self.num_kv_heads), by_head(v, self.num_kv_heads)
         q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
         if self.query_norm is not None and self.key_norm is not None:

@@ -17,7 +17,7 @@ from glax.nn.model import ByteLM, ByteLMConfig
 
 
 def save(model: ByteLM, path: str | Path):
-    """Writes beside `path` and then renames: an interruption or a full disk leaves the old file or the new one, whole.
+    """Write beside `path` and then rename: an interruption or a full disk leaves the old file or the new one, whole.
 
     OSError if it cannot be written.
     """
@@ -31,7 +31,7 @@ def save(model: ByteLM, path: str | Path):
 
 
 def load(path: str | Path) -> ByteLM:
-    """The model that `save` wrote.
+    """Return the model that `save` wrote.
 
     ValueError if the file holds another, or a parameter of another shape or dtype: nothing is broadcast or cast. OSError if
     it cannot be read.

@@ -94,7 +94,7 @@ class DeltaAttention(LinearAttention):
 
     @property
     def silu_or_none(self) -> str | None:
-        """The function of q and k before they are divided into heads."""
+        """Return the function of q and k before they are divided into heads."""
         return "silu" if self.qk_activation == "silu" else None
 
     def inputs(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[list[Array], dict]:
@@ -290,7 +290,7 @@ def log_decay(
 
 
 def initial_A_log(rngs: nnx.Rngs, heads: int, span: tuple[float, float]) -> Float[Array, "H"]:
-    """The logarithm of a uniform number in `span`, whose lower end may be 0."""
+    """Return the logarithm of a uniform number in `span`, whose lower end may be 0."""
     A = jax.random.uniform(rngs.params(), (heads,), jnp.float32, *span)
     return jnp.log(jnp.maximum(A, 1e-6))
 

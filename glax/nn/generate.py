@@ -71,7 +71,7 @@ def check_key(key):
 
 @nnx.jit
 def token_by_token(model: ByteLM, tokens: Int[Array, "B T"]) -> Float[Array, "B T 256"]:
-    """What model(tokens) is, by T steps."""
+    """Return what model(tokens) is, by T steps."""
     check_tokens("tokens", tokens, "[B, T]")
 
     def one(states, token):

@@ -37,7 +37,7 @@ class Layer(nnx.Module):
         raise NotImplementedError
 
     def initial_state(self, batch: int, max_length: int | None = None):
-        """The state of `batch` sequences before their first token, or a pool of as many slots.
+        """Return the state of `batch` sequences before their first token, or a pool of as many slots.
 
         max_length: of a sequence, for the cache of softmax attention; other states do not depend on it.
         """
@@ -76,7 +76,7 @@ class Layer(nnx.Module):
     def step(
         self, x: Float[Array, "B width"], state, slots: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B width"], Array | dict]:
-        """The same for one token of each sequence: y and the new state, or pool; see `glax.recurrent_step`."""
+        """Return the same for one token of each sequence: y and the new state, or pool; see `glax.recurrent_step`."""
         check_rows(x, self.width, "[B, width]", 2)
         y, state = self.mix(x, named(state), Step(slots))
         return y, public(state)

@@ -138,7 +138,7 @@ class LinearAttention(Layer):
         return linear(inputs, outputs, axes, bias=bias, **options)
 
     def output_norm(self, **options) -> RMSNormGated:
-        """The norm of each head's output."""
+        """Return the norm of each head's output."""
         return RMSNormGated(self.value_width, **options)
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:

@@ -12,7 +12,7 @@ ROWS = 2048  # whose logits are formed together
 def next_token_loss(
     x: Float[Array, "*rows width"], kernel: Float[Array, "width vocabulary"], targets: Int[Array, "*rows"]
 ) -> Float[Array, ""]:
-    """The mean over the rows with a target of -log softmax(x kernel)[target], in nats, in float32.
+    """Return the mean over the rows with a target of -log softmax(x kernel)[target], in nats, in float32.
 
     targets: from 0 to vocabulary - 1; a row with a negative target does not count. The logits of `ROWS` rows are formed at a
     time, and the gradient with them, so that neither they nor their gradient are ever whole in memory.
@@ -45,13 +45,13 @@ def in_parts(x: Array, parts: int) -> Array:
 
 
 def from_parts(x: Array) -> Array:
-    """The inverse of `in_parts`."""
+    """Return the inverse of `in_parts`."""
     whole = jnp.moveaxis(x, 0, 2)
     return whole.reshape(whole.shape[0], whole.shape[1] * whole.shape[2], *whole.shape[3:])
 
 
 def part_loss(x: Float[Array, "B part width"], targets: Int[Array, "B part"], kernel) -> tuple[Array, Array]:
-    """The loss of a part, and its gradient in the logits, in x's dtype."""
+    """Return the loss of a part, and its gradient in the logits, in x's dtype."""
     logits = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
     used = targets >= 0
     highest = logits.max(-1, keepdims=True)

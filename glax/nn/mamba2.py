@@ -126,7 +126,7 @@ class Mamba2(Layer):
         return self.scan(self.input(x), state, rows)
 
     def scan(self, projected: Float[Array, "*rows inputs"], state: State, rows: Rows) -> tuple[Array, State]:
-        """The mixer behind W_in, for models that scale its output."""
+        """Return the mixer behind W_in, for models that scale its output."""
         inside, states = self.num_heads * self.head_width, self.groups * self.state_width
         z, xBC, dt = jnp.split(projected, [inside, 2 * inside + 2 * states], axis=-1)
         xBC, conv = self.conv.mix(xBC, {"recurrent": state["conv"]} if "conv" in state else {}, rows)
@@ -147,7 +147,7 @@ class Mamba2(Layer):
 
 
 def initial_dt_bias(rngs: nnx.Rngs, heads: int, span: tuple[float, float], floor: float) -> Float[Array, "H"]:
-    """The inverse softplus of steps that are uniform in their logarithm over `span`, and at least `floor`."""
+    """Return the inverse softplus of steps that are uniform in their logarithm over `span`, and at least `floor`."""
     low, high = jnp.log(jnp.asarray(span, jnp.float32))
     dt = jnp.maximum(jnp.exp(jax.random.uniform(rngs.params(), (heads,), jnp.float32) * (high - low) + low), floor)
     return dt + jnp.log(-jnp.expm1(-dt))

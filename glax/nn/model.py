@@ -102,7 +102,7 @@ class ByteLM(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         pad_id: int | None = None,
     ) -> tuple[Float[Array, "B T 256"], States]:
-        """Reads on from `states` in one parallel pass: logits, and the states behind the last token."""
+        """Read on from `states` in one parallel pass: logits, and the states behind the last token."""
         check_tokens("tokens", tokens, "[B, T]")
 
         def attend(attention, x, state):
@@ -118,7 +118,7 @@ class ByteLM(nnx.Module):
         cu_seqlens: Int[Array, "N+1"],
         fresh: Bool[Array, "N"] | None = None,
     ) -> tuple[Float[Array, "T 256"], States]:
-        """Reads packed prompts on from the states in pools [P, H, K, V], one a block, and leaves theirs there."""
+        """Read packed prompts on from the states in pools [P, H, K, V], one a block, and write the new states there."""
         check_tokens("tokens", tokens, "[T]")
 
         def attend(attention, x, pool):
@@ -131,7 +131,7 @@ class ByteLM(nnx.Module):
     def step(
         self, tokens: Int[Array, "B"], states: States, slots: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B 256"], States]:
-        """Reads one token of each sequence, in time and memory that do not depend on what came before.
+        """Read one token of each sequence, in time and memory that do not depend on what came before.
 
         With slots, `states` are pools; a slot of -1 is no sequence, and its logits mean nothing.
         """
@@ -139,7 +139,7 @@ class ByteLM(nnx.Module):
         return self.through(lambda attention, x, state: attention.step(x, state, slots), tokens, states)
 
     def initial_states(self, batch: int, max_length: int | None = None) -> States:
-        """Empty states of `batch` sequences. They have one size whatever the length, so max_length has no effect."""
+        """Return empty states of `batch` sequences. They have one size whatever the length, so max_length has no effect."""
         return tuple(block.attention.initial_state(batch) for block in self.blocks)
 
     def through(self, attend: Callable, tokens: Int[Array, "*rows"], states: States) -> tuple[Array, States]:

@@ -78,7 +78,7 @@ class Experts(nnx.Module):
         return y[back].reshape(*experts.shape, -1).sum(1)
 
     def through(self, x: Float[Array, "Mk D"], sizes: Int[Array, "E"]) -> Float[Array, "Mk D"]:
-        """The MLP of each row's expert; rows are sorted by expert, and sizes counts them."""
+        """Return the MLP of each row's expert; rows are sorted by expert, and sizes counts them."""
         act = activation("act", self.act)
 
         def product(x, kernel):

@@ -97,7 +97,7 @@ ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
 
 
 def activation(name: str, value: str | None) -> Callable[[Array], Array]:
-    """The function called `value`. ValueError, naming the argument `name`, if there is none."""
+    """Return the function called `value`. ValueError, naming the argument `name`, if there is none."""
     if value not in ACTIVATIONS:
         known = ", ".join(repr(x) for x in ACTIVATIONS)
         raise ValueError(f"{name} must be one of {known}, got {value!r}")

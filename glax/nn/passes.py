@@ -194,7 +194,7 @@ class Parallel:
 
     @property
     def sequence_of(self) -> Int[Array, "T"]:
-        """The sequence of every packed row; of padding rows, the last."""
+        """Return the sequence of every packed row; of padding rows, the last."""
         found = jnp.searchsorted(self.cuts, jnp.arange(self.shape[-1]), side="right") - 1
         return jnp.clip(found, 0, self.num_sequences - 1)
 
@@ -273,7 +273,7 @@ class Step:
 
 
 def in_window(back: Int[Array, "*shape"], window: int | None) -> Bool[Array, "*shape"] | bool:
-    """Whether a key that lies `back` tokens behind its query is near enough."""
+    """Return whether a key that lies `back` tokens behind its query is near enough."""
     return True if window is None else back < window
 
 

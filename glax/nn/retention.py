@@ -121,7 +121,7 @@ class LightningAttention(Layer):
 
 
 def slope_tuple(slopes, num_heads: int, layer_idx: int, num_layers: int) -> tuple[float, ...]:
-    """The slopes of the heads as numbers. ValueError unless there is one a head."""
+    """Return the slopes of the heads as numbers. ValueError unless there is one a head."""
     if isinstance(slopes, str):
         heads = jax.ShapeDtypeStruct((1, 1, num_heads, 1), jnp.float32)
         return tuple(float(-x) for x in lightning_decay(heads, heads, heads, layer_idx, num_layers, slopes))

@@ -25,7 +25,7 @@ class Text:
 
 
 def library_text(limit: int = LIBRARY_BYTES) -> bytes:
-    """The modules of Python's standard library, one after another by name, until `limit` bytes."""
+    """Return the modules of Python's standard library, one after another by name, until `limit` bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b""
     for path in sorted(folder.glob("*.py")):
@@ -38,7 +38,7 @@ def library_text(limit: int = LIBRARY_BYTES) -> bytes:
 
 
 def read_text(path: Path | None, length: int) -> Text:
-    """The file, or the standard library if None, split for windows of `length` predicted bytes."""
+    """Return the file, or the standard library if None, split for windows of `length` predicted bytes."""
     if path is not None and (path.is_char_device() or path.is_block_device()):  # it need not have an end
         raise TextError(f"cannot read the text {path}: it is a device: name a file")
     try:

@@ -37,7 +37,7 @@ class Recipe:
 
 
 def matrices(params):
-    """Which parameters decay: not the biases and the scales of norms."""
+    """Return which parameters decay: not the biases and the scales of norms."""
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
@@ -52,7 +52,7 @@ def next_byte_bits(model: ByteLM, read: UInt8[Array, "B T"], following: UInt8[Ar
 
 
 def held_out_bits(model: ByteLM, windows: UInt8[np.ndarray, "windows T+1"], batch: int = 16) -> float:
-    """The mean of `bits` over all the windows; one compilation, whatever their number."""
+    """Return the mean of `bits` over all the windows; one compilation, whatever their number."""
     filled = np.concatenate([windows, np.repeat(windows[:1], -len(windows) % batch, axis=0)])
     each = [jitted_bits(model, jnp.asarray(part)) for part in filled.reshape(-1, batch, windows.shape[1])]
     return float(np.concatenate(each)[: len(windows)].mean())
@@ -68,7 +68,7 @@ def train(
     seed: int,
     each_step: Callable[[int, float, ByteLM], bool],
 ) -> ByteLM:
-    """The model after all steps on random windows, or once each_step(steps done, bits per byte, model) is true.
+    """Return the model after all steps on random windows, or once each_step(steps done, bits per byte, model) is true.
 
     The model handed in, and each one handed to each_step, is overwritten by the next step.
     """

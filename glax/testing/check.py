@@ -51,7 +51,7 @@ class Trial:
         return reference_gradient(self.r, *self.cotangents)
 
     def forward(self, kernel: str, run: Callable[[Recurrence], Outputs]) -> Result:
-        """What run(r) returns beside the reference."""
+        """Return what run(r) returns beside the reference."""
 
         def compared() -> list[Comparison]:
             return self.compare_outputs(jax.block_until_ready(run(self.r)))
@@ -59,7 +59,7 @@ class Trial:
         return self.judged(kernel, compared)
 
     def gradient(self, kernel: str, run: Callable[..., Recurrence]) -> Result:
-        """What run(r, d_output, d_final) returns beside the reference."""
+        """Return what run(r, d_output, d_final) returns beside the reference."""
 
         def compared() -> list[Comparison]:
             return self.compare_gradients(jax.block_until_ready(run(self.r, *self.cotangents)))
@@ -67,7 +67,7 @@ class Trial:
         return self.judged(kernel, compared)
 
     def both(self, kernel: str, run: Callable[..., tuple[Outputs, Recurrence]]) -> Result:
-        """The outputs and the gradient that run(r, d_output, d_final) returns beside the reference."""
+        """Return the outputs and the gradient that run(r, d_output, d_final) returns beside the reference."""
 
         def compared() -> list[Comparison]:
             outputs, gradient = jax.block_until_ready(run(self.r, *self.cotangents))
@@ -82,7 +82,7 @@ class Trial:
         return compare_gradients(self.r, got, self.wanted_gradient, self.extreme)
 
     def judged(self, kernel: str, compared: Callable[[], list[Comparison]]) -> Result:
-        """The comparison of the array closest to its bar, or beyond it."""
+        """Return the comparison of the array closest to its bar, or beyond it."""
         try:
             each = compared()
         except Exception as failure:  # whatever a compiler or a device raises is what this kernel does with this case
@@ -160,7 +160,7 @@ def check_kernels(cases: Sequence[Case] = CASES) -> Iterator[Result]:
 
 
 def forward_of(spec: KernelSpec, program: Callable) -> Callable[[Recurrence], Outputs]:
-    """A registered kernel as a function of the recurrence alone, with the config that its heuristic chooses."""
+    """Return a registered kernel as a function of the recurrence alone, with the config that its heuristic chooses."""
 
     def run(r: Recurrence) -> Outputs:
         config = spec.config.heuristic(r)
@@ -187,5 +187,5 @@ def chosen(r: Recurrence, d_output, d_final) -> tuple[Outputs, Recurrence]:
 
 
 def one_line(error: BaseException) -> str:
-    """The kind of an error and the first line of its text, cut short."""
+    """Return the kind of an error and the first line of its text, cut short."""
     return textwrap.shorten(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 160)

@@ -33,7 +33,7 @@ def reference(r: Recurrence, dtype=np.float64) -> Outputs:
 
 
 def reference_states(r: Recurrence, every: int) -> np.ndarray:
-    """The states behind every `every` tokens in the order of the scan: [N, T // every, H, K, V], or packed [J, H, K, V].
+    """Return the states behind every `every` tokens in the order of the scan: [N, T // every, H, K, V], or packed [J, H, K, V].
 
     With segments, padding counts as tokens of the row.
     """
@@ -52,7 +52,7 @@ def reference_states(r: Recurrence, every: int) -> np.ndarray:
 
 
 def reference_gradient(r: Recurrence, d_output, d_final, dtype=np.float64) -> Recurrence:
-    """The gradient of <output, d_output> + <final_state, d_final> in every input of r, as a Recurrence.
+    """Return the gradient of <output, d_output> + <final_state, d_final> in every input of r, as a Recurrence.
 
     With G_t = dL/dS_t and G_bar_t = dL/dS_bar_t:  dq_t = scale S_t do_t,  dk_t = G_t u_t,  du_t = G_t^T k_t,
     de_t = -S_bar_t du_t,  G_bar_t = G_t - e_t du_t^T,  d log decay_t = G_bar_t * S_bar_t.

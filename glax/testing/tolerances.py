@@ -32,7 +32,8 @@ class Comparison:
 
 
 def compare(name: str, got, want, bar: float, dtype=None) -> Comparison:
-    """Whether ‖got - want‖ <= bar * ‖want‖, every value is finite, and the shape and the dtype (None: any) are as expected.
+    """Return whether ‖got - want‖ <= bar * ‖want‖, every value is finite, and the shape and the dtype (None: any) are
+    as expected.
 
     Numbers below the least normal float32 number count as equal.
     """
@@ -87,7 +88,7 @@ def widened(r: Recurrence, extreme: bool) -> int:
 
 
 def with_clear_padding(comparison: Comparison, r: Recurrence, x) -> Comparison:
-    """The comparison, or a miss if x [B, T, ...] is not 0 in a padding row."""
+    """Return the comparison, or a miss if x [B, T, ...] is not 0 in a padding row."""
     x, filled = np.asarray(x), False
     if r.boundaries is not None:
         filled = x[:, int(r.boundaries[-1]) :].any()
@@ -99,7 +100,7 @@ def with_clear_padding(comparison: Comparison, r: Recurrence, x) -> Comparison:
 
 
 def named(r: Recurrence) -> dict[str, jax.Array]:
-    """The float arrays of r, or of a gradient in it, by name."""
+    """Return the float arrays of r, or of a gradient in it, by name."""
     arrays = vars(r) | vars(r.decay) | ({} if r.erasure is None else vars(r.erasure))
     return {name: x for name, x in arrays.items() if hasattr(x, "dtype") and name != "boundaries"}
 
