@@ -1,4 +1,5 @@
-"""Layers of the models of this family in Flax NNX, and a small language model. Needs flax, which `import glax` does not."""
+"""Provide the layers of this family's models in Flax NNX, and a small language model. It needs flax, which `import glax` does
+not."""
 
 from glax.nn.attention import Attention
 from glax.nn.convolution import ShortConvolution

@@ -1,4 +1,4 @@
-"""Softmax attention with a key-value cache, for the layers of hybrids that are no recurrence."""
+"""Compute softmax attention with a key-value cache, for the layers of hybrids that are no recurrence."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,15 +18,16 @@ from glax.nn.passes import Rows, State
 class Attention(Layer):
     """Causal softmax attention, `jax.nn.dot_product_attention`, with rotary positions and a cache of keys and values.
 
-    num_kv_heads: a divisor of num_heads; num_heads if None. head_width: width // num_heads if None.
-    theta:        of the rotation; no rotation if None. rotary_width: how many channels of a head rotate; all if None.
-    window:       how many tokens a token sees, itself included; all before it if None.
-    scale:        of the scores; head_width ** -0.5 if None.
-    bias:         of the projections of q, k and v; output_bias: of the output's projection.
-    qk_norm:      RMSNorm of q and k in each head, with norm_eps; zero_centred: as in RMSNorm.
-    gated:        multiply each head's output by sigmoid of further head_width rows of the projection of q, behind those of q.
+    width:        the width of input and output. num_heads: the heads of q. num_kv_heads: the heads of k and v, a divisor of
+    num_heads; num_heads if None. head_width: width // num_heads if None. theta:        the base of the rotation; no rotation if
+    None. rotary_width: how many channels of a head rotate; all if None. window:       how many tokens a token reads, itself
+    included; all before it if None. scale:        the factor of the scores; head_width ** -0.5 if None. bias:         whether
+    the projections of q, k and v have a bias. output_bias: whether the output's projection has one. qk_norm:      whether q and
+    k pass through RMSNorm in each head, with norm_eps. zero_centred: as in RMSNorm. gated:        whether sigmoid(z) multiplies
+    each head's output. z has head_width rows, behind those of q in its projection.
 
-    The cache has max_length rows a sequence: what goes beyond is lost. Vaswani et al. 2017, https://arxiv.org/abs/1706.03762.
+    The cache has max_length rows per sequence, and later tokens are lost. Vaswani et al. 2017,
+    https://arxiv.org/abs/1706.03762.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class Attention(Layer):
         return self.attend(self.query(x), self.key(x), self.value(x), state, rows)
 
     def attend(self, q: Array, k: Array, v: Array, state: State, rows: Rows) -> tuple[Array, State]:
-        """Return the attention behind the projections, for models that add to q, k and v, which are merged over heads."""
+        """Return the output and the new state from q, k and v, which are merged over heads. Models that add to q, k and v call
+        it."""
         q, k, v = by_head(q, self.num_heads), by_head(k, self.num_kv_heads), by_head(v, self.num_kv_heads)
         q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
         if self.query_norm is not None and self.key_norm is not None:

@@ -1,4 +1,4 @@
-"""A ByteLM as one file, which can be loaded alone: the parameters by name, the config as JSON beside them."""
+"""Store a ByteLM as one file: the parameters by name, and the config as JSON. The file can be loaded without other files."""
 
 import dataclasses
 import errno
@@ -17,9 +17,10 @@ from glax.nn.model import ByteLM, ByteLMConfig
 
 
 def save(model: ByteLM, path: str | Path):
-    """Write beside `path` and then rename: an interruption or a full disk leaves the old file or the new one, whole.
+    """Write the model to `path`. A temporary file is written first and then renamed, so an interruption leaves the old or the
+    new file.
 
-    OSError if it cannot be written.
+    Raises OSError if the file cannot be written.
     """
     path = Path(path)
     tensors = {name: np.asarray(param[...]) for name, param in named_parameters(model)}
@@ -33,8 +34,8 @@ def save(model: ByteLM, path: str | Path):
 def load(path: str | Path) -> ByteLM:
     """Return the model that `save` wrote.
 
-    ValueError if the file holds another, or a parameter of another shape or dtype: nothing is broadcast or cast. OSError if
-    it cannot be read.
+    Raises ValueError if the file holds another model, or a parameter of another shape or dtype; nothing is broadcast or cast.
+    Raises OSError if the file cannot be read.
     """
     if not os.path.isfile(path):
         os.stat(path)  # raises if there is none

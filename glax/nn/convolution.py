@@ -1,4 +1,4 @@
-"""The short causal convolution along the sequence that many of these models have."""
+"""Compute the short causal convolution along the sequence that many of these models have."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from glax.nn.passes import Rows, State
 
 
 def uniform_filter(key, shape: tuple[int, int], dtype) -> Float[Array, "size width"]:
-    """Begin as torch.nn.Conv1d with one input channel a group: uniform within 1 / sqrt(size)."""
+    """Return the first values of a filter as torch.nn.Conv1d with one input channel per group has them: uniform within 1 /
+    sqrt(size)."""
     bound = shape[0] ** -0.5
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
@@ -19,11 +20,12 @@ def uniform_filter(key, shape: tuple[int, int], dtype) -> Float[Array, "size wid
 class ShortConvolution(Layer):
     """Depthwise causal convolution:   y_t = act(sum over i of filter[i] * x_{t - size + 1 + i} + bias),   from zeros.
 
-    filter [size, width]; filter[size - 1] multiplies the row itself. The state is the last size - 1 rows, [N, size - 1, width].
-    Packed sequences do not see each other. Sums are float32. Over sequence shards of a mesh, jit exchanges size - 1 rows.
+    filter: [size, width]; filter[size - 1] multiplies row t itself. The state is the last size - 1 rows, [N, size - 1, width].
+    Packed sequences do not read each other's rows. Sums are float32. Over sequence shards of a mesh, jit exchanges size - 1
+    rows.
 
-    activation: a name of `glax.nn.parts.ACTIVATIONS`, or None. dtype: of the rows in the state; float32 if None.
-    filter_init: of the filter, a function (key, shape, dtype); as torch.nn.Conv1d begins if None.
+    activation: a name in `glax.nn.parts.ACTIVATIONS`, or None. dtype: the dtype of the state; float32 if None. filter_init: a
+    function (key, shape, dtype) that returns the first values of the filter; `uniform_filter` if None.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The layers of the delta rule: DeltaNet, Gated DeltaNet and Kimi Delta Attention."""
+"""Provide the layers of the delta rule: DeltaNet, Gated DeltaNet and Kimi Delta Attention."""
 
 from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
@@ -21,17 +21,16 @@ QK_NORMS = ("l2", "sum")
 
 
 class Options(TypedDict, total=False):
-    """The arguments that all layers of the delta rule share.
+    """List the arguments that all layers of the delta rule share.
 
-    key_width, value_width: K and V of one head; width // num_heads if None.
-    use_short_conv, conv_size, conv_bias: a ShortConvolution behind each of the projections of q, k and v.
-    allow_neg_eigval: whether beta reaches from 0 to 2, so that eigenvalues of a token's transition reach from -1 to 1.
-    norm_eps, elementwise_affine: of the norm of each head's output.
-    dtype:         of the projections and of q, k and v; the dtype of x and the parameters if None. The state is float32.
-    param_dtype:   of the parameters.
-    kernel_init:   of the projections; normal with a deviation of 0.02 if None.
-    filter_init:   of the convolutions; as torch.nn.Conv1d begins if None.
-    recurrence:    what solves whole sequences: `glax.recurrent`, or `glax.parallel.recurrent` with its mesh and axes.
+    key_width, value_width: K and V of one head; width // num_heads if None. use_short_conv, conv_size, conv_bias: whether a
+    ShortConvolution follows each projection of q, k and v; its size; its bias. allow_neg_eigval: whether beta reaches from 0 to
+    2, so that the eigenvalues of a token's transition reach from -1 to 1. norm_eps, elementwise_affine: the epsilon of the norm
+    of each head's output, and whether the norm has a scale. dtype:         the dtype of the projections and of q, k and v; the
+    dtype of x and the parameters if None. The state is float32. param_dtype:   the dtype of the parameters. kernel_init:   the
+    first values of the projections; normal with a deviation of 0.02 if None. filter_init:   the first values of the
+    convolutions; those of torch.nn.Conv1d if None. recurrence:    the function that solves whole sequences: `glax.recurrent`,
+    or `glax.parallel.recurrent` with its mesh and axes.
     """
 
     key_width: int | None
@@ -50,10 +49,11 @@ class Options(TypedDict, total=False):
 
 
 class DeltaAttention(LinearAttention):
-    """Projections, convolutions and SiLU of q, k and v, and the strength beta of the delta rule. Subclasses define the gates.
+    """Project, convolve and activate q, k and v, and form the strength beta of the delta rule. Subclasses define the gates.
 
-    num_heads: of v, beta, gates and the state. num_qk_heads: of q and k; divides num_heads, which it is if None.
-    use_beta: beta is sigmoid(W_b x), or 1 without. qk_activation: the name of a function of q and k, a key of QK_ACTIVATIONS.
+    num_heads: the heads of v, beta, the gates and the state. num_qk_heads: the heads of q and k, a divisor of num_heads;
+    num_heads if None. use_beta: beta is sigmoid(W_b x), or 1 if False. qk_activation: the name of a function of q and k, a key
+    of QK_ACTIVATIONS.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class DeltaAttention(LinearAttention):
 
     @property
     def silu_or_none(self) -> str | None:
-        """Return the function of q and k before they are divided into heads."""
+        """Return the name of the function that q and k pass before they are divided into heads: "silu", or None."""
         return "silu" if self.qk_activation == "silu" else None
 
     def inputs(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[list[Array], dict]:
-        """q, k and v behind SiLU, and behind convolutions if there are any; and the states of these."""
+        """Return [q, k, v] behind SiLU, and behind convolutions if there are any, and the states of the convolutions."""
         (q, k, v), states = super().inputs(x, state, rows)
         if not self.use_short_conv:
             act = activation("qk_activation", self.silu_or_none)
@@ -106,7 +106,7 @@ class DeltaAttention(LinearAttention):
         return [q, k, v], states
 
     def strength(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows H"]:
-        """beta, in float32."""
+        """Return beta [*rows, H] in float32."""
         if self.beta is None:
             return self.scaled_beta(jnp.ones((*x.shape[:-1], self.num_heads), jnp.float32))
         return self.scaled_beta(jax.nn.sigmoid(self.beta(x).astype(jnp.float32)))
@@ -122,16 +122,14 @@ class DeltaNet(DeltaAttention):
         S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T                                   o_t = S_t^T q_t / sqrt(K)
         y_t = W_o RMSNorm(o_t)
 
-    with q and k divided by their norms.
+    The recurrence reads q and k divided by their norms.
 
-    width:         of x and y. num_heads: H.
-    use_beta:      beta is 1 if False.
-    use_output_gate, gate_fn: whether to multiply the norm by gate_fn(W_s x_t), and the name of the function.
-    qk_activation: "silu", "relu", "elu" (elu(x) + 1) or "identity", of q and k.
-    qk_norm:       "l2", or "sum": x / max(sum |x|, 1e-6).
-    The rest:      see `glax.nn.delta.Options`.
+    width:         the width of x and y. num_heads: H. use_beta:      whether there is a beta; it is 1 if False.
+    use_output_gate, gate_fn: whether gate_fn(W_s x_t) multiplies the norm, and the name of this function. qk_activation: the
+    function of q and k: "silu", "relu", "elu" (elu(x) + 1) or "identity". qk_norm:       how q and k are normalised: "l2", or
+    "sum" for x / max(sum |x|, 1e-6).
 
-    Yang et al. 2024, https://arxiv.org/abs/2406.06484.
+    For the other arguments see `glax.nn.delta.Options`. Yang et al. 2024, https://arxiv.org/abs/2406.06484.
     """
 
     def __init__(
@@ -164,18 +162,17 @@ class DeltaNet(DeltaAttention):
 
 
 class GatedDeltaNet(DeltaAttention):
-    """DeltaNet with one decay a head, from a step size as in Mamba-2:
+    """DeltaNet with one decay per head, from a step size as in Mamba-2:
 
         g_t = -exp(A_log) softplus(W_a x_t + dt_bias)              S_bar = exp(g_t) S_{t-1}
         S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T             y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
 
-    width:        of x and y. num_heads: H, of v, gates and the state.
-    num_qk_heads: of q and k; divides num_heads, which it is if None. Head h reads head h * num_qk_heads // num_heads.
-    use_output_gate, gate_fn: whether to multiply the norm by gate_fn(W_s x_t), and the name of the function.
-    A_range:      exp(A_log) begins uniform in it. dt_range, dt_floor: as in `glax.nn.Mamba2`.
-    The rest:     see `glax.nn.delta.Options`.
+    width:        the width of x and y. num_heads: H, the heads of v, the gates and the state. num_qk_heads: the heads of q and
+    k, a divisor of num_heads; num_heads if None. Head h reads head h * num_qk_heads // num_heads. use_output_gate, gate_fn:
+    whether gate_fn(W_s x_t) multiplies the norm, and the name of this function. A_range:      the range of the uniform first
+    values of exp(A_log). dt_range, dt_floor: as in `glax.nn.Mamba2`.
 
-    Yang et al. 2024, https://arxiv.org/abs/2412.06464.
+    For the other arguments see `glax.nn.delta.Options`. Yang et al. 2024, https://arxiv.org/abs/2412.06464.
     """
 
     def __init__(
@@ -209,21 +206,19 @@ class GatedDeltaNet(DeltaAttention):
 
 
 class KimiDeltaAttention(DeltaAttention):
-    """DeltaNet with a decay for each key channel, from projections of low rank:
+    """DeltaNet with one decay per key channel, from projections of low rank:
 
         f_t = W_f W_r x_t + dt_bias                                S_bar = diag(exp(g_t)) S_{t-1}
         g_t = -exp(A_log) softplus(f_t)                            S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T
         y_t = W_o (RMSNorm(o_t) * sigmoid(W_s W_t x_t + b))
 
-    width:        of x and y. num_heads: H, of v, gates and the state.
-    num_qk_heads: of q and k; divides num_heads, which it is if None. Head h reads head h * num_qk_heads // num_heads.
-    gate_rank:    of W_f W_r and of W_s W_t; value_width if None.
-    lower_bound:  of the log gates, below 0: g_t = lower_bound sigmoid(exp(A_log) f_t). No bound if None.
-    gate_fn:      the name of the function that gates the output.
-    A_range:      exp(A_log) begins uniform in it. dt_range, dt_floor: as in `glax.nn.Mamba2`.
-    The rest:     see `glax.nn.delta.Options`.
+    width:        the width of x and y. num_heads: H, the heads of v, the gates and the state. num_qk_heads: the heads of q and
+    k, a divisor of num_heads; num_heads if None. Head h reads head h * num_qk_heads // num_heads. gate_rank:    the rank of W_f
+    W_r and of W_s W_t; value_width if None. lower_bound:  a negative bound of the log gates: g_t = lower_bound
+    sigmoid(exp(A_log) f_t). No bound if None. gate_fn:      the name of the function that gates the output. A_range:      the
+    range of the uniform first values of exp(A_log). dt_range, dt_floor: as in `glax.nn.Mamba2`.
 
-    Kimi Team 2025, https://arxiv.org/abs/2510.26692.
+    For the other arguments see `glax.nn.delta.Options`. Kimi Team 2025, https://arxiv.org/abs/2510.26692.
     """
 
     def __init__(
@@ -258,7 +253,7 @@ class KimiDeltaAttention(DeltaAttention):
         self.dt_bias = parameter(initial_dt_bias(rngs, gates, dt_range, dt_floor).astype(self.param_dtype), HEADS)
 
     def log_gate(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows H K"]:
-        """g, in float32."""
+        """Return g [*rows, H, K] in float32."""
         f = self.gate_up(self.gate_down(x)).astype(jnp.float32)
         f = by_head(f + for_rows(f, self.dt_bias[...]), self.num_heads)
         rate = jnp.exp(for_rows(f, self.A_log[...][:, None]))
@@ -281,7 +276,7 @@ class KimiDeltaAttention(DeltaAttention):
 def log_decay(
     a: Float[Array, "*rows H"], A_log: Float[Array, "H"], dt_bias: Float[Array, "H"]
 ) -> Float[Array, "*rows H"]:
-    """-exp(A_log) softplus(a + dt_bias), in float32."""
+    """Return -exp(A_log) softplus(a + dt_bias), [*rows, H], in float32."""
     step = jax.nn.softplus(a.astype(jnp.float32) + for_rows(a, dt_bias))
     return -jnp.exp(for_rows(step, A_log)) * step
 
@@ -290,13 +285,13 @@ def log_decay(
 
 
 def initial_A_log(rngs: nnx.Rngs, heads: int, span: tuple[float, float]) -> Float[Array, "H"]:
-    """Return the logarithm of a uniform number in `span`, whose lower end may be 0."""
+    """Return the logarithm of uniform numbers in `span`, [H]. The lower end of `span` may be 0."""
     A = jax.random.uniform(rngs.params(), (heads,), jnp.float32, *span)
     return jnp.log(jnp.maximum(A, 1e-6))
 
 
 def divided_by_sum(x: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
-    """x / max(sum |x|, 1e-6), in float32."""
+    """Return x / max(sum |x|, 1e-6) over the last axis. Sums are float32; the result has x's dtype."""
     wide = x.astype(jnp.float32)
     return (wide / jnp.maximum(jnp.abs(wide).sum(-1, keepdims=True), 1e-6)).astype(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Text from a ByteLM, token by token, with a state of constant size."""
+"""Generate text with a ByteLM, token by token, with a state of constant size."""
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,11 @@ def generate(
     length: int,
     temperature: float | Float[Array, ""] = 0.8,
 ) -> Int[Array, "B length"]:
-    """`length` bytes that go on from the prompt. The prompt is read in one parallel pass, the rest one at a time.
+    """Return `length` bytes that continue the prompt, [B, length]. The prompt is read in one parallel pass, the rest byte by
+    byte.
 
-    Each byte is drawn from softmax(logits / temperature); with temperature 0 it is the likeliest. temperature may be traced.
+    Each byte is drawn from softmax(logits / temperature). A temperature of 0 takes the likeliest byte. temperature may be
+    traced.
 
     Raises TypeError or ValueError if prompt is not [B, P] of bytes with P of at least 1, key is no key, length is negative, or
     a known temperature is negative or not finite.
@@ -71,7 +73,7 @@ def check_key(key):
 
 @nnx.jit
 def token_by_token(model: ByteLM, tokens: Int[Array, "B T"]) -> Float[Array, "B T 256"]:
-    """Return what model(tokens) is, by T steps."""
+    """Return model(tokens), computed by T steps."""
     check_tokens("tokens", tokens, "[B, T]")
 
     def one(states, token):

@@ -1,4 +1,4 @@
-"""Gated linear attention with a gate for each key channel, and the simple form with one for each head."""
+"""Provide gated linear attention with per-key gates, and its simple form with per-head gates."""
 
 from collections.abc import Callable
 
@@ -25,22 +25,19 @@ def check_temperature(temperature: float):
 
 
 class GatedLinearAttention(LinearAttention):
-    """Projections around the recurrence, in every head:
+    """Projections around gated linear attention. In every head:
 
         q_t, k_t, v_t = W_q x_t, W_k x_t, W_v x_t            g_t = log_sigmoid(W_g W_r x_t + b) / temperature
         S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T             o_t = S_t^T q_t / sqrt(K)
         y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
 
-    width:          of x and y.
-    num_heads:      H, of q and state.
-    gate_rank:      of the log gate, but for its bias.
-    num_gate_heads: of the gates; divides num_heads, which it is if None. Head h has those of h * num_gate_heads // num_heads.
-    temperature:    16 in the paper; with less, channels can forget faster.
-    clamp_min:      the least log gate; none if None.
-    gate_bias_init: of b, a function (key, shape, dtype); zeros if None.
-    The rest:       see `glax.nn.linear_attention.Options`.
+    width:          the width of x and y. num_heads:      H, the heads of q and the state. gate_rank:      the rank of W_g W_r.
+    num_gate_heads: the heads of the gates, a divisor of num_heads; num_heads if None. Head h reads h * num_gate_heads //
+    num_heads. temperature:    the divisor of the log gates, 16 in the paper. A smaller one lets channels forget faster.
+    clamp_min:      the least log gate; no limit if None. gate_bias_init: the first values of b, a function (key, shape, dtype);
+    zeros if None.
 
-    Yang et al. 2024, https://arxiv.org/abs/2312.06635.
+    For the other arguments see `glax.nn.linear_attention.Options`. Yang et al. 2024, https://arxiv.org/abs/2312.06635.
     """
 
     def __init__(
@@ -84,11 +81,11 @@ class GatedLinearAttention(LinearAttention):
 
 
 class SimpleGatedLinearAttention(LinearAttention):
-    """GatedLinearAttention with one gate for each head:
+    """GatedLinearAttention with one gate per head:
 
         g_t = log_sigmoid(W_g x_t + b) / temperature            S_t = exp(g_t) S_{t-1} + k_t v_t^T
 
-    Its convolutions are on unless use_short_conv is False. The arguments are those of GatedLinearAttention.
+    It has convolutions unless use_short_conv is False. The arguments are those of GatedLinearAttention.
 
     Yang et al. 2024, https://arxiv.org/abs/2312.06635; Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
     """

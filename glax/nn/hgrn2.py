@@ -1,4 +1,4 @@
-"""HGRN2: gated linear attention whose key is one minus its decay."""
+"""Provide HGRN2: gated linear attention whose key is one minus its decay."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +16,15 @@ from glax.nn.passes import Rows, State
 
 
 class HGRN2Attention(LinearAttention):
-    """Projections around the recurrence, in every head:
+    """Projections around the recurrence of HGRN2. In every head:
 
         q_t = SiLU(W_q x_t)      f_t = b + (1 - b) sigmoid(W_f x_t)      v_t = W_i x_t
         S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t^T            o_t = S_t^T q_t / sqrt(K)
         y_t = W_o RMSNorm(o_t)
 
-    The norm is over all heads together. W_f is the parameter `key`.
-    lower_bound: b [H K] from 0 to 1, an argument of `mix`; 0 if None. HGRN2's blocks share one table of them over the layers.
-    The other arguments are those of `glax.nn.linear_attention.Options`; the convolutions have no activation.
+    The norm is over all heads together. W_f is the parameter `key`. lower_bound: b [H K] from 0 to 1, an argument of `mix`; 0
+    if None. The blocks of HGRN2 share one table of b over the layers. The other arguments are those of
+    `glax.nn.linear_attention.Options`; the convolutions have no activation.
 
     Qin et al. 2024, https://arxiv.org/abs/2404.07904.
     """

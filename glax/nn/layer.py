@@ -1,4 +1,4 @@
-"""What all layers with a state have in common: a parallel pass, a prefill into pools, and a step."""
+"""Define what all layers with a state have in common: a parallel pass, a prefill into pools, and a step."""
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +22,24 @@ def check_rows(x, width: int, form: str, *ranks: int):
 class Layer(nnx.Module):
     """A layer with a state. It reads whole sequences in parallel, packed prompts into pools, or one token of each sequence.
 
-    A subclass defines the layer once, by `mix(x, state, rows)`; it also sets `width` and defines `empty_state`. The state is an
-    array with one row for each sequence or, for layers with several such arrays, a dict of them.
+    A subclass defines the layer once, by `mix(x, state, rows)`. It also sets `width` and defines `empty_state`. The state is an
+    array with one row per sequence, or a dict of such arrays.
     """
 
     width: int
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
-        """y [*rows, width] and the new state."""
+        """Return y [*rows, width] and the new state. Subclasses define it."""
         raise NotImplementedError
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
-        """Zeros: the state of `batch` sequences before their first token, by name."""
+        """Return the state of `batch` sequences before their first token, zeros by name. Subclasses define it."""
         raise NotImplementedError
 
     def initial_state(self, batch: int, max_length: int | None = None):
         """Return the state of `batch` sequences before their first token, or a pool of as many slots.
 
-        max_length: of a sequence, for the cache of softmax attention; other states do not depend on it.
+        max_length: the tokens of a sequence, for the cache of softmax attention. Other states do not depend on it.
         """
         return public(self.empty_state(batch, max_length))
 
@@ -51,9 +51,9 @@ class Layer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         pad_id: int | None = None,
     ) -> tuple[Float[Array, "B T width"], Array | dict]:
-        """y, and the state behind the last token of each sequence.
+        """Return y [B, T, width], and the state behind the last token of each sequence.
 
-        Packed as in `glax.recurrent`, by segment_ids and pad_id, or by cu_seqlens with a B that is 1 or absent.
+        Sequences are packed as in `glax.recurrent`: by segment_ids and pad_id, or by cu_seqlens with a B that is 1 or absent.
         """
         check_rows(x, self.width, "[B, T, width], or [T, width] with cu_seqlens", 2, 3)
         y, state = self.mix(x, named(initial_state), parallel_rows(x.shape[:-1], cu_seqlens, segment_ids, pad_id))
@@ -67,7 +67,7 @@ class Layer(nnx.Module):
         cu_seqlens: Int[Array, "N+1"],
         fresh: Bool[Array, "N"] | None = None,
     ) -> tuple[Float[Array, "T width"], Array | dict]:
-        """y of packed prompts, and the pool with the states behind them; see `glax.prefill_into`."""
+        """Return y [T, width] of packed prompts, and the pool with the states behind them; see `glax.prefill_into`."""
         check_rows(x, self.width, "[T, width]", 2)
         states, slots = from_pool(named(pool), slots, fresh)
         y, states = self.mix(x, states, parallel_rows(x.shape[:-1], cu_seqlens))
@@ -76,7 +76,7 @@ class Layer(nnx.Module):
     def step(
         self, x: Float[Array, "B width"], state, slots: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B width"], Array | dict]:
-        """Return the same for one token of each sequence: y and the new state, or pool; see `glax.recurrent_step`."""
+        """Return y [B, width] of one token of each sequence, and the new state or pool; see `glax.recurrent_step`."""
         check_rows(x, self.width, "[B, width]", 2)
         y, state = self.mix(x, named(state), Step(slots))
         return y, public(state)
@@ -96,7 +96,8 @@ def named(state) -> State:
 
 
 def parallel_rows(shape: tuple[int, ...], cu_seqlens, segment_ids=None, pad_id: int | None = None) -> Parallel:
-    """Check what packs the rows. ValueError if both do, or if the shapes do not fit."""
+    """Return how the rows are packed, as `Parallel`, after a check. Raises ValueError if both arguments pack them, or if
+    shapes do not fit."""
     if cu_seqlens is not None and segment_ids is not None:
         raise ValueError("cu_seqlens and segment_ids exclude each other: pass one of them")
     if segment_ids is not None:
@@ -116,7 +117,8 @@ def parallel_rows(shape: tuple[int, ...], cu_seqlens, segment_ids=None, pad_id: 
 
 
 def from_pool(pool, slots: Int[Array, "N"], fresh: Bool[Array, "N"] | None):
-    """States of the slots, a tree of [N, ...], zeros where fresh; and the slots, those of no sequence out of bounds."""
+    """Return the states of the slots, a tree of [N, ...] with zeros where fresh, and the slots. Slots of no sequence are out of
+    bounds."""
     check_array("slots", slots)
     rows = jax.tree.leaves(pool)[0].shape[0]
     slots = Step.unused_to_end(slots, jax.tree.leaves(pool)[0])

@@ -1,4 +1,4 @@
-"""What the linear attentions have in common: projections, short convolutions, the output's norm and gate."""
+"""Define what the linear attentions have in common: projections, short convolutions, and the output's norm and gate."""
 
 from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
@@ -17,19 +17,18 @@ from glax.nn.passes import Rows, State
 
 
 class Options(TypedDict, total=False):
-    """The arguments that all linear attentions share, and those of the classes below.
+    """List the arguments that all linear attentions share.
 
-    num_kv_heads:  of k and v; divides num_heads, which it is if None. Head h reads head h * num_kv_heads // num_heads.
-    key_width, value_width: K and V of one head; width // num_heads if None.
-    feature_map:   the name of a function of q and k, such as "relu"; none if None.
-    use_short_conv, conv_size, conv_bias: a ShortConvolution with SiLU behind each of the projections of q, k and v.
-    use_output_gate, gate_fn: multiply the norm of the output by gate_fn(W_s x).
-    norm_eps, elementwise_affine: of the norm of each head's output.
-    dtype:         of the projections and of q, k and v; the dtype of x and the parameters if None. The state is float32.
-    param_dtype:   of the parameters.
-    kernel_init:   of the projections; normal with a deviation of 0.02 if None.
-    filter_init:   of the convolutions; as torch.nn.Conv1d begins if None.
-    recurrence:    what solves whole sequences: `glax.recurrent`, or `glax.parallel.recurrent` with its mesh and axes.
+    num_kv_heads:  the heads of k and v, a divisor of num_heads; num_heads if None. Head h reads h * num_kv_heads // num_heads.
+    key_width, value_width: K and V of one head; width // num_heads if None. feature_map:   the name of a function of q and k,
+    such as "relu"; none if None. use_short_conv, conv_size, conv_bias: whether a ShortConvolution with SiLU follows each
+    projection of q, k and v; its size; its bias. use_output_gate, gate_fn: whether gate_fn(W_s x) multiplies the norm of the
+    output, and the name of this function. norm_eps, elementwise_affine: the epsilon of the norm of each head's output, and
+    whether the norm has a scale. dtype:         the dtype of the projections and of q, k and v; the dtype of x and the
+    parameters if None. The state is float32. param_dtype:   the dtype of the parameters. kernel_init:   the first values of the
+    projections; normal with a deviation of 0.02 if None. filter_init:   the first values of the convolutions; those of
+    torch.nn.Conv1d if None. recurrence:    the function that solves whole sequences: `glax.recurrent`, or
+    `glax.parallel.recurrent` with its mesh and axes.
     """
 
     num_kv_heads: int | None
@@ -48,26 +47,26 @@ class Options(TypedDict, total=False):
 
 
 class ConvolutionOptions(Options, total=False):
-    """Those of a layer with a norm_eps and a recurrence of its own."""
+    """List the options of a layer that sets norm_eps and the recurrence itself."""
 
     use_short_conv: bool
 
 
 class NormOptions(Options, total=False):
-    """Those of a layer with a use_short_conv and a recurrence of its own."""
+    """List the options of a layer that sets use_short_conv and the recurrence itself."""
 
     norm_eps: float
 
 
 class OwnRecurrenceOptions(ConvolutionOptions, NormOptions, total=False):
-    """Those of a layer with a recurrence of its own."""
+    """List the options of a layer that sets the recurrence itself."""
 
 
 class LinearAttention(Layer):
-    """Projections to q, k and v, and from the normalised and gated output. Subclasses define the gates.
+    """Project x to q, k and v, and the normalised and gated output to y. Subclasses define the gates.
 
-    num_query_heads, num_key_heads: num_heads and num_kv_heads if None. qk_conv_activation: of the convolutions of q and k, and
-    conv_activation of the convolution of v.
+    num_query_heads, num_key_heads: num_heads and num_kv_heads if None. qk_conv_activation: the activation of the convolutions
+    of q and k. conv_activation: the activation of the convolution of v.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class LinearAttention(Layer):
         return state
 
     def inputs(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[list[Array], dict]:
-        """q, k and v behind their convolutions, merged over heads, and the states of these."""
+        """Return [q, k, v] behind their convolutions, merged over heads, and the states of the convolutions."""
         projected, states = [self.query(x), self.key(x), self.value(x)], {}
         if self.use_short_conv:
             named = dict(query_conv=self.query_conv, key_conv=self.key_conv, value_conv=self.value_conv)
@@ -160,7 +159,7 @@ class LinearAttention(Layer):
         return projected, states
 
     def heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        """q, k and v by head, q and k behind the feature map."""
+        """Return q, k and v divided into heads, with the feature map applied to q and k."""
         feature_map = activation("feature_map", self.feature_map)
         q, k = feature_map(q), feature_map(k)
         return by_head(q, self.num_query_heads), by_head(k, self.num_key_heads), by_head(v, self.num_kv_heads)

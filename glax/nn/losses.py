@@ -1,4 +1,4 @@
-"""Cross-entropy of the next token from the rows before the head, without the logits of all rows together."""
+"""Compute the cross-entropy of the next token from the rows before the head. The logits of all rows are never formed together."""
 
 import functools
 
@@ -12,10 +12,10 @@ ROWS = 2048  # whose logits are formed together
 def next_token_loss(
     x: Float[Array, "*rows width"], kernel: Float[Array, "width vocabulary"], targets: Int[Array, "*rows"]
 ) -> Float[Array, ""]:
-    """Return the mean over the rows with a target of -log softmax(x kernel)[target], in nats, in float32.
+    """Return the mean of -log softmax(x kernel)[target] over the rows with a target, in nats, in float32.
 
-    targets: from 0 to vocabulary - 1; a row with a negative target does not count. The logits of `ROWS` rows are formed at a
-    time, and the gradient with them, so that neither they nor their gradient are ever whole in memory.
+    targets: from 0 to vocabulary - 1. A row with a negative target does not count. The logits and their gradient are formed for
+    `ROWS` rows at a time, so neither is ever whole in memory.
     """
     T = targets.shape[-1]
     x, targets = x.reshape(-1, T, x.shape[-1]), targets.reshape(-1, T)
@@ -40,7 +40,8 @@ def summed_loss(
 
 
 def in_parts(x: Array, parts: int) -> Array:
-    """[B, T, ...] -> [parts, B, T / parts, ...]. Each part has every parts-th token, so some of each shard of T."""
+    """Return x [B, T, ...] as [parts, B, T / parts, ...]. Each part has every parts-th token, so each shard of T has tokens of
+    all parts."""
     return jnp.moveaxis(x.reshape(x.shape[0], -1, parts, *x.shape[2:]), 2, 0)
 
 
@@ -51,7 +52,7 @@ def from_parts(x: Array) -> Array:
 
 
 def part_loss(x: Float[Array, "B part width"], targets: Int[Array, "B part"], kernel) -> tuple[Array, Array]:
-    """Return the loss of a part, and its gradient in the logits, in x's dtype."""
+    """Return the loss of a part, and its gradient with respect to the logits, in x's dtype."""
     logits = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
     used = targets >= 0
     highest = logits.max(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Mamba-2's mixer, a state-space model with one decay a head."""
+"""Provide Mamba-2's mixer, a state-space model with one decay per head."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,26 +29,26 @@ from glax.nn.passes import Rows, State
 
 
 class Mamba2(Layer):
-    """Mamba-2's mixer, in every head h, of group h // (H / groups):
+    """Mamba-2's mixer. In every head h, of group h // (H / groups):
 
         z_t, (x_t, B_t, C_t), dt_t = W_in u_t                (x_t, B_t, C_t) behind one causal convolution and act
         dt_t = clip(softplus(dt_t + dt_bias), dt_limit)      A = -exp(A_log)
         S_t = exp(dt_t A) S_{t-1} + B_t (dt_t x_t)^T         y_t = S_t^T C_t + D x_t
         u'_t = W_out RMSNorm(y_t * SiLU(z_t))                the norm in each group
 
-    width:       of u and u'. num_heads, head_width: H and V. state_width: K. groups: of B and C; divides num_heads.
-    conv_size, conv_bias: of the convolution. bias: of W_in and W_out. act: the name of a function.
-    dt_limit:    the least and the greatest step.
-    norm_eps, norm_before_gate, use_norm: RMSNorm(y) * SiLU(z) where norm_before_gate; y * gate_fn(z) without use_norm.
-    gate_fn:     the name of a function; act if None.
-    norm_groups: how many parts of y are normalised apart; `groups` if None.
-    per_channel_skip: D [H V] rather than [H].
-    A_range:     A begins uniform in it; as 1, 2, ..., H if None. dt_range, dt_floor: dt_bias begins as the inverse softplus of a
-                 step that is uniform in its logarithm.
-    conv_init:   the convolution begins uniform within it; as torch.nn.Conv1d does if None.
-    dtype, param_dtype, kernel_init, recurrence: as in `glax.nn.linear_attention.Options`.
+    width:       the width of u and u'. num_heads, head_width: H and V. state_width: K. groups: of B and C; divides num_heads.
+    conv_size, conv_bias: the size of the convolution, and whether it has a bias. bias: whether W_in and W_out have a bias. act:
+    the name of the function behind the convolution. dt_limit:    the least and the greatest step. norm_eps:    the epsilon of
+    the norm. norm_before_gate: u'_t = W_out (RMSNorm(y_t) * SiLU(z_t)). use_norm:    whether there is a norm; u'_t = W_out (y_t
+    * gate_fn(z_t)) if False. gate_fn:     the name of the function of z; act if None. norm_groups: how many parts of y are
+    normalised separately; `groups` if None. per_channel_skip: whether D is [H V], one number per channel, rather than [H].
+    A_range:     the range of the uniform first values of A; A starts as 1, 2, ..., H if None. dt_range, dt_floor: dt_bias
+    starts as the inverse softplus of a step that is uniform in its logarithm over dt_range, and at
+                 least dt_floor.
+    conv_init:   the convolution starts uniform within this number; as torch.nn.Conv1d does if None.
 
-    Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
+    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`. Dao and Gu 2024,
+    https://arxiv.org/abs/2405.21060.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Mamba2(Layer):
         return self.scan(self.input(x), state, rows)
 
     def scan(self, projected: Float[Array, "*rows inputs"], state: State, rows: Rows) -> tuple[Array, State]:
-        """Return the mixer behind W_in, for models that scale its output."""
+        """Return the output and the new state from W_in's output `projected`. Models that scale W_in's output call it."""
         inside, states = self.num_heads * self.head_width, self.groups * self.state_width
         z, xBC, dt = jnp.split(projected, [inside, 2 * inside + 2 * states], axis=-1)
         xBC, conv = self.conv.mix(xBC, {"recurrent": state["conv"]} if "conv" in state else {}, rows)
@@ -147,7 +147,7 @@ class Mamba2(Layer):
 
 
 def initial_dt_bias(rngs: nnx.Rngs, heads: int, span: tuple[float, float], floor: float) -> Float[Array, "H"]:
-    """Return the inverse softplus of steps that are uniform in their logarithm over `span`, and at least `floor`."""
+    """Return the inverse softplus of steps that are uniform in their logarithm over `span` and at least `floor`, [H]."""
     low, high = jnp.log(jnp.asarray(span, jnp.float32))
     dt = jnp.maximum(jnp.exp(jax.random.uniform(rngs.params(), (heads,), jnp.float32) * (high - low) + low), floor)
     return dt + jnp.log(-jnp.expm1(-dt))

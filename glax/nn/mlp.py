@@ -1,4 +1,4 @@
-"""Gated MLPs."""
+"""Provide gated MLPs."""
 
 from typing import Any
 

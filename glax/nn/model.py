@@ -1,4 +1,4 @@
-"""A language model over bytes."""
+"""Define a language model over bytes."""
 
 import dataclasses
 import functools
@@ -20,7 +20,10 @@ BYTES = 256
 
 @dataclasses.dataclass(frozen=True)
 class ByteLMConfig:
-    """width: of the residual stream. mlp_width: of the gated MLP's inside. The rest as in GatedLinearAttention."""
+    """Configure a ByteLM. width: the width of the residual stream. mlp_width: the inner width of the gated MLP.
+
+    For the other fields see GatedLinearAttention.
+    """
 
     width: int = 128
     layers: int = 3
@@ -43,12 +46,13 @@ lecun = nnx.initializers.lecun_normal()
 
 
 def spread_bias(key_width: int, key, shape: tuple[int], dtype) -> Float[Array, "keys"]:
-    """From -4 to 4 over the channels of a head: some forget within a token or two, and some remember hundreds."""
+    """Return biases from -4 to 4 over the channels of each head. Some channels then forget within a token or two, and some
+    remember hundreds."""
     return jnp.tile(jnp.linspace(-4.0, 4.0, key_width, dtype=dtype), shape[0] // key_width)
 
 
 class Block(nnx.Module):
-    """x + GLA(norm(x)), then x + MLP(norm(x))."""
+    """Compute x + GLA(norm(x)), then x + MLP(norm(x))."""
 
     def __init__(self, config: ByteLMConfig, *, recurrence: Callable = recurrent_gla, rngs: nnx.Rngs):
         self.attention_norm = nnx.RMSNorm(config.width, rngs=rngs)
@@ -76,7 +80,7 @@ class Block(nnx.Module):
 
 
 class ByteLM(nnx.Module):
-    """Bytes to logits of the next byte:   embedding, pre-norm blocks, norm, head."""
+    """Map bytes to logits of the next byte by an embedding, pre-norm blocks, a norm and a head."""
 
     def __init__(self, config: ByteLMConfig, *, recurrence: Callable = recurrent_gla, rngs: nnx.Rngs):
         self.config = config
@@ -88,9 +92,10 @@ class ByteLM(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
     ) -> Float[Array, "B T 256"]:
-        """Logits of the byte behind each token, every sequence read from its beginning in one parallel pass.
+        """Return the logits of the byte behind each token, [B, T, 256]. Every sequence is read from its beginning, in one
+        parallel pass.
 
-        segment_ids and pad_id: as in `glax.recurrent`. Every segment is then read from its own beginning.
+        segment_ids and pad_id are as in `glax.recurrent`. Every segment is then read from its own beginning.
         """
         check_tokens("tokens", tokens, "[B, T]")
         return self.extend(tokens, self.initial_states(tokens.shape[0]), segment_ids, pad_id)[0]
@@ -102,7 +107,7 @@ class ByteLM(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         pad_id: int | None = None,
     ) -> tuple[Float[Array, "B T 256"], States]:
-        """Read on from `states` in one parallel pass: logits, and the states behind the last token."""
+        """Continue from `states` in one parallel pass. Return the logits, and the states behind the last token."""
         check_tokens("tokens", tokens, "[B, T]")
 
         def attend(attention, x, state):
@@ -118,7 +123,8 @@ class ByteLM(nnx.Module):
         cu_seqlens: Int[Array, "N+1"],
         fresh: Bool[Array, "N"] | None = None,
     ) -> tuple[Float[Array, "T 256"], States]:
-        """Read packed prompts on from the states in pools [P, H, K, V], one a block, and write the new states there."""
+        """Read packed prompts from the states in pools [P, H, K, V], one pool per block, and write the new states into the
+        pools."""
         check_tokens("tokens", tokens, "[T]")
 
         def attend(attention, x, pool):
@@ -131,15 +137,15 @@ class ByteLM(nnx.Module):
     def step(
         self, tokens: Int[Array, "B"], states: States, slots: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B 256"], States]:
-        """Read one token of each sequence, in time and memory that do not depend on what came before.
+        """Read one token of each sequence, in time and memory that do not depend on the tokens before.
 
-        With slots, `states` are pools; a slot of -1 is no sequence, and its logits mean nothing.
+        With slots, `states` are pools. A slot of -1 is no sequence, and its logits have no meaning.
         """
         check_tokens("tokens", tokens, "[B]")
         return self.through(lambda attention, x, state: attention.step(x, state, slots), tokens, states)
 
     def initial_states(self, batch: int, max_length: int | None = None) -> States:
-        """Return empty states of `batch` sequences. They have one size whatever the length, so max_length has no effect."""
+        """Return the empty states of `batch` sequences. Their size does not depend on the length, so max_length has no effect."""
         return tuple(block.attention.initial_state(batch) for block in self.blocks)
 
     def through(self, attend: Callable, tokens: Int[Array, "*rows"], states: States) -> tuple[Array, States]:
@@ -151,7 +157,7 @@ class ByteLM(nnx.Module):
 
 
 def check_tokens(name: str, tokens, form: str):
-    """Check for integers of as many axes as `form` has letters."""
+    """Raise TypeError or ValueError unless tokens are integers of the shape `form`, such as "[B, T]"."""
     check_array(name, tokens)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers, got {tokens.dtype}")

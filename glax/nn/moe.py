@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router, and MLPs of which each token reads a few."""
+"""Provide mixtures of experts: a router, and MLPs of which each token reads a few."""
 
 from collections.abc import Callable
 from typing import Any
@@ -78,7 +78,7 @@ class Experts(nnx.Module):
         return y[back].reshape(*experts.shape, -1).sum(1)
 
     def through(self, x: Float[Array, "Mk D"], sizes: Int[Array, "E"]) -> Float[Array, "Mk D"]:
-        """Return the MLP of each row's expert; rows are sorted by expert, and sizes counts them."""
+        """Return the output of each row's expert. The rows are sorted by expert, and `sizes` counts the rows of each."""
         act = activation("act", self.act)
 
         def product(x, kernel):
@@ -94,9 +94,10 @@ class Experts(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """The experts behind a router of softmax probabilities, plus an MLP that every token reads, if there is one.
+    """Add the outputs of experts, chosen by softmax probabilities of a router, and of an MLP that every token reads, if there
+    is one.
 
-    router: kernel [D, E]. shared: a module from rows to rows, or None. normalize: as in `softmax_router`.
+    router: the kernel [D, E]. shared: a module from rows to rows, or None. normalize: as in `softmax_router`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Norms. Statistics are float32; the result has the dtype of the input."""
+"""Provide norms. Statistics are float32, and the result has the dtype of the input."""
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +9,16 @@ from glax.nn.parts import activation, by_head, for_rows, parameter
 
 
 def normalized(x: Float[Array, "*rows D"], epsilon: float) -> Float[Array, "*rows D"]:
-    """x / sqrt(mean(x^2) + epsilon)."""
+    """Return x / sqrt(mean(x^2) + epsilon), with the mean over the last axis."""
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + epsilon)
 
 
 class RMSNorm(nnx.Module):
     """y = scale x / sqrt(mean(x^2) + epsilon), over the last axis; scale [width].
 
-    groups: how many equal parts of the last axis are normalised apart. elementwise_affine: whether there is a scale.
-    zero_centred: whether 1 + scale multiplies, with a scale that begins as 0.
-    Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
+    groups: how many equal parts of the last axis are normalised separately. elementwise_affine: whether there is a scale.
+    zero_centred: whether the factor is 1 + scale, with a scale that starts as 0. Zhang and Sennrich 2019,
+    https://arxiv.org/abs/1910.07467.
     """
 
     def __init__(
@@ -48,9 +48,10 @@ class RMSNorm(nnx.Module):
 
 
 class RMSNormGated(RMSNorm):
-    """y = RMSNorm(x) * act(gate), or RMSNorm(x * act(gate)) where norm_before_gate is False, as in Mamba-2.
+    """y = RMSNorm(x) * act(gate), or RMSNorm(x * act(gate)) if norm_before_gate is False, as in Mamba-2.
 
-    gate_fn: the name of act. gate None: the norm alone. The rest as in RMSNorm. One pass over x and the gate.
+    gate_fn: the name of act. If gate is None, y is the norm alone. The other arguments are as in RMSNorm. x and the gate are
+    read in one pass.
     """
 
     def __init__(self, width: int, *, norm_before_gate: bool = True, gate_fn: str | None = "swish", **options):

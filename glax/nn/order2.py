@@ -1,4 +1,4 @@
-"""The model to beat: counts of what follows two bytes, smoothed by interpolation with shorter contexts."""
+"""Provide the baseline of the demo: counts of the byte that follows two bytes, interpolated with shorter contexts."""
 
 import dataclasses
 
@@ -15,10 +15,11 @@ Bytes = UInt8[np.ndarray, "n"]
 
 @dataclasses.dataclass(frozen=True)
 class Order2:
-    """p(c | a b) = w_0 / 256 + w_1 n(c) / n + w_2 n(bc) / n(b) + w_3 n(abc) / n(ab),   w by how often ab was seen.
+    """p(c | a b) = w_0 / 256 + w_1 n(c) / n + w_2 n(bc) / n(b) + w_3 n(abc) / n(ab)
 
-    n() counts in the training text. A ratio of a context that was never seen is that of the next shorter context.
-    Jelinek and Mercer 1980: interpolated estimation of Markov source parameters from sparse data.
+    n() counts in the training text. The weights w depend on how often ab was seen. For a context that was never seen, the ratio
+    of the next shorter context is used. Jelinek and Mercer 1980: interpolated estimation of Markov source parameters from
+    sparse data.
     """
 
     single: Int[np.ndarray, "256"]
@@ -28,7 +29,7 @@ class Order2:
 
     @classmethod
     def count(cls, text: Bytes) -> "Order2":
-        """Counts of the text, equal weights."""
+        """Return the counts of the text, with equal weights."""
         wide = text.astype(np.int32)
         codes = wide, wide[:-1] * BYTES + wide[1:], (wide[:-2] * BYTES + wide[1:-1]) * BYTES + wide[2:]
         counts = (
@@ -38,11 +39,11 @@ class Order2:
         return cls(*counts, weights=np.full((BUCKETS, 4), 0.25))
 
     def probability(self, a: Bytes, b: Bytes, c: Bytes) -> Float[np.ndarray, "n"]:
-        """p(c | a b), one for each entry."""
+        """Return p(c | a b) for each entry of the arrays a, b, c."""
         return (self.weights[self.buckets(a, b)] * self.ratios(a, b, c)).sum(-1)
 
     def bits_per_byte(self, text: Bytes, scored: slice | np.ndarray = slice(None)) -> float:
-        """Mean of -log2 p of the bytes text[2:][scored], each after the two before it."""
+        """Return the mean of -log2 p over the bytes text[2:][scored], each predicted from the two bytes before it."""
         return float(-np.log2(self.probability(text[:-2], text[1:-1], text[2:])[scored]).mean())
 
     def buckets(self, a: Bytes, b: Bytes) -> Int[np.ndarray, "n"]:
@@ -61,13 +62,15 @@ class Order2:
 
 
 def fit(text: Bytes) -> Order2:
-    """Weights that predict the last tenth of the text best by the counts of the rest; then counts of all of it."""
+    """Return the counts of the text with fitted weights. The weights predict the last tenth of the text best by the counts of
+    the rest."""
     cut = len(text) - max(int(len(text) * FITTED_ON), 3)
     return dataclasses.replace(Order2.count(text), weights=fit_weights(Order2.count(text[:cut]), text[cut:]))
 
 
 def fit_weights(model: Order2, text: Bytes) -> Float[np.ndarray, "buckets 4"]:
-    """Expectation maximisation: a weight becomes its ratio's mean share in predicting the bytes of its bucket."""
+    """Return weights fitted by expectation maximisation: each step sets a weight to the mean share of its ratio in predicting
+    the bytes of its bucket."""
     a, b, c = text[:-2], text[1:-1], text[2:]
     ratios, buckets = model.ratios(a, b, c), model.buckets(a, b)
     weights = model.weights

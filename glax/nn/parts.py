@@ -1,4 +1,4 @@
-"""Parameters with their sharding, projections, activations, rotary positions and checks, which the layers share."""
+"""Provide what layers share: parameters with shardings, projections, activations, rotary positions, and checks."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ normal = nnx.initializers.normal
 
 
 def annotated(*axes: str | None) -> dict:
-    """Metadata of a parameter: the logical axis of each of its axes, as `flax.nnx.get_partition_spec` reads it."""
+    """Return the metadata of a parameter: the logical axis of each of its axes, as `flax.nnx.get_partition_spec` reads it."""
     return dict(out_sharding=axes, eager_sharding=False)
 
 
@@ -36,7 +36,10 @@ def linear(
     kernel_init: Initializer | None = None,
     rngs: nnx.Rngs,
 ) -> nnx.Linear:
-    """y = x kernel (+ bias), kernel [inputs, outputs]. kernel_init: normal with a deviation of 0.02 if None."""
+    """Return a module for y = x kernel (+ bias), with kernel [inputs, outputs].
+
+    axes: the logical axes of the kernel. kernel_init: its first values; normal with a deviation of 0.02 if None.
+    """
     return nnx.Linear(
         inputs,
         outputs,
@@ -97,7 +100,7 @@ ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
 
 
 def activation(name: str, value: str | None) -> Callable[[Array], Array]:
-    """Return the function called `value`. ValueError, naming the argument `name`, if there is none."""
+    """Return the function called `value`. Raises ValueError, which names the argument `name`, if there is none."""
     if value not in ACTIVATIONS:
         known = ", ".join(repr(x) for x in ACTIVATIONS)
         raise ValueError(f"{name} must be one of {known}, got {value!r}")
@@ -105,7 +108,8 @@ def activation(name: str, value: str | None) -> Callable[[Array], Array]:
 
 
 def for_rows(x: Array, param: Array, dtype=jnp.float32) -> Array:
-    """param with as many axes as x and in `dtype`: a user's jax_numpy_rank_promotion may forbid that JAX adds axes itself."""
+    """Return param in `dtype`, with leading axes added to match x. A user's jax_numpy_rank_promotion may forbid JAX to add
+    them."""
     return jnp.expand_dims(param.astype(dtype), range(x.ndim - param.ndim))
 
 
@@ -120,10 +124,10 @@ def merged(x: Float[Array, "*rows heads width"]) -> Float[Array, "*rows D"]:
 def rotate(
     x: Float[Array, "*rows H D"], positions: Int[Array, "*rows"], theta: float = 10000.0, width: int | None = None
 ) -> Float[Array, "*rows H D"]:
-    """Rotate channel i and channel i + width / 2 of each head by positions * theta^(-2 i / width).
+    """Rotate channel i and channel i + width / 2 of each head by the angle positions * theta^(-2 i / width).
 
-    x: [*rows, H, D], any float dtype, which the result has too. positions: [*rows], the place of each row in its sequence.
-    width: how many of the channels rotate, from the first; all if None. Su et al. 2021, https://arxiv.org/abs/2104.09864.
+    x: [*rows, H, D], any float dtype; the result has the same. positions: [*rows], the position of each row in its sequence.
+    width: how many of the first channels rotate; all if None. Su et al. 2021, https://arxiv.org/abs/2104.09864.
     """
     width = x.shape[-1] if width is None else width
     frequencies = theta ** -(jnp.arange(0, width, 2, dtype=jnp.float32) / width)
@@ -136,7 +140,7 @@ def rotate(
 
 
 def check_sizes(**sizes):
-    """Check for integers of at least 1."""
+    """Raise TypeError or ValueError unless every size is an integer of at least 1."""
     for name, size in sizes.items():
         check_integer(name, size)
         if size < 1:

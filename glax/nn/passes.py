@@ -1,7 +1,7 @@
-"""How a layer reads its rows: whole sequences in parallel, packed or not, or one token of each sequence from a pool.
+"""Define how a layer reads its rows: whole sequences in parallel, packed or not, or one token of each sequence from a pool.
 
-A layer is defined once, by `mix(x, state, rows)`, in terms of a `Rows`. `state` is a dict of arrays by name, each with one
-row a sequence, or a row a slot in a pool; a missing entry stands for zeros.
+A layer is defined once, by `mix(x, state, rows)`, in terms of a `Rows`. `state` is a dict of arrays by name, each with one row
+per sequence, or one row per slot of a pool. A missing entry stands for zeros.
 """
 
 import dataclasses
@@ -22,34 +22,36 @@ Entry = Any  # an array of a State, or None for zeros; one token of each sequenc
 
 
 class Rows(Protocol):
-    """What a layer needs of the rows around a row, and of the state."""
+    """Define what a layer needs of the rows around a row and of the state. `Parallel` and `Step` implement it."""
 
     def recurrent(self, recurrence: Callable, q, k, v, state: Entry, **options) -> tuple[Array, Array]:
-        """Outputs [*rows, H, V] of the recurrence, and its new state. options: gates, softmax_scale and bonus."""
+        """Return the outputs [*rows, H, V] of the recurrence, and its new state. options: gates, softmax_scale and bonus."""
         ...
 
     def window(self, x: Array, size: int, state: Entry) -> tuple[list[Array], Array]:
-        """x of the size - 1 rows before each row and of the row itself, each [*rows, D], and the last size - 1 rows.
+        """Return x of the size - 1 rows before each row and of the row itself, each [*rows, D], and the last size - 1 rows.
 
-        state: [N, size - 1, D], the rows before the first. Rows of other sequences are never read.
+        state: [N, size - 1, D], the rows before the first row. Rows of other sequences are never read.
         """
         ...
 
     def positions(self, state: Entry) -> tuple[Int[Array, "*rows"], Array]:
-        """The number of tokens before each row in its sequence. state: [N], the number of tokens read before."""
+        """Return the number of tokens before each row in its sequence, and the new state. state: [N], the number of tokens read
+        before."""
         ...
 
     def attend(self, q, k, v, cache: State, window: int | None, scale: float | None) -> tuple[Array, State]:
-        """Causal softmax attention of q [*rows, Hq, D] over k and v [*rows, Hk, D] and the cache before them."""
+        """Return causal softmax attention of q [*rows, Hq, D] over k and v [*rows, Hk, D] and the cached rows before them, and
+        the new cache."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """Whole sequences: rows are [B, T], or [T] or [1, T] packed by cu_seqlens [N + 1], or [B, T] packed by segment_ids.
+    """Read whole sequences. Rows are [B, T], or [T] or [1, T] packed by cu_seqlens [N + 1], or [B, T] packed by segment_ids.
 
-    segment_ids: a token continues the state of the token before it if both have the same id. pad_id is the id of padding, which
-    changes no state; None if no id is.
+    A token continues the state of the token before it if both have the same segment id. pad_id is the id of padding, which
+    changes no state; None if no id is padding.
     """
 
     shape: tuple[int, ...]
@@ -188,13 +190,13 @@ class Parallel:
 
     @property
     def cuts(self) -> Int[Array, "N+1"]:
-        """cu_seqlens, of packed rows."""
+        """Return cu_seqlens, where rows are packed by it."""
         assert self.cu_seqlens is not None
         return self.cu_seqlens
 
     @property
     def sequence_of(self) -> Int[Array, "T"]:
-        """Return the sequence of every packed row; of padding rows, the last."""
+        """Return the sequence number of every packed row. Padding rows count to the last sequence."""
         found = jnp.searchsorted(self.cuts, jnp.arange(self.shape[-1]), side="right") - 1
         return jnp.clip(found, 0, self.num_sequences - 1)
 
@@ -206,11 +208,11 @@ class Parallel:
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """The segments of the rows [B, T] of a batch, by token, and where each batch row ends.
+    """Hold the segments of the rows [B, T] of a batch by token, and where each batch row ends.
 
-    is_token: whether the token is not padding. begin: the position at which the token's segment begins.
-    is_first: whether the token is in the first segment of its batch row that has tokens. That segment continues the state.
-    last [B]: the position of the last token that is not padding.
+    is_token: whether the token is not padding. begin: the position at which the token's segment begins. is_first: whether the
+    token is in the first segment of its batch row that has tokens; that segment continues the state. last: [B], the position of
+    the last token that is not padding.
     """
 
     is_token: Bool[Array, "B T"]
@@ -231,7 +233,8 @@ class Segments:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One token of each of B sequences: rows are [B]. With slots [B], states are pools, and sequence b lives in row slots[b]."""
+    """Read one token of each of B sequences. Rows are [B]. With slots [B], states are pools, and sequence b lives in row
+    slots[b]."""
 
     slots: Int[Array, "B"] | None = None
 
@@ -267,13 +270,14 @@ class Step:
 
     @staticmethod
     def unused_to_end(slots, pool: Array) -> Int[Array, "B"]:
-        """Slots outside of the pool, -1 too, become its length: reads give zeros, and writes are dropped."""
+        """Return slots with those outside of the pool, -1 too, replaced by its length. Reads there give zeros, and writes are
+        dropped."""
         slots = to_int32(slots)
         return jnp.where((slots >= 0) & (slots < pool.shape[0]), slots, pool.shape[0])
 
 
 def in_window(back: Int[Array, "*shape"], window: int | None) -> Bool[Array, "*shape"] | bool:
-    """Return whether a key that lies `back` tokens behind its query is near enough."""
+    """Return whether a key that lies `back` tokens behind its query is in the window. All keys are if `window` is None."""
     return True if window is None else back < window
 
 

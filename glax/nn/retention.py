@@ -1,4 +1,4 @@
-"""Linear attentions whose decay is constant: RetNet's retention and Lightning Attention."""
+"""Provide linear attentions with a constant decay: RetNet's retention and Lightning Attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +24,8 @@ class MultiScaleRetention(LinearAttention):
         S_t = (1 - 2^(-5-h)) S_{t-1} + R_t k_t v_t^T        o_t = S_t^T R_t q_t / sqrt(K)
         y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
 
-    R_t rotates by the position in the sequence, `glax.nn.parts.rotate`; the state holds the number of tokens read.
-    theta: of the rotation. The other arguments are those of `glax.nn.linear_attention.Options`.
+    R_t rotates by the position in the sequence (`glax.nn.parts.rotate`); the state holds the number of tokens read. theta: the
+    base of the rotation. The other arguments are those of `glax.nn.linear_attention.Options`.
 
     Sun et al. 2023, https://arxiv.org/abs/2307.08621.
     """
@@ -59,16 +59,17 @@ class MultiScaleRetention(LinearAttention):
 
 
 class LightningAttention(Layer):
-    """Lightning Attention as in MiniMax-01, in every head:
+    """Lightning Attention as in MiniMax-01. In every head:
 
         q_t, k_t, v_t = act(W_q x_t), act(W_k x_t), act(W_v x_t)
         S_t = exp(-s) S_{t-1} + k_t v_t^T                    o_t = S_t^T q_t
         y_t = W_o (sigmoid(W_s x_t) * RMSNorm(o_t))
 
-    head_width: K and V of a head; width // num_heads if None. The norm is over all heads together.
-    slopes:     s [H], or "fla" or "minimax", which with layer_idx and num_layers are those of `glax.lightning_attention`.
-    act:        the name of a function; "silu" in MiniMax-01.
-    dtype, param_dtype, kernel_init, recurrence: as in `glax.nn.linear_attention.Options`.
+    head_width: K and V of a head; width // num_heads if None. The norm is over all heads together. slopes:     s [H], or "fla"
+    or "minimax": the slopes of `glax.lightning_attention` for layer_idx and num_layers. act:        the name of a function;
+    "silu" in MiniMax-01.
+
+    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`.
 
     Qin et al. 2024, https://arxiv.org/abs/2401.04658; MiniMax 2025, https://arxiv.org/abs/2501.08313.
     """
@@ -108,7 +109,7 @@ class LightningAttention(Layer):
         return dict(recurrent=jnp.zeros((batch, self.num_heads, self.head_width, self.head_width), jnp.float32))
 
     def heads(self, x: Float[Array, "*rows width"]) -> list[Float[Array, "*rows H D"]]:
-        """q, k and v by head."""
+        """Return [q, k, v], each [*rows, H, width of a head]."""
         act = activation("act", self.act)
         return [by_head(act(project(x)), self.num_heads) for project in (self.query, self.key, self.value)]
 
@@ -121,7 +122,7 @@ class LightningAttention(Layer):
 
 
 def slope_tuple(slopes, num_heads: int, layer_idx: int, num_layers: int) -> tuple[float, ...]:
-    """Return the slopes of the heads as numbers. ValueError unless there is one a head."""
+    """Return the slopes of the heads as numbers. Raises ValueError unless there is one per head."""
     if isinstance(slopes, str):
         heads = jax.ShapeDtypeStruct((1, 1, num_heads, 1), jnp.float32)
         return tuple(float(-x) for x in lightning_decay(heads, heads, heads, layer_idx, num_layers, slopes))

@@ -1,4 +1,4 @@
-"""RWKV-6 (Finch): time mixing and channel mixing."""
+"""Provide RWKV-6 (Finch): time mixing and channel mixing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ MIXED = ("receptance", "decay", "key", "value", "output_gate")  # what reads a m
 
 
 def token_shift(x: Float[Array, "*rows D"], state: Array | None, rows: Rows) -> tuple[Array, Array]:
-    """x_{t-1} - x_t, with 0 before a sequence's first token, and the new state [N, 1, D]."""
+    """Return x_{t-1} - x_t, with x_{t-1} = 0 before a sequence's first token, and the new state [N, 1, D]."""
     (before, own), after = rows.window(x, 2, state)
     return before - own, after
 
@@ -44,14 +44,15 @@ class RWKV6Attention(Layer):
         o_t = (S_{t-1} + diag(u) k_t v_t^T)^T r_t            S_t = diag(exp(w_t)) S_{t-1} + k_t v_t^T
         y_t = W_o (GroupNorm(o_t) * SiLU(g_t))
 
-    width:      of x and y. num_heads: H; divides key_width and value_width.
-    key_width, value_width: of all heads together; width // 2 and width if None.
-    mix_rank:   of A and B, for each of the five. decay_rank: of W_1 and W_2.
-    gate_fn, norm_eps, elementwise_affine: of the output.
-    dtype, param_dtype, kernel_init, recurrence: as in `glax.nn.linear_attention.Options`; kernels are Xavier uniform with a
-    gain of 2^(-5/2) if kernel_init is None.
+    width:      the width of x and y. num_heads: H; divides key_width and value_width. key_width, value_width: the widths of all
+    heads together; width // 2 and width if None. mix_rank:   the rank of B A, for each of the five. decay_rank: the rank of W_2
+    W_1. gate_fn:    the name of the function of g_t. norm_eps, elementwise_affine: the epsilon of GroupNorm, and whether it has
+    a scale.
 
-    The state is the matrix and the last token. Peng et al. 2024, https://arxiv.org/abs/2404.05892.
+    dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`. If kernel_init is None, kernels
+    start Xavier uniform with a gain of 2^(-5/2). The state is the matrix S and the last token.
+
+    Peng et al. 2024, https://arxiv.org/abs/2404.05892.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class RWKV6Attention(Layer):
         return dict(recurrent=jnp.zeros(shape, jnp.float32), shift=shift)
 
     def mixtures(self, x: Float[Array, "*rows width"], d: Float[Array, "*rows width"]) -> list[Array]:
-        """x + m d for each of `MIXED`."""
+        """Return x + m d for each name in `MIXED`, [*rows, width] each."""
         low = jnp.tanh(self.mix_down(x + d * for_rows(x, self.mix_first[...], x.dtype)))
         low = by_head(low, 5)  # [*rows, 5, mix_rank]
         up = self.mix_up.kernel[...].astype(x.dtype).reshape(5, self.mix_rank, self.width)
@@ -132,7 +133,7 @@ class RWKV6FeedForward(Layer):
 
         y_t = sigmoid(W_r (x_t + mu_r d_t)) * W_v act(W_k (x_t + mu_k d_t))
 
-    inside: outputs of W_k. act: squared ReLU, unless `act` names another. The state is the last token.
+    inside: the number of outputs of W_k. act: the name of a function; squared ReLU by default. The state is the last token.
     """
 
     def __init__(

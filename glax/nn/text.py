@@ -1,4 +1,4 @@
-"""The text of the demo: its source, the part that is held out from training, and windows of it."""
+"""Read the text of the demo, split it into training and held-out parts, and cut windows from it."""
 
 import dataclasses
 import sysconfig
@@ -17,7 +17,8 @@ class TextError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """train: all but the last 5%. held_out: the last 5% cut into windows, each with one byte more than is predicted."""
+    """Hold a text in two parts. train: all but the last 5%. held_out: the last 5%, cut into windows with one byte more than is
+    predicted."""
 
     name: str
     train: UInt8[np.ndarray, "bytes"]
@@ -38,7 +39,7 @@ def library_text(limit: int = LIBRARY_BYTES) -> bytes:
 
 
 def read_text(path: Path | None, length: int) -> Text:
-    """Return the file, or the standard library if None, split for windows of `length` predicted bytes."""
+    """Return the file, or the standard library if path is None, split for windows of `length` predicted bytes."""
     if path is not None and (path.is_char_device() or path.is_block_device()):  # it need not have an end
         raise TextError(f"cannot read the text {path}: it is a device: name a file")
     try:
@@ -60,6 +61,6 @@ def split(raw: bytes, length: int, name: str) -> Text:
 
 
 def random_windows(train: UInt8[np.ndarray, "bytes"], batch: int, length: int, rng: np.random.Generator):
-    """[batch, length + 1] bytes, from anywhere in the text."""
+    """Return windows at random positions of the text, [batch, length + 1] bytes."""
     first = rng.integers(0, len(train) - length, batch)
     return train[first[:, None] + np.arange(length + 1)]

@@ -1,4 +1,4 @@
-"""Training of a ByteLM."""
+"""Train a ByteLM."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from glax.nn.text import random_windows
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """AdamW with a linear warmup and a cosine to a tenth; gradients clipped by their global norm."""
+    """Configure AdamW with a linear warmup and a cosine decay to a tenth. Gradients are clipped by their global norm."""
 
     steps: int
     batch: int
@@ -37,7 +37,7 @@ class Recipe:
 
 
 def matrices(params):
-    """Return which parameters decay: not the biases and the scales of norms."""
+    """Return which parameters have weight decay: all but biases and the scales of norms."""
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
@@ -52,7 +52,7 @@ def next_byte_bits(model: ByteLM, read: UInt8[Array, "B T"], following: UInt8[Ar
 
 
 def held_out_bits(model: ByteLM, windows: UInt8[np.ndarray, "windows T+1"], batch: int = 16) -> float:
-    """Return the mean of `bits` over all the windows; one compilation, whatever their number."""
+    """Return the mean of `bits` over all windows. It compiles once for any number of windows."""
     filled = np.concatenate([windows, np.repeat(windows[:1], -len(windows) % batch, axis=0)])
     each = [jitted_bits(model, jnp.asarray(part)) for part in filled.reshape(-1, batch, windows.shape[1])]
     return float(np.concatenate(each)[: len(windows)].mean())
@@ -68,9 +68,9 @@ def train(
     seed: int,
     each_step: Callable[[int, float, ByteLM], bool],
 ) -> ByteLM:
-    """Return the model after all steps on random windows, or once each_step(steps done, bits per byte, model) is true.
+    """Return the model after all steps on random windows, or as soon as each_step(steps done, bits per byte, model) is true.
 
-    The model handed in, and each one handed to each_step, is overwritten by the next step.
+    The next step overwrites the model that was passed in, and each model that was passed to each_step.
     """
     optimizer = recipe.optimizer()
     graph, params = nnx.split(model)
