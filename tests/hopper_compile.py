@@ -51,15 +51,16 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
     K, V = (int(x) for x in (width.split("x") * 2)[:2])
     columns = 64 if "narrow" in what else min(K, V, 128)
     columns = 128 if "pairs" in what else columns
+    packed = "packed" in what or "one row" in what
 
     def call(q, k, v, g, d_output, d_final, cu_seqlens):
-        r = bind(q, k, v, **{"g" if gate == "head" else "gk": g}, cu_seqlens=cu_seqlens if "packed" in what else None)
+        r = bind(q, k, v, **{"g" if gate == "head" else "gk": g}, cu_seqlens=cu_seqlens if packed else None)
         config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=columns)
         if "gradient" in what:
-            return chunked.chunked_vjp(r, d_output, d_final, None, config)
+            return chunked.chunked_vjp(r, d_output, None if "one row" in what else d_final, None, config)
         return (chunked.chunked_with_residuals if "residuals" in what else chunked.chunked)(r, config)
 
-    B, N = (1, 8) if "packed" in what else (2, 2)
+    B, N = (1, 8) if packed else (2, 2)
     q, v = shaped(B, T, 1 if "groups" in what else 4, K), shaped(B, T, 4, V)
     gates = shaped(B, T, 4, *[K] * (gate != "head"), dtype=jnp.float32 if "float32" in gate else jnp.bfloat16)
     operands = (q, q, v, gates, v, shaped(N, 4, K, V, dtype=jnp.float32), shaped(N + 1, dtype=jnp.int32))

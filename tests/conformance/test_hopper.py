@@ -29,7 +29,10 @@ DEFAULT = HopperConfig()
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call and its gradient. `save`: the forward saves residuals. `parts`: in two phases, begun from other states."""
+    """One call and its gradient. `save`: the forward saves residuals. `parts`: in two phases, begun from other states.
+
+    `states`: there are initial states, and the final states have a cotangent.
+    """
 
     gate: str
     strength: str | float = "mild"
@@ -43,6 +46,7 @@ class Call:
     gradient: bool = True
     save: bool = True
     parts: bool = False
+    states: bool = True
     config: HopperConfig = DEFAULT
     bar: float = BAR
 
@@ -71,6 +75,25 @@ CASES = {
     "constant, packed": Call(gate="g_gamma", cuts=(0, 66, 66, 90), T=100, save=False),
     "head, groups": Call(gate="g", heads=(1, 1, 3), T=120, K=72, V=40),
     "head, pairs": Call(gate="g", heads=(1, 2, 4), T=120, V=40, config=HopperConfig(columns=128)),
+    "head, one row, segments": Call(
+        gate="g",
+        cuts=(0, 0, 5, 66, 66, 64 * 5, 330, 390, 395),
+        T=400,
+        states=False,
+        heads=(2, 2, 2),
+        config=HopperConfig(parts=3),
+    ),
+    "head, one row of groups, reversed, states formed again": Call(
+        gate="g", heads=(1, 1, 2), K=128, cuts=(0, 7, 70, 140, 140), T=250, states=False, save=False, reverse=True
+    ),
+    "constant, one row of pairs": Call(
+        gate="g_gamma",
+        heads=(1, 1, 2),
+        cuts=(0, 66, 66, 90, 128),
+        T=128,
+        states=False,
+        config=HopperConfig(columns=128),
+    ),
     "head, groups, packed, reversed": Call(gate="g", heads=(2, 1, 2), V=128, cuts=(0, 66, 66, 90), T=100, reverse=True),
 }
 
@@ -119,9 +142,10 @@ def check(c: Call, monkeypatch):
     if c.cuts is not None:
         cu_seqlens, padding = jnp.asarray(c.cuts, jnp.int32), (jnp.arange(T) >= c.cuts[-1])[None, :, None, None]
         q, k, v, d_output = (jnp.where(padding, jnp.nan, x) for x in (q, k, v, d_output))
-        if c.gate == "gk":
+        if c.gate != "g_gamma":
+            padding = padding[..., 0] if c.gate == "g" else padding
             gates[c.gate] = jnp.where(padding, jnp.nan, gates[c.gate])
-    r = bind(q, k, v, **gates, initial_state=state, reverse=c.reverse, cu_seqlens=cu_seqlens)
+    r = bind(q, k, v, **gates, initial_state=state if c.states else None, reverse=c.reverse, cu_seqlens=cu_seqlens)
     mosaic_interpreter.install(monkeypatch)
     monkeypatch.setattr(chunked, "multiprocessors", lambda: 3)  # the interpreter runs idle programs, too
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
@@ -139,11 +163,12 @@ def check(c: Call, monkeypatch):
             found, residuals = (
                 chunked.chunked_with_residuals(r, c.config) if c.save else (chunked.chunked(r, c.config), None)
             )
-            d = chunked.chunked_vjp(r, d_output, d_final, residuals, c.config) if c.gradient else None
+            of_final = d_final if c.states else None
+            d = chunked.chunked_vjp(r, d_output, of_final, residuals, c.config) if c.gradient else None
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, r)
     errors = [distance(a, b) for a, b in zip(found, reference(exact), strict=True)]
     if c.gradient:
-        expected = reference_gradient(exact, d_output.astype(jnp.float32), d_final)
+        expected = reference_gradient(exact, d_output.astype(jnp.float32), d_final if c.states else 0 * d_final)
         cut = (r.replace(boundaries=None), expected.replace(boundaries=None))
         assert jax.tree.structure(d) == jax.tree.structure(cut[0])
         for (path, a), b in zip(jax.tree.leaves_with_path(d), jax.tree.leaves(cut[1]), strict=True):

@@ -148,7 +148,7 @@ def test_gradient_of_chunks(monkeypatch, B, T, heads, D, form, strength, reverse
     else:
         *first, dg, d_scale = gradient_head(q, k, v, head_sums(g, reverse), *others, **options)
         dg = dg.reshape(B, -1, heads[0])[:, :T, :, None]
-        found = *first, dg, d_scale
+        found = *first, dg, d_scale if form == "key" else d_scale.sum(3)
         wanted = *wanted[:3], wanted[3].sum(3, keepdims=True), wanted[4]
     for name, x, y in zip(("dq", "dk", "dv", "dg", "d_scale"), found, wanted, strict=True):
         x, y = (np.asarray(a, np.float64) for a in (x, y))
@@ -244,7 +244,7 @@ def test_gradient_of_groups(monkeypatch, B, T, heads, K, V, strength, reverse, r
         q, k, v, head_sums(g, reverse), do, by_chunk, before, behind, group=int(group), **options
     )
     assert dq.shape[2] == dk.shape[2] < H
-    found = *(fold_heads(x.astype(jnp.float32), heads) for x, heads in ((dq, HQ), (dk, HK))), dv, dg, d_scale
+    found = *(fold_heads(x.astype(jnp.float32), heads) for x, heads in ((dq, HQ), (dk, HK))), dv, dg, d_scale.sum(3)
     wanted = fold_heads(wanted[0], HQ), fold_heads(wanted[1], HK), wanted[2], wanted[3].sum(3), wanted[4]
     found = *found[:3], found[3].reshape(B, -1, H)[:, :T], found[4]
     for name, x, y in zip(("dq", "dk", "dv", "dg", "d_scale"), found, wanted, strict=True):

@@ -46,6 +46,10 @@ KERNELS = {
     ("forward, residuals, groups, pairs", "head", "128x64"): 1,
     ("gradient, groups", "head", "128x64"): 3,
     ("gradient, groups", "head", "64"): 3,
+    ("forward, one row, segments", "head", "128"): 4,
+    ("gradient, one row, segments", "head", "128"): 5,
+    ("forward, one row, groups, pairs", "head", "128x64"): 2,
+    ("gradient, one row, groups", "head", "128x64"): 3,
 }
 # What goes token by token, for per-key gates that are out of range, has no products, nor what hands states from segment to
 # segment, which copies nothing in bulk either. The gradient scans both ways before.
@@ -60,6 +64,8 @@ WITHOUT_PRODUCTS |= {
     ("forward, segments", "key"): 2,
     ("forward, segments", "head"): 1,
     ("forward, residuals, segments", "key"): 2,
+    ("forward, one row, segments", "head"): 1,
+    ("gradient, one row, segments", "head"): 1,
 }
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 from jaxtyping import Array, Float
 
 from glax._src.core.decay import Decay
@@ -16,6 +18,7 @@ from glax._src.solve.dispatch import (
     Choice,
     Resolution,
     by_folding,
+    filled,
     forward_with_residuals,
     resolve,
     run_backward,
@@ -70,17 +73,21 @@ class SolvePair(NamedTuple):
     solve_with_residuals: Callable
 
 
-def solve_with_vjp(run: Callable, run_with_residuals: Callable, gradient: Callable, num_static: int) -> SolvePair:
+def solve_with_vjp(
+    run: Callable, run_with_residuals: Callable, gradient: Callable, num_static: int, omits_d_final: bool = False
+) -> SolvePair:
     """Return the solve with `gradient` as its custom gradient. The first `num_static` operands of each function are static.
 
     run: (*static, r) -> Outputs. run_with_residuals: (*static, r) -> (Outputs, residuals); the residuals take no cotangent.
     gradient: (*static, r, d_output, d_final, residuals) -> Recurrence.
+    omits_d_final: whether gradient takes None for a d_final of zeros, as where nothing depends on the final state.
     """
     static = tuple(range(num_static))
     solve = jax.custom_vjp(run, nondiff_argnums=static)
     solve_with_residuals = jax.custom_vjp(run_with_residuals, nondiff_argnums=static)
 
     def fwd_with_residuals(*operands):
+        operands = (*operands[:num_static], jax.tree.map(lambda x: x.value, operands[num_static]))
         # Through the custom gradient, not run_with_residuals: the gradient of a gradient passes through here.
         outputs, residuals = solve_with_residuals(*operands)
         outputs, residuals = named_outputs(outputs), named_residuals(residuals)
@@ -88,7 +95,9 @@ def solve_with_vjp(run: Callable, run_with_residuals: Callable, gradient: Callab
 
     def bwd_with_residuals(*operands):
         *static, (r, residuals), (cotangents, _) = operands
-        d = gradient(*static, r, *cotangents, residuals)
+        d_output, d_final = cotangents
+        d_final = None if omits_d_final and isinstance(d_final, SymbolicZero) else d_final
+        d = gradient(*static, r, instantiated(d_output), instantiated(d_final), residuals)
         return (with_float0(d, r),)
 
     def fwd(*operands):
@@ -99,9 +108,14 @@ def solve_with_vjp(run: Callable, run_with_residuals: Callable, gradient: Callab
         *static_and_saved, cotangents = operands
         return bwd_with_residuals(*static_and_saved, (cotangents, None))
 
-    solve_with_residuals.defvjp(fwd_with_residuals, bwd_with_residuals)
-    solve.defvjp(fwd, bwd)
+    solve_with_residuals.defvjp(fwd_with_residuals, bwd_with_residuals, symbolic_zeros=True)
+    solve.defvjp(fwd, bwd, symbolic_zeros=True)
     return SolvePair(solve, solve_with_residuals)
+
+
+def instantiated(cotangent):
+    """Return the cotangent as an array, also where JAX has said only that it is zero."""
+    return ad.instantiate_zeros(ad.Zero(cotangent.aval)) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def gradient_with_vjp(run: Callable, derived: Callable, num_static: int) -> Callable[..., Recurrence]:
@@ -191,7 +205,7 @@ def derived_gradient_of(resolution: Resolution, r: Recurrence, d_output, d_final
 
 def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurrence:
     """Return the gradient by the forward alone, with its operands permuted. A platform with only a forward kernel can therefore
-    train.
+    train. d_final: None for zeros.
 
         dq_t = scale S_t do_t      dk_t = G_t v_t      dv_t = G_t^T k_t
 
@@ -203,6 +217,7 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
     With an erasure, the transposed state obeys no recurrence of this form. The gradient is then taken token by token
     (`delta_recurrent`), in plain JAX on every platform.
     """
+    d_final = filled(d_final, r)
     if r.segments is not None:
         return by_folding(functools.partial(derived_gradient, choice))(r, d_output, d_final)
     if r.erasure is not None:
@@ -309,4 +324,4 @@ def sum_behind(r: Recurrence, x: Float[Array, "B T H D"], at_end: Float[Array, "
 
 
 resolved_gradient = gradient_with_vjp(fused_or_derived_gradient, derived_gradient_of, num_static=1)
-resolved = solve_with_vjp(run_forward, forward_with_residuals, resolved_gradient, num_static=1)
+resolved = solve_with_vjp(run_forward, forward_with_residuals, resolved_gradient, num_static=1, omits_d_final=True)

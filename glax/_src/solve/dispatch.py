@@ -117,12 +117,22 @@ def forward_with_residuals(resolution: Resolution, r: Recurrence) -> tuple[Outpu
 def run_backward(
     resolution: Resolution, r: Recurrence, d_output, d_final, residuals: Residuals | None
 ) -> Recurrence | None:
-    """Run the fused gradient kernel. Return None if there is none; the caller then uses the derived gradient."""
+    """Run the fused gradient kernel. Return None if there is none; the caller then uses the derived gradient.
+
+    d_final: None for zeros.
+    """
     if resolution.vjp is None:
         return None
+    if not resolution.vjp.omits_d_final(r):
+        d_final = filled(d_final, r)
     operands = (r, d_output, d_final, *([] if residuals is None else [residuals]))
     run = functools.partial(execute, resolution.vjp, resolution.vjp_choice, again=gradient_elsewhere)
     return merged_vmap(run, *operands)
+
+
+def filled(d_final, r: Recurrence):
+    """d_final, or zeros of its shape for None."""
+    return varying_like(jnp.zeros(r.state_shape, r.dtype), r.q) if d_final is None else d_final
 
 
 # ---- the same where the program is lowered for another backend than it was traced for ---------------------------------
@@ -156,7 +166,7 @@ def gradient_elsewhere(
     if spec is None:
         kernel_registry.find(r.folded, choice.platform, choice.config)  # its error says why
         raise UnsupportedError("no kernel forms this gradient")
-    return run_spec(spec, own, r, d_output, d_final)
+    return run_spec(spec, own, r, d_output, filled(d_final, r))
 
 
 # ---- kernels in two phases, see `TwoPhase` ---------------------------------------------------------------------------
@@ -280,6 +290,8 @@ def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None)
     if r.segments is not None and not spec.takes_segments(r):
         return by_folding(functools.partial(run_spec, spec, choice, part=part))(r, *given)
     others = why_not_others(spec, choice, r, gradient=spec.is_gradient)
+    if others:
+        others["refused"] |= spec.forgoes(r, *given)
     return executor(spec, r, *given, cfg=choice.config, part=part, **others)
 
 

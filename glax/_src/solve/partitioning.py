@@ -48,6 +48,7 @@ def by_type(f, saves_residuals: bool, *operands):
     """Run f(*operands) in shard_map, with the shardings that the types of the operands have.
 
     f: (r) -> Outputs, or (Outputs, Residuals) with `saves_residuals`; or (r, d_output, d_final[, residuals]) -> Recurrence.
+    d_final: None for zeros.
     """
     given = operands[0].floats
     mesh = next(mesh for x in jax.tree.leaves(operands) if not (mesh := jax.typeof(x).sharding.mesh).empty)
@@ -242,7 +243,7 @@ def residual_specs(batch, heads) -> Residuals:
 
 def operand_specs(operands, batch, heads):
     every = (recurrence_specs(operands[0], batch, heads), *output_specs(batch, heads), residual_specs(batch, heads))
-    return every[: len(operands)]
+    return tuple(None if x is None else spec for x, spec in zip(operands, every, strict=False))
 
 
 def result_specs(operands, saves_residuals: bool, batch, heads):
@@ -330,7 +331,8 @@ def sharding_rule(operands, saves_residuals: bool) -> tuple[str, tuple[str, ...]
         ]  # fmt: skip
         return [form for array, form in forms if array is not None]
 
-    given = named(r) + outputs * (len(operands) > 1) + residuals * (len(operands) > 3)
+    cotangents = [form for form, x in zip(outputs, operands[1:3], strict=False) if x is not None]
+    given = named(r) + cotangents + residuals * (len(operands) > 3)
     results = named(r.floats) if len(operands) > 1 else outputs + residuals * saves_residuals
     rule = f"{', '.join(given)} -> {', '.join(results)}"
     used = dict.fromkeys(re.findall(r"\w+", rule))  # the compiler wants them in the order of their first use

@@ -1,5 +1,6 @@
 """Launch the Hopper kernels: the recurrence and its gradient, whole or in two phases."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, gradient_recurrence
 from glax._src.kernels.common.gpu import multiprocessors
-from glax._src.kernels.pallas_gpu.config import WIDEST, HopperConfig, group_size
+from glax._src.kernels.pallas_gpu.config import WIDEST, HopperConfig, group_size, in_one_row
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
+from glax._src.kernels.pallas_gpu.packed_row import Edges, PackedRow
 from glax._src.kernels.pallas_gpu.plan import ScanResults
 from glax._src.kernels.pallas_gpu.vjp_head_gate import gradient_head
 from glax._src.kernels.pallas_gpu.vjp_head_group import gradient_groups
@@ -19,11 +21,15 @@ from glax._src.kernels.pallas_gpu.vjp_wide import gradient_wide
 
 def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
     """Scan every sequence; or find the states that enter its segments, and scan these."""
+    if in_one_row(r):
+        return forward_in_one_row(r, config, save=False)[0]
     return forward(KernelLayout(r, config), save=False)[0]
 
 
 def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
     """Return also the residuals that `chunked_vjp` would otherwise compute again."""
+    if in_one_row(r):
+        return forward_in_one_row(r, config, save=True)
     return forward(KernelLayout(r, config, square=True), save=True)
 
 
@@ -34,6 +40,22 @@ def forward(p: KernelLayout, save: bool, begun=None) -> tuple[Outputs, Residuals
     scanned = p.scan(p.plan(start=start is not None, states=save, run=p.run if save else 1), p.k, p.v, start)
     outputs = Outputs(p.sum_of_values(scanned.o, p.blocks).astype(r.v.dtype), p.narrow(scanned.last))
     return outputs, p.residuals(scanned) if save else None
+
+
+def layout_of_row(packed: PackedRow, config: HopperConfig, square: bool) -> KernelLayout:
+    return KernelLayout(packed.row, config, square, Edges.of(packed.r))
+
+
+def forward_in_one_row(r: Recurrence, config: HopperConfig, save: bool) -> tuple[Outputs, Residuals | None]:
+    """Run the forward of packed sequences as one row. Final states are found apart: callers that need none pay for none."""
+    outputs, residuals = forward(layout_of_row(PackedRow(r), config, square=save), save)
+    return outputs._replace(final_state=final_states(r, config)), residuals
+
+
+def final_states(r: Recurrence, config: HopperConfig) -> jax.Array:
+    """Scan packed sequences, each from a chunk's start on, for their final states alone, [N, H, K, V]."""
+    p = KernelLayout(r, dataclasses.replace(config, parts=1))
+    return p.narrow(p.scan(p.plan(outputs=False), p.k, p.v, None).last)
 
 
 def begin(r: Recurrence, config: HopperConfig):
@@ -95,15 +117,16 @@ def chunked_vjp(
 
     A scan against time finds dL/dS behind every chunk. With that and the states before the chunks, one kernel computes the
     gradient of all chunks in parallel. residuals: what the forward saved; begun: what `begin_vjp` returned; None if not at hand.
+    d_final: None for zeros; packed sequences that are taken as one row are then taken so here.
     """
+    if in_one_row(r) and d_final is None:
+        return gradient_in_one_row(r, d_output, residuals, config)
+    if in_one_row(
+        r
+    ):  # the residuals are a row's: the states are computed again, with each sequence from a chunk's start on
+        residuals, config = None, dataclasses.replace(config, parts=1)
     p = KernelLayout(r, config, square=True)
-    residuals = p.of_blocks(states(p) if residuals is None else residuals)
-    d_output = p.in_blocks(d_output, p.V)
-    d_start = p.starts(d_final, p.q, d_output, True) if begun is None else p.begun_from(d_final, *begun)
-    run = p.run if p.grouped else 1
-    against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None, run=run)
-    scanned = p.scan(against, p.q, d_output, d_start, out_of_range=residuals.out_of_range)
-    d = by_groups(p, d_output, residuals, scanned) if p.grouped else by_heads(p, d_output, residuals, scanned)
+    d, initial = gradients(p, d_output, d_final, residuals, begun)
     decay = dict.fromkeys(("constant", "head", "key"))
     if p.key:
         decay["key"] = d.gates
@@ -112,15 +135,46 @@ def chunked_vjp(
     elif r.decay.form == "constant":
         decay["constant"] = p.by_sequence(p.tokens_only(p.sum_of_blocks(d.gates)).sum(2))
     tokens = (x.astype(jnp.float32) for x in (d.q, d.k, d.v))
-    return gradient_recurrence(r, *tokens, Decay(**decay), p.narrow(scanned.last), p.by_sequence(d.scale).sum(1))
+    scale = d.scale if p.key else d.scale.sum(3)
+    return gradient_recurrence(r, *tokens, Decay(**decay), initial, p.by_sequence(scale).sum(1))
+
+
+def gradient_in_one_row(r: Recurrence, d_output, residuals: Residuals | None, config: HopperConfig) -> Recurrence:
+    """Return the gradient of packed sequences that are taken as one row, whose final states have no cotangent."""
+    packed = PackedRow(r)
+    p = layout_of_row(packed, config, square=True)
+    d, _ = gradients(p, d_output, None, residuals, None)
+    # [1, T, H]
+    gates = packed.gate_gradient(p.rows.put(p.sum_of_blocks(d.gates).reshape(1, -1, r.num_heads)))
+    decay = Decay()
+    if r.decay.form == "head":
+        decay = Decay(head=gates)
+    elif r.decay.form == "constant":
+        decay = Decay(constant=packed.per_sequence(gates[0]))
+    # [T, 1]
+    used = d.scale.sum(2).reshape(-1, 1)[: r.q.shape[1]]
+    tokens = (x.astype(jnp.float32) for x in (d.q, d.k, d.v))
+    return gradient_recurrence(r, *tokens, decay, None, packed.per_sequence(used)[:, 0])
+
+
+def gradients(p: KernelLayout, d_output, d_final, residuals: Residuals | None, begun) -> tuple["Gradients", jax.Array]:
+    """Return the gradients of every chunk, and that in the initial states."""
+    residuals = p.of_blocks(states(p) if residuals is None else residuals)
+    d_output = p.in_blocks(d_output, p.V)
+    d_start = p.starts(d_final, p.q, d_output, True) if begun is None else p.begun_from(d_final, *begun)
+    run = p.run if p.grouped else 1
+    against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None, run=run)
+    scanned = p.scan(against, p.q, d_output, d_start, out_of_range=residuals.out_of_range)
+    form = by_groups if p.grouped else by_heads
+    return form(p, d_output, residuals, scanned), p.narrow(scanned.last)
 
 
 class Gradients(NamedTuple):
     """What the kernels of the gradient found.
 
     q, k [B, T, heads or parts of them, K], v [B, T, H, V]: in rows of r, before sums over heads that share one. gates: per-key,
-    likewise [B, T, H, K]; of others [B, chunks, C, blocks of H]. scale [B, chunks, blocks of H]. Packed, B and the chunks of
-    the last two have changed places.
+    likewise [B, T, H, K]; of others [B, chunks, C, blocks of H]. scale [B, chunks, blocks of H], of other than per-key gates by
+    token, [B, chunks, blocks of H, C]. Packed, B and the chunks of the last two have changed places.
     """
 
     q: jax.Array
@@ -133,7 +187,8 @@ class Gradients(NamedTuple):
 def by_heads(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResults) -> Gradients:
     """Compute the gradient of every chunk and block by itself."""
     form, operands = form_of_gradient(p), p.chunkwise(d_output, residuals, scanned.states)
-    *found, dg, d_scale = form(*operands, reverse=p.r.reverse, programs=multiprocessors(), blocks=p.stored)
+    options = {} if p.key else dict(edges=p.edge_copies(*p.by_blocks(p.q, p.k, p.v, d_output)))
+    *found, dg, d_scale = form(*operands, reverse=p.r.reverse, programs=multiprocessors(), blocks=p.stored, **options)
     # Packed, every chunk was a sequence of its own.
     dq, dk, dv = (x.reshape(p.q.shape[0], p.chunk_rows, *x.shape[2:]) for x in found)
     if p.key:
@@ -145,8 +200,9 @@ def by_groups(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResu
     """Compute the gradient of every chunk, summed over heads that share a query and a key."""
     operands = p.q, p.k, p.v, p.gates, d_output, p.scale_of_chunks(), residuals.states, scanned.states
     dq, dk, dv, dg, d_scale = gradient_groups(
-        *operands, group=group_size(p.r), columns=p.blocks.columns, reverse=p.r.reverse, programs=multiprocessors()
-    )
+        *operands, group=group_size(p.r), columns=p.blocks.columns, reverse=p.r.reverse, programs=multiprocessors(),
+        edges=p.edge_copies(p.q, p.k, p.v, d_output),
+    )  # fmt: skip
     dq, dk = (p.rows.put(x)[..., : p.r.q.shape[3]] for x in (dq, dk))
     if p.rows.begins is not None:
         dg, d_scale = dg.swapaxes(0, 1), d_scale.swapaxes(0, 1)

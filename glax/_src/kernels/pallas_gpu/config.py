@@ -100,6 +100,14 @@ def group_size(r: Recurrence) -> int:
     return math.gcd(r.num_heads // r.q.shape[2], r.num_heads // r.k.shape[2])
 
 
+def in_one_row(r: Recurrence) -> bool:
+    """Return whether the kernels take packed sequences as one row of tokens, with a reset of its gates at every boundary.
+
+    Resets are exact for other than per-key gates. States that enter or leave at a boundary have no place in such a row.
+    """
+    return r.boundaries is not None and r.decay.form != "key" and r.initial_state is None
+
+
 def pairs_heads(r: Recurrence) -> bool:
     """Return whether a program can scan two heads: of 64 columns, for other than per-key gates, in groups of even size."""
     widths = Widths.of(r, square=False)
@@ -109,10 +117,11 @@ def pairs_heads(r: Recurrence) -> bool:
 
 def shapes(r: Recurrence) -> list[HopperConfig]:
     """What can run: 128 columns only of blocks of 128 x 128 or pairs of heads, segments of no less than four chunks, none of
-    packed calls."""
+    packed calls that are not one row."""
     widths = Widths.of(r, square=False)
     wide = widths.K == widths.V == WIDEST or pairs_heads(r)
-    most = 1 if r.boundaries is not None else max(1, r.q.shape[1] // (4 * C))
+    whole = r.boundaries is not None and not in_one_row(r)
+    most = 1 if whole else max(1, r.q.shape[1] // (4 * C))
     return [HopperConfig(p, columns) for columns in (64, 128)[: 1 + wide] for p in range(1, min(MOST_PARTS, most) + 1)]
 
 
@@ -124,7 +133,8 @@ def rounds(r: Recurrence, config: HopperConfig) -> float:
     """
     widths = Widths.of(r, square=False)
     columns = r.num_heads * widths.blocks.count * widths.V
-    programs = r.num_sequences * -(-columns // config.columns) * config.parts
+    sequences = 1 if in_one_row(r) else r.num_sequences
+    programs = sequences * -(-columns // config.columns) * config.parts
     chunks = -(-r.q.shape[1] // (C * config.parts))
     return (
         -(-programs // multiprocessors())

@@ -13,6 +13,7 @@ from jax import Array
 from glax._src.core.recurrence import Recurrence, Residuals
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, group_size, pairs_heads
+from glax._src.kernels.pallas_gpu.packed_row import Edges
 from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, Scan, ScanResults
 from glax._src.kernels.pallas_gpu.scan_head_gate import head_scan
 from glax._src.kernels.pallas_gpu.scan_head_pair import pair_scan
@@ -98,11 +99,12 @@ class KernelLayout:
     """A recurrence laid out for the kernels: padded q, k and v in rows of chunks, gates by form, segments in a table.
 
     The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these.
-    square: as the gradient takes it. Its blocks are square unless `gradient_groups` computes it.
+    square: as the gradient takes it. Its blocks are square unless `gradient_groups` computes it. edges: of a row that holds
+    packed sequences.
     """
 
-    def __init__(self, r: Recurrence, config: HopperConfig, square: bool = False):
-        self.r, self.rows, self.parts = r, Rows.of(r), config.parts
+    def __init__(self, r: Recurrence, config: HopperConfig, square: bool = False, edges: Edges | None = None):
+        self.r, self.rows, self.parts, self.edges = r, Rows.of(r), config.parts, edges
         self.paired = config.columns == 128 and pairs_heads(r)
         self.columns = 64 if self.paired else config.columns
         self.key, self.grouped = r.decay.form == "key", grouped(r)
@@ -198,7 +200,7 @@ class KernelLayout:
         return Scan(
             self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms,
             blocks=self.blocks, stored_by=self.stored if self.blocks != self.stored else WHOLE,
-            packed=self.chunks if self.rows.in_place else 0, **flags,
+            packed=self.chunks if self.rows.in_place else 0, edges=self.edges is not None, **flags,
         )  # fmt: skip
 
     def scan(self, plan: Scan, a, b, start, table=None, out_of_range=None) -> ScanResults:
@@ -214,7 +216,12 @@ class KernelLayout:
         )
         if self.key:
             return key_scan(plan, *operands, out_of_range)
+        operands = *operands, *self.edge_copies(self.q, a, b)
         return pair_scan(plan, *operands) if plan.outputs and self.paired else head_scan(plan, *operands)
+
+    def edge_copies(self, *arrays):
+        """Return what a kernel reads of the edges of these arrays, [B, rows, heads, width]; nothing without edges."""
+        return () if self.edges is None else (self.edges.block, *map(self.edges.copy, arrays))
 
     @property
     def lookback(self) -> int:

@@ -84,6 +84,7 @@ class Scan:
     at the segment's first chunk.
     packed: 0, or the most chunks of packed sequences. Their chunks begin at every eighth row of a, b, q and gates, with rows of
     another sequence where a sequence begins between. Those of o and states lie one after another.
+    edges: chunks that hold rows without a token are read from copies (`packed_row.Edges`). With per-head gates alone.
     """
 
     H: int
@@ -103,6 +104,7 @@ class Scan:
     blocks: Blocks = WHOLE
     stored_by: Blocks = WHOLE
     packed: int = 0
+    edges: bool = False
 
     def rows_of_chunks(self, T: int) -> int:
         """Return the rows of o, and 64 times the chunks of the states, for operands of T rows."""

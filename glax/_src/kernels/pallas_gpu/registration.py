@@ -7,7 +7,7 @@ They are registered here and written in `chunked`, which loads Pallas when one o
 
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
-from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, supports
+from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, in_one_row, supports
 
 # Above Triton's 10 or below it, and always above XLA's: docs/internals/hopper.md has the bounds.
 FASTER, SLOWER = 15, 5
@@ -26,8 +26,13 @@ def gradient_priority(r: Recurrence) -> int:
 
 
 def in_two_phases(r: Recurrence) -> bool:
-    """Where sequences are cut into segments, whose own states are found first; begun and finished at the same widths."""
-    return HopperConfig.heuristic(r).parts > 1 and Widths.of(r, square=True) == Widths.of(r, square=False)
+    """Where sequences are cut into segments, whose own states are found first; begun and finished at the same widths.
+    Packed sequences have no segments of their own."""
+    return (
+        r.boundaries is None
+        and HopperConfig.heuristic(r).parts > 1
+        and Widths.of(r, square=True) == Widths.of(r, square=False)
+    )
 
 
 def forward_two_phase(r: Recurrence) -> TwoPhase | None:
@@ -46,6 +51,15 @@ def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
     return TwoPhase(launch.begin_vjp, launch.finish_vjp)
 
 
+def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) -> dict[str, str]:
+    """Why packed sequences are not read where they are, as one row."""
+    if r.boundaries is None or r.decay.form == "key" or (in_one_row(r) and d_final is None):
+        return {}
+    states = "initial states enter" if r.initial_state is not None else "the gradient of final states enters"
+    why = f"{states} at boundaries, so each sequence is copied to a chunk's start"
+    return {"packed sequences as one row": why}
+
+
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
     """As `chunked`, and return also the states at its chunks, which the gradient would otherwise compute again."""
     from glax._src.kernels.pallas_gpu import chunked as launch
@@ -62,6 +76,7 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
     priority=forward_priority,
     two_phase=forward_two_phase,
     forward_with_residuals=chunked_with_residuals,
+    forgoes=forgoes_one_row,
 )
 def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     """The recurrence in chunks; q, k, v and gates are read once, the output is written once, the state stays on chip."""
@@ -78,6 +93,8 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     supports=supports,
     priority=gradient_priority,
     two_phase=gradient_two_phase,
+    omits_d_final=in_one_row,
+    forgoes=forgoes_one_row,
 )
 def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig

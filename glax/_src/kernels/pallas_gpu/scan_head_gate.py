@@ -25,7 +25,6 @@ from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import Scan, ScanResults
 from glax._src.kernels.pallas_gpu.scan_head_gate_program import (
     Barriers,
-    Operands,
     Program,
     Results,
     Tiles,
@@ -35,14 +34,14 @@ from glax._src.kernels.pallas_gpu.scan_head_gate_stages import carry_own_columns
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal scans are lowered once
-def head_scan(w: Scan, table, q, a, b, G, scale, start) -> ScanResults:
+def head_scan(w: Scan, table, q, a, b, G, scale, start, *edges) -> ScanResults:
     """Scan every segment of `table` with per-head gates. States are those that enter the chunks; no chunk is out of range.
 
     A scan of `either` kind begins at the first chunk of its segment behind which the decay is not 0 in float32. The log decays
     that it returns may leave out the chunks before: then they are so low that they mean -inf.
 
     G [B, chunks, H, C] in float32: the sums of log2 gates from where the scan enters each chunk. The other operands are
-    those of `key_scan`.
+    those of `key_scan`. edges: of a plan with edges, the last operands of `Operands`.
     """
     B, T = a.shape[:2]
     E = table.shape[0]
@@ -72,5 +71,6 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start) -> ScanResults:
         scratch_types=[Tiles.types(w), Barriers.types(w)],
         compiler_params=tiles.PARAMS,
     )
-    found = Results(*once(("head_scan", w), kernel, *Operands(table, q, a, b, G, scale, start)))
+    operands = table, q, a, b, G, scale, start, *edges
+    found = Results(*once(("head_scan", w), kernel, *operands))
     return ScanResults(found.o, found.states, found.last, found.log if w.either else None)

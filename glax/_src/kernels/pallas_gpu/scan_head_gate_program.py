@@ -28,6 +28,16 @@ class Operands(NamedTuple):
     gates: Ref  # [B, chunks, heads, C]: sums of log2 gates from where the scan enters the chunk
     scale: Ref  # [N + 1]
     start: Ref  # [E, H, K, V]
+    # Of a plan with edges: `Edges.block`, and the copies of q, a and b.
+    edges: Ref = None  # [chunks]
+    q_edges: Ref = None  # [B, 3 C, HQ, K]
+    a_edges: Ref = None  # [B, 3 C, HA, K]
+    b_edges: Ref = None  # [B, 3 C, HB, V]
+
+    @classmethod
+    def count(cls, w: Scan) -> int:
+        """Return the number of operands that the plan has."""
+        return len(cls._fields) - (0 if w.edges else len(cls._field_defaults))
 
 
 class Results(NamedTuple):
@@ -114,8 +124,8 @@ class Program:
     def of(cls, w: Scan, *refs) -> "Program":
         """refs: operands and results one after the other, then `Tiles` and `Barriers`."""
         *in_global, tiles, barriers = refs
-        operands = Operands(*in_global[: len(Operands._fields)])
-        results = Results(*in_global[len(Operands._fields) :])
+        count = Operands.count(w)
+        operands, results = Operands(*in_global[:count]), Results(*in_global[count:])
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         block, h, e = place_of(program, w.V // w.columns, w.H)
         batch, first, whole, n = (operands.table[e, i] for i in range(4))
@@ -157,6 +167,22 @@ class Program:
         """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
         return x.at[(self.batch, pl.ds(self.chunk(step) * C, C), head, *columns)]
 
+    def fetch(self, x, edges, head, step, tile, loaded, *columns):
+        """Fetch the rows of one head of x at a step; from `edges`, the copies of x, those of a chunk without some tokens."""
+        if edges is None:
+            plgpu.copy_gmem_to_smem(self.tokens(x, head, step, *columns), tile, loaded)
+            return
+        block = self.operands.edges[self.chunk(step)]
+
+        @pl.when(block < 0)
+        def _():
+            plgpu.copy_gmem_to_smem(self.tokens(x, head, step, *columns), tile, loaded)
+
+        @pl.when(block >= 0)
+        def _():
+            rows = edges.at[(self.batch, pl.ds(block * C, C), head, *columns)]
+            plgpu.copy_gmem_to_smem(rows, tile, loaded)
+
 
 def fetch_chunks(p: Program):
     """Fetch every chunk as a place becomes free."""
@@ -175,8 +201,8 @@ def fetch_chunks(p: Program):
         loaded = p.barriers.loaded.at[slot]
         gates = x.gates.at[p.batch, p.chunk(step), w.blocks.head(h)]
         plgpu.copy_gmem_to_smem(gates, t.gates.at[slot], loaded)
-        plgpu.copy_gmem_to_smem(p.tokens(x.a, w.blocks.of_keys(h, w.H, x.a.shape[2]), step), t.a.at[slot], loaded)
+        p.fetch(x.a, x.a_edges, w.blocks.of_keys(h, w.H, x.a.shape[2]), step, t.a.at[slot], loaded)
         if w.outputs:
-            plgpu.copy_gmem_to_smem(p.tokens(x.q, w.blocks.of_keys(h, w.H, x.q.shape[2]), step), t.q.at[slot], loaded)
+            p.fetch(x.q, x.q_edges, w.blocks.of_keys(h, w.H, x.q.shape[2]), step, t.q.at[slot], loaded)
         of_b = w.blocks.of_values(h, w.H, x.b.shape[2])
-        plgpu.copy_gmem_to_smem(p.tokens(x.b, of_b, step, p.columns), t.b.at[slot], loaded)
+        p.fetch(x.b, x.b_edges, of_b, step, t.b.at[slot], loaded, p.columns)

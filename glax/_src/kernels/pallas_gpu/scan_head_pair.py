@@ -39,6 +39,16 @@ class Operands(NamedTuple):
     gates: Ref  # [B, chunks, H, C]: sums of log2 gates
     scale: Ref  # [N + 1]
     start: Ref  # [E, H, K, 64]
+    # Of a plan with edges: `Edges.block`, and the copies of q, k and v.
+    edges: Ref = None  # [chunks]
+    q_edges: Ref = None  # [B, 3 C, HQ, K]
+    k_edges: Ref = None  # [B, 3 C, HK, K]
+    v_edges: Ref = None  # [B, 3 C, HV, 64]
+
+    @classmethod
+    def count(cls, w: Scan) -> int:
+        """Return the number of operands that the plan has."""
+        return len(cls._fields) - (0 if w.edges else len(cls._field_defaults))
 
 
 class Results(NamedTuple):
@@ -83,7 +93,7 @@ class Program:
     @classmethod
     def of(cls, plan: Scan, *refs) -> "Program":
         *in_global, own, barriers = refs
-        count = len(Operands._fields)
+        count = Operands.count(plan)
         return cls(plan, Operands(*in_global[:count]), Results(*in_global[count:]), own, barriers)
 
     def place(self):
@@ -103,6 +113,21 @@ class Program:
     def tokens(self, x, step, head):
         return x.at[self.segment_field(0), pl.ds(self.chunk(step) * C, C), head]
 
+    def fetch(self, x, edges, step, head, tile, loaded):
+        """Fetch the rows of one head of x at a step; from `edges`, the copies of x, those of a chunk without some tokens."""
+        if edges is None:
+            plgpu.copy_gmem_to_smem(self.tokens(x, step, head), tile, loaded)
+            return
+        block = self.operands.edges[self.chunk(step)]
+
+        @pl.when(block < 0)
+        def _():
+            plgpu.copy_gmem_to_smem(self.tokens(x, step, head), tile, loaded)
+
+        @pl.when(block >= 0)
+        def _():
+            plgpu.copy_gmem_to_smem(edges.at[self.segment_field(0), pl.ds(block * C, C), head], tile, loaded)
+
     def head(self, i):
         return self.place()[0] * 2 + i
 
@@ -117,7 +142,7 @@ class Program:
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal scans are lowered once
-def pair_scan(w: Scan, table, q, k, v, G, scale, start) -> ScanResults:
+def pair_scan(w: Scan, table, q, k, v, G, scale, start, *edges) -> ScanResults:
     """Scan every segment of `table` with outputs. Operands and results are those of `head_scan`; V is 64, and w.H even."""
     B, T = k.shape[:2]
     E, H, K = table.shape[0], w.H, w.K
@@ -158,7 +183,7 @@ def pair_scan(w: Scan, table, q, k, v, G, scale, start) -> ScanResults:
         scratch_types=[own, barriers],
         compiler_params=tiles.PARAMS,
     )
-    return ScanResults(*once(("pair_scan", w), kernel, *Operands(table, q, k, v, G, scale, start)))
+    return ScanResults(*once(("pair_scan", w), kernel, table, q, k, v, G, scale, start, *edges))
 
 
 def load(p: Program):
@@ -171,14 +196,13 @@ def load(p: Program):
         slot = p.slot(step)
         loaded = p.barriers.loaded.at[slot]
         pl.when(step >= w.stages)(lambda: plgpu.barrier_wait(p.barriers.consumed.at[slot]))
-        for source, tile in ((x.q, t.q), (x.k, t.k)):
+        for source, edges, tile in ((x.q, x.q_edges, t.q), (x.k, x.k_edges, t.k)):
             shared = quotient(p.head(0), w.H // source.shape[2])
-            plgpu.copy_gmem_to_smem(p.tokens(source, step, shared), tile.at[slot], loaded)
+            p.fetch(source, edges, step, shared, tile.at[slot], loaded)
         for i in PAIR:
             sums = x.gates.at[p.segment_field(0), p.chunk(step), p.head(i)]
             plgpu.copy_gmem_to_smem(sums, t.gates[i].at[slot], loaded)
-            values = p.tokens(x.v, step, quotient(p.head(i), w.H // x.v.shape[2]))
-            plgpu.copy_gmem_to_smem(values, t.v[i].at[slot], loaded)
+            p.fetch(x.v, x.v_edges, step, quotient(p.head(i), w.H // x.v.shape[2]), t.v[i].at[slot], loaded)
 
 
 def carry_states(p: Program):

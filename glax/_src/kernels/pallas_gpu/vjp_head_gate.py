@@ -241,20 +241,22 @@ def chunk(n: Sizes, m: GradientRefs, c: ChunkRefs, release):
 
 def gradient_head(
     q, k, v, G, d_output, scale, before, behind, *,
-    reverse: bool, programs: int, blocks: Blocks = WHOLE, interpret=None,
+    reverse: bool, programs: int, blocks: Blocks = WHOLE, edges=(), interpret=None,
 ):  # fmt: skip
-    """Return what each block of a head adds: dq, dk, dv, [B, T, H, D]; dg, [B, chunks, C, H] in memory order; d_scale,
-    [B, chunks, H].
+    """Return what each block of a head adds: dq, dk, dv, [B, T, H, D]; dg, [B, chunks, C, H] in memory order; d_scale by token,
+    [B, chunks, H, C].
 
     G [B, chunks, heads, C] float32: sums of log2 gates from where the scan enters the chunk through each token, each gate at
     least -128 log2(e). before [B, runs, H, D, D]: the states that enter the first chunk of every run of as many chunks as
-    there are for each. The others as in `gradient_key`.
+    there are for each. The others as in `gradient_key`. edges: `Edges.block`, and the copies of q, k, v and d_output, if some
+    chunks are read from copies.
     """
     (B, T), (_, chunks, H, D, _) = d_output.shape[:2], behind.shape
     heads, run = (x.shape[2] for x in (q, k, v)), chunks // before.shape[1]
-    n = Sizes(B, T, H, D, *heads, programs, run=run, whole=True, blocks=blocks)
+    n = Sizes(B, T, H, D, *heads, programs, run=run, whole=True, blocks=blocks, edges=bool(edges))
     inputs = dict(gates=G, q=q, k=k, v=v, do=d_output, scale=scale, before=before, behind=behind)
     inputs |= dict(tokens=tokens(reverse))
+    inputs |= dict(zip(("edges", *(f"{name}_edges" for name in TILES)), edges, strict=True)) if edges else {}
     out = jax.ShapeDtypeStruct
     outputs = {name: out((B, T, H, D), jnp.bfloat16) for name in ("dq", "dk", "dv")}
     outputs |= dict(sums=out((B, n.chunks, H, 3, 2, CHUNK), bf16))
@@ -274,4 +276,4 @@ def gradient_head(
     rows = np.repeat(np.stack([onward, np.ones_like(onward), 1 - onward], 1), 2, axis=1)  # of `sums`: each of two terms
     rows, sums = jnp.asarray(rows.reshape(CHUNK, -1), bf16), sums.reshape(B, n.chunks, H, -1)
     dg = jnp.einsum("bchx,tx->bcth", sums, rows, preferred_element_type=jnp.float32)
-    return *gradients, dg, used.sum(3)
+    return *gradients, dg, used

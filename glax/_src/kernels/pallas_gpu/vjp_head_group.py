@@ -40,7 +40,6 @@ from glax._src.kernels.pallas_gpu.vjp_head_group_refs import (
     QUERY_SIDE,
     Barriers,
     HeadGroups,
-    Operands,
     Program,
     Results,
     Tiles,
@@ -66,10 +65,10 @@ def members(items: int, group: int, pieces: int, programs: int) -> int:
 
 def gradient_groups(
     q, k, v, G, d_output, scale, before, behind, *,
-    group: int, reverse: bool, programs: int, columns: int = 1, interpret=None,
+    group: int, reverse: bool, programs: int, columns: int = 1, edges=(), interpret=None,
 ):  # fmt: skip
     """Return dq and dk of parts of the heads, [B, T, parts, K]; dv per head, [B, T, H, V]; dg, [B, chunks, C, H] in memory
-    order; d_scale, [B, chunks, H].
+    order; d_scale by token, [B, chunks, H, C].
 
     q, k, v, d_output [B, T, heads, K or V] in bfloat16, of as many heads as divide H; T is a multiple of 8, K is 64 or 128, and
     64 divides V. columns: blocks of V that a head is cut into, each of which is a head of v, d_output and H; 1 for whole heads.
@@ -79,14 +78,14 @@ def gradient_groups(
     scale [B, chunks] in float32.
     before, behind [B, runs, H, K, V] in bfloat16, for one chunk or two each: the state that enters the first chunk of every run
     in scanning order, and the gradient in the state that leaves its last.
-    programs: multiprocessors.
+    programs: multiprocessors. edges: `Edges.block`, and the copies of q, k, v and d_output, if some chunks are read from copies.
     """
     B, T, H, V = d_output.shape
     K, chunks, pieces, group = q.shape[3], G.shape[1], V // COLUMNS, group * columns
     n = HeadGroups(
         B, T, H, K, pieces, q.shape[2], k.shape[2], v.shape[2],
         members=members(B * chunks * (H // group), group, pieces, programs), programs=programs,
-        run=chunks // before.shape[1], reverse=reverse, blocks=Blocks(columns=columns),
+        run=chunks // before.shape[1], reverse=reverse, blocks=Blocks(columns=columns), edges=bool(edges),
     )  # fmt: skip
 
     def body(*refs):
@@ -111,7 +110,10 @@ def gradient_groups(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
     )
     v, d_output = (x.reshape(B, T, -1, COLUMNS) for x in (v, d_output))
-    operands = Operands(q, k, v, d_output, G, scale, before, behind, tokens(reverse))
+    if edges:
+        block, *tokens_of, v_edges, d_output_edges = edges
+        edges = block, *tokens_of, *(x.reshape(B, 3 * C, -1, COLUMNS) for x in (v_edges, d_output_edges))
+    operands = q, k, v, d_output, G, scale, before, behind, tokens(reverse), *edges
     found = Results(*once(("gradient_groups", n), kernel, *operands))
     sums = found.sums.reshape(B, chunks, H, pieces, 4, C).sum(3)
     return (
@@ -119,7 +121,7 @@ def gradient_groups(
         found.dk,
         found.dv.reshape(B, T, H, V),
         gate_gradient(sums, scale, reverse),
-        sums[:, :, :, 0].sum(3),
+        sums[:, :, :, QUERY_SIDE],
     )
 
 

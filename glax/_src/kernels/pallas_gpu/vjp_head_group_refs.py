@@ -41,6 +41,7 @@ class HeadGroups:
     run: int
     reverse: bool
     blocks: Blocks
+    edges: bool = False  # chunks without some tokens are read from copies: `packed_row.Edges`
 
     @property
     def chunks(self) -> int:
@@ -92,6 +93,17 @@ class Operands(NamedTuple):
     before: Ref  # [B, chunks / run, H, K, V]: the state before the first chunk of every run
     behind: Ref  # [B, chunks / run, H, K, V]: dL/dS behind the last chunk of every run
     order: Ref  # [C]: `vjp_tiles.tokens`
+    # With edges: `Edges.block`, and the copies of the tokens' arrays.
+    edges: Ref = None  # [chunks]
+    q_edges: Ref = None  # [B, 3 C, HQ, K]
+    k_edges: Ref = None  # [B, 3 C, HK, K]
+    v_edges: Ref = None  # [B, 3 C, HV pieces, 64]
+    d_output_edges: Ref = None  # [B, 3 C, H pieces, 64]
+
+    @classmethod
+    def count(cls, n: HeadGroups) -> int:
+        """Return the number of operands that there are for these sizes."""
+        return len(cls._fields) - (0 if n.edges else len(cls._field_defaults))
 
 
 class Results(NamedTuple):
@@ -185,7 +197,7 @@ class Program:
     def of(cls, plan: HeadGroups, *refs) -> "Program":
         """refs: operands and results one after the other, then `Tiles` and `Barriers`."""
         *in_global, tiles, barriers = refs
-        count = len(Operands._fields)
+        count = Operands.count(plan)
         return cls(plan, Operands(*in_global[:count]), Results(*in_global[count:]), tiles, barriers)
 
     def meet(self):

@@ -56,43 +56,62 @@ def load(p: Program):
 
 def load_unit(p: Program, place, unit, slot):
     n, x, t = p.plan, p.operands, p.tiles
-    (b, part, chunk), rows = place, rows_of(place[2])
+    b, part, chunk = place
     head, piece = part * n.members + quotient(unit, n.pieces), remainder(unit, n.pieces)
     gate_head, value_head = n.blocks.head(head), n.blocks.of_values(head, n.H, n.HV) * n.pieces + piece
     own = part * n.units + unit
     loaded = p.barriers.loaded.at[slot]
     plgpu.copy_gmem_to_smem(x.gates.at[b, chunk, gate_head], t.gates.at[slot], loaded)
-    plgpu.copy_gmem_to_smem(x.v.at[b, rows, value_head], t.v.at[slot], loaded)
-    plgpu.copy_gmem_to_smem(x.d_output.at[b, rows, own], t.d_output.at[slot], loaded)
+    fetch(
+        p,
+        b,
+        chunk,
+        (x.v, x.v_edges, value_head, t.v.at[slot]),
+        (x.d_output, x.d_output_edges, own, t.d_output.at[slot]),
+        loaded=loaded,
+    )
     run, columns = quotient(chunk, n.run), pl.ds(piece * COLUMNS, COLUMNS)
     for i, states in enumerate((x.before, x.behind)):
         plgpu.copy_gmem_to_smem(states.at[b, run, head, :, columns], t.states.at[slot * 2 + i], loaded)
     if n.run > 1:
         other, is_first = other_chunk(chunk), n.is_first(chunk)
         plgpu.copy_gmem_to_smem(x.gates.at[b, other, gate_head], t.other_gates.at[slot], loaded)
-
-        def fetch(source, from_head):
-            plgpu.copy_gmem_to_smem(source.at[b, rows_of(other), from_head], t.other_values.at[slot], loaded)
-
-        pl.when(is_first)(functools.partial(fetch, x.d_output, own))
-        pl.when(jnp.logical_not(is_first))(functools.partial(fetch, x.v, value_head))
+        tile = t.other_values.at[slot]
+        of_output, of_value = (x.d_output, x.d_output_edges, own, tile), (x.v, x.v_edges, value_head, tile)
+        pl.when(is_first)(functools.partial(fetch, p, b, other, of_output, loaded=loaded))
+        pl.when(jnp.logical_not(is_first))(functools.partial(fetch, p, b, other, of_value, loaded=loaded))
 
 
 def load_shared(p: Program, place):
     n, x, t, loaded = p.plan, p.operands, p.tiles, p.barriers.shared_loaded
     b, part, chunk = place
     query_head, key_head = (quotient(part * n.members, n.H // heads) for heads in (n.HQ, n.HK))
-    plgpu.copy_gmem_to_smem(x.q.at[b, rows_of(chunk), query_head], t.q.at[0], loaded)
-    plgpu.copy_gmem_to_smem(x.k.at[b, rows_of(chunk), key_head], t.k.at[0], loaded)
+    fetch(p, b, chunk, (x.q, x.q_edges, query_head, t.q.at[0]), (x.k, x.k_edges, key_head, t.k.at[0]), loaded=loaded)
     if n.run > 1:
-        rows, is_first = rows_of(other_chunk(chunk)), n.is_first(chunk)
+        other, is_first = other_chunk(chunk), n.is_first(chunk)
 
-        def fetch(source, head):
-            for part in range(n.halves):
-                plgpu.copy_gmem_to_smem(source.at[b, rows, head, half(part)], t.other.at[part], loaded)
+        def fetch_halves(source, edges, head):
+            halves = [(source, edges, (head, half(part)), t.other.at[part]) for part in range(n.halves)]
+            fetch(p, b, other, *halves, loaded=loaded)
 
-        pl.when(is_first)(functools.partial(fetch, x.q, query_head))
-        pl.when(jnp.logical_not(is_first))(functools.partial(fetch, x.k, key_head))
+        pl.when(is_first)(functools.partial(fetch_halves, x.q, x.q_edges, query_head))
+        pl.when(jnp.logical_not(is_first))(functools.partial(fetch_halves, x.k, x.k_edges, key_head))
+
+
+def fetch(p: Program, b, chunk, *sources, loaded):
+    """Fetch a chunk's rows. sources: an array of tokens, the copies of it or None, its head and maybe columns, and the tile."""
+
+    def copy(from_edges: bool, rows):
+        for array, edges, place, tile in sources:
+            place = place if isinstance(place, tuple) else (place,)
+            plgpu.copy_gmem_to_smem((edges if from_edges else array).at[(b, rows, *place)], tile, loaded)
+
+    if not p.plan.edges:
+        copy(False, rows_of(chunk))
+        return
+    block = p.operands.edges[chunk]
+    pl.when(block < 0)(lambda: copy(False, rows_of(chunk)))
+    pl.when(block >= 0)(lambda: copy(True, rows_of(block)))
 
 
 def other_chunk(chunk):

@@ -46,6 +46,7 @@ class Sizes:
     summed: int = 1  # blocks of V over which dq, dk and dg are one sum; the exact form adds them up
     blocks: Blocks = WHOLE  # of which a wide head's state consists; H counts them
     packed: bool = False  # chunks begin at any row of the inputs: `places` has those
+    edges: bool = False  # chunks without some tokens are read from copies: `packed_row.Edges`
 
     @property
     def chunks(self) -> int:
@@ -124,10 +125,19 @@ def load(n: Sizes, m: GradientRefs, tiles, results: dict, late=(), last=()):
     def fetch(names, i, t):
         (b, _, c, h, _), at = chunk(i, t), slot(i, t)
         heads = n.heads(h)
-        for name in names:
-            for part, columns in n.parts(m.tiles[name].at[at]):
-                source = m.in_global[name].at[b, n.rows(m, c), heads[name], columns]
-                plgpu.copy_gmem_to_smem(source, part, m.values_full.at[t] if name in last else m.tokens_full.at[at])
+
+        def copy(arrays, rows):
+            for name in names:
+                for part, columns in n.parts(m.tiles[name].at[at]):
+                    source = arrays[name].at[b, rows, heads[name], columns]
+                    plgpu.copy_gmem_to_smem(source, part, m.values_full.at[t] if name in last else m.tokens_full.at[at])
+
+        if not n.edges:
+            copy(m.in_global, n.rows(m, c))
+            return
+        block = m.edges_g[c]
+        pl.when(block < 0)(lambda: copy(m.in_global, n.rows(m, c)))
+        pl.when(block >= 0)(lambda: copy(m.edge_copies, pl.ds(block * CHUNK, CHUNK)))
 
     def begin(i, t):
         """What finds its place empty."""

@@ -34,6 +34,11 @@ class GradientRefs:
     places_g: Ref = None  # [chunks, 3]: the rows of each chunk, if packed; see `gradient_key`
     out_of_range_g: Ref = None  # [B, chunks, H]: whether the exact kernel computes a chunk
     any_out_of_range_g: Ref = None  # [programs]: whether any chunk of a program is out of range
+    edges_g: Ref = None  # [chunks]: `packed_row.Edges.block`, if some chunks are read from copies; then the copies:
+    q_edges_g: Ref = None  # [B, 192, HQ, D]
+    k_edges_g: Ref = None  # [B, 192, HK, D]
+    v_edges_g: Ref = None  # [B, 192, HV, D]
+    do_edges_g: Ref = None  # [B, 192, heads, D]
 
     # Results.
     dq_g: Ref = None  # [B, T, H, D]
@@ -77,6 +82,11 @@ class GradientRefs:
         """Return the operands and results that are read or written by tiles, by the name of the tile."""
         operands = dict(q=self.q_g, k=self.k_g, v=self.v_g, g=self.g_g, g_rest=self.g_rest_g, do=self.do_g)
         return operands | dict(dq=self.dq_g, dk=self.dk_g, dv=self.dv_g, dg=self.dg_g)
+
+    @property
+    def edge_copies(self) -> Mapping[str, Ref]:
+        """Return the copies of operands that edges are read from, by the name of the tile."""
+        return dict(q=self.q_edges_g, k=self.k_edges_g, v=self.v_edges_g, do=self.do_edges_g)
 
     @property
     def tiles(self) -> Mapping[str, Ref]:

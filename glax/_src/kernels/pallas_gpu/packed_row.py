@@ -1,0 +1,119 @@
+"""Packed sequences as one row of tokens, which the kernels read in place: a boundary is a reset of the per-head gates.
+
+Such a row is cut into segments by tokens as any other, whatever its sequences are.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from glax._src.core.decay import Decay
+from glax._src.core.recurrence import Recurrence
+from glax._src.kernels.pallas_gpu.plan import C
+
+
+class Edges(NamedTuple):
+    """The chunks of a row that hold other rows than tokens: rows before its first sequence and behind its last, NaN or anything.
+
+    The kernels read these chunks from copies, 3 C rows: the chunk of the first token, that of the last, and zeros. Their outputs
+    and gradients are then 0 in rows without a token.
+
+    block: which C rows of a copy a chunk is read from; -1 for a chunk of tokens alone, which is read in place.
+    source: the row that each row of a copy holds; -1 for zeros.
+    """
+
+    block: Int[Array, "chunks"]
+    source: Int[Array, "rows"]
+
+    @classmethod
+    def of(cls, r: Recurrence) -> "Edges":
+        T = r.q.shape[1]
+        low, high = token_range(r)
+        first, last = low // C, jnp.maximum(high - 1, low) // C
+        begin = jnp.arange(-(-T // C), dtype=jnp.int32) * C
+        is_full = (begin >= low) & (begin + C <= high)
+        chunk = begin // C
+        block = jnp.where(chunk == first, 0, jnp.where(chunk == last, 1, 2))
+        rows = jnp.stack([first, last])[:, None] * C + jnp.arange(C, dtype=jnp.int32)
+        source = jnp.where((rows >= low) & (rows < high), rows, -1).reshape(-1)
+        source = jnp.concatenate([source, jnp.full(C, -1, source.dtype)])
+        return cls(jnp.where(is_full, -1, block).astype(jnp.int32), source)
+
+    def copy(self, x: Float[Array, "1 T heads width"]) -> Float[Array, "1 rows heads width"]:
+        found = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
+        return jnp.where((self.source >= 0)[:, None, None], found, 0)
+
+
+def token_range(r: Recurrence) -> tuple[Array, Array]:
+    """Return the first row that belongs to a sequence and the row behind the last one."""
+    assert r.boundaries is not None
+    cuts = jnp.clip(r.boundaries, 0, r.q.shape[1])
+    return cuts[0], cuts[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRow:
+    """Packed sequences r, without initial states, and the same as one row."""
+
+    r: Recurrence
+
+    @property
+    def cuts(self) -> Int[Array, "N+1"]:
+        assert self.r.boundaries is not None
+        return jnp.clip(self.r.boundaries, 0, self.r.q.shape[1])
+
+    @property
+    def is_token(self) -> Bool[Array, "T"]:
+        low, high = token_range(self.r)
+        rows = jnp.arange(self.r.q.shape[1], dtype=jnp.int32)
+        return (rows >= low) & (rows < high)
+
+    @property
+    def begins(self) -> Bool[Array, "T"]:
+        """Whether the scan of a sequence begins at a row; and maybe at a row without a token, where it makes no difference."""
+        T, cuts = self.r.q.shape[1], self.cuts
+        first = cuts[1:] - 1 if self.r.reverse else cuts[:-1]
+        return jnp.zeros(T, bool).at[jnp.where(first < 0, T, first)].set(True, mode="drop")
+
+    @property
+    def sequence_of(self) -> Int[Array, "T"]:
+        """The sequence of every row; by comparison with all boundaries, which is one kernel where a search is a loop of many."""
+        rows = jnp.arange(self.r.q.shape[1], dtype=jnp.int32)
+        found = jnp.searchsorted(self.cuts, rows, side="right", method="compare_all") - 1
+        return jnp.clip(found, 0, self.r.num_sequences - 1)
+
+    @property
+    def row(self) -> Recurrence:
+        """The recurrence of the row. All sequences have one scale, as `bind` gives them."""
+        r, d = self.r, self.r.decay
+        if d.head is not None:
+            gates = d.head
+        elif d.constant is not None:
+            gates = d.constant.astype(jnp.float32)[self.sequence_of][None]
+        else:
+            gates = jnp.zeros((*r.q.shape[:2], r.num_heads), jnp.float32)
+        gates = jnp.where(self.is_token[:, None], gates, 0)
+        gates = jnp.where(self.begins[:, None], -jnp.inf, gates)
+        return r.replace(boundaries=None, decay=Decay(head=gates), scale=r.scale[:1])
+
+    def gate_gradient(self, d: Float[Array, "1 T H"]) -> Float[Array, "1 T H"]:
+        """Return the gradient of the packed gates from that of the row's: 0 where a sequence begins, from a state of zeros."""
+        return jnp.where((self.is_token & ~self.begins)[:, None], d, 0)
+
+    def per_sequence(self, x: Float[Array, "T H"]) -> Float[Array, "N H"]:
+        """Sum over the tokens of each sequence, in a fixed order: over its whole chunks, and the parts of its first and last."""
+        T, cuts = self.r.q.shape[1], self.cuts
+        begin, end = cuts[:-1, None], cuts[1:, None]
+        x = jnp.pad(x, ((0, -T % C), (0, 0))).reshape(-1, C, x.shape[1])
+        low = jnp.arange(len(x), dtype=jnp.int32) * C
+        whole = (begin <= low) & (low + C <= end)
+        total = jnp.einsum("nc,ch->nh", whole.astype(x.dtype), x.sum(1), precision="highest")
+        first, last = begin[:, 0] // C, (end[:, 0] - 1) // C
+        for chunk, counts in ((first, begin < end), (last, (begin < end) & (last != first)[:, None])):
+            chunk = jnp.clip(chunk, 0, len(x) - 1)
+            rows = chunk[:, None] * C + jnp.arange(C, dtype=jnp.int32)
+            is_part = counts & (rows >= begin) & (rows < end) & ~jnp.take_along_axis(whole, chunk[:, None], axis=1)
+            total += jnp.where(is_part[..., None], x[chunk], 0).sum(1)
+        return total
