@@ -1,4 +1,4 @@
-"""The published models of this family: loaded, run, trained and saved. Needs flax, which `import glax` does not.
+"""Load, run, train and save the published models of this family. It needs flax, which `import glax` does not.
 
 model = glax.models.from_pretrained("folder")
 logits = model(tokens)

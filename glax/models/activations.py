@@ -1,4 +1,4 @@
-"""What the configs of transformers and of flash-linear-attention call the functions of `glax.nn.parts.ACTIVATIONS`."""
+"""Map the names that configs of transformers and flash-linear-attention use to names in `glax.nn.parts.ACTIVATIONS`."""
 
 FLA = {
     name: name for name in ("relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu")

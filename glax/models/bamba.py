@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 in most layers, softmax attention in some, a gated MLP in all."""
+"""Build Bamba: Mamba-2 in most layers, softmax attention in some, and a gated MLP in all."""
 
 from glax.models.config import ModelConfig, Options
 from glax.models.hybrids import (
@@ -32,7 +32,10 @@ OUTER = (
 
 
 def bamba(config: ModelConfig, precision: Precision) -> CausalLM:
-    """IBM, Princeton and UIUC 2024, https://huggingface.co/blog/bamba."""
+    """Build a Bamba model. Raises UnsupportedOption for an option that is not supported.
+
+    IBM, Princeton and UIUC 2024, https://huggingface.co/blog/bamba.
+    """
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
     outer, init = outer_options(options, precision, 128000, pad=0)

@@ -1,4 +1,4 @@
-"""Reading and writing folders of config.json and safetensors, as `save_pretrained` of fla and transformers writes them."""
+"""Read and write folders of config.json and safetensors, as `save_pretrained` of fla and transformers writes them."""
 
 import json
 import shutil
@@ -37,14 +37,14 @@ FLOATS = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jn
 
 
 class Weights:
-    """The tensors of a folder by name, read one at a time."""
+    """Hold the tensors of a folder by name, and read them one at a time."""
 
     def __init__(self, folder: Path):
         self.folder, self.handles = folder, {}
         self.files, self.stored = files_of(folder), {}
 
     def rename(self, aliases: tuple[tuple[str, str], ...]):
-        """Call tensors by their usual name, where a file has another for them."""
+        """Give tensors the usual name where a file has another name for them. aliases: (other name, usual name)."""
         for other, usual in aliases:
             if other in self.files and usual not in self.files:
                 self.files[usual], self.stored[usual] = self.files.pop(other), other
@@ -76,7 +76,8 @@ def opened(path: Path):
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """The file of each tensor. FileNotFoundError without safetensors: a pickled file is never opened, but named."""
+    """Return the file of each tensor. Raises FileNotFoundError if there are no safetensors; a pickled file is named in the
+    message and never opened."""
     single, index = folder / WEIGHTS, folder / INDEX
     if index.is_file():
         try:
@@ -99,26 +100,28 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def parameters(model: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
-    """The path "blocks.0.attn.query.kernel" of each parameter, and the parameter."""
+    """Yield (the path, such as "blocks.0.attn.query.kernel"; the parameter) for each parameter."""
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         yield ".".join(map(str, path)), param
 
 
 def checkpoint_name(model: CausalLM, path: str) -> tuple[str, tuple]:
-    """The name of a parameter in the checkpoint, and its `glax.models.names.Layout`."""
+    """Return the name of a parameter in the checkpoint, and its `glax.models.names.Layout`."""
     return model.names(path), model.names.layout(path.rpartition(".")[2])
 
 
 def stored_names(name: str, param: nnx.Param) -> list[str]:
-    """The tensors that hold a parameter: one, or one for each row of its first axis where `*` stands for its number."""
+    """Return the names of the tensors that hold a parameter: one, or for a name with `*` one for each row of its first axis."""
     return [name.replace("*", str(i)) for i in range(param.shape[0])] if "*" in name else [name]
 
 
 def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place):
     """Set every parameter of `model`, which may be abstract, from the weights.
 
-    dtype: cast to it; None leaves each as it is in the file. place: (value, metadata's axes) -> array on devices.
-    ValueError, with every name, if weights are missing or left over, or if a shape differs.
+    dtype: the dtype of the parameters; None leaves each as it is in the file. place: (value, the axes of its metadata) -> an
+    array on devices.
+
+    Raises ValueError, with every name, if weights are missing or left over, or if a shape differs.
     """
     named = {name for path, param in parameters(model) for name in stored_names(model.names(path), param)}
     weights.rename(model.names.aliases)
@@ -150,15 +153,16 @@ def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place)
 
 
 def tied_name(model: CausalLM) -> str | None:
-    """The name under which some writers store a tied head again."""
+    """Return the name under which some writers store a tied head a second time; None if the head is not tied."""
     return model.names("head.kernel") if model.head is None else None
 
 
 def save_pretrained(model: CausalLM, folder: str | Path):
-    """Write config.json and model.safetensors, which fla and transformers load; whole, or the old ones stay.
+    """Write config.json and model.safetensors, which fla and transformers load. If writing fails, the old files stay.
 
     Each parameter is written in its own dtype, and the config names the embedding's dtype. The files of the tokenizer and of
-    generation are copied from the folder that the model was loaded from, where it has them. OSError if a file cannot be written.
+    generation are copied from the folder that the model was loaded from, if they are there. Raises OSError if a file cannot be
+    written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -184,7 +188,7 @@ def save_pretrained(model: CausalLM, folder: str | Path):
 
 
 def copy_beside(source: str | None, folder: Path):
-    """Copy the files of the tokenizer and of generation. Warns if the folder that they lay in is no more."""
+    """Copy the files of the tokenizer and of generation to `folder`. Warns if their source folder no longer exists."""
     if source is None or Path(source) == folder.absolute():
         return
     if not Path(source).is_dir():

@@ -1,4 +1,4 @@
-"""`config.json`: each option of a checkpoint is used, known to have no effect on the function, or an error."""
+"""Read `config.json`. Each option of a checkpoint is used, is known to have no effect on the function, or raises an error."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ class UnsupportedOption(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The content of config.json, as text: hashable, and written back as it came."""
+    """Hold the content of config.json as text. The text is hashable, and is written back unchanged."""
 
     text: str
 
@@ -42,7 +42,7 @@ class ModelConfig:
 
     @classmethod
     def read(cls, folder: Path) -> "ModelConfig":
-        """OSError if there is no config.json that can be read; ValueError if it holds no JSON object."""
+        """Return the config.json of a folder. Raises OSError if it cannot be read, and ValueError if it holds no JSON object."""
         path = Path(folder) / "config.json"
         try:
             values = json.loads(path.read_text())
@@ -58,14 +58,14 @@ class ModelConfig:
 
 
 class Options:
-    """The options of a config, taken one by one; `finish` raises for those that nobody took."""
+    """Hold the options of a config, which are taken one by one. `finish` raises for options that were never taken."""
 
     def __init__(self, values: Mapping, no_effect: frozenset[str] = NO_EFFECT):
         self.values, self.left = dict(values), set(values) - no_effect
         self.model_type = values.get("model_type")
 
     def take(self, key: str, default: Any = REQUIRED) -> Any:
-        """The value of `key`, `default` where it is missing."""
+        """Return the value of `key`, or `default` if it is missing. Raises ValueError if there is no default."""
         self.left.discard(key)
         if key in self.values:
             return self.values[key]
@@ -74,7 +74,7 @@ class Options:
         return default
 
     def integer(self, key: str, default: Any = REQUIRED, *, optional: bool = False) -> Any:
-        """An integer of at least 1, or None if `optional`."""
+        """Return the value of `key`, an integer of at least 1, or None if `optional`. Raises ValueError for any other value."""
         value = self.take(key, default)
         if optional and value is None:
             return value
@@ -83,7 +83,7 @@ class Options:
         return value
 
     def number(self, key: str, default: Any = REQUIRED, *, optional: bool = False) -> Any:
-        """A float, or None if `optional`."""
+        """Return the value of `key` as a float, or None if `optional`. Raises ValueError for any other value."""
         value = self.take(key, default)
         if optional and value is None:
             return value
@@ -98,7 +98,7 @@ class Options:
         return value
 
     def choice(self, key: str, default, supported):
-        """The value, which must be one of `supported`."""
+        """Return the value of `key`. Raises UnsupportedOption unless it is one of `supported`."""
         value = self.take(key, default)
         if not any(value == x and type(value) is type(x) for x in supported):
             raise UnsupportedOption(
@@ -108,7 +108,7 @@ class Options:
         return value
 
     def ignore(self, *keys: str):
-        """Keys without effect on the function that this kind of model computes, also in the model's own code."""
+        """Accept keys that have no effect on the function of this kind of model, in the model's own code too."""
         self.left -= set(keys)
 
     def unsupported(self, key: str, why: str) -> UnsupportedOption:
@@ -117,7 +117,7 @@ class Options:
         )
 
     def finish(self):
-        """UnsupportedOption if an option is left."""
+        """Raise UnsupportedOption if an option was never taken."""
         if self.left:
             rest = ", ".join(f"{key}={self.values[key]!r}" for key in sorted(self.left))
             raise UnsupportedOption(
@@ -126,7 +126,7 @@ class Options:
 
 
 def exact_width(key: str, width: int, ratio: float, of: str = "hidden_size") -> int:
-    """width * ratio, which must be an integer. key, of: the names of the ratio and of the width."""
+    """Return width * ratio. Raises ValueError unless it is an integer. key, of: the names of the ratio and of the width."""
     exact = width * ratio
     if abs(exact - round(exact)) > 1e-9 * max(exact, 1.0):
         raise ValueError(f"{key}={ratio!r} in config.json must make {of}={width} an integer, got {exact}")
@@ -134,7 +134,7 @@ def exact_width(key: str, width: int, ratio: float, of: str = "hidden_size") -> 
 
 
 def padding(options: Options, default: int | None = None) -> int | None:
-    """The token of padding, from 0 to vocab_size - 1, or None. A negative one counts from the end, as in PyTorch."""
+    """Return the token of padding, from 0 to vocab_size - 1, or None. A negative token counts from the end, as in PyTorch."""
     value = options.take("pad_token_id", default)
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""The delta rule's models of flash-linear-attention: delta_net, gated_deltanet and kda."""
+"""Build the delta rule's models of flash-linear-attention: delta_net, gated_deltanet and kda."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ KDA_GATES = {
 
 
 def shared_options(options: Options) -> dict[str, Any]:
-    """The arguments that all three layers share."""
+    """Return the arguments that all three layers share."""
     options.choice("attn_mode", "chunk", MODES)
     init = nnx.initializers.normal(options.number("initializer_range", 0.02))
     return dict(
@@ -37,7 +37,7 @@ def shared_options(options: Options) -> dict[str, Any]:
 
 
 def grouped_heads(options: Options, *, heads: int, head_width: int, expand: float) -> dict[str, Any]:
-    """num_heads, num_qk_heads, key_width and value_width of gated_deltanet and kda, which have values in more heads."""
+    """Return num_heads, num_qk_heads, key_width and value_width of gated_deltanet and kda, whose values may have more heads."""
     qk_heads = options.integer("num_heads", heads)
     heads = options.integer("num_v_heads", None, optional=True) or qk_heads
     if heads % qk_heads:
@@ -48,7 +48,8 @@ def grouped_heads(options: Options, *, heads: int, head_width: int, expand: floa
 
 
 def delta_net(config: ModelConfig, precision: Precision) -> CausalLM:
-    """Yang et al. 2024, https://arxiv.org/abs/2406.06484. Its output is normalised whatever use_output_norm says."""
+    """Build a DeltaNet model. Its output is normalised whatever use_output_norm says. Yang et al. 2024,
+    https://arxiv.org/abs/2406.06484."""
     options = Options(config.values)
     width = options.integer("hidden_size", 2048)
     options.ignore("use_output_norm")
@@ -68,7 +69,7 @@ def delta_net(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def gated_deltanet(config: ModelConfig, precision: Precision) -> CausalLM:
-    """Yang et al. 2024, https://arxiv.org/abs/2412.06464."""
+    """Build a Gated DeltaNet model. Yang et al. 2024, https://arxiv.org/abs/2412.06464."""
     options = Options(config.values)
     width = options.integer("hidden_size", 2048)
     more = dict(
@@ -86,7 +87,8 @@ def gated_deltanet(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def kda(config: ModelConfig, precision: Precision) -> CausalLM:
-    """Kimi Team 2025, https://arxiv.org/abs/2510.26692. Log gates are bounded where lower_bound is set."""
+    """Build a Kimi Delta Attention model. Log gates are bounded if lower_bound is set. Kimi Team 2025,
+    https://arxiv.org/abs/2510.26692."""
     options = Options(config.values)
     width, bound = options.integer("hidden_size", 2048), options.number("lower_bound", None, optional=True)
     is_safe = options.flag("safe_gate", False)

@@ -1,4 +1,4 @@
-"""Falcon-H1: Mamba-2 and softmax attention side by side in every layer, with multipliers throughout."""
+"""Build Falcon-H1: Mamba-2 and softmax attention side by side in every layer, with multipliers throughout."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ from glax.nn.passes import Rows, State
 
 
 class ScaledMamba2(Mamba2):
-    """Mamba-2 whose input is scaled, and each part of W_in's output: multipliers of z, x, B, C and dt."""
+    """Mamba-2 with a scaled input, and with multipliers of the parts z, x, B, C and dt of W_in's output."""
 
     def __init__(
         self, width: int, *, multipliers: tuple[float, ...], input_multiplier: float, output_bias: bool, **options
@@ -63,7 +63,7 @@ class ScaledMLP(SwiGLU):
 
 
 class FalconH1Block(nnx.Module):
-    """x + s mamba(h) + a attention(i h) with h = norm(x), then x + mlp(norm(x)). multipliers: (s, i, a)."""
+    """Compute x + s mamba(h) + a attention(i h) with h = norm(x), then x + mlp(norm(x)). multipliers: (s, i, a)."""
 
     def __init__(self, attn_norm, mamba, self_attn, mlp_norm, mlp, multipliers: tuple[float, ...]):
         self.attn_norm, self.mamba, self.self_attn, self.mlp_norm, self.mlp = attn_norm, mamba, self_attn, mlp_norm, mlp
@@ -82,7 +82,7 @@ class FalconH1Block(nnx.Module):
 
 
 def numbers(options: Options, key: str, count: int) -> tuple[float, ...]:
-    """A list of `count` numbers; ones where it is absent."""
+    """Return a list of `count` numbers; ones if the option is absent. Raises UnsupportedOption for another value."""
     given = options.take(key, None)
     given = [1.0] * count if given is None else given
     if not isinstance(given, list | tuple) or len(given) != count:

@@ -1,4 +1,4 @@
-"""The models of flash-linear-attention: gla, retnet, hgrn2 and rwkv6, with softmax attention in chosen layers."""
+"""Build the models of flash-linear-attention: gla, retnet, hgrn2 and rwkv6, with softmax attention in chosen layers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,7 +40,7 @@ OUTER = (
 
 
 def attention_layers(options: Options, layers: int) -> dict[int, dict]:
-    """The softmax attention of each layer that has one, by layer."""
+    """Return the softmax attention of each layer that has one, by layer number."""
     attn = options.take("attn", None)
     if attn is None:
         return {}
@@ -72,7 +72,7 @@ def softmax_attention(width: int, spec: dict, init: Callable, precision: Precisi
 
 
 def softmax_names(layers) -> tuple[tuple[str, str], ...]:
-    """Rules for the layers of softmax attention, to be applied before those of the other mixer."""
+    """Return naming rules for the layers of softmax attention. They apply before the rules of the other mixer."""
     return tuple(rule for layer in layers for rule in renamed(rf"{layer}\.attn", ATTENTION))
 
 
@@ -86,13 +86,13 @@ def gated_mlp(options: Options, width: int, ratio: float, init: Callable) -> Cal
 
 
 def heads_and_widths(options: Options, width: int, heads: int, expand: tuple[float, float]) -> dict:
-    """num_heads, num_kv_heads, key_width and value_width of gla and retnet."""
+    """Return num_heads, num_kv_heads, key_width and value_width of gla and retnet."""
     found = widths_of_heads(options, width, heads, expand)
     return found | dict(num_kv_heads=options.integer("num_kv_heads", None, optional=True) or found["num_heads"])
 
 
 def widths_of_heads(options: Options, width: int, heads: int, expand: tuple[float, float]) -> dict:
-    """num_heads, key_width and value_width, from expand_k and expand_v."""
+    """Return num_heads, key_width and value_width, computed from expand_k and expand_v."""
     heads = options.integer("num_heads", heads)
     keys = exact_width("expand_k", width, options.number("expand_k", expand[0]))
     values = exact_width("expand_v", width, options.number("expand_v", expand[1]))
@@ -102,7 +102,7 @@ def widths_of_heads(options: Options, width: int, heads: int, expand: tuple[floa
 
 
 def output_options(options: Options, functions: dict[str, str]) -> dict:
-    """functions: the feature maps by the name that a config has for them."""
+    """Return the options of the layer's output and feature map. functions: the feature maps by their names in the config."""
     known: dict[str | None, str | None] = {None: None, **functions}
     return dict(
         feature_map=known[options.choice("feature_map", None, known)],
@@ -116,7 +116,8 @@ def affine(options: Options) -> bool:
 
 
 def convolutions(options: Options) -> dict:
-    """use_short_conv and conv_size. Old configs have share_conv_kernel, for one convolution of q, k and v together."""
+    """Return use_short_conv and conv_size. Raises UnsupportedOption for share_conv_kernel, an old option for one convolution
+    of q, k and v together."""
     used, shared = options.flag("use_short_conv", False), options.take("share_conv_kernel", False)
     if used and shared:
         raise options.unsupported("share_conv_kernel", "q, k and v have a convolution each")
@@ -124,7 +125,7 @@ def convolutions(options: Options) -> dict:
 
 
 def outer_options(options: Options) -> tuple[dict, Callable]:
-    """The arguments of CausalLM that every type has, and the initialisation of projections."""
+    """Return the arguments of CausalLM that every type has, and the initialisation of projections."""
     deviation = options.number("initializer_range", 0.02)
     outer = dict(
         vocabulary=options.integer("vocab_size", 32000),
@@ -136,7 +137,7 @@ def outer_options(options: Options) -> tuple[dict, Callable]:
 
 
 def fused_norm_name(fused: bool) -> dict[str, str]:
-    """The output's norm has another name in layers where fla computes it together with the gate."""
+    """Return the name of the output's norm. It has another name in layers where fla computes it together with the gate."""
     return {"norm": "g_norm_swish_gate" if fused else "g_norm"}
 
 
@@ -152,7 +153,8 @@ def assemble(
     build: type["FLAModel"] | None = None,
     **more,
 ) -> CausalLM:
-    """A model of pre-norm blocks of `mixer(layer)`, or softmax attention in the layers of `attn`, and a gated MLP."""
+    """Return a model of pre-norm blocks. A block has `mixer(layer)`, or softmax attention in the layers of `attn`, and a gated
+    MLP."""
     width, layers = more.pop("width"), options.integer("num_hidden_layers", layers)
     outer, init = outer_options(options)
     norm: dict[str, Any] = dict(epsilon=options.number("norm_eps", 1e-6), param_dtype=precision.param_dtype)
@@ -177,7 +179,7 @@ def assemble(
 
 
 def gla(config: ModelConfig, precision: Precision) -> CausalLM:
-    """Yang et al. 2024, https://arxiv.org/abs/2312.06635."""
+    """Build a GLA model. Yang et al. 2024, https://arxiv.org/abs/2312.06635."""
     options = Options(config.values)
     width = options.integer("hidden_size", 2048)
     heads, output = heads_and_widths(options, width, 4, (0.5, 1.0)), output_options(options, FLA)
@@ -203,7 +205,8 @@ def gla(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def retnet(config: ModelConfig, precision: Precision) -> CausalLM:
-    """Sun et al. 2023, https://arxiv.org/abs/2307.08621. Its blocks have no convolutions, whatever use_short_conv says."""
+    """Build a RetNet model. It has no convolutions, whatever use_short_conv says. Sun et al. 2023,
+    https://arxiv.org/abs/2307.08621."""
     options = Options(config.values)
     width = options.integer("hidden_size", 2048)
     heads, output = heads_and_widths(options, width, 8, (1.0, 2.0)), output_options(options, TRANSFORMERS)
@@ -223,7 +226,8 @@ def retnet(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
-    """Qin et al. 2024, https://arxiv.org/abs/2404.07904. The norm of the mixer's output has an epsilon of 1e-5, as in fla."""
+    """Build an HGRN2 model. The norm of the mixer's output has an epsilon of 1e-5, as in fla. Qin et al. 2024,
+    https://arxiv.org/abs/2404.07904."""
     options = Options(config.values)
     width = options.integer("hidden_size", 2048)
     ratio, heads = options.take("expand_ratio", 128), options.integer("num_heads", None, optional=True)
@@ -258,7 +262,7 @@ def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 class FLAModel(CausalLM):
-    """A model whose sublayers read a mixture of all earlier ones, where the config has `attnres_block_size`."""
+    """A model whose sublayers read a mixture of the outputs of all earlier sublayers, if the config has `attnres_block_size`."""
 
     def __init__(self, *args, residuals: int | None, norm_eps: float, **options):
         super().__init__(*args, **options)
@@ -273,7 +277,7 @@ class FLAModel(CausalLM):
 
 
 class HGRN2(FLAModel):
-    """The decays of a layer have lower bounds, which grow with depth: the cumulative sum of a softmax over the layers."""
+    """A model whose decays have lower bounds that grow with depth: the cumulative sum of a softmax over the layers."""
 
     def __init__(self, *args, bounded: bool, **options):
         super().__init__(*args, **options)
@@ -289,7 +293,7 @@ class HGRN2(FLAModel):
 
 
 class RWKV6Block(nnx.Module):
-    """x + attn(norm(x)), then x + ffn(norm(x)), both with a state; the first block normalises what it reads."""
+    """Compute x + attn(norm(x)), then x + ffn(norm(x)), both with a state. The first block also normalises its input."""
 
     def __init__(self, pre_norm: nnx.Module | None, attn_norm, attn, ffn_norm, ffn: RWKV6FeedForward):
         self.pre_norm, self.attn_norm, self.attn, self.ffn_norm, self.ffn = pre_norm, attn_norm, attn, ffn_norm, ffn
@@ -328,7 +332,7 @@ RWKV6_FFN_NAMES = {
 
 
 def rwkv6(config: ModelConfig, precision: Precision) -> CausalLM:
-    """Peng et al. 2024, https://arxiv.org/abs/2404.05892."""
+    """Build an RWKV-6 model. Peng et al. 2024, https://arxiv.org/abs/2404.05892."""
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 2048), options.integer("num_hidden_layers", 24)
     outer, init = outer_options(options)

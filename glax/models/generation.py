@@ -1,4 +1,4 @@
-"""Continuations of prompts, token by token, with states of constant size: in one compiled loop, or as a stream."""
+"""Continue prompts token by token, with states of constant size: in one compiled loop, or as a stream."""
 
 import dataclasses
 import functools
@@ -19,7 +19,8 @@ PADDINGS = ("right", "left")
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """What is known while tracing. eos: the tokens that end a sequence. padded: whether prompts have lengths of their own."""
+    """Hold what is known while tracing. eos: the tokens that end a sequence. padded: whether prompts have lengths of their
+    own."""
 
     greedy: bool
     top_k: int | None
@@ -41,16 +42,17 @@ def generate(
     top_p: float | Float[Array, ""] | None = None,
     eos: int | Sequence[int] | None = None,
 ) -> Int[Array, "B max_new_tokens"]:
-    """The tokens that go on from each prompt, in one compiled loop.
+    """Return the tokens that continue each prompt, computed in one compiled loop: [B, max_new_tokens].
 
-    lengths:     of the prompts in tokens [B, T], T each if None; each at least 1. padding: the side on which the rest lies.
-                 What the padding holds has no influence.
-    temperature: 0 takes the likeliest token. Else a token is drawn from softmax(logits / temperature) with `key`.
-    top_k:       draw among the k likeliest. top_p: among the likeliest that together have this probability, at least one.
-    eos:         a token, or several, that end a sequence; it then repeats the one that ended it. The loop ends with the last
-                 sequence.
+    lengths:     [B], the lengths of the prompts in tokens [B, T], each at least 1; T each if None.
+    padding:     the side of the prompts on which padding lies, "right" or "left". Its content has no influence.
+    temperature: 0 takes the likeliest token. Otherwise a token is drawn from softmax(logits / temperature) with `key`.
+    top_k:       draw among the k likeliest tokens.
+    top_p:       draw among the likeliest tokens that together have this probability, at least one.
+    eos:         a token, or several, that end a sequence. An ended sequence repeats the token that ended it. The loop ends with
+                 the last sequence.
 
-    Raises ValueError or TypeError, naming the argument. Sampling needs a key.
+    Raises ValueError or TypeError, which names the argument. Sampling needs a key.
     """
     prompts, sampling, arrays = prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos)
     check_integer("max_new_tokens", max_new_tokens)
@@ -73,7 +75,8 @@ def stream(
     top_p: float | Float[Array, ""] | None = None,
     eos: int | Sequence[int] | None = None,
 ) -> Iterator[Int[np.ndarray, "B"]]:
-    """The tokens of `generate`, one [B] after another, each as soon as it is there; ends early with the last sequence."""
+    """Yield the tokens of `generate`, one [B] after another, each as soon as it is computed. The stream ends with the last
+    sequence."""
     prompts, sampling, arrays = prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos)
     check_integer("max_new_tokens", max_new_tokens)
     graph, params = nnx.split(model)
@@ -119,7 +122,7 @@ def loop(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: d
 
 
 def begun(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict, key):
-    """Read the prompts: the first tokens, which sequences have ended, and the pools."""
+    """Read the prompts, and return (the first new tokens, which sequences have ended, the pools)."""
     model = nnx.merge(graph, params)
     tokens, lengths = prompts["tokens"], prompts["lengths"]
     B, T = tokens.shape
@@ -140,7 +143,7 @@ def begun(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: 
 
 
 def following(graph, sampling: Sampling, params, token, done, pools, arrays: dict, key):
-    """Read the last tokens: the next ones, which sequences have ended, and the pools."""
+    """Read the last tokens, and return (the next tokens, which sequences have ended, the pools)."""
     logits, pools = nnx.merge(graph, params).step(token, pools)
     token = jnp.where(done, token, chosen(sampling, logits, arrays, key))
     return token, ended(sampling, token, done), pools
@@ -167,7 +170,8 @@ def chosen(sampling: Sampling, logits: Float[Array, "B V"], arrays: dict, key) -
 
 
 def in_nucleus(logits: Float[Array, "B V"], top_p) -> Bool[Array, "B V"]:
-    """Whether the likelier tokens together have less than top_p: so the likeliest is always among them."""
+    """Return whether the tokens that are likelier together have a probability below top_p, [B, V]. The likeliest token is
+    always in the set."""
     order = jnp.argsort(logits, axis=-1, descending=True)
     probability = jnp.take_along_axis(jax.nn.softmax(logits), order, -1)
     inside = jnp.cumsum(probability, -1) - probability < top_p
@@ -183,7 +187,7 @@ def ended(sampling: Sampling, token: Int[Array, "B"], done: Bool[Array, "B"]) ->
 
 
 def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos) -> tuple[dict, Sampling, dict]:
-    """Check the arguments: (the prompts, what is static, what may be traced)."""
+    """Check the arguments, and return (the prompts, the static arguments, the arguments that may be traced)."""
     check_tokens(tokens, "[B, T]")
     B, T = tokens.shape
     if T == 0:

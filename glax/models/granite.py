@@ -1,4 +1,4 @@
-"""Granite 4 hybrids: Mamba-2 and softmax attention, a shared gated MLP, and experts beside it where there are any."""
+"""Build Granite 4 hybrids: Mamba-2 and softmax attention, a shared gated MLP, and in some models experts beside the MLP."""
 
 from glax.models.config import ModelConfig, Options
 from glax.models.hybrids import (
@@ -27,7 +27,7 @@ SHARED = {"input": "input_linear", "output": "output_linear"}
 
 
 def mlp_names(experts: bool) -> tuple[tuple[str, str], ...]:
-    """Rules for `mlp`: the shared MLP alone, or behind `shared` beside the experts."""
+    """Return naming rules for `mlp`, the shared MLP; with experts, the shared MLP is `mlp.shared`."""
     inside = r"\.mlp\.shared" if experts else r"\.mlp"
     shared = [(rf"{inside}\.{old}(?=\.)", f".shared_mlp.{new}") for old, new in SHARED.items()]
     return (
@@ -49,7 +49,11 @@ OUTER = (
 
 
 def granite(config: ModelConfig, precision: Precision) -> CausalLM:
-    """IBM 2025, https://huggingface.co/ibm-granite. Dense where num_local_experts is 0."""
+    """Build a Granite 4 hybrid. It is dense if num_local_experts is 0. Raises UnsupportedOption for an option that is not
+    supported.
+
+    IBM 2025, https://huggingface.co/ibm-granite.
+    """
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
     outer, init = outer_options(options, precision, 32000)

@@ -1,4 +1,5 @@
-"""What the hybrids of transformers share: options of Mamba-2 and of softmax attention, names, and blocks with multipliers."""
+"""Share what the hybrids of transformers have in common: options of Mamba-2 and of softmax attention, names, and scaled
+blocks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,10 +47,11 @@ ROUTER = transposed_layouts("router")
 
 
 def rotation(options: Options, theta: float, partial: float | None = None) -> dict[str, float]:
-    """theta, and the share of a head's channels that rotate. Only the plain rotation is supported.
+    """Return theta, and the share of a head's channels that rotate. Raises UnsupportedOption unless the rotation is plain.
 
-    partial: the share that a config without partial_rotary_factor has; None where the models' own code does not read that
-    factor, and all channels rotate. Older versions of transformers write rope_theta and rope_scaling, newer ones rope_parameters.
+    partial: the share for a config without partial_rotary_factor. It is None for models whose own code does not read that
+    factor, where all channels rotate. Older versions of transformers write rope_theta and rope_scaling, newer versions
+    rope_parameters.
     """
     theta = options.number("rope_theta", theta)
     if options.take("rope_scaling", None) is not None:
@@ -67,10 +69,10 @@ def rotation(options: Options, theta: float, partial: float | None = None) -> di
 def attention_sizes(
     options: Options, width: int, heads: int = 32, kv_heads: int | None = None, head_width: int | None = None
 ) -> dict[str, Any]:
-    """Read num_heads, num_kv_heads and head_width as arguments of `Attention`.
+    """Return num_heads, num_kv_heads and head_width as arguments of `Attention`.
 
-    heads, kv_heads, head_width: the values of options that the config lacks; as many key-value heads as heads if that is None,
-    too, and width // heads.
+    heads, kv_heads, head_width: the values for a config that lacks the option. kv_heads None stands for num_heads, and
+    head_width None for width // num_heads.
     """
     heads = options.integer("num_attention_heads", heads)
     found = options.integer("num_key_value_heads", kv_heads, optional=True)
@@ -79,7 +81,7 @@ def attention_sizes(
 
 
 def softmax_attention(width: int, sizes: dict, rope: dict | None, init, precision: Precision, **more) -> Attention:
-    """rope: what `rotation` returned; None for no rotation."""
+    """Return an `Attention`. rope: the result of `rotation`, or None for no rotation."""
     turned = dict(theta=None)
     if rope is not None:
         rotary = int(sizes["head_width"] * rope["partial"])
@@ -93,9 +95,9 @@ def softmax_attention(width: int, sizes: dict, rope: dict | None, init, precisio
 
 
 def mamba_options(options: Options, width: int, *, eps: float, act: str, inside: int | None = None) -> dict[str, Any]:
-    """The arguments of Mamba2 from the options that bamba, granitemoehybrid and falcon_h1 name alike.
+    """Return the arguments of Mamba2 from the options that bamba, granitemoehybrid and falcon_h1 name alike.
 
-    inside: the width of all heads together, where the config names it; mamba_expand times the width if None.
+    inside: the width of all heads together, if the config names it; mamba_expand times the width if None.
     """
     expand, heads = options.integer("mamba_expand", 2), options.integer("mamba_n_heads", 128)
     inside = inside or expand * width
@@ -150,7 +152,7 @@ def layer_kinds(
 
 
 def mixer_names(kinds: Sequence[str], softmax: str = "self_attn", linear: str = "mamba") -> tuple[tuple[str, str], ...]:
-    """Rules for the mixer `attn` of each block, whose name depends on its kind."""
+    """Return naming rules for the mixer `attn` of each block. Its name in the checkpoint depends on its kind."""
     rules: list[tuple[str, str]] = []
     for layer, kind in enumerate(kinds):
         name, table = (softmax, ATTENTION) if kind == SOFTMAX else (linear, MAMBA)
@@ -199,7 +201,7 @@ class DenseMLP(nnx.Module):
 
 
 class ScaledBlock(Block):
-    """x + m mixer(norm(x)), then x + m mlp(norm(x))."""
+    """Compute x + m mixer(norm(x)), then x + m mlp(norm(x)), with the multiplier m."""
 
     def __init__(self, attn_norm, attn, mlp_norm, mlp, multiplier: float):
         super().__init__(attn_norm, attn, mlp_norm, mlp)
@@ -212,7 +214,7 @@ class ScaledBlock(Block):
 
 
 class ScaledLM(CausalLM):
-    """The embedding times `embedding_multiplier`, the logits times `logits_multiplier`."""
+    """A CausalLM that multiplies the embedding by `embedding_multiplier` and the logits by `logits_multiplier`."""
 
     def __init__(self, *args, embedding_multiplier: float, logits_multiplier: float, **options):
         super().__init__(*args, **options)
@@ -234,9 +236,9 @@ def outer_options(
     pad: int | None = None,
     has_padding: bool = True,
 ) -> tuple[dict, Callable]:
-    """The arguments of CausalLM that every type has, and the initialisation of projections.
+    """Return the arguments of CausalLM that every type has, and the initialisation of projections.
 
-    vocabulary, tied, pad: the values of options that the config lacks. has_padding: whether the models' own code gives the
+    vocabulary, tied, pad: the values for a config that lacks the option. has_padding: whether the models' own code gives the
     embedding of pad_token_id no gradient.
     """
     deviation = options.number("initializer_range", 0.02)

@@ -1,4 +1,4 @@
-"""`from_pretrained` and `from_config`: models by their `model_type`."""
+"""Build models by their `model_type`: `from_pretrained` and `from_config`."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -53,10 +53,10 @@ def from_config(
     param_dtype: jnp.dtype | None = None,
     rngs: nnx.Rngs,
 ) -> CausalLM:
-    """A model with random parameters, as its own code begins.
+    """Return a model with random parameters, initialised as the model's own code does.
 
-    config: the content of a config.json, or a folder that holds one.
-    dtype: of the activations; float32 if None. param_dtype: of the parameters; float32 if None.
+    config: the content of a config.json, or a folder that holds one. dtype: the dtype of the activations; float32 if None.
+    param_dtype: the dtype of the parameters; float32 if None.
 
     Raises UnsupportedOption, which names the key and its value, for an option that is not supported.
     """
@@ -71,13 +71,15 @@ def from_config(
 
 
 def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> CausalLM:
-    """The model in a folder of config.json and safetensors, as `save_pretrained` of fla, transformers and glax writes it.
+    """Return the model in a folder of config.json and safetensors, as `save_pretrained` of fla, transformers and glax writes
+    it.
 
-    dtype: of parameters and activations; the file's if None. Sums and states are float32 all the same.
-    mesh:  puts each parameter on its devices as `glax.models.partition_spec` says; on the default device if None.
+    dtype: the dtype of parameters and activations; the file's if None. Sums and states are float32 in every case. mesh: the
+    mesh over which `glax.models.partition_spec` shards each parameter; the default device if None.
 
-    Nothing is downloaded; the folder of a snapshot of huggingface_hub works. Raises UnsupportedOption, which names the key and
-    its value, for an option that is not supported; ValueError, which lists the names, if weights are missing or left over.
+    Nothing is downloaded. The folder of a snapshot of huggingface_hub works. Raises UnsupportedOption, which names the key and
+    its value, for an option that is not supported. Raises ValueError, which lists the names, if weights are missing or left
+    over.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Mamba-2 as transformers, flash-linear-attention and the state-spaces repository write it."""
+"""Build Mamba-2 from configs of transformers, flash-linear-attention and the state-spaces repository."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ ORIGINAL = (*BACKBONE[: len(MIXER)], (r"^embedding\.", "backbone.embedding."), *
 
 
 class Mamba2Block(nnx.Module):
-    """x + mixer(norm(x)). Where residual_in_fp32, x is float32 from block to block."""
+    """Compute x + mixer(norm(x)). With residual_in_fp32, x is float32 between blocks."""
 
     def __init__(self, norm: RMSNorm, mixer: Mamba2, dtype: jnp.dtype, residual_in_fp32: bool):
         self.norm, self.mixer, self.dtype, self.residual_in_fp32 = norm, mixer, dtype, residual_in_fp32
@@ -47,7 +47,10 @@ class Mamba2Block(nnx.Module):
 
 
 def mamba2(config: ModelConfig, precision: Precision) -> CausalLM:
-    """Dao and Gu 2024, https://arxiv.org/abs/2405.21060."""
+    """Build a Mamba-2 model. Raises UnsupportedOption for an option that is not supported.
+
+    Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
+    """
     if "ssm_cfg" in config.values:
         return original(config, precision)
     if any(key in config.values for key in OF_FLA):
@@ -90,10 +93,10 @@ def of_fla(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def sizes_of(options: Options, *, heads: int | None, groups: int, hidden: int, layers: int) -> dict:
-    """Read the sizes that the configs of transformers and fla name alike, as arguments of `Mamba2`, with width and layers.
+    """Return the sizes that the configs of transformers and fla name alike, as arguments of `Mamba2`, with width and layers.
 
-    heads, groups, hidden, layers: the values of options that a config lacks; heads None: as many as fill the width inside.
-    Raises ValueError unless num_heads * head_dim is hidden_size * expand.
+    heads, groups, hidden, layers: the values for a config that lacks the option. heads None stands for as many heads as fill
+    the inner width. Raises ValueError unless num_heads * head_dim is hidden_size * expand.
     """
     width, expand = options.integer("hidden_size", hidden), options.number("expand", 2)
     head_width = options.integer("head_dim", 64)
@@ -117,7 +120,7 @@ def sizes_of(options: Options, *, heads: int | None, groups: int, hidden: int, l
 
 
 def limits(options: Options, key: str) -> tuple[float, float]:
-    """The least and the greatest step. transformers writes an infinite one in words."""
+    """Return the least and the greatest step, two floats. transformers writes an infinite limit as a word."""
     value = options.take(key, (0.0, math.inf))
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError(f"{key} in config.json must be two numbers, got {value!r}")
@@ -183,7 +186,8 @@ def assemble(
 
 
 def original(config: ModelConfig, precision: Precision) -> CausalLM:
-    """A folder of state-spaces/mamba: d_model, n_layer, ssm_cfg. The vocabulary is rounded up to pad_vocab_size_multiple."""
+    """Build a model from a folder of state-spaces/mamba: d_model, n_layer, ssm_cfg. The vocabulary is rounded up to
+    pad_vocab_size_multiple."""
     options = Options(config.values, NO_EFFECT | {"fused_add_norm"})
     width, layers = options.integer("d_model"), options.integer("n_layer")
     options.choice("d_intermediate", 0, (0,))

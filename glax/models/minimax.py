@@ -1,4 +1,4 @@
-"""MiniMax-01: Lightning Attention and softmax attention with experts, each behind a norm that the residual reads too."""
+"""Build MiniMax-01: Lightning Attention, softmax attention and experts. The residual also passes through each norm."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ OUTER = (
 
 
 class FusedLightning(LightningAttention):
-    """Lightning Attention whose q, k and v come from one projection, head by head."""
+    """Lightning Attention whose q, k and v come from one projection, ordered by head."""
 
     def __init__(self, width: int, *, kernel_init, dtype, param_dtype, rngs: nnx.Rngs, **arguments):
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
@@ -59,7 +59,8 @@ class FusedLightning(LightningAttention):
 
 
 class MiniMaxBlock(nnx.Module):
-    """x = norm(x), then a x + b mixer(x); the same with the experts. factors: (a, b) of the mixer and of the experts."""
+    """Compute h = norm(x), x = a h + b mixer(h), and the same with the experts. factors: (a, b) of the mixer and of the
+    experts."""
 
     def __init__(self, attn_norm, attn, mlp_norm, mlp, attn_factors: tuple, mlp_factors: tuple):
         self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
@@ -76,13 +77,13 @@ class MiniMaxBlock(nnx.Module):
 
 
 def slopes(heads: int, layer: int, layers: int) -> np.ndarray:
-    """The decays as the models' own code has them: the last factor divides by L - 1 + 1e-5."""
+    """Return the slopes [heads] as the model's own code computes them, with a last factor that divides by L - 1 + 1e-5."""
     each = np.exp2(-8.0 / heads * (np.arange(heads) + 1.0))
     return (each * (1 - layer / (layers - 1 + 1e-5) + 1e-5)).astype(np.float32)
 
 
 def decay_factors(slope: np.ndarray, block: int) -> dict[str, np.ndarray]:
-    """The buffers of a layer's own code, which a checkpoint holds: the decays within blocks of `block` tokens."""
+    """Return the buffers of decays within blocks of `block` tokens, which a checkpoint holds for the model's own code."""
     rate, rows = slope[:, None, None], np.arange(1, block + 1, dtype=np.float32)
     back = rows[:, None] - rows
     inside = np.where(back >= 0, np.exp(-rate * np.maximum(back, 0)), 0)
@@ -96,7 +97,7 @@ def decay_factors(slope: np.ndarray, block: int) -> dict[str, np.ndarray]:
 
 
 class MiniMax(CausalLM):
-    """A checkpoint holds the decays of the layers of Lightning Attention too, which the config determines."""
+    """A CausalLM whose checkpoints also hold the decays of Lightning Attention, which the config determines."""
 
     def __init__(self, *args, block: int, kinds: list[str], heads: int, **options):
         super().__init__(*args, **options)
@@ -112,7 +113,10 @@ class MiniMax(CausalLM):
 
 
 def minimax(config: ModelConfig, precision: Precision) -> CausalLM:
-    """MiniMax 2025, https://arxiv.org/abs/2501.08313."""
+    """Build a MiniMax-01 model. Raises UnsupportedOption for an option that is not supported.
+
+    MiniMax 2025, https://arxiv.org/abs/2501.08313.
+    """
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
     outer, init = outer_options(options, precision, 32000)

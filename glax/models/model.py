@@ -1,4 +1,4 @@
-"""What all models have in common: embedding, blocks, norm, head, and the three ways to read tokens."""
+"""Define what all models have in common: embedding, blocks, norm, head, and three ways to read tokens."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ REMAT: dict[str, Callable | None] = {
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """dtype: of activations. param_dtype: of parameters. rngs: for their first values."""
+    """Hold the dtype of activations, the dtype of parameters (`param_dtype`), and the `rngs` of their first values."""
 
     dtype: jnp.dtype
     param_dtype: jnp.dtype
@@ -35,7 +35,7 @@ class Precision:
 
     @property
     def options(self) -> dict:
-        """The arguments of the layers of `glax.nn`."""
+        """Return the arguments of the layers of `glax.nn`."""
         return dict(dtype=self.dtype, param_dtype=self.param_dtype, rngs=self.rngs)
 
 
@@ -43,13 +43,13 @@ Mixing = Any  # a module with `mix` and `empty_state`; see CausalLM
 
 
 class CausalLM(nnx.Module):
-    """Tokens to logits of the next token:   embedding, blocks, norm, head.
+    """Map tokens to logits of the next token by an embedding, blocks, a norm and a head.
 
-    A block is a module with `mix(x, state, rows) -> (x, state)` and `empty_state(batch, max_length)`, where state is a dict.
-    Where head is None, the head is the embedding's transpose. `config` is the checkpoint's, and `names` gives the names
-    of the parameters there. `folder` is where the model was loaded from, or None. `padding` is a token whose embedding gets no
-    gradient as an input, as in the models' own code; None if there is none. Subclasses may define `embed`, `arguments`,
-    `through` and `before_head`.
+    A block is a module with `mix(x, state, rows) -> (x, state)` and `empty_state(batch, max_length)`, where state is a dict. If
+    head is None, the head is the embedding's transpose. config: the config of the checkpoint. names: the names of the
+    parameters in the checkpoint. folder: the folder that the model was loaded from, or None. padding: a token whose embedding
+    gets no gradient as an input, as in the models' own code, or None. Subclasses may define `embed`, `arguments`, `through` and
+    `before_head`.
     """
 
     res: Any  # the mixture before the head, where `add_mixtures` has set one
@@ -89,10 +89,11 @@ class CausalLM(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
     ) -> Float[Array, "B T vocabulary"]:
-        """Logits of the token behind each token, every sequence read from its beginning in one parallel pass.
+        """Return the logits of the token behind each token, [B, T, vocabulary]. Every sequence is read from its beginning, in
+        one parallel pass.
 
-        segment_ids: packs several sequences in a row. A token continues the sequence of the token before it if both have the
-        same id. pad_id: the id of padding, whose logits mean nothing; padding may also have an id like any other.
+        segment_ids: the segments of packed sequences. A token continues the sequence of the token before it if both have the
+        same id. pad_id: the id of padding, whose logits have no meaning. Without pad_id, padding is a segment like any other.
         """
         return self.logits(self.hidden(tokens, segment_ids, pad_id))
 
@@ -104,10 +105,10 @@ class CausalLM(nnx.Module):
         cu_seqlens: Int[Array, "N+1"],
         fresh: Bool[Array, "N"] | None = None,
     ) -> tuple[Float[Array, "T vocabulary"], list[dict]]:
-        """Read packed prompts on from the states in pools, `initial_states`, and leave theirs there: logits and pools.
+        """Read packed prompts from the states in pools, and return (the logits, the pools with the new states).
 
-        Sequence n goes on from row slots[n]; where fresh[n], from zeros. Slot -1 is no sequence: its rows of the logits mean
-        nothing, and no pool changes. See `glax.prefill_into`.
+        pools: as `initial_states` returns them. Sequence n continues from row slots[n], or starts from zeros if fresh[n]. Slot
+        -1 is no sequence: its logits have no meaning, and no pool changes. See `glax.prefill_into`.
         """
         x, pools = self.prefill_hidden(tokens, pools, slots, cu_seqlens, fresh)
         return self.logits(x), pools
@@ -115,7 +116,7 @@ class CausalLM(nnx.Module):
     def step(
         self, tokens: Int[Array, "B"], pools: list[dict], slots: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B vocabulary"], list[dict]]:
-        """Read one token of each sequence: logits and pools. Without slots, sequence b lives in row b."""
+        """Read one token of each sequence, and return (the logits, the pools). Without slots, sequence b lives in row b."""
         check_tokens(tokens, "[B]")
         x, pools = self.through(self.embed(tokens), pools, Step(slots))
         return self.logits(self.norm(x)), pools
@@ -127,10 +128,10 @@ class CausalLM(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         pad_id: int | None = None,
     ) -> Float[Array, ""]:
-        """Mean cross-entropy of the next tokens, in nats. No array [B, T, vocabulary] in float32 is formed.
+        """Return the mean cross-entropy of the next tokens, in nats. No array [B, T, vocabulary] in float32 is formed.
 
-        targets: the token behind each token; -1 where none counts. If None, those of `tokens`: the next of the same segment,
-        none in padding.
+        targets: the token behind each token; -1 for a token that does not count. If None, the target is the next token of the
+        same segment, and padding does not count.
         """
         x = self.hidden(tokens, segment_ids, pad_id)
         if targets is None:
@@ -146,14 +147,15 @@ class CausalLM(nnx.Module):
     def hidden(
         self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
     ) -> Array:
-        """What the head reads, [B, T, width]."""
+        """Return the rows that the head reads, [B, T, width]."""
         check_tokens(tokens, "[B, T]")
         rows = parallel_rows(tokens.shape, None, segment_ids, pad_id)
         x, _ = self.through(self.embed(tokens), [{}] * len(self.blocks), rows)
         return self.norm(x)
 
     def extend_hidden(self, tokens: Int[Array, "B T"], states: list[dict]) -> tuple[Array, list[dict]]:
-        """Read on from `states`, one row a sequence: what the head reads, [B, T, width], and the states behind."""
+        """Continue from `states`, one row per sequence. Return the rows that the head reads, [B, T, width], and the new
+        states."""
         check_tokens(tokens, "[B, T]")
         x, states = self.through(self.embed(tokens), states, parallel_rows(tokens.shape, None))
         return self.norm(x), states
@@ -171,7 +173,7 @@ class CausalLM(nnx.Module):
         return jnp.where((tokens == self.padding)[..., None], jax.lax.stop_gradient(x), x)
 
     def through(self, x: Array, states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
-        """x behind all blocks, and their new states."""
+        """Return x behind all blocks, and the new states."""
         after = []
         for layer, (block, state) in enumerate(zip(self.blocks, states, strict=True)):
             x, state = self.rematerialised(block.mix, rows)(x, state, *self.arguments(layer))
@@ -179,11 +181,11 @@ class CausalLM(nnx.Module):
         return x, after
 
     def arguments(self, layer: int) -> tuple:
-        """Further arguments of the block's `mix`, for models whose layers share parameters."""
+        """Return further arguments of the block's `mix`, for models whose layers share parameters."""
         return ()
 
     def rematerialised(self, mix: Callable, rows: Rows) -> Callable:
-        """(x, state, ...) -> mix(x, state, rows, ...), whose backward pass forms again what `remat` names."""
+        """Return (x, state, ...) -> mix(x, state, rows, ...). Its backward pass recomputes what `remat` names."""
 
         def of_state(x, state, *rest):
             return mix(x, state, rows, *rest)
@@ -191,7 +193,7 @@ class CausalLM(nnx.Module):
         return of_state if self.remat is None else jax.checkpoint(of_state, policy=REMAT[self.remat])
 
     def before_head(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        """Return the rows that head_kernel multiplies: x. A model that scales its logits overrides this."""
+        """Return the rows that head_kernel multiplies. A model that scales its logits overrides this."""
         return x
 
     @property
@@ -203,26 +205,30 @@ class CausalLM(nnx.Module):
         return self.before_head(x).astype(self.dtype) @ self.head_kernel
 
     def derived_tensors(self) -> dict[str, Any]:
-        """Tensors that a checkpoint holds though its config determines them: they are written and not read."""
+        """Return tensors that a checkpoint holds although its config determines them. They are written and not read."""
         return {}
 
     def initial_states(self, batch: int, max_length: int | None = None) -> list[dict]:
-        """Empty states of `batch` sequences, or pools of as many slots: one dict a block, each array with a row a sequence.
+        """Return the empty states of `batch` sequences, or pools of as many slots: one dict per block, each array with one row
+        per sequence.
 
-        max_length: tokens of a sequence, prompt and continuation; only blocks of softmax attention need it.
+        max_length: the tokens of a sequence, prompt and continuation together. Only blocks of softmax attention need it.
         """
         return [block.empty_state(batch, max_length) for block in self.blocks]
 
     def set_remat(self, name: str | None):
-        """Choose what the backward pass computes again: everything but block inputs ("full"), all but matrix products
-        ("dots"), all but those without batch axes ("dots_no_batch"), or nothing (None)."""
+        """Choose what the backward pass recomputes. Raises ValueError for an unknown name.
+
+        name: "full" for everything but block inputs, "dots" for everything but matrix products, "dots_no_batch" for everything
+        but matrix products without batch axes, or None for nothing.
+        """
         if name is not None and name not in REMAT:
             raise ValueError(f"remat must be None or one of {', '.join(map(repr, REMAT))}, got {name!r}")
         self.remat = name
 
 
 class Block(nnx.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); the mixer a `glax.nn` layer with a state, the MLP without one."""
+    """Compute x + mixer(norm(x)), then x + mlp(norm(x)). The mixer is a `glax.nn` layer with a state, and the MLP has none."""
 
     def __init__(self, attn_norm: Any, attn: Mixing, mlp_norm: Any, mlp: Any):
         self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
@@ -231,7 +237,7 @@ class Block(nnx.Module):
         return self.attn.empty_state(batch, max_length)
 
     def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows, *rest) -> tuple[Array, dict]:
-        """rest: further arguments of the mixer."""
+        """Return the block's output and the new state. rest: further arguments of the mixer."""
         y, state = self.attn.mix(self.attn_norm(x), state, rows, *rest)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state

@@ -1,4 +1,4 @@
-"""The names and layouts of parameters in checkpoints."""
+"""Map the names and layouts of parameters to those of checkpoints."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ def transposed(x: np.ndarray) -> np.ndarray:
 
 
 def filter_to_torch(x: np.ndarray) -> np.ndarray:
-    """[size, width] -> [width, 1, size]."""
+    """Return a filter [size, width] as [width, 1, size]."""
     return x.T[:, None, :]
 
 
@@ -38,10 +38,11 @@ LEAVES: dict[str, Layout] = {
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """rules: (pattern, replacement) of re.sub, applied in order to the path "blocks.3.attn.query.kernel" of a parameter.
+    """Map the path of a parameter, such as "blocks.3.attn.query.kernel", to its name in a checkpoint.
 
-    What they leave of the last part, `LEAVES` names. layouts: as LEAVES, for further names of last parts.
-    aliases: (another name that files have, the name of the rules). ignored: patterns of tensors that no parameter here has.
+    rules: (pattern, replacement) of re.sub, applied to the path in order. Then `LEAVES` renames the last part of the path.
+    layouts: further entries like those of LEAVES. aliases: (another name that files have, the name by the rules). ignored:
+    patterns of tensors that belong to no parameter.
     """
 
     rules: tuple[tuple[str, str], ...]
@@ -64,5 +65,5 @@ class Names:
 
 
 def renamed(inside: str, table: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    """Rules that rename the parts of the module `inside` a block: {"query": "q_proj"}."""
+    """Return rules that rename the parts of the module `inside` of a block, such as {"query": "q_proj"}."""
     return tuple((rf"(\.{inside})\.{re.escape(old)}(?=\.|$)", rf"\1.{new}") for old, new in table.items())

@@ -1,4 +1,4 @@
-"""Nemotron-H: in each layer one of Mamba-2, softmax attention without positions, an MLP, or experts."""
+"""Build Nemotron-H: each layer has one of Mamba-2, softmax attention without positions, an MLP, or experts."""
 
 import math
 from typing import Any
@@ -71,11 +71,12 @@ OUTER = (
 
 
 class NemotronExperts(nnx.Module):
-    """Experts chosen by sigmoid scores, within the best groups of experts, plus an MLP that every token reads.
+    """Choose experts by sigmoid scores within the best groups of experts, and add an MLP that every token reads.
 
-    The `top_k` experts have the greatest score + correction, in the `best_groups` groups whose two best sum to the most.
-    The weights are their scores, divided by their sum if `normalised`, times `scaling`.
-    latent: the width in which the experts work, or None. Liu et al. 2024, https://arxiv.org/abs/2412.19437.
+    A group is ranked by the sum of the two greatest values of score + correction in it. Of the `best_groups` groups, the
+    `top_k` experts with the greatest score + correction are chosen. Their weights are their scores, divided by the sum of these
+    if `normalised`, times `scaling`. latent: the width in which the experts work, or None for the width of x. Liu et al. 2024,
+    https://arxiv.org/abs/2412.19437.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class NemotronExperts(nnx.Module):
 
 
 class NemotronBlock(nnx.Module):
-    """x + mixer(norm(x)). mixes: whether the mixer has a state."""
+    """Compute x + mixer(norm(x)). mixes: whether the mixer has a state."""
 
     def __init__(self, norm: RMSNorm, mixer: Any, mixes: bool):
         self.norm, self.mixer, self.mixes = norm, mixer, mixes
@@ -199,7 +200,10 @@ def expert_arguments(options: Options) -> dict[str, Any]:
 
 
 def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
-    """NVIDIA 2025, https://arxiv.org/abs/2504.03624."""
+    """Build a Nemotron-H model. Raises UnsupportedOption for an option that is not supported.
+
+    NVIDIA 2025, https://arxiv.org/abs/2504.03624.
+    """
     values = {OLDER.get(key, key): value for key, value in config.values.items()}
     options = Options(values)
     width, kinds = options.integer("hidden_size", 4096), kinds_of(options)

@@ -1,4 +1,4 @@
-"""Qwen3-Next: Gated DeltaNet and gated softmax attention with partial rotation, and experts in all or some layers."""
+"""Build Qwen3-Next: Gated DeltaNet, gated softmax attention with partial rotation, and experts in all or some layers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -56,7 +56,8 @@ MLPS = (
 
 @dataclasses.dataclass(frozen=True)
 class DeltaSizes:
-    """num_heads: of v, gates and the state. num_qk_heads: of q and k. key_width, value_width: K and V of a head."""
+    """Hold the sizes of a Gated DeltaNet. num_heads: the heads of v, the gates and the state. num_qk_heads: the heads of q and
+    k. key_width, value_width: K and V of a head."""
 
     num_heads: int
     num_qk_heads: int
@@ -74,10 +75,11 @@ class DeltaSizes:
 
 
 class FusedGatedDeltaNet(Layer):
-    """`glax.nn.GatedDeltaNet` with two projections and one convolution, as checkpoints of Qwen3-Next have them.
+    """`glax.nn.GatedDeltaNet` with two projections and one convolution, as in checkpoints of Qwen3-Next.
 
-    W_qkvz has the rows of q, k, v and of the output's gate z, one head of q and k after the other with its heads of v and z.
-    W_ba has those of beta and of the step size alike. The convolution reads q, k and v of all heads, in this order.
+    W_qkvz has the rows of q, k, v and the output's gate z, ordered by head of q and k: each such head is followed by its heads
+    of v and z. W_ba has the rows of beta and the step size in the same order. The convolution reads q, k and v of all heads, in
+    this order.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class FusedGatedDeltaNet(Layer):
         return dict(recurrent=jnp.zeros(shape, jnp.float32), conv=self.conv.initial_state(batch))
 
     def projected(self, x: Float[Array, "*rows width"]) -> list[Array]:
-        """q and k [*rows, Hq K], v and z [*rows, H V], and what beta and the step size are made of, [*rows, H]."""
+        """Return q and k [*rows, Hq K], v and z [*rows, H V], and the inputs of beta and of the step size, [*rows, H] each."""
         sizes, groups = self.sizes, self.sizes.num_qk_heads
         K, V = sizes.key_width, sizes.values // groups
         qkvz = jnp.split(by_head(self.qkvz(x), groups), [K, 2 * K, 2 * K + V], axis=-1)
@@ -121,7 +123,7 @@ class FusedGatedDeltaNet(Layer):
 
 
 class SharedExpert(nnx.Module):
-    """y = sigmoid(w^T x) mlp(x)."""
+    """Compute y = sigmoid(w^T x) mlp(x)."""
 
     def __init__(self, width: int, mlp: SwiGLU, **options):
         self.mlp, self.strength = mlp, linear(width, 1, (EMBED, None), **options)
@@ -131,7 +133,7 @@ class SharedExpert(nnx.Module):
 
 
 def mixer_names(kinds: list[str]) -> tuple[tuple[str, str], ...]:
-    """Rules for the mixer `attn` of each block, whose name depends on its kind."""
+    """Return naming rules for the mixer `attn` of each block. Its name in the checkpoint depends on its kind."""
     rules: list[tuple[str, str]] = []
     for layer, kind in enumerate(kinds):
         name, table = ("self_attn", ATTENTION | NORMS) if kind == SOFTMAX else ("linear_attn", MIXER)
@@ -141,7 +143,7 @@ def mixer_names(kinds: list[str]) -> tuple[tuple[str, str], ...]:
 
 
 def sparse_layers(options: Options, layers: int) -> list[bool]:
-    """Whether each layer has experts."""
+    """Return whether each layer has experts."""
     dense, step = set(options.take("mlp_only_layers", None) or ()), options.integer("decoder_sparse_step", 1)
     if not dense <= set(range(layers)):
         raise options.unsupported("mlp_only_layers", f"it must hold layers from 0 to {layers - 1}")
@@ -163,7 +165,7 @@ def delta_sizes(options: Options) -> DeltaSizes:
 
 
 def mlps(options: Options, width: int, act: str, init, precision: Precision) -> tuple[Callable, Callable]:
-    """Make the MLP of a layer without experts, and of a layer with them."""
+    """Return functions that make (the MLP of a layer without experts, the MLP of a layer with experts)."""
     inside, shared = options.integer("intermediate_size", 5632), options.integer("shared_expert_intermediate_size", 512)
     each, count = options.integer("moe_intermediate_size", 512), options.take("num_experts", 512)
     top_k, normalize = options.integer("num_experts_per_tok", 10), options.flag("norm_topk_prob", True)
@@ -180,7 +182,11 @@ def mlps(options: Options, width: int, act: str, init, precision: Precision) -> 
 
 
 def qwen3_next(config: ModelConfig, precision: Precision) -> CausalLM:
-    """Qwen Team 2025, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct. Layers of multi-token prediction are not read."""
+    """Build a Qwen3-Next model. Layers of multi-token prediction are not read. Raises UnsupportedOption for an option that is
+    not supported.
+
+    Qwen Team 2025, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct.
+    """
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 2048), options.integer("num_hidden_layers", 48)
     outer, init = outer_options(options, precision, 151936)

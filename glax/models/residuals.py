@@ -1,4 +1,4 @@
-"""Attention residuals: each sublayer reads a mixture of what earlier ones wrote, rather than their sum."""
+"""Replace residual sums by attention residuals: each sublayer reads a mixture of the outputs of earlier sublayers."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from glax.nn.passes import Rows
 
 
 class Mixture(nnx.Module):
-    """sum over i of p_i x_i,   p = softmax over i of w^T RMSNorm(x_i).   https://arxiv.org/abs/2603.15031"""
+    """Compute sum over i of p_i x_i,   p = softmax over i of w^T RMSNorm(x_i).   https://arxiv.org/abs/2603.15031"""
 
     def __init__(self, width: int, epsilon: float, options: dict):
         self.proj = linear(width, 1, (EMBED, None), kernel_init=nnx.initializers.zeros, **options)
@@ -29,14 +29,15 @@ class Mixture(nnx.Module):
 
 
 def add_mixtures(model: CausalLM, epsilon: float, options: dict):
-    """Give each sublayer but the first, and the head, a mixture. The first block has one that nothing reads, as in fla."""
+    """Give each sublayer, and the head, a mixture. Nothing reads the mixture of the first sublayer, as in fla."""
     for block in model.blocks:
         block.attn_res, block.mlp_res = (Mixture(model.width, epsilon, options) for _ in range(2))
     model.res = Mixture(model.width, epsilon, options)
 
 
 def through_mixtures(model: CausalLM, size: int, x: Array, states: list[dict], rows: Rows) -> tuple[Array, list[dict]]:
-    """x behind all blocks. The outputs of `size` sublayers in a row are summed to one source of the mixtures."""
+    """Return x behind all blocks, and the new states. The outputs of `size` consecutive sublayers are summed to one source of
+    the mixtures."""
     sources, written, after = [x], None, []  # written: the sum of the sublayers since the last source
 
     def mixed(mixture: Mixture, begins_block: bool):

@@ -1,4 +1,4 @@
-"""Where the parameters of a model lie on a mesh."""
+"""Choose the placement of a model's parameters on a mesh."""
 
 import jax
 from flax import nnx
@@ -16,7 +16,8 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def partition_spec(axes: tuple[str | None, ...] | None, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """The PartitionSpec of a parameter with these logical axes: over "model" or "tensor", and "fsdp", as far as they divide."""
+    """Return the PartitionSpec of a parameter with these logical axes. The mesh axes "model" or "tensor", and "fsdp", shard it
+    where they divide it."""
     if axes is None:
         return PartitionSpec()
     taken, chosen = set(), []
@@ -29,7 +30,7 @@ def partition_spec(axes: tuple[str | None, ...] | None, shape: tuple[int, ...], 
 
 
 def shard(model: nnx.Module, mesh: Mesh):
-    """Put every parameter of `model` where `partition_spec` says."""
+    """Move every parameter of `model` to the devices that `partition_spec` names."""
     for _, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         spec = partition_spec(param.get_metadata().get("out_sharding"), param.shape, mesh)
         param[...] = jax.device_put(param[...], NamedSharding(mesh, spec))

@@ -1,4 +1,4 @@
-"""Text to tokens and back: by a `tokenizers` file, or bytes."""
+"""Convert text to tokens and back, by a file of the package `tokenizers` or as bytes."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """Each byte of the UTF-8 text is a token."""
+    """A tokenizer for which each byte of the UTF-8 text is a token."""
 
     vocabulary = BYTES
 
@@ -32,7 +32,7 @@ class Bytes:
 
 
 class FromFile:
-    """A tokenizer.json, read by the package `tokenizers`. Special tokens are added to the text and left out of the output."""
+    """A tokenizer.json, read by the package `tokenizers`. Special tokens are added to the tokens and left out of decoded text."""
 
     def __init__(self, path: Path):
         if importlib.util.find_spec("tokenizers") is None:
@@ -53,9 +53,9 @@ class FromFile:
 
 
 def find_tokenizer(folder: Path | None, vocabulary: int, file: Path | None = None) -> Tokenizer:
-    """That of `file`, else the tokenizer.json in `folder`, else bytes where the vocabulary has 256 tokens.
+    """Return the tokenizer of `file`, else of the tokenizer.json in `folder`, else `Bytes` if the vocabulary has 256 tokens.
 
-    ValueError if there is none, or if it has more tokens than the model.
+    Raises ValueError if there is none, or if it has more tokens than the model.
     """
     if file is None and folder is not None and (folder / TOKENIZER).is_file():
         file = folder / TOKENIZER
@@ -73,7 +73,7 @@ def find_tokenizer(folder: Path | None, vocabulary: int, file: Path | None = Non
 
 
 def read_tokens(path: Path, tokenizer: Tokenizer) -> np.ndarray:
-    """The tokens of a text file, int32 [n]; of bytes without decoding the text."""
+    """Return the tokens of a text file, int32 [n]. `Bytes` does not decode the text."""
     raw = path.read_bytes()
     if isinstance(tokenizer, Bytes):
         return np.frombuffer(raw, np.uint8).astype(np.int32)

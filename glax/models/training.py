@@ -1,4 +1,4 @@
-"""Training and fine-tuning: windows of a text, AdamW, data and sequence parallelism, checkpoints that a run resumes from."""
+"""Train and fine-tune models: windows of a text, AdamW, data and sequence parallelism, and checkpoints to resume from."""
 
 import dataclasses
 import functools
@@ -46,18 +46,19 @@ PEAKS = {
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
-    """What `glax train` reads, as TOML or JSON.
+    """Configure `glax train`; read from TOML or JSON.
 
-    model:      the content of a config.json, or a folder: its weights are trained on, where it has any.
+    model:      the content of a config.json, or a folder. Weights in the folder are the start of the training.
     text:       the file to train on; its last 5% are held out.
-    tokenizer:  a file of the package tokenizers; the one in the model's folder, or bytes, if None.
+    tokenizer:  a file of the package tokenizers. If None, the tokenizer in the model's folder, or bytes.
     out:        the folder for checkpoints, the plot, and the model as `save_pretrained` writes it.
-    steps, batch, length: optimizer steps, windows a step, tokens a window.
-    learning_rate, warmup, weight_decay, clip: AdamW, a linear warmup over that share of the steps, then a cosine to a tenth.
-    dtype:      of activations; parameters are float32.
-    remat:      what the backward pass computes again: "full", "dots", "dots_no_batch" or None.
-    checkpoint_every: steps between checkpoints. seed: of weights and windows.
-    data, sequence: how many devices the batch and the sequence are spread over.
+    steps, batch, length: the optimizer steps, the windows per step, the tokens per window.
+    learning_rate, weight_decay, clip: options of AdamW. warmup: the share of steps with a linear warmup, before a cosine decay
+        to a tenth.
+    dtype:      the dtype of activations. Parameters are float32.
+    remat:      what the backward pass recomputes: "full", "dots", "dots_no_batch" or None.
+    checkpoint_every: the steps between checkpoints. seed: the seed of weights and windows.
+    data, sequence: how many devices shard the batch, and how many shard the sequence.
     """
 
     model: dict | str
@@ -93,7 +94,8 @@ class TrainingConfig:
 
     @classmethod
     def read(cls, path: Path, **changes) -> "TrainingConfig":
-        """The config in a file, with changes. Paths in it are relative to its folder. ValueError names what is wrong."""
+        """Return the config in a file, with changes. Paths in it are relative to its folder. Raises ValueError, which names the
+        wrong entry."""
         raw = path.read_bytes()
         try:
             values = json.loads(raw) if path.suffix == ".json" else tomllib.loads(raw.decode())
@@ -111,7 +113,7 @@ class TrainingConfig:
 
 @dataclasses.dataclass
 class History:
-    """Nats per token: of each step's windows by step, and of held-out windows by step."""
+    """Hold losses in nats per token: of each step's windows by step, and of the held-out windows by step."""
 
     losses: dict[int, float] = dataclasses.field(default_factory=dict)
     held_out: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -132,13 +134,13 @@ class Text:
         return cls(tokens[:cut], tokens[cut:].reshape(windows, window))
 
     def windows(self, batch: int, length: int, rng: np.random.Generator) -> np.ndarray:
-        """[batch, length + 1] tokens, from anywhere in the text."""
+        """Return windows at random positions of the text, [batch, length + 1] tokens."""
         first = rng.integers(0, len(self.train) - length, batch)
         return self.train[first[:, None] + np.arange(length + 1)]
 
 
 def make_model(config: TrainingConfig) -> tuple[CausalLM, Tokenizer]:
-    """The model to be trained, in float32, and its tokenizer."""
+    """Return the model to be trained, in float32, and its tokenizer."""
     dtype, folder = jnp.dtype(config.dtype), None
     if isinstance(config.model, str):
         folder = Path(config.model)
@@ -160,9 +162,9 @@ def make_model(config: TrainingConfig) -> tuple[CausalLM, Tokenizer]:
 
 
 def spread_sequence(model: CausalLM, mesh: jax.sharding.Mesh):
-    """Change the model in place: every layer with a recurrence solves its shard of the sequence, and exchanges states.
+    """Change the model in place: every layer with a recurrence then solves its shard of the sequence, and exchanges states.
 
-    mesh: has the axes "data", over which the batch is sharded, and "sequence".
+    mesh: a mesh with the axes "data", which shards the batch, and "sequence".
     """
     recurrence = functools.partial(parallel.recurrent, mesh=mesh, batch_axis="data", sequence_axis="sequence")
     for _, module in nnx.iter_modules(model):
@@ -173,10 +175,10 @@ def spread_sequence(model: CausalLM, mesh: jax.sharding.Mesh):
 def train(
     config: TrainingConfig, each_step: Callable[[int, float, float], bool] = lambda step, loss, seconds: False
 ) -> tuple[CausalLM, History]:
-    """Train from the newest checkpoint in `config.out`, or from the beginning if there is none; the model, and its losses.
+    """Train from the newest checkpoint in `config.out`, or from the start if there is none. Return the model and its losses.
 
-    each_step(step, loss, seconds since the step before) is called after each step; if it returns True, training ends there,
-    with a checkpoint. A run that resumes continues as one that was never interrupted: its windows depend on the step alone.
+    each_step(step, loss, seconds since the step before) is called after each step. If it returns True, training ends there,
+    with a checkpoint. A resumed run computes what an uninterrupted run computes, because the windows depend on the step alone.
     """
     model, tokenizer = make_model(config)
     text = Text.read(Path(config.text), tokenizer, config.length)
@@ -234,12 +236,13 @@ def train(
 
 
 def by_name(state) -> dict:
-    """The arrays of a tree by their paths, so that a checkpoint does not depend on the classes in it."""
+    """Return the arrays of a tree by their paths, so that a checkpoint does not depend on the classes in the tree."""
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
 
 
 def resumed(checkpoints: ocp.CheckpointManager, state, sharding: NamedSharding):
-    """The state of the newest checkpoint and its step; `state` and 0 if there is none. ValueError if it is another model's."""
+    """Return the state and the step of the newest checkpoint; `state` and 0 if there is none. Raises ValueError if it belongs
+    to another model."""
     step = checkpoints.latest_step()
     if step is None:
         return state, 0
@@ -261,7 +264,7 @@ def write_history(out: Path, history: History):
 
 
 def read_history(out: Path, done: int) -> History:
-    """The losses of the steps that the checkpoint has behind it."""
+    """Return the losses of the steps up to the checkpoint."""
     if not done or not (out / HISTORY).is_file():
         return History()
     values = json.loads((out / HISTORY).read_text())
@@ -269,14 +272,14 @@ def read_history(out: Path, done: int) -> History:
 
 
 def flops_per_token(model: CausalLM) -> float:
-    """Operations of a training step for each token: 6 for each parameter that a matrix product reads."""
+    """Return the floating-point operations of a training step per token: 6 for each parameter that a matrix product reads."""
     sizes = [x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
     lookup = 0 if model.head is None else model.vocabulary * model.width
     return 6.0 * (sum(sizes) - lookup)
 
 
 def utilisation(model: CausalLM, tokens_per_second: float, devices: int) -> float | None:
-    """Model FLOPs utilisation: the share of the devices' peak in bfloat16; None where the peak is not known."""
+    """Return the model FLOPs utilisation, the share of the devices' peak in bfloat16. Return None if the peak is unknown."""
     kind = jax.devices()[0].device_kind
     peak = next((value for name, value in PEAKS.items() if name in kind), None)
     return None if peak is None else flops_per_token(model) * tokens_per_second / (peak * devices)

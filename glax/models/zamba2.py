@@ -1,4 +1,4 @@
-"""Zamba2: Mamba-2 layers, some of them behind a transformer block that several layers share, with adapters of their own."""
+"""Build Zamba2: Mamba-2 layers, some behind a transformer block that several layers share, each with its own adapters."""
 
 import functools
 import itertools
@@ -46,7 +46,8 @@ ADAPTERS = {
 
 
 class Adapter(nnx.Module):
-    """A product of low rank that is added to a shared projection: y = W_up W_down x.   Hu et al. 2021, LoRA."""
+    """Compute y = W_up W_down x, a term of low rank that is added to a shared projection. Hu et al. 2021,
+    https://arxiv.org/abs/2106.09685."""
 
     def __init__(self, inputs: int, rank: int, outputs: int, outputs_axis: str, options: dict):
         self.down = linear(inputs, rank, (EMBED, None), **options)
@@ -57,7 +58,7 @@ class Adapter(nnx.Module):
 
 
 class SharedAttention(Attention):
-    """Softmax attention from a width to half of it; each layer adds its adapters to q, k and v."""
+    """Softmax attention from a width to half of it. Each layer adds its adapters to q, k and v."""
 
     def __init__(self, width: int, **options):
         super().__init__(width, **options)
@@ -71,14 +72,14 @@ class SharedAttention(Attention):
 
 
 class SharedMLP(DenseMLP):
-    """A gated MLP; each layer adds its adapter to the projection that enters."""
+    """A gated MLP. Each layer adds its adapter to the first projection."""
 
     def adapted(self, x: Float[Array, "*rows width"], adapter: Adapter) -> Float[Array, "*rows width"]:
         return self.behind_input(self.input(x) + adapter(x))
 
 
 class SharedBlock(nnx.Module):
-    """mlp(norm(attention(norm([x, e])))) of what a layer reads, x, and the embedding e. There are no residuals."""
+    """Compute mlp(norm(attention(norm([x, e])))) from the layer's input x and the embedding e. There are no residuals."""
 
     def __init__(self, attn_norm: RMSNorm, attn: SharedAttention, mlp_norm: RMSNorm, mlp: SharedMLP):
         self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
@@ -97,7 +98,7 @@ class SharedBlock(nnx.Module):
 
 
 class ZambaBlock(nnx.Module):
-    """x + mamba(norm(x))."""
+    """Compute x + mamba(norm(x))."""
 
     def __init__(self, norm: RMSNorm, mamba: Mamba2):
         self.mixer_norm, self.mamba = norm, mamba
@@ -111,10 +112,10 @@ class ZambaBlock(nnx.Module):
 
 
 class HybridBlock(nnx.Module):
-    """x + mamba(norm(x + W shared(x, e))) with the embedding e.
+    """Compute x + mamba(norm(x + W shared(x, e))) with the embedding e.
 
-    adapters: of this layer, by the names of `ADAPTERS`. unread: adapters that a checkpoint holds and nothing reads, by the
-    number of the hybrid layer that they are meant for.
+    adapters: the adapters of this layer, by the names of `ADAPTERS`. unread: adapters that a checkpoint holds and nothing
+    reads, by the number of the hybrid layer that they belong to.
     """
 
     def __init__(
@@ -137,7 +138,8 @@ class HybridBlock(nnx.Module):
 
 
 class Zamba2(CausalLM):
-    """shared: the blocks that the hybrid layers take in turn. uses: for each layer, the number of its shared block, or None."""
+    """A CausalLM with shared blocks. shared: the blocks that the hybrid layers use in turn. uses: for each layer, the number of
+    its shared block, or None."""
 
     def __init__(self, *args, shared: list[SharedBlock], uses: list[int | None], **options):
         super().__init__(*args, **options)
@@ -167,7 +169,7 @@ class Zamba2(CausalLM):
 
 
 def kinds_of(options: Options, layers: int) -> list[str]:
-    """PLAIN or HYBRID for each layer. hybrid_layer_ids, where the config has it, must say the same."""
+    """Return PLAIN or HYBRID for each layer. Raises UnsupportedOption if hybrid_layer_ids contradicts the list of kinds."""
     kinds = layer_kinds(options, ("layers_block_type", "layer_types"), layers, USUAL, KINDS)
     hybrid = [layer for layer, kind in enumerate(kinds) if kind == HYBRID]
     if options.take("hybrid_layer_ids", hybrid) != hybrid:
@@ -176,7 +178,7 @@ def kinds_of(options: Options, layers: int) -> list[str]:
 
 
 def attention_arguments(options: Options, width: int) -> dict[str, Any]:
-    """The arguments of SharedAttention. Its width is twice the model's."""
+    """Return the arguments of SharedAttention, whose input is twice as wide as the model."""
     heads = options.integer("num_attention_heads", 32)
     kv_heads = options.integer("num_key_value_heads", None, optional=True) or heads
     rope, head_width = rotation(options, 10000.0), 2 * width // heads
@@ -273,13 +275,15 @@ def zamba2(config: ModelConfig, precision: Precision) -> CausalLM:
 
 
 def uses_of(kinds: list[str], count: int) -> list[int | None]:
-    """For each layer, the number of its shared block, which the hybrid layers take in turn; None for a plain layer."""
+    """Return for each layer the number of its shared block, or None for a plain layer. The hybrid layers use the blocks in
+    turn."""
     turns = itertools.count()
     return [next(turns) % count if kind == HYBRID else None for kind in kinds]
 
 
 def names_of(uses: list[int | None]) -> Names:
-    """A shared block is stored in the first layer that uses it, with the adapters of all its layers by number."""
+    """Return the naming rules. A shared block is stored in the first layer that uses it, with the adapters of all its layers by
+    number."""
     rules, ignored, hybrids = [], [], [layer for layer, use in enumerate(uses) if use is not None]
     for number, layer in enumerate(hybrids):
         first = uses.index(uses[layer])
