@@ -1,4 +1,4 @@
-"""The `glax` command. Each subcommand is a module with add_parser(subparsers) and run(args) -> exit code."""
+"""Run the `glax` command. Each subcommand is a module with add_parser(subparsers) and run(args) -> exit code."""
 
 import argparse
 import contextlib
@@ -66,7 +66,7 @@ def ended(name: str, text: str, status: int) -> int:
 
 @contextlib.contextmanager
 def plain_output(name: str) -> Iterator[None]:
-    """Inside, warnings are one line each, and names that the output's encoding does not have are escaped."""
+    """Print each warning on one line inside the context, and escape characters that the output's encoding does not have."""
     before = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"{name}: {message}\n"
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -83,7 +83,7 @@ def flush(stream):
 
 
 def discard_output():
-    """Send what is left in the buffer of the output nowhere; else Python complains of it as it exits."""
+    """Discard what is left in the output's buffer. Otherwise Python reports an error about it as it exits."""
     try:
         flush(sys.stdout)
     except OSError:

@@ -1,4 +1,4 @@
-"""python -m glax.cli"""
+"""Run `python -m glax.cli`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Types of the subcommands' arguments: what they refuse is one line."""
+"""Define the types of the subcommands' arguments. A refusal is one line."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,7 @@ DIGITS = 1000  # Python reads no integers of several thousand
 
 
 def within(least: int, most: int = INT32):
-    """Return an argparse type: an integer from least to most."""
+    """Return an argparse type for integers from least to most."""
 
     def integer(text: str) -> int:
         number = int(text)
@@ -22,14 +22,14 @@ def within(least: int, most: int = INT32):
 
 
 def a_path(text: str) -> Path:
-    """Return an argparse type."""
+    """Return the path that the argument names; an argparse type."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"must be the name of a file or folder, got {text!r}")
     return Path(text)
 
 
 def four_numbers(text: str) -> tuple[int, ...]:
-    """Return an argparse type."""
+    """Return the four integers B,T,H,D of the argument; an argparse type."""
     parts = [part.strip() for part in text.split(",")]
     numbers = [int(part) for part in parts if part.isdecimal() and len(part) <= DIGITS]
     if len(parts) != 4 or len(numbers) != 4 or min(numbers) < 1:

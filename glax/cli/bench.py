@@ -1,4 +1,4 @@
-"""glax bench: how fast glax is on this device, beside what the device can do and beside peers."""
+"""Run `glax bench`: measure glax on this device, beside the limits of the device and beside peers."""
 
 import contextlib
 import dataclasses
@@ -76,7 +76,7 @@ def run(args) -> int:
 
 
 def written(document: dict, folder: Path) -> str:
-    """Write bench.json and its picture, and return what happened, for the user."""
+    """Write bench.json and its picture, and return what happened, as text for the user."""
     try:
         with replacing(folder / "bench.json") as new:
             new.write_text(json.dumps(document, indent=1, allow_nan=False))
@@ -101,7 +101,7 @@ def ceilings(dtypes: set[str], iters: int) -> dict:
 
 
 def measured(problem: Problem, mode: str, iters: int) -> dict:
-    """glax first and then every peer: prepared, held to the reference, and timed in turn."""
+    """Return the results of glax and then of every peer: prepared, compared with the reference, and timed in turn."""
     arrays, state = problem.arrays(), None
     d_output = jax.random.normal(jax.random.key(1), arrays["value"].shape, problem.dtype)
     if mode == "step":
@@ -141,7 +141,7 @@ def by_glax(problem: Problem, mode: str, arrays: dict, d_output, state) -> Way:
 
 
 def call(mode: str, arrays: dict, d_output, state):
-    """Return a function whose first result is the output that is judged, and its operands."""
+    """Return (a function whose first result is the output to compare, its operands)."""
     match mode:
         case "forward":
             return forward, (arrays,)
@@ -152,7 +152,7 @@ def call(mode: str, arrays: dict, d_output, state):
 
 
 def decode(arrays: dict, state):
-    """Return the output of the first token, of the last of TOKENS like it, and the last state."""
+    """Return the output of the first token, the output after the last of TOKENS equal tokens, and the last state."""
     first, state = recurrent_step(**arrays, state=state)
 
     def step(_, carry):
@@ -170,7 +170,7 @@ def used(mode: str, arrays: dict, d_output, state) -> list[dict]:
 
 
 def expected(arrays: dict, state) -> np.ndarray:
-    """Return the output of the first sequence for a few heads and tokens, by the reference: [tokens, heads, D]."""
+    """Return the reference's output of the first sequence for a few heads and tokens, [tokens, heads, D]."""
     if state is not None:
         arrays = {name: x if name == "g_gamma" else x[:, None] for name, x in arrays.items()}
         arrays["initial_state"] = state[:1, :HEADS]
@@ -181,8 +181,8 @@ def expected(arrays: dict, state) -> np.ndarray:
 
 
 def judged(result, want: np.ndarray, bar: float) -> tuple[float | None, bool]:
-    """Return the relative RMS error of the first result where it is known (None: not finite), and whether it is within
-    the bar."""
+    """Return the relative RMS error of the first result where the reference is known, or None if it is not finite; and whether
+    it is within the bar."""
     output = result[0] if isinstance(result, tuple) else result
     tokens, heads, _ = want.shape
     got = as_numpy(output[0]).reshape(-1, *output.shape[-2:])[:tokens, :heads]

@@ -1,4 +1,4 @@
-"""glax cache: what tuning has measured: listed, shown, cleared, taken elsewhere and brought back."""
+"""Run `glax cache`: list, show, clear, export and import what tuning has measured."""
 
 import json
 import pathlib
@@ -43,7 +43,7 @@ def measurements() -> PersistentCache:
 
 
 def folder_of(persistent: PersistentCache) -> pathlib.Path:
-    """Return the folder of the measurements. UsageError for a user who has none."""
+    """Return the folder of the measurements. Raises UsageError for a user who has none."""
     if persistent.folder is None:
         raise UsageError(NO_FOLDER)
     return persistent.folder
@@ -58,7 +58,7 @@ def run(args) -> int:
 
 
 def files_of(persistent: PersistentCache) -> dict[str, dict]:
-    """Return the content of every file of measurements, by its name: "device/kernel@version+compilers.json"."""
+    """Return the content of every file of measurements by its name, "device/kernel@version+compilers.json"."""
     folder = folder_of(persistent)
     return {path.relative_to(folder).as_posix(): content for path, content in persistent.files()}
 
@@ -176,7 +176,7 @@ def is_faster(entry: dict, old) -> bool:
 
 
 def checked(document) -> dict[str, dict]:
-    """Return the files of an export, every name one of a place inside the cache, every entry one that can be read back."""
+    """Return the files of an export. Raises ValueError unless every name lies inside the cache and every entry can be read."""
     if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
         raise ValueError('it has no "files"')
     if not is_format(document.get("format")):

@@ -1,4 +1,4 @@
-"""The calls that `glax bench` and `glax tune` are about, and their arguments."""
+"""Define the calls that `glax bench` and `glax tune` measure, and their arguments."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,8 @@ DEFAULT_SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call: H heads of query, key and value, D = K = V; log-sigmoid gates, per key channel in the dtype of the query."""
+    """One call with H heads of query, key and value and D = K = V. The gates are log-sigmoid, per key channel, in the query's
+    dtype."""
 
     B: int
     T: int
@@ -42,7 +43,7 @@ class Problem:
         return f"{self}, {mode}"
 
     def arrays(self) -> dict[str, jax.Array]:
-        """Return the arguments of `recurrent`."""
+        """Return the arguments of `recurrent`, drawn at random."""
         rng = np.random.default_rng(0)
         wide = (self.B, self.T, self.H, self.D)
         arrays = {
@@ -59,14 +60,15 @@ class Problem:
         return jax.eval_shape(self.arrays)
 
     def flops(self, mode: str, kernels: list[dict]) -> int:
-        """Operations in the matrix products of these kernels, a forward in chunks of C tokens and a gradient in chunks of D:
+        """Return the operations in the matrix products of these kernels, a forward in chunks of C tokens and a gradient in
+        chunks of D:
 
             forward     B T H (4 K V + 2 C (K + V))         q S, k^T v; pairs q k^T, pairs v
             gradient    B T H (10 K V + 2 D (3 K + 2 V))    the states again; dq, dk, dv and dS from states;
                                                             pairs, their gradient; dq, dk, dv from pairs
 
-        C = 0 stands for a kernel that goes token by token. Masked pairs count, since they are computed; exponentials and
-        elementwise work do not.
+        C = 0 stands for a kernel that goes token by token. Masked pairs count, because they are computed. Exponentials and
+        elementwise operations do not count.
         """
         chunks = {kernel["name"].split("/")[0].endswith(".vjp"): kernel["chunk"] for kernel in kernels}
         forward, _ = flops_of_token(self.D, chunks[False])
@@ -75,11 +77,11 @@ class Problem:
         return self.B * tokens * self.H * (forward + gradient if mode == "train" else forward)
 
     def bytes(self, mode: str) -> int:
-        """Return what must move if every input is read once and every output written once; forward and gradient one
+        """Return the bytes that must move if every input is read once and every output written once, forward and gradient one
         after the other.
 
-        forward reads query, key, value and gate, and writes the output; the gradient reads those four and the output's,
-        and writes four. A step reads and writes the float32 state, too.
+        The forward reads query, key, value and gate, and writes the output. The gradient reads these four and the output's
+        gradient, and writes four gradients. A step also reads and writes the float32 state.
         """
         sizes = {name: x.size * x.dtype.itemsize for name, x in self.shapes().items()}
         wide, inputs = sizes["query"], sum(sizes.values())
@@ -94,7 +96,7 @@ class Problem:
 
 
 def flops_of_token(D: int, chunk: int) -> tuple[int, int]:
-    """Return the operations of the chunked form for one token and head with K = V = D: forward, and gradient. See
+    """Return the operations of the chunked form for one token and head with K = V = D: (forward, gradient). See
     `Problem.flops`."""
     return 4 * D**2 + 4 * chunk * D, 10 * D**2 + 10 * chunk * D
 

@@ -1,4 +1,4 @@
-"""glax check: every usable kernel against the float64 reference, on this machine."""
+"""Run `glax check`: compare every usable kernel with the float64 reference, on this machine."""
 
 import collections
 import dataclasses

@@ -1,4 +1,5 @@
-"""glax demo: the arguments. What it does is in `glax.cli.demo_run`, imported once its packages are known to be there."""
+"""Parse the arguments of `glax demo`. `glax.cli.demo_run` runs it, and is imported once its packages are known to be
+installed."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The demo itself: kernels, training, held-out comparison, generation from the checkpoint."""
+"""Run the demo: kernels, training, comparison on held-out text, and generation from the checkpoint."""
 
 import dataclasses
 import math
@@ -36,7 +36,8 @@ DECODING_TOLERANCE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """text: None for Python's standard library. must_win: whether losing to the order-2 model is a failure."""
+    """Configure the demo. text: None for Python's standard library. must_win: whether losing to the order-2 model is a
+    failure."""
 
     out: Path
     text: Path | None
@@ -50,14 +51,14 @@ class Settings:
 
 @dataclasses.dataclass
 class History:
-    """Bits per byte: of each training step, and held out by step."""
+    """Hold bits per byte: of each training step, and of the held-out text by step."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     held_out: dict[int, float] = dataclasses.field(default_factory=dict)
 
 
 def tour(settings: Settings) -> int:
-    """Return the whole demo; its exit code."""
+    """Run the whole demo, and return its exit code."""
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     text = prepare(settings)
     # Else a GPU would round float32 products to TensorFloat-32, and two ways of one sum would differ by that.
@@ -68,7 +69,8 @@ def tour(settings: Settings) -> int:
 
 
 def prepare(settings: Settings) -> Text:
-    """Return the text, with the folder for results made: what can fail for the user's sake does so before the work."""
+    """Return the text, after making the folder for results. What can fail because of the user's settings fails here, before the
+    work."""
     try:
         text = read_text(settings.text, settings.length)
     except TextError as error:
@@ -118,9 +120,9 @@ def language_model(settings: Settings, text: Text, console: Console) -> int:
 def write_results(
     settings: Settings, console: Console, model: ByteLM, history: History, baseline: float, title: str
 ) -> tuple[Path | None, bool]:
-    """Write the checkpoint and the plot, and return where: (the checkpoint's path, whether both are in settings.out).
+    """Write the checkpoint and the plot, and return (the checkpoint's path, whether both are in settings.out).
 
-    Minutes of training do not go with a disk that has become full: the checkpoint is then written to another place.
+    If the disk is full, the checkpoint is written to another folder, so that the training is not lost.
     """
     checkpoint, plot = save_somewhere(model, settings.out / "model.safetensors"), settings.out / "loss.png"
     written = [] if checkpoint is None else [checkpoint]
@@ -134,9 +136,8 @@ def write_results(
 
 
 def save_somewhere(model: ByteLM, path: Path) -> Path | None:
-    """Return the path at which the checkpoint now is: `path`, or where that cannot be written a new folder for temporary
-    files, on disk or in memory; None if it is nowhere.
-    """
+    """Return the path of the saved checkpoint: `path`, or a new temporary folder on disk or in memory if `path` cannot be
+    written. Return None if nothing can be written."""
     try:
         save(model, path)
         return path
@@ -163,7 +164,7 @@ def complain(text: str):
 
 
 def order2_bits(text: Text) -> float:
-    """Of the bytes that the other model is scored on: all of a window but its first."""
+    """Return the order-2 model's bits per byte on the bytes that the ByteLM is scored on: all of each window but its first."""
     scored = np.ones(text.held_out.shape, bool)
     scored[:, 0] = False
     following = np.concatenate([text.train[-2:], text.held_out.ravel()])
@@ -171,7 +172,7 @@ def order2_bits(text: Text) -> float:
 
 
 def train_shown(settings: Settings, text: Text, model: ByteLM, console: Console) -> tuple[ByteLM, History, bool]:
-    """Return the trained model, its history, and whether it was left to finish."""
+    """Return the trained model, its history, and whether the training ran to its end."""
     recipe = Recipe(settings.steps, settings.batch, settings.length)
     watched = text.held_out[:: math.ceil(len(text.held_out) / WATCHED)]
     evaluate_every = math.ceil(settings.steps / EVALUATIONS)
@@ -191,7 +192,7 @@ def train_shown(settings: Settings, text: Text, model: ByteLM, console: Console)
 
 
 def show_generation(console: Console, model: ByteLM, text: Text, seed: int):
-    """Goes on from the first bytes held out: what was written, and how fast."""
+    """Generate text from the first held-out bytes, and print it and the speed."""
     prompt = jnp.asarray(text.held_out.reshape(1, -1)[:, :PROMPT], jnp.int32)
 
     def run():
@@ -209,13 +210,13 @@ def show_generation(console: Console, model: ByteLM, text: Text, seed: int):
 
 
 def printable(tokens) -> str:
-    """Return the text of bytes; what a terminal might obey, or cannot show, as a replacement character."""
+    """Return bytes as text. Characters that a terminal might obey, or cannot show, become replacement characters."""
     decoded = np.asarray(tokens, np.uint8).tobytes().decode("utf-8", errors="replace").expandtabs(4)
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in decoded)
 
 
 def show_equality(console: Console, model: ByteLM, text: Text) -> bool:
-    """Return whether the logits of decoding, token by token, are those of one parallel pass."""
+    """Print and return whether token-by-token decoding gives the logits of one parallel pass."""
     tokens = jnp.asarray(text.held_out[:COMPARED, :-1], jnp.int32)
     parallel, stepped = np.asarray(nnx.jit(ByteLM.__call__)(model, tokens)), np.asarray(token_by_token(model, tokens))
     difference, largest = np.abs(parallel - stepped).max(), np.abs(parallel).max()

@@ -1,4 +1,4 @@
-"""glax doctor: what is installed, on which devices JAX computes, and which kernels run here, or why not."""
+"""Run `glax doctor`: print what is installed, on which devices JAX computes, and which kernels run here, or why not."""
 
 import glob
 import os
@@ -62,7 +62,7 @@ def run(args) -> int:
 
 
 def probes(T: int) -> dict[str, Recurrence]:
-    """Return the calls that users make most: shapes of a per-key gate and of a per-head gate, in both dtypes of training."""
+    """Return the calls that users make most: shapes with a per-key gate and with a per-head gate, in both dtypes of training."""
     cases = {
         f"{dtype}, per-{form} gate": Case("", gates=gates, dtype=dtype, B=1, T=T, heads=(4, 4, 4), K=64, V=64)
         for dtype in ("bfloat16", "float32")
@@ -85,7 +85,7 @@ def kernel_state(spec: KernelSpec, probes: dict[str, Recurrence]) -> dict:
 
 
 def fix(spec: KernelSpec) -> str | None:
-    """Return what the user can do, where the machine is the obstacle; reasons that a kernel gives say so themselves."""
+    """Return what the user can do where the machine is the obstacle. Other reasons of a kernel state the remedy themselves."""
     packages = [name for name in NEEDS.get(spec.platform, ()) if version_of(name) is None]
     missing = f"pip install {' '.join(packages)}" if packages else None
     if spec.backend in (Backend.here(), Backend.ANY):
@@ -100,7 +100,7 @@ def fix(spec: KernelSpec) -> str | None:
 
 
 def present(backend: Backend) -> bool:
-    """Return whether the system shows a device of that kind, of which JAX may know nothing."""
+    """Return whether the system shows a device of that kind, which JAX may not have found."""
     return any(glob.glob(pattern) for pattern in DEVICES[backend])
 
 

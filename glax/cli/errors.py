@@ -1,5 +1,5 @@
-"""What a user did wrong."""
+"""Define the error for a mistake of the user."""
 
 
 class UsageError(Exception):
-    """One line for the user, who sees it instead of a traceback; the exit code is 2."""
+    """A mistake of the user. Its message is one line, printed instead of a traceback, and the exit code is 2."""

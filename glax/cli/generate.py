@@ -1,4 +1,4 @@
-"""glax generate: continue a prompt by a model in a folder."""
+"""Run `glax generate`: continue a prompt with a model in a folder."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def number(least: float, most: float):
-    """Return an argparse type: a number from least to most."""
+    """Return an argparse type for numbers from least to most."""
 
     def real(text: str) -> float:
         value = float(text)
@@ -80,14 +80,14 @@ def run(args) -> int:
 
 
 def end_tokens(model) -> list[int]:
-    """Return those of the config, as far as the vocabulary has them; none where the tokens are bytes."""
+    """Return the end tokens of the config that the vocabulary has. Return none if the tokens are bytes."""
     eos = model.config.values.get("eos_token_id")
     eos = eos if isinstance(eos, list) else [eos]
     return [x for x in eos if isinstance(x, int) and 0 <= x < model.vocabulary and model.vocabulary > 256]
 
 
 def show(tokenizer, tokens) -> tuple[int, float]:
-    """Print the text as it grows: the number of tokens, and the seconds since the second, by when all is compiled."""
+    """Print the text as it grows. Return the number of tokens, and the seconds since the second token, when all is compiled."""
     written, shown, since = [], "", None
     for token in tokens:
         written.append(int(token[0]))

@@ -1,4 +1,4 @@
-"""Ctrl-C as a request instead of an exception."""
+"""Treat Ctrl-C as a request instead of an exception."""
 
 import contextlib
 import dataclasses
@@ -13,9 +13,9 @@ class Interrupt:
 
 @contextlib.contextmanager
 def noted_interrupt() -> Iterator[Interrupt]:
-    """Within, the first Ctrl-C is noted and nothing more; a second one raises KeyboardInterrupt as usual.
+    """Record the first Ctrl-C inside the context without raising. A second one raises KeyboardInterrupt as usual.
 
-    An exception inside a training step would find its donated parameters gone and the new ones not yet there.
+    An exception inside a training step would find its donated parameters deleted and the new ones not yet assigned.
     """
     interrupt = Interrupt()
 

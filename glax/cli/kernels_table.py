@@ -1,4 +1,4 @@
-"""Every kernel on one case: how far from the definition, and how fast."""
+"""Print every kernel's error and speed on one case."""
 
 import functools
 import statistics
@@ -54,7 +54,7 @@ def show_kernels(console: Console, seed: int, B: int = 1, T: int = 1024, H: int 
 
 
 def random_case(rng: np.random.Generator, B: int, T: int, H: int, width: int) -> tuple[Recurrence, tuple[Array, Array]]:
-    """Return a recurrence, and cotangents of its output and final state."""
+    """Return a recurrence, and cotangents of its output and final state, drawn at random."""
     normal = functools.partial(rng.standard_normal, dtype=np.float32)
     tokens, states = (B, T, H, width), (B, H, width, width)
     g = jax.nn.log_sigmoid(normal(tokens))
@@ -63,7 +63,7 @@ def random_case(rng: np.random.Generator, B: int, T: int, H: int, width: int) ->
 
 
 def relative_error(results, expected) -> float:
-    """Return the largest over the arrays of |result - expected| / |expected|, in the 2-norm."""
+    """Return the largest |result - expected| / |expected| over the arrays, in the 2-norm."""
 
     def error(x, y):
         return float(np.linalg.norm(np.asarray(x, np.float64) - y) / np.linalg.norm(y))
@@ -76,7 +76,7 @@ def median_seconds(run: Callable) -> float:
 
 
 def timed(run: Callable) -> tuple:
-    """Return the result of run(), and the seconds it took."""
+    """Return the result of run(), and the seconds that it took."""
     start = time.perf_counter()
     result = run()
     return result, time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""The loss curve as a picture."""
+"""Draw the loss curve."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,10 @@ SMOOTHED_OVER = 50
 
 
 def save_plot(path: Path, losses: Sequence[float], held_out: dict[int, float], baseline: float, title: str):
-    """losses: one a step; held_out: by step; all in bits per byte, baseline being a held-out number too."""
+    """Write the loss curve as a picture.
+
+    losses: one per step. held_out: by step. baseline: the order-2 model's loss on the held-out text. All are in bits per byte.
+    """
     figure = Figure(figsize=(8, 4.5), layout="constrained")  # no pyplot: no display, no global state
     axes = figure.add_subplot()
     steps = np.arange(1, len(losses) + 1)

@@ -1,4 +1,4 @@
-"""Times on the device, and what the device can do at best."""
+"""Measure times on the device, and the limits of the device."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ MOST_IN_FLIGHT = 200
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to compute something: `run` starts it, `wait` returns when what it started is done. `calls` a run."""
+    """One way to compute something. `run` starts it, and `wait` returns when it is done. A run makes `calls` calls."""
 
     name: str
     run: Callable[[], Any]
@@ -30,7 +30,7 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call: the median, and the 20th and 80th of a hundred."""
+    """Milliseconds per call: the median, and the 20th and the 80th percentile."""
 
     median: float
     p20: float
@@ -42,7 +42,7 @@ class Timing:
 
 
 def interleaved(ways: Sequence[Way], iters: int) -> list[Timing]:
-    """Times each way `iters` times, all in turn in every round, so that what slows the machine down slows all."""
+    """Time each way `iters` times, with all ways in turn in every round, so that what slows the machine slows all of them."""
     in_flight = [runs_in_flight(way) for way in ways]
     samples: list[list[float]] = [[] for _ in ways]
     for _ in range(iters):
@@ -52,7 +52,7 @@ def interleaved(ways: Sequence[Way], iters: int) -> list[Timing]:
 
 
 def runs_in_flight(way: Way) -> int:
-    """Return how many runs to start before waiting. One on CPUs, where runs that do not depend on each other may overlap."""
+    """Return how many runs to start before waiting. It is one on CPUs, where independent runs may overlap."""
     for _ in range(WARMUP):
         milliseconds(way, 1)
     if Backend.here() is Backend.CPU:
@@ -61,7 +61,7 @@ def runs_in_flight(way: Way) -> int:
 
 
 def milliseconds(way: Way, runs: int) -> float:
-    """Of one run, when so many are started before waiting for the last."""
+    """Return the milliseconds of one run when `runs` are started before waiting for the last."""
     begin = time.perf_counter()
     for _ in range(runs):
         result = way.run()
@@ -77,7 +77,7 @@ def timing(samples: list[float]) -> Timing:
 
 
 def copy_gbytes(iters: int) -> float:
-    """GB/s of negating an array that no cache holds, in place, read and written bytes together."""
+    """Return the GB/s of negating an array in place that no cache holds, with read and written bytes added."""
     x = jnp.zeros((64 if Backend.here() is Backend.CPU else 512) * 2**20, jnp.float32)
     arrays, nbytes, negate = [x], x.nbytes, jax.jit(jnp.negative, donate_argnums=0)
     del x
@@ -90,7 +90,7 @@ def copy_gbytes(iters: int) -> float:
 
 
 def matmul_gflops(dtype: str, iters: int) -> float:
-    """GFLOP/s of a product of two square matrices; of float32 ones in float32, without TF32 and the like."""
+    """Return the GFLOP/s of a product of two square matrices. float32 is multiplied in float32, without TF32."""
     n = 2048 if Backend.here() is Backend.CPU else 8192
     x = jnp.ones((n, n), dtype)
     product = jax.jit(lambda x: jnp.matmul(x, x, precision="highest" if dtype == "float32" else None))

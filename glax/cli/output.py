@@ -1,4 +1,4 @@
-"""What subcommands print: tables, by rich where it is installed, or one JSON document."""
+"""Print what subcommands report: tables, by rich where it is installed, or one JSON document."""
 
 import contextlib
 import importlib.util
@@ -18,7 +18,7 @@ def show_json(document):
 
 
 def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]]):
-    """Columns of text to the left, all others to the right; None is a dash."""
+    """Print a table with text columns aligned left and other columns right. None prints as a dash."""
     rows = list(rows)
     left = [all(row[i] is None or isinstance(row[i], str) for row in rows) for i in range(len(headings))]
     cells = [[cell(x) for x in row] for row in rows]
@@ -63,7 +63,7 @@ def cell(x) -> str:
 
 @contextlib.contextmanager
 def progress(what: str, steps: int) -> Iterator:
-    """Yield advance(), to be called after each of `steps` steps, which moves a bar named `what` on standard error.
+    """Yield advance(), which moves a progress bar named `what` on standard error and is called after each of `steps` steps.
 
     Without a terminal or without rich there is no bar, and advance() does nothing.
     """

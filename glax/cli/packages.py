@@ -1,4 +1,4 @@
-"""Packages that a subcommand needs and `import glax` does not."""
+"""Check for packages that a subcommand needs and `import glax` does not."""
 
 import importlib.util
 
@@ -6,7 +6,7 @@ from glax.cli.errors import UsageError
 
 
 def require(packages: tuple[str, ...], extra: str):
-    """UsageError if one of the packages is not installed; `extra` is the one of glax that has them."""
+    """Raise UsageError if one of the packages is not installed. extra: the extra of glax that installs them."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f'{", ".join(missing)} not installed: pip install "glax[{extra}]"')

@@ -1,4 +1,4 @@
-"""Other libraries for the same calls, timed beside glax where they are installed."""
+"""Time other libraries on the same calls where they are installed."""
 
 import importlib.util
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from glax.cli.measure import Way
 
 
 class UnavailableError(Exception):
-    """Why a peer cannot compute a problem here."""
+    """A peer cannot compute a problem here, for the reason in the message."""
 
 
 def installed(*packages: str):
@@ -23,7 +23,7 @@ def installed(*packages: str):
 
 
 def ejkernel(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, state) -> Way:
-    """ejkernel's recurrent_attention on the platform that it chooses."""
+    """Return a `Way` to compute the problem by ejkernel's recurrent_attention, on the platform that ejkernel chooses."""
     installed("ejkernel")
     if mode == "step":
         raise UnavailableError("has no step of one token")
@@ -49,8 +49,8 @@ def ejkernel(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output
 
 
 def fla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, state) -> Way:
-    """Return the chunk kernels of fla-core, which tunes itself at its first call, or its kernel of one token, launched
-    from Python."""
+    """Return a `Way` to compute the problem by fla-core: its chunk kernels, which are tuned at the first call, or its kernel of
+    one token."""
     installed("torch", "triton", "fla")
     if Backend.here() is not Backend.GPU:
         raise UnavailableError("needs a GPU")
@@ -98,5 +98,5 @@ PEERS: dict[str, Callable[..., Way]] = {"fla-core": fla, "ejkernel": ejkernel}
 
 
 def as_numpy(x) -> np.ndarray:
-    """Return a result of JAX's or of torch's."""
+    """Return a result of JAX or of torch as a float64 array."""
     return np.asarray(x if isinstance(x, jax.Array) else x.detach().float().cpu(), np.float64)

@@ -1,4 +1,4 @@
-"""How far training is: a bar on a terminal, else a line now and then."""
+"""Show how far training is: by a bar on a terminal, else by a line now and then."""
 
 import contextlib
 import math
@@ -13,9 +13,9 @@ LINES = 10
 
 @contextlib.contextmanager
 def progress(console: Console, steps: int, tokens_per_step: int) -> Iterator[Callable[[int, float], None]]:
-    """Yield show(steps done, bits per byte), to be called after every step.
+    """Yield show(steps done, bits per byte), which is called after every step.
 
-    The speed leaves out the first step, which compiles.
+    The speed excludes the first step, which compiles.
     """
     since = math.nan
 

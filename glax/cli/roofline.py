@@ -1,4 +1,4 @@
-"""A picture of a benchmark: operations a second over operations a byte, below what the device can do."""
+"""Draw a benchmark as a roofline: operations per second over operations per byte, below the limits of the device."""
 
 import importlib.util
 from pathlib import Path
@@ -7,7 +7,7 @@ from glax._src.core.files import replacing
 
 
 def plot(document: dict, path: Path) -> str:
-    """Write the picture of what `glax bench` measured, and return what happened, for the user."""
+    """Write the picture of what `glax bench` measured, and return what happened, as text for the user."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no plot: matplotlib is not installed"
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""glax train: train or fine-tune a model as a config says. The work is in `glax.models.training`."""
+"""Run `glax train`: train or fine-tune a model as a config says. `glax.models.training` does the work."""
 
 import sys
 from pathlib import Path
@@ -49,7 +49,7 @@ def run(args) -> int:
 
 
 def shown(config, train, console):
-    """Train with a bar: the history, and whether it was left to finish."""
+    """Train with a progress bar. Return the history, and whether the training ran to its end."""
     import math
 
     import jax
@@ -84,8 +84,7 @@ def model_parameters(model):
 
 
 def bar(console, steps: int):
-    """Return a bar on a terminal, else a line now and then: a context that yields update(step, status, whether a line
-    is due)."""
+    """Yield update(step, status, whether a line is due), which shows a bar on a terminal and else prints a line now and then."""
     import contextlib
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -105,7 +104,7 @@ def bar(console, steps: int):
 
 
 def save_plot(path: Path, history):
-    """The losses of the steps, smoothed, and those held out, as a picture."""
+    """Write a picture of the smoothed losses of the steps and the held-out losses."""
     import numpy as np
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""glax tune: measures every config of the kernels that given calls use, and store the fastest."""
+"""Run `glax tune`: measure every config of the kernels that given calls use, and store the fastest."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What must be in order before any subcommand computes."""
+"""Check what must be in order before any subcommand computes."""
 
 import os
 
@@ -11,7 +11,7 @@ from glax.testing.check import one_line
 
 
 def require_usable_jax():
-    """UsageError if JAX has no device to compute on, or if a variable of glax's has a value that means nothing."""
+    """Raise UsageError if JAX has no device to compute on, or if a variable of glax has an invalid value."""
     try:
         _ = executor.chain.policy
         check_instructions()

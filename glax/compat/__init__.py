@@ -1,1 +1,1 @@
-"""The functions of other packages, by their names and signatures, on glax's kernels."""
+"""Provide the functions of other packages, by their names and signatures, on glax's kernels."""

@@ -1,4 +1,4 @@
-"""EasyDeL's `recurrent_gla`."""
+"""Provide EasyDeL's `recurrent_gla`."""
 
 import functools
 
@@ -32,12 +32,12 @@ def recurrent_gla(
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"] | None]:
     """S_t = diag(exp(gk_t)) S_{t-1} + k_t v_t^T,   o_t = scale * S_t^T q_t.   (https://arxiv.org/abs/2312.06635)
 
-    scale -1.0 means K ** -0.5, traced or not. The output has `dtype`, to which the inputs are cast unless it is None. The
-    state, always float32 here, comes back only if `output_final_state`. chunk_size > 0 solves the sequence in segments of
-    that many tokens (T need not be a multiple), each from the state of the one before: the result is the same, with fewer
-    residuals at a time.
+    A scale of -1.0, traced or not, means K ** -0.5. The output has `dtype`, to which the inputs are cast unless it is None. The
+    float32 state is returned only if `output_final_state`. chunk_size > 0 solves the sequence in parts of that many tokens,
+    each from the state of the part before. The result is the same, with fewer residuals in memory together. T need not be a
+    multiple of chunk_size.
 
-    Raises ValueError or TypeError as `glax.recurrent` does, or for a chunk_size that is no integer from 0.
+    Raises the errors of `glax.recurrent`, and ValueError or TypeError for a chunk_size that is no integer of at least 0.
     """
     arrays = dict(query=query, key=key, value=value, gk=gk)
     for name, x in (arrays | ({} if initial_state is None else dict(initial_state=initial_state))).items():
@@ -71,7 +71,8 @@ def check_dtype(dtype):
 
 
 def scale_meant(scale, K: int, dtype) -> float | Float[Array, ""] | None:
-    """-1.0 is K ** -0.5, also in an array, whose value only the running program may know."""
+    """Return K ** -0.5 for a scale of -1.0, else the scale. The scale may be an array whose value only the running program
+    knows."""
     if scale is None:
         return None
     check_real("scale", scale, dtype)

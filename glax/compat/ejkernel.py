@@ -1,9 +1,11 @@
-"""The recurrent family of ejkernel by its names: change the import, keep the calls.
+"""Provide the recurrent family of ejkernel by its names: change the import, and leave the calls.
 
-`g` of shape [B, T, H] is a per-head gate, of shape [B, T, H, K] a per-key gate. (ejkernel reads its `g` in either way, depending
-on the platform.) `g_gamma` may be [1, H], and the states of N packed sequences [1, N, H, K, V]: final states then are, too.
+`g` of shape [B, T, H] is a per-head gate, and of shape [B, T, H, K] a per-key gate. (ejkernel reads its `g` in either way,
+depending on the platform.) `g_gamma` may be [1, H]. The states of N packed sequences may be [1, N, H, K, V], and then the final
+states have that shape, too.
 
-Sizes of blocks, warps and stages have no meaning here. These functions alone take and ignore them, with one warning a process.
+Sizes of blocks, warps and stages have no meaning here. Only the functions of this module accept them; they are ignored, with
+one warning per process.
 """
 
 import contextlib
@@ -54,7 +56,7 @@ __all__ = [
 
 
 class UnsupportedError(glax._src.core.registry.UnsupportedError, ValueError):
-    """What `glax.UnsupportedError` says, as the ValueError that ejkernel raises."""
+    """The error of `glax.UnsupportedError`, as the ValueError that ejkernel raises."""
 
 
 @contextlib.contextmanager
@@ -74,10 +76,14 @@ PLATFORMS = ("auto", *map(str, Platform), "cute", "tilelang")
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentAttentionConfig:
-    """ejkernel's config.
+    """The config of ejkernel.
 
-    platform: as in `glax.recurrent`. backend: "any", or the one that JAX computes on. block_q: tokens a chunk of the XLA
-    kernel; other than 64, ejkernel's default, it chooses that kernel where platform is "auto". The rest is ignored.
+    platform: as in `glax.recurrent`.
+    backend: "any", or the backend that JAX computes on.
+    block_q: the tokens per chunk of the XLA kernel. A value other than 64, ejkernel's default, chooses that kernel if platform
+        is "auto".
+
+    The other fields are ignored.
     """
 
     platform: str = "auto"
@@ -113,7 +119,7 @@ def say_ignored():
 
 
 def native_choice(cfg, platform) -> tuple[str | None, Config | None]:
-    """Return the platform and the config by which glax chooses."""
+    """Return the platform and the config that glax chooses by."""
     if not isinstance(cfg, RecurrentAttentionConfig):
         return platform, cfg
     platform = cfg.platform if platform is None else platform
@@ -149,9 +155,9 @@ def recurrent(
     platform: str | None = None,
     cfg: RecurrentAttentionConfig | Config | None = None,
 ) -> Outputs:
-    """`glax.recurrent`, which see for the formula, with ejkernel's arguments: output, and final states as initial ones came.
+    """Compute `glax.recurrent`, which has the formula, with ejkernel's arguments.
 
-    segment_ids and pad_id are glax's own.
+    Returns the output, and the final states in the shape of the initial states. segment_ids and pad_id are glax's own.
     """
     given = dict(block_k=block_k, block_v=block_v, num_warps=num_warps, num_stages=num_stages)
     if any(IGNORED[name] != x for name, x in given.items()):
@@ -186,7 +192,7 @@ def recurrent_attention(
     platform: str | None = None,
     cfg: RecurrentAttentionConfig | Config | None = None,
 ) -> Float[Array, "B T H V"] | Outputs:
-    """`recurrent`, returning the output alone unless `return_state`: then (output, final_state)."""
+    """Compute `recurrent`, and return the output alone, or (output, final_state) if `return_state`."""
     check_flag("return_state", return_state)
     gates = (g, g_gamma, gk, gv)
     rest = (softmax_scale, initial_state, reverse, cu_seqlens)
@@ -240,12 +246,12 @@ def wide(x, rank: int) -> bool:
 
 
 def one_row(g_gamma):
-    """[1, H] holds for every sequence in ejkernel, as [H] does."""
+    """Return g_gamma as [H] if it is [1, H], which ejkernel takes for all sequences."""
     return g_gamma[0] if wide(g_gamma, 2) and g_gamma.shape[0] == 1 else g_gamma
 
 
 def unpacked(initial_state, cu_seqlens):
-    """[N, H, K, V] of [1, N, H, K, V], the form of packed sequences that have a batch axis."""
+    """Return initial states [1, N, H, K, V], the form of packed sequences with a batch axis, as [N, H, K, V]."""
     if not wide(initial_state, 5):
         return initial_state
     if cu_seqlens is None or initial_state.shape[0] != 1:
@@ -262,15 +268,15 @@ FUNCTIONS: dict[str, Callable[..., Outputs]] = dict(
 
 
 class KernelRegistry(glax._src.core.registry.KernelRegistry):
-    """glax's registry, and the functions in front of it by ejkernel's names of algorithms."""
+    """Provide glax's registry, and the functions in front of it by ejkernel's names of algorithms."""
 
     def __init__(self, kernels: dict[str, glax._src.core.registry.KernelSpec]):
         self.kernels = kernels
 
     def get(self, algorithm: str, platform: str | None = None, backend: str | None = None) -> Callable[..., Outputs]:
-        """Return the function of an algorithm, held to that platform; it returns (output, final_state).
+        """Return the function of an algorithm, restricted to that platform. The function returns (output, final_state).
 
-        Raises ValueError if algorithm, platform or backend is unknown; UnsupportedError if no kernel of that platform and
+        Raises ValueError if algorithm, platform or backend is unknown, and UnsupportedError if no kernel of that platform and
         backend runs here.
         """
         function, wanted = function_of(algorithm), Platform.parse(platform)
@@ -301,7 +307,8 @@ def function_of(algorithm: str) -> Callable[..., Outputs]:
 
 
 def detect_platform(algorithm: str, platform: str | None = "auto") -> Platform:
-    """That platform; for "auto" or None the one that runs a usual call of the algorithm here. ValueError for unknown ones."""
+    """Return that platform. For "auto" or None, return the platform that runs a usual call of the algorithm here. Raises
+    ValueError for unknown names."""
     function, wanted = function_of(algorithm), Platform.parse(platform)
     if wanted is not None:
         return wanted
@@ -310,9 +317,9 @@ def detect_platform(algorithm: str, platform: str | None = "auto") -> Platform:
 
 
 class RecurrentAttention(glax._src.api.operation.RecurrentAttention):
-    """ejkernel's operation: RecurrentAttention().run(query, ..., cfg=cfg), or executor(RecurrentAttention(), query, ...).
+    """The operation of ejkernel: RecurrentAttention().run(query, ..., cfg=cfg), or executor(RecurrentAttention(), query, ...).
 
-    A config is a RecurrentAttentionConfig, or the Config of one of glax's kernels, which is what tuning finds.
+    A config is a RecurrentAttentionConfig, or the Config of one of glax's kernels, which tuning finds.
     """
 
     op_id = "recurrent"
@@ -339,7 +346,7 @@ class RecurrentAttention(glax._src.api.operation.RecurrentAttention):
         *,
         cfg: RecurrentAttentionConfig | Config | None,
     ) -> Float[Array, "B T H V"] | Outputs:
-        """`recurrent_attention` with that config, its arguments in ejkernel's order."""
+        """Compute `recurrent_attention` with that config. The arguments have ejkernel's order."""
         check_flag("return_state", return_state)
         gates = (g, g_gamma, gk, gv)
         rest = (softmax_scale, initial_state, reverse, cu_seqlens)
@@ -347,7 +354,8 @@ class RecurrentAttention(glax._src.api.operation.RecurrentAttention):
         return outputs if return_state else outputs.output
 
     def get_impl(self, cfg: RecurrentAttentionConfig | Config) -> Callable[..., Outputs]:
-        """`recurrent` with that config, as `kernel_registry.get` hands it out: it returns (output, final_state)."""
+        """Return `recurrent` with that config, as `kernel_registry.get` returns it. The function returns (output,
+        final_state)."""
         if not isinstance(cfg, RecurrentAttentionConfig):
             return functools.partial(recurrent, cfg=cfg)
         return functools.partial(kernel_registry.get("recurrent", cfg.platform, cfg.backend), cfg=cfg)
@@ -356,7 +364,7 @@ class RecurrentAttention(glax._src.api.operation.RecurrentAttention):
         return functools.partial(self.run, cfg=cfg)
 
     def heuristic_cfg(self, inv) -> RecurrentAttentionConfig:
-        """Return the default, which leaves the choice to glax."""
+        """Return the default config, which leaves the choice to glax."""
         return RecurrentAttentionConfig()
 
     def able(self, inv):

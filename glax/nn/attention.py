@@ -18,13 +18,14 @@ from glax.nn.passes import Rows, State
 class Attention(Layer):
     """Causal softmax attention, `jax.nn.dot_product_attention`, with rotary positions and a cache of keys and values.
 
-    width:        the width of input and output. num_heads: the heads of q. num_kv_heads: the heads of k and v, a divisor of
-    num_heads; num_heads if None. head_width: width // num_heads if None. theta:        the base of the rotation; no rotation if
-    None. rotary_width: how many channels of a head rotate; all if None. window:       how many tokens a token reads, itself
-    included; all before it if None. scale:        the factor of the scores; head_width ** -0.5 if None. bias:         whether
-    the projections of q, k and v have a bias. output_bias: whether the output's projection has one. qk_norm:      whether q and
-    k pass through RMSNorm in each head, with norm_eps. zero_centred: as in RMSNorm. gated:        whether sigmoid(z) multiplies
-    each head's output. z has head_width rows, behind those of q in its projection.
+    width:        the width of input and output. num_heads: the heads of q.
+    num_kv_heads: the heads of k and v, a divisor of num_heads; num_heads if None. head_width: width // num_heads if None.
+    theta:        the base of the rotation; no rotation if None. rotary_width: how many channels of a head rotate; all if None.
+    window:       how many tokens a token reads, itself included; all before it if None.
+    scale:        the factor of the scores; head_width ** -0.5 if None.
+    bias:         whether the projections of q, k and v have a bias. output_bias: whether the output's projection has one.
+    qk_norm:      whether q and k pass through RMSNorm in each head, with norm_eps. zero_centred: as in RMSNorm.
+    gated:        whether sigmoid(z) multiplies each head's output. z has head_width rows, behind those of q in its projection.
 
     The cache has max_length rows per sequence, and later tokens are lost. Vaswani et al. 2017,
     https://arxiv.org/abs/1706.03762.

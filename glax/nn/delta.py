@@ -23,14 +23,17 @@ QK_NORMS = ("l2", "sum")
 class Options(TypedDict, total=False):
     """List the arguments that all layers of the delta rule share.
 
-    key_width, value_width: K and V of one head; width // num_heads if None. use_short_conv, conv_size, conv_bias: whether a
-    ShortConvolution follows each projection of q, k and v; its size; its bias. allow_neg_eigval: whether beta reaches from 0 to
-    2, so that the eigenvalues of a token's transition reach from -1 to 1. norm_eps, elementwise_affine: the epsilon of the norm
-    of each head's output, and whether the norm has a scale. dtype:         the dtype of the projections and of q, k and v; the
-    dtype of x and the parameters if None. The state is float32. param_dtype:   the dtype of the parameters. kernel_init:   the
-    first values of the projections; normal with a deviation of 0.02 if None. filter_init:   the first values of the
-    convolutions; those of torch.nn.Conv1d if None. recurrence:    the function that solves whole sequences: `glax.recurrent`,
-    or `glax.parallel.recurrent` with its mesh and axes.
+    key_width, value_width: K and V of one head; width // num_heads if None.
+    use_short_conv, conv_size, conv_bias: whether a ShortConvolution follows each projection of q, k and v; its size; its bias.
+    allow_neg_eigval: whether beta reaches from 0 to 2, so that the eigenvalues of a token's transition reach from -1 to 1.
+    norm_eps, elementwise_affine: the epsilon of the norm of each head's output, and whether the norm has a scale.
+    dtype:         the dtype of the projections and of q, k and v; the dtype of x and the parameters if None. The state is
+                   float32.
+    param_dtype:   the dtype of the parameters.
+    kernel_init:   the first values of the projections; normal with a deviation of 0.02 if None.
+    filter_init:   the first values of the convolutions; those of torch.nn.Conv1d if None.
+    recurrence:    the function that solves whole sequences: `glax.recurrent`, or `glax.parallel.recurrent` with its mesh and
+                   axes.
     """
 
     key_width: int | None
@@ -124,10 +127,11 @@ class DeltaNet(DeltaAttention):
 
     The recurrence reads q and k divided by their norms.
 
-    width:         the width of x and y. num_heads: H. use_beta:      whether there is a beta; it is 1 if False.
-    use_output_gate, gate_fn: whether gate_fn(W_s x_t) multiplies the norm, and the name of this function. qk_activation: the
-    function of q and k: "silu", "relu", "elu" (elu(x) + 1) or "identity". qk_norm:       how q and k are normalised: "l2", or
-    "sum" for x / max(sum |x|, 1e-6).
+    width:         the width of x and y. num_heads: H.
+    use_beta:      whether there is a beta; it is 1 if False.
+    use_output_gate, gate_fn: whether gate_fn(W_s x_t) multiplies the norm, and the name of this function.
+    qk_activation: the function of q and k: "silu", "relu", "elu" (elu(x) + 1) or "identity".
+    qk_norm:       how q and k are normalised: "l2", or "sum" for x / max(sum |x|, 1e-6).
 
     For the other arguments see `glax.nn.delta.Options`. Yang et al. 2024, https://arxiv.org/abs/2406.06484.
     """
@@ -167,10 +171,11 @@ class GatedDeltaNet(DeltaAttention):
         g_t = -exp(A_log) softplus(W_a x_t + dt_bias)              S_bar = exp(g_t) S_{t-1}
         S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T             y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
 
-    width:        the width of x and y. num_heads: H, the heads of v, the gates and the state. num_qk_heads: the heads of q and
-    k, a divisor of num_heads; num_heads if None. Head h reads head h * num_qk_heads // num_heads. use_output_gate, gate_fn:
-    whether gate_fn(W_s x_t) multiplies the norm, and the name of this function. A_range:      the range of the uniform first
-    values of exp(A_log). dt_range, dt_floor: as in `glax.nn.Mamba2`.
+    width:        the width of x and y. num_heads: H, the heads of v, the gates and the state.
+    num_qk_heads: the heads of q and k, a divisor of num_heads; num_heads if None. Head h reads head h * num_qk_heads //
+        num_heads.
+    use_output_gate, gate_fn: whether gate_fn(W_s x_t) multiplies the norm, and the name of this function.
+    A_range:      the range of the uniform first values of exp(A_log). dt_range, dt_floor: as in `glax.nn.Mamba2`.
 
     For the other arguments see `glax.nn.delta.Options`. Yang et al. 2024, https://arxiv.org/abs/2412.06464.
     """
@@ -212,11 +217,13 @@ class KimiDeltaAttention(DeltaAttention):
         g_t = -exp(A_log) softplus(f_t)                            S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T
         y_t = W_o (RMSNorm(o_t) * sigmoid(W_s W_t x_t + b))
 
-    width:        the width of x and y. num_heads: H, the heads of v, the gates and the state. num_qk_heads: the heads of q and
-    k, a divisor of num_heads; num_heads if None. Head h reads head h * num_qk_heads // num_heads. gate_rank:    the rank of W_f
-    W_r and of W_s W_t; value_width if None. lower_bound:  a negative bound of the log gates: g_t = lower_bound
-    sigmoid(exp(A_log) f_t). No bound if None. gate_fn:      the name of the function that gates the output. A_range:      the
-    range of the uniform first values of exp(A_log). dt_range, dt_floor: as in `glax.nn.Mamba2`.
+    width:        the width of x and y. num_heads: H, the heads of v, the gates and the state.
+    num_qk_heads: the heads of q and k, a divisor of num_heads; num_heads if None. Head h reads head h * num_qk_heads //
+        num_heads.
+    gate_rank:    the rank of W_f W_r and of W_s W_t; value_width if None.
+    lower_bound:  a negative bound of the log gates: g_t = lower_bound sigmoid(exp(A_log) f_t). No bound if None.
+    gate_fn:      the name of the function that gates the output.
+    A_range:      the range of the uniform first values of exp(A_log). dt_range, dt_floor: as in `glax.nn.Mamba2`.
 
     For the other arguments see `glax.nn.delta.Options`. Kimi Team 2025, https://arxiv.org/abs/2510.26692.
     """

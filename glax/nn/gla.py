@@ -31,11 +31,14 @@ class GatedLinearAttention(LinearAttention):
         S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T             o_t = S_t^T q_t / sqrt(K)
         y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
 
-    width:          the width of x and y. num_heads:      H, the heads of q and the state. gate_rank:      the rank of W_g W_r.
+    width:          the width of x and y.
+    num_heads:      H, the heads of q and the state.
+    gate_rank:      the rank of W_g W_r.
     num_gate_heads: the heads of the gates, a divisor of num_heads; num_heads if None. Head h reads h * num_gate_heads //
-    num_heads. temperature:    the divisor of the log gates, 16 in the paper. A smaller one lets channels forget faster.
-    clamp_min:      the least log gate; no limit if None. gate_bias_init: the first values of b, a function (key, shape, dtype);
-    zeros if None.
+        num_heads.
+    temperature:    the divisor of the log gates, 16 in the paper. A smaller one lets channels forget faster.
+    clamp_min:      the least log gate; no limit if None.
+    gate_bias_init: the first values of b, a function (key, shape, dtype); zeros if None.
 
     For the other arguments see `glax.nn.linear_attention.Options`. Yang et al. 2024, https://arxiv.org/abs/2312.06635.
     """

@@ -20,15 +20,19 @@ class Options(TypedDict, total=False):
     """List the arguments that all linear attentions share.
 
     num_kv_heads:  the heads of k and v, a divisor of num_heads; num_heads if None. Head h reads h * num_kv_heads // num_heads.
-    key_width, value_width: K and V of one head; width // num_heads if None. feature_map:   the name of a function of q and k,
-    such as "relu"; none if None. use_short_conv, conv_size, conv_bias: whether a ShortConvolution with SiLU follows each
-    projection of q, k and v; its size; its bias. use_output_gate, gate_fn: whether gate_fn(W_s x) multiplies the norm of the
-    output, and the name of this function. norm_eps, elementwise_affine: the epsilon of the norm of each head's output, and
-    whether the norm has a scale. dtype:         the dtype of the projections and of q, k and v; the dtype of x and the
-    parameters if None. The state is float32. param_dtype:   the dtype of the parameters. kernel_init:   the first values of the
-    projections; normal with a deviation of 0.02 if None. filter_init:   the first values of the convolutions; those of
-    torch.nn.Conv1d if None. recurrence:    the function that solves whole sequences: `glax.recurrent`, or
-    `glax.parallel.recurrent` with its mesh and axes.
+    key_width, value_width: K and V of one head; width // num_heads if None.
+    feature_map:   the name of a function of q and k, such as "relu"; none if None.
+    use_short_conv, conv_size, conv_bias: whether a ShortConvolution with SiLU follows each projection of q, k and v; its size;
+        its bias.
+    use_output_gate, gate_fn: whether gate_fn(W_s x) multiplies the norm of the output, and the name of this function.
+    norm_eps, elementwise_affine: the epsilon of the norm of each head's output, and whether the norm has a scale.
+    dtype:         the dtype of the projections and of q, k and v; the dtype of x and the parameters if None. The state is
+                   float32.
+    param_dtype:   the dtype of the parameters.
+    kernel_init:   the first values of the projections; normal with a deviation of 0.02 if None.
+    filter_init:   the first values of the convolutions; those of torch.nn.Conv1d if None.
+    recurrence:    the function that solves whole sequences: `glax.recurrent`, or `glax.parallel.recurrent` with its mesh and
+                   axes.
     """
 
     num_kv_heads: int | None

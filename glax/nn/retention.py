@@ -65,9 +65,9 @@ class LightningAttention(Layer):
         S_t = exp(-s) S_{t-1} + k_t v_t^T                    o_t = S_t^T q_t
         y_t = W_o (sigmoid(W_s x_t) * RMSNorm(o_t))
 
-    head_width: K and V of a head; width // num_heads if None. The norm is over all heads together. slopes:     s [H], or "fla"
-    or "minimax": the slopes of `glax.lightning_attention` for layer_idx and num_layers. act:        the name of a function;
-    "silu" in MiniMax-01.
+    head_width: K and V of a head; width // num_heads if None. The norm is over all heads together.
+    slopes:     s [H], or "fla" or "minimax": the slopes of `glax.lightning_attention` for layer_idx and num_layers.
+    act:        the name of a function; "silu" in MiniMax-01.
 
     dtype, param_dtype, kernel_init and recurrence are as in `glax.nn.linear_attention.Options`.
 

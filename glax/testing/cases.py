@@ -1,4 +1,4 @@
-"""The calls that kernels are compared with the reference on: shapes and strengths of gates as data, and arrays drawn for them."""
+"""Define the calls on which kernels are compared with the reference: shapes and strengths of gates as data, and random arrays."""
 
 import dataclasses
 from typing import Any
@@ -20,11 +20,14 @@ EXTREME = ("-100 on 5%", "-inf on 5%", "extreme")
 class Case:
     """One set of shapes, for gates of one or more strengths (`gate`).
 
-    heads: of query, key and value. gates: which arguments of `glax.recurrent` are given, of g, g_gamma, gk and gv.
-    dtype, gate_dtype, state_dtype: of query, key and value; of the gates; of the initial state, None for no initial state.
-    cuts: boundaries of packed sequences. Rows behind the last one are padding and hold NaN.
-    ids: of segments, [B, T]; tokens with the id 0 are padding and hold NaN.
-    erasure: of beta, erase and write, those of the delta rule. Keys then have norm 1, and beta is up to 2.
+    heads: the heads of query, key and value.
+    gates: the gates that are given, of g, g_gamma, gk and gv.
+    dtype, gate_dtype, state_dtype: the dtype of query, key and value; of the gates; of the initial state, None for no initial
+        state.
+    cuts: the boundaries of packed sequences. Rows behind the last sequence are padding and hold NaN.
+    ids: segment ids, [B, T]. Tokens with the id 0 are padding and hold NaN.
+    erasure: the arguments of the delta rule that are given, of beta, erase and write. Keys then have norm 1, and beta is up to
+        2.
     chunk: the tokens of a chunk, for kernels whose config has such a field; None for the kernel's own choice.
     """
 
@@ -54,7 +57,7 @@ class Case:
 
 
 def gate(rng: np.random.Generator, shape: tuple[int, ...], strength: str) -> np.ndarray:
-    """Log decays of one strength: log_sigmoid of normal numbers ("log-sigmoid"), or as `strength` says."""
+    """Return random log decays of one strength: log_sigmoid of normal numbers for "log-sigmoid", else as `strength` says."""
     logs = -np.log1p(np.exp(-rng.normal(size=shape)))
     match strength.split():
         case ["log-sigmoid"]:
@@ -77,9 +80,10 @@ def gate(rng: np.random.Generator, shape: tuple[int, ...], strength: str) -> np.
 
 
 def inputs(case: Case, strength: str, seed: int = 0) -> dict[str, jax.Array]:
-    """Draw the arrays of a case: arguments of `glax.recurrent`, but for cu_seqlens, segment_ids, pad_id and reverse.
+    """Return the arrays of a case, drawn at random: the arguments of `glax.recurrent` except cu_seqlens, segment_ids, pad_id
+    and reverse.
 
-    strength: of the gates, one of `glax.testing.cases.gate`'s.
+    strength: the strength of the gates, as `gate` takes it.
     """
     rng = np.random.default_rng(seed)
     B, T, (Hq, Hk, Hv), K, V, H = case.B, case.T, case.heads, case.K, case.V, max(case.heads)
@@ -103,7 +107,8 @@ def inputs(case: Case, strength: str, seed: int = 0) -> dict[str, jax.Array]:
 
 
 def erasures(rng: np.random.Generator, case: Case, key: np.ndarray) -> dict[str, np.ndarray]:
-    """Draw the arguments of the delta rule, with keys of norm 1; e points along the key, as it does with beta."""
+    """Return the arguments of the delta rule, drawn at random, and keys of norm 1. e points along the key, as it does with
+    beta."""
     B, T, Hk, _ = key.shape
     H, key = max(case.heads), key / np.linalg.norm(key, axis=-1, keepdims=True)
     shapes = dict(beta=(B, T, H), erase=(B, T, H, 1), write=(B, T, H, case.V))
@@ -114,7 +119,7 @@ def erasures(rng: np.random.Generator, case: Case, key: np.ndarray) -> dict[str,
 
 
 def recurrence(case: Case, strength: str, seed: int = 0) -> Recurrence:
-    """Bind the arrays of `inputs(case, strength, seed)` to the `Recurrence` that a kernel is called with."""
+    """Return the arrays of `inputs(case, strength, seed)` bound to the `Recurrence` that a kernel takes."""
     cuts = None if case.cuts is None else jnp.asarray(case.cuts, jnp.int32)
     arrays: dict[str, Any] = inputs(case, strength, seed) | dict(cu_seqlens=cuts)
     ids = None if case.ids is None else jnp.asarray(case.ids, jnp.int32)
@@ -122,7 +127,7 @@ def recurrence(case: Case, strength: str, seed: int = 0) -> Recurrence:
 
 
 def cotangents(case: Case, r: Recurrence, seed: int = 1) -> tuple[jax.Array, jax.Array]:
-    """dL/doutput and dL/dfinal_state; NaN in padding rows, which no kernel may read."""
+    """Return dL/doutput and dL/dfinal_state, drawn at random. Padding rows hold NaN, because no kernel may read them."""
     rng = np.random.default_rng(seed)
     d_output = rng.normal(size=(*r.q.shape[:2], *r.state_shape[1::2]))
     if case.cuts is not None:

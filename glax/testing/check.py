@@ -1,4 +1,4 @@
-"""Kernels beside the float64 reference: the registered ones, as `glax check` compares them, and one of a user's own."""
+"""Compare kernels with the float64 reference: the registered kernels, as `glax check` does, and a user's own kernel."""
 
 import dataclasses
 import functools
@@ -22,7 +22,8 @@ AS_CHOSEN = "recurrent and its gradient"  # what users call, through the choice 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A kernel on a case. `error` is the relative RMS error of the array `of` that came closest to its `bar` or missed it."""
+    """The result of a kernel on a case. `error` is the relative RMS error of the array `of`, the array closest to its `bar` or
+    beyond it."""
 
     kernel: str
     case: str
@@ -34,7 +35,7 @@ class Result:
 
 
 class Trial:
-    """A case at one strength: the operands of a kernel, and what the reference computes from them when it is first needed."""
+    """A case at one strength: the operands of a kernel, and the reference's results, computed when they are first needed."""
 
     def __init__(self, case: Case, strength: str):
         self.title = case.name if len(case.strengths) == 1 else f"{case.name}, {strength}"
@@ -51,7 +52,7 @@ class Trial:
         return reference_gradient(self.r, *self.cotangents)
 
     def forward(self, kernel: str, run: Callable[[Recurrence], Outputs]) -> Result:
-        """Return what run(r) returns beside the reference."""
+        """Return the result of run(r), compared with the reference."""
 
         def compared() -> list[Comparison]:
             return self.compare_outputs(jax.block_until_ready(run(self.r)))
@@ -59,7 +60,7 @@ class Trial:
         return self.judged(kernel, compared)
 
     def gradient(self, kernel: str, run: Callable[..., Recurrence]) -> Result:
-        """Return what run(r, d_output, d_final) returns beside the reference."""
+        """Return the result of run(r, d_output, d_final), a gradient, compared with the reference."""
 
         def compared() -> list[Comparison]:
             return self.compare_gradients(jax.block_until_ready(run(self.r, *self.cotangents)))
@@ -67,7 +68,7 @@ class Trial:
         return self.judged(kernel, compared)
 
     def both(self, kernel: str, run: Callable[..., tuple[Outputs, Recurrence]]) -> Result:
-        """Return the outputs and the gradient that run(r, d_output, d_final) returns beside the reference."""
+        """Return the result of run(r, d_output, d_final), outputs and gradient, compared with the reference."""
 
         def compared() -> list[Comparison]:
             outputs, gradient = jax.block_until_ready(run(self.r, *self.cotangents))
@@ -82,7 +83,7 @@ class Trial:
         return compare_gradients(self.r, got, self.wanted_gradient, self.extreme)
 
     def judged(self, kernel: str, compared: Callable[[], list[Comparison]]) -> Result:
-        """Return the comparison of the array closest to its bar, or beyond it."""
+        """Return the comparison of the array that is closest to its bar or beyond it."""
         try:
             each = compared()
         except Exception as failure:  # whatever a compiler or a device raises is what this kernel does with this case
@@ -108,17 +109,17 @@ def check_kernel(
 ) -> list[Result]:
     """Compare a kernel with the float64 reference on every case, with the tolerances that glax's own kernels are held to.
 
-    run:      recurrence -> Outputs. It is called as it is, outside of jit: pass jax.jit(run) to test the compiled kernel.
+    run:      recurrence -> Outputs. It is called outside of jit: pass jax.jit(run) to test the compiled kernel.
     gradient: (recurrence, d_output, d_final) -> Recurrence, the gradient of <output, d_output> + <final_state, d_final> in
-              every array of the recurrence, each in the dtype of its array; None for a kernel without a gradient
+        every array of the recurrence, each in the dtype of its array; None for a kernel without a gradient.
     cases:    shapes, dtypes and gates (`glax.testing.Case`). The default has every form of decay, packed and reversed
-              sequences, grouped heads, extreme gates and three dtypes, each with an initial state
-    supports: recurrence -> None, or the reason why the kernel does not support it; such cases are "refused"
-    name:     stands in the results; those of the gradient are named "<name>.vjp"
+              sequences, grouped heads, extreme gates and three dtypes, each with an initial state.
+    supports: recurrence -> None, or the reason why the kernel does not support it; such cases are "refused".
+    name:     the kernel's name in the results. Results of the gradient are named "<name>.vjp".
 
-    Returns one `Result` for each case and function. Raises AssertionError if any misses, and lists each with its worst array:
-    one beyond its bar, of another shape or dtype, with values that are not finite, or with padding rows that are not 0. An
-    exception of the kernel is a miss too. Raises AssertionError as well if the kernel refuses every case.
+    Returns one `Result` for each case and function. Raises AssertionError, with a list of the misses and the worst array of
+    each, if an array is beyond its bar, has another shape or dtype, has values that are not finite, or has padding rows that
+    are not 0. An exception of the kernel is a miss, too. Raises AssertionError as well if the kernel refuses every case.
     """
     results = []
     for trial in trials(cases):
@@ -143,7 +144,7 @@ def check_kernel(
 
 
 def check_kernels(cases: Sequence[Case] = CASES) -> Iterator[Result]:
-    """Each registered kernel on each case, and `recurrent` itself with its gradient on the quick ones, as results come."""
+    """Yield the results of each registered kernel on each case, and of `recurrent` with its gradient on the quick cases."""
     load_kernels()
     specs = list(kernel_registry.kernels.values())
     programs = {spec.name: jax.jit(spec.run, static_argnames="config") for spec in specs}
@@ -187,5 +188,5 @@ def chosen(r: Recurrence, d_output, d_final) -> tuple[Outputs, Recurrence]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the kind of an error and the first line of its text, cut short."""
+    """Return the type of an error and the first line of its text, at most 160 characters."""
     return textwrap.shorten(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 160)

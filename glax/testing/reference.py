@@ -1,7 +1,7 @@
-"""The definition that every kernel is held to: token by token, in NumPy, in float64.
+"""Define what every kernel is held to: the recurrence token by token, in NumPy, in float64.
 
-Nothing here is shared with the kernels, the gradient included: that of a gate is <G_t, decayed S_{t-1}>, formed directly
-from both states, where kernels use a telescoped sum.
+The kernels share no code with this module, nor with its gradient. The gradient of a gate is <G_t, decayed S_{t-1}>, formed
+directly from both states, where kernels use a telescoped sum.
 """
 
 from typing import Any, NamedTuple
@@ -16,9 +16,10 @@ NumPy = Any  # a float64 NumPy array, in the place of a JAX array
 
 
 def reference(r: Recurrence, dtype=np.float64) -> Outputs:
-    """S_bar = exp(rows_t) S_{t-1} exp(columns_t),   S_t = S_bar + k_t u_t^T,   o_t = scale * S_t^T q_t.
+    """Compute S_bar = exp(rows_t) S_{t-1} exp(columns_t),   S_t = S_bar + k_t u_t^T,   o_t = scale * S_t^T q_t.
 
-    u_t = v_t or, where r erases, w_t * v_t - S_bar^T e_t. dtype: of all arithmetic; float32 shows what rounding alone does.
+    u_t is v_t, or w_t * v_t - S_bar^T e_t with an erasure. dtype: the dtype of all arithmetic; float32 shows the error of
+    rounding alone.
     """
     x = _arrays(r, dtype)
     output: NumPy = np.zeros((*x.q.shape[:3], x.v.shape[3]), dtype)
@@ -33,7 +34,7 @@ def reference(r: Recurrence, dtype=np.float64) -> Outputs:
 
 
 def reference_states(r: Recurrence, every: int) -> np.ndarray:
-    """Return the states behind every `every` tokens in the order of the scan: [N, T // every, H, K, V], or packed [J, H, K, V].
+    """Return the states behind every `every` tokens in scan order: [N, T // every, H, K, V], or if packed [J, H, K, V].
 
     With segments, padding counts as tokens of the row.
     """
@@ -54,8 +55,9 @@ def reference_states(r: Recurrence, every: int) -> np.ndarray:
 def reference_gradient(r: Recurrence, d_output, d_final, dtype=np.float64) -> Recurrence:
     """Return the gradient of <output, d_output> + <final_state, d_final> in every input of r, as a Recurrence.
 
-    With G_t = dL/dS_t and G_bar_t = dL/dS_bar_t:  dq_t = scale S_t do_t,  dk_t = G_t u_t,  du_t = G_t^T k_t,
-    de_t = -S_bar_t du_t,  G_bar_t = G_t - e_t du_t^T,  d log decay_t = G_bar_t * S_bar_t.
+    G_t = dL/dS_t,  G_bar_t = dL/dS_bar_t
+    dq_t = scale S_t do_t,  dk_t = G_t u_t,  du_t = G_t^T k_t,  de_t = -S_bar_t du_t
+    G_bar_t = G_t - e_t du_t^T,  d log decay_t = G_bar_t * S_bar_t
     """
     x = _arrays(r, dtype)
     do, dS = np.asarray(d_output).astype(dtype), np.asarray(d_final).astype(dtype)
@@ -117,7 +119,7 @@ def reference_gradient(r: Recurrence, d_output, d_final, dtype=np.float64) -> Re
 
 
 def _written(S, x: "_Arrays", b, t):
-    """(decay, the decayed state, what the token writes beside its key)."""
+    """Return (the decay, the decayed state, what the token writes beside its key)."""
     decay = np.exp(x.rows[b, t][..., None] + x.columns[b, t][..., None, :])
     S_bar, u = S * decay, x.v[b, t]
     if x.w is not None:
@@ -133,7 +135,7 @@ def _step(S, x: "_Arrays", b, t):
 
 
 def _scans(r: Recurrence):
-    """(sequence, batch row, its tokens in the order of the scan) of every sequence."""
+    """Yield (the sequence, its batch row, its tokens in scan order) for every sequence."""
     T = r.q.shape[1]
     cuts = None if r.boundaries is None else np.asarray(r.boundaries)
     for n in range(r.num_sequences):
@@ -144,7 +146,8 @@ def _scans(r: Recurrence):
 
 
 class _Arrays(NamedTuple):
-    """Every input in one dtype, heads repeated, gates spread to rows and columns of the state. e and w are None without them."""
+    """Hold every input in one dtype, with heads repeated and gates broadcast to rows and columns of the state. e and w may be
+    None."""
 
     q: NumPy
     k: NumPy

@@ -1,4 +1,4 @@
-"""The error of decoding with states that are stored in each dtype: what `glax check --states` prints."""
+"""Measure the error of decoding with states stored in each dtype, as `glax check --states` prints it."""
 
 import dataclasses
 import functools
@@ -19,7 +19,8 @@ SPARSITY = 1 / 512  # of keys: between two of its keys, a row of the state only 
 
 @dataclasses.dataclass(frozen=True)
 class StateError:
-    """The relative RMS error of the final states after `steps` tokens. `stochastic`: how the states were rounded."""
+    """The relative RMS error of the final states after `steps` tokens. `stochastic` says whether the states were rounded
+    stochastically."""
 
     dtype: str
     stochastic: bool
@@ -29,9 +30,9 @@ class StateError:
 
 
 def state_errors(steps: int = STEPS) -> Iterator[StateError]:
-    """Decode random tokens with sparse keys, a head for each of DECAYS, in each dtype of storage; float64 in closed form.
+    """Return the error of decoding in each dtype of storage, on random tokens with sparse keys and one head for each of DECAYS.
 
-    S = d^steps S_0 + sum_t d^(steps - 1 - t) k_t v_t^T
+    The states are compared with the closed form in float64:   S = d^steps S_0 + sum_t d^(steps - 1 - t) k_t v_t^T
     """
     rng = np.random.default_rng(0)
     k, v = rng.normal(size=(2, steps, B, len(DECAYS), WIDTH)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The tolerances of docs/numerics.md, and the comparison of a kernel's results with the reference by them."""
+"""Define the tolerances of docs/numerics.md, and compare a kernel's results with the reference by them."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ EXTREME_GATES = 10
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One array beside the reference. `reason` states in one sentence why it is not within `bar`; None where it is.
+    """The comparison of one array with the reference. `reason` states why it is not within `bar`, and is None where it is.
 
     error: ‖got - want‖ / ‖want‖; None if the array has another shape or dtype, values that are not finite, or filled padding.
     """
@@ -32,10 +32,9 @@ class Comparison:
 
 
 def compare(name: str, got, want, bar: float, dtype=None) -> Comparison:
-    """Return whether ‖got - want‖ <= bar * ‖want‖, every value is finite, and the shape and the dtype (None: any) are
-    as expected.
+    """Return whether ‖got - want‖ <= bar * ‖want‖, every value is finite, and the shape and the dtype are as expected.
 
-    Numbers below the least normal float32 number count as equal.
+    dtype: the expected dtype, or None for any. Numbers below the least normal float32 number count as equal.
     """
     want = np.asarray(want, np.float64)
     if got.shape != want.shape or (dtype is not None and got.dtype != dtype):
@@ -54,7 +53,7 @@ def compare(name: str, got, want, bar: float, dtype=None) -> Comparison:
 def compare_outputs(r: Recurrence, got: Outputs, want: Outputs, extreme: bool = False) -> list[Comparison]:
     """Compare the output and the final state. Padding rows of the output must be 0.
 
-    extreme: whether gates of -100 or -inf stand among mild ones.
+    extreme: whether some gates are -100 or -inf.
     """
     bar = bars_of(r)[str(r.q.dtype)][0] * widened(r, extreme)
     output = compare("output", got.output, want.output, bar, r.q.dtype)
@@ -106,5 +105,5 @@ def named(r: Recurrence) -> dict[str, jax.Array]:
 
 
 def norm(x: np.ndarray) -> float:
-    """‖x‖ in one thread: the threads of NumPy's own, which is BLAS's, wait for a core that others use."""
+    """Return ‖x‖, computed in one thread. NumPy's BLAS threads would wait for cores that others use."""
     return float(np.sqrt(np.square(x).sum()))

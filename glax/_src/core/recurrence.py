@@ -16,21 +16,14 @@ from glax._src.core.segments import Segments
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
-    """One recurrence in every sequence and head, already validated:
-
-        S_t = decay_t * S_{t-1} + k_t v_t^T,     o_t = scale * S_t^T q_t
-
-    With `erasure` it is the delta rule:
-
-        S_t = decay_t * S_{t-1} + k_t (w_t * v_t - (decay_t * S_{t-1})^T e_t)^T
+    """S_t = decay_t * S_{t-1} + k_t v_t^T,   o_t = scale * S_t^T q_t,   in every sequence and head; already validated.
 
     H is the largest of the three head counts. The others divide H, and head h of H reads head h * heads // H. `scale` is one
-    number per sequence, so that batches can be merged.
-
-    In packed arrays B is 1, and sequence n has the rows of T from boundaries[n] up to, and without, boundaries[n + 1]. The rows
-    behind the last sequence are padding. `boundaries` is the `cu_seqlens` of the public functions. `reverse` scans every
-    sequence from its last token to its first. `segments` divides unpacked rows further; `folded` expresses this division by
-    gates, which every kernel accepts.
+    number per sequence, so that batches can be merged. With `erasure` this is the delta rule: S_t = decay_t * S_{t-1} + k_t
+    (w_t * v_t - (decay_t * S_{t-1})^T e_t)^T. In packed arrays B is 1, and sequence n has rows boundaries[n] to boundaries[n +
+    1] of T; the rows behind the last are padding. `boundaries` is the `cu_seqlens` of the public functions. `reverse` scans
+    every sequence from its last token to its first. `segments` divides unpacked rows further; `folded` expresses this division
+    by gates, which every kernel accepts.
     """
 
     q: Float[Array, "B T Hq K"]

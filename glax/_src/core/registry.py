@@ -87,15 +87,15 @@ class KernelSpec:
               for "<algorithm>.step" (recurrence of one token, pool, slots, config=) -> (output, pool), slot -1 for none
     forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals), if the gradient kernel of the same algorithm and
               platform takes `residuals` instead of recomputing them; else None
-    forgoes:  (recurrence, *cotangents) -> what faster form of the kernel they do not get, and why; `explain` shows it
+    forgoes:  (recurrence, *cotangents) -> the faster form of the kernel that they do not get, and why; `explain` shows it
     omits_d_final: recurrence -> whether a gradient kernel takes None for a d_final of zeros
     saves_residuals: recurrence -> whether residuals are worth their memory
     supports: recurrence -> None, or why the kernel refuses it, whatever the machine and the config
     priority: recurrence -> number; of the able kernels, the one with the highest is chosen
-    version:  raised when measured configs become invalid
-    takes_segments: recurrence -> whether the kernel reads its segments; else the kernel is given `recurrence.folded`
+    version:  a number that is raised when measured configs become invalid
+    takes_segments: recurrence -> whether the kernel reads its segments; else the kernel receives `recurrence.folded`
     two_phase: recurrence -> the kernel in two phases, or None where that would add work to `run`
-    erases:   whether the kernel runs recurrences with an `erasure`, those of the delta rule
+    erases:   whether the kernel runs recurrences with an `erasure`, which are of the delta rule
     """
 
     algorithm: str
