@@ -7,12 +7,18 @@ import pathlib
 from concurrent.futures import ThreadPoolExecutor
 
 from glax._src.core.backend import local_device
+from glax._src.core.known_miscompiles import numbers
 
 
 def multiprocessors() -> int:
     """Return the number of multiprocessors of the GPU that kernels are chosen for. Without a GPU, return an H100's, for
     compiling ahead of time."""
     return getattr(local_device(), "core_count", None) or 132
+
+
+def capability() -> tuple[int, ...]:
+    """The compute capability of the GPU that kernels are chosen for; an H100's where there is none."""
+    return numbers(str(getattr(local_device(), "compute_capability", None) or "9.0"))
 
 
 @functools.cache

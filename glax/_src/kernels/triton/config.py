@@ -5,7 +5,7 @@ from typing import Self
 
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Config, check_field
-from glax._src.kernels.common.gpu import multiprocessors
+from glax._src.kernels.common.gpu import capability, multiprocessors
 
 WIDEST = 512
 
@@ -62,6 +62,8 @@ class ChunkedConfig(Config):
         Chunks have 64 tokens, the smallest full tile of the tensor cores. A third pipeline stage is used where a
         multiprocessor has a single program.
         """
+        if r.erasure is not None:
+            return cls.erasing(r)
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         num_scans, wide = r.num_sequences * r.num_heads, r.q.dtype != "bfloat16"
         if K <= 128 and not wide:
@@ -77,8 +79,23 @@ class ChunkedConfig(Config):
         return cls(chunk, columns, segment, warps=8 if K >= 256 else 4, stages=1 if wide or K >= 256 else 3)
 
     @classmethod
+    def erasing(cls, r: Recurrence) -> Self:
+        """Return the config of the delta rule. A program holds the whole state of its columns, which are few where K is large.
+
+        Hopper multiplies tiles of 64 columns. Before it, 32 columns avoid spills.
+        """
+        K, V = width(r.q.shape[3]), width(r.v.shape[3])
+        if r.q.dtype != "bfloat16":
+            return cls(32, 16, warps=4 if K <= 128 else 8, stages=1)
+        if K > 128:
+            return cls(32, min(V, 16), stages=2)
+        return cls(64, min(V, 64 if capability() >= (9, 0) else 32), stages=2)
+
+    @classmethod
     def candidates(cls, r: Recurrence) -> list[Self]:
         guess = cls.heuristic(r)
+        if r.erasure is not None:
+            return list(dict.fromkeys((guess, *(cls(64, columns, 0, 4, n) for columns in (32, 64) for n in (2, 3)))))
         found = [guess]
         for chunk, columns, stages in ((64, 64, 2), (64, 64, 3), (64, 32, 2), (64, 32, 3), (32, 64, 2), (16, 64, 2)):
             for segment in dict.fromkeys((0, guess.segment, 1024)):
@@ -112,6 +129,8 @@ class GradientConfig(Config):
 
         Few rows are processed together, so that two programs share a multiprocessor.
         """
+        if r.erasure is not None:
+            return cls.erasing(r)
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         wide, key = r.q.dtype != "bfloat16", r.decay.form == "key"
         exact = r.q.dtype == "float32" and V == 128 and not key  # smaller chunks avoid spills
@@ -124,8 +143,20 @@ class GradientConfig(Config):
         return cls(chunk, rows, segment, block, warps=4, stages=1 if wide or V >= 256 else 4)
 
     @classmethod
+    def erasing(cls, r: Recurrence) -> Self:
+        """Return the config of the delta rule, whose tiles are smaller where they would spill registers."""
+        K, V = width(r.q.shape[3]), width(r.v.shape[3])
+        if r.q.dtype != "bfloat16":
+            return cls(16, 16, 0, 16, warps=8, stages=1)
+        if max(K, V) > 128:
+            return cls(32, 16, 0, 16, warps=8, stages=1)
+        return cls(64, 16, 0, 64 if capability() >= (9, 0) else 32, stages=1)
+
+    @classmethod
     def candidates(cls, r: Recurrence) -> list[Self]:
         guess = cls.heuristic(r)
+        if r.erasure is not None:
+            return [guess, *(cls(64, rows, 0, 64, 4, n) for rows, n in ((16, 2), (32, 1), (32, 2)))]
         found = [guess]
         for chunk, rows, warps in ((64, 16, 4), (64, 32, 4), (32, 16, 2), (32, 64, 4), (64, 64, 8)):
             if rows <= width(r.q.shape[3]):

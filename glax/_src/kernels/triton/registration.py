@@ -13,7 +13,7 @@ __all__ = ["ChunkedConfig", "GradientConfig", "TokenConfig"]
 
 def forward_two_phase(r: Recurrence) -> TwoPhase | None:
     """Return the two phases where sequences are cut into segments, whose local states are computed first; else None."""
-    if not ChunkedConfig.heuristic(r).segment:
+    if r.erasure is not None or not ChunkedConfig.heuristic(r).segment:
         return None
     from glax._src.kernels.triton import chunked as chunks
 
@@ -22,7 +22,7 @@ def forward_two_phase(r: Recurrence) -> TwoPhase | None:
 
 def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
     """Return the two phases of the gradient where sequences are cut into segments, else None."""
-    if not GradientConfig.heuristic(r).segment:
+    if r.erasure is not None or not GradientConfig.heuristic(r).segment:
         return None
     from glax._src.kernels.triton import chunked as chunks
 
@@ -38,9 +38,14 @@ def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
     priority=lambda r: 10,
     two_phase=forward_two_phase,
     version=1,
+    erases=True,
 )
 def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     """Compute the chunked form in one pass over q, k, v and the gates. The state stays on chip."""
+    if r.erasure is not None:
+        from glax._src.kernels.triton import delta_chunked
+
+        return delta_chunked.delta_chunked(r, config)
     from glax._src.kernels.triton import chunked as chunks
 
     return chunks.chunked(r, config)
@@ -55,9 +60,14 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     priority=lambda r: 10,
     two_phase=gradient_two_phase,
     version=1,
+    erases=True,
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> Recurrence:
     """Compute the gradient in every input from the states at both ends of each chunk."""
+    if r.erasure is not None:
+        from glax._src.kernels.triton import delta_chunked
+
+        return delta_chunked.delta_chunked_vjp(r, d_output, d_final, config)
     from glax._src.kernels.triton import chunked as chunks
 
     return chunks.chunked_vjp(r, d_output, d_final, config)

@@ -8,6 +8,9 @@ from glax._src.core.recurrence import Recurrence
 from glax._src.kernels.triton.config import WIDEST
 
 SMALL_T = 16
+# The delta rule's scan holds a state of [columns, K] in registers, in float32 thrice for products in three terms.
+WIDEST_ERASED = 256
+WIDEST_ERASED_FLOAT32 = 128
 
 
 def installation() -> str | None:
@@ -38,6 +41,19 @@ def chunked_refusal(r: Recurrence) -> str | None:
     """Return why the chunked kernels do not support r, or None."""
     if r.decay.value is not None:
         return "gates on the value side are not supported in chunks; `recurrent` runs them"
+    return refusal(r) if r.erasure is None else erasing_refusal(r)
+
+
+def erasing_refusal(r: Recurrence) -> str | None:
+    """Return why the chunked kernels do not support r, which erases, or None."""
+    if r.erasing.beta is None:
+        return f"erases by beta, not by {r.erasing.form.replace('+', ' and ')}"
+    if r.decay.key is not None:
+        return "erases with per-head gates, not with per-key gates"
+    if max(r.q.shape[3], r.v.shape[3]) > WIDEST_ERASED:
+        return f"erases in heads of at most {WIDEST_ERASED} columns"
+    if max(r.q.shape[3], r.v.shape[3]) > WIDEST_ERASED_FLOAT32 and r.q.dtype == "float32":
+        return f"erases in float32 in heads of at most {WIDEST_ERASED_FLOAT32} columns"
     return refusal(r)
 
 

@@ -1,0 +1,118 @@
+"""Kernels that scan the chunks of a segment with the delta rule: the outputs and states forward, dL/dS in reverse.
+
+G_i is the sum of the log gates of a chunk through token i, G_last that sum over the chunk. With S [K, V] before the chunk,
+T = (I + L)^-1 - I and P of `delta_score_kernels`:
+
+    U  = (I + T) (beta * (V - e^G * (K S)))       what the tokens write: row u_i beside key k_i
+    O  = scale (e^G * (Q S) + P U)
+    S' = e^{G_last} S + (e^{G_last - G} * K)^T U
+
+One program has one segment, one head and BV columns of the state. The state, U and O are held transposed. Every product then has
+its left operand in registers and its right operand as it lies in memory, and nothing computed passes through shared memory.
+"""
+
+from glax._src.kernels.triton.launch import tl, triton
+from glax._src.kernels.triton.tiles import at, dot, load_state, load_tile, store_state
+
+
+@triton.jit
+def delta_outputs(
+    q, k, v, inverse, scores, factors, scale, start, table, o, final,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute BV columns of a segment's outputs, o [rows, H, V], and of a sequence's final state, final [N, H, K, V].
+
+    START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0). inverse, scores and factors are the
+    results of `delta_scores`. GATED: whether the state decays.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
+    entry = table + e * 6
+    origin, length, filled = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    n, edges, chunk = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+    ck, cv, tokens = tl.arange(0, BK), block * BV + tl.arange(0, BV), tl.arange(0, C)
+    hq, hk, hv = h // (H // HQ), h // (H // HK), h // (H // HV)
+    factor = tl.load(scale + n).to(tl.float32)
+    # [BV, BK]
+    S = load_start(start, e, n, h, ck, cv, filled, edges, H, K, V, START)
+    # Always loaded one chunk ahead, so that its latency is hidden.
+    through = load_through(factors, chunk, h, filled, H, C)
+    for c in range(0, tl.cdiv(length, C)):
+        first = origin + SIGN * c * C
+        count = filled - c * C
+        pair = (chunk + c).to(tl.int64) * H + h
+        # [C, BK]
+        tq = load_tile(at(q, first, hq, HQ, K), tokens, ck, count, HQ, K, SIGN)
+        tk = load_tile(at(k, first, hk, HK, K), tokens, ck, count, HK, K, SIGN)
+        # [C, C]
+        T = load_tile(inverse + pair * C * C, tokens, tokens, count, 1, C, 1)
+        P = load_tile(scores + pair * C * C, tokens, tokens, count, 1, C, 1)
+        # [BV, C]
+        tv = load_columns(at(v, first, hv, HV, V), tokens, cv, count, HV, V, SIGN).to(tl.float32)
+        # [C]
+        beta = load_factor(factors, pair, 2, tokens, count, C)
+        up = load_factor(factors, pair, 0, tokens, count, C)
+        down = load_factor(factors, pair, 1, tokens, count, C)
+        read = dot(S, tl.trans(tk), DTYPE, PRECISION)
+        if GATED:
+            read *= up[None, :]
+        U = inverted(T, (tv - read) * beta[None, :], DTYPE, PRECISION)
+        out = dot(S, tl.trans(tq), DTYPE, PRECISION)
+        if GATED:
+            out *= up[None, :]
+            S = S * through + dot(U * down[None, :], tk, DTYPE, PRECISION)
+            through = load_through(factors, chunk + c + 1, h, count - C, H, C)
+        else:
+            S += dot(U, tk, DTYPE, PRECISION)
+        out = tl.dot(U.to(DTYPE), tl.trans(P).to(DTYPE), out, input_precision=PRECISION) * factor
+        store_columns(at(o, first, h, H, V), out, tokens, cv, length - c * C, H, V, SIGN)
+    if (edges & 2) != 0:
+        store_state(final, tl.trans(S), n, h, ck, cv, H, K, V)
+
+
+@triton.jit
+def inverted(T, x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Return x + x T^T, the transposed rows x [BV, C] multiplied by the inverse I + T. The identity is not rounded to DTYPE."""
+    return tl.dot(x.to(DTYPE), tl.trans(T).to(DTYPE), x, input_precision=PRECISION)
+
+
+@triton.jit
+def load_factor(factors, pair, which, tokens, count, C: tl.constexpr):
+    """Load e^G (which = 0), e^{G_last - G} (1) or beta (2) of a (chunk, head) pair, [C]; tokens from `count` on are 0."""
+    return tl.load(factors + (pair * 3 + which) * C + tokens, mask=tokens < count, other=0.0)
+
+
+@triton.jit
+def load_through(factors, chunk, h, count, H: tl.constexpr, C: tl.constexpr):
+    """Load e^{G_last}, the decay of a whole chunk; 1 where the segment has no such chunk."""
+    return tl.load(factors + (chunk.to(tl.int64) * H + h) * 3 * C + C - 1, mask=count > 0, other=1.0)
+
+
+@triton.jit
+def load_start(
+    start, segment, n, h, ck, cv, filled, edges,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, START: tl.constexpr,
+):  # fmt: skip
+    """Load the transposed state that a segment begins from, [BV, BK]."""
+    if START == 1:
+        limit = tl.where((filled > 0) | (edges != 0), V, 0)  # padding has no state
+        return tl.trans(load_state(start, segment, h, ck, cv, limit, H, K, V).to(tl.float32))
+    elif START == 2:
+        return tl.trans(load_state(start, n, h, ck, cv, V, H, K, V).to(tl.float32))
+    else:
+        return tl.zeros([cv.shape[0], ck.shape[0]], tl.float32)
+
+
+@triton.jit
+def load_columns(x, tokens, d, count, HEADS: tl.constexpr, D: tl.constexpr, SIGN: tl.constexpr):
+    """Load x[tokens, d] transposed, [BD, C]. Tokens from `count` on and columns from D on are 0."""
+    offsets = (SIGN * HEADS * D) * tokens[None, :] + d[:, None]
+    return tl.load(x + offsets, mask=(tokens < count)[None, :] & (d < D)[:, None], other=0.0)
+
+
+@triton.jit
+def store_columns(x, value, tokens, d, count, HEADS: tl.constexpr, D: tl.constexpr, SIGN: tl.constexpr):
+    offsets = (SIGN * HEADS * D) * tokens[None, :] + d[:, None]
+    tl.store(x + offsets, value.to(x.dtype.element_ty), mask=(tokens < count)[None, :] & (d < D)[:, None])

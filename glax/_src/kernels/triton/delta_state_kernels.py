@@ -1,0 +1,141 @@
+"""The kernel that stores what the gradient of the delta rule needs of its scans: S and U forward, dL/dS and Y in reverse.
+
+With T, P and the factors of `delta_score_kernels`, S before a chunk and dS' = dL/dS after it:
+
+    U  = (I + T) (beta * (V - e^G * (K S)))              S' = e^{G_last} S + (e^{G_last - G} * K)^T U
+    dU = e^{G_last - G} * (K dS') + scale P^T dO         Y  = (I + T)^T dU, the gradient of beta * V
+    dS = e^{G_last} dS' + (scale e^G * Q)^T dO - (beta e^G * K)^T Y
+
+The two directions do not depend on each other, so each has half of the programs of one launch. States, U and Y are held
+transposed, as in `delta_scan_kernels`, and states are stored so, [chunks, H, V, K].
+"""
+
+from glax._src.kernels.triton.delta_scan_kernels import (
+    inverted,
+    load_columns,
+    load_factor,
+    load_start,
+    load_through,
+    store_columns,
+)
+from glax._src.kernels.triton.launch import tl, triton
+from glax._src.kernels.triton.tiles import at, dot, load_tile, store_state
+
+
+@triton.jit
+def delta_states(
+    q, k, v, do, inverse, scores, factors, scale, start, d_start, table, states, written, d_states, d_written, d_initial,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute states and d_states [chunks, H, V, K], written (U) and d_written (Y) [rows, H, V], and d_initial [N, H, K, V]."""
+    program = tl.program_id(0)
+    if program % 2 == 0:
+        scan_states(
+            program // 2, k, v, inverse, factors, start, table, states, written,
+            H, HK, HV, K, V, C, BK, BV, GATED, SIGN, START, DTYPE, PRECISION,
+        )  # fmt: skip
+    else:
+        scan_state_gradients(
+            program // 2, q, k, do, inverse, scores, factors, scale, d_start, table, d_states, d_written, d_initial,
+            H, HQ, HK, K, V, C, BK, BV, GATED, SIGN, DTYPE, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def scan_states(
+    program, k, v, inverse, factors, start, table, states, written,
+    H: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store S before each chunk of a segment, and U."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    block, h, e = program % NV, program // NV % H, program // (NV * H)
+    entry = table + e * 6
+    origin, filled, n = tl.load(entry), tl.load(entry + 2), tl.load(entry + 3)
+    edges, chunk = tl.load(entry + 4), tl.load(entry + 5)
+    ck, cv, tokens = tl.arange(0, BK), block * BV + tl.arange(0, BV), tl.arange(0, C)
+    # [BV, BK]
+    S = load_start(start, e, n, h, ck, cv, filled, edges, H, K, V, START)
+    through = load_through(factors, chunk, h, filled, H, C)
+    for c in range(0, tl.cdiv(filled, C)):
+        first = origin + SIGN * c * C
+        count = filled - c * C
+        pair = (chunk + c).to(tl.int64) * H + h
+        # [C, BK]
+        tk = load_tile(at(k, first, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
+        # [C, C]
+        T = load_tile(inverse + pair * C * C, tokens, tokens, count, 1, C, 1)
+        # [BV, C]
+        tv = load_columns(at(v, first, h // (H // HV), HV, V), tokens, cv, count, HV, V, SIGN).to(tl.float32)
+        # [C]
+        beta = load_factor(factors, pair, 2, tokens, count, C)
+        up = load_factor(factors, pair, 0, tokens, count, C)
+        down = load_factor(factors, pair, 1, tokens, count, C)
+        store_state(states, S, chunk + c, h, cv, ck, H, V, K)
+        read = dot(S, tl.trans(tk), DTYPE, PRECISION)
+        if GATED:
+            read *= up[None, :]
+        U = inverted(T, (tv - read) * beta[None, :], DTYPE, PRECISION)
+        store_columns(at(written, first, h, H, V), U, tokens, cv, count, H, V, SIGN)
+        if GATED:
+            S = S * through + dot(U * down[None, :], tk, DTYPE, PRECISION)
+            through = load_through(factors, chunk + c + 1, h, count - C, H, C)
+        else:
+            S += dot(U, tk, DTYPE, PRECISION)
+
+
+@triton.jit
+def scan_state_gradients(
+    program, q, k, do, inverse, scores, factors, scale, d_start, table, d_states, d_written, d_initial,
+    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, SIGN: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store dL/dS after each chunk of a segment and Y, and dL/dS before its sequence. d_start: dL/dS after each sequence."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    block, h, e = program % NV, program // NV % H, program // (NV * H)
+    entry = table + e * 6
+    origin, filled, n = tl.load(entry), tl.load(entry + 2), tl.load(entry + 3)
+    edges, chunk = tl.load(entry + 4), tl.load(entry + 5)
+    ck, cv, tokens = tl.arange(0, BK), block * BV + tl.arange(0, BV), tl.arange(0, C)
+    factor = tl.load(scale + n).to(tl.float32)
+    # [BV, BK]
+    dS = load_start(d_start, e, n, h, ck, cv, filled, edges, H, K, V, 2)
+    steps = tl.cdiv(filled, C)
+    through = load_through(factors, chunk + steps - 1, h, filled, H, C)
+    for step in range(0, steps):
+        c = steps - 1 - step
+        first = origin + SIGN * c * C
+        count = filled - c * C
+        pair = (chunk + c).to(tl.int64) * H + h
+        # [C, BK]
+        tq = load_tile(at(q, first, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
+        tk = load_tile(at(k, first, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
+        # [C, C]
+        T = load_tile(inverse + pair * C * C, tokens, tokens, count, 1, C, 1)
+        P = load_tile(scores + pair * C * C, tokens, tokens, count, 1, C, 1)
+        # [BV, C]
+        tdo = load_columns(at(do, first, h, H, V), tokens, cv, count, H, V, SIGN).to(tl.float32) * factor
+        # [C]
+        beta = load_factor(factors, pair, 2, tokens, count, C)
+        up = load_factor(factors, pair, 0, tokens, count, C)
+        down = load_factor(factors, pair, 1, tokens, count, C)
+        store_state(d_states, dS, chunk + c, h, cv, ck, H, V, K)
+        dU = dot(dS, tl.trans(tk), DTYPE, PRECISION)
+        if GATED:
+            dU *= down[None, :]
+        dU = tl.dot(tdo.to(DTYPE), P.to(DTYPE), dU, input_precision=PRECISION)
+        Y = inverted(tl.trans(T), dU, DTYPE, PRECISION)
+        store_columns(at(d_written, first, h, H, V), Y, tokens, cv, count, H, V, SIGN)
+        if GATED:
+            dS = dS * through + dot(tdo * up[None, :], tq, DTYPE, PRECISION)
+            dS = tl.dot((-Y * (beta * up)[None, :]).to(DTYPE), tk.to(DTYPE), dS, input_precision=PRECISION)
+            through = load_through(factors, chunk + c - 1, h, c, H, C)
+        else:
+            dS += dot(tdo, tq, DTYPE, PRECISION)
+            dS = tl.dot((-Y * beta[None, :]).to(DTYPE), tk.to(DTYPE), dS, input_precision=PRECISION)
+    if (edges & 1) != 0:
+        store_state(d_initial, tl.trans(dS), n, h, ck, cv, H, K, V)

@@ -1,0 +1,132 @@
+"""The Triton kernels of the delta rule in Triton's interpreter: forward and gradient against the float64 reference."""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("triton") is None or importlib.util.find_spec("jax_triton") is None:
+    pytest.skip("Triton and jax-triton are not installed: pip install 'glax[triton]'", allow_module_level=True)
+
+from tests import triton_interpreter
+
+triton_interpreter.install()
+
+from glax._src.core.registry import kernel_registry  # noqa: E402
+from glax._src.kernels import load_kernels  # noqa: E402
+from glax._src.kernels.triton import ChunkedConfig, GradientConfig, support  # noqa: E402
+from glax._src.kernels.triton.chunked import segments_and_chunks  # noqa: E402
+from glax._src.kernels.triton.delta_chunked import chunk_pairs  # noqa: E402
+from glax.testing.reference import reference, reference_gradient  # noqa: E402
+from tests.close import assert_close, assert_gradients_close, assert_outputs_close  # noqa: E402
+from tests.delta_cases import DRAWS, FEW, PACKED, DeltaCase, Draw, all_cases  # noqa: E402
+
+load_kernels()
+chunked, chunked_vjp = (kernel_registry.kernels[f"{name}/triton/gpu"].run for name in ("chunked", "chunked.vjp"))
+ALL = {case.name: case for case in all_cases()}
+CASES = [
+    dataclasses.replace(ALL["head"], T=70, draws=DRAWS),
+    dataclasses.replace(ALL["none"], T=40, draws=FEW),
+    *(ALL[name] for name in ("head-packed-reverse", "constant-packed", "heads1-2-4", "bfloat16-head", "all-padding")),
+    DeltaCase("T1", ("g",), T=1, K=8, V=8, heads=(1, 1, 1)),
+    DeltaCase("K100V72", ("g",), T=40, K=100, V=72, heads=(1, 1, 2), draws=FEW[:1]),
+    DeltaCase("no-state", ("g",), B=2, T=40, state=False, draws=FEW[:1]),
+    DeltaCase("float16-packed", ("g",), dtype="float16", **PACKED, draws=FEW[:2]),
+]
+
+
+def at_each_draw(case: DeltaCase, check):
+    misses = []
+    for draw in case.draws:
+        try:
+            check(case.recurrence(draw))
+        except AssertionError as miss:
+            misses.append(f"{draw}: {miss}")
+    assert not misses, f"{len(misses)} of {len(case.draws)} draws\n" + "\n".join(misses)
+
+
+# Blocks of one, and of several merges of the inverse.
+@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward(case, chunk):
+    run = jax.jit(functools.partial(chunked, config=ChunkedConfig(chunk, 32)))
+    at_each_draw(case, lambda r: assert_outputs_close(r, run(r), reference(r)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradient(case):
+    run = jax.jit(functools.partial(chunked_vjp, config=GradientConfig(32, 32, block=32)))
+
+    def check(r):
+        d = case.cotangents(r)
+        assert_gradients_close(r, run(r, *d), reference_gradient(r, *d))
+
+    at_each_draw(case, check)
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64, 128])
+def test_the_inverse_of_repeated_keys(chunk):
+    """Keys that repeat with beta = 2: the inverse stays small, while the powers of L pass 1e20."""
+    case = DeltaCase("", (), T=chunk, K=16, V=16, heads=(1, 1, 2), state=False)
+    for draw in (Draw("0", "2", "repeated"), Draw("0", "to 2", "repeated"), Draw("0", "random")):
+        r = case.recurrence(draw)
+        _, chunks = segments_and_chunks(r, ChunkedConfig(chunk, 16))
+        got = chunk_pairs(r, chunks, chunk).inverse[0]
+        beta, k = np.asarray(r.erasing.beta[0], np.float64), np.asarray(r.k[0, :, 0], np.float64)
+        for h in range(2):
+            L = np.tril(beta[:, h, None] * (k @ k.T), -1)
+            assert_close("inverse", got[h] + jnp.eye(chunk), np.linalg.inv(np.eye(chunk) + L), 1e-5)
+
+
+def test_a_new_length_is_no_new_kernel():
+    """Nothing that a kernel is compiled for depends on T, nor on where sequences begin."""
+    launched = []
+
+    def record(*operands, kernel, grid, num_warps, num_stages, out_type=None, out_shape=None, **constants):
+        launched.append((kernel, num_warps, num_stages, sorted(constants.items(), key=str)))
+        return [jnp.zeros(x.shape, x.dtype) for x in (out_type or out_shape)]
+
+    def launches(T: int, cuts=None):
+        case = DeltaCase("", ("g",), T=T, cuts=cuts, K=16, V=16, state=False)
+        r = case.recurrence(Draw())
+        launched.clear()
+        chunked(r, config=ChunkedConfig(32, 16))
+        chunked_vjp(r, *case.cotangents(r), config=GradientConfig(32, 16))
+        return list(launched)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax_triton.triton_call", record)
+        assert launches(100) == launches(1000) == launches(1024)
+        assert launches(100, (0, 40, 100)) == launches(1001, (0, 1, 900))
+
+
+def test_heuristics_fit_their_kernels():
+    """The configs that are chosen and those that tuning tries run."""
+    case = DeltaCase("", ("g",), T=20, heads=(1, 1, 1), dtype="bfloat16", state=False)
+    r = case.recurrence(Draw())
+    for config in ChunkedConfig.candidates(r):
+        assert_outputs_close(r, jax.jit(functools.partial(chunked, config=config))(r), reference(r))
+    d = case.cotangents(r)
+    for config in GradientConfig.candidates(r)[:2]:
+        got = jax.jit(functools.partial(chunked_vjp, config=config))(r, *d)
+        assert_gradients_close(r, got, reference_gradient(r, *d))
+
+
+@pytest.mark.parametrize(
+    "case, reason",
+    [
+        (DeltaCase("", ("gk",), T=4), "per-head gates"),
+        (DeltaCase("", ("g",), ("erase",), T=4), "by beta, not by erase"),
+        (DeltaCase("", ("g",), ("erase", "write"), T=4), "by beta, not by erase and write"),
+        (DeltaCase("", ("g",), T=4, K=264), "at most 256"),
+        (DeltaCase("", ("g",), T=4, K=136), "float32 in heads of at most 128"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_refusals(case, reason):
+    assert reason in support.chunked_refusal(case.recurrence(Draw()))
+    assert support.chunked_refusal(DeltaCase("", ("g",), T=4).recurrence(Draw())) is None
