@@ -1,7 +1,7 @@
 """Compile the launches of a traced call without a GPU, and report the resources of each kernel.
 
 python -m tests.triton_compile 90 "key bfloat16 128" prints a line of JSON per kernel, for compute capability 9.0. The last
-argument is a gate, a dtype and a width. TRITON_INTERPRET must not be set.
+argument is a gate, or delta for the delta rule with a per-head gate, a dtype and a width. TRITON_INTERPRET must not be set.
 """
 
 import dataclasses
@@ -18,6 +18,8 @@ import jax_triton
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from glax._src.kernels.triton import config
 
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32"}
 TOOLS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -106,6 +108,8 @@ def shipped(gate: str, dtype: str, width: int) -> list[Launch]:
     def call():
         x = jnp.zeros((B, T, H, width), dtype)
         gates = dict(gk=x) if gate == "key" else dict(g=jnp.zeros((B, T, H)))
+        if gate == "delta":
+            gates["beta"] = jnp.zeros((B, T, H), dtype)
         return bind(x, x, x, **gates)
 
     def runs(name: str, r, *rest):
@@ -116,11 +120,15 @@ def shipped(gate: str, dtype: str, width: int) -> list[Launch]:
     state = jax.ShapeDtypeStruct(r.state_shape, jnp.float32)
     token = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, :1] if x.ndim > 2 else x, call()))
     slots = jax.ShapeDtypeStruct((B,), jnp.int32)
-    found = runs("chunked", r) + runs("chunked.vjp", r, r.v, state) + runs("recurrent", token)
+    found = runs("chunked", r) + runs("chunked.vjp", r, r.v, state)
+    if gate == "delta":
+        return found
+    found += runs("recurrent", token)
     return found + runs("recurrent.step", token, state, slots)
 
 
 if __name__ == "__main__":
+    config.capability = lambda: divmod(int(sys.argv[1]), 10)  # what the heuristics ask about the GPU
     for what in sys.argv[2:]:
         gate, dtype, width = what.split()
         for each in dict.fromkeys(shipped(gate, dtype, int(width))):

@@ -34,6 +34,11 @@ BUDGETS = {
     ("head", "gradient"): [(126_976, 255, 184), (110_592, 255, 368), (151_632, 255, 120)],
     ("head", "recurrent"): [(8_192, 56, 0), (2_048, 64, 0), (2_048, 56, 0)],
     ("head", "step"): [(512, 42, 0), (512, 41, 0), (512, 40, 0)],
+    ("delta", "head_gate_cumsums"): [(512, 32, 0), (512, 32, 0), (512, 32, 0)],
+    ("delta", "delta_scores"): [(34_816, 228, 0), (32_768, 167, 0), (32_776, 168, 0)],
+    ("delta", "delta_outputs"): [(58_112, 255, 0), (101_120, 245, 0), (82_704, 255, 272)],
+    ("delta", "delta_states"): [(62_208, 255, 40), (115_456, 255, 96), (99_360, 255, 440)],
+    ("delta", "delta_gradient"): [(36_864, 255, 568), (69_632, 221, 0), (77_832, 179, 0)],
 }
 PRODUCTS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 
@@ -52,7 +57,7 @@ def usages(capability: int, *names: str) -> dict:
 
 @pytest.mark.parametrize("capability", LIMITS)
 def test_budgets(capability):
-    found = usages(capability, "key bfloat16 128", "head bfloat16 128")
+    found = usages(capability, "key bfloat16 128", "head bfloat16 128", "delta bfloat16 128")
     place = list(LIMITS).index(capability)
     assert {(runs.split()[0], kernel) for kernel, runs in found} == set(BUDGETS)
     for (kernel, runs), row in found.items():
@@ -60,5 +65,5 @@ def test_budgets(capability):
         used = row["shared"], row["registers"], row["stack"]
         assert row["shared"] <= LIMITS[capability], f"more shared memory than sm_{capability} has: {kernel}, {used}"
         assert all(x <= most for x, most in zip(used, budget, strict=True)), (kernel, runs, used, budget)
-        if kernel in ("outputs", "chunk_states", "gradient"):
+        if kernel in ("outputs", "chunk_states", "gradient", "delta_outputs", "delta_states", "delta_gradient"):
             assert PRODUCTS[capability] in row["matrix"], (kernel, runs, row["matrix"])

@@ -1,5 +1,6 @@
 """Launch the kernels of the delta rule in chunks: outputs and final states, and the gradient in every input."""
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from glax._src.kernels.triton.chunked import (
     by_sequence,
     gates_of,
     heads,
+    heads_of_a_program,
     segments_and_chunks,
     sizes,
     start_of_sequences,
@@ -51,16 +53,21 @@ def chunk_pairs(r: Recurrence, chunks: Segments, chunk: int) -> Pairs:
     if form == "head":
         options = dict(H=H, BH=width(H), C=chunk, **sign, warps=4, stages=1)
         (gates,) = launch(
-            state_kernels.head_gate_cumsums, chunks.count, (gates, chunks.table), [(gates.shape, jnp.float32)], **options
+            state_kernels.head_gate_cumsums,
+            chunks.count,
+            (gates, chunks.table),
+            [(gates.shape, jnp.float32)],
+            **options,
         )
     pairs = (chunks.count, H, chunk, chunk), jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
+    rows = 128 if r.q.dtype == jnp.bfloat16 else 32  # more would spill registers
     results = launch(
         delta_scores,
         H * chunks.count,
         (r.q, r.k, r.erasing.beta, gates, chunks.table),
         [pairs, pairs, ((chunks.count, H, 3, chunk), jnp.float32)],
-        H=H, HQ=r.q.shape[2], HK=r.k.shape[2], K=K, C=chunk, BK=min(width(K), 128 if r.q.dtype == jnp.bfloat16 else 32), FORM=form, **sign, **arithmetic(r),
-        warps=4, stages=1,
+        H=H, HQ=r.q.shape[2], HK=r.k.shape[2], K=K, C=chunk, BK=min(width(K), rows), FORM=form, **sign,
+        **arithmetic(r), warps=4, stages=1,
     )  # fmt: skip
     return Pairs(*results, gates)
 
@@ -79,7 +86,7 @@ def delta_chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
         (r.q, r.k, r.v, pairs.inverse, pairs.scores, pairs.factors, r.scale, start, segments.table),
         [((B, T, H, V), r.q.dtype), (r.state_shape, jnp.float32)],
         **sizes(r), **heads(r), C=config.chunk, BK=width(K), BV=columns,
-        GATED=r.decay.form != "none", SIGN=-1 if r.reverse else 1, START=kind, **arithmetic(r),
+        GATED=r.decay.form != "none", SIGN=-1 if r.reverse else 1, START=kind != 0, **arithmetic(r),
         warps=config.warps, stages=config.stages,
     )  # fmt: skip
     return Outputs(o, final)
@@ -103,23 +110,26 @@ def delta_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) 
         2 * -(-V // columns) * H * segments.count,
         (r.q, r.k, r.v, d_output, *pairs[:3], r.scale, start, d_final, segments.table),
         [states, rows, states, rows, (r.state_shape, jnp.float32)],
-        **sizes(r), **heads(r), C=C, BK=width(K), BV=columns, GATED=r.decay.form != "none", START=kind, **flags,
+        **sizes(r), **heads(r), C=C, BK=width(K), BV=columns, GATED=r.decay.form != "none", START=kind != 0, **flags,
         warps=4, stages=2,
     )  # fmt: skip
 
-    def dtype(x):  # gradients that heads share are summed in float32
-        return x.dtype if x.shape[2] == H else jnp.float32
+    group = heads_of_a_program(r, chunks.count)
+    summed = [math.gcd(group, H // x.shape[2]) for x in (r.q, r.k, r.v)]
+
+    def like(x, count):  # gradients that heads share are summed in float32
+        return (B, T, H // count, x.shape[3]), x.dtype if x.shape[2] == H else jnp.float32
 
     (gates, form), beta = gates_of(r), r.erasing.beta
     per_chunk, per_row = ((chunks.count, H), jnp.float32), (B, T, H)
     d_gates = (per_row, gates.dtype) if form == "head" else per_chunk
     dq, dk, dv, d_beta, dg, d_scale = launch(
         delta_gradient,
-        H * chunks.count,
+        H // group * chunks.count,
         (r.q, r.k, r.v, beta, pairs.gates, d_output, pairs.scores, U, Y, r.scale, S, dS, chunks.table),
-        [((B, T, H, K), dtype(r.q)), ((B, T, H, K), dtype(r.k)), ((B, T, H, V), dtype(r.v)), (per_row, beta.dtype), d_gates, per_chunk],
+        [*map(like, (r.q, r.k, r.v), summed), (per_row, beta.dtype), d_gates, per_chunk],
         **sizes(r), **heads(r), C=C, BK=min(config.rows, width(K)), BV=width(V), FORM=form, **flags,
-        warps=config.warps, stages=config.stages,
+        warps=config.warps, stages=config.stages, GROUP=group, GQ=summed[0], GK=summed[1], GV=summed[2],
     )  # fmt: skip
     d_decay = Decay()
     if form != "none":

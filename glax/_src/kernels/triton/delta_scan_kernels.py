@@ -24,8 +24,8 @@ def delta_outputs(
 ):  # fmt: skip
     """Compute BV columns of a segment's outputs, o [rows, H, V], and of a sequence's final state, final [N, H, K, V].
 
-    START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0). inverse, scores and factors are the
-    results of `delta_scores`. GATED: whether the state decays.
+    START: whether sequences begin from `start` or from zero. GATED: whether the state decays. inverse, scores and factors are the
+    results of `delta_scores`.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
@@ -36,7 +36,7 @@ def delta_outputs(
     hq, hk, hv = h // (H // HQ), h // (H // HK), h // (H // HV)
     factor = tl.load(scale + n).to(tl.float32)
     # [BV, BK]
-    S = load_start(start, e, n, h, ck, cv, filled, edges, H, K, V, START)
+    S = load_start(start, n, h, ck, cv, H, K, V, START)
     # Always loaded one chunk ahead, so that its latency is hidden.
     through = load_through(factors, chunk, h, filled, H, C)
     for c in range(0, tl.cdiv(length, C)):
@@ -91,15 +91,9 @@ def load_through(factors, chunk, h, count, H: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def load_start(
-    start, segment, n, h, ck, cv, filled, edges,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, START: tl.constexpr,
-):  # fmt: skip
-    """Load the transposed state that a segment begins from, [BV, BK]."""
-    if START == 1:
-        limit = tl.where((filled > 0) | (edges != 0), V, 0)  # padding has no state
-        return tl.trans(load_state(start, segment, h, ck, cv, limit, H, K, V).to(tl.float32))
-    elif START == 2:
+def load_start(start, n, h, ck, cv, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, START: tl.constexpr):
+    """Load the transposed state that sequence n begins from, [BV, BK]; 0 without START."""
+    if START:
         return tl.trans(load_state(start, n, h, ck, cv, V, H, K, V).to(tl.float32))
     else:
         return tl.zeros([cv.shape[0], ck.shape[0]], tl.float32)

@@ -54,11 +54,11 @@ def scan_states(
     NV: tl.constexpr = (V + BV - 1) // BV
     block, h, e = program % NV, program // NV % H, program // (NV * H)
     entry = table + e * 6
-    origin, filled, n = tl.load(entry), tl.load(entry + 2), tl.load(entry + 3)
-    edges, chunk = tl.load(entry + 4), tl.load(entry + 5)
+    origin, filled = tl.load(entry), tl.load(entry + 2)
+    n, chunk = tl.load(entry + 3), tl.load(entry + 5)
     ck, cv, tokens = tl.arange(0, BK), block * BV + tl.arange(0, BV), tl.arange(0, C)
     # [BV, BK]
-    S = load_start(start, e, n, h, ck, cv, filled, edges, H, K, V, START)
+    S = load_start(start, n, h, ck, cv, H, K, V, START)
     through = load_through(factors, chunk, h, filled, H, C)
     for c in range(0, tl.cdiv(filled, C)):
         first = origin + SIGN * c * C
@@ -103,7 +103,7 @@ def scan_state_gradients(
     ck, cv, tokens = tl.arange(0, BK), block * BV + tl.arange(0, BV), tl.arange(0, C)
     factor = tl.load(scale + n).to(tl.float32)
     # [BV, BK]
-    dS = load_start(d_start, e, n, h, ck, cv, filled, edges, H, K, V, 2)
+    dS = load_start(d_start, n, h, ck, cv, H, K, V, True)
     steps = tl.cdiv(filled, C)
     through = load_through(factors, chunk + steps - 1, h, filled, H, C)
     for step in range(0, steps):
