@@ -61,7 +61,7 @@ def chunk_pairs(r: Recurrence, chunks: Segments, chunk: int) -> Pairs:
         )
     pairs = (chunks.count, H, chunk, chunk), jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
     rows = 128 if r.q.dtype == jnp.bfloat16 else 32  # more would spill registers
-    results = launch(
+    inverse, scores, factors = launch(
         delta_scores,
         H * chunks.count,
         (r.q, r.k, r.erasing.beta, gates, chunks.table),
@@ -69,7 +69,7 @@ def chunk_pairs(r: Recurrence, chunks: Segments, chunk: int) -> Pairs:
         H=H, HQ=r.q.shape[2], HK=r.k.shape[2], K=K, C=chunk, BK=min(width(K), rows), FORM=form, **sign,
         **arithmetic(r), warps=4, stages=1,
     )  # fmt: skip
-    return Pairs(*results, gates)
+    return Pairs(inverse, scores, factors, gates)
 
 
 @compile_in_parallel
@@ -121,6 +121,7 @@ def delta_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) 
         return (B, T, H // count, x.shape[3]), x.dtype if x.shape[2] == H else jnp.float32
 
     (gates, form), beta = gates_of(r), r.erasing.beta
+    assert beta is not None  # the other forms are refused
     per_chunk, per_row = ((chunks.count, H), jnp.float32), (B, T, H)
     d_gates = (per_row, gates.dtype) if form == "head" else per_chunk
     dq, dk, dv, d_beta, dg, d_scale = launch(
