@@ -1,4 +1,4 @@
-"""Loads the heads and states of a step from the blocks of a plan, in units of whole tiles, and stores them."""
+"""Load the heads and states of a step from the blocks of a plan, in units of whole tiles, and store them."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ from glax._src.kernels.pallas_tpu.refs import BackwardRefs, ForwardRefs, Ref, St
 
 
 class GradientOperands(NamedTuple):
-    """What the gradient of one unit reads. S is the state before the chunk, dS = dL/dS behind it; both are transposed."""
+    """Hold what the gradient of one unit reads. S is the state before the chunk, and dS = dL/dS is behind it; both are
+    transposed."""
 
     q: jnp.ndarray  # [C, pack * K]
     k: jnp.ndarray  # [C, pack * K]
@@ -25,7 +26,7 @@ class GradientOperands(NamedTuple):
 
 
 def step_rows(plan: Plan, step: Step, axis: int = 0):
-    """[C, 1], or [1, C] for axis 1: whether a row of the block belongs to this step. None if all rows do."""
+    """Return whether each row of the block belongs to this step, [C, 1], or [1, C] for axis 1. Return None if all rows do."""
     if not plan.ragged:
         return None
     shape = (plan.chunk, 1) if axis == 0 else (1, plan.chunk)
@@ -63,7 +64,8 @@ def load_gradient_operands(plan: Plan, step: Step, refs: BackwardRefs, unit) -> 
 
 
 def join_heads(plan: Plan, width: int, factors, axis: int = 1):
-    """Joins the factors of a unit's heads into one factor of its lanes or, for axis 0, its rows. Each may be broadcast."""
+    """Return the factors of a unit's heads as one factor of its lanes, or for axis 0 of its rows. Each factor may be
+    broadcast."""
     if plan.pack == 1:
         return factors[0]
     shape = (1, 2 * width) if axis else (2 * width, 1)
@@ -71,7 +73,7 @@ def join_heads(plan: Plan, width: int, factors, axis: int = 1):
 
 
 def select_head(plan: Plan, x, width: int, head: int):
-    """Set the lanes of the unit's other head to 0 in x [C, pack * width]."""
+    """Return x [C, pack * width] with 0 in the lanes of the unit's other head."""
     if plan.pack == 1:
         return x
     lane = lax.broadcasted_iota(jnp.int32, (1, 2 * width), 1)
@@ -79,7 +81,7 @@ def select_head(plan: Plan, x, width: int, head: int):
 
 
 def block_diagonal(plan: Plan, x):
-    """Set the products between a unit's two heads to 0 in x [pack * V, pack * K]."""
+    """Return x [pack * V, pack * K] with 0 in the products between a unit's two heads."""
     if plan.pack == 1:
         return x
     row = lax.broadcasted_iota(jnp.int32, x.shape, 0) < plan.V
@@ -166,9 +168,10 @@ def state_input(plan: Plan, x) -> tuple:
 
 
 def estimate_cost(plan: Plan, r: Recurrence, products: int, inputs: dict, outputs: dict) -> pl.CostEstimate:
-    """Estimates the cost by which XLA schedules a kernel.
+    """Return an estimate of the kernel's cost, by which XLA schedules it.
 
-    products: matrix products for each unit and chunk. Counts the exponentials of the decays, and the bytes of every array once.
+    products: the matrix products for each unit and chunk. The estimate counts the exponentials of the decays, and the bytes of
+    every array once.
     """
     chunks = plan.B * plan.groups * plan.steps * plan.units
     C, K, V = plan.chunk, plan.pack * plan.K, plan.pack * plan.V

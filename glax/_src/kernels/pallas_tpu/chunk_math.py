@@ -1,8 +1,8 @@
-"""The mathematics of one chunk inside a kernel, for the TPU's matrix units (MXU).
+"""Compute one chunk inside a kernel, for the TPU's matrix units (MXU).
 
 The two forms of a chunk are those of `glax._src.kernels.xla.chunk_math`. States are transposed, [V, K], so that gates of the
 state's rows scale its lanes. Each product has operands of one type, usually the type of q, k and v, and sums in float32.
-Products with a matrix of 0, 1 and -1 are exact: the other operand is split into bfloat16 parts.
+Products with a matrix of 0, 1 and -1 are exact, because the other operand is split into bfloat16 parts.
 """
 
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ NT, NN, TN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), 
 
 
 def dot(x, y, dims, dtype):
-    """Multiply matrices in `dtype`, in float32 throughout if that is float32."""
+    """Multiply matrices with operands in `dtype` and sums in float32. float32 operands are multiplied at the highest
+    precision."""
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         x.astype(dtype), y.astype(dtype), dims, precision=precision, preferred_element_type=jnp.float32
@@ -27,13 +28,13 @@ def positions(shape: tuple[int, int], axis: int, reverse: bool):
 
 
 def causal_mask(C: int, reverse: bool, inclusive: bool):
-    """[C, C]: whether token j precedes token i in the scan or, if `inclusive`, is token i."""
+    """Return whether token j precedes token i in the scan or, if `inclusive`, is token i: [C, C]."""
     i, j = positions((C, C), 0, reverse), positions((C, C), 1, reverse)
     return j <= i if inclusive else j < i
 
 
 def diagonal_mask(C: int):
-    """[C, C]: whether token j is token i."""
+    """Return whether token j is token i, [C, C]."""
     return positions((C, C), 0, False) == positions((C, C), 1, False)
 
 
@@ -57,13 +58,13 @@ def bfloat16_parts(x, exact: bool):
 
 
 def sum_by(matrix, x, exact: bool):
-    """matrix @ x for a matrix of 0, 1 and -1: exact products, summed in float32."""
+    """Return matrix @ x for a matrix of 0, 1 and -1. The products are exact, and the sums are float32."""
     matrix = matrix.astype(jnp.bfloat16)
     return jnp.asarray(sum(dot(matrix, part, NN, jnp.bfloat16) for part in bfloat16_parts(x, exact)))
 
 
 def row_sums(*arrays):
-    """[C, 1]: the sums of each row over all arrays [C, width]."""
+    """Return the sums of each row over all arrays [C, width], [C, 1]."""
     if len({x.shape for x in arrays}) == 1:
         return jnp.asarray(sum(arrays)).sum(1, keepdims=True)
     return sum(x.sum(1, keepdims=True) for x in arrays)

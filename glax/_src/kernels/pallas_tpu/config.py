@@ -1,4 +1,4 @@
-"""The configs of the TPU kernels and the calls that they refuse. Does not load Pallas."""
+"""Define the configs of the TPU kernels and the calls that they refuse. This module does not load Pallas."""
 
 import dataclasses
 from typing import Self
@@ -12,10 +12,10 @@ from glax._src.kernels.pallas_tpu.sizes import SMEM_BYTES, VMEM_BYTES, packing, 
 
 @dataclasses.dataclass(frozen=True)
 class TPUChunkedConfig(Config):
-    """Tunes the forward.
+    """Configure the forward.
 
-    chunk: tokens of a chunk. units: tiles of 128 lanes (one head of 128 channels, or two of 64) that a program computes in
-    parallel.
+    chunk: the tokens of a chunk. units: the tiles of 128 lanes that a program computes in parallel. A tile is one head of 128
+    channels, or two of 64.
     """
 
     chunk: int = 128
@@ -54,9 +54,9 @@ def priority(r: Recurrence) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TPUGradientConfig(TPUChunkedConfig):
-    """Tunes the gradient, with the fields of the forward's config."""
+    """Configure the gradient, with the fields of the forward's config."""
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Take fewer units where the blocks of a unit are larger: with per-key gates, and in float32."""
+        """Return fewer units where the blocks of a unit are larger: with per-key gates, and in float32."""
         return cls(units=8 if r.q.dtype == jnp.bfloat16 and r.decay.key is None else 4)

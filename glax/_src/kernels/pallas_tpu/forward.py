@@ -1,4 +1,4 @@
-"""The forward: one scan, with the state in VMEM from the first chunk of a sequence to its last."""
+"""Compute the forward in one scan, with the state in VMEM from the first chunk of a sequence to its last."""
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl

@@ -1,11 +1,11 @@
-"""Per-head gates: e^{G_i - G_j} for every pair of tokens. Each is exact, so no gate needs another form.
+"""Compute chunks with per-head gates: e^{G_i - G_j} for every pair of tokens. Each is exact, so no gate needs another form.
 
 In float32, G is the sum of two terms: log gates rounded to multiples of 1/16, whose sums are exact at any length, and the small
-remainders. Their differences keep every digit, even where gates of -100 stand among mild ones. In bfloat16 one float32 sum is
+remainders. Their differences have every digit, even where gates of -100 stand among mild ones. In bfloat16 one float32 sum is
 enough. Gates are at least -128, so the sum over a chunk is off by less than 1e-3, and by 1e-5 where the gates add up to 100.
 
-One product with a matrix of ones sums along the lanes. Spreading a column over the lanes costs sixteen permutations a head.
-Therefore only sums are read from columns, never the exponentials of sums.
+One product with a matrix of ones sums along the lanes. Broadcasting a column over the lanes costs sixteen permutations per
+head. Therefore only sums are read from columns, never the exponentials of sums.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from glax._src.kernels.pallas_tpu.refs import BackwardRefs, ForwardRefs, StateRe
 
 
 class EdgeDecays(NamedTuple):
-    """Decays between tokens and the edges of the chunk, for all R heads of a program."""
+    """Hold the decays between tokens and the edges of the chunk, for all R heads of a program."""
 
     from_start: jnp.ndarray  # [R, C]: from the chunk's start through a token
     to_end: jnp.ndarray  # [R, C]: after a token, to the chunk's end
@@ -41,7 +41,7 @@ class EdgeDecays(NamedTuple):
 
 
 class HeadSums(NamedTuple):
-    """The sums G of log gates of all R heads of a program, as a sum of terms."""
+    """Hold the sums G of log gates of all R heads of a program, each as a sum of terms."""
 
     rows: tuple  # of each term: [R, C]
     columns: jnp.ndarray  # [C, terms * R]: `rows` transposed, side by side
@@ -52,29 +52,29 @@ class HeadSums(NamedTuple):
         return range(len(self.rows))
 
     def row(self, term: int, head: int):
-        """[1, C]."""
+        """Return a term of a head's G as a row, [1, C]."""
         return self.rows[term][head : head + 1]
 
     def column(self, term: int, head: int):
-        """[C, 1]."""
+        """Return a term of a head's G as a column, [C, 1]."""
         at = term * self.rows[0].shape[0] + head
         return self.columns[:, at : at + 1]
 
     def pair_decays(self, head: int, mask):
-        """[C, C]: the decay after token j through token i where mask holds, else 0."""
+        """Return the decay after token j through token i where mask holds, else 0: [C, C]."""
         between = sum(self.column(term, head) - self.row(term, head) for term in self.terms)
         return jnp.exp(jnp.where(mask, between, -jnp.inf))
 
     def broadcast_column(self, term: int, head: int, width: int):
-        """[C, width]."""
+        """Return a term of a head's G in all lanes, [C, width]."""
         return jnp.broadcast_to(self.column(term, head), (self.columns.shape[0], width))
 
     def from_start(self, head: int, width: int):
-        """[C, width]: the decay from the chunk's start through a token."""
+        """Return the decay from the chunk's start through each token, [C, width]."""
         return jnp.exp(sum(self.broadcast_column(term, head, width) for term in self.terms))
 
     def to_end(self, head: int, width: int):
-        """[C, width]: the decay after a token, to the chunk's end."""
+        """Return the decay after each token to the chunk's end, [C, width]."""
         last = (self.last[term][head : head + 1] for term in self.terms)
         columns = ((end, self.broadcast_column(term, head, width)) for term, end in zip(self.terms, last, strict=True))
         return jnp.exp(sum(end - column for end, column in columns))
@@ -85,7 +85,7 @@ class HeadSums(NamedTuple):
 
 
 def head_sums(gates, reverse: bool, dtype) -> HeadSums:
-    """Sum gates [R, C], float32 and 0 outside of the step's rows. dtype: the type of q, k and v."""
+    """Return the sums of gates [R, C], float32 and 0 outside of the step's rows, as `HeadSums`. dtype: the type of q, k and v."""
     R, C = gates.shape
     gates = jnp.maximum(gates, LOG_OF_ZERO)
     terms = [gates]
@@ -157,7 +157,7 @@ def save_states(plan: Plan, step: Step, refs: StateRefs):
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The stages of the gradient of one step. The masks are [C, C]."""
+    """Hold the stages of the gradient of one step. The masks are [C, C]."""
 
     plan: Plan
     step: Step
@@ -200,7 +200,7 @@ class Backward:
         store_gradient(plan, self.step, refs.dv, Hv, unit, dv)
 
     def decay_state_terms(self, sums: HeadSums, heads, dq, dk, dv):
-        """Decays what the gradients of rows read from the states at the chunk's edges."""
+        """Return dq, dk and dv with the terms from the states decayed between the tokens and the chunk's edges."""
         plan = self.plan
         dq *= join_heads(plan, plan.K, [sums.from_start(head, dq.shape[1]) for head in heads])
         to_end = [sums.to_end(head, max(dk.shape[1], dv.shape[1])) for head in heads]
@@ -258,7 +258,7 @@ def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
 
 
 def emit_gate_gradients(plan: Plan, step: Step, refs: BackwardRefs):
-    """dg_t = <S, dS>_{before the chunk} - sum over s before t in the chunk of (q_s dq_s - k_s dk_s), for every head."""
+    """Store dg_t = <S, dS>_{before the chunk} - sum over s before t in the chunk of (q_s dq_s - k_s dk_s), for every head."""
     s, t = (chunk_math.positions((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
     # [R, C]
     terms = refs.row_terms[...].T[: plan.gate_rows] - refs.column_terms[...]

@@ -1,7 +1,7 @@
-"""Per-key gates: the factored form where a run-time check allows it, and the exact form elsewhere.
+"""Compute chunks with per-key gates: in the factored form where a run-time check allows it, and in the exact form elsewhere.
 
 The factored form writes e^{G_i - G_j} as e^{M_i} e^{-M_j} for all pairs together, with M = G minus G at the chunk's middle. The
-exact form halves the chunk repeatedly, so that no exponent is positive for gates <= 0. `xla.chunk_math` has both forms too.
+exact form halves the chunk repeatedly, so that no exponent is positive for gates <= 0. `xla.chunk_math` has both forms, too.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def load_gates(plan: Plan, step: Step, refs: Refs, unit):
 
 
 def sum_gates(refs: Refs, matrix, gates):
-    """matrix @ gates, exact to float32 for float32 inputs, and to 16 bits of each gate for bfloat16 inputs."""
+    """Return matrix @ gates, exact to float32 for float32 inputs, and to 16 bits of each gate for bfloat16 inputs."""
     gates = gates.astype(jnp.bfloat16) if refs.key_gates.dtype == jnp.bfloat16 else gates
     return chunk_math.sum_by(matrix, gates, exact=refs.k.dtype == jnp.float32)
 
@@ -81,7 +81,7 @@ def run_units(plan: Plan, step: Step, refs: Refs, factored, exact):
 
 
 class MiddleFactors(NamedTuple):
-    """Decays relative to the chunk's middle, of the factored form."""
+    """Hold the decays relative to the chunk's middle, for the factored form."""
 
     up: jnp.ndarray  # [C, K]: e^M, multiplies q
     down: jnp.ndarray  # [C, K]: e^-M, multiplies k
@@ -103,7 +103,7 @@ def middle_factors(plan: Plan, refs: Refs, gates) -> MiddleFactors:
 
 
 class EdgeDecays(NamedTuple):
-    """Decays between tokens and the edges of the chunk, of the exact form."""
+    """Hold the decays between tokens and the edges of the chunk, for the exact form."""
 
     from_start: jnp.ndarray  # [C, K]: from the chunk's start through a token
     to_end: jnp.ndarray  # [C, K]: after a token, to the chunk's end
@@ -111,13 +111,13 @@ class EdgeDecays(NamedTuple):
 
 
 def sums_from_start(plan: Plan, refs: Refs, gates):
-    """[C, K]: the sums of log gates from the chunk's first token through each token."""
+    """Return the sums of log gates from the chunk's first token through each token, [C, K]."""
     i, s = (chunk_math.positions((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
     return sum_gates(refs, jnp.where(s <= i, 1.0, 0.0), gates)
 
 
 def sums_to_end(plan: Plan, refs: Refs, gates):
-    """[C, K]: the sums of log gates after each token, through the chunk's last token."""
+    """Return the sums of log gates after each token through the chunk's last token, [C, K]."""
     i, s = (chunk_math.positions((plan.chunk, plan.chunk), axis, plan.reverse) for axis in (0, 1))
     return sum_gates(refs, jnp.where(s > i, 1.0, 0.0), gates)
 
@@ -128,7 +128,7 @@ def edge_decays(plan: Plan, refs: Refs, gates) -> EdgeDecays:
 
 
 def fold_levels(plan: Plan, refs: Refs, gates, body, carry):
-    """Folds body(factor [C, K], mask [C, C], carry) over the halvings of the chunk.
+    """Fold body(factor [C, K], mask [C, C], carry) over the halvings of the chunk.
 
     The mask selects pairs of a token in the later half of a block with one in the earlier half. The factor is each token's
     decay to the block's middle.
@@ -151,14 +151,14 @@ def fold_levels(plan: Plan, refs: Refs, gates, body, carry):
 
 
 def masked_pairs(plan: Plan, x, y, mask, part: int, width: int, dtype):
-    """[C, C]: x y^T of one head of a unit where mask holds, else 0."""
+    """Return x y^T of one head of a unit where mask holds, else 0: [C, C]."""
     product = chunk_math.dot(select_head(plan, x, width, part), y, chunk_math.NT, dtype)
     return jnp.where(mask, product, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """The stages of the forward of one step."""
+    """Hold the stages of the forward of one step."""
 
     plan: Plan
     step: Step
@@ -241,7 +241,7 @@ def save_states(plan: Plan, step: Step, refs: StateRefs):
 
 
 class UnitGradient(NamedTuple):
-    """The gradient of a unit without the pairs of each token with itself in dq and dk. dq lacks the scale."""
+    """Hold the gradient of a unit. dq and dk lack the pairs of each token with itself, and dq lacks the scale."""
 
     dq: jnp.ndarray  # [C, K]
     dk: jnp.ndarray  # [C, K]
@@ -255,7 +255,7 @@ class UnitGradient(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The stages of the gradient of one step. The masks are [C, C]."""
+    """Hold the stages of the gradient of one step. The masks are [C, C]."""
 
     plan: Plan
     step: Step
@@ -285,7 +285,7 @@ class Backward:
         ]
 
     def apply_pairs(self, pairs, x, width: int, dims):
-        """[C, pack * width]: the product of each head's pairs and its lanes of x."""
+        """Return the product of each head's pairs with its lanes of x, [C, pack * width]."""
         products = (
             chunk_math.dot(pairs[part], select_head(self.plan, x, width, part), dims, self.dtype) for part in self.parts
         )

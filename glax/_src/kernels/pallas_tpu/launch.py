@@ -1,4 +1,4 @@
-"""Launches a kernel body over the grid of a plan, with named references to its blocks."""
+"""Launch a kernel body over the grid of a plan, with named references to its blocks."""
 
 import jax
 from jax.experimental import pallas as pl
@@ -46,7 +46,7 @@ def launch(
 
 
 def when(condition):
-    """Decorates a function as `pl.when` does. A Python bool is decided while tracing."""
+    """Decorate a function as `pl.when` does. A Python bool is decided while tracing."""
     if isinstance(condition, bool):
         return lambda f: f() if condition else None
     return pl.when(condition)

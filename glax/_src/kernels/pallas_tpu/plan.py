@@ -1,4 +1,4 @@
-"""The layout of a recurrence in blocks: the rows, heads and states of each step of a kernel's grid."""
+"""Lay out a recurrence in blocks: the rows, heads and states of each step of a kernel's grid."""
 
 import dataclasses
 from typing import NamedTuple
@@ -33,8 +33,8 @@ class Plan:
 
     Arrays have the shape [B, T, heads * width]: a row is a token, and heads lie side by side in the lanes. A unit is `pack`
     heads, whose padded widths K and V fill whole tiles of 128 lanes. Its state is one matrix, block diagonal for two heads.
-    With packing, a step visits a block of C rows once for every sequence that has rows in it, so no row is ever moved.
-    adjoint: whether the scan runs against the recurrence, as a gradient does.
+    With packing, a step visits a block of C rows once for every sequence that has rows in it, so no row is ever moved. adjoint:
+    whether the scan has the opposite order of the recurrence, as in a gradient.
     """
 
     B: int
@@ -93,8 +93,8 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Return one step for every block, and one more for every sequence that begins inside of a block, is empty, or
-        is padding."""
+        """Return the number of steps: one for every block, and if packed one more for every sequence that begins inside of a
+        block, is empty, or is padding."""
         return self.blocks + (self.N + 2 if self.packed else 0)
 
     @property
@@ -213,34 +213,34 @@ class Plan:
     # ---- from the arrays of a recurrence, and back -------------------------------------------------------------------
 
     def to_lanes(self, x: Float[Array, "B T heads D"], width: int) -> Float[Array, "B T heads*width"]:
-        """Pads each head to `width` lanes, and the rows to at least one block."""
+        """Return x with each head padded to `width` lanes, and its rows to at least one block."""
         more_rows = max(0, self.chunk - self.T)
         x = pad(x, (0, 0), (0, more_rows), (0, 0), (0, width - x.shape[3]))
         return x.reshape(*x.shape[:2], -1)
 
     def from_lanes(self, x: Float[Array, "B T heads*width"], width: int, used: int) -> Float[Array, "B T heads used"]:
-        """Inverts `to_lanes`."""
+        """Return x in the layout before `to_lanes`."""
         x = x.reshape(*x.shape[:2], -1, width)
         return x[:, : self.T, :, :used]
 
     def to_groups(self, x: Float[Array, "B T H"]) -> Float[Array, "B groups blocks rows C"]:
-        """Groups per-head gates by program, with time along the lanes."""
+        """Return per-head gates grouped by program, with time along the lanes."""
         x = pad(x.astype(jnp.float32), (0, 0), (0, self.blocks * self.chunk - self.T), (0, 0))
         x = x.reshape(self.B, self.blocks, self.chunk, self.groups, self.program_heads).transpose(0, 3, 1, 4, 2)
         return pad(x, (0, 0), (0, 0), (0, 0), (0, self.gate_rows - self.program_heads), (0, 0))
 
     def from_groups(self, x: Float[Array, "B groups blocks rows C"]) -> Float[Array, "B T H"]:
-        """Inverts `to_groups`."""
+        """Return x in the layout before `to_groups`."""
         x = x[:, :, :, : self.program_heads].transpose(0, 2, 4, 1, 3)
         return x.reshape(self.B, -1, self.H)[:, : self.T]
 
     def to_state_blocks(self, x: Float[Array, "N H K V"]) -> Float[Array, "N groups rows K V"]:
-        """Pads states to the widths of a unit, and groups them by program."""
+        """Return states padded to the widths of a unit, and grouped by program."""
         x = pad(x, (0, 0), (0, 0), (0, self.K - x.shape[2]), (0, self.V - x.shape[3]))
         return x.reshape(self.N, self.groups, self.program_heads, self.K, self.V)
 
     def from_state_blocks(self, x: Float[Array, "N groups rows K V"], K: int, V: int) -> Float[Array, "N H K V"]:
-        """Inverts `to_state_blocks`."""
+        """Return x in the layout before `to_state_blocks`."""
         return x.reshape(self.N, self.H, self.K, self.V)[:, :, :K, :V]
 
 
@@ -250,5 +250,5 @@ def splits_no_group(count: int, H: int, heads: tuple[int, int, int]) -> bool:
 
 
 def pad(x: Array, *widths: tuple[int, int]) -> Array:
-    """Pads each axis of x by (before, after) zeros."""
+    """Return x with each axis padded by (before, after) zeros."""
     return jnp.pad(x, widths) if any(width != (0, 0) for width in widths) else x

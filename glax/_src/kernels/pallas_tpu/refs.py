@@ -1,7 +1,7 @@
-"""The references of each kernel, by name.
+"""Name the references of each kernel.
 
-A kernel reads inputs, writes outputs and keeps values between steps in scratch memory. An input, output or scratch array that a
-call does not have is None. Shapes are those of one step's block; C, K, V and R are a plan's chunk, padded widths and `gate_rows`.
+A kernel reads inputs, writes outputs, and holds values between steps in scratch memory. A field is None if the call has no such
+array. Shapes are those of one step's block; C, K, V and R are a plan's chunk, padded widths and `gate_rows`.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ Ref = Any  # a Pallas reference, whose type JAX does not export, or None where t
 
 
 class ForwardRefs(NamedTuple):
-    """References of the forward."""
+    """Hold the references of the forward kernel."""
 
     q: Ref  # [C, heads * K]
     k: Ref  # [C, heads * K]
@@ -24,7 +24,7 @@ class ForwardRefs(NamedTuple):
 
 
 class StateRefs(NamedTuple):
-    """References of the kernel that saves the state before each chunk."""
+    """Hold the references of the kernel that saves the state before each chunk."""
 
     k: Ref  # [C, heads * K]
     v: Ref  # [C, heads * V]
@@ -36,7 +36,7 @@ class StateRefs(NamedTuple):
 
 
 class BackwardRefs(NamedTuple):
-    """References of the backward kernel."""
+    """Hold the references of the backward kernel."""
 
     q: Ref  # [C, heads * K]
     k: Ref  # [C, heads * K]

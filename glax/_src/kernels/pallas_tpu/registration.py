@@ -1,6 +1,6 @@
-"""Registers the TPU kernels, for v5e and newer. One program scans a sequence with the state in VMEM.
+"""Register the TPU kernels, for v5e and newer. One program scans a sequence with the state in VMEM.
 
-The functions here load the modules with the kernels, and with them Pallas, when a call runs them.
+A function here loads the module with its kernel, and with it Pallas, when a call runs it.
 """
 
 from glax._src.core.recurrence import Outputs, Recurrence
@@ -22,7 +22,7 @@ def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
     "chunked.vjp", Platform.PALLAS, Backend.TPU, config=TPUGradientConfig, supports=supports, priority=priority
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) -> Recurrence:
-    """Compute the gradient of every input of r: one scan for the states, and one against the recurrence for all else."""
+    """Compute the gradient of every input of r by two scans: one for the states, and one in the opposite order for all else."""
     from glax._src.kernels.pallas_tpu import vjp
 
     return vjp.chunked_vjp(r, d_output, d_final, config=config)

@@ -1,4 +1,4 @@
-"""The sizes of a step's blocks. Does not load Pallas, so that a kernel can refuse a call without it."""
+"""Compute the sizes of a step's blocks. This module does not load Pallas, so that a kernel can refuse a call without it."""
 
 LANES = 128
 VMEM_BYTES = 8 * 2**20  # for the blocks of a step, of 16 MiB; the rest is for intermediate values

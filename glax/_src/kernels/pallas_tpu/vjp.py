@@ -1,4 +1,4 @@
-"""The gradient: a forward scan saves the state before each chunk, and a backward scan computes everything else.
+"""Compute the gradient: a forward scan saves the state before each chunk, and a backward scan computes everything else.
 
 With dS = dL/dS after a chunk, [C, C] pairs A and their cotangents dA, decays D_ij = e^{G_i - G_j} for j <= i:
 
@@ -9,8 +9,8 @@ With dS = dL/dS after a chunk, [C, C] pairs A and their cotangents dA, decays D_
     dg_t = <S, dS>_{before the chunk} - sum over s before t in the chunk of (q_s dq_s - k_s dk_s)
 
 The last line starts again from both states at each chunk's edge, so its rounding error does not grow with T. It needs the state
-before every chunk. These are stored in the dtype of q, k and v, in which products read them. For bfloat16 at K = V = 128 they
-take as many bytes as one more tensor, written once and read once. A separate scan for dq would read three tensors again.
+before every chunk. These states are stored in the dtype of q, k and v, in which products read them. For bfloat16 at K = V = 128
+they take as many bytes as one more tensor, written once and read once. A separate scan for dq would read three tensors again.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def save_states(plan: Plan, step: Step, scale, refs: StateRefs):
 
 
 def backward(plan: Plan, step: Step, scale, refs: BackwardRefs):
-    """Compute dq, dk, dv and the gates' gradients of a step, and d initial_state. It scans against the recurrence."""
+    """Compute dq, dk, dv and the gates' gradients of a step, and d initial_state, in the opposite order of the recurrence."""
 
     @when(step.begins)
     def _():
