@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs from compute capability 8.0 on, in Triton."""
+"""Provide kernels for NVIDIA GPUs from compute capability 8.0 on, in Triton."""
 
 from glax._src.kernels.triton import registration
 from glax._src.kernels.triton.config import ChunkedConfig, GradientConfig, TokenConfig

@@ -52,7 +52,7 @@ def gates_of(r: Recurrence):
 
 
 class Operands(NamedTuple):
-    """The scan's q, k and gates, and the scores of each chunk.
+    """Hold the scan's q, k and gates, and the scores of each chunk.
 
     Where a form of gates lacks scores and max_abs_cumsum, they are replaced by an array that is not read.
     """
@@ -111,7 +111,7 @@ def start_of_sequences(r: Recurrence):
 
 
 class Scan:
-    """Launches of the state kernels over one division into segments, in one direction.
+    """Launch the state kernels over one division into segments, in one direction.
 
     d_output: the gradient of the outputs for the scan of dL/dS in reverse; None for the scan of S.
     """

@@ -1,4 +1,4 @@
-"""The tunable numbers of the Triton kernels, and heuristics that derive them from the shapes."""
+"""Define the tunable numbers of the Triton kernels, and heuristics that derive them from the shapes."""
 
 import dataclasses
 from typing import Self
@@ -40,10 +40,10 @@ def segment_for(r: Recurrence, chunk: int, programs: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedConfig(Config):
-    """The forward's config.
+    """Configure the forward.
 
-    chunk: tokens of a chunk. columns: columns of the state in a program. segment: tokens that a program scans, 0 for all of
-    T. warps: warps of a program. stages: stages of its software pipeline.
+    chunk: the tokens of a chunk. columns: the columns of the state in a program. segment: the tokens that a program scans, 0
+    for all of T. warps: the warps of a program. stages: the stages of its software pipeline.
     """
 
     chunk: int = 32
@@ -108,11 +108,11 @@ class ChunkedConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class GradientConfig(Config):
-    """The gradient's config.
+    """Configure the gradient.
 
-    chunk: tokens of a chunk; the states at both its ends are stored. rows: rows of the states that are processed together.
-    segment: tokens that a program of the state kernels scans, 0 for all of T. block: rows and columns of the state in such
-    a program. warps, stages: those of the gradient kernel.
+    chunk: the tokens of a chunk; the states at both its ends are stored. rows: the rows of the states that are processed
+    together. segment: the tokens that a program of the state kernels scans, 0 for all of T. block: the rows and columns of the
+    state in such a program. warps, stages: the warps and the software pipeline's stages of the gradient kernel.
     """
 
     chunk: int = 64
@@ -168,7 +168,7 @@ class GradientConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class TokenConfig(Config):
-    """The config of the token-by-token kernels. columns: columns of the state in a program. warps: warps of a program."""
+    """Configure the token-by-token kernels. columns: the columns of the state in a program. warps: the warps of a program."""
 
     columns: int = 16
     warps: int = 4

@@ -1,4 +1,4 @@
-"""The kernel that scans a segment of a sequence and writes its outputs. The state stays on chip.
+"""Scan a segment of a sequence and write its outputs. The state stays on chip.
 
 G_i is the sum of the log decays of a chunk through its token i, and G_last is that sum over the whole chunk:
 

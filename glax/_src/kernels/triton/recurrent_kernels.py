@@ -1,4 +1,4 @@
-"""Kernels that process one token at a time, with exact decays and the state in registers."""
+"""Process one token at a time, with exact decays and the state in registers."""
 
 from glax._src.kernels.triton.launch import tl, triton
 from glax._src.kernels.triton.tiles import at, exp, load_state, store_state

@@ -1,6 +1,6 @@
-"""Kernels for NVIDIA GPUs from compute capability 8.0 on, in Triton, through jax-triton.
+"""Register kernels for NVIDIA GPUs from compute capability 8.0 on, in Triton, through jax-triton.
 
-Importing this module imports neither. Both are imported by the first call that runs here.
+Importing this module imports neither package. The first call that runs here imports both.
 """
 
 from glax._src.core.recurrence import Outputs, Recurrence

@@ -1,4 +1,4 @@
-"""Kernels that scale q and k of chunks with key gates and compute the scores. One program has one chunk and one head.
+"""Scale q and k of chunks with per-key gates, and compute their scores. One program has one chunk and one head.
 
 G_i is the sum of the log gates of a chunk through token i, and G_last is that sum over the whole chunk:
 

@@ -1,12 +1,12 @@
-"""Kernels that carry a state along a segment of a sequence: the states at its chunks, and a scan over segments.
+"""Carry a state along a segment of a sequence, to the states at its chunks, and scan over segments.
 
 G_i is the sum of the log decays of a chunk through its token i, and G_last is that sum over the whole chunk:
 
     S_out = e^{G_last} S_in + sum_j (k_j e^{G_last - G_j}) v_j^T
     o_i   = (q_i e^{G_i})^T S_in + sum_{j <= i} (sum_k q_ik k_jk e^{G_ik - G_jk}) v_j
 
-One program has one segment, one head, and a block of the state. Three launches make segments independent:
-`segment_states` computes their states from zero, `scan_segments` scans those, and `outputs` starts from the results.
+One program has one segment, one head, and a block of the state. Three launches make segments independent: `segment_states`
+computes their states from zero, `scan_segments` scans those, and `outputs` starts from the results.
 """
 
 from glax._src.kernels.triton.launch import tl, triton

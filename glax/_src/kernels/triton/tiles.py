@@ -1,7 +1,7 @@
-"""Functions that the chunked kernels share: tiles of tokens, sums of gates, and products of a given precision.
+"""Provide what the chunked kernels share: tiles of tokens, sums of gates, and products of a given precision.
 
-The tokens of a chunk are in scan order in both directions: token i is row origin + SIGN * i. Logarithms are natural, and
-e^x is computed as 2^(x log2 e).
+The tokens of a chunk are in scan order in both directions: token i is row origin + SIGN * i. Logarithms are natural, and e^x is
+computed as 2^(x log2 e).
 """
 
 from glax._src.kernels.common import limits

@@ -1,8 +1,8 @@
-"""The kernel for the gradient of chunks whose key gates are out of range for the fast form of `gradient`.
+"""Compute the gradient of chunks whose key gates are out of range for the fast form of `gradient`.
 
-The formulas are those of `vjp_kernels`. Pairs of tokens are log2(C) products, each with a reference between its tokens, so
-that no exponent is positive. A kernel that held both forms would need more registers and take three times as long to
-compile. dv is not affected.
+The formulas are those of `vjp_kernels`. Pairs of tokens are log2(C) products, each with a reference between its tokens, so that
+no exponent is positive. A kernel that held both forms would need more registers and take three times as long to compile. dv
+does not change.
 """
 
 from glax._src.kernels.triton.launch import tl, triton

@@ -1,21 +1,21 @@
-"""The kernel for the gradient of a chunk from the states at both its ends. One program has one chunk and GROUP heads.
+"""Compute the gradient of a chunk from the states at both its ends. One program has one chunk and GROUP heads.
 
 Heads that share a query, key or value are processed by one program in order. It adds their gradients in memory, so that no
 array has H heads and the order of the sum is fixed.
 
-S is the state where the chunk begins and dS = dL/dS where it ends. P_ij = sum_k q_ik k_jk e^{G_ik - G_jk} and
-dP_ij = do_i . v_j, for j < i:
+S is the state where the chunk begins and dS = dL/dS where it ends. P_ij = sum_k q_ik k_jk e^{G_ik - G_jk} and dP_ij = do_i .
+v_j, for j < i:
 
     dq_i = e^{G_i} (S do_i) + sum_j dP_ij k_j e^{G_i - G_j} + (do_i . v_i) k_i
     dk_j = e^{G_last - G_j} (dS v_j) + sum_i dP_ij q_i e^{G_i - G_j} + (do_j . v_j) q_j
     dv_j = dS^T (k_j e^{G_last - G_j}) + sum_i P_ij do_i + (q_j . k_j) do_j
 
-The gradient of a log gate sums over all pairs of tokens that it decays: one token before it and one at or after it.
+The gradient of a log gate sums over all pairs of tokens that the gate decays: one token before it and one at or after it.
 
     dg_t = e^{G_last} sum_v S dS + sum_{s >= t} (q_s (dq_s - own) - k_s (dk_s within)) + sum_{s < t} k_s (dk_s from dS)
 
-"own" is the part of a token with itself, which no gate decays. "within" is the part of the pairs inside the chunk. No
-term is a difference of sums over more than a chunk. So mild gates lose no digits beside strong ones, at any T.
+"own" is the term of a token with itself, which no gate decays. "within" is the term of the pairs inside the chunk. No term is a
+difference of sums over more than a chunk, so mild gates lose no digits beside strong ones, at any T.
 """
 
 from glax._src.kernels.triton.launch import tl, triton
