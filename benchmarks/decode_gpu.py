@@ -128,9 +128,10 @@ def peer(shape: Decode):
         states = [torch.zeros(shape.B, shape.H, shape.V, shape.K, device="cuda") for _ in range(shape.layers)]
         dt = (-g)[..., None].expand(-1, -1, shape.V)
         A = -torch.ones(shape.H, device="cuda")[:, None, None].expand(-1, shape.V, shape.K)
+        zeros = torch.zeros(shape.H, device="cuda")[:, None].expand(-1, shape.V)  # it raises where D or dt_bias is None
 
         def call(layer):
-            return selective_state_update(states[layer], v, dt, A, k, q)
+            return selective_state_update(states[layer], v, dt, A, k, q, D=zeros, dt_bias=zeros)
 
         return "mamba-ssm", graph_of(call, shape.layers)
     from fla.ops.gla import fused_recurrent_gla
@@ -195,6 +196,7 @@ def measured(shape: Decode, args, gbytes: float) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", action="append", choices=("cuda", "triton", "xla"))
+    parser.add_argument("--only", action="append", metavar="NAME", help="of a shape; may be given more than once")
     parser.add_argument("--alone", action="store_true", help="without peers")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--iters", type=int, default=9)
@@ -202,6 +204,8 @@ def main():
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, glax {glax.__version__}", flush=True)
     gbytes, rows = copy_gbytes(7), []
     for shape in SHAPES:
+        if args.only and shape.name not in args.only:
+            continue
         rows.append(measured(shape, args, gbytes))
         print(json.dumps(rows[-1]), flush=True)
     print(table(rows))

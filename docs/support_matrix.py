@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from glax import Backend, KernelSpec, Platform, Recurrence, kernel_registry
 from glax._src.core.bind import bind
+from glax._src.core.registry import Role
 from glax._src.kernels import load_kernels
 
 DOCS = pathlib.Path(__file__).parent
@@ -78,30 +79,26 @@ def kernels(platform, backend) -> list[KernelSpec]:
 
 
 def directions(specs: list[KernelSpec], gates: tuple[str, ...]) -> str:
-    """Which of forward, gradient and step the kernels of a platform compute with these gates, in any dtype."""
+    """Which of forward, gradient, step and verification the kernels of a platform compute with these gates, in any dtype."""
     found = []
-    for name, role in (("forward", "forward"), ("gradient", "gradient"), ("step", "step")):
-        chosen = [s for s in specs if role_of(s) == role]
-        length = 1 if role == "step" else T
-        calls = [example(gates, dtype, length, state=role == "step") for dtype in DTYPES[:2]]
+    for name, role in (("forward", Role.FORWARD), ("gradient", Role.VJP), ("step", Role.STEP), ("verify", Role.VERIFY)):
+        chosen = [s for s in specs if s.role is role]
+        pooled = role in (Role.STEP, Role.VERIFY)
+        calls = [example(gates, dtype, 1 if pooled else T, state=pooled) for dtype in DTYPES[:2]]
         if any(runs(spec, r) for spec, r in itertools.product(chosen, calls)):
             found.append(name)
     return ", ".join(found) or "-"
 
 
-def role_of(spec: KernelSpec) -> str:
-    return "gradient" if spec.is_gradient else "step" if spec.is_step else "forward"
-
-
 def features(specs: list[KernelSpec], **options) -> str:
     """Whether the forward kernels of a platform support the call with a per-head gate, in any dtype."""
-    forward = [s for s in specs if role_of(s) == "forward"]
+    forward = [s for s in specs if s.role is Role.FORWARD]
     calls = [example(("g",), dtype, **options) for dtype in DTYPES[:2]]
     return "yes" if any(runs(spec, r) for spec, r in itertools.product(forward, calls)) else "-"
 
 
 def dtypes(specs: list[KernelSpec]) -> str:
-    forward = [s for s in specs if role_of(s) == "forward"]
+    forward = [s for s in specs if s.role is Role.FORWARD]
     return ", ".join(d for d in DTYPES if any(runs(s, example(("g",), d)) for s in forward))
 
 

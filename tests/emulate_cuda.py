@@ -17,8 +17,8 @@ HEADER = pathlib.Path(__file__).with_name("emulate_cuda.h")
 RUN = """
 extern "C" void run(int blocks, int threads, void** x, int T, int N) {
   run_blocks(blocks, threads, [=] {
-    scan(x[0], x[1], x[2], x[3], x[4], x[5], static_cast<float*>(x[6]), static_cast<float*>(x[7]), static_cast<int*>(x[8]),
-         static_cast<int*>(x[9]), x[10], x[11], x[12], T, N);
+    scan(x[0], x[1], x[2], x[3], x[4], x[5], static_cast<float*>(x[6]), static_cast<float*>(x[7]), x[8], x[9], x[10],
+         static_cast<int*>(x[11]), static_cast<int*>(x[12]), x[13], x[14], x[15], T, N);
   });
 }
 """

@@ -44,7 +44,7 @@ def add_parser(subparsers):
 def run(args) -> int:
     load_kernels()
     calls, steps = probes(1024), probes(1)
-    kernels = [kernel_state(spec, steps if spec.is_step else calls) for spec in kernel_registry.kernels.values()]
+    kernels = [kernel_state(spec, steps if spec.is_pooled else calls) for spec in kernel_registry.kernels.values()]
     report = dict(
         versions=dict(glax=__version__, python=sys.version.split()[0])
         | {name: version_of(name) for name in REQUIRED + OPTIONAL},

@@ -22,7 +22,7 @@ import glax._src.api.recurrent
 import glax._src.core.registry
 from glax._src.core.bind import check_flag, check_integer, is_array
 from glax._src.core.recurrence import Outputs
-from glax._src.core.registry import Backend, Config, Platform
+from glax._src.core.registry import Backend, Config, Platform, Role
 from glax._src.kernels import load_kernels
 from glax._src.kernels.xla.chunk_scan import ChunkedConfig
 from glax._src.tuning.cache import ConfigCache, PersistentCache
@@ -285,7 +285,7 @@ class KernelRegistry(glax._src.core.registry.KernelRegistry):
             raise ValueError(f"backend must be None or {' or '.join(map(repr, backends))}, got {backend!r}")
         load_kernels()
         here = Backend.here()
-        forward = [spec for spec in self.kernels.values() if not (spec.is_gradient or spec.is_step)]
+        forward = [spec for spec in self.kernels.values() if spec.role is Role.FORWARD]
         usable = [spec for spec in forward if spec.backend in (here, Backend.ANY)]
         eligible = [
             spec for spec in usable if backend in (None, Backend.ANY, spec.backend) or spec.backend is Backend.ANY

@@ -4,18 +4,19 @@ import dataclasses
 import functools
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from glax._src.core.recurrence import Outputs, Recurrence
-from glax._src.core.registry import KernelSpec, kernel_registry
+from glax._src.core.registry import KernelSpec, Role, kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.solve.autodiff import solve
 from glax._src.solve.dispatch import Choice
 from glax.testing.cases import CASES, EXTREME, QUICK, Case, cotangents, recurrence
 from glax.testing.reference import reference, reference_gradient
-from glax.testing.tolerances import Comparison, compare_gradients, compare_outputs
+from glax.testing.tolerances import Comparison, compare_gradients, compare_output, compare_outputs
 
 AS_CHOSEN = "recurrent and its gradient"  # what users call, through the choice of kernels
 
@@ -55,7 +56,15 @@ class Trial:
         """Return the result of run(r), compared with the reference."""
 
         def compared() -> list[Comparison]:
-            return self.compare_outputs(jax.block_until_ready(run(self.r)))
+            return self.compare_outputs(Outputs(*jax.block_until_ready(run(self.r))))
+
+        return self.judged(kernel, compared)
+
+    def verification(self, kernel: str, run: Callable[[Recurrence], jax.Array]) -> Result:
+        """Return what run(r) returns beside the output of the reference."""
+
+        def compared() -> list[Comparison]:
+            return [compare_output(self.r, jax.block_until_ready(run(self.r)), self.wanted.output, self.extreme)]
 
         return self.judged(kernel, compared)
 
@@ -154,20 +163,22 @@ def check_kernels(cases: Sequence[Case] = CASES) -> Iterator[Result]:
                 yield Result(spec.name, trial.title, "refused", reason=reason)
             elif spec.is_gradient:
                 yield trial.gradient(spec.name, gradient_of(spec, programs[spec.name]))
+            elif spec.role is Role.VERIFY:
+                yield trial.verification(spec.name, forward_of(spec, programs[spec.name]))
             else:
                 yield trial.forward(spec.name, forward_of(spec, programs[spec.name]))
         if trial.title in QUICK:
             yield trial.both(AS_CHOSEN, chosen)
 
 
-def forward_of(spec: KernelSpec, program: Callable) -> Callable[[Recurrence], Outputs]:
+def forward_of(spec: KernelSpec, program: Callable) -> Callable[[Recurrence], Any]:
     """Return a registered kernel as a function of the recurrence alone, with the config that its heuristic chooses."""
 
     def run(r: Recurrence) -> Outputs:
         config = spec.config.heuristic(r)
-        if spec.is_step:
+        if spec.is_pooled:
             every_slot = jnp.arange(r.num_sequences)
-            return Outputs(*program(r.replace(initial_state=None), r.initial_state, every_slot, config=config))
+            return program(r.replace(initial_state=None), r.initial_state, every_slot, config=config)
         return program(r, config=config)
 
     return run

@@ -55,10 +55,14 @@ def compare_outputs(r: Recurrence, got: Outputs, want: Outputs, extreme: bool = 
 
     extreme: whether some gates are -100 or -inf.
     """
+    output = compare_output(r, got.output, want.output, extreme)
+    return [output, compare("final_state", got.final_state, want.final_state, output.bar, r.dtype)]
+
+
+def compare_output(r: Recurrence, got, want, extreme: bool = False) -> Comparison:
+    """Compare the output. Its padding rows must be 0."""
     bar = bars_of(r)[str(r.q.dtype)][0] * widened(r, extreme)
-    output = compare("output", got.output, want.output, bar, r.q.dtype)
-    state = compare("final_state", got.final_state, want.final_state, bar, r.dtype)
-    return [with_clear_padding(output, r, got.output), state]
+    return with_clear_padding(compare("output", got, want, bar, r.q.dtype), r, got)
 
 
 def compare_gradients(r: Recurrence, got: Recurrence, want: Recurrence, extreme: bool = False) -> list[Comparison]:

@@ -28,7 +28,7 @@ SWEEPS = {sweep.case.name: sweep for sweep in all_sweeps()}
 # Those of other machines have tests of their own, in their interpreters.
 KERNELS = [spec for spec in kernel_registry.kernels.values() if spec.backend in (Backend.ANY, Backend.here())]
 # Steps, and the gradient that takes the delta rule alone, have tests of their own.
-KERNELS = [spec for spec in KERNELS if not spec.is_step and spec.name != "recurrent.vjp/xla/any"]
+KERNELS = [spec for spec in KERNELS if not spec.is_pooled and spec.name != "recurrent.vjp/xla/any"]
 FORWARD = [spec for spec in KERNELS if not spec.algorithm.endswith(".vjp")]
 BACKWARD = [spec for spec in KERNELS if spec.algorithm.endswith(".vjp")]
 FAST = ("none-packed", "key", "value", "key+value-packed-reverse", "constant-packed", "bfloat16-head", "heads4-2-1")

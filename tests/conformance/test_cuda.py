@@ -31,6 +31,17 @@ TOKENS = [
     Case("groups", T=9, heads=(2, 3, 6), K=8, V=6, gates=("g",)),
     Case("none", T=9, gates=(), state_dtype=None),
     CASES["all-padding"],
+    Case("delta", T=20, heads=(1, 2, 4), K=40, V=24, gates=("g",), erasure=("beta",), strengths=FEW[:3]),
+    Case(
+        "delta-packed",
+        T=21,
+        K=24,
+        V=7,
+        gates=("gk", "gv"),
+        erasure=("erase", "write"),
+        cuts=(0, 3, 3, 19),
+        reverse=True,
+    ),
 ]
 
 
@@ -49,21 +60,48 @@ def test_whole_sequences(case):
         assert_outputs_close(r, scan.recurrent(r, config), reference(r), strength in EXTREME)
 
 
-@pytest.mark.parametrize("state", ("float32", "bfloat16"))
-def test_a_step_advances_the_rows_of_its_slots_alone(state):
-    case = Case("step", B=3, T=1, heads=(1, 1, 2), K=40, V=24, gates=("gk",), state_dtype=state)
-    r = recurrence(case, "log-sigmoid")
+def pool_of(r, state: str):
+    """A pool of five rows and slots: the state of sequence n lies in row 4 - n; sequence 1 has no slot."""
     pool = jnp.concatenate([r.initial_state, jnp.full((2, *r.initial_state.shape[1:]), 7.0, state)])[::-1]
-    slots = jnp.array([4, -1, 2], jnp.int32)  # sequence n's state lies in row 4 - n
+    return pool, jnp.array([4, -1, 2], jnp.int32)
+
+
+POOLED = dict(B=3, heads=(1, 1, 2), K=40, V=24)
+USED = np.array([0, 2])
+
+
+@pytest.mark.parametrize(
+    "erasure,T,state",
+    [
+        ((), 1, "float32"),
+        ((), 1, "bfloat16"),
+        ((), 9, "bfloat16"),
+        (("beta",), 1, "bfloat16"),
+        (("erase",), 9, "float32"),
+    ],
+    ids=str,
+)
+def test_a_step_advances_the_rows_of_its_slots_alone(erasure, T, state):
+    case = Case("step", **POOLED, T=T, gates=("gk",), state_dtype=state, erasure=erasure)
+    r = recurrence(case, "log-sigmoid")
+    pool, slots = pool_of(r, state)
     output, after = scan.recurrent_step(r.replace(initial_state=None), pool, slots, CudaConfig(threads=64, columns=8))
     want = reference(r)
-    assert_close("output", output[jnp.array([0, 2])], want.output[[0, 2]], 1e-5)
+    assert_close("output", output[USED], want.output[USED], 1e-5)
     assert not np.asarray(output[1]).any()
-    assert_close(
-        "pool", after[slots[jnp.array([0, 2])]], want.final_state[[0, 2]], 1e-6 if state == "float32" else 3e-3
-    )
+    rounding = 1e-6 if state == "float32" else 3e-3
+    assert_close("pool", after[slots[USED]], want.final_state[USED], rounding)
     untouched = np.array([0, 1, 3])
     np.testing.assert_array_equal(np.asarray(after)[untouched], np.asarray(pool)[untouched])
+
+
+@pytest.mark.parametrize("erasure,T", [((), 9), (("beta",), 1)], ids=str)
+def test_verification_reads_the_rows_of_its_slots(erasure, T):
+    r = recurrence(Case("verify", **POOLED, T=T, gates=("g",), state_dtype="bfloat16", erasure=erasure), "log-sigmoid")
+    pool, slots = pool_of(r, "bfloat16")
+    output = scan.recurrent_verify(r.replace(initial_state=None), pool, slots, CudaConfig(threads=64, columns=16))
+    assert_close("output", output[USED], reference(r).output[USED], 1e-5)
+    assert not np.asarray(output[1]).any()
 
 
 def test_every_shape_of_block_covers_the_state():
@@ -71,7 +109,7 @@ def test_every_shape_of_block_covers_the_state():
         r = recurrence(Case("shape", B=1, T=2, heads=(heads,) * 3, K=K, V=V, gates=("gk",)), "mild")
         for config in (CudaConfig.heuristic(r), *CudaConfig.candidates(r), CudaConfig(1024, 256), CudaConfig(32, 1)):
             for stored in (0, 1):
-                constants, blocks = scan.plan(r, config, dict(STATE=stored, FINAL=stored, POOLED=0, STEP=0))
+                constants, blocks = scan.plan(r, config, dict(STATE=stored, STATES=1, SINGLE=0))
                 columns = constants["LANES"] * constants["VECTOR"]
                 assert V % constants["VECTOR"] == 0 and 32 % constants["LANES"] == 0
                 assert (blocks // heads - 1) * columns < V <= blocks // heads * columns

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from glax._src.core.recurrence import Outputs, Recurrence
-from glax._src.core.registry import Backend, KernelSpec, kernel_registry
+from glax._src.core.registry import Backend, KernelSpec, Role, kernel_registry
 from glax._src.kernels import load_kernels
 from glax.testing.reference import reference, reference_gradient
 from glax.testing.tolerances import ERASING_BARS, named, norm
@@ -19,7 +19,7 @@ from tests.delta_cases import DeltaCase, Draw, all_cases, growing_cases
 load_kernels()
 CASES, GROWING = list(all_cases()), list(growing_cases())
 KERNELS = [s for s in kernel_registry.kernels.values() if s.erases and s.backend in (Backend.ANY, Backend.here())]
-FORWARD = [spec for spec in KERNELS if not spec.is_gradient and not spec.is_step]
+FORWARD = [spec for spec in KERNELS if spec.role is Role.FORWARD]
 BACKWARD = [spec for spec in KERNELS if spec.is_gradient]
 FAST = ("key", "head-packed-reverse", "bfloat16-head", "heads1-2-4")
 
@@ -119,7 +119,7 @@ def test_float64():
             case = next(case for case in CASES if case.name == name)
             wide = DeltaCase(**vars(case) | dict(dtype="float64", gate_dtype="float64", T=case.T, draws=case.draws[:3]))
             for spec in KERNELS:
-                if spec.is_step or spec.refusal(wide.recurrence(Draw())) is not None:
+                if spec.is_pooled or spec.refusal(wide.recurrence(Draw())) is not None:
                     continue
                 check = check_gradient if spec.is_gradient else check_forward
                 check(wide, compiled(wide, spec))

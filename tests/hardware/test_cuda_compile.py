@@ -18,27 +18,36 @@ compiler = load_compiler()
 pytestmark = pytest.mark.skipif(not isinstance(compiler, Compiler), reason="NVRTC is not installed: make cuda")
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-# B, T, groups, H, K, V, gates, dtype of states
+# B, T, groups, H, K, V, gates and the arrays of the delta rule, dtype of states, where they lie
+UPDATED, READ, APART = scan.States.POOL_UPDATED, scan.States.POOL_READ, scan.States.APART
 CALLS = {
-    "step 4x256x512 per key": (64, 1, 4, 4, 256, 512, ("gk",), "float32"),
-    "step 64x128x64 per head": (64, 1, 1, 64, 128, 64, ("g",), "float32"),
-    "step 16x128x128 per key": (64, 1, 16, 16, 128, 128, ("gk",), "float32"),
-    "step 16x128x128 bfloat16 states": (256, 1, 16, 16, 128, 128, ("gk",), "bfloat16"),
-    "step 1 sequence 64x128x128": (1, 1, 64, 64, 128, 128, ("g_gamma",), "float32"),
-    "step 16x128x128 key and value": (64, 1, 16, 16, 128, 128, ("gk", "gv"), "float32"),
-    "16 tokens 16x128x128 per key": (64, 16, 16, 16, 128, 128, ("gk",), "float32"),
+    "step 4x256x512 per key": (64, 1, 4, 4, 256, 512, ("gk",), "float32", UPDATED),
+    "step 64x128x64 per head": (64, 1, 1, 64, 128, 64, ("g",), "float32", UPDATED),
+    "step 16x128x128 per key": (64, 1, 16, 16, 128, 128, ("gk",), "float32", UPDATED),
+    "step 16x128x128 bfloat16 states": (256, 1, 16, 16, 128, 128, ("gk",), "bfloat16", UPDATED),
+    "step 1 sequence 64x128x128": (1, 1, 64, 64, 128, 128, ("g_gamma",), "float32", UPDATED),
+    "step 16x128x128 key and value": (64, 1, 16, 16, 128, 128, ("gk", "gv"), "float32", UPDATED),
+    "step of the delta rule 32x128x128": (64, 1, 16, 32, 128, 128, ("g", "beta"), "float32", UPDATED),
+    "step of the delta rule, bfloat16": (64, 1, 16, 32, 128, 128, ("gk", "beta"), "bfloat16", UPDATED),
+    "step of the delta rule 4x256x256": (64, 1, 4, 4, 256, 256, ("gk", "erase", "write"), "float32", UPDATED),
+    "16 tokens 16x128x128 per key": (64, 16, 16, 16, 128, 128, ("gk",), "float32", APART),
+    "16 tokens of the delta rule": (64, 16, 16, 32, 128, 128, ("gk", "beta"), "float32", APART),
+    "verify 16 tokens 16x128x128 per key": (64, 16, 16, 16, 128, 128, ("gk",), "float32", READ),
+    "verify 16 tokens, bfloat16 states": (64, 16, 16, 16, 128, 128, ("gk",), "bfloat16", READ),
+    "verify 16 of the delta rule, bfloat16": (64, 16, 16, 32, 128, 128, ("g", "beta"), "bfloat16", READ),
+    "commit 16 tokens 4x256x512": (64, 16, 4, 4, 256, 512, ("gk",), "float32", UPDATED),
 }
 MOST_REGISTERS = 128  # of a thread: two blocks of 256 threads then share a multiprocessor
 
 
 def program(call: str) -> dict[str, int]:
-    B, T, groups, H, K, V, gates, state = CALLS[call]
+    B, T, groups, H, K, V, gates, state, states = CALLS[call]
     shapes = dict(g=(B, T, H), gk=(B, T, H, K), gv=(B, T, H, V), g_gamma=(H,))
+    shapes |= dict(beta=(B, T, H), erase=(B, T, H, K), write=(B, T, H, V))
     x = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in gates}
     q, v = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((B, T, groups, K), (B, T, H, V)))
     r = jax.eval_shape(lambda q, v, x: bind(q, q, v, **x), q, v, x)
-    stored = scan.STORED[state]
-    flags = dict(STATE=stored, FINAL=stored, POOLED=int(T == 1), STEP=int(T == 1))
+    flags = scan.flags_of(r, states, jax.ShapeDtypeStruct((B, H, K, V), state))
     return scan.plan(r, CudaConfig.heuristic(r), flags)[0]
 
 
@@ -51,7 +60,7 @@ def test_nothing_is_spilled(architecture):
             max(map(int, re.findall(pattern, log))) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill")
         )
         shared = max(map(int, re.findall(r"(\d+) bytes smem", log)))
-        print(f"{architecture:7} {call:34} {registers:4} registers {spilled:4} bytes spilled {shared:6} bytes shared")
+        print(f"{architecture:7} {call:37} {registers:4} registers {spilled:4} bytes spilled {shared:6} bytes shared")
         assert spilled == 0 and registers <= MOST_REGISTERS and shared <= scan.SHARED_BYTES
 
 

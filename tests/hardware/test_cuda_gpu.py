@@ -1,13 +1,12 @@
 """The CUDA kernels on an NVIDIA GPU: `pytest tests/hardware/test_cuda_gpu.py`."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import glax
+from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.kernels.cuda import CudaConfig, installation
@@ -102,10 +101,83 @@ def test_a_program_is_captured_in_a_graph_and_repeats_in_every_bit():
     assert_close("state", first, want, 2e-5)
 
 
-def test_verification_of_a_draft():
-    case = dataclasses.replace(Case("verify", B=3, T=8, heads=(2, 2, 4), K=64, V=64), dtype="bfloat16")
-    x = inputs(case, "log-sigmoid")
-    state = x.pop("initial_state")
-    output, _ = glax.recurrent_verify(**x, state=state, platform="cuda")
+ERASURES = {"plain": (), "beta": ("beta",), "erase and write": ("erase", "write")}
+
+
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+@pytest.mark.parametrize("erasure", ERASURES.values(), ids=ERASURES)
+@pytest.mark.parametrize("K,V", [(128, 128), (256, 64), (100, 60)])
+def test_a_draft_is_verified_and_committed_in_a_pool(K, V, erasure, state):
+    case = Case(
+        "draft",
+        B=4,
+        T=16,
+        heads=(1, 2, 4),
+        K=K,
+        V=V,
+        gates=("gk",),
+        dtype="bfloat16",
+        state_dtype=state,
+        erasure=erasure,
+    )
+    x, accepted = inputs(case, "log-sigmoid"), np.array([16, 0, 5, 1])
+    states = x.pop("initial_state")
+    pool = jnp.concatenate([states, jnp.full((3, *states.shape[1:]), 7.0, state)])[::-1]
+    slots = np.array([6, 5, -1, 3], np.int32)
+
+    @jax.jit
+    def run(pool, accepted):
+        output, draft = glax.recurrent_verify(**x, state=pool, slots=jnp.asarray(slots), platform="cuda")
+        return output, glax.commit(pool, draft, accepted + output[:, 0, 0, 0].astype(jnp.int32) * 0)
+
+    kernels = [decision.kernel for decision in glax.explain(run, pool, accepted)]
+    assert kernels == ["recurrent.verify/cuda/gpu", "recurrent.step/cuda/gpu"]
+    output, after = run(pool, accepted)
+    r = recurrence(case, "log-sigmoid")
+    used = np.array([0, 1, 3])
+    assert_close("output", output[used], reference(r).output[used], 3.5e-3)
+    assert not np.asarray(output[2]).any()
+    for b in used:
+        of_b = {name: array[b : b + 1, : accepted[b]] for name, array in x.items()}
+        want = (
+            states[b] if accepted[b] == 0 else reference(bind(**of_b, initial_state=states[b : b + 1])).final_state[0]
+        )
+        assert_close(f"state {b}", after[slots[b]], np.asarray(want, np.float64), 2e-5 if state == "float32" else 4e-3)
+    others = np.array([0, 1, 2, 4])
+    np.testing.assert_array_equal(np.asarray(after)[others], np.asarray(pool)[others])
+
+
+@pytest.mark.parametrize("erasure", list(ERASURES.values())[1:], ids=list(ERASURES)[1:])
+@pytest.mark.parametrize("gates", [(), ("g",), ("gk",), ("gk", "gv"), ("g_gamma",)], ids=str)
+def test_the_delta_rule(gates, erasure):
+    forward = jax.jit(lambda r: kernel_registry.kernels["recurrent/cuda/gpu"].run(r, config=CudaConfig.heuristic(r)))
+    for options in (dict(T=50, reverse=True), dict(T=60, cuts=(0, 0, 13, 14, 57))):
+        case = Case("delta", heads=(1, 2, 4), K=40, V=24, gates=gates, erasure=erasure, **options)
+        for strength in ("log-sigmoid", "extreme") if gates and gates != ("g_gamma",) else ("log-sigmoid",):
+            r = recurrence(case, strength)
+            assert_outputs_close(r, forward(r), reference(r), strength in EXTREME)
+
+
+def test_a_step_of_the_delta_rule():
+    case = Case("step", B=3, T=1, heads=(1, 1, 2), K=128, V=128, gates=("g",), erasure=("beta",), dtype="bfloat16")
+    x = {name: array if name == "initial_state" else array[:, 0] for name, array in inputs(case, "log-sigmoid").items()}
+    pool = x.pop("initial_state")
+    output, after = jax.jit(lambda x, pool: glax.recurrent_step(**x, state=pool, platform="cuda"))(x, pool)
     want = reference(recurrence(case, "log-sigmoid"))
-    assert_close("output", output, want.output, 3.5e-3)
+    assert_close("output", output, want.output[:, 0], 3.5e-3)
+    assert_close("state", after, want.final_state, 1e-5)
+
+
+def test_the_gradient_of_a_verification_is_that_of_the_recurrence():
+    case = Case("gradient", B=2, T=6, heads=(2, 1, 2), gates=("gk",))
+    x = inputs(case, "log-sigmoid")
+    pool = x.pop("initial_state")[::-1]
+
+    def loss(x, pool, platform, slots=None):
+        return (glax.recurrent_verify(**x, state=pool, slots=slots, platform=platform)[0] ** 2).sum()
+
+    d_x, d_pool = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(x, pool, "cuda", jnp.array([1, 0]))
+    want_x, want_states = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(x, pool[::-1], "xla")
+    for name in want_x:
+        assert_close(f"d {name}", d_x[name], np.asarray(want_x[name], np.float64), 5e-5)
+    assert_close("d pool", d_pool[::-1], np.asarray(want_states, np.float64), 5e-5)

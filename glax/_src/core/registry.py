@@ -39,6 +39,15 @@ class Platform(enum.StrEnum):
             raise ValueError(f"platform must be None, 'auto', {names}, got {name!r}") from None
 
 
+class Role(enum.StrEnum):
+    """What a kernel computes of a recurrence; the suffix of its algorithm's name, but for FORWARD."""
+
+    FORWARD = enum.auto()
+    VJP = enum.auto()
+    STEP = enum.auto()  # outputs and states, which lie in a pool and are updated there
+    VERIFY = enum.auto()  # outputs alone, with the states in a pool that stays as it is
+
+
 def check_field(name: str, value, lowest: int, highest: int, power_of_two: bool = False):
     """Raise ValueError unless a Config's field is an int from `lowest` to `highest`, and a power of two if `power_of_two`.
 
@@ -84,7 +93,8 @@ class KernelSpec:
     """Describe one implementation of one algorithm.
 
     run:      (recurrence, config=) -> Outputs; for "<algorithm>.vjp" (recurrence, d_output, d_final, config=) -> Recurrence;
-              for "<algorithm>.step" (recurrence of one token, pool, slots, config=) -> (output, pool), slot -1 for none
+              for "<algorithm>.step" (recurrence of few tokens, pool, slots, config=) -> (output, pool), slot -1 for none;
+              for "<algorithm>.verify" the same operands -> output
     forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals), if the gradient kernel of the same algorithm and
               platform takes `residuals` instead of recomputing them; else None
     forgoes:  (recurrence, *cotangents) -> the faster form of the kernel that they do not get, and why; `explain` shows it
@@ -119,15 +129,24 @@ class KernelSpec:
         return f"{self.algorithm}/{self.platform}/{self.backend}"
 
     @property
+    def role(self) -> Role:
+        return next((role for role in Role if self.algorithm.endswith(f".{role}")), Role.FORWARD)
+
+    @property
     def is_gradient(self) -> bool:
-        return self.algorithm.endswith(".vjp")
+        return self.role is Role.VJP
 
     def is_gradient_of(self, other: "KernelSpec") -> bool:
         return (self.algorithm, self.platform) == (f"{other.algorithm}.vjp", other.platform)
 
     @property
     def is_step(self) -> bool:
-        return self.algorithm.endswith(".step")
+        return self.role is Role.STEP
+
+    @property
+    def is_pooled(self) -> bool:
+        """Return whether the kernel takes a pool of states and slots."""
+        return self.role in (Role.STEP, Role.VERIFY)
 
     def refusal(self, r: Recurrence, config: Config | None = None) -> str | None:
         """Return why this kernel refuses to run r here with that config. Return None if the kernel is able to."""
@@ -221,14 +240,10 @@ class KernelRegistry:
         r: Recurrence,
         platform: Platform | None = None,
         config: Config | None = None,
-        gradient: bool = False,
-        step: bool = False,
+        role: Role = Role.FORWARD,
     ) -> tuple[list[KernelSpec], dict[str, str]]:
-        """Return (the able kernels for r here, the chosen one first; the refusals of the other kernels, by name).
-
-        gradient: consider gradient kernels. step: consider kernels that advance a state pool by one token.
-        """
-        eligible = [s for s in self.kernels.values() if (s.is_gradient, s.is_step) == (gradient, step)]
+        """Return (the able kernels of that role for r here, the chosen one first; the refusals of the others, by name)."""
+        eligible = [s for s in self.kernels.values() if s.role is role]
         eligible = [s for s in eligible if platform in (None, s.platform)]
         refusals = {spec.name: spec.refusal(r, config) for spec in eligible}
         able = [spec for spec in eligible if refusals[spec.name] is None]

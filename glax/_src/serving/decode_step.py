@@ -5,17 +5,17 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, transferred
 from glax._src.core.recurrence import Outputs, Recurrence, aligned
-from glax._src.core.registry import Backend, Config, Platform
+from glax._src.core.registry import Backend, Config, Platform, Role
+from glax._src.serving.one_pass import in_one_pass, pool_of
 from glax._src.serving.state_pool import check_known_slots, check_states, put, take, usable
 from glax._src.serving.stored_states import DROPPED, check_rounding_key, stored
 from glax._src.solve.autodiff import differentiable, solve
-from glax._src.solve.dispatch import Choice, run_step, step_kernel
+from glax._src.solve.dispatch import Choice
 from glax._src.solve.exclusive_read import bonus_term, check_bonus, check_no_erasure, initial_read, without_padding
 
 
@@ -119,43 +119,11 @@ def read_with_bonus(r: Recurrence, slots, bonus: Float[Array, "H K"]) -> Float[A
     return (initial_read(r) + bonus_term(r, bonus)).astype(r.q.dtype)
 
 
-def run_advance(choice: Choice, r: Recurrence, slots) -> Outputs:
-    """Return output [B, 1, H, V] and the pool, r's initial state, after one token; in place if a kernel can."""
-    spec = step_kernel(choice, r)
-    if spec is None or 0 in (*r.q.shape, pool_of(r).shape[0]):
-        return gathered(choice, r, slots)
-
-    def in_pool(r, slots):
-        known = None if slots is None else jnp.where(slots < pool_of(r).shape[0], slots, -1)
-        return run_step(spec, choice, r, known, out_of_pool)
-
-    def out_of_pool(choice, r, slots):
-        P = pool_of(r).shape[0]
-        return gathered(choice, r, None if slots is None else jnp.where(slots < 0, P, slots))
-
-    run = jax.custom_batching.custom_vmap(in_pool)
-    run.def_vmap(functools.partial(by_example, choice))
-    return run(r, slots)
-
-
-def pool_of(r: Recurrence) -> Float[Array, "P H K V"]:
-    """Return the states of a step: r's initial states, which `bind_and_step` always sets."""
-    assert r.initial_state is not None
-    return r.initial_state
-
-
-def by_example(choice: Choice, size: int, batched, *operands):
-    """Run vmapped steps, each with a pool of its own, by gathering: the gathered states then merge into one batch."""
-    axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
-    results = jax.vmap(functools.partial(gathered, choice), axes, axis_size=size)(*operands)
-    return results, jax.tree.map(lambda _: True, results)
-
-
 LARGE = 2**14  # elements of one sequence's state
 
 
 def gathered(choice: Choice, r: Recurrence, slots) -> Outputs:
-    """Do the same as `run_advance` by kernels for whole sequences, on states gathered from the pool."""
+    """Return the output [B, T, H, V] and the pool behind r's tokens, by the kernels for whole sequences."""
     pool = pool_of(r)
     if slots is None:
         return unpooled(choice, r)
@@ -199,21 +167,8 @@ def one_row_at_a_time(choice: Choice, r: Recurrence, slots) -> Outputs:
     return Outputs(output, pool)
 
 
-# `run_advance`, with the gradient of `gathered`.
-advance = jax.custom_vjp(run_advance, nondiff_argnums=(0,))
-
-
-def _advance_fwd(choice, r, slots):
-    return advance(choice, r, slots), (r, slots)
-
-
-def _advance_bwd(choice, operands, cotangents):
-    r, slots = operands
-    _, pull = jax.vjp(lambda r: gathered(choice, r, slots), r)
-    return *pull(cotangents), None if slots is None else np.zeros(slots.shape, jax.dtypes.float0)
-
-
-advance.defvjp(_advance_fwd, _advance_bwd)
+# (choice, r, slots) -> the output [B, T, H, V] and the pool behind r's tokens; in place where a kernel is able.
+advance = in_one_pass(Role.STEP, gathered)
 
 
 TOKEN = "[B, heads, width]"

@@ -10,12 +10,13 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from glax._src.api.recurrent import bind_and_solve
 from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, transferred
 from glax._src.core.decay import Decay, promoted
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Recurrence, spread_heads, to_int32
-from glax._src.core.registry import Config, Platform
+from glax._src.core.registry import Config, Platform, Role
+from glax._src.serving.decode_step import advance
+from glax._src.serving.one_pass import in_one_pass, pool_of
 from glax._src.serving.state_pool import (
     check_integers,
     check_known_slots,
@@ -25,9 +26,9 @@ from glax._src.serving.state_pool import (
     take,
     usable,
 )
-from glax._src.serving.stored_states import check_rounding_key, check_state_dtype, stored
+from glax._src.serving.stored_states import DROPPED, check_rounding_key, check_state_dtype, stored
 from glax._src.solve.autodiff import differentiable, solve
-from glax._src.solve.dispatch import Choice
+from glax._src.solve.dispatch import Choice, pooled_kernel
 from glax._src.solve.pieces import solve_rows
 
 
@@ -107,17 +108,29 @@ def bind_and_verify(choice: Choice, options: ScanOptions, arrays: dict, state, s
         if x.ndim != 4:
             wanted = "[B, T, Hq, K]" if name == "query" else "[B, H, K, V], or [P, H, K, V] with slots"
             raise ValueError(f"{name} must be {wanted}, got shape {x.shape}")
-    r, used = bind(**arrays, **options.of_bind), None
+    r = bind(**arrays, **options.of_bind)
     check_states("state", state, r.state_shape, pooled=slots is not None)
     draft = Draft(r.k, r.v, r.decay, slots, state_shape, r.erasure)
     if state_slots is not None:
         return verified_with_states(choice, r, state, slots, state_slots, draft)
     if slots is not None:
-        places, used = usable(slots, state.shape[0], query.shape[0], ("B", "query"))
-        state = take(state, places)
-    output, _ = bind_and_solve(choice, options, arrays | dict(initial_state=state, cu_seqlens=None))
-    output = output if used is None else jnp.where(used[:, None, None, None], output, 0)
-    return output, draft
+        slots, _ = usable(slots, state.shape[0], query.shape[0], ("B", "query"))
+    return outputs_of(choice, differentiable(r.replace(initial_state=state)), slots), draft
+
+
+def outputs_gathered(choice: Choice, r: Recurrence, slots) -> Float[Array, "B T H V"]:
+    """Return the outputs of r's tokens by the kernels of whole sequences, with the states gathered from the pool."""
+    if 0 in r.q.shape[:2]:
+        return jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)
+    if slots is None:
+        return solve(choice, r).output
+    pool = pool_of(r)
+    output = solve(choice, r.replace(initial_state=take(pool, slots))).output
+    return jnp.where((slots < pool.shape[0])[:, None, None, None], output, 0)
+
+
+# (choice, r, slots) -> the outputs [B, T, H, V]; the states are read once where a kernel is able.
+outputs_of = in_one_pass(Role.VERIFY, outputs_gathered)
 
 
 def verified_with_states(choice: Choice, r: Recurrence, pool, slots, state_slots, draft: Draft):
@@ -185,17 +198,20 @@ def commit(
 
 @functools.partial(jax.jit, inline=True)
 def bound_commit(state, draft: Draft, accepted, rounding_key):
-    pool, decay = state, draft.decay
+    pool, decay, places = state, draft.decay, None
     (B, T), H = draft.key.shape[:2], state.shape[1]
     if draft.slots is not None:
         places, _ = usable(draft.slots, pool.shape[0], B, ("B", "query"))
-        state = take(pool, places)
-    dtype = promoted(draft.key.dtype, jnp.float32)
     # [B, T, 1, 1]
     taken = (jnp.arange(T, dtype=jnp.int32)[None] < to_int32(accepted)[:, None])[..., None, None]
+    rounds_to_nearest = rounding_key is None or str(pool.dtype) not in DROPPED
+    if rounds_to_nearest and (r := steps_in_pool(draft, taken, pool)) is not None:
+        return advance(Choice(), differentiable(r), places).final_state
+    state = pool if places is None else take(pool, places)
+    dtype = promoted(draft.key.dtype, jnp.float32)
     if draft.erasure is not None:
         S = state_after(draft, taken, state.astype(dtype))
-        return stored(S, pool.dtype, rounding_key) if draft.slots is None else put(pool, places, S, rounding_key)
+        return stored(S, pool.dtype, rounding_key) if places is None else put(pool, places, S, rounding_key)
     head = decay.head if decay.constant is None else jnp.broadcast_to(decay.constant[:, None], (B, T, H))
     rows = decay.key if head is None else head[..., None]
 
@@ -219,15 +235,30 @@ def bound_commit(state, draft: Draft, accepted, rounding_key):
         v, S = v * factor, S * through[..., None, :]
     S = S + jnp.einsum("bthk,bthv->bhkv", k, v, precision=lax.Precision.HIGHEST)
     # A state that moves past no token is exact in its dtype, which rounding of either kind leaves as it is.
-    return stored(S, pool.dtype, rounding_key) if draft.slots is None else put(pool, places, S, rounding_key)
+    return stored(S, pool.dtype, rounding_key) if places is None else put(pool, places, S, rounding_key)
+
+
+def steps_in_pool(draft: Draft, taken: Bool[Array, "B T 1 1"], pool: Float[Array, "P H K V"]) -> Recurrence | None:
+    """Return the recurrence of the taken tokens if a kernel advances states in the pool by several tokens; else None."""
+    if draft.key.shape[1] < 2 or 0 in (draft.key.shape[0], pool.shape[0]):
+        return None
+    r = taken_alone(draft, taken, pool)
+    return None if pooled_kernel(Choice(), r, Role.STEP) is None else r
 
 
 def state_after(draft: Draft, taken: Bool[Array, "B T 1 1"], state: Float[Array, "B H K V"]) -> Float[Array, "B H K V"]:
-    """Return the state after the taken tokens of a draft of the delta rule. Other tokens get no key and no decay, so they
-    change nothing."""
-    (B, T), H = draft.key.shape[:2], state.shape[1]
-    if T == 0 or B == 0:
+    """Return the state after the taken tokens of a draft of the delta rule."""
+    if 0 in draft.key.shape[:2]:
         return state
+    return solve(Choice(), differentiable(taken_alone(draft, taken, state))).final_state
+
+
+def taken_alone(draft: Draft, taken: Bool[Array, "B T 1 1"], state: Float[Array, "_ H K V"]) -> Recurrence:
+    """Return the recurrence of the taken tokens of a draft. The others get no key and no decay, so they change nothing.
+
+    state: the states, or a pool of them. Keys stand for the queries, which a draft does not have.
+    """
+    (B, T), H = draft.key.shape[:2], state.shape[1]
 
     def clear(x):
         return jnp.where(taken.reshape(B, T, *[1] * (x.ndim - 2)), x, 0)
@@ -237,5 +268,4 @@ def state_after(draft: Draft, taken: Bool[Array, "B T 1 1"], state: Float[Array,
         decay = Decay(head=jnp.broadcast_to(decay.constant[:, None], (B, T, H)))
     key, erasure = clear(draft.key), jax.tree.map(clear, draft.erasure)
     scale = jnp.ones(B, promoted(key.dtype, jnp.float32))
-    r = Recurrence(key, key, clear(draft.value), jax.tree.map(clear, decay), state, None, scale, erasure=erasure)
-    return solve(Choice(), differentiable(r)).final_state
+    return Recurrence(key, key, clear(draft.value), jax.tree.map(clear, decay), state, None, scale, erasure=erasure)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, varying_like
-from glax._src.core.registry import Config, KernelSpec, Platform, TwoPhase, UnsupportedError, kernel_registry
+from glax._src.core.registry import Config, KernelSpec, Platform, Role, TwoPhase, UnsupportedError, kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.tuning.cache import PersistentCache, overlay
 from glax._src.tuning.executor import Executor, is_listening
@@ -81,7 +81,7 @@ def vjp_kernel(choice: Choice, r: Recurrence) -> tuple[KernelSpec | None, Choice
     A config that no gradient kernel takes belongs to the forward. The gradient's config is then chosen as usual.
     """
     for config in dict.fromkeys((choice.config, None)):
-        able, _ = kernel_registry.able(r, choice.platform, config, gradient=True)
+        able, _ = kernel_registry.able(r, choice.platform, config, role=Role.VJP)
         if able:
             return able[0], dataclasses.replace(choice, config=config)
     return None, choice
@@ -232,40 +232,41 @@ def finish_by(part, spec: KernelSpec, choice: Choice, *operands, begun):
     return merged_vmap(run, *operands, begun)
 
 
-# ---- decode steps ----------------------------------------------------------------------------------------------------
+# ---- kernels on a pool of states: decode steps, and the verification of draft tokens ---------------------------------
 
 
-def step_kernel(choice: Choice, r: Recurrence) -> KernelSpec | None:
-    """Choose the best kernel that advances a pool of states, r's initial states, by one token in place; None if there is none.
+def pooled_kernel(choice: Choice, r: Recurrence, role: Role) -> KernelSpec | None:
+    """Choose the best kernel of that role for a pool of states, r's initial states; None if there is none.
 
     A config that belongs to no such kernel is for the kernel of whole sequences.
     """
     load_kernels()
-    able, _ = kernel_registry.able(r, choice.platform, choice.config, step=True)
+    able, _ = kernel_registry.able(r, choice.platform, choice.config, role=role)
     return able[0] if able else None
 
 
-def run_step(spec: KernelSpec, choice: Choice, r: Recurrence, slots, otherwise) -> Outputs:
-    """Return the output and the pool, as the final state. Sequence n is in row slots[n], or in row n if slots is None; slot -1
-    is no sequence.
+def run_pooled(spec: KernelSpec, choice: Choice, r: Recurrence, slots, otherwise) -> Outputs:
+    """Return the output and, as the final state, the pool. Sequence n is in row slots[n] (-1: none), or row n without slots.
 
     otherwise: (choice, r, slots) -> Outputs, for a program that is lowered for a backend without such a kernel.
     """
     from glax._src.solve.lowering import Kernel  # loads modules of JAX that are not a part of `import jax`
 
-    others = why_not_others(spec, choice, r, step=True)
+    others = why_not_others(spec, choice, r)
 
-    def step(spec, others: dict, r: Recurrence, slots=None) -> Outputs:
+    def run(spec, others: dict, r: Recurrence, slots=None) -> Outputs:
         rows = jnp.arange(r.num_sequences, dtype=jnp.int32) if slots is None else slots.astype(jnp.int32)
         tokens, pool = r.replace(initial_state=None), r.initial_state
-        return Outputs(*executor(spec, tokens, pool, rows, cfg=choice.config, **others))
+        assert pool is not None
+        results = executor(spec, tokens, pool, rows, cfg=choice.config, **others)
+        return Outputs(*results) if spec.is_step else Outputs(results, pool)
 
     def again(platform: Platform | None, results, r: Recurrence, slots=None) -> Outputs:
         own = narrowed(choice, platform)
-        spec = step_kernel(own, r)
-        return otherwise(own, r, slots) if spec is None else step(spec, {}, r, slots)
+        other = pooled_kernel(own, r, spec.role)
+        return otherwise(own, r, slots) if other is None else run(other, {}, r, slots)
 
-    kernel = Kernel(functools.partial(step, spec, others), again, opaque=spec.platform is not Platform.XLA)
+    kernel = Kernel(functools.partial(run, spec, others), again, opaque=spec.platform is not Platform.XLA)
     # The slots are known at run time only, so a pool cannot be sharded along with its sequences.
     return kernel.placed(r) if slots is None else kernel.alone(r, slots)
 
@@ -289,21 +290,20 @@ def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None)
     """Run spec's kernel, or a part of it, with the config that the executor chooses."""
     if r.segments is not None and not spec.takes_segments(r):
         return by_folding(functools.partial(run_spec, spec, choice, part=part))(r, *given)
-    others = why_not_others(spec, choice, r, gradient=spec.is_gradient)
+    others = why_not_others(spec, choice, r)
     if others:
         others["refused"] |= spec.forgoes(r, *given)
     return executor(spec, r, *given, cfg=choice.config, part=part, **others)
 
 
-def why_not_others(spec: KernelSpec, choice: Choice, r: Recurrence, **kind: bool) -> dict[str, dict[str, str]]:
-    """Return why no kernel but spec runs r, as the executor records it: dicts `refused` and `outranked`. Empty where nothing is
-    recorded.
+def why_not_others(spec: KernelSpec, choice: Choice, r: Recurrence) -> dict[str, dict[str, str]]:
+    """Return why no kernel but spec runs r, as the executor records it: dicts `refused` and `outranked`.
 
-    kind: gradient or step, as `KernelRegistry.able` takes them.
+    The result is empty where nothing is recorded.
     """
     if not is_listening():
         return {}
-    able, refused = kernel_registry.able(r, choice.platform, choice.config, **kind)
+    able, refused = kernel_registry.able(r, choice.platform, choice.config, role=spec.role)
     chosen, outranked = spec.priority(r), {}
     for other in able:
         if other.name != spec.name:

@@ -98,7 +98,7 @@ class Tuner:
 def example(inv: Invocation) -> tuple:
     """Return real arrays for (args, kwargs), as leaves that jit accepts, with static values left in place."""
     filled = inv.kernel.example(inv) if hasattr(inv.kernel, "example") else example_of((inv.args, inv.kwargs))
-    if getattr(inv.kernel, "is_step", False):  # sequences that share a slot would race
+    if getattr(inv.kernel, "is_pooled", False):  # sequences that share a slot would race
         (r, pool, slots), rest = filled
         filled = ((r, pool, jnp.arange(slots.shape[0], dtype=slots.dtype)), rest)
     return tuple(x for x in jax.tree.leaves(filled) if hasattr(x, "dtype"))
@@ -160,9 +160,9 @@ def yardstick(inv: Invocation, validate_backward: bool):
     """Return the function whose results candidates must equal: another XLA kernel if there is one, else this kernel with the
     guessed config."""
     guess = jax.jit(results(inv, inv.kernel.heuristic_cfg(inv), validate_backward))
-    if not registered(inv) or inv.kernel.is_step:
+    if not registered(inv) or inv.kernel.is_pooled:
         return guess
-    able, _ = kernel_registry.able(inv.args[0], Platform.XLA, gradient=inv.kernel.is_gradient)
+    able, _ = kernel_registry.able(inv.args[0], Platform.XLA, role=inv.kernel.role)
     others = [spec for spec in able if spec.op_id != inv.kernel.op_id]
     if not others:
         return guess

@@ -44,10 +44,10 @@ def refusal(r: Recurrence) -> str | None:
     return installation()
 
 
-def step_refusal(r: Recurrence) -> str | None:
-    """Return why the decoding step does not support r, or None."""
-    if r.q.shape[1] != 1 or r.boundaries is not None:
-        return "takes one token of each sequence"
+def pooled_refusal(r: Recurrence) -> str | None:
+    """Return why the kernels on a pool of states do not support r, or None."""
+    if r.q.shape[1] >= SHORT or r.boundaries is not None:
+        return f"takes fewer than {SHORT} tokens of each sequence"
     if r.initial_state is not None and str(r.initial_state.dtype) not in STORED:
         return f"stores states as float32, bfloat16 and float16, the pool is {r.initial_state.dtype}"
     return refusal(r)
@@ -55,7 +55,9 @@ def step_refusal(r: Recurrence) -> str | None:
 
 def priority(r: Recurrence) -> int:
     """Return a priority above Triton's 20 for sequences shorter than SHORT, and below its 5 for longer ones."""
-    return 25 if r.q.shape[1] < SHORT else 3
+    if r.q.shape[1] < SHORT:
+        return 25
+    return 3 if r.erasure is None else -1  # chunks of the delta rule are faster, on XLA too
 
 
 def step_priority(r: Recurrence) -> int:
@@ -64,7 +66,7 @@ def step_priority(r: Recurrence) -> int:
 
 
 @kernel_registry.register(
-    "recurrent", Platform.CUDA, Backend.GPU, config=CudaConfig, supports=refusal, priority=priority
+    "recurrent", Platform.CUDA, Backend.GPU, config=CudaConfig, supports=refusal, priority=priority, erases=True
 )
 def recurrent(r: Recurrence, *, config: CudaConfig) -> Outputs:
     """Compute token by token with exact decays, the state in registers: for short sequences, and gates on the value side."""
@@ -74,10 +76,26 @@ def recurrent(r: Recurrence, *, config: CudaConfig) -> Outputs:
 
 
 @kernel_registry.register(
-    "recurrent.step", Platform.CUDA, Backend.GPU, config=CudaConfig, supports=step_refusal, priority=step_priority
+    "recurrent.step",
+    Platform.CUDA,
+    Backend.GPU,
+    config=CudaConfig,
+    supports=pooled_refusal,
+    priority=step_priority,
+    erases=True,
 )
 def recurrent_step(r: Recurrence, pool, slots, *, config: CudaConfig):
-    """Advance each sequence by one token. Its state in the pool is read and written once."""
+    """Advance each sequence by its tokens. Its state in the pool is read once and written once."""
     from glax._src.kernels.cuda import scan
 
     return scan.recurrent_step(r, pool, slots, config)
+
+
+@kernel_registry.register(
+    "recurrent.verify", Platform.CUDA, Backend.GPU, config=CudaConfig, supports=pooled_refusal, erases=True
+)
+def recurrent_verify(r: Recurrence, pool, slots, *, config: CudaConfig):
+    """Compute the outputs of each sequence's tokens. Its state in the pool is read once; the pool stays as it is."""
+    from glax._src.kernels.cuda import scan
+
+    return scan.recurrent_verify(r, pool, slots, config)

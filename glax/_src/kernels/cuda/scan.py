@@ -1,5 +1,6 @@
-"""Launch the token-by-token kernel of device/scan.cu: whole sequences, and one step of decoding in a pool."""
+"""Launch the token-by-token kernel of device/scan.cu: whole sequences, and tokens whose states lie in a pool."""
 
+import enum
 import math
 from collections.abc import Sequence
 
@@ -18,38 +19,65 @@ STORED = {"float32": 0, "bfloat16": 1, "float16": 2}  # `Stored` in device/value
 ABSENT = -1
 SHARED_BYTES = 48_000  # for `Staged`; a block has 49,152, and the compiler takes some
 MOST_STAGED = 8  # tokens
-NONE = jax.ShapeDtypeStruct((0,), jnp.float32)  # stands for an absent operand
+NONE = jax.ShapeDtypeStruct((0,), jnp.float32)  # stands for an absent operand or result
+
+
+class States(enum.IntEnum):
+    """Where the states lie: `States` in device/scan.cu."""
+
+    APART = 0
+    POOL_UPDATED = 1
+    POOL_READ = 2
 
 
 def recurrent(r: Recurrence, config: CudaConfig) -> Outputs:
     """Compute the outputs [B, T, H, V] and the final states [N, H, K, V] token by token."""
-    (B, T), state = r.q.shape[:2], r.state_shape
-    results = [jax.ShapeDtypeStruct((B, T, state[1], state[3]), r.q.dtype), jax.ShapeDtypeStruct(state, jnp.float32)]
+    results = [output_of(r), jax.ShapeDtypeStruct(r.state_shape, jnp.float32)]
     initial = readable(r.initial_state)
-    flags = dict(STATE=dtype_of(initial), FINAL=STORED["float32"], POOLED=0, STEP=0)
     operands = [*tokens_of(r), r.boundaries, None, initial]
-    return Outputs(*launch(r, config, operands, results, flags))
+    return Outputs(*launch(r, config, operands, results, flags_of(r, States.APART, initial)))
 
 
 def recurrent_step(r: Recurrence, pool: Array, slots: Array, config: CudaConfig) -> tuple[Array, Array]:
-    """Advance B sequences by one token; return the outputs [B, 1, H, V] and the pool [P, H, K, V].
+    """Advance B sequences by T tokens; return the outputs [B, T, H, V] and the pool [P, H, K, V].
 
     The pool is updated in place if the caller donates it. Otherwise XLA copies it first.
     """
-    B, H, V = r.q.shape[0], r.num_heads, pool.shape[3]
-    results = [jax.ShapeDtypeStruct((B, 1, H, V), r.q.dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype)]
-    flags = dict(STATE=dtype_of(pool), FINAL=dtype_of(pool), POOLED=1, STEP=1)
+    results = [output_of(r), jax.ShapeDtypeStruct(pool.shape, pool.dtype)]
     operands = [*tokens_of(r), None, slots, pool]
+    flags = flags_of(r, States.POOL_UPDATED, pool)
     output, pool = launch(r, config, operands, results, flags, aliases={len(operands) - 1: 1})
     return output, pool
 
 
+def recurrent_verify(r: Recurrence, pool: Array, slots: Array, config: CudaConfig) -> Array:
+    """Compute the outputs [B, T, H, V] of T tokens of B sequences. The pool is read."""
+    operands = [*tokens_of(r), None, slots, pool]
+    output, _ = launch(r, config, operands, [output_of(r), NONE], flags_of(r, States.POOL_READ, pool))
+    return output
+
+
+def output_of(r: Recurrence) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)
+
+
+def flags_of(r: Recurrence, states: States, initial: Array | None) -> dict[str, int]:
+    """Return the constants that say where the states lie, and how they are stored."""
+    single = states is not States.APART and r.q.shape[1] == 1
+    return dict(STATE=dtype_of(initial), STATES=int(states), SINGLE=int(single))
+
+
 def tokens_of(r: Recurrence) -> list[Array | None]:
-    """q, k, v, the gates by token, the constant decay and the scale: the first operands of `scan`."""
+    """q, k, v, the gates by token, the constant decay, the scale and the erasure: the first operands of `scan`."""
     decay = r.decay
     constant = None if decay.constant is None else decay.constant.astype(jnp.float32)
     gates = map(readable, (decay.head, decay.key, decay.value))
-    return [r.q, r.k, r.v, *gates, constant, r.scale.astype(jnp.float32)]
+    return [r.q, r.k, r.v, *gates, constant, r.scale.astype(jnp.float32), *map(readable, erasure_of(r))]
+
+
+def erasure_of(r: Recurrence) -> tuple[Array | None, Array | None, Array | None]:
+    """beta, erase and write; three times None for a recurrence that does not erase."""
+    return (None, None, None) if r.erasure is None else (r.erasure.beta, r.erasure.erase, r.erasure.write)
 
 
 def readable(x: Array | None) -> Array | None:
@@ -89,16 +117,19 @@ def launch(
 def plan(r: Recurrence, config: CudaConfig, flags: dict[str, int]) -> tuple[dict[str, int], int]:
     """Return the constants of device/scan.cu, and the number of blocks."""
     (N, H, K, V), decay = r.state_shape, r.decay
-    stored_bytes = max(4 if flags[name] in (ABSENT, 0) else 2 for name in ("STATE", "FINAL"))
+    apart = flags["STATES"] == States.APART  # final states are then in float32
+    stored_bytes = 4 if apart or flags["STATE"] == STORED["float32"] else 2
     vector = math.gcd(V, config.columns, 16 // stored_bytes)
     lanes = min(32, max(1, config.columns // vector), 1 << (-(-V // vector) - 1).bit_length())
     columns = lanes * vector
+    beta, erase, write = (dtype_of(readable(x)) for x in erasure_of(r))
     constants = dict(
         H=H, HQ=r.q.shape[2], HK=r.k.shape[2], HV=r.v.shape[2], K=K, V=V,
         THREADS=config.threads, LANES=lanes, VECTOR=vector,
         TOKENS=staged_tokens(r, columns, config.threads),
         DTYPE=dtype_of(r.q), CONSTANT=ABSENT if decay.constant is None else 0,
         HEAD=dtype_of(readable(decay.head)), KEY=dtype_of(readable(decay.key)), VALUE=dtype_of(readable(decay.value)),
+        BETA=beta, ERASE=erase, WRITE=write,
         PACKED=int(r.boundaries is not None), REVERSE=int(r.reverse),
     )  # fmt: skip
     return constants | flags, -(-V // columns) * H * N
@@ -109,8 +140,10 @@ def staged_tokens(r: Recurrence, columns: int, threads: int) -> int:
     K = r.q.shape[3]
     numbers = 2 * K + (2 * K if r.decay.key is not None else 0) + 2
     numbers += columns * (1 + threads // 32 + (2 if r.decay.value is not None else 0))
+    numbers += K if r.erasure is not None else 0
+    whole = 2 * columns * (threads // 32) if r.erasure is not None else 0
     tokens = MOST_STAGED
-    while tokens > 1 and (4 * numbers * tokens > SHARED_BYTES or tokens >= 2 * r.q.shape[1]):
+    while tokens > 1 and (4 * (numbers * tokens + whole) > SHARED_BYTES or tokens >= 2 * r.q.shape[1]):
         tokens //= 2
     return tokens
 

@@ -2,15 +2,26 @@
 //
 //     S_t = diag(e^{rows_t}) S_{t-1} diag(e^{value_t}) + k_t v_t^T,     o_t = scale S_t^T q_t
 //
-// rows_t is key_t, head_t or the constant: a call has at most one of them.
+// rows_t is key_t, head_t or the constant: a call has at most one of them. The delta rule erases before it writes:
+//
+//     S_bar_t = diag(e^{rows_t}) S_{t-1} diag(e^{value_t}),     S_t = S_bar_t + k_t (w_t * v_t - S_bar_t^T e_t)^T
+//
+// with e = beta k and w = beta, or with e and w given (w = 1 if absent).
 // A block has one sequence, one head and COLUMNS columns of the state. A thread holds VECTOR neighbouring columns of every
-// LINES-th row, ROWS rows in all. With STEP, a sequence is one token and its state lies in a row of a pool, which is read
-// and written once. With POOLED the initial state lies in a pool; a negative slot is no sequence, and its outputs are 0.
+// LINES-th row, ROWS rows in all. In a pool, a negative slot is no sequence, and its outputs are 0.
 //
 // Constants that stand before this file: H, HQ, HK, HV heads; K, V; THREADS, LANES, VECTOR; TOKENS staged in shared memory at a time;
-// DTYPE of q, k, v and o; CONSTANT, HEAD, KEY, VALUE: -1 for an absent gate, else its dtype (float32 for CONSTANT);
-// STATE the dtype of initial states, or -1; FINAL the dtype of final states, or -1; POOLED, STEP, PACKED, REVERSE: 0 or 1.
+// DTYPE of q, k, v and o; CONSTANT, HEAD, KEY, VALUE, BETA, ERASE, WRITE: -1 for an absent array, else its dtype (float32 for
+// CONSTANT); STATE the dtype of initial states, or -1; STATES where they lie; SINGLE, PACKED, REVERSE: 0 or 1. With SINGLE, a
+// sequence is one token.
 
+// Initial states of sequence n lie in row n, and final states go to another array, in float32; or both are the rows of a pool;
+// or initial states are the rows of a pool, and there are no final states.
+enum States { APART = 0, POOL_UPDATED = 1, POOL_READ = 2 };
+
+constexpr bool STORES = STATES != POOL_READ;
+constexpr int STORED = STATES == APART ? FLOAT32 : (STATE < 0 ? 0 : STATE);
+constexpr bool ERASES = BETA >= 0 || ERASE >= 0;
 constexpr int COLUMNS = LANES * VECTOR;
 constexpr int BLOCKS = (V + COLUMNS - 1) / COLUMNS;
 constexpr int LINES = THREADS / LANES;
@@ -28,16 +39,20 @@ struct Staged {
   Factor head[TOKENS];
   float v[TOKENS][COLUMNS];
   float sums[TOKENS][WARPS][COLUMNS];  // of S^T q over the rows of each warp
+  float e[ERASES ? TOKENS : 1][ERASES ? K : 1];
+  float erased[ERASES ? 2 : 1][WARPS][ERASES ? COLUMNS : 1];  // the same of S_bar^T e, for even and odd tokens
 };
 
 struct Operands {
-  const void *q, *k, *v, *head, *key, *value;
+  const void *q, *k, *v, *head, *key, *value, *beta, *erase, *write;
   const float *constant, *scale;
 };
 
 struct Place {
   int n, h, column;   // the sequence, the head, and the block's first column
   int begin, count;   // its rows of q, k and v
+  int slot;           // the row of its state
+  __device__ long long tile() const { return (static_cast<long long>(slot) * H + h) * K * V; }
   __device__ int row(int token) const { return REVERSE ? begin + count - 1 - token : begin + token; }
 };
 
@@ -54,12 +69,17 @@ __device__ inline void stage(Staged& staged, const Operands& given, const Place&
     staged.q[token][row] = load<DTYPE>(given.q, (at * HQ + place.h / hq) * K + row);
     staged.k[token][row] = load<DTYPE>(given.k, (at * HK + place.h / hk) * K + row);
     if (BY_ROW) staged.rows[token][row] = factor_of(gate<KEY>(given.key, (at * H + place.h) * K + row));
+    if (BETA >= 0) staged.e[token][row] = gate<BETA>(given.beta, at * H + place.h) * staged.k[token][row];
+    if (ERASE >= 0) staged.e[token][row] = gate<ERASE>(given.erase, (at * H + place.h) * K + row);
   }
   for (int i = threadIdx.x; i < count * COLUMNS; i += THREADS) {
     const int token = i / COLUMNS, column = place.column + i % COLUMNS;
     const long long at = place.row(first + token);
     const bool inside = column < V;
-    staged.v[token][i % COLUMNS] = inside ? load<DTYPE>(given.v, (at * HV + place.h / hv) * V + column) : 0.0f;
+    float v = inside ? load<DTYPE>(given.v, (at * HV + place.h / hv) * V + column) : 0.0f;
+    if (BETA >= 0) v *= gate<BETA>(given.beta, at * H + place.h);
+    if (WRITE >= 0 && inside) v *= gate<WRITE>(given.write, (at * H + place.h) * V + column);
+    staged.v[token][i % COLUMNS] = v;
     if (VALUE >= 0) {
       const float g = inside ? gate<VALUE>(given.value, (at * H + place.h) * V + column) : 0.0f;
       staged.columns[token][i % COLUMNS] = factor_of(g);
@@ -74,25 +94,36 @@ __device__ inline void stage(Staged& staged, const Operands& given, const Place&
   }
 }
 
+// The decay of one row of the state in column c of the thread.
+__device__ inline Factor decay_of(const Staged& staged, int token, int row, int c) {
+  const Factor column = VALUE >= 0 ? staged.columns[token][threadIdx.x % LANES * VECTOR + c] : Factor{0.0f, 1.0f};
+  Factor f = column;
+  if (BY_HEAD) f = staged.head[token];
+  if (BY_ROW) f = VALUE >= 0 ? both(staged.rows[token][row], column) : staged.rows[token][row];
+  return f;
+}
+
+// S decayed, and `added`.
+__device__ inline float advanced(float S, const Staged& staged, int token, int row, int c, float added) {
+  return BY_ROW || BY_HEAD || VALUE >= 0 ? decayed(S, decay_of(staged, token, row, c), added) : S + added;
+}
+
 // One row of the state, VECTOR columns, behind one more token; its part of S^T q is added to `out`.
 __device__ inline void advance_row(float (&s)[VECTOR], float (&out)[VECTOR], const float (&v)[VECTOR], const Staged& staged,
                                    int token, int row) {
-  const int lane = threadIdx.x % LANES;
   const float k = staged.k[token][row], q = staged.q[token][row];
 #pragma unroll
   for (int c = 0; c < VECTOR; ++c) {
-    const float added = k * v[c];
-    if (BY_ROW || BY_HEAD || VALUE >= 0) {
-      const Factor column = VALUE >= 0 ? staged.columns[token][lane * VECTOR + c] : Factor{0.0f, 1.0f};
-      Factor f = column;
-      if (BY_HEAD) f = staged.head[token];
-      if (BY_ROW) f = VALUE >= 0 ? both(staged.rows[token][row], column) : staged.rows[token][row];
-      s[c] = decayed(s[c], f, added);
-    } else {
-      s[c] += added;
-    }
+    s[c] = advanced(s[c], staged, token, row, c, k * v[c]);
     out[c] = fmaf(s[c], q, out[c]);
   }
+}
+
+// One row's part of S_bar^T e is added to `sum`.
+__device__ inline void read_row(float (&sum)[VECTOR], const float (&s)[VECTOR], const Staged& staged, int token, int row) {
+  const float e = staged.e[token][row];
+#pragma unroll
+  for (int c = 0; c < VECTOR; ++c) sum[c] = fmaf(advanced(s[c], staged, token, row, c, 0.0f), e, sum[c]);
 }
 
 __device__ inline void values_of(float (&v)[VECTOR], const Staged& staged, int token) {
@@ -100,13 +131,28 @@ __device__ inline void values_of(float (&v)[VECTOR], const Staged& staged, int t
   for (int c = 0; c < VECTOR; ++c) v[c] = staged.v[token][threadIdx.x % LANES * VECTOR + c];
 }
 
-// The sum of `out` over the rows of a warp goes to `sums`.
-__device__ inline void sum_over_rows(float (&out)[VECTOR], Staged& staged, int token) {
+// The sum of `x` over the rows of a warp goes to `sums`. WIDTH is COLUMNS where anything is summed.
+template <int WIDTH>
+__device__ inline void sum_over_rows(float (&x)[VECTOR], float (&sums)[WARPS][WIDTH]) {
 #pragma unroll
   for (int c = 0; c < VECTOR; ++c) {
 #pragma unroll
-    for (int across = LANES; across < 32; across *= 2) out[c] += __shfl_xor_sync(0xffffffffu, out[c], across);
-    if (threadIdx.x % 32 < LANES) staged.sums[token][threadIdx.x / 32][threadIdx.x % LANES * VECTOR + c] = out[c];
+    for (int across = LANES; across < 32; across *= 2) x[c] += __shfl_xor_sync(0xffffffffu, x[c], across);
+    if (threadIdx.x % 32 < LANES) sums[threadIdx.x / 32][threadIdx.x % LANES * VECTOR + c] = x[c];
+  }
+}
+
+// v becomes v - S_bar^T e, with the sums of all warps. A block that is two tokens ahead overwrites them, so none waits behind it.
+__device__ inline void erase(float (&v)[VECTOR], float (&sum)[VECTOR], Staged& staged, int token) {
+  auto& sums = staged.erased[token % 2];
+  sum_over_rows(sum, sums);
+  __syncthreads();
+#pragma unroll
+  for (int c = 0; c < VECTOR; ++c) {
+    float whole = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) whole += sums[warp][threadIdx.x % LANES * VECTOR + c];
+    v[c] -= whole;
   }
 }
 
@@ -128,7 +174,7 @@ __device__ inline void emit_zeros(void* o, const Place& place, int begin, int en
   }
 }
 
-// One token, the state from a row of the pool and back. Each thread holds its part as it is stored until it is used: states in
+// One token, the state from its place and back. Each thread holds its part as it is stored until it is used: states in
 // 16 bits then take half the registers.
 __device__ inline void step(Staged& staged, const Operands& given, const Place& place, const void* pool, void* after, void* o,
                             long long tile) {
@@ -145,6 +191,19 @@ __device__ inline void step(Staged& staged, const Operands& given, const Place& 
   __syncthreads();
   float v[VECTOR], out[VECTOR] = {};
   values_of(v, staged, 0);
+  if (ERASES) {
+    float sum[VECTOR] = {};
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = r * LINES + line;
+      if (row < K && inside) {
+        float s[VECTOR];
+        unpack(held[r], s);
+        read_row(sum, s, staged, 0, row);
+      }
+    }
+    erase(v, sum, staged, 0);
+  }
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = r * LINES + line;
@@ -152,10 +211,10 @@ __device__ inline void step(Staged& staged, const Operands& given, const Place& 
       float s[VECTOR];
       unpack(held[r], s);
       advance_row(s, out, v, staged, 0, row);
-      store_streaming<(FINAL < 0 ? 0 : FINAL)>(after, tile + row * V, s);
+      if (STORES) store_streaming<STORED>(after, tile + row * V, s);
     }
   }
-  sum_over_rows(out, staged, 0);
+  sum_over_rows(out, staged.sums[0]);
   __syncthreads();
   emit(staged, o, place, given.scale[place.n], 0, 1);
 }
@@ -178,31 +237,40 @@ __device__ inline void tokens(Staged& staged, const Operands& given, const Place
     for (int token = 0; token < count; ++token) {
       float v[VECTOR], out[VECTOR] = {};
       values_of(v, staged, token);
+      if (ERASES) {
+        float sum[VECTOR] = {};
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          const int row = r * LINES + line;
+          if (row < K) read_row(sum, S[r], staged, token, row);
+        }
+        erase(v, sum, staged, token);
+      }
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const int row = r * LINES + line;
         if (row < K) advance_row(S[r], out, v, staged, token, row);
       }
-      sum_over_rows(out, staged, token);
+      sum_over_rows(out, staged.sums[token]);
     }
     __syncthreads();
     emit(staged, o, place, given.scale[place.n], first, count);
   }
-  if (FINAL < 0) return;
-  const long long last = (static_cast<long long>(place.n) * H + place.h) * K * V + column;
+  if (!STORES) return;
+  const long long last = place.tile() + column;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = r * LINES + line;
-    if (row < K && column < V) store_streaming<(FINAL < 0 ? 0 : FINAL)>(final, last + row * V, S[r]);
+    if (row < K && column < V) store_streaming<STORED>(final, last + row * V, S[r]);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) scan(
     const void* q, const void* k, const void* v, const void* head, const void* key, const void* value,
-    const float* constant, const float* scale, const int* boundaries, const int* slots, const void* initial,
-    void* o, void* final, int T, int N) {
+    const float* constant, const float* scale, const void* beta, const void* erase, const void* write,
+    const int* boundaries, const int* slots, const void* initial, void* o, void* final, int T, int N) {
   __shared__ Staged staged;
-  const Operands given = {q, k, v, head, key, value, constant, scale};
+  const Operands given = {q, k, v, head, key, value, beta, erase, write, constant, scale};
   const int block = blockIdx.x % BLOCKS;
   Place place;
   place.h = blockIdx.x / BLOCKS % H;
@@ -218,13 +286,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) scan(
     place.begin = place.n * T;
     place.count = T;
   }
-  const int slot = POOLED ? slots[place.n] : place.n;
-  if (slot < 0) {
+  place.slot = STATES == APART ? place.n : slots[place.n];
+  if (place.slot < 0) {
     emit_zeros(o, place, place.begin, place.begin + place.count);
     return;
   }
-  const long long tile = (static_cast<long long>(slot) * H + place.h) * K * V + place.column + threadIdx.x % LANES * VECTOR;
-  if (STEP) {
+  const long long tile = place.tile() + place.column + threadIdx.x % LANES * VECTOR;
+  if (SINGLE) {
     step(staged, given, place, initial, final, o, tile);
   } else {
     tokens(staged, given, place, initial, final, o, tile);
