@@ -18,15 +18,18 @@ triton_interpreter.install()
 
 from glax._src.core.registry import kernel_registry  # noqa: E402
 from glax._src.kernels import load_kernels  # noqa: E402
-from glax._src.kernels.triton import ChunkedConfig, GradientConfig, support  # noqa: E402
+from glax._src.kernels.triton import ChunkedConfig, GradientConfig, TokenConfig, support  # noqa: E402
 from glax._src.kernels.triton.chunked import segments_and_chunks  # noqa: E402
 from glax._src.kernels.triton.delta_chunked import chunk_pairs  # noqa: E402
 from glax.testing.reference import reference, reference_gradient  # noqa: E402
 from tests.close import assert_close, assert_gradients_close, assert_outputs_close  # noqa: E402
-from tests.delta_cases import DRAWS, FEW, PACKED, DeltaCase, Draw, all_cases  # noqa: E402
+from tests.delta_cases import DRAWS, ERASURES, FEW, PACKED, DeltaCase, Draw, all_cases  # noqa: E402
 
 load_kernels()
-chunked, chunked_vjp = (kernel_registry.kernels[f"{name}/triton/gpu"].run for name in ("chunked", "chunked.vjp"))
+chunked, chunked_vjp, recurrent, recurrent_step = (
+    kernel_registry.kernels[f"{name}/triton/gpu"].run
+    for name in ("chunked", "chunked.vjp", "recurrent", "recurrent.step")
+)
 ALL = {case.name: case for case in all_cases()}
 CASES = [
     dataclasses.replace(ALL["head"], T=70, draws=DRAWS),
@@ -36,6 +39,16 @@ CASES = [
     DeltaCase("K100V72", ("g",), T=40, K=100, V=72, heads=(1, 1, 2), draws=FEW[:1]),
     DeltaCase("no-state", ("g",), B=2, T=40, state=False, draws=FEW[:1]),
     DeltaCase("float16-packed", ("g",), dtype="float16", **PACKED, draws=FEW[:2]),
+]
+
+
+TOKENS = [
+    dataclasses.replace(ALL["none"], T=20, draws=FEW),
+    DeltaCase("value", ("gv",), T=20),
+    DeltaCase("erase-head", ("g",), ("erase",), T=20, heads=(1, 2, 4)),
+    dataclasses.replace(ALL["erase-write-key-packed-reverse"], draws=FEW[1:2]),
+    dataclasses.replace(ALL["key+value-packed"], draws=FEW[:1]),
+    DeltaCase("bfloat16-key", ("gk",), T=20, dtype="bfloat16", draws=FEW[:2]),
 ]
 
 
@@ -66,6 +79,34 @@ def test_gradient(case):
         assert_gradients_close(r, run(r, *d), reference_gradient(r, *d))
 
     at_each_draw(case, check)
+
+
+@pytest.mark.parametrize("case", TOKENS, ids=str)
+def test_recurrent(case):
+    run = jax.jit(functools.partial(recurrent, config=TokenConfig(16)))
+    at_each_draw(case, lambda r: assert_outputs_close(r, run(r), reference(r)))
+
+
+@pytest.mark.parametrize("erasure", ERASURES, ids="+".join)
+@pytest.mark.parametrize("gates", [("g",), ("gk", "gv")], ids="+".join)
+def test_step(gates, erasure):
+    """Rows of the pool that no slot names keep their bits; slot -1 answers 0."""
+    case = DeltaCase("", gates, erasure, B=3, T=1, heads=(1, 2, 4), K=12, V=20, state=False)
+    pool = jnp.asarray(np.random.default_rng(1).normal(size=(5, 4, 12, 20)), jnp.float32)
+    slots, places = jnp.array([4, -1, 0], jnp.int32), jnp.array([4, 1, 0])
+    r = case.recurrence(Draw("log-sigmoid", "to 2"))
+    output, new = jax.jit(functools.partial(recurrent_step, config=TokenConfig(16)))(r, pool, slots)
+    want = reference(r.replace(initial_state=pool[places]))
+    assert_close("output", output[jnp.array([0, 2])], want.output[[0, 2]], 1e-6)
+    assert not output[1].any()
+    assert_close("pool", new[jnp.array([4, 0])], want.final_state[[0, 2]], 1e-6)
+    np.testing.assert_array_equal(new[1:4], pool[1:4])
+
+
+def test_long_sequences_are_left_to_chunks():
+    """Token by token is the last choice for a recurrence that erases, but for sequences shorter than a chunk."""
+    long, short = (DeltaCase("", ("gk",), T=T).recurrence(Draw()) for T in (64, 4))
+    assert support.token_priority(long) < 0 < support.token_priority(short)
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 64, 128])

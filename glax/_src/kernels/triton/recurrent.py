@@ -20,6 +20,14 @@ def gates_of(r: Recurrence):
     return arrays, dict(HEAD=form, KEY=d.key is not None, VALUE=d.value is not None)
 
 
+def erasure_of(r: Recurrence):
+    """Return the (beta, erase, write) arrays and their flag. An absent one is replaced by an array that is not read."""
+    e = r.erasure
+    if e is None:
+        return [r.scale] * 3, dict(ERASURE="none")
+    return [r.scale if x is None else x for x in (e.beta, e.erase, e.write)], dict(ERASURE=e.form)
+
+
 def shape(r: Recurrence, columns: int) -> dict:
     _, H, K, V = r.state_shape
     return dict(H=H, HQ=r.q.shape[2], HK=r.k.shape[2], HV=r.v.shape[2], K=K, V=V, BK=width(K), BV=columns)
@@ -30,14 +38,14 @@ def recurrent(r: Recurrence, config: TokenConfig) -> Outputs:
     B, T = r.q.shape[:2]
     N, H, K, V = r.state_shape
     segments = segments_of(r, T, T)
-    gates, flags = gates_of(r)
+    (gates, flags), (erasure, erases) = gates_of(r), erasure_of(r)
     start = r.scale if r.initial_state is None else r.initial_state
     o, final = launch(
         recurrent_kernels.recurrent,
         -(-V // config.columns) * H * segments.count,
-        (r.q, r.k, r.v, *gates, r.scale, start, segments.table),
+        (r.q, r.k, r.v, *gates, *erasure, r.scale, start, segments.table),
         [((B, T, H, V), r.q.dtype), ((N, H, K, V), jnp.float32)],
-        **shape(r, config.columns), **flags, SIGN=-1 if r.reverse else 1, START=r.initial_state is not None,
+        **shape(r, config.columns), **flags, **erases, SIGN=-1 if r.reverse else 1, START=r.initial_state is not None,
         warps=config.warps, stages=2,
     )  # fmt: skip
     return Outputs(o, final)
@@ -49,13 +57,13 @@ def recurrent_step(r: Recurrence, pool, slots, config: TokenConfig):
     The pool is updated in place if the caller donates it. Otherwise JAX copies it first.
     """
     B, V = r.q.shape[0], pool.shape[3]
-    gates, flags = gates_of(r)
+    (gates, flags), (erasure, erases) = gates_of(r), erasure_of(r)
     o, pool = launch(
         recurrent_kernels.step_passed_pool if ALIASES_ARE_PASSED else recurrent_kernels.step,
         -(-V // config.columns) * r.num_heads * B,
-        (r.q, r.k, r.v, *gates, r.scale, slots, pool),
+        (r.q, r.k, r.v, *gates, *erasure, r.scale, slots, pool),
         [((B, 1, r.num_heads, V), r.q.dtype), (pool.shape, pool.dtype)],
-        in_place={8: 1},
-        **shape(r, config.columns), **flags, warps=config.warps, stages=1,
+        in_place={11: 1},
+        **shape(r, config.columns), **flags, **erases, warps=config.warps, stages=1,
     )  # fmt: skip
     return o, pool

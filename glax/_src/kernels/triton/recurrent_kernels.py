@@ -53,10 +53,29 @@ def vector(x, row, head, d, HEADS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def written(
+    S, kt, vt, beta, erase, write, row, h, k, v,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ERASURE: tl.constexpr,
+):  # fmt: skip
+    """Return what a token writes beside its key, [BV], into its decayed state S: v, or with an erasure w * v - S^T e.
+
+    ERASURE: "none", "beta" (e = beta k and w = beta), "erase" (w = 1) or "erase+write".
+    """
+    if ERASURE == "none":
+        return vt
+    elif ERASURE == "beta":
+        return tl.load(beta + row.to(tl.int64) * H + h).to(tl.float32) * (vt - tl.sum(S * kt[:, None], 0))
+    else:
+        if ERASURE == "erase+write":
+            vt *= vector(write, row, h, v, H, V)
+        return vt - tl.sum(S * vector(erase, row, h, k, H, K)[:, None], 0)
+
+
+@triton.jit
 def recurrent(
-    q, k, v, head, key, value, scale, start, table, o, final,
+    q, k, v, head, key, value, beta, erase, write, scale, start, table, o, final,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ERASURE: tl.constexpr,
     SIGN: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     """Compute o [rows, H, V] and final [N, H, K, V]. A program has one sequence, one head and BV columns of v."""
@@ -73,7 +92,9 @@ def recurrent(
         row = origin + SIGN * t
         rows, columns = log_decays(head, key, value, row, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
         S = decayed(S, rows, columns, HEAD != "none" or KEY, VALUE)
-        S += vector(k, row, hk, ck, HK, K)[:, None] * vector(v, row, hv, cv, HV, V)[None, :]
+        kt = vector(k, row, hk, ck, HK, K)
+        u = written(S, kt, vector(v, row, hv, cv, HV, V), beta, erase, write, row, h, ck, cv, H, K, V, ERASURE)
+        S += kt[:, None] * u[None, :]
         out = tl.sum(S * vector(q, row, hq, ck, HQ, K)[:, None], 0) * factor
         tl.store(at(o, row, h, H, V) + cv, out.to(o.dtype.element_ty), mask=cv < V)
     for t in range(filled, length):
@@ -85,9 +106,9 @@ def recurrent(
 
 @triton.jit
 def step(
-    q, k, v, head, key, value, scale, slots, pool, o,
+    q, k, v, head, key, value, beta, erase, write, scale, slots, pool, o,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ERASURE: tl.constexpr,
 ):  # fmt: skip
     """Advance sequence n by one token, in row slots[n] of the pool, in place. For slot -1 the output is 0."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -105,7 +126,8 @@ def step(
         rows, columns = log_decays(head, key, value, n, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
         kt, vt = vector(k, n, h // (H // HK), ck, HK, K), vector(v, n, h // (H // HV), cv, HV, V)
         qt = vector(q, n, h // (H // HQ), ck, HQ, K)
-        S = decayed(S, rows, columns, HEAD != "none" or KEY, VALUE) + kt[:, None] * vt[None, :]
+        S = decayed(S, rows, columns, HEAD != "none" or KEY, VALUE)
+        S += kt[:, None] * written(S, kt, vt, beta, erase, write, n, h, ck, cv, H, K, V, ERASURE)[None, :]
         out = tl.sum(S * qt[:, None], 0) * factor
         store_state(pool, S, slot, h, ck, cv, H, K, V, "evict_first")
     tl.store(at(o, n, h, H, V) + cv, out.to(o.dtype.element_ty), mask=cv < V)
@@ -113,9 +135,12 @@ def step(
 
 @triton.jit
 def step_passed_pool(
-    q, k, v, head, key, value, scale, slots, pool, o, pool_again,
+    q, k, v, head, key, value, beta, erase, write, scale, slots, pool, o, pool_again,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ERASURE: tl.constexpr,
 ):  # fmt: skip
     """Run `step` for jax-triton 0.3, which passes the pool a second time, as an output."""
-    step(q, k, v, head, key, value, scale, slots, pool, o, H, HQ, HK, HV, K, V, BK, BV, HEAD, KEY, VALUE)
+    step(
+        q, k, v, head, key, value, beta, erase, write, scale, slots, pool, o,
+        H, HQ, HK, HV, K, V, BK, BV, HEAD, KEY, VALUE, ERASURE,
+    )  # fmt: skip

@@ -74,18 +74,26 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> 
 
 
 @kernel_registry.register(
-    "recurrent", Platform.TRITON, Backend.GPU, config=TokenConfig, supports=refusal, priority=token_priority
+    "recurrent",
+    Platform.TRITON,
+    Backend.GPU,
+    config=TokenConfig,
+    supports=refusal,
+    priority=token_priority,
+    erases=True,
 )
 def recurrent(r: Recurrence, *, config: TokenConfig) -> Outputs:
-    """Compute token by token with exact decays: for short sequences, and gates on the value side."""
+    """Compute token by token with exact decays: for short sequences, gates on the value side, and every form of erasure."""
     from glax._src.kernels.triton import recurrent as tokens
 
     return tokens.recurrent(r, config)
 
 
-@kernel_registry.register("recurrent.step", Platform.TRITON, Backend.GPU, config=TokenConfig, supports=step_refusal)
+@kernel_registry.register(
+    "recurrent.step", Platform.TRITON, Backend.GPU, config=TokenConfig, supports=step_refusal, erases=True
+)
 def recurrent_step(r: Recurrence, pool, slots, *, config: TokenConfig):
-    """Advance each sequence by one token. Its state in the pool is read and written once."""
+    """Advance each sequence by one token. Its state in the pool is read and written once, with an erasure too."""
     from glax._src.kernels.triton import recurrent as tokens
 
     return tokens.recurrent_step(r, pool, slots, config)

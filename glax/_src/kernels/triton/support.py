@@ -65,5 +65,10 @@ def step_refusal(r: Recurrence) -> str | None:
 
 
 def token_priority(r: Recurrence) -> int:
-    """Return a priority above `chunked` where a chunk would be mostly padding, and above XLA elsewhere."""
-    return 20 if r.q.shape[1] < SMALL_T else 5
+    """Return a priority above `chunked` where a chunk would be mostly padding, and above XLA elsewhere.
+
+    A long recurrence that erases is left to XLA's chunks where `chunked` refuses it.
+    """
+    if r.q.shape[1] < SMALL_T:
+        return 20
+    return 5 if r.erasure is None else -5
