@@ -1,4 +1,4 @@
-"""Kernels for Hopper GPUs, in Pallas Mosaic GPU."""
+"""Provide kernels for Hopper GPUs, in Pallas Mosaic GPU."""
 
 from glax._src.kernels.pallas_gpu import registration
 from glax._src.kernels.pallas_gpu.config import HopperConfig

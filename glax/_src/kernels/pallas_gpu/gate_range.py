@@ -1,4 +1,4 @@
-"""Checks that a scan with per-key gates makes of its gates before it scales by them."""
+"""Check the gates of a scan with per-key gates, before it scales by them."""
 
 from typing import Any
 
@@ -12,19 +12,21 @@ SAMPLES, WEAK = 8, -0.25  # gates of a program that are sampled, and the average
 
 
 def in_range(largest, ends):
-    """Returns for every row whether the form about the chunk's middle holds: |M|, |L| and |R| of glax._src.kernels.common.limits.
+    """Return for every row whether the form about the chunk's middle is exact: |M|, |L| and |R| of `common.limits` are in
+    range.
 
-    largest [C]: of |M|, by token; ends: L and R, [C] each, by channel. M leaves out the first token's gate, which L has. Sums of
-    gates of -inf are NaN, for which no comparison holds.
+    largest: [C], the largest |M| by token. ends: L and R, [C] each, by channel. M excludes the first token's gate, and L
+    includes it. Sums of gates of -inf are NaN, for which no comparison holds.
     """
     first, second = map(jnp.abs, ends)
     return (largest <= FAST_LIMIT) & (first <= FAST_LIMIT) & (second <= FAST_LIMIT)
 
 
 def weak_on_average(g, batch, first, end, count, head):
-    """Whether a segment's gates g [B, T, H, K] are: of a few, each of another chunk, token and channel.
+    """Return whether a segment's gates g [B, T, H, K] are weak on average, by a sample of a few gates of different chunks,
+    tokens and channels.
 
-    first, end: its first row and that behind its last. count: its chunks.
+    first: the segment's first row. end: the row behind its last. count: the number of its chunks.
     """
     K = g.shape[3]
     total: Any = 0.0

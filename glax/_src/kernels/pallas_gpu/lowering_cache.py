@@ -1,9 +1,9 @@
-"""Kernels lowered once in a process, and compiled side by side.
+"""Lower each kernel once per process, and compile the kernels of a program in parallel.
 
-Pallas lowers a kernel in Python, up to a second or two of them, again in every program that has it, and XLA compiles those of a
-program one after the other. Here each is lowered by itself when a program first has it, and stands as it was lowered in all that
-have it. A thread compiles it while the next is lowered: what Mosaic GPU has compiled it keeps for the whole process, by what was
-lowered, and where XLA comes to the kernel it finds it there.
+Pallas lowers a kernel in Python, which takes up to two seconds, and does so again for every program that contains it. XLA
+compiles the kernels of a program one after another. Here a kernel is lowered separately when a program first contains it, and
+every later program reuses the result. A thread compiles a kernel while the next is lowered. Mosaic GPU caches compiled kernels
+for the whole process, and XLA finds them there.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from glax._src.kernels.common.gpu import threads
 
 @dataclasses.dataclass(eq=False)
 class Kernel:
-    """A function of arrays that launches one kernel, traced; `lowered` to a module of its own, in MLIR's bytecode."""
+    """A traced function of arrays that launches one kernel. `lowered` holds a module of its own, in MLIR's bytecode."""
 
     traced: jax.stages.Traced
     shapes: list[jax.ShapeDtypeStruct]
@@ -42,7 +42,7 @@ class Kernel:
         return mlir.module_to_bytecode(found)
 
     def compile(self):
-        """For the process. What fails here fails in the program too, and is reported there."""
+        """Compile the kernel, for Mosaic GPU's cache. An error here occurs again in the program, and is reported there."""
 
         def alone(*operands):
             return kernel_p.bind(*operands, kernel=self)
@@ -57,15 +57,15 @@ kernel_p.def_abstract_eval(lambda *_, kernel: kernel.results)
 
 
 def in_no_trace(f: Callable):
-    """f(), where nothing of the caller's is under way: no trace, no mesh."""
+    """Return f(), called outside of the caller's traces and meshes."""
     with ThreadPoolExecutor(1) as fresh:
         return fresh.submit(f).result()
 
 
 def once(specialisation: Hashable, call: Callable, *operands) -> list[jax.Array]:
-    """call(*operands), arrays of one kernel's and no operation beside it.
+    """Return call(*operands), where `call` launches one kernel and does nothing else.
 
-    specialisation: with the operands' shapes and dtypes, all that the kernel depends on.
+    specialisation: everything that the kernel depends on beside the operands' shapes and dtypes.
     """
     if Backend.here() is not Backend.GPU or not any(isinstance(x, Tracer) for x in operands):
         return call(*operands)
@@ -78,7 +78,7 @@ def once(specialisation: Hashable, call: Callable, *operands) -> list[jax.Array]
 
 
 def lower(context, *operands, kernel: Kernel):
-    """The one custom call of the kernel's own module, of these operands."""
+    """Emit the one custom call of the kernel's own module, with these operands."""
     with kernel.lowering:
         module = ir.Module.parse(kernel.lowered)
     functions: Any = module.body.operations  # of types that JAX does not export

@@ -1,6 +1,6 @@
-"""Packed sequences as one row of tokens, which the kernels read in place: a boundary is a reset of the per-head gates.
+"""Take packed sequences as one row of tokens, which the kernels read in place. A boundary is a reset of the per-head gates.
 
-Such a row is cut into segments by tokens as any other, whatever its sequences are.
+The row is divided into segments like any other row, wherever its sequences begin.
 """
 
 import dataclasses
@@ -15,12 +15,13 @@ from glax._src.kernels.pallas_gpu.plan import C
 
 
 class Edges(NamedTuple):
-    """The chunks of a row that hold other rows than tokens: rows before its first sequence and behind its last, NaN or anything.
+    """The chunks of a row that contain rows without a token, before its first sequence or behind its last. Such rows may hold
+    NaN.
 
-    The kernels read these chunks from copies, 3 C rows: the chunk of the first token, that of the last, and zeros. Their outputs
-    and gradients are then 0 in rows without a token.
+    The kernels read these chunks from copies of 3 C rows: the chunk of the first token, the chunk of the last token, and zeros.
+    Outputs and gradients are then 0 in rows without a token.
 
-    block: which C rows of a copy a chunk is read from; -1 for a chunk of tokens alone, which is read in place.
+    block: the C rows of a copy from which each chunk is read; -1 for a chunk of tokens alone, which is read in place.
     source: the row that each row of a copy holds; -1 for zeros.
     """
 
@@ -55,7 +56,7 @@ def token_range(r: Recurrence) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True)
 class PackedRow:
-    """Packed sequences r, without initial states, and the same as one row."""
+    """Packed sequences r without initial states, and the row that represents them."""
 
     r: Recurrence
 
@@ -72,21 +73,23 @@ class PackedRow:
 
     @property
     def begins(self) -> Bool[Array, "T"]:
-        """Whether the scan of a sequence begins at a row; and maybe at a row without a token, where it makes no difference."""
+        """Return whether the scan of a sequence begins at each row, [T]. A row without a token may be marked too, which has no
+        effect."""
         T, cuts = self.r.q.shape[1], self.cuts
         first = cuts[1:] - 1 if self.r.reverse else cuts[:-1]
         return jnp.zeros(T, bool).at[jnp.where(first < 0, T, first)].set(True, mode="drop")
 
     @property
     def sequence_of(self) -> Int[Array, "T"]:
-        """The sequence of every row; by comparison with all boundaries, which is one kernel where a search is a loop of many."""
+        """Return the sequence of every row, [T], by comparison with all boundaries. This is one kernel, while a binary search
+        is a loop of many."""
         rows = jnp.arange(self.r.q.shape[1], dtype=jnp.int32)
         found = jnp.searchsorted(self.cuts, rows, side="right", method="compare_all") - 1
         return jnp.clip(found, 0, self.r.num_sequences - 1)
 
     @property
     def row(self) -> Recurrence:
-        """The recurrence of the row. All sequences have one scale, as `bind` gives them."""
+        """Return the recurrence of the row. All sequences have one scale, as `bind` sets it."""
         r, d = self.r, self.r.decay
         if d.head is not None:
             gates = d.head
@@ -99,11 +102,13 @@ class PackedRow:
         return r.replace(boundaries=None, decay=Decay(head=gates), scale=r.scale[:1])
 
     def gate_gradient(self, d: Float[Array, "1 T H"]) -> Float[Array, "1 T H"]:
-        """Return the gradient of the packed gates from that of the row's: 0 where a sequence begins, from a state of zeros."""
+        """Return the gradient of the packed gates from the gradient of the row's gates. It is 0 where a sequence begins from
+        zeros."""
         return jnp.where((self.is_token & ~self.begins)[:, None], d, 0)
 
     def per_sequence(self, x: Float[Array, "T H"]) -> Float[Array, "N H"]:
-        """Sum over the tokens of each sequence, in a fixed order: over its whole chunks, and the parts of its first and last."""
+        """Return the sums over the tokens of each sequence, [N, H], in a fixed order: its whole chunks, then the parts of its
+        first and last chunk."""
         T, cuts = self.r.q.shape[1], self.cuts
         begin, end = cuts[:-1, None], cuts[1:, None]
         x = jnp.pad(x, ((0, -T % C), (0, 0))).reshape(-1, C, x.shape[1])

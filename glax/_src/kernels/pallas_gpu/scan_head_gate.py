@@ -1,17 +1,18 @@
-"""Scan with per-head gates: products take q, k and v as they lie in memory.
+"""Scan with per-head gates. Products read q, k and v as they lie in memory.
 
 G_i is the sum of a chunk's log gates through token i, L the sum of all of them:
 
     o_i   = scale * (e^{G_i} q_i^T S + sum_{j <= i} (q_i . k_j) e^{G_i - G_j} v_j)
     S_out = e^L S + sum_j k_j (e^{L - G_j} v_j)^T
 
-No factor's exponent is above 0 for gates <= 0, so one form is exact for all. A call without gates has gates of 0, a constant
-gate is the gate of every token. Where most of a state passes through a chunk, what e^{L - G_j} v_j loses when it is rounded to
-bfloat16 adds up from chunk to chunk. There it is the sum of two terms; against time already where a 64th of the state passes,
-for the gates' gradient.
+No exponent is above 0 for gates <= 0, so one form is exact for all gates. A call without gates has gates of 0, and a constant
+decay is the gate of every token. Where most of a state passes through a chunk, the errors of rounding e^{L - G_j} v_j to
+bfloat16 add up from chunk to chunk. There the value is the sum of two terms. A reverse scan uses two terms already where a 64th
+of the state passes, for the gates' gradient.
 
-A program has a segment of one sequence, one head, all of K and 64 or 128 columns of the state. One warpgroup fetches; one carries
-the state and hands it to the one that forms scores and outputs. Scans without outputs have a warpgroup for every 64 columns.
+A program has a segment of one sequence, one head, all of K and 64 or 128 columns of the state. One warpgroup fetches. One
+carries the state, and hands it to the warpgroup that forms scores and outputs. Scans without outputs have a warpgroup for every
+64 columns.
 """
 
 import functools
@@ -35,13 +36,14 @@ from glax._src.kernels.pallas_gpu.scan_head_gate_stages import carry_own_columns
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal scans are lowered once
 def head_scan(w: Scan, table, q, a, b, G, scale, start, *edges) -> ScanResults:
-    """Scan every segment of `table` with per-head gates. States are those that enter the chunks; no chunk is out of range.
+    """Scan every segment of `table` with per-head gates. The stored states are those that enter the chunks. No chunk is out of
+    range.
 
     A scan of `either` kind begins at the first chunk of its segment behind which the decay is not 0 in float32. The log decays
-    that it returns may leave out the chunks before: then they are so low that they mean -inf.
+    that it returns may exclude the chunks before. They are then so low that they stand for -inf.
 
-    G [B, chunks, H, C] in float32: the sums of log2 gates from where the scan enters each chunk. The other operands are
-    those of `key_scan`. edges: of a plan with edges, the last operands of `Operands`.
+    G: [B, chunks, H, C] in float32, the sums of log2 gates from where the scan enters each chunk. The other operands are those
+    of `key_scan`. edges: the last operands of `Operands`, for a plan with edges.
     """
     B, T = a.shape[:2]
     E = table.shape[0]

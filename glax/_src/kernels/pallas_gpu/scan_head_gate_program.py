@@ -1,4 +1,4 @@
-"""One program of the scan with per-head gates: its references, where it is, and how its chunks come into shared memory."""
+"""Define one program of the scan with per-head gates: its references, its position, and how it fetches chunks."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """What `head_scan` takes, in global memory."""
+    """Hold the operands of `head_scan`, in global memory."""
 
     table: Ref  # [E, 4] or [E, 5]
     q: Ref  # [B, T, HQ, K]
@@ -41,7 +41,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What `head_scan` writes, in global memory. A result that the plan leaves out has one tile."""
+    """Hold the results of `head_scan`, in global memory. A result that the plan leaves out has one tile."""
 
     o: Ref  # [B, T, H, V]
     states: Ref  # [B, chunks / run, H, K, V]
@@ -54,7 +54,7 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What lies in shared memory. A tile that the plan has no use for is of the least size."""
+    """Hold the shared memory. A tile that the plan does not use has the smallest size."""
 
     q: Ref  # [stages, C, K]
     a: Ref  # [stages, C, K]
@@ -79,7 +79,7 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """What warpgroups wait for, by what it says."""
+    """Hold the barriers, each named by what it reports."""
 
     loaded: Ref  # by stage: a chunk lies in shared memory
     consumed: Ref  # by stage: all are done with it
@@ -98,10 +98,10 @@ class Barriers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A plan with the references of one program, and its place.
+    """A plan with the references of one program, and the program's position.
 
-    first, count: of the chunks that the scan goes over. adjoint: 0 or 1; traced in a scan of `either` kind. most: the log2 decay
-    of a chunk above which values have two terms.
+    first, count: the first chunk of the scan and the number of chunks. adjoint: 0 or 1; traced in a scan of `either` kind.
+    most: the log2 decay of a chunk above which values have two terms.
     """
 
     plan: Scan
@@ -122,7 +122,7 @@ class Program:
 
     @classmethod
     def of(cls, w: Scan, *refs) -> "Program":
-        """refs: operands and results one after the other, then `Tiles` and `Barriers`."""
+        """Return the program. refs: operands and results one after the other, then `Tiles` and `Barriers`."""
         *in_global, tiles, barriers = refs
         count = Operands.count(w)
         operands, results = Operands(*in_global[:count]), Results(*in_global[count:])
@@ -137,7 +137,7 @@ class Program:
         return p.without_what_ends() if w.lookback else p
 
     def without_what_ends(self) -> "Program":
-        """Return the program without the chunks behind which no decay lets anything through to the segment's end."""
+        """Return the program without the leading chunks whose tokens decay to 0 before the segment's end."""
         w, gates, whole, first = self.plan, self.operands.gates, self.count, self.first
         through, alive, found = 0.0, True, 1
         for i in range(w.lookback):
@@ -152,7 +152,7 @@ class Program:
 
     @property
     def last_token(self) -> int:
-        """The token by which the scan leaves a chunk."""
+        """Return the token by which the scan leaves a chunk."""
         return 0 if self.plan.reverse else C - 1
 
     @property
@@ -168,7 +168,8 @@ class Program:
         return x.at[(self.batch, pl.ds(self.chunk(step) * C, C), head, *columns)]
 
     def fetch(self, x, edges, head, step, tile, loaded, *columns):
-        """Fetch the rows of one head of x at a step; from `edges`, the copies of x, those of a chunk without some tokens."""
+        """Fetch the rows of one head of x at a step. A chunk that contains rows without a token is read from `edges`, the
+        copies of x."""
         if edges is None:
             plgpu.copy_gmem_to_smem(self.tokens(x, head, step, *columns), tile, loaded)
             return
@@ -185,7 +186,7 @@ class Program:
 
 
 def fetch_chunks(p: Program):
-    """Fetch every chunk as a place becomes free."""
+    """Fetch every chunk as soon as a slot is free."""
     w, x, t, h = p.plan, p.operands, p.tiles, p.h
     if w.consumers > 1:
         plgpu.set_max_registers(40, action="decrease")

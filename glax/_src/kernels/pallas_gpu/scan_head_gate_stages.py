@@ -1,4 +1,5 @@
-"""The warpgroups of the per-head-gate scan that multiply: they carry the state, or form scores and outputs from a copy of it."""
+"""Define the warpgroups of the per-head-gate scan that multiply. They carry the state, or form scores and outputs from a copy
+of it."""
 
 import functools
 
@@ -43,7 +44,7 @@ def carry_shared_state(p: Program):
 
 
 def carry_state(p: Program, columns, of_tile, scaled, enter):
-    """Carry the state [K, columns] through all chunks, and store the last. enter(S, step) has it before each.
+    """Carry the state [K, columns] through all chunks, and store the last. enter(S, step) receives the state before each chunk.
 
     of_tile: the same columns within a tile of b. scaled: the tile for the values that are added.
     """
@@ -61,7 +62,8 @@ def carry_state(p: Program, columns, of_tile, scaled, enter):
         S = tiles.added(S * jnp.exp2(last), (transposed(p.tiles.a.at[slot]), scaled))
 
         def lost(S):
-            """Add what the values lost in rounding. They are formed again: the compiler would spill them."""
+            """Return S plus the product of k with what the values lost in rounding. The values are formed again, because the
+            compiler would spill them."""
             x = values(plgpu.load(p.tiles.gates.at[slot], layout=BY_ROW), last) - read(scaled)
             plgpu.commit_smem()  # all warps are done with the first term
             scaled[...] = x.astype(BF16)
@@ -89,7 +91,7 @@ def carry_state(p: Program, columns, of_tile, scaled, enter):
 
 
 def values_of(p: Program, slot, columns, G, last):
-    """Return the values of a chunk, decayed to the edge of the chunk that the scan leaves by, [C, columns]."""
+    """Return the values of a chunk, decayed to the edge by which the scan leaves the chunk, [C, columns]."""
     w = p.plan
     x = read(p.tiles.b.at[slot, :, columns])
     if w.either:
@@ -139,7 +141,7 @@ def write_outputs(p: Program):
 
 
 def write_chunk(p: Program, i, j, step):
-    """Form the outputs of one chunk and send them to global memory. i, j [C, C]: positions in scanning order."""
+    """Form the outputs of one chunk and send them to global memory. i, j: [C, C], positions in scan order."""
     w, t = p.plan, p.tiles
     slot = lax.rem(step, jnp.int32(w.stages))
     q, a, b = t.q.at[slot], t.a.at[slot], t.b.at[slot]

@@ -1,7 +1,7 @@
-"""Scan with per-head gates, two heads to a program: heads of 64 columns of V that share queries and keys.
+"""Scan with per-head gates, two heads to a program. The heads have 64 columns of V, and share queries and keys.
 
-The formulas are those of `scan_head_gate`. Both heads read the same tiles of q and k, and the same scores before their decay. One
-warpgroup fetches, one carries both states, and one forms both outputs.
+The formulas are those of `scan_head_gate`. Both heads read the same tiles of q and k, and the same scores before their decay.
+One warpgroup fetches, one carries both states, and one forms both outputs.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ Pair = tuple[Ref, ...]  # two, one of each head
 
 
 class Operands(NamedTuple):
-    """In global memory."""
+    """Hold the operands, in global memory."""
 
     table: Ref  # [E, 4]
     q: Ref  # [B, T, HQ, K]
@@ -52,7 +52,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """In global memory."""
+    """Hold the results, in global memory."""
 
     o: Ref  # [B, T, H, 64]
     states: Ref  # [B, runs, H, K, 64]
@@ -60,7 +60,7 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """In shared memory; of each head of the pair all but q and k."""
+    """Hold the shared memory. There is a tile for each head of the pair, but one of q and one of k for both."""
 
     q: Ref  # [stages, C, K]
     k: Ref  # [stages, C, K]
@@ -72,7 +72,7 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """What warpgroups wait for, by what it says."""
+    """Hold the barriers, each named by what it reports."""
 
     loaded: Ref  # by stage: everything of a chunk
     consumed: Ref  # by stage: all products with k and v are done
@@ -97,7 +97,7 @@ class Program:
         return cls(plan, Operands(*in_global[:count]), Results(*in_global[count:]), own, barriers)
 
     def place(self):
-        """Return the pair of heads and the segment; again wherever they are needed, for the compiler spills what it holds."""
+        """Return the pair of heads and the segment. They are computed at each use, because the compiler would spill them."""
         _, pair, segment = place_of(lax.optimization_barrier(lax.axis_index("program")), 1, self.plan.H // 2)
         return pair, segment
 
@@ -114,7 +114,8 @@ class Program:
         return x.at[self.segment_field(0), pl.ds(self.chunk(step) * C, C), head]
 
     def fetch(self, x, edges, step, head, tile, loaded):
-        """Fetch the rows of one head of x at a step; from `edges`, the copies of x, those of a chunk without some tokens."""
+        """Fetch the rows of one head of x at a step. A chunk that contains rows without a token is read from `edges`, the
+        copies of x."""
         if edges is None:
             plgpu.copy_gmem_to_smem(self.tokens(x, step, head), tile, loaded)
             return
@@ -227,7 +228,8 @@ def carry_states(p: Program):
                     plgpu.copy_smem_to_gmem(t.state[i], p.results.states.at[p.segment_field(0), run, p.head(i)])
 
     def add_tokens(S, slot, i):
-        """Return the state behind the chunk; in two terms where most of it passes, as in `head_scan`."""
+        """Return S plus the terms of the chunk's tokens, from values in two terms where most of the state passes, as in
+        `head_scan`."""
         last, scaled = t.gates[i][slot, last_token], t.scaled[i]
 
         def values():
@@ -269,7 +271,7 @@ def carry_states(p: Program):
 
 
 def form_outputs(p: Program):
-    """Form the scores of a chunk once, and with each head's decay its outputs."""
+    """Form the scores of a chunk once, and from them the outputs of each head with its decay."""
     w, t, bar = p.plan, p.tiles, p.barriers
     row, column = tiles.positions(w.reverse)
 

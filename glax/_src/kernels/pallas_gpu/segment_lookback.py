@@ -1,8 +1,8 @@
-"""The number of trailing chunks that can still affect a segment's final state, with per-key gates.
+"""Compute the number of trailing chunks that can still affect a segment's final state, with per-key gates.
 
-The kernel reads a segment's chunks from its end and sums their gates: these are the log decays of a state through the chunks
-behind it. It stops as soon as every channel's decay of a head underflows float32. One call computes the lookback with time and
-against it: XLA makes one of the two calls that a forward and its gradient have.
+The kernel reads a segment's chunks from its end and sums their gates. The sums are the log decays of a state through the chunks
+behind it. The kernel stops as soon as the decay of every channel of a head underflows float32. One call computes the lookback
+in both directions, and XLA merges the calls of a forward and its gradient into one.
 """
 
 import functools
@@ -24,10 +24,11 @@ AHEAD = 2  # chunks on their way or in work: with gates such as models begin wit
 
 @functools.partial(jax.jit, static_argnums=0)  # so that forward and gradient lower it once
 def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
-    """Return the tables of two scans of `either` kind, [E, H, 5] each, with time and against it, that begin where each head must.
+    """Return the tables of two scans of `either` kind, [E, H, 5] each, forward and reverse, with the first chunk that each head
+    must scan.
 
-    table [2, E, 5]: the tables of whole segments. g: the gates that `key_scan` takes. The kernel reads at most `w.lookback`
-    chunks: where all of them let something through, the scan goes over the whole segment.
+    table: [2, E, 5], the tables of whole segments. g: the gates that `key_scan` takes. The kernel reads at most `w.lookback`
+    chunks. If no decay underflows in them, the scan covers the whole segment.
     """
     E = table.shape[1]
     K = g.shape[4]
@@ -40,7 +41,7 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
         batch, first, whole, n, adjoint = (table_g[way, e, i] for i in range(5))
 
         def fetch(i):
-            """The i-th chunk from the end."""
+            """Fetch the i-th chunk from the end."""
             rows = pl.ds((first + w.place(whole - 1 - i, whole, adjoint)) * C, C)
             slot = lax.rem(i, jnp.int32(AHEAD))
             for term in range(w.terms):
@@ -57,7 +58,8 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
             return pl.ds(half * 64, 64)
 
         def look(i, carry):
-            """before: whether the chunk before the last one has let anything through, and so this one was fetched."""
+            """Add the gates of the i-th chunk from the end. before: whether a state passes the chunks so far, so that this
+            chunk was fetched."""
             through, before, alive, found = carry
             slot = lax.rem(i, jnp.int32(AHEAD))
             here = before & (i < whole)

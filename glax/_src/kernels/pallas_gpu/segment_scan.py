@@ -1,8 +1,8 @@
-"""The state that enters every segment, from what each adds: S' = e^L S + f X along a sequence.
+"""Compute the state that enters every segment from the segments' own states: S' = e^L S + f X along a sequence.
 
-X is the state that a segment ends in when it begins from zero, L its log decays, f the scale of dL/dS or 1. XLA forms each state
-from the first segment on, and reads 16 segments 120 times. Here every program has a tile of the state and reads each segment
-once.
+X is the final state of a segment that begins from zero, L its log decays, and f the scale of dL/dS or 1. XLA would form each
+state from the first segment on, and would read 16 segments 120 times. Here every program has a tile of the state and reads each
+segment once.
 """
 
 import functools
@@ -25,9 +25,9 @@ TOGETHER = 8  # segments whose states are on their way together, at most: Pallas
 def segment_scan(parts: int, given: bool, states, log, factor, start, descending):
     """Return the state that enters every segment, [E, H, K, V] in float32.
 
-    states [E, H, K, V] and log [E, H, K or 1] of segments, `parts` of each sequence; factor [N],
-    and one that none reads; start [N, H, K, V], if `given`; descending [1]: 1 where the scan goes from the last segment to
-    the first."""
+    states: [E, H, K, V], and log: [E, H, K or 1], of `parts` segments of each sequence. factor: [N], and one unused number.
+    start: [N, H, K, V], if `given`. descending: [1], 1 if the scan goes from the last segment to the first.
+    """
     E, H, K, V = states.shape
     across, down = V // TILE[1], K // TILE[0]
     together = max(i for i in range(1, TOGETHER + 1) if parts % i == 0)

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: tiles of 64 tokens in shared memory, products on them, sums of gates, exact factors.
+"""Provide what the Hopper kernels share: tiles of 64 tokens in shared memory, products on them, sums of gates, exact factors.
 
 A chunk is 64 tokens, the rows of one warpgroup's product. Logarithms are natural in memory and to base 2 in registers.
 """
@@ -32,13 +32,13 @@ PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 
 def in_every_warp(count: int):
-    """Layout of `count` numbers of which every warp holds all."""
+    """Return a layout of `count` numbers of which every warp holds all."""
     tiling = Tiling(((count,), (count // 32,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
 
 
 def tiled(*shape):
-    """Shared memory for bfloat16 tiles, laid out as the copy engine fills it and the tensor cores read it."""
+    """Return shared memory for bfloat16 tiles, in the layout that the copy engine writes and the tensor cores read."""
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
 
 
@@ -47,7 +47,7 @@ def transposed(ref):
 
 
 def product(shape, *pairs) -> jax.Array:
-    """The sum of a @ b over the pairs, in float32; b, and a unless it is in registers, in shared memory."""
+    """Return the sum of a @ b over the pairs, in float32. b is in shared memory; a is in shared memory or registers."""
 
     def scope(total):
         for a, b in pairs:
@@ -72,7 +72,7 @@ def added(total, *pairs) -> jax.Array:
 
 
 def added_all(totals, *pairs) -> tuple[jax.Array, ...]:
-    """Each of totals + the sum of a @ b over its pairs. All products are on their way together."""
+    """Return each total plus the sum of a @ b over its pairs. All products run concurrently."""
 
     def scope(accumulators):
         for accumulator, of_one in zip(accumulators, pairs, strict=True):
@@ -84,9 +84,9 @@ def added_all(totals, *pairs) -> tuple[jax.Array, ...]:
 
 
 def after(total, running: int = 0):
-    """The product, when no more than `running` products are still on their way.
+    """Return the product once at most `running` products are still running.
 
-    The barrier keeps the compiler from using it before that.
+    The barrier keeps the compiler from using the product before that.
     """
     return lax.optimization_barrier(plgpu.wgmma_accumulator_load(total, wait_n=running))
 
@@ -96,12 +96,12 @@ def iota(shape, axis) -> jax.Array:
 
 
 def read(ref, layout: SomeLayout = WGMMA) -> jax.Array:
-    """What a part of shared memory holds, in float32."""
+    """Return a part of shared memory in float32."""
     return plgpu.load(ref, layout=layout).astype(jnp.float32)
 
 
 def store(ref, x):
-    """Store x, in pieces however small or with conflicts of banks. JAX 0.12 refuses both unless `optimized=False` allows them."""
+    """Store x in small pieces or with bank conflicts. JAX 0.12 refuses both unless `optimized=False` allows them."""
     store_as_is = getattr(plgpu, "store", None)
     if store_as_is is None:
         ref[...] = x
@@ -112,7 +112,8 @@ def store(ref, x):
 def clear(found, first, end):
     """Zero the rows of tiles [C, 64] before `first` and from `end` on.
 
-    The compiler would read all tiles together, for which registers are short: it does not move reads over a fence.
+    Tiles are cleared one after another with a fence between, over which the compiler moves no reads. It would otherwise read
+    all tiles together, and there are not enough registers for that.
     """
     for tile in found:
         x = plgpu.load(tile, layout=WGMMA)
@@ -123,7 +124,7 @@ def clear(found, first, end):
 
 
 def by_row(x, shape) -> jax.Array:
-    """x [m] along the columns of [m, n]."""
+    """Return x [m] repeated over the columns of [m, n]."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
@@ -132,7 +133,7 @@ def by_column(x, shape) -> jax.Array:
 
 
 def decayed(S, log) -> jax.Array:
-    """S with log decays of its rows."""
+    """Return S with log decays applied to its rows."""
     return S * by_row(jnp.exp2(log * LOG2E), S.shape)
 
 
@@ -141,12 +142,12 @@ def zeros(shape, layout: SomeLayout = WGMMA) -> jax.Array:
 
 
 def high_part(x):
-    """The bits of float32 x that bfloat16 has."""
+    """Return float32 x truncated to the bits that bfloat16 has."""
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
 
 
 def indicator(condition) -> jax.Array:
-    """A matrix of 0 and 1 as an operand of a product."""
+    """Return the condition as a matrix of 0 and 1, an operand of a product."""
     return jnp.where(condition, 1.0, 0.0).astype(jnp.bfloat16)
 
 
@@ -157,16 +158,17 @@ def positions(reverse: bool):
 
 
 def middle_matrix(reverse: bool) -> jax.Array:
-    """Row i sums the gates from the chunk's middle through token i, negatively before it."""
+    """Return the matrix whose row i sums the gates from the chunk's middle through token i, with sign -1 before the middle."""
     i, j = positions(reverse)
     after, before = (j >= HALF) & (j <= i), (j < HALF) & (j > i)
     return (jnp.where(after, 1.0, 0.0) - jnp.where(before, 1.0, 0.0)).astype(jnp.bfloat16)
 
 
 def edge_matrix(reverse: bool, adjoint) -> jax.Array:
-    """Row i sums the gates from token i to the edge that a scan leaves by: all behind it, or against time all through it.
+    """Return the matrix whose row i sums the gates from token i to the edge by which a scan leaves: all gates behind i, or in
+    reverse all through i.
 
-    adjoint: 0 or 1, which may be traced.
+    adjoint: 0, or 1 for a reverse scan; may be traced.
     """
     i, j = positions(reverse)
     through = jnp.where(j <= i, 1.0, 0.0)
@@ -174,17 +176,18 @@ def edge_matrix(reverse: bool, adjoint) -> jax.Array:
 
 
 def halves(reverse: bool) -> jax.Array:
-    """[C, C]: row 0 sums what comes before the chunk's middle, row 1 the rest; `by_halves` reads these alone."""
+    """Return a matrix [C, C] whose row 0 sums what lies before the chunk's middle, and row 1 the rest. `by_halves` reads only
+    these rows."""
     row, j = iota((C, C), 0), iota((C, C), 1)
     first, second = (1, 0) if reverse else (0, 1)
     return indicator(((j < HALF) & (row == first)) | ((j >= HALF) & (row == second)))
 
 
 def by_halves(ref):
-    """What `halves` wrote, as the right side of a product of 8 columns."""
+    """Return the rows that `halves` wrote as the right side of a product of 8 columns."""
     return transposed(ref.at[pl.ds(0, 8)])
 
 
 def column_of(x, index: int) -> jax.Array:
-    """x[:, index], by row."""
+    """Return x[:, index], by row."""
     return jnp.sum(jnp.where(iota(x.shape, 1) == index, x, 0.0), axis=1)

@@ -1,14 +1,14 @@
-"""The gradient of every chunk and head, for one gate a token and head, or a constant one, or none.
+"""Compute the gradient of every chunk and head, for per-head, constant or no gates.
 
-With G the sum of log gates from where the scan enters the chunk, D_ij = e^{G_i - G_j} for j <= i, else 0, S the state before the
-chunk, dS = dL/dS behind it, A = scale (q k^T) D and dA = (do v^T) D:
+G is the sum of log gates from where the scan enters the chunk. D_ij = e^{G_i - G_j} for j <= i, else 0. S is the state before
+the chunk, and dS = dL/dS behind it. A = scale (q k^T) D and dA = (do v^T) D:
 
     dq = scale (e^G (do S^T) + dA k)      dk = e^{G_last - G} (v dS^T) + scale dA^T q      dv = A^T do + e^{G_last - G} (k dS)
     dg_t = e^{G_last} sum S dS + scale sum_{i >= t} q_i e^{G_i} (do S^T)_i + sum_{j < t} k_j e^{G_last - G_j} (v dS^T)_j
            + scale sum_{i >= t} (q_i (dA k)_i - k_i (dA^T q)_i)
 
-The mask is inside the exponents, none of which is positive: exact for every gate. The sums over k are rows of the tiles; those
-over tokens are a chunk's 64 numbers, left to XLA.
+The mask is inside the exponents, none of which is positive, so the gradient is exact for every gate. The kernel forms the sums
+over channels. The sums over the 64 tokens of a chunk are left to XLA.
 """
 
 from collections.abc import Callable
@@ -70,8 +70,11 @@ QUERIES, KEYS = range(2)  # who forms them
 
 @dataclass(frozen=True)
 class Chunk:
-    """One chunk and head. Of two warpgroups that share it one forms A^T, dq and dv, the other dA^T and dk, in products of all
-    columns, which read their left side once; of one, that one all."""
+    """One chunk and head, computed by one warpgroup or by two.
+
+    Of two warpgroups, one forms A^T, dq and dv, and the other dA^T and dk. Their products have all columns, so each reads its
+    left side once.
+    """
 
     n: Sizes
     m: GradientRefs
@@ -84,29 +87,29 @@ class Chunk:
 
     @property
     def apart(self) -> bool:
-        """Whether another warpgroup has the other role."""
+        """Return whether another warpgroup has the other role."""
         return self.n.team == 2
 
     @property
     def scores(self) -> tuple:
-        """A^T; dA^T in two terms."""
+        """Return the tiles of A^T, and of dA^T in two terms."""
         m, c = self.m, self.c
         return m.A_T.at[c.t], (m.dA_T.at[c.t], m.v.at[c.other, :, half(0)])
 
     def gates(self):
-        """G [64], by row."""
+        """Return G [64], by row."""
         return plgpu.load(self.m.gates.at[self.c.at], layout=BY_ROW)
 
     def through(self):
-        """The decay of all the chunk, its log2."""
+        """Return the log2 decay through the whole chunk."""
         return self.m.gates[self.c.at, self.m.scan.last]
 
     def leaving(self, shape):
-        """e^{G_last - G}, along the rows."""
+        """Return e^{G_last - G}, repeated along the rows."""
         return by_row(jnp.exp2(self.through() - self.gates()), shape)
 
     def decayed(self, scores):
-        """Times e^ of the difference of G at the columns' tokens and at the rows', 0 where the rows' are later."""
+        """Return transposed scores times e^{G_column - G_row}, and 0 where the row's token is later than the column's."""
         across = along(plgpu.load(self.m.gates.at[self.c.at], layout=BY_COLUMN))
         exponent = jnp.where(self.m.scan.earlier(), across - by_row(self.gates(), TILE), -jnp.inf)
         return scores * jnp.exp2(exponent)
@@ -120,7 +123,7 @@ class Chunk:
         rest[...] = split(dA_T, self.decayed(product((self.c.v, transposed(self.c.do)))))
 
     def scored(self):
-        """Behind it all warpgroups see what was written, and the outputs of the chunk before have left."""
+        """Wait until all warpgroups have written their scores, and the results of the chunk before have left shared memory."""
         n, m, c = self.n, self.m, self.c
 
         def keys_left():
@@ -139,13 +142,13 @@ class Chunk:
         return sum(plgpu.load(self.m.vectors.at[self.c.t, role, row], layout=BY_ROW) for role in roles)
 
     def around(self):
-        """e^{G_last} sum_v S dS, [64] of the warpgroup's own half of K. Roles leave registers for straight code."""
+        """Return e^{G_last} sum_v S dS, [64], for the warpgroup's own half of K. Registers suffice for code without a loop."""
         m, c = self.m, self.c
         parts = [(c.t, c.mine, half(p)) for p in range(self.n.team)]
         return sum((read(m.S.at[x]) * read(m.dS.at[x])).sum(1) for x in parts) * jnp.exp2(self.through())
 
     def queries(self):
-        """dq and dv; q dq / scale by token."""
+        """Return dq and dv, and q dq / scale by token."""
         m, c = self.m, self.c
         A_T, dA_T = self.scores
 
@@ -167,7 +170,7 @@ class Chunk:
         return dict(dq=(c.scale * drawn).astype(bf16), dv=dv), used
 
     def keys(self):
-        """dk; what of k dk comes from behind the chunk, by token."""
+        """Return dk, and by token the terms of k dk from behind the chunk."""
         m, c = self.m, self.c
         _, dA_T = self.scores
 
@@ -191,8 +194,8 @@ class Chunk:
         return dict(dk=dk), before
 
     def leave(self, found: dict, rows: dict):
-        """Results go where the tokens were, when all products with these are done; and rows to be summed: numbers, or None for
-        what was noted."""
+        """Store results in the tiles of the tokens, once all products with these are done. rows: numbers to be summed over
+        tokens, or None for those that `note` stored."""
         n, m, c = self.n, self.m, self.c
         meet(n, m, c)
         for name, x in found.items():
@@ -205,8 +208,8 @@ class Chunk:
                 tiles.store(m.sums_g.at[c.b, c.c, c.h, row, term], x.astype(bf16))
 
     def carry_on(self):
-        """Puts the state behind the chunk in the place of that before it, when all are done with that: each warpgroup its half
-        of the rows."""
+        """Replace the state before the chunk by the state behind it, once all warpgroups are done with it. Each warpgroup forms
+        half of the rows."""
         m, c = self.m, self.c
         rows = m.S.at[c.t, c.mine]
         found = product((transposed(m.leaving.at[c.wg]), c.v), shape=(64, self.n.D))
@@ -243,13 +246,13 @@ def gradient_head(
     q, k, v, G, d_output, scale, before, behind, *,
     reverse: bool, programs: int, blocks: Blocks = WHOLE, edges=(), interpret=None,
 ):  # fmt: skip
-    """Return what each block of a head adds: dq, dk, dv, [B, T, H, D]; dg, [B, chunks, C, H] in memory order; d_scale by token,
-    [B, chunks, H, C].
+    """Return each block's terms: dq, dk, dv, [B, T, H, D]; dg, [B, chunks, C, H] in memory order; d_scale by token, [B,
+    chunks, H, C].
 
-    G [B, chunks, heads, C] float32: sums of log2 gates from where the scan enters the chunk through each token, each gate at
-    least -128 log2(e). before [B, runs, H, D, D]: the states that enter the first chunk of every run of as many chunks as
-    there are for each. The others as in `gradient_key`. edges: `Edges.block`, and the copies of q, k, v and d_output, if some
-    chunks are read from copies.
+    G: [B, chunks, heads, C] float32, sums of log2 gates from where the scan enters the chunk through each token, each gate at
+    least -128 log2(e). before: [B, runs, H, D, D], the states that enter the first chunk of every run; the runs of a sequence
+    have equally many chunks. edges: `Edges.block`, and the copies of q, k, v and d_output, if some chunks are read from copies.
+    The other arguments are as in `gradient_key`.
     """
     (B, T), (_, chunks, H, D, _) = d_output.shape[:2], behind.shape
     heads, run = (x.shape[2] for x in (q, k, v)), chunks // before.shape[1]

@@ -1,25 +1,27 @@
-"""The gradient for per-head, constant or no gates, of heads that share queries and keys.
+"""Compute the gradient for per-head, constant or no gates, of heads that share queries and keys.
 
-With G the sum of log gates from where the scan enters the chunk, D_ij = e^{G_i - G_j} for j <= i, else 0, S the state before the
-chunk, dS = dL/dS behind it, P = q k^T, A = P D and dA = (do v^T) D, all of one head h:
+G is the sum of log gates from where the scan enters the chunk. D_ij = e^{G_i - G_j} for j <= i, else 0. S is the state before
+the chunk, and dS = dL/dS behind it. P = q k^T, A = P D and dA = (do v^T) D, all of one head h:
 
     dq = scale sum_h ((e^G do) S^T) + scale (sum_h dA) k        dv_h = e^{G_last - G} (k dS) + scale A^T do
     dk = sum_h ((e^{G_last - G} v) dS^T) + scale (sum_h dA)^T q
 
-The heads of a group have the same q and k. P is therefore formed once, the two products of dA once for their sum, and both other
-sums grow in the accumulators of the products. The gates' gradient takes from each head four numbers a token, of products that
-are formed anyway, for q_i (dA k)_i = sum_j P_ij dA_ij, and likewise for keys:
+The heads of a group have the same q and k. P is therefore formed once per group. The two products of dA are formed once, from
+its sum over the heads. The other two sums grow in the accumulators of the products. The gates' gradient takes four numbers per
+token from each head. They come from products that are formed anyway, because q_i (dA k)_i = sum_j P_ij dA_ij, and likewise for
+keys:
 
     query side   do_i (e^{G_i} q_i S) + sum_j A_ij (do_i v_j)        key side   v_j (A^T do)_j
     before       v_j e^{G_last - G_j} (k_j dS)                       edge       e^{G_last} sum S dS
 
     dg_t = edge + sum_{i >= t} scale (query side - key side)_i + sum_{j < t} before_j
 
-Query side and key side read the same A, rounded once, so that pairs on one side of t cancel. No exponent is positive: exact for
-every gate. The columns of V are independent but for these sums: a head has a unit for every 64 of them.
+Query side and key side read the same A, rounded once, so that pairs on one side of t cancel. No exponent is positive, so the
+gradient is exact for every gate. The columns of V are independent except for these sums: a head has a unit for every 64 of
+them.
 
-Where two chunks share a stored state, S is stored before the first and dS behind the last. The first chunk forms its dS from the
-tokens of the last, and the last its S from those of the first.
+Where two chunks share a stored state, S is stored before the first and dS behind the last. The first chunk forms its dS from
+the tokens of the last, and the last chunk its S from the tokens of the first.
 """
 
 import functools
@@ -52,9 +54,10 @@ OVERHEAD = 2  # units that the start and the end of an item take as long as
 
 
 def members(items: int, group: int, pieces: int, programs: int) -> int:
-    """Return the number of heads of an item: the divisor of a group with which the programs end first, and of equals the largest.
+    """Return the number of heads of an item: the divisor of `group` with which the programs end first. Of equal divisors,
+    return the largest.
 
-    items: chunks and groups in all.
+    items: the number of chunks and groups in all.
     """
 
     def time(n: int) -> int:
@@ -70,15 +73,17 @@ def gradient_groups(
     """Return dq and dk of parts of the heads, [B, T, parts, K]; dv per head, [B, T, H, V]; dg, [B, chunks, C, H] in memory
     order; d_scale by token, [B, chunks, H, C].
 
-    q, k, v, d_output [B, T, heads, K or V] in bfloat16, of as many heads as divide H; T is a multiple of 8, K is 64 or 128, and
-    64 divides V. columns: blocks of V that a head is cut into, each of which is a head of v, d_output and H; 1 for whole heads.
-    group: consecutive whole heads that share one of q and one of k. Parts are consecutive heads, the same number in each, and
-    of one group.
-    G [B, chunks, whole heads, C] in float32: sums of log2 gates from where the scan enters the chunk through each token.
-    scale [B, chunks] in float32.
-    before, behind [B, runs, H, K, V] in bfloat16, for one chunk or two each: the state that enters the first chunk of every run
-    in scanning order, and the gradient in the state that leaves its last.
-    programs: multiprocessors. edges: `Edges.block`, and the copies of q, k, v and d_output, if some chunks are read from copies.
+    q, k, v, d_output: [B, T, heads, K or V] in bfloat16. Their heads divide H, T is a multiple of 8, K is 64 or 128, and 64
+    divides V.
+    columns: the blocks of V that a head is divided into, each of which is a head of v, d_output and H; 1 for whole heads.
+    group: the number of consecutive whole heads that share one head of q and one of k. A part is several consecutive heads of
+        one group, equally many in each part.
+    G: [B, chunks, whole heads, C] in float32, sums of log2 gates from where the scan enters the chunk through each token.
+    scale: [B, chunks] in float32.
+    before, behind: [B, runs, H, K, V] in bfloat16. A run has one chunk or two. before is the state that enters its first chunk
+        in scan order, and behind is the gradient of the state that leaves its last.
+    programs: the number of multiprocessors.
+    edges: `Edges.block`, and the copies of q, k, v and d_output, if some chunks are read from copies.
     """
     B, T, H, V = d_output.shape
     K, chunks, pieces, group = q.shape[3], G.shape[1], V // COLUMNS, group * columns
@@ -126,7 +131,7 @@ def gradient_groups(
 
 
 def gate_gradient(sums: jax.Array, scale: jax.Array, reverse: bool) -> jax.Array:
-    """Return dg [B, chunks, C, H] from the four numbers a token, [B, chunks, H, 4, C]."""
+    """Return dg [B, chunks, C, H] from four numbers per token, [B, chunks, H, 4, C]."""
     onward = np.tri(C, dtype=np.float32)
     onward = onward if reverse else onward.T
     # [B, chunks, H, C]

@@ -1,4 +1,4 @@
-"""What the gradient of groups of heads is compiled for, and its references by name."""
+"""Define the sizes that the gradient of groups of heads is compiled for, and its references by name."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,10 +22,10 @@ Ref = Any
 class HeadGroups:
     """The sizes that the kernel is compiled for.
 
-    H counts blocks of heads (`Blocks`), which have all of K; they are called heads here. A unit is one head and 64 of its
-    columns, `pieces` to a head. An item is one chunk and `members` heads that read the same head of q and the same of k.
-    Items are numbered (sequence, part of the heads, chunk), and program p has every `programs`-th from p on.
-    run: chunks from one stored state to the next, 1 or 2; it divides those of a sequence.
+    H counts blocks of heads (`Blocks`), which have all of K. They are called heads here. A unit is one head and 64 of its
+    columns, with `pieces` units to a head. An item is one chunk and `members` heads that read the same head of q and the same
+    head of k. Items are numbered by (sequence, part of the heads, chunk), and program p has every `programs`-th item from p on.
+    run: the chunks from one stored state to the next, 1 or 2; it divides those of a sequence.
     """
 
     B: int
@@ -53,21 +53,21 @@ class HeadGroups:
 
     @property
     def units(self) -> int:
-        """Of an item."""
+        """Return the number of units of an item."""
         return self.members * self.pieces
 
     @property
     def halves(self) -> int:
-        """Of K, 64 columns each."""
+        """Return the number of parts of K with 64 columns each."""
         return self.K // 64
 
     @property
     def last_token(self) -> int:
-        """The token that a scan leaves a chunk by."""
+        """Return the token by which a scan leaves a chunk."""
         return 0 if self.reverse else C - 1
 
     def items(self, program):
-        """How many items a program has."""
+        """Return the number of a program's items."""
         total = self.B * self.parts * self.chunks
         return lax.div(jnp.maximum(total - program, 0) + (self.programs - 1), jnp.int32(self.programs))
 
@@ -82,7 +82,7 @@ class HeadGroups:
 
 
 class Operands(NamedTuple):
-    """In global memory. v and d_output have a head for every 64 columns."""
+    """Hold the operands, in global memory. v and d_output have a head for every 64 columns."""
 
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
@@ -107,7 +107,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """In global memory."""
+    """Hold the results, in global memory."""
 
     dq: Ref  # [B, T, parts, K]: of all heads of an item
     dk: Ref  # [B, T, parts, K]
@@ -122,7 +122,8 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """In shared memory. `other`: of the other chunk of a run, from which the state between the two is formed."""
+    """Hold the shared memory. `other` tiles belong to the other chunk of a run, from which the state between the two chunks is
+    formed."""
 
     q: Ref  # [1, C, K]
     k: Ref  # [1, C, K]
@@ -164,7 +165,7 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """What warpgroups wait for, by what it says."""
+    """Hold the barriers, each named by what it reports."""
 
     shared_loaded: Ref  # q, k and `other` of an item
     loaded: Ref  # by stage: v, d_output, gates and states of a unit, and what the other chunk has
@@ -195,7 +196,7 @@ class Program:
 
     @classmethod
     def of(cls, plan: HeadGroups, *refs) -> "Program":
-        """refs: operands and results one after the other, then `Tiles` and `Barriers`."""
+        """Return the program. refs: operands and results one after the other, then `Tiles` and `Barriers`."""
         *in_global, tiles, barriers = refs
         count = Operands.count(plan)
         return cls(plan, Operands(*in_global[:count]), Results(*in_global[count:]), tiles, barriers)

@@ -1,4 +1,5 @@
-"""The three warpgroups of the gradient of groups of heads: one loads, one has dq and the scores, one has dk and dv."""
+"""Define the three warpgroups of the gradient of groups of heads: one loads, one forms dq and the scores, and one forms dk and
+dv."""
 
 import functools
 
@@ -34,7 +35,7 @@ def rows_of(chunk):
 
 
 def load(p: Program):
-    """Fetch the units of all items one ahead; q and k of an item when the one before is done with."""
+    """Fetch the units of all items one ahead, and q and k of an item once the item before has been computed."""
     n, bar = p.plan, p.barriers
     program = lax.axis_index("cta")
 
@@ -99,7 +100,8 @@ def load_shared(p: Program, place):
 
 
 def fetch(p: Program, b, chunk, *sources, loaded):
-    """Fetch a chunk's rows. sources: an array of tokens, the copies of it or None, its head and maybe columns, and the tile."""
+    """Fetch a chunk's rows. sources: tuples of an array of tokens, its copies or None, its head and maybe columns, and the
+    tile."""
 
     def copy(from_edges: bool, rows):
         for array, edges, place, tile in sources:
@@ -122,7 +124,7 @@ def other_chunk(chunk):
 
 
 def items(p: Program, item):
-    """item(i) of every item of the program, when q and k are loaded."""
+    """Run item(i) for every item of the program, once its q and k are loaded."""
 
     def step(i, _):
         plgpu.barrier_wait(p.barriers.shared_loaded)
@@ -136,14 +138,15 @@ def items(p: Program, item):
 def place_of(p: Program, i):
     """Return sequence, part of the heads and chunk of the program's i-th item.
 
-    They are computed again wherever they are needed: the compiler spills values that it holds throughout.
+    They are computed at each use, because the compiler would spill values that it holds throughout.
     """
     program, i = lax.optimization_barrier((lax.axis_index("cta"), i))
     return p.plan.place(program + i * p.plan.programs)
 
 
 def hidden_zero():
-    """Return 0, which the compiler does not know: what it knows of a tile it computes ahead of all loops, and spills."""
+    """Return 0 in a form that the compiler does not know. Otherwise it computes addresses of tiles ahead of all loops, and
+    spills them."""
     return lax.optimization_barrier(jnp.int32(0))
 
 
@@ -172,7 +175,8 @@ def note(p: Program, i, unit, row: int, x):
 
 
 def edge(p: Program, slot):
-    """e^{G_last} sum_v S dS, [64]: the sum of rows 64 apart. A loop, for in straight code registers are short."""
+    """Return e^{G_last} sum_v S dS, [64], summed over rows 64 apart. It is a loop, because code without a loop needs too many
+    registers."""
 
     def rows(i, total):
         return total + (
@@ -184,25 +188,27 @@ def edge(p: Program, slot):
 
 
 def decayed_product(total, decay, values, state):
-    """Return total + decay (values state^T). The barrier keeps the compiler from starting the next product before that."""
+    """Return total + decay (values state^T). The barrier keeps the compiler from starting the next product before this one is
+    added."""
     return lax.optimization_barrier(total + decay * tiles.product(VALUES, (values, transposed(state))))
 
 
 def compute_queries(p: Program):
-    """Form the scores of an item once, then of every unit A and dA, and what it adds to dq and to the sum of dA."""
+    """Form the scores of an item once. For every unit, form A and dA, and add its terms to dq and to the sum of dA."""
     n, t, bar = p.plan, p.tiles, p.barriers
     t.order[...] = plgpu.load(p.operands.order, layout=BY_COLUMN, optimized=False)
     plgpu.commit_smem()
     mask = ScanOrder(n.reverse, t.order)
 
     def decays(slot):
-        """D [C, C]."""
+        """Return D [C, C]."""
         G = plgpu.load(t.gates.at[slot], layout=BY_ROW)
         to = plgpu.load(t.gates.at[slot], layout=BY_COLUMN, optimized=False)
         return jnp.exp2(jnp.where(mask.later(), by_row(G, PAIRS) - by_column(to, PAIRS), -jnp.inf))
 
     def store_pairs(x, at):
-        """Store x [C, C] in two terms. Scores lie there while units are computed, for registers are short."""
+        """Store x [C, C] in two terms. Scores stay in shared memory while units are computed, because there are too few
+        registers for them."""
         t.pairs_rest.at[at][...] = split(t.pairs.at[at], x)
 
     def item(i):
@@ -247,11 +253,12 @@ def compute_queries(p: Program):
 
 
 def compute_keys(p: Program):
-    """Form of every unit the state that is not stored, dv, and what it adds to dk."""
+    """For every unit, form the state that is not stored and dv, and add its terms to dk."""
     n, t, bar = p.plan, p.tiles, p.barriers
 
     def form_state(i, slot):
-        """Form S behind the run's first chunk from that before it, or dL/dS before its last from that behind it."""
+        """Form S behind the run's first chunk from the state before that chunk, or dL/dS before its last chunk from the
+        gradient behind that chunk."""
         is_first = n.is_first(place_of(p, i)[2])
         G, last = plgpu.load(t.other_gates.at[slot], layout=BY_ROW), t.other_gates[slot, n.last_token]
         factor = jnp.where(is_first, scale_of(p, i), 1.0)

@@ -1,4 +1,4 @@
-"""The references of one program of the chunk-wise gradient, by name."""
+"""Define the references of one program of the chunk-wise gradient, by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -130,7 +130,7 @@ class ChunkRefs:
 
 @dataclass(frozen=True)
 class RestRefs:
-    """What x = q e^M, y = k e^-M and dA lose in bfloat16."""
+    """The tiles of what x = q e^M, y = k e^-M and dA lose in bfloat16."""
 
     x: Ref  # this warpgroup's half
     y: Ref  # this warpgroup's half
