@@ -140,7 +140,7 @@ class CausalLM(nnx.Module):
                 same = segment_ids[:, 1:] == segment_ids[:, :-1]
                 same = same if pad_id is None else same & (segment_ids[:, 1:] != pad_id)
                 targets = targets.at[:, :-1].set(jnp.where(same, targets[:, :-1], -1))
-        return next_token_loss(self.before_head(x), self.head_kernel, targets)
+        return next_token_loss(self.before_head(x).astype(self.dtype), self.head_kernel, targets)
 
     # ---- their parts -------------------------------------------------------------------------------------------------
 
@@ -167,7 +167,8 @@ class CausalLM(nnx.Module):
         return self.norm(x), into_pool(pools, slots, states)
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:
-        x = self.embedding(tokens)
+        # Rows are cast, not the table: else its gradient would sum the rows of a frequent token in `dtype`.
+        x = jnp.take(self.embedding.embedding[...], tokens, axis=0).astype(self.dtype)
         if self.padding is None:
             return x
         return jnp.where((tokens == self.padding)[..., None], jax.lax.stop_gradient(x), x)

@@ -1,5 +1,7 @@
 """Compute the short causal convolution along the sequence that many of these models have."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -57,4 +59,22 @@ class ShortConvolution(Layer):
         views, after = rows.window(x, self.size, state.get("recurrent"))
         y = jnp.asarray(sum(view.astype(jnp.float32) * for_rows(x, self.filter[i]) for i, view in enumerate(views)))
         y = y if self.bias is None else y + for_rows(y, self.bias[...])
-        return self.act(y).astype(x.dtype), dict(recurrent=after)
+        return self.act(gradient_in(x.dtype, y)).astype(x.dtype), dict(recurrent=after)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gradient_in(dtype, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return x, whose gradient lies in memory in `dtype`: the gradients of a filter's rows read it once each."""
+    return x
+
+
+def _fwd(dtype, x):
+    return x, None
+
+
+def _bwd(dtype, _, d_x):
+    # The barrier keeps XLA from joining the two conversions, which would leave the gradient in float32.
+    return (jax.lax.optimization_barrier(d_x.astype(dtype)).astype(d_x.dtype),)
+
+
+gradient_in.defvjp(_fwd, _bwd)

@@ -55,13 +55,15 @@ def part_loss(x: Float[Array, "B part width"], targets: Int[Array, "B part"], ke
     """Return the loss of a part, and its gradient with respect to the logits, in x's dtype."""
     logits = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
     used = targets >= 0
+    # Not a sum over the vocabulary that a comparison selects: it would read all logits once more.
+    at_target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
     highest = logits.max(-1, keepdims=True)
     weights = jnp.exp(logits - highest)
     total = weights.sum(-1, keepdims=True)
-    at_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
     log_total = jnp.log(total[..., 0]) + highest[..., 0]
-    loss = jnp.where(used, log_total - jnp.where(at_target, logits, 0).sum(-1), 0).sum()
-    d_logits = jnp.where(used[..., None], weights / total - at_target, 0)
+    loss = jnp.where(used, log_total - at_target, 0).sum()
+    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+    d_logits = jnp.where(used[..., None], weights / total - is_target, 0)
     return loss, d_logits.astype(x.dtype)
 
 

@@ -1,5 +1,6 @@
 """Provide what layers share: parameters with shardings, projections, activations, rotary positions, and checks."""
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -51,6 +52,22 @@ def linear(
         bias_metadata=annotated(axes[1]),
         rngs=rngs,
     )
+
+
+def products(x: Float[Array, "*rows inputs"], *layers: nnx.Linear) -> list[Float[Array, "*rows outputs"]]:
+    """The outputs of several layers of equal size that read x: by one product, unless x has few rows or the layers biases.
+
+    The kernels are stacked on an axis of their own, so that a mesh may divide their outputs. With few rows, as in decoding,
+    stacking them would cost more than it saves.
+    """
+    rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
+    if rows <= inputs or any(layer.bias is not None for layer in layers):
+        return [layer(x) for layer in layers]
+    kernels = [layer.kernel[...] for layer in layers]
+    dtype = layers[0].dtype or jnp.result_type(x, *kernels)
+    kernel = jnp.stack([kernel.astype(dtype) for kernel in kernels], 1)
+    y = jnp.einsum("...d,dnf->...nf", x.astype(dtype), kernel)
+    return [y[..., i, :] for i in range(len(layers))]
 
 
 def squared_relu(x: Array) -> Array:
