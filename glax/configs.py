@@ -8,7 +8,6 @@ accelerator. `NAMES` maps a name here to its kernel.
 from glax._src.core.registry import Config, kernel_registry
 from glax._src.kernels import load_kernels
 
-# XLA and Triton both have a ChunkedConfig: stored measurements name the classes, so that only Triton's name here differs.
 NAMES = {
     "ChunkedConfig": "chunked/xla/any",
     "NativeConfig": "recurrent/cpp/cpu",

@@ -20,7 +20,7 @@ triton_interpreter.install()
 from glax._src.core.bind import bind  # noqa: E402
 from glax._src.core.registry import kernel_registry  # noqa: E402
 from glax._src.kernels import load_kernels  # noqa: E402
-from glax._src.kernels.triton import ChunkedConfig, GradientConfig, TokenConfig, support  # noqa: E402
+from glax._src.kernels.triton import GradientConfig, TokenConfig, TritonChunkedConfig, support  # noqa: E402
 from glax._src.kernels.triton import chunked as chunks  # noqa: E402
 from glax._src.kernels.triton.segments import segments_of  # noqa: E402
 from glax.testing.reference import reference, reference_gradient  # noqa: E402
@@ -75,7 +75,7 @@ def check(case: Case, run, gradient: bool):
 
 # In one scan, and in segments with a scan of their states.
 @pytest.mark.parametrize(
-    "config", [ChunkedConfig(32, 32), ChunkedConfig(16, 64, segment=32)], ids=["whole", "segments"]
+    "config", [TritonChunkedConfig(32, 32), TritonChunkedConfig(16, 64, segment=32)], ids=["whole", "segments"]
 )
 @pytest.mark.parametrize("case", CHUNKED, ids=str)
 def test_chunked(case, config):
@@ -117,7 +117,7 @@ def test_two_phases_agree_with_one(case, gradient):
     """
     r = recurrence(case, "log-sigmoid")
     d = cotangents(case, r) if gradient else ()
-    config = GradientConfig(16, 16, segment=32, block=16) if gradient else ChunkedConfig(16, 16, segment=32)
+    config = GradientConfig(16, 16, segment=32, block=16) if gradient else TritonChunkedConfig(16, 16, segment=32)
     run, first, finish = (
         (chunked_vjp, chunks.local_states_vjp, chunks.finish_vjp)
         if gradient
@@ -142,7 +142,7 @@ def test_two_phases_agree_with_one(case, gradient):
 def test_steady_strengths(form, dtype):
     """Just inside and just outside of each limit, the state passed over several chunks."""
     r, *d = strengths.problem(form, half=16, T=72, K=32, dtype=dtype)
-    got = jax.jit(functools.partial(chunked, config=ChunkedConfig(32, 32)))(r)
+    got = jax.jit(functools.partial(chunked, config=TritonChunkedConfig(32, 32)))(r)
     gradient = jax.jit(functools.partial(chunked_vjp, config=GradientConfig(32, 32, block=32)))(r, *d)
     strengths.assert_right(r, *d, got, gradient)
 
@@ -150,7 +150,7 @@ def test_steady_strengths(form, dtype):
 @pytest.mark.parametrize("size", [1, 7, 48, 1024])
 def test_tiles_are_powers_of_two(size):
     said = f"must be a power of two from 16 to 512, got {size}"
-    for config, names in ((ChunkedConfig, ("chunk", "columns")), (GradientConfig, ("chunk", "rows", "block"))):
+    for config, names in ((TritonChunkedConfig, ("chunk", "columns")), (GradientConfig, ("chunk", "rows", "block"))):
         for name in names:
             with pytest.raises(ValueError, match=f"^{name} {said}$"):
                 config(**{name: size})
@@ -163,7 +163,7 @@ def test_a_reset_on_a_chunks_first_token():
     gates = r.decay.key.at[:, 32, :, 3].set(-jnp.inf)
     r = r.replace(decay=dataclasses.replace(r.decay, key=gates))
     d = cotangents(case, r)
-    assert_outputs_close(r, jax.jit(functools.partial(chunked, config=ChunkedConfig(32, 16)))(r), reference(r))
+    assert_outputs_close(r, jax.jit(functools.partial(chunked, config=TritonChunkedConfig(32, 16)))(r), reference(r))
     got = jax.jit(functools.partial(chunked_vjp, config=GradientConfig(32, 16)))(r, *d)
     assert_gradients_close(r, got, reference_gradient(r, *d))
 
@@ -201,7 +201,7 @@ def test_a_new_length_is_no_new_kernel():
         r = recurrence(case, "log-sigmoid")
         launched.clear()
         for segment in (0, 64):
-            chunked(r, config=ChunkedConfig(32, 16, segment))
+            chunked(r, config=TritonChunkedConfig(32, 16, segment))
             chunked_vjp(r, *cotangents(case, r), config=GradientConfig(32, 16, segment))
         return list(launched)
 

@@ -18,7 +18,7 @@ triton_interpreter.install()
 
 from glax._src.core.registry import kernel_registry  # noqa: E402
 from glax._src.kernels import load_kernels  # noqa: E402
-from glax._src.kernels.triton import ChunkedConfig, GradientConfig, TokenConfig, support  # noqa: E402
+from glax._src.kernels.triton import GradientConfig, TokenConfig, TritonChunkedConfig, support  # noqa: E402
 from glax._src.kernels.triton.chunked import segments_and_chunks  # noqa: E402
 from glax._src.kernels.triton.delta_chunked import chunk_pairs  # noqa: E402
 from glax.testing.reference import reference, reference_gradient  # noqa: E402
@@ -66,7 +66,7 @@ def at_each_draw(case: DeltaCase, check):
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward(case, chunk):
-    run = jax.jit(functools.partial(chunked, config=ChunkedConfig(chunk, 32)))
+    run = jax.jit(functools.partial(chunked, config=TritonChunkedConfig(chunk, 32)))
     at_each_draw(case, lambda r: assert_outputs_close(r, run(r), reference(r)))
 
 
@@ -115,7 +115,7 @@ def test_the_inverse_of_repeated_keys(chunk):
     case = DeltaCase("", (), T=chunk, K=16, V=16, heads=(1, 1, 2), state=False)
     for draw in (Draw("0", "2", "repeated"), Draw("0", "to 2", "repeated"), Draw("0", "random")):
         r = case.recurrence(draw)
-        _, chunks = segments_and_chunks(r, ChunkedConfig(chunk, 16))
+        _, chunks = segments_and_chunks(r, TritonChunkedConfig(chunk, 16))
         got = chunk_pairs(r, chunks, chunk).inverse[0]
         beta, k = np.asarray(r.erasing.beta[0], np.float64), np.asarray(r.k[0, :, 0], np.float64)
         for h in range(2):
@@ -135,7 +135,7 @@ def test_a_new_length_is_no_new_kernel():
         case = DeltaCase("", ("g",), T=T, cuts=cuts, K=16, V=16, state=False)
         r = case.recurrence(Draw())
         launched.clear()
-        chunked(r, config=ChunkedConfig(32, 16))
+        chunked(r, config=TritonChunkedConfig(32, 16))
         chunked_vjp(r, *case.cotangents(r), config=GradientConfig(32, 16))
         return list(launched)
 
@@ -149,7 +149,7 @@ def test_heuristics_fit_their_kernels():
     """The configs that are chosen and those that tuning tries run."""
     case = DeltaCase("", ("g",), T=20, heads=(1, 1, 1), dtype="bfloat16", state=False)
     r = case.recurrence(Draw())
-    for config in ChunkedConfig.candidates(r):
+    for config in TritonChunkedConfig.candidates(r):
         assert_outputs_close(r, jax.jit(functools.partial(chunked, config=config))(r), reference(r))
     d = case.cotangents(r)
     for config in GradientConfig.candidates(r)[:2]:

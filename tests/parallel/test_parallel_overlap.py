@@ -166,14 +166,14 @@ def hopper_of_loops(monkeypatch) -> dict:
 def triton_of_loops(monkeypatch) -> dict:
     pytest.importorskip("triton")
     pytest.importorskip("jax_triton")
-    from glax._src.kernels.triton import ChunkedConfig, GradientConfig, chunked
+    from glax._src.kernels.triton import GradientConfig, TritonChunkedConfig, chunked
 
     def launch(kernel, programs, operands, outputs, **_):
         x = opaque(kernel.__name__, operands)
         return [jnp.full(shape, x, dtype) for shape, dtype in outputs]
 
     monkeypatch.setattr(chunked, "launch", launch)
-    forward, gradient = (dict(config=kind(segment=256)) for kind in (ChunkedConfig, GradientConfig))
+    forward, gradient = (dict(config=kind(segment=256)) for kind in (TritonChunkedConfig, GradientConfig))
     return {
         "chunked": in_config(forward, chunked.local_states, chunked.finish),
         "chunked.vjp": in_config(gradient, chunked.local_states_vjp, chunked.finish_vjp),

@@ -127,7 +127,7 @@ CONFIGS = {
     ChunkedConfig: dict(chunk=(1, 4096)),
     TPUChunkedConfig: dict(chunk=(32, 256), units=(1, 1024)),
     TPUGradientConfig: dict(chunk=(32, 256), units=(1, 1024)),
-    triton.ChunkedConfig: dict(
+    triton.TritonChunkedConfig: dict(
         chunk=(16, 512), columns=(16, 512), segment=(0, 2**31 - 1), warps=(1, 32), stages=(1, 16)
     ),
     triton.GradientConfig: dict(
@@ -376,6 +376,6 @@ def test_every_config_has_a_public_name():
     assert classes == {spec.config for spec in kernels if spec.config is not glax.Config}
     assert set(glax.configs.__all__) <= set(dir(glax.configs))
     assert glax.configs.ChunkedConfig is glax.kernel_registry.kernels["chunked/xla/any"].config
-    assert glax.configs.TritonChunkedConfig.__name__ == "ChunkedConfig"  # the name that stored measurements have
+    assert all(getattr(glax.configs, name).__name__ == name for name in glax.configs.__all__)
     with pytest.raises(AttributeError, match=r"'glax\.configs' has no attribute 'QuadraticConfig', only ChunkedConfig"):
         glax.configs.QuadraticConfig  # noqa: B018

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 
@@ -61,7 +61,12 @@ def check_field(name: str, value, lowest: int, highest: int, power_of_two: bool 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The tunable numbers of a kernel. A subclass defines the fields, a heuristic for them, and the candidates of a search."""
+    """The tunable numbers of a kernel. A subclass defines the fields, a heuristic for them, and the candidates of a search.
+
+    former_names: the names that the class had in measurements stored by earlier versions of glax.
+    """
+
+    former_names: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:

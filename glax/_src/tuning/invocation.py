@@ -34,12 +34,12 @@ class Invocation:
 
     def config_from(self, name: str, fields: dict) -> Any:
         """Return the config that is stored as the name and the fields of its class. Raises ValueError if they describe none."""
-        known = {
-            type(c).__name__: type(c) for c in (self.kernel.heuristic_cfg(self), *self.kernel.candidate_cfgs(self))
-        }
-        if name not in known:
-            raise ValueError(f"{self.kernel.op_id} has no configs of class {name!r}, only {', '.join(known)}")
-        return from_json(known[name], fields)
+        configs = (self.kernel.heuristic_cfg(self), *self.kernel.candidate_cfgs(self))
+        classes = {type(config).__name__: type(config) for config in configs}
+        former = {old: found for found in classes.values() for old in getattr(found, "former_names", ())}
+        if name not in former | classes:
+            raise ValueError(f"{self.kernel.op_id} has no configs of class {name!r}, only {', '.join(classes)}")
+        return from_json((former | classes)[name], fields)
 
 
 def from_json(config: type, fields: dict) -> Any:

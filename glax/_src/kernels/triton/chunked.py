@@ -11,7 +11,7 @@ from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
 from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.triton import score_kernels, state_kernels
 from glax._src.kernels.triton.compile_ahead import compile_in_parallel
-from glax._src.kernels.triton.config import ChunkedConfig, GradientConfig, width
+from glax._src.kernels.triton.config import GradientConfig, TritonChunkedConfig, width
 from glax._src.kernels.triton.launch import ALIASES_ARE_PASSED, launch, tl
 from glax._src.kernels.triton.output_kernels import outputs
 from glax._src.kernels.triton.segments import SEQUENCE, Segments, segments_of
@@ -186,7 +186,7 @@ def segments_and_chunks(r: Recurrence, config) -> tuple[Segments, Segments]:
 
 
 @compile_in_parallel
-def chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
+def chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
     """Compute the outputs and final states in one scan of every sequence.
 
     With config.segment, segments of the sequences are scanned in parallel, after the states where they begin.
@@ -199,7 +199,7 @@ def chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
 
 
 @compile_in_parallel
-def local_states(r: Recurrence, config: ChunkedConfig):
+def local_states(r: Recurrence, config: TritonChunkedConfig):
     """Compute the first phase: the segments' local states, and from them the final state and the log decay.
 
     The states where segments begin are computed from a zero initial state, while the final state is exchanged. `finish`
@@ -215,7 +215,7 @@ def local_states(r: Recurrence, config: ChunkedConfig):
 
 
 @compile_in_parallel
-def finish(saved, r: Recurrence, config: ChunkedConfig) -> Outputs:
+def finish(saved, r: Recurrence, config: TritonChunkedConfig) -> Outputs:
     """Compute the second phase: outputs and final states from r.initial_state and what `local_states` saved."""
     operands, entering, before = saved
     segments, _ = segments_and_chunks(r, config)
@@ -223,7 +223,9 @@ def finish(saved, r: Recurrence, config: ChunkedConfig) -> Outputs:
     return launch_outputs(r, config, segments, operands, start, 1)
 
 
-def launch_outputs(r: Recurrence, config: ChunkedConfig, segments: Segments, operands: Operands, start, kind: int):
+def launch_outputs(
+    r: Recurrence, config: TritonChunkedConfig, segments: Segments, operands: Operands, start, kind: int
+):
     """Compute o [B, T, H, V] and the final states [N, H, K, V]. kind: the START that `start` is read with."""
     B, T = r.q.shape[:2]
     _, H, K, V = r.state_shape

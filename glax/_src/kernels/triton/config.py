@@ -1,7 +1,7 @@
 """Define the tunable numbers of the Triton kernels, and heuristics that derive them from the shapes."""
 
 import dataclasses
-from typing import Self
+from typing import ClassVar, Self
 
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Config, check_field
@@ -15,7 +15,7 @@ def width(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def check_fields(config: "ChunkedConfig | GradientConfig", *tiles: str):
+def check_fields(config: "TritonChunkedConfig | GradientConfig", *tiles: str):
     """Check the fields of a chunked kernel's config. tiles: the names of the fields that are sizes of a tile."""
     for name in tiles:
         check_field(name, getattr(config, name), 16, WIDEST, power_of_two=True)  # Triton's tiles are powers of two
@@ -39,12 +39,14 @@ def segment_for(r: Recurrence, chunk: int, programs: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkedConfig(Config):
+class TritonChunkedConfig(Config):
     """Configure the forward.
 
     chunk: the tokens of a chunk. columns: the columns of the state in a program. segment: the tokens that a program scans, 0
     for all of T. warps: the warps of a program. stages: the stages of its software pipeline.
     """
+
+    former_names: ClassVar[tuple[str, ...]] = ("ChunkedConfig",)
 
     chunk: int = 32
     columns: int = 64

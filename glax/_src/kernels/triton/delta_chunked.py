@@ -21,7 +21,7 @@ from glax._src.kernels.triton.chunked import (
     start_of_sequences,
 )
 from glax._src.kernels.triton.compile_ahead import compile_in_parallel
-from glax._src.kernels.triton.config import ChunkedConfig, GradientConfig, width
+from glax._src.kernels.triton.config import GradientConfig, TritonChunkedConfig, width
 from glax._src.kernels.triton.delta_scan_kernels import delta_outputs
 from glax._src.kernels.triton.delta_score_kernels import delta_scores
 from glax._src.kernels.triton.delta_state_kernels import delta_states
@@ -73,7 +73,7 @@ def chunk_pairs(r: Recurrence, chunks: Segments, chunk: int) -> Pairs:
 
 
 @compile_in_parallel
-def delta_chunked(r: Recurrence, config: ChunkedConfig) -> Outputs:
+def delta_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
     """Compute the outputs and final states of a recurrence that erases, in one scan of every sequence."""
     segments, chunks = segments_and_chunks(r, config)
     pairs = chunk_pairs(r, chunks, config.chunk)

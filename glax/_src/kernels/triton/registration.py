@@ -5,15 +5,15 @@ Importing this module imports neither package. The first call that runs here imp
 
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
-from glax._src.kernels.triton.config import ChunkedConfig, GradientConfig, TokenConfig
+from glax._src.kernels.triton.config import GradientConfig, TokenConfig, TritonChunkedConfig
 from glax._src.kernels.triton.support import chunked_refusal, refusal, step_refusal, token_priority
 
-__all__ = ["ChunkedConfig", "GradientConfig", "TokenConfig"]
+__all__ = ["GradientConfig", "TokenConfig", "TritonChunkedConfig"]
 
 
 def forward_two_phase(r: Recurrence) -> TwoPhase | None:
     """Return the two phases where sequences are cut into segments, whose local states are computed first; else None."""
-    if r.erasure is not None or not ChunkedConfig.heuristic(r).segment:
+    if r.erasure is not None or not TritonChunkedConfig.heuristic(r).segment:
         return None
     from glax._src.kernels.triton import chunked as chunks
 
@@ -33,14 +33,14 @@ def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
     "chunked",
     Platform.TRITON,
     Backend.GPU,
-    config=ChunkedConfig,
+    config=TritonChunkedConfig,
     supports=chunked_refusal,
     priority=lambda r: 10,
     two_phase=forward_two_phase,
     version=1,
     erases=True,
 )
-def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
+def chunked(r: Recurrence, *, config: TritonChunkedConfig) -> Outputs:
     """Compute the chunked form in one pass over q, k, v and the gates. The state stays on chip."""
     if r.erasure is not None:
         from glax._src.kernels.triton import delta_chunked
