@@ -11,6 +11,7 @@ import glax
 from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
+from glax._src.kernels.cuda.config import layout_of
 from glax._src.solve.dispatch import executor
 from glax._src.tuning.cache import check
 
@@ -38,3 +39,22 @@ def test_what_is_shipped_is_chosen(monkeypatch):
     inv = glax.Invocation.of(spec, (r,), {})
     stored = json.loads(next(path for path in FILES if path.name.startswith("chunked.triton")).read_text())
     assert executor.chain.shipped.get(inv) == spec.config(**stored["entries"][inv.key]["config"])
+
+
+def test_a_config_is_found_under_the_former_name_of_its_class():
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    r = jax.eval_shape(lambda x: bind(x, x, x), x)
+    spec = kernel_registry.kernels["chunked/triton/gpu"]
+    found = glax.Invocation.of(spec, (r,), {}).config_from("ChunkedConfig", dict(chunk=64, columns=32))
+    assert found == glax.configs.TritonChunkedConfig(64, 32)
+
+
+@pytest.mark.parametrize("V, programs", [(97, 6), (128, 12)])
+def test_no_two_candidates_of_cuda_are_one_program(V, programs):
+    """A thread reads one column of odd V, and no more than 32 threads share a row: wider blocks have 32 columns, too."""
+    x, v = (jax.ShapeDtypeStruct((2, 8, 4, width), jnp.float32) for width in (64, V))
+    r = jax.eval_shape(lambda x, v: bind(x, x, v), x, v)
+    spec = kernel_registry.kernels["recurrent/cuda/gpu"]
+    found = [(c.threads, layout_of(V, c.columns, 4), layout_of(V, c.columns, 2)) for c in spec.config.candidates(r)]
+    assert len(found) == len(set(found)) == programs
+    assert spec.config.heuristic(r) == next(iter(spec.config.candidates(r)))

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 from glax._src.core.decay import Decay
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
-from glax._src.kernels.cpu.call import NONE, STORED, call, operands_of
+from glax._src.kernels.common.foreign import NONE, call
+from glax._src.kernels.cpu.operands import STORED, operands_of
 
 
 def erasure_of(r: Recurrence) -> list[Array | None]:

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Int
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
 from glax._src.core.registry import Backend, Config, Platform, check_field, kernel_registry
+from glax._src.kernels.common.foreign import NONE, call
 from glax._src.kernels.cpu import delta
-from glax._src.kernels.cpu.call import NONE, STORED, call, operands_of
 from glax._src.kernels.cpu.library import delta_missing, missing, takes_segments
+from glax._src.kernels.cpu.operands import STORED, operands_of
 
 MAX_BLOCK = 4096  # tokens: 9 MB of scratch in each thread at K = V = 128
 GROUP = 32  # columns of a partial sum; `group` in native/problem.h

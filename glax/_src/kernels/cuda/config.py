@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Config, check_field
@@ -14,12 +15,21 @@ HELD_BY_STEP = (
 HELD_BY_TOKENS = 32  # the same where a thread scans several tokens
 
 
+def layout_of(V: int, columns: int, state_bytes: int) -> tuple[int, int]:
+    """Return (lanes, vector): the threads that share a row of the state, and the columns that each reads in one access.
+
+    The product of both is the number of columns in a block: `columns`, or fewer where V has fewer, and where 32 threads cannot
+    read as many in one access each. state_bytes: the bytes of an element of a stored state.
+    """
+    vector = math.gcd(V, columns, 16 // state_bytes)
+    return min(32, max(1, columns // vector), 1 << (-(-V // vector) - 1).bit_length()), vector
+
+
 @dataclasses.dataclass(frozen=True)
 class CudaConfig(Config):
     """Configure the token-by-token kernels.
 
-    threads: of a block, 32 to 1024. columns: of the state in a block, 1 to 256; fewer where V has
-    fewer, and where 32 threads cannot read as many in one access each.
+    threads: the threads of a block, 32 to 1024. columns: the most columns of the state in a block, 1 to 256; see `layout_of`.
     """
 
     threads: int = 256
@@ -53,4 +63,6 @@ class CudaConfig(Config):
         for threads, columns in itertools.product((128, 256, 512), (16, 32, 64, 128)):
             if columns < 2 * V and K * columns <= 2 * HELD_BY_STEP * threads:
                 found.append(cls(threads, columns))
-        return list(dict.fromkeys(found))
+        # Configs whose columns are rounded to the same ones, for states of 4 and of 2 bytes, are one program.
+        programs = {(c.threads, *(layout_of(V, c.columns, size) for size in (4, 2))): c for c in reversed(found)}
+        return [c for c in dict.fromkeys(found) if c in programs.values()]

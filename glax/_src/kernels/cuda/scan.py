@@ -1,7 +1,6 @@
 """Launch the token-by-token kernel of device/scan.cu: whole sequences, and tokens whose states lie in a pool."""
 
 import enum
-import math
 from collections.abc import Sequence
 
 import jax
@@ -10,8 +9,9 @@ import numpy as np
 from jax import Array
 
 from glax._src.core.backend import local_device
-from glax._src.core.recurrence import Outputs, Recurrence, varying_like
-from glax._src.kernels.cuda.config import CudaConfig
+from glax._src.core.recurrence import Outputs, Recurrence
+from glax._src.kernels.common.foreign import NONE, call
+from glax._src.kernels.cuda.config import CudaConfig, layout_of
 from glax._src.kernels.cuda.images import image_of
 from glax._src.kernels.cuda.library import TARGET
 
@@ -19,7 +19,6 @@ STORED = {"float32": 0, "bfloat16": 1, "float16": 2}  # `Stored` in device/value
 ABSENT = -1
 SHARED_BYTES = 48_000  # for `Staged`; a block has 49,152, and the compiler takes some
 MOST_STAGED = 8  # tokens
-NONE = jax.ShapeDtypeStruct((0,), jnp.float32)  # stands for an absent operand or result
 
 
 class States(enum.IntEnum):
@@ -95,16 +94,11 @@ def launch(
     """Run `scan` with one block of threads for each sequence, head and group of columns."""
     constants, blocks = plan(r, config, flags)
     image = image_of(tuple(constants.items()), architecture())
-    like = r.q
-    operands = [varying_like(jnp.zeros(NONE.shape, NONE.dtype) if x is None else x, like) for x in operands]
-    kind = jax.typeof(like)
-    if not kind.sharding.mesh.empty:  # types that vary over mesh axes must name the mesh
-        sharding = jax.sharding.NamedSharding(kind.sharding.mesh, jax.sharding.PartitionSpec())
-        results = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, manual_axis_type=kind.mat) for x in results
-        ]
-    return jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)(
-        *operands,
+    return call(
+        TARGET,
+        operands,
+        results,
+        input_output_aliases=aliases,
         key=image.key,
         image=np.frombuffer(image.code, np.uint8),
         name="scan",
@@ -119,8 +113,7 @@ def plan(r: Recurrence, config: CudaConfig, flags: dict[str, int]) -> tuple[dict
     (N, H, K, V), decay = r.state_shape, r.decay
     apart = flags["STATES"] == States.APART  # final states are then in float32
     stored_bytes = 4 if apart or flags["STATE"] == STORED["float32"] else 2
-    vector = math.gcd(V, config.columns, 16 // stored_bytes)
-    lanes = min(32, max(1, config.columns // vector), 1 << (-(-V // vector) - 1).bit_length())
+    lanes, vector = layout_of(V, config.columns, stored_bytes)
     columns = lanes * vector
     beta, erase, write = (dtype_of(readable(x)) for x in erasure_of(r))
     constants = dict(

@@ -1,0 +1,19 @@
+"""List the operands of the library of native kernels, from the arrays of a recurrence."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from glax._src.core.recurrence import Recurrence
+
+STORED = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def operands_of(r: Recurrence) -> list[Array | None]:
+    """Return the library's operands: gates in a dtype that it reads, constants and states in float32."""
+    decay = r.decay
+    gates = [
+        x if x is None or x.dtype in STORED else x.astype(jnp.float32) for x in (decay.head, decay.key, decay.value)
+    ]
+    in_float32 = [None if x is None else x.astype(jnp.float32) for x in (decay.constant, r.initial_state)]
+    boundaries = None if r.boundaries is None else r.boundaries.astype(jnp.int32)
+    return [r.q, r.k, r.v, *gates, *in_float32, boundaries, r.scale.astype(jnp.float32)]
