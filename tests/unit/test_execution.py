@@ -317,6 +317,20 @@ def test_explain_names_kernels_configs_selectors_and_refusals():
     assert glax.detect_platform() is glax.Platform(fastest.split("/")[1])
 
 
+def test_what_no_kernel_can_run_is_explained():
+    shapes = jax.ShapeDtypeStruct((1, 65, 2, 8), jnp.float64)
+
+    def two_calls(q):
+        return glax.recurrent(q, q, q, platform="xla").output + glax.recurrent(q, q, q, platform="triton").output
+
+    explained = glax.explain(two_calls, shapes)
+    assert [decision.kernel.split("/")[1] for decision in explained] == ["xla"]
+    assert explained.unsupported is not None and "chunked/triton/gpu: " in explained.unsupported
+    assert str(explained).endswith(explained.unsupported)
+    with pytest.raises(glax.UnsupportedError, match="chunked/triton/gpu: "):
+        glax.detect_platform(two_calls, shapes)
+
+
 def test_a_new_length_of_the_same_bucket_has_the_same_key():
     keys = {
         glax.explain(glax.recurrent, *[jax.ShapeDtypeStruct((1, T, 2, 8), jnp.float32)] * 3)[0].invocation.key

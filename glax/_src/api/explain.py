@@ -9,22 +9,28 @@ import jax.numpy as jnp
 
 from glax._src.api.recurrent import recurrent
 from glax._src.core.bind import check_flag
-from glax._src.core.registry import KernelSpec, Platform
+from glax._src.core.registry import KernelSpec, Platform, UnsupportedError
 from glax._src.solve.dispatch import executor
 from glax._src.tuning.cache import Measurement, overlay
-from glax._src.tuning.executor import Decision, decisions
+from glax._src.tuning.executor import Decision, decisions, listening
 from glax._src.tuning.invocation import Invocation
 from glax._src.tuning.selection import AutotunePolicy
 
 
 class Explanation(list[Decision]):
-    """List the decisions of a function in the order of its calls. As text, each decision is one paragraph."""
+    """List the decisions of a function in the order of its calls. As text, each decision is one paragraph.
+
+    unsupported: the message of the UnsupportedError at which the function ended, with each kernel's reason; None without one.
+    """
+
+    unsupported: str | None = None
 
     def __str__(self):
         lines = []
         for d in self:
             lines += [f"{d.kernel}: {d.config}, by {d.selector}", f"  for {d.invocation.key}"]
             lines += [f"  not {name}: {reason}" for name, reason in (*d.outranked.items(), *d.refused.items())]
+        lines += [] if self.unsupported is None else [self.unsupported]
         return "\n".join(lines) or "no call of glax"
 
 
@@ -32,14 +38,27 @@ def explain(fn, *args, **kwargs) -> Explanation:
     """List every glax call that fn(*args, **kwargs) makes: its kernel, its config, and the selector that chose the config.
 
     Each entry also has the reason why no other kernel runs: the other kernel refused, or its priority is not above the chosen
-    kernel's. With `platform`, kernels of other platforms are not listed. fn is only traced, so jax.ShapeDtypeStruct may stand
-    for arrays.
+    kernel's. With `platform`, kernels of other platforms are not listed. If no kernel can run a call, the list ends before this
+    call, and `unsupported` has each kernel's reason. fn is only traced, so jax.ShapeDtypeStruct may stand for arrays.
 
     Under jax.grad the list includes the gradient's kernels. Calls of the same kernel on the same shapes appear once. A vmapped
     call appears twice: as written, and merged into the batch, as it runs.
     """
+    unsupported = None
+    with listening() as recorded:
+        try:
+            jax.eval_shape(fn, *args, **kwargs)
+        except UnsupportedError as error:
+            unsupported = str(error)
+    explanation = distinct(recorded)
+    explanation.unsupported = unsupported
+    return explanation
+
+
+def distinct(found: Iterable[Decision]) -> Explanation:
+    """Return the decisions of which none stands for the same kernel on the same shapes as an earlier one."""
     first: dict[tuple[str, str], Decision] = {}
-    for decision in decisions(fn, *args, **kwargs):
+    for decision in found:
         first.setdefault((decision.kernel, decision.invocation.key), decision)
     return Explanation(first.values())
 
@@ -48,7 +67,8 @@ def detect_platform(fn=recurrent, *args, **kwargs) -> Platform:
     """Return the platform that runs fn(*args, **kwargs) here. Without arguments, it is the platform of a usual call of
     `recurrent`.
 
-    Raises TypeError if fn is no function, and ValueError if it makes no call of glax.
+    Raises TypeError if fn is no function, ValueError if it makes no call of glax, and UnsupportedError if no kernel can run a
+    call of it.
     """
     if not callable(fn):
         raise TypeError(
@@ -56,7 +76,7 @@ def detect_platform(fn=recurrent, *args, **kwargs) -> Platform:
         )
     if not args and not kwargs and takes_arguments(fn):
         args = (jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.float32),) * 3
-    kernels = [decision.invocation.kernel for decision in explain(fn, *args, **kwargs)]
+    kernels = [decision.invocation.kernel for decision in decisions(fn, *args, **kwargs)]
     platforms = [kernel.platform for kernel in kernels if isinstance(kernel, KernelSpec)]
     if not platforms:
         raise ValueError(f"fn must make a call of glax, got {fn!r}, which makes none")
@@ -77,7 +97,7 @@ def tune(fn, *args, progress: bool = True, **kwargs) -> dict[str, Measurement]:
     """
     check_flag("progress", progress)
     with overlay(policy=AutotunePolicy()):  # to find the calls, neither measure nor insist
-        found = {f"{d.kernel}: {d.invocation.key}": d.invocation for d in explain(fn, *args, **kwargs)}
+        found = {f"{d.kernel}: {d.invocation.key}": d.invocation for d in distinct(decisions(fn, *args, **kwargs))}
     measured = {name: executor.chain.tune(inv) for name, inv in shown(found.items(), progress)}
     jax.clear_caches()
     return measured
