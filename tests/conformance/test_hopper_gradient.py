@@ -10,7 +10,7 @@ import pytest
 if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
     pytest.skip("the interpreter of Pallas Mosaic GPU needs JAX 0.12", allow_module_level=True)
 
-from glax._src.core.recurrence import fold_heads
+from glax._src.core.recurrence import sum_heads
 from glax._src.kernels.pallas_gpu.plan import Blocks
 from glax._src.kernels.pallas_gpu.vjp_head_gate import gradient_head
 from glax._src.kernels.pallas_gpu.vjp_head_group import gradient_groups
@@ -244,8 +244,8 @@ def test_gradient_of_groups(monkeypatch, B, T, heads, K, V, strength, reverse, r
         q, k, v, head_sums(g, reverse), do, by_chunk, before, behind, group=int(group), **options
     )
     assert dq.shape[2] == dk.shape[2] < H
-    found = *(fold_heads(x.astype(jnp.float32), heads) for x, heads in ((dq, HQ), (dk, HK))), dv, dg, d_scale.sum(3)
-    wanted = fold_heads(wanted[0], HQ), fold_heads(wanted[1], HK), wanted[2], wanted[3].sum(3), wanted[4]
+    found = *(sum_heads(x.astype(jnp.float32), heads) for x, heads in ((dq, HQ), (dk, HK))), dv, dg, d_scale.sum(3)
+    wanted = sum_heads(wanted[0], HQ), sum_heads(wanted[1], HK), wanted[2], wanted[3].sum(3), wanted[4]
     found = *found[:3], found[3].reshape(B, -1, H)[:, :T], found[4]
     for name, x, y in zip(("dq", "dk", "dv", "dg", "d_scale"), found, wanted, strict=True):
         x, y = (np.asarray(a, np.float64) for a in (x, y))

@@ -13,7 +13,7 @@ from glax import parallel
 from glax._src.core.bind import bind
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
 from glax._src.kernels import load_kernels
-from glax._src.parallel.boundary import CONSTANT_ROWS, FIRST_ROWS, NEXT_ROWS, BoundaryRows, fold_windows
+from glax._src.parallel.boundary import CONSTANT_ROWS, FIRST_ROWS, NEXT_ROWS, BoundaryRows, scan_windows
 from glax._src.parallel.boundary_state import state_and_decay
 from glax._src.parallel.exchange import Edge
 from glax._src.parallel.sequence import overlap_of
@@ -304,5 +304,5 @@ def test_rows_beyond_underflowed_decays_are_not_read(from_low):
     rows = BoundaryRows(r, Edge(jnp.int32(0), jnp.bool(True), jnp.int32(T)), from_low)
     state, row_decay, _ = state_and_decay(rows, jnp.bool(True), r.start_state, r.k, r.v, adjoint=False)
     assert jnp.isfinite(state).all() and (row_decay == 0).all()
-    visited, _, _ = fold_windows(rows, lambda window, i, G, logs, carry: carry, ())
+    visited, _, _ = scan_windows(rows, lambda window, i, G, logs, carry: carry, ())
     assert visited == 0

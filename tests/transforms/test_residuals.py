@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import glax
 from glax import parallel
-from glax._src.core.recurrence import Residuals, fold_heads, spread_heads
+from glax._src.core.recurrence import Residuals, sum_heads, spread_heads
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
 from tests.cases import Case, inputs
@@ -48,7 +48,7 @@ def saving_kernel():
         right = (jnp.abs(residuals.states - marks(r)[..., None, None]).max((3, 4)) < 1e-4) & (
             residuals.out_of_range == (marks(r) > 0)
         )
-        off = fold_heads(jnp.where(right, 0.0, 1.0), r.q.shape[2])[..., None]
+        off = sum_heads(jnp.where(right, 0.0, 1.0), r.q.shape[2])[..., None]
         return d.replace(q=d.q + off.astype(d.q.dtype))
 
     added = [

@@ -1,4 +1,4 @@
-"""Fold what a recurrence of the delta rule erases and writes into one value, `Erasure`."""
+"""Fold the arguments `beta`, `erase` and `write` of the delta rule into one value, `Erasure`."""
 
 import dataclasses
 

@@ -181,9 +181,9 @@ def gradient_recurrence(
     ignored where r has no initial state.
     """
     d = r.replace(
-        q=fold_heads(dq, r.q.shape[2]),
-        k=fold_heads(dk, r.k.shape[2]),
-        v=fold_heads(dv, r.v.shape[2]),
+        q=sum_heads(dq, r.q.shape[2]),
+        k=sum_heads(dk, r.k.shape[2]),
+        v=sum_heads(dv, r.v.shape[2]),
         decay=decay,
         initial_state=None if r.initial_state is None else initial_state,
         boundaries=None,
@@ -234,7 +234,7 @@ def spread_heads(x: Array, heads: int, axis: int = 2) -> Array:
     return x if x.shape[axis] == heads else jnp.repeat(x, heads // x.shape[axis], axis)
 
 
-def fold_heads(x: Array, heads: int, axis: int = 2) -> Array:
+def sum_heads(x: Array, heads: int, axis: int = 2) -> Array:
     """Return the sums over the heads that read the same head of x, as the adjoint of `spread_heads`. `heads` is the number of
     heads left."""
     if x.shape[axis] == heads:

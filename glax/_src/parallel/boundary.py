@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
-from glax._src.core.recurrence import Recurrence, aligned, fold_heads, spread_heads
+from glax._src.core.recurrence import Recurrence, aligned, spread_heads, sum_heads
 from glax._src.parallel.exchange import Edge, Factors
 
 FIRST_ROWS = 256  # rows of the first window, which is always read; log-sigmoid gates underflow within it
@@ -122,7 +122,7 @@ class Window:
     def add(self, buffer: Float[Array, "B T heads D"], x: Float[Array, "B C H D"]) -> Array:
         """Return `buffer` with x added to the window, summed over the states that share a head."""
         old = lax.dynamic_slice_in_dim(buffer, self.start, self.size, 1)
-        new = (old.astype(self.rows.r.dtype) + fold_heads(x, buffer.shape[2])).astype(buffer.dtype)
+        new = (old.astype(self.rows.r.dtype) + sum_heads(x, buffer.shape[2])).astype(buffer.dtype)
         return lax.dynamic_update_slice_in_dim(buffer, row_major(jnp.where(self.mask, new, old)), self.start, 1)
 
     def logs(self) -> tuple[Array | None, Array | None]:
@@ -137,13 +137,13 @@ class Window:
         return key, value
 
 
-def fold_windows(rows: BoundaryRows, visit, carry: Any) -> tuple[Int[Array, ""], Factors, Any]:
-    """Fold visit(window, i, G, logs, carry) over the windows from the edge on, until all decays underflow to 0.
+def scan_windows(rows: BoundaryRows, visit, carry: Any) -> tuple[Int[Array, ""], Factors, Any]:
+    """Run visit(window, i, G, logs, carry) -> carry over the windows from the edge on, until all decays underflow to 0.
 
     i: the index among the windows after the first, None for the first. G: the sums of log decays up to the window.
 
     Returns (the number of windows visited after the first, the decays through all rows of the crossing sequence, carry). The
-    decays are factors of the state's rows and columns. They are 0 if the fold stopped before the last window.
+    decays are factors of the state's rows and columns. They are 0 if the scan stopped before the last window.
     """
     E, H, K, V = rows.state_shape
     decay, dtype = rows.r.decay, rows.r.dtype

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence
-from glax._src.parallel.boundary import BoundaryRows, exp_both, fold_windows, times
+from glax._src.parallel.boundary import BoundaryRows, exp_both, scan_windows, times
 from glax._src.parallel.exchange import Factors, apply_decay
 
 einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -36,7 +36,7 @@ def correct_output(
         q = times(window.read(r.q) * scale, row_decay)
         return window.add(output, times(einsum("bchk,bhkv->bchv", q, apply_decay(P, *exp_both(G))), column_decay))
 
-    _, passed, output = fold_windows(rows, visit, rows.aligned(output))
+    _, passed, output = scan_windows(rows, visit, rows.aligned(output))
     return output, passed
 
 
@@ -102,7 +102,7 @@ def sums_by_gate(decay: Decay, terms: Float[Array, "E H K V"]) -> Factors:
 
 
 def sums_before_windows(rows: BoundaryRows) -> tuple[Int[Array, ""], Factors, Factors]:
-    """Return the results of `fold_windows`, and the sums of log decays up to each window after the first.
+    """Return the results of `scan_windows`, and the sums of log decays up to each window after the first.
 
     The sums are [windows, E, H, width], or None.
     """
@@ -112,4 +112,4 @@ def sums_before_windows(rows: BoundaryRows) -> tuple[Int[Array, ""], Factors, Fa
             return jax.tree.map(lambda x: jnp.zeros((rows.max_next_windows, *x.shape), x.dtype), G)
         return jax.tree.map(lambda x, now: lax.dynamic_update_index_in_dim(x, now, i, 0), saved, G)
 
-    return fold_windows(rows, visit, None)
+    return scan_windows(rows, visit, None)

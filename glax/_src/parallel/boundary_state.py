@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from glax._src.parallel.boundary import BoundaryRows, Window, exp_both, fold_windows, times
+from glax._src.parallel.boundary import BoundaryRows, Window, exp_both, scan_windows, times
 from glax._src.parallel.exchange import Factors, apply_decay
 
 
@@ -41,7 +41,7 @@ def state_and_decay(
         x, y = times(window.read(a), row_decay).astype(narrow), times(window.read(b), column_decay).astype(narrow)
         return S + apply_decay(product("bchk,bchv->bhkv", x, y), *exp_both(G))
 
-    _, passed, S = fold_windows(rows, visit, rows.aligned(jnp.zeros(rows.state_shape, r.dtype)))
+    _, passed, S = scan_windows(rows, visit, rows.aligned(jnp.zeros(rows.state_shape, r.dtype)))
     if adjoint:
         S = S * edge.pick(r.scale, rows.packed)[:, None, None, None]
     S = S + apply_decay(edge.pick(begun, rows.packed), *passed)

@@ -128,7 +128,7 @@ def edge_decays(plan: Plan, refs: Refs, gates) -> EdgeDecays:
 
 
 def fold_levels(plan: Plan, refs: Refs, gates, body, carry):
-    """Fold body(factor [C, K], mask [C, C], carry) over the halvings of the chunk.
+    """Run body(factor [C, K], mask [C, C], carry) -> carry over the halvings of the chunk.
 
     The mask selects pairs of a token in the later half of a block with one in the earlier half. The factor is each token's
     decay to the block's middle.

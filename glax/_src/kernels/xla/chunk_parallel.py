@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from glax._src.core.decay import Decay
-from glax._src.core.recurrence import Outputs, Recurrence, fold_heads, gradient_recurrence, spread_heads, varying_like
+from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence, spread_heads, sum_heads, varying_like
 from glax._src.core.registry import Backend
 from glax._src.kernels.xla import chunk_math
 from glax._src.kernels.xla.chunk_math import inner, matmul, outer, times, total
@@ -325,7 +325,7 @@ def backward(
 
 def write(buffer: Float[Array, "B T heads D"], parts: list[Float[Array, "B n C H D"]], at) -> Array:
     """Write the groups of one block to buffer[:, at:], one by one. XLA would write a joined array once more, on one core."""
-    parts = [fold_heads(x.reshape(x.shape[0], -1, *x.shape[3:]), buffer.shape[2]).astype(buffer.dtype) for x in parts]
+    parts = [sum_heads(x.reshape(x.shape[0], -1, *x.shape[3:]), buffer.shape[2]).astype(buffer.dtype) for x in parts]
     if buffer.shape[1] == len(parts) * parts[0].shape[1]:
         return jnp.concatenate(parts, axis=1)
     for i, part in enumerate(parts):
@@ -336,11 +336,11 @@ def write(buffer: Float[Array, "B T heads D"], parts: list[Float[Array, "B n C H
 def join(parts: list[Float[Array, "B n C H D"]], heads: int, dtype) -> Float[Array, "B T heads D"]:
     """Join groups of heads and sum them to `heads` heads."""
     whole = jnp.concatenate([part.reshape(part.shape[0], -1, *part.shape[3:]) for part in parts], axis=2)
-    return fold_heads(whole, heads).astype(dtype)
+    return sum_heads(whole, heads).astype(dtype)
 
 
 def scan_blocks(r: Recurrence, size: int, body, carry, backwards: bool):
-    """Fold body(at, block of r, carry) over the blocks, where `at` is the first row of the block.
+    """Run body(at, block of r, carry) -> carry over the blocks, where `at` is the first row of the block.
 
     The blocks come in the order of the recurrence, or `backwards`, in the opposite order.
     """

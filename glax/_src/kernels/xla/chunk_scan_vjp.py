@@ -30,10 +30,10 @@ from glax._src.kernels.xla.chunk_window import (
 
 
 class StateStore:
-    """Store the transposed state before each chunk, [B, H, V, K], in `place`, a list of arrays.
+    """Store the transposed state before each chunk, [B, H, V, K], in `buffers`, a list of arrays.
 
     The rows of a chunk in dq and dk, [C, K] each, can hold a state of V <= 2 C columns. The state of a chunk is read before its
-    dq and dk are written. If the dtypes and heads agree, `place` is therefore dq and dk, and the gradient needs no memory
+    dq and dk are written. If the dtypes and heads agree, `buffers` is therefore dq and dk, and the gradient needs no memory
     beyond its results. XLA knows this order only if the state passes through a lax.cond, and otherwise copies the arrays.
     """
 
@@ -46,16 +46,16 @@ class StateStore:
         self.in_rows = whole and all(x.dtype == r.dtype and x.shape[2] == H for x in (r.q, r.k))
         self.arrays = [] if self.in_rows else [jnp.zeros(self.shape, r.dtype)]
 
-    def put(self, w: ChunkWindow, i, place: list[Array], S: Float[Array, "B H V K"]) -> list[Array]:
+    def put(self, w: ChunkWindow, i, buffers: list[Array], S: Float[Array, "B H V K"]) -> list[Array]:
         if not self.in_rows:
-            return [lax.dynamic_update_index_in_dim(place[0], S, i, 0)]
+            return [lax.dynamic_update_index_in_dim(buffers[0], S, i, 0)]
         S = jnp.pad(S, ((0, 0), (0, 0), (0, 2 * self.C - self.V), (0, 0)))
-        return [w.write(rows, part) for rows, part in zip(place, jnp.split(S, 2, axis=2), strict=True)]
+        return [w.write(rows, part) for rows, part in zip(buffers, jnp.split(S, 2, axis=2), strict=True)]
 
-    def get(self, w: ChunkWindow, i, place: list[Array]) -> Float[Array, "B H V K"]:
+    def get(self, w: ChunkWindow, i, buffers: list[Array]) -> Float[Array, "B H V K"]:
         if not self.in_rows:
-            return lax.dynamic_index_in_dim(place[0], i, keepdims=False)
-        return jnp.concatenate([w.read(rows) for rows in place], axis=2)[:, :, : self.V]
+            return lax.dynamic_index_in_dim(buffers[0], i, keepdims=False)
+        return jnp.concatenate([w.read(rows) for rows in buffers], axis=2)[:, :, : self.V]
 
 
 ReadState = Callable[[ChunkWindow, Any, list[Array]], Array]
@@ -72,20 +72,20 @@ def states_before(
     stored, first = StateStore(r, chunks), r.start_state.mT
 
     def remember(w: ChunkWindow, i, carry):
-        state, place = carry
+        state, buffers = carry
         state, (key, value) = w.carry_or_start(state, first), w.gates()
         k, v = w.read_all(r.k, r.v)
         added = chunk_math.added(v, k, chunk_math.edges(g, value), chunk_math.edges(g, key))
         decay = chunk_math.state_decay(*log_through((key, value), transposed=True))
-        return state.advance(decay, added), stored.put(w, i, place, state.high)
+        return state.advance(decay, added), stored.put(w, i, buffers, state.high)
 
     carry = (initial_state_of(first, r.q.shape[0]), d_qk if stored.in_rows else stored.arrays)
-    _, place = scan_chunks(r, chunks, remember, carry, backwards=False)
+    _, buffers = scan_chunks(r, chunks, remember, carry, backwards=False)
 
     def read(w: ChunkWindow, i, d_qk: list[Array]) -> Array:
-        return stored.get(w, i, d_qk if stored.in_rows else place)
+        return stored.get(w, i, d_qk if stored.in_rows else buffers)
 
-    return read, place if stored.in_rows else d_qk
+    return read, buffers if stored.in_rows else d_qk
 
 
 def result_buffers(r: Recurrence):

@@ -1,7 +1,7 @@
 """Read and write one chunk of a scan over chunks, and choose the form that computes it.
 
 The arrays stay as they are, [B, T, heads, D]. A chunk is a window of C consecutive rows with a mask, so packing, `reverse`, and
-a T that C does not divide move no row. `scan_chunks` folds a function over the chunks, and `select_form` evaluates a function
+a T that C does not divide move no row. `scan_chunks` runs a function over the chunks, and `select_form` evaluates a function
 in the fast or the exact form of `chunk_math`.
 """
 
@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from glax._src.core.decay import Decay
-from glax._src.core.recurrence import Recurrence, fold_heads, is_symbol, spread_heads, varying_like
+from glax._src.core.recurrence import Recurrence, is_symbol, spread_heads, sum_heads, varying_like
 from glax._src.core.registry import Backend
 from glax._src.kernels.common.chunks import Chunks, chunks_of
 from glax._src.kernels.common.limits import LOG_OF_ZERO
@@ -63,7 +63,7 @@ class ChunkWindow:
         return [read[i] for i in range(len(windows))]
 
     def write(self, buffer: Float[Array, "B T heads D"], x: Float[Array, "B H C D"]) -> Array:
-        x = fold_heads(x.transpose(0, 2, 1, 3), buffer.shape[2]).astype(buffer.dtype)
+        x = sum_heads(x.transpose(0, 2, 1, 3), buffer.shape[2]).astype(buffer.dtype)
         if self.in_chunk is not None:
             x = jnp.where(self.in_chunk[:, None, None], x, lax.dynamic_slice_in_dim(buffer, self.start, self.C, 1))
         return lax.dynamic_update_slice_in_dim(buffer, x, self.start, 1)
@@ -155,7 +155,7 @@ def start(r: Recurrence, size: int) -> tuple[Chunks, chunk_math.Geometry]:
 
 
 def scan_chunks(r: Recurrence, chunks: Chunks, body, carry, backwards: bool):
-    """Fold body(window, i, carry) over the chunks in the order of the recurrence, or `backwards`, in the opposite order."""
+    """Run body(window, i, carry) -> carry over the chunks in scan order or, if `backwards`, in the opposite order."""
     carry = jax.tree.map(lambda x: varying_like(x, r.q), carry)
     descending = r.reverse != backwards
 

@@ -27,9 +27,9 @@ from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import (
     Outputs,
     Recurrence,
-    fold_heads,
     gradient_recurrence,
     spread_heads,
+    sum_heads,
     varying_like,
 )
 from glax._src.kernels.xla.chunk_math import StateDecay, state_decay
@@ -270,9 +270,9 @@ def token_gradient(r: Recurrence, row: Tokens, do, before, G):
     if n is not None:
         d_log = jnp.where(n < r.num_sequences, d_log, 0)
     d = TokenGradient(
-        q=fold_heads(reads * scale, row.q.shape[1], axis=1),
-        k=fold_heads(dk, row.k.shape[1], axis=1),
-        v=fold_heads(du if t.w is None else t.w * du, row.v.shape[1], axis=1),
+        q=sum_heads(reads * scale, row.q.shape[1], axis=1),
+        k=sum_heads(dk, row.k.shape[1], axis=1),
+        v=sum_heads(du if t.w is None else t.w * du, row.v.shape[1], axis=1),
         decay=Decay(
             head=None if decay.head is None else d_log.sum((2, 3)),
             key=None if decay.key is None else d_log.sum(3),
