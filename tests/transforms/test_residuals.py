@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import glax
 from glax import parallel
-from glax._src.core.recurrence import Residuals, sum_heads, spread_heads
+from glax._src.core.recurrence import Residuals, spread_heads, sum_heads
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
 from tests.cases import Case, inputs
