@@ -31,7 +31,7 @@ TOKENS = [
     Case("groups", T=9, heads=(2, 3, 6), K=8, V=6, gates=("g",)),
     Case("none", T=9, gates=(), state_dtype=None),
     CASES["all-padding"],
-    Case("delta", T=20, heads=(1, 2, 4), K=40, V=24, gates=("g",), erasure=("beta",), strengths=FEW[:3]),
+    Case("delta", T=11, heads=(1, 1, 2), K=40, V=24, gates=("g",), erasure=("beta",), strengths=FEW[::2]),
     Case(
         "delta-packed",
         T=21,
