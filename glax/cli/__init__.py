@@ -17,7 +17,7 @@ from glax.cli.usable import require_usable_jax
 from glax.testing.check import one_line
 
 SUBCOMMANDS = (doctor, check, bench, tune, cache, demo, generate, train)
-INTERRUPTED, UNREAD = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as shells have it
+INTERRUPTED, UNREAD = 130, 141  # 128 + SIGINT and 128 + SIGPIPE, the exit codes that shells use
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,16 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if args.command != "cache":
                 require_usable_jax()
             status = args.run(args)
-            flush(sys.stdout)  # a reader that has gone, or a full disk, is met here, not at exit
+            flush(sys.stdout)  # a closed reader or a full disk raises here, not at exit
         return status
     except UsageError as error:
         return ended(name, str(error), 2)
     except KeyboardInterrupt:
         return ended(name, "interrupted", INTERRUPTED)
-    except BrokenPipeError:  # as in `glax doctor | head`; else Python complains of what is left as it exits
+    except BrokenPipeError:  # as in `glax doctor | head`; Python would report unwritten output as it exits
         to_nowhere()
         return UNREAD
-    except OSError as error:  # a disk that is full, an output that is closed: the system says what it refuses
+    except OSError as error:  # a full disk or a closed output; the system's message names it
         discard_output()
         return ended(name, f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:

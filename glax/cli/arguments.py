@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 INT32 = 2**31 - 1  # the most that a dimension of an array or a counter of steps can be
-DIGITS = 1000  # Python reads no integers of several thousand
+DIGITS = 1000  # digits; Python reads no integers of several thousand
 
 
 def within(least: int, most: int = INT32):

@@ -29,7 +29,7 @@ from glax.testing.reference import reference
 from glax.testing.tolerances import BARS
 
 MODES = ("forward", "train", "step")
-TOKENS = 32  # decoded by one program in mode "step"
+TOKENS = 32  # the tokens that one program decodes in mode "step"
 HEADS, SEEN = 4, 256  # heads and tokens of the first sequence that are compared with the reference, a loop in Python
 
 
@@ -68,7 +68,7 @@ def run(args) -> int:
         show_json(document)
     else:
         show(document)
-    if args.out is not None:  # behind what is shown: a full disk does not cost the measurements
+    if args.out is not None:  # written after printing, so that a full disk does not cost the measurements
         note = written(document, args.out)
         if not args.json:
             print(note)
@@ -113,7 +113,7 @@ def measured(problem: Problem, mode: str, iters: int) -> dict:
         report: dict[str, Any] = dict(name=name, ms=None, error=None, right=None, reason=None)
         reports.append(report)
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # peers print
+            with contextlib.redirect_stdout(sys.stderr):  # peers print to standard output
                 way = prepare(problem, mode, arrays, d_output, state)
                 result = way.run()
                 way.wait(result)
@@ -121,7 +121,7 @@ def measured(problem: Problem, mode: str, iters: int) -> dict:
             ready.append((report, way))
         except UnavailableError as reason:
             report["reason"] = str(reason)
-        except Exception as failure:  # whatever a peer, a compiler or a device raises is what this way does here
+        except Exception as failure:  # whatever a peer, a compiler or a device raises is the result of this way
             report["reason"] = one_line(failure)
     for (report, _), timing in zip(ready, interleaved([way for _, way in ready], iters), strict=True):
         report["ms"] = dataclasses.asdict(timing)

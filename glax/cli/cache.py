@@ -135,7 +135,9 @@ def export_file(persistent: PersistentCache, args):
     files = files_of(persistent)
     text = json.dumps(dict(format=FORMAT, files=files), indent=1, allow_nan=False)
     try:
-        if args.file.exists() and not args.file.is_file():  # a terminal, a pipe, a device: written to, never replaced
+        if (
+            args.file.exists() and not args.file.is_file()
+        ):  # a terminal, a pipe or a device is written to, and never replaced
             args.file.write_text(text, encoding="utf-8")
         else:
             with replacing(args.file.resolve()) as new:

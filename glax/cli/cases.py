@@ -13,7 +13,7 @@ from glax._src.api.recurrent import recurrent
 from glax._src.core.registry import Backend
 from glax.cli.arguments import four_numbers
 
-GATES = {"key": "gk", "head": "g", "constant": "g_gamma", "none": None}  # the argument of each form
+GATES = {"key": "gk", "head": "g", "constant": "g_gamma", "none": None}  # the gate argument of each decay form
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_SHAPES = {
     Backend.CPU: ((1, 1024, 4, 64), (1, 2048, 8, 64)),

@@ -27,7 +27,7 @@ from glax.nn.model import ByteLM, ByteLMConfig
 from glax.nn.text import Text, TextError, read_text
 from glax.nn.train import Recipe, held_out_bits, train
 
-EVALUATIONS = 8  # on the way, on WATCHED windows each
+EVALUATIONS = 8  # evaluations during training, on WATCHED windows each
 WATCHED = 64
 PROMPT, GENERATED = 64, 512
 COMPARED = 16  # windows
@@ -61,7 +61,7 @@ def tour(settings: Settings) -> int:
     """Run the whole demo, and return its exit code."""
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     text = prepare(settings)
-    # Else a GPU would round float32 products to TensorFloat-32, and two ways of one sum would differ by that.
+    # A GPU would otherwise round float32 products to TensorFloat-32, and two ways to compute one sum would differ by that.
     with jax.default_matmul_precision("float32"):
         headline(console, "Kernels")
         show_kernels(console, settings.seed)
@@ -147,7 +147,7 @@ def save_somewhere(model: ByteLM, path: Path) -> Path | None:
         try:
             folder = tempfile.mkdtemp(prefix="glax-demo-", dir=place)
         except OSError:
-            continue  # the next place; what is wrong with `path` itself is what the user must hear
+            continue  # try the next folder; the user sees the error of `path` itself
         try:
             save(model, Path(folder, path.name))
         except OSError:

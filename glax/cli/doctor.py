@@ -23,7 +23,7 @@ REQUIRED = ("jax", "jaxlib", "numpy", "jaxtyping", "filelock", "platformdirs")
 OPTIONAL = ("flax", "optax", "rich", "matplotlib", "safetensors", "triton", "jax-triton", "jax-cuda12-plugin",
             "jax-cuda13-plugin", "libtpu", "torch", "fla-core", "ejkernel")  # fmt: skip
 NEEDS = {Platform.TRITON: ("triton", "jax-triton")}  # packages that all kernels of a platform need
-DEVICES = {  # where Linux shows them: NVIDIA's and AMD's drivers, and Windows' for Linux inside it; Google's two drivers
+DEVICES = {  # device files on Linux: NVIDIA's and AMD's drivers, the driver of Windows Subsystem for Linux, Google's two drivers
     Backend.GPU: ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"),
     Backend.TPU: ("/dev/accel*", "/dev/vfio/[0-9]*"),
 }
@@ -95,7 +95,7 @@ def fix(spec: KernelSpec) -> str | None:
         return "JAX_PLATFORMS=cpu"
     steps = f"unset JAX_PLATFORMS, which is {chosen}" if chosen else JAX_FOR[spec.backend]
     steps += f"; {missing}" if missing else ""
-    # Nothing that is set or installed on a machine without the device makes its kernels run there.
+    # On a machine without the device, no setting and no package makes its kernels run.
     return steps if present(spec.backend) else f"on a machine with a {str(spec.backend).upper()}: {steps}"
 
 

@@ -92,7 +92,7 @@ def show(tokenizer, tokens) -> tuple[int, float]:
     for token in tokens:
         written.append(int(token[0]))
         text = tokenizer.decode(written)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is not whole yet
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the last character is complete
             print(text[len(shown) :], end="", flush=True)
             shown = text
         if len(written) == 2:

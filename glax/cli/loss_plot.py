@@ -16,7 +16,9 @@ def save_plot(path: Path, losses: Sequence[float], held_out: dict[int, float], b
 
     losses: one per step. held_out: by step. baseline: the order-2 model's loss on the held-out text. All are in bits per byte.
     """
-    figure = Figure(figsize=(8, 4.5), layout="constrained")  # no pyplot: no display, no global state
+    figure = Figure(
+        figsize=(8, 4.5), layout="constrained"
+    )  # without pyplot, which needs a display and has global state
     axes = figure.add_subplot()
     steps = np.arange(1, len(losses) + 1)
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each step")

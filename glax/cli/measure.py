@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from glax._src.core.registry import Backend
 
 WARMUP = 2
-# Of calls in flight on an accelerator: launching the first of them and waiting for the last takes up to half of one.
+# Milliseconds of calls in flight on an accelerator. Launching the first and waiting for the last takes up to half a millisecond.
 SAMPLE_MS = 60.0
 MOST_IN_FLIGHT = 200
 

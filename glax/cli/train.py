@@ -39,7 +39,7 @@ def run(args) -> int:
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         history, finished = shown(config, train, console)
-    except ValueError as error:  # of the model's config, the text or the tokenizer
+    except ValueError as error:  # the model's config, the text or the tokenizer is wrong
         raise UsageError(str(error)) from error
     plot = Path(config.out) / "loss.png"
     save_plot(plot, history)
@@ -110,7 +110,9 @@ def save_plot(path: Path, history):
 
     from glax._src.core.files import replacing
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")  # no pyplot: no display, no global state
+    figure = Figure(
+        figsize=(8, 4.5), layout="constrained"
+    )  # without pyplot, which needs a display and has global state
     axes = figure.add_subplot()
     steps, losses = np.array(list(history.losses)), np.array(list(history.losses.values()))
     if len(losses):

@@ -31,7 +31,7 @@ def run(args) -> int:
     for problem in problems_of(args):
         try:
             rows += [row(problem, call, m) for call, m in tuned(problem).items()]
-        except* Exception as group:  # whatever compilers and devices raised for every single candidate
+        except* Exception as group:  # the errors of compilers and devices for every candidate
             failures.append(dict(problem=str(problem), reasons=[one_line(e) for e in leaves(group)]))
     if args.json:
         folder = measurements().folder
@@ -82,5 +82,7 @@ def show(rows: list[dict], failures: list[dict]):
     for failure in failures:
         print(f"{failure['problem']}: not tuned: {'; '.join(failure['reasons'])}")
     persistent = measurements()
-    if rows and persistent.folder is not None and persistent.failure is None:  # else a warning has said why not
+    if (
+        rows and persistent.folder is not None and persistent.failure is None
+    ):  # otherwise a warning has stated why nothing is stored
         print(f"remembered in {persistent.folder}")

@@ -46,7 +46,7 @@ def recurrent_gla(
     check_integer("chunk_size", chunk_size)
     if chunk_size < 0:
         raise ValueError(f"chunk_size must be 0 or more, got {chunk_size}")
-    check_shapes(arrays, flat=False)  # segments of a key that is too long would look right
+    check_shapes(arrays, flat=False)  # parts of a key that is too long would have the right shape
     check_dtype(dtype)
     arrays = {name: jnp.asarray(as_float(name, x), dtype) for name, x in arrays.items()}
     T, K = arrays["query"].shape[1], arrays["query"].shape[3]
@@ -64,7 +64,7 @@ def recurrent_gla(
 def check_dtype(dtype):
     try:
         known = dtype is None or (not is_array(dtype) and str(jnp.dtype(dtype)) in DTYPES)
-    except TypeError:  # NumPy's, for what no dtype can be made of
+    except TypeError:  # NumPy raises it for a value that names no dtype
         known = False
     if not known:
         raise TypeError(f"dtype must be {', '.join(DTYPES)} or None, got {dtype!r}")

@@ -70,7 +70,7 @@ def value_errors() -> Iterator[None]:
 # ---- configs ---------------------------------------------------------------------------------------------------------
 
 
-# "cute" and "tilelang" are ejkernel's; glax has no kernels on them, which is an error where one is to run.
+# "cute" and "tilelang" are platforms of ejkernel. glax has no kernels for them, and a call that requires one raises an error.
 PLATFORMS = ("auto", *map(str, Platform), "cute", "tilelang")
 
 

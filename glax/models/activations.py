@@ -2,7 +2,7 @@
 
 FLA = {
     name: name for name in ("relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu")
-}  # its gelu is by tanh
+}  # gelu here is the approximation by tanh
 TRANSFORMERS = {
     "gelu": "gelu_exact",
     "gelu_fast": "gelu",

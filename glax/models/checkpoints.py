@@ -19,7 +19,7 @@ from glax.models.model import CausalLM
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
-# What lies beside the weights for tokenizers and generation, in the forms that transformers writes.
+# The files beside the weights for tokenizers and generation, in the forms that transformers writes.
 BESIDE = (
     "added_tokens.json",
     "chat_template.jinja",

@@ -9,7 +9,7 @@ from typing import Any
 
 REQUIRED = object()
 
-# What transformers writes for every model, and what names tokens, chooses kernels, or concerns training alone.
+# Options that transformers writes for every model, or that name tokens, choose kernels, or concern training alone.
 NO_EFFECT_WORDS = (
     "_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention architectures "
     "attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward "

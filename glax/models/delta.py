@@ -10,7 +10,7 @@ from glax.models.model import CausalLM, Precision
 from glax.nn import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from glax.nn.delta import QK_ACTIVATIONS, QK_NORMS
 
-MODES = ("chunk", "fused_recurrent")  # of one and the same function
+MODES = ("chunk", "fused_recurrent")  # modes that compute the same function
 
 NAMES = CONVOLUTIONS | {"beta": "b_proj", "norm": "o_norm"}
 OUTPUT_GATE = {"output_gate": "g_proj"}

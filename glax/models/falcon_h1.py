@@ -102,7 +102,7 @@ def falcon_h1(config: ModelConfig, precision: Precision) -> CausalLM:
     options.ignore("layers_block_type", "layer_types", *TRAINING)
     sizes, rope = attention_sizes(options, width, kv_heads=8), rotation(options, 10000.0)
     bias = options.flag("attention_bias", False)
-    # Scores of keys times the multiplier are scores times it.
+    # Multiplying the keys multiplies the scores.
     scale = sizes["head_width"] ** -0.5 * options.number("key_multiplier", 1.0)
     inside = options.integer("mamba_d_ssm", 1024, optional=True)
     arguments = mamba_options(options, width, eps=eps, act=act, inside=inside)

@@ -20,7 +20,7 @@ from glax.nn.parts import EMBED, parameter
 from glax.nn.passes import Rows
 from glax.nn.rwkv6 import RWKV6FeedForward
 
-MODES = ("chunk", "fused_recurrent", "fused_chunk", "parallel")  # of one and the same function
+MODES = ("chunk", "fused_recurrent", "fused_chunk", "parallel")  # modes that compute the same function
 
 ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 CONVOLUTIONS = {"query_conv": "q_conv1d", "key_conv": "k_conv1d", "value_conv": "v_conv1d"}

@@ -118,7 +118,9 @@ def loop(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: d
 
     carry = (1, token, done, pools, written.at[0].set(token))
     last, token, _, _, written = jax.lax.while_loop(unfinished, one, carry)
-    return jnp.where(jnp.arange(count)[:, None] < last, written, token).T  # sequences that ended repeat their end
+    return jnp.where(
+        jnp.arange(count)[:, None] < last, written, token
+    ).T  # ended sequences repeat the token that ended them
 
 
 def begun(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict, key):

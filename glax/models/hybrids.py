@@ -17,7 +17,7 @@ from glax.nn import Attention, Mamba2
 from glax.nn.parts import EMBED, MLP, activation, linear
 from glax.nn.passes import Rows
 
-# Concern training alone, or how many logits a prompt needs.
+# Options that concern training alone, or the number of logits that a prompt needs.
 TRAINING = (
     "attention_dropout",
     "num_logits_to_keep",

@@ -38,7 +38,7 @@ MODEL_TYPES: dict[str, Callable[[ModelConfig, Precision], CausalLM]] = {
 def builder(config: ModelConfig) -> Callable[[ModelConfig, Precision], CausalLM]:
     values = config.values
     kind = values.get("model_type")
-    if kind is None and "ssm_cfg" in values:  # of the state-spaces repository
+    if kind is None and "ssm_cfg" in values:  # a config of the state-spaces repository
         kind = "mamba2"
     if kind not in MODEL_TYPES:
         known = ", ".join(sorted(MODEL_TYPES))
@@ -90,7 +90,7 @@ def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh:
     names = sorted(weights.names())
     stored = next((name for name in names if "embedding" in name), names[0] if names else None)
     cast = None if dtype is None else jnp.dtype(dtype)
-    if dtype is None and stored is not None:  # without weights `load_into` raises
+    if dtype is None and stored is not None:  # `load_into` raises if there are no weights
         dtype = weights.dtype(stored)
     wanted = jnp.dtype(dtype or jnp.float32)
     model = nnx.eval_shape(lambda: build(config, Precision(wanted, wanted, nnx.Rngs(0))))

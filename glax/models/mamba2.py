@@ -16,7 +16,7 @@ from glax.nn.norms import RMSNorm
 from glax.nn.passes import Rows
 
 OF_FLA = ("rmsnorm", "norm_eps", "dt_limit", "D_has_hdim", "A_init_range")
-# In configs that older versions of transformers wrote; its code does not read them.
+# Options in configs of older versions of transformers, whose code does not read them.
 UNREAD = ("norm_before_gate", "rms_norm", "time_step_init_scheme", "time_step_scale")
 
 MIXER = {"input": "in_proj", "conv": "conv1d", "output": "out_proj"}
@@ -27,7 +27,7 @@ BACKBONE = (
     (r"^norm\.", "backbone.norm_f."),
     (r"^head\.", "lm_head."),
 )
-ALIASES = (("backbone.embedding.weight", "backbone.embeddings.weight"),)  # as transformers renames it, too
+ALIASES = (("backbone.embedding.weight", "backbone.embeddings.weight"),)  # transformers renames it likewise
 ORIGINAL = (*BACKBONE[: len(MIXER)], (r"^embedding\.", "backbone.embedding."), *BACKBONE[len(MIXER) + 1 :])
 
 

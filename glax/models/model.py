@@ -17,7 +17,7 @@ from glax.nn.losses import next_token_loss
 from glax.nn.parts import EMBED, VOCABULARY, annotated, linear
 from glax.nn.passes import Rows, Step
 
-# What the backward pass may read instead of computing it again, by name.
+# The policies of jax.checkpoint by name: what the backward pass reads instead of recomputing it.
 REMAT: dict[str, Callable | None] = {
     "full": None,
     "dots": jax.checkpoint_policies.checkpoint_dots,

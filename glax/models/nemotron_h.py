@@ -35,7 +35,7 @@ from glax.nn.passes import Rows
 PATTERN = {"M": LINEAR, "*": SOFTMAX, "-": "mlp", "E": "moe"}
 WORDS = KINDS | {"mlp": "mlp", "moe": "moe"}
 PLAIN_MLP = {"input": "up_proj", "output": "down_proj"}
-# Older configs name some options of Mamba-2 so.
+# The names of some options of Mamba-2 in older configs.
 OLDER = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -47,7 +47,7 @@ OLDER = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_chunk_size": "chunk_size",
 }
-# Without effect on the function that the model's own code computes.
+# Options without effect on the function that the model's own code computes.
 IGNORED = (
     "attention_bias", "chunk_size", "expand", "hidden_dropout", "mamba_proj_bias", "mamba_ssm_cache_dtype",
     "moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts",

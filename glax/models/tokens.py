@@ -41,7 +41,7 @@ class FromFile:
 
         try:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises Exception itself
+        except Exception as error:  # the package raises the class Exception itself
             raise ValueError(f"{path} holds no tokenizer: {error}") from None
         self.vocabulary = self.inner.get_vocab_size()
 

@@ -30,8 +30,8 @@ from glax.nn.rwkv6 import RWKV6Attention
 from glax.nn.train import Recipe
 
 DTYPES = ("float32", "bfloat16")
-HELD_OUT = 0.05  # of the tokens, from the end
-EVALUATED = 16  # windows of them
+HELD_OUT = 0.05  # the share of tokens at the end that is held out
+EVALUATED = 16  # the held-out windows that are evaluated
 # Dense operations a second in bfloat16, by a part of the device's name, as its maker states them.
 PEAKS = {
     "H100": 989e12,
@@ -157,7 +157,7 @@ def make_model(config: TrainingConfig) -> tuple[CausalLM, Tokenizer]:
     model.set_remat(config.remat)
     if config.tokenizer is None:
         return model, find_tokenizer(folder, model.vocabulary)
-    model.folder = None  # whose tokenizer is not the one of this run
+    model.folder = None  # that folder's tokenizer is not this run's tokenizer
     return model, find_tokenizer(folder, model.vocabulary, Path(config.tokenizer))
 
 

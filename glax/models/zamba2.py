@@ -30,7 +30,7 @@ from glax.nn.passes import Rows, State
 PLAIN, HYBRID = "linear_attention", "hybrid"
 KINDS = {PLAIN: PLAIN, "mamba": PLAIN, HYBRID: HYBRID}
 USUAL = [PLAIN, *[*[PLAIN] * 5, HYBRID] * 7, *[PLAIN] * 4, HYBRID, *[PLAIN] * 3, HYBRID, *[PLAIN] * 2]
-# Without effect on the function that the model's own code computes.
+# Options without effect on the function that the model's own code computes.
 IGNORED = (
     "chunk_size", "ffn_hidden_size", "mamba_d_ssm", "time_step_limit", "use_conv_bias", "use_mamba_kernels", "use_mem_eff_path",
     "use_shared_mlp_adapter",
@@ -294,7 +294,7 @@ def names_of(uses: list[int | None]) -> Names:
                 rules.append((rf"^blocks\.{layer}\.adapters\.{leaf}", f"{prefix}.{stored}.{number}.{place}."))
                 rules.append((rf"^blocks\.{layer}\.unread\.(\d+)\.{leaf}", rf"{prefix}.{stored}.\1.{place}."))
         rules.append((rf"^blocks\.{layer}\.(?=mamba|mixer_norm)", f"blocks.{layer}.mamba_decoder."))
-        if layer != first:  # a copy, which the model's own code replaces by the first, too
+        if layer != first:  # a copy, which the model's own code also replaces by the first
             ignored.append(rf"^model\.layers\.{layer}\.shared_transformer\.")
     for use in sorted({use for use in uses if use is not None}):
         rules.append((rf"^shared\.{use}\.", f"model.layers.{uses.index(use)}.shared_transformer."))

@@ -27,7 +27,7 @@ def save(model: ByteLM, path: str | Path):
     with replacing(path) as new:
         try:
             save_file(tensors, new, metadata={"config": json.dumps(dataclasses.asdict(model.config))})
-        except SafetensorError as error:  # no OSError, whatever the system refused
+        except SafetensorError as error:  # it is no OSError, although the system refused something
             raise OSError(errno.EIO, str(error), str(path)) from error
 
 
@@ -38,7 +38,7 @@ def load(path: str | Path) -> ByteLM:
     Raises OSError if the file cannot be read.
     """
     if not os.path.isfile(path):
-        os.stat(path)  # raises if there is none
+        os.stat(path)  # raises OSError if the file is missing
         raise ValueError(f"{path} holds no ByteLM: it is not a regular file")
     try:
         with safe_open(path, framework="numpy") as file:
@@ -55,7 +55,7 @@ def load(path: str | Path) -> ByteLM:
         config = ByteLMConfig(**fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no ByteLM: its config is {metadata['config']!r:.200}") from error
-    if config.layers > len(tensors):  # before as many are made
+    if config.layers > len(tensors):  # checked before that many layers are made
         raise ValueError(f"{path} does not fit its config: {config.layers} layers, {len(tensors)} parameters")
     model = ByteLM(config, rngs=nnx.Rngs(0))
     parameters = dict(named_parameters(model))
@@ -66,7 +66,7 @@ def load(path: str | Path) -> ByteLM:
         if (tensor.dtype, tensor.shape) != (
             param.dtype,
             param.shape,
-        ):  # else it would be cast, or spread over the shape
+        ):  # assignment would cast it or broadcast it
             fits, got = (f"{x.dtype} of shape {x.shape}" for x in (param, tensor))
             raise ValueError(f"{path} does not fit its config: {name} must be {fits}, got {got}")
         param[...] = jnp.asarray(tensor)

@@ -44,7 +44,7 @@ class ShortConvolution(Layer):
     ):
         check_sizes(width=width, size=size)
         self.width, self.size, self.activation, self.dtype = width, size, activation, dtype
-        self.act(jnp.zeros(()))  # raises if there is none of that name
+        self.act(jnp.zeros(()))  # raises ValueError for an unknown name
         init = uniform_filter if filter_init is None else filter_init
         self.filter = parameter(init(rngs.params(), (size, width), jnp.float32).astype(param_dtype), None, HEADS)
         self.bias = parameter(jnp.zeros(width, param_dtype), HEADS) if bias else None

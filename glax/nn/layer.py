@@ -82,7 +82,7 @@ class Layer(nnx.Module):
         return y, public(state)
 
 
-ONLY = "recurrent"  # the name of a state that is handed out alone
+ONLY = "recurrent"  # the name of the state of a layer with a single array
 
 
 def public(state: State):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-ROWS = 2048  # whose logits are formed together
+ROWS = 2048  # rows whose logits are formed together
 
 
 def next_token_loss(

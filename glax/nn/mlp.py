@@ -31,7 +31,7 @@ class SwiGLU(nnx.Module):
     ):
         check_sizes(width=width, inside=inside)
         self.activation = activation
-        self.act(jnp.zeros(()))  # raises if there is none of that name
+        self.act(jnp.zeros(()))  # raises ValueError for an unknown name
         options: dict[str, Any] = dict(
             bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
         )

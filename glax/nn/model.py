@@ -39,7 +39,7 @@ class ByteLMConfig:
         check_sizes(**{name: size for name, size in vars(self).items() if name != "temperature"})
 
 
-States = tuple[Array | dict[str, Array], ...]  # one a block
+States = tuple[Array | dict[str, Array], ...]  # one state for each block
 
 
 lecun = nnx.initializers.lecun_normal()
@@ -132,7 +132,7 @@ class ByteLM(nnx.Module):
 
         return self.through(attend, tokens, pools)
 
-    prefill = prefill_into  # as the models of `glax.models` call it
+    prefill = prefill_into  # the name that the models of `glax.models` have for it
 
     def step(
         self, tokens: Int[Array, "B"], states: States, slots: Int[Array, "B"] | None = None

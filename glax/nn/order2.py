@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 
 BYTES = 256
-BUCKETS = 24  # of log2 of how often a context was seen
+BUCKETS = 24  # buckets of contexts, by log2 of how often a context was seen
 FITTED_ON = 0.1
 ITERATIONS = 20
 
@@ -77,7 +77,7 @@ def fit_weights(model: Order2, text: Bytes) -> Float[np.ndarray, "buckets 4"]:
     for _ in range(ITERATIONS):
         shares = weights[buckets] * ratios
         shares /= shares.sum(-1, keepdims=True)
-        # One share more for each: no weight falls to 0, so no byte is impossible.
+        # Each weight gets one share more, so that no weight is 0 and no byte is impossible.
         totals = 1 + np.stack([np.bincount(buckets, column, BUCKETS) for column in shares.T], -1)
         weights = totals / totals.sum(-1, keepdims=True)
     return weights

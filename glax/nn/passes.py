@@ -91,10 +91,10 @@ class Parallel:
         own, rows = self.sequence_of, jnp.arange(len(flat))
         views = []
         for lag in range(before, -1, -1):
-            place = rows - lag - begin[own]  # in the sequence; negative before its first token
+            place = rows - lag - begin[own]  # position in the sequence; negative before its first token
             earlier = state[own, jnp.clip(before + place, 0, max(before - 1, 0))] if lag else flat
             views.append(jnp.where((place >= 0)[:, None], jnp.roll(flat, lag, axis=0), earlier.astype(x.dtype)))
-        place = (end - begin)[:, None] - before + jnp.arange(before)[None]  # of the rows that stay
+        place = (end - begin)[:, None] - before + jnp.arange(before)[None]  # positions of the rows that stay
         old = jnp.take_along_axis(state, jnp.clip(before + place, 0, max(before - 1, 0))[..., None], 1)
         new = flat[jnp.clip(begin[:, None] + place, 0, len(flat) - 1)]
         after = jnp.where((place >= 0)[..., None], new, old.astype(x.dtype))

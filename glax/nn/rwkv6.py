@@ -27,7 +27,13 @@ from glax.nn.parts import (
 )
 from glax.nn.passes import Rows, State
 
-MIXED = ("receptance", "decay", "key", "value", "output_gate")  # what reads a mixture of each token and the one before
+MIXED = (
+    "receptance",
+    "decay",
+    "key",
+    "value",
+    "output_gate",
+)  # the projections that read a mixture of each token and the token before
 
 
 def token_shift(x: Float[Array, "*rows D"], state: Array | None, rows: Rows) -> tuple[Array, Array]:

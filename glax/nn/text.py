@@ -40,7 +40,7 @@ def library_text(limit: int = LIBRARY_BYTES) -> bytes:
 
 def read_text(path: Path | None, length: int) -> Text:
     """Return the file, or the standard library if path is None, split for windows of `length` predicted bytes."""
-    if path is not None and (path.is_char_device() or path.is_block_device()):  # it need not have an end
+    if path is not None and (path.is_char_device() or path.is_block_device()):  # a device may have no end
         raise TextError(f"cannot read the text {path}: it is a device: name a file")
     try:
         raw = library_text() if path is None else path.read_bytes()

@@ -64,9 +64,9 @@ def gate(rng: np.random.Generator, shape: tuple[int, ...], strength: str) -> np.
             return logs
         case ["log-sigmoid", "of", mean]:
             return -np.log1p(np.exp(-rng.normal(float(mean), size=shape)))
-        case [value, "in", "one"]:  # channel of each head, or head; the others are mild
+        case [value, "in", "one"]:  # one channel of each head, or one head; the others are mild
             return np.where(np.arange(shape[-1]) == 0, float(value), logs / 16)
-        case ["mild"]:  # as learned gates are: GLA divides by 16
+        case ["mild"]:  # like learned gates, which GLA divides by 16
             return logs / 16
         case [value, "on", "5%"]:
             return np.where(rng.random(shape) < 0.05, float(value), logs)
@@ -142,7 +142,7 @@ def cotangents(case: Case, r: Recurrence, seed: int = 1) -> tuple[jax.Array, jax
 WIDE: dict[str, Any] = dict(B=2, T=150, K=32, V=32)
 PACKED: dict[str, Any] = WIDE | dict(
     B=1, cuts=(0, 0, 40, 41, 41, 110, 141, 141)
-)  # empty sequences, one token, padding behind
+)  # empty sequences, a sequence of one token, and padding behind
 ALL_GATES = ("g", "g_gamma", "gk", "gv")
 HALF: dict[str, Any] = dict(dtype="bfloat16", gate_dtype="bfloat16")
 CASES = (

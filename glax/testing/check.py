@@ -95,11 +95,11 @@ class Trial:
         """Return the comparison of the array that is closest to its bar or beyond it."""
         try:
             each = compared()
-        except Exception as failure:  # whatever a compiler or a device raises is what this kernel does with this case
+        except Exception as failure:  # whatever a compiler or a device raises is the result of this kernel
             return Result(kernel, self.title, "miss", reason=one_line(failure))
         worst = max(each, key=lambda x: (x.error is None, x.reason is not None, (x.error or 0) / x.bar))
         status = "pass" if worst.reason is None else "miss"
-        # An error beyond its bar shows that itself: a reason is for what the two numbers do not say.
+        # An error beyond its bar needs no reason: the two numbers show it.
         reason = worst.reason if worst.error is None else None
         return Result(kernel, self.title, status, worst.error, worst.bar, worst.name, reason)
 

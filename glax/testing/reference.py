@@ -12,7 +12,7 @@ from glax._src.core.decay import Decay
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence
 
-NumPy = Any  # a float64 NumPy array, in the place of a JAX array
+NumPy = Any  # a float64 NumPy array instead of a JAX array
 
 
 def reference(r: Recurrence, dtype=np.float64) -> Outputs:

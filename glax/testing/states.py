@@ -14,7 +14,7 @@ STEPS = 4096
 DECAYS = (0.9, 0.99, 0.999, 0.99992)
 STORED = (("float32", False), ("bfloat16", False), ("bfloat16", True), ("float16", False), ("float16", True))
 B, WIDTH = 2, 16
-SPARSITY = 1 / 512  # of keys: between two of its keys, a row of the state only decays
+SPARSITY = 1 / 512  # the share of nonzero keys; between two of them a row of the state only decays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ def state_errors(steps: int = STEPS) -> Iterator[StateError]:
     k *= (
         rng.random(k.shape) < SPARSITY
     )  # dense keys would hide what is lost: their noise rounds small decays up and down alike
-    first = rng.normal(size=(B, len(DECAYS), WIDTH, WIDTH)).astype(np.float16)  # exact in float16 only
+    first = rng.normal(size=(B, len(DECAYS), WIDTH, WIDTH)).astype(np.float16)  # exact in float16
     logs = np.log(np.asarray(DECAYS)).astype(np.float32)
     for dtype, stochastic in STORED:
         start = jnp.asarray(first, jnp.float32).astype(dtype)

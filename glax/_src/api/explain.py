@@ -96,7 +96,7 @@ def tune(fn, *args, progress: bool = True, **kwargs) -> dict[str, Measurement]:
     Returns the measurement of each call, by "kernel: shapes".
     """
     check_flag("progress", progress)
-    with overlay(policy=AutotunePolicy()):  # to find the calls, neither measure nor insist
+    with overlay(policy=AutotunePolicy()):  # finding the calls needs no measurements
         found = {f"{d.kernel}: {d.invocation.key}": d.invocation for d in distinct(decisions(fn, *args, **kwargs))}
     measured = {name: executor.chain.tune(inv) for name, inv in shown(found.items(), progress)}
     jax.clear_caches()

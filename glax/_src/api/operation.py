@@ -29,7 +29,7 @@ class RecurrentAttention(Kernel):
         *GATES,
         "initial_state",
         "cu_seqlens",
-    )  # names of what has none
+    )  # the names of positional arguments
 
     def run(self, *args, cfg: Config, **kwargs):
         return recurrent_attention(*args, cfg=cfg, **kwargs)

@@ -76,5 +76,5 @@ def local_device() -> jax.Device | None:  # pyright: ignore[reportInvalidTypeFor
         return jax.local_devices()[0]
     try:
         return jax.local_devices(backend=name)[0]
-    except RuntimeError:  # JAX's, for a platform that it does not have here
+    except RuntimeError:  # JAX raises it for a platform that it does not have here
         return None

@@ -34,7 +34,7 @@ SHAPES = dict(
     write=("B T H V",),
     initial_state=("N H K V", "H K V"),
 )
-DTYPES = ("float32", "bfloat16", "float16", "float64")  # of query, key and value
+DTYPES = ("float32", "bfloat16", "float16", "float64")  # the dtypes of query, key and value
 LARGEST = {name: float(np.finfo(name).max) for name in ("float32", "float64")}
 # Arguments that have no B in packed [T, heads, width] input.
 ROWWISE = ("query", "key", "value", "g", "gk", "gv", "beta", "erase", "write")
@@ -294,7 +294,7 @@ def check_flag(name: str, x):
 def check_states_dtype(dtype):
     try:
         known = str(jnp.dtype(dtype)) in DTYPES
-    except TypeError:  # NumPy's, for what no dtype can be made of
+    except TypeError:  # NumPy raises it for a value that names no dtype
         known = False
     if not known:
         raise TypeError(f"states_dtype must be {', '.join(DTYPES)} or None, got {dtype}")
@@ -341,7 +341,9 @@ def check_known_boundaries(cu_seqlens, query):
     cuts, T = np.asarray(jax.device_get(cu_seqlens)), query.shape[-3]
     if cuts[0] != 0:
         raise ValueError(f"cu_seqlens must begin with 0, got {cuts[0]}")
-    drops = np.flatnonzero(cuts[1:] < cuts[:-1])  # compared, for a difference of unsigned integers is never negative
+    drops = np.flatnonzero(
+        cuts[1:] < cuts[:-1]
+    )  # a comparison, because a difference of unsigned integers is never negative
     if drops.size:
         i = int(drops[0])
         raise ValueError(f"cu_seqlens must not decrease, got {cuts[i]} before {cuts[i + 1]} at position {i + 1}")

@@ -17,7 +17,7 @@ class Decay:
     structure, so it is known while tracing.
     """
 
-    constant: Float[Array, "N H"] | None = None  # the same at every token of a sequence
+    constant: Float[Array, "N H"] | None = None  # the log decay is the same at every token of a sequence
     head: Float[Array, "B T H"] | None = None
     key: Float[Array, "B T H K"] | None = None  # decays the state's rows
     value: Float[Array, "B T H V"] | None = None  # decays the state's columns

@@ -11,7 +11,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 
-LIMIT = 64 << 20  # bytes; tens of thousands of measurements
+LIMIT = 64 << 20  # bytes; enough for tens of thousands of measurements
 DEPTH = 32  # levels of nesting; an export has 8
 KINDS = {"d": "a directory", "p": "a FIFO", "c": "a device", "b": "a device", "s": "a socket"}
 
@@ -25,7 +25,7 @@ def cache_folder() -> pathlib.Path | None:
     """
     if chosen := os.environ.get("GLAX_CACHE_DIR"):
         return pathlib.Path(chosen)
-    import platformdirs  # here, for `import glax` needs jax, numpy and jaxtyping alone
+    import platformdirs  # imported here, because `import glax` needs only jax, numpy and jaxtyping
 
     try:
         found = pathlib.Path(platformdirs.user_cache_dir("glax"))

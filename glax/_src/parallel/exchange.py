@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from glax._src.core.recurrence import Recurrence
 from glax._src.solve.partitioning import Axis
 
-Factors = tuple[Array | None, Array | None]  # of a state's rows [E, H, K or 1] and columns [E, H, V]; None is 1
+Factors = tuple[Array | None, Array | None]  # factors of a state's rows [E, H, K or 1] and columns [E, H, V]; None is 1
 
 
 @jax.tree_util.register_dataclass

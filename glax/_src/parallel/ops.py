@@ -117,7 +117,7 @@ def bind_and_solve(choice: Choice, spread: Spread, options: ScanOptions, arrays:
             solver = functools.partial(solve_with_states, pieces, every=every, dtype=dtype)
         outputs = solver(r) if bonus is None else solve_with_bonus(solver, r, bonus)
     outputs = outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
-    return cast(Outputs, outputs)  # as in `glax._src.api.recurrent`
+    return cast(Outputs, outputs)  # two fields for type checkers; see `glax._src.api.recurrent`
 
 
 def recurrent_attention(

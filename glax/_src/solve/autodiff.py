@@ -179,7 +179,7 @@ def solve(choice: Choice, r: Recurrence) -> Outputs:
     resolution = resolve(choice, folded)
     if resolution.takes_segments(r):
         return resolved.solve(resolution, r)
-    # Outside of the custom gradient: what is folded is computed once, for the forward and its gradient.
+    # Segments are folded outside of the custom gradient, so that the forward and its gradient share the result.
     outputs = resolved.solve(resolution, folded)
     return outputs._replace(output=r.segments.masked(outputs.output))
 

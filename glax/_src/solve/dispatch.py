@@ -164,7 +164,7 @@ def gradient_elsewhere(
     """Run this backend's gradient without residuals: see `forward_elsewhere_without_residuals`."""
     spec, own = vjp_kernel(choice, r.folded)
     if spec is None:
-        kernel_registry.find(r.folded, choice.platform, choice.config)  # its error says why
+        kernel_registry.find(r.folded, choice.platform, choice.config)  # the error that it raises states why
         raise UnsupportedError("no kernel forms this gradient")
     return run_spec(spec, own, r, d_output, filled(d_final, r))
 

@@ -120,7 +120,7 @@ kernel_p.multiple_results = True
 
 @kernel_p.def_effectful_abstract_eval
 def _(*_, call: Call, devices: ClosedJaxpr | None):
-    return call.jaxpr.out_avals, call.jaxpr.effects  # those of Pallas's interpreter
+    return call.jaxpr.out_avals, call.jaxpr.effects  # the effects of Pallas's interpreter
 
 
 @kernel_p.def_impl
@@ -132,8 +132,8 @@ def _(*leaves, call: Call, devices: ClosedJaxpr | None):
 def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, devices: ClosedJaxpr | None):
     module = context.module_context
     platform = (context.platforms or module.platforms)[0]
-    where: Any = module.axis_context  # JAX has no public type of it
-    # Inside shard_map over all axes, arrays are a device's own; there the context has no such number.
+    where: Any = module.axis_context  # JAX has no public type for it
+    # Inside shard_map over all axes, arrays belong to one device, and the context has no number of devices.
     free = FreeAxis.of(where)
     spread = call.spreads and (free is not None or getattr(where, "num_devices", 1) > 1)
     # An exported program has no callback that the compiler could ask.
@@ -149,7 +149,7 @@ def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, devices: Close
     return results
 
 
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions among the parameters of a primitive
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # addresses of functions among the parameters of a primitive
 
 
 # A rule for each platform is called for that one alone, also where a program is lowered for many.

@@ -61,7 +61,7 @@ def by_type(f, saves_residuals: bool, *operands):
         return on_one_device(*aligned(operands))
 
     out_specs = result_specs(operands, saves_residuals, batch, heads)
-    # Inside shard_map over some axes, over the others. vma is checked only where it is there: types must then say it on.
+    # Inside shard_map over some axes, map over the others. vma is checked only where types already have it.
     names, checks = set(mesh.axis_names) - set(mesh.manual_axes), bool(varying_axes(operands[0].q))
     run = jax.shard_map(inside, mesh=mesh, in_specs=into, out_specs=out_specs, check_vma=checks, axis_names=names)
     result = run(*operands)
@@ -130,7 +130,9 @@ def by_compiler(f, saves_residuals: bool, *operands, free: FreeAxis | None = Non
         return mesh, flat(summed(f, axes[1], operands)), result, given
 
     rule, replicated, sizes = sharding_rule(operands, saves_residuals)
-    call = custom_partitioning(jax.jit(flat(f)))  # jit, so that the constants in f are no concern of the call's
+    call = custom_partitioning(
+        jax.jit(flat(f))
+    )  # jit makes the constants in f part of a function of its own, not operands of the call
     call.def_partition(
         partition=partition,
         sharding_rule=rule,
@@ -152,13 +154,13 @@ def name_by_content(context, call, content: str):
     from jax.experimental.custom_partitioning import custom_partitioning
     from jax.extend.mlir import ir
 
-    # A table of JAX's own, which has no public name; without it programs are compiled again in every process, no more.
+    # JAX has no public name for this table. Without the table programs are only compiled again in every process.
     callbacks = getattr(sys.modules[custom_partitioning.__module__], "_sharding_callbacks", None)
     config = call.attributes["backend_config"]
     if callbacks is None or (info := callbacks.get(bytes(config.value, "utf8"))) is None:
         return
     name = "glax " + hashlib.sha256((sources() + content).encode()).hexdigest()
-    # Those of a program that is still to be compiled stay, and live for this one, too.
+    # Callbacks of a program that is not compiled yet stay, and serve this program, too.
     context.add_keepalive(callbacks.setdefault(bytes(name, "utf8"), info))
     call.attributes["backend_config"] = ir.StringAttr.get(name)
 
@@ -199,7 +201,7 @@ def summed(f, heads, operands):
 # ---- what lies where -------------------------------------------------------------------------------------------------
 
 
-# A PartitionSpec, in the place of an array in the trees below.
+# A PartitionSpec instead of an array, in the trees below.
 Spec = Any
 
 

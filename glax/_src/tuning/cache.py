@@ -25,7 +25,7 @@ from glax._src.tuning.op import Kernel
 from glax._src.tuning.policy import AutotunePolicy
 
 FORMAT = 1
-LOCK_SECONDS = 30.0  # far longer than one file takes to read and write, for which the lock is held
+LOCK_SECONDS = 30.0  # far longer than reading and writing one file, during which the lock is held
 NO_FOLDER = "glax has no cache folder, for this user has no home directory: set GLAX_CACHE_DIR to a folder"
 
 
@@ -115,7 +115,11 @@ class PersistentCache:
         entry = dict(type=type(measurement.config).__name__, **dataclasses.asdict(measurement))
         try:
             self.merge(path, dict(device=device_kind(), kernel=inv.kernel.op_id), {inv.key: entry})
-        except (OSError, TypeError, ValueError) as error:  # of the system; of a config of other than JSON values
+        except (
+            OSError,
+            TypeError,
+            ValueError,
+        ) as error:  # the system refuses the file, or the config holds other than JSON values
             first, self.failure = self.failure is None, f"cannot write {path}: {error}"
             if first:
                 warnings.warn(f"glax keeps its measurements in memory only: {self.failure}", stacklevel=2)
@@ -209,7 +213,7 @@ def check(content) -> dict:
 
 
 def is_format(x) -> bool:
-    return type(x) is int and x == FORMAT  # True equals 1
+    return type(x) is int and x == FORMAT  # a bool is refused: True equals 1
 
 
 def check_entry(entry):

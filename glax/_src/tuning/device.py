@@ -27,7 +27,7 @@ def named(kind: str) -> str:
 def processor() -> str:
     try:
         info = pathlib.Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:  # no Linux, or a container that hides it
+    except OSError:  # not Linux, or a container that hides the file
         info = ""
     names = re.findall(r"^model name\s*:\s*(.*)$", info, flags=re.MULTILINE)
     return names[0] if names else platform.processor() or platform.machine()

@@ -53,7 +53,7 @@ def from_json(config: type, fields: dict) -> Any:
         raise ValueError(f"{config.__name__} has no field {', '.join(sorted(unknown))}")
     try:
         hints = typing.get_type_hints(config)
-    except NameError:  # an annotation in quotes, of what only the function around it sees
+    except NameError:  # a quoted annotation names a type that only its enclosing function sees
         hints = {}
     values = {}
     for name, value in fields.items():

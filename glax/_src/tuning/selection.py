@@ -28,7 +28,7 @@ class ConfigSelectorChain:
         shipped: PersistentCache | None = None,
     ):
         self.cache = ConfigCache() if cache is None else cache
-        self.own_policy = policy  # None: what GLAX_AUTOTUNE says at each choice
+        self.own_policy = policy  # None: each choice reads GLAX_AUTOTUNE
         self.tuner = Tuner() if tuner is None else tuner
         self.persistent, self.shipped = persistent, shipped
 

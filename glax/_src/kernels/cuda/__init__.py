@@ -14,7 +14,7 @@ from glax._src.kernels.cuda.nvrtc import Compiler, load_compiler
 
 __all__ = ["CudaConfig"]
 
-SHORT = 64  # tokens; the chunked kernels are faster from there on
+SHORT = 64  # tokens; from this number on the chunked kernels are faster
 STORED = ("float32", "bfloat16", "float16")
 
 
@@ -57,7 +57,7 @@ def priority(r: Recurrence) -> int:
     """Return a priority above Triton's 20 for sequences shorter than SHORT, and below its 5 for longer ones."""
     if r.q.shape[1] < SHORT:
         return 25
-    return 3 if r.erasure is None else -1  # chunks of the delta rule are faster, on XLA too
+    return 3 if r.erasure is None else -1  # the delta rule is faster in chunks, even on XLA
 
 
 def step_priority(r: Recurrence) -> int:

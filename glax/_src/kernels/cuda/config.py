@@ -8,7 +8,7 @@ from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Config, check_field
 from glax._src.kernels.common.gpu import multiprocessors
 
-WIDEST = 512  # K and V
+WIDEST = 512  # the largest K and V
 HELD_BY_STEP = (
     64  # most numbers of the state in a thread that decodes one token: two blocks of 256 then share a multiprocessor
 )

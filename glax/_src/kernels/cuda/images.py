@@ -11,7 +11,7 @@ from glax._src.kernels.cuda.nvrtc import Compiler, load_compiler
 
 DEVICE = Path(__file__).parent / "device"
 SOURCES = ("half.cuh", "values.cuh", "decay.cuh", "scan.cu")
-MARK = b"glax cuda image 1\n"  # then the digest of the code, and the code
+MARK = b"glax cuda image 1\n"  # a file continues with the digest of the code, and the code
 
 
 @dataclasses.dataclass(frozen=True)

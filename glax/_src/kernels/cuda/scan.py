@@ -17,7 +17,7 @@ from glax._src.kernels.cuda.library import TARGET
 
 STORED = {"float32": 0, "bfloat16": 1, "float16": 2}  # `Stored` in device/values.cuh
 ABSENT = -1
-SHARED_BYTES = 48_000  # for `Staged`; a block has 49,152, and the compiler takes some
+SHARED_BYTES = 48_000  # for `Staged`; a block has 49,152 bytes, of which the compiler uses some
 MOST_STAGED = 8  # tokens
 
 

@@ -82,9 +82,9 @@ class Barriers(NamedTuple):
     """Hold the barriers, each named by what it reports."""
 
     loaded: Ref  # by stage: a chunk lies in shared memory
-    consumed: Ref  # by stage: all are done with it
+    consumed: Ref  # by stage: all warpgroups are done with the chunk
     state_stored: Ref  # the state before the chunk lies in shared memory
-    state_read: Ref  # the product with it is done
+    state_read: Ref  # the product with the state is done
 
     @classmethod
     def types(cls, w: Scan) -> "Barriers":

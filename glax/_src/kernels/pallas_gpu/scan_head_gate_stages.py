@@ -25,7 +25,7 @@ def carry_own_columns(p: Program):
         if w.states:
             store_state(p, S, step, p.tiles.state.at[lax.rem(step, jnp.int32(w.state_stages)), me], columns)
         else:
-            plgpu.commit_smem()  # until all warps are done with the step before
+            plgpu.commit_smem()  # waits until all warps are done with the step before
 
     carry_state(p, columns, pl.ds(me * 64, 64), p.tiles.scaled.at[me], enter)
     plgpu.wait_smem_to_gmem(0)
@@ -65,7 +65,7 @@ def carry_state(p: Program, columns, of_tile, scaled, enter):
             """Return S plus the product of k with what the values lost in rounding. The values are formed again, because the
             compiler would spill them."""
             x = values(plgpu.load(p.tiles.gates.at[slot], layout=BY_ROW), last) - read(scaled)
-            plgpu.commit_smem()  # all warps are done with the first term
+            plgpu.commit_smem()  # waits until all warps are done with the first term
             scaled[...] = x.astype(BF16)
             plgpu.commit_smem()
             return tiles.added(S, (transposed(p.tiles.a.at[slot]), scaled))
@@ -108,7 +108,7 @@ def store_state(p: Program, S, step, tile, columns):
     if w.states:
         plgpu.wait_smem_to_gmem(w.state_stages - 1, wait_read_only=True)
     tile[...] = S.astype(BF16)
-    plgpu.commit_smem()  # and until all warps are done with the step before
+    plgpu.commit_smem()  # also waits until all warps are done with the step before
     if w.states:
 
         @pl.when(w.stored(p.chunk(step)))

@@ -22,11 +22,11 @@ from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, C, by_column, 
 
 BF16 = jnp.bfloat16
 PAIR = range(2)
-COLUMNS = 64  # of a head
+COLUMNS = 64  # columns of a head
 PAIRS, VALUES = (C, C), (C, COLUMNS)
 
 Ref = Any
-Pair = tuple[Ref, ...]  # two, one of each head
+Pair = tuple[Ref, ...]  # two references, one for each head
 
 
 class Operands(NamedTuple):
@@ -238,7 +238,7 @@ def carry_states(p: Program):
 
         def lost(S):
             rest = values() - read(scaled)
-            plgpu.commit_smem()  # all warps are done with the first term
+            plgpu.commit_smem()  # waits until all warps are done with the first term
             scaled[...] = rest.astype(BF16)
             plgpu.commit_smem()
             return tiles.added(S, (transposed(t.k.at[slot]), scaled))

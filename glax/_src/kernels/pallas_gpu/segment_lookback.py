@@ -19,7 +19,7 @@ from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import Scan, quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, C, tiled, zeros
 
-AHEAD = 2  # chunks on their way or in work: with gates such as models begin with, all that are looked at
+AHEAD = 2  # chunks in shared memory; with the gates of a new model no more are read
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that forward and gradient lower it once
@@ -78,7 +78,7 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
             through = lax.cond(here, further, lambda: through)
             for half, x in zip(halves, through, strict=True):
                 sums_s[slot, channels(half)] = jnp.max(x, axis=1)
-            plgpu.commit_smem()  # and all warps are done with this chunk's tile
+            plgpu.commit_smem()  # also waits until all warps are done with this chunk's tile
             largest = jnp.max(plgpu.load(sums_s.at[slot], layout=BY_COLUMN))
             now = here & alive & (largest >= LOG_OF_NOTHING)
             pl.when(now & (i + AHEAD < jnp.minimum(whole, w.lookback)))(lambda: fetch(i + AHEAD))

@@ -18,7 +18,7 @@ from glax._src.kernels.pallas_gpu.plan import C
 HALF = C // 2
 LOG2E = math.log2(math.e)
 
-SomeLayout = Any  # of values in registers; JAX does not export its type
+SomeLayout = Any  # a layout of values in registers; JAX does not export its type
 
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
@@ -27,7 +27,7 @@ SWIZZLED = (
     plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
     plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
 )
-# A warpgroup meets where the kernels say so: by itself Pallas would let it meet around every store to shared memory.
+# Warps synchronise where the kernels say so. Pallas alone would synchronise them around every store to shared memory.
 PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 
@@ -67,7 +67,7 @@ def added(total, *pairs) -> jax.Array:
         for a, b in pairs:
             plgpu.wgmma(accumulator, a, b)
 
-    found: Any = pl.run_state(scope)(plgpu.ACC.init(total))  # the array that the accumulator holds in the end
+    found: Any = pl.run_state(scope)(plgpu.ACC.init(total))  # the array that the accumulator holds at the end
     return found
 
 

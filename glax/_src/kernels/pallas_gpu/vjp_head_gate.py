@@ -60,12 +60,12 @@ from glax._src.kernels.pallas_gpu.vjp_tiles import (
 
 TILES = ("q", "k", "v", "do")
 RESULTS = dict(dq="q", dk="k", dv="do")
-LATE = ("v",)  # their places hold what dA loses in bfloat16 until then
+LATE = ("v",)  # until these are loaded, their tiles hold what dA loses in bfloat16
 # Rows of numbers that are summed for every token: over it and those behind it, over the chunk, over those before it. The last is
 # never all less what is behind: the last token's part is full where the other tokens' parts may be e^g of it.
 # BEFORE stays in registers: at widths of 128 shared memory has no room for it.
 BEHIND, EDGE, BEFORE = range(3)
-QUERIES, KEYS = range(2)  # who forms them
+QUERIES, KEYS = range(2)  # the role that forms the rows
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Chunk:
         for name, x in found.items():
             c.tiles[RESULTS[name]][...] = x
         hand_over(m, c)
-        for row, x in rows.items():  # last: fences wait for what is on its way to memory
+        for row, x in rows.items():  # stored last, because fences wait for stores to global memory
             total = self.noted(row) if x is None else x
             high = high_part(total)
             for term, x in enumerate((high, total - high)):
@@ -214,7 +214,7 @@ class Chunk:
         rows = m.S.at[c.t, c.mine]
         found = product((transposed(m.leaving.at[c.wg]), c.v), shape=(64, self.n.D))
         rows[...] = (read(rows) * jnp.exp2(self.through()) + found).astype(bf16)
-        meet(self.n, m, c)  # before v's place is lent
+        meet(self.n, m, c)  # before the tile of v is reused
 
 
 def chunk(n: Sizes, m: GradientRefs, c: ChunkRefs, release):
@@ -276,7 +276,9 @@ def gradient_head(
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
     *gradients, sums, used = launch("gradient_head", n, body, inputs, outputs, memory, threads=3, **options)
     onward = np.tri(CHUNK) if reverse else np.tri(CHUNK).T
-    rows = np.repeat(np.stack([onward, np.ones_like(onward), 1 - onward], 1), 2, axis=1)  # of `sums`: each of two terms
+    rows = np.repeat(
+        np.stack([onward, np.ones_like(onward), 1 - onward], 1), 2, axis=1
+    )  # for the rows of `sums`, each in two terms
     rows, sums = jnp.asarray(rows.reshape(CHUNK, -1), bf16), sums.reshape(B, n.chunks, H, -1)
     dg = jnp.einsum("bchx,tx->bcth", sums, rows, preferred_element_type=jnp.float32)
     return *gradients, dg, used

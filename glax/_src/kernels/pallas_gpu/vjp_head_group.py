@@ -50,7 +50,7 @@ from glax._src.kernels.pallas_gpu.vjp_head_group_stages import compute_keys, com
 from glax._src.kernels.pallas_gpu.vjp_pipeline import warpgroups
 from glax._src.kernels.pallas_gpu.vjp_tiles import tokens
 
-OVERHEAD = 2  # units that the start and the end of an item take as long as
+OVERHEAD = 2  # the start and the end of an item take as long as this many units
 
 
 def members(items: int, group: int, pieces: int, programs: int) -> int:

@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.pallas_gpu.plan import Blocks, C, quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import tiled
 
-STAGES = 2  # of tokens and states in shared memory: one in work, one on its way
-COLUMNS = 64  # of v in a unit
+STAGES = 2  # buffers of tokens and states in shared memory: one in work, one being loaded
+COLUMNS = 64  # columns of v in a unit
 QUERY_SIDE, KEY_SIDE, BEFORE, EDGE = range(4)  # rows of `Results.sums`
 
 Ref = Any

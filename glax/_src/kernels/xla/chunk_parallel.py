@@ -371,7 +371,7 @@ def solve(r: Recurrence, size: int) -> tuple[Outputs, Float[Array, "B chunks H K
     def body(at, part: Recurrence, carry):
         state, output, saved = carry
         o, state, before = forward(GroupedChunks(part.replace(initial_state=state), size))
-        before = [x.reshape(B, -1, 1, H, K * V) for x in before]  # as rows of size 1
+        before = [x.reshape(B, -1, 1, H, K * V) for x in before]  # as rows, with an axis of size 1
         return state, write(output, o, at), write(saved, before, at // size)
 
     output, saved = jnp.zeros((B, T, H, V), r.q.dtype), jnp.ones((B, T // size, H, K * V), r.dtype)

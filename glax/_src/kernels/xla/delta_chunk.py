@@ -48,7 +48,7 @@ from glax._src.kernels.xla.chunk_window import (
     start,
 )
 
-CHUNK = 64  # tokens, where nothing else is configured
+CHUNK = 64  # the tokens of a chunk where no config says otherwise
 
 
 def supports(r: Recurrence) -> str | None:

@@ -113,7 +113,7 @@ def recurrent(r: Recurrence, *, config) -> Outputs:
     by_time = [jnp.moveaxis(x, 1, 0) for x in (r.q, r.k, r.v)]
     logs = [None if x is None else jnp.moveaxis(x, 1, 0) for x in (head, decay.key, decay.value)]
     by_time += [None if x is None else split_decay(x.astype(r.dtype)) for x in logs]
-    neutral = (0, 0, 0, (1, 0), (1, 0), (1, 0))  # the values of a row that is no token
+    neutral = (0, 0, 0, (1, 0), (1, 0), (1, 0))  # the neutral values, for a row that is no token
     places = (r.sequence_of, r.is_token) if packed else None
 
     def step(states, row):
