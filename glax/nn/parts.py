@@ -55,10 +55,11 @@ def linear(
 
 
 def products(x: Float[Array, "*rows inputs"], *layers: nnx.Linear) -> list[Float[Array, "*rows outputs"]]:
-    """The outputs of several layers of equal size that read x: by one product, unless x has few rows or the layers biases.
+    """Return the outputs of several layers of equal size that read x.
 
-    The kernels are stacked on an axis of their own, so that a mesh may divide their outputs. With few rows, as in decoding,
-    stacking them would cost more than it saves.
+    They are computed by one product, unless x has few rows or the layers have biases. The kernels are stacked on an axis of
+    their own, so that a mesh may divide their outputs. With few rows, as in decoding, stacking them would cost more than it
+    saves.
     """
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     if rows <= inputs or any(layer.bias is not None for layer in layers):

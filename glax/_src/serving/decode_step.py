@@ -40,7 +40,7 @@ def recurrent_step(
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
-    """One token of `recurrent` for each of B sequences:
+    """Advance each of B sequences by one token of `recurrent`:
 
         S' = exp(g + g_gamma) diag(exp(gk)) S diag(exp(gv)) + k v^T,     o = softmax_scale * S'^T q
 

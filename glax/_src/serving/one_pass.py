@@ -15,16 +15,17 @@ from glax._src.solve.dispatch import Choice, pooled_kernel, run_pooled
 
 
 def pool_of(r: Recurrence) -> Float[Array, "P H K V"]:
-    """The states, which callers set as r's initial states: of a pool, or of each sequence in order."""
+    """Return the states, which callers set as r's initial states: of a pool, or of each sequence in order."""
     assert r.initial_state is not None
     return r.initial_state
 
 
 def in_one_pass(role: Role, gathered: Callable[..., Any]) -> Callable[..., Any]:
-    """Return (choice, r, slots) -> the results of `gathered`, by a kernel of that role where one is able.
+    """Return a function (choice, r, slots) -> the results of `gathered`, computed by a kernel of that role if one is able.
 
-    gathered: (choice, r, slots) -> Outputs for Role.STEP, the output alone for Role.VERIFY; by the kernels of whole sequences.
-        It serves where no kernel is able and under vmap, and the gradient is its gradient. Slot P is no sequence.
+    gathered: (choice, r, slots) -> Outputs for Role.STEP, and the output alone for Role.VERIFY, by the kernels of whole
+    sequences. It runs where no kernel is able and under vmap, and its gradient is the gradient of the result. Slot P is no
+    sequence.
     """
 
     def run(choice: Choice, r: Recurrence, slots):
@@ -47,7 +48,7 @@ def in_one_pass(role: Role, gathered: Callable[..., Any]) -> Callable[..., Any]:
         return results if role is Role.STEP else Outputs(results, pool_of(r))
 
     def by_example(choice: Choice, size: int, batched, *operands):
-        """Run vmapped calls, which have a pool each, by gathering: their states then merge into one batch."""
+        """Run vmapped calls, each with a pool of its own, by gathering: the gathered states then merge into one batch."""
         axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
         results = jax.vmap(functools.partial(gathered, choice), axes, axis_size=size)(*operands)
         return results, jax.tree.map(lambda _: True, results)

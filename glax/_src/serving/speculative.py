@@ -234,7 +234,7 @@ def bound_commit(state, draft: Draft, accepted, rounding_key):
         factor, through = behind(decay.value)
         v, S = v * factor, S * through[..., None, :]
     S = S + jnp.einsum("bthk,bthv->bhkv", k, v, precision=lax.Precision.HIGHEST)
-    # A state that moves past no token is exact in its dtype, which rounding of either kind leaves as it is.
+    # A sequence without an accepted token has a state that its dtype holds exactly, so rounding does not change it.
     return stored(S, pool.dtype, rounding_key) if places is None else put(pool, places, S, rounding_key)
 
 

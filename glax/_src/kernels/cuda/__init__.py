@@ -1,7 +1,8 @@
-"""Kernels in CUDA C++ for NVIDIA GPUs from compute capability 8.0 on. They need neither Triton nor CUDA's compiler `nvcc`.
+"""Register kernels in CUDA C++ for NVIDIA GPUs from compute capability 8.0 on. They need neither Triton nor CUDA's compiler
+`nvcc`.
 
-NVRTC comes with `jax[cuda12]` and `jax[cuda13]`. It compiles device/*.cu for the GPU that is there at the first use.
-host/launch.cc, built when glax is installed, launches the result.
+NVRTC comes with `jax[cuda12]` and `jax[cuda13]`. It compiles device/*.cu for the GPU in use at the first use. host/launch.cc,
+built when glax is installed, launches the result.
 """
 
 from glax._src.core.backend import local_device
@@ -61,7 +62,7 @@ def priority(r: Recurrence) -> int:
 
 
 def step_priority(r: Recurrence) -> int:
-    """Return a priority above Triton's 0: at least as fast at every shape in docs/internals/cuda.md."""
+    """Return a priority above Triton's 0. The step is at least as fast at every shape in docs/internals/cuda.md."""
     return 1
 
 
@@ -69,7 +70,8 @@ def step_priority(r: Recurrence) -> int:
     "recurrent", Platform.CUDA, Backend.GPU, config=CudaConfig, supports=refusal, priority=priority, erases=True
 )
 def recurrent(r: Recurrence, *, config: CudaConfig) -> Outputs:
-    """Compute token by token with exact decays, the state in registers: for short sequences, and gates on the value side."""
+    """Compute the outputs and final states token by token, with exact decays and the state in registers. It is for short
+    sequences, and for per-value gates."""
     from glax._src.kernels.cuda import scan
 
     return scan.recurrent(r, config)
@@ -95,7 +97,7 @@ def recurrent_step(r: Recurrence, pool, slots, *, config: CudaConfig):
     "recurrent.verify", Platform.CUDA, Backend.GPU, config=CudaConfig, supports=pooled_refusal, erases=True
 )
 def recurrent_verify(r: Recurrence, pool, slots, *, config: CudaConfig):
-    """Compute the outputs of each sequence's tokens. Its state in the pool is read once; the pool stays as it is."""
+    """Compute the outputs of each sequence's tokens. Its state in the pool is read once, and the pool does not change."""
     from glax._src.kernels.cuda import scan
 
     return scan.recurrent_verify(r, pool, slots, config)

@@ -1,4 +1,4 @@
-"""The tunable numbers of the CUDA kernels, and the heuristic that derives them from the shapes."""
+"""Define the tunable numbers of the CUDA kernels, and the heuristic that derives them from the shapes."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Machine code of CUDA programs: compiled once, and stored on disk beside the measurements of the tuner."""
+"""Compile CUDA programs once, and store their machine code on disk beside the measurements of the tuner."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ MARK = b"glax cuda image 1\n"  # a file continues with the digest of the code, a
 
 @dataclasses.dataclass(frozen=True)
 class Image:
-    """Machine code, and the key that it is known by: a digest of its source, the architecture and the compiler's version."""
+    """Machine code and its key: a digest of the source, the architecture and the compiler's version."""
 
     key: str
     code: bytes
@@ -31,8 +31,8 @@ def device_source() -> str:
 def image_of(constants: tuple[tuple[str, int], ...], architecture: str) -> Image:
     """Return the program with these constants for an architecture such as "sm_90".
 
-    A stored one is used where its digest is right. One that is damaged is compiled again and replaced; a folder that cannot be
-    written costs a warning. Raise CompileError where NVRTC rejects the program, RuntimeError where there is no NVRTC.
+    Stored code is used if its digest is right. Damaged code is compiled again and replaced. A folder that cannot be written
+    costs a warning. Raises CompileError if NVRTC rejects the program, and RuntimeError if there is no NVRTC.
     """
     compiler = load_compiler()
     if not isinstance(compiler, Compiler):
@@ -60,7 +60,7 @@ def options(architecture: str) -> list[str]:
 
 
 def stored(path: Path) -> bytes | None:
-    """The code in a file; None where there is none, or a damaged one."""
+    """Return the code in a file; None if the file is missing or damaged."""
     try:
         content = path.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Compile CUDA C++ for a GPU by NVRTC, the compiler that comes with `jax[cuda12]` and `jax[cuda13]`. It needs no GPU itself."""
+"""Compile CUDA C++ for a GPU by NVRTC, the compiler that comes with `jax[cuda12]` and `jax[cuda13]`. NVRTC needs no GPU."""
 
 import ctypes
 import ctypes.util
@@ -18,7 +18,7 @@ class CompileError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """NVRTC, loaded. version: such as (13, 0)."""
+    """A loaded NVRTC. version: its version, such as (13, 0)."""
 
     library: ctypes.CDLL
     version: tuple[int, int]
@@ -30,7 +30,7 @@ class Compiler:
             raise CompileError(f"NVRTC {'.'.join(map(str, self.version))}: {name}\n{log}".strip())
 
     def cubin(self, source: str, options: Sequence[str]) -> tuple[bytes, str]:
-        """Compile to machine code. Return it, and the log. Raise CompileError with the log."""
+        """Return (the machine code, the log). Raises CompileError with the log."""
         program, nvrtc = ctypes.c_void_p(), self.library
         self.check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"glax.cu", 0, None, None))
         try:
@@ -70,7 +70,7 @@ def load_compiler() -> Compiler | str:
 
 
 def candidates() -> Iterator[str]:
-    """Yield paths of NVRTC: those of NVIDIA's wheels, the newest first, then the system's."""
+    """Yield paths of NVRTC: first those of NVIDIA's wheels, the newest first, then the system's."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
     found = [path for folder in folders for path in folder.glob("*/lib/libnvrtc.so.*")]

@@ -22,7 +22,7 @@ MOST_STAGED = 8  # tokens
 
 
 class States(enum.IntEnum):
-    """Where the states lie: `States` in device/scan.cu."""
+    """The location of the states, as `States` in device/scan.cu."""
 
     APART = 0
     POOL_UPDATED = 1
@@ -50,7 +50,7 @@ def recurrent_step(r: Recurrence, pool: Array, slots: Array, config: CudaConfig)
 
 
 def recurrent_verify(r: Recurrence, pool: Array, slots: Array, config: CudaConfig) -> Array:
-    """Compute the outputs [B, T, H, V] of T tokens of B sequences. The pool is read."""
+    """Compute the outputs [B, T, H, V] of T tokens of B sequences. The pool is read and not changed."""
     operands = [*tokens_of(r), None, slots, pool]
     output, _ = launch(r, config, operands, [output_of(r), NONE], flags_of(r, States.POOL_READ, pool))
     return output
@@ -61,13 +61,13 @@ def output_of(r: Recurrence) -> jax.ShapeDtypeStruct:
 
 
 def flags_of(r: Recurrence, states: States, initial: Array | None) -> dict[str, int]:
-    """Return the constants that say where the states lie, and how they are stored."""
+    """Return the constants that state where the states lie, and how they are stored."""
     single = states is not States.APART and r.q.shape[1] == 1
     return dict(STATE=dtype_of(initial), STATES=int(states), SINGLE=int(single))
 
 
 def tokens_of(r: Recurrence) -> list[Array | None]:
-    """q, k, v, the gates by token, the constant decay, the scale and the erasure: the first operands of `scan`."""
+    """Return q, k, v, the gates by token, the constant decay, the scale and the erasure: the first operands of `scan`."""
     decay = r.decay
     constant = None if decay.constant is None else decay.constant.astype(jnp.float32)
     gates = map(readable, (decay.head, decay.key, decay.value))
@@ -75,12 +75,12 @@ def tokens_of(r: Recurrence) -> list[Array | None]:
 
 
 def erasure_of(r: Recurrence) -> tuple[Array | None, Array | None, Array | None]:
-    """beta, erase and write; three times None for a recurrence that does not erase."""
+    """Return beta, erase and write; three times None without an erasure."""
     return (None, None, None) if r.erasure is None else (r.erasure.beta, r.erasure.erase, r.erasure.write)
 
 
 def readable(x: Array | None) -> Array | None:
-    """x in a dtype that the kernel reads."""
+    """Return x in a dtype that the kernel reads."""
     return x if x is None or str(x.dtype) in STORED else x.astype(jnp.float32)
 
 
@@ -142,6 +142,7 @@ def staged_tokens(r: Recurrence, columns: int, threads: int) -> int:
 
 
 def architecture() -> str:
-    """The architecture of the GPU that the program is for; a Hopper GPU's where there is none, to compile ahead of time."""
+    """Return the architecture of the GPU that the program is for. Without a GPU return a Hopper GPU's, to compile ahead of
+    time."""
     capability = str(getattr(local_device(), "compute_capability", None) or "9.0")
     return f"sm_{capability.replace('.', '')}"

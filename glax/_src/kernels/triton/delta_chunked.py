@@ -31,10 +31,10 @@ from glax._src.kernels.triton.segments import Segments
 
 
 class Pairs(NamedTuple):
-    """What the scans need of the pairs of tokens of each chunk.
+    """Hold what the scans read of the pairs of tokens of each chunk.
 
-    inverse, scores [chunks, H, C, C]: (I + L)^-1 - I and P. factors [chunks, H, 3, C]: those of `delta_scores`. gates: the
-    cumulative sums of head gates, or the constants of the sequences; where neither is, an array that is not read.
+    inverse, scores: [chunks, H, C, C], (I + L)^-1 - I and P. factors: [chunks, H, 3, C], as `delta_scores` returns them. gates:
+    the cumulative sums of head gates, or the constants of the sequences; without gates, an array that is not read.
     """
 
     inverse: Array
@@ -74,7 +74,7 @@ def chunk_pairs(r: Recurrence, chunks: Segments, chunk: int) -> Pairs:
 
 @compile_in_parallel
 def delta_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
-    """Compute the outputs and final states of a recurrence that erases, in one scan of every sequence."""
+    """Compute the outputs and final states of a recurrence with an erasure, in one scan of every sequence."""
     segments, chunks = segments_and_chunks(r, config)
     pairs = chunk_pairs(r, chunks, config.chunk)
     start, kind = start_of_sequences(r)
@@ -94,7 +94,7 @@ def delta_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
 
 @compile_in_parallel
 def delta_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) -> Recurrence:
-    """Compute the gradient in every input of a recurrence that erases.
+    """Compute the gradient of every input of a recurrence with an erasure.
 
     S is scanned forward and dL/dS in reverse. Then all chunks are processed in parallel.
     """

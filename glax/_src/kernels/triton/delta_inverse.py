@@ -1,12 +1,13 @@
-"""The inverse of I + L, where L [C, C] is strictly lower triangular: what the tokens of a chunk erase of each other.
+"""Invert I + L, where L [C, C] is strictly lower triangular: L_ij is what token i of a chunk erases of what token j wrote.
 
-Blocks of 16 are inverted by forward substitution. Neighbours are then merged, 16 -> 32 -> 64, and on in larger chunks:
+Blocks of 16 are inverted by forward substitution. Neighbouring blocks are then merged, 16 -> 32 -> 64, and so on in larger
+chunks:
 
     [A  0]^-1     [    A^-1          0   ]
     [B  D]     =  [-D^-1 B A^-1    D^-1  ]
 
 No power of L is formed, because the powers may grow far beyond the inverse. Merges multiply in three TF32 products, whose error
-is that of float32 but for two bits.
+is two bits larger than float32's.
 """
 
 from glax._src.kernels.triton.launch import tl, triton

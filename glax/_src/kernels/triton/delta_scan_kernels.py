@@ -1,14 +1,14 @@
-"""Kernels that scan the chunks of a segment with the delta rule: the outputs and states forward, dL/dS in reverse.
+"""Scan the chunks of a segment with the delta rule: the outputs and states forward, dL/dS in reverse.
 
-G_i is the sum of the log gates of a chunk through token i, G_last that sum over the chunk. With S [K, V] before the chunk,
-T = (I + L)^-1 - I and P of `delta_score_kernels`:
+G_i is the sum of the log gates of a chunk through token i, and G_last is that sum over the chunk. S [K, V] is the state before
+the chunk. T = (I + L)^-1 - I and P are those of `delta_score_kernels`:
 
     U  = (I + T) (beta * (V - e^G * (K S)))       what the tokens write: row u_i beside key k_i
     O  = scale (e^G * (Q S) + P U)
     S' = e^{G_last} S + (e^{G_last - G} * K)^T U
 
-One program has one segment, one head and BV columns of the state. The state, U and O are held transposed. Every product then has
-its left operand in registers and its right operand as it lies in memory, and nothing computed passes through shared memory.
+One program has one segment, one head and BV columns of the state. The state, U and O are held transposed. Every product then
+has its left operand in registers and its right operand as it lies in memory, and nothing computed passes through shared memory.
 """
 
 from glax._src.kernels.triton.launch import tl, triton

@@ -1,12 +1,12 @@
-"""The kernel that forms what a chunk of the delta rule needs beside its state. One program has one chunk and one head.
+"""Form what a chunk of the delta rule needs beside its state. One program has one chunk and one head.
 
 G_i is the sum of the log gates of a chunk through token i. Beta forms have e_i = beta_i k_i:
 
     L_ij = beta_i (k_i . k_j) e^{G_i - G_j}, j < i      what token i erases of what token j wrote
     P_ij = (q_i . k_j) e^{G_i - G_j}, j <= i            the scores
 
-The factor of each pair is the exponential of one difference, so it is exact for all gates. L includes it: the inverse of a matrix
-without decays may overflow where the decays keep the chunk's own small.
+The factor of each pair is the exponential of one difference, so it is exact for all gates. L includes this factor. The inverse
+of a matrix without decays may overflow where the decays keep (I + L)^-1 small.
 """
 
 from glax._src.kernels.triton.delta_inverse import unit_inverse
@@ -22,8 +22,8 @@ def delta_scores(
 ):  # fmt: skip
     """Compute T = (I + L)^-1 - I and P of every chunk, inverse and scores [chunks, H, C, C], and the factors of its tokens.
 
-    factors [chunks, H, 3, C], float32: e^G, e^{G_last - G} and beta; without gates beta alone. g: the cumulative sums G of head
-    gates, or the constants of the sequences.
+    factors: [chunks, H, 3, C] in float32, e^G, e^{G_last - G} and beta; without gates only beta. g: the cumulative sums G of
+    head gates, or the constants of the sequences.
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
     entry = table + e * 6

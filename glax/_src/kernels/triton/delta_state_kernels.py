@@ -1,13 +1,13 @@
-"""The kernel that stores what the gradient of the delta rule needs of its scans: S and U forward, dL/dS and Y in reverse.
+"""Store what the gradient of the delta rule reads of its scans: S and U forward, dL/dS and Y in reverse.
 
-With T, P and the factors of `delta_score_kernels`, S before a chunk and dS' = dL/dS after it:
+T, P and the factors are those of `delta_score_kernels`. S is the state before a chunk, and dS' = dL/dS after it:
 
     U  = (I + T) (beta * (V - e^G * (K S)))              S' = e^{G_last} S + (e^{G_last - G} * K)^T U
     dU = e^{G_last - G} * (K dS') + scale P^T dO         Y  = (I + T)^T dU, the gradient of beta * V
     dS = e^{G_last} dS' + (scale e^G * Q)^T dO - (beta e^G * K)^T Y
 
 The two directions do not depend on each other, so each has half of the programs of one launch. States, U and Y are held
-transposed, as in `delta_scan_kernels`, and states are stored so, [chunks, H, V, K].
+transposed, as in `delta_scan_kernels`, and states are also stored transposed, [chunks, H, V, K].
 """
 
 from glax._src.kernels.triton.delta_scan_kernels import (

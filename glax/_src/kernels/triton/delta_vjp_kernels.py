@@ -1,6 +1,6 @@
-"""The kernel for the gradient of a chunk of the delta rule. One program has one chunk and GROUP heads.
+"""Compute the gradient of a chunk of the delta rule. One program has one chunk and GROUP heads.
 
-With S before the chunk, dS' = dL/dS after it, U and Y of `delta_state_kernels`, and D_ij = e^{G_i - G_j}:
+S is the state before the chunk and dS' = dL/dS after it. U and Y are those of `delta_state_kernels`, and D_ij = e^{G_i - G_j}:
 
     dP_ij = do_i . u_j, j <= i      dL_ij = -y_i . u_j, j < i      the gradients of the pairs' scores, without decays
     dq_i  = scale (e^{G_i} (S do_i) + sum_j D_ij dP_ij k_j)
@@ -8,8 +8,8 @@ With S before the chunk, dS' = dL/dS after it, U and Y of `delta_state_kernels`,
     dk_j  = e^{G_last - G_j} (dS' u_j) + sum_i D_ij (scale dP_ij q_i + dL_ij e_i) + beta_j de_j
     dv_i  = beta_i y_i              dbeta_i = y_i . v_i + k_i . de_i
 
-The sums of k_j over dL and its transpose are one product with a symmetric matrix. The gradient of a log gate sums over all pairs
-of tokens that it decays, as in `vjp_kernels`, and never over more than a chunk.
+The sums of k_j over dL and its transpose are one product with a symmetric matrix. The gradient of a log gate sums over all
+pairs of tokens that the gate decays, as in `vjp_kernels`, and never over more than a chunk.
 """
 
 from glax._src.kernels.triton.delta_score_kernels import load_rows
