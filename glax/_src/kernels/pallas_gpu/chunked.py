@@ -20,21 +20,22 @@ from glax._src.kernels.pallas_gpu.vjp_wide import gradient_wide
 
 
 def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
-    """Scan every sequence; or find the states that enter its segments, and scan these."""
+    """Compute the outputs and final states by a scan of every sequence. With several segments, first compute the states that
+    enter them."""
     if in_one_row(r):
         return forward_in_one_row(r, config, save=False)[0]
     return forward(KernelLayout(r, config), save=False)[0]
 
 
 def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
-    """Return also the residuals that `chunked_vjp` would otherwise compute again."""
+    """Compute `chunked` and the residuals that `chunked_vjp` would otherwise compute again."""
     if in_one_row(r):
         return forward_in_one_row(r, config, save=True)
     return forward(KernelLayout(r, config, square=True), save=True)
 
 
 def forward(p: KernelLayout, save: bool, begun=None) -> tuple[Outputs, Residuals | None]:
-    """Run the forward. begun: what `begin` returned for it, if that has run."""
+    """Return the outputs, and the residuals if `save`. begun: the result of `begin` for this call, or None."""
     r = p.r
     start = p.starts(r.initial_state, p.k, p.v, False) if begun is None else p.begun_from(r.initial_state, *begun)
     scanned = p.scan(p.plan(start=start is not None, states=save, run=p.run if save else 1), p.k, p.v, start)
@@ -47,19 +48,21 @@ def layout_of_row(packed: PackedRow, config: HopperConfig, square: bool) -> Kern
 
 
 def forward_in_one_row(r: Recurrence, config: HopperConfig, save: bool) -> tuple[Outputs, Residuals | None]:
-    """Run the forward of packed sequences as one row. Final states are found apart: callers that need none pay for none."""
+    """Run the forward of packed sequences as one row. A scan of its own computes the final states, and XLA drops it where they
+    are not used."""
     outputs, residuals = forward(layout_of_row(PackedRow(r), config, square=save), save)
     return outputs._replace(final_state=final_states(r, config)), residuals
 
 
 def final_states(r: Recurrence, config: HopperConfig) -> jax.Array:
-    """Scan packed sequences, each from a chunk's start on, for their final states alone, [N, H, K, V]."""
+    """Return the final states of packed sequences, [N, H, K, V], by a scan without outputs. Each sequence is copied to a
+    chunk's start."""
     p = KernelLayout(r, dataclasses.replace(config, parts=1))
     return p.narrow(p.scan(p.plan(outputs=False), p.k, p.v, None).last)
 
 
 def begin(r: Recurrence, config: HopperConfig):
-    """Run the first phase of the forward: find every segment's own state, and what follows from the initial state."""
+    """Run the first phase of the forward: compute the state of every segment from zero, and the message to other devices."""
     p = KernelLayout(r, config, square=True)
     return first_part(p, p.k, p.v, r.initial_state, adjoint=False)
 
@@ -73,7 +76,7 @@ def finish_with_residuals(begun, r: Recurrence, config: HopperConfig) -> tuple[O
 
 
 def begin_vjp(r: Recurrence, d_output, d_final, config: HopperConfig):
-    """Run the first phase of the gradient: find what every segment adds to dL/dS, and what follows from d_final."""
+    """Run the first phase of the gradient: compute every segment's term of dL/dS, and the message to other devices."""
     p = KernelLayout(r, config, square=True)
     return first_part(p, p.q, p.in_blocks(d_output, p.V), d_final, adjoint=True)
 
@@ -83,11 +86,10 @@ def finish_vjp(begun, r: Recurrence, d_output, d_final, residuals: Residuals | N
 
 
 def first_part(p: KernelLayout, a, b, start, adjoint: bool):
-    """Return what the second phase takes, and the message to other devices: the state behind every sequence,
-    [N, H, K, V], and its log decays, [N, H, K or 1].
+    """Return (the operands of the second phase, the final state of every sequence [N, H, K, V], its log decays [N, H, K or 1]).
 
-    The message does not wait for the states that enter segments. Those are formed while the exchange is under way, from zero:
-    the state that arrives is decayed and added to them.
+    The last two are the message to other devices. It does not depend on the states that enter segments. These are computed from
+    zero during the exchange, and the arriving state is then decayed and added to them.
     """
     own = p.own_states(a, b, adjoint, last=True)
     _, S = p.along(own, p.start(start), adjoint)
@@ -97,7 +99,7 @@ def first_part(p: KernelLayout, a, b, start, adjoint: bool):
 
 
 def states(p: KernelLayout) -> Residuals:
-    """Return the states before the chunks, as the forward saves them."""
+    """Return the states before the chunks, in the form in which the forward saves them."""
     start = p.starts(p.r.initial_state, p.k, p.v, adjoint=False)
     return p.residuals(p.scan(p.plan(outputs=False, states=True, run=p.run, start=start is not None), p.k, p.v, start))
 
@@ -113,11 +115,11 @@ def form_of_gradient(p: KernelLayout):
 def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None, config: HopperConfig, begun=None
 ) -> Recurrence:
-    """Return the gradient in every input of r.
+    """Compute the gradient of every input of r.
 
-    A scan against time finds dL/dS behind every chunk. With that and the states before the chunks, one kernel computes the
-    gradient of all chunks in parallel. residuals: what the forward saved; begun: what `begin_vjp` returned; None if not at hand.
-    d_final: None for zeros; packed sequences that are taken as one row are then taken so here.
+    A reverse scan computes dL/dS behind every chunk. From that and the states before the chunks, one kernel computes the
+    gradients of all chunks in parallel. residuals: what the forward saved, or None. begun: the result of `begin_vjp`, or None.
+    d_final: None for zeros. Packed sequences are taken as one row here if the forward could take them so and d_final is None.
     """
     if in_one_row(r) and d_final is None:
         return gradient_in_one_row(r, d_output, residuals, config)
@@ -140,7 +142,7 @@ def chunked_vjp(
 
 
 def gradient_in_one_row(r: Recurrence, d_output, residuals: Residuals | None, config: HopperConfig) -> Recurrence:
-    """Return the gradient of packed sequences that are taken as one row, whose final states have no cotangent."""
+    """Return the gradient of packed sequences that are taken as one row. Their final states have no cotangent."""
     packed = PackedRow(r)
     p = layout_of_row(packed, config, square=True)
     d, _ = gradients(p, d_output, None, residuals, None)
@@ -158,7 +160,7 @@ def gradient_in_one_row(r: Recurrence, d_output, residuals: Residuals | None, co
 
 
 def gradients(p: KernelLayout, d_output, d_final, residuals: Residuals | None, begun) -> tuple["Gradients", jax.Array]:
-    """Return the gradients of every chunk, and that in the initial states."""
+    """Return the gradients of every chunk, and the gradient of the initial states."""
     residuals = p.of_blocks(states(p) if residuals is None else residuals)
     d_output = p.in_blocks(d_output, p.V)
     d_start = p.starts(d_final, p.q, d_output, True) if begun is None else p.begun_from(d_final, *begun)
@@ -170,11 +172,11 @@ def gradients(p: KernelLayout, d_output, d_final, residuals: Residuals | None, b
 
 
 class Gradients(NamedTuple):
-    """What the kernels of the gradient found.
+    """The results of the gradient kernels.
 
-    q, k [B, T, heads or parts of them, K], v [B, T, H, V]: in rows of r, before sums over heads that share one. gates: per-key,
-    likewise [B, T, H, K]; of others [B, chunks, C, blocks of H]. scale [B, chunks, blocks of H], of other than per-key gates by
-    token, [B, chunks, blocks of H, C]. Packed, B and the chunks of the last two have changed places.
+    q, k: [B, T, heads or blocks of heads, K], and v: [B, T, H, V], in rows of r, before sums over heads that share one. gates:
+    [B, T, H, K] for per-key gates, else [B, chunks, C, blocks of H]. scale: [B, chunks, blocks of H] for per-key gates, else by
+    token [B, chunks, blocks of H, C]. If packed, the axes B and chunks of the last two arrays are exchanged.
     """
 
     q: jax.Array
@@ -185,7 +187,7 @@ class Gradients(NamedTuple):
 
 
 def by_heads(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResults) -> Gradients:
-    """Compute the gradient of every chunk and block by itself."""
+    """Compute the gradient of every chunk and block separately."""
     form, operands = form_of_gradient(p), p.chunkwise(d_output, residuals, scanned.states)
     options = {} if p.key else dict(edges=p.edge_copies(*p.by_blocks(p.q, p.k, p.v, d_output)))
     *found, dg, d_scale = form(*operands, reverse=p.r.reverse, programs=multiprocessors(), blocks=p.stored, **options)

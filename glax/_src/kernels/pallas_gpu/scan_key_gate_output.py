@@ -1,4 +1,4 @@
-"""The output warpgroup of the per-key-gate scan: scores of a chunk, and o = scale (q^ S' + P v)."""
+"""Define the output warpgroup of the per-key-gate scan: scores of a chunk, and o = scale (q^ S' + P v)."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,8 @@ from glax._src.kernels.pallas_gpu.tiles import BY_ROW, C, by_row, transposed
 
 @dataclasses.dataclass(frozen=True)
 class OutputWarpgroup:
-    """i, j [C, C]: positions in scanning order. known: batch row and first chunk, held in registers where there is room."""
+    """The output warpgroup. i, j: [C, C], positions in scan order. known: batch row and first chunk, if registers have room for
+    them."""
 
     p: Program
     i: Any
@@ -29,7 +30,7 @@ class OutputWarpgroup:
     def tokens(self, x, step, head, *columns):
         """Return the rows [C, ...] of one head of x [B, rows of chunks, heads, ...] at a step.
 
-        `Program.tokens` computes everything again: that costs time here, because all wait for this warpgroup.
+        `Program.tokens` would compute the indices again. That costs time here, because all warpgroups wait for this one.
         """
         batch, first = self.known or (self.p.segment_field(0), self.p.segment_field(1))
         return x.at[(batch, pl.ds((first + self.p.plan.place(step, self.total)) * C, C), head, *columns)]
@@ -42,7 +43,7 @@ class OutputWarpgroup:
 
 
 def write_outputs(p: Program):
-    """Form the outputs of every chunk. They leave through the tile of q where they fit it."""
+    """Form the outputs of every chunk. They are sent from the tile of q if they fit into it."""
     w = p.plan
     plgpu.set_max_registers(w.registers[1], action="increase")
     i, j = tiles.positions(w.reverse)
@@ -75,7 +76,7 @@ def write_chunk(o: OutputWarpgroup, step):
     later, same = o.i - out_of_range * C, o.i + out_of_range * C
 
     def formed(scores, output):
-        """Scores are masked and split while q^T S' is on its way."""
+        """Mask and split the scores while q^T S' is computed."""
         plgpu.wgmma(scores, q, transposed(a))
         plgpu.barrier_wait(p.barriers.state_stored)
         plgpu.wgmma(output, q, p.tiles.state)
@@ -114,7 +115,7 @@ def write_chunk(o: OutputWarpgroup, step):
 def add_lost(p: Program, step, weak, total, right):
     """Return total plus the product of what q^ lost in rounding with right(slot), where gates are weak.
 
-    The slots are computed again: the compiler would spill those of both products.
+    The slots are computed again, because the compiler would spill the slots of both products.
     """
 
     def added(total):

@@ -1,4 +1,4 @@
-"""One program of the per-key-gate scan: where it is, and how its chunks come into shared memory."""
+"""Define one program of the per-key-gate scan: its position, and how it fetches chunks."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ class Program:
 
     @classmethod
     def of(cls, plan: Scan, *refs) -> "Program":
-        """refs: operands and results one after the other, then `Tiles` and `Barriers`."""
+        """Return the program. refs: operands and results one after the other, then `Tiles` and `Barriers`."""
         *in_global, tiles, barriers = refs
         operands = Operands(*in_global[: len(Operands._fields)])
         results = Results(*in_global[len(Operands._fields) :])
@@ -38,8 +38,8 @@ class Program:
     def place(self):
         """Return block, head and segment.
 
-        These and the fields of the table are computed again wherever they are needed: the compiler spills values that all
-        warpgroups hold throughout.
+        These and the fields of the table are computed at each use, because the compiler would spill values that all warpgroups
+        hold throughout.
         """
         program = lax.optimization_barrier(lax.axis_index("program"))
         return place_of(program, self.plan.V // self.plan.columns, self.plan.H)

@@ -1,4 +1,4 @@
-"""The references of the per-key-gate scan: operands and results in global memory, tiles and barriers in shared memory."""
+"""Define the references of the per-key-gate scan: operands and results in global memory, tiles and barriers in shared memory."""
 
 from typing import Any, NamedTuple
 
@@ -16,15 +16,15 @@ Ref = Any
 
 
 def exact_place(groups: int, item):
-    """Return the group, and the place in it, of a chunk and head, the `item`-th of all.
+    """Return the group of a chunk and head, the `item`-th of all, and the index in the group.
 
-    Heads of a chunk lie in different groups: gates are often out of range in all of them.
+    Heads of a chunk lie in different groups, because gates are often out of range in all of them.
     """
     return remainder(item, groups), quotient(item, groups)
 
 
 class Operands(NamedTuple):
-    """What `key_scan` takes, in global memory."""
+    """Hold the operands of `key_scan`, in global memory."""
 
     table: Ref  # [E, 4] or [E, H, 5]
     q: Ref  # [B, T, HQ, K]
@@ -37,7 +37,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What `key_scan` writes, in global memory. A result that the plan leaves out has one tile or one number."""
+    """Hold the results of `key_scan`, in global memory. A result that the plan leaves out has one tile or one number."""
 
     o: Ref  # [B, T, H, V]
     states: Ref  # [B, chunks, H, K, V]
@@ -60,7 +60,7 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What lies in shared memory. A tile that the plan has no use for is of the least size."""
+    """Hold the shared memory. A tile that the plan does not use has the smallest size."""
 
     q: Ref  # [stages, C, K]: q, then q^, then with columns == K the outputs
     a: Ref  # [stages, C, K]: k, then k^
@@ -93,7 +93,7 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """What warpgroups wait for, by what it says."""
+    """Hold the barriers, each named by what it reports."""
 
     loaded: Ref  # by stage: q, a and b of a chunk lie in shared memory
     gates_loaded: Ref  # by slot: and its gates

@@ -1,4 +1,4 @@
-"""The scaling warpgroups of the per-key-gate scan: load gates, sum them, scale operands.
+"""Define the scaling warpgroups of the per-key-gate scan, which load gates, sum them, and scale operands.
 
 Each has 64 channels of K and works ahead of the warpgroups that multiply.
 """
@@ -25,7 +25,8 @@ ROOMY = 96  # registers of a thread that hold x and y together
 
 @dataclasses.dataclass(frozen=True)
 class Scaler:
-    """A scaling warpgroup. share: which 64 channels. matrix [C, C]: sums gates by token. weak: whether q^ has two terms."""
+    """A scaling warpgroup. share: the index of its 64 channels. matrix: [C, C], sums gates by token. weak: whether q^ has two
+    terms."""
 
     p: Program
     share: Any
@@ -135,7 +136,8 @@ def load_gates(s: Scaler, gate_slot) -> list:
 
 
 def sum_gates(s: Scaler, gates):
-    """Return M [C, 64], the largest |M| by token [C] (None to the edge), and L and R [64] of every channel."""
+    """Return M [C, 64], the largest |M| by token [C], and L and R [64] of every channel. The second is None if tokens are
+    scaled to the edge."""
     w = s.p.plan
 
     def summed(M, halves):
@@ -159,9 +161,9 @@ def wait_for_tokens(s: Scaler, slot):
 
 
 def clear_foreign(s: Scaler, step, slot, gates):
-    """Zero the rows of q, k, v and gates that do not belong to the segment: they are another sequence's, or hold anything.
+    """Zero the rows of q, k, v and gates that do not belong to the segment. They belong to another sequence, or may hold NaN.
 
-    It comes before all products, which leave few registers.
+    This comes before all products, which leave few registers.
     """
     p, w = s.p, s.p.plan
     plgpu.barrier_wait(p.barriers.loaded.at[slot])
@@ -180,14 +182,16 @@ def clear_foreign(s: Scaler, step, slot, gates):
 
 
 def release_gates(s: Scaler, gate_slot):
-    """Let the gates' tile be overwritten. Where gates are weak, it holds what q^ lost in rounding."""
+    """Allow the gates' tile to be overwritten. Where gates are weak the tile is held, because it contains what q^ lost in
+    rounding."""
     pl.when(jnp.logical_not(s.weak))(lambda: plgpu.barrier_arrive(s.p.barriers.gates_consumed.at[gate_slot]))
 
 
 def any_out_of_range(s: Scaler, slot):
-    """Return whether any token or channel of the chunk is out of range, in any scaler's share: all of them scale it alike.
+    """Return whether any token or channel of the chunk is out of range in any scaler's share, so that all scalers scale it
+    alike.
 
-    The scaler has arrived at `scalers_met`.
+    The scaler has arrived at `scalers_met` before.
     """
     p = s.p
     plgpu.barrier_wait(p.barriers.scalers_met)
@@ -204,7 +208,7 @@ def any_out_of_range(s: Scaler, slot):
 
 
 def store_decays(s: Scaler, slot, decays):
-    """Store the log decays [64] that apply to the state ahead of S' and after it."""
+    """Store the log decays [64] that apply to the state before and after S' is formed."""
     for place, decay in enumerate(decays):
         s.p.tiles.sums[slot, place, s.channels] = decay
 
@@ -221,9 +225,10 @@ def decays_to_edge(s: Scaler, step, ends):
 
 
 def scale_to_edges(s: Scaler, slot, gates):
-    """Replace a and q of a chunk out of range by k_j e^{R - M_j} and q_i e^{L + M_i}: sums of gates behind j, and through i.
+    """Replace k_j and q_i of a chunk out of range by k_j e^{R - M_j} and q_i e^{L + M_i}: decays behind token j, and through
+    token i.
 
-    No factor is more than the gates let the state grow by, so they are exact for all gates.
+    A factor exceeds 1 only where the gates let the state grow, so the factors are exact for all gates.
     """
     p, w = s.p, s.p.plan
     for g in gates:  # a sum with -inf would be NaN
@@ -257,9 +262,10 @@ def scale_to_edges(s: Scaler, slot, gates):
 
 
 def form_early(s: Scaler, slot, M):
-    """Return own scores q_i . k_i over the scaler's channels [C], or k^ [C, 64] where registers have room; None for others.
+    """Return own scores q_i . k_i over the scaler's channels [C], or k^ [C, 64] where registers have room, else None.
 
-    It is formed while other scalers arrive. Without the barrier the compiler would move it behind that.
+    The result is formed while other scalers arrive. Without the barrier the compiler would move the computation behind that
+    point.
     """
     p, w = s.p, s.p.plan
     if w.registers[0] > ROOMY:
@@ -280,13 +286,13 @@ def scaled_keys(s: Scaler, slot, M):
 
 
 def scale_keys(s: Scaler, slot, M, y=None):
-    """Replace a by k^, which `form_early` may have formed."""
+    """Replace k by k^. y: k^ if `form_early` has formed it."""
     y = scaled_keys(s, slot, M) if y is None else y
     s.p.tiles.a[slot, :, s.channels] = y.astype(jnp.bfloat16)
 
 
 def scale_queries(s: Scaler, slot, M, gates, own, y):
-    """Replace q by q^; store every token's score with itself, and where gates are weak what q^ lost in rounding."""
+    """Replace q by q^, and store every token's score with itself. Where gates are weak, also store what q^ lost in rounding."""
     p = s.p
     q = p.tiles.q.at[slot, :, s.channels]
     # [C, 64]

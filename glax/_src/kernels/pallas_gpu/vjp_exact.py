@@ -1,12 +1,13 @@
-"""The gradient of chunks whose gates on keys are out of range for `gradient_fast`, token by token in scanning order:
+"""Compute the gradient of chunks whose per-key gates are out of range for `gradient_key`, token by token in scan order:
 
     S_t = e^{g_t} S_{t-1} + k_t v_t^T                    dq_t = scale S_t do_t
     G_t = e^{g_{t+1}} G_{t+1} + scale q_t do_t^T         dk_t = G_t v_t,  dv_t = G_t^T k_t
     dg_t = <S_t, G_t> - k_t dk_t = dg_{t+1} + q_t dq'_t - k_t dk'_t
 
-with S before the chunk and G = dL/dS behind it as they are. dq' and dk' leave out the token's own part, (do_t . v_t) k_t and
-(do_t . v_t) q_t times the scale: it cancels in dg, which may be e^g of it. In float32 and without products: no exponent but a
-gate itself is formed, which is exact for all gates, and few instructions are left to compile. For gates that are rare.
+S is the state before the chunk and G = dL/dS behind it, both without scaling. dq' and dk' exclude the token's own terms, scale
+(do_t . v_t) k_t and scale (do_t . v_t) q_t. These terms cancel in dg, which may be smaller than them by a factor of e^g. The
+sums are float32, and no tensor core multiplies. The only exponents are gates, so the gradient is exact for all gates, and the
+kernel is quick to compile. It is for gates that are rare.
 """
 
 import functools
@@ -33,7 +34,8 @@ OF_ROW, OF_COLUMN = ROWS.reduce(1), ROWS.reduce(0)
 
 
 def programs(n) -> int:
-    """As many as hold two warpgroups a multiprocessor: each has a half of K in dq, dk and dg and a half of V in dv."""
+    """Return the number of programs: two warpgroups for each multiprocessor. Each has half of K in dq, dk and dg, and half of
+    V in dv."""
     return 2 * n.programs
 
 
@@ -44,7 +46,7 @@ def scratch(n) -> dict:
 
 
 def scan_program(n, m):
-    """A program takes its part of every item that it would have if all were out of range."""
+    """Compute those of the program's items that are out of range. The items are distributed as if all were out of range."""
     first, step, heads = lax.axis_index("cta"), programs(n), n.H // n.summed
     parts = n.team * n.B * n.chunks * heads
 
@@ -71,7 +73,7 @@ def by_program(n, out_of_range):
 
 
 def clear_foreign(n, m, c, names):
-    """Zeroes the rows of tiles that do not belong to the chunk's sequence: they are another's, or hold anything."""
+    """Zero the rows of tiles that do not belong to the chunk's sequence. They belong to another sequence, or may hold NaN."""
     first, end, layout = m.places_g[c, 1], m.places_g[c, 2], plgpu.Layout.WG_STRIDED((CHUNK, n.D), vec_size=8)
 
     @pl.when((first > 0) | (end < CHUNK))
@@ -84,7 +86,8 @@ def clear_foreign(n, m, c, names):
 
 
 class Place(NamedTuple):
-    """Which chunk, block of the state and half of it; and of which sum over blocks of V that is the `column`-th term."""
+    """The chunk, the block of the state, and the half of the block that is computed. The results are the `column`-th term of a
+    sum over blocks of V."""
 
     b: Any
     c: Any
@@ -95,7 +98,7 @@ class Place(NamedTuple):
 
 
 def chunk(n, m, at: Place):
-    """Store one block's dv, and its dq, dk and dg or their sums with those of the blocks before. Return q dq, [64]."""
+    """Store one block's dv, and its dq, dk and dg added to those of the blocks before. Return q dq by row, [64]."""
     b, c, h, part, head, column = at
     mine, scale = half(part), n.scale(m, b, c)
     plgpu.commit_smem()  # all are done with the tiles
@@ -109,11 +112,11 @@ def chunk(n, m, at: Place):
         clear_foreign(n, m, c, heads)
 
     def place(i):
-        """The row of the chunk's i-th token, in scanning order."""
+        """Return the row of the chunk's i-th token in scan order."""
         return CHUNK - 1 - i if m.scan.reverse else i
 
     def stored(name, place):
-        """What the blocks before have added to a result."""
+        """Return what the blocks before have added to a result."""
         return plgpu.load(m.in_global[name].at[place], layout=OF_ROW, optimized=False).astype(jnp.float32)
 
     def store(row, **found):
@@ -131,7 +134,7 @@ def chunk(n, m, at: Place):
         return read(m.tiles[name].at[row, mine], OF_ROW)
 
     def gate(row, rows=rows):
-        """The log gates of a token, of both terms."""
+        """Return the log gates of a token, summed over their terms."""
         g = rows("g", row)
         return g if n.terms == 1 else g + rows("g_rest", row)
 
@@ -139,7 +142,7 @@ def chunk(n, m, at: Place):
         return read(m.tiles[name].at[row], OF_COLUMN)
 
     def own(row):
-        """do . v of a token, for every row: a sum along rows stays within a warp."""
+        """Return do . v of a token, repeated for every row, so that the sum stays within a warp."""
         return jnp.sum(plgpu.layout_cast(by_column(columns("do", row) * columns("v", row), shape), ROWS), axis=1)
 
     def state(ref):

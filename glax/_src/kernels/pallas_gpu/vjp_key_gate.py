@@ -1,16 +1,16 @@
-"""The gradient of every chunk and head from the states at both its ends, for gates on keys.
+"""Compute the gradient of every chunk and head from the states at both its ends, for per-key gates.
 
-With S the state before the chunk, dS = dL/dS behind it, M the sum of log gates from the chunk's middle, x = q e^M, y = k e^-M,
-A = scale mask(x y^T), dA = mask(do v^T), S' and dS' the states decayed to the middle, as the scans store them:
+S is the state before the chunk, dS = dL/dS behind it, and M the sum of log gates from the chunk's middle. x = q e^M, y = k
+e^-M, A = scale mask(x y^T), dA = mask(do v^T). S' and dS' are the states decayed to the middle, as the scans store them:
 
     dq = scale e^M (do S'^T + dA y)      dk = e^-M (v dS'^T + scale dA^T x)      dv = A^T do + y dS'
     dg_t = sum_v S' dS' + scale sum_{i >= t} x_i (do S'^T)_i + sum_{j < t} y_j (v dS'^T)_j
            + scale sum_{i >= t} (x_i (dA y)_i - y_i (dA^T x)_i)
 
-The last sum cancels but for the pairs across t: it is formed of the same x, y and dA as dq and dk. These three have 16 bits,
-two terms in bfloat16, three products of the four; A has 8, but what a token scores with itself, its diagonal, is added in
-float32. Where the gates of a chunk leave the range of e^M and e^-M, the states are not decayed, and a second kernel computes it
-exactly.
+The last sum cancels except for the pairs across t, because it is formed from the same x, y and dA as dq and dk. x, y and dA
+have 16 bits in two terms of bfloat16, and their products are three of the four products of terms. A has 8 bits, and its
+diagonal, the score of a token with itself, is added in float32. Where the gates of a chunk are out of range of e^M and e^-M,
+the states are not decayed, and a second kernel computes the chunk exactly.
 """
 
 import functools

@@ -1,11 +1,13 @@
-"""How the gradient's kernels go over chunks and heads: who loads, who computes, and what lies in shared memory.
+"""Define how the gradient's kernels process chunks and heads: which warpgroups load and compute, and what shared memory holds.
 
-A program goes over runs of chunks and over heads, every `step`-th. One warpgroup loads their tokens a chunk ahead, and the
-states at both ends of a chunk once those of the chunk before are read; within a run, whose first chunk alone has a stored state
-before it, those who compute carry that on. Two compute: with per-key gates each half of K in dq and dk, and half of V in dv;
-with per-head gates one dq and dv, the other dk; for K = V = 64 each has its own chunk. Results go where the tokens were, and the
-loading warpgroup sends them on their way while the next chunk is computed: behind the states that it fetches then, whoever does
-that waits.
+A program processes every `step`-th item, a run of chunks of one head. One warpgroup loads the tokens a chunk ahead, and the
+states at both ends of a chunk once the states of the chunk before have been read. Only the first chunk of a run has a stored
+state before it. Within the run, the computing warpgroups carry that state on.
+
+Two warpgroups compute. With per-key gates each has half of K in dq and dk, and half of V in dv. With per-head gates one has dq
+and dv, and the other dk. With K = V = 64 each has its own chunk. Results overwrite the tiles of the tokens. The loading
+warpgroup sends them to global memory while the next chunk is computed. It does so after fetching that chunk's states, because
+the computing warpgroups wait for these.
 """
 
 from dataclasses import dataclass, replace
@@ -54,7 +56,7 @@ class Sizes:
 
     @property
     def team(self) -> int:
-        """How many warpgroups share a chunk."""
+        """Return how many warpgroups share a chunk."""
         return self.D // 64
 
     @property
@@ -67,41 +69,41 @@ class Sizes:
 
     @property
     def runs(self) -> int:
-        """Of a sequence."""
+        """Return the number of runs of a sequence."""
         return self.chunks // self.run
 
     def place(self, item):
-        """Sequence, run and head of an item."""
+        """Return sequence, run and head of an item."""
         run, h = quotient(item, self.H), remainder(item, self.H)
         return quotient(run, self.runs), remainder(run, self.runs), h
 
     def items(self, first):
-        """How many items are `first`, first + step, ..."""
+        """Return the number of items `first`, first + step, ..."""
         total = self.B * self.runs * self.H
         return lax.div(jnp.maximum(total - first, 0) + (self.step - 1), self.step)
 
     def chunk(self, first, i, reverse: bool):
-        """Of the i-th chunk that a team takes whose first item is `first`: sequence, run, chunk, head, and place in its run."""
+        """Return sequence, run, chunk, head, and index in the run of a team's i-th chunk. `first` is the team's first item."""
         b, run, h = self.place(first + quotient(i, self.run) * self.step)
         j = remainder(i, self.run)
         return b, run, run * self.run + (self.run - 1 - j if reverse else j), h, j
 
     def rows(self, m: GradientRefs, c) -> slice | pl.Slice:
-        """The rows of the inputs that a chunk reads."""
+        """Return the rows of the inputs that a chunk reads."""
         return pl.ds(m.places_g[c, 0] * ROWS if self.packed else c * CHUNK, CHUNK)
 
     def scale(self, m: GradientRefs, b, c):
-        """The scale of a chunk: packed, there is one for each."""
+        """Return the scale of a chunk. Packed arrays have one scale per chunk."""
         return m.scale_g[c if self.packed else b]
 
     def parts(self, tile) -> list:
-        """A tile of tokens as the copy engine takes it, each part with its columns."""
+        """Return a tile of tokens in the parts that the copy engine takes, each with its columns."""
         if self.whole:
             return [(tile, slice(None))]
         return [(tile.at[p], half(p)) for p in range(self.team)]
 
     def heads(self, h) -> dict:
-        """Of each input's tiles, the head that head h reads."""
+        """Return for each input the head that head h reads, by name."""
         of_keys = dict(q=self.HQ, k=self.HK, g=self.H // self.blocks.columns)
         of_values = dict(v=self.HV, do=self.H // self.blocks.rows)
         found = {name: self.blocks.of_keys(h, self.H, heads) for name, heads in of_keys.items()}
@@ -109,10 +111,11 @@ class Sizes:
 
 
 def load(n: Sizes, m: GradientRefs, tiles, results: dict, late=(), last=()):
-    """The loading warpgroup. tiles: by name, and where there are `gates` [64] of a chunk, those; results: by name, in which tile.
+    """Run the loading warpgroup.
 
-    late: of the tiles, those that come with the states; until then their place is lent to the chunk before. last: of these, those
-    that are not waited for before `values_full`.
+    tiles: the names of the tiles of tokens; `gates` [64] of a chunk are loaded too, if there are any. results: the tile of each
+    result, by name. late: the tiles that are loaded with the states, because the chunk before uses them until then. last: the
+    late tiles for which `values_full` waits instead of `tokens_full`.
     """
     cta = lax.axis_index("cta")
 
@@ -140,11 +143,11 @@ def load(n: Sizes, m: GradientRefs, tiles, results: dict, late=(), last=()):
         pl.when(block >= 0)(lambda: copy(m.edge_copies, pl.ds(block * CHUNK, CHUNK)))
 
     def begin(i, t):
-        """What finds its place empty."""
+        """Fetch the tiles that are free."""
         fetch([name for name in tiles if name not in late], i, t)
 
     def complete(i, t):
-        """What takes the place of what the chunk before has read, or the one before that may read to its very end."""
+        """Fetch the tiles that become free once the chunk before, or the one before that, has been read."""
         b, run, c, h, j = chunk(i, t)
 
         @pl.when(i >= 1)
@@ -170,7 +173,7 @@ def load(n: Sizes, m: GradientRefs, tiles, results: dict, late=(), last=()):
             plgpu.copy_gmem_to_smem(m.before_g.at[b, run, h], m.S.at[t], before_full.at[t])
 
     def send(i, t):
-        """The results, as one group."""
+        """Send the results to global memory, as one group."""
         b, _, c, h, _ = chunk(i, t)
         plgpu.barrier_wait(m.ready.at[t])
         for result, name in results.items():
@@ -197,12 +200,12 @@ def load(n: Sizes, m: GradientRefs, tiles, results: dict, late=(), last=()):
 
 
 def second_term(m: GradientRefs, t):
-    """Where a chunk's gates have their second term, [64, D], until sums of them are formed and S takes its place."""
+    """Return the tile of the gates' second term, [64, D]. It lies in the tile of S until sums of gates are formed."""
     return m.S.at[t, pl.ds(0, CHUNK)]
 
 
 def at_chunk(n: Sizes, m: GradientRefs, tiles, first, i) -> ChunkRefs:
-    """What a computing warpgroup needs to know of its i-th chunk: where it is, and its tiles; _w: the half that is its own."""
+    """Return the references of a computing warpgroup's i-th chunk."""
     wg = lax.axis_index("wg")
     t, w = lax.optimization_barrier((lax.div(wg, n.team), lax.rem(wg, n.team)))
     b, _, c, h, j = n.chunk(first, i, m.scan.reverse)
@@ -211,7 +214,7 @@ def at_chunk(n: Sizes, m: GradientRefs, tiles, first, i) -> ChunkRefs:
     own = {name + "_w": ref.at[:, half(w)] if n.whole else ref.at[w] for name, ref in whole.items()}
 
     def again():
-        """The same, of which the compiler keeps nothing in registers until then."""
+        """Return the same references, formed again so that the compiler holds none of them in registers meanwhile."""
         return at_chunk(n, m, tiles, *lax.optimization_barrier((first, i)))
 
     place = dict(t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, j=j, at=at, other=other, mine=half(w))
@@ -219,7 +222,7 @@ def at_chunk(n: Sizes, m: GradientRefs, tiles, first, i) -> ChunkRefs:
 
 
 def compute(n: Sizes, m: GradientRefs, tiles, chunk):
-    """A computing warpgroup: chunk(n, m, where, release) for each of its chunks."""
+    """Run a computing warpgroup: chunk(n, m, refs, release) for each of its chunks."""
     wg = lax.axis_index("wg")
     first = lax.axis_index("cta") * n.teams + lax.div(wg, n.team)
     if m.order is not None:  # many masks: where tokens stand is read from shared memory
@@ -233,7 +236,7 @@ def compute(n: Sizes, m: GradientRefs, tiles, chunk):
         plgpu.barrier_wait(m.tokens_full.at[c.at])
 
         def release():
-            """The results of the chunk before have left shared memory."""
+            """Wait until the results of the chunk before have left shared memory."""
             pl.when(i >= 1)(lambda: plgpu.barrier_wait(m.sent.at[c.t]))
 
         chunk(n, m, c, release)
@@ -243,7 +246,7 @@ def compute(n: Sizes, m: GradientRefs, tiles, chunk):
 
 
 def hand_over(m: GradientRefs, c: ChunkRefs):
-    """The warpgroup has put its results where the loading one finds them."""
+    """Report to the loading warpgroup that the results are in shared memory."""
     plgpu.commit_smem()
     plgpu.barrier_arrive(m.ready.at[c.t])
 
@@ -253,7 +256,8 @@ def barrier(arrivals, count):
 
 
 def scratch(n: Sizes, tiles, slots: int = 1) -> dict:
-    """Tiles of `slots` chunks and one chunk's states, where warpgroups exchange sums, and where they meet."""
+    """Return the shared memory of `slots` chunks' tiles and of one chunk's states, the vectors that warpgroups exchange, and
+    their barrier."""
     tile = (CHUNK, n.D) if n.whole else (n.team, CHUNK, 64)
     found = {name: tiled(n.teams * slots, *tile) for name in tiles}
     found |= {name: tiled(n.teams, n.D, n.D) for name in ("S", "dS")}
@@ -262,7 +266,8 @@ def scratch(n: Sizes, tiles, slots: int = 1) -> dict:
 
 
 def pipeline(n: Sizes, copies: int, last: int = 0) -> dict:
-    """What loading and computing warpgroups wait for: `copies` a chunk, `last` of what comes last of it, and the two states."""
+    """Return the barriers between loading and computing warpgroups. copies: the copies per chunk that `tokens_full` waits for.
+    last: those that `values_full` waits for."""
     found = dict(tokens_full=barrier(copies, n.teams * SLOTS), sent=barrier(1, n.teams))
     found |= {name: barrier(n.team, n.teams) for name in ("states_free", "ready")}
     if last:
@@ -275,9 +280,9 @@ def pipeline(n: Sizes, copies: int, last: int = 0) -> dict:
 
 
 def meet(n: Sizes, m: GradientRefs, c: ChunkRefs):
-    """Waits for all warpgroups that share the chunk; what they stored before is seen by all after.
+    """Wait for all warpgroups that share the chunk. Each then sees what the others have stored.
 
-    One barrier for all that they meet for: of each that it waits for, a warpgroup holds what it waits for next.
+    One barrier serves every such point, because each barrier that a warpgroup waits for takes registers for its phase.
     """
     plgpu.commit_smem()
     plgpu.barrier_arrive(m.met.at[c.t])
@@ -285,7 +290,7 @@ def meet(n: Sizes, m: GradientRefs, c: ChunkRefs):
 
 
 def wait_for_states(n: Sizes, m: GradientRefs, c: ChunkRefs):
-    """S before a run's first chunk, dS behind every chunk."""
+    """Wait for S before a run's first chunk, and for dS behind every chunk."""
     plgpu.barrier_wait(m.behind_full.at[c.t])
     if n.run > 1:
         pl.when(c.j == 0)(lambda: plgpu.barrier_wait(m.before_full.at[c.t]))
@@ -294,7 +299,7 @@ def wait_for_states(n: Sizes, m: GradientRefs, c: ChunkRefs):
 def launch(
     name: str, n: Sizes, body, inputs: dict, outputs: dict, memory: dict, *, threads, programs, reverse, interpret, over=()
 ) -> list:  # fmt: skip
-    """The outputs, written anew or `over` arrays like them; name and n: what body depends on.
+    """Return the outputs, as new arrays or written to the arrays `over`. `body` must depend on nothing but `name` and `n`.
 
     Every warpgroup runs body(m), with inputs, outputs and shared memory as the fields of `GradientRefs`.
     """
@@ -318,9 +323,9 @@ def launch(
 
 
 def warpgroups(loading, computing):
-    """The third warpgroup loads, with few registers; the first two compute, with many.
+    """Run `loading` in the third warpgroup, with few registers, and `computing` in the first two, with many.
 
-    All three together have 3 x 168 at launch, and wait for ever for more.
+    All three together have 3 x 168 registers per thread at launch. A request for more would wait forever.
     """
     wg = lax.axis_index("wg")
 

@@ -1,11 +1,12 @@
-"""The gradient of every chunk of heads wider than 128 columns, with per-key gates: dq, dk and dg summed over V on chip.
+"""Compute the gradient of every chunk of heads wider than 128 columns, with per-key gates. dq, dk and dg are summed over V on
+chip.
 
-The formulas are those of `vjp_key_gate`. Of these, do S'^T, v dS'^T, do v^T and <S', dS'> are sums over the columns of V. A
-program has one chunk of 128 channels of K at a time. It scales q and k once, adds up these sums in registers over steps of 64
-columns, stores the columns of dv at each step, and forms dq, dk and dg behind the last. So q, k and the gates are read once, and
-dq, dk and dg are written once, where blocks of 128 columns by themselves would read and write them once each.
+The formulas are those of `vjp_key_gate`. In these, do S'^T, v dS'^T, do v^T and <S', dS'> are sums over the columns of V. A
+program has one chunk of 128 channels of K. It scales q and k once, adds up these sums in registers over steps of 64 columns,
+stores the columns of dv at each step, and forms dq, dk and dg behind the last step. q, k and the gates are therefore read once,
+and dq, dk and dg are written once. Separate blocks of 128 columns would read and write them once for each block.
 
-One warpgroup loads, a step ahead. Two compute, each with 64 channels; the first forms do v^T besides, the second dv.
+One warpgroup loads, a step ahead. Two compute, each with 64 channels. The first also forms do v^T, and the second dv.
 """
 
 import functools
@@ -83,7 +84,7 @@ def exact(n: WideGradient, operands: Operands, found: Results, out_of_range, int
 
 
 def load(p: Program):
-    """Fetch the tiles of every step as its place becomes free, and q, k and the gates of the next item meanwhile."""
+    """Fetch the tiles of every step as they become free, and q, k and the gates of the next item in between."""
     n = p.plan
     plgpu.set_max_registers(REGISTERS[0], action="decrease")
     count = n.count(lax.axis_index("program"))
@@ -107,7 +108,7 @@ def load(p: Program):
 
 
 def fetch_keys(p: Program, i):
-    """Fetch q and k of the i-th item, once dq and dk of the item that had their place have left."""
+    """Fetch q and k of the i-th item, once dq and dk of the item that used their tiles have left shared memory."""
     n, slot = p.plan, lax.rem(jnp.int32(i), jnp.int32(p.plan.slots))
     pl.when(i >= n.slots)(lambda: plgpu.barrier_wait(p.barriers.keys_free.at[slot]))
     block, every = p.block(i), n.rows * n.blocks.columns

@@ -1,4 +1,4 @@
-"""One item of the gradient of wide heads: 64 tokens and 128 channels of K, of which each of two warpgroups has 64."""
+"""Compute one item of the gradient of wide heads: 64 tokens and 128 channels of K, 64 for each of two warpgroups."""
 
 import dataclasses
 import functools
@@ -18,8 +18,8 @@ from glax._src.kernels.pallas_gpu.vjp_wide_refs import Program
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """The i-th item of a program in warpgroup w. q, k: its tiles, [2, C, 64]. A, dA: those of the transposed scores. parts: the
-    halves of the channels."""
+    """The i-th item of a program in warpgroup w. q, k: its tiles, [2, C, 64]. A, dA: the tiles of the transposed scores. parts:
+    the halves of the channels."""
 
     p: Program
     w: Any
@@ -35,7 +35,8 @@ class Item:
 
     @classmethod
     def of(cls, p: Program, w, i) -> "Item":
-        """Computed again in every stage: the compiler would hold the addresses of all tiles throughout, and spill them."""
+        """Return the item. Every stage forms it again, because the compiler would hold the addresses of all tiles throughout,
+        and spill them."""
         w, i, zero = lax.optimization_barrier((w, i, jnp.int32(0)))
         slot = lax.rem(i, jnp.int32(p.plan.slots))
         scan = ScanOrder(p.plan.reverse, p.tiles.order.at[w])
@@ -53,13 +54,13 @@ def compute_item(p: Program, w, i):
 
 
 def leave(p: Program, slot):
-    """Free the place of q and k when dq and dk have left it."""
+    """Report that the tiles of q and k are free, once dq and dk have left them."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(p.barriers.keys_free.at[slot])
 
 
 def scale_operands(it: Item):
-    """Replace q and k by x = q e^M and y = k e^-M in two terms each; store own scores and A^T."""
+    """Replace q and k by x = q e^M and y = k e^-M in two terms each, and store own scores and A^T."""
     p, w, t, slot = it.p, it.w, it.p.tiles, it.slot
     plgpu.barrier_wait(p.barriers.gates_loaded)
     M = gate_sums(it)
@@ -91,9 +92,9 @@ def gate_sums(it: Item):
 
 
 def add_columns(p: Program, w, i):
-    """Go over the columns of V. Return do S^T and v dS^T, [C, 64], and sum_v S dS, [64], of the warpgroup's channels.
+    """Sum over the columns of V. Return do S^T and v dS^T, [C, 64], and sum_v S dS, [64], of the warpgroup's channels.
 
-    The first warpgroup leaves dA behind, the second stores dv.
+    The first warpgroup stores dA, and the second dv.
     """
     steps, nothing = p.plan.steps, (zeros(TILE), zeros(TILE), zeros((64,), BY_ROW))
 
@@ -121,7 +122,7 @@ def step_tiles(it: Item, step):
 
 
 def advance_scores(p: Program, w, i, step, carry):
-    """Add what 64 columns of V give to the sums, and to dA^T = v do^T."""
+    """Add the terms of 64 columns of V to the sums, and to dA^T = v do^T."""
     it, (drawn, fed, edge, dA) = Item.of(p, w, i), carry
     stage, v, do, S, dS = step_tiles(it, step)
     found = tiles.added_all((drawn, fed, dA), [(do, transposed(S))], [(v, transposed(dS))], [(v, transposed(do))])
@@ -133,7 +134,7 @@ def advance_scores(p: Program, w, i, step, carry):
 
 
 def advance_values(p: Program, w, i, step, carry):
-    """Add what 64 columns of V give to the sums, and store those of dv."""
+    """Add the terms of 64 columns of V to the sums, and store these columns of dv."""
     it, (drawn, fed, edge) = Item.of(p, w, i), carry
     stage, v, do, S, dS = step_tiles(it, step)
     drawn, fed = tiles.added_all((drawn, fed), [(do, transposed(S))], [(v, transposed(dS))])
@@ -145,7 +146,7 @@ def advance_values(p: Program, w, i, step, carry):
 
 
 def store_values(it: Item, step, stage):
-    """Store the step's columns of dv = A^T do + y dS, in the place of d_output."""
+    """Store the step's columns of dv = A^T do + y dS, in the tile of d_output."""
     p, t = it.p, it.p.tiles
     do, dS = t.d_output.at[stage], t.behind.at[stage]
     pairs = [(it.A, do)]
@@ -164,7 +165,7 @@ def store_values(it: Item, step, stage):
 
 
 def store_score_gradient(it: Item, dA):
-    """Store the transposed dA in two terms. No product reads A any more."""
+    """Store the transposed dA in two terms, in the tile of A, which no product reads any more."""
     it.A[...] = split(it.dA, lax.optimization_barrier(jnp.where(it.scan.earlier(), dA, 0.0)))
 
 
