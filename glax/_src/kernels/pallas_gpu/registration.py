@@ -1,6 +1,8 @@
-"""Register kernels for Hopper GPUs in Pallas Mosaic GPU. They need neither Triton nor a compiler beside JAX.
+"""Kernels for Hopper GPUs in Pallas Mosaic GPU: no Triton and no compiler beside JAX.
 
-`chunked` launches them, and loads Pallas when one of them runs. docs/internals/experiments/hopper.md has the figures.
+docs/internals/experiments/hopper.md has the figures.
+
+They are registered here and written in `chunked`, which loads Pallas when one of them runs.
 """
 
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals
@@ -12,25 +14,20 @@ FASTER, SLOWER = 15, 5
 
 
 def forward_priority(r: Recurrence) -> int:
-    """Return a priority above Triton's from 1024 tokens on, where every measurement was faster, and below it for fewer tokens."""
+    """Faster than Triton's at all that was measured, which was no less than 1024 tokens."""
     return FASTER if r.q.shape[1] >= 1024 else SLOWER
 
 
 def gradient_priority(r: Recurrence) -> int:
-    """Return a priority above Triton's from 2048 x 16 rows of heads on, and below it for fewer. Each block of a wide head
-    counts.
-
-    With half as many rows the gradient was not faster.
-    """
+    """Faster from as many rows of heads on as a sequence of 2048 tokens and 16 heads has, no faster with half of them; of wide
+    heads each block counts."""
     heads = r.num_heads * Widths.of(r, square=True).stored.count
     return FASTER if r.q.shape[0] * r.q.shape[1] * heads >= 2048 * 16 else SLOWER
 
 
 def in_two_phases(r: Recurrence) -> bool:
-    """Return whether sequences are cut into segments whose states are computed first, at the same widths in both phases.
-
-    Packed sequences are not, because they have no segments of their own.
-    """
+    """Where sequences are cut into segments, whose own states are found first; begun and finished at the same widths.
+    Packed sequences have no segments of their own."""
     return (
         r.boundaries is None
         and HopperConfig.heuristic(r).parts > 1
@@ -55,7 +52,7 @@ def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
 
 
 def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) -> dict[str, str]:
-    """Return why packed sequences are not read in place as one row, or nothing if they are."""
+    """Why packed sequences are not read where they are, as one row."""
     if r.boundaries is None or r.decay.form == "key" or (in_one_row(r) and d_final is None):
         return {}
     states = "initial states enter" if r.initial_state is not None else "the gradient of final states enters"
@@ -64,7 +61,7 @@ def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) 
 
 
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
-    """Compute `chunked` and the states at its chunks, which the gradient would otherwise compute again."""
+    """As `chunked`, and return also the states at its chunks, which the gradient would otherwise compute again."""
     from glax._src.kernels.pallas_gpu import chunked as launch
 
     return launch.chunked_with_residuals(r, config)
@@ -82,8 +79,7 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
     forgoes=forgoes_one_row,
 )
 def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
-    """Compute the recurrence in chunks. q, k, v and gates are read once, the output is written once, and the state stays on
-    chip."""
+    """The recurrence in chunks; q, k, v and gates are read once, the output is written once, the state stays on chip."""
     from glax._src.kernels.pallas_gpu import chunked as launch
 
     return launch.chunked(r, config)
@@ -103,7 +99,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
 def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig
 ) -> Recurrence:
-    """Compute the gradient of every input from the states at both ends of each chunk."""
+    """The gradient in every input from the states at both ends of each chunk."""
     from glax._src.kernels.pallas_gpu import chunked as launch
 
     return launch.chunked_vjp(r, d_output, d_final, residuals, config)
