@@ -33,7 +33,8 @@ class Layer(nnx.Module):
         raise NotImplementedError
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
-        """Return the state of `batch` sequences before their first token, zeros by name. Subclasses define it."""
+        """Return the state of `batch` sequences before their first token: zeros, by the name of each array. Subclasses define
+        it."""
         raise NotImplementedError
 
     def initial_state(self, batch: int, max_length: int | None = None):

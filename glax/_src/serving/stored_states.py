@@ -53,7 +53,9 @@ def rounded(dtype, x: Float[Array, "*shape"], bits: UInt32[Array, "*shape"]) -> 
     whole = (lax.bitcast_convert_type(x, jnp.uint32) + (bits & mask)) & ~mask
     found = lax.bitcast_convert_type(whole, jnp.float32)
     limits = jnp.finfo(dtype)
-    if limits.minexp > jnp.finfo(jnp.float32).minexp:  # float16's subnormal numbers are equidistant
+    if (
+        limits.minexp > jnp.finfo(jnp.float32).minexp
+    ):  # float16 also has subnormal numbers, which are multiples of one step
         step = jnp.float32(limits.smallest_subnormal)
         noise = (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
         found = jnp.where(jnp.abs(x) < jnp.float32(limits.tiny), jnp.floor(x / step + noise) * step, found)

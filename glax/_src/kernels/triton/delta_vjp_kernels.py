@@ -52,7 +52,7 @@ def delta_gradient(
                 q, k, v, beta, g, do, scores, written, d_written, scale, states, d_states, table, dq, dk, dv, dbeta, dg,
                 dscale, first + member, e, H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, GQ, GK, GV,
             )  # fmt: skip
-            tl.debug_barrier()  # the next head reads the sums that any thread has stored
+            tl.debug_barrier()  # waits for the sums of all threads, which the next head reads
 
 
 @triton.jit

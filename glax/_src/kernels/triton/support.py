@@ -67,7 +67,7 @@ def step_refusal(r: Recurrence) -> str | None:
 def token_priority(r: Recurrence) -> int:
     """Return a priority above `chunked` where a chunk would be mostly padding, and above XLA elsewhere.
 
-    A long recurrence that erases is left to XLA's chunks where `chunked` refuses it.
+    Where `chunked` refuses a long recurrence with an erasure, XLA's chunked kernel is preferred.
     """
     if r.q.shape[1] < SMALL_T:
         return 20

@@ -65,7 +65,7 @@ def gradient(
                 first + member, e,
                 H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, GQ, GK, GV,
             )  # fmt: skip
-            tl.debug_barrier()  # the next head reads the sums that any thread has stored
+            tl.debug_barrier()  # waits for the sums of all threads, which the next head reads
 
 
 @triton.jit
