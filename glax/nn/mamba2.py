@@ -131,7 +131,7 @@ class Mamba2(Layer):
     def scan(self, projected: Float[Array, "*rows inputs"], state: State, rows: Rows) -> tuple[Array, State]:
         """Return the output and the new state from W_in's output `projected`. Models that scale W_in's output call it."""
         inside, states = self.num_heads * self.head_width, self.groups * self.state_width
-        z, xBC, dt = jnp.split(projected, [inside, 2 * inside + 2 * states], axis=-1)
+        _, xBC, dt = jnp.split(projected, [inside, 2 * inside + 2 * states], axis=-1)
         xBC, conv = self.conv.mix(xBC, {"recurrent": state["conv"]} if "conv" in state else {}, rows)
         x, B, C = jnp.split(xBC, [inside, inside + states], axis=-1)
         x, B, C = by_head(x, self.num_heads), by_head(B, self.groups), by_head(C, self.groups)
@@ -139,14 +139,21 @@ class Mamba2(Layer):
         dt = jax.nn.softplus(dt.astype(jnp.float32) + for_rows(dt, self.dt_bias[...]))
         dt = jnp.clip(dt, *self.dt_limit)
         A = -jnp.exp(for_rows(dt, self.A_log[...]))
-        wide = x.astype(jnp.float32)
-        v = (wide * dt[..., None]).astype(x.dtype)
+        v = (x.astype(jnp.float32) * dt[..., None]).astype(x.dtype)
         before = state.get("recurrent")
         y, after = rows.recurrent(self.recurrence, C, B, v, before, g=dt * A, softmax_scale=1.0)
+        # Computed again for the gradient: else the product with the gate, in float32, would be kept for each layer.
+        return self.output(jax.checkpoint(self.gated)(y, x, projected)), dict(recurrent=after, conv=conv["recurrent"])
+
+    def gated(
+        self, y: Float[Array, "*rows H V"], x: Float[Array, "*rows H V"], projected: Float[Array, "*rows inputs"]
+    ) -> Float[Array, "*rows inside"]:
+        """The skip D x, and the norm with its gate z, the first part of W_in's output."""
+        z = projected[..., : self.num_heads * self.head_width]
+        wide = x.astype(jnp.float32)
         D = for_rows(wide, self.D[...].reshape(self.num_heads, -1))
         y = merged(y.astype(jnp.float32) + D * wide).astype(x.dtype)
-        y = y * activation("gate_fn", self.gate_fn)(z) if self.norm is None else self.norm(y, z)
-        return self.output(y), dict(recurrent=after, conv=conv["recurrent"])
+        return y * activation("gate_fn", self.gate_fn)(z) if self.norm is None else self.norm(y, z)
 
 
 def initial_dt_bias(rngs: nnx.Rngs, heads: int, span: tuple[float, float], floor: float) -> Float[Array, "H"]:
