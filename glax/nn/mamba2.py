@@ -142,7 +142,7 @@ class Mamba2(Layer):
         v = (x.astype(jnp.float32) * dt[..., None]).astype(x.dtype)
         before = state.get("recurrent")
         y, after = rows.recurrent(self.recurrence, C, B, v, before, g=dt * A, softmax_scale=1.0)
-        # Computed again for the gradient: else the product with the gate, in float32, would be kept for each layer.
+        # Recomputed in the backward pass: else XLA keeps the product of y and the gate in float32 for every layer.
         return self.output(jax.checkpoint(self.gated)(y, x, projected)), dict(recurrent=after, conv=conv["recurrent"])
 
     def gated(
