@@ -15,7 +15,7 @@ from jax.experimental import topologies
 
 import glax
 from glax._src.core.bind import bind
-from glax._src.kernels.pallas_gpu import chunked
+from glax._src.kernels.pallas_gpu import chunked, delta
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 
 H100 = """
@@ -54,11 +54,13 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
     packed = "packed" in what or "one row" in what
 
     def call(q, k, v, g, d_output, d_final, cu_seqlens):
-        r = bind(q, k, v, **{"g" if gate == "head" else "gk": g}, cu_seqlens=cu_seqlens if packed else None)
+        given = {"g" if gate == "head" else "gk": g} | ({"beta": g} if "delta" in what else {})
+        r = bind(q, k, v, **given, cu_seqlens=cu_seqlens if packed else None)
+        kernels = delta if "delta" in what else chunked
         config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=columns)
         if "gradient" in what:
-            return chunked.chunked_vjp(r, d_output, None if "one row" in what else d_final, None, config)
-        return (chunked.chunked_with_residuals if "residuals" in what else chunked.chunked)(r, config)
+            return kernels.chunked_vjp(r, d_output, None if "one row" in what else d_final, None, config)
+        return (kernels.chunked_with_residuals if "residuals" in what else kernels.chunked)(r, config)
 
     B, N = (1, 8) if packed else (2, 2)
     q, v = shaped(B, T, 1 if "groups" in what else 4, K), shaped(B, T, 4, V)

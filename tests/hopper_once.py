@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import glax
 
 TOKENS = {128: 2048, 64: 256}  # of a width; many are in segments
+GATES = dict(gk="gk", g="g", delta="g")  # delta: with beta of 1
 STRENGTHS = dict(usual=1.0, weak=1 / 256, strong=1.0)  # of log-sigmoid; strong: and one of -100
 
 
@@ -26,15 +27,16 @@ def inputs(gate: str, T: int, D: int) -> tuple[list[jax.Array], jax.Array]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gate", choices=("gk", "g"))
+    parser.add_argument("--gate", choices=GATES)
     parser.add_argument("--width", type=int, choices=TOKENS)
     args = parser.parse_args()
-    for gate in (args.gate,) if args.gate else ("gk", "g"):
+    for gate in (args.gate,) if args.gate else GATES:
 
         @jax.jit
         def both(q, k, v, do, logs, gate=gate):
             def forward(q, k, v, logs):
-                return glax.recurrent(q, k, v, **{gate: logs}, platform="pallas")
+                more = dict(beta=jnp.ones_like(logs)) if gate == "delta" else {}
+                return glax.recurrent(q, k, v, **{GATES[gate]: logs}, **more, platform="pallas")
 
             out, pull = jax.vjp(forward, q, k, v, logs)
             return out, pull(type(out)(do, jnp.ones_like(out.final_state)))

@@ -50,6 +50,13 @@ KERNELS = {
     ("gradient, one row, segments", "head", "128"): 5,
     ("forward, one row, groups, pairs", "head", "128x64"): 2,
     ("gradient, one row, groups", "head", "128x64"): 3,
+    ("forward, delta", "head", "128"): 2,
+    ("forward, delta, narrow", "head", "128"): 2,
+    ("forward, residuals, delta, groups", "head", "128"): 2,
+    ("forward, residuals, delta, narrow", "head", "128"): 2,
+    ("gradient, delta, groups", "head", "128"): 4,
+    ("gradient, delta, narrow", "head", "128"): 4,
+    ("gradient, delta", "head", "64"): 4,
 }
 # What goes token by token, for per-key gates that are out of range, has no products, nor what hands states from segment to
 # segment, which copies nothing in bulk either. The gradient scans both ways before.

@@ -41,6 +41,7 @@ class Call:
     cuts: tuple[int, ...] | None = None
     gate_dtype: Any = jnp.bfloat16
     reverse: bool = False
+    beta: bool = False
 
 
 CASES = {
@@ -70,12 +71,15 @@ CASES = {
     "constant, reversed": Call(B=2, T=300, gate="g_gamma", strength="mild", reverse=True),
     "constant, packed": Call(T=600, K=128, V=64, gate="g_gamma", strength="mild", cuts=PACKED),
     "none": Call(T=333, gate=None),
+    "delta rule, head, groups": Call(B=2, T=300, heads=(1, 1, 4), gate="g", strength="mild", beta=True),
+    "delta rule, -inf, packed, reversed": Call(T=600, gate="g", strength=-np.inf, cuts=PACKED, reverse=True, beta=True),
+    "delta rule, no gates": Call(T=1000, K=64, V=64, gate=None, beta=True),
 }
 
 
 def draw(c: Call, key):
     """The float arguments of a call, and the cotangents of its results."""
-    keys = iter(jax.random.split(key, 8))
+    keys = iter(jax.random.split(key, 10))
     HQ, HK, HV = c.heads or (c.H, c.H, c.H)
     H, N = max(HQ, HK, HV), c.B if c.cuts is None else len(c.cuts) - 1
     B, T, K, V = c.B, c.T, c.K, c.V
@@ -85,6 +89,10 @@ def draw(c: Call, key):
 
     given = dict(query=normal(B, T, HQ, K), key=normal(B, T, HK, K), value=normal(B, T, HV, V))
     given |= dict(initial_state=normal(N, H, K, V, dtype=jnp.float32), softmax_scale=jnp.float32(K**-0.5))
+    if c.beta:
+        norm = jnp.linalg.norm(given["key"].astype(jnp.float32), axis=-1, keepdims=True)
+        given["key"] = (given["key"] / norm).astype(jnp.bfloat16)
+        given["beta"] = (2 * jax.random.uniform(next(keys), (B, T, H))).astype(jnp.bfloat16)
     if c.gate is not None:
         shape = dict(gk=(B, T, H, K), g=(B, T, H), g_gamma=(H,))[c.gate]
         logs = jax.nn.log_sigmoid(normal(*shape, dtype=jnp.float32))

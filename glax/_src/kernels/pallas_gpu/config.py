@@ -37,9 +37,22 @@ def supports(r: Recurrence) -> str | None:
         return f"keys wider than {WIDEST_KEY} and values wider than {WIDEST_VALUE} are not supported"
     if varying_axes(r.q):  # loops in a kernel would mix them with what does not vary
         return "arrays that vary over a mesh axis (inside shard_map with check_vma) are not taken by Mosaic GPU kernels"
+    if r.erasure is not None and (reason := delta_supports(r)) is not None:
+        return reason
     if 0 in (*r.q.shape, *r.v.shape, r.num_sequences):
         return "empty arrays are left to XLA"
     return installation()
+
+
+def delta_supports(r: Recurrence) -> str | None:
+    """Return None, or why a recurrence that erases is not one that the kernels of the delta rule compute."""
+    if r.erasing.beta is None:
+        return "erase and write are not supported, only beta"
+    if r.decay.form == "key":
+        return "per-key gates with beta are not supported"
+    if r.q.shape[3] > WIDEST or r.v.shape[3] > WIDEST:
+        return f"keys and values wider than {WIDEST} with beta are not supported"
+    return None
 
 
 def padded(width: int) -> int:
@@ -103,9 +116,10 @@ def group_size(r: Recurrence) -> int:
 def in_one_row(r: Recurrence) -> bool:
     """Return whether the kernels take packed sequences as one row of tokens, with a reset of its gates at every boundary.
 
-    Resets are exact for other than per-key gates. States that enter or leave at a boundary have no place in such a row.
+    Resets are exact for other than per-key gates. States that enter or leave at a boundary have no place in such a row. The
+    kernels of the delta rule scan each sequence from a chunk's start.
     """
-    return r.boundaries is not None and r.decay.form != "key" and r.initial_state is None
+    return r.boundaries is not None and r.decay.form != "key" and r.initial_state is None and r.erasure is None
 
 
 def pairs_heads(r: Recurrence) -> bool:
@@ -117,10 +131,12 @@ def pairs_heads(r: Recurrence) -> bool:
 
 def shapes(r: Recurrence) -> list[HopperConfig]:
     """What can run: 128 columns only of blocks of 128 x 128 or pairs of heads, segments of no less than four chunks, none of
-    packed calls that are not one row."""
+    packed calls that are not one row, nor with beta."""
     widths = Widths.of(r, square=False)
     wide = widths.K == widths.V == WIDEST or pairs_heads(r)
-    whole = r.boundaries is not None and not in_one_row(r)
+    if r.erasure is not None:
+        wide = widths.V == WIDEST
+    whole = r.erasure is not None or (r.boundaries is not None and not in_one_row(r))
     most = 1 if whole else max(1, r.q.shape[1] // (4 * C))
     return [HopperConfig(p, columns) for columns in (64, 128)[: 1 + wide] for p in range(1, min(MOST_PARTS, most) + 1)]
 

@@ -2,7 +2,7 @@
 
 docs/internals/experiments/hopper.md has the figures.
 
-They are registered here and written in `chunked`, which loads Pallas when one of them runs.
+They are registered here and written in `chunked` and, for the delta rule, `delta`, which load Pallas when one of them runs.
 """
 
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals
@@ -11,16 +11,21 @@ from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, in_one_row
 
 # Above Triton's 10 or below it, and always above XLA's: docs/internals/hopper.md has the bounds.
 FASTER, SLOWER = 15, 5
+UNMEASURED = -1  # with beta: no GPU has run these kernels yet, so that platform="pallas" alone chooses them
 
 
 def forward_priority(r: Recurrence) -> int:
     """Faster than Triton's at all that was measured, which was no less than 1024 tokens."""
+    if r.erasure is not None:
+        return UNMEASURED
     return FASTER if r.q.shape[1] >= 1024 else SLOWER
 
 
 def gradient_priority(r: Recurrence) -> int:
     """Faster from as many rows of heads on as a sequence of 2048 tokens and 16 heads has, no faster with half of them; of wide
     heads each block counts."""
+    if r.erasure is not None:
+        return UNMEASURED
     heads = r.num_heads * Widths.of(r, square=True).stored.count
     return FASTER if r.q.shape[0] * r.q.shape[1] * heads >= 2048 * 16 else SLOWER
 
@@ -55,6 +60,8 @@ def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) 
     """Why packed sequences are not read where they are, as one row."""
     if r.boundaries is None or r.decay.form == "key" or (in_one_row(r) and d_final is None):
         return {}
+    if r.erasure is not None:
+        return {"packed sequences as one row": "with beta each sequence is copied to a chunk's start"}
     states = "initial states enter" if r.initial_state is not None else "the gradient of final states enters"
     why = f"{states} at boundaries, so each sequence is copied to a chunk's start"
     return {"packed sequences as one row": why}
@@ -62,6 +69,10 @@ def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) 
 
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
     """As `chunked`, and return also the states at its chunks, which the gradient would otherwise compute again."""
+    if r.erasure is not None:
+        from glax._src.kernels.pallas_gpu import delta
+
+        return delta.chunked_with_residuals(r, config)
     from glax._src.kernels.pallas_gpu import chunked as launch
 
     return launch.chunked_with_residuals(r, config)
@@ -77,9 +88,14 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
     two_phase=forward_two_phase,
     forward_with_residuals=chunked_with_residuals,
     forgoes=forgoes_one_row,
+    erases=True,
 )
 def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     """The recurrence in chunks; q, k, v and gates are read once, the output is written once, the state stays on chip."""
+    if r.erasure is not None:
+        from glax._src.kernels.pallas_gpu import delta
+
+        return delta.chunked(r, config)
     from glax._src.kernels.pallas_gpu import chunked as launch
 
     return launch.chunked(r, config)
@@ -95,11 +111,16 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     two_phase=gradient_two_phase,
     omits_d_final=in_one_row,
     forgoes=forgoes_one_row,
+    erases=True,
 )
 def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig
 ) -> Recurrence:
     """The gradient in every input from the states at both ends of each chunk."""
+    if r.erasure is not None:
+        from glax._src.kernels.pallas_gpu import delta
+
+        return delta.chunked_vjp(r, d_output, d_final, residuals, config)
     from glax._src.kernels.pallas_gpu import chunked as launch
 
     return launch.chunked_vjp(r, d_output, d_final, residuals, config)

@@ -1,0 +1,220 @@
+"""Compare the gated delta rule on an NVIDIA GPU with fla-core and jax-linear-attention, where these are installed.
+
+python benchmarks/delta_gpu.py                            # times, multiples of the floor, memory
+python benchmarks/delta_gpu.py --shape 1,8192,16,32       # B, T, heads of q and k, heads of v; all are 128 wide
+python benchmarks/delta_gpu.py --errors                   # against the recurrence in float64, at 2,1024,2,4; nothing is timed
+python benchmarks/delta_gpu.py --tune                     # fla-core's candidates alone, in short runs
+
+Gates are log-sigmoid, a gate for each head and token. Each peer runs as its users call it, with many calls in flight, in turns.
+The floor reads each input once and writes each output once, at the rate of a copy; with gradient, those of both passes.
+"""
+
+import argparse
+import functools
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from peers_fla import MIB, UntunedError, no_tuning, short_tuning
+from timing import table
+
+import glax
+from glax._src.core.bind import bind
+from glax.cli.arguments import four_numbers
+from glax.cli.measure import Way, copy_gbytes, interleaved
+from glax.testing.reference import reference, reference_gradient
+
+WIDTH = 128
+SHAPES = (4, 2048, 16, 16), (1, 8192, 16, 32), (1, 8192, 16, 64), (1, 32768, 8, 16)
+ERRORS = 2, 1024, 2, 4
+PARTS = "output", "dq", "dk", "dv", "dg", "dbeta"
+PLATFORMS = "pallas", "triton"
+
+
+class Problem(NamedTuple):
+    """q, k, v, the gates, beta, and the gradient of the output."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+    d_output: jax.Array
+
+    @classmethod
+    def of(cls, B: int, T: int, key_heads: int, heads: int, least: float = 0.0) -> "Problem":
+        """least: the value of a twentieth of the log gates; 0 leaves them as they are."""
+        q, k, v, do, g, beta, dice = (jax.random.key(i) for i in range(7))
+        narrow, wide = (B, T, key_heads, WIDTH), (B, T, heads, WIDTH)
+        q, k = (jax.random.normal(key, narrow) for key in (q, k))
+        q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+        logs = jax.nn.log_sigmoid(jax.random.normal(g, wide[:3]))
+        if least:
+            logs = jnp.where(jax.random.uniform(dice, wide[:3]) < 0.05, least, logs)
+        beta = jax.nn.sigmoid(jax.random.normal(beta, wide[:3]))
+        v, do = (jax.random.normal(key, wide) for key in (v, do))
+        given = (x.astype(jnp.bfloat16) for x in (q, k, v))
+        return cls(*given, logs.astype(jnp.float32), beta.astype(jnp.bfloat16), do.astype(jnp.bfloat16))
+
+    def floor(self, rate: float) -> tuple[float, float]:
+        """Return the milliseconds of the forward, and of forward and gradient. rate: GB/s."""
+        keys, values = self.q.nbytes + self.k.nbytes, self.v.nbytes
+        forward, both = keys + 2 * values, 3 * keys + 6 * values  # and gates, a hundredth of these
+        return forward / rate / 1e6, both / rate / 1e6
+
+
+class JaxWay:
+    """A function of q, k, v, g and beta that returns the output, compiled alone and with its gradient."""
+
+    def __init__(self, problem: Problem, output: Callable):
+        def with_gradient(*x):
+            found, pull = jax.vjp(output, *x[:5])
+            return found, *pull(x[5])
+
+        self.forward, self.both = (
+            functools.partial(jax.jit(f).lower(*x).compile(), *x)
+            for f, x in ((output, problem[:5]), (with_gradient, problem))
+        )
+
+    def ways(self) -> list[Way]:
+        return [Way("forward", self.forward), Way("both", self.both)]
+
+    def results(self) -> list[np.ndarray]:
+        return [np.asarray(x, np.float64) for x in self.both()]
+
+    def peak_mib(self) -> float:
+        memory = self.both.func.memory_analysis()
+        return (memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes) / MIB
+
+
+class Fla:
+    """fla-core's chunk_gated_delta_rule from PyTorch."""
+
+    def __init__(self, problem: Problem):
+        import torch
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        self.torch, self.op = torch, chunk_gated_delta_rule
+        self.inputs = [torch.from_dlpack(x).clone().requires_grad_() for x in problem[:5]]
+        self.d_output = torch.from_dlpack(problem.d_output).clone()
+        self.both()
+        self.forward()
+
+    def output(self):
+        q, k, v, g, beta = self.inputs
+        return self.op(q, k, v, g=g, beta=beta)[0]
+
+    def forward(self):
+        with self.torch.no_grad():
+            return self.output()
+
+    def both(self):
+        found = self.output()
+        return found, *self.torch.autograd.grad(found, self.inputs, self.d_output)
+
+    def ways(self) -> list[Way]:
+        def wait(_):
+            self.torch.cuda.synchronize()
+
+        return [Way("forward", self.forward, wait), Way("both", self.both, wait)]
+
+    def results(self) -> list[np.ndarray]:
+        return [x.detach().double().cpu().numpy() for x in self.both()]
+
+    def peak_mib(self) -> float:
+        self.torch.cuda.synchronize()
+        self.torch.cuda.reset_peak_memory_stats()
+        self.both()
+        return self.torch.cuda.max_memory_allocated() / MIB
+
+
+def by_glax(platform: str) -> Callable:
+    def output(q, k, v, g, beta):
+        return glax.gated_delta_rule(q, k, v, g, beta, platform=platform).output
+
+    return output
+
+
+def by_jla(q, k, v, g, beta):
+    from jla import ops
+
+    return ops.linear_attention("gated_deltanet", q, k, v, g=g, beta=beta, impl="mosaic_gpu")[0]
+
+
+def implementations(problem: Problem) -> dict[str, JaxWay | Fla]:
+    """Return those that run here; of the others, the reason is printed."""
+    makers: dict[str, Callable] = {
+        f"glax, {platform}": functools.partial(JaxWay, problem, by_glax(platform)) for platform in PLATFORMS
+    }
+    makers |= {"jax-linear-attention": functools.partial(JaxWay, problem, by_jla)}
+    makers |= {"fla-core": functools.partial(Fla, problem)}
+    made = {}
+    for name, make in makers.items():
+        try:
+            made[name] = make()
+        except (ImportError, NotImplementedError, RuntimeError, TypeError, UntunedError, ValueError) as reason:
+            print(f"{name} does not run: {type(reason).__name__}: {reason!s:.300}", flush=True)
+    return made
+
+
+def print_errors():
+    """Print the relative errors against the recurrence in float64, and whether results repeat in every bit."""
+    for least in (0.0, -100.0):
+        problem, rows = Problem.of(*ERRORS, least=least), []
+        wide = [x.astype(jnp.float32) for x in problem[:5]]
+        r = bind(*wide[:3], g=wide[3], beta=wide[4])
+        zeros = jnp.zeros(r.state_shape, jnp.float32)
+        d = reference_gradient(r, problem.d_output.astype(jnp.float32), zeros)
+        assert d.erasure is not None
+        wanted = [reference(r).output, d.q, d.k, d.v, d.decay.head, d.erasure.beta]
+        for name, made in implementations(problem).items():
+            found, again = made.results(), made.results()
+            errors = (np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(found, wanted, strict=True))
+            row = dict(zip(PARTS, (f"{x:.2e}" for x in errors), strict=True))
+            repeats = all(np.array_equal(x, y) for x, y in zip(found, again, strict=True))
+            rows.append({"errors": name, **row, "repeats": str(repeats)})
+        print(f"gates of {least} on 5%" if least else "log-sigmoid gates", table(rows), sep="\n", flush=True)
+
+
+def print_times(shape: tuple[int, int, int, int], rate: float, iters: int):
+    problem = Problem.of(*shape)
+    floor, made, rows = problem.floor(rate), implementations(problem), []
+    timings = interleaved([way for x in made.values() for way in x.ways()], iters)
+    for (name, x), times in zip(made.items(), zip(timings[::2], timings[1::2], strict=True), strict=True):
+        row: dict[str, object] = {"B,T,q,v": ",".join(map(str, shape)), "by": name}
+        for mode, least, time in zip(("forward", "both"), floor, times, strict=True):
+            row |= {f"{mode} ms": f"{time.median:.3f}", f"{mode} x floor": f"{time.median / least:.2f}"}
+        rows.append(row | {"peak MiB": f"{x.peak_mib():.0f}"})
+    print(table(rows), flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=four_numbers, action="append")
+    parser.add_argument("--iters", type=int, default=7)
+    parser.add_argument("--errors", action="store_true")
+    parser.add_argument("--tune", action="store_true")
+    args = parser.parse_args()
+    shapes = args.shape or SHAPES
+    if args.tune:
+        short_tuning()
+        for shape in shapes:
+            Fla(Problem.of(*shape))
+            print("tuned", *shape, flush=True)
+    elif args.errors:
+        print_errors()
+    else:
+        rate = copy_gbytes(args.iters)
+        print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, a copy moves {rate:.0f} GB/s")
+        with no_tuning():
+            for shape in shapes:
+                print_times(shape, rate, args.iters)
+
+
+if __name__ == "__main__":
+    main()
