@@ -16,6 +16,7 @@ def compiled(f: Callable, *operands) -> Callable:
     return jax.jit(f).lower(*operands).compile()
 
 
+LONG = 1000.0  # milliseconds
 WARM = 10.0  # milliseconds; after one run alone the next of a small candidate takes a tenth longer
 
 
@@ -26,14 +27,14 @@ def interleaved(
 
     A candidate rests once it has run `repeats` times, or 3 times and for `seconds`. All must be compiled. With `warm`
     each timed run follows untimed ones, until they have taken WARM, so that a small candidate does not pay for the memory and the
-    caches that a large one took.
+    caches that a large one took. One that takes more than LONG is timed without them after its first run.
     """
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     ways = {name: Way(name, functools.partial(run, *operands)) for name, run in candidates.items()}
     for _ in range(repeats):
         for name, way in ways.items():
             if len(samples[name]) < 3 or sum(samples[name]) < 1e3 * seconds:
-                untimed = 0.0
+                untimed = LONG if samples[name] and samples[name][-1] > LONG else 0.0
                 while warm and untimed < WARM:
                     untimed += milliseconds(way, 1)
                 samples[name].append(milliseconds(way, 1))

@@ -113,6 +113,22 @@ def test_a_growing_state_is_as_exact_as_float32_allows(case, spec):
     at_each_draw(case, check)
 
 
+@on_each(GROWING, BACKWARD)
+def test_a_gradient_through_a_growing_state_is_as_exact_as_float32_allows(case, spec):
+    """No worse than 3 times the same reference in float32, as above; T is short enough that gradients stay below 1e30."""
+    run = compiled(case, spec)
+
+    def check(draw):
+        r, d, want = wanted_gradient(case, draw)
+        plain, got, want = (named(x) for x in (reference_gradient(r, *d, np.float32), run(r, *d), want))
+        for name, exact in want.items():
+            assert norm(exact) < 1e30
+            bar = max(3 * norm(np.asarray(plain[name], np.float64) - exact) / norm(exact), ERASING_BARS["float32"][1])
+            assert_close(name, got[name], exact, bar)
+
+    at_each_draw(case, check)
+
+
 def test_float64():
     with jax.enable_x64(True):
         for name in ("head", "erase-write-key-packed-reverse"):
