@@ -1,7 +1,16 @@
-"""The delta rule in native code beside plain JAX: part of `python benchmarks/cpu.py --delta`."""
+"""The delta rule in native code beside plain JAX: part of `python benchmarks/cpu.py --delta`.
 
+python benchmarks/delta_rule.py    # how time and memory grow with T: microseconds of processor time a token, and MiB
+"""
+
+import ast
 import dataclasses
 import functools
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -156,3 +165,36 @@ def bars(found: dict) -> list[tuple[str, float, str, bool]]:
         (f"{r['title']}: native, times as fast as {r['best']}", r["ratio"], f">= {BAR}", r["ratio"] >= BAR)
         for r in found["results"]
     ]
+
+
+def resident(name: str) -> float:
+    """MiB of memory of this process, by a name of /proc/self/status."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 2**10
+
+
+def grown(T: int) -> dict[str, float]:
+    """Time per token in both modes, and what the gradient adds to the peak of this process, its results included."""
+    row, arrays = {"T": T}, operands(1, T, 4, 64)
+    for mode in MODES:
+        run = compiled(in_mode(by_glax, mode), *arrays)
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = resident("VmHWM")
+        jax.block_until_ready(run(*arrays))
+        mib = resident("VmHWM") - before
+        spent = []
+        for _ in range(7):
+            began = time.process_time()
+            jax.block_until_ready(run(*arrays))
+            spent.append(time.process_time() - began)
+        row[f"{mode}, us a token"] = 1e6 * statistics.median(spent) / T
+    return row | {"peak of the gradient, MiB": mib, "its results, MiB": sum(x.nbytes for x in arrays) / 2**20}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        print(grown(int(sys.argv[1])))
+    else:  # each length in a process of its own, because a peak never falls
+        lengths = [2048 * 2**i for i in range(6)]
+        rows = [subprocess.check_output([sys.executable, __file__, str(T)], text=True) for T in lengths]
+        print(table([ast.literal_eval(row) for row in rows]))
