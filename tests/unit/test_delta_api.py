@@ -7,6 +7,7 @@ import pytest
 
 import glax
 from glax._src.core.bind import bind
+from glax._src.kernels import load_kernels
 from glax.testing.reference import reference
 from tests.close import assert_close
 
@@ -129,6 +130,7 @@ def test_vmap_merges_into_the_batch():
 
 
 def test_explain_names_the_kernels_that_do_not_erase():
+    load_kernels()
     reasons = {s.name: s.refusal(bind(q, k, v, beta=beta)) for s in glax.kernel_registry.kernels.values()}
     on_tpu = [s for s in glax.kernel_registry.kernels.values() if s.backend is glax.Backend.TPU]
     assert on_tpu and not any(s.erases for s in on_tpu)
