@@ -1,4 +1,4 @@
-"""What the Hopper kernels can run, and how a call is cut into programs."""
+"""Define which calls the Hopper kernels run, and how a call is divided into programs."""
 
 import dataclasses
 import importlib.util
@@ -17,7 +17,7 @@ MOST_PARTS = 32
 
 
 def installation() -> str | None:
-    """What is missing on this machine, if anything is."""
+    """Return what is missing on this machine, or None."""
     if numbers(version_of("jax") or "") < (0, 11):
         return f"needs jax>=0.11, {version_of('jax')} is installed"
     if importlib.util.find_spec("absl") is None:
@@ -45,7 +45,7 @@ def supports(r: Recurrence) -> str | None:
 
 
 def delta_supports(r: Recurrence) -> str | None:
-    """Return None, or why a recurrence that erases is not one that the kernels of the delta rule compute."""
+    """Return None, or why the kernels of the delta rule do not compute a recurrence with an erasure."""
     if r.erasing.beta is None:
         return "erase and write are not supported, only beta"
     if r.decay.form == "key":
@@ -56,16 +56,16 @@ def delta_supports(r: Recurrence) -> str | None:
 
 
 def padded(width: int) -> int:
-    """The width of the blocks that hold `width` columns: 64 where half of one of 128 would be empty."""
+    """Return the width of the blocks that hold `width` columns: 64 if half of a block of 128 would be empty, else 128."""
     return WIDEST if -(-width // 64) % 2 == 0 else 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """The blocks that a state is cut into, and the widths of one. Together they are as wide as the state or wider.
+    """The blocks that a state is divided into, and the widths of one block. Together they are at least as wide as the state.
 
-    stored: the blocks that states are stored by for the gradient, which is computed by these. With per-head gates a program of
-    a scan has all of K, and its 64 columns of a state are stored as parts of several blocks.
+    stored: the blocks by which states are stored for the gradient, which is computed by these blocks. With per-head gates a
+    program of a scan has all of K, and its 64 columns of a state are stored as parts of several blocks.
     """
 
     blocks: Blocks
@@ -75,7 +75,8 @@ class Widths:
 
     @classmethod
     def of(cls, r: Recurrence, square: bool) -> "Widths":
-        """square: for the gradient, whose kernels take square blocks: of 64 columns where keys are that narrow, else of 128."""
+        """Return the widths for r. square: whether the gradient's kernels need square blocks, of 64 columns where keys are that
+        narrow and else of 128."""
         K, V = 64 if r.q.shape[3] <= 64 else WIDEST, padded(r.v.shape[3])
         if square:
             V = K
@@ -87,9 +88,10 @@ class Widths:
 
 @dataclasses.dataclass(frozen=True)
 class HopperConfig(Config):
-    """parts: segments into which every sequence is cut, 1 to leave it whole. columns: of the state in a program, 64 or 128.
+    """Configure the Hopper kernels. parts: the segments of every sequence, 1 for none. columns: the columns of the state in a
+    program, 64 or 128.
 
-    128 columns of heads of 64 are two heads, which share queries and keys (`scan_head_pair`).
+    With heads of 64 columns, 128 columns are two heads, which share queries and keys (`scan_head_pair`).
     """
 
     parts: int = 1
@@ -116,22 +118,25 @@ def group_size(r: Recurrence) -> int:
 def in_one_row(r: Recurrence) -> bool:
     """Return whether the kernels take packed sequences as one row of tokens, with a reset of its gates at every boundary.
 
-    Resets are exact for other than per-key gates. States that enter or leave at a boundary have no place in such a row. The
+    Resets are exact for all gates but per-key gates. States that enter or leave at a boundary have no place in such a row. The
     kernels of the delta rule scan each sequence from a chunk's start.
     """
     return r.boundaries is not None and r.decay.form != "key" and r.initial_state is None and r.erasure is None
 
 
 def pairs_heads(r: Recurrence) -> bool:
-    """Return whether a program can scan two heads: of 64 columns, for other than per-key gates, in groups of even size."""
+    """Return whether a program can scan two heads. They must have 64 columns, no per-key gates, and groups of even size."""
     widths = Widths.of(r, square=False)
     one_block = widths.K <= WIDEST and widths.V == 64 and widths.blocks.count == 1
     return r.decay.form != "key" and one_block and group_size(r) % 2 == 0
 
 
 def shapes(r: Recurrence) -> list[HopperConfig]:
-    """What can run: 128 columns only of blocks of 128 x 128 or pairs of heads, segments of no less than four chunks, none of
-    packed calls that are not one row, nor with beta."""
+    """Return the configs that can run r.
+
+    128 columns need blocks of 128 x 128 or pairs of heads. A segment has at least four chunks. Packed calls have several
+    segments only as one row, and calls with an erasure have one.
+    """
     widths = Widths.of(r, square=False)
     wide = widths.K == widths.V == WIDEST or pairs_heads(r)
     if r.erasure is not None:
@@ -142,10 +147,10 @@ def shapes(r: Recurrence) -> list[HopperConfig]:
 
 
 def rounds(r: Recurrence, config: HopperConfig) -> float:
-    """The time of a call in chunks of one program, which holds a multiprocessor.
+    """Return an estimate of a call's time, in units of one chunk of one program. A program occupies a multiprocessor.
 
-    Segments read k, v and the gates a second time. Half the columns take most of the time of all. The factors are measurements:
-    docs/internals/experiments/hopper.md.
+    Segments read k, v and the gates a second time. Half of the columns take most of the time of all. The factors are
+    measurements; see docs/internals/experiments/hopper.md.
     """
     widths = Widths.of(r, square=False)
     columns = r.num_heads * widths.blocks.count * widths.V

@@ -19,7 +19,7 @@ from glax._src.kernels.pallas_gpu.plan import C
 
 @dataclasses.dataclass(frozen=True)
 class DeltaLayout:
-    """A recurrence laid out for the kernels, beta by chunk, and the pairs R and P of every chunk and head."""
+    """A recurrence of the delta rule laid out for the kernels: beta by chunk, and the pairs R and P of every chunk and head."""
 
     layout: KernelLayout
     stripes: int
@@ -29,7 +29,7 @@ class DeltaLayout:
 
     @classmethod
     def of(cls, r: Recurrence, config: HopperConfig) -> "DeltaLayout":
-        """Raises ValueError if the config cuts sequences into segments."""
+        """Return the layout. Raises ValueError if the config cuts sequences into segments."""
         if config.parts > 1:
             raise ValueError(
                 f"parts must be 1 with beta, for the kernels of the delta rule do not cut sequences into segments; got "
@@ -66,13 +66,15 @@ class DeltaLayout:
 
 
 def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
-    """Form the pairs of all chunks in parallel, then scan every sequence."""
+    """Compute the outputs and final states. The pairs of all chunks are formed in parallel, and then every sequence is
+    scanned."""
     d = DeltaLayout.of(r, config)
     return outputs(d, d.scan("outputs", d.layout.v, r.initial_state))
 
 
 def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals]:
-    """Return also the states before the chunks and what their tokens write, in one array, [B, chunks, H, V, K + C]."""
+    """Compute `chunked` and the residuals: the states before the chunks and what their tokens write, in one array [B, chunks,
+    H, V, K + C]."""
     d = DeltaLayout.of(r, config)
     found = d.scan("residuals", d.layout.v, r.initial_state)
     return outputs(d, found), Residuals(found.states, jnp.zeros(found.states.shape[:3], jnp.int32))
@@ -84,10 +86,10 @@ def outputs(d: DeltaLayout, found: Results) -> Outputs:
 
 
 def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, config: HopperConfig) -> Recurrence:
-    """Return the gradient in every input of r.
+    """Compute the gradient of every input of r.
 
-    A scan against time stores dL/dS behind the chunks, and the gradient of what tokens write. With these and what the forward
-    saved one kernel computes the gradient of all chunks in parallel. residuals: None if not at hand.
+    A reverse scan stores dL/dS behind the chunks and the gradient of what tokens write. From these and from the residuals, one
+    kernel computes the gradients of all chunks in parallel. residuals: what the forward saved, or None to compute it again.
     """
     d, reverse = DeltaLayout.of(r, config), r.reverse
     p = d.layout
@@ -117,7 +119,8 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
 
 
 def gate_gradient(p: KernelLayout, terms):
-    """Return the gradient of the log gates of every token, [B, chunks, H, C]: see `delta_vjp`. terms: the rows of its results."""
+    """Return the gradient of the log gates of every token, [B, chunks, H, C]; `delta_vjp` has the formula. terms: the rows of
+    its results."""
     scale = p.scale_of_chunks()[..., None, None]
     onward = np.tri(C, dtype=np.float32)  # [i, t]: token i no earlier than token t in memory
     onward = jnp.asarray(onward.T if p.r.reverse else onward)
@@ -129,7 +132,7 @@ def gate_gradient(p: KernelLayout, terms):
 
 
 def tokens_only(p: KernelLayout, x):
-    """Return x [B, chunks, H, C], 0 where a row holds no token."""
+    """Return x [B, chunks, H, C] with 0 where a row holds no token."""
     if p.rows.source is None:
         held = np.arange(p.chunks * C).reshape(p.chunks, 1, C) < p.r.q.shape[1]
     else:

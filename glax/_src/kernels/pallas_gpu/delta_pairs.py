@@ -1,4 +1,4 @@
-"""The pairs of tokens of every chunk under the delta rule: the inverse and the scores P, with per-head gates.
+"""Form the pairs of tokens of every chunk under the delta rule: the inverse and the scores P, with per-head gates.
 
 G_i is the sum of a chunk's log gates through token i:
 
@@ -6,14 +6,14 @@ G_i is the sum of a chunk's log gates through token i:
     R    = (I + L)^-1 - I
     P_ij = scale (q_i . k_j) e^{G_i - G_j}      j before i, j = i
 
-No exponent is above 0 for gates <= 0, so one form is exact for all; a gate of -inf makes its pairs 0. L includes the decays: the
-inverse without them may overflow where they keep the chunk's own small.
+No exponent is above 0 for gates <= 0, so one form is exact for all gates; a gate of -inf makes its pairs 0. L includes the
+decays. The inverse of a matrix without decays may overflow where (I + L)^-1 is small.
 
-The inverse is that of forward substitution by blocks: the inverses of blocks on the diagonal, at first single tokens, are merged
-with their neighbours' until one block is left. With X these inverses and M the blocks of L between neighbours, the merged ones
-are X - X M X. The operands of these products are sums of two bfloat16, which hold 16 digits. No power of L is formed.
+The inverse is formed by blocks. The inverses of blocks on the diagonal, at first single tokens, are merged with their
+neighbours' until one block is left. With X the inverses and M the blocks of L between neighbours, the merged inverses are X - X
+M X. The operands of these products are sums of two bfloat16 numbers, which hold 16 bits. No power of L is formed.
 
-A program has one chunk of one head, and one warpgroup. Programs are short: several share a multiprocessor, and each computes
+A program has one chunk of one head, and one warpgroup. Programs are short. Several share a multiprocessor, and one computes
 while another loads.
 """
 
@@ -39,7 +39,7 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """In global memory."""
+    """Hold the operands, in global memory."""
 
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
@@ -49,14 +49,14 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """In global memory."""
+    """Hold the results, in global memory."""
 
     inverse: Ref  # [B, chunks, H, C, C]: R
     scores: Ref  # [B, chunks, H, C, C]: P
 
 
 class Tiles(NamedTuple):
-    """In shared memory. A pair is a matrix in two terms."""
+    """Hold the shared memory. A pair is a matrix in two terms."""
 
     q: Ref  # [C, K]
     k: Ref  # [C, K]
@@ -148,19 +148,20 @@ def store_split(pair, x):
 
 
 def exact_product(a, pair):
-    """Return a @ b in float32 but for the product of what both lose in bfloat16. a: in registers; pair: the terms of b."""
+    """Return a @ b in float32, without the product of what both lose in bfloat16. a: in registers. pair: the terms of b."""
     high, rest = split(a)
     return tiles.product(PAIRS, (high, pair[0]), (high, pair[1]), (rest, pair[0]))
 
 
 def between_neighbours(L, size: int, i, j):
-    """Return the blocks of L under every second block of `size` on the diagonal, 0 elsewhere."""
+    """Return the blocks of L below every second block of `size` on the diagonal, and 0 elsewhere."""
     block_i, block_j = quotient(i, size), quotient(j, size)
     return jnp.where((block_i == block_j + 1) & (remainder(block_j, 2) == 0), L, 0.0)
 
 
 def merged(X, L, size: int, i, j, t: Tiles):
-    """Return the inverses of blocks of 2 * size on the diagonal of I + L. X [C, C]: those of blocks of `size`."""
+    """Return the inverses of the blocks of 2 * size on the diagonal of I + L, from X [C, C], the inverses of the blocks of
+    `size`."""
     store_split(t.inverse, X)
     through = exact_product(between_neighbours(L, size, i, j), t.inverse)
     store_split(t.product, through)

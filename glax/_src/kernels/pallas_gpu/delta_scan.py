@@ -1,22 +1,22 @@
-"""Scan under the delta rule with per-head gates: outputs, or what the gradient reads.
+"""Scan under the delta rule with per-head gates, for the outputs or for what the gradient reads.
 
-G_i is the sum of a chunk's log gates through token i, L the sum of all of them; S [K, V] is the state before the chunk, R and P
-are those of `delta_pairs`:
+G_i is the sum of a chunk's log gates through token i, and L the sum of all of them. S [K, V] is the state before the chunk. R
+and P are those of `delta_pairs`:
 
     X    = beta (V - e^G K S)
     U    = X + R X                      what the tokens write
     O    = scale e^G Q S + P U
     S'   = e^L S + K^T (e^{L - G} U)
 
-The scan of the adjoint goes against time, from dS' = dL/dS' behind the chunk and dO:
+The scan of the adjoint is a reverse scan, from dS' = dL/dS' behind the chunk and dO:
 
     dU   = e^{L - G} K dS' + P^T dO
     dX   = dU + R^T dU                  dV = beta dX
     dS   = e^L dS' + Q^T (scale e^G dO) - K^T (beta e^G dX)
 
-All of it is computed transposed, [V, tokens] and [V, K]: columns of the state depend on no others. So a warpgroup carries 64 of
-them in registers, and each product reads from there what the product before has left: nothing passes through shared memory
-between. One more warpgroup fetches.
+Everything is computed transposed, [V, tokens] and [V, K], because columns of the state do not depend on each other. A warpgroup
+carries 64 columns in registers. Each product reads its operand from the registers that the product before has written, so
+nothing passes through shared memory in between. One more warpgroup fetches.
 """
 
 import dataclasses
@@ -44,11 +44,11 @@ Ref = Any
 
 @dataclasses.dataclass(frozen=True)
 class DeltaScan:
-    """What a scan is compiled for.
+    """The sizes and options that a scan is compiled for.
 
-    kind: what it writes. "outputs": O. "states": S before each chunk and U, for the gradient. "residuals": both. "adjoint": dS'
-    behind each chunk and dX, and dV, against time. H: heads; K and V: the widths of one. stripes: warpgroups of a program that
-    carry columns, 1 or 2. start: sequences begin from given states.
+    kind: what the scan writes. "outputs": O. "states": S before each chunk and U, for the gradient. "residuals": both.
+    "adjoint": dS' behind each chunk, dX and dV, in reverse. H: the number of heads. K, V: the widths of a head. stripes: the
+    warpgroups of a program that carry columns, 1 or 2. start: whether sequences begin from given states.
     """
 
     kind: Literal["outputs", "states", "residuals", "adjoint"]
@@ -62,7 +62,7 @@ class DeltaScan:
 
     @property
     def writes_tokens(self) -> bool:
-        """Whether it writes O or dV."""
+        """Return whether the scan writes O or dV."""
         return self.kind != "states"
 
     @property
@@ -71,17 +71,17 @@ class DeltaScan:
 
     @property
     def reads_queries(self) -> bool:
-        """Whether it reads q and P."""
+        """Return whether the scan reads q and P."""
         return self.kind != "states"
 
     @property
     def beside(self) -> int:
-        """Columns beside a stored state: U, or dX in two terms, which the gradient of beta needs."""
+        """Return the number of columns beside a stored state: U, or dX in two terms, because the gradient of beta needs both."""
         return 2 * C if self.kind == "adjoint" else C
 
     @property
     def descending(self) -> bool:
-        """Whether it goes from the last chunk to the first."""
+        """Return whether the scan goes from the last chunk to the first."""
         return self.reverse != (self.kind == "adjoint")
 
     @property
@@ -90,19 +90,19 @@ class DeltaScan:
 
     @property
     def stages(self) -> int:
-        """Chunks in shared memory at a time: what 227 KB hold at widths of 128."""
+        """Return the number of chunks in shared memory: as many as 227 KB hold at widths of 128."""
         if self.stores_states and self.reads_queries and self.stripes == 2:
             return 2
         return 3 if self.reads_queries else 4
 
     @property
     def last_token(self) -> int:
-        """The last token of a chunk in the order of the recurrence."""
+        """Return the last token of a chunk in the order of the recurrence."""
         return 0 if self.reverse else C - 1
 
 
 class Operands(NamedTuple):
-    """In global memory."""
+    """Hold the operands, in global memory."""
 
     table: Ref  # [N, 4]: of every sequence its batch row, first chunk, number of chunks and place
     q: Ref  # [B, T, HQ, K]
@@ -117,7 +117,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """In global memory. A result that the plan leaves out has one tile."""
+    """Hold the results, in global memory. A result that the plan leaves out has one tile."""
 
     output: Ref  # [B, T, H, V]: O or dV
     states: Ref  # [B, chunks, H, V, K + beside]: S before each chunk and U, or dS' behind it and dX; transposed
@@ -135,7 +135,7 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """In shared memory, by stage; the last two by warpgroup."""
+    """Hold the shared memory, by stage. The last two tiles are by warpgroup."""
 
     q: Ref  # [stages, C, K]
     k: Ref  # [stages, C, K]
@@ -164,7 +164,7 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """What warpgroups wait for, by stage."""
+    """Hold the barriers by stage, each named by what it reports."""
 
     loaded: Ref
     consumed: Ref
@@ -189,7 +189,8 @@ class Program:
     barriers: Barriers
 
     def place(self):
-        """Return the group of columns, the head and the sequence; again wherever they are needed, so that none is held."""
+        """Return the group of columns, the head and the sequence. They are computed at each use, so that no register holds
+        them."""
         w = self.plan
         return place_of(lax.optimization_barrier(lax.axis_index("program")), w.V // w.columns, w.H)
 
@@ -220,7 +221,7 @@ class Program:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal scans are lowered once
 def delta_scan(w: DeltaScan, rows: int, *operands) -> Results:
-    """Scan every sequence of `table`. operands: those of `Operands`. rows: of the outputs."""
+    """Scan every sequence of `table`. operands: the fields of `Operands`. rows: the number of rows of the outputs."""
     x = Operands(*operands)
     B, chunks = x.gates.shape[:2]
 
@@ -270,7 +271,7 @@ def fetch_chunks(p: Program):
 
 
 def along_tokens(ref):
-    """Return ref [C] over the rows of [STRIPE, C]."""
+    """Return ref [C], repeated over the rows of [STRIPE, C]."""
     return by_column(ref, TOKENS)
 
 
@@ -290,7 +291,7 @@ def carry_stripe(p: Program, me):
 
 
 def vector(ref):
-    """Return ref [C], which columns of [STRIPE, C] can be multiplied with: see `along_tokens`."""
+    """Return ref [C] in the layout of the columns of [STRIPE, C]; see `along_tokens`."""
     return plgpu.load(ref, layout=BY_COLUMN, optimized=False)
 
 
@@ -382,7 +383,7 @@ def write_adjoint(p: Program, me, step, dS):
 
 
 def send_state(p: Program, me, step, S, x):
-    """Send S [STRIPE, K] in bfloat16 and x [STRIPE, C] to the stored states. Their tile is free."""
+    """Send S [STRIPE, K] in bfloat16 and x [STRIPE, C] to the stored states. The caller knows that their tile is free."""
     tile, K = p.tiles.state.at[me], p.plan.K
     tile.at[:, pl.ds(0, K)][...] = S
     terms = split(x) if p.plan.beside > C else (x.astype(BF16),)
@@ -393,7 +394,7 @@ def send_state(p: Program, me, step, S, x):
 
 
 def send_tokens(p: Program, me, step, x):
-    """Send x [STRIPE, C] to the results with tokens. Its tile is free."""
+    """Send x [STRIPE, C] to the results by token. The caller knows that its tile is free."""
     tile = p.tiles.output.at[me]
     transposed(tile)[...] = x.astype(BF16)
     plgpu.commit_smem()

@@ -1,7 +1,7 @@
-"""The gradient of every chunk and head under the delta rule, with per-head gates.
+"""Compute the gradient of every chunk and head under the delta rule, with per-head gates.
 
-G_i is the sum of a chunk's log gates through token i, L the sum of all of them, D_ij = e^{G_i - G_j} for j before i, e = beta k.
-From S before the chunk, dS' = dL/dS' behind it, U and dX (`delta_scan`):
+G_i is the sum of a chunk's log gates through token i, and L the sum of all of them. D_ij = e^{G_i - G_j} for j before i, and e
+= beta k. S is the state before the chunk, and dS' = dL/dS' behind it. U and dX are those of `delta_scan`:
 
     A  = scale (dO U^T) D, its diagonal included        B = -(dX U^T) D
     dq = scale e^G (dO S^T) + A k                       de = -e^G (dX S^T) + B k
@@ -11,8 +11,8 @@ From S before the chunk, dS' = dL/dS' behind it, U and dX (`delta_scan`):
     dg_t = e^L <S, dS'> + sum_{j < t} k_j . e^{L - G_j} (U dS'^T)_j
            + sum_{i >= t} (q_i . dq_i + e_i . de_i - k_i . (A^T q + B^T e)_i)
 
-The sums over tokens are left to XLA, which has the numbers of every token. One warpgroup computes A and dq, the other B, de
-and dk. A program has one chunk of one head.
+The kernel writes the numbers of every token, and XLA sums them over tokens. One warpgroup computes A and dq, and the other B,
+de and dk. A program has one chunk of one head.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """In global memory."""
+    """Hold the operands, in global memory."""
 
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
@@ -54,7 +54,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """In global memory."""
+    """Hold the results, in global memory."""
 
     dq: Ref  # [B, T, H, K]
     dk: Ref  # [B, T, H, K]
@@ -62,7 +62,7 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """In shared memory. dq and dk take the places of q and k."""
+    """Hold the shared memory. dq and dk overwrite q and k."""
 
     q: Ref  # [C, K]
     k: Ref  # [C, K]
@@ -113,7 +113,7 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The references of one program, and its place."""
+    """The references of one program, and the program's position."""
 
     reverse: bool
     operands: Operands
@@ -143,7 +143,7 @@ class Program:
         return plgpu.load(self.tiles.beta, layout=BY_ROW)
 
     def decayed(self, pairs, diagonal: bool, factor: float = 1.0):
-        """Return factor * pairs * D. diagonal: whether the pair of a token with itself counts."""
+        """Return factor * pairs * D. diagonal: whether to include the pair of a token with itself."""
         i, j = tiles.positions(self.reverse)
         to = by_column(plgpu.load(self.tiles.gates, layout=BY_COLUMN, optimized=False), PAIRS)
         mask = i >= j if diagonal else i > j
@@ -156,7 +156,7 @@ class Program:
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal calls are lowered once
 def delta_gradient(reverse: bool, *operands) -> Results:
-    """Compute what `Results` has, of every chunk and head. operands: those of `Operands`."""
+    """Compute the fields of `Results` for every chunk and head. operands: the fields of `Operands`."""
     x = Operands(*operands)
     (B, T, H, V), K, chunks = x.d_output.shape, x.q.shape[3], x.gates.shape[1]
 
@@ -185,7 +185,7 @@ def delta_gradient(reverse: bool, *operands) -> Results:
 
 
 def load_all(p: Program):
-    """Begin to load everything."""
+    """Start to load all tiles."""
     x, t = p.operands, p.tiles
     (b, c, h), H = p.place(), x.gates.shape[2]
     for source, tile in ((x.states, t.states), (x.d_states, t.d_states)):
@@ -253,7 +253,7 @@ def of_keys(p: Program):
 
 
 def parts(V: int, K: int) -> list:
-    """Return the places of the tiles [64, 64] that a state consists of."""
+    """Return the indices of the tiles [64, 64] of a state."""
     return [(pl.ds(row, 64), pl.ds(column, 64)) for row in range(0, V, 64) for column in range(0, K, 64)]
 
 
