@@ -148,7 +148,7 @@ class Mamba2(Layer):
     def gated(
         self, y: Float[Array, "*rows H V"], x: Float[Array, "*rows H V"], projected: Float[Array, "*rows inputs"]
     ) -> Float[Array, "*rows inside"]:
-        """The skip D x, and the norm with its gate z, the first part of W_in's output."""
+        """Return the skip D x, and the norm with its gate z, the first part of W_in's output."""
         z = projected[..., : self.num_heads * self.head_width]
         wide = x.astype(jnp.float32)
         D = for_rows(wide, self.D[...].reshape(self.num_heads, -1))

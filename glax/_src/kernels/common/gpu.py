@@ -17,7 +17,7 @@ def multiprocessors() -> int:
 
 
 def capability() -> tuple[int, ...]:
-    """The compute capability of the GPU that kernels are chosen for; an H100's where there is none."""
+    """Return the compute capability of the GPU that kernels are chosen for; an H100's where there is none."""
     return numbers(str(getattr(local_device(), "compute_capability", None) or "9.0"))
 
 
