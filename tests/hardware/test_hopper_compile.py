@@ -50,8 +50,6 @@ KERNELS = {
     ("gradient, one row, segments", "head", "128"): 5,
     ("forward, one row, groups, pairs", "head", "128x64"): 2,
     ("gradient, one row, groups", "head", "128x64"): 3,
-    ("forward, delta", "head", "128"): 2,
-    ("forward, delta, narrow", "head", "128"): 2,
     ("forward, residuals, delta, groups", "head", "128"): 2,
     ("forward, residuals, delta, narrow", "head", "128"): 2,
     ("gradient, delta, groups", "head", "128"): 4,
