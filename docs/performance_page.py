@@ -246,7 +246,7 @@ def training(results: list[Result]) -> str:
             x.get("implementation"),
             f"{x.get('tokens_per_second'):,}",
             x.get("gib"),
-            x.about["method"].split(", batch")[0],
+            x.get("model") or x.about["method"].split(", batch")[0],
             x.where,
         )
         for x in results
