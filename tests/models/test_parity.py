@@ -216,6 +216,49 @@ def test_nemotron_names_the_option_that_holds_its_layers(tmp_path):
         glax.models.from_pretrained(copied(tmp_path, "nemotron_h", **changes))
 
 
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (dict(model_type="delta_net", qk_norm="max"), "qk_norm='max' in config.json is not supported"),
+        (
+            dict(model_type="gated_deltanet", num_heads=2, num_v_heads=3),
+            "num_v_heads=3 in config.json is not supported",
+        ),
+        (
+            dict(model_type="gated_deltanet", head_dim=5, expand_v=1.5),
+            "expand_v=1.5 in config.json must make head_dim=5",
+        ),
+        (dict(model_type="kda", safe_gate=True), "safe_gate=True in config.json is not supported"),
+        (dict(model_type="kda", lower_bound=1.0), "lower_bound=1.0 in config.json is not supported"),
+        (
+            dict(model_type="qwen3_next", num_hidden_layers=2, linear_num_value_heads=24),
+            "linear_num_value_heads=24 in config.json is not supported",
+        ),
+        (
+            dict(model_type="qwen3_next", num_hidden_layers=2, mlp_only_layers=[2]),
+            "mlp_only_layers=[2] in config.json is not supported",
+        ),
+        (
+            dict(model_type="qwen3_next", num_hidden_layers=2, rope_parameters=dict(rope_type="yarn")),
+            "rope_parameters={'rope_type': 'yarn'} in config.json is not supported",
+        ),
+    ],
+    ids=lambda x: x["model_type"] if isinstance(x, dict) else "",
+)
+def test_options_of_the_delta_rule_that_are_not_supported(config, text):
+    with pytest.raises(ValueError) as caught:
+        glax.models.from_config(config, rngs=nnx.Rngs(0))
+    assert text in str(caught.value)
+
+
+def test_layers_of_multi_token_prediction_are_not_read(tmp_path):
+    folder = copied(tmp_path, "qwen3_next")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"mtp.norm.weight": np.zeros(16, np.float32)}, folder / "model.safetensors")
+    model = glax.models.from_pretrained(folder)
+    np.testing.assert_array_equal(model.norm.scale[...], weights["model.norm.weight"])
+
+
 def test_missing_and_left_over_weights_are_listed(tmp_path):
     folder = copied(tmp_path)
     weights = load_file(folder / "model.safetensors")
