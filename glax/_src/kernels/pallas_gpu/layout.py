@@ -1,4 +1,4 @@
-"""A recurrence as the Hopper kernels take it: rows laid out in chunks, sequences cut into segments, widths filled up."""
+"""Lay out a recurrence for the Hopper kernels: rows in chunks, sequences in segments, and widths padded."""
 
 import dataclasses
 import functools
@@ -30,11 +30,11 @@ LONG = 16  # chunks of a segment from which on a lookback is worth it: for per-k
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Where the rows of r lie in chunks: T filled up so that tiles of 8 rows divide it, packed sequences each from a
-    chunk's start on.
+    """The rows of r in chunks. T is padded so that tiles of 8 rows divide it, and every packed sequence begins at a chunk's
+    start.
 
-    begins [N + 1]: the first chunk of every packed sequence. source: the row of r in every row of chunks, or -1; None where the
-    kernels read packed rows in place, and write rows of chunks. place: the row of chunks of every row of r.
+    begins: [N + 1], the first chunk of every packed sequence. source: the row of r in every row of chunks, or -1; None where
+    the kernels read packed rows in place, and write rows of chunks. place: the row of chunks of every row of r.
     """
 
     r: Recurrence
@@ -64,17 +64,17 @@ class Rows:
 
     @property
     def in_place(self) -> bool:
-        """Whether kernels read packed rows where they are."""
+        """Return whether the kernels read packed rows in place."""
         return self.begins is not None and self.source is None
 
     @property
     def most_chunks(self) -> int:
-        """The most chunks that packed sequences take, whatever their lengths."""
+        """Return the largest number of chunks that packed sequences can take, for any lengths."""
         T, N = self.r.q.shape[1], self.r.num_sequences
         return (T + (ROWS - 1) * N * self.in_place) // C + N
 
     def take(self, x):
-        """Return x [B, T, ...] as kernels read it: packed, in place or in rows of chunks. Those without a token are 0."""
+        """Return x [B, T, ...] as the kernels read it: if packed, in place or in rows of chunks. Rows without a token are 0."""
         if self.source is not None:
             found = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
             return jnp.where((self.source >= 0).reshape(1, -1, *(1,) * (x.ndim - 2)), found, 0)
@@ -82,7 +82,7 @@ class Rows:
         return jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) if fill else x
 
     def put(self, x):
-        """The rows of r of x [B, rows of chunks, ...]; 0 in padding."""
+        """Return x [B, rows of chunks, ...] in the rows of r; 0 in padding."""
         T = self.r.q.shape[1]
         if self.place is None:
             return x[:, :T]
@@ -91,16 +91,16 @@ class Rows:
 
 
 def widen(x, width: int):
-    """x with its last axis filled up with zeros."""
+    """Return x with its last axis padded with zeros to `width`."""
     return x if x.shape[-1] == width else jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, width - x.shape[-1])))
 
 
 class KernelLayout:
-    """A recurrence laid out for the kernels: padded q, k and v in rows of chunks, gates by form, segments in a table.
+    """A recurrence laid out for the kernels: padded q, k and v in rows of chunks, gates by form, and a table of segments.
 
-    The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these.
-    square: as the gradient takes it. Its blocks are square unless `gradient_groups` computes it. edges: of a row that holds
-    packed sequences.
+    The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these blocks. square: the
+    layout of the gradient, whose blocks are square unless `gradient_groups` computes it. edges: `Edges` of a row that holds
+    packed sequences, or None.
     """
 
     def __init__(self, r: Recurrence, config: HopperConfig, square: bool = False, edges: Edges | None = None):
@@ -121,17 +121,17 @@ class KernelLayout:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of the arrays that kernels write."""
+        """Return the number of rows of the arrays that kernels write."""
         return self.chunks * C if self.rows.in_place else self.q.shape[1]
 
     @property
     def size(self) -> int:
-        """Chunks of a segment."""
+        """Return the number of chunks of a segment."""
         return -(-self.chunks // self.parts)
 
     @property
     def scales(self):
-        """`scale`, and behind it a number that none reads: an array of equal numbers XLA has a kernel write in every call."""
+        """Return `scale` with an unused number appended. XLA would write an array of equal numbers by a kernel in every call."""
         return jnp.append(self.scale, 0.0)
 
     def in_blocks(self, x, width: int):
@@ -140,15 +140,15 @@ class KernelLayout:
         return widen(x, -(-x.shape[-1] // width) * width).reshape(*x.shape[:2], -1, width)
 
     def gradient_of_keys(self, x):
-        """Return the gradient in q, k or per-key gates of every head, [B, T, H, K]. x [B, rows, H, K]: what each block adds, or
-        sums over blocks of V already."""
+        """Return the gradient of q, k or per-key gates of every head, [B, T, H, K]. x: [B, rows, H, K], the terms of each
+        block, or their sums over blocks of V."""
         columns = self.stored.columns
         if x.shape[2] == self.r.num_heads * self.stored.count and columns > 1:
             x = x.reshape(*x.shape[:2], -1, columns, x.shape[3]).astype(jnp.float32).sum(3)
         return self.rows.put(x.reshape(*x.shape[:2], self.r.num_heads, -1))[..., : self.r.q.shape[3]]
 
     def sum_of_values(self, x, blocks: Blocks):
-        """Return the outputs, or the gradient in v of every head, [B, T, H, V]. x [B, rows, H, V]: what each block adds."""
+        """Return the outputs, or the gradient of v of every head, [B, T, H, V]. x: [B, rows, H, V], the terms of each block."""
         if blocks.rows > 1:
             x = x.reshape(*x.shape[:2], self.r.num_heads, blocks.rows, -1).astype(jnp.float32).sum(3)
         return self.rows.put(x.reshape(*x.shape[:2], self.r.num_heads, -1))[..., : self.r.v.shape[3]]
@@ -158,7 +158,8 @@ class KernelLayout:
         return x if self.stored.count == 1 else x.reshape(*x.shape[:-1], -1, self.stored.count).sum(-1)
 
     def key_gates(self):
-        """[terms, B, rows of chunks, H, K] in bfloat16: others are the sum of two, which hold 16 of their digits."""
+        """Return per-key gates [terms, B, rows of chunks, H, K] in bfloat16. Gates of a wider dtype are the sum of two terms,
+        which hold 16 of their bits."""
         g = self.in_blocks(self.r.decay.key, self.K)
         if g.dtype == jnp.bfloat16:
             return g[None]
@@ -177,10 +178,10 @@ class KernelLayout:
         return jnp.zeros((*self.q.shape[:2], r.num_heads), jnp.float32)
 
     def segments(self):
-        """[E, 4]: of every segment its batch row, first chunk, number of chunks and sequence.
+        """Return the table of segments, [E, 4]: batch row, first chunk, number of chunks and sequence of each.
 
-        Packed, [E, 7]: also the first row of its first chunk in the arrays of r, divided by 8; its own first row; and that behind
-        its last.
+        If packed, the table is [E, 7]: also the first row of the segment's first chunk in the arrays of r, divided by 8; the
+        segment's first row; and the row behind its last.
         """
         if self.rows.begins is not None:
             begins, n, cuts = self.rows.begins, jnp.arange(self.N), jnp.clip(self.r.boundaries, 0, self.r.q.shape[1])
@@ -220,19 +221,20 @@ class KernelLayout:
         return pair_scan(plan, *operands) if plan.outputs and self.paired else head_scan(plan, *operands)
 
     def edge_copies(self, *arrays):
-        """Return what a kernel reads of the edges of these arrays, [B, rows, heads, width]; nothing without edges."""
+        """Return the operands by which a kernel reads the edges of these arrays, [B, rows, heads, width]. Return none without
+        edges."""
         return () if self.edges is None else (self.edges.block, *map(self.edges.copy, arrays))
 
     @property
     def lookback(self) -> int:
-        """The most chunks that a lookback reads: a sixteenth of a segment, within bounds; 0 for short segments."""
+        """Return the largest number of chunks that a lookback reads: a sixteenth of a segment, within bounds; 0 for short
+        segments."""
         return min(max(self.size // 16, LOOKBACK[0]), LOOKBACK[1]) if self.size >= LONG else 0
 
     def own_states(self, a, b, adjoint: bool, last: bool):
-        """Return the state of every segment that begins from zero, [E, H, K, V], against time over the scale; and its log decays,
-        [E, H, K or 1].
+        """Return the state of every segment that begins from zero, [E, H, K, V], and its log decays, [E, H, K or 1].
 
-        last: of the segments that sequences end with, too.
+        The states of a reverse scan are divided by the scale. last: compute the segments that sequences end with, too.
         """
         plan = self.plan(outputs=False, either=True, lookback=self.lookback)
         tables = [self.whole_segments(way, last) for way in (False, True)]
@@ -245,8 +247,10 @@ class KernelLayout:
         return found.last, found.log
 
     def whole_segments(self, adjoint: bool, last: bool) -> np.ndarray:
-        """Return the table of a scan of `either` kind over all chunks, [E, 5]. Without `last` it leaves out the segments that
-        sequences end with, whose states are found with their outputs."""
+        """Return the table of a scan of `either` kind over all chunks, [E, 5].
+
+        Without `last`, the table excludes the segments that sequences end with, whose states are computed with their outputs.
+        """
         table = np.insert(self.table, 4, adjoint, axis=1)
         if not last:
             ends = np.arange(self.parts) == (0 if self.descending(adjoint) else self.parts - 1)
@@ -282,18 +286,20 @@ class KernelLayout:
         return jnp.stack(found, 1).reshape(-1, *log.shape[2:])
 
     def begun_from(self, start, from_zero, log):
-        """The state that enters every segment, [E, H, K, V], of a scan from `start`, [N, H, K, V]: the state that enters in a
-        scan from zero, plus `start` decayed by what `decayed_before` returns."""
+        """Return the state that enters every segment, [E, H, K, V], in a scan from `start` [N, H, K, V].
+
+        It is the state that enters in a scan from zero, plus `start` decayed by the result of `decayed_before`.
+        """
         filled = self.start(start)
         assert filled is not None  # the second phase has the state that has arrived
         return from_zero + jnp.exp(log)[..., None] * jnp.repeat(filled, self.parts, axis=0)
 
     def descending(self, adjoint: bool) -> bool:
-        """Whether a scan goes from the last segment to the first."""
+        """Return whether a scan goes from the last segment to the first."""
         return self.r.reverse != adjoint
 
     def start(self, start):
-        """Fill given states [N, H, K, V] up with zeros to the kernels' widths, and cut them into blocks; None stays None."""
+        """Return states [N, H, K, V] padded with zeros to the kernels' widths, and divided into blocks. None stays None."""
         if start is None:
             return None
         (rows, columns), S = (self.blocks.rows, self.blocks.columns), start.astype(jnp.float32)
@@ -305,14 +311,16 @@ class KernelLayout:
         )
 
     def starts(self, start, a, b, adjoint: bool):
-        """The state that enters every segment, [E, H, K, V]; None for zeros. start: of every sequence, [N, H, K, V]."""
+        """Return the state that enters every segment, [E, H, K, V]; None for zeros. start: the state of every sequence, [N, H,
+        K, V]."""
         start = self.start(start)
         if self.parts == 1:
             return start
         return self.entry_states(self.own_states(a, b, adjoint, last=False), start, adjoint)
 
     def chunkwise(self, d_output, residuals: Residuals, behind):
-        """The operands of the kernels in which every chunk stands alone; packed, every chunk is a sequence of its own."""
+        """Return the operands of the kernels that process every chunk separately. If packed, every chunk is a sequence of its
+        own."""
         gates, out_of_range = self.gates, [residuals.out_of_range] if self.key else []
         q, k, v, d_output = self.by_blocks(self.q, self.k, self.v, d_output)
         if self.rows.begins is None:
@@ -324,15 +332,15 @@ class KernelLayout:
         return q, k, v, gates[0][:, None], d_output, scale, residuals.states[0][:, None], behind[0][:, None]
 
     def places(self):
-        """Return the first row of every chunk in the arrays of r, divided by 8; and which of its rows are its sequence's: the
-        first, and that behind the last; [chunks, 3]."""
+        """Return for every chunk [chunks, 3]: its first row in the arrays of r, divided by 8; the first of its rows that
+        belongs to its sequence; and the row behind the last of these."""
         chunk, segment = jnp.arange(self.chunks), self.table[self.sequence_of_chunk()]
         row = segment[:, 4] + (chunk - segment[:, 1]) * (C // ROWS)
         first, end = (segment[:, i] - row * ROWS for i in (5, 6))
         return jnp.stack([jnp.where(end > 0, row, 0), first, end], 1).astype(jnp.int32)
 
     def by_blocks(self, q, k, v, d_output):
-        """Return these in the gradient's blocks of K and of V."""
+        """Return q, k, v and d_output in the gradient's blocks of K and of V."""
         K, V = self.K, self.V
         if self.blocks != self.stored:
             K, V = K // self.stored.rows, V // self.stored.columns
@@ -340,7 +348,7 @@ class KernelLayout:
         return *of_keys, *(x.reshape(*x.shape[:2], -1, V) for x in of_values)
 
     def scale_of_chunks(self):
-        """The scale of every chunk, [B, chunks]."""
+        """Return the scale of every chunk, [B, chunks]."""
         if self.rows.begins is None:
             return jnp.broadcast_to(self.scale[:, None], (self.N, self.chunks))
         return self.scale[self.sequence_of_chunk()][None]
@@ -351,7 +359,7 @@ class KernelLayout:
         return jnp.clip(found, 0, self.N - 1)
 
     def tokens_only(self, dg):
-        """dg [B, chunks, C, H] or, packed, [chunks, 1, C, H], 0 where a row holds no token: it has no gate."""
+        """Return dg [B, chunks, C, H] or, if packed, [chunks, 1, C, H], with 0 where a row holds no token and so no gate."""
         if self.rows.source is None:
             held = np.arange(self.chunks * C).reshape(self.chunks, C, 1) < self.r.q.shape[1]
         else:
@@ -359,7 +367,8 @@ class KernelLayout:
         return jnp.where(held, dg, 0)
 
     def by_sequence(self, x):
-        """The sums over chunks of every sequence, [N, H], of x [B, chunks, H]; packed, one chunk after the other."""
+        """Return the sums over the chunks of every sequence, [N, H], of x [B, chunks, H]. If packed, x holds the chunks of all
+        sequences in order."""
         if self.rows.begins is None:
             return x.sum(1)
         x, used = x.reshape(self.chunks, -1), jnp.arange(self.chunks) < self.rows.begins[-1]
@@ -367,7 +376,7 @@ class KernelLayout:
         return jnp.einsum("nc,ch->nh", own.astype(jnp.float32), jnp.where(used[:, None], x, 0), precision="highest")
 
     def residuals(self, found: ScanResults) -> Residuals:
-        """Return what the gradient reads. Per-head gates are in range in every chunk, and so are chunks that hold no row."""
+        """Return the residuals for the gradient. All chunks with per-head gates are in range, and so are chunks without rows."""
         out_of_range = found.out_of_range
         if out_of_range is None:
             out_of_range = jnp.zeros((*found.states.shape[:1], self.chunks, found.states.shape[2]), jnp.int32)
@@ -381,7 +390,7 @@ class KernelLayout:
         return Residuals(states, flags.reshape(flags.shape[0], -1, self.r.num_heads))
 
     def of_blocks(self, residuals: Residuals) -> Residuals:
-        """Return what `residuals` returned for each head, by block."""
+        """Return the residuals of heads, as `residuals` returned them, by block."""
         if self.stored.count == 1:
             return residuals
         (states, flags), blocks = residuals, self.r.num_heads * self.stored.count
@@ -390,7 +399,7 @@ class KernelLayout:
         return Residuals(states, jnp.moveaxis(flags, 2, 3).reshape(*flags.shape[:2], blocks))
 
     def narrow(self, states):
-        """Return the states of heads, [N, H, K, V] of r. states [N, H, K, V]: of blocks."""
+        """Return the states of heads of r, [N, H, K, V], from the states of blocks, [N, H, K, V]."""
         if self.blocks.count > 1:
             rows, columns = self.blocks.rows, self.blocks.columns
             states = jnp.swapaxes(states.reshape(states.shape[0], -1, rows, columns, self.K, self.V), 3, 4)
@@ -399,7 +408,7 @@ class KernelLayout:
         return states[..., :K, :V]
 
     def narrow_log(self, log):
-        """Return the log decays of heads, [N, H, K of r, or 1]. log [N, H, K or 1]: of blocks, equal for all of V."""
+        """Return the log decays of heads, [N, H of r, K of r or 1]. log: [N, H, K or 1] of blocks, equal for all blocks of V."""
         if self.blocks.count > 1:
             by_block = log.reshape(log.shape[0], -1, self.blocks.rows, self.blocks.columns, log.shape[2])[:, :, :, 0]
             by_block = by_block if self.key else by_block[:, :, :1]
@@ -408,8 +417,11 @@ class KernelLayout:
 
 
 def grouped(r: Recurrence) -> bool:
-    """Return whether `gradient_groups` computes the gradient: for gates other than per-key ones and keys of one block, of heads
-    that share queries and keys, or whose values are half as wide as keys."""
+    """Return whether `gradient_groups` computes the gradient.
+
+    It does so without per-key gates and for keys of one block, where heads share queries and keys, or where values are half as
+    wide as keys.
+    """
     widths = Widths.of(r, square=False)
     return (
         r.decay.form != "key"
@@ -419,7 +431,7 @@ def grouped(r: Recurrence) -> bool:
 
 
 def head_sums(gates, reverse: bool):
-    """[B, chunks, H, C] in float32: sums of log2 gates [B, rows, H] from where the scan enters each chunk."""
+    """Return the sums of log2 gates [B, rows, H] from where the scan enters each chunk: [B, chunks, H, C] in float32."""
     B, rows, H = gates.shape
     if gates.dtype != jnp.bfloat16:  # which tensor cores sum as they are
         gates = gates.astype(jnp.float32)

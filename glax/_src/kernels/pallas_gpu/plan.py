@@ -1,4 +1,4 @@
-"""The plan that a scan is compiled for, and its results."""
+"""Define the plan that a scan is compiled for, and its results."""
 
 import dataclasses
 from typing import NamedTuple
@@ -13,29 +13,30 @@ ROWS = 8  # of which a tile in shared memory consists: it can be copied from eve
 
 
 def quotient(x, by: int):
-    """x // by for x >= 0, in one operation: `//` of a traced number is ten, which Pallas lowers one by one in Python."""
+    """Return x // by for x >= 0, in one operation. `//` of a traced number is ten operations, each of which Pallas lowers in
+    Python."""
     return x if by == 1 else lax.div(x, jnp.int32(by))
 
 
 def remainder(x, by: int):
-    """x % by for x >= 0."""
+    """Return x % by for x >= 0."""
     return 0 if by == 1 else lax.rem(x, jnp.int32(by))
 
 
 def place_of(program, blocks: int, heads: int):
-    """Block, head and segment of a program."""
+    """Return block, head and segment of a program."""
     rest = quotient(program, blocks)
     return remainder(program, blocks), remainder(rest, heads), quotient(rest, heads)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How wide states are cut: into `rows` blocks of K and `columns` blocks of V, each computed as a head of its own.
+    """The division of wide states into `rows` blocks of K and `columns` blocks of V, each computed as a head of its own.
 
-    The recurrence of a block of S reads only the block's channels of k, q and per-key gates, and of v. So a kernel's head h
-    stands for (head, block of K, block of V), of which the last varies fastest. Arrays in memory stay as they are: q, k and
-    per-key gates have `rows` times as many narrower heads, v and d_output `columns` times as many. Outputs are sums over
-    blocks of K, and so is dv; dq, dk and the gates' gradient are sums over blocks of V.
+    The recurrence of a block of S reads only the block's channels of k, q and per-key gates, and its columns of v. A kernel's
+    head h stands for (head, block of K, block of V), of which the last varies fastest. Arrays in memory stay as they are: q, k
+    and per-key gates have `rows` times as many narrower heads, and v and d_output `columns` times as many. Outputs and dv are
+    sums over blocks of K. dq, dk and the gates' gradient are sums over blocks of V.
     """
 
     rows: int = 1
@@ -112,27 +113,31 @@ class Scan:
 
     @property
     def to_edge(self) -> bool:
-        """Whether per-key gates scale tokens to the edge of their chunk that the scan leaves by, for which no gate is too strong.
-        Where scores are formed, and where a gradient reads states before chunks, tokens are scaled to the chunk's middle."""
+        """Return whether per-key gates scale tokens to the edge by which the scan leaves their chunk, which is exact for all
+        gates.
+
+        Tokens are scaled to the chunk's middle where scores are formed, and where a gradient reads the states before chunks.
+        """
         return self.adjoint or self.either
 
     @property
     def stages(self) -> int:
-        """Chunks in shared memory at a time: what 227 KB hold at widths of 128, or of K = 256 and 64 columns."""
+        """Return the number of chunks in shared memory: as many as 227 KB hold at widths of 128, or of K = 256 and 64 columns."""
         wide = self.outputs and self.K > 128
         return (3 if self.outputs or self.states else 4) - (self.terms - 1) - wide
 
     @property
     def state_stages(self) -> int:
-        """Chunks' states in shared memory at a time: in scans that only store them, one is on its way while the next forms."""
+        """Return the number of chunks' states in shared memory. It is 2 in scans that only store states, where one is sent
+        while the next is formed."""
         return 2 if self.states and not self.outputs and self.run == 1 else 1
 
     def stored(self, chunk):
-        """Whether the state that enters this chunk is stored: it is the first of its run in scanning order."""
+        """Return whether the state that enters this chunk is stored: the chunk is the first of its run in scan order."""
         return lax.rem(chunk, jnp.int32(self.run)) == (self.run - 1 if self.reverse != self.adjoint else 0)
 
     def leave(self, segment, store):
-        """store(place among the last states), where the segment's is one."""
+        """Run store(index among the last states) if the segment's last state is stored."""
         if self.either:
             return store(segment)
         at_end = remainder(segment, self.parts) == (0 if self.reverse != self.adjoint else self.parts - 1)
@@ -146,25 +151,26 @@ class Scan:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that multiply: one for the outputs and one for the state, or one for 64 columns of the state."""
+        """Return the number of warpgroups that multiply: one for the outputs and one for the state, or one for every 64
+        columns of the state."""
         return 2 if self.outputs else self.columns // 64
 
     @property
     def scalers(self) -> int:
-        """Warpgroups that scale with per-key gates: one for every 64 channels."""
+        """Return the number of warpgroups that scale with per-key gates: one for every 64 channels."""
         return self.K // 64
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that scales with per-key gates, and of one that computes: together no more than the program is
-        launched with."""
+        """Return the registers of a thread that scales with per-key gates, and of one that computes. Their sum must not exceed
+        those at launch."""
         if self.outputs and self.columns < self.K:
             return 120, 136
         by_warpgroups = {(2, 2): (88, 168), (1, 2): (120, 192), (2, 1): (128, 240), (1, 1): (168, 240)}
         return by_warpgroups[self.scalers, self.consumers]
 
     def results(self, B: int, T: int, E: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """o, states and last states of `ScanResults`; a result that the plan leaves out has one tile."""
+        """Return the types of o, states and last states of `ScanResults`. A result that the plan leaves out has one tile."""
         ends = E if self.either else E // self.parts
         o = (B, T, self.H, self.V) if self.outputs else (1, C, 1, 64)
         by = self.stored_by

@@ -1,8 +1,7 @@
-"""Kernels for Hopper GPUs in Pallas Mosaic GPU: no Triton and no compiler beside JAX.
+"""Register kernels for Hopper GPUs in Pallas Mosaic GPU. They need neither Triton nor a compiler beside JAX.
 
+`chunked`, or `delta` for the delta rule, launches them, and loads Pallas when one of them runs.
 docs/internals/experiments/hopper.md has the figures.
-
-They are registered here and written in `chunked` and, for the delta rule, `delta`, which load Pallas when one of them runs.
 """
 
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals
@@ -15,15 +14,21 @@ UNMEASURED = -1  # with beta: no GPU has run these kernels yet, so that platform
 
 
 def forward_priority(r: Recurrence) -> int:
-    """Faster than Triton's at all that was measured, which was no less than 1024 tokens."""
+    """Return a priority above Triton's from 1024 tokens on, where every measurement was faster, and below it for fewer tokens.
+
+    The priority of the delta rule is UNMEASURED.
+    """
     if r.erasure is not None:
         return UNMEASURED
     return FASTER if r.q.shape[1] >= 1024 else SLOWER
 
 
 def gradient_priority(r: Recurrence) -> int:
-    """Faster from as many rows of heads on as a sequence of 2048 tokens and 16 heads has, no faster with half of them; of wide
-    heads each block counts."""
+    """Return a priority above Triton's from 2048 x 16 rows of heads on, and below it for fewer. Each block of a wide head
+    counts.
+
+    With half as many rows the gradient was not faster. The priority of the delta rule is UNMEASURED.
+    """
     if r.erasure is not None:
         return UNMEASURED
     heads = r.num_heads * Widths.of(r, square=True).stored.count
@@ -31,8 +36,10 @@ def gradient_priority(r: Recurrence) -> int:
 
 
 def in_two_phases(r: Recurrence) -> bool:
-    """Where sequences are cut into segments, whose own states are found first; begun and finished at the same widths.
-    Packed sequences have no segments of their own."""
+    """Return whether sequences are cut into segments whose states are computed first, at the same widths in both phases.
+
+    Packed sequences are not, because they have no segments of their own.
+    """
     return (
         r.boundaries is None
         and HopperConfig.heuristic(r).parts > 1
@@ -57,7 +64,7 @@ def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
 
 
 def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) -> dict[str, str]:
-    """Why packed sequences are not read where they are, as one row."""
+    """Return why packed sequences are not read in place as one row, or nothing if they are."""
     if r.boundaries is None or r.decay.form == "key" or (in_one_row(r) and d_final is None):
         return {}
     if r.erasure is not None:
@@ -68,7 +75,7 @@ def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) 
 
 
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
-    """As `chunked`, and return also the states at its chunks, which the gradient would otherwise compute again."""
+    """Compute `chunked` and the states at its chunks, which the gradient would otherwise compute again."""
     if r.erasure is not None:
         from glax._src.kernels.pallas_gpu import delta
 
@@ -91,7 +98,8 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
     erases=True,
 )
 def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
-    """The recurrence in chunks; q, k, v and gates are read once, the output is written once, the state stays on chip."""
+    """Compute the recurrence in chunks. q, k, v and gates are read once, the output is written once, and the state stays on
+    chip."""
     if r.erasure is not None:
         from glax._src.kernels.pallas_gpu import delta
 
@@ -116,7 +124,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
 def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig
 ) -> Recurrence:
-    """The gradient in every input from the states at both ends of each chunk."""
+    """Compute the gradient of every input from the states at both ends of each chunk."""
     if r.erasure is not None:
         from glax._src.kernels.pallas_gpu import delta
 

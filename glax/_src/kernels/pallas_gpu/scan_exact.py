@@ -1,14 +1,14 @@
-"""What the outputs of a chunk out of range draw from its own tokens, with per-key gates and token by token:
+"""Add to the outputs of chunks out of range the terms of their own tokens, with per-key gates, token by token:
 
     S_t = e^{g_t} S_{t-1} + k_t v_t^T,  o_t += scale S_t^T q_t        S = 0 before the chunk
 
-in float32 and without products. No exponent but a gate itself is formed, so the sums are exact for all gates. `key_scan` has
-written what these outputs draw from the state that enters the chunk.
+The sums are float32, and no tensor core multiplies. The only exponents are gates, so the sums are exact for all gates.
+`key_scan` has written the terms of the state that enters the chunk.
 
-Chunks and heads are dealt out to groups (`exact_place`), and the programs of a group have 32 columns of the state each. A program
-is one warpgroup, whose threads have K/16 rows of 4 columns. It reads the flags of its group and ends where none is set. It forms
-e^g, k and q of 8 tokens at a time in float32 in shared memory and scans these tokens, reading one token ahead. Every thread
-leaves its share of their outputs in shared memory, where the shares are summed together.
+Chunks and heads are distributed to groups (`exact_place`), and each program of a group has 32 columns of the state. A program
+is one warpgroup, whose threads have K/16 rows of 4 columns. It reads the flags of its group and ends if none is set. It forms
+e^g, k and q of 8 tokens at a time in float32 in shared memory, and scans these tokens, reading one token ahead. Every thread
+leaves its share of their outputs in shared memory, where the shares are summed.
 """
 
 import dataclasses
@@ -47,13 +47,13 @@ PAIRS = plgpu.Layout.WG_STRIDED((FLAGS,), vec_size=1)
 
 
 def state_layout(rows: int):
-    """[*GROUPS, rows, COLUMNS]: a thread has all rows of one group in every eighth column."""
+    """Return the layout of [*GROUPS, rows, COLUMNS], in which a thread has all rows of one group in every eighth column."""
     tiling = Tiling(((*GROUPS, rows, COLUMNS), (8,), (1,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-5, -2), vector_dim=-1)
 
 
 class Operands(NamedTuple):
-    """What the kernel reads and writes, in global memory."""
+    """Hold what the kernel reads and writes in global memory."""
 
     table: Ref  # [E, 4 or, packed, 7]
     flags: Ref  # [EXACT_GROUPS, a multiple of FLAGS]: `by_group` of `key_scan`
@@ -66,7 +66,7 @@ class Operands(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What lies in shared memory: of the next tokens as they are, and of the tokens in work in float32."""
+    """Hold the shared memory: the next tokens as they are in memory, and the tokens in work in float32."""
 
     q: Ref  # [SLOTS, TOKENS, K]
     k: Ref  # [SLOTS, TOKENS, K]
@@ -116,7 +116,7 @@ class Chunk:
 
     @property
     def base(self):
-        """The chunk's first row of the operands."""
+        """Return the chunk's first row of the operands."""
         table, e = self.operands.table, self.segment
         if not self.plan.packed:
             return self.chunk * C
@@ -124,7 +124,7 @@ class Chunk:
 
     @property
     def rows(self) -> int:
-        """Rows of the state in a thread."""
+        """Return the number of rows of the state in a thread."""
         return self.plan.K // math.prod(GROUPS)
 
     @property
@@ -132,11 +132,11 @@ class Chunk:
         return *GROUPS, self.rows, COLUMNS
 
     def along(self, x):
-        """x [*GROUPS, rows] along the columns of the state."""
+        """Return x [*GROUPS, rows], repeated over the columns of the state."""
         return lax.broadcast_in_dim(x, self.state_shape, [0, 1, 2])
 
     def across(self, x):
-        """x [COLUMNS] across the rows of the state."""
+        """Return x [COLUMNS], repeated over the rows of the state."""
         return lax.broadcast_in_dim(x, self.state_shape, [3])
 
     def first_row(self, part):
@@ -154,7 +154,7 @@ class Chunk:
         return x.at[self.batch, pl.ds(self.base + self.first_row(part), TOKENS), head, self.columns]
 
     def own(self, x, part, layout):
-        """Return x [TOKENS, ...] of tokens, 0 where a row is not the sequence's: another's, or one that holds anything."""
+        """Return x [TOKENS, ...] with 0 where a row does not belong to the sequence. Such a row may hold NaN."""
         if not self.plan.packed:
             return x
         table, e, row = self.operands.table, self.segment, self.base + self.first_row(part)
@@ -177,7 +177,7 @@ def fetch(c: Chunk, part):
 
 
 def form_factors(c: Chunk, part, slot):
-    """Store the factors of tokens in float32."""
+    """Store e^g, k and q of TOKENS tokens in float32."""
     t, flat = c.tiles, plgpu.Layout.WG_STRIDED((TOKENS, c.plan.K), vec_size=4)
 
     def by_group(x):
@@ -204,7 +204,7 @@ def scan_tokens(c: Chunk, S):
         return *rows, plgpu.load(t.value.at[token], layout=of_value)
 
     def advance(i, carry):
-        """The operands of the next token are read before those of this one are used."""
+        """Advance the state by one token. The next token's operands are read before this token's are used."""
         S, (decay, k, q, v) = carry
         after = operands(jnp.minimum(i + 1, TOKENS - 1))
         S = S * c.along(decay) + c.along(k) * c.across(v)
@@ -215,7 +215,7 @@ def scan_tokens(c: Chunk, S):
 
 
 def add_outputs(c: Chunk, part):
-    """Add the tokens' outputs to what `key_scan` has written."""
+    """Add the tokens' outputs to the outputs that `key_scan` has written."""
     row = c.chunk * C + c.first_row(part)
 
     @pl.when(row < c.operands.o.shape[1])
@@ -258,7 +258,7 @@ def scan_group(w: Scan, at: Operands, t: Tiles, chunks: int):
     held = quotient(jnp.maximum(items - group, 0) + (groups - 1), groups)
 
     def any_flag(first):
-        """Whether any of FLAGS flags from `first` on is set."""
+        """Return whether any of FLAGS flags from `first` on is set."""
         here = plgpu.broadcasted_iota(jnp.int32, (FLAGS,), 0, layout=PAIRS) + first < held
         flags = plgpu.load(at.flags.at[group, pl.ds(first, FLAGS)], layout=PAIRS)
         return jnp.max(jnp.where(here, flags, 0).astype(jnp.float32)) > 0
@@ -280,7 +280,7 @@ def scan_group(w: Scan, at: Operands, t: Tiles, chunks: int):
 
 
 def segment_of(table, batch, chunk):
-    """Return the segment of a chunk: the last in the table that begins no later, by bisection."""
+    """Return the segment of a chunk by bisection: the last segment in the table that begins at or before the chunk."""
 
     def halve(_, between):
         low, high = between

@@ -1,4 +1,4 @@
-"""The warpgroups of the per-key-gate scan that carry the state: S' = e^L S and S_out = e^R (S' + sum_j k^_j v_j^T)."""
+"""Define the warpgroups of the per-key-gate scan that carry the state: S' = e^L S and S_out = e^R (S' + sum_j k^_j v_j^T)."""
 
 import functools
 
@@ -28,7 +28,7 @@ def carry_shared_state(p: Program):
 
 
 def advance_own_columns(p: Program, columns, S, step, slot, decay_behind):
-    """Return the state behind a chunk. S: S' of the chunk; decay_behind(S'): with the decay that is left to apply."""
+    """Return the state behind a chunk from S, the S' of the chunk. decay_behind(x) applies the decay that is left."""
     w, me = p.plan, p.warpgroup
     pl.when(me == 0)(lambda: p.refill(step))
     if w.states:
@@ -40,7 +40,7 @@ def advance_own_columns(p: Program, columns, S, step, slot, decay_behind):
 
 
 def advance_shared_state(p: Program, columns, S, step, slot, decay_behind):
-    """As `advance_own_columns`; the output warpgroup reads S' before the next is stored."""
+    """Do the same as `advance_own_columns`. The output warpgroup reads S' before the next state is stored."""
     pl.when(step > 0)(lambda: plgpu.barrier_wait(p.barriers.state_read))
     store_state(p, S, step, p.tiles.state, columns)
     plgpu.barrier_arrive(p.barriers.state_stored)
@@ -104,7 +104,7 @@ def carry_state(p: Program, columns, advance):
 
 
 def note_range(p: Program, step, flag):
-    """Write whether the chunk is out of range, in one program and warpgroup of those that have its columns."""
+    """Write whether the chunk is out of range, in one program and warpgroup of those that share its channels."""
     w, (block, head) = p.plan, p.place()[:2]
 
     @pl.when((block == 0) & (p.warpgroup == (1 if w.outputs else 0)))
@@ -130,7 +130,7 @@ def store_state(p: Program, S, step, tile, columns):
 
 
 def store_last(p: Program, columns, S, tail, at):
-    """Store the state behind the segment. tail [K]: the decay of its last half chunk, or None."""
+    """Store the state behind the segment. tail: [K], the decay of the segment's last half chunk, or None."""
 
     def with_last_token(S):
         return decayed(S, tail) + lost_in_rounding(p, tail, columns)

@@ -1,4 +1,4 @@
-"""One chunk and head, for gates on keys that stay within the range of e^M and e^-M."""
+"""Compute the gradient of one chunk and head, for per-key gates that are in range of e^M and e^-M."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -33,9 +33,9 @@ bf16 = jnp.bfloat16
 
 
 def chunk(n, m, c, release):
-    """Two warpgroups that share a chunk form one of the scores each, A^T and dA^T, in the tile of g, which M alone needs.
+    """Compute the gradient of one chunk. The exact kernel overwrites the results of chunks whose gates are out of range.
 
-    What it computes where the gates leave the range of e^M and e^-M is written over.
+    Of two warpgroups that share a chunk, one forms A^T and the other dA^T, in the tile of g, which only M reads.
     """
     matrix, gates = m.scan.middle_matrix(), [c.g_w]
     if n.terms == 2:
@@ -74,7 +74,7 @@ def chunk(n, m, c, release):
     c = c.again()
 
     def of_tokens(push, fed, drawn):
-        """The products begin in the order in which they are used: a warpgroup that begins one waits for most of those before."""
+        """Start the products in the order in which they are used, because starting one waits for most of those before."""
         start(n, m, c, push, fed, drawn)
         push, fed = after(push, 2 * n.team + 3), after(fed, n.team + 3)
         y = read(c.k_w) + read(lent(m, c).y)
@@ -110,15 +110,15 @@ def chunk(n, m, c, release):
 
 
 def clear_foreign(m, c, found):
-    """Zeroes the rows of tiles that do not belong to the chunk's sequence: they are another's, or hold anything."""
+    """Zero the rows of tiles that do not belong to the chunk's sequence. They belong to another sequence, or may hold NaN."""
     first, end = m.places_g[c.c, 1], m.places_g[c.c, 2]
     pl.when((first > 0) | (end < CHUNK))(lambda: clear(found, first, end))
 
 
 def split(tile, x):
-    """Stores x in the tile, and returns what it loses there in bfloat16.
+    """Store x in the tile in bfloat16, and return what it loses there, in bfloat16.
 
-    The barrier keeps the compiler from rounding it twice, each number by itself, which takes longer than pairs.
+    The barrier keeps the compiler from rounding x twice, one number at a time, which takes longer than pairs.
     """
     high = lax.optimization_barrier(x.astype(bf16))
     tile[...] = high
@@ -126,33 +126,33 @@ def split(tile, x):
 
 
 def lent(m, c) -> RestRefs:
-    """Where the next chunk's g, v and do will be, for what x, y and dA lose in bfloat16."""
+    """Return the tiles of the next chunk's g, v and do, which hold what x, y and dA lose in bfloat16 until they are loaded."""
     xs, ys = m.do.at[c.other], m.v.at[c.other]
     return RestRefs(x=xs.at[c.w], y=ys.at[c.w], xs=xs, ys=ys, dA_T=m.g.at[c.other, 0])
 
 
 def score_tiles(n, m, c):
-    """A^T and dA^T."""
+    """Return the tiles of A^T and dA^T."""
     return (c.g.at[0], c.g.at[1]) if n.team == 2 else (m.A_T.at[c.t], m.dA_T.at[c.t])
 
 
 def pair(n) -> dict:
-    """Shared memory for the two scores of a chunk, where no other tile can hold them."""
+    """Return shared memory for the two scores of a chunk, where no other tile can hold them."""
     return {name: tiled(n.teams, CHUNK, 64) for name in ("A_T", "dA_T")}
 
 
 def own_scores(n, m, c):
-    """[64]: q k of every token, of its halves that each warpgroup has left."""
+    """Return q . k of every token, [64], summed over the halves that the warpgroups have stored."""
     return sum(plgpu.load(m.vectors.at[c.t * n.team + p], layout=BY_ROW) for p in range(n.team))
 
 
 def scores(n, a, b):
-    """a b^T, over all of K or V."""
+    """Return a b^T, [64, 64], summed over all of K or V."""
     return product(*((a.at[p], transposed(b.at[p])) for p in range(n.team)))
 
 
 def key_scores(n, m, c):
-    """y x^T, three products of the four of two terms."""
+    """Return y x^T, [64, 64], as three of the four products of two terms."""
     parts, rest = range(n.team), lent(m, c)
     pairs = [(c.k.at[p], c.q.at[p]) for p in parts]
     pairs += [(rest.ys.at[p], c.q.at[p]) for p in parts] + [(c.k.at[p], rest.xs.at[p]) for p in parts]
@@ -160,7 +160,7 @@ def key_scores(n, m, c):
 
 
 def shared(n, c, first, second):
-    """Does both, or where two warpgroups share a chunk, each one of them."""
+    """Run both functions; where two warpgroups share a chunk, run one in each of them."""
     if n.team == 1:
         first()
         second()
@@ -170,7 +170,7 @@ def shared(n, c, first, second):
 
 
 def start(n, m, c, push, fed, drawn):
-    """Sets products on their way, in this order: dA^T x; v dS^T; do S^T + dA y."""
+    """Start the products in this order: dA^T x; v dS^T; do S^T + dA y."""
     parts, rest, (_, dA_T) = range(n.team), lent(m, c), score_tiles(n, m, c)
     for d, x in ((dA_T, c.q_w), (rest.dA_T, c.q_w), (dA_T, rest.x)):
         plgpu.wgmma(push, d, x)
@@ -192,9 +192,10 @@ def start_values(n, m, c, dv):
 
 
 def around(n, m, c):
-    """sum_v S dS, [64] of the warpgroup's own half of K.
+    """Return sum_v S dS, [64], for the warpgroup's own half of K.
 
-    A loop: in straight code the compiler reads everything together, and spills what has no registers beside the running products.
+    It is a loop. In code without a loop the compiler reads everything together, and spills what has no registers beside the
+    running products.
     """
 
     def part(p, total):
@@ -205,7 +206,7 @@ def around(n, m, c):
 
 
 def finish(m, c, behind_gate, before_gate, edge, dq, dk, dv):
-    """The gates' gradient summed, and everything stored. All products with the tiles are done: they are written over."""
+    """Sum the gates' gradient and store all results. They overwrite the tiles of the tokens, whose products are done."""
     high = high_part(behind_gate)
     c.vector[...] = edge
     c.v_w[...] = high.astype(bf16)

@@ -1,6 +1,6 @@
-"""What the gradient's kernels share: masks and sums over a chunk, and reading tiles and vectors.
+"""Provide what the gradient's kernels share: masks and sums over a chunk, and reading tiles and vectors.
 
-A chunk is 64 tokens. Tiles [64, 64] are in the registers that products leave theirs in.
+A chunk is 64 tokens. Tiles [64, 64] have the register layout of products.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ def exp(x):
 
 
 def half(p):
-    """A half of 128 columns, or of 64 all."""
+    """Return the p-th half of 128 columns, or all of 64."""
     return pl.ds(p * 64, 64)
 
 
 def along(x):
-    """x [64] of the columns, over the rows of a tile."""
+    """Return x [64] of the columns, repeated over the rows of a tile."""
     return jnp.broadcast_to(x[None, :], TILE)
 
 
@@ -47,7 +47,7 @@ def product(*pairs, shape=TILE):
 
 
 def masked(mask, x, other: float | jax.Array = 0.0):
-    """x where the mask says so, in bfloat16.
+    """Return x where the mask is true, else `other`, in bfloat16.
 
     The barrier keeps the compiler from rounding first, which would leave two registers for every pair.
     """
@@ -55,8 +55,10 @@ def masked(mask, x, other: float | jax.Array = 0.0):
 
 
 def tokens(reverse: bool):
-    """[64]: what `ScanOrder` reads: where each token of a chunk, as they lie in memory, stands in scanning order, the first at 1:
-    whole numbers from 0 on XLA would compute in every call."""
+    """Return the position of each token of a chunk in scan order, from 1, by its row in memory: [64]. `ScanOrder` reads it.
+
+    Numbers from 0 on would be an iota, which XLA computes in every call.
+    """
     order = np.arange(1, CHUNK + 1, dtype=np.int32)
     return order[::-1] if reverse else order
 
@@ -74,7 +76,7 @@ class ScanOrder:
 
     @property
     def last(self) -> int:
-        """The token that a scan leaves a chunk by."""
+        """Return the token by which a scan leaves the chunk."""
         return 0 if self.reverse else CHUNK - 1
 
     def positions(self):
@@ -97,7 +99,8 @@ class ScanOrder:
         return i >= j
 
     def middle_matrix(self):
-        """Row i sums the gates from the chunk's middle through token i, negatively before it."""
+        """Return the matrix whose row i sums the gates from the chunk's middle through token i, with sign -1 before the
+        middle."""
         j = plgpu.broadcasted_iota(jnp.int32, TILE, 1, layout=WGMMA)
         second = j < CHUNK // 2 if self.reverse else j >= CHUNK // 2
         least = jnp.where(second, 0.0, -1.0)

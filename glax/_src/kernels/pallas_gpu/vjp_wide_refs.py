@@ -1,4 +1,4 @@
-"""The gradient of wide heads: what its kernel is compiled for, its items of work, and its references by name."""
+"""Define the sizes that the gradient of wide heads is compiled for, its items of work, and its references by name."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ class WideGradient:
 
     @property
     def rows(self) -> int:
-        """Blocks of K of all heads."""
+        """Return the number of blocks of K of all heads."""
         return self.H * self.blocks.rows
 
     @property
@@ -51,7 +51,7 @@ class WideGradient:
 
     @property
     def slots(self) -> int:
-        """Items whose q and k lie in shared memory."""
+        """Return the number of items whose q and k lie in shared memory."""
         return 1 if self.terms == 2 else 2
 
     def count(self, program):
@@ -60,7 +60,7 @@ class WideGradient:
 
 
 class Operands(NamedTuple):
-    """In global memory. Heads are blocks of 128 channels or columns."""
+    """Hold the operands, in global memory. Heads are blocks of 128 channels or columns."""
 
     q: Ref  # [B, T, HQ, 128]
     k: Ref  # [B, T, HK, 128]
@@ -74,7 +74,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """In global memory."""
+    """Hold the results, in global memory."""
 
     dq: Ref  # [B, T, rows, 128]
     dk: Ref  # [B, T, rows, 128]
@@ -90,7 +90,7 @@ class Results(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """In shared memory. The second axis of tiles of tokens holds halves of the channels, one for each warpgroup."""
+    """Hold the shared memory. The second axis of tiles of tokens holds halves of the channels, one for each warpgroup."""
 
     q: Ref  # [slots, 2, C, 64]: q, then x, then dq
     k: Ref  # [slots, 2, C, 64]: k, then y, then dk
@@ -124,7 +124,7 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """What warpgroups wait for, by what it says."""
+    """Hold the barriers, each named by what it reports."""
 
     keys_loaded: Ref  # by slot: q and k of an item lie in shared memory
     gates_loaded: Ref  # and its gates
@@ -161,7 +161,7 @@ class Program:
 
     @classmethod
     def of(cls, plan: WideGradient, *refs) -> "Program":
-        """refs: operands and results one after the other, then `Tiles` and `Barriers`."""
+        """Return the program. refs: operands and results one after the other, then `Tiles` and `Barriers`."""
         *in_global, tiles, barriers = refs
         operands = Operands(*in_global[: len(Operands._fields)])
         return cls(plan, operands, Results(*in_global[len(Operands._fields) :]), tiles, barriers)
