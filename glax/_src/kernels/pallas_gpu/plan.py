@@ -108,7 +108,7 @@ class Scan:
     edges: bool = False
 
     def rows_of_chunks(self, T: int) -> int:
-        """Return the rows of o, and 64 times the chunks of the states, for operands of T rows."""
+        """Return the number of rows of o for operands of T rows. It is 64 times the number of chunks whose states are stored."""
         return self.packed * C or T
 
     @property

@@ -19,7 +19,7 @@ from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import Scan, quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, C, tiled, zeros
 
-AHEAD = 2  # chunks in shared memory; with the gates of a new model no more are read
+AHEAD = 2  # chunks in shared memory; a lookback over the gates of a new model reads no more
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that forward and gradient lower it once
