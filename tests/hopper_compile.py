@@ -15,6 +15,7 @@ from jax.experimental import topologies
 
 import glax
 from glax._src.core.bind import bind
+from glax._src.core.recurrence import StoredStates
 from glax._src.kernels.pallas_gpu import chunked, delta
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 
@@ -58,6 +59,10 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
         r = bind(q, k, v, **given, cu_seqlens=cu_seqlens if packed else None)
         kernels = delta if "delta" in what else chunked
         config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=columns)
+        if "states" in what:
+            r = r.replace(states_every=256)
+            d_states = jnp.broadcast_to(d_final[:, None], (2, T // 256, *d_final.shape[1:]))
+            d_final = StoredStates(d_final, d_states)
         if "gradient" in what:
             return kernels.chunked_vjp(r, d_output, None if "one row" in what else d_final, None, config)
         return (kernels.chunked_with_residuals if "residuals" in what else kernels.chunked)(r, config)

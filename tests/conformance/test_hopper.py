@@ -1,6 +1,7 @@
 """The Hopper kernels, forward and gradient, through the interpreter of Pallas Mosaic GPU and against the float64 reference."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,12 +15,17 @@ if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.core.bind import bind
+from glax._src.core.recurrence import StoredStates
+from glax._src.core.registry import Platform
 from glax._src.kernels.common.limits import LOG_OF_NOTHING
 from glax._src.kernels.pallas_gpu import chunked
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.segment_lookback import lookback_tables
 from glax._src.kernels.pallas_gpu.segment_scan import segment_scan
+from glax._src.solve.autodiff import solve
+from glax._src.solve.dispatch import Choice
+from glax._src.solve.pieces import solve_with_states
 from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter, strengths
 
@@ -176,6 +182,34 @@ def check(c: Call, monkeypatch):
             errors.append(distance(a, b) / sums)
     print("errors", errors)
     assert max(errors) < c.bar, errors
+
+
+@pytest.mark.parametrize(
+    "T, heads, reverse, parts, save", [(330, (2, 2, 2), False, 3, True), (256, (1, 1, 2), True, 1, False)]
+)
+def test_states_behind_every_64_tokens(T, heads, reverse, parts, save, monkeypatch):
+    """With their gradients, which also pass from segment to segment; against the states of pieces, by XLA."""
+    rng, every, H = np.random.default_rng(0), 64, max(heads)
+
+    def normal(*shape, dtype=jnp.float32):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    q, k, v, d_output = (normal(1, T, h, 64, dtype=jnp.bfloat16) for h in (*heads, H))
+    g = (jax.nn.log_sigmoid(normal(1, T, H)) / 8).astype(jnp.bfloat16)
+    state, d_final, d_states = normal(1, H, 64, 64), normal(1, H, 64, 64), normal(1, T // every, H, 64, 64)
+    plain = bind(q, k, v, g=g, initial_state=state, reverse=reverse)
+    r, config, cotangent = plain.replace(states_every=every), HopperConfig(parts=parts), StoredStates(d_final, d_states)
+    mosaic_interpreter.install(monkeypatch)
+    monkeypatch.setattr(chunked, "multiprocessors", lambda: 3)  # the interpreter runs idle programs, too
+    with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
+        found, residuals = chunked.chunked_with_residuals(r, config) if save else (chunked.chunked(r, config), None)
+        d = chunked.chunked_vjp(r, d_output, cotangent, residuals, config)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), plain)
+    in_pieces = functools.partial(solve, Choice(Platform.XLA))
+    wanted, pull = jax.vjp(lambda rows: tuple(solve_with_states(in_pieces, rows, every, None)), exact)
+    expected = pull((d_output.astype(jnp.float32), d_final, d_states))[0]
+    pairs = zip(jax.tree.leaves((found, d)), jax.tree.leaves((wanted, expected)), strict=True)
+    assert max(distance(a, b) for a, b in pairs) < BAR
 
 
 @pytest.mark.parametrize("form", ["key", "head"])

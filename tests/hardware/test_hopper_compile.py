@@ -55,6 +55,8 @@ KERNELS = {
     ("gradient, delta, groups", "head", "128"): 4,
     ("gradient, delta, narrow", "head", "128"): 4,
     ("gradient, delta", "head", "64"): 4,
+    ("forward, residuals, states", "head", "128"): 1,
+    ("gradient, states", "head", "128"): 3,
 }
 # What goes token by token, for per-key gates that are out of range, has no products, nor what hands states from segment to
 # segment, which copies nothing in bulk either. The gradient scans both ways before.

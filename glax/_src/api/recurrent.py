@@ -1,6 +1,5 @@
 """Define the public functions. Each function names its gates, and `Options` documents the other arguments."""
 
-import dataclasses
 import functools
 from typing import Any, Literal, TypedDict, Unpack, cast
 
@@ -24,10 +23,10 @@ from glax._src.core.bind import (
 )
 from glax._src.core.recurrence import Outputs, OutputsWithStates, Recurrence, to_int32
 from glax._src.core.registry import Config, Platform
-from glax._src.solve.autodiff import differentiable, solve
+from glax._src.solve.autodiff import differentiable, solve, solve_storing_states
 from glax._src.solve.dispatch import Choice
 from glax._src.solve.exclusive_read import check_bonus, check_no_erasure, solve_with_bonus
-from glax._src.solve.pieces import no_states, solve_with_states
+from glax._src.solve.pieces import no_states
 
 SLOPES = ("fla", "minimax")
 
@@ -151,9 +150,9 @@ def bind_and_solve(choice: Choice, options: ScanOptions, arrays: dict) -> Output
         outputs = nothing_to_solve(r)
         outputs = outputs if every is None else OutputsWithStates(*outputs, no_states(r, every, dtype))
     else:
-        solver = functools.partial(solve, dataclasses.replace(choice, pieces=every))
+        solver = functools.partial(solve, choice)
         if every is not None:
-            solver = functools.partial(solve_with_states, solver, every=every, dtype=dtype)
+            solver = functools.partial(solve_storing_states, choice, every=every, dtype=dtype)
         r = differentiable(r)
         outputs = solver(r) if bonus is None else solve_with_bonus(solver, r, bonus)
     outputs = outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])

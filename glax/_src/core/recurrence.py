@@ -24,6 +24,8 @@ class Recurrence:
     1] of T; the rows behind the last are padding. `boundaries` is the `cu_seqlens` of the public functions. `reverse` scans
     every sequence from its last token to its first. `segments` divides unpacked rows further; `folded` expresses this division
     by gates, which every kernel accepts.
+
+    With `states_every` the final state is `StoredStates`, and so is its cotangent. Kernels refuse it unless they store states.
     """
 
     q: Float[Array, "B T Hq K"]
@@ -36,6 +38,7 @@ class Recurrence:
     reverse: bool = dataclasses.field(default=False, metadata=dict(static=True))
     segments: Segments | None = None
     erasure: Erasure | None = None
+    states_every: int | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     replace = dataclasses.replace
 
@@ -201,6 +204,13 @@ class Outputs(NamedTuple):
     final_state: Float[Array, "N H K V"]
 
 
+class StoredStates(NamedTuple):
+    """What a recurrence with `states_every` has for a final state, and for its cotangent; there `states` is None for zeros."""
+
+    final_state: Float[Array, "N H K V"]
+    states: Float[Array, "N J H K V"] | None
+
+
 class PackedStates(NamedTuple):
     """Hold the states of packed sequences behind every n tokens of each sequence.
 
@@ -297,6 +307,8 @@ def describe(r: Recurrence) -> str:
         parts.append(f"state={r.initial_state.dtype}")
     if r.boundaries is not None:
         parts.append(f"packed{bucket(r.num_sequences)}")
+    if r.states_every is not None:
+        parts.append(f"states{r.states_every}")
     if r.segments is not None:
         parts.append("segments" if r.segments.is_token is None else "segments, padded")
     return " ".join(parts + ["reverse"] * r.reverse)

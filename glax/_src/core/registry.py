@@ -110,6 +110,7 @@ class KernelSpec:
     version:  a number that is raised when measured configs become invalid
     takes_segments: recurrence -> whether the kernel reads its segments; else the kernel receives `recurrence.folded`
     two_phase: recurrence -> the kernel in two phases, or None where that would add work to `run`
+    stores_states: recurrence -> None, or why the kernel does not store the states behind every r.states_every tokens
     erases:   whether the kernel runs recurrences with an `erasure`, which are of the delta rule
     """
 
@@ -126,6 +127,7 @@ class KernelSpec:
     saves_residuals: Callable[[Recurrence], bool] = lambda r: True
     erases: bool = False
     forgoes: Callable[..., dict[str, str]] = lambda r, *cotangents: {}
+    stores_states: Callable[[Recurrence], str | None] = lambda r: "does not store the states behind every n tokens"
     omits_d_final: Callable[[Recurrence], bool] = lambda r: False
     takes_segments: Callable[[Recurrence], bool] = lambda r: False
 
@@ -163,6 +165,8 @@ class KernelSpec:
             return "takes shapes that are known while tracing, not symbols"
         if r.erasure is not None and not self.erases:
             return "does not erase, as beta and erase require"
+        if r.states_every is not None and (why := self.stores_states(r)) is not None:
+            return why
         if config is not None and type(config) is not self.config:
             return f"takes a {self.config.__name__}, cfg is a {type(config).__name__}"
         return known_miscompile(self.name) or self.supports(r)

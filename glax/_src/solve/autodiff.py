@@ -1,6 +1,7 @@
 """Differentiate recurrences, above all platforms: a fused gradient kernel if one is able, else a gradient derived from the
 forward."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +14,18 @@ from jax.interpreters import ad
 from jaxtyping import Array, Float
 
 from glax._src.core.decay import Decay
-from glax._src.core.recurrence import Outputs, Recurrence, Residuals, aligned, gradient_recurrence, spread_heads
+from glax._src.core.recurrence import (
+    Outputs,
+    OutputsWithStates,
+    Recurrence,
+    Residuals,
+    StoredStates,
+    aligned,
+    gradient_recurrence,
+    spread_heads,
+)
+from glax._src.core.registry import kernel_registry
+from glax._src.kernels import load_kernels
 from glax._src.solve.dispatch import (
     Choice,
     Resolution,
@@ -24,6 +36,7 @@ from glax._src.solve.dispatch import (
     run_backward,
     run_forward,
 )
+from glax._src.solve.pieces import solve_with_states
 
 
 def differentiable(r: Recurrence) -> Recurrence:
@@ -39,7 +52,7 @@ def differentiable(r: Recurrence) -> Recurrence:
 def named_outputs(outputs: Outputs) -> Outputs:
     """Return the outputs of a forward under differentiation, each under a name for jax.checkpoint policies."""
     output, final_state = outputs
-    return Outputs(named(output, "glax_output"), named(final_state, "glax_final_state"))
+    return Outputs(named(output, "glax_output"), jax.tree.map(lambda x: named(x, "glax_final_state"), final_state))
 
 
 def named(x: Array, name: str) -> Array:
@@ -96,8 +109,8 @@ def solve_with_vjp(
     def bwd_with_residuals(*operands):
         *static, (r, residuals), (cotangents, _) = operands
         d_output, d_final = cotangents
-        d_final = None if omits_d_final and isinstance(d_final, SymbolicZero) else d_final
-        d = gradient(*static, r, instantiated(d_output), instantiated(d_final), residuals)
+        d_final = None if omits_d_final and isinstance(d_final, SymbolicZero) else instantiated(d_final)
+        d = gradient(*static, r, instantiated(d_output), d_final, residuals)
         return (with_float0(d, r),)
 
     def fwd(*operands):
@@ -114,7 +127,10 @@ def solve_with_vjp(
 
 
 def instantiated(cotangent):
-    """Return the cotangent as an array, also where JAX has said only that it is zero."""
+    """Return the cotangent as an array, also where JAX has said only that it is zero; but None for stored states of zeros."""
+    if isinstance(cotangent, StoredStates):
+        states = None if isinstance(cotangent.states, SymbolicZero) else cotangent.states
+        return StoredStates(instantiated(cotangent.final_state), states)
     return ad.instantiate_zeros(ad.Zero(cotangent.aval)) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
@@ -217,6 +233,8 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
     With an erasure, the transposed state obeys no recurrence of this form. The gradient is then taken token by token
     (`delta_recurrent`), in plain JAX on every platform.
     """
+    if r.states_every is not None:
+        return gradient_by_pieces(choice, r, d_output, d_final)
     d_final = filled(d_final, r)
     if r.segments is not None:
         return by_folding(functools.partial(derived_gradient, choice))(r, d_output, d_final)
@@ -253,6 +271,30 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
         d_decay = Decay(head=d_rows.sum(3))
     initial = None if r.initial_state is None else G * first_decay(r)
     return gradient_recurrence(given, read * scale, dk, dv, d_decay, initial, r.per_sequence(q_read.sum((2, 3))))
+
+
+def gradient_by_pieces(choice: Choice, r: Recurrence, d_output, d_final: StoredStates) -> Recurrence:
+    """`derived_gradient` of a recurrence that stores states: of a solve in pieces."""
+    plain = r.replace(states_every=None)
+
+    def outputs(rows: Recurrence):
+        return tuple(solve_with_states(functools.partial(solve, choice), rows.with_integers(plain), every, None))
+
+    every = r.states_every
+    (*_, states), pull = jax.vjp(outputs, plain.floats)
+    d_states = jnp.zeros_like(states) if d_final.states is None else d_final.states
+    return pull((d_output, d_final.final_state, d_states))[0].replace(states_every=every)
+
+
+def solve_storing_states(choice: Choice, r: Recurrence, every: int, dtype) -> OutputsWithStates:
+    """`solve`, with the states behind every `every` tokens in dtype: by a kernel that stores them, else in pieces."""
+    load_kernels()
+    stored = r.replace(states_every=every)
+    if not kernel_registry.able(stored.folded, choice.platform, choice.config)[0]:
+        pieces = functools.partial(solve, dataclasses.replace(choice, pieces=every))
+        return solve_with_states(pieces, r, every, dtype)
+    output, (final_state, states) = solve(choice, stored)
+    return OutputsWithStates(output, final_state, states if dtype is None else states.astype(dtype))
 
 
 def clean(r: Recurrence, d_output) -> tuple[Recurrence, Array]:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from glax._src.core.recurrence import Outputs, Recurrence, Residuals, varying_like
+from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, varying_like
 from glax._src.core.registry import Config, KernelSpec, Platform, Role, TwoPhase, UnsupportedError, kernel_registry
 from glax._src.kernels import load_kernels
+from glax._src.solve.pieces import solve_with_states
 from glax._src.tuning.cache import PersistentCache, overlay
 from glax._src.tuning.executor import Executor, is_listening
 from glax._src.tuning.selection import AutotunePolicy, ConfigSelectorChain
@@ -131,7 +132,7 @@ def run_backward(
 
 
 def filled(d_final, r: Recurrence):
-    """d_final, or zeros of its shape for None."""
+    """Return d_final, or zeros of its shape for None."""
     return varying_like(jnp.zeros(r.state_shape, r.dtype), r.q) if d_final is None else d_final
 
 
@@ -139,6 +140,10 @@ def filled(d_final, r: Recurrence):
 
 
 def forward_elsewhere(choice: Choice, results, r: Recurrence) -> Outputs:
+    if r.states_every is not None:
+        pieces = functools.partial(forward_elsewhere, choice, results)
+        output, *states = solve_with_states(pieces, r.replace(states_every=None), r.states_every, None)
+        return Outputs(output, StoredStates(*states))
     return run_spec(kernel_registry.find(r.folded, choice.platform, choice.config), choice, r)
 
 
@@ -162,6 +167,10 @@ def gradient_elsewhere(
     choice: Choice, results, r: Recurrence, d_output, d_final, residuals: Residuals | None = None
 ) -> Recurrence:
     """Run this backend's gradient without residuals: see `forward_elsewhere_without_residuals`."""
+    if r.states_every is not None:
+        from glax._src.solve.autodiff import derived_gradient  # imports this module
+
+        return derived_gradient(choice, r, d_output, d_final)
     spec, own = vjp_kernel(choice, r.folded)
     if spec is None:
         kernel_registry.find(r.folded, choice.platform, choice.config)  # the error that it raises states why

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from glax._src.core.backend import jax_option
 from glax._src.core.decay import Decay
 from glax._src.core.erasure import Erasure
-from glax._src.core.recurrence import Outputs, Recurrence, Residuals, aligned, varying_axes
+from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, aligned, varying_axes
 
 Axis = str | tuple[str, ...] | None  # one or more axes of a mesh, the first of them outermost
 
@@ -238,20 +238,32 @@ def output_specs(batch, heads, sequence=None) -> Outputs:
     return Outputs(output, final_state)
 
 
+def outputs_of(r: Recurrence, batch, heads) -> Any:
+    """`output_specs`, with those of the states that r stores."""
+    outputs = output_specs(batch, heads)
+    if r.states_every is None:
+        return outputs
+    states: Spec = P(batch, None, heads)
+    return outputs._replace(final_state=StoredStates(outputs.final_state, states))
+
+
 def residual_specs(batch, heads) -> Residuals:
     chunks: Spec = P(batch, None, heads)
     return Residuals(chunks, chunks)
 
 
 def operand_specs(operands, batch, heads):
-    every = (recurrence_specs(operands[0], batch, heads), *output_specs(batch, heads), residual_specs(batch, heads))
+    output, final_state = outputs_of(operands[0], batch, heads)
+    if len(operands) > 2 and isinstance(operands[2], StoredStates) and operands[2].states is None:
+        final_state = final_state._replace(states=None)
+    every = recurrence_specs(operands[0], batch, heads), output, final_state, residual_specs(batch, heads)
     return tuple(None if x is None else spec for x, spec in zip(operands, every, strict=False))
 
 
 def result_specs(operands, saves_residuals: bool, batch, heads):
     if len(operands) > 1:
         return recurrence_specs(operands[0], batch, heads).floats
-    outputs = output_specs(batch, heads)
+    outputs = outputs_of(operands[0], batch, heads)
     return (outputs, residual_specs(batch, heads)) if saves_residuals else outputs
 
 
@@ -333,7 +345,9 @@ def sharding_rule(operands, saves_residuals: bool) -> tuple[str, tuple[str, ...]
         ]  # fmt: skip
         return [form for array, form in forms if array is not None]
 
-    cotangents = [form for form, x in zip(outputs, operands[1:3], strict=False) if x is not None]
+    if r.states_every is not None:
+        outputs.append(f"{N} behind {H} k v")
+    cotangents = [form for form, _ in zip(outputs, jax.tree.leaves(operands[1:3]), strict=False)]
     given = named(r) + cotangents + residuals * (len(operands) > 3)
     results = named(r.floats) if len(operands) > 1 else outputs + residuals * saves_residuals
     rule = f"{', '.join(given)} -> {', '.join(results)}"

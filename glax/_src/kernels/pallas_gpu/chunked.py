@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from glax._src.core.decay import Decay
-from glax._src.core.recurrence import Outputs, Recurrence, Residuals, gradient_recurrence
+from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, gradient_recurrence
 from glax._src.kernels.common.gpu import multiprocessors
+from glax._src.kernels.pallas_gpu import caller_states
 from glax._src.kernels.pallas_gpu.config import WIDEST, HopperConfig, group_size, in_one_row
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.packed_row import Edges, PackedRow
@@ -38,8 +39,12 @@ def forward(p: KernelLayout, save: bool, begun=None) -> tuple[Outputs, Residuals
     """Return the outputs, and the residuals if `save`. begun: the result of `begin` for this call, or None."""
     r = p.r
     start = p.starts(r.initial_state, p.k, p.v, False) if begun is None else p.begun_from(r.initial_state, *begun)
-    scanned = p.scan(p.plan(start=start is not None, states=save, run=p.run if save else 1), p.k, p.v, start)
-    outputs = Outputs(p.sum_of_values(scanned.o, p.blocks).astype(r.v.dtype), p.narrow(scanned.last))
+    plan = p.plan(start=start is not None, states=save, run=p.run if save else 1, **caller_states.plan_fields(p))
+    scanned = p.scan(plan, p.k, p.v, start)
+    final = p.narrow(scanned.last)
+    if r.states_every is not None:
+        final = StoredStates(final, caller_states.of_heads(p, scanned.behind))
+    outputs = Outputs(p.sum_of_values(scanned.o, p.blocks).astype(r.v.dtype), final)
     return outputs, p.residuals(scanned) if save else None
 
 
@@ -163,10 +168,16 @@ def gradients(p: KernelLayout, d_output, d_final, residuals: Residuals | None, b
     """Return the gradients of every chunk, and the gradient of the initial states."""
     residuals = p.of_blocks(states(p) if residuals is None else residuals)
     d_output = p.in_blocks(d_output, p.V)
-    d_start = p.starts(d_final, p.q, d_output, True) if begun is None else p.begun_from(d_final, *begun)
-    run = p.run if p.grouped else 1
-    against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None, run=run)
-    scanned = p.scan(against, p.q, d_output, d_start, out_of_range=residuals.out_of_range)
+    d_final, d_states = d_final if isinstance(d_final, StoredStates) else (d_final, None)
+    behind = caller_states.in_blocks(p, d_states)
+    d_start = (
+        caller_states.starts_against_time(p, d_final, d_output, behind)
+        if begun is None
+        else p.begun_from(d_final, *begun)
+    )
+    run, of_caller = p.run if p.grouped else 1, {} if behind is None else caller_states.plan_fields(p)
+    against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None, run=run, **of_caller)
+    scanned = p.scan(against, p.q, d_output, d_start, out_of_range=residuals.out_of_range, behind=behind)
     form = by_groups if p.grouped else by_heads
     return form(p, d_output, residuals, scanned), p.narrow(scanned.last)
 

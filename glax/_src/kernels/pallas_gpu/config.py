@@ -124,6 +124,15 @@ def in_one_row(r: Recurrence) -> bool:
     return r.boundaries is not None and r.decay.form != "key" and r.initial_state is None and r.erasure is None
 
 
+def stores_states(r: Recurrence) -> str | None:
+    """Return why the kernels do not store the states behind every r.states_every tokens; None if they do."""
+    if r.boundaries is not None or r.decay.form == "key":
+        return "stores no states behind every n tokens of packed sequences or with per-key gates"
+    if r.reverse and r.q.shape[1] % C:
+        return f"with reverse, states behind every n tokens need a T that {C} divides, got {r.q.shape[1]}"
+    return None
+
+
 def pairs_heads(r: Recurrence) -> bool:
     """Return whether a program can scan two heads. They must have 64 columns, no per-key gates, and groups of even size."""
     widths = Widths.of(r, square=False)

@@ -105,7 +105,7 @@ class KernelLayout:
 
     def __init__(self, r: Recurrence, config: HopperConfig, square: bool = False, edges: Edges | None = None):
         self.r, self.rows, self.parts, self.edges = r, Rows.of(r), config.parts, edges
-        self.paired = config.columns == 128 and pairs_heads(r)
+        self.paired = config.columns == 128 and pairs_heads(r) and r.states_every is None
         self.columns = 64 if self.paired else config.columns
         self.key, self.grouped = r.decay.form == "key", grouped(r)
         widths = Widths.of(r, square and not self.grouped)
@@ -194,7 +194,14 @@ class KernelLayout:
     @property
     def run(self) -> int:
         """Chunks from one state that the gradient is left to the next, all of one sequence."""
-        return 1 if self.key or self.rows.begins is not None else math.gcd(self.chunks, RUN)
+        if self.key or self.rows.begins is not None or (self.grouped and self.every % RUN):
+            return 1
+        return math.gcd(self.chunks, RUN)
+
+    @property
+    def every(self) -> int:
+        """Chunks from one of the caller's states to the next; 0 without."""
+        return (self.r.states_every or 0) // C
 
     def plan(self, **flags) -> Scan:
         terms = len(self.gates) if self.key else 1
@@ -204,7 +211,7 @@ class KernelLayout:
             packed=self.chunks if self.rows.in_place else 0, edges=self.edges is not None, **flags,
         )  # fmt: skip
 
-    def scan(self, plan: Scan, a, b, start, table=None, out_of_range=None) -> ScanResults:
+    def scan(self, plan: Scan, a, b, start, table=None, out_of_range=None, behind=None) -> ScanResults:
         """Scan every segment in `table`. out_of_range: that field of `Residuals`, which the scan of dL/dS reads."""
         operands = (
             self.table if table is None else table,
@@ -217,7 +224,7 @@ class KernelLayout:
         )
         if self.key:
             return key_scan(plan, *operands, out_of_range)
-        operands = *operands, *self.edge_copies(self.q, a, b)
+        operands = *operands, *self.edge_copies(self.q, a, b), *([behind] if plan.adds_behind else [])
         return pair_scan(plan, *operands) if plan.outputs and self.paired else head_scan(plan, *operands)
 
     def edge_copies(self, *arrays):
@@ -257,19 +264,24 @@ class KernelLayout:
             table[np.tile(ends, self.N), 2] = 0
         return table
 
-    def entry_states(self, own, start, adjoint: bool):
-        """Return the state that enters every segment, [E, H, K, V]. own: as `own_states` returns them."""
+    def entry_states(self, own, start, adjoint: bool, is_scaled: bool = False):
+        """Return the state that enters every segment, [E, H, K, V]. own: as `own_states` returns them.
+
+        is_scaled: whether own states of dL/dS have the scale.
+        """
+        scales = adjoint and not is_scaled
         if self.parts <= FEW:
-            return jnp.stack(self.along(own, start, adjoint)[0], 1).reshape(-1, *own[0].shape[1:])
+            return jnp.stack(self.along(own, start, adjoint, is_scaled)[0], 1).reshape(-1, *own[0].shape[1:])
         given = start if start is not None else jnp.zeros((1, 1, 1, 1))
         descending = np.asarray([self.descending(adjoint)], np.int32)
-        factor = self.scales if adjoint else np.append(np.ones(self.N, np.float32), np.float32(0))
+        factor = self.scales if scales else np.append(np.ones(self.N, np.float32), np.float32(0))
         return segment_scan(self.parts, start is not None, *own, factor, given, descending)
 
-    def along(self, own, start, adjoint: bool) -> tuple[list[Array], Array]:
+    def along(self, own, start, adjoint: bool, is_scaled: bool = False) -> tuple[list[Array], Array]:
         """The states that enter the segments, and that behind the last, of every sequence, each [N, H, K, V]."""
         states, log = (x.reshape(self.N, self.parts, *x.shape[1:]) for x in own)
-        factor, decay = self.scale[:, None, None, None] if adjoint else 1.0, jnp.exp(log)[..., None]
+        factor = self.scale[:, None, None, None] if adjoint and not is_scaled else 1.0
+        decay = jnp.exp(log)[..., None]
         S = jnp.zeros_like(states[:, 0]) if start is None else start
         found = [S] * self.parts
         for part in range(self.parts - 1, -1, -1) if self.descending(adjoint) else range(self.parts):

@@ -85,6 +85,8 @@ class Scan:
     at the segment's first chunk.
     packed: 0, or the most chunks of packed sequences. Their chunks begin at every eighth row of a, b, q and gates, with rows of
     another sequence where a sequence begins between. Those of o and states lie one after another.
+    every: chunks from one of the caller's states to the next, of which there are num_behind; 0 without. A scan against time adds
+    their gradients to the state, others store them. With per-head gates alone.
     edges: chunks that hold rows without a token are read from copies (`packed_row.Edges`). With per-head gates alone.
     """
 
@@ -106,6 +108,8 @@ class Scan:
     stored_by: Blocks = WHOLE
     packed: int = 0
     edges: bool = False
+    every: int = 0
+    num_behind: int = 0
 
     def rows_of_chunks(self, T: int) -> int:
         """Return the number of rows of o for operands of T rows. It is 64 times the number of chunks whose states are stored."""
@@ -135,6 +139,20 @@ class Scan:
     def stored(self, chunk):
         """Return whether the state that enters this chunk is stored: the chunk is the first of its run in scan order."""
         return lax.rem(chunk, jnp.int32(self.run)) == (self.run - 1 if self.reverse != self.adjoint else 0)
+
+    def state_behind(self, chunk, chunks: int):
+        """Return the place of the caller's state behind a chunk in the order of the scan, and whether there is one."""
+        behind = chunks - chunk if self.reverse else chunk + 1
+        index = quotient(behind, self.every) - 1
+        return index, (remainder(behind, self.every) == 0) & (index < self.num_behind)
+
+    @property
+    def stores_behind(self) -> bool:
+        return self.every > 0 and not self.adjoint
+
+    @property
+    def adds_behind(self) -> bool:
+        return self.every > 0 and self.adjoint
 
     def leave(self, segment, store):
         """Run store(index among the last states) if the segment's last state is stored."""
@@ -190,6 +208,7 @@ class ScanResults(NamedTuple):
     out_of_range [B, chunks, H]: 1 where the gates of a chunk leave the range of the fast form; of a scan that stores states. The
     state of such a chunk is the one that enters it. With per-key gates the states of all other chunks are decayed to the chunk's
     middle. None where the scan reads from the forward which chunks are out of range.
+    behind [B, num_behind, H, K, V] in float32: the caller's states.
     """
 
     o: jax.Array
@@ -197,3 +216,4 @@ class ScanResults(NamedTuple):
     last: jax.Array
     log: jax.Array | None = None
     out_of_range: jax.Array | None = None
+    behind: jax.Array | None = None

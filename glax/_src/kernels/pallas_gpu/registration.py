@@ -6,7 +6,7 @@ docs/internals/experiments/hopper.md has the figures.
 
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
-from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, in_one_row, supports
+from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, in_one_row, stores_states, supports
 
 # Above Triton's 10 or below it, and always above XLA's: docs/internals/hopper.md has the bounds.
 FASTER, SLOWER = 15, 5
@@ -96,6 +96,7 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
     forward_with_residuals=chunked_with_residuals,
     forgoes=forgoes_one_row,
     erases=True,
+    stores_states=stores_states,
 )
 def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     """Compute the recurrence in chunks. q, k, v and gates are read once, the output is written once, and the state stays on
@@ -118,6 +119,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     priority=gradient_priority,
     two_phase=gradient_two_phase,
     omits_d_final=in_one_row,
+    stores_states=stores_states,
     forgoes=forgoes_one_row,
     erases=True,
 )

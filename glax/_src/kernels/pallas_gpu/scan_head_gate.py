@@ -35,7 +35,7 @@ from glax._src.kernels.pallas_gpu.scan_head_gate_stages import carry_own_columns
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal scans are lowered once
-def head_scan(w: Scan, table, q, a, b, G, scale, start, *edges) -> ScanResults:
+def head_scan(w: Scan, table, q, a, b, G, scale, start, *rest) -> ScanResults:
     """Scan every segment of `table` with per-head gates. The stored states are those that enter the chunks. No chunk is out of
     range.
 
@@ -43,7 +43,7 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start, *edges) -> ScanResults:
     that it returns may exclude the chunks before. They are then so low that they stand for -inf.
 
     G: [B, chunks, H, C] in float32, the sums of log2 gates from where the scan enters each chunk. The other operands are those
-    of `key_scan`. edges: the last operands of `Operands`, for a plan with edges.
+    of `key_scan`. rest: the operands of `Operands` behind these, as the plan has them.
     """
     B, T = a.shape[:2]
     E = table.shape[0]
@@ -65,7 +65,7 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start, *edges) -> ScanResults:
     body.__name__ = "head_scan"  # in profiles
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(Results.types(w, B, T, E)),
+        out_type=tuple(x for x in Results.types(w, B, T, E) if x is not None),
         grid=(w.V // w.columns * w.H * E,),
         grid_names=("program",),
         num_threads=w.consumers + 1,
@@ -73,6 +73,6 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start, *edges) -> ScanResults:
         scratch_types=[Tiles.types(w), Barriers.types(w)],
         compiler_params=tiles.PARAMS,
     )
-    operands = table, q, a, b, G, scale, start, *edges
+    operands = table, q, a, b, G, scale, start, *rest
     found = Results(*once(("head_scan", w), kernel, *operands))
-    return ScanResults(found.o, found.states, found.last, found.log if w.either else None)
+    return ScanResults(found.o, found.states, found.last, found.log if w.either else None, behind=found.behind)

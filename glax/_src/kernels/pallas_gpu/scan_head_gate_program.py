@@ -33,11 +33,20 @@ class Operands(NamedTuple):
     q_edges: Ref = None  # [B, 3 C, HQ, K]
     a_edges: Ref = None  # [B, 3 C, HA, K]
     b_edges: Ref = None  # [B, 3 C, HB, V]
+    # Of a plan that adds the gradients of the caller's states.
+    behind: Ref = None  # [B, num_behind, H, K, V]
 
     @classmethod
-    def count(cls, w: Scan) -> int:
-        """Return the number of operands that the plan has."""
-        return len(cls._fields) - (0 if w.edges else len(cls._field_defaults))
+    def of(cls, w: Scan, refs) -> "Operands":
+        """Return the operands that the plan has, which `refs` begins with."""
+        *edges, behind = list(cls._field_defaults)
+        names = [name for name in cls._fields if name not in cls._field_defaults]
+        names += edges * w.edges + [behind] * w.adds_behind
+        return cls(**dict(zip(names, refs, strict=False)))
+
+    @property
+    def count(self) -> int:
+        return sum(x is not None for x in self)
 
 
 class Results(NamedTuple):
@@ -47,10 +56,13 @@ class Results(NamedTuple):
     states: Ref  # [B, chunks / run, H, K, V]
     last: Ref  # [N or E, H, K, V]
     log: Ref  # [E, H, 1]
+    behind: Ref = None  # [B, num_behind, H, K, V], of a plan that stores the caller's states
 
     @classmethod
     def types(cls, w: Scan, B: int, T: int, E: int) -> "Results":
-        return cls(*w.results(B, T, E), log=jax.ShapeDtypeStruct((E, w.H, 1), jnp.float32))
+        log = jax.ShapeDtypeStruct((E, w.H, 1), jnp.float32)
+        behind = jax.ShapeDtypeStruct((B, w.num_behind, w.H, w.K, w.V), jnp.float32)
+        return cls(*w.results(B, T, E), log, behind if w.stores_behind else None)
 
 
 class Tiles(NamedTuple):
@@ -124,8 +136,8 @@ class Program:
     def of(cls, w: Scan, *refs) -> "Program":
         """Return the program. refs: operands and results one after the other, then `Tiles` and `Barriers`."""
         *in_global, tiles, barriers = refs
-        count = Operands.count(w)
-        operands, results = Operands(*in_global[:count]), Results(*in_global[count:])
+        operands = Operands.of(w, in_global)
+        results = Results(*in_global[operands.count :])
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         block, h, e = place_of(program, w.V // w.columns, w.H)
         batch, first, whole, n = (operands.table[e, i] for i in range(4))
@@ -166,6 +178,9 @@ class Program:
     def tokens(self, x, head, step, *columns):
         """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
         return x.at[(self.batch, pl.ds(self.chunk(step) * C, C), head, *columns)]
+
+    def state_behind(self, step):
+        return self.plan.state_behind(self.chunk(step), self.operands.gates.shape[1])
 
     def fetch(self, x, edges, head, step, tile, loaded, *columns):
         """Fetch the rows of one head of x at a step. A chunk that contains rows without a token is read from `edges`, the

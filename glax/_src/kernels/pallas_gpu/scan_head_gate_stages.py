@@ -54,6 +54,8 @@ def carry_state(p: Program, columns, of_tile, scaled, enter):
         S, log = carry
         slot = lax.rem(step, jnp.int32(w.stages))
         plgpu.barrier_wait(p.barriers.loaded.at[slot])
+        if w.adds_behind:
+            S = add_behind(p, S, step, columns)
         enter(S, step)
         values = functools.partial(values_of, p, slot, of_tile)
         G, last = plgpu.load(p.tiles.gates.at[slot], layout=BY_ROW), p.tiles.gates[slot, p.last_token]
@@ -72,6 +74,8 @@ def carry_state(p: Program, columns, of_tile, scaled, enter):
 
         S = lax.cond((last > p.most) & (last < 0.0), lost, lambda S: S, S)
         plgpu.barrier_arrive(p.barriers.consumed.at[slot])
+        if w.stores_behind:
+            store_behind(p, S, step, columns)
         return S, log + last
 
     S = zeros((w.K, columns.size))
@@ -88,6 +92,26 @@ def carry_state(p: Program, columns, of_tile, scaled, enter):
         @pl.when((p.block == 0) & (p.warpgroup == 0))
         def _():
             p.results.log[p.e, p.h, 0] = log / LOG2E
+
+
+def store_behind(p: Program, S, step, columns):
+    """Store the state behind a chunk where it is one of the caller's."""
+    index, is_one = p.state_behind(step)
+
+    @pl.when(is_one)
+    def _():
+        p.results.behind[p.batch, index, p.h, :, columns] = S
+
+
+def add_behind(p: Program, S, step, columns):
+    """Return S plus the gradient of the caller's state behind a chunk, where there is one."""
+    index, is_one = p.state_behind(step)
+
+    def added(S):
+        place = p.operands.behind.at[p.batch, index, p.h, :, columns]
+        return S + plgpu.load(place, layout=tiles.WGMMA, optimized=False)
+
+    return lax.cond(is_one, added, lambda S: S, S)
 
 
 def values_of(p: Program, slot, columns, G, last):

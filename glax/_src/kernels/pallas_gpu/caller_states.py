@@ -1,0 +1,64 @@
+"""The states behind every n tokens, which the caller reads, and their gradients, which enter dL/dS where the states were."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from glax._src.kernels.pallas_gpu.layout import KernelLayout
+from glax._src.kernels.pallas_gpu.plan import C
+
+
+def number(p: KernelLayout) -> int:
+    """Return the number J of the caller's states in a row."""
+    return p.r.q.shape[1] // p.r.states_every if p.r.states_every else 0
+
+
+def plan_fields(p: KernelLayout) -> dict[str, int]:
+    """Return the fields of a plan that stores the caller's states, or adds their gradients. A row may be too short for any."""
+    return dict(every=p.every, num_behind=number(p)) if number(p) else {}
+
+
+def of_heads(p: KernelLayout, behind: Float[Array, "N J H K V"] | None) -> Float[Array, "N J H K V"]:
+    """Return the caller's states. behind: as a scan stores them, of blocks; None where rows are too short for any."""
+    if behind is None:
+        return jnp.zeros((p.N, 0, *p.r.state_shape[1:]), jnp.float32)
+    found = p.narrow(behind.reshape(-1, *behind.shape[2:]))
+    return found.reshape(*behind.shape[:2], *found.shape[1:])
+
+
+def in_blocks(p: KernelLayout, d: Float[Array, "N J H K V"] | None) -> Float[Array, "N J H K V"] | None:
+    """Return the gradients of the caller's states in blocks; None for zeros or none."""
+    if d is None or not number(p):
+        return None
+    found = p.start(d.reshape(-1, *d.shape[2:]))
+    assert found is not None
+    return found.reshape(*d.shape[:2], *found.shape[1:])
+
+
+def starts_against_time(p: KernelLayout, d_final, d_output, behind: Float[Array, "N J H K V"] | None):
+    """Return dL/dS behind every segment, [E, H, K, V]; None for zeros.
+
+    d_final [N, H, K, V]. d_output and behind: in blocks.
+    """
+    if behind is None or p.parts == 1:
+        return p.starts(d_final, p.q, d_output, adjoint=True)
+    states, log = p.own_states(p.q, d_output, adjoint=True, last=False)
+    scale = jnp.repeat(p.scale, p.parts)[:, None, None, None]
+    own = states * scale + at_edges(p, behind).reshape(states.shape), log
+    return p.entry_states(own, p.start(d_final), adjoint=True, is_scaled=True)
+
+
+def at_edges(p: KernelLayout, behind: Float[Array, "N J H K V"]) -> Float[Array, "N parts H K V"]:
+    """Return what the gradients of the caller's states add to dL/dS at the edge that a scan against time leaves a segment by."""
+    count = np.arange(1, behind.shape[1] + 1) * p.every
+    through = np.arange(p.chunks)
+    chunk = p.chunks - count if p.r.reverse else count - 1
+    part = chunk // p.size
+    # [J, chunks]: the chunks between a state and the edge of its segment
+    passed = (through >= chunk[:, None]) if p.r.reverse else (through <= chunk[:, None])
+    passed &= through // p.size == part[:, None]
+    through_chunks = p.gates[..., 0 if p.r.reverse else C - 1]
+    logs = jnp.einsum("nch,jc->njh", through_chunks, passed.astype(np.float32), precision="highest")
+    decay = jnp.exp2(jnp.repeat(logs, p.H // logs.shape[2], axis=2))[..., None, None]
+    each = [(decay[:, part == i] * behind[:, part == i]).sum(1) for i in range(p.parts)]
+    return jnp.stack(each, axis=1)
