@@ -185,9 +185,15 @@ def check(c: Call, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "T, heads, reverse, parts, save", [(330, (2, 2, 2), False, 3, True), (256, (1, 1, 2), True, 1, False)]
+    "gate, T, heads, reverse, parts, save",
+    [
+        ("g", 330, (2, 2, 2), False, 3, True),
+        ("g", 256, (1, 1, 2), True, 1, False),
+        ("gk", 200, (1, 1, 1), False, 2, False),
+        ("gk", 192, (1, 1, 1), True, 1, True),
+    ],
 )
-def test_states_behind_every_64_tokens(T, heads, reverse, parts, save, monkeypatch):
+def test_states_behind_every_64_tokens(gate, T, heads, reverse, parts, save, monkeypatch):
     """With their gradients, which also pass from segment to segment; against the states of pieces, by XLA."""
     rng, every, H = np.random.default_rng(0), 64, max(heads)
 
@@ -195,9 +201,9 @@ def test_states_behind_every_64_tokens(T, heads, reverse, parts, save, monkeypat
         return jnp.asarray(rng.normal(size=shape), dtype)
 
     q, k, v, d_output = (normal(1, T, h, 64, dtype=jnp.bfloat16) for h in (*heads, H))
-    g = (jax.nn.log_sigmoid(normal(1, T, H)) / 8).astype(jnp.bfloat16)
+    g = (jax.nn.log_sigmoid(normal(1, T, H, *(64,) * (gate == "gk"))) / 8).astype(jnp.bfloat16)
     state, d_final, d_states = normal(1, H, 64, 64), normal(1, H, 64, 64), normal(1, T // every, H, 64, 64)
-    plain = bind(q, k, v, g=g, initial_state=state, reverse=reverse)
+    plain = bind(q, k, v, **{gate: g}, initial_state=state, reverse=reverse)
     r, config, cotangent = plain.replace(states_every=every), HopperConfig(parts=parts), StoredStates(d_final, d_states)
     mosaic_interpreter.install(monkeypatch)
     monkeypatch.setattr(chunked, "multiprocessors", lambda: 3)  # the interpreter runs idle programs, too

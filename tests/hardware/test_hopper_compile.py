@@ -57,6 +57,9 @@ KERNELS = {
     ("gradient, delta", "head", "64"): 4,
     ("forward, residuals, states", "head", "128"): 1,
     ("gradient, states", "head", "128"): 3,
+    ("forward, residuals, states", "key", "128"): 2,
+    ("forward, residuals, narrow, states", "key", "128"): 2,
+    ("gradient, states", "key", "128"): 4,
 }
 # What goes token by token, for per-key gates that are out of range, has no products, nor what hands states from segment to
 # segment, which copies nothing in bulk either. The gradient scans both ways before.
@@ -72,6 +75,9 @@ WITHOUT_PRODUCTS |= {
     ("forward, segments", "head"): 1,
     ("forward, residuals, segments", "key"): 2,
     ("forward, one row, segments", "head"): 1,
+    ("forward, residuals, states", "key"): 1,
+    ("forward, residuals, narrow, states", "key"): 1,
+    ("gradient, states", "key"): 1,
     ("gradient, one row, segments", "head"): 1,
 }
 

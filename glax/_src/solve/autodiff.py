@@ -4,7 +4,7 @@ forward."""
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -275,13 +275,14 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
 
 def gradient_by_pieces(choice: Choice, r: Recurrence, d_output, d_final: StoredStates) -> Recurrence:
     """`derived_gradient` of a recurrence that stores states: of a solve in pieces."""
-    plain = r.replace(states_every=None)
+    plain, every = r.replace(states_every=None), r.states_every
+    assert every is not None
 
     def outputs(rows: Recurrence):
         return tuple(solve_with_states(functools.partial(solve, choice), rows.with_integers(plain), every, None))
 
-    every = r.states_every
-    (*_, states), pull = jax.vjp(outputs, plain.floats)
+    found, pull = jax.vjp(outputs, plain.floats)
+    states: Any = found[2]
     d_states = jnp.zeros_like(states) if d_final.states is None else d_final.states
     return pull((d_output, d_final.final_state, d_states))[0].replace(states_every=every)
 

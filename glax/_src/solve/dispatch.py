@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -142,8 +142,9 @@ def filled(d_final, r: Recurrence):
 def forward_elsewhere(choice: Choice, results, r: Recurrence) -> Outputs:
     if r.states_every is not None:
         pieces = functools.partial(forward_elsewhere, choice, results)
-        output, *states = solve_with_states(pieces, r.replace(states_every=None), r.states_every, None)
-        return Outputs(output, StoredStates(*states))
+        found = solve_with_states(pieces, r.replace(states_every=None), r.states_every, None)
+        states: Any = StoredStates(found.final_state, cast(Any, found.states))
+        return Outputs(found.output, states)
     return run_spec(kernel_registry.find(r.folded, choice.platform, choice.config), choice, r)
 
 

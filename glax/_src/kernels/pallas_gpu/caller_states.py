@@ -4,8 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.plan import C
+from glax._src.kernels.pallas_gpu.tiles import LOG2E
 
 
 def number(p: KernelLayout) -> int:
@@ -48,6 +50,16 @@ def starts_against_time(p: KernelLayout, d_final, d_output, behind: Float[Array,
     return p.entry_states(own, p.start(d_final), adjoint=True, is_scaled=True)
 
 
+def logs_of_chunks(p: KernelLayout) -> Float[Array, "N chunks heads _"]:
+    """Return the log2 decays of every chunk, by channel or one for each head."""
+    if not p.key:
+        return p.gates[..., 0 if p.r.reverse else C - 1, None]
+    # [B, T, heads, K]
+    gates = p.gates.astype(jnp.float32).sum(0)
+    gates = jnp.pad(jnp.maximum(gates, LOG_OF_ZERO), ((0, 0), (0, -gates.shape[1] % C), (0, 0), (0, 0)))
+    return gates.reshape(gates.shape[0], -1, C, *gates.shape[2:]).sum(2) * LOG2E
+
+
 def at_edges(p: KernelLayout, behind: Float[Array, "N J H K V"]) -> Float[Array, "N parts H K V"]:
     """Return what the gradients of the caller's states add to dL/dS at the edge that a scan against time leaves a segment by."""
     count = np.arange(1, behind.shape[1] + 1) * p.every
@@ -57,8 +69,7 @@ def at_edges(p: KernelLayout, behind: Float[Array, "N J H K V"]) -> Float[Array,
     # [J, chunks]: the chunks between a state and the edge of its segment
     passed = (through >= chunk[:, None]) if p.r.reverse else (through <= chunk[:, None])
     passed &= through // p.size == part[:, None]
-    through_chunks = p.gates[..., 0 if p.r.reverse else C - 1]
-    logs = jnp.einsum("nch,jc->njh", through_chunks, passed.astype(np.float32), precision="highest")
-    decay = jnp.exp2(jnp.repeat(logs, p.H // logs.shape[2], axis=2))[..., None, None]
+    logs = jnp.einsum("nchk,jc->njhk", logs_of_chunks(p), passed.astype(np.float32), precision="highest")
+    decay = jnp.exp2(jnp.repeat(logs, p.H // logs.shape[2], axis=2))[..., None]
     each = [(decay[:, part == i] * behind[:, part == i]).sum(1) for i in range(p.parts)]
     return jnp.stack(each, axis=1)

@@ -1,7 +1,7 @@
 """Launch the Hopper kernels: the recurrence and its gradient, whole or in two phases."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def forward(p: KernelLayout, save: bool, begun=None) -> tuple[Outputs, Residuals
     start = p.starts(r.initial_state, p.k, p.v, False) if begun is None else p.begun_from(r.initial_state, *begun)
     plan = p.plan(start=start is not None, states=save, run=p.run if save else 1, **caller_states.plan_fields(p))
     scanned = p.scan(plan, p.k, p.v, start)
-    final = p.narrow(scanned.last)
+    final: Any = p.narrow(scanned.last)
     if r.states_every is not None:
         final = StoredStates(final, caller_states.of_heads(p, scanned.behind))
     outputs = Outputs(p.sum_of_values(scanned.o, p.blocks).astype(r.v.dtype), final)

@@ -223,7 +223,7 @@ class KernelLayout:
             jnp.zeros((1, 1, 1, 1)) if start is None else start,
         )
         if self.key:
-            return key_scan(plan, *operands, out_of_range)
+            return key_scan(plan, *operands, out_of_range, behind)
         operands = *operands, *self.edge_copies(self.q, a, b), *([behind] if plan.adds_behind else [])
         return pair_scan(plan, *operands) if plan.outputs and self.paired else head_scan(plan, *operands)
 

@@ -86,7 +86,7 @@ class Scan:
     packed: 0, or the most chunks of packed sequences. Their chunks begin at every eighth row of a, b, q and gates, with rows of
     another sequence where a sequence begins between. Those of o and states lie one after another.
     every: chunks from one of the caller's states to the next, of which there are num_behind; 0 without. A scan against time adds
-    their gradients to the state, others store them. With per-head gates alone.
+    their gradients to the state, others store them.
     edges: chunks that hold rows without a token are read from copies (`packed_row.Edges`). With per-head gates alone.
     """
 
@@ -145,6 +145,9 @@ class Scan:
         behind = chunks - chunk if self.reverse else chunk + 1
         index = quotient(behind, self.every) - 1
         return index, (remainder(behind, self.every) == 0) & (index < self.num_behind)
+
+    def behind_type(self, B: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((B, self.num_behind, self.H, self.K, self.V), jnp.float32)
 
     @property
     def stores_behind(self) -> bool:

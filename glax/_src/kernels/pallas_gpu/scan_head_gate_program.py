@@ -61,8 +61,7 @@ class Results(NamedTuple):
     @classmethod
     def types(cls, w: Scan, B: int, T: int, E: int) -> "Results":
         log = jax.ShapeDtypeStruct((E, w.H, 1), jnp.float32)
-        behind = jax.ShapeDtypeStruct((B, w.num_behind, w.H, w.K, w.V), jnp.float32)
-        return cls(*w.results(B, T, E), log, behind if w.stores_behind else None)
+        return cls(*w.results(B, T, E), log, w.behind_type(B) if w.stores_behind else None)
 
 
 class Tiles(NamedTuple):

@@ -46,13 +46,13 @@ from glax._src.kernels.pallas_gpu.plan import Scan, ScanResults
 from glax._src.kernels.pallas_gpu.scan_exact import exact_outputs
 from glax._src.kernels.pallas_gpu.scan_key_gate_output import write_outputs
 from glax._src.kernels.pallas_gpu.scan_key_gate_program import Program
-from glax._src.kernels.pallas_gpu.scan_key_gate_refs import Barriers, Operands, Results, Tiles
+from glax._src.kernels.pallas_gpu.scan_key_gate_refs import Barriers, Results, Tiles
 from glax._src.kernels.pallas_gpu.scan_key_gate_scale import scale_segment
 from glax._src.kernels.pallas_gpu.scan_key_gate_state import carry_own_columns, carry_shared_state
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal scans are lowered once
-def key_scan(w: Scan, table, q, a, b, g, scale, start, known_out_of_range=None) -> ScanResults:
+def key_scan(w: Scan, table, q, a, b, g, scale, start, known_out_of_range=None, behind=None) -> ScanResults:
     """Scan every segment of `table` with per-key gates.
 
     table [E, 4]: of every segment its batch row, first chunk, number of chunks, and sequence (for `scale`); for `either`,
@@ -62,6 +62,7 @@ def key_scan(w: Scan, table, q, a, b, g, scale, start, known_out_of_range=None) 
     a [B, T, heads, K], b [B, T, heads, V]: k and v, or q and d_output with `adjoint`.
     g [terms, B, T, H, K] in bfloat16. start [E, H, K, V] in float32.
     known_out_of_range [B, chunks, H]: `out_of_range` of the forward's `ScanResults`, which the scan of dL/dS reads.
+    behind [B, num_behind, H, K, V] in float32: gradients of the caller's states, of a plan that adds them.
     """
     B, T = a.shape[0], w.rows_of_chunks(a.shape[1])
     E = table.shape[0]
@@ -81,7 +82,7 @@ def key_scan(w: Scan, table, q, a, b, g, scale, start, known_out_of_range=None) 
     body.__name__ = "key_scan"  # in profiles
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(Results.types(w, B, T, E)),
+        out_type=tuple(x for x in Results.types(w, B, T, E) if x is not None),
         grid=(w.V // w.columns * w.H * E,),
         grid_names=("program",),
         num_threads=w.consumers + w.scalers,
@@ -89,8 +90,9 @@ def key_scan(w: Scan, table, q, a, b, g, scale, start, known_out_of_range=None) 
         scratch_types=[Tiles.types(w), Barriers.types(w)],
         compiler_params=tiles.PARAMS,
     )
-    operands = Operands(table, q, a, b, g, scale, start, scale if known_out_of_range is None else known_out_of_range)
+    operands = [table, q, a, b, g, scale, start, scale if known_out_of_range is None else known_out_of_range]
+    operands += [behind] if w.adds_behind else []
     found = Results(*once(("key_scan", w), kernel, *operands))
     o = exact_outputs(w, table, found.by_group, q, a, b, g, scale, found.o) if w.outputs else found.o
     log, out_of_range = found.log if w.either else None, None if w.to_edge else found.out_of_range
-    return ScanResults(o, found.states, found.last, log, out_of_range)
+    return ScanResults(o, found.states, found.last, log, out_of_range, found.behind)

@@ -30,8 +30,8 @@ class Program:
     def of(cls, plan: Scan, *refs) -> "Program":
         """Return the program. refs: operands and results one after the other, then `Tiles` and `Barriers`."""
         *in_global, tiles, barriers = refs
-        operands = Operands(*in_global[: len(Operands._fields)])
-        results = Results(*in_global[len(Operands._fields) :])
+        count = len(Operands._fields) - (not plan.adds_behind)
+        operands, results = Operands(*in_global[:count]), Results(*in_global[count:])
         p = cls(plan, operands, results, tiles, barriers, lax.axis_index("warpgroup"), int(plan.adjoint))
         return dataclasses.replace(p, adjoint=p.segment_field(4)) if plan.either else p
 

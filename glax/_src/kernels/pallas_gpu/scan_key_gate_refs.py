@@ -34,6 +34,7 @@ class Operands(NamedTuple):
     scale: Ref  # [N + 1]
     start: Ref  # [E, H, K, V]
     known_out_of_range: Ref  # [B, chunks, H]; `scale` where it is not read
+    behind: Ref = None  # [B, num_behind, H, K, V], of a plan that adds the gradients of the caller's states
 
 
 class Results(NamedTuple):
@@ -45,6 +46,7 @@ class Results(NamedTuple):
     log: Ref  # [E, H, K]
     out_of_range: Ref  # [B, chunks, H]: 1 where the gates of a chunk are out of range
     by_group: Ref  # [EXACT_GROUPS, a multiple of FLAGS]: the same at `exact_place`
+    behind: Ref = None  # [B, num_behind, H, K, V], of a plan that stores the caller's states
 
     @classmethod
     def types(cls, w: Scan, B: int, T: int, E: int) -> "Results":
@@ -56,6 +58,7 @@ class Results(NamedTuple):
             log=jax.ShapeDtypeStruct((E, H, K) if w.either else (1,), jnp.float32),
             out_of_range=jax.ShapeDtypeStruct((B, chunks, H) if w.states and not w.to_edge else (1,), jnp.int32),
             by_group=jax.ShapeDtypeStruct(by_group if w.outputs else (1,), jnp.int32),
+            behind=w.behind_type(B) if w.stores_behind else None,
         )
 
 

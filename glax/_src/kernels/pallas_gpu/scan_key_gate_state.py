@@ -66,6 +66,8 @@ def carry_state(p: Program, columns, advance):
 
     def scan_to_edge(step, S):
         slot = scaled(step)
+        if w.adds_behind:
+            S = add_behind(p, columns, S, step)
         before, behind = log_decay(slot, 0), log_decay(slot, 1)
         if not w.states:
             return advance(p, columns, S, step, slot, lambda S: decayed(S, before))
@@ -88,7 +90,7 @@ def carry_state(p: Program, columns, advance):
         # Never e^{tail + before}, which may be e^-120 = 0 where S is up to e^60 (`common.limits`).
         S = advance(p, columns, decayed(decayed(S, tail), before), step, slot, decay_behind)
         note_range(p, step, out_of_range)
-        return S, behind
+        return store_behind(p, columns, S, behind, step) if w.stores_behind else (S, behind)
 
     S = zeros((w.K, columns.size))
     if w.start:
@@ -101,6 +103,39 @@ def carry_state(p: Program, columns, advance):
     if w.states:  # not after the branch: its barrier's number would be held throughout, and spilled
         plgpu.wait_smem_to_gmem(0)
     w.leave(p.place()[2], functools.partial(store_last, p, columns, S, tail))
+
+
+def state_behind(p: Program, step):
+    chunks = -(-p.operands.a.shape[1] // C)
+    return p.plan.state_behind(p.chunk(step), chunks)
+
+
+def store_behind(p: Program, columns, S, tail, step):
+    """Store the state behind a chunk where it is one of the caller's; return S and the log decay that is left to apply to it."""
+    _, is_one = state_behind(p, step)
+
+    def stored():
+        T, again = p.operands.a.shape[1], lax.optimization_barrier(step)
+        index, _ = state_behind(p, again)
+        token = p.chunk(again) * C + (0 if p.plan.reverse else C - 1)
+        found = lax.optimization_barrier(decayed(S, tail))
+        found += lost_in_rounding(p, tail, columns, jnp.minimum(token, T - 1))
+        found = lax.optimization_barrier(found)
+        p.results.behind[p.segment_field(0), index, p.place()[1], :, columns] = found
+        return found, zeros((p.plan.K,), BY_ROW)
+
+    return lax.cond(is_one, stored, lambda: (S, tail))
+
+
+def add_behind(p: Program, columns, S, step):
+    """Return S plus the gradient of the caller's state behind a chunk, where there is one."""
+    index, is_one = state_behind(p, step)
+
+    def added(S):
+        place = p.operands.behind.at[p.segment_field(0), index, p.place()[1], :, columns]
+        return S + plgpu.load(place, layout=tiles.WGMMA, optimized=False)
+
+    return lax.cond(is_one, added, lambda S: S, S)
 
 
 def note_range(p: Program, step, flag):
@@ -133,7 +168,9 @@ def store_last(p: Program, columns, S, tail, at):
     """Store the state behind the segment. tail: [K], the decay of the segment's last half chunk, or None."""
 
     def with_last_token(S):
-        return decayed(S, tail) + lost_in_rounding(p, tail, columns)
+        first, end = p.own_rows()
+        token = jnp.clip(first if p.plan.reverse else end - 1, 0, p.operands.a.shape[1] - 1)
+        return decayed(S, tail) + lost_in_rounding(p, tail, columns, token)
 
     if tail is not None:
         # A packed sequence without tokens must not read a row: it may hold anything.
@@ -141,13 +178,12 @@ def store_last(p: Program, columns, S, tail, at):
     p.results.last[at, p.place()[1], :, columns] = S
 
 
-def lost_in_rounding(p: Program, tail, columns):
-    """Return what the last token lost when it was scaled and rounded, [K, columns].
+def lost_in_rounding(p: Program, tail, columns, token):
+    """Return what a token, the last of its chunk, lost when it was scaled and rounded, [K, columns].
 
     Where gates are strong, that token is most of the state.
     """
-    w, (first, end) = p.plan, p.own_rows()
-    token = p.segment_field(0), jnp.clip(first if w.reverse else end - 1, 0, p.operands.a.shape[1] - 1)
+    w, token = p.plan, (p.segment_field(0), token)
     a, b = p.operands.a, p.operands.b
     k, v = (
         plgpu.load(x.at[(*token, head, part)], layout=layout, optimized=False)
