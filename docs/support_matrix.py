@@ -97,6 +97,13 @@ def features(specs: list[KernelSpec], **options) -> str:
     return "yes" if any(runs(spec, r) for spec, r in itertools.product(forward, calls)) else "-"
 
 
+def states_along(specs: list[KernelSpec]) -> str:
+    """How the states behind every n tokens are found: by a kernel that stores them, or in pieces (glax._src.solve.pieces)."""
+    r = example(("g",), "bfloat16")
+    stored = any(s.stores_states(r) is None for s in specs if role_of(s) == "forward")
+    return "in one scan; packed, in pieces" if stored else "in pieces"
+
+
 def dtypes(specs: list[KernelSpec]) -> str:
     forward = [s for s in specs if s.role is Role.FORWARD]
     return ", ".join(d for d in DTYPES if any(runs(s, example(("g",), d)) for s in forward))
@@ -128,7 +135,7 @@ def by_feature() -> str:
             ("grouped heads", dict(grouped=True)),
         ):
             rows.append([name, *(features(s, **options) for s in specs.values())])
-        rows.append(["`states_every`", *("in pieces" for _ in specs)])  # by glax._src.solve.pieces, whatever the kernel
+        rows.append(["`states_every`", *map(states_along, specs.values())])
     return table(["feature", *specs], rows)
 
 
