@@ -128,9 +128,8 @@ def chunked_vjp(
     """
     if in_one_row(r) and d_final is None:
         return gradient_in_one_row(r, d_output, residuals, config)
-    if in_one_row(
-        r
-    ):  # the residuals are a row's: the states are computed again, with each sequence from a chunk's start on
+    if in_one_row(r):
+        # The residuals are a row's. The states are computed again, with each sequence from a chunk's start on.
         residuals, config = None, dataclasses.replace(config, parts=1)
     p = KernelLayout(r, config, square=True)
     d, initial = gradients(p, d_output, d_final, residuals, begun)

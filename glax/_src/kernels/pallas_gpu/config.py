@@ -126,8 +126,8 @@ def in_one_row(r: Recurrence) -> bool:
 
 def stores_states(r: Recurrence) -> str | None:
     """Return why the kernels do not store the states behind every r.states_every tokens; None if they do."""
-    if r.boundaries is not None:
-        return "does not store states behind every n tokens of packed sequences"
+    if r.boundaries is not None or r.erasure is not None:
+        return "does not store states behind every n tokens of packed sequences, or of the delta rule"
     if r.reverse and r.q.shape[1] % C:
         return f"with reverse, states behind every n tokens need a T that {C} divides, got {r.q.shape[1]}"
     return None
