@@ -1,4 +1,4 @@
-"""The states behind every n tokens, which the caller reads, and their gradients, which enter dL/dS where the states were."""
+"""Return to the caller the states behind every n tokens, and add their gradients to dL/dS at the same positions."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,12 +16,14 @@ def number(p: KernelLayout) -> int:
 
 
 def plan_fields(p: KernelLayout) -> dict[str, int]:
-    """Return the fields of a plan that stores the caller's states, or adds their gradients. A row may be too short for any."""
+    """Return the fields of a plan that stores the caller's states, or adds their gradients. They are empty where a row is too
+    short for a state."""
     return dict(every=p.every, num_behind=number(p)) if number(p) else {}
 
 
 def of_heads(p: KernelLayout, behind: Float[Array, "N J H K V"] | None) -> Float[Array, "N J H K V"]:
-    """Return the caller's states. behind: as a scan stores them, of blocks; None where rows are too short for any."""
+    """Return the caller's states by head. behind: the states of blocks, as a scan stores them; None where rows are too short
+    for a state."""
     if behind is None:
         return jnp.zeros((p.N, 0, *p.r.state_shape[1:]), jnp.float32)
     found = p.narrow(behind.reshape(-1, *behind.shape[2:]))
@@ -29,7 +31,7 @@ def of_heads(p: KernelLayout, behind: Float[Array, "N J H K V"] | None) -> Float
 
 
 def in_blocks(p: KernelLayout, d: Float[Array, "N J H K V"] | None) -> Float[Array, "N J H K V"] | None:
-    """Return the gradients of the caller's states in blocks; None for zeros or none."""
+    """Return the gradients of the caller's states in blocks. None stands for zeros, or for no states."""
     if d is None or not number(p):
         return None
     found = p.start(d.reshape(-1, *d.shape[2:]))
@@ -40,7 +42,7 @@ def in_blocks(p: KernelLayout, d: Float[Array, "N J H K V"] | None) -> Float[Arr
 def starts_against_time(p: KernelLayout, d_final, d_output, behind: Float[Array, "N J H K V"] | None):
     """Return dL/dS behind every segment, [E, H, K, V]; None for zeros.
 
-    d_final [N, H, K, V]. d_output and behind: in blocks.
+    d_final: [N, H, K, V]. d_output, behind: in blocks.
     """
     if behind is None or p.parts == 1:
         return p.starts(d_final, p.q, d_output, adjoint=True)
@@ -61,7 +63,7 @@ def logs_of_chunks(p: KernelLayout) -> Float[Array, "N chunks heads _"]:
 
 
 def at_edges(p: KernelLayout, behind: Float[Array, "N J H K V"]) -> Float[Array, "N parts H K V"]:
-    """Return what the gradients of the caller's states add to dL/dS at the edge that a scan against time leaves a segment by."""
+    """Return the terms of the caller's gradients in dL/dS, at the edges by which a reverse scan leaves the segments."""
     count = np.arange(1, behind.shape[1] + 1) * p.every
     through = np.arange(p.chunks)
     chunk = p.chunks - count if p.r.reverse else count - 1

@@ -193,14 +193,14 @@ class KernelLayout:
 
     @property
     def run(self) -> int:
-        """Chunks from one state that the gradient is left to the next, all of one sequence."""
+        """Return the number of chunks from one state that is stored for the gradient to the next, all of one sequence."""
         if self.key or self.rows.begins is not None or (self.grouped and self.every % RUN):
             return 1
         return math.gcd(self.chunks, RUN)
 
     @property
     def every(self) -> int:
-        """Chunks from one of the caller's states to the next; 0 without."""
+        """Return the number of chunks from one of the caller's states to the next; 0 without such states."""
         return (self.r.states_every or 0) // C
 
     def plan(self, **flags) -> Scan:
@@ -212,7 +212,7 @@ class KernelLayout:
         )  # fmt: skip
 
     def scan(self, plan: Scan, a, b, start, table=None, out_of_range=None, behind=None) -> ScanResults:
-        """Scan every segment in `table`. out_of_range: that field of `Residuals`, which the scan of dL/dS reads."""
+        """Scan every segment in `table`. out_of_range: the field of `Residuals`, which the scan of dL/dS reads."""
         operands = (
             self.table if table is None else table,
             self.q,
@@ -265,10 +265,8 @@ class KernelLayout:
         return table
 
     def entry_states(self, own, start, adjoint: bool, is_scaled: bool = False):
-        """Return the state that enters every segment, [E, H, K, V]. own: as `own_states` returns them.
-
-        is_scaled: whether own states of dL/dS have the scale.
-        """
+        """Return the state that enters every segment, [E, H, K, V]. own: the result of `own_states`. is_scaled: whether own
+        states of dL/dS include the scale."""
         scales = adjoint and not is_scaled
         if self.parts <= FEW:
             return jnp.stack(self.along(own, start, adjoint, is_scaled)[0], 1).reshape(-1, *own[0].shape[1:])
@@ -278,7 +276,8 @@ class KernelLayout:
         return segment_scan(self.parts, start is not None, *own, factor, given, descending)
 
     def along(self, own, start, adjoint: bool, is_scaled: bool = False) -> tuple[list[Array], Array]:
-        """The states that enter the segments, and that behind the last, of every sequence, each [N, H, K, V]."""
+        """Return a list of the states that enter the 1st, 2nd, ... segment of every sequence, [N, H, K, V] each, and the state
+        behind the last."""
         states, log = (x.reshape(self.N, self.parts, *x.shape[1:]) for x in own)
         factor = self.scale[:, None, None, None] if adjoint and not is_scaled else 1.0
         decay = jnp.exp(log)[..., None]

@@ -141,7 +141,7 @@ class Scan:
         return lax.rem(chunk, jnp.int32(self.run)) == (self.run - 1 if self.reverse != self.adjoint else 0)
 
     def state_behind(self, chunk, chunks: int):
-        """Return the place of the caller's state behind a chunk in the order of the scan, and whether there is one."""
+        """Return the index of the caller's state behind a chunk in scan order, and whether there is one."""
         behind = chunks - chunk if self.reverse else chunk + 1
         index = quotient(behind, self.every) - 1
         return index, (remainder(behind, self.every) == 0) & (index < self.num_behind)
@@ -202,16 +202,17 @@ class Scan:
 
 
 class ScanResults(NamedTuple):
-    """What a scan returns. H: blocks of all heads.
+    """The results of a scan. H counts the blocks of all heads.
 
-    o [B, T, H, V]: what each block adds to the outputs.
-    states [B, chunks, H, K, V]. last: the final states of sequences, [N, H, K, V], or in a scan of `either` kind
-    those of segments, [E, H, K, V]. log [E, H, K]: the log decays of segments, in a scan of `either` kind.
+    o: [B, T, H, V], the terms of each block in the outputs. states: [B, chunks, H, K, V]. last: the final states of sequences,
+    [N, H, K, V], or in a scan of `either` kind the final states of segments, [E, H, K, V]. log: [E, H, K], the log decays of
+    segments, in a scan of `either` kind.
 
-    out_of_range [B, chunks, H]: 1 where the gates of a chunk leave the range of the fast form; of a scan that stores states. The
-    state of such a chunk is the one that enters it. With per-key gates the states of all other chunks are decayed to the chunk's
-    middle. None where the scan reads from the forward which chunks are out of range.
-    behind [B, num_behind, H, K, V] in float32: the caller's states.
+    out_of_range: [B, chunks, H], 1 where the gates of a chunk leave the range of the fast form, in a scan that stores states.
+    The state of such a chunk is the state that enters it. With per-key gates the states of all other chunks are decayed to the
+    chunk's middle. out_of_range is None where the scan reads it from the forward.
+
+    behind: [B, num_behind, H, K, V] in float32, the caller's states.
     """
 
     o: jax.Array

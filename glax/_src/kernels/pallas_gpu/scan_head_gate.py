@@ -43,7 +43,7 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start, *rest) -> ScanResults:
     that it returns may exclude the chunks before. They are then so low that they stand for -inf.
 
     G: [B, chunks, H, C] in float32, the sums of log2 gates from where the scan enters each chunk. The other operands are those
-    of `key_scan`. rest: the operands of `Operands` behind these, as the plan has them.
+    of `key_scan`. rest: the last operands of `Operands`, as many as the plan has.
     """
     B, T = a.shape[:2]
     E = table.shape[0]

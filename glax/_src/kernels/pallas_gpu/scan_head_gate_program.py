@@ -38,7 +38,7 @@ class Operands(NamedTuple):
 
     @classmethod
     def of(cls, w: Scan, refs) -> "Operands":
-        """Return the operands that the plan has, which `refs` begins with."""
+        """Return the operands that the plan has, with which `refs` begins."""
         *edges, behind = list(cls._field_defaults)
         names = [name for name in cls._fields if name not in cls._field_defaults]
         names += edges * w.edges + [behind] * w.adds_behind

@@ -95,7 +95,7 @@ def carry_state(p: Program, columns, of_tile, scaled, enter):
 
 
 def store_behind(p: Program, S, step, columns):
-    """Store the state behind a chunk where it is one of the caller's."""
+    """Store the state behind a chunk if it is one of the caller's states."""
     index, is_one = p.state_behind(step)
 
     @pl.when(is_one)
@@ -104,7 +104,7 @@ def store_behind(p: Program, S, step, columns):
 
 
 def add_behind(p: Program, S, step, columns):
-    """Return S plus the gradient of the caller's state behind a chunk, where there is one."""
+    """Return S plus the gradient of the caller's state behind a chunk, if there is one."""
     index, is_one = p.state_behind(step)
 
     def added(S):

@@ -53,16 +53,15 @@ from glax._src.kernels.pallas_gpu.scan_key_gate_state import carry_own_columns, 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal scans are lowered once
 def key_scan(w: Scan, table, q, a, b, g, scale, start, known_out_of_range=None, behind=None) -> ScanResults:
-    """Scan every segment of `table` with per-key gates.
+    """Scan every segment of `table` with per-key gates. Return `ScanResults`.
 
-    table [E, 4]: of every segment its batch row, first chunk, number of chunks, and sequence (for `scale`); for `either`,
-    [E, H, 5].
-    Packed, the table has three more columns: the first row of every segment's first chunk in a, b, q and g, divided by 8; the
-    first row of the segment; and the row behind its last.
-    a [B, T, heads, K], b [B, T, heads, V]: k and v, or q and d_output with `adjoint`.
-    g [terms, B, T, H, K] in bfloat16. start [E, H, K, V] in float32.
-    known_out_of_range [B, chunks, H]: `out_of_range` of the forward's `ScanResults`, which the scan of dL/dS reads.
-    behind [B, num_behind, H, K, V] in float32: gradients of the caller's states, of a plan that adds them.
+    table: [E, 4], the batch row, first chunk, number of chunks and sequence (for `scale`) of every segment; [E, H, 5] for
+    `either`. If packed, the table has three more columns: the first row of the segment's first chunk in a, b, q and g, divided
+    by 8; the segment's first row; and the row behind its last.
+    a, b: [B, T, heads, K] and [B, T, heads, V], k and v, or q and d_output with `adjoint`.
+    g: [terms, B, T, H, K] in bfloat16. start: [E, H, K, V] in float32.
+    known_out_of_range: [B, chunks, H], `out_of_range` of the forward's `ScanResults`, which the scan of dL/dS reads.
+    behind: [B, num_behind, H, K, V] in float32, the gradients of the caller's states, for a plan that adds them.
     """
     B, T = a.shape[0], w.rows_of_chunks(a.shape[1])
     E = table.shape[0]

@@ -111,7 +111,7 @@ def state_behind(p: Program, step):
 
 
 def store_behind(p: Program, columns, S, tail, step):
-    """Store the state behind a chunk where it is one of the caller's; return S and the log decay that is left to apply to it."""
+    """Store the state behind a chunk if it is one of the caller's. Return S and the log decay that is left to apply to it."""
     _, is_one = state_behind(p, step)
 
     def stored():
@@ -128,7 +128,7 @@ def store_behind(p: Program, columns, S, tail, step):
 
 
 def add_behind(p: Program, columns, S, step):
-    """Return S plus the gradient of the caller's state behind a chunk, where there is one."""
+    """Return S plus the gradient of the caller's state behind a chunk, if there is one."""
     index, is_one = state_behind(p, step)
 
     def added(S):
@@ -179,10 +179,8 @@ def store_last(p: Program, columns, S, tail, at):
 
 
 def lost_in_rounding(p: Program, tail, columns, token):
-    """Return what a token, the last of its chunk, lost when it was scaled and rounded, [K, columns].
-
-    Where gates are strong, that token is most of the state.
-    """
+    """Return what the last token of a chunk lost when it was scaled and rounded, [K, columns]. Where gates are strong, this
+    token is most of the state."""
     w, token = p.plan, (p.segment_field(0), token)
     a, b = p.operands.a, p.operands.b
     k, v = (
