@@ -38,7 +38,9 @@ CASES = {
     "no gates, nothing erased, keys of zero": (
         dataclasses.replace(CASE, gates=(), K=64, state=False), (Draw("0"), Draw("0", "0", "zero")), WIDE, True
     ),
-    "constant": (dataclasses.replace(CASE, gates=("g_gamma",), heads=(2, 1, 1), K=64, V=64), (Draw(),), NARROW, True),
+    "constant, less than a chunk": (
+        dataclasses.replace(CASE, gates=("g_gamma",), heads=(2, 1, 1), K=64, V=64, T=20), (Draw(),), NARROW, True
+    ),
 }  # fmt: skip
 
 

@@ -107,7 +107,8 @@ def write_pairs(reverse: bool, x: Operands, results: Results, t: Tiles):
     _, chunks, H, _ = x.gates.shape
     rest = lax.axis_index("program")
     h, rest = remainder(rest, H), quotient(rest, H)
-    c, b = remainder(rest, chunks), quotient(rest, chunks)
+    # Traced, also where there is one chunk: a slice known to pass the end of a short row is refused.
+    c, b = lax.rem(rest, jnp.int32(chunks)), quotient(rest, chunks)
     for source, tile in ((x.q, t.q), (x.k, t.k)):
         head = quotient(h, H // source.shape[2])
         plgpu.copy_gmem_to_smem(source.at[b, pl.ds(c * C, C), head], tile, t.loaded)

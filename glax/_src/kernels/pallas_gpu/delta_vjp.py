@@ -125,7 +125,8 @@ class Program:
         _, chunks, H, _ = self.operands.gates.shape
         rest = lax.optimization_barrier(lax.axis_index("program"))
         h, rest = remainder(rest, H), quotient(rest, H)
-        return quotient(rest, chunks), remainder(rest, chunks), h
+        # The chunk is traced, also where there is one: a slice known to pass the end of a short row is refused.
+        return quotient(rest, chunks), lax.rem(rest, jnp.int32(chunks)), h
 
     def scale(self):
         b, c, _ = self.place()
