@@ -100,7 +100,7 @@ def features(specs: list[KernelSpec], **options) -> str:
 def states_along(specs: list[KernelSpec]) -> str:
     """How the states behind every n tokens are found: by a kernel that stores them, or in pieces (glax._src.solve.pieces)."""
     r = example(("g",), "bfloat16")
-    stored = any(s.stores_states(r) is None for s in specs if role_of(s) == "forward")
+    stored = any(s.stores_states(r) is None for s in specs if s.role is Role.FORWARD)
     return "in one scan; packed, in pieces" if stored else "in pieces"
 
 

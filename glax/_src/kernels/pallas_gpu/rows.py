@@ -1,0 +1,76 @@
+"""Where the rows of a recurrence lie in chunks."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from glax._src.core.recurrence import Recurrence
+from glax._src.kernels.pallas_gpu.plan import ROWS, C
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of r in chunks. T is padded so that tiles of 8 rows divide it, and every packed sequence begins at a chunk's
+    start.
+
+    begins: [N + 1], the first chunk of every packed sequence. source: the row of r in every row of chunks, or -1; None where
+    the kernels read packed rows in place, and write rows of chunks. place: the row of chunks of every row of r.
+    """
+
+    r: Recurrence
+    begins: Array | None = None
+    source: Array | None = None
+    place: Array | None = None
+
+    @classmethod
+    def of(cls, r: Recurrence) -> "Rows":
+        if r.boundaries is None:
+            return cls(r)
+        T, N = r.q.shape[1], r.num_sequences
+        cuts = jnp.clip(r.boundaries, 0, T)
+        in_place = r.decay.form == "key"
+        # rows of other sequences in the first chunk of each
+        lead = jnp.where(jnp.diff(cuts) > 0, cuts[:-1] % ROWS, 0) if in_place else jnp.zeros_like(cuts[:-1])
+        begins = jnp.concatenate([jnp.zeros_like(cuts[:1]), jnp.cumsum(-(-(jnp.diff(cuts) + lead) // C))])
+        token = r.sequence_of
+        place = begins[token] * C + lead[token] + jnp.arange(T) - cuts[token]
+        if in_place:
+            return cls(r, begins, None, place)
+        rows = jnp.arange((T // C + N) * C)
+        own = jnp.clip(jnp.searchsorted(begins * C, rows, side="right") - 1, 0, N - 1)
+        source = cuts[own] + rows - begins[own] * C
+        source = jnp.where((rows < begins[-1] * C) & (source < cuts[own + 1]), source, -1)
+        return cls(r, begins, source, place)
+
+    @property
+    def in_place(self) -> bool:
+        """Return whether the kernels read packed rows in place."""
+        return self.begins is not None and self.source is None
+
+    @property
+    def most_chunks(self) -> int:
+        """Return the largest number of chunks that packed sequences can take, for any lengths."""
+        T, N = self.r.q.shape[1], self.r.num_sequences
+        return (T + (ROWS - 1) * N * self.in_place) // C + N
+
+    def take(self, x):
+        """Return x [B, T, ...] as the kernels read it: if packed, in place or in rows of chunks. Rows without a token are 0."""
+        if self.source is not None:
+            found = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
+            return jnp.where((self.source >= 0).reshape(1, -1, *(1,) * (x.ndim - 2)), found, 0)
+        fill = -x.shape[1] % 8
+        return jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) if fill else x
+
+    def put(self, x):
+        """Return x [B, rows of chunks, ...] in the rows of r; 0 in padding."""
+        T = self.r.q.shape[1]
+        if self.place is None:
+            return x[:, :T]
+        found = jnp.take(x, self.place, axis=1)
+        return jnp.where(self.r.is_token.reshape(1, -1, *(1,) * (x.ndim - 2)), found, 0)
+
+
+def widen(x, width: int):
+    """Return x with its last axis padded with zeros to `width`."""
+    return x if x.shape[-1] == width else jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, width - x.shape[-1])))
