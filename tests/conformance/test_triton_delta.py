@@ -32,7 +32,7 @@ chunked, chunked_vjp, recurrent, recurrent_step = (
 )
 ALL = {case.name: case for case in all_cases()}
 CASES = [
-    dataclasses.replace(ALL["head"], T=70, draws=DRAWS),
+    dataclasses.replace(ALL["head"], T=70, draws=DRAWS[::2]),
     dataclasses.replace(ALL["none"], T=40, draws=FEW),
     *(ALL[name] for name in ("head-packed-reverse", "constant-packed", "heads1-2-4", "bfloat16-head", "all-padding")),
     DeltaCase("T1", ("g",), T=1, K=8, V=8, heads=(1, 1, 1)),
@@ -42,6 +42,14 @@ CASES = [
 ]
 
 
+KEY_CASES = [
+    dataclasses.replace(
+        ALL["key"], T=70, draws=[draw for draw in DRAWS if draw.strength != "mild" or draw.beta == "2"]
+    ),
+    *(ALL[name] for name in ("heads4-2-2", "K1V1")),
+    DeltaCase("key-packed-reverse", ("gk",), reverse=True, **PACKED, draws=FEW[:2]),
+    DeltaCase("bfloat16-key", ("gk",), T=70, K=64, V=64, dtype="bfloat16", draws=FEW[:2]),
+]
 TOKENS = [
     dataclasses.replace(ALL["none"], T=20, draws=FEW),
     DeltaCase("value", ("gv",), T=20),
@@ -62,15 +70,20 @@ def at_each_draw(case: DeltaCase, check):
     assert not misses, f"{len(misses)} of {len(case.draws)} draws\n" + "\n".join(misses)
 
 
-# Blocks of one, and of several merges of the inverse.
-@pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_forward(case, chunk):
+def test_forward(case):
+    chunk = 16 if str(case) in ("none", "heads1-2-4") else 64  # without merges in the inverse, and with two
     run = jax.jit(functools.partial(chunked, config=TritonChunkedConfig(chunk, 32)))
     at_each_draw(case, lambda r: assert_outputs_close(r, run(r), reference(r)))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KEY_CASES, ids=str)
+def test_forward_with_key_gates(case):
+    run = jax.jit(functools.partial(chunked, config=TritonChunkedConfig(32, 32)))
+    at_each_draw(case, lambda r: assert_outputs_close(r, run(r), reference(r)))
+
+
+@pytest.mark.parametrize("case", CASES + KEY_CASES, ids=str)
 def test_gradient(case):
     run = jax.jit(functools.partial(chunked_vjp, config=GradientConfig(32, 32, block=32)))
 
@@ -160,7 +173,6 @@ def test_heuristics_fit_their_kernels():
 @pytest.mark.parametrize(
     "case, reason",
     [
-        (DeltaCase("", ("gk",), T=4), "per-head gates"),
         (DeltaCase("", ("g",), ("erase",), T=4), "by beta, not by erase"),
         (DeltaCase("", ("g",), ("erase", "write"), T=4), "by beta, not by erase and write"),
         (DeltaCase("", ("g",), T=4, K=264), "at most 256"),
@@ -170,4 +182,5 @@ def test_heuristics_fit_their_kernels():
 )
 def test_refusals(case, reason):
     assert reason in support.chunked_refusal(case.recurrence(Draw()))
-    assert support.chunked_refusal(DeltaCase("", ("g",), T=4).recurrence(Draw())) is None
+    for gates in (("gk",), ("g",), ("g_gamma",), ()):
+        assert support.chunked_refusal(DeltaCase("", gates, T=4).recurrence(Draw())) is None

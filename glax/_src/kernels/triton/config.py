@@ -24,6 +24,11 @@ def check_fields(config: "TritonChunkedConfig | GradientConfig", *tiles: str):
     check_field("stages", config.stages, 1, 16)
 
 
+def has_large_tiles() -> bool:
+    """Whether the GPU multiplies tiles of 64 x 64 at a time, and a program may have 160 KB of shared memory or more."""
+    return capability()[0] in (9, 10)
+
+
 def segment_for(r: Recurrence, chunk: int, programs: int) -> int:
     """Return the tokens of a segment, or 0 for whole sequences.
 
@@ -46,7 +51,7 @@ class TritonChunkedConfig(Config):
     for all of T. warps: the warps of a program. stages: the stages of its software pipeline.
     """
 
-    former_names: ClassVar[tuple[str, ...]] = ("ChunkedConfig",)
+    former_names: ClassVar[tuple[str, ...]] = ("TritonChunkedConfig",)
 
     chunk: int = 32
     columns: int = 64
@@ -84,16 +89,19 @@ class TritonChunkedConfig(Config):
     def erasing(cls, r: Recurrence) -> Self:
         """Return the config of the delta rule. A program holds the whole state of its columns, which are few where K is large.
 
-        Hopper multiplies tiles of 64 columns. Before it, 32 columns avoid spills. They are also faster where 64 leave half of the
-        multiprocessors idle.
+        Two generations of data centers' GPUs multiply tiles of 64 columns and have the shared memory of three stages. 32 columns
+        are faster where 64 leave half of the multiprocessors idle.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         if r.q.dtype != "bfloat16":
             return cls(32, 16, warps=4 if K <= 128 else 8, stages=1)
         if K > 128:
             return cls(32, min(V, 16), stages=2)
+        if not has_large_tiles():
+            return cls(64, min(V, 32), stages=2)
         few = r.num_sequences * r.num_heads * -(-V // 64) <= multiprocessors() // 2
-        return cls(64, min(V, 32 if few or capability() < (9, 0) else 64), stages=2)
+        stages = 2 if r.decay.form == "key" else 3
+        return cls(64, min(V, 32 if few else 64), stages=stages)
 
     @classmethod
     def candidates(cls, r: Recurrence) -> list[Self]:
@@ -148,19 +156,26 @@ class GradientConfig(Config):
 
     @classmethod
     def erasing(cls, r: Recurrence) -> Self:
-        """Return the config of the delta rule, whose tiles are smaller where they would spill registers."""
-        K, V = width(r.q.shape[3]), width(r.v.shape[3])
+        """Return the config of the delta rule, whose tiles are smaller where they would spill registers.
+
+        With key gates the gradient kernel is that of a recurrence without an erasure, and takes its config.
+        """
+        narrow = r.q.dtype == "bfloat16" and max(width(r.q.shape[3]), width(r.v.shape[3])) <= 128
+        block = 16
+        if narrow:
+            block = 64 if has_large_tiles() else 32
+        if r.decay.form == "key":
+            return dataclasses.replace(cls.heuristic(r.replace(erasure=None)), segment=0, block=block)
         if r.q.dtype != "bfloat16":
-            return cls(16, 16, 0, 16, warps=8, stages=1)
-        if max(K, V) > 128:
-            return cls(32, 16, 0, 16, warps=8, stages=1)
-        return cls(64, 16, 0, 64 if capability() >= (9, 0) else 32, stages=1)
+            return cls(16, 16, 0, block, warps=8, stages=1)
+        return cls(64, 16, 0, block, stages=1) if narrow else cls(32, 16, 0, block, warps=8, stages=1)
 
     @classmethod
     def candidates(cls, r: Recurrence) -> list[Self]:
         guess = cls.heuristic(r)
         if r.erasure is not None:
-            return [guess, *(cls(64, rows, 0, 64, 4, n) for rows, n in ((16, 2), (32, 1), (32, 2)))]
+            others = (dataclasses.replace(guess, rows=rows, stages=n) for rows, n in ((16, 2), (32, 1), (32, 2)))
+            return list(dict.fromkeys((guess, *others)))
         found = [guess]
         for chunk, rows, warps in ((64, 16, 4), (64, 32, 4), (32, 16, 2), (32, 64, 4), (64, 64, 8)):
             if rows <= width(r.q.shape[3]):

@@ -12,20 +12,21 @@ has its left operand in registers and its right operand as it lies in memory, an
 """
 
 from glax._src.kernels.triton.launch import tl, triton
-from glax._src.kernels.triton.tiles import at, dot, load_state, load_tile, store_state
+from glax._src.kernels.triton.tiles import at, dot, exp, load_key_sums, load_state, load_tile, store_state
 
 
 @triton.jit
 def delta_outputs(
-    q, k, v, inverse, scores, factors, scale, start, table, o, final,
+    q, k, v, k_read, last, inverse, scores, factors, scale, start, table, o, final,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute BV columns of a segment's outputs, o [rows, H, V], and of a sequence's final state, final [N, H, K, V].
 
-    START: whether sequences begin from `start` or from zero. GATED: whether the state decays. inverse, scores and factors are the
-    results of `delta_scores`.
+    START: whether sequences begin from `start` or from zero. GATE: "none", "head", or "key". inverse, scores and factors are the
+    results of `delta_scores`. With key gates q is e^G * Q, k_read is e^G * K, k is e^{G_last - G} * K, and last is G_last, as
+    `scale_operands` forms them; without, k_read and last are not read.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
@@ -38,7 +39,7 @@ def delta_outputs(
     # [BV, BK]
     S = load_start(start, n, h, ck, cv, H, K, V, START)
     # Always loaded one chunk ahead, so that its latency is hidden.
-    through = load_through(factors, chunk, h, filled, H, C)
+    through = load_decay(factors, last, chunk, h, ck, filled, H, K, C, GATE)
     for c in range(0, tl.cdiv(length, C)):
         first = origin + SIGN * c * C
         count = filled - c * C
@@ -49,27 +50,47 @@ def delta_outputs(
         # [C, C]
         T = load_tile(inverse + pair * C * C, tokens, tokens, count, 1, C, 1)
         P = load_tile(scores + pair * C * C, tokens, tokens, count, 1, C, 1)
-        # [BV, C]
-        tv = load_columns(at(v, first, hv, HV, V), tokens, cv, count, HV, V, SIGN).to(tl.float32)
+        # [C, BV]
+        tv = load_tile(at(v, first, hv, HV, V), tokens, cv, count, HV, V, SIGN)
         # [C]
         beta = load_factor(factors, pair, 2, tokens, count, C)
         up = load_factor(factors, pair, 0, tokens, count, C)
         down = load_factor(factors, pair, 1, tokens, count, C)
-        read = dot(S, tl.trans(tk), DTYPE, PRECISION)
-        if GATED:
+        if GATE == "key":
+            tr = load_tile(at(k_read, first, h, H, K), tokens, ck, count, H, K, SIGN)
+            read = dot(S, tl.trans(tr), DTYPE, PRECISION)
+        else:
+            read = dot(S, tl.trans(tk), DTYPE, PRECISION)
+        if GATE == "head":
             read *= up[None, :]
-        U = inverted(T, (tv - read) * beta[None, :], DTYPE, PRECISION)
+        U = inverted(T, added_transpose(-read, tv, DTYPE, PRECISION) * beta[None, :], DTYPE, PRECISION)
         out = dot(S, tl.trans(tq), DTYPE, PRECISION)
-        if GATED:
+        if GATE == "head":
             out *= up[None, :]
             S = S * through + dot(U * down[None, :], tk, DTYPE, PRECISION)
-            through = load_through(factors, chunk + c + 1, h, count - C, H, C)
+        elif GATE == "key":
+            S = S * through[None, :] + dot(U, tk, DTYPE, PRECISION)
         else:
             S += dot(U, tk, DTYPE, PRECISION)
+        through = load_decay(factors, last, chunk + c + 1, h, ck, count - C, H, K, C, GATE)
         out = tl.dot(U.to(DTYPE), tl.trans(P).to(DTYPE), out, input_precision=PRECISION) * factor
         store_columns(at(o, first, h, H, V), out, tokens, cv, length - c * C, H, V, SIGN)
     if (edges & 2) != 0:
         store_state(final, tl.trans(S), n, h, ck, cv, H, K, V)
+
+
+@triton.jit
+def added_transpose(x, tile, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Return x + tile^T in float32, for x [BV, C] in registers and a tile [C, BV] as it lies in memory.
+
+    bfloat16 tiles are multiplied by the identity, which is exact: a transpose through shared memory needs eight barriers.
+    """
+    if tl.bfloat16 == DTYPE:
+        rows = tl.arange(0, x.shape[0])
+        identity = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0).to(DTYPE)
+        return tl.dot(identity, tl.trans(tile).to(DTYPE), x)
+    else:
+        return x + tl.trans(tile).to(tl.float32)
 
 
 @triton.jit
@@ -88,6 +109,19 @@ def load_factor(factors, pair, which, tokens, count, C: tl.constexpr):
 def load_through(factors, chunk, h, count, H: tl.constexpr, C: tl.constexpr):
     """Load e^{G_last}, the decay of a whole chunk; 1 where the segment has no such chunk."""
     return tl.load(factors + (chunk.to(tl.int64) * H + h) * 3 * C + C - 1, mask=count > 0, other=1.0)
+
+
+@triton.jit
+def load_decay(
+    factors, last, chunk, h, ck, count, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr
+):  # fmt: skip
+    """Load the decay of a whole chunk: one number, or [BK] with key gates. It is 1 where the segment has no such chunk."""
+    if GATE == "key":
+        return exp(load_key_sums(last, chunk, h, ck, count, H, K))
+    elif GATE == "head":
+        return load_through(factors, chunk, h, count, H, C)
+    else:
+        return 1.0
 
 
 @triton.jit

@@ -7,15 +7,16 @@ T, P and the factors are those of `delta_score_kernels`. S is the state before a
     dS = e^{G_last} dS' + (scale e^G * Q)^T dO - (beta e^G * K)^T Y
 
 The two directions do not depend on each other, so each has half of the programs of one launch. States, U and Y are held
-transposed, as in `delta_scan_kernels`, and states are also stored transposed, [chunks, H, V, K].
+transposed, as in `delta_scan_kernels`. With head gates states are stored so, [chunks, H, V, K], and with key gates as
+[chunks, H, K, V], as `vjp_kernels` reads them. There e^G * Q, e^G * K and e^{G_last - G} * K come from `scale_operands`.
 """
 
 from glax._src.kernels.triton.delta_scan_kernels import (
     inverted,
     load_columns,
+    load_decay,
     load_factor,
     load_start,
-    load_through,
     store_columns,
 )
 from glax._src.kernels.triton.launch import tl, triton
@@ -24,30 +25,31 @@ from glax._src.kernels.triton.tiles import at, dot, load_tile, store_state
 
 @triton.jit
 def delta_states(
-    q, k, v, do, inverse, scores, factors, scale, start, d_start, table, states, written, d_states, d_written, d_initial,
+    q, k, v, k_read, last, do, inverse, scores, factors, scale, start, d_start, table,
+    states, written, d_states, d_written, d_initial,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute states and d_states [chunks, H, V, K], written (U) and d_written (Y) [rows, H, V], and d_initial [N, H, K, V]."""
     program = tl.program_id(0)
     if program % 2 == 0:
         scan_states(
-            program // 2, k, v, inverse, factors, start, table, states, written,
-            H, HK, HV, K, V, C, BK, BV, GATED, SIGN, START, DTYPE, PRECISION,
+            program // 2, k, v, k_read, last, inverse, factors, start, table, states, written,
+            H, HK, HV, K, V, C, BK, BV, GATE, SIGN, START, DTYPE, PRECISION,
         )  # fmt: skip
     else:
         scan_state_gradients(
-            program // 2, q, k, do, inverse, scores, factors, scale, d_start, table, d_states, d_written, d_initial,
-            H, HQ, HK, K, V, C, BK, BV, GATED, SIGN, DTYPE, PRECISION,
+            program // 2, q, k, k_read, last, do, inverse, scores, factors, scale, d_start, table, d_states, d_written, d_initial,
+            H, HQ, HK, K, V, C, BK, BV, GATE, SIGN, DTYPE, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
 def scan_states(
-    program, k, v, inverse, factors, start, table, states, written,
+    program, k, v, k_read, last, inverse, factors, start, table, states, written,
     H: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store S before each chunk of a segment, and U."""
@@ -59,7 +61,7 @@ def scan_states(
     ck, cv, tokens = tl.arange(0, BK), block * BV + tl.arange(0, BV), tl.arange(0, C)
     # [BV, BK]
     S = load_start(start, n, h, ck, cv, H, K, V, START)
-    through = load_through(factors, chunk, h, filled, H, C)
+    through = load_decay(factors, last, chunk, h, ck, filled, H, K, C, GATE)
     for c in range(0, tl.cdiv(filled, C)):
         first = origin + SIGN * c * C
         count = filled - c * C
@@ -74,24 +76,31 @@ def scan_states(
         beta = load_factor(factors, pair, 2, tokens, count, C)
         up = load_factor(factors, pair, 0, tokens, count, C)
         down = load_factor(factors, pair, 1, tokens, count, C)
-        store_state(states, S, chunk + c, h, cv, ck, H, V, K)
-        read = dot(S, tl.trans(tk), DTYPE, PRECISION)
-        if GATED:
+        if GATE == "key":
+            store_state(states, tl.trans(S), chunk + c, h, ck, cv, H, K, V)
+            tr = load_tile(at(k_read, first, h, H, K), tokens, ck, count, H, K, SIGN)
+            read = dot(S, tl.trans(tr), DTYPE, PRECISION)
+        else:
+            store_state(states, S, chunk + c, h, cv, ck, H, V, K)
+            read = dot(S, tl.trans(tk), DTYPE, PRECISION)
+        if GATE == "head":
             read *= up[None, :]
         U = inverted(T, (tv - read) * beta[None, :], DTYPE, PRECISION)
         store_columns(at(written, first, h, H, V), U, tokens, cv, count, H, V, SIGN)
-        if GATED:
+        if GATE == "head":
             S = S * through + dot(U * down[None, :], tk, DTYPE, PRECISION)
-            through = load_through(factors, chunk + c + 1, h, count - C, H, C)
+        elif GATE == "key":
+            S = S * through[None, :] + dot(U, tk, DTYPE, PRECISION)
         else:
             S += dot(U, tk, DTYPE, PRECISION)
+        through = load_decay(factors, last, chunk + c + 1, h, ck, count - C, H, K, C, GATE)
 
 
 @triton.jit
 def scan_state_gradients(
-    program, q, k, do, inverse, scores, factors, scale, d_start, table, d_states, d_written, d_initial,
+    program, q, k, k_read, last, do, inverse, scores, factors, scale, d_start, table, d_states, d_written, d_initial,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, SIGN: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store dL/dS after each chunk of a segment and Y, and dL/dS before its sequence. d_start: dL/dS after each sequence."""
@@ -105,7 +114,7 @@ def scan_state_gradients(
     # [BV, BK]
     dS = load_start(d_start, n, h, ck, cv, H, K, V, True)
     steps = tl.cdiv(filled, C)
-    through = load_through(factors, chunk + steps - 1, h, filled, H, C)
+    through = load_decay(factors, last, chunk + steps - 1, h, ck, filled, H, K, C, GATE)
     for step in range(0, steps):
         c = steps - 1 - step
         first = origin + SIGN * c * C
@@ -123,19 +132,30 @@ def scan_state_gradients(
         beta = load_factor(factors, pair, 2, tokens, count, C)
         up = load_factor(factors, pair, 0, tokens, count, C)
         down = load_factor(factors, pair, 1, tokens, count, C)
-        store_state(d_states, dS, chunk + c, h, cv, ck, H, V, K)
+        if GATE == "key":
+            store_state(d_states, tl.trans(dS), chunk + c, h, ck, cv, H, K, V)
+        else:
+            store_state(d_states, dS, chunk + c, h, cv, ck, H, V, K)
         dU = dot(dS, tl.trans(tk), DTYPE, PRECISION)
-        if GATED:
+        if GATE == "head":
             dU *= down[None, :]
         dU = tl.dot(tdo.to(DTYPE), P.to(DTYPE), dU, input_precision=PRECISION)
         Y = inverted(tl.trans(T), dU, DTYPE, PRECISION)
         store_columns(at(d_written, first, h, H, V), Y, tokens, cv, count, H, V, SIGN)
-        if GATED:
+        if GATE == "head":
             dS = dS * through + dot(tdo * up[None, :], tq, DTYPE, PRECISION)
-            dS = tl.dot((-Y * (beta * up)[None, :]).to(DTYPE), tk.to(DTYPE), dS, input_precision=PRECISION)
-            through = load_through(factors, chunk + c - 1, h, c, H, C)
+            erased = -Y * (beta * up)[None, :]
+        elif GATE == "key":
+            dS = dS * through[None, :] + dot(tdo, tq, DTYPE, PRECISION)
+            erased = -Y * beta[None, :]
         else:
             dS += dot(tdo, tq, DTYPE, PRECISION)
-            dS = tl.dot((-Y * beta[None, :]).to(DTYPE), tk.to(DTYPE), dS, input_precision=PRECISION)
+            erased = -Y * beta[None, :]
+        if GATE == "key":
+            tr = load_tile(at(k_read, first, h, H, K), tokens, ck, count, H, K, SIGN)
+            dS = tl.dot(erased.to(DTYPE), tr.to(DTYPE), dS, input_precision=PRECISION)
+        else:
+            dS = tl.dot(erased.to(DTYPE), tk.to(DTYPE), dS, input_precision=PRECISION)
+        through = load_decay(factors, last, chunk + c - 1, h, ck, c, H, K, C, GATE)
     if (edges & 1) != 0:
         store_state(d_initial, tl.trans(dS), n, h, ck, cv, H, K, V)

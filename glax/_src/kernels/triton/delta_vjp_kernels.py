@@ -1,4 +1,4 @@
-"""Compute the gradient of a chunk of the delta rule. One program has one chunk and GROUP heads.
+"""Compute the gradient of a chunk of the delta rule. One program has one chunk and one head.
 
 S is the state before the chunk and dS' = dL/dS after it. U and Y are those of `delta_state_kernels`, and D_ij = e^{G_i - G_j}:
 
@@ -22,8 +22,8 @@ from glax._src.kernels.triton.tiles import (
     load_state,
     load_tile,
     runtime_bound,
+    store_tile,
 )
-from glax._src.kernels.triton.vjp_kernels import store_sum
 
 
 @triton.jit
@@ -32,37 +32,13 @@ def delta_gradient(
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP: tl.constexpr, GQ: tl.constexpr, GK: tl.constexpr, GV: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq [rows, H // GQ, K], dk [rows, H // GK, K], dv [rows, H // GV, V], dbeta [rows, H], dscale [chunks, H] and dg.
+    """Compute dq, dk [rows, H, K], dv [rows, H, V], dbeta [rows, H], dscale [chunks, H] and dg of a chunk.
 
     dg: [rows, H] for head gates, and the chunk's sum [chunks, H] for constant gates. BV holds all of V; each iteration takes BK
-    rows of the states. g: the cumulative sums G of head gates, or the constants of the sequences. GQ, GK, GV: how many
-    neighbouring heads are summed in dq, dk and dv. Each divides GROUP.
+    rows of the states. g: the cumulative sums G of head gates, or the constants of the sequences.
     """
-    first, e = tl.program_id(0) % (H // GROUP) * GROUP, tl.program_id(0) // (H // GROUP)
-    if GROUP == 1:
-        delta_head_gradient(
-            q, k, v, beta, g, do, scores, written, d_written, scale, states, d_states, table, dq, dk, dv, dbeta, dg, dscale,
-            first, e, H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, GQ, GK, GV,
-        )  # fmt: skip
-    else:
-        for member in tl.range(0, runtime_bound(GROUP, e), num_stages=1):
-            delta_head_gradient(
-                q, k, v, beta, g, do, scores, written, d_written, scale, states, d_states, table, dq, dk, dv, dbeta, dg,
-                dscale, first + member, e, H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, GQ, GK, GV,
-            )  # fmt: skip
-            tl.debug_barrier()  # waits for the sums of all threads, which the next head reads
-
-
-@triton.jit
-def delta_head_gradient(
-    q, k, v, beta, g, do, scores, written, d_written, scale, states, d_states, table, dq, dk, dv, dbeta, dg, dscale, h, e,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, GQ: tl.constexpr, GK: tl.constexpr, GV: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradient of head h of chunk e, and add it to the sums of the heads that it shares arrays with."""
+    h, e = tl.program_id(0) % H, tl.program_id(0) // H
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     hq, hk = h // (H // HQ), h // (H // HK)
@@ -75,7 +51,7 @@ def delta_head_gradient(
     U = load_tile(at(written, origin, h, H, V), tokens, cv, count, H, V, SIGN)
     Y = load_tile(at(d_written, origin, h, H, V), tokens, cv, count, H, V, SIGN)
     tbeta = load_rows(beta, origin, h, tokens, count, H, SIGN)
-    store_sum(dv, Y.to(tl.float32) * tbeta[:, None], origin, h, tokens, cv, length, H, V, SIGN, GV)
+    store_tile(at(dv, origin, h, H, V), Y.to(tl.float32) * tbeta[:, None], tokens, cv, length, H, V, SIGN)
     tv = load_tile(at(v, origin, h // (H // HV), HV, V), tokens, cv, count, HV, V, SIGN)
     tdbeta = tl.sum(Y.to(tl.float32) * tv.to(tl.float32), 1)
     # [C, C]
@@ -128,8 +104,8 @@ def delta_head_gradient(
         tdq += dot(dP, tk, DTYPE, PRECISION)
         tdk += tde * tbeta[:, None] + dot(symmetric, tk, DTYPE, PRECISION)
         tdk += dot(dPt, tq, DTYPE, PRECISION) * factor
-        store_sum(dq, tdq * factor, origin, h, tokens, ck, length, H, K, SIGN, GQ)
-        store_sum(dk, tdk, origin, h, tokens, ck, length, H, K, SIGN, GK)
+        store_tile(at(dq, origin, h, H, K), tdq * factor, tokens, ck, length, H, K, SIGN)
+        store_tile(at(dk, origin, h, H, K), tdk, tokens, ck, length, H, K, SIGN)
     slot = e.to(tl.int64) * H + h
     tl.store(dscale + slot, d_scale + tl.sum(through_start, 0))
     row = origin.to(tl.int64) * H + h

@@ -6,7 +6,7 @@ Importing this module imports neither package. The first call that runs here imp
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
 from glax._src.kernels.triton.config import GradientConfig, TokenConfig, TritonChunkedConfig
-from glax._src.kernels.triton.support import chunked_refusal, refusal, step_refusal, token_priority
+from glax._src.kernels.triton.support import chunked_priority, chunked_refusal, refusal, step_refusal, token_priority
 
 __all__ = ["GradientConfig", "TokenConfig", "TritonChunkedConfig"]
 
@@ -35,7 +35,7 @@ def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
     Backend.GPU,
     config=TritonChunkedConfig,
     supports=chunked_refusal,
-    priority=lambda r: 10,
+    priority=chunked_priority,
     two_phase=forward_two_phase,
     version=1,
     erases=True,
@@ -57,7 +57,7 @@ def chunked(r: Recurrence, *, config: TritonChunkedConfig) -> Outputs:
     Backend.GPU,
     config=GradientConfig,
     supports=chunked_refusal,
-    priority=lambda r: 10,
+    priority=chunked_priority,
     two_phase=gradient_two_phase,
     version=1,
     erases=True,

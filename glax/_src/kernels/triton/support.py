@@ -48,8 +48,6 @@ def erasing_refusal(r: Recurrence) -> str | None:
     """Return why the chunked kernels do not support r, which erases, or None."""
     if r.erasing.beta is None:
         return f"erases by beta, not by {r.erasing.form.replace('+', ' and ')}"
-    if r.decay.key is not None:
-        return "erases with per-head gates, not with per-key gates"
     if max(r.q.shape[3], r.v.shape[3]) > WIDEST_ERASED:
         return f"erases in heads of at most {WIDEST_ERASED} columns"
     if max(r.q.shape[3], r.v.shape[3]) > WIDEST_ERASED_FLOAT32 and r.q.dtype == "float32":
@@ -62,6 +60,11 @@ def step_refusal(r: Recurrence) -> str | None:
     if r.q.shape[1] != 1 or r.boundaries is not None:
         return "takes one token of each sequence"
     return refusal(r)
+
+
+def chunked_priority(r: Recurrence) -> int:
+    """Return a priority above XLA, but below it for an erasure with key gates, where no GPU has been measured."""
+    return -1 if r.erasure is not None and r.decay.key is not None else 10
 
 
 def token_priority(r: Recurrence) -> int:
