@@ -14,6 +14,8 @@ if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import glax
+from glax._src.core.backend import Backend
 from glax._src.core.bind import bind
 from glax._src.core.recurrence import StoredStates
 from glax._src.core.registry import Platform
@@ -216,6 +218,27 @@ def test_states_behind_every_64_tokens(gate, T, heads, reverse, parts, save, mon
     expected = pull((d_output.astype(jnp.float32), d_final, d_states))[0]
     pairs = zip(jax.tree.leaves((found, d)), jax.tree.leaves((wanted, expected)), strict=True)
     assert max(distance(a, b) for a, b in pairs) < BAR
+
+
+@pytest.mark.fast
+def test_explain_says_why_packed_sequences_are_copied(monkeypatch):
+    """Packed sequences are one row unless states, or gradients of states, enter at boundaries."""
+    monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
+    x, state = jax.ShapeDtypeStruct((1, 2048, 16, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 16, 64, 64), jnp.float32)
+    cuts = jax.ShapeDtypeStruct((3,), jnp.int32)
+
+    def explained(field: str, initial_state=None) -> str:
+        def loss(x, initial_state, cuts):
+            found = glax.recurrent(
+                x, x, x, g=x[..., 0], initial_state=initial_state, cu_seqlens=cuts, platform="pallas"
+            )
+            return getattr(found, field).astype(jnp.float32).sum()
+
+        return str(glax.explain(jax.grad(loss), x, initial_state, cuts))
+
+    assert "packed sequences as one row" not in explained("output")
+    assert "packed sequences as one row: initial states enter at boundaries" in explained("output", state)
+    assert "packed sequences as one row: the gradient of final states enters at boundaries" in explained("final_state")
 
 
 @pytest.mark.parametrize("form", ["key", "head"])
