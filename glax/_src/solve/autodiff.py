@@ -274,7 +274,7 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
 
 
 def gradient_by_pieces(choice: Choice, r: Recurrence, d_output, d_final: StoredStates) -> Recurrence:
-    """`derived_gradient` of a recurrence that stores states: of a solve in pieces."""
+    """Return the derived gradient of a recurrence that stores states, by differentiating a solve in pieces."""
     plain, every = r.replace(states_every=None), r.states_every
     assert every is not None
 
@@ -288,7 +288,7 @@ def gradient_by_pieces(choice: Choice, r: Recurrence, d_output, d_final: StoredS
 
 
 def solve_storing_states(choice: Choice, r: Recurrence, every: int, dtype) -> OutputsWithStates:
-    """`solve`, with the states behind every `every` tokens in dtype: by a kernel that stores them, else in pieces."""
+    """Solve r and return also the states behind every `every` tokens, in dtype: by a kernel that stores them, else in pieces."""
     load_kernels()
     stored = r.replace(states_every=every)
     if not kernel_registry.able(stored.folded, choice.platform, choice.config)[0]:

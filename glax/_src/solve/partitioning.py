@@ -239,7 +239,7 @@ def output_specs(batch, heads, sequence=None) -> Outputs:
 
 
 def outputs_of(r: Recurrence, batch, heads) -> Any:
-    """`output_specs`, with those of the states that r stores."""
+    """Return `output_specs`, and the specs of the states that r stores, if it stores any."""
     outputs = output_specs(batch, heads)
     if r.states_every is None:
         return outputs

@@ -51,7 +51,7 @@ def no_states(r: Recurrence, every: int, dtype) -> Array | PackedStates:
 
 
 def solve_rows(solver: Solver, r: Recurrence, every: int, dtype) -> RowStates:
-    """`solve_with_states` of rows that are not packed: a loop over whole pieces, then the tail."""
+    """Compute `solve_with_states` of rows that are not packed, by a loop over whole pieces and then the tail."""
     T, count = r.q.shape[1], r.q.shape[1] // every
     whole = count * every
     low = T - whole if r.reverse else 0  # the first row of the whole pieces; the tail ends the scan
@@ -104,7 +104,7 @@ class Pieces(NamedTuple):
 
 
 def solve_packed(solver: Solver, r: Recurrence, every: int, dtype) -> OutputsWithStates:
-    """`solve_with_states` of packed sequences: a loop over the pieces of all sequences, each in rows of its own."""
+    """Compute `solve_with_states` of packed sequences, by a loop over the pieces of all sequences, each in rows of its own."""
     p, (N, *_), start = Pieces.of(r, every), r.state_shape, r.start_state
     if r.decay.constant is not None:  # rows of a piece that are not valid must not decay
         r = r.replace(decay=Decay(head=r.by_token(r.decay.constant)))

@@ -25,7 +25,7 @@ def check_fields(config: "TritonChunkedConfig | GradientConfig", *tiles: str):
 
 
 def has_large_tiles() -> bool:
-    """Whether the GPU multiplies tiles of 64 x 64 at a time, and a program may have 160 KB of shared memory or more."""
+    """Return whether the GPU multiplies tiles of 64 x 64 at a time, and a program may have 160 KB of shared memory or more."""
     return capability()[0] in (9, 10)
 
 
