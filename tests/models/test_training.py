@@ -69,6 +69,15 @@ def test_the_loss_and_its_gradient_are_those_of_all_logits():
     assert "3x1500x11xf32" not in text
 
 
+def test_the_loss_of_float32_residuals_has_products_in_the_models_dtype():
+    config = dict(model_type="mamba2", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=4, head_dim=8)
+    config |= dict(state_size=8, n_groups=1, residual_in_fp32=True)
+    model = glax.models.from_config(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    text = jax.jit(lambda tokens: model.loss(tokens)).lower(jnp.zeros((2, 9), jnp.int32)).as_text()
+    heads = [line for line in text.splitlines() if "dot_general" in line and "16x32" in line]
+    assert heads and all("x16xbf16" in line for line in heads)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [

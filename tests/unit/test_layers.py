@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import glax.models
 from glax import nn, parallel
+from glax.nn.parts import products
 from tests.close import assert_close
 
 WIDTH, T = 16, 19
@@ -207,3 +208,13 @@ def test_parameters_lie_where_their_logical_axes_say():
     kernel = model.blocks[0].attn.query.kernel[...]
     assert kernel.sharding.spec == P("fsdp", "model") and kernel.addressable_shards[0].data.shape == (8, 4)
     assert_close("logits", nnx.jit(glax.models.CausalLM.__call__)(model, tokens), before, 1e-5)
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_one_input_are_those_of_the_layers_alone(rows, bias):
+    rngs = nnx.Rngs(0)
+    layers = [nnx.Linear(8, 5, use_bias=bias, bias_init=nnx.initializers.normal(1), rngs=rngs) for _ in range(2)]
+    x = jax.random.normal(jax.random.key(1), (2, rows, 8))
+    for got, layer in zip(products(x, *layers), layers, strict=True):
+        np.testing.assert_allclose(got, layer(x), rtol=1e-5, atol=1e-6)
