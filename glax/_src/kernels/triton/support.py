@@ -63,7 +63,7 @@ def step_refusal(r: Recurrence) -> str | None:
 
 
 def chunked_priority(r: Recurrence) -> int:
-    """Return a priority above XLA, but below it for an erasure with key gates, where no GPU has been measured."""
+    """Return a priority above XLA, but below it for an erasure with key gates, which is not measured beside XLA."""
     return -1 if r.erasure is not None and r.decay.key is not None else 10
 
 
