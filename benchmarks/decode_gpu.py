@@ -208,7 +208,7 @@ def main():
             continue
         rows.append(measured(shape, args, gbytes))
         print(json.dumps(rows[-1]), flush=True)
-    if args.profile:  # behind all timings: programs that run after the profiler are slower
+    if args.profile:  # behind all timings, which it cannot disturb there
         for row in rows:
             shape = next(shape for shape in SHAPES if shape.name == row["model"])
             row["cuda kernel us"] = kernel_us(Steps(shape, "cuda"))

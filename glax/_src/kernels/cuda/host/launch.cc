@@ -61,6 +61,27 @@ const Driver& driver() {
   return loaded;
 }
 
+// Makes the context of a stream current while it lives.
+class CurrentContext {
+ public:
+  explicit CurrentContext(void* stream) {
+    status = driver().stream_get_context(stream, &context);
+    if (status == 0) status = driver().push_context(context);
+    pushed = status == 0;
+  }
+  ~CurrentContext() {
+    if (pushed) driver().pop_context(&context);
+  }
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+
+  Driver::Result status = 0;
+
+ private:
+  void* context = nullptr;
+  bool pushed = false;
+};
+
 // Kernels by the key of their program. A library of CUDA 12 belongs to no context: one serves all GPUs of a kind.
 std::mutex mutex;
 std::unordered_map<std::string, void*>& kernels() {
@@ -69,7 +90,6 @@ std::unordered_map<std::string, void*>& kernels() {
 }
 
 ffi::Error kernel_of(std::string_view key, ffi::Span<const uint8_t> image, std::string_view name, void** kernel) {
-  if (!driver().missing.empty()) return ffi::Error(ffi::ErrorCode::kUnavailable, "glax: " + driver().missing);
   const std::lock_guard<std::mutex> lock(mutex);
   auto& known = kernels();
   const auto found = known.find(std::string(key));
@@ -89,8 +109,11 @@ ffi::Error kernel_of(std::string_view key, ffi::Span<const uint8_t> image, std::
 }
 
 // Before the first launch, and so before anything is captured in a graph.
-ffi::Error Load(ffi::RemainingArgs, ffi::RemainingRets, std::string_view key, ffi::Span<const uint8_t> image,
+ffi::Error Load(void* stream, ffi::RemainingArgs, ffi::RemainingRets, std::string_view key, ffi::Span<const uint8_t> image,
                 std::string_view name, int64_t, int64_t, ffi::Span<const int32_t>) {
+  if (!driver().missing.empty()) return ffi::Error(ffi::ErrorCode::kUnavailable, "glax: " + driver().missing);
+  const CurrentContext current(stream);
+  if (current.status) return driver().error("a stream's context", current.status);
   void* kernel = nullptr;
   return kernel_of(key, image, name, &kernel);
 }
@@ -98,6 +121,9 @@ ffi::Error Load(ffi::RemainingArgs, ffi::RemainingRets, std::string_view key, ff
 ffi::Error Launch(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view key,
                   ffi::Span<const uint8_t> image, std::string_view name, int64_t blocks, int64_t threads,
                   ffi::Span<const int32_t> numbers) {
+  if (!driver().missing.empty()) return ffi::Error(ffi::ErrorCode::kUnavailable, "glax: " + driver().missing);
+  const CurrentContext current(stream);
+  if (current.status) return driver().error("a stream's context", current.status);
   void* kernel = nullptr;
   ffi::Error failed = kernel_of(key, image, name, &kernel);
   if (failed.failure()) return failed;
@@ -122,12 +148,8 @@ ffi::Error Launch(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets
   for (void*& pointer : pointers) parameters.push_back(&pointer);
   for (int32_t& scalar : scalars) parameters.push_back(&scalar);
 
-  void *context = nullptr, *popped = nullptr;
-  if (const int status = driver().stream_get_context(stream, &context)) return driver().error("a stream", status);
-  if (const int status = driver().push_context(context)) return driver().error("a context", status);
   const int status = driver().launch(kernel, static_cast<unsigned>(blocks), 1, 1, static_cast<unsigned>(threads), 1, 1, 0,
                                      stream, parameters.data(), nullptr);
-  driver().pop_context(&popped);
   return status ? driver().error("launching a kernel", status) : ffi::Error::Success();
 }
 
@@ -145,7 +167,7 @@ ffi::Error Launch(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets
       .Attr<ffi::Span<const int32_t>>("numbers")
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_cuda_load, Load,
-                              GLAX_ATTRIBUTES(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()));
+                              GLAX_ATTRIBUTES(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::PlatformStream<void*>>()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_cuda_launch, Launch,
                               GLAX_ATTRIBUTES(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()),
                               {ffi::Traits::kCmdBufferCompatible});
