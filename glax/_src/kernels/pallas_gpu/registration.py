@@ -10,7 +10,7 @@ from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, in_one_row
 
 # Above Triton's 10 or below it, and always above XLA's: docs/internals/hopper.md has the bounds.
 FASTER, SLOWER = 15, 5
-UNMEASURED = -1  # with beta: no GPU has run these kernels yet, so that platform="pallas" alone chooses them
+UNVERIFIED = -1  # with beta: results on a GPU are not compared yet, so that platform="pallas" alone chooses these kernels
 
 
 def forward_priority(r: Recurrence) -> int:
@@ -19,7 +19,7 @@ def forward_priority(r: Recurrence) -> int:
     The priority of the delta rule is UNMEASURED.
     """
     if r.erasure is not None:
-        return UNMEASURED
+        return UNVERIFIED
     return FASTER if r.q.shape[1] >= 1024 else SLOWER
 
 
@@ -30,7 +30,7 @@ def gradient_priority(r: Recurrence) -> int:
     With half as many rows the gradient was not faster. The priority of the delta rule is UNMEASURED.
     """
     if r.erasure is not None:
-        return UNMEASURED
+        return UNVERIFIED
     heads = r.num_heads * Widths.of(r, square=True).stored.count
     return FASTER if r.q.shape[0] * r.q.shape[1] * heads >= 2048 * 16 else SLOWER
 
