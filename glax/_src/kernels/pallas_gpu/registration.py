@@ -10,7 +10,9 @@ from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, in_one_row
 
 # Above Triton's 10 or below it, and always above XLA's: docs/internals/hopper.md has the bounds.
 FASTER, SLOWER = 15, 5
-UNVERIFIED = -1  # with beta: results on a GPU are not compared yet, so that platform="pallas" alone chooses these kernels
+UNVERIFIED = (
+    -1
+)  # with beta: results on a GPU are not compared yet, so that platform="pallas" alone chooses these kernels
 
 
 def forward_priority(r: Recurrence) -> int:
