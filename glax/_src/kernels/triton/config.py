@@ -158,7 +158,7 @@ class GradientConfig(Config):
     def erasing(cls, r: Recurrence) -> Self:
         """Return the config of the delta rule, whose tiles are smaller where they would spill registers.
 
-        With key gates the gradient kernel is that of a recurrence without an erasure, and takes its config.
+        With key gates the gradient runs the kernel of a recurrence without an erasure, in that kernel's config.
         """
         narrow = r.q.dtype == "bfloat16" and max(width(r.q.shape[3]), width(r.v.shape[3])) <= 128
         block = 16
