@@ -18,9 +18,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
 # The calls of README's table: the layers of published models with a peer, packed rows, and the first and last of the others.
 SHOWN = (
-    ("nvidia_h100/2026-11-25-models.json", lambda result: True),
-    ("nvidia_h100/2026-11-25-jla.json", lambda x: x.get("problem").startswith("4,2048")),
+    ("nvidia_h100/2026-11-25-models-later.json", lambda x: x.get("model") != "GLA-340M, float32 gates"),
+    ("nvidia_h100/2026-11-25-jla.json", lambda x: x.call[:2] == ("4,2048,16,128,128", "per head")),
     ("nvidia_h100/2026-11-25-packed.json", lambda x: x.get("packing") == "16 documents"),
+    ("nvidia_h100/2026-11-25-packed-later.json", lambda x: x.get("packing") == "16 documents"),
 )
 
 INTRODUCTION = """\
@@ -34,6 +35,7 @@ Each file states its device, date, versions and method; the last section lists t
 - *Median* and *worst* are taken over all runs and devices that a row names.
 - *With gradient* is forward and gradient together.
 - Times are milliseconds unless a heading says otherwise.
+- Results of kernels that have been replaced are left out, once the same call was measured again. They stay in their files.
 
 Rates depend on the device, the host and the versions.
 Measure yours with `glax bench`.
@@ -66,12 +68,13 @@ class Result:
 
 
 def read() -> tuple[dict[str, dict], list[Result]]:
-    """The files in the form of benchmarks/results/README.md, and their lines."""
+    """Return the files in the form of benchmarks/results/README.md, and their lines that no later file supersedes."""
     files = {
         path.relative_to(RESULTS).as_posix(): json.loads(path.read_text()) for path in sorted(RESULTS.rglob("*.json"))
     }
     files = {name: content for name, content in files.items() if "results" in content}
     results = [Result(name, content, values) for name, content in files.items() for values in content["results"]]
+    results = [result for result in results if not result.get("superseded")]
     return files, results
 
 
