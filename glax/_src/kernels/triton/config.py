@@ -51,7 +51,7 @@ class TritonChunkedConfig(Config):
     for all of T. warps: the warps of a program. stages: the stages of its software pipeline.
     """
 
-    former_names: ClassVar[tuple[str, ...]] = ("TritonChunkedConfig",)
+    former_names: ClassVar[tuple[str, ...]] = ("ChunkedConfig",)
 
     chunk: int = 32
     columns: int = 64
