@@ -10,18 +10,17 @@ from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, in_one_row
 
 # Above Triton's 10 or below it, and always above XLA's: docs/internals/hopper.md has the bounds.
 FASTER, SLOWER = 15, 5
-UNVERIFIED = (
-    -1
-)  # with beta: results on a GPU are not compared yet, so that platform="pallas" alone chooses these kernels
+# Below every other kernel, so that platform="pallas" alone chooses it: with beta, no GPU has compared the results yet.
+ON_REQUEST = -1
 
 
 def forward_priority(r: Recurrence) -> int:
     """Return a priority above Triton's from 1024 tokens on, where every measurement was faster, and below it for fewer tokens.
 
-    The priority of the delta rule is UNMEASURED.
+    The delta rule runs on request alone.
     """
     if r.erasure is not None:
-        return UNVERIFIED
+        return ON_REQUEST
     return FASTER if r.q.shape[1] >= 1024 else SLOWER
 
 
@@ -29,10 +28,10 @@ def gradient_priority(r: Recurrence) -> int:
     """Return a priority above Triton's from 2048 x 16 rows of heads on, and below it for fewer. Each block of a wide head
     counts.
 
-    With half as many rows the gradient was not faster. The priority of the delta rule is UNMEASURED.
+    With half as many rows the gradient was not faster. The delta rule runs on request alone.
     """
     if r.erasure is not None:
-        return UNVERIFIED
+        return ON_REQUEST
     heads = r.num_heads * Widths.of(r, square=True).stored.count
     return FASTER if r.q.shape[0] * r.q.shape[1] * heads >= 2048 * 16 else SLOWER
 
