@@ -150,10 +150,10 @@ def test_an_erasure_of_zero_changes_nothing(gates):
     r = case.recurrence(Draw("mild", "0"))
     plain, d = r.replace(erasure=None), case.cotangents(r)
     want, want_gradient = reference(plain)._asdict(), named(reference_gradient(plain, *d))
-    for spec in FORWARD:
+    for spec in (spec for spec in FORWARD if spec.refusal(r, None) is None):
         for name, x in compiled_for(r, spec)(r)._asdict().items():
             assert_close(name, x, want[name], ERASING_BARS["float32"][0])
-    for spec in BACKWARD:
+    for spec in (spec for spec in BACKWARD if spec.refusal(r, None) is None):
         got = named(compiled_for(r, spec)(r, *d))
         for name in want_gradient:
             assert_close(name, got[name], want_gradient[name], ERASING_BARS["float32"][1])

@@ -8,9 +8,9 @@ from glax._src.core.recurrence import Outputs, Recurrence, Residuals
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
 from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, in_one_row, stores_states, supports
 
-# Above Triton's 10 or below it, and always above XLA's: docs/internals/hopper.md has the bounds.
+# Above Triton's 10 or below it, and above XLA's: docs/internals/hopper.md has the bounds.
 FASTER, SLOWER = 15, 5
-# Below every other kernel, so that platform="pallas" alone chooses it: with beta, no GPU has compared the results yet.
+# Below XLA's, so that platform="pallas" alone chooses it: with beta, no GPU has compared the results yet.
 ON_REQUEST = -1
 
 
