@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import numbers
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,11 +59,22 @@ class ModelConfig:
 
 
 class Options:
-    """Hold the options of a config, which are taken one by one. `finish` raises for options that were never taken."""
+    """Hold the options of a config, which are taken one by one. `finish` raises for options that were never taken.
 
-    def __init__(self, values: Mapping, no_effect: frozenset[str] = NO_EFFECT):
-        self.values, self.left = dict(values), set(values) - no_effect
-        self.model_type = values.get("model_type")
+    inside: the name of the option whose value these options are, with a point behind it; "" for config.json itself.
+    """
+
+    def __init__(
+        self, values: Mapping, no_effect: frozenset[str] = NO_EFFECT, inside: str = "", model_type: Any = None
+    ):
+        self.values, self.left, self.inside = dict(values), set(values) - no_effect, inside
+        self.model_type = model_type or values.get("model_type")
+
+    def part(self, key: str, values: Any) -> "Options":
+        """Return the options in `values`, which is the value of `key` or a part of it. Raises UnsupportedOption for no object."""
+        if not isinstance(values, Mapping):
+            raise self.unsupported(key, f"it must hold JSON objects, got {values!r}")
+        return Options(values, frozenset(), f"{self.inside}{key}.", self.model_type)
 
     def take(self, key: str, default: Any = REQUIRED) -> Any:
         """Return the value of `key`, or `default` if it is missing. Raises ValueError if there is no default."""
@@ -70,31 +82,31 @@ class Options:
         if key in self.values:
             return self.values[key]
         if default is REQUIRED:
-            raise ValueError(f"config.json must have {key!r}")
+            raise ValueError(f"config.json must have {self.inside + key!r}")
         return default
 
-    def integer(self, key: str, default: Any = REQUIRED, *, optional: bool = False) -> Any:
-        """Return the value of `key`, an integer of at least 1, or None if `optional`. Raises ValueError for any other value."""
+    def integer(self, key: str, default: Any = REQUIRED, *, optional: bool = False, least: int = 1) -> Any:
+        """Return the value of `key`, an integer from `least` on, or None if `optional`. Raises ValueError for any other value."""
         value = self.take(key, default)
         if optional and value is None:
             return value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{key} in config.json must be an integer of at least 1, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{self.inside}{key} in config.json must be an integer of at least {least}, got {value!r}")
         return value
 
     def number(self, key: str, default: Any = REQUIRED, *, optional: bool = False) -> Any:
-        """Return the value of `key` as a float, or None if `optional`. Raises ValueError for any other value."""
+        """Return the value of `key` as a finite float, or None if `optional`. Raises ValueError for any other value."""
         value = self.take(key, default)
         if optional and value is None:
             return value
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise ValueError(f"{key} in config.json must be a number, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise ValueError(f"{self.inside}{key} in config.json must be a finite number, got {value!r}")
         return float(value)
 
     def flag(self, key: str, default: Any = REQUIRED) -> bool:
         value = self.take(key, default)
         if not isinstance(value, bool):
-            raise ValueError(f"{key} in config.json must be true or false, got {value!r}")
+            raise ValueError(f"{self.inside}{key} in config.json must be true or false, got {value!r}")
         return value
 
     def choice(self, key: str, default, supported):
@@ -102,7 +114,7 @@ class Options:
         value = self.take(key, default)
         if not any(value == x and type(value) is type(x) for x in supported):
             raise UnsupportedOption(
-                f"{key}={value!r} in config.json is not supported for model_type {self.model_type!r}: "
+                f"{self.inside}{key}={value!r} in config.json is not supported for model_type {self.model_type!r}: "
                 f"supported are {', '.join(map(repr, supported))}"
             )
         return value
@@ -112,24 +124,28 @@ class Options:
         self.left -= set(keys)
 
     def unsupported(self, key: str, why: str) -> UnsupportedOption:
-        return UnsupportedOption(
-            f"{key}={self.values.get(key)!r} in config.json is not supported for model_type {self.model_type!r}: {why}"
-        )
+        given = f"{self.inside}{key}={self.values.get(key)!r} in config.json"
+        return UnsupportedOption(f"{given} is not supported for model_type {self.model_type!r}: {why}")
 
     def finish(self):
         """Raise UnsupportedOption if an option was never taken."""
         if self.left:
-            rest = ", ".join(f"{key}={self.values[key]!r}" for key in sorted(self.left))
+            rest = ", ".join(f"{self.inside}{key}={self.values[key]!r}" for key in sorted(self.left))
             raise UnsupportedOption(
                 f"config.json has options that are not supported for model_type {self.model_type!r}: {rest}"
             )
 
 
 def exact_width(key: str, width: int, ratio: float, of: str = "hidden_size") -> int:
-    """Return width * ratio. Raises ValueError unless it is an integer. key, of: the names of the ratio and of the width."""
+    """Return width * ratio. Raises ValueError unless it is an integer of at least 1.
+
+    key, of: the names of the ratio and of the width.
+    """
     exact = width * ratio
     if abs(exact - round(exact)) > 1e-9 * max(exact, 1.0):
         raise ValueError(f"{key}={ratio!r} in config.json must make {of}={width} an integer, got {exact}")
+    if exact < 0.5:
+        raise ValueError(f"{key}={ratio!r} in config.json must make {of}={width} at least 1, got {exact}")
     return round(exact)
 
 

@@ -1,6 +1,6 @@
 """Build the models of flash-linear-attention: gla, retnet, hgrn2 and rwkv6, with softmax attention in chosen layers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,36 +39,37 @@ OUTER = (
 # ---- options that several types share --------------------------------------------------------------------------------
 
 
-def attention_layers(options: Options, layers: int) -> dict[int, dict]:
-    """Return the softmax attention of each layer that has one, by layer number."""
+def attention_layers(options: Options, width: int, layers: int) -> dict[int, dict]:
+    """Return the arguments of `Attention` for each layer that has softmax attention, by layer number."""
     attn = options.take("attn", None)
     if attn is None:
         return {}
     found = {}
-    for spec in [attn] if isinstance(attn, Mapping) else attn:
-        if not isinstance(spec, Mapping) or not {"layers", "num_heads"} <= spec.keys():
-            raise options.unsupported("attn", "each part must have layers and num_heads")
-        known = {"layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta"}
-        if spec.keys() - known:
-            raise options.unsupported("attn", f"its keys must be among {', '.join(sorted(known))}")
-        for layer in spec["layers"]:
-            if not 0 <= layer < layers or layer in found:
-                raise options.unsupported("attn", f"layers must be distinct and from 0 to {layers - 1}")
-            found[layer] = dict(spec)
+    for spec in attn if isinstance(attn, list) else [attn]:
+        part = options.part("attn", spec)
+        chosen = part.take("layers")
+        arguments = dict(
+            num_heads=part.integer("num_heads"),
+            num_kv_heads=part.integer("num_kv_heads", None, optional=True),
+            bias=part.flag("qkv_bias", False),
+            window=part.integer("window_size", None, optional=True),
+            theta=part.number("rope_theta", 10000.0),
+        )
+        part.finish()
+        heads = arguments["num_heads"]
+        if width % heads:
+            raise part.unsupported("num_heads", f"it must divide hidden_size={width}")
+        if heads % (arguments["num_kv_heads"] or heads):
+            raise part.unsupported("num_kv_heads", f"it must divide num_heads={heads}")
+        for layer in chosen if isinstance(chosen, list) else [None]:
+            if layer not in range(layers) or layer in found:
+                raise options.unsupported("attn", f"layers must list distinct numbers from 0 to {layers - 1}")
+            found[layer] = arguments
     return found
 
 
 def softmax_attention(width: int, spec: dict, init: Callable, precision: Precision) -> Attention:
-    return Attention(
-        width,
-        num_heads=spec["num_heads"],
-        num_kv_heads=spec.get("num_kv_heads"),
-        bias=spec.get("qkv_bias", False),
-        window=spec.get("window_size"),
-        theta=spec.get("rope_theta", 10000.0),
-        kernel_init=init,
-        **precision.options,
-    )
+    return Attention(width, kernel_init=init, **spec, **precision.options)
 
 
 def softmax_names(layers) -> tuple[tuple[str, str], ...]:
@@ -78,6 +79,8 @@ def softmax_names(layers) -> tuple[tuple[str, str], ...]:
 
 def gated_mlp(options: Options, width: int, ratio: float, init: Callable) -> Callable[[Precision], SwiGLU]:
     ratio = options.number("hidden_ratio", ratio, optional=True) or 4
+    if ratio < 0:
+        raise options.unsupported("hidden_ratio", "it must be above 0")
     inside = options.integer("intermediate_size", None, optional=True)
     if inside is None:
         inside = -(-int(width * ratio * 2 / 3) // 256) * 256
@@ -158,7 +161,7 @@ def assemble(
     width, layers = more.pop("width"), options.integer("num_hidden_layers", layers)
     outer, init = outer_options(options)
     norm: dict[str, Any] = dict(epsilon=options.number("norm_eps", 1e-6), param_dtype=precision.param_dtype)
-    mlp, softmax = gated_mlp(options, width, ratio, init), attention_layers(options, layers)
+    mlp, softmax = gated_mlp(options, width, ratio, init), attention_layers(options, width, layers)
     residuals = options.integer("attnres_block_size", None, optional=True)
     if residuals is not None and residuals != 1 and residuals % 2:
         raise options.unsupported("attnres_block_size", "it must be 1 or even")
@@ -348,7 +351,7 @@ def rwkv6(config: ModelConfig, precision: Precision) -> CausalLM:
     first, bias, softmax = (
         options.flag("norm_first", True),
         options.flag("norm_bias", True),
-        attention_layers(options, layers),
+        attention_layers(options, width, layers),
     )
     options.finish()
 

@@ -57,13 +57,17 @@ def rotation(options: Options, theta: float, partial: float | None = None) -> di
     if options.take("rope_scaling", None) is not None:
         raise options.unsupported("rope_scaling", "it must be null")
     share = options.number("partial_rotary_factor", 1.0 if partial is None else partial)
-    given = options.take("rope_parameters", None) or {}
-    if given.get("rope_type", "default") != "default":
+    given = options.take("rope_parameters", None)
+    inner = options.part("rope_parameters", {} if given is None else given)
+    if inner.take("rope_type", "default") != "default":
         raise options.unsupported("rope_parameters", "rope_type must be 'default'")
-    if extra := given.keys() - {"rope_type", "rope_theta", "partial_rotary_factor"}:
-        raise options.unsupported("rope_parameters", f"{', '.join(sorted(extra))} are not supported")
-    share = given.get("partial_rotary_factor", share)
-    return dict(theta=given.get("rope_theta", theta), partial=1.0 if partial is None else share)
+    theta, share = inner.number("rope_theta", theta), inner.number("partial_rotary_factor", share)
+    inner.finish()
+    if theta <= 0:
+        raise ValueError(f"rope_theta in config.json must be above 0, got {theta!r}")
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor in config.json must be above 0 and at most 1, got {share!r}")
+    return dict(theta=theta, partial=1.0 if partial is None else share)
 
 
 def attention_sizes(
@@ -77,6 +81,8 @@ def attention_sizes(
     heads = options.integer("num_attention_heads", heads)
     found = options.integer("num_key_value_heads", kv_heads, optional=True)
     head_width = options.integer("head_dim", head_width, optional=True) or width // heads
+    if found is not None and heads % found:
+        raise options.unsupported("num_key_value_heads", f"it must divide num_attention_heads={heads}")
     return dict(num_heads=heads, num_kv_heads=heads if found is None else found, head_width=head_width)
 
 
@@ -106,11 +112,14 @@ def mamba_options(options: Options, width: int, *, eps: float, act: str, inside:
     if head_width * heads != inside:
         raise ValueError(f"mamba_n_heads * mamba_d_head in config.json must be {inside}, got {heads} * {head_width}")
     options.ignore("mamba_chunk_size")
+    groups = options.integer("mamba_n_groups", 1)
+    if heads % groups:
+        raise options.unsupported("mamba_n_groups", f"it must divide mamba_n_heads={heads}")
     return dict(
         num_heads=heads,
         head_width=head_width,
         state_width=options.integer("mamba_d_state", 256),
-        groups=options.integer("mamba_n_groups", 1),
+        groups=groups,
         conv_size=options.integer("mamba_d_conv", 4),
         conv_bias=options.flag("mamba_conv_bias", True),
         bias=options.flag("mamba_proj_bias", False),
@@ -145,9 +154,10 @@ def layer_kinds(
         if (given := options.take(key, None)) is not None:
             break
     kinds = list(default) if given is None else given
-    if layers not in (None, len(kinds)) or not all(kind in known for kind in kinds):
-        count = "entries" if layers is None else f"{layers} entries"
-        raise options.unsupported(key, f"it must have {count} among {', '.join(map(repr, known))}")
+    is_known = isinstance(kinds, list) and all(isinstance(kind, str) and kind in known for kind in kinds)
+    if not is_known or layers not in (None, len(kinds)):
+        count = "kinds" if layers is None else f"{layers} kinds"
+        raise options.unsupported(key, f"it must list {count}, each one of {', '.join(map(repr, known))}")
     return [known[kind] for kind in kinds]
 
 

@@ -40,7 +40,7 @@ def builder(config: ModelConfig) -> Callable[[ModelConfig, Precision], CausalLM]
     kind = values.get("model_type")
     if kind is None and "ssm_cfg" in values:  # a config of the state-spaces repository
         kind = "mamba2"
-    if kind not in MODEL_TYPES:
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
         known = ", ".join(sorted(MODEL_TYPES))
         raise UnsupportedOption(f"model_type={kind!r} in config.json is not supported: supported are {known}")
     return MODEL_TYPES[kind]

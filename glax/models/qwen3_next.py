@@ -144,10 +144,10 @@ def mixer_names(kinds: list[str]) -> tuple[tuple[str, str], ...]:
 
 def sparse_layers(options: Options, layers: int) -> list[bool]:
     """Return whether each layer has experts."""
-    dense, step = set(options.take("mlp_only_layers", None) or ()), options.integer("decoder_sparse_step", 1)
-    if not dense <= set(range(layers)):
+    dense, step = options.take("mlp_only_layers", None) or [], options.integer("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or not all(layer in range(layers) for layer in dense):
         raise options.unsupported("mlp_only_layers", f"it must hold layers from 0 to {layers - 1}")
-    count = options.take("num_experts", 512)
+    count = options.integer("num_experts", 512, least=0)
     return [bool(count) and layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
 
 
@@ -167,8 +167,10 @@ def delta_sizes(options: Options) -> DeltaSizes:
 def mlps(options: Options, width: int, act: str, init, precision: Precision) -> tuple[Callable, Callable]:
     """Return functions that make (the MLP of a layer without experts, the MLP of a layer with experts)."""
     inside, shared = options.integer("intermediate_size", 5632), options.integer("shared_expert_intermediate_size", 512)
-    each, count = options.integer("moe_intermediate_size", 512), options.take("num_experts", 512)
+    each, count = options.integer("moe_intermediate_size", 512), options.integer("num_experts", 512, least=0)
     top_k, normalize = options.integer("num_experts_per_tok", 10), options.flag("norm_topk_prob", True)
+    if count and top_k > count:
+        raise options.unsupported("num_experts_per_tok", f"it must be at most num_experts={count}")
     common: dict[str, Any] = dict(kernel_init=init, **precision.options)
 
     def dense(inside: int = inside) -> SwiGLU:

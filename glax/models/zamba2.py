@@ -205,12 +205,14 @@ def mamba_arguments(options: Options, width: int) -> dict[str, Any]:
     if inside % heads:
         raise options.unsupported("n_mamba_heads", f"it must divide mamba_expand * hidden_size={inside}")
     check_derived(options, dict(mamba_headdim=inside // heads))
-    least = options.number("time_step_min", 0.001)
+    least, groups = options.number("time_step_min", 0.001), options.integer("mamba_ngroups", 1)
+    if heads % groups:
+        raise options.unsupported("mamba_ngroups", f"it must divide n_mamba_heads={heads}")
     return dict(
         num_heads=heads,
         head_width=inside // heads,
         state_width=options.integer("mamba_d_state", 64),
-        groups=options.integer("mamba_ngroups", 1),
+        groups=groups,
         conv_size=options.integer("mamba_d_conv", 4),
         dt_limit=(least, math.inf),
         dt_range=(least, options.number("time_step_max", 0.1)),

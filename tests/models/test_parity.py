@@ -251,6 +251,85 @@ def test_options_of_the_delta_rule_that_are_not_supported(config, text):
     assert text in str(caught.value)
 
 
+ATTN = dict(layers=[0], num_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        (
+            "qwen3_next",
+            dict(rope_parameters=dict(rope_theta=None)),
+            "rope_parameters.rope_theta in config.json must be a",
+        ),
+        (
+            "qwen3_next",
+            dict(rope_parameters=dict(rope_theta="x")),
+            "rope_parameters.rope_theta in config.json must be a",
+        ),
+        (
+            "qwen3_next",
+            dict(rope_parameters=dict(rope_theta=-1.0)),
+            "rope_theta in config.json must be above 0, got -1.0",
+        ),
+        (
+            "qwen3_next",
+            dict(rope_parameters=dict(partial_rotary_factor=2.5)),
+            "partial_rotary_factor in config.json must",
+        ),
+        (
+            "qwen3_next",
+            dict(rope_parameters=dict(rope_type="yarn")),
+            "rope_parameters={'rope_type': 'yarn'} in config.json is not",
+        ),
+        ("qwen3_next", dict(rope_parameters=dict(extra=1)), "rope_parameters.extra=1"),
+        ("qwen3_next", dict(rope_parameters=5), "rope_parameters=5 in config.json is not supported"),
+        ("qwen3_next", dict(num_experts="x"), "num_experts in config.json must be an integer of at least 0, got 'x'"),
+        ("qwen3_next", dict(num_experts=-1), "num_experts in config.json must be an integer of at least 0, got -1"),
+        ("qwen3_next", dict(num_experts_per_tok=99), "num_experts_per_tok=99 in config.json is not supported"),
+        ("qwen3_next", dict(num_key_value_heads=5), "num_key_value_heads=5 in config.json is not supported"),
+        ("qwen3_next", dict(mlp_only_layers=5), "mlp_only_layers=5 in config.json is not supported"),
+        ("qwen3_next", dict(layer_types=5), "layer_types=5 in config.json is not supported"),
+        ("zamba2", dict(layers_block_type=5), "layers_block_type=5 in config.json is not supported"),
+        ("zamba2", dict(mamba_ngroups=5), "mamba_ngroups=5 in config.json is not supported"),
+        ("zamba2", dict(mamba_expand=float("nan")), "mamba_expand in config.json must be a finite number, got nan"),
+        ("gated_deltanet", dict(expand_v=0), "expand_v=0.0 in config.json must make"),
+        ("kda", dict(hidden_ratio=-1), "hidden_ratio=-1 in config.json is not supported"),
+        ("kda", dict(model_type=[]), "model_type=[] in config.json is not supported"),
+        ("kda", dict(attn=5), "attn=5 in config.json is not supported"),
+        ("kda", dict(attn=ATTN | dict(layers=3)), "attn={'layers': 3, 'num_heads': 2} in config.json is not supported"),
+        (
+            "kda",
+            dict(attn=ATTN | dict(layers=["0"])),
+            "attn={'layers': ['0'], 'num_heads': 2} in config.json is not supported",
+        ),
+        (
+            "kda",
+            dict(attn=ATTN | dict(num_heads=0)),
+            "attn.num_heads in config.json must be an integer of at least 1, got 0",
+        ),
+        ("kda", dict(attn=ATTN | dict(num_heads=3)), "attn.num_heads=3 in config.json is not supported"),
+        (
+            "kda",
+            dict(attn=ATTN | dict(window_size=-1)),
+            "attn.window_size in config.json must be an integer of at least 1",
+        ),
+        (
+            "kda",
+            dict(attn=ATTN | dict(rope_theta="x")),
+            "attn.rope_theta in config.json must be a finite number, got 'x'",
+        ),
+        ("kda", dict(attn=ATTN | dict(qkv_bias="no")), "attn.qkv_bias in config.json must be true or false, got 'no'"),
+        ("kda", dict(attn=ATTN | dict(made_up=1)), "attn.made_up=1"),
+    ],
+)
+def test_values_that_an_option_cannot_have_are_named(name, changes, text):
+    config = json.loads((FIXTURES / name / "config.json").read_text()) | changes
+    with pytest.raises(ValueError) as caught:
+        glax.models.from_config(config, rngs=nnx.Rngs(0))
+    assert text in str(caught.value)
+
+
 def test_layers_of_multi_token_prediction_are_not_read(tmp_path):
     folder = copied(tmp_path, "qwen3_next")
     weights = load_file(folder / "model.safetensors")
