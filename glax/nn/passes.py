@@ -74,6 +74,9 @@ class Parallel:
 
     def window(self, x: Array, size: int, state: Array | None) -> tuple[list[Array], Array]:
         before = size - 1
+        if x.size == 0 or self.num_sequences == 0:  # no token reads or enters a state
+            state = jnp.zeros((self.num_sequences, before, x.shape[-1])) if state is None else state
+            return [x] * size, state.astype(x.dtype)
         if self.cu_seqlens is not None:
             return self.packed_window(x, before, state)
         if state is None:
@@ -124,6 +127,8 @@ class Parallel:
     def positions(self, state: Array | None) -> tuple[Int[Array, "*rows"], Array]:
         start = jnp.zeros(self.num_sequences, jnp.int32) if state is None else state
         T = self.shape[-1]
+        if T == 0 or self.num_sequences == 0:
+            return jnp.zeros(self.shape, jnp.int32), start
         if self.cu_seqlens is not None:
             begin, own = self.cu_seqlens[:-1], self.sequence_of
             place = (jnp.arange(T) - begin[own] + start[own]).reshape(self.shape)
@@ -225,6 +230,8 @@ class Segments:
         T = ids.shape[1]
         rows, is_token = jnp.arange(T), jnp.ones(ids.shape, bool) if pad_id is None else ids != pad_id
         starts = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], 1)
+        if T == 0:
+            return cls(is_token, jnp.zeros_like(ids), is_token, jnp.full(ids.shape[0], -1))
         begin = jax.lax.cummax(jnp.where(starts, rows[None], 0), axis=1)
         is_first = begin == jnp.where(is_token.any(1), is_token.argmax(1), T)[:, None]
         last = T - 1 - is_token[:, ::-1].argmax(1)

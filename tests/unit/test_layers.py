@@ -218,3 +218,27 @@ def test_products_of_one_input_are_those_of_the_layers_alone(rows, bias):
     x = jax.random.normal(jax.random.key(1), (2, rows, 8))
     for got, layer in zip(products(x, *layers), layers, strict=True):
         np.testing.assert_allclose(got, layer(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("use_short_conv", [True, False])
+def test_packed_rows_without_a_token_or_a_sequence(use_short_conv):
+    layer = nn.GatedDeltaNet(WIDTH, num_heads=2, use_short_conv=use_short_conv, rngs=nnx.Rngs(0))
+    zero = jnp.zeros(1, jnp.int32)
+    starts = jax.tree.map(lambda x: x + 1, layer.initial_state(1))
+    for options in (dict(cu_seqlens=jnp.zeros(2, jnp.int32)), dict(segment_ids=jnp.zeros((1, 0), jnp.int32))):
+        out, states = layer(jnp.ones((1, 0, WIDTH)), initial_state=starts, **options)
+        assert out.shape == (1, 0, WIDTH)
+        jax.tree.map(np.testing.assert_array_equal, states, starts)
+    out, states = layer.prefill_into(jnp.ones((0, WIDTH)), starts, zero, jnp.zeros(2, jnp.int32))
+    assert out.shape == (0, WIDTH)
+    jax.tree.map(np.testing.assert_array_equal, states, starts)
+    out, states = layer(jnp.ones((1, 3, WIDTH)), cu_seqlens=zero)
+    assert out.shape == (1, 3, WIDTH)
+    assert all(len(x) == 0 for x in jax.tree.leaves(states))
+
+
+def test_attention_over_rows_without_a_token():
+    layer = nn.Attention(WIDTH, num_heads=2, rngs=nnx.Rngs(0))
+    for options in ({}, dict(cu_seqlens=jnp.zeros(2, jnp.int32)), dict(segment_ids=jnp.zeros((1, 0), jnp.int32))):
+        out, _ = layer(jnp.ones((1, 0, WIDTH)), **options)
+        assert out.shape == (1, 0, WIDTH)
