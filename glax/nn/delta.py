@@ -1,17 +1,16 @@
 """Provide the layers of the delta rule: DeltaNet, Gated DeltaNet and Kimi Delta Attention."""
 
 from collections.abc import Callable
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import recurrent
 from glax._src.core.bind import check_real, known_number
-from glax.nn.linear_attention import LinearAttention
+from glax.nn.linear_attention import LinearAttention, MixerOptions
 from glax.nn.mamba2 import initial_dt_bias
 from glax.nn.parts import EMBED, HEADS, activation, by_head, check_divides, check_sizes, for_rows, merged, parameter
 from glax.nn.passes import Rows, State
@@ -20,34 +19,15 @@ QK_ACTIVATIONS = {"silu": None, "relu": "relu", "elu": "elu_plus_one", "identity
 QK_NORMS = ("l2", "sum")
 
 
-class Options(TypedDict, total=False):
-    """List the arguments that all layers of the delta rule share.
+class DeltaOptions(MixerOptions, total=False):
+    """List the arguments that all layers of the delta rule share, with those of `glax.nn.linear_attention.MixerOptions`.
 
-    key_width, value_width: K and V of one head; width // num_heads if None.
-    use_short_conv, conv_size, conv_bias: whether a ShortConvolution follows each projection of q, k and v; its size; its bias.
     allow_neg_eigval: whether beta reaches from 0 to 2, so that the eigenvalues of a token's transition reach from -1 to 1.
-    norm_eps, elementwise_affine: the epsilon of the norm of each head's output, and whether the norm has a scale.
-    dtype:         the dtype of the projections and of q, k and v; the dtype of x and the parameters if None. The state is
-                   float32.
-    param_dtype:   the dtype of the parameters.
-    kernel_init:   the first values of the projections; normal with a deviation of 0.02 if None.
-    filter_init:   the first values of the convolutions; those of torch.nn.Conv1d if None.
-    recurrence:    the function that solves whole sequences: `glax.recurrent`, or `glax.parallel.recurrent` with its mesh and
-                   axes.
     """
 
-    key_width: int | None
-    value_width: int | None
     use_short_conv: bool
-    conv_size: int
-    conv_bias: bool
     allow_neg_eigval: bool
     norm_eps: float
-    elementwise_affine: bool
-    dtype: jnp.dtype | None
-    param_dtype: DTypeLike
-    kernel_init: Callable | None
-    filter_init: Callable | None
     recurrence: Callable
 
 
@@ -133,7 +113,7 @@ class DeltaNet(DeltaAttention):
     qk_activation: the function of q and k: "silu", "relu", "elu" (elu(x) + 1) or "identity".
     qk_norm:       how q and k are normalised: "l2", or "sum" for x / max(sum |x|, 1e-6).
 
-    For the other arguments see `glax.nn.delta.Options`. Yang et al. 2024, https://arxiv.org/abs/2406.06484.
+    For the other arguments see `glax.nn.delta.DeltaOptions`. Yang et al. 2024, https://arxiv.org/abs/2406.06484.
     """
 
     def __init__(
@@ -147,7 +127,7 @@ class DeltaNet(DeltaAttention):
         qk_activation: str = "silu",
         qk_norm: str = "l2",
         rngs: nnx.Rngs,
-        **options: Unpack[Options],
+        **options: Unpack[DeltaOptions],
     ):
         check_one_of("qk_norm", qk_norm, QK_NORMS)
         self.qk_norm = qk_norm
@@ -177,7 +157,7 @@ class GatedDeltaNet(DeltaAttention):
     use_output_gate, gate_fn: whether gate_fn(W_s x_t) multiplies the norm, and the name of this function.
     A_range:      the range of the uniform first values of exp(A_log). dt_range, dt_floor: as in `glax.nn.Mamba2`.
 
-    For the other arguments see `glax.nn.delta.Options`. Yang et al. 2024, https://arxiv.org/abs/2412.06464.
+    For the other arguments see `glax.nn.delta.DeltaOptions`. Yang et al. 2024, https://arxiv.org/abs/2412.06464.
     """
 
     def __init__(
@@ -192,7 +172,7 @@ class GatedDeltaNet(DeltaAttention):
         dt_range: tuple[float, float] = (0.001, 0.1),
         dt_floor: float = 1e-4,
         rngs: nnx.Rngs,
-        **options: Unpack[Options],
+        **options: Unpack[DeltaOptions],
     ):
         gated: dict[str, Any] = dict(use_output_gate=use_output_gate, gate_fn=gate_fn)
         super().__init__(width, num_heads=num_heads, num_qk_heads=num_qk_heads, rngs=rngs, **gated, **options)
@@ -225,7 +205,7 @@ class KimiDeltaAttention(DeltaAttention):
     gate_fn:      the name of the function that gates the output.
     A_range:      the range of the uniform first values of exp(A_log). dt_range, dt_floor: as in `glax.nn.Mamba2`.
 
-    For the other arguments see `glax.nn.delta.Options`. Kimi Team 2025, https://arxiv.org/abs/2510.26692.
+    For the other arguments see `glax.nn.delta.DeltaOptions`. Kimi Team 2025, https://arxiv.org/abs/2510.26692.
     """
 
     def __init__(
@@ -241,7 +221,7 @@ class KimiDeltaAttention(DeltaAttention):
         dt_range: tuple[float, float] = (0.001, 0.1),
         dt_floor: float = 1e-4,
         rngs: nnx.Rngs,
-        **options: Unpack[Options],
+        **options: Unpack[DeltaOptions],
     ):
         check_lower_bound(lower_bound)
         self.lower_bound = lower_bound

@@ -16,15 +16,11 @@ from glax.nn.parts import EMBED, HEADS, activation, by_head, check_divides, chec
 from glax.nn.passes import Rows, State
 
 
-class Options(TypedDict, total=False):
-    """List the arguments that all linear attentions share.
+class MixerOptions(TypedDict, total=False):
+    """List the arguments that linear attentions and layers of the delta rule share.
 
-    num_kv_heads:  the heads of k and v, a divisor of num_heads; num_heads if None. Head h reads h * num_kv_heads // num_heads.
     key_width, value_width: K and V of one head; width // num_heads if None.
-    feature_map:   the name of a function of q and k, such as "relu"; none if None.
-    use_short_conv, conv_size, conv_bias: whether a ShortConvolution with SiLU follows each projection of q, k and v; its size;
-        its bias.
-    use_output_gate, gate_fn: whether gate_fn(W_s x) multiplies the norm of the output, and the name of this function.
+    use_short_conv, conv_size, conv_bias: whether a ShortConvolution follows each projection of q, k and v; its size; its bias.
     norm_eps, elementwise_affine: the epsilon of the norm of each head's output, and whether the norm has a scale.
     dtype:         the dtype of the projections and of q, k and v; the dtype of x and the parameters if None. The state is
                    float32.
@@ -33,21 +29,33 @@ class Options(TypedDict, total=False):
     filter_init:   the first values of the convolutions; those of torch.nn.Conv1d if None.
     recurrence:    the function that solves whole sequences: `glax.recurrent`, or `glax.parallel.recurrent` with its mesh and
                    axes.
+
+    A layer that sets use_short_conv, norm_eps or recurrence itself leaves these out of its options.
     """
 
-    num_kv_heads: int | None
     key_width: int | None
     value_width: int | None
-    feature_map: str | None
     conv_size: int
     conv_bias: bool
-    use_output_gate: bool
-    gate_fn: str
     elementwise_affine: bool
     dtype: jnp.dtype | None
     param_dtype: DTypeLike
     kernel_init: Callable | None
     filter_init: Callable | None
+
+
+class Options(MixerOptions, total=False):
+    """List the arguments that all linear attentions share, with those of `MixerOptions`. Convolutions have SiLU behind them.
+
+    num_kv_heads:  the heads of k and v, a divisor of num_heads; num_heads if None. Head h reads h * num_kv_heads // num_heads.
+    feature_map:   the name of a function of q and k, such as "relu"; none if None.
+    use_output_gate, gate_fn: whether gate_fn(W_s x) multiplies the norm of the output, and the name of this function.
+    """
+
+    num_kv_heads: int | None
+    feature_map: str | None
+    use_output_gate: bool
+    gate_fn: str
 
 
 class ConvolutionOptions(Options, total=False):
@@ -173,4 +181,4 @@ class LinearAttention(Layer):
         return self.output(merged(self.norm(o, gate)))
 
 
-__all__ = ["LinearAttention", "Options", "Unpack"]
+__all__ = ["LinearAttention", "MixerOptions", "Options", "Unpack"]
