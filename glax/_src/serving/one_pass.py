@@ -24,8 +24,8 @@ def in_one_pass(role: Role, gathered: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function (choice, r, slots) -> the results of `gathered`, computed by a kernel of that role if one is able.
 
     gathered: (choice, r, slots) -> Outputs for Role.STEP, and the output alone for Role.VERIFY, by the kernels of whole
-    sequences. It runs where no kernel is able and under vmap, and its gradient is the gradient of the result. Slot P is no
-    sequence.
+    sequences. It runs where no kernel is able and under vmap, and the gradient is taken through it. A slot of P, the
+    size of the pool, marks a row without a sequence.
     """
 
     def run(choice: Choice, r: Recurrence, slots):

@@ -148,7 +148,7 @@ def store_split(pair, x):
     plgpu.commit_smem()
 
 
-def exact_product(a, pair):
+def split_product(a, pair):
     """Return a @ b in float32, without the product of what both lose in bfloat16. a: in registers. pair: the terms of b."""
     high, rest = split(a)
     return tiles.product(PAIRS, (high, pair[0]), (high, pair[1]), (rest, pair[0]))
@@ -164,6 +164,6 @@ def merged(X, L, size: int, i, j, t: Tiles):
     """Return the inverses of the blocks of 2 * size on the diagonal of I + L, from X [C, C], the inverses of the blocks of
     `size`."""
     store_split(t.inverse, X)
-    through = exact_product(between_neighbours(L, size, i, j), t.inverse)
+    through = split_product(between_neighbours(L, size, i, j), t.inverse)
     store_split(t.product, through)
-    return X - exact_product(X, t.product)
+    return X - split_product(X, t.product)

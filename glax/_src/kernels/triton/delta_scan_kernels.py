@@ -67,11 +67,7 @@ def delta_outputs(
         out = dot(S, tl.trans(tq), DTYPE, PRECISION)
         if GATE == "head":
             out *= up[None, :]
-            S = S * through + dot(U * down[None, :], tk, DTYPE, PRECISION)
-        elif GATE == "key":
-            S = S * through[None, :] + dot(U, tk, DTYPE, PRECISION)
-        else:
-            S += dot(U, tk, DTYPE, PRECISION)
+        S = next_state(S, U, tk, down, through, GATE, DTYPE, PRECISION)
         through = load_decay(factors, last, chunk + c + 1, h, ck, count - C, H, K, C, GATE)
         out = tl.dot(U.to(DTYPE), tl.trans(P).to(DTYPE), out, input_precision=PRECISION) * factor
         store_columns(at(o, first, h, H, V), out, tokens, cv, length - c * C, H, V, SIGN)
@@ -97,6 +93,17 @@ def added_transpose(x, tile, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 def inverted(T, x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """Return x + x T^T, the transposed rows x [BV, C] multiplied by the inverse I + T. The identity is not rounded to DTYPE."""
     return tl.dot(x.to(DTYPE), tl.trans(T).to(DTYPE), x, input_precision=PRECISION)
+
+
+@triton.jit
+def next_state(S, U, tk, down, through, GATE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the transposed state behind a chunk, [BV, BK]. U: [BV, C]. through: the result of `load_decay`."""
+    if GATE == "head":
+        return S * through + dot(U * down[None, :], tk, DTYPE, PRECISION)
+    elif GATE == "key":
+        return S * through[None, :] + dot(U, tk, DTYPE, PRECISION)
+    else:
+        return S + dot(U, tk, DTYPE, PRECISION)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from glax._src.kernels.triton.delta_scan_kernels import (
     load_decay,
     load_factor,
     load_start,
+    next_state,
     store_columns,
 )
 from glax._src.kernels.triton.launch import tl, triton
@@ -87,12 +88,7 @@ def scan_states(
             read *= up[None, :]
         U = inverted(T, (tv - read) * beta[None, :], DTYPE, PRECISION)
         store_columns(at(written, first, h, H, V), U, tokens, cv, count, H, V, SIGN)
-        if GATE == "head":
-            S = S * through + dot(U * down[None, :], tk, DTYPE, PRECISION)
-        elif GATE == "key":
-            S = S * through[None, :] + dot(U, tk, DTYPE, PRECISION)
-        else:
-            S += dot(U, tk, DTYPE, PRECISION)
+        S = next_state(S, U, tk, down, through, GATE, DTYPE, PRECISION)
         through = load_decay(factors, last, chunk + c + 1, h, ck, count - C, H, K, C, GATE)
 
 
