@@ -4,8 +4,11 @@ python benchmarks/delta_gpu.py                            # times, multiples of 
 python benchmarks/delta_gpu.py --shape 1,8192,16,32       # B, T, heads of q and k, heads of v; all are 128 wide
 python benchmarks/delta_gpu.py --errors                   # against the recurrence in float64, at 2,1024,2,4; nothing is timed
 python benchmarks/delta_gpu.py --tune                     # fla-core's candidates alone, in short runs
+python benchmarks/delta_gpu.py --tune --compile 16        # all of them compiled first, by 16 processes
+python benchmarks/delta_gpu.py --gate key                 # each of these with gates for each key channel: Kimi Delta Attention
 
-Gates are log-sigmoid, a gate for each head and token. Each peer runs as its users call it, with many calls in flight, in turns.
+Gates are log-sigmoid in float32. Each peer runs as its users call it, with many calls in flight, in turns.
+With per-key gates, fla-core also runs with `safe_gate`, which is right only where the gates have a lower bound.
 The floor reads each input once and writes each output once, at the rate of a copy; with gradient, those of both passes.
 """
 
@@ -20,7 +23,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from peers_fla import MIB, UntunedError, no_tuning, short_tuning
+from peers_fla import MIB, UntunedError, compile_a_part, compile_in_parts, no_tuning, short_tuning
 from timing import table
 
 import glax
@@ -30,14 +33,17 @@ from glax.cli.measure import Way, copy_gbytes, interleaved
 from glax.testing.reference import reference, reference_gradient
 
 WIDTH = 128
-SHAPES = (4, 2048, 16, 16), (1, 8192, 16, 32), (1, 8192, 16, 64), (1, 32768, 8, 16)
-ERRORS = 2, 1024, 2, 4
+SHAPES = {
+    "head": ((4, 2048, 16, 16), (1, 8192, 16, 32), (1, 8192, 16, 64), (1, 32768, 8, 16)),
+    "key": ((4, 2048, 16, 16), (1, 8192, 32, 32)),
+}
+ERRORS = {"head": (2, 1024, 2, 4), "key": (2, 1024, 4, 4)}  # jax-linear-attention's kda has no shared heads
 PARTS = "output", "dq", "dk", "dv", "dg", "dbeta"
 PLATFORMS = "pallas", "triton"
 
 
 class Problem(NamedTuple):
-    """q, k, v, the gates, beta, and the gradient of the output."""
+    """q, k, v, the gates g [B, T, H] or [B, T, H, K], beta, and the gradient of the output."""
 
     q: jax.Array
     k: jax.Array
@@ -47,15 +53,16 @@ class Problem(NamedTuple):
     d_output: jax.Array
 
     @classmethod
-    def of(cls, B: int, T: int, key_heads: int, heads: int, least: float = 0.0) -> "Problem":
+    def of(cls, gate: str, B: int, T: int, key_heads: int, heads: int, least: float = 0.0) -> "Problem":
         """least: the value of a twentieth of the log gates; 0 leaves them as they are."""
         q, k, v, do, g, beta, dice = (jax.random.key(i) for i in range(7))
         narrow, wide = (B, T, key_heads, WIDTH), (B, T, heads, WIDTH)
         q, k = (jax.random.normal(key, narrow) for key in (q, k))
         q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-        logs = jax.nn.log_sigmoid(jax.random.normal(g, wide[:3]))
+        gates = wide if gate == "key" else wide[:3]
+        logs = jax.nn.log_sigmoid(jax.random.normal(g, gates))
         if least:
-            logs = jnp.where(jax.random.uniform(dice, wide[:3]) < 0.05, least, logs)
+            logs = jnp.where(jax.random.uniform(dice, gates) < 0.05, least, logs)
         beta = jax.nn.sigmoid(jax.random.normal(beta, wide[:3]))
         v, do = (jax.random.normal(key, wide) for key in (v, do))
         given = (x.astype(jnp.bfloat16) for x in (q, k, v))
@@ -63,9 +70,9 @@ class Problem(NamedTuple):
 
     def floor(self, rate: float) -> tuple[float, float]:
         """Return the milliseconds of the forward, and of forward and gradient. rate: GB/s."""
-        keys, values = self.q.nbytes + self.k.nbytes, self.v.nbytes
-        forward, both = keys + 2 * values, 3 * keys + 6 * values  # and gates, a hundredth of these
-        return forward / rate / 1e6, both / rate / 1e6
+        inputs = sum(x.nbytes for x in self[:5])
+        forward, backward = inputs + self.d_output.nbytes, 2 * inputs + self.d_output.nbytes
+        return forward / rate / 1e6, (forward + backward) / rate / 1e6
 
 
 class JaxWay:
@@ -93,13 +100,18 @@ class JaxWay:
 
 
 class Fla:
-    """fla-core's chunk_gated_delta_rule from PyTorch. repeats: copies of each head of q and k, where it takes no shared heads."""
+    """fla-core's chunk_gated_delta_rule or chunk_kda from PyTorch.
 
-    def __init__(self, problem: Problem):
+    options: of that operator. repeats: copies of each head of q and k, where it takes no shared heads.
+    """
+
+    def __init__(self, problem: Problem, **options):
         import torch
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.kda import chunk_kda
 
-        self.torch, self.op = torch, chunk_gated_delta_rule
+        self.torch, op = torch, chunk_kda if problem.g.ndim == 4 else chunk_gated_delta_rule
+        self.op = functools.partial(op, **options)
         self.inputs = [torch.from_dlpack(x).clone().requires_grad_() for x in problem[:5]]
         self.d_output = torch.from_dlpack(problem.d_output).clone()
         self.repeats = 1
@@ -141,7 +153,8 @@ class Fla:
 
 def by_glax(platform: str) -> Callable:
     def output(q, k, v, g, beta):
-        return glax.gated_delta_rule(q, k, v, g, beta, platform=platform).output
+        operator = glax.kda if g.ndim == 4 else glax.gated_delta_rule
+        return operator(q, k, v, g, beta, platform=platform).output
 
     return output
 
@@ -149,7 +162,15 @@ def by_glax(platform: str) -> Callable:
 def by_jla(q, k, v, g, beta):
     from jla import ops
 
-    return ops.linear_attention("gated_deltanet", q, k, v, g=g, beta=beta, impl="mosaic_gpu")[0]
+    kind = "kda" if g.ndim == 4 else "gated_deltanet"
+    return ops.linear_attention(kind, q, k, v, g=g, beta=beta, impl="mosaic_gpu")[0]
+
+
+def fla_makers(problem: Problem) -> dict[str, Callable]:
+    makers = {"fla-core": functools.partial(Fla, problem)}
+    if problem.g.ndim == 4:
+        makers["fla-core, safe_gate"] = functools.partial(Fla, problem, safe_gate=True)
+    return makers
 
 
 def implementations(problem: Problem) -> dict[str, JaxWay | Fla]:
@@ -158,7 +179,7 @@ def implementations(problem: Problem) -> dict[str, JaxWay | Fla]:
         f"glax, {platform}": functools.partial(JaxWay, problem, by_glax(platform)) for platform in PLATFORMS
     }
     makers |= {"jax-linear-attention": functools.partial(JaxWay, problem, by_jla)}
-    makers |= {"fla-core": functools.partial(Fla, problem)}
+    makers |= fla_makers(problem)
     made = {}
     for name, make in makers.items():
         try:
@@ -168,16 +189,16 @@ def implementations(problem: Problem) -> dict[str, JaxWay | Fla]:
     return made
 
 
-def print_errors():
+def print_errors(gate: str):
     """Print the relative errors against the recurrence in float64, and whether results repeat in every bit."""
     for least in (0.0, -100.0):
-        problem, rows = Problem.of(*ERRORS, least=least), []
+        problem, rows = Problem.of(gate, *ERRORS[gate], least=least), []
         wide = [x.astype(jnp.float32) for x in problem[:5]]
         r = bind(*wide[:3], g=wide[3], beta=wide[4])
         zeros = jnp.zeros(r.state_shape, jnp.float32)
         d = reference_gradient(r, problem.d_output.astype(jnp.float32), zeros)
         assert d.erasure is not None
-        wanted = [reference(r).output, d.q, d.k, d.v, d.decay.head, d.erasure.beta]
+        wanted = [reference(r).output, d.q, d.k, d.v, d.decay.key if gate == "key" else d.decay.head, d.erasure.beta]
         for name, made in implementations(problem).items():
             found, again = made.results(), made.results()
             errors = (np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(found, wanted, strict=True))
@@ -187,8 +208,8 @@ def print_errors():
         print(f"gates of {least} on 5%" if least else "log-sigmoid gates", table(rows), sep="\n", flush=True)
 
 
-def print_times(shape: tuple[int, int, int, int], rate: float, iters: int):
-    problem = Problem.of(*shape)
+def print_times(gate: str, shape: tuple[int, int, int, int], rate: float, iters: int):
+    problem = Problem.of(gate, *shape)
     floor, made, rows = problem.floor(rate), implementations(problem), []
     timings = interleaved([way for x in made.values() for way in x.ways()], iters)
     for (name, x), times in zip(made.items(), zip(timings[::2], timings[1::2], strict=True), strict=True):
@@ -201,25 +222,36 @@ def print_times(shape: tuple[int, int, int, int], rate: float, iters: int):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gate", choices=SHAPES, default="head")
     parser.add_argument("--shape", type=four_numbers, action="append")
     parser.add_argument("--iters", type=int, default=7)
+    parser.add_argument(
+        "--compile", type=int, default=0, metavar="N", help="processes that compile fla-core's candidates"
+    )
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--part", type=lambda text: tuple(map(int, text.split("/"))), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    shapes = args.shape or SHAPES
-    if args.tune:
+    shapes = args.shape or SHAPES[args.gate]
+    if args.compile:
+        chosen = [x for shape in shapes for x in ("--shape", ",".join(map(str, shape)))]
+        compile_in_parts([__file__, "--gate", args.gate, *chosen, "--part"], args.compile)
+    if args.part or args.tune:
         short_tuning()
+        if args.part:
+            compile_a_part(*args.part)
         for shape in shapes:
-            Fla(Problem.of(*shape))
-            print("tuned", *shape, flush=True)
+            for name, make in fla_makers(Problem.of(args.gate, *shape)).items():
+                make()
+                print("compiled" if args.part else "tuned", name, *shape, flush=True)
     elif args.errors:
-        print_errors()
+        print_errors(args.gate)
     else:
         rate = copy_gbytes(args.iters)
         print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, a copy moves {rate:.0f} GB/s")
         with no_tuning():
             for shape in shapes:
-                print_times(shape, rate, args.iters)
+                print_times(args.gate, shape, rate, args.iters)
 
 
 if __name__ == "__main__":
