@@ -19,7 +19,11 @@ from glax._src.kernels.pallas_gpu.plan import C
 
 @dataclasses.dataclass(frozen=True)
 class DeltaLayout:
-    """A recurrence of the delta rule laid out for the kernels: beta by chunk, and the pairs R and P of every chunk and head."""
+    """Hold a recurrence of the delta rule as the kernels read it: beta by chunk, and the pairs R and P of every chunk and head.
+
+    stripes: the warpgroups of a program that carry columns (`DeltaScan`). beta: [B, chunks, H, C] in float32. inverse, scores:
+    [B, chunks, H, C, C] in bfloat16, R and P of `delta_pairs`.
+    """
 
     layout: KernelLayout
     stripes: int
@@ -44,7 +48,8 @@ class DeltaLayout:
         return cls(p, min(config.columns, p.V) // STRIPE, beta, *pairs)
 
     def scan(self, kind, values, start) -> Results:
-        """Scan every sequence. values: v, or dO in rows of chunks. start: states [N, H, K, V], or None for zeros."""
+        """Run `delta_scan` over every sequence. kind: `DeltaScan.kind`. values: v, or dO in rows of chunks. start: states [N, H,
+        K, V], or None for zeros."""
         p, filled = self.layout, self.layout.start(start)
         w = DeltaScan(kind, p.H, p.K, p.V, p.r.reverse, self.stripes, start=filled is not None)
         start = jnp.zeros((1, 1, STRIPE, 64), jnp.float32) if filled is None else jnp.swapaxes(filled, 2, 3)
@@ -81,6 +86,7 @@ def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs
 
 
 def outputs(d: DeltaLayout, found: Results) -> Outputs:
+    """Return the outputs, [B, T, H, V] in v's dtype, and the final states of a scan."""
     p = d.layout
     return Outputs(p.sum_of_values(found.output, p.blocks).astype(p.r.v.dtype), d.last(found))
 

@@ -143,6 +143,7 @@ def split(x):
 
 
 def store_split(pair, x):
+    """Store x as the two terms of a pair of tiles."""
     for tile, term in zip(pair, split(x), strict=True):
         tile[...] = term
     plgpu.commit_smem()

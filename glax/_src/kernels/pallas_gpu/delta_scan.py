@@ -44,7 +44,7 @@ Ref = Any
 
 @dataclasses.dataclass(frozen=True)
 class DeltaScan:
-    """The sizes and options that a scan is compiled for.
+    """Hold the sizes and options that a scan is compiled for.
 
     kind: what the scan writes. "outputs": O. "states": S before each chunk and U, for the gradient. "residuals": both.
     "adjoint": dS' behind each chunk, dX and dV, in reverse. H: the number of heads. K, V: the widths of a head. stripes: the
@@ -67,6 +67,7 @@ class DeltaScan:
 
     @property
     def stores_states(self) -> bool:
+        """Return whether the scan stores states and what stands beside them."""
         return self.kind != "outputs"
 
     @property
@@ -86,6 +87,7 @@ class DeltaScan:
 
     @property
     def columns(self) -> int:
+        """Return the number of columns of the state in a program."""
         return STRIPE * self.stripes
 
     @property
@@ -180,7 +182,7 @@ class Barriers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A plan with the references of one program."""
+    """Hold the plan and the references of one program."""
 
     plan: DeltaScan
     operands: Operands
@@ -199,16 +201,19 @@ class Program:
         return self.place()[1]
 
     def field(self, column: int):
+        """Return one column of the sequence's row of the table."""
         return self.operands.table[self.place()[2], column]
 
     def count(self):
         return self.field(2)
 
     def chunk(self, step):
+        """Return the chunk that the scan reaches at a step."""
         first, count = self.field(1), self.count()
         return first + (count - 1 - step if self.plan.descending else step)
 
     def tokens(self, x, step, head, columns: slice | pl.Slice = slice(None)):
+        """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
         return x.at[self.field(0), pl.ds(self.chunk(step) * C, C), head, columns]
 
     def stripe(self, me):
@@ -296,7 +301,7 @@ def vector(ref):
 
 
 def written(p: Program, me, slot, read_by_keys):
-    """Return U^T of a chunk. read_by_keys: (K S)^T; both [STRIPE, C]."""
+    """Return U^T = X^T + X^T R^T of a chunk, with X = beta (V - e^G K S). read_by_keys: (K S)^T; both [STRIPE, C] in float32."""
     t = p.tiles
     beta, within = vector(t.beta.at[slot]), jnp.exp2(vector(t.gates.at[slot]))
     v = read(transposed(t.v.at[slot, :, pl.ds(me * STRIPE, STRIPE)]))

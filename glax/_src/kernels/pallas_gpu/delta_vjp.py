@@ -113,7 +113,7 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The references of one program, and the program's position."""
+    """Hold the references of one program. Its position is computed at each use."""
 
     reverse: bool
     operands: Operands
@@ -129,28 +129,32 @@ class Program:
         return quotient(rest, chunks), lax.rem(rest, jnp.int32(chunks)), h
 
     def scale(self):
+        """Return the scale of the chunk."""
         b, c, _ = self.place()
         return self.operands.scale[b, c]
 
     def tokens(self, x, heads: int):
-        """Return the rows of x, of which `heads` consecutive heads read the same head."""
+        """Return the chunk's rows [C, ...] of x [B, T, H / heads, ...], of which `heads` consecutive heads read the same head."""
         b, c, h = self.place()
         return x.at[b, pl.ds(c * C, C), quotient(h, heads)]
 
     def gates(self):
+        """Return G [C], to base 2, by row."""
         return plgpu.load(self.tiles.gates, layout=BY_ROW)
 
     def beta(self):
+        """Return beta [C], by row."""
         return plgpu.load(self.tiles.beta, layout=BY_ROW)
 
     def decayed(self, pairs, diagonal: bool, factor: float = 1.0):
-        """Return factor * pairs * D. diagonal: whether to include the pair of a token with itself."""
+        """Return factor * pairs * D, [C, C] in float32. diagonal: whether to include the pair of a token with itself."""
         i, j = tiles.positions(self.reverse)
         to = by_column(plgpu.load(self.tiles.gates, layout=BY_COLUMN, optimized=False), PAIRS)
         mask = i >= j if diagonal else i > j
         return pairs * (factor * jnp.exp2(jnp.where(mask, by_row(self.gates(), PAIRS) - to, -jnp.inf)))
 
     def write_term(self, row: int, x):
+        """Write x [C] to a row of `Results.terms`."""
         b, c, h = self.place()
         self.results.terms[b, c, h, row] = x
 

@@ -29,7 +29,7 @@ LONG = 16  # chunks of a segment from which on a lookback is worth it: for per-k
 
 
 class KernelLayout:
-    """A recurrence laid out for the kernels: padded q, k and v in rows of chunks, gates by form, and a table of segments.
+    """Lay out a recurrence for the kernels: padded q, k and v in rows of chunks, gates by form, and a table of segments.
 
     The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these blocks. square: the
     layout of the gradient, whose blocks are square unless `gradient_groups` computes it. edges: `Edges` of a row that holds

@@ -15,8 +15,11 @@ from glax._src.kernels.pallas_gpu.tiles import BY_ROW, C, by_row, transposed
 
 @dataclasses.dataclass(frozen=True)
 class OutputWarpgroup:
-    """The output warpgroup. i, j: [C, C], positions in scan order. known: batch row and first chunk, if registers have room for
-    them."""
+    """Hold what the output warpgroup of one program reads throughout.
+
+    i, j: [C, C] in int32, the positions in scan order of rows and columns. scale: the sequence's scale, float32. total: the
+    number of chunks. known: batch row and first chunk, or None where registers have no room for them. block, head: of `place`.
+    """
 
     p: Program
     i: Any
@@ -36,6 +39,7 @@ class OutputWarpgroup:
         return x.at[(batch, pl.ds((first + self.p.plan.place(step, self.total)) * C, C), head, *columns)]
 
     def fetch_q(self, step, slot):
+        """Fetch q [C, K] of a step into its tile."""
         q, w = self.p.operands.q, self.p.plan
         tokens = self.p.tokens if w.packed else self.tokens
         source = tokens(q, step, w.blocks.of_keys(self.head, w.H, q.shape[2]))
@@ -43,7 +47,7 @@ class OutputWarpgroup:
 
 
 def write_outputs(p: Program):
-    """Form the outputs of every chunk. They are sent from the tile of q if they fit into it."""
+    """Form o = scale (q^ S' + P v) of every chunk, [C, columns] in bfloat16. It is sent from the tile of q if it fits into it."""
     w = p.plan
     plgpu.set_max_registers(w.registers[1], action="increase")
     i, j = tiles.positions(w.reverse)
@@ -61,7 +65,10 @@ def write_outputs(p: Program):
 
 
 def write_chunk(o: OutputWarpgroup, step):
-    """Form the outputs of one chunk and send them to global memory."""
+    """Form the outputs of one chunk, [C, columns], and send them to global memory in bfloat16.
+
+    P [C, C] has the scores q^_i . k^_j of tokens j before i, and own scores on its diagonal. It is 0 in a chunk out of range.
+    """
     p, w = o.p, o.p.plan
     stages, total = w.stages, o.total
     slot = lax.rem(step, jnp.int32(stages))
@@ -113,7 +120,7 @@ def write_chunk(o: OutputWarpgroup, step):
 
 
 def add_lost(p: Program, step, weak, total, right):
-    """Return total plus the product of what q^ lost in rounding with right(slot), where gates are weak.
+    """Return total, float32, plus the product of what q^ lost in rounding, [C, K], with right(slot), where gates are weak.
 
     The slots are computed again, because the compiler would spill the slots of both products.
     """

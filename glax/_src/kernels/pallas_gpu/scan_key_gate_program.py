@@ -16,7 +16,7 @@ from glax._src.kernels.pallas_gpu.tiles import C
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A plan with the references of one program. adjoint: 0 or 1; traced in a scan of `either` kind."""
+    """Hold the plan and the references of one program. adjoint: 0 or 1; traced in a scan of `either` kind."""
 
     plan: Scan
     operands: Operands
@@ -66,13 +66,13 @@ class Program:
         return self.segment_field(1) + self.plan.place(step, self.count(), self.adjoint)
 
     def row(self, step):
-        """Return the first row of the operands at a step."""
+        """Return the chunk's first row of a, b, q and gates at a step."""
         if not self.plan.packed:
             return self.chunk(step) * C
         return self.segment_field(4) * ROWS + self.plan.place(step, self.count(), self.adjoint) * C
 
     def own_rows(self):
-        """Return the segment's first row of the operands, and the row behind its last."""
+        """Return the segment's first row of a, b, q and gates, and the row behind its last."""
         if self.plan.packed:
             return self.segment_field(5), self.segment_field(6)
         first = self.segment_field(1)
@@ -91,6 +91,7 @@ class Program:
         return self.plan.blocks.of_values(self.place()[1], self.plan.H, x.shape[2])
 
     def fetch_gates(self, step, slot):
+        """Fetch the terms of the gates, [C, K] each, of a step."""
         for term in range(self.plan.terms):
             tile = self.tiles.gates.at[slot * self.plan.terms + term]
             gates = self.operands.gates.at[term]
@@ -98,7 +99,7 @@ class Program:
             plgpu.copy_gmem_to_smem(source, tile, self.barriers.gates_loaded.at[slot])
 
     def fetch(self, step, slot):
-        """Fetch a and b."""
+        """Fetch a [C, K], and the program's columns of b, [C, columns], of a step."""
         loaded, a, b = self.barriers.loaded, self.operands.a, self.operands.b
         plgpu.copy_gmem_to_smem(self.tokens(a, step, self.of_keys(a)), self.tiles.a.at[slot], loaded.at[slot])
         columns = pl.ds(self.place()[0] * self.plan.columns, self.plan.columns)

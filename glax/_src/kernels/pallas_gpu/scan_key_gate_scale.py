@@ -25,8 +25,11 @@ ROOMY = 96  # registers of a thread that hold x and y together
 
 @dataclasses.dataclass(frozen=True)
 class Scaler:
-    """A scaling warpgroup. share: the index of its 64 channels. matrix: [C, C], sums gates by token. weak: whether q^ has two
-    terms."""
+    """Hold what one scaling warpgroup reads throughout.
+
+    share: the index of its 64 channels, and channels: their slice of K. total: the number of chunks. matrix: [C, C] in bfloat16,
+    whose product with gates [C, 64] is M. weak: whether q^ has two terms.
+    """
 
     p: Program
     share: Any
@@ -37,7 +40,7 @@ class Scaler:
 
 
 def scale_segment(p: Program):
-    """Scale every chunk of the segment; a scan of `either` kind stores its log decays."""
+    """Scale every chunk of the segment. A scan of `either` kind stores the segment's log decays, [K] in float32."""
     w = p.plan
     plgpu.set_max_registers(w.registers[0], action="decrease")
     share, total = p.warpgroup - w.consumers, p.count()
@@ -62,7 +65,7 @@ def scale_segment(p: Program):
 
 
 def prepare(p: Program, total):
-    """Fetch the first gates, and store what all scalers read."""
+    """Fetch the gates of the first two chunks, and store `halves` and `weak`, which all scalers read."""
     for slot in range(2):
         pl.when(slot < total)(functools.partial(p.fetch_gates, slot, slot))
     p.tiles.halves[...] = tiles.halves(p.plan.reverse)
@@ -74,7 +77,10 @@ def prepare(p: Program, total):
 
 
 def scale_chunk(s: Scaler, step, log):
-    """Scale the operands of one chunk. log [64]: the log decays of the segment up to it, in a scan of `either` kind."""
+    """Scale the operands of one chunk. log [64]: the log decays of the segment up to it, in a scan of `either` kind.
+
+    Returns `log` with the chunk's decays added in such a scan, and as it is in others.
+    """
     p, w = s.p, s.p.plan
     slot, gate_slot = lax.rem(step, jnp.int32(w.stages)), lax.rem(step, jnp.int32(2))
     gates = load_gates(s, gate_slot)
@@ -136,8 +142,10 @@ def load_gates(s: Scaler, gate_slot) -> list:
 
 
 def sum_gates(s: Scaler, gates):
-    """Return M [C, 64], the largest |M| by token [C], and L and R [64] of every channel. The second is None if tokens are
-    scaled to the edge."""
+    """Return M [C, 64], the largest |M| by token [C], and L and R [64] of every channel, in float32 and natural logarithms.
+
+    The second is None if tokens are scaled to the edge. M is then the sum from a token to that edge.
+    """
     w = s.p.plan
 
     def summed(M, halves):
@@ -208,7 +216,7 @@ def any_out_of_range(s: Scaler, slot):
 
 
 def store_decays(s: Scaler, slot, decays):
-    """Store the log decays [64] that apply to the state before and after S' is formed."""
+    """Store one or two log decays [64], which apply to the state before and after S' is formed."""
     for place, decay in enumerate(decays):
         s.p.tiles.sums[slot, place, s.channels] = decay
 
@@ -242,12 +250,14 @@ def scale_to_edges(s: Scaler, slot, gates):
     plgpu.commit_smem()
 
     def scaled(tile, log):
+        """Replace x of a tile by x e^log in bfloat16, and return it in float32."""
         # [C, 64]
         x = read(tile) * jnp.exp2(log * LOG2E)
         tile[...] = x.astype(jnp.bfloat16)
         return x
 
     def end(side: int):
+        """Return L (side 0) or R (side 1) of the channels, repeated over the tokens."""
         # [C, 64]
         return tiles.by_column(plgpu.load(p.tiles.sums.at[slot, side, s.channels], layout=BY_COLUMN), (C, 64))
 
@@ -286,13 +296,17 @@ def scaled_keys(s: Scaler, slot, M):
 
 
 def scale_keys(s: Scaler, slot, M, y=None):
-    """Replace k by k^. y: k^ if `form_early` has formed it."""
+    """Replace k by k^ [C, 64] in bfloat16. y: k^ if `form_early` has formed it."""
     y = scaled_keys(s, slot, M) if y is None else y
     s.p.tiles.a[slot, :, s.channels] = y.astype(jnp.bfloat16)
 
 
 def scale_queries(s: Scaler, slot, M, gates, own, y):
-    """Replace q by q^, and store every token's score with itself. Where gates are weak, also store what q^ lost in rounding."""
+    """Replace q by q^ = q e^M, and store every token's score with itself, q^ . k^. Where gates are weak, also store what q^ lost
+    in rounding.
+
+    own: the scores [C] if `form_early` has formed them, else None; then y is k^ [C, 64].
+    """
     p = s.p
     q = p.tiles.q.at[slot, :, s.channels]
     # [C, 64]

@@ -28,7 +28,10 @@ def carry_shared_state(p: Program):
 
 
 def advance_own_columns(p: Program, columns, S, step, slot, decay_behind):
-    """Return the state behind a chunk from S, the S' of the chunk. decay_behind(x) applies the decay that is left."""
+    """Return decay_behind(S) + sum_j k^_j v_j^T, [K, columns] in float32. S is stored if the plan stores states.
+
+    S: the S' of the chunk. decay_behind(x) applies the decay that is left behind S'.
+    """
     w, me = p.plan, p.warpgroup
     pl.when(me == 0)(lambda: p.refill(step))
     if w.states:
@@ -40,7 +43,7 @@ def advance_own_columns(p: Program, columns, S, step, slot, decay_behind):
 
 
 def advance_shared_state(p: Program, columns, S, step, slot, decay_behind):
-    """Do the same as `advance_own_columns`. The output warpgroup reads S' before the next state is stored."""
+    """Return what `advance_own_columns` returns. The output warpgroup reads S' before the next state is stored."""
     pl.when(step > 0)(lambda: plgpu.barrier_wait(p.barriers.state_read))
     store_state(p, S, step, p.tiles.state, columns)
     plgpu.barrier_arrive(p.barriers.state_stored)
@@ -52,7 +55,10 @@ def advance_shared_state(p: Program, columns, S, step, slot, decay_behind):
 
 
 def carry_state(p: Program, columns, advance):
-    """Carry the state [K, columns] through all chunks, and store the last."""
+    """Carry the state [K, columns] in float32 through all chunks, and store the last.
+
+    advance: `advance_own_columns` or `advance_shared_state`.
+    """
     w = p.plan
     plgpu.set_max_registers(w.registers[1], action="increase")
 
@@ -106,12 +112,16 @@ def carry_state(p: Program, columns, advance):
 
 
 def state_behind(p: Program, step):
+    """Return the index of the caller's state behind a step's chunk, and whether there is one."""
     chunks = -(-p.operands.a.shape[1] // C)
     return p.plan.state_behind(p.chunk(step), chunks)
 
 
 def store_behind(p: Program, columns, S, tail, step):
-    """Store the state behind a chunk if it is one of the caller's. Return S and the log decay that is left to apply to it."""
+    """Store e^tail S if the caller has a state behind the chunk. Return S [K, columns] and the log decay [K] that is left.
+
+    These are (e^tail S, 0) where a state was stored, and else (S, tail).
+    """
     _, is_one = state_behind(p, step)
 
     def stored():

@@ -46,16 +46,19 @@ def gradient_key(
     q, k, v, g, d_output, scale, before, behind, out_of_range, places=None, *,
     reverse: bool, programs: int, blocks: Blocks = WHOLE, interpret=None,
 ):  # fmt: skip
-    """Return what each block of a head adds: dq, dk, dv, dg, [B, T, H, D]; d_scale, [B, chunks, H]. H: blocks of all heads.
+    """Return the terms of each block: dq, dk, dv, dg, [B, T, H, D] in bfloat16; d_scale, [B, chunks, H] in float32.
 
-    q, k, v, d_output [B, T, heads, D], bfloat16, the blocks of as many heads as divide those of the states; scale [B] float32.
-    g [terms, B, T, heads, D], bfloat16: of one term or the sum of two.
-    before, behind [B, chunks, H, D, D], bfloat16: the state that enters each chunk in scanning order, and the gradient in the
-    state that leaves it; decayed to the chunk's middle where out_of_range [B, chunks, H] is 0.
-    T is a multiple of 8; D = 64 or 128.
-    places [chunks, 3], of packed sequences: the first row of every chunk in the inputs, divided by 8; the first of its rows that
-    is its sequence's, and that behind the last. Gradients are in rows of chunks then, scale is [chunks], and B = 1.
-    programs: multiprocessors.
+    H counts the blocks of all heads. T is a multiple of 8, and D is 64 or 128.
+    q, k, v, d_output: [B, T, heads, D] in bfloat16, by block. Their heads divide those of the states.
+    g: [terms, B, T, heads, D] in bfloat16, the log gates or the two terms of which they are the sum.
+    scale: [B + 1] in float32, of which the last number is not used.
+    before, behind: [B, chunks, H, D, D] in bfloat16, the state that enters each chunk in scan order, and the gradient of the
+        state that leaves it. Both are decayed to the chunk's middle where out_of_range is 0.
+    out_of_range: [B, chunks, H] in int32.
+    places: [chunks, 3] in int32 for packed sequences, else None: the first row of every chunk in the inputs, divided by 8; the
+        first of its rows that belongs to its sequence; and the row behind the last of these. Gradients are then in rows of
+        chunks, scale is [chunks], and B = 1.
+    programs: the number of multiprocessors.
     """
     (B, T), (_, chunks, H, D, _), packed = d_output.shape[:2], behind.shape, places is not None
     T = chunks * CHUNK if packed else T

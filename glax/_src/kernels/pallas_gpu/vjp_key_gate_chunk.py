@@ -33,7 +33,10 @@ bf16 = jnp.bfloat16
 
 
 def chunk(n, m, c, release):
-    """Compute the gradient of one chunk. The exact kernel overwrites the results of chunks whose gates are out of range.
+    """Compute the gradient of one chunk by the formulas of `vjp_key_gate`, with M in log2.
+
+    The exact kernel overwrites the results of chunks whose gates are out of range. release() waits until the results of the
+    chunk before have left shared memory.
 
     Of two warpgroups that share a chunk, one forms A^T and the other dA^T, in the tile of g, which only M reads.
     """
@@ -62,9 +65,11 @@ def chunk(n, m, c, release):
     A_T, dA_T = score_tiles(n, m, c)
 
     def keys_scored():
+        """Store A^T = scale mask(y x^T), without its diagonal."""
         A_T[...] = masked(m.scan.before(), key_scores(n, m, c) * c.scale)
 
     def values_scored():
+        """Store dA^T = mask(v do^T) in two terms."""
         found = lax.optimization_barrier(jnp.where(m.scan.earlier(), scores(n, c.v, c.do), 0.0))
         rests.dA_T[...] = split(dA_T, found)
 
@@ -160,7 +165,8 @@ def key_scores(n, m, c):
 
 
 def shared(n, c, first, second):
-    """Run both functions; where two warpgroups share a chunk, run one in each of them."""
+    """Run both functions in the warpgroup of a chunk. Where two warpgroups share it, run `first` in one and `second` in the
+    other."""
     if n.team == 1:
         first()
         second()
@@ -183,7 +189,7 @@ def start(n, m, c, push, fed, drawn):
 
 
 def start_values(n, m, c, dv):
-    """The same of A^T do + y dS."""
+    """Start the products of dv = A^T do + y dS, [64, 64], into the accumulator dv."""
     A_T, _ = score_tiles(n, m, c)
     plgpu.wgmma(dv, A_T, c.do_w)
     for y in (c.k, lent(m, c).ys):
@@ -206,7 +212,11 @@ def around(n, m, c):
 
 
 def finish(m, c, behind_gate, before_gate, edge, dq, dk, dv):
-    """Sum the gates' gradient and store all results. They overwrite the tiles of the tokens, whose products are done."""
+    """Form dg_t = edge + sum_{i >= t} behind_gate_i + sum_{j < t} before_gate_j, and store all results.
+
+    behind_gate: [64, 64] in float32, before_gate: the same in bfloat16, by token and channel. edge: [64], by channel. dq, dk,
+    dv: [64, 64] in bfloat16. The results overwrite the tiles of the tokens, whose products are done.
+    """
     high = high_part(behind_gate)
     c.vector[...] = edge
     c.v_w[...] = high.astype(bf16)
