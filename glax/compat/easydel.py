@@ -46,7 +46,7 @@ def recurrent_gla(
     check_integer("chunk_size", chunk_size)
     if chunk_size < 0:
         raise ValueError(f"chunk_size must be 0 or more, got {chunk_size}")
-    check_shapes(arrays, flat=False)  # parts of a key that is too long would have the right shape
+    check_shapes(arrays)  # parts of a key that is too long would have the right shape
     check_dtype(dtype)
     arrays = {name: jnp.asarray(as_float(name, x), dtype) for name, x in arrays.items()}
     T, K = arrays["query"].shape[1], arrays["query"].shape[3]

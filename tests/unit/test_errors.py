@@ -264,7 +264,7 @@ def test_executors():
 def test_variants():
     with pytest.raises(ValueError) as caught:
         glax.simple_gla(**GOOD, g=ones(2, 12, 4, 8))
-    assert str(caught.value) == "g must be [B, T, H] in simple_gla, one gate a head, got shape (2, 12, 4, 8)"
+    assert str(caught.value) == "g must be [B, T, H] in simple_gla, one gate per head, got shape (2, 12, 4, 8)"
     with pytest.raises(ValueError, match="layer_idx must be from 0 to num_layers=4, got 5"):
         glax.lightning_attention(**GOOD, layer_idx=5, num_layers=4)
     with pytest.raises(ValueError, match="num_layers must be at least 1, got 0"):
@@ -279,7 +279,23 @@ STEP = dict(query=ones(3, 4, 8), key=ones(3, 2, 8), value=ones(3, 2, 6), state=o
 @pytest.mark.parametrize(
     ("error", "text", "arguments"),
     [
-        (ValueError, "query must be [B, heads, width], got shape (3, 1, 4, 8)", dict(query=ones(3, 1, 4, 8))),
+        (ValueError, "query must be [B, Hq, K], got shape (3, 1, 4, 8)", dict(query=ones(3, 1, 4, 8))),
+        (
+            ValueError,
+            "key must be [B, Hk, K] with B=3 as in query, got shape (2, 2, 8)",
+            dict(key=ones(2, 2, 8)),
+        ),
+        (
+            ValueError,
+            "beta must be [B, H] with H=4 as many as query has heads, got shape (3, 2)",
+            dict(beta=ones(3, 2)),
+        ),
+        (
+            ValueError,
+            "gv must be [B, H, V] with V=6 as in value, got shape (3, 4, 8)",
+            dict(gv=ones(3, 4, 8)),
+        ),
+        (ValueError, "write must be [B, H, V], got shape (3, 4)", dict(erase=ones(3, 4, 8), write=ones(3, 4))),
         (
             ValueError,
             "state must be [B, H, K, V], or [P, H, K, V] with slots, got shape (4, 8, 6)",

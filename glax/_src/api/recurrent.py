@@ -315,7 +315,7 @@ def check_per_head(query, g):
     check_array("query", query)
     check_array("g", g)
     if query.ndim in (3, 4) and g.ndim != query.ndim - 1:
-        raise ValueError(f"g must be [B, T, H] in simple_gla, one gate a head, got shape {g.shape}")
+        raise ValueError(f"g must be [B, T, H] in simple_gla, one gate per head, got shape {g.shape}")
 
 
 def retention_decay(query, key, value) -> Gate:

@@ -36,7 +36,7 @@ SHAPES = dict(
 )
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # the dtypes of query, key and value
 LARGEST = {name: float(np.finfo(name).max) for name in ("float32", "float64")}
-# Arguments that have no B in packed [T, heads, width] input.
+# Arguments by token. They have no B in packed [T, heads, width] input, and no T in a step of one token.
 ROWWISE = ("query", "key", "value", "g", "gk", "gv", "beta", "erase", "write")
 
 
@@ -82,17 +82,20 @@ class ScanOptions:
 def bind(
     query, key, value, *, g=None, g_gamma=None, gk=None, gv=None,
     beta=None, erase=None, write=None, softmax_scale=None, initial_state=None, cu_seqlens=None, segment_ids=None,
-    reverse=False, pad_id=None, use_qk_l2norm=False,
+    reverse=False, pad_id=None, use_qk_l2norm=False, one_token=False,
 ) -> Recurrence:  # fmt: skip
-    """Check every argument, add a missing B, fold the gates, and broadcast g_gamma and initial_state to all sequences."""
+    """Check every argument, add a missing B, fold the gates, and broadcast g_gamma and initial_state to all sequences.
+
+    one_token: the arguments by token are [B, ...] without T, and the recurrence has T = 1.
+    """
     arrays = dict(query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv)
     arrays |= dict(beta=beta, erase=erase, write=write, initial_state=initial_state)
     arrays = {name: as_float(name, x) for name, x in arrays.items() if x is not None}
     check_dtypes(arrays)
-    flat = arrays["query"].ndim == 3
-    sizes = check_shapes(arrays, flat)
-    if flat:
-        arrays |= {name: x[None] for name, x in arrays.items() if name in ROWWISE}
+    flat = arrays["query"].ndim == 3 and not one_token
+    sizes = check_shapes(arrays, absent="T" if one_token else "B" * flat)
+    if flat or one_token:
+        arrays |= {name: jnp.expand_dims(x, int(one_token)) for name, x in arrays.items() if name in ROWWISE}
     boundaries = None if cu_seqlens is None else check_boundaries(cu_seqlens, sizes)
     segments = None
     if segment_ids is not None:
@@ -150,19 +153,21 @@ def check_dtypes(arrays: dict[str, jax.Array]):
             raise TypeError(f"{name} must be {dtype} as query is, got {arrays[name].dtype}")
 
 
-def check_shapes(arrays: dict[str, jax.Array], flat: bool) -> dict[str, int]:
+def check_shapes(arrays: dict[str, jax.Array], absent: str = "") -> dict[str, int]:
     """Return the size of every letter of SHAPES, taken from the first argument that has the letter.
 
-    Raises ValueError at the first argument that disagrees.
+    absent: the letter that arguments by token lack, "B" or "T"; "" if they lack none. The size of an absent B is 1. Raises
+    ValueError at the first argument that disagrees.
     """
     sizes: dict[str, int] = {}
     setter: dict[str, str] = {}
     for name, x in arrays.items():
-        forms = [form.removeprefix("B ") if flat and name in ROWWISE else form for form in SHAPES[name]]
+        lacks = absent if name in ROWWISE else ""
+        forms = [" ".join(letter for letter in form.split() if letter != lacks) for form in SHAPES[name]]
         form = next((form for form in forms if len(form.split()) == x.ndim), None)
         wanted = " or ".join(f"[{', '.join(form.split())}]" for form in forms)
         if form is None:
-            as_query = " (query has no B)" if flat and name in ROWWISE and name != "query" else ""
+            as_query = " (query has no B)" if lacks == "B" and name != "query" else ""
             raise ValueError(f"{name} must be {wanted}{as_query}, got shape {x.shape}")
         for letter, size in zip(form.split(), x.shape, strict=True):
             if letter == "N":

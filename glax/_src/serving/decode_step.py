@@ -78,13 +78,11 @@ def recurrent_step(
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def bind_and_step(choice: Choice, options: ScanOptions, tokens: dict, rest: dict, state, slots, bonus, rounding_key):
-    for name, x in (tokens | {"state": state}).items():
-        if x is not None and x.ndim not in RANKS[name][0]:
-            raise ValueError(f"{name} must be {RANKS[name][1]}, got shape {x.shape}")
+    if state.ndim != 4:
+        raise ValueError(f"state must be [B, H, K, V], or [P, H, K, V] with slots, got shape {state.shape}")
+    r = bind(**tokens, **rest, **options.of_bind, one_token=True)
     if slots is not None:
-        slots, _ = usable(slots, state.shape[0], tokens["query"].shape[0], ("B", "query"))
-    tokens = {name: None if x is None else x[:, None] for name, x in tokens.items()}
-    r = bind(**tokens, **rest, **options.of_bind)
+        slots, _ = usable(slots, state.shape[0], r.num_sequences, ("B", "query"))
     check_states("state", state, r.state_shape, pooled=slots is not None)
     r = differentiable(r.replace(initial_state=state))
     read = None if bonus is None else read_with_bonus(r, slots, bonus)
@@ -169,18 +167,3 @@ def one_row_at_a_time(choice: Choice, r: Recurrence, slots) -> Outputs:
 
 # (choice, r, slots) -> the output [B, T, H, V] and the pool behind r's tokens; in place where a kernel is able.
 advance = in_one_pass(Role.STEP, gathered)
-
-
-TOKEN = "[B, heads, width]"
-RANKS = dict(
-    query=((3,), TOKEN),
-    key=((3,), TOKEN),
-    value=((3,), TOKEN),
-    g=((2, 3), "[B, H] or [B, H, K]"),
-    gk=((3,), TOKEN),
-    gv=((3,), TOKEN),
-    beta=((2,), "[B, H]"),
-    erase=((3,), TOKEN),
-    write=((3,), TOKEN),
-    state=((4,), "[B, H, K, V], or [P, H, K, V] with slots"),
-)
