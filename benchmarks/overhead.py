@@ -2,7 +2,7 @@
 
 eager:  a warm call of `recurrent_attention` outside of jit, less the same kernel compiled and called directly (under 60 us)
 traced: tracing 8 calls of distinct shapes, less tracing their kernels alone, per call (under 3 ms)
-import: `import glax` in a fresh process, less that of jax (under 150 ms)
+import: `import glax` in a fresh process, less the time to import jax (under 150 ms)
 """
 
 import functools

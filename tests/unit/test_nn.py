@@ -203,7 +203,7 @@ def test_training_learns_and_repeats_for_a_seed():
 
 
 def test_generation_draws_from_the_softmax_or_takes_the_likeliest_byte():
-    """Every byte is that of jax.random.categorical; in the cold the likeliest; one program for all temperatures."""
+    """Every byte is the one that jax.random.categorical draws; in the cold the likeliest; one program for all temperatures."""
     model, prompt, key = ByteLM(TINY, rngs=nnx.Rngs(0)), jnp.arange(6)[None], jax.random.key(0)
 
     def draw(temperature):
@@ -345,7 +345,7 @@ def test_order2_counts_as_by_hand():
     by_length = [dataclasses.replace(model, weights=np.tile(row, (order2.BUCKETS, 1))) for row in np.eye(4)]
     assert [probability(m, b"abc") for m in by_length] == [1 / 256, 1 / 8, 1 / 2, 1 / 2]
     assert [probability(m, b"cab") for m in by_length] == [1 / 256, 3 / 8, 3 / 3, 1 / 1]
-    # "cb" was never seen: what follows is that of "b" alone; nor was "zz", nor "z"
+    # "cb" was never seen: what follows is predicted from "b" alone; nor was "zz", nor "z"
     assert [probability(m, b"cbd") for m in by_length] == [1 / 256, 1 / 8, 1 / 2, 1 / 2]
     assert [probability(m, b"zza") for m in by_length] == [1 / 256, 3 / 8, 3 / 8, 3 / 8]
     assert by_length[2].bits_per_byte(as_bytes(b"abcab")) == pytest.approx((1 + 0 + 0) / 3)
