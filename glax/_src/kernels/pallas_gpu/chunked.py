@@ -49,6 +49,7 @@ def forward(p: KernelLayout, save: bool, begun=None) -> tuple[Outputs, Residuals
 
 
 def layout_of_row(packed: PackedRow, config: HopperConfig, square: bool) -> KernelLayout:
+    """Return the layout of the row that represents packed sequences, whose edges are read from copies."""
     return KernelLayout(packed.row, config, square, Edges.of(packed.r))
 
 
@@ -73,10 +74,13 @@ def begin(r: Recurrence, config: HopperConfig):
 
 
 def finish(begun, r: Recurrence, config: HopperConfig) -> Outputs:
+    """Run the second phase of the forward: compute `chunked` from the result of `begin` and the states that arrived, which are
+    the initial states of r."""
     return forward(KernelLayout(r, config, square=True), False, begun)[0]
 
 
 def finish_with_residuals(begun, r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
+    """Run `finish`, and return the residuals too."""
     return forward(KernelLayout(r, config, square=True), True, begun)
 
 
@@ -87,6 +91,7 @@ def begin_vjp(r: Recurrence, d_output, d_final, config: HopperConfig):
 
 
 def finish_vjp(begun, r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig):
+    """Run the second phase of the gradient: compute `chunked_vjp` from the result of `begin_vjp` and the d_final that arrived."""
     return chunked_vjp(r, d_output, d_final, residuals, config, begun)
 
 
@@ -139,10 +144,16 @@ def chunked_vjp(
     elif r.decay.form == "head":
         decay["head"] = p.rows.put(p.sum_of_blocks(d.gates).reshape(r.q.shape[0], -1, r.num_heads))
     elif r.decay.form == "constant":
-        decay["constant"] = p.by_sequence(p.tokens_only(p.sum_of_blocks(d.gates)).sum(2))
+        decay["constant"] = p.by_sequence(tokens_only(p, p.sum_of_blocks(d.gates)).sum(2))
     tokens = (x.astype(jnp.float32) for x in (d.q, d.k, d.v))
     scale = d.scale if p.key else d.scale.sum(3)
     return gradient_recurrence(r, *tokens, Decay(**decay), initial, p.by_sequence(scale).sum(1))
+
+
+def tokens_only(p: KernelLayout, dg):
+    """Return dg [B, chunks, C, H], or [chunks, 1, C, H] if packed, with 0 where a row holds no token and so no gate."""
+    is_token = p.is_token if p.rows.begins is None else p.is_token[:, None]
+    return jnp.where(is_token[..., None], dg, 0)
 
 
 def gradient_in_one_row(r: Recurrence, d_output, residuals: Residuals | None, config: HopperConfig) -> Recurrence:
@@ -182,11 +193,12 @@ def gradients(p: KernelLayout, d_output, d_final, residuals: Residuals | None, b
 
 
 class Gradients(NamedTuple):
-    """The results of the gradient kernels.
+    """Hold the results of the gradient kernels.
 
-    q, k: [B, T, heads or blocks of heads, K], and v: [B, T, H, V], in rows of r, before sums over heads that share one. gates:
-    [B, T, H, K] for per-key gates, else [B, chunks, C, blocks of H]. scale: [B, chunks, blocks of H] for per-key gates, else by
-    token [B, chunks, blocks of H, C]. If packed, the axes B and chunks of the last two arrays are exchanged.
+    q, k: [B, T, heads or blocks of heads, K], and v: [B, T, H, V], in rows of r, before sums over heads that share one; bfloat16,
+    or float32 where they are sums over blocks. gates: [B, T, H, K] for per-key gates, else [B, chunks, C, blocks of H] in
+    float32. scale: the gradient of each chunk's scale in float32, [B, chunks, blocks of H] for per-key gates, else by token [B,
+    chunks, blocks of H, C]. If packed, the axes B and chunks of the last two arrays are exchanged.
     """
 
     q: jax.Array

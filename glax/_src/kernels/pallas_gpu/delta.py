@@ -112,7 +112,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
     if r.decay.form == "head":
         decay["head"] = d.by_row(dg)
     elif r.decay.form == "constant":
-        decay["constant"] = d.by_sequence(tokens_only(p, dg).sum(3))
+        decay["constant"] = d.by_sequence(jnp.where(p.is_token[:, None], dg, 0).sum(3))
     return gradient_recurrence(
         r,
         *(p.rows.put(x)[..., : r.q.shape[3]].astype(jnp.float32) for x in (each.dq, each.dk)),
@@ -135,12 +135,3 @@ def gate_gradient(p: KernelLayout, terms):
     sums += jnp.einsum("bchi,it->bcht", terms[delta_vjp.BEFORE], 1 - onward, precision="highest")
     through = jnp.exp2(p.gates[..., 0 if p.r.reverse else C - 1])
     return sums + (through * terms[delta_vjp.EDGE].sum(3))[..., None]
-
-
-def tokens_only(p: KernelLayout, x):
-    """Return x [B, chunks, H, C] with 0 where a row holds no token."""
-    if p.rows.source is None:
-        held = np.arange(p.chunks * C).reshape(p.chunks, 1, C) < p.r.q.shape[1]
-    else:
-        held = (p.rows.source >= 0).reshape(p.chunks, 1, C)
-    return jnp.where(held, x, 0)

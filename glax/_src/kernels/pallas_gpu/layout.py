@@ -31,9 +31,12 @@ LONG = 16  # chunks of a segment from which on a lookback is worth it: for per-k
 class KernelLayout:
     """Lay out a recurrence for the kernels: padded q, k and v in rows of chunks, gates by form, and a table of segments.
 
-    The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these blocks. square: the
-    layout of the gradient, whose blocks are square unless `gradient_groups` computes it. edges: `Edges` of a row that holds
-    packed sequences, or None.
+    The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these blocks. E counts the
+    segments of all sequences. square: whether the layout serves the gradient, whose blocks are square unless `gradient_groups`
+    computes it. edges: `Edges` of a row that holds packed sequences, or None.
+
+    q, k, v: [B, rows, heads * blocks, K or V] in bfloat16. gates: the results of `key_gates` or `head_sums`. scale: [N] in
+    float32. table: the result of `segments`.
     """
 
     def __init__(self, r: Recurrence, config: HopperConfig, square: bool = False, edges: Edges | None = None):
@@ -137,6 +140,7 @@ class KernelLayout:
         return (self.r.states_every or 0) // C
 
     def plan(self, **flags) -> Scan:
+        """Return the plan of a scan of this layout. flags: the other fields of `Scan`."""
         terms = len(self.gates) if self.key else 1
         return Scan(
             self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms,
@@ -145,7 +149,12 @@ class KernelLayout:
         )  # fmt: skip
 
     def scan(self, plan: Scan, a, b, start, table=None, out_of_range=None, behind=None) -> ScanResults:
-        """Scan every segment in `table`. out_of_range: the field of `Residuals`, which the scan of dL/dS reads."""
+        """Run the kernel for the form of the gates over every segment in `table`, by default the layout's.
+
+        a, b: k and v, or for dL/dS q and d_output, in blocks. start: [E, H, K, V] in float32, or None for zeros. out_of_range:
+        the field of `Residuals`, which the scan of dL/dS reads. behind: the gradients of the caller's states, for a plan that
+        adds them.
+        """
         operands = (
             self.table if table is None else table,
             self.q,
@@ -298,17 +307,17 @@ class KernelLayout:
         return self.scale[self.sequence_of_chunk()][None]
 
     def sequence_of_chunk(self):
-        assert self.rows.begins is not None  # packed calls alone ask this
+        """Return the sequence of every chunk of a packed call, [chunks] in int32. Chunks behind the last count to it."""
+        assert self.rows.begins is not None, "only packed calls have chunks of several sequences"
         found = jnp.searchsorted(self.rows.begins, jnp.arange(self.chunks), side="right") - 1
         return jnp.clip(found, 0, self.N - 1)
 
-    def tokens_only(self, dg):
-        """Return dg [B, chunks, C, H] or, if packed, [chunks, 1, C, H], with 0 where a row holds no token and so no gate."""
-        if self.rows.source is None:
-            held = np.arange(self.chunks * C).reshape(self.chunks, C, 1) < self.r.q.shape[1]
-        else:
-            held = (self.rows.source >= 0).reshape(self.chunks, 1, C, 1)
-        return jnp.where(held, dg, 0)
+    @property
+    def is_token(self):
+        """Return whether each row of each chunk holds a token, [chunks, C]; not for packed rows that kernels read in place."""
+        source = self.rows.source
+        held = np.arange(self.chunks * C) < self.r.q.shape[1] if source is None else source >= 0
+        return held.reshape(self.chunks, C)
 
     def by_sequence(self, x):
         """Return the sums over the chunks of every sequence, [N, H], of x [B, chunks, H]. If packed, x holds the chunks of all

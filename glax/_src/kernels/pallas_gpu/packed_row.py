@@ -15,8 +15,8 @@ from glax._src.kernels.pallas_gpu.plan import C
 
 
 class Edges(NamedTuple):
-    """The chunks of a row that contain rows without a token, before its first sequence or behind its last. Such rows may hold
-    NaN.
+    """Find the chunks of a row that contain rows without a token, before its first sequence or behind its last. Such rows may
+    hold NaN.
 
     The kernels read these chunks from copies of 3 C rows: the chunk of the first token, the chunk of the last token, and zeros.
     Outputs and gradients are then 0 in rows without a token.
@@ -30,8 +30,9 @@ class Edges(NamedTuple):
 
     @classmethod
     def of(cls, r: Recurrence) -> "Edges":
-        T = r.q.shape[1]
-        low, high = token_range(r)
+        """Return the edges of the row that holds the packed sequences of r, for any values of r.boundaries."""
+        T, cuts = r.q.shape[1], boundaries_within(r)
+        low, high = cuts[0], cuts[-1]
         first, last = low // C, jnp.maximum(high - 1, low) // C
         begin = jnp.arange(-(-T // C), dtype=jnp.int32) * C
         is_full = (begin >= low) & (begin + C <= high)
@@ -43,33 +44,34 @@ class Edges(NamedTuple):
         return cls(jnp.where(is_full, -1, block).astype(jnp.int32), source)
 
     def copy(self, x: Float[Array, "1 T heads width"]) -> Float[Array, "1 rows heads width"]:
+        """Return the 3 C rows of x that `source` names."""
         found = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
         return jnp.where((self.source >= 0)[:, None, None], found, 0)
 
 
-def token_range(r: Recurrence) -> tuple[Array, Array]:
-    """Return the first row that belongs to a sequence and the row behind the last one."""
+def boundaries_within(r: Recurrence) -> Int[Array, "N+1"]:
+    """Return the boundaries of packed sequences, each moved to the nearest of 0 ... T. Tokens lie between the first and the
+    last."""
     assert r.boundaries is not None
-    cuts = jnp.clip(r.boundaries, 0, r.q.shape[1])
-    return cuts[0], cuts[-1]
+    return jnp.clip(r.boundaries, 0, r.q.shape[1])
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedRow:
-    """Packed sequences r without initial states, and the row that represents them."""
+    """Represent packed sequences r without initial states by one row of tokens."""
 
     r: Recurrence
 
     @property
     def cuts(self) -> Int[Array, "N+1"]:
-        assert self.r.boundaries is not None
-        return jnp.clip(self.r.boundaries, 0, self.r.q.shape[1])
+        """Return the first row of every sequence and the row behind the last sequence, [N + 1]."""
+        return boundaries_within(self.r)
 
     @property
     def is_token(self) -> Bool[Array, "T"]:
-        low, high = token_range(self.r)
-        rows = jnp.arange(self.r.q.shape[1], dtype=jnp.int32)
-        return (rows >= low) & (rows < high)
+        """Return whether each row belongs to a sequence, [T]."""
+        cuts, rows = self.cuts, jnp.arange(self.r.q.shape[1], dtype=jnp.int32)
+        return (rows >= cuts[0]) & (rows < cuts[-1])
 
     @property
     def begins(self) -> Bool[Array, "T"]:
@@ -89,7 +91,8 @@ class PackedRow:
 
     @property
     def row(self) -> Recurrence:
-        """Return the recurrence of the row. All sequences have one scale, as `bind` sets it."""
+        """Return the recurrence of the row: per-head gates in float32 or their own dtype, -inf where a sequence begins. All
+        sequences have one scale, as `bind` sets it."""
         r, d = self.r, self.r.decay
         if d.head is not None:
             gates = d.head
