@@ -40,9 +40,10 @@ def in_blocks(p: KernelLayout, d: Float[Array, "N J H K V"] | None) -> Float[Arr
 
 
 def starts_against_time(p: KernelLayout, d_final, d_output, behind: Float[Array, "N J H K V"] | None):
-    """Return dL/dS behind every segment, [E, H, K, V]; None for zeros.
+    """Return dL/dS behind every segment, [E, H, K, V] in float32; None for zeros.
 
-    d_final: [N, H, K, V]. d_output, behind: in blocks.
+    d_final: the gradient of the final states of r, [N, H, K, V], or None. d_output: the gradient of the outputs in blocks, [B,
+    rows, H, V]. behind: the gradients of the caller's states in blocks, as `in_blocks` returns them.
     """
     if behind is None or p.parts == 1:
         return p.starts(d_final, p.q, d_output, adjoint=True)
@@ -53,7 +54,7 @@ def starts_against_time(p: KernelLayout, d_final, d_output, behind: Float[Array,
 
 
 def logs_of_chunks(p: KernelLayout) -> Float[Array, "N chunks heads _"]:
-    """Return the log2 decays of every chunk, by channel or one for each head."""
+    """Return the log2 decays of every chunk in float32, by channel or one for each head."""
     if not p.key:
         return p.gates[..., 0 if p.r.reverse else C - 1, None]
     # [B, T, heads, K]
@@ -63,7 +64,11 @@ def logs_of_chunks(p: KernelLayout) -> Float[Array, "N chunks heads _"]:
 
 
 def at_edges(p: KernelLayout, behind: Float[Array, "N J H K V"]) -> Float[Array, "N parts H K V"]:
-    """Return the terms of the caller's gradients in dL/dS, at the edges by which a reverse scan leaves the segments."""
+    """Return the terms of the caller's gradients in dL/dS, at the edges by which a reverse scan leaves the segments.
+
+    A segment's term is the sum over the caller's states within it of behind_j, decayed through the chunks from state j to the
+    edge. All sums are float32.
+    """
     count = np.arange(1, behind.shape[1] + 1) * p.every
     through = np.arange(p.chunks)
     chunk = p.chunks - count if p.r.reverse else count - 1

@@ -62,7 +62,8 @@ def padded(width: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """The blocks that a state is divided into, and the widths of one block. Together they are at least as wide as the state.
+    """Hold the blocks that a state is divided into, and the widths K and V of one block. Together they are at least as wide as
+    the state.
 
     stored: the blocks by which states are stored for the gradient, which is computed by these blocks. With per-head gates a
     program of a scan has all of K, and its 64 columns of a state are stored as parts of several blocks.
@@ -88,10 +89,10 @@ class Widths:
 
 @dataclasses.dataclass(frozen=True)
 class HopperConfig(Config):
-    """Configure the Hopper kernels. parts: the segments of every sequence, 1 for none. columns: the columns of the state in a
-    program, 64 or 128.
+    """Configure the Hopper kernels.
 
-    With heads of 64 columns, 128 columns are two heads, which share queries and keys (`scan_head_pair`).
+    parts: the segments of every sequence, 1 to 32; 1 for whole sequences. columns: the columns of the state in a program, 64 or
+    128. With heads of 64 columns, 128 columns are two heads, which share queries and keys (`scan_head_pair`).
     """
 
     parts: int = 1
@@ -103,10 +104,12 @@ class HopperConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "HopperConfig":
+        """Return the config that can run r with the lowest estimate of `rounds`."""
         return min(shapes(r), key=lambda c: rounds(r, c))
 
     @classmethod
     def candidates(cls, r: Recurrence) -> "list[HopperConfig]":
+        """Return the six configs with the lowest estimates, the heuristic first."""
         return sorted(shapes(r), key=lambda c: rounds(r, c))[:6]
 
 

@@ -25,7 +25,7 @@ from glax._src.kernels.common.gpu import threads
 
 @dataclasses.dataclass(eq=False)
 class Kernel:
-    """A traced function of arrays that launches one kernel. `lowered` holds a module of its own, in MLIR's bytecode."""
+    """Hold a traced function of arrays that launches one kernel, and lower it at its first use."""
 
     traced: jax.stages.Traced
     shapes: list[jax.ShapeDtypeStruct]
@@ -33,10 +33,12 @@ class Kernel:
 
     @functools.cached_property
     def results(self) -> list[ShapedArray]:
+        """Return the shapes and dtypes of the results."""
         return [ShapedArray(x.shape, x.dtype) for x in jax.tree.leaves(self.traced.out_info)]
 
     @functools.cached_property
     def lowered(self) -> bytes:
+        """Return the kernel's own module in MLIR's bytecode, and start to compile it in a thread."""
         found = in_no_trace(lambda: self.traced.lower(lowering_platforms=("cuda",)).compiler_ir())
         threads().submit(self.compile)
         return mlir.module_to_bytecode(found)

@@ -24,14 +24,14 @@ def remainder(x, by: int):
 
 
 def place_of(program, blocks: int, heads: int):
-    """Return block, head and segment of a program."""
+    """Return block, head and segment of a program. Blocks vary fastest, then heads."""
     rest = quotient(program, blocks)
     return remainder(program, blocks), remainder(rest, heads), quotient(rest, heads)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The division of wide states into `rows` blocks of K and `columns` blocks of V, each computed as a head of its own.
+    """Divide wide states into `rows` blocks of K and `columns` blocks of V, each computed as a head of its own.
 
     The recurrence of a block of S reads only the block's channels of k, q and per-key gates, and its columns of v. A kernel's
     head h stands for (head, block of K, block of V), of which the last varies fastest. Arrays in memory stay as they are: q, k
@@ -44,6 +44,7 @@ class Blocks:
 
     @property
     def count(self) -> int:
+        """Return the number of blocks of a head."""
         return self.rows * self.columns
 
     def head(self, h):
@@ -72,22 +73,27 @@ WHOLE = Blocks()
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """What a scan is compiled for. outputs: it forms o, from q. states: it stores the states at the chunks.
+    """Hold what a scan is compiled for.
 
-    H: blocks of all heads; K and V: the widths of one. The heads of a, b and q are `blocks` of heads that divide H's.
-    adjoint: it finds dL/dS against time, from q and d_output in place of k and v.
+    H: the number of blocks of all heads. K, V: the widths of a block.
+    reverse: the recurrence goes from the last token to the first.
+    adjoint: the scan finds dL/dS against time, from q and d_output in the places of k and v.
     either: one program serves both directions, and takes no scale. The fifth column of the table is `adjoint`.
-    terms: arrays of bfloat16 of which per-key gates are the sum. columns: of the state in a program, 64 or 128.
-    run: chunks from one stored state to the next; divides those of a sequence. More than 1 with per-head gates alone.
-    parts: segments of every sequence, one after the other in memory.
-    stored_by: the blocks of the kernel's own that states at chunks are stored by, each like a head.
-    lookback: the most chunks at a segment's end whose gates a scan of `either` kind reads to find where it begins; 0: it begins
-    at the segment's first chunk.
-    packed: 0, or the most chunks of packed sequences. Their chunks begin at every eighth row of a, b, q and gates, with rows of
-    another sequence where a sequence begins between. Those of o and states lie one after another.
-    every: chunks from one of the caller's states to the next, of which there are num_behind; 0 without. A scan against time adds
-    their gradients to the state, others store them.
-    edges: chunks that hold rows without a token are read from copies (`packed_row.Edges`). With per-head gates alone.
+    outputs: the scan forms o, from q. states: it stores the states at the chunks. start: it begins from given states.
+    columns: the columns of the state in a program, 64 or 128.
+    terms: the arrays of bfloat16 of which per-key gates are the sum, 1 or 2.
+    run: the chunks from one stored state to the next, a divisor of the chunks of a sequence; more than 1 only with per-head
+        gates.
+    parts: the segments of every sequence, one after the other in memory.
+    lookback: the most chunks at a segment's end whose gates a scan of `either` kind reads to find where it begins; 0 for a scan
+        that begins at the segment's first chunk.
+    blocks: the blocks that a head is divided into. The numbers of heads of a, b and q divide the number of whole heads.
+    stored_by: the blocks into which a scan divides the states that it stores, each as a head of its own.
+    packed: 0, or the most chunks of packed sequences. Their chunks begin at every eighth row of a, b, q and gates, and the first
+        of a sequence may hold rows of the sequence before. The chunks of o and states lie one after another.
+    edges: chunks that hold rows without a token are read from copies (`packed_row.Edges`); only with per-head gates.
+    every: the chunks from one of the caller's states to the next, of which there are num_behind; 0 without such states. A scan
+        against time adds their gradients to the state, and others store them.
     """
 
     H: int
@@ -147,14 +153,17 @@ class Scan:
         return index, (remainder(behind, self.every) == 0) & (index < self.num_behind)
 
     def behind_type(self, B: int) -> jax.ShapeDtypeStruct:
+        """Return the type of the caller's states of B rows."""
         return jax.ShapeDtypeStruct((B, self.num_behind, self.H, self.K, self.V), jnp.float32)
 
     @property
     def stores_behind(self) -> bool:
+        """Return whether the scan stores the caller's states."""
         return self.every > 0 and not self.adjoint
 
     @property
     def adds_behind(self) -> bool:
+        """Return whether the scan adds the gradients of the caller's states to dL/dS."""
         return self.every > 0 and self.adjoint
 
     def leave(self, segment, store):
@@ -202,15 +211,15 @@ class Scan:
 
 
 class ScanResults(NamedTuple):
-    """The results of a scan. H counts the blocks of all heads.
+    """Hold the results of a scan. H counts the blocks of all heads.
 
-    o: [B, T, H, V], the terms of each block in the outputs. states: [B, chunks, H, K, V]. last: the final states of sequences,
-    [N, H, K, V], or in a scan of `either` kind the final states of segments, [E, H, K, V]. log: [E, H, K], the log decays of
-    segments, in a scan of `either` kind.
+    o: [B, T, H, V] in bfloat16, the terms of each block in the outputs. states: [B, chunks / run, H, K, V] in bfloat16. last: the
+    final states of sequences, [N, H, K, V] in float32, or in a scan of `either` kind of segments, [E, H, K, V]. log: [E, H, K] or
+    [E, H, 1] in float32, the natural log decays of segments, in a scan of `either` kind.
 
-    out_of_range: [B, chunks, H], 1 where the gates of a chunk leave the range of the fast form, in a scan that stores states.
-    The state of such a chunk is the state that enters it. With per-key gates the states of all other chunks are decayed to the
-    chunk's middle. out_of_range is None where the scan reads it from the forward.
+    out_of_range: [B, chunks, H] in int32, 1 where the gates of a chunk leave the range of the fast form, in a scan that stores
+    states. The state of such a chunk is the state that enters it. With per-key gates the states of all other chunks are decayed
+    to the chunk's middle. out_of_range is None where the scan reads it from the forward.
 
     behind: [B, num_behind, H, K, V] in float32, the caller's states.
     """

@@ -49,6 +49,7 @@ def in_two_phases(r: Recurrence) -> bool:
 
 
 def forward_two_phase(r: Recurrence) -> TwoPhase | None:
+    """Return the two phases of the forward, or None if sequences are not cut into segments."""
     if not in_two_phases(r):
         return None
     from glax._src.kernels.pallas_gpu import chunked as launch
@@ -57,6 +58,7 @@ def forward_two_phase(r: Recurrence) -> TwoPhase | None:
 
 
 def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
+    """Return the two phases of the gradient, or None if sequences are not cut into segments."""
     if not in_two_phases(r):
         return None
     from glax._src.kernels.pallas_gpu import chunked as launch

@@ -1,4 +1,4 @@
-"""Where the rows of a recurrence lie in chunks."""
+"""Place the rows of a recurrence in chunks."""
 
 import dataclasses
 
@@ -11,11 +11,12 @@ from glax._src.kernels.pallas_gpu.plan import ROWS, C
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of r in chunks. T is padded so that tiles of 8 rows divide it, and every packed sequence begins at a chunk's
+    """Place the rows of r in chunks. T is padded so that tiles of 8 rows divide it, and every packed sequence begins at a chunk's
     start.
 
-    begins: [N + 1], the first chunk of every packed sequence. source: the row of r in every row of chunks, or -1; None where
-    the kernels read packed rows in place, and write rows of chunks. place: the row of chunks of every row of r.
+    The fields beside r are None without packing, and int32 arrays with it. begins: [N + 1], the first chunk of every sequence.
+    source: [chunks C], the row of r that every row of chunks holds, or -1; None where the kernels read packed rows in place, and
+    write rows of chunks. place: [T], the row of chunks that holds every row of r.
     """
 
     r: Recurrence
@@ -25,6 +26,7 @@ class Rows:
 
     @classmethod
     def of(cls, r: Recurrence) -> "Rows":
+        """Return the rows of r. Packed rows are read in place with per-key gates, and are otherwise copied into chunks."""
         if r.boundaries is None:
             return cls(r)
         T, N = r.q.shape[1], r.num_sequences

@@ -99,7 +99,7 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """One chunk and head, in one program's columns."""
+    """Hold one chunk and head, in one program's columns of the state. segment: its row of the table."""
 
     plan: Scan
     operands: Operands
@@ -112,6 +112,7 @@ class Chunk:
 
     @property
     def scale(self):
+        """Return the scale of the chunk's sequence."""
         return self.operands.scale[self.operands.table[self.segment, 3]]
 
     @property
@@ -129,6 +130,7 @@ class Chunk:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
+        """Return the shape of the state in registers, whose first three axes are K."""
         return *GROUPS, self.rows, COLUMNS
 
     def along(self, x):
@@ -163,7 +165,7 @@ class Chunk:
 
 
 def fetch(c: Chunk, part):
-    """Fetch tokens into shared memory."""
+    """Fetch the rows of TOKENS tokens, the `part`-th in scan order, into their slot of shared memory."""
     slot, at = remainder(part, SLOTS), c.operands
 
     @pl.when(part < PARTS)
@@ -215,7 +217,7 @@ def scan_tokens(c: Chunk, S):
 
 
 def add_outputs(c: Chunk, part):
-    """Add the tokens' outputs to the outputs that `key_scan` has written."""
+    """Add the tokens' outputs, scale times the sums of their shares, to the outputs that `key_scan` has written."""
     row = c.chunk * C + c.first_row(part)
 
     @pl.when(row < c.operands.o.shape[1])
@@ -229,6 +231,7 @@ def add_outputs(c: Chunk, part):
 
 
 def scan_chunk(c: Chunk):
+    """Scan the tokens of one chunk from a state of zeros, and add their outputs."""
     for part in range(SLOTS):
         fetch(c, part)
 
@@ -295,9 +298,9 @@ def segment_of(table, batch, chunk):
 
 
 def exact_outputs(w: Scan, table, flags, q, k, v, g, scale, o):
-    """Return o [B, T, H, V], with what the outputs of chunks out of range draw from their own tokens.
+    """Return o [B, T, H, V] in bfloat16, to which the terms of their own tokens are added in chunks out of range.
 
-    The other operands are those of `key_scan`.
+    flags: `Results.by_group` of `key_scan`. o: its outputs, with T rows of chunks. The other operands are as in `key_scan`.
     """
     T = o.shape[1]
 

@@ -46,6 +46,7 @@ class Operands(NamedTuple):
 
     @property
     def count(self) -> int:
+        """Return the number of operands that there are."""
         return sum(x is not None for x in self)
 
 
@@ -109,10 +110,11 @@ class Barriers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A plan with the references of one program, and the program's position.
+    """Hold the plan and the references of one program, and the program's position.
 
-    first, count: the first chunk of the scan and the number of chunks. adjoint: 0 or 1; traced in a scan of `either` kind.
-    most: the log2 decay of a chunk above which values have two terms.
+    block, h, e: of `place_of`. batch: the row of the operands. first, count: the first chunk of the scan and the number of
+    chunks. factor: the scale of the sequence. adjoint: 0 or 1; traced in a scan of `either` kind. most: the log2 decay of a chunk
+    above which values have two terms.
     """
 
     plan: Scan
@@ -168,6 +170,7 @@ class Program:
 
     @property
     def columns(self):
+        """Return the program's columns of V."""
         return pl.ds(self.block * self.plan.columns, self.plan.columns)
 
     def chunk(self, step):
@@ -179,6 +182,7 @@ class Program:
         return x.at[(self.batch, pl.ds(self.chunk(step) * C, C), head, *columns)]
 
     def state_behind(self, step):
+        """Return the index of the caller's state behind a step's chunk, and whether there is one."""
         return self.plan.state_behind(self.chunk(step), self.operands.gates.shape[1])
 
     def fetch(self, x, edges, head, step, tile, loaded, *columns):
@@ -200,7 +204,7 @@ class Program:
 
 
 def fetch_chunks(p: Program):
-    """Fetch every chunk as soon as a slot is free."""
+    """Fetch gates, a, b and, for outputs, q of every chunk as soon as a slot is free."""
     w, x, t, h = p.plan, p.operands, p.tiles, p.h
     if w.consumers > 1:
         plgpu.set_max_registers(40, action="decrease")

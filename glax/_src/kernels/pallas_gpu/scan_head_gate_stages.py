@@ -44,9 +44,10 @@ def carry_shared_state(p: Program):
 
 
 def carry_state(p: Program, columns, of_tile, scaled, enter):
-    """Carry the state [K, columns] through all chunks, and store the last. enter(S, step) receives the state before each chunk.
+    """Carry the state [K, columns] through all chunks, and store the last: S_out = e^L S + sum_j k_j (e^{L - G_j} v_j)^T.
 
-    of_tile: the same columns within a tile of b. scaled: the tile for the values that are added.
+    S is float32 and the products' operands are bfloat16. enter(S, step) receives the state before each chunk. of_tile: the same
+    columns within a tile of b. scaled: the tile for the values that are added.
     """
     w = p.plan
 
@@ -115,7 +116,10 @@ def add_behind(p: Program, S, step, columns):
 
 
 def values_of(p: Program, slot, columns, G, last):
-    """Return the values of a chunk, decayed to the edge by which the scan leaves the chunk, [C, columns]."""
+    """Return the values of a chunk, decayed to the edge by which the scan leaves the chunk, [C, columns] in float32.
+
+    They are e^{last - G} v, or scale e^G d_output in a scan of dL/dS. G: [C], and last: its value at the edge, to base 2.
+    """
     w = p.plan
     x = read(p.tiles.b.at[slot, :, columns])
     if w.either:
@@ -127,7 +131,7 @@ def values_of(p: Program, slot, columns, G, last):
 
 
 def store_state(p: Program, S, step, tile, columns):
-    """Store S in the tile, and in a scan that stores states send it to global memory."""
+    """Store S [K, columns] in the tile in bfloat16, and in a scan that stores states send it to global memory."""
     w = p.plan
     if w.states:
         plgpu.wait_smem_to_gmem(w.state_stages - 1, wait_read_only=True)
@@ -165,7 +169,10 @@ def write_outputs(p: Program):
 
 
 def write_chunk(p: Program, i, j, step):
-    """Form the outputs of one chunk and send them to global memory. i, j: [C, C], positions in scan order."""
+    """Form o = scale (e^G q S + P v) of one chunk, [C, columns], and send it to global memory in bfloat16.
+
+    P_ij = (q_i . k_j) e^{G_i - G_j} for j <= i, else 0. i, j: [C, C], positions in scan order.
+    """
     w, t = p.plan, p.tiles
     slot = lax.rem(step, jnp.int32(w.stages))
     q, a, b = t.q.at[slot], t.a.at[slot], t.b.at[slot]

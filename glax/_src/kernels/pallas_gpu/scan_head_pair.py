@@ -82,7 +82,7 @@ class Barriers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A plan with the references of one program."""
+    """Hold the plan and the references of one program."""
 
     plan: Scan
     operands: Operands
@@ -92,6 +92,7 @@ class Program:
 
     @classmethod
     def of(cls, plan: Scan, *refs) -> "Program":
+        """Return the program. refs: operands and results one after the other, then `Tiles` and `Barriers`."""
         *in_global, own, barriers = refs
         count = Operands.count(plan)
         return cls(plan, Operands(*in_global[:count]), Results(*in_global[count:]), own, barriers)
@@ -102,15 +103,18 @@ class Program:
         return pair, segment
 
     def segment_field(self, column: int):
+        """Return one column of the segment's row of the table."""
         return self.operands.table[self.place()[1], column]
 
     def count(self):
         return self.segment_field(2)
 
     def chunk(self, step):
+        """Return the chunk that the scan reaches at a step."""
         return self.segment_field(1) + self.plan.place(step, self.count())
 
     def tokens(self, x, step, head):
+        """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
         return x.at[self.segment_field(0), pl.ds(self.chunk(step) * C, C), head]
 
     def fetch(self, x, edges, step, head, tile, loaded):
@@ -130,15 +134,18 @@ class Program:
             plgpu.copy_gmem_to_smem(edges.at[self.segment_field(0), pl.ds(block * C, C), head], tile, loaded)
 
     def head(self, i):
+        """Return the i-th head of the pair."""
         return self.place()[0] * 2 + i
 
     def slot(self, step):
         return lax.rem(step, jnp.int32(self.plan.stages))
 
     def gate_sums(self, slot, i, layout=BY_ROW):
+        """Return G [C] of the i-th head, to base 2."""
         return plgpu.load(self.tiles.gates[i].at[slot], layout=layout, optimized=layout is BY_ROW)
 
     def factor(self):
+        """Return the scale of the sequence."""
         return self.operands.scale[self.segment_field(3)]
 
 
@@ -276,6 +283,8 @@ def form_outputs(p: Program):
     row, column = tiles.positions(w.reverse)
 
     def decayed(scores, slot, i):
+        """Return scores [C, C] times the decay e^{G_row - G_column} of the i-th head, and 0 where the row's token is earlier; in
+        bfloat16."""
         to = by_column(p.gate_sums(slot, i, BY_COLUMN), PAIRS)
         between = jnp.where(row >= column, by_row(p.gate_sums(slot, i), PAIRS) - to, -jnp.inf)
         return (scores * jnp.exp2(between)).astype(BF16)

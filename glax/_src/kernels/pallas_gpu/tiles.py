@@ -43,6 +43,7 @@ def tiled(*shape):
 
 
 def transposed(ref):
+    """Return ref with its two axes exchanged, as an operand of a product."""
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
 
 
@@ -92,6 +93,7 @@ def after(total, running: int = 0):
 
 
 def iota(shape, axis) -> jax.Array:
+    """Return each number's index along an axis, in int32 and the layout of products."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
 
 
@@ -129,15 +131,17 @@ def by_row(x, shape) -> jax.Array:
 
 
 def by_column(x, shape) -> jax.Array:
+    """Return x [n] repeated over the rows of [m, n]."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
 def decayed(S, log) -> jax.Array:
-    """Return S with log decays applied to its rows."""
+    """Return e^log S: S [K, columns] with natural log decays [K] applied to its rows."""
     return S * by_row(jnp.exp2(log * LOG2E), S.shape)
 
 
 def zeros(shape, layout: SomeLayout = WGMMA) -> jax.Array:
+    """Return zeros in float32 in registers."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 

@@ -40,6 +40,7 @@ def programs(n) -> int:
 
 
 def scratch(n) -> dict:
+    """Return the shared memory of a program by name: the tokens of a chunk, [64, D] in bfloat16, and q dq / scale by token."""
     names = ("q", "k", "v", "g", "do", "g_rest")[: 4 + n.terms]
     tiles = {name: plgpu.SMEM((CHUNK, n.D), jnp.bfloat16) for name in names}
     return tiles | dict(drawn=plgpu.SMEM((CHUNK, 64), jnp.float32), full=plgpu.Barrier(num_arrivals=len(names)))
@@ -67,7 +68,7 @@ def scan_program(n, m):
 
 
 def by_program(n, out_of_range):
-    """Return whether any item of a program is out of range."""
+    """Return whether any item of each program is out of range, [programs]. out_of_range: [B, chunks, H]."""
     parts = jnp.repeat(out_of_range[..., :: n.summed].reshape(-1), n.team)
     return jnp.pad(parts, (0, -parts.size % programs(n))).reshape(-1, programs(n)).max(0)
 
@@ -86,8 +87,10 @@ def clear_foreign(n, m, c, names):
 
 
 class Place(NamedTuple):
-    """The chunk, the block of the state, and the half of the block that is computed. The results are the `column`-th term of a
-    sum over blocks of V."""
+    """Hold the place of a chunk, b and c, the block h of the state, and the half `part` of the block that is computed.
+
+    The results are the `column`-th term of a sum over blocks of V, and belong to block `head` of K.
+    """
 
     b: Any
     c: Any

@@ -70,7 +70,7 @@ QUERIES, KEYS = range(2)  # the role that forms the rows
 
 @dataclass(frozen=True)
 class Chunk:
-    """One chunk and head, computed by one warpgroup or by two.
+    """Compute one chunk and head, by one warpgroup or by two.
 
     Of two warpgroups, one forms A^T, dq and dv, and the other dA^T and dk. Their products have all columns, so each reads its
     left side once.
@@ -83,6 +83,7 @@ class Chunk:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Return the shape of a tile of tokens."""
         return CHUNK, self.n.D
 
     @property
@@ -115,10 +116,12 @@ class Chunk:
         return scores * jnp.exp2(exponent)
 
     def key_scores(self):
+        """Store A^T = scale (k q^T) D^T in bfloat16."""
         A_T, _ = self.scores
         A_T[...] = (self.decayed(product((self.c.k, transposed(self.c.q)))) * self.c.scale).astype(bf16)
 
     def value_scores(self):
+        """Store dA^T = (v do^T) D^T in two terms."""
         _, (dA_T, rest) = self.scores
         rest[...] = split(dA_T, self.decayed(product((self.c.v, transposed(self.c.do)))))
 
@@ -127,6 +130,7 @@ class Chunk:
         n, m, c = self.n, self.m, self.c
 
         def keys_left():
+            """Store e^{G_last - G} k, from which `carry_on` forms the state behind the chunk."""
             m.leaving.at[c.wg][...] = (read(c.k_w) * self.leaving(TILE)).astype(bf16)
 
         if n.run > 1:
@@ -135,9 +139,11 @@ class Chunk:
         meet(n, m, c)
 
     def note(self, role: int, row: int, x):
+        """Store numbers by token, x [64], which `leave` sums over tokens."""
         self.m.vectors.at[self.c.t, role, row][...] = x
 
     def noted(self, row: int):
+        """Return the sum over the roles of the numbers that `note` stored, [64]."""
         roles = (QUERIES, KEYS) if row == BEHIND or self.apart else (QUERIES,)
         return sum(plgpu.load(self.m.vectors.at[self.c.t, role, row], layout=BY_ROW) for role in roles)
 
@@ -218,6 +224,7 @@ class Chunk:
 
 
 def chunk(n: Sizes, m: GradientRefs, c: ChunkRefs, release):
+    """Compute one chunk. release() waits until the results of the chunk before have left shared memory."""
     x = Chunk(n, m, c, release)
     shared(n, c, x.key_scores, x.value_scores)
     wait_for_states(n, m, c)
@@ -246,8 +253,8 @@ def gradient_head(
     q, k, v, G, d_output, scale, before, behind, *,
     reverse: bool, programs: int, blocks: Blocks = WHOLE, edges=(), interpret=None,
 ):  # fmt: skip
-    """Return each block's terms: dq, dk, dv, [B, T, H, D]; dg, [B, chunks, C, H] in memory order; d_scale by token, [B,
-    chunks, H, C].
+    """Return each block's terms: dq, dk, dv, [B, T, H, D] in bfloat16; dg, [B, chunks, C, H] in memory order, and d_scale by
+    token, [B, chunks, H, C], in float32.
 
     G: [B, chunks, heads, C] float32, sums of log2 gates from where the scan enters the chunk through each token, each gate at
     least -128 log2(e). before: [B, runs, H, D, D], the states that enter the first chunk of every run; the runs of a sequence

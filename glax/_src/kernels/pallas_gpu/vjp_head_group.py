@@ -70,8 +70,8 @@ def gradient_groups(
     q, k, v, G, d_output, scale, before, behind, *,
     group: int, reverse: bool, programs: int, columns: int = 1, edges=(), interpret=None,
 ):  # fmt: skip
-    """Return dq and dk of parts of the heads, [B, T, parts, K]; dv per head, [B, T, H, V]; dg, [B, chunks, C, H] in memory
-    order; d_scale by token, [B, chunks, H, C].
+    """Return dq and dk of parts of the heads, [B, T, parts, K], and dv per head, [B, T, H, V], in bfloat16; dg, [B, chunks, C,
+    H] in memory order, and d_scale by token, [B, chunks, H, C], in float32.
 
     q, k, v, d_output: [B, T, heads, K or V] in bfloat16. Their heads divide H, T is a multiple of 8, K is 64 or 128, and 64
     divides V.
@@ -131,7 +131,7 @@ def gradient_groups(
 
 
 def gate_gradient(sums: jax.Array, scale: jax.Array, reverse: bool) -> jax.Array:
-    """Return dg [B, chunks, C, H] from four numbers per token, [B, chunks, H, 4, C]."""
+    """Return dg [B, chunks, C, H] by the formula above, from four numbers per token, [B, chunks, H, 4, C]; all float32."""
     onward = np.tri(C, dtype=np.float32)
     onward = onward if reverse else onward.T
     # [B, chunks, H, C]

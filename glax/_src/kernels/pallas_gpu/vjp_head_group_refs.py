@@ -20,7 +20,7 @@ Ref = Any
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """The sizes that the kernel is compiled for.
+    """Hold the sizes that the kernel is compiled for.
 
     H counts blocks of heads (`Blocks`), which have all of K. They are called heads here. A unit is one head and 64 of its
     columns, with `pieces` units to a head. An item is one chunk and `members` heads that read the same head of q and the same
@@ -45,10 +45,12 @@ class HeadGroups:
 
     @property
     def chunks(self) -> int:
+        """Return the number of chunks of a sequence."""
         return -(-self.T // C)
 
     @property
     def parts(self) -> int:
+        """Return the number of parts of the heads, of `members` heads each."""
         return self.H // self.members
 
     @property
@@ -186,7 +188,7 @@ class Barriers(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """The sizes with the references of one program."""
+    """Hold the sizes and the references of one program."""
 
     plan: HeadGroups
     operands: Operands

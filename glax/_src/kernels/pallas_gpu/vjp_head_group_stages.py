@@ -28,6 +28,7 @@ PAIRS, VALUES = (C, C), (C, COLUMNS)
 
 
 def rows_of(chunk):
+    """Return the rows of a chunk."""
     return pl.ds(chunk * C, C)
 
 
@@ -56,6 +57,8 @@ def load(p: Program):
 
 
 def load_unit(p: Program, place, unit, slot):
+    """Fetch v, d_output, gates and states of a unit, and what the other chunk of its run has of them. place: of
+    `HeadGroups.place`."""
     n, x, t = p.plan, p.operands, p.tiles
     b, part, chunk = place
     head, piece = part * n.members + quotient(unit, n.pieces), remainder(unit, n.pieces)
@@ -84,6 +87,7 @@ def load_unit(p: Program, place, unit, slot):
 
 
 def load_shared(p: Program, place):
+    """Fetch q and k of an item, and with runs of two chunks q or k of the other chunk."""
     n, x, t, loaded = p.plan, p.operands, p.tiles, p.barriers.shared_loaded
     b, part, chunk = place
     query_head, key_head = (quotient(part * n.members, n.H // heads) for heads in (n.HQ, n.HK))
@@ -117,6 +121,7 @@ def fetch(p: Program, b, chunk, *sources, loaded):
 
 
 def other_chunk(chunk):
+    """Return the other chunk of a run of two."""
     return chunk + 1 - 2 * lax.rem(chunk, jnp.int32(2))
 
 
@@ -151,11 +156,13 @@ def hidden_zero():
 
 
 def scale_of(p: Program, i):
+    """Return the scale of the chunk of the program's i-th item."""
     b, _, chunk = place_of(p, i)
     return p.operands.scale[b, chunk]
 
 
 def slot_of(p: Program, i, unit):
+    """Return the slot of a unit of the program's i-th item."""
     return remainder(i * p.plan.units + unit, STAGES)
 
 
@@ -170,6 +177,7 @@ def send(p: Program, i, *stored):
 
 
 def note(p: Program, i, unit, row: int, x):
+    """Write x [C] to a row of `Results.sums`."""
     b, part, chunk = place_of(p, i)
     tiles.store(p.results.sums.at[b, chunk, part * p.plan.units + unit, row], x)
 
@@ -188,8 +196,10 @@ def edge(p: Program, slot):
 
 
 def decayed_product(total, decay, values, state):
-    """Return total + decay (values state^T). The barrier keeps the compiler from starting the next product before this one is
-    added."""
+    """Return total + decay (values state^T), [C, 64] in float32. decay: [C, 64]. values, state: tiles [C, 64] and [64, 64].
+
+    The barrier keeps the compiler from starting the next product before this one is added.
+    """
     return lax.optimization_barrier(total + decay * tiles.product(VALUES, (values, transposed(state))))
 
 

@@ -34,6 +34,11 @@ SLOTS = 2  # chunks in shared memory: one in work, one on its way
 
 @dataclass(frozen=True)
 class Sizes:
+    """Hold the sizes and options that a kernel of the gradient is compiled for.
+
+    H counts the blocks of all heads. A team is the warpgroups that share a chunk, and an item is a run of chunks of one head.
+    """
+
     B: int
     T: int
     H: int
@@ -52,6 +57,7 @@ class Sizes:
 
     @property
     def chunks(self) -> int:
+        """Return the number of chunks of a sequence."""
         return -(-self.T // CHUNK)
 
     @property
@@ -61,10 +67,12 @@ class Sizes:
 
     @property
     def teams(self) -> int:
+        """Return the number of chunks that a program computes side by side."""
         return 2 // self.team
 
     @property
     def step(self) -> int:
+        """Return the number of items from one of a team's items to its next."""
         return self.programs * self.teams
 
     @property
@@ -93,7 +101,7 @@ class Sizes:
         return pl.ds(m.places_g[c, 0] * ROWS if self.packed else c * CHUNK, CHUNK)
 
     def scale(self, m: GradientRefs, b, c):
-        """Return the scale of a chunk. Packed arrays have one scale per chunk."""
+        """Return the scale of chunk c of row b. Packed arrays have one scale per chunk."""
         return m.scale_g[c if self.packed else b]
 
     def parts(self, tile) -> list:
@@ -252,6 +260,7 @@ def hand_over(m: GradientRefs, c: ChunkRefs):
 
 
 def barrier(arrivals, count):
+    """Return the type of `count` barriers that wait for `arrivals` each."""
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 

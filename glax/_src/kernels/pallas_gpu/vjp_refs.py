@@ -11,7 +11,7 @@ Ref = Any
 
 @dataclass(frozen=True)
 class GradientRefs:
-    """The references of one program. A field that ends in _g is in global memory; the others are in shared memory.
+    """Hold the references of one program. A field that ends in _g is in global memory; the others are in shared memory.
 
     A reference that a kernel does not have is None. D is the width of keys and values. A tile of tokens is [64, D], or
     [D / 64, 64, 64] for per-key gates. `teams` counts the chunks in work; two slots belong to each.
@@ -96,7 +96,7 @@ class GradientRefs:
 
 @dataclass(frozen=True)
 class ChunkRefs:
-    """One chunk in work: its indices, its tiles, and of each tile the half that belongs to this warpgroup (_w)."""
+    """Hold one chunk in work: its indices, its tiles, and of each tile the half that belongs to this warpgroup (_w)."""
 
     t: Any  # which of the program's chunks in work
     w: Any  # this warpgroup's number among those that share the chunk
@@ -130,7 +130,7 @@ class ChunkRefs:
 
 @dataclass(frozen=True)
 class RestRefs:
-    """The tiles of what x = q e^M, y = k e^-M and dA lose in bfloat16."""
+    """Hold the tiles of what x = q e^M, y = k e^-M and dA lose in bfloat16, [64, 64] each or in halves."""
 
     x: Ref  # this warpgroup's half
     y: Ref  # this warpgroup's half

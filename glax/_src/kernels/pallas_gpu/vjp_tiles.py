@@ -21,6 +21,7 @@ TILE = (CHUNK, 64)
 
 
 def exp(x):
+    """Return e^x."""
     return jnp.exp2(x * LOG2E)
 
 
@@ -35,14 +36,17 @@ def along(x):
 
 
 def columns(ref):
+    """Return ref [64], a vector by column in shared memory, repeated over the rows of a tile."""
     return along(plgpu.load(ref, layout=BY_COLUMN))
 
 
 def accumulator(shape=TILE):
+    """Return the type of the sum that products are added to, in float32."""
     return plgpu.ACC(shape, jnp.float32)
 
 
 def product(*pairs, shape=TILE):
+    """Return the sum of a @ b over the pairs, in float32; see `tiles.product`."""
     return tiles.product(shape, *pairs)
 
 
@@ -65,10 +69,10 @@ def tokens(reverse: bool):
 
 @dataclass(frozen=True)
 class ScanOrder:
-    """Masks and matrices [i, j] over the tokens of a chunk as they lie in memory; scanned backwards if `reverse`.
+    """Form masks and matrices [i, j] over the tokens of a chunk as they lie in memory, [64, 64]; `reverse` scans them backwards.
 
-    `order` is `tokens` in memory, read anew for every mask: what is formed of positions alone the compiler would hold in
-    registers throughout a loop.
+    order: the array `tokens` in memory. It is read anew for every mask, because the compiler would hold masks that depend on
+    positions alone in registers throughout a loop.
     """
 
     reverse: bool
@@ -80,21 +84,23 @@ class ScanOrder:
         return 0 if self.reverse else CHUNK - 1
 
     def positions(self):
+        """Return the position in scan order of every row and of every column, from 1."""
         i = plgpu.broadcasted_iota(jnp.int32, TILE, 0, layout=WGMMA)
         j = along(plgpu.load(self.order, layout=BY_COLUMN, optimized=False))
         return CHUNK - i if self.reverse else i + 1, j
 
     def earlier(self):
-        """Token i no later than token j."""
+        """Return where token i is no later than token j."""
         i, j = self.positions()
         return i <= j
 
     def before(self):
-        """Token i before token j."""
+        """Return where token i is before token j."""
         i, j = self.positions()
         return i < j
 
     def later(self):
+        """Return where token i is no earlier than token j."""
         i, j = self.positions()
         return i >= j
 

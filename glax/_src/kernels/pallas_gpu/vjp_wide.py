@@ -32,9 +32,10 @@ def gradient_wide(
     q, k, v, g, d_output, scale, before, behind, out_of_range, *,
     reverse: bool, programs: int, blocks: Blocks, interpret=None,
 ):  # fmt: skip
-    """Return dq, dk [B, T, rows, 128] and dg of every block of K, dv of every block of the state, and d_scale [B, chunks, rows].
+    """Return dq and dk of every block of K, [B, T, rows, 128]; dv of every block of the state, [B, T, rows * columns, 128]; dg of
+    every block of K; all in bfloat16. Return d_scale too, [B, chunks, rows] in float32.
 
-    The arguments are those of `gradient_key`, with blocks of 128 x 128.
+    The arguments are as in `gradient_key`, with blocks of 128 x 128.
     """
     (B, T), H = d_output.shape[:2], behind.shape[2] // blocks.count
     heads = tuple(x.shape[2] for x in (q, k, v))
@@ -119,6 +120,7 @@ def fetch_keys(p: Program, i):
 
 
 def fetch_gates(p: Program, i):
+    """Fetch the terms of the gates of the i-th item, in halves [C, 64] of the channels."""
     for term in range(p.plan.terms):
         for w in range(2):
             source = p.operands.gates.at[(term, *p.rows(i), p.place(i)[2], half(w))]

@@ -18,8 +18,11 @@ from glax._src.kernels.pallas_gpu.vjp_wide_refs import Program
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """The i-th item of a program in warpgroup w. q, k: its tiles, [2, C, 64]. A, dA: the tiles of the transposed scores. parts:
-    the halves of the channels."""
+    """Hold the i-th item of a program in warpgroup w.
+
+    slot: the slot of its q and k. scale: the scale of its sequence. q, k: its tiles, [2, C, 64]. A, dA: the tiles of the
+    transposed scores, [C, C]. parts: the halves of the channels.
+    """
 
     p: Program
     w: Any
@@ -46,6 +49,7 @@ class Item:
 
 
 def compute_item(p: Program, w, i):
+    """Compute dq, dk, dv and dg of the program's i-th item."""
     scale_operands(Item.of(p, w, i))
     drawn, fed, edge = add_columns(p, w, i)
     store_gradient(Item.of(p, w, i), drawn, fed, edge)
@@ -76,7 +80,7 @@ def scale_operands(it: Item):
 
     @pl.when(w == 0)
     def _():
-        """y x^T, three products of the four of two terms."""
+        """Store A^T = scale mask(y x^T), as three of the four products of two terms."""
         both = (it.k, it.q), (t.y_rest, it.q), (it.k, t.x_rest)
         pairs = [(y.at[part], x.at[part]) for y, x in both for part in it.parts]
         A = product(*((a, transposed(b)) for a, b in pairs))

@@ -21,10 +21,11 @@ Ref = Any
 
 @dataclasses.dataclass(frozen=True)
 class WideGradient:
-    """What the kernel is compiled for. An item is one chunk of one block of K, 128 channels, of one head; its steps go over V by
-    64 columns.
+    """Hold what the kernel is compiled for. An item is one chunk of one block of K, 128 channels, of one head. Its steps take 64
+    columns of V each.
 
-    H: heads. heads: of q, k and v, in blocks. terms: arrays of bfloat16 of which per-key gates are the sum.
+    H: the number of whole heads. heads: the numbers of heads of q, k and v, in blocks. programs: the number of multiprocessors.
+    terms: the arrays of bfloat16 of which per-key gates are the sum, 1 or 2.
     """
 
     B: int
@@ -38,6 +39,7 @@ class WideGradient:
 
     @property
     def chunks(self) -> int:
+        """Return the number of chunks of a sequence."""
         return -(-self.T // C)
 
     @property
@@ -47,6 +49,7 @@ class WideGradient:
 
     @property
     def steps(self) -> int:
+        """Return the number of steps of an item."""
         return STEPS * self.blocks.columns
 
     @property
@@ -182,6 +185,7 @@ class Program:
         return self.place(i)[2] * self.plan.blocks.columns + quotient(step, STEPS)
 
     def stage(self, i, step):
+        """Return the stage of a step of the i-th item."""
         return lax.rem(i * self.plan.steps + step, jnp.int32(STAGES))
 
     def columns(self, step):
