@@ -85,6 +85,6 @@ def test_unsupported_calls_name_the_reason():
     assert "per-key gates" in str(delta_supports(bind(x, x, x, gk=x, beta=beta)))
     assert "erase and write" in str(delta_supports(bind(x, x, x, erase=x)))
     wide = jnp.zeros((1, 64, 1, 200), jnp.bfloat16)
-    assert "wider than 128" in str(delta_supports(bind(x, x, wide, beta=beta)))
+    assert "V up to 128, got K=64 and V=200" in str(delta_supports(bind(x, x, wide, beta=beta)))
     with pytest.raises(ValueError, match="parts must be 1 with beta"):
         delta.chunked(bind(x, x, x, beta=beta), HopperConfig(parts=2))

@@ -175,8 +175,8 @@ def test_heuristics_fit_their_kernels():
     [
         (DeltaCase("", ("g",), ("erase",), T=4), "by beta, not by erase"),
         (DeltaCase("", ("g",), ("erase", "write"), T=4), "by beta, not by erase and write"),
-        (DeltaCase("", ("g",), T=4, K=264), "at most 256"),
-        (DeltaCase("", ("g",), T=4, K=136), "float32 in heads of at most 128"),
+        (DeltaCase("", ("g",), T=4, K=264, dtype="bfloat16"), "K up to 256 and V up to 256, got K=264"),
+        (DeltaCase("", ("g",), T=4, K=136), "in float32 with K up to 128"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

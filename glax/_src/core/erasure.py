@@ -65,3 +65,8 @@ class Erasure:
             d_beta = (de * k).sum(-1, keepdims=True) + (d_written * v).sum(-1, keepdims=True)
             return Erasure(beta=d_beta), self.beta * de
         return Erasure(erase=de, write=None if self.write is None else d_written * v), None
+
+
+def arrays_of(erasure: Erasure | None) -> tuple[Array | None, Array | None, Array | None]:
+    """Return beta, erase and write, with None for each that is absent; three times None without an erasure."""
+    return (None, None, None) if erasure is None else (erasure.beta, erasure.erase, erasure.write)

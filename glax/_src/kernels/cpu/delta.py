@@ -8,16 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from glax._src.core.decay import Decay
-from glax._src.core.erasure import Erasure
+from glax._src.core.erasure import Erasure, arrays_of
 from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
 from glax._src.kernels.common.foreign import NONE, call
 from glax._src.kernels.cpu.operands import STORED, operands_of
 
 
-def erasure_of(r: Recurrence) -> list[Array | None]:
+def erasure_operands(r: Recurrence) -> list[Array | None]:
     """Return beta, erase and write, the library's last operands, each in a dtype that it reads or None."""
-    arrays = (r.erasing.beta, r.erasing.erase, r.erasing.write)
-    return [x if x is None or x.dtype in STORED else x.astype(jnp.float32) for x in arrays]
+    return [x if x is None or x.dtype in STORED else x.astype(jnp.float32) for x in arrays_of(r.erasure)]
 
 
 def forward(r: Recurrence) -> Outputs:
@@ -26,7 +25,7 @@ def forward(r: Recurrence) -> Outputs:
         jax.ShapeDtypeStruct((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype),
         jax.ShapeDtypeStruct(r.state_shape, jnp.float32),
     ]
-    return Outputs(*call("glax_delta_forward", [*operands_of(r), *erasure_of(r)], results, reverse=r.reverse))
+    return Outputs(*call("glax_delta_forward", [*operands_of(r), *erasure_operands(r)], results, reverse=r.reverse))
 
 
 def gradient(r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Array, "N H K V"]) -> Recurrence:
@@ -53,7 +52,7 @@ def gradient(r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Ar
         if_any((B, T, H, K), erasure.erase),
         if_any((B, T, H, V), erasure.write),
     ]
-    operands = [*operands_of(r), *erasure_of(r), d_output, d_final.astype(jnp.float32)]
+    operands = [*operands_of(r), *erasure_operands(r), d_output, d_final.astype(jnp.float32)]
     dq, dk, dv, *gates, d_initial, d_scale, d_beta, d_erase, d_write = call(
         "glax_delta_gradient", operands, results, reverse=r.reverse
     )
@@ -62,7 +61,7 @@ def gradient(r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Ar
         return None if x is None else d
 
     d_head, d_key, d_constant = map(where_given, (decay.head, decay.key, decay.constant), gates)
-    d_erasure = Erasure(*map(where_given, (erasure.beta, erasure.erase, erasure.write), (d_beta, d_erase, d_write)))
+    d_erasure = Erasure(*map(where_given, arrays_of(erasure), (d_beta, d_erase, d_write)))
     d_decay = Decay(constant=d_constant, head=d_head, key=d_key)
     return gradient_recurrence(r, dq, dk, dv, d_decay, d_initial, d_scale.sum(1), d_erasure)
 
@@ -74,6 +73,6 @@ def step(r: Recurrence, pool: Float[Array, "P H K V"], slots: Int[Array, "B"]):
         jax.ShapeDtypeStruct((r.q.shape[0], 1, r.num_heads, r.v.shape[3]), r.q.dtype),
         jax.ShapeDtypeStruct(pool.shape, pool.dtype),
     ]
-    operands = [*arrays, pool, slots, scale, *erasure_of(r)]
+    operands = [*arrays, pool, slots, scale, *erasure_operands(r)]
     output, pool = call("glax_delta_step", operands, results, input_output_aliases={len(arrays): 1})
     return output, pool

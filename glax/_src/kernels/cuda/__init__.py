@@ -5,10 +5,10 @@ NVRTC comes with `jax[cuda12]` and `jax[cuda13]`. It compiles device/*.cu for th
 built when glax is installed, launches the result.
 """
 
-from glax._src.core.backend import local_device
-from glax._src.core.known_miscompiles import numbers
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend, Platform, kernel_registry
+from glax._src.kernels.common.gpu import capability
+from glax._src.kernels.common.refusals import XLA, empty, older_gpu, other_dtype, too_wide
 from glax._src.kernels.cuda.config import WIDEST, CudaConfig
 from glax._src.kernels.cuda.library import load_library
 from glax._src.kernels.cuda.nvrtc import Compiler, load_compiler
@@ -26,31 +26,25 @@ def installation() -> str | None:
         return library
     if not isinstance(compiler, Compiler):
         return compiler
-    capability = getattr(local_device(), "compute_capability", None)
-    if capability is not None and numbers(str(capability)) < (8, 0):
-        return f"needs a GPU of compute capability 8.0, this one has {capability}"
-    if capability is not None and numbers(str(capability)) >= (10, 0) and compiler.version < (12, 8):
-        return f"needs NVRTC 12.8 for this GPU, {'.'.join(map(str, compiler.version))} is installed"
-    return None
+    if capability() >= (10, 0) and compiler.version < (12, 8):
+        version = ".".join(map(str, compiler.version))
+        return f"needs NVRTC 12.8 or newer for this GPU, {version} is installed: pip install -U nvidia-cuda-nvrtc"
+    return older_gpu()
 
 
 def refusal(r: Recurrence) -> str | None:
     """Return why `recurrent` does not support r, or None."""
-    if str(r.q.dtype) not in STORED:
-        return f"takes float32, bfloat16 and float16, q is {r.q.dtype}"
-    if 0 in (*r.q.shape, *r.v.shape, r.num_sequences):
-        return "empty arrays are left to XLA"
-    if max(r.q.shape[3], r.v.shape[3]) > WIDEST:
-        return f"heads wider than {WIDEST} are not supported"
-    return installation()
+    return other_dtype(r, STORED) or empty(r) or too_wide(r, WIDEST, WIDEST) or installation()
 
 
 def pooled_refusal(r: Recurrence) -> str | None:
     """Return why the kernels on a pool of states do not support r, or None."""
-    if r.q.shape[1] >= SHORT or r.boundaries is not None:
-        return f"takes fewer than {SHORT} tokens of each sequence"
+    if r.boundaries is not None:
+        return "takes the same number of tokens of each sequence, got cu_seqlens: `recurrent` takes packed sequences"
+    if r.q.shape[1] >= SHORT:
+        return f"takes fewer than {SHORT} tokens of each sequence, got T={r.q.shape[1]}: `recurrent` takes more"
     if r.initial_state is not None and str(r.initial_state.dtype) not in STORED:
-        return f"stores states as float32, bfloat16 and float16, the pool is {r.initial_state.dtype}"
+        return f"takes states in {' or '.join(STORED)}, got {r.initial_state.dtype}: cast the pool, or {XLA}"
     return refusal(r)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 from glax._src.core.backend import local_device
+from glax._src.core.erasure import arrays_of
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.kernels.common.foreign import NONE, call
 from glax._src.kernels.cuda.config import CudaConfig, layout_of
@@ -71,12 +72,7 @@ def tokens_of(r: Recurrence) -> list[Array | None]:
     decay = r.decay
     constant = None if decay.constant is None else decay.constant.astype(jnp.float32)
     gates = map(readable, (decay.head, decay.key, decay.value))
-    return [r.q, r.k, r.v, *gates, constant, r.scale.astype(jnp.float32), *map(readable, erasure_of(r))]
-
-
-def erasure_of(r: Recurrence) -> tuple[Array | None, Array | None, Array | None]:
-    """Return beta, erase and write; three times None without an erasure."""
-    return (None, None, None) if r.erasure is None else (r.erasure.beta, r.erasure.erase, r.erasure.write)
+    return [r.q, r.k, r.v, *gates, constant, r.scale.astype(jnp.float32), *map(readable, arrays_of(r.erasure))]
 
 
 def readable(x: Array | None) -> Array | None:
@@ -115,7 +111,7 @@ def plan(r: Recurrence, config: CudaConfig, flags: dict[str, int]) -> tuple[dict
     stored_bytes = 4 if apart or flags["STATE"] == STORED["float32"] else 2
     lanes, vector = layout_of(V, config.columns, stored_bytes)
     columns = lanes * vector
-    beta, erase, write = (dtype_of(readable(x)) for x in erasure_of(r))
+    beta, erase, write = (dtype_of(readable(x)) for x in arrays_of(r.erasure))
     constants = dict(
         H=H, HQ=r.q.shape[2], HK=r.k.shape[2], HV=r.v.shape[2], K=K, V=V,
         THREADS=config.threads, LANES=lanes, VECTOR=vector,

@@ -9,6 +9,7 @@ from glax._src.core.known_miscompiles import numbers, version_of
 from glax._src.core.recurrence import Recurrence, varying_axes
 from glax._src.core.registry import Config, check_field
 from glax._src.kernels.common.gpu import multiprocessors
+from glax._src.kernels.common.refusals import XLA, empty, other_dtype, too_wide
 from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks, C
 
 WIDEST = 128  # of a block, the state of a program
@@ -19,40 +20,36 @@ MOST_PARTS = 32
 def installation() -> str | None:
     """Return what is missing on this machine, or None."""
     if numbers(version_of("jax") or "") < (0, 11):
-        return f"needs jax>=0.11, {version_of('jax')} is installed"
+        return f"needs jax>=0.11, {version_of('jax')} is installed: pip install -U jax"
     if importlib.util.find_spec("absl") is None:
         return "needs absl-py: pip install absl-py"
     capability = getattr(local_device(), "compute_capability", None)
     if capability is not None and numbers(str(capability))[0] != 9:
-        return f"is written for Hopper, compute capability 9.0; this GPU has {capability}"
+        return f"needs a Hopper GPU, compute capability 9.0, this one has {capability}: {XLA}"
     return None
 
 
 def supports(r: Recurrence) -> str | None:
-    if any(x.dtype != "bfloat16" for x in (r.q, r.k, r.v)):
-        return "query, key and value other than bfloat16 are not supported"
+    if (reason := other_dtype(r, ("bfloat16",))) is not None:
+        return reason
     if r.decay.value is not None:
-        return "per-value gates are not supported"
-    if r.q.shape[3] > WIDEST_KEY or r.v.shape[3] > WIDEST_VALUE:
-        return f"keys wider than {WIDEST_KEY} and values wider than {WIDEST_VALUE} are not supported"
+        return f"takes gates of heads and of keys, got gates of values: {XLA}"
+    if (reason := too_wide(r, WIDEST_KEY, WIDEST_VALUE)) is not None:
+        return reason
     if varying_axes(r.q):  # loops in a kernel would mix them with what does not vary
         return "arrays that vary over a mesh axis (inside shard_map with check_vma) are not taken by Mosaic GPU kernels"
     if r.erasure is not None and (reason := delta_supports(r)) is not None:
         return reason
-    if 0 in (*r.q.shape, *r.v.shape, r.num_sequences):
-        return "empty arrays are left to XLA"
-    return installation()
+    return empty(r) or installation()
 
 
 def delta_supports(r: Recurrence) -> str | None:
     """Return None, or why the kernels of the delta rule do not compute a recurrence with an erasure."""
     if r.erasing.beta is None:
-        return "erase and write are not supported, only beta"
+        return f"takes the delta rule with beta, got erase and write: {XLA}"
     if r.decay.form == "key":
         return "per-key gates with beta are not supported"
-    if r.q.shape[3] > WIDEST or r.v.shape[3] > WIDEST:
-        return f"keys and values wider than {WIDEST} with beta are not supported"
-    return None
+    return too_wide(r, WIDEST, WIDEST, "heads that erase")
 
 
 def padded(width: int) -> int:

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from glax._src.core.erasure import arrays_of
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.kernels.triton import recurrent_kernels
 from glax._src.kernels.triton.config import TokenConfig, width
@@ -20,12 +21,10 @@ def gates_of(r: Recurrence):
     return arrays, dict(HEAD=form, KEY=d.key is not None, VALUE=d.value is not None)
 
 
-def erasure_of(r: Recurrence):
+def erasure_operands(r: Recurrence):
     """Return the (beta, erase, write) arrays and their flag. An absent one is replaced by an array that is not read."""
-    e = r.erasure
-    if e is None:
-        return [r.scale] * 3, dict(ERASURE="none")
-    return [r.scale if x is None else x for x in (e.beta, e.erase, e.write)], dict(ERASURE=e.form)
+    form = "none" if r.erasure is None else r.erasure.form
+    return [r.scale if x is None else x for x in arrays_of(r.erasure)], dict(ERASURE=form)
 
 
 def shape(r: Recurrence, columns: int) -> dict:
@@ -38,7 +37,7 @@ def recurrent(r: Recurrence, config: TokenConfig) -> Outputs:
     B, T = r.q.shape[:2]
     N, H, K, V = r.state_shape
     segments = segments_of(r, T, T)
-    (gates, flags), (erasure, erases) = gates_of(r), erasure_of(r)
+    (gates, flags), (erasure, erases) = gates_of(r), erasure_operands(r)
     start = r.scale if r.initial_state is None else r.initial_state
     o, final = launch(
         recurrent_kernels.recurrent,
@@ -57,7 +56,7 @@ def recurrent_step(r: Recurrence, pool, slots, config: TokenConfig):
     The pool is updated in place if the caller donates it. Otherwise JAX copies it first.
     """
     B, V = r.q.shape[0], pool.shape[3]
-    (gates, flags), (erasure, erases) = gates_of(r), erasure_of(r)
+    (gates, flags), (erasure, erases) = gates_of(r), erasure_operands(r)
     o, pool = launch(
         recurrent_kernels.step_passed_pool if ALIASES_ARE_PASSED else recurrent_kernels.step,
         -(-V // config.columns) * r.num_heads * B,

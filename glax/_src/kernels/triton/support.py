@@ -2,9 +2,9 @@
 
 import importlib.util
 
-from glax._src.core.backend import local_device
 from glax._src.core.known_miscompiles import numbers, version_of
 from glax._src.core.recurrence import Recurrence
+from glax._src.kernels.common.refusals import XLA, empty, older_gpu, too_wide
 from glax._src.kernels.triton.config import WIDEST
 
 SMALL_T = 16
@@ -18,47 +18,41 @@ def installation() -> str | None:
     missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
     if missing:
         return f"needs {' and '.join(missing).replace('_', '-')}: pip install 'glax[triton]'"
-    capability = getattr(local_device(), "compute_capability", None)
-    if capability is not None and numbers(str(capability)) < (8, 0):
-        return f"needs a GPU of compute capability 8.0, this one has {capability}"
     if numbers(version_of("triton") or "") < (3, 4):
-        return f"needs triton>=3.7.1, {version_of('triton')} is installed"
-    return None
+        return f"needs triton>=3.7.1, {version_of('triton')} is installed: pip install -U 'glax[triton]'"
+    return older_gpu()
 
 
 def refusal(r: Recurrence) -> str | None:
     """Return why no Triton kernel supports r, or None."""
     if r.q.dtype == "float64":
-        return "float64 is not supported"
-    if 0 in (*r.q.shape, *r.v.shape, r.num_sequences):
-        return "empty arrays are left to XLA"
-    if max(r.q.shape[3], r.v.shape[3]) > WIDEST:
-        return f"heads wider than {WIDEST} are not supported"
-    return installation()
+        return f"takes float32 and narrower floats, got query in float64: cast it, or {XLA}"
+    return empty(r) or too_wide(r, WIDEST, WIDEST) or installation()
 
 
 def chunked_refusal(r: Recurrence) -> str | None:
     """Return why the chunked kernels do not support r, or None."""
     if r.decay.value is not None:
-        return "gates on the value side are not supported in chunks; `recurrent` runs them"
+        return "takes gates of heads and keys in chunks, got gates on the value side: `recurrent` takes them"
     return refusal(r) if r.erasure is None else erasing_refusal(r)
 
 
 def erasing_refusal(r: Recurrence) -> str | None:
     """Return why the chunked kernels do not support r, which erases, or None."""
     if r.erasing.beta is None:
-        return f"erases by beta, not by {r.erasing.form.replace('+', ' and ')}"
-    if max(r.q.shape[3], r.v.shape[3]) > WIDEST_ERASED:
-        return f"erases in heads of at most {WIDEST_ERASED} columns"
-    if max(r.q.shape[3], r.v.shape[3]) > WIDEST_ERASED_FLOAT32 and r.q.dtype == "float32":
-        return f"erases in float32 in heads of at most {WIDEST_ERASED_FLOAT32} columns"
-    return refusal(r)
+        return f"erases by beta, not by {r.erasing.form.replace('+', ' and ')}: `recurrent` takes every form"
+    widest, of = WIDEST_ERASED, "heads that erase"
+    if r.q.dtype == "float32":
+        widest, of = WIDEST_ERASED_FLOAT32, "heads that erase in float32"
+    return too_wide(r, widest, widest, of) or refusal(r)
 
 
 def step_refusal(r: Recurrence) -> str | None:
     """Return why the decoding step does not support r, or None."""
-    if r.q.shape[1] != 1 or r.boundaries is not None:
-        return "takes one token of each sequence"
+    if r.boundaries is not None:
+        return "takes one token of each sequence, got cu_seqlens: `recurrent` takes packed sequences"
+    if r.q.shape[1] != 1:
+        return f"takes one token of each sequence, got T={r.q.shape[1]}: `recurrent` takes more"
     return refusal(r)
 
 

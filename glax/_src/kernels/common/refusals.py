@@ -1,0 +1,41 @@
+"""State why the kernels of a GPU platform refuse a call: what they take, what came, and what the user can do."""
+
+from collections.abc import Iterable
+
+from glax._src.core.backend import local_device
+from glax._src.core.known_miscompiles import numbers
+from glax._src.core.recurrence import Recurrence
+
+XLA = 'leave out platform, or pass platform="xla"'
+
+
+def other_dtype(r: Recurrence, taken: Iterable[str]) -> str | None:
+    """Return a refusal of query, key and value in a dtype that is not in `taken`, or None."""
+    for name, x in (("query", r.q), ("key", r.k), ("value", r.v)):
+        if str(x.dtype) not in taken:
+            return f"takes {name} in {' or '.join(taken)}, got {x.dtype}: cast it, or {XLA}"
+    return None
+
+
+def empty(r: Recurrence) -> str | None:
+    """Return a refusal of a call without a token, a sequence or a column, or None."""
+    q, v = list(r.q.shape), list(r.v.shape)
+    if 0 not in (*q, *v, r.num_sequences):
+        return None
+    return f"takes arrays with elements, got query {q}, value {v} and {r.num_sequences} sequences: {XLA}"
+
+
+def too_wide(r: Recurrence, widest_key: int, widest_value: int, what: str = "heads") -> str | None:
+    """Return a refusal of keys or values that are wider than these, or None."""
+    K, V = r.q.shape[3], r.v.shape[3]
+    if max(K - widest_key, V - widest_value) <= 0:
+        return None
+    return f"takes {what} with K up to {widest_key} and V up to {widest_value}, got K={K} and V={V}: {XLA}"
+
+
+def older_gpu() -> str | None:
+    """Return a refusal of a GPU of a compute capability below 8.0, or None."""
+    found = getattr(local_device(), "compute_capability", None)
+    if found is None or numbers(str(found)) >= (8, 0):
+        return None
+    return f"needs a GPU of compute capability 8.0 or newer, this one has {found}: {XLA}"
