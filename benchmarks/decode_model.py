@@ -2,6 +2,7 @@
 
 python benchmarks/decode_model.py             # GLA-340M, 64 sequences behind prompts of 2048 tokens, bfloat16
 python benchmarks/decode_model.py --by fla    # GLAForCausalLM, one call a token
+python benchmarks/decode_model.py --by fla --part 0/4    # compiles a fourth of the candidates of its kernels, and times nothing
 python benchmarks/decode_model.py --model mamba2
 
 The models are those of train.py. The time of a token is the difference of two calls that go on by different numbers of tokens,
@@ -13,7 +14,7 @@ import json
 import statistics
 import time
 
-from train import MODELS, config_of, fla_model
+from train import MODELS, a_part, config_of, fla_model
 
 FEW, MANY, REPEATS = 8, 72, 3  # tokens behind the prompt
 
@@ -36,11 +37,14 @@ def by_glax(args) -> dict:
     return row | dict(gib=jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / 2**30)
 
 
-def by_fla(args) -> dict:
+def by_fla(args) -> dict | None:
     import torch
-    from peers_fla import short_tuning
+    from peers_fla import compile_a_part, short_tuning
 
-    short_tuning()
+    if args.part:
+        compile_a_part(*args.part)
+    else:
+        short_tuning()
     torch.manual_seed(0)
     model = fla_model(args).to(torch.bfloat16).eval()
     prompts = torch.randint(0, MODELS[args.model].vocabulary, (args.batch, args.tokens), device="cuda")
@@ -53,6 +57,8 @@ def by_fla(args) -> dict:
             tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
         torch.cuda.synchronize()
 
+    if args.part:
+        return run(2)
     row = timed(run)
     return row | dict(gib=torch.cuda.max_memory_allocated() / 2**30)
 
@@ -80,10 +86,13 @@ def main():
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=2048, help="of each prompt")
     parser.add_argument("--layers", type=int, help="of the model, for a shorter look")
+    parser.add_argument("--part", type=a_part, help="i/n; with --by fla")
     args = parser.parse_args()
     choice = MODELS[args.model]
     args.layers = args.layers or choice.layers
     row = by_fla(args) if args.by == "fla" else by_glax(args)
+    if row is None:
+        return
     second = row.pop("token_s")
     row |= dict(ms=1e3 * second, tokens_per_second=round(args.batch / second))
     named = dict(model=choice.name, problem=f"{args.batch} x {args.tokens}", mode="decode", implementation=args.by)

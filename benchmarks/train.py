@@ -1,10 +1,11 @@
-"""Train a model of 340M on one NVIDIA GPU, by glax or by fla: tokens per second, peak memory, where the device's time goes.
+"""Train a model of 340M on one NVIDIA GPU, by glax, fla or transformers: tokens per second, peak memory, device time.
 
 python benchmarks/train.py                    # GLA: glax's layer in plain NNX, bfloat16, AdamW by optax
 python benchmarks/train.py --model gated_deltanet  # Gated DeltaNet, in any of the ways below
-python benchmarks/train.py --model mamba2 --by models  # Mamba2-370M, by glax.models or fla with mamba-ssm's Triton kernels
+python benchmarks/train.py --model mamba2 --by models  # Mamba2-370M, as are all below
 python benchmarks/train.py --by models        # the model of glax.models with its own loss
 python benchmarks/train.py --by fla           # fla's model under autocast, PyTorch's fused AdamW
+python benchmarks/train.py --model mamba2 --by transformers  # transformers' model with mamba-ssm's Triton kernels
 python benchmarks/train.py --by fla --part 0/16    # compiles a sixteenth of the candidates of its kernels, and trains nothing
 python benchmarks/train.py --profile          # the kernels that take longest, and the time of glax's own
 
@@ -217,7 +218,18 @@ def fla_model(args, **more):
     return model_class(config_class(**options, **more)).cuda()
 
 
-def by_fla(args) -> dict | None:
+def transformers_model(args):
+    """transformers' Mamba-2, whose layers run mamba-ssm's fused training path."""
+    from peers_mamba import stand_in_for_causal_conv1d
+
+    print(f"causal convolutions by {stand_in_for_causal_conv1d()}", flush=True)
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    options = {name: x for name, x in config_of(args).items() if name != "model_type"}
+    return Mamba2ForCausalLM(Mamba2Config(layer_norm_epsilon=options.pop("norm_eps"), **options)).cuda()
+
+
+def by_torch(args) -> dict | None:
     import torch
     from peers_fla import compile_a_part, short_tuning
 
@@ -226,9 +238,12 @@ def by_fla(args) -> dict | None:
     else:
         short_tuning()
     torch.manual_seed(0)
-    model = fla_model(args, use_cache=False, fuse_cross_entropy=True)
-    if args.model == "mamba2" and not importlib.util.find_spec("causal_conv1d"):
-        model.eval()  # no dropout, and gradients all the same: in training its layer needs the package causal-conv1d
+    if args.by == "transformers":
+        model = transformers_model(args).train()
+    else:
+        model = fla_model(args, use_cache=False, fuse_cross_entropy=True)
+        if args.model == "mamba2" and not importlib.util.find_spec("causal_conv1d"):
+            model.eval()  # no dropout, and gradients all the same: in training its layer needs the package causal-conv1d
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     tokens = torch.randint(0, MODELS[args.model].vocabulary, (args.batch, args.tokens), device="cuda")
 
@@ -239,14 +254,16 @@ def by_fla(args) -> dict | None:
             with torch.autocast("cuda", torch.bfloat16):
                 value = model(input_ids=tokens, labels=tokens).loss
             value.backward()
-            optimizer.step()
+            if not args.part:  # its gradients are undefined, and its memory is shared with the other parts
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         return value.item(), time.perf_counter() - began
 
-    _, first = steps(1)
     if args.part:
+        steps(1)
         return None
+    _, first = steps(1)
     steps(3)
     torch.cuda.reset_peak_memory_stats()
     value, seconds = steps(STEPS)
@@ -255,21 +272,28 @@ def by_fla(args) -> dict | None:
     return dict(first_s=first, loss=value, seconds=seconds / STEPS, gib=peak / 2**30, parameters=count)
 
 
+def a_part(text: str) -> tuple[int, ...]:
+    """Return (i, n) from "i/n"."""
+    return tuple(map(int, text.split("/")))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(MODELS), default="gla")
-    parser.add_argument("--by", choices=("glax", "models", "fla"), default="glax")
+    parser.add_argument("--by", choices=("glax", "models", "fla", "transformers"), default="glax")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--layers", type=int, help="of the model, for a shorter look")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--part", type=lambda text: tuple(map(int, text.split("/"))), help="i/n; with --by fla")
+    parser.add_argument("--part", type=a_part, help="i/n; with --by fla or transformers")
     args = parser.parse_args()
     choice = MODELS[args.model]
     args.layers = args.layers or choice.layers
     if args.by == "glax" and choice.layer is None:
         parser.error(f"--by glax does not train {choice.name}: choose --by models")
-    row = by_fla(args) if args.by == "fla" else by_glax(args)
+    if args.by == "transformers" and args.model != "mamba2":
+        parser.error(f"--by transformers trains Mamba2-370M alone, not {choice.name}: choose --by fla")
+    row = by_torch(args) if args.by in ("fla", "transformers") else by_glax(args)
     if row is None:
         return
     seconds, tokens = row.pop("seconds"), args.batch * args.tokens
