@@ -39,9 +39,9 @@ def bamba(config: ModelConfig, precision: Precision) -> CausalLM:
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
     outer, init = outer_options(options, precision, 128000, pad=0)
-    eps, act = options.number("rms_norm_eps", 1e-5), hidden_act(options)
-    softmax = set(options.take("attn_layer_indices", None) or ())
-    if not softmax <= set(range(layers)):
+    eps, act = options.number("rms_norm_eps", 1e-5, least=0), hidden_act(options)
+    softmax = options.take("attn_layer_indices", None) or []
+    if not isinstance(softmax, list) or not all(layer in range(layers) for layer in softmax):
         raise options.unsupported("attn_layer_indices", f"it must hold layers from 0 to {layers - 1}")
     kinds = [SOFTMAX if layer in softmax else LINEAR for layer in range(layers)]
     options.ignore("layers_block_type", "layer_types", *TRAINING)

@@ -94,14 +94,39 @@ class Options:
             raise ValueError(f"{self.inside}{key} in config.json must be an integer of at least {least}, got {value!r}")
         return value
 
-    def number(self, key: str, default: Any = REQUIRED, *, optional: bool = False) -> Any:
-        """Return the value of `key` as a finite float, or None if `optional`. Raises ValueError for any other value."""
+    def number(
+        self,
+        key: str,
+        default: Any = REQUIRED,
+        *,
+        optional: bool = False,
+        least: float | None = None,
+        above: float | None = None,
+    ) -> Any:
+        """Return the value of `key` as a finite float, at least `least` and above `above`, or None if `optional`. Raises
+        ValueError for any other value."""
         value = self.take(key, default)
         if optional and value is None:
             return value
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise ValueError(f"{self.inside}{key} in config.json must be a finite number, got {value!r}")
+        if least is not None and value < least:
+            raise ValueError(f"{self.inside}{key} in config.json must be at least {least:g}, got {value!r}")
+        if above is not None and value <= above:
+            raise ValueError(f"{self.inside}{key} in config.json must be above {above:g}, got {value!r}")
         return float(value)
+
+    def pair(self, key: str, default: tuple[float, float], *, above: float) -> tuple[float, float]:
+        """Return the value of `key`, two finite numbers above `above` in ascending order. Raises ValueError for any other
+        value."""
+        value = self.take(key, default)
+        is_pair = isinstance(value, list | tuple) and len(value) == 2
+        numeric = is_pair and all(isinstance(x, numbers.Real) and not isinstance(x, bool) for x in value)
+        if not numeric or not above < value[0] <= value[1] < math.inf:
+            raise ValueError(
+                f"{self.inside}{key} in config.json must be two numbers above {above:g} in ascending order, got {value!r}"
+            )
+        return float(value[0]), float(value[1])
 
     def flag(self, key: str, default: Any = REQUIRED) -> bool:
         value = self.take(key, default)

@@ -25,12 +25,12 @@ KDA_GATES = {
 def shared_options(options: Options) -> dict[str, Any]:
     """Return the arguments that all three layers share."""
     options.choice("attn_mode", "chunk", MODES)
-    init = nnx.initializers.normal(options.number("initializer_range", 0.02))
+    init = nnx.initializers.normal(options.number("initializer_range", 0.02, least=0))
     return dict(
         use_short_conv=options.flag("use_short_conv", True),
         conv_size=options.integer("conv_size", 4),
         allow_neg_eigval=options.flag("allow_neg_eigval", False),
-        norm_eps=options.number("norm_eps", 1e-6),
+        norm_eps=options.number("norm_eps", 1e-6, least=0),
         kernel_init=init,
         filter_init=init,
     )

@@ -85,7 +85,8 @@ def numbers(options: Options, key: str, count: int) -> tuple[float, ...]:
     """Return a list of `count` numbers; ones if the option is absent. Raises UnsupportedOption for another value."""
     given = options.take(key, None)
     given = [1.0] * count if given is None else given
-    if not isinstance(given, list | tuple) or len(given) != count:
+    numeric = isinstance(given, list | tuple) and all(isinstance(x, int | float) for x in given)
+    if not numeric or len(given) != count:
         raise options.unsupported(key, f"it must be {count} numbers")
     return tuple(map(float, given))
 
@@ -98,7 +99,7 @@ def falcon_h1(config: ModelConfig, precision: Precision) -> CausalLM:
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
     outer, init = outer_options(options, precision, 128000, pad=0)
-    eps, act = options.number("rms_norm_eps", 1e-5), hidden_act(options)
+    eps, act = options.number("rms_norm_eps", 1e-5, least=0), hidden_act(options)
     options.ignore("layers_block_type", "layer_types", *TRAINING)
     sizes, rope = attention_sizes(options, width, kv_heads=8), rotation(options, 10000.0)
     bias = options.flag("attention_bias", False)

@@ -53,7 +53,7 @@ def attention_layers(options: Options, width: int, layers: int) -> dict[int, dic
             num_kv_heads=part.integer("num_kv_heads", None, optional=True),
             bias=part.flag("qkv_bias", False),
             window=part.integer("window_size", None, optional=True),
-            theta=part.number("rope_theta", 10000.0),
+            theta=part.number("rope_theta", 10000.0, above=0),
         )
         part.finish()
         heads = arguments["num_heads"]
@@ -78,9 +78,8 @@ def softmax_names(layers) -> tuple[tuple[str, str], ...]:
 
 
 def gated_mlp(options: Options, width: int, ratio: float, init: Callable) -> Callable[[Precision], SwiGLU]:
-    ratio = options.number("hidden_ratio", ratio, optional=True) or 4
-    if ratio < 0:
-        raise options.unsupported("hidden_ratio", "it must be above 0")
+    ratio = options.number("hidden_ratio", ratio, optional=True, above=0)
+    ratio = 4 if ratio is None else ratio
     inside = options.integer("intermediate_size", None, optional=True)
     if inside is None:
         inside = -(-int(width * ratio * 2 / 3) // 256) * 256
@@ -129,7 +128,7 @@ def convolutions(options: Options) -> dict:
 
 def outer_options(options: Options) -> tuple[dict, Callable]:
     """Return the arguments of CausalLM that every type has, and the initialisation of projections."""
-    deviation = options.number("initializer_range", 0.02)
+    deviation = options.number("initializer_range", 0.02, least=0)
     outer = dict(
         vocabulary=options.integer("vocab_size", 32000),
         tied=options.flag("tie_word_embeddings", False),
@@ -160,7 +159,7 @@ def assemble(
     MLP."""
     width, layers = more.pop("width"), options.integer("num_hidden_layers", layers)
     outer, init = outer_options(options)
-    norm: dict[str, Any] = dict(epsilon=options.number("norm_eps", 1e-6), param_dtype=precision.param_dtype)
+    norm: dict[str, Any] = dict(epsilon=options.number("norm_eps", 1e-6, least=0), param_dtype=precision.param_dtype)
     mlp, softmax = gated_mlp(options, width, ratio, init), attention_layers(options, width, layers)
     residuals = options.integer("attnres_block_size", None, optional=True)
     if residuals is not None and residuals != 1 and residuals % 2:
@@ -188,11 +187,11 @@ def gla(config: ModelConfig, precision: Precision) -> CausalLM:
     heads, output = heads_and_widths(options, width, 4, (0.5, 1.0)), output_options(options, FLA)
     options.choice("attn_mode", "chunk", MODES)
     options.ignore("use_gk", "use_gv")
-    deviation = options.number("initializer_range", 0.02)
+    deviation = options.number("initializer_range", 0.02, least=0)
     more = dict(
         **convolutions(options),
         clamp_min=options.number("clamp_min", None, optional=True),
-        norm_eps=options.number("norm_eps", 1e-6),
+        norm_eps=options.number("norm_eps", 1e-6, least=0),
         kernel_init=nnx.initializers.normal(deviation),
         filter_init=nnx.initializers.normal(deviation),
     )
@@ -216,8 +215,8 @@ def retnet(config: ModelConfig, precision: Precision) -> CausalLM:
     options.choice("attn_mode", "chunk", MODES)
     options.ignore("use_short_conv", "conv_size", "share_conv_kernel")
     more = dict(
-        norm_eps=options.number("norm_eps", 1e-6),
-        kernel_init=nnx.initializers.normal(options.number("initializer_range", 0.02)),
+        norm_eps=options.number("norm_eps", 1e-6, least=0),
+        kernel_init=nnx.initializers.normal(options.number("initializer_range", 0.02, least=0)),
     )
 
     def mixer(layer: int) -> MultiScaleRetention:
@@ -249,8 +248,8 @@ def hgrn2(config: ModelConfig, precision: Precision) -> CausalLM:
         value_width=width // heads,
         elementwise_affine=affine(options),
         **convolutions(options),
-        kernel_init=nnx.initializers.normal(options.number("initializer_range", 0.02)),
-        filter_init=nnx.initializers.normal(options.number("initializer_range", 0.02)),
+        kernel_init=nnx.initializers.normal(options.number("initializer_range", 0.02, least=0)),
+        filter_init=nnx.initializers.normal(options.number("initializer_range", 0.02, least=0)),
     )
     bounded = options.flag("use_lower_bound", True)
     if bounded and heads * ratio != width:
@@ -340,11 +339,12 @@ def rwkv6(config: ModelConfig, precision: Precision) -> CausalLM:
     width, layers = options.integer("hidden_size", 2048), options.integer("num_hidden_layers", 24)
     outer, init = outer_options(options)
     options.choice("attn_mode", "chunk", MODES)
-    heads, eps = options.integer("num_heads", 4), options.number("norm_eps", 1e-5)
+    heads, eps = options.integer("num_heads", 4), options.number("norm_eps", 1e-5, least=0)
     keys = exact_width("expand_k", width, options.number("expand_k", 0.5))
     values = exact_width("expand_v", width, options.number("expand_v", 1.0))
     ranks = dict(mix_rank=options.integer("proj_low_rank_dim", 32), decay_rank=options.integer("gate_low_rank_dim", 64))
-    ratio = options.number("hidden_ratio", 3.5, optional=True) or 3.5
+    ratio = options.number("hidden_ratio", 3.5, optional=True, above=0)
+    ratio = 3.5 if ratio is None else ratio
     inside = options.integer("intermediate_size", None, optional=True)
     inside = -(-int(width * ratio) // 32) * 32 if inside is None else inside
     act = FLA[options.choice("hidden_act", "sqrelu", FLA)]

@@ -57,7 +57,7 @@ def granite(config: ModelConfig, precision: Precision) -> CausalLM:
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
     outer, init = outer_options(options, precision, 32000)
-    eps, act = options.number("rms_norm_eps", 1e-6), hidden_act(options)
+    eps, act = options.number("rms_norm_eps", 1e-6, least=0), hidden_act(options)
     kinds = layer_kinds(options, ("layers_block_type", "layer_types"), layers, [LINEAR] * layers)
     options.ignore(*TRAINING)
     sizes, rope = attention_sizes(options, width), rotation(options, 10000.0)
@@ -66,12 +66,13 @@ def granite(config: ModelConfig, precision: Precision) -> CausalLM:
     multiplier = options.number("residual_multiplier", 1.0)
     scaled = dict(
         embedding_multiplier=options.number("embedding_multiplier", 1.0),
-        logits_multiplier=1 / options.number("logits_scaling", 1.0),
+        logits_multiplier=1 / options.number("logits_scaling", 1.0, above=0),
     )
     arguments = mamba_options(options, width, eps=eps, act=act)
-    count = options.take("num_local_experts", 8)
+    count, top_k = options.integer("num_local_experts", 8, least=0), options.integer("num_experts_per_tok", 2)
+    if count and top_k > count:
+        raise options.unsupported("num_experts_per_tok", f"it must be at most num_local_experts={count}")
     inside, shared = options.integer("intermediate_size", 11008), options.integer("shared_intermediate_size", 1024)
-    top_k = options.take("num_experts_per_tok", 2)
     options.finish()
 
     def mixer(kind: str):

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from glax.models.activations import TRANSFORMERS
 from glax.models.config import Options, UnsupportedOption, padding
-from glax.models.mamba2 import limits
+from glax.models.mamba2 import divisor, limits
 from glax.models.model import Block, CausalLM, Precision
 from glax.models.names import Layout, renamed, transposed
 from glax.nn import Attention, Mamba2
@@ -53,7 +53,7 @@ def rotation(options: Options, theta: float, partial: float | None = None) -> di
     factor, where all channels rotate. Older versions of transformers write rope_theta and rope_scaling, newer versions
     rope_parameters.
     """
-    theta = options.number("rope_theta", theta)
+    theta = options.number("rope_theta", theta, above=0)
     if options.take("rope_scaling", None) is not None:
         raise options.unsupported("rope_scaling", "it must be null")
     share = options.number("partial_rotary_factor", 1.0 if partial is None else partial)
@@ -61,7 +61,7 @@ def rotation(options: Options, theta: float, partial: float | None = None) -> di
     inner = options.part("rope_parameters", {} if given is None else given)
     if inner.take("rope_type", "default") != "default":
         raise options.unsupported("rope_parameters", "rope_type must be 'default'")
-    theta, share = inner.number("rope_theta", theta), inner.number("partial_rotary_factor", share)
+    theta, share = inner.number("rope_theta", theta, above=0), inner.number("partial_rotary_factor", share)
     inner.finish()
     if theta <= 0:
         raise ValueError(f"rope_theta in config.json must be above 0, got {theta!r}")
@@ -81,6 +81,8 @@ def attention_sizes(
     heads = options.integer("num_attention_heads", heads)
     found = options.integer("num_key_value_heads", kv_heads, optional=True)
     head_width = options.integer("head_dim", head_width, optional=True) or width // heads
+    if head_width == 0:
+        raise options.unsupported("num_attention_heads", f"it must be at most hidden_size={width}")
     if found is not None and heads % found:
         raise options.unsupported("num_key_value_heads", f"it must divide num_attention_heads={heads}")
     return dict(num_heads=heads, num_kv_heads=heads if found is None else found, head_width=head_width)
@@ -107,19 +109,16 @@ def mamba_options(options: Options, width: int, *, eps: float, act: str, inside:
     """
     expand, heads = options.integer("mamba_expand", 2), options.integer("mamba_n_heads", 128)
     inside = inside or expand * width
-    head_width = options.take("mamba_d_head", "auto")
-    head_width = inside // heads if head_width == "auto" else head_width
+    is_auto = options.take("mamba_d_head", "auto") == "auto"
+    head_width = inside // heads if is_auto else options.integer("mamba_d_head")
     if head_width * heads != inside:
         raise ValueError(f"mamba_n_heads * mamba_d_head in config.json must be {inside}, got {heads} * {head_width}")
     options.ignore("mamba_chunk_size")
-    groups = options.integer("mamba_n_groups", 1)
-    if heads % groups:
-        raise options.unsupported("mamba_n_groups", f"it must divide mamba_n_heads={heads}")
     return dict(
         num_heads=heads,
         head_width=head_width,
         state_width=options.integer("mamba_d_state", 256),
-        groups=groups,
+        groups=divisor(options, "mamba_n_groups", 1, "mamba_n_heads", heads),
         conv_size=options.integer("mamba_d_conv", 4),
         conv_bias=options.flag("mamba_conv_bias", True),
         bias=options.flag("mamba_proj_bias", False),
@@ -251,7 +250,7 @@ def outer_options(
     vocabulary, tied, pad: the values for a config that lacks the option. has_padding: whether the models' own code gives the
     embedding of pad_token_id no gradient.
     """
-    deviation = options.number("initializer_range", 0.02)
+    deviation = options.number("initializer_range", 0.02, least=0)
     outer = dict(
         vocabulary=options.integer("vocab_size", vocabulary),
         tied=options.flag("tie_word_embeddings", tied),

@@ -57,12 +57,12 @@ def mamba2(config: ModelConfig, precision: Precision) -> CausalLM:
         return of_fla(config, precision)
     options = Options(config.values)
     sizes = sizes_of(options, heads=128, groups=8, hidden=4096, layers=64)
-    eps, limit = options.number("layer_norm_epsilon", 1e-5), limits(options, "time_step_limit")
+    eps, limit = options.number("layer_norm_epsilon", 1e-5, least=0), limits(options, "time_step_limit")
     mixer = dict(
         act=TRANSFORMERS[options.choice("hidden_act", "silu", TRANSFORMERS)],
         dt_limit=limit,
-        dt_range=(options.number("time_step_min", 0.001), options.number("time_step_max", 0.1)),
-        dt_floor=options.number("time_step_floor", 1e-4),
+        dt_range=(options.number("time_step_min", 0.001, above=0), options.number("time_step_max", 0.1, above=0)),
+        dt_floor=options.number("time_step_floor", 1e-4, above=0),
     )
     inside = options.take("intermediate_size", None)
     if inside not in (None, sizes["num_heads"] * sizes["head_width"]):
@@ -74,20 +74,18 @@ def mamba2(config: ModelConfig, precision: Precision) -> CausalLM:
 def of_fla(config: ModelConfig, precision: Precision) -> CausalLM:
     options = Options(config.values)
     sizes = sizes_of(options, heads=None, groups=1, hidden=2048, layers=48)
-    init = options.take("conv_init", None)
-    low, high = options.take("A_init_range", (1, 16))
     mixer = dict(
         act=FLA[options.choice("hidden_act", "silu", FLA)],
         dt_limit=limits(options, "dt_limit"),
-        dt_range=(options.number("dt_min", 0.001), options.number("dt_max", 0.1)),
-        dt_floor=options.number("dt_init_floor", 1e-4),
+        dt_range=(options.number("dt_min", 0.001, above=0), options.number("dt_max", 0.1, above=0)),
+        dt_floor=options.number("dt_init_floor", 1e-4, above=0),
         use_norm=options.flag("rmsnorm", True),
         norm_before_gate=options.flag("norm_before_gate", False),
         per_channel_skip=options.flag("D_has_hdim", False),
-        A_range=(float(low), float(high)),
-        conv_init=init,
+        A_range=options.pair("A_init_range", (1, 16), above=0),
+        conv_init=options.number("conv_init", None, optional=True, least=0),
     )
-    eps = options.number("norm_eps", 1e-5)
+    eps = options.number("norm_eps", 1e-5, least=0)
     options.ignore("rescale_prenorm_residual", "chunk_size")
     return assemble(options, config, precision, sizes, mixer, eps=eps, deviation=0.02, vocabulary=32000)
 
@@ -98,7 +96,7 @@ def sizes_of(options: Options, *, heads: int | None, groups: int, hidden: int, l
     heads, groups, hidden, layers: the values for a config that lacks the option. heads None stands for as many heads as fill
     the inner width. Raises ValueError unless num_heads * head_dim is hidden_size * expand.
     """
-    width, expand = options.integer("hidden_size", hidden), options.number("expand", 2)
+    width, expand = options.integer("hidden_size", hidden), options.number("expand", 2, above=0)
     head_width = options.integer("head_dim", 64)
     inside = int(expand * width)
     heads = options.integer("num_heads", inside // head_width if heads is None else heads, optional=True)
@@ -106,17 +104,26 @@ def sizes_of(options: Options, *, heads: int | None, groups: int, hidden: int, l
         raise ValueError(
             f"num_heads * head_dim in config.json must be hidden_size * expand={inside}, got {heads} * {head_width}"
         )
+    heads = inside // head_width
     return dict(
         width=width,
         layers=options.integer("num_hidden_layers", layers),
-        num_heads=inside // head_width,
+        num_heads=heads,
         head_width=head_width,
         state_width=options.integer("state_size", 128),
-        groups=options.integer("n_groups", groups),
+        groups=divisor(options, "n_groups", groups, "num_heads", heads),
         conv_size=options.integer("conv_kernel", 4),
         conv_bias=options.flag("use_conv_bias", True),
         bias=options.flag("use_bias", False),
     )
+
+
+def divisor(options: Options, key: str, default: int, by: str, whole: int) -> int:
+    """Return the value of `key`. Raises UnsupportedOption unless it divides `whole`, which the config calls `by`."""
+    value = options.integer(key, default)
+    if whole % value:
+        raise options.unsupported(key, f"it must divide {by}={whole}")
+    return value
 
 
 def limits(options: Options, key: str) -> tuple[float, float]:
@@ -124,8 +131,10 @@ def limits(options: Options, key: str) -> tuple[float, float]:
     value = options.take(key, (0.0, math.inf))
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError(f"{key} in config.json must be two numbers, got {value!r}")
-    low, high = value
-    return number(key, low), number(key, high)
+    low, high = number(key, value[0]), number(key, value[1])
+    if not low <= high:
+        raise ValueError(f"{key} in config.json must be two numbers in ascending order, got {value!r}")
+    return low, high
 
 
 def number(key: str, x: Any) -> float:
@@ -153,7 +162,7 @@ def assemble(
     width, layers = sizes.pop("width"), sizes.pop("layers")
     tied, in_fp32 = options.flag("tie_word_embeddings", False), options.flag("residual_in_fp32", True)
     vocabulary = options.integer("vocab_size", vocabulary)
-    deviation = options.number("initializer_range", deviation)
+    deviation = options.number("initializer_range", deviation, least=0)
     options.finish()
 
     def norm() -> RMSNorm:
@@ -208,28 +217,27 @@ def original(config: ModelConfig, precision: Precision) -> CausalLM:
             f"ssm_cfg.layer={ssm.get('layer')!r} in config.json is not supported: it must be 'Mamba2'"
         )
     inner.take("layer")
-    head_width, inside = inner.integer("headdim", 64), int(inner.number("expand", 2) * width)
+    head_width, inside = inner.integer("headdim", 64), int(inner.number("expand", 2, above=0) * width)
     whole = inner.integer("d_ssm", None, optional=True)
     if whole not in (None, inside):
         raise inner.unsupported("d_ssm", f"it must be expand * d_model={inside}, without a part that is an MLP")
-    low, high = inner.take("A_init_range", (1, 16))
     sizes = dict(width=width, layers=layers, num_heads=inside // head_width, head_width=head_width)
     sizes |= dict(
         state_width=inner.integer("d_state", 128),
-        groups=inner.integer("ngroups", 1),
+        groups=divisor(inner, "ngroups", 1, "d_ssm / headdim", inside // head_width),
         conv_size=inner.integer("d_conv", 4),
         conv_bias=inner.flag("conv_bias", True),
         bias=inner.flag("bias", False),
     )
     mixer = dict(
         dt_limit=limits(inner, "dt_limit"),
-        dt_range=(inner.number("dt_min", 0.001), inner.number("dt_max", 0.1)),
-        dt_floor=inner.number("dt_init_floor", 1e-4),
+        dt_range=(inner.number("dt_min", 0.001, above=0), inner.number("dt_max", 0.1, above=0)),
+        dt_floor=inner.number("dt_init_floor", 1e-4, above=0),
         use_norm=inner.flag("rmsnorm", True),
         norm_before_gate=inner.flag("norm_before_gate", False),
         per_channel_skip=inner.flag("D_has_hdim", False),
-        A_range=(float(low), float(high)),
-        conv_init=inner.take("conv_init", None),
+        A_range=inner.pair("A_init_range", (1, 16), above=0),
+        conv_init=inner.number("conv_init", None, optional=True, least=0),
     )
     inner.finish()
     shared = Options(dict(tie_word_embeddings=tied, residual_in_fp32=in_fp32, vocab_size=vocabulary))

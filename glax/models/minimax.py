@@ -120,7 +120,7 @@ def minimax(config: ModelConfig, precision: Precision) -> CausalLM:
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
     outer, init = outer_options(options, precision, 32000)
-    eps, act = options.number("rms_norm_eps", 1e-5), hidden_act(options)
+    eps, act = options.number("rms_norm_eps", 1e-5, least=0), hidden_act(options)
     usual = [SOFTMAX if (layer + 1) % 2 else LINEAR for layer in range(layers)]
     kinds = layer_kinds(options, ("attn_type_list", "layer_types"), layers, usual)
     options.ignore("router_jitter_noise", *TRAINING)
@@ -133,6 +133,8 @@ def minimax(config: ModelConfig, precision: Precision) -> CausalLM:
 
     by_kind, mlp_factors = {LINEAR: factors("linear_attn"), SOFTMAX: factors("full_attn")}, factors("mlp")
     experts = (options.integer("num_local_experts", 8), options.integer("num_experts_per_tok", 2))
+    if experts[1] > experts[0]:
+        raise options.unsupported("num_experts_per_tok", f"it must be at most num_local_experts={experts[0]}")
     inside = options.integer("intermediate_size", 14336)
     options.finish()
 

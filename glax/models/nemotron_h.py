@@ -25,6 +25,7 @@ from glax.models.hybrids import (
     softmax_attention,
     transposed_layouts,
 )
+from glax.models.mamba2 import divisor
 from glax.models.model import CausalLM, Precision
 from glax.models.names import Names, renamed
 from glax.nn import RMSNorm
@@ -160,17 +161,17 @@ def kinds_of(options: Options) -> list[str]:
 
 def mamba_arguments(options: Options, eps: float) -> dict[str, Any]:
     return dict(
-        num_heads=options.integer("mamba_num_heads", 128),
+        num_heads=(heads := options.integer("mamba_num_heads", 128)),
         head_width=options.integer("mamba_head_dim", 64),
         state_width=options.integer("ssm_state_size", 128),
-        groups=options.integer("n_groups", 8),
+        groups=divisor(options, "n_groups", 8, "mamba_num_heads", heads),
         conv_size=options.integer("conv_kernel", 4),
         conv_bias=options.flag("use_conv_bias", True),
         bias=options.flag("use_bias", False),
         act=hidden_act(options, "mamba_hidden_act"),
-        dt_limit=(least := options.number("time_step_min", 0.001), math.inf),
-        dt_range=(least, options.number("time_step_max", 0.1)),
-        dt_floor=options.number("time_step_floor", 1e-4),
+        dt_limit=(least := options.number("time_step_min", 0.001, above=0), math.inf),
+        dt_range=(least, options.number("time_step_max", 0.1, above=0)),
+        dt_floor=options.number("time_step_floor", 1e-4, above=0),
         norm_eps=eps,
     )
 
@@ -209,7 +210,7 @@ def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
     width, kinds = options.integer("hidden_size", 4096), kinds_of(options)
     outer, init = outer_options(options, precision, 131072, has_padding=False)
     outer["tied"] = False  # whatever tie_word_embeddings says: the model's own code ties nothing
-    eps = options.number("layer_norm_epsilon", 1e-5)
+    eps = options.number("layer_norm_epsilon", 1e-5, least=0)
     if options.take("num_nextn_predict_layers", 0):
         raise options.unsupported("num_nextn_predict_layers", "layers that predict further tokens are not supported")
     options.ignore(*IGNORED, *TRAINING)

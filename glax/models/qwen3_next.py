@@ -192,7 +192,7 @@ def qwen3_next(config: ModelConfig, precision: Precision) -> CausalLM:
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 2048), options.integer("num_hidden_layers", 48)
     outer, init = outer_options(options, precision, 151936)
-    eps, act = options.number("rms_norm_eps", 1e-6), hidden_act(options)
+    eps, act = options.number("rms_norm_eps", 1e-6, least=0), hidden_act(options)
     every = options.integer("full_attention_interval", 4)
     usual = [LINEAR if (layer + 1) % every else SOFTMAX for layer in range(layers)]
     kinds, is_sparse = layer_kinds(options, ("layer_types",), layers, usual), sparse_layers(options, layers)

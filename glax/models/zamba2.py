@@ -21,6 +21,7 @@ from glax.models.hybrids import (
     outer_options,
     rotation,
 )
+from glax.models.mamba2 import divisor
 from glax.models.model import CausalLM, Precision
 from glax.models.names import Names, renamed
 from glax.nn import Attention, Mamba2, RMSNorm
@@ -200,23 +201,21 @@ def attention_arguments(options: Options, width: int) -> dict[str, Any]:
 
 
 def mamba_arguments(options: Options, width: int) -> dict[str, Any]:
-    inside = exact_width("mamba_expand", width, options.number("mamba_expand", 2))
+    inside = exact_width("mamba_expand", width, options.number("mamba_expand", 2, above=0))
     heads = options.integer("n_mamba_heads", 8)
     if inside % heads:
         raise options.unsupported("n_mamba_heads", f"it must divide mamba_expand * hidden_size={inside}")
     check_derived(options, dict(mamba_headdim=inside // heads))
-    least, groups = options.number("time_step_min", 0.001), options.integer("mamba_ngroups", 1)
-    if heads % groups:
-        raise options.unsupported("mamba_ngroups", f"it must divide n_mamba_heads={heads}")
+    least = options.number("time_step_min", 0.001, above=0)
     return dict(
         num_heads=heads,
         head_width=inside // heads,
         state_width=options.integer("mamba_d_state", 64),
-        groups=groups,
+        groups=divisor(options, "mamba_ngroups", 1, "n_mamba_heads", heads),
         conv_size=options.integer("mamba_d_conv", 4),
         dt_limit=(least, math.inf),
-        dt_range=(least, options.number("time_step_max", 0.1)),
-        dt_floor=options.number("time_step_floor", 1e-4),
+        dt_range=(least, options.number("time_step_max", 0.1, above=0)),
+        dt_floor=options.number("time_step_floor", 1e-4, above=0),
     )
 
 
@@ -235,7 +234,7 @@ def zamba2(config: ModelConfig, precision: Precision) -> CausalLM:
     options = Options(config.values)
     width, layers = options.integer("hidden_size", 2560), options.integer("num_hidden_layers", 54)
     outer, init = outer_options(options, precision, 32000, tied=True, pad=0)
-    eps, act = options.number("rms_norm_eps", 1e-5), hidden_act(options, default="gelu")
+    eps, act = options.number("rms_norm_eps", 1e-5, least=0), hidden_act(options, default="gelu")
     bias, kinds = options.flag("add_bias_linear", False), kinds_of(options, layers)
     options.ignore(*IGNORED, *TRAINING)
     attention, arguments = attention_arguments(options, width), mamba_arguments(options, width) | dict(bias=bias)
