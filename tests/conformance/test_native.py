@@ -304,3 +304,17 @@ def test_without_a_library_xla_runs(monkeypatch, tmp_path):
         np.testing.assert_allclose(call(q), jnp.cumsum(jnp.full((1, 64, 2, 24), 24**0.5), 1), rtol=1e-5)
     finally:
         load_library.cache_clear()
+
+
+def test_a_library_that_sums_no_heads_leaves_gradients_of_shared_heads_to_xla(monkeypatch):
+    built_earlier = object()  # without glax_interface
+    monkeypatch.setattr(library, "load_library", lambda: built_earlier)
+    shared, alone = jnp.ones((1, 16, 2, 8)), jnp.ones((1, 16, 4, 8))
+
+    def gradient_kernel(q):
+        return glax.explain(jax.grad(lambda q: glax.recurrent(q, alone, alone).output.sum()), q)[1]
+
+    assert gradient_kernel(alone).kernel == "recurrent.vjp/cpp/cpu"
+    explained = gradient_kernel(shared)
+    assert explained.kernel.endswith("/xla/any")
+    assert "summed gradients of shared heads: install glax again" in explained.refused["recurrent.vjp/cpp/cpu"]

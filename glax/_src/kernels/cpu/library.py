@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from glax._src.kernels.common.library import REMEDY, load_built
+from glax._src.kernels.common.library import load_built
 
 FOLDER = Path(__file__).parent
 INSTRUCTIONS = ("avx512", "avx2", "baseline")
@@ -28,10 +28,11 @@ def register(library: ctypes.CDLL):
 
 
 def lacks_sums_of_heads() -> str | None:
-    """Return why the library cannot sum gradients over heads that share a row, or None. Builds before glax_interface 2 cannot."""
+    """Return why the loaded library cannot sum gradients over heads that share a row, or None. Builds before glax_interface 2
+    cannot."""
     if hasattr(load_library(), "glax_interface"):
         return None
-    return f"its library was built by an earlier version of glax, which sums over no heads: {REMEDY}"
+    return "its library was built before it summed gradients of shared heads: install glax again"
 
 
 def takes_segments() -> bool:

@@ -12,7 +12,7 @@ from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
 from glax._src.core.registry import Backend, Config, Platform, check_field, kernel_registry
 from glax._src.kernels.common.foreign import NONE, call
 from glax._src.kernels.cpu import delta
-from glax._src.kernels.cpu.library import delta_missing, missing, takes_segments
+from glax._src.kernels.cpu.library import delta_missing, lacks_sums_of_heads, missing, takes_segments
 from glax._src.kernels.cpu.operands import STORED, operands_of
 
 MAX_BLOCK = 4096  # tokens: 9 MB of scratch in each thread at K = V = 128
@@ -52,6 +52,12 @@ def supports(r: Recurrence) -> str | None:
     if r.erasure is not None and r.decay.value is not None:
         return "erases with gates on keys and heads alone, not with per-value gates"
     return takes(r)
+
+
+def gradient_supports(r: Recurrence) -> str | None:
+    """Return why the gradient cannot run r, or None. It sums over heads that share a query, key or value."""
+    shares = r.erasure is None and min(x.shape[2] for x in (r.q, r.k, r.v)) < r.num_heads
+    return supports(r) or (lacks_sums_of_heads() if shares else None)
 
 
 def priority(r: Recurrence) -> int:
@@ -99,7 +105,7 @@ def marks_of(r: Recurrence) -> list[Array]:
     Platform.CPP,
     Backend.CPU,
     config=NativeConfig,
-    supports=supports,
+    supports=gradient_supports,
     priority=priority,
     erases=True,
     takes_segments=lambda r: r.erasure is None and takes_segments(),
