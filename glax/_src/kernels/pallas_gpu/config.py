@@ -36,8 +36,11 @@ def supports(r: Recurrence) -> str | None:
         return f"takes gates of heads and of keys, got gates of values: {XLA}"
     if (reason := too_wide(r, WIDEST_KEY, WIDEST_VALUE)) is not None:
         return reason
-    if varying_axes(r.q):  # loops in a kernel would mix them with what does not vary
-        return "arrays that vary over a mesh axis (inside shard_map with check_vma) are not taken by Mosaic GPU kernels"
+    if axes := varying_axes(r.q):  # loops in a kernel would mix them with what does not vary
+        named = ", ".join(sorted(axes))
+        return (
+            f"takes arrays that do not vary over a mesh axis, got {named}: pass check_vma=False to shard_map, or {XLA}"
+        )
     if r.erasure is not None and (reason := delta_supports(r)) is not None:
         return reason
     return empty(r) or installation()
@@ -48,7 +51,7 @@ def delta_supports(r: Recurrence) -> str | None:
     if r.erasing.beta is None:
         return f"takes the delta rule with beta, got erase and write: {XLA}"
     if r.decay.form == "key":
-        return "per-key gates with beta are not supported"
+        return f"takes beta with per-head, constant or no gates, got per-key gates: {XLA}"
     return too_wide(r, WIDEST, WIDEST, "heads that erase")
 
 
@@ -127,9 +130,10 @@ def in_one_row(r: Recurrence) -> bool:
 def stores_states(r: Recurrence) -> str | None:
     """Return why the kernels do not store the states behind every r.states_every tokens; None if they do."""
     if r.boundaries is not None or r.erasure is not None:
-        return "does not store states behind every n tokens of packed sequences, or of the delta rule"
+        got = "beta" if r.erasure is not None else "cu_seqlens"
+        return f"stores states behind every n tokens of unpacked sequences without beta, got {got}: leave out platform"
     if r.reverse and r.q.shape[1] % C:
-        return f"with reverse, states behind every n tokens need a T that {C} divides, got {r.q.shape[1]}"
+        return f"takes reverse with states_every for a T that {C} divides, got T={r.q.shape[1]}: pad T, or leave out platform"
     return None
 
 
