@@ -99,19 +99,19 @@ def sizes_of(options: Options, *, heads: int | None, groups: int, hidden: int, l
     width, expand = options.integer("hidden_size", hidden), options.number("expand", 2, above=0)
     head_width = options.integer("head_dim", 64)
     inside = int(expand * width)
-    heads = options.integer("num_heads", inside // head_width if heads is None else heads, optional=True)
-    if (heads is not None and heads * head_width != inside) or inside % head_width:
+    found = inside // head_width
+    given = options.integer("num_heads", found if heads is None else heads, optional=True)
+    if given not in (None, found) or inside % head_width:
         raise ValueError(
-            f"num_heads * head_dim in config.json must be hidden_size * expand={inside}, got {heads} * {head_width}"
+            f"num_heads * head_dim in config.json must be hidden_size * expand={inside}, got {given} * {head_width}"
         )
-    heads = inside // head_width
     return dict(
         width=width,
         layers=options.integer("num_hidden_layers", layers),
-        num_heads=heads,
+        num_heads=found,
         head_width=head_width,
         state_width=options.integer("state_size", 128),
-        groups=divisor(options, "n_groups", groups, "num_heads", heads),
+        groups=divisor(options, "n_groups", groups, "num_heads", found),
         conv_size=options.integer("conv_kernel", 4),
         conv_bias=options.flag("use_conv_bias", True),
         bias=options.flag("use_bias", False),
