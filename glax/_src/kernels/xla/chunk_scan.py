@@ -11,20 +11,15 @@ import dataclasses
 from typing import Self
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, varying_like
 from glax._src.core.registry import Backend, Config, Platform, check_field, kernel_registry
-from glax._src.kernels.common.chunks import pad_to_chunk, trim_rows
 from glax._src.kernels.xla import chunk_math, chunk_parallel, delta_chunk
 from glax._src.kernels.xla.chunk_scan_vjp import vjp_by_scan
 from glax._src.kernels.xla.chunk_window import (
     ChunkWindow,
-    initial_state_of,
-    log_through,
-    scan_chunks,
-    select_form,
+    scan_outputs,
     start,
 )
 from glax._src.kernels.xla.recurrent import recurrent, stays_in_cache
@@ -105,31 +100,13 @@ def scan_config(r: Recurrence, config: ChunkedConfig) -> ChunkedConfig:
 
 def forward_by_scan(r: Recurrence, config: ChunkedConfig, save_states: bool) -> tuple[Outputs, Array | None]:
     """Compute `solve` by a scan over chunks, without `is_blank`."""
-    T, (chunks, g) = r.q.shape[1], start(r, config.chunk)
-    r = pad_to_chunk(r, chunks.size)
-    first = r.start_state
 
-    def body(w: ChunkWindow, i, carry):
-        state, states, output, residuals = carry
+    def evaluate(r: Recurrence, w: ChunkWindow, g, key, value, masks, S):
+        q, k, v = w.read_all(r.q, r.k, r.v)
+        q *= w.scale
+        return chunk_math.added(k, v, key, value), chunk_math.forward(S, q, k, v, key, value, masks)
 
-        def evaluate(key, value, masks, S):
-            q, k, v = w.read_all(r.q, r.k, r.v)
-            q *= w.scale
-            return chunk_math.added(k, v, key, value), chunk_math.forward(S, q, k, v, key, value, masks)
-
-        state, gates = w.carry_or_start(state, first), w.gates()
-        added, o = select_form(g, r.decay, gates, True, evaluate, state.high)
-        residuals = residuals if residuals is None else lax.dynamic_update_index_in_dim(residuals, state.high, i, 1)
-        state = state.advance(chunk_math.state_decay(*log_through(gates)), added)
-        return state, w.write_state(states, state.high), w.write(output, o), residuals
-
-    output = jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)
-    B, (H, K, V) = r.q.shape[0], r.state_shape[1:]
-    residuals = jnp.zeros((B, chunks.first.shape[0], H, K, V), r.dtype) if save_states else None
-    _, final, output, residuals = scan_chunks(
-        r, chunks, body, (initial_state_of(first, B), first, output, residuals), backwards=False
-    )
-    return Outputs(trim_rows(output, T), final), residuals
+    return scan_outputs(r, config.chunk, save_states, evaluate)
 
 
 def count_determines_size(r: Recurrence, size: int) -> bool:

@@ -2,9 +2,10 @@
 
 The arrays stay as they are, [B, T, heads, D]. A chunk is a window of C consecutive rows with a mask, so packing, `reverse`, and
 a T that C does not divide move no row. `scan_chunks` runs a function over the chunks, and `select_form` evaluates a function
-in the fast or the exact form of `chunk_math`.
+in the fast or the exact form of `chunk_math`. `scan_outputs` computes the outputs of a recurrence with both.
 """
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -13,9 +14,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from glax._src.core.decay import Decay
-from glax._src.core.recurrence import Recurrence, is_symbol, spread_heads, sum_heads, varying_like
+from glax._src.core.recurrence import Outputs, Recurrence, is_symbol, spread_heads, sum_heads, varying_like
 from glax._src.core.registry import Backend
-from glax._src.kernels.common.chunks import Chunks, chunks_of
+from glax._src.kernels.common.chunks import Chunks, chunks_of, pad_to_chunk, trim_rows
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.xla import chunk_math
 
@@ -172,3 +173,36 @@ def initial_state_of(states: Float[Array, "N *rest"], B: int) -> chunk_math.Stat
     """Return the state that a scan starts from. With several packed sequences it is 0: each one's first chunk reads its own."""
     same = states.shape[0] == B
     return chunk_math.State.of(states if same else jnp.zeros((B, *states.shape[1:]), states.dtype))
+
+
+def scan_outputs(
+    r: Recurrence, size: int, save_states: bool, evaluate: Callable[..., tuple[Array, Array]]
+) -> tuple[Outputs, Array | None]:
+    """Compute the outputs and final states by a scan over chunks of `size` tokens, and the states before the chunks, [B, chunks,
+    H, K, V], if `save_states`.
+
+    evaluate: (r padded to a chunk, window, geometry, key factors, value factors, masks, state before the chunk [B, H, K, V]) ->
+    (the terms of the chunk's tokens in the state behind it, [B, H, K, V]; the chunk's outputs, [B, H, C, V]).
+    """
+    T, (chunks, g) = r.q.shape[1], start(r, size)
+    r = pad_to_chunk(r, chunks.size)
+    first = r.start_state
+
+    def body(w: ChunkWindow, i, carry):
+        state, states, output, residuals = carry
+
+        def evaluate_form(key, value, masks, S):
+            return evaluate(r, w, g, key, value, masks, S)
+
+        state, gates = w.carry_or_start(state, first), w.gates()
+        added, o = select_form(g, r.decay, gates, True, evaluate_form, state.high)
+        residuals = residuals if residuals is None else lax.dynamic_update_index_in_dim(residuals, state.high, i, 1)
+        state = state.advance(chunk_math.state_decay(*log_through(gates)), added)
+        return state, w.write_state(states, state.high), w.write(output, o), residuals
+
+    output = jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)
+    B, (H, K, V) = r.q.shape[0], r.state_shape[1:]
+    residuals = jnp.zeros((B, chunks.first.shape[0], H, K, V), r.dtype) if save_states else None
+    carry = initial_state_of(first, B), first, output, residuals
+    _, final, output, residuals = scan_chunks(r, chunks, body, carry, backwards=False)
+    return Outputs(trim_rows(output, T), final), residuals

@@ -44,6 +44,7 @@ from glax._src.kernels.xla.chunk_window import (
     initial_state_of,
     log_through,
     scan_chunks,
+    scan_outputs,
     select_form,
     start,
 )
@@ -95,34 +96,16 @@ def written(S, k, v, e, w, key: Factors, g: chunk_math.Geometry, masks) -> tuple
 
 def forward_by_scan(r: Recurrence, size: int, save_states: bool) -> tuple[Outputs, Array | None]:
     """Compute the outputs, and the states before each chunk, [B, chunks, H, K, V], if `save_states`."""
-    T, (chunks, g) = r.q.shape[1], start(r, size)
-    r = pad_to_chunk(r, chunks.size)
-    first = r.start_state
 
-    def body(w: ChunkWindow, i, carry):
-        state, states, output, residuals = carry
+    def evaluate(r: Recurrence, w: ChunkWindow, g, key, _, masks, S):
+        q, k, v = w.read_all(r.q, r.k, r.v)
+        q *= w.scale
+        e, write = read_erasure(w, r.erasing).vectors(k)
+        _, U = written(S, k, v, e, write, key, g, masks)
+        o = matmul(times(q, key.inward), S) + matmul(scores(q, k, key, masks), U)
+        return chunk_math.added(k, U, key, Factors()), o
 
-        def evaluate(key, _, masks, S):
-            q, k, v = w.read_all(r.q, r.k, r.v)
-            q *= w.scale
-            e, write = read_erasure(w, r.erasing).vectors(k)
-            _, U = written(S, k, v, e, write, key, g, masks)
-            o = matmul(times(q, key.inward), S) + matmul(scores(q, k, key, masks), U)
-            return chunk_math.added(k, U, key, Factors()), o
-
-        state, gates = w.carry_or_start(state, first), w.gates()
-        added, o = select_form(g, r.decay, gates, True, evaluate, state.high)
-        residuals = residuals if residuals is None else lax.dynamic_update_index_in_dim(residuals, state.high, i, 1)
-        state = state.advance(chunk_math.state_decay(*log_through(gates)), added)
-        return [state, w.write_state(states, state.high), w.write(output, o), residuals]
-
-    output = jnp.zeros((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype)
-    B, (H, K, V) = r.q.shape[0], r.state_shape[1:]
-    residuals = jnp.zeros((B, chunks.first.shape[0], H, K, V), r.dtype) if save_states else None
-    _, final, output, residuals = scan_chunks(
-        r, chunks, body, [initial_state_of(first, B), first, output, residuals], backwards=False
-    )
-    return Outputs(trim_rows(output, T), final), residuals
+    return scan_outputs(r, size, save_states, evaluate)
 
 
 def states_before(r: Recurrence, size: int) -> Float[Array, "B chunks H K V"]:
