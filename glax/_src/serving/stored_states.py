@@ -8,9 +8,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
-from glax._src.core.bind import is_array
+from glax._src.core.bind import DTYPES, is_array
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 DROPPED = {"bfloat16": 16, "float16": 13}  # bits of a float32 mantissa that the dtype does not have
 
 

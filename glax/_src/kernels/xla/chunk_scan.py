@@ -27,7 +27,7 @@ from glax._src.kernels.xla.recurrent import recurrent, stays_in_cache
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedConfig(Config):
-    """chunk: the number of tokens per chunk, from 1 to 4096.
+    """Configure XLA's kernels over chunks. chunk: the number of tokens per chunk, from 1 to 4096.
 
     The operations grow with it, and the memory of a chunk's pairs with its square. The numbers of steps and of stored states
     shrink with it.
