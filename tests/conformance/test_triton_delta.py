@@ -16,11 +16,13 @@ from tests import triton_interpreter
 
 triton_interpreter.install()
 
+from glax._src.core.decay import Decay  # noqa: E402
 from glax._src.core.registry import kernel_registry  # noqa: E402
 from glax._src.kernels import load_kernels  # noqa: E402
+from glax._src.kernels.common.limits import FAST_LIMIT  # noqa: E402
 from glax._src.kernels.triton import GradientConfig, TokenConfig, TritonChunkedConfig, support  # noqa: E402
 from glax._src.kernels.triton.chunked import segments_and_chunks  # noqa: E402
-from glax._src.kernels.triton.delta_chunked import chunk_pairs  # noqa: E402
+from glax._src.kernels.triton.delta_chunked import chunk_pairs, scanned  # noqa: E402
 from glax.testing.reference import reference, reference_gradient  # noqa: E402
 from tests.close import assert_close, assert_gradients_close, assert_outputs_close  # noqa: E402
 from tests.delta_cases import DRAWS, ERASURES, FEW, PACKED, DeltaCase, Draw, all_cases  # noqa: E402
@@ -92,6 +94,19 @@ def test_gradient(case):
         assert_gradients_close(r, run(r, *d), reference_gradient(r, *d))
 
     at_each_draw(case, check)
+
+
+@pytest.mark.parametrize("gate,in_range", [(-1.87, True), (-1.88, False)])
+def test_key_gates_just_inside_and_outside_of_the_limit(gate, in_range):
+    """32 gates of -1.875 reach FAST_LIMIT. The fast form covers the chunks below it, and the exact form the others."""
+    case = DeltaCase("", ("gk",), T=128, K=16, V=16, heads=(1, 1, 1))
+    r = case.recurrence(Draw("mild", "to 2"))
+    r = r.replace(decay=Decay(key=jnp.full_like(r.decay.key, gate)))
+    _, chunks = segments_and_chunks(r, TritonChunkedConfig(64, 16))
+    assert bool((scanned(r, chunks, 64).max_abs_cumsum <= FAST_LIMIT).all()) is in_range
+    assert_outputs_close(r, chunked(r, config=TritonChunkedConfig(64, 16)), reference(r))
+    d = case.cotangents(r)
+    assert_gradients_close(r, chunked_vjp(r, *d, config=GradientConfig(64, 16, block=16)), reference_gradient(r, *d))
 
 
 @pytest.mark.parametrize("case", TOKENS, ids=str)

@@ -64,8 +64,8 @@ class Operands(NamedTuple):
     max_abs_cumsum: Array
 
 
-def chunk_operands(r: Recurrence, chunks: Segments, chunk: int, q: Array | None = None, dtype=None) -> Operands:
-    """Compute the operands of each chunk. q: what is scored against the keys, None for r.q. dtype: of the scores, None for r.q's.
+def chunk_operands(r: Recurrence, chunks: Segments, chunk: int) -> Operands:
+    """Compute the operands of each chunk.
 
     For key gates, these are the results of `scale_operands` and `exact_scores`. For head gates, gates are their cumulative
     sums within each chunk.
@@ -79,20 +79,20 @@ def chunk_operands(r: Recurrence, chunks: Segments, chunk: int, q: Array | None 
         (gates,) = launch(state_kernels.head_gate_cumsums, chunks.count, (gates, chunks.table), output, **options)
     if form != "key":
         return Operands(r.q, r.k, gates, r.scale, r.scale)
-    M, q = chunks.count, r.q if q is None else q
-    shape = dict(H=H, HQ=q.shape[2], HK=r.k.shape[2], K=K, C=chunk, **sign, **arithmetic(r), warps=4)
-    wide, scores = ((B, T, H, K), r.q.dtype), ((M, H, chunk, chunk), dtype or r.q.dtype)
+    M = chunks.count
+    shape = dict(H=H, HQ=r.q.shape[2], HK=r.k.shape[2], K=K, C=chunk, **sign, **arithmetic(r), warps=4)
+    wide, scores = ((B, T, H, K), r.q.dtype), ((M, H, chunk, chunk), r.q.dtype)
     q_scaled, k_scaled, scores, last, max_abs_cumsum = launch(
         score_kernels.scale_operands,
         H * M,
-        (q, r.k, gates, chunks.table),
+        (r.q, r.k, gates, chunks.table),
         [wide, wide, scores, ((M, H, 2, K), jnp.float32), ((M, H), jnp.float32)],
         **shape, BK=min(SCALE_BLOCK, width(K)), stages=SCALE_STAGES,
     )  # fmt: skip
     (scores,) = launch(
         score_kernels.exact_scores_passed_scores if ALIASES_ARE_PASSED else score_kernels.exact_scores,
         -(-H * M // PAIRS_PER_PROGRAM),
-        (q, r.k, gates, chunks.table, max_abs_cumsum, jnp.full(1, H * M, jnp.int32), scores),
+        (r.q, r.k, gates, chunks.table, max_abs_cumsum, jnp.full(1, H * M, jnp.int32), scores),
         [(scores.shape, scores.dtype)],
         in_place={6: 0},
         **shape, BK=min(32, width(K)), PAIRS=PAIRS_PER_PROGRAM, stages=1,
@@ -324,22 +324,18 @@ def chunk_gradients(
     operands: Operands,
     before,
     behind,
-    dtype=None,
 ):
-    """Compute dq, dk, dv, the gates' gradient and the scale's [chunks, H] from the states at both ends of every chunk.
-
-    dtype: of dq, dk, dv and the gates' gradient; None for the dtypes of their arrays, and float32 where heads share an array.
-    """
+    """Compute dq, dk, dv, the gates' gradient and the scale's [chunks, H] from the states at both ends of every chunk."""
     (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
     (gates, form), C = gates_of(r), config.chunk
     group = heads_of_a_program(r, chunks.count)
     summed = [math.gcd(group, H // x.shape[2]) for x in (r.q, r.k, r.v)]
 
     def like(x, count):  # gradients that heads share are summed in float32
-        return (B, T, H // count, x.shape[3]), dtype or (x.dtype if x.shape[2] == H else jnp.float32)
+        return (B, T, H // count, x.shape[3]), x.dtype if x.shape[2] == H else jnp.float32
 
     per_chunk = ((chunks.count, H), jnp.float32)
-    d_gates = {"key": ((B, T, H, K), dtype or gates.dtype), "head": ((B, T, H), gates.dtype)}
+    d_gates = {"key": ((B, T, H, K), gates.dtype), "head": ((B, T, H), gates.dtype)}
     shape = dict(**sizes(r), **heads(r), C=C, BV=width(V), SIGN=-1 if r.reverse else 1, **arithmetic(r))
     dq, dk, dv, dg, d_scale = launch(
         gradient,

@@ -7,14 +7,13 @@ from jaxtyping import Array
 
 from glax._src.core.decay import Decay
 from glax._src.core.erasure import Erasure
-from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence, spread_heads
+from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
 from glax._src.kernels.triton import state_kernels
 from glax._src.kernels.triton.chunked import (
-    Operands,
+    EXACT_WARPS,
+    PAIRS_PER_PROGRAM,
     arithmetic,
     by_sequence,
-    chunk_gradients,
-    chunk_operands,
     gates_of,
     heads,
     segments_and_chunks,
@@ -23,12 +22,24 @@ from glax._src.kernels.triton.chunked import (
 )
 from glax._src.kernels.triton.compile_ahead import compile_in_parallel
 from glax._src.kernels.triton.config import GradientConfig, TritonChunkedConfig, width
+from glax._src.kernels.triton.delta_key_kernels import (
+    delta_key_pairs,
+    exact_delta_key_pairs,
+    exact_delta_key_pairs_passed_outputs,
+)
+from glax._src.kernels.triton.delta_key_vjp_exact_kernels import (
+    exact_delta_key_gradient,
+    exact_delta_key_gradient_passed_outputs,
+)
+from glax._src.kernels.triton.delta_key_vjp_kernels import delta_key_gradient
 from glax._src.kernels.triton.delta_scan_kernels import delta_outputs
-from glax._src.kernels.triton.delta_score_kernels import delta_inverses, delta_scores
+from glax._src.kernels.triton.delta_score_kernels import delta_scores
 from glax._src.kernels.triton.delta_state_kernels import delta_states
 from glax._src.kernels.triton.delta_vjp_kernels import delta_gradient
-from glax._src.kernels.triton.launch import launch
+from glax._src.kernels.triton.launch import ALIASES_ARE_PASSED, launch
 from glax._src.kernels.triton.segments import Segments
+
+KEY_BLOCK = 32  # channels of an iteration of `delta_key_pairs`
 
 
 class Pairs(NamedTuple):
@@ -81,7 +92,7 @@ def gate_of(r: Recurrence) -> str:
 class Scanned(NamedTuple):
     """What the scans read beside v: q, k, k_read and last of `delta_outputs`, and the pairs.
 
-    queries, keys: with key gates, the operands of the scores of q and of k with the keys.
+    max_abs_cumsum: the largest sums of key gates of each chunk and head; with other gates, an array that is not read.
     """
 
     q: Array
@@ -89,37 +100,42 @@ class Scanned(NamedTuple):
     k_read: Array
     last: Array
     pairs: Pairs
-    queries: Operands | None = None
-    keys: Operands | None = None
+    max_abs_cumsum: Array
 
 
 def scanned(r: Recurrence, chunks: Segments, chunk: int) -> Scanned:
-    """Compute what the scan reads.
-
-    With key gates, the products of keys take the place of the scores in a second call of `chunk_operands`, in float32 because
-    an inverse is formed from them.
-    """
+    """Compute what the scan reads."""
     if r.decay.form != "key":
-        return Scanned(r.q, r.k, r.scale, r.scale, chunk_pairs(r, chunks, chunk))
-    H, stored = r.num_heads, jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
-    queries = chunk_operands(r, chunks, chunk, dtype=stored)
-    keys = chunk_operands(r, chunks, chunk, r.k, jnp.float32)
-    inverse, factors = launch(
-        delta_inverses,
-        H * chunks.count,
-        (keys.scores, r.erasing.beta, chunks.table),
-        [((chunks.count, H, chunk, chunk), stored), ((chunks.count, H, 3, chunk), jnp.float32)],
-        H=H, C=chunk, SIGN=-1 if r.reverse else 1, warps=4, stages=1,
+        return Scanned(r.q, r.k, r.scale, r.scale, chunk_pairs(r, chunks, chunk), r.scale)
+    (B, T), (_, H, K, _), M = r.q.shape[:2], r.state_shape, chunks.count
+    assert r.decay.key is not None and r.erasing.beta is not None  # the other forms are refused
+    stored = jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
+    wide, pairs, f32 = ((B, T, H, K), r.q.dtype), ((M, H, chunk, chunk), stored), jnp.float32
+    operands = r.q, r.k, r.erasing.beta, r.decay.key, chunks.table
+    shape = dict(H=H, HQ=r.q.shape[2], HK=r.k.shape[2], K=K, C=chunk, SIGN=-1 if r.reverse else 1, **arithmetic(r))
+    *found, last, max_abs_cumsum = launch(
+        delta_key_pairs,
+        H * M,
+        operands,
+        [wide, wide, wide, pairs, pairs, ((M, H, 3, chunk), f32), ((M, H, 2, K), f32), ((M, H), f32)],
+        **shape, BK=min(KEY_BLOCK, width(K)), warps=4, stages=2,
     )  # fmt: skip
-    pairs = Pairs(inverse, queries.scores, factors, r.scale)
-    return Scanned(queries.q, queries.k, keys.q, queries.gates, pairs, queries, keys)
+    q_read, k_read, k_written, inverse, scores, factors = launch(
+        exact_delta_key_pairs_passed_outputs if ALIASES_ARE_PASSED else exact_delta_key_pairs,
+        -(-H * M // PAIRS_PER_PROGRAM),
+        (*operands, max_abs_cumsum, jnp.full(1, H * M, jnp.int32), *found),
+        [(x.shape, x.dtype) for x in found],
+        in_place={7 + i: i for i in range(6)},
+        **shape, BK=16, PAIRS=PAIRS_PER_PROGRAM, warps=EXACT_WARPS, stages=1,
+    )  # fmt: skip
+    return Scanned(q_read, k_written, k_read, last, Pairs(inverse, scores, factors, r.scale), max_abs_cumsum)
 
 
 @compile_in_parallel
 def delta_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
     """Compute the outputs and final states of a recurrence with an erasure, in one scan of every sequence."""
     segments, chunks = segments_and_chunks(r, config)
-    q, k, k_read, last, pairs, *_ = scanned(r, chunks, config.chunk)
+    q, k, k_read, last, pairs, _ = scanned(r, chunks, config.chunk)
     start, kind = start_of_sequences(r)
     (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
     columns = min(config.columns, width(V))
@@ -138,13 +154,16 @@ def delta_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
 class Ends(NamedTuple):
     """What `delta_states` stores: S and dL/dS at the ends of every chunk, U and Y of its tokens, and dL/dS before sequences.
 
-    Y is float32, because the gradient of beta is a sum of its products that cancel.
+    The gradient of beta is a sum of products of U and Y that cancel. With head gates Y is float32. With key gates the rounding
+    errors of U and Y in bfloat16 are stored too; in float32, and with head gates, U_low and Y_low are not read.
     """
 
     S: Array
     U: Array
+    U_low: Array
     dS: Array
     Y: Array
+    Y_low: Array
     d_initial: Array
 
 
@@ -152,16 +171,17 @@ def chunk_ends(r: Recurrence, d_output, d_final, config: GradientConfig, segment
     start, kind = start_of_sequences(r)
     (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
     stored = jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
-    gate = gate_of(r)
-    states, rows = (chunks.count, H, *((K, V) if gate == "key" else (V, K))), (B, T, H, V)
+    states, rows, f32 = (chunks.count, H, V, K), (B, T, H, V), jnp.float32
+    rounded = r.decay.form == "key" and stored != f32
+    low = rows if rounded else (1,), stored
     columns = min(config.block, width(V))
     results = launch(
         delta_states,
         2 * -(-V // columns) * H * segments.count,
         (scan.q, scan.k, r.v, scan.k_read, scan.last, d_output, *scan.pairs[:3], r.scale, start, d_final, segments.table),
-        [(states, stored), (rows, stored), (states, stored), (rows, jnp.float32), (r.state_shape, jnp.float32)],
+        [(states, stored), (rows, stored), low, (states, stored), (rows, stored if rounded else f32), low, (r.state_shape, f32)],
         **sizes(r), HQ=scan.q.shape[2], HK=scan.k.shape[2], HV=r.v.shape[2], C=config.chunk, BK=width(K), BV=columns,
-        GATE=gate, SIGN=-1 if r.reverse else 1, START=kind != 0, **arithmetic(r), warps=4, stages=2,
+        GATE=gate_of(r), SIGN=-1 if r.reverse else 1, START=kind != 0, **arithmetic(r), warps=4, stages=2,
     )  # fmt: skip
     return Ends(*results)
 
@@ -180,43 +200,43 @@ def delta_chunked_vjp(r: Recurrence, d_output, d_final, config: GradientConfig) 
     return head_gate_gradients(r, d_output, config, chunks, scan.pairs, ends)
 
 
-def key_gate_gradients(r: Recurrence, d_output, config: GradientConfig, chunks: Segments, scan: Scanned, ends: Ends):
-    """Assemble the gradient with key gates from two gradients without an erasure, both with U in the place of v.
+def like(r: Recurrence, x) -> tuple:
+    """Return the shape and dtype of the gradient of x, q, k or v, of every head. What heads share is summed in float32."""
+    B, T, shared, width = x.shape
+    return (B, T, r.num_heads, width), x.dtype if shared == r.num_heads else jnp.float32
 
-    The first has the queries and the gradient of the outputs. The second has e = beta k in the place of the queries and -Y in the
-    place of d_output, reads S and leaves dS to the first. Its part of a token with itself is removed: L has no diagonal.
-    """
-    (_, H, _, _), f32, beta = r.state_shape, jnp.float32, r.erasing.beta
-    assert beta is not None and scan.queries is not None and scan.keys is not None  # the other forms are refused
-    is_token = jnp.ones((1, 1, 1, 1), bool) if r.boundaries is None else r.is_token[None, :, None, None]
-    U, Y = (jnp.where(is_token, x, 0) for x in (ends.U, ends.Y))
-    k, v, beta = spread_heads(r.k, H), spread_heads(r.v, H), beta.astype(f32)[..., None]
-    e = (beta * k).astype(r.q.dtype)
-    inner = r.replace(v=U.astype(r.q.dtype), erasure=None, initial_state=None)
-    dq, dk, _, dg, d_scale = chunk_gradients(inner, d_output, config, chunks, scan.queries, ends.S, ends.dS, f32)
-    reads = inner.replace(q=e, scale=jnp.ones_like(r.scale))
-    nothing = jnp.zeros_like(ends.dS)
-    minus = (-Y).astype(r.q.dtype)
-    de, dk_erased, _, dg_erased, _ = chunk_gradients(reads, minus, config, chunks, scan.keys, ends.S, nothing, f32)
-    k, v, e, Y, U = (jnp.where(is_token, x.astype(f32), 0) for x in (k, v, e, Y, U))
-    beta = jnp.where(is_token, beta, 0)
-    own = (Y * U).sum(-1, keepdims=True)
-    de += own * k
-    dk += dk_erased + own * e + beta * de
-    d_beta = ((de * k).sum(-1) + (Y * v).sum(-1)).astype(r.q.dtype)
+
+def key_gate_gradients(r: Recurrence, d_output, config: GradientConfig, chunks: Segments, scan: Scanned, ends: Ends):
+    """Compute the gradient with key gates, in one launch for chunks in range and one for the others."""
+    (_, H, K, V), M = r.state_shape, chunks.count
+    g, beta = r.decay.key, r.erasing.beta
+    assert g is not None and beta is not None  # the other forms are refused
+    per_chunk, pairs = ((M, H), jnp.float32), jnp.full(1, H * M, jnp.int32)
+    shared = dict(HQ=r.q.shape[2], HK=r.k.shape[2])
+    shape = dict(**sizes(r), **shared, C=config.chunk, BV=width(V), SIGN=-1 if r.reverse else 1, **arithmetic(r))
+    dq, dk, dv, d_beta, dg, d_scale = launch(
+        delta_key_gradient,
+        H * M,
+        (r.q, r.k, beta, g, scan.last, d_output, ends.U, ends.U_low, ends.Y, ends.Y_low, r.scale, ends.S, ends.dS, chunks.table),
+        [*(like(r, x) for x in (r.q, r.k, r.v)), (beta.shape, beta.dtype), (g.shape, g.dtype), per_chunk],
+        **shape, BK=min(config.rows, width(K)), warps=config.warps, stages=config.stages,
+    )  # fmt: skip
+    found = dq, dk, dg, d_scale
+    dq, dk, dg, d_scale = launch(
+        exact_delta_key_gradient_passed_outputs if ALIASES_ARE_PASSED else exact_delta_key_gradient,
+        -(-H * M // PAIRS_PER_PROGRAM),
+        (r.q, r.k, beta, g, d_output, ends.U, ends.Y, r.scale, ends.S, ends.dS, chunks.table, scan.max_abs_cumsum, pairs, *found),
+        [(x.shape, x.dtype) for x in found],
+        in_place={13 + i: i for i in range(4)},
+        **shape, BK=16, PAIRS=PAIRS_PER_PROGRAM, warps=EXACT_WARPS, stages=1,
+    )  # fmt: skip
     d_scale = by_sequence(r, chunks, d_scale).sum(1)
-    d_decay, d_erasure = Decay(key=dg + dg_erased), Erasure(beta=d_beta)
-    return gradient_recurrence(r, dq, dk, beta * Y, d_decay, ends.d_initial, d_scale, d_erasure)
+    return gradient_recurrence(r, dq, dk, dv, Decay(key=dg), ends.d_initial, d_scale, Erasure(beta=d_beta))
 
 
 def head_gate_gradients(r: Recurrence, d_output, config: GradientConfig, chunks: Segments, pairs: Pairs, ends: Ends):
     """Compute the gradient with per-head, constant or no gates, in one launch."""
     (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
-    S, U, dS, Y, d_initial = ends
-
-    def like(x):  # gradients that heads share are summed in float32
-        return (B, T, H, x.shape[3]), x.dtype if x.shape[2] == H else jnp.float32
-
     (gates, form), beta = gates_of(r), r.erasing.beta
     assert beta is not None  # the other forms are refused
     per_chunk, per_row = ((chunks.count, H), jnp.float32), (B, T, H)
@@ -224,8 +244,8 @@ def head_gate_gradients(r: Recurrence, d_output, config: GradientConfig, chunks:
     dq, dk, dv, d_beta, dg, d_scale = launch(
         delta_gradient,
         H * chunks.count,
-        (r.q, r.k, r.v, beta, pairs.gates, d_output, pairs.scores, U, Y, r.scale, S, dS, chunks.table),
-        [*map(like, (r.q, r.k, r.v)), (per_row, beta.dtype), d_gates, per_chunk],
+        (r.q, r.k, r.v, beta, pairs.gates, d_output, pairs.scores, ends.U, ends.Y, r.scale, ends.S, ends.dS, chunks.table),
+        [*(like(r, x) for x in (r.q, r.k, r.v)), (per_row, beta.dtype), d_gates, per_chunk],
         **sizes(r), **heads(r), C=config.chunk, BK=min(config.rows, width(K)), BV=width(V), FORM=form,
         SIGN=-1 if r.reverse else 1, **arithmetic(r), warps=config.warps, stages=config.stages,
     )  # fmt: skip
@@ -233,4 +253,6 @@ def head_gate_gradients(r: Recurrence, d_output, config: GradientConfig, chunks:
     if form != "none":
         d_decay = Decay(**{form: by_sequence(r, chunks, dg) if form == "constant" else dg})
     d_erasure = Erasure(beta=d_beta)
-    return gradient_recurrence(r, dq, dk, dv, d_decay, d_initial, by_sequence(r, chunks, d_scale).sum(1), d_erasure)
+    return gradient_recurrence(
+        r, dq, dk, dv, d_decay, ends.d_initial, by_sequence(r, chunks, d_scale).sum(1), d_erasure
+    )

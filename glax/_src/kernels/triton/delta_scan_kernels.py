@@ -26,7 +26,7 @@ def delta_outputs(
 
     START: whether sequences begin from `start` or from zero. GATE: "none", "head", or "key". inverse, scores and factors are the
     results of `delta_scores`. With key gates q is e^G * Q, k_read is e^G * K, k is e^{G_last - G} * K, and last is G_last, as
-    `scale_operands` forms them; without, k_read and last are not read.
+    `delta_key_pairs` forms them; without, k_read and last are not read.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)

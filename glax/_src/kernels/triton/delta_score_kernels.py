@@ -60,24 +60,6 @@ def delta_scores(
 
 
 @triton.jit
-def delta_inverses(
-    products, beta, table, inverse, factors, H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr
-):  # fmt: skip
-    """Compute T of every chunk with key gates, from its products sum_k k_ik k_jk e^{G_ik - G_jk}, and its factor beta."""
-    h, e = tl.program_id(0) % H, tl.program_id(0) // H
-    origin, count = tl.load(table + e * 6), tl.load(table + e * 6 + 2)
-    tokens = tl.arange(0, C)
-    i, j = tokens[:, None], tokens[None, :]
-    tbeta = load_rows(beta, origin, h, tokens, count, H, SIGN)
-    pair = e.to(tl.int64) * H + h
-    tl.store(factors + (pair * 3 + 2) * C + tokens, tbeta)
-    place = pair * C * C + i * C + j
-    L = tl.where(i > j, tl.load(products + place).to(tl.float32) * tbeta[:, None], 0.0)
-    T = tl.where(i > j, unit_inverse(L, C), 0.0)
-    tl.store(inverse + place, T.to(inverse.dtype.element_ty))
-
-
-@triton.jit
 def load_rows(x, row, head, tokens, count, H: tl.constexpr, SIGN: tl.constexpr):
     """Load x[row, head] of a chunk's tokens in float32, [C]; tokens from `count` on are 0."""
     p = x + row.to(tl.int64) * H + head

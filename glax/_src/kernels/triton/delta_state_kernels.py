@@ -7,8 +7,8 @@ T, P and the factors are those of `delta_score_kernels`. S is the state before a
     dS = e^{G_last} dS' + (scale e^G * Q)^T dO - (beta e^G * K)^T Y
 
 The two directions do not depend on each other, so each has half of the programs of one launch. States, U and Y are held
-transposed, as in `delta_scan_kernels`. With head gates states are stored so, [chunks, H, V, K], and with key gates as
-[chunks, H, K, V], as `vjp_kernels` reads them. There e^G * Q, e^G * K and e^{G_last - G} * K come from `scale_operands`.
+transposed, as in `delta_scan_kernels`, and states are stored so. With key gates e^G * Q, e^G * K and e^{G_last - G} * K come from
+`delta_key_pairs`.
 """
 
 from glax._src.kernels.triton.delta_scan_kernels import (
@@ -27,28 +27,32 @@ from glax._src.kernels.triton.tiles import at, dot, load_tile, store_state
 @triton.jit
 def delta_states(
     q, k, v, k_read, last, do, inverse, scores, factors, scale, start, d_start, table,
-    states, written, d_states, d_written, d_initial,
+    states, written, written_low, d_states, d_written, d_written_low, d_initial,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute states and d_states [chunks, H, V, K], written (U) and d_written (Y) [rows, H, V], and d_initial [N, H, K, V]."""
+    """Compute states and d_states [chunks, H, V, K], written (U) and d_written (Y) [rows, H, V], and d_initial [N, H, K, V].
+
+    With key gates and bfloat16 products, written_low and d_written_low hold what U and Y lost when they were rounded.
+    """
     program = tl.program_id(0)
     if program % 2 == 0:
         scan_states(
-            program // 2, k, v, k_read, last, inverse, factors, start, table, states, written,
+            program // 2, k, v, k_read, last, inverse, factors, start, table, states, written, written_low,
             H, HK, HV, K, V, C, BK, BV, GATE, SIGN, START, DTYPE, PRECISION,
         )  # fmt: skip
     else:
         scan_state_gradients(
-            program // 2, q, k, k_read, last, do, inverse, scores, factors, scale, d_start, table, d_states, d_written, d_initial,
+            program // 2, q, k, k_read, last, do, inverse, scores, factors, scale, d_start, table,
+            d_states, d_written, d_written_low, d_initial,
             H, HQ, HK, K, V, C, BK, BV, GATE, SIGN, DTYPE, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
 def scan_states(
-    program, k, v, k_read, last, inverse, factors, start, table, states, written,
+    program, k, v, k_read, last, inverse, factors, start, table, states, written, written_low,
     H: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -77,24 +81,24 @@ def scan_states(
         beta = load_factor(factors, pair, 2, tokens, count, C)
         up = load_factor(factors, pair, 0, tokens, count, C)
         down = load_factor(factors, pair, 1, tokens, count, C)
+        store_state(states, S, chunk + c, h, cv, ck, H, V, K)
         if GATE == "key":
-            store_state(states, tl.trans(S), chunk + c, h, ck, cv, H, K, V)
             tr = load_tile(at(k_read, first, h, H, K), tokens, ck, count, H, K, SIGN)
             read = dot(S, tl.trans(tr), DTYPE, PRECISION)
         else:
-            store_state(states, S, chunk + c, h, cv, ck, H, V, K)
             read = dot(S, tl.trans(tk), DTYPE, PRECISION)
         if GATE == "head":
             read *= up[None, :]
         U = inverted(T, (tv - read) * beta[None, :], DTYPE, PRECISION)
-        store_columns(at(written, first, h, H, V), U, tokens, cv, count, H, V, SIGN)
+        store_written(written, written_low, U, first, h, tokens, cv, count, H, V, SIGN, GATE, DTYPE)
         S = next_state(S, U, tk, down, through, GATE, DTYPE, PRECISION)
         through = load_decay(factors, last, chunk + c + 1, h, ck, count - C, H, K, C, GATE)
 
 
 @triton.jit
 def scan_state_gradients(
-    program, q, k, k_read, last, do, inverse, scores, factors, scale, d_start, table, d_states, d_written, d_initial,
+    program, q, k, k_read, last, do, inverse, scores, factors, scale, d_start, table,
+    d_states, d_written, d_written_low, d_initial,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -128,16 +132,13 @@ def scan_state_gradients(
         beta = load_factor(factors, pair, 2, tokens, count, C)
         up = load_factor(factors, pair, 0, tokens, count, C)
         down = load_factor(factors, pair, 1, tokens, count, C)
-        if GATE == "key":
-            store_state(d_states, tl.trans(dS), chunk + c, h, ck, cv, H, K, V)
-        else:
-            store_state(d_states, dS, chunk + c, h, cv, ck, H, V, K)
+        store_state(d_states, dS, chunk + c, h, cv, ck, H, V, K)
         dU = dot(dS, tl.trans(tk), DTYPE, PRECISION)
         if GATE == "head":
             dU *= down[None, :]
         dU = tl.dot(tdo.to(DTYPE), P.to(DTYPE), dU, input_precision=PRECISION)
         Y = inverted(tl.trans(T), dU, DTYPE, PRECISION)
-        store_columns(at(d_written, first, h, H, V), Y, tokens, cv, count, H, V, SIGN)
+        store_written(d_written, d_written_low, Y, first, h, tokens, cv, count, H, V, SIGN, GATE, DTYPE)
         if GATE == "head":
             dS = dS * through + dot(tdo * up[None, :], tq, DTYPE, PRECISION)
             erased = -Y * (beta * up)[None, :]
@@ -155,3 +156,15 @@ def scan_state_gradients(
         through = load_decay(factors, last, chunk + c - 1, h, ck, c, H, K, C, GATE)
     if (edges & 1) != 0:
         store_state(d_initial, tl.trans(dS), n, h, ck, cv, H, K, V)
+
+
+@triton.jit
+def store_written(
+    x, low, value, row, h, tokens, d, count,
+    H: tl.constexpr, V: tl.constexpr, SIGN: tl.constexpr, GATE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Store the transposed U or Y of a chunk, [BV, C], in x, and what its rounding lost in low where that is read."""
+    store_columns(at(x, row, h, H, V), value, tokens, d, count, H, V, SIGN)
+    if GATE == "key" and tl.bfloat16 == DTYPE:
+        lost = value - value.to(DTYPE).to(tl.float32)
+        store_columns(at(low, row, h, H, V), lost, tokens, d, count, H, V, SIGN)
