@@ -55,9 +55,7 @@ def generate(
     Raises ValueError or TypeError, which names the argument. Sampling needs a key.
     """
     prompts, sampling, arrays = prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos)
-    check_integer("max_new_tokens", max_new_tokens)
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    check_count(max_new_tokens)
     graph, params = nnx.split(model)
     return loop(graph, sampling, int(max_new_tokens), params, prompts, arrays)
 
@@ -76,9 +74,12 @@ def stream(
     eos: int | Sequence[int] | None = None,
 ) -> Iterator[Int[np.ndarray, "B"]]:
     """Yield the tokens of `generate`, one [B] after another, each as soon as it is computed. The stream ends with the last
-    sequence."""
+    sequence.
+
+    Arguments and errors are as in `generate`. Errors are raised at the call, before the first token.
+    """
     prompts, sampling, arrays = prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos)
-    check_integer("max_new_tokens", max_new_tokens)
+    check_count(max_new_tokens)
     graph, params = nnx.split(model)
     return streamed(graph, sampling, int(max_new_tokens), params, prompts, arrays)
 
@@ -186,6 +187,12 @@ def ended(sampling: Sampling, token: Int[Array, "B"], done: Bool[Array, "B"]) ->
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_count(max_new_tokens):
+    check_integer("max_new_tokens", max_new_tokens)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
 
 
 def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos) -> tuple[dict, Sampling, dict]:

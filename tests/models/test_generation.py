@@ -1,0 +1,41 @@
+"""Bad arguments of `generate` and of `stream` are refused with the argument's name, at the call."""
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import glax.models
+
+pytestmark = pytest.mark.fast
+TINY = dict(model_type="gla", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16)
+GOOD = dict(tokens=jnp.ones((1, 3), jnp.int32), max_new_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return glax.models.from_config(TINY, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("function", [glax.models.generate, glax.models.stream])
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"),
+    [
+        (ValueError, "max_new_tokens must be at least 0, got -1", dict(max_new_tokens=-1)),
+        (TypeError, "max_new_tokens must be an integer, known while tracing, got 2.0", dict(max_new_tokens=2.0)),
+        (ValueError, "tokens must be from 0 to 31, got 40", dict(tokens=jnp.full((1, 3), 40))),
+        (ValueError, "padding must be 'right' or 'left', got 'top'", dict(padding="top")),
+        (ValueError, "temperature must be at least 0, got -1.0", dict(temperature=-1.0)),
+        (ValueError, "top_k must be at least 1, got 0", dict(top_k=0)),
+        (ValueError, "top_p must be above 0 and at most 1, got 0", dict(top_p=0)),
+        (
+            ValueError,
+            "key must be given where temperature is above 0, such as jax.random.key(0)",
+            dict(temperature=1.0),
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_bad_calls(model, function, error, text, arguments):
+    with pytest.raises(error) as caught:
+        function(model, **GOOD | arguments)
+    assert str(caught.value) == text
