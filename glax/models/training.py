@@ -19,10 +19,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glax import parallel
+from glax._src.core.bind import check_real
 from glax._src.core.files import replacing
 from glax.models.checkpoints import save_pretrained
 from glax.models.load import from_config, from_pretrained
 from glax.models.model import REMAT, CausalLM
+from glax.models.qwen3_next import FusedGatedDeltaNet
 from glax.models.tokens import TOKENIZER, Tokenizer, find_tokenizer, read_tokens
 from glax.nn import LightningAttention, Mamba2
 from glax.nn.linear_attention import LinearAttention
@@ -30,6 +32,13 @@ from glax.nn.rwkv6 import RWKV6Attention
 from glax.nn.train import Recipe
 
 DTYPES = ("float32", "bfloat16")
+RECURRENT = (
+    LinearAttention,
+    LightningAttention,
+    Mamba2,
+    RWKV6Attention,
+    FusedGatedDeltaNet,
+)  # with a field `recurrence`
 HELD_OUT = 0.05  # the share of tokens at the end that is held out
 EVALUATED = 16  # the held-out windows that are evaluated
 # Dense operations a second in bfloat16, by a part of the device's name, as its maker states them.
@@ -84,9 +93,22 @@ class TrainingConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        for name, shards in (("batch", self.data), ("length", self.sequence)):
-            if getattr(self, name) % shards:
-                raise ValueError(f"{name} must be a multiple of the {shards} devices it is spread over")
+        for name in ("learning_rate", "warmup", "weight_decay", "clip"):
+            check_real(name, getattr(self, name))
+        for name, is_valid, wanted in (
+            ("learning_rate", self.learning_rate > 0, "above 0"),
+            ("clip", self.clip > 0, "above 0"),
+            ("weight_decay", self.weight_decay >= 0, "at least 0"),
+            ("warmup", 0 <= self.warmup <= 1, "from 0 to 1, the share of the steps"),
+        ):
+            if not is_valid:
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+        for name, over in (("batch", "data"), ("length", "sequence")):
+            value, shards = getattr(self, name), getattr(self, over)
+            if value % shards:
+                raise ValueError(
+                    f"{name} must be a multiple of {over}={shards}, the devices that shard it, got {value}"
+                )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.remat is not None and self.remat not in REMAT:
@@ -168,7 +190,7 @@ def spread_sequence(model: CausalLM, mesh: jax.sharding.Mesh):
     """
     recurrence = functools.partial(parallel.recurrent, mesh=mesh, batch_axis="data", sequence_axis="sequence")
     for _, module in nnx.iter_modules(model):
-        if isinstance(module, LinearAttention | LightningAttention | Mamba2 | RWKV6Attention):
+        if isinstance(module, RECURRENT):
             module.recurrence = recurrence
 
 

@@ -11,8 +11,10 @@ import pytest
 from flax import nnx
 
 import glax.models
+import glax.parallel
 from glax.cli import main
-from glax.models.training import TrainingConfig, train
+from glax.models.load import MODEL_TYPES
+from glax.models.training import TrainingConfig, spread_sequence, train
 from glax.nn.losses import next_token_loss
 
 GLA = dict(model_type="gla", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16)
@@ -50,6 +52,16 @@ def test_remat_and_shards_change_no_loss(config, tmp_path, changes):
     np.testing.assert_allclose(list(other.losses.values()), list(plain.losses.values()), rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", sorted(MODEL_TYPES))
+def test_every_recurrence_of_a_model_takes_its_shard_of_the_sequence(kind):
+    folder = pathlib.Path(__file__).parent / "fixtures" / kind
+    model = nnx.eval_shape(lambda: glax.models.from_config(folder, rngs=nnx.Rngs(0)))
+    mesh = jax.make_mesh((1, 1), ("data", "sequence"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spread_sequence(model, mesh)
+    found = [module.recurrence for _, module in nnx.iter_modules(model) if hasattr(module, "recurrence")]
+    assert found and all(getattr(recurrence, "func", None) is glax.parallel.recurrent for recurrence in found)
+
+
 def test_the_loss_and_its_gradient_are_those_of_all_logits():
     rng = np.random.default_rng(0)
     x, kernel = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((3, 1500, 4), (4, 11)))
@@ -82,7 +94,12 @@ def test_the_loss_of_float32_residuals_has_products_in_the_models_dtype():
     ("changes", "text"),
     [
         (dict(steps=0), "steps must be an integer of at least 1, got 0"),
-        (dict(batch=3, data=2), "batch must be a multiple of the 2 devices"),
+        (dict(batch=3, data=2), "batch must be a multiple of data=2, the devices that shard it, got 3"),
+        (dict(learning_rate=-1e-3), "learning_rate must be above 0, got -0.001"),
+        (dict(clip=0.0), "clip must be above 0, got 0.0"),
+        (dict(weight_decay=-0.1), "weight_decay must be at least 0, got -0.1"),
+        (dict(warmup=100), "warmup must be from 0 to 1, the share of the steps, got 100"),
+        (dict(learning_rate=float("nan")), "learning_rate must be finite in float32"),
         (dict(remat="dot"), "remat must be one of 'full', 'dots', 'dots_no_batch', got 'dot'"),
         (dict(dtype="float64"), "dtype must be one of float32, bfloat16, got 'float64'"),
     ],
