@@ -12,10 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 from glax._src.core.bind import check_array
 from glax.models.config import ModelConfig
 from glax.models.names import Names
-from glax.nn.layer import from_pool, into_pool, parallel_rows
+from glax.nn.layer import from_pool, into_pool, parallel_rows, token_rows
 from glax.nn.losses import next_token_loss
 from glax.nn.parts import EMBED, VOCABULARY, annotated, linear
-from glax.nn.passes import Rows, Step
+from glax.nn.passes import Rows
 
 # The policies of jax.checkpoint by name: what the backward pass reads instead of recomputing it.
 REMAT: dict[str, Callable | None] = {
@@ -118,7 +118,7 @@ class CausalLM(nnx.Module):
     ) -> tuple[Float[Array, "B vocabulary"], list[dict]]:
         """Read one token of each sequence, and return (the logits, the pools). Without slots, sequence b lives in row b."""
         check_tokens(tokens, "[B]")
-        x, pools = self.through(self.embed(tokens), pools, Step(slots))
+        x, pools = self.through(self.embed(tokens), pools, token_rows(slots, tokens.shape[0], pools, "pools"))
         return self.logits(self.norm(x)), pools
 
     def loss(
@@ -162,8 +162,9 @@ class CausalLM(nnx.Module):
 
     def prefill_hidden(self, tokens, pools, slots, cu_seqlens, fresh=None) -> tuple[Array, list[dict]]:
         check_tokens(tokens, "[T]")
-        states, slots = from_pool(pools, slots, fresh)
-        x, states = self.through(self.embed(tokens), states, parallel_rows(tokens.shape, cu_seqlens))
+        rows = parallel_rows(tokens.shape, cu_seqlens)
+        states, slots = from_pool(pools, slots, rows.num_sequences, fresh)
+        x, states = self.through(self.embed(tokens), states, rows)
         return self.norm(x), into_pool(pools, slots, states)
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:

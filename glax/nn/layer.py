@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from glax._src.core.bind import check_array
+from glax._src.core.bind import check_array, check_integer
 from glax._src.core.recurrence import to_int32
-from glax._src.serving.state_pool import put, take
+from glax._src.serving.state_pool import check_integers, check_slot_values, put, take
 from glax.nn.passes import Parallel, Rows, State, Step
 
 
@@ -70,8 +71,9 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "T width"], Array | dict]:
         """Return y [T, width] of packed prompts, and the pool with the states behind them; see `glax.prefill_into`."""
         check_rows(x, self.width, "[T, width]", 2)
-        states, slots = from_pool(named(pool), slots, fresh)
-        y, states = self.mix(x, states, parallel_rows(x.shape[:-1], cu_seqlens))
+        rows = parallel_rows(x.shape[:-1], cu_seqlens)
+        states, slots = from_pool(named(pool), slots, rows.num_sequences, fresh)
+        y, states = self.mix(x, states, rows)
         return y, public(into_pool(named(pool), slots, states))
 
     def step(
@@ -79,7 +81,7 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "B width"], Array | dict]:
         """Return y [B, width] of one token of each sequence, and the new state or pool; see `glax.recurrent_step`."""
         check_rows(x, self.width, "[B, width]", 2)
-        y, state = self.mix(x, named(state), Step(slots))
+        y, state = self.mix(x, named(state), token_rows(slots, x.shape[0], named(state), "state"))
         return y, public(state)
 
 
@@ -97,12 +99,20 @@ def named(state) -> State:
 
 
 def parallel_rows(shape: tuple[int, ...], cu_seqlens, segment_ids=None, pad_id: int | None = None) -> Parallel:
-    """Return how the rows are packed, as `Parallel`, after a check. Raises ValueError if both arguments pack them, or if
-    shapes do not fit."""
+    """Return how the rows are packed, as `Parallel`, after a check.
+
+    Raises ValueError if both arguments pack them, if shapes do not fit, or for a pad_id without segment_ids. Raises TypeError
+    for arguments that hold other than integers.
+    """
     if cu_seqlens is not None and segment_ids is not None:
         raise ValueError("cu_seqlens and segment_ids exclude each other: pass one of them")
+    if pad_id is not None:
+        check_integer("pad_id", pad_id)
+        if segment_ids is None:
+            raise ValueError(f"pad_id must be None without segment_ids, got {pad_id}")
     if segment_ids is not None:
         check_array("segment_ids", segment_ids)
+        check_integers("segment_ids", segment_ids)
         if segment_ids.shape != shape:
             raise ValueError(f"segment_ids must be [B, T]={list(shape)} as the tokens are, got {segment_ids.shape}")
     if segment_ids is not None and len(shape) == 1:
@@ -111,16 +121,41 @@ def parallel_rows(shape: tuple[int, ...], cu_seqlens, segment_ids=None, pad_id: 
         cu_seqlens = jnp.array([0, shape[0]], jnp.int32)
     if cu_seqlens is not None:
         check_array("cu_seqlens", cu_seqlens)
+        check_integers("cu_seqlens", cu_seqlens)
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
+            raise ValueError(f"cu_seqlens must be [N + 1], got shape {cu_seqlens.shape}")
         if len(shape) == 2 and shape[0] != 1:
             raise ValueError(f"cu_seqlens packs the sequences along T, so x must have B=1, got B={shape[0]}")
         cu_seqlens = to_int32(cu_seqlens)
     return Parallel(shape, cu_seqlens, segment_ids, pad_id)
 
 
-def from_pool(pool, slots: Int[Array, "N"], fresh: Bool[Array, "N"] | None):
-    """Return the states of the slots, a tree of [N, ...] with zeros where fresh, and the slots. Slots of no sequence are out of
-    bounds."""
+def check_slots(slots, letter: str, count: int, pool, name: str):
+    """Raise TypeError or ValueError unless slots are `count` integers and, where their values are known, -1 or different rows of
+    `pool`, a tree of arrays. letter: the axis of `count` sequences. name: the argument that holds the pool."""
     check_array("slots", slots)
+    check_integers("slots", slots)
+    if slots.shape != (count,):
+        raise ValueError(f"slots must be [{letter}]={[count]}, one for each sequence, got shape {slots.shape}")
+    if not isinstance(slots, Tracer):
+        check_slot_values(slots, jax.tree.leaves(pool)[0].shape[0], name)
+
+
+def token_rows(slots: Int[Array, "B"] | None, B: int, state, name: str) -> Step:
+    """Return the rows of one token of each of B sequences, after a check of the slots. state: a tree of arrays."""
+    if slots is not None:
+        check_slots(slots, "B", B, state, name)
+    return Step(slots)
+
+
+def from_pool(pool, slots: Int[Array, "N"], N: int, fresh: Bool[Array, "N"] | None):
+    """Return the states of the slots, a tree of [N, ...] with zeros where fresh, and the slots. Slots of no sequence are out of
+    bounds. Raises TypeError or ValueError for slots or fresh of another shape or dtype, and for known slots that repeat."""
+    check_slots(slots, "N", N, pool, "pool")
+    if fresh is not None:
+        check_array("fresh", fresh)
+        if fresh.dtype != jnp.bool_ or fresh.shape != (N,):
+            raise ValueError(f"fresh must be booleans [N]={[N]}, got {fresh.dtype} of shape {fresh.shape}")
     rows = jax.tree.leaves(pool)[0].shape[0]
     slots = Step.unused_to_end(slots, jax.tree.leaves(pool)[0])
     unread = slots >= rows if fresh is None else fresh | (slots >= rows)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from glax.nn import ByteLM, ByteLMConfig, GatedLinearAttention, checkpoint, order2
+from glax.nn import ByteLM, ByteLMConfig, GatedLinearAttention, ShortConvolution, checkpoint, order2
 from glax.nn.generate import generate, token_by_token
 from glax.nn.text import TextError, read_text, split
 from glax.nn.train import Recipe, held_out_bits, jitted_bits, train
@@ -160,6 +160,46 @@ def test_rows_of_other_shapes():
                 call(x)
         with pytest.raises(TypeError, match="x must be an array, got NoneType"):
             call(None)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "kind", [make_layer, lambda: ShortConvolution(16, rngs=nnx.Rngs(0))], ids=["gla", "convolution"]
+)
+def test_packing_and_slots_of_no_sense(kind):
+    layer, x = kind(), normal(2, 5, 16)
+    pool, ids, cuts, two = layer.initial_state(3), jnp.zeros((2, 5), jnp.int32), jnp.array([0, 2, 5]), jnp.array([0, 1])
+    for error, text, call in (
+        (ValueError, "pad_id must be None without segment_ids, got 0", lambda: layer(x, pad_id=0)),
+        (TypeError, "segment_ids must hold integers, got float32", lambda: layer(x, segment_ids=ids * 1.0)),
+        (TypeError, "cu_seqlens must hold integers, got float32", lambda: layer(x[:1], cu_seqlens=cuts * 1.0)),
+        (ValueError, "cu_seqlens must be [N + 1], got shape (1, 3)", lambda: layer(x[:1], cu_seqlens=cuts[None])),
+        (
+            ValueError,
+            "slots must be [N]=[2], one for each sequence, got shape (1,)",
+            lambda: layer.prefill_into(x[0], pool, two[:1], cuts),
+        ),
+        (
+            ValueError,
+            "fresh must be booleans [N]=[2], got int32 of shape (2,)",
+            lambda: layer.prefill_into(x[0], pool, two, cuts, fresh=two),
+        ),
+        (
+            ValueError,
+            "slots must be from -1 to 2, the last row of pool, got 3",
+            lambda: layer.prefill_into(x[0], pool, two + 2, cuts),
+        ),
+        (ValueError, "slots must not repeat, got 1 more than once", lambda: layer.step(x[:, 0], pool, two * 0 + 1)),
+        (TypeError, "slots must hold integers, got float32", lambda: layer.step(x[:, 0], pool, two * 1.0)),
+        (
+            ValueError,
+            "slots must be [B]=[2], one for each sequence, got shape (3,)",
+            lambda: layer.step(x[:, 0], pool, jnp.arange(3)),
+        ),
+    ):
+        with pytest.raises(error) as caught:
+            call()
+        assert str(caught.value) == text
 
 
 # ---- the language model ----------------------------------------------------------------------------------------------

@@ -17,9 +17,13 @@ def check_known_slots(slots, pool, name: str = "state", argument: str = "slots",
     """Check the values of slots where they are known. `usable` and `check_states` check shapes and dtypes."""
     if slots is None or isinstance(slots, Tracer) or not jnp.issubdtype(slots.dtype, jnp.integer):
         return
-    if np.ndim(slots) != rank or np.ndim(pool) != 4:
-        return
-    known, rows = np.asarray(jax.device_get(slots)), np.shape(pool)[0]
+    if np.ndim(slots) == rank and np.ndim(pool) == 4:
+        check_slot_values(slots, np.shape(pool)[0], name, argument)
+
+
+def check_slot_values(slots, rows: int, name: str, argument: str = "slots"):
+    """Raise ValueError if known slots repeat, or lie outside of -1 to rows - 1. name: the argument that has as many rows."""
+    known = np.asarray(jax.device_get(slots))
     if known.dtype.itemsize < 8:
         known = known.astype(np.int64)  # -1 and `rows` need not fit the dtype of slots
     if (wrong := known[(known < -1) | (known >= rows)]).size:
