@@ -37,8 +37,10 @@ def add_parser(subparsers):
     parser.add_argument("--max-new-tokens", type=within(1, INT32), default=100, metavar="N", help=help)
     help = "0 takes the likeliest token (default: %(default)s)"
     parser.add_argument("--temperature", type=number(0, 1e6), default=0.0, metavar="X", help=help)
-    parser.add_argument("--top-k", type=within(1, INT32), metavar="N", help="draw among the N likeliest tokens")
-    help = "draw among the likeliest tokens that together have this probability"
+    parser.add_argument(
+        "--top-k", type=within(1, INT32), metavar="N", help="draw among the N likeliest tokens; needs --temperature"
+    )
+    help = "draw among the likeliest tokens that together have this probability; needs --temperature"
     parser.add_argument("--top-p", type=number(1e-9, 1), metavar="X", help=help)
     parser.add_argument("--seed", type=within(0, 2**63 - 1), default=0, metavar="N", help="of drawing (default: 0)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as in the file)")
@@ -47,6 +49,11 @@ def add_parser(subparsers):
 
 
 def run(args) -> int:
+    for option, limit in (("--top-k", args.top_k), ("--top-p", args.top_p)):
+        if limit is not None and args.temperature == 0:
+            raise UsageError(
+                f"{option} needs --temperature above 0, for 0 takes the likeliest token: got {option} {limit}"
+            )
     require(PACKAGES, "models")
     import jax
     import jax.numpy as jnp

@@ -47,8 +47,8 @@ def generate(
     lengths:     [B], the lengths of the prompts in tokens [B, T], each at least 1; T each if None.
     padding:     the side of the prompts on which padding lies, "right" or "left". Its content has no influence.
     temperature: 0 takes the likeliest token. Otherwise a token is drawn from softmax(logits / temperature) with `key`.
-    top_k:       draw among the k likeliest tokens.
-    top_p:       draw among the likeliest tokens that together have this probability, at least one.
+    top_k:       draw among the k likeliest tokens. None with temperature 0.
+    top_p:       draw among the likeliest tokens that together have this probability, at least one. None with temperature 0.
     eos:         a token, or several, that end a sequence. An ended sequence repeats the token that ended it. The loop ends with
                  the last sequence.
 
@@ -225,6 +225,11 @@ def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos
         share = known_number(top_p)
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {share}")
+    for name, limit in (("top_k", top_k), ("top_p", top_p)):
+        if greedy and limit is not None:
+            raise ValueError(
+                f"{name} must be None at temperature 0, which takes the likeliest token, got {limit}: pass a temperature above 0"
+            )
     if key is None:
         if not greedy:
             raise ValueError("key must be given where temperature is above 0, such as jax.random.key(0)")

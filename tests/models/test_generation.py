@@ -5,6 +5,7 @@ import pytest
 from flax import nnx
 
 import glax.models
+from glax.cli import main
 
 pytestmark = pytest.mark.fast
 TINY = dict(model_type="gla", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16)
@@ -29,6 +30,16 @@ def model():
         (ValueError, "top_p must be above 0 and at most 1, got 0", dict(top_p=0)),
         (
             ValueError,
+            "top_k must be None at temperature 0, which takes the likeliest token, got 3: pass a temperature above 0",
+            dict(top_k=3),
+        ),
+        (
+            ValueError,
+            "top_p must be None at temperature 0, which takes the likeliest token, got 0.5: pass a temperature above 0",
+            dict(top_p=0.5),
+        ),
+        (
+            ValueError,
             "key must be given where temperature is above 0, such as jax.random.key(0)",
             dict(temperature=1.0),
         ),
@@ -39,3 +50,9 @@ def test_bad_calls(model, function, error, text, arguments):
     with pytest.raises(error) as caught:
         function(model, **GOOD | arguments)
     assert str(caught.value) == text
+
+
+def test_the_command_refuses_limits_of_a_draw_without_a_draw(capsys):
+    assert main(["generate", "FOLDER", "--prompt", "x", "--top-k", "3"]) == 2
+    wanted = "--top-k needs --temperature above 0, for 0 takes the likeliest token: got --top-k 3"
+    assert wanted in capsys.readouterr().err
