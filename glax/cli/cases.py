@@ -24,8 +24,8 @@ DEFAULT_SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call with H heads of query, key and value and D = K = V. The gates are log-sigmoid, per key channel, in the query's
-    dtype."""
+    """Hold one call with H heads of query, key and value and D = K = V. The gates are log-sigmoid, per key channel, in the
+    query's dtype."""
 
     B: int
     T: int

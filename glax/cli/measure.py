@@ -20,7 +20,7 @@ MOST_IN_FLIGHT = 200
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to compute something. `run` starts it, and `wait` returns when it is done. A run makes `calls` calls."""
+    """Hold one way to compute something. `run` starts it, and `wait` returns when it is done. A run makes `calls` calls."""
 
     name: str
     run: Callable[[], Any]
@@ -30,7 +30,7 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Milliseconds per call: the median, and the 20th and the 80th percentile."""
+    """Hold milliseconds per call: the median, and the 20th and the 80th percentile."""
 
     median: float
     p20: float

@@ -30,7 +30,7 @@ def recurrent_gla(
     dtype=jnp.float32,
     output_final_state: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"] | None]:
-    """S_t = diag(exp(gk_t)) S_{t-1} + k_t v_t^T,   o_t = scale * S_t^T q_t.   (https://arxiv.org/abs/2312.06635)
+    """Compute S_t = diag(exp(gk_t)) S_{t-1} + k_t v_t^T,   o_t = scale * S_t^T q_t.   (https://arxiv.org/abs/2312.06635)
 
     A scale of -1.0, traced or not, means K ** -0.5. The output has `dtype`, to which the inputs are cast unless it is None. The
     float32 state is returned only if `output_final_state`. chunk_size > 0 solves the sequence in parts of that many tokens,

@@ -76,7 +76,7 @@ PLATFORMS = ("auto", *map(str, Platform), "cute", "tilelang")
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentAttentionConfig:
-    """The config of ejkernel.
+    """Hold the config of ejkernel.
 
     platform: as in `glax.recurrent`.
     backend: "any", or the backend that JAX computes on.
@@ -215,7 +215,10 @@ def recurrent_gla(
     *tiles: int,
     **options,
 ) -> Outputs:
-    """S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t. The other options are those of `recurrent`."""
+    """Compute S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
+
+    The other options are as in `recurrent`.
+    """
     gates = (g, g_gamma, None, None)
     return recurrent(query, key, value, *gates, softmax_scale, initial_state, reverse, cu_seqlens, *tiles, **options)
 
@@ -233,9 +236,9 @@ def lightning_attn(
     *tiles: int,
     **options,
 ) -> Outputs:
-    """S_t = exp(-(8 h / H) (1 - layer_idx / num_layers)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t,   in head h.
+    """Compute S_t = exp(-(8 h / H) (1 - layer_idx / num_layers)) S_{t-1} + k_t v_t^T in head h, o_t = softmax_scale * S_t^T q_t.
 
-    The other options are those of `recurrent`.
+    The other options are as in `recurrent`.
     """
     gates = (None, glax._src.api.recurrent.lightning_decay(query, key, value, layer_idx, num_layers), None, None)
     return recurrent(query, key, value, *gates, softmax_scale, initial_state, reverse, cu_seqlens, *tiles, **options)
@@ -317,7 +320,7 @@ def detect_platform(algorithm: str, platform: str | None = "auto") -> Platform:
 
 
 class RecurrentAttention(glax._src.api.operation.RecurrentAttention):
-    """The operation of ejkernel: RecurrentAttention().run(query, ..., cfg=cfg), or executor(RecurrentAttention(), query, ...).
+    """Define ejkernel's operation: RecurrentAttention().run(query, ..., cfg=cfg), or executor(RecurrentAttention(), query, ...).
 
     A config is a RecurrentAttentionConfig, or the Config of one of glax's kernels, which tuning finds.
     """

@@ -29,7 +29,7 @@ from glax.nn.passes import Rows, State
 
 
 class ScaledMamba2(Mamba2):
-    """Mamba-2 with a scaled input, and with multipliers of the parts z, x, B, C and dt of W_in's output."""
+    """Compute Mamba-2 with a scaled input, and with multipliers of the parts z, x, B, C and dt of W_in's output."""
 
     def __init__(
         self, width: int, *, multipliers: tuple[float, ...], input_multiplier: float, output_bias: bool, **options
@@ -50,7 +50,7 @@ class ScaledMamba2(Mamba2):
 
 
 class ScaledMLP(SwiGLU):
-    """y = d W_down (W_up x * act(g W_gate x)), with multipliers g and d."""
+    """Compute y = d W_down (W_up x * act(g W_gate x)), with multipliers g and d."""
 
     def __init__(self, width: int, inside: int, multipliers: tuple[float, ...], **options):
         super().__init__(width, inside, **options)

@@ -171,7 +171,7 @@ def mixer_names(kinds: Sequence[str], softmax: str = "self_attn", linear: str = 
 
 
 class DenseMLP(nnx.Module):
-    """y = W_output (act(a) * b) with a, b the halves of W_input x; y = W_output act(W_input x) if not `gated`.
+    """Compute y = W_output (act(a) * b) with a, b the halves of W_input x; y = W_output act(W_input x) if not `gated`.
 
     x, y [..., width]; a, b [..., inside]. act: a name in `glax.nn.parts`. kernel_init: of both weights.
     """

@@ -44,7 +44,7 @@ OUTER = (
 
 
 class FusedLightning(LightningAttention):
-    """Lightning Attention whose q, k and v come from one projection, ordered by head."""
+    """Compute Lightning Attention whose q, k and v come from one projection, ordered by head."""
 
     def __init__(self, width: int, *, kernel_init, dtype, param_dtype, rngs: nnx.Rngs, **arguments):
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)

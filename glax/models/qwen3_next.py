@@ -75,7 +75,7 @@ class DeltaSizes:
 
 
 class FusedGatedDeltaNet(Layer):
-    """`glax.nn.GatedDeltaNet` with two projections and one convolution, as in checkpoints of Qwen3-Next.
+    """Compute `glax.nn.GatedDeltaNet` with two projections and one convolution, as in checkpoints of Qwen3-Next.
 
     W_qkvz has the rows of q, k, v and the output's gate z, ordered by head of q and k: each such head is followed by its heads
     of v and z. W_ba has the rows of beta and the step size in the same order. The convolution reads q, k and v of all heads, in

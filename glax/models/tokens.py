@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """A tokenizer for which each byte of the UTF-8 text is a token."""
+    """Take each byte of the UTF-8 text as a token."""
 
     vocabulary = BYTES
 
@@ -32,7 +32,7 @@ class Bytes:
 
 
 class FromFile:
-    """A tokenizer.json, read by the package `tokenizers`. Special tokens are added to the tokens and left out of decoded text."""
+    """Read a tokenizer.json by the package `tokenizers`. Special tokens are added to the tokens and left out of decoded text."""
 
     def __init__(self, path: Path):
         if importlib.util.find_spec("tokenizers") is None:

@@ -59,7 +59,7 @@ class Adapter(nnx.Module):
 
 
 class SharedAttention(Attention):
-    """Softmax attention from a width to half of it. Each layer adds its adapters to q, k and v."""
+    """Compute softmax attention from a width to half of it. Each layer adds its adapters to q, k and v."""
 
     def __init__(self, width: int, **options):
         super().__init__(width, **options)
@@ -73,7 +73,7 @@ class SharedAttention(Attention):
 
 
 class SharedMLP(DenseMLP):
-    """A gated MLP. Each layer adds its adapter to the first projection."""
+    """Compute a gated MLP. Each layer adds its adapter to the first projection."""
 
     def adapted(self, x: Float[Array, "*rows width"], adapter: Adapter) -> Float[Array, "*rows width"]:
         return self.behind_input(self.input(x) + adapter(x))

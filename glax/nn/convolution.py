@@ -20,7 +20,7 @@ def uniform_filter(key, shape: tuple[int, int], dtype) -> Float[Array, "size wid
 
 
 class ShortConvolution(Layer):
-    """Depthwise causal convolution:   y_t = act(sum over i of filter[i] * x_{t - size + 1 + i} + bias),   from zeros.
+    """Compute a depthwise causal convolution:   y_t = act(sum over i of filter[i] * x_{t - size + 1 + i} + bias),   from zeros.
 
     filter: [size, width]; filter[size - 1] multiplies row t itself. The state is the last size - 1 rows, [N, size - 1, width].
     Packed sequences do not read each other's rows. Sums are float32. Over sequence shards of a mesh, jit exchanges size - 1

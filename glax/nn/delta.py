@@ -99,7 +99,7 @@ class DeltaAttention(LinearAttention):
 
 
 class DeltaNet(DeltaAttention):
-    """DeltaNet. In every head:
+    """Compute DeltaNet. In every head:
 
         q_t, k_t, v_t = SiLU(conv(W_q x_t)), SiLU(conv(W_k x_t)), SiLU(conv(W_v x_t))        beta_t = sigmoid(W_b x_t)
         S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T                                   o_t = S_t^T q_t / sqrt(K)
@@ -146,7 +146,7 @@ class DeltaNet(DeltaAttention):
 
 
 class GatedDeltaNet(DeltaAttention):
-    """DeltaNet with one decay per head, from a step size as in Mamba-2:
+    """Compute DeltaNet with one decay per head, from a step size as in Mamba-2:
 
         g_t = -exp(A_log) softplus(W_a x_t + dt_bias)              S_bar = exp(g_t) S_{t-1}
         S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T             y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
@@ -191,7 +191,7 @@ class GatedDeltaNet(DeltaAttention):
 
 
 class KimiDeltaAttention(DeltaAttention):
-    """DeltaNet with one decay per key channel, from projections of low rank:
+    """Compute DeltaNet with one decay per key channel, from projections of low rank:
 
         f_t = W_f W_r x_t + dt_bias                                S_bar = diag(exp(g_t)) S_{t-1}
         g_t = -exp(A_log) softplus(f_t)                            S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T

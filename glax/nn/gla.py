@@ -25,7 +25,7 @@ def check_temperature(temperature: float):
 
 
 class GatedLinearAttention(LinearAttention):
-    """Projections around gated linear attention. In every head:
+    """Compute gated linear attention between projections. In every head:
 
         q_t, k_t, v_t = W_q x_t, W_k x_t, W_v x_t            g_t = log_sigmoid(W_g W_r x_t + b) / temperature
         S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T             o_t = S_t^T q_t / sqrt(K)
@@ -84,7 +84,7 @@ class GatedLinearAttention(LinearAttention):
 
 
 class SimpleGatedLinearAttention(LinearAttention):
-    """GatedLinearAttention with one gate per head:
+    """Compute `GatedLinearAttention` with one gate per head:
 
         g_t = log_sigmoid(W_g x_t + b) / temperature            S_t = exp(g_t) S_{t-1} + k_t v_t^T
 

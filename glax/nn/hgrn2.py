@@ -16,7 +16,7 @@ from glax.nn.passes import Rows, State
 
 
 class HGRN2Attention(LinearAttention):
-    """Projections around the recurrence of HGRN2. In every head:
+    """Compute the recurrence of HGRN2 between projections. In every head:
 
         q_t = SiLU(W_q x_t)      f_t = b + (1 - b) sigmoid(W_f x_t)      v_t = W_i x_t
         S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t^T            o_t = S_t^T q_t / sqrt(K)

@@ -29,7 +29,7 @@ from glax.nn.passes import Rows, State
 
 
 class Mamba2(Layer):
-    """Mamba-2's mixer. In every head h, of group h // (H / groups):
+    """Compute Mamba-2's mixer. In every head h, of group h // (H / groups):
 
         z_t, (x_t, B_t, C_t), dt_t = W_in u_t                (x_t, B_t, C_t) behind one causal convolution and act
         dt_t = clip(softplus(dt_t + dt_bias), dt_limit)      A = -exp(A_log)

@@ -11,7 +11,7 @@ from glax.nn.parts import EMBED, MLP, activation, check_sizes, linear, products
 
 
 class SwiGLU(nnx.Module):
-    """y = W_down (act(W_gate x) * W_up x).   Shazeer 2020, https://arxiv.org/abs/2002.05202.
+    """Compute y = W_down (act(W_gate x) * W_up x).   Shazeer 2020, https://arxiv.org/abs/2002.05202.
 
     The two products with x are one where x has more rows than columns: half as many passes over x and its gradient.
     act is SiLU, unless `activation` names another; "powlu" is x^(3 / (sqrt(x) + 1)) sigmoid(x) for x > 0 and SiLU elsewhere.

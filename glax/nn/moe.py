@@ -26,7 +26,7 @@ def softmax_router(x: Float[Array, "M D"], kernel: Float[Array, "D E"], top_k: i
 
 
 class Experts(nnx.Module):
-    """y = sum over the chosen experts e of p_e W_down,e (act(W_gate,e x) * W_up,e x), or without a gate W_down,e act(W_up,e x).
+    """Compute y = sum over chosen experts e of p_e W_down,e (act(W_gate,e x) * W_up,e x); without a gate W_down,e act(W_up,e x).
 
     form: "split": `gate` and `up` [E, D, I] apart. "fused": both in `input` [E, D, 2 I], the gate first. "plain": no gate.
     Tokens are sorted by expert, so that each expert multiplies its own tokens alone.

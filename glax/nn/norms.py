@@ -14,7 +14,7 @@ def normalized(x: Float[Array, "*rows D"], epsilon: float) -> Float[Array, "*row
 
 
 class RMSNorm(nnx.Module):
-    """y = scale x / sqrt(mean(x^2) + epsilon), over the last axis; scale [width].
+    """Compute y = scale x / sqrt(mean(x^2) + epsilon), over the last axis; scale [width].
 
     groups: how many equal parts of the last axis are normalised separately. elementwise_affine: whether there is a scale.
     zero_centred: whether the factor is 1 + scale, with a scale that starts as 0. Zhang and Sennrich 2019,
@@ -48,7 +48,7 @@ class RMSNorm(nnx.Module):
 
 
 class RMSNormGated(RMSNorm):
-    """y = RMSNorm(x) * act(gate), or RMSNorm(x * act(gate)) if norm_before_gate is False, as in Mamba-2.
+    """Compute y = RMSNorm(x) * act(gate), or RMSNorm(x * act(gate)) if norm_before_gate is False, as in Mamba-2.
 
     gate_fn: the name of act. If gate is None, y is the norm alone. The other arguments are as in RMSNorm. x and the gate are
     read in one pass.
@@ -71,7 +71,7 @@ class RMSNormGated(RMSNorm):
 
 
 class LayerNorm(nnx.Module):
-    """y = scale (x - mean) / sqrt(variance + epsilon) + bias, over the last axis or each of `groups` equal parts of it.
+    """Compute y = scale (x - mean) / sqrt(variance + epsilon) + bias, over the last axis or each of `groups` equal parts of it.
 
     Ba et al. 2016, https://arxiv.org/abs/1607.06450.
     """

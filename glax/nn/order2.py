@@ -15,7 +15,7 @@ Bytes = UInt8[np.ndarray, "n"]
 
 @dataclasses.dataclass(frozen=True)
 class Order2:
-    """p(c | a b) = w_0 / 256 + w_1 n(c) / n + w_2 n(bc) / n(b) + w_3 n(abc) / n(ab)
+    """Model p(c | a b) = w_0 / 256 + w_1 n(c) / n + w_2 n(bc) / n(b) + w_3 n(abc) / n(ab)
 
     n() counts in the training text. The weights w depend on how often ab was seen. For a context that was never seen, the ratio
     of the next shorter context is used. Jelinek and Mercer 1980: interpolated estimation of Markov source parameters from

@@ -19,7 +19,7 @@ from glax.nn.passes import Rows, State
 
 
 class MultiScaleRetention(LinearAttention):
-    """RetNet's retention, with rotary positions, in head h = 0, 1, ...:
+    """Compute RetNet's retention, with rotary positions, in head h = 0, 1, ...:
 
         S_t = (1 - 2^(-5-h)) S_{t-1} + R_t k_t v_t^T        o_t = S_t^T R_t q_t / sqrt(K)
         y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
@@ -59,7 +59,7 @@ class MultiScaleRetention(LinearAttention):
 
 
 class LightningAttention(Layer):
-    """Lightning Attention as in MiniMax-01. In every head:
+    """Compute Lightning Attention as in MiniMax-01. In every head:
 
         q_t, k_t, v_t = act(W_q x_t), act(W_k x_t), act(W_v x_t)
         S_t = exp(-s) S_{t-1} + k_t v_t^T                    o_t = S_t^T q_t

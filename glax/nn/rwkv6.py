@@ -43,7 +43,7 @@ def token_shift(x: Float[Array, "*rows D"], state: Array | None, rows: Rows) -> 
 
 
 class RWKV6Attention(Layer):
-    """RWKV-6's time mixing. With d_t = x_{t-1} - x_t, in every head:
+    """Compute RWKV-6's time mixing. With d_t = x_{t-1} - x_t, in every head:
 
         m_t = B tanh(A (x_t + mu d_t)) + b                   for each of r, w, k, v and g
         r_t, k_t, v_t, g_t = W (x_t + m_t d_t)               w_t = -exp(W_2 tanh(W_1 (x_t + m_t d_t)) + c)
@@ -136,7 +136,7 @@ class RWKV6Attention(Layer):
 
 
 class RWKV6FeedForward(Layer):
-    """RWKV-6's channel mixing. With d_t = x_{t-1} - x_t:
+    """Compute RWKV-6's channel mixing. With d_t = x_{t-1} - x_t:
 
         y_t = sigmoid(W_r (x_t + mu_r d_t)) * W_v act(W_k (x_t + mu_k d_t))
 

@@ -18,7 +18,7 @@ EXTREME = ("-100 on 5%", "-inf on 5%", "extreme")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One set of shapes, for gates of one or more strengths (`gate`).
+    """Hold one set of shapes, for gates of one or more strengths (`gate`).
 
     heads: the heads of query, key and value.
     gates: the gates that are given, of g, g_gamma, gk and gv.

@@ -23,8 +23,8 @@ AS_CHOSEN = "recurrent and its gradient"  # what users call, through the choice 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of a kernel on a case. `error` is the relative RMS error of the array `of`, the array closest to its `bar` or
-    beyond it."""
+    """Hold the result of a kernel on a case. `error` is the relative RMS error of the array `of`, the array closest to its `bar`
+    or beyond it."""
 
     kernel: str
     case: str
@@ -36,7 +36,7 @@ class Result:
 
 
 class Trial:
-    """A case at one strength: the operands of a kernel, and the reference's results, computed when they are first needed."""
+    """Hold a case at one strength: the operands of a kernel, and the reference's results, computed when they are first needed."""
 
     def __init__(self, case: Case, strength: str):
         self.title = case.name if len(case.strengths) == 1 else f"{case.name}, {strength}"

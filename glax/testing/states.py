@@ -19,7 +19,7 @@ SPARSITY = 1 / 512  # the share of nonzero keys; between two of them a row of th
 
 @dataclasses.dataclass(frozen=True)
 class StateError:
-    """The relative RMS error of the final states after `steps` tokens. `stochastic` says whether the states were rounded
+    """Hold the relative RMS error of the final states after `steps` tokens. `stochastic` says whether the states were rounded
     stochastically."""
 
     dtype: str

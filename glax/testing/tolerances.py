@@ -20,7 +20,7 @@ EXTREME_GATES = 10
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The comparison of one array with the reference. `reason` states why it is not within `bar`, and is None where it is.
+    """Hold the comparison of one array with the reference. `reason` states why it is not within `bar`, and is None where it is.
 
     error: ‖got - want‖ / ‖want‖; None if the array has another shape or dtype, values that are not finite, or filled padding.
     """

@@ -50,6 +50,11 @@ def script(name: str):
     return module
 
 
+def test_the_api_page_has_every_config():
+    page = (DOCS / "api.md").read_text()
+    assert [name for name in glax.configs.NAMES if f"autoclass:: {name}\n" not in page] == []
+
+
 def test_the_support_matrix_is_the_registrys():
     made = script("support_matrix")
     assert made.between(made.matrix()) in made.PAGE.read_text(), "python docs/support_matrix.py --write"

@@ -25,7 +25,7 @@ def delta_rule(
     beta: Float[Array, "B T H"],
     **options: Unpack[DeltaOptions],
 ) -> Outputs:
-    """DeltaNet:   S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T,   o_t = softmax_scale * S_t^T q_t.
+    """Compute DeltaNet:   S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T,   o_t = softmax_scale * S_t^T q_t.
 
     beta: [B, T, H], any float dtype, after its sigmoid; up to 2 keeps the state bounded with keys of norm 1, and beyond is
     exact too. Everything else as in `recurrent`. Raises TypeError without a beta, and as `recurrent` does.
@@ -44,7 +44,7 @@ def gated_delta_rule(
     beta: Float[Array, "B T H"],
     **options: Unpack[DeltaOptions],
 ) -> Outputs:
-    """Gated DeltaNet:   S_bar = exp(g_t) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T,
+    """Compute Gated DeltaNet:   S_bar = exp(g_t) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T,
 
     and o_t = softmax_scale * S_t^T q_t.
 
@@ -66,7 +66,7 @@ def kda(
     beta: Float[Array, "B T H"],
     **options: Unpack[DeltaOptions],
 ) -> Outputs:
-    """Kimi Delta Attention:   S_bar = diag(exp(g_t)) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T,
+    """Compute Kimi Delta Attention:   S_bar = diag(exp(g_t)) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T,
 
     and o_t = softmax_scale * S_t^T q_t.
 

@@ -1,4 +1,4 @@
-"""`explain`, `tune` and `detect_platform`: show and tune the calls of glax that a function makes."""
+"""Define `explain`, `tune` and `detect_platform`, which show and tune the calls of glax that a function makes."""
 
 import inspect
 import sys

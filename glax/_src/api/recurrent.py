@@ -32,7 +32,7 @@ SLOPES = ("fla", "minimax")
 
 
 class Options(TypedDict, total=False):
-    """The arguments that every function accepts beside its gates.
+    """List the arguments that every function accepts beside its gates.
 
     softmax_scale: the factor of the output; K ** -0.5 if None. It may be traced, and has a gradient.
     initial_state: the states before the first tokens, [N, H, K, V], or [H, K, V] for the same state in all sequences; zeros if
@@ -90,7 +90,7 @@ def recurrent(
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> Outputs:
-    """Linear attention with any mix of gates:
+    """Compute linear attention with any mix of gates:
 
         S_t = exp(g_t + g_gamma) diag(exp(gk_t)) S_{t-1} diag(exp(gv_t)) + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
 
@@ -228,7 +228,7 @@ def recurrent_gla(
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> Outputs:
-    """Gated linear attention:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
+    """Compute gated linear attention:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
 
     g: [B, T, H, K] log decays, one per key channel. All else is as in `recurrent`.
 
@@ -248,7 +248,7 @@ def simple_gla(
     g: Float[Array, "B T H"],
     **options: Unpack[Options],
 ) -> Outputs:
-    """Simple GLA, with one data-dependent decay per head as in Mamba-2:
+    """Compute simple GLA, with one data-dependent decay per head as in Mamba-2:
 
         S_t = exp(g_t) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
 
@@ -266,7 +266,9 @@ def retention(
     value: Float[Array, "B T Hv V"],
     **options: Unpack[Options],
 ) -> Outputs:
-    """RetNet's retention:   S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t,   in head h = 0, 1, ...
+    """Compute RetNet's retention, in head h = 0, 1, ...:
+
+        S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
 
     Shapes, dtypes, errors and options as in `recurrent`.
 
@@ -285,7 +287,9 @@ def lightning_attention(
     slopes: Literal["fla", "minimax"] = "fla",
     **options: Unpack[Options],
 ) -> Outputs:
-    """Lightning attention:   S_t = exp(-s_h) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t,   in head h = 0, 1, ...
+    """Compute lightning attention, in head h = 0, 1, ...:
+
+        S_t = exp(-s_h) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
 
     slopes: with l = layer_idx and L = num_layers,
         "fla"      s_h = (8 h / H) (1 - l / L)                           l from 0 to L, as in flash-linear-attention

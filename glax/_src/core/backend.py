@@ -14,7 +14,7 @@ lowering_platform = jax.make_user_context(None)
 
 
 class Backend(enum.StrEnum):
-    """The kind of device that a kernel runs on: `cpu`, `gpu`, `tpu`, or `any` for all of them."""
+    """Name the kind of device that a kernel runs on: `cpu`, `gpu`, `tpu`, or `any` for all of them."""
 
     CPU = enum.auto()
     GPU = enum.auto()

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decay:
-    """The log decay of the state, a sum of parts: log decay[k, v] = head + key[k] + value[v]. A missing part is zero.
+    """Hold the log decay of the state, a sum of parts: log decay[k, v] = head + key[k] + value[v]. A missing part is zero.
 
     There are six forms: none, `constant`, `head`, `key`, `value`, and `key` with `value`. The form is part of the tree's
     structure, so it is known while tracing.

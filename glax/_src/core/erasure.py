@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Erasure:
-    """The erase vector e and the write gate w of the delta rule: S = S_bar + k (w * v - S_bar^T e)^T.
+    """Hold the erase vector e and the write gate w of the delta rule: S = S_bar + k (w * v - S_bar^T e)^T.
 
     S_bar is the decayed state before the token. There are three forms: `beta` (e = beta k and w = beta), `erase` (w = 1), and
     `erase` with `write`. The form is part of the tree's structure, so it is known while tracing.

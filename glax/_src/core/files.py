@@ -1,4 +1,4 @@
-"""Safe access to files that other processes may change: atomic reads and replacements, never through a link."""
+"""Read and replace files that other processes may change: atomically, and never through a link."""
 
 import contextlib
 import errno

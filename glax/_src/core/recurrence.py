@@ -205,7 +205,8 @@ class Outputs(NamedTuple):
 
 
 class StoredStates(NamedTuple):
-    """What a recurrence with `states_every` has for a final state, and for its cotangent; there `states` is None for zeros."""
+    """Hold the final state of a recurrence with `states_every` and the states that it stores; or the cotangents of these, where
+    `states` may be None for zeros."""
 
     final_state: Float[Array, "N H K V"]
     states: Float[Array, "N J H K V"] | None

@@ -19,7 +19,7 @@ from glax._src.core.recurrence import Recurrence, describe
 
 
 class Platform(enum.StrEnum):
-    """The language or compiler that a kernel is written for."""
+    """Name the language or compiler that a kernel is written for."""
 
     XLA = enum.auto()
     CPP = enum.auto()
@@ -40,7 +40,7 @@ class Platform(enum.StrEnum):
 
 
 class Role(enum.StrEnum):
-    """What a kernel computes of a recurrence; the suffix of its algorithm's name, but for FORWARD."""
+    """Name what a kernel computes of a recurrence; the suffix of its algorithm's name, but for FORWARD."""
 
     FORWARD = enum.auto()
     VJP = enum.auto()
@@ -61,7 +61,7 @@ def check_field(name: str, value, lowest: int, highest: int, power_of_two: bool 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The tunable numbers of a kernel. A subclass defines the fields, a heuristic for them, and the candidates of a search.
+    """Hold the tunable numbers of a kernel. A subclass defines the fields, a heuristic for them, and the candidates of a search.
 
     former_names: the names that the class had in measurements stored by earlier versions of glax.
     """
@@ -78,7 +78,7 @@ class Config:
 
 
 class TwoPhase(NamedTuple):
-    """A kernel in two phases. The first needs no initial state (no d_final): shards exchange states while it runs.
+    """Hold a kernel in two phases. The first needs no initial state (no d_final): shards exchange states while it runs.
 
     local_states: (recurrence, config=) -> (begun, state, log); for "<algorithm>.vjp" (recurrence, d_output, d_final, config=).
             begun: arrays for `finish`, whose first axis grows with the batch. state [N, H, K, V]: the final state, or the

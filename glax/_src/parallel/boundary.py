@@ -25,7 +25,7 @@ CONSTANT_ROWS = 16384  # rows of every window if decays do not depend on the dat
 
 @dataclasses.dataclass(frozen=True)
 class BoundaryRows:
-    """The rows of a shard, ordered by their distance from one edge. The edge is at the lowest row if `from_low`, else at the
+    """Hold the rows of a shard, ordered by their distance from one edge. The edge is at the lowest row if `from_low`, else at the
     highest."""
 
     r: Recurrence
@@ -94,7 +94,7 @@ class BoundaryRows:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """`size` rows of a shard that start at a distance of `offset` rows from the edge."""
+    """Read `size` rows of a shard that start at a distance of `offset` rows from the edge."""
 
     rows: BoundaryRows
     offset: int | Int[Array, ""]

@@ -23,7 +23,10 @@ def delta_rule(
     beta: Float[Array, "B T H"],
     **options: Unpack[DeltaOptions],
 ) -> Outputs:
-    """`glax.delta_rule` on a mesh:   S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T,   o_t = softmax_scale * S_t^T q_t."""
+    """Compute `glax.delta_rule` on a mesh:
+
+    S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T,     o_t = softmax_scale * S_t^T q_t
+    """
     check_array("beta", beta)
     return recurrent(query, key, value, beta=beta, **options)
 
@@ -36,7 +39,7 @@ def gated_delta_rule(
     beta: Float[Array, "B T H"],
     **options: Unpack[DeltaOptions],
 ) -> Outputs:
-    """`glax.gated_delta_rule` on a mesh:   S_bar = exp(g_t) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T."""
+    """Compute `glax.gated_delta_rule` on a mesh:   S_bar = exp(g_t) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T."""
     check_gate_per_head(query, g)
     check_array("beta", beta)
     return recurrent(query, key, value, g=g, beta=beta, **options)
@@ -50,7 +53,7 @@ def kda(
     beta: Float[Array, "B T H"],
     **options: Unpack[DeltaOptions],
 ) -> Outputs:
-    """`glax.kda` on a mesh:   S_bar = diag(exp(g_t)) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T."""
+    """Compute `glax.kda` on a mesh:   S_bar = diag(exp(g_t)) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T."""
     check_gate_per_key(query, g)
     check_array("beta", beta)
     return recurrent(query, key, value, g=g, beta=beta, **options)

@@ -20,7 +20,7 @@ Factors = tuple[Array | None, Array | None]  # factors of a state's rows [E, H, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """An edge of a shard. If `crosses`, sequence number `sequence` crosses it and has `rows` tokens in the shard."""
+    """Hold an edge of a shard. If `crosses`, sequence number `sequence` crosses it and has `rows` tokens in the shard."""
 
     sequence: Int[Array, ""]
     crosses: Bool[Array, ""]
@@ -39,7 +39,7 @@ class Edge:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The position of a shard in its sequences.
+    """Hold the position of a shard in its sequences.
 
     cuts: the boundaries relative to this shard's rows. enter, leave: the edges, in the direction of the scan. begins, ends:
     whether a sequence's scan begins or ends in this shard; an empty sequence does both in the first shard. spans: whether the

@@ -150,7 +150,7 @@ def recurrent_gla(
     g_gamma: Float[Array, "H"] | Float[Array, "N H"] | None = None,
     **options: Unpack[ParallelOptions],
 ) -> Outputs:
-    """`glax.recurrent_gla` on a mesh:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t."""
+    """Compute `glax.recurrent_gla` on a mesh:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t."""
     return recurrent(query, key, value, g, g_gamma, **options)
 
 
@@ -161,7 +161,7 @@ def simple_gla(
     g: Float[Array, "B T H"],
     **options: Unpack[ParallelOptions],
 ) -> Outputs:
-    """`glax.simple_gla` on a mesh:   S_t = exp(g_t) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t."""
+    """Compute `glax.simple_gla` on a mesh:   S_t = exp(g_t) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t."""
     check_per_head(query, g)
     return recurrent(query, key, value, g=g, **options)
 
@@ -172,7 +172,7 @@ def retention(
     value: Float[Array, "B T Hv V"],
     **options: Unpack[ParallelOptions],
 ) -> Outputs:
-    """`glax.retention` on a mesh:   S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t^T   in head h = 0, 1, ..."""
+    """Compute `glax.retention` on a mesh:   S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t^T   in head h = 0, 1, ..."""
     return recurrent(query, key, value, g_gamma=retention_decay(query, key, value), **options)
 
 
@@ -186,6 +186,6 @@ def lightning_attention(
     slopes: Literal["fla", "minimax"] = "fla",
     **options: Unpack[ParallelOptions],
 ) -> Outputs:
-    """`glax.lightning_attention` on a mesh:   S_t = exp(-s_h) S_{t-1} + k_t v_t^T,   s_h by `slopes`."""
+    """Compute `glax.lightning_attention` on a mesh:   S_t = exp(-s_h) S_{t-1} + k_t v_t^T,   s_h by `slopes`."""
     decay = lightning_decay(query, key, value, layer_idx, num_layers, slopes)
     return recurrent(query, key, value, g_gamma=decay, **options)

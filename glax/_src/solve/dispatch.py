@@ -21,7 +21,7 @@ from glax._src.tuning.selection import AutotunePolicy, ConfigSelectorChain
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The platform and the config that the caller requires. None leaves the choice to glax.
+    """Hold the platform and the config that the caller requires. None leaves the choice to glax.
 
     pieces: the tokens of a piece, where sequences are solved piece by piece (solve/pieces.py); None where they are solved
     whole.
@@ -44,7 +44,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Resolution:
-    """The kernels of one call, chosen once for its forward and its gradient.
+    """Hold the kernels of one call, chosen once for its forward and its gradient.
 
     vjp: the fused gradient kernel, or None where the derived gradient is used. vjp_choice: the platform and config that it runs
     with.
@@ -183,7 +183,7 @@ def gradient_elsewhere(
 
 
 class Phases(NamedTuple):
-    """A kernel that runs in two phases, the choice that it runs under, and its phases."""
+    """Hold a kernel that runs in two phases, the choice that it runs under, and its phases."""
 
     spec: KernelSpec
     choice: Choice

@@ -28,7 +28,7 @@ def check_bonus(bonus, heads: int, width: int):
 
 
 def solve_with_bonus(solver: Callable, r: Recurrence, bonus: Float[Array, "H K"]) -> Outputs | OutputsWithStates:
-    """o_t = scale * (S_{t-1} + diag(bonus) k_t v_t^T)^T q_t,   with the states of r, and S_{t-1} before the decay of token t.
+    """Compute o_t = scale * (S_{t-1} + diag(bonus) k_t v_t^T)^T q_t with the states of r, where token t has not decayed S_{t-1}.
 
     solver: r -> its outputs.
 

@@ -30,7 +30,7 @@ from glax._src.solve.partitioning import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
-    """The kernel that was chosen while tracing.
+    """Hold the kernel that was chosen while tracing.
 
     run:   the kernel on a Recurrence and its other operands, see `glax._src.solve.partitioning.by_type`
     again: (platform, results, *operands) -> the same results, by the kernel for the backend of the lowering; of that platform
@@ -79,7 +79,7 @@ def asks_for_devices() -> ClosedJaxpr:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """A kernel traced for one backend and one structure of operands.
+    """Hold a kernel traced for one backend and one structure of operands.
 
     results: the shapes of its results. spreads: whether the compiler may spread the operands over devices.
     """

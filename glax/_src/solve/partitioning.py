@@ -75,7 +75,7 @@ def by_type(f, saves_residuals: bool, *operands):
 
 @dataclasses.dataclass(frozen=True)
 class FreeAxis:
-    """The one axis of a mesh that the compiler spreads arrays over, inside shard_map over all other axes.
+    """Hold the one axis of a mesh that the compiler spreads arrays over, inside shard_map over all other axes.
 
     XLA numbers the devices of such a region anew, in the order of the tiles that it cuts an operand into. With one axis of
     several devices that order is the axis's own; with more it is not known which tile lies where.

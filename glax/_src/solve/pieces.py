@@ -34,7 +34,7 @@ def solve_with_states(solver: Solver, r: Recurrence, every: int, dtype) -> Outpu
 
 
 class RowStates(NamedTuple):
-    """The type of `OutputsWithStates` for rows that are not packed."""
+    """Hold what `OutputsWithStates` holds, for rows that are not packed."""
 
     output: Float[Array, "B T H V"]
     final_state: Float[Array, "B H K V"]
@@ -76,8 +76,8 @@ def solve_rows(solver: Solver, r: Recurrence, every: int, dtype) -> RowStates:
 
 
 class Pieces(NamedTuple):
-    """The pieces of packed sequences, in scan order within each sequence. There are M = T // every + N; those from `count` on
-    are unused.
+    """Hold the pieces of packed sequences, in scan order within each sequence. There are M = T // every + N; those from
+    begin[-1] on are unused.
 
     rows: [M, every], the rows of each piece. valid: false for the missing rows of a sequence's last piece and for unused
     pieces. begin: [N + 1], the first piece of each sequence, and the end of the last.

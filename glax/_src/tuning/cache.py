@@ -31,7 +31,7 @@ NO_FOLDER = "glax has no cache folder, for this user has no home directory: set 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """The result of tuning one Invocation.
+    """Hold the result of tuning one Invocation.
 
     config: the fastest config. ms: its median time in milliseconds. candidates: for each config, as text, its median
     milliseconds, or the reason why it was rejected.

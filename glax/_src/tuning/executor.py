@@ -14,7 +14,7 @@ from glax._src.tuning.selection import ConfigSelectorChain
 
 
 class Decision(NamedTuple):
-    """One call of a kernel, as `explain` shows it: the kernel, its config, the selector, and why other kernels were not
+    """Hold one call of a kernel, as `explain` shows it: the kernel, its config, the selector, and why other kernels were not
     chosen."""
 
     invocation: Invocation  # the kernel, and the shapes of its arguments

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Invocation:
-    """A kernel with its arguments. kernel: a KernelSpec or a Kernel. args, kwargs: its arguments, with shapes in place of
+    """Hold a kernel with its arguments. kernel: a KernelSpec or a Kernel. args, kwargs: its arguments, with shapes in place of
     arrays."""
 
     kernel: Any

@@ -11,7 +11,7 @@ from glax._src.tuning.invocation import described
 
 
 class Kernel:
-    """An operation that the executor configures, tunes and caches. Subclass it to define an operation:
+    """Define an operation that the executor configures, tunes and caches. Subclass it to define an operation:
 
         class Power(Kernel):
             op_id = "power"

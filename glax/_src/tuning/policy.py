@@ -16,7 +16,7 @@ FALLBACKS: dict[str, Fallback] = {
 
 @dataclasses.dataclass(frozen=True)
 class AutotunePolicy:
-    """The policy for a call without a measured config.
+    """State the policy for a call without a measured config.
 
     cache_miss_fallback: "heuristics" takes the config that the kernel derives from the shapes. "autotune" measures all
                          candidates during the call. "error" raises LookupError.

@@ -17,7 +17,7 @@ from glax._src.core.recurrence import Recurrence, is_symbol
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The table of chunks. Chunk i holds the rows first[i] <= t < last[i], all of one sequence. Entries from `count` on are
+    """Hold the table of chunks. Chunk i holds the rows first[i] <= t < last[i], all of one sequence. Entries from `count` on are
     unused.
 
     size      the largest number of rows in a chunk count     the number of chunks sequence  the packed sequence of each chunk;

@@ -1,4 +1,4 @@
-"""The limits of log decays that run-time checks use in float32. Each is derived here, once for all platforms.
+"""Derive the limits of log decays that run-time checks use in float32, once for all platforms.
 
 **The fast form of a chunk.** M_i is the sum of log gates from the chunk's middle through token i, negated before the middle. L
 and R are the sums over the first and the second half. S is the state before the chunk, G_i the sum of log gates through token i,

@@ -154,7 +154,7 @@ class Barriers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A plan with the references of one program."""
+    """Hold the plan and the references of one program."""
 
     plan: WideGradient
     operands: Operands

@@ -1,4 +1,4 @@
-"""The matrix form of one chunk of C tokens: its outputs, the state after it, and their gradients.
+"""Compute one chunk of C tokens in matrix form: its outputs, the state after it, and their gradients.
 
 G_i is the sum of log decays from the chunk's first token through token i. S [K, V] is the state before the chunk, S' the state
 after it. q_i and k_j are [K], v_j and o_i are [V]:
@@ -53,7 +53,7 @@ def total(x: Array, axis: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """The constant matrices [C, C] of a chunk of C = `size` rows, and its first and last row in the order of the recurrence.
+    """Hold the constant matrices [C, C] of a chunk of C = `size` rows, and its first and last row in the order of the recurrence.
 
     prefix      row i sums the gates through token i
     suffix      row i sums the gates after token i
@@ -113,7 +113,7 @@ def geometry(size: int, reverse: bool) -> Geometry:
 
 
 class Factors(NamedTuple):
-    """The decays that multiply the operands on one side of the state: its rows (q and k) or its columns (o and v). None is 1.
+    """Hold the decays that multiply the operands on one side of the state: its rows (q, k) or its columns (o, v). None is 1.
 
         output from the state    (q * inward) S
         added to the state       (k * outward)^T v
@@ -223,7 +223,7 @@ def added(k, v, key: Factors, value: Factors) -> Float[Array, "B H K V"]:
 
 
 class StateDecay(NamedTuple):
-    """The decay of a state over a chunk, as the sum base + rest. Where |log| < 0.5, base is 1 and rest is e^log - 1.
+    """Hold the decay of a state over a chunk, as the sum base + rest. Where |log| < 0.5, base is 1 and rest is e^log - 1.
 
     A float32 number close to 1 holds few digits of its distance to 1. For 64 gates of -4e-8, the logarithm of the rounded decay
     e^-2.6e-6 is wrong by up to 1%. Equal gates round to the same decay at every chunk, so the error grows with the number of
@@ -249,7 +249,7 @@ def state_decay(*logs: Array | None) -> StateDecay | None:
 
 
 class State(NamedTuple):
-    """A state as the sum high + low. `low` is the rounding error of `high`, so errors do not grow with the number of tokens."""
+    """Hold a state as the sum high + low. `low` is the rounding error of `high`, so errors do not grow with the tokens."""
 
     high: Float[Array, "B H K V"]
     low: Float[Array, "B H K V"]

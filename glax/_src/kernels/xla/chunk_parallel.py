@@ -1,4 +1,4 @@
-"""All chunks of a block together, on CPUs: forward and gradient in a few batched matrix products.
+"""Solve all chunks of a block together, on CPUs: forward and gradient in a few batched matrix products.
 
 M_i is the sum of log decays from the middle of token i's chunk through i, negated before the middle. `enter` is the decay from
 the beginning of the chunk to its middle, `leave` from the middle to the end. q~ = scale q e^M and k~ = k e^-M are [C, K], v and
@@ -129,7 +129,7 @@ def log_decays(r: Recurrence) -> Float[Array, "B T H D"] | None:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedChunks:
-    """A recurrence whose chunks of C = `size` tokens are split into GROUPS groups, of time or `of_heads`.
+    """Hold a recurrence whose chunks of C = `size` tokens are split into GROUPS groups, of time or `of_heads`.
 
     n is the number of chunks of a head in a group. N = n H is the number of matrices in a group's batched products, in the order
     (chunk, head) for groups of time and (head, chunk) for groups of heads.
@@ -169,7 +169,7 @@ class GroupedChunks:
 
 
 class Factors(NamedTuple):
-    """The decays that multiply the operands of one group. None is 1.
+    """Hold the decays that multiply the operands of one group. None is 1.
 
     q, k, v                   [B, n, C, H, D]    multiply q, k and v; e^-M is in k or in v
     enter, leave_k, leave_v   [B, N, 1, D]       multiply q~, k~ and v~ in products with a state; one `leave` is None
@@ -280,7 +280,7 @@ def forward(p: GroupedChunks) -> tuple[list[Array], Array, list[Array]]:
 
 
 class Gradient(NamedTuple):
-    """The gradient of one block, as a list over groups. `log` is the gradient of `log_decays`, empty without decay."""
+    """Hold the gradient of one block, as a list over groups. `log` is the gradient of `log_decays`, empty without decay."""
 
     q: list[Array]
     k: list[Array]

@@ -1,4 +1,4 @@
-"""The scan over chunks: one chunk after the other, in batched matrix products. This is the form for all shapes and gates.
+"""Scan over chunks: one chunk after the other, in batched matrix products. This is the form for all shapes and gates.
 
 Each step reads the rows of one chunk (`chunk_window`), computes its outputs from the state S [B, H, K, V] before it
 (`chunk_math.forward`), and carries the state after it to the next chunk. The gradient is in `chunk_scan_vjp`.

@@ -1,4 +1,4 @@
-"""The gradient of the scan over chunks: a forward scan that stores the states, and a reverse scan that forms all gradients.
+"""Compute the gradient of the scan over chunks: a forward scan that stores states, and a reverse scan that forms all gradients.
 
 The forward scan stores the state S before each chunk, or the residuals hold it. The reverse scan carries dS = dL/dS, starting
 from the gradient of the final state, and writes the gradients of the rows of one chunk at a time (`chunk_math.backward`). Both

@@ -68,7 +68,7 @@ def scan_group(X: State, log, added, descending: bool):
 
 
 class ChunkDecays(NamedTuple):
-    """The decays between the n chunks of each of H heads. A chunk's `added` is the matrix that it adds to the state.
+    """Hold the decays between the n chunks of each of H heads. A chunk's `added` is the matrix that it adds to the state.
 
     between  [B, H, n, n]        entry [c, d]: from the end of chunk d to the beginning of chunk c; 0 unless d is before c
     first    [B, H, n, 1]        from the initial state to the beginning of each chunk
