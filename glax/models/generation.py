@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from glax._src.core.bind import check_integer, check_real, is_array, known_number
 from glax.models.model import CausalLM, check_tokens
+from glax.nn.generate import check_key
 
 PADDINGS = ("right", "left")
 
@@ -234,6 +235,7 @@ def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos
         if not greedy:
             raise ValueError("key must be given where temperature is above 0, such as jax.random.key(0)")
         key = jax.random.key(0)
+    check_key(key)
     arrays = dict(key=key, temperature=jnp.asarray(temperature, jnp.float32))
     arrays["top_p"] = jnp.asarray(1.0 if top_p is None else top_p, jnp.float32)
     return prompts, Sampling(greedy, top_k, top_p is not None, eos_tokens(eos), padded), arrays

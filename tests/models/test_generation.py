@@ -38,6 +38,7 @@ def model():
             "top_p must be None at temperature 0, which takes the likeliest token, got 0.5: pass a temperature above 0",
             dict(top_p=0.5),
         ),
+        (TypeError, "key must be one key of jax.random, such as jax.random.key(0), got 5", dict(key=5)),
         (
             ValueError,
             "key must be given where temperature is above 0, such as jax.random.key(0)",

@@ -107,7 +107,7 @@ def test_a_third_party_kernel_is_chosen_differentiated_tuned_and_cached(tmp_path
         (decision,) = glax.explain(glax.recurrent, q, q, q)
         assert (decision.config, decision.selector) == (measurement.config, "memory")
         refused = glax.explain(lambda q: glax.recurrent(q, q, q, g=jnp.zeros(q.shape[:3])), q)[0].refused
-        assert refused["quadratic/xla/any"] == "decays are not supported"
+        assert refused["quadratic/xla/any"] == "takes calls without gates, got gates of the form head"
     finally:
         kernel_registry.kernels.clear()
         kernel_registry.kernels.update(before)
