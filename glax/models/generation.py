@@ -12,8 +12,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from glax._src.core.bind import check_integer, check_real, is_array, known_number
-from glax.models.model import CausalLM, check_tokens
+from glax.models.model import CausalLM
 from glax.nn.generate import check_key
+from glax.nn.model import check_tokens
 
 PADDINGS = ("right", "left")
 
@@ -198,7 +199,7 @@ def check_count(max_new_tokens):
 
 def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos) -> tuple[dict, Sampling, dict]:
     """Check the arguments, and return (the prompts, the static arguments, the arguments that may be traced)."""
-    check_tokens(tokens, "[B, T]")
+    check_tokens("tokens", tokens, "[B, T]")
     B, T = tokens.shape
     if T == 0:
         raise ValueError(f"tokens must be [B, T] with T of at least 1, got shape {tokens.shape}")

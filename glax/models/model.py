@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from glax._src.core.bind import check_array
 from glax.models.config import ModelConfig
 from glax.models.names import Names
 from glax.nn.layer import from_pool, into_pool, parallel_rows, token_rows
 from glax.nn.losses import next_token_loss
+from glax.nn.model import check_tokens
 from glax.nn.parts import EMBED, VOCABULARY, annotated, linear
 from glax.nn.passes import Rows
 
@@ -117,7 +117,7 @@ class CausalLM(nnx.Module):
         self, tokens: Int[Array, "B"], pools: list[dict], slots: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B vocabulary"], list[dict]]:
         """Read one token of each sequence, and return (the logits, the pools). Without slots, sequence b lives in row b."""
-        check_tokens(tokens, "[B]")
+        check_tokens("tokens", tokens, "[B]")
         x, pools = self.through(self.embed(tokens), pools, token_rows(slots, tokens.shape[0], pools, "pools"))
         return self.logits(self.norm(x)), pools
 
@@ -148,7 +148,7 @@ class CausalLM(nnx.Module):
         self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
     ) -> Array:
         """Return the rows that the head reads, [B, T, width]."""
-        check_tokens(tokens, "[B, T]")
+        check_tokens("tokens", tokens, "[B, T]")
         rows = parallel_rows(tokens.shape, None, segment_ids, pad_id)
         x, _ = self.through(self.embed(tokens), [{}] * len(self.blocks), rows)
         return self.norm(x)
@@ -156,12 +156,12 @@ class CausalLM(nnx.Module):
     def extend_hidden(self, tokens: Int[Array, "B T"], states: list[dict]) -> tuple[Array, list[dict]]:
         """Continue from `states`, one row per sequence. Return the rows that the head reads, [B, T, width], and the new
         states."""
-        check_tokens(tokens, "[B, T]")
+        check_tokens("tokens", tokens, "[B, T]")
         x, states = self.through(self.embed(tokens), states, parallel_rows(tokens.shape, None))
         return self.norm(x), states
 
     def prefill_hidden(self, tokens, pools, slots, cu_seqlens, fresh=None) -> tuple[Array, list[dict]]:
-        check_tokens(tokens, "[T]")
+        check_tokens("tokens", tokens, "[T]")
         rows = parallel_rows(tokens.shape, cu_seqlens)
         states, slots = from_pool(pools, slots, rows.num_sequences, fresh)
         x, states = self.through(self.embed(tokens), states, rows)
@@ -243,11 +243,3 @@ class Block(nnx.Module):
         y, state = self.attn.mix(self.attn_norm(x), state, rows, *rest)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state
-
-
-def check_tokens(tokens, form: str):
-    check_array("tokens", tokens)
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"tokens must hold integers, got {tokens.dtype}")
-    if tokens.ndim != len(form.split(",")):
-        raise ValueError(f"tokens must be {form}, got shape {tokens.shape}")
