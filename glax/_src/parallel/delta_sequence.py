@@ -18,7 +18,7 @@ from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.parallel.boundary import BoundaryRows
 from glax._src.parallel.boundary_state import total_decay
-from glax._src.parallel.exchange import Shard, exchange_states, shard_of
+from glax._src.parallel.exchange import Shard, exchange_states, of_sequences, shard_of
 from glax._src.solve.autodiff import gradient, solve, solve_with_residuals
 from glax._src.solve.dispatch import Choice
 from glax._src.solve.partitioning import Axis
@@ -65,7 +65,7 @@ def solve_delta_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_res
     are None unless `save_residuals`, and where the kernel has none.
     """
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
-    begun = where(shard.begins, r.start_state, 0)
+    begun = of_sequences(shard.begins, r.start_state)
     own, residuals = r.replace(boundaries=shard.cuts, initial_state=begun), None
     left = jnp.where(shard.leave.crosses, shard.leave.pick(solve(choice, own).final_state, packed), 0)
     through = transition(choice, r, shard)
@@ -75,19 +75,15 @@ def solve_delta_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_res
         (output, final), residuals = solve_with_residuals(choice, own)
     else:
         output, final = solve(choice, own)
-    return Outputs(output, where(shard.ends, final, 0)), (entered, residuals, through)
-
-
-def where(of_sequence, states, otherwise):
-    return jnp.where(of_sequence[:, None, None, None], states, otherwise)
+    return Outputs(output, of_sequences(shard.ends, final)), (entered, residuals, through)
 
 
 def gradient_of_delta_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final, saved) -> Recurrence:
     """Return the gradient of this shard's rows. It is computed twice: once for the message, and once from the dL/dS that
     arrives."""
     (entered, residuals, (M, columns)), shard, packed = saved, shard_of(r, axis, n), r.boundaries is not None
-    started = shard.enter.add(where(shard.begins, r.start_state, 0), entered, packed)
-    ended = where(shard.ends, d_final, 0).astype(r.dtype)
+    started = shard.enter.add(of_sequences(shard.begins, r.start_state), entered, packed)
+    ended = of_sequences(shard.ends, d_final).astype(r.dtype)
     own = r.replace(initial_state=started, boundaries=shard.cuts)
     d_started = gradient(choice, own, d_output, ended, residuals).initial_state
     assert d_started is not None
@@ -96,5 +92,5 @@ def gradient_of_delta_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_
     d = gradient(choice, own, d_output, shard.leave.add(ended, returned, packed), residuals)
     # `own` has an initial state even if none was given.
     given = r.initial_state
-    d_initial = None if given is None else where(shard.begins, d.initial_state, 0).astype(given.dtype)
+    d_initial = None if given is None else of_sequences(shard.begins, d.initial_state).astype(given.dtype)
     return d.replace(initial_state=d_initial)

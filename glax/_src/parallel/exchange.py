@@ -164,3 +164,8 @@ def apply_decay(state: Float[Array, "E H K V"], rows, columns) -> Float[Array, "
     elif rows is not None:
         state = state * rows[..., None]
     return state if columns is None else state * columns[..., None, :]
+
+
+def of_sequences(chosen: Bool[Array, "N"], states) -> Float[Array, "N H K V"]:
+    """Return the states [N, H, K, V] of the chosen sequences, and 0 for the others."""
+    return jnp.where(chosen[:, None, None, None], states, 0)

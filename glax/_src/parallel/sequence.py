@@ -17,7 +17,7 @@ from glax._src.parallel.boundary import BoundaryRows
 from glax._src.parallel.boundary_correction import correct_gradient, correct_output
 from glax._src.parallel.boundary_state import state_and_decay, total_decay
 from glax._src.parallel.delta_sequence import gradient_of_delta_rows, solve_delta_rows
-from glax._src.parallel.exchange import apply_decay, exchange_states, shard_of
+from glax._src.parallel.exchange import apply_decay, exchange_states, of_sequences, shard_of
 from glax._src.solve.autodiff import gradient, gradient_with_vjp, solve, solve_with_residuals, solve_with_vjp
 from glax._src.solve.dispatch import (
     Choice,
@@ -63,7 +63,7 @@ def solve_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_residuals
     if r.erasure is not None:
         return solve_delta_rows(choice, axis, n, r, save_residuals)
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
-    begun = where(shard.begins, r.start_state, 0)
+    begun = of_sequences(shard.begins, r.start_state)
     own, residuals = r.replace(boundaries=shard.cuts), None
     resolution = resolve(choice, own.replace(initial_state=begun))
     overlap = overlap_of(resolution, r, gradient=False)
@@ -88,11 +88,7 @@ def solve_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_residuals
             (output, final), residuals = solve_with_residuals(choice, own)
         else:
             output, final = solve(choice, own)
-    return Outputs(output, where(shard.ends, final, 0)), (entered, residuals)
-
-
-def where(of_sequence, states, otherwise):
-    return jnp.where(of_sequence[:, None, None, None], states, otherwise)
+    return Outputs(output, of_sequences(shard.ends, final)), (entered, residuals)
 
 
 def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final, saved) -> Recurrence:
@@ -100,8 +96,8 @@ def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output
     if r.erasure is not None:
         return gradient_of_delta_rows(choice, axis, n, r, d_output, d_final, saved)
     (entered, residuals), shard, packed = saved, shard_of(r, axis, n), r.boundaries is not None
-    started = shard.enter.add(where(shard.begins, r.start_state, 0), entered, packed)
-    ended = where(shard.ends, d_final, 0).astype(r.dtype)
+    started = shard.enter.add(of_sequences(shard.begins, r.start_state), entered, packed)
+    ended = of_sequences(shard.ends, d_final).astype(r.dtype)
     own = r.replace(initial_state=started, boundaries=shard.cuts)
     resolution = resolve(choice, own)
     overlap = overlap_of(resolution, r, gradient=True)
@@ -127,7 +123,7 @@ def gradient_of_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output
             d = gradient(choice, own, d_output, ended, residuals)
         d_initial = d.initial_state
     given = r.initial_state
-    return d.replace(initial_state=None if given is None else where(shard.begins, d_initial, 0).astype(given.dtype))
+    return d.replace(initial_state=None if given is None else of_sequences(shard.begins, d_initial).astype(given.dtype))
 
 
 def plain_gradient(choice: Choice, axis: Axis, n: int, r: Recurrence, d_output, d_final) -> Recurrence:
@@ -146,7 +142,7 @@ def plain(choice: Choice, axis: Axis, n: int, r: Recurrence) -> Outputs:
     if r.erasure is not None:
         return solve_delta_rows(choice, axis, n, r, save_residuals=False)[0]
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
-    begun = where(shard.begins, r.start_state, 0)
+    begun = of_sequences(shard.begins, r.start_state)
     own = r.replace(boundaries=shard.cuts, initial_state=begun)
     left = jnp.where(shard.leave.crosses, shard.leave.pick(solve(choice, own).final_state, packed), 0)
     entered = exchange_states(
@@ -154,7 +150,7 @@ def plain(choice: Choice, axis: Axis, n: int, r: Recurrence) -> Outputs:
     )
     started = shard.enter.add(begun, entered, packed)
     output, final = solve(choice, own.replace(initial_state=started))
-    return Outputs(output, where(shard.ends, final, 0))
+    return Outputs(output, of_sequences(shard.ends, final))
 
 
 sequence_gradient = gradient_with_vjp(gradient_of_rows, plain_gradient, num_static=3)
