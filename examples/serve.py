@@ -1,4 +1,4 @@
-"""Continuous batching: requests of any length come and go, and share one decoding step.
+"""Serve with continuous batching: requests of any length come and go, and share one decoding step.
 
     python examples/serve.py --model demo-out/model.safetensors "def " "import os" "class A"
     python examples/serve.py --model FOLDER "Once upon a time"
@@ -6,10 +6,13 @@
 FOLDER is a checkpoint that `glax.models.from_pretrained` loads. Requests are sequences of tokens; those of the demo's model
 are bytes.
 
-Every request has a slot in a pool of states, of one size whatever its length. In each round, waiting prompts are read into
-free slots, packed one behind another into a fixed number of rows, a long one in pieces; then every request that is under
-way gets its next token, all in one call of a fixed shape, empty slots as -1. So two programs are compiled, and neither
-copies the pool. Tokens are chosen greedily.
+Every request has a slot in a pool of states, of one size whatever its length. Each round has two calls of fixed shapes:
+
+1. Waiting prompts are read into free slots. They are packed one behind another into a fixed number of rows, a long prompt in
+   pieces.
+2. Every request whose prompt is read gets its next token. Empty slots are -1.
+
+So two programs are compiled, and neither copies the pool. The likeliest token is chosen.
 """
 
 import argparse
@@ -33,7 +36,7 @@ from glax.nn.checkpoint import load
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """`length` tokens that go on from `prompt`, at least one token. Comes in before round `arrives`."""
+    """Ask for `length` tokens that continue `prompt`, which has at least one token. arrives: the round before which it comes."""
 
     name: str
     prompt: Sequence[int]
@@ -43,7 +46,7 @@ class Request:
 
 @dataclasses.dataclass
 class Running:
-    """A request in its slot: how much of its prompt has been read, and what was written."""
+    """Hold a request in its slot: how many tokens of its prompt have been read, and the tokens written."""
 
     request: Request
     read: int = 0
@@ -52,21 +55,24 @@ class Running:
 
 @functools.partial(nnx.jit, donate_argnums=1)
 def prefill(model: ByteLM | CausalLM, pools, tokens, slots, cu_seqlens, fresh):
-    """The token behind each of the packed prompts, [N], and the pools."""
+    """Return the token behind each of the packed prompts, [N], and the pools."""
     logits, pools = model.prefill(tokens, pools, slots, cu_seqlens, fresh)
     return logits[jnp.maximum(cu_seqlens[1:] - 1, 0)].argmax(-1), pools
 
 
 @functools.partial(nnx.jit, donate_argnums=1)
 def decode(model: ByteLM | CausalLM, pools, tokens, slots):
-    """The next token of each slot, [B], and the pools."""
+    """Return the next token of each slot, [B], and the pools."""
     logits, pools = model.step(tokens, pools, slots)
     return logits.argmax(-1), pools
 
 
 class Server:
-    """capacity: slots. rows: of a packed prefill, shared by all prompts read in one round. max_length: of a prompt and its
-    continuation together, for models that have layers of softmax attention."""
+    """Serve requests by one model.
+
+    capacity: the number of slots. rows: the tokens of a packed prefill, shared by all prompts of a round. max_length: the most
+    tokens of a prompt and its continuation together, for models that have layers of softmax attention.
+    """
 
     def __init__(self, model: ByteLM | CausalLM, capacity: int = 8, rows: int = 128, max_length: int = 4096):
         self.model, self.capacity, self.rows = model, capacity, rows
@@ -75,7 +81,7 @@ class Server:
         self.waiting: collections.deque[Request] = collections.deque()
 
     def serve(self, requests: Iterable[Request]) -> Iterator[tuple[str, Sequence[int]]]:
-        """Each request's name and tokens, of the type of its prompt, as they finish."""
+        """Yield each request's name and tokens, in the type of its prompt, when it has finished."""
         coming = collections.deque(sorted(requests, key=lambda request: request.arrives))
         turn = 0
         while coming or self.waiting or any(self.running):
@@ -94,7 +100,7 @@ class Server:
                 self.running[slot] = Running(self.waiting.popleft())
 
     def read_prompts(self):
-        """One packed call for as much of the unread prompts as its rows hold; the first token of those that are read."""
+        """Read as many tokens of unread prompts as one packed call holds. Write the first token behind each prompt that ends."""
         tokens, cuts, slots, fresh = np.zeros(self.rows, np.int32), [0], [], []
         for slot, x in enumerate(self.running):
             if x is None or x.read == len(x.request.prompt) or cuts[-1] == self.rows:
@@ -120,7 +126,7 @@ class Server:
                 x.written.append(int(token))
 
     def write(self):
-        """One more token for everyone whose prompt is read."""
+        """Write one more token of each request whose prompt is read."""
         ready = [slot for slot, x in enumerate(self.running) if x is not None and x.written]
         if not ready:
             return
@@ -128,6 +134,7 @@ class Server:
         for slot in ready:
             tokens[slot], slots[slot] = self.running[slot].written[-1], slot
         following, self.pools = decode(self.model, self.pools, tokens, slots)
+        following = np.asarray(following)
         for slot in ready:
             self.running[slot].written.append(int(following[slot]))
 

@@ -1,4 +1,4 @@
-"""Trains the demo's model on several processes, spread over batch and sequence, with a checkpoint that any number resumes.
+"""Train the demo's model on several processes, spread over batch and sequence, with a checkpoint that any number resumes.
 
 On each of two hosts, i = 0 and 1:
 
@@ -94,17 +94,17 @@ def main(arguments):
 
 
 def placed(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Every process has all of x, and hands over what its devices hold."""
+    """Return x spread over all processes. Every process has all of x, and passes on what its devices hold."""
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def by_name(state) -> dict:
-    """The arrays of a tree by their paths, so that a checkpoint does not depend on the classes in it."""
+    """Return the arrays of a tree by their paths, so that a checkpoint does not depend on the classes in it."""
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
 
 
 def resumed(checkpoints: ocp.CheckpointManager, shapes, sharding: NamedSharding):
-    """The newest whole checkpoint, laid out on this mesh, and its step; (None, 0) if there is none."""
+    """Return the newest whole checkpoint, laid out on this mesh, and its step; (None, 0) if there is none."""
     step = checkpoints.latest_step()
     if step is None:
         return None, 0
