@@ -57,8 +57,8 @@ struct Driver {
 };
 
 const Driver& driver() {
-  static const Driver loaded;
-  return loaded;
+  static const auto* const loaded = new Driver;  // never destroyed: threads may outlive `main`
+  return *loaded;
 }
 
 // Makes the context of a stream current while it lives.
@@ -85,7 +85,7 @@ class CurrentContext {
 // Kernels by the key of their program. A library of CUDA 12 belongs to no context: one serves all GPUs of a kind.
 std::mutex mutex;
 std::unordered_map<std::string, void*>& kernels() {
-  static auto* const found = new std::unordered_map<std::string, void*>;  // never destroyed: threads may outlive `main`
+  static auto* const found = new std::unordered_map<std::string, void*>;  // never destroyed, as the driver
   return *found;
 }
 
