@@ -261,6 +261,17 @@ def test_executors():
             glax.Executor()(glax.RecurrentAttention(), **GOOD | arguments)
 
 
+def test_an_executor_runs_an_operation_that_stores_states():
+    arrays = {name: jnp.ones((1, 130, *x.shape[2:])) for name, x in GOOD.items()}
+    options = dict(states_every=64, states_dtype=jnp.bfloat16)
+    got = glax.Executor()(glax.RecurrentAttention(), **arrays, **options)
+    want = glax.recurrent(**arrays, **options)
+    assert got.states.dtype == jnp.bfloat16 and got.states.shape == (1, 2, 4, 8, 6)
+    jax.tree.map(np.testing.assert_array_equal, tuple(got), tuple(want))
+    with pytest.raises(TypeError, match=r"recurrent_attention\(\) got an unexpected keyword argument 'bonus'"):
+        glax.Executor()(glax.RecurrentAttention(), **GOOD, bonus=ones(4, 8))
+
+
 def test_variants():
     with pytest.raises(ValueError) as caught:
         glax.simple_gla(**GOOD, g=ones(2, 12, 4, 8))

@@ -1,5 +1,7 @@
 """Define `recurrent_attention` as an operation that a user's own executor can run."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 
@@ -10,7 +12,7 @@ from glax._src.core.registry import Config, KernelSpec, Platform, kernel_registr
 from glax._src.kernels import load_kernels
 from glax._src.tuning.op import Kernel, example_of
 
-NOT_BOUND = ("cfg", "platform", "return_state")
+BOUND = tuple(inspect.signature(bind).parameters)  # `run` refuses what neither it nor bind takes
 GATES = ("g", "g_gamma", "gk", "gv")
 ARRAYS = ("query", "key", "value", *GATES, "initial_state", "cu_seqlens", "segment_ids", "softmax_scale")
 
@@ -46,19 +48,25 @@ class RecurrentAttention(Kernel):
         return list(dict.fromkeys(config for spec in specs for config in spec.config.candidates(r)))
 
     def able(self, inv) -> tuple[list[KernelSpec], Recurrence]:
-        """Return (the registered kernels that can run the call, the best first; its Recurrence in shapes)."""
+        """Return (the registered kernels that can run the call, the best first; its Recurrence in shapes).
+
+        Where no kernel stores the states behind every n tokens, these are the kernels that solve the call in pieces.
+        """
         load_kernels()
         arguments = self.named(inv.args, inv.kwargs)
-        platform, options = (
-            arguments.get("platform"),
-            ScanOptions(arguments.get("reverse", False), arguments.get("pad_id")),
+        every = arguments.get("states_every")
+        options = ScanOptions(
+            arguments.get("reverse", False), arguments.get("pad_id"), every, arguments.get("states_dtype")
         )
-        check_before_tracing({name: arguments.get(name) for name in ARRAYS}, platform, None, options)
-        bound = {name: x for name, x in arguments.items() if name not in NOT_BOUND}
+        check_before_tracing({name: arguments.get(name) for name in ARRAYS}, arguments.get("platform"), None, options)
+        platform = Platform.parse(arguments.get("platform"))
+        bound = {name: x for name, x in arguments.items() if name in BOUND}
         r = jax.eval_shape(lambda: bind(**self.as_bound(example_of(bound))).folded)
-        platform = Platform.parse(platform)
+        stored = r.replace(states_every=options.static.states_every)
+        if able := kernel_registry.able(stored, platform)[0]:
+            return able, stored
         kernel_registry.find(r, platform)  # raises with every reason if none can
-        return kernel_registry.able(r, platform)[0], r
+        return kernel_registry.able(r, platform)[0], stored
 
     def as_bound(self, arguments: dict) -> dict:
         """Return the arguments in the shapes that `bind` takes. Subclasses override it."""
