@@ -142,6 +142,17 @@ class Scan:
         while the next is formed."""
         return 2 if self.states and not self.outputs and self.run == 1 else 1
 
+    @property
+    def narrow(self) -> bool:
+        """Return whether a scan with per-key gates has tiles for outputs and for what q^ lost, beside those of q and gates."""
+        return self.outputs and self.columns == 64
+
+    @property
+    def lost_stages(self) -> int:
+        """Return the number of tiles for what q^ lost in rounding. Without room for them it lies in the gates' tiles, which are
+        then fetched later."""
+        return 2 if self.narrow else 0
+
     def stored(self, chunk):
         """Return whether the state that enters this chunk is stored: the chunk is the first of its run in scan order."""
         return lax.rem(chunk, jnp.int32(self.run)) == (self.run - 1 if self.reverse != self.adjoint else 0)

@@ -1,6 +1,7 @@
 """Define the output warpgroup of the per-key-gate scan: scores of a chunk, and o = scale (q^ S' + P v)."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -47,7 +48,10 @@ class OutputWarpgroup:
 
 
 def write_outputs(p: Program):
-    """Form o = scale (q^ S' + P v) of every chunk, [C, columns] in bfloat16. It is sent from the tile of q if it fits into it."""
+    """Form o = scale (q^ S' + P v) of every chunk, [C, columns] in bfloat16.
+
+    It is sent from the tile of q where there is no room for a tile of its own.
+    """
     w = p.plan
     plgpu.set_max_registers(w.registers[1], action="increase")
     i, j = tiles.positions(w.reverse)
@@ -57,17 +61,25 @@ def write_outputs(p: Program):
     o = OutputWarpgroup(p, i, j, scale, total, known, block, head)
     p.fill(o.fetch_q)
 
-    @pl.loop(0, total)
-    def _(step):
-        write_chunk(o, step)
+    if not w.narrow:
+        pl.loop(0, total)(functools.partial(write_chunk, o, None))
+    else:
+        plgpu.barrier_wait(p.barriers.prepared)
+        # A loop for each, because a product behind a branch waits for those before it.
+        for weak in (False, True):
+
+            @pl.when((p.tiles.weak[0] > 0) == weak)
+            def _(weak=weak):
+                pl.loop(0, total)(functools.partial(write_chunk, o, weak))
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def write_chunk(o: OutputWarpgroup, step):
+def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
     """Form the outputs of one chunk, [C, columns], and send them to global memory in bfloat16.
 
     P [C, C] has the scores q^_i . k^_j of tokens j before i, and own scores on its diagonal. It is 0 in a chunk out of range.
+    weak: whether q^ has two terms. None where registers have no room for all products together: it is then read here.
     """
     p, w = o.p, o.p.plan
     stages, total = w.stages, o.total
@@ -75,20 +87,26 @@ def write_chunk(o: OutputWarpgroup, step):
     q = p.tiles.q.at[slot]
     a, b = p.tiles.a.at[slot], p.tiles.b.at[slot]
     plgpu.barrier_wait(p.barriers.scaled.at[slot])
-    weak = p.tiles.weak[0] > 0
+    traced = None if w.narrow else p.tiles.weak[0] > 0
     out_of_range = p.tiles.out_of_range[slot]
     # [C]
     own = sum(plgpu.load(p.tiles.own_scores.at[slot, share], layout=BY_ROW) for share in range(w.scalers))
     # No score where the chunk is out of range: neither is i - C > j nor i + C == j. `exact_outputs` adds what they draw.
     later, same = o.i - out_of_range * C, o.i + out_of_range * C
+    lost_slot = lax.rem(step, jnp.int32(2))
+    terms = (q, p.tiles.lost.at[lost_slot]) if weak else (q,)
 
     def formed(scores, output):
         """Mask and split the scores while q^T S' is computed."""
-        plgpu.wgmma(scores, q, transposed(a))
+        for x in terms:
+            plgpu.wgmma(scores, x, transposed(a))
         plgpu.barrier_wait(p.barriers.state_stored)
-        plgpu.wgmma(output, q, p.tiles.state)
+        for x in terms:
+            plgpu.wgmma(output, x, p.tiles.state)
         # [C, C]
-        P = add_lost(p, step, weak, tiles.after(scores, 1), lambda slot: transposed(p.tiles.a.at[slot]))
+        P = tiles.after(scores, len(terms))
+        if not w.narrow:
+            P = add_lost(p, step, traced, P, lambda slot: transposed(p.tiles.a.at[slot]))
         P = jnp.where(later > o.j, P, jnp.where(same == o.j, by_row(own, P.shape), 0.0))
         high = tiles.high_part(P)
         plgpu.wgmma(output, high.astype(jnp.bfloat16), b)
@@ -98,21 +116,28 @@ def write_chunk(o: OutputWarpgroup, step):
     # [C, columns]
     output = pl.run_scoped(formed, plgpu.ACC((C, C)), plgpu.ACC((C, w.columns)))
     plgpu.barrier_arrive(p.barriers.consumed.at[slot])
+    if w.narrow:
+        plgpu.barrier_arrive(p.barriers.state_read)
+    if weak:
+        plgpu.barrier_arrive(p.barriers.lost_consumed.at[lost_slot])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and all warps are done with this tile of q^
+    if w.narrow:
+        pl.when(step + stages < total)(lambda: o.fetch_q(step + stages, slot))
+    else:  # this chunk's tile of q is about to hold the outputs
 
-    @pl.when((step > 0) & (step - 1 + stages < total))
-    def _():
-        o.fetch_q(step - 1 + stages, lax.rem(step - 1, jnp.int32(stages)))
+        @pl.when((step > 0) & (step - 1 + stages < total))
+        def _():
+            o.fetch_q(step - 1 + stages, lax.rem(step - 1, jnp.int32(stages)))
 
-    output = add_lost(p, step, weak, output, lambda slot: p.tiles.state)
-    plgpu.barrier_arrive(p.barriers.state_read)
-    tile = q if w.columns == w.K else p.tiles.output
+        output = add_lost(p, step, traced, output, lambda slot: p.tiles.state)
+        plgpu.barrier_arrive(p.barriers.state_read)
 
-    @pl.when(weak & (step + 2 < total))
-    def _():
-        plgpu.commit_smem()  # all warps are done with what q^ lost
-        p.fetch_gates(step + 2, lax.rem(step, jnp.int32(2)))
+        @pl.when(traced & (step + 2 < total))
+        def _():
+            plgpu.commit_smem()  # all warps are done with what q^ lost
+            p.fetch_gates(step + 2, lost_slot)
 
+    tile = p.tiles.output if w.narrow else q
     tile[...] = (output * o.scale).astype(jnp.bfloat16)
     plgpu.commit_smem()
     columns = pl.ds(o.block * w.columns, w.columns)

@@ -65,10 +65,11 @@ class Results(NamedTuple):
 class Tiles(NamedTuple):
     """Hold the shared memory. A tile that the plan does not use has the smallest size."""
 
-    q: Ref  # [stages, C, K]: q, then q^, then with columns == K the outputs
+    q: Ref  # [stages, C, K]: q, then q^, then without a tile of their own the outputs
     a: Ref  # [stages, C, K]: k, then k^
     b: Ref  # [stages, C, columns]: v
-    gates: Ref  # [2 terms, C, K]: log gates, then what q^ lost when it was rounded
+    gates: Ref  # [2 terms, C, K]: log gates, then without tiles of its own what q^ lost
+    lost: Ref  # [lost_stages, C, K]: what q^ lost when it was rounded
     state: Ref  # [K, columns], or without outputs [state_stages, consumers, K, 64]: S'
     output: Ref  # [C, columns]
     sums: Ref  # [stages, 2, K]: log decays by channel: of a chunk's first half and its second
@@ -85,8 +86,9 @@ class Tiles(NamedTuple):
             a=tiled(stages, C, K),
             b=tiled(stages, C, columns),
             gates=tiled(2 * w.terms, C, K),
+            lost=tiled(w.lost_stages, C, K) if w.lost_stages else None,
             state=tiled(K, columns) if w.outputs else tiled(w.state_stages, W, K, 64),
-            output=tiled(C, columns) if w.outputs and columns < K else tiled(8, 64),
+            output=tiled(C, columns) if w.narrow else tiled(8, 64),
             sums=plgpu.SMEM((stages, 2, K), jnp.float32),
             own_scores=plgpu.SMEM((stages, w.scalers, C), jnp.float32),
             halves=tiled(C, C),
@@ -103,6 +105,7 @@ class Barriers(NamedTuple):
     scaled: Ref  # by stage: q^, k^, the sums and the own scores are stored
     consumed: Ref  # by stage: all products with k^ and v are done
     gates_consumed: Ref  # by slot: all scalers have summed the gates
+    lost_consumed: Ref  # by tile of `lost`: all products with it are done
     scalers_met: Ref  # all scalers are there
     prepared: Ref  # `halves` and `weak` are stored
     state_stored: Ref  # S' lies in shared memory
@@ -116,6 +119,7 @@ class Barriers(NamedTuple):
             scaled=plgpu.Barrier(num_arrivals=w.scalers, num_barriers=w.stages),
             consumed=plgpu.Barrier(num_arrivals=w.consumers, num_barriers=w.stages),
             gates_consumed=plgpu.Barrier(num_arrivals=w.scalers, num_barriers=2),
+            lost_consumed=plgpu.Barrier(num_barriers=w.lost_stages) if w.lost_stages else None,
             scalers_met=plgpu.Barrier(num_arrivals=w.scalers),
             prepared=plgpu.Barrier(num_arrivals=w.scalers),
             state_stored=plgpu.Barrier(),

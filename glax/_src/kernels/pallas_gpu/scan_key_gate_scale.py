@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.gate_range import in_range, weak_on_average
+from glax._src.kernels.pallas_gpu.plan import Scan
 from glax._src.kernels.pallas_gpu.scan_key_gate_program import Program
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, LOG2E, C, read, transposed, zeros
 
@@ -93,7 +94,7 @@ def scale_chunk(s: Scaler, step, log):
     if w.to_edge:
         if w.either:
             log = log + ends[0] + ends[1]
-        release_gates(s, gate_slot)
+        release_gates(s, step, gate_slot)
         wait_for_tokens(s, slot)
         store_decays(s, slot, decays_to_edge(s, step, ends))
         scale_keys(s, slot, M)
@@ -107,25 +108,20 @@ def scale_chunk(s: Scaler, step, log):
 
         @pl.when(jnp.logical_not(out_of_range))
         def _():
-            release_gates(s, gate_slot)
+            release_gates(s, step, gate_slot)
             scale_keys(s, slot, M, y)
             if w.outputs:
-                scale_queries(s, slot, M, gates, own, y)
+                scale_queries(s, step, slot, M, gates, own, y)
 
         @pl.when(out_of_range)
         def _():
-            scale_to_edges(s, slot, gates)
-            release_gates(s, gate_slot)
+            scale_to_edges(s, step, slot, gates)
+            release_gates(s, step, gate_slot)
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(p.barriers.scaled.at[slot])
-
-    # Where gates are weak, the output warpgroup reads their tile last, and fetches the next.
-    @pl.when((s.share == 0) & jnp.logical_not(s.weak) & (step + 2 < s.total))
-    def _():
-        plgpu.barrier_wait(p.barriers.gates_consumed.at[gate_slot])
-        p.fetch_gates(step + 2, gate_slot)
-
+    if not roomy(w):
+        fetch_gates(s, step, gate_slot)
     return log
 
 
@@ -189,10 +185,32 @@ def clear_foreign(s: Scaler, step, slot, gates):
             pl.when(share == block % w.scalers)(functools.partial(tiles.clear, (values,), first, end))
 
 
-def release_gates(s: Scaler, gate_slot):
-    """Allow the gates' tile to be overwritten. Where gates are weak the tile is held, because it contains what q^ lost in
-    rounding."""
-    pl.when(jnp.logical_not(s.weak))(lambda: plgpu.barrier_arrive(s.p.barriers.gates_consumed.at[gate_slot]))
+def roomy(w: Scan) -> bool:
+    """Return whether registers have room for q^ and k^ together."""
+    return w.registers[0] > ROOMY
+
+
+def release_gates(s: Scaler, step, gate_slot):
+    """Allow the gates' tile to be overwritten, if scalers read it last, and fetch the next early if registers have room."""
+    pl.when(reads_gates_last(s))(lambda: plgpu.barrier_arrive(s.p.barriers.gates_consumed.at[gate_slot]))
+    if roomy(s.p.plan):
+        fetch_gates(s, step, gate_slot)
+
+
+def reads_gates_last(s: Scaler):
+    """Return whether scalers read the gates' tile last, and fetch the next. Else the output warpgroup does, because the tile
+    holds what q^ lost in rounding."""
+    return True if s.p.plan.lost_stages else jnp.logical_not(s.weak)
+
+
+def fetch_gates(s: Scaler, step, gate_slot):
+    """Fetch the gates of the next chunk but one into the tile that all scalers have read."""
+    p = s.p
+
+    @pl.when((s.share == 0) & reads_gates_last(s) & (step + 2 < s.total))
+    def _():
+        plgpu.barrier_wait(p.barriers.gates_consumed.at[gate_slot])
+        p.fetch_gates(step + 2, gate_slot)
 
 
 def any_out_of_range(s: Scaler, slot):
@@ -232,7 +250,7 @@ def decays_to_edge(s: Scaler, step, ends):
     return ends[1] * (1.0 - out_of_range), ends[0] + ends[1] * out_of_range
 
 
-def scale_to_edges(s: Scaler, slot, gates):
+def scale_to_edges(s: Scaler, step, slot, gates):
     """Replace k_j and q_i of a chunk out of range by k_j e^{R - M_j} and q_i e^{L + M_i}: decays behind token j, and through
     token i.
 
@@ -250,25 +268,23 @@ def scale_to_edges(s: Scaler, slot, gates):
     plgpu.commit_smem()
 
     def scaled(tile, log):
-        """Replace x of a tile by x e^log in bfloat16, and return it in float32."""
+        """Return x e^log of a tile x, in float32."""
         # [C, 64]
-        x = read(tile) * jnp.exp2(log * LOG2E)
-        tile[...] = x.astype(jnp.bfloat16)
-        return x
+        return read(tile) * jnp.exp2(log * LOG2E)
 
     def end(side: int):
         """Return L (side 0) or R (side 1) of the channels, repeated over the tokens."""
         # [C, 64]
         return tiles.by_column(plgpu.load(p.tiles.sums.at[slot, side, s.channels], layout=BY_COLUMN), (C, 64))
 
-    scaled(p.tiles.a.at[slot, :, s.channels], end(1) - M)
+    k = p.tiles.a.at[slot, :, s.channels]
+    k[...] = scaled(k, end(1) - M).astype(jnp.bfloat16)
     if w.outputs:
         q = p.tiles.q.at[slot, :, s.channels]
         x = scaled(q, end(0) + M)
-
-        @pl.when(s.weak)
-        def _():
-            gates[0][...] = (x - read(q)).astype(jnp.bfloat16)
+        if not w.lost_stages:
+            q[...] = x.astype(jnp.bfloat16)
+        store_queries(s, step, gates, x, q)
 
 
 def form_early(s: Scaler, slot, M):
@@ -278,7 +294,7 @@ def form_early(s: Scaler, slot, M):
     point.
     """
     p, w = s.p, s.p.plan
-    if w.registers[0] > ROOMY:
+    if roomy(w):
         return None, lax.optimization_barrier(scaled_keys(s, slot, M))
     if not w.outputs:
         return None, None
@@ -301,7 +317,7 @@ def scale_keys(s: Scaler, slot, M, y=None):
     s.p.tiles.a[slot, :, s.channels] = y.astype(jnp.bfloat16)
 
 
-def scale_queries(s: Scaler, slot, M, gates, own, y):
+def scale_queries(s: Scaler, step, slot, M, gates, own, y):
     """Replace q by q^ = q e^M, and store every token's score with itself, q^ . k^. Where gates are weak, also store what q^ lost
     in rounding.
 
@@ -311,9 +327,35 @@ def scale_queries(s: Scaler, slot, M, gates, own, y):
     q = p.tiles.q.at[slot, :, s.channels]
     # [C, 64]
     x = read(q) * jnp.exp2(M * LOG2E)
-    q[...] = x.astype(jnp.bfloat16)
+    if not p.plan.lost_stages:
+        q[...] = x.astype(jnp.bfloat16)
     p.tiles.own_scores[slot, s.share] = jnp.sum(x * y, axis=1) if own is None else own
+    store_queries(s, step, gates, x, q)
+
+
+def store_queries(s: Scaler, step, gates, x, q):
+    """Store q^ = x [C, 64] in the tile q, and what it lost in rounding where gates are weak.
+
+    With tiles for that, the first of two terms is truncated, which takes fewer instructions than to round. Without, the tile of
+    q holds x already, and the tile of the gates takes the second term.
+    """
+    p, w = s.p, s.p.plan
+    if not w.lost_stages:
+
+        @pl.when(s.weak)
+        def _():
+            gates[0][...] = (x - read(q)).astype(jnp.bfloat16)
+
+        return
+
+    @pl.when(jnp.logical_not(s.weak))
+    def _():
+        q[...] = x.astype(jnp.bfloat16)
 
     @pl.when(s.weak)
     def _():
-        gates[0][...] = (x - read(q)).astype(jnp.bfloat16)
+        slot = lax.rem(step, jnp.int32(w.lost_stages))
+        high = tiles.high_part(x)
+        q[...] = high.astype(jnp.bfloat16)
+        pl.when(step >= w.lost_stages)(lambda: plgpu.barrier_wait(p.barriers.lost_consumed.at[slot]))
+        p.tiles.lost[slot, :, s.channels] = (x - high).astype(jnp.bfloat16)
