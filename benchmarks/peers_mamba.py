@@ -1,7 +1,7 @@
 """Run transformers' Mamba-2 by mamba-ssm's Triton kernels where the package causal-conv1d is not installed.
 
-mamba-ssm's fused training path convolves by the CUDA kernels of causal-conv1d. Its arithmetic is that of fla's Triton kernels,
-which stand in for it here, so that the path runs as its users run it.
+mamba-ssm's fused training path convolves by the CUDA kernels of causal-conv1d. fla's Triton kernels have the same arithmetic
+and stand in for them here, so that the path runs as its users run it.
 """
 
 import importlib.machinery
