@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from glax._src.core.bind import check_real, known_number
 from glax.nn.layer import Layer
 from glax.nn.norms import RMSNorm
 from glax.nn.parts import EMBED, HEADS, by_head, check_divides, check_sizes, linear, merged, rotate
@@ -28,7 +29,7 @@ class Attention(Layer):
     gated:        whether sigmoid(z) multiplies each head's output. z has head_width rows, behind those of q in its projection.
 
     The cache has max_length rows per sequence, and later tokens are lost. Vaswani et al. 2017,
-    https://arxiv.org/abs/1706.03762.
+    https://arxiv.org/abs/1706.03762. Raises TypeError or ValueError, which names the argument.
     """
 
     def __init__(
@@ -57,6 +58,10 @@ class Attention(Layer):
         head_width = width // num_heads if head_width is None else head_width
         check_sizes(width=width, num_heads=num_heads, num_kv_heads=num_kv_heads, head_width=head_width)
         check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
+        if window is not None:
+            check_sizes(window=window)
+        if theta is not None:
+            check_rotation(theta, head_width if rotary_width is None else rotary_width, head_width)
         self.width, self.num_heads, self.num_kv_heads, self.head_width = width, num_heads, num_kv_heads, head_width
         self.theta, self.rotary_width, self.window, self.scale, self.dtype = theta, rotary_width, window, scale, dtype
         self.gated = gated
@@ -93,3 +98,13 @@ class Attention(Layer):
         o, cache = rows.attend(q, k, v, state, self.window, self.scale)
         o = o if gate is None else o * jax.nn.sigmoid(gate)
         return self.output(merged(o)), cache
+
+
+def check_rotation(theta, rotary_width, head_width: int):
+    """Raise TypeError or ValueError unless theta is above 0, and rotary_width is an even number of a head's channels."""
+    check_real("theta", theta)
+    if (known := known_number(theta)) is not None and known <= 0:
+        raise ValueError(f"theta must be above 0, or None for no rotation, got {known}")
+    check_sizes(rotary_width=rotary_width)
+    if rotary_width % 2 or rotary_width > head_width:
+        raise ValueError(f"rotary_width must be even and at most head_width={head_width}, got {rotary_width}")

@@ -237,6 +237,22 @@ def test_packed_rows_without_a_token_or_a_sequence(use_short_conv):
     assert all(len(x) == 0 for x in jax.tree.leaves(states))
 
 
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("window must be at least 1, got 0", dict(window=0)),
+        ("theta must be above 0, or None for no rotation, got -1.0", dict(theta=-1.0)),
+        ("rotary_width must be even and at most head_width=8, got 3", dict(rotary_width=3)),
+        ("rotary_width must be even and at most head_width=8, got 10", dict(rotary_width=10)),
+        ("rotary_width must be even and at most head_width=5, got 5", dict(head_width=5)),
+    ],
+)
+def test_attention_of_no_sense(text, options):
+    with pytest.raises(ValueError) as caught:
+        nn.Attention(16, num_heads=2, rngs=nnx.Rngs(0), **options)
+    assert str(caught.value) == text
+
+
 def test_attention_over_rows_without_a_token():
     layer = nn.Attention(WIDTH, num_heads=2, rngs=nnx.Rngs(0))
     for options in ({}, dict(cu_seqlens=jnp.zeros(2, jnp.int32)), dict(segment_ids=jnp.zeros((1, 0), jnp.int32))):
