@@ -8,6 +8,7 @@ expected.safetensors: tokens, logits, and the gradient of every parameter for th
 Slow: fla's Triton kernels run in Triton's interpreter.
 """
 
+import contextlib
 import pathlib
 import sys
 import tempfile
@@ -238,10 +239,30 @@ def gradients_by_saved_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {key: x.clone() for key, x in found.items() if not key.endswith(DERIVED)}
 
 
+@contextlib.contextmanager
+def in_float64():
+    """Make what a model's own code casts to float32 float64: in float32, sums that cancel differ by more than the bars."""
+    to, single = torch.Tensor.to, torch.Tensor.float
+
+    def wider(x, *args, **options):
+        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        options = {key: torch.float64 if arg is torch.float32 else arg for key, arg in options.items()}
+        return to(x, *args, **options)
+
+    torch.Tensor.to, torch.Tensor.float = wider, torch.Tensor.double
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.Tensor.to, torch.Tensor.float = to, single
+        torch.set_default_dtype(torch.float32)
+
+
 def make(name: str):
     config_class, model_class, options = CASES[name]
     config = config_class(**options)
     config._experts_implementation = "eager"  # the grouped product takes no rows of fewer than 16 bytes
+    torch.manual_seed(0)
     model = model_class(config).float()
     for module in model.modules():
         if isinstance(module, KimiDeltaAttention):
@@ -250,17 +271,21 @@ def make(name: str):
             )
     randomise(model)
     model.eval()
-    tokens = torch.randint(0, options["vocab_size"], TOKENS, generator=torch.Generator().manual_seed(1))
-    logits = model(tokens, use_cache=False).logits
-    weights = torch.sin(3.0 * torch.arange(logits.numel())).reshape(logits.shape)
-    (weights * logits).mean().backward()
     folder = FOLDER / name
     model.save_pretrained(folder)
     for other in folder.glob("generation_config.json"):
         other.unlink()
-    gradients = gradients_by_saved_name(model)
-    expected = {f"gradient.{key}": x for key, x in gradients.items()}
-    save_file(expected | dict(tokens=tokens.int(), logits=logits.detach()), folder / "expected.safetensors")
+    tokens = torch.randint(0, options["vocab_size"], TOKENS, generator=torch.Generator().manual_seed(1))
+    is_plain = model_class.__module__.startswith("transformers")  # no kernel, so that float64 is possible
+    with in_float64() if is_plain else contextlib.nullcontext():
+        model = model.double() if is_plain else model
+        logits = model(tokens, use_cache=False).logits
+        weights = torch.sin(3.0 * torch.arange(logits.numel())).reshape(logits.shape)
+        (weights * logits).mean().backward()
+        gradients = gradients_by_saved_name(model)
+    expected = {f"gradient.{key}": x.to(torch.float32) for key, x in gradients.items()}
+    logits = logits.detach().to(torch.float32)
+    save_file(expected | dict(tokens=tokens.int(), logits=logits), folder / "expected.safetensors")
     print(
         f"{name}: {sum(x.numel() for x in model.parameters()):,} parameters, logits about {logits.std():.3f}",
         flush=True,
