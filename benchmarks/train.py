@@ -114,7 +114,7 @@ def language_model(args):
                 x = block(x)
             return self.head(self.norm(x))
 
-    return nnx.split(Model(nnx.Rngs(0)))
+    return Model(nnx.Rngs(0))
 
 
 def published_model(args):
@@ -124,18 +124,23 @@ def published_model(args):
 
     import glax.models
 
-    return nnx.split(glax.models.from_config(config_of(args), dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    return glax.models.from_config(config_of(args), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
 
-def by_glax(args) -> dict:
+def by_glax(args) -> dict | None:
     import jax
     import jax.numpy as jnp
     import optax
     from flax import nnx
 
-    graph, params = (published_model if args.by == "models" else language_model)(args)
     optimizer = optax.adamw(3e-4)
-    state = jax.jit(optimizer.init)(params)
+    build = functools.partial(published_model if args.by == "models" else language_model, args)
+    if args.compile:
+        graph, params = nnx.split(nnx.eval_shape(build))
+        state = jax.eval_shape(optimizer.init, params)
+    else:
+        graph, params = nnx.split(build())
+        state = jax.jit(optimizer.init)(params)
 
     def loss(params, tokens):
         if args.by == "models":
@@ -155,6 +160,8 @@ def by_glax(args) -> dict:
     began = time.perf_counter()
     compiled = step.lower(params, state, tokens).compile()
     compilation = time.perf_counter() - began
+    if args.compile:
+        return None
 
     def steps(count):
         nonlocal params, state
@@ -285,6 +292,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--layers", type=int, help="of the model, for a shorter look")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="glax's step into JAX's cache, and train nothing")
     parser.add_argument("--part", type=a_part, help="i/n; with --by fla or transformers")
     args = parser.parse_args()
     choice = MODELS[args.model]
