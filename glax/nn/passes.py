@@ -63,6 +63,13 @@ class Parallel:
     def num_sequences(self) -> int:
         return self.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
+    def check_states(self, state: Array | None):
+        """Raise ValueError unless a state has one row for each sequence. Rows of other sequences would be read in their place."""
+        if state is not None and state.shape[0] != self.num_sequences:
+            raise ValueError(
+                f"initial_state must have one row for each of the {self.num_sequences} sequences, got shape {state.shape}"
+            )
+
     # ---- the recurrence ----------------------------------------------------------------------------------------------
 
     def recurrent(self, recurrence: Callable, q, k, v, state: Array | None, **options) -> tuple[Array, Array]:
@@ -74,6 +81,7 @@ class Parallel:
 
     def window(self, x: Array, size: int, state: Array | None) -> tuple[list[Array], Array]:
         before = size - 1
+        self.check_states(state)
         if x.size == 0 or self.num_sequences == 0:  # no token reads or enters a state
             state = jnp.zeros((self.num_sequences, before, x.shape[-1])) if state is None else state
             return [x] * size, state.astype(x.dtype)
@@ -125,6 +133,7 @@ class Parallel:
         return views, after
 
     def positions(self, state: Array | None) -> tuple[Int[Array, "*rows"], Array]:
+        self.check_states(state)
         start = jnp.zeros(self.num_sequences, jnp.int32) if state is None else state
         T = self.shape[-1]
         if T == 0 or self.num_sequences == 0:
@@ -143,6 +152,7 @@ class Parallel:
     # ---- attention ---------------------------------------------------------------------------------------------------
 
     def attend(self, q, k, v, cache: State, window: int | None, scale: float | None) -> tuple[Array, State]:
+        self.check_states(cache.get("key"))
         if self.cu_seqlens is not None:
             return self.packed_attend(q, k, v, cache, window, scale)
         if cache:

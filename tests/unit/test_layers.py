@@ -253,6 +253,20 @@ def test_attention_of_no_sense(text, options):
     assert str(caught.value) == text
 
 
+@pytest.mark.parametrize("layer", ["convolution", "attention"])
+def test_states_of_another_number_of_sequences_are_refused(layer):
+    if layer == "convolution":
+        module = nn.ShortConvolution(WIDTH, rngs=nnx.Rngs(0))
+    else:
+        module = nn.Attention(WIDTH, num_heads=2, rngs=nnx.Rngs(0))
+    x, cuts = jnp.ones((1, 6, WIDTH)), jnp.array([0, 2, 6])
+    state = module.initial_state(1, max_length=8)
+    with pytest.raises(
+        ValueError, match=r"initial_state must have one row for each of the 2 sequences, got shape \(1,"
+    ):
+        module(x, state, cu_seqlens=cuts)
+
+
 def test_attention_over_rows_without_a_token():
     layer = nn.Attention(WIDTH, num_heads=2, rngs=nnx.Rngs(0))
     for options in ({}, dict(cu_seqlens=jnp.zeros(2, jnp.int32)), dict(segment_ids=jnp.zeros((1, 0), jnp.int32))):
