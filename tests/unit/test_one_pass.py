@@ -70,6 +70,15 @@ def test_each_is_one_call_with_the_results_of_the_gathered_form(kernels, monkeyp
             assert_close("result", x, np.asarray(y, np.float64), 1e-6)
 
 
+@pytest.mark.parametrize("erasure,slots", [((), None), (("beta",), None), ((), SLOTS)], ids=str)
+def test_a_commit_without_slots_or_an_erasure_is_a_product(kernels, erasure, slots):
+    x, pool = draft(erasure)
+    pool = pool if slots is not None else pool[:3]
+    decisions = glax.explain(lambda pool: verified_and_committed(x, pool, slots), pool)
+    in_pool = [decision.kernel for decision in decisions].count("recurrent.step/xla/any")
+    assert in_pool == (0 if slots is None and not erasure else 1)
+
+
 def test_vmap_and_gradients_are_those_of_the_gathered_form(kernels):
     x, pool = draft()
 

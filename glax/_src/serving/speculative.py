@@ -239,8 +239,13 @@ def bound_commit(state, draft: Draft, accepted, rounding_key):
 
 
 def steps_in_pool(draft: Draft, taken: Bool[Array, "B T 1 1"], pool: Float[Array, "P H K V"]) -> Recurrence | None:
-    """Return the recurrence of the taken tokens if a kernel advances states in the pool by several tokens; else None."""
+    """Return the recurrence of the taken tokens if a kernel advances states in the pool by several tokens; else None.
+
+    Without slots and without an erasure the product of rank T is preferred: docs/internals/cuda.md has both.
+    """
     if draft.key.shape[1] < 2 or 0 in (draft.key.shape[0], pool.shape[0]):
+        return None
+    if draft.slots is None and draft.erasure is None:
         return None
     r = taken_alone(draft, taken, pool)
     return None if pooled_kernel(Choice(), r, Role.STEP) is None else r
