@@ -22,9 +22,7 @@ import functools
 import importlib.util
 import json
 import os
-import pathlib
 import re
-import tempfile
 import time
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
@@ -185,26 +183,19 @@ def print_profile(run, program: str, most: int = 24):
 
     program: the text of the compiled program, which names the operation behind each instruction.
     """
-    import jax
+    from device_profile import device_events
 
     source = {}
     for name, operation in re.findall(r"^ *(?:ROOT )?%?([\w.-]+) = .*op_name=\"([^\"]*)\"", program, re.MULTILINE):
         operation = re.sub(r"\b(jit|jvp|transpose|checkpoint|remat)\(([^()]*)\)", r"\1 \2", operation)
         source[name] = source[name.replace(".", "_")] = operation[-70:]
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run()
-        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        kernels, operations, count = collections.Counter(), collections.Counter(), collections.Counter()
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            streams = [line for line in plane.lines if line.name.startswith("Stream")]
-            for stream in streams if plane.name.startswith("/device:GPU") else ():
-                for event in stream.events:
-                    instruction = str(dict(event.stats).get("hlo_op", event.name))
-                    operation = source.get(instruction) or source.get(event.name) or "?"
-                    kernels[event.name[:60]] += event.duration_ns / 1e6
-                    operations[operation] += event.duration_ns / 1e6
-                    count.update((event.name[:60], operation))
+    kernels, operations, count = collections.Counter(), collections.Counter(), collections.Counter()
+    for event in device_events(run):
+        name = event.name[:60]
+        operation = source.get(event.instruction) or source.get(event.name) or "?"
+        kernels[name] += event.milliseconds
+        operations[operation] += event.milliseconds
+        count.update((name, operation))
     print(f"on the device: {kernels.total():.1f} ms")
     for table in (kernels, operations):
         for name, ms in table.most_common(most):
