@@ -59,6 +59,7 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
         r = bind(q, k, v, **given, cu_seqlens=cu_seqlens if packed else None)
         kernels = delta if "delta" in what else chunked
         config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=columns)
+        config = HopperConfig(config.parts) if "delta" in what else config
         if "states" in what:
             r = r.replace(states_every=256)
             d_states = jnp.broadcast_to(d_final[:, None], (2, T // 256, *d_final.shape[1:]))
@@ -86,9 +87,13 @@ def spread_over_two() -> jax.stages.Lowered:
 def waits_for_registers(ptx: str, at_launch: int, scalers: int) -> bool:
     """Whether warpgroups ask for more registers than their program was launched with: they would wait for ever.
 
-    Those that scale, in scans with per-key gates, or the one that loads give some of theirs."""
-    requested = {way: int(count) for way, count in re.findall(r"setmaxnreg\.(dec|inc)\S* (\d+);", ptx)}
+    Those that scale, in scans with per-key gates, or the one that loads give some of theirs. Under the delta rule each has a
+    count of its own."""
+    found = re.findall(r"setmaxnreg\.(dec|inc)\S* (\d+);", ptx)
+    requested = {way: int(count) for way, count in found}
     warpgroups = int(re.search(r"maxntid (\d+)", ptx).group(1)) // 128
+    if len(found) == warpgroups:
+        return sum(int(count) for _, count in found) > warpgroups * at_launch
     giving = scalers if "key_scan" in ptx else 1
     return (
         bool(requested)

@@ -7,7 +7,7 @@ from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu import scan_key_gate_refs
+from glax._src.kernels.pallas_gpu import delta_blocks, scan_key_gate_refs
 
 
 def parameters():
@@ -27,7 +27,20 @@ def multiply(total, a, b):
     total.value = total.value + jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32))
 
 
+def inverses_of_blocks(L, reverse: bool):
+    """Substitute in blocks of 16 as the kernel's shuffles do."""
+    size = delta_blocks.BLOCK
+    i, j = (jax.lax.broadcasted_iota(jnp.int32, L.shape, axis) for axis in (0, 1))
+    L, X = jnp.where(i // size == j // size, L, 0.0), jnp.where(i == j, 1.0, 0.0)
+    for step in range(size - 1):
+        row = size - 1 - step if reverse else step
+        factor = jnp.where(j % size == row, L, 0.0)
+        X = X - jnp.dot(factor, X, precision="highest")
+    return X
+
+
 def install(monkeypatch):
+    monkeypatch.setattr(delta_blocks, "inverses_of_blocks", inverses_of_blocks)
     monkeypatch.setattr(scan_key_gate_refs, "EXACT_GROUPS", 3)  # the interpreter runs idle programs, too
     run_scoped = pl.run_scoped
 

@@ -14,51 +14,71 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.core.bind import bind
 from glax._src.kernels.pallas_gpu import delta
-from glax._src.kernels.pallas_gpu.config import HopperConfig, delta_supports
-from glax._src.kernels.pallas_gpu.delta_pairs import pairs_of_chunks
+from glax._src.kernels.pallas_gpu.config import HopperConfig, delta_supports, in_one_row
+from glax._src.kernels.pallas_gpu.delta_inverse import inverses_of_chunks
 from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter
 from tests.close import assert_gradients_close, assert_outputs_close
 from tests.delta_cases import DeltaCase, Draw
 
-NARROW, WIDE = HopperConfig(), HopperConfig(columns=128)
 CASE = DeltaCase("", ("g",), T=100, heads=(1, 1, 1), K=128, V=128, dtype="bfloat16")
-# the case, its draws, the config, and whether the forward saves residuals
+# the case, its draws, whether the forward saves residuals, and the segments of a sequence
 CASES = {
-    "shared heads": (dataclasses.replace(CASE, T=130, heads=(1, 1, 2), K=64, V=64), (Draw("mild"),), NARROW, True),
+    "shared heads": (dataclasses.replace(CASE, T=130, heads=(1, 1, 2), K=64, V=64), (Draw("mild"),), True, 1),
     "-inf on 5%, beta to 2, reversed": (
         dataclasses.replace(CASE, reverse=True),
         (Draw("-inf on 5%", "to 2"), Draw("-100 on 5%", "2", "some zero")),
-        WIDE,
         False,
+        1,
     ),
     "packed, odd widths": (
-        dataclasses.replace(CASE, K=40, V=100, T=140, cuts=(0, 0, 30, 31, 130)), (Draw("mild"),), NARROW, True
+        dataclasses.replace(CASE, K=40, V=100, T=140, cuts=(0, 0, 30, 31, 130)), (Draw("mild"),), True, 1
     ),
     "no gates, nothing erased, keys of zero": (
-        dataclasses.replace(CASE, gates=(), K=64, state=False), (Draw("0"), Draw("0", "0", "zero")), WIDE, True
+        dataclasses.replace(CASE, gates=(), K=64, state=False), (Draw("0"), Draw("0", "0", "zero")), True, 1
     ),
     "constant, less than a chunk": (
-        dataclasses.replace(CASE, gates=("g_gamma",), heads=(2, 1, 1), K=64, V=64, T=20), (Draw(),), NARROW, True
+        dataclasses.replace(CASE, gates=("g_gamma",), heads=(2, 1, 1), K=64, V=64, T=20), (Draw(),), True, 1
+    ),
+    "packed in one row": (
+        dataclasses.replace(CASE, K=64, V=64, T=140, cuts=(0, 0, 30, 31, 130), state=False), (Draw("mild"),), True, 1
+    ),
+    "packed in one row, constant, reversed": (
+        dataclasses.replace(
+            CASE, gates=("g_gamma",), K=64, V=64, T=130, cuts=(0, 64, 70, 129), state=False, reverse=True
+        ),
+        (Draw(),),
+        False,
+        1,
+    ),
+    "segments": (
+        dataclasses.replace(CASE, T=300, heads=(1, 1, 2), K=64, V=64), (Draw("mild"), Draw("-inf on 5%", "to 2")), True, 2
+    ),
+    "segments, reversed": (dataclasses.replace(CASE, T=200, V=64, reverse=True), (Draw("mild"),), False, 3),
+    "segments, packed": (
+        dataclasses.replace(CASE, T=140, K=64, V=64, cuts=(0, 70, 139), state=False), (Draw("mild"),), False, 2
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_reference(name, monkeypatch):
-    case, draws, config, save = CASES[name]
+    case, draws, save, parts = CASES[name]
+    config = HopperConfig(parts=parts)
     mosaic_interpreter.install(monkeypatch)
     for draw in draws:
         r = case.recurrence(draw)
-        cotangents = case.cotangents(r)
+        d_output, d_final = case.cotangents(r)
+        d_final = None if in_one_row(r) else d_final
         with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
             if save:
                 found, residuals = delta.chunked_with_residuals(r, config)
             else:
                 found, residuals = delta.chunked(r, config), None
-            d = delta.chunked_vjp(r, *cotangents, residuals, config)
+            d = delta.chunked_vjp(r, d_output, d_final, residuals, config)
+        zeros = jnp.zeros(r.state_shape, jnp.float32)
         assert_outputs_close(r, found, reference(r))
-        assert_gradients_close(r, d, reference_gradient(r, *cotangents))
+        assert_gradients_close(r, d, reference_gradient(r, d_output, zeros if d_final is None else d_final))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -70,12 +90,12 @@ def test_inverse_where_its_powers_grow(reverse, monkeypatch):
     numbers = jnp.zeros((1, 1, 1, 64), jnp.float32)
     mosaic_interpreter.install(monkeypatch)
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        found = pairs_of_chunks(reverse, k, k, numbers, numbers + 2.0, jnp.ones((1, 1), jnp.float32))
+        found = inverses_of_chunks(reverse, k, numbers, numbers + 2.0)
     exact = np.asarray(k[0, :, 0], np.float64)
     i, j = np.indices((64, 64))
     L = np.where(i < j if reverse else i > j, 2 * exact @ exact.T, 0)
     expected = np.linalg.inv(np.eye(64) + L) - np.eye(64)
-    error = np.linalg.norm(np.asarray(found.inverse[0, 0, 0], np.float64) - expected) / np.linalg.norm(expected)
+    error = np.linalg.norm(np.asarray(found[0, 0, 0], np.float64) - expected) / np.linalg.norm(expected)
     assert error < 3.5e-3
 
 
@@ -86,5 +106,5 @@ def test_unsupported_calls_name_the_reason():
     assert "erase and write" in str(delta_supports(bind(x, x, x, erase=x)))
     wide = jnp.zeros((1, 64, 1, 200), jnp.bfloat16)
     assert "V up to 128, got K=64 and V=200" in str(delta_supports(bind(x, x, wide, beta=beta)))
-    with pytest.raises(ValueError, match="parts must be 1 with beta"):
-        delta.chunked(bind(x, x, x, beta=beta), HopperConfig(parts=2))
+    with pytest.raises(ValueError, match="columns must be 64 with beta"):
+        delta.chunked(bind(x, x, x, beta=beta), HopperConfig(columns=128))

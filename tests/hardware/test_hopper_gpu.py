@@ -42,6 +42,7 @@ class Call:
     gate_dtype: Any = jnp.bfloat16
     reverse: bool = False
     beta: bool = False
+    parts: int | None = None  # segments; None for as many as the heuristic chooses
 
 
 CASES = {
@@ -73,6 +74,10 @@ CASES = {
     "none": Call(T=333, gate=None),
     "delta rule, head, groups": Call(B=2, T=300, heads=(1, 1, 4), gate="g", strength="mild", beta=True),
     "delta rule, -inf, packed, reversed": Call(T=600, gate="g", strength=-np.inf, cuts=PACKED, reverse=True, beta=True),
+    "delta rule, segments": Call(T=500, heads=(1, 1, 2), gate="g", strength="mild", beta=True, parts=2),
+    "delta rule, segments, reversed": Call(
+        T=700, K=64, V=64, gate="g", strength=-np.inf, reverse=True, beta=True, parts=2
+    ),
     "delta rule, no gates": Call(T=1000, K=64, V=64, gate=None, beta=True),
 }
 
@@ -104,10 +109,10 @@ def draw(c: Call, key):
     return given, (normal(B, T, H, V), normal(N, H, K, V, dtype=jnp.float32))
 
 
-def results(given, cotangents, *, platform, reverse, cuts):
+def results(given, cotangents, *, platform, reverse, cuts, cfg=None):
     def call(given):
         cu_seqlens = None if cuts is None else jnp.asarray(cuts, jnp.int32)
-        return tuple(glax.recurrent(**given, cu_seqlens=cu_seqlens, reverse=reverse, platform=platform))
+        return tuple(glax.recurrent(**given, cu_seqlens=cu_seqlens, reverse=reverse, platform=platform, cfg=cfg))
 
     found, pull = jax.vjp(call, given)
     return found, pull(cotangents)[0]
@@ -123,7 +128,8 @@ def poison(like):
 def test_fresh_inputs(case):
     case = CASES[case]
     options = dict(reverse=case.reverse, cuts=case.cuts)
-    run = jax.jit(functools.partial(results, platform="pallas", **options))
+    config = None if case.parts is None else HopperConfig(parts=case.parts)
+    run = jax.jit(functools.partial(results, platform="pallas", cfg=config, **options))
     inputs = jax.jit(functools.partial(draw, case))
 
     @jax.jit

@@ -121,10 +121,9 @@ def group_size(r: Recurrence) -> int:
 def in_one_row(r: Recurrence) -> bool:
     """Return whether the kernels take packed sequences as one row of tokens, with a reset of its gates at every boundary.
 
-    Resets are exact for all gates but per-key gates. States that enter or leave at a boundary have no place in such a row. The
-    kernels of the delta rule scan each sequence from a chunk's start.
+    Resets are exact for all gates but per-key gates. States that enter or leave at a boundary have no place in such a row.
     """
-    return r.boundaries is not None and r.decay.form != "key" and r.initial_state is None and r.erasure is None
+    return r.boundaries is not None and r.decay.form != "key" and r.initial_state is None
 
 
 def stores_states(r: Recurrence) -> str | None:
@@ -147,14 +146,12 @@ def pairs_heads(r: Recurrence) -> bool:
 def shapes(r: Recurrence) -> list[HopperConfig]:
     """Return the configs that can run r.
 
-    128 columns need blocks of 128 x 128 or pairs of heads. A segment has at least four chunks. Packed calls have several
-    segments only as one row, and calls with an erasure have one.
+    128 columns need blocks of 128 x 128 or pairs of heads, and no erasure. A segment has at least four chunks. Packed calls have
+    several segments only as one row.
     """
     widths = Widths.of(r, square=False)
-    wide = widths.K == widths.V == WIDEST or pairs_heads(r)
-    if r.erasure is not None:
-        wide = widths.V == WIDEST
-    whole = r.erasure is not None or (r.boundaries is not None and not in_one_row(r))
+    wide = r.erasure is None and (widths.K == widths.V == WIDEST or pairs_heads(r))
+    whole = r.boundaries is not None and not in_one_row(r)
     most = 1 if whole else max(1, r.q.shape[1] // (4 * C))
     return [HopperConfig(p, columns) for columns in (64, 128)[: 1 + wide] for p in range(1, min(MOST_PARTS, most) + 1)]
 
@@ -167,6 +164,8 @@ def rounds(r: Recurrence, config: HopperConfig) -> float:
     """
     widths = Widths.of(r, square=False)
     columns = r.num_heads * widths.blocks.count * widths.V
+    if r.erasure is not None:
+        return delta_rounds(r, config, columns)
     sequences = 1 if in_one_row(r) else r.num_sequences
     programs = sequences * -(-columns // config.columns) * config.parts
     chunks = -(-r.q.shape[1] // (C * config.parts))
@@ -176,3 +175,14 @@ def rounds(r: Recurrence, config: HopperConfig) -> float:
         * (1.7 if config.parts > 1 else 1)
         * (1 if config.columns == 128 else 0.85)
     )
+
+
+def delta_rounds(r: Recurrence, config: HopperConfig, columns: int) -> float:
+    """Return an estimate of a call's time under the delta rule, in units of one chunk of one program.
+
+    Segments are scanned twice, at first with as many more columns as keys have. Their states are passed on one after another.
+    """
+    sequences = 1 if in_one_row(r) else r.num_sequences
+    waves = -(-(sequences * columns // config.columns * config.parts) // multiprocessors())
+    chunks = -(-r.q.shape[1] // (C * config.parts))
+    return waves * chunks * (1.9 if config.parts > 1 else 1) + (config.parts > 1) * (25 + 12 * config.parts)

@@ -10,51 +10,96 @@ from glax._src.core.decay import Decay
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, gradient_recurrence
 from glax._src.kernels.pallas_gpu import delta_vjp
-from glax._src.kernels.pallas_gpu.config import HopperConfig
-from glax._src.kernels.pallas_gpu.delta_pairs import pairs_of_chunks
-from glax._src.kernels.pallas_gpu.delta_scan import STRIPE, DeltaScan, Results, delta_scan
+from glax._src.kernels.pallas_gpu.config import HopperConfig, in_one_row
+from glax._src.kernels.pallas_gpu.delta_inverse import inverses_of_chunks
+from glax._src.kernels.pallas_gpu.delta_scan import delta_scan
+from glax._src.kernels.pallas_gpu.delta_scan_refs import STRIPE, DeltaScan, Results
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
+from glax._src.kernels.pallas_gpu.packed_row import Edges, PackedRow
 from glax._src.kernels.pallas_gpu.plan import C
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaLayout:
-    """Hold a recurrence of the delta rule as the kernels read it: beta by chunk, and the pairs R and P of every chunk and head.
+    """Hold a recurrence of the delta rule as the kernels read it: beta by chunk, and R of every chunk and head.
 
-    stripes: the warpgroups of a program that carry columns (`DeltaScan`). beta: [B, chunks, H, C] in float32. inverse, scores:
-    [B, chunks, H, C, C] in bfloat16, R and P of `delta_pairs`.
+    beta: [B, chunks, H, C] in float32. factors: those of `delta_scan_refs`. d_output: dO in rows of chunks, for a gradient.
+    edges: the fields of `EdgeCopies`, or none. inverse: R of `delta_inverse`, [B, chunks, H, C, C] in bfloat16. packed: the
+    sequences that the layout takes as one row, or None.
     """
 
     layout: KernelLayout
-    stripes: int
     beta: jax.Array
+    factors: jax.Array
+    d_output: jax.Array | None
+    edges: tuple[jax.Array, ...]
     inverse: jax.Array
-    scores: jax.Array
+    packed: PackedRow | None
 
     @classmethod
-    def of(cls, r: Recurrence, config: HopperConfig) -> "DeltaLayout":
-        """Return the layout. Raises ValueError if the config cuts sequences into segments."""
-        if config.parts > 1:
+    def of(cls, r: Recurrence, config: HopperConfig, one_row: bool, d_output=None) -> "DeltaLayout":
+        """Return the layout. one_row: whether to take packed sequences as one row, else each begins at a chunk's start.
+
+        Raises ValueError if the config has 128 columns.
+        """
+        if config.columns != STRIPE:
             raise ValueError(
-                f"parts must be 1 with beta, for the kernels of the delta rule do not cut sequences into segments; got "
-                f"{config.parts}: pass cfg=HopperConfig(columns={config.columns})"
+                f"columns must be {STRIPE} with beta, for the kernels of the delta rule have no others; got {config.columns}: "
+                f"pass cfg=HopperConfig(parts={config.parts})"
             )
-        p, beta = KernelLayout(r, config), r.erasing.beta
+        beta, packed = r.erasing.beta, PackedRow(r) if one_row else None
         assert beta is not None, "supports refuses other erasures"
+        if packed is None:
+            p = KernelLayout(r, config)
+        else:
+            p, beta = KernelLayout(packed.row, config, edges=Edges.of(r)), jnp.where(packed.is_token[:, None], beta, 0)
         beta = p.rows.take(beta).astype(jnp.float32)
         beta = jnp.pad(beta, ((0, 0), (0, -beta.shape[1] % C), (0, 0)))
         beta = jnp.swapaxes(beta.reshape(beta.shape[0], -1, C, p.H), 2, 3)
-        pairs = pairs_of_chunks(r.reverse, p.q, p.k, p.gates, beta, p.scale_of_chunks())
-        return cls(p, min(config.columns, p.V) // STRIPE, beta, *pairs)
+        d_output = None if d_output is None else p.in_blocks(d_output, p.V)
+        edges = p.edge_copies(p.k, p.q, p.v, *([] if d_output is None else [d_output]))
+        factors = factors_of_tokens(p.gates, beta, 0 if r.reverse else C - 1)
+        inverse = inverses_of_chunks(r.reverse, p.k, p.gates, beta, *edges[:2])
+        return cls(p, beta, factors, d_output, edges, inverse, packed)
 
-    def scan(self, kind, values, start) -> Results:
-        """Run `delta_scan` over every sequence. kind: `DeltaScan.kind`. values: v, or dO in rows of chunks. start: states [N, H,
-        K, V], or None for zeros."""
+    def scan(self, kind, start) -> Results:
+        """Run `delta_scan` over every sequence. kind: `DeltaScan.kind`. start: states [N, H, K, V], or None for zeros.
+
+        Sequences that are cut into segments are scanned twice: at first for the states that enter the segments.
+        """
         p, filled = self.layout, self.layout.start(start)
-        w = DeltaScan(kind, p.H, p.K, p.V, p.r.reverse, self.stripes, start=filled is not None)
-        start = jnp.zeros((1, 1, STRIPE, 64), jnp.float32) if filled is None else jnp.swapaxes(filled, 2, 3)
-        pairs = self.inverse, self.scores, p.gates, self.beta
-        return delta_scan(w, p.chunk_rows, jnp.asarray(p.table), p.q, p.k, values, *pairs, p.scales, start)
+        filled = None if filled is None else jnp.swapaxes(filled, 2, 3)
+        if p.parts == 1:
+            return self.scan_segments(kind, filled)
+        entering, last = self.entering(kind == "adjoint", filled)
+        return self.scan_segments(kind, entering)._replace(last=last)
+
+    def entering(self, adjoint: bool, start):
+        """Return the states that enter segments, [E, H, V, K], and those that leave sequences, [N, H, V, K]. adjoint: whether
+        these are gradients, and the scan is against time."""
+        p = self.layout
+        # [N, parts, H, V + K, K] and [N, parts, H, V, K]
+        found = self.by_segment(self.scan_segments("transitions", None))
+        own = self.by_segment(self.scan_segments("adjoint ends", None)) if adjoint else found[:, :, :, : p.V]
+        S = jnp.zeros_like(own[:, 0]) if start is None else start
+        through = "nhvk,nhck->nhvc" if adjoint else "nhvc,nhck->nhvk"  # S M^T, transposed, or dS M
+        entering = [S] * p.parts
+        for part in range(p.parts)[:: -1 if p.descending(adjoint) else 1]:
+            entering[part] = S
+            S = own[:, part] + jnp.einsum(through, S, found[:, part, :, p.V :], precision="highest")
+        return jnp.stack(entering, 1).reshape(-1, *S.shape[1:]), S
+
+    def by_segment(self, found: Results):
+        return found.last.reshape(self.layout.N, self.layout.parts, *found.last.shape[1:])
+
+    def scan_segments(self, kind, start) -> Results:
+        """Scan every segment. start: the states that enter them, [E, H, V, K], or None for zeros."""
+        p = self.layout
+        w = DeltaScan(kind, p.H, p.K, p.V, p.r.reverse, start=start is not None)
+        start = jnp.zeros((1, 1, STRIPE, 64), jnp.float32) if start is None else start
+        d_output, edges = (self.d_output, self.edges) if w.is_adjoint else (p.v, self.edges[:4])
+        operands = p.q, p.k, p.v, d_output, self.inverse, self.factors, p.scales, start, *edges
+        return delta_scan(w, p.chunk_rows, jnp.asarray(p.table), *operands)
 
     def last(self, found: Results):
         """Return the states behind sequences, [N, H, K, V] of r."""
@@ -64,31 +109,54 @@ class DeltaLayout:
         """Return x [B, chunks, H, C] in the rows of r, [B, T, H]."""
         return self.layout.rows.put(jnp.swapaxes(x, 2, 3).reshape(x.shape[0], -1, x.shape[2]))
 
+    def gates_by_row(self, dg):
+        """Return the gradient of per-head gates, [B, T, H]. dg: [B, chunks, H, C]."""
+        found = self.by_row(dg)
+        return found if self.packed is None else self.packed.gate_gradient(found)
+
     def by_sequence(self, x):
-        """Return the sums over the chunks of every sequence, [N, H], of x [B, chunks, H]."""
+        """Return the sums over the tokens of every sequence, [N, H], of x [B, chunks, H, C]."""
         p = self.layout
+        if self.packed is not None:
+            return self.packed.per_sequence(self.by_row(x)[0])
+        x = jnp.where(p.is_token[:, None], x, 0).sum(3)
         return p.by_sequence(x if p.rows.begins is None else jnp.swapaxes(x, 0, 1))
 
 
+def factors_of_tokens(G, beta, last_token: int):
+    """Return the factors of every token, [B, chunks, H, FACTORS, C], as `delta_scan_refs` has them. G, beta: [B, chunks, H,
+    C]."""
+    within, leaving = jnp.exp2(G), jnp.exp2(G[..., last_token, None] - G)
+    return jnp.stack([beta, beta * within, leaving, within, G], axis=3)
+
+
 def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
-    """Compute the outputs and final states. The pairs of all chunks are formed in parallel, and then every sequence is
+    """Compute the outputs and final states. The inverses of all chunks are formed in parallel, and then every sequence is
     scanned."""
-    d = DeltaLayout.of(r, config)
-    return outputs(d, d.scan("outputs", d.layout.v, r.initial_state))
+    return forward(r, config, "outputs")[0]
 
 
 def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals]:
     """Compute `chunked` and the residuals: the states before the chunks and what their tokens write, in one array [B, chunks,
     H, V, K + C]."""
-    d = DeltaLayout.of(r, config)
-    found = d.scan("residuals", d.layout.v, r.initial_state)
-    return outputs(d, found), Residuals(found.states, jnp.zeros(found.states.shape[:3], jnp.int32))
+    outputs, found = forward(r, config, "residuals")
+    return outputs, Residuals(found.states, jnp.zeros(found.states.shape[:3], jnp.int32))
 
 
-def outputs(d: DeltaLayout, found: Results) -> Outputs:
-    """Return the outputs, [B, T, H, V] in v's dtype, and the final states of a scan."""
-    p = d.layout
-    return Outputs(p.sum_of_values(found.output, p.blocks).astype(p.r.v.dtype), d.last(found))
+def forward(r: Recurrence, config: HopperConfig, kind) -> tuple[Outputs, Results]:
+    """Return the outputs, and the results of the scan.
+
+    A scan of its own computes the final states of sequences in one row. XLA drops it where they are not used.
+    """
+    one_row = in_one_row(r)
+    config = config if one_row or r.boundaries is None else dataclasses.replace(config, parts=1)
+    d = DeltaLayout.of(r, config, one_row)
+    found = d.scan(kind, r.initial_state)
+    p, ends = d.layout, found
+    if one_row:
+        d = DeltaLayout.of(r, dataclasses.replace(config, parts=1), one_row=False)
+        ends = d.scan("outputs", None)
+    return Outputs(p.sum_of_values(found.output, p.blocks).astype(r.v.dtype), d.last(ends)), found
 
 
 def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, config: HopperConfig) -> Recurrence:
@@ -96,32 +164,42 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
 
     A reverse scan stores dL/dS behind the chunks and the gradient of what tokens write. From these and from the residuals, one
     kernel computes the gradients of all chunks in parallel. residuals: what the forward saved, or None to compute it again.
+    d_final: None for zeros, without which packed sequences are not taken as one row.
     """
-    d, reverse = DeltaLayout.of(r, config), r.reverse
+    if in_one_row(r) and d_final is not None:
+        residuals = None  # They are a row's. The states are computed again, with each sequence from a chunk's start on.
+    one_row = in_one_row(r) and d_final is None
+    config = config if one_row or r.boundaries is None else dataclasses.replace(config, parts=1)
+    d = DeltaLayout.of(r, config, one_row, d_output)
     p = d.layout
-    d_output = p.in_blocks(d_output, p.V)
-    states = d.scan("states", p.v, r.initial_state).states if residuals is None else residuals.states
-    adjoint = d.scan("adjoint", d_output, d_final)
-    each = delta_vjp.delta_gradient(
-        reverse, p.q, p.k, p.v, d_output, states, adjoint.states, p.gates, d.beta, p.scale_of_chunks()
-    )
+    states = d.scan("states", r.initial_state).states if residuals is None else residuals.states
+    adjoint = d.scan("adjoint", d_final)
+    chunkwise = states, adjoint.states, p.gates, d.beta, p.scale_of_chunks()
+    each = delta_vjp.delta_gradient(r.reverse, p.q, p.k, d.d_output, *chunkwise, *d.edges)
     terms = [each.terms[:, :, :, i] for i in range(delta_vjp.TERMS)]
-    used = terms[delta_vjp.QUERIES]
     dg = gate_gradient(p, terms)
     decay = dict.fromkeys(("constant", "head", "key"))
     if r.decay.form == "head":
-        decay["head"] = d.by_row(dg)
+        decay["head"] = d.gates_by_row(dg)
     elif r.decay.form == "constant":
-        decay["constant"] = d.by_sequence(jnp.where(p.is_token[:, None], dg, 0).sum(3))
+        decay["constant"] = constant_gradient(d, dg)
     return gradient_recurrence(
         r,
         *(p.rows.put(x)[..., : r.q.shape[3]].astype(jnp.float32) for x in (each.dq, each.dk)),
         p.sum_of_values(adjoint.output, p.blocks).astype(jnp.float32),
         Decay(**decay),
-        d.last(adjoint),
-        d.by_sequence(used.sum(3)).sum(1),
-        Erasure(beta=d.by_row(terms[delta_vjp.BETA])),
+        None if d.packed is not None else d.last(adjoint),
+        d.by_sequence(terms[delta_vjp.QUERIES]).sum(1),
+        Erasure(beta=d.by_row(terms[delta_vjp.BETA] + adjoint.beta.sum(3))),
     )
+
+
+def constant_gradient(d: DeltaLayout, dg):
+    """Return the gradient of the constant decays of sequences, [N, H]. dg: the gradient of the tokens' gates, [B, chunks, H,
+    C]."""
+    if d.packed is None:
+        return d.by_sequence(dg)
+    return d.packed.per_sequence(d.gates_by_row(dg)[0])
 
 
 def gate_gradient(p: KernelLayout, terms):

@@ -6,7 +6,7 @@ G_i is the sum of a chunk's log gates through token i, and L the sum of all of t
     A  = scale (dO U^T) D, its diagonal included        B = -(dX U^T) D
     dq = scale e^G (dO S^T) + A k                       de = -e^G (dX S^T) + B k
     dk = e^{L - G} (U dS'^T) + A^T q + B^T e + beta de
-    d beta = de . k + dX . v
+    d beta = de . k + dX . v            `delta_scan` computes the second term
 
     dg_t = e^L <S, dS'> + sum_{j < t} k_j . e^{L - G_j} (U dS'^T)_j
            + sum_{i >= t} (q_i . dq_i + e_i . de_i - k_i . (A^T q + B^T e)_i)
@@ -26,7 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
-from glax._src.kernels.pallas_gpu.delta_pairs import split, store_split
+from glax._src.kernels.pallas_gpu.delta_inverse import split, store_split
+from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_row, read, tiled, transposed
@@ -44,10 +45,9 @@ class Operands(NamedTuple):
 
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
-    v: Ref  # [B, T, HV, V]
     d_output: Ref  # [B, T, H, V]
     states: Ref  # [B, chunks, H, V, K + C]: S and U, transposed
-    d_states: Ref  # [B, chunks, H, V, K + 2 C]: dS' and dX in two terms, transposed
+    d_states: Ref  # [B, chunks, H, V, K + C]: dS' and dX, transposed
     gates: Ref  # [B, chunks, H, C]: sums of log2 gates from where the scan enters the chunk
     beta: Ref  # [B, chunks, H, C]
     scale: Ref  # [B, chunks]
@@ -58,7 +58,7 @@ class Results(NamedTuple):
 
     dq: Ref  # [B, T, H, K]
     dk: Ref  # [B, T, H, K]
-    terms: Ref  # [B, chunks, H, TERMS, C]: q . dq / scale; parts of <S, dS'>; e . de - k . (...); k . (...); d beta
+    terms: Ref  # [B, chunks, H, TERMS, C]: q . dq / scale; parts of <S, dS'>; e . de - k . (...); k . (...); de . k
 
 
 class Tiles(NamedTuple):
@@ -66,10 +66,9 @@ class Tiles(NamedTuple):
 
     q: Ref  # [C, K]
     k: Ref  # [C, K]
-    v: Ref  # [C, V]
     d_output: Ref  # [C, V]
     states: Ref  # [V, K + C]
-    d_states: Ref  # [V, K + 2 C]
+    d_states: Ref  # [V, K + C]
     gates: Ref  # [C]
     beta: Ref  # [C]
     output_pairs: tuple[Ref, Ref]  # [C, C]: A / scale in two terms
@@ -84,15 +83,14 @@ class Tiles(NamedTuple):
         return cls(
             q=tiled(C, K),
             k=tiled(C, K),
-            v=tiled(C, V),
             d_output=tiled(C, V),
             states=tiled(V, K + C),
-            d_states=tiled(V, K + 2 * C),
+            d_states=tiled(V, K + C),
             gates=plgpu.SMEM((C,), jnp.float32),
             beta=plgpu.SMEM((C,), jnp.float32),
             output_pairs=(tiled(C, C), tiled(C, C)),
             erase_pairs=(tiled(C, C), tiled(C, C)),
-            tokens_loaded=plgpu.Barrier(num_arrivals=6),
+            tokens_loaded=plgpu.Barrier(num_arrivals=5),
             states_loaded=plgpu.Barrier(num_arrivals=2),
             scored=plgpu.Barrier(),
             done=plgpu.Barrier(num_arrivals=2),
@@ -106,9 +104,9 @@ class Tiles(NamedTuple):
         """Return S^T or dS'^T, [V, K], of the tile that holds it."""
         return ref.at[:, pl.ds(0, self.K)]
 
-    def beside(self, ref, term: int = 0):
-        """Return U^T, or a term of dX^T, [V, C]."""
-        return ref.at[:, pl.ds(self.K + term * C, C)]
+    def beside(self, ref):
+        """Return U^T or dX^T, [V, C]."""
+        return ref.at[:, pl.ds(self.K, C)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +115,7 @@ class Program:
 
     reverse: bool
     operands: Operands
+    edges: EdgeCopies | None
     results: Results
     tiles: Tiles
 
@@ -133,10 +132,10 @@ class Program:
         b, c, _ = self.place()
         return self.operands.scale[b, c]
 
-    def tokens(self, x, heads: int):
-        """Return the chunk's rows [C, ...] of x [B, T, H / heads, ...], of which `heads` consecutive heads read the same head."""
+    def tokens(self, x):
+        """Return the chunk's rows [C, ...] of x [B, T, H, ...], a result."""
         b, c, h = self.place()
-        return x.at[b, pl.ds(c * C, C), quotient(h, heads)]
+        return x.at[b, pl.ds(c * C, C), h]
 
     def gates(self):
         """Return G [C], to base 2, by row."""
@@ -161,14 +160,14 @@ class Program:
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal calls are lowered once
 def delta_gradient(reverse: bool, *operands) -> Results:
-    """Compute the fields of `Results` for every chunk and head. operands: the fields of `Operands`."""
-    x = Operands(*operands)
+    """Compute the fields of `Results` for every chunk and head. operands: the fields of `Operands`, and of `EdgeCopies` if there
+    are any."""
+    x, _ = split_edges(Operands, operands)
     (B, T, H, V), K, chunks = x.d_output.shape, x.q.shape[3], x.gates.shape[1]
 
     def body(*refs):
-        *in_global, own = refs
-        count = len(Operands._fields)
-        p = Program(reverse, Operands(*in_global[:count]), Results(*in_global[count:]), own)
+        given, (*results, own) = refs[: len(operands)], refs[len(operands) :]
+        p = Program(reverse, *split_edges(Operands, given), Results(*results), own)
         me = lax.axis_index("warpgroup")
         pl.when(me == 0)(functools.partial(load_all, p))
         pl.when(me == 0)(functools.partial(of_queries, p))
@@ -186,7 +185,7 @@ def delta_gradient(reverse: bool, *operands) -> Results:
         scratch_types=[Tiles.types(K, V)],
         compiler_params=tiles.PARAMS,
     )
-    return Results(*once(("delta_gradient", reverse), kernel, *x))
+    return Results(*once(("delta_gradient", reverse), kernel, *operands))
 
 
 def load_all(p: Program):
@@ -195,8 +194,10 @@ def load_all(p: Program):
     (b, c, h), H = p.place(), x.gates.shape[2]
     for source, tile in ((x.states, t.states), (x.d_states, t.d_states)):
         plgpu.copy_gmem_to_smem(source.at[b, c, h], tile, t.states_loaded)
-    for source, tile in ((x.d_output, t.d_output), (x.k, t.k), (x.q, t.q), (x.v, t.v)):
-        plgpu.copy_gmem_to_smem(p.tokens(source, H // source.shape[2]), tile, t.tokens_loaded)
+    for name in ("d_output", "k", "q"):
+        source = getattr(x, name)
+        at = b, c, quotient(h, H // source.shape[2]), slice(None)
+        fetch_tokens(p.edges, name, source, at, getattr(t, name), t.tokens_loaded)
     for source, tile in ((x.gates, t.gates), (x.beta, t.beta)):
         plgpu.copy_gmem_to_smem(source.at[b, c, h], tile, t.tokens_loaded)
 
@@ -204,7 +205,7 @@ def load_all(p: Program):
 def of_queries(p: Program):
     """Compute A and dq, and <S, dS'>."""
     t = p.tiles
-    V, K = t.v.shape[1], t.K
+    V, K = t.d_output.shape[1], t.K
     plgpu.barrier_wait(t.states_loaded)
     plgpu.barrier_wait(t.tokens_loaded)
     # [C, C]
@@ -219,7 +220,7 @@ def of_queries(p: Program):
     meet(p)
     t.q[...] = (dq * p.scale()).astype(BF16)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(t.q, p.tokens(p.results.dq, 1))
+    plgpu.copy_smem_to_gmem(t.q, p.tokens(p.results.dq))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -228,16 +229,16 @@ def of_keys(p: Program):
     t = p.tiles
     shape = (C, t.K)
     # [C, V]
-    U, dX = t.beside(t.states), [transposed(t.beside(t.d_states, term)) for term in range(2)]
+    U, dX = t.beside(t.states), transposed(t.beside(t.d_states))
     plgpu.barrier_wait(t.states_loaded)
     plgpu.barrier_wait(t.tokens_loaded)
     # [C, C]
-    B = p.decayed(tiles.product(PAIRS, *((term, U) for term in dX)), diagonal=False, factor=-1.0)
+    B = p.decayed(tiles.product(PAIRS, (dX, U)), diagonal=False, factor=-1.0)
     store_split(t.erase_pairs, B * by_row(p.beta(), PAIRS))
     # [C, K]
-    de = tiles.product(shape, *((term, t.state(t.states)) for term in dX))
+    de = tiles.product(shape, (dX, t.state(t.states)))
     de = tiles.added(de * by_row(-jnp.exp2(p.gates()), shape), *((term, t.k) for term in split(B)))
-    p.write_term(BETA, (de * read(t.k)).sum(1) + ((read(dX[0]) + read(dX[1])) * read(t.v)).sum(1))
+    p.write_term(BETA, (de * read(t.k)).sum(1))
     dk = de * by_row(p.beta(), shape)
     erased = (dk * read(t.k)).sum(1)
     behind = tiles.product(shape, (transposed(U), t.state(t.d_states)))
@@ -253,7 +254,7 @@ def of_keys(p: Program):
     meet(p)
     t.k[...] = dk.astype(BF16)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(t.k, p.tokens(p.results.dk, 1))
+    plgpu.copy_smem_to_gmem(t.k, p.tokens(p.results.dk))
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -10,17 +10,15 @@ from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, in_one_row
 
 # Above Triton's 10 or below it, and above XLA's: docs/internals/hopper.md has the bounds.
 FASTER, SLOWER = 15, 5
-# Below XLA's, so that platform="pallas" alone chooses it: with beta, no GPU has compared the results yet.
-ON_REQUEST = -1
 
 
 def forward_priority(r: Recurrence) -> int:
     """Return a priority above Triton's from 1024 tokens on, where every measurement was faster, and below it for fewer tokens.
 
-    The delta rule runs on request alone.
+    Under the delta rule the bound is the size that was measured, B4 T2048 H16.
     """
     if r.erasure is not None:
-        return ON_REQUEST
+        return delta_priority(r)
     return FASTER if r.q.shape[1] >= 1024 else SLOWER
 
 
@@ -28,12 +26,18 @@ def gradient_priority(r: Recurrence) -> int:
     """Return a priority above Triton's from 2048 x 16 rows of heads on, and below it for fewer. Each block of a wide head
     counts.
 
-    With half as many rows the gradient was not faster. The delta rule runs on request alone.
+    With half as many rows the gradient was not faster. Under the delta rule the bound is the size that was measured, B4 T2048
+    H16.
     """
     if r.erasure is not None:
-        return ON_REQUEST
+        return delta_priority(r)
     heads = r.num_heads * Widths.of(r, square=True).stored.count
     return FASTER if r.q.shape[0] * r.q.shape[1] * heads >= 2048 * 16 else SLOWER
+
+
+def delta_priority(r: Recurrence) -> int:
+    """Return a priority above Triton's from 8192 x 16 rows of heads on, the smallest size that was measured with beta."""
+    return FASTER if r.q.shape[0] * r.q.shape[1] * r.num_heads >= 8192 * 16 else SLOWER
 
 
 def in_two_phases(r: Recurrence) -> bool:
@@ -43,6 +47,7 @@ def in_two_phases(r: Recurrence) -> bool:
     """
     return (
         r.boundaries is None
+        and r.erasure is None
         and HopperConfig.heuristic(r).parts > 1
         and Widths.of(r, square=True) == Widths.of(r, square=False)
     )
@@ -70,8 +75,6 @@ def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) 
     """Return why packed sequences are not read in place as one row, or nothing if they are."""
     if r.boundaries is None or r.decay.form == "key" or (in_one_row(r) and d_final is None):
         return {}
-    if r.erasure is not None:
-        return {"packed sequences as one row": "with beta each sequence is copied to a chunk's start"}
     states = "initial states enter" if r.initial_state is not None else "the gradient of final states enters"
     why = f"{states} at boundaries, so each sequence is copied to a chunk's start"
     return {"packed sequences as one row": why}

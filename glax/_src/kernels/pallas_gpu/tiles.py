@@ -22,11 +22,6 @@ SomeLayout = Any  # a layout of values in registers; JAX does not export its typ
 
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
-# JAX 0.12 leaves methods of these classes abstract.
-SWIZZLED = (
-    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-)
 # Warps synchronise where the kernels say so. Pallas alone would synchronise them around every store to shared memory.
 PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
@@ -37,9 +32,17 @@ def in_every_warp(count: int):
     return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
 
 
-def tiled(*shape):
-    """Return shared memory for bfloat16 tiles, in the layout that the copy engine writes and the tensor cores read."""
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
+def tiled(*shape, columns: int = 64):
+    """Return shared memory for bfloat16 tiles, in the layout that the copy engine writes and the tensor cores read.
+
+    columns: of a tile, 16, 32 or 64; a product with a left side in registers takes as many of its columns at a time.
+    """
+    # JAX 0.12 leaves methods of these classes abstract.
+    transforms = (
+        plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(2 * columns),  # pyright: ignore[reportAbstractUsage]
+    )
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
 
 def transposed(ref):
@@ -148,6 +151,11 @@ def zeros(shape, layout: SomeLayout = WGMMA) -> jax.Array:
 def high_part(x):
     """Return float32 x truncated to the bits that bfloat16 has."""
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
+
+
+def rounded_part(x):
+    """Return float32 x rounded to the bits that bfloat16 has; halves away from 0. XLA drops a cast there and back."""
+    return lax.bitcast_convert_type((lax.bitcast_convert_type(x, jnp.int32) + 0x8000) & -65536, jnp.float32)
 
 
 def indicator(condition) -> jax.Array:

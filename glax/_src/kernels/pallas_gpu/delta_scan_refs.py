@@ -1,0 +1,268 @@
+"""Define the plan of a scan under the delta rule, and what its warpgroups share: operands, shared memory and barriers."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies
+from glax._src.kernels.pallas_gpu.plan import C, place_of
+from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, by_column, iota, tiled
+
+BF16 = jnp.bfloat16
+STRIPE = 64  # columns of the state that a program carries
+TOKENS = (STRIPE, C)
+STAGES = 3  # chunks in shared memory: as many as 227 KB hold at widths of 128
+FACTORS = 5
+BETA, ERASING, LEAVING, WITHIN, GATES = range(FACTORS)  # rows of `Operands.factors`
+
+Ref = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaScan:
+    """Hold the sizes and options that a scan is compiled for.
+
+    kind: what the scan writes beside the last states. "outputs": O. "states": S before each chunk and U, for the gradient.
+    "residuals": both. "adjoint": dS' behind each chunk, dX and dV, in reverse. "transitions" and "adjoint ends": nothing. The
+    state of "transitions" has K more columns, which begin as I and to which no tokens add: at the end they are the matrix M by
+    which S would have been multiplied. H: the number of heads. K, V: the widths of a head. start: whether sequences begin from
+    given states.
+    """
+
+    kind: Literal["outputs", "states", "residuals", "adjoint", "transitions", "adjoint ends"]
+
+    H: int
+    K: int
+    V: int
+    reverse: bool
+    start: bool
+
+    @property
+    def is_adjoint(self) -> bool:
+        return self.kind in ("adjoint", "adjoint ends")
+
+    @property
+    def emits(self) -> bool:
+        """Return whether the scan writes more than the last states."""
+        return self.kind not in ("transitions", "adjoint ends")
+
+    @property
+    def writes_tokens(self) -> bool:
+        """Return whether the scan writes O or dV."""
+        return self.kind in ("outputs", "residuals", "adjoint")
+
+    @property
+    def reads_queries(self) -> bool:
+        """Return whether the scan reads q, and forms P."""
+        return self.writes_tokens or self.is_adjoint
+
+    @property
+    def reads_values(self) -> bool:
+        """Return whether the scan reads v. The adjoint reads it for the gradient of beta."""
+        return self.kind != "adjoint ends"
+
+    @property
+    def stores_states(self) -> bool:
+        """Return whether the scan stores states and what stands beside them."""
+        return self.kind in ("states", "residuals", "adjoint")
+
+    @property
+    def columns(self) -> int:
+        """Return the number of columns of the state, with those of M."""
+        return self.V + self.K if self.kind == "transitions" else self.V
+
+    @property
+    def stripes(self) -> int:
+        """Return the number of stripes of a program, each carried by a warpgroup. "transitions" has no other work."""
+        return 2 if self.kind == "transitions" and self.columns // STRIPE % 2 == 0 else 1
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Return what each warpgroup does: carry a stripe of the state, emit results, form scores, fetch chunks."""
+        return ("carry",) * self.stripes + ("emit",) * self.emits + ("score",) * self.reads_queries + ("fetch",)
+
+    @property
+    def registers(self) -> dict[str, int]:
+        """Return the registers of a thread by role. They add up to those that a program is launched with, or fewer."""
+        if len(self.roles) == 4:
+            return dict(carry=248, emit=112, score=112, fetch=40)
+        return dict(carry=232 if self.stripes == 2 else 248, emit=216, score=216, fetch=40)
+
+    @property
+    def descending(self) -> bool:
+        """Return whether the scan goes from the last chunk to the first."""
+        return self.reverse != self.is_adjoint
+
+    @property
+    def last_token(self) -> int:
+        """Return the last token of a chunk in the order of the recurrence."""
+        return 0 if self.reverse else C - 1
+
+
+class Operands(NamedTuple):
+    """Hold the operands, in global memory."""
+
+    table: Ref  # [N, 4]: of every sequence its batch row, first chunk, number of chunks and place
+    q: Ref  # [B, T, HQ, K]
+    k: Ref  # [B, T, HK, K]
+    v: Ref  # [B, T, HV, V]
+    d_output: Ref  # [B, T, H, V], for the adjoint; else any array
+    inverse: Ref  # [B, chunks, H, C, C]: R
+    factors: Ref  # [B, chunks, H, FACTORS, C]: beta, beta e^G, e^{L - G}, e^G, G to base 2
+    scale: Ref  # [N + 1]
+    start: Ref  # [N, H, V, K]
+
+
+class Results(NamedTuple):
+    """Hold the results, in global memory. A result that the plan leaves out has one tile."""
+
+    output: Ref  # [B, T, H, V]: O or dV
+    beta: Ref  # [B, chunks, H, V / STRIPE, C]: sums of dX v over a stripe, for the adjoint
+    states: Ref  # [B, chunks, H, V, K + C]: S before each chunk and U, or dS' behind it and dX; transposed
+    last: Ref  # [N, H, V, K]; of "transitions" also M, transposed: [N, H, V + K, K]
+
+    @classmethod
+    def types(cls, w: DeltaScan, B: int, T: int, chunks: int, N: int) -> "Results":
+        output = (B, T, w.H, w.V) if w.writes_tokens else (1, C, 1, STRIPE)
+        states = (B, chunks, w.H, w.V, w.K + C) if w.stores_states else (1, 1, 1, STRIPE, 64)
+        return cls(
+            jax.ShapeDtypeStruct(output, BF16),
+            jax.ShapeDtypeStruct(
+                (B, chunks, w.H, w.V // STRIPE, C) if w.kind == "adjoint" else (1,) * 4 + (C,), jnp.float32
+            ),
+            jax.ShapeDtypeStruct(states, BF16),
+            jax.ShapeDtypeStruct((N, w.H, w.columns, w.K), jnp.float32),
+        )
+
+
+class Tiles(NamedTuple):
+    """Hold the shared memory. The first six are by stage. The others pass from one warpgroup to another."""
+
+    q: Ref  # [STAGES, C, K]
+    k: Ref  # [STAGES, C, K]
+    v: Ref  # [STAGES, stripes, C, STRIPE]
+    d_output: Ref  # [STAGES, C, STRIPE]
+    inverse: Ref  # [STAGES, C, C]
+    factors: Ref  # [STAGES, FACTORS, C]
+    state: Ref  # [STRIPE, K]: S or dS', transposed
+    tokens: Ref  # [STRIPE, C]: U or dX, transposed
+    lost: Ref  # [STRIPE, C]: what dX loses in bfloat16
+    scores: Ref  # [C, C]: P
+    output: Ref  # [C, STRIPE]
+
+    @classmethod
+    def types(cls, w: DeltaScan) -> "Tiles":
+        n, K = STAGES, w.K
+        return cls(
+            q=tiled(n, C, K) if w.reads_queries else tiled(1, 8, 64),
+            k=tiled(n, C, K),
+            v=tiled(n, w.stripes, C, STRIPE) if w.reads_values else tiled(1, 1, 8, 64),
+            d_output=tiled(n, C, STRIPE) if w.is_adjoint else tiled(1, 8, 64),
+            inverse=tiled(n, C, C),
+            factors=plgpu.SMEM((n, FACTORS, C), jnp.float32),
+            state=tiled(STRIPE, K) if w.emits else tiled(8, 64),
+            tokens=tiled(STRIPE, C) if w.emits else tiled(8, 64),
+            lost=tiled(STRIPE, C) if w.kind == "adjoint" else tiled(8, 64),
+            scores=tiled(C, C) if w.reads_queries else tiled(8, 64),
+            output=tiled(C, STRIPE) if w.writes_tokens else tiled(8, 64),
+        )
+
+
+class Barriers(NamedTuple):
+    """Hold the barriers, each named by what it reports. The first two are by stage."""
+
+    loaded: Ref
+    consumed: Ref
+    state_stored: Ref
+    state_read: Ref
+    tokens_stored: Ref
+    tokens_read: Ref
+    scores_stored: Ref
+    scores_read: Ref
+
+    @classmethod
+    def types(cls, w: DeltaScan) -> "Barriers":
+        copies = 3 + w.stripes * w.reads_values + w.reads_queries + w.is_adjoint
+        readers = len(w.roles) - 1 - (w.kind == "states")  # where what is emitted needs no tile of a chunk
+        return cls(
+            plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=readers, num_barriers=STAGES),
+            *[plgpu.Barrier()] * 6,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Hold the plan and the references of one program."""
+
+    plan: DeltaScan
+    operands: Operands
+    edges: EdgeCopies | None
+    results: Results
+    tiles: Tiles
+    barriers: Barriers
+
+    def place(self):
+        """Return the first stripe divided by the stripes of a program, the head and the sequence. They are computed at each use,
+        so that no register holds them."""
+        w = self.plan
+        return place_of(lax.optimization_barrier(lax.axis_index("program")), w.columns // (STRIPE * w.stripes), w.H)
+
+    @property
+    def head(self):
+        return self.place()[1]
+
+    def number(self, me=0):
+        """Return the number of the stripe that warpgroup `me` carries."""
+        return self.place()[0] * self.plan.stripes + me
+
+    def stripe(self, me=0):
+        """Return the columns of that stripe."""
+        return pl.ds(self.number(me) * STRIPE, STRIPE)
+
+    def column(self, me, shape):
+        """Return the column of the state that each row of [STRIPE, ...] stands for. Those from V on are of M."""
+        return iota(shape, 0) + self.number(me) * STRIPE
+
+    def field(self, column: int):
+        """Return one column of the sequence's row of the table."""
+        return self.operands.table[self.place()[2], column]
+
+    def count(self):
+        return self.field(2)
+
+    def chunk(self, step):
+        """Return the chunk that the scan reaches at a step."""
+        first, count = self.field(1), self.count()
+        return first + (count - 1 - step if self.plan.descending else step)
+
+    def output(self, step):
+        """Return the place of a chunk's outputs."""
+        return self.results.output.at[self.field(0), pl.ds(self.chunk(step) * C, C), self.head, self.stripe()]
+
+    def stored(self, step, first: int, width: int):
+        """Return `width` columns of the stored states of a chunk, from `first` on."""
+        chunk = self.results.states.at[self.field(0), self.chunk(step), self.head]
+        return chunk.at[self.stripe(), pl.ds(first, width)]
+
+    def take_registers(self, role: str):
+        """Take the registers of a role, or give back those that it does not need."""
+        launched = 65536 // (128 * len(self.plan.roles)) // 8 * 8
+        count = self.plan.registers[role]
+        plgpu.set_max_registers(count, action="increase" if count > launched else "decrease")
+
+    def slot(self, step):
+        return lax.rem(step, jnp.int32(STAGES))
+
+    def scale(self):
+        return self.operands.scale[self.field(3)]
+
+    def factor(self, slot, row: int):
+        """Return a row of factors [C], repeated over the rows of [STRIPE, C]."""
+        found = plgpu.load(self.tiles.factors.at[slot, row], layout=BY_COLUMN, optimized=False)
+        return by_column(found, TOKENS)
