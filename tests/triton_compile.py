@@ -1,7 +1,8 @@
 """Compile the launches of a traced call without a GPU, and report the resources of each kernel.
 
 python -m tests.triton_compile 90 "key bfloat16 128" prints a line of JSON per kernel, for compute capability 9.0. The last
-argument is a gate, or delta for the delta rule with a per-head gate, a dtype and a width. TRITON_INTERPRET must not be set.
+argument is a gate, or delta or kda for the delta rule with a per-head or a per-key gate, a dtype and a width. TRITON_INTERPRET
+must not be set.
 """
 
 import dataclasses
@@ -107,8 +108,8 @@ def shipped(gate: str, dtype: str, width: int) -> list[Launch]:
 
     def call():
         x = jnp.zeros((B, T, H, width), dtype)
-        gates = dict(gk=x) if gate == "key" else dict(g=jnp.zeros((B, T, H)))
-        if gate == "delta":
+        gates = dict(gk=x) if gate in ("key", "kda") else dict(g=jnp.zeros((B, T, H)))
+        if gate in ("delta", "kda"):
             gates["beta"] = jnp.zeros((B, T, H), dtype)
         return bind(x, x, x, **gates)
 
@@ -121,7 +122,7 @@ def shipped(gate: str, dtype: str, width: int) -> list[Launch]:
     token = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, :1] if x.ndim > 2 else x, call()))
     slots = jax.ShapeDtypeStruct((B,), jnp.int32)
     found = runs("chunked", r) + runs("chunked.vjp", r, r.v, state)
-    if gate == "delta":
+    if gate in ("delta", "kda"):
         return found
     found += runs("recurrent", token)
     return found + runs("recurrent.step", token, state, slots)

@@ -35,11 +35,27 @@ BUDGETS = {
     ("head", "recurrent"): [(8_192, 56, 0), (2_048, 64, 0), (2_048, 56, 0)],
     ("head", "step"): [(512, 42, 0), (512, 41, 0), (512, 40, 0)],
     ("delta", "head_gate_cumsums"): [(512, 32, 0), (512, 32, 0), (512, 32, 0)],
-    ("delta", "delta_scores"): [(34_816, 228, 0), (32_768, 167, 0), (32_776, 168, 0)],
+    ("delta", "delta_scores"): [(34_816, 230, 0), (32_768, 167, 0), (32_776, 168, 0)],
     ("delta", "delta_outputs"): [(64_000, 255, 32), (183_296, 255, 120), (140_816, 255, 160)],
     ("delta", "delta_states"): [(62_208, 255, 56), (115_456, 255, 104), (95_264, 255, 456)],
     ("delta", "delta_gradient"): [(36_864, 255, 200), (65_536, 255, 0), (77_832, 254, 0)],
+    ("kda", "delta_key_pairs"): [(28_672, 255, 64), (28_672, 255, 16), (24_688, 237, 0)],
+    ("kda", "exact_delta_key_pairs"): [(24_576, 255, 240), (26_624, 255, 16), (24_576, 255, 64)],
+    ("kda", "delta_outputs"): [(80_128, 255, 8), (157_952, 251, 0), (82_688, 255, 248)],
+    ("kda", "delta_states"): [(73_984, 255, 16), (155_904, 255, 104), (103_192, 255, 264)],
+    ("kda", "delta_key_gradient"): [(40_960, 255, 168), (102_400, 243, 0), (110_712, 255, 40)],
+    ("kda", "exact_delta_key_gradient"): [(45_056, 255, 848), (110_592, 255, 896), (83_976, 255, 368)],
 }
+# Kernels that consist of products of the tensor cores of their generation.
+MULTIPLYING = (
+    "outputs",
+    "chunk_states",
+    "gradient",
+    "delta_outputs",
+    "delta_states",
+    "delta_gradient",
+    "delta_key_gradient",
+)
 PRODUCTS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
 
 
@@ -57,7 +73,7 @@ def usages(capability: int, *names: str) -> dict:
 
 @pytest.mark.parametrize("capability", LIMITS)
 def test_budgets(capability):
-    found = usages(capability, "key bfloat16 128", "head bfloat16 128", "delta bfloat16 128")
+    found = usages(capability, "key bfloat16 128", "head bfloat16 128", "delta bfloat16 128", "kda bfloat16 128")
     place = list(LIMITS).index(capability)
     assert {(runs.split()[0], kernel) for kernel, runs in found} == set(BUDGETS)
     for (kernel, runs), row in found.items():
@@ -65,5 +81,5 @@ def test_budgets(capability):
         used = row["shared"], row["registers"], row["stack"]
         assert row["shared"] <= LIMITS[capability], f"more shared memory than sm_{capability} has: {kernel}, {used}"
         assert all(x <= most for x, most in zip(used, budget, strict=True)), (kernel, runs, used, budget)
-        if kernel in ("outputs", "chunk_states", "gradient", "delta_outputs", "delta_states", "delta_gradient"):
+        if kernel in MULTIPLYING:
             assert PRODUCTS[capability] in row["matrix"], (kernel, runs, row["matrix"])

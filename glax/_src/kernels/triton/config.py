@@ -158,14 +158,16 @@ class GradientConfig(Config):
     def erasing(cls, r: Recurrence) -> Self:
         """Return the config of the delta rule, whose tiles are smaller where they would spill registers.
 
-        With key gates the gradient runs the kernel of a recurrence without an erasure, in that kernel's config.
+        With key gates its tiles are those of a recurrence without an erasure, in one stage less, so that two programs share a
+        multiprocessor.
         """
         narrow = r.q.dtype == "bfloat16" and max(width(r.q.shape[3]), width(r.v.shape[3])) <= 128
         block = 16
         if narrow:
             block = 64 if has_large_tiles() else 32
         if r.decay.form == "key":
-            return dataclasses.replace(cls.heuristic(r.replace(erasure=None)), segment=0, block=block)
+            plain = cls.heuristic(r.replace(erasure=None))
+            return dataclasses.replace(plain, segment=0, block=block, stages=min(plain.stages, 3))
         if r.q.dtype != "bfloat16":
             return cls(16, 16, 0, block, warps=8, stages=1)
         return cls(64, 16, 0, block, stages=1) if narrow else cls(32, 16, 0, block, warps=8, stages=1)

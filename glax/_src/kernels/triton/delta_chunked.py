@@ -90,7 +90,7 @@ def gate_of(r: Recurrence) -> str:
 
 
 class Scanned(NamedTuple):
-    """What the scans read beside v: q, k, k_read and last of `delta_outputs`, and the pairs.
+    """What the scans read beside v: q, k, k_read and decays of `delta_outputs`, and the pairs.
 
     max_abs_cumsum: the largest sums of key gates of each chunk and head; with other gates, an array that is not read.
     """
@@ -98,7 +98,7 @@ class Scanned(NamedTuple):
     q: Array
     k: Array
     k_read: Array
-    last: Array
+    decays: Array
     pairs: Pairs
     max_abs_cumsum: Array
 
@@ -111,38 +111,38 @@ def scanned(r: Recurrence, chunks: Segments, chunk: int) -> Scanned:
     assert r.decay.key is not None and r.erasing.beta is not None  # the other forms are refused
     stored = jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
     wide, pairs, f32 = ((B, T, H, K), r.q.dtype), ((M, H, chunk, chunk), stored), jnp.float32
-    operands = r.q, r.k, r.erasing.beta, r.decay.key, chunks.table
+    operands = r.q, r.k, r.erasing.beta, r.decay.key, r.scale, chunks.table
     shape = dict(H=H, HQ=r.q.shape[2], HK=r.k.shape[2], K=K, C=chunk, SIGN=-1 if r.reverse else 1, **arithmetic(r))
-    *found, last, max_abs_cumsum = launch(
+    *found, max_abs_cumsum = launch(
         delta_key_pairs,
         H * M,
         operands,
-        [wide, wide, wide, pairs, pairs, ((M, H, 3, chunk), f32), ((M, H, 2, K), f32), ((M, H), f32)],
+        [wide, wide, wide, pairs, pairs, ((M, H, 3, chunk), f32), ((M, H, 4, K), f32), ((M, H), f32)],
         **shape, BK=min(KEY_BLOCK, width(K)), warps=4, stages=2,
     )  # fmt: skip
-    q_read, k_read, k_written, inverse, scores, factors = launch(
+    q_read, k_read, k_written, inverse, scores, factors, decays = launch(
         exact_delta_key_pairs_passed_outputs if ALIASES_ARE_PASSED else exact_delta_key_pairs,
         -(-H * M // PAIRS_PER_PROGRAM),
         (*operands, max_abs_cumsum, jnp.full(1, H * M, jnp.int32), *found),
         [(x.shape, x.dtype) for x in found],
-        in_place={7 + i: i for i in range(6)},
+        in_place={8 + i: i for i in range(7)},
         **shape, BK=16, PAIRS=PAIRS_PER_PROGRAM, warps=EXACT_WARPS, stages=1,
     )  # fmt: skip
-    return Scanned(q_read, k_written, k_read, last, Pairs(inverse, scores, factors, r.scale), max_abs_cumsum)
+    return Scanned(q_read, k_written, k_read, decays, Pairs(inverse, scores, factors, r.scale), max_abs_cumsum)
 
 
 @compile_in_parallel
 def delta_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
     """Compute the outputs and final states of a recurrence with an erasure, in one scan of every sequence."""
     segments, chunks = segments_and_chunks(r, config)
-    q, k, k_read, last, pairs, _ = scanned(r, chunks, config.chunk)
+    q, k, k_read, decays, pairs, _ = scanned(r, chunks, config.chunk)
     start, kind = start_of_sequences(r)
     (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
     columns = min(config.columns, width(V))
     o, final = launch(
         delta_outputs,
         -(-V // columns) * H * segments.count,
-        (q, k, r.v, k_read, last, pairs.inverse, pairs.scores, pairs.factors, r.scale, start, segments.table),
+        (q, k, r.v, k_read, decays, pairs.inverse, pairs.scores, pairs.factors, r.scale, start, segments.table),
         [((B, T, H, V), r.q.dtype), (r.state_shape, jnp.float32)],
         **sizes(r), HQ=q.shape[2], HK=k.shape[2], HV=r.v.shape[2], C=config.chunk, BK=width(K), BV=columns,
         GATE=gate_of(r), SIGN=-1 if r.reverse else 1, START=kind != 0, **arithmetic(r),
@@ -154,16 +154,14 @@ def delta_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
 class Ends(NamedTuple):
     """What `delta_states` stores: S and dL/dS at the ends of every chunk, U and Y of its tokens, and dL/dS before sequences.
 
-    The gradient of beta is a sum of products of U and Y that cancel. With head gates Y is float32. With key gates the rounding
-    errors of U and Y in bfloat16 are stored too; in float32, and with head gates, U_low and Y_low are not read.
+    The gradient of beta is a sum of products of U and Y that cancel. With head gates Y is float32. With key gates it is
+    -beta * Y, and both have two terms in bfloat16; `delta_states` has the shapes.
     """
 
     S: Array
     U: Array
-    U_low: Array
     dS: Array
     Y: Array
-    Y_low: Array
     d_initial: Array
 
 
@@ -171,15 +169,17 @@ def chunk_ends(r: Recurrence, d_output, d_final, config: GradientConfig, segment
     start, kind = start_of_sequences(r)
     (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
     stored = jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
-    states, rows, f32 = (chunks.count, H, V, K), (B, T, H, V), jnp.float32
-    rounded = r.decay.form == "key" and stored != f32
-    low = rows if rounded else (1,), stored
+    states, f32 = (chunks.count, H, V, K), jnp.float32
+    if r.decay.form == "key":
+        U = Y = (chunks.count, H, V, config.chunk * (2 if stored == jnp.bfloat16 else 1)), stored
+    else:
+        U, Y = ((B, T, H, V), stored), ((B, T, H, V), f32)
     columns = min(config.block, width(V))
     results = launch(
         delta_states,
         2 * -(-V // columns) * H * segments.count,
-        (scan.q, scan.k, r.v, scan.k_read, scan.last, d_output, *scan.pairs[:3], r.scale, start, d_final, segments.table),
-        [(states, stored), (rows, stored), low, (states, stored), (rows, stored if rounded else f32), low, (r.state_shape, f32)],
+        (scan.q, scan.k, r.v, scan.k_read, scan.decays, d_output, *scan.pairs[:3], r.scale, start, d_final, segments.table),
+        [(states, stored), U, (states, stored), Y, (r.state_shape, f32)],
         **sizes(r), HQ=scan.q.shape[2], HK=scan.k.shape[2], HV=r.v.shape[2], C=config.chunk, BK=width(K), BV=columns,
         GATE=gate_of(r), SIGN=-1 if r.reverse else 1, START=kind != 0, **arithmetic(r), warps=4, stages=2,
     )  # fmt: skip
@@ -211,13 +211,14 @@ def key_gate_gradients(r: Recurrence, d_output, config: GradientConfig, chunks: 
     (_, H, K, V), M = r.state_shape, chunks.count
     g, beta = r.decay.key, r.erasing.beta
     assert g is not None and beta is not None  # the other forms are refused
+    scaled = scan.q, scan.k_read, scan.k
     per_chunk, pairs = ((M, H), jnp.float32), jnp.full(1, H * M, jnp.int32)
     shared = dict(HQ=r.q.shape[2], HK=r.k.shape[2])
     shape = dict(**sizes(r), **shared, C=config.chunk, BV=width(V), SIGN=-1 if r.reverse else 1, **arithmetic(r))
     dq, dk, dv, d_beta, dg, d_scale = launch(
         delta_key_gradient,
         H * M,
-        (r.q, r.k, beta, g, scan.last, d_output, ends.U, ends.U_low, ends.Y, ends.Y_low, r.scale, ends.S, ends.dS, chunks.table),
+        (r.q, r.k, *scaled, beta, g, scan.decays, d_output, ends.U, ends.Y, r.scale, ends.S, ends.dS, chunks.table),
         [*(like(r, x) for x in (r.q, r.k, r.v)), (beta.shape, beta.dtype), (g.shape, g.dtype), per_chunk],
         **shape, BK=min(config.rows, width(K)), warps=config.warps, stages=config.stages,
     )  # fmt: skip
@@ -225,9 +226,9 @@ def key_gate_gradients(r: Recurrence, d_output, config: GradientConfig, chunks: 
     dq, dk, dg, d_scale = launch(
         exact_delta_key_gradient_passed_outputs if ALIASES_ARE_PASSED else exact_delta_key_gradient,
         -(-H * M // PAIRS_PER_PROGRAM),
-        (r.q, r.k, beta, g, d_output, ends.U, ends.Y, r.scale, ends.S, ends.dS, chunks.table, scan.max_abs_cumsum, pairs, *found),
+        (r.q, r.k, g, d_output, ends.U, ends.Y, r.scale, ends.S, ends.dS, chunks.table, scan.max_abs_cumsum, pairs, *found),
         [(x.shape, x.dtype) for x in found],
-        in_place={13 + i: i for i in range(4)},
+        in_place={12 + i: i for i in range(4)},
         **shape, BK=16, PAIRS=PAIRS_PER_PROGRAM, warps=EXACT_WARPS, stages=1,
     )  # fmt: skip
     d_scale = by_sequence(r, chunks, d_scale).sum(1)

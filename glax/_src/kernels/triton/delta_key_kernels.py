@@ -3,13 +3,20 @@
 G_i is the sum of the log gates of a chunk through token i, and G_last is that sum over the whole chunk:
 
     L_ij = beta_i sum_k k_ik k_jk e^{G_ik - G_jk}, j < i      what token i erases of what token j wrote
-    P_ij = sum_k q_ik k_jk e^{G_ik - G_jk}, j <= i            the scores
-    e^G * Q      e^G * K      e^{G_last - G} * K              the operands of the products with states
+    P_ij = scale sum_k q_ik k_jk e^{G_ik - G_jk}, j <= i      the scores
 
 M is the sum of the gates from the chunk's middle, with sign -1 before it. E and R are the sums over the first and the second
-half. Where all three are in range (`common.limits`), everything is a product of e^M, e^{-M}, e^E and e^R, and both matrices are
-one product with k e^{-M}. Elsewhere a second kernel forms everything again, in log2(C) products, each with a reference between
-its tokens, so that no exponent is positive.
+half. Where all three are in range (`common.limits`), both matrices are one product with k e^{-M}, and the state is decayed to the
+middle of the chunk before it is read:
+
+    Q e^M      K e^M      K e^{-M}            the operands of the products with the state there, which is e^E S
+
+Elsewhere a second kernel forms both matrices in log2(C) products, each with a reference between its tokens, so that no exponent
+is positive. The state is read as it enters, and decays by e^{G_last} before the tokens write:
+
+    Q e^G      K e^G      K e^{G_last - G}
+
+In float32 all chunks have these operands, because e^{R - M_j} of large R and M_j would not have all digits.
 """
 
 from glax._src.kernels.triton.delta_inverse import unit_inverse
@@ -18,11 +25,12 @@ from glax._src.kernels.triton.launch import tl, triton
 from glax._src.kernels.triton.tiles import (
     FAST_LIMIT,
     LOG2E,
+    LOG_OF_ZERO,
     add_fine_dot,
     at,
-    exact_factors,
     exp,
     fine_gate_sums,
+    gate_sums,
     halving,
     load_key_gates,
     load_tile,
@@ -36,15 +44,15 @@ from glax._src.kernels.triton.tiles import (
 
 @triton.jit
 def delta_key_pairs(
-    q, k, beta, g, table, q_read, k_read, k_written, inverse, scores, factors, last, max_abs_cumsum,
+    q, k, beta, g, scale, table, q_read, k_read, k_written, inverse, scores, factors, decays, max_abs_cumsum,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scaled operands, T = (I + L)^-1 - I and P of every chunk, and the sums of its gates.
+    """Compute the scaled operands, T = (I + L)^-1 - I and P of every chunk, and the decays of its states.
 
-    q_read, k_read, k_written [rows, H, K]: e^G * Q, e^G * K and e^{G_last - G} * K. inverse, scores [chunks, H, C, C]: T and P.
-    factors [chunks, H, 3, C]: beta is the last. last [chunks, H, 2, K]: G_last and E. max_abs_cumsum [chunks, H]: the largest of
-    |M|, |E| and |R|.
+    q_read, k_read, k_written [rows, H, K]: the scaled operands. inverse, scores [chunks, H, C, C]: T and P. factors [chunks, H,
+    3, C]: beta is the last. decays [chunks, H, 4, K]: what the state is multiplied by before it is read, between that and the
+    writes, and behind these, and R. max_abs_cumsum [chunks, H]: the largest of |M|, |E| and |R|.
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
     origin, count = tl.load(table + e * 6), tl.load(table + e * 6 + 2)
@@ -53,7 +61,7 @@ def delta_key_pairs(
     i = tokens[:, None]
     # [C, C]
     L, P = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    row_max, column_max = tl.zeros([C], tl.float32), tl.zeros([BK], tl.float32)
+    largest = tl.zeros([C], tl.float32)
     for k0 in range(0, runtime_bound(K, count), BK):
         ck = k0 + tl.arange(0, BK)
         # [C, BK]
@@ -61,45 +69,65 @@ def delta_key_pairs(
         tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
         tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
         M = fine_gate_sums(middle_matrix(tokens, C), gates, DTYPE)
-        # [BK]
-        enter = tl.sum(tl.where(i < C // 2, gates, 0.0).to(tl.float32), 0)
-        leave = tl.sum(tl.where(i >= C // 2, gates, 0.0).to(tl.float32), 0)
-        row_max = tl.maximum(row_max, tl.max(tl.abs(M), 1))
-        column_max = tl.maximum(column_max, tl.maximum(tl.abs(enter), tl.abs(leave)))
-        sums = last + pair * 2 * K + ck
-        tl.store(sums, enter + leave, mask=ck < K)
-        tl.store(sums + K, enter, mask=ck < K)
-        # [C, BK]
+        # The last row of M is R, and row -1 would be -E: M less the first gate. Rows need no sums over the tile.
+        first_gate = load_first_gate(g, origin, h, ck, count, H, K)[None, :]
+        largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(M), tl.abs(tl.where(i == 0, first_gate, 0.0) - M)), 1))
         up, down = tl.exp2(M * LOG2E), tl.exp2(M * -LOG2E)
         xq, xk, y = tq * up, tk * up, tk * down
         L = add_fine_dot(L, xk, y, DTYPE, PRECISION)
         P = add_fine_dot(P, xq, y, DTYPE, PRECISION)
+        place = decays + pair * 4 * K + ck[None, :] + 0 * i
         if tl.bfloat16 == DTYPE:
-            xq, xk, y = xq * exp(enter)[None, :], xk * exp(enter)[None, :], y * exp(leave)[None, :]
-        else:  # e^{R - M_j} of large R and M_j has not all digits of float32
-            from_start, to_end, _ = exact_factors(gates, tokens)
-            xq, xk, y = tq * from_start, tk * from_start, tk * to_end
+            tl.store(place, down * exp(first_gate), mask=(i == 0) & (ck < K)[None, :])
+            tl.store(place + K, tl.zeros([C, BK], tl.float32) + 1.0, mask=(i == 0) & (ck < K)[None, :])
+            tl.store(place + 2 * K, up, mask=(i == C - 1) & (ck < K)[None, :])
+            tl.store(place + 3 * K, M, mask=(i == C - 1) & (ck < K)[None, :])
+        else:
+            xq, xk, y = edge_operands(tq, tk, gates, place, ck, C, K)
         store_tile(at(q_read, origin, h, H, K), xq, tokens, ck, count, H, K, SIGN)
         store_tile(at(k_read, origin, h, H, K), xk, tokens, ck, count, H, K, SIGN)
         store_tile(at(k_written, origin, h, H, K), y, tokens, ck, count, H, K, SIGN)
-    tl.store(max_abs_cumsum + pair, tl.maximum(tl.max(row_max, 0), tl.max(column_max, 0)))
-    store_pairs(L, P, beta, inverse, scores, factors, h, e, origin, count, H, C, SIGN)
+    tl.store(max_abs_cumsum + pair, tl.max(largest, 0))
+    store_pairs(L, P, beta, scale, table, inverse, scores, factors, h, e, origin, count, H, C, SIGN, DTYPE)
+
+
+@triton.jit
+def load_first_gate(g, origin, h, ck, count, H: tl.constexpr, K: tl.constexpr):
+    """Load the log gates of a chunk's first token, [BK], clamped at LOG_OF_ZERO; 0 where it has no token."""
+    x = tl.load(at(g, origin, h, H, K) + ck, mask=ck < tl.where(count > 0, K, 0), other=0.0)
+    return tl.maximum(x.to(tl.float32), LOG_OF_ZERO)
+
+
+@triton.jit
+def edge_operands(tq, tk, gates, place, ck, C: tl.constexpr, K: tl.constexpr):
+    """Return Q e^G, K e^G and K e^{G_last - G}, [C, BK], and store the decays of a state that is read as it enters."""
+    tokens = tl.arange(0, C)
+    i, j = tokens[:, None], tokens[None, :]
+    G = gate_sums(tl.where(j <= i, 1.0, 0.0), gates)
+    up, mask = exp(G), (i == C - 1) & (ck < K)[None, :]
+    one = tl.zeros([C, ck.shape[0]], tl.float32) + 1.0
+    tl.store(place, one, mask=mask)
+    tl.store(place + K, up, mask=mask)
+    tl.store(place + 2 * K, one, mask=mask)
+    tl.store(place + 3 * K, one * 0.0, mask=mask)
+    return tq * up, tk * up, tk * exp(gate_sums(tl.where(j > i, 1.0, 0.0), gates))
 
 
 @triton.jit
 def store_pairs(
-    L, P, beta, inverse, scores, factors, h, e, origin, count,
-    H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
+    L, P, beta, scale, table, inverse, scores, factors, h, e, origin, count,
+    H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Store T, P and beta of a chunk. L, P: [C, C], L without its factor beta, both of any value above their triangles."""
+    """Store T, P and beta of a chunk. L, P: [C, C], without beta and the scale, and of any value above their triangles."""
+    factor = tl.load(scale + tl.load(table + e * 6 + 3)).to(tl.float32)
     tokens = tl.arange(0, C)
     i, j = tokens[:, None], tokens[None, :]
     pair = e.to(tl.int64) * H + h
     place = pair * C * C + i * C + j
-    tl.store(scores + place, tl.where(i >= j, P, 0.0).to(scores.dtype.element_ty))
+    tl.store(scores + place, tl.where(i >= j, P * factor, 0.0).to(scores.dtype.element_ty))
     tbeta = load_beta(beta, origin, h, tokens, count, H, SIGN)
     tl.store(factors + (pair * 3 + 2) * C + tokens, tbeta)
-    T = unit_inverse(tl.where(i > j, L * tbeta[:, None], 0.0), C)
+    T = unit_inverse(tl.where(i > j, L * tbeta[:, None], 0.0), C, DTYPE)
     tl.store(inverse + place, tl.where(i > j, T, 0.0).to(inverse.dtype.element_ty))
 
 
@@ -116,7 +144,7 @@ def load_beta(beta, origin, h, tokens, count, H: tl.constexpr, SIGN: tl.constexp
 
 @triton.jit
 def exact_delta_key_pairs(
-    q, k, beta, g, table, max_abs_cumsum, pairs, q_read, k_read, k_written, inverse, scores, factors,
+    q, k, beta, g, scale, table, max_abs_cumsum, pairs, q_read, k_read, k_written, inverse, scores, factors, decays,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -131,28 +159,29 @@ def exact_delta_key_pairs(
             h, e = pair % H, pair // H
             origin, count = tl.load(table + e * 6), tl.load(table + e * 6 + 2)
             L, P = exact_pairs(
-                q, k, g, q_read, k_read, k_written, h, origin, count, H, HQ, HK, K, C, BK, SIGN, DTYPE, PRECISION
+                q, k, g, q_read, k_read, k_written, decays, h, e, origin, count,
+                H, HQ, HK, K, C, BK, SIGN, DTYPE, PRECISION,
             )  # fmt: skip
-            store_pairs(L, P, beta, inverse, scores, factors, h, e, origin, count, H, C, SIGN)
+            store_pairs(L, P, beta, scale, table, inverse, scores, factors, h, e, origin, count, H, C, SIGN, DTYPE)
 
 
 @triton.jit
 def exact_delta_key_pairs_passed_outputs(
-    q, k, beta, g, table, max_abs_cumsum, pairs, q_read, k_read, k_written, inverse, scores, factors,
-    q_read_again, k_read_again, k_written_again, inverse_again, scores_again, factors_again,
+    q, k, beta, g, scale, table, max_abs_cumsum, pairs, q_read, k_read, k_written, inverse, scores, factors, decays,
+    q_read_again, k_read_again, k_written_again, inverse_again, scores_again, factors_again, decays_again,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Run `exact_delta_key_pairs` for jax-triton 0.3, which passes updated operands a second time, as outputs."""
     exact_delta_key_pairs(
-        q, k, beta, g, table, max_abs_cumsum, pairs, q_read, k_read, k_written, inverse, scores, factors,
+        q, k, beta, g, scale, table, max_abs_cumsum, pairs, q_read, k_read, k_written, inverse, scores, factors, decays,
         H, HQ, HK, K, C, BK, SIGN, DTYPE, PRECISION, PAIRS,
     )  # fmt: skip
 
 
 @triton.jit
 def exact_pairs(
-    q, k, g, q_read, k_read, k_written, h, origin, count,
+    q, k, g, q_read, k_read, k_written, decays, h, e, origin, count,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -174,8 +203,9 @@ def exact_pairs(
             none = tl.zeros([C, C], tl.float32)
             L += tl.where(mask, add_fine_dot(none, tk * decay, tk * decay, DTYPE, PRECISION), 0.0)
             P += tl.where(mask, add_fine_dot(none, tq * decay, tk * decay, DTYPE, PRECISION), 0.0)
-        up, down, _ = exact_factors(gates, tokens)
-        store_tile(at(q_read, origin, h, H, K), tq * up, tokens, ck, count, H, K, SIGN)
-        store_tile(at(k_read, origin, h, H, K), tk * up, tokens, ck, count, H, K, SIGN)
-        store_tile(at(k_written, origin, h, H, K), tk * down, tokens, ck, count, H, K, SIGN)
+        place = decays + (e.to(tl.int64) * H + h) * 4 * K + ck[None, :] + 0 * i
+        xq, xk, y = edge_operands(tq, tk, gates, place, ck, C, K)
+        store_tile(at(q_read, origin, h, H, K), xq, tokens, ck, count, H, K, SIGN)
+        store_tile(at(k_read, origin, h, H, K), xk, tokens, ck, count, H, K, SIGN)
+        store_tile(at(k_written, origin, h, H, K), y, tokens, ck, count, H, K, SIGN)
     return L, tl.where(i == j, diagonal[:, None], P)

@@ -1,22 +1,23 @@
 """Compute the gradient of a chunk of the delta rule with per-key gates. One program has one chunk and one head.
 
-S is the state before the chunk and dS' = dL/dS after it. U and Y are those of `delta_state_kernels`, e_i = beta_i k_i, and G_i is
-the sum of the log gates of a chunk through token i. Products with e^{G_i - G_j} apply to every channel:
+S is the state before the chunk and dS' = dL/dS after it. U and Y are those of `delta_state_kernels`, and z_i = -beta_i y_i. G_i
+is the sum of the log gates of a chunk through token i. Products with e^{G_i - G_j} apply to every channel:
 
-    dP_ij = do_i . u_j, j < i       dL_ij = -y_i . u_j, j < i       the gradients of the pairs' scores, without decays
-    dq_i  = scale (e^{G_i} (S do_i) + sum_j dP_ij k_j e^{G_i - G_j} + (do_i . u_i) k_i)
-    de_i  = -e^{G_i} (S y_i) + sum_j dL_ij k_j e^{G_i - G_j}
-    dk_j  = e^{G_last - G_j} (dS' u_j) + sum_i (scale dP_ij q_i + dL_ij e_i) e^{G_i - G_j}
-            + scale (do_j . u_j) q_j + beta_j de_j
-    dv_i  = beta_i y_i              dbeta_i = y_i . u_i / beta_i = y_i . v_i + k_i . de_i
+    dP_ij = do_i . u_j, j <= i      dL_ij = z_i . u_j, j < i        the gradients of the pairs' scores, without decays
+    dq_i  = scale (e^{G_i} (S do_i) + sum_j dP_ij k_j e^{G_i - G_j})
+    de_i  = e^{G_i} (S z_i) + sum_j dL_ij k_j e^{G_i - G_j}         beta_i times the gradient of e_i = beta_i k_i
+    dk_j  = e^{G_last - G_j} (dS' u_j) + sum_i (scale dP_ij q_i + dL_ij k_i) e^{G_i - G_j} + de_j
+    dv_i  = -z_i                    dbeta_i = y_i . u_i / beta_i
 
 The gradient of a log gate sums over all pairs of tokens that the gate decays, one before it and one at or after it:
 
-    dg_t = e^{G_last} sum_v S dS' + sum_{s < t} k_s (dk_s from dS')
-           + sum_{s >= t} (q_s (dq_s - own) + e_s de_s - k_s (dk_s within))
+    dg_t = e^{G_last} sum_v S dS' + sum_{s < t} k_s (dk_s from dS') + sum_{s >= t} (q_s dq_s + k_s de_s - k_s (dk_s within))
 
-"own" is the term of a token with itself, which no gate decays. "within" is the term of the pairs inside the chunk. Both use the
-same factors, q, e and k scaled to 16 bits, so they cancel however dP and dL were rounded.
+without the terms of a token with itself, which no gate decays. "within" are the terms of the pairs inside the chunk.
+
+Where the gates are in range, both states are given at the chunk's middle, as e^E S and e^R dS' of `delta_key_kernels`. All
+products then have the operands q e^M, k e^M and k e^{-M} of that kernel, and only the results are decayed, by e^M or e^{-M}. In
+dg the terms of pairs within the chunk cancel except for the pairs across a gate: both sides are products of the same operands.
 """
 
 from glax._src.kernels.triton.delta_key_kernels import load_beta
@@ -28,11 +29,11 @@ from glax._src.kernels.triton.tiles import (
     dot,
     exp,
     fine_gate_sums,
-    half_fine_dot,
+    gate_sums,
     load_key_gates,
-    load_key_sums,
     load_state,
     load_tile,
+    middle_matrix,
     runtime_bound,
     store_tile,
 )
@@ -43,7 +44,7 @@ BLOCK = tl.constexpr(16)  # columns of V that are read together for dv and dbeta
 
 @triton.jit
 def delta_key_gradient(
-    q, k, beta, g, last, do, written, written_low, d_written, d_written_low, scale, states, d_states, table,
+    q, k, q_read, k_read, k_written, beta, g, decays, do, written, d_written, scale, states, d_states, table,
     dq, dk, dv, dbeta, dg, dscale,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
@@ -51,83 +52,116 @@ def delta_key_gradient(
 ):  # fmt: skip
     """Compute dq, dk, dg [rows, H, K], dv [rows, H, V], dbeta [rows, H] and dscale [chunks, H] of a chunk.
 
-    BV holds all of V; each iteration takes BK columns of the states [chunks, H, V, K]. last: the sums of `delta_key_pairs`. Where
-    gates are out of range, `exact_delta_key_gradient` computes dq, dk, dg and dscale again.
+    BV holds all of V; each iteration takes BK columns of the states [chunks, H, V, K]. q_read, k_read, k_written and decays are
+    those of `delta_key_pairs`. Where gates are out of range, `exact_delta_key_gradient` computes dq, dk, dg and dscale again.
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
+    pair = e.to(tl.int64) * H + h
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     factor = tl.load(scale + n).to(tl.float32)
     tokens, cv = tl.arange(0, C), tl.arange(0, BV)
     i, j = tokens[:, None], tokens[None, :]
     limit = tl.where(count > 0, K, 0)  # padding has no state
-    tbeta = load_beta(beta, origin, h, tokens, count, H, SIGN)
-    # [C]: dbeta, and do_i . u_i
-    tdbeta, own = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-    for v0 in range(0, runtime_bound(V, length), BLOCK):
-        block = v0 + tl.arange(0, BLOCK)
-        # [C, BLOCK]
-        part = load_whole(written, written_low, origin, h, tokens, block, count, H, V, SIGN, DTYPE)
-        d_part = load_whole(d_written, d_written_low, origin, h, tokens, block, count, H, V, SIGN, DTYPE)
-        own += tl.sum(load_tile(at(do, origin, h, H, V), tokens, block, count, H, V, SIGN) * part, 1)
-        store_tile(at(dv, origin, h, H, V), d_part * tbeta[:, None], tokens, block, length, H, V, SIGN)
-        tdbeta += tl.sum(part * d_part, 1)
-    store_rows(dbeta + origin.to(tl.int64) * H + h, tdbeta / tbeta, tokens, length, H, SIGN)
+    store_value_gradients(
+        beta, written, d_written, dv, dbeta, h, pair, origin, length, count, H, V, C, SIGN, DTYPE
+    )  # fmt: skip
     # [C, BV]
     tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    U = load_tile(at(written, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    Y = load_tile(at(d_written, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    d_scale = tl.zeros([C], tl.float32)
+    U = tl.trans(load_by_chunk(written, pair, tokens, cv, count, V, C, DTYPE))
+    Z = tl.trans(load_by_chunk(d_written, pair, tokens, cv, count, V, C, DTYPE))
     # [C, C]
-    dP = tl.where(i > j, dot(tdo, tl.trans(U), DTYPE, PRECISION), 0.0).to(DTYPE)
-    dL = tl.where(i > j, -dot(Y, tl.trans(U), DTYPE, PRECISION), 0.0).to(DTYPE)
+    dP = dot(tdo, tl.trans(U), DTYPE, PRECISION)
+    own = tl.sum(tl.where(i == j, dP, 0.0), 1)
+    dP = tl.where(i > j, dP, 0.0).to(DTYPE)
+    dL = tl.where(i > j, dot(Z, tl.trans(U), DTYPE, PRECISION), 0.0).to(DTYPE)
+    d_scale = tl.zeros([C], tl.float32)
     for k0 in range(0, runtime_bound(K, length), BK):
         ck = k0 + tl.arange(0, BK)
         # [C, BK]
         gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
-        tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
-        tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
         # [BV, BK]
         S = load_state(states, e, h, cv, ck, limit, H, V, K)
         dS = load_state(d_states, e, h, cv, ck, limit, H, V, K)
-        # [BK]
-        both = load_key_sums(last, e, h, ck, count, H, K)
-        enter = load_key_sums(last, e, h, ck, count, H, K, True)
-        edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0) * exp(both)
-        # Scale operands: [C, BK]
-        M = (both - enter)[None, :] - fine_gate_sums(tl.where(j >= i, 1.0, 0.0), gates, DTYPE) + gates
-        up, down = tl.exp2(M * LOG2E), tl.exp2(M * -LOG2E)
-        x, z, y = tq * up * factor, tk * up * tbeta[:, None], tk * down
-        dq_pairs = half_fine_dot(dP, y, DTYPE, PRECISION)
-        de_pairs = half_fine_dot(dL, y, DTYPE, PRECISION)
-        dk_pairs = half_fine_dot(tl.trans(dP), x, DTYPE, PRECISION) + half_fine_dot(tl.trans(dL), z, DTYPE, PRECISION)
-        # The decays of S and dS', e^{M_i} e^E and e^{-M_j} e^R, are products of factors in range (`common.limits`).
-        entering = up * exp(enter)[None, :]
-        tdq = dot(tdo, S, DTYPE, PRECISION) * entering
-        tde = -dot(Y, S, DTYPE, PRECISION) * entering
-        tdk = dot(U, dS, DTYPE, PRECISION) * (down * exp(both - enter)[None, :])
-        leaving = tk * tdk
-        gate_terms = (
-            tq * tdq * factor + tk * tde * tbeta[:, None] - leaving + (x * dq_pairs + z * de_pairs - y * dk_pairs)
-        )
-        tdg = term_sums(tl.where(j >= i, 1.0, 0.0), gate_terms, tl.bfloat16 == DTYPE)
-        tdg += (edge + tl.sum(leaving, 0))[None, :]
+        # q e^M, k e^M and k e^-M: [C, BK]
+        if tl.bfloat16 == DTYPE:
+            leave = tl.load(decays + (pair * 4 + 3) * K + ck, mask=ck < limit, other=0.0)
+            M = leave[None, :] - fine_gate_sums(tl.where(j >= i, 1.0, 0.0), gates, DTYPE) + gates
+            up, down = tl.exp2(M * LOG2E), tl.exp2(M * -LOG2E)
+            x = load_tile(at(q_read, origin, h, H, K), tokens, ck, count, H, K, SIGN)
+            z = load_tile(at(k_read, origin, h, H, K), tokens, ck, count, H, K, SIGN)
+            y = load_tile(at(k_written, origin, h, H, K), tokens, ck, count, H, K, SIGN)
+        else:
+            tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
+            tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
+            M = gate_sums(middle_matrix(tokens, C), gates)
+            up, down = tl.exp2(M * LOG2E), tl.exp2(M * -LOG2E)
+            x, z, y = tq * up, tk * up, tk * down
+            S *= exp(tl.sum(tl.where(i < C // 2, gates, 0.0).to(tl.float32), 0))[None, :]
+            dS *= exp(tl.sum(tl.where(i >= C // 2, gates, 0.0).to(tl.float32), 0))[None, :]
+        edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+        # The gradients of q e^M / scale, of k e^M and of k e^-M: [C, BK]
+        tdk = dot(U, dS, DTYPE, PRECISION)
+        leaving = tl.sum(y * tdk, 0)
+        tdq = added_dot(dP, y, dot(tdo, S, DTYPE, PRECISION), DTYPE)
+        tde = added_dot(dL, y, dot(Z, S, DTYPE, PRECISION), DTYPE)
+        tdk = added_dot(tl.trans(dL), z, tdk, DTYPE)
+        by_queries = added_dot(tl.trans(dP), x, tl.zeros([C, BK], tl.float32), DTYPE)
+        gate_terms = x * (tdq * factor) + z * tde - y * (tdk + by_queries * factor)
+        tdg = term_sums(tl.where(j >= i, 1.0, 0.0), gate_terms, tl.bfloat16 == DTYPE) + (edge + leaving)[None, :]
         store_tile(at(dg, origin, h, H, K), tdg, tokens, ck, length, H, K, SIGN)
-        tdq += dq_pairs * up + own[:, None] * tk
-        d_scale += tl.sum(tq * tdq, 1)
-        store_tile(at(dq, origin, h, H, K), tdq * factor, tokens, ck, length, H, K, SIGN)
-        tde += de_pairs * up
-        tdk += dk_pairs * down + (own * factor)[:, None] * tq + tbeta[:, None] * tde
+        tdq += own[:, None] * y
+        d_scale += tl.sum(x * tdq, 1)
+        store_tile(at(dq, origin, h, H, K), tdq * (up * factor), tokens, ck, length, H, K, SIGN)
+        tdk = (tdk + (by_queries + own[:, None] * x) * factor) * down + tde * up
         store_tile(at(dk, origin, h, H, K), tdk, tokens, ck, length, H, K, SIGN)
-    tl.store(dscale + e.to(tl.int64) * H + h, tl.sum(d_scale, 0))
+    tl.store(dscale + pair, tl.sum(d_scale, 0))
 
 
 @triton.jit
-def load_whole(
-    x, low, origin, h, tokens, d, count, H: tl.constexpr, D: tl.constexpr, SIGN: tl.constexpr, DTYPE: tl.constexpr
+def store_value_gradients(
+    beta, written, d_written, dv, dbeta, h, pair, origin, length, count,
+    H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Load x[tokens, d], [C, BD], in float32. bfloat16 x [rows, H, D] has a second term, low."""
-    tile = load_tile(at(x, origin, h, H, D), tokens, d, count, H, D, SIGN).to(tl.float32)
+    """Store dv and dbeta of a chunk."""
+    tokens = tl.arange(0, C)
+    tbeta = load_beta(beta, origin, h, tokens, count, H, SIGN)
+    over_beta, tdbeta = 1 / tbeta, tl.zeros([C], tl.float32)
+    for v0 in range(0, runtime_bound(V, length), BLOCK):
+        block = v0 + tl.arange(0, BLOCK)
+        # [BLOCK, C]: U and -dV
+        part = load_whole(written, pair, tokens, block, count, V, C, DTYPE)
+        d_part = load_whole(d_written, pair, tokens, block, count, V, C, DTYPE)
+        tdbeta -= tl.sum(part * (d_part * over_beta[None, :]), 0)
+        store_tile(at(dv, origin, h, H, V), -tl.trans(d_part), tokens, block, length, H, V, SIGN)
+    store_rows(dbeta + origin.to(tl.int64) * H + h, tdbeta * over_beta, tokens, length, H, SIGN)
+
+
+@triton.jit
+def added_dot(a, b, c, DTYPE: tl.constexpr):
+    """Return c + a @ b in float32, for a in DTYPE. b: in bfloat16 where DTYPE is, else in float32, with all its digits."""
     if tl.bfloat16 == DTYPE:
-        tile += load_tile(at(low, origin, h, H, D), tokens, d, count, H, D, SIGN).to(tl.float32)
+        return tl.dot(a, b, c)
+    else:
+        return tl.dot(a, b, c, input_precision="tf32x3")
+
+
+@triton.jit
+def load_by_chunk(
+    x, pair, tokens, d, count, V: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr, LOW: tl.constexpr = False
+):
+    """Load U or -beta * Y of a (chunk, head) pair, transposed, [BD, C], or with LOW what its rounding to bfloat16 lost."""
+    W: tl.constexpr = 2 * C if tl.bfloat16 == DTYPE else C
+    p = x + (pair * V + d[:, None]) * W + tokens[None, :] + LOW * C
+    return tl.load(
+        p, mask=(d < tl.where(count > 0, V, 0))[:, None], other=0.0
+    )  # 0 is stored for tokens from `count` on
+
+
+@triton.jit
+def load_whole(x, pair, tokens, d, count, V: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr):
+    """Load U or -beta * Y of a pair, transposed, [BD, C], in float32, both terms where there are two."""
+    tile = load_by_chunk(x, pair, tokens, d, count, V, C, DTYPE).to(tl.float32)
+    if tl.bfloat16 == DTYPE:
+        tile += load_by_chunk(x, pair, tokens, d, count, V, C, DTYPE, True).to(tl.float32)
     return tile

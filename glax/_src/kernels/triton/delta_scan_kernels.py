@@ -12,12 +12,12 @@ has its left operand in registers and its right operand as it lies in memory, an
 """
 
 from glax._src.kernels.triton.launch import tl, triton
-from glax._src.kernels.triton.tiles import at, dot, exp, load_key_sums, load_state, load_tile, store_state
+from glax._src.kernels.triton.tiles import at, dot, load_state, load_tile, store_state
 
 
 @triton.jit
 def delta_outputs(
-    q, k, v, k_read, last, inverse, scores, factors, scale, start, table, o, final,
+    q, k, v, k_read, decays, inverse, scores, factors, scale, start, table, o, final,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -25,8 +25,8 @@ def delta_outputs(
     """Compute BV columns of a segment's outputs, o [rows, H, V], and of a sequence's final state, final [N, H, K, V].
 
     START: whether sequences begin from `start` or from zero. GATE: "none", "head", or "key". inverse, scores and factors are the
-    results of `delta_scores`. With key gates q is e^G * Q, k_read is e^G * K, k is e^{G_last - G} * K, and last is G_last, as
-    `delta_key_pairs` forms them; without, k_read and last are not read.
+    results of `delta_scores`. With key gates q, k_read, k and decays are q_read, k_read, k_written and decays of
+    `delta_key_pairs`; without, k_read and decays are not read.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
@@ -39,7 +39,9 @@ def delta_outputs(
     # [BV, BK]
     S = load_start(start, n, h, ck, cv, H, K, V, START)
     # Always loaded one chunk ahead, so that its latency is hidden.
-    through = load_decay(factors, last, chunk, h, ck, filled, H, K, C, GATE)
+    through = load_decay(factors, decays, chunk, h, ck, filled, H, K, C, GATE)
+    if GATE == "key":
+        S = S * through[None, :]
     for c in range(0, tl.cdiv(length, C)):
         first = origin + SIGN * c * C
         count = filled - c * C
@@ -67,9 +69,17 @@ def delta_outputs(
         out = dot(S, tl.trans(tq), DTYPE, PRECISION)
         if GATE == "head":
             out *= up[None, :]
-        S = next_state(S, U, tk, down, through, GATE, DTYPE, PRECISION)
-        through = load_decay(factors, last, chunk + c + 1, h, ck, count - C, H, K, C, GATE)
-        out = tl.dot(U.to(DTYPE), tl.trans(P).to(DTYPE), out, input_precision=PRECISION) * factor
+        elif GATE == "key":
+            out *= factor
+        if GATE == "key":
+            behind = load_decay(factors, decays, chunk + c + 1, h, ck, count - C, H, K, C, GATE)
+            S = next_read_state(S, U, tk, decays, chunk + c, h, ck, behind, H, K, DTYPE, PRECISION)
+        else:
+            S = next_state(S, U, tk, down, through, GATE, DTYPE, PRECISION)
+            through = load_decay(factors, decays, chunk + c + 1, h, ck, count - C, H, K, C, GATE)
+        out = tl.dot(U.to(DTYPE), tl.trans(P).to(DTYPE), out, input_precision=PRECISION)
+        if GATE != "key":  # whose scores are scaled
+            out *= factor
         store_columns(at(o, first, h, H, V), out, tokens, cv, length - c * C, H, V, SIGN)
     if (edges & 2) != 0:
         store_state(final, tl.trans(S), n, h, ck, cv, H, K, V)
@@ -100,10 +110,28 @@ def next_state(S, U, tk, down, through, GATE: tl.constexpr, DTYPE: tl.constexpr,
     """Return the transposed state behind a chunk, [BV, BK]. U: [BV, C]. through: the result of `load_decay`."""
     if GATE == "head":
         return S * through + dot(U * down[None, :], tk, DTYPE, PRECISION)
-    elif GATE == "key":
-        return S * through[None, :] + dot(U, tk, DTYPE, PRECISION)
     else:
         return S + dot(U, tk, DTYPE, PRECISION)
+
+
+@triton.jit
+def next_read_state(
+    S, U, tk, decays, chunk, h, ck, enter, H: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Return the transposed state that the tokens of the next chunk read, [BV, BK], from the one that those of this chunk read.
+
+    enter: the decay [BK] of the state on its way into the next chunk. It is applied apart from the decay out of this chunk: their
+    product may be 0 where the state is large (`common.limits`).
+    """
+    between, leave = load_key_decay(decays, chunk, h, ck, 1, 1, H, K), load_key_decay(decays, chunk, h, ck, 1, 2, H, K)
+    return (S * between[None, :] + dot(U, tk, DTYPE, PRECISION)) * leave[None, :] * enter[None, :]
+
+
+@triton.jit
+def load_key_decay(decays, chunk, h, ck, count, which, H: tl.constexpr, K: tl.constexpr):
+    """Load a decay of the states of a chunk with key gates, [BK]; 1 where count <= 0. which: its row in `decays`."""
+    p = decays + ((chunk.to(tl.int64) * H + h) * 4 + which) * K
+    return tl.load(p + ck, mask=ck < tl.where(count > 0, K, 0), other=1.0)
 
 
 @triton.jit
@@ -120,11 +148,14 @@ def load_through(factors, chunk, h, count, H: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def load_decay(
-    factors, last, chunk, h, ck, count, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr
+    factors, decays, chunk, h, ck, count, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr
 ):  # fmt: skip
-    """Load the decay of a whole chunk: one number, or [BK] with key gates. It is 1 where the segment has no such chunk."""
+    """Load the decay of a whole chunk, or with key gates the decay [BK] before its tokens read the state.
+
+    It is 1 where the segment has no such chunk.
+    """
     if GATE == "key":
-        return exp(load_key_sums(last, chunk, h, ck, count, H, K))
+        return load_key_decay(decays, chunk, h, ck, count, 0, H, K)
     elif GATE == "head":
         return load_through(factors, chunk, h, count, H, C)
     else:

@@ -55,7 +55,7 @@ def delta_scores(
     place = pair * C * C + i * C + j
     tl.store(scores + place, (P * decay).to(scores.dtype.element_ty))
     L = tl.where(i > j, L * decay * tbeta[:, None], 0.0)
-    T = tl.where(i > j, unit_inverse(L, C), 0.0)
+    T = tl.where(i > j, unit_inverse(L, C, DTYPE), 0.0)
     tl.store(inverse + place, T.to(inverse.dtype.element_ty))
 
 

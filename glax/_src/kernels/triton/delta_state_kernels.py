@@ -12,11 +12,14 @@ transposed, as in `delta_scan_kernels`, and states are stored so. With key gates
 """
 
 from glax._src.kernels.triton.delta_scan_kernels import (
+    added_transpose,
     inverted,
     load_columns,
     load_decay,
     load_factor,
+    load_key_decay,
     load_start,
+    next_read_state,
     next_state,
     store_columns,
 )
@@ -26,33 +29,34 @@ from glax._src.kernels.triton.tiles import at, dot, load_tile, store_state
 
 @triton.jit
 def delta_states(
-    q, k, v, k_read, last, do, inverse, scores, factors, scale, start, d_start, table,
-    states, written, written_low, d_states, d_written, d_written_low, d_initial,
+    q, k, v, k_read, decays, do, inverse, scores, factors, scale, start, d_start, table,
+    states, written, d_states, d_written, d_initial,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute states and d_states [chunks, H, V, K], written (U) and d_written (Y) [rows, H, V], and d_initial [N, H, K, V].
 
-    With key gates and bfloat16 products, written_low and d_written_low hold what U and Y lost when they were rounded.
+    With key gates U and -beta * Y in the place of Y are by chunk, [chunks, H, V, C], or [chunks, H, V, 2 * C] of bfloat16: then
+    the second half holds what the first lost in rounding.
     """
     program = tl.program_id(0)
     if program % 2 == 0:
         scan_states(
-            program // 2, k, v, k_read, last, inverse, factors, start, table, states, written, written_low,
+            program // 2, k, v, k_read, decays, inverse, factors, start, table, states, written,
             H, HK, HV, K, V, C, BK, BV, GATE, SIGN, START, DTYPE, PRECISION,
         )  # fmt: skip
     else:
         scan_state_gradients(
-            program // 2, q, k, k_read, last, do, inverse, scores, factors, scale, d_start, table,
-            d_states, d_written, d_written_low, d_initial,
+            program // 2, q, k, k_read, decays, do, inverse, scores, factors, scale, d_start, table,
+            d_states, d_written, d_initial,
             H, HQ, HK, K, V, C, BK, BV, GATE, SIGN, DTYPE, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
 def scan_states(
-    program, k, v, k_read, last, inverse, factors, start, table, states, written, written_low,
+    program, k, v, k_read, decays, inverse, factors, start, table, states, written,
     H: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -66,7 +70,9 @@ def scan_states(
     ck, cv, tokens = tl.arange(0, BK), block * BV + tl.arange(0, BV), tl.arange(0, C)
     # [BV, BK]
     S = load_start(start, n, h, ck, cv, H, K, V, START)
-    through = load_decay(factors, last, chunk, h, ck, filled, H, K, C, GATE)
+    through = load_decay(factors, decays, chunk, h, ck, filled, H, K, C, GATE)
+    if GATE == "key":
+        S = S * through[None, :]
     for c in range(0, tl.cdiv(filled, C)):
         first = origin + SIGN * c * C
         count = filled - c * C
@@ -75,8 +81,8 @@ def scan_states(
         tk = load_tile(at(k, first, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
         # [C, C]
         T = load_tile(inverse + pair * C * C, tokens, tokens, count, 1, C, 1)
-        # [BV, C]
-        tv = load_columns(at(v, first, h // (H // HV), HV, V), tokens, cv, count, HV, V, SIGN).to(tl.float32)
+        # [C, BV]
+        tv = load_tile(at(v, first, h // (H // HV), HV, V), tokens, cv, count, HV, V, SIGN)
         # [C]
         beta = load_factor(factors, pair, 2, tokens, count, C)
         up = load_factor(factors, pair, 0, tokens, count, C)
@@ -89,16 +95,23 @@ def scan_states(
             read = dot(S, tl.trans(tk), DTYPE, PRECISION)
         if GATE == "head":
             read *= up[None, :]
-        U = inverted(T, (tv - read) * beta[None, :], DTYPE, PRECISION)
-        store_written(written, written_low, U, first, h, tokens, cv, count, H, V, SIGN, GATE, DTYPE)
-        S = next_state(S, U, tk, down, through, GATE, DTYPE, PRECISION)
-        through = load_decay(factors, last, chunk + c + 1, h, ck, count - C, H, K, C, GATE)
+        U = inverted(T, added_transpose(-read, tv, DTYPE, PRECISION) * beta[None, :], DTYPE, PRECISION)
+        if GATE == "key":
+            store_by_chunk(written, U, pair, tokens, cv, V, C, DTYPE)
+        else:
+            store_columns(at(written, first, h, H, V), U, tokens, cv, count, H, V, SIGN)
+        if GATE == "key":
+            behind = load_decay(factors, decays, chunk + c + 1, h, ck, count - C, H, K, C, GATE)
+            S = next_read_state(S, U, tk, decays, chunk + c, h, ck, behind, H, K, DTYPE, PRECISION)
+        else:
+            S = next_state(S, U, tk, down, through, GATE, DTYPE, PRECISION)
+            through = load_decay(factors, decays, chunk + c + 1, h, ck, count - C, H, K, C, GATE)
 
 
 @triton.jit
 def scan_state_gradients(
-    program, q, k, k_read, last, do, inverse, scores, factors, scale, d_start, table,
-    d_states, d_written, d_written_low, d_initial,
+    program, q, k, k_read, decays, do, inverse, scores, factors, scale, d_start, table,
+    d_states, d_written, d_initial,
     H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -114,7 +127,10 @@ def scan_state_gradients(
     # [BV, BK]
     dS = load_start(d_start, n, h, ck, cv, H, K, V, True)
     steps = tl.cdiv(filled, C)
-    through = load_decay(factors, last, chunk + steps - 1, h, ck, filled, H, K, C, GATE)
+    if GATE == "key":
+        dS = dS * load_key_decay(decays, chunk + steps - 1, h, ck, filled, 2, H, K)[None, :]
+    else:
+        through = load_decay(factors, decays, chunk + steps - 1, h, ck, filled, H, K, C, GATE)
     for step in range(0, steps):
         c = steps - 1 - step
         first = origin + SIGN * c * C
@@ -126,8 +142,11 @@ def scan_state_gradients(
         # [C, C]
         T = load_tile(inverse + pair * C * C, tokens, tokens, count, 1, C, 1)
         P = load_tile(scores + pair * C * C, tokens, tokens, count, 1, C, 1)
-        # [BV, C]
-        tdo = load_columns(at(do, first, h, H, V), tokens, cv, count, H, V, SIGN).to(tl.float32) * factor
+        # [BV, C]; with key gates, scores are scaled
+        if GATE == "key":
+            tdo = tl.trans(load_tile(at(do, first, h, H, V), tokens, cv, count, H, V, SIGN))
+        else:
+            tdo = load_columns(at(do, first, h, H, V), tokens, cv, count, H, V, SIGN).to(tl.float32) * factor
         # [C]
         beta = load_factor(factors, pair, 2, tokens, count, C)
         up = load_factor(factors, pair, 0, tokens, count, C)
@@ -138,33 +157,37 @@ def scan_state_gradients(
             dU *= down[None, :]
         dU = tl.dot(tdo.to(DTYPE), P.to(DTYPE), dU, input_precision=PRECISION)
         Y = inverted(tl.trans(T), dU, DTYPE, PRECISION)
-        store_written(d_written, d_written_low, Y, first, h, tokens, cv, count, H, V, SIGN, GATE, DTYPE)
+        if GATE != "key":
+            store_columns(at(d_written, first, h, H, V), Y, tokens, cv, count, H, V, SIGN)
         if GATE == "head":
             dS = dS * through + dot(tdo * up[None, :], tq, DTYPE, PRECISION)
             erased = -Y * (beta * up)[None, :]
         elif GATE == "key":
-            dS = dS * through[None, :] + dot(tdo, tq, DTYPE, PRECISION)
+            between = load_key_decay(decays, chunk + c, h, ck, 1, 1, H, K)
+            dS = dS * between[None, :] + dot(tdo, tq, DTYPE, PRECISION) * factor
             erased = -Y * beta[None, :]
+            store_by_chunk(d_written, erased, pair, tokens, cv, V, C, DTYPE)
         else:
             dS += dot(tdo, tq, DTYPE, PRECISION)
             erased = -Y * beta[None, :]
         if GATE == "key":
             tr = load_tile(at(k_read, first, h, H, K), tokens, ck, count, H, K, SIGN)
             dS = tl.dot(erased.to(DTYPE), tr.to(DTYPE), dS, input_precision=PRECISION)
+            enter = load_key_decay(decays, chunk + c, h, ck, 1, 0, H, K)
+            leave = load_key_decay(decays, chunk + c - 1, h, ck, c, 2, H, K)
+            dS = dS * enter[None, :] * leave[None, :]
         else:
             dS = tl.dot(erased.to(DTYPE), tk.to(DTYPE), dS, input_precision=PRECISION)
-        through = load_decay(factors, last, chunk + c - 1, h, ck, c, H, K, C, GATE)
+            through = load_decay(factors, decays, chunk + c - 1, h, ck, c, H, K, C, GATE)
     if (edges & 1) != 0:
         store_state(d_initial, tl.trans(dS), n, h, ck, cv, H, K, V)
 
 
 @triton.jit
-def store_written(
-    x, low, value, row, h, tokens, d, count,
-    H: tl.constexpr, V: tl.constexpr, SIGN: tl.constexpr, GATE: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Store the transposed U or Y of a chunk, [BV, C], in x, and what its rounding lost in low where that is read."""
-    store_columns(at(x, row, h, H, V), value, tokens, d, count, H, V, SIGN)
-    if GATE == "key" and tl.bfloat16 == DTYPE:
-        lost = value - value.to(DTYPE).to(tl.float32)
-        store_columns(at(low, row, h, H, V), lost, tokens, d, count, H, V, SIGN)
+def store_by_chunk(x, value, pair, tokens, d, V: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr):
+    """Store U or -beta * Y of a (chunk, head) pair, transposed, [BV, C]. In bfloat16 what rounding lost follows beside it."""
+    W: tl.constexpr = 2 * C if tl.bfloat16 == DTYPE else C
+    p, mask = x + (pair * V + d[:, None]) * W + tokens[None, :], (d < V)[:, None]
+    tl.store(p, value.to(x.dtype.element_ty), mask=mask)
+    if tl.bfloat16 == DTYPE:
+        tl.store(p + C, (value - value.to(DTYPE).to(tl.float32)).to(DTYPE), mask=mask)

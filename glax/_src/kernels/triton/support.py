@@ -57,8 +57,8 @@ def step_refusal(r: Recurrence) -> str | None:
 
 
 def chunked_priority(r: Recurrence) -> int:
-    """Return a priority above XLA, but below it for an erasure with key gates, which is not measured beside XLA."""
-    return -1 if r.erasure is not None and r.decay.key is not None else 10
+    """Return the same priority for all calls, above XLA."""
+    return 10
 
 
 def token_priority(r: Recurrence) -> int:
