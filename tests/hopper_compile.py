@@ -16,6 +16,7 @@ from jax.experimental import topologies
 import glax
 from glax._src.core.bind import bind
 from glax._src.core.recurrence import StoredStates
+from glax._src.core.segments import Segments
 from glax._src.kernels.pallas_gpu import chunked, delta
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 
@@ -54,9 +55,12 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
     columns = 128 if "pairs" in what else columns
     packed = "packed" in what or "one row" in what
 
-    def call(q, k, v, g, d_output, d_final, cu_seqlens):
+    def call(q, k, v, g, d_output, d_final, cu_seqlens, resets):
         given = {"g" if gate == "head" else "gk": g} | ({"beta": g} if "delta" in what else {})
+        given |= {"initial_state": d_final} if "packed" in what else {}
         r = bind(q, k, v, **given, cu_seqlens=cu_seqlens if packed else None)
+        if "resets" in what:
+            r = r.replace(segments=Segments(resets, None))
         kernels = delta if "delta" in what else chunked
         config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=columns)
         config = HopperConfig(config.parts) if "delta" in what else config
@@ -71,7 +75,8 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
     B, N = (1, 8) if packed else (2, 2)
     q, v = shaped(B, T, 1 if "groups" in what else 4, K), shaped(B, T, 4, V)
     gates = shaped(B, T, 4, *[K] * (gate != "head"), dtype=jnp.float32 if "float32" in gate else jnp.bfloat16)
-    operands = (q, q, v, gates, v, shaped(N, 4, K, V, dtype=jnp.float32), shaped(N + 1, dtype=jnp.int32))
+    cuts, resets = shaped(N + 1, dtype=jnp.int32), shaped(B, T, dtype=bool)
+    operands = q, q, v, gates, v, shaped(N, 4, K, V, dtype=jnp.float32), cuts, resets
     return jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",))
 
 

@@ -62,6 +62,7 @@ def install(monkeypatch):
     monkeypatch.setattr(pl, "run_state", run_state)
     monkeypatch.setattr(plgpu, "wgmma", multiply)
     monkeypatch.setattr(plgpu, "wgmma_accumulator_load", lambda total, wait_n=0: total.value)
+    monkeypatch.setattr(plgpu, "wgmma_wait", lambda running: None)
     monkeypatch.setattr(plgpu.ACC, "init", staticmethod(lambda x: x))
 
 

@@ -19,6 +19,7 @@ from glax._src.core.backend import Backend
 from glax._src.core.bind import bind
 from glax._src.core.recurrence import StoredStates
 from glax._src.core.registry import Platform
+from glax._src.core.segments import Segments
 from glax._src.kernels.common.limits import LOG_OF_NOTHING
 from glax._src.kernels.pallas_gpu import chunked
 from glax._src.kernels.pallas_gpu.config import HopperConfig
@@ -26,7 +27,7 @@ from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.segment_lookback import lookback_tables
 from glax._src.kernels.pallas_gpu.segment_scan import segment_scan
 from glax._src.solve.autodiff import solve
-from glax._src.solve.dispatch import Choice
+from glax._src.solve.dispatch import Choice, by_folding
 from glax._src.solve.pieces import solve_with_states
 from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter, strengths
@@ -39,7 +40,8 @@ DEFAULT = HopperConfig()
 class Call:
     """One call and its gradient. `save`: the forward saves residuals. `parts`: in two phases, begun from other states.
 
-    `states`: there are initial states, and the final states have a cotangent.
+    `states`: there are initial states, and the final states have a cotangent. `resets`: tokens that begin a segment of a row.
+    `padding`: tokens of segments that are padding, which hold NaN.
     """
 
     gate: str
@@ -55,6 +57,8 @@ class Call:
     save: bool = True
     parts: bool = False
     states: bool = True
+    resets: tuple[int, ...] | None = None
+    padding: tuple[int, ...] = ()
     config: HopperConfig = DEFAULT
     bar: float = BAR
 
@@ -102,6 +106,46 @@ CASES = {
         states=False,
         config=HopperConfig(columns=128),
     ),
+    "key, segments of one token and at edges of chunks": Call(
+        gate="gk", T=200, resets=(1, 2, 3, 31, 32, 33, 63, 64, 95, 96, 127, 160, 199)
+    ),
+    "key, every token a segment": Call(gate="gk", T=72, resets=tuple(range(1, 72))),
+    "key, one segment": Call(gate="gk", T=72, resets=()),
+    "key, segments of a row, reversed, shared heads": Call(
+        gate="gk", T=150, heads=(2, 1, 2), resets=(0, 40, 63, 64, 149), reverse=True, save=False
+    ),
+    "key, segments with gates out of range and padding": Call(
+        gate="gk", strength="near the range", T=200, resets=(20, 70, 72, 140), padding=(72, 73, 90, 91, 199)
+    ),
+    "key, segments, cut by tokens": Call(
+        gate="gk", strength=1 / 4, T=330, resets=(5, 100, 130, 260), config=HopperConfig(parts=2)
+    ),
+    "key, segments, float32 gates, reversed": Call(
+        gate="gk",
+        gate_dtype=jnp.float32,
+        T=72,
+        K=128,
+        V=128,
+        resets=(7, 20, 64),
+        reverse=True,
+        config=HopperConfig(columns=128),
+    ),
+    "key, segments, wide": Call(gate="gk", T=72, K=130, V=200, resets=(9, 10, 66)),
+    "key, one row": Call(gate="gk", K=72, cuts=(0, 0, 5, 66, 66, 130, 142), T=200, states=False, heads=(1, 2, 1)),
+    "key, one row, cut by tokens, reversed": Call(
+        gate="gk",
+        strength=1 / 4,
+        K=72,
+        cuts=(3, 70, 200, 330),
+        T=400,
+        states=False,
+        reverse=True,
+        save=False,
+        config=HopperConfig(parts=2),
+    ),
+    "key, one row, out of range, wide": Call(
+        gate="gk", strength="extreme", cuts=(0, 7, 70), T=90, K=130, V=100, states=False
+    ),
     "head, groups, packed, reversed": Call(gate="g", heads=(2, 1, 2), V=128, cuts=(0, 66, 66, 90), T=100, reverse=True),
 }
 
@@ -141,19 +185,29 @@ def check(c: Call, monkeypatch):
     elif c.strength == "beside boundaries":
         resets = jnp.isin(jnp.arange(T), jnp.asarray([4, 5, 13, 76, 78]))
         logs = jnp.where(resets[None, :, None, None], -jnp.inf, logs / 4)
+    elif c.strength == "near the range":  # sums over half a chunk of 59.5, and of 60.5 in the next
+        sums = jnp.where(jnp.arange(T) // 64 % 2 == 0, 59.5, 60.5)
+        logs = jnp.broadcast_to(-sums[None, :, None, None] / 32, shape)
     elif c.strength != "mild":
         logs = c.strength * logs
+    is_padding = jnp.isin(jnp.arange(T), jnp.asarray(c.padding, jnp.int32))
     N = 1 if c.cuts is None else len(c.cuts) - 1
     state, d_final = (normal(N, H, K, V, dtype=jnp.float32) for _ in range(2))
     d_output = normal(1, T, H, V)
     cu_seqlens, gates = None, {c.gate: logs.astype(c.gate_dtype)}
     if c.cuts is not None:
-        cu_seqlens, padding = jnp.asarray(c.cuts, jnp.int32), (jnp.arange(T) >= c.cuts[-1])[None, :, None, None]
+        cu_seqlens = jnp.asarray(c.cuts, jnp.int32)
+        is_padding = (jnp.arange(T) < c.cuts[0]) | (jnp.arange(T) >= c.cuts[-1])
+    if c.cuts is not None or c.padding:
+        padding = is_padding[None, :, None, None]
         q, k, v, d_output = (jnp.where(padding, jnp.nan, x) for x in (q, k, v, d_output))
         if c.gate != "g_gamma":
             padding = padding[..., 0] if c.gate == "g" else padding
             gates[c.gate] = jnp.where(padding, jnp.nan, gates[c.gate])
     r = bind(q, k, v, **gates, initial_state=state if c.states else None, reverse=c.reverse, cu_seqlens=cu_seqlens)
+    if c.resets is not None:
+        resets = jnp.isin(jnp.arange(T), jnp.asarray(c.resets, jnp.int32))[None] & ~is_padding
+        r = r.replace(segments=Segments(resets, ~is_padding[None] if c.padding else None))
     mosaic_interpreter.install(monkeypatch)
     monkeypatch.setattr(chunked, "multiprocessors", lambda: 3)  # the interpreter runs idle programs, too
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
@@ -174,10 +228,11 @@ def check(c: Call, monkeypatch):
             of_final = d_final if c.states else None
             d = chunked.chunked_vjp(r, d_output, of_final, residuals, c.config) if c.gradient else None
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, r)
-    errors = [distance(a, b) for a, b in zip(found, reference(exact), strict=True)]
+    errors = [distance(a, b) for a, b in zip(found, reference(exact.folded), strict=True)]
     if c.gradient:
-        expected = reference_gradient(exact, d_output.astype(jnp.float32), d_final if c.states else 0 * d_final)
-        cut = (r.replace(boundaries=None), expected.replace(boundaries=None))
+        of_reference = reference_gradient if r.segments is None else by_folding(reference_gradient)
+        expected = of_reference(exact, d_output.astype(jnp.float32), d_final if c.states else 0 * d_final)
+        cut = (r.floats, expected.replace(boundaries=None))
         assert jax.tree.structure(d) == jax.tree.structure(cut[0])
         for (path, a), b in zip(jax.tree.leaves_with_path(d), jax.tree.leaves(cut[1]), strict=True):
             sums = 10 if path[-1].name in ("scale", "constant") else 1  # over all of T, with cancellation

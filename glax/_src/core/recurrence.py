@@ -96,6 +96,14 @@ class Recurrence:
         return self.replace(segments=None).map_tokens(s.masked).replace(decay=decay)
 
     @property
+    def without_padding(self) -> "Recurrence":
+        """Return the recurrence with zeros in the padding rows of `segments`, whose resets stay."""
+        s = self.segments
+        if s is None or s.is_token is None:
+            return self
+        return self.replace(segments=None).map_tokens(s.masked).replace(segments=Segments(s.resets, None))
+
+    @property
     def floats(self) -> "Recurrence":
         """Return the recurrence without boundaries and segments: the arrays that have gradients."""
         return self.replace(boundaries=None, segments=None)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.plan import C
+from glax._src.kernels.pallas_gpu.resets import LOG_OF_RESET
 from glax._src.kernels.pallas_gpu.tiles import LOG2E
 
 
@@ -60,7 +61,10 @@ def logs_of_chunks(p: KernelLayout) -> Float[Array, "N chunks heads _"]:
     # [B, T, heads, K]
     gates = p.gates.astype(jnp.float32).sum(0)
     gates = jnp.pad(jnp.maximum(gates, LOG_OF_ZERO), ((0, 0), (0, -gates.shape[1] % C), (0, 0), (0, 0)))
-    return gates.reshape(gates.shape[0], -1, C, *gates.shape[2:]).sum(2) * LOG2E
+    logs = gates.reshape(gates.shape[0], -1, C, *gates.shape[2:]).sum(2) * LOG2E
+    if p.newest is not None:  # no state passes a chunk with a reset
+        logs = jnp.where(p.newest.max(2)[..., None, None] >= 0, LOG_OF_RESET, logs)
+    return logs
 
 
 def at_edges(p: KernelLayout, behind: Float[Array, "N J H K V"]) -> Float[Array, "N parts H K V"]:

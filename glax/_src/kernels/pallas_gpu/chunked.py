@@ -49,7 +49,10 @@ def forward(p: KernelLayout, save: bool, begun=None) -> tuple[Outputs, Residuals
 
 
 def layout_of_row(packed: PackedRow, config: HopperConfig, square: bool) -> KernelLayout:
-    """Return the layout of the row that represents packed sequences, whose edges are read from copies."""
+    """Return the layout of the row that represents packed sequences. Rows without a token are cleared, or with other than
+    per-key gates read from copies."""
+    if packed.r.decay.form == "key":
+        return KernelLayout(packed.row, config, square, tokens=(packed.cuts[0], packed.cuts[-1]))
     return KernelLayout(packed.row, config, square, Edges.of(packed.r))
 
 
@@ -118,7 +121,7 @@ def form_of_gradient(p: KernelLayout):
     """Return the function that computes the gradient of every chunk."""
     if not p.key:
         return gradient_head
-    in_steps = p.blocks.columns > 1 and p.K == WIDEST and not p.rows.in_place
+    in_steps = p.blocks.columns > 1 and p.K == WIDEST and not p.rows.in_place and p.tokens is None
     return gradient_wide if in_steps else gradient_key
 
 
@@ -131,6 +134,8 @@ def chunked_vjp(
     gradients of all chunks in parallel. residuals: what the forward saved, or None. begun: the result of `begin_vjp`, or None.
     d_final: None for zeros. Packed sequences are taken as one row here if the forward could take them so and d_final is None.
     """
+    if r.segments is not None:
+        d_output = r.segments.masked(d_output)
     if in_one_row(r) and d_final is None:
         return gradient_in_one_row(r, d_output, residuals, config)
     if in_one_row(r):
@@ -140,7 +145,7 @@ def chunked_vjp(
     d, initial = gradients(p, d_output, d_final, residuals, begun)
     decay = dict.fromkeys(("constant", "head", "key"))
     if p.key:
-        decay["key"] = d.gates
+        decay["key"] = d.gates if r.segments is None else r.segments.masked(d.gates)
     elif r.decay.form == "head":
         decay["head"] = p.rows.put(p.sum_of_blocks(d.gates).reshape(r.q.shape[0], -1, r.num_heads))
     elif r.decay.form == "constant":
@@ -161,6 +166,10 @@ def gradient_in_one_row(r: Recurrence, d_output, residuals: Residuals | None, co
     packed = PackedRow(r)
     p = layout_of_row(packed, config, square=True)
     d, _ = gradients(p, d_output, None, residuals, None)
+    tokens = (x.astype(jnp.float32) for x in (d.q, d.k, d.v))
+    if p.key:  # no gate has a gradient where a sequence begins, nor where no token is
+        used = d.scale.sum(2).reshape(-1, 1)[: r.q.shape[1]]
+        return gradient_recurrence(r, *tokens, Decay(key=d.gates), None, packed.per_sequence(used)[:, 0])
     # [1, T, H]
     gates = packed.gate_gradient(p.rows.put(p.sum_of_blocks(d.gates).reshape(1, -1, r.num_heads)))
     decay = Decay()
@@ -170,7 +179,6 @@ def gradient_in_one_row(r: Recurrence, d_output, residuals: Residuals | None, co
         decay = Decay(constant=packed.per_sequence(gates[0]))
     # [T, 1]
     used = d.scale.sum(2).reshape(-1, 1)[: r.q.shape[1]]
-    tokens = (x.astype(jnp.float32) for x in (d.q, d.k, d.v))
     return gradient_recurrence(r, *tokens, decay, None, packed.per_sequence(used)[:, 0])
 
 
@@ -211,7 +219,10 @@ class Gradients(NamedTuple):
 def by_heads(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResults) -> Gradients:
     """Compute the gradient of every chunk and block separately."""
     form, operands = form_of_gradient(p), p.chunkwise(d_output, residuals, scanned.states)
-    options = {} if p.key else dict(edges=p.edge_copies(*p.by_blocks(p.q, p.k, p.v, d_output)))
+    if p.key:
+        options = {} if p.newest is None else dict(newest=p.newest)
+    else:
+        options = dict(edges=p.edge_copies(*p.by_blocks(p.q, p.k, p.v, d_output)))
     *found, dg, d_scale = form(*operands, reverse=p.r.reverse, programs=multiprocessors(), blocks=p.stored, **options)
     # Packed, every chunk was a sequence of its own.
     dq, dk, dv = (x.reshape(p.q.shape[0], p.chunk_rows, *x.shape[2:]) for x in found)

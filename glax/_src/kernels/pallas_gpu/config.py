@@ -119,11 +119,21 @@ def group_size(r: Recurrence) -> int:
 
 
 def in_one_row(r: Recurrence) -> bool:
-    """Return whether the kernels take packed sequences as one row of tokens, with a reset of its gates at every boundary.
+    """Return whether the kernels take packed sequences as one row of tokens, with a reset at every boundary.
 
-    Resets are exact for all gates but per-key gates. States that enter or leave at a boundary have no place in such a row.
+    States that enter or leave at a boundary have no place in such a row.
     """
-    return r.boundaries is not None and r.decay.form != "key" and r.initial_state is None
+    may_reset = r.decay.form != "key" or takes_segments(r)
+    return r.boundaries is not None and r.initial_state is None and may_reset
+
+
+def takes_segments(r: Recurrence) -> bool:
+    """Return whether the kernels mark the tokens that reset the state. Other boundaries are gates of -inf.
+
+    Per-head gates of -inf are exact inside a chunk, so only per-key gates need marks. With keys of one block of 64 channels the
+    gradient's kernel has no registers for the masks.
+    """
+    return r.decay.form == "key" and r.erasure is None and r.q.shape[3] > 64
 
 
 def stores_states(r: Recurrence) -> str | None:

@@ -14,6 +14,7 @@ from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, group_size, pairs_heads
 from glax._src.kernels.pallas_gpu.packed_row import Edges
 from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, Scan, ScanResults
+from glax._src.kernels.pallas_gpu.resets import newest_resets
 from glax._src.kernels.pallas_gpu.rows import Rows, widen
 from glax._src.kernels.pallas_gpu.scan_head_gate import head_scan
 from glax._src.kernels.pallas_gpu.scan_head_pair import pair_scan
@@ -33,14 +34,19 @@ class KernelLayout:
 
     The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these blocks. E counts the
     segments of all sequences. square: whether the layout serves the gradient, whose blocks are square unless `gradient_groups`
-    computes it. edges: `Edges` of a row that holds packed sequences, or None.
+    computes it. edges, tokens: of a row that holds packed sequences, else None. edges: its `Edges`, with other than per-key
+    gates. tokens: the row of the first token and the row behind the last, with per-key gates.
 
     q, k, v: [B, rows, heads * blocks, K or V] in bfloat16. gates: the results of `key_gates` or `head_sums`. scale: [N] in
     float32. table: the result of `segments`.
     """
 
-    def __init__(self, r: Recurrence, config: HopperConfig, square: bool = False, edges: Edges | None = None):
-        self.r, self.rows, self.parts, self.edges = r, Rows.of(r), config.parts, edges
+    def __init__(
+        self, r: Recurrence, config: HopperConfig, square: bool = False, edges: Edges | None = None, tokens=None
+    ):
+        self.newest = None if r.segments is None else newest_resets(r.segments.resets, r.reverse)
+        r = r.without_padding
+        self.r, self.rows, self.parts, self.edges, self.tokens = r, Rows.of(r), config.parts, edges, tokens
         self.paired = config.columns == 128 and pairs_heads(r) and r.states_every is None
         self.columns = 64 if self.paired else config.columns
         self.key, self.grouped = r.decay.form == "key", grouped(r)
@@ -145,7 +151,8 @@ class KernelLayout:
         return Scan(
             self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms,
             blocks=self.blocks, stored_by=self.stored if self.blocks != self.stored else WHOLE,
-            packed=self.chunks if self.rows.in_place else 0, edges=self.edges is not None, **flags,
+            packed=self.chunks if self.rows.in_place else 0, edges=self.edges is not None,
+            resets=self.newest is not None, bounded=self.tokens is not None, **flags,
         )  # fmt: skip
 
     def scan(self, plan: Scan, a, b, start, table=None, out_of_range=None, behind=None) -> ScanResults:
@@ -165,9 +172,19 @@ class KernelLayout:
             jnp.zeros((1, 1, 1, 1)) if start is None else start,
         )
         if self.key:
-            return key_scan(plan, *operands, out_of_range, behind)
+            return key_scan(plan, self.with_tokens(operands[0]), *operands[1:], out_of_range, behind, self.newest)
         operands = *operands, *self.edge_copies(self.q, a, b), *([behind] if plan.adds_behind else [])
         return pair_scan(plan, *operands) if plan.outputs and self.paired else head_scan(plan, *operands)
+
+    def with_tokens(self, table):
+        """Return the table of segments [..., 4 or 5], of a plan that clears rows with the two columns of `tokens` behind the
+        fifth."""
+        if self.tokens is None:
+            return table
+        table = jnp.asarray(table)
+        table = jnp.pad(table, (*((0, 0),) * (table.ndim - 1), (0, 5 - table.shape[-1])))
+        tokens = jnp.broadcast_to(jnp.stack(self.tokens).astype(table.dtype), (*table.shape[:-1], 2))
+        return jnp.concatenate([table, tokens], axis=-1)
 
     def edge_copies(self, *arrays):
         """Return the operands by which a kernel reads the edges of these arrays, [B, rows, heads, width]. Return none without
@@ -188,7 +205,7 @@ class KernelLayout:
         plan = self.plan(outputs=False, either=True, lookback=self.lookback)
         tables = [self.whole_segments(way, last) for way in (False, True)]
         if self.key and plan.lookback:
-            table = lookback_tables(plan, np.stack(tables), self.gates)[adjoint]
+            table = lookback_tables(plan, self.with_tokens(np.stack(tables)), self.gates)[adjoint]
         else:
             table = np.repeat(tables[adjoint][:, None], self.H, axis=1) if self.key else tables[adjoint]
         found = self.scan(plan, a, b, None, table)
@@ -276,6 +293,9 @@ class KernelLayout:
         own."""
         gates, out_of_range = self.gates, [residuals.out_of_range] if self.key else []
         q, k, v, d_output = self.by_blocks(self.q, self.k, self.v, d_output)
+        if self.tokens is not None:
+            scale = jnp.broadcast_to(self.scale, (self.chunks,))
+            return q, k, v, gates, d_output, scale, residuals.states, behind, *out_of_range, self.places()
         if self.rows.begins is None:
             return q, k, v, gates, d_output, self.scales, residuals.states, behind, *out_of_range
         scale = self.scale[self.sequence_of_chunk()]
@@ -286,7 +306,10 @@ class KernelLayout:
 
     def places(self):
         """Return for every chunk [chunks, 3]: its first row in the arrays of r, divided by 8; the first of its rows that
-        belongs to its sequence; and the row behind the last of these."""
+        belongs to its sequence, or in a row of packed sequences holds a token; and the row behind the last of these."""
+        if self.tokens is not None:
+            row = jnp.arange(self.chunks, dtype=jnp.int32) * (C // ROWS)
+            return jnp.stack([row, *(x - row * ROWS for x in self.tokens)], 1).astype(jnp.int32)
         chunk, segment = jnp.arange(self.chunks), self.table[self.sequence_of_chunk()]
         row = segment[:, 4] + (chunk - segment[:, 1]) * (C // ROWS)
         first, end = (segment[:, i] - row * ROWS for i in (5, 6))

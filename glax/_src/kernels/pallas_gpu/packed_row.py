@@ -1,6 +1,7 @@
-"""Take packed sequences as one row of tokens, which the kernels read in place. A boundary is a reset of the per-head gates.
+"""Take packed sequences as one row of tokens, which the kernels read in place.
 
-The row is divided into segments like any other row, wherever its sequences begin.
+A boundary is a gate of -inf with per-head gates, and a marked token with per-key gates (`resets`). The row is divided into
+segments like any other row, wherever its sequences begin.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence
+from glax._src.core.segments import Segments
 from glax._src.kernels.pallas_gpu.plan import C
 
 
@@ -94,6 +96,9 @@ class PackedRow:
         """Return the recurrence of the row: per-head gates in float32 or their own dtype, -inf where a sequence begins. All
         sequences have one scale, as `bind` sets it."""
         r, d = self.r, self.r.decay
+        if d.key is not None:
+            segments = Segments((self.begins & self.is_token)[None], None)
+            return r.replace(boundaries=None, segments=segments, scale=r.scale[:1])
         if d.head is not None:
             gates = d.head
         elif d.constant is not None:

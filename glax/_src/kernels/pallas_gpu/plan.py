@@ -94,6 +94,9 @@ class Scan:
     edges: chunks that hold rows without a token are read from copies (`packed_row.Edges`); only with per-head gates.
     every: the chunks from one of the caller's states to the next, of which there are num_behind; 0 without such states. A scan
         against time adds their gradients to the state, and others store them.
+    resets: tokens that reset the state are marked (`resets`); only with per-key gates, because per-head gates are -inf there.
+    bounded: rows without a token, which may hold NaN, are cleared. The table has 7 columns, of which the last two are the row of
+        the first token and the row behind the last; only with per-key gates.
     """
 
     H: int
@@ -114,12 +117,24 @@ class Scan:
     stored_by: Blocks = WHOLE
     packed: int = 0
     edges: bool = False
+    resets: bool = False
+    bounded: bool = False
     every: int = 0
     num_behind: int = 0
 
     def rows_of_chunks(self, T: int) -> int:
         """Return the number of rows of o for operands of T rows. It is 64 times the number of chunks whose states are stored."""
         return self.packed * C or T
+
+    @property
+    def clears(self) -> bool:
+        """Return whether chunks may contain rows that must not be used, which are then cleared."""
+        return self.packed > 0 or self.bounded
+
+    @property
+    def last_token(self) -> int:
+        """Return the row of the token by which the recurrence leaves a chunk."""
+        return 0 if self.reverse else C - 1
 
     @property
     def to_edge(self) -> bool:
@@ -144,8 +159,16 @@ class Scan:
 
     @property
     def narrow(self) -> bool:
-        """Return whether a scan with per-key gates has tiles for outputs and for what q^ lost, beside those of q and gates."""
-        return self.outputs and self.columns == 64
+        """Return whether a scan with per-key gates has tiles for outputs and for what q^ lost, beside those of q and gates.
+
+        With resets registers have no room for all its products together.
+        """
+        return self.outputs and self.columns == 64 and not self.resets
+
+    @property
+    def has_output_tile(self) -> bool:
+        """Return whether outputs of a scan with per-key gates have a tile of their own, because that of q is used or too wide."""
+        return self.narrow or (self.outputs and self.columns < self.K)
 
     @property
     def lost_stages(self) -> int:
@@ -205,7 +228,7 @@ class Scan:
     def registers(self) -> tuple[int, int]:
         """Return the registers of a thread that scales with per-key gates, and of one that computes. Their sum must not exceed
         those at launch."""
-        if self.outputs and self.columns < self.K:
+        if self.narrow and self.columns < self.K:
             return 120, 136
         by_warpgroups = {(2, 2): (88, 168), (1, 2): (120, 192), (2, 1): (128, 240), (1, 1): (168, 240)}
         return by_warpgroups[self.scalers, self.consumers]

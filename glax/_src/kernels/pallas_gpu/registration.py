@@ -6,7 +6,14 @@ docs/internals/experiments/hopper.md has the figures.
 
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
-from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, in_one_row, stores_states, supports
+from glax._src.kernels.pallas_gpu.config import (
+    HopperConfig,
+    Widths,
+    in_one_row,
+    stores_states,
+    supports,
+    takes_segments,
+)
 
 # Above Triton's 10 or below it, and above XLA's: docs/internals/hopper.md has the bounds.
 FASTER, SLOWER = 15, 5
@@ -73,10 +80,14 @@ def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
 
 def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) -> dict[str, str]:
     """Return why packed sequences are not read in place as one row, or nothing if they are."""
-    if r.boundaries is None or r.decay.form == "key" or (in_one_row(r) and d_final is None):
+    if r.boundaries is None or (in_one_row(r) and d_final is None):
         return {}
+    if r.decay.form == "key" and not takes_segments(r):
+        why = "with per-key gates, keys of at most 64 channels have no marks for boundaries, so each sequence begins a chunk"
+        return {"packed sequences as one row": why}
     states = "initial states enter" if r.initial_state is not None else "the gradient of final states enters"
-    why = f"{states} at boundaries, so each sequence is copied to a chunk's start"
+    copied = "the results" if r.decay.form == "key" else "the rows"
+    why = f"{states} at boundaries, so each sequence begins a chunk, and {copied} are copied"
     return {"packed sequences as one row": why}
 
 
@@ -103,6 +114,7 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
     forgoes=forgoes_one_row,
     erases=True,
     stores_states=stores_states,
+    takes_segments=takes_segments,
 )
 def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     """Compute the recurrence in chunks. q, k, v and gates are read once, the output is written once, and the state stays on
@@ -128,6 +140,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     stores_states=stores_states,
     forgoes=forgoes_one_row,
     erases=True,
+    takes_segments=takes_segments,
 )
 def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig

@@ -55,7 +55,7 @@ def state_layout(rows: int):
 class Operands(NamedTuple):
     """Hold what the kernel reads and writes in global memory."""
 
-    table: Ref  # [E, 4 or, packed, 7]
+    table: Ref  # [E, 4], or [E, 7] of a plan that clears rows
     flags: Ref  # [EXACT_GROUPS, a multiple of FLAGS]: `by_group` of `key_scan`
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
@@ -63,6 +63,14 @@ class Operands(NamedTuple):
     gates: Ref  # [terms, B, T, H, K]
     scale: Ref  # [N + 1]
     o: Ref  # [B, rows of chunks, H, V]
+    newest: Ref = None  # [B, chunks, C], of a plan with resets: `resets.newest_resets`
+
+    @classmethod
+    def of(cls, refs) -> "Operands":
+        """Return the operands. refs: in order, but for o, which is last."""
+        *given, o = refs
+        required = len(cls._fields) - len(cls._field_defaults) - 1
+        return cls(*given[:required], o, *given[required:])
 
 
 class Tiles(NamedTuple):
@@ -78,6 +86,7 @@ class Tiles(NamedTuple):
     value: Ref  # [TOKENS, COLUMNS]
     shares: Ref  # [TOKENS, *GROUPS, COLUMNS]
     loaded: Ref  # barriers, by slot
+    newest: Ref = None  # [C], of a plan with resets
 
     @classmethod
     def types(cls, w: Scan) -> "Tiles":
@@ -94,6 +103,7 @@ class Tiles(NamedTuple):
             value=plgpu.SMEM((TOKENS, COLUMNS), jnp.float32),
             shares=plgpu.SMEM((TOKENS, *GROUPS, COLUMNS), jnp.float32),
             loaded=plgpu.Barrier(num_arrivals=3 + w.terms, num_barriers=SLOTS),
+            newest=plgpu.SMEM((C,), jnp.int32) if w.resets else None,
         )
 
 
@@ -157,7 +167,7 @@ class Chunk:
 
     def own(self, x, part, layout):
         """Return x [TOKENS, ...] with 0 where a row does not belong to the sequence. Such a row may hold NaN."""
-        if not self.plan.packed:
+        if not self.plan.clears:
             return x
         table, e, row = self.operands.table, self.segment, self.base + self.first_row(part)
         token = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout) + row
@@ -195,15 +205,18 @@ def form_factors(c: Chunk, part, slot):
     plgpu.commit_smem()
 
 
-def scan_tokens(c: Chunk, S):
-    """Return the state [*GROUPS, rows, COLUMNS] behind the tokens whose factors are stored; store their outputs' shares."""
+def scan_tokens(c: Chunk, part, S):
+    """Return the state [*GROUPS, rows, COLUMNS] behind the `part`-th tokens, whose factors are stored; store their outputs'
+    shares."""
     w, t, layout = c.plan, c.tiles, state_layout(c.rows)
     of_key, of_value = layout.reduce(3), layout.reduce(0).reduce(0).reduce(0)
 
     def operands(i):
         token = w.place(i, TOKENS)
-        rows = [plgpu.load(ref.at[token], layout=of_key, optimized=False) for ref in (t.decay, t.key, t.query)]
-        return *rows, plgpu.load(t.value.at[token], layout=of_value)
+        decay, *rows = (plgpu.load(ref.at[token], layout=of_key, optimized=False) for ref in (t.decay, t.key, t.query))
+        if w.resets:
+            decay = decay * passes(c, part * TOKENS + i)
+        return decay, *rows, plgpu.load(t.value.at[token], layout=of_value)
 
     def advance(i, carry):
         """Advance the state by one token. The next token's operands are read before this token's are used."""
@@ -214,6 +227,12 @@ def scan_tokens(c: Chunk, S):
         return S, after
 
     return lax.fori_loop(0, TOKENS, advance, (S, operands(0)))[0]
+
+
+def passes(c: Chunk, i):
+    """Return 0.0 if the chunk's i-th token resets the state, else 1.0."""
+    row = c.plan.place(i, C)
+    return (c.tiles.newest[row] != i).astype(jnp.float32)
 
 
 def add_outputs(c: Chunk, part):
@@ -234,12 +253,15 @@ def scan_chunk(c: Chunk):
     """Scan the tokens of one chunk from a state of zeros, and add their outputs."""
     for part in range(SLOTS):
         fetch(c, part)
+    if c.plan.resets:
+        newest = plgpu.load(c.operands.newest.at[c.batch, c.chunk], layout=tiles.BY_COLUMN, optimized=False)
+        c.tiles.newest[...] = newest
 
     def advance(part, S):
         slot = remainder(part, SLOTS)
         plgpu.barrier_wait(c.tiles.loaded.at[slot])
         form_factors(c, part, slot)
-        S = scan_tokens(c, S)
+        S = scan_tokens(c, part, S)
         plgpu.commit_smem()  # all are done with the tiles
         fetch(c, part + SLOTS)
         add_outputs(c, part)
@@ -297,7 +319,7 @@ def segment_of(table, batch, chunk):
     return low
 
 
-def exact_outputs(w: Scan, table, flags, q, k, v, g, scale, o):
+def exact_outputs(w: Scan, table, flags, q, k, v, g, scale, o, newest=None):
     """Return o [B, T, H, V] in bfloat16, to which the terms of their own tokens are added in chunks out of range.
 
     flags: `Results.by_group` of `key_scan`. o: its outputs, with T rows of chunks. The other operands are as in `key_scan`.
@@ -306,7 +328,7 @@ def exact_outputs(w: Scan, table, flags, q, k, v, g, scale, o):
 
     def body(*refs):
         *in_global, _, t = refs
-        scan_group(w, Operands(*in_global), t, -(-T // C))
+        scan_group(w, Operands.of(in_global), t, -(-T // C))
 
     body.__name__ = "exact_outputs"  # in profiles
     kernel = plgpu.kernel(
@@ -324,4 +346,4 @@ def exact_outputs(w: Scan, table, flags, q, k, v, g, scale, o):
         kernel(*given, ref)
         return [ref[...]]
 
-    return once(("exact_outputs", w), call, table, flags, q, k, v, g, scale, o)[0]
+    return once(("exact_outputs", w), call, table, flags, q, k, v, g, scale, *[newest] * w.resets, o)[0]

@@ -52,7 +52,9 @@ from glax._src.kernels.pallas_gpu.scan_key_gate_state import carry_own_columns, 
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal scans are lowered once
-def key_scan(w: Scan, table, q, a, b, g, scale, start, known_out_of_range=None, behind=None) -> ScanResults:
+def key_scan(
+    w: Scan, table, q, a, b, g, scale, start, known_out_of_range=None, behind=None, newest=None
+) -> ScanResults:  # fmt: skip
     """Scan every segment of `table` with per-key gates. Return `ScanResults`.
 
     table: [E, 4], the batch row, first chunk, number of chunks and sequence (for `scale`) of every segment; [E, H, 5] for
@@ -62,6 +64,7 @@ def key_scan(w: Scan, table, q, a, b, g, scale, start, known_out_of_range=None, 
     g: [terms, B, T, H, K] in bfloat16. start: [E, H, K, V] in float32.
     known_out_of_range: [B, chunks, H], `out_of_range` of the forward's `ScanResults`, which the scan of dL/dS reads.
     behind: [B, num_behind, H, K, V] in float32, the gradients of the caller's states, for a plan that adds them.
+    newest: [B, chunks, C], the result of `newest_resets`, for a plan with resets.
     """
     B, T = a.shape[0], w.rows_of_chunks(a.shape[1])
     E = table.shape[0]
@@ -90,8 +93,8 @@ def key_scan(w: Scan, table, q, a, b, g, scale, start, known_out_of_range=None, 
         compiler_params=tiles.PARAMS,
     )
     operands = [table, q, a, b, g, scale, start, scale if known_out_of_range is None else known_out_of_range]
-    operands += [behind] if w.adds_behind else []
+    operands += [newest] * w.resets + [behind] * w.adds_behind
     found = Results(*once(("key_scan", w), kernel, *operands))
-    o = exact_outputs(w, table, found.by_group, q, a, b, g, scale, found.o) if w.outputs else found.o
+    o = exact_outputs(w, table, found.by_group, q, a, b, g, scale, found.o, newest) if w.outputs else found.o
     log, out_of_range = found.log if w.either else None, None if w.to_edge else found.out_of_range
     return ScanResults(o, found.states, found.last, log, out_of_range, found.behind)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.scan_key_gate_program import Program
-from glax._src.kernels.pallas_gpu.tiles import BY_ROW, C, by_row, transposed
+from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, C, by_column, by_row, transposed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +100,8 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
         """Mask and split the scores while q^T S' is computed."""
         for x in terms:
             plgpu.wgmma(scores, x, transposed(a))
+        if w.resets:
+            pl.when(p.is_cut(slot))(functools.partial(divide_from_state, p, step))
         plgpu.barrier_wait(p.barriers.state_stored)
         for x in terms:
             plgpu.wgmma(output, x, p.tiles.state)
@@ -107,6 +109,8 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
         P = tiles.after(scores, len(terms))
         if not w.narrow:
             P = add_lost(p, step, traced, P, lambda slot: transposed(p.tiles.a.at[slot]))
+        if w.resets:
+            P = lax.cond(p.is_cut(slot), functools.partial(divide_scores, p, step), lambda P: P, P)
         P = jnp.where(later > o.j, P, jnp.where(same == o.j, by_row(own, P.shape), 0.0))
         high = tiles.high_part(P)
         plgpu.wgmma(output, high.astype(jnp.bfloat16), b)
@@ -129,6 +133,8 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
         def _():
             o.fetch_q(step - 1 + stages, lax.rem(step - 1, jnp.int32(stages)))
 
+        if w.resets:
+            pl.when(traced & p.is_cut(slot))(functools.partial(divide_lost_from_state, p, step))
         output = add_lost(p, step, traced, output, lambda slot: p.tiles.state)
         plgpu.barrier_arrive(p.barriers.state_read)
 
@@ -137,11 +143,47 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
             plgpu.commit_smem()  # all warps are done with what q^ lost
             p.fetch_gates(step + 2, lost_slot)
 
-    tile = p.tiles.output if w.narrow else q
+    tile = p.tiles.output if w.has_output_tile else q
     tile[...] = (output * o.scale).astype(jnp.bfloat16)
     plgpu.commit_smem()
     columns = pl.ds(o.block * w.columns, w.columns)
     plgpu.copy_smem_to_gmem(tile, o.tokens(p.results.o, step, o.head, columns))
+
+
+def newest_resets(p: Program, step, layout: Any = BY_ROW):
+    """Return the newest reset of every token, [C]. The slot is computed again, because the compiler would hold it."""
+    slot = lax.rem(lax.optimization_barrier(step), jnp.int32(p.plan.stages))
+    return plgpu.load(p.tiles.newest.at[slot], layout=layout, optimized=False)
+
+
+def divide_scores(p: Program, step, P):
+    """Return the scores [C, C] of tokens and those before them, with zeros for pairs that a reset divides: they have different
+    newest resets. Positions are not compared, because the compiler would hold those of all columns."""
+    return jnp.where(
+        by_row(newest_resets(p, step), P.shape) == by_column(newest_resets(p, step, BY_COLUMN), P.shape), P, 0.0
+    )
+
+
+def divide_from_state(p: Program, step):
+    """Zero the rows of q^ that have a reset at or before them, once the scores are formed."""
+    plgpu.wgmma_wait(0)
+    slot = lax.rem(lax.optimization_barrier(step), jnp.int32(p.plan.stages))
+    clear_behind_resets(p, step, p.tiles.q.at[slot])
+
+
+def divide_lost_from_state(p: Program, step):
+    """Do the same to the second term of q^, in the tile of the gates."""
+    clear_behind_resets(p, step, p.tiles.gates.at[lax.rem(lax.optimization_barrier(step), jnp.int32(2)) * p.plan.terms])
+
+
+def clear_behind_resets(p: Program, step, tile):
+    """Zero the rows of a tile [C, K] that have a reset at or before them."""
+    plgpu.commit_smem()  # all warps have read the tile
+    for share in range(p.plan.scalers):
+        part = tile.at[:, pl.ds(share * 64, 64)]
+        x = plgpu.load(part, layout=tiles.WGMMA)
+        part[...] = jnp.where(by_row(newest_resets(p, step), x.shape) < 0, x, jnp.bfloat16(0))
+    plgpu.commit_smem()
 
 
 def add_lost(p: Program, step, weak, total, right):

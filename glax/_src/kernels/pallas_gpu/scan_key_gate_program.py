@@ -30,8 +30,8 @@ class Program:
     def of(cls, plan: Scan, *refs) -> "Program":
         """Return the program. refs: operands and results one after the other, then `Tiles` and `Barriers`."""
         *in_global, tiles, barriers = refs
-        count = len(Operands._fields) - (not plan.adds_behind)
-        operands, results = Operands(*in_global[:count]), Results(*in_global[count:])
+        operands = Operands.of(plan, in_global)
+        results = Results(*in_global[operands.count :])
         p = cls(plan, operands, results, tiles, barriers, lax.axis_index("warpgroup"), int(plan.adjoint))
         return dataclasses.replace(p, adjoint=p.segment_field(4)) if plan.either else p
 
@@ -76,7 +76,10 @@ class Program:
         if self.plan.packed:
             return self.segment_field(5), self.segment_field(6)
         first = self.segment_field(1)
-        return first * C, jnp.minimum((first + self.count()) * C, self.operands.a.shape[1])
+        begin, end = first * C, (first + self.count()) * C
+        if self.plan.bounded:
+            return jnp.maximum(begin, self.segment_field(5)), jnp.minimum(end, self.segment_field(6))
+        return begin, jnp.minimum(end, self.operands.a.shape[1])
 
     def tokens(self, x, step, head, *columns):
         """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
@@ -99,13 +102,20 @@ class Program:
             plgpu.copy_gmem_to_smem(source, tile, self.barriers.gates_loaded.at[slot])
 
     def fetch(self, step, slot):
-        """Fetch a [C, K], and the program's columns of b, [C, columns], of a step."""
+        """Fetch a [C, K], the program's columns of b, [C, columns], and the resets [C] of a step."""
         loaded, a, b = self.barriers.loaded, self.operands.a, self.operands.b
         plgpu.copy_gmem_to_smem(self.tokens(a, step, self.of_keys(a)), self.tiles.a.at[slot], loaded.at[slot])
         columns = pl.ds(self.place()[0] * self.plan.columns, self.plan.columns)
         plgpu.copy_gmem_to_smem(
             self.tokens(b, step, self.of_values(b), columns), self.tiles.b.at[slot], loaded.at[slot]
         )
+        if self.plan.resets:
+            newest = self.operands.newest.at[self.segment_field(0), self.chunk(step)]
+            plgpu.copy_gmem_to_smem(newest, self.tiles.newest.at[slot], loaded.at[slot])
+
+    def is_cut(self, slot):
+        """Return whether the chunk contains a reset, which no state passes."""
+        return self.tiles.newest[slot, self.plan.last_token] >= 0
 
     def fill(self, fetch):
         """Fetch the first chunks, as many as shared memory holds."""

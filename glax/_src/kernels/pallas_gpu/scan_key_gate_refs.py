@@ -26,7 +26,7 @@ def exact_place(groups: int, item):
 class Operands(NamedTuple):
     """Hold the operands of `key_scan`, in global memory."""
 
-    table: Ref  # [E, 4] or [E, H, 5]
+    table: Ref  # [E, 4] or [E, H, 5]; [E, 7] or [E, H, 7] of a plan that clears rows
     q: Ref  # [B, T, HQ, K]
     a: Ref  # [B, T, HA, K]
     b: Ref  # [B, T, HB, V]
@@ -34,7 +34,19 @@ class Operands(NamedTuple):
     scale: Ref  # [N + 1]
     start: Ref  # [E, H, K, V]
     known_out_of_range: Ref  # [B, chunks, H]; `scale` where it is not read
+    newest: Ref = None  # [B, chunks, C], of a plan with resets: `resets.newest_resets`
     behind: Ref = None  # [B, num_behind, H, K, V], of a plan that adds the gradients of the caller's states
+
+    @classmethod
+    def of(cls, w: Scan, refs) -> "Operands":
+        """Return the operands that the plan has, with which `refs` begins."""
+        names = [name for name in cls._fields if name not in cls._field_defaults]
+        names += ["newest"] * w.resets + ["behind"] * w.adds_behind
+        return cls(**dict(zip(names, refs, strict=False)))
+
+    @property
+    def count(self) -> int:
+        return sum(x is not None for x in self)
 
 
 class Results(NamedTuple):
@@ -71,16 +83,20 @@ class Tiles(NamedTuple):
     gates: Ref  # [2 terms, C, K]: log gates, then without tiles of its own what q^ lost
     lost: Ref  # [lost_stages, C, K]: what q^ lost when it was rounded
     state: Ref  # [K, columns], or without outputs [state_stages, consumers, K, 64]: S'
-    output: Ref  # [C, columns]
+    output: Ref  # [C, columns]; None with resets where it is not used
     sums: Ref  # [stages, 2, K]: log decays by channel: of a chunk's first half and its second
     own_scores: Ref  # [stages, scalers, C]: every token's score with itself, by half of K
     halves: Ref  # [C, C]: the matrix that sums gates over each half of a chunk
     weak: Ref  # [1]: 1 where the gates of the program are weak on average
     out_of_range: Ref  # [stages]: 1 where the gates of a chunk are out of range
+    newest: Ref = None  # [stages, C], of a plan with resets
 
     @classmethod
     def types(cls, w: Scan) -> "Tiles":
         K, stages, columns, W = w.K, w.stages, w.columns, w.consumers
+        output: Ref = tiled(C, columns) if w.has_output_tile else tiled(8, 64)
+        if w.resets and not w.has_output_tile:
+            output = None  # `newest` has its place
         return cls(
             q=tiled(stages, C, K) if w.outputs else tiled(1, C, 64),
             a=tiled(stages, C, K),
@@ -88,12 +104,13 @@ class Tiles(NamedTuple):
             gates=tiled(2 * w.terms, C, K),
             lost=tiled(w.lost_stages, C, K) if w.lost_stages else None,
             state=tiled(K, columns) if w.outputs else tiled(w.state_stages, W, K, 64),
-            output=tiled(C, columns) if w.narrow else tiled(8, 64),
+            output=output,
             sums=plgpu.SMEM((stages, 2, K), jnp.float32),
             own_scores=plgpu.SMEM((stages, w.scalers, C), jnp.float32),
             halves=tiled(C, C),
             weak=plgpu.SMEM((1,), jnp.int32),
             out_of_range=plgpu.SMEM((stages,), jnp.int32),
+            newest=plgpu.SMEM((stages, C), jnp.int32) if w.resets else None,
         )
 
 
@@ -114,7 +131,7 @@ class Barriers(NamedTuple):
     @classmethod
     def types(cls, w: Scan) -> "Barriers":
         return cls(
-            loaded=plgpu.Barrier(num_arrivals=3 if w.outputs else 2, num_barriers=w.stages),
+            loaded=plgpu.Barrier(num_arrivals=2 + w.outputs + w.resets, num_barriers=w.stages),
             gates_loaded=plgpu.Barrier(num_arrivals=w.terms, num_barriers=2),
             scaled=plgpu.Barrier(num_arrivals=w.scalers, num_barriers=w.stages),
             consumed=plgpu.Barrier(num_arrivals=w.consumers, num_barriers=w.stages),

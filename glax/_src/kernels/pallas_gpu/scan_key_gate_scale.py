@@ -17,6 +17,7 @@ from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.gate_range import in_range, weak_on_average
 from glax._src.kernels.pallas_gpu.plan import Scan
+from glax._src.kernels.pallas_gpu.resets import LOG_OF_RESET
 from glax._src.kernels.pallas_gpu.scan_key_gate_program import Program
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, LOG2E, C, read, transposed, zeros
 
@@ -67,9 +68,13 @@ def scale_segment(p: Program):
 
 def prepare(p: Program, total):
     """Fetch the gates of the first two chunks, and store `halves` and `weak`, which all scalers read."""
+    if p.plan.resets and not p.plan.outputs:
+        p.tiles.halves[...] = tiles.halves(p.plan.reverse)
+        plgpu.commit_smem()
     for slot in range(2):
         pl.when(slot < total)(functools.partial(p.fetch_gates, slot, slot))
-    p.tiles.halves[...] = tiles.halves(p.plan.reverse)
+    if not p.plan.resets or p.plan.outputs:
+        p.tiles.halves[...] = tiles.halves(p.plan.reverse)
     if p.plan.outputs:
         gates = p.operands.gates.at[0]
         segment = p.segment_field(0), *p.own_rows(), total, p.of_keys(gates)
@@ -85,7 +90,7 @@ def scale_chunk(s: Scaler, step, log):
     p, w = s.p, s.p.plan
     slot, gate_slot = lax.rem(step, jnp.int32(w.stages)), lax.rem(step, jnp.int32(2))
     gates = load_gates(s, gate_slot)
-    if w.packed:
+    if w.clears:
         clear_foreign(s, step, slot, gates)
     # [C, 64]; [C]; [64] of both halves
     M, largest, ends = sum_gates(s, gates)
@@ -96,6 +101,8 @@ def scale_chunk(s: Scaler, step, log):
             log = log + ends[0] + ends[1]
         release_gates(s, step, gate_slot)
         wait_for_tokens(s, slot)
+        if w.either and w.resets:
+            log = log + LOG_OF_RESET * p.is_cut(slot).astype(jnp.float32)
         store_decays(s, slot, decays_to_edge(s, step, ends))
         scale_keys(s, slot, M)
     else:
@@ -118,6 +125,9 @@ def scale_chunk(s: Scaler, step, log):
             scale_to_edges(s, step, slot, gates)
             release_gates(s, step, gate_slot)
 
+    if w.resets and not w.outputs:
+        slot = lax.rem(lax.optimization_barrier(step), jnp.int32(w.stages))  # again: the compiler would spill one
+        pl.when(p.is_cut(slot))(functools.partial(clear_cut, s, slot))
     plgpu.commit_smem()
     plgpu.barrier_arrive(p.barriers.scaled.at[slot])
     if not roomy(w):
@@ -158,9 +168,39 @@ def sum_gates(s: Scaler, gates):
     return M, largest, [tiles.column_of(sums, side) for side in (0, 1)]
 
 
+def clear_cut(s: Scaler, slot):
+    """Zero the tokens of k^ that a reset divides from the edge by which the scan leaves the chunk.
+
+    With time these are the tokens before the newest reset of the last token. Against it they are all that have a reset.
+    """
+    p, w = s.p, s.p.plan
+    share, slot = lax.optimization_barrier((p.warpgroup - w.consumers, slot))
+    plgpu.commit_smem()  # all warps have stored k^
+    # [C]: below 0 where a token is cleared
+    if w.either:
+        against = p.adjoint
+        reach = (1 - against) * behind_newest(p, slot) + against * before_all(p, slot)
+    else:
+        reach = before_all(p, slot) if w.adjoint else behind_newest(p, slot)
+    tile = p.tiles.a.at[slot, :, pl.ds(share * 64, 64)]
+    x = plgpu.load(tile, layout=tiles.WGMMA)
+    tile[...] = jnp.where(tiles.by_row(reach, x.shape) >= 0, x, jnp.bfloat16(0))
+
+
+def behind_newest(p: Program, slot):
+    """Return how far each token is behind the newest reset of the chunk, [C]; below 0 before it."""
+    row = plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW)
+    return (C - 1 - row if p.plan.reverse else row) - p.tiles.newest[slot, p.plan.last_token]
+
+
+def before_all(p: Program, slot):
+    """Return a number of at least 0 where a token is before all resets of the chunk, [C]."""
+    return -1 - plgpu.load(p.tiles.newest.at[slot], layout=BY_ROW)
+
+
 def wait_for_tokens(s: Scaler, slot):
-    """Wait until q, k and v are loaded. In packed calls `clear_foreign` has waited."""
-    if not s.p.plan.packed:
+    """Wait until q, k and v are loaded. Where rows are cleared, `clear_foreign` has waited."""
+    if not s.p.plan.clears:
         plgpu.barrier_wait(s.p.barriers.loaded.at[slot])
 
 

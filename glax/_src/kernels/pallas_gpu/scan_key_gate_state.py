@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
+from glax._src.kernels.pallas_gpu.resets import LOG_OF_RESET
 from glax._src.kernels.pallas_gpu.scan_key_gate_program import Program
 from glax._src.kernels.pallas_gpu.scan_key_gate_refs import exact_place
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, LOG2E, C, by_row, decayed, transposed, zeros
@@ -44,14 +45,40 @@ def advance_own_columns(p: Program, columns, S, step, slot, decay_behind):
 
 def advance_shared_state(p: Program, columns, S, step, slot, decay_behind):
     """Return what `advance_own_columns` returns. The output warpgroup reads S' before the next state is stored."""
-    pl.when(step > 0)(lambda: plgpu.barrier_wait(p.barriers.state_read))
+    pl.when(step > 0)(functools.partial(wait_for_outputs, p, step - 1))
     store_state(p, S, step, p.tiles.state, columns)
     plgpu.barrier_arrive(p.barriers.state_stored)
     p.refill(step)
-    S = decay_behind(S)
-    S = tiles.added(S, (transposed(p.tiles.a.at[slot]), p.tiles.b.at[slot]))
+
+    def with_tokens(S):
+        return tiles.added(S, (transposed(p.tiles.a.at[slot]), p.tiles.b.at[slot]))
+
+    if p.plan.resets:
+        S = lax.cond(p.is_cut(slot), functools.partial(begin_anew, p, slot), lambda S: with_tokens(decay_behind(S)), S)
+    else:
+        S = with_tokens(decay_behind(S))
     plgpu.barrier_arrive(p.barriers.consumed.at[slot])
     return S
+
+
+def wait_for_outputs(p: Program, step):
+    """Wait until the outputs of a step are formed. Where its chunk contains a reset, `begin_anew` has waited."""
+    if not p.plan.resets:
+        plgpu.barrier_wait(p.barriers.state_read)
+        return
+    is_cut = p.is_cut(lax.rem(step, jnp.int32(p.plan.stages)))  # its tiles are not fetched again before this wait
+    pl.when(jnp.logical_not(is_cut))(lambda: plgpu.barrier_wait(p.barriers.state_read))
+
+
+def begin_anew(p: Program, slot, S):
+    """Return the state behind a chunk that contains a reset, from its tokens behind the newest. The outputs of the chunk read
+    all of k^, so its other tokens are cleared once these are formed."""
+    plgpu.barrier_wait(p.barriers.state_read)
+    slot = lax.optimization_barrier(slot)
+    before = p.tiles.newest[slot, p.plan.last_token]
+    first, end = (0, C - before) if p.plan.reverse else (before, C)
+    tiles.clear([p.tiles.a.at[slot, :, pl.ds(i * 64, 64)] for i in range(p.plan.scalers)], first, end)
+    return tiles.added(zeros(S.shape), (transposed(p.tiles.a.at[slot]), p.tiles.b.at[slot]))
 
 
 def carry_state(p: Program, columns, advance):
@@ -75,6 +102,9 @@ def carry_state(p: Program, columns, advance):
         if w.adds_behind:
             S = add_behind(p, columns, S, step)
         before, behind = log_decay(slot, 0), log_decay(slot, 1)
+        if w.resets:  # no state passes
+            log = LOG_OF_RESET * p.is_cut(slot).astype(jnp.float32)
+            before, behind = (before, behind + log) if w.states else (before + log, behind)
         if not w.states:
             return advance(p, columns, S, step, slot, lambda S: decayed(S, before))
         return advance(p, columns, decayed(S, before), step, slot, lambda S: decayed(S, behind))
@@ -91,7 +121,10 @@ def carry_state(p: Program, columns, advance):
             return decayed(S, log_decay(slot, 0) + log_decay(slot, 1))
 
         def decay_behind(S):
-            return lax.cond(out_of_range > 0, decay_through, lambda S: S, S)
+            S = lax.cond(out_of_range > 0, decay_through, lambda S: S, S)
+            if w.resets and not w.outputs:
+                S = lax.cond(p.is_cut(slot), lambda S: zeros(S.shape), lambda S: S, S)
+            return S
 
         # Never e^{tail + before}, which may be e^-120 = 0 where S is up to e^60 (`common.limits`).
         S = advance(p, columns, decayed(decayed(S, tail), before), step, slot, decay_behind)
@@ -184,8 +217,16 @@ def store_last(p: Program, columns, S, tail, at):
 
     if tail is not None:
         # A packed sequence without tokens must not read a row: it may hold anything.
-        S = lax.cond(p.count() > 0, with_last_token, lambda S: S, S) if p.plan.packed else with_last_token(S)
+        S = lax.cond(has_tokens(p), with_last_token, lambda S: S, S) if p.plan.clears else with_last_token(S)
     p.results.last[at, p.place()[1], :, columns] = S
+
+
+def has_tokens(p: Program):
+    """Return whether the segment has a token, in a plan that clears rows."""
+    if p.plan.packed:
+        return p.count() > 0
+    first, end = p.own_rows()
+    return first < end
 
 
 def lost_in_rounding(p: Program, tail, columns, token):

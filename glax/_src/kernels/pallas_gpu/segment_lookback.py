@@ -27,8 +27,9 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
     """Return the tables of two scans of `either` kind, [E, H, 5] each, forward and reverse, with the first chunk that each head
     must scan.
 
-    table: [2, E, 5], the tables of whole segments. g: the gates that `key_scan` takes. The kernel reads at most `w.lookback`
-    chunks. If no decay underflows in them, the scan covers the whole segment.
+    table: [2, E, 5 or 7], the tables of whole segments. g: the gates that `key_scan` takes. The kernel reads at most
+    `w.lookback` chunks. If no decay underflows in them, the scan covers the whole segment. Resets are not read: without a
+    lookback the scan costs what it costs without resets.
     """
     E = table.shape[1]
     K = g.shape[4]
@@ -57,6 +58,13 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
         def channels(half):
             return pl.ds(half * 64, 64)
 
+        def clear_foreign(i, gates):
+            """Zero the rows without a token of the i-th chunk from the end. They may hold NaN."""
+            row = (first + w.place(whole - 1 - i, whole, adjoint)) * C
+            low, high = (table_g[way, e, column] - row for column in (5, 6))
+            parts = [g.at[:, channels(half)] for g in gates for half in halves]
+            pl.when((low > 0) | (high < C))(functools.partial(tiles.clear, parts, low, high))
+
         def look(i, carry):
             """Add the gates of the i-th chunk from the end. before: whether a state passes the chunks so far, so that this
             chunk was fetched."""
@@ -67,6 +75,8 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
             def further():
                 plgpu.barrier_wait(given.at[slot])
                 gates = [g_s.at[slot * w.terms + term] for term in range(w.terms)]
+                if w.bounded:
+                    clear_foreign(i, gates)
                 # [64, 8], whose columns are equal
                 return [
                     tiles.added(

@@ -20,7 +20,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.plan import quotient, remainder
-from glax._src.kernels.pallas_gpu.tiles import by_column, by_row, read, zeros
+from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, WGMMA, by_column, by_row, read, zeros
 from glax._src.kernels.pallas_gpu.vjp_tiles import CHUNK, exp, half
 
 # [64 of K, V]: a thread has 4 rows of every eighth pair of columns, so that a sum over V takes 3 exchanges of 4 numbers.
@@ -42,7 +42,9 @@ def programs(n) -> int:
 def scratch(n) -> dict:
     """Return the shared memory of a program by name: the tokens of a chunk, [64, D] in bfloat16, and q dq / scale by token."""
     names = ("q", "k", "v", "g", "do", "g_rest")[: 4 + n.terms]
-    tiles = {name: plgpu.SMEM((CHUNK, n.D), jnp.bfloat16) for name in names}
+    tiles: dict[str, Any] = {name: plgpu.SMEM((CHUNK, n.D), jnp.bfloat16) for name in names}
+    if n.resets:
+        tiles |= dict(marks=plgpu.SMEM((CHUNK,), jnp.int32))
     return tiles | dict(drawn=plgpu.SMEM((CHUNK, 64), jnp.float32), full=plgpu.Barrier(num_arrivals=len(names)))
 
 
@@ -64,7 +66,8 @@ def scan_program(n, m):
                 def add(column, used):
                     return used + chunk(n, m, Place(b, c, head * n.summed + column, part, head, column))
 
-                m.used_g[b, c, head, part] = lax.fori_loop(0, n.summed, add, zeros((64,), OF_ROW))
+                layout = BY_ROW if n.used_by_token else OF_ROW
+                m.used_g[b, c, head, part] = lax.fori_loop(0, n.summed, add, zeros((64,), layout))
 
 
 def by_program(n, out_of_range):
@@ -101,7 +104,8 @@ class Place(NamedTuple):
 
 
 def chunk(n, m, at: Place):
-    """Store one block's dv, and its dq, dk and dg added to those of the blocks before. Return q dq by row, [64]."""
+    """Store one block's dv, and its dq, dk and dg added to those of the blocks before. Return q dq / scale, [64]: summed over
+    tokens, by channel, or `n.used_by_token`."""
     b, c, h, part, head, column = at
     mine, scale = half(part), n.scale(m, b, c)
     plgpu.commit_smem()  # all are done with the tiles
@@ -110,6 +114,9 @@ def chunk(n, m, at: Place):
     for name, index in heads.items():
         source = m.in_global[name].at[b, n.rows(m, c), index]
         plgpu.copy_gmem_to_smem(source, m.tiles[name], m.full)
+    if n.resets:
+        m.marks[...] = plgpu.load(m.marks_g.at[b, c], layout=BY_COLUMN, optimized=False)
+        plgpu.commit_smem()
     plgpu.barrier_wait(m.full)
     if n.packed:
         clear_foreign(n, m, c, heads)
@@ -141,6 +148,10 @@ def chunk(n, m, at: Place):
         g = rows("g", row)
         return g if n.terms == 1 else g + rows("g_rest", row)
 
+    def passed(i, x):
+        """Return x, which passes to the i-th token in scan order from the one before or back, or 0 if the token is a reset."""
+        return x * ((m.marks[place(i)] & 255) != i + 1).astype(jnp.float32) if n.resets else x
+
     def columns(name, row):
         return read(m.tiles[name].at[row], OF_COLUMN)
 
@@ -154,7 +165,7 @@ def chunk(n, m, at: Place):
     def forward(i, carry):
         S, used = carry
         row = place(i)
-        S = S * by_row(exp(gate(row)), shape)
+        S = S * by_row(passed(i, exp(gate(row))), shape)
         drawn = jnp.sum(S * by_column(columns("do", row), shape), axis=1)
         m.drawn[row] = drawn * rows("q", row)
         drawn += own(row) * rows("k", row)
@@ -165,15 +176,19 @@ def chunk(n, m, at: Place):
     S, used = lax.fori_loop(0, CHUNK, forward, (state(m.before_g), zeros((64,), OF_ROW)))
     G = state(m.behind_g)
     plgpu.commit_smem()
+    if n.used_by_token:
+        used = used_by_token(n, m, mine)
 
     def backward(i, carry):
         G, dg = carry
-        row = place(CHUNK - 1 - i)
+        at = CHUNK - 1 - i
+        row = place(at)
         dk = jnp.sum(G * by_column(columns("v", row), shape), axis=1)
         dg += scale * plgpu.load(m.drawn.at[row], layout=OF_ROW) - rows("k", row) * dk
         G += by_row(scale * rows("q", row), shape) * by_column(columns("do", row), shape)
+        dg = passed(at, dg)
         store(row, dk=dk + own(row) * scale * rows("q", row), dg=dg)
-        return G * by_row(exp(gate(row)), shape), dg
+        return G * by_row(passed(at, exp(gate(row))), shape), dg
 
     lax.fori_loop(0, CHUNK, backward, (G, jnp.sum(S * G, axis=1)))
 
@@ -181,12 +196,23 @@ def chunk(n, m, at: Place):
         return read(m.tiles[name].at[row], OF_K)
 
     def values(i, G):
-        row = place(CHUNK - 1 - i)
+        at = CHUNK - 1 - i
+        row = place(at)
         q, k, g = of_keys("q", row), of_keys("k", row), gate(row, of_keys)
         G += by_row(scale * q, G.shape) * by_column(read(m.do.at[row, mine], OF_V), G.shape)
         store(row, dv=jnp.sum(G * by_row(k, G.shape), axis=0))
-        return G * by_row(exp(g), G.shape)
+        return G * by_row(passed(at, exp(g)), G.shape)
 
     G = plgpu.load(m.behind_g.at[b, c, h, :, mine], layout=STATE, optimized=False).astype(jnp.float32)
     lax.fori_loop(0, CHUNK, values, G)
     return used
+
+
+def used_by_token(n, m, mine):
+    """Return q dq / scale of every token, summed over the channels `mine`: what `drawn` holds, and the token's own term."""
+
+    def tile(ref):
+        return plgpu.load(ref, layout=WGMMA, optimized=False).astype(jnp.float32)
+
+    own = sum((tile(m.do.at[:, half(part)]) * tile(m.v.at[:, half(part)])).sum(1) for part in range(n.team))
+    return tile(m.drawn).sum(1) + own * (tile(m.q.at[:, mine]) * tile(m.k.at[:, mine])).sum(1)

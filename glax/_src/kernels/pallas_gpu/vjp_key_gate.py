@@ -7,6 +7,12 @@ e^-M, A = scale mask(x y^T), dA = mask(do v^T). S' and dS' are the states decaye
     dg_t = sum_v S' dS' + scale sum_{i >= t} x_i (do S'^T)_i + sum_{j < t} y_j (v dS'^T)_j
            + scale sum_{i >= t} (x_i (dA y)_i - y_i (dA^T x)_i)
 
+A reset divides a chunk (`resets`). A and dA then exclude pairs of tokens that a reset divides, the rows of do S'^T are those
+of tokens before all resets of the chunk, and the rows of v dS'^T and y dS' those of tokens behind all. S' dS' has no term in
+dg. Of a pair i >= t > j in one segment both terms of the last sum are behind t only for i, so the sum is the same if it ends
+where the next reset begins, and pairs of other segments, whose terms cancel, need not be formed. It is 0 at a reset. The terms
+with S' have no rows behind the first reset, and those with dS' none before the last.
+
 The last sum cancels except for the pairs across t, because it is formed from the same x, y and dA as dq and dk. x, y and dA
 have 16 bits in two terms of bfloat16, and their products are three of the four products of terms. A has 8 bits, and its
 diagonal, the score of a token with itself, is added in float32. Where the gates of a chunk are out of range of e^M and e^-M,
@@ -33,6 +39,7 @@ from glax._src.kernels.pallas_gpu.vjp_pipeline import (
 )
 from glax._src.kernels.pallas_gpu.vjp_tiles import (
     CHUNK,
+    marks,
     tokens,
 )
 
@@ -44,7 +51,7 @@ LAST = ("v", "do")  # which a chunk begins without: what is loaded late is waite
 
 def gradient_key(
     q, k, v, g, d_output, scale, before, behind, out_of_range, places=None, *,
-    reverse: bool, programs: int, blocks: Blocks = WHOLE, interpret=None,
+    reverse: bool, programs: int, blocks: Blocks = WHOLE, newest=None, interpret=None,
 ):  # fmt: skip
     """Return the terms of each block: dq, dk, dv, dg, [B, T, H, D] in bfloat16; d_scale, [B, chunks, H] in float32.
 
@@ -59,17 +66,26 @@ def gradient_key(
         first of its rows that belongs to its sequence; and the row behind the last of these. Gradients are then in rows of
         chunks, scale is [chunks], and B = 1.
     programs: the number of multiprocessors.
+    newest: [B, chunks, 64] in int32 for rows with resets (`newest_resets`), else None. With `places`, chunks then lie one after
+        another in the inputs, and d_scale is by token, [B, chunks, H, 64].
     """
     (B, T), (_, chunks, H, D, _), packed = d_output.shape[:2], behind.shape, places is not None
-    T = chunks * CHUNK if packed else T
-    n = Sizes(B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, terms=len(g), blocks=blocks, packed=packed)
+    T = chunks * CHUNK if packed and newest is None else T
+    n = Sizes(
+        B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, terms=len(g), blocks=blocks, packed=packed,
+        resets=newest is not None,
+    )  # fmt: skip
     inputs = dict(q=q, k=k, v=v, g=g[0], do=d_output, scale=scale, before=before, behind=behind)
     inputs |= dict(tokens=tokens(reverse)) | (dict(g_rest=g[1]) if n.terms == 2 else {})
     inputs |= dict(places=places) if packed else {}
+    inputs |= dict(marks=marks(newest, reverse)) if n.resets else {}
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
     rows = jax.ShapeDtypeStruct((B, n.chunks, H, n.team, CHUNK), jnp.float32)
     each = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
     outputs = dict(dq=each, dk=each, dv=each, dg=each, used=rows)
+
+    def positions(count):
+        return plgpu.SMEM((count, CHUNK), jnp.int32)
 
     def near(m):
         warpgroups(
@@ -78,8 +94,8 @@ def gradient_key(
 
     memory = (
         scratch(n, TILES, SLOTS)
-        | pipeline(n, 3 * n.team + n.terms - 1, 2 * n.team)
-        | dict(order=plgpu.SMEM((2, CHUNK), jnp.int32))
+        | pipeline(n, 3 * n.team + n.terms - 1 + n.resets, 2 * n.team)
+        | (dict(marks=positions(SLOTS * n.teams)) if n.resets else dict(order=positions(2)))
     )
     if n.team == 1:
         memory |= vjp_key_gate_chunk.pair(n)
@@ -88,4 +104,4 @@ def gradient_key(
     options["programs"] = vjp_exact.programs(n)
     exact, memory = functools.partial(vjp_exact.scan_program, n), vjp_exact.scratch(n)
     *gradients, used = launch("gradient_exact", n, exact, inputs, outputs, memory, over=found, threads=1, **options)
-    return *gradients, used.sum((3, 4))
+    return *gradients, used.sum(3) if n.used_by_token else used.sum((3, 4))

@@ -1,5 +1,7 @@
 """Compute the gradient of one chunk and head, for per-key gates that are in range of e^M and e^-M."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -8,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.pallas_gpu.tiles import (
     BY_ROW,
     LOG2E,
+    added,
     after,
     by_row,
     clear,
@@ -40,7 +43,7 @@ def chunk(n, m, c, release):
 
     Of two warpgroups that share a chunk, one forms A^T and the other dA^T, in the tile of g, which only M reads.
     """
-    matrix, gates = m.scan.middle_matrix(), [c.g_w]
+    matrix, gates = c.scan.middle_matrix(), [c.g_w]
     if n.terms == 2:
         gates.append(second_term(m, c.t).at[:, c.mine])
     if n.packed:
@@ -66,11 +69,11 @@ def chunk(n, m, c, release):
 
     def keys_scored():
         """Store A^T = scale mask(y x^T), without its diagonal."""
-        A_T[...] = masked(m.scan.before(), key_scores(n, m, c) * c.scale)
+        A_T[...] = masked(c.scan.before(), key_scores(n, m, c) * c.scale)
 
     def values_scored():
         """Store dA^T = mask(v do^T) in two terms."""
-        found = lax.optimization_barrier(jnp.where(m.scan.earlier(), scores(n, c.v, c.do), 0.0))
+        found = lax.optimization_barrier(jnp.where(c.scan.earlier(), scores(n, c.v, c.do), 0.0))
         rests.dA_T[...] = split(dA_T, found)
 
     shared(n, c, keys_scored, values_scored)
@@ -81,13 +84,18 @@ def chunk(n, m, c, release):
     def of_tokens(push, fed, drawn):
         """Start the products in the order in which they are used, because starting one waits for most of those before."""
         start(n, m, c, push, fed, drawn)
-        push, fed = after(push, 2 * n.team + 3), after(fed, n.team + 3)
+        running = n.team + 3 * (not n.resets)  # products behind those of fed
+        push, fed = after(push, n.team + running), after(fed, running)
+        if n.resets:
+            fed = c.scan.to_state(fed)
         y = read(c.k_w) + read(lent(m, c).y)
         before_gate = (y * fed).astype(bf16)
         dk = (jnp.exp2(-M) * (fed + c.scale * push)).astype(bf16)
         given = y * push
         # Rounded now, not when dk and dv are stored: two registers a pair until then.
         dk, before_gate, given = lax.optimization_barrier((dk, before_gate, given))
+        if n.resets:
+            drawn = add_scored(n, m, c, c.scan.from_state(after(drawn)))
         edge = around(n, m, c)  # a loop, before which the compiler does not move the next product
         if n.team == 1:  # one turn of a loop is none
             meet(n, m, c)
@@ -95,13 +103,16 @@ def chunk(n, m, c, release):
         def of_values(dv):
             here = c.again() if n.team == 1 else c  # where a warpgroup has the chunk alone, registers are short
             start_values(n, m, here, dv)
-            total = after(drawn, 2 * n.team + 1)
+            total = drawn if n.resets else after(drawn, 2 * n.team + 1)
             used = (read(here.q_w) + read(lent(m, here).x)) * total
             behind_gate = c.scale * (used - given)
             dq = (c.scale * jnp.exp2(M) * total).astype(bf16)
             behind_gate, dq, used = lax.optimization_barrier((behind_gate, dq, used.sum(1)))
+            values = after(dv)
+            if n.resets:
+                values = added(here.scan.to_state(values), (score_tiles(n, m, here, first_tile())[0], here.do_w))
             own = by_row(own_scores(n, m, here) * here.scale, TILE) * read(here.do_w)
-            return behind_gate, dq, used, (after(dv) + own).astype(bf16)
+            return behind_gate, dq, used, (values + own).astype(bf16)
 
         behind_gate, dq, used, dv = pl.run_scoped(of_values, accumulator())
         return behind_gate, before_gate, edge, dq, dk, dv, used
@@ -130,15 +141,15 @@ def split(tile, x):
     return (x - high.astype(jnp.float32)).astype(bf16)
 
 
-def lent(m, c) -> RestRefs:
+def lent(m, c, first: Any = 0) -> RestRefs:
     """Return the tiles of the next chunk's g, v and do, which hold what x, y and dA lose in bfloat16 until they are loaded."""
     xs, ys = m.do.at[c.other], m.v.at[c.other]
-    return RestRefs(x=xs.at[c.w], y=ys.at[c.w], xs=xs, ys=ys, dA_T=m.g.at[c.other, 0])
+    return RestRefs(x=xs.at[c.w], y=ys.at[c.w], xs=xs, ys=ys, dA_T=m.g.at[c.other, first])
 
 
-def score_tiles(n, m, c):
+def score_tiles(n, m, c, first: Any = 0):
     """Return the tiles of A^T and dA^T."""
-    return (c.g.at[0], c.g.at[1]) if n.team == 2 else (m.A_T.at[c.t], m.dA_T.at[c.t])
+    return (c.g.at[first], c.g.at[first + 1]) if n.team == 2 else (m.A_T.at[c.t], m.dA_T.at[c.t])
 
 
 def pair(n) -> dict:
@@ -176,7 +187,8 @@ def shared(n, c, first, second):
 
 
 def start(n, m, c, push, fed, drawn):
-    """Start the products in this order: dA^T x; v dS^T; do S^T + dA y."""
+    """Start the products in this order: dA^T x; v dS^T; do S^T + dA y. With resets, do S^T has no rows behind them, and
+    `add_scored` adds dA y."""
     parts, rest, (_, dA_T) = range(n.team), lent(m, c), score_tiles(n, m, c)
     for d, x in ((dA_T, c.q_w), (rest.dA_T, c.q_w), (dA_T, rest.x)):
         plgpu.wgmma(push, d, x)
@@ -184,14 +196,31 @@ def start(n, m, c, push, fed, drawn):
         plgpu.wgmma(fed, c.v.at[p], transposed(m.dS.at[c.t, c.mine, half(p)]))
     for p in parts:
         plgpu.wgmma(drawn, c.do.at[p], transposed(m.S.at[c.t, c.mine, half(p)]))
-    for d, y in ((dA_T, c.k_w), (dA_T, rest.y), (rest.dA_T, c.k_w)):
-        plgpu.wgmma(drawn, transposed(d), y)
+    if not n.resets:
+        for pair in read_by_scores(n, m, c):
+            plgpu.wgmma(drawn, *pair)
+
+
+def read_by_scores(n, m, c, first: Any = 0):
+    """Return the operands of the products that sum to dA y."""
+    rest, (_, dA_T) = lent(m, c, first), score_tiles(n, m, c, first)
+    return [(transposed(d), y) for d, y in ((dA_T, c.k_w), (dA_T, rest.y), (rest.dA_T, c.k_w))]
+
+
+def first_tile():
+    """Return 0 as a traced number: no constant may be the index of a tile that products are added by."""
+    return lax.optimization_barrier(jnp.int32(0))
+
+
+def add_scored(n, m, c, drawn):
+    return added(drawn, *read_by_scores(n, m, c, first_tile()))
 
 
 def start_values(n, m, c, dv):
-    """Start the products of dv = A^T do + y dS, [64, 64], into the accumulator dv."""
+    """Start the products of dv = A^T do + y dS, [64, 64], into the accumulator dv. With resets, start those of y dS alone."""
     A_T, _ = score_tiles(n, m, c)
-    plgpu.wgmma(dv, A_T, c.do_w)
+    if not n.resets:
+        plgpu.wgmma(dv, A_T, c.do_w)
     for y in (c.k, lent(m, c).ys):
         for p in range(n.team):
             plgpu.wgmma(dv, y.at[p], m.dS.at[c.t, half(p), c.mine])
@@ -208,7 +237,8 @@ def around(n, m, c):
         x = c.t, c.mine, half(p)
         return total + (read(m.S.at[x]) * read(m.dS.at[x])).sum(1)
 
-    return lax.fori_loop(0, n.team, part, zeros((64,), BY_ROW))
+    found = lax.fori_loop(0, n.team, part, zeros((64,), BY_ROW))
+    return found * c.scan.passes() if n.resets else found
 
 
 def finish(m, c, behind_gate, before_gate, edge, dq, dk, dv):
@@ -223,8 +253,7 @@ def finish(m, c, behind_gate, before_gate, edge, dq, dk, dv):
     c.do_w[...] = (behind_gate - high).astype(bf16)
     c.g_w[...] = before_gate
     plgpu.commit_smem()
-    mask = m.scan.earlier()
-    suffix, prefix = masked(mask, 1.0), masked(mask, 0.0, 1.0)
+    suffix, prefix = c.scan.sums()
     dg = product((suffix, c.v_w), (suffix, c.do_w), (prefix, c.g_w))
     c.q_w[...] = dq
     c.k_w[...] = dk

@@ -54,6 +54,12 @@ class Sizes:
     blocks: Blocks = WHOLE  # of which a wide head's state consists; H counts them
     packed: bool = False  # chunks begin at any row of the inputs: `places` has those
     edges: bool = False  # chunks without some tokens are read from copies: `packed_row.Edges`
+    resets: bool = False  # tokens that reset the state are marked: `resets.newest_resets`
+
+    @property
+    def used_by_token(self) -> bool:
+        """Return whether d_scale is by token: a chunk of packed sequences in one row may hold several of them."""
+        return self.packed and self.resets
 
     @property
     def chunks(self) -> int:
@@ -153,6 +159,9 @@ def load(n: Sizes, m: GradientRefs, tiles, results: dict, late=(), last=()):
     def begin(i, t):
         """Fetch the tiles that are free."""
         fetch([name for name in tiles if name not in late], i, t)
+        if n.resets:
+            (b, _, c, _, _), at = chunk(i, t), slot(i, t)
+            plgpu.copy_gmem_to_smem(m.marks_g.at[b, c], m.marks.at[at], m.tokens_full.at[at])
 
     def complete(i, t):
         """Fetch the tiles that become free once the chunk before, or the one before that, has been read."""
@@ -226,7 +235,10 @@ def at_chunk(n: Sizes, m: GradientRefs, tiles, first, i) -> ChunkRefs:
         return at_chunk(n, m, tiles, *lax.optimization_barrier((first, i)))
 
     place = dict(t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, j=j, at=at, other=other, mine=half(w))
-    return ChunkRefs(**place, **whole, **own, again=again, scale=n.scale(m, b, c), vector=m.vectors.at[t * n.team + w])
+    scan = ScanOrder(m.scan.reverse, m.marks.at[at], resets=True) if n.resets else m.scan
+    return ChunkRefs(
+        **place, **whole, **own, again=again, scale=n.scale(m, b, c), scan=scan, vector=m.vectors.at[t * n.team + w]
+    )
 
 
 def compute(n: Sizes, m: GradientRefs, tiles, chunk):

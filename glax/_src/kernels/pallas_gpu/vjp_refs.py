@@ -31,6 +31,7 @@ class GradientRefs:
     before_g: Ref = None  # [B, runs, H, D, D]: the state before a run of chunks
     behind_g: Ref = None  # [B, chunks, H, D, D]: the gradient of the state behind a chunk
     tokens_g: Ref = None  # [64]: `vjp_tiles.tokens`
+    marks_g: Ref = None  # [B, chunks, 64]: `vjp_tiles.marks`, of rows with resets
     places_g: Ref = None  # [chunks, 3]: the rows of each chunk, if packed; see `gradient_key`
     out_of_range_g: Ref = None  # [B, chunks, H]: whether the exact kernel computes a chunk
     any_out_of_range_g: Ref = None  # [programs]: whether any chunk of a program is out of range
@@ -63,6 +64,9 @@ class GradientRefs:
     leaving: Ref = None  # [2, 64, 64]: k decayed to the end of the chunk
     vectors: Ref = None  # sums by token that warpgroups exchange
     order: Ref = None  # [2, 64]: each warpgroup's copy of `tokens_g`
+    marks: Ref = (
+        None  # [2 teams, 64] int32, or [64] in the exact kernel: the chunk's part of `marks_g`, in place of `order`
+    )
     drawn: Ref = None  # [64, 64] float32: q dq / scale of every token, in the exact kernel
 
     # Barriers, each named by what it reports.
@@ -109,6 +113,7 @@ class ChunkRefs:
     other: Any  # the slot of the next chunk
     mine: Any  # the columns of this warpgroup's half
     scale: Any
+    scan: ScanOrder
     vector: Ref  # [64]: this warpgroup's row of `vectors`
     again: Callable[[], "ChunkRefs"]  # forms these references again, so that none stays in registers meanwhile
     q: Ref

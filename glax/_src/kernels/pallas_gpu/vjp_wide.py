@@ -21,7 +21,7 @@ from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import Blocks
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN
 from glax._src.kernels.pallas_gpu.vjp_pipeline import Sizes, launch
-from glax._src.kernels.pallas_gpu.vjp_tiles import half, tokens
+from glax._src.kernels.pallas_gpu.vjp_tiles import half, marks, tokens
 from glax._src.kernels.pallas_gpu.vjp_wide_item import compute_item
 from glax._src.kernels.pallas_gpu.vjp_wide_refs import STAGES, Barriers, Operands, Program, Results, Tiles, WideGradient
 
@@ -30,7 +30,7 @@ REGISTERS = 40, 232  # of a thread that loads, and of one that computes
 
 def gradient_wide(
     q, k, v, g, d_output, scale, before, behind, out_of_range, *,
-    reverse: bool, programs: int, blocks: Blocks, interpret=None,
+    reverse: bool, programs: int, blocks: Blocks, newest=None, interpret=None,
 ):  # fmt: skip
     """Return dq and dk of every block of K, [B, T, rows, 128]; dv of every block of the state, [B, T, rows * columns, 128]; dg of
     every block of K; all in bfloat16. Return d_scale too, [B, chunks, rows] in float32.
@@ -39,7 +39,7 @@ def gradient_wide(
     """
     (B, T), H = d_output.shape[:2], behind.shape[2] // blocks.count
     heads = tuple(x.shape[2] for x in (q, k, v))
-    n = WideGradient(B, T, H, blocks, heads, programs, len(g), reverse)
+    n = WideGradient(B, T, H, blocks, heads, programs, len(g), reverse, newest is not None)
 
     def body(*refs):
         p = Program.of(n, *refs)
@@ -59,7 +59,8 @@ def gradient_wide(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
     )
-    operands = Operands(q, k, v, g, d_output, scale, before, behind, tokens(reverse))
+    order = marks(newest, reverse) if n.resets else tokens(reverse)
+    operands = Operands(q, k, v, g, d_output, scale, before, behind, order)
     found = Results(*once(("gradient_wide", n), kernel, *operands))
     return exact(n, operands, found, out_of_range, interpret)
 
@@ -69,10 +70,11 @@ def exact(n: WideGradient, operands: Operands, found: Results, out_of_range, int
     q, k, v, g, d_output, scale, before, behind, order = operands
     H = n.rows * n.blocks.columns
     sizes = Sizes(
-        n.B, n.T, H, 128, *n.heads, n.programs, terms=n.terms, blocks=n.blocks, summed=n.blocks.columns
+        n.B, n.T, H, 128, *n.heads, n.programs, terms=n.terms, blocks=n.blocks, summed=n.blocks.columns, resets=n.resets
     )  # fmt: skip
-    inputs = dict(q=q, k=k, v=v, g=g[0], do=d_output, scale=scale, before=before, behind=behind, tokens=order)
-    inputs |= dict(g_rest=g[1]) if n.terms == 2 else {}
+    inputs = dict(q=q, k=k, v=v, g=g[0], do=d_output, scale=scale, before=before, behind=behind)
+    inputs |= dict(tokens=tokens(n.reverse)) | (dict(g_rest=g[1]) if n.terms == 2 else {})
+    inputs |= dict(marks=order) if n.resets else {}
     inputs |= dict(out_of_range=out_of_range, any_out_of_range=vjp_exact.by_program(sizes, out_of_range))
     outputs = dict(dq=found.dq, dk=found.dk, dv=found.dv, dg=found.dg, used=found.used)
     options = dict(threads=1, programs=vjp_exact.programs(sizes), reverse=n.reverse, interpret=interpret)
@@ -120,7 +122,10 @@ def fetch_keys(p: Program, i):
 
 
 def fetch_gates(p: Program, i):
-    """Fetch the terms of the gates of the i-th item, in halves [C, 64] of the channels."""
+    """Fetch the terms of the gates of the i-th item, in halves [C, 64] of the channels, and its resets."""
+    if p.plan.resets:
+        b, c, _ = p.place(i)
+        plgpu.copy_gmem_to_smem(p.operands.tokens.at[b, c], p.tiles.order.at[p.parity(i)], p.barriers.gates_loaded)
     for term in range(p.plan.terms):
         for w in range(2):
             source = p.operands.gates.at[(term, *p.rows(i), p.place(i)[2], half(w))]
@@ -144,8 +149,9 @@ def fetch_step(p: Program, i, step):
 def compute(p: Program, wg):
     """Compute every item of the program, in one of two warpgroups."""
     plgpu.set_max_registers(REGISTERS[1], action="increase")
-    order = p.tiles.order.at[wg]
-    order[...] = plgpu.load(p.operands.tokens, layout=BY_COLUMN, optimized=False)
-    plgpu.commit_smem()
+    if not p.plan.resets:
+        order = p.tiles.order.at[wg]
+        order[...] = plgpu.load(p.operands.tokens, layout=BY_COLUMN, optimized=False)
+        plgpu.commit_smem()
     pl.loop(0, p.plan.count(lax.axis_index("program")))(functools.partial(compute_item, p, wg))
     plgpu.wait_smem_to_gmem(0)

@@ -42,7 +42,7 @@ class Item:
         and spill them."""
         w, i, zero = lax.optimization_barrier((w, i, jnp.int32(0)))
         slot = lax.rem(i, jnp.int32(p.plan.slots))
-        scan = ScanOrder(p.plan.reverse, p.tiles.order.at[w])
+        scan = ScanOrder(p.plan.reverse, p.tiles.order.at[p.parity(i) if p.plan.resets else w], p.plan.resets)
         parts = zero, zero + 1
         tiles = p.tiles.q.at[slot], p.tiles.k.at[slot], *(p.tiles.scores.at[part] for part in parts)
         return cls(p, w, i, slot, p.operands.scale[p.place(i)[0]], scan, *tiles, parts)
@@ -153,11 +153,13 @@ def store_values(it: Item, step, stage):
     """Store the step's columns of dv = A^T do + y dS, in the tile of d_output."""
     p, t = it.p, it.p.tiles
     do, dS = t.d_output.at[stage], t.behind.at[stage]
-    pairs = [(it.A, do)]
-    for y in (it.k, t.y_rest):
-        pairs += [(y.at[part], dS.at[half(part)]) for part in it.parts]
+    pairs = [(y.at[part], dS.at[half(part)]) for y in (it.k, t.y_rest) for part in it.parts]
     # [C, 64]
-    dv = product(*pairs)
+    if p.plan.resets:  # y dS has no rows before a reset
+        dv = it.scan.to_state(product(*pairs))
+        dv = tiles.added(dv, (it.A, do))
+    else:
+        dv = product((it.A, do), *pairs)
     own = sum(plgpu.load(t.sums.at[part], layout=BY_ROW) for part in it.parts)
     dv = (dv + by_row(own * it.scale, TILE) * read(do)).astype(bf16)
     plgpu.barrier_wait(p.barriers.scored.at[stage])
@@ -177,6 +179,9 @@ def store_gradient(it: Item, drawn, fed, edge):
     """Form dq, dk and dg of the warpgroup's channels, and send them to global memory."""
     p, w, t = it.p, it.w, it.p.tiles
     q, k, x_rest, y_rest = it.q.at[w], it.k.at[w], t.x_rest.at[w], t.y_rest.at[w]
+    if p.plan.resets:
+        edge = edge * it.scan.passes()
+        drawn, fed = it.scan.from_state(drawn), it.scan.to_state(fed)
     t.sums.at[w][...] = edge
     M = gate_sums(it)  # formed again: it would not stay in registers beside the sums
     plgpu.barrier_arrive(p.barriers.gates_read)
@@ -195,8 +200,7 @@ def store_gradient(it: Item, drawn, fed, edge):
     lost[...] = (behind_gate - high).astype(bf16)
     used = used.sum(1)
     plgpu.commit_smem()
-    mask = it.scan.earlier()
-    suffix, prefix = masked(mask, 1.0), masked(mask, 0.0, 1.0)
+    suffix, prefix = it.scan.sums()
     dg = product((suffix, x_rest), (suffix, lost), (prefix, y_rest)) + columns(t.sums.at[w])
     plgpu.commit_smem()  # all warps are done with the tile
     x_rest[...] = dg.astype(bf16)

@@ -26,6 +26,7 @@ class WideGradient:
 
     H: the number of whole heads. heads: the numbers of heads of q, k and v, in blocks. programs: the number of multiprocessors.
     terms: the arrays of bfloat16 of which per-key gates are the sum, 1 or 2.
+    resets: whether tokens that reset the state are marked.
     """
 
     B: int
@@ -36,6 +37,7 @@ class WideGradient:
     programs: int
     terms: int
     reverse: bool
+    resets: bool = False
 
     @property
     def chunks(self) -> int:
@@ -73,7 +75,7 @@ class Operands(NamedTuple):
     scale: Ref  # [B + 1]
     before: Ref  # [B, chunks, rows * columns, 128, 128]
     behind: Ref  # [B, chunks, rows * columns, 128, 128]
-    tokens: Ref  # [C]: the place of every row in scanning order, from 1
+    tokens: Ref  # [C]: the place of every row in scanning order, from 1; with resets [B, chunks, C]: `vjp_tiles.marks`
 
 
 class Results(NamedTuple):
@@ -106,7 +108,7 @@ class Tiles(NamedTuple):
     behind: Ref  # [STAGES, 128, 64]
     scores: Ref  # [2, C, C], transposed: A, then what dA loses; dA; then by half what the gates' gradient loses
     sums: Ref  # [2, 64]: by half of the channels every token's score with itself, then sum_v S dS of each channel
-    order: Ref  # [2, C]: `tokens`, for each warpgroup
+    order: Ref  # [2, C]: `tokens`, for each warpgroup; with resets for every other item
 
     @classmethod
     def types(cls, n: WideGradient) -> "Tiles":
@@ -130,7 +132,7 @@ class Barriers(NamedTuple):
     """Hold the barriers, each named by what it reports."""
 
     keys_loaded: Ref  # by slot: q and k of an item lie in shared memory
-    gates_loaded: Ref  # and its gates
+    gates_loaded: Ref  # and its gates, and resets
     gates_read: Ref  # both have summed the gates for the last time
     keys_free: Ref  # by slot: dq and dk have left
     loaded: Ref  # by stage: the tiles of a step lie in shared memory
@@ -142,7 +144,7 @@ class Barriers(NamedTuple):
     def types(cls, n: WideGradient) -> "Barriers":
         return cls(
             keys_loaded=plgpu.Barrier(num_arrivals=4, num_barriers=n.slots),
-            gates_loaded=plgpu.Barrier(num_arrivals=2 * n.terms),
+            gates_loaded=plgpu.Barrier(num_arrivals=2 * n.terms + n.resets),
             gates_read=plgpu.Barrier(num_arrivals=2),
             keys_free=plgpu.Barrier(num_arrivals=2, num_barriers=n.slots),
             loaded=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
@@ -187,6 +189,10 @@ class Program:
     def stage(self, i, step):
         """Return the stage of a step of the i-th item."""
         return lax.rem(i * self.plan.steps + step, jnp.int32(STAGES))
+
+    def parity(self, i):
+        """Return the place of the resets of the i-th item. The item before still reads its own when they are fetched."""
+        return remainder(i, 2)
 
     def columns(self, step):
         """Return the columns of a step within its block."""
