@@ -1,5 +1,7 @@
 """Return to the caller the states behind every n tokens, and add their gradients to dL/dS at the same positions."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -59,7 +61,7 @@ def logs_of_chunks(p: KernelLayout) -> Float[Array, "N chunks heads _"]:
     if not p.key:
         return p.gates[..., 0 if p.r.reverse else C - 1, None]
     # [B, T, heads, K]
-    gates = p.gates.astype(jnp.float32).sum(0)
+    gates: Any = sum(g.astype(jnp.float32) for g in p.gates)
     gates = jnp.pad(jnp.maximum(gates, LOG_OF_ZERO), ((0, 0), (0, -gates.shape[1] % C), (0, 0), (0, 0)))
     logs = gates.reshape(gates.shape[0], -1, C, *gates.shape[2:]).sum(2) * LOG2E
     if p.newest is not None:  # no state passes a chunk with a reset

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,9 @@ class KernelLayout:
         self.q, self.k = (self.in_blocks(x, self.K) for x in (r.q, r.k))
         self.v = self.in_blocks(r.v, self.V)
         self.chunks = -(-self.q.shape[1] // C) if self.rows.begins is None else self.rows.most_chunks
-        self.gates = self.key_gates() if self.key else head_sums(self.head_gates(), r.reverse)
+        self.gates: Any = (
+            self.key_gates() if self.key else head_sums(self.head_gates(), r.reverse)
+        )  # per-key gates: a tuple
         self.scale = r.scale.astype(jnp.float32)
         self.table = self.segments()
 
@@ -100,14 +103,14 @@ class KernelLayout:
         return x if self.stored.count == 1 else x.reshape(*x.shape[:-1], -1, self.stored.count).sum(-1)
 
     def key_gates(self):
-        """Return per-key gates [terms, B, rows of chunks, H, K] in bfloat16. Gates of a wider dtype are the sum of two terms,
-        which hold 16 of their bits."""
+        """Return the terms of which per-key gates are the sum, [B, rows of chunks, H, K] in bfloat16 each. Gates of a wider dtype
+        have two terms, which hold 16 of their bits. They are arrays of their own, which XLA writes in one pass."""
         g = self.in_blocks(self.r.decay.key, self.K)
         if g.dtype == jnp.bfloat16:
-            return g[None]
+            return (g,)
         g = jnp.maximum(g.astype(jnp.float32), LOG_OF_ZERO)
         high = jax.lax.reduce_precision(g, 8, 7)  # XLA drops a cast there and back
-        return jnp.stack([high.astype(jnp.bfloat16), (g - high).astype(jnp.bfloat16)])
+        return high.astype(jnp.bfloat16), (g - high).astype(jnp.bfloat16)
 
     def head_gates(self):
         """Return per-head gates, [B, rows of chunks, H]; a constant decay is the gate of every token."""

@@ -60,7 +60,7 @@ class Operands(NamedTuple):
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
     v: Ref  # [B, T, HV, V]
-    gates: Ref  # [terms, B, T, H, K]
+    gates: tuple[Ref, ...]  # the terms, [B, T, H, K] each
     scale: Ref  # [N + 1]
     o: Ref  # [B, rows of chunks, H, V]
     newest: Ref = None  # [B, chunks, C], of a plan with resets: `resets.newest_resets`
@@ -181,7 +181,7 @@ def fetch(c: Chunk, part):
     @pl.when(part < PARTS)
     def _():
         for term in range(c.plan.terms):
-            source, tile = c.of_keys(at.gates.at[term], part), c.tiles.gates.at[slot, term]
+            source, tile = c.of_keys(at.gates[term], part), c.tiles.gates.at[slot, term]
             plgpu.copy_gmem_to_smem(source, tile, c.tiles.loaded.at[slot])
         for source, tile in ((at.q, c.tiles.q), (at.k, c.tiles.k)):
             plgpu.copy_gmem_to_smem(c.of_keys(source, part), tile.at[slot], c.tiles.loaded.at[slot])
@@ -328,7 +328,8 @@ def exact_outputs(w: Scan, table, flags, q, k, v, g, scale, o, newest=None):
 
     def body(*refs):
         *in_global, _, t = refs
-        scan_group(w, Operands.of(in_global), t, -(-T // C))
+        operands = tiles.with_terms(in_global, Operands._fields.index("gates"), w.terms)
+        scan_group(w, Operands.of(operands), t, -(-T // C))
 
     body.__name__ = "exact_outputs"  # in profiles
     kernel = plgpu.kernel(
@@ -346,4 +347,4 @@ def exact_outputs(w: Scan, table, flags, q, k, v, g, scale, o, newest=None):
         kernel(*given, ref)
         return [ref[...]]
 
-    return once(("exact_outputs", w), call, table, flags, q, k, v, g, scale, *[newest] * w.resets, o)[0]
+    return once(("exact_outputs", w), call, table, flags, q, k, v, *g, scale, *[newest] * w.resets, o)[0]

@@ -61,7 +61,7 @@ def key_scan(
     `either`. If packed, the table has three more columns: the first row of the segment's first chunk in a, b, q and g, divided
     by 8; the segment's first row; and the row behind its last.
     a, b: [B, T, heads, K] and [B, T, heads, V], k and v, or q and d_output with `adjoint`.
-    g: [terms, B, T, H, K] in bfloat16. start: [E, H, K, V] in float32.
+    g: the terms of the gates, [B, T, H, K] in bfloat16 each. start: [E, H, K, V] in float32.
     known_out_of_range: [B, chunks, H], `out_of_range` of the forward's `ScanResults`, which the scan of dL/dS reads.
     behind: [B, num_behind, H, K, V] in float32, the gradients of the caller's states, for a plan that adds them.
     newest: [B, chunks, C], the result of `newest_resets`, for a plan with resets.
@@ -92,7 +92,7 @@ def key_scan(
         scratch_types=[Tiles.types(w), Barriers.types(w)],
         compiler_params=tiles.PARAMS,
     )
-    operands = [table, q, a, b, g, scale, start, scale if known_out_of_range is None else known_out_of_range]
+    operands = [table, q, a, b, *g, scale, start, scale if known_out_of_range is None else known_out_of_range]
     operands += [newest] * w.resets + [behind] * w.adds_behind
     found = Results(*once(("key_scan", w), kernel, *operands))
     o = exact_outputs(w, table, found.by_group, q, a, b, g, scale, found.o, newest) if w.outputs else found.o

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.plan import ROWS, Scan, place_of
 from glax._src.kernels.pallas_gpu.scan_key_gate_refs import Barriers, Operands, Results, Tiles
-from glax._src.kernels.pallas_gpu.tiles import C
+from glax._src.kernels.pallas_gpu.tiles import C, with_terms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Program:
     def of(cls, plan: Scan, *refs) -> "Program":
         """Return the program. refs: operands and results one after the other, then `Tiles` and `Barriers`."""
         *in_global, tiles, barriers = refs
+        in_global = with_terms(in_global, Operands._fields.index("gates"), plan.terms)
         operands = Operands.of(plan, in_global)
         results = Results(*in_global[operands.count :])
         p = cls(plan, operands, results, tiles, barriers, lax.axis_index("warpgroup"), int(plan.adjoint))
@@ -97,7 +98,7 @@ class Program:
         """Fetch the terms of the gates, [C, K] each, of a step."""
         for term in range(self.plan.terms):
             tile = self.tiles.gates.at[slot * self.plan.terms + term]
-            gates = self.operands.gates.at[term]
+            gates = self.operands.gates[term]
             source = self.tokens(gates, step, self.of_keys(gates))
             plgpu.copy_gmem_to_smem(source, tile, self.barriers.gates_loaded.at[slot])
 

@@ -30,7 +30,7 @@ class Operands(NamedTuple):
     q: Ref  # [B, T, HQ, K]
     a: Ref  # [B, T, HA, K]
     b: Ref  # [B, T, HB, V]
-    gates: Ref  # [terms, B, T, H, K]
+    gates: tuple[Ref, ...]  # the terms, [B, T, H, K] each
     scale: Ref  # [N + 1]
     start: Ref  # [E, H, K, V]
     known_out_of_range: Ref  # [B, chunks, H]; `scale` where it is not read

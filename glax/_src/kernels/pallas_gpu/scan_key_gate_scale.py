@@ -76,7 +76,7 @@ def prepare(p: Program, total):
     if not p.plan.resets or p.plan.outputs:
         p.tiles.halves[...] = tiles.halves(p.plan.reverse)
     if p.plan.outputs:
-        gates = p.operands.gates.at[0]
+        gates = p.operands.gates[0]
         segment = p.segment_field(0), *p.own_rows(), total, p.of_keys(gates)
         p.tiles.weak[0] = weak_on_average(gates, *segment).astype(jnp.int32)
     plgpu.commit_smem()

@@ -32,10 +32,11 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
     lookback the scan costs what it costs without resets.
     """
     E = table.shape[1]
-    K = g.shape[4]
+    heads, K = g[0].shape[2:]
     halves = range(K // 64)
 
-    def body(table_g, g_g, with_g, against_g, g_s, ones_s, sums_s, given):
+    def body(*refs):
+        table_g, g_g, with_g, against_g, g_s, ones_s, sums_s, given = tiles.with_terms(refs, 1, w.terms)
         program = lax.axis_index("program")
         rest, h = quotient(program, w.H), remainder(program, w.H)
         way, e = quotient(rest, E), remainder(rest, E)
@@ -47,8 +48,8 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
             slot = lax.rem(i, jnp.int32(AHEAD))
             for term in range(w.terms):
                 tile = g_s.at[slot * w.terms + term]
-                channels_of_h = w.blocks.of_keys(h, w.H, g.shape[3])
-                plgpu.copy_gmem_to_smem(g_g.at[term, batch, rows, channels_of_h], tile, given.at[slot])
+                channels_of_h = w.blocks.of_keys(h, w.H, heads)
+                plgpu.copy_gmem_to_smem(g_g[term].at[batch, rows, channels_of_h], tile, given.at[slot])
 
         for i in range(AHEAD):
             pl.when(i < whole)(functools.partial(fetch, jnp.int32(i)))
@@ -122,4 +123,4 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
         ],
         compiler_params=tiles.PARAMS,
     )
-    return once(("lookback_tables", w), kernel, table, g)
+    return once(("lookback_tables", w), kernel, table, *g)

@@ -26,6 +26,11 @@ BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 
+def with_terms(refs, place: int, terms: int) -> list:
+    """Return references with `terms` of them, from `place` on, as one tuple: those of arrays whose sum per-key gates are."""
+    return [*refs[:place], tuple(refs[place : place + terms]), *refs[place + terms :]]
+
+
 def in_every_warp(count: int):
     """Return a layout of `count` numbers of which every warp holds all."""
     tiling = Tiling(((count,), (count // 32,)))

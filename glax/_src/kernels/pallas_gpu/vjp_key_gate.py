@@ -57,7 +57,7 @@ def gradient_key(
 
     H counts the blocks of all heads. T is a multiple of 8, and D is 64 or 128.
     q, k, v, d_output: [B, T, heads, D] in bfloat16, by block. Their heads divide those of the states.
-    g: [terms, B, T, heads, D] in bfloat16, the log gates or the two terms of which they are the sum.
+    g: the log gates, [B, T, heads, D] in bfloat16, or the two terms of which they are the sum.
     scale: [B + 1] in float32, of which the last number is not used.
     before, behind: [B, chunks, H, D, D] in bfloat16, the state that enters each chunk in scan order, and the gradient of the
         state that leaves it. Both are decayed to the chunk's middle where out_of_range is 0.

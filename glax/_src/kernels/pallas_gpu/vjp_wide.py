@@ -11,6 +11,7 @@ One warpgroup loads, a step ahead. Two compute, each with 64 channels. The first
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -60,8 +61,8 @@ def gradient_wide(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
     )
     order = marks(newest, reverse) if n.resets else tokens(reverse)
-    operands = Operands(q, k, v, g, d_output, scale, before, behind, order)
-    found = Results(*once(("gradient_wide", n), kernel, *operands))
+    operands = Operands(q, k, v, tuple(g), d_output, scale, before, behind, order)
+    found = Results(*once(("gradient_wide", n), kernel, *jax.tree.leaves(operands)))
     return exact(n, operands, found, out_of_range, interpret)
 
 
@@ -128,7 +129,7 @@ def fetch_gates(p: Program, i):
         plgpu.copy_gmem_to_smem(p.operands.tokens.at[b, c], p.tiles.order.at[p.parity(i)], p.barriers.gates_loaded)
     for term in range(p.plan.terms):
         for w in range(2):
-            source = p.operands.gates.at[(term, *p.rows(i), p.place(i)[2], half(w))]
+            source = p.operands.gates[term].at[(*p.rows(i), p.place(i)[2], half(w))]
             plgpu.copy_gmem_to_smem(source, p.tiles.gates.at[term, w], p.barriers.gates_loaded)
 
 

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.plan import Blocks, C, quotient, remainder
-from glax._src.kernels.pallas_gpu.tiles import tiled
+from glax._src.kernels.pallas_gpu.tiles import tiled, with_terms
 from glax._src.kernels.pallas_gpu.vjp_tiles import half
 
 STAGES = 2  # steps whose tiles lie in shared memory: one in work, one on its way
@@ -70,7 +70,7 @@ class Operands(NamedTuple):
     q: Ref  # [B, T, HQ, 128]
     k: Ref  # [B, T, HK, 128]
     v: Ref  # [B, T, HV, 128]
-    gates: Ref  # [terms, B, T, rows, 128]
+    gates: tuple[Ref, ...]  # the terms, [B, T, rows, 128] each
     d_output: Ref  # [B, T, H * columns, 128]
     scale: Ref  # [B + 1]
     before: Ref  # [B, chunks, rows * columns, 128, 128]
@@ -168,6 +168,7 @@ class Program:
     def of(cls, plan: WideGradient, *refs) -> "Program":
         """Return the program. refs: operands and results one after the other, then `Tiles` and `Barriers`."""
         *in_global, tiles, barriers = refs
+        in_global = with_terms(in_global, Operands._fields.index("gates"), plan.terms)
         operands = Operands(*in_global[: len(Operands._fields)])
         return cls(plan, operands, Results(*in_global[len(Operands._fields) :]), tiles, barriers)
 
