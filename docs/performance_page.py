@@ -17,8 +17,10 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
 # The calls of README's table: the layers of published models with a peer, packed rows, and the first and last of the others.
+RENEWED = "GLA-340M", "GLA-340M, float32 gates", "GLA-1.3B", "RetNet-1.3B"  # whose peer was measured again
 SHOWN = (
-    ("nvidia_h100/2026-11-25-models-later.json", lambda x: x.get("model") != "GLA-340M, float32 gates"),
+    ("nvidia_h100/2026-11-26-models-peers.json", lambda x: x.get("implementation") == "fla-core 0.6.0"),
+    ("nvidia_h100/2026-11-25-models-later.json", lambda x: x.get("model") not in RENEWED),
     ("nvidia_h100/2026-11-25-jla.json", lambda x: x.call[:2] == ("4,2048,16,128,128", "per head")),
     ("nvidia_h100/2026-11-25-packed.json", lambda x: x.get("packing") == "16 documents"),
     ("nvidia_h100/2026-11-25-packed-later.json", lambda x: x.get("packing") == "16 documents"),
