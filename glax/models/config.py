@@ -58,6 +58,11 @@ class ModelConfig:
         return json.loads(self.text)
 
 
+def is_finite(value: Any) -> bool:
+    """Return whether the value of an option is a finite number. A flag is none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
 class Options:
     """Hold the options of a config, which are taken one by one. `finish` raises for options that were never taken.
 
@@ -108,7 +113,7 @@ class Options:
         value = self.take(key, default)
         if optional and value is None:
             return value
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        if not is_finite(value):
             raise ValueError(f"{self.inside}{key} in config.json must be a finite number, got {value!r}")
         if least is not None and value < least:
             raise ValueError(f"{self.inside}{key} in config.json must be at least {least:g}, got {value!r}")

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.models.bamba import OUTER
-from glax.models.config import ModelConfig, Options
+from glax.models.config import ModelConfig, Options, is_finite
 from glax.models.hybrids import (
     ATTENTION,
     MAMBA,
@@ -85,7 +85,7 @@ def numbers(options: Options, key: str, count: int) -> tuple[float, ...]:
     """Return a list of `count` numbers; ones if the option is absent. Raises UnsupportedOption for another value."""
     given = options.take(key, None)
     given = [1.0] * count if given is None else given
-    numeric = isinstance(given, list | tuple) and all(isinstance(x, int | float) for x in given)
+    numeric = isinstance(given, list | tuple) and all(map(is_finite, given))
     if not numeric or len(given) != count:
         raise options.unsupported(key, f"it must be {count} numbers")
     return tuple(map(float, given))

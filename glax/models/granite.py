@@ -69,7 +69,8 @@ def granite(config: ModelConfig, precision: Precision) -> CausalLM:
         logits_multiplier=1 / options.number("logits_scaling", 1.0, above=0),
     )
     arguments = mamba_options(options, width, eps=eps, act=act)
-    count, top_k = options.integer("num_local_experts", 8, least=0), options.integer("num_experts_per_tok", 2)
+    count = options.integer("num_local_experts", 8, least=0)
+    top_k = options.integer("num_experts_per_tok", 2, least=min(count, 1))  # a dense model's config may have 0 of both
     if count and top_k > count:
         raise options.unsupported("num_experts_per_tok", f"it must be at most num_local_experts={count}")
     inside, shared = options.integer("intermediate_size", 11008), options.integer("shared_intermediate_size", 1024)

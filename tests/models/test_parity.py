@@ -313,6 +313,12 @@ ATTN = dict(layers=[0], num_heads=2)
         ("minimax", dict(num_experts_per_tok=9), "num_experts_per_tok=9 in config.json is not supported"),
         ("minimax", dict(initializer_range=-1), "initializer_range in config.json must be at least 0, got -1"),
         ("falcon_h1", dict(mlp_multipliers=["a", 1]), "mlp_multipliers=['a', 1] in config.json is not supported"),
+        ("falcon_h1", dict(mlp_multipliers=[True, 1]), "mlp_multipliers=[True, 1] in config.json is not supported"),
+        (
+            "granitemoehybrid",
+            dict(num_experts_per_tok=0),
+            "num_experts_per_tok in config.json must be an integer of at least 1",
+        ),
         ("kda", dict(model_type=[]), "model_type=[] in config.json is not supported"),
         ("kda", dict(attn=5), "attn=5 in config.json is not supported"),
         ("kda", dict(attn=ATTN | dict(layers=3)), "attn={'layers': 3, 'num_heads': 2} in config.json is not supported"),
@@ -346,6 +352,11 @@ def test_values_that_an_option_cannot_have_are_named(name, changes, text):
     with pytest.raises(ValueError) as caught:
         glax.models.from_config(config, rngs=nnx.Rngs(0))
     assert text in str(caught.value)
+
+
+def test_a_dense_model_may_have_no_experts_per_token():
+    config = json.loads((FIXTURES / "granitemoehybrid_dense" / "config.json").read_text())
+    glax.models.from_config(config | dict(num_local_experts=0, num_experts_per_tok=0), rngs=nnx.Rngs(0))
 
 
 def test_layers_of_multi_token_prediction_are_not_read(tmp_path):
