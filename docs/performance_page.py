@@ -194,11 +194,12 @@ def losses(found: list[Comparison], results: list[Result]) -> str:
             x.peer.get("implementation"),
             ratio(x.times),
             x.peer.where,
+            x.ours.get("note", "") if x.ours else "",
         )
         for x in sorted(slower, key=lambda x: x.times)
     ]
     text = "Calls in which a peer is faster:\n\n"
-    text += table(["problem", "gate", "mode", "peer", "peer / glax", "where"], rows)
+    text += table(["problem", "gate", "mode", "peer", "peer / glax", "where", "note on glax"], rows)
     rows = []
     memory = {(x.file, x.call): x for x in results if x.is_ours and x.get("mib")}
     for x in found:
@@ -211,23 +212,38 @@ def losses(found: list[Comparison], results: list[Result]) -> str:
     text += table(["problem", "gate", "glax", "peer", "which"], rows)
     far = [x for x in results if is_measured(x) and x.get("implementation") == "glax" and x.get("times_floor", 0) >= 4]
     rows = [
-        (x.get("problem"), label(x), x.get("mode"), ratio(x.get("times_floor")), x.where)
+        (x.get("problem"), label(x), x.get("mode"), ratio(x.get("times_floor")), x.where, x.get("note", ""))
         for x in sorted(far, key=lambda x: -x.get("times_floor"))
     ]
     text += "\nCalls that take four times the floor or more:\n\n"
-    return text + table(["problem", "gate", "mode", "of the floor", "where"], rows)
+    return text + table(["problem", "gate", "mode", "of the floor", "where", "note"], rows)
 
 
 def packing(results: list[Result]) -> str:
     rows = []
     chosen = [x for x in results if x.get("packing")]
     for (_, gate, mode), group in grouped(chosen, lambda x: x.call[:3]).items():
-        alone = next(x.get("ms") for x in group if x.is_ours and x.get("packing") == "one document")
         rows += [
-            (gate, mode, x.get("packing"), x.get("implementation"), number(x.get("ms")), ratio(x.get("ms") / alone))
+            (
+                gate,
+                mode,
+                x.get("packing"),
+                x.get("implementation"),
+                number(x.get("ms")),
+                ratio(x.get("ms") / alone(x, group)),
+            )
             for x in group
         ]
-    return table(["gate", "mode", "documents", "implementation", "ms", "of one document in glax"], rows)
+    text = "A ratio is to one document in the same file of results, or to `none` where the file has no such row.\n"
+    text += "Where it has neither, the one document is of another run.\n\n"
+    return text + table(["gate", "mode", "documents", "implementation", "ms", "of one document in glax"], rows)
+
+
+def alone(x: Result, group: list[Result]) -> float:
+    """Return the time of glax for one document, if possible in the file of x, [ms]."""
+    ours = {(y.file, y.get("packing")): y.get("ms") for y in group if y.is_ours}
+    of_others = next((ms for (_, documents), ms in ours.items() if documents == "one document"), None)
+    return ours.get((x.file, "one document"), ours.get((x.file, "none"), of_others))
 
 
 def decoding(results: list[Result]) -> str:
