@@ -82,7 +82,7 @@ class DeltaLayout:
         found = self.by_segment(self.scan_segments("transitions", None))
         own = self.by_segment(self.scan_segments("adjoint ends", None)) if adjoint else found[:, :, :, : p.V]
         S = jnp.zeros_like(own[:, 0]) if start is None else start
-        through = "nhvk,nhck->nhvc" if adjoint else "nhvc,nhck->nhvk"  # S M^T, transposed, or dS M
+        through = "nhvk,nhck->nhvc" if adjoint else "nhvc,nhck->nhvk"  # S^T M^T forward; dS^T M for the adjoint
         entering = [S] * p.parts
         for part in range(p.parts)[:: -1 if p.descending(adjoint) else 1]:
             entering[part] = S

@@ -15,10 +15,10 @@ The scan of the adjoint is a reverse scan, from dS' = dL/dS' behind the chunk an
     dS   = e^L dS' + Q^T (scale e^G dO) - K^T (beta e^G dX)
 
 A program has one head of one sequence, and 64 columns of V, which do not depend on the others. One warpgroup carries the state
-(`delta_scan_carry`), one forms the scores and writes the results (`delta_scan_help`), and one fetches.
+(`delta_scan_carry`), one forms the scores and one writes the results (`delta_scan_emit`), and one fetches.
 
-Long sequences are cut into segments. "transitions" finds the state of each from zero and the matrix M by which it passes a state
-on, S' = M S + its own, and the rest is exact, too: dS = M^T dS' + its own.
+Long sequences are cut into segments. A scan for "transitions" finds the state S_0 of each segment from zero, and the matrix M by
+which the segment passes a state on: S' = M S + S_0. In the adjoint dS = M^T dS' + dS_0, with the same M.
 """
 
 import functools

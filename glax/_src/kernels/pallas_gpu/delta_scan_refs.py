@@ -188,7 +188,8 @@ class Barriers(NamedTuple):
     @classmethod
     def types(cls, w: DeltaScan) -> "Barriers":
         copies = 3 + w.stripes * w.reads_values + w.reads_queries + w.is_adjoint
-        readers = len(w.roles) - 1 - (w.kind == "states")  # where what is emitted needs no tile of a chunk
+        # All but the fetching warpgroup. For "states" the emitting one reads no tile either.
+        readers = len(w.roles) - 1 - (w.kind == "states")
         return cls(
             plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=readers, num_barriers=STAGES),

@@ -11,8 +11,8 @@ Ref = Any
 
 
 class EdgeCopies(NamedTuple):
-    """Hold which chunks are read from copies, and the copies, in global memory. There are none of arrays that a kernel does not
-    read."""
+    """Hold which chunks are read from copies, and the copies, in global memory. A copy is None if the kernel does not read that
+    array."""
 
     block: Ref  # [chunks]: the C rows of a copy from which the chunk is read, or -1
     k: Ref  # [B, 3 C, HK, K]

@@ -36,7 +36,7 @@ class KernelLayout:
     The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these blocks. E counts the
     segments of all sequences. square: whether the layout serves the gradient, whose blocks are square unless `gradient_groups`
     computes it. edges, tokens: of a row that holds packed sequences, else None. edges: its `Edges`, with other than per-key
-    gates. tokens: the row of the first token and the row behind the last, with per-key gates.
+    gates. tokens: a pair of row numbers, of the first token and behind the last, with per-key gates.
 
     q, k, v: [B, rows, heads * blocks, K or V] in bfloat16. gates: the results of `key_gates` or `head_sums`. scale: [N] in
     float32. table: the result of `segments`.
@@ -58,9 +58,8 @@ class KernelLayout:
         self.q, self.k = (self.in_blocks(x, self.K) for x in (r.q, r.k))
         self.v = self.in_blocks(r.v, self.V)
         self.chunks = -(-self.q.shape[1] // C) if self.rows.begins is None else self.rows.most_chunks
-        self.gates: Any = (
-            self.key_gates() if self.key else head_sums(self.head_gates(), r.reverse)
-        )  # per-key gates: a tuple
+        # A tuple of terms with per-key gates, else one array.
+        self.gates: Any = self.key_gates() if self.key else head_sums(self.head_gates(), r.reverse)
         self.scale = r.scale.astype(jnp.float32)
         self.table = self.segments()
 

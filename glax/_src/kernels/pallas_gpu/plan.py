@@ -167,7 +167,8 @@ class Scan:
 
     @property
     def has_output_tile(self) -> bool:
-        """Return whether outputs of a scan with per-key gates have a tile of their own, because that of q is used or too wide."""
+        """Return whether outputs of a scan with per-key gates have a tile of their own, because the tile of q
+        holds q^, or is wider than the outputs."""
         return self.narrow or (self.outputs and self.columns < self.K)
 
     @property

@@ -1,4 +1,4 @@
-"""Find the newest reset of every token within its chunk. A token draws on the tokens from there on.
+"""Find the newest reset of every token within its chunk. A token draws on tokens from its newest reset on.
 
 With r_i the position of token i's newest reset, in scan order, or -1 without a reset in the chunk at or before i:
 
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from glax._src.kernels.pallas_gpu.plan import C
 
-LOG_OF_RESET = -1e30  # the log decay of a state that a reset clears; finite, so that sums with it are
+LOG_OF_RESET = -1e30  # the log decay of a state that a reset clears; finite, so that sums stay finite
 
 
 def newest_resets(resets: Bool[Array, "B T"], reverse: bool) -> Int[Array, "B chunks _"]:

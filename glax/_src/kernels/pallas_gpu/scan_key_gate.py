@@ -5,7 +5,7 @@ M_i is the sum of log decays from a chunk's middle through token i, L of its fir
     q^_i = q_i e^{M_i},  k^_j = k_j e^{-M_j},  S' = e^L S
     o_i  = scale * (q^_i^T S' + (q_i . k_i) v_i + sum_{j < i} (q^_i . k^_j) v_j)          S_out = e^R (S' + sum_j k^_j v_j^T)
 
-Two exponentials an element serve every product. They are safe while |M|, |L| and |R| are at most 60, and while e^R and the next
+Two exponentials per element serve every product. They are safe while |M|, |L| and |R| are at most 60, and while e^R and the next
 chunk's e^L stay two factors of the state (`common.limits`). A chunk with larger sums is out of range. There q and k are scaled
 to the edges of the chunk, S' is the state that enters it, and no score is formed:
 
@@ -58,8 +58,10 @@ def key_scan(
     """Scan every segment of `table` with per-key gates. Return `ScanResults`.
 
     table: [E, 4], the batch row, first chunk, number of chunks and sequence (for `scale`) of every segment; [E, H, 5] for
-    `either`. If packed, the table has three more columns: the first row of the segment's first chunk in a, b, q and g, divided
-    by 8; the segment's first row; and the row behind its last.
+    `either`, whose fifth column is 1 against time. If packed, the table is [E, 7]: also the first row of the segment's first
+    chunk in a, b, q and g, divided by 8; the segment's first row; and the row behind its last. If bounded, it is [E, 7] or
+    [E, H, 7]: the last two columns are the row of the first token and the row behind the last, and the fifth is used by
+    `either` alone.
     a, b: [B, T, heads, K] and [B, T, heads, V], k and v, or q and d_output with `adjoint`.
     g: the terms of the gates, [B, T, H, K] in bfloat16 each. start: [E, H, K, V] in float32.
     known_out_of_range: [B, chunks, H], `out_of_range` of the forward's `ScanResults`, which the scan of dL/dS reads.

@@ -157,8 +157,10 @@ def newest_resets(p: Program, step, layout: Any = BY_ROW):
 
 
 def divide_scores(p: Program, step, P):
-    """Return the scores [C, C] of tokens and those before them, with zeros for pairs that a reset divides: they have different
-    newest resets. Positions are not compared, because the compiler would hold those of all columns."""
+    """Zero the scores [C, C] of pairs whose tokens have different newest resets.
+
+    Positions are not compared, because the compiler would hold the positions of all columns.
+    """
     return jnp.where(
         by_row(newest_resets(p, step), P.shape) == by_column(newest_resets(p, step, BY_COLUMN), P.shape), P, 0.0
     )

@@ -95,7 +95,8 @@ def scale_chunk(s: Scaler, step, log):
     # [C, 64]; [C]; [64] of both halves
     M, largest, ends = sum_gates(s, gates)
 
-    # Scalers wait until q, k and v are loaded, and so until all have consumed what is overwritten here next.
+    # Scalers wait until q, k and v are loaded. These are fetched once the warpgroups that multiply are done with the chunk
+    # before in this slot. So they have also read its decays and scores, which are overwritten here next.
     if w.to_edge:
         if w.either:
             log = log + ends[0] + ends[1]
@@ -171,12 +172,13 @@ def sum_gates(s: Scaler, gates):
 def clear_cut(s: Scaler, slot):
     """Zero the tokens of k^ that a reset divides from the edge by which the scan leaves the chunk.
 
-    With time these are the tokens before the newest reset of the last token. Against it they are all that have a reset.
+    With time these are the tokens before the chunk's newest reset. Against time they are those with a reset at or before them.
+    `behind_newest` and `before_all` return a number for each token: it is below 0 where the token is cleared.
     """
     p, w = s.p, s.p.plan
     share, slot = lax.optimization_barrier((p.warpgroup - w.consumers, slot))
     plgpu.commit_smem()  # all warps have stored k^
-    # [C]: below 0 where a token is cleared
+    # [C]
     if w.either:
         against = p.adjoint
         reach = (1 - against) * behind_newest(p, slot) + against * before_all(p, slot)
@@ -188,13 +190,13 @@ def clear_cut(s: Scaler, slot):
 
 
 def behind_newest(p: Program, slot):
-    """Return how far each token is behind the newest reset of the chunk, [C]; below 0 before it."""
+    """Return the position of each token less the position of the chunk's newest reset, [C]: below 0 before the reset."""
     row = plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW)
     return (C - 1 - row if p.plan.reverse else row) - p.tiles.newest[slot, p.plan.last_token]
 
 
 def before_all(p: Program, slot):
-    """Return a number of at least 0 where a token is before all resets of the chunk, [C]."""
+    """Return 0 for each token before all resets of the chunk, and a number below 0 for the others, [C]."""
     return -1 - plgpu.load(p.tiles.newest.at[slot], layout=BY_ROW)
 
 

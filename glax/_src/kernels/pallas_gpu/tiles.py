@@ -27,7 +27,7 @@ PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 
 def with_terms(refs, place: int, terms: int) -> list:
-    """Return references with `terms` of them, from `place` on, as one tuple: those of arrays whose sum per-key gates are."""
+    """Gather the `terms` references from `place` on, the terms of the gates, in one tuple."""
     return [*refs[:place], tuple(refs[place : place + terms]), *refs[place + terms :]]
 
 

@@ -9,9 +9,9 @@ e^-M, A = scale mask(x y^T), dA = mask(do v^T). S' and dS' are the states decaye
 
 A reset divides a chunk (`resets`). A and dA then exclude pairs of tokens that a reset divides, the rows of do S'^T are those
 of tokens before all resets of the chunk, and the rows of v dS'^T and y dS' those of tokens behind all. S' dS' has no term in
-dg. Of a pair i >= t > j in one segment both terms of the last sum are behind t only for i, so the sum is the same if it ends
-where the next reset begins, and pairs of other segments, whose terms cancel, need not be formed. It is 0 at a reset. The terms
-with S' have no rows behind the first reset, and those with dS' none before the last.
+dg. A pair i >= t > j adds one term to the last sum, over tokens from t on; a pair with both tokens from t on adds two, which
+cancel. So the sum may end before the next reset. It is 0 at a reset. The terms with S' have no rows from the first reset on,
+and those with dS' none before the last.
 
 The last sum cancels except for the pairs across t, because it is formed from the same x, y and dA as dq and dk. x, y and dA
 have 16 bits in two terms of bfloat16, and their products are three of the four products of terms. A has 8 bits, and its

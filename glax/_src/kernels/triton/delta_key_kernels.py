@@ -16,7 +16,7 @@ is positive. The state is read as it enters, and decays by e^{G_last} before the
 
     Q e^G      K e^G      K e^{G_last - G}
 
-In float32 all chunks have these operands, because e^{R - M_j} of large R and M_j would not have all digits.
+With float32 and float16 inputs all chunks have these operands, because e^{R - M_j} of large R and M_j would not have all digits.
 """
 
 from glax._src.kernels.triton.delta_inverse import unit_inverse
