@@ -5,8 +5,8 @@ G_i is the sum of a chunk's log gates through token i:
     L_ij = beta_i (k_i . k_j) e^{G_i - G_j}     j before i
     R    = (I + L)^-1 - I
 
-No exponent is above 0 for gates <= 0, so one form is exact for all gates; a gate of -inf makes its pairs 0. L includes the
-decays. The inverse of a matrix without decays may overflow where (I + L)^-1 is small.
+Exponents are sums of gates between two tokens, which are never above 0 for gates <= 0, so no gate needs another form. A gate of
+-inf makes its pairs 0. L includes the decays. The inverse of a matrix without decays may overflow where (I + L)^-1 is small.
 
 The inverse is formed by blocks. Those of 16 on the diagonal are inverted by substitution (`delta_blocks`), and then merged with
 their neighbours until one block is left. With X the inverses and M the blocks of L between neighbours, the merged inverses are

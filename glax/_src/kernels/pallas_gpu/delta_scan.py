@@ -1,21 +1,22 @@
 """Scan under the delta rule with per-head gates, for the outputs or for what the gradient reads.
 
-G_i is the sum of a chunk's log gates through token i, and L the sum of all of them. S [K, V] is the state before the chunk, R
-the result of `delta_inverse`, and P_ij = scale (q_i . k_j) e^{G_i - G_j} for j up to i:
+G_i is the sum of a chunk's log gates through token i, and G_last the sum of all of them. S [K, V] is the state before the
+chunk, R the result of `delta_inverse`, and P_ij = scale (q_i . k_j) e^{G_i - G_j} for j up to i:
 
     X    = beta (V - e^G K S)
     U    = X + R X                      what the tokens write
     O    = scale e^G Q S + P U
-    S'   = e^L S + K^T (e^{L - G} U)
+    S'   = e^{G_last} S + K^T (e^{G_last - G} U)
 
 The scan of the adjoint is a reverse scan, from dS' = dL/dS' behind the chunk and dO:
 
-    dU   = e^{L - G} K dS' + P^T dO
+    dU   = e^{G_last - G} K dS' + P^T dO
     dX   = dU + R^T dU                  dV = beta dX
-    dS   = e^L dS' + Q^T (scale e^G dO) - K^T (beta e^G dX)
+    dS   = e^{G_last} dS' + Q^T (scale e^G dO) - K^T (beta e^G dX)
 
-A program has one head of one sequence, and 64 columns of V, which do not depend on the others. One warpgroup carries the state
-(`delta_scan_carry`), one forms the scores and one writes the results (`delta_scan_emit`), and one fetches.
+A program has one head of one sequence, and 64 columns of V, or 128 for most "transitions"; columns do not depend on each other.
+One warpgroup carries the state (`delta_scan_carry`), one forms the scores and one writes the results (`delta_scan_emit`), and
+one fetches.
 
 Long sequences are cut into segments. A scan for "transitions" finds the state S_0 of each segment from zero, and the matrix M by
 which the segment passes a state on: S' = M S + S_0. In the adjoint dS = M^T dS' + dS_0, with the same M.

@@ -102,7 +102,7 @@ def back(p: Program, me, step, dS):
 
 
 def decayed(p: Program, slot, S):
-    """Return e^L S. Call it before a product starts: ptxas would wait for that product, because a product has written S."""
+    """Return e^{G_last} S. Call it before a product starts: ptxas would wait for it, because a product has written S."""
     return lax.optimization_barrier(S * p.tiles.factors[slot, WITHIN, p.plan.last_token])
 
 

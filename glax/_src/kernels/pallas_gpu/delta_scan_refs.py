@@ -113,7 +113,7 @@ class Operands(NamedTuple):
     v: Ref  # [B, T, HV, V]
     d_output: Ref  # [B, T, H, V], for the adjoint; else any array
     inverse: Ref  # [B, chunks, H, C, C]: R
-    factors: Ref  # [B, chunks, H, FACTORS, C]: beta, beta e^G, e^{L - G}, e^G, G to base 2
+    factors: Ref  # [B, chunks, H, FACTORS, C]: beta, beta e^G, e^{G_last - G}, e^G, G to base 2
     scale: Ref  # [N + 1]
     start: Ref  # [N, H, V, K]
 

@@ -14,7 +14,7 @@ class EdgeCopies(NamedTuple):
     """Hold which chunks are read from copies, and the copies, in global memory. A copy is None if the kernel does not read that
     array."""
 
-    block: Ref  # [chunks]: the C rows of a copy from which the chunk is read, or -1
+    block: Ref  # [chunks]: 0, 1 or 2, the block of C rows of a copy that a chunk is read from; -1 for none
     k: Ref  # [B, 3 C, HK, K]
     q: Ref = None  # [B, 3 C, HQ, K]
     v: Ref = None  # [B, 3 C, HV, V]

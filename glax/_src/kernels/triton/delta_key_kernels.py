@@ -5,9 +5,9 @@ G_i is the sum of the log gates of a chunk through token i, and G_last is that s
     L_ij = beta_i sum_k k_ik k_jk e^{G_ik - G_jk}, j < i      what token i erases of what token j wrote
     P_ij = scale sum_k q_ik k_jk e^{G_ik - G_jk}, j <= i      the scores
 
-M is the sum of the gates from the chunk's middle, with sign -1 before it. E and R are the sums over the first and the second
-half. Where all three are in range (`common.limits`), both matrices are one product with k e^{-M}, and the state is decayed to the
-middle of the chunk before it is read:
+M_i is the sum of the log gates from the chunk's middle through token i; before the middle, minus the sum of those behind i. E
+and R are the sums over the first and the second half. Where all three are in range (`common.limits`), both matrices are one
+product with k e^{-M}, and the state is decayed to the middle of the chunk before it is read:
 
     Q e^M      K e^M      K e^{-M}            the operands of the products with the state there, which is e^E S
 
@@ -16,7 +16,8 @@ is positive. The state is read as it enters, and decays by e^{G_last} before the
 
     Q e^G      K e^G      K e^{G_last - G}
 
-With float32 and float16 inputs all chunks have these operands, because e^{R - M_j} of large R and M_j would not have all digits.
+With float32 and float16 inputs all chunks have these operands, because e^{R - M_j} would lose digits where R and M_j are near
+the limit.
 """
 
 from glax._src.kernels.triton.delta_inverse import unit_inverse
@@ -52,7 +53,8 @@ def delta_key_pairs(
 
     q_read, k_read, k_written [rows, H, K]: the scaled operands. inverse, scores [chunks, H, C, C]: T and P. factors [chunks, H,
     3, C]: beta is the last. decays [chunks, H, 4, K]: what the state is multiplied by before it is read, between that and the
-    writes, and behind these, and R. max_abs_cumsum [chunks, H]: the largest of |M|, |E| and |R|.
+    writes, and behind these, and R (0 with the operands of the edges). max_abs_cumsum [chunks, H]: the largest of |M|, |E| and
+    |R|.
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
     origin, count = tl.load(table + e * 6), tl.load(table + e * 6 + 2)

@@ -15,9 +15,10 @@ The gradient of a log gate sums over all pairs of tokens that the gate decays, o
 
 without the terms of a token with itself, which no gate decays. "within" are the terms of the pairs inside the chunk.
 
-Where the gates are in range, both states are given at the chunk's middle, as e^E S and e^R dS' of `delta_key_kernels`. All
-products then have the operands q e^M, k e^M and k e^{-M} of that kernel, and only the results are decayed, by e^M or e^{-M}. In
-dg the terms of pairs within the chunk cancel except for the pairs across a gate: both sides are products of the same operands.
+Where the gates are in range, both states are used at the chunk's middle, as e^E S and e^R dS' of `delta_key_kernels`. With
+bfloat16 inputs they are given there, else this kernel brings them there and forms the operands again. All products then have
+the operands q e^M, k e^M and k e^{-M} of that kernel, and only the results are decayed, by e^M or e^{-M}. In dg the terms of
+pairs within the chunk cancel except for the pairs across a gate: both sides are products of the same operands.
 """
 
 from glax._src.kernels.triton.delta_key_kernels import load_beta
@@ -53,7 +54,8 @@ def delta_key_gradient(
     """Compute dq, dk, dg [rows, H, K], dv [rows, H, V], dbeta [rows, H] and dscale [chunks, H] of a chunk.
 
     BV holds all of V; each iteration takes BK columns of the states [chunks, H, V, K]. q_read, k_read, k_written and decays are
-    those of `delta_key_pairs`. Where gates are out of range, `exact_delta_key_gradient` computes dq, dk, dg and dscale again.
+    those of `delta_key_pairs`. In the code x, z and y are q e^M, k e^M and k e^{-M}. Where gates are out of range,
+    `exact_delta_key_gradient` computes dq, dk, dg and dscale again.
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
     pair = e.to(tl.int64) * H + h
