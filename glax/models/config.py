@@ -126,8 +126,7 @@ class Options:
         value."""
         value = self.take(key, default)
         is_pair = isinstance(value, list | tuple) and len(value) == 2
-        numeric = is_pair and all(isinstance(x, numbers.Real) and not isinstance(x, bool) for x in value)
-        if not numeric or not above < value[0] <= value[1] < math.inf:
+        if not (is_pair and all(map(is_finite, value)) and above < value[0] <= value[1]):
             raise ValueError(
                 f"{self.inside}{key} in config.json must be two numbers above {above:g} in ascending order, got {value!r}"
             )

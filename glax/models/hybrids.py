@@ -63,8 +63,6 @@ def rotation(options: Options, theta: float, partial: float | None = None) -> di
         raise options.unsupported("rope_parameters", "rope_type must be 'default'")
     theta, share = inner.number("rope_theta", theta, above=0), inner.number("partial_rotary_factor", share)
     inner.finish()
-    if theta <= 0:
-        raise ValueError(f"rope_theta in config.json must be above 0, got {theta!r}")
     if not 0 < share <= 1:
         raise ValueError(f"partial_rotary_factor in config.json must be above 0 and at most 1, got {share!r}")
     return dict(theta=theta, partial=1.0 if partial is None else share)

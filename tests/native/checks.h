@@ -1,15 +1,18 @@
 // Runs the kernels on a case and compares the results with the reference.
 #pragma once
+#include <unistd.h>
+
 #include <cstdio>
 
 #include "../../glax/_src/kernels/cpu/native/segments.h"
 #include "pool.h"
 #include "reference.h"
 
-// A group of checks: prints one line for the group and one for each failure.
+// A group of checks: prints one line for the group and one for each failure. A group that takes longer than its time is a
+// deadlock, and ends the process. With a sanitizer, and behind other work, a group takes a minute.
 class Group {
  public:
-  explicit Group(const char* name) : name_(name) {}
+  explicit Group(const char* name) : name_(name) { alarm(600); }
   ~Group() {
     if (worst_ > 0) {
       std::printf("%-6s %-7s %-40s %5lld checks, %.2f of the bar at worst\n", failed_ ? "FAILED" : "passed",

@@ -22,7 +22,6 @@ bool run(const char* instructions, const char* name, bool only_threads, Count& t
   if (pipe(ends) != 0) return false;
   const pid_t child = fork();
   if (child == 0) {
-    alarm(300);  // ends a deadlock
     setenv("GLAX_CPU_INSTRUCTIONS", instructions, 1);
     if (name && std::string(glax::kernels().name) != name) {
       std::printf("absent %s\n", name);

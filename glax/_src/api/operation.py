@@ -12,7 +12,8 @@ from glax._src.core.registry import Config, KernelSpec, Platform, kernel_registr
 from glax._src.kernels import load_kernels
 from glax._src.tuning.op import Kernel, example_of
 
-BOUND = tuple(inspect.signature(bind).parameters)  # `run` refuses what neither it nor bind takes
+# `run` refuses what is not among these: `one_token` is of steps alone.
+BOUND = tuple(name for name in inspect.signature(bind).parameters if name != "one_token")
 GATES = ("g", "g_gamma", "gk", "gv")
 ARRAYS = ("query", "key", "value", *GATES, "initial_state", "cu_seqlens", "segment_ids", "softmax_scale")
 

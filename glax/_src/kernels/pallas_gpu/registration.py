@@ -20,10 +20,8 @@ FASTER, SLOWER = 15, 5
 
 
 def forward_priority(r: Recurrence) -> int:
-    """Return a priority above Triton's from 1024 tokens on, where every measurement was faster, and below it for fewer tokens.
-
-    Under the delta rule the bound is the size that was measured, B4 T2048 H16.
-    """
+    """Return a priority above Triton's from 1024 tokens on, where every measurement was faster, and below it for fewer
+    tokens."""
     if r.erasure is not None:
         return delta_priority(r)
     return FASTER if r.q.shape[1] >= 1024 else SLOWER
@@ -33,8 +31,7 @@ def gradient_priority(r: Recurrence) -> int:
     """Return a priority above Triton's from 2048 x 16 rows of heads on, and below it for fewer. Each block of a wide head
     counts.
 
-    With half as many rows the gradient was not faster. Under the delta rule the bound is the size that was measured, B4 T2048
-    H16.
+    With half as many rows the gradient was not faster.
     """
     if r.erasure is not None:
         return delta_priority(r)
@@ -43,8 +40,12 @@ def gradient_priority(r: Recurrence) -> int:
 
 
 def delta_priority(r: Recurrence) -> int:
-    """Return a priority above Triton's from 8192 x 16 rows of heads on, the smallest size that was measured with beta."""
-    return FASTER if r.q.shape[0] * r.q.shape[1] * r.num_heads >= 8192 * 16 else SLOWER
+    """Return a priority above Triton's from 2048 tokens and 8192 x 16 rows of heads on, and below it for fewer.
+
+    B4 T2048 H16 is the smallest size that was measured with beta.
+    """
+    B, T = r.q.shape[:2]
+    return FASTER if T >= 2048 and B * T * r.num_heads >= 8192 * 16 else SLOWER
 
 
 def in_two_phases(r: Recurrence) -> bool:
