@@ -96,6 +96,21 @@ def documents(T: int, count: int) -> tuple[int, ...]:
     return tuple(int(row) for row in np.sort(chosen))
 
 
+def neighbours(layer: Layer) -> dict[str, Layer]:
+    """Return layers about 1% smaller, which are filled up to `layer` or nearly so, one with one token more, and one with an odd
+    number of heads, by the name of what changes."""
+    each = layer.H // layer.groups
+    changes = (
+        dict(T=layer.T - 20),
+        dict(T=layer.T + 1),
+        dict(K=layer.K - 2),
+        dict(V=layer.V - 4),
+        dict(K=layer.K - 2, V=layer.V - 4),
+        dict(groups=layer.groups + 1, H=(layer.groups + 1) * each) if layer.groups > 1 else dict(H=layer.H + 1),
+    )
+    return {", ".join(f"{k}={v}" for k, v in x.items()): dataclasses.replace(layer, **x) for x in changes}
+
+
 PUBLISHED = (
     Layer("GLA-340M", 8, 2048, 4, 4, 128, 256, "key", peer="fla"),
     Layer("GLA-340M, float32 gates", 8, 2048, 4, 4, 128, 256, "key", "float32"),

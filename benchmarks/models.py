@@ -6,6 +6,7 @@ python benchmarks/models.py --compile 16            # the candidates of fla-core
 python benchmarks/models.py --packed                # one row of 32,768 tokens: documents, and gates of -inf at their places
 python benchmarks/models.py --shape B,T,GROUPS,H,K,V --gate head    # a shape of your own
 python benchmarks/models.py --alone --jobs 8        # glax's programs compiled side by side: first calls are not timed
+python benchmarks/models.py --between               # shapes beside the published ones, as multiples of these
 python benchmarks/models.py --errors                # relative errors against float64, in thousandths; nothing is timed
 
 All implementations of a layer are timed in turns in one process, with many calls in flight; medians. "of floor": the time over
@@ -26,7 +27,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from layers import GATES, MODES, NAMED, PUBLISHED, Layer, documents, least_bytes, with_gradient
+from layers import GATES, MODES, NAMED, PUBLISHED, Layer, documents, least_bytes, neighbours, with_gradient
 from peers_fla import compile_a_part, compile_in_parts, short_tuning
 from peers_layers import JaxImplementation, TorchPeer, jla_output
 from timing import table
@@ -131,6 +132,24 @@ def measure_packed(args) -> list[dict]:
     return rows
 
 
+def measure_between(layers, args) -> list[dict]:
+    """Compare every layer with its neighbours, by glax alone, timed in turns."""
+    rows, gbytes = [], copy_gbytes(7)
+    for layer in layers:
+        near = {layer.name: layer} | neighbours(layer)
+        made = {name: JaxImplementation(x.output, x.operands()) for name, x in near.items()}
+        times = {mode: interleaved([x.ways()[mode] for x in made.values()], args.iters) for mode in MODES}
+        for i, (name, x) in enumerate(near.items()):
+            row, least = dict(model=layer.name, shape=name, problem=x.problem), least_bytes(x.operands())
+            for mode, named in MODES.items():
+                ms = times[mode][i].median
+                row |= {f"{named} ms": f"{ms:.4f}", f"{named} of the layer": round(ms / times[mode][0].median, 3)}
+                row |= {f"{named} of floor": round(ms / (least[mode] / gbytes / 1e6), 2)}
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    return rows
+
+
 def summary(name: str, lines: list[dict]) -> dict:
     """The columns of a table: times and multiples of the floor for glax, and what peers take as multiples of glax."""
     row = dict(model=name)
@@ -173,6 +192,7 @@ def parsed():
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--packed", action="store_true")
     what.add_argument("--errors", action="store_true")
+    what.add_argument("--between", action="store_true")
     what.add_argument("--part", type=lambda text: tuple(map(int, text.split("/"))), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -191,6 +211,9 @@ def main():
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, glax {glax.__version__}", flush=True)
     if args.errors:
         print(table([errors(layer) for layer in layers]))
+        return
+    if args.between:
+        print(table(measure_between(layers, args)))
         return
     if importlib.util.find_spec("torch") and importlib.util.find_spec("fla") and not args.alone:
         if args.compile:
