@@ -148,8 +148,7 @@ HALF: dict[str, Any] = dict(dtype="bfloat16", gate_dtype="bfloat16")
 CASES = (
     Case("key", **WIDE),
     Case("key, extreme", **WIDE, strengths=("extreme",)),
-    Case("key, all -20", **WIDE, strengths=("-20",)),
-    Case("key, all 0", **WIDE, strengths=("0",)),
+    Case("key, all gates", **WIDE, strengths=("-20", "0")),
     Case("none", **WIDE, gates=()),
     Case("constant", **WIDE, gates=("g_gamma",)),
     Case("head", **WIDE, gates=("g",)),
@@ -171,5 +170,6 @@ CASES = (
     Case("delta rule, key, extreme, reverse", **WIDE, erasure=("erase", "write"), strengths=("extreme",), reverse=True),
     Case("delta rule, key, 4 queries, one token", B=2, T=1, K=24, V=40, heads=(4, 2, 4), erasure=("beta",)),
     Case("delta rule, bfloat16, key, packed", **PACKED, dtype="bfloat16", erasure=("beta",)),
+    Case("delta rule, bfloat16, head, 2 keys", B=2, T=150, K=64, V=64, gates=("g",), heads=(2, 2, 4), erasure=("beta",), **HALF),
 )  # fmt: skip
 QUICK = ("key", "key, extreme", "constant", "all gates, packed, reverse", "bfloat16, key")

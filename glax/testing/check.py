@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -157,18 +159,29 @@ def check_kernels(cases: Sequence[Case] = CASES) -> Iterator[Result]:
     load_kernels()
     specs = list(kernel_registry.kernels.values())
     programs = {spec.name: jax.jit(spec.run, static_argnames="config") for spec in specs}
-    for trial in trials(cases):
-        for spec in specs:
-            if (reason := spec.refusal(trial.r)) is not None:
-                yield Result(spec.name, trial.title, "refused", reason=reason)
-            elif spec.is_gradient:
-                yield trial.gradient(spec.name, gradient_of(spec, programs[spec.name]))
-            elif spec.role is Role.VERIFY:
-                yield trial.verification(spec.name, forward_of(spec, programs[spec.name]))
-            else:
-                yield trial.forward(spec.name, forward_of(spec, programs[spec.name]))
-        if trial.title in QUICK:
-            yield trial.both(AS_CHOSEN, chosen)
+
+    def results_of(trial: Trial) -> list[Result]:
+        results = [result_of(trial, spec, programs[spec.name]) for spec in specs]
+        return results + [trial.both(AS_CHOSEN, chosen)] if trial.title in QUICK else results
+
+    # Most of the time is the compilers', which run beside each other in threads.
+    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="glax_check")
+    try:
+        for results in pool.map(results_of, trials(cases)):
+            yield from results
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def result_of(trial: Trial, spec: KernelSpec, program: Callable) -> Result:
+    """Return the result of a registered kernel on a case."""
+    if (reason := spec.refusal(trial.r)) is not None:
+        return Result(spec.name, trial.title, "refused", reason=reason)
+    if spec.is_gradient:
+        return trial.gradient(spec.name, gradient_of(spec, program))
+    if spec.role is Role.VERIFY:
+        return trial.verification(spec.name, forward_of(spec, program))
+    return trial.forward(spec.name, forward_of(spec, program))
 
 
 def forward_of(spec: KernelSpec, program: Callable) -> Callable[[Recurrence], Any]:

@@ -16,9 +16,15 @@ def multiprocessors() -> int:
     return getattr(local_device(), "core_count", None) or 132
 
 
+def found_capability() -> str | None:
+    """Return the compute capability of the GPU that kernels are chosen for, such as "9.0", or None without a GPU."""
+    found = getattr(local_device(), "compute_capability", None)
+    return None if found is None else str(found)
+
+
 def capability() -> tuple[int, ...]:
     """Return the compute capability of the GPU that kernels are chosen for; an H100's where there is none."""
-    return numbers(str(getattr(local_device(), "compute_capability", None) or "9.0"))
+    return numbers(found_capability() or "9.0")
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from glax._src.core.backend import local_device
 from glax._src.core.known_miscompiles import numbers
 from glax._src.core.recurrence import Recurrence
+from glax._src.kernels.common.gpu import found_capability
 
 XLA = 'leave out platform, or pass platform="xla"'
 
@@ -35,7 +35,7 @@ def too_wide(r: Recurrence, widest_key: int, widest_value: int, what: str = "hea
 
 def older_gpu() -> str | None:
     """Return a refusal of a GPU of a compute capability below 8.0, or None."""
-    found = getattr(local_device(), "compute_capability", None)
-    if found is None or numbers(str(found)) >= (8, 0):
+    found = found_capability()
+    if found is None or numbers(found) >= (8, 0):
         return None
     return f"needs a GPU of compute capability 8.0 or newer, this one has {found}: {XLA}"

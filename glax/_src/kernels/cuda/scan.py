@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from glax._src.core.backend import local_device
 from glax._src.core.erasure import arrays_of
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.kernels.common.foreign import NONE, call
+from glax._src.kernels.common.gpu import capability
 from glax._src.kernels.cuda.config import CudaConfig, layout_of
 from glax._src.kernels.cuda.images import image_of
 from glax._src.kernels.cuda.library import TARGET
@@ -140,5 +140,4 @@ def staged_tokens(r: Recurrence, columns: int, threads: int) -> int:
 def architecture() -> str:
     """Return the architecture of the GPU that the program is for. Without a GPU return a Hopper GPU's, to compile ahead of
     time."""
-    capability = str(getattr(local_device(), "compute_capability", None) or "9.0")
-    return f"sm_{capability.replace('.', '')}"
+    return "sm_" + "".join(map(str, capability()))

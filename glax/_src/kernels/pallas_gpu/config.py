@@ -4,11 +4,10 @@ import dataclasses
 import importlib.util
 import math
 
-from glax._src.core.backend import local_device
 from glax._src.core.known_miscompiles import numbers, version_of
 from glax._src.core.recurrence import Recurrence, varying_axes
 from glax._src.core.registry import Config, check_field
-from glax._src.kernels.common.gpu import multiprocessors
+from glax._src.kernels.common.gpu import found_capability, multiprocessors
 from glax._src.kernels.common.refusals import XLA, empty, other_dtype, too_wide
 from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks, C
 
@@ -23,9 +22,9 @@ def installation() -> str | None:
         return f"needs jax>=0.11, {version_of('jax')} is installed: pip install -U jax"
     if importlib.util.find_spec("absl") is None:
         return "needs absl-py: pip install absl-py"
-    capability = getattr(local_device(), "compute_capability", None)
-    if capability is not None and numbers(str(capability))[0] != 9:
-        return f"needs a Hopper GPU, compute capability 9.0, this one has {capability}: {XLA}"
+    found = found_capability()
+    if found is not None and numbers(found)[0] != 9:
+        return f"needs a Hopper GPU, compute capability 9.0, this one has {found}: {XLA}"
     return None
 
 

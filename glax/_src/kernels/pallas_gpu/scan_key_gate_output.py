@@ -101,7 +101,7 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
         for x in terms:
             plgpu.wgmma(scores, x, transposed(a))
         if w.resets:
-            pl.when(p.is_cut(slot))(functools.partial(divide_from_state, p, step))
+            pl.when(p.has_reset(slot))(functools.partial(divide_from_state, p, step))
         plgpu.barrier_wait(p.barriers.state_stored)
         for x in terms:
             plgpu.wgmma(output, x, p.tiles.state)
@@ -110,7 +110,7 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
         if not w.narrow:
             P = add_lost(p, step, traced, P, lambda slot: transposed(p.tiles.a.at[slot]))
         if w.resets:
-            P = lax.cond(p.is_cut(slot), functools.partial(divide_scores, p, step), lambda P: P, P)
+            P = lax.cond(p.has_reset(slot), functools.partial(divide_scores, p, step), lambda P: P, P)
         P = jnp.where(later > o.j, P, jnp.where(same == o.j, by_row(own, P.shape), 0.0))
         high = tiles.high_part(P)
         plgpu.wgmma(output, high.astype(jnp.bfloat16), b)
@@ -134,7 +134,7 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
             o.fetch_q(step - 1 + stages, lax.rem(step - 1, jnp.int32(stages)))
 
         if w.resets:
-            pl.when(traced & p.is_cut(slot))(functools.partial(divide_lost_from_state, p, step))
+            pl.when(traced & p.has_reset(slot))(functools.partial(divide_lost_from_state, p, step))
         output = add_lost(p, step, traced, output, lambda slot: p.tiles.state)
         plgpu.barrier_arrive(p.barriers.state_read)
 

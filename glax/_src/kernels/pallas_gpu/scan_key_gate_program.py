@@ -114,7 +114,7 @@ class Program:
             newest = self.operands.newest.at[self.segment_field(0), self.chunk(step)]
             plgpu.copy_gmem_to_smem(newest, self.tiles.newest.at[slot], loaded.at[slot])
 
-    def is_cut(self, slot):
+    def has_reset(self, slot):
         """Return whether the chunk contains a reset, which no state passes."""
         return self.tiles.newest[slot, self.plan.last_token] >= 0
 

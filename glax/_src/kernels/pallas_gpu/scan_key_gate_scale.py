@@ -103,7 +103,7 @@ def scale_chunk(s: Scaler, step, log):
         release_gates(s, step, gate_slot)
         wait_for_tokens(s, slot)
         if w.either and w.resets:
-            log = log + LOG_OF_RESET * p.is_cut(slot).astype(jnp.float32)
+            log = log + LOG_OF_RESET * p.has_reset(slot).astype(jnp.float32)
         store_decays(s, slot, decays_to_edge(s, step, ends))
         scale_keys(s, slot, M)
     else:
@@ -128,7 +128,7 @@ def scale_chunk(s: Scaler, step, log):
 
     if w.resets and not w.outputs:
         slot = lax.rem(lax.optimization_barrier(step), jnp.int32(w.stages))  # again: the compiler would spill one
-        pl.when(p.is_cut(slot))(functools.partial(clear_cut, s, slot))
+        pl.when(p.has_reset(slot))(functools.partial(clear_cut, s, slot))
     plgpu.commit_smem()
     plgpu.barrier_arrive(p.barriers.scaled.at[slot])
     if not roomy(w):

@@ -54,7 +54,9 @@ def advance_shared_state(p: Program, columns, S, step, slot, decay_behind):
         return tiles.added(S, (transposed(p.tiles.a.at[slot]), p.tiles.b.at[slot]))
 
     if p.plan.resets:
-        S = lax.cond(p.is_cut(slot), functools.partial(begin_anew, p, slot), lambda S: with_tokens(decay_behind(S)), S)
+        S = lax.cond(
+            p.has_reset(slot), functools.partial(begin_anew, p, slot), lambda S: with_tokens(decay_behind(S)), S
+        )
     else:
         S = with_tokens(decay_behind(S))
     plgpu.barrier_arrive(p.barriers.consumed.at[slot])
@@ -66,8 +68,8 @@ def wait_for_outputs(p: Program, step):
     if not p.plan.resets:
         plgpu.barrier_wait(p.barriers.state_read)
         return
-    is_cut = p.is_cut(lax.rem(step, jnp.int32(p.plan.stages)))  # its tiles are not fetched again before this wait
-    pl.when(jnp.logical_not(is_cut))(lambda: plgpu.barrier_wait(p.barriers.state_read))
+    has_reset = p.has_reset(lax.rem(step, jnp.int32(p.plan.stages)))  # its tiles are not fetched again before this wait
+    pl.when(jnp.logical_not(has_reset))(lambda: plgpu.barrier_wait(p.barriers.state_read))
 
 
 def begin_anew(p: Program, slot, S):
@@ -103,7 +105,7 @@ def carry_state(p: Program, columns, advance):
             S = add_behind(p, columns, S, step)
         before, behind = log_decay(slot, 0), log_decay(slot, 1)
         if w.resets:  # no state passes
-            log = LOG_OF_RESET * p.is_cut(slot).astype(jnp.float32)
+            log = LOG_OF_RESET * p.has_reset(slot).astype(jnp.float32)
             before, behind = (before, behind + log) if w.states else (before + log, behind)
         if not w.states:
             return advance(p, columns, S, step, slot, lambda S: decayed(S, before))
@@ -123,7 +125,7 @@ def carry_state(p: Program, columns, advance):
         def decay_behind(S):
             S = lax.cond(out_of_range > 0, decay_through, lambda S: S, S)
             if w.resets and not w.outputs:
-                S = lax.cond(p.is_cut(slot), lambda S: zeros(S.shape), lambda S: S, S)
+                S = lax.cond(p.has_reset(slot), lambda S: zeros(S.shape), lambda S: S, S)
             return S
 
         # Never e^{tail + before}, which may be e^-120 = 0 where S is up to e^60 (`common.limits`).
