@@ -9,6 +9,7 @@ Slow: fla's Triton kernels run in Triton's interpreter.
 """
 
 import contextlib
+import inspect
 import pathlib
 import sys
 import tempfile
@@ -26,6 +27,7 @@ import fla.models.kda.modeling_kda
 import fla.models.modeling_utils
 import fla.models.retnet.modeling_retnet
 import torch
+import transformers.models.qwen3_next.modeling_qwen3_next as qwen3_next
 from fla.layers import KimiDeltaAttention
 from fla.models import (
     DeltaNetConfig,
@@ -242,20 +244,27 @@ def gradients_by_saved_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def in_float64():
     """Make what a model's own code casts to float32 float64: in float32, sums that cancel differ by more than the bars."""
-    to, single = torch.Tensor.to, torch.Tensor.float
+    to, single, cast = torch.Tensor.to, torch.Tensor.float, torch.Tensor.type
 
-    def wider(x, *args, **options):
-        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
-        options = {key: torch.float64 if arg is torch.float32 else arg for key, arg in options.items()}
-        return to(x, *args, **options)
+    def wider(function):
+        def call(x, *args, **options):
+            args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+            options = {key: torch.float64 if arg is torch.float32 else arg for key, arg in options.items()}
+            return function(x, *args, **options)
 
-    torch.Tensor.to, torch.Tensor.float = wider, torch.Tensor.double
+        return call
+
+    torch.Tensor.to, torch.Tensor.float, torch.Tensor.type = wider(to), torch.Tensor.double, wider(cast)
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
-        torch.Tensor.to, torch.Tensor.float = to, single
+        torch.Tensor.to, torch.Tensor.float, torch.Tensor.type = to, single, cast
         torch.set_default_dtype(torch.float32)
+
+
+# transformers calls fla's kernels where fla is installed. Its own code is the reference here, and takes float64.
+qwen3_next.torch_chunk_gated_delta_rule = inspect.unwrap(qwen3_next.torch_chunk_gated_delta_rule)
 
 
 def make(name: str):
