@@ -55,6 +55,13 @@ CASES = {
         dataclasses.replace(CASE, T=300, heads=(1, 1, 2), K=64, V=64), (Draw("mild"), Draw("-inf on 5%", "to 2")), True, 2
     ),
     "segments, reversed": (dataclasses.replace(CASE, T=200, V=64, reverse=True), (Draw("mild"),), False, 3),
+    "values of 256": (dataclasses.replace(CASE, T=70, K=64, V=256), (Draw("mild"),), True, 1),
+    "values of 160, packed in one row, reversed": (
+        dataclasses.replace(CASE, K=96, V=160, T=70, cuts=(0, 40, 69), state=False, reverse=True), (Draw("mild"),), False, 1
+    ),
+    "values of 192, segments": (
+        dataclasses.replace(CASE, T=200, heads=(1, 1, 2), K=64, V=192), (Draw("mild"),), True, 2
+    ),
     "segments, packed": (
         dataclasses.replace(CASE, T=140, K=64, V=64, cuts=(0, 70, 139), state=False), (Draw("mild"),), False, 2
     ),
@@ -106,7 +113,7 @@ def test_unsupported_calls_name_the_reason():
     assert delta_supports(bind(x, x, x, g=beta, beta=beta)) is None
     assert "per-key gates" in str(delta_supports(bind(x, x, x, gk=x, beta=beta)))
     assert "erase and write" in str(delta_supports(bind(x, x, x, erase=x)))
-    wide = jnp.zeros((1, 64, 1, 200), jnp.bfloat16)
-    assert "V up to 128, got K=64 and V=200" in str(delta_supports(bind(x, x, wide, beta=beta)))
+    wide = jnp.zeros((1, 64, 1, 520), jnp.bfloat16)
+    assert "V up to 512, got K=64 and V=520" in str(delta_supports(bind(x, x, wide, beta=beta)))
     with pytest.raises(ValueError, match="columns must be 64 with beta"):
         delta.chunked(bind(x, x, x, beta=beta), HopperConfig(columns=128))

@@ -64,6 +64,8 @@ KERNELS = {
     ("gradient, delta, segments", "head", "64"): 6,
     ("gradient, delta, groups", "head", "128"): 4,
     ("gradient, delta", "head", "64"): 4,
+    ("gradient, delta, groups", "head", "128x256"): 4,
+    ("gradient, delta, segments", "head", "64x192"): 6,
     ("forward, residuals, states", "head", "128"): 1,
     ("gradient, states", "head", "128"): 3,
     ("forward, residuals, states", "key", "128"): 2,

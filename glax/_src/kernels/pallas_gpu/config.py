@@ -51,7 +51,7 @@ def delta_supports(r: Recurrence) -> str | None:
         return f"takes the delta rule with beta, got erase and write: {XLA}"
     if r.decay.form == "key":
         return f"takes beta with per-head, constant or no gates, got per-key gates: {XLA}"
-    return too_wide(r, WIDEST, WIDEST, "heads that erase")
+    return too_wide(r, WIDEST, WIDEST_VALUE, "heads that erase")
 
 
 def padded(width: int) -> int:
@@ -65,7 +65,8 @@ class Widths:
     the state.
 
     stored: the blocks by which states are stored for the gradient, which is computed by these blocks. With per-head gates a
-    program of a scan has all of K, and its 64 columns of a state are stored as parts of several blocks.
+    program of a scan has all of K, and its 64 columns of a state are stored as parts of several blocks. Heads that erase are
+    not divided.
     """
 
     blocks: Blocks
@@ -78,6 +79,8 @@ class Widths:
         """Return the widths for r. square: whether the gradient's kernels need square blocks, of 64 columns where keys are that
         narrow and else of 128."""
         K, V = 64 if r.q.shape[3] <= 64 else WIDEST, padded(r.v.shape[3])
+        if r.erasure is not None:
+            return cls(WHOLE, K, -(-r.v.shape[3] // 64) * 64, WHOLE)
         if square:
             V = K
         blocks = Blocks(-(-r.q.shape[3] // K), -(-r.v.shape[3] // V))

@@ -14,6 +14,7 @@ from glax._src.kernels.pallas_gpu.config import HopperConfig, in_one_row
 from glax._src.kernels.pallas_gpu.delta_inverse import inverses_of_chunks
 from glax._src.kernels.pallas_gpu.delta_scan import delta_scan
 from glax._src.kernels.pallas_gpu.delta_scan_refs import STRIPE, DeltaScan, Results
+from glax._src.kernels.pallas_gpu.delta_vjp_wide import delta_gradient_wide
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.packed_row import Edges, PackedRow
 from glax._src.kernels.pallas_gpu.plan import C
@@ -175,7 +176,8 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
     states = d.scan("states", r.initial_state).states if residuals is None else residuals.states
     adjoint = d.scan("adjoint", d_final)
     chunkwise = states, adjoint.states, p.gates, d.beta, p.scale_of_chunks()
-    each = delta_vjp.delta_gradient(r.reverse, p.q, p.k, d.d_output, *chunkwise, *d.edges)
+    gradient = delta_vjp.delta_gradient if p.V <= delta_vjp.WIDEST else delta_gradient_wide
+    each = gradient(r.reverse, p.q, p.k, d.d_output, *chunkwise, *d.edges)
     terms = [each.terms[:, :, :, i] for i in range(delta_vjp.TERMS)]
     dg = gate_gradient(p, terms)
     decay = dict.fromkeys(("constant", "head", "key"))

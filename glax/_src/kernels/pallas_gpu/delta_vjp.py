@@ -12,7 +12,7 @@ G_i is the sum of a chunk's log gates through token i, and L the sum of all of t
            + sum_{i >= t} (q_i . dq_i + e_i . de_i - k_i . (A^T q + B^T e)_i)
 
 The kernel writes the numbers of every token, and XLA sums them over tokens. One warpgroup computes A and dq, and the other B,
-de and dk. A program has one chunk of one head.
+de and dk. A program has one chunk of one head. `delta_vjp_wide` computes the same where keys or values are wider than 128.
 """
 
 import dataclasses
@@ -34,6 +34,7 @@ from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_
 
 BF16 = jnp.bfloat16
 PAIRS = (C, C)
+WIDEST = 128  # columns of V in shared memory together
 TERMS = 5
 QUERIES, EDGE, KEYS, BEFORE, BETA = range(TERMS)  # rows of `Results.terms`
 
@@ -60,45 +61,56 @@ class Results(NamedTuple):
     dk: Ref  # [B, T, H, K]
     terms: Ref  # [B, chunks, H, TERMS, C]: q . dq / scale; parts of <S, dS'>; e . de - k . (...); k . (...); de . k
 
+    @classmethod
+    def types(cls, x: Operands) -> "Results":
+        (B, T, H, _), K, chunks = x.d_output.shape, x.q.shape[3], x.gates.shape[1]
+        rows = jax.ShapeDtypeStruct((B, T, H, K), BF16)
+        return cls(rows, rows, jax.ShapeDtypeStruct((B, chunks, H, TERMS, C), jnp.float32))
+
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. dq and dk overwrite q and k."""
+    """Hold the shared memory of keys and of pairs of tokens. dq and dk overwrite q and k."""
 
     q: Ref  # [C, K]
     k: Ref  # [C, K]
-    d_output: Ref  # [C, V]
-    states: Ref  # [V, K + C]
-    d_states: Ref  # [V, K + C]
     gates: Ref  # [C]
     beta: Ref  # [C]
     output_pairs: tuple[Ref, Ref]  # [C, C]: A / scale in two terms
     erase_pairs: tuple[Ref, Ref]  # [C, C]: beta_i B_ij in two terms
-    tokens_loaded: Ref
-    states_loaded: Ref
+    loaded: Ref
     scored: Ref  # A is in its place
     done: Ref  # both warpgroups have read all tiles
 
     @classmethod
-    def types(cls, K: int, V: int) -> "Tiles":
+    def types(cls, K: int) -> "Tiles":
         return cls(
             q=tiled(C, K),
             k=tiled(C, K),
-            d_output=tiled(C, V),
-            states=tiled(V, K + C),
-            d_states=tiled(V, K + C),
             gates=plgpu.SMEM((C,), jnp.float32),
             beta=plgpu.SMEM((C,), jnp.float32),
             output_pairs=(tiled(C, C), tiled(C, C)),
             erase_pairs=(tiled(C, C), tiled(C, C)),
-            tokens_loaded=plgpu.Barrier(num_arrivals=5),
-            states_loaded=plgpu.Barrier(num_arrivals=2),
+            loaded=plgpu.Barrier(num_arrivals=4),
             scored=plgpu.Barrier(),
             done=plgpu.Barrier(num_arrivals=2),
         )
 
+
+class States(NamedTuple):
+    """Hold the shared memory of what has columns of V. S^T or dS'^T [V, K] and beside it U^T or dX^T [V, C] are one copy."""
+
+    d_output: Ref  # [C, V]
+    states: Ref  # [V, K + C]
+    d_states: Ref  # [V, K + C]
+    loaded: Ref
+
+    @classmethod
+    def types(cls, K: int, V: int) -> "States":
+        return cls(tiled(C, V), tiled(V, K + C), tiled(V, K + C), plgpu.Barrier(num_arrivals=3))
+
     @property
     def K(self) -> int:
-        return self.q.shape[1]
+        return self.states.shape[1] - C
 
     def state(self, ref):
         """Return S^T or dS'^T, [V, K], of the tile that holds it."""
@@ -118,6 +130,12 @@ class Program:
     edges: EdgeCopies | None
     results: Results
     tiles: Tiles
+
+    @classmethod
+    def of(cls, reverse: bool, count: int, refs) -> "tuple[Program, Any]":
+        """Return the program and the tiles that its kernel has beside `Tiles`. count: the number of operands among refs."""
+        given, (*results, tiles, own) = refs[:count], refs[count:]
+        return cls(reverse, *split_edges(Operands, given), Results(*results), tiles), own
 
     def place(self):
         """Return sequence, chunk and head."""
@@ -163,85 +181,120 @@ def delta_gradient(reverse: bool, *operands) -> Results:
     """Compute the fields of `Results` for every chunk and head. operands: the fields of `Operands`, and of `EdgeCopies` if there
     are any."""
     x, _ = split_edges(Operands, operands)
-    (B, T, H, V), K, chunks = x.d_output.shape, x.q.shape[3], x.gates.shape[1]
 
     def body(*refs):
-        given, (*results, own) = refs[: len(operands)], refs[len(operands) :]
-        p = Program(reverse, *split_edges(Operands, given), Results(*results), own)
+        p, own = Program.of(reverse, len(operands), refs)
         me = lax.axis_index("warpgroup")
-        pl.when(me == 0)(functools.partial(load_all, p))
-        pl.when(me == 0)(functools.partial(of_queries, p))
-        pl.when(me == 1)(functools.partial(of_keys, p))
+        pl.when(me == 0)(functools.partial(load_all, p, own))
+        pl.when(me == 0)(functools.partial(of_queries, p, own))
+        pl.when(me == 1)(functools.partial(of_keys, p, own))
 
     body.__name__ = "delta_gradient"  # in profiles
-    rows = [jax.ShapeDtypeStruct((B, T, H, width), BF16) for width in (K, K)]
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(Results(*rows, jax.ShapeDtypeStruct((B, chunks, H, TERMS, C), jnp.float32))),
-        grid=(B * chunks * H,),
+        out_type=tuple(Results.types(x)),
+        grid=(x.gates.shape[0] * x.gates.shape[1] * x.gates.shape[2],),
         grid_names=("program",),
         num_threads=2,
         thread_name="warpgroup",
-        scratch_types=[Tiles.types(K, V)],
+        scratch_types=[Tiles.types(x.q.shape[3]), States.types(x.q.shape[3], x.d_output.shape[3])],
         compiler_params=tiles.PARAMS,
     )
     return Results(*once(("delta_gradient", reverse), kernel, *operands))
 
 
-def load_all(p: Program):
+def load_all(p: Program, own: States):
     """Start to load all tiles."""
+    x = p.operands
+    (b, c, h), H = p.place(), x.gates.shape[2]
+    for source, tile in ((x.states, own.states), (x.d_states, own.d_states)):
+        plgpu.copy_gmem_to_smem(source.at[b, c, h], tile, own.loaded)
+    at = b, c, quotient(h, H // x.d_output.shape[2]), slice(None)
+    fetch_tokens(p.edges, "d_output", x.d_output, at, own.d_output, own.loaded)
+    load_keys(p)
+
+
+def load_keys(p: Program):
+    """Start to load q, k, gates and beta."""
     x, t = p.operands, p.tiles
     (b, c, h), H = p.place(), x.gates.shape[2]
-    for source, tile in ((x.states, t.states), (x.d_states, t.d_states)):
-        plgpu.copy_gmem_to_smem(source.at[b, c, h], tile, t.states_loaded)
-    for name in ("d_output", "k", "q"):
+    for name in ("k", "q"):
         source = getattr(x, name)
         at = b, c, quotient(h, H // source.shape[2]), slice(None)
-        fetch_tokens(p.edges, name, source, at, getattr(t, name), t.tokens_loaded)
+        fetch_tokens(p.edges, name, source, at, getattr(t, name), t.loaded)
     for source, tile in ((x.gates, t.gates), (x.beta, t.beta)):
-        plgpu.copy_gmem_to_smem(source.at[b, c, h], tile, t.tokens_loaded)
+        plgpu.copy_gmem_to_smem(source.at[b, c, h], tile, t.loaded)
 
 
-def of_queries(p: Program):
+def of_queries(p: Program, own: States):
     """Compute A and dq, and <S, dS'>."""
+    V, K = own.states.shape[0], own.K
+    plgpu.barrier_wait(own.loaded)
+    plgpu.barrier_wait(p.tiles.loaded)
+    store_scores(p, tiles.product(PAIRS, (own.d_output, own.beside(own.states))))
+    dq = gradient_of_queries(p, tiles.product((C, K), (own.d_output, own.state(own.states))))
+    p.write_term(EDGE, sum((read(own.states.at[at]) * read(own.d_states.at[at])).sum(1) for at in parts(V, K)))
+    send_queries(p, dq)
+
+
+def of_keys(p: Program, own: States):
+    """Compute B, de and dk."""
+    shape = (C, own.K)
+    # [C, V]
+    U, dX = own.beside(own.states), transposed(own.beside(own.d_states))
+    plgpu.barrier_wait(own.loaded)
+    plgpu.barrier_wait(p.tiles.loaded)
+    B = erased_scores(p, tiles.product(PAIRS, (dX, U)))
+    store_split(p.tiles.erase_pairs, B * by_row(p.beta(), PAIRS))
+    dk, erased = erased_gradient(p, tiles.product(shape, (dX, own.state(own.states))), split(B))
+    behind = tiles.product(shape, (transposed(U), own.state(own.d_states)))
+    send_keys(p, dk, erased, behind)
+
+
+def store_scores(p: Program, pairs):
+    """Store A / scale in two terms. pairs: dO U^T, [C, C]."""
+    store_split(p.tiles.output_pairs, p.decayed(pairs, diagonal=True))
+    plgpu.barrier_arrive(p.tiles.scored)
+
+
+def gradient_of_queries(p: Program, of_state):
+    """Return dq / scale, [C, K]. of_state: dO S^T."""
     t = p.tiles
-    V, K = t.d_output.shape[1], t.K
-    plgpu.barrier_wait(t.states_loaded)
-    plgpu.barrier_wait(t.tokens_loaded)
-    # [C, C]
-    A = p.decayed(tiles.product(PAIRS, (t.d_output, t.beside(t.states))), diagonal=True)
-    store_split(t.output_pairs, A)
-    plgpu.barrier_arrive(t.scored)
-    # [C, K]
-    dq = tiles.product((C, K), (t.d_output, t.state(t.states)))
-    dq = tiles.added(dq * by_row(jnp.exp2(p.gates()), (C, K)), *((term, t.k) for term in t.output_pairs))
+    dq = of_state * by_row(jnp.exp2(p.gates()), of_state.shape)
+    dq = tiles.added(dq, *((term, t.k) for term in t.output_pairs))
     p.write_term(QUERIES, (dq * read(t.q)).sum(1))
-    p.write_term(EDGE, sum((read(t.states.at[at]) * read(t.d_states.at[at])).sum(1) for at in parts(V, K)))
+    return dq
+
+
+def send_queries(p: Program, dq):
+    """Write dq in the place of q, and to global memory, once both warpgroups have read all tiles."""
     meet(p)
-    t.q[...] = (dq * p.scale()).astype(BF16)
+    p.tiles.q[...] = (dq * p.scale()).astype(BF16)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(t.q, p.tokens(p.results.dq))
+    plgpu.copy_smem_to_gmem(p.tiles.q, p.tokens(p.results.dq))
     plgpu.wait_smem_to_gmem(0)
 
 
-def of_keys(p: Program):
-    """Compute B, de and dk."""
-    t = p.tiles
-    shape = (C, t.K)
-    # [C, V]
-    U, dX = t.beside(t.states), transposed(t.beside(t.d_states))
-    plgpu.barrier_wait(t.states_loaded)
-    plgpu.barrier_wait(t.tokens_loaded)
-    # [C, C]
-    B = p.decayed(tiles.product(PAIRS, (dX, U)), diagonal=False, factor=-1.0)
-    store_split(t.erase_pairs, B * by_row(p.beta(), PAIRS))
-    # [C, K]
-    de = tiles.product(shape, (dX, t.state(t.states)))
-    de = tiles.added(de * by_row(-jnp.exp2(p.gates()), shape), *((term, t.k) for term in split(B)))
+def erased_scores(p: Program, pairs):
+    """Return B [C, C]. pairs: dX U^T."""
+    return p.decayed(pairs, diagonal=False, factor=-1.0)
+
+
+def erased_gradient(p: Program, of_state, B):
+    """Return beta de [C, K] and its products with k, [C]. of_state: dX S^T, [C, K]. B: in two terms."""
+    t, shape = p.tiles, of_state.shape
+    de = tiles.added(of_state * by_row(-jnp.exp2(p.gates()), shape), *((term, t.k) for term in B))
     p.write_term(BETA, (de * read(t.k)).sum(1))
     dk = de * by_row(p.beta(), shape)
-    erased = (dk * read(t.k)).sum(1)
-    behind = tiles.product(shape, (transposed(U), t.state(t.d_states)))
+    return dk, (dk * read(t.k)).sum(1)
+
+
+def send_keys(p: Program, dk, erased, behind):
+    """Add the other terms of dk, and write it in the place of k, and to global memory.
+
+    dk: beta de, [C, K]. erased: its products with k, [C]. behind: U dS'^T, [C, K].
+    """
+    t, shape = p.tiles, dk.shape
     last = t.gates[0 if p.reverse else C - 1]
     behind = behind * by_row(jnp.exp2(last - p.gates()), shape)
     p.write_term(BEFORE, (behind * read(t.k)).sum(1))

@@ -7,6 +7,7 @@ docs/internals/experiments/hopper.md has the figures.
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
 from glax._src.kernels.pallas_gpu.config import (
+    WIDEST,
     HopperConfig,
     Widths,
     in_one_row,
@@ -42,9 +43,12 @@ def gradient_priority(r: Recurrence) -> int:
 def delta_priority(r: Recurrence) -> int:
     """Return a priority above Triton's from 2048 tokens and 8192 x 16 rows of heads on, and below it for fewer.
 
-    B4 T2048 H16 is the smallest size that was measured with beta.
+    B4 T2048 H16 is the smallest size that was measured with beta. Keys and values wider than 128 were not measured, and have the
+    lower priority.
     """
     B, T = r.q.shape[:2]
+    if max(r.q.shape[3], r.v.shape[3]) > WIDEST:
+        return SLOWER
     return FASTER if T >= 2048 and B * T * r.num_heads >= 8192 * 16 else SLOWER
 
 

@@ -1,0 +1,182 @@
+"""Compute the gradient of every chunk under the delta rule where values are wider than 128, with per-head gates.
+
+The formulas are those of `delta_vjp`. In these, dO U^T, dX U^T, dO S^T, dX S^T, U dS'^T and <S, dS'> are sums over the columns of
+V. A program adds them up in registers over steps of 64 columns, always in the same order. So q, k and the states are read once,
+and dq and dk are written once.
+
+One warpgroup loads, a step ahead. The other two are those of `delta_vjp`.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu import tiles
+from glax._src.kernels.pallas_gpu.delta_inverse import store_split
+from glax._src.kernels.pallas_gpu.delta_vjp import (
+    EDGE,
+    PAIRS,
+    Operands,
+    Program,
+    Results,
+    Tiles,
+    erased_gradient,
+    erased_scores,
+    gradient_of_queries,
+    load_keys,
+    parts,
+    send_keys,
+    send_queries,
+    store_scores,
+)  # fmt: skip
+from glax._src.kernels.pallas_gpu.edge_tiles import fetch_tokens, split_edges
+from glax._src.kernels.pallas_gpu.lowering_cache import once
+from glax._src.kernels.pallas_gpu.plan import C, quotient
+from glax._src.kernels.pallas_gpu.tiles import BY_ROW, by_row, read, tiled, transposed, zeros
+
+STAGES = 2  # steps in shared memory: one in work, one on its way
+COLUMNS = 64  # of V in a step
+REGISTERS = 24, 240  # of a thread that loads, and of one that computes
+
+Ref = Any
+
+
+class Columns(NamedTuple):
+    """Hold the shared memory of a step's columns of V, by stage."""
+
+    d_output: Ref  # [STAGES, C, COLUMNS]
+    before: Ref  # [STAGES, COLUMNS, K]: S^T
+    tokens: Ref  # [STAGES, COLUMNS, C]: U^T
+    behind: Ref  # [STAGES, COLUMNS, K]: dS'^T
+    erased: Ref  # [STAGES, COLUMNS, C]: dX^T
+    loaded: Ref
+    consumed: Ref
+
+    @classmethod
+    def types(cls, K: int) -> "Columns":
+        state, pairs = tiled(STAGES, COLUMNS, K), tiled(STAGES, COLUMNS, C)
+        return cls(
+            d_output=tiled(STAGES, C, COLUMNS),
+            before=state,
+            tokens=pairs,
+            behind=state,
+            erased=pairs,
+            loaded=plgpu.Barrier(num_arrivals=5, num_barriers=STAGES),
+            consumed=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        )
+
+    @property
+    def K(self) -> int:
+        return self.before.shape[2]
+
+
+@functools.partial(jax.jit, static_argnums=0)  # so that equal calls are lowered once
+def delta_gradient_wide(reverse: bool, *operands) -> Results:
+    """Compute the fields of `Results` for every chunk and head. operands: the fields of `Operands`, and of `EdgeCopies` if there
+    are any."""
+    x, _ = split_edges(Operands, operands)
+
+    def body(*refs):
+        p, own = Program.of(reverse, len(operands), refs)
+        me = lax.axis_index("warpgroup")
+        pl.when(me == 0)(functools.partial(of_queries, p, own))
+        pl.when(me == 1)(functools.partial(of_keys, p, own))
+        pl.when(me == 2)(functools.partial(load, p, own))
+
+    body.__name__ = "delta_gradient_wide"  # in profiles
+    kernel = plgpu.kernel(
+        body,
+        out_type=tuple(Results.types(x)),
+        grid=(x.gates.shape[0] * x.gates.shape[1] * x.gates.shape[2],),
+        grid_names=("program",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=[Tiles.types(x.q.shape[3]), Columns.types(x.q.shape[3])],
+        compiler_params=tiles.PARAMS,
+    )
+    return Results(*once(("delta_gradient_wide", reverse), kernel, *operands))
+
+
+def steps(p: Program) -> int:
+    """Return the number of steps."""
+    return p.operands.d_output.shape[3] // COLUMNS
+
+
+def load(p: Program, own: Columns):
+    """Load all tiles, those of a step once the step that used their place is done."""
+    plgpu.set_max_registers(REGISTERS[0], action="decrease")
+    load_keys(p)
+    x, K = p.operands, own.K
+    first, beside = pl.ds(0, K), pl.ds(K, C)
+
+    @pl.loop(0, steps(p))
+    def _(step):
+        stage = stage_of(step)
+        loaded = own.loaded.at[stage]
+        pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(own.consumed.at[stage]))
+        b, c, h = p.place()
+        columns = pl.ds(step * COLUMNS, COLUMNS)
+        head = quotient(h, x.gates.shape[2] // x.d_output.shape[2])
+        fetch_tokens(p.edges, "d_output", x.d_output, (b, c, head, columns), own.d_output.at[stage], loaded)
+        pairs = [(x.states, first, own.before), (x.states, beside, own.tokens)]
+        pairs += [(x.d_states, first, own.behind), (x.d_states, beside, own.erased)]
+        for source, part, tile in pairs:
+            plgpu.copy_gmem_to_smem(source.at[b, c, h, columns, part], tile.at[stage], loaded)
+
+
+def stage_of(step):
+    """Return the stage of a step."""
+    return lax.rem(step, jnp.int32(STAGES))
+
+
+def of_queries(p: Program, own: Columns):
+    """Compute A and dq, and <S, dS'>."""
+    plgpu.set_max_registers(REGISTERS[1], action="increase")
+    nothing = zeros(PAIRS), zeros((C, own.K)), zeros((COLUMNS,), BY_ROW)
+    pairs, of_state, edge = lax.fori_loop(0, steps(p), functools.partial(add_queries, own), nothing)
+    plgpu.barrier_wait(p.tiles.loaded)
+    store_scores(p, pairs)
+    dq = gradient_of_queries(p, of_state)
+    p.write_term(EDGE, edge)
+    send_queries(p, dq)
+
+
+def add_queries(own: Columns, step, totals):
+    """Return dO U^T, dO S^T and parts of <S, dS'>, with the terms of a step's columns added."""
+    stage, (pairs, of_state, edge) = stage_of(step), totals
+    plgpu.barrier_wait(own.loaded.at[stage])
+    d_output, S, dS = own.d_output.at[stage], own.before.at[stage], own.behind.at[stage]
+    pairs, of_state = tiles.added_all((pairs, of_state), [(d_output, own.tokens.at[stage])], [(d_output, S)])
+    edge += sum((read(S.at[at]) * read(dS.at[at])).sum(1) for at in parts(COLUMNS, own.K))
+    plgpu.barrier_arrive(own.consumed.at[stage])
+    return pairs, of_state, edge
+
+
+def of_keys(p: Program, own: Columns):
+    """Compute B, de and dk."""
+    plgpu.set_max_registers(REGISTERS[1], action="increase")
+    shape = (C, own.K)
+    nothing = zeros(PAIRS), zeros(shape), zeros(shape)
+    pairs, of_state, behind = lax.fori_loop(0, steps(p), functools.partial(add_keys, own), nothing)
+    plgpu.barrier_wait(p.tiles.loaded)
+    B, t = erased_scores(p, pairs), p.tiles
+    store_split(t.erase_pairs, B)  # registers have no room for its two terms beside the sums
+    dk, erased = erased_gradient(p, of_state, t.erase_pairs)
+    store_split(t.erase_pairs, B * by_row(p.beta(), PAIRS))
+    send_keys(p, dk, erased, behind)
+
+
+def add_keys(own: Columns, step, totals):
+    """Return dX U^T, dX S^T and U dS'^T, with the terms of a step's columns added."""
+    stage = stage_of(step)
+    plgpu.barrier_wait(own.loaded.at[stage])
+    U, dX = own.tokens.at[stage], transposed(own.erased.at[stage])
+    of_state, of_gradient = (dX, own.before.at[stage]), (transposed(U), own.behind.at[stage])
+    totals = tiles.added_all(totals, [(dX, U)], [of_state], [of_gradient])
+    plgpu.barrier_arrive(own.consumed.at[stage])
+    return totals
