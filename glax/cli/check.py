@@ -16,7 +16,7 @@ def add_parser(subparsers):
         "check",
         help="compare every kernel with the reference on this machine",
         description="Runs every usable kernel on a set of telling cases, forward and gradients, and compares the results "
-        "with a token-by-token reference in float64. About a minute on 2 cores. Exit code 1 if any result misses its bar "
+        "with a token-by-token reference in float64. Minutes on 2 cores, for compilers. Exit code 1 if any result misses its bar "
         "or is not finite.",
     )
     parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} cases of {len(CASES)}")

@@ -162,7 +162,7 @@ def check_kernels(cases: Sequence[Case] = CASES) -> Iterator[Result]:
 
     def results_of(trial: Trial) -> list[Result]:
         results = [result_of(trial, spec, programs[spec.name]) for spec in specs]
-        return results + [trial.both(AS_CHOSEN, chosen)] if trial.title in QUICK else results
+        return [*results, trial.both(AS_CHOSEN, chosen)] if trial.title in QUICK else results
 
     # Most of the time is the compilers', which run beside each other in threads.
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="glax_check")

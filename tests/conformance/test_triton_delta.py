@@ -51,6 +51,7 @@ KEY_CASES = [
     *(ALL[name] for name in ("heads4-2-2", "K1V1")),
     DeltaCase("key-packed-reverse", ("gk",), reverse=True, **PACKED, draws=FEW[:2]),
     DeltaCase("bfloat16-key", ("gk",), T=70, K=64, V=64, dtype="bfloat16", draws=FEW[:2]),
+    DeltaCase("float16-key", ("gk",), T=70, K=32, V=32, dtype="float16", draws=FEW[:2]),
 ]
 TOKENS = [
     dataclasses.replace(ALL["none"], T=20, draws=FEW),
