@@ -60,6 +60,7 @@ KERNELS = {
     ("forward, residuals, delta, groups", "head", "128"): 2,
     ("forward, delta", "head", "128"): 2,
     ("forward, delta, segments", "head", "128"): 3,
+    ("forward, delta, one row, segments", "head", "128"): 5,
     ("gradient, delta, segments", "head", "128"): 6,
     ("gradient, delta, segments", "head", "64"): 6,
     ("gradient, delta, groups", "head", "128"): 4,
