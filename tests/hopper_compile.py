@@ -17,7 +17,7 @@ import glax
 from glax._src.core.bind import bind
 from glax._src.core.recurrence import StoredStates
 from glax._src.core.segments import Segments
-from glax._src.kernels.pallas_gpu import chunked, delta
+from glax._src.kernels.pallas_gpu import chunked, delta, delta_key
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 
 H100 = """
@@ -56,12 +56,14 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
     packed = "packed" in what or "one row" in what
 
     def call(q, k, v, g, d_output, d_final, cu_seqlens, resets):
-        given = {"g" if gate == "head" else "gk": g} | ({"beta": g} if "delta" in what else {})
+        given = {"g" if gate == "head" else "gk": g}
+        given |= {"beta": v[..., 0]} if "delta" in what else {}
         given |= {"initial_state": d_final} if "packed" in what else {}
         r = bind(q, k, v, **given, cu_seqlens=cu_seqlens if packed else None)
         if "resets" in what:
             r = r.replace(segments=Segments(resets, None))
-        kernels = delta if "delta" in what else chunked
+        of_delta = delta if gate == "head" else delta_key
+        kernels = of_delta if "delta" in what else chunked
         config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=columns)
         config = HopperConfig(config.parts) if "delta" in what else config
         if "states" in what:

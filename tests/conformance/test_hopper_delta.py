@@ -111,14 +111,8 @@ def test_inverse_where_its_powers_grow(reverse, monkeypatch):
 def test_unsupported_calls_name_the_reason():
     x, beta = jnp.zeros((1, 64, 1, 64), jnp.bfloat16), jnp.ones((1, 64, 1))
     assert delta_supports(bind(x, x, x, g=beta, beta=beta)) is None
-    assert "per-key gates" in str(delta_supports(bind(x, x, x, gk=x, beta=beta)))
     assert "erase and write" in str(delta_supports(bind(x, x, x, erase=x)))
     wide = jnp.zeros((1, 64, 1, 520), jnp.bfloat16)
     assert "V up to 512, got K=64 and V=520" in str(delta_supports(bind(x, x, wide, beta=beta)))
     with pytest.raises(ValueError, match="columns must be 64 with beta"):
         delta.chunked(bind(x, x, x, beta=beta), HopperConfig(columns=128))
-    state = jnp.zeros((2, 1, 64, 64))
-    r = bind(x, x, x, beta=beta, initial_state=state, cu_seqlens=jnp.asarray([0, 30, 64]))
-    for run in (delta.chunked, lambda r, config: delta.chunked_vjp(r, x, state, None, config)):
-        with pytest.raises(ValueError, match="parts must be 1 for packed sequences with states"):
-            run(r, HopperConfig(parts=2))

@@ -78,6 +78,13 @@ CASES = {
     "delta rule, segments, reversed": Call(
         T=700, K=64, V=64, gate="g", strength=-np.inf, reverse=True, beta=True, parts=2
     ),
+    "delta rule, key": Call(B=2, T=300, heads=(1, 1, 4), gate="gk", strength="mild", beta=True),
+    "delta rule, key, -inf, packed, reversed": Call(
+        T=600, gate="gk", strength=-np.inf, cuts=PACKED, reverse=True, beta=True
+    ),
+    "delta rule, key, float32 gates, segments": Call(
+        T=500, K=64, gate="gk", strength=-100.0, gate_dtype=jnp.float32, beta=True, parts=2
+    ),
     "delta rule, no gates": Call(T=1000, K=64, V=64, gate=None, beta=True),
 }
 

@@ -49,9 +49,14 @@ def delta_supports(r: Recurrence) -> str | None:
     """Return None, or why the kernels of the delta rule do not compute a recurrence with an erasure."""
     if r.erasing.beta is None:
         return f"takes the delta rule with beta, got erase and write: {XLA}"
-    if r.decay.form == "key":
-        return f"takes beta with per-head, constant or no gates, got per-key gates: {XLA}"
     return too_wide(r, WIDEST, WIDEST_VALUE, "heads that erase")
+
+
+def gradient_supports(r: Recurrence) -> str | None:
+    """Return None, or why the kernels of the gradient do not compute that of r."""
+    if r.erasure is not None and r.decay.form == "key":
+        return f"takes beta with per-head, constant or no gates, got per-key gates: {XLA}"
+    return supports(r)
 
 
 def padded(width: int) -> int:
@@ -93,8 +98,7 @@ class Widths:
 class HopperConfig(Config):
     """Configure the Hopper kernels.
 
-    parts: the segments of every sequence, 1 to 32; 1 for whole sequences, as packed sequences with initial states have to be. A
-    gradient of final states takes packed sequences whole for any parts. columns: the columns of the state in a program, 64 or
+    parts: the segments of every sequence, 1 to 32; 1 for whole sequences. columns: the columns of the state in a program, 64 or
     128. With heads of 64 columns, 128 columns are two heads, which share queries and keys (`scan_head_pair`).
     """
 
@@ -114,15 +118,6 @@ class HopperConfig(Config):
     def candidates(cls, r: Recurrence) -> "list[HopperConfig]":
         """Return the six configs with the lowest estimates, the heuristic first."""
         return sorted(shapes(r), key=lambda c: rounds(r, c))[:6]
-
-
-def check_parts(r: Recurrence, config: HopperConfig):
-    """Raise ValueError if the config divides packed sequences that are not one row. Each of these begins a chunk."""
-    if r.boundaries is not None and config.parts > 1:
-        raise ValueError(
-            f"parts must be 1 for packed sequences with states, each of which begins a chunk; got {config.parts}: pass "
-            "cfg=HopperConfig(parts=1), or leave out cfg"
-        )
 
 
 def group_size(r: Recurrence) -> int:

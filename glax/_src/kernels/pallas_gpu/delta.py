@@ -14,6 +14,7 @@ from glax._src.kernels.pallas_gpu.config import HopperConfig, in_one_row
 from glax._src.kernels.pallas_gpu.delta_inverse import inverses_of_chunks
 from glax._src.kernels.pallas_gpu.delta_scan import delta_scan
 from glax._src.kernels.pallas_gpu.delta_scan_refs import STRIPE, DeltaScan, Results
+from glax._src.kernels.pallas_gpu.delta_segments import SegmentedScan, beta_by_chunk, refuse_columns
 from glax._src.kernels.pallas_gpu.delta_vjp_wide import delta_gradient_wide
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.packed_row import Edges, PackedRow
@@ -21,7 +22,7 @@ from glax._src.kernels.pallas_gpu.plan import C
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaLayout:
+class DeltaLayout(SegmentedScan):
     """Hold a recurrence of the delta rule as the kernels read it: beta by chunk, and R of every chunk and head.
 
     beta: [B, chunks, H, C] in float32. factors: those of `delta_scan_refs`. d_output: dO in rows of chunks, for a gradient.
@@ -43,55 +44,19 @@ class DeltaLayout:
 
         Raises ValueError if the config has 128 columns.
         """
-        if config.columns != STRIPE:
-            raise ValueError(
-                f"columns must be {STRIPE} with beta, for the kernels of the delta rule have no others; got {config.columns}: "
-                f"pass cfg=HopperConfig(parts={config.parts})"
-            )
+        refuse_columns(config)
         beta, packed = r.erasing.beta, PackedRow(r) if one_row else None
         assert beta is not None, "supports refuses other erasures"
         if packed is None:
             p = KernelLayout(r, config)
         else:
             p, beta = KernelLayout(packed.row, config, edges=Edges.of(r)), jnp.where(packed.is_token[:, None], beta, 0)
-        beta = p.rows.take(beta).astype(jnp.float32)
-        beta = jnp.pad(beta, ((0, 0), (0, -beta.shape[1] % C), (0, 0)))
-        beta = jnp.swapaxes(beta.reshape(beta.shape[0], -1, C, p.H), 2, 3)
+        beta = beta_by_chunk(p, beta)
         d_output = None if d_output is None else p.in_blocks(d_output, p.V)
         edges = p.edge_copies(p.k, p.q, p.v, *([] if d_output is None else [d_output]))
         factors = factors_of_tokens(p.gates, beta, 0 if r.reverse else C - 1)
         inverse = inverses_of_chunks(r.reverse, p.k, p.gates, beta, *edges[:2])
         return cls(p, beta, factors, d_output, edges, inverse, packed)
-
-    def scan(self, kind, start) -> Results:
-        """Run `delta_scan` over every sequence. kind: `DeltaScan.kind`. start: states [N, H, K, V], or None for zeros.
-
-        Sequences that are cut into segments are scanned twice: at first for the states that enter the segments.
-        """
-        p, filled = self.layout, self.layout.start(start)
-        filled = None if filled is None else jnp.swapaxes(filled, 2, 3)
-        if p.parts == 1:
-            return self.scan_segments(kind, filled)
-        entering, last = self.entering(kind == "adjoint", filled)
-        return self.scan_segments(kind, entering)._replace(last=last)
-
-    def entering(self, adjoint: bool, start):
-        """Return the states that enter segments, [E, H, V, K], and those that leave sequences, [N, H, V, K]. adjoint: whether
-        these are gradients, and the scan is against time."""
-        p = self.layout
-        # [N, parts, H, V + K, K] and [N, parts, H, V, K]
-        found = self.by_segment(self.scan_segments("transitions", None))
-        own = self.by_segment(self.scan_segments("adjoint ends", None)) if adjoint else found[:, :, :, : p.V]
-        S = jnp.zeros_like(own[:, 0]) if start is None else start
-        through = "nhvk,nhck->nhvc" if adjoint else "nhvc,nhck->nhvk"  # S^T M^T forward; dS^T M for the adjoint
-        entering = [S] * p.parts
-        for part in range(p.parts)[:: -1 if p.descending(adjoint) else 1]:
-            entering[part] = S
-            S = own[:, part] + jnp.einsum(through, S, found[:, part, :, p.V :], precision="highest")
-        return jnp.stack(entering, 1).reshape(-1, *S.shape[1:]), S
-
-    def by_segment(self, found: Results):
-        return found.last.reshape(self.layout.N, self.layout.parts, *found.last.shape[1:])
 
     def scan_segments(self, kind, start) -> Results:
         """Scan every segment. start: the states that enter them, [E, H, V, K], or None for zeros."""
@@ -101,10 +66,6 @@ class DeltaLayout:
         d_output, edges = (self.d_output, self.edges) if w.is_adjoint else (p.v, self.edges[:4])
         operands = p.q, p.k, p.v, d_output, self.inverse, self.factors, p.scales, start, *edges
         return delta_scan(w, p.chunk_rows, jnp.asarray(p.table), *operands)
-
-    def last(self, found: Results):
-        """Return the states behind sequences, [N, H, K, V] of r."""
-        return self.layout.narrow(jnp.swapaxes(found.last, 2, 3))
 
     def by_row(self, x):
         """Return x [B, chunks, H, C] in the rows of r, [B, T, H]."""
@@ -147,15 +108,16 @@ def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs
 def forward(r: Recurrence, config: HopperConfig, kind) -> tuple[Outputs, Results]:
     """Return the outputs, and the results of the scan.
 
-    A scan of its own computes the final states of sequences in one row, and no outputs. XLA drops it where they are not used.
+    A scan of its own computes the final states of sequences in one row. XLA drops it where they are not used.
     """
     one_row = in_one_row(r)
+    config = config if one_row or r.boundaries is None else dataclasses.replace(config, parts=1)
     d = DeltaLayout.of(r, config, one_row)
     found = d.scan(kind, r.initial_state)
     p, ends = d.layout, found
     if one_row:
         d = DeltaLayout.of(r, dataclasses.replace(config, parts=1), one_row=False)
-        ends = d.scan("ends", None)
+        ends = d.scan("outputs", None)
     return Outputs(p.sum_of_values(found.output, p.blocks).astype(r.v.dtype), d.last(ends)), found
 
 
@@ -167,9 +129,9 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
     d_final: None for zeros, without which packed sequences are not taken as one row.
     """
     if in_one_row(r) and d_final is not None:
-        # The residuals are a row's. The states are computed again, with each sequence from a chunk's start on.
-        residuals, config = None, dataclasses.replace(config, parts=1)
+        residuals = None  # They are a row's. The states are computed again, with each sequence from a chunk's start on.
     one_row = in_one_row(r) and d_final is None
+    config = config if one_row or r.boundaries is None else dataclasses.replace(config, parts=1)
     d = DeltaLayout.of(r, config, one_row, d_output)
     p = d.layout
     states = d.scan("states", r.initial_state).states if residuals is None else residuals.states

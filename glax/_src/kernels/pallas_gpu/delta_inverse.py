@@ -113,7 +113,7 @@ def write_inverse(reverse: bool, x: Operands, edges: EdgeCopies | None, result: 
     L = keys * beta * jnp.exp2(jnp.where(i > j, G - to, -jnp.inf))
     X = delta_blocks.inverses_of_blocks(L, reverse)
     for size in SIZES:
-        X = merged(X, L, size, reverse, t)
+        X = merged(X, L, size, reverse, t.inverse, t.product)
     t.result[...] = jnp.where(i == j, 0.0, X).astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(t.result, result.at[b, c, h])
@@ -154,11 +154,16 @@ def tokens_of(size: int, second: bool, reverse: bool) -> list[int]:
     return [row for row in rows if (C - STEP - row if reverse else row) // size % 2 == second]
 
 
-def merged(X, L, size: int, reverse: bool, t: Tiles):
+def merged(X, L, size: int, reverse: bool, inverse: tuple[Ref, Ref], product: tuple[Ref, Ref]):
     """Return the inverses of the blocks of 2 * size on the diagonal of I + L, from X [C, C], the inverses of the blocks of
-    `size`."""
-    store_split(t.inverse, X)
+    `size`. inverse, product: the tiles of X and of M X, which may be
+    the same."""
+    if product is inverse:
+        plgpu.commit_smem()  # all warps have read the product before
+    store_split(inverse, X)
     between = between_neighbours(L, size, reverse)
-    through = split_product(between, t.inverse, tokens_of(size, False, reverse))
-    store_split(t.product, through)
-    return X - split_product(X, t.product, tokens_of(size, True, reverse))
+    through = split_product(between, inverse, tokens_of(size, False, reverse))
+    if product is inverse:
+        plgpu.commit_smem()  # all warps have read X
+    store_split(product, through)
+    return X - split_product(X, product, tokens_of(size, True, reverse))

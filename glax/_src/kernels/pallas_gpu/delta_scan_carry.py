@@ -28,15 +28,22 @@ from glax._src.kernels.pallas_gpu.tiles import after, read, rounded_part, transp
 
 def carry_state(p: Program, me):
     """Carry S or dS, transposed, [STRIPE, K], through all chunks. me: the warpgroup."""
-    w, x = p.plan, p.operands
     p.take_registers("carry")
+    S = starting_state(p, me)
+    S = lax.fori_loop(0, p.count(), functools.partial(back if p.plan.is_adjoint else onward, p, me), S)
+    p.results.last[p.place()[2], p.head, p.stripe(me), :] = S
+
+
+def starting_state(p: Program, me):
+    """Return what the warpgroup's stripe of the state begins from, [STRIPE, K]: given states, zeros, or in columns of M those
+    of I."""
+    w, x = p.plan, p.operands
+    if w.start:
+        return plgpu.load(x.start.at[p.place()[2], p.head, p.stripe()], layout=tiles.WGMMA, optimized=False)
     S = zeros((STRIPE, w.K))
     if w.kind == "transitions":
         S = jnp.where(p.column(me, S.shape) - w.V == tiles.iota(S.shape, 1), 1.0, S)
-    if w.start:
-        S = plgpu.load(x.start.at[p.place()[2], p.head, p.stripe()], layout=tiles.WGMMA, optimized=False)
-    S = lax.fori_loop(0, p.count(), functools.partial(back if w.is_adjoint else onward, p, me), S)
-    p.results.last[p.place()[2], p.head, p.stripe(me), :] = S
+    return S
 
 
 def onward(p: Program, me, step, S):

@@ -10,6 +10,7 @@ from glax._src.kernels.pallas_gpu.config import (
     WIDEST,
     HopperConfig,
     Widths,
+    gradient_supports,
     in_one_row,
     stores_states,
     supports,
@@ -43,11 +44,11 @@ def gradient_priority(r: Recurrence) -> int:
 def delta_priority(r: Recurrence) -> int:
     """Return a priority above Triton's from 2048 tokens and 8192 x 16 rows of heads on, and below it for fewer.
 
-    B4 T2048 H16 is the smallest size that was measured with beta. Keys and values wider than 128 were not measured, and have the
-    lower priority.
+    B4 T2048 H16 is the smallest size that was measured with beta. Keys and values wider than 128, and per-key gates, were not
+    measured, and have the lower priority.
     """
     B, T = r.q.shape[:2]
-    if max(r.q.shape[3], r.v.shape[3]) > WIDEST:
+    if r.decay.form == "key" or max(r.q.shape[3], r.v.shape[3]) > WIDEST:
         return SLOWER
     return FASTER if T >= 2048 and B * T * r.num_heads >= 8192 * 16 else SLOWER
 
@@ -87,6 +88,9 @@ def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) 
     """Return why packed sequences are not read in place as one row, or nothing if they are."""
     if r.boundaries is None or (in_one_row(r) and d_final is None):
         return {}
+    if r.decay.form == "key" and r.erasure is not None:
+        why = "with beta and per-key gates, the kernels have no marks for boundaries, so each sequence begins a chunk"
+        return {"packed sequences as one row": f"{why}, and the rows are copied"}
     if r.decay.form == "key" and not takes_segments(r):
         why = "with per-key gates, keys of at most 64 channels have no marks for boundaries, so each sequence begins a chunk"
         return {"packed sequences as one row": why}
@@ -124,6 +128,10 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
 def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     """Compute the recurrence in chunks. q, k, v and gates are read once, the output is written once, and the state stays on
     chip."""
+    if r.erasure is not None and r.decay.form == "key":
+        from glax._src.kernels.pallas_gpu import delta_key
+
+        return delta_key.chunked(r, config)
     if r.erasure is not None:
         from glax._src.kernels.pallas_gpu import delta
 
@@ -138,7 +146,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     Platform.PALLAS,
     Backend.GPU,
     config=HopperConfig,
-    supports=supports,
+    supports=gradient_supports,
     priority=gradient_priority,
     two_phase=gradient_two_phase,
     omits_d_final=in_one_row,

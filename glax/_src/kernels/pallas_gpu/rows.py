@@ -26,12 +26,13 @@ class Rows:
 
     @classmethod
     def of(cls, r: Recurrence) -> "Rows":
-        """Return the rows of r. Packed rows are read in place with per-key gates, and are otherwise copied into chunks."""
+        """Return the rows of r. Packed rows are read in place with per-key gates, and are otherwise copied into chunks, as they
+        are for the delta rule."""
         if r.boundaries is None:
             return cls(r)
         T, N = r.q.shape[1], r.num_sequences
         cuts = jnp.clip(r.boundaries, 0, T)
-        in_place = r.decay.form == "key"
+        in_place = r.decay.form == "key" and r.erasure is None
         # rows of other sequences in the first chunk of each
         lead = jnp.where(jnp.diff(cuts) > 0, cuts[:-1] % ROWS, 0) if in_place else jnp.zeros_like(cuts[:-1])
         begins = jnp.concatenate([jnp.zeros_like(cuts[:1]), jnp.cumsum(-(-(jnp.diff(cuts) + lead) // C))])

@@ -1,0 +1,75 @@
+"""Scan sequences under the delta rule that are cut into segments, and find the states that enter segments."""
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from glax._src.kernels.pallas_gpu.config import HopperConfig
+from glax._src.kernels.pallas_gpu.delta_scan_refs import STRIPE
+from glax._src.kernels.pallas_gpu.layout import KernelLayout
+from glax._src.kernels.pallas_gpu.plan import C
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentedScan(abc.ABC):
+    """Hold a layout whose segments `scan_segments` scans in parallel. A result of it has the field `last`, as the results of
+    `delta_scan` have."""
+
+    layout: KernelLayout
+
+    @abc.abstractmethod
+    def scan_segments(self, kind, start) -> Any:
+        """Scan every segment. kind: `DeltaScan.kind`. start: the states that enter them, [E, H, V, K], or None for zeros."""
+
+    def scan(self, kind, start) -> Any:
+        """Run the scan over every sequence. kind: `DeltaScan.kind`. start: states [N, H, K, V], or None for zeros.
+
+        Sequences that are cut into segments are scanned twice: at first for the states that enter the segments.
+        """
+        p, filled = self.layout, self.layout.start(start)
+        filled = None if filled is None else jnp.swapaxes(filled, 2, 3)
+        if p.parts == 1:
+            return self.scan_segments(kind, filled)
+        entering, last = self.entering(kind == "adjoint", filled)
+        return self.scan_segments(kind, entering)._replace(last=last)
+
+    def entering(self, adjoint: bool, start):
+        """Return the states that enter segments, [E, H, V, K], and those that leave sequences, [N, H, V, K]. adjoint: whether
+        these are gradients, and the scan is against time."""
+        p = self.layout
+        # [N, parts, H, V + K, K] and [N, parts, H, V, K]
+        found = self.by_segment(self.scan_segments("transitions", None))
+        own = self.by_segment(self.scan_segments("adjoint ends", None)) if adjoint else found[:, :, :, : p.V]
+        S = jnp.zeros_like(own[:, 0]) if start is None else start
+        through = "nhvk,nhck->nhvc" if adjoint else "nhvc,nhck->nhvk"  # S^T M^T forward; dS^T M for the adjoint
+        entering = [S] * p.parts
+        for part in range(p.parts)[:: -1 if p.descending(adjoint) else 1]:
+            entering[part] = S
+            S = own[:, part] + jnp.einsum(through, S, found[:, part, :, p.V :], precision="highest")
+        return jnp.stack(entering, 1).reshape(-1, *S.shape[1:]), S
+
+    def by_segment(self, found: Any):
+        return found.last.reshape(self.layout.N, self.layout.parts, *found.last.shape[1:])
+
+    def last(self, found: Any):
+        """Return the states behind sequences, [N, H, K, V] of r."""
+        return self.layout.narrow(jnp.swapaxes(found.last, 2, 3))
+
+
+def refuse_columns(config: HopperConfig):
+    """Raise ValueError if the config has 128 columns."""
+    if config.columns != STRIPE:
+        raise ValueError(
+            f"columns must be {STRIPE} with beta, for the kernels of the delta rule have no others; got {config.columns}: "
+            f"pass cfg=HopperConfig(parts={config.parts})"
+        )
+
+
+def beta_by_chunk(p: KernelLayout, beta) -> jax.Array:
+    """Return beta [B, T, H] by chunk, [B, chunks, H, C] in float32; 0 for rows without a token."""
+    beta = p.rows.take(beta).astype(jnp.float32)
+    beta = jnp.pad(beta, ((0, 0), (0, -beta.shape[1] % C), (0, 0)))
+    return jnp.swapaxes(beta.reshape(beta.shape[0], -1, C, p.H), 2, 3)

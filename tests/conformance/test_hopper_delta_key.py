@@ -1,0 +1,93 @@
+"""The Hopper kernels of the delta rule with per-key gates, through the interpreter and against the float64 reference."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
+    pytest.skip("the interpreter of Pallas Mosaic GPU needs JAX 0.12", allow_module_level=True)
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.core.bind import bind
+from glax._src.kernels.pallas_gpu import delta_key, delta_key_pairs, registration
+from glax._src.kernels.pallas_gpu.config import HopperConfig, delta_supports, gradient_supports
+from glax.testing.reference import reference
+from tests import mosaic_interpreter
+from tests.close import assert_outputs_close
+from tests.delta_cases import DeltaCase, Draw
+
+CASE = DeltaCase("", ("gk",), T=100, heads=(1, 1, 1), K=64, V=64, dtype="bfloat16")
+BFLOAT16 = dataclasses.replace(CASE, gate_dtype="bfloat16", state=False)
+HARD = Draw("-inf on 5%", "to 2"), Draw("-100 on 5%", "2", "some zero")
+# the case, its draws, and the segments of a sequence
+CASES = {
+    "gates of any size": (CASE, (Draw(), *HARD), 1),
+    "gates in bfloat16, reversed": (dataclasses.replace(BFLOAT16, reverse=True), (Draw(), HARD[0]), 1),
+    "growing": (dataclasses.replace(CASE, T=20), (Draw("+0.05"),), 1),
+    "two blocks of keys": (dataclasses.replace(CASE, K=128, V=128, T=70), (Draw("mild"), HARD[0]), 1),
+    "packed, odd widths, shared heads": (
+        dataclasses.replace(CASE, K=40, V=100, T=80, heads=(1, 1, 2), cuts=(0, 0, 30, 31, 72)), (Draw(),), 1
+    ),
+    "packed, in bfloat16, reversed, less than a chunk": (
+        dataclasses.replace(BFLOAT16, T=20, cuts=(3, 9, 17), reverse=True), (Draw(), HARD[0]), 1
+    ),
+    "values of 192": (dataclasses.replace(CASE, T=20, V=192), (Draw("mild"),), 1),
+    "segments": (dataclasses.replace(CASE, T=200), (Draw("mild"), HARD[0]), 2),
+    "segments, reversed, shared heads": (
+        dataclasses.replace(CASE, T=130, heads=(1, 2, 2), reverse=True), (Draw("mild"),), 2
+    ),
+}  # fmt: skip
+
+
+def run(r, parts: int = 1):
+    with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
+        return delta_key.chunked(r, HopperConfig(parts=parts))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_reference(name, monkeypatch):
+    case, draws, parts = CASES[name]
+    mosaic_interpreter.install(monkeypatch)
+    for draw in draws:
+        r = case.recurrence(draw)
+        assert_outputs_close(r, run(r, parts), reference(r))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_at_the_limit_of_the_fast_form(reverse, monkeypatch):
+    """32 gates of -1.875 sum to -60, at which the fast form is taken. With the next number below, the exact form is taken. In one
+    channel the gates of the second half are the opposite, so that its state grows by e^60, to the size of the others."""
+    inputs = dataclasses.replace(BFLOAT16, T=64).inputs(Draw())
+    inputs["key"] = inputs["key"].at[..., 5].multiply(1e-26)
+    mosaic_interpreter.install(monkeypatch)
+    taken = []
+    measure = delta_key_pairs.measure
+    monkeypatch.setattr(delta_key_pairs, "measure", lambda p: seen(taken, measure(p)))
+    second = (np.arange(64) < 32 if reverse else np.arange(64) >= 32)[:, None]
+    for gate in (-1.875, -1.8828125):
+        opposite = jnp.asarray(np.where(second, -gate, gate), jnp.bfloat16)
+        inputs["gk"] = inputs["gk"].at[0, ..., 5].set(opposite).at[..., 9].set(gate)
+        r = bind(**inputs, reverse=reverse)
+        assert_outputs_close(r, run(r), reference(r))
+    assert taken == [True, False]
+
+
+def seen(taken: list[bool], is_fast):
+    jax.debug.callback(lambda x: taken.append(bool(x)), is_fast)
+    return is_fast
+
+
+def test_the_gradient_is_another_kernels():
+    x, beta = jnp.zeros((1, 64, 1, 64), jnp.bfloat16), jnp.ones((1, 64, 1))
+    r = bind(x, x, x, gk=x, beta=beta)
+    assert delta_supports(r) is None
+    assert "takes beta with per-head, constant or no gates, got per-key gates" in str(gradient_supports(r))
+    assert registration.forward_priority(r) == registration.SLOWER
+    packed = bind(x, x, x, gk=x, beta=beta, cu_seqlens=jnp.asarray(np.array([0, 10, 64]), jnp.int32))
+    assert "each sequence begins a chunk" in registration.forgoes_one_row(packed)["packed sequences as one row"]
+    with pytest.raises(ValueError, match="columns must be 64 with beta"):
+        delta_key.chunked(r, HopperConfig(columns=128))
