@@ -97,10 +97,11 @@ def documents(T: int, count: int) -> tuple[int, ...]:
 
 
 def neighbours(layer: Layer) -> dict[str, Layer]:
-    """Return layers about 1% smaller, which are filled up to `layer` or nearly so, one with one token more, and one with an odd
-    number of heads, by the name of what changes."""
+    """Return layers about 1% smaller, one with one token more, and one with an odd number of heads, by the name of what changes.
+    The Hopper kernels copy arrays whose T 8 does not divide, or whose widths no block divides."""
     each = layer.H // layer.groups
     changes = (
+        dict(T=layer.T - 24),
         dict(T=layer.T - 20),
         dict(T=layer.T + 1),
         dict(K=layer.K - 2),

@@ -296,6 +296,24 @@ def test_explain_says_why_packed_sequences_are_copied(monkeypatch):
     assert "packed sequences as one row: the gradient of final states enters at boundaries" in explained("final_state")
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "T,K,V,why",
+    [
+        (2048, 64, 128, None),
+        (2049, 64, 128, "8 does not divide T=2049"),
+        (2040, 200, 100, "128 does not divide K=200, 128 does not divide V=100"),
+    ],
+)
+def test_explain_says_why_arrays_are_copied(T, K, V, why, monkeypatch):
+    """Tiles have 8 rows and 64 columns, and blocks of per-key gates 64 or 128 channels."""
+    monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
+    q, v = (jax.ShapeDtypeStruct((1, T, 16, width), jnp.bfloat16) for width in (K, V))
+    said = str(glax.explain(lambda q, v: glax.recurrent(q, q, v, gk=q, platform="pallas").output, q, v))
+    assert ("arrays as they are given" in said) == (why is not None)
+    assert why is None or f"arrays as they are given: {why}, so they are copied and filled up" in said
+
+
 @pytest.mark.parametrize("form", ["key", "head"])
 def test_steady_strengths(form, monkeypatch):
     """A state passes from a chunk's middle to the next one's also where the decay between them is 0 in float32."""

@@ -16,6 +16,7 @@ from glax._src.kernels.pallas_gpu.config import (
     supports,
     takes_segments,
 )
+from glax._src.kernels.pallas_gpu.plan import ROWS
 
 # Above Triton's 10 or below it, and above XLA's: docs/internals/hopper.md has the bounds.
 FASTER, SLOWER = 15, 5
@@ -100,6 +101,19 @@ def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) 
     return {"packed sequences as one row": why}
 
 
+def forgoes_arrays_as_given(r: Recurrence) -> dict[str, str]:
+    """Return why q, k, v, gates and the output are copied to wider or longer arrays, or nothing if they are not."""
+    widths, (_, T, _, K), V = Widths.of(r, square=False), r.q.shape, r.v.shape[3]
+    sizes = (("T", T, ROWS), ("K", K, widths.K), ("V", V, widths.V))
+    why = [f"{block} does not divide {letter}={size}" for letter, size, block in sizes if size % block]
+    return {"arrays as they are given": f"{', '.join(why)}, so they are copied and filled up"} if why else {}
+
+
+def forgoes(r: Recurrence, d_output=None, d_final=None, residuals=None) -> dict[str, str]:
+    """Return what the kernels could do for other calls, each with the reason why not for this one."""
+    return forgoes_one_row(r, d_output, d_final, residuals) | forgoes_arrays_as_given(r)
+
+
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
     """Compute `chunked` and the states at its chunks, which the gradient would otherwise compute again."""
     if r.erasure is not None:
@@ -120,7 +134,7 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
     priority=forward_priority,
     two_phase=forward_two_phase,
     forward_with_residuals=chunked_with_residuals,
-    forgoes=forgoes_one_row,
+    forgoes=forgoes,
     erases=True,
     stores_states=stores_states,
     takes_segments=takes_segments,
@@ -151,7 +165,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     two_phase=gradient_two_phase,
     omits_d_final=in_one_row,
     stores_states=stores_states,
-    forgoes=forgoes_one_row,
+    forgoes=forgoes,
     erases=True,
     takes_segments=takes_segments,
 )
