@@ -116,3 +116,8 @@ def test_unsupported_calls_name_the_reason():
     assert "V up to 512, got K=64 and V=520" in str(delta_supports(bind(x, x, wide, beta=beta)))
     with pytest.raises(ValueError, match="columns must be 64 with beta"):
         delta.chunked(bind(x, x, x, beta=beta), HopperConfig(columns=128))
+    state = jnp.zeros((2, 1, 64, 64))
+    r = bind(x, x, x, beta=beta, initial_state=state, cu_seqlens=jnp.asarray([0, 30, 64]))
+    for run in (delta.chunked, lambda r, config: delta.chunked_vjp(r, x, state, None, config)):
+        with pytest.raises(ValueError, match="parts must be 1 for packed sequences with states"):
+            run(r, HopperConfig(parts=2))

@@ -60,6 +60,7 @@ KERNELS = {
     ("forward, residuals, delta, groups", "head", "128"): 2,
     ("forward, delta", "head", "128"): 2,
     ("forward, delta, segments", "head", "128"): 3,
+    ("forward, delta, one row, segments", "head", "128"): 5,
     ("forward, delta", "key, float32", "128"): 2,
     ("forward, delta, segments", "key", "128"): 3,
     ("forward, delta, segments", "key, float32", "64"): 3,

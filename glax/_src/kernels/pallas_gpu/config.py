@@ -98,7 +98,8 @@ class Widths:
 class HopperConfig(Config):
     """Configure the Hopper kernels.
 
-    parts: the segments of every sequence, 1 to 32; 1 for whole sequences. columns: the columns of the state in a program, 64 or
+    parts: the segments of every sequence, 1 to 32; 1 for whole sequences, as packed sequences with initial states have to be. A
+    gradient of final states takes packed sequences whole for any parts. columns: the columns of the state in a program, 64 or
     128. With heads of 64 columns, 128 columns are two heads, which share queries and keys (`scan_head_pair`).
     """
 
@@ -118,6 +119,15 @@ class HopperConfig(Config):
     def candidates(cls, r: Recurrence) -> "list[HopperConfig]":
         """Return the six configs with the lowest estimates, the heuristic first."""
         return sorted(shapes(r), key=lambda c: rounds(r, c))[:6]
+
+
+def check_parts(r: Recurrence, config: HopperConfig):
+    """Raise ValueError if the config divides packed sequences that are not one row. Each of these begins a chunk."""
+    if r.boundaries is not None and config.parts > 1:
+        raise ValueError(
+            f"parts must be 1 for packed sequences with states, each of which begins a chunk; got {config.parts}: pass "
+            "cfg=HopperConfig(parts=1), or leave out cfg"
+        )
 
 
 def group_size(r: Recurrence) -> int:

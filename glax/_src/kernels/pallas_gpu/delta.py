@@ -108,16 +108,15 @@ def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs
 def forward(r: Recurrence, config: HopperConfig, kind) -> tuple[Outputs, Results]:
     """Return the outputs, and the results of the scan.
 
-    A scan of its own computes the final states of sequences in one row. XLA drops it where they are not used.
+    A scan of its own computes the final states of sequences in one row, and no outputs. XLA drops it where they are not used.
     """
     one_row = in_one_row(r)
-    config = config if one_row or r.boundaries is None else dataclasses.replace(config, parts=1)
     d = DeltaLayout.of(r, config, one_row)
     found = d.scan(kind, r.initial_state)
     p, ends = d.layout, found
     if one_row:
         d = DeltaLayout.of(r, dataclasses.replace(config, parts=1), one_row=False)
-        ends = d.scan("outputs", None)
+        ends = d.scan("ends", None)
     return Outputs(p.sum_of_values(found.output, p.blocks).astype(r.v.dtype), d.last(ends)), found
 
 
@@ -129,9 +128,9 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
     d_final: None for zeros, without which packed sequences are not taken as one row.
     """
     if in_one_row(r) and d_final is not None:
-        residuals = None  # They are a row's. The states are computed again, with each sequence from a chunk's start on.
+        # The residuals are a row's. The states are computed again, with each sequence from a chunk's start on.
+        residuals, config = None, dataclasses.replace(config, parts=1)
     one_row = in_one_row(r) and d_final is None
-    config = config if one_row or r.boundaries is None else dataclasses.replace(config, parts=1)
     d = DeltaLayout.of(r, config, one_row, d_output)
     p = d.layout
     states = d.scan("states", r.initial_state).states if residuals is None else residuals.states

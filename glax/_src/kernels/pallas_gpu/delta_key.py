@@ -46,6 +46,6 @@ class DeltaKeyLayout(SegmentedScan):
 def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
     """Compute the outputs and final states. What chunks need beside their states is formed in parallel, and then every sequence
     is scanned."""
-    d = DeltaKeyLayout.of(r, config if r.boundaries is None else dataclasses.replace(config, parts=1))
+    d = DeltaKeyLayout.of(r, config)
     found, p = d.scan("outputs", r.initial_state), d.layout
     return Outputs(p.sum_of_values(found.output, p.blocks).astype(r.v.dtype), d.last(found))

@@ -14,9 +14,9 @@ The scan of the adjoint is a reverse scan, from dS' = dL/dS' behind the chunk an
     dX   = dU + R^T dU                  dV = beta dX
     dS   = e^{G_last} dS' + Q^T (scale e^G dO) - K^T (beta e^G dX)
 
-A program has one head of one sequence, and 64 columns of V, or 128 for most "transitions"; columns do not depend on each other.
-One warpgroup carries the state (`delta_scan_carry`), one forms the scores and one writes the results (`delta_scan_emit`), and
-one fetches.
+A program has one head of one sequence, and 64 columns of V, or 128 for most "ends" and "transitions". Columns do not depend on
+each other. One warpgroup carries the state (`delta_scan_carry`), one forms the scores and one writes the results
+(`delta_scan_emit`), and one fetches.
 
 Long sequences are cut into segments. A scan for "transitions" finds the state S_0 of each segment from zero, and the matrix M by
 which the segment passes a state on: S' = M S + S_0. In the adjoint dS = M^T dS' + dS_0, with the same M.

@@ -28,13 +28,13 @@ class DeltaScan:
     """Hold the sizes and options that a scan is compiled for.
 
     kind: what the scan writes beside the last states. "outputs": O. "states": S before each chunk and U, for the gradient.
-    "residuals": both. "adjoint": dS' behind each chunk, dX and dV, in reverse. "transitions" and "adjoint ends": nothing. The
-    state of "transitions" has K more columns, which begin as I and to which no tokens add: at the end they are the matrix M by
-    which S would have been multiplied. H: the number of heads. K, V: the widths of a head. start: whether sequences begin from
+    "residuals": both. "adjoint": dS' behind each chunk, dX and dV, in reverse. "ends", "adjoint ends", "transitions": nothing.
+    The state of "transitions" has K more columns, which begin as I and to which no tokens add. At the end they are the matrix M
+    by which S would have been multiplied. H: the number of heads. K, V: the widths of a head. start: whether sequences begin from
     given states.
     """
 
-    kind: Literal["outputs", "states", "residuals", "adjoint", "transitions", "adjoint ends"]
+    kind: Literal["outputs", "states", "residuals", "adjoint", "ends", "transitions", "adjoint ends"]
 
     H: int
     K: int
@@ -49,7 +49,7 @@ class DeltaScan:
     @property
     def emits(self) -> bool:
         """Return whether the scan writes more than the last states."""
-        return self.kind not in ("transitions", "adjoint ends")
+        return self.kind not in ("ends", "transitions", "adjoint ends")
 
     @property
     def writes_tokens(self) -> bool:
@@ -78,8 +78,8 @@ class DeltaScan:
 
     @property
     def stripes(self) -> int:
-        """Return the number of stripes of a program, each carried by a warpgroup. "transitions" has no other work."""
-        return 2 if self.kind == "transitions" and self.columns // STRIPE % 2 == 0 else 1
+        """Return the number of stripes of a program, each carried by a warpgroup where there is no other work."""
+        return 2 if self.kind in ("ends", "transitions") and self.columns // STRIPE % 2 == 0 else 1
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from jax import Array
 
 from glax._src.core.recurrence import Recurrence, Residuals
 from glax._src.kernels.common.limits import LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, group_size, pairs_heads
+from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, check_parts, group_size, pairs_heads
 from glax._src.kernels.pallas_gpu.packed_row import Edges
 from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, Scan, ScanResults
 from glax._src.kernels.pallas_gpu.resets import newest_resets
@@ -47,6 +47,7 @@ class KernelLayout:
     ):
         self.newest = None if r.segments is None else newest_resets(r.segments.resets, r.reverse)
         r = r.without_padding
+        check_parts(r, config)
         self.r, self.rows, self.parts, self.edges, self.tokens = r, Rows.of(r), config.parts, edges, tokens
         self.paired = config.columns == 128 and pairs_heads(r) and r.states_every is None
         self.columns = 64 if self.paired else config.columns
