@@ -60,7 +60,7 @@ CASES = {
         dataclasses.replace(CASE, K=96, V=160, T=70, cuts=(0, 40, 69), state=False, reverse=True), (Draw("mild"),), False, 1
     ),
     "values of 192, segments": (
-        dataclasses.replace(CASE, T=200, heads=(1, 1, 2), K=64, V=192), (Draw("mild"),), True, 2
+        dataclasses.replace(CASE, T=120, K=64, V=192), (Draw("mild"),), True, 2
     ),
     "segments, packed": (
         dataclasses.replace(CASE, T=140, K=64, V=64, cuts=(0, 70, 139), state=False), (Draw("mild"),), False, 2
