@@ -92,7 +92,7 @@ triton: triton-compiler
 # The plugin of CUDA compiles with no GPU here, and with NVIDIA's compiler beside it.
 NVCC := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-nvdisasm==13.5.37
 hopper: hopper-budgets
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/conformance/test_hopper.py tests/conformance/test_hopper_gradient.py $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/conformance/test_hopper*.py $(ARGS)
 
 hopper-compiler: $(STAMP)
 	@jax=$$($(BIN)/python -c '$(JAX_VERSION)') && test -d build/hopper-$$jax || \

@@ -68,7 +68,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+MARKS = {"shared heads": [pytest.mark.fast]}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in CASES])
 def test_against_the_reference(name, monkeypatch):
     case, draws, save, parts = CASES[name]
     config = HopperConfig(parts=parts)

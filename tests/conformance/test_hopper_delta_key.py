@@ -57,7 +57,7 @@ def test_against_the_reference(name, monkeypatch):
         assert_outputs_close(r, run(r, parts), reference(r))
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.fast), True])
 def test_at_the_limit_of_the_fast_form(reverse, monkeypatch):
     """32 gates of -1.875 sum to -60, at which the fast form is taken. With the next number below, the exact form is taken. In one
     channel the gates of the second half are the opposite, so that its state grows by e^60, to the size of the others."""
