@@ -156,8 +156,7 @@ def tokens_of(size: int, second: bool, reverse: bool) -> list[int]:
 
 def merged(X, L, size: int, reverse: bool, inverse: tuple[Ref, Ref], product: tuple[Ref, Ref]):
     """Return the inverses of the blocks of 2 * size on the diagonal of I + L, from X [C, C], the inverses of the blocks of
-    `size`. inverse, product: the tiles of X and of M X, which may be
-    the same."""
+    `size`. inverse, product: the tiles of X and of M X, which may be the same."""
     if product is inverse:
         plgpu.commit_smem()  # all warps have read the product before
     store_split(inverse, X)

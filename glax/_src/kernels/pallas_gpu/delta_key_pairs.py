@@ -7,8 +7,8 @@ G_i is the sum of a chunk's log gates through token i, and G_last the sum of all
     P_ij = scale sum_c q_ic k_jc e^{G_ic - G_jc}      j up to i
 
 The factor of a pair stands inside the sum over K. It is divided between the two tokens by a reference that lies between them.
-Tokens are divided into blocks of s tokens, and M_i is the sum of the gates from token i to the end of its block, negated, in
-every first block of two, and from the beginning of its block through token i in every second. For i in a second block and j in
+Tokens are divided into blocks of s tokens. In every first block of two, M_i is the sum of the gates behind token i to the end of
+its block, negated; in every second, the sum from the beginning of its block through token i. For i in a second block and j in
 the first before it
 
     e^{G_i - G_j} = e^{M_i} e^{-M_j}
@@ -49,8 +49,8 @@ NUMBERS = 3
 BETA, LARGEST, OWN = range(NUMBERS)  # rows of `Tiles.numbers`
 LEVELS = C.bit_length() - 1  # of the exact form
 # The largest |M| of the fast form, as the integer with the bits of the float32 number. The factors e^M and e^-M of two tokens
-# are then between e^-60 and e^60, which leaves 1e12 on either side for q, k and sums over K (`common.limits`). No other factor
-# is divided, so the sums over the halves of the chunk may have any size. Products for j > i may be inf or NaN; none is selected.
+# are then between e^-60 and e^60, which leaves 1e12 on either side for q, k and sums over K (`common.limits`). The gate
+# of the chunk's first token is in no M, and may have any size. Products for j > i may be inf or NaN; none is selected.
 MOST = int(np.float32(FAST_LIMIT).view(np.int32))
 
 Ref = Any

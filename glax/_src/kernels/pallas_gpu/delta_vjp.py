@@ -12,7 +12,7 @@ G_i is the sum of a chunk's log gates through token i, and L the sum of all of t
            + sum_{i >= t} (q_i . dq_i + e_i . de_i - k_i . (A^T q + B^T e)_i)
 
 The kernel writes the numbers of every token, and XLA sums them over tokens. One warpgroup computes A and dq, and the other B,
-de and dk. A program has one chunk of one head. `delta_vjp_wide` computes the same where keys or values are wider than 128.
+de and dk. A program has one chunk of one head. `delta_vjp_wide` computes the same where values are wider than 128.
 """
 
 import dataclasses

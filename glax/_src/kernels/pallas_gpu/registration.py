@@ -1,6 +1,6 @@
 """Register kernels for Hopper GPUs in Pallas Mosaic GPU. They need neither Triton nor a compiler beside JAX.
 
-`chunked`, or `delta` for the delta rule, launches them, and loads Pallas when one of them runs.
+`chunked`, or `delta` and `delta_key` for the delta rule, launches them, and loads Pallas when one of them runs.
 docs/internals/experiments/hopper.md has the figures.
 """
 
@@ -45,11 +45,11 @@ def gradient_priority(r: Recurrence) -> int:
 def delta_priority(r: Recurrence) -> int:
     """Return a priority above Triton's from 2048 tokens and 8192 x 16 rows of heads on, and below it for fewer.
 
-    B4 T2048 H16 is the smallest size that was measured with beta. Keys and values wider than 128, and per-key gates, were not
-    measured, and have the lower priority.
+    B4 T2048 H16 is the smallest size that was measured with beta. Values wider than 128, and per-key gates, were not measured,
+    and have the lower priority.
     """
     B, T = r.q.shape[:2]
-    if r.decay.form == "key" or max(r.q.shape[3], r.v.shape[3]) > WIDEST:
+    if r.decay.form == "key" or r.v.shape[3] > WIDEST:
         return SLOWER
     return FASTER if T >= 2048 and B * T * r.num_heads >= 8192 * 16 else SLOWER
 
@@ -116,6 +116,8 @@ def forgoes(r: Recurrence, d_output=None, d_final=None, residuals=None) -> dict[
 
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
     """Compute `chunked` and the states at its chunks, which the gradient would otherwise compute again."""
+    if r.erasure is not None and r.decay.form == "key":  # no gradient would read them
+        return chunked(r, config=config), None
     if r.erasure is not None:
         from glax._src.kernels.pallas_gpu import delta
 

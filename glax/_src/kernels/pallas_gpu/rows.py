@@ -26,8 +26,8 @@ class Rows:
 
     @classmethod
     def of(cls, r: Recurrence) -> "Rows":
-        """Return the rows of r. Packed rows are read in place with per-key gates, and are otherwise copied into chunks, as they
-        are for the delta rule."""
+        """Return the rows of r. Packed rows are read in place with per-key gates. With other gates, and under the delta rule,
+        they are copied into chunks."""
         if r.boundaries is None:
             return cls(r)
         T, N = r.q.shape[1], r.num_sequences
