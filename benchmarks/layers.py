@@ -97,7 +97,8 @@ def documents(T: int, count: int) -> tuple[int, ...]:
 
 
 def neighbours(layer: Layer) -> dict[str, Layer]:
-    """Return layers about 1% smaller, one with one token more, and one with an odd number of heads, by the name of what changes.
+    """Return layers with a T, K or V that is a little smaller, with one token more, and with one more head, or group of heads
+    where heads share keys, by what changes.
     The Hopper kernels copy arrays whose T 8 does not divide, or whose widths no block divides."""
     each = layer.H // layer.groups
     changes = (

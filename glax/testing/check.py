@@ -155,7 +155,9 @@ def check_kernel(
 
 
 def check_kernels(cases: Sequence[Case] = CASES) -> Iterator[Result]:
-    """Yield the results of each registered kernel on each case, and of `recurrent` with its gradient on the quick cases."""
+    """Yield the results of each registered kernel on each case, and of `recurrent` with its gradient on the quick cases.
+
+    Cases run in up to eight threads. The results come in the order of the cases."""
     load_kernels()
     specs = list(kernel_registry.kernels.values())
     programs = {spec.name: jax.jit(spec.run, static_argnames="config") for spec in specs}

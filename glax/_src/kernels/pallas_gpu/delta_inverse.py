@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.pallas_gpu import delta_blocks, tiles
 from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.lowering_cache import once
-from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_row, high_part, tiled, transposed
 
 BF16 = jnp.bfloat16
@@ -97,10 +97,7 @@ def inverses_of_chunks(reverse: bool, k, gates, beta, *edges) -> jax.Array:
 def write_inverse(reverse: bool, x: Operands, edges: EdgeCopies | None, result: Ref, t: Tiles):
     """Form R of one chunk and head."""
     _, chunks, H, _ = x.gates.shape
-    rest = lax.axis_index("program")
-    h, rest = remainder(rest, H), quotient(rest, H)
-    # Traced, also where there is one chunk: a slice known to pass the end of a short row is refused.
-    c, b = lax.rem(rest, jnp.int32(chunks)), quotient(rest, chunks)
+    b, c, h = chunk_of(lax.axis_index("program"), chunks, H)
     fetch_tokens(edges, "k", x.k, (b, c, quotient(h, H // x.k.shape[2]), slice(None)), t.k, t.loaded)
     for source, tile in ((x.gates, t.gates), (x.beta, t.beta)):
         plgpu.copy_gmem_to_smem(source.at[b, c, h], tile, t.loaded)

@@ -18,7 +18,8 @@ where |M| is at most FAST_LIMIT.
 *Exact form.* Elsewhere s is 32, 16, 8, 4, 2 and 1 in turn, and each pair is taken where its tokens are in neighbouring blocks.
 The two logarithms are then sums of gates between the two tokens. Neither is above 0 for gates <= 0.
 
-A token's score with itself is formed from q and k as they are. e^M k and e^{-M} k have two terms of bfloat16.
+A token's score with itself is formed from q and k as they are. e^M q, e^M k and e^{-M} k have two terms of
+bfloat16.
 
 The scan reads decays from one token to a later one, which are right for all gates:
 
@@ -40,7 +41,7 @@ from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu import delta_blocks, tiles
 from glax._src.kernels.pallas_gpu.delta_inverse import PAIRS, SIZES, STEP, merged, split, store_split
 from glax._src.kernels.pallas_gpu.lowering_cache import once
-from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient
 from glax._src.kernels.pallas_gpu.tiles import BY_ROW, HALF, LOG2E, by_row, read, tiled, transposed
 
 BF16 = jnp.bfloat16
@@ -143,10 +144,7 @@ class Program:
     def place(self):
         """Return batch row, chunk and head. They are computed at each use, so that no register holds them."""
         _, chunks, H, _ = self.operands.beta.shape
-        rest = lax.optimization_barrier(lax.axis_index("program"))
-        h, rest = remainder(rest, H), quotient(rest, H)
-        # Traced, also where there is one chunk: a slice known to pass the end of a short row is refused.
-        return quotient(rest, chunks), lax.rem(rest, jnp.int32(chunks)), h
+        return chunk_of(lax.optimization_barrier(lax.axis_index("program")), chunks, H)
 
     def scale(self):
         b, c, _ = self.place()

@@ -29,7 +29,7 @@ from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.delta_inverse import split, store_split
 from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.lowering_cache import once
-from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_row, read, tiled, transposed
 
 BF16 = jnp.bfloat16
@@ -140,10 +140,7 @@ class Program:
     def place(self):
         """Return sequence, chunk and head."""
         _, chunks, H, _ = self.operands.gates.shape
-        rest = lax.optimization_barrier(lax.axis_index("program"))
-        h, rest = remainder(rest, H), quotient(rest, H)
-        # The chunk is traced, also where there is one: a slice known to pass the end of a short row is refused.
-        return quotient(rest, chunks), lax.rem(rest, jnp.int32(chunks)), h
+        return chunk_of(lax.optimization_barrier(lax.axis_index("program")), chunks, H)
 
     def scale(self):
         """Return the scale of the chunk."""

@@ -1,4 +1,4 @@
-"""Compute the gradient of every chunk under the delta rule where values are wider than 128, with per-head gates.
+"""Compute the gradient of every chunk under the delta rule where values are wider than 128, with per-head, constant or no gates.
 
 The formulas are those of `delta_vjp`. In these, dO U^T, dX U^T, dO S^T, dX S^T, U dS'^T and <S, dS'> are sums over the columns of
 V. A program adds them up in registers over steps of 64 columns, always in the same order. So q, k and the states are read once,

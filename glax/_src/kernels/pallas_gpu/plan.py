@@ -23,6 +23,15 @@ def remainder(x, by: int):
     return 0 if by == 1 else lax.rem(x, jnp.int32(by))
 
 
+def chunk_of(program, chunks: int, heads: int):
+    """Return batch row, chunk and head of a program that has one chunk of one head. Heads vary fastest, then chunks.
+
+    The chunk is traced, also where there is one: a slice known to pass the end of a short row is refused.
+    """
+    head, rest = remainder(program, heads), quotient(program, heads)
+    return quotient(rest, chunks), lax.rem(rest, jnp.int32(chunks)), head
+
+
 def place_of(program, blocks: int, heads: int):
     """Return block, head and segment of a program. Blocks vary fastest, then heads."""
     rest = quotient(program, blocks)
