@@ -1,10 +1,11 @@
-"""Train a model of 340M on one NVIDIA GPU, by glax, fla or transformers: tokens per second, peak memory, device time.
+"""Train a model of 340M on one NVIDIA GPU, by glax, fla, jla or transformers: tokens per second, peak memory, device time.
 
 python benchmarks/train.py                    # GLA: glax's layer in plain NNX, bfloat16, AdamW by optax
-python benchmarks/train.py --model gated_deltanet  # Gated DeltaNet, in any of the ways below
-python benchmarks/train.py --model mamba2 --by models  # Mamba2-370M, as are all below
+python benchmarks/train.py --model gated_deltanet  # Gated DeltaNet, by glax, models, fla or jla
+python benchmarks/train.py --model mamba2 --by models  # Mamba2-370M, by models, fla or transformers
 python benchmarks/train.py --by models        # the model of glax.models with its own loss
 python benchmarks/train.py --by fla           # fla's model under autocast, PyTorch's fused AdamW
+python benchmarks/train.py --model gated_deltanet --by jla  # the model of jax-linear-attention with its own loss
 python benchmarks/train.py --model mamba2 --by transformers  # transformers' model with mamba-ssm's Triton kernels
 python benchmarks/train.py --by fla --part 0/16    # compiles a sixteenth of the candidates of its kernels, and trains nothing
 python benchmarks/train.py --profile          # the kernels that take longest, and the time of glax's own
@@ -126,25 +127,87 @@ def published_model(args):
 
 
 def by_glax(args) -> dict | None:
-    import jax
+    """Train a model of glax."""
     import jax.numpy as jnp
     import optax
     from flax import nnx
 
-    optimizer = optax.adamw(3e-4)
     build = functools.partial(published_model if args.by == "models" else language_model, args)
-    if args.compile:
-        graph, params = nnx.split(nnx.eval_shape(build))
-        state = jax.eval_shape(optimizer.init, params)
-    else:
-        graph, params = nnx.split(build())
-        state = jax.jit(optimizer.init)(params)
+    graph, params = nnx.split(nnx.eval_shape(build) if args.compile else build())
 
     def loss(params, tokens):
         if args.by == "models":
             return nnx.merge(graph, params).loss(tokens[:, :-1], tokens[:, 1:])
         logits = nnx.merge(graph, params)(tokens[:, :-1]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return train(args, params, loss)
+
+
+def jla_config(args):
+    """Return jla's config with the sizes of `config_of`.
+
+    The other settings are those of jla's own benchmark of Gated DeltaNet at 16,384 tokens per step on one GPU: nothing
+    recomputed, layers unrolled, and norms, SwiGLU and gates that store their inputs alone.
+    """
+    from jla.models import AttentionConfig, LinearAttentionConfig, ModelConfig
+
+    sizes = config_of(args)
+    heads, width, layers = sizes["num_heads"], sizes["head_dim"], sizes["num_hidden_layers"]
+    value_width = int(width * sizes["expand_v"])
+    return ModelConfig(
+        vocab_size=sizes["vocab_size"],
+        d_model=sizes["hidden_size"],
+        n_layers=layers,
+        d_ff=sizes["intermediate_size"],
+        tie_embeddings=sizes["tie_word_embeddings"],
+        layer_types=(args.model,) * layers,
+        linear_attention=LinearAttentionConfig(heads, heads, head_k_dim=width, head_v_dim=value_width),
+        attention=AttentionConfig(heads, heads, width),  # of no layer here, but a required field
+        remat="none",
+        lean_vjp=True,
+        scan_layers=False,
+    )
+
+
+def by_jla(args) -> dict | None:
+    """Train jla's model with the kernels that it chooses.
+
+    Its benchmarks set these XLA flags, and this loss, which forms the gradient of the head in the forward pass.
+    """
+    import equinox
+    import jax
+    from jla.config import RuntimeConfig
+    from jla.launch_env import launch
+    from jla.models import build_model
+    from jla.training.step import LossConfig, lm_loss
+
+    launch(RuntimeConfig(xla_tuning_level=1))
+    config, sum_of_losses = jla_config(args), lm_loss(LossConfig(impl="auto", grad_in_forward=True))
+
+    def build():
+        return equinox.partition(build_model(config, key=jax.random.key(0)), equinox.is_inexact_array)
+
+    params, rest = equinox.filter_eval_shape(build) if args.compile else build()
+
+    def loss(params, tokens):
+        batch = dict(input_ids=tokens[:, :-1], labels=tokens[:, 1:])
+        value, measured = sum_of_losses(equinox.combine(params, rest), batch, None)  # no dropout, so no key
+        return value / measured["tokens"]
+
+    return train(args, params, loss)
+
+
+def train(args, params, loss) -> dict | None:
+    """Time training steps by AdamW. With --compile, compile one and return None.
+
+    params: a tree of arrays, or of their shapes with --compile. loss: (params, tokens [batch, tokens + 1]) -> mean cross-entropy.
+    """
+    import jax
+    import optax
+
+    optimizer = optax.adamw(3e-4)
+    state = jax.eval_shape(optimizer.init, params) if args.compile else jax.jit(optimizer.init)(params)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, tokens):
@@ -278,12 +341,12 @@ def a_part(text: str) -> tuple[int, ...]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(MODELS), default="gla")
-    parser.add_argument("--by", choices=("glax", "models", "fla", "transformers"), default="glax")
+    parser.add_argument("--by", choices=("glax", "models", "fla", "jla", "transformers"), default="glax")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--layers", type=int, help="of the model, for a shorter look")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--compile", action="store_true", help="glax's step into JAX's cache, and train nothing")
+    parser.add_argument("--compile", action="store_true", help="a step of JAX into its cache, and train nothing")
     parser.add_argument("--part", type=a_part, help="i/n; with --by fla or transformers")
     args = parser.parse_args()
     choice = MODELS[args.model]
@@ -292,7 +355,10 @@ def main():
         parser.error(f"--by glax does not train {choice.name}: choose --by models")
     if args.by == "transformers" and args.model != "mamba2":
         parser.error(f"--by transformers trains Mamba2-370M alone, not {choice.name}: choose --by fla")
-    row = by_torch(args) if args.by in ("fla", "transformers") else by_glax(args)
+    if args.by == "jla" and args.model != "gated_deltanet":
+        parser.error(f"--by jla trains Gated DeltaNet-340M alone, not {choice.name}: choose --by models")
+    ways = dict(glax=by_glax, models=by_glax, jla=by_jla, fla=by_torch, transformers=by_torch)
+    row = ways[args.by](args)
     if row is None:
         return
     seconds, tokens = row.pop("seconds"), args.batch * args.tokens
