@@ -33,8 +33,9 @@ class DeltaKeyLayout(SegmentedScan):
         refuse_columns(config)
         p, beta = KernelLayout(r, config), r.erasing.beta
         assert beta is not None, "supports refuses other erasures"
-        beta = beta_by_chunk(p, beta)
-        return cls(p, pairs_of_chunks(r.reverse, p.q, p.k, p.gates, beta, p.scale_of_chunks()), beta)
+        beta, gates = beta_by_chunk(p, beta), p.in_blocks(p.r.decay.key, p.K)
+        gates = gates if gates.dtype == jnp.bfloat16 else gates.astype(jnp.float32)
+        return cls(p, pairs_of_chunks(r.reverse, p.q, p.k, gates, beta, p.scale_of_chunks()), beta)
 
     def scan_segments(self, kind, start) -> Results:
         p = self.layout

@@ -62,7 +62,7 @@ class Operands(NamedTuple):
 
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
-    gates: tuple[Ref, ...]  # the terms, [B, T, H, K] each
+    gates: Ref  # [B, T, H, K], in bfloat16 or float32
     beta: Ref  # [B, chunks, H, C]
     scale: Ref  # [B, chunks]
 
@@ -88,24 +88,42 @@ class Tiles(NamedTuple):
 
     q: Ref  # [C, K]; at last scale Q e^G
     k: Ref  # [C, K]; at last K e^G
-    gates: tuple[Ref, ...]  # [C, K] each; the first at last K e^{G_last - G}
+    gates: tuple[Ref, ...]  # [C, K] each, the terms of the gates; the first at last K e^{G_last - G}
     numbers: Ref  # [NUMBERS, C], of every token: beta, the largest |M|, and q_i . k_i
-    y: tuple[Ref, Ref]  # [C, BLOCK]: K e^-M; at last P and R
-    inverse: tuple[Ref, Ref]  # [C, C]: X and M X of `delta_inverse`
+    shared: Any  # a `Pairs`, or the union of float32 gates as they are loaded, [C, K], and a `Pairs`
     loaded: Ref  # barrier
 
     @classmethod
-    def types(cls, K: int, terms: int) -> "Tiles":
-        tile, pair = tiled(C, K), (tiled(C, C, columns=STEP), tiled(C, C, columns=STEP))
+    def types(cls, K: int, gates) -> "Tiles":
+        """gates: their dtype. Those of float32 are divided into two terms, and their own tile then holds the `Pairs`."""
+        tile, pairs, wide = tiled(C, K), Pairs.types(), gates != BF16
         return cls(
             q=tile,
             k=tile,
-            gates=(tile,) * terms,
+            gates=(tile,) * (2 if wide else 1),
             numbers=plgpu.SMEM((NUMBERS, C), jnp.float32),
-            y=(tiled(C, BLOCK), tiled(C, BLOCK)),
-            inverse=pair,
-            loaded=plgpu.Barrier(num_arrivals=3 + terms),
+            shared=plgpu.RefUnion(tiled(C, K, columns=32, dtype=gates), tuple(pairs)) if wide else (None, tuple(pairs)),
+            loaded=plgpu.Barrier(num_arrivals=4),
         )
+
+    @property
+    def y(self) -> tuple[Ref, Ref]:
+        return Pairs(*self.shared[1]).y
+
+    @property
+    def inverse(self) -> tuple[Ref, Ref]:
+        return Pairs(*self.shared[1]).inverse
+
+
+class Pairs(NamedTuple):
+    """Hold the shared memory of matrices in two terms."""
+
+    y: tuple[Ref, Ref]  # [C, BLOCK]: K e^-M; at last P and R
+    inverse: tuple[Ref, Ref]  # [C, C]: X and M X of `delta_inverse`
+
+    @classmethod
+    def types(cls) -> "Pairs":
+        return cls((tiled(C, BLOCK), tiled(C, BLOCK)), (tiled(C, C, columns=STEP), tiled(C, C, columns=STEP)))
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal calls are lowered once
@@ -114,9 +132,8 @@ def pairs_of_chunks(reverse: bool, q, k, gates, beta, scale) -> Results:
     (B, chunks, H, _), K = beta.shape, k.shape[3]
 
     def body(*refs):
-        given, (*results, own) = refs[: 4 + len(gates)], refs[4 + len(gates) :]
-        operands = Operands(*tiles.with_terms(given, Operands._fields.index("gates"), len(gates)))
-        form_chunk(Program(reverse, operands, Results(*results), own))
+        given, (*results, own) = refs[: len(Operands._fields)], refs[len(Operands._fields) :]
+        form_chunk(Program(reverse, Operands(*given), Results(*results), own))
 
     body.__name__ = "delta_key_pairs"  # in profiles
     kernel = plgpu.kernel(
@@ -126,10 +143,10 @@ def pairs_of_chunks(reverse: bool, q, k, gates, beta, scale) -> Results:
         grid_names=("program",),
         num_threads=1,
         thread_name="warpgroup",
-        scratch_types=[Tiles.types(K, len(gates))],
+        scratch_types=[Tiles.types(K, gates.dtype)],
         compiler_params=tiles.PARAMS,
     )
-    return Results(*once(("delta_key_pairs", reverse), kernel, q, k, *gates, beta, scale))
+    return Results(*once(("delta_key_pairs", reverse), kernel, q, k, gates, beta, scale))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,25 +213,27 @@ def form_chunk(p: Program):
 
 
 def load_chunk(p: Program):
-    """Load the tokens of the chunk, and raise gates to LOG_OF_ZERO, so that no sum has -inf. Gates of two terms are raised
-    where they are divided."""
+    """Load the tokens of the chunk, and raise gates to LOG_OF_ZERO, so that no sum has -inf. Gates in float32 become the sum of
+    two terms, which hold 16 of their bits."""
     x, t, (b, c, h) = p.operands, p.tiles, p.place()
-    H = x.beta.shape[2]
-    for source, tile in ((x.q, t.q), (x.k, t.k), *zip(x.gates, t.gates, strict=True)):
+    H, wide = x.beta.shape[2], t.shared[0]
+    for source, tile in ((x.q, t.q), (x.k, t.k), (x.gates, t.gates[0] if wide is None else wide)):
         rows = source.at[b, pl.ds(c * C, C), quotient(h, H // source.shape[2])]
         plgpu.copy_gmem_to_smem(rows, tile, t.loaded)
     plgpu.copy_gmem_to_smem(x.beta.at[b, c, h], t.numbers.at[BETA], t.loaded)
     plgpu.barrier_wait(t.loaded)
-    if len(t.gates) > 1:
-        return
     for block in range(p.blocks):
-        (only,) = p.gates_of(pl.ds(block * BLOCK, BLOCK))
-        only[...] = jnp.maximum(plgpu.load(only, layout=tiles.WGMMA), BF16(LOG_OF_ZERO))
+        channels = pl.ds(block * BLOCK, BLOCK)
+        high, *rest = p.gates_of(channels)
+        found = plgpu.load(high if wide is None else wide.at[:, channels], layout=tiles.WGMMA)
+        found = jnp.maximum(found, found.dtype.type(LOG_OF_ZERO))
+        for tile, term in zip((high, *rest), (found,) if wide is None else split(found), strict=True):
+            tile[...] = term
     plgpu.commit_smem()
 
 
 def measure(p: Program):
-    """Return whether the fast form is exact for the chunk. Store q_i . k_i, and write e^{G_last}."""
+    """Return whether the chunk takes the fast form. Store q_i . k_i, and write e^{G_last}."""
     t, (b, c, h) = p.tiles, p.place()
     row = tiles.iota(PAIRS, 0)
     t.y[0][...] = tiles.indicator(row == 0)

@@ -37,17 +37,18 @@ def in_every_warp(count: int):
     return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
 
 
-def tiled(*shape, columns: int = 64):
-    """Return shared memory for bfloat16 tiles, in the layout that the copy engine writes and the tensor cores read.
+def tiled(*shape, columns: int = 64, dtype: Any = jnp.bfloat16):
+    """Return shared memory for tiles, in the layout that the copy engine writes and the tensor cores read.
 
-    columns: of a tile, 16, 32 or 64; a product with a left side in registers takes as many of its columns at a time.
+    columns: of a tile, 16, 32 or 64; a product with a left side in registers takes as many of its columns at a time. A row of a
+    tile has at most 128 bytes, so 32 columns in float32.
     """
     # JAX 0.12 leaves methods of these classes abstract.
     transforms = (
         plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(2 * columns),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(jnp.dtype(dtype).itemsize * columns),  # pyright: ignore[reportAbstractUsage]
     )
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def transposed(ref):
