@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import glax
 
 TOKENS = {128: 2048, 64: 256}  # of a width; many are in segments
-GATES = dict(gk="gk", g="g", delta="g")  # delta: with beta of 1
+GATES = dict(gk="gk", g="g", delta="g", kda="gk")
+ERASING = ("delta", "kda")  # with beta of 1
 STRENGTHS = dict(usual=1.0, weak=1 / 256, strong=1.0)  # of log-sigmoid; strong: and one of -100
 
 
@@ -22,7 +23,7 @@ def inputs(gate: str, T: int, D: int) -> tuple[list[jax.Array], jax.Array]:
     """q, k, v and the output's gradient; gates."""
     wide = (1, T, 2, D)
     tensors = [jax.random.normal(jax.random.key(i), wide, jnp.bfloat16) for i in range(4)]
-    return tensors, jax.nn.log_sigmoid(jax.random.normal(jax.random.key(4), wide if gate == "gk" else wide[:3]))
+    return tensors, jax.nn.log_sigmoid(jax.random.normal(jax.random.key(4), wide if GATES[gate] == "gk" else wide[:3]))
 
 
 def main():
@@ -35,7 +36,7 @@ def main():
         @jax.jit
         def both(q, k, v, do, logs, gate=gate):
             def forward(q, k, v, logs):
-                more = dict(beta=jnp.ones_like(logs)) if gate == "delta" else {}
+                more = dict(beta=jnp.ones(logs.shape[:3], logs.dtype)) if gate in ERASING else {}
                 return glax.recurrent(q, k, v, **{GATES[gate]: logs}, **more, platform="pallas")
 
             out, pull = jax.vjp(forward, q, k, v, logs)
