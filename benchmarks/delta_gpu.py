@@ -6,18 +6,21 @@ python benchmarks/delta_gpu.py --errors                   # against the recurren
 python benchmarks/delta_gpu.py --profile                  # the time of each kernel, alone on the device
 python benchmarks/delta_gpu.py --by pallas jla            # these alone; of pallas, triton, jla and fla
 python benchmarks/delta_gpu.py --documents 16             # packed rows of 16 documents of unequal lengths
+python benchmarks/delta_gpu.py --compile 16               # fla-core's candidates compiled first, by 16 processes, and tuned
 python benchmarks/delta_gpu.py --tune                     # fla-core's candidates alone, in short runs
-python benchmarks/delta_gpu.py --tune --compile 16        # all of them compiled first, by 16 processes
 python benchmarks/delta_gpu.py --gate key                 # each of these with gates for each key channel: Kimi Delta Attention
 
 Gates are log-sigmoid in float32. Each peer runs as its users call it, with many calls in flight, in turns.
+Without --compile or --tune fla-core runs only where Triton's cache says how; --errors takes its first candidates.
 With per-key gates, fla-core also runs with `safe_gate`, which is right only where the gates have a lower bound.
 The floor reads each input once and writes each output once, at the rate of a copy; with gradient, those of both passes.
 """
 
 import argparse
 import collections
+import contextlib
 import functools
+import importlib.util
 import os
 import statistics
 from collections.abc import Callable
@@ -29,7 +32,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from device_profile import device_events
-from peers_fla import MIB, UntunedError, compile_a_part, compile_in_parts, no_tuning, short_tuning
+from peers_fla import (
+    MIB,
+    UntunedError,
+    compile_a_part,
+    compile_in_parts,
+    first_candidate,
+    no_tuning,
+    short_tuning,
+)
 from timing import table
 
 import glax
@@ -302,8 +313,9 @@ def main():
         compile_in_parts(
             [__file__, "--gate", args.gate, "--documents", str(args.documents), *chosen, "--part"], args.compile
         )
-    if args.part or args.tune:
+    if args.part or args.tune or args.compile:
         short_tuning()
+    if args.part or args.tune:
         if args.part:
             compile_a_part(*args.part)
         for shape in shapes:
@@ -311,6 +323,8 @@ def main():
                 make()
                 print("compiled" if args.part else "tuned", NAMES[name], *shape, flush=True)
     elif args.errors:
+        if importlib.util.find_spec("triton"):
+            first_candidate()
         print_errors(args.gate, args.by, args.documents)
     elif args.profile:
         for shape in shapes:
@@ -318,7 +332,7 @@ def main():
     else:
         rate = copy_gbytes(args.iters)
         print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, a copy moves {rate:.0f} GB/s")
-        with no_tuning():
+        with contextlib.nullcontext() if args.compile else no_tuning():
             for shape in shapes:
                 print_times(Problem.of(args.gate, *shape, documents=args.documents), rate, args.iters, args.by)
 
