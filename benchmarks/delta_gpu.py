@@ -2,6 +2,7 @@
 
 python benchmarks/delta_gpu.py                            # times, multiples of the floor, memory
 python benchmarks/delta_gpu.py --shape 1,8192,16,32       # B, T, heads of q and k, heads of v; all are 128 wide
+python benchmarks/delta_gpu.py --widths 256 512           # of keys and of values, with or without --shape
 python benchmarks/delta_gpu.py --errors                   # against the recurrence in float64, at 2,1024,2,4; nothing is timed
 python benchmarks/delta_gpu.py --profile                  # the time of each kernel, alone on the device
 python benchmarks/delta_gpu.py --by pallas jla            # these alone; of pallas, triton, jla and fla
@@ -45,11 +46,11 @@ from timing import table
 
 import glax
 from glax._src.core.bind import bind
-from glax.cli.arguments import four_numbers
+from glax.cli.arguments import four_numbers, within
 from glax.cli.measure import Way, copy_gbytes, interleaved
 from glax.testing.reference import reference, reference_gradient
 
-WIDTH = 128
+WIDTHS = 128, 128  # of keys and of values
 SHAPES = {
     "head": ((4, 2048, 16, 16), (1, 8192, 16, 32), (1, 8192, 16, 64), (1, 32768, 8, 16)),
     "key": ((4, 2048, 16, 16), (1, 8192, 32, 32)),
@@ -72,14 +73,23 @@ class Problem(NamedTuple):
 
     @classmethod
     def of(
-        cls, gate: str, B: int, T: int, key_heads: int, heads: int, least: float = 0.0, documents: int = 1
+        cls,
+        gate: str,
+        B: int,
+        T: int,
+        key_heads: int,
+        heads: int,
+        least: float = 0.0,
+        documents: int = 1,
+        widths: tuple[int, int] = WIDTHS,
     ) -> "Problem":
         """least: the value of a twentieth of the log gates; 0 leaves them as they are. documents: those that a row packs."""
+        K, V = widths
         q, k, v, do, g, beta, dice = (jax.random.key(i) for i in range(7))
-        narrow, wide = (B, T, key_heads, WIDTH), (B, T, heads, WIDTH)
+        narrow, wide = (B, T, key_heads, K), (B, T, heads, V)
         q, k = (jax.random.normal(key, narrow) for key in (q, k))
         q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-        gates = wide if gate == "key" else wide[:3]
+        gates = (B, T, heads, K) if gate == "key" else wide[:3]
         logs = jax.nn.log_sigmoid(jax.random.normal(g, gates))
         if least:
             logs = jnp.where(jax.random.uniform(dice, gates) < 0.05, least, logs)
@@ -90,13 +100,14 @@ class Problem(NamedTuple):
         if documents > 1:
             if B > 1:
                 raise ValueError(f"--documents must come with B of 1, for packed calls have one row; got {B}")
-            within = np.random.default_rng(0).choice(np.arange(1, T), documents - 1, replace=False)
-            cuts = (0, *map(int, sorted(within)), T)
+            inner = np.random.default_rng(0).choice(np.arange(1, T), documents - 1, replace=False)
+            cuts = (0, *map(int, sorted(inner)), T)
         return cls(q, k, v, logs.astype(jnp.float32), beta, do, cuts)
 
     def named(self) -> str:
         """Return the shape as the option takes it, and the number of documents."""
-        numbers = ",".join(map(str, (*self.q.shape[:3], self.v.shape[2])))
+        widths = self.q.shape[3], self.v.shape[3]
+        numbers = ",".join(map(str, (*self.q.shape[:3], self.v.shape[2], *(widths if widths != WIDTHS else ()))))
         return numbers if self.cuts is None else f"{numbers} in {len(self.cuts) - 1}"
 
     def floor(self, rate: float) -> tuple[float, float]:
@@ -239,11 +250,11 @@ def implementations(problem: Problem, by) -> dict[str, JaxWay | Fla]:
     return made
 
 
-def print_errors(gate: str, by, documents: int):
+def print_errors(gate: str, by, documents: int, widths: tuple[int, int]):
     """Print the relative errors against the recurrence in float64, and whether results repeat in every bit."""
     shape = ERRORS[gate] if documents == 1 else (1, *ERRORS[gate][1:])
     for least in (0.0, -100.0):
-        problem, rows = Problem.of(gate, *shape, least=least, documents=documents), []
+        problem, rows = Problem.of(gate, *shape, least=least, documents=documents, widths=widths), []
         wide = [x.astype(jnp.float32) for x in problem[:5]]
         cu_seqlens = None if problem.cuts is None else jnp.asarray(problem.cuts, jnp.int32)
         r = bind(*wide[:3], g=wide[3], beta=wide[4], cu_seqlens=cu_seqlens)
@@ -296,6 +307,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gate", choices=SHAPES, default="head")
     parser.add_argument("--shape", type=four_numbers, action="append")
+    parser.add_argument("--widths", type=within(1), nargs=2, metavar=("K", "V"), default=WIDTHS)
     parser.add_argument("--iters", type=int, default=7)
     parser.add_argument(
         "--compile", type=int, default=0, metavar="N", help="processes that compile fla-core's candidates"
@@ -307,9 +319,14 @@ def main():
     parser.add_argument("--part", type=lambda text: tuple(map(int, text.split("/"))), help=argparse.SUPPRESS)
     parser.add_argument("--by", nargs="+", choices=NAMES, default=list(NAMES))
     args = parser.parse_args()
-    shapes = args.shape or SHAPES[args.gate]
+    shapes, widths = args.shape or SHAPES[args.gate], tuple(args.widths)
+
+    def problem_of(shape) -> Problem:
+        return Problem.of(args.gate, *shape, documents=args.documents, widths=widths)
+
     if args.compile:
         chosen = [x for shape in shapes for x in ("--shape", ",".join(map(str, shape)))]
+        chosen += ["--widths", *map(str, widths)]
         compile_in_parts(
             [__file__, "--gate", args.gate, "--documents", str(args.documents), *chosen, "--part"], args.compile
         )
@@ -319,22 +336,22 @@ def main():
         if args.part:
             compile_a_part(*args.part)
         for shape in shapes:
-            for name, make in fla_makers(Problem.of(args.gate, *shape, documents=args.documents)).items():
+            for name, make in fla_makers(problem_of(shape)).items():
                 make()
                 print("compiled" if args.part else "tuned", NAMES[name], *shape, flush=True)
     elif args.errors:
         if importlib.util.find_spec("triton"):
             first_candidate()
-        print_errors(args.gate, args.by, args.documents)
+        print_errors(args.gate, args.by, args.documents, widths)
     elif args.profile:
         for shape in shapes:
-            print_profile(Problem.of(args.gate, *shape, documents=args.documents), args.iters, args.by)
+            print_profile(problem_of(shape), args.iters, args.by)
     else:
         rate = copy_gbytes(args.iters)
         print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, a copy moves {rate:.0f} GB/s")
         with contextlib.nullcontext() if args.compile else no_tuning():
             for shape in shapes:
-                print_times(Problem.of(args.gate, *shape, documents=args.documents), rate, args.iters, args.by)
+                print_times(problem_of(shape), rate, args.iters, args.by)
 
 
 if __name__ == "__main__":

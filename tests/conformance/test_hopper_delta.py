@@ -12,7 +12,9 @@ if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import glax
 from glax._src.core.bind import bind
+from glax._src.core.registry import Backend
 from glax._src.kernels.pallas_gpu import delta
 from glax._src.kernels.pallas_gpu.config import HopperConfig, delta_supports, in_one_row
 from glax._src.kernels.pallas_gpu.delta_inverse import inverses_of_chunks
@@ -65,6 +67,20 @@ CASES = {
     "segments, packed": (
         dataclasses.replace(CASE, T=140, K=64, V=64, cuts=(0, 70, 139), state=False), (Draw("mild"),), False, 2
     ),
+    "keys of 256, shared heads": (
+        dataclasses.replace(CASE, T=140, heads=(1, 1, 2), K=256, V=64), (Draw("mild"), Draw("-inf on 5%", "to 2")), True, 1
+    ),
+    "keys of 256, values of 512": (dataclasses.replace(CASE, T=70, K=256, V=512), (Draw("mild"),), True, 1),
+    "keys of 192, packed, reversed": (
+        dataclasses.replace(CASE, K=192, V=100, T=140, cuts=(0, 0, 30, 31, 130), reverse=True), (Draw("mild"),), False, 1
+    ),
+    "keys of 256, packed in one row": (
+        dataclasses.replace(CASE, K=256, V=64, T=140, cuts=(0, 40, 129), state=False), (Draw("mild"),), True, 1
+    ),
+    "keys of 256, segments": (dataclasses.replace(CASE, T=200, K=256), (Draw("mild"),), True, 2),
+    "keys of 256, constant, segments, reversed": (
+        dataclasses.replace(CASE, gates=("g_gamma",), T=140, K=256, V=64, reverse=True), (Draw(),), False, 2
+    ),
 }  # fmt: skip
 
 
@@ -111,12 +127,27 @@ def test_inverse_where_its_powers_grow(reverse, monkeypatch):
     assert error < 3.5e-3
 
 
+def test_keys_wider_than_128_are_requested_alone(monkeypatch):
+    """No GPU has run their kernels."""
+    monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
+    q, v, beta = (jax.ShapeDtypeStruct((4, 2048, 16, *width), jnp.bfloat16) for width in ((256,), (512,), ()))
+
+    def said(**platform):
+        return str(glax.explain(lambda q, v, beta: glax.delta_rule(q, q, v, beta, **platform)[0], q, v, beta))
+
+    assert said().startswith("chunked/xla") and "not chunked/pallas/gpu: able, with a priority of -1" in said()
+    assert said(platform="pallas").startswith("chunked/pallas/gpu")
+
+
 def test_unsupported_calls_name_the_reason():
     x, beta = jnp.zeros((1, 64, 1, 64), jnp.bfloat16), jnp.ones((1, 64, 1))
     assert delta_supports(bind(x, x, x, g=beta, beta=beta)) is None
     assert "erase and write" in str(delta_supports(bind(x, x, x, erase=x)))
     wide = jnp.zeros((1, 64, 1, 520), jnp.bfloat16)
     assert "V up to 512, got K=64 and V=520" in str(delta_supports(bind(x, x, wide, beta=beta)))
+    assert "K up to 256 and V up to 512, got K=520" in str(delta_supports(bind(wide, wide, x, beta=beta)))
+    keys = jnp.zeros((1, 64, 1, 136), jnp.bfloat16)
+    assert "with per-key gates, with K up to 128" in str(delta_supports(bind(keys, keys, x, gk=keys, beta=beta)))
     with pytest.raises(ValueError, match="columns must be 64 with beta"):
         delta.chunked(bind(x, x, x, beta=beta), HopperConfig(columns=128))
     state = jnp.zeros((2, 1, 64, 64))

@@ -85,6 +85,13 @@ CASES = {
     "delta rule, key, float32 gates, segments": Call(
         T=500, K=64, gate="gk", strength=-100.0, gate_dtype=jnp.float32, beta=True, parts=2
     ),
+    "delta rule, keys of 256, groups": Call(
+        B=2, T=300, heads=(1, 1, 2), K=256, V=512, gate="g", strength="mild", beta=True
+    ),
+    "delta rule, keys of 192, -inf, packed, reversed": Call(
+        T=600, K=192, gate="g", strength=-np.inf, cuts=PACKED, reverse=True, beta=True
+    ),
+    "delta rule, keys of 256, segments": Call(T=500, K=256, gate="g", strength="mild", beta=True, parts=2),
     "delta rule, no gates": Call(T=1000, K=64, V=64, gate=None, beta=True),
 }
 

@@ -49,7 +49,9 @@ def delta_supports(r: Recurrence) -> str | None:
     """Return None, or why the kernels of the delta rule do not compute a recurrence with an erasure."""
     if r.erasing.beta is None:
         return f"takes the delta rule with beta, got erase and write: {XLA}"
-    return too_wide(r, WIDEST, WIDEST_VALUE, "heads that erase")
+    if r.decay.form == "key":
+        return too_wide(r, WIDEST, WIDEST_VALUE, "heads that erase, with per-key gates,")
+    return too_wide(r, WIDEST_KEY, WIDEST_VALUE, "heads that erase")
 
 
 def gradient_supports(r: Recurrence) -> str | None:
@@ -85,7 +87,7 @@ class Widths:
         narrow and else of 128."""
         K, V = 64 if r.q.shape[3] <= 64 else WIDEST, padded(r.v.shape[3])
         if r.erasure is not None:
-            return cls(WHOLE, K, -(-r.v.shape[3] // 64) * 64, WHOLE)
+            return cls(WHOLE, -(-r.q.shape[3] // K) * K, -(-r.v.shape[3] // 64) * 64, WHOLE)
         if square:
             V = K
         blocks = Blocks(-(-r.q.shape[3] // K), -(-r.v.shape[3] // V))

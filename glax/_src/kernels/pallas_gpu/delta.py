@@ -62,10 +62,13 @@ class DeltaLayout(SegmentedScan):
         """Scan every segment. start: the states that enter them, [E, H, V, K], or None for zeros."""
         p = self.layout
         w = DeltaScan(kind, p.H, p.K, p.V, p.r.reverse, start=start is not None)
+        if w.wide and start is not None:
+            start = jnp.swapaxes(start, 2, 3)
         start = jnp.zeros((1, 1, STRIPE, 64), jnp.float32) if start is None else start
         d_output, edges = (self.d_output, self.edges) if w.is_adjoint else (p.v, self.edges[:4])
         operands = p.q, p.k, p.v, d_output, self.inverse, self.factors, p.scales, start, *edges
-        return delta_scan(w, p.chunk_rows, jnp.asarray(p.table), *operands)
+        found = delta_scan(w, p.chunk_rows, jnp.asarray(p.table), *operands)
+        return found._replace(last=jnp.swapaxes(found.last, 2, 3)) if w.wide else found
 
     def by_row(self, x):
         """Return x [B, chunks, H, C] in the rows of r, [B, T, H]."""
@@ -100,7 +103,7 @@ def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
 
 def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals]:
     """Compute `chunked` and the residuals: the states before the chunks and what their tokens write, in one array [B, chunks,
-    H, V, K + C]."""
+    H, V, K + C], or with keys wider than 128 [B, chunks, H, K + C, V]."""
     outputs, found = forward(r, config, "residuals")
     return outputs, Residuals(found.states, jnp.zeros(found.states.shape[:3], jnp.int32))
 
@@ -136,9 +139,10 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
     states = d.scan("states", r.initial_state).states if residuals is None else residuals.states
     adjoint = d.scan("adjoint", d_final)
     chunkwise = states, adjoint.states, p.gates, d.beta, p.scale_of_chunks()
-    gradient = delta_vjp.delta_gradient if p.V <= delta_vjp.WIDEST else delta_gradient_wide
+    gradient = delta_vjp.delta_gradient if max(p.K, p.V) <= delta_vjp.WIDEST else delta_gradient_wide
     each = gradient(r.reverse, p.q, p.k, d.d_output, *chunkwise, *d.edges)
-    terms = [each.terms[:, :, :, i] for i in range(delta_vjp.TERMS)]
+    by_block = each.terms.reshape(*each.terms.shape[:2], p.H, -1, *each.terms.shape[3:])
+    terms = [by_block[:, :, :, :, i].sum(3) for i in range(delta_vjp.TERMS)]
     dg = gate_gradient(p, terms)
     decay = dict.fromkeys(("constant", "head", "key"))
     if r.decay.form == "head":

@@ -15,8 +15,8 @@ The scan of the adjoint is a reverse scan, from dS' = dL/dS' behind the chunk an
     dS   = e^{G_last} dS' + Q^T (scale e^G dO) - K^T (beta e^G dX)
 
 A program has one head of one sequence, and 64 columns of V, or 128 for most "ends" and "transitions". Columns do not depend on
-each other. One warpgroup carries the state (`delta_scan_carry`), one forms the scores and one writes the results
-(`delta_scan_emit`), and one fetches.
+each other. One warpgroup carries the state (`delta_scan_carry`, or `delta_scan_wide` for keys wider than 128), one forms the
+scores and one writes the results (`delta_scan_emit`), and one fetches.
 
 Long sequences are cut into segments. A scan for "transitions" finds the state S_0 of each segment from zero, and the matrix M by
 which the segment passes a state on: S' = M S + S_0. In the adjoint dS = M^T dS' + dS_0, with the same M.
@@ -34,7 +34,6 @@ from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.delta_scan_carry import carry_state
 from glax._src.kernels.pallas_gpu.delta_scan_emit import emit_results, form_scores
 from glax._src.kernels.pallas_gpu.delta_scan_refs import (
-    STAGES,
     STRIPE,
     Barriers,
     DeltaScan,
@@ -43,6 +42,7 @@ from glax._src.kernels.pallas_gpu.delta_scan_refs import (
     Results,
     Tiles,
 )  # fmt: skip
+from glax._src.kernels.pallas_gpu.delta_scan_wide import carry_wide_state
 from glax._src.kernels.pallas_gpu.edge_tiles import fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import quotient
@@ -61,7 +61,8 @@ def delta_scan(w: DeltaScan, rows: int, *operands) -> Results:
         given, (*results, own, barriers) = refs[: len(operands)], refs[len(operands) :]
         p = Program(w, *split_edges(Operands, given), Results(*results), own, barriers)
         me = lax.axis_index("warpgroup")
-        work = dict(carry=carry_state, emit=emit_results, score=form_scores, fetch=fetch_chunks)
+        carry = carry_wide_state if w.wide else carry_state
+        work = dict(carry=carry, emit=emit_results, score=form_scores, fetch=fetch_chunks)
         for number, role in enumerate(w.roles):
             pl.when(me == number)(functools.partial(work[role], p, *[number] * (role == "carry")))
 
@@ -86,10 +87,10 @@ def fetch_chunks(p: Program):
     tokens: list[tuple[str, Ref, Ref, tuple, slice | pl.Slice]] = [("k", x.k, t.k, (), slice(None))]
     if w.is_adjoint:
         tokens.append(("d_output", x.d_output, t.d_output, (), p.stripe()))
-    for me in range(w.stripes if w.reads_values else 0):
+    for me in range(w.stripes if w.reads_values and not w.tight else 0):
         columns = p.stripe(me) if w.columns == w.V else pl.ds(lax.rem(p.number(me), w.V // STRIPE) * STRIPE, STRIPE)
         tokens.append(("v", x.v, t.v, (me,), columns))
-    pairs = [(x.factors, t.factors), (x.inverse, t.inverse)]
+    pairs = [(x.factors, t.factors)] + [(x.inverse, t.inverse)] * (not w.tight)
     if w.reads_queries:
         tokens.append(("q", x.q, t.q, (), slice(None)))
 
@@ -97,9 +98,27 @@ def fetch_chunks(p: Program):
     def _(step):
         slot = p.slot(step)
         loaded = p.barriers.loaded.at[slot]
-        pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(p.barriers.consumed.at[slot]))
+        pl.when(step >= w.stages)(lambda: plgpu.barrier_wait(p.barriers.consumed.at[slot]))
+        if w.tight:
+            pl.when(step > 0)(lambda: fetch_values(p, step - 1))
         for name, source, tile, inner, columns in tokens:
             at = p.field(0), p.chunk(step), quotient(p.head, w.H // source.shape[2]), columns
             fetch_tokens(p.edges, name, source, at, tile.at[(slot, *inner)], loaded)
         for source, tile in pairs:
             plgpu.copy_gmem_to_smem(source.at[p.field(0), p.chunk(step), p.head], tile.at[slot], loaded)
+        if w.tight:
+            pl.when(step > 0)(lambda: plgpu.barrier_wait(p.barriers.inverse_read))
+            source = x.inverse.at[p.field(0), p.chunk(step), p.head]
+            plgpu.copy_gmem_to_smem(source, t.inverse.at[0], p.barriers.inverse_loaded)
+
+    if w.tight:
+        last = p.count() - 1
+        pl.when(last > 0)(lambda: plgpu.barrier_wait(p.barriers.consumed.at[p.slot(last - 1)]))
+        pl.when(last >= 0)(lambda: fetch_values(p, last))
+
+
+def fetch_values(p: Program, step):
+    """Fetch v of a chunk into its one tile, once the chunk before is consumed."""
+    x = p.operands
+    at = p.field(0), p.chunk(step), quotient(p.head, p.plan.H // x.v.shape[2]), p.stripe()
+    fetch_tokens(p.edges, "v", x.v, at, p.values(0), p.barriers.values_loaded)

@@ -10,10 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
-from glax._src.kernels.pallas_gpu.delta_scan_refs import BETA, BF16, GATES, STRIPE, WITHIN, C, Program
-from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_row, read, transposed
+from glax._src.kernels.pallas_gpu.delta_scan_refs import BETA, BF16, GATES, VALUES, WITHIN, C, Program
+from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, by_column, by_row, read, transposed
 
-VALUES, PAIRS = (C, STRIPE), (C, C)
+PAIRS = (C, C)
 
 
 def form_scores(p: Program):
@@ -27,7 +27,7 @@ def form_scores(p: Program):
         slot = p.slot(step)
         plgpu.barrier_wait(bar.loaded.at[slot])
         to = plgpu.load(t.factors.at[slot, GATES], layout=BY_COLUMN, optimized=False)
-        between = jnp.where(i >= j, by_row(row_factor(p, slot, GATES), PAIRS) - by_column(to, PAIRS), -jnp.inf)
+        between = jnp.where(i >= j, by_row(p.row_factor(slot, GATES), PAIRS) - by_column(to, PAIRS), -jnp.inf)
         found = tiles.product(PAIRS, (t.q.at[slot], transposed(t.k.at[slot])))
         plgpu.barrier_arrive(bar.consumed.at[slot])
         scores = (found * (jnp.exp2(between) * p.scale())).astype(BF16)
@@ -52,7 +52,7 @@ def emit_results(p: Program):
             plgpu.barrier_wait(bar.loaded.at[slot])
         plgpu.barrier_wait(bar.state_stored)
         if w.stores_states:
-            plgpu.copy_smem_to_gmem(t.state, p.stored(step, 0, w.K))
+            plgpu.copy_smem_to_gmem(p.state(), p.stored(step, 0, w.K))
         o = outputs_of_state(p, slot) if w.writes_tokens and not w.is_adjoint else None
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(bar.state_read)
@@ -61,34 +61,32 @@ def emit_results(p: Program):
             plgpu.copy_smem_to_gmem(t.tokens, p.stored(step, w.K, C))
         if o is not None:
             plgpu.barrier_wait(bar.scores_stored)
-            o = tiles.added(o, (t.scores, transposed(t.tokens)))
+            o = tiles.added(o, (t.scores, p.by_rows(t.tokens)))
             plgpu.barrier_arrive(bar.scores_read)
         elif w.is_adjoint:
             o = gradient_of_values(p, step, slot)
         if o is not None:
             plgpu.barrier_arrive(bar.consumed.at[slot])
-            t.output[...] = o.astype(BF16)
+            tile = t.lost if w.tight else t.output
+            tile[...] = o.astype(BF16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(t.output, p.output(step))
+            plgpu.copy_smem_to_gmem(tile, p.output(step))
 
     plgpu.wait_smem_to_gmem(0)
-
-
-def row_factor(p: Program, slot, row: int):
-    """Return a row of factors [C], by row of a matrix."""
-    return plgpu.load(p.tiles.factors.at[slot, row], layout=BY_ROW)
 
 
 def outputs_of_state(p: Program, slot):
     """Return scale e^G Q S, [C, STRIPE]."""
     t = p.tiles
-    o = tiles.product(VALUES, (t.q.at[slot], transposed(t.state)))
-    return o * by_row(row_factor(p, slot, WITHIN) * p.scale(), VALUES)
+    o = tiles.product(VALUES, (t.q.at[slot], p.by_rows(p.state())))
+    return o * by_row(p.row_factor(slot, WITHIN) * p.scale(), VALUES)
 
 
 def gradient_of_values(p: Program, step, slot):
     """Return dV = beta dX, [C, STRIPE], and write the sums of dX v."""
     t = p.tiles
-    dX = read(transposed(t.tokens)) + read(transposed(t.lost))
-    p.results.beta[p.field(0), p.chunk(step), p.head, p.number()] = (dX * read(t.v.at[slot, 0])).sum(1)
-    return dX * by_row(row_factor(p, slot, BETA), VALUES)
+    dX = read(p.by_rows(t.tokens)) + read(p.by_rows(t.lost))
+    if p.plan.tight:
+        plgpu.barrier_wait(p.barriers.values_loaded)
+    p.results.beta[p.field(0), p.chunk(step), p.head, p.number()] = (dX * read(p.values(slot))).sum(1)
+    return dX * p.factor_by_row(slot, BETA)

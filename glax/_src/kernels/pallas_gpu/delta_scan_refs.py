@@ -11,12 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies
 from glax._src.kernels.pallas_gpu.plan import C, place_of
-from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, by_column, iota, tiled
+from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_row, iota, tiled, transposed
 
 BF16 = jnp.bfloat16
 STRIPE = 64  # columns of the state that a program carries
-TOKENS = (STRIPE, C)
-STAGES = 3  # chunks in shared memory: as many as 227 KB hold at widths of 128
+TOKENS, VALUES = (STRIPE, C), (C, STRIPE)
+STAGES, WIDE_STAGES = 3, 2  # chunks in shared memory: as many as 227 KB hold at widths of 128, and of K = 256
 FACTORS = 5
 BETA, ERASING, LEAVING, WITHIN, GATES = range(FACTORS)  # rows of `Operands.factors`
 
@@ -32,6 +32,9 @@ class DeltaScan:
     The state of "transitions" has K more columns, which begin as I and to which no tokens add. At the end they are the matrix M
     by which S would have been multiplied. H: the number of heads. K, V: the widths of a head. start: whether sequences begin from
     given states.
+
+    Up to K = 128 the state and what tokens write are transposed, and pass from product to product in registers. Wider states
+    are [K, V], and products read both sides from shared memory (`delta_scan_wide`).
     """
 
     kind: Literal["outputs", "states", "residuals", "adjoint", "ends", "transitions", "adjoint ends"]
@@ -77,6 +80,25 @@ class DeltaScan:
         return self.V + self.K if self.kind == "transitions" else self.V
 
     @property
+    def wide(self) -> bool:
+        """Return whether keys are wider than 128."""
+        return self.K > 128
+
+    @property
+    def tight(self) -> bool:
+        """Return whether shared memory has no room for two stages of R and v, and for dV beside what dX loses."""
+        return self.wide and self.kind == "adjoint"
+
+    def upright(self, columns, rows) -> tuple:
+        """Return the two last axes of the state in memory: transposed, or in a wide plan not."""
+        return (rows, columns) if self.wide else (columns, rows)
+
+    @property
+    def stages(self) -> int:
+        """Return the number of chunks in shared memory."""
+        return WIDE_STAGES if self.wide else STAGES
+
+    @property
     def stripes(self) -> int:
         """Return the number of stripes of a program, each carried by a warpgroup where there is no other work."""
         return 2 if self.kind in ("ends", "transitions") and self.columns // STRIPE % 2 == 0 else 1
@@ -115,11 +137,12 @@ class Operands(NamedTuple):
     inverse: Ref  # [B, chunks, H, C, C]: R
     factors: Ref  # [B, chunks, H, FACTORS, C]: beta, beta e^G, e^{G_last - G}, e^G, G to base 2
     scale: Ref  # [N + 1]
-    start: Ref  # [N, H, V, K]
+    start: Ref  # [N, H, V, K], or [N, H, K, V] for a wide plan
 
 
 class Results(NamedTuple):
-    """Hold the results, in global memory. A result that the plan leaves out has one tile."""
+    """Hold the results, in global memory. A result that the plan leaves out has one tile. In a wide plan the last two axes of
+    `states` and `last` are exchanged, and nothing is transposed."""
 
     output: Ref  # [B, T, H, V]: O or dV
     beta: Ref  # [B, chunks, H, V / STRIPE, C]: sums of dX v over a stripe, for the adjoint
@@ -129,27 +152,31 @@ class Results(NamedTuple):
     @classmethod
     def types(cls, w: DeltaScan, B: int, T: int, chunks: int, N: int) -> "Results":
         output = (B, T, w.H, w.V) if w.writes_tokens else (1, C, 1, STRIPE)
-        states = (B, chunks, w.H, w.V, w.K + C) if w.stores_states else (1, 1, 1, STRIPE, 64)
+        states = (B, chunks, w.H, *w.upright(w.V, w.K + C)) if w.stores_states else (1, 1, 1, STRIPE, 64)
         return cls(
             jax.ShapeDtypeStruct(output, BF16),
             jax.ShapeDtypeStruct(
                 (B, chunks, w.H, w.V // STRIPE, C) if w.kind == "adjoint" else (1,) * 4 + (C,), jnp.float32
             ),
             jax.ShapeDtypeStruct(states, BF16),
-            jax.ShapeDtypeStruct((N, w.H, w.columns, w.K), jnp.float32),
+            jax.ShapeDtypeStruct((N, w.H, *w.upright(w.columns, w.K)), jnp.float32),
         )
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. The first six are by stage. The others pass from one warpgroup to another."""
+    """Hold the shared memory. The first six are by stage. The others pass from one warpgroup to another.
 
-    q: Ref  # [STAGES, C, K]
-    k: Ref  # [STAGES, C, K]
-    v: Ref  # [STAGES, stripes, C, STRIPE]
-    d_output: Ref  # [STAGES, C, STRIPE]
-    inverse: Ref  # [STAGES, C, C]
-    factors: Ref  # [STAGES, FACTORS, C]
-    state: Ref  # [STRIPE, K]: S or dS', transposed
+    In a wide plan `state`, `tokens` and `lost` are not transposed, and each stripe has a state. In a tight plan v and inverse
+    have one stage, and dV overwrites `lost`.
+    """
+
+    q: Ref  # [stages, C, K]
+    k: Ref  # [stages, C, K]
+    v: Ref  # [stages, stripes, C, STRIPE]
+    d_output: Ref  # [stages, C, STRIPE]
+    inverse: Ref  # [stages, C, C]
+    factors: Ref  # [stages, FACTORS, C]
+    state: Ref  # [STRIPE, K]: S or dS', transposed; [stripes, K, STRIPE] in a wide plan
     tokens: Ref  # [STRIPE, C]: U or dX, transposed
     lost: Ref  # [STRIPE, C]: what dX loses in bfloat16
     scores: Ref  # [C, C]: P
@@ -157,24 +184,26 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, w: DeltaScan) -> "Tiles":
-        n, K = STAGES, w.K
+        n, K = w.stages, w.K
+        single = 1 if w.tight else n
+        state = tiled(STRIPE, K) if w.emits else tiled(8, 64)
         return cls(
             q=tiled(n, C, K) if w.reads_queries else tiled(1, 8, 64),
             k=tiled(n, C, K),
-            v=tiled(n, w.stripes, C, STRIPE) if w.reads_values else tiled(1, 1, 8, 64),
+            v=tiled(single, w.stripes, C, STRIPE) if w.reads_values else tiled(1, 1, 8, 64),
             d_output=tiled(n, C, STRIPE) if w.is_adjoint else tiled(1, 8, 64),
-            inverse=tiled(n, C, C),
+            inverse=tiled(single, C, C),
             factors=plgpu.SMEM((n, FACTORS, C), jnp.float32),
-            state=tiled(STRIPE, K) if w.emits else tiled(8, 64),
+            state=tiled(w.stripes, K, STRIPE) if w.wide else state,
             tokens=tiled(STRIPE, C) if w.emits else tiled(8, 64),
             lost=tiled(STRIPE, C) if w.kind == "adjoint" else tiled(8, 64),
             scores=tiled(C, C) if w.reads_queries else tiled(8, 64),
-            output=tiled(C, STRIPE) if w.writes_tokens else tiled(8, 64),
+            output=tiled(C, STRIPE) if w.writes_tokens and not w.tight else tiled(8, 64),
         )
 
 
 class Barriers(NamedTuple):
-    """Hold the barriers, each named by what it reports. The first two are by stage."""
+    """Hold the barriers, each named by what it reports. The first two are by stage, and the last three of a tight plan."""
 
     loaded: Ref
     consumed: Ref
@@ -184,16 +213,19 @@ class Barriers(NamedTuple):
     tokens_read: Ref
     scores_stored: Ref
     scores_read: Ref
+    values_loaded: Ref = None
+    inverse_loaded: Ref = None
+    inverse_read: Ref = None
 
     @classmethod
     def types(cls, w: DeltaScan) -> "Barriers":
-        copies = 3 + w.stripes * w.reads_values + w.reads_queries + w.is_adjoint
+        copies = 3 + w.stripes * w.reads_values + w.reads_queries + w.is_adjoint - 2 * w.tight
         # All but the fetching warpgroup. For "states" the emitting one reads no tile either.
         readers = len(w.roles) - 1 - (w.kind == "states")
         return cls(
-            plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=readers, num_barriers=STAGES),
-            *[plgpu.Barrier()] * 6,
+            plgpu.Barrier(num_arrivals=copies, num_barriers=w.stages),
+            plgpu.Barrier(num_arrivals=readers, num_barriers=w.stages),
+            *[plgpu.Barrier()] * (9 if w.tight else 6),
         )
 
 
@@ -227,8 +259,9 @@ class Program:
         return pl.ds(self.number(me) * STRIPE, STRIPE)
 
     def column(self, me, shape):
-        """Return the column of the state that each row of [STRIPE, ...] stands for. Those from V on are of M."""
-        return iota(shape, 0) + self.number(me) * STRIPE
+        """Return the column of the state that each row of [STRIPE, ...] stands for, or in a wide plan each column of [...,
+        STRIPE]. Those from V on are of M."""
+        return iota(shape, int(self.plan.wide)) + self.number(me) * STRIPE
 
     def field(self, column: int):
         """Return one column of the sequence's row of the table."""
@@ -247,9 +280,9 @@ class Program:
         return self.results.output.at[self.field(0), pl.ds(self.chunk(step) * C, C), self.head, self.stripe()]
 
     def stored(self, step, first: int, width: int):
-        """Return `width` columns of the stored states of a chunk, from `first` on."""
+        """Return `width` columns of the stored states of a chunk, from `first` on; rows in a wide plan."""
         chunk = self.results.states.at[self.field(0), self.chunk(step), self.head]
-        return chunk.at[self.stripe(), pl.ds(first, width)]
+        return chunk.at[self.plan.upright(self.stripe(), pl.ds(first, width))]
 
     def take_registers(self, role: str):
         """Take the registers of a role, or give back those that it does not need."""
@@ -258,7 +291,26 @@ class Program:
         plgpu.set_max_registers(count, action="increase" if count > launched else "decrease")
 
     def slot(self, step):
-        return lax.rem(step, jnp.int32(STAGES))
+        return lax.rem(step, jnp.int32(self.plan.stages))
+
+    def values(self, slot, me=0):
+        """Return the tile of v of a slot."""
+        return self.tiles.v.at[0 if self.plan.tight else slot, me]
+
+    def inverse(self, slot):
+        """Return the tile of R of a slot."""
+        return self.tiles.inverse.at[0 if self.plan.tight else slot]
+
+    def state(self):
+        """Return the tile of the state that the warpgroup for results reads."""
+        if not self.plan.wide:
+            return self.tiles.state
+        # Behind a barrier of the compiler, which would otherwise hold the addresses of all its parts throughout a loop.
+        return self.tiles.state.at[lax.optimization_barrier(jnp.int32(0))]
+
+    def by_rows(self, tile):
+        """Return a tile of the state or of tokens as [K or C, STRIPE]."""
+        return tile if self.plan.wide else transposed(tile)
 
     def scale(self):
         return self.operands.scale[self.field(3)]
@@ -267,3 +319,11 @@ class Program:
         """Return a row of factors [C], repeated over the rows of [STRIPE, C]."""
         found = plgpu.load(self.tiles.factors.at[slot, row], layout=BY_COLUMN, optimized=False)
         return by_column(found, TOKENS)
+
+    def row_factor(self, slot, row: int):
+        """Return a row of factors [C], by row of a matrix."""
+        return plgpu.load(self.tiles.factors.at[slot, row], layout=BY_ROW)
+
+    def factor_by_row(self, slot, row: int):
+        """Return a row of factors [C], repeated over the columns of [C, STRIPE]."""
+        return by_row(self.row_factor(slot, row), VALUES)

@@ -12,7 +12,7 @@ G_i is the sum of a chunk's log gates through token i, and L the sum of all of t
            + sum_{i >= t} (q_i . dq_i + e_i . de_i - k_i . (A^T q + B^T e)_i)
 
 The kernel writes the numbers of every token, and XLA sums them over tokens. One warpgroup computes A and dq, and the other B,
-de and dk. A program has one chunk of one head. `delta_vjp_wide` computes the same where values are wider than 128.
+de and dk. A program has one chunk of one head. `delta_vjp_wide` computes the same where keys or values are wider than 128.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.delta_inverse import split, store_split
 from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.lowering_cache import once
-from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient
+from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_row, read, tiled, transposed
 
 BF16 = jnp.bfloat16
@@ -47,8 +47,8 @@ class Operands(NamedTuple):
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
     d_output: Ref  # [B, T, H, V]
-    states: Ref  # [B, chunks, H, V, K + C]: S and U, transposed
-    d_states: Ref  # [B, chunks, H, V, K + C]: dS' and dX, transposed
+    states: Ref  # [B, chunks, H, V, K + C]: S and U, transposed; [B, chunks, H, K + C, V] for keys wider than 128
+    d_states: Ref  # [B, chunks, H, V, K + C]: dS' and dX, in the same way
     gates: Ref  # [B, chunks, H, C]: sums of log2 gates from where the scan enters the chunk
     beta: Ref  # [B, chunks, H, C]
     scale: Ref  # [B, chunks]
@@ -59,13 +59,14 @@ class Results(NamedTuple):
 
     dq: Ref  # [B, T, H, K]
     dk: Ref  # [B, T, H, K]
-    terms: Ref  # [B, chunks, H, TERMS, C]: q . dq / scale; parts of <S, dS'>; e . de - k . (...); k . (...); de . k
+    # [B, chunks, H * blocks of K, TERMS, C]: q . dq / scale; parts of <S, dS'>; e . de - k . (...); k . (...); de . k
+    terms: Ref
 
     @classmethod
-    def types(cls, x: Operands) -> "Results":
+    def types(cls, x: Operands, blocks: int = 1) -> "Results":
         (B, T, H, _), K, chunks = x.d_output.shape, x.q.shape[3], x.gates.shape[1]
         rows = jax.ShapeDtypeStruct((B, T, H, K), BF16)
-        return cls(rows, rows, jax.ShapeDtypeStruct((B, chunks, H, TERMS, C), jnp.float32))
+        return cls(rows, rows, jax.ShapeDtypeStruct((B, chunks, H * blocks, TERMS, C), jnp.float32))
 
 
 class Tiles(NamedTuple):
@@ -140,7 +141,21 @@ class Program:
     def place(self):
         """Return sequence, chunk and head."""
         _, chunks, H, _ = self.operands.gates.shape
-        return chunk_of(lax.optimization_barrier(lax.axis_index("program")), chunks, H)
+        return chunk_of(quotient(lax.optimization_barrier(lax.axis_index("program")), self.blocks), chunks, H)
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of blocks of K. A program has one."""
+        return self.operands.q.shape[3] // self.tiles.q.shape[1]
+
+    def block(self):
+        """Return the block of the program."""
+        return remainder(lax.optimization_barrier(lax.axis_index("program")), self.blocks)
+
+    def channels(self):
+        """Return the channels of K of the program."""
+        width = self.tiles.q.shape[1]
+        return slice(None) if self.blocks == 1 else pl.ds(self.block() * width, width)
 
     def scale(self):
         """Return the scale of the chunk."""
@@ -148,9 +163,9 @@ class Program:
         return self.operands.scale[b, c]
 
     def tokens(self, x):
-        """Return the chunk's rows [C, ...] of x [B, T, H, ...], a result."""
+        """Return the chunk's rows [C, width] of x [B, T, H, K], a result."""
         b, c, h = self.place()
-        return x.at[b, pl.ds(c * C, C), h]
+        return x.at[b, pl.ds(c * C, C), h, self.channels()]
 
     def gates(self):
         """Return G [C], to base 2, by row."""
@@ -170,7 +185,7 @@ class Program:
     def write_term(self, row: int, x):
         """Write x [C] to a row of `Results.terms`."""
         b, c, h = self.place()
-        self.results.terms[b, c, h, row] = x
+        self.results.terms[b, c, h * self.blocks + self.block(), row] = x
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal calls are lowered once
@@ -217,7 +232,7 @@ def load_keys(p: Program):
     (b, c, h), H = p.place(), x.gates.shape[2]
     for name in ("k", "q"):
         source = getattr(x, name)
-        at = b, c, quotient(h, H // source.shape[2]), slice(None)
+        at = b, c, quotient(h, H // source.shape[2]), p.channels()
         fetch_tokens(p.edges, name, source, at, getattr(t, name), t.loaded)
     for source, tile in ((x.gates, t.gates), (x.beta, t.beta)):
         plgpu.copy_gmem_to_smem(source.at[b, c, h], tile, t.loaded)

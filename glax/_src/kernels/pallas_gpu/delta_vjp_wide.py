@@ -1,8 +1,11 @@
-"""Compute the gradient of every chunk under the delta rule where values are wider than 128, with per-head, constant or no gates.
+"""Compute the gradient of every chunk under the delta rule where keys or values are wider than 128.
 
 The formulas are those of `delta_vjp`. In these, dO U^T, dX U^T, dO S^T, dX S^T, U dS'^T and <S, dS'> are sums over the columns of
 V. A program adds them up in registers over steps of 64 columns, always in the same order. So q, k and the states are read once,
 and dq and dk are written once.
+
+A program has at most 128 channels of K. dq, de and dk of a channel are no sums over others, but each program forms A and B
+again. States with more channels are stored [K, V], and the others transposed.
 
 One warpgroup loads, a step ahead. The other two are those of `delta_vjp`.
 """
@@ -21,6 +24,7 @@ from glax._src.kernels.pallas_gpu.delta_inverse import store_split
 from glax._src.kernels.pallas_gpu.delta_vjp import (
     EDGE,
     PAIRS,
+    WIDEST,
     Operands,
     Program,
     Results,
@@ -47,7 +51,7 @@ Ref = Any
 
 
 class Columns(NamedTuple):
-    """Hold the shared memory of a step's columns of V, by stage."""
+    """Hold the shared memory of a step's columns of V, by stage. With blocks of K nothing is transposed."""
 
     d_output: Ref  # [STAGES, C, COLUMNS]
     before: Ref  # [STAGES, COLUMNS, K]: S^T
@@ -58,8 +62,8 @@ class Columns(NamedTuple):
     consumed: Ref
 
     @classmethod
-    def types(cls, K: int) -> "Columns":
-        state, pairs = tiled(STAGES, COLUMNS, K), tiled(STAGES, COLUMNS, C)
+    def types(cls, K: int, blocks: int) -> "Columns":
+        state, pairs = tiled(STAGES, *((K, COLUMNS) if blocks > 1 else (COLUMNS, K))), tiled(STAGES, COLUMNS, C)
         return cls(
             d_output=tiled(STAGES, C, COLUMNS),
             before=state,
@@ -70,16 +74,14 @@ class Columns(NamedTuple):
             consumed=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         )
 
-    @property
-    def K(self) -> int:
-        return self.before.shape[2]
-
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal calls are lowered once
 def delta_gradient_wide(reverse: bool, *operands) -> Results:
     """Compute the fields of `Results` for every chunk and head. operands: the fields of `Operands`, and of `EdgeCopies` if there
     are any."""
     x, _ = split_edges(Operands, operands)
+    K = min(x.q.shape[3], WIDEST)
+    blocks = x.q.shape[3] // K
 
     def body(*refs):
         p, own = Program.of(reverse, len(operands), refs)
@@ -91,12 +93,12 @@ def delta_gradient_wide(reverse: bool, *operands) -> Results:
     body.__name__ = "delta_gradient_wide"  # in profiles
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(Results.types(x)),
-        grid=(x.gates.shape[0] * x.gates.shape[1] * x.gates.shape[2],),
+        out_type=tuple(Results.types(x, blocks)),
+        grid=(x.gates.shape[0] * x.gates.shape[1] * x.gates.shape[2] * blocks,),
         grid_names=("program",),
         num_threads=3,
         thread_name="warpgroup",
-        scratch_types=[Tiles.types(x.q.shape[3]), Columns.types(x.q.shape[3])],
+        scratch_types=[Tiles.types(K), Columns.types(K, blocks)],
         compiler_params=tiles.PARAMS,
     )
     return Results(*once(("delta_gradient_wide", reverse), kernel, *operands))
@@ -107,12 +109,22 @@ def steps(p: Program) -> int:
     return p.operands.d_output.shape[3] // COLUMNS
 
 
+def by_rows(p: Program, tile):
+    """Return a tile of tokens with the tokens first."""
+    return tile if p.blocks > 1 else transposed(tile)
+
+
+def by_columns(p: Program, tile):
+    """Return a tile of a state or of tokens with its columns of V first."""
+    return transposed(tile) if p.blocks > 1 else tile
+
+
 def load(p: Program, own: Columns):
     """Load all tiles, those of a step once the step that used their place is done."""
     plgpu.set_max_registers(REGISTERS[0], action="decrease")
     load_keys(p)
-    x, K = p.operands, own.K
-    first, beside = pl.ds(0, K), pl.ds(K, C)
+    x, K = p.operands, p.tiles.q.shape[1]
+    beside = pl.ds(x.q.shape[3], C)
 
     @pl.loop(0, steps(p))
     def _(step):
@@ -123,10 +135,12 @@ def load(p: Program, own: Columns):
         columns = pl.ds(step * COLUMNS, COLUMNS)
         head = quotient(h, x.gates.shape[2] // x.d_output.shape[2])
         fetch_tokens(p.edges, "d_output", x.d_output, (b, c, head, columns), own.d_output.at[stage], loaded)
-        pairs = [(x.states, first, own.before), (x.states, beside, own.tokens)]
-        pairs += [(x.d_states, first, own.behind), (x.d_states, beside, own.erased)]
+        channels = pl.ds(p.block() * K, K)
+        pairs = [(x.states, channels, own.before), (x.states, beside, own.tokens)]
+        pairs += [(x.d_states, channels, own.behind), (x.d_states, beside, own.erased)]
         for source, part, tile in pairs:
-            plgpu.copy_gmem_to_smem(source.at[b, c, h, columns, part], tile.at[stage], loaded)
+            place = (part, columns) if p.blocks > 1 else (columns, part)
+            plgpu.copy_gmem_to_smem(source.at[(b, c, h, *place)], tile.at[stage], loaded)
 
 
 def stage_of(step):
@@ -137,8 +151,8 @@ def stage_of(step):
 def of_queries(p: Program, own: Columns):
     """Compute A and dq, and <S, dS'>."""
     plgpu.set_max_registers(REGISTERS[1], action="increase")
-    nothing = zeros(PAIRS), zeros((C, own.K)), zeros((COLUMNS,), BY_ROW)
-    pairs, of_state, edge = lax.fori_loop(0, steps(p), functools.partial(add_queries, own), nothing)
+    nothing = zeros(PAIRS), zeros((C, p.tiles.q.shape[1])), zeros((COLUMNS,), BY_ROW)
+    pairs, of_state, edge = lax.fori_loop(0, steps(p), functools.partial(add_queries, p, own), nothing)
     plgpu.barrier_wait(p.tiles.loaded)
     store_scores(p, pairs)
     dq = gradient_of_queries(p, of_state)
@@ -146,13 +160,14 @@ def of_queries(p: Program, own: Columns):
     send_queries(p, dq)
 
 
-def add_queries(own: Columns, step, totals):
+def add_queries(p: Program, own: Columns, step, totals):
     """Return dO U^T, dO S^T and parts of <S, dS'>, with the terms of a step's columns added."""
     stage, (pairs, of_state, edge) = stage_of(step), totals
     plgpu.barrier_wait(own.loaded.at[stage])
     d_output, S, dS = own.d_output.at[stage], own.before.at[stage], own.behind.at[stage]
-    pairs, of_state = tiles.added_all((pairs, of_state), [(d_output, own.tokens.at[stage])], [(d_output, S)])
-    edge += sum((read(S.at[at]) * read(dS.at[at])).sum(1) for at in parts(COLUMNS, own.K))
+    of_tokens, of_columns = (d_output, by_columns(p, own.tokens.at[stage])), (d_output, by_columns(p, S))
+    pairs, of_state = tiles.added_all((pairs, of_state), [of_tokens], [of_columns])
+    edge += sum((read(S.at[at]) * read(dS.at[at])).sum(1) for at in parts(*S.shape))
     plgpu.barrier_arrive(own.consumed.at[stage])
     return pairs, of_state, edge
 
@@ -160,9 +175,9 @@ def add_queries(own: Columns, step, totals):
 def of_keys(p: Program, own: Columns):
     """Compute B, de and dk."""
     plgpu.set_max_registers(REGISTERS[1], action="increase")
-    shape = (C, own.K)
+    shape = (C, p.tiles.q.shape[1])
     nothing = zeros(PAIRS), zeros(shape), zeros(shape)
-    pairs, of_state, behind = lax.fori_loop(0, steps(p), functools.partial(add_keys, own), nothing)
+    pairs, of_state, behind = lax.fori_loop(0, steps(p), functools.partial(add_keys, p, own), nothing)
     plgpu.barrier_wait(p.tiles.loaded)
     B, t = erased_scores(p, pairs), p.tiles
     store_split(t.erase_pairs, B)  # registers have no room for its two terms beside the sums
@@ -171,12 +186,13 @@ def of_keys(p: Program, own: Columns):
     send_keys(p, dk, erased, behind)
 
 
-def add_keys(own: Columns, step, totals):
+def add_keys(p: Program, own: Columns, step, totals):
     """Return dX U^T, dX S^T and U dS'^T, with the terms of a step's columns added."""
     stage = stage_of(step)
     plgpu.barrier_wait(own.loaded.at[stage])
-    U, dX = own.tokens.at[stage], transposed(own.erased.at[stage])
-    of_state, of_gradient = (dX, own.before.at[stage]), (transposed(U), own.behind.at[stage])
+    U, dX = by_columns(p, own.tokens.at[stage]), by_rows(p, own.erased.at[stage])
+    of_state = dX, by_columns(p, own.before.at[stage])
+    of_gradient = by_rows(p, own.tokens.at[stage]), by_columns(p, own.behind.at[stage])
     totals = tiles.added_all(totals, [(dX, U)], [of_state], [of_gradient])
     plgpu.barrier_arrive(own.consumed.at[stage])
     return totals

@@ -18,8 +18,8 @@ from glax._src.kernels.pallas_gpu.config import (
 )
 from glax._src.kernels.pallas_gpu.plan import ROWS
 
-# Above Triton's 10 or below it, and above XLA's: docs/internals/hopper.md has the bounds.
-FASTER, SLOWER = 15, 5
+# Above Triton's 10 or below it, and above XLA's: docs/internals/hopper.md has the bounds. What no GPU has run is below XLA's.
+FASTER, SLOWER, NEVER_RUN = 15, 5, -1
 
 
 def forward_priority(r: Recurrence) -> int:
@@ -46,9 +46,11 @@ def delta_priority(r: Recurrence) -> int:
     """Return a priority above Triton's from 2048 tokens and 8192 x 16 rows of heads on, and below it for fewer.
 
     B4 T2048 H16 is the smallest size that was measured with beta. Values wider than 128, and per-key gates, were not measured,
-    and have the lower priority.
+    and have the lower priority. Keys wider than 128 were never run: `platform="pallas"` requests them.
     """
     B, T = r.q.shape[:2]
+    if r.q.shape[3] > WIDEST:
+        return NEVER_RUN
     if r.decay.form == "key" or r.v.shape[3] > WIDEST:
         return SLOWER
     return FASTER if T >= 2048 and B * T * r.num_heads >= 8192 * 16 else SLOWER
