@@ -27,6 +27,11 @@ from glax.nn.parts import (
 )
 from glax.nn.passes import Rows, State
 
+# What the recurrence saves for its gradient, by the names that docs/models.md lists.
+SAVED = jax.checkpoint_policies.save_only_these_names(
+    "glax_output", "glax_final_state", "glax_states", "glax_out_of_range", "glax_entering_state"
+)
+
 
 class Mamba2(Layer):
     """Compute Mamba-2's mixer. In every head h, of group h // (H / groups):
@@ -139,9 +144,14 @@ class Mamba2(Layer):
         dt = jax.nn.softplus(dt.astype(jnp.float32) + for_rows(dt, self.dt_bias[...]))
         dt = jnp.clip(dt, *self.dt_limit)
         A = -jnp.exp(for_rows(dt, self.A_log[...]))
-        v = (x.astype(jnp.float32) * dt[..., None]).astype(x.dtype)
         before = state.get("recurrent")
-        y, after = rows.recurrent(self.recurrence, C, B, v, before, g=dt * A, softmax_scale=1.0)
+
+        def recur(x, B, C, dt):
+            v = (x.astype(jnp.float32) * dt[..., None]).astype(x.dtype)
+            return rows.recurrent(self.recurrence, C, B, v, before, g=dt * A, softmax_scale=1.0)
+
+        # v is formed again in the backward pass, from x, which is saved in any case.
+        y, after = jax.checkpoint(recur, policy=SAVED)(x, B, C, dt)
         # Recomputed in the backward pass: else XLA keeps the product of y and the gate in float32 for every layer.
         return self.output(jax.checkpoint(self.gated)(y, x, projected)), dict(recurrent=after, conv=conv["recurrent"])
 
