@@ -99,11 +99,12 @@ def documents(T: int, count: int) -> tuple[int, ...]:
 def neighbours(layer: Layer) -> dict[str, Layer]:
     """Return layers with a T, K or V that is a little smaller, with one token more, and with one more head, or group of heads
     where heads share keys, by what changes.
-    The Hopper kernels copy arrays whose T 8 does not divide, or whose widths no block divides."""
+    The Hopper kernels copy arrays whose T 8 does not divide, unless they join sequences, or whose widths no block divides."""
     each = layer.H // layer.groups
     changes = (
         dict(T=layer.T - 24),
         dict(T=layer.T - 20),
+        dict(T=layer.T - 1),
         dict(T=layer.T + 1),
         dict(K=layer.K - 2),
         dict(V=layer.V - 4),

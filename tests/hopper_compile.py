@@ -54,6 +54,8 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
     columns = 64 if "narrow" in what else min(K, V, 128)
     columns = 128 if "pairs" in what else columns
     packed = "packed" in what or "one row" in what
+    joined = "joined" in what
+    rows = T + 4 * joined  # tokens of a sequence: 8 divides those of two
 
     def call(q, k, v, g, d_output, d_final, cu_seqlens, resets):
         given = {"g" if gate == "head" else "gk": g}
@@ -71,13 +73,14 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
             d_states = jnp.broadcast_to(d_final[:, None], (2, T // 256, *d_final.shape[1:]))
             d_final = StoredStates(d_final, d_states)
         if "gradient" in what:
-            return kernels.chunked_vjp(r, d_output, None if "one row" in what else d_final, None, config)
+            without = "one row" in what or joined
+            return kernels.chunked_vjp(r, d_output, None if without else d_final, None, config)
         return (kernels.chunked_with_residuals if "residuals" in what else kernels.chunked)(r, config)
 
     B, N = (1, 8) if packed else (2, 2)
-    q, v = shaped(B, T, 1 if "groups" in what else 4, K), shaped(B, T, 4, V)
-    gates = shaped(B, T, 4, *[K] * (gate != "head"), dtype=jnp.float32 if "float32" in gate else jnp.bfloat16)
-    cuts, resets = shaped(N + 1, dtype=jnp.int32), shaped(B, T, dtype=bool)
+    q, v = shaped(B, rows, 1 if "groups" in what else 4, K), shaped(B, rows, 4, V)
+    gates = shaped(B, rows, 4, *[K] * (gate != "head"), dtype=jnp.float32 if "float32" in gate else jnp.bfloat16)
+    cuts, resets = shaped(N + 1, dtype=jnp.int32), shaped(B, rows, dtype=bool)
     operands = q, q, v, gates, v, shaped(N, 4, K, V, dtype=jnp.float32), cuts, resets
     return jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",))
 

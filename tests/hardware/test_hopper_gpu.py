@@ -28,7 +28,8 @@ WEAKER = dict(mild=16, weak=256)  # than log-sigmoid
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The shapes of a call and its gate. strength: a key of WEAKER, or the value of a twentieth of the log gates."""
+    """The shapes of a call and its gate. strength: a key of WEAKER, or the value of a twentieth of the log gates. states: there
+    are initial states, and the final states have a cotangent."""
 
     gate: str | None
     T: int
@@ -43,6 +44,7 @@ class Call:
     reverse: bool = False
     beta: bool = False
     parts: int | None = None  # segments; None for as many as the heuristic chooses
+    states: bool = True
 
 
 CASES = {
@@ -72,6 +74,18 @@ CASES = {
     "constant, reversed": Call(B=2, T=300, gate="g_gamma", strength="mild", reverse=True),
     "constant, packed": Call(T=600, K=128, V=64, gate="g_gamma", strength="mild", cuts=PACKED),
     "none": Call(T=333, gate=None),
+    "key, joined": Call(B=8, T=333, gate="gk", strength="mild", states=False),
+    "key, joined, -inf, reversed, segments": Call(
+        B=4, T=1030, gate="gk", strength=-np.inf, reverse=True, states=False, parts=3
+    ),
+    "key, joined, wide, float32 gates": Call(
+        B=2, T=300, K=128, V=256, gate="gk", gate_dtype=jnp.float32, strength="mild", states=False
+    ),
+    "head, joined, groups": Call(B=8, T=257, heads=(1, 1, 8), V=64, gate="g", states=False),
+    "head, joined, -inf, segments": Call(B=2, T=1020, gate="g", strength=-np.inf, states=False, parts=3),
+    "constant, joined, wide, reversed": Call(
+        B=4, T=310, K=256, V=320, gate="g_gamma", strength="mild", reverse=True, states=False
+    ),
     "delta rule, head, groups": Call(B=2, T=300, heads=(1, 1, 4), gate="g", strength="mild", beta=True),
     "delta rule, -inf, packed, reversed": Call(T=600, gate="g", strength=-np.inf, cuts=PACKED, reverse=True, beta=True),
     "delta rule, segments": Call(T=500, heads=(1, 1, 2), gate="g", strength="mild", beta=True, parts=2),
@@ -107,7 +121,8 @@ def draw(c: Call, key):
         return jax.random.normal(next(keys), shape, dtype)
 
     given = dict(query=normal(B, T, HQ, K), key=normal(B, T, HK, K), value=normal(B, T, HV, V))
-    given |= dict(initial_state=normal(N, H, K, V, dtype=jnp.float32), softmax_scale=jnp.float32(K**-0.5))
+    given |= dict(initial_state=normal(N, H, K, V, dtype=jnp.float32)) if c.states else {}
+    given |= dict(softmax_scale=jnp.float32(K**-0.5))
     if c.beta:
         norm = jnp.linalg.norm(given["key"].astype(jnp.float32), axis=-1, keepdims=True)
         given["key"] = (given["key"] / norm).astype(jnp.bfloat16)
@@ -123,13 +138,16 @@ def draw(c: Call, key):
     return given, (normal(B, T, H, V), normal(N, H, K, V, dtype=jnp.float32))
 
 
-def results(given, cotangents, *, platform, reverse, cuts, cfg=None):
+def results(given, cotangents, *, platform, reverse, cuts, cfg=None, states=True):
+    """The results of a call, and the gradient; without `states` that of the output alone."""
+
     def call(given):
         cu_seqlens = None if cuts is None else jnp.asarray(cuts, jnp.int32)
-        return tuple(glax.recurrent(**given, cu_seqlens=cu_seqlens, reverse=reverse, platform=platform, cfg=cfg))
+        found = glax.recurrent(**given, cu_seqlens=cu_seqlens, reverse=reverse, platform=platform, cfg=cfg)
+        return (tuple(found), None) if states else (found.output, found.final_state)
 
-    found, pull = jax.vjp(call, given)
-    return found, pull(cotangents)[0]
+    found, pull, final = jax.vjp(call, given, has_aux=True)
+    return (found, final), pull(cotangents if states else cotangents[0])[0]
 
 
 def poison(like):
@@ -141,7 +159,7 @@ def poison(like):
 @pytest.mark.parametrize("case", CASES)
 def test_fresh_inputs(case):
     case = CASES[case]
-    options = dict(reverse=case.reverse, cuts=case.cuts)
+    options = dict(reverse=case.reverse, cuts=case.cuts, states=case.states)
     config = None if case.parts is None else HopperConfig(parts=case.parts)
     run = jax.jit(functools.partial(results, platform="pallas", cfg=config, **options))
     inputs = jax.jit(functools.partial(draw, case))

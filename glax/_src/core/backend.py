@@ -12,6 +12,10 @@ import jax
 # trace made for one platform is used for another.
 lowering_platform = jax.make_user_context(None)
 
+# Whether the sequences of a batch have to be computed apart, because the compiler may spread them over devices, or because each
+# has a scale of its own. Kernels may else join neighbours. It is part of jit's cache key, too.
+sequences_apart = jax.make_user_context(False)
+
 
 class Backend(enum.StrEnum):
     """Name the kind of device that a kernel runs on: `cpu`, `gpu`, `tpu`, or `any` for all of them."""

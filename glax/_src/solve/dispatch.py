@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from glax._src.core.backend import sequences_apart
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, varying_like
 from glax._src.core.registry import Config, KernelSpec, Platform, Role, TwoPhase, UnsupportedError, kernel_registry
 from glax._src.kernels import load_kernels
@@ -156,10 +157,11 @@ def forward_elsewhere_without_residuals(
     The gradient was traced for the first backend and fixed the shapes of the residuals. The gradient of this backend ignores
     them.
     """
-    states, flags = results[1]
-    B, H = r.q.shape[0], r.num_heads
-    zero_states = jnp.zeros((B, states.shape[1], H, *states.shape[3:]), states.dtype)
-    zero_flags = jnp.zeros((B, flags.shape[1], H), flags.dtype)
+    outputs, (states, flags) = results
+    H = r.num_heads
+    rows = states.shape[0] * r.q.shape[0] // outputs.output.shape[0]  # a kernel's row may hold several sequences
+    zero_states = jnp.zeros((rows, states.shape[1], H, *states.shape[3:]), states.dtype)
+    zero_flags = jnp.zeros((rows, flags.shape[1], H), flags.dtype)
     residuals = Residuals(varying_like(zero_states, r.q), varying_like(zero_flags, r.q))
     return forward_elsewhere(choice, results, r), residuals
 
@@ -367,7 +369,9 @@ def merged_vmap(f, *operands):
         if operands[0].boundaries is not None:
             results = jax.lax.map(lambda each: run(*each), operands)
         else:
-            results = run(*jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), operands))
+            # examples with scales of their own are not to be joined
+            with sequences_apart(bool(batched[0].scale) or sequences_apart.value):
+                results = run(*jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), operands))
             results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 

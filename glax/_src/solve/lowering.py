@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]  (JAX 0.12)
 from jax.interpreters import mlir
 
-from glax._src.core.backend import Backend, lowering_platform
+from glax._src.core.backend import Backend, lowering_platform, sequences_apart
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Platform
 from glax._src.solve.partitioning import (
@@ -51,8 +51,11 @@ class Kernel:
         if lowering_platform.value is not None or all_manual(jax.sharding.get_abstract_mesh()):
             return self.alone(r, *given)
         if is_spread_by_type((r, *given)):
-            return by_type(self.alone, self.saves_residuals, r, *given)
-        return self.bind(True, r, *given)
+            with sequences_apart(True):
+                return by_type(self.alone, self.saves_residuals, r, *given)
+        several = max(jax.device_count(), jax.sharding.get_abstract_mesh().size) > 1
+        with sequences_apart(several or sequences_apart.value):
+            return self.bind(True, r, *given)
 
     def alone(self, *operands):
         """Run the kernel on operands that lie on one device."""
@@ -107,7 +110,7 @@ class Call:
         run = self.kernel.run if as_traced else functools.partial(self.kernel.again, insists, self.results)
 
         def of_operands(*operands):
-            with lowering_platform(platform):
+            with lowering_platform(platform), sequences_apart(asks or sequences_apart.value):
                 return run(*operands)
 
         f = functools.partial(by_compiler, of_operands, self.kernel.saves_residuals, free=free) if asks else of_operands

@@ -10,7 +10,8 @@ from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, gradient_recurrence
 from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.pallas_gpu import caller_states
-from glax._src.kernels.pallas_gpu.config import WIDEST, HopperConfig, group_size, in_one_row
+from glax._src.kernels.pallas_gpu.config import WIDEST, HopperConfig, group_size, in_one_row, joins
+from glax._src.kernels.pallas_gpu.joined_rows import JoinedLayout, JoinedRows
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.packed_row import Edges, PackedRow
 from glax._src.kernels.pallas_gpu.plan import ScanResults
@@ -25,6 +26,8 @@ def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
     enter them."""
     if in_one_row(r):
         return forward_in_one_row(r, config, save=False)[0]
+    if joins(r):
+        return forward_of_joined(r, config, save=False)[0]
     return forward(KernelLayout(r, config), save=False)[0]
 
 
@@ -32,6 +35,8 @@ def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs
     """Compute `chunked` and the residuals that `chunked_vjp` would otherwise compute again."""
     if in_one_row(r):
         return forward_in_one_row(r, config, save=True)
+    if joins(r):
+        return forward_of_joined(r, config, save=True)
     return forward(KernelLayout(r, config, square=True), save=True)
 
 
@@ -68,6 +73,17 @@ def final_states(r: Recurrence, config: HopperConfig) -> jax.Array:
     chunk's start."""
     p = KernelLayout(r, dataclasses.replace(config, parts=1))
     return p.narrow(p.scan(p.plan(outputs=False), p.k, p.v, None).last)
+
+
+def forward_of_joined(r: Recurrence, config: HopperConfig, save: bool) -> tuple[Outputs, Residuals | None]:
+    """Run the forward of joined rows. Scans of their own compute the final states, and XLA drops them where they are not used.
+
+    The residuals are those of the rows: their axis 0 is shorter than that of r."""
+    joined = JoinedRows(r)
+    p = JoinedLayout(joined, config, square=save)
+    outputs, residuals = forward(p, save)
+    final = JoinedLayout(joined, config, square=False).final_states(config)
+    return Outputs(joined.part(outputs.output), final), residuals
 
 
 def begin(r: Recurrence, config: HopperConfig):
@@ -138,6 +154,11 @@ def chunked_vjp(
         d_output = r.segments.masked(d_output)
     if in_one_row(r) and d_final is None:
         return gradient_in_one_row(r, d_output, residuals, config)
+    is_joined = joins(r) if residuals is None else residuals.states.shape[0] < r.q.shape[0]
+    if is_joined and d_final is None and begun is None:
+        return gradient_of_joined(r, d_output, residuals, config)
+    if is_joined:
+        residuals = None  # they are those of joined rows
     if in_one_row(r):
         # The residuals are a row's. The states are computed again, with each sequence from a chunk's start on.
         residuals, config = None, dataclasses.replace(config, parts=1)
@@ -151,7 +172,7 @@ def chunked_vjp(
     elif r.decay.form == "constant":
         decay["constant"] = p.by_sequence(tokens_only(p, p.sum_of_blocks(d.gates)).sum(2))
     tokens = (x.astype(jnp.float32) for x in (d.q, d.k, d.v))
-    scale = d.scale if p.key else d.scale.sum(3)
+    scale = d.scale.sum(3) if d.scale.ndim == 4 else d.scale
     return gradient_recurrence(r, *tokens, Decay(**decay), initial, p.by_sequence(scale).sum(1))
 
 
@@ -182,6 +203,27 @@ def gradient_in_one_row(r: Recurrence, d_output, residuals: Residuals | None, co
     return gradient_recurrence(r, *tokens, decay, None, packed.per_sequence(used)[:, 0])
 
 
+def gradient_of_joined(r: Recurrence, d_output, residuals: Residuals | None, config: HopperConfig) -> Recurrence:
+    """Return the gradient of sequences that are joined to rows. Their final states have no cotangent."""
+    joined = JoinedRows(r)
+    p = JoinedLayout(joined, config, square=True)
+    d, _ = gradients(p, joined.join(d_output), None, residuals, None)
+    tokens = (joined.part(x).astype(jnp.float32) for x in (d.q, d.k, d.v))
+
+    def by_token(x):
+        return joined.part(x.reshape(p.N, -1, *x.shape[3:]))
+
+    decay = Decay()
+    if p.key:
+        gates = joined.part(d.gates)
+        decay = Decay(key=gates if r.segments is None else r.segments.masked(gates))
+    elif r.decay.form != "none":
+        gates = joined.gate_gradient(by_token(p.sum_of_blocks(d.gates)))
+        decay = Decay(head=gates) if r.decay.form == "head" else Decay(constant=gates.sum(1))
+    used = by_token(d.scale.sum(2))
+    return gradient_recurrence(r, *tokens, decay, None, used.sum(1))
+
+
 def gradients(p: KernelLayout, d_output, d_final, residuals: Residuals | None, begun) -> tuple["Gradients", jax.Array]:
     """Return the gradients of every chunk, and the gradient of the initial states."""
     residuals = p.of_blocks(states(p) if residuals is None else residuals)
@@ -205,8 +247,8 @@ class Gradients(NamedTuple):
 
     q, k: [B, T, heads or blocks of heads, K], and v: [B, T, H, V], in rows of r, before sums over heads that share one; bfloat16,
     or float32 where they are sums over blocks. gates: [B, T, H, K] for per-key gates, else [B, chunks, C, blocks of H] in
-    float32. scale: the gradient of each chunk's scale in float32, [B, chunks, blocks of H] for per-key gates, else by token [B,
-    chunks, blocks of H, C]. If packed, the axes B and chunks of the last two arrays are exchanged.
+    float32. scale: the gradient of each chunk's scale in float32, [B, chunks, blocks of H] for per-key gates without resets, else
+    by token [B, chunks, blocks of H, C]. If packed, the axes B and chunks of the last two arrays are exchanged.
     """
 
     q: jax.Array

@@ -4,16 +4,19 @@ import dataclasses
 import importlib.util
 import math
 
+from glax._src.core.backend import sequences_apart
 from glax._src.core.known_miscompiles import numbers, version_of
 from glax._src.core.recurrence import Recurrence, varying_axes
 from glax._src.core.registry import Config, check_field
 from glax._src.kernels.common.gpu import found_capability, multiprocessors
 from glax._src.kernels.common.refusals import XLA, empty, other_dtype, too_wide
-from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks, C
+from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C
 
 WIDEST = 128  # of a block, the state of a program
 WIDEST_KEY, WIDEST_VALUE = 256, 512
 MOST_PARTS = 32
+# Whether sequences whose length 8 does not divide are joined to rows that the kernels read in place (`joined_rows`).
+JOINS = True
 
 
 def installation() -> str | None:
@@ -153,6 +156,40 @@ def takes_segments(r: Recurrence) -> bool:
     gradient's kernel has no registers for the masks.
     """
     return r.decay.form == "key" and r.erasure is None and r.q.shape[3] > 64
+
+
+def joins(r: Recurrence) -> bool:
+    """Return whether sequences whose length 8 does not divide are joined to rows whose length it divides."""
+    return JOINS and r.q.shape[1] % ROWS > 0 and why_not_joined(r) is None
+
+
+def why_not_joined(r: Recurrence) -> str | None:
+    """Return why sequences whose length 8 does not divide cannot be joined, or None if they can be.
+
+    In a joined row a sequence begins from zeros, at a reset inside a chunk.
+    """
+    B, T = r.q.shape[:2]
+    number = ROWS // math.gcd(T, ROWS)
+    if r.boundaries is not None:
+        return "packed sequences are one row already"
+    if r.erasure is not None:
+        return "with beta, sequences are not joined"
+    if r.initial_state is not None:
+        return "initial states enter"
+    if r.states_every is not None:
+        return "states behind every n tokens are stored"
+    if r.decay.form == "key" and not takes_segments(r):
+        return "with per-key gates, keys of at most 64 channels have no marks for resets"
+    if T < C:
+        return f"sequences are shorter than {C} tokens"
+    if B % number:
+        return f"{number} sequences, which {ROWS} divides together, do not divide B={B}"
+    if sequences_apart.value:
+        return (
+            "several devices may share the batch, or examples have scales of their own: call inside shard_map over all axes "
+            "to join the sequences of a device"
+        )
+    return None
 
 
 def stores_states(r: Recurrence) -> str | None:

@@ -36,19 +36,27 @@ class KernelLayout:
     The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these blocks. E counts the
     segments of all sequences. square: whether the layout serves the gradient, whose blocks are square unless `gradient_groups`
     computes it. edges, tokens: of a row that holds packed sequences, else None. edges: its `Edges`, with other than per-key
-    gates. tokens: a pair of row numbers, of the first token and behind the last, with per-key gates.
+    gates. tokens: a pair of row numbers, of the first token and behind the last, with per-key gates. parts: the segments of a
+    row, by default those of the config.
 
     q, k, v: [B, rows, heads * blocks, K or V] in bfloat16. gates: the results of `key_gates` or `head_sums`. scale: [N] in
     float32. table: the result of `segments`.
     """
 
     def __init__(
-        self, r: Recurrence, config: HopperConfig, square: bool = False, edges: Edges | None = None, tokens=None
+        self,
+        r: Recurrence,
+        config: HopperConfig,
+        square: bool = False,
+        edges: Edges | None = None,
+        tokens=None,
+        parts: int | None = None,
     ):
         self.newest = None if r.segments is None else newest_resets(r.segments.resets, r.reverse)
         r = r.without_padding
         check_parts(r, config)
-        self.r, self.rows, self.parts, self.edges, self.tokens = r, Rows.of(r), config.parts, edges, tokens
+        self.r, self.rows, self.edges, self.tokens = r, Rows.of(r), edges, tokens
+        self.parts = config.parts if parts is None else parts
         self.paired = config.columns == 128 and pairs_heads(r) and r.states_every is None
         self.columns = 64 if self.paired else config.columns
         self.key, self.grouped = r.decay.form == "key", grouped(r)
@@ -136,6 +144,10 @@ class KernelLayout:
         n, part = np.divmod(np.arange(self.N * self.parts), self.parts)
         return np.stack([n, part * size, np.clip(self.chunks - part * size, 0, size), n], 1).astype(np.int32)
 
+    def table_of(self, adjoint: bool):
+        """Return the table of segments of a scan with or against time. Here it is one table."""
+        return self.table
+
     @property
     def run(self) -> int:
         """Return the number of chunks from one state that is stored for the gradient to the next, all of one sequence."""
@@ -166,7 +178,7 @@ class KernelLayout:
         adds them.
         """
         operands = (
-            self.table if table is None else table,
+            self.table_of(plan.adjoint) if table is None else table,
             self.q,
             a,
             b,

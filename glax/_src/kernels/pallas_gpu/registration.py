@@ -12,9 +12,11 @@ from glax._src.kernels.pallas_gpu.config import (
     Widths,
     gradient_supports,
     in_one_row,
+    joins,
     stores_states,
     supports,
     takes_segments,
+    why_not_joined,
 )
 from glax._src.kernels.pallas_gpu.plan import ROWS
 
@@ -103,17 +105,23 @@ def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) 
     return {"packed sequences as one row": why}
 
 
-def forgoes_arrays_as_given(r: Recurrence) -> dict[str, str]:
+def forgoes_arrays_as_given(r: Recurrence, d_final=None) -> dict[str, str]:
     """Return why q, k, v, gates and the output are copied to wider or longer arrays, or nothing if they are not."""
     widths, (_, T, _, K), V = Widths.of(r, square=False), r.q.shape, r.v.shape[3]
-    sizes = (("T", T, ROWS), ("K", K, widths.K), ("V", V, widths.V))
+    is_joined = joins(r) and d_final is None
+    sizes = (("T", T, 1 if is_joined else ROWS), ("K", K, widths.K), ("V", V, widths.V))
     why = [f"{block} does not divide {letter}={size}" for letter, size, block in sizes if size % block]
-    return {"arrays as they are given": f"{', '.join(why)}, so they are copied and filled up"} if why else {}
+    if not why:
+        return {}
+    said = f"{', '.join(why)}, so they are copied and filled up"
+    if T % ROWS and not is_joined and r.boundaries is None:
+        said += f"; sequences are not joined: {why_not_joined(r) or 'the gradient of final states enters'}"
+    return {"arrays as they are given": said}
 
 
 def forgoes(r: Recurrence, d_output=None, d_final=None, residuals=None) -> dict[str, str]:
     """Return what the kernels could do for other calls, each with the reason why not for this one."""
-    return forgoes_one_row(r, d_output, d_final, residuals) | forgoes_arrays_as_given(r)
+    return forgoes_one_row(r, d_output, d_final, residuals) | forgoes_arrays_as_given(r, d_final)
 
 
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
@@ -167,7 +175,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     supports=gradient_supports,
     priority=gradient_priority,
     two_phase=gradient_two_phase,
-    omits_d_final=in_one_row,
+    omits_d_final=lambda r: in_one_row(r) or joins(r),
     stores_states=stores_states,
     forgoes=forgoes,
     erases=True,

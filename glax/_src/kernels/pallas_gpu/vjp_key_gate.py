@@ -66,8 +66,8 @@ def gradient_key(
         first of its rows that belongs to its sequence; and the row behind the last of these. Gradients are then in rows of
         chunks, scale is [chunks], and B = 1.
     programs: the number of multiprocessors.
-    newest: [B, chunks, 64] in int32 for rows with resets (`newest_resets`), else None. With `places`, chunks then lie one after
-        another in the inputs, and d_scale is by token, [B, chunks, H, 64].
+    newest: [B, chunks, 64] in int32 for rows with resets (`newest_resets`), else None. d_scale is then by token, [B, chunks, H,
+        64], and with `places` chunks lie one after another in the inputs.
     """
     (B, T), (_, chunks, H, D, _), packed = d_output.shape[:2], behind.shape, places is not None
     T = chunks * CHUNK if packed and newest is None else T

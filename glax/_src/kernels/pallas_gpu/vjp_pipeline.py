@@ -58,8 +58,8 @@ class Sizes:
 
     @property
     def used_by_token(self) -> bool:
-        """Return whether d_scale is by token: a chunk of packed sequences in one row may hold several of them."""
-        return self.packed and self.resets
+        """Return whether d_scale is by token: a chunk with resets may hold several sequences."""
+        return self.resets
 
     @property
     def chunks(self) -> int:

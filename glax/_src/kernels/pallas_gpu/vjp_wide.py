@@ -84,7 +84,7 @@ def exact(n: WideGradient, operands: Operands, found: Results, out_of_range, int
     *gradients, used = launch(
         "gradient_exact", sizes, scan, inputs, outputs, vjp_exact.scratch(sizes), over=over, **options
     )
-    return *gradients, used.sum((3, 4))
+    return *gradients, used.sum(3) if n.resets else used.sum((3, 4))
 
 
 def load(p: Program):
