@@ -54,8 +54,8 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
     columns = 64 if "narrow" in what else min(K, V, 128)
     columns = 128 if "pairs" in what else columns
     packed = "packed" in what or "one row" in what
-    joined = "joined" in what
-    rows = T + 4 * joined  # tokens of a sequence: 8 divides those of two
+    joined, odd = "joined" in what, "odd row" in what
+    rows = T + 4 * joined - odd  # tokens of a sequence; joined, 8 divides those of two
 
     def call(q, k, v, g, d_output, d_final, cu_seqlens, resets):
         given = {"g" if gate == "head" else "gk": g}
@@ -77,7 +77,7 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
             return kernels.chunked_vjp(r, d_output, None if without else d_final, None, config)
         return (kernels.chunked_with_residuals if "residuals" in what else kernels.chunked)(r, config)
 
-    B, N = (1, 8) if packed else (2, 2)
+    B, N = (1, 8) if packed else (2 - odd, 2 - odd)
     q, v = shaped(B, rows, 1 if "groups" in what else 4, K), shaped(B, rows, 4, V)
     gates = shaped(B, rows, 4, *[K] * (gate != "head"), dtype=jnp.float32 if "float32" in gate else jnp.bfloat16)
     cuts, resets = shaped(N + 1, dtype=jnp.int32), shaped(B, rows, dtype=bool)

@@ -146,6 +146,14 @@ CASES = {
     "key, one row, out of range, wide": Call(
         gate="gk", strength="extreme", cuts=(0, 7, 70), T=90, K=130, V=100, states=False
     ),
+    "head, last chunk of 7 rows": Call(gate="g", T=71),
+    "head, last chunk of 63 rows, reversed, segments": Call(
+        gate="g", T=255, heads=(1, 2, 2), reverse=True, parts=True, config=HopperConfig(parts=2)
+    ),
+    "head, groups, last chunk of one row": Call(gate="g", T=129, heads=(1, 1, 2), V=128, save=False),
+    "constant, pairs, last chunk of 9 rows": Call(
+        gate="g_gamma", T=73, heads=(1, 1, 2), config=HopperConfig(columns=128)
+    ),
     "head, groups, packed, reversed": Call(gate="g", heads=(2, 1, 2), V=128, cuts=(0, 66, 66, 90), T=100, reverse=True),
 }
 

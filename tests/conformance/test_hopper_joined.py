@@ -19,7 +19,7 @@ from glax._src.core.backend import Backend
 from glax._src.core.bind import bind
 from glax._src.core.segments import Segments
 from glax._src.kernels.pallas_gpu import chunked
-from glax._src.kernels.pallas_gpu.config import HopperConfig, joins
+from glax._src.kernels.pallas_gpu.config import HopperConfig, joined_number
 from glax._src.kernels.pallas_gpu.joined_rows import JoinedLayout, JoinedRows
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.solve.dispatch import by_folding
@@ -53,6 +53,9 @@ class Call:
 
 CASES = {
     "head": Call("g"),
+    "head, all in one row": Call("g", B=3, T=67, K=72),
+    "groups of heads, all in one row, reversed": Call("g", B=3, T=91, heads=(1, 1, 2), reverse=True, save=False),
+    "constant, all in one row, cut into segments": Call("g_gamma", B=2, T=270, V=128, config=HopperConfig(parts=2)),
     "head, two in a row, reversed, states formed again": Call("g", B=4, T=132, reverse=True, save=False),
     "head, cut into segments": Call("g", B=2, T=260, heads=(1, 2, 2), config=HopperConfig(parts=2)),
     "head, cut into segments, reversed": Call("g", B=2, T=260, reverse=True, config=HopperConfig(parts=2)),
@@ -114,7 +117,7 @@ def test_against_the_reference(case, monkeypatch):
         resets = jnp.isin(jnp.arange(T), jnp.asarray(c.resets, jnp.int32)) & ~is_padding
         masks = (jnp.broadcast_to(x, (B, T)) for x in (resets, ~is_padding))
         r = r.replace(segments=Segments(*masks))
-    assert joins(r)
+    assert joined_number(r) > 1
     mosaic_interpreter.install(monkeypatch)
     one_scan_at_a_time(monkeypatch)
     monkeypatch.setattr(chunked, "multiprocessors", lambda: 3)  # the interpreter runs idle programs, too
@@ -150,7 +153,8 @@ def test_every_segment_begins_behind_the_chunk_of_a_reset(B, T, pieces, reverse)
     """Segments cover every chunk once, and the first segment of a sequence follows the chunk with its reset, in scan order. That
     chunk alone gives the state that enters."""
     x = jnp.zeros((B, T, 1, 64), jnp.bfloat16)
-    joined = JoinedRows(bind(x, x, x, g=x[..., 0], reverse=reverse))
+    r = bind(x, x, x, g=x[..., 0], reverse=reverse)
+    joined = JoinedRows(r, joined_number(r))
     p = JoinedLayout(joined, HopperConfig(parts=pieces), square=False)
     assert joined.T % 8 == 0 and p.chunks == -(-joined.T // 64)
     for adjoint in (False, True):
@@ -182,7 +186,10 @@ def test_every_segment_begins_behind_the_chunk_of_a_reset(B, T, pieces, reverse)
         (8, 2048, {}, None),
         (2, 2044, {}, None),
         (4, 2049, {}, "8 sequences, which 8 divides together, do not divide B=4"),
-        (1, 2046, {}, "4 sequences, which 8 divides together, do not divide B=1"),
+        (1, 2046, {}, "there is one"),
+        (4, 2049, dict(gate="g"), None),
+        (1, 2049, dict(gate="g", initial_state=True, uses_final_state=True), None),
+        (3, 2049, dict(gate="g", initial_state=True), "initial states enter"),
         (8, 63, {}, "sequences are shorter than 64 tokens"),
         (8, 2047, dict(initial_state=True), "initial states enter"),
         (8, 2047, dict(beta=True), "with beta, sequences are not joined"),
@@ -196,7 +203,8 @@ def test_explain_says_why_sequences_are_not_joined(B, T, given, why, one_gpu):
     state = jax.ShapeDtypeStruct((B, 4, K, K), jnp.float32) if "initial_state" in given else None
 
     def loss(x, state):
-        options = dict(beta=x[..., 0], g=x[..., 0]) if "beta" in given else dict(gk=x)
+        options = dict(g=x[..., 0]) if "gate" in given or "beta" in given else dict(gk=x)
+        options |= dict(beta=x[..., 0]) if "beta" in given else {}
         found = glax.recurrent(x, x, x, **options, initial_state=state, platform="pallas")
         used = found.final_state if "uses_final_state" in given else found.output
         return used.astype(jnp.float32).sum()
@@ -204,6 +212,8 @@ def test_explain_says_why_sequences_are_not_joined(B, T, given, why, one_gpu):
     said = str(glax.explain(jax.grad(loss), x, state))
     assert ("arrays as they are given" in said) == (why is not None)
     assert why is None or f"sequences are not joined: {why}" in said or f"gates, {why}" in said
+    cut = f"results in arrays of T tokens: 8 does not divide {B * T} tokens, so they are cut from longer arrays"
+    assert (cut in said) == (why is None and B * T % 8 > 0)
 
 
 @pytest.mark.fast

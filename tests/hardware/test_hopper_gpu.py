@@ -68,6 +68,7 @@ CASES = {
     "head, -100, reversed": Call(T=1000, gate="g", strength=-100.0, reverse=True),
     "head, -inf, packed": Call(T=600, H=4, K=64, V=64, gate="g", strength=-np.inf, cuts=PACKED),
     "head, groups": Call(B=2, T=256, heads=(1, 1, 8), V=64, gate="g"),
+    "head, groups, last chunk of 45 rows": Call(T=301, heads=(1, 1, 8), V=64, gate="g"),
     "constant, groups of three, packed, reversed": Call(
         T=600, heads=(2, 2, 6), V=64, gate="g_gamma", cuts=PACKED, reverse=True
     ),
@@ -82,6 +83,7 @@ CASES = {
         B=2, T=300, K=128, V=256, gate="gk", gate_dtype=jnp.float32, strength="mild", states=False
     ),
     "head, joined, groups": Call(B=8, T=257, heads=(1, 1, 8), V=64, gate="g", states=False),
+    "head, joined, all in one row, groups of three": Call(B=3, T=501, heads=(1, 1, 3), V=64, gate="g", states=False),
     "head, joined, -inf, segments": Call(B=2, T=1020, gate="g", strength=-np.inf, states=False, parts=3),
     "constant, joined, wide, reversed": Call(
         B=4, T=310, K=256, V=320, gate="g_gamma", strength="mild", reverse=True, states=False

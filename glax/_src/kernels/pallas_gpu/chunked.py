@@ -10,7 +10,7 @@ from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, gradient_recurrence
 from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.pallas_gpu import caller_states
-from glax._src.kernels.pallas_gpu.config import WIDEST, HopperConfig, group_size, in_one_row, joins
+from glax._src.kernels.pallas_gpu.config import WIDEST, HopperConfig, group_size, in_one_row, joined_number
 from glax._src.kernels.pallas_gpu.joined_rows import JoinedLayout, JoinedRows
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.packed_row import Edges, PackedRow
@@ -26,7 +26,7 @@ def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
     enter them."""
     if in_one_row(r):
         return forward_in_one_row(r, config, save=False)[0]
-    if joins(r):
+    if joined_number(r) > 1:
         return forward_of_joined(r, config, save=False)[0]
     return forward(KernelLayout(r, config), save=False)[0]
 
@@ -35,7 +35,7 @@ def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs
     """Compute `chunked` and the residuals that `chunked_vjp` would otherwise compute again."""
     if in_one_row(r):
         return forward_in_one_row(r, config, save=True)
-    if joins(r):
+    if joined_number(r) > 1:
         return forward_of_joined(r, config, save=True)
     return forward(KernelLayout(r, config, square=True), save=True)
 
@@ -79,7 +79,7 @@ def forward_of_joined(r: Recurrence, config: HopperConfig, save: bool) -> tuple[
     """Run the forward of joined rows. Scans of their own compute the final states, and XLA drops them where they are not used.
 
     The residuals are those of the rows: their axis 0 is shorter than that of r."""
-    joined = JoinedRows(r)
+    joined = JoinedRows(r, joined_number(r))
     p = JoinedLayout(joined, config, square=save)
     outputs, residuals = forward(p, save)
     final = JoinedLayout(joined, config, square=False).final_states(config)
@@ -154,10 +154,10 @@ def chunked_vjp(
         d_output = r.segments.masked(d_output)
     if in_one_row(r) and d_final is None:
         return gradient_in_one_row(r, d_output, residuals, config)
-    is_joined = joins(r) if residuals is None else residuals.states.shape[0] < r.q.shape[0]
-    if is_joined and d_final is None and begun is None:
-        return gradient_of_joined(r, d_output, residuals, config)
-    if is_joined:
+    number = joined_number(r) if residuals is None else r.q.shape[0] // residuals.states.shape[0]
+    if number > 1 and d_final is None and begun is None:
+        return gradient_of_joined(r, d_output, residuals, config, number)
+    if number > 1:
         residuals = None  # they are those of joined rows
     if in_one_row(r):
         # The residuals are a row's. The states are computed again, with each sequence from a chunk's start on.
@@ -203,9 +203,11 @@ def gradient_in_one_row(r: Recurrence, d_output, residuals: Residuals | None, co
     return gradient_recurrence(r, *tokens, decay, None, packed.per_sequence(used)[:, 0])
 
 
-def gradient_of_joined(r: Recurrence, d_output, residuals: Residuals | None, config: HopperConfig) -> Recurrence:
-    """Return the gradient of sequences that are joined to rows. Their final states have no cotangent."""
-    joined = JoinedRows(r)
+def gradient_of_joined(
+    r: Recurrence, d_output, residuals: Residuals | None, config: HopperConfig, number: int
+) -> Recurrence:
+    """Return the gradient of sequences of which `number` are joined to a row. Their final states have no cotangent."""
+    joined = JoinedRows(r, number)
     p = JoinedLayout(joined, config, square=True)
     d, _ = gradients(p, joined.join(d_output), None, residuals, None)
     tokens = (joined.part(x).astype(jnp.float32) for x in (d.q, d.k, d.v))
@@ -264,7 +266,7 @@ def by_heads(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResul
     if p.key:
         options = {} if p.newest is None else dict(newest=p.newest)
     else:
-        options = dict(edges=p.edge_copies(*p.by_blocks(p.q, p.k, p.v, d_output)))
+        options = dict(edges=p.edge_copies(*p.by_blocks(p.q, p.k, p.v, d_output)), rows=p.result_rows)
     *found, dg, d_scale = form(*operands, reverse=p.r.reverse, programs=multiprocessors(), blocks=p.stored, **options)
     # Packed, every chunk was a sequence of its own.
     dq, dk, dv = (x.reshape(p.q.shape[0], p.chunk_rows, *x.shape[2:]) for x in found)
@@ -275,10 +277,11 @@ def by_heads(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResul
 
 def by_groups(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResults) -> Gradients:
     """Compute the gradient of every chunk, summed over heads that share a query and a key."""
-    operands = p.q, p.k, p.v, p.gates, d_output, p.scale_of_chunks(), residuals.states, scanned.states
+    q, k, v, do = (p.in_tiles(x) for x in (p.q, p.k, p.v, d_output))
+    operands = q, k, v, p.gates, do, p.scale_of_chunks(), residuals.states, scanned.states
     dq, dk, dv, dg, d_scale = gradient_groups(
         *operands, group=group_size(p.r), columns=p.blocks.columns, reverse=p.r.reverse, programs=multiprocessors(),
-        edges=p.edge_copies(p.q, p.k, p.v, d_output),
+        edges=p.edge_copies(p.q, p.k, p.v, d_output), rows=p.result_rows,
     )  # fmt: skip
     dq, dk = (p.rows.put(x)[..., : p.r.q.shape[3]] for x in (dq, dk))
     if p.rows.begins is not None:

@@ -15,7 +15,8 @@ from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C
 WIDEST = 128  # of a block, the state of a program
 WIDEST_KEY, WIDEST_VALUE = 256, 512
 MOST_PARTS = 32
-# Whether sequences whose length 8 does not divide are joined to rows that the kernels read in place (`joined_rows`).
+# Whether sequences whose length 8 does not divide are joined to rows that the kernels read in place (`joined_rows`), and the
+# last chunk of one row is copied alone (`packed_row.LastChunk`).
 JOINS = True
 
 
@@ -158,9 +159,28 @@ def takes_segments(r: Recurrence) -> bool:
     return r.decay.form == "key" and r.erasure is None and r.q.shape[3] > 64
 
 
-def joins(r: Recurrence) -> bool:
-    """Return whether sequences whose length 8 does not divide are joined to rows whose length it divides."""
-    return JOINS and r.q.shape[1] % ROWS > 0 and why_not_joined(r) is None
+def joined_number(r: Recurrence) -> int:
+    """Return how many sequences, whose length 8 does not divide, are joined to a row: the least number with which 8 divides its
+    length, or all if `copies_last_chunk` serves their row. Return 1 if none are joined."""
+    (B, T), number = r.q.shape[:2], least_number(r)
+    if not JOINS or T % ROWS == 0 or why_not_joined(r) is not None:
+        return 1
+    return number if B % number == 0 else B
+
+
+def least_number(r: Recurrence) -> int:
+    """Return the least number of sequences which have a multiple of 8 tokens together."""
+    return ROWS // math.gcd(r.q.shape[1], ROWS)
+
+
+def copies_last_chunk(r: Recurrence) -> bool:
+    """Return whether the last chunk of one row, whose length 8 does not divide, is read from a copy, and the others in place.
+
+    With per-key gates, or with beta, no kernel can do so.
+    """
+    B, T = r.q.shape[:2]
+    alone = B == 1 and r.boundaries is None and r.erasure is None
+    return JOINS and alone and r.decay.form != "key" and T > C and T % ROWS > 0
 
 
 def why_not_joined(r: Recurrence) -> str | None:
@@ -168,8 +188,7 @@ def why_not_joined(r: Recurrence) -> str | None:
 
     In a joined row a sequence begins from zeros, at a reset inside a chunk.
     """
-    B, T = r.q.shape[:2]
-    number = ROWS // math.gcd(T, ROWS)
+    (B, T), number = r.q.shape[:2], least_number(r)
     if r.boundaries is not None:
         return "packed sequences are one row already"
     if r.erasure is not None:
@@ -182,7 +201,9 @@ def why_not_joined(r: Recurrence) -> str | None:
         return "with per-key gates, keys of at most 64 channels have no marks for resets"
     if T < C:
         return f"sequences are shorter than {C} tokens"
-    if B % number:
+    if B == 1:
+        return "there is one"
+    if B % number and r.decay.form == "key":
         return f"{number} sequences, which {ROWS} divides together, do not divide B={B}"
     if sequences_apart.value:
         return (

@@ -13,7 +13,6 @@ sequence's segment, so sequences are scanned in parallel.
 """
 
 import dataclasses
-import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,19 +23,15 @@ from glax._src.core.recurrence import Recurrence
 from glax._src.core.segments import Segments
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
-from glax._src.kernels.pallas_gpu.plan import ROWS, C
+from glax._src.kernels.pallas_gpu.plan import C
 
 
 @dataclasses.dataclass(frozen=True)
 class JoinedRows:
-    """Represent unpacked sequences r without initial states by rows of `number` sequences each."""
+    """Represent unpacked sequences r without initial states by rows of `number` sequences each (`config.joined_number`)."""
 
     r: Recurrence
-
-    @property
-    def number(self) -> int:
-        """Return the number of sequences in a row, the least with which 8 divides its length."""
-        return ROWS // math.gcd(self.r.q.shape[1], ROWS)
+    number: int
 
     @property
     def T(self) -> int:
@@ -70,7 +65,7 @@ class JoinedRows:
 
     @property
     def row(self) -> Recurrence:
-        """Return the recurrence of the rows. All sequences of a row have one scale, as `config.joins` makes sure."""
+        """Return the recurrence of the rows. All sequences of a row have one scale, as `config.why_not_joined` makes sure."""
         r, d = self.r, self.r.decay
         q, k, v = (self.join(x) for x in (r.q, r.k, r.v))
         joined = dict(q=q, k=k, v=v, scale=r.scale[:: self.number])

@@ -12,8 +12,15 @@ from jax import Array
 
 from glax._src.core.recurrence import Recurrence, Residuals
 from glax._src.kernels.common.limits import LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, check_parts, group_size, pairs_heads
-from glax._src.kernels.pallas_gpu.packed_row import Edges
+from glax._src.kernels.pallas_gpu.config import (
+    HopperConfig,
+    Widths,
+    check_parts,
+    copies_last_chunk,
+    group_size,
+    pairs_heads,
+)
+from glax._src.kernels.pallas_gpu.packed_row import Edges, LastChunk
 from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, Scan, ScanResults
 from glax._src.kernels.pallas_gpu.resets import newest_resets
 from glax._src.kernels.pallas_gpu.rows import Rows, widen
@@ -55,7 +62,9 @@ class KernelLayout:
         self.newest = None if r.segments is None else newest_resets(r.segments.resets, r.reverse)
         r = r.without_padding
         check_parts(r, config)
-        self.r, self.rows, self.edges, self.tokens = r, Rows.of(r), edges, tokens
+        self.r, self.rows, self.tokens = r, Rows.of(r), tokens
+        self.last_chunk = LastChunk(r.q.shape[1]) if edges is None and copies_last_chunk(r) else None
+        self.edges = edges or self.last_chunk
         self.parts = config.parts if parts is None else parts
         self.paired = config.columns == 128 and pairs_heads(r) and r.states_every is None
         self.columns = 64 if self.paired else config.columns
@@ -75,7 +84,12 @@ class KernelLayout:
     @property
     def chunk_rows(self) -> int:
         """Return the number of rows of the arrays that kernels write."""
-        return self.chunks * C if self.rows.in_place else self.q.shape[1]
+        return self.chunks * C if self.rows.in_place else self.q.shape[1] + -self.q.shape[1] % ROWS
+
+    @property
+    def result_rows(self) -> int:
+        """Return the number of rows of results, where kernels read fewer in place; else 0."""
+        return 0 if self.last_chunk is None else self.chunk_rows
 
     @property
     def size(self) -> int:
@@ -89,8 +103,12 @@ class KernelLayout:
 
     def in_blocks(self, x, width: int):
         """Return x [B, T, heads, columns] in rows of chunks and blocks of `width` columns: [B, rows, heads * blocks, width]."""
-        x = self.rows.take(x)
+        x = self.rows.take(x) if self.last_chunk is None else x
         return widen(x, -(-x.shape[-1] // width) * width).reshape(*x.shape[:2], -1, width)
+
+    def in_tiles(self, x):
+        """Return the rows of x [B, rows, heads, width] that kernels read in place: all, unless the last chunk is copied."""
+        return x if self.last_chunk is None else x[:, : self.last_chunk.rows]
 
     def gradient_of_keys(self, x):
         """Return the gradient of q, k or per-key gates of every head, [B, T, H, K]. x: [B, rows, H, K], the terms of each
@@ -167,7 +185,8 @@ class KernelLayout:
             self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms,
             blocks=self.blocks, stored_by=self.stored if self.blocks != self.stored else WHOLE,
             packed=self.chunks if self.rows.in_place else 0, edges=self.edges is not None,
-            resets=self.newest is not None, bounded=self.tokens is not None, **flags,
+            resets=self.newest is not None, bounded=self.tokens is not None,
+            rows=self.result_rows, **flags,
         )  # fmt: skip
 
     def scan(self, plan: Scan, a, b, start, table=None, out_of_range=None, behind=None) -> ScanResults:
@@ -179,9 +198,7 @@ class KernelLayout:
         """
         operands = (
             self.table_of(plan.adjoint) if table is None else table,
-            self.q,
-            a,
-            b,
+            *(self.in_tiles(x) for x in (self.q, a, b)),
             self.gates,
             self.scales,
             jnp.zeros((1, 1, 1, 1)) if start is None else start,
@@ -307,7 +324,7 @@ class KernelLayout:
         """Return the operands of the kernels that process every chunk separately. If packed, every chunk is a sequence of its
         own."""
         gates, out_of_range = self.gates, [residuals.out_of_range] if self.key else []
-        q, k, v, d_output = self.by_blocks(self.q, self.k, self.v, d_output)
+        q, k, v, d_output = (self.in_tiles(x) for x in self.by_blocks(self.q, self.k, self.v, d_output))
         if self.tokens is not None:
             scale = jnp.broadcast_to(self.scale, (self.chunks,))
             return q, k, v, gates, d_output, scale, residuals.states, behind, *out_of_range, self.places()

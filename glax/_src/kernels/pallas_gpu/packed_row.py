@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.segments import Segments
-from glax._src.kernels.pallas_gpu.plan import C
+from glax._src.kernels.pallas_gpu.plan import ROWS, C
 
 
 class Edges(NamedTuple):
@@ -49,6 +49,31 @@ class Edges(NamedTuple):
         """Return the 3 C rows of x that `source` names."""
         found = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
         return jnp.where((self.source >= 0)[:, None, None], found, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LastChunk:
+    """Read the last chunk of a row of T tokens from a copy, where 8 does not divide T.
+
+    The kernels read the chunks before it in place, from the rows up to the last multiple of 8. XLA hands these on as they are,
+    because they begin the array.
+    """
+
+    T: int
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows that kernels read in place."""
+        return self.T - self.T % ROWS
+
+    @property
+    def block(self) -> Int[Array, "chunks"]:
+        """Return the block of C rows of a copy from which each chunk is read, or -1, as `Edges` does."""
+        return jnp.where(jnp.arange(-(-self.T // C), dtype=jnp.int32) == self.T // C, 0, -1)
+
+    def copy(self, x: Float[Array, "1 T heads width"]) -> Float[Array, "1 C heads width"]:
+        """Return the rows of x in the last chunk, filled up with zeros."""
+        return jnp.pad(x[:, self.T - self.T % C :], ((0, 0), (0, -self.T % C), (0, 0), (0, 0)))
 
 
 def boundaries_within(r: Recurrence) -> Int[Array, "N+1"]:

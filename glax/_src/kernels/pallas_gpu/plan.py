@@ -104,6 +104,7 @@ class Scan:
     every: the chunks from one of the caller's states to the next, of which there are num_behind; 0 without such states. A scan
         against time adds their gradients to the state, and others store them.
     resets: tokens that reset the state are marked (`resets`); only with per-key gates, because per-head gates are -inf there.
+    rows: of o, where a, b and q have fewer, because a plan with edges reads the last chunk from a copy (`LastChunk`); else 0.
     bounded: rows without a token, which may hold NaN, are cleared. The table has 7 columns, of which the last two are the row of
         the first token and the row behind the last; only with per-key gates.
     """
@@ -128,12 +129,14 @@ class Scan:
     edges: bool = False
     resets: bool = False
     bounded: bool = False
+    rows: int = 0
     every: int = 0
     num_behind: int = 0
 
     def rows_of_chunks(self, T: int) -> int:
-        """Return the number of rows of o for operands of T rows. It is 64 times the number of chunks whose states are stored."""
-        return self.packed * C or T
+        """Return the number of rows of o for operands of T rows. Divided by 64 and rounded up, it is the number of chunks whose
+        states are stored."""
+        return self.packed * C or self.rows or T
 
     @property
     def clears(self) -> bool:

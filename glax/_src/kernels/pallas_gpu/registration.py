@@ -10,9 +10,10 @@ from glax._src.kernels.pallas_gpu.config import (
     WIDEST,
     HopperConfig,
     Widths,
+    copies_last_chunk,
     gradient_supports,
     in_one_row,
-    joins,
+    joined_number,
     stores_states,
     supports,
     takes_segments,
@@ -108,20 +109,35 @@ def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) 
 def forgoes_arrays_as_given(r: Recurrence, d_final=None) -> dict[str, str]:
     """Return why q, k, v, gates and the output are copied to wider or longer arrays, or nothing if they are not."""
     widths, (_, T, _, K), V = Widths.of(r, square=False), r.q.shape, r.v.shape[3]
-    is_joined = joins(r) and d_final is None
-    sizes = (("T", T, 1 if is_joined else ROWS), ("K", K, widths.K), ("V", V, widths.V))
+    in_place = (joined_number(r) > 1 and d_final is None) or copies_last_chunk(r)
+    sizes = (("T", T, 1 if in_place else ROWS), ("K", K, widths.K), ("V", V, widths.V))
     why = [f"{block} does not divide {letter}={size}" for letter, size, block in sizes if size % block]
     if not why:
         return {}
     said = f"{', '.join(why)}, so they are copied and filled up"
-    if T % ROWS and not is_joined and r.boundaries is None:
+    if T % ROWS and not in_place and r.boundaries is None:
         said += f"; sequences are not joined: {why_not_joined(r) or 'the gradient of final states enters'}"
     return {"arrays as they are given": said}
 
 
+def forgoes_results_as_given(r: Recurrence, d_final=None) -> dict[str, str]:
+    """Return why results are cut from longer arrays although the operands are read in place, or nothing if they are not."""
+    B, T = r.q.shape[:2]
+    is_row = copies_last_chunk(r) or (joined_number(r) == B > 1 and d_final is None)
+    if not is_row or B * T % ROWS == 0:
+        return {}
+    return {
+        "results in arrays of T tokens": f"{ROWS} does not divide {B * T} tokens, so they are cut from longer arrays"
+    }
+
+
 def forgoes(r: Recurrence, d_output=None, d_final=None, residuals=None) -> dict[str, str]:
     """Return what the kernels could do for other calls, each with the reason why not for this one."""
-    return forgoes_one_row(r, d_output, d_final, residuals) | forgoes_arrays_as_given(r, d_final)
+    return (
+        forgoes_one_row(r, d_output, d_final, residuals)
+        | forgoes_arrays_as_given(r, d_final)
+        | forgoes_results_as_given(r, d_final)
+    )
 
 
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
@@ -175,7 +191,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     supports=gradient_supports,
     priority=gradient_priority,
     two_phase=gradient_two_phase,
-    omits_d_final=lambda r: in_one_row(r) or joins(r),
+    omits_d_final=lambda r: in_one_row(r) or joined_number(r) > 1,
     stores_states=stores_states,
     forgoes=forgoes,
     erases=True,

@@ -45,7 +45,7 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start, *rest) -> ScanResults:
     G: [B, chunks, H, C] in float32, the sums of log2 gates from where the scan enters each chunk. The other operands are those
     of `key_scan`. rest: the last operands of `Operands`, as many as the plan has.
     """
-    B, T = a.shape[:2]
+    B, T = a.shape[0], w.rows_of_chunks(a.shape[1])
     E = table.shape[0]
 
     def body(*refs):

@@ -152,7 +152,7 @@ class Program:
 @functools.partial(jax.jit, static_argnums=0)  # so that equal scans are lowered once
 def pair_scan(w: Scan, table, q, k, v, G, scale, start, *edges) -> ScanResults:
     """Scan every segment of `table` with outputs. Operands and results are those of `head_scan`; V is 64, and w.H even."""
-    B, T = k.shape[:2]
+    B, T = k.shape[0], w.rows_of_chunks(k.shape[1])
     E, H, K = table.shape[0], w.H, w.K
 
     def body(*refs):

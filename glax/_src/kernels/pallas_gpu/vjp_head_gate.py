@@ -251,17 +251,19 @@ def chunk(n: Sizes, m: GradientRefs, c: ChunkRefs, release):
 
 def gradient_head(
     q, k, v, G, d_output, scale, before, behind, *,
-    reverse: bool, programs: int, blocks: Blocks = WHOLE, edges=(), interpret=None,
+    reverse: bool, programs: int, blocks: Blocks = WHOLE, edges=(), rows: int = 0, interpret=None,
 ):  # fmt: skip
-    """Return each block's terms: dq, dk, dv, [B, T, H, D] in bfloat16; dg, [B, chunks, C, H] in memory order, and d_scale by
-    token, [B, chunks, H, C], in float32.
+    """Return each block's terms: dq, dk, dv, [B, T or rows, H, D] in bfloat16; dg, [B, chunks, C, H] in memory order, and d_scale
+    by token, [B, chunks, H, C], in float32.
 
     G: [B, chunks, heads, C] float32, sums of log2 gates from where the scan enters the chunk through each token, each gate at
     least -128 log2(e). before: [B, runs, H, D, D], the states that enter the first chunk of every run; the runs of a sequence
     have equally many chunks. edges: `Edges.block`, and the copies of q, k, v and d_output, if some chunks are read from copies.
+    rows: of the results, where the operands have fewer, because the last chunk is read from a copy.
     The other arguments are as in `gradient_key`.
     """
     (B, T), (_, chunks, H, D, _) = d_output.shape[:2], behind.shape
+    T = rows or T
     heads, run = (x.shape[2] for x in (q, k, v)), chunks // before.shape[1]
     n = Sizes(B, T, H, D, *heads, programs, run=run, whole=True, blocks=blocks, edges=bool(edges))
     inputs = dict(gates=G, q=q, k=k, v=v, do=d_output, scale=scale, before=before, behind=behind)
@@ -283,9 +285,9 @@ def gradient_head(
     options = dict(interpret=interpret, reverse=reverse, programs=programs)
     *gradients, sums, used = launch("gradient_head", n, body, inputs, outputs, memory, threads=3, **options)
     onward = np.tri(CHUNK) if reverse else np.tri(CHUNK).T
-    rows = np.repeat(
+    weights = np.repeat(
         np.stack([onward, np.ones_like(onward), 1 - onward], 1), 2, axis=1
     )  # for the rows of `sums`, each in two terms
-    rows, sums = jnp.asarray(rows.reshape(CHUNK, -1), bf16), sums.reshape(B, n.chunks, H, -1)
-    dg = jnp.einsum("bchx,tx->bcth", sums, rows, preferred_element_type=jnp.float32)
+    weights, sums = jnp.asarray(weights.reshape(CHUNK, -1), bf16), sums.reshape(B, n.chunks, H, -1)
+    dg = jnp.einsum("bchx,tx->bcth", sums, weights, preferred_element_type=jnp.float32)
     return *gradients, dg, used

@@ -68,10 +68,10 @@ def members(items: int, group: int, pieces: int, programs: int) -> int:
 
 def gradient_groups(
     q, k, v, G, d_output, scale, before, behind, *,
-    group: int, reverse: bool, programs: int, columns: int = 1, edges=(), interpret=None,
+    group: int, reverse: bool, programs: int, columns: int = 1, edges=(), rows: int = 0, interpret=None,
 ):  # fmt: skip
-    """Return dq and dk of parts of the heads, [B, T, parts, K], and dv per head, [B, T, H, V], in bfloat16; dg, [B, chunks, C,
-    H] in memory order, and d_scale by token, [B, chunks, H, C], in float32.
+    """Return dq and dk of parts of the heads, [B, T or rows, parts, K], and dv per head, [B, T, H, V], in bfloat16; dg, [B,
+    chunks, C, H] in memory order, and d_scale by token, [B, chunks, H, C], in float32.
 
     q, k, v, d_output: [B, T, heads, K or V] in bfloat16. Their heads divide H, T is a multiple of 8, K is 64 or 128, and 64
     divides V.
@@ -84,11 +84,12 @@ def gradient_groups(
         in scan order, and behind is the gradient of the state that leaves its last.
     programs: the number of multiprocessors.
     edges: `Edges.block`, and the copies of q, k, v and d_output, if some chunks are read from copies.
+    rows: of the results, where the operands have fewer, because the last chunk is read from a copy.
     """
     B, T, H, V = d_output.shape
     K, chunks, pieces, group = q.shape[3], G.shape[1], V // COLUMNS, group * columns
     n = HeadGroups(
-        B, T, H, K, pieces, q.shape[2], k.shape[2], v.shape[2],
+        B, rows or T, H, K, pieces, q.shape[2], k.shape[2], v.shape[2],
         members=members(B * chunks * (H // group), group, pieces, programs), programs=programs,
         run=chunks // before.shape[1], reverse=reverse, blocks=Blocks(columns=columns), edges=bool(edges),
     )  # fmt: skip
@@ -117,14 +118,14 @@ def gradient_groups(
     v, d_output = (x.reshape(B, T, -1, COLUMNS) for x in (v, d_output))
     if edges:
         block, *tokens_of, v_edges, d_output_edges = edges
-        edges = block, *tokens_of, *(x.reshape(B, 3 * C, -1, COLUMNS) for x in (v_edges, d_output_edges))
+        edges = block, *tokens_of, *(x.reshape(*x.shape[:2], -1, COLUMNS) for x in (v_edges, d_output_edges))
     operands = q, k, v, d_output, G, scale, before, behind, tokens(reverse), *edges
     found = Results(*once(("gradient_groups", n), kernel, *operands))
     sums = found.sums.reshape(B, chunks, H, pieces, 4, C).sum(3)
     return (
         found.dq,
         found.dk,
-        found.dv.reshape(B, T, H, V),
+        found.dv.reshape(B, -1, H, V),
         gate_gradient(sums, scale, reverse),
         sums[:, :, :, QUERY_SIDE],
     )
