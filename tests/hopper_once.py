@@ -45,6 +45,9 @@ def main():
         for D in (args.width,) if args.width else TOKENS:
             T = TOKENS[D]
             tensors, logs = inputs(gate, T, D)
+            if gate in ERASING:  # else every token multiplies the state by about D
+                norms = jnp.linalg.norm(tensors[1].astype(jnp.float32), axis=-1, keepdims=True)
+                tensors[1] = (tensors[1] / norms).astype(jnp.bfloat16)
             for name, factor in STRENGTHS.items():
                 gates = factor * logs if name != "strong" else logs.at[:, 70].set(-100.0)
                 found = jax.tree.leaves(both(*tensors, gates.astype(jnp.bfloat16)))
