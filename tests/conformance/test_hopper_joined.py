@@ -19,7 +19,7 @@ from glax._src.core.backend import Backend
 from glax._src.core.bind import bind
 from glax._src.core.segments import Segments
 from glax._src.kernels.pallas_gpu import chunked
-from glax._src.kernels.pallas_gpu.config import HopperConfig, joined_number
+from glax._src.kernels.pallas_gpu.config import HopperConfig, joined_number, packs
 from glax._src.kernels.pallas_gpu.joined_rows import JoinedLayout, JoinedRows
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.solve.dispatch import by_folding
@@ -45,6 +45,7 @@ class Call:
     strength: float = 0.25
     gate_dtype: Any = jnp.bfloat16
     save: bool = True
+    initial: bool = False
     d_final: bool = False
     resets: tuple[int, ...] | None = None
     padding: tuple[int, ...] = ()
@@ -72,6 +73,12 @@ CASES = {
     ),
     "key, cut into segments, out of range": Call("gk", B=2, T=260, K=72, strength=20, config=HopperConfig(parts=2)),
     "key, wide, float32 gates": Call("gk", B=2, T=68, K=130, V=200, gate_dtype=jnp.float32),
+    "key, packed, 64 wide": Call("gk", B=4, T=66, strength=20),
+    "key, packed, 64 wide, reversed, states formed again": Call(
+        "gk", B=2, T=100, heads=(2, 1, 2), reverse=True, save=False, d_final=True, gate_dtype=jnp.float32
+    ),
+    "key, packed, states": Call("gk", B=8, T=65, K=72, initial=True, d_final=True),
+    "key, packed, wide, initial states": Call("gk", B=2, T=68, K=130, V=100, initial=True),
     "key, segments and padding": Call("gk", B=4, T=66, K=72, resets=(1, 40, 60), padding=(40, 41, 65)),
 }
 
@@ -111,13 +118,14 @@ def test_against_the_reference(case, monkeypatch):
             jnp.where(is_padding[None, :, None, None], jnp.nan, x) for x in (q, k, v, d_output, logs)
         )
     gates = {c.gate: logs.astype(dtype)} if c.gate else {}
-    r = bind(q, k, v, **gates, reverse=c.reverse)
+    state = normal(B, H, c.K, c.V, dtype=jnp.float32) if c.initial else None
+    r = bind(q, k, v, **gates, initial_state=state, reverse=c.reverse)
     r = r.replace(scale=r.scale * 0.9)
     if c.resets is not None:
         resets = jnp.isin(jnp.arange(T), jnp.asarray(c.resets, jnp.int32)) & ~is_padding
         masks = (jnp.broadcast_to(x, (B, T)) for x in (resets, ~is_padding))
         r = r.replace(segments=Segments(*masks))
-    assert joined_number(r) > 1
+    assert joined_number(r) > 1 or packs(r, c.config)
     mosaic_interpreter.install(monkeypatch)
     one_scan_at_a_time(monkeypatch)
     monkeypatch.setattr(chunked, "multiprocessors", lambda: 3)  # the interpreter runs idle programs, too

@@ -82,6 +82,8 @@ CASES = {
     "key, joined, wide, float32 gates": Call(
         B=2, T=300, K=128, V=256, gate="gk", gate_dtype=jnp.float32, strength="mild", states=False
     ),
+    "key, batch as packed, 64 wide": Call(B=4, T=302, K=64, V=64, gate="gk", strength="mild", parts=1),
+    "key, batch as packed, -100, reversed": Call(B=2, T=300, gate="gk", strength=-100.0, reverse=True, parts=1),
     "head, joined, groups": Call(B=8, T=257, heads=(1, 1, 8), V=64, gate="g", states=False),
     "head, joined, all in one row, groups of three": Call(B=3, T=501, heads=(1, 1, 3), V=64, gate="g", states=False),
     "head, joined, -inf, segments": Call(B=2, T=1020, gate="g", strength=-np.inf, states=False, parts=3),

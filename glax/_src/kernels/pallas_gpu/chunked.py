@@ -10,10 +10,18 @@ from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, gradient_recurrence
 from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.pallas_gpu import caller_states
-from glax._src.kernels.pallas_gpu.config import WIDEST, HopperConfig, group_size, in_one_row, joined_number
+from glax._src.kernels.pallas_gpu.config import (
+    WIDEST,
+    HopperConfig,
+    group_size,
+    in_one_row,
+    joined_number,
+    packs,
+    packs_if_not_joined,
+)
 from glax._src.kernels.pallas_gpu.joined_rows import JoinedLayout, JoinedRows
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
-from glax._src.kernels.pallas_gpu.packed_row import Edges, PackedRow
+from glax._src.kernels.pallas_gpu.packed_row import Edges, EqualSequences, PackedRow
 from glax._src.kernels.pallas_gpu.plan import ScanResults
 from glax._src.kernels.pallas_gpu.vjp_head_gate import gradient_head
 from glax._src.kernels.pallas_gpu.vjp_head_group import gradient_groups
@@ -28,6 +36,8 @@ def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
         return forward_in_one_row(r, config, save=False)[0]
     if joined_number(r) > 1:
         return forward_of_joined(r, config, save=False)[0]
+    if packs(r, config):
+        return forward_of_packed(r, config, save=False)[0]
     return forward(KernelLayout(r, config), save=False)[0]
 
 
@@ -37,6 +47,8 @@ def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs
         return forward_in_one_row(r, config, save=True)
     if joined_number(r) > 1:
         return forward_of_joined(r, config, save=True)
+    if packs(r, config):
+        return forward_of_packed(r, config, save=True)
     return forward(KernelLayout(r, config, square=True), save=True)
 
 
@@ -84,6 +96,14 @@ def forward_of_joined(r: Recurrence, config: HopperConfig, save: bool) -> tuple[
     outputs, residuals = forward(p, save)
     final = JoinedLayout(joined, config, square=False).final_states(config)
     return Outputs(joined.part(outputs.output), final), residuals
+
+
+def forward_of_packed(r: Recurrence, config: HopperConfig, save: bool) -> tuple[Outputs, Residuals | None]:
+    """Run the forward of a batch as packed sequences of equal length. Their residuals have one row."""
+    sequences = EqualSequences(r)
+    p = KernelLayout(sequences.packed, config, square=save, cuts=sequences.cuts)
+    outputs, residuals = forward(p, save)
+    return outputs._replace(output=sequences.part(outputs.output)), residuals
 
 
 def begin(r: Recurrence, config: HopperConfig):
@@ -155,6 +175,8 @@ def chunked_vjp(
     if in_one_row(r) and d_final is None:
         return gradient_in_one_row(r, d_output, residuals, config)
     number = joined_number(r) if residuals is None else r.q.shape[0] // residuals.states.shape[0]
+    if packs_if_not_joined(r) and begun is None and (number > 1 or (residuals is None and packs(r, config))):
+        return gradient_of_packed(r, d_output, d_final, residuals, config)
     if number > 1 and d_final is None and begun is None:
         return gradient_of_joined(r, d_output, residuals, config, number)
     if number > 1:
@@ -162,7 +184,11 @@ def chunked_vjp(
     if in_one_row(r):
         # The residuals are a row's. The states are computed again, with each sequence from a chunk's start on.
         residuals, config = None, dataclasses.replace(config, parts=1)
-    p = KernelLayout(r, config, square=True)
+    return gradient_of(r, KernelLayout(r, config, square=True), d_output, d_final, residuals, begun)
+
+
+def gradient_of(r: Recurrence, p: KernelLayout, d_output, d_final, residuals: Residuals | None, begun) -> Recurrence:
+    """Return the gradient of every array of r, whose layout is p. The other arguments are those of `chunked_vjp`."""
     d, initial = gradients(p, d_output, d_final, residuals, begun)
     decay = dict.fromkeys(("constant", "head", "key"))
     if p.key:
@@ -201,6 +227,19 @@ def gradient_in_one_row(r: Recurrence, d_output, residuals: Residuals | None, co
     # [T, 1]
     used = d.scale.sum(2).reshape(-1, 1)[: r.q.shape[1]]
     return gradient_recurrence(r, *tokens, decay, None, packed.per_sequence(used)[:, 0])
+
+
+def gradient_of_packed(
+    r: Recurrence, d_output, d_final, residuals: Residuals | None, config: HopperConfig
+) -> Recurrence:
+    """Return the gradient of a batch that is taken as packed sequences of equal length. Residuals of several rows are those of
+    batches that were merged, and are computed again."""
+    sequences = EqualSequences(r)
+    if residuals is not None and residuals.states.shape[0] > 1:
+        residuals = None
+    p = KernelLayout(sequences.packed, dataclasses.replace(config, parts=1), square=True, cuts=sequences.cuts)
+    d = gradient_of(sequences.packed, p, sequences.pack(d_output), d_final, residuals, None)
+    return d.map_tokens(sequences.part)
 
 
 def gradient_of_joined(

@@ -168,6 +168,22 @@ def joined_number(r: Recurrence) -> int:
     return number if B % number == 0 else B
 
 
+def packs(r: Recurrence, config: HopperConfig) -> bool:
+    """Return whether sequences that are not joined are read in place as packed sequences, each from a chunk's start on.
+
+    Their results lie in chunks, and are gathered. Only kernels with per-key gates read packed sequences in place, and whole.
+    """
+    (B, T), is_plain = r.q.shape[:2], r.boundaries is None and r.segments is None and r.states_every is None
+    whole = config.parts == 1 and T % ROWS > 0 and B * T % ROWS == 0 and T >= C
+    return JOINS and B > 1 and is_plain and whole and packs_if_not_joined(r) and not sequences_apart.value
+
+
+def packs_if_not_joined(r: Recurrence) -> bool:
+    """Return whether r has per-key gates and is not joined, but may be packed: it has initial states, or keys without marks."""
+    unmarked = r.initial_state is not None or not takes_segments(r)
+    return r.decay.form == "key" and r.erasure is None and unmarked
+
+
 def least_number(r: Recurrence) -> int:
     """Return the least number of sequences which have a multiple of 8 tokens together."""
     return ROWS // math.gcd(r.q.shape[1], ROWS)

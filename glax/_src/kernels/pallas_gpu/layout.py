@@ -44,25 +44,20 @@ class KernelLayout:
     segments of all sequences. square: whether the layout serves the gradient, whose blocks are square unless `gradient_groups`
     computes it. edges, tokens: of a row that holds packed sequences, else None. edges: its `Edges`, with other than per-key
     gates. tokens: a pair of row numbers, of the first token and behind the last, with per-key gates. parts: the segments of a
-    row, by default those of the config.
+    row, by default those of the config. cuts: the boundaries of r, if they are known while tracing.
 
     q, k, v: [B, rows, heads * blocks, K or V] in bfloat16. gates: the results of `key_gates` or `head_sums`. scale: [N] in
     float32. table: the result of `segments`.
     """
 
     def __init__(
-        self,
-        r: Recurrence,
-        config: HopperConfig,
-        square: bool = False,
-        edges: Edges | None = None,
-        tokens=None,
-        parts: int | None = None,
-    ):
+        self, r: Recurrence, config: HopperConfig, square: bool = False, edges: Edges | None = None, tokens=None, *,
+        parts: int | None = None, cuts: np.ndarray | None = None,
+    ):  # fmt: skip
         self.newest = None if r.segments is None else newest_resets(r.segments.resets, r.reverse)
         r = r.without_padding
         check_parts(r, config)
-        self.r, self.rows, self.tokens = r, Rows.of(r), tokens
+        self.r, self.rows, self.tokens = r, Rows.of(r, cuts), tokens
         self.last_chunk = LastChunk(r.q.shape[1]) if edges is None and copies_last_chunk(r) else None
         self.edges = edges or self.last_chunk
         self.parts = config.parts if parts is None else parts
@@ -363,9 +358,7 @@ class KernelLayout:
 
     def sequence_of_chunk(self):
         """Return the sequence of every chunk of a packed call, [chunks] in int32. Chunks behind the last count to it."""
-        assert self.rows.begins is not None, "only packed calls have chunks of several sequences"
-        found = jnp.searchsorted(self.rows.begins, jnp.arange(self.chunks), side="right") - 1
-        return jnp.clip(found, 0, self.N - 1)
+        return self.rows.sequence_of_chunk(self.chunks)
 
     @property
     def is_token(self):

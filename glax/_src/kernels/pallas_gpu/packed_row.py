@@ -8,6 +8,7 @@ import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.decay import Decay
@@ -155,3 +156,27 @@ class PackedRow:
             is_part = counts & (rows >= begin) & (rows < end) & ~jnp.take_along_axis(whole, chunk[:, None], axis=1)
             total += jnp.where(is_part[..., None], x[chunk], 0).sum(1)
         return total
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualSequences:
+    """Represent a batch r [B, T, ...] by packed sequences [1, B T, ...] of equal length, the same numbers in memory."""
+
+    r: Recurrence
+
+    @property
+    def cuts(self) -> np.ndarray:
+        """Return the boundaries, [B + 1]."""
+        B, T = self.r.q.shape[:2]
+        return (np.arange(B + 1) * T).astype(np.int32)
+
+    @property
+    def packed(self) -> Recurrence:
+        """Return the packed recurrence, with the initial states and the scales of r."""
+        return self.r.map_tokens(self.pack).replace(boundaries=jnp.asarray(self.cuts))
+
+    def pack(self, x: Float[Array, "B T *rest"]) -> Float[Array, "1 B*T *rest"]:
+        return x.reshape(1, -1, *x.shape[2:])
+
+    def part(self, x: Float[Array, "1 B*T *rest"]) -> Float[Array, "B T *rest"]:
+        return x.reshape(*self.r.q.shape[:2], *x.shape[2:])

@@ -14,6 +14,7 @@ from glax._src.kernels.pallas_gpu.config import (
     gradient_supports,
     in_one_row,
     joined_number,
+    packs,
     stores_states,
     supports,
     takes_segments,
@@ -109,7 +110,7 @@ def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) 
 def forgoes_arrays_as_given(r: Recurrence, d_final=None) -> dict[str, str]:
     """Return why q, k, v, gates and the output are copied to wider or longer arrays, or nothing if they are not."""
     widths, (_, T, _, K), V = Widths.of(r, square=False), r.q.shape, r.v.shape[3]
-    in_place = (joined_number(r) > 1 and d_final is None) or copies_last_chunk(r)
+    in_place = (joined_number(r) > 1 and d_final is None) or copies_last_chunk(r) or packs(r, HopperConfig.heuristic(r))
     sizes = (("T", T, 1 if in_place else ROWS), ("K", K, widths.K), ("V", V, widths.V))
     why = [f"{block} does not divide {letter}={size}" for letter, size, block in sizes if size % block]
     if not why:
@@ -123,6 +124,9 @@ def forgoes_arrays_as_given(r: Recurrence, d_final=None) -> dict[str, str]:
 def forgoes_results_as_given(r: Recurrence, d_final=None) -> dict[str, str]:
     """Return why results are cut from longer arrays although the operands are read in place, or nothing if they are not."""
     B, T = r.q.shape[:2]
+    if packs(r, HopperConfig.heuristic(r)):
+        why = f"{ROWS} does not divide T={T}, so sequences are read as packed ones, and their results are gathered"
+        return {"results in arrays of T tokens": why}
     is_row = copies_last_chunk(r) or (joined_number(r) == B > 1 and d_final is None)
     if not is_row or B * T % ROWS == 0:
         return {}
