@@ -13,8 +13,10 @@ if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.core.bind import bind
+from glax._src.core.registry import KernelSpec, Platform
 from glax._src.kernels.pallas_gpu import delta_key, delta_key_pairs, registration
 from glax._src.kernels.pallas_gpu.config import HopperConfig, delta_supports, gradient_supports
+from glax._src.solve.dispatch import Choice, resolve
 from glax.testing.reference import reference
 from tests import mosaic_interpreter
 from tests.close import assert_outputs_close
@@ -91,3 +93,30 @@ def test_the_gradient_is_another_kernels():
     assert "each sequence begins a chunk" in registration.forgoes_one_row(packed)["packed sequences as one row"]
     with pytest.raises(ValueError, match="columns must be 64 with beta"):
         delta_key.chunked(r, HopperConfig(columns=128))
+
+
+@pytest.mark.parametrize("gradients", ["triton", "xla"])
+def test_calls_with_a_gradient(gradients, monkeypatch):
+    """Their forward is by Triton, if the gradient is, and else by the Hopper kernels, as of calls without a gradient."""
+    here = (
+        "chunked/pallas/gpu",
+        "chunked/xla",
+        "chunked.vjp/xla",
+        f"chunked/{gradients}/gpu",
+        f"chunked.vjp/{gradients}/gpu",
+    )
+    monkeypatch.setattr(
+        KernelSpec, "refusal", lambda spec, r, config=None: None if spec.name in here else "is not here"
+    )
+    found = {}
+
+    def call(x, beta):
+        r = bind(x, x, x, gk=x, beta=beta)
+        found["alone"] = resolve(Choice(), r)
+        found["with a gradient"] = found["alone"].differentiated(r)
+        found["requested"] = resolve(Choice(Platform.PALLAS), r)
+
+    jax.eval_shape(call, *(jax.ShapeDtypeStruct((4, 2048, 16, *width), jnp.bfloat16) for width in ((128,), ())))
+    assert found["alone"].forward.name == found["requested"].forward.name == "chunked/pallas/gpu"
+    expected = "chunked/triton/gpu" if gradients == "triton" else "chunked/pallas/gpu"
+    assert found["with a gradient"].forward.name == expected

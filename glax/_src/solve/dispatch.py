@@ -67,6 +67,16 @@ class Resolution:
             return False
         return self.vjp is not None and self.vjp.is_gradient_of(self.forward)
 
+    def differentiated(self, r: Recurrence) -> "Resolution":
+        """Return the kernels of a call with a gradient. Where glax chooses, and the forward is for calls without one, the
+        forward is that of the gradient's platform: XLA then computes once what both of its kernels form."""
+        if self.choice != Choice() or self.vjp is None or not self.forward.alone(r):
+            return self
+        able, _ = kernel_registry.able(r, self.vjp.platform)
+        if self.vjp.platform is Platform.XLA or not able:
+            return self
+        return dataclasses.replace(self, forward=able[0])
+
 
 def resolve(choice: Choice, r: Recurrence) -> Resolution:
     """Choose the kernels for r and its gradient on this machine.
@@ -109,6 +119,7 @@ def run_forward(resolution: Resolution, r: Recurrence) -> Outputs:
 
 def forward_with_residuals(resolution: Resolution, r: Recurrence) -> tuple[Outputs, Residuals | None]:
     """Return the outputs of the forward kernel on r, and the residuals for its gradient, or None where it saves none."""
+    resolution = resolution.differentiated(r)
     if not resolution.saves_residuals(r):
         return run_forward(resolution, r), None
     spec = resolution.forward

@@ -22,8 +22,8 @@ from glax._src.kernels.pallas_gpu.config import (
 )
 from glax._src.kernels.pallas_gpu.plan import ROWS
 
-# Above Triton's 10 or below it, and above XLA's: docs/internals/hopper.md has the bounds. What no GPU has run is below XLA's.
-FASTER, SLOWER, NEVER_RUN = 15, 5, -1
+# Above Triton's 10 or below it, and above XLA's: docs/internals/hopper.md has the bounds.
+FASTER, SLOWER = 15, 5
 
 
 def forward_priority(r: Recurrence) -> int:
@@ -49,15 +49,18 @@ def gradient_priority(r: Recurrence) -> int:
 def delta_priority(r: Recurrence) -> int:
     """Return a priority above Triton's from 2048 tokens and 8192 x 16 rows of heads on, and below it for fewer.
 
-    B4 T2048 H16 is the smallest size that was measured with beta. Values wider than 128, and per-key gates, were not measured,
-    and have the lower priority. Keys wider than 128 were never run: `platform="pallas"` requests them.
+    B4 T2048 H16 is the smallest size that was measured beside Triton with beta. Values wider than 128 beside narrower keys were
+    not, and have the lower priority.
     """
-    B, T = r.q.shape[:2]
-    if r.q.shape[3] > WIDEST:
-        return NEVER_RUN
-    if r.decay.form == "key" or r.v.shape[3] > WIDEST:
+    B, T, _, K = r.q.shape
+    if K <= WIDEST < r.v.shape[3]:
         return SLOWER
     return FASTER if T >= 2048 and B * T * r.num_heads >= 8192 * 16 else SLOWER
+
+
+def is_alone(r: Recurrence) -> bool:
+    """Return whether the forward has no gradient here. Another platform's gradient computes the forward's first kernels too."""
+    return r.erasure is not None and r.decay.form == "key"
 
 
 def in_two_phases(r: Recurrence) -> bool:
@@ -146,7 +149,7 @@ def forgoes(r: Recurrence, d_output=None, d_final=None, residuals=None) -> dict[
 
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
     """Compute `chunked` and the states at its chunks, which the gradient would otherwise compute again."""
-    if r.erasure is not None and r.decay.form == "key":  # no gradient would read them
+    if is_alone(r):  # no gradient would read them
         return chunked(r, config=config), None
     if r.erasure is not None:
         from glax._src.kernels.pallas_gpu import delta
@@ -164,6 +167,7 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
     config=HopperConfig,
     supports=supports,
     priority=forward_priority,
+    alone=is_alone,
     two_phase=forward_two_phase,
     forward_with_residuals=chunked_with_residuals,
     forgoes=forgoes,
