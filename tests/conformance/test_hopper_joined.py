@@ -22,6 +22,7 @@ from glax._src.kernels.pallas_gpu import chunked
 from glax._src.kernels.pallas_gpu.config import HopperConfig, joined_number, packs
 from glax._src.kernels.pallas_gpu.joined_rows import JoinedLayout, JoinedRows
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
+from glax._src.kernels.pallas_gpu.resets import newest_resets
 from glax._src.solve.dispatch import by_folding
 from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter
@@ -184,6 +185,18 @@ def test_every_segment_begins_behind_the_chunk_of_a_reset(B, T, pieces, reverse)
             assert (ends[:, n, 1:3] == (chunk, 1)).all()
             first, count = table[:, follower, -1 if downwards else 0, 1:3].T
             assert ((first + count if downwards else first - 1) == chunk).all()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("reverse", [False, True])
+def test_resets_of_joined_rows_are_known_while_tracing(reverse):
+    x = jnp.zeros((16, 333, 1, 72), jnp.bfloat16)
+    r = bind(x, x, x, gk=x, reverse=reverse)
+    joined = JoinedRows(r, joined_number(r))
+    segments = joined.row.segments
+    assert segments is not None
+    found = JoinedLayout(joined, HopperConfig(), square=False).newest
+    np.testing.assert_array_equal(found, newest_resets(segments.resets, reverse))
 
 
 @pytest.mark.fast

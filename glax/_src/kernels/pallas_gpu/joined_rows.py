@@ -55,6 +55,14 @@ class JoinedRows:
         T = self.r.q.shape[1]
         return np.arange(T) == (T - 1 if self.r.reverse else 0)
 
+    @property
+    def newest(self) -> np.ndarray:
+        """Return `newest_resets` of a row without segments, [chunks, C]."""
+        marks, order = np.tile(self.begins, self.number), np.arange(C, dtype=np.int32)
+        marks = np.pad(marks, (0, -len(marks) % C)).reshape(-1, C)[:, :: -1 if self.r.reverse else 1]
+        found = np.maximum.accumulate(np.where(marks, order, np.int32(-1)), axis=1)
+        return found[:, :: -1 if self.r.reverse else 1]
+
     def join(self, x):
         """Return x [B, T, ...] as rows [B / number, number * T, ...]."""
         return x.reshape(-1, self.T, *x.shape[2:])
@@ -132,6 +140,8 @@ class JoinedLayout(KernelLayout):
     def __init__(self, joined: JoinedRows, config: HopperConfig, square: bool):
         self.joined, self.pieces = joined, config.parts
         super().__init__(joined.row, config, square, parts=joined.number * self.pieces)
+        if self.key and joined.r.segments is None:  # known while tracing: XLA would find them in every call
+            self.newest = jnp.broadcast_to(joined.newest, (self.N, *joined.newest.shape))
 
     def segments(self) -> np.ndarray:
         return self.table_of(adjoint=False)
