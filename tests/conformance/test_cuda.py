@@ -3,11 +3,13 @@
 import dataclasses
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glax._src.kernels.cuda import scan
+from glax._src.core.bind import bind
+from glax._src.kernels.cuda import scan, step_priority
 from glax._src.kernels.cuda.config import CudaConfig
 from glax.testing.reference import reference
 from tests.cases import EXTREME, Case, all_cases, recurrence
@@ -114,3 +116,15 @@ def test_every_shape_of_block_covers_the_state():
                 assert V % constants["VECTOR"] == 0 and 32 % constants["LANES"] == 0
                 assert (blocks // heads - 1) * columns < V <= blocks // heads * columns
                 assert constants["VECTOR"] * (2 if stored else 4) in (2, 4, 8, 16)
+
+
+@pytest.mark.parametrize("B, V, preferred", [(1, 128, False), (16, 63, False), (16, 64, True), (64, 128, True)])
+def test_a_step_of_few_states_is_left_to_triton(B, V, preferred):
+    """16 sequences with 64 heads of 128 x 64 in float32 have 2^25 bytes of states."""
+
+    def step(q, v, pool):
+        found.append(step_priority(bind(q, q, v, initial_state=pool)))
+
+    found, shapes = [], ((B, 1, 64, 128), (B, 1, 64, V), (B, 64, 128, V))
+    jax.eval_shape(step, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    assert (found[0] > 0) == preferred

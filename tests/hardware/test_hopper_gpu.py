@@ -111,7 +111,9 @@ CASES = {
         T=600, K=192, gate="g", strength=-np.inf, cuts=PACKED, reverse=True, beta=True
     ),
     "delta rule, keys of 256, segments": Call(T=500, K=256, gate="g", strength="mild", beta=True, parts=2),
-    "delta rule, no gates": Call(T=70, K=64, V=64, gate=None, beta=True, most=1.0),  # docs/numerics.md: more misses the bar
+    "delta rule, no gates": Call(
+        T=70, K=64, V=64, gate=None, beta=True, most=1.0
+    ),  # docs/numerics.md: more misses the bar
 }
 
 

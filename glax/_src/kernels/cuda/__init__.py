@@ -5,6 +5,8 @@ NVRTC comes with `jax[cuda12]` and `jax[cuda13]`. It compiles device/*.cu for th
 built when glax is installed, launches the result.
 """
 
+import math
+
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend, Platform, kernel_registry
 from glax._src.kernels.common.gpu import capability
@@ -15,6 +17,7 @@ from glax._src.kernels.cuda.nvrtc import Compiler, load_compiler
 
 __all__ = ["CudaConfig"]
 
+LARGE = 2**25  # bytes of states
 SHORT = 64  # tokens; from this number on the chunked kernels are faster
 STORED = ("float32", "bfloat16", "float16")
 
@@ -56,10 +59,13 @@ def priority(r: Recurrence) -> int:
 
 
 def step_priority(r: Recurrence) -> int:
-    """Return a priority above Triton's 0. Without an erasure the step is at least as fast at every shape in
-    docs/internals/cuda.md. With an erasure it was compared with the reference on a GPU, and Triton's step was not.
+    """Return a priority above Triton's 0 for states of LARGE bytes and more, and below it for smaller ones.
+
+    docs/internals/cuda.md: 64 sequences, of 67 MB and more, were as fast or faster at every shape. One sequence, of 2 to 4 MB,
+    was slower. Between these nothing was measured.
     """
-    return 1
+    itemsize = 4 if r.initial_state is None else r.initial_state.dtype.itemsize
+    return 1 if math.prod(r.state_shape) * itemsize >= LARGE else -1
 
 
 @kernel_registry.register(
