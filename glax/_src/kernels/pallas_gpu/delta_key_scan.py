@@ -7,9 +7,9 @@ S [K, V] is the state before a chunk. `delta_key_pairs` has formed R, P and the 
     O    = (scale Q e^G) S + P U
     S'   = e^{G_last} S + (K e^{G_last - G})^T U
 
-No exponential is formed here. A program has one head of one sequence, and 64 columns of V, or 128 for most "transitions";
-columns do not depend on each other. One warpgroup carries the state, transposed as in `delta_scan_carry`, one writes the
-outputs, and one fetches. "transitions" are those of `delta_scan`.
+No exponential is formed here. A program has one head of one sequence, and 64 columns of the state, which do not depend on each
+other; for "transitions" it has 128 where these divide the columns. One warpgroup carries the state, transposed as in
+`delta_scan_carry`, one writes the outputs, and one fetches. "transitions" are those of `delta_scan`.
 """
 
 import functools

@@ -15,8 +15,8 @@ from glax._src.kernels.pallas_gpu.plan import C
 
 @dataclasses.dataclass(frozen=True)
 class SegmentedScan(abc.ABC):
-    """Hold a layout whose segments `scan_segments` scans in parallel. A result of it has the field `last`, as the results of
-    `delta_scan` have."""
+    """Hold a layout whose segments `scan_segments` scans in parallel. Its results have the field `last`, as those of
+    `delta_scan` do."""
 
     layout: KernelLayout
 
