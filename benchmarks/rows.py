@@ -1,7 +1,8 @@
-"""Measure what rows of a trainer carry, on one NVIDIA GPU: `segment_ids` and `states_every`, beside the same rows without either.
+"""Measure what rows of a trainer carry: `segment_ids` and `states_every`, beside the same rows without either.
 
 python benchmarks/rows.py                    # B8 T4096 H16 K=V=128, gates per key and per head
 python benchmarks/rows.py --gate head
+python benchmarks/rows.py --shape 2,2048,4,4,64,64 --dtype float32    # B, T, heads of q and k, heads of v, K, V; for a CPU
 python benchmarks/rows.py --errors           # against XLA in float32 at B2 T1024, in thousandths; nothing is timed
 
 A row holds four documents of unequal length, other ones in every row. Stored states are float32 and get a gradient of their own.
@@ -85,8 +86,8 @@ def allowed_ms(case: Case, mode: str, plain_ms: float, gbytes: float) -> float:
     return STATES_ALLOWED * (plain_ms + moved / gbytes / 1e6)
 
 
-def measure(layer: Layer, iters: int, gbytes: float) -> list[dict]:
-    *inputs, d_output = layer.operands(strength=0.25)
+def measure(layer: Layer, dtype: str, iters: int, gbytes: float) -> list[dict]:
+    *inputs, d_output = (x.astype(dtype) for x in layer.operands(strength=0.25))
     tried, rows = cases(layer), []
     ways = [case.ways(inputs, d_output) for case in tried]
     times = {mode: interleaved([way[mode] for way in ways], iters) for mode in MODES}
@@ -127,6 +128,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gate", choices=("key", "head"), action="append")
     parser.add_argument("--iters", type=int, default=9)
+    parser.add_argument("--shape", type=lambda text: tuple(map(int, text.split(","))), default=SHAPE)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--errors", action="store_true")
     args = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, glax {glax.__version__}", flush=True)
@@ -135,8 +138,8 @@ def main():
         small = (2, 1024, *SHAPE[2:])
         print(table([row for gate in gates for row in errors(Layer("row", *small, gate))]))
         return
-    gbytes = copy_gbytes(args.iters)
-    print(table([row for gate in gates for row in measure(Layer("row", *SHAPE, gate), args.iters, gbytes)]), flush=True)
+    layers, gbytes = [Layer("row", *args.shape, gate) for gate in gates], copy_gbytes(args.iters)
+    print(table([row for layer in layers for row in measure(layer, args.dtype, args.iters, gbytes)]), flush=True)
 
 
 if __name__ == "__main__":
