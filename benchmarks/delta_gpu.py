@@ -105,7 +105,7 @@ class Problem(NamedTuple):
         return cls(q, k, v, logs.astype(jnp.float32), beta, do, cuts)
 
     def named(self) -> str:
-        """Return the shape as the option takes it, and the number of documents."""
+        """Return B, T, the heads of q and of v, the widths of both unless they are WIDTHS, and the number of documents."""
         widths = self.q.shape[3], self.v.shape[3]
         numbers = ",".join(map(str, (*self.q.shape[:3], self.v.shape[2], *(widths if widths != WIDTHS else ()))))
         return numbers if self.cuts is None else f"{numbers} in {len(self.cuts) - 1}"
@@ -343,15 +343,15 @@ def main():
         if importlib.util.find_spec("triton"):
             first_candidate()
         print_errors(args.gate, args.by, args.documents, widths)
-    elif args.profile:
-        for shape in shapes:
-            print_profile(problem_of(shape), args.iters, args.by)
     else:
         rate = copy_gbytes(args.iters)
         print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, a copy moves {rate:.0f} GB/s")
         with contextlib.nullcontext() if args.compile else no_tuning():
             for shape in shapes:
-                print_times(problem_of(shape), rate, args.iters, args.by)
+                if args.profile:
+                    print_profile(problem_of(shape), args.iters, args.by)
+                else:
+                    print_times(problem_of(shape), rate, args.iters, args.by)
 
 
 if __name__ == "__main__":

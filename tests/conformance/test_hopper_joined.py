@@ -265,6 +265,11 @@ def test_examples_with_scales_of_their_own_are_not_joined(one_gpu):
         return str(glax.explain(jax.vmap(f), *operands)).split("for B8 ")[1]
 
     assert "examples have scales of their own" in said_of_all(run, x, scales)
+    # The outer vmap maps no scale, and traces what jit holds again.
+    nested = jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
+    for staged in (jax.jit, jax.checkpoint):
+        said = str(glax.explain(jax.vmap(staged(jax.vmap(run)), in_axes=(0, None)), nested, scales))
+        assert "examples have scales of their own" in said.split("for B24 ")[1]
     assert "arrays as they are given" not in said_of_all(lambda x: run(x, 0.1), x)
 
 

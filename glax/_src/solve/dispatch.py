@@ -329,7 +329,9 @@ def why_not_others(spec: KernelSpec, choice: Choice, r: Recurrence) -> dict[str,
     able, refused = kernel_registry.able(r, choice.platform, choice.config, role=spec.role)
     chosen, outranked = spec.priority(r), {}
     for other in able:
-        if other.name != spec.name:
+        if other.priority(r) > chosen:  # see `Resolution.differentiated`
+            refused[other.name] = "is for calls without a gradient, which another platform computes"
+        elif other.name != spec.name:
             outranked[other.name] = f"able, with a priority of {other.priority(r)}; {spec.name} has {chosen}"
     return dict(refused=refused | choice.refused, outranked=outranked)
 
@@ -380,10 +382,17 @@ def merged_vmap(f, *operands):
         if operands[0].boundaries is not None:
             results = jax.lax.map(lambda each: run(*each), operands)
         else:
-            # examples with scales of their own are not to be joined
-            with sequences_apart(bool(batched[0].scale) or sequences_apart.value):
-                results = run(*jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), operands))
+            # Examples with scales of their own are not to be joined, also where another vmap traces f again later.
+            apart = bool(batched[0].scale) or sequences_apart.value
+            merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), operands)
+            results = merged_vmap(functools.partial(run_apart, f), *merged) if apart else run(*merged)
             results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 
     return run(*operands)
+
+
+def run_apart(f, *operands):
+    """Return f(*operands), traced for sequences that kernels may not join."""
+    with sequences_apart(True):
+        return f(*operands)

@@ -49,17 +49,17 @@ def gradient_priority(r: Recurrence) -> int:
 def delta_priority(r: Recurrence) -> int:
     """Return a priority above Triton's from 2048 tokens and 8192 x 16 rows of heads on, and below it for fewer.
 
-    B4 T2048 H16 is the smallest size that was measured beside Triton with beta. Values wider than 128 beside narrower keys were
-    not, and have the lower priority.
+    B4 T2048 H16 is the smallest size that was measured beside Triton with beta. Each 128 channels of wider keys count. Values
+    wider than 128 with keys of at most 128 were not measured, and have the lower priority.
     """
     B, T, _, K = r.q.shape
     if K <= WIDEST < r.v.shape[3]:
         return SLOWER
-    return FASTER if T >= 2048 and B * T * r.num_heads >= 8192 * 16 else SLOWER
+    return FASTER if T >= 2048 and B * T * r.num_heads * -(-K // WIDEST) >= 8192 * 16 else SLOWER
 
 
 def is_alone(r: Recurrence) -> bool:
-    """Return whether the forward has no gradient here. Another platform's gradient computes the forward's first kernels too."""
+    """Return whether the forward has no gradient here. Triton's gradient begins with the same kernels as its own forward."""
     return r.erasure is not None and r.decay.form == "key"
 
 
