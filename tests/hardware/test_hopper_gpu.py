@@ -146,7 +146,7 @@ def draw(c: Call, key):
 
 
 def results(given, cotangents, *, platform, reverse, cuts, cfg=None, states=True):
-    """The results of a call, and the gradient; without `states` that of the output alone."""
+    """The results of a call, and the gradient; without `states` the gradient of the output alone."""
 
     def call(given):
         cu_seqlens = None if cuts is None else jnp.asarray(cuts, jnp.int32)

@@ -69,7 +69,7 @@ class Resolution:
 
     def differentiated(self, r: Recurrence) -> "Resolution":
         """Return the kernels of a call with a gradient. Where glax chooses, and the forward is for calls without one, the
-        forward is that of the gradient's platform: XLA then computes once what both of its kernels form."""
+        gradient's platform also computes the forward: XLA then runs once what both of its kernels form."""
         if self.choice != Choice() or self.vjp is None or not self.forward.alone(r):
             return self
         able, _ = kernel_registry.able(r, self.vjp.platform)

@@ -90,7 +90,7 @@ def final_states(r: Recurrence, config: HopperConfig) -> jax.Array:
 def forward_of_joined(r: Recurrence, config: HopperConfig, save: bool) -> tuple[Outputs, Residuals | None]:
     """Run the forward of joined rows. Scans of their own compute the final states, and XLA drops them where they are not used.
 
-    The residuals are those of the rows: their axis 0 is shorter than that of r."""
+    The residuals are those of the rows: their axis 0 is shorter than the batch of r."""
     joined = JoinedRows(r, joined_number(r))
     p = JoinedLayout(joined, config, square=save)
     outputs, residuals = forward(p, save)

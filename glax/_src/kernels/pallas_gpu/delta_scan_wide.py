@@ -4,8 +4,8 @@ The formulas are those of `delta_scan`. The state is [K, STRIPE] and all else [t
 shared memory. So registers hold the state once, in float32, and a factor of a row of tokens takes one number of each row. In
 `delta_scan_carry` the state in bfloat16, left sides and factors of columns take 112 registers more than 256 channels leave.
 
-What a product reads overwrites what it was formed from: X and e^{G_last - G} U the tile of v, scale e^G dO that of dO, dU and
-beta e^G dX that of P.
+What a product reads overwrites what it was formed from: X and e^{G_last - G} U the tile of v, scale e^G dO the tile of dO, dU
+and beta e^G dX the tile of P.
 """
 
 import functools

@@ -95,7 +95,7 @@ class JoinedRows:
         return r.replace(**joined, decay=Decay(head=self.join(gates)))
 
     def gate_gradient(self, d: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
-        """Return the gradient of per-head gates from that of the rows' gates. It is 0 where a sequence begins from zeros."""
+        """Return the gradient of per-head gates from the gradient of the rows' gates. It is 0 where a sequence begins from zeros."""
         return jnp.where(self.begins[:, None], 0, d)
 
     def ends(self) -> tuple[np.ndarray, np.ndarray]:
