@@ -135,6 +135,8 @@ def main():
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, glax {glax.__version__}", flush=True)
     gates = args.gate or ("key", "head")
     if args.errors:
+        if args.shape != SHAPE or args.dtype != "bfloat16":
+            parser.error("--errors has a shape and a dtype of its own: leave out --shape and --dtype")
         small = (2, 1024, *SHAPE[2:])
         print(table([row for gate in gates for row in errors(Layer("row", *small, gate))]))
         return

@@ -70,7 +70,7 @@ class Resolution:
     def differentiated(self, r: Recurrence) -> "Resolution":
         """Return the kernels of a call with a gradient. Where glax chooses, and the forward is for calls without one, the
         gradient's platform also computes the forward: XLA then runs once what both of its kernels form."""
-        if self.choice != Choice() or self.vjp is None or not self.forward.alone(r):
+        if self.choice != Choice() or self.vjp is None or not self.forward.without_gradient(r):
             return self
         able, _ = kernel_registry.able(r, self.vjp.platform)
         if self.vjp.platform is Platform.XLA or not able:
@@ -329,8 +329,8 @@ def why_not_others(spec: KernelSpec, choice: Choice, r: Recurrence) -> dict[str,
     able, refused = kernel_registry.able(r, choice.platform, choice.config, role=spec.role)
     chosen, outranked = spec.priority(r), {}
     for other in able:
-        if other.priority(r) > chosen:  # see `Resolution.differentiated`
-            refused[other.name] = "is for calls without a gradient, which another platform computes"
+        if other.without_gradient(r) and other.priority(r) > chosen:
+            refused[other.name] = "has no gradient: a call with one takes the forward of the gradient's platform"
         elif other.name != spec.name:
             outranked[other.name] = f"able, with a priority of {other.priority(r)}; {spec.name} has {chosen}"
     return dict(refused=refused | choice.refused, outranked=outranked)

@@ -195,8 +195,8 @@ def copies_last_chunk(r: Recurrence) -> bool:
     With per-key gates, or with beta, no kernel can do so.
     """
     B, T = r.q.shape[:2]
-    alone = B == 1 and r.boundaries is None and r.erasure is None
-    return JOINS and alone and r.decay.form != "key" and T > C and T % ROWS > 0
+    is_row = B == 1 and r.boundaries is None and r.erasure is None
+    return JOINS and is_row and r.decay.form != "key" and T > C and T % ROWS > 0
 
 
 def why_not_joined(r: Recurrence) -> str | None:
@@ -208,7 +208,7 @@ def why_not_joined(r: Recurrence) -> str | None:
     if r.boundaries is not None:
         return "packed sequences are one row already"
     if r.erasure is not None:
-        return "with beta, sequences are not joined"
+        return "beta is given"
     if r.initial_state is not None:
         return "initial states enter"
     if r.states_every is not None:
@@ -218,7 +218,7 @@ def why_not_joined(r: Recurrence) -> str | None:
     if T < C:
         return f"sequences are shorter than {C} tokens"
     if B == 1:
-        return "there is one"
+        return "B=1"
     if B % number and r.decay.form == "key":
         return f"{number} sequences, which {ROWS} divides together, do not divide B={B}"
     if sequences_apart.value:

@@ -95,7 +95,7 @@ class JoinedRows:
         return r.replace(**joined, decay=Decay(head=self.join(gates)))
 
     def gate_gradient(self, d: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
-        """Return the gradient of per-head gates from the gradient of the rows' gates. It is 0 where a sequence begins from zeros."""
+        """Return the gradient of per-head gates from the gradient of the rows' gates, 0 where a sequence begins from zeros."""
         return jnp.where(self.begins[:, None], 0, d)
 
     def ends(self) -> tuple[np.ndarray, np.ndarray]:
@@ -163,17 +163,19 @@ class JoinedLayout(KernelLayout):
     def lookback(self) -> int:
         return super().lookback if self.pieces > 1 else 0
 
+    def reset_chunks(self, empty_first: bool):
+        """Return the chunks with the resets of second neighbours, and their counts, 1 each; with a count of 0 before or behind
+        them: [2, number]."""
+        bounds = self.joined.bounds
+        return np.pad([bounds, np.ones_like(bounds)], ((0, 0), (1, 0) if empty_first else (0, 1)))
+
     def whole_segments(self, adjoint: bool, last: bool) -> np.ndarray:
         """Return the table of a scan of `either` kind, [E, 5]. Of the last segment of each sequence it has the chunk with the
         next reset alone, which no state passes."""
         assert not last, "joined rows are not cut between devices"
         table = self.table_of(adjoint).reshape(self.N, self.joined.number, self.pieces, 4)
-        bounds, zero = self.joined.bounds, np.zeros(1, np.int32)
-        counts = np.ones_like(bounds)
-        if self.descending(adjoint):
-            table[:, :, 0, 1], table[:, :, 0, 2] = np.append(zero, bounds), np.append(zero, counts)
-        else:
-            table[:, :, -1, 1], table[:, :, -1, 2] = np.append(bounds, zero), np.append(counts, zero)
+        descends = self.descending(adjoint)
+        table[:, :, 0 if descends else -1, 1:3] = self.reset_chunks(empty_first=descends).T
         return np.insert(table.reshape(-1, 4), 4, adjoint, axis=1)
 
     def starts(self, start, a, b, adjoint: bool):
@@ -181,12 +183,7 @@ class JoinedLayout(KernelLayout):
         assert start is None, "joined rows begin from zeros"
         if self.pieces > 1:
             return super().starts(None, a, b, adjoint)
-        bounds, zero = self.joined.bounds, np.zeros(1, np.int32)
-        counts = np.ones_like(bounds)
-        if self.descending(adjoint):
-            table = self.in_every_row(np.append(bounds, zero), np.append(counts, zero))
-        else:
-            table = self.in_every_row(np.append(zero, bounds), np.append(zero, counts))
+        table = self.in_every_row(*self.reset_chunks(empty_first=not self.descending(adjoint)))
         table = np.insert(table, 4, adjoint, axis=1)
         table = np.repeat(table[:, None], self.H, axis=1) if self.key else table
         S = self.scan(self.plan(outputs=False, either=True), a, b, None, table).last

@@ -58,7 +58,7 @@ def delta_priority(r: Recurrence) -> int:
     return FASTER if T >= 2048 and B * T * r.num_heads * -(-K // WIDEST) >= 8192 * 16 else SLOWER
 
 
-def is_alone(r: Recurrence) -> bool:
+def has_no_gradient(r: Recurrence) -> bool:
     """Return whether the forward has no gradient here. Triton's gradient begins with the same kernels as its own forward."""
     return r.erasure is not None and r.decay.form == "key"
 
@@ -149,7 +149,7 @@ def forgoes(r: Recurrence, d_output=None, d_final=None, residuals=None) -> dict[
 
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
     """Compute `chunked` and the states at its chunks, which the gradient would otherwise compute again."""
-    if is_alone(r):  # no gradient would read them
+    if has_no_gradient(r):  # no gradient would read them
         return chunked(r, config=config), None
     if r.erasure is not None:
         from glax._src.kernels.pallas_gpu import delta
@@ -167,7 +167,7 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
     config=HopperConfig,
     supports=supports,
     priority=forward_priority,
-    alone=is_alone,
+    without_gradient=has_no_gradient,
     two_phase=forward_two_phase,
     forward_with_residuals=chunked_with_residuals,
     forgoes=forgoes,

@@ -1,6 +1,7 @@
 """Place the rows of a recurrence in chunks."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -68,11 +69,9 @@ class Rows:
     def sequence_of_chunk(self, chunks: int):
         """Return the sequence of each of `chunks` chunks of a packed call, in int32. Chunks behind the last count to it."""
         assert self.begins is not None, "only packed calls have chunks of several sequences"
-        if isinstance(self.begins, np.ndarray):
-            found = np.searchsorted(self.begins, np.arange(chunks), side="right") - 1
-            return np.clip(found, 0, self.r.num_sequences - 1)
-        found = jnp.searchsorted(self.begins, jnp.arange(chunks), side="right") - 1
-        return jnp.clip(found, 0, self.r.num_sequences - 1)
+        numpy: Any = np if isinstance(self.begins, np.ndarray) else jnp
+        found = numpy.searchsorted(self.begins, numpy.arange(chunks), side="right") - 1
+        return numpy.clip(found, 0, self.r.num_sequences - 1)
 
     def take(self, x):
         """Return x [B, T, ...] as the kernels read it: if packed, in place or in rows of chunks. Rows without a token are 0."""
