@@ -37,7 +37,8 @@ class Layer:
     @property
     def problem(self) -> str:
         """The shape, as files of results name it."""
-        return f"{self.B},{self.T},{self.H},{self.K},{self.V}"
+        shared = "1 query and key head" if self.groups == 1 else f"{self.groups} query and key heads"
+        return f"{self.B},{self.T},{self.H}{f' ({shared})' if self.groups != self.H else ''},{self.K},{self.V}"
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of query, key, value and gates."""

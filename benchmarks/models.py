@@ -63,8 +63,6 @@ def results(layer: Layer, made: dict, iters: int, gbytes: float, **note) -> list
     """Measure the implementations of a layer in turns, and return a line for each and each mode."""
     least, lines = least_bytes(layer.operands()), []
     common = dict(model=layer.name, problem=layer.problem, gate=NAMED[layer.gate]) | note
-    if layer.groups != layer.H:
-        common["heads"] = f"{layer.groups} q/k head{"s" if layer.groups > 1 else ""}"
     memory = {name: x.mib() for name, x in made.items()}
     for mode, named in MODES.items():
         times = interleaved([x.ways()[mode] for x in made.values()], iters)
