@@ -74,6 +74,28 @@ def test_lowered_once_for_its_shapes(compiled):
     assert compiled() == [[(2,), (4, 5), (6,)], [(2,), (3, 5), (6,)]]
 
 
+def test_known_results_leave_tracing_to_the_lowering(compiled):
+    """A call that JAX traces, and that no program contains, costs nothing."""
+    traced, types = (
+        [],
+        [jax.ShapeDtypeStruct(s, d) for s, d in (((4, 5), "float32"), ((6,), "bfloat16"), ((3,), "int32"))],
+    )
+
+    def launch(*operands):
+        return lowering_cache.once("kernel", launching(traced), *operands, results=types)
+
+    assert [x.shape for x in jax.eval_shape(launch, X, Y, Z)] == [(4, 5), (6,), (3,)]
+    assert not traced and not compiled()
+
+
+def test_known_results_change_no_program(compiled):
+    types = [jax.ShapeDtypeStruct(s, d) for s, d in (((4, 5), "float32"), ((6,), "bfloat16"), ((3,), "int32"))]
+    kernel = launching([])
+    found = program(lambda *x: lowering_cache.once("kernel", kernel, *x, results=types), Z, Y, X)
+    assert found == program(kernel, Z, Y, X)
+    assert compiled() == [[(2,), (4, 5), (6,)]]
+
+
 def test_what_fails_in_a_thread_is_left_to_the_program(monkeypatch):
     def fail(self):
         raise ValueError("no such instruction")

@@ -67,9 +67,10 @@ def delta_scan(w: DeltaScan, rows: int, *operands) -> Results:
             pl.when(me == number)(functools.partial(work[role], p, *[number] * (role == "carry")))
 
     body.__name__ = "delta_" + w.kind.replace(" ", "_")  # in profiles
+    results = tuple(Results.types(w, B, rows, chunks, x.table.shape[0]))
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(Results.types(w, B, rows, chunks, x.table.shape[0])),
+        out_type=results,
         grid=(w.columns // (STRIPE * w.stripes) * w.H * x.table.shape[0],),
         grid_names=("program",),
         num_threads=len(w.roles),
@@ -77,7 +78,7 @@ def delta_scan(w: DeltaScan, rows: int, *operands) -> Results:
         scratch_types=[Tiles.types(w), Barriers.types(w)],
         compiler_params=tiles.PARAMS,
     )
-    return Results(*once(("delta_scan", w, rows), kernel, *operands))
+    return Results(*once(("delta_scan", w, rows), kernel, *operands, results=results))
 
 
 def fetch_chunks(p: Program):

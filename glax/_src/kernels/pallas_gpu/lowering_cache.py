@@ -1,15 +1,16 @@
 """Lower each kernel once per process, and compile the kernels of a program in parallel.
 
-Pallas lowers a kernel in Python, which takes up to two seconds, and does so again for every program that contains it. XLA
-compiles the kernels of a program one after another. Here a kernel is lowered separately when a program first contains it, and
-every later program reuses the result. A thread compiles a kernel while the next is lowered. Mosaic GPU caches compiled kernels
-for the whole process, and XLA finds them there.
+Pallas traces and lowers a kernel in Python, which takes up to some seconds, and does so again for every program that contains
+it. XLA compiles the kernels of a program one after another. Here a kernel is traced and lowered separately when the first
+program that contains it is lowered, and every later program reuses the result. JAX traces calls that no program will contain,
+such as the forward without residuals of a call that is differentiated: their kernels are only recorded. A thread compiles a
+kernel while the next is lowered. Mosaic GPU caches compiled kernels for the whole process, and XLA finds them there.
 """
 
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,16 +26,25 @@ from glax._src.kernels.common.gpu import threads
 
 @dataclasses.dataclass(eq=False)
 class Kernel:
-    """Hold a traced function of arrays that launches one kernel, and lower it at its first use."""
+    """Hold a function of arrays that launches one kernel, and trace and lower it at its first use.
 
-    traced: jax.stages.Traced
+    types: the shapes and dtypes of the results, or None to find them by tracing.
+    """
+
+    call: Callable
     shapes: list[jax.ShapeDtypeStruct]
+    types: Sequence[jax.ShapeDtypeStruct] | None = None
     lowering: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @functools.cached_property
+    def traced(self) -> jax.stages.Traced:
+        return in_no_trace(lambda: jax.jit(self.call, keep_unused=True).trace(*self.shapes))
 
     @functools.cached_property
     def results(self) -> list[ShapedArray]:
         """Return the shapes and dtypes of the results."""
-        return [ShapedArray(x.shape, x.dtype) for x in jax.tree.leaves(self.traced.out_info)]
+        types = jax.tree.leaves(self.traced.out_info) if self.types is None else self.types
+        return [ShapedArray(x.shape, x.dtype) for x in types]
 
     @functools.cached_property
     def lowered(self) -> bytes:
@@ -64,18 +74,20 @@ def in_no_trace(f: Callable):
         return fresh.submit(f).result()
 
 
-def once(specialisation: Hashable, call: Callable, *operands) -> list[jax.Array]:
+def once(
+    specialisation: Hashable, call: Callable, *operands, results: Sequence[jax.ShapeDtypeStruct] | None = None
+) -> list[jax.Array]:
     """Return call(*operands), where `call` launches one kernel and does nothing else.
 
-    specialisation: everything that the kernel depends on beside the operands' shapes and dtypes.
+    specialisation: everything that the kernel depends on beside the operands' shapes and dtypes. results: the shapes and dtypes
+    of what `call` returns; without them it is traced here.
     """
     if Backend.here() is not Backend.GPU or not any(isinstance(x, Tracer) for x in operands):
         return call(*operands)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     key = specialisation, *((x.shape, x.dtype) for x in shapes)
     if key not in known:
-        traced = in_no_trace(lambda: jax.jit(call, keep_unused=True).trace(*shapes))
-        known.setdefault(key, Kernel(traced, shapes))
+        known.setdefault(key, Kernel(call, shapes, results))
     return kernel_p.bind(*operands, kernel=known[key])
 
 

@@ -63,9 +63,10 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start, *rest) -> ScanResults:
                 carry_own_columns(p)
 
     body.__name__ = "head_scan"  # in profiles
+    results = tuple(x for x in Results.types(w, B, T, E) if x is not None)
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(x for x in Results.types(w, B, T, E) if x is not None),
+        out_type=results,
         grid=(w.V // w.columns * w.H * E,),
         grid_names=("program",),
         num_threads=w.consumers + 1,
@@ -74,5 +75,5 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start, *rest) -> ScanResults:
         compiler_params=tiles.PARAMS,
     )
     operands = table, q, a, b, G, scale, start, *rest
-    found = Results(*once(("head_scan", w), kernel, *operands))
+    found = Results(*once(("head_scan", w), kernel, *operands, results=results))
     return ScanResults(found.o, found.states, found.last, found.log if w.either else None, behind=found.behind)

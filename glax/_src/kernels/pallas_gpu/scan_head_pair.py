@@ -181,9 +181,10 @@ def pair_scan(w: Scan, table, q, k, v, G, scale, start, *edges) -> ScanResults:
         state_stored=plgpu.Barrier(),
         state_read=plgpu.Barrier(),
     )
+    results = w.results(B, T, E)
     kernel = plgpu.kernel(
         body,
-        out_type=w.results(B, T, E),
+        out_type=results,
         grid=(H // 2 * E,),
         grid_names=("program",),
         num_threads=3,
@@ -191,7 +192,8 @@ def pair_scan(w: Scan, table, q, k, v, G, scale, start, *edges) -> ScanResults:
         scratch_types=[own, barriers],
         compiler_params=tiles.PARAMS,
     )
-    return ScanResults(*once(("pair_scan", w), kernel, table, q, k, v, G, scale, start, *edges))
+    operands = table, q, k, v, G, scale, start, *edges
+    return ScanResults(*once(("pair_scan", w), kernel, *operands, results=results))
 
 
 def load(p: Program):

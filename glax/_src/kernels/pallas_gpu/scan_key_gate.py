@@ -84,9 +84,10 @@ def key_scan(
                 carry_own_columns(p)
 
     body.__name__ = "key_scan"  # in profiles
+    results = tuple(x for x in Results.types(w, B, T, E) if x is not None)
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(x for x in Results.types(w, B, T, E) if x is not None),
+        out_type=results,
         grid=(w.V // w.columns * w.H * E,),
         grid_names=("program",),
         num_threads=w.consumers + w.scalers,
@@ -96,7 +97,7 @@ def key_scan(
     )
     operands = [table, q, a, b, *g, scale, start, scale if known_out_of_range is None else known_out_of_range]
     operands += [newest] * w.resets + [behind] * w.adds_behind
-    found = Results(*once(("key_scan", w), kernel, *operands))
+    found = Results(*once(("key_scan", w), kernel, *operands, results=results))
     o = exact_outputs(w, table, found.by_group, q, a, b, g, scale, found.o, newest) if w.outputs else found.o
     log, out_of_range = found.log if w.either else None, None if w.to_edge else found.out_of_range
     return ScanResults(o, found.states, found.last, log, out_of_range, found.behind)

@@ -108,9 +108,10 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
             pl.when(way == place)(functools.partial(leave, out_g))
 
     body.__name__ = "lookback_tables"  # in profiles
+    results = [jax.ShapeDtypeStruct((E, w.H, 5), jnp.int32)] * 2
     kernel = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((E, w.H, 5), jnp.int32)] * 2,
+        out_type=results,
         grid=(2 * E * w.H,),
         grid_names=("program",),
         num_threads=1,
@@ -123,4 +124,4 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
         ],
         compiler_params=tiles.PARAMS,
     )
-    return once(("lookback_tables", w), kernel, table, *g)
+    return once(("lookback_tables", w), kernel, table, *g, results=results)

@@ -64,13 +64,15 @@ def segment_scan(parts: int, given: bool, states, log, factor, start, descending
         lax.fori_loop(0, parts // together, advance, S)
 
     body.__name__ = "segment_scan"  # in profiles
+    results = [jax.ShapeDtypeStruct(states.shape, jnp.float32)]
     kernel = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct(states.shape, jnp.float32)],
+        out_type=results,
         grid=(E // parts * H * down * across,),
         grid_names=("program",),
         num_threads=1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return once(("segment_scan", parts, given), kernel, states, log, factor, start, descending)[0]
+    operands = states, log, factor, start, descending
+    return once(("segment_scan", parts, given), kernel, *operands, results=results)[0]

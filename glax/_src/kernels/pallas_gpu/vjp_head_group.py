@@ -104,9 +104,10 @@ def gradient_groups(
         warpgroups(functools.partial(load, p), computing)
 
     body.__name__ = "gradient_groups"  # in profiles
+    results = tuple(Results.types(n))
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(Results.types(n)),
+        out_type=results,
         grid=(programs,),
         grid_names=("cta",),
         num_threads=3,
@@ -120,7 +121,7 @@ def gradient_groups(
         block, *tokens_of, v_edges, d_output_edges = edges
         edges = block, *tokens_of, *(x.reshape(*x.shape[:2], -1, COLUMNS) for x in (v_edges, d_output_edges))
     operands = q, k, v, d_output, G, scale, before, behind, tokens(reverse), *edges
-    found = Results(*once(("gradient_groups", n), kernel, *operands))
+    found = Results(*once(("gradient_groups", n), kernel, *operands, results=results))
     sums = found.sums.reshape(B, chunks, H, pieces, 4, C).sum(3)
     return (
         found.dq,

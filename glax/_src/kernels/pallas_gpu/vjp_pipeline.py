@@ -340,7 +340,8 @@ def launch(
         refs = [jax.new_ref(x) for x in operands[len(inputs) :]]
         return kernel(*operands[: len(inputs)], *refs) or [ref[...] for ref in refs]
 
-    return list(once((name, n, reverse, programs), call, *inputs.values(), *over))
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in over or outputs.values()]
+    return list(once((name, n, reverse, programs), call, *inputs.values(), *over, results=results))
 
 
 def warpgroups(loading, computing):

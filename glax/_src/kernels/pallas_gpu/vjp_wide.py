@@ -49,9 +49,10 @@ def gradient_wide(
         pl.when(wg < 2)(functools.partial(compute, p, wg))
 
     body.__name__ = "gradient_wide"  # in profiles
+    results = tuple(Results.types(n))
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(Results.types(n)),
+        out_type=results,
         grid=(programs,),
         grid_names=("program",),
         num_threads=3,
@@ -62,7 +63,7 @@ def gradient_wide(
     )
     order = marks(newest, reverse) if n.resets else tokens(reverse)
     operands = Operands(q, k, v, tuple(g), d_output, scale, before, behind, order)
-    found = Results(*once(("gradient_wide", n), kernel, *jax.tree.leaves(operands)))
+    found = Results(*once(("gradient_wide", n), kernel, *jax.tree.leaves(operands), results=results))
     return exact(n, operands, found, out_of_range, interpret)
 
 
