@@ -22,6 +22,7 @@ from jax.interpreters import mlir
 
 from glax._src.core.registry import Backend
 from glax._src.kernels.common.gpu import threads
+from glax._src.kernels.pallas_gpu import equal_layouts
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,6 +50,7 @@ class Kernel:
     @functools.cached_property
     def lowered(self) -> bytes:
         """Return the kernel's own module in MLIR's bytecode, and start to compile it in a thread."""
+        equal_layouts.use_in_jax()
         found = in_no_trace(lambda: self.traced.lower(lowering_platforms=("cuda",)).compiler_ir())
         threads().submit(self.compile)
         return mlir.module_to_bytecode(found)
