@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from glax._src.core.bind import bind
 from glax._src.core.registry import Backend
 from glax._src.kernels.pallas_gpu import lowering_cache
 
 pytestmark = pytest.mark.fast
+TYPES = [jax.ShapeDtypeStruct(s, d) for s, d in (((4, 5), "float32"), ((6,), "bfloat16"), ((3,), "int32"))]
 X, Y, Z = jnp.zeros(2), jnp.zeros((4, 5)), jnp.zeros(6, jnp.bfloat16)
 
 
@@ -20,6 +22,7 @@ def compiled(monkeypatch):
     found, one = [], ThreadPoolExecutor(1)
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
     monkeypatch.setattr(lowering_cache, "known", {})
+    monkeypatch.setattr(lowering_cache, "longest", {})
     monkeypatch.setattr(lowering_cache, "threads", lambda: one)
     monkeypatch.setattr(lowering_cache.Kernel, "compile", lambda self: found.append([x.shape for x in self.shapes]))
     return lambda: one.shutdown() or found
@@ -76,24 +79,64 @@ def test_lowered_once_for_its_shapes(compiled):
 
 def test_known_results_leave_tracing_to_the_lowering(compiled):
     """A call that JAX traces, and that no program contains, costs nothing."""
-    traced, types = (
-        [],
-        [jax.ShapeDtypeStruct(s, d) for s, d in (((4, 5), "float32"), ((6,), "bfloat16"), ((3,), "int32"))],
-    )
+    traced = []
 
     def launch(*operands):
-        return lowering_cache.once("kernel", launching(traced), *operands, results=types)
+        return lowering_cache.once("kernel", launching(traced), *operands, results=TYPES)
 
     assert [x.shape for x in jax.eval_shape(launch, X, Y, Z)] == [(4, 5), (6,), (3,)]
     assert not traced and not compiled()
 
 
 def test_known_results_change_no_program(compiled):
-    types = [jax.ShapeDtypeStruct(s, d) for s, d in (((4, 5), "float32"), ((6,), "bfloat16"), ((3,), "int32"))]
     kernel = launching([])
-    found = program(lambda *x: lowering_cache.once("kernel", kernel, *x, results=types), Z, Y, X)
+    found = program(lambda *x: lowering_cache.once("kernel", kernel, *x, results=TYPES), Z, Y, X)
     assert found == program(kernel, Z, Y, X)
     assert compiled() == [[(2,), (4, 5), (6,)]]
+
+
+def call_with_gradient(order: list, forward: int, gradient: int, fails: bool = False):
+    """Lower a program with the forward of a call of `forward` tokens, behind whose trace that of a gradient of `gradient` is."""
+
+    def launching_as(name):
+        def call(x, y, z):
+            order.append(name)
+            if fails and name == "longest":
+                raise ValueError("no such gradient")
+            return launching([])(x, y, z)
+
+        return call
+
+    def record(name, T, *operands, **options):
+        q = jnp.zeros((1, T, 1, 2))
+        with lowering_cache.with_gradient(bind(q, q, q)):
+            return lowering_cache.once((name, T), launching_as(name), *operands, results=TYPES, **options)
+
+    def main(z, y, x):
+        record("longest", gradient, x, y, z, is_longest=True)
+        return record("forward", forward, x, y, z)
+
+    jax.jit(main).trace(Z, Y, X).lower(lowering_platforms=("cuda",))
+
+
+def test_a_gradients_longest_kernel_is_lowered_before_its_forward():
+    order: list[str] = []
+    call_with_gradient(order, 8, 8)
+    assert order == ["longest", "forward"]
+    assert not lowering_cache.longest
+
+
+def test_gradients_of_other_shapes_are_left_alone():
+    """Such as that of one element of a batch, which `vmap` traces too."""
+    order: list[str] = []
+    call_with_gradient(order, 8, 9)
+    assert order == ["forward"]
+
+
+def test_a_gradient_that_fails_leaves_its_forward_alone():
+    order: list[str] = []
+    call_with_gradient(order, 8, 8, fails=True)
+    assert order == ["longest", "forward"]
 
 
 def test_what_fails_in_a_thread_is_left_to_the_program(monkeypatch):

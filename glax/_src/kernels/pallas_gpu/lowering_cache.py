@@ -5,8 +5,11 @@ it. XLA compiles the kernels of a program one after another. Here a kernel is tr
 program that contains it is lowered, and every later program reuses the result. JAX traces calls that no program will contain,
 such as the forward without residuals of a call that is differentiated: their kernels are only recorded. A thread compiles a
 kernel while the next is lowered. Mosaic GPU caches compiled kernels for the whole process, and XLA finds them there.
+A gradient has one kernel that takes longest to compile. It is lowered before the kernels of its forward, so that it is compiled
+while all others are lowered.
 """
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -20,6 +23,7 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
+from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Backend
 from glax._src.kernels.common.gpu import threads
 from glax._src.kernels.pallas_gpu import equal_layouts
@@ -29,12 +33,13 @@ from glax._src.kernels.pallas_gpu import equal_layouts
 class Kernel:
     """Hold a function of arrays that launches one kernel, and trace and lower it at its first use.
 
-    types: the shapes and dtypes of the results, or None to find them by tracing.
+    types: the shapes and dtypes of the results, or None to find them by tracing. part_of: `Current.call` at its first record.
     """
 
     call: Callable
     shapes: list[jax.ShapeDtypeStruct]
     types: Sequence[jax.ShapeDtypeStruct] | None = None
+    part_of: Hashable = None
     lowering: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @functools.cached_property
@@ -64,7 +69,15 @@ class Kernel:
         jax.jit(alone).lower(*self.shapes).compile()
 
 
+class Current(threading.local):
+    """Hold the call with gradient whose kernels this thread records, None for other calls."""
+
+    call: Hashable = None
+
+
 known: dict[Hashable, Kernel] = {}
+longest: dict[Hashable, Kernel] = {}  # of gradients that were traced and not lowered, by `Current.call`
+current = Current()
 kernel_p = Primitive("hopper_kernel")
 kernel_p.multiple_results = True
 kernel_p.def_abstract_eval(lambda *_, kernel: kernel.results)
@@ -76,25 +89,49 @@ def in_no_trace(f: Callable):
         return fresh.submit(f).result()
 
 
+@contextlib.contextmanager
+def with_gradient(r: Recurrence):
+    """Record the kernels inside as those of one call: the gradient of r, or its forward with residuals.
+
+    The shapes name the call: JAX also traces gradients that it then batches or divides, and that no program contains.
+    """
+    leaves, structure = jax.tree.flatten(r)
+    before, current.call = current.call, (structure, *((x.shape, x.dtype) for x in leaves))
+    try:
+        yield
+    finally:
+        current.call = before
+
+
 def once(
-    specialisation: Hashable, call: Callable, *operands, results: Sequence[jax.ShapeDtypeStruct] | None = None
+    specialisation: Hashable,
+    call: Callable,
+    *operands,
+    results: Sequence[jax.ShapeDtypeStruct] | None = None,
+    is_longest: bool = False,
 ) -> list[jax.Array]:
     """Return call(*operands), where `call` launches one kernel and does nothing else.
 
     specialisation: everything that the kernel depends on beside the operands' shapes and dtypes. results: the shapes and dtypes
-    of what `call` returns; without them it is traced here.
+    of what `call` returns; without them it is traced here. is_longest: whether the kernel takes longest to compile of those of
+    its gradient.
     """
     if Backend.here() is not Backend.GPU or not any(isinstance(x, Tracer) for x in operands):
         return call(*operands)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     key = specialisation, *((x.shape, x.dtype) for x in shapes)
     if key not in known:
-        known.setdefault(key, Kernel(call, shapes, results))
+        kernel = known.setdefault(key, Kernel(call, shapes, results, current.call))
+        if is_longest and current.call is not None:
+            longest[current.call] = kernel
     return kernel_p.bind(*operands, kernel=known[key])
 
 
 def lower(context, *operands, kernel: Kernel):
     """Emit the one custom call of the kernel's own module, with these operands."""
+    if (ahead := longest.pop(kernel.part_of, None)) is not None:
+        with contextlib.suppress(Exception), ahead.lowering:  # an error occurs again in its own program
+            _ = ahead.lowered
     with kernel.lowering:
         module = ir.Module.parse(kernel.lowered)
     functions: Any = module.body.operations  # of types that JAX does not export

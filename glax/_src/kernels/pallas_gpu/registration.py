@@ -151,13 +151,12 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
     """Compute `chunked` and the states at its chunks, which the gradient would otherwise compute again."""
     if has_no_gradient(r):  # no gradient would read them
         return chunked(r, config=config), None
-    if r.erasure is not None:
-        from glax._src.kernels.pallas_gpu import delta
-
-        return delta.chunked_with_residuals(r, config)
     from glax._src.kernels.pallas_gpu import chunked as launch
+    from glax._src.kernels.pallas_gpu import delta
+    from glax._src.kernels.pallas_gpu.lowering_cache import with_gradient
 
-    return launch.chunked_with_residuals(r, config)
+    with with_gradient(r):
+        return (launch if r.erasure is None else delta).chunked_with_residuals(r, config)
 
 
 @kernel_registry.register(
@@ -209,10 +208,9 @@ def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig
 ) -> Recurrence:
     """Compute the gradient of every input from the states at both ends of each chunk."""
-    if r.erasure is not None:
-        from glax._src.kernels.pallas_gpu import delta
-
-        return delta.chunked_vjp(r, d_output, d_final, residuals, config)
     from glax._src.kernels.pallas_gpu import chunked as launch
+    from glax._src.kernels.pallas_gpu import delta
+    from glax._src.kernels.pallas_gpu.lowering_cache import with_gradient
 
-    return launch.chunked_vjp(r, d_output, d_final, residuals, config)
+    with with_gradient(r):
+        return (launch if r.erasure is None else delta).chunked_vjp(r, d_output, d_final, residuals, config)

@@ -121,7 +121,7 @@ def gradient_groups(
         block, *tokens_of, v_edges, d_output_edges = edges
         edges = block, *tokens_of, *(x.reshape(*x.shape[:2], -1, COLUMNS) for x in (v_edges, d_output_edges))
     operands = q, k, v, d_output, G, scale, before, behind, tokens(reverse), *edges
-    found = Results(*once(("gradient_groups", n), kernel, *operands, results=results))
+    found = Results(*once(("gradient_groups", n), kernel, *operands, results=results, is_longest=True))
     sums = found.sums.reshape(B, chunks, H, pieces, 4, C).sum(3)
     return (
         found.dq,

@@ -341,7 +341,8 @@ def launch(
         return kernel(*operands[: len(inputs)], *refs) or [ref[...] for ref in refs]
 
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in over or outputs.values()]
-    return list(once((name, n, reverse, programs), call, *inputs.values(), *over, results=results))
+    operands = *inputs.values(), *over
+    return list(once((name, n, reverse, programs), call, *operands, results=results, is_longest=not over))
 
 
 def warpgroups(loading, computing):

@@ -63,7 +63,8 @@ def gradient_wide(
     )
     order = marks(newest, reverse) if n.resets else tokens(reverse)
     operands = Operands(q, k, v, tuple(g), d_output, scale, before, behind, order)
-    found = Results(*once(("gradient_wide", n), kernel, *jax.tree.leaves(operands), results=results))
+    leaves = jax.tree.leaves(operands)
+    found = Results(*once(("gradient_wide", n), kernel, *leaves, results=results, is_longest=True))
     return exact(n, operands, found, out_of_range, interpret)
 
 
