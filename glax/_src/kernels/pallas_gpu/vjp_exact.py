@@ -66,7 +66,7 @@ def scan_program(n, m):
                 def add(column, used):
                     return used + chunk(n, m, Place(b, c, head * n.summed + column, part, head, column))
 
-                layout = BY_ROW if n.used_by_token else OF_ROW
+                layout = BY_ROW if n.resets else OF_ROW
                 m.used_g[b, c, head, part] = lax.fori_loop(0, n.summed, add, zeros((64,), layout))
 
 
@@ -105,7 +105,7 @@ class Place(NamedTuple):
 
 def chunk(n, m, at: Place):
     """Store one block's dv, and its dq, dk and dg added to those of the blocks before. Return q dq / scale, [64]: summed over
-    tokens, by channel, or `n.used_by_token`."""
+    tokens, by channel, or with `n.resets` summed over channels, by token."""
     b, c, h, part, head, column = at
     mine, scale = half(part), n.scale(m, b, c)
     plgpu.commit_smem()  # all are done with the tiles
@@ -176,7 +176,7 @@ def chunk(n, m, at: Place):
     S, used = lax.fori_loop(0, CHUNK, forward, (state(m.before_g), zeros((64,), OF_ROW)))
     G = state(m.behind_g)
     plgpu.commit_smem()
-    if n.used_by_token:
+    if n.resets:
         used = used_by_token(n, m, mine)
 
     def backward(i, carry):

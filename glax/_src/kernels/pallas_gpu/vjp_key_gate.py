@@ -104,4 +104,4 @@ def gradient_key(
     options["programs"] = vjp_exact.programs(n)
     exact, memory = functools.partial(vjp_exact.scan_program, n), vjp_exact.scratch(n)
     *gradients, used = launch("gradient_exact", n, exact, inputs, outputs, memory, over=found, threads=1, **options)
-    return *gradients, used.sum(3) if n.used_by_token else used.sum((3, 4))
+    return *gradients, used.sum(3) if n.resets else used.sum((3, 4))

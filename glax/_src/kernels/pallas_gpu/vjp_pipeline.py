@@ -54,12 +54,9 @@ class Sizes:
     blocks: Blocks = WHOLE  # of which a wide head's state consists; H counts them
     packed: bool = False  # chunks begin at any row of the inputs: `places` has those
     edges: bool = False  # chunks without some tokens are read from copies: `packed_row.Edges`
-    resets: bool = False  # tokens that reset the state are marked: `resets.newest_resets`
-
-    @property
-    def used_by_token(self) -> bool:
-        """Return whether d_scale is by token: a chunk with resets may hold several sequences."""
-        return self.resets
+    resets: bool = (
+        False  # marked tokens reset the state (`resets.newest_resets`), so d_scale is by token: of several sequences
+    )
 
     @property
     def chunks(self) -> int:
