@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import recurrent
+from glax._src.solve.autodiff import SAVED_NAMES
 from glax.nn.convolution import ShortConvolution
 from glax.nn.layer import Layer
 from glax.nn.norms import RMSNormGated
@@ -27,10 +28,8 @@ from glax.nn.parts import (
 )
 from glax.nn.passes import Rows, State
 
-# What the recurrence saves for its gradient, by the names that docs/models.md lists.
-SAVED = jax.checkpoint_policies.save_only_these_names(
-    "glax_output", "glax_final_state", "glax_states", "glax_out_of_range", "glax_entering_state"
-)
+# What the recurrence saves for its gradient.
+SAVED = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
 
 
 class Mamba2(Layer):

@@ -46,13 +46,25 @@ def differentiable(r: Recurrence) -> Recurrence:
     return jax.tree.map(lambda x: reverse_mode(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, aligned(r))
 
 
-# ---- names by which jax.checkpoint's policies save or offload arrays; docs/models.md lists them, and they do not change ----
+class SavedNames(NamedTuple):
+    """Name what a call saves for its gradient, for policies of jax.checkpoint. docs/models.md lists the names, which stay."""
+
+    output: str = "glax_output"
+    final_state: str = "glax_final_state"
+    states: str = "glax_states"
+    out_of_range: str = "glax_out_of_range"
+    entering_state: str = "glax_entering_state"
+
+
+SAVED_NAMES = SavedNames()
 
 
 def named_outputs(outputs: Outputs) -> Outputs:
     """Return the outputs of a forward under differentiation, each under a name for jax.checkpoint policies."""
     output, final_state = outputs
-    return Outputs(named(output, "glax_output"), jax.tree.map(lambda x: named(x, "glax_final_state"), final_state))
+    return Outputs(
+        named(output, SAVED_NAMES.output), jax.tree.map(lambda x: named(x, SAVED_NAMES.final_state), final_state)
+    )
 
 
 def named(x: Array, name: str) -> Array:
@@ -70,8 +82,8 @@ def named_residuals(residuals):
 
     def named_each(x):
         if not isinstance(x, Residuals):
-            return named(x, "glax_entering_state")
-        return Residuals(named(x.states, "glax_states"), named(x.out_of_range, "glax_out_of_range"))
+            return named(x, SAVED_NAMES.entering_state)
+        return Residuals(named(x.states, SAVED_NAMES.states), named(x.out_of_range, SAVED_NAMES.out_of_range))
 
     return jax.tree.map(named_each, residuals, is_leaf=lambda x: isinstance(x, Residuals))
 
