@@ -172,18 +172,21 @@ def chunked_vjp(
     """
     if r.segments is not None:
         d_output = r.segments.masked(d_output)
-    if in_one_row(r) and d_final is None:
-        return gradient_in_one_row(r, d_output, residuals, config)
+    if in_one_row(r):
+        if d_final is None:
+            return gradient_in_one_row(r, d_output, residuals, config)
+        # The residuals are a row's. The states are computed again, with each sequence from a chunk's start on.
+        whole = KernelLayout(r, dataclasses.replace(config, parts=1), square=True)
+        return gradient_of(r, whole, d_output, d_final, None, begun)
+    # sequences to a row of the residuals, or to the row that would be read
     number = joined_number(r) if residuals is None else r.q.shape[0] // residuals.states.shape[0]
-    if packs_if_not_joined(r) and begun is None and (number > 1 or (residuals is None and packs(r, config))):
-        return gradient_of_packed(r, d_output, d_final, residuals, config)
-    if number > 1 and d_final is None and begun is None:
-        return gradient_of_joined(r, d_output, residuals, config, number)
+    if begun is None:
+        if packs_if_not_joined(r) and (number > 1 or (residuals is None and packs(r, config))):
+            return gradient_of_packed(r, d_output, d_final, residuals, config)
+        if number > 1 and d_final is None:
+            return gradient_of_joined(r, d_output, residuals, config, number)
     if number > 1:
         residuals = None  # they are those of joined rows
-    if in_one_row(r):
-        # The residuals are a row's. The states are computed again, with each sequence from a chunk's start on.
-        residuals, config = None, dataclasses.replace(config, parts=1)
     return gradient_of(r, KernelLayout(r, config, square=True), d_output, d_final, residuals, begun)
 
 
