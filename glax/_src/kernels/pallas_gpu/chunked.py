@@ -201,8 +201,7 @@ def gradient_of(r: Recurrence, p: KernelLayout, d_output, d_final, residuals: Re
     elif r.decay.form == "constant":
         decay["constant"] = p.by_sequence(tokens_only(p, p.sum_of_blocks(d.gates)).sum(2))
     tokens = (x.astype(jnp.float32) for x in (d.q, d.k, d.v))
-    scale = d.scale.sum(3) if d.scale.ndim == 4 else d.scale
-    return gradient_recurrence(r, *tokens, Decay(**decay), initial, p.by_sequence(scale).sum(1))
+    return gradient_recurrence(r, *tokens, Decay(**decay), initial, p.by_sequence(d.scale_of_chunks).sum(1))
 
 
 def tokens_only(p: KernelLayout, dg):
@@ -300,6 +299,12 @@ class Gradients(NamedTuple):
     v: jax.Array
     gates: jax.Array
     scale: jax.Array
+
+    @property
+    def scale_of_chunks(self) -> jax.Array:
+        """Return the gradient of each chunk's scale, summed over its tokens."""
+        is_by_token = self.scale.ndim == 4
+        return self.scale.sum(3) if is_by_token else self.scale
 
 
 def by_heads(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResults) -> Gradients:
