@@ -141,6 +141,20 @@ def group_size(r: Recurrence) -> int:
     return math.gcd(r.num_heads // r.q.shape[2], r.num_heads // r.k.shape[2])
 
 
+def grouped(r: Recurrence) -> bool:
+    """Return whether `gradient_groups` computes the gradient.
+
+    It does so without per-key gates and for keys of one block, where heads share queries and keys, or where values are half as
+    wide as keys.
+    """
+    widths = Widths.of(r, square=False)
+    return (
+        r.decay.form != "key"
+        and widths.stored.rows == 1
+        and (group_size(r) > 1 or widths.V * widths.blocks.columns < widths.K)
+    )
+
+
 def in_one_row(r: Recurrence) -> bool:
     """Return whether the kernels take packed sequences as one row of tokens, with a reset at every boundary.
 

@@ -1,25 +1,23 @@
 """Lay out a recurrence for the Hopper kernels: rows in chunks, sequences in segments, and widths padded."""
 
-import functools
 import itertools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from glax._src.core.recurrence import Recurrence, Residuals
-from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.config import (
     HopperConfig,
     Widths,
     check_parts,
     copies_last_chunk,
-    group_size,
+    grouped,
     pairs_heads,
 )
+from glax._src.kernels.pallas_gpu.gate_operands import head_gates, head_sums, key_terms
 from glax._src.kernels.pallas_gpu.packed_row import Edges, LastChunk
 from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, Scan, ScanResults
 from glax._src.kernels.pallas_gpu.resets import newest_resets
@@ -29,7 +27,6 @@ from glax._src.kernels.pallas_gpu.scan_head_pair import pair_scan
 from glax._src.kernels.pallas_gpu.scan_key_gate import key_scan
 from glax._src.kernels.pallas_gpu.segment_lookback import lookback_tables
 from glax._src.kernels.pallas_gpu.segment_scan import segment_scan
-from glax._src.kernels.pallas_gpu.tiles import LOG2E
 
 RUN = 2  # chunks from one saved state to the next, for per-head gates: the gradient forms the states between
 LOOKBACK = 4, 8  # least and most chunks at a segment's end that the lookback reads
@@ -46,7 +43,7 @@ class KernelLayout:
     gates. tokens: a pair of row numbers, of the first token and behind the last, with per-key gates. parts: the segments of a
     row, by default those of the config. cuts: the boundaries of r, if they are known while tracing.
 
-    q, k, v: [B, rows, heads * blocks, K or V] in bfloat16. gates: the results of `key_gates` or `head_sums`. scale: [N] in
+    q, k, v: [B, rows, heads * blocks, K or V] in bfloat16. gates: the result of `key_terms` or `head_sums`. scale: [N] in
     float32. table: the result of `segments`.
     """
 
@@ -72,7 +69,11 @@ class KernelLayout:
         self.v = self.in_blocks(r.v, self.V)
         self.chunks = -(-self.q.shape[1] // C) if self.rows.begins is None else self.rows.most_chunks
         # A tuple of terms with per-key gates, else one array.
-        self.gates: Any = self.key_gates() if self.key else head_sums(self.head_gates(), r.reverse)
+        self.gates: Any = (
+            key_terms(self.in_blocks(r.decay.key, self.K))
+            if self.key
+            else head_sums(head_gates(r, self.rows, self.q.shape[:2]), r.reverse)
+        )
         self.scale = r.scale.astype(jnp.float32)
         self.table = self.segments()
 
@@ -122,26 +123,6 @@ class KernelLayout:
     def sum_of_blocks(self, x):
         """Return the sums over the gradient's blocks of each head of x [..., H]."""
         return x if self.stored.count == 1 else x.reshape(*x.shape[:-1], -1, self.stored.count).sum(-1)
-
-    def key_gates(self):
-        """Return the terms of which per-key gates are the sum, [B, rows of chunks, H, K] in bfloat16 each. Gates of a wider dtype
-        have two terms, which hold 16 of their bits. They are arrays of their own, which XLA writes in one pass."""
-        g = self.in_blocks(self.r.decay.key, self.K)
-        if g.dtype == jnp.bfloat16:
-            return (g,)
-        g = jnp.maximum(g.astype(jnp.float32), LOG_OF_ZERO)
-        high = jax.lax.reduce_precision(g, 8, 7)  # XLA drops a cast there and back
-        return high.astype(jnp.bfloat16), (g - high).astype(jnp.bfloat16)
-
-    def head_gates(self):
-        """Return per-head gates, [B, rows of chunks, H]; a constant decay is the gate of every token."""
-        r, d = self.r, self.r.decay
-        if d.head is not None:
-            return self.rows.take(d.head)
-        if d.constant is not None:
-            gates = r.by_token(d.constant.astype(jnp.float32))
-            return self.rows.take(jnp.broadcast_to(gates, (*r.q.shape[:2], r.num_heads)))
-        return jnp.zeros((*self.q.shape[:2], r.num_heads), jnp.float32)
 
     def segments(self):
         """Return the table of segments, [E, 4]: batch row, first chunk, number of chunks and sequence of each.
@@ -415,29 +396,3 @@ class KernelLayout:
             by_block = by_block if self.key else by_block[:, :, :1]
             log = by_block.reshape(log.shape[0], self.r.num_heads, -1)
         return log[..., : self.r.state_shape[2]]
-
-
-def grouped(r: Recurrence) -> bool:
-    """Return whether `gradient_groups` computes the gradient.
-
-    It does so without per-key gates and for keys of one block, where heads share queries and keys, or where values are half as
-    wide as keys.
-    """
-    widths = Widths.of(r, square=False)
-    return (
-        r.decay.form != "key"
-        and widths.stored.rows == 1
-        and (group_size(r) > 1 or widths.V * widths.blocks.columns < widths.K)
-    )
-
-
-def head_sums(gates, reverse: bool):
-    """Return the sums of log2 gates [B, rows, H] from where the scan enters each chunk: [B, chunks, H, C] in float32."""
-    B, rows, H = gates.shape
-    if gates.dtype != jnp.bfloat16:  # which tensor cores sum as they are
-        gates = gates.astype(jnp.float32)
-    gates = jnp.pad(jnp.maximum(gates, LOG_OF_ZERO), ((0, 0), (0, -rows % C), (0, 0)))
-    before = np.tri(C, dtype=np.float32)  # a product: a cumulative sum takes XLA several passes
-    before = jnp.asarray(before.T if reverse else before, gates.dtype)
-    exact = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
-    return exact("bcjh,ij->bchi", gates.reshape(B, -1, C, H), before) * LOG2E
