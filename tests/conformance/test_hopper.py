@@ -310,7 +310,7 @@ def test_explain_says_why_packed_sequences_are_copied(monkeypatch):
     [
         (2048, 64, 128, None),
         (2049, 64, 128, "8 does not divide T=2049"),
-        (2040, 200, 100, "128 does not divide K=200, 128 does not divide V=100"),
+        (2040, 200, 100, "128 does not divide key (K)=200, 128 does not divide value (V)=100"),
     ],
 )
 def test_explain_says_why_arrays_are_copied(T, K, V, why, monkeypatch):

@@ -164,10 +164,12 @@ def test_unsupported_calls_name_the_reason():
     assert delta_supports(bind(x, x, x, g=beta, beta=beta)) is None
     assert "erase and write" in str(delta_supports(bind(x, x, x, erase=x)))
     wide = jnp.zeros((1, 64, 1, 520), jnp.bfloat16)
-    assert "V up to 512, got K=64 and V=520" in str(delta_supports(bind(x, x, wide, beta=beta)))
-    assert "K up to 256 and V up to 512, got K=520" in str(delta_supports(bind(wide, wide, x, beta=beta)))
+    assert "value (V) up to 512 wide, got 64 and 520" in str(delta_supports(bind(x, x, wide, beta=beta)))
+    assert "key (K) up to 256 wide and value (V) up to 512 wide, got 520" in str(
+        delta_supports(bind(wide, wide, x, beta=beta))
+    )
     keys = jnp.zeros((1, 64, 1, 136), jnp.bfloat16)
-    assert "with per-key gates, with K up to 128" in str(delta_supports(bind(keys, keys, x, gk=keys, beta=beta)))
+    assert "with per-key gates, with key (K) up to 128" in str(delta_supports(bind(keys, keys, x, gk=keys, beta=beta)))
     with pytest.raises(ValueError, match="columns must be 64 with beta"):
         delta.chunked(bind(x, x, x, beta=beta), HopperConfig(columns=128))
     state = jnp.zeros((2, 1, 64, 64))

@@ -271,7 +271,7 @@ def test_calls_that_use_xla(on_tpu):
         q=array((1, 64, 2, 640), "float32"), k=array((1, 64, 2, 640), "float32")
     )
     wide = wide.replace(v=array((1, 64, 2, 512), "float32"))
-    assert "K=640, V=512 in float32 do not fit VMEM" in FORWARD.supports(wide)
+    assert "key (K) 640 wide and value (V) 512 wide in float32 do not fit VMEM" in FORWARD.supports(wide)
     many = recurrence(CASES["key-packed"], "0").replace(boundaries=array((30_001,), "int32"))
     assert "in 30000 sequences do not fit scalar memory" in BACKWARD.supports(many)
     short = recurrence(CASES["T2"], "log-sigmoid")

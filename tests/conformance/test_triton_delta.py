@@ -203,8 +203,11 @@ def test_heuristics_fit_their_kernels():
     [
         (DeltaCase("", ("g",), ("erase",), T=4), "by beta, not by erase"),
         (DeltaCase("", ("g",), ("erase", "write"), T=4), "by beta, not by erase and write"),
-        (DeltaCase("", ("g",), T=4, K=264, dtype="bfloat16"), "K up to 256 and V up to 256, got K=264"),
-        (DeltaCase("", ("g",), T=4, K=136), "in float32 with K up to 128"),
+        (
+            DeltaCase("", ("g",), T=4, K=264, dtype="bfloat16"),
+            "key (K) up to 256 wide and value (V) up to 256 wide, got 264",
+        ),
+        (DeltaCase("", ("g",), T=4, K=136), "in float32 with key (K) up to 128"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -30,7 +30,8 @@ def too_wide(r: Recurrence, widest_key: int, widest_value: int, what: str = "hea
     K, V = r.q.shape[3], r.v.shape[3]
     if max(K - widest_key, V - widest_value) <= 0:
         return None
-    return f"takes {what} with K up to {widest_key} and V up to {widest_value}, got K={K} and V={V}: {XLA}"
+    widths = f"key (K) up to {widest_key} wide and value (V) up to {widest_value} wide"
+    return f"takes {what} with {widths}, got {K} and {V}: {XLA}"
 
 
 def older_gpu() -> str | None:

@@ -114,8 +114,8 @@ def forgoes_arrays_as_given(r: Recurrence, d_final=None) -> dict[str, str]:
     """Return why q, k, v, gates and the output are copied to wider or longer arrays, or nothing if they are not."""
     widths, (_, T, _, K), V = Widths.of(r, square=False), r.q.shape, r.v.shape[3]
     in_place = (joined_number(r) > 1 and d_final is None) or copies_last_chunk(r) or packs(r, HopperConfig.heuristic(r))
-    sizes = (("T", T, 1 if in_place else ROWS), ("K", K, widths.K), ("V", V, widths.V))
-    why = [f"{block} does not divide {letter}={size}" for letter, size, block in sizes if size % block]
+    sizes = (("T", T, 1 if in_place else ROWS), ("key (K)", K, widths.K), ("value (V)", V, widths.V))
+    why = [f"{block} does not divide {name}={size}" for name, size, block in sizes if size % block]
     if not why:
         return {}
     said = f"{', '.join(why)}, so they are copied and filled up"

@@ -41,7 +41,7 @@ def supports(r: Recurrence) -> str | None:
     K, V = r.state_shape[2:]
     pack, K_lanes, V_lanes = packing((r.q.shape[2], r.k.shape[2], r.v.shape[2]), K, V)
     if unit_bytes(128, pack * K_lanes, pack * V_lanes, r.q.dtype.itemsize) > VMEM_BYTES:
-        return f"blocks of one head with K={K}, V={V} in {r.q.dtype} do not fit VMEM"
+        return f"blocks of one head with key (K) {K} wide and value (V) {V} wide in {r.q.dtype} do not fit VMEM"
     if r.boundaries is not None and 24 * (r.q.shape[1] // 128 + r.num_sequences + 3) > SMEM_BYTES:
         return f"the steps of T={r.q.shape[1]} rows in {r.num_sequences} sequences do not fit scalar memory"
     return None
