@@ -1,4 +1,4 @@
-"""Find variables with equal layouts for JAX 0.11, whose own way takes a sixth of the time to lower a kernel.
+"""Find variables with equal layouts for JAX 0.11, whose own way is slow in large kernels.
 
 Mosaic GPU infers the layout of every value of a kernel. JAX 0.11 sorts the values by their operations as text, and MLIR verifies
 and numbers the whole kernel for the text of each: the time is quadratic in the kernel's size. JAX 0.12 sorts nothing, and the

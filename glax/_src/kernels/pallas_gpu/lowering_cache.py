@@ -1,6 +1,6 @@
 """Lower each kernel once per process, and compile the kernels of a program in parallel.
 
-Pallas traces and lowers a kernel in Python, which takes up to some seconds, and does so again for every program that contains
+Pallas traces and lowers a kernel in Python, which takes seconds, and does so again for every program that contains
 it. XLA compiles the kernels of a program one after another. Here a kernel is traced and lowered separately when the first
 program that contains it is lowered, and every later program reuses the result. JAX traces calls that no program will contain,
 such as the forward without residuals of a call that is differentiated: their kernels are only recorded. A thread compiles a
