@@ -15,9 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import glax
 from glax._src.core.bind import bind
 from glax._src.core.registry import Backend
-from glax._src.kernels.pallas_gpu import delta, registration
+from glax._src.kernels.common.limits import LOG_OF_ZERO
+from glax._src.kernels.pallas_gpu import delta, delta_inverse, delta_vjp, registration
 from glax._src.kernels.pallas_gpu.config import HopperConfig, delta_supports, in_one_row
-from glax._src.kernels.pallas_gpu.delta_inverse import inverses_of_chunks
 from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter
 from tests.close import assert_gradients_close, assert_outputs_close
@@ -89,9 +89,30 @@ MARKS = {"shared heads": [pytest.mark.fast]}
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in CASES])
 def test_against_the_reference(name, monkeypatch):
-    case, draws, save, parts = CASES[name]
+    assert_as_reference(*CASES[name], monkeypatch)
+
+
+def one_kernel_at_a_time(monkeypatch):
+    """Wait for every kernel. XLA's CPU client starts 32 programs, and those that wait for a kernel, or kernels side by side, may
+    leave none and no thread for the warpgroups of its interpreter."""
+
+    def waiting(f):
+        return lambda *operands: jax.block_until_ready(f(*jax.block_until_ready(operands)))
+
+    kernels = (
+        (delta, "inverses_of_chunks"),
+        (delta, "delta_scan"),
+        (delta, "delta_gradient_wide"),
+        (delta_vjp, "delta_gradient"),
+    )
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, waiting(getattr(module, name)))
+
+
+def assert_as_reference(case, draws, save: bool, parts: int, monkeypatch):
     config = HopperConfig(parts=parts)
     mosaic_interpreter.install(monkeypatch)
+    one_kernel_at_a_time(monkeypatch)
     for draw in draws:
         r = case.recurrence(draw)
         d_output, d_final = case.cotangents(r)
@@ -115,16 +136,51 @@ def test_inverse_where_its_powers_grow(reverse, monkeypatch):
     rng = np.random.default_rng(0)
     key = rng.normal(size=(1, 1, 1, 64))
     k = jnp.asarray(np.broadcast_to(key / np.linalg.norm(key), (1, 64, 1, 64)), jnp.bfloat16)
-    numbers = jnp.zeros((1, 1, 1, 64), jnp.float32)
+    numbers = jnp.zeros((1, 64, 1), jnp.float32)
     mosaic_interpreter.install(monkeypatch)
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        found = inverses_of_chunks(reverse, k, numbers, numbers + 2.0)
+        found = delta_inverse.inverses_of_chunks(reverse, k, numbers, numbers + 2.0).inverse
     exact = np.asarray(k[0, :, 0], np.float64)
     i, j = np.indices((64, 64))
     L = np.where(i < j if reverse else i > j, 2 * exact @ exact.T, 0)
     expected = np.linalg.inv(np.eye(64) + L) - np.eye(64)
     error = np.linalg.norm(np.asarray(found[0, 0, 0], np.float64) - expected) / np.linalg.norm(expected)
     assert error < 3.5e-3
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_one_program_for_all_chunks(reverse, monkeypatch):
+    """Each warpgroup computes several, while the next are loaded."""
+    monkeypatch.setattr(delta_inverse, "multiprocessors", lambda: 1)
+    case = dataclasses.replace(CASE, T=230, heads=(1, 1, 2), K=64, V=64, reverse=reverse)
+    assert_as_reference(case, (Draw("mild"),), True, 1, monkeypatch)
+
+
+def test_inverses_in_turns(monkeypatch):
+    """One program for all chunks, whose warpgroups take several each, with gates that are summed and a last chunk in part."""
+    rng, (T, HK, H, K) = np.random.default_rng(1), (600, 1, 2, 64)
+    k = rng.normal(size=(1, T, HK, K))
+    k = jnp.asarray(k / np.linalg.norm(k, axis=-1, keepdims=True), jnp.bfloat16)
+    gates, beta = -rng.exponential(size=(1, T, H)), rng.uniform(size=(1, T, H))
+    gates[0, 70:80, 1] = -np.inf
+    padded = [jnp.asarray(np.pad(x, ((0, 0), (0, 40), (0, 0))), jnp.float32) for x in (gates, beta)]
+    mosaic_interpreter.install(monkeypatch)
+    monkeypatch.setattr(delta_inverse, "multiprocessors", lambda: 1)
+    with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
+        found = delta_inverse.inverses_of_chunks(False, k, *padded)
+    gates, beta = (np.asarray(x, np.float64).reshape(10, 64, H) for x in padded)
+    exact = np.pad(np.asarray(k[0, :, 0], np.float64), ((0, 40), (0, 0))).reshape(10, 64, K)
+    sums = np.cumsum(np.maximum(gates, LOG_OF_ZERO), 1)
+    for c, h in np.ndindex(10, H):
+        between = np.where(np.tri(64, k=-1) > 0, sums[c, :, None, h] - sums[c, None, :, h], -np.inf)
+        L = beta[c, :, None, h] * (exact[c] @ exact[c].T) * np.exp(between)
+        expected = np.linalg.inv(np.eye(64) + L) - np.eye(64)
+        assert np.linalg.norm(np.asarray(found.inverse[0, c, h], np.float64) - expected) < 3.5e-3 * np.linalg.norm(
+            expected
+        )
+        within, leaving = np.exp(sums[c, :, h]), np.exp(sums[c, -1, h] - sums[c, :, h])
+        factors = beta[c, :, h], beta[c, :, h] * within, leaving, within, sums[c, :, h] / np.log(2)
+        np.testing.assert_allclose(found.factors[0, c, h], factors, rtol=2e-4, atol=1e-6)
 
 
 def test_keys_wider_than_128_are_chosen(monkeypatch):

@@ -4,18 +4,19 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from glax._src.core.decay import Decay
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, gradient_recurrence
 from glax._src.kernels.pallas_gpu import delta_vjp
 from glax._src.kernels.pallas_gpu.config import HopperConfig, in_one_row
+from glax._src.kernels.pallas_gpu.delta_inverse import Results as Chunks
 from glax._src.kernels.pallas_gpu.delta_inverse import inverses_of_chunks
 from glax._src.kernels.pallas_gpu.delta_scan import delta_scan
-from glax._src.kernels.pallas_gpu.delta_scan_refs import STRIPE, DeltaScan, Results
-from glax._src.kernels.pallas_gpu.delta_segments import SegmentedScan, beta_by_chunk, refuse_columns
+from glax._src.kernels.pallas_gpu.delta_scan_refs import DeltaScan, Results
+from glax._src.kernels.pallas_gpu.delta_segments import SegmentedScan, refuse_columns
 from glax._src.kernels.pallas_gpu.delta_vjp_wide import delta_gradient_wide
+from glax._src.kernels.pallas_gpu.gate_operands import head_gates
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.packed_row import Edges, PackedRow
 from glax._src.kernels.pallas_gpu.plan import C
@@ -23,19 +24,16 @@ from glax._src.kernels.pallas_gpu.plan import C
 
 @dataclasses.dataclass(frozen=True)
 class DeltaLayout(SegmentedScan):
-    """Hold a recurrence of the delta rule as the kernels read it: beta by chunk, and R of every chunk and head.
+    """Hold a recurrence of the delta rule as the kernels read it, with R and the factors of every chunk and head.
 
-    beta: [B, chunks, H, C] in float32. factors: those of `delta_scan_refs`. d_output: dO in rows of chunks, for a gradient.
-    edges: the fields of `EdgeCopies`, or none. inverse: R of `delta_inverse`, [B, chunks, H, C, C] in bfloat16. packed: the
-    sequences that the layout takes as one row, or None.
+    chunks: the results of `delta_inverse`. d_output: dO in rows of chunks, for a gradient. edges: the fields of `EdgeCopies`, or
+    none. packed: the sequences that the layout takes as one row, or None.
     """
 
     layout: KernelLayout
-    beta: jax.Array
-    factors: jax.Array
+    chunks: Chunks
     d_output: jax.Array | None
     edges: tuple[jax.Array, ...]
-    inverse: jax.Array
     packed: PackedRow | None
 
     @classmethod
@@ -51,12 +49,10 @@ class DeltaLayout(SegmentedScan):
             p = KernelLayout(r, config)
         else:
             p, beta = KernelLayout(packed.row, config, edges=Edges.of(r)), jnp.where(packed.is_token[:, None], beta, 0)
-        beta = beta_by_chunk(p, beta)
         d_output = None if d_output is None else p.in_blocks(d_output, p.V)
         edges = p.edge_copies(p.k, p.q, p.v, *([] if d_output is None else [d_output]))
-        factors = factors_of_tokens(p.gates, beta, 0 if r.reverse else C - 1)
-        inverse = inverses_of_chunks(r.reverse, p.k, p.gates, beta, *edges[:2])
-        return cls(p, beta, factors, d_output, edges, inverse, packed)
+        numbers = (in_chunks(x) for x in (head_gates(p.r, p.rows, p.q.shape[:2]), p.rows.take(beta)))
+        return cls(p, inverses_of_chunks(r.reverse, p.k, *numbers, *edges[:2]), d_output, edges, packed)
 
     def scan_segments(self, kind, start) -> Results:
         """Scan every segment. start: the states that enter them, [E, H, V, K], or None for zeros."""
@@ -64,9 +60,9 @@ class DeltaLayout(SegmentedScan):
         w = DeltaScan(kind, p.H, p.K, p.V, p.r.reverse, start=start is not None)
         if w.wide and start is not None:
             start = jnp.swapaxes(start, 2, 3)
-        start = jnp.zeros((1, 1, STRIPE, 64), jnp.float32) if start is None else start
+        start = self.chunks.factors if start is None else start  # any array, since the scan does not read it
         d_output, edges = (self.d_output, self.edges) if w.is_adjoint else (p.v, self.edges[:4])
-        operands = p.q, p.k, p.v, d_output, self.inverse, self.factors, p.scales, start, *edges
+        operands = p.q, p.k, p.v, d_output, *self.chunks, p.scales, start, *edges
         found = delta_scan(w, p.chunk_rows, jnp.asarray(p.table), *operands)
         return found._replace(last=jnp.swapaxes(found.last, 2, 3)) if w.wide else found
 
@@ -88,11 +84,10 @@ class DeltaLayout(SegmentedScan):
         return p.by_sequence(x if p.rows.begins is None else jnp.swapaxes(x, 0, 1))
 
 
-def factors_of_tokens(G, beta, last_token: int):
-    """Return the factors of every token, [B, chunks, H, FACTORS, C], as `delta_scan_refs` has them. G, beta: [B, chunks, H,
-    C]."""
-    within, leaving = jnp.exp2(G), jnp.exp2(G[..., last_token, None] - G)
-    return jnp.stack([beta, beta * within, leaving, within, G], axis=3)
+def in_chunks(x):
+    """Return x [B, rows, H], one number of each token and head, in whole chunks: [B, chunks * C, H] in bfloat16 or float32."""
+    x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % C), (0, 0)))
 
 
 def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
@@ -138,17 +133,17 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
     p = d.layout
     states = d.scan("states", r.initial_state).states if residuals is None else residuals.states
     adjoint = d.scan("adjoint", d_final)
-    chunkwise = states, adjoint.states, p.gates, d.beta, p.scale_of_chunks()
+    scale = p.scales if p.rows.begins is None else p.scale_of_chunks()
+    chunkwise = states, adjoint.states, d.chunks.factors, scale
     gradient = delta_vjp.delta_gradient if max(p.K, p.V) <= delta_vjp.WIDEST else delta_gradient_wide
     each = gradient(r.reverse, p.q, p.k, d.d_output, *chunkwise, *d.edges)
     by_block = each.terms.reshape(*each.terms.shape[:2], p.H, -1, *each.terms.shape[3:])
     terms = [by_block[:, :, :, :, i].sum(3) for i in range(delta_vjp.TERMS)]
-    dg = gate_gradient(p, terms)
     decay = dict.fromkeys(("constant", "head", "key"))
     if r.decay.form == "head":
-        decay["head"] = d.gates_by_row(dg)
+        decay["head"] = d.gates_by_row(terms[delta_vjp.LOG_DECAYS])
     elif r.decay.form == "constant":
-        decay["constant"] = constant_gradient(d, dg)
+        decay["constant"] = constant_gradient(d, terms[delta_vjp.LOG_DECAYS])
     return gradient_recurrence(
         r,
         *(p.rows.put(x)[..., : r.q.shape[3]].astype(jnp.float32) for x in (each.dq, each.dk)),
@@ -156,7 +151,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
         Decay(**decay),
         None if d.packed is not None else d.last(adjoint),
         d.by_sequence(terms[delta_vjp.QUERIES]).sum(1),
-        Erasure(beta=d.by_row(terms[delta_vjp.BETA] + adjoint.beta.sum(3))),
+        Erasure(beta=d.by_row(terms[delta_vjp.BETAS] + adjoint.beta.sum(3))),
     )
 
 
@@ -166,16 +161,3 @@ def constant_gradient(d: DeltaLayout, dg):
     if d.packed is None:
         return d.by_sequence(dg)
     return d.packed.per_sequence(d.gates_by_row(dg)[0])
-
-
-def gate_gradient(p: KernelLayout, terms):
-    """Return the gradient of the log gates of every token, [B, chunks, H, C]; `delta_vjp` has the formula. terms: the rows of
-    its results."""
-    scale = p.scale_of_chunks()[..., None, None]
-    onward = np.tri(C, dtype=np.float32)  # [i, t]: token i no earlier than token t in memory
-    onward = jnp.asarray(onward.T if p.r.reverse else onward)
-    behind = scale * terms[delta_vjp.QUERIES] + terms[delta_vjp.KEYS]
-    sums = jnp.einsum("bchi,it->bcht", behind, onward, precision="highest")
-    sums += jnp.einsum("bchi,it->bcht", terms[delta_vjp.BEFORE], 1 - onward, precision="highest")
-    through = jnp.exp2(p.gates[..., 0 if p.r.reverse else C - 1])
-    return sums + (through * terms[delta_vjp.EDGE].sum(3))[..., None]

@@ -27,9 +27,22 @@ def inverses_of_blocks(L, reverse: bool):
 
     reverse: whether L is upper triangular. The rows are then final from the last to the first.
     """
-    result = plgpu.ShapeDtypeStruct((C, C), jnp.float32, layout=plgpu.Layout.WGMMA)
-    inline = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
-    return inline(functools.partial(substitute, reverse=reverse))(L)
+    return inline(substitute, (C, C), reverse)(L)
+
+
+def inverses_of_stacked_blocks(L, reverse: bool):
+    """Return the inverses of I + the blocks of 16 in L [C, 16], one below the other: [C, 16] in float32, as L is.
+
+    reverse: whether the blocks are upper triangular.
+    """
+    return inline(substitute_stacked, (C, BLOCK), reverse)(L)
+
+
+def inline(f, shape, reverse: bool):
+    """Return f as an operation on float32 arrays of this shape, in registers as products leave them."""
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(functools.partial(f, reverse=reverse))
 
 
 def substitute(context, L, *, reverse: bool):
@@ -39,13 +52,33 @@ def substitute(context, L, *, reverse: bool):
     registers = L.registers.reshape(C // TILE, 2)  # [tile of columns, tile of the warp's rows], of two columns each
     # [tile of rows, tile of columns, column]: the lane's part of its warp's block
     block = [[lane.columns(lane.of_own_warp(registers[column::2, row])) for column in range(2)] for row in range(2)]
-    X = lane.identity()
-    for step in range(BLOCK - 1):
-        eliminate(lane, block, X, BLOCK - 1 - step if reverse else step, reverse)
+    X = inverse_of_block(lane, block, reverse)
     found = registers.copy()
     for tile, row in ((tile, row) for tile in range(C // TILE) for row in range(2)):
         found[tile, row] = lane.only_in_warp(tile // 2, lane.pair(X[row][tile % 2]))
     return type(L)(_registers=found.reshape(L.registers.shape), _layout=L.layout, _is_signed=None)
+
+
+def substitute_stacked(context, L, *, reverse: bool):
+    """Compute `inverses_of_stacked_blocks` of a FragmentedArray in a kernel that is being lowered."""
+    del context
+    lane = Lane()
+    registers = L.registers.reshape(2, 2)  # [tile of columns, tile of the warp's rows], of two columns each
+    X = inverse_of_block(
+        lane, [[lane.columns(registers[column, row]) for column in range(2)] for row in range(2)], reverse
+    )
+    found = registers.copy()
+    for column, row in ((column, row) for column in range(2) for row in range(2)):
+        found[column, row] = lane.pair(X[row][column])
+    return type(L)(_registers=found.reshape(L.registers.shape), _layout=L.layout, _is_signed=None)
+
+
+def inverse_of_block(lane: "Lane", block, reverse: bool) -> list:
+    """Return the inverse of I + block: both [tile of rows, tile of columns, column]."""
+    X = lane.identity()
+    for step in range(BLOCK - 1):
+        eliminate(lane, block, X, BLOCK - 1 - step if reverse else step, reverse)
+    return X
 
 
 def eliminate(lane: "Lane", block, X, j: int, reverse: bool):

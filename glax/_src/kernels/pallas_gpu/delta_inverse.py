@@ -8,15 +8,18 @@ G_i is the sum of a chunk's log gates through token i:
 Exponents are sums of gates between two tokens, which are never above 0 for gates <= 0, so no gate needs another form. A gate of
 -inf makes its pairs 0. L includes the decays. The inverse of a matrix without decays may overflow where (I + L)^-1 is small.
 
-The inverse is formed by blocks. Those of 16 on the diagonal are inverted by substitution (`delta_blocks`), and then merged with
-their neighbours until one block is left. With X the inverses and M the blocks of L between neighbours, the merged inverses are
-X - X M X. The operands of these products are sums of two bfloat16 numbers, which hold 16 bits. No power of L is formed.
+The inverse is formed by blocks (`delta_merge`), and no power of L is. `merged` merges blocks for `delta_key_pairs`, with products
+of all columns.
 
-A program has one chunk of one head, and one warpgroup. Programs are short. Several share a multiprocessor, and one computes
-while another loads.
+The kernel also writes the factors by which the scans and the gradient multiply tokens.
+
+There is a program for each multiprocessor, and each of its warpgroups has a chunk of one head. They take chunks in turns, and the
+keys of the next are loaded while one is inverted.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,16 +28,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu import delta_blocks, tiles
+from glax._src.kernels.common.gpu import multiprocessors
+from glax._src.kernels.common.limits import LOG_OF_ZERO
+from glax._src.kernels.pallas_gpu import tiles
+from glax._src.kernels.pallas_gpu.delta_merge import BLOCK, COLUMN, of_rows, split, store_inverse, store_split
 from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient, remainder
-from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_row, high_part, tiled, transposed
+from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, LOG2E, by_column, by_row, tiled, transposed
 
 BF16 = jnp.bfloat16
-SIZES = 16, 32  # of the blocks whose inverses are merged
+SIZES = 16, 32  # of the blocks whose inverses `merged` merges
 STEP = 16  # rows of the right side of a product
 PAIRS = (C, C)
+FACTORS = 5
+BETA, ERASING, LEAVING, WITHIN, GATES = range(FACTORS)  # rows of `Results.factors`
 
 Ref = Any
 
@@ -43,91 +51,195 @@ class Operands(NamedTuple):
     """Hold the operands, in global memory."""
 
     k: Ref  # [B, T, HK, K]
-    gates: Ref  # [B, chunks, H, C]: sums of log2 gates from where the scan enters the chunk
-    beta: Ref  # [B, chunks, H, C]
+    gates: Ref  # [B, chunks * C, H]: natural log gates
+    beta: Ref  # [B, chunks * C, H]; 0 for rows without a token
+
+
+class Results(NamedTuple):
+    """Hold the results, in global memory."""
+
+    inverse: Ref  # [B, chunks, H, C, C]: R, in bfloat16
+    factors: Ref  # [B, chunks, H, FACTORS, C]: beta, beta e^G, e^{G_last - G}, e^G, G to base 2; in float32
 
 
 class Tiles(NamedTuple):
-    """Hold the shared memory. A pair is a matrix in two terms."""
+    """Hold the shared memory of a warpgroup."""
 
     k: Ref  # [C, K]
-    gates: Ref  # [C]
-    beta: Ref  # [C]
+    numbers: Ref  # [C]: log2 gates, and then beta
+    sums: Ref  # [C]: G, to base 2
     result: Ref  # [C, C]: R
-    inverse: tuple[Ref, Ref]  # [C, C]: X
-    product: tuple[Ref, Ref]  # [C, C]: M X
-    loaded: Ref  # barrier
+    pair: tuple[Ref, Ref]  # [C, C]: what is multiplied, in two terms
+
+    @classmethod
+    def types(cls, K: int) -> "Tiles":
+        """Return the types of all warpgroups, by warpgroup."""
+        n = warpgroups_of(K)
+        numbers, term = plgpu.SMEM((n, C), jnp.float32), tiled(n, C, C, columns=STEP)
+        return cls(tiled(n, C, K), numbers, numbers, tiled(n, C, C), (term, term))
+
+    def of(self, me) -> "Tiles":
+        """Return those of one warpgroup."""
+        return jax.tree.map(lambda x: x.at[me], self)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal calls are lowered once
-def inverses_of_chunks(reverse: bool, k, gates, beta, *edges) -> jax.Array:
-    """Compute R of every chunk and head, [B, chunks, H, C, C] in bfloat16. `Operands` has the shapes. edges: the fields of
-    `EdgeCopies`, or none."""
-    (B, chunks, H, _), K = gates.shape, k.shape[3]
-    operands = k, gates, beta, *edges
+def inverses_of_chunks(reverse: bool, k, gates, beta, *edges) -> Results:
+    """Compute the fields of `Results` for every chunk and head. `Operands` has the shapes. edges: the fields of `EdgeCopies`, or
+    none."""
+    (B, rows, H), K = gates.shape, k.shape[3]
+    operands, place, own = (k, gates, beta, *edges), (B, rows // C, H), Tiles.types(K)
 
     def body(*refs):
-        *given, inverse, own = refs
-        write_inverse(reverse, *split_edges(Operands, given), inverse, own)
+        *given, inverse, factors, own, loaded = refs
+        write_inverses(Program(reverse, *split_edges(Operands, given), Results(inverse, factors), own, loaded))
 
     body.__name__ = "delta_inverse"  # in profiles
-    pair = tiled(C, C, columns=STEP), tiled(C, C, columns=STEP)
-    own = Tiles(
-        k=tiled(C, K),
-        gates=plgpu.SMEM((C,), jnp.float32),
-        beta=plgpu.SMEM((C,), jnp.float32),
-        result=tiled(C, C),
-        inverse=pair,
-        product=pair,
-        loaded=plgpu.Barrier(num_arrivals=3),
-    )
+    numbers = jax.ShapeDtypeStruct((*place, FACTORS, C), jnp.float32)
+    results = jax.ShapeDtypeStruct((*place, C, C), BF16), numbers
     kernel = plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct((B, chunks, H, C, C), BF16),),
-        grid=(B * chunks * H,),
+        out_type=results,
+        grid=(programs_of(math.prod(place), own.k.shape[0]),),
         grid_names=("program",),
-        num_threads=1,
+        num_threads=own.k.shape[0],
         thread_name="warpgroup",
-        scratch_types=[own],
+        scratch_types=[own, plgpu.Barrier(num_barriers=own.k.shape[0])],
         compiler_params=tiles.PARAMS,
     )
-    return once(("delta_inverse", reverse), kernel, *operands)[0]
+    return Results(*once(("delta_inverse", reverse), kernel, *operands, results=results))
 
 
-def write_inverse(reverse: bool, x: Operands, edges: EdgeCopies | None, result: Ref, t: Tiles):
-    """Form R of one chunk and head."""
-    _, chunks, H, _ = x.gates.shape
-    b, c, h = chunk_of(lax.axis_index("program"), chunks, H)
-    fetch_tokens(edges, "k", x.k, (b, c, quotient(h, H // x.k.shape[2]), slice(None)), t.k, t.loaded)
-    for source, tile in ((x.gates, t.gates), (x.beta, t.beta)):
-        plgpu.copy_gmem_to_smem(source.at[b, c, h], tile, t.loaded)
-    plgpu.barrier_wait(t.loaded)
-    i, j = tiles.positions(reverse)
-    keys = tiles.product(PAIRS, (t.k, transposed(t.k)))
-    to = by_column(plgpu.load(t.gates, layout=BY_COLUMN, optimized=False), PAIRS)
-    G = by_row(plgpu.load(t.gates, layout=BY_ROW), PAIRS)
-    beta = by_row(plgpu.load(t.beta, layout=BY_ROW), PAIRS)
-    L = keys * beta * jnp.exp2(jnp.where(i > j, G - to, -jnp.inf))
-    X = delta_blocks.inverses_of_blocks(L, reverse)
-    for size in SIZES:
-        X = merged(X, L, size, reverse, t.inverse, t.product)
-    t.result[...] = jnp.where(i == j, 0.0, X).astype(BF16)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(t.result, result.at[b, c, h])
+def warpgroups_of(K: int) -> int:
+    """Return the number of warpgroups of a program: as many as registers and 227 KB of shared memory have room for."""
+    return 4 if K <= 128 else 3
+
+
+def programs_of(total: int, warpgroups: int) -> int:
+    """Return the number of programs for that many items: one for each multiprocessor, or fewer."""
+    return min(-(-total // warpgroups), multiprocessors())
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Hold the references of one program."""
+
+    reverse: bool
+    operands: Operands
+    edges: EdgeCopies | None
+    results: Results
+    tiles: Tiles
+    loaded: Ref
+
+    @property
+    def total(self) -> int:
+        """Return the number of items, the chunks of all heads."""
+        return math.prod(self.results.inverse.shape[:3])
+
+    @property
+    def warpgroups(self) -> int:
+        """Return the number of warpgroups of a program. Each has items of its own."""
+        return self.tiles.k.shape[0]
+
+    @property
+    def stride(self) -> int:
+        """Return the number of warpgroups of all programs."""
+        return programs_of(self.total, self.warpgroups) * self.warpgroups
+
+    def place(self, item):
+        """Return batch row, chunk and head of an item."""
+        _, chunks, H = self.results.inverse.shape[:3]
+        return chunk_of(item, chunks, H)
+
+    def fetch(self, item, me):
+        """Start to load the keys of an item, if there is one."""
+        pl.when(item < self.total)(lambda: self.fetch_keys(item, me))
+
+    def fetch_keys(self, item, me):
+        (b, c, h), k = self.place(item), self.operands.k
+        at = b, c, quotient(h, self.results.inverse.shape[2] // k.shape[2]), slice(None)
+        fetch_tokens(self.edges, "k", k, at, self.tiles.k.at[me], self.loaded.at[me])
+
+    def numbers(self, item):
+        """Return the log2 gates and beta of an item's tokens, [C] each, by row and in float32."""
+        b, c, h = self.place(jnp.minimum(item, self.total - 1))
+        x, rows = self.operands, pl.ds(c * C, C)
+        log, beta = (
+            plgpu.load(source.at[b, rows, h], layout=BY_ROW, optimized=False).astype(jnp.float32)
+            for source in (x.gates, x.beta)
+        )
+        return jnp.maximum(log, LOG_OF_ZERO) * LOG2E, beta
+
+
+def write_inverses(p: Program):
+    """Form R and the factors of every chunk and head, in turns with all other warpgroups."""
+    me = lax.axis_index("warpgroup")
+    first, stride = lax.axis_index("program") * p.warpgroups + me, p.stride
+
+    def advance(step, numbers):
+        item = first + step * stride
+        write_inverse(p, me, item, item + stride, numbers)
+        return p.numbers(item + stride)
+
+    p.fetch(first, me)
+    count = lax.div(jnp.maximum(p.total - first, 0) + (stride - 1), jnp.int32(stride))
+    lax.fori_loop(0, count, advance, p.numbers(first))
     plgpu.wait_smem_to_gmem(0)
 
 
-def split(x):
-    """Return x as two terms of bfloat16."""
-    high = high_part(x)
-    return high.astype(BF16), (x - high).astype(BF16)
-
-
-def store_split(pair, x):
-    """Store x as the two terms of a pair of tiles."""
-    for tile, term in zip(pair, split(x), strict=True):
-        tile[...] = term
+def write_inverse(p: Program, me, item, following, numbers):
+    """Form R and the factors of an item, and fetch the keys of the following. numbers: the result of `Program.numbers`."""
+    (log, beta), t, place = numbers, p.tiles.of(me), p.place(item)
+    G = sums_of_gates(p.reverse, log, t)
+    write_factors(G, beta, t.sums[0 if p.reverse else C - 1], p.results.factors.at[place])
+    t.numbers[...] = beta  # in the place of the gates, which all warps have read
+    plgpu.barrier_wait(p.loaded.at[me])
+    keys = tiles.product(PAIRS, (t.k, transposed(t.k)))
+    plgpu.commit_smem()  # all warps have read the keys
+    p.fetch(following, me)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # R of the item before has left its tile
+    store_inverse(functools.partial(erased, t, keys), p.reverse, t.pair, t.result)
     plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(t.result, p.results.inverse.at[place])
+
+
+def erased(t: Tiles, keys, size: int, places, is_counted=None):
+    """Return part of L as `store_inverse` reads it. keys: k_i . k_j, [C, C]. Entries that are read are for j before i."""
+    picked = of_rows(size, [keys[:, at : at + BLOCK] for at in places])
+    to = of_rows(size, [by_column(load(t.sums.at[pl.ds(at, BLOCK)], BY_COLUMN), COLUMN) for at in places])
+    between = by_row(load(t.sums, BY_ROW), COLUMN) - to
+    between = between if is_counted is None else jnp.where(is_counted, between, -jnp.inf)
+    return picked * by_row(load(t.numbers, BY_ROW), COLUMN) * jnp.exp2(between)
+
+
+def load(ref, layout):
+    """Return numbers of tokens in shared memory."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def positions(reverse: bool):
+    """Return `tiles.positions` behind a barrier of the compiler, so that no registers hold them throughout the loop."""
+    row = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW))
+    i, j = by_row(row, PAIRS), tiles.iota(PAIRS, 1)
+    return (C - 1 - i, C - 1 - j) if reverse else (i, j)
+
+
+def sums_of_gates(reverse: bool, log, t: Tiles):
+    """Return G [C], by row, and store it. log: the gates to base 2."""
+    i, j = positions(reverse)
+    t.numbers[...] = log
+    plgpu.commit_smem()
+    G = jnp.where(i >= j, by_column(load(t.numbers, BY_COLUMN), PAIRS), 0.0).sum(1)
+    t.sums[...] = G
+    plgpu.commit_smem()
+    return G
+
+
+def write_factors(G, beta, last, factors: Ref):
+    """Write the factors of the tokens, [FACTORS, C]. G, beta: [C], by row. last: G of the last token."""
+    within = jnp.exp2(G)
+    for row, x in zip(range(FACTORS), (beta, beta * within, jnp.exp2(last - G), within, G), strict=True):
+        factors[row] = x
 
 
 def split_product(a, pair, rows: list[int]):

@@ -13,14 +13,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
+from glax._src.kernels.pallas_gpu.delta_inverse import BETA, ERASING, LEAVING, WITHIN
 from glax._src.kernels.pallas_gpu.delta_scan_refs import (
-    BETA,
     BF16,
-    ERASING,
-    LEAVING,
     STRIPE,
     TOKENS,
-    WITHIN,
     Program,
 )  # fmt: skip
 from glax._src.kernels.pallas_gpu.tiles import after, read, rounded_part, transposed, zeros

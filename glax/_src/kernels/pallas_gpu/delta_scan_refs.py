@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from glax._src.kernels.pallas_gpu.delta_inverse import FACTORS
 from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies
 from glax._src.kernels.pallas_gpu.plan import C, place_of
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_row, iota, tiled, transposed
@@ -17,8 +18,6 @@ BF16 = jnp.bfloat16
 STRIPE = 64  # columns of the state that a program carries
 TOKENS, VALUES = (STRIPE, C), (C, STRIPE)
 STAGES, WIDE_STAGES = 3, 2  # chunks in shared memory: as many as 227 KB hold at widths of 128, and of K = 256
-FACTORS = 5
-BETA, ERASING, LEAVING, WITHIN, GATES = range(FACTORS)  # rows of `Operands.factors`
 
 Ref = Any
 
@@ -135,9 +134,9 @@ class Operands(NamedTuple):
     v: Ref  # [B, T, HV, V]
     d_output: Ref  # [B, T, H, V], for the adjoint; else any array
     inverse: Ref  # [B, chunks, H, C, C]: R
-    factors: Ref  # [B, chunks, H, FACTORS, C]: beta, beta e^G, e^{G_last - G}, e^G, G to base 2
+    factors: Ref  # [B, chunks, H, FACTORS, C]: those of `delta_inverse`
     scale: Ref  # [N + 1]
-    start: Ref  # [N, H, V, K], or [N, H, K, V] for a wide plan
+    start: Ref  # [N, H, V, K], or [N, H, K, V] for a wide plan; any array if sequences begin from zero
 
 
 class Results(NamedTuple):

@@ -17,15 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
+from glax._src.kernels.pallas_gpu.delta_inverse import BETA, ERASING, LEAVING, WITHIN
 from glax._src.kernels.pallas_gpu.delta_scan_carry import decayed, hand_tokens
 from glax._src.kernels.pallas_gpu.delta_scan_refs import (
-    BETA,
     BF16,
-    ERASING,
-    LEAVING,
     STRIPE,
     VALUES,
-    WITHIN,
     Program,
 )  # fmt: skip
 from glax._src.kernels.pallas_gpu.tiles import after, by_row, read, transposed, zeros

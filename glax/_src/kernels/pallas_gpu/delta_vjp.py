@@ -11,12 +11,13 @@ G_i is the sum of a chunk's log gates through token i, and L the sum of all of t
     dg_t = e^L <S, dS'> + sum_{j < t} k_j . e^{L - G_j} (U dS'^T)_j
            + sum_{i >= t} (q_i . dq_i + e_i . de_i - k_i . (A^T q + B^T e)_i)
 
-The kernel writes the numbers of every token, and XLA sums them over tokens. One warpgroup computes A and dq, and the other B,
-de and dk. A program has one chunk of one head. `delta_vjp_wide` computes the same where keys or values are wider than 128.
+One warpgroup computes A and dq, and the other B, de and dk. The first then sums the numbers of tokens to dg. A program has one
+chunk of one head. `delta_vjp_wide` computes the same where keys or values are wider than 128.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
-from glax._src.kernels.pallas_gpu.delta_inverse import split, store_split
+from glax._src.kernels.pallas_gpu.delta_inverse import BETA, GATES, split, store_split
 from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient, remainder
@@ -35,8 +36,9 @@ from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_
 BF16 = jnp.bfloat16
 PAIRS = (C, C)
 WIDEST = 128  # columns of V in shared memory together
-TERMS = 5
-QUERIES, EDGE, KEYS, BEFORE, BETA = range(TERMS)  # rows of `Results.terms`
+TERMS, SUMMED = 3, 4
+QUERIES, LOG_DECAYS, BETAS = range(TERMS)  # rows of `Results.terms`
+THROUGH, BEHIND, ONWARD, BEFORE = range(SUMMED)  # rows of `Tiles.summed`
 
 Ref = Any
 
@@ -49,9 +51,8 @@ class Operands(NamedTuple):
     d_output: Ref  # [B, T, H, V]
     states: Ref  # [B, chunks, H, V, K + C]: S and U, transposed; [B, chunks, H, K + C, V] for keys wider than 128
     d_states: Ref  # [B, chunks, H, V, K + C]: dS' and dX, in the same way
-    gates: Ref  # [B, chunks, H, C]: sums of log2 gates from where the scan enters the chunk
-    beta: Ref  # [B, chunks, H, C]
-    scale: Ref  # [B, chunks]
+    factors: Ref  # [B, chunks, H, FACTORS, C]: those of `delta_inverse`
+    scale: Ref  # [B + 1], or [1, chunks] of packed sequences
 
 
 class Results(NamedTuple):
@@ -59,12 +60,11 @@ class Results(NamedTuple):
 
     dq: Ref  # [B, T, H, K]
     dk: Ref  # [B, T, H, K]
-    # [B, chunks, H * blocks of K, TERMS, C]: q . dq / scale; parts of <S, dS'>; e . de - k . (...); k . (...); de . k
-    terms: Ref
+    terms: Ref  # [B, chunks, H * blocks of K, TERMS, C]: q . dq / scale; dg; de . k
 
     @classmethod
     def types(cls, x: Operands, blocks: int = 1) -> "Results":
-        (B, T, H, _), K, chunks = x.d_output.shape, x.q.shape[3], x.gates.shape[1]
+        (B, T, H, _), K, chunks = x.d_output.shape, x.q.shape[3], x.factors.shape[1]
         rows = jax.ShapeDtypeStruct((B, T, H, K), BF16)
         return cls(rows, rows, jax.ShapeDtypeStruct((B, chunks, H * blocks, TERMS, C), jnp.float32))
 
@@ -76,6 +76,7 @@ class Tiles(NamedTuple):
     k: Ref  # [C, K]
     gates: Ref  # [C]
     beta: Ref  # [C]
+    summed: Ref  # [SUMMED, C]: parts of <S, dS'>; scale q . dq; e . de - k . (...); k . (...)
     output_pairs: tuple[Ref, Ref]  # [C, C]: A / scale in two terms
     erase_pairs: tuple[Ref, Ref]  # [C, C]: beta_i B_ij in two terms
     loaded: Ref
@@ -89,6 +90,7 @@ class Tiles(NamedTuple):
             k=tiled(C, K),
             gates=plgpu.SMEM((C,), jnp.float32),
             beta=plgpu.SMEM((C,), jnp.float32),
+            summed=plgpu.SMEM((SUMMED, C), jnp.float32),
             output_pairs=(tiled(C, C), tiled(C, C)),
             erase_pairs=(tiled(C, C), tiled(C, C)),
             loaded=plgpu.Barrier(num_arrivals=4),
@@ -140,7 +142,7 @@ class Program:
 
     def place(self):
         """Return sequence, chunk and head."""
-        _, chunks, H, _ = self.operands.gates.shape
+        _, chunks, H = self.operands.factors.shape[:3]
         return chunk_of(quotient(lax.optimization_barrier(lax.axis_index("program")), self.blocks), chunks, H)
 
     @property
@@ -159,8 +161,8 @@ class Program:
 
     def scale(self):
         """Return the scale of the chunk."""
-        b, c, _ = self.place()
-        return self.operands.scale[b, c]
+        (b, c, _), scale = self.place(), self.operands.scale
+        return scale[b] if len(scale.shape) == 1 else scale[b, c]
 
     def tokens(self, x):
         """Return the chunk's rows [C, width] of x [B, T, H, K], a result."""
@@ -193,6 +195,7 @@ def delta_gradient(reverse: bool, *operands) -> Results:
     """Compute the fields of `Results` for every chunk and head. operands: the fields of `Operands`, and of `EdgeCopies` if there
     are any."""
     x, _ = split_edges(Operands, operands)
+    results = tuple(Results.types(x))
 
     def body(*refs):
         p, own = Program.of(reverse, len(operands), refs)
@@ -204,21 +207,21 @@ def delta_gradient(reverse: bool, *operands) -> Results:
     body.__name__ = "delta_gradient"  # in profiles
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(Results.types(x)),
-        grid=(x.gates.shape[0] * x.gates.shape[1] * x.gates.shape[2],),
+        out_type=results,
+        grid=(math.prod(x.factors.shape[:3]),),
         grid_names=("program",),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=[Tiles.types(x.q.shape[3]), States.types(x.q.shape[3], x.d_output.shape[3])],
         compiler_params=tiles.PARAMS,
     )
-    return Results(*once(("delta_gradient", reverse), kernel, *operands))
+    return Results(*once(("delta_gradient", reverse), kernel, *operands, results=results))
 
 
 def load_all(p: Program, own: States):
     """Start to load all tiles."""
     x = p.operands
-    (b, c, h), H = p.place(), x.gates.shape[2]
+    (b, c, h), H = p.place(), x.factors.shape[2]
     for source, tile in ((x.states, own.states), (x.d_states, own.d_states)):
         plgpu.copy_gmem_to_smem(source.at[b, c, h], tile, own.loaded)
     at = b, c, quotient(h, H // x.d_output.shape[2]), slice(None)
@@ -229,13 +232,13 @@ def load_all(p: Program, own: States):
 def load_keys(p: Program):
     """Start to load q, k, gates and beta."""
     x, t = p.operands, p.tiles
-    (b, c, h), H = p.place(), x.gates.shape[2]
+    (b, c, h), H = p.place(), x.factors.shape[2]
     for name in ("k", "q"):
         source = getattr(x, name)
         at = b, c, quotient(h, H // source.shape[2]), p.channels()
         fetch_tokens(p.edges, name, source, at, getattr(t, name), t.loaded)
-    for source, tile in ((x.gates, t.gates), (x.beta, t.beta)):
-        plgpu.copy_gmem_to_smem(source.at[b, c, h], tile, t.loaded)
+    for row, tile in ((GATES, t.gates), (BETA, t.beta)):
+        plgpu.copy_gmem_to_smem(x.factors.at[b, c, h, row], tile, t.loaded)
 
 
 def of_queries(p: Program, own: States):
@@ -245,7 +248,7 @@ def of_queries(p: Program, own: States):
     plgpu.barrier_wait(p.tiles.loaded)
     store_scores(p, tiles.product(PAIRS, (own.d_output, own.beside(own.states))))
     dq = gradient_of_queries(p, tiles.product((C, K), (own.d_output, own.state(own.states))))
-    p.write_term(EDGE, sum((read(own.states.at[at]) * read(own.d_states.at[at])).sum(1) for at in parts(V, K)))
+    p.tiles.summed[THROUGH] = sum((read(own.states.at[at]) * read(own.d_states.at[at])).sum(1) for at in parts(V, K))
     send_queries(p, dq)
 
 
@@ -274,17 +277,32 @@ def gradient_of_queries(p: Program, of_state):
     t = p.tiles
     dq = of_state * by_row(jnp.exp2(p.gates()), of_state.shape)
     dq = tiles.added(dq, *((term, t.k) for term in t.output_pairs))
-    p.write_term(QUERIES, (dq * read(t.q)).sum(1))
+    products = (dq * read(t.q)).sum(1)
+    p.write_term(QUERIES, products)
+    t.summed[BEHIND] = products * p.scale()
     return dq
 
 
 def send_queries(p: Program, dq):
-    """Write dq in the place of q, and to global memory, once both warpgroups have read all tiles."""
+    """Write dq in the place of q, and to global memory, and then dg, once both warpgroups have read all tiles."""
     meet(p)
     p.tiles.q[...] = (dq * p.scale()).astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(p.tiles.q, p.tokens(p.results.dq))
-    plgpu.wait_smem_to_gmem(0)
+    p.write_term(LOG_DECAYS, gradient_of_gates(p))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def gradient_of_gates(p: Program):
+    """Return dg [C], by row, from the numbers of all tokens."""
+    t, (i, j) = p.tiles, tiles.positions(p.reverse)
+
+    def numbers(row: int):
+        return by_column(plgpu.load(t.summed.at[row], layout=BY_COLUMN, optimized=False), PAIRS)
+
+    through = jnp.exp2(t.gates[0 if p.reverse else C - 1])
+    each = jnp.where(j >= i, numbers(BEHIND) + numbers(ONWARD), numbers(BEFORE))
+    return (each + through * numbers(THROUGH)).sum(1)
 
 
 def erased_scores(p: Program, pairs):
@@ -296,7 +314,7 @@ def erased_gradient(p: Program, of_state, B):
     """Return beta de [C, K] and its products with k, [C]. of_state: dX S^T, [C, K]. B: in two terms."""
     t, shape = p.tiles, of_state.shape
     de = tiles.added(of_state * by_row(-jnp.exp2(p.gates()), shape), *((term, t.k) for term in B))
-    p.write_term(BETA, (de * read(t.k)).sum(1))
+    p.write_term(BETAS, (de * read(t.k)).sum(1))
     dk = de * by_row(p.beta(), shape)
     return dk, (dk * read(t.k)).sum(1)
 
@@ -309,18 +327,18 @@ def send_keys(p: Program, dk, erased, behind):
     t, shape = p.tiles, dk.shape
     last = t.gates[0 if p.reverse else C - 1]
     behind = behind * by_row(jnp.exp2(last - p.gates()), shape)
-    p.write_term(BEFORE, (behind * read(t.k)).sum(1))
+    t.summed[BEFORE] = (behind * read(t.k)).sum(1)
     dk += behind
     plgpu.barrier_wait(t.scored)
     pairs = tiles.product(shape, *((transposed(term), t.q) for term in t.output_pairs)) * p.scale()
     pairs = tiles.added(pairs, *((transposed(term), t.k) for term in t.erase_pairs))
-    p.write_term(KEYS, erased - (pairs * read(t.k)).sum(1))
+    t.summed[ONWARD] = erased - (pairs * read(t.k)).sum(1)
     dk += pairs
     meet(p)
     t.k[...] = dk.astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(t.k, p.tokens(p.results.dk))
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def parts(V: int, K: int) -> list:

@@ -11,6 +11,7 @@ One warpgroup loads, a step ahead. The other two are those of `delta_vjp`.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.delta_inverse import store_split
 from glax._src.kernels.pallas_gpu.delta_vjp import (
-    EDGE,
     PAIRS,
+    THROUGH,
     WIDEST,
     Operands,
     Program,
@@ -94,7 +95,7 @@ def delta_gradient_wide(reverse: bool, *operands) -> Results:
     kernel = plgpu.kernel(
         body,
         out_type=tuple(Results.types(x, blocks)),
-        grid=(x.gates.shape[0] * x.gates.shape[1] * x.gates.shape[2] * blocks,),
+        grid=(math.prod(x.factors.shape[:3]) * blocks,),
         grid_names=("program",),
         num_threads=3,
         thread_name="warpgroup",
@@ -133,7 +134,7 @@ def load(p: Program, own: Columns):
         pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(own.consumed.at[stage]))
         b, c, h = p.place()
         columns = pl.ds(step * COLUMNS, COLUMNS)
-        head = quotient(h, x.gates.shape[2] // x.d_output.shape[2])
+        head = quotient(h, x.factors.shape[2] // x.d_output.shape[2])
         fetch_tokens(p.edges, "d_output", x.d_output, (b, c, head, columns), own.d_output.at[stage], loaded)
         channels = pl.ds(p.block() * K, K)
         pairs = [(x.states, channels, own.before), (x.states, beside, own.tokens)]
@@ -156,7 +157,7 @@ def of_queries(p: Program, own: Columns):
     plgpu.barrier_wait(p.tiles.loaded)
     store_scores(p, pairs)
     dq = gradient_of_queries(p, of_state)
-    p.write_term(EDGE, edge)
+    p.tiles.summed[THROUGH] = edge
     send_queries(p, dq)
 
 

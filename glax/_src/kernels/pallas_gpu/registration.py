@@ -147,6 +147,11 @@ def forgoes(r: Recurrence, d_output=None, d_final=None, residuals=None) -> dict[
     )
 
 
+def omits_d_final(r: Recurrence) -> bool:
+    """Return whether the gradient takes None for a d_final of zeros, which it then neither writes nor reads."""
+    return in_one_row(r) or joined_number(r) > 1 or (r.erasure is not None and r.decay.form != "key")
+
+
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
     """Compute `chunked` and the states at its chunks, which the gradient would otherwise compute again."""
     if has_no_gradient(r):  # no gradient would read them
@@ -198,7 +203,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     supports=gradient_supports,
     priority=gradient_priority,
     two_phase=gradient_two_phase,
-    omits_d_final=lambda r: in_one_row(r) or joined_number(r) > 1,
+    omits_d_final=omits_d_final,
     stores_states=stores_states,
     forgoes=forgoes,
     erases=True,
