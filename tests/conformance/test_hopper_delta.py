@@ -151,7 +151,8 @@ def test_inverse_where_its_powers_grow(reverse, monkeypatch):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_one_program_for_all_chunks(reverse, monkeypatch):
     """Each warpgroup computes several, while the next are loaded."""
-    monkeypatch.setattr(delta_inverse, "multiprocessors", lambda: 1)
+    for module in (delta_inverse, delta_vjp):
+        monkeypatch.setattr(module, "multiprocessors", lambda: 1)
     case = dataclasses.replace(CASE, T=230, heads=(1, 1, 2), K=64, V=64, reverse=reverse)
     assert_as_reference(case, (Draw("mild"),), True, 1, monkeypatch)
 

@@ -11,13 +11,16 @@ G_i is the sum of a chunk's log gates through token i, and L the sum of all of t
     dg_t = e^L <S, dS'> + sum_{j < t} k_j . e^{L - G_j} (U dS'^T)_j
            + sum_{i >= t} (q_i . dq_i + e_i . de_i - k_i . (A^T q + B^T e)_i)
 
-One warpgroup computes A and dq, and the other B, de and dk. The first then sums the numbers of tokens to dg. A program has one
-chunk of one head. `delta_vjp_wide` computes the same where keys or values are wider than 128.
+One warpgroup computes A and dq, a second computes B, de and dk, and a third loads. The first then sums the numbers of tokens to
+dg. There is a program for each multiprocessor, which takes chunks of heads in turns. What has columns of V is loaded for the next
+chunk as soon as its products are done, while products of pairs of tokens with q and k run. `delta_vjp_wide` computes the same
+where keys or values are wider than 128.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +29,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.pallas_gpu import tiles
-from glax._src.kernels.pallas_gpu.delta_inverse import BETA, GATES, split, store_split
+from glax._src.kernels.pallas_gpu.delta_inverse import BETA, GATES, positions, store_split
 from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient, remainder
@@ -36,6 +40,7 @@ from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_
 BF16 = jnp.bfloat16
 PAIRS = (C, C)
 WIDEST = 128  # columns of V in shared memory together
+REGISTERS = 24, 240  # of a thread that loads, and of one that computes
 TERMS, SUMMED = 3, 4
 QUERIES, LOG_DECAYS, BETAS = range(TERMS)  # rows of `Results.terms`
 THROUGH, BEHIND, ONWARD, BEFORE = range(SUMMED)  # rows of `Tiles.summed`
@@ -84,15 +89,16 @@ class Tiles(NamedTuple):
     done: Ref  # both warpgroups have read all tiles
 
     @classmethod
-    def types(cls, K: int) -> "Tiles":
+    def types(cls, K: int, lead: tuple[int, ...] = ()) -> "Tiles":
+        """lead: axes before those of each tile."""
         return cls(
-            q=tiled(C, K),
-            k=tiled(C, K),
-            gates=plgpu.SMEM((C,), jnp.float32),
-            beta=plgpu.SMEM((C,), jnp.float32),
-            summed=plgpu.SMEM((SUMMED, C), jnp.float32),
-            output_pairs=(tiled(C, C), tiled(C, C)),
-            erase_pairs=(tiled(C, C), tiled(C, C)),
+            q=tiled(*lead, C, K),
+            k=tiled(*lead, C, K),
+            gates=plgpu.SMEM((*lead, C), jnp.float32),
+            beta=plgpu.SMEM((*lead, C), jnp.float32),
+            summed=plgpu.SMEM((*lead, SUMMED, C), jnp.float32),
+            output_pairs=(tiled(*lead, C, C), tiled(*lead, C, C)),
+            erase_pairs=(tiled(*lead, C, C), tiled(*lead, C, C)),
             loaded=plgpu.Barrier(num_arrivals=4),
             scored=plgpu.Barrier(),
             done=plgpu.Barrier(num_arrivals=2),
@@ -106,10 +112,14 @@ class States(NamedTuple):
     states: Ref  # [V, K + C]
     d_states: Ref  # [V, K + C]
     loaded: Ref
+    consumed: Ref  # both warpgroups have read these tiles
+    sent: Ref  # dq and dk have left the tiles of q and k
 
     @classmethod
     def types(cls, K: int, V: int) -> "States":
-        return cls(tiled(C, V), tiled(V, K + C), tiled(V, K + C), plgpu.Barrier(num_arrivals=3))
+        """Return the types, with an axis of one tile in front."""
+        both = plgpu.Barrier(num_arrivals=2)
+        return cls(tiled(1, C, V), tiled(1, V, K + C), tiled(1, V, K + C), plgpu.Barrier(num_arrivals=3), both, both)
 
     @property
     def K(self) -> int:
@@ -133,26 +143,27 @@ class Program:
     edges: EdgeCopies | None
     results: Results
     tiles: Tiles
+    item: Any  # the number of the chunk, head and block of K that the program computes
 
     @classmethod
     def of(cls, reverse: bool, count: int, refs) -> "tuple[Program, Any]":
         """Return the program and the tiles that its kernel has beside `Tiles`. count: the number of operands among refs."""
         given, (*results, tiles, own) = refs[:count], refs[count:]
-        return cls(reverse, *split_edges(Operands, given), Results(*results), tiles), own
+        return cls(reverse, *split_edges(Operands, given), Results(*results), tiles, lax.axis_index("program")), own
 
     def place(self):
         """Return sequence, chunk and head."""
         _, chunks, H = self.operands.factors.shape[:3]
-        return chunk_of(quotient(lax.optimization_barrier(lax.axis_index("program")), self.blocks), chunks, H)
+        return chunk_of(quotient(lax.optimization_barrier(self.item), self.blocks), chunks, H)
 
     @property
     def blocks(self) -> int:
-        """Return the number of blocks of K. A program has one."""
+        """Return the number of blocks of K. An item has one."""
         return self.operands.q.shape[3] // self.tiles.q.shape[1]
 
     def block(self):
-        """Return the block of the program."""
-        return remainder(lax.optimization_barrier(lax.axis_index("program")), self.blocks)
+        """Return the block of the item."""
+        return remainder(lax.optimization_barrier(self.item), self.blocks)
 
     def channels(self):
         """Return the channels of K of the program."""
@@ -179,7 +190,7 @@ class Program:
 
     def decayed(self, pairs, diagonal: bool, factor: float = 1.0):
         """Return factor * pairs * D, [C, C] in float32. diagonal: whether to include the pair of a token with itself."""
-        i, j = tiles.positions(self.reverse)
+        i, j = positions(self.reverse)
         to = by_column(plgpu.load(self.tiles.gates, layout=BY_COLUMN, optimized=False), PAIRS)
         mask = i >= j if diagonal else i > j
         return pairs * (factor * jnp.exp2(jnp.where(mask, by_row(self.gates(), PAIRS) - to, -jnp.inf)))
@@ -195,37 +206,56 @@ def delta_gradient(reverse: bool, *operands) -> Results:
     """Compute the fields of `Results` for every chunk and head. operands: the fields of `Operands`, and of `EdgeCopies` if there
     are any."""
     x, _ = split_edges(Operands, operands)
-    results = tuple(Results.types(x))
+    total = math.prod(x.factors.shape[:3])
+    programs, results = min(total, multiprocessors()), tuple(Results.types(x))
 
     def body(*refs):
         p, own = Program.of(reverse, len(operands), refs)
         me = lax.axis_index("warpgroup")
-        pl.when(me == 0)(functools.partial(load_all, p, own))
-        pl.when(me == 0)(functools.partial(of_queries, p, own))
-        pl.when(me == 1)(functools.partial(of_keys, p, own))
+        for number, work in enumerate((of_queries, of_keys, load)):
+            pl.when(me == number)(functools.partial(in_turns, work, total, programs, p, own))
 
     body.__name__ = "delta_gradient"  # in profiles
     kernel = plgpu.kernel(
         body,
         out_type=results,
-        grid=(math.prod(x.factors.shape[:3]),),
+        grid=(programs,),
         grid_names=("program",),
-        num_threads=2,
+        num_threads=3,
         thread_name="warpgroup",
-        scratch_types=[Tiles.types(x.q.shape[3]), States.types(x.q.shape[3], x.d_output.shape[3])],
+        scratch_types=[Tiles.types(x.q.shape[3], lead=(1,)), States.types(x.q.shape[3], x.d_output.shape[3])],
         compiler_params=tiles.PARAMS,
     )
     return Results(*once(("delta_gradient", reverse), kernel, *operands, results=results))
 
 
-def load_all(p: Program, own: States):
-    """Start to load all tiles."""
+def in_turns(work: Callable, total: int, programs: int, p: Program, own: States):
+    """Do the work of a warpgroup for all items of its program. total: the number of items of all programs."""
+    plgpu.set_max_registers(REGISTERS[work is not load], action="increase" if work is not load else "decrease")
+    first = p.item
+
+    @pl.loop(0, lax.div(total + (programs - 1) - first, jnp.int32(programs)))
+    def _(step):
+        work(dataclasses.replace(p, tiles=only(p.tiles), item=first + step * programs), only(own), step)
+
+
+def only(shared):
+    """Return shared memory without its first axis, of one tile each. The last three fields are barriers. The index is behind a
+    barrier of the compiler, which would otherwise hold the addresses of all parts throughout the loop."""
+    index = lax.optimization_barrier(jnp.int32(0))
+    return type(shared)(*jax.tree.map(lambda x: x.at[index], tuple(shared[:-3])), *shared[-3:])
+
+
+def load(p: Program, own: States, step):
+    """Load all tiles, each once the item before has no more use for it."""
     x = p.operands
     (b, c, h), H = p.place(), x.factors.shape[2]
+    pl.when(step > 0)(lambda: plgpu.barrier_wait(own.consumed))
     for source, tile in ((x.states, own.states), (x.d_states, own.d_states)):
         plgpu.copy_gmem_to_smem(source.at[b, c, h], tile, own.loaded)
     at = b, c, quotient(h, H // x.d_output.shape[2]), slice(None)
     fetch_tokens(p.edges, "d_output", x.d_output, at, own.d_output, own.loaded)
+    pl.when(step > 0)(lambda: plgpu.barrier_wait(own.sent))
     load_keys(p)
 
 
@@ -241,29 +271,37 @@ def load_keys(p: Program):
         plgpu.copy_gmem_to_smem(x.factors.at[b, c, h, row], tile, t.loaded)
 
 
-def of_queries(p: Program, own: States):
-    """Compute A and dq, and <S, dS'>."""
+def of_queries(p: Program, own: States, step):
+    """Compute A and dq, <S, dS'>, and dg."""
+    del step
     V, K = own.states.shape[0], own.K
     plgpu.barrier_wait(own.loaded)
     plgpu.barrier_wait(p.tiles.loaded)
     store_scores(p, tiles.product(PAIRS, (own.d_output, own.beside(own.states))))
-    dq = gradient_of_queries(p, tiles.product((C, K), (own.d_output, own.state(own.states))))
+    of_state = tiles.product((C, K), (own.d_output, own.state(own.states)))
     p.tiles.summed[THROUGH] = sum((read(own.states.at[at]) * read(own.d_states.at[at])).sum(1) for at in parts(V, K))
-    send_queries(p, dq)
+    plgpu.barrier_arrive(own.consumed)
+    send_queries(p, gradient_of_queries(p, of_state))
+    plgpu.barrier_arrive(own.sent)
 
 
-def of_keys(p: Program, own: States):
+def of_keys(p: Program, own: States, step):
     """Compute B, de and dk."""
+    del step
     shape = (C, own.K)
     # [C, V]
     U, dX = own.beside(own.states), transposed(own.beside(own.d_states))
     plgpu.barrier_wait(own.loaded)
     plgpu.barrier_wait(p.tiles.loaded)
-    B = erased_scores(p, tiles.product(PAIRS, (dX, U)))
-    store_split(p.tiles.erase_pairs, B * by_row(p.beta(), PAIRS))
-    dk, erased = erased_gradient(p, tiles.product(shape, (dX, own.state(own.states))), split(B))
+    B, t = erased_scores(p, tiles.product(PAIRS, (dX, U))), p.tiles
+    store_split(t.erase_pairs, B)  # registers have no room for its two terms
+    dk, erased = erased_gradient(p, tiles.product(shape, (dX, own.state(own.states))), t.erase_pairs)
+    plgpu.commit_smem()  # all warps have read B
+    store_split(t.erase_pairs, B * by_row(p.beta(), PAIRS))
     behind = tiles.product(shape, (transposed(U), own.state(own.d_states)))
+    plgpu.barrier_arrive(own.consumed)
     send_keys(p, dk, erased, behind)
+    plgpu.barrier_arrive(own.sent)
 
 
 def store_scores(p: Program, pairs):
@@ -295,7 +333,7 @@ def send_queries(p: Program, dq):
 
 def gradient_of_gates(p: Program):
     """Return dg [C], by row, from the numbers of all tokens."""
-    t, (i, j) = p.tiles, tiles.positions(p.reverse)
+    t, (i, j) = p.tiles, positions(p.reverse)
 
     def numbers(row: int):
         return by_column(plgpu.load(t.summed.at[row], layout=BY_COLUMN, optimized=False), PAIRS)
@@ -314,9 +352,9 @@ def erased_gradient(p: Program, of_state, B):
     """Return beta de [C, K] and its products with k, [C]. of_state: dX S^T, [C, K]. B: in two terms."""
     t, shape = p.tiles, of_state.shape
     de = tiles.added(of_state * by_row(-jnp.exp2(p.gates()), shape), *((term, t.k) for term in B))
-    p.write_term(BETAS, (de * read(t.k)).sum(1))
-    dk = de * by_row(p.beta(), shape)
-    return dk, (dk * read(t.k)).sum(1)
+    products = (de * read(t.k)).sum(1)
+    p.write_term(BETAS, products)
+    return de * by_row(p.beta(), shape), products * p.beta()
 
 
 def send_keys(p: Program, dk, erased, behind):
