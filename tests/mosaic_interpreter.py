@@ -47,6 +47,17 @@ def inverses_of_stacked_blocks(L, reverse: bool):
     return inverses_of_blocks(apart, reverse).reshape(rows, -1, size).sum(1)
 
 
+def one_kernel_at_a_time(monkeypatch, *kernels):
+    """Wait for every kernel. XLA's CPU client starts 32 programs, and those that wait for a kernel, or kernels side by side, may
+    leave none and no thread for the warpgroups of its interpreter. kernels: the module and the name of each."""
+
+    def waiting(f):
+        return lambda *operands: jax.block_until_ready(f(*jax.block_until_ready(operands)))
+
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, waiting(getattr(module, name)))
+
+
 def install(monkeypatch):
     monkeypatch.setattr(delta_blocks, "inverses_of_blocks", inverses_of_blocks)
     monkeypatch.setattr(delta_blocks, "inverses_of_stacked_blocks", inverses_of_stacked_blocks)

@@ -92,27 +92,16 @@ def test_against_the_reference(name, monkeypatch):
     assert_as_reference(*CASES[name], monkeypatch)
 
 
-def one_kernel_at_a_time(monkeypatch):
-    """Wait for every kernel. XLA's CPU client starts 32 programs, and those that wait for a kernel, or kernels side by side, may
-    leave none and no thread for the warpgroups of its interpreter."""
-
-    def waiting(f):
-        return lambda *operands: jax.block_until_ready(f(*jax.block_until_ready(operands)))
-
-    kernels = (
+def assert_as_reference(case, draws, save: bool, parts: int, monkeypatch):
+    config = HopperConfig(parts=parts)
+    mosaic_interpreter.install(monkeypatch)
+    mosaic_interpreter.one_kernel_at_a_time(
+        monkeypatch,
         (delta, "inverses_of_chunks"),
         (delta, "delta_scan"),
         (delta, "delta_gradient_wide"),
         (delta_vjp, "delta_gradient"),
     )
-    for module, name in kernels:
-        monkeypatch.setattr(module, name, waiting(getattr(module, name)))
-
-
-def assert_as_reference(case, draws, save: bool, parts: int, monkeypatch):
-    config = HopperConfig(parts=parts)
-    mosaic_interpreter.install(monkeypatch)
-    one_kernel_at_a_time(monkeypatch)
     for draw in draws:
         r = case.recurrence(draw)
         d_output, d_final = case.cotangents(r)

@@ -14,49 +14,60 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.core.bind import bind
 from glax._src.core.registry import KernelSpec, Platform
-from glax._src.kernels.pallas_gpu import delta_key, delta_key_pairs, registration
-from glax._src.kernels.pallas_gpu.config import HopperConfig, delta_supports, gradient_supports
+from glax._src.kernels.pallas_gpu import delta_key, delta_key_pairs, delta_key_vjp, registration
+from glax._src.kernels.pallas_gpu.config import HopperConfig, delta_supports
 from glax._src.solve.dispatch import Choice, resolve
-from glax.testing.reference import reference
+from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter
-from tests.close import assert_outputs_close
+from tests.close import assert_gradients_close, assert_outputs_close
 from tests.delta_cases import DeltaCase, Draw
 
 CASE = DeltaCase("", ("gk",), T=100, heads=(1, 1, 1), K=64, V=64, dtype="bfloat16")
 BFLOAT16 = dataclasses.replace(CASE, gate_dtype="bfloat16", state=False)
 HARD = Draw("-inf on 5%", "to 2"), Draw("-100 on 5%", "2", "some zero")
-# the case, its draws, and the segments of a sequence
+# the case, its draws, the segments of a sequence, and for how many of the draws the gradient is computed
 CASES = {
-    "gates of any size": (CASE, (Draw(), *HARD), 1),
-    "gates in bfloat16, reversed": (dataclasses.replace(BFLOAT16, reverse=True), (Draw(), HARD[0]), 1),
-    "growing": (dataclasses.replace(CASE, T=20), (Draw("+0.05"),), 1),
-    "two blocks of keys": (dataclasses.replace(CASE, K=128, V=128, T=70), (Draw("mild"), HARD[0]), 1),
+    "gates of any size": (CASE, (HARD[0], Draw(), HARD[1]), 1, 1),
+    "gates in bfloat16, reversed": (dataclasses.replace(BFLOAT16, reverse=True), (HARD[0], Draw()), 1, 1),
+    "growing": (dataclasses.replace(CASE, T=20), (Draw("+0.05"),), 1, 0),
+    "two blocks of keys": (dataclasses.replace(CASE, K=128, V=128, T=70), (Draw("mild"), HARD[0]), 1, 1),
     "packed, odd widths, shared heads": (
-        dataclasses.replace(CASE, K=40, V=100, T=80, heads=(1, 1, 2), cuts=(0, 0, 30, 31, 72)), (Draw(),), 1
+        dataclasses.replace(CASE, K=40, V=100, T=80, heads=(1, 1, 2), cuts=(0, 0, 30, 31, 72)), (Draw(),), 1, 1
     ),
     "packed, in bfloat16, reversed, less than a chunk": (
-        dataclasses.replace(BFLOAT16, T=20, cuts=(3, 9, 17), reverse=True), (Draw(), HARD[0]), 1
+        dataclasses.replace(BFLOAT16, T=20, cuts=(3, 9, 17), reverse=True), (Draw(), HARD[0]), 1, 0
     ),
-    "values of 192": (dataclasses.replace(CASE, T=20, V=192), (Draw("mild"),), 1),
-    "segments": (dataclasses.replace(CASE, T=200), (Draw("mild"), HARD[0]), 2),
+    "values of 192": (dataclasses.replace(CASE, T=20, V=192), (Draw("mild"),), 1, 1),
+    "segments": (dataclasses.replace(CASE, T=200), (Draw("mild"), HARD[0]), 2, 0),
     "segments, reversed, shared heads": (
-        dataclasses.replace(CASE, T=130, heads=(1, 2, 2), reverse=True), (Draw("mild"),), 2
+        dataclasses.replace(CASE, T=130, heads=(1, 2, 2), reverse=True), (Draw("mild"),), 2, 1
     ),
 }  # fmt: skip
 
 
-def run(r, parts: int = 1):
+def run(f, *operands, parts: int = 1):
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        return delta_key.chunked(r, HopperConfig(parts=parts))
+        return f(*operands, HopperConfig(parts=parts))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_reference(name, monkeypatch):
-    case, draws, parts = CASES[name]
+    case, draws, parts, gradients = CASES[name]
     mosaic_interpreter.install(monkeypatch)
-    for draw in draws:
+    kernels = (delta_key, "pairs_of_chunks"), (delta_key, "delta_key_scan"), (delta_key_vjp, "delta_key_gradient")
+    mosaic_interpreter.one_kernel_at_a_time(monkeypatch, *kernels)
+    monkeypatch.setattr(delta_key, "multiprocessors", lambda: 2)  # so that programs have several chunks each
+    for number, draw in enumerate(draws):
         r = case.recurrence(draw)
-        assert_outputs_close(r, run(r, parts), reference(r))
+        if number >= gradients:
+            assert_outputs_close(r, run(delta_key.chunked, r, parts=parts), reference(r))
+            continue
+        found, residuals = run(delta_key.chunked_with_residuals, r, parts=parts)
+        assert_outputs_close(r, found, reference(r))
+        d_output, d_final = case.cotangents(r)
+        # In segments it computes the states again.
+        d = run(delta_key.chunked_vjp, r, d_output, d_final, residuals if parts == 1 else None, parts=parts)
+        assert_gradients_close(r, d, reference_gradient(r, d_output, d_final))
 
 
 @pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.fast), True])
@@ -74,7 +85,7 @@ def test_at_the_limit_of_the_fast_form(reverse, monkeypatch):
         opposite = jnp.asarray(np.where(second, -gate, gate), jnp.bfloat16)
         inputs["gk"] = inputs["gk"].at[0, ..., 5].set(opposite).at[..., 9].set(gate)
         r = bind(**inputs, reverse=reverse)
-        assert_outputs_close(r, run(r), reference(r))
+        assert_outputs_close(r, run(delta_key.chunked, r), reference(r))
     assert taken == [True, False]
 
 
@@ -83,40 +94,29 @@ def seen(taken: list[bool], is_fast):
     return is_fast
 
 
-def test_the_gradient_is_another_kernels():
+def test_what_is_supported_and_chosen():
     x, beta = jnp.zeros((1, 64, 1, 64), jnp.bfloat16), jnp.ones((1, 64, 1))
     r = bind(x, x, x, gk=x, beta=beta)
     assert delta_supports(r) is None
-    assert "takes beta with per-head, constant or no gates, got per-key gates" in str(gradient_supports(r))
-    assert registration.forward_priority(r) == registration.SLOWER
+    assert registration.forward_priority(r) == registration.gradient_priority(r) == registration.SLOWER
     packed = bind(x, x, x, gk=x, beta=beta, cu_seqlens=jnp.asarray(np.array([0, 10, 64]), jnp.int32))
     assert "each sequence begins a chunk" in registration.forgoes_one_row(packed)["packed sequences as one row"]
     with pytest.raises(ValueError, match="columns must be 64 with beta"):
         delta_key.chunked(r, HopperConfig(columns=128))
 
 
-@pytest.mark.parametrize("gradients", ["triton", "xla"])
-def test_calls_with_a_gradient(gradients, monkeypatch):
-    """Their forward is by Triton, if the gradient is, and else by the Hopper kernels, as of calls without a gradient."""
-    here = (
-        "chunked/pallas/gpu",
-        "chunked/xla",
-        "chunked.vjp/xla",
-        f"chunked/{gradients}/gpu",
-        f"chunked.vjp/{gradients}/gpu",
-    )
+def test_one_platform_runs_forward_and_gradient(monkeypatch):
+    """Both are by the Hopper kernels from 2048 tokens and the size that was measured on, and by Triton for fewer."""
+    here = {f"{what}/{by}" for what in ("chunked", "chunked.vjp") for by in ("pallas/gpu", "triton/gpu", "xla/any")}
     monkeypatch.setattr(
         KernelSpec, "refusal", lambda spec, r, config=None: None if spec.name in here else "is not here"
     )
     found = {}
 
     def call(x, beta):
-        r = bind(x, x, x, gk=x, beta=beta)
-        found["alone"] = resolve(Choice(), r)
-        found["with a gradient"] = found["alone"].differentiated(r)
-        found["requested"] = resolve(Choice(Platform.PALLAS), r)
+        chosen = resolve(Choice(), bind(x, x, x, gk=x, beta=beta))
+        found[x.shape[1]] = chosen.forward.platform, chosen.vjp.platform
 
-    jax.eval_shape(call, *(jax.ShapeDtypeStruct((4, 2048, 16, *width), jnp.bfloat16) for width in ((128,), ())))
-    assert found["alone"].forward.name == found["requested"].forward.name == "chunked/pallas/gpu"
-    expected = "chunked/triton/gpu" if gradients == "triton" else "chunked/pallas/gpu"
-    assert found["with a gradient"].forward.name == expected
+    for T in (2048, 1024):
+        jax.eval_shape(call, *(jax.ShapeDtypeStruct((4, T, 16, *width), jnp.bfloat16) for width in ((128,), ())))
+    assert found == {2048: (Platform.PALLAS,) * 2, 1024: (Platform.TRITON,) * 2}

@@ -107,8 +107,6 @@ class KernelSpec:
     saves_residuals: recurrence -> whether residuals are worth their memory
     supports: recurrence -> None, or why the kernel refuses it, whatever the machine and the config
     priority: recurrence -> number; of the able kernels, the one with the highest is chosen
-    without_gradient: recurrence -> whether the platform has no gradient of this forward. Calls with one then take the forward of
-              the gradient's platform, if that is not XLA
     version:  a number that is raised when measured configs become invalid
     takes_segments: recurrence -> whether the kernel reads its segments; else the kernel receives `recurrence.folded`
     two_phase: recurrence -> the kernel in two phases, or None where that would add work to `run`
@@ -123,7 +121,6 @@ class KernelSpec:
     config: type[Config] = Config
     supports: Callable[[Recurrence], str | None] = lambda r: None
     priority: Callable[[Recurrence], int] = lambda r: 0
-    without_gradient: Callable[[Recurrence], bool] = lambda r: False
     version: int = 0
     two_phase: Callable[[Recurrence], TwoPhase | None] = lambda r: None
     forward_with_residuals: Callable[..., Any] | None = None

@@ -67,16 +67,6 @@ class Resolution:
             return False
         return self.vjp is not None and self.vjp.is_gradient_of(self.forward)
 
-    def differentiated(self, r: Recurrence) -> "Resolution":
-        """Return the kernels of a call with a gradient. Where glax chooses, and the forward is for calls without one, the
-        gradient's platform also computes the forward: XLA then runs once what both of its kernels form."""
-        if self.choice != Choice() or self.vjp is None or not self.forward.without_gradient(r):
-            return self
-        able, _ = kernel_registry.able(r, self.vjp.platform)
-        if self.vjp.platform is Platform.XLA or not able:
-            return self
-        return dataclasses.replace(self, forward=able[0])
-
 
 def resolve(choice: Choice, r: Recurrence) -> Resolution:
     """Choose the kernels for r and its gradient on this machine.
@@ -119,7 +109,6 @@ def run_forward(resolution: Resolution, r: Recurrence) -> Outputs:
 
 def forward_with_residuals(resolution: Resolution, r: Recurrence) -> tuple[Outputs, Residuals | None]:
     """Return the outputs of the forward kernel on r, and the residuals for its gradient, or None where it saves none."""
-    resolution = resolution.differentiated(r)
     if not resolution.saves_residuals(r):
         return run_forward(resolution, r), None
     spec = resolution.forward
@@ -329,9 +318,7 @@ def why_not_others(spec: KernelSpec, choice: Choice, r: Recurrence) -> dict[str,
     able, refused = kernel_registry.able(r, choice.platform, choice.config, role=spec.role)
     chosen, outranked = spec.priority(r), {}
     for other in able:
-        if other.without_gradient(r) and other.priority(r) > chosen:
-            refused[other.name] = "has no gradient: a call with one takes the forward of the gradient's platform"
-        elif other.name != spec.name:
+        if other.name != spec.name:
             outranked[other.name] = f"able, with a priority of {other.priority(r)}; {spec.name} has {chosen}"
     return dict(refused=refused | choice.refused, outranked=outranked)
 

@@ -58,13 +58,6 @@ def delta_supports(r: Recurrence) -> str | None:
     return too_wide(r, WIDEST_KEY, WIDEST_VALUE, "heads that erase")
 
 
-def gradient_supports(r: Recurrence) -> str | None:
-    """Return None, or why the kernels of the gradient do not compute that of r."""
-    if r.erasure is not None and r.decay.form == "key":
-        return f"takes beta with per-head, constant or no gates, got per-key gates: {XLA}"
-    return supports(r)
-
-
 def padded(width: int) -> int:
     """Return the width of the blocks that hold `width` columns: 64 if half of a block of 128 would be empty, else 128."""
     return WIDEST if -(-width // 64) % 2 == 0 else 64

@@ -66,10 +66,6 @@ class DeltaLayout(SegmentedScan):
         found = delta_scan(w, p.chunk_rows, jnp.asarray(p.table), *operands)
         return found._replace(last=jnp.swapaxes(found.last, 2, 3)) if w.wide else found
 
-    def by_row(self, x):
-        """Return x [B, chunks, H, C] in the rows of r, [B, T, H]."""
-        return self.layout.rows.put(jnp.swapaxes(x, 2, 3).reshape(x.shape[0], -1, x.shape[2]))
-
     def gates_by_row(self, dg):
         """Return the gradient of per-head gates, [B, T, H]. dg: [B, chunks, H, C]."""
         found = self.by_row(dg)
@@ -77,11 +73,7 @@ class DeltaLayout(SegmentedScan):
 
     def by_sequence(self, x):
         """Return the sums over the tokens of every sequence, [N, H], of x [B, chunks, H, C]."""
-        p = self.layout
-        if self.packed is not None:
-            return self.packed.per_sequence(self.by_row(x)[0])
-        x = jnp.where(p.is_token[:, None], x, 0).sum(3)
-        return p.by_sequence(x if p.rows.begins is None else jnp.swapaxes(x, 0, 1))
+        return super().by_sequence(x) if self.packed is None else self.packed.per_sequence(self.by_row(x)[0])
 
 
 def in_chunks(x):

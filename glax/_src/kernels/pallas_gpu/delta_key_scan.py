@@ -1,4 +1,4 @@
-"""Scan under the delta rule with per-key gates, for the outputs or for the transitions of segments.
+"""Scan under the delta rule with per-key gates, for the outputs or for what the gradient reads.
 
 S [K, V] is the state before a chunk. `delta_key_pairs` has formed R, P and the decayed operands, and G is its sum of gates:
 
@@ -7,9 +7,15 @@ S [K, V] is the state before a chunk. `delta_key_pairs` has formed R, P and the 
     O    = (scale Q e^G) S + P U
     S'   = e^{G_last} S + (K e^{G_last - G})^T U
 
+The scan of the adjoint is a reverse scan, from dS' = dL/dS' behind the chunk and dO:
+
+    dU   = (K e^{G_last - G}) dS' + P^T dO
+    dX   = dU + R^T dU                  dV = beta dX
+    dS   = e^{G_last} dS' + (scale Q e^G)^T dO - (K e^G)^T (beta dX)
+
 No exponential is formed here. A program has one head of one sequence, and 64 columns of the state, which do not depend on each
 other; for "transitions" it has 128 where these divide the columns. One warpgroup carries the state, transposed as in
-`delta_scan_carry`, one writes the outputs, and one fetches. "transitions" are those of `delta_scan`.
+`delta_scan_carry`, one writes the results, and one fetches. "transitions" are those of `delta_scan`.
 """
 
 import functools
@@ -27,35 +33,34 @@ from glax._src.kernels.pallas_gpu.delta_key_scan_refs import (
     DeltaKeyScan,
     Operands,
     Program,
-    Results,
     Tiles,
 )  # fmt: skip
 from glax._src.kernels.pallas_gpu.delta_scan_carry import hand_state, hand_tokens, starting_state
-from glax._src.kernels.pallas_gpu.delta_scan_refs import BF16, STAGES, STRIPE, TOKENS
+from glax._src.kernels.pallas_gpu.delta_scan_refs import BF16, STRIPE, TOKENS, VALUES, Results
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder
-from glax._src.kernels.pallas_gpu.tiles import after, read, transposed
-
-VALUES = C, STRIPE
+from glax._src.kernels.pallas_gpu.tiles import BY_ROW, after, by_row, read, transposed
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal scans are lowered once
 def delta_key_scan(w: DeltaKeyScan, rows: int, *operands) -> Results:
     """Scan every sequence of `table`. rows: the number of rows of the outputs. operands: the fields of `Operands`."""
     x = Operands(*operands)
+    B, chunks = x.beta.shape[:2]
 
     def body(*refs):
         given, (*results, own, barriers) = refs[: len(operands)], refs[len(operands) :]
         p = Program(w, Operands(*given), None, Results(*results), own, barriers)
         me = lax.axis_index("warpgroup")
-        work = dict(carry=carry_state, emit=emit_outputs, fetch=fetch_chunks)
+        work = dict(carry=carry_state, emit=emit_results, fetch=fetch_chunks)
         for number, role in enumerate(w.roles):
             pl.when(me == number)(functools.partial(work[role], p, *[number] * (role == "carry")))
 
-    body.__name__ = "delta_key_" + w.kind  # in profiles
+    body.__name__ = "delta_key_" + w.kind.replace(" ", "_")  # in profiles
+    results = tuple(Results.types(w, B, rows, chunks, x.table.shape[0]))
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(Results.types(w, x.v.shape[0], rows, x.table.shape[0])),
+        out_type=results,
         grid=(w.columns // (STRIPE * w.stripes) * w.H * x.table.shape[0],),
         grid_names=("program",),
         num_threads=len(w.roles),
@@ -63,28 +68,31 @@ def delta_key_scan(w: DeltaKeyScan, rows: int, *operands) -> Results:
         scratch_types=[Tiles.types(w), Barriers.types(w)],
         compiler_params=tiles.PARAMS,
     )
-    return Results(*once(("delta_key_scan", w, rows), kernel, *operands))
+    return Results(*once(("delta_key_scan", w, rows), kernel, *operands, results=results))
 
 
 def fetch_chunks(p: Program):
     """Fetch chunks ahead, as many as shared memory holds."""
     w, x, t, bar = p.plan, p.operands, p.tiles, p.barriers
     p.take_registers("fetch")
-    carried = [(getattr(x, name), getattr(t, name)) for name in ("erasing", "leaving", "inverse", "decay", "beta")]
+    staged = [(getattr(x, name), getattr(t, name)) for name in w.by_stage]
 
     @pl.loop(0, p.count())
     def _(step):
         slot, chunk = p.slot(step), (p.field(0), p.chunk(step))
         loaded = bar.loaded.at[slot]
-        pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(bar.consumed.at[slot]))
-        for source, tile in carried:
+        pl.when(step >= w.stages)(lambda: plgpu.barrier_wait(bar.consumed.at[slot]))
+        for source, tile in staged:
             plgpu.copy_gmem_to_smem(source.at[(*chunk, p.head)], tile.at[slot], loaded)
         rows, head = pl.ds(p.chunk(step) * C, C), quotient(p.head, w.H // x.v.shape[2])
-        for me in range(w.stripes):
+        for me in range(w.stripes if w.reads_values else 0):
             # The columns of M read any v, of which they write nothing.
             columns = pl.ds(remainder(p.number(me), w.V // STRIPE) * STRIPE, STRIPE)
             plgpu.copy_gmem_to_smem(x.v.at[p.field(0), rows, head, columns], t.v.at[slot, me], loaded)
-        if w.emits:
+        if w.is_adjoint:
+            head = quotient(p.head, w.H // x.d_output.shape[2])
+            plgpu.copy_gmem_to_smem(x.d_output.at[p.field(0), rows, head, p.stripe()], t.d_output.at[slot], loaded)
+        if w.forms_outputs:
             slot = p.output_slot(step)
             pl.when(step >= OUTPUT_STAGES)(lambda: plgpu.barrier_wait(bar.output_consumed.at[slot]))
             for source, tile in ((x.queries, t.queries), (x.scores, t.scores)):
@@ -92,18 +100,17 @@ def fetch_chunks(p: Program):
 
 
 def carry_state(p: Program, me):
-    """Carry S, transposed, [STRIPE, K], through all chunks. me: the warpgroup."""
+    """Carry S or dS, transposed, [STRIPE, K], through all chunks. me: the warpgroup."""
     p.take_registers("carry")
-    S = lax.fori_loop(0, p.count(), functools.partial(onward, p, me), starting_state(p, me))
-    p.results.last[p.place()[2], p.head, p.stripe(me), :] = S
+    advance = functools.partial(back if p.plan.is_adjoint else onward, p, me)
+    p.results.last[p.place()[2], p.head, p.stripe(me), :] = lax.fori_loop(0, p.count(), advance, starting_state(p, me))
 
 
 def onward(p: Program, me, step, S):
     """Return the state behind a chunk, and hand on the state before it and what its tokens write."""
     t, slot = p.tiles, p.slot(step)
     plgpu.barrier_wait(p.barriers.loaded.at[slot])
-    # Decayed before a product starts: ptxas would wait for it, because a product has written S.
-    before, through = S.astype(BF16), lax.optimization_barrier(S * p.along(t.decay.at[slot], S.shape))
+    before, through = S.astype(BF16), decayed(p, slot, S)
 
     def of_state(by_keys):
         plgpu.wgmma(by_keys, before, transposed(t.erasing.at[slot]))
@@ -125,26 +132,84 @@ def onward(p: Program, me, step, S):
     return S
 
 
-def emit_outputs(p: Program):
-    """Write the outputs of all chunks, each through the tile of its P."""
-    t, bar = p.tiles, p.barriers
+def back(p: Program, me, step, dS):
+    """Return dS before a chunk from dS' behind it, and hand on dS' and dX."""
+    t, slot = p.tiles, p.slot(step)
+    plgpu.barrier_wait(p.barriers.loaded.at[slot])
+    behind, through = dS.astype(BF16), decayed(p, slot, dS)
+    d_output = plgpu.load(transposed(t.d_output.at[slot]), layout=tiles.WGMMA)
+
+    def of_state(by_keys):
+        plgpu.wgmma(by_keys, behind, transposed(t.leaving.at[slot]))
+        plgpu.wgmma(by_keys, d_output, t.scores.at[slot])
+        hand_state(p, step, behind)
+        return after(by_keys)
+
+    dU = pl.run_scoped(of_state, plgpu.ACC(TOKENS, jnp.float32))
+
+    def of_tokens(totals):
+        by_inverse, state = totals
+        plgpu.wgmma(by_inverse, dU.astype(BF16), t.inverse.at[slot])
+        plgpu.wgmma(state, d_output, t.queries.at[slot])
+        erasing = -p.along(t.beta.at[slot], TOKENS)
+        dX = after(by_inverse, 1)
+        plgpu.wgmma(state, (dX * erasing).astype(BF16), t.erasing.at[slot])
+        hand_tokens(p, step, dX)
+
+    _, dS = pl.run_state(of_tokens)((plgpu.ACC.init(dU), plgpu.ACC.init(through)))
+    plgpu.barrier_arrive(p.barriers.consumed.at[slot])
+    return dS
+
+
+def decayed(p: Program, slot, S):
+    """Return e^{G_last} S. Call it before a product starts: ptxas would wait for it, because a product has written S."""
+    return lax.optimization_barrier(S * p.along(p.tiles.decay.at[slot], S.shape))
+
+
+def emit_results(p: Program):
+    """Write the results of all chunks. Outputs leave through the tile of their P."""
+    w, t, bar = p.plan, p.tiles, p.barriers
     p.take_registers("emit")
 
     @pl.loop(0, p.count())
     def _(step):
         slot = p.output_slot(step)
-        plgpu.barrier_wait(bar.output_loaded.at[slot])
+        if w.forms_outputs:
+            plgpu.barrier_wait(bar.output_loaded.at[slot])
         plgpu.barrier_wait(bar.state_stored)
-        o = tiles.product(VALUES, (t.queries.at[slot], transposed(t.state)))
+        if w.stores_states:
+            plgpu.copy_smem_to_gmem(t.state, p.stored(step, 0, w.K))
+        o = tiles.product(VALUES, (t.queries.at[slot], transposed(t.state))) if w.forms_outputs else None
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(bar.state_read)
         plgpu.barrier_wait(bar.tokens_stored)
-        o = tiles.added(o, (t.scores.at[slot], transposed(t.tokens)))
-        plgpu.barrier_arrive(bar.tokens_read)
-        plgpu.commit_smem()  # all warps have read P
-        t.scores[slot] = o.astype(BF16)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(t.scores.at[slot], p.output(step))
+        if w.stores_states:
+            plgpu.copy_smem_to_gmem(t.tokens, p.stored(step, w.K, C))
+        if o is not None:
+            o = tiles.added(o, (t.scores.at[slot], transposed(t.tokens)))
+        elif w.is_adjoint:
+            o = gradient_of_values(p, step)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(bar.output_consumed.at[slot])
+        plgpu.barrier_arrive(bar.tokens_read)
+        if o is not None:
+            tile = t.output if w.is_adjoint else t.scores.at[slot]
+            plgpu.commit_smem()  # all warps have read P
+            tile[...] = o.astype(BF16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(tile, p.output(step))
+        if w.forms_outputs:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(bar.output_consumed.at[slot])
 
     plgpu.wait_smem_to_gmem(0)
+
+
+def gradient_of_values(p: Program, step):
+    """Return dV = beta dX, [C, STRIPE], and write the sums of dX v."""
+    t, slot = p.tiles, p.slot(step)
+    plgpu.barrier_wait(p.barriers.loaded.at[slot])
+    dX = read(transposed(t.tokens)) + read(transposed(t.lost))
+    p.results.beta[p.field(0), p.chunk(step), p.head, p.number()] = (dX * read(t.v.at[slot, 0])).sum(1)
+    dV = dX * by_row(plgpu.load(t.beta.at[slot], layout=BY_ROW), VALUES)
+    plgpu.barrier_arrive(p.barriers.consumed.at[slot])
+    return dV

@@ -3,30 +3,46 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import delta_scan_refs
-from glax._src.kernels.pallas_gpu.delta_scan_refs import BF16, STAGES, STRIPE, DeltaScan
+from glax._src.kernels.pallas_gpu.delta_scan_refs import STAGES, STRIPE, DeltaScan
 from glax._src.kernels.pallas_gpu.plan import C
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, by_column, tiled
 
-OUTPUT_STAGES = 2  # chunks of Q and P in shared memory: with STAGES of the other tiles 219 KB of 227 at widths of 128
+# Chunks of Q and P in shared memory for outputs, and of all operands for the adjoint, whose state reads Q and P too: with STAGES
+# of the other tiles 219 KB of 227 at widths of 128, and 201 KB
+OUTPUT_STAGES = ADJOINT_STAGES = 2
 
 Ref = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaKeyScan(DeltaScan):
-    """Hold the sizes and options that a scan is compiled for. kind: "outputs" or "transitions", as in `DeltaScan`. The scores
-    are read, so no warpgroup forms them."""
+    """Hold the sizes and options that a scan is compiled for. kind: as in `DeltaScan`. The scores are read, so no warpgroup forms
+    them."""
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Return what each warpgroup does: carry a stripe of the state, emit outputs, fetch chunks."""
+        """Return what each warpgroup does: carry a stripe of the state, emit results, fetch chunks."""
         return ("carry",) * self.stripes + ("emit",) * self.emits + ("fetch",)
+
+    @property
+    def stages(self) -> int:
+        """Return the number of chunks in shared memory."""
+        return ADJOINT_STAGES if self.is_adjoint else STAGES
+
+    @property
+    def forms_outputs(self) -> bool:
+        """Return whether the scan writes O. The warpgroup that emits results then reads Q and P."""
+        return self.writes_tokens and not self.is_adjoint
+
+    @property
+    def by_stage(self) -> list[str]:
+        """Return the names of the operands, beside v and dO, that are fetched for every stage."""
+        return ["erasing", "leaving", "inverse", "decay", "beta"] + ["queries", "scores"] * self.is_adjoint
 
 
 class Operands(NamedTuple):
@@ -34,6 +50,7 @@ class Operands(NamedTuple):
 
     table: Ref  # [N, 4]: of every sequence its batch row, first chunk, number of chunks and place
     v: Ref  # [B, T, HV, V]
+    d_output: Ref  # [B, T, H, V], for the adjoint; else any array
     inverse: Ref  # [B, chunks, H, C, C]: R
     scores: Ref  # [B, chunks, H, C, C]: P
     queries: Ref  # [B, chunks, H, C, K]: scale Q e^G
@@ -44,47 +61,43 @@ class Operands(NamedTuple):
     start: Ref  # [N, H, V, K]
 
 
-class Results(NamedTuple):
-    """Hold the results, in global memory. Without outputs `output` has one tile."""
-
-    output: Ref  # [B, T, H, V]: O
-    last: Ref  # [N, H, V, K]; of "transitions" also M, transposed: [N, H, V + K, K]
-
-    @classmethod
-    def types(cls, w: DeltaKeyScan, B: int, T: int, N: int) -> "Results":
-        output = (B, T, w.H, w.V) if w.emits else (1, C, 1, STRIPE)
-        return cls(jax.ShapeDtypeStruct(output, BF16), jax.ShapeDtypeStruct((N, w.H, w.columns, w.K), jnp.float32))
-
-
 class Tiles(NamedTuple):
-    """Hold the shared memory. The first six are by stage, and the next two by output stage. The others pass from one warpgroup
-    to another."""
+    """Hold the shared memory. Those up to `scores` are by stage, and `queries` and `scores` by output stage if they are read for
+    outputs. The others pass from one warpgroup to another."""
 
-    v: Ref  # [STAGES, stripes, C, STRIPE]
-    erasing: Ref  # [STAGES, C, K]
-    leaving: Ref  # [STAGES, C, K]
-    inverse: Ref  # [STAGES, C, C]
-    decay: Ref  # [STAGES, K]
-    beta: Ref  # [STAGES, C]
-    queries: Ref  # [OUTPUT_STAGES, C, K]
-    scores: Ref  # [OUTPUT_STAGES, C, C]: P, and then O
-    state: Ref  # [STRIPE, K]: S, transposed
-    tokens: Ref  # [STRIPE, C]: U, transposed
+    v: Ref  # [stages, stripes, C, STRIPE]
+    d_output: Ref  # [stages, C, STRIPE]
+    erasing: Ref  # [stages, C, K]
+    leaving: Ref  # [stages, C, K]
+    inverse: Ref  # [stages, C, C]
+    decay: Ref  # [stages, K]
+    beta: Ref  # [stages, C]
+    queries: Ref  # [stages or OUTPUT_STAGES, C, K]
+    scores: Ref  # [stages or OUTPUT_STAGES, C, C]: P, and then O
+    state: Ref  # [STRIPE, K]: S or dS', transposed
+    tokens: Ref  # [STRIPE, C]: U or dX, transposed
+    lost: Ref  # [STRIPE, C]: what dX loses in bfloat16
+    output: Ref  # [C, STRIPE]: dV
 
     @classmethod
     def types(cls, w: DeltaKeyScan) -> "Tiles":
-        n, K, unused = STAGES, w.K, tiled(8, 64)
+        n, K, unused = w.stages, w.K, tiled(8, 64)
+        unused_stages = tiled(1, 8, 64)
+        of_queries = n if w.is_adjoint else OUTPUT_STAGES
         return cls(
-            v=tiled(n, w.stripes, C, STRIPE),
+            v=tiled(n, w.stripes, C, STRIPE) if w.reads_values else tiled(1, 1, 8, 64),
+            d_output=tiled(n, C, STRIPE) if w.is_adjoint else unused_stages,
             erasing=tiled(n, C, K),
             leaving=tiled(n, C, K),
             inverse=tiled(n, C, C),
             decay=plgpu.SMEM((n, K), jnp.float32),
             beta=plgpu.SMEM((n, C), jnp.float32),
-            queries=tiled(OUTPUT_STAGES, C, K) if w.emits else tiled(1, 8, 64),
-            scores=tiled(OUTPUT_STAGES, C, C) if w.emits else tiled(1, 8, 64),
+            queries=tiled(of_queries, C, K) if w.reads_queries else unused_stages,
+            scores=tiled(of_queries, C, C) if w.reads_queries else unused_stages,
             state=tiled(STRIPE, K) if w.emits else unused,
             tokens=tiled(STRIPE, C) if w.emits else unused,
+            lost=tiled(STRIPE, C) if w.kind == "adjoint" else unused,
+            output=tiled(C, STRIPE) if w.kind == "adjoint" else unused,
         )
 
 
@@ -102,9 +115,11 @@ class Barriers(NamedTuple):
 
     @classmethod
     def types(cls, w: DeltaKeyScan) -> "Barriers":
+        copies = len(w.by_stage) + w.stripes * w.reads_values + w.is_adjoint
+        readers = w.stripes + (w.kind == "adjoint")  # what emits the adjoint reads v and beta
         return cls(
-            plgpu.Barrier(num_arrivals=5 + w.stripes, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=w.stripes, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=w.stages),
+            plgpu.Barrier(num_arrivals=readers, num_barriers=w.stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=OUTPUT_STAGES),
             plgpu.Barrier(num_barriers=OUTPUT_STAGES),
             *[plgpu.Barrier()] * 4,
@@ -115,8 +130,8 @@ class Barriers(NamedTuple):
 class Program(delta_scan_refs.Program):
     """Hold the plan and the references of one program: those of this file."""
 
+    plan: Any
     operands: Any
-    results: Any
     tiles: Any
     barriers: Any
 

@@ -58,6 +58,16 @@ class SegmentedScan(abc.ABC):
         """Return the states behind sequences, [N, H, K, V] of r."""
         return self.layout.narrow(jnp.swapaxes(found.last, 2, 3))
 
+    def by_row(self, x):
+        """Return x [B, chunks, H, C] in the rows of r, [B, T, H]."""
+        return self.layout.rows.put(jnp.swapaxes(x, 2, 3).reshape(x.shape[0], -1, x.shape[2]))
+
+    def by_sequence(self, x):
+        """Return the sums over the tokens of every sequence, [N, H], of x [B, chunks, H, C]."""
+        p = self.layout
+        x = jnp.where(p.is_token[:, None], x, 0).sum(3)
+        return p.by_sequence(x if p.rows.begins is None else jnp.swapaxes(x, 0, 1))
+
 
 def refuse_columns(config: HopperConfig):
     """Raise ValueError if the config has 128 columns."""

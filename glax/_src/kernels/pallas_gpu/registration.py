@@ -11,7 +11,6 @@ from glax._src.kernels.pallas_gpu.config import (
     HopperConfig,
     Widths,
     copies_last_chunk,
-    gradient_supports,
     in_one_row,
     joined_number,
     packs,
@@ -56,11 +55,6 @@ def delta_priority(r: Recurrence) -> int:
     if K <= WIDEST < r.v.shape[3]:
         return SLOWER
     return FASTER if T >= 2048 and B * T * r.num_heads * -(-K // WIDEST) >= 8192 * 16 else SLOWER
-
-
-def has_no_gradient(r: Recurrence) -> bool:
-    """Return whether the forward has no gradient here. Triton's gradient begins with the same kernels as its own forward."""
-    return r.erasure is not None and r.decay.form == "key"
 
 
 def in_two_phases(r: Recurrence) -> bool:
@@ -152,16 +146,23 @@ def omits_d_final(r: Recurrence) -> bool:
     return in_one_row(r) or joined_number(r) > 1 or (r.erasure is not None and r.decay.form != "key")
 
 
+def launcher(r: Recurrence):
+    """Return the module that launches the kernels of r."""
+    if r.erasure is None:
+        from glax._src.kernels.pallas_gpu import chunked as found
+    elif r.decay.form == "key":
+        from glax._src.kernels.pallas_gpu import delta_key as found
+    else:
+        from glax._src.kernels.pallas_gpu import delta as found
+    return found
+
+
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
     """Compute `chunked` and the states at its chunks, which the gradient would otherwise compute again."""
-    if has_no_gradient(r):  # no gradient would read them
-        return chunked(r, config=config), None
-    from glax._src.kernels.pallas_gpu import chunked as launch
-    from glax._src.kernels.pallas_gpu import delta
     from glax._src.kernels.pallas_gpu.lowering_cache import with_gradient
 
     with with_gradient(r):
-        return (launch if r.erasure is None else delta).chunked_with_residuals(r, config)
+        return launcher(r).chunked_with_residuals(r, config)
 
 
 @kernel_registry.register(
@@ -171,7 +172,6 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
     config=HopperConfig,
     supports=supports,
     priority=forward_priority,
-    without_gradient=has_no_gradient,
     two_phase=forward_two_phase,
     forward_with_residuals=chunked_with_residuals,
     forgoes=forgoes,
@@ -182,17 +182,7 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
 def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     """Compute the recurrence in chunks. q, k, v and gates are read once, the output is written once, and the state stays on
     chip."""
-    if r.erasure is not None and r.decay.form == "key":
-        from glax._src.kernels.pallas_gpu import delta_key
-
-        return delta_key.chunked(r, config)
-    if r.erasure is not None:
-        from glax._src.kernels.pallas_gpu import delta
-
-        return delta.chunked(r, config)
-    from glax._src.kernels.pallas_gpu import chunked as launch
-
-    return launch.chunked(r, config)
+    return launcher(r).chunked(r, config)
 
 
 @kernel_registry.register(
@@ -200,7 +190,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     Platform.PALLAS,
     Backend.GPU,
     config=HopperConfig,
-    supports=gradient_supports,
+    supports=supports,
     priority=gradient_priority,
     two_phase=gradient_two_phase,
     omits_d_final=omits_d_final,
@@ -213,9 +203,7 @@ def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig
 ) -> Recurrence:
     """Compute the gradient of every input from the states at both ends of each chunk."""
-    from glax._src.kernels.pallas_gpu import chunked as launch
-    from glax._src.kernels.pallas_gpu import delta
     from glax._src.kernels.pallas_gpu.lowering_cache import with_gradient
 
     with with_gradient(r):
-        return (launch if r.erasure is None else delta).chunked_vjp(r, d_output, d_final, residuals, config)
+        return launcher(r).chunked_vjp(r, d_output, d_final, residuals, config)
