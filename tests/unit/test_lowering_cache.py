@@ -119,25 +119,22 @@ def call_with_gradient(order: list, forward: int, gradient: int, fails: bool = F
     jax.jit(main).trace(Z, Y, X).lower(lowering_platforms=("cuda",))
 
 
-def test_a_gradients_longest_kernel_is_lowered_before_its_forward(monkeypatch):
+def test_a_gradients_longest_kernel_is_lowered_before_its_forward():
     order: list[str] = []
-    monkeypatch.setattr(lowering_cache, "LONGEST_FIRST", True)
     call_with_gradient(order, 8, 8)
     assert order == ["longest", "forward"]
     assert not lowering_cache.longest
 
 
-def test_gradients_of_other_shapes_are_left_alone(monkeypatch):
+def test_gradients_of_other_shapes_are_left_alone():
     """Such as that of one element of a batch, which `vmap` traces too."""
     order: list[str] = []
-    monkeypatch.setattr(lowering_cache, "LONGEST_FIRST", True)
     call_with_gradient(order, 8, 9)
     assert order == ["forward"]
 
 
-def test_a_gradient_that_fails_leaves_its_forward_alone(monkeypatch):
+def test_a_gradient_that_fails_leaves_its_forward_alone():
     order: list[str] = []
-    monkeypatch.setattr(lowering_cache, "LONGEST_FIRST", True)
     call_with_gradient(order, 8, 8, fails=True)
     assert order == ["longest", "forward"]
 

@@ -5,8 +5,8 @@ it. XLA compiles the kernels of a program one after another. Here a kernel is tr
 program that contains it is lowered, and every later program reuses the result. JAX traces calls that no program will contain,
 such as the forward without residuals of a call that is differentiated: their kernels are only recorded. A thread compiles a
 kernel while the next is lowered. Mosaic GPU caches compiled kernels for the whole process, and XLA finds them there.
-A gradient has one kernel that takes longest to compile. With `LONGEST_FIRST` it is lowered before the kernels of its forward,
-so that it is compiled while all others are lowered.
+A gradient has one kernel that takes longest to compile. It is lowered before the kernels of its forward, so that it is compiled
+while all others are lowered.
 """
 
 import contextlib
@@ -27,8 +27,6 @@ from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Backend
 from glax._src.kernels.common.gpu import threads
 from glax._src.kernels.pallas_gpu import equal_layouts
-
-LONGEST_FIRST = False  # until a GPU has timed it: docs/internals/experiments/hopper.md, "First calls"
 
 
 @dataclasses.dataclass(eq=False)
@@ -131,7 +129,7 @@ def once(
 
 def lower(context, *operands, kernel: Kernel):
     """Emit the one custom call of the kernel's own module, with these operands."""
-    if (ahead := longest.pop(kernel.part_of, None)) is not None and LONGEST_FIRST:
+    if (ahead := longest.pop(kernel.part_of, None)) is not None:
         with contextlib.suppress(Exception), ahead.lowering:  # an error occurs again in its own program
             _ = ahead.lowered
     with kernel.lowering:
