@@ -198,8 +198,10 @@ def losses(found: list[Comparison], results: list[Result]) -> str:
         )
         for x in sorted(slower, key=lambda x: x.times)
     ]
-    text = "Calls in which a peer is faster:\n\n"
-    text += table(["problem", "gate", "mode", "peer", "peer / glax", "where", "note on glax"], rows)
+    text = "No call over whole sequences that was timed beside a peer is slower than the peer's.\n"
+    if rows:
+        text = "Calls in which a peer is faster:\n\n"
+        text += table(["problem", "gate", "mode", "peer", "peer / glax", "where", "note on glax"], rows)
     rows = []
     memory = {(x.file, x.call): x for x in results if x.is_ours and x.get("mib")}
     for x in found:
