@@ -65,8 +65,9 @@ def test_against_the_reference(name, monkeypatch):
         found, residuals = run(delta_key.chunked_with_residuals, r, parts=parts)
         assert_outputs_close(r, found, reference(r))
         d_output, d_final = case.cotangents(r)
-        # In segments it computes the states again.
-        d = run(delta_key.chunked_vjp, r, d_output, d_final, residuals if parts == 1 else None, parts=parts)
+        # In one case the gradient computes the states again.
+        residuals = None if name == "values of 192" else residuals
+        d = run(delta_key.chunked_vjp, r, d_output, d_final, residuals, parts=parts)
         assert_gradients_close(r, d, reference_gradient(r, d_output, d_final))
 
 

@@ -140,6 +140,7 @@ def a_gpu(monkeypatch):
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.GPU))
     monkeypatch.setattr(lowering_cache.Kernel, "compile", lambda self: None)
     monkeypatch.setattr(lowering_cache, "known", {})
+    monkeypatch.setattr(lowering_cache, "longest", {})
 
 
 def test_arrays_spread_over_devices(a_gpu):

@@ -30,7 +30,7 @@ def test_finds_what_jax_finds(pairs):
     assert all(len(v) == len(set(v)) for v in found.values())
 
 
-def test_order_is_that_of_the_constraints():
+def test_order_follows_the_constraints():
     found = equal_layouts.equal_variables(system("db", "ca", "ab"))
     assert [x.key for x in found[variable("b")]] == ["c", "a", "d"]
 

@@ -96,7 +96,7 @@ def test_known_results_change_no_program(compiled):
 
 
 def call_with_gradient(order: list, forward: int, gradient: int, fails: bool = False):
-    """Lower a program with the forward of a call of `forward` tokens, behind whose trace that of a gradient of `gradient` is."""
+    """Lower a program with the forward of a call of `forward` tokens, and trace its gradient of `gradient` tokens first."""
 
     def launching_as(name):
         def call(x, y, z):
@@ -127,7 +127,7 @@ def test_a_gradients_longest_kernel_is_lowered_before_its_forward():
 
 
 def test_gradients_of_other_shapes_are_left_alone():
-    """Such as that of one element of a batch, which `vmap` traces too."""
+    """`vmap` also traces the gradient of one element of a batch."""
     order: list[str] = []
     call_with_gradient(order, 8, 9)
     assert order == ["forward"]

@@ -47,7 +47,10 @@ def differentiable(r: Recurrence) -> Recurrence:
 
 
 class SavedNames(NamedTuple):
-    """Name what a call saves for its gradient, for policies of jax.checkpoint. docs/models.md lists the names, which stay."""
+    """Name what a call saves for its gradient, for policies of jax.checkpoint. docs/models.md lists the names.
+
+    They do not change, since users write them.
+    """
 
     output: str = "glax_output"
     final_state: str = "glax_final_state"

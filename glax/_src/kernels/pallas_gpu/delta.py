@@ -115,7 +115,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
 
     A reverse scan stores dL/dS behind the chunks and the gradient of what tokens write. From these and from the residuals, one
     kernel computes the gradients of all chunks in parallel. residuals: what the forward saved, or None to compute it again.
-    d_final: None for zeros, without which packed sequences are not taken as one row.
+    d_final: None for zeros. With None, packed sequences may be one row.
     """
     if in_one_row(r) and d_final is not None:
         # The residuals are a row's. The states are computed again, with each sequence from a chunk's start on.

@@ -47,9 +47,10 @@ def delta_key_scan(w: DeltaKeyScan, rows: int, *operands) -> Results:
     """Scan every sequence of `table`. rows: the number of rows of the outputs. operands: the fields of `Operands`."""
     x = Operands(*operands)
     B, chunks = x.beta.shape[:2]
+    inputs = len(operands)  # a cached kernel must not hold a tracer
 
     def body(*refs):
-        given, (*results, own, barriers) = refs[: len(operands)], refs[len(operands) :]
+        given, (*results, own, barriers) = refs[:inputs], refs[inputs:]
         p = Program(w, Operands(*given), None, Results(*results), own, barriers)
         me = lax.axis_index("warpgroup")
         work = dict(carry=carry_state, emit=emit_results, fetch=fetch_chunks)

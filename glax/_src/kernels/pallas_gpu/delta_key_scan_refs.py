@@ -12,8 +12,8 @@ from glax._src.kernels.pallas_gpu.delta_scan_refs import STAGES, STRIPE, DeltaSc
 from glax._src.kernels.pallas_gpu.plan import C
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, by_column, tiled
 
-# Chunks of Q and P in shared memory for outputs, and of all operands for the adjoint, whose state reads Q and P too: with STAGES
-# of the other tiles 219 KB of 227 at widths of 128, and 201 KB
+# Chunks in shared memory: of Q and P for outputs, beside STAGES of the other tiles, 219 KB of 227 at widths of 128; of all
+# operands for the adjoint, whose state reads Q and P too, 201 KB.
 OUTPUT_STAGES = ADJOINT_STAGES = 2
 
 Ref = Any

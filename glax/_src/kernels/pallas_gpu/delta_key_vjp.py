@@ -76,9 +76,10 @@ def delta_key_gradient(reverse: bool, most: int, *operands) -> Results:
     x = Operands(*operands)
     B, chunks, H, _ = x.beta.shape
     programs = min(most, B * chunks * H * (x.q.shape[3] // BLOCK))
+    inputs = len(operands)  # a cached kernel must not hold a tracer
 
     def body(*refs):
-        given, (*results, columns, own) = refs[: len(operands)], refs[len(operands) :]
+        given, (*results, columns, own) = refs[:inputs], refs[inputs:]
         p = Program(reverse, programs, Operands(*given), Results(*results), columns, own)
         me = lax.axis_index("warpgroup")
         for number, work in enumerate((of_queries, of_keys, load)):

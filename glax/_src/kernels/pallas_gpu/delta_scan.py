@@ -56,9 +56,10 @@ def delta_scan(w: DeltaScan, rows: int, *operands) -> Results:
     `EdgeCopies` if there are any."""
     x, _ = split_edges(Operands, operands)
     B, chunks = x.factors.shape[:2]
+    inputs = len(operands)  # a cached kernel must not hold a tracer
 
     def body(*refs):
-        given, (*results, own, barriers) = refs[: len(operands)], refs[len(operands) :]
+        given, (*results, own, barriers) = refs[:inputs], refs[inputs:]
         p = Program(w, *split_edges(Operands, given), Results(*results), own, barriers)
         me = lax.axis_index("warpgroup")
         carry = carry_wide_state if w.wide else carry_state

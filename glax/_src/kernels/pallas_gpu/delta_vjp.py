@@ -208,9 +208,10 @@ def delta_gradient(reverse: bool, *operands) -> Results:
     x, _ = split_edges(Operands, operands)
     total = math.prod(x.factors.shape[:3])
     programs, results = min(total, multiprocessors()), tuple(Results.types(x))
+    inputs = len(operands)  # a cached kernel must not hold a tracer
 
     def body(*refs):
-        p, own = Program.of(reverse, len(operands), refs)
+        p, own = Program.of(reverse, inputs, refs)
         me = lax.axis_index("warpgroup")
         for number, work in enumerate((of_queries, of_keys, load)):
             pl.when(me == number)(functools.partial(in_turns, work, total, programs, p, own))

@@ -83,9 +83,10 @@ def delta_gradient_wide(reverse: bool, *operands) -> Results:
     x, _ = split_edges(Operands, operands)
     K = min(x.q.shape[3], WIDEST)
     blocks = x.q.shape[3] // K
+    inputs = len(operands)  # a cached kernel must not hold a tracer
 
     def body(*refs):
-        p, own = Program.of(reverse, len(operands), refs)
+        p, own = Program.of(reverse, inputs, refs)
         me = lax.axis_index("warpgroup")
         pl.when(me == 0)(functools.partial(of_queries, p, own))
         pl.when(me == 1)(functools.partial(of_keys, p, own))
@@ -183,6 +184,7 @@ def of_keys(p: Program, own: Columns):
     B, t = erased_scores(p, pairs), p.tiles
     store_split(t.erase_pairs, B)  # registers have no room for its two terms beside the sums
     dk, erased = erased_gradient(p, of_state, t.erase_pairs)
+    plgpu.commit_smem()  # all warps have read B
     store_split(t.erase_pairs, B * by_row(p.beta(), PAIRS))
     send_keys(p, dk, erased, behind)
 

@@ -3,10 +3,11 @@
 Pallas traces and lowers a kernel in Python, which takes seconds, and does so again for every program that contains
 it. XLA compiles the kernels of a program one after another. Here a kernel is traced and lowered separately when the first
 program that contains it is lowered, and every later program reuses the result. JAX traces calls that no program will contain,
-such as the forward without residuals of a call that is differentiated: their kernels are only recorded. A thread compiles a
+such as the forward without residuals of a call that is differentiated: their kernels are only recorded, if the types of their
+results are given. A thread compiles a
 kernel while the next is lowered. Mosaic GPU caches compiled kernels for the whole process, and XLA finds them there.
-A gradient has one kernel that takes longest to compile. It is lowered before the kernels of its forward, so that it is compiled
-while all others are lowered.
+A gradient's kernel that takes longest to compile, where it is marked, is lowered before the kernels of the forward, so that it is
+compiled while all others are lowered.
 """
 
 import contextlib

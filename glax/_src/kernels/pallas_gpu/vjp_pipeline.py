@@ -333,9 +333,11 @@ def launch(
     options: dict[str, Any] = dict(scratch_types=list(memory.values()), interpret=interpret, compiler_params=params)
     kernel = plgpu.kernel(named, out_type=[] if over else list(outputs.values()), **mesh, **options)
 
+    first = len(inputs)  # a cached kernel must not hold a tracer
+
     def call(*operands):
-        refs = [jax.new_ref(x) for x in operands[len(inputs) :]]
-        return kernel(*operands[: len(inputs)], *refs) or [ref[...] for ref in refs]
+        refs = [jax.new_ref(x) for x in operands[first:]]
+        return kernel(*operands[:first], *refs) or [ref[...] for ref in refs]
 
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in over or outputs.values()]
     operands = *inputs.values(), *over
