@@ -8,8 +8,7 @@ G_i is the sum of a chunk's log gates through token i:
 Exponents are sums of gates between two tokens, which are never above 0 for gates <= 0, so no gate needs another form. A gate of
 -inf makes its pairs 0. L includes the decays. The inverse of a matrix without decays may overflow where (I + L)^-1 is small.
 
-The inverse is formed by blocks (`delta_merge`), and no power of L is. `merged` merges blocks for `delta_key_pairs`, with products
-of all columns.
+The inverse is formed by blocks (`delta_merge`), and no power of L is.
 
 The kernel also writes the factors by which the scans and the gradient multiply tokens.
 
@@ -31,15 +30,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu import tiles
-from glax._src.kernels.pallas_gpu.delta_merge import BLOCK, COLUMN, of_rows, split, store_inverse, store_split
+from glax._src.kernels.pallas_gpu.delta_merge import BLOCK, COLUMN, of_rows, store_inverse
 from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.lowering_cache import once
-from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, LOG2E, by_column, by_row, tiled, transposed
 
 BF16 = jnp.bfloat16
-SIZES = 16, 32  # of the blocks whose inverses `merged` merges
-STEP = 16  # rows of the right side of a product
 PAIRS = (C, C)
 FACTORS = 5
 BETA, ERASING, LEAVING, WITHIN, GATES = range(FACTORS)  # rows of `Results.factors`
@@ -217,16 +214,9 @@ def load(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def positions(reverse: bool):
-    """Return `tiles.positions` behind a barrier of the compiler, so that no registers hold them throughout the loop."""
-    row = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW))
-    i, j = by_row(row, PAIRS), tiles.iota(PAIRS, 1)
-    return (C - 1 - i, C - 1 - j) if reverse else (i, j)
-
-
 def sums_of_gates(reverse: bool, log, t: Tiles):
     """Return G [C], by row, and store it. log: the gates to base 2."""
-    i, j = positions(reverse)
+    i, j = tiles.positions_again(reverse)
     t.numbers[...] = log
     plgpu.commit_smem()
     G = jnp.where(i >= j, by_column(load(t.numbers, BY_COLUMN), PAIRS), 0.0).sum(1)
@@ -240,38 +230,3 @@ def write_factors(G, beta, last, factors: Ref):
     within = jnp.exp2(G)
     for row, x in zip(range(FACTORS), (beta, beta * within, jnp.exp2(last - G), within, G), strict=True):
         factors[row] = x
-
-
-def split_product(a, pair, rows: list[int]):
-    """Return a @ b in float32, without the product of what both lose in bfloat16, from the rows of b that begin at `rows`, STEP
-    each. a: in registers. pair: the terms of b."""
-    high, rest = split(a)
-    terms = (high, pair[0]), (high, pair[1]), (rest, pair[0])
-    return tiles.product(PAIRS, *((x[:, row : row + STEP], b.at[pl.ds(row, STEP)]) for row in rows for x, b in terms))
-
-
-def between_neighbours(L, size: int, reverse: bool):
-    """Return the blocks of L between the first and the second of every two blocks of `size` on the diagonal, and 0 elsewhere."""
-    i, j = tiles.positions(reverse)
-    block_i, block_j = quotient(i, size), quotient(j, size)
-    return jnp.where((block_i == block_j + 1) & (remainder(block_j, 2) == 0), L, 0.0)
-
-
-def tokens_of(size: int, second: bool, reverse: bool) -> list[int]:
-    """Return where the tokens of the first, or the second, of every two blocks of `size` begin, STEP at a time."""
-    rows = range(0, C, STEP)
-    return [row for row in rows if (C - STEP - row if reverse else row) // size % 2 == second]
-
-
-def merged(X, L, size: int, reverse: bool, inverse: tuple[Ref, Ref], product: tuple[Ref, Ref]):
-    """Return the inverses of the blocks of 2 * size on the diagonal of I + L, from X [C, C], the inverses of the blocks of
-    `size`. inverse, product: the tiles of X and of M X, which may be the same."""
-    if product is inverse:
-        plgpu.commit_smem()  # all warps have read the product before
-    store_split(inverse, X)
-    between = between_neighbours(L, size, reverse)
-    through = split_product(between, inverse, tokens_of(size, False, reverse))
-    if product is inverse:
-        plgpu.commit_smem()  # all warps have read X
-    store_split(product, through)
-    return X - split_product(X, product, tokens_of(size, True, reverse))

@@ -39,7 +39,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu import delta_blocks, tiles
-from glax._src.kernels.pallas_gpu.delta_inverse import PAIRS, SIZES, STEP, merged, split, store_split
+from glax._src.kernels.pallas_gpu.delta_key_merge import PAIRS, SIZES, STEP, merged
+from glax._src.kernels.pallas_gpu.delta_merge import split, store_split
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient
 from glax._src.kernels.pallas_gpu.tiles import BY_ROW, HALF, LOG2E, by_row, read, tiled, transposed
@@ -260,17 +261,10 @@ def measure(p: Program):
 
 def block_sums(p: Program, size):
     """Return the matrix [C, C] whose product with gates is M, for blocks of `size` tokens, a power of two."""
-    i, j = positions(p.reverse)
+    i, j = tiles.positions_again(p.reverse)
     second, in_block = i & size, (i ^ j) < size
     through, behind = in_block & (second != 0) & (j <= i), in_block & (second == 0) & (j > i)
     return (jnp.where(through, 1.0, 0.0) - jnp.where(behind, 1.0, 0.0)).astype(BF16)
-
-
-def positions(reverse: bool):
-    """Return `tiles.positions` behind a barrier, so that registers do not hold what loops form from them."""
-    row = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW))
-    i, j = by_row(row, PAIRS), tiles.iota(PAIRS, 1)
-    return (C - 1 - i, C - 1 - j) if reverse else (i, j)
 
 
 def scores(p: Program, tile, is_fast):
@@ -282,7 +276,7 @@ def scores(p: Program, tile, is_fast):
     def advance(level, found):
         size = lax.shift_right_logical(p.hidden(jnp.int32(HALF)), level)
         x = product(p, size, tile)
-        i, j = positions(p.reverse)
+        i, j = tiles.positions_again(p.reverse)
         # The highest bit in which the positions of two tokens differ is the size of the blocks between which they lie.
         apart = i ^ j
         return jnp.where((i > j) & (apart >= jnp.where(is_fast, 0, size)) & (apart < 2 * size), x, found)

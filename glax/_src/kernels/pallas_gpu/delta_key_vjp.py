@@ -39,7 +39,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu import tiles
-from glax._src.kernels.pallas_gpu.delta_inverse import split, store_split
 from glax._src.kernels.pallas_gpu.delta_key_pairs import LEVELS, MOST
 from glax._src.kernels.pallas_gpu.delta_key_vjp_refs import (
     BETA,
@@ -61,6 +60,7 @@ from glax._src.kernels.pallas_gpu.delta_key_vjp_refs import (
     Results,
     Tiles,
 )  # fmt: skip
+from glax._src.kernels.pallas_gpu.delta_merge import split, store_split
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import C, quotient
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, HALF, LOG2E, by_column, by_row, read, transposed, zeros

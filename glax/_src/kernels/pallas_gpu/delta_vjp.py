@@ -31,7 +31,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.pallas_gpu import tiles
-from glax._src.kernels.pallas_gpu.delta_inverse import BETA, GATES, positions, store_split
+from glax._src.kernels.pallas_gpu.delta_inverse import BETA, GATES
+from glax._src.kernels.pallas_gpu.delta_merge import store_split
 from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient, remainder
@@ -190,7 +191,7 @@ class Program:
 
     def decayed(self, pairs, diagonal: bool, factor: float = 1.0):
         """Return factor * pairs * D, [C, C] in float32. diagonal: whether to include the pair of a token with itself."""
-        i, j = positions(self.reverse)
+        i, j = tiles.positions_again(self.reverse)
         to = by_column(plgpu.load(self.tiles.gates, layout=BY_COLUMN, optimized=False), PAIRS)
         mask = i >= j if diagonal else i > j
         return pairs * (factor * jnp.exp2(jnp.where(mask, by_row(self.gates(), PAIRS) - to, -jnp.inf)))
@@ -334,7 +335,7 @@ def send_queries(p: Program, dq):
 
 def gradient_of_gates(p: Program):
     """Return dg [C], by row, from the numbers of all tokens."""
-    t, (i, j) = p.tiles, positions(p.reverse)
+    t, (i, j) = p.tiles, tiles.positions_again(p.reverse)
 
     def numbers(row: int):
         return by_column(plgpu.load(t.summed.at[row], layout=BY_COLUMN, optimized=False), PAIRS)

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
-from glax._src.kernels.pallas_gpu.delta_inverse import store_split
+from glax._src.kernels.pallas_gpu.delta_merge import store_split
 from glax._src.kernels.pallas_gpu.delta_vjp import (
     PAIRS,
     THROUGH,

@@ -175,6 +175,13 @@ def positions(reverse: bool):
     return (C - 1 - i, C - 1 - j) if reverse else (i, j)
 
 
+def positions_again(reverse: bool):
+    """Return `positions` behind a barrier of the compiler, so that registers do not hold what loops form from them."""
+    row = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW))
+    i, j = by_row(row, (C, C)), iota((C, C), 1)
+    return (C - 1 - i, C - 1 - j) if reverse else (i, j)
+
+
 def middle_matrix(reverse: bool) -> jax.Array:
     """Return the matrix whose row i sums the gates from the chunk's middle through token i, with sign -1 before the middle."""
     i, j = positions(reverse)
