@@ -198,7 +198,7 @@ def losses(found: list[Comparison], results: list[Result]) -> str:
         )
         for x in sorted(slower, key=lambda x: x.times)
     ]
-    text = "No call over whole sequences that was timed beside a peer is slower than the peer's.\n"
+    text = "No call over whole sequences that was timed beside a peer is slower than its peer.\n"
     if rows:
         text = "Calls in which a peer is faster:\n\n"
         text += table(["problem", "gate", "mode", "peer", "peer / glax", "where", "note on glax"], rows)

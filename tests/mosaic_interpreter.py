@@ -48,8 +48,11 @@ def inverses_of_stacked_blocks(L, reverse: bool):
 
 
 def one_kernel_at_a_time(monkeypatch, *kernels):
-    """Wait for every kernel. XLA's CPU client starts 32 programs, and those that wait for a kernel, or kernels side by side, may
-    leave none and no thread for the warpgroups of its interpreter. kernels: the module and the name of each."""
+    """Wait for every kernel. kernels: the module and the name of each.
+
+    XLA's CPU client runs at most 32 programs at a time. Programs that wait for a kernel, or kernels side by side, may use all of
+    these up, and the interpreter's warpgroups then find no thread.
+    """
 
     def waiting(f):
         return lambda *operands: jax.block_until_ready(f(*jax.block_until_ready(operands)))

@@ -57,7 +57,7 @@ def program(launch, *operands, times: int = 1) -> str:
 def test_stands_in_a_program_as_without(times, compiled):
     """Operands, results, attributes, layouts, and what is written over."""
     kernel = launching([])
-    found = program(lambda *x: lowering_cache.once("kernel", kernel, *x), Z, Y, X, times=times)
+    found = program(lambda *x: lowering_cache.once("kernel", kernel, *x, results=TYPES), Z, Y, X, times=times)
     assert found.count("@mosaic_gpu_v2") == times
     assert found == program(kernel, Z, Y, X, times=times)
     assert compiled() == [[(2,), (4, 5), (6,)]]
@@ -67,7 +67,8 @@ def test_lowered_once_for_its_shapes(compiled):
     traced = []
 
     def launch(*operands):
-        return lowering_cache.once("kernel", launching(traced), *operands)
+        results = [jax.ShapeDtypeStruct(operands[1].shape, "float32"), *TYPES[1:]]
+        return lowering_cache.once("kernel", launching(traced), *operands, results=results)
 
     program(launch, Z, Y, X)
     program(lambda *x: launch(*x), Z, Y, X)
@@ -144,7 +145,9 @@ def test_what_fails_in_a_thread_is_left_to_the_program(monkeypatch):
         raise ValueError("no such instruction")
 
     monkeypatch.setattr(lowering_cache.Kernel, "compile", fail)
-    assert "mosaic_gpu_v2" in program(lambda *x: lowering_cache.once("fails", launching([]), *x), Z, Y, X)
+    assert "mosaic_gpu_v2" in program(
+        lambda *x: lowering_cache.once("fails", launching([]), *x, results=TYPES), Z, Y, X
+    )
 
 
 def test_nothing_of_it_elsewhere(compiled, monkeypatch):
@@ -155,7 +158,7 @@ def test_nothing_of_it_elsewhere(compiled, monkeypatch):
         calls.append(x)
         return [x]
 
-    lowering_cache.once("untraced", call, jnp.ones(3))
+    lowering_cache.once("untraced", call, jnp.ones(3), results=[X])
     monkeypatch.setattr(Backend, "here", classmethod(lambda cls: Backend.CPU))
-    jax.jit(lambda x: lowering_cache.once("elsewhere", call, x))(jnp.ones(3))
+    jax.jit(lambda x: lowering_cache.once("elsewhere", call, x, results=[X]))(jnp.ones(3))
     assert len(calls) == 2 and not lowering_cache.known and not compiled()

@@ -30,7 +30,6 @@ class DeltaLayout(SegmentedScan):
     none. packed: the sequences that the layout takes as one row, or None.
     """
 
-    layout: KernelLayout
     chunks: Chunks
     d_output: jax.Array | None
     edges: tuple[jax.Array, ...]

@@ -72,7 +72,7 @@ class Tiles(NamedTuple):
     def types(cls, K: int) -> "Tiles":
         """Return the types of all warpgroups, by warpgroup."""
         n = warpgroups_of(K)
-        numbers, term = plgpu.SMEM((n, C), jnp.float32), tiled(n, C, C, columns=STEP)
+        numbers, term = plgpu.SMEM((n, C), jnp.float32), tiled(n, C, C, columns=BLOCK)
         return cls(tiled(n, C, K), numbers, numbers, tiled(n, C, C), (term, term))
 
     def of(self, me) -> "Tiles":
@@ -201,7 +201,8 @@ def write_inverse(p: Program, me, item, following, numbers):
 
 
 def erased(t: Tiles, keys, size: int, places, is_counted=None):
-    """Return part of L as `store_inverse` reads it. keys: k_i . k_j, [C, C]. Entries that are read are for j before i."""
+    """Return part of L as `store_inverse` reads it. keys: k_i . k_j, [C, C]. Without is_counted, rows
+    of first blocks are wrong, and no product of theirs is used."""
     picked = of_rows(size, [keys[:, at : at + BLOCK] for at in places])
     to = of_rows(size, [by_column(load(t.sums.at[pl.ds(at, BLOCK)], BY_COLUMN), COLUMN) for at in places])
     between = by_row(load(t.sums, BY_ROW), COLUMN) - to

@@ -137,9 +137,10 @@ def pairs_of_chunks(reverse: bool, q, k, gates, beta, scale) -> Results:
         form_chunk(Program(reverse, Operands(*given), Results(*results), own))
 
     body.__name__ = "delta_key_pairs"  # in profiles
+    results = tuple(Results.types(B, chunks, H, K))
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(Results.types(B, chunks, H, K)),
+        out_type=results,
         grid=(B * chunks * H,),
         grid_names=("program",),
         num_threads=1,
@@ -147,7 +148,7 @@ def pairs_of_chunks(reverse: bool, q, k, gates, beta, scale) -> Results:
         scratch_types=[Tiles.types(K, gates.dtype)],
         compiler_params=tiles.PARAMS,
     )
-    return Results(*once(("delta_key_pairs", reverse), kernel, q, k, gates, beta, scale))
+    return Results(*once(("delta_key_pairs", reverse), kernel, q, k, gates, beta, scale, results=results))
 
 
 @dataclasses.dataclass(frozen=True)

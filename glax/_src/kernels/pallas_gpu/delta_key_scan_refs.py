@@ -58,7 +58,7 @@ class Operands(NamedTuple):
     leaving: Ref  # [B, chunks, H, C, K]: K e^{G_last - G}
     decay: Ref  # [B, chunks, H, K]: e^{G_last}
     beta: Ref  # [B, chunks, H, C]
-    start: Ref  # [N, H, V, K]
+    start: Ref  # [N, H, V, K]; any array if sequences begin from zero
 
 
 class Tiles(NamedTuple):

@@ -21,8 +21,8 @@ for dA with x = e, they are sums over pairs with one reference, or over several 
 
     dx_i  = e^{M_i} sum_j dP_ij (k_j e^{-M_j})          dk^_j = e^{-M_j} sum_i dP_ij (x_i e^{M_i})
 
-dP, dA and the decayed tokens have two terms of bfloat16. So both sums have 16 bits, to which the terms of pairs behind a gate
-cancel in dg.
+dP, dA and the decayed tokens have two terms of bfloat16, so both sums have 16 bits. In dg the terms of a pair whose tokens are
+both behind the gate cancel, to as many bits.
 
 An item is one chunk of one head and 64 channels of K. One warpgroup computes dq, its part of dk^, and dg; another de and dk. Each
 adds up its sums over V in steps of 64 columns. A third loads, also for the next item. Programs are persistent.
@@ -108,7 +108,7 @@ def for_all_items(p: Program, work, registers: int):
 
 
 def load(p: Program):
-    """Load an item's tiles. The first steps' places are free before those of the tokens are."""
+    """Load an item's tiles, the first steps at first: their places are free while the item before still reads the tokens."""
     first = min(STAGES, p.steps)
     for step in range(first):
         load_step(p, jnp.int32(step))
@@ -232,9 +232,8 @@ def store_edge(p: Program, products):
     in tiles of the warpgroup that are free."""
     t = p.tiles
     i, _ = p.positions()
-    t.pairs(QUERIES)[0][...] = tiles.indicator(
-        i == (C - 1 if p.reverse else 0)
-    )  # `by_halves` reads the first rows in memory
+    # 1 in the first row in memory, which `by_halves` reads, and else 0
+    t.pairs(QUERIES)[0][...] = tiles.indicator(i == (C - 1 if p.reverse else 0))
     store_split(t.left(QUERIES), products)
 
     def summed(terms):
@@ -274,7 +273,7 @@ def reference_sums(p: Program, size, sign):
 def sums_over_pairs(p: Program, side: int, left):
     """Return the two sums over pairs, [C, BLOCK] each: `left` with dx added, and dk^.
 
-    side: QUERIES with x = scale q, or KEYS with x = beta k. dx is the gradient of q / scale, or of e. In the exact form a token
+    side: QUERIES with x = scale q, or KEYS with x = beta k. dx is dq / scale, or de. In the exact form a token
     takes part in a level with one factor, e^M or e^-M as its block is a second or a first one, and the other, which may be
     inf, is not formed.
     """
@@ -295,7 +294,7 @@ def sums_over_pairs(p: Program, side: int, left):
         x = read(t.q) * p.scale() if side == QUERIES else read(t.k) * p.number(TOKEN_BETA)
         store_split(t.left(side), x * up)
         if side == KEYS:
-            store_split(t.right, read(t.k) * jnp.exp2(M * sign))  # not down(up), which registers would hold
+            store_split(t.right, read(t.k) * jnp.exp2(M * sign))  # down(up), formed again, so that no registers hold it
             plgpu.barrier_arrive(t.stored)
         else:
             plgpu.barrier_wait(t.stored)

@@ -50,7 +50,8 @@ def store_inverse(L: Callable, reverse: bool, pair: tuple[Ref, Ref], result: Ref
     """Store (I + L)^-1 - I in bfloat16, [C, C].
 
     L: a function of (size, places, is_counted), which returns [C, BLOCK] of L in float32, in the rows [size i, size (i + 1)) the
-    columns from places[i] on. By default all entries are counted; others are 0. So L is formed where it is used.
+    columns from places[i] on. is_counted: which entries to keep, others being 0; None for
+    all. So L is formed where it is used.
     reverse: whether L is upper triangular. pair: tiles [C, C] of BLOCK columns, for two terms.
     """
     i, j = remainder(iota(COLUMN, 0), BLOCK), iota(COLUMN, 1)

@@ -1,20 +1,20 @@
 """Compute the gradient of every chunk and head under the delta rule, with per-head gates.
 
-G_i is the sum of a chunk's log gates through token i, and L the sum of all of them. D_ij = e^{G_i - G_j} for j before i, and e
-= beta k. S is the state before the chunk, and dS' = dL/dS' behind it. U and dX are those of `delta_scan`:
+G_i is the sum of a chunk's log gates through token i, and G_last the sum of all. D_ij = e^{G_i - G_j} for j before i, and e =
+beta k. S is the state before the chunk, and dS' = dL/dS' behind it. U and dX are those of `delta_scan`:
 
     A  = scale (dO U^T) D, its diagonal included        B = -(dX U^T) D
     dq = scale e^G (dO S^T) + A k                       de = -e^G (dX S^T) + B k
-    dk = e^{L - G} (U dS'^T) + A^T q + B^T e + beta de
+    dk = e^{G_last - G} (U dS'^T) + A^T q + B^T e + beta de
     d beta = de . k + dX . v            `delta_scan` computes the second term
 
-    dg_t = e^L <S, dS'> + sum_{j < t} k_j . e^{L - G_j} (U dS'^T)_j
+    dg_t = e^{G_last} <S, dS'> + sum_{j < t} k_j . e^{G_last - G_j} (U dS'^T)_j
            + sum_{i >= t} (q_i . dq_i + e_i . de_i - k_i . (A^T q + B^T e)_i)
 
-One warpgroup computes A and dq, a second computes B, de and dk, and a third loads. The first then sums the numbers of tokens to
-dg. There is a program for each multiprocessor, which takes chunks of heads in turns. What has columns of V is loaded for the next
-chunk as soon as its products are done, while products of pairs of tokens with q and k run. `delta_vjp_wide` computes the same
-where keys or values are wider than 128.
+One warpgroup computes A and dq, a second computes B, de and dk, and a third loads. The first then forms dg from the sums of each
+token that both have left in `Tiles.summed`. There is a program for each multiprocessor, which takes chunks of heads in turns.
+What has columns of V is loaded for the next chunk as soon as its products are done, while products of pairs of tokens with q and
+k run. `delta_vjp_wide` computes the same where keys or values are wider than 128.
 """
 
 import dataclasses
@@ -80,9 +80,10 @@ class Tiles(NamedTuple):
 
     q: Ref  # [C, K]
     k: Ref  # [C, K]
-    gates: Ref  # [C]
+    gates: Ref  # [C]: G, to base 2
     beta: Ref  # [C]
-    summed: Ref  # [SUMMED, C]: parts of <S, dS'>; scale q . dq; e . de - k . (...); k . (...)
+    # [SUMMED, C]: parts of <S, dS'>, not by token; q . dq; e . de - k . (A^T q + B^T e); k . e^{G_last - G} (U dS'^T)
+    summed: Ref
     output_pairs: tuple[Ref, Ref]  # [C, C]: A / scale in two terms
     erase_pairs: tuple[Ref, Ref]  # [C, C]: beta_i B_ij in two terms
     loaded: Ref

@@ -93,9 +93,10 @@ def delta_gradient_wide(reverse: bool, *operands) -> Results:
         pl.when(me == 2)(functools.partial(load, p, own))
 
     body.__name__ = "delta_gradient_wide"  # in profiles
+    results = tuple(Results.types(x, blocks))
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(Results.types(x, blocks)),
+        out_type=results,
         grid=(math.prod(x.factors.shape[:3]) * blocks,),
         grid_names=("program",),
         num_threads=3,
@@ -103,7 +104,7 @@ def delta_gradient_wide(reverse: bool, *operands) -> Results:
         scratch_types=[Tiles.types(K), Columns.types(K, blocks)],
         compiler_params=tiles.PARAMS,
     )
-    return Results(*once(("delta_gradient_wide", reverse), kernel, *operands))
+    return Results(*once(("delta_gradient_wide", reverse), kernel, *operands, results=results))
 
 
 def steps(p: Program) -> int:

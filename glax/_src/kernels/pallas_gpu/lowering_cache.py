@@ -3,8 +3,7 @@
 Pallas traces and lowers a kernel in Python, which takes seconds, and does so again for every program that contains
 it. XLA compiles the kernels of a program one after another. Here a kernel is traced and lowered separately when the first
 program that contains it is lowered, and every later program reuses the result. JAX traces calls that no program will contain,
-such as the forward without residuals of a call that is differentiated: their kernels are only recorded, if the types of their
-results are given. A thread compiles a
+such as the forward without residuals of a call that is differentiated: their kernels are only recorded. A thread compiles a
 kernel while the next is lowered. Mosaic GPU caches compiled kernels for the whole process, and XLA finds them there.
 A gradient's kernel that takes longest to compile, where it is marked, is lowered before the kernels of the forward, so that it is
 compiled while all others are lowered.
@@ -34,12 +33,12 @@ from glax._src.kernels.pallas_gpu import equal_layouts
 class Kernel:
     """Hold a function of arrays that launches one kernel, and trace and lower it at its first use.
 
-    types: the shapes and dtypes of the results, or None to find them by tracing. part_of: `Current.call` at its first record.
+    types: the shapes and dtypes of the results. part_of: the call (`Current.call`) that recorded it first.
     """
 
     call: Callable
     shapes: list[jax.ShapeDtypeStruct]
-    types: Sequence[jax.ShapeDtypeStruct] | None = None
+    types: Sequence[jax.ShapeDtypeStruct]
     part_of: Hashable = None
     lowering: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -50,8 +49,7 @@ class Kernel:
     @functools.cached_property
     def results(self) -> list[ShapedArray]:
         """Return the shapes and dtypes of the results."""
-        types = jax.tree.leaves(self.traced.out_info) if self.types is None else self.types
-        return [ShapedArray(x.shape, x.dtype) for x in types]
+        return [ShapedArray(x.shape, x.dtype) for x in self.types]
 
     @functools.cached_property
     def lowered(self) -> bytes:
@@ -94,7 +92,8 @@ def in_no_trace(f: Callable):
 def with_gradient(r: Recurrence):
     """Record the kernels inside as those of one call: the gradient of r, or its forward with residuals.
 
-    The shapes name the call: JAX also traces gradients that it then batches or divides, and that no program contains.
+    The structure and the shapes of r name the call. Both have the same; gradients that JAX traces only to batch or divide them
+    have others.
     """
     leaves, structure = jax.tree.flatten(r)
     before, current.call = current.call, (structure, *((x.shape, x.dtype) for x in leaves))
@@ -108,14 +107,13 @@ def once(
     specialisation: Hashable,
     call: Callable,
     *operands,
-    results: Sequence[jax.ShapeDtypeStruct] | None = None,
+    results: Sequence[jax.ShapeDtypeStruct],
     is_longest: bool = False,
 ) -> list[jax.Array]:
     """Return call(*operands), where `call` launches one kernel and does nothing else.
 
     specialisation: everything that the kernel depends on beside the operands' shapes and dtypes. results: the shapes and dtypes
-    of what `call` returns; without them it is traced here. is_longest: whether the kernel takes longest to compile of those of
-    its gradient.
+    of what `call` returns. is_longest: whether the kernel takes longest to compile of those of its gradient.
     """
     if Backend.here() is not Backend.GPU or not any(isinstance(x, Tracer) for x in operands):
         return call(*operands)

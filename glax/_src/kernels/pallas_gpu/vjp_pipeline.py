@@ -54,9 +54,8 @@ class Sizes:
     blocks: Blocks = WHOLE  # of which a wide head's state consists; H counts them
     packed: bool = False  # chunks begin at any row of the inputs: `places` has those
     edges: bool = False  # chunks without some tokens are read from copies: `packed_row.Edges`
-    resets: bool = (
-        False  # marked tokens reset the state (`resets.newest_resets`), so d_scale is by token: of several sequences
-    )
+    # Marked tokens reset the state (`resets.newest_resets`). A chunk may hold several sequences, so d_scale is by token.
+    resets: bool = False
 
     @property
     def chunks(self) -> int:
