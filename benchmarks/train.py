@@ -148,7 +148,7 @@ def jla_config(args):
     """Return jla's config with the sizes of `config_of`.
 
     The other settings are those of jla's own benchmark of Gated DeltaNet at 16,384 tokens per step on one GPU: nothing
-    recomputed, layers unrolled, and norms, SwiGLU and gates that store their inputs alone.
+    recomputed, layers unrolled unless --scan, and norms, SwiGLU and gates that store their inputs alone.
     """
     from jla.models import AttentionConfig, LinearAttentionConfig, ModelConfig
 
@@ -166,7 +166,7 @@ def jla_config(args):
         attention=AttentionConfig(heads, heads, width),  # of no layer here, but a required field
         remat="none",
         lean_vjp=True,
-        scan_layers=False,
+        scan_layers=args.scan,
     )
 
 
@@ -347,6 +347,9 @@ def main():
     parser.add_argument("--layers", type=int, help="of the model, for a shorter look")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--compile", action="store_true", help="a step of JAX into its cache, and train nothing")
+    parser.add_argument(
+        "--scan", action="store_true", help="with --by jla: its layers in one loop, which compiles sooner"
+    )
     parser.add_argument("--part", type=a_part, help="i/n; with --by fla or transformers")
     args = parser.parse_args()
     choice = MODELS[args.model]
@@ -357,6 +360,8 @@ def main():
         parser.error(f"--by transformers trains Mamba2-370M alone, not {choice.name}: choose --by fla")
     if args.by == "jla" and args.model != "gated_deltanet":
         parser.error(f"--by jla trains Gated DeltaNet-340M alone, not {choice.name}: choose --by models")
+    if args.scan and args.by != "jla":
+        parser.error(f"--scan is an option of --by jla, got --by {args.by}: leave out --scan")
     ways = dict(glax=by_glax, models=by_glax, jla=by_jla, fla=by_torch, transformers=by_torch)
     row = ways[args.by](args)
     if row is None:
