@@ -128,7 +128,7 @@ def test_inverse_where_its_powers_grow(reverse, monkeypatch):
     numbers = jnp.zeros((1, 64, 1), jnp.float32)
     mosaic_interpreter.install(monkeypatch)
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        found = delta_inverse.inverses_of_chunks(reverse, k, numbers, numbers + 2.0).inverse
+        found = delta_inverse.inverses_of_chunks(reverse, 1, k, numbers, numbers + 2.0).inverse
     exact = np.asarray(k[0, :, 0], np.float64)
     i, j = np.indices((64, 64))
     L = np.where(i < j if reverse else i > j, 2 * exact @ exact.T, 0)
@@ -140,8 +140,7 @@ def test_inverse_where_its_powers_grow(reverse, monkeypatch):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_one_program_for_all_chunks(reverse, monkeypatch):
     """Each warpgroup computes several, while the next are loaded."""
-    for module in (delta_inverse, delta_vjp):
-        monkeypatch.setattr(module, "multiprocessors", lambda: 1)
+    monkeypatch.setattr(delta, "multiprocessors", lambda: 1)
     case = dataclasses.replace(CASE, T=230, heads=(1, 1, 2), K=64, V=64, reverse=reverse)
     assert_as_reference(case, (Draw("mild"),), True, 1, monkeypatch)
 
@@ -155,9 +154,8 @@ def test_inverses_in_turns(monkeypatch):
     gates[0, 70:80, 1] = -np.inf
     padded = [jnp.asarray(np.pad(x, ((0, 0), (0, 40), (0, 0))), jnp.float32) for x in (gates, beta)]
     mosaic_interpreter.install(monkeypatch)
-    monkeypatch.setattr(delta_inverse, "multiprocessors", lambda: 1)
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        found = delta_inverse.inverses_of_chunks(False, k, *padded)
+        found = delta_inverse.inverses_of_chunks(False, 1, k, *padded)
     gates, beta = (np.asarray(x, np.float64).reshape(10, 64, H) for x in padded)
     exact = np.pad(np.asarray(k[0, :, 0], np.float64), ((0, 40), (0, 0))).reshape(10, 64, K)
     sums = np.cumsum(np.maximum(gates, LOG_OF_ZERO), 1)

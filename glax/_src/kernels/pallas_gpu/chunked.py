@@ -177,7 +177,7 @@ def chunked_vjp(
             return gradient_in_one_row(r, d_output, residuals, config)
         # The residuals are a row's. The states are computed again, with each sequence from a chunk's start on.
         whole = KernelLayout(r, dataclasses.replace(config, parts=1), square=True)
-        return gradient_of(r, whole, d_output, d_final, None, begun)
+        return gradient_of(r, whole, d_output, d_final, None, None)
     # how many sequences a row of the residuals holds or, without residuals, a row that would be read
     number = joined_number(r) if residuals is None else r.q.shape[0] // residuals.states.shape[0]
     if begun is None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from glax._src.core.decay import Decay
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, gradient_recurrence
+from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.pallas_gpu import delta_vjp
 from glax._src.kernels.pallas_gpu.config import HopperConfig, in_one_row
 from glax._src.kernels.pallas_gpu.delta_inverse import Results as Chunks
@@ -51,7 +52,9 @@ class DeltaLayout(SegmentedScan):
         d_output = None if d_output is None else p.in_blocks(d_output, p.V)
         edges = p.edge_copies(p.k, p.q, p.v, *([] if d_output is None else [d_output]))
         numbers = (in_chunks(x) for x in (head_gates(p.r, p.rows, p.q.shape[:2]), p.rows.take(beta)))
-        return cls(p, inverses_of_chunks(r.reverse, p.k, *numbers, *edges[:2]), d_output, edges, packed)
+        return cls(
+            p, inverses_of_chunks(r.reverse, multiprocessors(), p.k, *numbers, *edges[:2]), d_output, edges, packed
+        )
 
     def scan_segments(self, kind, start) -> Results:
         """Scan every segment. start: the states that enter them, [E, H, V, K], or None for zeros."""
@@ -125,24 +128,26 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
     states = d.scan("states", r.initial_state).states if residuals is None else residuals.states
     adjoint = d.scan("adjoint", d_final)
     scale = p.scales if p.rows.begins is None else p.scale_of_chunks()
-    chunkwise = states, adjoint.states, d.chunks.factors, scale
-    gradient = delta_vjp.delta_gradient if max(p.K, p.V) <= delta_vjp.WIDEST else delta_gradient_wide
-    each = gradient(r.reverse, p.q, p.k, d.d_output, *chunkwise, *d.edges)
+    operands = p.q, p.k, d.d_output, states, adjoint.states, d.chunks.factors, scale, *d.edges
+    if max(p.K, p.V) <= delta_vjp.WIDEST:
+        each = delta_vjp.delta_gradient(r.reverse, multiprocessors(), *operands)
+    else:
+        each = delta_gradient_wide(r.reverse, *operands)
     by_block = each.terms.reshape(*each.terms.shape[:2], p.H, -1, *each.terms.shape[3:])
     terms = [by_block[:, :, :, :, i].sum(3) for i in range(delta_vjp.TERMS)]
     decay = dict.fromkeys(("constant", "head", "key"))
     if r.decay.form == "head":
-        decay["head"] = d.gates_by_row(terms[delta_vjp.LOG_DECAYS])
+        decay["head"] = d.gates_by_row(terms[delta_vjp.D_GATES])
     elif r.decay.form == "constant":
-        decay["constant"] = constant_gradient(d, terms[delta_vjp.LOG_DECAYS])
+        decay["constant"] = constant_gradient(d, terms[delta_vjp.D_GATES])
     return gradient_recurrence(
         r,
         *(p.rows.put(x)[..., : r.q.shape[3]].astype(jnp.float32) for x in (each.dq, each.dk)),
         p.sum_of_values(adjoint.output, p.blocks).astype(jnp.float32),
         Decay(**decay),
         None if d.packed is not None else d.last(adjoint),
-        d.by_sequence(terms[delta_vjp.QUERIES]).sum(1),
-        Erasure(beta=d.by_row(terms[delta_vjp.BETAS] + adjoint.beta.sum(3))),
+        d.by_sequence(terms[delta_vjp.D_SCALE]).sum(1),
+        Erasure(beta=d.by_row(terms[delta_vjp.D_BETA] + adjoint.beta.sum(3))),
     )
 
 

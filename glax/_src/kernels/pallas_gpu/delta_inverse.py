@@ -27,7 +27,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.delta_merge import BLOCK, COLUMN, of_rows, store_inverse
@@ -80,16 +79,18 @@ class Tiles(NamedTuple):
         return jax.tree.map(lambda x: x.at[me], self)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # so that equal calls are lowered once
-def inverses_of_chunks(reverse: bool, k, gates, beta, *edges) -> Results:
-    """Compute the fields of `Results` for every chunk and head. `Operands` has the shapes. edges: the fields of `EdgeCopies`, or
-    none."""
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls are lowered once
+def inverses_of_chunks(reverse: bool, most: int, k, gates, beta, *edges) -> Results:
+    """Compute the fields of `Results` for every chunk and head. `Operands` has the shapes. most: the largest number of programs.
+    edges: the fields of `EdgeCopies`, or none."""
     (B, rows, H), K = gates.shape, k.shape[3]
     operands, place, own = (k, gates, beta, *edges), (B, rows // C, H), Tiles.types(K)
+    inputs = len(operands)  # a cached kernel must not hold a tracer
+    programs = min(most, -(-math.prod(place) // warpgroups_of(K)))
 
     def body(*refs):
-        *given, inverse, factors, own, loaded = refs
-        write_inverses(Program(reverse, *split_edges(Operands, given), Results(inverse, factors), own, loaded))
+        given, (*results, own, loaded) = refs[:inputs], refs[inputs:]
+        write_inverses(Program(reverse, programs, *split_edges(Operands, given), Results(*results), own, loaded))
 
     body.__name__ = "delta_inverse"  # in profiles
     numbers = jax.ShapeDtypeStruct((*place, FACTORS, C), jnp.float32)
@@ -97,14 +98,14 @@ def inverses_of_chunks(reverse: bool, k, gates, beta, *edges) -> Results:
     kernel = plgpu.kernel(
         body,
         out_type=results,
-        grid=(programs_of(math.prod(place), own.k.shape[0]),),
+        grid=(programs,),
         grid_names=("program",),
-        num_threads=own.k.shape[0],
+        num_threads=warpgroups_of(K),
         thread_name="warpgroup",
-        scratch_types=[own, plgpu.Barrier(num_barriers=own.k.shape[0])],
+        scratch_types=[own, plgpu.Barrier(num_barriers=warpgroups_of(K))],
         compiler_params=tiles.PARAMS,
     )
-    return Results(*once(("delta_inverse", reverse), kernel, *operands, results=results))
+    return Results(*once(("delta_inverse", reverse, programs), kernel, *operands, results=results))
 
 
 def warpgroups_of(K: int) -> int:
@@ -112,16 +113,12 @@ def warpgroups_of(K: int) -> int:
     return 4 if K <= 128 else 3
 
 
-def programs_of(total: int, warpgroups: int) -> int:
-    """Return the number of programs for that many items: one for each multiprocessor, or fewer."""
-    return min(-(-total // warpgroups), multiprocessors())
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Hold the references of one program."""
+    """Hold the references of one program. programs: their number."""
 
     reverse: bool
+    programs: int
     operands: Operands
     edges: EdgeCopies | None
     results: Results
@@ -141,7 +138,7 @@ class Program:
     @property
     def stride(self) -> int:
         """Return the number of warpgroups of all programs."""
-        return programs_of(self.total, self.warpgroups) * self.warpgroups
+        return self.programs * self.warpgroups
 
     def place(self, item):
         """Return batch row, chunk and head of an item."""

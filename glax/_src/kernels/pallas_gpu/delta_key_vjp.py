@@ -65,7 +65,6 @@ from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import C, quotient
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, HALF, LOG2E, by_column, by_row, read, transposed, zeros
 
-REGISTERS = 24, 240  # of a thread that loads, and of one that computes
 PAIRS = (C, C)
 
 
@@ -83,7 +82,7 @@ def delta_key_gradient(reverse: bool, most: int, *operands) -> Results:
         p = Program(reverse, programs, Operands(*given), Results(*results), columns, own)
         me = lax.axis_index("warpgroup")
         for number, work in enumerate((of_queries, of_keys, load)):
-            pl.when(me == number)(functools.partial(for_all_items, p, work, REGISTERS[work is not load]))
+            pl.when(me == number)(functools.partial(for_all_items, p, work, tiles.REGISTERS[work is not load]))
 
     body.__name__ = "delta_key_gradient"  # in profiles
     results = tuple(Results.types(x))

@@ -29,21 +29,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.pallas_gpu import tiles
-from glax._src.kernels.pallas_gpu.delta_inverse import BETA, GATES
+from glax._src.kernels.pallas_gpu.delta_inverse import BETA, GATES, PAIRS
 from glax._src.kernels.pallas_gpu.delta_merge import store_split
 from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient, remainder
-from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_row, read, tiled, transposed
+from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, REGISTERS, by_column, by_row, read, tiled, transposed
 
 BF16 = jnp.bfloat16
-PAIRS = (C, C)
 WIDEST = 128  # columns of V in shared memory together
-REGISTERS = 24, 240  # of a thread that loads, and of one that computes
 TERMS, SUMMED = 3, 4
-QUERIES, LOG_DECAYS, BETAS = range(TERMS)  # rows of `Results.terms`
+D_SCALE, D_GATES, D_BETA = range(TERMS)  # rows of `Results.terms`
 THROUGH, BEHIND, ONWARD, BEFORE = range(SUMMED)  # rows of `Tiles.summed`
 
 Ref = Any
@@ -146,6 +143,7 @@ class Program:
     results: Results
     tiles: Tiles
     item: Any  # the number of the chunk, head and block of K that the program computes
+    turn: Any = 0  # the number of items that the program had before
 
     @classmethod
     def of(cls, reverse: bool, count: int, refs) -> "tuple[Program, Any]":
@@ -203,13 +201,13 @@ class Program:
         self.results.terms[b, c, h * self.blocks + self.block(), row] = x
 
 
-@functools.partial(jax.jit, static_argnums=0)  # so that equal calls are lowered once
-def delta_gradient(reverse: bool, *operands) -> Results:
-    """Compute the fields of `Results` for every chunk and head. operands: the fields of `Operands`, and of `EdgeCopies` if there
-    are any."""
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls are lowered once
+def delta_gradient(reverse: bool, most: int, *operands) -> Results:
+    """Compute the fields of `Results` for every chunk and head. most: the largest number of programs. operands: the fields of
+    `Operands`, and of `EdgeCopies` if there are any."""
     x, _ = split_edges(Operands, operands)
     total = math.prod(x.factors.shape[:3])
-    programs, results = min(total, multiprocessors()), tuple(Results.types(x))
+    programs, results = min(total, most), tuple(Results.types(x))
     inputs = len(operands)  # a cached kernel must not hold a tracer
 
     def body(*refs):
@@ -229,7 +227,8 @@ def delta_gradient(reverse: bool, *operands) -> Results:
         scratch_types=[Tiles.types(x.q.shape[3], lead=(1,)), States.types(x.q.shape[3], x.d_output.shape[3])],
         compiler_params=tiles.PARAMS,
     )
-    return Results(*once(("delta_gradient", reverse), kernel, *operands, results=results))
+    found = once(("delta_gradient", reverse, programs), kernel, *operands, results=results, is_longest=True)
+    return Results(*found)
 
 
 def in_turns(work: Callable, total: int, programs: int, p: Program, own: States):
@@ -239,7 +238,7 @@ def in_turns(work: Callable, total: int, programs: int, p: Program, own: States)
 
     @pl.loop(0, lax.div(total + (programs - 1) - first, jnp.int32(programs)))
     def _(step):
-        work(dataclasses.replace(p, tiles=only(p.tiles), item=first + step * programs), only(own), step)
+        work(dataclasses.replace(p, tiles=only(p.tiles), item=first + step * programs, turn=step), only(own))
 
 
 def only(shared):
@@ -249,16 +248,16 @@ def only(shared):
     return type(shared)(*jax.tree.map(lambda x: x.at[index], tuple(shared[:-3])), *shared[-3:])
 
 
-def load(p: Program, own: States, step):
+def load(p: Program, own: States):
     """Load all tiles, each once the item before has no more use for it."""
     x = p.operands
     (b, c, h), H = p.place(), x.factors.shape[2]
-    pl.when(step > 0)(lambda: plgpu.barrier_wait(own.consumed))
+    pl.when(p.turn > 0)(lambda: plgpu.barrier_wait(own.consumed))
     for source, tile in ((x.states, own.states), (x.d_states, own.d_states)):
         plgpu.copy_gmem_to_smem(source.at[b, c, h], tile, own.loaded)
     at = b, c, quotient(h, H // x.d_output.shape[2]), slice(None)
     fetch_tokens(p.edges, "d_output", x.d_output, at, own.d_output, own.loaded)
-    pl.when(step > 0)(lambda: plgpu.barrier_wait(own.sent))
+    pl.when(p.turn > 0)(lambda: plgpu.barrier_wait(own.sent))
     load_keys(p)
 
 
@@ -274,9 +273,8 @@ def load_keys(p: Program):
         plgpu.copy_gmem_to_smem(x.factors.at[b, c, h, row], tile, t.loaded)
 
 
-def of_queries(p: Program, own: States, step):
+def of_queries(p: Program, own: States):
     """Compute A and dq, <S, dS'>, and dg."""
-    del step
     V, K = own.states.shape[0], own.K
     plgpu.barrier_wait(own.loaded)
     plgpu.barrier_wait(p.tiles.loaded)
@@ -288,9 +286,8 @@ def of_queries(p: Program, own: States, step):
     plgpu.barrier_arrive(own.sent)
 
 
-def of_keys(p: Program, own: States, step):
+def of_keys(p: Program, own: States):
     """Compute B, de and dk."""
-    del step
     shape = (C, own.K)
     # [C, V]
     U, dX = own.beside(own.states), transposed(own.beside(own.d_states))
@@ -319,7 +316,7 @@ def gradient_of_queries(p: Program, of_state):
     dq = of_state * by_row(jnp.exp2(p.gates()), of_state.shape)
     dq = tiles.added(dq, *((term, t.k) for term in t.output_pairs))
     products = (dq * read(t.q)).sum(1)
-    p.write_term(QUERIES, products)
+    p.write_term(D_SCALE, products)
     t.summed[BEHIND] = products * p.scale()
     return dq
 
@@ -330,7 +327,7 @@ def send_queries(p: Program, dq):
     p.tiles.q[...] = (dq * p.scale()).astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(p.tiles.q, p.tokens(p.results.dq))
-    p.write_term(LOG_DECAYS, gradient_of_gates(p))
+    p.write_term(D_GATES, gradient_of_gates(p))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -356,7 +353,7 @@ def erased_gradient(p: Program, of_state, B):
     t, shape = p.tiles, of_state.shape
     de = tiles.added(of_state * by_row(-jnp.exp2(p.gates()), shape), *((term, t.k) for term in B))
     products = (de * read(t.k)).sum(1)
-    p.write_term(BETAS, products)
+    p.write_term(D_BETA, products)
     return de * by_row(p.beta(), shape), products * p.beta()
 
 

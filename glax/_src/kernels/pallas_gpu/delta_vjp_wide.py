@@ -42,11 +42,10 @@ from glax._src.kernels.pallas_gpu.delta_vjp import (
 from glax._src.kernels.pallas_gpu.edge_tiles import fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import C, quotient
-from glax._src.kernels.pallas_gpu.tiles import BY_ROW, by_row, read, tiled, transposed, zeros
+from glax._src.kernels.pallas_gpu.tiles import BY_ROW, REGISTERS, by_row, read, tiled, transposed, zeros
 
 STAGES = 2  # steps in shared memory: one in work, one on its way
 COLUMNS = 64  # of V in a step
-REGISTERS = 24, 240  # of a thread that loads, and of one that computes
 
 Ref = Any
 
@@ -104,7 +103,7 @@ def delta_gradient_wide(reverse: bool, *operands) -> Results:
         scratch_types=[Tiles.types(K), Columns.types(K, blocks)],
         compiler_params=tiles.PARAMS,
     )
-    return Results(*once(("delta_gradient_wide", reverse), kernel, *operands, results=results))
+    return Results(*once(("delta_gradient_wide", reverse), kernel, *operands, results=results, is_longest=True))
 
 
 def steps(p: Program) -> int:

@@ -43,8 +43,8 @@ class KernelLayout:
     gates. tokens: a pair of row numbers, of the first token and behind the last, with per-key gates. parts: the segments of a
     row, by default those of the config. cuts: the boundaries of r, if they are known while tracing.
 
-    q, k, v: [B, rows, heads * blocks, K or V] in bfloat16. gates: the result of `key_terms` or `head_sums`. scale: [N] in
-    float32. table: the result of `segments`.
+    q, k, v: [B, rows, heads * blocks, K or V] in bfloat16. gates: the result of `gate_operands`; None under the delta rule, whose
+    kernels read gates as they are. scale: [N] in float32. table: the result of `segments`.
     """
 
     def __init__(
@@ -68,14 +68,15 @@ class KernelLayout:
         self.q, self.k = (self.in_blocks(x, self.K) for x in (r.q, r.k))
         self.v = self.in_blocks(r.v, self.V)
         self.chunks = -(-self.q.shape[1] // C) if self.rows.begins is None else self.rows.most_chunks
-        # A tuple of terms with per-key gates, else one array.
-        self.gates: Any = (
-            key_terms(self.in_blocks(r.decay.key, self.K))
-            if self.key
-            else head_sums(head_gates(r, self.rows, self.q.shape[:2]), r.reverse)
-        )
+        self.gates: Any = None if r.erasure is not None else self.gate_operands()
         self.scale = r.scale.astype(jnp.float32)
         self.table = self.segments()
+
+    def gate_operands(self) -> Any:
+        """Return what kernels read of gates: a tuple of the terms of per-key gates, else one array of sums of log2 gates."""
+        if self.key:
+            return key_terms(self.in_blocks(self.r.decay.key, self.K))
+        return head_sums(head_gates(self.r, self.rows, self.q.shape[:2]), self.r.reverse)
 
     @property
     def chunk_rows(self) -> int:

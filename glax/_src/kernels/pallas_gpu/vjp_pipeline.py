@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, quotient, remainder
-from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, tiled
+from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, REGISTERS, tiled
 from glax._src.kernels.pallas_gpu.vjp_refs import ChunkRefs, GradientRefs
 from glax._src.kernels.pallas_gpu.vjp_tiles import (
     CHUNK,
@@ -344,18 +344,15 @@ def launch(
 
 
 def warpgroups(loading, computing):
-    """Run `loading` in the third warpgroup, with few registers, and `computing` in the first two, with many.
-
-    All three together have 3 x 168 registers per thread at launch. A request for more would wait forever.
-    """
+    """Run `loading` in the third warpgroup, with few registers, and `computing` in the first two, with many."""
     wg = lax.axis_index("wg")
 
     @pl.when(wg == 2)
     def _():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(REGISTERS[0], action="decrease")
         loading()
 
     @pl.when(wg < 2)
     def _():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(REGISTERS[1], action="increase")
         computing()

@@ -26,7 +26,7 @@ from glax._src.kernels.pallas_gpu.vjp_tiles import half, marks, tokens
 from glax._src.kernels.pallas_gpu.vjp_wide_item import compute_item
 from glax._src.kernels.pallas_gpu.vjp_wide_refs import STAGES, Barriers, Operands, Program, Results, Tiles, WideGradient
 
-REGISTERS = 40, 232  # of a thread that loads, and of one that computes
+WIDE_REGISTERS = 40, 232  # of a thread that loads, and of one that computes
 
 
 def gradient_wide(
@@ -92,7 +92,7 @@ def exact(n: WideGradient, operands: Operands, found: Results, out_of_range, int
 def load(p: Program):
     """Fetch the tiles of every step as they become free, and q, k and the gates of the next item in between."""
     n = p.plan
-    plgpu.set_max_registers(REGISTERS[0], action="decrease")
+    plgpu.set_max_registers(WIDE_REGISTERS[0], action="decrease")
     count = n.count(lax.axis_index("program"))
 
     fetch_gates(p, 0)
@@ -151,7 +151,7 @@ def fetch_step(p: Program, i, step):
 
 def compute(p: Program, wg):
     """Compute every item of the program, in one of two warpgroups."""
-    plgpu.set_max_registers(REGISTERS[1], action="increase")
+    plgpu.set_max_registers(WIDE_REGISTERS[1], action="increase")
     if not p.plan.resets:
         order = p.tiles.order.at[wg]
         order[...] = plgpu.load(p.operands.tokens, layout=BY_COLUMN, optimized=False)
