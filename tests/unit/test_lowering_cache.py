@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import glax
 from glax._src.core.bind import bind
 from glax._src.core.registry import Backend
 from glax._src.kernels.pallas_gpu import lowering_cache
@@ -110,7 +111,7 @@ def call_with_gradient(order: list, forward: int, gradient: int, fails: bool = F
 
     def record(name, T, *operands, **options):
         q = jnp.zeros((1, T, 1, 2))
-        with lowering_cache.with_gradient(bind(q, q, q)):
+        with lowering_cache.recording(bind(q, q, q)):
             return lowering_cache.once((name, T), launching_as(name), *operands, results=TYPES, **options)
 
     def main(z, y, x):
@@ -138,6 +139,54 @@ def test_a_gradient_that_fails_leaves_its_forward_alone():
     order: list[str] = []
     call_with_gradient(order, 8, 8, fails=True)
     assert order == ["longest", "forward"]
+
+
+def name_of(kernel: lowering_cache.Kernel) -> str:
+    return next(key[0][0] for key, found in lowering_cache.known.items() if found is kernel)
+
+
+def launched_nowhere(order: list):
+    """The property `Kernel.traced` of kernels that note their names, and launch a program that is not there."""
+
+    def traced(kernel):
+        order.append(name_of(kernel))
+        call = jax.ffi.ffi_call("mosaic_gpu_v2", [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.types])
+        return jax.jit(lambda *x: call(*x, module=b"ML\xefR"), keep_unused=True).trace(*kernel.shapes)
+
+    return property(traced)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the Hopper kernels need JAX 0.11")
+@pytest.mark.parametrize(
+    "gate, beta, heads, K, V, longest",
+    [
+        ("gk", False, 4, 128, 128, "gradient_key"),
+        ("gk", False, 4, 256, 256, "gradient_wide"),
+        ("g", False, 4, 128, 128, "gradient_head"),
+        ("g", False, 2, 128, 128, "gradient_groups"),
+        ("g", True, 2, 128, 128, "delta_gradient"),
+        ("g", True, 2, 256, 128, "delta_gradient_wide"),
+        ("gk", True, 2, 128, 128, "delta_key_gradient"),
+    ],
+)
+def test_a_differentiated_call_lowers_its_longest_kernel_first(gate, beta, heads, K, V, longest, monkeypatch):
+    """Through the registry: the gradient's marked kernel comes first, and the forward's kernels follow."""
+    order: list[str] = []
+    monkeypatch.setattr(lowering_cache.Kernel, "traced", launched_nowhere(order))
+
+    def shaped(heads, *width):
+        return jax.ShapeDtypeStruct((1, 2048, heads, *width), jnp.bfloat16)
+
+    q, v, given = shaped(heads, K), shaped(4, V), {gate: shaped(4, *[K] * (gate == "gk"))}
+    given |= {"beta": shaped(4)} if beta else {}
+
+    def loss(q, k, v, given):
+        return glax.recurrent(q, k, v, **given, platform="pallas").output.astype(jnp.float32).sum()
+
+    jax.clear_caches()  # of kernels' calls as they were traced
+    jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(q, q, v, given).lower(lowering_platforms=("cuda",))
+    assert order[0] == longest and order.count(longest) == 1 and len(order) > 2
+    assert not lowering_cache.longest
 
 
 def test_what_fails_in_a_thread_is_left_to_the_program(monkeypatch):

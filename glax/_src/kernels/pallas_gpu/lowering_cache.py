@@ -69,7 +69,7 @@ class Kernel:
 
 
 class Current(threading.local):
-    """Hold the call with gradient whose kernels this thread records, None for other calls."""
+    """Hold the call whose kernels this thread records, or None."""
 
     call: Hashable = None
 
@@ -89,11 +89,11 @@ def in_no_trace(f: Callable):
 
 
 @contextlib.contextmanager
-def with_gradient(r: Recurrence):
-    """Record the kernels inside as those of one call: the gradient of r, or its forward with residuals.
+def recording(r: Recurrence):
+    """Record the kernels inside as those of one call: the forward of r with or without residuals, or its gradient.
 
-    The structure and the shapes of r name the call. Both have the same; gradients that JAX traces only to batch or divide them
-    have others.
+    The structure and the shapes of r name the call. All three have the same; those that JAX traces only to batch or divide them
+    have others. The forward without residuals counts, because it often is the first to record a kernel that both forwards have.
     """
     leaves, structure = jax.tree.flatten(r)
     before, current.call = current.call, (structure, *((x.shape, x.dtype) for x in leaves))
