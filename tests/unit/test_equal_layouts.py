@@ -35,10 +35,20 @@ def test_order_follows_the_constraints():
     assert [x.key for x in found[variable("b")]] == ["c", "a", "d"]
 
 
-def test_replaces_only_what_jax_0_11_has(monkeypatch):
-    monkeypatch.setattr(constraints, "compute_transitively_equal_vars", ORIGINAL)
-    for version, used in (((0, 11, 2), equal_layouts.equal_variables), ((0, 12, 0), ORIGINAL)):
-        monkeypatch.setattr(jax, "__version_info__", version)
-        monkeypatch.setattr(constraints, "compute_transitively_equal_vars", ORIGINAL)
-        equal_layouts.use_in_jax.__wrapped__()
-        assert constraints.compute_transitively_equal_vars is used
+@pytest.mark.parametrize(
+    "version, used", [((0, 11, 2), equal_layouts.equal_variables), ((0, 12, 0), ORIGINAL), ((0, 10, 2), ORIGINAL)]
+)
+def test_replaces_what_jax_0_11_has_while_a_kernel_is_lowered(version, used, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    for _ in range(2):
+        with equal_layouts.used_by_jax():
+            assert constraints.compute_transitively_equal_vars is used
+        assert constraints.compute_transitively_equal_vars is ORIGINAL
+
+
+def test_a_kernel_that_is_not_lowered_leaves_jax_as_it_was(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    with pytest.raises(ValueError, match="no such layout"), equal_layouts.used_by_jax():
+        raise ValueError("no such layout")
+    assert constraints.compute_transitively_equal_vars is ORIGINAL
+    assert not equal_layouts.replacing.locked()

@@ -5,9 +5,12 @@ and numbers the whole kernel for the text of each: the time is quadratic in the 
 layouts do not depend on the order.
 """
 
-import functools
+import contextlib
+import threading
 
 import jax
+
+replacing = threading.Lock()
 
 
 def equal_variables(system) -> dict:
@@ -24,10 +27,22 @@ def equal_variables(system) -> dict:
     return {v: [x for x in group if x != v] for v, group in groups.items()}
 
 
-@functools.cache
-def use_in_jax():
-    """Replace JAX 0.11's own way for this process; do nothing for other versions."""
-    if jax.__version_info__[:2] == (0, 11):
-        from jax.experimental.mosaic.gpu import constraints
+@contextlib.contextmanager
+def used_by_jax():
+    """Replace JAX 0.11's own way while a kernel is lowered inside; do nothing for other versions.
 
+    The function is replaced for all threads, because JAX looks it up in its module. So one kernel at a time is lowered inside,
+    and the next has JAX's own function to put back.
+    """
+    if jax.__version_info__[:2] != (0, 11):
+        yield
+        return
+    from jax.experimental.mosaic.gpu import constraints
+
+    with replacing:
+        of_jax = constraints.compute_transitively_equal_vars
         constraints.compute_transitively_equal_vars = equal_variables
+        try:
+            yield
+        finally:
+            constraints.compute_transitively_equal_vars = of_jax

@@ -54,8 +54,9 @@ class Kernel:
     @functools.cached_property
     def lowered(self) -> bytes:
         """Return the kernel's own module in MLIR's bytecode, and start to compile it in a thread."""
-        equal_layouts.use_in_jax()
-        found = in_no_trace(lambda: self.traced.lower(lowering_platforms=("cuda",)).compiler_ir())
+        traced = self.traced
+        with equal_layouts.used_by_jax():
+            found = in_no_trace(lambda: traced.lower(lowering_platforms=("cuda",)).compiler_ir())
         threads().submit(self.compile)
         return mlir.module_to_bytecode(found)
 
