@@ -61,7 +61,7 @@ class DeltaLayout(SegmentedScan):
         p = self.layout
         w = DeltaScan(kind, p.H, p.K, p.V, p.r.reverse, start=start is not None)
         if w.wide and start is not None:
-            start = jnp.swapaxes(start, 2, 3)
+            start = jnp.swapaxes(start, 2, 3)  # [E, H, K, V], the order of `DeltaScan.upright`
         start = self.chunks.factors if start is None else start  # any array, since the scan does not read it
         d_output, edges = (self.d_output, self.edges) if w.is_adjoint else (p.v, self.edges[:4])
         operands = p.q, p.k, p.v, d_output, *self.chunks, p.scales, start, *edges
@@ -120,7 +120,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
     d_final: None for zeros. With None, packed sequences may be one row.
     """
     if in_one_row(r) and d_final is not None:
-        # The residuals are a row's. The states are computed again, with each sequence from a chunk's start on.
+        # The residuals are those of one row. The states are computed again, with each sequence from a chunk's start on.
         residuals, config = None, dataclasses.replace(config, parts=1)
     one_row = in_one_row(r) and d_final is None
     d = DeltaLayout.of(r, config, one_row, d_output)
@@ -133,6 +133,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
         each = delta_vjp.delta_gradient(r.reverse, multiprocessors(), *operands)
     else:
         each = delta_gradient_wide(r.reverse, *operands)
+    # [B, chunks, H, blocks of K, TERMS, C], and the sums over blocks, [B, chunks, H, C] each
     by_block = each.terms.reshape(*each.terms.shape[:2], p.H, -1, *each.terms.shape[3:])
     terms = [by_block[:, :, :, :, i].sum(3) for i in range(delta_vjp.TERMS)]
     decay = dict.fromkeys(("constant", "head", "key"))

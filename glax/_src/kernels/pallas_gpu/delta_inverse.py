@@ -8,12 +8,12 @@ G_i is the sum of a chunk's log gates through token i:
 Exponents are sums of gates between two tokens, which are never above 0 for gates <= 0, so no gate needs another form. A gate of
 -inf makes its pairs 0. L includes the decays. The inverse of a matrix without decays may overflow where (I + L)^-1 is small.
 
-The inverse is formed by blocks (`delta_merge`), and no power of L is.
+The inverse is formed by blocks (`delta_merge`), and not from powers of L, which may be far larger than the inverse.
 
 The kernel also writes the factors by which the scans and the gradient multiply tokens.
 
-There is a program for each multiprocessor, and each of its warpgroups has a chunk of one head. They take chunks in turns, and the
-keys of the next are loaded while one is inverted.
+There is a program for each multiprocessor. Each of its warpgroups inverts one item, a chunk of one head, at a time. Warpgroups
+take items in turns, and load the keys of the next while they invert one.
 """
 
 import dataclasses
@@ -44,11 +44,11 @@ Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory."""
+    """Hold the operands, in global memory. HK is the number of heads of k, which divides H."""
 
-    k: Ref  # [B, T, HK, K]
-    gates: Ref  # [B, chunks * C, H]: natural log gates
-    beta: Ref  # [B, chunks * C, H]; 0 for rows without a token
+    k: Ref  # [B, T, HK, K], in bfloat16
+    gates: Ref  # [B, chunks * C, H]: natural log gates, in bfloat16 or float32
+    beta: Ref  # [B, chunks * C, H], in bfloat16 or float32; 0 for rows without a token
 
 
 class Results(NamedTuple):
@@ -150,6 +150,7 @@ class Program:
         pl.when(item < self.total)(lambda: self.fetch_keys(item, me))
 
     def fetch_keys(self, item, me):
+        """Start to load the keys of an item, [C, K]."""
         (b, c, h), k = self.place(item), self.operands.k
         at = b, c, quotient(h, self.results.inverse.shape[2] // k.shape[2]), slice(None)
         fetch_tokens(self.edges, "k", k, at, self.tiles.k.at[me], self.loaded.at[me])
@@ -198,8 +199,8 @@ def write_inverse(p: Program, me, item, following, numbers):
 
 
 def erased(t: Tiles, keys, size: int, places, is_counted=None):
-    """Return part of L as `store_inverse` reads it. keys: k_i . k_j, [C, C]. Without is_counted, rows
-    of first blocks are wrong, and no product of theirs is used."""
+    """Return part of L, [C, BLOCK], as `store_inverse` reads it. keys: k_i . k_j, [C, C]. Without is_counted nothing is masked:
+    rows of first blocks then hold numbers that are not in L, and no product of these rows is used."""
     picked = of_rows(size, [keys[:, at : at + BLOCK] for at in places])
     to = of_rows(size, [by_column(load(t.sums.at[pl.ds(at, BLOCK)], BY_COLUMN), COLUMN) for at in places])
     between = by_row(load(t.sums, BY_ROW), COLUMN) - to

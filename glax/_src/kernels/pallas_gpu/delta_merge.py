@@ -7,9 +7,9 @@ has X_f and X_s on its diagonal, and between them
 
     Y = -X_s L_sf X_f
 
-A matrix with blocks of `size` on its diagonal is a list of arrays [64, 16], which together are [64, size]: of each row the
-columns of its own block. Products have no other columns. They have all rows, and those of the blocks s are used. Operands are
-sums of two bfloat16 numbers, which hold 16 bits.
+A matrix with blocks of `size` on its diagonal is a list of size / 16 arrays [64, 16]. Together they are [64, size]: each row has
+the columns of its own block, and no others. Products have all 64 rows, of which those of the blocks s are used. Operands are sums
+of two bfloat16 numbers, which hold 16 bits.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,8 @@ from glax._src.kernels.pallas_gpu.tiles import high_part, iota
 
 BF16 = jnp.bfloat16
 COLUMN = C, BLOCK
-# Columns of the tiles from which on the two merges store X, and L X. What they overwrite was read before the last barrier.
+# For each of the two merges, the first column of the tiles in which it stores X, and of those in which it stores L X. What it
+# overwrites was read before the last barrier.
 PLACES = (0, BLOCK), (2 * BLOCK, 0)
 
 Ref = Any
@@ -50,8 +51,8 @@ def store_inverse(L: Callable, reverse: bool, pair: tuple[Ref, Ref], result: Ref
     """Store (I + L)^-1 - I in bfloat16, [C, C].
 
     L: a function of (size, places, is_counted), which returns [C, BLOCK] of L in float32, in the rows [size i, size (i + 1)) the
-    columns from places[i] on. is_counted: which entries to keep, others being 0; None for
-    all. So L is formed where it is used.
+    columns from places[i] on. is_counted: a mask of the entries that count, the others being 0; None for all. So L is formed
+    where it is used.
     reverse: whether L is upper triangular. pair: tiles [C, C] of BLOCK columns, for two terms.
     """
     i, j = remainder(iota(COLUMN, 0), BLOCK), iota(COLUMN, 1)
@@ -105,10 +106,10 @@ def store_columns(pair, place: int, terms):
 
 
 def products(left: list, pair, place: int, size: int, rows: list[int]):
-    """Return in every 2 * size rows the product a @ b, [C, size], without the product of what both lose in bfloat16.
+    """Return a @ b for every 2 * size rows of a, [C, size]. The product of the second terms of both is left out.
 
-    left: a in columns of BLOCK, each in two terms in registers. pair: two terms of b, in the columns from `place` on. rows: where
-    b begins, for each 2 * size rows of a.
+    left: a in columns of BLOCK, each in two terms in registers. pair: two terms of b, in the columns from `place` on. rows: the
+    row in which b begins, for each 2 * size rows of a.
     """
 
     def scope(*totals):

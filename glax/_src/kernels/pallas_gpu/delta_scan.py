@@ -14,12 +14,12 @@ The scan of the adjoint is a reverse scan, from dS' = dL/dS' behind the chunk an
     dX   = dU + R^T dU                  dV = beta dX
     dS   = e^{G_last} dS' + Q^T (scale e^G dO) - K^T (beta e^G dX)
 
-A program has one head of one sequence, and 64 columns of V, or 128 for most "ends" and "transitions". Columns do not depend on
-each other. One warpgroup carries the state (`delta_scan_carry`, or `delta_scan_wide` for keys wider than 128), one forms the
-scores and one writes the results (`delta_scan_emit`), and one fetches.
+A program has one head of one segment, and 64 columns of the state, or 128 for "ends" and "transitions" where these divide the
+columns. Columns do not depend on each other. One warpgroup carries the state (`delta_scan_carry`, or `delta_scan_wide` for keys
+wider than 128), one forms the scores and one writes the results (`delta_scan_emit`), and one fetches.
 
-Long sequences are cut into segments. A scan for "transitions" finds the state S_0 of each segment from zero, and the matrix M by
-which the segment passes a state on: S' = M S + S_0. In the adjoint dS = M^T dS' + dS_0, with the same M.
+A sequence is one segment, or is cut into several. A scan for "transitions" finds the state S_0 of each segment from zero, and the
+matrix M by which the segment passes a state on: S' = M S + S_0. In the adjoint dS = M^T dS' + dS_0, with the same M.
 """
 
 import functools
@@ -52,7 +52,7 @@ Ref = Any
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal scans are lowered once
 def delta_scan(w: DeltaScan, rows: int, *operands) -> Results:
-    """Scan every sequence of `table`. rows: the number of rows of the outputs. operands: the fields of `Operands`, and of
+    """Scan every segment of `table`. rows: the number of rows of the outputs. operands: the fields of `Operands`, and of
     `EdgeCopies` if there are any."""
     x, _ = split_edges(Operands, operands)
     B, chunks = x.factors.shape[:2]
@@ -83,7 +83,11 @@ def delta_scan(w: DeltaScan, rows: int, *operands) -> Results:
 
 
 def fetch_chunks(p: Program):
-    """Fetch chunks ahead, as many as shared memory holds."""
+    """Fetch chunks ahead, as many as shared memory holds.
+
+    A tight plan has one tile of v and one of R. v is fetched once the chunk before is consumed, and R once R of the chunk before
+    is read.
+    """
     w, x, t = p.plan, p.operands, p.tiles
     p.take_registers("fetch")
     tokens: list[tuple[str, Ref, Ref, tuple, slice | pl.Slice]] = [("k", x.k, t.k, (), slice(None))]

@@ -6,6 +6,7 @@ depend on a running product is done while it runs.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -25,21 +26,30 @@ from glax._src.kernels.pallas_gpu.tiles import after, read, rounded_part, transp
 
 def carry_state(p: Program, me):
     """Carry S or dS, transposed, [STRIPE, K], through all chunks. me: the warpgroup."""
+    carry_through(p, me, onward, back)
+
+
+def carry_through(p: Program, me, onward: Callable, back: Callable):
+    """Carry S or dS through all chunks, and write what leaves the last.
+
+    onward, back: functions of (p, me, step, the state before a step), which return the state behind the step, for S and for dS.
+    """
     p.take_registers("carry")
     S = starting_state(p, me)
     S = lax.fori_loop(0, p.count(), functools.partial(back if p.plan.is_adjoint else onward, p, me), S)
-    p.results.last[p.place()[2], p.head, p.stripe(me), :] = S
+    p.results.last[(p.place()[2], p.head, *p.plan.upright(p.stripe(me), slice(None)))] = S
 
 
 def starting_state(p: Program, me):
-    """Return what the warpgroup's stripe of the state begins from, [STRIPE, K]: given states, zeros, or in columns of M those
-    of I."""
+    """Return what the warpgroup's stripe of the state begins from: given states, zeros, or in columns of M those of I. It is
+    [STRIPE, K], or [K, STRIPE] in a wide plan."""
     w, x = p.plan, p.operands
     if w.start:
-        return plgpu.load(x.start.at[p.place()[2], p.head, p.stripe()], layout=tiles.WGMMA, optimized=False)
-    S = zeros((STRIPE, w.K))
+        place = p.place()[2], p.head, *w.upright(p.stripe(), slice(None))
+        return plgpu.load(x.start.at[place], layout=tiles.WGMMA, optimized=False)
+    S = zeros(w.upright(STRIPE, w.K))
     if w.kind == "transitions":
-        S = jnp.where(p.column(me, S.shape) - w.V == tiles.iota(S.shape, 1), 1.0, S)
+        S = jnp.where(p.column(me, S.shape) - w.V == tiles.iota(S.shape, int(not w.wide)), 1.0, S)
     return S
 
 

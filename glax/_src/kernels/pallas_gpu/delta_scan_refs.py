@@ -29,15 +29,14 @@ class DeltaScan:
     kind: what the scan writes beside the last states. "outputs": O. "states": S before each chunk and U, for the gradient.
     "residuals": both. "adjoint": dS' behind each chunk, dX and dV, in reverse. "ends", "adjoint ends", "transitions": nothing.
     The state of "transitions" has K more columns, which begin as I and to which no tokens add. At the end they are the matrix M
-    by which S would have been multiplied. H: the number of heads. K, V: the widths of a head. start: whether sequences begin from
-    given states.
+    by which S would have been multiplied. H: the number of heads. K, V: the widths of a head. start: whether segments begin from
+    given states, else from zero. A sequence that is not cut is one segment.
 
     Up to K = 128 the state and what tokens write are transposed, and pass from product to product in registers. Wider states
     are [K, V], and products read both sides from shared memory (`delta_scan_wide`).
     """
 
     kind: Literal["outputs", "states", "residuals", "adjoint", "ends", "transitions", "adjoint ends"]
-
     H: int
     K: int
     V: int
@@ -89,7 +88,7 @@ class DeltaScan:
         return self.wide and self.kind == "adjoint"
 
     def upright(self, columns, rows) -> tuple:
-        """Return the two last axes of the state in memory: transposed, or in a wide plan not."""
+        """Return what belongs to the two last axes of a state, in their order in memory: V and K, or K and V in a wide plan."""
         return (rows, columns) if self.wide else (columns, rows)
 
     @property
@@ -126,9 +125,9 @@ class DeltaScan:
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory."""
+    """Hold the operands, in global memory. E counts the segments of all N sequences."""
 
-    table: Ref  # [N, 4]: of every sequence its batch row, first chunk, number of chunks and place
+    table: Ref  # [E, 4]: of every segment its batch row, first chunk, number of chunks and sequence
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
     v: Ref  # [B, T, HV, V]
@@ -136,7 +135,7 @@ class Operands(NamedTuple):
     inverse: Ref  # [B, chunks, H, C, C]: R
     factors: Ref  # [B, chunks, H, FACTORS, C]: those of `delta_inverse`
     scale: Ref  # [N + 1]
-    start: Ref  # [N, H, V, K], or [N, H, K, V] for a wide plan; any array if sequences begin from zero
+    start: Ref  # [E, H, V, K], or [E, H, K, V] for a wide plan; any array if segments begin from zero
 
 
 class Results(NamedTuple):
@@ -146,10 +145,10 @@ class Results(NamedTuple):
     output: Ref  # [B, T, H, V]: O or dV
     beta: Ref  # [B, chunks, H, V / STRIPE, C]: sums of dX v over a stripe, for the adjoint
     states: Ref  # [B, chunks, H, V, K + C]: S before each chunk and U, or dS' behind it and dX; transposed
-    last: Ref  # [N, H, V, K]; of "transitions" also M, transposed: [N, H, V + K, K]
+    last: Ref  # [E, H, V, K]; of "transitions" also M, transposed: [E, H, V + K, K]
 
     @classmethod
-    def types(cls, w: DeltaScan, B: int, T: int, chunks: int, N: int) -> "Results":
+    def types(cls, w: DeltaScan, B: int, T: int, chunks: int, E: int) -> "Results":
         output = (B, T, w.H, w.V) if w.writes_tokens else (1, C, 1, STRIPE)
         states = (B, chunks, w.H, *w.upright(w.V, w.K + C)) if w.stores_states else (1, 1, 1, STRIPE, 64)
         return cls(
@@ -158,7 +157,7 @@ class Results(NamedTuple):
                 (B, chunks, w.H, w.V // STRIPE, C) if w.kind == "adjoint" else (1,) * 4 + (C,), jnp.float32
             ),
             jax.ShapeDtypeStruct(states, BF16),
-            jax.ShapeDtypeStruct((N, w.H, *w.upright(w.columns, w.K)), jnp.float32),
+            jax.ShapeDtypeStruct((E, w.H, *w.upright(w.columns, w.K)), jnp.float32),
         )
 
 
@@ -202,7 +201,7 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Hold the barriers, each named by what it reports. The first two are by stage, and the last three of a tight plan."""
+    """Hold the barriers, each named by what it reports. The first two are by stage. Only a tight plan has the last three."""
 
     loaded: Ref
     consumed: Ref
@@ -240,7 +239,7 @@ class Program:
     barriers: Barriers
 
     def place(self):
-        """Return the first stripe divided by the stripes of a program, the head and the sequence. They are computed at each use,
+        """Return the first stripe divided by the stripes of a program, the head and the segment. They are computed at each use,
         so that no register holds them."""
         w = self.plan
         return place_of(lax.optimization_barrier(lax.axis_index("program")), w.columns // (STRIPE * w.stripes), w.H)
@@ -263,10 +262,11 @@ class Program:
         return iota(shape, int(self.plan.wide)) + self.number(me) * STRIPE
 
     def field(self, column: int):
-        """Return one column of the sequence's row of the table."""
+        """Return one column of the segment's row of the table."""
         return self.operands.table[self.place()[2], column]
 
     def count(self):
+        """Return the number of chunks of the segment."""
         return self.field(2)
 
     def chunk(self, step):
@@ -290,6 +290,7 @@ class Program:
         plgpu.set_max_registers(count, action="increase" if count > launched else "decrease")
 
     def slot(self, step):
+        """Return the stage that holds the chunk of a step."""
         return lax.rem(step, jnp.int32(self.plan.stages))
 
     def values(self, slot, me=0):
@@ -312,6 +313,7 @@ class Program:
         return tile if self.plan.wide else transposed(tile)
 
     def scale(self):
+        """Return the scale of the sequence."""
         return self.operands.scale[self.field(3)]
 
     def factor(self, slot, row: int):

@@ -1,51 +1,36 @@
 """Carry the state of a scan under the delta rule with keys wider than 128 through all chunks: the work of one warpgroup.
 
 The formulas are those of `delta_scan`. The state is [K, STRIPE] and all else [tokens, STRIPE], and products read both sides from
-shared memory. So registers hold the state once, in float32, and a factor of a row of tokens takes one number of each row. In
-`delta_scan_carry` the state in bfloat16, left sides and factors of columns take 112 registers more than 256 channels leave.
+shared memory. So registers hold the state once, in float32, and the factor of a token is one number for its row. In the form of
+`delta_scan_carry`, the state in bfloat16, the left sides of products and the factors of columns would take 112 registers of a
+thread more than a state of 256 channels leaves.
 
-What a product reads overwrites what it was formed from: X and e^{G_last - G} U the tile of v, scale e^G dO the tile of dO, dU
-and beta e^G dX the tile of P.
+Operands of products overwrite what they were formed from: X, and then e^{G_last - G} U, the tile of v; scale e^G dO the tile of
+dO; dU, and then beta e^G dX, the tile of P.
 """
 
 import functools
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.delta_inverse import BETA, ERASING, LEAVING, WITHIN
-from glax._src.kernels.pallas_gpu.delta_scan_carry import decayed, hand_tokens
+from glax._src.kernels.pallas_gpu.delta_scan_carry import carry_through, decayed, hand_tokens
 from glax._src.kernels.pallas_gpu.delta_scan_refs import (
     BF16,
     STRIPE,
     VALUES,
     Program,
 )  # fmt: skip
-from glax._src.kernels.pallas_gpu.tiles import after, by_row, read, transposed, zeros
+from glax._src.kernels.pallas_gpu.tiles import after, by_row, read, transposed
 
 
 def carry_wide_state(p: Program, me):
     """Carry S or dS, [K, STRIPE], through all chunks. me: the warpgroup."""
-    p.take_registers("carry")
-    S = starting_state(p, me)
-    S = lax.fori_loop(0, p.count(), functools.partial(back if p.plan.is_adjoint else onward, p, me), S)
-    p.results.last[p.place()[2], p.head, :, p.stripe(me)] = S
-
-
-def starting_state(p: Program, me):
-    """Return what the warpgroup's stripe of the state begins from, [K, STRIPE]: given states, zeros, or in columns of M those
-    of I."""
-    w, x = p.plan, p.operands
-    if w.start:
-        return plgpu.load(x.start.at[p.place()[2], p.head, :, p.stripe()], layout=tiles.WGMMA, optimized=False)
-    S = zeros((w.K, STRIPE))
-    if w.kind == "transitions":
-        S = jnp.where(p.column(me, S.shape) - w.V == tiles.iota(S.shape, 0), 1.0, S)
-    return S
+    carry_through(p, me, onward, back)
 
 
 def onward(p: Program, me, step, S):

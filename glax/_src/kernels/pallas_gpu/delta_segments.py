@@ -27,7 +27,7 @@ class SegmentedScan(abc.ABC):
     def scan(self, kind, start) -> Any:
         """Run the scan over every sequence. kind: `DeltaScan.kind`. start: states [N, H, K, V], or None for zeros.
 
-        Sequences that are cut into segments are scanned twice: at first for the states that enter the segments.
+        Sequences that are cut into segments are scanned twice: first for the states that enter the segments, and then from them.
         """
         p, filled = self.layout, self.layout.start(start)
         filled = None if filled is None else jnp.swapaxes(filled, 2, 3)
@@ -52,6 +52,7 @@ class SegmentedScan(abc.ABC):
         return jnp.stack(entering, 1).reshape(-1, *S.shape[1:]), S
 
     def by_segment(self, found: Any):
+        """Return the last states of segments, by sequence and segment: [N, parts, H, V, K], or with M [N, parts, H, V + K, K]."""
         return found.last.reshape(self.layout.N, self.layout.parts, *found.last.shape[1:])
 
     def last(self, found: Any):

@@ -12,9 +12,9 @@ beta k. S is the state before the chunk, and dS' = dL/dS' behind it. U and dX ar
            + sum_{i >= t} (q_i . dq_i + e_i . de_i - k_i . (A^T q + B^T e)_i)
 
 One warpgroup computes A and dq, a second computes B, de and dk, and a third loads. The first then forms dg from the sums of each
-token that both have left in `Tiles.summed`. There is a program for each multiprocessor, which takes chunks of heads in turns.
-What has columns of V is loaded for the next chunk as soon as its products are done, while products of pairs of tokens with q and
-k run. `delta_vjp_wide` computes the same where keys or values are wider than 128.
+token that both have left in `Tiles.summed`. There is a program for each multiprocessor, which takes chunks of heads in turns. A
+tile with columns of V is loaded for the next chunk as soon as its products are done, while products of pairs of tokens with q
+and k run. `delta_vjp_wide` computes the same where keys or values are wider than 128.
 """
 
 import dataclasses
@@ -41,13 +41,13 @@ BF16 = jnp.bfloat16
 WIDEST = 128  # columns of V in shared memory together
 TERMS, SUMMED = 3, 4
 D_SCALE, D_GATES, D_BETA = range(TERMS)  # rows of `Results.terms`
-THROUGH, BEHIND, ONWARD, BEFORE = range(SUMMED)  # rows of `Tiles.summed`
+OF_STATE, OF_QUERIES, OF_KEYS, OF_WRITES = range(SUMMED)  # rows of `Tiles.summed`
 
 Ref = Any
 
 
 class Operands(NamedTuple):
-    """Hold the operands, in global memory."""
+    """Hold the operands, in global memory. HQ and HK are the numbers of heads of q and of k, which divide H."""
 
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
@@ -79,7 +79,8 @@ class Tiles(NamedTuple):
     k: Ref  # [C, K]
     gates: Ref  # [C]: G, to base 2
     beta: Ref  # [C]
-    # [SUMMED, C]: parts of <S, dS'>, not by token; q . dq; e . de - k . (A^T q + B^T e); k . e^{G_last - G} (U dS'^T)
+    # [SUMMED, C], the sums over K in dg: parts of <S, dS'>, and by token q . dq, e . de - k . (A^T q + B^T e), and
+    # k . e^{G_last - G} (U dS'^T)
     summed: Ref
     output_pairs: tuple[Ref, Ref]  # [C, C]: A / scale in two terms
     erase_pairs: tuple[Ref, Ref]  # [C, C]: beta_i B_ij in two terms
@@ -242,8 +243,9 @@ def in_turns(work: Callable, total: int, programs: int, p: Program, own: States)
 
 
 def only(shared):
-    """Return shared memory without its first axis, of one tile each. The last three fields are barriers. The index is behind a
-    barrier of the compiler, which would otherwise hold the addresses of all parts throughout the loop."""
+    """Return shared memory without its first axis, which has length 1. The last three fields are barriers, which have no such
+    axis. The index is behind a barrier of the compiler, which would otherwise hold the addresses of all parts throughout the
+    loop."""
     index = lax.optimization_barrier(jnp.int32(0))
     return type(shared)(*jax.tree.map(lambda x: x.at[index], tuple(shared[:-3])), *shared[-3:])
 
@@ -280,7 +282,7 @@ def of_queries(p: Program, own: States):
     plgpu.barrier_wait(p.tiles.loaded)
     store_scores(p, tiles.product(PAIRS, (own.d_output, own.beside(own.states))))
     of_state = tiles.product((C, K), (own.d_output, own.state(own.states)))
-    p.tiles.summed[THROUGH] = sum((read(own.states.at[at]) * read(own.d_states.at[at])).sum(1) for at in parts(V, K))
+    p.tiles.summed[OF_STATE] = sum((read(own.states.at[at]) * read(own.d_states.at[at])).sum(1) for at in parts(V, K))
     plgpu.barrier_arrive(own.consumed)
     send_queries(p, gradient_of_queries(p, of_state))
     plgpu.barrier_arrive(own.sent)
@@ -317,7 +319,7 @@ def gradient_of_queries(p: Program, of_state):
     dq = tiles.added(dq, *((term, t.k) for term in t.output_pairs))
     products = (dq * read(t.q)).sum(1)
     p.write_term(D_SCALE, products)
-    t.summed[BEHIND] = products * p.scale()
+    t.summed[OF_QUERIES] = products * p.scale()
     return dq
 
 
@@ -339,8 +341,8 @@ def gradient_of_gates(p: Program):
         return by_column(plgpu.load(t.summed.at[row], layout=BY_COLUMN, optimized=False), PAIRS)
 
     through = jnp.exp2(t.gates[0 if p.reverse else C - 1])
-    each = jnp.where(j >= i, numbers(BEHIND) + numbers(ONWARD), numbers(BEFORE))
-    return (each + through * numbers(THROUGH)).sum(1)
+    each = jnp.where(j >= i, numbers(OF_QUERIES) + numbers(OF_KEYS), numbers(OF_WRITES))
+    return (each + through * numbers(OF_STATE)).sum(1)
 
 
 def erased_scores(p: Program, pairs):
@@ -349,7 +351,7 @@ def erased_scores(p: Program, pairs):
 
 
 def erased_gradient(p: Program, of_state, B):
-    """Return beta de [C, K] and its products with k, [C]. of_state: dX S^T, [C, K]. B: in two terms."""
+    """Return beta de [C, K], and its products with k summed over K, [C]. of_state: dX S^T, [C, K]. B: [C, C], in two terms."""
     t, shape = p.tiles, of_state.shape
     de = tiles.added(of_state * by_row(-jnp.exp2(p.gates()), shape), *((term, t.k) for term in B))
     products = (de * read(t.k)).sum(1)
@@ -360,17 +362,17 @@ def erased_gradient(p: Program, of_state, B):
 def send_keys(p: Program, dk, erased, behind):
     """Add the other terms of dk, and write it in the place of k, and to global memory.
 
-    dk: beta de, [C, K]. erased: its products with k, [C]. behind: U dS'^T, [C, K].
+    dk: beta de, [C, K]. erased: its products with k summed over K, [C]. behind: U dS'^T, [C, K].
     """
     t, shape = p.tiles, dk.shape
     last = t.gates[0 if p.reverse else C - 1]
     behind = behind * by_row(jnp.exp2(last - p.gates()), shape)
-    t.summed[BEFORE] = (behind * read(t.k)).sum(1)
+    t.summed[OF_WRITES] = (behind * read(t.k)).sum(1)
     dk += behind
     plgpu.barrier_wait(t.scored)
     pairs = tiles.product(shape, *((transposed(term), t.q) for term in t.output_pairs)) * p.scale()
     pairs = tiles.added(pairs, *((transposed(term), t.k) for term in t.erase_pairs))
-    t.summed[ONWARD] = erased - (pairs * read(t.k)).sum(1)
+    t.summed[OF_KEYS] = erased - (pairs * read(t.k)).sum(1)
     dk += pairs
     meet(p)
     t.k[...] = dk.astype(BF16)

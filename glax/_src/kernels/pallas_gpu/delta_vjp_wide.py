@@ -4,10 +4,10 @@ The formulas are those of `delta_vjp`. In these, dO U^T, dX U^T, dO S^T, dX S^T,
 V. A program adds them up in registers over steps of 64 columns, always in the same order. So q, k and the states are read once,
 and dq and dk are written once.
 
-A program has at most 128 channels of K. dq, de and dk of a channel are no sums over others, but each program forms A and B
-again. States with more channels are stored [K, V], and the others transposed.
+A program has at most 128 channels of K. dq, de and dk of a channel need no sums over other channels, but each program forms A
+and B again. States with more than 128 channels are stored as [K, V], and others as [V, K].
 
-One warpgroup loads, a step ahead. The other two are those of `delta_vjp`.
+One warpgroup loads, a step ahead. The other two compute what those of `delta_vjp` do.
 """
 
 import functools
@@ -23,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.delta_merge import store_split
 from glax._src.kernels.pallas_gpu.delta_vjp import (
+    OF_STATE,
     PAIRS,
-    THROUGH,
     WIDEST,
     Operands,
     Program,
@@ -51,7 +51,8 @@ Ref = Any
 
 
 class Columns(NamedTuple):
-    """Hold the shared memory of a step's columns of V, by stage. With blocks of K nothing is transposed."""
+    """Hold the shared memory of a step's columns of V, by stage. With several blocks of K nothing is transposed: the two last
+    axes of states and of what tokens write are exchanged."""
 
     d_output: Ref  # [STAGES, C, COLUMNS]
     before: Ref  # [STAGES, COLUMNS, K]: S^T
@@ -107,7 +108,7 @@ def delta_gradient_wide(reverse: bool, *operands) -> Results:
 
 
 def steps(p: Program) -> int:
-    """Return the number of steps."""
+    """Return the number of steps, each of COLUMNS of V."""
     return p.operands.d_output.shape[3] // COLUMNS
 
 
@@ -158,7 +159,7 @@ def of_queries(p: Program, own: Columns):
     plgpu.barrier_wait(p.tiles.loaded)
     store_scores(p, pairs)
     dq = gradient_of_queries(p, of_state)
-    p.tiles.summed[THROUGH] = edge
+    p.tiles.summed[OF_STATE] = edge
     send_queries(p, dq)
 
 
