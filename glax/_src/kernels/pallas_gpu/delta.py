@@ -15,12 +15,11 @@ from glax._src.kernels.pallas_gpu.delta_inverse import Results as Chunks
 from glax._src.kernels.pallas_gpu.delta_inverse import inverses_of_chunks
 from glax._src.kernels.pallas_gpu.delta_scan import delta_scan
 from glax._src.kernels.pallas_gpu.delta_scan_refs import DeltaScan, Results
-from glax._src.kernels.pallas_gpu.delta_segments import SegmentedScan, refuse_columns
+from glax._src.kernels.pallas_gpu.delta_segments import SegmentedScan, in_chunks, refuse_columns
 from glax._src.kernels.pallas_gpu.delta_vjp_wide import delta_gradient_wide
 from glax._src.kernels.pallas_gpu.gate_operands import head_gates
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.packed_row import Edges, PackedRow
-from glax._src.kernels.pallas_gpu.plan import C
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +75,6 @@ class DeltaLayout(SegmentedScan):
     def by_sequence(self, x):
         """Return the sums over the tokens of every sequence, [N, H], of x [B, chunks, H, C]."""
         return super().by_sequence(x) if self.packed is None else self.packed.per_sequence(self.by_row(x)[0])
-
-
-def in_chunks(x):
-    """Return x [B, rows, H], one number of each token and head, in whole chunks: [B, chunks * C, H] in bfloat16 or float32."""
-    x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % C), (0, 0)))
 
 
 def chunked(r: Recurrence, config: HopperConfig) -> Outputs:

@@ -17,7 +17,7 @@ from glax._src.kernels.pallas_gpu.delta_key_scan import delta_key_scan
 from glax._src.kernels.pallas_gpu.delta_key_scan_refs import DeltaKeyScan
 from glax._src.kernels.pallas_gpu.delta_key_vjp_refs import BETA, SCALE
 from glax._src.kernels.pallas_gpu.delta_scan_refs import STRIPE, Results
-from glax._src.kernels.pallas_gpu.delta_segments import SegmentedScan, beta_by_chunk, refuse_columns
+from glax._src.kernels.pallas_gpu.delta_segments import SegmentedScan, by_chunk, in_chunks, refuse_columns
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 
 
@@ -41,7 +41,7 @@ class DeltaKeyLayout(SegmentedScan):
         refuse_columns(config)
         p, beta = KernelLayout(r, config), r.erasing.beta
         assert beta is not None, "supports refuses other erasures"
-        beta, gates = beta_by_chunk(p, beta), p.in_blocks(p.r.decay.key, p.K)
+        beta, gates = by_chunk(in_chunks(p.rows.take(beta).astype(jnp.float32))), p.in_blocks(p.r.decay.key, p.K)
         gates = gates if gates.dtype == jnp.bfloat16 else gates.astype(jnp.float32)
         pairs = pairs_of_chunks(r.reverse, p.q, p.k, gates, beta, p.scale_of_chunks())
         return cls(p, pairs, gates, beta, None if d_output is None else p.in_blocks(d_output, p.V))

@@ -79,8 +79,13 @@ def refuse_columns(config: HopperConfig):
         )
 
 
-def beta_by_chunk(p: KernelLayout, beta) -> jax.Array:
-    """Return beta [B, T, H] by chunk, [B, chunks, H, C] in float32; 0 for rows without a token."""
-    beta = p.rows.take(beta).astype(jnp.float32)
-    beta = jnp.pad(beta, ((0, 0), (0, -beta.shape[1] % C), (0, 0)))
-    return jnp.swapaxes(beta.reshape(beta.shape[0], -1, C, p.H), 2, 3)
+def in_chunks(x) -> jax.Array:
+    """Return x [B, rows, H], one number of each token and head, in whole chunks: [B, chunks * C, H] in bfloat16 or float32.
+    Rows behind the last are 0."""
+    x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % C), (0, 0)))
+
+
+def by_chunk(x) -> jax.Array:
+    """Return x [B, chunks * C, H] as [B, chunks, H, C]. `SegmentedScan.by_row` takes such arrays back to rows."""
+    return jnp.swapaxes(x.reshape(x.shape[0], -1, C, x.shape[2]), 2, 3)
