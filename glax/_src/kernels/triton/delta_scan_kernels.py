@@ -58,14 +58,9 @@ def delta_outputs(
         beta = load_factor(factors, pair, 2, tokens, count, C)
         up = load_factor(factors, pair, 0, tokens, count, C)
         down = load_factor(factors, pair, 1, tokens, count, C)
-        if GATE == "key":
-            tr = load_tile(at(k_read, first, h, H, K), tokens, ck, count, H, K, SIGN)
-            read = dot(S, tl.trans(tr), DTYPE, PRECISION)
-        else:
-            read = dot(S, tl.trans(tk), DTYPE, PRECISION)
-        if GATE == "head":
-            read *= up[None, :]
-        U = inverted(T, added_transpose(-read, tv, DTYPE, PRECISION) * beta[None, :], DTYPE, PRECISION)
+        U = written_tokens(
+            S, k_read, tk, tv, T, beta, up, first, h, tokens, ck, count, H, K, GATE, SIGN, DTYPE, PRECISION
+        )  # fmt: skip
         out = dot(S, tl.trans(tq), DTYPE, PRECISION)
         if GATE == "head":
             out *= up[None, :]
@@ -83,6 +78,26 @@ def delta_outputs(
         store_columns(at(o, first, h, H, V), out, tokens, cv, length - c * C, H, V, SIGN)
     if (edges & 2) != 0:
         store_state(final, tl.trans(S), n, h, ck, cv, H, K, V)
+
+
+@triton.jit
+def written_tokens(
+    S, k_read, tk, tv, T, beta, up, first, h, tokens, ck, count,
+    H: tl.constexpr, K: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return what the tokens of a chunk write, transposed: U^T = (beta * (V - e^G * (K S)))^T (I + T)^T, [BV, C].
+
+    S: transposed, [BV, BK]. tk [C, BK], tv [C, BV] and T [C, C]: as they lie in memory. With key gates k_read is loaded in the
+    place of tk, and holds the factor e^G.
+    """
+    if GATE == "key":
+        tr = load_tile(at(k_read, first, h, H, K), tokens, ck, count, H, K, SIGN)
+        read = dot(S, tl.trans(tr), DTYPE, PRECISION)
+    else:
+        read = dot(S, tl.trans(tk), DTYPE, PRECISION)
+    if GATE == "head":
+        read *= up[None, :]
+    return inverted(T, added_transpose(-read, tv, DTYPE, PRECISION) * beta[None, :], DTYPE, PRECISION)
 
 
 @triton.jit

@@ -12,7 +12,6 @@ transposed, as in `delta_scan_kernels`, and states are stored so. With key gates
 """
 
 from glax._src.kernels.triton.delta_scan_kernels import (
-    added_transpose,
     inverted,
     load_columns,
     load_decay,
@@ -22,6 +21,7 @@ from glax._src.kernels.triton.delta_scan_kernels import (
     next_read_state,
     next_state,
     store_columns,
+    written_tokens,
 )
 from glax._src.kernels.triton.launch import tl, triton
 from glax._src.kernels.triton.tiles import at, dot, load_tile, store_state
@@ -88,14 +88,9 @@ def scan_states(
         up = load_factor(factors, pair, 0, tokens, count, C)
         down = load_factor(factors, pair, 1, tokens, count, C)
         store_state(states, S, chunk + c, h, cv, ck, H, V, K)
-        if GATE == "key":
-            tr = load_tile(at(k_read, first, h, H, K), tokens, ck, count, H, K, SIGN)
-            read = dot(S, tl.trans(tr), DTYPE, PRECISION)
-        else:
-            read = dot(S, tl.trans(tk), DTYPE, PRECISION)
-        if GATE == "head":
-            read *= up[None, :]
-        U = inverted(T, added_transpose(-read, tv, DTYPE, PRECISION) * beta[None, :], DTYPE, PRECISION)
+        U = written_tokens(
+            S, k_read, tk, tv, T, beta, up, first, h, tokens, ck, count, H, K, GATE, SIGN, DTYPE, PRECISION
+        )  # fmt: skip
         if GATE == "key":
             store_by_chunk(written, U, pair, tokens, cv, V, C, DTYPE)
         else:
