@@ -48,11 +48,11 @@ def grouped_heads(options: Options, *, heads: int, head_width: int, expand: floa
 
 
 def delta_net(config: ModelConfig, precision: Precision) -> CausalLM:
-    """Build a DeltaNet model. Its output is normalised whatever use_output_norm says. Yang et al. 2024,
-    https://arxiv.org/abs/2406.06484."""
+    """Build a DeltaNet model. Its output is normalised whatever use_output_norm says, and norm_first of older configs has no
+    effect, as in fla. Yang et al. 2024, https://arxiv.org/abs/2406.06484."""
     options = Options(config.values)
     width = options.integer("hidden_size", 2048)
-    options.ignore("use_output_norm")
+    options.ignore("use_output_norm", "norm_first")
     more = dict(
         **widths_of_heads(options, width, 16, (1.0, 1.0)),
         **shared_options(options),

@@ -199,6 +199,7 @@ def copied(tmp_path, name="gla", **changes) -> pathlib.Path:
             "attn={'layers': [5], 'num_heads': 2} in config.json is not supported",
         ),
         (dict(attnres_block_size=3), "attnres_block_size=3 in config.json is not supported"),
+        (dict(rms_norm_eps=1e-3), "rms_norm_eps=0.001 in config.json is not supported"),
         (dict(num_heads="4"), "num_heads in config.json must be an integer of at least 1, got '4'"),
         (dict(expand_k=0.3), "expand_k=0.3 in config.json must make hidden_size=16 an integer, got 4.8"),
     ],
@@ -208,6 +209,17 @@ def test_an_option_that_is_not_supported_is_named_with_its_value(tmp_path, chang
     with pytest.raises(ValueError) as caught:
         glax.models.from_pretrained(copied(tmp_path, **changes))
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "option"), [("gla", "rms_norm_eps"), ("delta_net", "norm_first")])
+def test_options_of_older_configs_change_nothing(tmp_path, name, option):
+    folder = copied(tmp_path, name)
+    wanted = glax.models.from_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    value = config.get("norm_eps", 1e-6) if option == "rms_norm_eps" else True
+    (folder / "config.json").write_text(json.dumps(config | {option: value}))
+    tokens = np.arange(12)[None]
+    np.testing.assert_array_equal(glax.models.from_pretrained(folder)(tokens), wanted(tokens))
 
 
 def test_nemotron_names_the_option_that_holds_its_layers(tmp_path):
