@@ -269,8 +269,8 @@ def shapes(r: Recurrence) -> list[HopperConfig]:
 def rounds(r: Recurrence, config: HopperConfig) -> float:
     """Return an estimate of a call's time, in units of one chunk of one program. A program occupies a multiprocessor.
 
-    Segments read k, v and the gates a second time. Half of the columns take most of the time of all. The factors are
-    measurements; see docs/internals/experiments/hopper.md.
+    Segments read k, v and the gates a second time, and pass on their states. Half of the columns take most of the time of all.
+    The factors are measurements; see docs/internals/experiments/hopper.md.
     """
     widths = Widths.of(r, square=False)
     columns = r.num_heads * widths.blocks.count * widths.V
@@ -279,12 +279,18 @@ def rounds(r: Recurrence, config: HopperConfig) -> float:
     sequences = 1 if in_one_row(r) else r.num_sequences
     programs = sequences * -(-columns // config.columns) * config.parts
     chunks = -(-r.q.shape[1] // (C * config.parts))
-    return (
-        -(-programs // multiprocessors())
-        * chunks
-        * (1.7 if config.parts > 1 else 1)
-        * (1 if config.columns == 128 else 0.85)
-    )
+    scans = -(-programs // multiprocessors()) * chunks * (1 if config.columns == 128 else 0.85)
+    return scans if config.parts == 1 else 1.7 * scans + passing_states(programs, config.columns, widths.K)
+
+
+def passing_states(programs: int, columns: int, K: int) -> float:
+    """Return the time in which all multiprocessors move the states of segments, in units of one chunk of one program.
+
+    A program writes its float32 state of K x columns, one kernel reads and writes it, and a program reads it. A chunk takes as
+    long as its q and k and 128 columns of v and output take to move in bfloat16.
+    """
+    states, chunk = programs * K * columns * 4, C * 2 * (K + WIDEST) * 2
+    return 4 * states / (chunk * multiprocessors())
 
 
 def delta_rounds(r: Recurrence, config: HopperConfig, columns: int) -> float:
