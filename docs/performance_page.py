@@ -16,14 +16,24 @@ PAGE = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
-# The calls of README's table: the layers of published models with a peer, packed rows, and the first and last of the others.
-RENEWED = "GLA-340M", "GLA-340M, float32 gates", "GLA-1.3B", "RetNet-1.3B"  # whose peer was measured again
+# README's table: the layers of published models, packed rows and the delta rule, each in its last run with that peer.
+FLA, JLA = "fla-core 0.6.0", "jax-linear-attention 0.1.0"
+DELTA = (("1,8192,32,128,128", "delta rule, per head"), ("4,2048,16,128,128", "delta rule, per key"))
 SHOWN = (
-    ("nvidia_h100/2026-11-26-models-peers.json", lambda x: x.get("implementation") == "fla-core 0.6.0"),
-    ("nvidia_h100/2026-11-25-models-later.json", lambda x: x.get("model") not in RENEWED),
+    ("nvidia_h100/2026-11-26-models-third.json", lambda x: x.get("implementation") == FLA),
+    (
+        "nvidia_h100/2026-11-26-models-peers.json",
+        lambda x: (x.get("model"), x.get("implementation")) == ("GLA-1.3B", FLA),
+    ),
+    (
+        "nvidia_h100/2026-11-26-models-mamba.json",
+        lambda x: x.get("implementation") != JLA and x.get("model") != "GLA-340M",
+    ),
+    ("nvidia_h100/2026-11-25-models-later.json", lambda x: x.get("model") == "HGRN2-1.3B"),
     ("nvidia_h100/2026-11-25-jla.json", lambda x: x.call[:2] == ("4,2048,16,128,128", "per head")),
-    ("nvidia_h100/2026-11-25-packed.json", lambda x: x.get("packing") == "16 documents"),
-    ("nvidia_h100/2026-11-25-packed-later.json", lambda x: x.get("packing") == "16 documents"),
+    ("nvidia_h100/2026-11-26-packed-again.json", lambda x: x.get("packing") == "16 documents"),
+    ("nvidia_h100/2026-11-26-packed-third.json", lambda x: x.get("packing") == "16 documents"),
+    ("nvidia_h100/2026-11-26-delta-third.json", lambda x: x.call[:2] in DELTA and x.get("implementation") == JLA),
 )
 
 INTRODUCTION = """\
