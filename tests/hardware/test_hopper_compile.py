@@ -75,6 +75,7 @@ KERNELS = {
     ("forward, residuals, delta", "key", "128"): 2,
     ("gradient, delta, segments", "key, float32", "128"): 6,
     ("gradient, delta, groups", "key", "128"): 4,
+    ("gradient, delta, segments", "key", "64"): 6,
     ("gradient, delta, segments", "head", "128"): 6,
     ("gradient, delta, segments", "head", "64"): 6,
     ("gradient, delta, groups", "head", "128"): 4,

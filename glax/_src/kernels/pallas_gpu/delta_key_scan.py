@@ -39,7 +39,7 @@ from glax._src.kernels.pallas_gpu.delta_scan_carry import hand_state, hand_token
 from glax._src.kernels.pallas_gpu.delta_scan_refs import BF16, STRIPE, TOKENS, VALUES, Results
 from glax._src.kernels.pallas_gpu.lowering_cache import once
 from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder
-from glax._src.kernels.pallas_gpu.tiles import BY_ROW, after, by_row, read, transposed
+from glax._src.kernels.pallas_gpu.tiles import BY_ROW, after, by_row, read, rounded_part, transposed
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal scans are lowered once
@@ -137,11 +137,12 @@ def back(p: Program, me, step, dS):
     """Return dS before a chunk from dS' behind it, and hand on dS' and dX."""
     t, slot = p.tiles, p.slot(step)
     plgpu.barrier_wait(p.barriers.loaded.at[slot])
-    behind, through = dS.astype(BF16), decayed(p, slot, dS)
+    (behind, *rest), through = terms_of_state(p, dS), decayed(p, slot, dS)
     d_output = plgpu.load(transposed(t.d_output.at[slot]), layout=tiles.WGMMA)
 
     def of_state(by_keys):
-        plgpu.wgmma(by_keys, behind, transposed(t.leaving.at[slot]))
+        for term in (behind, *rest):
+            plgpu.wgmma(by_keys, term, transposed(t.leaving.at[slot]))
         plgpu.wgmma(by_keys, d_output, t.scores.at[slot])
         hand_state(p, step, behind)
         return after(by_keys)
@@ -160,6 +161,15 @@ def back(p: Program, me, step, dS):
     _, dS = pl.run_state(of_tokens)((plgpu.ACC.init(dU), plgpu.ACC.init(through)))
     plgpu.barrier_arrive(p.barriers.consumed.at[slot])
     return dS
+
+
+def terms_of_state(p: Program, dS) -> tuple:
+    """Return dS' [STRIPE, K] in bfloat16 and, if the plan says so, what that loses. d beta is a sum of dX over V, whose terms may
+    nearly cancel."""
+    if not p.plan.splits_state:
+        return (dS.astype(BF16),)
+    high = rounded_part(dS)
+    return high.astype(BF16), (dS - high).astype(BF16)
 
 
 def decayed(p: Program, slot, S):

@@ -15,6 +15,8 @@ from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, by_column, tiled
 # Chunks in shared memory: of Q and P for outputs, beside STAGES of the other tiles, 219 KB of 227 at widths of 128; of all
 # operands for the adjoint, whose state reads Q and P too, 201 KB.
 OUTPUT_STAGES = ADJOINT_STAGES = 2
+# The widest keys for which dU is formed from dS' in two terms of bfloat16. 128 spills nothing either, but was not timed.
+SPLIT_KEYS = 64
 
 Ref = Any
 
@@ -33,6 +35,11 @@ class DeltaKeyScan(DeltaScan):
     def stages(self) -> int:
         """Return the number of chunks in shared memory."""
         return ADJOINT_STAGES if self.is_adjoint else STAGES
+
+    @property
+    def splits_state(self) -> bool:
+        """Return whether the adjoint forms dU from dS' in two terms of bfloat16."""
+        return self.is_adjoint and self.K <= SPLIT_KEYS
 
     @property
     def forms_outputs(self) -> bool:
