@@ -61,7 +61,7 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
         given = {"g" if gate == "head" else "gk": g}
         given |= {"beta": v[..., 0]} if "delta" in what else {}
         given |= {"initial_state": d_final} if "packed" in what else {}
-        r = bind(q, k, v, **given, cu_seqlens=cu_seqlens if packed else None)
+        r = bind(q, k, v, **given, cu_seqlens=cu_seqlens if packed else None, reverse="reverse" in what)
         if "resets" in what:
             r = r.replace(segments=Segments(resets, None))
         of_delta = delta if gate == "head" else delta_key

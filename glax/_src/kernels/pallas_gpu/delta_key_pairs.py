@@ -174,6 +174,11 @@ class Program:
         where several products read them: `hidden` in `scan_key_gate_program` has the reason."""
         return jnp.where(self.scale() < jnp.inf, x, x + x)
 
+    def in_order(self, i, j):
+        """Return numbers that are ordered as the tokens of rows and of columns are scanned, from their positions in memory. In a
+        reverse scan each is the position of the other, so that nothing is subtracted."""
+        return (j, i) if self.reverse else (i, j)
+
     @property
     def blocks(self) -> int:
         """Return the number of blocks of K, which are computed one after another."""
@@ -262,9 +267,13 @@ def measure(p: Program):
 
 def block_sums(p: Program, size):
     """Return the matrix [C, C] whose product with gates is M, for blocks of `size` tokens, a power of two."""
-    i, j = tiles.positions_again(p.reverse)
-    second, in_block = i & size, (i ^ j) < size
-    through, behind = in_block & (second != 0) & (j <= i), in_block & (second == 0) & (j > i)
+    # In memory. The second of two blocks in scanning order has the bit of `size` set, but not in reverse.
+    i, j = tiles.positions_again(False)
+    half, in_block = i & size, (i ^ j) < size
+    if p.reverse:
+        through, behind = in_block & (half == 0) & (j >= i), in_block & (half != 0) & (j < i)
+    else:
+        through, behind = in_block & (half != 0) & (j <= i), in_block & (half == 0) & (j > i)
     return (jnp.where(through, 1.0, 0.0) - jnp.where(behind, 1.0, 0.0)).astype(BF16)
 
 
@@ -277,7 +286,7 @@ def scores(p: Program, tile, is_fast):
     def advance(level, found):
         size = lax.shift_right_logical(p.hidden(jnp.int32(HALF)), level)
         x = product(p, size, tile)
-        i, j = tiles.positions_again(p.reverse)
+        i, j = p.in_order(*tiles.positions_again(False))
         # The highest bit in which the positions of two tokens differ is the size of the blocks between which they lie.
         apart = i ^ j
         return jnp.where((i > j) & (apart >= jnp.where(is_fast, 0, size)) & (apart < 2 * size), x, found)

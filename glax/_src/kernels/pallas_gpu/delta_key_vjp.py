@@ -230,9 +230,9 @@ def store_edge(p: Program, products):
     """Store e^{G_last} sum_v S dS' by channel. products: S dS', [COLUMNS, BLOCK]. Both sums are products with a column of ones,
     in tiles of the warpgroup that are free."""
     t = p.tiles
-    i, _ = p.positions()
+    i, _ = p.lines()
     # 1 in the first row in memory, which `by_halves` reads, and else 0
-    t.pairs(QUERIES)[0][...] = tiles.indicator(i == (C - 1 if p.reverse else 0))
+    t.pairs(QUERIES)[0][...] = tiles.indicator(by_row(i, PAIRS) == 0)
     store_split(t.left(QUERIES), products)
 
     def summed(terms):
@@ -261,9 +261,11 @@ def reference_sums(p: Program, size, sign):
     """Return the matrix [C, C] that sums gates between every token and its reference, for blocks of `size` tokens. In every
     second block these are the gates from its beginning through the token; in every first, those behind the token, times sign."""
     i, j = p.lines()
+    i = p.scanned(i)
     second = (i & size) != 0
-    # [C], by row: the first and the last gate of the sum, and what multiplies it
+    # [C], by row: the first and the last gate of the sum in memory, and what multiplies it
     bounds = jnp.where(second, i & -size, i + 1), jnp.where(second, i, i | (size - 1))
+    bounds = [p.scanned(x) for x in bounds][:: -1 if p.reverse else 1]
     first, last, factor = (by_row(x, PAIRS) for x in (*bounds, jnp.where(second, 1.0, sign)))
     j = by_column(j, PAIRS)
     return jnp.where((j >= first) & (j <= last), factor, 0.0).astype(BF16)

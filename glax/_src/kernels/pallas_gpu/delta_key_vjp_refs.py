@@ -225,8 +225,11 @@ class Program:
         return by_row(plgpu.load(self.tiles.row(row), layout=BY_ROW), SHAPE)
 
     def stage(self, step):
-        """Return the stage of a step."""
-        return lax.rem(self.turn * self.steps + step, jnp.int32(STAGES))
+        """Return the stage of a step. Where an item of several steps may begin in any, it is behind a barrier of the compiler, so
+        that the warpgroup that loads holds no addresses that follow from it."""
+        found = lax.rem(self.turn * self.steps + step, jnp.int32(STAGES))
+        varies = self.steps > STAGES and self.steps % STAGES != 0
+        return lax.optimization_barrier(found) if varies else found
 
     def hidden(self, x):
         """Return the number x in a form whose value the compiler does not know. Matrices that sum rows are formed from it where
@@ -234,16 +237,22 @@ class Program:
         return jnp.where(self.scale() < jnp.inf, x, x + x)
 
     def lines(self):
-        """Return the positions in scanning order of rows and of columns of a [C, C] matrix, [C] each. They are behind barriers,
-        so that registers do not hold what loops form from them."""
+        """Return the positions in memory of rows and of columns of a [C, C] matrix, [C] each. They are behind barriers, so that
+        registers do not hold what loops form from them."""
         places = (plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=layout) for layout in (BY_ROW, BY_COLUMN))
         i, j = map(lax.optimization_barrier, places)
-        return (C - 1 - i, C - 1 - j) if self.reverse else (i, j)
+        return i, j
+
+    def scanned(self, place):
+        """Return the position in scanning order of a position in memory, or the other way round."""
+        return C - 1 - place if self.reverse else place
 
     def positions(self):
-        """Return `lines` as matrices."""
+        """Return matrices i and j [C, C] that are ordered as the tokens of rows and of columns are scanned: i > j where the row's
+        token comes later. In a reverse scan each is the position in memory of the other, so that nothing is subtracted."""
         i, j = self.lines()
-        return by_row(i, (C, C)), by_column(j, (C, C))
+        i, j = by_row(i, (C, C)), by_column(j, (C, C))
+        return (j, i) if self.reverse else (i, j)
 
     def matrix(self, condition):
         """Return the matrix [C, C] that sums the rows j for which condition(i, j) holds, an operand of products."""
