@@ -146,7 +146,8 @@ def builtins_of(where) -> list[str]:
 # ---- bfloat16 --------------------------------------------------------------------------------------------------------
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
-ARITHMETIC = ["fadd", "fsub", "fmul", "fdiv", "frem", "minimumf", "maximumf", "minnumf", "maxnumf", "fma"]
+ARITHMETIC = ["fadd", "fsub", "fmul", "fdiv", "frem", "fma", "fneg", "fabs"]
+ARITHMETIC += ["minimumf", "maximumf", "minnumf", "maxnumf"]
 
 
 def is_bfloat16(x) -> bool:

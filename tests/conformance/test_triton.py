@@ -235,6 +235,15 @@ def test_refusals():
         assert "triton>=3.7.1" in support.refusal(r)
 
 
+def test_signs_of_bfloat16():
+    """Triton's interpreter, unrepaired, takes bfloat16 for integers and negates their bits."""
+    x = triton_interpreter.rounded(triton_interpreter.Handle(np.float32([-1.5, 2.0]), triton_interpreter.tl.float32))
+    builder = triton_interpreter.Builder()
+    negative, magnitude = (triton_interpreter.widened(f(x)).data for f in (builder.create_fneg, builder.create_fabs))
+    np.testing.assert_array_equal(negative, [1.5, -2.0])
+    np.testing.assert_array_equal(magnitude, [1.5, 2.0])
+
+
 def test_reads_out_of_bounds_show():
     """The interpreter's guards are NaN, so the suite can fail."""
     assert os.environ["TRITON_INTERPRET"] == "1"

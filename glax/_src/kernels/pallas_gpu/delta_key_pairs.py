@@ -18,8 +18,7 @@ where |M| is at most FAST_LIMIT.
 *Exact form.* Elsewhere s is 32, 16, 8, 4, 2 and 1 in turn, and each pair is taken where its tokens are in neighbouring blocks.
 The two logarithms are then sums of gates between the two tokens. Neither is above 0 for gates <= 0.
 
-A token's score with itself is formed from q and k as they are. e^M q, e^M k and e^{-M} k have two terms of
-bfloat16.
+A token's score with itself is formed from q and k as they are. e^M q, e^M k and e^{-M} k have two terms of bfloat16.
 
 The scan reads decays from one token to a later one, which are right for all gates:
 
@@ -120,7 +119,7 @@ class Pairs(NamedTuple):
     """Hold the shared memory of matrices in two terms."""
 
     y: tuple[Ref, Ref]  # [C, BLOCK]: K e^-M; at last P and R
-    inverse: tuple[Ref, Ref]  # [C, C]: X and M X of `delta_inverse`
+    inverse: tuple[Ref, Ref]  # [C, C]: X and M X of `delta_key_merge`
 
     @classmethod
     def types(cls) -> "Pairs":

@@ -13,7 +13,7 @@ The scan of the adjoint is a reverse scan, from dS' = dL/dS' behind the chunk an
     dX   = dU + R^T dU                  dV = beta dX
     dS   = e^{G_last} dS' + (scale Q e^G)^T dO - (K e^G)^T (beta dX)
 
-No exponential is formed here. A program has one head of one sequence, and 64 columns of the state, which do not depend on each
+No exponential is formed here. A program has one head of one segment, and 64 columns of the state, which do not depend on each
 other; for "transitions" it has 128 where these divide the columns. One warpgroup carries the state, transposed as in
 `delta_scan_carry`, one writes the results, and one fetches. "transitions" are those of `delta_scan`.
 """
@@ -44,7 +44,7 @@ from glax._src.kernels.pallas_gpu.tiles import BY_ROW, after, by_row, read, roun
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal scans are lowered once
 def delta_key_scan(w: DeltaKeyScan, rows: int, *operands) -> Results:
-    """Scan every sequence of `table`. rows: the number of rows of the outputs. operands: the fields of `Operands`."""
+    """Scan every segment of `table`. rows: the number of rows of the outputs. operands: the fields of `Operands`."""
     x = Operands(*operands)
     B, chunks = x.beta.shape[:2]
     inputs = len(operands)  # a cached kernel must not hold a tracer

@@ -55,7 +55,7 @@ class DeltaKeyScan(DeltaScan):
 class Operands(NamedTuple):
     """Hold the operands, in global memory. All from `inverse` to `decay` are results of `delta_key_pairs`."""
 
-    table: Ref  # [N, 4]: of every sequence its batch row, first chunk, number of chunks and place
+    table: Ref  # [E, 4]: of every segment its batch row, first chunk, number of chunks and sequence
     v: Ref  # [B, T, HV, V]
     d_output: Ref  # [B, T, H, V], for the adjoint; else any array
     inverse: Ref  # [B, chunks, H, C, C]: R
@@ -65,7 +65,7 @@ class Operands(NamedTuple):
     leaving: Ref  # [B, chunks, H, C, K]: K e^{G_last - G}
     decay: Ref  # [B, chunks, H, K]: e^{G_last}
     beta: Ref  # [B, chunks, H, C]
-    start: Ref  # [N, H, V, K]; any array if sequences begin from zero
+    start: Ref  # [E, H, V, K]; any array if segments begin from zero
 
 
 class Tiles(NamedTuple):
