@@ -32,11 +32,10 @@ from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.delta_merge import BLOCK, COLUMN, of_rows, store_inverse
 from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.lowering_cache import once
-from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, LOG2E, by_column, by_row, tiled, transposed
 
 BF16 = jnp.bfloat16
-PAIRS = (C, C)
 FACTORS = 5
 BETA, ERASING, LEAVING, WITHIN, GATES = range(FACTORS)  # rows of `Results.factors`
 

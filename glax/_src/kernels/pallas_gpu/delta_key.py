@@ -15,7 +15,7 @@ from glax._src.kernels.pallas_gpu.delta_key_pairs import Results as Pairs
 from glax._src.kernels.pallas_gpu.delta_key_pairs import pairs_of_chunks
 from glax._src.kernels.pallas_gpu.delta_key_scan import delta_key_scan
 from glax._src.kernels.pallas_gpu.delta_key_scan_refs import DeltaKeyScan
-from glax._src.kernels.pallas_gpu.delta_key_vjp_refs import BETA, SCALE
+from glax._src.kernels.pallas_gpu.delta_key_vjp_refs import D_BETA, D_SCALE
 from glax._src.kernels.pallas_gpu.delta_scan_refs import STRIPE, Results
 from glax._src.kernels.pallas_gpu.delta_segments import SegmentedScan, by_chunk, in_chunks, refuse_columns
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
@@ -95,6 +95,6 @@ def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, c
         p.sum_of_values(adjoint.output, p.blocks).astype(jnp.float32),
         Decay(key=p.gradient_of_keys(each.dg)),
         d.last(adjoint),
-        d.by_sequence(terms[:, :, :, SCALE]).sum(1),
-        Erasure(beta=d.by_row(terms[:, :, :, BETA] + adjoint.beta.sum(3))),
+        d.by_sequence(terms[:, :, :, D_SCALE]).sum(1),
+        Erasure(beta=d.by_row(terms[:, :, :, D_BETA] + adjoint.beta.sum(3))),
     )

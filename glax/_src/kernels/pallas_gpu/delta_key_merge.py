@@ -11,11 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.delta_merge import split, store_split
-from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, quotient, remainder
 
 SIZES = 16, 32  # of the blocks whose inverses `merged` merges
 STEP = 16  # rows of the right side of a product
-PAIRS = (C, C)
 
 Ref = Any
 

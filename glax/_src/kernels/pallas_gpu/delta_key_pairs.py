@@ -38,10 +38,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu import delta_blocks, tiles
-from glax._src.kernels.pallas_gpu.delta_key_merge import PAIRS, SIZES, STEP, merged
+from glax._src.kernels.pallas_gpu.delta_key_merge import SIZES, STEP, merged
 from glax._src.kernels.pallas_gpu.delta_merge import split, store_split
 from glax._src.kernels.pallas_gpu.lowering_cache import once
-from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient
 from glax._src.kernels.pallas_gpu.tiles import BY_ROW, HALF, LOG2E, by_row, read, tiled, transposed
 
 BF16 = jnp.bfloat16

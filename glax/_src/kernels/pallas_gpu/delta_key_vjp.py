@@ -41,16 +41,16 @@ from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.delta_key_pairs import LEVELS, MOST
 from glax._src.kernels.pallas_gpu.delta_key_vjp_refs import (
-    BETA,
     BF16,
     BLOCK,
     COLUMNS,
+    D_BETA,
+    D_SCALE,
     EDGE,
     KEYS,
     LARGEST,
     OWN,
     QUERIES,
-    SCALE,
     SHAPE,
     STAGES,
     TOKEN_BETA,
@@ -62,10 +62,8 @@ from glax._src.kernels.pallas_gpu.delta_key_vjp_refs import (
 )  # fmt: skip
 from glax._src.kernels.pallas_gpu.delta_merge import split, store_split
 from glax._src.kernels.pallas_gpu.lowering_cache import once
-from glax._src.kernels.pallas_gpu.plan import C, quotient
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, quotient
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, HALF, LOG2E, by_column, by_row, read, transposed, zeros
-
-PAIRS = (C, C)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls are lowered once
@@ -150,7 +148,7 @@ def of_queries(p: Program):
     terms = read(t.q) * dq * p.scale() - read(t.k) * dk
     own = p.number(OWN)
     dq += own * read(t.k)
-    p.write_term(SCALE, (read(t.q) * dq).sum(1))
+    p.write_term(D_SCALE, (read(t.q) * dq).sum(1))
     plgpu.commit_smem()  # all warps have read the tiles
     store_split(t.left(QUERIES), terms)
     store_split(t.pairs(QUERIES), dk + own * (read(t.q) * p.scale()))
@@ -186,7 +184,7 @@ def of_keys(p: Program):
     i, j = p.positions()
     store_split(t.pairs(KEYS), dA * jnp.where(i > j, -1.0, 0.0))
     de, dk = sums_over_pairs(p, KEYS, of_state * -p.decay(through))
-    p.write_term(BETA, (read(t.k) * de).sum(1))
+    p.write_term(D_BETA, (read(t.k) * de).sum(1))
     de *= p.number(TOKEN_BETA)
     plgpu.commit_smem()  # all warps have read the tiles
     store_split(t.left(KEYS), read(t.k) * (de - dk))

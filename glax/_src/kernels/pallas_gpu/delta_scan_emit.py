@@ -10,8 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
-from glax._src.kernels.pallas_gpu.delta_inverse import BETA, GATES, PAIRS, WITHIN
+from glax._src.kernels.pallas_gpu.delta_inverse import BETA, GATES, WITHIN
 from glax._src.kernels.pallas_gpu.delta_scan_refs import BF16, VALUES, C, Program
+from glax._src.kernels.pallas_gpu.plan import PAIRS
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, by_column, by_row, read, transposed
 
 

@@ -30,11 +30,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
-from glax._src.kernels.pallas_gpu.delta_inverse import BETA, GATES, PAIRS
+from glax._src.kernels.pallas_gpu.delta_inverse import BETA, GATES
 from glax._src.kernels.pallas_gpu.delta_merge import store_split
 from glax._src.kernels.pallas_gpu.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.lowering_cache import once
-from glax._src.kernels.pallas_gpu.plan import C, chunk_of, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, REGISTERS, by_column, by_row, read, tiled, transposed
 
 BF16 = jnp.bfloat16

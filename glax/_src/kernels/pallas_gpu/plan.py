@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 C = 64  # tokens a chunk: the rows of one warpgroup's product
+PAIRS = (C, C)  # the shape of a matrix of pairs of a chunk's tokens
 ROWS = 8  # of which a tile in shared memory consists: it can be copied from every eighth row
 
 

@@ -16,14 +16,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
 from glax._src.kernels.pallas_gpu.lowering_cache import once
-from glax._src.kernels.pallas_gpu.plan import Scan, ScanResults, place_of, quotient
+from glax._src.kernels.pallas_gpu.plan import PAIRS, Scan, ScanResults, place_of, quotient
 from glax._src.kernels.pallas_gpu.scan_head_gate_program import MOST
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, C, by_column, by_row, read, tiled, transposed, zeros
 
 BF16 = jnp.bfloat16
 PAIR = range(2)
 COLUMNS = 64  # columns of a head
-PAIRS, VALUES = (C, C), (C, COLUMNS)
+VALUES = (C, COLUMNS)
 
 Ref = Any
 Pair = tuple[Ref, ...]  # two references, one for each head

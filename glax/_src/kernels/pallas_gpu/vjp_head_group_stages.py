@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu import tiles
-from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, quotient, remainder
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_row, read, transposed, zeros
 from glax._src.kernels.pallas_gpu.vjp_head_group_refs import (
     BEFORE,
@@ -24,7 +24,7 @@ from glax._src.kernels.pallas_gpu.vjp_key_gate_chunk import split
 from glax._src.kernels.pallas_gpu.vjp_tiles import ScanOrder, half
 
 BF16 = jnp.bfloat16
-PAIRS, VALUES = (C, C), (C, COLUMNS)
+VALUES = (C, COLUMNS)
 
 
 def rows_of(chunk):
