@@ -74,9 +74,9 @@ def test_against_the_reference(name, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", (9, 50))
-def test_gradient_of_the_final_state(seed, monkeypatch):
-    """A few tokens have most of d beta here, and each sums 64 products that nearly cancel. With dS' in one term of bfloat16 it
-    would be off by 4.4e-3 and 4.7e-3."""
+def test_d_beta_where_its_sum_cancels(seed, monkeypatch):
+    """With a gradient of the final state a few tokens have most of d beta, and each sums 64 products that nearly cancel. With dS'
+    in one term of bfloat16 it would be off by 4.4e-3 and 4.7e-3."""
     case = dataclasses.replace(CASE, T=40, gate_dtype="bfloat16", reverse=True)
     mosaic_interpreter.install(monkeypatch)
     r = case.recurrence(Draw(), seed)

@@ -46,7 +46,7 @@ def test_replaces_what_jax_0_11_has_while_a_kernel_is_lowered(version, used, mon
         assert constraints.compute_transitively_equal_vars is ORIGINAL
 
 
-def test_a_kernel_that_is_not_lowered_leaves_jax_as_it_was(monkeypatch):
+def test_an_error_in_lowering_leaves_jax_as_it_was(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     with pytest.raises(ValueError, match="no such layout"), equal_layouts.used_by_jax():
         raise ValueError("no such layout")

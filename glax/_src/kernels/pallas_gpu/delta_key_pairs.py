@@ -266,7 +266,7 @@ def measure(p: Program):
 
 def block_sums(p: Program, size):
     """Return the matrix [C, C] whose product with gates is M, for blocks of `size` tokens, a power of two."""
-    # In memory. The second of two blocks in scanning order has the bit of `size` set, but not in reverse.
+    # Positions in memory. The later of two blocks in scanning order has the bit of `size` set, and in reverse clear.
     i, j = tiles.positions_again(False)
     half, in_block = i & size, (i ^ j) < size
     if p.reverse:

@@ -15,7 +15,8 @@ The scan of the adjoint is a reverse scan, from dS' = dL/dS' behind the chunk an
 
 No exponential is formed here. A program has one head of one segment, and 64 columns of the state, which do not depend on each
 other; for "transitions" it has 128 where these divide the columns. One warpgroup carries the state, transposed as in
-`delta_scan_carry`, one writes the results, and one fetches. "transitions" are those of `delta_scan`.
+`delta_scan_carry`, one writes the results, and one fetches. "transitions" are those of `delta_scan`. dU is formed from two terms
+of dS' in bfloat16 where `DeltaKeyScan.splits_state` says so.
 """
 
 import functools
@@ -164,7 +165,7 @@ def back(p: Program, me, step, dS):
 
 
 def terms_of_state(p: Program, dS) -> tuple:
-    """Return dS' [STRIPE, K] in bfloat16 and, if the plan says so, what that loses. d beta is a sum of dX over V, whose terms may
+    """Return dS' [STRIPE, K] in bfloat16 and, if the plan says so, what that loses. d beta sums dX v over V, and its terms may
     nearly cancel."""
     if not p.plan.splits_state:
         return (dS.astype(BF16),)

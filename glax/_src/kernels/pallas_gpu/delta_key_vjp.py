@@ -22,7 +22,7 @@ for dA with x = e, they are sums over pairs with one reference, or over several 
     dx_i  = e^{M_i} sum_j dP_ij (k_j e^{-M_j})          dk^_j = e^{-M_j} sum_i dP_ij (x_i e^{M_i})
 
 dP, dA and the decayed tokens have two terms of bfloat16, so both sums have 16 bits. In dg the terms of a pair whose tokens are
-both behind the gate cancel, to as many bits.
+both behind the gate cancel, and leave an error of 16 bits.
 
 An item is one chunk of one head and 64 channels of K. One warpgroup computes dq, its part of dk^, and dg; another de and dk. Each
 adds up its sums over V in steps of 64 columns. A third loads, also for the next item. Programs are persistent.
@@ -105,7 +105,7 @@ def for_all_items(p: Program, work, registers: int):
 
 
 def load(p: Program):
-    """Load an item's tiles, the first steps at first: their places are free while the item before still reads the tokens."""
+    """Load an item's tiles, first those of the first steps: their places are free while the item before still reads tokens."""
     first = min(STAGES, p.steps)
     for step in range(first):
         load_step(p, jnp.int32(step))
@@ -140,7 +140,7 @@ def of_queries(p: Program):
     plgpu.barrier_wait(t.loaded)
     prepare_gates(p)
     store_edge(p, edge)
-    i, j = p.positions()
+    i, j = p.in_order()
     t.row(OWN)[...] = jnp.sum(jnp.where(i == j, dP, 0.0), axis=1)
     store_split(t.pairs(QUERIES), jnp.where(i > j, dP, 0.0))
     dq, dk = sums_over_pairs(p, QUERIES, of_state * p.decay(through))
@@ -181,7 +181,7 @@ def of_keys(p: Program):
     plgpu.barrier_wait(t.loaded)
     plgpu.barrier_wait(t.prepared)
     store_split(t.behind, behind * p.decay(after_it))
-    i, j = p.positions()
+    i, j = p.in_order()
     store_split(t.pairs(KEYS), dA * jnp.where(i > j, -1.0, 0.0))
     de, dk = sums_over_pairs(p, KEYS, of_state * -p.decay(through))
     p.write_term(D_BETA, (read(t.k) * de).sum(1))
@@ -273,8 +273,7 @@ def sums_over_pairs(p: Program, side: int, left):
     """Return the two sums over pairs, [C, BLOCK] each: `left` with dx added, and dk^.
 
     side: QUERIES with x = scale q, or KEYS with x = beta k. dx is dq / scale, or de. In the exact form a token
-    takes part in a level with one factor, e^M or e^-M as its block is a second or a first one, and the other, which may be
-    inf, is not formed.
+    has one factor in a level: e^M in a second block, and e^-M in a first. The other may be inf, and is not formed.
     """
     t, is_fast = p.tiles, is_in_range(p)
 

@@ -247,7 +247,7 @@ class Program:
         """Return the position in scanning order of a position in memory, or the other way round."""
         return C - 1 - place if self.reverse else place
 
-    def positions(self):
+    def in_order(self):
         """Return matrices i and j [C, C] that are ordered as the tokens of rows and of columns are scanned: i > j where the row's
         token comes later. In a reverse scan each is the position in memory of the other, so that nothing is subtracted."""
         i, j = self.lines()
@@ -255,8 +255,9 @@ class Program:
         return (j, i) if self.reverse else (i, j)
 
     def matrix(self, condition):
-        """Return the matrix [C, C] that sums the rows j for which condition(i, j) holds, an operand of products."""
-        return jnp.where(condition(*self.positions()), self.hidden(jnp.float32(1.0)), 0.0).astype(BF16)
+        """Return the matrix [C, C] that sums the rows j for which condition(i, j) holds, an operand of products. The condition
+        may only compare i with j: `in_order` says why."""
+        return jnp.where(condition(*self.in_order()), self.hidden(jnp.float32(1.0)), 0.0).astype(BF16)
 
     def summed(self, matrix):
         """Return the sums of gates matrix @ g, [C, BLOCK] in natural logarithms."""

@@ -1,4 +1,4 @@
-"""Form the inverse of I + L by blocks, as columns of 16 numbers.
+"""Form the inverse of I + L by blocks, in arrays of 16 columns.
 
 L [64, 64] is strictly triangular. X_b is the inverse of block b on the diagonal of I + L, and L_sf the block of L in the rows of
 block s and the columns of block f. Blocks of 16 are inverted by substitution (`delta_blocks`). Then neighbours are merged, and
@@ -27,8 +27,8 @@ from glax._src.kernels.pallas_gpu.tiles import high_part, iota
 
 BF16 = jnp.bfloat16
 COLUMN = C, BLOCK
-# For each of the two merges, the first column of the tiles in which it stores X, and of those in which it stores L X. What it
-# overwrites was read before the last barrier.
+# For each of the two merges: the first column of X in the tiles where it is stored, and the first of L X. What a merge overwrites
+# was read before the last barrier.
 PLACES = (0, BLOCK), (2 * BLOCK, 0)
 
 Ref = Any
@@ -51,8 +51,8 @@ def store_inverse(L: Callable, reverse: bool, pair: tuple[Ref, Ref], result: Ref
     """Store (I + L)^-1 - I in bfloat16, [C, C].
 
     L: a function of (size, places, is_counted), which returns [C, BLOCK] of L in float32, in the rows [size i, size (i + 1)) the
-    columns from places[i] on. is_counted: a mask of the entries that count, the others being 0; None for all. So L is formed
-    where it is used.
+    columns from places[i] on. So L is formed where it is used. is_counted: a mask of the entries that count, the others being 0;
+    None where the others do no harm, because no product of their rows is used.
     reverse: whether L is upper triangular. pair: tiles [C, C] of BLOCK columns, for two terms.
     """
     i, j = remainder(iota(COLUMN, 0), BLOCK), iota(COLUMN, 1)

@@ -15,7 +15,7 @@ from glax._src.kernels.pallas_gpu.plan import C, place_of
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, by_column, by_row, iota, tiled, transposed
 
 BF16 = jnp.bfloat16
-STRIPE = 64  # columns of the state that a program carries
+STRIPE = 64  # columns of the state that a warpgroup carries
 TOKENS, VALUES = (STRIPE, C), (C, STRIPE)
 STAGES, WIDE_STAGES = 3, 2  # chunks in shared memory: as many as 227 KB hold at widths of 128, and of K = 256
 

@@ -38,7 +38,7 @@ from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, rema
 from glax._src.kernels.pallas_gpu.tiles import BY_COLUMN, BY_ROW, REGISTERS, by_column, by_row, read, tiled, transposed
 
 BF16 = jnp.bfloat16
-WIDEST = 128  # columns of V in shared memory together
+WIDEST = 128  # the most channels of K, and columns of V, that shared memory holds together
 TERMS, SUMMED = 3, 4
 D_SCALE, D_GATES, D_BETA = range(TERMS)  # rows of `Results.terms`
 OF_STATE, OF_QUERIES, OF_KEYS, OF_WRITES = range(SUMMED)  # rows of `Tiles.summed`

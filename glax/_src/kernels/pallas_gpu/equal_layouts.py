@@ -29,10 +29,10 @@ def equal_variables(system) -> dict:
 
 @contextlib.contextmanager
 def used_by_jax():
-    """Replace JAX 0.11's own way while a kernel is lowered inside; do nothing for other versions.
+    """Use `equal_variables` in JAX 0.11 while a kernel is lowered inside; do nothing for other versions.
 
-    The function is replaced for all threads, because JAX looks it up in its module. So one kernel at a time is lowered inside,
-    and the next has JAX's own function to put back.
+    JAX looks the function up in its module, so it is replaced for all threads. One thread at a time is let in: another could take
+    the replacement for JAX's own function, and put it back.
     """
     if jax.__version_info__[:2] != (0, 11):
         yield

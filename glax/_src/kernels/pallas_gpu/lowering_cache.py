@@ -54,7 +54,7 @@ class Kernel:
     @functools.cached_property
     def lowered(self) -> bytes:
         """Return the kernel's own module in MLIR's bytecode, and start to compile it in a thread."""
-        traced = self.traced
+        traced = self.traced  # outside of the lock, which tracing does not need
         with equal_layouts.used_by_jax():
             found = in_no_trace(lambda: traced.lower(lowering_platforms=("cuda",)).compiler_ir())
         threads().submit(self.compile)
@@ -70,7 +70,7 @@ class Kernel:
 
 
 class Current(threading.local):
-    """Hold the call whose kernels this thread records, or None."""
+    """Hold the call whose kernels this thread records; None outside of `recording`, as in the two phases of a call."""
 
     call: Hashable = None
 
@@ -93,8 +93,8 @@ def in_no_trace(f: Callable):
 def recording(r: Recurrence):
     """Record the kernels inside as those of one call: the forward of r with or without residuals, or its gradient.
 
-    The structure and the shapes of r name the call. All three have the same; those that JAX traces only to batch or divide them
-    have others. The forward without residuals counts, because it often is the first to record a kernel that both forwards have.
+    The structure and the shapes of r name the call, and are equal in all three. Calls that JAX traces only to batch or divide
+    them have others. The forward without residuals counts, because it often is the first to record a kernel of both forwards.
     """
     leaves, structure = jax.tree.flatten(r)
     before, current.call = current.call, (structure, *((x.shape, x.dtype) for x in leaves))

@@ -144,7 +144,7 @@ def forgoes(r: Recurrence, d_output=None, d_final=None, residuals=None) -> dict[
 def omits_d_final(r: Recurrence) -> bool:
     """Return whether the gradient takes None for a d_final of zeros, which it then neither writes nor reads.
 
-    With beta and per-key gates it would. No GPU has run it so.
+    `delta_key.chunked_vjp` takes None too. That is not used, because no GPU has run it.
     """
     return in_one_row(r) or joined_number(r) > 1 or (r.erasure is not None and r.decay.form != "key")
 

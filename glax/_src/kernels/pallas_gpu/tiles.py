@@ -179,7 +179,8 @@ def positions(reverse: bool):
 
 
 def positions_again(reverse: bool):
-    """Return `positions` behind a barrier of the compiler, so that registers do not hold what loops form from them."""
+    """Return `positions`, formed anew at each use behind a barrier of the compiler, so that registers do not hold them through
+    loops."""
     row = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW))
     i, j = by_row(row, (C, C)), iota((C, C), 1)
     return (C - 1 - i, C - 1 - j) if reverse else (i, j)

@@ -87,8 +87,8 @@ def written_tokens(
 ):  # fmt: skip
     """Return what the tokens of a chunk write, transposed: U^T = (beta * (V - e^G * (K S)))^T (I + T)^T, [BV, C].
 
-    S: transposed, [BV, BK]. tk [C, BK], tv [C, BV] and T [C, C]: as they lie in memory. With key gates k_read is loaded in the
-    place of tk, and holds the factor e^G.
+    S: transposed, [BV, BK]. tk [C, BK], tv [C, BV] and T [C, C]: as they lie in memory. With key gates k_read, which
+    holds e^G K, is read instead of tk.
     """
     if GATE == "key":
         tr = load_tile(at(k_read, first, h, H, K), tokens, ck, count, H, K, SIGN)
