@@ -20,6 +20,7 @@ class Layer:
     gate: "key", "head" or "constant". gate_dtype: of per-key gates; others are float32.
     peer: the PyTorch library that is measured beside glax, "fla" or "mamba"; None for none.
     cuts: the rows at which documents begin, but for row 0; they reach glax as `cu_seqlens`.
+    platform: of glax's kernels; None for the one that glax chooses.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Layer:
     gate_dtype: str = "bfloat16"
     peer: str | None = None
     cuts: tuple[int, ...] = ()
+    platform: str | None = None
 
     @property
     def problem(self) -> str:
@@ -67,7 +69,8 @@ class Layer:
         return jnp.asarray([0, *self.cuts, self.T], jnp.int32) if self.cuts else None
 
     def output(self, q, k, v, g) -> jax.Array:
-        return glax.recurrent(q, k, v, **{GATES[self.gate]: g}, cu_seqlens=self.boundaries).output
+        gates = {GATES[self.gate]: g}
+        return glax.recurrent(q, k, v, **gates, cu_seqlens=self.boundaries, platform=self.platform).output
 
 
 def with_gradient(output):

@@ -2,6 +2,7 @@
 
 python benchmarks/models.py                         # every layer, with the peers that are installed
 python benchmarks/models.py --only RetNet-1.3B --alone
+python benchmarks/models.py --triton                # glax's Triton kernels too, which run where Hopper kernels do not
 python benchmarks/models.py --compile 16            # the candidates of fla-core and mamba-ssm compiled first, by 16 processes
 python benchmarks/models.py --packed                # one row of 32,768 tokens: documents, and gates of -inf at their places
 python benchmarks/models.py --shape B,T,GROUPS,H,K,V --gate head    # a shape of your own
@@ -40,15 +41,16 @@ from glax.testing.reference import reference, reference_gradient
 PACKED = (1, 32768, 16, 16, 128, 128)
 COUNTS = (16, 128)  # of documents
 LIBRARIES = dict(fla="fla-core", mamba="mamba-ssm")
+TRITON = "glax, Triton"
 
 
 def peers(layer: Layer, operands) -> dict:
     """Return the peers that can run the layer here. One that fails is named on stderr."""
     made, wanted = {}, {}
-    if layer.peer is not None and importlib.util.find_spec("torch"):
-        wanted[LIBRARIES[layer.peer]] = lambda: TorchPeer(layer, operands)
     if layer.gate != "constant" and importlib.util.find_spec("jla"):
         wanted["jax-linear-attention"] = lambda: JaxImplementation(jla_output(layer), operands)
+    if layer.peer is not None and importlib.util.find_spec("torch"):
+        wanted[LIBRARIES[layer.peer]] = lambda: TorchPeer(layer, operands)
     for name, make in wanted.items():
         try:
             made[name] = make()
@@ -92,7 +94,10 @@ def measure_layers(layers, args) -> list[dict]:
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         ready = pool.map(compiled, layers) if args.jobs > 1 else map(compiled, layers)
         for layer, (own, first_call) in zip(layers, list(ready) if args.jobs > 1 else ready, strict=True):
-            made = dict(glax=own) | ({} if args.alone else peers(layer, own.operands))
+            made = dict(glax=own)
+            if args.triton:
+                made[TRITON] = JaxImplementation(dataclasses.replace(layer, platform="triton").output, own.operands)
+            made |= {} if args.alone else peers(layer, own.operands)
             lines = results(layer, made, args.iters, gbytes)
             print("\n".join(map(json.dumps, lines)), flush=True)
             row = summary(layer.name, lines) | dict(repeats=repeats(own))
@@ -155,8 +160,9 @@ def summary(name: str, lines: list[dict]) -> dict:
         own = {line["implementation"]: line for line in lines if line["mode"] == mode}
         row |= {f"{mode} ms": f"{own['glax']['ms']:.3f}", f"{mode} of floor": own["glax"]["times_floor"]}
         for library in (*LIBRARIES.values(), "jax-linear-attention"):
-            if library in own:
-                row[f"{mode}, {library}"] = f"{own[library]['ms'] / own['glax']['ms']:.2f}x"
+            for ours in own.keys() & {"glax", TRITON} if library in own else ():
+                beside = library if ours == "glax" else f"{library} by Triton"
+                row[f"{mode}, {beside}"] = f"{own[library]['ms'] / own[ours]['ms']:.2f}x"
     memory = {line["implementation"]: line["mib"] for line in lines if "mib" in line}
     return row | dict(MiB="; ".join(f"{name} {mib}" for name, mib in memory.items()))
 
@@ -182,6 +188,7 @@ def parsed():
     parser.add_argument("--shape", action="append", type=lambda text: tuple(map(int, text.split(","))))
     parser.add_argument("--gate", action="append", choices=GATES, help="of --shape and --packed")
     parser.add_argument("--alone", action="store_true", help="without peers")
+    parser.add_argument("--triton", action="store_true", help="with glax's Triton kernels too")
     parser.add_argument("--iters", type=int, default=9)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="threads that compile glax's programs")
     parser.add_argument(
