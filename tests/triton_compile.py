@@ -1,8 +1,8 @@
 """Compile the launches of a traced call without a GPU, and report the resources of each kernel.
 
 python -m tests.triton_compile 90 "key bfloat16 128" prints a line of JSON per kernel, for compute capability 9.0. The last
-argument is a gate, or delta or kda for the delta rule with a per-head or a per-key gate, a dtype and a width. TRITON_INTERPRET
-must not be set.
+argument is a gate, or delta or kda for the delta rule with a per-head or a per-key gate, a dtype and a width, or two as in
+256x512 for K and V. "key bfloat16 256x512 chunked" prints the kernels of that algorithm alone. TRITON_INTERPRET must not be set.
 """
 
 import dataclasses
@@ -97,21 +97,22 @@ def compiled(launch: Launch, capability: int) -> Usage:
     return Usage(binary.metadata.shared, registers, stack, binary.asm["ptx"])
 
 
-def shipped(gate: str, dtype: str, width: int) -> list[Launch]:
-    """Return the launches of a forward, a gradient, a short sequence and a step, with the heuristic configs."""
+def shipped(gate: str, dtype: str, widths: str, algorithm: str = "") -> list[Launch]:
+    """Return the launches of the heuristic configs: of a forward, a gradient, a short sequence and a step, or of an algorithm."""
     from glax._src.core.bind import bind
     from glax._src.core.registry import kernel_registry
     from glax._src.kernels import load_kernels
 
     load_kernels()
     B, T, H = 8, 2048, 16
+    K, V = (int(x) for x in (widths.split("x") * 2)[:2])
 
     def call():
-        x = jnp.zeros((B, T, H, width), dtype)
+        x = jnp.zeros((B, T, H, K), dtype)
         gates = dict(gk=x) if gate in ("key", "kda") else dict(g=jnp.zeros((B, T, H)))
         if gate in ("delta", "kda"):
             gates["beta"] = jnp.zeros((B, T, H), dtype)
-        return bind(x, x, x, **gates)
+        return bind(x, x, jnp.zeros((B, T, H, V), dtype), **gates)
 
     def runs(name: str, r, *rest):
         spec = kernel_registry.kernels[f"{name}/triton/gpu"]
@@ -121,18 +122,16 @@ def shipped(gate: str, dtype: str, width: int) -> list[Launch]:
     state = jax.ShapeDtypeStruct(r.state_shape, jnp.float32)
     token = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:, :1] if x.ndim > 2 else x, call()))
     slots = jax.ShapeDtypeStruct((B,), jnp.int32)
-    found = runs("chunked", r) + runs("chunked.vjp", r, r.v, state)
-    if gate in ("delta", "kda"):
-        return found
-    found += runs("recurrent", token)
-    return found + runs("recurrent.step", token, state, slots)
+    algorithms = {"chunked": (r,), "chunked.vjp": (r, r.v, state)}
+    if gate not in ("delta", "kda"):
+        algorithms |= {"recurrent": (token,), "recurrent.step": (token, state, slots)}
+    return [each for name, given in algorithms.items() if algorithm in ("", name) for each in runs(name, *given)]
 
 
 if __name__ == "__main__":
     config.capability = lambda: divmod(int(sys.argv[1]), 10)  # what the heuristics ask about the GPU
     for what in sys.argv[2:]:
-        gate, dtype, width = what.split()
-        for each in dict.fromkeys(shipped(gate, dtype, int(width))):
+        for each in dict.fromkeys(shipped(*what.split())):
             usage = compiled(each, int(sys.argv[1]))
             matrix = sorted(set(re.findall(r"wgmma|mma\.sync|tcgen05\.mma", usage.ptx)))
             row = dict(kernel=each.kernel.__name__, runs=what, registers=usage.registers, matrix=matrix)

@@ -34,6 +34,7 @@ chunked, chunked_vjp, recurrent, recurrent_step = (
 )
 CASES = {case.name: case for case in all_cases()}
 FEW = ("log-sigmoid", "-20", "-100 on 5%")
+PACKED = dict(cuts=(0, 0, 30, 31, 31, 130, 144, 144), T=150, strengths=("log-sigmoid",))
 CHUNKED = [
     *(dataclasses.replace(CASES[f"{form}-packed-reverse"], strengths=FEW) for form in ("key", "head", "constant")),
     *(dataclasses.replace(CASES[name], strengths=("0", "-120", "-inf on 5%")) for name in ("key", "head")),
@@ -46,6 +47,15 @@ CHUNKED = [
     dataclasses.replace(CASES["float16-key"], strengths=("log-sigmoid", "-100 on 5%")),
     Case("heads1-4-2", T=40, heads=(1, 4, 2), K=8, V=6),
 ]
+# Wide heads in bfloat16, whose states are stored at every chunk. All widths but one end inside of a block.
+WIDE = [
+    Case("wide-key", T=150, heads=(2, 1, 2), K=200, V=72, dtype="bfloat16", strengths=("log-sigmoid", "-20")),
+    Case("wide-constant-packed-reverse", K=256, V=40, gates=("g_gamma",), dtype="bfloat16", reverse=True, **PACKED),
+    Case("wide-head-packed", K=136, V=40, gates=("g",), dtype="bfloat16", **PACKED),
+    Case("wide-none-reverse", T=150, K=136, V=72, gates=(), dtype="bfloat16", state_dtype=None, reverse=True),
+    Case("wide-key-packed", K=136, V=40, dtype="bfloat16", gate_dtype="bfloat16", state_dtype=None, **PACKED),
+]
+STORED = [*WIDE, *(CASES[name] for name in ("T1", "T65-head", "heads4-2-1-packed", "all-padding", "no-state-packed"))]
 TOKENS = [
     dataclasses.replace(CASES[name], T=40, strengths=("log-sigmoid", "-inf on 5%"))
     for name in ("key+value", "value-reverse", "constant", "head")
@@ -82,6 +92,24 @@ def test_chunked(case, config):
     check(taken(case), jax.jit(functools.partial(chunked, config=config)), gradient=False)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [TritonChunkedConfig(64, 64, block=64), TritonChunkedConfig(32, 32, segment=64, block=128)],
+    ids=["whole", "segments"],
+)
+@pytest.mark.parametrize("case", STORED, ids=str)
+def test_chunked_with_stored_states(case, config):
+    check(taken(case), jax.jit(functools.partial(chunked, config=config)), gradient=False)
+
+
+def test_wide_heads_in_bfloat16_store_states():
+    for case in (*WIDE, CASES["bfloat16-key"], CASES["K256V128"]):
+        r = recurrence(case, "log-sigmoid")
+        found = [TritonChunkedConfig.heuristic(r), *TritonChunkedConfig.candidates(r)]
+        assert all((each.block > 0) is (case in WIDE) for each in found[:2])
+        assert {each.block for each in found} == ({0, 64, 128} if case in WIDE else {0})
+
+
 @pytest.mark.parametrize("case", CHUNKED, ids=str)
 def test_chunked_gradient(case):
     wide = max(case.K, case.V) > 64  # each program takes the interpreter long, however small its tiles are
@@ -105,19 +133,21 @@ def test_chunked_gradient_in_segments(case):
     check(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)), gradient=True)
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("what", ["forward", "stored", "gradient"])
 @pytest.mark.parametrize(
     "case", [*(CASES[f"{form}-packed"] for form in ("key", "head", "none")), CASES["key-reverse"]], ids=str
 )
-def test_two_phases_agree_with_one(case, gradient):
+def test_two_phases_agree_with_one(case, what):
     """The first phase returns the final state for any initial state, and the decay; the second phase returns the results.
 
     The two-phase gradient equals the single-phase gradient in every bit. The two-phase forward adds the decayed initial
     state to each segment's state, so it is compared with the reference.
     """
-    r = recurrence(case, "log-sigmoid")
+    r, gradient = recurrence(case, "log-sigmoid"), what == "gradient"
     d = cotangents(case, r) if gradient else ()
-    config = GradientConfig(16, 16, segment=32, block=16) if gradient else TritonChunkedConfig(16, 16, segment=32)
+    config = TritonChunkedConfig(16, 16, segment=32, block=16 * (what == "stored"))
+    if gradient:
+        config = GradientConfig(16, 16, segment=32, block=16)
     run, first, finish = (
         (chunked_vjp, chunks.local_states_vjp, chunks.finish_vjp)
         if gradient
@@ -154,6 +184,11 @@ def test_tiles_are_powers_of_two(size):
         for name in names:
             with pytest.raises(ValueError, match=f"^{name} {said}$"):
                 config(**{name: size})
+
+
+def test_blocks_of_stored_states_fill_a_product():
+    with pytest.raises(ValueError, match=r"^block must be 0 or a power of two from 16 to 512, got 8$"):
+        TritonChunkedConfig(block=8)
 
 
 def test_a_reset_on_a_chunks_first_token():

@@ -46,10 +46,22 @@ BUDGETS = {
     ("kda", "delta_key_gradient"): [(40_960, 255, 168), (102_400, 243, 0), (110_712, 255, 40)],
     ("kda", "exact_delta_key_gradient"): [(45_056, 255, 848), (110_592, 255, 896), (83_976, 255, 368)],
 }
+# The forward of heads of 256 x 512 in bfloat16, in the same form.
+WIDE = {
+    ("key", "scale_operands"): [(57_344, 255, 0), (61_440, 213, 0), (45_104, 250, 0)],
+    ("key", "exact_scores"): [(12_288, 255, 8), (12_288, 254, 0), (12_296, 226, 0)],
+    ("key", "entering_states"): [(24_576, 232, 0), (51_200, 127, 0), (57_360, 128, 0)],
+    ("key", "chunk_outputs"): [(24_576, 168, 0), (49_152, 128, 0), (49_168, 96, 0)],
+    ("head", "head_gate_cumsums"): [(512, 32, 0), (512, 32, 0), (512, 32, 0)],
+    ("head", "entering_states"): [(25_600, 224, 0), (50_176, 127, 0), (58_384, 128, 0)],
+    ("head", "chunk_outputs"): [(32_768, 208, 0), (65_536, 168, 0), (65_568, 128, 0)],
+}
 # Kernels that consist of products of the tensor cores of their generation.
 MULTIPLYING = (
     "outputs",
     "chunk_states",
+    "entering_states",
+    "chunk_outputs",
     "gradient",
     "delta_outputs",
     "delta_states",
@@ -74,10 +86,20 @@ def usages(capability: int, *names: str) -> dict:
 @pytest.mark.parametrize("capability", LIMITS)
 def test_budgets(capability):
     found = usages(capability, "key bfloat16 128", "head bfloat16 128", "delta bfloat16 128", "kda bfloat16 128")
+    check_budgets(capability, found, BUDGETS)
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+def test_budgets_of_wide_heads(capability):
+    found = usages(capability, "key bfloat16 256x512 chunked", "head bfloat16 256x512 chunked")
+    check_budgets(capability, found, WIDE)
+
+
+def check_budgets(capability: int, found: dict, budgets: dict):
     place = list(LIMITS).index(capability)
-    assert {(runs.split()[0], kernel) for kernel, runs in found} == set(BUDGETS)
+    assert {(runs.split()[0], kernel) for kernel, runs in found} == set(budgets)
     for (kernel, runs), row in found.items():
-        budget = BUDGETS[runs.split()[0], kernel][place]
+        budget = budgets[runs.split()[0], kernel][place]
         used = row["shared"], row["registers"], row["stack"]
         assert row["shared"] <= LIMITS[capability], f"more shared memory than sm_{capability} has: {kernel}, {used}"
         assert all(x <= most for x, most in zip(used, budget, strict=True)), (kernel, runs, used, budget)

@@ -128,7 +128,7 @@ CONFIGS = {
     TPUChunkedConfig: dict(chunk=(32, 256), units=(1, 1024)),
     TPUGradientConfig: dict(chunk=(32, 256), units=(1, 1024)),
     triton.TritonChunkedConfig: dict(
-        chunk=(16, 512), columns=(16, 512), segment=(0, 2**31 - 1), warps=(1, 32), stages=(1, 16)
+        chunk=(16, 512), columns=(16, 512), segment=(0, 2**31 - 1), warps=(1, 32), stages=(1, 16), block=(0, 512)
     ),
     triton.GradientConfig: dict(
         chunk=(16, 512), rows=(16, 512), segment=(0, 2**31 - 1), block=(16, 512), warps=(1, 32), stages=(1, 16)

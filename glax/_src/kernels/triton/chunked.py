@@ -9,7 +9,7 @@ from jaxtyping import Array
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
 from glax._src.kernels.common.gpu import multiprocessors
-from glax._src.kernels.triton import score_kernels, state_kernels
+from glax._src.kernels.triton import chunk_output_kernels, score_kernels, state_kernels
 from glax._src.kernels.triton.compile_ahead import compile_in_parallel
 from glax._src.kernels.triton.config import GradientConfig, TritonChunkedConfig, width
 from glax._src.kernels.triton.launch import ALIASES_ARE_PASSED, launch, tl
@@ -22,6 +22,7 @@ PAIRS_PER_PROGRAM = 8  # (chunk, head) pairs that a program of an exact kernel t
 EXACT_WARPS = 8  # with 4, the exact gradient of float16 at widths of 128 spills more registers
 SCALE_BLOCK = 32  # channels of an iteration of `scale_operands`
 SCALE_STAGES = 3
+OUTPUT_ROWS = 64  # rows of a stored state in an iteration of `chunk_outputs`
 STATE_BLOCK = 64  # rows and columns of the state in a program of the forward's state kernels
 
 
@@ -170,7 +171,8 @@ def blocks_of(r: Recurrence, config, block: int) -> dict:
     _, _, K, V = r.state_shape
     blocks = dict(C=config.chunk, BK=min(block, width(K)), BV=min(block, width(V)))
     flags = dict(FORM=r.decay.form, SIGN=-1 if r.reverse else 1)
-    return blocks | flags | arithmetic(r) | dict(warps=4, stages=3 if r.q.dtype == jnp.bfloat16 else 2)
+    warps = 8 if blocks["BK"] * blocks["BV"] > STATE_BLOCK * STATE_BLOCK else 4
+    return blocks | flags | arithmetic(r) | dict(warps=warps, stages=3 if r.q.dtype == jnp.bfloat16 else 2)
 
 
 def programs_of(r: Recurrence, blocks: dict) -> int:
@@ -195,7 +197,7 @@ def chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
     operands, start = chunk_operands(r, chunks, config.chunk), start_of_sequences(r)
     if config.segment:
         start = Scan(r, config, STATE_BLOCK, segments, operands).starts(*start)
-    return launch_outputs(r, config, segments, operands, *start)
+    return launch_outputs(r, config, segments, chunks, operands, *start)
 
 
 @compile_in_parallel
@@ -218,28 +220,66 @@ def local_states(r: Recurrence, config: TritonChunkedConfig):
 def finish(saved, r: Recurrence, config: TritonChunkedConfig) -> Outputs:
     """Compute the second phase: outputs and final states from r.initial_state and what `local_states` saved."""
     operands, entering, before = saved
-    segments, _ = segments_and_chunks(r, config)
+    segments, chunks = segments_and_chunks(r, config)
     start = entering + jnp.exp(before)[..., None] * r.start_state[segments.table[:, SEQUENCE]]
-    return launch_outputs(r, config, segments, operands, start, 1)
+    return launch_outputs(r, config, segments, chunks, operands, start, 1)
 
 
 def launch_outputs(
-    r: Recurrence, config: TritonChunkedConfig, segments: Segments, operands: Operands, start, kind: int
+    r: Recurrence,
+    config: TritonChunkedConfig,
+    segments: Segments,
+    chunks: Segments,
+    operands: Operands,
+    start,
+    kind: int,
 ):
     """Compute o [B, T, H, V] and the final states [N, H, K, V]. kind: the START that `start` is read with."""
     B, T = r.q.shape[:2]
     _, H, K, V = r.state_shape
     C, columns = config.chunk, min(config.columns, width(V))
+    options = dict(C=C, BV=columns, FORM=r.decay.form, SIGN=-1 if r.reverse else 1, **arithmetic(r))
+    options |= sizes(r) | heads(r)
+    blocks, o = -(-V // columns) * H, ((B, T, H, V), r.q.dtype)
+    if config.block:
+        states, final = launch_states(r, config, segments, chunks, operands, start, kind)
+        (o,) = launch(
+            chunk_output_kernels.chunk_outputs,
+            blocks * chunks.count,
+            (operands.q, operands.k, r.v, operands.gates, operands.scores, r.scale, states, chunks.table),
+            [o],
+            **options, BK=min(OUTPUT_ROWS, width(K)), warps=config.warps, stages=config.stages,
+        )  # fmt: skip
+        return Outputs(o, final)
     o, final = launch(
         outputs,
-        -(-V // columns) * H * segments.count,
+        blocks * segments.count,
         (operands.q, operands.k, r.v, operands.gates, operands.scores, r.scale, start, segments.table),
-        [((B, T, H, V), r.q.dtype), (r.state_shape, jnp.float32)],
-        **sizes(r), **heads(r), C=C, BK=width(K), BV=columns,
-        FORM=r.decay.form, SIGN=-1 if r.reverse else 1, START=kind, **arithmetic(r),
-        warps=config.warps, stages=config.stages,
+        [o, (r.state_shape, jnp.float32)],
+        **options, BK=width(K), START=kind, warps=config.warps, stages=config.stages,
     )  # fmt: skip
     return Outputs(o, final)
+
+
+def launch_states(
+    r: Recurrence,
+    config: TritonChunkedConfig,
+    segments: Segments,
+    chunks: Segments,
+    operands: Operands,
+    start,
+    kind: int,
+):
+    """Compute the state where each chunk begins [chunks, H, K, V], and the final states [N, H, K, V]."""
+    blocks = blocks_of(r, config, config.block)
+    stored = jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
+    return launch(
+        chunk_output_kernels.entering_states,
+        programs_of(r, blocks) * segments.count,
+        (operands.k, r.v, operands.gates, r.scale, start, segments.table),
+        [((chunks.count, *r.state_shape[1:]), stored), (r.state_shape, jnp.float32)],
+        **sizes(r), HK=operands.k.shape[2], HV=r.v.shape[2], START=kind, **blocks,
+    )  # fmt: skip
 
 
 @compile_in_parallel

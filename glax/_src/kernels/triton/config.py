@@ -1,6 +1,7 @@
 """Define the tunable numbers of the Triton kernels, and heuristics that derive them from the shapes."""
 
 import dataclasses
+import functools
 from typing import ClassVar, Self
 
 from glax._src.core.recurrence import Recurrence
@@ -48,7 +49,9 @@ class TritonChunkedConfig(Config):
     """Configure the forward.
 
     chunk: the tokens of a chunk. columns: the columns of the state in a program. segment: the tokens that a program scans, 0
-    for all of T. warps: the warps of a program. stages: the stages of its software pipeline.
+    for all of T. warps: the warps of a program. stages: the stages of its software pipeline. block: 0 for outputs in the scan
+    of the state; or the rows and columns of the state in a program that stores the states at all chunks, from which the
+    outputs of all chunks are computed in parallel.
     """
 
     former_names: ClassVar[tuple[str, ...]] = ("ChunkedConfig",)
@@ -58,9 +61,13 @@ class TritonChunkedConfig(Config):
     segment: int = 0
     warps: int = 4
     stages: int = 2
+    block: int = 0
 
     def __post_init__(self):
         check_fields(self, "chunk", "columns")
+        check_field("block", self.block, 0, WIDEST, power_of_two=True)
+        if 0 < self.block < 16:
+            raise ValueError(f"block must be 0 or a power of two from 16 to {WIDEST}, got {self.block}")
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
@@ -78,7 +85,21 @@ class TritonChunkedConfig(Config):
             programs = num_scans * -(-V // columns)
             segment = segment_for(r, 64, programs)
             return cls(64, columns, segment, stages=3 if not segment and programs <= multiprocessors() else 2)
-        # Smaller tiles avoid spills.
+        return cls.scan(r) if wide else cls.storing(r)
+
+    @classmethod
+    def storing(cls, r: Recurrence) -> Self:
+        """Return the config of wide heads in bfloat16. Where tiles are small, 8 warps share the tiles that 4 would spill."""
+        K, V = width(r.q.shape[3]), width(r.v.shape[3])
+        segment = segment_for(r, 64, r.num_sequences * r.num_heads * -(-K // 64) * -(-V // 64))
+        warps = 4 if has_large_tiles() or r.decay.form == "key" or V < 128 else 8
+        return cls(64, min(V, 128), segment, warps, stages=2, block=64)
+
+    @classmethod
+    def scan(cls, r: Recurrence) -> Self:
+        """Return the config of one scan of wide heads or wide dtypes. Smaller tiles avoid spills."""
+        K, V = width(r.q.shape[3]), width(r.v.shape[3])
+        num_scans, wide = r.num_sequences * r.num_heads, r.q.dtype != "bfloat16"
         exact = r.q.dtype == "float32" and K == 128 and r.decay.form == "key"
         chunk = 16 if K >= 512 or (wide and K >= 256) or exact else 32
         columns = min(V, 32 if exact else 64, max(16, 2**13 // K))
@@ -108,12 +129,23 @@ class TritonChunkedConfig(Config):
         guess = cls.heuristic(r)
         if r.erasure is not None:
             return list(dict.fromkeys((guess, *(cls(64, columns, 0, 4, n) for columns in (32, 64) for n in (2, 3)))))
+        if guess.block:
+            return guess.other_forms(r)
         found = [guess]
         for chunk, columns, stages in ((64, 64, 2), (64, 64, 3), (64, 32, 2), (64, 32, 3), (32, 64, 2), (16, 64, 2)):
             for segment in dict.fromkeys((0, guess.segment, 1024)):
                 if columns <= width(r.v.shape[3]) and segment < r.q.shape[1]:
                     found.append(cls(chunk, columns, segment, guess.warps, stages))
         return list(dict.fromkeys(found))
+
+    def other_forms(self, r: Recurrence) -> list[Self]:
+        """Return this config, others that store states, and the scan of wide heads. Chunks of 128 are not for key gates."""
+        large, change = has_large_tiles(), functools.partial(dataclasses.replace, self)
+        found = [self, change(stages=5 - self.stages), change(warps=12 - self.warps), change(block=128)]
+        found += [change(columns=columns, warps=4) for columns in (32, 64) if columns < width(r.v.shape[3])]
+        if large and r.decay.form != "key":
+            found += [change(chunk=128, warps=8, stages=2, block=block) for block in (64, 128)]
+        return list(dict.fromkeys((*found, self.scan(r))))
 
 
 @dataclasses.dataclass(frozen=True)
