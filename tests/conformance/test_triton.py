@@ -94,8 +94,12 @@ def test_chunked(case, config):
 
 @pytest.mark.parametrize(
     "config",
-    [TritonChunkedConfig(64, 64, block=64), TritonChunkedConfig(32, 32, segment=64, block=128)],
-    ids=["whole", "segments"],
+    [
+        TritonChunkedConfig(64, 64, block=64),
+        TritonChunkedConfig(32, 32, segment=64, block=128),
+        TritonChunkedConfig(128, 128, warps=8, block=128),
+    ],
+    ids=["whole", "segments", "chunks of 128"],
 )
 @pytest.mark.parametrize("case", STORED, ids=str)
 def test_chunked_with_stored_states(case, config):
@@ -108,6 +112,19 @@ def test_wide_heads_in_bfloat16_store_states():
         found = [TritonChunkedConfig.heuristic(r), *TritonChunkedConfig.candidates(r)]
         assert all((each.block > 0) is (case in WIDE) for each in found[:2])
         assert {each.block for each in found} == ({0, 64, 128} if case in WIDE else {0})
+
+
+@pytest.mark.parametrize("T, stores", [(2**19, True), (2**19 + 8, False)])
+def test_states_that_would_fill_the_memory_are_not_stored(T, stores):
+    """Just inside and just outside: 8 heads of 256 x 512 with a state every 128 tokens are 8 GiB at 2^19 tokens."""
+    found = []
+
+    def choose(q, v, g):
+        found.append(TritonChunkedConfig.heuristic(bind(q, q, v, g_gamma=g)))
+
+    shapes = (1, T, 8, 256), (1, T, 8, 512), (8,)
+    jax.eval_shape(choose, *(jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes))
+    assert (found[0].block > 0) is stores
 
 
 @pytest.mark.parametrize("case", CHUNKED, ids=str)

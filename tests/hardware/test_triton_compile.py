@@ -52,9 +52,9 @@ WIDE = {
     ("key", "exact_scores"): [(12_288, 255, 8), (12_288, 254, 0), (12_296, 226, 0)],
     ("key", "entering_states"): [(24_576, 232, 0), (51_200, 127, 0), (57_360, 128, 0)],
     ("key", "chunk_outputs"): [(24_576, 168, 0), (49_152, 128, 0), (49_168, 96, 0)],
-    ("head", "head_gate_cumsums"): [(512, 32, 0), (512, 32, 0), (512, 32, 0)],
-    ("head", "entering_states"): [(25_600, 224, 0), (50_176, 127, 0), (58_384, 128, 0)],
-    ("head", "chunk_outputs"): [(32_768, 208, 0), (65_536, 168, 0), (65_568, 128, 0)],
+    ("head", "head_gate_cumsums"): [(512, 32, 0), (1_024, 40, 0), (1_024, 40, 0)],
+    ("head", "entering_states"): [(25_600, 224, 0), (198_656, 224, 0), (215_056, 216, 0)],
+    ("head", "chunk_outputs"): [(32_768, 208, 0), (98_304, 255, 0), (98_336, 255, 0)],
 }
 # Kernels that consist of products of the tensor cores of their generation.
 MULTIPLYING = (

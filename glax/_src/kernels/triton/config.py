@@ -9,6 +9,7 @@ from glax._src.core.registry import Config, check_field
 from glax._src.kernels.common.gpu import capability, multiprocessors
 
 WIDEST = 512
+MOST_STATES = 2**33  # bytes of stored states, in bfloat16, that the forward takes unasked
 
 
 def width(n: int) -> int:
@@ -89,11 +90,20 @@ class TritonChunkedConfig(Config):
 
     @classmethod
     def storing(cls, r: Recurrence) -> Self:
-        """Return the config of wide heads in bfloat16. Where tiles are small, 8 warps share the tiles that 4 would spill."""
+        """Return the config of wide heads in bfloat16, or that of the scan where the states would fill the memory.
+
+        Chunks of 128 halve the bytes of the states. They are not for key gates, whose scores then need more exact products, and
+        not where tiles are small and would spill. There 8 warps share what 4 would spill.
+        """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
-        segment = segment_for(r, 64, r.num_sequences * r.num_heads * -(-K // 64) * -(-V // 64))
-        warps = 4 if has_large_tiles() or r.decay.form == "key" or V < 128 else 8
-        return cls(64, min(V, 128), segment, warps, stages=2, block=64)
+        large, key = has_large_tiles(), r.decay.form == "key"
+        chunk, block = (128, 128) if large and not key else (64, 64)
+        B, T, H = r.q.shape[0], r.q.shape[1], r.num_heads
+        if 2 * B * T * H * r.q.shape[3] * r.v.shape[3] // chunk > MOST_STATES:
+            return cls.scan(r)
+        segment = segment_for(r, chunk, r.num_sequences * H * -(-K // block) * -(-V // block))
+        warps = 4 if key or (not large and V < 128) else 8
+        return cls(chunk, min(V, 128), segment, warps, stages=2, block=block)
 
     @classmethod
     def scan(cls, r: Recurrence) -> Self:
