@@ -9,6 +9,7 @@ python benchmarks/models.py --shape B,T,GROUPS,H,K,V --gate head    # a shape of
 python benchmarks/models.py --alone --jobs 8        # glax's programs compiled side by side: first calls are not timed
 python benchmarks/models.py --between               # shapes beside the published ones, as multiples of these
 python benchmarks/models.py --errors                # relative errors against float64, in thousandths; nothing is timed
+python benchmarks/models.py --errors --triton       # those of Triton's kernels
 
 All implementations of a layer are timed in turns in one process, with many calls in flight; medians. "of floor": the time over
 the time of a copy that moves `least_bytes`. Each line of JSON is a result in the form of benchmarks/results/README.md.
@@ -188,7 +189,7 @@ def parsed():
     parser.add_argument("--shape", action="append", type=lambda text: tuple(map(int, text.split(","))))
     parser.add_argument("--gate", action="append", choices=GATES, help="of --shape and --packed")
     parser.add_argument("--alone", action="store_true", help="without peers")
-    parser.add_argument("--triton", action="store_true", help="with glax's Triton kernels too")
+    parser.add_argument("--triton", action="store_true", help="Triton's kernels too; with --errors, alone")
     parser.add_argument("--iters", type=int, default=9)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="threads that compile glax's programs")
     parser.add_argument(
@@ -215,7 +216,8 @@ def main():
         return
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, glax {glax.__version__}", flush=True)
     if args.errors:
-        print(table([errors(layer) for layer in layers]))
+        platform = "triton" if args.triton else None
+        print(table([errors(dataclasses.replace(layer, platform=platform)) for layer in layers]))
         return
     if args.between:
         print(table(measure_between(layers, args)))
