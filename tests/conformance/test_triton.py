@@ -20,7 +20,13 @@ triton_interpreter.install()
 from glax._src.core.bind import bind  # noqa: E402
 from glax._src.core.registry import kernel_registry  # noqa: E402
 from glax._src.kernels import load_kernels  # noqa: E402
-from glax._src.kernels.triton import GradientConfig, TokenConfig, TritonChunkedConfig, support  # noqa: E402
+from glax._src.kernels.triton import (  # noqa: E402
+    GradientConfig,
+    TokenConfig,
+    TritonChunkedConfig,
+    chunk_gradients,
+    support,
+)
 from glax._src.kernels.triton import chunked as chunks  # noqa: E402
 from glax._src.kernels.triton.segments import segments_of  # noqa: E402
 from glax.testing.reference import reference, reference_gradient  # noqa: E402
@@ -56,6 +62,13 @@ WIDE = [
     Case("wide-key-packed", K=136, V=40, dtype="bfloat16", gate_dtype="bfloat16", state_dtype=None, **PACKED),
 ]
 STORED = [*WIDE, *(CASES[name] for name in ("T1", "T65-head", "heads4-2-1-packed", "all-padding", "no-state-packed"))]
+WIDE_VALUES = [
+    Case("key", heads=(2, 1, 2), K=64, V=320, T=150, strengths=("log-sigmoid", "-100 on 5%", "-inf on 5%")),
+    Case("head-packed", heads=(1, 1, 1), K=96, V=320, T=150, gates=("g",), cuts=(0, 0, 40, 41, 41, 130)),
+    Case("constant-reverse", heads=(1, 2, 1), K=96, V=257, T=150, gates=("g_gamma",), reverse=True),
+    Case("none", heads=(1, 1, 1), K=128, V=256, T=70, gates=(), strengths=("log-sigmoid",)),
+]
+WIDE_VALUES = [dataclasses.replace(case, dtype="bfloat16") for case in WIDE_VALUES]
 TOKENS = [
     dataclasses.replace(CASES[name], T=40, strengths=("log-sigmoid", "-inf on 5%"))
     for name in ("key+value", "value-reverse", "constant", "head")
@@ -137,11 +150,31 @@ def test_chunked_gradient(case):
 @pytest.mark.parametrize("heads", [(4, 2, 1), (2, 1, 4), (1, 6, 3)], ids=str)
 @pytest.mark.parametrize("form", ["head", "none"])
 def test_shared_heads_are_summed_by_one_program(heads, form, monkeypatch):
-    monkeypatch.setattr(chunks, "multiprocessors", lambda: 1)  # a GPU that few programs fill
+    monkeypatch.setattr(chunk_gradients, "multiprocessors", lambda: 1)  # a GPU that few programs fill
     case = dataclasses.replace(CASES[f"{form}-packed"], heads=heads, K=17, V=18, strengths=("log-sigmoid",))
     r = recurrence(case, "log-sigmoid")
-    assert chunks.heads_of_a_program(r, 10) > 1
+    assert chunk_gradients.heads_of_a_program(r, 10) > 1
     check(taken(case), jax.jit(functools.partial(chunked_vjp, config=GradientConfig(16, 16, block=16))), gradient=True)
+    case = dataclasses.replace(case, T=60, cuts=(0, 0, 31, 50))
+    config = GradientConfig(32, 16, block=16, columns=16)
+    check(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)), gradient=True)
+
+
+@pytest.mark.parametrize("case", WIDE_VALUES, ids=str)
+def test_wide_gradient(case):
+    """Programs hold blocks of K and of V, the last of which are no whole blocks."""
+    r = recurrence(case, case.strengths[0])
+    config = dataclasses.replace(GradientConfig.heuristic(r), segment=0)
+    assert config.chunk == 64 and config.columns == 64
+    check(case, jax.jit(functools.partial(chunked_vjp, config=config)), gradient=True)
+
+
+@pytest.mark.parametrize("case", [CHUNKED[1], CASES["key-packed"], CASES["bfloat16-key"]], ids=str)
+def test_wide_gradient_in_segments(case):
+    """Of any dtype, also where chunks and blocks are small."""
+    case = dataclasses.replace(case, heads=(1, 1, 1), K=17, V=40, strengths=("log-sigmoid", "-100 on 5%"))
+    config = GradientConfig(16, 16, segment=32, block=16, columns=32)
+    check(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)), gradient=True)
 
 
 @pytest.mark.parametrize("case", [*CHUNKED[:2], CASES["all-padding"]], ids=str)

@@ -131,7 +131,13 @@ CONFIGS = {
         chunk=(16, 512), columns=(16, 512), segment=(0, 2**31 - 1), warps=(1, 32), stages=(1, 16), block=(0, 512)
     ),
     triton.GradientConfig: dict(
-        chunk=(16, 512), rows=(16, 512), segment=(0, 2**31 - 1), block=(16, 512), warps=(1, 32), stages=(1, 16)
+        chunk=(16, 512),
+        rows=(16, 512),
+        segment=(0, 2**31 - 1),
+        block=(16, 512),
+        warps=(1, 32),
+        stages=(1, 16),
+        columns=(0, 512),
     ),
     triton.TokenConfig: dict(columns=(1, 512), warps=(1, 32)),
     HopperConfig: dict(parts=(1, 32), columns=(64, 128)),

@@ -1,104 +1,20 @@
 """Launch the chunked kernels: outputs and final states, and the gradient in every input."""
 
-import math
-from typing import NamedTuple
-
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
-from glax._src.kernels.common.gpu import multiprocessors
-from glax._src.kernels.triton import chunk_output_kernels, score_kernels, state_kernels
+from glax._src.kernels.triton import chunk_output_kernels, state_kernels
+from glax._src.kernels.triton.chunk_gradients import chunk_gradients
 from glax._src.kernels.triton.compile_ahead import compile_in_parallel
 from glax._src.kernels.triton.config import GradientConfig, TritonChunkedConfig, width
-from glax._src.kernels.triton.launch import ALIASES_ARE_PASSED, launch, tl
+from glax._src.kernels.triton.launch import launch
+from glax._src.kernels.triton.operands import Operands, arithmetic, chunk_operands, heads, sizes
 from glax._src.kernels.triton.output_kernels import outputs
 from glax._src.kernels.triton.segments import SEQUENCE, Segments, segments_of
-from glax._src.kernels.triton.vjp_exact_kernels import exact_gradient, exact_gradient_passed_outputs
-from glax._src.kernels.triton.vjp_kernels import gradient
 
-PAIRS_PER_PROGRAM = 8  # (chunk, head) pairs that a program of an exact kernel tests
-EXACT_WARPS = 8  # with 4, the exact gradient of float16 at widths of 128 spills more registers
-SCALE_BLOCK = 32  # channels of an iteration of `scale_operands`
-SCALE_STAGES = 3
 OUTPUT_ROWS = 64  # rows of a stored state in an iteration of `chunk_outputs`
 STATE_BLOCK = 64  # rows and columns of the state in a program of the forward's state kernels
-
-
-def arithmetic(r: Recurrence) -> dict:
-    """Return the type and precision of products.
-
-    bfloat16 is multiplied as bfloat16, float32 in three TF32 products. float16 is multiplied in TF32, which has as many
-    digits and the range that decays need.
-    """
-    if r.q.dtype == jnp.bfloat16:
-        return dict(DTYPE=tl.bfloat16, PRECISION="tf32")
-    return dict(DTYPE=tl.float32, PRECISION="tf32x3" if r.q.dtype == jnp.float32 else "tf32")
-
-
-def sizes(r: Recurrence) -> dict:
-    _, H, K, V = r.state_shape
-    return dict(H=H, K=K, V=V)
-
-
-def heads(r: Recurrence) -> dict:
-    return dict(HQ=r.q.shape[2], HK=r.k.shape[2], HV=r.v.shape[2])
-
-
-def gates_of(r: Recurrence):
-    """Return the array of the gates and the form. Absent gates are replaced by an array that is not read."""
-    d, form = r.decay, r.decay.form
-    return next((x for x in (d.constant, d.head, d.key) if x is not None), r.scale), form
-
-
-class Operands(NamedTuple):
-    """Hold the scan's q, k and gates, and the scores of each chunk.
-
-    Where a form of gates lacks scores and max_abs_cumsum, they are replaced by an array that is not read.
-    """
-
-    q: Array
-    k: Array
-    gates: Array
-    scores: Array
-    max_abs_cumsum: Array
-
-
-def chunk_operands(r: Recurrence, chunks: Segments, chunk: int) -> Operands:
-    """Compute the operands of each chunk.
-
-    For key gates, these are the results of `scale_operands` and `exact_scores`. For head gates, gates are their cumulative
-    sums within each chunk.
-    """
-    (gates, form), (_, H, K, _) = gates_of(r), r.state_shape
-    B, T = r.q.shape[:2]
-    sign = dict(SIGN=-1 if r.reverse else 1)
-    if form == "head":
-        output = [(gates.shape, jnp.float32)]
-        options = dict(H=H, BH=width(H), C=chunk, **sign, warps=4, stages=1)
-        (gates,) = launch(state_kernels.head_gate_cumsums, chunks.count, (gates, chunks.table), output, **options)
-    if form != "key":
-        return Operands(r.q, r.k, gates, r.scale, r.scale)
-    M = chunks.count
-    shape = dict(H=H, HQ=r.q.shape[2], HK=r.k.shape[2], K=K, C=chunk, **sign, **arithmetic(r), warps=4)
-    wide, scores = ((B, T, H, K), r.q.dtype), ((M, H, chunk, chunk), r.q.dtype)
-    q_scaled, k_scaled, scores, last, max_abs_cumsum = launch(
-        score_kernels.scale_operands,
-        H * M,
-        (r.q, r.k, gates, chunks.table),
-        [wide, wide, scores, ((M, H, 2, K), jnp.float32), ((M, H), jnp.float32)],
-        **shape, BK=min(SCALE_BLOCK, width(K)), stages=SCALE_STAGES,
-    )  # fmt: skip
-    (scores,) = launch(
-        score_kernels.exact_scores_passed_scores if ALIASES_ARE_PASSED else score_kernels.exact_scores,
-        -(-H * M // PAIRS_PER_PROGRAM),
-        (r.q, r.k, gates, chunks.table, max_abs_cumsum, jnp.full(1, H * M, jnp.int32), scores),
-        [(scores.shape, scores.dtype)],
-        in_place={6: 0},
-        **shape, BK=min(32, width(K)), PAIRS=PAIRS_PER_PROGRAM, stages=1,
-    )  # fmt: skip
-    return Operands(q_scaled, k_scaled, last, scores, max_abs_cumsum)
 
 
 def segment_size(r: Recurrence, size: int, chunk: int) -> int:
@@ -354,61 +270,6 @@ def launch_gradient(
     if form != "none":
         d_decay = Decay(**{form: by_sequence(r, chunks, dg) if form == "constant" else dg})
     return gradient_recurrence(r, dq, dk, dv, d_decay, d_initial, by_sequence(r, chunks, d_scale).sum(1))
-
-
-def chunk_gradients(
-    r: Recurrence,
-    d_output,
-    config: GradientConfig,
-    chunks: Segments,
-    operands: Operands,
-    before,
-    behind,
-):
-    """Compute dq, dk, dv, the gates' gradient and the scale's [chunks, H] from the states at both ends of every chunk."""
-    (B, T), (_, H, K, V) = r.q.shape[:2], r.state_shape
-    (gates, form), C = gates_of(r), config.chunk
-    group = heads_of_a_program(r, chunks.count)
-    summed = [math.gcd(group, H // x.shape[2]) for x in (r.q, r.k, r.v)]
-
-    def like(x, count):  # gradients that heads share are summed in float32
-        return (B, T, H // count, x.shape[3]), x.dtype if x.shape[2] == H else jnp.float32
-
-    per_chunk = ((chunks.count, H), jnp.float32)
-    d_gates = {"key": ((B, T, H, K), gates.dtype), "head": ((B, T, H), gates.dtype)}
-    shape = dict(**sizes(r), **heads(r), C=C, BV=width(V), SIGN=-1 if r.reverse else 1, **arithmetic(r))
-    dq, dk, dv, dg, d_scale = launch(
-        gradient,
-        H // group * chunks.count,
-        (r.q, r.k, r.v, gates, operands.gates, operands.k, operands.scores, d_output, r.scale, before, behind, chunks.table),
-        [*map(like, (r.q, r.k, r.v), summed), d_gates.get(form, per_chunk), per_chunk],
-        **shape, BK=min(config.rows, width(K)), FORM=form, warps=config.warps, stages=config.stages,
-        GROUP=group, GQ=summed[0], GK=summed[1], GV=summed[2],
-    )  # fmt: skip
-    if form == "key":
-        pairs, found = jnp.full(1, H * chunks.count, jnp.int32), (dq, dk, dg, d_scale)
-        dq, dk, dg, d_scale = launch(
-            exact_gradient_passed_outputs if ALIASES_ARE_PASSED else exact_gradient,
-            -(-H * chunks.count // PAIRS_PER_PROGRAM),
-            (r.q, r.k, r.v, gates, d_output, r.scale, before, behind, chunks.table, operands.max_abs_cumsum, pairs, *found),
-            [(x.shape, x.dtype) for x in found],
-            in_place={11 + i: i for i in range(4)},
-            **shape, BK=16, PAIRS=PAIRS_PER_PROGRAM, warps=4 if r.q.dtype == jnp.bfloat16 else EXACT_WARPS, stages=1,
-        )  # fmt: skip
-    return dq, dk, dv, dg, d_scale
-
-
-def heads_of_a_program(r: Recurrence, chunks: int) -> int:
-    """Return how many heads a program of `gradient` processes in order: as many as share an array, if that fills the GPU.
-
-    With key gates it is 1: their gradient has every head, and `exact_gradient` overwrites the results of single heads.
-    """
-    H = r.num_heads
-    if r.decay.form == "key":
-        return 1
-    shared = max(H // x.shape[2] for x in (r.q, r.k, r.v))
-    enough = (n for n in range(1, shared + 1) if shared % n == 0 and H // n * chunks >= 4 * multiprocessors())
-    return max(enough, default=1)
 
 
 def by_sequence(r: Recurrence, chunks: Segments, x):

@@ -164,7 +164,9 @@ class GradientConfig(Config):
 
     chunk: the tokens of a chunk; the states at both its ends are stored. rows: the rows of the states that are processed
     together. segment: the tokens that a program of the state kernels scans, 0 for all of T. block: the rows and columns of the
-    state in such a program. warps, stages: the warps and the software pipeline's stages of the gradient kernel.
+    state in such a program. warps, stages: the warps and the software pipeline's stages of the gradient kernel. columns: the
+    columns of the states that are processed together, 0 for all in one kernel; else a kernel for each of `rows` and `columns`
+    has its blocks in programs of their own, and takes the blocks of the other one by one.
     """
 
     chunk: int = 64
@@ -173,18 +175,36 @@ class GradientConfig(Config):
     block: int = 64
     warps: int = 4
     stages: int = 2
+    columns: int = 0
 
     def __post_init__(self):
         check_fields(self, "chunk", "rows", "block")
+        check_field("columns", self.columns, 0, WIDEST)
+        if self.columns:
+            check_field("columns", self.columns, 16, WIDEST, power_of_two=True)
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
         """Return the best config found on an H200 in bfloat16 at widths of 128, and elsewhere one that fits in registers.
 
-        Few rows are processed together, so that two programs share a multiprocessor.
+        Wide values of bfloat16 are taken in blocks. With key gates, or in small tiles, 64 rows would spill registers.
         """
         if r.erasure is not None:
             return cls.erasing(r)
+        K, V = width(r.q.shape[3]), width(r.v.shape[3])
+        if V < 256 or r.q.dtype != "bfloat16":
+            return cls.narrow(r)
+        block = min(64, K)
+        segment = segment_for(r, 64, r.num_sequences * r.num_heads * (K // block) * (V // 64))
+        rows = min(K, 64 if r.decay.form != "key" and has_large_tiles() else 32)
+        return cls(64, rows, segment, block, warps=4, stages=3, columns=64)
+
+    @classmethod
+    def narrow(cls, r: Recurrence) -> Self:
+        """Return the config of programs that hold all of V.
+
+        Few rows are processed together, so that two programs share a multiprocessor.
+        """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         wide, key = r.q.dtype != "bfloat16", r.decay.form == "key"
         exact = r.q.dtype == "float32" and V == 128 and not key  # smaller chunks avoid spills
@@ -208,7 +228,7 @@ class GradientConfig(Config):
         if narrow:
             block = 64 if has_large_tiles() else 32
         if r.decay.form == "key":
-            plain = cls.heuristic(r.replace(erasure=None))
+            plain = cls.narrow(r.replace(erasure=None))
             return dataclasses.replace(plain, segment=0, block=block, stages=min(plain.stages, 3))
         if r.q.dtype != "bfloat16":
             return cls(16, 16, 0, block, warps=8, stages=1)
@@ -220,6 +240,11 @@ class GradientConfig(Config):
         if r.erasure is not None:
             others = (dataclasses.replace(guess, rows=rows, stages=n) for rows, n in ((16, 2), (32, 1), (32, 2)))
             return list(dict.fromkeys((guess, *others)))
+        if guess.columns:
+            shapes = ((32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 3), (128, 64, 8, 3), (32, 128, 4, 2), (32, 64, 4, 2))
+            others = (dict(rows=rows, columns=n, warps=warps, stages=m) for rows, n, warps, m in shapes)
+            found = (guess, *(dataclasses.replace(guess, **each) for each in others), cls.narrow(r))
+            return list(dict.fromkeys(x for x in found if x.rows <= width(r.q.shape[3])))
         found = [guess]
         for chunk, rows, warps in ((64, 16, 4), (64, 32, 4), (32, 16, 2), (32, 64, 4), (64, 64, 8)):
             if rows <= width(r.q.shape[3]):

@@ -9,17 +9,7 @@ from glax._src.core.decay import Decay
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
 from glax._src.kernels.triton import state_kernels
-from glax._src.kernels.triton.chunked import (
-    EXACT_WARPS,
-    PAIRS_PER_PROGRAM,
-    arithmetic,
-    by_sequence,
-    gates_of,
-    heads,
-    segments_and_chunks,
-    sizes,
-    start_of_sequences,
-)
+from glax._src.kernels.triton.chunked import by_sequence, segments_and_chunks, start_of_sequences
 from glax._src.kernels.triton.compile_ahead import compile_in_parallel
 from glax._src.kernels.triton.config import GradientConfig, TritonChunkedConfig, width
 from glax._src.kernels.triton.delta_key_kernels import (
@@ -37,6 +27,14 @@ from glax._src.kernels.triton.delta_score_kernels import delta_scores
 from glax._src.kernels.triton.delta_state_kernels import delta_states
 from glax._src.kernels.triton.delta_vjp_kernels import delta_gradient
 from glax._src.kernels.triton.launch import ALIASES_ARE_PASSED, launch
+from glax._src.kernels.triton.operands import (
+    EXACT_WARPS,
+    PAIRS_PER_PROGRAM,
+    arithmetic,
+    gates_of,
+    heads,
+    sizes,
+)
 from glax._src.kernels.triton.segments import Segments
 
 KEY_BLOCK = 32  # channels of an iteration of `delta_key_pairs`
