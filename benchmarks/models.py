@@ -43,6 +43,7 @@ PACKED = (1, 32768, 16, 16, 128, 128)
 COUNTS = (16, 128)  # of documents
 LIBRARIES = dict(fla="fla-core", mamba="mamba-ssm")
 TRITON = "glax, Triton"
+TRITON_CACHE = os.environ.get("TRITON_CACHE_DIR")
 
 
 def peers(layer: Layer, operands) -> dict:
@@ -98,6 +99,8 @@ def measure_layers(layers, args) -> list[dict]:
             made = dict(glax=own)
             if args.triton:
                 made[TRITON] = JaxImplementation(dataclasses.replace(layer, platform="triton").output, own.operands)
+                if TRITON_CACHE:  # jax-triton removes it, and peers would compile all of their candidates again
+                    os.environ["TRITON_CACHE_DIR"] = TRITON_CACHE
             made |= {} if args.alone else peers(layer, own.operands)
             lines = results(layer, made, args.iters, gbytes)
             print("\n".join(map(json.dumps, lines)), flush=True)

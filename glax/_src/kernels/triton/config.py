@@ -103,7 +103,7 @@ class TritonChunkedConfig(Config):
             return cls.scan(r)
         segment = segment_for(r, chunk, r.num_sequences * H * -(-K // block) * -(-V // block))
         warps = 4 if key or (not large and V < 128) else 8
-        return cls(chunk, min(V, 128), segment, warps, stages=2, block=block)
+        return cls(chunk, min(V, 128), segment, warps, stages=3 if chunk == 128 else 2, block=block)
 
     @classmethod
     def scan(cls, r: Recurrence) -> Self:
