@@ -127,16 +127,19 @@ def test_wide_heads_in_bfloat16_store_states():
         assert {each.block for each in found} == ({0, 64, 128} if case in WIDE else {0})
 
 
-@pytest.mark.parametrize("T, stores", [(2**19, True), (2**19 + 8, False)])
-def test_states_that_would_fill_the_memory_are_not_stored(T, stores):
-    """Just inside and just outside: 8 heads of 256 x 512 with a state every 128 tokens are 8 GiB at 2^19 tokens."""
+@pytest.mark.parametrize(
+    "T, documents, stores", [(2**19, 0, True), (2**19 + 8, 0, False), (2**15, 3839, True), (2**15, 3840, False)]
+)
+def test_states_that_would_fill_the_memory_are_not_stored(T, documents, stores):
+    """Just inside and just outside of 8 GiB: 4096 states of 8 heads of 256 x 512, one every 128 tokens and one a document."""
     found = []
 
-    def choose(q, v, g):
-        found.append(TritonChunkedConfig.heuristic(bind(q, q, v, g_gamma=g)))
+    def choose(q, v, g, cuts):
+        found.append(TritonChunkedConfig.heuristic(bind(q, q, v, g_gamma=g, cu_seqlens=cuts if documents else None)))
 
     shapes = (1, T, 8, 256), (1, T, 8, 512), (8,)
-    jax.eval_shape(choose, *(jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes))
+    cuts = jax.ShapeDtypeStruct((documents + 1,), jnp.int32)
+    jax.eval_shape(choose, *(jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes), cuts)
     assert (found[0].block > 0) is stores
 
 

@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+import math
 from typing import ClassVar, Self
 
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Config, check_field
 from glax._src.kernels.common.gpu import capability, multiprocessors
+from glax._src.kernels.triton.segments import segment_count
 
 WIDEST = 512
-MOST_STATES = 2**33  # bytes of stored states, in bfloat16, that the forward takes unasked
+MOST_STATES = 2**33  # bytes of stored states, in bfloat16, that the heuristic lets the forward take
 
 
 def width(n: int) -> int:
@@ -98,10 +100,9 @@ class TritonChunkedConfig(Config):
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
         large, key = has_large_tiles(), r.decay.form == "key"
         chunk, block = (128, 128) if large and not key else (64, 64)
-        B, T, H = r.q.shape[0], r.q.shape[1], r.num_heads
-        if 2 * B * T * H * r.q.shape[3] * r.v.shape[3] // chunk > MOST_STATES:
+        if 2 * segment_count(r, chunk) * math.prod(r.state_shape[1:]) > MOST_STATES:
             return cls.scan(r)
-        segment = segment_for(r, chunk, r.num_sequences * H * -(-K // block) * -(-V // block))
+        segment = segment_for(r, chunk, r.num_sequences * r.num_heads * -(-K // block) * -(-V // block))
         warps = 4 if key or (not large and V < 128) else 8
         return cls(chunk, min(V, 128), segment, warps, stages=3 if chunk == 128 else 2, block=block)
 

@@ -41,7 +41,7 @@ def segments_of(r: Recurrence, size: int, chunk: int) -> Segments:
         xp, lengths = jnp, jnp.diff(jnp.append(starts, T))
     N = r.num_sequences
     begins, chunk_begins = (begins_of(xp, lengths, each, N) for each in (size, chunk))
-    count = -(-T // size) * B if xp is np else T // size + N + 1
+    count = segment_count(r, size)
     entry = xp.arange(count, dtype=np.int32)
     sequence = xp.searchsorted(begins[1:], entry, side="right")
     unused = sequence >= len(lengths)
@@ -62,6 +62,12 @@ def segments_of(r: Recurrence, size: int, chunk: int) -> Segments:
     )
     table = xp.stack(columns, axis=1).astype(np.int32)
     return Segments(count, jnp.asarray(table), jnp.asarray(begins[: N + 1].astype(np.int32)))
+
+
+def segment_count(r: Recurrence, size: int) -> int:
+    """Return how many segments of `size` tokens the table has; with packed sequences, as many as any boundaries could need."""
+    B, T = r.q.shape[:2]
+    return -(-T // size) * B if r.boundaries is None else T // size + r.num_sequences + 1
 
 
 def begins_of(xp, lengths, size: int, N: int):
