@@ -203,7 +203,14 @@ def parsed():
     what.add_argument("--errors", action="store_true")
     what.add_argument("--between", action="store_true")
     what.add_argument("--part", type=lambda text: tuple(map(int, text.split("/"))), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.packed and "constant" in (args.gate or ()):
+        parser.error("--packed takes --gate key and head, got constant: gates of -inf have no place in it")
+    if args.triton and (args.packed or args.between):
+        parser.error("--triton goes with whole layers and with --errors, not with --packed or --between")
+    if args.only and args.shape:
+        parser.error("--only and --shape both choose layers: give one of them")
+    return args
 
 
 def main():

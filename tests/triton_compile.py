@@ -110,6 +110,7 @@ def shipped(gate: str, dtype: str, widths: str, algorithm: str = "") -> list[Lau
     def call():
         x = jnp.zeros((B, T, H, K), dtype)
         gates = dict(gk=x) if gate in ("key", "kda") else dict(g=jnp.zeros((B, T, H)))
+        gates = dict(g_gamma=jnp.zeros(H)) if gate == "constant" else gates
         if gate in ("delta", "kda"):
             gates["beta"] = jnp.zeros((B, T, H), dtype)
         return bind(x, x, jnp.zeros((B, T, H, V), dtype), **gates)

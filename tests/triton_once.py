@@ -1,10 +1,12 @@
-"""A forward and a gradient of the Triton kernels of wide heads for each kind of gate, whole and packed, at two strengths, once.
+"""A forward and a gradient of the Triton kernels of wide heads for per-key, per-head and constant gates, whole and packed, once.
 
     export XLA_FLAGS=--xla_gpu_autotune_level=0  # the checker itself crashes where XLA tries kernels for its own products
     compute-sanitizer --tool memcheck python -m tests.triton_once
 
-Needs an NVIDIA GPU; says whether all results are finite.
+Needs an NVIDIA GPU; says whether all results are finite, and fails if one is not.
 """
+
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ STRENGTHS = dict(usual=1.0, strong=40.0)  # of log-sigmoid
 
 
 def main():
+    failed = False
     for gate in ("gk", "g", "g_gamma"):
         for T, cuts in CALLS.items():
             keys = jax.random.split(jax.random.key(0), 5)
@@ -41,6 +44,9 @@ def main():
                 found = jax.tree.leaves(both(*tensors, gates))
                 finite = all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in found)
                 print(f"{gate} T{T} {name}: {'finite' if finite else 'NOT FINITE'}", flush=True)
+                failed |= not finite
+    if failed:
+        sys.exit("some results are not finite")
 
 
 if __name__ == "__main__":

@@ -59,6 +59,17 @@ WIDE = [
     Case("wide-constant-packed-reverse", K=256, V=40, gates=("g_gamma",), dtype="bfloat16", reverse=True, **PACKED),
     Case("wide-head-packed", K=136, V=40, gates=("g",), dtype="bfloat16", **PACKED),
     Case("wide-none-reverse", T=150, K=136, V=72, gates=(), dtype="bfloat16", state_dtype=None, reverse=True),
+    Case("wide-key-shared", T=70, heads=(1, 2, 2), K=136, V=40, dtype="bfloat16", strengths=("log-sigmoid",)),
+    Case(
+        "wide-head-shared",
+        T=70,
+        heads=(1, 1, 2),
+        K=136,
+        V=40,
+        gates=("g",),
+        dtype="bfloat16",
+        strengths=("-inf on 5%",),
+    ),
     Case("wide-key-packed", K=136, V=40, dtype="bfloat16", gate_dtype="bfloat16", state_dtype=None, **PACKED),
 ]
 STORED = [*WIDE, *(CASES[name] for name in ("T1", "T65-head", "heads4-2-1-packed", "all-padding", "no-state-packed"))]
@@ -67,6 +78,7 @@ WIDE_VALUES = [
     Case("head-packed", heads=(1, 1, 1), K=96, V=320, T=150, gates=("g",), cuts=(0, 0, 40, 41, 41, 130)),
     Case("constant-reverse", heads=(1, 2, 1), K=96, V=257, T=150, gates=("g_gamma",), reverse=True),
     Case("none", heads=(1, 1, 1), K=128, V=256, T=70, gates=(), strengths=("log-sigmoid",)),
+    Case("wide-key", heads=(1, 1, 2), K=144, V=272, T=70, strengths=("log-sigmoid", "-100 on 5%")),
 ]
 WIDE_VALUES = [dataclasses.replace(case, dtype="bfloat16") for case in WIDE_VALUES]
 TOKENS = [

@@ -124,9 +124,10 @@ def shared_heads(r: Recurrence, chunks: Segments) -> tuple[int, list[int]]:
 
 
 def heads_of_a_program(r: Recurrence, chunks: int) -> int:
-    """Return how many heads a program of `gradient` processes in order: as many as share an array, if that fills the GPU.
+    """Return how many heads a program of the gradient processes in order: as many as share an array, if that fills the GPU.
 
-    With key gates it is 1: their gradient has every head, and `exact_gradient` overwrites the results of single heads.
+    The wide kernels have more programs than are counted here, so they fill it too. With key gates it is 1: their gradient has
+    every head, and the exact kernels overwrite the results of single heads.
     """
     H = r.num_heads
     if r.decay.form == "key":

@@ -1,7 +1,8 @@
 """Store the state at every chunk, then write the outputs of all chunks in parallel: the forward of wide heads.
 
-A scan that holds all K rows of the state has few columns and few warps on a multiprocessor, and repeats the products of queries
-and keys for every block of columns. Here a program of the scan has a block of K as well, and no scan multiplies queries.
+A scan that holds all K rows of the state has few columns and few warps on a multiprocessor. Without key gates it also repeats the
+products of queries and keys for every 32 columns. Here a program of the scan has a block of K as well, no scan multiplies
+queries, and their products with keys are repeated for every 128 columns.
 
 G_i is the sum of the log decays of a chunk through its token i, and S is the state where the chunk begins:
 

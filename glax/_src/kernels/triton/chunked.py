@@ -14,7 +14,7 @@ from glax._src.kernels.triton.output_kernels import outputs
 from glax._src.kernels.triton.segments import SEQUENCE, Segments, segments_of
 
 OUTPUT_ROWS = 64  # rows of a stored state in an iteration of `chunk_outputs`
-STATE_BLOCK = 64  # rows and columns of the state in a program of the forward's state kernels
+STATE_BLOCK = 64  # rows and columns of the state in a program of the kernels that form the states of segments
 
 
 def segment_size(r: Recurrence, size: int, chunk: int) -> int:
@@ -105,7 +105,7 @@ def segments_and_chunks(r: Recurrence, config) -> tuple[Segments, Segments]:
 
 @compile_in_parallel
 def chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
-    """Compute the outputs and final states in one scan of every sequence.
+    """Compute the outputs and final states in one scan of every sequence, or with config.block from states at every chunk.
 
     With config.segment, segments of the sequences are scanned in parallel, after the states where they begin.
     """
@@ -155,7 +155,7 @@ def launch_outputs(
     _, H, K, V = r.state_shape
     C, columns = config.chunk, min(config.columns, width(V))
     options = dict(C=C, BV=columns, FORM=r.decay.form, SIGN=-1 if r.reverse else 1, **arithmetic(r))
-    options |= sizes(r) | heads(r)
+    options |= sizes(r)
     blocks, o = -(-V // columns) * H, ((B, T, H, V), r.q.dtype)
     if config.block:
         states, final = launch_states(r, config, segments, chunks, operands, start, kind)
@@ -164,7 +164,8 @@ def launch_outputs(
             blocks * chunks.count,
             (operands.q, operands.k, r.v, operands.gates, operands.scores, r.scale, states, chunks.table),
             [o],
-            **options, BK=min(OUTPUT_ROWS, width(K)), warps=config.warps, stages=config.stages,
+            **options, HQ=operands.q.shape[2], HK=operands.k.shape[2], HV=r.v.shape[2],
+            BK=min(OUTPUT_ROWS, width(K)), warps=config.warps, stages=config.stages,
         )  # fmt: skip
         return Outputs(o, final)
     o, final = launch(
@@ -172,7 +173,7 @@ def launch_outputs(
         blocks * segments.count,
         (operands.q, operands.k, r.v, operands.gates, operands.scores, r.scale, start, segments.table),
         [o, (r.state_shape, jnp.float32)],
-        **options, BK=width(K), START=kind, warps=config.warps, stages=config.stages,
+        **options, **heads(r), BK=width(K), START=kind, warps=config.warps, stages=config.stages,
     )  # fmt: skip
     return Outputs(o, final)
 

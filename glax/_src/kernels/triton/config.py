@@ -11,6 +11,7 @@ from glax._src.kernels.common.gpu import capability, multiprocessors
 from glax._src.kernels.triton.segments import segment_count
 
 WIDEST = 512
+LONG_CHUNKS = ("constant", "none")  # forms of gates
 MOST_STATES = 2**33  # bytes of stored states, in bfloat16, that the heuristic lets the forward take
 
 
@@ -74,10 +75,10 @@ class TritonChunkedConfig(Config):
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> Self:
-        """Return the best config found on an H200 in bfloat16 at widths of 128, and elsewhere one that fits in registers.
+        """Return the best config found on an H200 in bfloat16 at widths of 128, `storing` where keys are wider, and else `scan`.
 
-        Chunks have 64 tokens, the smallest full tile of the tensor cores. A third pipeline stage is used where a
-        multiprocessor has a single program.
+        Chunks of narrow bfloat16 have 64 tokens, the smallest full tile of the tensor cores. A third pipeline stage is used
+        where a multiprocessor has a single program.
         """
         if r.erasure is not None:
             return cls.erasing(r)
@@ -94,16 +95,17 @@ class TritonChunkedConfig(Config):
     def storing(cls, r: Recurrence) -> Self:
         """Return the config of wide heads in bfloat16, or that of the scan where the states would fill the memory.
 
-        Chunks of 128 halve the bytes of the states. They are not for key gates, whose scores then need more exact products, and
-        not where tiles are small and would spill. There 8 warps share what 4 would spill.
+        Chunks of 128 halve the bytes of the states. They are for constant gates and none: with key gates more scores would be
+        exact products, and sums of 128 head gates would lose digits of weak gates behind gates of -inf (`common.limits`). Small
+        tiles would spill; there 8 warps share what 4 would spill.
         """
         K, V = width(r.q.shape[3]), width(r.v.shape[3])
-        large, key = has_large_tiles(), r.decay.form == "key"
-        chunk, block = (128, 128) if large and not key else (64, 64)
+        large, form = has_large_tiles(), r.decay.form
+        chunk, block = (128, 128) if large and form in LONG_CHUNKS else (64, 64)
         if 2 * segment_count(r, chunk) * math.prod(r.state_shape[1:]) > MOST_STATES:
             return cls.scan(r)
         segment = segment_for(r, chunk, r.num_sequences * r.num_heads * -(-K // block) * -(-V // block))
-        warps = 4 if key or (not large and V < 128) else 8
+        warps = 8 if chunk == 128 or not (large or form == "key" or V < 128) else 4
         return cls(chunk, min(V, 128), segment, warps, stages=3 if chunk == 128 else 2, block=block)
 
     @classmethod
@@ -150,11 +152,11 @@ class TritonChunkedConfig(Config):
         return list(dict.fromkeys(found))
 
     def other_forms(self, r: Recurrence) -> list[Self]:
-        """Return this config, others that store states, and the scan of wide heads. Chunks of 128 are not for key gates."""
+        """Return this config, others that store states, and the scan of wide heads."""
         large, change = has_large_tiles(), functools.partial(dataclasses.replace, self)
         found = [self, change(stages=5 - self.stages), change(warps=12 - self.warps), change(block=128)]
         found += [change(columns=columns, warps=4) for columns in (32, 64) if columns < width(r.v.shape[3])]
-        if large and r.decay.form != "key":
+        if large and r.decay.form in LONG_CHUNKS:
             found += [change(chunk=128, warps=8, stages=2, block=block) for block in (64, 128)]
         return list(dict.fromkeys((*found, self.scan(r))))
 
@@ -165,9 +167,9 @@ class GradientConfig(Config):
 
     chunk: the tokens of a chunk; the states at both its ends are stored. rows: the rows of the states that are processed
     together. segment: the tokens that a program of the state kernels scans, 0 for all of T. block: the rows and columns of the
-    state in such a program. warps, stages: the warps and the software pipeline's stages of the gradient kernel. columns: the
-    columns of the states that are processed together, 0 for all in one kernel; else a kernel for each of `rows` and `columns`
-    has its blocks in programs of their own, and takes the blocks of the other one by one.
+    state in such a program. warps, stages: the warps and the software pipeline's stages of the gradient kernel. columns: 0 for
+    one kernel, whose programs hold all columns of the states; or the columns of a block in two kernels. Programs of the first
+    have a block of rows and loop over blocks of columns; those of the second have a block of columns and loop over rows.
     """
 
     chunk: int = 64

@@ -41,7 +41,7 @@ def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
     erases=True,
 )
 def chunked(r: Recurrence, *, config: TritonChunkedConfig) -> Outputs:
-    """Compute the chunked form in one pass over q, k, v and the gates. The state stays on chip."""
+    """Compute the chunked form in one pass over q, k, v and the gates, or with config.block from states at every chunk."""
     if r.erasure is not None:
         from glax._src.kernels.triton import delta_chunked
 

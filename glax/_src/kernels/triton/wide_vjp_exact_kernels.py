@@ -68,7 +68,7 @@ def wide_exact_head(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute BK channels of dq, dk and dg of a chunk, [C, K] each, and their part of dscale [chunks, H, K / BK]."""
+    """Compute BK channels of dq, dk and dg of a chunk, [C, BK] each, and their part of dscale [chunks, H, K / BK]."""
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     factor = tl.load(scale + n).to(tl.float32)

@@ -2,10 +2,10 @@
 
 The formulas are those of `vjp_kernels`. A program of `wide_key_gradient` has a block of the channels of K and sums over V; one
 of `wide_value_gradient` has a block of the columns of V and sums over K. So no program holds all of V, and most loads are in a
-loop whose next loads are under way.
+pipelined loop.
 
-The gradients of head gates and of the scale are sums over K. Each program stores those of its own channels, and they are added
-afterwards, in a fixed order. The pairs of tokens have no more to share: P is a sum over K too.
+The gradients of head gates and of the scale are sums over K, also in their terms of pairs of tokens, since P is such a sum. Each
+program stores those of its own channels, and XLA adds them in a fixed order. "K / BK" in shapes is rounded up.
 """
 
 from glax._src.kernels.triton.launch import tl, triton
@@ -244,7 +244,7 @@ def wide_value_head(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, GV: tl.constexpr,
 ):  # fmt: skip
-    """Compute dv of head h of chunk e in one block of columns, [C, BV]. The scores are summed over K beside it."""
+    """Compute dv of head h of chunk e in one block of columns, [C, BV]. Without key gates it sums the scores over K too."""
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     factor = tl.load(scale + n).to(tl.float32)
