@@ -2,7 +2,8 @@
 
 python -m tests.triton_compile 90 "key bfloat16 128" prints a line of JSON per kernel, for compute capability 9.0. The last
 argument is a gate, or delta or kda for the delta rule with a per-head or a per-key gate, a dtype and a width, or two as in
-256x512 for K and V. "key bfloat16 256x512 chunked" prints the kernels of that algorithm alone. TRITON_INTERPRET must not be set.
+256x512 for K and V. "key bfloat16 256x512 chunked" prints the kernels of that algorithm alone. Per-key gates have the dtype of
+the queries; "key/float32 bfloat16 128" gives them another. TRITON_INTERPRET must not be set.
 """
 
 import dataclasses
@@ -105,11 +106,12 @@ def shipped(gate: str, dtype: str, widths: str, algorithm: str = "") -> list[Lau
 
     load_kernels()
     B, T, H = 8, 2048, 16
+    gate, _, gate_dtype = gate.partition("/")
     K, V = (int(x) for x in (widths.split("x") * 2)[:2])
 
     def call():
         x = jnp.zeros((B, T, H, K), dtype)
-        gates = dict(gk=x) if gate in ("key", "kda") else dict(g=jnp.zeros((B, T, H)))
+        gates = dict(gk=x.astype(gate_dtype or dtype)) if gate in ("key", "kda") else dict(g=jnp.zeros((B, T, H)))
         gates = dict(g_gamma=jnp.zeros(H)) if gate == "constant" else gates
         if gate in ("delta", "kda"):
             gates["beta"] = jnp.zeros((B, T, H), dtype)

@@ -1,4 +1,4 @@
-"""Sums of per-head gates in the Triton kernels, in Triton's interpreter: weak gates behind gates of -inf count in full."""
+"""Sums of gates in the Triton kernels, in Triton's interpreter: every bit of a gate counts, behind gates of -inf too."""
 
 import dataclasses
 import functools
@@ -132,3 +132,26 @@ def test_the_delta_rule_behind_gates_of_zero(reverse):
     d = case.cotangents(r)
     run = jax.jit(functools.partial(chunked_vjp, config=GradientConfig(64, 16, block=16)))
     assert_gradients_close(r, run(r, *d), reference_gradient(r, *d))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_key_gate_alone_in_its_chunk_is_the_sum(dtype, reverse):
+    """Every bit of it, from the floor down to gates whose last bits are below the least normal number, where these are lost."""
+    chunk, K = 32, 64
+    r = recurrence(Case("", T=8 * chunk, heads=(1, 1, 2), K=K, V=1, dtype=dtype, reverse=reverse), "log-sigmoid")
+    rng = np.random.default_rng(0)
+    logs = -np.exp2(rng.uniform(-149, 7, size=(8, 2, K))).astype(np.float32)
+    logs *= rng.choice(np.float32([1, 1, 1, -(2**-3)]), size=logs.shape)  # some let the state grow
+    logs[:, :, 0], logs[:, :, 1], logs[:, :, 2] = -np.inf, LOG_OF_ZERO * (1 + 2**-7), LOG_OF_ZERO * (1 - 2**-24)
+    gates = np.zeros((8, chunk, 2, K), np.float32)
+    gates[:, chunk // 2 + 3] = logs
+    r = r.replace(decay=Decay(key=jnp.asarray(gates.reshape(r.decay.key.shape))))
+    operands = chunk_operands(r, segments_of(r, chunk, chunk), chunk)
+    last, first = np.moveaxis(np.asarray(operands.gates), 2, 0)
+    order = slice(None, None, -1 if reverse else 1)
+    want = np.maximum(logs, LOG_OF_ZERO)[order]
+    allowed = np.where(np.abs(want) >= 2.0**-103, 0.0, 2.0**-126)
+    for sums, whole in ((last, want), (first, want if reverse else np.zeros_like(want))):
+        assert (np.abs(sums.astype(np.float64) - whole) <= allowed).all()
+    np.testing.assert_array_equal(operands.max_abs_cumsum, np.abs(want).max(-1))

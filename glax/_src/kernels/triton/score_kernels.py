@@ -17,7 +17,6 @@ from glax._src.kernels.triton.tiles import (
     add_fine_dot,
     at,
     exp,
-    gate_sums,
     halving,
     load_key_gates,
     load_tile,
@@ -26,7 +25,21 @@ from glax._src.kernels.triton.tiles import (
     num_halvings,
     runtime_bound,
     store_tile,
+    whole_gate_sums,
 )
+
+
+@triton.jit
+def add_scores(
+    A, diagonal, row_max, tq, tk, gates, tokens, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Add the products of tq e^M and tk e^-M, both [C, BK], to A [C, C] and `diagonal` [C]. row_max [C]: the largest |M|."""
+    M = whole_gate_sums(middle_matrix(tokens, C), gates)
+    row_max = tl.maximum(row_max, tl.max(tl.abs(M), 1))
+    binary = M * LOG2E
+    x, y = tq * tl.exp2(binary), tk * tl.exp2(-binary)
+    diagonal += tl.sum(x * y, 1)
+    return add_fine_dot(A, x, y, DTYPE, PRECISION), diagonal, row_max
 
 
 @triton.jit
@@ -40,6 +53,9 @@ def scale_operands(
     last [chunks, H, 2, K]: G_last, and the sum L over the first half of the chunk. max_abs_cumsum [chunks, H]: the largest
     |M| or |L| (`common.limits`); the gate of the first token is in L only. The sums are matrix products, whose results have
     the layout that is needed. Two of their rows are `last`, so no reduction is needed.
+
+    The product of the scores follows all sums of gates, so that it has the registers of the gates' terms. Where a chunk has 16
+    tokens it precedes a sum: were it the last product, all warps would compute the same rows.
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
     entry = table + e * 6
@@ -53,24 +69,20 @@ def scale_operands(
     ends = last + pair_index * 2 * K + tl.where(i == C - 1, 0, K)
     for k0 in range(0, runtime_bound(K, count), BK):
         ck = k0 + tl.arange(0, BK)
-        # Load gates: [C, BK]
-        gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
-        tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
-        tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-        # Scale operands: [C, BK]
-        M = gate_sums(middle_matrix(tokens, C), gates)
-        binary = M * LOG2E
-        x, y = tq * tl.exp2(binary), tk * tl.exp2(-binary)
-        diagonal += tl.sum(x * y, 1)
-        # [C, C]
-        A = add_fine_dot(A, x, y, DTYPE, PRECISION)
         # [C, BK]
-        G = gate_sums(tl.where(j <= i, 1.0, 0.0), gates)
-        row_max = tl.maximum(row_max, tl.max(tl.maximum(tl.abs(M), tl.abs(G - M)), 1))
-        tl.store(ends + ck[None, :], G, mask=((i == C - 1) | (i == C // 2 - 1)) & (ck < K)[None, :])
-        store_tile(at(q_scaled, origin, h, H, K), tq * exp(G), tokens, ck, count, H, K, SIGN)
-        suffix = gate_sums(tl.where(j > i, 1.0, 0.0), gates)
+        gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
+        tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
+        suffix = whole_gate_sums(tl.where(j > i, 1.0, 0.0), gates)
         store_tile(at(k_scaled, origin, h, H, K), tk * exp(suffix), tokens, ck, count, H, K, SIGN)
+        tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
+        if C == 16:
+            A, diagonal, row_max = add_scores(A, diagonal, row_max, tq, tk, gates, tokens, C, DTYPE, PRECISION)
+        G = whole_gate_sums(tl.where(j <= i, 1.0, 0.0), gates)
+        row_max = tl.maximum(row_max, tl.max(tl.where(i == C // 2 - 1, tl.abs(G), 0.0), 1))
+        store_tile(at(q_scaled, origin, h, H, K), tq * exp(G), tokens, ck, count, H, K, SIGN)
+        if C > 16:
+            A, diagonal, row_max = add_scores(A, diagonal, row_max, tq, tk, gates, tokens, C, DTYPE, PRECISION)
+        tl.store(ends + ck[None, :], G, mask=((i == C - 1) | (i == C // 2 - 1)) & (ck < K)[None, :])
     A = tl.where(i > j, A, tl.where(i == j, diagonal[:, None], 0.0))
     tl.store(scores + pair_index * C * C + i * C + j, A.to(scores.dtype.element_ty))
     tl.store(max_abs_cumsum + pair_index, tl.max(row_max, 0))
@@ -105,7 +117,7 @@ def exact_scores(
                 diagonal += tl.sum(tq.to(tl.float32) * tk.to(tl.float32), 1)
                 for level in range(0, runtime_bound(num_halvings(C), count)):
                     mask, matrix = halving(tokens, (C // 2) >> level)
-                    decay = exp(gate_sums(matrix, gates))
+                    decay = exp(whole_gate_sums(matrix, gates))
                     pairs_of_level = add_fine_dot(
                         tl.zeros([C, C], tl.float32), tq * decay, tk * decay, DTYPE, PRECISION
                     )

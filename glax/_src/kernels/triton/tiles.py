@@ -173,16 +173,19 @@ def fine_gate_sums(matrix, x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def whole_gate_sums(matrix, x, DTYPE: tl.constexpr):
-    """Return matrix @ x as `gate_sums` does, in bfloat16 products with all 24 bits of each gate where DTYPE is bfloat16.
+def whole_gate_sums(matrix, x):
+    """Return matrix @ x as `gate_sums` does, in bfloat16 products with all 24 bits of each float32 gate.
 
-    Three products of bfloat16 need fewer registers than three of TF32, whose operands cannot be read from shared memory.
+    Three products of bfloat16 need fewer registers than three of TF32, whose operands cannot be read from shared memory. The
+    first term of a gate is its first 8 bits, the second the next 8, the third the last 8, and so they add up to the gate.
+    LOG_OF_ZERO is one term. A bit below 2^-126, the least normal number, may be lost: gates of less than 2^-103 have such bits,
+    and their decay is 1. A sum with -inf is NaN.
     """
-    if x.dtype == tl.float32 and tl.bfloat16 == DTYPE:
+    if x.dtype == tl.float32:
         high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        middle, low = split(x - high, DTYPE)
-        matrix = matrix.to(DTYPE)
-        return tl.dot(matrix, high.to(DTYPE), tl.dot(matrix, middle, tl.dot(matrix, low)))
+        middle, low = split(x - high, tl.bfloat16)
+        matrix = matrix.to(tl.bfloat16)
+        return tl.dot(matrix, high.to(tl.bfloat16), tl.dot(matrix, middle, tl.dot(matrix, low)))
     else:
         return gate_sums(matrix, x)
 

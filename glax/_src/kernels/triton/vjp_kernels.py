@@ -24,7 +24,6 @@ from glax._src.kernels.triton.tiles import (
     at,
     dot,
     exp,
-    gate_sums,
     half_fine_dot,
     load_head_sums,
     load_key_sums,
@@ -33,6 +32,7 @@ from glax._src.kernels.triton.tiles import (
     middle_matrix,
     runtime_bound,
     store_tile,
+    whole_gate_sums,
 )
 
 
@@ -146,7 +146,7 @@ def key_gate_gradient(
         tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
         tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
         # Scale operands: [C, BK]
-        M = gate_sums(middle_matrix(tokens, C), gates)
+        M = whole_gate_sums(middle_matrix(tokens, C), gates)
         binary = M * LOG2E
         up, down = tl.exp2(binary), tl.exp2(-binary)
         x, y = tq * up, tk * down

@@ -86,8 +86,8 @@ def wide_exact_head(
     tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
     gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
     # Add the states' parts: [C, BK]
-    tdq *= exp(whole_gate_sums(tl.where(j <= i, 1.0, 0.0), gates, DTYPE))
-    tdk *= exp(whole_gate_sums(tl.where(j > i, 1.0, 0.0), gates, DTYPE))
+    tdq *= exp(whole_gate_sums(tl.where(j <= i, 1.0, 0.0), gates))
+    tdk *= exp(whole_gate_sums(tl.where(j > i, 1.0, 0.0), gates))
     suffix_terms = tq * tdq
     # [BK]
     edge = state_products * exp(tl.sum(gates.to(tl.float32), 0))
@@ -97,7 +97,7 @@ def wide_exact_head(
     # Sum over pairs of tokens: [C, BK]
     for level in range(0, runtime_bound(num_halvings(C), length)):
         mask, matrix = halving(tokens, (C // 2) >> level)
-        decay = exp(whole_gate_sums(matrix, gates, DTYPE))
+        decay = exp(whole_gate_sums(matrix, gates))
         dP_level = tl.where(mask, dP, 0.0)
         x, y = tq * decay, tk * decay
         level_dq = half_fine_dot(dP_level, y, DTYPE, PRECISION)

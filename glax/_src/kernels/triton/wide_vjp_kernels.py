@@ -136,7 +136,7 @@ def wide_key_gates(
     edge = state_products * exp(both)
     # Scale operands: [C, BK]
     gates = load_tile(at(g, origin, h, H, K), tokens, ck, count, H, K, SIGN)
-    binary = whole_gate_sums(middle_matrix(tokens, C), gates, DTYPE) * LOG2E
+    binary = whole_gate_sums(middle_matrix(tokens, C), gates) * LOG2E
     up, down = tl.exp2(binary), tl.exp2(-binary)
     x, y = tq * up, tk * down
     # The decays of S and dS, e^{M_i} e^L and e^{-M_j} e^R, are products of factors in range (`common.limits`).
