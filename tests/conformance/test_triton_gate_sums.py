@@ -43,7 +43,7 @@ WIDE = Case("wide", K=136, V=40, gates=("g",), dtype="bfloat16", **PACKED)
 
 
 def step_of(chunk: int) -> float:
-    """The multiple into which the kernel divides gates: what two sums of a chunk of gates of -128 may differ by."""
+    """The step whose multiples the kernel takes from gates: what the difference of two sums may be off by."""
     return chunk * 2.0**-17
 
 
@@ -95,6 +95,7 @@ def test_sums_are_rounded_once(case, chunk):
         -1, logs.shape[1]
     )
     want = np.cumsum(np.maximum(logs, LOG_OF_ZERO).astype(np.float64), 0)
+    # Half a unit of float32, and what the sum of the rests loses: each of C additions at most C STEP 2^-24.
     allowed = np.spacing(np.abs(want).astype(np.float32)) / 2 + chunk**3 * 2.0**-41
     for rows in rows_of(r, chunk):
         assert (np.abs(sums[rows] - want[: len(rows)]) <= allowed[: len(rows)]).all()

@@ -33,7 +33,9 @@ from glax._src.kernels.triton.tiles import (
 def add_scores(
     A, diagonal, row_max, tq, tk, gates, tokens, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Add the products of tq e^M and tk e^-M, both [C, BK], to A [C, C] and `diagonal` [C]. row_max [C]: the largest |M|."""
+    """Return A + (tq e^M) (tk e^-M)^T [C, C], `diagonal` plus the diagonal of that product [C], and the larger of row_max and the
+    largest |M| of every row [C]. tq, tk, gates: [C, BK]. M is summed from the middle of the chunk.
+    """
     M = whole_gate_sums(middle_matrix(tokens, C), gates)
     row_max = tl.maximum(row_max, tl.max(tl.abs(M), 1))
     binary = M * LOG2E
@@ -54,8 +56,8 @@ def scale_operands(
     |M| or |L| (`common.limits`); the gate of the first token is in L only. The sums are matrix products, whose results have
     the layout that is needed. Two of their rows are `last`, so no reduction is needed.
 
-    The product of the scores follows all sums of gates, so that it has the registers of the gates' terms. Where a chunk has 16
-    tokens it precedes a sum: were it the last product, all warps would compute the same rows.
+    The scores are formed behind the other sums of gates, where the terms of the gates no longer take registers. In chunks of 16
+    they are formed before one of these sums: Triton gives all rows to each warp where the loop's last product has 16 rows only.
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
     entry = table + e * 6

@@ -152,7 +152,10 @@ def load_key_sums(last, chunk, head, k, count, H: tl.constexpr, K: tl.constexpr,
 
 @triton.jit
 def gate_sums(matrix, x):
-    """Return matrix @ x for a [C, C] matrix of 0, 1 and -1 and gates x [C, D]. Only the float32 sum rounds."""
+    """Return matrix @ x in float32, for a [C, C] matrix of 0, 1 and -1 and gates x [C, D].
+
+    float32 gates are two terms of TF32, 22 bits together. Of other gates no bit is lost: only the sum rounds.
+    """
     if x.dtype == tl.float32:
         return tl.dot(matrix.to(tl.float32), x, input_precision="tf32x3")
     else:
