@@ -107,6 +107,8 @@ def shipped(gate: str, dtype: str, widths: str, algorithm: str = "") -> list[Lau
     load_kernels()
     B, T, H = 8, 2048, 16
     gate, _, gate_dtype = gate.partition("/")
+    if gate_dtype and gate not in ("key", "kda"):
+        raise ValueError(f"{gate}/{gate_dtype}: expected a dtype of per-key gates, key or kda, got {gate}")
     K, V = (int(x) for x in (widths.split("x") * 2)[:2])
 
     def call():

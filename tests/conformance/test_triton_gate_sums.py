@@ -1,4 +1,5 @@
-"""Sums of gates in the Triton kernels, in Triton's interpreter: every bit of a gate counts, behind gates of -inf too."""
+"""Sums of gates in the Triton kernels, in Triton's interpreter: those of head gates are rounded once, behind gates of -inf
+too, and those of key gates have every bit of a gate."""
 
 import dataclasses
 import functools
@@ -53,11 +54,11 @@ def rows_of(r: Recurrence, chunk: int) -> list[np.ndarray]:
     return [origin + (-1 if r.reverse else 1) * np.arange(filled) for origin, _, filled, *_ in tables if filled]
 
 
-def with_gates(r: Recurrence, chunk: int, patterns: np.ndarray) -> Recurrence:
-    """Give every chunk the same gates: patterns [chunk, H], in scan order."""
+def with_gates(r: Recurrence, chunk: int, logs: np.ndarray) -> Recurrence:
+    """Give every chunk the same gates: logs [chunk, H], in scan order. Rows of no chunk, which no kernel may use, have NaN."""
     gates = np.full(r.decay.head.shape, np.nan, np.float32)
     for rows in rows_of(r, chunk):
-        gates.reshape(-1, gates.shape[-1])[rows] = patterns[: len(rows)]
+        gates.reshape(-1, gates.shape[-1])[rows] = logs[: len(rows)]
     return r.replace(decay=Decay(head=jnp.asarray(gates)))
 
 
@@ -102,14 +103,14 @@ def test_sums_are_rounded_once(case, chunk):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_outputs_behind_gates_of_zero(case):
+def test_outputs_behind_gates_of_minus_infinity(case):
     r = dead_half(recurrence(case, "log-sigmoid"), 64)
     for config in (TritonChunkedConfig(64, 64), TritonChunkedConfig(64, 64, segment=64)):
         assert_outputs_close(r, jax.jit(functools.partial(chunked, config=config))(r), reference(r))
 
 
 @pytest.mark.parametrize("chunk", [64, 128])
-def test_outputs_of_wide_heads_behind_gates_of_zero(chunk):
+def test_outputs_of_wide_heads_behind_gates_of_minus_infinity(chunk):
     r = dead_half(recurrence(WIDE, "log-sigmoid"), chunk)
     config = TritonChunkedConfig(chunk, 64, warps=8, block=128)
     assert_outputs_close(r, jax.jit(functools.partial(chunked, config=config))(r), reference(r))
@@ -117,7 +118,7 @@ def test_outputs_of_wide_heads_behind_gates_of_zero(chunk):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("columns", [0, 32])
-def test_gradients_behind_gates_of_zero(case, columns):
+def test_gradients_behind_gates_of_minus_infinity(case, columns):
     r = dead_half(recurrence(case, "log-sigmoid"), 64)
     d = cotangents(case, r)
     run = jax.jit(functools.partial(chunked_vjp, config=GradientConfig(64, 32, block=32, columns=columns)))
@@ -125,7 +126,7 @@ def test_gradients_behind_gates_of_zero(case, columns):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_the_delta_rule_behind_gates_of_zero(reverse):
+def test_the_delta_rule_behind_gates_of_minus_infinity(reverse):
     case = DeltaCase("", ("g",), K=32, V=48, dtype="bfloat16", reverse=reverse, **PACKED)
     r = dead_half(case.recurrence(Draw()), 64)
     run = jax.jit(functools.partial(chunked, config=TritonChunkedConfig(64, 32)))
@@ -146,7 +147,7 @@ def test_a_key_gate_alone_in_its_chunk_is_the_sum(dtype, reverse):
     logs *= rng.choice(np.float32([1, 1, 1, -(2**-3)]), size=logs.shape)  # some let the state grow
     logs[:, :, 0], logs[:, :, 1], logs[:, :, 2] = -np.inf, LOG_OF_ZERO * (1 + 2**-7), LOG_OF_ZERO * (1 - 2**-24)
     gates = np.zeros((8, chunk, 2, K), np.float32)
-    gates[:, chunk // 2 + 3] = logs
+    gates[:, chunk // 2 + 3] = logs  # in scan order, the second half of the chunk, or in reverse its first
     r = r.replace(decay=Decay(key=jnp.asarray(gates.reshape(r.decay.key.shape))))
     operands = chunk_operands(r, segments_of(r, chunk, chunk), chunk)
     last, first = np.moveaxis(np.asarray(operands.gates), 2, 0)

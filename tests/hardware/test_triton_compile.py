@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("jax_t
 
 LIMITS = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes of shared memory that one program may take
 
-# bfloat16, widths of 128, Triton 3.9, by gate and the dtype of per-key gates where that is another: (bytes of shared memory,
+# bfloat16, widths of 128, Triton 3.9, by gate, and the dtype of per-key gates if it is not bfloat16: (bytes of shared memory,
 # registers per thread, bytes of stack (spills) per thread) on sm_80, sm_90 and sm_100.
 BUDGETS = {
     ("key", "scale_operands"): [(57_344, 250, 0), (57_344, 211, 0), (41_008, 228, 0)],

@@ -57,7 +57,7 @@ def scale_operands(
     the layout that is needed. Two of their rows are `last`, so no reduction is needed.
 
     The scores are formed behind the other sums of gates, where the terms of the gates no longer take registers. In chunks of 16
-    they are formed before one of these sums: Triton gives all rows to each warp where the loop's last product has 16 rows only.
+    they are formed before one of these sums: Triton computes all rows in every warp where the loop's last product is [16, 16].
     """
     h, e = tl.program_id(0) % H, tl.program_id(0) // H
     entry = table + e * 6

@@ -205,11 +205,11 @@ def store_log(x, log, index, h, k, H: tl.constexpr, K: tl.constexpr, FORM: tl.co
 def head_gate_cumsums(g, table, out, H: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr):
     """Compute out[row, h] = G, the cumulative sum of the head gates of the row's chunk, in scan order. A program per chunk.
 
-    A gate is divided into a multiple of STEP = C 2^-17 and a rest of less than STEP. For gates of at most 128 in size the sum of
-    the multiples is at most 128 C = 2^24 STEP, and so float32 adds them without rounding. The rests add up to less than C STEP,
-    2^-5 for chunks of 64, and lose less than C (C STEP) 2^-24 = 2^-23. So G is rounded once, by at most STEP / 2, and a
-    difference of two sums is off by STEP: a decay by 4.9e-4 of itself for chunks of 64, 9.8e-4 for 128, where bfloat16 rounds by
-    2^-9 = 2.0e-3.
+    A gate is split into a multiple of STEP = C 2^-17, truncated, and a rest of less than STEP. For gates of at most 128 in size
+    the sum of the multiples is at most 128 C = 2^24 STEP, and so float32 adds them without rounding. The rests add up to less
+    than C STEP (2^-5 for C = 64), and lose less than C (C STEP) 2^-24 in that (2^-23), which is small beside STEP. So G is
+    rounded once, by at most STEP / 2, and the difference of two sums is off by at most STEP and twice that loss: a decay by
+    4.9e-4 of itself for C = 64 and 9.8e-4 for 128, where bfloat16 rounds by 2^-9 = 2.0e-3.
     One float32 sum would round at every token, and equal weak gates behind gates of -inf would all round the same way.
     """
     STEP: tl.constexpr = C * 2.0**-17

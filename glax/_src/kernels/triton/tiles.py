@@ -154,7 +154,8 @@ def load_key_sums(last, chunk, head, k, count, H: tl.constexpr, K: tl.constexpr,
 def gate_sums(matrix, x):
     """Return matrix @ x in float32, for a [C, C] matrix of 0, 1 and -1 and gates x [C, D].
 
-    float32 gates are two terms of TF32, 22 bits together. Of other gates no bit is lost: only the sum rounds.
+    float32 gates are two terms of TF32, 22 bits together. Of other gates no bit is lost: only the sum rounds. Where a gate of the
+    channel is -inf, all of its sums are NaN.
     """
     if x.dtype == tl.float32:
         return tl.dot(matrix.to(tl.float32), x, input_precision="tf32x3")
@@ -181,8 +182,7 @@ def whole_gate_sums(matrix, x):
 
     Three products of bfloat16 need fewer registers than three of TF32, whose operands cannot be read from shared memory. The
     first term of a gate is its first 8 bits, the second the next 8, the third the last 8, and so they add up to the gate.
-    LOG_OF_ZERO is one term. A bit below 2^-126, the least normal number, may be lost: gates of less than 2^-103 have such bits,
-    and their decay is 1. A sum with -inf is NaN.
+    A bit below 2^-126, the least normal number, may be lost: gates of less than 2^-103 have such bits, and their decay is 1.
     """
     if x.dtype == tl.float32:
         high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)

@@ -135,6 +135,7 @@ def wide_key_gates(
     enter = load_key_sums(last, e, h, ck, count, H, K, True)
     edge = state_products * exp(both)
     # Scale operands: [C, BK]
+    # The sums are NaN where a gate is -inf. Such a chunk is out of range, and the exact kernel writes its gradient anew.
     gates = load_tile(at(g, origin, h, H, K), tokens, ck, count, H, K, SIGN)
     binary = whole_gate_sums(middle_matrix(tokens, C), gates) * LOG2E
     up, down = tl.exp2(binary), tl.exp2(-binary)
