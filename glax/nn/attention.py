@@ -1,6 +1,6 @@
 """Compute softmax attention with a key-value cache, for the layers of hybrids that are no recurrence."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,11 +9,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from glax._src.core.bind import check_real, known_number
 from glax.nn.layer import Layer
 from glax.nn.norms import RMSNorm
-from glax.nn.parts import EMBED, HEADS, by_head, check_divides, check_sizes, linear, merged, rotate
+from glax.nn.parts import EMBED, HEADS, by_head, check_divides, check_sizes, linear, merged
 from glax.nn.passes import Rows, State
+from glax.nn.rotary import checked_rotation, rotate
 
 
 class Attention(Layer):
@@ -22,6 +22,7 @@ class Attention(Layer):
     width:        the width of input and output. num_heads: the heads of q.
     num_kv_heads: the heads of k and v, a divisor of num_heads; num_heads if None. head_width: width // num_heads if None.
     theta:        the base of the rotation; no rotation if None. rotary_width: how many channels of a head rotate; all if None.
+    frequencies:  the angle per token of each of the rotary_width / 2 pairs of channels, theta^(-2 i / rotary_width) if None.
     window:       how many tokens a token reads, itself included; all before it if None.
     scale:        the factor of the scores; head_width ** -0.5 if None.
     bias:         whether the projections of q, k and v have a bias. output_bias: whether the output's projection has one.
@@ -41,6 +42,7 @@ class Attention(Layer):
         head_width: int | None = None,
         theta: float | None = 10000.0,
         rotary_width: int | None = None,
+        frequencies: Sequence[float] | None = None,
         window: int | None = None,
         scale: float | None = None,
         bias: bool = False,
@@ -60,11 +62,9 @@ class Attention(Layer):
         check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
         if window is not None:
             check_sizes(window=window)
-        if theta is not None:
-            check_rotation(theta, head_width if rotary_width is None else rotary_width, head_width)
         self.width, self.num_heads, self.num_kv_heads, self.head_width = width, num_heads, num_kv_heads, head_width
-        self.theta, self.rotary_width, self.window, self.scale, self.dtype = theta, rotary_width, window, scale, dtype
-        self.gated = gated
+        self.rotation = checked_rotation(theta, rotary_width, head_width, frequencies)
+        self.window, self.scale, self.dtype, self.gated = window, scale, dtype, gated
         options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
         queries = (2 if gated else 1) * num_heads * head_width
         self.query = linear(width, queries, (EMBED, HEADS), bias=bias, **options)
@@ -92,19 +92,9 @@ class Attention(Layer):
         q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        if self.theta is not None:
+        if self.rotation is not None:
             place, _ = rows.positions(state.get("length"))
-            q, k = (rotate(y, place, self.theta, self.rotary_width) for y in (q, k))
+            q, k = (rotate(y, place, self.rotation) for y in (q, k))
         o, cache = rows.attend(q, k, v, state, self.window, self.scale)
         o = o if gate is None else o * jax.nn.sigmoid(gate)
         return self.output(merged(o)), cache
-
-
-def check_rotation(theta, rotary_width, head_width: int):
-    """Raise TypeError or ValueError unless theta is above 0, and rotary_width is an even number of a head's channels."""
-    check_real("theta", theta)
-    if (known := known_number(theta)) is not None and known <= 0:
-        raise ValueError(f"theta must be above 0, or None for no rotation, got {known}")
-    check_sizes(rotary_width=rotary_width)
-    if rotary_width % 2 or rotary_width > head_width:
-        raise ValueError(f"rotary_width must be even and at most head_width={head_width}, got {rotary_width}")

@@ -1,4 +1,4 @@
-"""Provide what layers share: parameters with shardings, projections, activations, rotary positions, and checks."""
+"""Provide what layers share: parameters with shardings, projections, activations, and checks."""
 
 import math
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from glax._src.core.bind import check_integer
 
@@ -137,24 +137,6 @@ def by_head(x: Float[Array, "*rows D"], heads: int) -> Float[Array, "*rows heads
 
 def merged(x: Float[Array, "*rows heads width"]) -> Float[Array, "*rows D"]:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
-
-
-def rotate(
-    x: Float[Array, "*rows H D"], positions: Int[Array, "*rows"], theta: float = 10000.0, width: int | None = None
-) -> Float[Array, "*rows H D"]:
-    """Rotate channel i and channel i + width / 2 of each head by the angle positions * theta^(-2 i / width).
-
-    x: [*rows, H, D], any float dtype; the result has the same. positions: [*rows], the position of each row in its sequence.
-    width: how many of the first channels rotate; all if None. Su et al. 2021, https://arxiv.org/abs/2104.09864.
-    """
-    width = x.shape[-1] if width is None else width
-    frequencies = theta ** -(jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    angles = positions[..., None, None].astype(jnp.float32)
-    angles = angles * for_rows(angles, frequencies)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    wide = x.astype(jnp.float32)
-    first, second, rest = wide[..., : width // 2], wide[..., width // 2 : width], wide[..., width:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1).astype(x.dtype)
 
 
 def check_sizes(**sizes):

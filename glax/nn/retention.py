@@ -14,8 +14,9 @@ from glax._src.api.recurrent import lightning_decay, recurrent
 from glax.nn.layer import Layer
 from glax.nn.linear_attention import LinearAttention, OwnRecurrenceOptions, Unpack
 from glax.nn.norms import RMSNormGated
-from glax.nn.parts import EMBED, HEADS, activation, by_head, check_sizes, linear, merged, rotate
+from glax.nn.parts import EMBED, HEADS, activation, by_head, check_sizes, linear, merged
 from glax.nn.passes import Rows, State
+from glax.nn.rotary import checked_rotation, rotate
 
 
 class MultiScaleRetention(LinearAttention):
@@ -24,7 +25,7 @@ class MultiScaleRetention(LinearAttention):
         S_t = (1 - 2^(-5-h)) S_{t-1} + R_t k_t v_t^T        o_t = S_t^T R_t q_t / sqrt(K)
         y_t = W_o (RMSNorm(o_t) * SiLU(W_s x_t))
 
-    R_t rotates by the position in the sequence (`glax.nn.parts.rotate`); the state holds the number of tokens read. theta: the
+    R_t rotates by the position in the sequence (`glax.nn.rotary.rotate`); the state holds the number of tokens read. theta: the
     base of the rotation. The other arguments are those of `glax.nn.linear_attention.Options`.
 
     Sun et al. 2023, https://arxiv.org/abs/2307.08621.
@@ -43,7 +44,10 @@ class MultiScaleRetention(LinearAttention):
         super().__init__(width, num_heads=num_heads, recurrence=recurrence, rngs=rngs, **options)
         if self.key_width % 2:
             raise ValueError(f"key_width must be even, since pairs of channels rotate, got {self.key_width}")
-        self.theta = theta
+        rotation = checked_rotation(theta, None, self.key_width)
+        if rotation is None:
+            raise TypeError("theta must be a number, got None")
+        self.rotation = rotation
 
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
         return super().empty_state(batch) | dict(length=jnp.zeros(batch, jnp.int32))
@@ -52,7 +56,7 @@ class MultiScaleRetention(LinearAttention):
         (q, k, v), states = self.inputs(x, state, rows)
         q, k, v = self.heads(q, k, v)
         place, states["length"] = rows.positions(state.get("length"))
-        q, k = (rotate(y, place, self.theta) for y in (q, k))
+        q, k = (rotate(y, place, self.rotation) for y in (q, k))
         decay = np.log1p(-np.exp2(-5.0 - np.arange(self.num_heads))).astype(np.float32)
         o, after = rows.recurrent(self.recurrence, q, k, v, state.get("recurrent"), g_gamma=jnp.asarray(decay))
         return self.outputs(o, x), states | dict(recurrent=after)
