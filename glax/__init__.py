@@ -22,6 +22,7 @@ from glax._src.core.registry import (
     UnsupportedError,
     kernel_registry,
 )
+from glax._src.kernels import import_pallas
 from glax._src.kernels.common.gpu import locate_mosaic_runtime
 from glax._src.kernels.cpu.library import load_library as load_cpu_library
 from glax._src.kernels.cuda.library import load_library as load_cuda_library
@@ -40,6 +41,7 @@ from glax._version import __version__
 load_cpu_library()
 load_cuda_library()
 locate_mosaic_runtime()
+import_pallas()
 
 __all__ = [
     "AutotunePolicy",
