@@ -73,7 +73,9 @@ class DeltaAttention(LinearAttention):
             rngs=rngs,
             **options,
         )
-        self.beta = self.linear(width, num_heads, (EMBED, HEADS), rngs) if use_beta else None
+        self.beta = (
+            self.linear(width, num_heads, (EMBED, HEADS), rngs, options.get("kernel_init")) if use_beta else None
+        )
 
     @property
     def silu_or_none(self) -> str | None:
@@ -176,7 +178,7 @@ class GatedDeltaNet(DeltaAttention):
     ):
         gated: dict[str, Any] = dict(use_output_gate=use_output_gate, gate_fn=gate_fn)
         super().__init__(width, num_heads=num_heads, num_qk_heads=num_qk_heads, rngs=rngs, **gated, **options)
-        self.gate = self.linear(width, num_heads, (EMBED, HEADS), rngs)
+        self.gate = self.linear(width, num_heads, (EMBED, HEADS), rngs, options.get("kernel_init"))
         self.A_log = parameter(initial_A_log(rngs, num_heads, A_range).astype(self.param_dtype), HEADS)
         dt_bias = initial_dt_bias(rngs, num_heads, dt_range, dt_floor)
         self.dt_bias = parameter(dt_bias.astype(self.param_dtype), HEADS)
@@ -232,10 +234,10 @@ class KimiDeltaAttention(DeltaAttention):
         gate_rank = self.value_width if gate_rank is None else gate_rank
         check_sizes(gate_rank=gate_rank)
         gates, values = num_heads * self.key_width, num_heads * self.value_width
-        self.gate_down = self.linear(width, gate_rank, (EMBED, None), rngs)
-        self.gate_up = self.linear(gate_rank, gates, (None, HEADS), rngs)
-        self.output_gate_down = self.linear(width, gate_rank, (EMBED, None), rngs)
-        self.output_gate_up = self.linear(gate_rank, values, (None, HEADS), rngs, bias=True)
+        self.gate_down = self.linear(width, gate_rank, (EMBED, None), rngs, options.get("kernel_init"))
+        self.gate_up = self.linear(gate_rank, gates, (None, HEADS), rngs, options.get("kernel_init"))
+        self.output_gate_down = self.linear(width, gate_rank, (EMBED, None), rngs, options.get("kernel_init"))
+        self.output_gate_up = self.linear(gate_rank, values, (None, HEADS), rngs, options.get("kernel_init"), bias=True)
         self.A_log = parameter(initial_A_log(rngs, num_heads, A_range).astype(self.param_dtype), HEADS)
         self.dt_bias = parameter(initial_dt_bias(rngs, gates, dt_range, dt_floor).astype(self.param_dtype), HEADS)
 

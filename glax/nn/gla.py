@@ -65,8 +65,8 @@ class GatedLinearAttention(LinearAttention):
         check_temperature(temperature)
         self.num_gate_heads, self.temperature, self.clamp_min = num_gate_heads, temperature, clamp_min
         gates = num_gate_heads * self.key_width
-        self.gate_down = self.linear(width, gate_rank, (EMBED, None), rngs)
-        self.gate_up = self.linear(gate_rank, gates, (None, HEADS), rngs)
+        self.gate_down = self.linear(width, gate_rank, (EMBED, None), rngs, options.get("kernel_init"))
+        self.gate_up = self.linear(gate_rank, gates, (None, HEADS), rngs, options.get("kernel_init"))
         bias_init = nnx.initializers.zeros if gate_bias_init is None else gate_bias_init
         self.gate_bias = parameter(bias_init(rngs.params(), (gates,), self.param_dtype), HEADS)
 
@@ -109,7 +109,7 @@ class SimpleGatedLinearAttention(LinearAttention):
         )
         check_temperature(temperature)
         self.temperature = temperature
-        self.gate = self.linear(width, num_heads, (EMBED, HEADS), rngs, bias=True)
+        self.gate = self.linear(width, num_heads, (EMBED, HEADS), rngs, options.get("kernel_init"), bias=True)
 
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
         (q, k, v), states = self.inputs(x, state, rows)

@@ -120,13 +120,12 @@ class LinearAttention(Layer):
         self.num_key_heads = num_kv_heads if num_key_heads is None else num_key_heads
         self.key_width, self.value_width, self.feature_map = key_width, value_width, feature_map
         self.recurrence, self.dtype, self.param_dtype = recurrence, dtype, param_dtype
-        self.kernel_init = kernel_init
 
         queries, keys = self.num_query_heads * key_width, self.num_key_heads * key_width
         values = num_kv_heads * value_width
-        self.query = self.linear(width, queries, (EMBED, HEADS), rngs)
-        self.key = self.linear(width, keys, (EMBED, HEADS), rngs)
-        self.value = self.linear(width, values, (EMBED, HEADS), rngs)
+        self.query = self.linear(width, queries, (EMBED, HEADS), rngs, kernel_init)
+        self.key = self.linear(width, keys, (EMBED, HEADS), rngs, kernel_init)
+        self.value = self.linear(width, values, (EMBED, HEADS), rngs, kernel_init)
         self.use_short_conv = use_short_conv
         if use_short_conv:
             options: dict[str, Any] = dict(
@@ -139,14 +138,26 @@ class LinearAttention(Layer):
             gate_fn=gate_fn, epsilon=norm_eps, elementwise_affine=elementwise_affine, param_dtype=param_dtype
         )
         out = num_heads * value_width
-        self.output_gate = self.linear(width, out, (EMBED, HEADS), rngs) if use_output_gate else None
-        self.output = self.linear(out, width, (HEADS, EMBED), rngs)
+        self.output_gate = self.linear(width, out, (EMBED, HEADS), rngs, kernel_init) if use_output_gate else None
+        self.output = self.linear(out, width, (HEADS, EMBED), rngs, kernel_init)
 
-    def linear(self, inputs: int, outputs: int, axes: tuple, rngs: nnx.Rngs, bias: bool = False) -> nnx.Linear:
-        options: dict[str, Any] = dict(
-            dtype=self.dtype, param_dtype=self.param_dtype, kernel_init=self.kernel_init, rngs=rngs
-        )
-        return linear(inputs, outputs, axes, bias=bias, **options)
+    def linear(
+        self,
+        inputs: int,
+        outputs: int,
+        axes: tuple,
+        rngs: nnx.Rngs,
+        kernel_init: Callable | None,
+        *,
+        bias: bool = False,
+    ) -> nnx.Linear:
+        """Return a projection in the layer's dtypes.
+
+        kernel_init is passed and not stored: a closure in the layer would make equal layers unequal, so that each is compiled
+        for itself, and none can be pickled.
+        """
+        options: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs)
+        return linear(inputs, outputs, axes, bias=bias, kernel_init=kernel_init, **options)
 
     def output_norm(self, **options) -> RMSNormGated:
         """Return the norm of each head's output."""
