@@ -1,11 +1,10 @@
 """Parse the arguments of `glax demo`. `glax.cli.demo_run` runs it, and is imported once its packages are known to be
 installed."""
 
-import importlib.util
 from pathlib import Path
 
 from glax.cli.arguments import INT32, a_path, within
-from glax.cli.errors import UsageError
+from glax.cli.packages import require
 
 PACKAGES = ("flax", "matplotlib", "optax", "rich", "safetensors")
 STEPS = 1000
@@ -36,9 +35,7 @@ def add_parser(subparsers):
 
 
 def run(args) -> int:
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(f'{", ".join(missing)} not installed: pip install "glax[demo]"')
+    require(PACKAGES)
     from glax.cli.demo_run import Settings, tour
 
     return tour(

@@ -54,7 +54,7 @@ def run(args) -> int:
             raise UsageError(
                 f"{option} needs --temperature above 0, for 0 takes the likeliest token: got {option} {limit}"
             )
-    require(PACKAGES, "models")
+    require(PACKAGES)
     import jax
     import jax.numpy as jnp
 

@@ -4,9 +4,11 @@ import importlib.util
 
 from glax.cli.errors import UsageError
 
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}  # of packages whose distribution has another name
 
-def require(packages: tuple[str, ...], extra: str):
-    """Raise UsageError if one of the packages is not installed. extra: the extra of glax that installs them."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+
+def require(packages: tuple[str, ...]):
+    """Raise UsageError if one of the packages is not installed. The remedy installs their own distributions."""
+    missing = [DISTRIBUTIONS.get(name, name) for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f'{", ".join(missing)} not installed: pip install "glax[{extra}]"')
+        raise UsageError(f"{', '.join(missing)} not installed: pip install {' '.join(missing)}")

@@ -26,7 +26,7 @@ def add_parser(subparsers):
 
 
 def run(args) -> int:
-    require(PACKAGES, "models")
+    require(PACKAGES)
     from rich.console import Console
 
     from glax.models.training import TrainingConfig, train

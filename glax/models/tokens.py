@@ -1,14 +1,19 @@
 """Convert text to tokens and back, by a file of the package `tokenizers` or as bytes."""
 
 import importlib.util
+import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from glax._src.core.files import read_regular
+
 TOKENIZER = "tokenizer.json"
 BYTES = 256
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
@@ -20,33 +25,52 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """Take each byte of the UTF-8 text as a token."""
+    """Take each byte of the UTF-8 text as a token. Bytes that the command line could not decode stand for themselves."""
 
     vocabulary = BYTES
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        return list(text.encode("utf-8", "surrogateescape"))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < BYTES).decode("utf-8", "replace")
 
 
 class FromFile:
-    """Read a tokenizer.json by the package `tokenizers`. Special tokens are added to the tokens and left out of decoded text."""
+    """Read a tokenizer.json by the package `tokenizers`.
+
+    What the file holds for training or for batches has no effect: truncation, padding and the random dropout of merges. The
+    special tokens that its template places before the text are added, and those behind the text are not, because a
+    continuation follows. Special tokens are left out of decoded text.
+    """
 
     def __init__(self, path: Path):
         if importlib.util.find_spec("tokenizers") is None:
-            raise ValueError(f'{path} needs the package tokenizers: pip install "glax[models]"')
+            raise ValueError(f"{path} needs the package tokenizers: pip install tokenizers")
         import tokenizers
 
+        _, raw = read_regular(path)
         try:
-            self.inner = tokenizers.Tokenizer.from_file(str(path))
+            self.inner = tokenizers.Tokenizer.from_buffer(raw)
         except Exception as error:  # the package raises the class Exception itself
             raise ValueError(f"{path} holds no tokenizer: {error}") from None
+        self.inner.no_truncation()
+        self.inner.no_padding()
+        if getattr(self.inner.model, "dropout", None):
+            self.inner.model.dropout = None
         self.vocabulary = self.inner.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        return self.inner.encode(text).ids
+        """Return the tokens of the text. Raises ValueError for text that UTF-8 cannot hold."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text must be UTF-8, got {text!r:.80}: remove {error.object[error.start]!r}") from None
+        found = self.inner.encode(text)
+        added, end = found.special_tokens_mask, len(found.ids)
+        while end and added[end - 1]:
+            end -= 1
+        return found.ids[:end]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.inner.decode([int(token) for token in tokens])
@@ -55,9 +79,9 @@ class FromFile:
 def find_tokenizer(folder: Path | None, vocabulary: int, file: Path | None = None) -> Tokenizer:
     """Return the tokenizer of `file`, else of the tokenizer.json in `folder`, else `Bytes` if the vocabulary has 256 tokens.
 
-    Raises ValueError if there is none, or if it has more tokens than the model.
+    Raises ValueError if there is none, or if it has more tokens than the model. Raises OSError if the file cannot be read.
     """
-    if file is None and folder is not None and (folder / TOKENIZER).is_file():
+    if file is None and folder is not None and os.path.lexists(folder / TOKENIZER):
         file = folder / TOKENIZER
     if file is not None:
         found = FromFile(file)
@@ -73,8 +97,17 @@ def find_tokenizer(folder: Path | None, vocabulary: int, file: Path | None = Non
 
 
 def read_tokens(path: Path, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the tokens of a text file, int32 [n]. `Bytes` does not decode the text."""
-    raw = path.read_bytes()
+    """Return the tokens of a text file, int32 [n]. `Bytes` does not decode the text.
+
+    Warns of bytes that are no UTF-8, and reads them as replacement characters. Raises OSError if the file cannot be read, for
+    a FIFO and a device too.
+    """
+    _, raw = read_regular(path)
     if isinstance(tokenizer, Bytes):
         return np.frombuffer(raw, np.uint8).astype(np.int32)
-    return np.asarray(tokenizer.encode(raw.decode("utf-8", "replace")), np.int32)
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        warnings.warn(f"{path} is no UTF-8 at byte {error.start}: what is not is read as {REPLACEMENT!r}", stacklevel=2)
+        text = raw.decode("utf-8", "replace")
+    return np.asarray(tokenizer.encode(text), np.int32)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 if importlib.util.find_spec("triton") is None or importlib.util.find_spec("jax_triton") is None:
-    pytest.skip("Triton and jax-triton are not installed: pip install 'glax[triton]'", allow_module_level=True)
+    pytest.skip("Triton and jax-triton are not installed: pip install triton jax-triton", allow_module_level=True)
 
 from tests import strengths, triton_interpreter
 

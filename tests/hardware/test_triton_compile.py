@@ -13,7 +13,7 @@ import sys
 import pytest
 
 if importlib.util.find_spec("triton") is None or importlib.util.find_spec("jax_triton") is None:
-    pytest.skip("Triton and jax-triton are not installed: pip install 'glax[triton]'", allow_module_level=True)
+    pytest.skip("Triton and jax-triton are not installed: pip install triton jax-triton", allow_module_level=True)
 
 LIMITS = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes of shared memory that one program may take
 

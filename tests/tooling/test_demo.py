@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import importlib.util
+import pathlib
 import re
 import signal
 import subprocess
@@ -176,7 +177,25 @@ def test_bad_arguments_are_one_line(arguments, message, text, tmp_path, monkeypa
 def test_missing_packages_are_one_line(monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("flax", "rich") else find(name))
-    assert failure(["demo"], capsys) == 'glax demo: flax, rich not installed: pip install "glax[demo]"\n'
+    assert failure(["demo"], capsys) == "glax demo: flax, rich not installed: pip install flax rich\n"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "orbax" else find(name))
+    assert (
+        failure(["train", "x"], capsys) == "glax train: orbax-checkpoint not installed: pip install orbax-checkpoint\n"
+    )
+
+
+@pytest.mark.fast
+def test_no_message_installs_glax_from_an_index():
+    """The name is on no index, so anyone could claim it there."""
+    package = pathlib.Path(glax.__file__).parent
+    remedies = [
+        (path, line)
+        for path in (*package.rglob("*.py"), *package.parents[0].glob("tests/**/*.py"))
+        for line in path.read_text().splitlines()
+        if "pip install" in line
+    ]
+    assert len(remedies) > 5
+    assert [x for x in remedies if re.search(r"pip install .*\bglax\b", x[1]) and "re.search" not in x[1]] == []
 
 
 def test_command_line(capsys):

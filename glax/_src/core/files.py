@@ -46,16 +46,23 @@ def stamp_of(found: os.stat_result) -> Stamp:
 def read_json(path: pathlib.Path) -> tuple[Stamp, object]:
     """Read a JSON file and return (its stamp, its content).
 
-    Only regular files are opened: opening a FIFO would wait for a writer, and opening a device may have effects. O_NONBLOCK
-    covers a FIFO that takes the file's place after the check.
-
     Raises OSError if the file cannot be read now, and ContentError if it holds no JSON that glax writes.
+    """
+    found, raw = read_regular(path, LIMIT + 1)
+    return stamp_of(found), parse(raw)
+
+
+def read_regular(path: pathlib.Path, most: int = -1) -> tuple[os.stat_result, bytes]:
+    """Return the status of a regular file and its first `most` bytes, or all bytes if `most` is -1.
+
+    Only regular files are opened: opening a FIFO would wait for a writer, and opening a device may have effects. O_NONBLOCK
+    covers a FIFO that takes the file's place after the check. Raises OSError if the file cannot be read.
     """
     require_regular(path, os.stat(path).st_mode)
     with open(path, "rb", opener=open_without_waiting) as file:
         found = os.fstat(file.fileno())
         require_regular(path, found.st_mode)
-        return stamp_of(found), parse(file.read(LIMIT + 1))
+        return found, file.read(most)
 
 
 def open_without_waiting(path, flags: int) -> int:

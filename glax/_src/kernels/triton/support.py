@@ -17,9 +17,10 @@ def installation() -> str | None:
     """Return what is missing on this machine, or None."""
     missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
     if missing:
-        return f"needs {' and '.join(missing).replace('_', '-')}: pip install 'glax[triton]'"
+        names = [name.replace("_", "-") for name in missing]
+        return f"needs {' and '.join(names)}: pip install {' '.join(names)}"
     if numbers(version_of("triton") or "") < (3, 4):
-        return f"needs triton>=3.7.1, {version_of('triton')} is installed: pip install -U 'glax[triton]'"
+        return f"needs triton>=3.7.1, {version_of('triton')} is installed: pip install -U triton"
     return older_gpu()
 
 
