@@ -4,11 +4,11 @@ model = glax.models.from_pretrained("folder")
 logits = model(tokens)
 """
 
-from glax.models.checkpoints import save_pretrained
 from glax.models.config import ModelConfig, UnsupportedOption
 from glax.models.generation import generate, stream
 from glax.models.load import MODEL_TYPES, from_config, from_pretrained
 from glax.models.model import CausalLM
+from glax.models.saving import save_pretrained
 from glax.models.shardings import partition_spec, shard
 
 __all__ = [

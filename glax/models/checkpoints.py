@@ -1,47 +1,30 @@
-"""Read and write folders of config.json and safetensors, as `save_pretrained` of fla and transformers writes them."""
+"""Read the parameters of a model from safetensors, as `save_pretrained` of fla and transformers writes them."""
 
-import json
-import shutil
-import warnings
-from collections.abc import Iterator
+import collections
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from glax._src.core.files import replacing
-from glax.models.config import ModelConfig
+from glax.models.folders import files_of, listed
 from glax.models.model import CausalLM
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin")
-# The files beside the weights for tokenizers and generation, in the forms that transformers writes.
-BESIDE = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
 FLOATS = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+DTYPES = tuple(jnp.dtype(dtype).name for dtype in FLOATS.values())  # the names that a config has for them
+# Buffers of rotary positions, which older versions stored and the config determines.
+ROTARY = r"(^|\.)(inv_freq|cos_cached|sin_cached)$"
 
 
 class Weights:
     """Hold the tensors of a folder by name, and read them one at a time."""
 
     def __init__(self, folder: Path):
-        self.folder, self.handles = folder, {}
-        self.files, self.stored = files_of(folder), {}
+        self.folder, self.stored = folder, {}
+        self.files, self.handles = files_of(folder)
 
     def rename(self, aliases: tuple[tuple[str, str], ...]):
         """Give tensors the usual name where a file has another name for them. aliases: (other name, usual name)."""
@@ -53,50 +36,45 @@ class Weights:
         return set(self.files)
 
     def dtype(self, name: str) -> jnp.dtype:
-        kind = self.open(name).get_slice(self.stored.get(name, name)).get_dtype()
+        kind = self.header(name).get_dtype()
         if kind not in FLOATS:
             raise ValueError(f"{name} in {self.files[name]} must be floating point, got {kind}")
         return jnp.dtype(FLOATS[kind])
 
     def read(self, name: str) -> np.ndarray:
-        return self.open(name).get_tensor(self.stored.get(name, name))
+        return self.handles[self.files[name]].get_tensor(self.stored.get(name, name))
 
-    def open(self, name: str):
-        path = self.files[name]
-        if path not in self.handles:
-            self.handles[path] = opened(path)
-        return self.handles[path]
+    def header(self, name: str):
+        return self.handles[self.files[name]].get_slice(self.stored.get(name, name))
+
+    def activations(self, config: Mapping) -> jnp.dtype | None:
+        """Return the dtype that activations have if the user names none, or None if there are no floating-point tensors.
+
+        It is the config's `dtype` (`torch_dtype` in older configs), if a tensor is stored in it. Without such an option, and in
+        a folder where no tensor has the dtype that its config names, it is the dtype of the most elements.
+        """
+        elements = collections.Counter()
+        for name in self.files:
+            header = self.header(name)
+            if header.get_dtype() in FLOATS:
+                elements[jnp.dtype(FLOATS[header.get_dtype()])] += math.prod(header.get_shape())
+        named = named_dtype(config)
+        if named in elements or not elements:
+            return named
+        return elements.most_common(1)[0][0]
 
 
-def opened(path: Path):
-    try:
-        return safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise ValueError(f"{path} holds no safetensors: {error}") from None
-
-
-def files_of(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor. Raises FileNotFoundError if there are no safetensors; a pickled file is named in the
-    message and never opened."""
-    single, index = folder / WEIGHTS, folder / INDEX
-    if index.is_file():
-        try:
-            table = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{index} holds no weight_map: {error!r}") from None
-        missing = sorted({name for name in table.values() if not (folder / name).is_file()})
-        if missing:
-            raise FileNotFoundError(f"{index} names files that are not in {folder}: {', '.join(missing)}")
-        return {tensor: folder / name for tensor, name in table.items()}
-    if single.is_file():
-        return dict.fromkeys(opened(single).keys(), single)
-    for pickled in PICKLED:
-        if (folder / pickled).exists():
-            raise ValueError(
-                f"{folder / pickled} is a pickle, which can run any code when it is read: convert it to {WEIGHTS}, "
-                "for example with safetensors.torch.save_file"
-            )
-    raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}")
+def named_dtype(config: Mapping) -> jnp.dtype | None:
+    """Return the dtype that a config names, or None. Raises ValueError if it is none of DTYPES."""
+    for key in ("dtype", "torch_dtype"):
+        value = config.get(key)
+        if value is None:
+            continue
+        name = value.removeprefix("torch.") if isinstance(value, str) else value
+        if name not in DTYPES:
+            raise ValueError(f"{key} in config.json must be one of {', '.join(DTYPES)}, got {value!r}")
+        return jnp.dtype(name)
+    return None
 
 
 def parameters(model: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
@@ -110,7 +88,7 @@ def checkpoint_name(model: CausalLM, path: str) -> tuple[str, tuple]:
     return model.names(path), model.names.layout(path.rpartition(".")[2])
 
 
-def stored_names(name: str, param: nnx.Param) -> list[str]:
+def stored_names(name: str, param: nnx.Param | np.ndarray) -> list[str]:
     """Return the names of the tensors that hold a parameter: one, or for a name with `*` one for each row of its first axis."""
     return [name.replace("*", str(i)) for i in range(param.shape[0])] if "*" in name else [name]
 
@@ -121,80 +99,62 @@ def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place)
     dtype: the dtype of the parameters; None leaves each as it is in the file. place: (value, the axes of its metadata) -> an
     array on devices.
 
-    Raises ValueError, with every name, if weights are missing or left over, or if a shape differs.
+    Raises ValueError, with their names, if weights are missing or left over, or if a shape differs.
     """
     named = {name for path, param in parameters(model) for name in stored_names(model.names(path), param)}
     weights.rename(model.names.aliases)
+    check_tied(model, weights)
     found, unread = weights.names(), {tied_name(model), *model.derived_tensors()}
-    missing = sorted(named - found)
-    left = sorted(name for name in found - named - unread if not model.names.is_ignored(name))
+    missing = named - found
+    left = [x for x in found - named - unread if not model.names.is_ignored(x) and not re.search(ROTARY, x)]
     if missing or left:
-        parts = [f"missing are {', '.join(missing)}"] * bool(missing) + [f"left over are {', '.join(left)}"] * bool(
-            left
-        )
+        parts = [f"missing are {listed(missing)}"] * bool(missing) + [f"left over are {listed(left)}"] * bool(left)
         raise ValueError(f"The weights in {weights.folder} do not fit its config: {'; '.join(parts)}")
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     loaded = []
     for path, param in flat:
         name, (_, _, back) = checkpoint_name(model, ".".join(map(str, path)))
-        each = stored_names(name, param)
-        for one in each:
-            weights.dtype(one)
-        rows = [back(weights.read(one)) for one in each]
-        value = np.stack(rows) if "*" in name else rows[0]
-        if value.shape != param.shape:
-            raise ValueError(
-                f"{each[0]} in {weights.files[each[0]]} must have the shape that gives {param.shape} here, as its config says, "
-                f"got {weights.read(each[0]).shape}"
-            )
+        value = layered(weights, name, param, back)
         value = np.ascontiguousarray(value if dtype is None else value.astype(dtype))
         loaded.append((path, param.replace(place(value, param.get_metadata().get("out_sharding")))))
     nnx.update(model, nnx.from_flat_state(loaded))
 
 
+def layered(weights: Weights, name: str, param: nnx.Param, back: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return the value of a parameter in glax's layout. Raises ValueError for a tensor of another shape or kind."""
+    rows, shape = [], param.shape[1:] if "*" in name else param.shape
+    for one in stored_names(name, param):
+        weights.dtype(one)  # raises for a kind that is not floating point
+        stored = weights.read(one)
+        try:
+            row = back(stored)
+        except (IndexError, ValueError):  # it has too few axes
+            row = None
+        if row is None or row.shape != shape:
+            raise ValueError(
+                f"{one} in {weights.files[one]} must have the shape that gives {shape} here, as its config says, "
+                f"got {stored.shape}"
+            )
+        rows.append(row)
+    return np.stack(rows) if "*" in name else rows[0]
+
+
+def check_tied(model: CausalLM, weights: Weights):
+    """Take a tied head that is stored under the head's name alone for the embedding.
+
+    Raises ValueError if a folder has both and they differ: transformers does not tie them then, whatever the config says.
+    """
+    head, embedding = tied_name(model), model.names("embedding.embedding")
+    if head is None or head not in weights.files:
+        return
+    weights.rename(((head, embedding),))
+    if head in weights.files and not np.array_equal(weights.read(head), weights.read(embedding), equal_nan=True):
+        raise ValueError(
+            f"{head} and {embedding} in {weights.folder} differ, but its config ties them: "
+            "set tie_word_embeddings to false in config.json, if the head is a weight of its own"
+        )
+
+
 def tied_name(model: CausalLM) -> str | None:
     """Return the name under which some writers store a tied head a second time; None if the head is not tied."""
     return model.names("head.kernel") if model.head is None else None
-
-
-def save_pretrained(model: CausalLM, folder: str | Path):
-    """Write config.json and model.safetensors, which fla and transformers load. If writing fails, the old files stay.
-
-    Each parameter is written in its own dtype, and the config names the embedding's dtype. The files of the tokenizer and of
-    generation are copied from the folder that the model was loaded from, if they are there. Raises OSError if a file cannot be
-    written.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict(model.derived_tensors())
-    for path, param in parameters(model):
-        name, (_, to, _) = checkpoint_name(model, path)
-        value = np.asarray(jax.device_get(param[...]))
-        for one, row in zip(stored_names(name, param), value if "*" in name else [value], strict=True):
-            tensors[one] = np.ascontiguousarray(to(row))
-    config = model.config.values
-    stored = str(model.embedding.embedding.dtype)
-    for key in ("dtype", "torch_dtype"):
-        if key in config:
-            config[key] = stored
-    with replacing(folder / WEIGHTS) as new:
-        try:
-            save_file(tensors, new, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"cannot write {folder / WEIGHTS}: {error}") from error
-    with replacing(folder / "config.json") as new:
-        Path(new).write_text(ModelConfig.of(config).text + "\n")
-    copy_beside(model.folder, folder)
-
-
-def copy_beside(source: str | None, folder: Path):
-    """Copy the files of the tokenizer and of generation to `folder`. Warns if their source folder no longer exists."""
-    if source is None or Path(source) == folder.absolute():
-        return
-    if not Path(source).is_dir():
-        warnings.warn(f"{source}, which the model was loaded from, is no more: no tokenizer is copied", stacklevel=3)
-        return
-    for path in (Path(source) / name for name in BESIDE):
-        if path.is_file():
-            with replacing(folder / path.name) as new:
-                shutil.copyfile(path, new)

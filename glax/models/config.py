@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from glax.models.folders import read_config
+
 REQUIRED = object()
 
 # Options that transformers writes for every model, or that name tokens, choose kernels, or concern training alone.
@@ -44,14 +46,7 @@ class ModelConfig:
     @classmethod
     def read(cls, folder: Path) -> "ModelConfig":
         """Return the config.json of a folder. Raises OSError if it cannot be read, and ValueError if it holds no JSON object."""
-        path = Path(folder) / "config.json"
-        try:
-            values = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} holds no JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
-        return cls.of(values)
+        return cls.of(read_config(Path(folder)))
 
     @property
     def values(self) -> dict:

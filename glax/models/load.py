@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from glax.models import bamba, delta, falcon_h1, fla, granite, mamba2, minimax, nemotron_h, qwen3_next, zamba2
-from glax.models.checkpoints import Weights, load_into
+from glax.models.checkpoints import DTYPES, Weights, load_into
 from glax.models.config import ModelConfig, UnsupportedOption
 from glax.models.model import CausalLM, Precision
 from glax.models.shardings import partition_spec
@@ -46,6 +46,25 @@ def builder(config: ModelConfig) -> Callable[[ModelConfig, Precision], CausalLM]
     return MODEL_TYPES[kind]
 
 
+def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> CausalLM:
+    """Return the model of a config with shapes and dtypes in place of arrays."""
+    build, dtype = builder(config), jnp.dtype(dtype)
+    return nnx.eval_shape(lambda: build(config, Precision(dtype, dtype, nnx.Rngs(0))))
+
+
+def floating(name: str, dtype: DTypeLike | None) -> jnp.dtype | None:
+    """Return the dtype, or None. Raises ValueError, which names the argument, unless models compute in it."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        raise ValueError(f"{name} must be None or one of {', '.join(DTYPES)}, got {dtype if found is None else found}")
+    return found
+
+
 def from_config(
     config: Mapping | str | Path,
     *,
@@ -60,7 +79,8 @@ def from_config(
 
     Raises UnsupportedOption, which names the key and its value, for an option that is not supported.
     """
-    precision = Precision(jnp.dtype(dtype or jnp.float32), jnp.dtype(param_dtype or jnp.float32), rngs)
+    usual = jnp.dtype(jnp.float32)
+    precision = Precision(floating("dtype", dtype) or usual, floating("param_dtype", param_dtype) or usual, rngs)
     if isinstance(config, Mapping):
         parsed = ModelConfig.of(config)
         return builder(parsed)(parsed, precision)
@@ -74,26 +94,24 @@ def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh:
     """Return the model in a folder of config.json and safetensors, as `save_pretrained` of fla, transformers and glax writes
     it.
 
-    dtype: the dtype of parameters and activations; the file's if None. Sums and states are float32 in every case. mesh: the
+    dtype: the dtype of parameters and activations. If None, each parameter has the dtype of the file, and activations have the
+    config's (`Weights.activations`). Sums and states are float32 in every case. mesh: the
     mesh over which `glax.models.partition_spec` shards each parameter; the default device if None.
 
     Nothing is downloaded. The folder of a snapshot of huggingface_hub works. Raises UnsupportedOption, which names the key and
     its value, for an option that is not supported. Raises ValueError, which lists the names, if weights are missing or left
     over.
     """
-    folder = Path(folder)
+    folder, cast = Path(folder), floating("dtype", dtype)
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh returns it, got {type(mesh).__name__}")
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder: nothing is downloaded, so name the folder of a checkpoint")
-    config, weights = ModelConfig.read(folder), None
-    build = builder(config)
+    config = ModelConfig.read(folder)
+    builder(config)  # raises for a type that is not supported, before the weights are looked for
     weights = Weights(folder)
-    names = sorted(weights.names())
-    stored = next((name for name in names if "embedding" in name), names[0] if names else None)
-    cast = None if dtype is None else jnp.dtype(dtype)
-    if dtype is None and stored is not None:  # `load_into` raises if there are no weights
-        dtype = weights.dtype(stored)
-    wanted = jnp.dtype(dtype or jnp.float32)
-    model = nnx.eval_shape(lambda: build(config, Precision(wanted, wanted, nnx.Rngs(0))))
+    wanted = weights.activations(config.values) if cast is None else cast
+    model = abstract_model(config, wanted or jnp.float32)
 
     def place(value, axes):
         if mesh is None:

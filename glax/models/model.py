@@ -14,7 +14,7 @@ from glax.models.names import Names
 from glax.nn.layer import from_pool, into_pool, parallel_rows, token_rows
 from glax.nn.losses import next_token_loss
 from glax.nn.model import check_tokens
-from glax.nn.parts import EMBED, VOCABULARY, annotated, linear
+from glax.nn.parts import EMBED, VOCABULARY, annotated, kernel_of, linear
 from glax.nn.passes import Rows
 
 # The policies of jax.checkpoint by name: what the backward pass reads instead of recomputing it.
@@ -200,7 +200,7 @@ class CausalLM(nnx.Module):
 
     @property
     def head_kernel(self) -> Float[Array, "width vocabulary"]:
-        kernel = self.embedding.embedding[...].T if self.head is None else self.head.kernel[...]
+        kernel = self.embedding.embedding[...].T if self.head is None else kernel_of(self.head)
         return kernel.astype(self.dtype)
 
     def logits(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows vocabulary"]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from glax.models.model import Block, CausalLM
 from glax.nn.norms import RMSNorm
-from glax.nn.parts import EMBED, linear
+from glax.nn.parts import EMBED, kernel_of, linear
 from glax.nn.passes import Rows
 
 
@@ -22,7 +22,7 @@ class Mixture(nnx.Module):
 
     def __call__(self, sources: Sequence[Float[Array, "*rows D"]]) -> Float[Array, "*rows D"]:
         wide = [x.astype(jnp.float32) for x in sources]
-        weight = self.proj.kernel[..., 0].astype(jnp.float32)
+        weight = kernel_of(self.proj)[:, 0].astype(jnp.float32)
         scores = jnp.stack([self.norm(x) @ weight for x in wide])
         p = jax.nn.softmax(scores, 0)
         return jnp.asarray(sum(p[i][..., None] * x for i, x in enumerate(wide))).astype(sources[0].dtype)

@@ -21,10 +21,11 @@ from jax.sharding import PartitionSpec as P
 from glax import parallel
 from glax._src.core.bind import check_real
 from glax._src.core.files import replacing
-from glax.models.checkpoints import save_pretrained
+from glax.models.folders import has_weights
 from glax.models.load import from_config, from_pretrained
 from glax.models.model import REMAT, CausalLM
 from glax.models.qwen3_next import FusedGatedDeltaNet
+from glax.models.saving import save_pretrained
 from glax.models.tokens import TOKENIZER, Tokenizer, find_tokenizer, read_tokens
 from glax.nn import LightningAttention, Mamba2
 from glax.nn.linear_attention import LinearAttention
@@ -166,8 +167,7 @@ def make_model(config: TrainingConfig) -> tuple[CausalLM, Tokenizer]:
     dtype, folder = jnp.dtype(config.dtype), None
     if isinstance(config.model, str):
         folder = Path(config.model)
-        has_weights = any(folder.glob("*.safetensors"))
-        if has_weights:
+        if has_weights(folder):
             model = from_pretrained(folder, dtype=jnp.float32)
             trained = from_config(folder, dtype=dtype, rngs=nnx.Rngs(config.seed))
             nnx.update(trained, nnx.state(model, nnx.Param))

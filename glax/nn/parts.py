@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,18 +58,36 @@ def linear(
 def products(x: Float[Array, "*rows inputs"], *layers: nnx.Linear) -> list[Float[Array, "*rows outputs"]]:
     """Return the outputs of several layers of equal size that read x.
 
-    They are computed by one product, unless x has few rows or the layers have biases. The kernels are stacked on an axis of
-    their own, so that a mesh may divide their outputs. With few rows, as in decoding, stacking them would cost more than it
-    saves.
+    They are computed by one product, unless x has few rows, or a layer has a bias or is no plain `nnx.Linear`. The kernels are
+    stacked on an axis of their own, so that a mesh may divide their outputs. With few rows, as in decoding, stacking them would
+    cost more than it saves.
     """
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
-    if rows <= inputs or any(layer.bias is not None for layer in layers):
+    if rows <= inputs or any(type(layer) is not nnx.Linear or layer.bias is not None for layer in layers):
         return [layer(x) for layer in layers]
     kernels = [layer.kernel[...] for layer in layers]
     dtype = layers[0].dtype or jnp.result_type(x, *kernels)
     kernel = jnp.stack([kernel.astype(dtype) for kernel in kernels], 1)
     y = jnp.einsum("...d,dnf->...nf", x.astype(dtype), kernel)
     return [y[..., i, :] for i in range(len(layers))]
+
+
+def kernel_of(layer: Any) -> Float[Array, "inputs outputs"]:
+    """Return the kernel of a projection, with the term of a `nnx.LoRALinear` or of a `nnx.LoRA` around a projection."""
+    if isinstance(layer, nnx.LoRA):
+        return with_term(kernel_of(layer.base_module), layer)
+    kernel = layer.kernel[...]
+    return with_term(kernel, layer.lora) if isinstance(layer, nnx.LoRALinear) else kernel
+
+
+def with_term(kernel: Array, adapter: nnx.LoRA) -> Array:
+    return (kernel.astype(jnp.float32) + low_rank(adapter)).astype(kernel.dtype)
+
+
+def low_rank(adapter: nnx.LoRA) -> Float[Array, "inputs outputs"]:
+    """Return A B of an adapter, in float32."""
+    a, b = (jnp.asarray(x[...], jnp.float32) for x in (adapter.lora_a, adapter.lora_b))
+    return jnp.matmul(a, b, precision="highest")
 
 
 def squared_relu(x: Array) -> Array:

@@ -21,6 +21,7 @@ from glax.nn.parts import (
     check_divides,
     check_sizes,
     for_rows,
+    kernel_of,
     linear,
     merged,
     parameter,
@@ -117,7 +118,7 @@ class RWKV6Attention(Layer):
         """Return x + m d for each name in `MIXED`, [*rows, width] each."""
         low = jnp.tanh(self.mix_down(x + d * for_rows(x, self.mix_first[...], x.dtype)))
         low = by_head(low, 5)  # [*rows, 5, mix_rank]
-        up = self.mix_up.kernel[...].astype(x.dtype).reshape(5, self.mix_rank, self.width)
+        up = kernel_of(self.mix_up).astype(x.dtype).reshape(5, self.mix_rank, self.width)
         m = jnp.einsum("...nr,nrh->n...h", low, up)
         return [x + (m[i] + for_rows(x, self.mix_bias[i], x.dtype)) * d for i in range(5)]
 

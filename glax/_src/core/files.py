@@ -11,9 +11,16 @@ import stat
 import tempfile
 from collections.abc import Iterator
 
+try:
+    import fcntl
+except ImportError:  # a system without locks of POSIX
+    fcntl = None
+
 LIMIT = 64 << 20  # bytes; enough for tens of thousands of measurements
 DEPTH = 32  # levels of nesting; an export has 8
 KINDS = {"d": "a directory", "p": "a FIFO", "c": "a device", "b": "a device", "s": "a socket"}
+
+STAGED, COMMITTED = ".glax-", ".glax.saved"  # a folder being written (a random name follows), and one complete
 
 Stamp = tuple[int, ...]
 
@@ -43,13 +50,13 @@ def stamp_of(found: os.stat_result) -> Stamp:
     return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
 
 
-def read_json(path: pathlib.Path) -> tuple[Stamp, object]:
-    """Read a JSON file and return (its stamp, its content).
+def read_json(path: pathlib.Path, *, infinite: bool = False) -> tuple[Stamp, object]:
+    """Read a JSON file and return (its stamp, its content). infinite: whether NaN, Infinity and -Infinity are numbers in it.
 
     Raises OSError if the file cannot be read now, and ContentError if it holds no JSON that glax writes.
     """
     found, raw = read_regular(path, LIMIT + 1)
-    return stamp_of(found), parse(raw)
+    return stamp_of(found), parse(raw, infinite=infinite)
 
 
 def read_regular(path: pathlib.Path, most: int = -1) -> tuple[os.stat_result, bytes]:
@@ -75,16 +82,17 @@ def require_regular(path: pathlib.Path, mode: int):
         raise OSError(errno.EINVAL, f"Not a regular file, but {kind}", str(path))
 
 
-def parse(raw: bytes) -> object:
+def parse(raw: bytes, *, infinite: bool = False) -> object:
     """Return the content of JSON in UTF-8.
 
-    Raises ContentError for anything else, for NaN and infinities, for repeated keys, for deep nesting, and for more than LIMIT
-    bytes.
+    Raises ContentError for anything else, for NaN and infinities unless `infinite`, for repeated keys, for deep nesting, and
+    for more than LIMIT bytes.
     """
+    constant = float if infinite else finite
     if len(raw) > LIMIT:
         raise ContentError(f"it is larger than {LIMIT >> 20} MiB")
     try:
-        content = json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=finite, parse_float=finite)
+        content = json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=constant, parse_float=finite)
     except RecursionError:
         raise ContentError(f"it is nested deeper than {DEPTH} levels") from None
     except ValueError as error:
@@ -122,16 +130,112 @@ def finite(text: str) -> float:
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yield a temporary path of the same name to write. The file written there replaces `path` at the end.
 
-    The temporary path lies in a new folder beside `path` that only this user can enter. The folder has a random name and did
-    not exist before, so it contains no link that someone else has made. A link at `path` itself is replaced, not followed.
-    After a failure `path` is unchanged, and the new folder is removed.
+    The temporary path lies in a folder of `staging`. A link at `path` itself is replaced, not followed. After a failure `path`
+    is unchanged.
     """
-    private = pathlib.Path(tempfile.mkdtemp(prefix=".glax-", dir=path.parent))
-    try:
+    with staging(path.parent) as private:
         yield private / path.name
         os.replace(private / path.name, path)
+
+
+@contextlib.contextmanager
+def replacing_together(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield a temporary folder. At the end, the files written there replace those of the same names in `folder` in one step.
+
+    The step is the temporary folder's new name, COMMITTED. Before it, `folder` is unchanged. After it, `newest` finds every new
+    file, whether it was moved to its place already or not. Moves that a kill prevented are done by the next call.
+
+    Raises OSError if a file cannot be written, or if one of the names is a folder.
+    """
+    move_committed(folder)
+    with staging(folder) as private:
+        yield private
+        for path in private.iterdir():
+            if (folder / path.name).is_dir():
+                raise IsADirectoryError(errno.EISDIR, "A folder is in the place of the file", str(folder / path.name))
+            flush(path)
+        flush(private)
+        os.rename(private, folder / COMMITTED)
+    move_committed(folder)
+
+
+def newest(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """Return the path of the file `name` of a folder that `replacing_together` may have left with moves to do."""
+    waiting = folder / COMMITTED
+    is_own = not waiting.is_symlink() and os.path.lexists(waiting / name)
+    return waiting / name if is_own else folder / name
+
+
+def move_committed(folder: pathlib.Path):
+    waiting = folder / COMMITTED
+    if waiting.is_symlink() or not waiting.is_dir():
+        return
+    for path in waiting.iterdir():
+        os.replace(path, folder / path.name)
+    waiting.rmdir()
+
+
+def flush(path: pathlib.Path):
+    """Wait until a file or a folder is on the disk, so that a loss of power cannot reorder what follows."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def staging(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield a new folder inside `folder` that only this user can enter, and remove it at the end.
+
+    It has a random name and did not exist before, so it contains no link that someone else has made. What processes that were
+    killed left behind is removed first: a folder of this user that no living process has locked.
+    """
+    remove_abandoned(folder)
+    private, lock = locked_folder(folder)
+    try:
+        yield private
     finally:
         shutil.rmtree(private, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def locked_folder(parent: pathlib.Path) -> tuple[pathlib.Path, int | None]:
+    """Make a folder and return (its path, the descriptor that locks it, or None where the system has no such locks)."""
+    while True:
+        private = pathlib.Path(tempfile.mkdtemp(prefix=STAGED, dir=parent))
+        try:
+            lock = locked(private, wait=True)
+        except FileNotFoundError:
+            continue  # another process took it for abandoned before it was locked
+        if private.is_dir():
+            return private, lock
+        if lock is not None:
+            os.close(lock)
+
+
+def locked(folder: pathlib.Path, *, wait: bool) -> int | None:
+    """Return the descriptor that locks a folder until it is closed. Return None where that is not possible, or where another
+    process holds the lock and `wait` is False."""
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def remove_abandoned(parent: pathlib.Path):
+    for path in parent.glob(f"{STAGED}*"):
+        with contextlib.suppress(OSError):  # it is another user's, no folder, or gone by now
+            lock = locked(path, wait=False)
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
 
 
 def set_aside(path: pathlib.Path) -> pathlib.Path:
