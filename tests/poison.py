@@ -195,7 +195,7 @@ def leaks(
     gradient: Callable[..., Recurrence] | None,
     *,
     few: bool = False,
-    bar: float = 1e-4,
+    bar: float = 1e-3,
 ) -> list[str]:
     """Return each result of `run` and `gradient` that a poison changes outside of its documents, as text.
 
