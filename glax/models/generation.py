@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from glax._src.core.bind import check_integer, check_real, is_array, known_number
+from glax._src.core.bind import check_integer, check_integers, check_real, is_array, known_number, known_values
+from glax._src.core.recurrence import to_int32
 from glax.models.model import CausalLM
 from glax.nn.generate import check_key
-from glax.nn.model import check_tokens
+from glax.nn.model import checked_tokens
 
 PADDINGS = ("right", "left")
 
@@ -89,13 +89,12 @@ def stream(
 def streamed(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict) -> Iterator[np.ndarray]:
     if count < 1:
         return
-    keys = jax.random.split(arrays["key"], count)
-    token, done, pools = first_token(graph, sampling, count, params, prompts, arrays, keys[0])
+    token, done, pools = first_token(graph, sampling, count, params, prompts, arrays)
     for i in range(count):
         yield np.asarray(token)
         if i + 1 == count or bool(done.all()):
             return
-        token, done, pools = next_token(graph, sampling, params, token, done, pools, arrays, keys[i + 1])
+        token, done, pools = next_token(graph, sampling, params, token, done, pools, arrays, i + 1)
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
@@ -107,8 +106,7 @@ def loop(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: d
     written = jnp.zeros((count, B), jnp.int32)
     if count == 0 or B == 0:
         return written.T
-    keys = jax.random.split(arrays["key"], count)
-    token, done, pools = begun(graph, sampling, count, params, prompts, arrays, keys[0])
+    token, done, pools = begun(graph, sampling, count, params, prompts, arrays)
 
     def unfinished(carry):
         i, _, done, _, _ = carry
@@ -116,7 +114,7 @@ def loop(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: d
 
     def one(carry):
         i, token, done, pools, written = carry
-        token, done, pools = following(graph, sampling, params, token, done, pools, arrays, keys[i])
+        token, done, pools = following(graph, sampling, params, token, done, pools, arrays, i)
         return i + 1, token, done, pools, written.at[i].set(token)
 
     carry = (1, token, done, pools, written.at[0].set(token))
@@ -126,7 +124,7 @@ def loop(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: d
     ).T  # ended sequences repeat the token that ended them
 
 
-def begun(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict, key):
+def begun(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict):
     """Read the prompts, and return (the first new tokens, which sequences have ended, the pools)."""
     model = nnx.merge(graph, params)
     tokens, lengths = prompts["tokens"], prompts["lengths"]
@@ -134,7 +132,7 @@ def begun(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: 
     pools = model.initial_states(B, T + count)
     if not sampling.padded:
         x, pools = model.extend_hidden(tokens, pools)
-        token, done = chosen(sampling, model.logits(x[:, -1]), arrays, key), jnp.zeros(B, bool)
+        token, done = chosen(sampling, model.logits(x[:, -1]), arrays, 0), jnp.zeros(B, bool)
         return token, ended(sampling, token, done), pools
     cu_seqlens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
     rows = jnp.arange(B * T)
@@ -143,14 +141,15 @@ def begun(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: 
     packed = jnp.where(rows < cu_seqlens[-1], tokens[own, at], 0)
     x, pools = model.prefill_hidden(packed, pools, jnp.arange(B), cu_seqlens)
     logits = model.logits(x[cu_seqlens[1:] - 1])
-    token, done = chosen(sampling, logits, arrays, key), jnp.zeros(B, bool)
+    token, done = chosen(sampling, logits, arrays, 0), jnp.zeros(B, bool)
     return token, ended(sampling, token, done), pools
 
 
-def following(graph, sampling: Sampling, params, token, done, pools, arrays: dict, key):
-    """Read the last tokens, and return (the next tokens, which sequences have ended, the pools)."""
+def following(graph, sampling: Sampling, params, token, done, pools, arrays: dict, number):
+    """Read the last tokens, and return (the next tokens, which sequences have ended, the pools). number: how many tokens each
+    sequence has."""
     logits, pools = nnx.merge(graph, params).step(token, pools)
-    token = jnp.where(done, token, chosen(sampling, logits, arrays, key))
+    token = jnp.where(done, token, chosen(sampling, logits, arrays, number))
     return token, ended(sampling, token, done), pools
 
 
@@ -158,7 +157,9 @@ first_token = jax.jit(begun, static_argnums=(0, 1, 2))
 next_token = jax.jit(following, static_argnums=(0, 1), donate_argnums=5)
 
 
-def chosen(sampling: Sampling, logits: Float[Array, "B V"], arrays: dict, key) -> Int[Array, "B"]:
+def chosen(sampling: Sampling, logits: Float[Array, "B V"], arrays: dict, number) -> Int[Array, "B"]:
+    """Return the next token of each sequence. Of equal logits, the lowest tokens are the likeliest. number: the number of the
+    token, which gives the key of its draw: that of `jax.random.split`, without an array of all keys."""
     logits = logits.astype(jnp.float32)
     likeliest = logits.argmax(-1).astype(jnp.int32)
     if sampling.greedy:
@@ -166,18 +167,23 @@ def chosen(sampling: Sampling, logits: Float[Array, "B V"], arrays: dict, key) -
     temperature = arrays["temperature"]
     scaled = logits / jnp.where(temperature > 0, temperature, 1)
     if sampling.top_k is not None:
-        least = jax.lax.top_k(scaled, min(sampling.top_k, scaled.shape[-1]))[0][:, -1:]
-        scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
+        scaled = jnp.where(among_likeliest(scaled, min(sampling.top_k, scaled.shape[-1])), scaled, -jnp.inf)
     if sampling.has_top_p:
         scaled = jnp.where(in_nucleus(scaled, arrays["top_p"]), scaled, -jnp.inf)
-    drawn = jax.random.categorical(key, scaled).astype(jnp.int32)
+    drawn = jax.random.categorical(jax.random.fold_in(arrays["key"], number), scaled).astype(jnp.int32)
     return jnp.where(temperature > 0, drawn, likeliest)
+
+
+def among_likeliest(logits: Float[Array, "B V"], count: int) -> Bool[Array, "B V"]:
+    """Return whether a token is among the `count` likeliest, [B, V]. Exactly as many are: the lowest ones of equal logits."""
+    likeliest = jax.lax.top_k(logits, count)[1]  # in order, the lower token first where logits are equal
+    return jnp.put_along_axis(jnp.zeros(logits.shape, bool), likeliest, True, -1, inplace=False)
 
 
 def in_nucleus(logits: Float[Array, "B V"], top_p) -> Bool[Array, "B V"]:
     """Return whether the tokens that are likelier together have a probability below top_p, [B, V]. The likeliest token is
-    always in the set."""
-    order = jnp.argsort(logits, axis=-1, descending=True)
+    always in the set. Of equal logits, the lower token counts as likelier."""
+    order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
     probability = jnp.take_along_axis(jax.nn.softmax(logits), order, -1)
     inside = jnp.cumsum(probability, -1) - probability < top_p
     inside = inside.at[:, 0].set(True)
@@ -199,20 +205,15 @@ def check_count(max_new_tokens):
 
 def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos) -> tuple[dict, Sampling, dict]:
     """Check the arguments, and return (the prompts, the static arguments, the arguments that may be traced)."""
-    check_tokens("tokens", tokens, "[B, T]")
+    tokens = checked_tokens("tokens", tokens, "[B, T]", model.vocabulary)
     B, T = tokens.shape
     if T == 0:
         raise ValueError(f"tokens must be [B, T] with T of at least 1, got shape {tokens.shape}")
-    if not isinstance(tokens, Tracer) and B:
-        known = np.asarray(jax.device_get(tokens))
-        if known.min() < 0 or known.max() >= model.vocabulary:
-            wrong = known[(known < 0) | (known >= model.vocabulary)][0]
-            raise ValueError(f"tokens must be from 0 to {model.vocabulary - 1}, got {wrong}")
     if padding not in PADDINGS:
         raise ValueError(f"padding must be 'right' or 'left', got {padding!r}")
     padded, lengths = lengths is not None, checked_lengths(lengths, B, T)
     begins = T - lengths if padding == "left" else jnp.zeros_like(lengths)
-    prompts = dict(tokens=jnp.asarray(tokens, jnp.int32), lengths=lengths, begins=begins)
+    prompts = dict(tokens=tokens, lengths=lengths, begins=begins)
     check_real("temperature", temperature)
     known = known_number(temperature)
     if known is not None and known < 0:
@@ -239,7 +240,11 @@ def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos
     check_key(key)
     arrays = dict(key=key, temperature=jnp.asarray(temperature, jnp.float32))
     arrays["top_p"] = jnp.asarray(1.0 if top_p is None else top_p, jnp.float32)
-    return prompts, Sampling(greedy, top_k, top_p is not None, eos_tokens(eos), padded), arrays
+    return (
+        prompts,
+        Sampling(greedy, None if top_k is None else int(top_k), top_p is not None, eos_tokens(eos), padded),
+        arrays,
+    )
 
 
 def checked_lengths(lengths, B: int, T: int) -> Int[Array, "B"]:
@@ -247,15 +252,13 @@ def checked_lengths(lengths, B: int, T: int) -> Int[Array, "B"]:
         return jnp.full(B, T, jnp.int32)
     if not is_array(lengths):
         lengths = np.asarray(lengths)
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise TypeError(f"lengths must hold integers, got {lengths.dtype}")
+    check_integers("lengths", lengths)
     if lengths.shape != (B,):
         raise ValueError(f"lengths must be [B]=[{B}] as tokens has rows, got shape {lengths.shape}")
-    if not isinstance(lengths, Tracer) and B:
-        known = np.asarray(jax.device_get(lengths))
-        if known.min() < 1 or known.max() > T:
-            raise ValueError(f"lengths must be from 1 to T={T}, got {known[(known < 1) | (known > T)][0]}")
-    return jnp.asarray(lengths, jnp.int32)
+    known = known_values(lengths)
+    if known is not None and (wrong := known[(known < 1) | (known > T)]).size:
+        raise ValueError(f"lengths must be from 1 to T={T}, got {wrong[0]}")
+    return to_int32(lengths)
 
 
 def eos_tokens(eos) -> tuple[int, ...]:

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from glax._src.core.bind import check_memory_of_leaves
+from glax._src.core.segments import differs_from_padding
 from glax.models.config import ModelConfig
 from glax.models.names import Names
 from glax.nn.layer import from_pool, into_pool, parallel_rows, token_rows
-from glax.nn.losses import next_token_loss
-from glax.nn.model import check_tokens
+from glax.nn.losses import checked_targets, next_token_loss
+from glax.nn.model import checked_tokens, embedded
 from glax.nn.parts import EMBED, VOCABULARY, annotated, kernel_of, linear
 from glax.nn.passes import Rows
 
@@ -117,7 +119,7 @@ class CausalLM(nnx.Module):
         self, tokens: Int[Array, "B"], pools: list[dict], slots: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B vocabulary"], list[dict]]:
         """Read one token of each sequence, and return (the logits, the pools). Without slots, sequence b lives in row b."""
-        check_tokens("tokens", tokens, "[B]")
+        tokens = self.checked(tokens, "[B]")
         x, pools = self.through(self.embed(tokens), pools, token_rows(slots, tokens.shape[0], pools, "pools"))
         return self.logits(self.norm(x)), pools
 
@@ -130,25 +132,32 @@ class CausalLM(nnx.Module):
     ) -> Float[Array, ""]:
         """Return the mean cross-entropy of the next tokens, in nats. No array [B, T, vocabulary] in float32 is formed.
 
-        targets: the token behind each token; -1 for a token that does not count. If None, the target is the next token of the
-        same segment, and padding does not count.
+        targets: the token behind each token; -1, or any number below 0, for a token that does not count. If None, the target is
+        the next token of the same segment, and padding does not count.
         """
+        tokens = self.checked(tokens, "[B, T]")
+        targets = None if targets is None else checked_targets(targets, tokens.shape, self.vocabulary)
         x = self.hidden(tokens, segment_ids, pad_id)
         if targets is None:
             targets = jnp.concatenate([tokens[:, 1:], jnp.full_like(tokens[:, :1], -1)], 1)
             if segment_ids is not None:
-                same = segment_ids[:, 1:] == segment_ids[:, :-1]
-                same = same if pad_id is None else same & (segment_ids[:, 1:] != pad_id)
+                ids = jnp.asarray(segment_ids)
+                same, is_token = ids[:, 1:] == ids[:, :-1], differs_from_padding(ids, pad_id)
+                same = same if is_token is None else same & is_token[:, 1:]
                 targets = targets.at[:, :-1].set(jnp.where(same, targets[:, :-1], -1))
         return next_token_loss(self.before_head(x).astype(self.dtype), self.head_kernel, targets)
 
     # ---- their parts -------------------------------------------------------------------------------------------------
 
+    def checked(self, tokens, form: str) -> Int[Array, "*rows"]:
+        """Return tokens as int32, after a check of their shape, their dtype, and where they are known their values."""
+        return checked_tokens("tokens", tokens, form, self.vocabulary)
+
     def hidden(
         self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
     ) -> Array:
         """Return the rows that the head reads, [B, T, width]."""
-        check_tokens("tokens", tokens, "[B, T]")
+        tokens = self.checked(tokens, "[B, T]")
         rows = parallel_rows(tokens.shape, None, segment_ids, pad_id)
         x, _ = self.through(self.embed(tokens), [{}] * len(self.blocks), rows)
         return self.norm(x)
@@ -156,12 +165,13 @@ class CausalLM(nnx.Module):
     def extend_hidden(self, tokens: Int[Array, "B T"], states: list[dict]) -> tuple[Array, list[dict]]:
         """Continue from `states`, one row per sequence. Return the rows that the head reads, [B, T, width], and the new
         states."""
-        check_tokens("tokens", tokens, "[B, T]")
+        tokens = self.checked(tokens, "[B, T]")
+        check_memory_of_leaves("states", states)
         x, states = self.through(self.embed(tokens), states, parallel_rows(tokens.shape, None))
         return self.norm(x), states
 
     def prefill_hidden(self, tokens, pools, slots, cu_seqlens, fresh=None) -> tuple[Array, list[dict]]:
-        check_tokens("tokens", tokens, "[T]")
+        tokens = self.checked(tokens, "[T]")
         rows = parallel_rows(tokens.shape, cu_seqlens)
         states, slots = from_pool(pools, slots, rows.num_sequences, fresh)
         x, states = self.through(self.embed(tokens), states, rows)
@@ -169,7 +179,7 @@ class CausalLM(nnx.Module):
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:
         # Rows are cast, not the table: else its gradient would sum the rows of a frequent token in `dtype`.
-        x = jnp.take(self.embedding.embedding[...], tokens, axis=0).astype(self.dtype)
+        x = embedded(self.embedding.embedding[...], tokens).astype(self.dtype)
         if self.padding is None:
             return x
         return jnp.where((tokens == self.padding)[..., None], jax.lax.stop_gradient(x), x)

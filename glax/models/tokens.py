@@ -17,6 +17,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
+    """Convert text to tokens and back. vocabulary: one more than the largest token."""
+
     vocabulary: int
 
     def encode(self, text: str) -> list[int]: ...
@@ -58,7 +60,9 @@ class FromFile:
         self.inner.no_padding()
         if getattr(self.inner.model, "dropout", None):
             self.inner.model.dropout = None
-        self.vocabulary = self.inner.get_vocab_size()
+        # The ids may have gaps, and those of the template need not be in the vocabulary.
+        ids = self.inner.get_vocab(with_added_tokens=True)
+        self.vocabulary = 1 + max([*ids.values(), *self.inner.encode("").ids], default=-1)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of the text. Raises ValueError for text that UTF-8 cannot hold."""
@@ -79,7 +83,8 @@ class FromFile:
 def find_tokenizer(folder: Path | None, vocabulary: int, file: Path | None = None) -> Tokenizer:
     """Return the tokenizer of `file`, else of the tokenizer.json in `folder`, else `Bytes` if the vocabulary has 256 tokens.
 
-    Raises ValueError if there is none, or if it has more tokens than the model. Raises OSError if the file cannot be read.
+    Raises ValueError if there is none, or if it has a token that the model's vocabulary lacks. Raises OSError if the file cannot
+    be read.
     """
     if file is None and folder is not None and os.path.lexists(folder / TOKENIZER):
         file = folder / TOKENIZER
@@ -92,7 +97,10 @@ def find_tokenizer(folder: Path | None, vocabulary: int, file: Path | None = Non
             f"no {TOKENIZER} in {folder}, and a vocabulary of {vocabulary} is not bytes: name a tokenizer file"
         )
     if found.vocabulary > vocabulary:
-        raise ValueError(f"{file} has {found.vocabulary} tokens, more than the model's vocabulary of {vocabulary}")
+        raise ValueError(
+            f"{file} has the token {found.vocabulary - 1}, beyond the model's vocabulary of {vocabulary}: name another file, or "
+            f"train a model with vocab_size={found.vocabulary}"
+        )
     return found
 
 

@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key
 
-from glax._src.core.bind import check_integer, check_real, is_array, known_number
-from glax.nn.model import BYTES, ByteLM, check_tokens
+from glax._src.core.bind import check_integer, check_memory, check_real, is_array, known_number
+from glax.nn.model import BYTES, ByteLM, checked_tokens
 
 
 def generate(
@@ -27,7 +26,7 @@ def generate(
     Raises TypeError or ValueError if prompt is not [B, P] of bytes with P of at least 1, key is no key, length is negative, or
     a known temperature is negative or not finite.
     """
-    check_prompt(prompt)
+    prompt = checked_prompt(prompt)
     check_key(key)
     check_integer("length", length)
     if length < 0:
@@ -40,30 +39,30 @@ def generate(
 
 
 @nnx.jit(static_argnames="length")
-def sample(model: ByteLM, prompt, key, length: int, temperature) -> Int[Array, "B length"]:
-    def one(carry, key):
+def sample(model: ByteLM, prompt, base, length: int, temperature) -> Int[Array, "B length"]:
+    def one(carry, number):
         logits, states = carry
+        key = jax.random.fold_in(base, number)  # one of jax.random.split's, without an array of all keys
         # The largest of logits / temperature + noise is drawn from their softmax. Without the division 0 needs no exception.
         noise = jax.random.gumbel(key, logits.shape, logits.dtype)
         token = jnp.argmax(logits + temperature.astype(logits.dtype) * noise, -1)
         return model.step(token, states), token
 
     logits, states = model.extend(prompt, model.initial_states(prompt.shape[0]))
-    _, tokens = jax.lax.scan(one, (logits[:, -1], states), jax.random.split(key, length))
+    _, tokens = jax.lax.scan(one, (logits[:, -1], states), jnp.arange(length))
     return tokens.T
 
 
-def check_prompt(prompt):
-    check_tokens("prompt", prompt, "[B, P]")
+def checked_prompt(prompt) -> Int[Array, "B P"]:
+    prompt = checked_tokens("prompt", prompt, "[B, P]", BYTES, "hold bytes,")
     if prompt.shape[1] == 0:
         raise ValueError(f"prompt must be [B, P] with P of at least 1, got shape {prompt.shape}")
-    if not isinstance(prompt, Tracer) and prompt.size:
-        known = np.asarray(jax.device_get(prompt))
-        if (wrong := known[(known < 0) | (known >= BYTES)]).size:
-            raise ValueError(f"prompt must hold bytes, from 0 to {BYTES - 1}, got {wrong[0]}")
+    return prompt
 
 
 def check_key(key):
+    if isinstance(key, np.ndarray):
+        check_memory("key", key)
     typed = is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     raw = is_array(key) and key.dtype == jnp.uint32
     if not (typed and key.ndim == 0) and not (raw and key.ndim == 1):
@@ -74,7 +73,7 @@ def check_key(key):
 @nnx.jit
 def token_by_token(model: ByteLM, tokens: Int[Array, "B T"]) -> Float[Array, "B T 256"]:
     """Return model(tokens), computed by T steps."""
-    check_tokens("tokens", tokens, "[B, T]")
+    tokens = checked_tokens("tokens", tokens, "[B, T]", BYTES, "hold bytes,")
 
     def one(states, token):
         logits, states = model.step(token, states)

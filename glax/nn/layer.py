@@ -6,16 +6,22 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from glax._src.core.bind import check_array, check_integer
+from glax._src.core.bind import (
+    check_array,
+    check_ids,
+    check_integer,
+    check_integers,
+    check_known_boundaries,
+    check_memory_of_leaves,
+)
 from glax._src.core.recurrence import to_int32
-from glax._src.serving.state_pool import check_integers, check_slot_values, put, take
+from glax._src.serving.state_pool import check_slot_values, put, take
+from glax.nn.parts import check_floats
 from glax.nn.passes import Parallel, Rows, State, Step
 
 
 def check_rows(x, width: int, form: str, *ranks: int):
-    check_array("x", x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"x must be floating point, got {x.dtype}")
+    check_floats("x", x)
     if x.ndim not in ranks or x.shape[-1] != width:
         raise ValueError(f"x must be {form}, with width={width}, got shape {x.shape}")
 
@@ -58,6 +64,7 @@ class Layer(nnx.Module):
         Sequences are packed as in `glax.recurrent`: by segment_ids and pad_id, or by cu_seqlens with a B that is 1 or absent.
         """
         check_rows(x, self.width, "[B, T, width], or [T, width] with cu_seqlens", 2, 3)
+        check_memory_of_leaves("initial_state", initial_state)
         y, state = self.mix(x, named(initial_state), parallel_rows(x.shape[:-1], cu_seqlens, segment_ids, pad_id))
         return y, public(state)
 
@@ -111,8 +118,7 @@ def parallel_rows(shape: tuple[int, ...], cu_seqlens, segment_ids=None, pad_id: 
         if segment_ids is None:
             raise ValueError(f"pad_id must be None without segment_ids, got {pad_id}")
     if segment_ids is not None:
-        check_array("segment_ids", segment_ids)
-        check_integers("segment_ids", segment_ids)
+        check_ids("segment_ids", segment_ids)
         if segment_ids.shape != shape:
             raise ValueError(f"segment_ids must be [B, T]={list(shape)} as the tokens are, got {segment_ids.shape}")
     if segment_ids is not None and len(shape) == 1:
@@ -120,20 +126,20 @@ def parallel_rows(shape: tuple[int, ...], cu_seqlens, segment_ids=None, pad_id: 
     if cu_seqlens is None and len(shape) == 1:  # one sequence, without a B
         cu_seqlens = jnp.array([0, shape[0]], jnp.int32)
     if cu_seqlens is not None:
-        check_array("cu_seqlens", cu_seqlens)
         check_integers("cu_seqlens", cu_seqlens)
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
             raise ValueError(f"cu_seqlens must be [N + 1], got shape {cu_seqlens.shape}")
         if len(shape) == 2 and shape[0] != 1:
             raise ValueError(f"cu_seqlens packs the sequences along T, so x must have B=1, got B={shape[0]}")
+        check_known_boundaries(cu_seqlens, shape[-1], "x")
         cu_seqlens = to_int32(cu_seqlens)
-    return Parallel(shape, cu_seqlens, segment_ids, pad_id)
+    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    return Parallel(shape, cu_seqlens, segment_ids, None if pad_id is None else int(pad_id))
 
 
 def check_slots(slots, letter: str, count: int, pool, name: str):
     """Raise TypeError or ValueError unless slots are `count` integers and, where their values are known, -1 or different rows of
     `pool`, a tree of arrays. letter: the axis of `count` sequences. name: the argument that holds the pool."""
-    check_array("slots", slots)
     check_integers("slots", slots)
     if slots.shape != (count,):
         raise ValueError(f"slots must be [{letter}]={[count]}, one for each sequence, got shape {slots.shape}")
@@ -143,6 +149,7 @@ def check_slots(slots, letter: str, count: int, pool, name: str):
 
 def token_rows(slots: Int[Array, "B"] | None, B: int, state, name: str) -> Step:
     """Return the rows of one token of each of B sequences, after a check of the slots. state: a tree of arrays."""
+    check_memory_of_leaves(name, state)
     if slots is not None:
         check_slots(slots, "B", B, state, name)
     return Step(slots)
@@ -151,6 +158,7 @@ def token_rows(slots: Int[Array, "B"] | None, B: int, state, name: str) -> Step:
 def from_pool(pool, slots: Int[Array, "N"], N: int, fresh: Bool[Array, "N"] | None):
     """Return the states of the slots, a tree of [N, ...] with zeros where fresh, and the slots. Slots of no sequence are out of
     bounds. Raises TypeError or ValueError for slots or fresh of another shape or dtype, and for known slots that repeat."""
+    check_memory_of_leaves("pool", pool)
     check_slots(slots, "N", N, pool, "pool")
     if fresh is not None:
         check_array("fresh", fresh)

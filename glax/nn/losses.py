@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from glax._src.core.bind import check_integers, known_values
+from glax._src.core.recurrence import to_int32
+
 ROWS = 2048  # rows whose logits are formed together
 
 
@@ -15,8 +18,10 @@ def next_token_loss(
     """Return the mean of -log softmax(x kernel)[target] over the rows with a target, in nats, in float32.
 
     targets: from 0 to vocabulary - 1. A row with a negative target does not count. The logits and their gradient are formed for
-    `ROWS` rows at a time, so neither is ever whole in memory.
+    `ROWS` rows at a time, so neither is ever whole in memory. A target that is not in the vocabulary makes the loss NaN, and is
+    an error where its value is known.
     """
+    targets = checked_targets(targets, x.shape[:-1], kernel.shape[1])
     T = targets.shape[-1]
     x, targets = x.reshape(-1, T, x.shape[-1]), targets.reshape(-1, T)
     parts = min(-(-targets.size // ROWS), T) or 1
@@ -26,6 +31,20 @@ def next_token_loss(
     count = jnp.maximum((targets >= 0).sum(), 1).astype(jnp.float32)
     total: Array = summed_loss(parts, x, kernel, targets)
     return total / count
+
+
+def checked_targets(targets, shape: tuple[int, ...], vocabulary: int) -> Int[Array, "*rows"]:
+    """Return targets as int32. Raise TypeError or ValueError unless they are integers of that shape, and below `vocabulary`
+    where their values are known."""
+    check_integers("targets", targets)
+    if targets.shape != shape:
+        raise ValueError(f"targets must be {list(shape)} as the tokens are, got shape {targets.shape}")
+    known = known_values(targets)
+    if known is not None and (wrong := known[known >= vocabulary]).size:
+        raise ValueError(
+            f"targets must be from 0 to {vocabulary - 1}, or below 0 for a token that does not count, got {wrong[0]}"
+        )
+    return to_int32(targets)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -56,13 +75,14 @@ def part_loss(x: Float[Array, "B part width"], targets: Int[Array, "B part"], ke
     logits = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
     used = targets >= 0
     # Not a sum over the vocabulary that a comparison selects: it would read all logits once more.
-    at_target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+    at_target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], -1, mode="fill")[..., 0]
     highest = logits.max(-1, keepdims=True)
     weights = jnp.exp(logits - highest)
     total = weights.sum(-1, keepdims=True)
     log_total = jnp.log(total[..., 0]) + highest[..., 0]
     loss = jnp.where(used, log_total - at_target, 0).sum()
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+    total = jnp.where((targets < logits.shape[-1])[..., None], total, jnp.nan)  # no gradient belongs to a loss of NaN
     d_logits = jnp.where(used[..., None], weights / total - is_target, 0)
     return loss, d_logits.astype(x.dtype)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from glax.nn.parts import EMBED, MLP, activation, check_sizes, linear, products
+from glax.nn.parts import EMBED, MLP, activation, check_floats, check_sizes, linear, products
 
 
 class SwiGLU(nnx.Module):
@@ -43,6 +43,7 @@ class SwiGLU(nnx.Module):
         return powlu(x) if self.activation == "powlu" else activation("activation", self.activation)(x)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        check_floats("x", x)
         gate, up = products(x, self.gate, self.up)
         return self.down((self.act(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(x.dtype))
 

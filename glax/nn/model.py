@@ -10,7 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.api.recurrent import recurrent_gla
-from glax._src.core.bind import check_array
+from glax._src.core.bind import check_integers, known_values
+from glax._src.core.recurrence import to_int32
 from glax.nn.gla import GatedLinearAttention
 from glax.nn.mlp import SwiGLU
 from glax.nn.parts import check_sizes
@@ -97,7 +98,7 @@ class ByteLM(nnx.Module):
 
         segment_ids and pad_id are as in `glax.recurrent`. Every segment is then read from its own beginning.
         """
-        check_tokens("tokens", tokens, "[B, T]")
+        tokens = checked_tokens("tokens", tokens, "[B, T]", BYTES, "hold bytes,")
         return self.extend(tokens, self.initial_states(tokens.shape[0]), segment_ids, pad_id)[0]
 
     def extend(
@@ -108,7 +109,7 @@ class ByteLM(nnx.Module):
         pad_id: int | None = None,
     ) -> tuple[Float[Array, "B T 256"], States]:
         """Continue from `states` in one parallel pass. Return the logits, and the states behind the last token."""
-        check_tokens("tokens", tokens, "[B, T]")
+        tokens = checked_tokens("tokens", tokens, "[B, T]", BYTES, "hold bytes,")
 
         def attend(attention, x, state):
             return attention(x, state, segment_ids=segment_ids, pad_id=pad_id)
@@ -125,7 +126,7 @@ class ByteLM(nnx.Module):
     ) -> tuple[Float[Array, "T 256"], States]:
         """Read packed prompts from the states in pools [P, H, K, V], one pool per block, and write the new states into the
         pools."""
-        check_tokens("tokens", tokens, "[T]")
+        tokens = checked_tokens("tokens", tokens, "[T]", BYTES, "hold bytes,")
 
         def attend(attention, x, pool):
             return attention.prefill_into(x, pool, slots, cu_seqlens, fresh)
@@ -141,7 +142,7 @@ class ByteLM(nnx.Module):
 
         With slots, `states` are pools. A slot of -1 is no sequence, and its logits have no meaning.
         """
-        check_tokens("tokens", tokens, "[B]")
+        tokens = checked_tokens("tokens", tokens, "[B]", BYTES, "hold bytes,")
         return self.through(lambda attention, x, state: attention.step(x, state, slots), tokens, states)
 
     def initial_states(self, batch: int, max_length: int | None = None) -> States:
@@ -149,17 +150,25 @@ class ByteLM(nnx.Module):
         return tuple(block.attention.initial_state(batch) for block in self.blocks)
 
     def through(self, attend: Callable, tokens: Int[Array, "*rows"], states: States) -> tuple[Array, States]:
-        x, after = self.embedding(tokens), []
+        x, after = embedded(self.embedding.embedding[...], tokens), []
         for block, state in zip(self.blocks, states, strict=True):
             x, state = block.through(attend, x, state)
             after.append(state)
         return self.head(self.norm(x)), tuple(after)
 
 
-def check_tokens(name: str, tokens, form: str):
-    """Raise TypeError or ValueError unless tokens are integers of the shape `form`, such as "[B, T]"."""
-    check_array(name, tokens)
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"{name} must hold integers, got {tokens.dtype}")
+def checked_tokens(name: str, tokens, form: str, vocabulary: int, must: str = "be") -> Int[Array, "*rows"]:
+    """Return tokens as int32. Raise TypeError or ValueError unless they are integers of the shape `form`, such as "[B, T]", and
+    from 0 to vocabulary - 1 where their values are known."""
+    check_integers(name, tokens)
     if tokens.ndim != len(form.split(",")):
         raise ValueError(f"{name} must be {form}, got shape {tokens.shape}")
+    known = known_values(tokens)
+    if known is not None and (wrong := known[(known < 0) | (known >= vocabulary)]).size:
+        raise ValueError(f"{name} must {must} from 0 to {vocabulary - 1}, got {wrong[0]}")
+    return to_int32(tokens)
+
+
+def embedded(table: Float[Array, "vocabulary width"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:
+    """Return the rows of the tokens. A token outside of the vocabulary has a row of NaN; -1 is not the last token."""
+    return jnp.take(table, jnp.where(tokens < 0, table.shape[0], tokens), axis=0, mode="fill")

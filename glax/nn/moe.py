@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from glax.nn.parts import EMBED, MLP, activation, check_sizes, normal, parameter
+from glax._src.core.bind import check_integers
+from glax._src.core.recurrence import to_int32
+from glax.nn.parts import EMBED, MLP, activation, check_floats, check_sizes, normal, parameter
 
 Chosen = tuple[Float[Array, "M k"], Int[Array, "M k"]]  # the weights and the numbers of the experts of each token
 
@@ -68,6 +70,10 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Float[Array, "M D"], chosen: Chosen) -> Float[Array, "M D"]:
         weights, experts = chosen
+        check_floats("x", x)
+        check_floats("weights", weights)
+        check_integers("experts", experts)
+        experts = to_int32(experts)
         k = experts.shape[1]
         order = jnp.argsort(experts.reshape(-1), stable=True)
         sizes = jnp.bincount(experts.reshape(-1), length=self.count)
@@ -126,6 +132,7 @@ class SparseMLP(nnx.Module):
         self.experts = Experts(width, inside, count, form=form, act=act, **options)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        check_floats("x", x)
         flat = x.reshape(-1, x.shape[-1])
         chosen = softmax_router(flat, self.router[...], self.top_k, self.normalize)
         y = self.experts(flat, chosen).reshape(x.shape)

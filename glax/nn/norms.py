@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from glax.nn.parts import activation, by_head, for_rows, parameter
+from glax.nn.parts import activation, by_head, check_floats, for_rows, parameter
 
 
 def normalized(x: Float[Array, "*rows D"], epsilon: float) -> Float[Array, "*rows D"]:
@@ -37,6 +37,7 @@ class RMSNorm(nnx.Module):
         self.scale = parameter(first, None) if elementwise_affine else None
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        check_floats("x", x)
         return self.scaled(x.astype(jnp.float32)).astype(x.dtype)
 
     def scaled(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -62,9 +63,11 @@ class RMSNormGated(RMSNorm):
     def __call__(
         self, x: Float[Array, "*rows D"], gate: Float[Array, "*rows D"] | None = None
     ) -> Float[Array, "*rows D"]:
+        check_floats("x", x)
         wide = x.astype(jnp.float32)
         if gate is None:
             return self.scaled(wide).astype(x.dtype)
+        check_floats("gate", gate)
         factor = activation("gate_fn", self.gate_fn)(gate.astype(jnp.float32))
         y = self.scaled(wide) * factor if self.norm_before_gate else self.scaled(wide * factor)
         return y.astype(x.dtype)
@@ -92,6 +95,7 @@ class LayerNorm(nnx.Module):
         self.bias = parameter(jnp.zeros(width, param_dtype), None) if elementwise_affine and bias else None
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        check_floats("x", x)
         wide = by_head(x.astype(jnp.float32), self.groups)
         centred = wide - wide.mean(-1, keepdims=True)
         y = normalized(centred, self.epsilon).reshape(x.shape)

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from glax._src.core.bind import check_integer
+from glax._src.core.bind import check_array, check_integer
 
 # The logical axes of the parameters. `glax.models.shardings` gives them axes of a mesh.
 EMBED, HEADS, MLP, VOCABULARY = "embed", "heads", "mlp", "vocabulary"
@@ -158,10 +159,19 @@ def merged(x: Float[Array, "*rows heads width"]) -> Float[Array, "*rows D"]:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
+def check_floats(name: str, x):
+    """Raise TypeError unless x is an array of floating point."""
+    check_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating point, got {x.dtype}")
+
+
 def check_sizes(**sizes):
     """Raise TypeError or ValueError unless every size is an integer of at least 1."""
     for name, size in sizes.items():
         check_integer(name, size)
+        if isinstance(size, np.integer) and size.dtype.itemsize < 4:
+            raise TypeError(f"{name} must be an int, got {size.dtype}, in which products of sizes overflow")
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
 

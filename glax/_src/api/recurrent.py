@@ -17,6 +17,7 @@ from glax._src.core.bind import (
     check_before_tracing,
     check_flag,
     check_integer,
+    check_memory,
     is_array,
     known_number,
     transferred,
@@ -351,6 +352,8 @@ def lightning_decay(query, key, value, layer_idx, num_layers: int, slopes: str =
 def check_layer(layer_idx, last: int, by: str):
     if isinstance(layer_idx, bool) or not (isinstance(layer_idx, int) or is_array(layer_idx)):
         raise TypeError(f"layer_idx must be an integer, got {layer_idx!r}")
+    if isinstance(layer_idx, np.ndarray):
+        check_memory("layer_idx", layer_idx)
     if is_array(layer_idx) and not jnp.issubdtype(layer_idx.dtype, jnp.integer):
         raise TypeError(f"layer_idx must be an integer, got {layer_idx.dtype}")
     if np.shape(layer_idx) != ():

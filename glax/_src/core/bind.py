@@ -193,8 +193,7 @@ def check_shapes(arrays: dict[str, jax.Array], absent: str = "") -> dict[str, in
 
 
 def check_boundaries(cu_seqlens, sizes: dict[str, int]) -> jax.Array:
-    if not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-        raise TypeError(f"cu_seqlens must hold integers, got {cu_seqlens.dtype}")
+    check_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"cu_seqlens must be [N + 1], got shape {cu_seqlens.shape}")
     if sizes["B"] != 1:
@@ -203,8 +202,7 @@ def check_boundaries(cu_seqlens, sizes: dict[str, int]) -> jax.Array:
 
 
 def check_segment_ids(segment_ids, sizes: dict[str, int], flat: bool, packed: bool):
-    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise TypeError(f"segment_ids must hold integers, got {segment_ids.dtype}")
+    check_integers("segment_ids", segment_ids)
     if packed:
         raise ValueError("segment_ids must be None with cu_seqlens, for both divide T: pass one of them")
     B, T = sizes["B"], sizes["T"]
@@ -233,6 +231,8 @@ def check_before_tracing(
     for name, x in arrays.items():
         if name != "softmax_scale" and (x is not None or name in required):
             check_array(name, x)
+    if arrays.get("segment_ids") is not None:
+        check_ids("segment_ids", arrays["segment_ids"])
     if arrays["softmax_scale"] is not None:
         check_real("softmax_scale", arrays["softmax_scale"], arrays["query"].dtype)
     Platform.parse(platform)
@@ -242,7 +242,8 @@ def check_before_tracing(
         )
     options = ScanOptions() if options is None else options
     options.check(has_segments=arrays.get("segment_ids") is not None)
-    check_known_boundaries(arrays["cu_seqlens"], arrays["query"])
+    shape = np.shape(arrays["query"])
+    check_known_boundaries(arrays["cu_seqlens"], shape[-3] if len(shape) > 2 else None)
 
 
 GUARDS = ("jax_transfer_guard_host_to_device", "jax_transfer_guard_device_to_device")
@@ -287,6 +288,51 @@ def check_array(name: str, x):
     # issubdtype is slow, so NumPy's kind decides first; bfloat16 has the kind of records there.
     if getattr(x.dtype, "kind", None) not in ("f", "i", "u", "b", "c") and not jnp.issubdtype(x.dtype, jnp.number):
         raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
+    if isinstance(x, np.ndarray):
+        check_memory(name, x)
+
+
+def check_memory(name: str, x: np.ndarray):
+    """Raise TypeError for what JAX does not read in a NumPy array: another byte order than this machine's, and a mask."""
+    if not x.dtype.isnative:
+        native = x.dtype.newbyteorder("=")
+        raise TypeError(f"{name} must have the byte order of this machine, got {x.dtype.str}: pass astype('{native}')")
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} must have no mask, got a MaskedArray: pass filled(value)")
+
+
+def check_memory_of_leaves(name: str, tree):
+    """Do the same as `check_memory` for every NumPy array of a tree, such as a state or a pool."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(x, np.ndarray):
+            check_memory(name + jax.tree_util.keystr(path), x)
+
+
+def check_integers(name: str, x):
+    """Raise TypeError unless x is an array of integers. Any dtype of integers will do: `to_int32` makes them alike."""
+    check_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integers, got {x.dtype}")
+
+
+def check_ids(name: str, x):
+    """Raise TypeError or ValueError unless x is an array of integers whose known values JAX can hold.
+
+    JAX reads int64 as int32 and uint64 as uint32 without jax_enable_x64, and drops the upper bits: different ids become equal.
+    """
+    check_integers(name, x)
+    if isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8 and x.size and not x64_is_enabled():
+        held = jnp.iinfo(jnp.int32 if x.dtype.kind == "i" else jnp.uint32)
+        for value in (x.min(), x.max()):
+            if not held.min <= value <= held.max:
+                raise ValueError(f"{name} must hold {held.dtype}, as which JAX reads {x.dtype}, got {value}")
+
+
+def known_values(x) -> np.ndarray | None:
+    """Return the values of an array. Return None if it is traced or lies on the devices of another process."""
+    if isinstance(x, np.ndarray | np.generic):
+        return np.asarray(x)
+    return np.asarray(jax.device_get(x)) if is_known(x) and x.is_fully_addressable else None
 
 
 def check_flag(name: str, x):
@@ -314,6 +360,8 @@ def check_real(name: str, x, dtype=np.float32):
     """Check that x is one real number and, where its value is known, finite in the dtype of sums over inputs of `dtype`."""
     if isinstance(x, bool) or not (isinstance(x, int | float) or is_array(x)):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+    if isinstance(x, np.ndarray):
+        check_memory(name, x)
     if is_array(x):
         if not any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer)):
             raise TypeError(f"{name} must be a real number, got {x.dtype}")
@@ -337,13 +385,15 @@ def known_number(x) -> int | float | None:
     return None
 
 
-def check_known_boundaries(cu_seqlens, query):
-    """Check the values of cu_seqlens where they are known; `bind` checks its shape and dtype."""
-    if not isinstance(cu_seqlens, np.ndarray | jax.Array) or isinstance(cu_seqlens, Tracer):
+def check_known_boundaries(cu_seqlens, T: int | None, by: str = "query"):
+    """Check the values of cu_seqlens [N + 1] where they are known; `bind` checks its shape and dtype.
+
+    T: the number of rows of the argument `by`. Nothing is checked if it is None.
+    """
+    if T is None or not is_array(cu_seqlens) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
         return
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0 or np.ndim(query) < 3:
+    if (cuts := known_values(cu_seqlens)) is None:
         return
-    cuts, T = np.asarray(jax.device_get(cu_seqlens)), query.shape[-3]
     if cuts[0] != 0:
         raise ValueError(f"cu_seqlens must begin with 0, got {cuts[0]}")
     drops = np.flatnonzero(
@@ -353,4 +403,4 @@ def check_known_boundaries(cu_seqlens, query):
         i = int(drops[0])
         raise ValueError(f"cu_seqlens must not decrease, got {cuts[i]} before {cuts[i + 1]} at position {i + 1}")
     if cuts[-1] > T:
-        raise ValueError(f"cu_seqlens must not pass T={T} as in query, got {cuts[-1]} at its end")
+        raise ValueError(f"cu_seqlens must not pass T={T} as in {by}, got {cuts[-1]} at its end")

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.decay import Decay, promoted
@@ -261,13 +262,14 @@ def sum_heads(x: Array, heads: int, axis: int = 2) -> Array:
     return x.reshape(*x.shape[:axis], heads, -1, *x.shape[axis + 1 :]).sum(axis + 1)
 
 
-def to_int32(x: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+def to_int32(x: Int[Array | np.ndarray, "*shape"]) -> Int[Array, "*shape"]:
     """Return integers as int32. Values outside its range become the nearest end, so that an index out of bounds stays out of
     bounds."""
     if x.dtype == jnp.int32:
         return jnp.asarray(x)
     own, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
-    return jnp.clip(x, max(own.min, wanted.min), min(own.max, wanted.max)).astype(jnp.int32)
+    clip = np.clip if isinstance(x, np.ndarray) else jnp.clip  # JAX would first drop the upper bits of NumPy's int64
+    return jnp.asarray(clip(x, max(own.min, wanted.min), min(own.max, wanted.max)).astype(jnp.int32))
 
 
 def varying_axes(x: Array) -> frozenset[str]:

@@ -32,10 +32,9 @@ class Segments:
         ids = whole_rows(ids)
         differs, edge = ids[:, 1:] != ids[:, :-1], jnp.zeros_like(ids[:, :1], bool)
         resets = jnp.concatenate([differs, edge] if reverse else [edge, differs], axis=1)
-        limits = jnp.iinfo(ids.dtype)
-        if pad_id is None or not limits.min <= pad_id <= limits.max:
+        is_token, row = differs_from_padding(ids, pad_id), jnp.arange(ids.shape[1])
+        if is_token is None:
             return cls(resets, None)
-        is_token, row = ids != jnp.asarray(pad_id, ids.dtype), jnp.arange(ids.shape[1])
         # The first token behind leading padding continues the initial state.
         if reverse:
             follows = row < ids.shape[1] - 1 - jnp.argmax(is_token[:, ::-1], axis=1)[:, None]
@@ -69,6 +68,17 @@ class Segments:
         cuts_rows = head is not None or decay.key is not None
         value = gate(decay.value, 0 if cuts_rows else -jnp.inf)
         return Decay(head=gate(head, -jnp.inf), key=gate(decay.key, -jnp.inf), value=value)
+
+
+def differs_from_padding(ids: Int[Array, "B T"], pad_id: int | None) -> Bool[Array, "B T"] | None:
+    """Return which ids are not pad_id. Return None if no id can be: the ids then have no padding.
+
+    A pad_id that the dtype of the ids cannot hold is no id. A conversion to that dtype would make it one.
+    """
+    limits = jnp.iinfo(ids.dtype)
+    if pad_id is None or not limits.min <= pad_id <= limits.max:
+        return None
+    return ids != jnp.asarray(int(pad_id), ids.dtype)
 
 
 def expanded(mask: Bool[Array, "B T"], rank: int) -> Bool[Array, "B T *ones"]:

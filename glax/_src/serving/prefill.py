@@ -7,11 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from glax._src.api.recurrent import bind_and_solve
-from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, transferred
+from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, check_integers, transferred
 from glax._src.core.recurrence import PackedStates
 from glax._src.core.registry import Config, Platform
 from glax._src.serving.state_pool import (
-    check_integers,
     check_known_slots,
     check_states,
     in_bounds,

@@ -5,12 +5,19 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from glax._src.core.bind import REQUIRED, ScanOptions, bind, check_before_tracing, transferred
+from glax._src.core.bind import (
+    REQUIRED,
+    ScanOptions,
+    bind,
+    check_array,
+    check_before_tracing,
+    check_integers,
+    known_values,
+    transferred,
+)
 from glax._src.core.decay import Decay, promoted
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Recurrence, spread_heads, to_int32
@@ -18,7 +25,6 @@ from glax._src.core.registry import Config, Platform, Role
 from glax._src.serving.decode_step import advance
 from glax._src.serving.one_pass import in_one_pass, pool_of
 from glax._src.serving.state_pool import (
-    check_integers,
     check_known_slots,
     check_states,
     in_bounds,
@@ -173,9 +179,8 @@ def commit(
     """
     if not isinstance(draft, Draft):
         raise TypeError(f"draft must be the Draft that recurrent_verify returned, got {type(draft).__name__}")
-    for name, x in (("state", state), ("accepted", accepted)):
-        if not hasattr(x, "dtype"):
-            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    check_array("state", state)
+    check_integers("accepted", accepted)
     B, T = draft.key.shape[:2]
     check_state_dtype("state", state.dtype)
     check_rounding_key(rounding_key)
@@ -184,14 +189,11 @@ def commit(
         raise ValueError(f"state must be what recurrent_verify was given, [{wanted}], got shape {state.shape}")
     if draft.slots is None and state.shape[0] != B:
         raise ValueError(f"state must be [B, H, K, V] with B={B} as in the draft, got shape {state.shape}")
-    if not jnp.issubdtype(accepted.dtype, jnp.integer):
-        raise TypeError(f"accepted must hold integers, got {accepted.dtype}")
     if accepted.shape != (B,):
         raise ValueError(f"accepted must be [B]={[B]} as in the draft, got shape {accepted.shape}")
-    if not isinstance(accepted, Tracer):
-        known = np.asarray(jax.device_get(accepted))
-        if (wrong := known[(known < 0) | (known > T)]).size:
-            raise ValueError(f"accepted must be from 0 to T={T}, the length of the draft, got {wrong[0]}")
+    known = known_values(accepted)
+    if known is not None and (wrong := known[(known < 0) | (known > T)]).size:
+        raise ValueError(f"accepted must be from 0 to T={T}, the length of the draft, got {wrong[0]}")
     own = transferred(dict(state=state, accepted=accepted))
     return bound_commit(draft=draft, rounding_key=rounding_key, **own)
 

@@ -8,6 +8,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from glax._src.core.bind import check_integers
 from glax._src.core.recurrence import aligned, to_int32
 from glax._src.core.registry import Backend
 from glax._src.serving.stored_states import check_state_dtype, stored
@@ -55,11 +56,6 @@ def usable(
     if slots.shape != (N,):
         raise ValueError(f"{argument} must be [{by[0]}] with {by[0]}={N} as in {by[1]}, got shape {slots.shape}")
     return in_bounds(slots, rows)
-
-
-def check_integers(name: str, x):
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must hold integers, got {x.dtype}")
 
 
 def in_bounds(slots: Int[Array, "*shape"], rows: int) -> tuple[Int[Array, "*shape"], Bool[Array, "*shape"]]:

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
-from glax._src.core.bind import DTYPES, is_array
+from glax._src.core.bind import DTYPES, check_memory, is_array
 
 DROPPED = {"bfloat16": 16, "float16": 13}  # bits of a float32 mantissa that the dtype does not have
 
@@ -25,6 +25,8 @@ def check_rounding_key(key):
     """Raise TypeError or ValueError unless key is None or one key of jax.random, such as jax.random.key(0) or PRNGKey(0)."""
     if key is None:
         return
+    if isinstance(key, np.ndarray):
+        check_memory("rounding_key", key)
     if not is_array(key) or not (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.dtype == jnp.uint32):
         got = f"an array of {key.dtype}" if is_array(key) else repr(key)
         raise TypeError(f"rounding_key must be a key such as jax.random.key(0), got {got}")
