@@ -17,7 +17,7 @@ from glax.nn.rotary import checked_rotation, rotate
 
 
 class Attention(Layer):
-    """Compute causal softmax attention, `jax.nn.dot_product_attention`, with rotary positions and a cache of keys and values.
+    """Compute causal softmax attention, with rotary positions and a cache of keys and values.
 
     width:        the width of input and output. num_heads: the heads of q.
     num_kv_heads: the heads of k and v, a divisor of num_heads; num_heads if None. head_width: width // num_heads if None.

@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from glax._src.core.recurrence import to_int32
 from glax._src.core.segments import differs_from_padding
 from glax._src.serving.decode_step import recurrent_step
 from glax._src.serving.state_pool import put, take
+from glax.nn.softmax import Intervals, attend_by_sequence, attend_in_blocks, attend_whole
 
 State = Mapping[str, Array]
 Entry = Any  # an array of a State, or None for zeros; one token of each sequence always comes with arrays
@@ -158,17 +159,12 @@ class Parallel:
             return self.packed_attend(q, k, v, cache, window, scale)
         if cache:
             return self.attend_to_cache(q, k, v, cache, window, scale)
-        T = q.shape[1]
-        rows = jnp.arange(T)
+        rows = jnp.broadcast_to(jnp.arange(q.shape[1])[None], q.shape[:2])
+        new = dict(key=k, value=v, length=jnp.full(q.shape[0], q.shape[1], jnp.int32))
         if self.segment_ids is None:
-            local = None if window is None else (window - 1, 0)
-            o = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=local)
-            return o, dict(key=k, value=v, length=jnp.full(q.shape[0], T, jnp.int32))
-        begin = self.segments.begin
-        back = (rows[:, None] - rows[None])[None]
-        seen = (back >= 0) & (rows[None, None] >= begin[..., None]) & in_window(back, window)
-        o = jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], scale=scale)
-        return o, dict(key=k, value=v, length=jnp.full(q.shape[0], T, jnp.int32))
+            return attend_whole(q, k, v, intervals(jnp.zeros_like(rows), rows, window), scale), new
+        seen = intervals(self.segments.begin, jnp.where(self.segments.is_token, rows, -1), window)
+        return attend_in_blocks(q, k, v, seen, scale), new
 
     def attend_to_cache(self, q, k, v, cache: State, window, scale) -> tuple[Array, State]:
         if self.segment_ids is not None:
@@ -176,31 +172,32 @@ class Parallel:
         place, length = self.positions(cache["length"])
         at = (jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], place.shape), place)
         cache = dict(key=written(cache["key"], at, k), value=written(cache["value"], at, v), length=length)
-        back = place[..., None] - jnp.arange(cache["key"].shape[1])[None, None]
-        seen = (back >= 0) & in_window(back, window)
-        o = attention(q, cache["key"], cache["value"], seen, scale)
-        return o, cache
+        seen = intervals(jnp.zeros_like(place), place, window)
+        return attend_in_blocks(q, cache["key"], cache["value"], seen, scale), cache
 
     def packed_attend(self, q, k, v, cache: State, window, scale) -> tuple[Array, State]:
         shape = q.shape
         q, k, v = (x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v))
-        own, T = self.sequence_of, q.shape[1]
-        rows = jnp.arange(T)
+        own, rows = self.sequence_of, jnp.arange(q.shape[1])
+        is_token = rows < self.cuts[-1]
         if not cache:
-            back = rows[:, None] - rows[None]
-            seen = (back >= 0) & (own[:, None] == own[None]) & in_window(back, window)
-            o = attention(q, k, v, seen[None], scale)
+            seen = intervals(self.cuts[own], jnp.where(is_token, rows, -1), window)
+            o = attend_in_blocks(q, k, v, Intervals(seen.first[None], seen.last[None]), scale)
             return o.reshape(shape), dict(key=k[0], value=v[0], length=jnp.diff(self.cuts))
         place, length = self.positions(cache["length"])
-        # out of bounds: dropped
-        place = jnp.where(rows < self.cuts[-1], place.reshape(-1), cache["key"].shape[1])
-        at = (own, place)
-        cache = dict(key=written(cache["key"], at, k[0]), value=written(cache["value"], at, v[0]), length=length)
         N, L = cache["key"].shape[:2]
-        back = place[:, None] - jnp.tile(jnp.arange(L), N)[None]
-        seen = (back >= 0) & (own[:, None] == jnp.repeat(jnp.arange(N), L)[None]) & in_window(back, window)
+        place = jnp.where(is_token, place.reshape(-1), L)  # out of bounds: dropped
+        cache = dict(
+            key=written(cache["key"], (own, place), k[0]),
+            value=written(cache["value"], (own, place), v[0]),
+            length=length,
+        )
+        seen = intervals(own * L, jnp.where(place < L, own * L + place, -1), window)
+        seen = Intervals(seen.first[None], seen.last[None])
         keys, values = (cache[name].reshape(1, N * L, *cache[name].shape[2:]) for name in ("key", "value"))
-        return attention(q, keys, values, seen[None], scale).reshape(shape), cache
+        o = attend_by_sequence(q, keys, values, seen, scale, self.cuts)
+        o = jnp.where((is_token & (place >= L))[None, :, None, None], jnp.nan, o)  # behind the end of the cache
+        return o.reshape(shape), cache
 
     # ---- which sequence ----------------------------------------------------------------------------------------------
 
@@ -274,9 +271,8 @@ class Step:
         rows = jnp.arange(len(q)) if self.slots is None else self.unused_to_end(self.slots, cache["key"])
         at = (rows, place)
         cache = dict(key=written(cache["key"], at, k), value=written(cache["value"], at, v), length=length)
-        keys, values = self.read(cache["key"]), self.read(cache["value"])
-        back = place[:, None, None] - jnp.arange(keys.shape[1])[None, None]
-        o = attention(q[:, None], keys, values, (back >= 0) & in_window(back, window), scale)
+        seen = intervals(jnp.zeros_like(place)[:, None], place[:, None], window)
+        o = attend_whole(q[:, None], self.read(cache["key"]), self.read(cache["value"]), seen, scale)
         return o[:, 0], cache
 
     def read(self, state: Array) -> Array:
@@ -295,14 +291,10 @@ class Step:
         return jnp.where((slots >= 0) & (slots < pool.shape[0]), slots, pool.shape[0])
 
 
-def in_window(back: Int[Array, "*shape"], window: int | None) -> Bool[Array, "*shape"] | bool:
-    """Return whether a key that lies `back` tokens behind its query is in the window. All keys are if `window` is None."""
-    return True if window is None else back < window
+def intervals(first: Int[Array, "*rows"], last: Int[Array, "*rows"], window: int | None) -> Intervals:
+    """Return the intervals first to last, of which the window holds the last `window` keys, or all keys if it is None."""
+    return Intervals(first if window is None else jnp.maximum(first, last - window + 1), last)
 
 
 def written(cache: Array, at: tuple[Array, Array], rows: Array) -> Array:
     return cache.at[at].set(rows.astype(cache.dtype), mode="drop")
-
-
-def attention(q, k, v, seen: Bool[Array, "B T S"], scale: float | None) -> Float[Array, "B T Hq D"]:
-    return jax.nn.dot_product_attention(q, k.astype(q.dtype), v.astype(q.dtype), mask=seen[:, None], scale=scale)

@@ -11,7 +11,7 @@ from glax._src.core.decay import Decay
 from glax._src.core.erasure import Erasure, arrays_of
 from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
 from glax._src.kernels.common.foreign import NONE, call
-from glax._src.kernels.cpu.operands import STORED, operands_of
+from glax._src.kernels.cpu.operands import STORED, marks_of, operands_of
 
 
 def erasure_operands(r: Recurrence) -> list[Array | None]:
@@ -25,7 +25,9 @@ def forward(r: Recurrence) -> Outputs:
         jax.ShapeDtypeStruct((*r.q.shape[:2], r.num_heads, r.v.shape[3]), r.q.dtype),
         jax.ShapeDtypeStruct(r.state_shape, jnp.float32),
     ]
-    return Outputs(*call("glax_delta_forward", [*operands_of(r), *erasure_operands(r)], results, reverse=r.reverse))
+    return Outputs(
+        *call("glax_delta_forward", [*operands_of(r), *erasure_operands(r), *marks_of(r)], results, reverse=r.reverse)
+    )
 
 
 def gradient(r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Array, "N H K V"]) -> Recurrence:
@@ -52,7 +54,7 @@ def gradient(r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Ar
         if_any((B, T, H, K), erasure.erase),
         if_any((B, T, H, V), erasure.write),
     ]
-    operands = [*operands_of(r), *erasure_operands(r), d_output, d_final.astype(jnp.float32)]
+    operands = [*operands_of(r), *erasure_operands(r), d_output, d_final.astype(jnp.float32), *marks_of(r)]
     dq, dk, dv, *gates, d_initial, d_scale, d_beta, d_erase, d_write = call(
         "glax_delta_gradient", operands, results, reverse=r.reverse
     )

@@ -35,10 +35,11 @@ def lacks_sums_of_heads() -> str | None:
     return "its library was built before it summed gradients of shared heads: install glax again"
 
 
-def takes_segments() -> bool:
-    """Return whether the library divides rows into segments itself. Builds before glax_interface 3 do not."""
-    found = load_library()
-    return not isinstance(found, str) and hasattr(found, "glax_interface") and found.glax_interface() >= 3
+def takes_segments(erases: bool) -> bool:
+    """Return whether the library divides rows into segments itself. Builds before glax_interface 3 do not; for recurrences that
+    erase, before 4."""
+    found, wanted = load_library(), 4 if erases else 3
+    return not isinstance(found, str) and hasattr(found, "glax_interface") and found.glax_interface() >= wanted
 
 
 def check_instructions():

@@ -17,3 +17,12 @@ def operands_of(r: Recurrence) -> list[Array | None]:
     in_float32 = [None if x is None else x.astype(jnp.float32) for x in (decay.constant, r.initial_state)]
     boundaries = None if r.boundaries is None else r.boundaries.astype(jnp.int32)
     return [r.q, r.k, r.v, *gates, *in_float32, boundaries, r.scale.astype(jnp.float32)]
+
+
+def marks_of(r: Recurrence) -> list[Array]:
+    """Return the operand that marks rows with segments, int32 [B, T]: 1 where a token resets the state, 2 at padding, else 0.
+    Return no operand without segments."""
+    if r.segments is None:
+        return []
+    marks = r.segments.resets.astype(jnp.int32)
+    return [marks if r.segments.is_token is None else jnp.where(r.segments.is_token, marks, 2)]

@@ -13,7 +13,7 @@ from glax._src.core.registry import Backend, Config, Platform, check_field, kern
 from glax._src.kernels.common.foreign import NONE, call
 from glax._src.kernels.cpu import delta
 from glax._src.kernels.cpu.library import delta_missing, lacks_sums_of_heads, missing, takes_segments
-from glax._src.kernels.cpu.operands import STORED, operands_of
+from glax._src.kernels.cpu.operands import STORED, marks_of, operands_of
 
 MAX_BLOCK = 4096  # tokens: 9 MB of scratch in each thread at K = V = 128
 GROUP = 32  # columns of a partial sum; `group` in native/problem.h
@@ -74,7 +74,7 @@ def priority(r: Recurrence) -> int:
     supports=supports,
     priority=priority,
     erases=True,
-    takes_segments=lambda r: r.erasure is None and takes_segments(),
+    takes_segments=lambda r: takes_segments(erases=r.erasure is not None),
 )
 def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
     """Compute the outputs and final states in blocks of tokens, within which the state is not rescaled.
@@ -91,15 +91,6 @@ def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
     return Outputs(*call("glax_forward", operands, results, reverse=r.reverse, block=config.block))
 
 
-def marks_of(r: Recurrence) -> list[Array]:
-    """Return the operand that marks rows with segments, int32 [B, T]: 1 where a token resets the state, 2 at padding, else 0.
-    Return no operand without segments."""
-    if r.segments is None:
-        return []
-    marks = r.segments.resets.astype(jnp.int32)
-    return [marks if r.segments.is_token is None else jnp.where(r.segments.is_token, marks, 2)]
-
-
 @kernel_registry.register(
     "recurrent.vjp",
     Platform.CPP,
@@ -108,7 +99,7 @@ def marks_of(r: Recurrence) -> list[Array]:
     supports=gradient_supports,
     priority=priority,
     erases=True,
-    takes_segments=lambda r: r.erasure is None and takes_segments(),
+    takes_segments=lambda r: takes_segments(erases=r.erasure is not None),
 )
 def recurrent_vjp(
     r: Recurrence, d_output: Float[Array, "B T H V"], d_final: Float[Array, "N H K V"], *, config: NativeConfig

@@ -65,6 +65,8 @@ struct DeltaBlock {
     for (int64_t j = 0; j < tokens; ++j) {
       float* row = sums + j * key_width;
       widen(gate.at(order.at(from + j)), gate.type, gate.width, row);
+      // The gates of a token that resets the state have no effect, whatever they hold.
+      if (order.fresh && from + j == 0) __builtin_memset(row, 0, gate_width() * 4);
       if (gates == scalar) store(row, broadcast(row[0]));
       if (extend(row, j)) continue;
       if (j > 0) {

@@ -205,12 +205,14 @@ struct DeltaGradient {
     if (d_erase_out.data) d_erase_out.write(de + row, t);
     if (d_write_out.data) d_write_out.write(scan.y + value_row, t);
     if (p.d_beta) p.d_beta[(n.example * p.T + t) * p.H + head] = sum(of_beta);
-    write_gate(t, i);
+    write_gate(t, i, !order.fresh || at > 0);
   }
 
-  // Writes the gradient of token i's gate, which is `edge`, and takes the token's terms off it.
-  void write_gate(int64_t t, int64_t i) {
+  // Writes the gradient of token i's gate, which is `edge`, and takes the token's terms off it. Gates without `effect` have a gradient
+  // of 0.
+  void write_gate(int64_t t, int64_t i, bool effect) {
     if (scan.block.gates == DeltaBlock::none) return;
+    for (int64_t c = 0; c < p.K && !effect; ++c) edge[c] = 0;
     const float* own = terms + i * scan.block.key_width;
     if (d_key_out.data) d_key_out.write(edge, t);
     vec of_head = {};
@@ -237,11 +239,11 @@ struct DeltaGradient {
     __builtin_memset(by_key, 0, BLOCK_TOKENS * scan.block.key_width * 4);
     load_state(n.initial ? n.initial + state : nullptr, p.V, p.K, p.V, scan.states());
     save_stretches();
-    load_state(n.d_final + state, p.V, p.K, p.V, d_states());
+    load_state(n.d_final ? n.d_final + state : nullptr, p.V, p.K, p.V, d_states());
     for (int64_t i = (order.length + DELTA_STRETCH - 1) / DELTA_STRETCH; i-- > 0;) run_stretch(i);
     if (n.d_initial) save_state(d_states(), p.V, p.K, p.V, n.d_initial + state);
-    p.d_scale[n.sequence * p.H + h] = float(d_scale);
-    if (p.d_constant) p.d_constant[n.sequence * p.H + h] = float(d_constant);
+    p.d_scale[n.index * p.H + h] = float(d_scale);
+    if (p.d_constant) p.d_constant[n.index * p.H + h] = float(d_constant);
   }
 };
 

@@ -1,4 +1,4 @@
-// Runs a problem of the delta rule: a task for each sequence and head, whose transition is a dense matrix and so is not cut along T. The
+// Runs a problem of the delta rule: a task for each segment and head, whose transition is a dense matrix and so is not cut along T. The
 // forward also cuts the value columns, which do not depend on each other, where heads are fewer than threads. Results do not depend on the
 // number of threads.
 #pragma once
@@ -8,13 +8,21 @@ namespace glax {
 
 // Throws std::bad_alloc if no thread gets its scratch.
 template <class Pool>
-void run_delta(Pool& pool, const Problem& p, bool gradient) {
+void run_delta(Pool& pool, Problem p, bool gradient) {
   struct Item {
     const Segment* segment;
     int64_t head;
     Range columns;
   };
   const std::vector<Segment> segments = segments_of(p, std::max<int64_t>(p.T, 1));
+  p.segments = segments.size();
+  float *const d_constant = p.d_constant, *const d_scale = p.d_scale;
+  const bool several = gradient && p.segments != p.N;
+  std::vector<float> sums(several ? 2 * p.segments * p.H : 0);
+  if (several) {
+    p.d_scale = sums.data();
+    if (d_constant) p.d_constant = sums.data() + p.segments * p.H;
+  }
   const int64_t threads = std::max<int64_t>(1, pool.num_threads()), heads = segments.size() * p.H;
   const int64_t cut = gradient ? 1 : ranges(heads, p.V, threads);
   std::vector<Item> items;
@@ -34,6 +42,8 @@ void run_delta(Pool& pool, const Problem& p, bool gradient) {
     }
   });
   if (!done) throw std::bad_alloc();
+  if (several) sum_segments(p, segments, 1, p.d_scale, d_scale);
+  if (several && d_constant) sum_segments(p, segments, 1, p.d_constant, d_constant);
 }
 
 // Runs one token of each sequence.

@@ -166,12 +166,12 @@ ffi::Error gradient(ffi::ThreadPool pool, bool reverse, int64_t block, ffi::Rema
 }
 
 ffi::Error delta_forward(ffi::ThreadPool pool, bool reverse, ffi::RemainingArgs args, ffi::RemainingRets results) {
-  if (auto error = expect(args, delta_operands, results, 2); error.failure()) return error;
+  if (auto error = expect(args, delta_operands, results, 2, 1); error.failure()) return error;
   return guarded([&] {
     const Write write{results};
     populate_pages(pool, {bytes_of(write(0))});
     Problem p = problem_of({args}, reverse, 1);
-    set_erasure(p, {args});
+    set_erasure(p, {args}), set_marks(p, {args}, delta_operands);
     p.output = tensor(write(0)), p.final_state = floats(write(1));
     clear_padding(p, p.output);
     run_delta(pool, p, false);
@@ -181,7 +181,7 @@ ffi::Error delta_forward(ffi::ThreadPool pool, bool reverse, ffi::RemainingArgs 
 
 // Results: dq, dk, dv, d head, d key, d constant, d initial state, d scale, d beta, d erase, d write.
 ffi::Error delta_gradient(ffi::ThreadPool pool, bool reverse, ffi::RemainingArgs args, ffi::RemainingRets results) {
-  if (auto error = expect(args, delta_operands + 2, results, 11); error.failure()) return error;
+  if (auto error = expect(args, delta_operands + 2, results, 11, 1); error.failure()) return error;
   return guarded([&] {
     const Read read{args};
     const Write write{results};
@@ -189,7 +189,7 @@ ffi::Error delta_gradient(ffi::ThreadPool pool, bool reverse, ffi::RemainingArgs
     for (size_t i = 0; i < results.size(); ++i) written.push_back(bytes_of(write(i)));
     populate_pages(pool, written);
     Problem p = problem_of(read, reverse, 1);
-    set_erasure(p, read);
+    set_erasure(p, read), set_marks(p, read, delta_operands + 2);
     p.d_output = tensor(read(delta_operands)), p.d_final = floats(read(delta_operands + 1));
     p.dq = tensor(write(0)), p.dk = tensor(write(1)), p.dv = tensor(write(2));
     p.d_head = floats(write(3)), p.d_key = floats(write(4)), p.d_constant = floats(write(5));
@@ -258,8 +258,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(glax_step, step, ffi::Ffi::Bind().Ctx<ffi::ThreadP
 }  // namespace glax
 
 // The version of these handlers. 2: glax_gradient sums over heads that share a row. 3: glax_forward and glax_gradient take
-// marks.
-extern "C" int32_t glax_interface() { return 3; }
+// marks. 4: those of the delta rule take marks.
+extern "C" int32_t glax_interface() { return 4; }
 
 // For `glax doctor` and tests.
 extern "C" const char* glax_instructions() { return glax::kernels().name; }

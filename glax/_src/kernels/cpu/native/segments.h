@@ -135,6 +135,14 @@ bool forward_by_segment(Pool& pool, const Problem& p) {
   return run_tasks(pool, p, segments, {{kernels().forward, p.V}}) && joined;
 }
 
+// Sums the gradients of a sequence's scale or constant over its segments: `from` [groups, segments, H], `to` [groups, N, H].
+inline void sum_segments(const Problem& p, const std::vector<Segment>& segments, int64_t groups, const float* from, float* to) {
+  std::fill(to, to + groups * p.N * p.H, 0.f);
+  for (int64_t g = 0; g < groups; ++g)
+    for (const Segment& segment : segments)
+      for (int64_t h = 0; h < p.H; ++h) to[(g * p.N + segment.sequence) * p.H + h] += from[(g * p.segments + segment.index) * p.H + h];
+}
+
 // Runs the gradient. Returns whether all stayed in range.
 template <class Pool>
 bool gradient_by_segment(Pool& pool, Problem p) {
@@ -153,15 +161,8 @@ bool gradient_by_segment(Pool& pool, Problem p) {
   p.d_scale = sums.data();
   if (d_constant) p.d_constant = sums.data() + groups * p.segments * p.H;
   const bool in_range = run_tasks(pool, p, segments, kinds) && joined;
-  // The gradients of a sequence's scale and constant are the sums over its segments.
-  const auto add_up = [&](const float* from, float* to) {
-    std::fill(to, to + groups * p.N * p.H, 0.f);
-    for (int64_t g = 0; g < groups; ++g)
-      for (const Segment& segment : segments)
-        for (int64_t h = 0; h < p.H; ++h) to[(g * p.N + segment.sequence) * p.H + h] += from[(g * p.segments + segment.index) * p.H + h];
-  };
-  add_up(p.d_scale, d_scale);
-  if (d_constant) add_up(p.d_constant, d_constant);
+  sum_segments(p, segments, groups, p.d_scale, d_scale);
+  if (d_constant) sum_segments(p, segments, groups, p.d_constant, d_constant);
   return in_range;
 }
 

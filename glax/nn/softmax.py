@@ -1,0 +1,236 @@
+"""Compute softmax attention of rows that each read an interval of keys, at the cost of the intervals.
+
+A row that is not finite makes NaN of the rows that read it, and of no other: scores, weights and their gradients are selected
+by the intervals, for 0 * NaN is NaN. What the products sum over is finite. A row that is not is 0 there, and its scores are NaN.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from glax._src.core.recurrence import aligned, bucket, is_symbol, varying_like
+
+ROWS, KEYS = 128, 256  # rows and keys whose scores are formed together
+LOWEST = -2e38  # the score of a key outside of the interval
+
+
+class Intervals(NamedTuple):
+    """Row t of a sequence of rows reads the keys first[t] to last[t], and none if last[t] < first[t]."""
+
+    first: Int[Array, "*rows"]
+    last: Int[Array, "*rows"]
+
+    def hold(self, keys: Int[Array, "S"]) -> Bool[Array, "*rows S"]:
+        keys = jnp.expand_dims(keys, range(self.first.ndim))
+        return (keys >= self.first[..., None]) & (keys <= self.last[..., None])
+
+    def bounds(self) -> tuple[Int[Array, ""], Int[Array, ""]]:
+        """Return the lowest key that any row reads, and how many keys there are from it to the highest."""
+        reads = self.last >= self.first
+        low = jnp.min(jnp.where(reads, self.first, jnp.iinfo(jnp.int32).max))
+        return low, jnp.maximum(jnp.max(jnp.where(reads, self.last, -1)) + 1 - low, 0)
+
+
+# ---- how rows are divided into blocks ----------------------------------------------------------------------------------
+
+
+def attend_whole(q, k, v, intervals: Intervals, scale: float | None) -> Float[Array, "B T Hq V"]:
+    """Return softmax(scale q k^T) v over each row's interval of keys, by one product of all rows with all keys.
+
+    q [B, T, Hq, D], k [B, S, Hk, D], v [B, S, Hk, V]; Hk divides Hq, and the result has q's dtype. intervals: of [B, T] rows.
+    scale: D ** -0.5 if None. A row that reads nothing is 0.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    k, v = k.astype(q.dtype), v.astype(q.dtype)
+    o: Array = attend(True, scale, q[None], k, v, Intervals(intervals.first[None], intervals.last[None]))
+    return o[0]
+
+
+def attend_in_blocks(q, k, v, intervals: Intervals, scale: float | None) -> Float[Array, "B T Hq V"]:
+    """Return the same as `attend_whole`. A block of rows reads the keys between the ends of its intervals alone."""
+    B, T = q.shape[:2]
+    if is_small(T, k.shape[1]):
+        return attend_whole(q, k, v, intervals, scale)
+    scale, blocks = q.shape[-1] ** -0.5 if scale is None else scale, -(-T // ROWS)
+
+    def divided(x: Array, fill: int) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, blocks * ROWS - T), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
+        return x.reshape(B, blocks, ROWS, *x.shape[2:]).swapaxes(0, 1)
+
+    of_blocks = Intervals(divided(intervals.first, 0), divided(intervals.last, -1))
+    o: Array = attend(False, scale, divided(q, 0), k.astype(q.dtype), v.astype(q.dtype), of_blocks)
+    return o.swapaxes(0, 1).reshape(B, blocks * ROWS, *o.shape[3:])[:, :T]
+
+
+def attend_by_sequence(
+    q, k, v, intervals: Intervals, scale: float | None, cuts: Int[Array, "N+1"]
+) -> Float[Array, "1 T Hq V"]:
+    """Return the same as `attend_whole` for B = 1, in blocks of rows of one sequence: the rows cuts[n] to cuts[n + 1].
+
+    The keys of a sequence need not lie beside those of the next. Rows behind the last sequence are 0.
+    """
+    T, N = q.shape[1], cuts.shape[0] - 1
+    if is_small(T, k.shape[1]):
+        return attend_whole(q, k, v, intervals, scale)
+    scale, size = q.shape[-1] ** -0.5 if scale is None else scale, min(max(bucket(-(-T // N)), 16), ROWS)
+    count, numbers = T // size + N, jnp.arange(T // size + N)
+    ends = jnp.cumsum(-(-jnp.diff(cuts) // size), dtype=jnp.int32)  # of the blocks of each sequence
+    begins = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    own = jnp.minimum(jnp.searchsorted(ends, numbers, side="right"), N - 1)
+    rows = (cuts[own] + (numbers - begins[own]) * size)[:, None] + jnp.arange(size)[None]  # [count, size]
+    is_own = (rows < cuts[own + 1][:, None]) & (numbers < ends[-1])[:, None]
+    rows = jnp.where(is_own, rows, 0)
+    of_blocks = Intervals(intervals.first[0, rows][:, None], jnp.where(is_own, intervals.last[0, rows], -1)[:, None])
+    o: Array = attend(False, scale, q[0, rows][:, None], k.astype(q.dtype), v.astype(q.dtype), of_blocks)
+    places = jnp.arange(T)
+    of_row = jnp.minimum(jnp.searchsorted(cuts[1:], places, side="right"), N - 1)
+    back = places - cuts[of_row]
+    found = o[jnp.clip(begins[of_row] + back // size, 0, count - 1), 0, back % size]
+    return jnp.where((places < cuts[-1])[:, None, None], found, 0)[None]
+
+
+def is_small(T: int, S: int) -> bool:
+    """Return whether one product forms all scores: they are few, or their number is not known while tracing."""
+    return is_symbol(T) or is_symbol(S) or T * S <= ROWS * KEYS
+
+
+# ---- the blocks --------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend(whole: bool, scale: float, q, k, v, intervals: Intervals) -> Float[Array, "blocks B rows Hq V"]:
+    """Return the outputs of blocks of rows. q: [blocks, B, rows, Hq, D]. k, v: [B, S, Hk, D or V]. intervals: of [blocks, B,
+    rows]. whole: whether a block reads all keys together, rather than `KEYS` at a time."""
+    return _fwd(whole, scale, q, k, v, intervals)[0]
+
+
+def _fwd(whole: bool, scale: float, q, k, v, intervals: Intervals):
+    q, k, v, intervals = aligned((q, k, v, intervals))
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+
+    def of_block(_, block):
+        q, intervals = block
+        q = grouped(jnp.where(finite(q), q, jnp.nan), k.shape[2])
+
+        def add(sums, _, k, v, seen):
+            highest, total, weighted = sums
+            if q.shape[3] == 1:  # the row of a step: what it does not read is selected away without a sum over channels
+                v = jnp.where(seen[:, 0, 0, 0, :, None, None], v, 0)
+            else:
+                sound = finite(k) & finite(v)
+                k, v = jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0)
+            scores = jnp.where(seen, product("bhgtd,bshd->bhgts", q, k, dtype) * scale, LOWEST)
+            new = jnp.maximum(highest, scores.max(-1, initial=LOWEST))
+            weights, factor = jnp.where(seen, jnp.exp(scores - new[..., None]), 0), jnp.exp(highest - new)
+            read = product("bhgts,bshv->bhgtv", weights.astype(v.dtype), v, dtype)
+            return new, total * factor + weights.sum(-1), weighted * factor[..., None] + read
+
+        start = (
+            jnp.full(q.shape[:-1], LOWEST, dtype),
+            *(jnp.zeros(x, dtype) for x in (q.shape[:-1], (*q.shape[:-1], v.shape[-1]))),
+        )
+        highest, total, weighted = over_keys(whole, add, varying(start, q), k, v, intervals)
+        total = jnp.where(total > 0, total, 1)
+        o = ungrouped(weighted / total[..., None]).astype(q.dtype)
+        return None, (o, highest + jnp.log(total))
+
+    _, (o, log_total) = over_blocks(of_block, None, (q, intervals))
+    return o, (q, k, v, intervals, o, log_total)
+
+
+def _bwd(whole: bool, scale: float, saved, d_o):
+    q, k, v, intervals, o, log_total = saved
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+
+    def of_block(sums, block):
+        q, intervals, o, log_total, d_o = block
+        sound = finite(o) & finite(d_o)
+        d_o = grouped(jnp.where(sound, d_o, 0), k.shape[2])
+        q = grouped(jnp.where(sound & finite(q), q, 0), k.shape[2])
+        log_total = jnp.where(grouped(sound, k.shape[2])[..., 0], log_total, jnp.nan)
+        shift = (d_o.astype(dtype) * grouped(o, k.shape[2]).astype(dtype)).sum(-1)
+
+        def add(sums, begin, k, v, seen):
+            dk, dv, dq = sums
+            k = jnp.where(finite(k) & finite(v), k, 0)
+            scores = jnp.where(seen, product("bhgtd,bshd->bhgts", q, k, dtype) * scale, LOWEST)
+            weights = jnp.where(seen, jnp.exp(scores - log_total[..., None]), 0)
+            d_weights = product("bhgtv,bshv->bhgts", d_o, v, dtype)
+            d_scores = jnp.where(seen, weights * (d_weights - shift[..., None]) * scale, 0).astype(q.dtype)
+            dk = added(dk, begin, product("bhgts,bhgtd->bshd", d_scores, q, dtype))
+            dv = added(dv, begin, product("bhgts,bhgtv->bshv", weights.astype(q.dtype), d_o, dtype))
+            return dk, dv, dq + product("bhgts,bshd->bhgtd", d_scores, k, dtype)
+
+        *sums, dq = over_keys(whole, add, (*sums, varying(jnp.zeros(q.shape, dtype), q)), k, v, intervals)
+        return tuple(sums), ungrouped(dq).astype(q.dtype)
+
+    start = varying((jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)), q)
+    (dk, dv), dq = over_blocks(of_block, start, (q, intervals, o, log_total, d_o))
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+attend.defvjp(_fwd, _bwd)
+
+
+def over_blocks(of_block: Callable, carry, blocks):
+    """Return the results of `jax.lax.scan(of_block, carry, blocks)`, without a loop for one block."""
+    if jax.tree.leaves(blocks)[0].shape[0] > 1:
+        return jax.lax.scan(of_block, carry, blocks)
+    carry, results = of_block(carry, jax.tree.map(lambda x: x[0], blocks))
+    return carry, jax.tree.map(lambda x: x[None], results)
+
+
+def over_keys(whole: bool, add: Callable, sums, k, v, intervals: Intervals):
+    """Return the sums behind sums = add(sums, begin, k, v, seen) for every part of the keys that the rows read.
+
+    The part begins at the key `begin`. seen: [B, 1, 1, rows, keys of the part], whether a row reads a key.
+    """
+    S = k.shape[1]
+    if whole:
+        return add(sums, 0, k, v, intervals.hold(jnp.arange(S))[:, None, None])
+    (low, count), size = intervals.bounds(), min(KEYS, S)
+
+    def part(i, sums):
+        begin = jnp.minimum(low + i * size, S - size)
+        keys = begin + jnp.arange(size)
+        seen = intervals.hold(keys) & (keys >= low + i * size)[None, None]  # the last part may begin before its place
+        rows = (jax.lax.dynamic_slice_in_dim(x, begin, size, 1) for x in (k, v))
+        return add(sums, begin, *rows, seen[:, None, None])
+
+    return jax.lax.fori_loop(0, -(-count // size), part, sums)
+
+
+def added(total: Float[Array, "B S H D"], begin, part: Float[Array, "B size H D"]) -> Float[Array, "B S H D"]:
+    """Return total with `part` added to the rows from `begin`."""
+    if total.shape == part.shape:
+        return total + part
+    old = jax.lax.dynamic_slice_in_dim(total, begin, part.shape[1], 1)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + part, begin, 1)
+
+
+def product(form: str, a: Array, b: Array, dtype) -> Array:
+    return jnp.einsum(form, a, b, preferred_element_type=dtype)
+
+
+def finite(x: Float[Array, "*rows D"]) -> Bool[Array, "*rows 1"]:
+    return jnp.isfinite(x).all(-1, keepdims=True)
+
+
+def grouped(x: Array, heads: int) -> Array:
+    """Return x [B, rows, Hq, D] as [B, heads, Hq / heads, rows, D]."""
+    B, T, H, D = x.shape
+    return x.reshape(B, T, heads, H // heads, D).transpose(0, 2, 3, 1, 4)
+
+
+def ungrouped(x: Array) -> Array:
+    """Return the inverse of `grouped`."""
+    B, heads, each, T, D = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(B, T, heads * each, D)
+
+
+def varying(tree, like: Array):
+    return jax.tree.map(lambda x: varying_like(x, like), tree)
