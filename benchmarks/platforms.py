@@ -67,6 +67,18 @@ SQUARE = (
     *((B, T, 16) for B, T in ((2, 512), (2, 1024), (2, 2048), (4, 512), (4, 1024), (4, 2048), (8, 512), (16, 256))),
 )
 FEW = ((1, 1024, 8), (1, 2048, 8), (1, 8192, 4), (4, 512, 16), (2, 2048, 16), (4, 2048, 16))
+SHORT = (
+    (1, 64, 16),
+    (16, 32, 16),
+    (64, 64, 16),
+    (1, 128, 16),
+    (4, 128, 16),
+    (32, 128, 16),
+    (1, 256, 4),
+    (1, 256, 16),
+    (4, 256, 16),
+)
+UNEVEN = ((96, 96), (80, 160), (160, 160), (192, 384), (96, 192))
 WIDE = ((1, 2048, 4), (1, 4096, 8), (4, 2048, 8))
 
 
@@ -76,8 +88,11 @@ def cases() -> list[Case]:
     for kind in ("delta-head", "delta-key", "key", "head"):
         found += [Case(kind, B, T, (H, H), 128, 128) for B, T, H in SQUARE]
         found += [Case(kind, B, T, (H, H), 64, 64) for B, T, H in FEW]
+        found += [Case(kind, B, T, (H, H), 128, 128) for B, T, H in SHORT]
         for K, V in ((96, 192), (128, 256), (64, 128)):
             found += [Case(kind, B, T, (H, H), K, V) for B, T, H in WIDE]
+    for kind in ("key", "head", "constant"):
+        found += [Case(kind, 2, 4096, (8, 8), K, V) for K, V in UNEVEN]
     found += [Case("delta-head", 2, 4096, (30, 30), 96, 192), Case("delta-key", 2, 4096, (30, 30), 96, 192)]
     for kind in ("delta-head", "key", "head"):
         found += [Case(kind, B, T, (H, H), 256, 256) for B, T, H in WIDE]
@@ -90,7 +105,7 @@ def cases() -> list[Case]:
 
 
 def float32_cases() -> list[Case]:
-    sizes = ((1, 512, 4), (2, 2048, 8))
+    sizes = ((1, 512, 4), (2, 2048, 8), (8, 1024, 32))
     kinds = ("delta-none", "delta-head", "delta-key")
     return [Case(kind, B, T, (H, H), 128, 128, "float32") for kind in kinds for B, T, H in sizes]
 
@@ -181,11 +196,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platforms", nargs="+", default=["pallas", "triton"])
     parser.add_argument("--only", default="", help="cases whose name begins so; float32 for those of float32")
+    parser.add_argument("--skip", type=Path, help="an earlier result, whose cases are left out")
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--iters", type=int, default=7)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     grid = float32_cases() if args.only == "float32" else [c for c in cases() if c.name.startswith(args.only)]
+    if args.skip is not None:
+        known = {row["name"] for row in json.loads(args.skip.read_text())["rows"]}
+        grid = [case for case in grid if case.name not in known]
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(args.processes, context, start, (context.Lock(),))
     rows, began = [], time.perf_counter()
