@@ -12,11 +12,11 @@ from glax.models.hybrids import (
     mamba_options,
     mixer_names,
     outer_options,
-    rotation,
     softmax_attention,
 )
 from glax.models.model import Block, CausalLM, Precision
 from glax.models.names import Names, renamed
+from glax.models.rope import rotation
 from glax.nn import RMSNorm, SwiGLU
 
 OUTER = (
@@ -45,7 +45,7 @@ def bamba(config: ModelConfig, precision: Precision) -> CausalLM:
         raise options.unsupported("attn_layer_indices", f"it must hold layers from 0 to {layers - 1}")
     kinds = [SOFTMAX if layer in softmax else LINEAR for layer in range(layers)]
     options.ignore("layers_block_type", "layer_types", *TRAINING)
-    sizes, rope = attention_sizes(options, width, kv_heads=8), rotation(options, 10000.0, 0.5)
+    sizes, rope = attention_sizes(options, width, kv_heads=8), rotation(options, 10000.0, 262144, 0.5, is_fixed=True)
     bias = options.flag("attention_bias", False)
     arguments = mamba_options(options, width, eps=eps, act=act)
     inside, mlp_bias = options.integer("intermediate_size", 14336), options.flag("mlp_bias", False)

@@ -1,7 +1,9 @@
-"""Read `config.json`. Each option of a checkpoint is used, is known to have no effect on the function, or raises an error."""
+"""Read `config.json`. Each option of a checkpoint is used, has no effect on the function that the
+model's own code computes, or raises an error."""
 
 import dataclasses
 import json
+import logging
 import math
 import numbers
 from collections.abc import Mapping
@@ -9,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from glax.models.folders import read_config
+from glax.models.read_keys import READ_KEYS
 
+logger = logging.getLogger(__name__)
 REQUIRED = object()
 
 # Options that transformers writes for every model, or that name tokens, choose kernels, or concern training alone.
@@ -17,16 +21,18 @@ NO_EFFECT_WORDS = (
     "_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention architectures "
     "attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward "
     "cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping "
-    "encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id "
-    "forced_eos_token_id fuse_cross_entropy fuse_linear_cross_entropy fuse_norm fuse_swiglu id2label "
-    "initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length max_position_embeddings "
-    "min_length model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions "
-    "output_hidden_states output_scores pad_token_id prefix problem_type pruned_heads remove_invalid_values "
-    "repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params "
-    "temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript "
-    "transformers_version typical_p use_bfloat16 use_cache use_l2warp "
+    "encoder_no_repeat_ngram_size eos_token_id experts_implementation exponential_decay_length_penalty finetuning_task "
+    "forced_bos_token_id forced_eos_token_id fuse_cross_entropy fuse_linear_cross_entropy fuse_norm fuse_swiglu "
+    "gradient_checkpointing id2label initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length "
+    "max_position_embeddings min_length model_type name_or_path no_repeat_ngram_size num_beam_groups num_beams "
+    "num_labels num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix "
+    "problem_type pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id "
+    "suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p "
+    "torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache use_l2warp "
 )
 NO_EFFECT = frozenset(NO_EFFECT_WORDS.split())
+# Values, beside those that are false, by which the models' own code switches off what an option of this name does.
+OFF = {"is_causal": (None, True)}
 
 
 class UnsupportedOption(ValueError):
@@ -59,16 +65,23 @@ def is_finite(value: Any) -> bool:
 
 
 class Options:
-    """Hold the options of a config, which are taken one by one. `finish` raises for options that were never taken.
+    """Hold the options of a config, which are taken one by one. `finish` decides on options that were never taken.
 
-    inside: the name of the option whose value these options are, with a point behind it; "" for config.json itself.
+    inside: the name of the option whose value these options are, with a point behind it; "" for config.json itself. code: the
+    row of `READ_KEYS`; model_type if None.
     """
 
     def __init__(
-        self, values: Mapping, no_effect: frozenset[str] = NO_EFFECT, inside: str = "", model_type: Any = None
+        self,
+        values: Mapping,
+        no_effect: frozenset[str] = NO_EFFECT,
+        inside: str = "",
+        model_type: Any = None,
+        code: str | None = None,
     ):
         self.values, self.left, self.inside = dict(values), set(values) - no_effect, inside
         self.model_type = model_type or values.get("model_type")
+        self.code = self.model_type if code is None else code
 
     def part(self, key: str, values: Any) -> "Options":
         """Return the options in `values`, which is the value of `key` or a part of it. Raises UnsupportedOption for no object."""
@@ -152,12 +165,33 @@ class Options:
         return UnsupportedOption(f"{given} is not supported for model_type {self.model_type!r}: {why}")
 
     def finish(self):
-        """Raise UnsupportedOption if an option was never taken."""
-        if self.left:
-            rest = ", ".join(f"{self.inside}{key}={self.values[key]!r}" for key in sorted(self.left))
+        """Raise UnsupportedOption for options that were never taken, that the model's own code reads, and that are not off. Name
+        the other options that were never taken once at INFO.
+
+        All options inside an option count as read. Which others do is in `READ_KEYS`, by the versions named there.
+        """
+        unread = set() if self.inside else {key for key in self.left if not self.is_read(key)}
+        if refused := sorted(key for key in self.left - unread if not self.is_off(key)):
+            rest = ", ".join(f"{self.inside}{key}={self.values[key]!r}" for key in refused)
             raise UnsupportedOption(
                 f"config.json has options that are not supported for model_type {self.model_type!r}: {rest}"
             )
+        if unread:
+            names = ", ".join(sorted(unread))
+            logger.info("config.json has options that the code of %r does not read: %s", self.model_type, names)
+
+    def is_read(self, key: str) -> bool:
+        """Return whether the model's own code reads an option of config.json."""
+        return key in READ_KEYS.get(str(self.code), self.values)
+
+    def is_off(self, key: str) -> bool:
+        """Return whether an option has a value by which it does nothing: null, 0, false, empty, or "default"."""
+        value = self.values[key]
+        if key in OFF:
+            return value in OFF[key]
+        if isinstance(value, Mapping) and key.startswith("rope_"):
+            value = value.get("rope_type", value.get("type", "default"))
+        return not self.inside and (not value or value == "default")
 
 
 def exact_width(key: str, width: int, ratio: float, of: str = "hidden_size") -> int:

@@ -52,7 +52,7 @@ def delta_net(config: ModelConfig, precision: Precision) -> CausalLM:
     effect, as in fla. Yang et al. 2024, https://arxiv.org/abs/2406.06484."""
     options = Options(config.values)
     width = options.integer("hidden_size", 2048)
-    options.ignore("use_output_norm", "norm_first")
+    options.ignore("use_output_norm")
     more = dict(
         **widths_of_heads(options, width, 16, (1.0, 1.0)),
         **shared_options(options),

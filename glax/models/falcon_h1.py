@@ -18,11 +18,11 @@ from glax.models.hybrids import (
     hidden_act,
     mamba_options,
     outer_options,
-    rotation,
     softmax_attention,
 )
 from glax.models.model import CausalLM, Precision
 from glax.models.names import Names, renamed
+from glax.models.rope import rotation
 from glax.nn import Mamba2, RMSNorm, SwiGLU
 from glax.nn.parts import EMBED, HEADS, linear
 from glax.nn.passes import Rows, State
@@ -101,7 +101,7 @@ def falcon_h1(config: ModelConfig, precision: Precision) -> CausalLM:
     outer, init = outer_options(options, precision, 128000, pad=0)
     eps, act = options.number("rms_norm_eps", 1e-5, least=0), hidden_act(options)
     options.ignore("layers_block_type", "layer_types", *TRAINING)
-    sizes, rope = attention_sizes(options, width, kv_heads=8), rotation(options, 10000.0)
+    sizes, rope = attention_sizes(options, width, kv_heads=8), rotation(options, 10000.0, 8192)
     bias = options.flag("attention_bias", False)
     # Multiplying the keys multiplies the scores.
     scale = sizes["head_width"] ** -0.5 * options.number("key_multiplier", 1.0)

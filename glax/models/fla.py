@@ -118,12 +118,7 @@ def affine(options: Options) -> bool:
 
 
 def convolutions(options: Options) -> dict:
-    """Return use_short_conv and conv_size. Raises UnsupportedOption for share_conv_kernel, an old option for one convolution
-    of q, k and v together."""
-    used, shared = options.flag("use_short_conv", False), options.take("share_conv_kernel", False)
-    if used and shared:
-        raise options.unsupported("share_conv_kernel", "q, k and v have a convolution each")
-    return dict(use_short_conv=used, conv_size=options.integer("conv_size", 4))
+    return dict(use_short_conv=options.flag("use_short_conv", False), conv_size=options.integer("conv_size", 4))
 
 
 def outer_options(options: Options) -> tuple[dict, Callable]:
@@ -195,7 +190,6 @@ def gla(config: ModelConfig, precision: Precision) -> CausalLM:
     width = options.integer("hidden_size", 2048)
     heads, output = heads_and_widths(options, width, 4, (0.5, 1.0)), output_options(options, FLA)
     options.choice("attn_mode", "chunk", MODES)
-    options.ignore("use_gk", "use_gv")
     deviation = options.number("initializer_range", 0.02, least=0)
     more = dict(
         **convolutions(options),
@@ -222,7 +216,6 @@ def retnet(config: ModelConfig, precision: Precision) -> CausalLM:
     width = options.integer("hidden_size", 2048)
     heads, output = heads_and_widths(options, width, 8, (1.0, 2.0)), output_options(options, TRANSFORMERS)
     options.choice("attn_mode", "chunk", MODES)
-    options.ignore("use_short_conv", "conv_size", "share_conv_kernel")
     more = dict(
         norm_eps=options.number("norm_eps", 1e-6, least=0),
         kernel_init=nnx.initializers.normal(options.number("initializer_range", 0.02, least=0)),

@@ -14,12 +14,12 @@ from glax.models.hybrids import (
     mamba_options,
     mixer_names,
     outer_options,
-    rotation,
     softmax_attention,
     transposed_layouts,
 )
 from glax.models.model import CausalLM, Precision
 from glax.models.names import Names
+from glax.models.rope import rotation
 from glax.nn import RMSNorm
 from glax.nn.moe import SparseMLP
 
@@ -60,7 +60,7 @@ def granite(config: ModelConfig, precision: Precision) -> CausalLM:
     eps, act = options.number("rms_norm_eps", 1e-6, least=0), hidden_act(options)
     kinds = layer_kinds(options, ("layers_block_type", "layer_types"), layers, [LINEAR] * layers)
     options.ignore(*TRAINING)
-    sizes, rope = attention_sizes(options, width), rotation(options, 10000.0)
+    sizes, rope = attention_sizes(options, width), rotation(options, 10000.0, 2048)
     rope = rope if options.choice("position_embedding_type", None, (None, "rope", "nope")) == "rope" else None
     bias, scale = options.flag("attention_bias", False), options.number("attention_multiplier", 1.0)
     multiplier = options.number("residual_multiplier", 1.0)

@@ -9,10 +9,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.models.activations import TRANSFORMERS
-from glax.models.config import Options, UnsupportedOption, padding
+from glax.models.config import Options, padding
 from glax.models.mamba2 import divisor, limits
 from glax.models.model import Block, CausalLM, Precision
 from glax.models.names import Layout, renamed, transposed
+from glax.models.rope import Rope
 from glax.nn import Attention, Mamba2
 from glax.nn.parts import EMBED, MLP, activation, linear
 from glax.nn.passes import Rows
@@ -46,28 +47,6 @@ def transposed_layouts(*names: str) -> tuple[tuple[str, Layout], ...]:
 ROUTER = transposed_layouts("router")
 
 
-def rotation(options: Options, theta: float, partial: float | None = None) -> dict[str, float]:
-    """Return theta, and the share of a head's channels that rotate. Raises UnsupportedOption unless the rotation is plain.
-
-    partial: the share for a config without partial_rotary_factor. It is None for models whose own code does not read that
-    factor, where all channels rotate. Older versions of transformers write rope_theta and rope_scaling, newer versions
-    rope_parameters.
-    """
-    theta = options.number("rope_theta", theta, above=0)
-    if options.take("rope_scaling", None) is not None:
-        raise options.unsupported("rope_scaling", "it must be null")
-    share = options.number("partial_rotary_factor", 1.0 if partial is None else partial)
-    given = options.take("rope_parameters", None)
-    inner = options.part("rope_parameters", {} if given is None else given)
-    if inner.take("rope_type", "default") != "default":
-        raise options.unsupported("rope_parameters", "rope_type must be 'default'")
-    theta, share = inner.number("rope_theta", theta, above=0), inner.number("partial_rotary_factor", share)
-    inner.finish()
-    if not 0 < share <= 1:
-        raise ValueError(f"partial_rotary_factor in config.json must be above 0 and at most 1, got {share!r}")
-    return dict(theta=theta, partial=1.0 if partial is None else share)
-
-
 def attention_sizes(
     options: Options, width: int, heads: int = 32, kv_heads: int | None = None, head_width: int | None = None
 ) -> dict[str, Any]:
@@ -86,17 +65,9 @@ def attention_sizes(
     return dict(num_heads=heads, num_kv_heads=heads if found is None else found, head_width=head_width)
 
 
-def softmax_attention(width: int, sizes: dict, rope: dict | None, init, precision: Precision, **more) -> Attention:
-    """Return an `Attention`. rope: the result of `rotation`, or None for no rotation."""
-    turned = dict(theta=None)
-    if rope is not None:
-        rotary = int(sizes["head_width"] * rope["partial"])
-        if rotary % 2:
-            raise UnsupportedOption(
-                f"partial_rotary_factor={rope['partial']!r} in config.json is not supported: {rotary} of the "
-                f"{sizes['head_width']} channels of a head would rotate, which must be an even number"
-            )
-        turned = dict(theta=rope["theta"], rotary_width=rotary)
+def softmax_attention(width: int, sizes: dict, rope: Rope | None, init, precision: Precision, **more) -> Attention:
+    """Return an `Attention`. rope: None for no rotation."""
+    turned = dict(theta=None) if rope is None else rope.arguments(sizes["head_width"])
     return Attention(width, kernel_init=init, **sizes, **turned, **more, **precision.options)
 
 
@@ -139,22 +110,22 @@ def layer_kinds(
     keys: Sequence[str],
     layers: int | None,
     default: Sequence[str],
-    known: Mapping[str, str] = KINDS,
+    known: Mapping[Any, str] = KINDS,
 ) -> list[str]:
-    """Return known[word] for each layer's word in the first option among `keys` that is not null.
+    """Return known[word] for each layer's word in the options among `keys` that are not null, which must agree.
 
     default: the words if every option is missing or null. layers: the number of entries, or None if any number is right.
     Raises UnsupportedOption, which names the option read, for another number of entries and for an unknown word.
     """
-    key, given = keys[0], None
-    for key in keys:
-        if (given := options.take(key, None)) is not None:
-            break
-    kinds = list(default) if given is None else given
-    is_known = isinstance(kinds, list) and all(isinstance(kind, str) and kind in known for kind in kinds)
+    found = [(key, value) for key in keys if (value := options.take(key, None)) is not None]
+    key, kinds = found[0] if found else (keys[0], list(default))
+    is_known = isinstance(kinds, list) and all(isinstance(kind, str | int) and kind in known for kind in kinds)
     if not is_known or layers not in (None, len(kinds)):
         count = "kinds" if layers is None else f"{layers} kinds"
         raise options.unsupported(key, f"it must list {count}, each one of {', '.join(map(repr, known))}")
+    for other, value in found[1:]:
+        if not isinstance(value, list) or [known.get(kind) for kind in value] != [known[kind] for kind in kinds]:
+            raise options.unsupported(other, f"it must name the same kinds as {key}")
     return [known[kind] for kind in kinds]
 
 

@@ -8,16 +8,18 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.models.activations import FLA, TRANSFORMERS
-from glax.models.config import NO_EFFECT, ModelConfig, Options, UnsupportedOption
+from glax.models.config import NO_EFFECT, ModelConfig, Options
 from glax.models.model import CausalLM, Precision
 from glax.models.names import Names, renamed
 from glax.nn.mamba2 import Mamba2
 from glax.nn.norms import RMSNorm
 from glax.nn.passes import Rows
 
-OF_FLA = ("rmsnorm", "norm_eps", "dt_limit", "D_has_hdim", "A_init_range")
-# Options in configs of older versions of transformers, whose code does not read them.
-UNREAD = ("norm_before_gate", "rms_norm", "time_step_init_scheme", "time_step_scale")
+# Options that fla's configs have and those of transformers have not.
+OF_FLA = (
+    "rmsnorm", "norm_eps", "dt_limit", "D_has_hdim", "A_init_range", "fuse_norm", "fuse_cross_entropy",
+    "fuse_linear_cross_entropy", "use_l2warp",
+)  # fmt: skip
 
 MIXER = {"input": "in_proj", "conv": "conv1d", "output": "out_proj"}
 BACKBONE = (
@@ -64,15 +66,12 @@ def mamba2(config: ModelConfig, precision: Precision) -> CausalLM:
         dt_range=(options.number("time_step_min", 0.001, above=0), options.number("time_step_max", 0.1, above=0)),
         dt_floor=options.number("time_step_floor", 1e-4, above=0),
     )
-    inside = options.take("intermediate_size", None)
-    if inside not in (None, sizes["num_heads"] * sizes["head_width"]):
-        raise options.unsupported("intermediate_size", "it must be hidden_size * expand")
-    options.ignore("time_step_rank", "rescale_prenorm_residual", "chunk_size", *UNREAD)
+    options.ignore("time_step_rank", "rescale_prenorm_residual", "chunk_size")
     return assemble(options, config, precision, sizes, mixer, eps=eps, deviation=0.1, vocabulary=32768)
 
 
 def of_fla(config: ModelConfig, precision: Precision) -> CausalLM:
-    options = Options(config.values)
+    options = Options(config.values, code="mamba2_fla")
     sizes = sizes_of(options, heads=None, groups=1, hidden=2048, layers=48)
     mixer = dict(
         act=FLA[options.choice("hidden_act", "silu", FLA)],
@@ -197,7 +196,7 @@ def assemble(
 def original(config: ModelConfig, precision: Precision) -> CausalLM:
     """Build a model from a folder of state-spaces/mamba: d_model, n_layer, ssm_cfg. The vocabulary is rounded up to
     pad_vocab_size_multiple."""
-    options = Options(config.values, NO_EFFECT | {"fused_add_norm"})
+    options = Options(config.values, NO_EFFECT | {"fused_add_norm"}, model_type="mamba2", code="mamba2_state_spaces")
     width, layers = options.integer("d_model"), options.integer("n_layer")
     options.choice("d_intermediate", 0, (0,))
     for key in ("attn_layer_idx", "attn_cfg"):
@@ -210,13 +209,9 @@ def original(config: ModelConfig, precision: Precision) -> CausalLM:
     ssm = options.take("ssm_cfg")
     options.finish()
 
-    inner = Options(ssm, frozenset({"chunk_size", "use_mem_eff_path", "sequence_parallel"}))
-    inner.model_type = "mamba2"
-    if ssm.get("layer", "Mamba1") != "Mamba2":
-        raise UnsupportedOption(
-            f"ssm_cfg.layer={ssm.get('layer')!r} in config.json is not supported: it must be 'Mamba2'"
-        )
-    inner.take("layer")
+    inner = options.part("ssm_cfg", ssm)
+    inner.ignore("chunk_size", "use_mem_eff_path", "sequence_parallel")
+    inner.choice("layer", "Mamba1", ("Mamba2",))
     head_width, inside = inner.integer("headdim", 64), int(inner.number("expand", 2, above=0) * width)
     whole = inner.integer("d_ssm", None, optional=True)
     if whole not in (None, inside):

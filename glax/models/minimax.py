@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from glax.models.config import ModelConfig, Options
 from glax.models.hybrids import (
+    KINDS,
     LINEAR,
     ROUTER,
     SOFTMAX,
@@ -17,12 +18,12 @@ from glax.models.hybrids import (
     layer_kinds,
     mixer_names,
     outer_options,
-    rotation,
     softmax_attention,
     transposed_layouts,
 )
 from glax.models.model import CausalLM, Precision
 from glax.models.names import Names
+from glax.models.rope import rotation
 from glax.nn import LightningAttention, RMSNorm
 from glax.nn.moe import SparseMLP
 from glax.nn.parts import EMBED, HEADS, activation, by_head, linear
@@ -122,9 +123,12 @@ def minimax(config: ModelConfig, precision: Precision) -> CausalLM:
     outer, init = outer_options(options, precision, 32000)
     eps, act = options.number("rms_norm_eps", 1e-5, least=0), hidden_act(options)
     usual = [SOFTMAX if (layer + 1) % 2 else LINEAR for layer in range(layers)]
-    kinds = layer_kinds(options, ("attn_type_list", "layer_types"), layers, usual)
+    older, key = options.take("attn_type_list", None), "layer_types"  # the original repository's list, of 0 and 1
+    if older is not None and options.take(key, None) is None:
+        key = "attn_type_list"
+    kinds = layer_kinds(options, (key,), layers, usual, KINDS | {0: LINEAR, 1: SOFTMAX})
     options.ignore("router_jitter_noise", *TRAINING)
-    sizes, rope = attention_sizes(options, width, kv_heads=8), rotation(options, 1000000.0)
+    sizes, rope = attention_sizes(options, width, kv_heads=8), rotation(options, 1000000.0, 131072)
     window = options.integer("sliding_window", None, optional=True)
     block = options.integer("block_size", 256)
 

@@ -201,18 +201,20 @@ def expert_arguments(options: Options) -> dict[str, Any]:
 
 
 def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
-    """Build a Nemotron-H model. Raises UnsupportedOption for an option that is not supported.
+    """Build a Nemotron-H model. Layers of multi-token prediction are not read. Raises UnsupportedOption for an option that is
+    not supported.
 
     NVIDIA 2025, https://arxiv.org/abs/2504.03624.
     """
-    values = {OLDER.get(key, key): value for key, value in config.values.items()}
+    values = config.values
+    for older, newer in OLDER.items():
+        if older in values:
+            values[newer] = values.pop(older)
     options = Options(values)
     width, kinds = options.integer("hidden_size", 4096), kinds_of(options)
     outer, init = outer_options(options, precision, 131072, has_padding=False)
     outer["tied"] = False  # whatever tie_word_embeddings says: the model's own code ties nothing
     eps = options.number("layer_norm_epsilon", 1e-5, least=0)
-    if options.take("num_nextn_predict_layers", 0):
-        raise options.unsupported("num_nextn_predict_layers", "layers that predict further tokens are not supported")
     options.ignore(*IGNORED, *TRAINING)
     sizes = attention_sizes(options, width, kv_heads=8) | dict(head_width=options.integer("head_dim", 128))
     arguments, experts = mamba_arguments(options, eps), expert_arguments(options)
@@ -244,5 +246,5 @@ def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
     for layer, kind in enumerate(kinds):
         rules += renamed(rf"{layer}\.mixer", tables[kind])
     rules += renamed(r"mixer\.shared", PLAIN_MLP)
-    names = Names((*rules, *OUTER), layouts=transposed_layouts("up", "down", "router"))
+    names = Names((*rules, *OUTER), layouts=transposed_layouts("up", "down", "router"), ignored=(r"^mtp\.",))
     return CausalLM(config, blocks, norm(), names, width=width, **outer)

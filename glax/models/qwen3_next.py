@@ -22,12 +22,12 @@ from glax.models.hybrids import (
     hidden_act,
     layer_kinds,
     outer_options,
-    rotation,
     softmax_attention,
     transposed_layouts,
 )
 from glax.models.model import Block, CausalLM, Precision
 from glax.models.names import Names, renamed
+from glax.models.rope import rotation
 from glax.nn import RMSNorm, RMSNormGated, ShortConvolution, SwiGLU
 from glax.nn.delta import initial_A_log, log_decay
 from glax.nn.layer import Layer
@@ -198,7 +198,7 @@ def qwen3_next(config: ModelConfig, precision: Precision) -> CausalLM:
     kinds, is_sparse = layer_kinds(options, ("layer_types",), layers, usual), sparse_layers(options, layers)
     options.ignore("use_sliding_window", "sliding_window", "max_window_layers", *TRAINING)
     sizes = attention_sizes(options, width, heads=16, kv_heads=2, head_width=256)
-    rope, bias = rotation(options, 10000.0, 0.25), options.flag("attention_bias", False)
+    rope, bias = rotation(options, 10000.0, 32768, 0.25), options.flag("attention_bias", False)
     delta, (dense, sparse) = delta_sizes(options), mlps(options, width, act, init, precision)
     options.finish()
 

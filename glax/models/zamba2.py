@@ -19,11 +19,11 @@ from glax.models.hybrids import (
     layer_kinds,
     mamba,
     outer_options,
-    rotation,
 )
 from glax.models.mamba2 import divisor
 from glax.models.model import CausalLM, Precision
 from glax.models.names import Names, renamed
+from glax.models.rope import rotation
 from glax.nn import Attention, Mamba2, RMSNorm
 from glax.nn.parts import EMBED, HEADS, MLP, linear
 from glax.nn.passes import Rows, State
@@ -182,20 +182,16 @@ def attention_arguments(options: Options, width: int) -> dict[str, Any]:
     """Return the arguments of SharedAttention, whose input is twice as wide as the model."""
     heads = options.integer("num_attention_heads", 32)
     kv_heads = options.integer("num_key_value_heads", None, optional=True) or heads
-    rope, head_width = rotation(options, 10000.0), 2 * width // heads
+    rope, head_width = rotation(options, 10000.0, 4096), 2 * width // heads
     turns = options.flag("use_mem_rope", False)
     if options.flag("use_long_context", False) and turns:
         raise options.unsupported("use_long_context", "it must be false where use_mem_rope is true")
-    derived = dict(
-        attention_hidden_size=2 * width, attention_head_dim=head_width, head_dim=head_width, kv_channels=width // heads,
-        num_query_groups=heads,
-    )  # fmt: skip
-    check_derived(options, derived)
+    check_derived(options, dict(attention_hidden_size=2 * width, attention_head_dim=head_width, head_dim=head_width))
     return dict(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_width=head_width,
-        theta=rope["theta"] if turns else None,
+        **(rope.arguments(head_width) if turns else dict(theta=None)),
         scale=(head_width / 2) ** -0.5,
     )
 

@@ -13,7 +13,7 @@ from glax.nn.layer import Layer
 from glax.nn.norms import RMSNorm
 from glax.nn.parts import EMBED, HEADS, by_head, check_divides, check_sizes, linear, merged
 from glax.nn.passes import Rows, State
-from glax.nn.rotary import checked_rotation, rotate
+from glax.nn.rotary import Rotation, checked_rotation, rotate
 
 
 class Attention(Layer):
@@ -22,7 +22,8 @@ class Attention(Layer):
     width:        the width of input and output. num_heads: the heads of q.
     num_kv_heads: the heads of k and v, a divisor of num_heads; num_heads if None. head_width: width // num_heads if None.
     theta:        the base of the rotation; no rotation if None. rotary_width: how many channels of a head rotate; all if None.
-    frequencies:  the angle per token of each of the rotary_width / 2 pairs of channels, theta^(-2 i / rotary_width) if None.
+    frequencies:  the angle per token of each of the rotary_width / 2 pairs of channels, theta^(-2 i / rotary_width) if None;
+                  or a `glax.nn.rotary.Rotation`, which also scales, and has other angles for long sequences.
     window:       how many tokens a token reads, itself included; all before it if None.
     scale:        the factor of the scores; head_width ** -0.5 if None.
     bias:         whether the projections of q, k and v have a bias. output_bias: whether the output's projection has one.
@@ -42,7 +43,7 @@ class Attention(Layer):
         head_width: int | None = None,
         theta: float | None = 10000.0,
         rotary_width: int | None = None,
-        frequencies: Sequence[float] | None = None,
+        frequencies: Sequence[float] | Rotation | None = None,
         window: int | None = None,
         scale: float | None = None,
         bias: bool = False,
@@ -94,7 +95,7 @@ class Attention(Layer):
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotation is not None:
             place, _ = rows.positions(state.get("length"))
-            q, k = (rotate(y, place, self.rotation) for y in (q, k))
+            q, k = (rotate(y, place, self.rotation, rows.last_positions) for y in (q, k))
         o, cache = rows.attend(q, k, v, state, self.window, self.scale)
         o = o if gate is None else o * jax.nn.sigmoid(gate)
         return self.output(merged(o)), cache

@@ -42,6 +42,10 @@ class Rows(Protocol):
         before."""
         ...
 
+    def last_positions(self, place: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
+        """Return the greatest position among the rows of each row's sequence, from the positions of all rows."""
+        ...
+
     def attend(self, q, k, v, cache: State, window: int | None, scale: float | None) -> tuple[Array, State]:
         """Return causal softmax attention of q [*rows, Hq, D] over k and v [*rows, Hk, D] and the cached rows before them, and
         the new cache."""
@@ -150,6 +154,20 @@ class Parallel:
         place = jnp.arange(T)[None] - segments.begin + jnp.where(segments.is_first, start[:, None], 0)
         after = jnp.take_along_axis(place, segments.last[:, None], 1)[:, 0] + 1
         return place, jnp.where(segments.is_token.any(1), after, start)
+
+    def last_positions(self, place: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
+        if place.size == 0 or self.num_sequences == 0:
+            return place
+        if self.cu_seqlens is not None:
+            flat = place.reshape(-1)
+            ends = jnp.clip(self.cuts[1:] - 1, 0, len(flat) - 1)
+            return flat[ends][self.sequence_of].reshape(place.shape)
+        if self.segment_ids is None:
+            return jnp.broadcast_to(place[:, -1:], place.shape)
+        begin, T = self.segments.begin, self.shape[-1]
+        is_end = jnp.concatenate([begin[:, 1:] != begin[:, :-1], jnp.ones_like(begin[:, :1], bool)], 1)
+        end = jax.lax.cummin(jnp.where(is_end, jnp.arange(T)[None], T - 1), axis=1, reverse=True)
+        return jnp.take_along_axis(place, end, 1)
 
     # ---- attention ---------------------------------------------------------------------------------------------------
 
@@ -265,6 +283,9 @@ class Step:
     def positions(self, state: Array) -> tuple[Int[Array, "B"], Array]:
         place = self.read(state)
         return place, self.write(state, place + 1)
+
+    def last_positions(self, place: Int[Array, "B"]) -> Int[Array, "B"]:
+        return place
 
     def attend(self, q, k, v, cache: State, window: int | None, scale: float | None) -> tuple[Array, State]:
         place, length = self.positions(cache["length"])

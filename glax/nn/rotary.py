@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,14 @@ from glax.nn.parts import check_sizes, for_rows
 class Rotation:
     """Hold the angle per token, in radians, of each pair of channels: channel i and channel i + width / 2 of each head.
 
-    The channels behind the first `width` do not rotate. Su et al. 2021, https://arxiv.org/abs/2104.09864.
+    The channels behind the first `width` do not rotate. factor: multiplies those that do. long: the angles per token in
+    sequences of more than `original` tokens, or None. Su et al. 2021, https://arxiv.org/abs/2104.09864.
     """
 
     frequencies: tuple[float, ...]
+    factor: float = 1.0
+    long: tuple[float, ...] | None = None
+    original: int = 0
 
     @classmethod
     def of_base(cls, theta: float, width: int) -> "Rotation":
@@ -31,44 +35,58 @@ class Rotation:
     def width(self) -> int:
         return 2 * len(self.frequencies)
 
-    def angles(self, positions: Int[Array, "*rows"]) -> Float[Array, "*rows pairs"]:
-        """Return positions * frequencies in float32, each reduced to -pi to pi. The error is below 3e-7 at every int32 position.
+    def angles(
+        self, positions: Int[Array, "*rows"], last: Callable[[Array], Array] | None = None
+    ) -> Float[Array, "*rows pairs"]:
+        """Return the angles of rows. last: maps positions to the last position of each row's sequence; needed by `long`."""
+        short = exact_angles(self.frequencies, positions)
+        if self.long is None or last is None:
+            return short
+        is_long = last(positions) >= self.original
+        return jnp.where(is_long[..., None], exact_angles(self.long, positions), short)
 
-        A product in float32 loses what its size leaves no bits for, 4e-3 at a position of 100,000. Here an angle is a fraction
-        of a turn: the frequency has 64 bits behind the point, and what overflows an integer is whole turns.
-        """
-        turns = np.mod(np.asarray(self.frequencies, np.float64) / (2 * math.pi), 1.0) * 2.0**32
-        upper = np.floor(turns)
-        lower = np.floor((turns - upper) * 2.0**32).astype(np.uint32)
-        at = jnp.asarray(positions).astype(jnp.uint32)[..., None]
-        low, high = at & 0xFFFF, at >> 16
 
-        def word(x) -> UInt32[Array, "*ones pairs"]:
-            return for_rows(at, jnp.asarray(x, jnp.uint32), jnp.uint32)
+def exact_angles(frequencies: Sequence[float], positions: Int[Array, "*rows"]) -> Float[Array, "*rows pairs"]:
+    """Return positions * frequencies in float32, each reduced to -pi to pi. The error is below 3e-7 at every int32 position.
 
-        # The upper 32 bits of at * lower from 16-bit halves, without the carry of its lower bits, of 2^-32 turns.
-        carried = high * word(lower >> 16) + ((high * word(lower & 0xFFFF)) >> 16) + ((low * word(lower >> 16)) >> 16)
-        turn = at * word(upper) + carried
-        return jax.lax.bitcast_convert_type(turn, jnp.int32).astype(jnp.float32) * (2 * math.pi / 2.0**32)
+    A product in float32 loses what its size leaves no bits for, 4e-3 at a position of 100,000. Here an angle is a fraction
+    of a turn: the frequency has 64 bits behind the point, and what overflows an integer is whole turns.
+    """
+    turns = np.mod(np.asarray(frequencies, np.float64) / (2 * math.pi), 1.0) * 2.0**32
+    upper = np.floor(turns)
+    lower = np.floor((turns - upper) * 2.0**32).astype(np.uint32)
+    at = jnp.asarray(positions).astype(jnp.uint32)[..., None]
+    low, high = at & 0xFFFF, at >> 16
+
+    def word(x) -> UInt32[Array, "*ones pairs"]:
+        return for_rows(at, jnp.asarray(x, jnp.uint32), jnp.uint32)
+
+    # The upper 32 bits of at * lower from 16-bit halves, without the carry of its lower bits, of 2^-32 turns.
+    carried = high * word(lower >> 16) + ((high * word(lower & 0xFFFF)) >> 16) + ((low * word(lower >> 16)) >> 16)
+    turn = at * word(upper) + carried
+    return jax.lax.bitcast_convert_type(turn, jnp.int32).astype(jnp.float32) * (2 * math.pi / 2.0**32)
 
 
 def rotate(
-    x: Float[Array, "*rows H D"], positions: Int[Array, "*rows"], rotation: Rotation
+    x: Float[Array, "*rows H D"],
+    positions: Int[Array, "*rows"],
+    rotation: Rotation,
+    last: Callable[[Array], Array] | None = None,
 ) -> Float[Array, "*rows H D"]:
     """Rotate each pair of channels of each head by positions * frequency.
 
     x: [*rows, H, D], any float dtype; the result has the same. positions: [*rows], at least 0: the position of each row in its
-    sequence.
+    sequence. last: as in `Rotation.angles`.
     """
-    angles, width = rotation.angles(positions)[..., None, :], rotation.width
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    angles, width = rotation.angles(positions, last)[..., None, :], rotation.width
+    cos, sin = jnp.cos(angles) * rotation.factor, jnp.sin(angles) * rotation.factor
     wide = x.astype(jnp.float32)
     first, second, rest = wide[..., : width // 2], wide[..., width // 2 : width], wide[..., width:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1).astype(x.dtype)
 
 
 def checked_rotation(
-    theta, width: int | None, head_width: int, frequencies: Sequence[float] | None = None
+    theta, width: int | None, head_width: int, frequencies: Sequence[float] | Rotation | None = None
 ) -> Rotation | None:
     """Return the rotation of theta and width, or of frequencies. Return None if theta is None. width: head_width if None.
 
@@ -79,6 +97,8 @@ def checked_rotation(
         if frequencies is not None:
             raise ValueError("frequencies must be None where theta is None, which means no rotation")
         return None
+    if isinstance(frequencies, Rotation):
+        width = frequencies.width
     width = head_width if width is None else width
     check_real("theta", theta)
     if (known := known_number(theta)) is None:
@@ -90,6 +110,8 @@ def checked_rotation(
         raise ValueError(f"rotary_width must be even and at most head_width={head_width}, got {width}")
     if frequencies is None:
         return Rotation.of_base(known, width)
+    if isinstance(frequencies, Rotation):
+        return frequencies
     given = np.asarray(frequencies, np.float64)
     if given.shape != (width // 2,) or not np.isfinite(given).all():
         raise ValueError(f"frequencies must be rotary_width / 2 = {width // 2} finite numbers, got {frequencies}")

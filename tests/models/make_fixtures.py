@@ -138,6 +138,9 @@ CASES = {
         num_hidden_layers=3, layer_types=None, full_attention_interval=2, linear_conv_kernel_dim=3, hidden_act="gelu",
         norm_topk_prob=False, mlp_only_layers=[1], attention_bias=True, rms_norm_eps=1e-3, partial_rotary_factor=0.5,
         rope_parameters=dict(rope_theta=300.0, rope_type="default"), tie_word_embeddings=True)),
+    "qwen3_next_yarn": (Qwen3NextConfig, Qwen3NextForCausalLM, QWEN | dict(
+        head_dim=16, max_position_embeddings=64, partial_rotary_factor=0.5, rope_parameters=dict(
+            rope_type="yarn", rope_theta=300.0, factor=4.0, original_max_position_embeddings=16))),
     "rwkv6": (RWKV6Config, RWKV6ForCausalLM, SMALL | dict(proj_low_rank_dim=4, gate_low_rank_dim=3)),
     "rwkv6_options": (RWKV6Config, RWKV6ForCausalLM, SMALL | dict(
         num_heads=4, expand_k=1.0, expand_v=2.0, proj_low_rank_dim=3, gate_low_rank_dim=5, norm_first=False, norm_bias=False,
@@ -159,6 +162,10 @@ CASES = {
     "granitemoehybrid_dense": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, GRANITE | dict(
         num_local_experts=0, position_embedding_type="rope", attention_bias=True, tie_word_embeddings=True,
         mamba_n_groups=2)),
+    "granitemoehybrid_longrope": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, GRANITE | dict(
+        num_local_experts=0, position_embedding_type="rope", max_position_embeddings=64, rope_parameters=dict(
+            rope_type="longrope", rope_theta=100.0, short_factor=[1.0, 1.5], long_factor=[2.0, 6.0],
+            original_max_position_embeddings=16))),
     "falcon_h1": (FalconH1Config, FalconH1ForCausalLM, FALCON | dict(
         hidden_act="relu", rope_parameters=dict(rope_theta=300.0, rope_type="default", partial_rotary_factor=0.5))),
     "falcon_h1_options": (FalconH1Config, FalconH1ForCausalLM, FALCON | dict(

@@ -1,0 +1,164 @@
+"""Read the options of rotary positions, and form the inverse frequencies that they ask for. The formulas are those of
+transformers, in float64."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from glax.models.config import Options, UnsupportedOption, is_finite
+from glax.nn.rotary import Rotation
+
+# rope_type -> the options that it must have. The others of READ_INSIDE may be missing.
+REQUIRED_INSIDE: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+    "yarn": ("factor",),
+}
+# Options that the code of one rope_type or another reads; it passes over those of the other types.
+READ_INSIDE = (
+    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor", "low_freq_factor", "mscale",
+    "mscale_all_dim", "original_max_position_embeddings", "short_factor", "truncate", "type",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Hold theta, the share of a head's channels that rotate, and the scaling of the inverse frequencies.
+
+    kind: the rope_type. inner: the options of the scaling, or None. original: the length of the sequences before scaling.
+    ratio: how many times longer max_position_embeddings is.
+    """
+
+    theta: float
+    partial: float
+    kind: str = "default"
+    inner: Options | None = None
+    original: int = 1
+    ratio: float = 1.0
+
+    def arguments(self, head_width: int) -> dict[str, Any]:
+        """Return the arguments of `Attention`. Raises UnsupportedOption if an odd number of channels would rotate."""
+        width = int(head_width * self.partial)
+        if width % 2 or width == 0:
+            raise UnsupportedOption(
+                f"partial_rotary_factor={self.partial!r} in config.json is not supported: {width} of the {head_width} channels "
+                "of a head would rotate, which must be an even number"
+            )
+        if self.inner is None:
+            return dict(theta=self.theta, rotary_width=width)
+        scaled = {"linear": self.linear, "llama3": self.llama3, "longrope": self.longrope, "yarn": self.yarn}[self.kind]
+        plain = np.asarray(Rotation.of_base(self.theta, width).frequencies)
+        return dict(theta=self.theta, frequencies=scaled(self.inner, plain))
+
+    def linear(self, inner: Options, plain: np.ndarray) -> Rotation:
+        """Divide all inverse frequencies by `factor`."""
+        return Rotation(floats(plain / inner.number("factor", above=0)))
+
+    def llama3(self, inner: Options, plain: np.ndarray) -> Rotation:
+        """Divide those of long waves by `factor`, and interpolate between the two limits. Dubey et al. 2024,
+        https://arxiv.org/abs/2407.21783."""
+        low, high = (inner.number(f"{name}_freq_factor", above=0) for name in ("low", "high"))
+        if low >= high:
+            raise inner.unsupported("low_freq_factor", f"it must be below high_freq_factor={high:g}")
+        turns = self.original * plain / (2 * math.pi)
+        share = np.clip((turns - low) / (high - low), 0, 1)
+        return Rotation(floats((1 - share) * plain / inner.number("factor", above=0) + share * plain))
+
+    def longrope(self, inner: Options, plain: np.ndarray) -> Rotation:
+        """Divide each by a number of its own: of short_factor, or of long_factor for sequences of more than `original` tokens.
+        Ding et al. 2024, https://arxiv.org/abs/2402.13753."""
+        both = []
+        for key in ("short_factor", "long_factor"):
+            given = inner.take(key)
+            if not isinstance(given, list | tuple) or len(given) != len(plain) or not all(map(is_positive, given)):
+                raise inner.unsupported(key, f"it must be {len(plain)} numbers above 0, one for each pair of channels")
+            both.append(floats(plain / np.asarray(given, np.float64)))
+        factor = inner.number("factor", None, optional=True, above=0) or self.ratio
+        usual = math.sqrt(1 + math.log(factor) / math.log(self.original)) if factor > 1 else 1.0
+        return Rotation(both[0], self.attention_factor(inner, usual), both[1], self.original)
+
+    def yarn(self, inner: Options, plain: np.ndarray) -> Rotation:
+        """Divide those of long waves by `factor`, with a linear ramp over the channels. Peng et al. 2023,
+        https://arxiv.org/abs/2309.00071."""
+        factor, width = inner.number("factor", None, optional=True, above=0) or self.ratio, 2 * len(plain)
+        turns = (inner.number(f"beta_{name}", None, optional=True, above=0) for name in ("fast", "slow"))
+        fast, slow = (given or usual for given, usual in zip(turns, (32, 1), strict=True))
+        if self.theta <= 1:
+            raise inner.unsupported("rope_type", f"rope_theta must be above 1, got {self.theta!r}")
+
+        def channel(turns: float) -> float:
+            """Return the pair of channels that turns so often over the original length."""
+            return width * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = channel(fast), channel(slow)
+        if inner.flag("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        high = high + 0.001 if low == high else high
+        ramp = np.clip((np.arange(len(plain)) - low) / (high - low), 0, 1)
+        scales = (inner.number(key, None, optional=True) for key in ("mscale", "mscale_all_dim"))
+        above, below = (given or 0.0 for given in scales)
+        usual = attention_scale(factor, above) / attention_scale(factor, below) if above and below else None
+        usual = attention_scale(factor, 1.0) if usual is None else usual
+        return Rotation(floats(plain / factor * ramp + plain * (1 - ramp)), self.attention_factor(inner, usual))
+
+    @staticmethod
+    def attention_factor(inner: Options, usual: float) -> float:
+        given = inner.number("attention_factor", None, optional=True, least=0)
+        return usual if given is None else given
+
+
+def attention_scale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def floats(values: np.ndarray) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
+
+
+def is_positive(value: Any) -> bool:
+    return is_finite(value) and value > 0
+
+
+def rotation(
+    options: Options, theta: float, positions: int, partial: float | None = None, *, is_fixed: bool = False
+) -> Rope:
+    """Return the rotary positions that a config asks for. Raises UnsupportedOption for a rope_type that is not supported.
+
+    theta, positions: rope_theta and max_position_embeddings of a config without them. partial: the share of the channels for a
+    config without partial_rotary_factor. It is None for models whose own code does not read that factor, where all channels
+    rotate. is_fixed: whether partial_rotary_factor counts inside rope_parameters alone. Older versions of transformers write
+    rope_theta and rope_scaling, newer versions rope_parameters. A rope_scaling that is not empty replaces rope_parameters.
+    """
+    theta = options.number("rope_theta", theta, above=0)
+    share = options.number("partial_rotary_factor", 1.0 if partial is None else partial)
+    share = partial if is_fixed and partial is not None else share
+    given, older = options.take("rope_parameters", None), options.take("rope_scaling", None)
+    key = "rope_scaling" if older else "rope_parameters"
+    value = older or given
+    inner = options.part(key, {} if value is None else value)
+    kind = inner.take("rope_type", inner.take("type", "default"))
+    if not isinstance(kind, str) or kind not in REQUIRED_INSIDE:
+        known = ", ".join(map(repr, REQUIRED_INSIDE))
+        raise options.unsupported(key, f"rope_type must be one of {known}, got {kind!r}")
+    if missing := [name for name in REQUIRED_INSIDE[kind] if name not in inner.values]:
+        raise options.unsupported(key, f"rope_type {kind!r} must come with {', '.join(missing)}")
+    theta, share = inner.number("rope_theta", theta, above=0), inner.number("partial_rotary_factor", share)
+    inner.ignore(*READ_INSIDE)
+    inner.finish()
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor in config.json must be above 0 and at most 1, got {share!r}")
+    if partial is None and kind != "default" and share != 1:
+        raise options.unsupported("partial_rotary_factor", f"with rope_type {kind!r} it must be 1")
+    found = Rope(theta, 1.0 if partial is None else share)
+    if kind == "default":
+        options.ignore("original_max_position_embeddings")
+        return found
+    longest = options.integer("max_position_embeddings", positions)
+    original = inner.integer("original_max_position_embeddings", longest)
+    original = options.integer("original_max_position_embeddings", original)
+    return dataclasses.replace(found, kind=kind, inner=inner, original=original, ratio=longest / original)

@@ -1,0 +1,256 @@
+"""Derive which keys of a config the models' own code reads, and write glax/models/read_keys.py.
+
+    env/bin/python tests/models/read_keys.py [--write]
+
+The environment is that of make_fixtures.py, with fla-core instead of flash-linear-attention where one likes. For each type:
+
+1. Attributes: the names that the type's modelling files read from a config (by their syntax trees), and those that any other
+   code reads while the fixtures' configs are built and run (by a recording `__getattribute__`). Reads by code of configs do not
+   count, for storing a value is not reading it.
+2. Keys: a key is read if it is such an attribute, or if setting it changes one. Candidates are all names in the code of the
+   configs: fields, arguments, what is popped from further arguments, and the map of attributes.
+"""
+
+import ast
+import contextlib
+import copy
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import logging
+import pathlib
+import sys
+import textwrap
+import warnings
+
+import fla_on_cpu  # noqa: F401, before fla
+
+# isort: split
+
+import fla.layers.attn
+import fla.models  # registers its types
+import torch
+import transformers
+import transformers.quantizers.auto
+from fla.models.mamba2 import Mamba2Config as FLAMamba2Config
+from fla.models.mamba2 import Mamba2ForCausalLM as FLAMamba2ForCausalLM
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+HERE = pathlib.Path(__file__).parent
+TABLE = HERE.parents[1] / "glax" / "models" / "read_keys.py"
+FLA = ("delta_net", "gated_deltanet", "gla", "hgrn2", "kda", "retnet", "rwkv6")
+TRANSFORMERS = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "minimax", "nemotron_h", "qwen3_next", "zamba2")
+PROBES = (
+    1, 3, 0.5, True, False, "probe", [1], [0.5, 0.7], {"0": {"hidden_size": 4}},
+    {"rope_type": "linear"}, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0},
+)  # fmt: skip
+
+
+fla.layers.attn.flash_attn_func = len  # models are built, and their softmax attention never runs
+
+
+def classes_of(kind: str) -> tuple[type, type]:
+    if kind == "mamba2_fla":
+        return FLAMamba2Config, FLAMamba2ForCausalLM
+    if kind == "mamba2":
+        return transformers.Mamba2Config, transformers.Mamba2ForCausalLM
+    config = CONFIG_MAPPING[kind]
+    return config, MODEL_FOR_CAUSAL_LM_MAPPING[config]
+
+
+def number_or_object(values: dict) -> dict | float:
+    """Return a float that JSON cannot hold, from the form that transformers gives it, and any other object as it is."""
+    return float(values["__float__"]) if set(values) == {"__float__"} else values
+
+
+def fixtures_of(kind: str) -> list[dict]:
+    """Return the configs of the fixtures of a type."""
+    found = []
+    for path in sorted((HERE / "fixtures").glob("*/config.json")):
+        name, values = path.parent.name, json.loads(path.read_text(), object_hook=number_or_object)
+        if values["model_type"] != kind.removesuffix("_fla") or ("_fla" in name) != kind.endswith("_fla"):
+            continue
+        found.append(values)
+    return found
+
+
+# ---- attributes that modelling code reads ----------------------------------------------------------------------------
+
+
+def is_config(node: ast.expr) -> bool:
+    """Return whether an expression is a config by its name: config, self.config, text_config."""
+    if isinstance(node, ast.Name):
+        return node.id.endswith("config")
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr == "get_text_config"
+    return isinstance(node, ast.Attribute) and node.attr.endswith("config")
+
+
+def attributes_in(path: str) -> set[str]:
+    """Return the names that a file's code reads from a config."""
+    found = set()
+    for node in ast.walk(ast.parse(pathlib.Path(path).read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and is_config(node.value):
+            found.add(node.attr)
+        is_getattr = (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
+        )
+        if is_getattr and is_config(node.args[0]) and isinstance(node.args[1], ast.Constant):
+            found.add(node.args[1].value)
+    return found
+
+
+@contextlib.contextmanager
+def recording(found: set[str]):
+    """Add the names of attributes that code other than that of configs reads."""
+    original = PreTrainedConfig.__getattribute__
+
+    def read(self, name):
+        frame = sys._getframe(1)
+        file = frame.f_code.co_filename
+        if not any(part in file for part in ("configuration_", "dataclasses.py", "heterogeneity", "generation/")):
+            found.add(name)
+        return original(self, name)
+
+    PreTrainedConfig.__getattribute__ = read
+    try:
+        yield
+    finally:
+        PreTrainedConfig.__getattribute__ = original
+
+
+def own_files(model: torch.nn.Module) -> set[str]:
+    """Return the files of modelling code of the model, its bases and its modules."""
+    found = set()
+    for module in model.modules():
+        for base in type(module).__mro__:
+            file = inspect.getsourcefile(base) if base.__module__.split(".")[0] in ("fla", "transformers") else None
+            if file is not None and "/models/" in file and "modeling_" in file:
+                found.add(file)
+    return found
+
+
+def attributes_of(kind: str) -> set[str]:
+    config_class, model_class = classes_of(kind)
+    found, files = set(), set()
+    for values in fixtures_of(kind):
+        config = config_class(**copy.deepcopy(values))
+        config._experts_implementation = "eager"  # the others need widths that the fixtures do not have
+        with recording(found):
+            model = model_class(config)
+            if config_class.__module__.startswith("transformers"):
+                tokens = torch.arange(10)[None] % config.vocab_size
+                model(tokens, labels=tokens, use_cache=False)
+                cache = model.eval()(tokens, use_cache=True).past_key_values
+                model(tokens[:, :1], past_key_values=cache, use_cache=True)
+        files |= own_files(model)
+    for path in (*files, transformers.quantizers.auto.__file__):
+        found |= attributes_in(path)
+    methods = {name for name in dir(config_class) if callable(getattr(config_class, name, None))}
+    return {name for name in found if not name.startswith("__")} - methods
+
+
+# ---- keys that reach them --------------------------------------------------------------------------------------------
+
+
+def candidates_of(config_class: type) -> set[str]:
+    """Return every name in the code of a config's classes that could be a key."""
+    found = set()
+    for base in config_class.__mro__:
+        if base.__module__.split(".")[0] not in ("fla", "transformers"):
+            continue
+        found |= set(getattr(base, "attribute_map", {})) | set(getattr(base, "__annotations__", {}))
+        for node in ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(base)))):
+            if isinstance(node, ast.arg):
+                found.add(node.arg)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                found.add(node.attr)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+                found.add(node.value)
+    methods = {name for name in found if callable(getattr(config_class, name, None))}
+    return {name for name in found - methods if not name.startswith("__") and name not in ("self", "kwargs")}
+
+
+def seen(config: PreTrainedConfig, attributes: set[str]) -> dict[str, str]:
+    """Return what modelling code reads from a config."""
+    found = {}
+    if "rope_parameters" in attributes:
+        config.standardize_rope_params()  # as each function that forms inverse frequencies does
+    for name in attributes:
+        try:
+            value = repr(getattr(config, name))
+        except Exception as error:  # some attributes are properties of other types
+            value = type(error).__name__
+        found[name] = value.partition(" object at ")[0]
+    return found
+
+
+def changes(config_class: type, base: dict, key: str, attributes: set[str]) -> bool:
+    """Return whether some value of a key changes what modelling code reads, or lacks keys that the code of configs looks for."""
+    before = seen(config_class(**copy.deepcopy(base)), attributes)
+    value = base.get(key, getattr(config_class, key, None))
+    likely = [not value] if isinstance(value, bool) else []
+    likely += [value + 1, value * 2] if isinstance(value, int | float) and not isinstance(value, bool) else []
+    for probe in (*likely, *PROBES):
+        try:
+            after = seen(config_class(**copy.deepcopy(base | {key: probe})), attributes)
+        except KeyError:  # the code of the config looked for keys inside the value
+            return True
+        except Exception:  # a value that this key cannot have
+            continue
+        if after != before:
+            return True
+    return False
+
+
+def keys_of(kind: str) -> list[str]:
+    """Return the keys that the code of a type reads."""
+    config_class, _ = classes_of(kind)
+    attributes = attributes_of(kind)
+    aliases = {alias for alias, name in config_class.attribute_map.items() if name in attributes}
+    direct = attributes | aliases
+    bases = fixtures_of(kind)[:2]
+    if "rope_parameters" in attributes:
+        plain = {key: value for key, value in bases[0].items() if key != "rope_parameters"}
+        bases += [plain, plain | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}]
+    indirect = {
+        key
+        for key in sorted(candidates_of(config_class) - direct)
+        if any(changes(config_class, base, key, attributes) for base in bases)
+    }
+    return sorted(key for key in direct | indirect if not key.startswith("_") and not key.endswith("_plan"))
+
+
+def state_spaces_keys() -> list[str]:
+    """Return the fields of the config of mamba_ssm, whose class refuses all other keys."""
+    path = pathlib.Path(importlib.util.find_spec("mamba_ssm").origin).parent / "models" / "config_mamba.py"
+    return sorted(node.target.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign))
+
+
+def table() -> str:
+    """Return the text of glax/models/read_keys.py."""
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "fla-core", "mamba-ssm")
+    )
+    lines = [f'"""List the keys of a config that the models\' own code reads: {versions}.', ""]
+    lines += ["tests/models/read_keys.py writes this file.", '"""', "", "READ_WORDS = {"]
+    for kind in sorted((*FLA, *TRANSFORMERS, "mamba2_fla", "mamba2_state_spaces")):
+        keys = state_spaces_keys() if kind == "mamba2_state_spaces" else keys_of(kind)
+        print(kind, len(keys), file=sys.stderr)
+        lines += [f'    "{kind}": (', *(f'        "{line} "' for line in textwrap.wrap(" ".join(keys), 105)), "    ),"]
+    lines += ["}", "READ_KEYS = {code: frozenset(words.split()) for code, words in READ_WORDS.items()}", ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    transformers.logging.set_verbosity_error()
+    text = table()
+    if sys.argv[1:] == ["--write"]:
+        TABLE.write_text(text)
+    elif text != TABLE.read_text():
+        sys.exit(f"{TABLE} differs from what the packages give: run this script with --write")

@@ -1,0 +1,121 @@
+"""Configs of published kinds: keys that the models' own code does not read, values that are off, and rotary positions."""
+
+import json
+import logging
+import pathlib
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import glax.models
+from glax.models.read_keys import READ_KEYS
+from glax.nn import Attention
+from glax.nn.passes import Parallel, Step
+from glax.nn.rotary import Rotation, rotate
+
+pytestmark = pytest.mark.fast
+MODELS = pathlib.Path(__file__).parents[1] / "models"
+TINY = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1)
+GLA = dict(model_type="gla", num_heads=2, intermediate_size=16, **TINY)
+BAMBA = dict(
+    model_type="bamba", num_attention_heads=4, num_key_value_heads=2, mamba_n_heads=4, attn_layer_indices=[0], **TINY
+)
+
+
+def built(config: dict) -> glax.models.CausalLM:
+    return nnx.eval_shape(lambda: glax.models.from_config(config, rngs=nnx.Rngs(0)))
+
+
+def test_a_key_that_the_models_own_code_does_not_read_is_named_once_and_saved(caplog, tmp_path):
+    extra = dict(share_conv_kernel=True, init_method="mup", shared_moe_mode="sigmoid")
+    with caplog.at_level(logging.INFO, logger="glax"):
+        model = glax.models.from_config(GLA | extra, rngs=nnx.Rngs(0))
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    assert "does not read: init_method, share_conv_kernel, shared_moe_mode" in caplog.text
+    glax.models.save_pretrained(model, tmp_path)
+    assert extra.items() <= json.loads((tmp_path / "config.json").read_text()).items()
+
+
+@pytest.mark.parametrize(
+    ("config", "extra", "named"),
+    [
+        (GLA, dict(rope_scaling=dict(type="linear", factor=2.0)), "'gla': rope_scaling={'type'"),
+        (GLA, dict(per_layer_config={"0": dict(num_heads=4)}), "'gla': per_layer_config={'0'"),
+        (BAMBA, dict(is_causal=False), "'bamba': is_causal=False"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_key_that_it_reads_is_refused_by_name(config, extra, named):
+    with pytest.raises(glax.models.UnsupportedOption) as caught:
+        built(config | extra)
+    assert named in str(caught.value)
+
+
+def test_a_value_that_is_off_is_accepted():
+    off = dict(rope_scaling=None, per_layer_config={}, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+    built(GLA | off)
+    built(BAMBA | dict(is_causal=True, vision_feature_layer=None, number_of_conv_states=0))
+
+
+def test_every_type_has_its_keys():
+    assert {code.split("_fla")[0].split("_state")[0] for code in READ_KEYS} == set(glax.models.MODEL_TYPES)
+    assert all("vocab_size" in keys for keys in READ_KEYS.values())
+
+
+# ---- rotary positions ------------------------------------------------------------------------------------------------
+
+ROTARY = json.loads((MODELS / "rotary.json").read_text())
+
+
+@pytest.mark.parametrize("case", ROTARY, ids=lambda case: f"{case['config']['model_type']}-{case['kind']}")
+def test_inverse_frequencies_are_those_of_transformers(case):
+    """The expected numbers are float32."""
+    model = built(case["config"])
+    [rotation] = {layer.rotation for _, layer in nnx.iter_modules(model) if isinstance(layer, Attention)}
+    np.testing.assert_allclose(rotation.frequencies, case["frequencies"], rtol=5e-7)
+    assert rotation.factor == pytest.approx(case["factor"], rel=1e-12)
+    if case["long"] is not None:
+        np.testing.assert_allclose(rotation.long, case["long"], rtol=5e-7)
+
+
+def test_only_sequences_that_are_long_take_the_long_frequencies():
+    """Four sequences, of 3, 5, 0 and 2 tokens, by cu_seqlens and by segment_ids; and single tokens."""
+    rotation = Rotation((1.0, 0.1), 2.0, (0.5, 0.01), 4)
+    x = np.random.default_rng(0).normal(size=(1, 10, 3, 6)).astype(np.float32)
+    places = np.array([[0, 1, 2, 0, 1, 2, 3, 4, 0, 1]], np.int32)
+    short, long = (rotate(x, places, Rotation(each, 2.0)) for each in (rotation.frequencies, rotation.long))
+    is_long = np.array([0, 0, 0, 1, 1, 1, 1, 1, 0, 0], bool)[None, :, None, None]
+    want = np.where(is_long, long, short)
+    packed = Parallel((1, 10), cu_seqlens=np.array([0, 3, 8, 8, 10]))
+    np.testing.assert_array_equal(rotate(x, places, rotation, packed.last_positions), want)
+    segments = Parallel((1, 10), segment_ids=np.array([[3, 3, 3, 7, 7, 7, 7, 7, 1, 1]]))
+    np.testing.assert_array_equal(rotate(x, places, rotation, segments.last_positions), want)
+    plain = Parallel((2, 5))
+    last = plain.last_positions(np.array([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]]))
+    np.testing.assert_array_equal(last, [[4] * 5, [7] * 5])
+    np.testing.assert_array_equal(rotate(x[0], places[0], rotation, Step().last_positions)[7], long[0, 7])
+
+
+@pytest.mark.parametrize(
+    ("inside", "text"),
+    [
+        (
+            dict(rope_type="dynamic", factor=2.0),
+            "rope_type must be one of 'default', 'linear', 'llama3', 'longrope', 'yarn'",
+        ),
+        (dict(rope_type="linear"), "rope_type 'linear' must come with factor"),
+        (dict(rope_type="linear", factor=0), "rope_scaling.factor in config.json must be above 0, got 0"),
+        (dict(rope_type="yarn", factor=2.0, made_up=1), "rope_scaling.made_up=1"),
+        (dict(rope_type="longrope", short_factor=[1.0, 2.0], long_factor=[1.0]), "it must be 1 numbers above 0"),
+        (
+            dict(rope_type="llama3", factor=2.0, low_freq_factor=4, high_freq_factor=1),
+            "must be below high_freq_factor=1",
+        ),
+    ],
+    ids=lambda x: x["rope_type"] if isinstance(x, dict) else "",
+)
+def test_scalings_that_are_not_supported_are_named(inside, text):
+    with pytest.raises(ValueError) as caught:
+        built(BAMBA | dict(rope_scaling=inside))
+    assert text in str(caught.value)
