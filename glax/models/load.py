@@ -13,6 +13,7 @@ from glax.models import bamba, delta, falcon_h1, fla, granite, mamba2, minimax, 
 from glax.models.checkpoints import DTYPES, Weights, load_into
 from glax.models.config import ModelConfig, UnsupportedOption
 from glax.models.model import CausalLM, Precision
+from glax.models.quantization import DequantizedWeights, without_quantization
 from glax.models.shardings import partition_spec
 
 # model_type -> the function that builds such a model. docs/internals/models.md says how one is added.
@@ -82,9 +83,9 @@ def from_config(
     usual = jnp.dtype(jnp.float32)
     precision = Precision(floating("dtype", dtype) or usual, floating("param_dtype", param_dtype) or usual, rngs)
     if isinstance(config, Mapping):
-        parsed = ModelConfig.of(config)
+        parsed, _ = without_quantization(ModelConfig.of(config))
         return builder(parsed)(parsed, precision)
-    parsed = ModelConfig.read(Path(config))
+    parsed, _ = without_quantization(ModelConfig.read(Path(config)))
     model = builder(parsed)(parsed, precision)
     model.folder = str(Path(config).absolute())
     return model
@@ -98,6 +99,8 @@ def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh:
     config's (`Weights.activations`). Sums and states are float32 in every case. mesh: the
     mesh over which `glax.models.partition_spec` shards each parameter; the default device if None.
 
+    Weights in float8 with a scale for each block are dequantized to the config's dtype. `save_pretrained` writes them so.
+
     Nothing is downloaded. The folder of a snapshot of huggingface_hub works. Raises UnsupportedOption, which names the key and
     its value, for an option that is not supported. Raises ValueError, which lists the names, if weights are missing or left
     over.
@@ -107,9 +110,9 @@ def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh:
         raise TypeError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh returns it, got {type(mesh).__name__}")
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder: nothing is downloaded, so name the folder of a checkpoint")
-    config = ModelConfig.read(folder)
+    config, block = without_quantization(ModelConfig.read(folder))
     builder(config)  # raises for a type that is not supported, before the weights are looked for
-    weights = Weights(folder)
+    weights = Weights(folder) if block is None else DequantizedWeights(folder, config.values, block)
     wanted = weights.activations(config.values) if cast is None else cast
     model = abstract_model(config, wanted or jnp.float32)
 

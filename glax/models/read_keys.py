@@ -22,8 +22,8 @@ READ_WORDS = {
         "gradient_checkpointing hidden_act hidden_ratio hidden_size initializer_range intermediate_size "
         "load_in_8bit max_position_embeddings name_or_path norm_eps num_heads num_hidden_layers output_attentions "
         "output_hidden_states pad_token_id per_layer_config qk_activation qk_norm quant_method quantization_config "
-        "return_dict tie_word_embeddings use_beta use_cache use_gate use_l2warp use_output_norm use_short_conv "
-        "vocab_size "
+        "return_dict rope_parameters rope_scaling tie_word_embeddings use_beta use_cache use_gate use_l2warp "
+        "use_output_norm use_short_conv vocab_size "
     ),
     "falcon_h1": (
         "attention_bias attention_dropout attention_in_multiplier attention_out_multiplier attn_implementation "
@@ -45,8 +45,8 @@ READ_WORDS = {
         "gradient_checkpointing head_dim hidden_act hidden_ratio hidden_size initializer_range intermediate_size "
         "load_in_8bit max_position_embeddings name_or_path norm_eps num_heads num_hidden_layers num_v_heads "
         "output_attentions output_gate_activation output_hidden_states pad_token_id per_layer_config quant_method "
-        "quantization_config return_dict tie_word_embeddings use_cache use_gate use_l2warp use_short_conv "
-        "vocab_size "
+        "quantization_config return_dict rope_parameters rope_scaling tie_word_embeddings use_cache use_gate "
+        "use_l2warp use_short_conv vocab_size "
     ),
     "gla": (
         "attn attn_implementation attn_mode attnres_block_size clamp_min conv_size dequantize elementwise_affine "
@@ -54,8 +54,8 @@ READ_WORDS = {
         "fuse_norm fuse_swiglu gradient_checkpointing hidden_act hidden_ratio hidden_size initializer_range "
         "intermediate_size load_in_8bit max_position_embeddings name_or_path norm_eps num_heads num_hidden_layers "
         "num_kv_heads output_attentions output_hidden_states pad_token_id per_layer_config quant_method "
-        "quantization_config return_dict tie_word_embeddings use_cache use_l2warp use_output_gate use_short_conv "
-        "vocab_size "
+        "quantization_config return_dict rope_parameters rope_scaling tie_word_embeddings use_cache use_l2warp "
+        "use_output_gate use_short_conv vocab_size "
     ),
     "granitemoehybrid": (
         "attention_bias attention_dropout attention_multiplier attn_implementation attribute_map default_rope_type "
@@ -77,7 +77,8 @@ READ_WORDS = {
         "gradient_checkpointing hidden_act hidden_ratio hidden_size initializer_range intermediate_size "
         "load_in_8bit max_position_embeddings name_or_path norm_eps num_heads num_hidden_layers output_attentions "
         "output_hidden_states pad_token_id per_layer_config quant_method quantization_config return_dict "
-        "tie_word_embeddings use_cache use_l2warp use_lower_bound use_short_conv vocab_size "
+        "rope_parameters rope_scaling tie_word_embeddings use_cache use_l2warp use_lower_bound use_short_conv "
+        "vocab_size "
     ),
     "kda": (
         "allow_neg_eigval attn attn_implementation attn_mode attnres_block_size conv_size dequantize expand_v "
@@ -85,16 +86,17 @@ READ_WORDS = {
         "gradient_checkpointing head_dim hidden_act hidden_ratio hidden_size initializer_range intermediate_size "
         "load_in_8bit lower_bound max_position_embeddings name_or_path norm_eps num_heads num_hidden_layers "
         "num_v_heads output_attentions output_hidden_states pad_token_id per_layer_config quant_method "
-        "quantization_config return_dict safe_gate tie_word_embeddings use_cache use_l2warp use_short_conv "
-        "vocab_size "
+        "quantization_config return_dict rope_parameters rope_scaling safe_gate tie_word_embeddings use_cache "
+        "use_l2warp use_short_conv vocab_size "
     ),
     "mamba2": (
         "attn_implementation chunk_size conv_kernel dequantize expand experts_implementation "
         "gradient_checkpointing head_dim hidden_act hidden_size initializer_range kv_sharing_modes "
         "layer_norm_epsilon layer_types load_in_8bit n_groups name_or_path num_heads num_hidden_layers "
         "number_of_conv_states output_hidden_states per_layer_config quant_method quantization_config "
-        "rescale_prenorm_residual residual_in_fp32 return_dict state_size tie_word_embeddings time_step_floor "
-        "time_step_limit time_step_max time_step_min time_step_rank use_bias use_cache use_conv_bias vocab_size "
+        "rescale_prenorm_residual residual_in_fp32 return_dict rope_parameters rope_scaling state_size "
+        "tie_word_embeddings time_step_floor time_step_limit time_step_max time_step_min time_step_rank use_bias "
+        "use_cache use_conv_bias vocab_size "
     ),
     "mamba2_fla": (
         "A_init_range D_has_hdim attn attn_implementation chunk_size conv_init conv_kernel dequantize "
@@ -102,8 +104,8 @@ READ_WORDS = {
         "fuse_linear_cross_entropy gradient_checkpointing head_dim hidden_act hidden_size initializer_range "
         "load_in_8bit max_position_embeddings n_groups name_or_path norm_before_gate norm_eps num_heads "
         "num_hidden_layers output_attentions output_hidden_states per_layer_config quant_method "
-        "quantization_config rescale_prenorm_residual residual_in_fp32 return_dict rmsnorm state_size "
-        "tie_word_embeddings use_bias use_cache use_conv_bias use_l2warp vocab_size "
+        "quantization_config rescale_prenorm_residual residual_in_fp32 return_dict rmsnorm rope_parameters "
+        "rope_scaling state_size tie_word_embeddings use_bias use_cache use_conv_bias use_l2warp vocab_size "
     ),
     "mamba2_state_spaces": (
         "attn_cfg attn_layer_idx d_intermediate d_model fused_add_norm n_layer pad_vocab_size_multiple "
@@ -131,9 +133,9 @@ READ_WORDS = {
         "n_routed_experts name_or_path norm_topk_prob num_attention_heads num_experts_per_tok num_hidden_layers "
         "num_key_value_heads num_local_experts num_logits_to_keep number_of_conv_states output_attentions "
         "output_hidden_states output_router_logits per_layer_config quant_method quantization_config "
-        "rescale_prenorm_residual return_dict routed_scaling_factor ssm_state_size tie_word_embeddings "
-        "time_step_floor time_step_max time_step_min topk_group use_bias use_conv_bias use_mamba_kernels "
-        "vision_aspect_ratio vision_feature_layer vision_feature_select_strategy vocab_size "
+        "rescale_prenorm_residual return_dict rope_parameters rope_scaling routed_scaling_factor ssm_state_size "
+        "tie_word_embeddings time_step_floor time_step_max time_step_min topk_group use_bias use_conv_bias "
+        "use_mamba_kernels vision_aspect_ratio vision_feature_layer vision_feature_select_strategy vocab_size "
     ),
     "qwen3_next": (
         "attention_bias attention_dropout attn_implementation decoder_sparse_step default_rope_type dequantize "
@@ -154,7 +156,8 @@ READ_WORDS = {
         "gradient_checkpointing hidden_act hidden_ratio hidden_size initializer_range intermediate_size "
         "load_in_8bit max_position_embeddings name_or_path norm_eps num_heads num_hidden_layers num_kv_heads "
         "output_attentions output_hidden_states pad_token_id per_layer_config quant_method quantization_config "
-        "return_dict tie_word_embeddings use_cache use_l2warp use_output_gate vocab_size "
+        "return_dict rope_parameters rope_scaling tie_word_embeddings use_cache use_l2warp use_output_gate "
+        "vocab_size "
     ),
     "rwkv6": (
         "attn attn_implementation attn_mode dequantize expand_k expand_v experts_implementation fuse_cross_entropy "
@@ -162,7 +165,7 @@ READ_WORDS = {
         "hidden_size initializer_range intermediate_size load_in_8bit max_position_embeddings name_or_path "
         "norm_bias norm_eps norm_first num_heads num_hidden_layers output_attentions output_hidden_states "
         "pad_token_id per_layer_config proj_low_rank_dim quant_method quantization_config return_dict "
-        "tie_word_embeddings use_cache use_l2warp vocab_size "
+        "rope_parameters rope_scaling tie_word_embeddings use_cache use_l2warp vocab_size "
     ),
     "zamba2": (
         "adapter_rank add_bias_linear attention_dropout attention_head_dim attention_hidden_size "

@@ -4,9 +4,11 @@ import json
 import logging
 import pathlib
 
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 import glax.models
 from glax.models.read_keys import READ_KEYS
@@ -40,7 +42,7 @@ def test_a_key_that_the_models_own_code_does_not_read_is_named_once_and_saved(ca
 @pytest.mark.parametrize(
     ("config", "extra", "named"),
     [
-        (GLA, dict(rope_scaling=dict(type="linear", factor=2.0)), "'gla': rope_scaling={'type'"),
+        (GLA, dict(rope_scaling=dict(type="linear", factor=2.0)), "'gla': rope_scaling={'factor'"),
         (GLA, dict(per_layer_config={"0": dict(num_heads=4)}), "'gla': per_layer_config={'0'"),
         (BAMBA, dict(is_causal=False), "'bamba': is_causal=False"),
     ],
@@ -118,4 +120,47 @@ def test_only_sequences_that_are_long_take_the_long_frequencies():
 def test_scalings_that_are_not_supported_are_named(inside, text):
     with pytest.raises(ValueError) as caught:
         built(BAMBA | dict(rope_scaling=inside))
+    assert text in str(caught.value)
+
+
+# ---- float8 ----------------------------------------------------------------------------------------------------------
+
+
+def test_float8_weights_are_read_with_the_scale_of_each_block(tmp_path):
+    """Blocks of 8 x 12 do not divide the weights. The product is that of float64, rounded once to float32."""
+    model = glax.models.from_config(GLA, rngs=nnx.Rngs(0))
+    glax.models.save_pretrained(model, tmp_path)
+    rng, tensors, want = np.random.default_rng(0), load_file(tmp_path / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, columns = tensors[name].shape
+        tensors[name] = weight = rng.normal(size=(rows, columns)).astype(ml_dtypes.float8_e4m3fn)
+        scale = rng.uniform(0.5, 2, (-(-rows // 8), -(-columns // 12))).astype(np.float32)
+        tensors[name + "_scale_inv"] = scale
+        at = np.arange(rows)[:, None] // 8, np.arange(columns)[None] // 12
+        want[name] = (weight.astype(np.float64) * scale.astype(np.float64)[at]).astype(np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantization = dict(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", weight_block_size=[8, 12])
+    (tmp_path / "config.json").write_text(json.dumps(GLA | dict(dtype="float32", quantization_config=quantization)))
+    read = glax.models.from_pretrained(tmp_path)
+    np.testing.assert_array_equal(read.blocks[0].attn.query.kernel[...].T, want["model.layers.0.attn.q_proj.weight"])
+    glax.models.save_pretrained(read, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert not [name for name in saved if "scale" in name]
+    for name, value in want.items():
+        np.testing.assert_array_equal(saved[name], value)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "text"),
+    [
+        (dict(quant_method="modelopt"), "quant_method must be 'fp8', got 'modelopt'. Otherwise load the checkpoint"),
+        (dict(quant_method="fp8", activation_scheme="static"), "quantization_config.activation_scheme='static'"),
+        (dict(quant_method="fp8", weight_block_size=[0, 1]), "weight_block_size must be two integers"),
+    ],
+    ids=lambda x: next(reversed(x)) if isinstance(x, dict) else "",
+)
+def test_other_quantizations_are_refused_with_the_remedy(quantization, text):
+    with pytest.raises(glax.models.UnsupportedOption) as caught:
+        built(GLA | dict(quantization_config=quantization))
     assert text in str(caught.value)

@@ -1,0 +1,114 @@
+"""Read checkpoints whose weights are stored in float8 with one scale for each block, and refuse other quantizations by name."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from glax.models.checkpoints import Weights, named_dtype
+from glax.models.config import ModelConfig, Options
+
+KEY, SCALE, FLOAT8 = "quantization_config", "_scale_inv", "F8_E4M3"
+REMEDY = (
+    "load the checkpoint that it was made from, or dequantize it with transformers: model.dequantize(), then "
+    "save_pretrained"
+)
+# Options of quantization_config that say which weights are quantized, which the files say too, or that choose kernels.
+IGNORED = ("dequantize", "fmt", "ignored_layers", "modules_to_convert", "modules_to_not_convert")
+
+
+def without_quantization(config: ModelConfig) -> tuple[ModelConfig, tuple[int, int] | None]:
+    """Return the config without `quantization_config`, and the (rows, columns) of a block that shares one scale.
+
+    The block is (0, 0) if it is the whole weight, and None if nothing is quantized. Raises UnsupportedOption for another
+    quantization than float8 with scales of its weights.
+    """
+    values = config.values
+    given = values.pop(KEY, None)
+    if not given:
+        return (config if given is None else ModelConfig.of(values)), None
+    options = Options(config.values, frozenset(config.values))
+    inner = options.part(KEY, given)
+    method = inner.take("quant_method", None)
+    if method != "fp8":
+        raise options.unsupported(KEY, f"quant_method must be 'fp8', got {method!r}. Otherwise {REMEDY}")
+    inner.choice("activation_scheme", "dynamic", ("dynamic",))
+    inner.choice("scale_fmt", "float", ("float",))
+    inner.choice("expert_dtype", "fp8", ("fp8",))
+    inner.ignore(*IGNORED)
+    block = inner.take("weight_block_size", (128, 128))
+    inner.finish()
+    return ModelConfig.of(values), block_size(options, block)
+
+
+def block_size(options: Options, block: Any) -> tuple[int, int]:
+    if block is None:
+        return 0, 0
+    is_pair = isinstance(block, list | tuple) and len(block) == 2
+    if not is_pair or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block):
+        raise options.unsupported(KEY, f"weight_block_size must be two integers of at least 1, got {block!r}")
+    return block[0], block[1]
+
+
+class DequantizedWeights(Weights):
+    """Hold the tensors of a folder whose weights may be float8. Such a weight [..., rows, columns] is read as
+
+        weight[i, j] * scale[i // block[0], j // block[1]]
+
+    formed in float32 and rounded to the config's dtype, bfloat16 if it names none. The scale is the tensor of the same name with
+    "_scale_inv" behind it. The models' own code also rounds activations to float8, and glax does not.
+    """
+
+    def __init__(self, folder: Path, config: Mapping, block: tuple[int, int]):
+        super().__init__(folder)
+        self.block, self.headers = block, {}
+        self.to = named_dtype(config) or jnp.dtype(jnp.bfloat16)
+
+    def is_float8(self, name: str) -> bool:
+        return self.header(name).get_dtype() == FLOAT8
+
+    def names(self) -> set[str]:
+        return {name for name in self.files if not self.is_scale(name)}
+
+    def is_scale(self, name: str) -> bool:
+        weight = name.removesuffix(SCALE)
+        return weight != name and weight in self.files and self.is_float8(weight)
+
+    def dtype(self, name: str) -> jnp.dtype:
+        return self.to if self.is_float8(name) else super().dtype(name)
+
+    def read(self, name: str) -> np.ndarray:
+        if not self.is_float8(name):
+            return super().read(name)
+        if name + SCALE not in self.files:
+            raise ValueError(f"{name} in {self.files[name]} is float8 and must come with {name + SCALE}")
+        weight, scale = self.float8(name), np.asarray(super().read(name + SCALE), np.float32)
+        return (weight.astype(np.float32) * self.by_element(name, weight.shape, scale)).astype(self.to)
+
+    def by_element(self, name: str, shape: tuple[int, ...], scale: np.ndarray) -> np.ndarray:
+        """Return the scale of each element, or one number. Raises ValueError if the scales do not fit the blocks."""
+        if scale.size == 1:
+            return scale.reshape(())
+        rows, columns = shape[-2:]
+        block = [size or whole for size, whole in zip(self.block, (rows, columns), strict=True)]
+        wanted = (*shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
+        if scale.shape != wanted:
+            raise ValueError(
+                f"{name + SCALE} in {self.files[name + SCALE]} must be {list(wanted)} for blocks of {block}, got {scale.shape}"
+            )
+        wide = np.repeat(np.repeat(scale, block[0], -2), block[1], -1)
+        return wide[..., :rows, :columns]
+
+    def float8(self, name: str) -> np.ndarray:
+        """Return a float8 tensor, which safetensors does not read into NumPy."""
+        path, stored = self.files[name], self.stored.get(name, name)
+        if path not in self.headers:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                self.headers[path] = 8 + length, json.loads(file.read(length))
+        start, header = self.headers[path]
+        shape, offset = tuple(header[stored]["shape"]), header[stored]["data_offsets"][0]
+        return np.memmap(path, jnp.float8_e4m3fn, "r", start + offset, shape)
