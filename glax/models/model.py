@@ -159,7 +159,7 @@ class CausalLM(nnx.Module):
         """Return the rows that the head reads, [B, T, width]."""
         tokens = self.checked(tokens, "[B, T]")
         rows = parallel_rows(tokens.shape, None, segment_ids, pad_id)
-        x, _ = self.through(self.embed(tokens), [{}] * len(self.blocks), rows)
+        x, _ = self.through(rows.without_padding(self.embed(tokens)), [{}] * len(self.blocks), rows)
         return self.norm(x)
 
     def extend_hidden(self, tokens: Int[Array, "B T"], states: list[dict]) -> tuple[Array, list[dict]]:
@@ -174,7 +174,7 @@ class CausalLM(nnx.Module):
         tokens = self.checked(tokens, "[T]")
         rows = parallel_rows(tokens.shape, cu_seqlens)
         states, slots = from_pool(pools, slots, rows.num_sequences, fresh)
-        x, states = self.through(self.embed(tokens), states, rows)
+        x, states = self.through(rows.without_padding(self.embed(tokens)), states, rows)
         return self.norm(x), into_pool(pools, slots, states)
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:

@@ -26,6 +26,7 @@ def next_token_loss(
     x, targets = x.reshape(-1, T, x.shape[-1]), targets.reshape(-1, T)
     parts = min(-(-targets.size // ROWS), T) or 1
     padding = -T % parts
+    x = jnp.where((targets >= 0)[..., None], x, 0)  # rows that do not count are in no product, whatever they hold
     x = jnp.pad(x, ((0, 0), (0, padding), (0, 0)))
     targets = jnp.pad(targets, ((0, 0), (0, padding)), constant_values=-1)
     count = jnp.maximum((targets >= 0).sum(), 1).astype(jnp.float32)

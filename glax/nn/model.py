@@ -13,6 +13,7 @@ from glax._src.api.recurrent import recurrent_gla
 from glax._src.core.bind import check_integers, known_values
 from glax._src.core.recurrence import to_int32
 from glax.nn.gla import GatedLinearAttention
+from glax.nn.layer import parallel_rows
 from glax.nn.mlp import SwiGLU
 from glax.nn.parts import check_sizes
 
@@ -114,7 +115,8 @@ class ByteLM(nnx.Module):
         def attend(attention, x, state):
             return attention(x, state, segment_ids=segment_ids, pad_id=pad_id)
 
-        return self.through(attend, tokens, states)
+        rows = parallel_rows(tokens.shape, None, segment_ids, pad_id)
+        return self.through(attend, rows.without_padding(self.embed(tokens)), states)
 
     def prefill_into(
         self,
@@ -131,7 +133,8 @@ class ByteLM(nnx.Module):
         def attend(attention, x, pool):
             return attention.prefill_into(x, pool, slots, cu_seqlens, fresh)
 
-        return self.through(attend, tokens, pools)
+        rows = parallel_rows(tokens.shape, cu_seqlens)
+        return self.through(attend, rows.without_padding(self.embed(tokens)), pools)
 
     prefill = prefill_into  # the name that the models of `glax.models` have for it
 
@@ -143,14 +146,17 @@ class ByteLM(nnx.Module):
         With slots, `states` are pools. A slot of -1 is no sequence, and its logits have no meaning.
         """
         tokens = checked_tokens("tokens", tokens, "[B]", BYTES, "hold bytes,")
-        return self.through(lambda attention, x, state: attention.step(x, state, slots), tokens, states)
+        return self.through(lambda attention, x, state: attention.step(x, state, slots), self.embed(tokens), states)
 
     def initial_states(self, batch: int, max_length: int | None = None) -> States:
         """Return the empty states of `batch` sequences. Their size does not depend on the length, so max_length has no effect."""
         return tuple(block.attention.initial_state(batch) for block in self.blocks)
 
-    def through(self, attend: Callable, tokens: Int[Array, "*rows"], states: States) -> tuple[Array, States]:
-        x, after = embedded(self.embedding.embedding[...], tokens), []
+    def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:
+        return embedded(self.embedding.embedding[...], tokens)
+
+    def through(self, attend: Callable, x: Float[Array, "*rows width"], states: States) -> tuple[Array, States]:
+        after = []
         for block, state in zip(self.blocks, states, strict=True):
             x, state = block.through(attend, x, state)
             after.append(state)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from glax._src.core.recurrence import to_int32
 from glax._src.core.segments import differs_from_padding
@@ -75,6 +75,17 @@ class Parallel:
             raise ValueError(
                 f"initial_state must have one row for each of the {self.num_sequences} sequences, got shape {state.shape}"
             )
+
+    def without_padding(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Return x with zeros in the rows of padding. What they hold then reaches no product of rows, such as the gradient of a
+        parameter."""
+        if self.cu_seqlens is not None:
+            is_token = jnp.broadcast_to(jnp.arange(self.shape[-1]) < self.cuts[-1], self.shape)
+        elif self.segment_ids is not None and self.pad_id is not None:
+            is_token = self.segments.is_token
+        else:
+            return x
+        return jnp.where(is_token[..., None], x, 0)
 
     # ---- the recurrence ----------------------------------------------------------------------------------------------
 
