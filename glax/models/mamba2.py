@@ -1,6 +1,7 @@
 """Build Mamba-2 from configs of transformers, flash-linear-attention and the state-spaces repository."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ from glax.models.activations import FLA, TRANSFORMERS
 from glax.models.config import NO_EFFECT, ModelConfig, Options
 from glax.models.model import CausalLM, Precision
 from glax.models.names import Names, renamed
-from glax.nn.mamba2 import Mamba2
-from glax.nn.norms import RMSNorm
-from glax.nn.passes import Rows
+from glax.nn import Attention, Mamba2, RMSNorm, ShortConvolution
+from glax.nn.layer import Layer
+from glax.nn.parts import EMBED, HEADS, linear
+from glax.nn.passes import Rows, State
 
 # Options that fla's configs have and those of transformers have not.
 OF_FLA = (
@@ -33,14 +35,42 @@ ALIASES = (("backbone.embedding.weight", "backbone.embeddings.weight"),)  # tran
 ORIGINAL = (*BACKBONE[: len(MIXER)], (r"^embedding\.", "backbone.embedding."), *BACKBONE[len(MIXER) + 1 :])
 
 
+class FusedAttention(Attention):
+    """Compute softmax attention whose q, k and v come from one projection, and pass through one convolution if conv_size is
+    above 0, as in the state-spaces repository."""
+
+    def __init__(self, width: int, *, conv_size: int, bias: bool, **options):
+        super().__init__(width, **options)
+        given: dict[str, Any] = {name: options[name] for name in ("dtype", "param_dtype", "rngs")}
+        for name in ("query", "key", "value"):
+            delattr(self, name)
+        inside = (self.num_heads + 2 * self.num_kv_heads) * self.head_width
+        self.input = linear(width, inside, (EMBED, HEADS), bias=bias, kernel_init=options["kernel_init"], **given)
+        self.conv = ShortConvolution(inside, conv_size, bias=True, activation=None, **given) if conv_size else None
+
+    def empty_state(self, batch: int, max_length: int | None = None) -> dict:
+        state: dict[str, Any] = dict(attn=super().empty_state(batch, max_length))
+        return state if self.conv is None else state | dict(conv=self.conv.initial_state(batch))
+
+    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+        qkv, after = self.input(x), {}
+        if self.conv is not None:
+            qkv, conv = self.conv.mix(qkv, {"recurrent": state["conv"]} if "conv" in state else {}, rows)
+            after = dict(conv=conv["recurrent"])
+        queries, keys = self.num_heads * self.head_width, self.num_kv_heads * self.head_width
+        q, k, v = jnp.split(qkv, [queries, queries + keys], axis=-1)
+        y, cache = self.attend(q, k, v, state.get("attn", {}), rows)
+        return y, after | dict(attn=dict(cache))
+
+
 class Mamba2Block(nnx.Module):
     """Compute x + mixer(norm(x)). With residual_in_fp32, x is float32 between blocks."""
 
-    def __init__(self, norm: RMSNorm, mixer: Mamba2, dtype: jnp.dtype, residual_in_fp32: bool):
+    def __init__(self, norm: RMSNorm, mixer: Layer, dtype: jnp.dtype, residual_in_fp32: bool):
         self.norm, self.mixer, self.dtype, self.residual_in_fp32 = norm, mixer, dtype, residual_in_fp32
 
     def empty_state(self, batch: int, max_length: int | None) -> dict:
-        return self.mixer.empty_state(batch)
+        return self.mixer.empty_state(batch, max_length)
 
     def mix(self, x: Float[Array, "*rows width"], state: dict, rows: Rows) -> tuple[Array, dict]:
         y, after = self.mixer.mix(self.norm(x.astype(self.dtype)), state, rows)
@@ -156,7 +186,9 @@ def assemble(
     deviation: float,
     vocabulary: int,
     names: tuple = BACKBONE,
+    attention: Mapping[str, Any] | None = None,
 ) -> CausalLM:
+    """Return the model. attention: the layers of softmax attention, and the arguments of `FusedAttention` in them."""
     sizes = dict(sizes)
     width, layers = sizes.pop("width"), sizes.pop("layers")
     tied, in_fp32 = options.flag("tie_word_embeddings", False), options.flag("residual_in_fp32", True)
@@ -168,15 +200,14 @@ def assemble(
         return RMSNorm(width, epsilon=eps, param_dtype=precision.param_dtype)
 
     init = nnx.initializers.normal(deviation)
-    blocks = [
-        Mamba2Block(
-            norm(),
-            Mamba2(width, norm_eps=eps, kernel_init=init, **sizes, **mixer, **precision.options),
-            precision.dtype,
-            in_fp32,
-        )
-        for _ in range(layers)
-    ]
+    softmax, arguments = ((), {}) if attention is None else (attention["layers"], attention["arguments"])
+
+    def mixer_of(layer: int) -> Layer:
+        if layer in softmax:
+            return FusedAttention(width, kernel_init=init, **arguments, **precision.options)
+        return Mamba2(width, norm_eps=eps, kernel_init=init, **sizes, **mixer, **precision.options)
+
+    blocks = [Mamba2Block(norm(), mixer_of(layer), precision.dtype, in_fp32) for layer in range(layers)]
     return CausalLM(
         config,
         blocks,
@@ -199,9 +230,7 @@ def original(config: ModelConfig, precision: Precision) -> CausalLM:
     options = Options(config.values, NO_EFFECT | {"fused_add_norm"}, model_type="mamba2", code="mamba2_state_spaces")
     width, layers = options.integer("d_model"), options.integer("n_layer")
     options.choice("d_intermediate", 0, (0,))
-    for key in ("attn_layer_idx", "attn_cfg"):
-        if options.take(key, None):
-            raise options.unsupported(key, "softmax attention is not supported in this form of Mamba-2")
+    attention = attention_of(options, width, layers)
     options.choice("rms_norm", True, (True,))
     multiple = options.integer("pad_vocab_size_multiple", 8)
     vocabulary = -(-options.integer("vocab_size", 50277) // multiple) * multiple
@@ -236,6 +265,38 @@ def original(config: ModelConfig, precision: Precision) -> CausalLM:
     )
     inner.finish()
     shared = Options(dict(tie_word_embeddings=tied, residual_in_fp32=in_fp32, vocab_size=vocabulary))
-    return assemble(
-        shared, config, precision, sizes, mixer, eps=1e-5, deviation=0.02, vocabulary=vocabulary, names=ORIGINAL
+    more: dict[str, Any] = dict(eps=1e-5, deviation=0.02, vocabulary=vocabulary, names=ORIGINAL, attention=attention)
+    return assemble(shared, config, precision, sizes, mixer, **more)
+
+
+def attention_of(options: Options, width: int, layers: int) -> dict[str, Any] | None:
+    """Return the layers of softmax attention and the arguments of `FusedAttention`, or None if there are none."""
+    chosen, given = options.take("attn_layer_idx", None) or [], options.take("attn_cfg", None) or {}
+    if not isinstance(chosen, list) or not all(isinstance(layer, int) and layer in range(layers) for layer in chosen):
+        raise options.unsupported("attn_layer_idx", f"it must hold layers from 0 to {layers - 1}")
+    if not chosen:
+        return None
+    inner = options.part("attn_cfg", given)
+    heads = inner.integer("num_heads")
+    kv_heads = inner.integer("num_heads_kv", None, optional=True) or heads
+    if heads % kv_heads:
+        raise inner.unsupported("num_heads_kv", f"it must divide num_heads={heads}")
+    head_width = inner.integer("head_dim", None, optional=True) or width // heads
+    inner.choice("causal", False, (True,))
+    inner.choice("mlp_dim", 0, (0,))
+    inner.choice("rotary_emb_interleaved", False, (False,))
+    rotary, base = inner.integer("rotary_emb_dim", 0, least=0), inner.number("rotary_emb_base", 10000.0, above=0)
+    if rotary % 2 or rotary > head_width:
+        raise inner.unsupported("rotary_emb_dim", f"it must be even and at most head_dim={head_width}")
+    arguments = dict(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_width=head_width,
+        scale=inner.number("softmax_scale", None, optional=True),
+        conv_size=inner.integer("d_conv", 0, least=0),
+        bias=inner.flag("qkv_proj_bias", True),
+        output_bias=inner.flag("out_proj_bias", True),
+        **(dict(theta=base, rotary_width=rotary) if rotary else dict(theta=None)),
     )
+    inner.finish()
+    return dict(layers=tuple(chosen), arguments=arguments)

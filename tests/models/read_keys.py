@@ -71,7 +71,7 @@ def fixtures_of(kind: str) -> list[dict]:
     found = []
     for path in sorted((HERE / "fixtures").glob("*/config.json")):
         name, values = path.parent.name, json.loads(path.read_text(), object_hook=number_or_object)
-        if values["model_type"] != kind.removesuffix("_fla") or ("_fla" in name) != kind.endswith("_fla"):
+        if values.get("model_type") != kind.removesuffix("_fla") or ("_fla" in name) != kind.endswith("_fla"):
             continue
         found.append(values)
     return found

@@ -25,6 +25,7 @@ READ_IN_ALL_WAYS = [
     "gla_options",
     "hgrn2",
     "kda_options",
+    "mamba2_attention",
     "mamba2_options",
     "nemotron_h",
     "qwen3_next",

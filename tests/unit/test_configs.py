@@ -164,3 +164,25 @@ def test_other_quantizations_are_refused_with_the_remedy(quantization, text):
     with pytest.raises(glax.models.UnsupportedOption) as caught:
         built(GLA | dict(quantization_config=quantization))
     assert text in str(caught.value)
+
+
+# ---- softmax attention of the state-spaces repository ----------------------------------------------------------------
+
+STATE_SPACES = dict(d_model=16, n_layer=2, vocab_size=32, ssm_cfg=dict(layer="Mamba2", d_state=8, headdim=8))
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (dict(attn_layer_idx=[2]), "attn_layer_idx=[2] in config.json is not supported"),
+        (dict(attn_layer_idx=[1], attn_cfg=dict(num_heads=2)), "attn_cfg.causal=False in config.json is not supported"),
+        (dict(attn_layer_idx=[1], attn_cfg=dict(num_heads=2, causal=True, mlp_dim=8)), "attn_cfg.mlp_dim=8"),
+        (dict(attn_layer_idx=[1], attn_cfg=dict(num_heads=2, causal=True, made_up=1)), "attn_cfg.made_up=1"),
+        (dict(d_intermediate=8), "d_intermediate=8 in config.json is not supported for model_type 'mamba2'"),
+    ],
+    ids=str,
+)
+def test_options_of_state_spaces_that_are_not_supported_are_named(more, text):
+    with pytest.raises(ValueError) as caught:
+        built(STATE_SPACES | more)
+    assert text in str(caught.value)
