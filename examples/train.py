@@ -28,7 +28,10 @@ def main():
             print(f"step {step}/{config.steps}: {loss:.4f} nats/token, {tokens / seconds:,.0f} tokens/s", flush=True)
         return False
 
-    model, history = train(config, each_step)
+    def begin(beginning):
+        print(f"start: {beginning.start}; {beginning.tokens:,} tokens; step {beginning.step} of {config.steps} is done")
+
+    model, history = train(config, each_step, begin)
     share = utilisation(model, 1.0, config.data * config.sequence)
     if share is not None:
         print(f"MFU is tokens/s times {share:.2e}")

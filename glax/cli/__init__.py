@@ -12,7 +12,7 @@ import jax
 
 from glax._version import __version__
 from glax.cli import bench, cache, check, demo, doctor, generate, train, tune
-from glax.cli.errors import UsageError
+from glax.cli.errors import UsageError, reason
 from glax.cli.usable import require_usable_jax
 from glax.testing.check import one_line
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return UNREAD
     except OSError as error:  # a full disk or a closed output; the system's message names it
         discard_output()
-        return ended(name, f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+        return ended(name, reason(error), 1)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             return ended(name, f"there is not enough memory: {one_line(error)}: take a smaller problem", 1)

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from glax.cli.arguments import INT32, a_path, within
-from glax.cli.errors import UsageError
+from glax.cli.errors import UsageError, reason
 from glax.cli.packages import require
 
 PACKAGES = ("flax", "matplotlib", "optax", "orbax", "rich", "safetensors")
@@ -16,8 +16,8 @@ def add_parser(subparsers):
         "train",
         help="train or fine-tune a model on a text",
         description="Trains the model of a TOML or JSON config on a text: glax.models.training.TrainingConfig lists its "
-        "keys. A run that was interrupted resumes from its newest checkpoint. The folder `model` in its output "
-        "is what glax, fla and transformers load.",
+        "keys. A run that was interrupted resumes from its newest whole checkpoint, if its model, text and recipe are the "
+        "same. The folder `model` in its output is what glax, fla and transformers load.",
     )
     parser.add_argument("config", type=a_path, metavar="CONFIG", help="a file in TOML or JSON")
     parser.add_argument("--steps", type=within(1, INT32), metavar="N", help="instead of the config's")
@@ -30,17 +30,21 @@ def run(args) -> int:
     from rich.console import Console
 
     from glax.models.training import TrainingConfig, train
+    from glax.nn.train import NotFiniteLoss
 
     changes = dict(steps=args.steps, out=None if args.out is None else str(args.out))
     try:
         config = TrainingConfig.read(args.config, **{name: x for name, x in changes.items() if x is not None})
-    except (ValueError, TypeError) as error:
-        raise UsageError(str(error)) from None
+    except (ValueError, TypeError, OSError) as error:
+        raise UsageError(reason(error)) from None
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         history, finished = shown(config, train, console)
-    except ValueError as error:  # the model's config, the text or the tokenizer is wrong
+    except ValueError as error:  # the model's config, the text, the tokenizer or the folder is wrong
         raise UsageError(str(error)) from error
+    except NotFiniteLoss as error:
+        print(f"glax train: {error}", file=sys.stderr)
+        return 1
     plot = Path(config.out) / "loss.png"
     save_plot(plot, history)
     held = list(history.held_out.values())
@@ -55,26 +59,40 @@ def shown(config, train, console):
     import jax
 
     from glax.cli.interrupt import noted_interrupt
-    from glax.models.training import make_model, utilisation
+    from glax.models.training import utilisation
 
-    model, _ = make_model(config)
     devices, tokens = config.data * config.sequence, config.batch * config.length
-    parameters = sum(x.size for x in jax.tree.leaves(model_parameters(model)))
-    console.print(f"{parameters:,} parameters; {config.steps} steps of {config.batch} x {config.length} tokens")
-    every, seconds = math.ceil(config.steps / 20), []
+    every, seconds, models = math.ceil(config.steps / 20), [], []
     with noted_interrupt() as interrupt, bar(console, config.steps) as update:
+
+        def begin(beginning):
+            models.append(beginning.model)
+            parameters = sum(x.size for x in jax.tree.leaves(model_parameters(beginning.model)))
+            console.print(
+                f"start: {beginning.start}; {parameters:,} parameters\n"
+                f"text: {config.text}, {beginning.tokens:,} tokens to train on, {beginning.held_out:,} held out\n"
+                f"{config.steps} steps of {config.batch} x {config.length} tokens: {resumption(beginning.step, config)}"
+            )
 
         def each_step(step: int, loss: float, took: float) -> bool:
             seconds.append(took)
             recent = sorted(seconds[1:][-50:]) or [took]  # the first step compiles
             rate = tokens / recent[len(recent) // 2]
-            share = utilisation(model, rate, devices)
+            share = utilisation(models[0], rate, devices)
             mfu = "" if share is None else f", MFU {share:.1%}"
             update(step, f"{loss:.3f} nats/token, {rate:,.0f} tokens/s{mfu}", step % every == 0 or step == config.steps)
             return interrupt.requested
 
-        _, history = train(config, each_step)
+        _, history = train(config, each_step, begin)
     return history, not interrupt.requested
+
+
+def resumption(step: int, config) -> str:
+    """Return in words where the run begins."""
+    if step == 0:
+        return f"a new run in {config.out}"
+    left = "resumes" if step < config.steps else "no step is left; the model is written again"
+    return f"{config.out} has step {step}: {left}"
 
 
 def model_parameters(model):

@@ -1,5 +1,6 @@
 """Convert text to tokens and back, by a file of the package `tokenizers` or as bytes."""
 
+import hashlib
 import importlib.util
 import os
 import warnings
@@ -17,9 +18,15 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
-    """Convert text to tokens and back. vocabulary: one more than the largest token."""
+    """Convert text to tokens and back.
+
+    vocabulary: one more than the largest token. source, sha256: the file and the digest of its content; "bytes" and "" for
+    `Bytes`.
+    """
 
     vocabulary: int
+    source: str
+    sha256: str
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -29,7 +36,7 @@ class Tokenizer(Protocol):
 class Bytes:
     """Take each byte of the UTF-8 text as a token. Bytes that the command line could not decode stand for themselves."""
 
-    vocabulary = BYTES
+    vocabulary, source, sha256 = BYTES, "bytes", ""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "surrogateescape"))
@@ -52,6 +59,7 @@ class FromFile:
         import tokenizers
 
         _, raw = read_regular(path)
+        self.source, self.sha256 = str(path), hashlib.sha256(raw).hexdigest()
         try:
             self.inner = tokenizers.Tokenizer.from_buffer(raw)
         except Exception as error:  # the package raises the class Exception itself

@@ -2,37 +2,52 @@
 
 import dataclasses
 import functools
-import json
+import hashlib
+import math
 import shutil
 import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glax import parallel
 from glax._src.core.bind import check_real
-from glax._src.core.files import replacing
+from glax._src.core.files import parse, read_regular, replacing
 from glax.models.folders import has_weights
 from glax.models.load import from_config, from_pretrained
 from glax.models.model import REMAT, CausalLM
 from glax.models.qwen3_next import FusedGatedDeltaNet
+from glax.models.runs import (
+    CHECKPOINTS,
+    Checkpoints,
+    History,
+    by_name,
+    check_record,
+    content,
+    digest,
+    is_finite,
+    locked,
+    read_history,
+    write_history,
+)
 from glax.models.saving import save_pretrained
 from glax.models.tokens import TOKENIZER, Tokenizer, find_tokenizer, read_tokens
 from glax.nn import LightningAttention, Mamba2
 from glax.nn.linear_attention import LinearAttention
 from glax.nn.rwkv6 import RWKV6Attention
-from glax.nn.train import Recipe
+from glax.nn.train import NotFiniteLoss, Recipe
 
 DTYPES = ("float32", "bfloat16")
+SEEDS, INT32 = 2**63 - 1, 2**31 - 1  # the most that jax.random.key takes, and a dimension or a counter of steps
 RECURRENT = (
     LinearAttention,
     LightningAttention,
@@ -40,6 +55,8 @@ RECURRENT = (
     RWKV6Attention,
     FusedGatedDeltaNet,
 )  # with a field `recurrence`
+# What a resumed run has in common with the run that wrote its checkpoints, beside the start, the text and the tokenizer.
+RECIPE = ("batch", "length", "learning_rate", "warmup", "weight_decay", "clip", "dtype", "seed")
 HELD_OUT = 0.05  # the share of tokens at the end that is held out
 EVALUATED = 16  # the held-out windows that are evaluated
 # Dense operations a second in bfloat16, by a part of the device's name, as its maker states them.
@@ -90,10 +107,13 @@ class TrainingConfig:
     sequence: int = 1
 
     def __post_init__(self):
-        for name in ("steps", "batch", "length", "checkpoint_every", "data", "sequence"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        self.check_names()
+        for name in ("steps", "batch", "length", "checkpoint_every", "data", "sequence", "seed"):
+            value, least, most = getattr(self, name), *((0, SEEDS) if name == "seed" else (1, INT32))
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r:.80}")
+            if value > most:
+                raise ValueError(f"{name} must be at most {most}, got {value!r:.80}")
         for name in ("learning_rate", "warmup", "weight_decay", "clip"):
             check_real(name, getattr(self, name))
         for name, is_valid, wanted in (
@@ -115,15 +135,27 @@ class TrainingConfig:
         if self.remat is not None and self.remat not in REMAT:
             raise ValueError(f"remat must be one of {', '.join(map(repr, REMAT))}, got {self.remat!r}")
 
+    def check_names(self):
+        """Raise ValueError unless model is a dict or a name, and the other names are strings that a file can have."""
+        for name in ("model", "text", "tokenizer", "out", "dtype", "remat"):
+            value = getattr(self, name)
+            if (name == "model" and isinstance(value, dict)) or (name in ("tokenizer", "remat") and value is None):
+                continue
+            if not isinstance(value, str) or not value or "\0" in value:
+                wanted = "the content of a config.json or the name of a folder" if name == "model" else "a name"
+                raise ValueError(f"{name} must be {wanted}, got {value!r:.80}")
+
     @classmethod
     def read(cls, path: Path, **changes) -> "TrainingConfig":
         """Return the config in a file, with changes. Paths in it are relative to its folder. Raises ValueError, which names the
-        wrong entry."""
-        raw = path.read_bytes()
+        wrong entry, and OSError if the file cannot be read."""
+        _, raw = read_regular(path)
         try:
-            values = json.loads(raw) if path.suffix == ".json" else tomllib.loads(raw.decode())
-        except ValueError as error:
+            values = parse(raw) if path.suffix == ".json" else tomllib.loads(raw.decode())
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is neither TOML nor JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} must hold a table of keys, got {type(values).__name__}")
         if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(cls)}):
             raise ValueError(f"{path} has keys that are not known: {', '.join(unknown)}")
         if missing := sorted({"model", "text"} - values.keys()):
@@ -132,14 +164,6 @@ class TrainingConfig:
             if isinstance(values.get(name), str):
                 values[name] = str(path.parent / values[name])
         return cls(**values | changes)
-
-
-@dataclasses.dataclass
-class History:
-    """Hold losses in nats per token: of each step's windows by step, and of the held-out windows by step."""
-
-    losses: dict[int, float] = dataclasses.field(default_factory=dict)
-    held_out: dict[int, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,103 +218,160 @@ def spread_sequence(model: CausalLM, mesh: jax.sharding.Mesh):
             module.recurrence = recurrence
 
 
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    """Hold what a run is before its first step.
+
+    start: what the parameters were before step 1. tokens, held_out: the tokens of the text to train on, and those behind them.
+    step: the step of the checkpoint that the run resumes from; 0 for none.
+    """
+
+    model: CausalLM
+    start: str
+    tokens: int
+    held_out: int
+    step: int
+
+
 def train(
-    config: TrainingConfig, each_step: Callable[[int, float, float], bool] = lambda step, loss, seconds: False
+    config: TrainingConfig,
+    each_step: Callable[[int, float, float], bool] = lambda step, loss, seconds: False,
+    begin: Callable[[Beginning], None] = lambda beginning: None,
 ) -> tuple[CausalLM, History]:
-    """Train from the newest checkpoint in `config.out`, or from the start if there is none. Return the model and its losses.
+    """Train from the newest whole checkpoint in `config.out`, or from the start if there is none. Return the model and its
+    losses.
 
     each_step(step, loss, seconds since the step before) is called after each step. If it returns True, training ends there,
-    with a checkpoint. A resumed run computes what an uninterrupted run computes, because the windows depend on the step alone.
+    with a checkpoint. begin(beginning) is called before the first step. A resumed run computes what an uninterrupted run
+    computes, because the windows depend on the step alone. `steps` may differ in a resumed run.
+
+    Raises ValueError if `config.out` holds a run of another start, text or recipe, or if another process trains there. Raises
+    NotFiniteLoss, and saves nothing more, if a loss or a parameter is not finite.
     """
-    model, tokenizer = make_model(config)
-    text = Text.read(Path(config.text), tokenizer, config.length)
-    mesh = jax.make_mesh((config.data, config.sequence), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
-    plain = nnx.graphdef(model)  # held-out windows are few, and need not divide over the devices
-    if config.sequence > 1:
-        spread_sequence(model, mesh)
-    everywhere, spread = NamedSharding(mesh, P()), NamedSharding(mesh, P("data", "sequence"))
-    graph, params = nnx.split(model)
-    recipe = Recipe(
-        config.steps, config.batch, config.length, config.learning_rate, config.warmup, config.weight_decay, config.clip
-    )
-    optimizer = recipe.optimizer()
+    try:
+        model, tokenizer = make_model(config)
+        text = Text.read(Path(config.text), tokenizer, config.length)
+        record = record_of(config, model, tokenizer)
+    except OSError as error:
+        raise ValueError(f"cannot read {error.filename}: {error.strerror or error}") from error
+    with locked(Path(config.out)), Checkpoints(Path(config.out)) as checkpoints:
+        check_record(Path(config.out), record, checkpoints.newest() is not None)
+        run = Run(config, model, text, checkpoints)
+        if run.done > config.steps:
+            raise ValueError(f"steps must be at least {run.done}, the steps that {config.out} has, got {config.steps}")
+        begin(Beginning(model, record["model"]["source"], len(text.train), text.held_out.size, run.done))
+        run.train(each_step)
+        model = nnx.merge(run.graph, run.state[0])
+        save_pretrained(model, Path(config.out) / "model")
+        if config.tokenizer is not None:
+            with replacing(Path(config.out) / "model" / TOKENIZER) as new:
+                shutil.copyfile(config.tokenizer, new)
+    return model, run.history
 
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(everywhere, everywhere))
-    def update(state, read, following):
-        params, moments = state
-        loss, gradient = jax.value_and_grad(lambda params: nnx.merge(graph, params).loss(read, following))(params)
-        change, moments = optimizer.update(gradient, moments, params)
-        return (optax.apply_updates(params, change), moments), loss
 
-    @jax.jit
-    def evaluate(params, read, following):
-        return nnx.merge(plain, params).loss(read, following)
+def record_of(config: TrainingConfig, model: CausalLM, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what the run trains, by the names of `TrainingConfig`. See `glax.models.runs.check_record`."""
+    options = hashlib.sha256(model.config.text.encode())
+    source = f"random parameters, seed {config.seed}"
+    if isinstance(config.model, str):
+        if has_weights(Path(config.model)):
+            options.update(digest(by_name(nnx.state(model, nnx.Param))).encode())
+            source = f"the parameters in {config.model}"
+        else:
+            source = f"{source}, of the config in {config.model}"
+    record: dict[str, Any] = {name: getattr(config, name) for name in RECIPE}
+    record["model"] = content(source, options.hexdigest())
+    with open(config.text, "rb") as file:
+        record["text"] = content(config.text, hashlib.file_digest(file, "sha256").hexdigest())
+    record["tokenizer"] = content(tokenizer.source, tokenizer.sha256)
+    return record
 
-    out = Path(config.out)
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    state = jax.jit(lambda params: (params, optimizer.init(params)), out_shardings=everywhere)(params)
-    history = History()
-    with ocp.CheckpointManager((out / "checkpoints").absolute(), options=options) as checkpoints:
-        state, done = resumed(checkpoints, state, everywhere)
-        history = read_history(out, done)
+
+class Run:
+    """Hold the compiled programs of a run, and its state: (parameters, moments), the steps done and the losses."""
+
+    def __init__(self, config: TrainingConfig, model: CausalLM, text: Text, checkpoints: Checkpoints):
+        self.config, self.text, self.checkpoints = config, text, checkpoints
+        self.out = Path(config.out)
+        mesh = jax.make_mesh((config.data, config.sequence), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
+        plain = nnx.graphdef(model)  # held-out windows are few, and need not divide over the devices
+        if config.sequence > 1:
+            spread_sequence(model, mesh)
+        everywhere, self.spread = NamedSharding(mesh, P()), NamedSharding(mesh, P("data", "sequence"))
+        self.graph, params = nnx.split(model)
+        graph = self.graph
+        optimizer = Recipe(
+            config.steps,
+            config.batch,
+            config.length,
+            config.learning_rate,
+            config.warmup,
+            config.weight_decay,
+            config.clip,
+        ).optimizer()
+
+        @functools.partial(jax.jit, donate_argnums=0, out_shardings=(everywhere, everywhere))
+        def update(state, read, following):
+            params, moments = state
+            loss, gradient = jax.value_and_grad(lambda params: nnx.merge(graph, params).loss(read, following))(params)
+            change, moments = optimizer.update(gradient, moments, params)
+            return (optax.apply_updates(params, change), moments), loss
+
+        @jax.jit
+        def evaluate(params, read, following):
+            return nnx.merge(plain, params).loss(read, following)
+
+        self.update, self.evaluate = update, evaluate
+        state = jax.jit(lambda params: (params, optimizer.init(params)), out_shardings=everywhere)(params)
+        self.state, self.done = checkpoints.restore(state, everywhere)
+        self.history = read_history(self.out, self.done)
+
+    def train(self, each_step: Callable[[int, float, float], bool]):
+        config = self.config
+        if self.done and self.done not in self.history.held_out:
+            self.history.held_out[self.done] = self.held_out_loss()
         since = time.perf_counter()
-        for step in range(done + 1, config.steps + 1):
-            windows = text.windows(config.batch, config.length, np.random.default_rng((config.seed, step)))
-            state, loss = update(state, *(jax.device_put(x, spread) for x in (windows[:, :-1], windows[:, 1:])))
-            history.losses[step] = float(loss)
+        for step in range(self.done + 1, config.steps + 1):
+            windows = self.text.windows(config.batch, config.length, np.random.default_rng((config.seed, step)))
+            read, following = (jax.device_put(x, self.spread) for x in (windows[:, :-1], windows[:, 1:]))
+            self.state, loss = self.update(self.state, read, following)
+            loss = float(loss)
+            if not math.isfinite(loss):
+                raise self.not_finite(f"the loss of step {step} is {loss}")
+            self.history.losses[step] = loss
             now = time.perf_counter()
-            stop = bool(each_step(step, float(loss), now - since))
+            stop = bool(each_step(step, loss, now - since))
             since = time.perf_counter()
             if stop or step % config.checkpoint_every == 0 or step == config.steps:
-                held = text.held_out
-                history.held_out[step] = float(evaluate(state[0], held[:, :-1], held[:, 1:]))
-                checkpoints.save(step, args=ocp.args.StandardSave(by_name(state)))
-                write_history(out, history)
+                self.save(step)
                 since = time.perf_counter()
             if stop:
-                break
-    model = nnx.merge(graph, state[0])
-    save_pretrained(model, out / "model")
-    if config.tokenizer is not None:
-        with replacing(out / "model" / TOKENIZER) as new:
-            shutil.copyfile(config.tokenizer, new)
-    return model, history
+                return
 
+    def held_out_loss(self) -> float:
+        held = self.text.held_out
+        return float(self.evaluate(self.state[0], held[:, :-1], held[:, 1:]))
 
-def by_name(state) -> dict:
-    """Return the arrays of a tree by their paths, so that a checkpoint does not depend on the classes in the tree."""
-    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    def save(self, step: int):
+        """Write the losses and then the checkpoint, so that no checkpoint lacks its losses."""
+        loss = self.held_out_loss()
+        if not math.isfinite(loss):
+            raise self.not_finite(f"the held-out loss behind step {step} is {loss}")
+        if not is_finite(self.state):
+            raise self.not_finite(f"the parameters or moments behind step {step} are not finite")
+        self.history.held_out[step] = loss
+        write_history(self.out, self.history)
+        self.checkpoints.save(step, self.state)
+        self.done = step
 
-
-def resumed(checkpoints: ocp.CheckpointManager, state, sharding: NamedSharding):
-    """Return the state and the step of the newest checkpoint; `state` and 0 if there is none. Raises ValueError if it belongs
-    to another model."""
-    step = checkpoints.latest_step()
-    if step is None:
-        return state, 0
-    wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in by_name(state).items()}
-    try:
-        found = checkpoints.restore(step, args=ocp.args.StandardRestore(wanted))
-    except (ValueError, KeyError) as error:
-        raise ValueError(
-            f"the checkpoint of step {step} in {checkpoints.directory} is of another model: {error}"
-        ) from None
-    return jax.tree.structure(state).unflatten([found[name] for name in wanted]), step
-
-
-HISTORY = "history.json"
-
-
-def write_history(out: Path, history: History):
-    (out / HISTORY).write_text(json.dumps(dataclasses.asdict(history)))
-
-
-def read_history(out: Path, done: int) -> History:
-    """Return the losses of the steps up to the checkpoint."""
-    if not done or not (out / HISTORY).is_file():
-        return History()
-    values = json.loads((out / HISTORY).read_text())
-    return History(*({int(k): v for k, v in values[name].items() if int(k) <= done} for name in ("losses", "held_out")))
+    def not_finite(self, what: str) -> NotFiniteLoss:
+        write_history(self.out, self.history)
+        newest = self.checkpoints.newest()
+        good = "no checkpoint was written" if newest is None else f"the last good checkpoint is that of step {newest}"
+        return NotFiniteLoss(
+            f"{what}: {good} in {self.out / CHECKPOINTS}: train into another out, with a learning_rate below "
+            f"{self.config.learning_rate} or a clip below {self.config.clip}"
+        )
 
 
 def flops_per_token(model: CausalLM) -> float:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -34,6 +35,10 @@ class Recipe:
         schedule = optax.warmup_cosine_decay_schedule(peak / warmup, peak, warmup, steps, end_value=peak / 10)
         adamw = optax.adamw(schedule, b2=0.99, weight_decay=self.weight_decay, mask=matrices)
         return optax.chain(optax.clip_by_global_norm(self.clip), adamw)
+
+
+class NotFiniteLoss(ArithmeticError):
+    """A loss or a parameter is not finite."""
 
 
 def matrices(params):
@@ -70,7 +75,8 @@ def train(
 ) -> ByteLM:
     """Return the model after all steps on random windows, or as soon as each_step(steps done, bits per byte, model) is true.
 
-    The next step overwrites the model that was passed in, and each model that was passed to each_step.
+    Raises NotFiniteLoss at the first step whose loss is not finite. The next step overwrites the model that was passed in, and
+    each model that was passed to each_step.
     """
     optimizer = recipe.optimizer()
     graph, params = nnx.split(model)
@@ -85,6 +91,11 @@ def train(
     for step in range(1, recipe.steps + 1):
         windows = random_windows(text, recipe.batch, recipe.length, rng)
         params, moments, loss = update(params, moments, windows)
+        if not math.isfinite(loss):
+            raise NotFiniteLoss(
+                f"the loss of step {step} is {float(loss)}: lower recipe.learning_rate, which is "
+                f"{recipe.learning_rate}, or take another seed"
+            )
         if each_step(step, float(loss), nnx.merge(graph, params)):
             break
     return nnx.merge(graph, params)

@@ -1,12 +1,18 @@
 """Training: it learns, resumes as if never interrupted, and spreads over devices; the loss; the commands."""
 
+import contextlib
 import dataclasses
 import json
+import os
 import pathlib
+import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -16,6 +22,7 @@ from glax.cli import main
 from glax.models.load import MODEL_TYPES
 from glax.models.training import TrainingConfig, spread_sequence, train
 from glax.nn.losses import next_token_loss
+from glax.nn.train import NotFiniteLoss, Recipe
 
 GLA = dict(model_type="gla", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16)
 
@@ -102,6 +109,17 @@ def test_the_loss_of_float32_residuals_has_products_in_the_models_dtype():
         (dict(learning_rate=float("nan")), "learning_rate must be finite in float32"),
         (dict(remat="dot"), "remat must be one of 'full', 'dots', 'dots_no_batch', got 'dot'"),
         (dict(dtype="float64"), "dtype must be one of float32, bfloat16, got 'float64'"),
+        (dict(seed=2**63), "seed must be at most 9223372036854775807, got 9223372036854775808"),
+        (dict(seed=-1), "seed must be an integer of at least 0, got -1"),
+        (dict(seed=1.5), "seed must be an integer of at least 0, got 1.5"),
+        (dict(batch=2**31), "batch must be at most 2147483647, got 2147483648"),
+        (dict(model=[]), "model must be the content of a config.json or the name of a folder, got []"),
+        (dict(model=None), "model must be the content of a config.json or the name of a folder, got None"),
+        (dict(text=["a"]), "text must be a name, got ['a']"),
+        (dict(text=""), "text must be a name, got ''"),
+        (dict(tokenizer=3), "tokenizer must be a name, got 3"),
+        (dict(out="a\0b"), "out must be a name, got 'a\\x00b'"),
+        (dict(remat=[]), "remat must be a name, got []"),
     ],
 )
 def test_a_config_of_no_sense_is_refused(config, changes, text):
@@ -116,6 +134,10 @@ def test_the_commands_train_and_continue_a_prompt(config, tmp_path, capsys):
     assert main(["train", str(path)]) == 0
     out = capsys.readouterr().out
     assert "step 3/3: " in out and "tokens/s" in out and "held out: " in out
+    start, read, begun = out.splitlines()[:3]
+    assert start.startswith("start: random parameters, seed 0; ") and start.endswith(" parameters")
+    assert read == f"text: {tmp_path / 'text.txt'}, 2,581 tokens to train on, 119 held out"
+    assert begun == f"3 steps of 4 x 16 tokens: a new run in {tmp_path / 'cli'}"
     assert (tmp_path / "cli" / "loss.png").stat().st_size > 1000
     folder = str(tmp_path / "cli" / "model")
     assert main(["generate", folder, "--prompt", "the", "--max-new-tokens", "5"]) == 0
@@ -124,11 +146,201 @@ def test_the_commands_train_and_continue_a_prompt(config, tmp_path, capsys):
     model = glax.models.from_pretrained(folder)
     written = glax.models.generate(model, jnp.asarray([list(b"the")]), 5)
     assert captured.out == bytes(np.asarray(written[0], np.uint8)).decode("utf-8", "replace") + "\n"
-    path.write_text(json.dumps(dict(model=GLA | dict(use_gp=True), text="text.txt", out="cli2")))
+    path.write_text(json.dumps(dict(model=GLA | dict(hidden_act="tanh"), text="text.txt", out="cli2")))
     assert main(["train", str(path)]) == 2
-    assert "use_gp=True" in capsys.readouterr().err
+    assert "hidden_act='tanh'" in capsys.readouterr().err
+    path.write_text(json.dumps(dict(model=GLA, text="text.txt", out="cli", batch=4, length=16, steps=3, seed=1)))
+    assert main(["train", str(path)]) == 2
+    assert "is of another seed: seed was 0, got 1" in capsys.readouterr().err
     path.write_text(json.dumps(dict(model=GLA, text="text.txt", step=3)))
     assert main(["train", str(path)]) == 2
     assert "keys that are not known: step" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "none"), "--prompt", "x"]) == 2
     assert "is no folder: nothing is downloaded" in capsys.readouterr().err
+
+
+# ---- runs that nobody watches ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of 6 steps: (its config, its losses)."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    sizes = dict(steps=6, batch=4, length=16, learning_rate=0.02, checkpoint_every=3)
+    config = TrainingConfig(GLA, str(folder / "text.txt"), out=str(folder / "out"), **sizes)
+    return config, train(config)[1]
+
+
+@pytest.fixture
+def rerun(finished, tmp_path):
+    """rerun(changes of the config) -> (the history, the step that it resumed from), on a copy of the finished run."""
+    config, _ = finished
+    shutil.copytree(config.out, tmp_path / "copy")
+
+    def run(**changes):
+        steps = []
+        _, history = train(
+            dataclasses.replace(config, out=str(tmp_path / "copy"), **changes),
+            begin=lambda begun: steps.append(begun.step),
+        )
+        return history, steps[0]
+
+    return run
+
+
+def test_another_start_text_or_recipe_is_refused_by_name(rerun, finished, tmp_path):
+    (tmp_path / "other.txt").write_text("the quick brown fox jumps over the lazy cat. " * 60)
+    glax.models.save_pretrained(glax.models.from_config(GLA, rngs=nnx.Rngs(1)), tmp_path / "start")
+    before = sorted(path.name for path in (tmp_path / "copy").rglob("*"))
+    for changes, name in (
+        (dict(text=str(tmp_path / "other.txt")), "text"),
+        (dict(model=str(tmp_path / "start")), "model"),
+        (dict(model=GLA | dict(intermediate_size=24)), "model"),
+        (dict(seed=1), "seed"),
+        (dict(learning_rate=0.03), "learning_rate"),
+        (dict(batch=2, clip=2.0), "batch, clip"),
+        (dict(dtype="bfloat16"), "dtype"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"the run in .*copy is of another {name}: .* was .*, got .*: name another out"
+        ):
+            rerun(**changes)
+    with pytest.raises(ValueError, match=r"steps must be at least 6, the steps that .*copy has, got 5"):
+        rerun(steps=5)
+    assert sorted(path.name for path in (tmp_path / "copy").rglob("*")) == before
+    shutil.copy(finished[0].text, tmp_path / "moved.txt")
+    history, step = rerun(text=str(tmp_path / "moved.txt"), remat="full", checkpoint_every=5)
+    assert step == 6 and history == finished[1]
+
+
+def test_more_steps_continue_and_lost_losses_stop_nothing(rerun, finished, tmp_path):
+    (tmp_path / "copy" / "history.json").write_text('{"losses": {"1": 5.')
+    with pytest.warns(UserWarning, match=r"history.json cannot be read: .*: set aside as .*history.json.unreadable"):
+        history, step = rerun(steps=7)
+    assert step == 6 and list(history.losses) == [7] and list(history.held_out) == [6, 7]
+    assert history.held_out[6] == finished[1].held_out[6]  # computed again from the checkpoint
+
+
+def test_a_kill_between_losses_and_checkpoint_shows_the_losses_of_the_checkpoint(config, tmp_path, monkeypatch):
+    _, whole = train(dataclasses.replace(config, out=str(tmp_path / "whole"), steps=4, checkpoint_every=2))
+    config = dataclasses.replace(config, steps=4, checkpoint_every=2)
+    save = glax.models.training.Checkpoints.save
+
+    def killed(checkpoints, step, state):
+        if step == 4:
+            raise KeyboardInterrupt
+        save(checkpoints, step, state)
+
+    monkeypatch.setattr(glax.models.training.Checkpoints, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    monkeypatch.undo()
+    begun = []
+    _, history = train(config, begin=lambda x: begun.append(x.step))
+    assert begun == [2] and history == whole
+
+
+@pytest.mark.parametrize(
+    ("every", "good", "what"),
+    [(3, 3, "the loss of step 6 is nan"), (5, None, "the held-out loss behind step 5 is nan")],
+)
+def test_a_loss_that_is_not_finite_ends_a_run(config, monkeypatch, every, good, what):
+    """The update of step 5 makes every parameter NaN."""
+    optimizer = Recipe.optimizer
+
+    def poisoned(recipe):
+        poison = optax.scale_by_schedule(lambda count: jnp.where(count < 4, 1.0, jnp.nan))
+        return optax.chain(optimizer(recipe), poison)
+
+    monkeypatch.setattr(Recipe, "optimizer", poisoned)
+    newest = "no checkpoint was written" if good is None else f"the last good checkpoint is that of step {good}"
+    with pytest.raises(NotFiniteLoss, match=f"{what}: {newest} in .*out/checkpoints: .* learning_rate below 0.02"):
+        train(dataclasses.replace(config, checkpoint_every=every))
+    out = pathlib.Path(config.out)
+    assert not (out / "model").exists()
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ([] if good is None else [str(good)])
+
+
+def test_a_parameter_that_is_not_finite_and_not_read_is_not_saved(config, monkeypatch):
+    """The embedding of a byte that is in no text has no part in any loss."""
+    optimizer = Recipe.optimizer
+
+    def poisoned(recipe):
+        def update(updates, state, params=None):
+            return jax.tree.map(lambda x: x.at[255].set(jnp.inf) if x.shape == (256, 16) else x, updates), state
+
+        return optax.chain(optimizer(recipe), optax.GradientTransformation(lambda params: optax.EmptyState(), update))
+
+    monkeypatch.setattr(Recipe, "optimizer", poisoned)
+    with pytest.raises(NotFiniteLoss, match="the parameters or moments behind step 3 are not finite: no checkpoint"):
+        train(config)
+
+
+def test_what_is_wrong_with_a_run_is_one_line_and_exit_code_2(tmp_path, capsys):
+    text, folder = tmp_path / "text.txt", tmp_path
+    text.write_text("x" * 2000)
+    os.mkfifo(folder / "fifo")
+    (folder / "link.txt").symlink_to("/dev/zero")
+    (folder / "list.json").write_text("[1]")
+    (folder / "deep.json").write_text("[" * 100_000)
+    (folder / "deep.toml").write_text("x = " + "[" * 100_000)
+    (folder / "latin.toml").write_bytes(b"text = '\xe9'")
+
+    def written(name: str, **changes) -> str:
+        values = dict(model=GLA, text="text.txt", out="out", batch=4, length=16, steps=2) | changes
+        (folder / name).write_text(json.dumps(values))
+        return name
+
+    for name, message in (
+        ("missing.toml", f"No such file or directory: {folder / 'missing.toml'}"),
+        ("fifo", f"Not a regular file, but a FIFO: {folder / 'fifo'}"),
+        ("list.json", "must hold a table of keys, got list"),
+        ("deep.json", "is neither TOML nor JSON"),
+        ("deep.toml", "is neither TOML nor JSON"),
+        ("latin.toml", "is neither TOML nor JSON"),
+        (written("1.json", model=[]), "model must be the content of a config.json or the name of a folder, got []"),
+        (written("2.json", seed=2**63), "seed must be at most 9223372036854775807, got 9223372036854775808"),
+        (written("3.json", text="fifo"), f"cannot read {folder / 'fifo'}: Not a regular file, but a FIFO"),
+        (written("4.json", text="link.txt"), f"cannot read {folder / 'link.txt'}: Not a regular file, but a device"),
+        (written("5.json", text="none.txt"), f"cannot read {folder / 'none.txt'}: No such file or directory"),
+        (written("6.json", tokenizer="fifo"), f"cannot read {folder / 'fifo'}: Not a regular file, but a FIFO"),
+        (written("7.json", model="none"), f"{folder / 'none'}"),
+        (written("8.json", data=1000, batch=1000), "1000"),
+    ):
+        assert main(["train", str(folder / name)]) == 2, name
+        error = capsys.readouterr().err
+        assert error.startswith("glax train: ") and message in error and error.count("\n") == 1, (name, error)
+
+
+@contextlib.contextmanager
+def process(path: pathlib.Path):
+    command = [sys.executable, "-u", "-m", "glax.cli", "train", str(path)]
+    env = os.environ | dict(PYTHONPATH=str(pathlib.Path(glax.__file__).parents[1]))
+    with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as made:
+        try:
+            yield made
+        finally:
+            made.kill()
+
+
+def test_a_killed_run_keeps_others_out_while_it_lives_and_continues_when_it_is_dead(config, tmp_path, capsys):
+    fields = dataclasses.asdict(config) | dict(steps=400, checkpoint_every=2)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    with process(path) as first:
+        lines = iter(first.stdout.readline, "")
+        assert any(line.startswith("step 20/400") for line in lines), first.stderr.read()
+        assert main(["train", str(path)]) == 2
+        assert "out must be a folder that no other training writes to" in capsys.readouterr().err
+        first.kill()
+        first.wait()
+    done = max(int(x.name) for x in pathlib.Path(config.out, "checkpoints").iterdir() if x.name.isdecimal())
+    assert 18 <= done < 400 and not pathlib.Path(config.out, "model").exists()
+    path.write_text(json.dumps(fields | dict(steps=done + 2)))
+    assert main(["train", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert f"{config.out} has step {done}: resumes" in out
+    history = json.loads(pathlib.Path(config.out, "history.json").read_text())
+    assert list(history["losses"]) == [str(step) for step in range(1, done + 3)]
+    assert f"held out: {history['held_out'][str(done + 2)]:.3f} nats/token" in out

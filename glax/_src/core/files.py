@@ -239,14 +239,18 @@ def remove_abandoned(parent: pathlib.Path):
 
 
 def set_aside(path: pathlib.Path) -> pathlib.Path:
-    """Rename a file to the first of path.unreadable, path.unreadable.1, ... that is free, and return the new path.
+    """Rename a file or a folder to the first of path.unreadable, path.unreadable.1, ... that is free, and return the new path.
 
     A placeholder that is created exclusively reserves the name. So no other file is overwritten, and no link is followed.
     """
     aside, taken = path.with_name(f"{path.name}.unreadable"), 0
+    is_folder = path.is_dir() and not path.is_symlink()
     while True:
         try:
-            open(aside, "xb").close()
+            if is_folder:
+                aside.mkdir()
+            else:
+                open(aside, "xb").close()
             break
         except FileExistsError:
             taken += 1
@@ -254,7 +258,10 @@ def set_aside(path: pathlib.Path) -> pathlib.Path:
     try:
         os.replace(path, aside)
     except OSError:
-        aside.unlink(missing_ok=True)
+        if is_folder:
+            aside.rmdir()
+        else:
+            aside.unlink(missing_ok=True)
         raise
     return aside
 

@@ -1,0 +1,254 @@
+"""The folder of a training run: its lock, its record, its losses, and checkpoints that were damaged."""
+
+import gc
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from glax.models.runs import (
+    HISTORY,
+    LOCK,
+    RECORD,
+    Checkpoints,
+    History,
+    check_record,
+    content,
+    locked,
+    read_history,
+    write_history,
+)
+
+HERE = SingleDeviceSharding(jax.devices()[0])
+
+
+# ---- lock ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_has_one_training_at_a_time(tmp_path):
+    out = tmp_path / "new" / "out"
+    with (
+        locked(out),
+        pytest.raises(ValueError, match=r"no other training writes to, got .*new/out, which one does"),
+        locked(out),
+    ):
+        pass
+    with locked(out):
+        pass
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    program = (
+        "import filelock, sys, time; x = filelock.FileLock(sys.argv[1]); x.acquire(); print(flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / LOCK)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout.read(1)
+        with pytest.raises(ValueError, match="no other training"), locked(tmp_path):
+            pass
+        other.kill()
+        other.wait()
+        with locked(tmp_path):
+            pass
+
+
+# ---- record ----------------------------------------------------------------------------------------------------------
+
+ENTRIES = dict(seed=0, learning_rate=0.1, text=content("a.txt", "11"), model=content("random", "22"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (dict(seed=1), "of another seed: seed was 0, got 1"),
+        (dict(text=content("b.txt", "12")), r"of another text: text was a.txt \(11\), got b.txt \(12\)"),
+        (
+            dict(model=content("FOLDER", "23"), learning_rate=0.2),
+            "of another learning_rate, model: learning_rate was 0.1",
+        ),
+    ],
+)
+def test_another_run_is_refused_by_name(tmp_path, changes, text):
+    check_record(tmp_path, ENTRIES, begun=False)
+    with pytest.raises(ValueError, match=text):
+        check_record(tmp_path, ENTRIES | changes, begun=True)
+    assert json.loads((tmp_path / RECORD).read_text()) == ENTRIES
+    check_record(tmp_path, ENTRIES | changes, begun=False)  # no checkpoint would be lost
+    check_record(tmp_path, ENTRIES | changes, begun=True)
+
+
+def test_a_text_that_was_moved_is_the_same(tmp_path):
+    check_record(tmp_path, ENTRIES, begun=False)
+    check_record(tmp_path, ENTRIES | dict(text=content("moved/a.txt", "11")), begun=True)
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"{", b"[]", b"\xff", b"0" * 9])
+def test_a_record_that_cannot_be_read_stops_no_run(tmp_path, damage):
+    if damage is not None:
+        (tmp_path / RECORD).write_bytes(damage)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_record(tmp_path, ENTRIES, begun=True)
+    texts = [str(w.message) for w in caught]
+    assert "are taken for those of this run" in texts[-1]
+    assert ["run.json cannot be read: " in text for text in texts] == [False] if damage is None else [True, False]
+    assert json.loads((tmp_path / RECORD).read_text()) == ENTRIES
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def test_losses_behind_the_checkpoint_are_left_out(tmp_path):
+    write_history(tmp_path, History({1: 0.1, 2: 0.25, 3: 0.5}, {2: 1.5, 3: 1.25}))
+    assert read_history(tmp_path, 2) == History({1: 0.1, 2: 0.25}, {2: 1.5})
+    assert read_history(tmp_path, 0) == History()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b'{"losses": {"1": 0.1, "2": 0.',
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"losses": [0.1], "held_out": {}}',
+        b'{"losses": {"1": "x"}, "held_out": {}}',
+        b'{"losses": {"1": NaN}, "held_out": {}}',
+        b'{"losses": {"one": 1}, "held_out": {}}',
+        b'{"losses": {"1": 1%s}, "held_out": {}}' % (b"0" * 400),
+        b'{"losses": {"1": 1}, "held_out": %s}' % (b"[" * 9000),
+        b"\xff\xfe",
+        "a FIFO",
+        "a folder",
+        "a link to nothing",
+    ],
+    ids=str,
+)
+def test_a_damaged_history_is_set_aside_and_stops_no_run(tmp_path, damage):
+    path = tmp_path / HISTORY
+    if damage == "a FIFO":
+        os.mkfifo(path)
+    elif damage == "a folder":
+        (path / "inside").mkdir(parents=True)
+    elif damage == "a link to nothing":
+        path.symlink_to(tmp_path / "nothing")
+    else:
+        path.write_bytes(damage)
+    with pytest.warns(UserWarning, match=r"history.json cannot be read: .*: set aside as .*history.json.unreadable"):
+        assert read_history(tmp_path, 2) == History()
+    assert os.path.lexists(tmp_path / f"{HISTORY}.unreadable") and not os.path.lexists(path)
+    write_history(tmp_path, History({1: 0.5}))
+    assert read_history(tmp_path, 2) == History({1: 0.5})
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[pathlib.Path, dict]:
+    """A folder with checkpoints of steps 3 and 6, and the state that each holds."""
+    out = tmp_path_factory.mktemp("saved")
+    states = {step: state(step) for step in (3, 6)}
+    with Checkpoints(out) as checkpoints:
+        for step, x in states.items():
+            checkpoints.save(step, x)
+    return out, states
+
+
+def state(seed: int) -> dict:
+    w = jax.random.normal(jax.random.key(seed), (64, 64))
+    return dict(w=w, moment=[w.astype(jnp.bfloat16)], count=jnp.int32(seed))
+
+
+def restored(out: pathlib.Path, like=None) -> tuple[dict, int]:
+    with Checkpoints(out) as checkpoints:
+        return checkpoints.restore(jax.tree.map(jnp.zeros_like, state(0)) if like is None else like, HERE)
+
+
+def assert_equal(got, want):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture
+def unreported(monkeypatch):
+    """Inside, reads that orbax gave up may end in its threads at any time, which pytest would take for an error."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    yield
+    gc.collect()
+
+
+def cut(raw: bytes) -> bytes:
+    return raw[: len(raw) // 2]
+
+
+def flipped(raw: bytes) -> bytes:
+    middle = len(raw) // 2
+    return raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage", [cut, flipped, lambda raw: b"\0" * len(raw), None], ids=["cut", "flipped", "zeros", "gone"]
+)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(saved, tmp_path, damage, unreported):
+    """Whichever file is damaged, what is restored is what was saved: of step 6, or of step 3 with a warning."""
+    files = [path for path in (saved[0] / "checkpoints" / "6").rglob("*") if path.is_file()]
+    steps = []
+    for i, path in enumerate(files):
+        out = shutil.copytree(saved[0], tmp_path / str(i))
+        copy = out / path.relative_to(saved[0])
+        if damage is None:
+            copy.unlink()
+        else:
+            copy.write_bytes(damage(path.read_bytes()))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got, step = restored(out)
+        assert_equal(got, saved[1][step])
+        said = [str(w.message) for w in caught if "is damaged" in str(w.message)]
+        aside = out / "checkpoints" / "6.unreadable"
+        assert len(said) == (step == 3) and aside.is_dir() == (step == 3)
+        if step == 3:
+            assert "the checkpoint of step 6 is damaged: " in said[0]
+            assert f"set aside as {aside}, and the run goes on from step 3" in said[0]
+            if 3 not in steps:
+                with Checkpoints(out) as checkpoints:
+                    checkpoints.save(6, saved[1][6])
+                assert restored(out)[1] == 6
+        steps.append(step)
+    assert steps.count(3) >= 3
+
+
+def test_without_a_whole_checkpoint_nothing_is_moved(saved, tmp_path):
+    out = shutil.copytree(saved[0], tmp_path / "out")
+    for step in (3, 6):
+        shutil.rmtree(out / "checkpoints" / str(step) / "default")
+    for _ in range(2):  # the second start is no start from step 0 either
+        with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged: .*remove that folder to start again"):
+            restored(out)
+    assert restored(tmp_path / "new")[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda x: x | dict(w=x["w"][:, :32]), r"\['w'\] must be float32\[64, 32\], got float32\[64, 64\]"),
+        (lambda x: x | dict(w=x["w"].astype(jnp.float16)), r"\['w'\] must be float16\[64, 64\], got float32\[64, 64\]"),
+        (lambda x: x | dict(more=x["w"]), r"\['more'\] must be float32\[64, 64\], got none"),
+        (lambda x: dict(w=x["w"], count=x["count"]), r"\['moment'\]\[0\] must be missing, got bfloat16\[64, 64\]"),
+    ],
+)
+def test_another_model_is_told_from_damage(saved, tmp_path, change, text):
+    with pytest.raises(ValueError, match=f"the checkpoint of step 6 in .* is of another model: {text}"):
+        restored(shutil.copytree(saved[0], tmp_path / "out"), change(state(0)))
