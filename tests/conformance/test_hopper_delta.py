@@ -16,7 +16,7 @@ import glax
 from glax._src.core.bind import bind
 from glax._src.core.registry import Backend
 from glax._src.kernels.common.limits import LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu import delta, delta_inverse, delta_vjp, registration
+from glax._src.kernels.pallas_gpu import delta, delta_inverse, delta_vjp
 from glax._src.kernels.pallas_gpu.config import HopperConfig, delta_supports, in_one_row
 from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter
@@ -179,28 +179,6 @@ def test_keys_wider_than_128_are_chosen(monkeypatch):
         return str(glax.explain(lambda q, v, beta: glax.delta_rule(q, q, v, beta, **platform)[0], q, v, beta))
 
     assert said().startswith("chunked/pallas/gpu") and said(platform="pallas").startswith("chunked/pallas/gpu")
-
-
-@pytest.mark.parametrize(
-    "B, T, H, K, V, faster",
-    [
-        (4, 2048, 16, 128, 128, True),
-        (4, 2048, 15, 128, 128, False),
-        (8, 2040, 16, 128, 128, False),
-        (4, 2048, 8, 256, 256, True),
-        (4, 2048, 8, 128, 128, False),
-        (4, 2048, 16, 128, 192, False),
-    ],
-)
-def test_priority_beside_triton(B, T, H, K, V, faster):
-    """Triton's kernels have a priority of 10."""
-
-    def call(q, v, beta):
-        found.append(registration.delta_priority(bind(q, q, v, g=beta, beta=beta)))
-
-    found, rows = [], (B, T, H)
-    jax.eval_shape(call, *(jax.ShapeDtypeStruct((*rows, *width), jnp.bfloat16) for width in ((K,), (V,), ())))
-    assert (found[0] > 10) == faster
 
 
 def test_unsupported_calls_name_the_reason():

@@ -113,7 +113,7 @@ def test_what_is_supported_and_chosen():
     x, beta = jnp.zeros((1, 64, 1, 64), jnp.bfloat16), jnp.ones((1, 64, 1))
     r = bind(x, x, x, gk=x, beta=beta)
     assert delta_supports(r) is None
-    assert registration.forward_priority(r) == registration.gradient_priority(r) == registration.SLOWER
+    assert registration.forward_priority(r) == registration.gradient_priority(r) == registration.FASTER
     packed = bind(x, x, x, gk=x, beta=beta, cu_seqlens=jnp.asarray(np.array([0, 10, 64]), jnp.int32))
     assert "each sequence begins a chunk" in registration.forgoes_one_row(packed)["packed sequences as one row"]
     with pytest.raises(ValueError, match="columns must be 64 with beta"):

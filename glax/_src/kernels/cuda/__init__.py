@@ -18,6 +18,9 @@ from glax._src.kernels.cuda.nvrtc import Compiler, load_compiler
 __all__ = ["CudaConfig"]
 
 LARGE = 2**25  # bytes of states
+MOST_HEADS = (
+    256  # the most that were measured beside XLA: benchmarks/results/nvidia_h100/2026-11-27-platforms-float32.json
+)
 SHORT = 64  # tokens; from this number on the chunked kernels are faster
 STORED = ("float32", "bfloat16", "float16")
 
@@ -52,10 +55,14 @@ def pooled_refusal(r: Recurrence) -> str | None:
 
 
 def priority(r: Recurrence) -> int:
-    """Return a priority above Triton's 20 for sequences shorter than SHORT, and below its 5 for longer ones."""
+    """Return a priority above Triton's 20 for sequences shorter than SHORT, and below its 5 for longer ones.
+
+    It is above XLA's, under the delta rule for up to MOST_HEADS heads of all sequences: with more, XLA's chunks of the delta rule
+    fill the GPU too.
+    """
     if r.q.shape[1] < SHORT:
         return 25
-    return 3 if r.erasure is None else -1  # the delta rule is faster in chunks, even on XLA
+    return 3 if r.erasure is None or r.num_sequences * r.num_heads <= MOST_HEADS else -1
 
 
 def step_priority(r: Recurrence) -> int:

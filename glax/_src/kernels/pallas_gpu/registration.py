@@ -11,6 +11,7 @@ from glax._src.kernels.pallas_gpu.config import (
     HopperConfig,
     Widths,
     copies_last_chunk,
+    grouped,
     in_one_row,
     joined_number,
     packs,
@@ -21,40 +22,33 @@ from glax._src.kernels.pallas_gpu.config import (
 )
 from glax._src.kernels.pallas_gpu.plan import ROWS
 
-# Above Triton's 10 or below it, and above XLA's: docs/internals/hopper.md has the bounds.
+# Above Triton's 10 or below it, and above XLA's: benchmarks/results/nvidia_h100/2026-11-27-platforms.json has the measurements,
+# and tests/unit/test_priorities.py holds these rules to them.
 FASTER, SLOWER = 15, 5
 
 
 def forward_priority(r: Recurrence) -> int:
-    """Return a priority above Triton's from 1024 tokens on, where every measurement was faster, and below it for fewer
-    tokens."""
-    if r.erasure is not None:
-        return delta_priority(r)
-    return FASTER if r.q.shape[1] >= 1024 else SLOWER
+    """Return a priority above Triton's, or below it where narrow heads are copied to much wider ones (`copies_much`)."""
+    return SLOWER if copies_much(r, square=False) else FASTER
 
 
 def gradient_priority(r: Recurrence) -> int:
-    """Return a priority above Triton's from 2048 x 16 rows of heads on, and below it for fewer. Each block of a wide head
-    counts.
+    """Return a priority above Triton's, or below it where narrow heads are copied to much wider ones (`copies_much`)."""
+    return SLOWER if copies_much(r, square=True) else FASTER
 
-    With half as many rows the gradient was not faster.
+
+def copies_much(r: Recurrence, square: bool) -> bool:
+    """Return whether states are at least 1.5 times as large in the blocks of the kernels as they are, in large calls.
+
+    Keys of one block are copied for 1.25 times too, in larger calls. The delta rule is faster here all the same.
+    square: whether the gradient's blocks are meant.
     """
     if r.erasure is not None:
-        return delta_priority(r)
-    heads = r.num_heads * Widths.of(r, square=True).stored.count
-    return FASTER if r.q.shape[0] * r.q.shape[1] * heads >= 2048 * 16 else SLOWER
-
-
-def delta_priority(r: Recurrence) -> int:
-    """Return a priority above Triton's from 2048 tokens and 8192 x 16 rows of heads on, and below it for fewer.
-
-    B4 T2048 H16 is the smallest size that was measured beside Triton with beta. Each 128 channels of wider keys count. Values
-    wider than 128 with keys of at most 128 were not measured, and have the lower priority.
-    """
+        return False
     B, T, _, K = r.q.shape
-    if K <= WIDEST < r.v.shape[3]:
-        return SLOWER
-    return FASTER if T >= 2048 and B * T * r.num_heads * -(-K // WIDEST) >= 8192 * 16 else SLOWER
+    widths, rows = Widths.of(r, square and not grouped(r)), B * T * r.num_heads
+    filled = widths.blocks.rows * widths.K * widths.blocks.columns * widths.V / (K * r.v.shape[3])
+    return (filled >= 1.5 and rows >= 2**14) or (filled >= 1.25 and K <= WIDEST and rows >= 2**16)
 
 
 def in_two_phases(r: Recurrence) -> bool:
