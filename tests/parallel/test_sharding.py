@@ -123,6 +123,21 @@ def test_shard_map_over_the_batch_alone(kind, cfg):
         assert "all-gather" not in outside.lower(placed).compile().as_text()
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("over", [("heads",), ("batch", "heads")], ids=str)
+def test_an_axis_that_does_not_divide_the_heads_shards_channels(over):
+    """Two heads of channels that four devices shard: the kernel's operands are gathered over that axis, and nothing fails."""
+    mesh = jax.make_mesh((2, 4), ("batch", "heads"), (AxisType.Auto,) * 2)
+    x = jax.random.normal(jax.random.key(0), (4, 20, 16))
+    placed = jax.device_put(x, NamedSharding(mesh, P("batch" if "batch" in over else None, None, "heads")))
+
+    def whole(x):
+        q = x.reshape(4, 20, 2, 8)
+        return (glax.recurrent(q, q, q, gk=-jnp.abs(q)).output ** 2).sum()
+
+    close(quick_jit(jax.value_and_grad(whole))(placed), quick_jit(jax.value_and_grad(whole))(x))
+
+
 def close(got, want):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_close("sharded", x, np.asarray(y), 2e-6)

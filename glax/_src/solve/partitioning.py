@@ -102,9 +102,37 @@ class FreeAxis:
         return NamedSharding(jax.sharding.Mesh(devices, (self.name,)), spec)
 
     def spec(self, x: jax.ShapeDtypeStruct) -> P:
-        """Return the PartitionSpec of an operand: the axis shards each dimension of which a device has only a part."""
-        tile = x.sharding.shard_shape(x.shape)
-        return P(*(self.name if part < whole else None for part, whole in zip(tile, x.shape, strict=True)))
+        """Return the PartitionSpec of an operand: the axis shards the dimension of which a device has one part of the axis's
+        size. A dimension that only a part of the axis shards counts as not sharded."""
+        try:
+            tile = x.sharding.shard_shape(x.shape)
+        except ValueError:  # uneven
+            return P()
+        size = self.mesh.shape[self.name]
+        return P(*(self.name if part * size == whole else None for part, whole in zip(tile, x.shape, strict=True)))
+
+
+def spec_on(mesh: jax.sharding.Mesh, x: jax.ShapeDtypeStruct) -> P:
+    """Return the PartitionSpec of an operand on the mesh. A dimension that whole axes of the mesh do not shard evenly, such as
+    two heads of channels that an axis of four devices shards, counts as not sharded."""
+    try:
+        tile, found = x.sharding.shard_shape(x.shape), x.sharding.devices_indices_map(x.shape)
+    except ValueError:  # uneven
+        return P()
+
+    def axes(d: int) -> Axis:
+        parts = x.shape[d] // max(tile[d], 1)
+        names = [name for name, size in mesh.shape.items() if size > 1]
+        for count in range(1, len(names) + 1 if parts > 1 else 1):
+            for chosen in itertools.permutations(names, count):
+                if math.prod(mesh.shape[name] for name in chosen) != parts:
+                    continue
+                candidate = NamedSharding(mesh, P(*[None] * d, chosen)).devices_indices_map(x.shape)
+                if all(candidate[device][d] == index[d] for device, index in found.items()):
+                    return chosen if count > 1 else chosen[0]
+        return None
+
+    return P(*map(axes, range(len(x.shape))))
 
 
 def by_compiler(f, saves_residuals: bool, *operands, free: FreeAxis | None = None):
@@ -120,7 +148,7 @@ def by_compiler(f, saves_residuals: bool, *operands, free: FreeAxis | None = Non
     def partition(mesh, arguments, results):
         operands = structure.unflatten(arguments)
         if free is None:
-            place, specs = functools.partial(NamedSharding, mesh), [x.sharding.spec for x in arguments]
+            place, specs = functools.partial(NamedSharding, mesh), [spec_on(mesh, x) for x in arguments]
         else:
             mesh, place = free.mesh, free.sharding
             specs = [free.spec(x) for x in arguments]
@@ -137,7 +165,7 @@ def by_compiler(f, saves_residuals: bool, *operands, free: FreeAxis | None = Non
         partition=partition,
         sharding_rule=rule,
         need_replication_factors=replicated,
-        decode_shardings=free is None,
+        decode_shardings=False,
         **sizes,
     )
     return jax.tree.structure(result_specs(operands, saves_residuals, None, None), is_leaf=is_spec).unflatten(
