@@ -96,8 +96,8 @@ def stored_names(name: str, param: nnx.Param | np.ndarray) -> list[str]:
 def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place):
     """Set every parameter of `model`, which may be abstract, from the weights.
 
-    dtype: the dtype of the parameters; None leaves each as it is in the file. place: (value, the axes of its metadata) -> an
-    array on devices.
+    dtype: the dtype of the parameters; None leaves each as it is in the file. place: (the path of a parameter, the
+    parameter, its value) -> an array on devices.
 
     Raises ValueError, with their names, if weights are missing or left over, or if a shape differs.
     """
@@ -116,7 +116,7 @@ def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place)
         name, (_, _, back) = checkpoint_name(model, ".".join(map(str, path)))
         value = layered(weights, name, param, back)
         value = np.ascontiguousarray(value if dtype is None else value.astype(dtype))
-        loaded.append((path, param.replace(place(value, param.get_metadata().get("out_sharding")))))
+        loaded.append((path, param.replace(place(path, param, value))))
     nnx.update(model, nnx.from_flat_state(loaded))
 
 

@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from glax._src.core.bind import check_integer, check_integers, check_real, is_array, known_number, known_values
 from glax._src.core.recurrence import to_int32
 from glax.models.model import CausalLM
+from glax.nn.automatic import spec_of, with_automatic_axes
 from glax.nn.generate import check_key
 from glax.nn.model import checked_tokens
 
@@ -100,8 +103,17 @@ def streamed(graph, sampling: Sampling, count: int, params, prompts: dict, array
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 
+def on_pools(f: Callable, pools, *operands) -> Any:
+    """Return f(pools, *operands), which are the tokens, which sequences have ended, and pools that lie as `pools`."""
+    return with_automatic_axes(f, (P(), P(), jax.tree.map(spec_of, pools)), pools, *operands)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def loop(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict) -> Int[Array, "B count"]:
+    return with_automatic_axes(functools.partial(all_tokens, graph, sampling, count), P(), params, prompts, arrays)
+
+
+def all_tokens(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict) -> Int[Array, "B count"]:
     B = prompts["tokens"].shape[0]
     written = jnp.zeros((count, B), jnp.int32)
     if count == 0 or B == 0:
@@ -126,10 +138,15 @@ def loop(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: d
 
 def begun(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict):
     """Read the prompts, and return (the first new tokens, which sequences have ended, the pools)."""
+    B, T = prompts["tokens"].shape
+    pools = nnx.merge(graph, params).initial_states(B, T + count)
+    return on_pools(functools.partial(prompts_read, graph, sampling), pools, params, prompts, arrays)
+
+
+def prompts_read(graph, sampling: Sampling, pools, params, prompts: dict, arrays: dict):
     model = nnx.merge(graph, params)
     tokens, lengths = prompts["tokens"], prompts["lengths"]
     B, T = tokens.shape
-    pools = model.initial_states(B, T + count)
     if not sampling.padded:
         x, pools = model.extend_hidden(tokens, pools)
         token, done = chosen(sampling, model.logits(x[:, -1]), arrays, 0), jnp.zeros(B, bool)
@@ -148,6 +165,10 @@ def begun(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: 
 def following(graph, sampling: Sampling, params, token, done, pools, arrays: dict, number):
     """Read the last tokens, and return (the next tokens, which sequences have ended, the pools). number: how many tokens each
     sequence has."""
+    return on_pools(functools.partial(tokens_read, graph, sampling), pools, params, token, done, arrays, number)
+
+
+def tokens_read(graph, sampling: Sampling, pools, params, token, done, arrays: dict, number):
     logits, pools = nnx.merge(graph, params).step(token, pools)
     token = jnp.where(done, token, chosen(sampling, logits, arrays, number))
     return token, ended(sampling, token, done), pools

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from glax.models import bamba, delta, falcon_h1, fla, granite, mamba2, minimax, nemotron_h, qwen3_next, zamba2
@@ -14,7 +14,7 @@ from glax.models.checkpoints import DTYPES, Weights, load_into
 from glax.models.config import ModelConfig, UnsupportedOption
 from glax.models.model import CausalLM, Precision
 from glax.models.quantization import DequantizedWeights, without_quantization
-from glax.models.shardings import partition_spec
+from glax.models.shardings import Placement, check_mesh
 
 # model_type -> the function that builds such a model. docs/internals/models.md says how one is added.
 MODEL_TYPES: dict[str, Callable[[ModelConfig, Precision], CausalLM]] = {
@@ -97,7 +97,7 @@ def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh:
 
     dtype: the dtype of parameters and activations. If None, each parameter has the dtype of the file, and activations have the
     config's (`Weights.activations`). Sums and states are float32 in every case. mesh: the
-    mesh over which `glax.models.partition_spec` shards each parameter; the default device if None.
+    mesh over which `glax.models.shard` places the parameters; the default device if None.
 
     Weights in float8 with a scale for each block are dequantized to the config's dtype. `save_pretrained` writes them so.
 
@@ -106,8 +106,8 @@ def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh:
     over.
     """
     folder, cast = Path(folder), floating("dtype", dtype)
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh returns it, got {type(mesh).__name__}")
+    if mesh is not None:
+        check_mesh(mesh)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder: nothing is downloaded, so name the folder of a checkpoint")
     config, block = without_quantization(ModelConfig.read(folder))
@@ -116,11 +116,13 @@ def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh:
     wanted = weights.activations(config.values) if cast is None else cast
     model = abstract_model(config, wanted or jnp.float32)
 
-    def place(value, axes):
-        if mesh is None:
-            return jnp.asarray(value)
-        return jax.device_put(value, NamedSharding(mesh, partition_spec(axes, value.shape, mesh)))
+    placement = None if mesh is None else Placement(model, mesh)
+
+    def place(path, param, value):
+        return jnp.asarray(value) if placement is None else jax.device_put(value, placement.sharding(path, param))
 
     load_into(model, weights, cast, place)
+    if placement is not None:
+        placement.say()
     model.folder = str(folder.absolute())
     return model

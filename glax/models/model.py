@@ -13,6 +13,8 @@ from glax._src.core.bind import check_memory_of_leaves
 from glax._src.core.segments import differs_from_padding
 from glax.models.config import ModelConfig
 from glax.models.names import Names
+from glax.models.shardings import states_on_mesh
+from glax.nn.automatic import automatic, first_array, like, replicated, rows_of
 from glax.nn.layer import from_pool, into_pool, parallel_rows, token_rows
 from glax.nn.losses import checked_targets, next_token_loss
 from glax.nn.model import checked_tokens, embedded
@@ -88,6 +90,7 @@ class CausalLM(nnx.Module):
 
     # ---- the three ways to read --------------------------------------------------------------------------------------
 
+    @automatic(rows_of("tokens"))
     def __call__(
         self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
     ) -> Float[Array, "B T vocabulary"]:
@@ -99,6 +102,7 @@ class CausalLM(nnx.Module):
         """
         return self.logits(self.hidden(tokens, segment_ids, pad_id))
 
+    @automatic(rows_of("tokens"), like("pools"))
     def prefill(
         self,
         tokens: Int[Array, "T"],
@@ -115,6 +119,7 @@ class CausalLM(nnx.Module):
         x, pools = self.prefill_hidden(tokens, pools, slots, cu_seqlens, fresh)
         return self.logits(x), pools
 
+    @automatic(rows_of("tokens"), like("pools"))
     def step(
         self, tokens: Int[Array, "B"], pools: list[dict], slots: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B vocabulary"], list[dict]]:
@@ -123,6 +128,7 @@ class CausalLM(nnx.Module):
         x, pools = self.through(self.embed(tokens), pools, token_rows(slots, tokens.shape[0], pools, "pools"))
         return self.logits(self.norm(x)), pools
 
+    @automatic(replicated)
     def loss(
         self,
         tokens: Int[Array, "B T"],
@@ -153,6 +159,7 @@ class CausalLM(nnx.Module):
         """Return tokens as int32, after a check of their shape, their dtype, and where they are known their values."""
         return checked_tokens("tokens", tokens, form, self.vocabulary)
 
+    @automatic(rows_of("tokens"))
     def hidden(
         self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
     ) -> Array:
@@ -162,6 +169,7 @@ class CausalLM(nnx.Module):
         x, _ = self.through(rows.without_padding(self.embed(tokens)), [{}] * len(self.blocks), rows)
         return self.norm(x)
 
+    @automatic(rows_of("tokens"), like("states"))
     def extend_hidden(self, tokens: Int[Array, "B T"], states: list[dict]) -> tuple[Array, list[dict]]:
         """Continue from `states`, one row per sequence. Return the rows that the head reads, [B, T, width], and the new
         states."""
@@ -170,6 +178,7 @@ class CausalLM(nnx.Module):
         x, states = self.through(self.embed(tokens), states, parallel_rows(tokens.shape, None))
         return self.norm(x), states
 
+    @automatic(rows_of("tokens"), like("pools"))
     def prefill_hidden(self, tokens, pools, slots, cu_seqlens, fresh=None) -> tuple[Array, list[dict]]:
         tokens = self.checked(tokens, "[T]")
         rows = parallel_rows(tokens.shape, cu_seqlens)
@@ -213,6 +222,7 @@ class CausalLM(nnx.Module):
         kernel = self.embedding.embedding[...].T if self.head is None else kernel_of(self.head)
         return kernel.astype(self.dtype)
 
+    @automatic(rows_of("x"))
     def logits(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows vocabulary"]:
         return self.before_head(x).astype(self.dtype) @ self.head_kernel
 
@@ -224,8 +234,12 @@ class CausalLM(nnx.Module):
         """Return the empty states of `batch` sequences, or pools of as many slots: one dict per block, each array with one row
         per sequence.
 
-        max_length: the tokens of a sequence, prompt and continuation together. Only blocks of softmax attention need it.
+        max_length: the tokens of a sequence, prompt and continuation together. Only blocks of softmax attention need it. Where
+        the parameters lie on explicit axes of a mesh, the states lie there too, with their heads sharded as the layers are.
         """
+        return states_on_mesh(self.empty_states(batch, max_length), first_array(self))
+
+    def empty_states(self, batch: int, max_length: int | None = None) -> list[dict]:
         return [block.empty_state(batch, max_length) for block in self.blocks]
 
     def set_remat(self, name: str | None):

@@ -1,9 +1,17 @@
 """Choose the placement of a model's parameters on a mesh."""
 
+import dataclasses
+import itertools
+import logging
+from typing import Any
+
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from glax.nn.attention import Attention
+from glax.nn.automatic import explicit_mesh
 from glax.nn.parts import EMBED, HEADS, MLP, VOCABULARY
 
 # The axes of a mesh over which a logical axis is spread: the first that the mesh has, whose size divides the axis.
@@ -14,8 +22,19 @@ RULES: dict[str, tuple[str, ...]] = {
     EMBED: ("fsdp",),
 }
 
+BATCH = ("batch", "data", "sequence")  # usual names of axes that shard activations alone
+# The attributes that hold how many heads a layer with a recurrence has.
+COUNTS = ("num_heads", "num_kv_heads", "num_query_heads", "num_key_heads", "num_qk_heads", "groups")
 
-def partition_spec(axes: tuple[str | None, ...] | None, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+logger = logging.getLogger("glax")
+
+# The first logical axes of a layer's states, by their names. Other states are replicated.
+STATES = dict(recurrent=(None, HEADS), key=(None, None, HEADS), value=(None, None, HEADS))
+
+
+def partition_spec(
+    axes: tuple[str | None, ...] | None, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
     """Return the PartitionSpec of a parameter with these logical axes. The mesh axes "model" or "tensor", and "fsdp", shard it
     where they divide it."""
     if axes is None:
@@ -29,8 +48,110 @@ def partition_spec(axes: tuple[str | None, ...] | None, shape: tuple[int, ...], 
     return PartitionSpec(*chosen)
 
 
+def check_mesh(mesh):
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh returns it, got {type(mesh).__name__}")
+
+
+def states_on_mesh(states, array: jax.Array | None):
+    """Return a tree of empty states where `array` lies: on its mesh if that has explicit axes, else as they are."""
+    found = explicit_mesh(array)
+    if found is None:
+        return states
+    placed = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
+    mesh: Mesh | AbstractMesh = placed.mesh if isinstance(placed, NamedSharding) else found
+
+    def place(path, x):
+        axes = STATES.get(path[-1].key, ())
+        spec = partition_spec((*axes, *(None,) * (x.ndim - len(axes))), x.shape, mesh)
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(place, states)
+
+
+def head_counts(module: Any, part: str) -> set[int]:
+    """Return the numbers of heads that a sharded `part` of a layer must keep whole. One head that all others read is no limit."""
+    if isinstance(module, Attention):
+        return {module.num_kv_heads if part in ("key", "value") else module.num_heads}
+    sizes = getattr(module, "sizes", module)
+    return {getattr(sizes, name) for name in COUNTS if getattr(sizes, name, 1) > 1}
+
+
+def layer_of(model: nnx.Module, path: tuple) -> tuple[Any, str]:
+    """Return the innermost module on the path to a parameter that has heads, and the part of it that the path names next."""
+    module: Any = model
+    found: tuple[Any, str] = None, ""
+    for name, part in itertools.pairwise(path):
+        module = module[name] if isinstance(name, int) else getattr(module, name)
+        if getattr(getattr(module, "sizes", module), "num_heads", None) is not None:
+            found = (module, part)
+    return found
+
+
+@dataclasses.dataclass
+class Placement:
+    """Choose the placement of the parameters of a model on a mesh, and collect what is replicated although an axis could shard
+    it."""
+
+    model: nnx.Module
+    mesh: Mesh
+    used: set[str] = dataclasses.field(default_factory=set)
+    whole: dict[str, set[str]] = dataclasses.field(
+        default_factory=dict
+    )  # the axis -> parameters that it does not divide
+
+    def sharding(self, path: tuple, param: nnx.Variable) -> NamedSharding:
+        """Return the sharding of a parameter: by `partition_spec`, and no axis shards heads that it does not divide."""
+        axes, shape = param.get_metadata().get("out_sharding"), param.shape
+        if axes is not None:
+            layer, part = layer_of(self.model, path)
+            heads = head_counts(layer, part) if layer is not None else set()
+            axes = tuple(
+                None if axis == HEADS and not self.divides(heads, size) else axis
+                for axis, size in zip(axes, shape, strict=True)
+            )
+        spec = partition_spec(axes, shape, self.mesh)
+        self.note(path, param, spec)
+        return NamedSharding(self.mesh, spec)
+
+    def divides(self, heads: set[int], size: int) -> bool:
+        return any(
+            all(n % self.mesh.shape[x] == 0 for n in heads | {size}) for x in RULES[HEADS] if x in self.mesh.shape
+        )
+
+    def note(self, path: tuple, param: nnx.Variable, spec: PartitionSpec):
+        self.used |= {name for name in spec if name is not None}
+        for axis, chosen in zip(param.get_metadata().get("out_sharding") or (), spec, strict=True):
+            rules = [x for x in RULES.get(axis, ()) if self.mesh.shape.get(x, 1) > 1]
+            if chosen is None and rules and not set(rules) & set(spec):
+                name = ".".join("*" if isinstance(part, int) else part for part in path)
+                self.whole.setdefault(rules[0], set()).add(f"{name} ({axis})")
+
+    def say(self):
+        """Warn of axes that shard no parameter, and of parameters that an axis does not divide."""
+        mesh, known = self.mesh, sorted({x for axes in RULES.values() for x in axes})
+        idle = [x for x, size in mesh.shape.items() if size > 1 and x not in (*self.used, *self.whole)]
+        if idle and (not self.used or set(idle) - set(BATCH)):
+            logger.warning(
+                "the axes %s of the mesh shard no parameter: axes that shard parameters are called %s",
+                ", ".join(map(repr, idle)),
+                ", ".join(map(repr, known)),
+            )
+        for axis, names in self.whole.items():
+            logger.warning(
+                "the axis %r of %d devices does not divide these parameters, which are replicated along it: %s",
+                axis,
+                mesh.shape[axis],
+                ", ".join(sorted(names)),
+            )
+
+
 def shard(model: nnx.Module, mesh: Mesh):
-    """Move every parameter of `model` to the devices that `partition_spec` names."""
-    for _, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        spec = partition_spec(param.get_metadata().get("out_sharding"), param.shape, mesh)
-        param[...] = jax.device_put(param[...], NamedSharding(mesh, spec))
+    """Move every parameter of `model` to the devices that `partition_spec` names. An axis of the mesh that does not divide the
+    heads of a layer does not shard them, and a warning of the logger "glax" names the parameters."""
+    check_mesh(mesh)
+    placement, moved = Placement(model, mesh), []
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        moved.append((path, param.replace(jax.device_put(param[...], placement.sharding(path, param)))))
+    nnx.update(model, nnx.from_flat_state(moved))
+    placement.say()

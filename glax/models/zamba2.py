@@ -157,7 +157,7 @@ class Zamba2(CausalLM):
             after.append(state)
         return x, after
 
-    def initial_states(self, batch: int, max_length: int | None = None) -> list[dict]:
+    def empty_states(self, batch: int, max_length: int | None = None) -> list[dict]:
         def of_layer(block, use):
             if use is None:
                 return block.empty_state(batch, max_length)

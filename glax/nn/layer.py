@@ -16,6 +16,7 @@ from glax._src.core.bind import (
 )
 from glax._src.core.recurrence import to_int32
 from glax._src.serving.state_pool import check_slot_values, put, take
+from glax.nn.automatic import automatic, like, rows_of, state_of
 from glax.nn.parts import check_floats
 from glax.nn.passes import Parallel, Rows, State, Step
 
@@ -51,6 +52,7 @@ class Layer(nnx.Module):
         """
         return public(self.empty_state(batch, max_length))
 
+    @automatic(rows_of("x"), state_of("initial_state", rows="x"))
     def __call__(
         self,
         x: Float[Array, "B T width"],
@@ -69,6 +71,7 @@ class Layer(nnx.Module):
         y, state = self.mix(rows.without_padding(x), named(initial_state), rows)
         return y, public(state)
 
+    @automatic(rows_of("x"), like("pool"))
     def prefill_into(
         self,
         x: Float[Array, "T width"],
@@ -84,6 +87,7 @@ class Layer(nnx.Module):
         y, states = self.mix(rows.without_padding(x), states, rows)
         return y, public(into_pool(named(pool), slots, states))
 
+    @automatic(rows_of("x"), like("state"))
     def step(
         self, x: Float[Array, "B width"], state, slots: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B width"], Array | dict]:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from glax._src.api.recurrent import recurrent_gla
 from glax._src.core.bind import check_integers, known_values
 from glax._src.core.recurrence import to_int32
+from glax.nn.automatic import automatic, like, rows_of
 from glax.nn.gla import GatedLinearAttention
 from glax.nn.layer import parallel_rows
 from glax.nn.mlp import SwiGLU
@@ -91,6 +92,7 @@ class ByteLM(nnx.Module):
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
         self.head = nnx.Linear(config.width, BYTES, use_bias=False, rngs=rngs)
 
+    @automatic(rows_of("tokens"))
     def __call__(
         self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, pad_id: int | None = None
     ) -> Float[Array, "B T 256"]:
@@ -102,6 +104,7 @@ class ByteLM(nnx.Module):
         tokens = checked_tokens("tokens", tokens, "[B, T]", BYTES, "hold bytes,")
         return self.extend(tokens, self.initial_states(tokens.shape[0]), segment_ids, pad_id)[0]
 
+    @automatic(rows_of("tokens"), like("states"))
     def extend(
         self,
         tokens: Int[Array, "B T"],
@@ -118,6 +121,7 @@ class ByteLM(nnx.Module):
         rows = parallel_rows(tokens.shape, None, segment_ids, pad_id)
         return self.through(attend, rows.without_padding(self.embed(tokens)), states)
 
+    @automatic(rows_of("tokens"), like("pools"))
     def prefill_into(
         self,
         tokens: Int[Array, "T"],
@@ -138,6 +142,7 @@ class ByteLM(nnx.Module):
 
     prefill = prefill_into  # the name that the models of `glax.models` have for it
 
+    @automatic(rows_of("tokens"), like("states"))
     def step(
         self, tokens: Int[Array, "B"], states: States, slots: Int[Array, "B"] | None = None
     ) -> tuple[Float[Array, "B 256"], States]:

@@ -1,0 +1,116 @@
+"""Run the methods of models and layers with automatic axes, where the arrays lie on a mesh with explicit axes.
+
+JAX types an array on explicit axes by its sharding, and refuses an operation whose result could have several. Inside of a
+method that `automatic` decorates, the compiler chooses the shardings; the results have the ones that the decorator names.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+# (the arguments of a method by name) -> the PartitionSpecs of a result: a tree, or one for all of its arrays
+Specs = Callable[[dict[str, Any]], Any]
+
+
+def spec_of(x) -> PartitionSpec:
+    """Return the PartitionSpec that the type of x has; that of a replicated array for None and for arrays of NumPy."""
+    return jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else PartitionSpec()
+
+
+def explicit_mesh(tree) -> AbstractMesh | None:
+    """Return the mesh with explicit axes on which the arrays of `tree`, or those of the context, lie; None if there is none."""
+    types = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+    meshes = (jax.sharding.get_abstract_mesh(), *types)
+    return next((mesh for mesh in meshes if not mesh.empty and mesh.explicit_axes), None)
+
+
+def first_array(module: nnx.Module) -> jax.Array | None:
+    """Return one of the module's arrays, which all lie on one mesh."""
+    return next((x[...] for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Variable)), None)
+
+
+def replicated(arguments: dict[str, Any]) -> PartitionSpec:
+    return PartitionSpec()
+
+
+def rows_of(name: str) -> Specs:
+    """Return the specs of rows that lie as those of the argument `name`: tokens [*rows], or activations [*rows, width]."""
+
+    def specs(arguments: dict[str, Any]) -> PartitionSpec:
+        x = arguments[name]
+        if not isinstance(x, jax.Array):
+            return PartitionSpec()
+        rank = x.ndim - jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+        return PartitionSpec(*spec_of(x)[:rank])
+
+    return specs
+
+
+def like(name: str) -> Specs:
+    """Return the specs of the arrays of the argument `name`; those of replicated arrays where it is None."""
+
+    def specs(arguments: dict[str, Any]) -> Any:
+        return PartitionSpec() if arguments[name] is None else jax.tree.map(spec_of, arguments[name])
+
+    return specs
+
+
+def state_of(name: str, rows: str) -> Specs:
+    """Return the specs of states that lie as those of the argument `name`. Where it is None, the states of sequences that are
+    not packed lie as the axis of sequences of the argument `rows` does."""
+
+    def specs(arguments: dict[str, Any]) -> Any:
+        x = arguments[rows]
+        if arguments[name] is None and isinstance(x, jax.Array) and x.ndim == 3 and arguments["cu_seqlens"] is None:
+            return PartitionSpec(*spec_of(x)[:1])
+        return like(name)(arguments)
+
+    return specs
+
+
+def with_automatic_axes(f: Callable, specs, *operands) -> Any:
+    """Return f(*operands). If the operands lie on explicit axes, these are automatic inside, and the results lie as `specs`."""
+    mesh = explicit_mesh(operands)
+    if mesh is None:
+        return f(*operands)
+    leaves, structure = jax.tree.flatten(operands)
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+
+    def inside(*arrays):
+        given = iter(arrays)
+        return f(*structure.unflatten([next(given) if isinstance(x, jax.Array) else x for x in leaves]))
+
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.sharding.auto_axes(inside, axes=mesh.explicit_axes, out_sharding=placed)(*arrays)
+
+
+def automatic(result: Specs, *more: Specs):
+    """Decorate a method of a module. result, more: the specs of its result, or of each of its results."""
+
+    def decorate(method: Callable) -> Callable:
+        signature = inspect.signature(method)
+
+        @functools.wraps(method)
+        def call(self: nnx.Module, *args, **options):
+            bound = signature.bind(self, *args, **options)
+            bound.apply_defaults()
+            arguments = dict(bound.arguments)
+            del arguments["self"]
+            if explicit_mesh((first_array(self), arguments)) is None:
+                return method(self, *args, **options)
+            graph, state = nnx.split(self)
+            specs = tuple(each(arguments) for each in (result, *more)) if more else result(arguments)
+
+            def run(state, arguments):
+                return method(nnx.merge(graph, state), **arguments)
+
+            return with_automatic_axes(run, specs, state, arguments)
+
+        return call
+
+    return decorate
