@@ -1,11 +1,13 @@
 """Run `glax generate`: continue a prompt with a model in a folder."""
 
 import argparse
+import dataclasses
+import os
 import sys
 import time
 
 from glax.cli.arguments import INT32, a_path, within
-from glax.cli.errors import UsageError
+from glax.cli.errors import UsageError, reason
 from glax.cli.packages import require
 
 PACKAGES = ("flax", "safetensors")
@@ -29,14 +31,15 @@ def add_parser(subparsers):
         "generate",
         help="continue a prompt by a model in a folder",
         description="Continues a prompt by a checkpoint of fla, transformers or glax: a folder of config.json and "
-        "safetensors. Its tokenizer.json is used where it has one; a vocabulary of 256 without one is bytes.",
+        "safetensors. Its tokenizer.json is used where it has one; a vocabulary of 256 without one is bytes. A text ends "
+        "with the end tokens of generation_config.json, else with those of config.json.",
     )
     parser.add_argument("folder", type=a_path, metavar="FOLDER", help="of the checkpoint")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue")
     help = "at most so many (default: %(default)s)"
     parser.add_argument("--max-new-tokens", type=within(1, INT32), default=100, metavar="N", help=help)
-    help = "0 takes the likeliest token (default: %(default)s)"
-    parser.add_argument("--temperature", type=number(0, 1e6), default=0.0, metavar="X", help=help)
+    help = "0 takes the likeliest token (default: as generation_config.json says if it has do_sample, else 0)"
+    parser.add_argument("--temperature", type=number(0, 1e6), metavar="X", help=help)
     parser.add_argument(
         "--top-k", type=within(1, INT32), metavar="N", help="draw among the N likeliest tokens; needs --temperature"
     )
@@ -49,48 +52,61 @@ def add_parser(subparsers):
 
 
 def run(args) -> int:
-    for option, limit in (("--top-k", args.top_k), ("--top-p", args.top_p)):
-        if limit is not None and args.temperature == 0:
-            raise UsageError(
-                f"{option} needs --temperature above 0, for 0 takes the likeliest token: got {option} {limit}"
-            )
+    if args.temperature == 0 or (
+        args.temperature is None and not os.path.lexists(args.folder / "generation_config.json")
+    ):
+        check_limits(args)
     require(PACKAGES)
     import jax
     import jax.numpy as jnp
 
     from glax.models import from_pretrained, stream
+    from glax.models.defaults import generation_defaults
     from glax.models.tokens import find_tokenizer
 
     dtype = None if args.dtype is None else jnp.dtype(args.dtype)
     try:
         model = from_pretrained(args.folder, dtype=dtype)
         tokenizer = find_tokenizer(args.folder, model.vocabulary, args.tokenizer)
-    except (ValueError, FileNotFoundError) as error:
-        raise UsageError(str(error)) from None
-    prompt = tokenizer.encode(args.prompt)
-    if not prompt:
-        raise UsageError("the prompt has no tokens: name at least one character with --prompt")
-    tokens = stream(
-        model,
-        jnp.asarray([prompt]),
-        args.max_new_tokens,
-        key=jax.random.key(args.seed),
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        eos=end_tokens(model),
-    )
+        defaults = generation_defaults(model)
+        prompt = tokenizer.encode(args.prompt)
+        if not prompt:
+            raise UsageError("the prompt has no tokens: name at least one character with --prompt")
+        drawing = how_to_draw(args, defaults)
+        key = jax.random.key(args.seed)
+        tokens = stream(model, jnp.asarray([prompt]), args.max_new_tokens, key=key, eos=defaults.eos, **drawing)
+    except (ValueError, OSError) as error:
+        raise UsageError(reason(error)) from None
     count, seconds = show(tokenizer, tokens)
     rate = f", {(count - 2) / seconds:,.0f} tokens/s behind the first two" if count > 2 else ""
     print(f"{count} tokens{rate}", file=sys.stderr)
     return 0
 
 
-def end_tokens(model) -> list[int]:
-    """Return the end tokens of the config that the vocabulary has. Return none if the tokens are bytes."""
-    eos = model.config.values.get("eos_token_id")
-    eos = eos if isinstance(eos, list) else [eos]
-    return [x for x in eos if isinstance(x, int) and 0 <= x < model.vocabulary and model.vocabulary > 256]
+def check_limits(args):
+    """Raise UsageError for a limit on the command line, where the temperature is 0."""
+    for option, limit in (("--top-k", args.top_k), ("--top-p", args.top_p)):
+        if limit is not None:
+            raise UsageError(
+                f"{option} needs --temperature above 0, for 0 takes the likeliest token: got {option} {limit}"
+            )
+
+
+def how_to_draw(args, defaults) -> dict:
+    """Return temperature, top_k and top_p: those of the command line, else those of generation_config.json, which are
+    printed."""
+    if (defaults.temperature if args.temperature is None else args.temperature) == 0:
+        check_limits(args)
+        defaults = dataclasses.replace(defaults, top_k=None, top_p=None)
+    given = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    drawing = {name: getattr(defaults, name) if x is None else x for name, x in given.items()}
+    read = [f"{name}={x}" for name, x in drawing.items() if given[name] is None and x]
+    if read:
+        print(f"glax generate: {', '.join(read)} as generation_config.json says", file=sys.stderr)
+    if defaults.unsupported:
+        rest = ", ".join(defaults.unsupported)
+        print(f"glax generate: not supported, and not done: {rest} in generation_config.json", file=sys.stderr)
+    return drawing
 
 
 def show(tokenizer, tokens) -> tuple[int, float]:

@@ -5,6 +5,7 @@ logits = model(tokens)
 """
 
 from glax.models.config import ModelConfig, UnsupportedOption
+from glax.models.defaults import end_tokens
 from glax.models.generation import generate, stream
 from glax.models.load import MODEL_TYPES, from_config, from_pretrained
 from glax.models.model import CausalLM
@@ -16,6 +17,7 @@ __all__ = [
     "CausalLM",
     "ModelConfig",
     "UnsupportedOption",
+    "end_tokens",
     "from_config",
     "from_pretrained",
     "generate",
