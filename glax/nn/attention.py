@@ -30,8 +30,11 @@ class Attention(Layer):
     qk_norm:      whether q and k pass through RMSNorm in each head, with norm_eps. zero_centred: as in RMSNorm.
     gated:        whether sigmoid(z) multiplies each head's output. z has head_width rows, behind those of q in its projection.
 
-    The cache has max_length rows per sequence, and later tokens are lost. Vaswani et al. 2017,
-    https://arxiv.org/abs/1706.03762. Raises TypeError or ValueError, which names the argument.
+    The cache has max_length rows per sequence. A token behind the last one is an error where its position is known, and gives
+    NaN where it is traced. The state of a call without initial_state has rows for the tokens read and no more: to go on, pass
+    initial_state(batch, max_length). Raises TypeError or ValueError, which names the argument.
+
+    Vaswani et al. 2017, https://arxiv.org/abs/1706.03762.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Attention(Layer):
     def empty_state(self, batch: int, max_length: int | None = None) -> dict:
         if max_length is None:
             raise ValueError("max_length must be given: a cache of keys and values has as many rows a sequence")
+        check_sizes(max_length=max_length)
         shape = (batch, max_length, self.num_kv_heads, self.head_width)
         dtype = self.dtype or jnp.float32
         return dict(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), length=jnp.zeros(batch, jnp.int32))

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from glax._src.core.bind import known_values
 from glax._src.core.recurrence import to_int32
 from glax._src.core.segments import differs_from_padding
 from glax._src.serving.decode_step import recurrent_step
@@ -189,20 +191,22 @@ class Parallel:
         if cache:
             return self.attend_to_cache(q, k, v, cache, window, scale)
         rows = jnp.broadcast_to(jnp.arange(q.shape[1])[None], q.shape[:2])
-        new = dict(key=k, value=v, length=jnp.full(q.shape[0], q.shape[1], jnp.int32))
         if self.segment_ids is None:
+            new = dict(key=k, value=v, length=jnp.full(q.shape[0], q.shape[1], jnp.int32))
             return attend_whole(q, k, v, intervals(jnp.zeros_like(rows), rows, window), scale), new
         seen = intervals(self.segments.begin, jnp.where(self.segments.is_token, rows, -1), window)
-        return attend_in_blocks(q, k, v, seen, scale), new
+        return attend_in_blocks(q, k, v, seen, scale), self.segments.cache(k, v)
 
     def attend_to_cache(self, q, k, v, cache: State, window, scale) -> tuple[Array, State]:
         if self.segment_ids is not None:
             raise ValueError("segment_ids and the cache of softmax attention exclude each other: pack with cu_seqlens")
+        L, T = cache["key"].shape[1], q.shape[1]
+        check_room(cache["length"], T, L)
         place, length = self.positions(cache["length"])
         at = (jnp.broadcast_to(jnp.arange(q.shape[0])[:, None], place.shape), place)
         cache = dict(key=written(cache["key"], at, k), value=written(cache["value"], at, v), length=length)
         seen = intervals(jnp.zeros_like(place), place, window)
-        return attend_in_blocks(q, cache["key"], cache["value"], seen, scale), cache
+        return nan_unless(place < L, attend_in_blocks(q, cache["key"], cache["value"], seen, scale)), cache
 
     def packed_attend(self, q, k, v, cache: State, window, scale) -> tuple[Array, State]:
         shape = q.shape
@@ -212,9 +216,10 @@ class Parallel:
         if not cache:
             seen = intervals(self.cuts[own], jnp.where(is_token, rows, -1), window)
             o = attend_in_blocks(q, k, v, Intervals(seen.first[None], seen.last[None]), scale)
-            return o.reshape(shape), dict(key=k[0], value=v[0], length=jnp.diff(self.cuts))
-        place, length = self.positions(cache["length"])
+            return o.reshape(shape), self.packed_cache(k[0], v[0])
         N, L = cache["key"].shape[:2]
+        check_room(cache["length"], jnp.diff(self.cuts), L)
+        place, length = self.positions(cache["length"])
         place = jnp.where(is_token, place.reshape(-1), L)  # out of bounds: dropped
         cache = dict(
             key=written(cache["key"], (own, place), k[0]),
@@ -225,8 +230,22 @@ class Parallel:
         seen = Intervals(seen.first[None], seen.last[None])
         keys, values = (cache[name].reshape(1, N * L, *cache[name].shape[2:]) for name in ("key", "value"))
         o = attend_by_sequence(q, keys, values, seen, scale, self.cuts)
-        o = jnp.where((is_token & (place >= L))[None, :, None, None], jnp.nan, o)  # behind the end of the cache
-        return o.reshape(shape), cache
+        return nan_unless(((place < L) | ~is_token)[None], o).reshape(shape), cache
+
+    def packed_cache(self, k: Float[Array, "T H D"], v: Float[Array, "T H D"]) -> State:
+        """Return the keys and values of each sequence, [N, L, H, D], with L rows for the longest of them; T where lengths are
+        traced."""
+        lengths, T = jnp.diff(self.cuts), len(k)
+        known = known_values(lengths)
+        L = T if known is None else int(known.max(initial=0))
+        at = jnp.arange(L)[None]
+        rows, is_own = jnp.clip(self.cuts[:-1, None] + at, 0, max(T - 1, 0)), at < lengths[:, None]
+
+        def of_sequences(x):
+            found = x[rows] if T else jnp.zeros((*rows.shape, *x.shape[1:]), x.dtype)
+            return jnp.where(is_own[..., None, None], found, 0)
+
+        return dict(key=of_sequences(k), value=of_sequences(v), length=lengths)
 
     # ---- which sequence ----------------------------------------------------------------------------------------------
 
@@ -275,6 +294,20 @@ class Segments:
         last = T - 1 - is_token[:, ::-1].argmax(1)
         return cls(is_token, begin, is_first, last)
 
+    def cache(self, k: Float[Array, "B T H D"], v: Float[Array, "B T H D"]) -> State:
+        """Return the keys and values of the last segment of each row that is no padding, from row 0 on, and its length."""
+        B, T = self.begin.shape
+        if T == 0:
+            return dict(key=k, value=v, length=jnp.zeros(B, jnp.int32))
+        first = jnp.take_along_axis(self.begin, self.last[:, None], 1)
+        length = jnp.where(self.is_token.any(1), self.last - first[:, 0] + 1, 0).astype(jnp.int32)
+        rows, is_own = jnp.clip(first + jnp.arange(T)[None], 0, T - 1), jnp.arange(T)[None] < length[:, None]
+
+        def of_last(x):
+            return jnp.where(is_own[..., None, None], jnp.take_along_axis(x, rows[..., None, None], 1), 0)
+
+        return dict(key=of_last(k), value=of_last(v), length=length)
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -299,13 +332,15 @@ class Step:
         return place
 
     def attend(self, q, k, v, cache: State, window: int | None, scale: float | None) -> tuple[Array, State]:
+        L = cache["key"].shape[1]
         place, length = self.positions(cache["length"])
+        check_room(place, 1, L)  # an unused slot reads a length of 0
         rows = jnp.arange(len(q)) if self.slots is None else self.unused_to_end(self.slots, cache["key"])
         at = (rows, place)
         cache = dict(key=written(cache["key"], at, k), value=written(cache["value"], at, v), length=length)
         seen = intervals(jnp.zeros_like(place)[:, None], place[:, None], window)
         o = attend_whole(q[:, None], self.read(cache["key"]), self.read(cache["value"]), seen, scale)
-        return o[:, 0], cache
+        return nan_unless(place < L, o[:, 0]), cache
 
     def read(self, state: Array) -> Array:
         return state if self.slots is None else take(state, self.unused_to_end(self.slots, state))
@@ -326,6 +361,26 @@ class Step:
 def intervals(first: Int[Array, "*rows"], last: Int[Array, "*rows"], window: int | None) -> Intervals:
     """Return the intervals first to last, of which the window holds the last `window` keys, or all keys if it is None."""
     return Intervals(first if window is None else jnp.maximum(first, last - window + 1), last)
+
+
+def check_room(length: Int[Array, "N"], more: Int[Array, "N"] | int, rows: int):
+    """Raise ValueError if a cache of `rows` rows per sequence lacks room for `more` tokens behind `length` tokens, where these
+    are known."""
+    before, after = known_values(length), more if isinstance(more, int) else known_values(more)
+    if before is not None and after is not None:
+        needed = int((before.astype(np.int64) + after).max(initial=0))
+    else:
+        needed = after if isinstance(after, int) else 0
+    if isinstance(rows, int) and needed > rows:
+        raise ValueError(
+            f"max_length must be at least {needed}, the tokens of the longest sequence, got a cache of {rows}: make it by "
+            "initial_state(batch, max_length) before the first tokens are read"
+        )
+
+
+def nan_unless(fits: Bool[Array, "*rows"], o: Float[Array, "*rows H V"]) -> Float[Array, "*rows H V"]:
+    """Return o with NaN in rows that do not fit into the cache, where no error can be raised because their number is traced."""
+    return jnp.where(fits[..., None, None], o, jnp.nan)
 
 
 def written(cache: Array, at: tuple[Array, Array], rows: Array) -> Array:

@@ -271,3 +271,39 @@ def test_a_call_gives_what_int32_gives_or_names_the_argument(name):
         check(name, **example)
 
     drawn()
+
+
+READS = dict(
+    model=lambda tokens: model()(tokens),
+    loss=lambda tokens: model().loss(tokens),
+    step=lambda tokens: model().step(tokens[0], model().initial_states(4, 4))[0],
+    prefill=lambda tokens: prefill(tokens[0], np.array([0, 1]), np.array([0, 3, 4]))[0],
+    targets=lambda tokens: next_token_loss(rows(2, 4, 8), rows(8, VOCABULARY), tokens),
+    bytes=lambda tokens: byte_model()(tokens),
+)
+
+
+@seed(SEED)
+@settings(max_examples=max(1, round(24 * TIMES)), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.sampled_from(list(READS)),
+    st.sampled_from([-1, -2, VOCABULARY, VOCABULARY + 1, 2**15, 2**31, 2**32]),
+    st.sampled_from(["i1", "i2", "u2", "i4", "u4", "i8", "u8"]),
+    st.sampled_from(["numpy", "jax", "traced"]),
+    st.integers(0, 3),
+)
+def test_what_is_no_token_is_an_error_or_nan(name, token, dtype, container, place):
+    limits = np.iinfo(dtype)
+    if not limits.min <= token <= limits.max or (name == "targets" and token < 0):
+        return
+    tokens = np.ones((2, 4), dtype)
+    tokens[0, place] = token
+    if container == "traced":
+        if limits.bits < 64:  # JAX drops the upper bits of others before glax reads them
+            got = np.asarray(jax.jit(READS[name])(tokens))
+            assert np.isnan(got).any(), "another token is read"
+        return
+    if container == "jax" and limits.bits == 64:
+        return
+    with pytest.raises(ValueError, match=r"(tokens|targets) must"):
+        READS[name](jnp.asarray(tokens) if container == "jax" else tokens)
