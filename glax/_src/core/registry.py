@@ -109,6 +109,8 @@ class KernelSpec:
     priority: recurrence -> number; of the able kernels, the one with the highest is chosen
     version:  a number that is raised when measured configs become invalid
     takes_segments: recurrence -> whether the kernel reads its segments; else the kernel receives `recurrence.folded`
+    mixes_segments: recurrence -> whether products of the kernel mix the segments of a recurrence that is folded. Its results are
+              then checked, and computed again token by token where they are not finite (solve/isolation.py)
     two_phase: recurrence -> the kernel in two phases, or None where that would add work to `run`
     stores_states: recurrence -> None, or why the kernel does not store the states behind every r.states_every tokens
     erases:   whether the kernel runs recurrences with an `erasure`, which are of the delta rule
@@ -130,6 +132,7 @@ class KernelSpec:
     stores_states: Callable[[Recurrence], str | None] = lambda r: "does not store the states behind every n tokens"
     omits_d_final: Callable[[Recurrence], bool] = lambda r: False
     takes_segments: Callable[[Recurrence], bool] = lambda r: False
+    mixes_segments: Callable[[Recurrence], bool] = lambda r: False
 
     @property
     def name(self) -> str:

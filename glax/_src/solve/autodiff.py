@@ -36,6 +36,7 @@ from glax._src.solve.dispatch import (
     run_backward,
     run_forward,
 )
+from glax._src.solve.isolation import isolating
 from glax._src.solve.pieces import solve_with_states
 
 
@@ -208,7 +209,7 @@ def solve(choice: Choice, r: Recurrence) -> Outputs:
         return resolved.solve(resolve(choice, r), r)
     folded = r.folded
     resolution = resolve(choice, folded)
-    if resolution.takes_segments(r):
+    if resolution.takes_segments(r) or resolution.mixes_segments(r):
         return resolved.solve(resolution, r)
     # Segments are folded outside of the custom gradient, so that the forward and its gradient share the result.
     outputs = resolved.solve(resolution, folded)
@@ -227,7 +228,12 @@ def gradient(choice: Choice, r: Recurrence, d_output, d_final, residuals: Residu
 
 def fused_or_derived_gradient(resolution: Resolution, r: Recurrence, d_output, d_final, residuals) -> Recurrence:
     fused = run_backward(resolution, r, d_output, d_final, residuals)
-    return derived_gradient(resolution.choice, r, d_output, d_final) if fused is None else fused
+    if fused is not None:
+        return fused
+    derived = functools.partial(derived_gradient, resolution.choice)
+    if r.segments is None or not resolution.mixes_segments(r):
+        return derived(r, d_output, d_final)
+    return by_folding(isolating(derived, r.segments))(r, d_output, filled(d_final, r))
 
 
 def derived_gradient_of(resolution: Resolution, r: Recurrence, d_output, d_final) -> Recurrence:

@@ -14,6 +14,7 @@ from glax._src.core.backend import sequences_apart
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, varying_like
 from glax._src.core.registry import Config, KernelSpec, Platform, Role, TwoPhase, UnsupportedError, kernel_registry
 from glax._src.kernels import load_kernels
+from glax._src.solve.isolation import isolating
 from glax._src.solve.pieces import solve_with_states
 from glax._src.tuning.cache import PersistentCache, overlay
 from glax._src.tuning.executor import Executor, is_listening
@@ -60,10 +61,15 @@ class Resolution:
         """Return whether both the forward and the gradient kernel read the segments of r."""
         return self.forward.takes_segments(r) and (self.vjp is None or self.vjp.takes_segments(r))
 
+    def mixes_segments(self, r: Recurrence) -> bool:
+        """Return whether the forward or the gradient kernel mixes the segments of r, so that its results are checked."""
+        return self.forward.mixes_segments(r) or (self.vjp is not None and self.vjp.mixes_segments(r))
+
     def saves_residuals(self, r: Recurrence) -> bool:
         """Return whether the forward saves residuals for r. It must be able to, and the chosen gradient must be the kernel that
         takes them."""
-        if self.forward.forward_with_residuals is None or not self.forward.saves_residuals(r):
+        given = r if self.takes_segments(r) else r.folded
+        if self.forward.forward_with_residuals is None or not self.forward.saves_residuals(given):
             return False
         return self.vjp is not None and self.vjp.is_gradient_of(self.forward)
 
@@ -125,7 +131,7 @@ def run_backward(
     """
     if resolution.vjp is None:
         return None
-    if not resolution.vjp.omits_d_final(r):
+    if resolution.mixes_segments(r) or not resolution.vjp.omits_d_final(r):
         d_final = filled(d_final, r)
     operands = (r, d_output, d_final, *([] if residuals is None else [residuals]))
     run = functools.partial(execute, resolution.vjp, resolution.vjp_choice, again=gradient_elsewhere)
@@ -301,7 +307,8 @@ def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, again, part
 def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None):
     """Run spec's kernel, or a part of it, with the config that the executor chooses."""
     if r.segments is not None and not spec.takes_segments(r):
-        return by_folding(functools.partial(run_spec, spec, choice, part=part))(r, *given)
+        run = functools.partial(run_spec, spec, choice, part=part)
+        return by_folding(isolating(run, r.segments) if spec.mixes_segments(r) else run)(r, *given)
     others = why_not_others(spec, choice, r)
     if others:
         others["refused"] |= spec.forgoes(r, *given)
@@ -326,14 +333,16 @@ def why_not_others(spec: KernelSpec, choice: Choice, r: Recurrence) -> dict[str,
 def by_folding(run: Callable) -> Callable:
     """Return `run` for a recurrence without segments: the segments of r are folded into gates first.
 
-    run: (r) -> Outputs, or (r, d_output, d_final, *residuals) -> Recurrence.
+    run: (r) -> Outputs or (Outputs, Residuals), or (r, d_output, d_final, *residuals) -> Recurrence.
     """
 
     def run_folded(r: Recurrence, *given):
         assert r.segments is not None
         if not given:
-            outputs = run(r.folded)
-            return outputs._replace(output=r.segments.masked(outputs.output))
+            found = run(r.folded)
+            outputs, *residuals = (found,) if isinstance(found, Outputs) else found
+            outputs = outputs._replace(output=r.segments.masked(outputs.output))
+            return (outputs, *residuals) if residuals else outputs
         folded, pull = jax.vjp(lambda floats: floats.with_integers(r).folded, r.floats)
         d_output, *rest = given
         return pull(run(folded, r.segments.masked(d_output), *rest))[0]

@@ -139,6 +139,7 @@ def chunked_with_residuals(r: Recurrence, *, config: ChunkedConfig) -> tuple[Out
     saves_residuals=lambda r: Backend.here() is Backend.CPU and not r.is_symbolic,
     supports=delta_chunk.supports,
     erases=True,
+    mixes_segments=lambda r: True,
 )
 def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     """Compute the recurrence in chunks. At a time, memory holds one state per head, or those of one block."""
@@ -146,7 +147,13 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
 
 
 @kernel_registry.register(
-    "chunked.vjp", Platform.XLA, Backend.ANY, config=ChunkedConfig, supports=delta_chunk.supports, erases=True
+    "chunked.vjp",
+    Platform.XLA,
+    Backend.ANY,
+    config=ChunkedConfig,
+    supports=delta_chunk.supports,
+    erases=True,
+    mixes_segments=lambda r: True,
 )
 def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: ChunkedConfig

@@ -15,12 +15,12 @@ No step is a difference of long sums, so this form is exact for all gates and al
 differentiated any number of times. Yang et al. 2024, https://arxiv.org/abs/2406.06484 and https://arxiv.org/abs/2412.06464.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from glax._src.core.decay import Decay
 from glax._src.core.erasure import Erasure
@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
     """Hold the arrays of r with time first, [T, B, heads, ...], and the position of each row in its sequence.
 
     begins, ends: whether a packed sequence's scan begins or ends at a row. sequence: a row's sequence, N for padding. All three
-    are None without packing.
+    are None without packing. resets: [T, B], whether a token starts from a state of zeros; None if none does.
     """
 
     q: Array
@@ -53,12 +53,14 @@ class Tokens(NamedTuple):
     begins: Array | None = None
     ends: Array | None = None
     sequence: Int[Array, "T"] | None = None
+    resets: Bool[Array, "T B"] | None = None
 
 
-def tokens_of(r: Recurrence) -> Tokens:
+def tokens_of(r: Recurrence, resets: Bool[Array, "B T"] | None = None) -> Tokens:
     """Return the arrays of r with time first and zeros in padding rows. A row of zeros leaves the state unchanged."""
     if r.boundaries is None:
-        place, is_token = {}, None
+        place: dict[str, Any] = {}
+        is_token = None
     else:
         is_token = r.is_token
         sequence = jnp.where(is_token, r.sequence_of, r.num_sequences)
@@ -72,6 +74,7 @@ def tokens_of(r: Recurrence) -> Tokens:
     if decay.constant is not None:
         decay = Decay(head=r.by_token(decay.constant))
     decay, erasure = jax.tree.map(by_time, decay), jax.tree.map(by_time, r.erasing)
+    place["resets"] = None if resets is None else resets.T
     tokens = Tokens(by_time(r.q), by_time(r.k), by_time(r.v), decay, erasure, **place)
     return jax.tree.map(lambda x: varying_like(x, r.q), tokens)
 
@@ -135,8 +138,13 @@ def advance(S: Float[Array, "B H K V"], t: Token):
     return S_bar, u, S + written if t.decay is None else S * t.decay.base + (S * t.decay.rest + written)
 
 
-def each(x: Float[Array, "N"], like: Array) -> Array:
+def each(x: Shaped[Array, "N"], like: Array) -> Array:
     return x.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def cleared(S: Float[Array, "B *rest"], row: Tokens) -> Array:
+    """Return S with zeros where the row resets it. Zeros are selected: a decay of 0 would not stop NaN or inf."""
+    return S if row.resets is None else jnp.where(each(row.resets, S), 0, S)
 
 
 def enter(states: Array, carried: Array, begins, sequence) -> Array:
@@ -158,20 +166,21 @@ def first_carry(r: Recurrence, states: Float[Array, "N *rest"]) -> Array:
     return states if r.boundaries is None else jnp.zeros_like(states, shape=(1, *states.shape[1:]))
 
 
-def delta_by_token(r: Recurrence) -> Outputs:
-    """Compute the outputs and final states of a recurrence with an erasure."""
+def delta_by_token(r: Recurrence, resets: Bool[Array, "B T"] | None = None) -> Outputs:
+    """Compute the outputs and final states of a recurrence with an erasure. resets: tokens that start from a state of zeros, as
+    their gates of -inf say too."""
     start = r.start_state
     scale = r.scale
 
     def step(carry, row: Tokens):
         S, finals = carry
         t, n = token_of(r, row), row.sequence
-        _, _, S = advance(enter(start, S, row.begins, n), t)
+        _, _, S = advance(cleared(enter(start, S, row.begins, n), row), t)
         factor = each(scale, t.q) if n is None else scale[jnp.minimum(n, len(scale) - 1)]
         return (S, write_state(finals, S, n)), read(S, t.q * factor).astype(r.q.dtype)
 
     carry = jax.tree.map(lambda x: varying_like(x, r.q), (first_carry(r, start), start))
-    (_, final), output = lax.scan(step, carry, tokens_of(r), reverse=r.reverse)
+    (_, final), output = lax.scan(step, carry, tokens_of(r, resets), reverse=r.reverse)
     return Outputs(jnp.moveaxis(output, 0, 1), final)
 
 
@@ -191,12 +200,13 @@ def in_segments(r: Recurrence, tokens):
     return jax.tree_util.tree_map_with_path(cut, tokens)
 
 
-def delta_gradient_by_token(r: Recurrence, d_output, d_final) -> Recurrence:
+def delta_gradient_by_token(r: Recurrence, d_output, d_final, resets: Bool[Array, "B T"] | None = None) -> Recurrence:
     """Compute the gradient in every array of r. It stores the inputs, and one state for every SEGMENT tokens.
 
     A forward scan stores the state before each segment. The reverse scan recomputes the states of one segment at a time.
+    resets: see `delta_by_token`.
     """
-    tokens, start, d_final = tokens_of(r), r.start_state, d_final.astype(r.dtype)
+    tokens, start, d_final = tokens_of(r, resets), r.start_state, d_final.astype(r.dtype)
     d_output = jnp.moveaxis(d_output, 1, 0).astype(r.dtype)
     if r.boundaries is not None:
         d_output = jnp.where(r.is_token[:, None, None, None], d_output, 0)
@@ -204,7 +214,7 @@ def delta_gradient_by_token(r: Recurrence, d_output, d_final) -> Recurrence:
 
     def forward_step(S, row):
         t = token_of(r, row[0])
-        before = enter(start, S, row[0].begins, row[0].sequence)
+        before = cleared(enter(start, S, row[0].begins, row[0].sequence), row[0])
         return advance(before, t)[2], before
 
     def forward_segment(S, segment):
@@ -281,4 +291,4 @@ def token_gradient(r: Recurrence, row: Tokens, do, before, G):
         erasure=erasure,
         scale=(t.q * reads).sum((1, 2)),
     )
-    return decayed(d_bar, t.decay), d
+    return cleared(decayed(d_bar, t.decay), row), d

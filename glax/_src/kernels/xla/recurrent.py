@@ -103,7 +103,9 @@ def decay_by_token(log: Float[Array, "T *rest"]) -> Float[Array, "T *rest"]:
     return jnp.where(jnp.abs(log) < 2.0**-6, 1 + (mild_expm1(log) + fraction * digit), jnp.exp(log))
 
 
-@kernel_registry.register("recurrent", Platform.XLA, Backend.ANY, priority=priority, erases=True)
+@kernel_registry.register(
+    "recurrent", Platform.XLA, Backend.ANY, priority=priority, erases=True, mixes_segments=lambda r: True
+)
 def recurrent(r: Recurrence, *, config) -> Outputs:
     """Compute the outputs and final states by a scan over tokens."""
     if r.erasure is not None:
@@ -145,7 +147,13 @@ def vjp_supports(r: Recurrence) -> str | None:
 
 
 @kernel_registry.register(
-    "recurrent.vjp", Platform.XLA, Backend.ANY, priority=priority, supports=vjp_supports, erases=True
+    "recurrent.vjp",
+    Platform.XLA,
+    Backend.ANY,
+    priority=priority,
+    supports=vjp_supports,
+    erases=True,
+    mixes_segments=lambda r: True,
 )
 def recurrent_vjp(r: Recurrence, d_output, d_final, *, config) -> Recurrence:
     """Compute the gradient of every input of a recurrence with an erasure, token by token; see `delta_recurrent`."""
