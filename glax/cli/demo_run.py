@@ -25,7 +25,7 @@ from glax.nn.checkpoint import load, save
 from glax.nn.generate import generate, token_by_token
 from glax.nn.model import ByteLM, ByteLMConfig
 from glax.nn.text import Text, TextError, read_text
-from glax.nn.train import Recipe, held_out_bits, train
+from glax.nn.train import NotFiniteLoss, Recipe, held_out_bits, train
 
 EVALUATIONS = 8  # evaluations during training, on WATCHED windows each
 WATCHED = 64
@@ -65,7 +65,11 @@ def tour(settings: Settings) -> int:
     with jax.default_matmul_precision("float32"):
         headline(console, "Kernels")
         show_kernels(console, settings.seed)
-        return language_model(settings, text, console)
+        try:
+            return language_model(settings, text, console)
+        except NotFiniteLoss as error:
+            complain(str(error))
+            return 1
 
 
 def prepare(settings: Settings) -> Text:

@@ -1,11 +1,14 @@
 """Read the text of the demo, split it into training and held-out parts, and cut windows from it."""
 
 import dataclasses
+import stat
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
+
+from glax._src.core.files import KINDS
 
 LIBRARY_BYTES = 4_000_000
 HELD_OUT = 0.05
@@ -40,8 +43,9 @@ def library_text(limit: int = LIBRARY_BYTES) -> bytes:
 
 def read_text(path: Path | None, length: int) -> Text:
     """Return the file, or the standard library if path is None, split for windows of `length` predicted bytes."""
-    if path is not None and (path.is_char_device() or path.is_block_device()):  # a device may have no end
-        raise TextError(f"cannot read the text {path}: it is a device: name a file")
+    kind = None if path is None or not path.exists() else KINDS.get(stat.filemode(path.stat().st_mode)[0])
+    if kind not in (None, "a directory"):  # a device may have no end, and a FIFO no writer; reading a directory fails
+        raise TextError(f"cannot read the text {path}: it is {kind}: name a file")
     try:
         raw = library_text() if path is None else path.read_bytes()
     except OSError as error:

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import importlib.util
+import os
 import pathlib
 import re
 import signal
@@ -23,6 +24,7 @@ from glax.cli.kernels_table import show_kernels
 from glax.nn.checkpoint import load
 from glax.nn.model import ByteLM, ByteLMConfig
 from glax.nn.text import read_text
+from glax.nn.train import Recipe
 
 TINY = ByteLMConfig(width=16, layers=1, num_heads=2, num_kv_heads=2, key_width=8, value_width=8, mlp_width=16)
 
@@ -66,6 +68,16 @@ def test_losing_is_a_failure_if_it_must_win(text, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(demo_run, "show_kernels", lambda *_: None)
     assert demo_run.tour(settings(text, tmp_path, steps=1, must_win=True)) == 1
     assert "The order-2 model wins" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_finite_ends_the_demo(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo_run, "show_kernels", lambda console, seed: None)
+    monkeypatch.setattr(demo_run, "Recipe", functools.partial(Recipe, learning_rate=1e30))
+    assert demo_run.tour(settings(text, tmp_path)) == 1
+    assert re.search(
+        r"glax demo: the loss of step [2-6] is (nan|inf): lower recipe.learning_rate", capsys.readouterr().err
+    )
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_wrong_decoding_is_noticed(text, monkeypatch, capsys):
@@ -160,6 +172,7 @@ def failure(arguments, capsys) -> str:
         (["--seed", str(2**63)], "must be at most 9223372036854775807, got 9223372036854775808"),
         (["--batch", str(2**40)], "must be at most 2147483647"),
         (["--text", "/dev/zero"], "cannot read the text /dev/zero: it is a device"),
+        (["--text", "fifo"], "cannot read the text fifo: it is a FIFO: name a file"),
         (["--out", ""], "must be the name of a file or folder, got ''"),
         (["--length", "-3"], "must be at least 1, got -3"),
         (["--text", "missing.txt"], "cannot read the text missing.txt: No such file or directory"),
@@ -171,6 +184,7 @@ def failure(arguments, capsys) -> str:
 def test_bad_arguments_are_one_line(arguments, message, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("too short")
+    os.mkfifo(tmp_path / "fifo")
     assert message in failure(["demo", *arguments], capsys)
 
 

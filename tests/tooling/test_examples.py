@@ -11,8 +11,10 @@ import sys
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
+import glax.models
 from glax.nn import ByteLM, ByteLMConfig
 from tests.compiling import UNOPTIMIZED
 
@@ -73,6 +75,60 @@ def test_served_text_is_that_of_each_request_alone(monkeypatch):
     assert got == {request.name: alone(model, request.prompt, request.length) for request in requests}
     assert largest == [3] and turns[0] < sum(length for _, length in lengths)
     assert len(set(got.values())) == len(got)  # not the same text every time
+
+
+BYTE_MODEL = ByteLMConfig(width=16, layers=1, num_heads=2, num_kv_heads=2, key_width=8, value_width=8, mlp_width=16)
+
+
+def test_a_bad_request_is_refused_alone():
+    serve = example("serve")
+    model = ByteLM(BYTE_MODEL, rngs=nnx.Rngs(0))
+    bad = {
+        "None": (None, 5, "prompt must be bytes, a list or a tuple of at least one token, got None"),
+        "text": ("the", 5, "prompt must be bytes, a list or a tuple of at least one token, got 'the'"),
+        "empty": (b"", 5, "prompt must be bytes, a list or a tuple of at least one token, got b''"),
+        "large": ([1, 2**31], 5, "prompt must hold tokens from 0 to 255, got 2147483648"),
+        "vocabulary": ([1, 256], 5, "prompt must hold tokens from 0 to 255, got 256"),
+        "negative": ([-1], 5, "prompt must hold tokens from 0 to 255, got -1"),
+        "floats": ([1.0, 2.0], 5, "prompt must hold tokens from 0 to 255, got 1.0"),
+        "nothing inside": ([1, None], 5, "prompt must hold tokens from 0 to 255, got None"),
+        "flags": ([True], 5, "prompt must hold tokens from 0 to 255, got True"),
+        "length": (b"the", None, "length must be an integer of at least 0, got None"),
+        "below 0": (b"the", -1, "length must be an integer of at least 0, got -1"),
+    }
+    good = {"bytes": (b"the fox", 5), "list": (list(b"the fox"), 7), "none": (b"the", 0)}
+    requests = [serve.Request(name, *x[:2]) for name, x in (bad | good).items()]
+    got = dict(serve.Server(model, capacity=2, rows=4).serve(requests))
+    assert {name: str(got.pop(name)) for name in bad} == {name: text for name, (_, _, text) in bad.items()}
+    want = {name: alone(model, bytes(prompt), length) for name, (prompt, length) in good.items()}
+    assert got == want | dict(list=list(want["list"]))
+
+
+@pytest.mark.parametrize("size", ["capacity", "rows", "max_length"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
+def test_a_server_of_no_size_is_refused(size, value):
+    serve = example("serve")
+    with pytest.raises(ValueError, match=f"{size} must be an integer of at least 1, got {value}"):
+        serve.Server(ByteLM(BYTE_MODEL, rngs=nnx.Rngs(0)), **{size: value})
+
+
+def test_a_request_beyond_the_cache_is_refused_and_one_that_fills_it_is_right():
+    serve = example("serve")
+    config = dict(
+        model_type="gla", vocab_size=32, hidden_size=16, num_hidden_layers=2, num_heads=2, intermediate_size=16
+    )
+    attn = dict(layers=[1], num_heads=2)
+    model = glax.models.from_config(config | dict(attn=attn), rngs=nnx.Rngs(0))
+    server = serve.Server(model, capacity=2, rows=8, max_length=16)
+    prompt = list(range(1, 13))
+    requests = [serve.Request(str(length), prompt, length) for length in (4, 5)]
+    got = dict(server.serve(requests))
+    assert str(got["5"]) == "prompt and length must be at most max_length=16 tokens together, got 12 and 5"
+    want = np.asarray(glax.models.generate(model, jnp.asarray([prompt]), 4))[0].tolist()
+    assert got["4"] == want
+    assert serve.has_caches(model) and not serve.has_caches(ByteLM(BYTE_MODEL, rngs=nnx.Rngs(0)))
+    ended = serve.Server(model, capacity=1, rows=8, max_length=16, ends=[want[1]])
+    assert dict(ended.serve(requests[:1])) == {"4": want[: want.index(want[1]) + 1]}
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
