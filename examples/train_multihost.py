@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glax import parallel
+from glax.models.runs import DamagedCheckpoint, attempted, by_name, is_finite
 from glax.nn import ByteLM, ByteLMConfig
 from glax.nn.text import random_windows, read_text
 from glax.nn.train import Recipe, next_byte_bits
@@ -69,12 +70,14 @@ def main(arguments):
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=everywhere)
     def update(state, read, following):
+        """Return the new state, the loss before the update, and whether both are finite."""
         params, moments = state
         loss, gradient = jax.value_and_grad(
             lambda params: next_byte_bits(nnx.merge(graph, params), read, following).mean()
         )(params)
         change, moments = optimizer.update(gradient, moments, params)
-        return (optax.apply_updates(params, change), moments), loss
+        state = optax.apply_updates(params, change), moments
+        return state, loss, is_finite((state, loss))
 
     text = read_text(arguments.text, arguments.length).train
     checkpoints = ocp.CheckpointManager(
@@ -85,7 +88,12 @@ def main(arguments):
     for step in range(done + 1, arguments.steps + 1):
         windows = random_windows(text, arguments.batch, arguments.length, np.random.default_rng((0, step)))
         read, following = (placed(x, spread) for x in (windows[:, :-1], windows[:, 1:]))
-        state, loss = update(state, read, following)
+        state, loss, good = update(state, read, following)
+        if not good:
+            raise SystemExit(
+                f"step {step}: the loss is {float(loss)}, or an update is not finite: the newest checkpoint, "
+                f"{checkpoints.latest_step()}, is of a step before"
+            )
         print(f"step {step}/{arguments.steps}: {float(loss)!r} bits per byte", flush=True)
         if step % arguments.every == 0 or step == arguments.steps:
             checkpoints.save(step, args=ocp.args.StandardSave(by_name(state)))
@@ -98,18 +106,19 @@ def placed(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def by_name(state) -> dict:
-    """Return the arrays of a tree by their paths, so that a checkpoint does not depend on the classes in it."""
-    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
-
-
 def resumed(checkpoints: ocp.CheckpointManager, shapes, sharding: NamedSharding):
-    """Return the newest whole checkpoint, laid out on this mesh, and its step; (None, 0) if there is none."""
+    """Return the newest checkpoint, laid out on this mesh, and its step; (None, 0) if there is none."""
     step = checkpoints.latest_step()
     if step is None:
         return None, 0
     wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in by_name(shapes).items()}
-    found = checkpoints.restore(step, args=ocp.args.StandardRestore(wanted))
+    try:
+        found = attempted(checkpoints.restore, step, args=ocp.args.StandardRestore(wanted))
+    except DamagedCheckpoint as error:
+        folder = checkpoints.directory / str(step)
+        raise SystemExit(
+            f"{folder} is damaged or of another model: {error}: move it away to go on from the step before"
+        ) from error
     print(f"resumed from step {step}", flush=True)
     return jax.tree.structure(shapes).unflatten([found[name] for name in wanted]), step
 
