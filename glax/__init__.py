@@ -3,6 +3,7 @@
 from glax import configs
 from glax._src.api.delta import delta_rule, gated_delta_rule, kda
 from glax._src.api.explain import detect_platform, explain, tune
+from glax._src.api.export import export_checks
 from glax._src.api.operation import RecurrentAttention
 from glax._src.api.recurrent import (
     lightning_attention,
@@ -70,6 +71,7 @@ __all__ = [
     "delta_rule",
     "detect_platform",
     "explain",
+    "export_checks",
     "gated_delta_rule",
     "kda",
     "kernel_registry",

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from glax._src.core.bind import check_integer, check_integers, check_real, is_array, known_number, known_values
+from glax._src.core.bind import check_integers, check_real, is_array, known_integer, known_number, known_values
 from glax._src.core.recurrence import to_int32
 from glax.models.model import CausalLM
 from glax.nn.automatic import spec_of, with_automatic_axes
@@ -60,9 +60,9 @@ def generate(
     Raises ValueError or TypeError, which names the argument. Sampling needs a key.
     """
     prompts, sampling, arrays = prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos)
-    check_count(max_new_tokens)
+    count = checked_count(max_new_tokens)
     graph, params = nnx.split(model)
-    return loop(graph, sampling, int(max_new_tokens), params, prompts, arrays)
+    return loop(graph, sampling, count, params, prompts, arrays)
 
 
 def stream(
@@ -84,9 +84,9 @@ def stream(
     Arguments and errors are as in `generate`. Errors are raised at the call, before the first token.
     """
     prompts, sampling, arrays = prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos)
-    check_count(max_new_tokens)
+    count = checked_count(max_new_tokens)
     graph, params = nnx.split(model)
-    return streamed(graph, sampling, int(max_new_tokens), params, prompts, arrays)
+    return streamed(graph, sampling, count, params, prompts, arrays)
 
 
 def streamed(graph, sampling: Sampling, count: int, params, prompts: dict, arrays: dict) -> Iterator[np.ndarray]:
@@ -218,10 +218,10 @@ def ended(sampling: Sampling, token: Int[Array, "B"], done: Bool[Array, "B"]) ->
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_count(max_new_tokens):
-    check_integer("max_new_tokens", max_new_tokens)
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+def checked_count(max_new_tokens) -> int:
+    if (count := known_integer("max_new_tokens", max_new_tokens)) < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, got {count}")
+    return count
 
 
 def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos) -> tuple[dict, Sampling, dict]:
@@ -241,7 +241,7 @@ def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos
         raise ValueError(f"temperature must be at least 0, got {known}")
     greedy = known == 0
     if top_k is not None:
-        check_integer("top_k", top_k)
+        top_k = known_integer("top_k", top_k)
         if top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {top_k}")
     if top_p is not None:
@@ -263,7 +263,7 @@ def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos
     arrays["top_p"] = jnp.asarray(1.0 if top_p is None else top_p, jnp.float32)
     return (
         prompts,
-        Sampling(greedy, None if top_k is None else int(top_k), top_p is not None, eos_tokens(eos), padded),
+        Sampling(greedy, top_k, top_p is not None, eos_tokens(eos), padded),
         arrays,
     )
 
@@ -285,7 +285,5 @@ def checked_lengths(lengths, B: int, T: int) -> Int[Array, "B"]:
 def eos_tokens(eos) -> tuple[int, ...]:
     if eos is None:
         return ()
-    found = [eos] if isinstance(eos, int | np.integer) else list(eos)
-    for token in found:
-        check_integer("eos", token)
-    return tuple(map(int, found))
+    each = [eos] if isinstance(eos, int) or (is_array(eos) and eos.shape == ()) else list(eos)
+    return tuple(known_integer("eos", token) for token in each)

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from glax._src.core.bind import check_integer, check_memory, check_real, is_array, known_number
+from glax._src.core.bind import check_memory, check_real, is_array, known_integer, known_number
 from glax.nn.model import BYTES, ByteLM, checked_tokens
 
 
@@ -28,14 +28,13 @@ def generate(
     """
     prompt = checked_prompt(prompt)
     check_key(key)
-    check_integer("length", length)
-    if length < 0:
+    if (length := known_integer("length", length)) < 0:
         raise ValueError(f"length must be at least 0, got {length}")
     check_real("temperature", temperature)
     known = known_number(temperature)
     if known is not None and known < 0:
         raise ValueError(f"temperature must be at least 0, got {known}")
-    return sample(model, prompt, key, int(length), jnp.asarray(temperature, jnp.float32))
+    return sample(model, prompt, key, length, jnp.asarray(temperature, jnp.float32))
 
 
 @nnx.jit(static_argnames="length")

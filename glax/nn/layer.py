@@ -9,10 +9,10 @@ from jaxtyping import Array, Bool, Float, Int
 from glax._src.core.bind import (
     check_array,
     check_ids,
-    check_integer,
     check_integers,
     check_known_boundaries,
     check_memory_of_leaves,
+    known_integer,
 )
 from glax._src.core.recurrence import to_int32
 from glax._src.serving.state_pool import check_slot_values, put, take
@@ -119,7 +119,7 @@ def parallel_rows(shape: tuple[int, ...], cu_seqlens, segment_ids=None, pad_id: 
     if cu_seqlens is not None and segment_ids is not None:
         raise ValueError("cu_seqlens and segment_ids exclude each other: pass one of them")
     if pad_id is not None:
-        check_integer("pad_id", pad_id)
+        pad_id = known_integer("pad_id", pad_id)
         if segment_ids is None:
             raise ValueError(f"pad_id must be None without segment_ids, got {pad_id}")
     if segment_ids is not None:

@@ -284,3 +284,21 @@ def test_residuals_say_whether_sequences_were_joined(one_gpu):
 
     shapes = jax.eval_shape(jacobian, x)
     assert shapes[0].shape == (8, *x.shape)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("parts", [1, 2])
+def test_explain_judges_by_the_config_that_runs(parts, one_gpu):
+    """Sequences in whole are read in place as packed ones; sequences in two segments are copied. `overlay` counts as cfg does."""
+    x, config = jax.ShapeDtypeStruct((8, 2047, 4, 128), jnp.bfloat16), HopperConfig(parts=parts)
+    state = jax.ShapeDtypeStruct((8, 4, 128, 128), jnp.float32)
+
+    def run(x, state, cfg=None):
+        return glax.recurrent(x, x, x, gk=x, initial_state=state, platform="pallas", cfg=cfg).output
+
+    said = [str(glax.explain(lambda x, state: run(x, state, config), x, state))]
+    with glax.overlay({"chunked/pallas/gpu": config}):
+        said.append(str(glax.explain(run, x, state)))
+    for text in said:
+        assert ("arrays as they are given" in text) == (parts == 2)
+        assert ("results in arrays of T tokens" in text) == (parts == 1)

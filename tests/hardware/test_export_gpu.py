@@ -22,8 +22,7 @@ folder, writes, platforms = pathlib.Path(sys.argv[1]), sys.argv[2] == "write", s
 jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-names = ("triton_kernel_call", "triton_kernel_call_ffi", "mosaic_gpu_v2")
-checks = [export.DisabledSafetyCheck.custom_call(name) for name in names]
+checks = glax.export_checks()
 x = jnp.sin(jnp.arange(2 * 192 * 2 * 64.0)).reshape(2, 192, 2, 64).astype(jnp.bfloat16)
 
 def calls(platform):

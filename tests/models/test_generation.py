@@ -1,6 +1,8 @@
 """Bad arguments of `generate` and of `stream` are refused with the argument's name, at the call."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -57,3 +59,27 @@ def test_the_command_refuses_limits_of_a_draw_without_a_draw(capsys):
     assert main(["generate", "FOLDER", "--prompt", "x", "--top-k", "3"]) == 2
     wanted = "--top-k needs --temperature above 0, for 0 takes the likeliest token: got --top-k 3"
     assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("one", [jnp.int32, np.uint8, np.int64, np.array])
+def test_integers_of_arrays_are_integers(model, one):
+    """eos may be one, several in a sequence, or an array of them."""
+    tokens, greedy = GOOD["tokens"], glax.models.generate(model, **GOOD | dict(max_new_tokens=5))
+    ending = int(greedy[0, 1])
+    wanted = glax.models.generate(model, tokens, 5, eos=[ending, 31])
+    assert (wanted[0, 1:] == ending).all()
+    for eos in ((one(ending), one(31)), jnp.asarray([ending, 31]), np.asarray([ending, 31])):
+        assert (glax.models.generate(model, tokens, one(5), eos=eos) == wanted).all()
+    assert (glax.models.generate(model, tokens, 5, eos=one(ending))[0, 1:] == ending).all()
+
+
+@pytest.mark.parametrize("options", [{}, dict(temperature=1.0), dict(temperature=1.0, top_k=3, top_p=0.9)])
+def test_no_key_is_used_twice(model, options):
+    """JAX's own check of keys finds none that is used again, whether drawn in one loop or as a stream."""
+    given = GOOD | options
+    with jax.debug_key_reuse(True):
+        key = dict(key=jax.random.key(7)) if options else {}
+        whole = glax.models.generate(model, **given, **key)
+        key = dict(key=jax.random.key(7)) if options else {}
+        one_by_one = [tokens for tokens in glax.models.stream(model, **given, **key)]
+    assert (np.stack(one_by_one, 1) == whole).all()

@@ -35,7 +35,7 @@ def in_two_phases(monkeypatch):
     load_kernels()
     begun = []
 
-    def parts(spec, r):
+    def parts(spec, r, config):
         def begin(r, *cotangents, config):
             begun.append(spec.name)
             found = spec.run(r, *cotangents, config=config)

@@ -119,7 +119,7 @@ def test_the_rule_of_ways(gradient, monkeypatch):
     assert {form: overlap_of(resolve(choice, r), r, gradient) for form, r in rs.items()} == ways
     for name, spec in kernel_registry.kernels.items():
         in_two_phases = dataclasses.replace(
-            spec, two_phase=lambda r: TwoPhase(None, None) if r.decay.form == "key" else None
+            spec, two_phase=lambda r, config: TwoPhase(None, None) if r.decay.form == "key" else None
         )
         monkeypatch.setitem(kernel_registry.kernels, name, in_two_phases)
     assert {form: overlap_of(resolve(choice, r), r, gradient) for form, r in rs.items()} == ways | dict(key="two_phase")
@@ -198,7 +198,7 @@ def test_kernels_in_parts_work_beside_the_exchange(kernels, beside, monkeypatch)
     load_kernels()
     for algorithm, parts in kernels(monkeypatch).items():
         name = f"{algorithm}/xla/any"
-        stands = dict(two_phase=lambda r, parts=parts: parts, priority=lambda r: 1000)
+        stands = dict(two_phase=lambda r, config, parts=parts: parts, priority=lambda r: 1000)
         monkeypatch.setitem(kernel_registry.kernels, name, dataclasses.replace(kernel_registry.kernels[name], **stands))
     jax.clear_caches()
     arguments = dict.fromkeys(("query", "key", "value", "gk"), jnp.ones((1, 4 * 2048, 2, 64), jnp.bfloat16))
@@ -236,7 +236,8 @@ def test_triton_kernels_in_parts_do_no_more(T, monkeypatch):
     r = bind(ones, ones, ones, gk=-ones).replace(initial_state=jnp.zeros((1, 1, 16, 16)))
     for name, late in (("chunked", ()), ("chunked.vjp", ("segment_states", "scan_segments"))):
         spec = kernel_registry.kernels[f"{name}/triton/gpu"]
-        config, parts = spec.config.heuristic(r), spec.two_phase(r)
+        config = spec.config.heuristic(r)
+        parts = spec.two_phase(r, config)
         assert (parts is not None) == (T == 1024)
         if parts is None:
             continue

@@ -115,6 +115,18 @@ def layer(dtype: str):
     return functools.partial(gradient, run), dict(state=state, x=x)
 
 
+def segmented(platform: str | None, every: int | None):
+    """Segments with padding, and states along the way."""
+    x = jnp.sin(jnp.arange(2 * 128 * 2 * 4.0)).reshape(2, 128, 2, 4)
+    ids = jnp.repeat(jnp.array([[1, 2, 0], [3, 0, 3]]), jnp.array([50, 30, 48]), axis=1, total_repeat_length=128)
+
+    def call(x):
+        return glax.recurrent(x, x, x, gk=-abs(x), segment_ids=ids, pad_id=0, states_every=every, platform=platform)
+
+    return functools.partial(gradient, call), dict(x=x)
+
+
+SEGMENTED = (("native", "cpp", None), ("xla", "xla", None), ("states", None, 64))
 CALLS = {
     f"{form}{'-packed' * packed}-{name}": functools.partial(solving, "bfloat16", platform, form, packed, **options)
     for form, packed in (
@@ -130,6 +142,7 @@ CALLS = {
         ("chunked", None, dict(cfg=ChunkedConfig(4))),
     )
 }
+CALLS |= {f"segments-{name}": functools.partial(segmented, platform, every) for name, platform, every in SEGMENTED}
 CALLS |= {f"serving-{platform}": functools.partial(serving, "bfloat16", platform) for platform in ("cpp", "xla")}
 CALLS |= {f.__name__: functools.partial(f, "bfloat16") for f in (variants, second_derivative, spread, layer)}
 

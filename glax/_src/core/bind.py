@@ -53,7 +53,8 @@ class ScanOptions:
     @property
     def static(self) -> "ScanOptions":
         """Return the options as plain Python values, so that equal options give one compiled program."""
-        pad_id, every = (None if x is None else int(x) for x in (self.pad_id, self.states_every))
+        pad_id = None if self.pad_id is None else known_integer("pad_id", self.pad_id)
+        every = None if self.states_every is None else known_integer("states_every", self.states_every)
         dtype = None if self.states_dtype is None else str(jnp.dtype(self.states_dtype))
         return ScanOptions(bool(self.reverse), pad_id, every, dtype, bool(self.use_qk_l2norm))
 
@@ -66,12 +67,12 @@ class ScanOptions:
         check_flag("reverse", self.reverse)
         check_flag("use_qk_l2norm", self.use_qk_l2norm)
         if self.pad_id is not None:
-            check_integer("pad_id", self.pad_id)
+            known_integer("pad_id", self.pad_id)
             if not has_segments:
                 raise ValueError(f"pad_id must be None without segment_ids, got {self.pad_id}")
         if self.states_every is not None:
-            check_integer("states_every", self.states_every)
-            if self.states_every < 1 or self.states_every % 64:
+            every = known_integer("states_every", self.states_every)
+            if every < 1 or every % 64:
                 raise ValueError(f"states_every must be a multiple of 64, from 64 on, got {self.states_every}")
         if self.states_dtype is not None:
             check_states_dtype(self.states_dtype)
@@ -354,6 +355,14 @@ def check_states_dtype(dtype):
 def check_integer(name: str, x):
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
         raise TypeError(f"{name} must be an integer, known while tracing, got {x!r}")
+
+
+def known_integer(name: str, x) -> int:
+    """Return an integer, or an array of one, as int. Raises TypeError for anything else, traced arrays included."""
+    if is_array(x) and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer):
+        x = x if (value := known_number(x)) is None else value
+    check_integer(name, x)
+    return int(x)
 
 
 def check_real(name: str, x, dtype=np.float32):

@@ -102,7 +102,8 @@ class KernelSpec:
               for "<algorithm>.verify" the same operands -> output
     forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals), if the gradient kernel of the same algorithm and
               platform takes `residuals` instead of recomputing them; else None
-    forgoes:  (recurrence, *cotangents) -> the faster form of the kernel that they do not get, and why; `explain` shows it
+    forgoes:  (recurrence, *cotangents, config=) -> the faster form of the kernel that they do not get, and why; `explain`
+              shows it
     omits_d_final: recurrence -> whether a gradient kernel takes None for a d_final of zeros
     saves_residuals: recurrence -> whether residuals are worth their memory
     supports: recurrence -> None, or why the kernel refuses it, whatever the machine and the config
@@ -111,7 +112,7 @@ class KernelSpec:
     takes_segments: recurrence -> whether the kernel reads its segments; else the kernel receives `recurrence.folded`
     mixes_segments: recurrence -> whether products of the kernel mix the segments of a recurrence that is folded. Its results are
               then checked, and computed again token by token where they are not finite (solve/isolation.py)
-    two_phase: recurrence -> the kernel in two phases, or None where that would add work to `run`
+    two_phase: (recurrence, config) -> the kernel in two phases, or None where that would add work to `run`
     stores_states: recurrence -> None, or why the kernel does not store the states behind every r.states_every tokens
     erases:   whether the kernel runs recurrences with an `erasure`, which are of the delta rule
     """
@@ -124,11 +125,11 @@ class KernelSpec:
     supports: Callable[[Recurrence], str | None] = lambda r: None
     priority: Callable[[Recurrence], int] = lambda r: 0
     version: int = 0
-    two_phase: Callable[[Recurrence], TwoPhase | None] = lambda r: None
+    two_phase: Callable[[Recurrence, Any], TwoPhase | None] = lambda r, config: None
     forward_with_residuals: Callable[..., Any] | None = None
     saves_residuals: Callable[[Recurrence], bool] = lambda r: True
     erases: bool = False
-    forgoes: Callable[..., dict[str, str]] = lambda r, *cotangents: {}
+    forgoes: Callable[..., dict[str, str]] = lambda r, *cotangents, config: {}
     stores_states: Callable[[Recurrence], str | None] = lambda r: "does not store the states behind every n tokens"
     omits_d_final: Callable[[Recurrence], bool] = lambda r: False
     takes_segments: Callable[[Recurrence], bool] = lambda r: False
@@ -214,8 +215,8 @@ def under_usual_options(spec: KernelSpec) -> KernelSpec:
     def usual_if_any(run):
         return None if run is None else usual(run)
 
-    def two_phase(r: Recurrence) -> TwoPhase | None:
-        phases = spec.two_phase(r)
+    def two_phase(r: Recurrence, config: Config) -> TwoPhase | None:
+        phases = spec.two_phase(r, config)
         if phases is None:
             return None
         saving = usual_if_any(phases.finish_with_residuals)

@@ -32,7 +32,7 @@ class Segments:
         ids = whole_rows(ids)
         differs, edge = ids[:, 1:] != ids[:, :-1], jnp.zeros_like(ids[:, :1], bool)
         resets = jnp.concatenate([differs, edge] if reverse else [edge, differs], axis=1)
-        is_token, row = differs_from_padding(ids, pad_id), jnp.arange(ids.shape[1])
+        is_token, row = differs_from_padding(ids, pad_id), jnp.arange(ids.shape[1])[None]
         if is_token is None:
             return cls(resets, None)
         # The first token behind leading padding continues the initial state.

@@ -16,7 +16,7 @@ from glax._src.core.registry import Config, KernelSpec, Platform, Role, TwoPhase
 from glax._src.kernels import load_kernels
 from glax._src.solve.isolation import isolating
 from glax._src.solve.pieces import solve_with_states
-from glax._src.tuning.cache import PersistentCache, overlay
+from glax._src.tuning.cache import PersistentCache, overlaid, overlay
 from glax._src.tuning.executor import Executor, is_listening
 from glax._src.tuning.selection import AutotunePolicy, ConfigSelectorChain
 
@@ -201,10 +201,12 @@ class Phases(NamedTuple):
 def phases_of(resolution: Resolution, r: Recurrence, gradient: bool) -> Phases | None:
     """Return the kernel of r, or of its gradient, as `Phases`. Return None if the kernel has no two phases for r."""
     spec = resolution.vjp if gradient else resolution.forward
-    phases = None if spec is None else spec.two_phase(r)
-    if spec is None or phases is None:
+    choice = resolution.vjp_choice if gradient else resolution.choice
+    if spec is None:
         return None
-    return Phases(spec, resolution.vjp_choice if gradient else resolution.choice, phases)
+    required = choice.config or overlaid(spec.name)
+    phases = spec.two_phase(r, spec.config.heuristic(r) if required is None else required)
+    return None if phases is None else Phases(spec, choice, phases)
 
 
 def two_phases(resolution: Resolution, r: Recurrence, gradient: bool) -> Phases:
@@ -310,9 +312,14 @@ def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None)
         run = functools.partial(run_spec, spec, choice, part=part)
         return by_folding(isolating(run, r.segments) if spec.mixes_segments(r) else run)(r, *given)
     others = why_not_others(spec, choice, r)
-    if others:
-        others["refused"] |= spec.forgoes(r, *given)
-    return executor(spec, r, *given, cfg=choice.config, part=part, **others)
+    forgoes = functools.partial(forgone, spec, r, *given) if others else None
+    return executor(spec, r, *given, cfg=choice.config, part=part, forgoes=forgoes, **others)
+
+
+def forgone(spec: KernelSpec, r: Recurrence, *given_and_config) -> dict[str, str]:
+    """Return what spec's kernel could do for other calls, and why not for this one with this config, the last argument."""
+    *given, config = given_and_config
+    return spec.forgoes(r, *given, config=config)
 
 
 def why_not_others(spec: KernelSpec, choice: Choice, r: Recurrence) -> dict[str, dict[str, str]]:

@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,13 +45,14 @@ class Executor:
         _cfg=None,
         refused: dict[str, str] | None = None,
         outranked: dict[str, str] | None = None,
+        forgoes: Callable[[Any], dict[str, str]] | None = None,
         part=None,
         **kwargs,
     ):
         """Run kernel(*args, **kwargs) with the config that the chain chooses.
 
         cfg: the config to use instead. _cfg: another name of cfg, which ejkernel uses. refused, outranked: what to record for
-        `explain`; see `Decision`. part: the function of the kernel to call instead of its `run`, with the same config:
+        `explain`; see `Decision`. forgoes: config -> what to add to `refused` for the config that runs. part: the function of the kernel to call instead of its `run`, with the same config:
         `forward_with_residuals`, or a function of a `TwoPhase`.
 
         Raises TypeError if kernel is neither a Kernel nor a KernelSpec, or if both cfg and _cfg are given.
@@ -62,7 +64,8 @@ class Executor:
         inv = Invocation.of(kernel, args, kwargs, _cfg if cfg is None else cfg)
         config, selector = self.chain.choose(inv)
         if (recorded := listener.get()) is not None:
-            recorded.append(Decision(inv, config, selector, refused or {}, outranked or {}))
+            found = {} if forgoes is None else forgoes(config)
+            recorded.append(Decision(inv, config, selector, (refused or {}) | found, outranked or {}))
         with jax.named_scope(f"glax.{kernel.op_id}"):
             run = kernel.runner(config) if part is None else functools.partial(part, config=config)
             return run(*args, **kwargs)

@@ -51,7 +51,7 @@ def copies_much(r: Recurrence, square: bool) -> bool:
     return (filled >= 1.5 and rows >= 2**14) or (filled >= 1.25 and K <= WIDEST and rows >= 2**16)
 
 
-def in_two_phases(r: Recurrence) -> bool:
+def in_two_phases(r: Recurrence, config: HopperConfig) -> bool:
     """Return whether sequences are cut into segments whose states are computed first, at the same widths in both phases.
 
     Packed sequences are not, because they have no segments of their own.
@@ -59,23 +59,23 @@ def in_two_phases(r: Recurrence) -> bool:
     return (
         r.boundaries is None
         and r.erasure is None
-        and HopperConfig.heuristic(r).parts > 1
+        and config.parts > 1
         and Widths.of(r, square=True) == Widths.of(r, square=False)
     )
 
 
-def forward_two_phase(r: Recurrence) -> TwoPhase | None:
+def forward_two_phase(r: Recurrence, config: HopperConfig) -> TwoPhase | None:
     """Return the two phases of the forward, or None if sequences are not cut into segments."""
-    if not in_two_phases(r):
+    if not in_two_phases(r, config):
         return None
     from glax._src.kernels.pallas_gpu import chunked as launch
 
     return TwoPhase(launch.begin, launch.finish, launch.finish_with_residuals)
 
 
-def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
+def gradient_two_phase(r: Recurrence, config: HopperConfig) -> TwoPhase | None:
     """Return the two phases of the gradient, or None if sequences are not cut into segments."""
-    if not in_two_phases(r):
+    if not in_two_phases(r, config):
         return None
     from glax._src.kernels.pallas_gpu import chunked as launch
 
@@ -98,10 +98,10 @@ def forgoes_one_row(r: Recurrence, d_output=None, d_final=None, residuals=None) 
     return {"packed sequences as one row": why}
 
 
-def forgoes_arrays_as_given(r: Recurrence, d_final=None) -> dict[str, str]:
+def forgoes_arrays_as_given(r: Recurrence, config: HopperConfig, d_final=None) -> dict[str, str]:
     """Return why q, k, v, gates and the output are copied to wider or longer arrays, or nothing if they are not."""
     widths, (_, T, _, K), V = Widths.of(r, square=False), r.q.shape, r.v.shape[3]
-    in_place = (joined_number(r) > 1 and d_final is None) or copies_last_chunk(r) or packs(r, HopperConfig.heuristic(r))
+    in_place = (joined_number(r) > 1 and d_final is None) or copies_last_chunk(r) or packs(r, config)
     sizes = (("T", T, 1 if in_place else ROWS), ("key (K)", K, widths.K), ("value (V)", V, widths.V))
     why = [f"{block} does not divide {name}={size}" for name, size, block in sizes if size % block]
     if not why:
@@ -112,10 +112,10 @@ def forgoes_arrays_as_given(r: Recurrence, d_final=None) -> dict[str, str]:
     return {"arrays as they are given": said}
 
 
-def forgoes_results_as_given(r: Recurrence, d_final=None) -> dict[str, str]:
+def forgoes_results_as_given(r: Recurrence, config: HopperConfig, d_final=None) -> dict[str, str]:
     """Return why results are cut from longer arrays although the operands are read in place, or nothing if they are not."""
     B, T = r.q.shape[:2]
-    if packs(r, HopperConfig.heuristic(r)):
+    if packs(r, config):
         why = f"{ROWS} does not divide T={T}, so sequences are read as packed ones, and their results are gathered"
         return {"results in arrays of T tokens": why}
     is_row = copies_last_chunk(r) or (joined_number(r) == B > 1 and d_final is None)
@@ -126,12 +126,12 @@ def forgoes_results_as_given(r: Recurrence, d_final=None) -> dict[str, str]:
     }
 
 
-def forgoes(r: Recurrence, d_output=None, d_final=None, residuals=None) -> dict[str, str]:
-    """Return what the kernels could do for other calls, each with the reason why not for this one."""
+def forgoes(r: Recurrence, d_output=None, d_final=None, residuals=None, *, config: HopperConfig) -> dict[str, str]:
+    """Return what the kernels could do for other calls, each with the reason why not for this one with this config."""
     return (
         forgoes_one_row(r, d_output, d_final, residuals)
-        | forgoes_arrays_as_given(r, d_final)
-        | forgoes_results_as_given(r, d_final)
+        | forgoes_arrays_as_given(r, config, d_final)
+        | forgoes_results_as_given(r, config, d_final)
     )
 
 

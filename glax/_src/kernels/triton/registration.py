@@ -11,18 +11,18 @@ from glax._src.kernels.triton.support import chunked_priority, chunked_refusal, 
 __all__ = ["GradientConfig", "TokenConfig", "TritonChunkedConfig"]
 
 
-def forward_two_phase(r: Recurrence) -> TwoPhase | None:
+def forward_two_phase(r: Recurrence, config: TritonChunkedConfig) -> TwoPhase | None:
     """Return the two phases where sequences are cut into segments, whose local states are computed first; else None."""
-    if r.erasure is not None or not TritonChunkedConfig.heuristic(r).segment:
+    if r.erasure is not None or not config.segment:
         return None
     from glax._src.kernels.triton import chunked as chunks
 
     return TwoPhase(chunks.local_states, chunks.finish)
 
 
-def gradient_two_phase(r: Recurrence) -> TwoPhase | None:
+def gradient_two_phase(r: Recurrence, config: GradientConfig) -> TwoPhase | None:
     """Return the two phases of the gradient where sequences are cut into segments, else None."""
-    if r.erasure is not None or not GradientConfig.heuristic(r).segment:
+    if r.erasure is not None or not config.segment:
         return None
     from glax._src.kernels.triton import chunked as chunks
 

@@ -1,0 +1,22 @@
+"""Name the custom calls of glax's kernels to jax.export."""
+
+import jax.export
+
+from glax._src.kernels.cpu.library import DELTA_TARGETS, TARGETS
+from glax._src.kernels.cuda.library import TARGET
+
+# jax-triton's call, by its two names, and Pallas Mosaic GPU's.
+OF_COMPILERS = ("triton_kernel_call", "triton_kernel_call_ffi", "mosaic_gpu_v2")
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """Return what jax.export has to be given as `disabled_checks` to export a program that calls glax.
+
+    jax.export refuses every custom call whose format JAX does not promise to read later, and the kernels for CPUs and GPUs are
+    such calls. An exported program therefore runs where the version of glax, and on GPUs of JAX and Triton, that exported it is
+    imported. Programs of XLA's kernels (platform="xla") need no exemption.
+
+        exported = jax.export.export(jax.jit(f), disabled_checks=glax.export_checks())(*shapes)
+    """
+    targets = (*TARGETS, *DELTA_TARGETS, TARGET, *OF_COMPILERS)
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
