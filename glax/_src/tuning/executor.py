@@ -52,8 +52,8 @@ class Executor:
         """Run kernel(*args, **kwargs) with the config that the chain chooses.
 
         cfg: the config to use instead. _cfg: another name of cfg, which ejkernel uses. refused, outranked: what to record for
-        `explain`; see `Decision`. forgoes: config -> what to add to `refused` for the config that runs. part: the function of the kernel to call instead of its `run`, with the same config:
-        `forward_with_residuals`, or a function of a `TwoPhase`.
+        `explain`; see `Decision`. forgoes: config -> what to add to `refused` for the config that runs. part: the function of
+        the kernel to call instead of its `run`, with the same config: `forward_with_residuals`, or a function of a `TwoPhase`.
 
         Raises TypeError if kernel is neither a Kernel nor a KernelSpec, or if both cfg and _cfg are given.
         """
