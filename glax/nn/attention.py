@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from glax.nn.arguments import checked
 from glax.nn.layer import Layer
 from glax.nn.norms import RMSNorm
 from glax.nn.parts import EMBED, HEADS, by_head, check_divides, check_sizes, linear, merged
@@ -37,6 +38,7 @@ class Attention(Layer):
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762.
     """
 
+    @checked
     def __init__(
         self,
         width: int,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from glax.nn.arguments import checked
 from glax.nn.layer import Layer
 from glax.nn.parts import HEADS, Initializer, activation, check_sizes, for_rows, parameter
 from glax.nn.passes import Rows, State
@@ -30,6 +31,7 @@ class ShortConvolution(Layer):
     function (key, shape, dtype) that returns the first values of the filter; `uniform_filter` if None.
     """
 
+    @checked
     def __init__(
         self,
         width: int,

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import recurrent
 from glax._src.core.bind import check_real, known_number
+from glax.nn.arguments import checked
 from glax.nn.linear_attention import LinearAttention, MixerOptions
 from glax.nn.mamba2 import initial_dt_bias
 from glax.nn.parts import EMBED, HEADS, activation, by_head, check_divides, check_sizes, for_rows, merged, parameter
@@ -39,6 +40,7 @@ class DeltaAttention(LinearAttention):
     of QK_ACTIVATIONS.
     """
 
+    @checked
     def __init__(
         self,
         width: int,
@@ -118,6 +120,7 @@ class DeltaNet(DeltaAttention):
     For the other arguments see `glax.nn.delta.DeltaOptions`. Yang et al. 2024, https://arxiv.org/abs/2406.06484.
     """
 
+    @checked
     def __init__(
         self,
         width: int,
@@ -162,6 +165,7 @@ class GatedDeltaNet(DeltaAttention):
     For the other arguments see `glax.nn.delta.DeltaOptions`. Yang et al. 2024, https://arxiv.org/abs/2412.06464.
     """
 
+    @checked
     def __init__(
         self,
         width: int,
@@ -210,6 +214,7 @@ class KimiDeltaAttention(DeltaAttention):
     For the other arguments see `glax.nn.delta.DeltaOptions`. Kimi Team 2025, https://arxiv.org/abs/2510.26692.
     """
 
+    @checked
     def __init__(
         self,
         width: int,

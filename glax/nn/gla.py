@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from glax._src.api.recurrent import recurrent, recurrent_gla
 from glax._src.core.bind import check_real, known_number
 from glax._src.core.recurrence import spread_heads
+from glax.nn.arguments import checked
 from glax.nn.linear_attention import LinearAttention, NormOptions, OwnRecurrenceOptions, Unpack
 from glax.nn.parts import EMBED, HEADS, by_head, check_divides, check_sizes, for_rows, parameter
 from glax.nn.passes import Rows, State
@@ -43,6 +44,7 @@ class GatedLinearAttention(LinearAttention):
     For the other arguments see `glax.nn.linear_attention.Options`. Yang et al. 2024, https://arxiv.org/abs/2312.06635.
     """
 
+    @checked
     def __init__(
         self,
         width: int,
@@ -93,6 +95,7 @@ class SimpleGatedLinearAttention(LinearAttention):
     Yang et al. 2024, https://arxiv.org/abs/2312.06635; Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
     """
 
+    @checked
     def __init__(
         self,
         width: int,

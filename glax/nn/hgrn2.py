@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import recurrent_gla
+from glax.nn.arguments import checked
 from glax.nn.linear_attention import ConvolutionOptions, LinearAttention, Unpack
 from glax.nn.norms import RMSNormGated
 from glax.nn.parts import by_head, for_rows, merged
@@ -29,6 +30,7 @@ class HGRN2Attention(LinearAttention):
     Qin et al. 2024, https://arxiv.org/abs/2404.07904.
     """
 
+    @checked
     def __init__(
         self,
         width: int,

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import recurrent
+from glax.nn.arguments import checked
 from glax.nn.convolution import ShortConvolution
 from glax.nn.layer import Layer
 from glax.nn.norms import RMSNormGated
@@ -81,6 +82,7 @@ class LinearAttention(Layer):
     of q and k. conv_activation: the activation of the convolution of v.
     """
 
+    @checked
     def __init__(
         self,
         width: int,
@@ -114,7 +116,13 @@ class LinearAttention(Layer):
         value_width = width // num_heads if value_width is None else value_width
         check_sizes(num_kv_heads=num_kv_heads, key_width=key_width, value_width=value_width)
         check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
-        activation("feature_map", feature_map)
+        for name, function in (
+            ("feature_map", feature_map),
+            ("gate_fn", gate_fn),
+            ("conv_activation", conv_activation),
+        ):
+            activation(name, function)
+        activation("qk_conv_activation", qk_conv_activation)
         self.width, self.num_heads, self.num_kv_heads = width, num_heads, num_kv_heads
         self.num_query_heads = num_heads if num_query_heads is None else num_query_heads
         self.num_key_heads = num_kv_heads if num_key_heads is None else num_key_heads

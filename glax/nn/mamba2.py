@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import recurrent
 from glax._src.solve.autodiff import SAVED_NAMES
+from glax.nn.arguments import checked
 from glax.nn.convolution import ShortConvolution
 from glax.nn.layer import Layer
 from glax.nn.norms import RMSNormGated
@@ -58,6 +59,7 @@ class Mamba2(Layer):
     https://arxiv.org/abs/2405.21060.
     """
 
+    @checked
     def __init__(
         self,
         width: int,

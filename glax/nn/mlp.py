@@ -1,12 +1,15 @@
 """Provide gated MLPs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from glax.nn.arguments import checked
 from glax.nn.parts import EMBED, MLP, activation, check_floats, check_sizes, linear, products
 
 
@@ -17,6 +20,7 @@ class SwiGLU(nnx.Module):
     act is SiLU, unless `activation` names another; "powlu" is x^(3 / (sqrt(x) + 1)) sigmoid(x) for x > 0 and SiLU elsewhere.
     """
 
+    @checked
     def __init__(
         self,
         width: int,
@@ -24,9 +28,9 @@ class SwiGLU(nnx.Module):
         *,
         activation: str = "swish",
         bias: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
-        kernel_init=None,
+        dtype: jnp.dtype | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
     ):
         check_sizes(width=width, inside=inside)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from glax._src.core.bind import check_integers
 from glax._src.core.recurrence import to_int32
+from glax.nn.arguments import checked
 from glax.nn.parts import EMBED, MLP, activation, check_floats, check_sizes, normal, parameter
 
 Chosen = tuple[Float[Array, "M k"], Int[Array, "M k"]]  # the weights and the numbers of the experts of each token
@@ -36,6 +37,7 @@ class Experts(nnx.Module):
     Shazeer et al. 2017, https://arxiv.org/abs/1701.06538.
     """
 
+    @checked
     def __init__(
         self,
         width: int,
@@ -106,6 +108,7 @@ class SparseMLP(nnx.Module):
     router: the kernel [D, E]. shared: a module from rows to rows, or None. normalize: as in `softmax_router`.
     """
 
+    @checked
     def __init__(
         self,
         width: int,

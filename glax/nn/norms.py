@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from glax.nn.arguments import checked
 from glax.nn.parts import activation, by_head, check_floats, for_rows, parameter
 
 
@@ -21,6 +22,7 @@ class RMSNorm(nnx.Module):
     https://arxiv.org/abs/1910.07467.
     """
 
+    @checked
     def __init__(
         self,
         width: int,
@@ -55,6 +57,7 @@ class RMSNormGated(RMSNorm):
     read in one pass.
     """
 
+    @checked
     def __init__(self, width: int, *, norm_before_gate: bool = True, gate_fn: str | None = "swish", **options):
         activation("gate_fn", gate_fn)
         self.norm_before_gate, self.gate_fn = norm_before_gate, gate_fn
@@ -79,6 +82,7 @@ class LayerNorm(nnx.Module):
     Ba et al. 2016, https://arxiv.org/abs/1607.06450.
     """
 
+    @checked
     def __init__(
         self,
         width: int,

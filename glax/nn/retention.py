@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import lightning_decay, recurrent
+from glax.nn.arguments import checked
 from glax.nn.layer import Layer
 from glax.nn.linear_attention import LinearAttention, OwnRecurrenceOptions, Unpack
 from glax.nn.norms import RMSNormGated
@@ -31,6 +32,7 @@ class MultiScaleRetention(LinearAttention):
     Sun et al. 2023, https://arxiv.org/abs/2307.08621.
     """
 
+    @checked
     def __init__(
         self,
         width: int,
@@ -78,6 +80,7 @@ class LightningAttention(Layer):
     Qin et al. 2024, https://arxiv.org/abs/2401.04658; MiniMax 2025, https://arxiv.org/abs/2501.08313.
     """
 
+    @checked
     def __init__(
         self,
         width: int,

@@ -112,7 +112,10 @@ def checked_rotation(
         return Rotation.of_base(known, width)
     if isinstance(frequencies, Rotation):
         return frequencies
-    given = np.asarray(frequencies, np.float64)
+    try:
+        given = np.asarray(frequencies, np.float64)
+    except (TypeError, ValueError):  # what holds no numbers
+        given = np.empty(0)
     if given.shape != (width // 2,) or not np.isfinite(given).all():
         raise ValueError(f"frequencies must be rotary_width / 2 = {width // 2} finite numbers, got {frequencies}")
     return Rotation(tuple(given.tolist()))

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from glax._src.api.recurrent import recurrent
+from glax.nn.arguments import checked
 from glax.nn.layer import Layer
 from glax.nn.norms import LayerNorm
 from glax.nn.parts import (
@@ -63,6 +64,7 @@ class RWKV6Attention(Layer):
     Peng et al. 2024, https://arxiv.org/abs/2404.05892.
     """
 
+    @checked
     def __init__(
         self,
         width: int,
@@ -144,6 +146,7 @@ class RWKV6FeedForward(Layer):
     inside: the number of outputs of W_k. act: the name of a function; squared ReLU by default. The state is the last token.
     """
 
+    @checked
     def __init__(
         self,
         width: int,
