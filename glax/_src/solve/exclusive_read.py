@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from glax._src.core.recurrence import Outputs, OutputsWithStates, Recurrence, spread_heads
-from glax._src.core.segments import expanded
+from glax._src.core.segments import Segments, expanded
 
 
 def check_no_erasure(r: Recurrence):
@@ -35,11 +35,13 @@ def solve_with_bonus(solver: Callable, r: Recurrence, bonus: Float[Array, "H K"]
     S_{t-1}^T q_t is what an ordinary read at token t - 1 gives for the query of token t. So the queries move one token
     towards the beginning of their sequence, the outputs move back, and the first token reads the initial state.
     """
-    segments, r = r.segments, r.folded
+    segments, r = r.segments, passing_padding(r)
     if r.boundaries is not None:
         r = without_padding(r, r.is_token[:, None, None])
     last, first = (r.ends(scan_end)[:, None, None] for scan_end in (True, False))
     to_next = 1 if r.reverse else -1
+    if segments is not None:
+        last = last[None] | expanded(jnp.roll(segments.resets, to_next, axis=1), 4)
     moved = solver(r.replace(q=jnp.where(last, 0, jnp.roll(r.q, to_next, axis=1))))
     behind = jnp.where(first, initial_read(r), jnp.roll(moved.output, -to_next, axis=1).astype(r.dtype))
     if r.boundaries is not None:  # a sequence's last output comes back to the padding row behind it
@@ -48,6 +50,15 @@ def solve_with_bonus(solver: Callable, r: Recurrence, bonus: Float[Array, "H K"]
         behind = jnp.where(expanded(segments.resets, 4), 0, behind)
     output = (behind + bonus_term(r, bonus)).astype(r.q.dtype)
     return moved._replace(output=output if segments is None else segments.masked(output))
+
+
+def passing_padding(r: Recurrence) -> Recurrence:
+    """Return r with zeros and without decay in the padding of its segments, so that reads there are those of the last token."""
+    s = r.segments
+    if s is None or s.is_token is None:
+        return r
+    padded = r.replace(segments=Segments(jnp.zeros_like(s.resets), s.is_token)).folded
+    return padded.replace(segments=Segments(s.resets, None))
 
 
 def without_padding(r: Recurrence, used: Bool[Array, "*rows 1 1"]) -> Recurrence:
