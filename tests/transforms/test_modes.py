@@ -215,3 +215,15 @@ def test_kernels_of_accelerators_are_traced_as_ever(form):
         for option in (*HELD_TO.values(), functools.partial(jax.enable_x64, True)):
             with option():
                 assert program(run, *operands) == usual
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("platform", ["cpp", "xla"])
+def test_resets_are_no_infinities_of_the_caller(platform):
+    """Gates of -inf at resets are glax's own, so jax_debug_infs passes them, also where nothing is jitted."""
+    f, operands = segmented(platform, None)
+    want = f(operands)
+    with jax.debug_infs(True):
+        got = f(operands)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close("jax_debug_infs", x, y, 2e-6)

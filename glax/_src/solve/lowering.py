@@ -128,8 +128,12 @@ def _(*_, call: Call, devices: ClosedJaxpr | None):
 
 @kernel_p.def_impl
 def _(*leaves, call: Call, devices: ClosedJaxpr | None):
-    """Outside of any jit: on the device that the operands lie on."""
-    return call.lowered(next(iter(leaves[0].devices())).platform)(*leaves)
+    """Outside of any jit: on the device that the operands lie on.
+
+    Each operation of the kernel is run by itself there, and jax_debug_infs would refuse the gates of -inf at resets.
+    """
+    with jax.debug_infs(False):
+        return call.lowered(next(iter(leaves[0].devices())).platform)(*leaves)
 
 
 def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, devices: ClosedJaxpr | None):
