@@ -112,6 +112,8 @@ class KernelSpec:
     takes_segments: recurrence -> whether the kernel reads its segments; else the kernel receives `recurrence.folded`
     mixes_segments: recurrence -> whether products of the kernel mix the segments of a recurrence that is folded. Its results are
               then checked, and computed again token by token where they are not finite (solve/isolation.py)
+    isolate:  (run, recurrence, *cotangents) -> run(recurrence, *cotangents), or run again so that nothing that is not finite
+              passes from one sequence or segment to another; None for a kernel that lets nothing pass
     two_phase: (recurrence, config) -> the kernel in two phases, or None where that would add work to `run`
     stores_states: recurrence -> None, or why the kernel does not store the states behind every r.states_every tokens
     erases:   whether the kernel runs recurrences with an `erasure`, which are of the delta rule
@@ -134,6 +136,7 @@ class KernelSpec:
     omits_d_final: Callable[[Recurrence], bool] = lambda r: False
     takes_segments: Callable[[Recurrence], bool] = lambda r: False
     mixes_segments: Callable[[Recurrence], bool] = lambda r: False
+    isolate: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
@@ -222,8 +225,10 @@ def under_usual_options(spec: KernelSpec) -> KernelSpec:
         saving = usual_if_any(phases.finish_with_residuals)
         return TwoPhase(usual(phases.local_states), usual(phases.finish), saving)
 
-    saving = usual_if_any(spec.forward_with_residuals)
-    return dataclasses.replace(spec, run=usual(spec.run), forward_with_residuals=saving, two_phase=two_phase)
+    saving, isolate = usual_if_any(spec.forward_with_residuals), usual_if_any(spec.isolate)
+    return dataclasses.replace(
+        spec, run=usual(spec.run), forward_with_residuals=saving, two_phase=two_phase, isolate=isolate
+    )
 
 
 class UnsupportedError(NotImplementedError):

@@ -58,8 +58,9 @@ class Resolution:
     vjp_choice: Choice
 
     def takes_segments(self, r: Recurrence) -> bool:
-        """Return whether both the forward and the gradient kernel read the segments of r."""
-        return self.forward.takes_segments(r) and (self.vjp is None or self.vjp.takes_segments(r))
+        """Return whether segments are given to the kernels as they are: both read them, or one isolates them."""
+        kernels = [spec for spec in (self.forward, self.vjp) if spec is not None]
+        return all(x.takes_segments(r) for x in kernels) or any(x.isolate is not None for x in kernels)
 
     def mixes_segments(self, r: Recurrence) -> bool:
         """Return whether the forward or the gradient kernel mixes the segments of r, so that its results are checked."""
@@ -307,9 +308,17 @@ def execute(spec: KernelSpec, choice: Choice, r: Recurrence, *given, again, part
 
 
 def run_spec(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None):
+    """Run spec's kernel, or a part of it, so that its sequences and segments stay apart."""
+    run = functools.partial(run_config, spec, choice, part=part)
+    if spec.isolate is not None and part in (None, spec.forward_with_residuals):
+        return spec.isolate(run, r, *given)
+    return run(r, *given)
+
+
+def run_config(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=None):
     """Run spec's kernel, or a part of it, with the config that the executor chooses."""
     if r.segments is not None and not spec.takes_segments(r):
-        run = functools.partial(run_spec, spec, choice, part=part)
+        run = functools.partial(run_config, spec, choice, part=part)
         return by_folding(isolating(run, r.segments) if spec.mixes_segments(r) else run)(r, *given)
     others = why_not_others(spec, choice, r)
     forgoes = functools.partial(forgone, spec, r, *given) if others else None

@@ -154,6 +154,13 @@ def launcher(r: Recurrence):
     return found
 
 
+def isolate(run, r: Recurrence, *given):
+    """Return run(r, *given), in which nothing that is not finite passes from one sequence or segment to another."""
+    from glax._src.kernels.pallas_gpu.isolation import isolated
+
+    return isolated(run, r, *given)
+
+
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
     """Compute `chunked` and the states at its chunks, which the gradient would otherwise compute again."""
     from glax._src.kernels.pallas_gpu.lowering_cache import recording
@@ -175,6 +182,7 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
     erases=True,
     stores_states=stores_states,
     takes_segments=takes_segments,
+    isolate=isolate,
 )
 def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     """Compute the recurrence in chunks. q, k, v and gates are read once, the output is written once, and the state stays on
@@ -198,6 +206,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     forgoes=forgoes,
     erases=True,
     takes_segments=takes_segments,
+    isolate=isolate,
 )
 def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig

@@ -1,0 +1,330 @@
+"""Run kernels so that a document's results depend on its own rows alone, even where other documents are not finite.
+
+A document is a sequence, or a segment of a row. Kernels that take several documents as one row multiply masked scores of 0 by all
+rows of a chunk, and clear a state by a decay of 0. A NaN or an inf passes both. What it reaches, it reaches in all later rows in
+scan order, or in all rows of a chunk. So a result is finite everywhere if the rows at the edges of its chunks are:
+
+    results = run(operands)                      as without other documents
+    if the rows at the edges of chunks are not all finite:
+        results = run(operands without the rows of the documents that are not finite)
+        the rows of these documents = NaN
+
+The branch is a node of the GPU's graph, so the host does not wait. Without a NaN it writes nothing (`repair`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from glax._src.core.decay import Decay
+from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates
+from glax._src.core.segments import expanded
+from glax._src.kernels.pallas_gpu.config import in_one_row, joined_number
+from glax._src.kernels.pallas_gpu.documents import Documents, positive
+from glax._src.kernels.pallas_gpu.packed_row import boundaries_within
+from glax._src.kernels.pallas_gpu.plan import C
+from glax._src.kernels.pallas_gpu.repair import repaired
+
+LARGE = 1e18  # whose products overflow
+SUSPECT = 1e8  # whose products of four may overflow
+GROWTH = 40.0  # nats by which gates let a state grow before it is suspect
+
+
+def isolated(run: Callable, r: Recurrence, *given) -> Any:
+    """Return run(r, *given), in which no document's results depend on another document's rows.
+
+    run: (r) -> Outputs, or (Outputs, Residuals or None); or (r, d_output, d_final, *residuals) -> the gradient. A document with
+    numbers that are not finite, or overflow, has outputs of NaN from there on, and gradients of NaN.
+    """
+    if not shares_rows(r, *given):
+        return run(r, *given)
+    run = jax.jit(run)  # traced once for both calls
+    found = run(r, *given)
+    again = (without_spoiled_documents if given else without_spoiled_tokens)(run)
+    is_spoiled = spoiled(r, found, *given)
+    results = lax.switch(is_spoiled, [lambda r, *_: empty_like(found), again], r, *given)
+    return merged(is_spoiled, r, found, results)
+
+
+def shares_rows(r: Recurrence, d_output=None, d_final=None, residuals=None) -> bool:
+    """Return whether several documents of r share the rows that the kernels read."""
+    if r.segments is not None:
+        return True
+    return d_final is None and (in_one_row(r) or joined_number(r) > 1)
+
+
+def merged(is_spoiled: Array, r: Recurrence, found, results):
+    """Return the results where they are spoiled, else those that were found.
+
+    Final states have a kernel of their own, which XLA drops where they are not used. Those of sequences are never spoiled.
+    """
+    if isinstance(found, Recurrence):
+        return repaired(is_spoiled, found, results)
+    outputs, again = (x if isinstance(x, Outputs) else x[0] for x in (found, results))
+    final = outputs.final_state
+    if r.boundaries is None:
+        final = repaired(is_spoiled, final, again.final_state)
+    if isinstance(found, Outputs):
+        return Outputs(repaired(is_spoiled, found.output, again.output), final)
+    output, residuals = repaired(is_spoiled, (outputs.output, found[1]), (again.output, results[1]))
+    return Outputs(output, final), residuals
+
+
+def empty_like(x):
+    """Return arrays of the same shapes with any numbers."""
+    return jax.tree.map(lambda x: lax.empty(x.shape, x.dtype), x)
+
+
+# ---- are results spoiled ---------------------------------------------------------------------------------------------
+
+
+def spoiled(r: Recurrence, found, d_output=None, d_final=None, residuals: Residuals | None = None) -> Array:
+    """Return 1 if results of a chunk's edge are not finite, else 0, in int32, clamped as `lax.switch` does, which is one kernel.
+
+    The outputs of a chunk's last row in scan order draw on all rows before it, and so does the gradient of q. The other gradients
+    of its first row draw on all rows behind it.
+    """
+    number = joined_number(r) if d_final is None else 1
+    if residuals is not None and number > 1:
+        number = r.q.shape[0] // residuals.states.shape[0]
+    if isinstance(found, Recurrence):
+        tokens = found.tokens_alone
+        last, first = [tokens.q], jax.tree.leaves(tokens.replace(q=None))
+    else:
+        last, first = [(found if isinstance(found, Outputs) else found[0]).output], []
+    edges = [*at_edges(r, last, number, True), *at_edges(r, first, number, False)]
+    # [B, chunks]
+    by_chunk = [(~jnp.isfinite(x)).reshape(*x.shape[:2], -1).any(2) for x in edges]
+    found = functools.reduce(jnp.logical_or, by_chunk).astype(jnp.int32).max()
+    return lax.clamp(np.int32(0), found, np.int32(1))
+
+
+def at_edges(r: Recurrence, arrays: list[Array], number: int, last: bool) -> list[Array]:
+    """Return the tokens of x [B, T, ...] by which the scan leaves its chunks, or by which it enters them, if not `last`.
+
+    The results are [B / number, chunks, ...]. number: the sequences of a row that the kernels read. Padding is passed over, for
+    its results are set to 0.
+    """
+    length = r.q.shape[1] * number
+    joined = [x.reshape(-1, length, *x.shape[2:]) for x in arrays]
+    down = last == r.reverse
+    segments = r.segments
+    if segments is not None and segments.is_token is not None:
+        rows = edge_tokens(segments.is_token.reshape(-1, length), down)
+        return [jax.vmap(lambda x, row: jnp.take(x, row, axis=0))(x, rows) for x in joined]
+    rows = np.minimum(np.arange(-(-length // C), dtype=np.int32) * C + (0 if down else C - 1), length - 1)
+    if r.boundaries is not None:
+        cuts = boundaries_within(r)
+        rows = jnp.minimum(jnp.clip(rows, cuts[0], jnp.maximum(cuts[-1] - 1, cuts[0])), length - 1)
+    elif down:
+        return [x[:, ::C] for x in joined]
+    return [jnp.take(x, rows, axis=1) for x in joined]
+
+
+def edge_tokens(is_token: Array, down: bool) -> Array:
+    """Return the first token of every chunk in memory, if `down`, or the last, [B, chunks]; a chunk's edge if it has none."""
+    length = is_token.shape[1]
+    rows = jnp.arange(length, dtype=jnp.int32)
+    found = jnp.where(is_token, rows, length if down else -1)
+    found = jnp.pad(found, ((0, 0), (0, -length % C)), constant_values=length if down else -1)
+    found = found.reshape(found.shape[0], -1, C)
+    return jnp.clip(found.min(2) if down else found.max(2), 0, length - 1)
+
+
+# ---- run again without what spoils them ------------------------------------------------------------------------------
+
+
+def without_spoiled_tokens(run: Callable) -> Callable:
+    """Return (r) -> run(r) without the tokens of each document from the first that is not finite on. Their outputs, and the
+    states behind them, are NaN."""
+
+    def again(r: Recurrence):
+        documents = Documents.of(r)
+        carried, own = bad_tokens(r, documents, {"q": r.q}), documents.any_bad(too_large(r.q, LARGE))
+        lost, _ = documents.reach(carried)
+        own &= ~lost
+        found = run(without(r, documents, lost, own))
+        outputs = found if isinstance(found, Outputs) else found[0]
+        final = outputs.final_state
+        if r.boundaries is None:
+            final = filled_states(r, final, documents, lost, jnp.nan)
+        outputs = Outputs(filled(outputs.output, (lost | own) & documents.is_token, jnp.nan), final)
+        return outputs if isinstance(found, Outputs) else (outputs, found[1])
+
+    return again
+
+
+def without_spoiled_documents(run: Callable) -> Callable:
+    """Return (r, d_output, d_final, *residuals) -> their gradient without the documents that are not finite. The gradients of
+    these are NaN."""
+
+    def again(r: Recurrence, d_output, d_final, *residuals):
+        documents = Documents.of(r)
+        bad = bad_tokens(r, documents, {"q": r.q, "d_output": d_output}, d_final, whole=True)
+        _, lost = documents.reach(bad)
+        d_output = filled(d_output, lost, 0)
+        d_final = None if d_final is None else filled_states(r, d_final, documents, lost, 0)
+        residuals = [Residuals(jnp.where(too_large(x.states, LARGE), 0, x.states), x.out_of_range) for x in residuals]
+        d = run(without(r, documents, lost, jnp.zeros_like(lost)), d_output, d_final, *residuals)
+        return gradient_with_nan(r, d, documents, lost & documents.is_token)
+
+    return again
+
+
+def gradient_with_nan(r: Recurrence, d: Recurrence, documents: Documents, lost: Array) -> Recurrence:
+    """Return d, a gradient with respect to r, with NaN for lost tokens, and for sequences that have one."""
+    d, sequences = d.map_tokens(lambda x: filled(x, lost, jnp.nan)), documents.by_sequence(r, lost)
+    _, whole = documents.reach(lost)
+    initial, constant = d.initial_state, d.decay.constant
+    initial = None if initial is None else filled(initial, whole[:, documents.first], jnp.nan)
+    constant = None if constant is None else filled(constant, sequences, jnp.nan)
+    decay = Decay(constant, d.decay.head, d.decay.key, d.decay.value)
+    return d.replace(initial_state=initial, decay=decay, scale=filled(d.scale, sequences, jnp.nan))
+
+
+def filled(x: Array, mask: Array, value: float) -> Array:
+    """Return x with `value` where the mask of its leading axes is true."""
+    return jnp.where(jnp.expand_dims(mask, range(mask.ndim, x.ndim)), jnp.asarray(value, x.dtype), x)
+
+
+def filled_states(r: Recurrence, states: Any, documents: Documents, lost: Array, value: float) -> Any:
+    """Return final states, or `StoredStates`, with `value` where the token before them is lost."""
+    final, stored = states if isinstance(states, StoredStates) else (states, None)
+    final = filled(final, lost[:, documents.last], value)
+    if not isinstance(states, StoredStates):
+        return final
+    if stored is not None:
+        stored = filled(stored, lost[:, rows_before_states(r, stored.shape[1])], value)
+    return StoredStates(final, stored)
+
+
+def bad_tokens(r: Recurrence, documents: Documents, others: dict, d_final=None, whole: bool = False) -> Array:
+    """Return which tokens may not be read, [B, T]: those that are not finite, or else those that may overflow.
+
+    others: arrays of tokens that count beside those which a state carries. In a forward q alone does not count, since it reaches
+    its own output only. whole: whether `others` count as bad, and not only against a search for what overflows.
+    """
+    carried = [r.k, r.v] + ([] if r.erasure is None else [beta_of(r)])
+    gates = bad_gates(r, documents)
+    states = bad_states(r, documents, d_final, LARGE)
+    not_finite = gates | states | any_of(documents, carried, LARGE)
+    beside = any_of(documents, others.values(), LARGE)
+    suspect = gates | bad_states(r, documents, d_final, SUSPECT) | any_of(documents, carried, SUSPECT)
+    suspect |= any_of(documents, others.values(), SUSPECT) | grows(r, documents)
+    is_found = (not_finite | beside).any()
+    return jnp.where(is_found, not_finite | beside if whole else not_finite, suspect)
+
+
+def any_of(documents: Documents, arrays, limit: float) -> Array:
+    """Return which tokens have numbers beyond the limit in one of the arrays."""
+    bad = jnp.zeros_like(documents.is_token)
+    for x in arrays:
+        bad |= documents.any_bad(too_large(x, limit))
+    return bad
+
+
+def too_large(x: Array, limit: float) -> Array:
+    """Return where x is beyond the limit, inf or NaN."""
+    return ~(jnp.abs(x.astype(jnp.float32)) <= limit)
+
+
+def bad_states(r: Recurrence, documents: Documents, d_final, limit: float) -> Array:
+    """Return marks where states enter that are beyond the limit: the initial state at the row that the scan takes first, and
+    gradients of states behind the tokens that they follow."""
+    bad = jnp.zeros_like(documents.is_token)
+
+    def each(x):
+        return too_large(x, limit).reshape(*x.shape[:-3], -1).any(-1)
+
+    if r.initial_state is not None:
+        bad |= documents.at(documents.first, each(r.initial_state))
+    d_final, d_states = d_final if isinstance(d_final, StoredStates) else (d_final, None)
+    if d_final is not None:
+        bad |= documents.at(documents.last, each(d_final))
+    if d_states is not None and d_states.shape[1]:
+        rows = rows_before_states(r, d_states.shape[1])
+        bad = bad.at[:, rows].set(bad[:, rows] | each(d_states))
+    return bad
+
+
+def rows_before_states(r: Recurrence, count: int) -> Array:
+    """Return the row of memory before each of the caller's states, [count]."""
+    behind = (jnp.arange(count) + 1) * (r.states_every or 0)
+    return r.q.shape[1] - behind if r.reverse else behind - 1
+
+
+def bad_gates(r: Recurrence, documents: Documents) -> Array:
+    """Return which tokens have a gate of NaN or inf, or lie behind gates by which a state grows beyond use.
+
+    The gate of the first token of a document that begins from zeros decays nothing, and does not count.
+    """
+    bad = jnp.zeros_like(documents.is_token)
+    for gates in gates_of(r):
+        bad |= documents.any_bad(is_bad_gate(gates))
+    return (bad & decays(r, documents)) | outgrown(r, documents)
+
+
+def decays(r: Recurrence, documents: Documents) -> Array:
+    """Return at which tokens a gate decays a state that is not zeros."""
+    begins = documents.begins
+    if r.initial_state is not None:
+        begins = begins.at[:, documents.first].set(False)
+    return documents.is_token & ~begins
+
+
+def outgrown(r: Recurrence, documents: Documents) -> Array:
+    """Return which tokens lie behind gates by which a state grows beyond use. Gates alone decide."""
+    growth = sum((positive(x) for x in gates_of(r)), jnp.zeros(documents.begins.shape, jnp.float32))
+    return documents.sums(jnp.where(decays(r, documents), growth, 0)) > GROWTH
+
+
+def gates_of(r: Recurrence) -> list[Array]:
+    """Return the gates of every token, [B, T, H] or [B, T, H, K]; none without gates."""
+    d = r.decay
+    constant = None if d.constant is None else r.by_token(d.constant)
+    return [x for x in (constant, d.head, d.key) if x is not None]
+
+
+def is_bad_gate(x: Array) -> Array:
+    """Return where gates are NaN or inf. A gate of -inf is a decay of 0."""
+    return jnp.isnan(x) | jnp.isposinf(x)
+
+
+def beta_of(r: Recurrence) -> Array:
+    beta = r.erasing.beta
+    assert beta is not None, "supports refuses other erasures"
+    return beta
+
+
+def grows(r: Recurrence, documents: Documents) -> Array:
+    """Return which tokens of the delta rule lie behind keys by which a state may grow beyond use: |1 - beta |k|^2| is above
+    1."""
+    if r.erasure is None:
+        return jnp.zeros_like(documents.is_token)
+    length = jnp.square(jnp.nan_to_num(r.k.astype(jnp.float32))).sum(3).max(2)
+    strength = jnp.nan_to_num(beta_of(r).astype(jnp.float32)).max(2)
+    factor = jnp.log(jnp.clip(strength * length - 1, 1.0, 1e30))
+    return documents.sums(jnp.where(documents.is_token, factor, 0)) > GROWTH
+
+
+def without(r: Recurrence, documents: Documents, lost: Array, own: Array) -> Recurrence:
+    """Return r with zeros in the rows that are lost, and in q in rows of which only q is bad. Their documents keep all gates by
+    which a state does not grow beyond use, so that states before chunks are those of any other call without them."""
+    no_gate = outgrown(r, documents)
+
+    def gate(x):
+        return None if x is None else jnp.where(is_bad_gate(x) | expanded(no_gate, x.ndim), 0, x)
+
+    d, erasure = r.decay, r.erasure
+    constant = None if d.constant is None else jnp.where(is_bad_gate(d.constant), 0, d.constant)
+    if erasure is not None:
+        erasure = erasure.replace(beta=filled(beta_of(r), lost, 0))
+    initial = None if r.initial_state is None else filled(r.initial_state, lost[:, documents.first], 0)
+    q, k, v = filled(r.q, lost | own, 0), filled(r.k, lost, 0), filled(r.v, lost, 0)
+    decay = Decay(constant, gate(d.head), gate(d.key), d.value)
+    return r.replace(q=q, k=k, v=v, decay=decay, erasure=erasure, initial_state=initial)
