@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from glax._src.core.files import ContentError, read_json, replacing, set_aside
 
-LOCK, RECORD, HISTORY, CHECKPOINTS = ".lock", "run.json", "history.json", "checkpoints"
+LOCK, HISTORY, CHECKPOINTS = ".lock", "history.json", "checkpoints"
 REFUSED = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED")  # what tensorstore says of files that may be whole
 
 
@@ -72,25 +72,21 @@ def content(source: str, sha256: str) -> dict:
     return dict(source=source, sha256=sha256)
 
 
-def check_record(out: Path, record: Mapping[str, object], begun: bool):
-    """Store what the run trains: its start, text and recipe by the names of `TrainingConfig`.
+def refuse_another(where: object, earlier: Mapping[str, Any], record: Mapping[str, Any]):
+    """Raise ValueError, which names the entries that differ, unless both records are of the same run.
 
-    begun: whether the folder has checkpoints. They must be of a run with the same record. Raises ValueError, which names the
-    entries that differ.
+    A record holds the start, the text and the recipe of a run, by the names of `TrainingConfig`.
     """
-    path = out / RECORD
-    earlier = read_record(path) if begun else None
-    if begun and earlier is None:
-        warnings.warn(f"no {RECORD} in {out}: its checkpoints are taken for those of this run", stacklevel=3)
-    known = {} if earlier is None else earlier
-    differing = sorted(name for name in known.keys() & record.keys() if compared(known[name]) != compared(record[name]))
+    differing = sorted(
+        name for name in earlier.keys() | record.keys() if compared(earlier.get(name)) != compared(record.get(name))
+    )
     if differing:
-        changes = "; ".join(f"{name} was {shown(known[name])}, got {shown(record[name])}" for name in differing)
-        raise ValueError(
-            f"the run in {out} is of another {', '.join(differing)}: {changes}: name another out, or take what the run began with"
+        changes = "; ".join(
+            f"{name} was {shown(earlier.get(name))}, got {shown(record.get(name))}" for name in differing
         )
-    with replacing(path) as new:
-        new.write_text(json.dumps(record, indent=2))
+        raise ValueError(
+            f"{where} is of another {', '.join(differing)}: {changes}: name another out, or take what the run began with"
+        )
 
 
 def compared(entry: object) -> object:
@@ -99,25 +95,6 @@ def compared(entry: object) -> object:
 
 def shown(entry: object) -> str:
     return f"{entry.get('source')} ({str(entry.get('sha256'))[:8]})" if isinstance(entry, dict) else repr(entry)
-
-
-def read_record(path: Path) -> dict | None:
-    return read_or_set_aside(path, lambda values: values)
-
-
-def read_or_set_aside(path: Path, parsed):
-    """Return parsed(the JSON object in the file), or None if there is no file. A file that holds none is set aside, with a
-    warning."""
-    if not os.path.lexists(path):
-        return None
-    try:
-        _, values = read_json(path)
-        if not isinstance(values, dict):
-            raise ContentError(f"it must hold a JSON object, got {type(values).__name__}")
-        return parsed(values)
-    except (OSError, ValueError, OverflowError) as error:
-        warnings.warn(f"{path} cannot be read: {error}: set aside as {set_aside(path)}", stacklevel=4)
-        return None
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
@@ -131,14 +108,21 @@ def write_history(out: Path, history: History):
 def read_history(out: Path, done: int) -> History:
     """Return the losses of the steps up to `done`, as far as they are stored. A file that does not hold losses is set aside,
     with a warning."""
-    found = read_or_set_aside(out / HISTORY, history_of) if done else None
-    if found is None:
+    path = out / HISTORY
+    if not done or not os.path.lexists(path):
+        return History()
+    try:
+        found = history_of(read_json(path)[1])
+    except (OSError, ValueError, OverflowError) as error:
+        warnings.warn(f"{path} cannot be read: {error}: set aside as {set_aside(path)}", stacklevel=3)
         return History()
     return History(*({step: x for step, x in by_step.items() if step <= done} for by_step in vars(found).values()))
 
 
-def history_of(values: dict) -> History:
-    """Return the losses in the JSON object of a history. Raises ContentError for any other object."""
+def history_of(values: object) -> History:
+    """Return the losses in the JSON object of a history. Raises ContentError for anything else."""
+    if not isinstance(values, dict):
+        raise ContentError(f"it must hold a JSON object, got {type(values).__name__}")
     parts = []
     for name in (field.name for field in dataclasses.fields(History)):
         by_step = values.get(name)
@@ -175,9 +159,10 @@ def is_finite(state) -> jax.Array:
 
 
 class Checkpoints:
-    """Save and restore states in the folder `checkpoints` of a run. The two newest stay. Each holds its digest."""
+    """Save and restore states in the folder `checkpoints` of a run. The two newest stay. Each holds its digest and the record."""
 
-    def __init__(self, out: Path):
+    def __init__(self, out: Path, record: Mapping[str, Any]):
+        self.record = record
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         handlers = ocp.StandardCheckpointHandler()  # else the metadata cannot be read without a warning
         self.manager = ocp.CheckpointManager((out / CHECKPOINTS).absolute(), options=options, item_handlers=handlers)
@@ -193,7 +178,7 @@ class Checkpoints:
 
     def save(self, step: int, state):
         arrays = by_name(state)
-        written = dict(arrays=forms(arrays), sha256=digest(arrays))
+        written = dict(run=self.record, arrays=forms(arrays), sha256=digest(arrays))
         sealed = written | dict(seal=seal(written))
         self.manager.save(step, args=ocp.args.StandardSave(arrays), custom_metadata=sealed)
 
@@ -201,7 +186,7 @@ class Checkpoints:
         """Return the state and the step of the newest whole checkpoint; `state` and 0 if there is none.
 
         Damaged checkpoints are set aside, with a warning, if an older one is whole. Raises ValueError if none is whole, or if
-        one is of another model.
+        one is of another run or model.
         """
         damaged = {}
         for step in sorted(self.manager.all_steps(), reverse=True):
@@ -227,17 +212,20 @@ class Checkpoints:
         return state, 0
 
     def read(self, step: int, state, sharding: NamedSharding):
-        """Return the state of one checkpoint. Raises DamagedCheckpoint, or ValueError if it is of another model."""
+        """Return the state of one checkpoint. Raises DamagedCheckpoint, or ValueError if it is of another run
+        or model."""
         arrays = by_name(state)
         written = dict(attempted(self.manager.metadata, step).custom_metadata or {})
         if written.pop("seal", None) != seal(written):
             raise DamagedCheckpoint("its metadata is not what was saved")
+        where = f"the checkpoint of step {step} in {self.manager.directory}"
+        refuse_another(where, written["run"], self.record)
         mine, stored = forms(arrays), written["arrays"]
         if stored != mine:
             name = min(name for name in stored | mine if stored.get(name) != mine.get(name))
             raise ValueError(
-                f"the checkpoint of step {step} in {self.manager.directory} is of another model: {name} must be "
-                f"{mine.get(name, 'missing')}, got {stored.get(name, 'none')}: name another out"
+                f"{where} is of another model: {name} must be {mine.get(name, 'missing')}, got {stored.get(name, 'none')}: "
+                "name another out"
             )
         wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in arrays.items()}
         found = attempted(self.manager.restore, step, args=ocp.args.StandardRestore(wanted))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 import shutil
 import time
@@ -31,7 +32,6 @@ from glax.models.runs import (
     Checkpoints,
     History,
     by_name,
-    check_record,
     content,
     digest,
     is_finite,
@@ -136,7 +136,14 @@ class TrainingConfig:
             raise ValueError(f"remat must be one of {', '.join(map(repr, REMAT))}, got {self.remat!r}")
 
     def check_names(self):
-        """Raise ValueError unless model is a dict or a name, and the other names are strings that a file can have."""
+        """Raise ValueError unless model is a dict of JSON or a name, and the other names are strings that a file can have."""
+        if isinstance(self.model, dict):
+            try:
+                json.dumps(self.model, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"model must be the content of a config.json, got {self.model!r:.80}: {error}"
+                ) from None
         for name in ("model", "text", "tokenizer", "out", "dtype", "remat"):
             value = getattr(self, name)
             if (name == "model" and isinstance(value, dict)) or (name in ("tokenizer", "remat") and value is None):
@@ -253,9 +260,9 @@ def train(
         text = Text.read(Path(config.text), tokenizer, config.length)
         record = record_of(config, model, tokenizer)
     except OSError as error:
-        raise ValueError(f"cannot read {error.filename}: {error.strerror or error}") from error
-    with locked(Path(config.out)), Checkpoints(Path(config.out)) as checkpoints:
-        check_record(Path(config.out), record, checkpoints.newest() is not None)
+        what = f"cannot read {error.filename}: {error.strerror}" if error.filename else str(error)
+        raise ValueError(what) from error
+    with locked(Path(config.out)), Checkpoints(Path(config.out), record) as checkpoints:
         run = Run(config, model, text, checkpoints)
         if run.done > config.steps:
             raise ValueError(f"steps must be at least {run.done}, the steps that {config.out} has, got {config.steps}")
@@ -270,7 +277,7 @@ def train(
 
 
 def record_of(config: TrainingConfig, model: CausalLM, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what the run trains, by the names of `TrainingConfig`. See `glax.models.runs.check_record`."""
+    """Return what the run trains, by the names of `TrainingConfig`. See `glax.models.runs.refuse_another`."""
     options = hashlib.sha256(model.config.text.encode())
     source = f"random parameters, seed {config.seed}"
     if isinstance(config.model, str):
@@ -293,6 +300,10 @@ class Run:
     def __init__(self, config: TrainingConfig, model: CausalLM, text: Text, checkpoints: Checkpoints):
         self.config, self.text, self.checkpoints = config, text, checkpoints
         self.out = Path(config.out)
+        if config.data * config.sequence > (devices := jax.device_count()):
+            raise ValueError(
+                f"data times sequence must be at most {devices}, the number of devices, got {config.data} times {config.sequence}"
+            )
         mesh = jax.make_mesh((config.data, config.sequence), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
         plain = nnx.graphdef(model)  # held-out windows are few, and need not divide over the devices
         if config.sequence > 1:

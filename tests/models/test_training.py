@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import pathlib
@@ -114,6 +115,11 @@ def test_the_loss_of_float32_residuals_has_products_in_the_models_dtype():
         (dict(seed=1.5), "seed must be an integer of at least 0, got 1.5"),
         (dict(batch=2**31), "batch must be at most 2147483647, got 2147483648"),
         (dict(model=[]), "model must be the content of a config.json or the name of a folder, got []"),
+        (dict(model=dict(x=float("nan"))), "model must be the content of a config.json, got {'x': nan}: "),
+        (
+            dict(model=dict(x=datetime.date(2000, 1, 1))),
+            "model must be the content of a config.json, got {'x': datetime.date",
+        ),
         (dict(model=None), "model must be the content of a config.json or the name of a folder, got None"),
         (dict(text=["a"]), "text must be a name, got ['a']"),
         (dict(text=""), "text must be a name, got ''"),
@@ -203,7 +209,7 @@ def test_another_start_text_or_recipe_is_refused_by_name(rerun, finished, tmp_pa
         (dict(dtype="bfloat16"), "dtype"),
     ):
         with pytest.raises(
-            ValueError, match=rf"the run in .*copy is of another {name}: .* was .*, got .*: name another out"
+            ValueError, match=rf"in .*copy/checkpoints is of another {name}: .* was .*, got .*: name another out"
         ):
             rerun(**changes)
     with pytest.raises(ValueError, match=r"steps must be at least 6, the steps that .*copy has, got 5"):
@@ -306,7 +312,10 @@ def test_what_is_wrong_with_a_run_is_one_line_and_exit_code_2(tmp_path, capsys):
         (written("5.json", text="none.txt"), f"cannot read {folder / 'none.txt'}: No such file or directory"),
         (written("6.json", tokenizer="fifo"), f"cannot read {folder / 'fifo'}: Not a regular file, but a FIFO"),
         (written("7.json", model="none"), f"{folder / 'none'}"),
-        (written("8.json", data=1000, batch=1000), "1000"),
+        (
+            written("8.json", data=1000, batch=1000),
+            f"data times sequence must be at most {jax.device_count()}, the number of",
+        ),
     ):
         assert main(["train", str(folder / name)]) == 2, name
         error = capsys.readouterr().err

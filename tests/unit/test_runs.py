@@ -1,7 +1,6 @@
 """The folder of a training run: its lock, its record, its losses, and checkpoints that were damaged."""
 
 import gc
-import json
 import os
 import pathlib
 import shutil
@@ -18,10 +17,8 @@ from jax.sharding import SingleDeviceSharding
 from glax.models.runs import (
     HISTORY,
     LOCK,
-    RECORD,
     Checkpoints,
     History,
-    check_record,
     content,
     locked,
     read_history,
@@ -63,45 +60,26 @@ def test_a_lock_ends_with_its_process(tmp_path):
 
 # ---- record ----------------------------------------------------------------------------------------------------------
 
-ENTRIES = dict(seed=0, learning_rate=0.1, text=content("a.txt", "11"), model=content("random", "22"))
+RECORD = dict(seed=0, learning_rate=0.1, text=content("a.txt", "11"), model=content("random", "22"))
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (dict(seed=1), "of another seed: seed was 0, got 1"),
+        (dict(seed=1), "of another seed: seed was 0, got 1: name another out"),
         (dict(text=content("b.txt", "12")), r"of another text: text was a.txt \(11\), got b.txt \(12\)"),
         (
             dict(model=content("FOLDER", "23"), learning_rate=0.2),
             "of another learning_rate, model: learning_rate was 0.1",
         ),
+        (dict(warmup=0.5), "of another warmup: warmup was None, got 0.5"),
     ],
 )
-def test_another_run_is_refused_by_name(tmp_path, changes, text):
-    check_record(tmp_path, ENTRIES, begun=False)
-    with pytest.raises(ValueError, match=text):
-        check_record(tmp_path, ENTRIES | changes, begun=True)
-    assert json.loads((tmp_path / RECORD).read_text()) == ENTRIES
-    check_record(tmp_path, ENTRIES | changes, begun=False)  # no checkpoint would be lost
-    check_record(tmp_path, ENTRIES | changes, begun=True)
-
-
-def test_a_text_that_was_moved_is_the_same(tmp_path):
-    check_record(tmp_path, ENTRIES, begun=False)
-    check_record(tmp_path, ENTRIES | dict(text=content("moved/a.txt", "11")), begun=True)
-
-
-@pytest.mark.parametrize("damage", [None, b"", b"{", b"[]", b"\xff", b"0" * 9])
-def test_a_record_that_cannot_be_read_stops_no_run(tmp_path, damage):
-    if damage is not None:
-        (tmp_path / RECORD).write_bytes(damage)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        check_record(tmp_path, ENTRIES, begun=True)
-    texts = [str(w.message) for w in caught]
-    assert "are taken for those of this run" in texts[-1]
-    assert ["run.json cannot be read: " in text for text in texts] == [False] if damage is None else [True, False]
-    assert json.loads((tmp_path / RECORD).read_text()) == ENTRIES
+def test_another_run_is_refused_by_name(saved, tmp_path, changes, text):
+    out = shutil.copytree(saved[0], tmp_path / "out")
+    with pytest.raises(ValueError, match=f"the checkpoint of step 6 in .* is {text}"):
+        restored(out, record=RECORD | changes)
+    assert restored(out, record=RECORD | dict(text=content("moved/a.txt", "11")))[1] == 6
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
@@ -159,7 +137,7 @@ def saved(tmp_path_factory) -> tuple[pathlib.Path, dict]:
     """A folder with checkpoints of steps 3 and 6, and the state that each holds."""
     out = tmp_path_factory.mktemp("saved")
     states = {step: state(step) for step in (3, 6)}
-    with Checkpoints(out) as checkpoints:
+    with Checkpoints(out, RECORD) as checkpoints:
         for step, x in states.items():
             checkpoints.save(step, x)
     return out, states
@@ -170,8 +148,8 @@ def state(seed: int) -> dict:
     return dict(w=w, moment=[w.astype(jnp.bfloat16)], count=jnp.int32(seed))
 
 
-def restored(out: pathlib.Path, like=None) -> tuple[dict, int]:
-    with Checkpoints(out) as checkpoints:
+def restored(out: pathlib.Path, like=None, record=RECORD) -> tuple[dict, int]:
+    with Checkpoints(out, record) as checkpoints:
         return checkpoints.restore(jax.tree.map(jnp.zeros_like, state(0)) if like is None else like, HERE)
 
 
@@ -223,7 +201,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(saved, tmp_path, damag
             assert "the checkpoint of step 6 is damaged: " in said[0]
             assert f"set aside as {aside}, and the run goes on from step 3" in said[0]
             if 3 not in steps:
-                with Checkpoints(out) as checkpoints:
+                with Checkpoints(out, RECORD) as checkpoints:
                     checkpoints.save(6, saved[1][6])
                 assert restored(out)[1] == 6
         steps.append(step)
