@@ -83,6 +83,16 @@ def parameters(model: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
         yield ".".join(map(str, path)), param
 
 
+def widen(model: CausalLM):
+    """Make the parameters float32 that the model's own code has in float32, such as the bias of Nemotron-H's router."""
+    widened = []
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        dtype = model.names.dtype(model.names(".".join(map(str, path))), param.dtype)
+        if dtype != param.dtype:
+            widened.append((path, param.replace(param[...].astype(dtype))))
+    nnx.update(model, nnx.from_flat_state(widened))
+
+
 def checkpoint_name(model: CausalLM, path: str) -> tuple[str, tuple]:
     """Return the name of a parameter in the checkpoint, and its `glax.models.names.Layout`."""
     return model.names(path), model.names.layout(path.rpartition(".")[2])
@@ -96,8 +106,8 @@ def stored_names(name: str, param: nnx.Param | np.ndarray) -> list[str]:
 def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place):
     """Set every parameter of `model`, which may be abstract, from the weights.
 
-    dtype: the dtype of the parameters; None leaves each as it is in the file. place: (the path of a parameter, the
-    parameter, its value) -> an array on devices.
+    dtype: the dtype of the parameters; None leaves each as it is in the file. `Names.float32` are float32 in any case.
+    place: (the path of a parameter, the parameter, its value) -> an array on devices.
 
     Raises ValueError, with their names, if weights are missing or left over, or if a shape differs.
     """
@@ -115,7 +125,8 @@ def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place)
     for path, param in flat:
         name, (_, _, back) = checkpoint_name(model, ".".join(map(str, path)))
         value = layered(weights, name, param, back)
-        value = np.ascontiguousarray(value if dtype is None else value.astype(dtype))
+        wanted = model.names.dtype(name, value.dtype if dtype is None else dtype)
+        value = np.ascontiguousarray(value.astype(wanted, copy=False))
         loaded.append((path, param.replace(place(path, param, value))))
     nnx.update(model, nnx.from_flat_state(loaded))
 

@@ -36,6 +36,11 @@ def shared_options(options: Options) -> dict[str, Any]:
     )
 
 
+def plain_norm(is_gated: bool) -> tuple[str, ...]:
+    """Return the pattern of the output's norm, as in `Names.float32`. fla has it in float32 where no gate is fused into it."""
+    return () if is_gated else (r"\.attn\.o_norm\.weight$",)
+
+
 def grouped_heads(options: Options, *, heads: int, head_width: int, expand: float) -> dict[str, Any]:
     """Return num_heads, num_qk_heads, key_width and value_width of gated_deltanet and kda, whose values may have more heads."""
     qk_heads = options.integer("num_heads", heads)
@@ -65,7 +70,8 @@ def delta_net(config: ModelConfig, precision: Precision) -> CausalLM:
     def mixer(layer: int) -> DeltaNet:
         return DeltaNet(width, **more, **precision.options)
 
-    return assemble(options, config, precision, mixer, NAMES | OUTPUT_GATE, ratio=4, width=width)
+    float32 = plain_norm(more["use_output_gate"])
+    return assemble(options, config, precision, mixer, NAMES | OUTPUT_GATE, ratio=4, width=width, float32=float32)
 
 
 def gated_deltanet(config: ModelConfig, precision: Precision) -> CausalLM:
@@ -82,8 +88,8 @@ def gated_deltanet(config: ModelConfig, precision: Precision) -> CausalLM:
     def mixer(layer: int) -> GatedDeltaNet:
         return GatedDeltaNet(width, **more, **precision.options)
 
-    names = NAMES | OUTPUT_GATE | {"gate": "a_proj"}
-    return assemble(options, config, precision, mixer, names, ratio=4, width=width, layers=21)
+    names, float32 = NAMES | OUTPUT_GATE | {"gate": "a_proj"}, (r"\.attn\.A_log$", *plain_norm(more["use_output_gate"]))
+    return assemble(options, config, precision, mixer, names, ratio=4, width=width, layers=21, float32=float32)
 
 
 def kda(config: ModelConfig, precision: Precision) -> CausalLM:
@@ -106,4 +112,5 @@ def kda(config: ModelConfig, precision: Precision) -> CausalLM:
     def mixer(layer: int) -> KimiDeltaAttention:
         return KimiDeltaAttention(width, **more, **precision.options)
 
-    return assemble(options, config, precision, mixer, NAMES | KDA_GATES, ratio=4, width=width)
+    float32 = (r"\.attn\.A_log$", r"\.attn\.dt_bias$")
+    return assemble(options, config, precision, mixer, NAMES | KDA_GATES, ratio=4, width=width, float32=float32)

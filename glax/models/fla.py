@@ -148,10 +148,11 @@ def assemble(
     ratio: int,
     layers: int = 24,
     build: type["FLAModel"] | None = None,
+    float32: tuple[str, ...] = (r"\.g_norm\.weight$",),
     **more,
 ) -> CausalLM:
     """Return a model of pre-norm blocks. A block has `mixer(layer)`, or softmax attention in the layers of `attn`, and a gated
-    MLP."""
+    MLP. float32: as in `Names`."""
     width, layers = more.pop("width"), options.integer("num_hidden_layers", layers)
     outer, init = outer_options(options)
     norm: dict[str, Any] = dict(epsilon=norm_epsilon(options), param_dtype=precision.param_dtype)
@@ -167,9 +168,8 @@ def assemble(
         blocks.append(Block(RMSNorm(width, **norm), attn, RMSNorm(width, **norm), mlp(precision)))
     rules = (*softmax_names(softmax), *renamed("attn", ATTENTION | names), *renamed("mlp", GATED_MLP), *OUTER)
     more |= dict(residuals=residuals, norm_eps=norm["epsilon"])
-    return build(
-        config, blocks, RMSNorm(width, **norm), Names(rules), width=width, precision=precision, **outer, **more
-    )
+    wide = Names(rules, float32=float32)
+    return build(config, blocks, RMSNorm(width, **norm), wide, width=width, precision=precision, **outer, **more)
 
 
 def norm_epsilon(options: Options) -> float:

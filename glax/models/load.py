@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from glax.models import bamba, delta, falcon_h1, fla, granite, mamba2, minimax, nemotron_h, qwen3_next, zamba2
-from glax.models.checkpoints import DTYPES, Weights, load_into
+from glax.models.checkpoints import DTYPES, Weights, load_into, widen
 from glax.models.config import ModelConfig, UnsupportedOption
 from glax.models.model import CausalLM, Precision
 from glax.models.quantization import DequantizedWeights, without_quantization
@@ -49,8 +49,14 @@ def builder(config: ModelConfig) -> Callable[[ModelConfig, Precision], CausalLM]
 
 def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> CausalLM:
     """Return the model of a config with shapes and dtypes in place of arrays."""
-    build, dtype = builder(config), jnp.dtype(dtype)
-    return nnx.eval_shape(lambda: build(config, Precision(dtype, dtype, nnx.Rngs(0))))
+    dtype = jnp.dtype(dtype)
+    return nnx.eval_shape(lambda: built(config, Precision(dtype, dtype, nnx.Rngs(0))))
+
+
+def built(config: ModelConfig, precision: Precision) -> CausalLM:
+    model = builder(config)(config, precision)
+    widen(model)
+    return model
 
 
 def floating(name: str, dtype: DTypeLike | None) -> jnp.dtype | None:
@@ -76,7 +82,8 @@ def from_config(
     """Return a model with random parameters, initialised as the model's own code does.
 
     config: the content of a config.json, or a folder that holds one. dtype: the dtype of the activations; float32 if None.
-    param_dtype: the dtype of the parameters; float32 if None.
+    param_dtype: the dtype of the parameters; float32 if None. Parameters that the model's own code has in float32 are float32 in
+    any case.
 
     Raises UnsupportedOption, which names the key and its value, for an option that is not supported.
     """
@@ -84,9 +91,9 @@ def from_config(
     precision = Precision(floating("dtype", dtype) or usual, floating("param_dtype", param_dtype) or usual, rngs)
     if isinstance(config, Mapping):
         parsed, _ = without_quantization(ModelConfig.of(config))
-        return builder(parsed)(parsed, precision)
+        return built(parsed, precision)
     parsed, _ = without_quantization(ModelConfig.read(Path(config)))
-    model = builder(parsed)(parsed, precision)
+    model = built(parsed, precision)
     model.folder = str(Path(config).absolute())
     return model
 
@@ -96,7 +103,8 @@ def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh:
     it.
 
     dtype: the dtype of parameters and activations. If None, each parameter has the dtype of the file, and activations have the
-    config's (`Weights.activations`). Sums and states are float32 in every case. mesh: the
+    config's (`Weights.activations`). Sums and states, and the parameters that the model's own code has in float32, are float32
+    in every case. mesh: the
     mesh over which `glax.models.shard` places the parameters; the default device if None.
 
     Weights in float8 with a scale for each block are dequantized to the config's dtype. `save_pretrained` writes them so.

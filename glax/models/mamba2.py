@@ -32,7 +32,10 @@ BACKBONE = (
     (r"^head\.", "lm_head."),
 )
 ALIASES = (("backbone.embedding.weight", "backbone.embeddings.weight"),)  # transformers renames it likewise
-ORIGINAL = (*BACKBONE[: len(MIXER)], (r"^embedding\.", "backbone.embedding."), *BACKBONE[len(MIXER) + 1 :])
+ORIGINAL = Names((*BACKBONE[: len(MIXER)], (r"^embedding\.", "backbone.embedding."), *BACKBONE[len(MIXER) + 1 :]))
+USUAL = Names(BACKBONE, aliases=ALIASES)
+WIDE = (r"\.A_log$", r"^backbone\.layers\.\d+\.norm\.weight$", r"^backbone\.norm_f\.weight$")
+NAMES_OF_FLA = Names(BACKBONE, aliases=ALIASES, float32=WIDE)
 
 
 class FusedAttention(Attention):
@@ -116,7 +119,9 @@ def of_fla(config: ModelConfig, precision: Precision) -> CausalLM:
     )
     eps = options.number("norm_eps", 1e-5, least=0)
     options.ignore("rescale_prenorm_residual", "chunk_size")
-    return assemble(options, config, precision, sizes, mixer, eps=eps, deviation=0.02, vocabulary=32000)
+    return assemble(
+        options, config, precision, sizes, mixer, eps=eps, deviation=0.02, vocabulary=32000, names=NAMES_OF_FLA
+    )
 
 
 def sizes_of(options: Options, *, heads: int | None, groups: int, hidden: int, layers: int) -> dict:
@@ -185,7 +190,7 @@ def assemble(
     eps: float,
     deviation: float,
     vocabulary: int,
-    names: tuple = BACKBONE,
+    names: Names = USUAL,
     attention: Mapping[str, Any] | None = None,
 ) -> CausalLM:
     """Return the model. attention: the layers of softmax attention, and the arguments of `FusedAttention` in them."""
@@ -212,7 +217,7 @@ def assemble(
         config,
         blocks,
         norm(),
-        Names(names, aliases=ALIASES if names is BACKBONE else ()),
+        names,
         vocabulary=vocabulary,
         width=width,
         tied=tied,

@@ -42,13 +42,15 @@ class Names:
 
     rules: (pattern, replacement) of re.sub, applied to the path in order. Then `LEAVES` renames the last part of the path.
     layouts: further entries like those of LEAVES. aliases: (another name that files have, the name by the rules). ignored:
-    patterns of tensors that belong to no parameter.
+    patterns of tensors that belong to no parameter. float32: patterns of tensors that the model's own code has in float32, in a
+    model of narrower parameters too.
     """
 
     rules: tuple[tuple[str, str], ...]
     layouts: tuple[tuple[str, Layout], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    float32: tuple[str, ...] = ()
 
     def __call__(self, path: str) -> str:
         for pattern, replacement in self.rules:
@@ -59,6 +61,11 @@ class Names:
 
     def is_ignored(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.ignored)
+
+    def dtype(self, name: str, dtype: np.dtype) -> np.dtype:
+        """Return the dtype of the parameter called `name` in a model whose parameters have `dtype`."""
+        is_wide = dtype.itemsize < 4 and any(re.search(pattern, name) for pattern in self.float32)
+        return np.dtype(np.float32) if is_wide else dtype
 
     def layout(self, last: str) -> Layout:
         return dict(self.layouts).get(last) or LEAVES.get(last) or (last, same, same)

@@ -71,6 +71,9 @@ OUTER = (
 )
 
 
+BIAS = r"\.gate\.e_score_correction_bias$"
+
+
 class NemotronExperts(nnx.Module):
     """Choose experts by sigmoid scores within the best groups of experts, and add an MLP that every token reads.
 
@@ -112,7 +115,10 @@ class NemotronExperts(nnx.Module):
             self.out_of = linear(latent, width, (None, EMBED), bias=bias, **options)
 
     def chosen(self, x: Float[Array, "M D"]) -> Chosen:
-        scores = jax.nn.sigmoid(x.astype(jnp.float32) @ self.router[...].astype(jnp.float32))
+        logits = jnp.matmul(
+            x.astype(jnp.float32), self.router[...].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+        )
+        scores = jax.nn.sigmoid(logits)
         preferred = jax.lax.stop_gradient(scores + self.correction[...].astype(jnp.float32)[None])
         by_group = preferred.reshape(-1, self.groups, self.count // self.groups)
         best = jax.lax.top_k(by_group, 2)[0].sum(-1)
@@ -246,5 +252,6 @@ def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
     for layer, kind in enumerate(kinds):
         rules += renamed(rf"{layer}\.mixer", tables[kind])
     rules += renamed(r"mixer\.shared", PLAIN_MLP)
-    names = Names((*rules, *OUTER), layouts=transposed_layouts("up", "down", "router"), ignored=(r"^mtp\.",))
+    layouts, ignored = transposed_layouts("up", "down", "router"), (r"^mtp\.",)
+    names = Names((*rules, *OUTER), layouts=layouts, ignored=ignored, float32=(r"\.gate\.weight$", BIAS))
     return CausalLM(config, blocks, norm(), names, width=width, **outer)

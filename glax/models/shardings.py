@@ -72,7 +72,9 @@ def states_on_mesh(states, array: jax.Array | None):
 def head_counts(module: Any, part: str) -> set[int]:
     """Return the numbers of heads that a sharded `part` of a layer must keep whole. One head that all others read is no limit."""
     if isinstance(module, Attention):
-        return {module.num_kv_heads if part in ("key", "value") else module.num_heads}
+        counts = {"query": {module.num_heads}, "output": {module.num_heads}}
+        counts |= {"key": {module.num_kv_heads}, "value": {module.num_kv_heads}}
+        return counts.get(part, {module.num_heads, module.num_kv_heads})
     sizes = getattr(module, "sizes", module)
     return {getattr(sizes, name) for name in COUNTS if getattr(sizes, name, 1) > 1}
 
