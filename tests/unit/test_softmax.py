@@ -189,30 +189,47 @@ def test_memory_of_packed_rows_grows_with_the_rows_and_not_with_their_square(gra
     assert found[1] < 8192**2  # a byte for each pair of rows
 
 
-def test_the_work_of_packed_rows_is_the_sum_of_the_squares_of_their_sequences(monkeypatch):
-    """Counts the blocks of keys that rows read, of 4096 rows as one sequence and as 16."""
+@pytest.fixture
+def parts_read(monkeypatch):
+    """Return a function that returns how many parts of `ROWS` keys a call reads, for blocks of as many rows."""
     monkeypatch.setattr(softmax, "KEYS", softmax.ROWS)
-    read = []
+    read, sliced = [], jax.lax.dynamic_slice_in_dim
 
     def counted(x, *arguments, **options):
         jax.debug.callback(lambda: read.append(1))
         return sliced(x, *arguments, **options)
 
-    sliced = jax.lax.dynamic_slice_in_dim
     monkeypatch.setattr(jax.lax, "dynamic_slice_in_dim", counted)
 
-    @jax.jit
+    def count(run, *arguments) -> int:
+        read.clear()
+        jax.block_until_ready(jax.jit(run)(*arguments))
+        jax.effects_barrier()
+        return len(read) // 2  # of keys and of values
+
+    return count
+
+
+def test_the_work_of_packed_rows_is_the_sum_of_the_squares_of_their_sequences(parts_read):
+    """4096 rows as one sequence and as 16, of two blocks each."""
+
     def run(x, cuts):
         return Parallel((4096,), cuts).attend(x, x, x, {}, None, None)[0]
 
-    x, found = jnp.ones((4096, 1, 2)), []
-    for lengths in ([4096] + [0] * 15, [256] * 16):
-        read.clear()
-        run(x, jnp.asarray(np.cumsum([0, *lengths]))).block_until_ready()
-        jax.effects_barrier()
-        found.append(len(read) // 2)  # of keys and of values
-    rows = 4096 // softmax.ROWS
-    assert found == [rows * (rows + 1) // 2, 16 * 3]
+    x, blocks = jnp.ones((4096, 1, 2)), 4096 // softmax.ROWS
+    assert parts_read(run, x, jnp.array([0, *[4096] * 16])) == blocks * (blocks + 1) // 2
+    assert parts_read(run, x, jnp.arange(0, 4097, 256)) == 16 * 3
+
+
+def test_a_prefill_reads_the_used_rows_of_its_own_caches(parts_read):
+    """Eight prompts of one block, into caches of 4096 rows of which 200 are used."""
+
+    def run(x, cuts, cache):
+        return Parallel((1024,), cuts).attend(x, x, x, cache, None, None)[0]
+
+    pool = jnp.ones((8, 4096, 1, 2))
+    cache = dict(key=pool, value=pool, length=jnp.full(8, 200))
+    assert parts_read(run, jnp.ones((1024, 1, 2)), jnp.arange(0, 1025, 128), cache) == 8 * 3
 
 
 def test_a_prefill_reads_the_caches_of_its_own_sequences():
