@@ -47,10 +47,17 @@ def builder(config: ModelConfig) -> Callable[[ModelConfig, Precision], CausalLM]
     return MODEL_TYPES[kind]
 
 
+class OneKey(nnx.Rngs):
+    """Give the same key for every parameter. Where shapes alone count, drawing keys would take most of the time."""
+
+    def params(self):
+        return jax.random.key(0)
+
+
 def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> CausalLM:
     """Return the model of a config with shapes and dtypes in place of arrays."""
     dtype = jnp.dtype(dtype)
-    return nnx.eval_shape(lambda: built(config, Precision(dtype, dtype, nnx.Rngs(0))))
+    return nnx.eval_shape(lambda: built(config, Precision(dtype, dtype, OneKey(0))))
 
 
 def built(config: ModelConfig, precision: Precision) -> CausalLM:

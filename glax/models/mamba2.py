@@ -15,7 +15,7 @@ from glax.models.names import Names, renamed
 from glax.nn import Attention, Mamba2, RMSNorm, ShortConvolution
 from glax.nn.layer import Layer
 from glax.nn.parts import EMBED, HEADS, linear
-from glax.nn.passes import Rows, State
+from glax.nn.passes import Rows
 
 # Options that fla's configs have and those of transformers have not.
 OF_FLA = (
@@ -55,7 +55,7 @@ class FusedAttention(Attention):
         state: dict[str, Any] = dict(attn=super().empty_state(batch, max_length))
         return state if self.conv is None else state | dict(conv=self.conv.initial_state(batch))
 
-    def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
+    def mix(self, x: Float[Array, "*rows width"], state: Any, rows: Rows) -> tuple[Array, Any]:
         qkv, after = self.input(x), {}
         if self.conv is not None:
             qkv, conv = self.conv.mix(qkv, {"recurrent": state["conv"]} if "conv" in state else {}, rows)

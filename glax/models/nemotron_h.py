@@ -48,12 +48,14 @@ OLDER = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_chunk_size": "chunk_size",
 }
-# Options without effect on the function that the model's own code computes.
+# Options without effect on the function that the model's own code computes, although it reads them.
 IGNORED = (
-    "attention_bias", "chunk_size", "expand", "hidden_dropout", "mamba_proj_bias", "mamba_ssm_cache_dtype",
-    "moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts",
-    "num_hidden_layers", "rescale_prenorm_residual", "residual_in_fp32", "sliding_window", "time_step_limit",
-    "use_mamba_kernels",
+    "chunk_size", "mtp_hybrid_override_pattern", "num_hidden_layers", "rescale_prenorm_residual", "use_mamba_kernels",
+)  # fmt: skip
+# Options that concern experts alone, whatever their values are in a model that has none.
+OF_EXPERTS = (
+    "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "n_group", "n_routed_experts",
+    "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor", "topk_group",
 )  # fmt: skip
 
 OUTER = (
@@ -223,14 +225,17 @@ def nemotron_h(config: ModelConfig, precision: Precision) -> CausalLM:
     eps = options.number("layer_norm_epsilon", 1e-5, least=0)
     options.ignore(*IGNORED, *TRAINING)
     sizes = attention_sizes(options, width, kv_heads=8) | dict(head_width=options.integer("head_dim", 128))
-    arguments, experts = mamba_arguments(options, eps), expert_arguments(options)
+    arguments = mamba_arguments(options, eps)
     mlp = dict(
         act=hidden_act(options, "mlp_hidden_act", "relu2"),
         bias=options.flag("mlp_bias", False),
         kernel_init=init,
     )
-    inside, routed = options.integer("intermediate_size", 21504), options.integer("moe_intermediate_size", 7688)
-    shared = options.integer("moe_shared_expert_intermediate_size", 7688)
+    inside, experts, routed, shared = options.integer("intermediate_size", 21504), {}, 0, 0
+    if "moe" in kinds:
+        experts, routed = expert_arguments(options), options.integer("moe_intermediate_size", 7688)
+        shared = options.integer("moe_shared_expert_intermediate_size", 7688)
+    options.ignore(*OF_EXPERTS)
     options.finish()
 
     def mixer(kind: str):

@@ -196,7 +196,7 @@ def qwen3_next(config: ModelConfig, precision: Precision) -> CausalLM:
     every = options.integer("full_attention_interval", 4)
     usual = [LINEAR if (layer + 1) % every else SOFTMAX for layer in range(layers)]
     kinds, is_sparse = layer_kinds(options, ("layer_types",), layers, usual), sparse_layers(options, layers)
-    options.ignore("use_sliding_window", "sliding_window", "max_window_layers", *TRAINING)
+    options.ignore(*TRAINING)
     sizes = attention_sizes(options, width, heads=16, kv_heads=2, head_width=256)
     rope, bias = rotation(options, 10000.0, 32768, 0.25), options.flag("attention_bias", False)
     delta, (dense, sparse) = delta_sizes(options), mlps(options, width, act, init, precision)

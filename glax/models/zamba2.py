@@ -31,11 +31,8 @@ from glax.nn.passes import Rows, State
 PLAIN, HYBRID = "linear_attention", "hybrid"
 KINDS = {PLAIN: PLAIN, "mamba": PLAIN, HYBRID: HYBRID}
 USUAL = [PLAIN, *[*[PLAIN] * 5, HYBRID] * 7, *[PLAIN] * 4, HYBRID, *[PLAIN] * 3, HYBRID, *[PLAIN] * 2]
-# Options without effect on the function that the model's own code computes.
-IGNORED = (
-    "chunk_size", "ffn_hidden_size", "mamba_d_ssm", "time_step_limit", "use_conv_bias", "use_mamba_kernels", "use_mem_eff_path",
-    "use_shared_mlp_adapter",
-)  # fmt: skip
+# Options without effect on the function that the model's own code computes, although it reads them.
+IGNORED = ("chunk_size", "use_conv_bias", "use_mamba_kernels")
 
 MLP_NAMES = {"input": "gate_up_proj", "output": "down_proj"}
 ADAPTERS = {

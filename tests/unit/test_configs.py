@@ -60,6 +60,23 @@ def test_a_value_that_is_off_is_accepted():
     built(BAMBA | dict(is_causal=True, vision_feature_layer=None, number_of_conv_states=0))
 
 
+def test_a_model_without_experts_may_have_any_values_for_them():
+    sizes = dict(
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, mamba_num_heads=2, mamba_head_dim=8, n_groups=1
+    )
+    config = dict(model_type="nemotron_h", hybrid_override_pattern="M*-", intermediate_size=24, **sizes, **TINY)
+    built(
+        config | dict(n_routed_experts=None, moe_intermediate_size=0, num_experts_per_tok=0, num_nextn_predict_layers=1)
+    )
+
+
+def test_both_spellings_of_an_option_take_the_value_that_its_own_code_takes():
+    """Nemotron-H's code prefers the names that begin with mamba_."""
+    sizes = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=8, mamba_num_heads=4, mamba_head_dim=8)
+    config = dict(model_type="nemotron_h", hybrid_override_pattern="M", **sizes, **TINY)
+    assert built(config | dict(n_groups=4, mamba_n_groups=2)).blocks[0].mixer.groups == 2
+
+
 def test_every_type_has_its_keys():
     assert {code.split("_fla")[0].split("_state")[0] for code in READ_KEYS} == set(glax.models.MODEL_TYPES)
     assert all("vocab_size" in keys for keys in READ_KEYS.values())
