@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -263,7 +263,7 @@ def prepare(model, tokens, lengths, padding, key, temperature, top_k, top_p, eos
     arrays["top_p"] = jnp.asarray(1.0 if top_p is None else top_p, jnp.float32)
     return (
         prompts,
-        Sampling(greedy, top_k, top_p is not None, eos_tokens(eos), padded),
+        Sampling(greedy, top_k, top_p is not None, eos_tokens(eos, model.vocabulary), padded),
         arrays,
     )
 
@@ -282,8 +282,11 @@ def checked_lengths(lengths, B: int, T: int) -> Int[Array, "B"]:
     return to_int32(lengths)
 
 
-def eos_tokens(eos) -> tuple[int, ...]:
+def eos_tokens(eos, vocabulary: int) -> tuple[int, ...]:
     if eos is None:
         return ()
-    each = [eos] if isinstance(eos, int) or (is_array(eos) and eos.shape == ()) else list(eos)
-    return tuple(known_integer("eos", token) for token in each)
+    is_one = not isinstance(eos, Iterable) or (is_array(eos) and eos.shape == ())
+    found = tuple(known_integer("eos", token) for token in ([eos] if is_one else eos))
+    if wrong := [token for token in found if not 0 <= token < vocabulary]:
+        raise ValueError(f"eos must be from 0 to {vocabulary - 1}, got {wrong[0]}: no sequence ends with it")
+    return found

@@ -139,7 +139,7 @@ def parallel_rows(shape: tuple[int, ...], cu_seqlens, segment_ids=None, pad_id: 
         check_known_boundaries(cu_seqlens, shape[-1], "x")
         cu_seqlens = to_int32(cu_seqlens)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
-    return Parallel(shape, cu_seqlens, segment_ids, None if pad_id is None else int(pad_id))
+    return Parallel(shape, cu_seqlens, segment_ids, pad_id)
 
 
 def check_slots(slots, letter: str, count: int, pool, name: str):

@@ -34,7 +34,7 @@ class SwiGLU(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_sizes(width=width, inside=inside)
-        self.activation = activation
+        self.width, self.activation = width, activation
         self.act(jnp.zeros(()))  # raises ValueError for an unknown name
         options: dict[str, Any] = dict(
             bias=bias, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
@@ -47,7 +47,7 @@ class SwiGLU(nnx.Module):
         return powlu(x) if self.activation == "powlu" else activation("activation", self.activation)(x)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        check_floats("x", x)
+        check_floats("x", x, self.width)
         gate, up = products(x, self.gate, self.up)
         return self.down((self.act(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(x.dtype))
 

@@ -53,7 +53,7 @@ class Experts(nnx.Module):
     ):
         check_sizes(width=width, inside=inside, count=count)
         activation("act", act)
-        self.form, self.act, self.count, self.dtype = form, act, count, dtype
+        self.width, self.form, self.act, self.count, self.dtype = width, form, act, count, dtype
         init = normal(0.02) if kernel_init is None else kernel_init
 
         def stack(inputs: int, outputs: int, *axes) -> nnx.Param:
@@ -72,9 +72,12 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Float[Array, "M D"], chosen: Chosen) -> Float[Array, "M D"]:
         weights, experts = chosen
-        check_floats("x", x)
+        check_floats("x", x, self.width)
         check_floats("weights", weights)
         check_integers("experts", experts)
+        for name, y in (("weights", weights), ("experts", experts)):
+            if y.ndim != 2 or y.shape != (x.shape[0], experts.shape[-1]):
+                raise ValueError(f"{name} must be [M, k] with M={x.shape[0]} as x has rows, got shape {y.shape}")
         experts = to_int32(experts)
         k = experts.shape[1]
         order = jnp.argsort(experts.reshape(-1), stable=True)
@@ -135,7 +138,7 @@ class SparseMLP(nnx.Module):
         self.experts = Experts(width, inside, count, form=form, act=act, **options)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        check_floats("x", x)
+        check_floats("x", x, self.experts.width)
         flat = x.reshape(-1, x.shape[-1])
         chosen = softmax_router(flat, self.router[...], self.top_k, self.normalize)
         y = self.experts(flat, chosen).reshape(x.shape)

@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.nn.arguments import checked
-from glax.nn.parts import activation, by_head, check_floats, for_rows, parameter
+from glax.nn.parts import activation, by_head, check_divides, check_floats, for_rows, parameter
 
 
 def normalized(x: Float[Array, "*rows D"], epsilon: float) -> Float[Array, "*rows D"]:
@@ -34,12 +34,13 @@ class RMSNorm(nnx.Module):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs | None = None,
     ):
-        self.epsilon, self.groups, self.zero_centred = epsilon, groups, zero_centred
+        check_divides("groups", groups, "width", width)
+        self.width, self.epsilon, self.groups, self.zero_centred = width, epsilon, groups, zero_centred
         first = (jnp.zeros if zero_centred else jnp.ones)(width, param_dtype)
         self.scale = parameter(first, None) if elementwise_affine else None
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        check_floats("x", x)
+        check_floats("x", x, self.width)
         return self.scaled(x.astype(jnp.float32)).astype(x.dtype)
 
     def scaled(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -66,11 +67,13 @@ class RMSNormGated(RMSNorm):
     def __call__(
         self, x: Float[Array, "*rows D"], gate: Float[Array, "*rows D"] | None = None
     ) -> Float[Array, "*rows D"]:
-        check_floats("x", x)
+        check_floats("x", x, self.width)
         wide = x.astype(jnp.float32)
         if gate is None:
             return self.scaled(wide).astype(x.dtype)
         check_floats("gate", gate)
+        if gate.shape != x.shape:
+            raise ValueError(f"gate must have the shape of x, {x.shape}, got {gate.shape}")
         factor = activation("gate_fn", self.gate_fn)(gate.astype(jnp.float32))
         y = self.scaled(wide) * factor if self.norm_before_gate else self.scaled(wide * factor)
         return y.astype(x.dtype)
@@ -94,12 +97,13 @@ class LayerNorm(nnx.Module):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs | None = None,
     ):
-        self.epsilon, self.groups = epsilon, groups
+        check_divides("groups", groups, "width", width)
+        self.width, self.epsilon, self.groups = width, epsilon, groups
         self.scale = parameter(jnp.ones(width, param_dtype), None) if elementwise_affine else None
         self.bias = parameter(jnp.zeros(width, param_dtype), None) if elementwise_affine and bias else None
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        check_floats("x", x)
+        check_floats("x", x, self.width)
         wide = by_head(x.astype(jnp.float32), self.groups)
         centred = wide - wide.mean(-1, keepdims=True)
         y = normalized(centred, self.epsilon).reshape(x.shape)

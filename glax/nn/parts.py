@@ -159,11 +159,13 @@ def merged(x: Float[Array, "*rows heads width"]) -> Float[Array, "*rows D"]:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
-def check_floats(name: str, x):
-    """Raise TypeError unless x is an array of floating point."""
+def check_floats(name: str, x, width: int | None = None):
+    """Raise TypeError or ValueError unless x is an array of floating point, with rows of `width` channels if that is given."""
     check_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got {x.dtype}")
+    if width is not None and (x.ndim == 0 or x.shape[-1] != width):
+        raise ValueError(f"{name} must be [..., {width}], got shape {x.shape}")
 
 
 def check_sizes(**sizes):

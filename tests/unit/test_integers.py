@@ -146,6 +146,8 @@ def test_another_byte_order_and_masks_are_refused_by_the_arguments_name(make, te
         lengths=lambda: generate(MODEL, tokens, 1, lengths=make(np.array([2]))),
         key=lambda: generate(MODEL, tokens, 1, temperature=1.0, key=make(jax.random.PRNGKey(0))),
         temperature=lambda: generate(MODEL, tokens, 1, temperature=make(np.float32(1)), key=jax.random.key(0)),
+        top_k=lambda: generate(MODEL, tokens, 1, temperature=1.0, top_k=make(np.int32(1)), key=jax.random.key(0)),
+        pad_id=lambda: glax.recurrent(q, q, q, segment_ids=np.zeros((1, 6), np.int32), pad_id=make(np.int32(1))),
         top_p=lambda: generate(MODEL, tokens, 1, temperature=1.0, top_p=make(np.float32(1)), key=jax.random.key(0)),
     )  # fmt: skip
     modules = (
@@ -215,3 +217,25 @@ def test_the_largest_id_of_a_tokenizer_is_in_the_vocabulary(tmp_path):
     words.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match="has the token 77, beyond the model's vocabulary of 50"):
         find_tokenizer(tmp_path, 50)
+
+
+@pytest.mark.parametrize("eos", [300, -1, [2, 2**40], np.int64(2**33), 2.5, "a", True])
+def test_an_end_token_outside_of_the_vocabulary_is_refused(eos):
+    with pytest.raises((ValueError, TypeError), match="eos must be"):
+        generate(MODEL, TOKENS, 2, eos=eos)
+
+
+def test_rows_of_another_width_and_arrays_of_another_shape_are_refused():
+    norm, gated, mlp = nn.RMSNorm(4), nn.RMSNormGated(4), nn.SwiGLU(4, 8, rngs=nnx.Rngs(0))
+    experts, x, chosen = nn.Experts(4, 8, 2, rngs=nnx.Rngs(0)), jnp.ones((3, 4)), jnp.zeros((3, 1), jnp.int32)
+    for module in (norm, gated, nn.LayerNorm(4), mlp, nn.SparseMLP(4, 8, 2, 1, rngs=nnx.Rngs(0))):
+        with pytest.raises(ValueError, match=r"x must be \[\.\.\., 4\], got shape \(3, 1\)"):
+            module(x[:, :1])
+    with pytest.raises(ValueError, match=r"gate must have the shape of x, \(3, 4\), got \(1, 4\)"):
+        gated(x, x[:1])
+    with pytest.raises(ValueError, match=r"weights must be \[M, k\] with M=3 as x has rows, got shape \(1, 3\)"):
+        experts(x, (jnp.ones((1, 3)), chosen))
+    with pytest.raises(ValueError, match=r"experts must be \[M, k\] with M=3 as x has rows, got shape \(2, 1\)"):
+        experts(x, (jnp.ones((3, 1)), chosen[:2]))
+    with pytest.raises(ValueError, match="groups must divide width=4, got 3"):
+        nn.RMSNorm(4, groups=3)

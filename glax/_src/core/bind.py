@@ -359,6 +359,8 @@ def check_integer(name: str, x):
 
 def known_integer(name: str, x) -> int:
     """Return an integer, or an array of one, as int. Raises TypeError for anything else, traced arrays included."""
+    if isinstance(x, np.ndarray):
+        check_memory(name, x)
     if is_array(x) and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer):
         x = x if (value := known_number(x)) is None else value
     check_integer(name, x)
