@@ -17,7 +17,7 @@ import glax
 from glax._src.core.bind import bind
 from glax._src.core.recurrence import StoredStates
 from glax._src.core.segments import Segments
-from glax._src.kernels.pallas_gpu import chunked, delta, delta_key
+from glax._src.kernels.pallas_gpu import chunked, delta, delta_key, repair
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 
 H100 = """
@@ -56,6 +56,14 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
     packed = "packed" in what or "one row" in what
     joined, odd = "joined" in what, "odd row" in what
     rows = T + 4 * joined - odd  # tokens of a sequence; joined, 8 divides those of two
+
+    if what == "repair":
+        arrays = shaped(T, 512), shaped(64, 1024, dtype=jnp.float32)
+        return (
+            jax.jit(repair.in_place)
+            .trace(shaped(1, dtype=jnp.int32), arrays, arrays)
+            .lower(lowering_platforms=("cuda",))
+        )
 
     def call(q, k, v, g, d_output, d_final, cu_seqlens, resets):
         given = {"g" if gate == "head" else "gk": g}

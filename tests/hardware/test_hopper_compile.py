@@ -138,6 +138,12 @@ def test_within_budget(case):
     assert not any(x["waits"] or x["unwritten"] for x in found)
 
 
+def test_what_replaces_results_is_within_budget():
+    _, found = compiled("repair", "", "128")
+    assert len(found) == 1
+    assert not any(x["spilled"] or x["waits"] or x["unwritten"] for x in found)
+
+
 @pytest.fixture
 def a_gpu(monkeypatch):
     """Kernels are lowered by themselves, as where they will run; no thread compiles them."""

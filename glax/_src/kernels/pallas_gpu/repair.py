@@ -1,5 +1,6 @@
 """Replace results by others in place, if a flag on the GPU says so."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ def repaired(flag: Array, found: Any, others: Any) -> Any:
     return structure.unflatten(results)
 
 
-def in_place(flag: Array, found: list[Array], others: list[Array]) -> list[Array]:
+def in_place(flag: Array, found: Sequence[Array], others: Sequence[Array]) -> list[Array]:
     """Return `found`, or `others` if flag [1] is not 0. All arrays are [rows, 128, 256, 512 or 1024]."""
     programs = multiprocessors()
     shapes = [x.shape for x in found]
