@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import hashlib
 import json
@@ -20,6 +21,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
 from glax._src.core.files import ContentError, read_json, replacing, set_aside
+from glax.testing.check import one_line
 
 LOCK, HISTORY, CHECKPOINTS = ".lock", "history.json", "checkpoints"
 REFUSED = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED")  # what tensorstore says of files that may be whole
@@ -39,15 +41,18 @@ class History:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Make the folder and hold its lock, which ends with the process. Raises ValueError if another training holds it."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Make the folder and hold its lock, which ends with the process. Raises ValueError if another training holds it, or if
+    the folder cannot be made or written to."""
     lock = filelock.FileLock(out / LOCK, timeout=0)
     try:
+        out.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except filelock.Timeout:
         raise ValueError(
             f"out must be a folder that no other training writes to, got {out}, which one does: wait for its end, or name another"
         ) from None
+    except OSError as error:
+        raise ValueError(f"out must be a folder to write to, got {out}: {error.strerror or error}") from error
     try:
         yield
     finally:
@@ -163,7 +168,9 @@ class Checkpoints:
 
     def __init__(self, out: Path, record: Mapping[str, Any]):
         self.record = record
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
+        )
         handlers = ocp.StandardCheckpointHandler()  # else the metadata cannot be read without a warning
         self.manager = ocp.CheckpointManager((out / CHECKPOINTS).absolute(), options=options, item_handlers=handlers)
 
@@ -177,10 +184,20 @@ class Checkpoints:
         return self.manager.latest_step()
 
     def save(self, step: int, state):
+        """Write a checkpoint, and remove the oldest of three. Raises OSError if it cannot be written."""
         arrays = by_name(state)
         written = dict(run=self.record, arrays=forms(arrays), sha256=digest(arrays))
         sealed = written | dict(seal=seal(written))
-        self.manager.save(step, args=ocp.args.StandardSave(arrays), custom_metadata=sealed)
+        try:
+            self.manager.save(step, args=ocp.args.StandardSave(arrays), custom_metadata=sealed)
+            return
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # orbax raises ValueError and Exception for a full disk
+            why = one_line(error)
+        discard_reads()
+        folder = Path(self.manager.directory) / str(step)
+        raise OSError(errno.EIO, f"Cannot write a checkpoint ({why})", str(folder))
 
     def restore(self, state, sharding: NamedSharding) -> tuple[Any, int]:
         """Return the state and the step of the newest whole checkpoint; `state` and 0 if there is none.
@@ -244,13 +261,13 @@ def attempted(call, *args, **options):
     except Exception as error:  # orbax raises the class Exception itself, among others
         if any(word in str(error) for word in REFUSED):
             raise
-        why = f"{str(error).splitlines()[0]:.200}"
+        why = one_line(error)
     discard_reads()
     raise DamagedCheckpoint(why)
 
 
 def discard_reads():
-    """Discard the reads of arrays that orbax gave up. Python would report the error of each when it finds them later."""
+    """Discard the reads and writes of arrays that orbax gave up. Python would report the error of each later."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         gc.collect()

@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import resource
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,13 @@ def test_a_lock_ends_with_its_process(tmp_path):
         other.kill()
         other.wait()
         with locked(tmp_path):
+            pass
+
+
+def test_a_file_in_the_place_of_the_folder_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(ValueError, match=f"out must be a folder to write to, got {out}: "), locked(out):
             pass
 
 
@@ -206,6 +214,24 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(saved, tmp_path, damag
                 assert restored(out)[1] == 6
         steps.append(step)
     assert steps.count(3) >= 3
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(saved, tmp_path, unreported):
+    out = shutil.copytree(saved[0], tmp_path / "out")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpoints(out, RECORD) as checkpoints:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            with pytest.raises(OSError, match="Cannot write a checkpoint"):
+                checkpoints.save(9, state(9))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    got, step = restored(out)
+    assert step == 6 and sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        "3",
+        "6",
+    ]  # no remains either
+    assert_equal(got, saved[1][6])
 
 
 def test_without_a_whole_checkpoint_nothing_is_moved(saved, tmp_path):
