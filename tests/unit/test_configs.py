@@ -77,6 +77,14 @@ def test_both_spellings_of_an_option_take_the_value_that_its_own_code_takes():
     assert built(config | dict(n_groups=4, mamba_n_groups=2)).blocks[0].mixer.groups == 2
 
 
+def test_the_kinds_of_minimax_come_from_layer_types_and_else_from_the_original_list():
+    config = dict(model_type="minimax", num_attention_heads=2, num_key_value_heads=1, intermediate_size=8, **TINY)
+    config |= dict(num_hidden_layers=2, attn_type_list=[1, 0])
+    assert built(config).kinds == ("full_attention", "linear_attention")
+    words = ["linear_attention", "full_attention"]
+    assert built(config | dict(layer_types=words)).kinds == tuple(words)
+
+
 def test_every_type_has_its_keys():
     assert {code.split("_fla")[0].split("_state")[0] for code in READ_KEYS} == set(glax.models.MODEL_TYPES)
     assert all("vocab_size" in keys for keys in READ_KEYS.values())
