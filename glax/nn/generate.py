@@ -39,16 +39,16 @@ def generate(
 
 @nnx.jit(static_argnames="length")
 def sample(model: ByteLM, prompt, base, length: int, temperature) -> Int[Array, "B length"]:
-    def one(carry, number):
-        logits, states = carry
+    def one(carry, _):
+        logits, states, number = carry
         key = jax.random.fold_in(base, number)  # one of jax.random.split's, without an array of all keys
         # The largest of logits / temperature + noise is drawn from their softmax. Without the division 0 needs no exception.
         noise = jax.random.gumbel(key, logits.shape, logits.dtype)
         token = jnp.argmax(logits + temperature.astype(logits.dtype) * noise, -1)
-        return model.step(token, states), token
+        return (*model.step(token, states), number + 1), token
 
     logits, states = model.extend(prompt, model.initial_states(prompt.shape[0]))
-    _, tokens = jax.lax.scan(one, (logits[:, -1], states), jnp.arange(length))
+    _, tokens = jax.lax.scan(one, (logits[:, -1], states, 0), length=length)
     return tokens.T
 
 

@@ -15,10 +15,12 @@ from glax import nn
 from glax.models import from_config, generate
 from glax.models.tokens import find_tokenizer
 from glax.nn import Attention, ByteLM, ByteLMConfig, GatedLinearAttention
+from glax.nn.generate import generate as generate_bytes
 from glax.nn.losses import next_token_loss
 
 OPTIONS = dict(vocab_size=300, hidden_size=8, num_hidden_layers=1, num_heads=2, intermediate_size=8)
 MODEL = from_config(dict(model_type="gla", **OPTIONS), rngs=nnx.Rngs(0))
+BYTE_MODEL = ByteLM(ByteLMConfig(width=8, layers=1, mlp_width=8), rngs=nnx.Rngs(0))
 TOKENS = np.array([[1, 299, 7, 3], [0, 5, 5, 298]], np.int32)
 PACKED = dict(query=jnp.ones((1, 6, 1, 2)), key=jnp.ones((1, 6, 1, 2)), value=jnp.ones((1, 6, 1, 2)))
 
@@ -47,7 +49,6 @@ def test_a_padding_id_that_the_dtype_cannot_hold_is_no_id():
 def test_a_token_outside_of_the_vocabulary_is_an_error_or_nan(token):
     tokens, one = TOKENS.copy(), jnp.array([token])
     tokens[0, 1] = token
-    bytes_model = ByteLM(ByteLMConfig(width=8, layers=1, mlp_width=8), rngs=nnx.Rngs(0))
     text = f"tokens must be from 0 to 299, got {token}"
     pools, slots, cuts = MODEL.initial_states(1), jnp.array([0]), jnp.array([0, 1])
     for call in (
@@ -62,8 +63,8 @@ def test_a_token_outside_of_the_vocabulary_is_an_error_or_nan(token):
             call()
         assert str(caught.value) == text
     with pytest.raises(ValueError, match=f"tokens must hold bytes, from 0 to 255, got {token}"):
-        bytes_model(tokens)
-    for model in (MODEL, bytes_model):
+        BYTE_MODEL(tokens)
+    for model in (MODEL, BYTE_MODEL):
         logits = np.asarray(
             nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens) % 301 - (tokens < 0) * 301)
         )
@@ -204,6 +205,10 @@ def test_the_keys_of_draws_are_those_of_split_without_an_array_of_them():
         text = str(jax.make_jaxpr(lambda tokens, options=options: generate(model, tokens, 54321, **options))(TOKENS))
         arrays = set(re.findall(r"[a-z0-9<>]+\[54321[^\]]*\]", text))
         assert all(x.startswith(("i32", "bool")) for x in arrays), arrays
+    graph, params = nnx.split(BYTE_MODEL)
+    run = jax.make_jaxpr(lambda params, prompt: generate_bytes(nnx.merge(graph, params), prompt, key, 54321))
+    text = str(run(params, TOKENS % 256))
+    assert set(re.findall(r"[a-z0-9<>]+\[54321[^\]]*\]", text)) == {"i32[54321,2]"}
 
 
 def test_the_largest_id_of_a_tokenizer_is_in_the_vocabulary(tmp_path):

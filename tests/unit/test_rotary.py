@@ -25,6 +25,17 @@ def test_angles_are_exact_at_every_position(theta, compiled):
     np.testing.assert_allclose(got, want, atol=5e-6, rtol=0)
 
 
+@pytest.mark.parametrize("theta", [10000.0, 1e6])
+def test_below_32768_the_angles_are_near_those_of_transformers(theta):
+    """transformers multiplies in float32, as here; it is the one that is 2e-3 off."""
+    at = np.arange(0, 32_768, 31)
+    frequencies = np.float32(1) / np.float32(theta) ** (np.arange(0, 128, 2, dtype=np.float32) / np.float32(128))
+    theirs = np.cos(at.astype(np.float32)[:, None] * frequencies)
+    ours = np.cos(np.asarray(Rotation.of_base(theta, 128).angles(jnp.asarray(at))))
+    np.testing.assert_allclose(ours, theirs, atol=2.5e-3, rtol=0)
+    np.testing.assert_allclose(ours[at < 512], theirs[at < 512], atol=5e-5, rtol=0)
+
+
 def far_and_near(layer, x, place: int):
     """Return the outputs of a layer on x behind `place` tokens of zeros, and at the beginning, which are equal: only distances
     count."""
