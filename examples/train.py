@@ -11,7 +11,6 @@ import argparse
 from pathlib import Path
 
 from glax.models.training import TrainingConfig, train, utilisation
-from glax.nn.train import NotFiniteLoss
 
 
 def main():
@@ -21,10 +20,7 @@ def main():
     parser.add_argument("--out", help="instead of the config's")
     arguments = parser.parse_args()
     changes = {name: x for name, x in vars(arguments).items() if name != "config" and x is not None}
-    try:
-        config = TrainingConfig.read(arguments.config, **changes)
-    except (OSError, ValueError, TypeError) as error:
-        parser.error(str(error))
+    config = TrainingConfig.read(arguments.config, **changes)
     tokens = config.batch * config.length
 
     def each_step(step: int, loss: float, seconds: float) -> bool:
@@ -35,12 +31,7 @@ def main():
     def begin(beginning):
         print(f"start: {beginning.start}; {beginning.tokens:,} tokens; step {beginning.step} of {config.steps} is done")
 
-    try:
-        model, history = train(config, each_step, begin)
-    except ValueError as error:  # the text, the tokenizer, the model or the output folder
-        parser.error(str(error))
-    except NotFiniteLoss as error:
-        raise SystemExit(str(error)) from error
+    model, history = train(config, each_step, begin)
     share = utilisation(model, 1.0, config.data * config.sequence)
     if share is not None:
         print(f"MFU is tokens/s times {share:.2e}")

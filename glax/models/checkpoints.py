@@ -120,6 +120,8 @@ def load_into(model: CausalLM, weights: Weights, dtype: jnp.dtype | None, place)
     if missing or left:
         parts = [f"missing are {listed(missing)}"] * bool(missing) + [f"left over are {listed(left)}"] * bool(left)
         raise ValueError(f"The weights in {weights.folder} do not fit its config: {'; '.join(parts)}")
+    derived = model.derived_tensors()
+    model.check_derived_tensors({name: weights.read(name) for name in sorted(found & derived.keys())})
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     loaded = []
     for path, param in flat:

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.models.activations import FLA, TRANSFORMERS
-from glax.models.config import NO_EFFECT, ModelConfig, Options, is_finite, rounded_width, shown
+from glax.models.config import NO_EFFECT, ModelConfig, Options
 from glax.models.model import CausalLM, Precision
 from glax.models.names import Names, renamed
 from glax.nn import Attention, Mamba2, RMSNorm, ShortConvolution
@@ -132,7 +132,7 @@ def sizes_of(options: Options, *, heads: int | None, groups: int, hidden: int, l
     """
     width, expand = options.integer("hidden_size", hidden), options.number("expand", 2, above=0)
     head_width = options.integer("head_dim", 64)
-    inside = rounded_width("expand", width, expand)
+    inside = int(expand * width)
     found = inside // head_width
     given = options.integer("num_heads", found if heads is None else heads, optional=True)
     if given not in (None, found) or inside % head_width:
@@ -160,14 +160,9 @@ def divisor(options: Options, key: str, default: int, by: str, whole: int) -> in
     return value
 
 
-WORDS = {"Infinity": math.inf, "-Infinity": -math.inf}
-
-
 def limits(options: Options, key: str) -> tuple[float, float]:
-    """Return the least and the greatest step, two floats; 0 and infinity if missing or null. transformers writes infinity as a
-    word."""
-    value = options.take(key, None)
-    value = (0.0, math.inf) if value is None else value
+    """Return the least and the greatest step, two floats. transformers writes an infinite limit as a word."""
+    value = options.take(key, (0.0, math.inf))
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError(f"{key} in config.json must be two numbers, got {value!r}")
     low, high = number(key, value[0]), number(key, value[1])
@@ -177,12 +172,12 @@ def limits(options: Options, key: str) -> tuple[float, float]:
 
 
 def number(key: str, x: Any) -> float:
-    """Return a limit, which may be infinite: as a number, or as the word that transformers writes."""
-    is_word = isinstance(x, dict) and set(x) == {"__float__"} and isinstance(x["__float__"], str)
-    value: Any = WORDS.get(x["__float__"]) if is_word else x
-    if is_finite(value) or value in (math.inf, -math.inf):
+    is_word = isinstance(x, dict) and set(x) == {"__float__"}
+    value: Any = x["__float__"] if is_word else x
+    try:
         return float(value)
-    raise ValueError(f"{key} in config.json must be two numbers, got {shown(x)}")
+    except (TypeError, ValueError):
+        raise ValueError(f"{key} in config.json must be two numbers, got {x!r}") from None
 
 
 def assemble(
@@ -251,10 +246,7 @@ def original(config: ModelConfig, precision: Precision) -> CausalLM:
     inner = options.part("ssm_cfg", ssm)
     inner.ignore("chunk_size", "use_mem_eff_path", "sequence_parallel")
     inner.choice("layer", "Mamba1", ("Mamba2",))
-    head_width = inner.integer("headdim", 64)
-    inside = rounded_width("expand", width, inner.number("expand", 2, above=0), "d_model")
-    if inside % head_width:
-        raise inner.unsupported("headdim", f"it must divide expand * d_model={inside}")
+    head_width, inside = inner.integer("headdim", 64), int(inner.number("expand", 2, above=0) * width)
     whole = inner.integer("d_ssm", None, optional=True)
     if whole not in (None, inside):
         raise inner.unsupported("d_ssm", f"it must be expand * d_model={inside}, without a part that is an MLP")

@@ -1,5 +1,6 @@
 """Build MiniMax-01: Lightning Attention, softmax attention and experts. The residual also passes through each norm."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,9 @@ OUTER = (
     (r"^norm\.", "model.norm."),
     (r"^head\.", "lm_head."),
 )
+
+
+ROUNDING = 2.0**-6  # of decays that were formed and stored in bfloat16
 
 
 class FusedLightning(LightningAttention):
@@ -98,7 +102,11 @@ def decay_factors(slope: np.ndarray, block: int) -> dict[str, np.ndarray]:
 
 
 class MiniMax(CausalLM):
-    """A CausalLM whose checkpoints also hold the decays of Lightning Attention, which the config determines."""
+    """A CausalLM whose checkpoints also hold the decays of Lightning Attention, which the config determines.
+
+    The decays are those of the config, in float32, as MiniMax's own code has them. transformers rounds the stored ones to the
+    dtype of the parameters, each by itself: in bfloat16 a slope is then up to 1% off, and differs from the decays beside it.
+    """
 
     def __init__(self, *args, block: int, kinds: list[str], heads: int, **options):
         super().__init__(*args, **options)
@@ -111,6 +119,18 @@ class MiniMax(CausalLM):
                 factors = decay_factors(slopes(self.heads, layer, len(self.kinds)), self.block)
                 found |= {f"model.layers.{layer}.self_attn.{name}": x for name, x in factors.items()}
         return found
+
+    def check_derived_tensors(self, tensors: Mapping[str, np.ndarray]):
+        for name, expected in self.derived_tensors().items():
+            stored = tensors.get(name, expected).astype(np.float32)
+            same = stored.shape == expected.shape and np.allclose(stored, expected, rtol=ROUNDING, atol=ROUNDING)
+            if name.endswith("slope_rate"):
+                same = same and np.allclose(stored, expected, rtol=ROUNDING, atol=0)
+            if not same:
+                raise ValueError(
+                    f"{name} must be what config.json determines by num_attention_heads, num_hidden_layers and block_size, got "
+                    "other decays: give config.json the values that the model was trained with"
+                )
 
 
 def minimax(config: ModelConfig, precision: Precision) -> CausalLM:

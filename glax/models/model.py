@@ -1,11 +1,12 @@
 """Define what all models have in common: embedding, blocks, norm, head, and three ways to read tokens."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -227,8 +228,11 @@ class CausalLM(nnx.Module):
         return self.before_head(x).astype(self.dtype) @ self.head_kernel
 
     def derived_tensors(self) -> dict[str, Any]:
-        """Return tensors that a checkpoint holds although its config determines them. They are written and not read."""
+        """Return tensors that a checkpoint holds although its config determines them. They are written, and not used."""
         return {}
+
+    def check_derived_tensors(self, tensors: Mapping[str, np.ndarray]):
+        """Raise ValueError if a checkpoint holds derived tensors of another config. tensors: those that it holds."""
 
     def initial_states(self, batch: int, max_length: int | None = None) -> list[dict]:
         """Return the empty states of `batch` sequences, or pools of as many slots: one dict per block, each array with one row

@@ -7,7 +7,7 @@ method that `automatic` decorates, the compiler chooses the shardings; the resul
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 # (the arguments of a method by name) -> the PartitionSpecs of a result: a tree, or one for all of its arrays
 Specs = Callable[[dict[str, Any]], Any]
+Method = TypeVar("Method", bound=Callable)
 
 
 def spec_of(x) -> PartitionSpec:
@@ -89,10 +90,10 @@ def with_automatic_axes(f: Callable, specs, *operands) -> Any:
     return jax.sharding.auto_axes(inside, axes=mesh.explicit_axes, out_sharding=placed)(*arrays)
 
 
-def automatic(result: Specs, *more: Specs):
+def automatic(result: Specs, *more: Specs) -> Callable[[Method], Method]:
     """Decorate a method of a module. result, more: the specs of its result, or of each of its results."""
 
-    def decorate(method: Callable) -> Callable:
+    def decorate(method: Method) -> Method:
         signature = inspect.signature(method)
 
         @functools.wraps(method)
@@ -111,6 +112,6 @@ def automatic(result: Specs, *more: Specs):
 
             return with_automatic_axes(run, specs, state, arguments)
 
-        return call
+        return call  # pyright: ignore[reportReturnType]  (functools.wraps keeps the signature)
 
     return decorate

@@ -76,3 +76,41 @@ def test_routers_with_large_biases_choose_the_experts_that_transformers_chooses(
     assert own <= 1.5 * theirs
     same, theirs = ((x.argmax(-1) == exact.argmax(-1)).mean() for x in (logits, recorded["bfloat16"]))
     assert same >= theirs - 0.01
+
+
+# ---- the decays of MiniMax, which its config determines --------------------------------------------------------------
+
+
+def test_rounded_decays_in_a_file_of_bfloat16_are_not_used(tmp_path):
+    """transformers forms and stores them in bfloat16. In float32 such a file must give the logits of its parameters alone."""
+    rounded, exact = copied(tmp_path / "rounded", "minimax"), copied(tmp_path / "exact", "minimax")
+    tokens = load_file(FIXTURES / "minimax" / "expected.safetensors")["tokens"]
+    logits, weights = [], load_file(rounded / "model.safetensors")
+    derived = glax.models.from_pretrained(exact).derived_tensors().keys()
+    assert derived & weights.keys()
+    for folder in (rounded, exact):
+        narrow = {key: np.asarray(jnp.asarray(x, jnp.bfloat16)) for key, x in weights.items()}
+        wide = {key: weights[key] for key in derived}
+        save_file(narrow | (wide if folder == exact else {}), folder / "model.safetensors")
+        model = glax.models.from_pretrained(folder, dtype=jnp.float32)
+        logits.append(model(tokens))
+        glax.models.save_pretrained(glax.models.from_pretrained(folder), folder)
+        saved = load_file(folder / "model.safetensors")
+        for key in derived:
+            assert saved[key].dtype == np.float32
+            np.testing.assert_allclose(saved[key], weights[key], rtol=1e-5)
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize("changes", [dict(num_attention_heads=2, head_dim=16), dict(block_size=4)], ids=str)
+def test_decays_of_another_config_are_an_error(changes, tmp_path):
+    folder = copied(tmp_path / "model", "minimax_options")
+    weights = load_file(folder / "model.safetensors")
+    other = glax.models.from_config(
+        json.loads((folder / "config.json").read_text()) | changes | dict(num_key_value_heads=2), rngs=nnx.Rngs(0)
+    )
+    save_file(weights | other.derived_tensors(), folder / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.self_attn\.\w+ must be what config\.json determines by num_attention"
+    ):
+        glax.models.from_pretrained(folder)
