@@ -14,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from glax._src.core.recurrence import Outputs, Recurrence
+from glax._src.core.registry import KernelSpec
+from glax._src.solve.dispatch import by_folding
+from glax._src.solve.isolation import isolating
 from glax.testing.cases import FORMS, Case, cotangents, recurrence
 
 CUTS, T = (0, 70, 128, 190), 200  # the middle document begins inside a chunk of 64 tokens and ends at its edge
@@ -35,6 +38,13 @@ class Layout:
     fields: dict[str, Any]
     document_of: np.ndarray
     documents: tuple[tuple[int, ...], ...]
+
+    def __str__(self):
+        return self.name
+
+    def case(self, name: str, **fields) -> Case:
+        """Return the case of that name of `cases`."""
+        return next(case for case in self.cases(**fields) if case.name == name)
 
     def cases(self, **fields) -> Iterator[Case]:
         """Yield a case of each form of decay and erasure. `fields` are other fields of the cases."""
@@ -157,6 +167,17 @@ def poisoned(operands: Operands, poison: Poison) -> Operands:
     leaves, structure = jax.tree_util.tree_flatten_with_path(r)
     r = structure.unflatten([put(jax.tree_util.keystr(path).lstrip("."), x) for path, x in leaves])
     return r, put("d_output", d_output), put("d_final", d_final)
+
+
+def dispatched(spec: KernelSpec, run: Callable) -> Callable:
+    """Return run, a function of spec's kernel, as calls run it: with segments folded and, where it mixes them, checked."""
+
+    def program(r: Recurrence, *given):
+        if r.segments is None or spec.takes_segments(r):
+            return run(r, *given)
+        return by_folding(isolating(run, r.segments) if spec.mixes_segments(r) else run)(r, *given)
+
+    return program
 
 
 Results = Outputs | Recurrence

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from glax._src.core.bind import bind
+from glax._src.core.registry import kernel_registry
 from glax._src.kernels.cuda import scan, step_priority
 from glax._src.kernels.cuda.config import CudaConfig
 from glax.testing.reference import reference
 from tests.cases import EXTREME, Case, all_cases, recurrence
 from tests.close import assert_close, assert_outputs_close
 from tests.emulate_cuda import emulated
+from tests.poison import dispatched, leaks, operands_of, packed, segmented
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="needs g++, which compiles the kernel's source for the host"
@@ -60,6 +62,15 @@ def test_whole_sequences(case):
     for strength in case.strengths:
         r = recurrence(case, strength)
         assert_outputs_close(r, scan.recurrent(r, config), reference(r), strength in EXTREME)
+
+
+@pytest.mark.parametrize("form,pack", [("key+value", segmented), ("head beta", segmented), ("none", packed)])
+def test_a_poisoned_document_harms_no_other(form, pack):
+    layout = pack((0, 2, 4, 5), 6)
+    operands = operands_of(layout.case(form, heads=(1, 1, 1), K=8, V=8))
+    spec, config = kernel_registry.kernels["recurrent/cuda/gpu"], CudaConfig(threads=32, columns=8)
+    found = leaks(layout, operands, dispatched(spec, lambda r: scan.recurrent(r, config)), None, few=True)
+    assert not found, "\n".join(found)
 
 
 def pool_of(r, state: str):

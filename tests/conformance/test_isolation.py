@@ -6,8 +6,11 @@ A sample of forms and poisons. `python -m tests.poison_table` tries all of them,
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import glax
 from glax._src.core.registry import KernelSpec, kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.solve.dispatch import Choice, run_spec
@@ -47,3 +50,62 @@ def test_a_poisoned_document_harms_no_other(layout: Layout, case: Case, kernel: 
     spec, operands = kernel_registry.kernels[kernel], operands_of(case)
     found = leaks(layout, operands, *programs_of(spec), few=True)
     assert not found, "\n".join(found)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("options", [dict(), dict(bonus=True), dict(states_every=64)], ids=["plain", "bonus", "states"])
+def test_public_calls_keep_segments_apart(options):
+    """Of a row of three documents, NaN in the second one leaves the others' outputs and gradients as they were."""
+    rng, (B, T, H, K) = np.random.default_rng(0), (1, 200, 2, 8)
+    ids = jnp.asarray(np.repeat([3, 1, 2], (70, 60, 70)))[None]
+    arrays = [jnp.asarray(rng.normal(size=(B, T, H, K)), jnp.float32) for _ in range(4)]
+    if options.get("bonus"):
+        options = dict(bonus=jnp.ones((H, K)))
+
+    @jax.jit
+    def outputs_and_gradients(arrays):
+        def output(q, k, v, g):
+            return glax.recurrent(q, k, v, gk=-jnp.abs(g), segment_ids=ids, **options).output
+
+        found, pull = jax.vjp(output, *arrays)
+        return found, *pull(jnp.ones_like(found))
+
+    others = np.r_[0:70, 130:200]
+    clean = outputs_and_gradients(arrays)
+    for i in range(4):
+        poisoned = [x.at[:, 100].set(jnp.nan) if i == j else x for j, x in enumerate(arrays)]
+        for got, want in zip(outputs_and_gradients(poisoned), clean, strict=True):
+            np.testing.assert_allclose(got[:, others], want[:, others], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("platform", ["xla", "cpp"])
+@pytest.mark.parametrize("erases", [False, True], ids=["no erasure", "beta"])
+@pytest.mark.parametrize("call", ["step", "verify", "prefill"])
+def test_slots_of_a_pool_stay_apart(call, erases, platform):
+    """NaN in one sequence, or in the row of its state, leaves the outputs and states of others as they were."""
+    rng, (N, T, H, K) = np.random.default_rng(0), (3, 1 if call == "step" else 5, 2, 8)
+    slots, cuts = jnp.array([2, 0, 3]), jnp.arange(N + 1) * T
+    rows = {name: rng.normal(size=(N, T, H, K)) for name in ("query", "key", "value", "gk")}
+    rows["gk"] = -abs(rows["gk"])
+    if erases:
+        rows |= dict(beta=rng.random((N, T, H)))
+    operands = {name: jnp.asarray(x, jnp.float32) for name, x in rows.items()} | dict(pool=jnp.ones((4, H, K, K)))
+
+    @jax.jit
+    def run(pool, **rows):
+        if call == "step":
+            return glax.recurrent_step(
+                **{k: x[:, 0] for k, x in rows.items()}, state=pool, slots=slots, platform=platform
+            )
+        if call == "verify":
+            return glax.recurrent_verify(**rows, state=pool, slots=slots, platform=platform)[0], pool
+        rows = {k: x.reshape(1, N * T, *x.shape[2:]) for k, x in rows.items()}
+        output, pool = glax.prefill_into(pool, slots, **rows, cu_seqlens=cuts, platform=platform)
+        return output.reshape(N, T, H, K), pool
+
+    clean = run(**operands)
+    for name, x in operands.items():
+        output, pool = run(**(operands | {name: x.at[0 if name == "pool" else 1].set(jnp.nan)}))
+        np.testing.assert_allclose(output[::2], clean[0][::2], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(pool[1:], clean[1][1:], rtol=1e-5, atol=1e-5)

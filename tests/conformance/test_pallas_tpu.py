@@ -20,6 +20,7 @@ from tests import strengths
 from tests.cases import EXTREME, Case, all_cases, cotangents, inputs, recurrence
 from tests.close import assert_gradients_close, assert_outputs_close
 from tests.compiling import UNOPTIMIZED
+from tests.poison import dispatched, leaks, operands_of, packed, segmented
 
 load_kernels()
 FORWARD = kernel_registry.kernels["chunked/pallas/tpu"]
@@ -88,6 +89,18 @@ def interpreted(f, **options):
 
     compiled = jax.jit(f, compiler_options=UNOPTIMIZED)
     return run
+
+
+@pytest.mark.parametrize("pack", [segmented, packed])
+@pytest.mark.parametrize(
+    "spec,form", [(FORWARD, "none"), (FORWARD, "key"), (BACKWARD, "head")], ids=["none", "key", "gradient"]
+)
+def test_a_poisoned_document_harms_no_other(spec, form, pack):
+    layout = pack()
+    operands = operands_of(layout.case(form, heads=(1, 1, 1)))
+    program = interpreted(dispatched(spec, functools.partial(spec.run, config=spec.config())))
+    found = leaks(layout, operands, *((None, program) if spec.is_gradient else (program, None)), few=True)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

@@ -32,6 +32,7 @@ from glax._src.kernels.triton.segments import segments_of  # noqa: E402
 from glax.testing.reference import reference, reference_gradient  # noqa: E402
 from tests.cases import EXTREME, Case, all_cases, cotangents, inputs, recurrence  # noqa: E402
 from tests.close import assert_close, assert_gradients_close, assert_outputs_close  # noqa: E402
+from tests.poison import dispatched, leaks, operands_of, packed, segmented  # noqa: E402
 
 load_kernels()
 chunked, chunked_vjp, recurrent, recurrent_step = (
@@ -106,6 +107,23 @@ def check(case: Case, run, gradient: bool):
             assert_gradients_close(r, run(r, *d), reference_gradient(r, *d), extreme)
         else:
             assert_outputs_close(r, run(r), reference(r), extreme)
+
+
+POISONED = {
+    "chunked/triton/gpu": (TritonChunkedConfig(32, 32), ("none", "key", "head beta")),
+    "chunked.vjp/triton/gpu": (GradientConfig(32, 16, block=16), ("head", "key beta")),
+    "recurrent/triton/gpu": (TokenConfig(), ("key+value", "none erase")),
+}
+
+
+@pytest.mark.parametrize("name,form", [(name, form) for name, (_, forms) in POISONED.items() for form in forms])
+def test_a_poisoned_document_harms_no_other(name, form):
+    layout = (packed if form == "head" else segmented)((0, 20, 32, 38), 40)
+    operands = operands_of(layout.case(form, heads=(1, 1, 1)))
+    spec, (config, _) = kernel_registry.kernels[name], POISONED[name]
+    program = jax.jit(dispatched(spec, functools.partial(spec.run, config=config)))
+    found = leaks(layout, operands, *((None, program) if spec.is_gradient else (program, None)), few=True)
+    assert not found, "\n".join(found)
 
 
 # In one scan, and in segments with a scan of their states.

@@ -110,8 +110,8 @@ class KernelSpec:
     priority: recurrence -> number; of the able kernels, the one with the highest is chosen
     version:  a number that is raised when measured configs become invalid
     takes_segments: recurrence -> whether the kernel reads its segments; else the kernel receives `recurrence.folded`
-    mixes_segments: recurrence -> whether products of the kernel mix the segments of a recurrence that is folded. Its results are
-              then checked, and computed again token by token where they are not finite (solve/isolation.py)
+    mixes_segments: recurrence -> whether NaN or inf passes the gates of -inf between the segments of a recurrence that is folded.
+              Its results are then checked, and computed again token by token where they are not finite (solve/isolation.py)
     isolate:  (run, recurrence, *cotangents) -> run(recurrence, *cotangents), or run again so that nothing that is not finite
               passes from one sequence or segment to another; None for a kernel that lets nothing pass
     two_phase: (recurrence, config) -> the kernel in two phases, or None where that would add work to `run`

@@ -63,8 +63,9 @@ class Resolution:
         return all(x.takes_segments(r) for x in kernels) or any(x.isolate is not None for x in kernels)
 
     def mixes_segments(self, r: Recurrence) -> bool:
-        """Return whether the forward or the gradient kernel mixes the segments of r, so that its results are checked."""
-        return self.forward.mixes_segments(r) or (self.vjp is not None and self.vjp.mixes_segments(r))
+        """Return whether the forward or the gradient mixes the segments of r, so that its results are checked. The derived
+        gradient does, for it sums over rows."""
+        return self.forward.mixes_segments(r) or self.vjp is None or self.vjp.mixes_segments(r)
 
     def saves_residuals(self, r: Recurrence) -> bool:
         """Return whether the forward saves residuals for r. It must be able to, and the chosen gradient must be the kernel that

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, OutputsWithStates, PackedStates, Recurrence
-from glax._src.core.segments import expanded
+from glax._src.core.segments import Segments, expanded
 
 Solver = Callable[[Recurrence], Outputs]
 
@@ -24,9 +24,6 @@ def solve_with_states(solver: Solver, r: Recurrence, every: int, dtype) -> Outpu
     The states are [N, T // every, H, K, V]; for packed sequences see `PackedStates`. The result is differentiable if the solver
     is.
     """
-    if r.segments is not None:
-        outputs = solve_with_states(solver, r.folded, every, dtype)
-        return outputs._replace(output=r.segments.masked(outputs.output))
     dtype = r.dtype if dtype is None else dtype
     if r.boundaries is None:
         return OutputsWithStates(*solve_rows(solver, r, every, dtype))
@@ -56,12 +53,12 @@ def solve_rows(solver: Solver, r: Recurrence, every: int, dtype) -> RowStates:
     whole = count * every
     low = T - whole if r.reverse else 0  # the first row of the whole pieces; the tail ends the scan
 
-    def pieces(x: Float[Array, "B T *rest"]) -> Float[Array, "count B every *rest"]:
+    def pieces(x: Shaped[Array, "B T *rest"]) -> Shaped[Array, "count B every *rest"]:
         x = lax.slice_in_dim(x, low, low + whole, axis=1)
         return jnp.moveaxis(x.reshape(x.shape[0], count, every, *x.shape[2:]), 1, 0)
 
     def step(state, piece: Recurrence):
-        output, state = solver(piece.with_whole(r.replace(initial_state=state)))
+        output, state = solver(from_fresh_states(piece.with_whole(r.replace(initial_state=state))))
         return state, (output, state.astype(dtype))
 
     state, (output, states) = lax.scan(step, r.start_state, r.tokens_alone.map_tokens(pieces), reverse=r.reverse)
@@ -70,9 +67,22 @@ def solve_rows(solver: Solver, r: Recurrence, every: int, dtype) -> RowStates:
     if whole < T:
         begin = 0 if r.reverse else whole
         tail = r.map_tokens(lambda x: lax.slice_in_dim(x, begin, begin + T - whole, axis=1))
-        rest, state = solver(tail.replace(initial_state=state))
+        rest, state = solver(from_fresh_states(tail.replace(initial_state=state)))
         output = jnp.concatenate([rest, output] if r.reverse else [output, rest], axis=1)
     return RowStates(output, state, states)
+
+
+def from_fresh_states(r: Recurrence) -> Recurrence:
+    """Return r, a piece, with an initial state of zeros in place of a reset at the first token of a row, where `Segments` have
+    none."""
+    if r.segments is None:
+        return r
+    resets, is_token = r.segments.resets, r.segments.is_token
+    used = jnp.ones(resets.shape, bool) if is_token is None else is_token
+    first = used & (lax.cumsum(used.astype(jnp.int32), axis=1, reverse=r.reverse) == 1)
+    fresh = (resets & first).any(1)
+    state = jnp.where(fresh[:, None, None, None], 0, r.start_state)
+    return r.replace(initial_state=state, segments=Segments(resets & ~first, is_token))
 
 
 class Pieces(NamedTuple):

@@ -76,7 +76,14 @@ def step_priority(r: Recurrence) -> int:
 
 
 @kernel_registry.register(
-    "recurrent", Platform.CUDA, Backend.GPU, config=CudaConfig, supports=refusal, priority=priority, erases=True
+    "recurrent",
+    Platform.CUDA,
+    Backend.GPU,
+    config=CudaConfig,
+    supports=refusal,
+    priority=priority,
+    erases=True,
+    mixes_segments=lambda r: True,
 )
 def recurrent(r: Recurrence, *, config: CudaConfig) -> Outputs:
     """Compute the outputs and final states token by token, with exact decays and the state in registers. It is for short

@@ -9,7 +9,13 @@ from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientCon
 
 
 @kernel_registry.register(
-    "chunked", Platform.PALLAS, Backend.TPU, config=TPUChunkedConfig, supports=supports, priority=priority
+    "chunked",
+    Platform.PALLAS,
+    Backend.TPU,
+    config=TPUChunkedConfig,
+    supports=supports,
+    priority=priority,
+    mixes_segments=lambda r: True,
 )
 def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
     """Compute the recurrence in chunks. It reads q, k, v and gates once, and writes the output once."""
@@ -19,7 +25,13 @@ def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
 
 
 @kernel_registry.register(
-    "chunked.vjp", Platform.PALLAS, Backend.TPU, config=TPUGradientConfig, supports=supports, priority=priority
+    "chunked.vjp",
+    Platform.PALLAS,
+    Backend.TPU,
+    config=TPUGradientConfig,
+    supports=supports,
+    priority=priority,
+    mixes_segments=lambda r: True,
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) -> Recurrence:
     """Compute the gradient of every input of r by two scans: one for the states, and one in the opposite order for all else."""

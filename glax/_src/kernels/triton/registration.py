@@ -39,6 +39,7 @@ def gradient_two_phase(r: Recurrence, config: GradientConfig) -> TwoPhase | None
     two_phase=forward_two_phase,
     version=1,
     erases=True,
+    mixes_segments=lambda r: True,
 )
 def chunked(r: Recurrence, *, config: TritonChunkedConfig) -> Outputs:
     """Compute the chunked form in one pass over q, k, v and the gates, or with config.block from states at every chunk."""
@@ -61,6 +62,7 @@ def chunked(r: Recurrence, *, config: TritonChunkedConfig) -> Outputs:
     two_phase=gradient_two_phase,
     version=1,
     erases=True,
+    mixes_segments=lambda r: True,
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> Recurrence:
     """Compute the gradient in every input from the states at both ends of each chunk."""
@@ -81,6 +83,7 @@ def chunked_vjp(r: Recurrence, d_output, d_final, *, config: GradientConfig) -> 
     supports=refusal,
     priority=token_priority,
     erases=True,
+    mixes_segments=lambda r: True,
 )
 def recurrent(r: Recurrence, *, config: TokenConfig) -> Outputs:
     """Compute token by token with exact decays: for short sequences, gates on the value side, and every form of erasure."""
