@@ -22,7 +22,9 @@ from tests.parallel.meshes import mesh_of
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models" / "fixtures"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
-BY_TYPE = {json.loads((FIXTURES / name / "config.json").read_text())["model_type"]: name for name in NAMES}
+BY_TYPE = {
+    json.loads((FIXTURES / name / "config.json").read_text()).get("model_type", "state-spaces"): name for name in NAMES
+}
 LOGITS, GRADIENTS = 2e-5, 1e-4  # as in tests/models/test_parity.py
 
 
