@@ -8,7 +8,9 @@ import json
 import math
 import pathlib
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import glax.models
 from glax.models.checkpoints import parameters
@@ -42,3 +44,12 @@ def test_every_config_has_a_source():
     assert all(entry["text"] in ("whole", "part", "rebuilt") and entry["source"] for entry in INDEX.values())
     types = {read(name).values.get("model_type", "mamba2") for name in INDEX}
     assert types == set(glax.models.MODEL_TYPES)
+
+
+def test_logits_of_float8_weights_are_those_of_transformers():
+    """transformers dequantizes them to float32, too: tests/models/make_float8.py."""
+    expected = load_file(FOLDER.parent / "float8" / "expected.safetensors")
+    model = glax.models.from_pretrained(FOLDER.parent / "float8")
+    logits = np.asarray(model(expected["tokens"]), np.float64)
+    error = np.linalg.norm(logits - expected["logits"]) / np.linalg.norm(expected["logits"])
+    assert error < 2e-5
