@@ -157,6 +157,10 @@ def token_rows(slots: Int[Array, "B"] | None, B: int, state, name: str) -> Step:
     check_memory_of_leaves(name, state)
     if slots is not None:
         check_slots(slots, "B", B, state, name)
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if slots is None and x.shape[:1] != (B,):
+            at = name + jax.tree_util.keystr(path)
+            raise ValueError(f"{at} must have B={B} rows without slots, one for each token, got shape {x.shape}")
     return Step(slots)
 
 

@@ -60,7 +60,7 @@ def reference_gradient(r: Recurrence, d_output, d_final, dtype=np.float64) -> Re
     G_bar_t = G_t - e_t du_t^T,  d log decay_t = G_bar_t * S_bar_t
     """
     x = _arrays(r, dtype)
-    do, dS = np.asarray(d_output).astype(dtype), np.asarray(d_final).astype(dtype)
+    do, dS = _plain(d_output).astype(dtype), _plain(d_final).astype(dtype)
     dq, dk, dv, de, dw, d_rows, d_columns = map(np.zeros_like, (x.q, x.k, x.v, x.k, x.v, x.rows, x.columns))
     d_initial: NumPy = dS.copy()
     d_scale: NumPy = np.zeros(r.num_sequences, dtype)
@@ -162,7 +162,7 @@ class _Arrays(NamedTuple):
 
 def _arrays(r: Recurrence, dtype) -> _Arrays:
     def wide(x):
-        return np.asarray(x).astype(dtype)
+        return _plain(x).astype(dtype)
 
     H = r.num_heads
     q, k, v = (np.repeat(wide(x), H // x.shape[2], axis=2) for x in (r.q, r.k, r.v))
@@ -187,6 +187,13 @@ def _arrays(r: Recurrence, dtype) -> _Arrays:
         e, w = wide(r.erasure.erase), None if r.erasure.write is None else wide(r.erasure.write)
     state = np.zeros(r.state_shape, dtype) if r.initial_state is None else wide(r.initial_state)
     return _Arrays(q, k, v, rows, columns, state, wide(r.scale), e, w)
+
+
+def _plain(x) -> NumPy:
+    """Return x as a NumPy array. Raise TypeError for an array with a mask, which would have no effect."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("arrays must have no mask, got a MaskedArray: pass filled(value)")
+    return np.asarray(x)
 
 
 def _fold(x: NumPy, heads: int) -> NumPy:

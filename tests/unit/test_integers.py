@@ -30,6 +30,10 @@ def test_the_loss_is_that_of_the_softmax_in_every_unsigned_dtype():
     want = -np.take_along_axis(np.asarray(logits[:, :-1]), TOKENS[:, 1:, None], -1).mean()
     for dtype in ("uint16", "uint32", "uint64"):
         np.testing.assert_allclose(MODEL.loss(TOKENS.astype(dtype)), want, rtol=1e-5)
+    few = TOKENS % 8
+    for dtype in ("int4", "uint4", "uint8"):
+        small = jnp.asarray(few).astype(dtype)
+        np.testing.assert_allclose(MODEL.loss(small, small), MODEL.loss(few, few), rtol=1e-6)
 
 
 def test_a_padding_id_that_the_dtype_cannot_hold_is_no_id():
@@ -88,6 +92,17 @@ def test_targets_have_the_shape_of_the_tokens_and_lie_in_the_vocabulary():
     assert all(np.isnan(d).any() for d in gradients)
     far = np.array([-(2**40), 3])  # int32 would hold 0
     np.testing.assert_allclose(next_token_loss(x, kernel, far), next_token_loss(x, kernel, jnp.array([-1, 3])))
+
+
+def test_a_state_of_another_batch_is_refused():
+    with pytest.raises(
+        ValueError,
+        match=r"state\['key'\] must have B=2 rows without slots, one for each token, got shape \(1, 4, 1, 2\)",
+    ):
+        layer = Attention(2, num_heads=1, rngs=nnx.Rngs(0))
+        layer.step(jnp.ones((2, 2)), layer.initial_state(1, 4))
+    with pytest.raises(ValueError, match=r"pools\[0\]\['recurrent'\] must have B=2 rows"):
+        MODEL.step(jnp.array([1, 2]), MODEL.initial_states(3))
 
 
 def test_ids_that_differ_in_their_upper_bits_alone_are_an_error():

@@ -330,10 +330,14 @@ def check_ids(name: str, x):
 
 
 def known_values(x) -> np.ndarray | None:
-    """Return the values of an array. Return None if it is traced or lies on the devices of another process."""
-    if isinstance(x, np.ndarray | np.generic):
-        return np.asarray(x)
-    return np.asarray(jax.device_get(x)) if is_known(x) and x.is_fully_addressable else None
+    """Return the values of an array of integers, narrow dtypes as int64: what they are compared with need not fit them.
+
+    Return None if the array is traced or lies on the devices of another process.
+    """
+    if not isinstance(x, np.ndarray | np.generic) and not (is_known(x) and x.is_fully_addressable):
+        return None
+    known = np.asarray(jax.device_get(x))
+    return known if known.dtype.itemsize == 8 else known.astype(np.int64)
 
 
 def check_flag(name: str, x):

@@ -1,14 +1,13 @@
 """Read and write rows of a pool of states by slot. A slot out of bounds, such as -1, reads as zeros, and writes to it are
 dropped."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from glax._src.core.bind import check_integers
+from glax._src.core.bind import check_integers, known_values
 from glax._src.core.recurrence import aligned, to_int32
 from glax._src.core.registry import Backend
 from glax._src.serving.stored_states import check_state_dtype, stored
@@ -24,9 +23,8 @@ def check_known_slots(slots, pool, name: str = "state", argument: str = "slots",
 
 def check_slot_values(slots, rows: int, name: str, argument: str = "slots"):
     """Raise ValueError if known slots repeat, or lie outside of -1 to rows - 1. name: the argument that has as many rows."""
-    known = np.asarray(jax.device_get(slots))
-    if known.dtype.itemsize < 8:
-        known = known.astype(np.int64)  # -1 and `rows` need not fit the dtype of slots
+    if (known := known_values(slots)) is None:
+        return
     if (wrong := known[(known < -1) | (known >= rows)]).size:
         raise ValueError(f"{argument} must be from -1 to {rows - 1}, the last row of {name}, got {wrong[0]}")
     taken, count = np.unique(known[known >= 0], return_counts=True)
