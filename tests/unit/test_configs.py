@@ -11,6 +11,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import glax.models
+from glax.models.config import ModelConfig
+from glax.models.load import abstract_model
 from glax.models.read_keys import READ_KEYS
 from glax.nn import Attention
 from glax.nn.passes import Parallel, Step
@@ -52,6 +54,19 @@ def test_a_key_that_it_reads_is_refused_by_name(config, extra, named):
     with pytest.raises(glax.models.UnsupportedOption) as caught:
         built(config | extra)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(glax.models.MODEL_TYPES.keys() | {"mamba2_fla", "mamba2_attention"}))
+def test_every_type_follows_the_rule(name, caplog):
+    config = ModelConfig.read(MODELS / "fixtures" / name).values
+    unread = dict(zz_number=0.5, zz_list=[1], zz_object=dict(a=dict(b=None)), zz_none=None, zz_word="x")
+    with caplog.at_level(logging.INFO, logger="glax"):
+        abstract_model(ModelConfig.of(config | unread))
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.endswith("zz_list, zz_none, zz_number, zz_object, zz_word")
+    read = dict(d_intermediate=8) if "ssm_cfg" in config else dict(per_layer_config={"0": dict(hidden_size=8)})
+    with pytest.raises(glax.models.UnsupportedOption, match=next(iter(read))):
+        abstract_model(ModelConfig.of(config | read))
 
 
 def test_a_value_that_is_off_is_accepted():
