@@ -3,7 +3,7 @@
 import collections
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from glax._src.core.files import replacing_together
+from glax._src.core.files import newest, replacing_together
 from glax.models.adapters import merged_parameters
 from glax.models.checkpoints import checkpoint_name, parameters, stored_names
 from glax.models.config import ModelConfig
@@ -46,16 +46,20 @@ def save_pretrained(model: CausalLM, folder: str | Path):
     Raises ValueError, which names the parameters, for a model with others than its config describes. Raises OSError if a file
     cannot be written.
     """
-    folder = Path(folder)
+    save(model, Path(folder), {})
+
+
+def save(model: CausalLM, folder: Path, files: Mapping[str, Path]):
+    """Write a model as `save_pretrained` does, with copies of `files` by the names that they have in the folder."""
     tensors, config = stored_tensors(model), model.config.values
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = common_dtype(model)
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder, tensors, ModelConfig.of(config).text + "\n", beside(model.folder, folder))
+    write(folder, tensors, ModelConfig.of(config).text + "\n", {**beside(model.folder, folder), **files})
 
 
-def write(folder: Path, tensors: Mapping[str, np.ndarray], config: str, copied: Iterable[Path]):
+def write(folder: Path, tensors: Mapping[str, np.ndarray], config: str, copied: Mapping[str, Path]):
     """Replace the model in a folder, in one step."""
     with replacing_together(folder) as new:
         try:
@@ -63,8 +67,8 @@ def write(folder: Path, tensors: Mapping[str, np.ndarray], config: str, copied: 
         except SafetensorError as error:
             raise OSError(f"cannot write {folder / WEIGHTS}: {error}") from error
         (new / CONFIG).write_text(config)
-        for path in copied:
-            shutil.copyfile(path, new / path.name)
+        for name, path in copied.items():
+            shutil.copyfile(path, new / name)
     remove_shards(folder)
 
 
@@ -84,7 +88,7 @@ def remove_shards(folder: Path):
     if pickles:
         warnings.warn(
             f"{folder} also holds {listed(pickles)}, which readers of pickles take for this model: remove what is out of date",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -116,11 +120,11 @@ def common_dtype(model: CausalLM) -> str:
     return elements.most_common(1)[0][0]
 
 
-def beside(source: str | None, folder: Path) -> list[Path]:
+def beside(source: str | None, folder: Path) -> dict[str, Path]:
     """Return the files of the tokenizer and of generation to copy. Warns if their source folder no longer exists."""
     if source is None or Path(source) == folder.absolute():
-        return []
+        return {}
     if not Path(source).is_dir():
-        warnings.warn(f"{source}, which the model was loaded from, is no more: no tokenizer is copied", stacklevel=3)
-        return []
-    return [path for name in BESIDE if (path := Path(source) / name).is_file()]
+        warnings.warn(f"{source}, which the model was loaded from, is no more: no tokenizer is copied", stacklevel=4)
+        return {}
+    return {name: path for name in BESIDE if (path := newest(Path(source), name)).is_file()}

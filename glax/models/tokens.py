@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from glax._src.core.files import read_regular
+from glax._src.core.files import newest, read_regular
 
 TOKENIZER = "tokenizer.json"
 BYTES = 256
@@ -94,8 +94,8 @@ def find_tokenizer(folder: Path | None, vocabulary: int, file: Path | None = Non
     Raises ValueError if there is none, or if it has a token that the model's vocabulary lacks. Raises OSError if the file cannot
     be read.
     """
-    if file is None and folder is not None and os.path.lexists(folder / TOKENIZER):
-        file = folder / TOKENIZER
+    if file is None and folder is not None and os.path.lexists(newest(folder, TOKENIZER)):
+        file = newest(folder, TOKENIZER)
     if file is not None:
         found = FromFile(file)
     elif vocabulary == BYTES:

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 import math
-import shutil
 import time
 import tomllib
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from glax import parallel
 from glax._src.core.bind import check_real
-from glax._src.core.files import parse, read_regular, replacing
+from glax._src.core.files import parse, read_regular
 from glax.models.folders import has_weights
 from glax.models.load import from_config, from_pretrained
 from glax.models.model import REMAT, CausalLM
@@ -39,7 +38,7 @@ from glax.models.runs import (
     read_history,
     write_history,
 )
-from glax.models.saving import save_pretrained
+from glax.models.saving import save
 from glax.models.tokens import TOKENIZER, Tokenizer, find_tokenizer, read_tokens
 from glax.nn import LightningAttention, Mamba2
 from glax.nn.linear_attention import LinearAttention
@@ -269,10 +268,8 @@ def train(
         begin(Beginning(model, record["model"]["source"], len(text.train), text.held_out.size, run.done))
         run.train(each_step)
         model = nnx.merge(run.graph, run.state[0])
-        save_pretrained(model, Path(config.out) / "model")
-        if config.tokenizer is not None:
-            with replacing(Path(config.out) / "model" / TOKENIZER) as new:
-                shutil.copyfile(config.tokenizer, new)
+        tokenizers = {} if config.tokenizer is None else {TOKENIZER: Path(config.tokenizer)}
+        save(model, Path(config.out) / "model", tokenizers)
     return model, run.history
 
 

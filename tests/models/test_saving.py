@@ -86,7 +86,7 @@ def make(folder, shards):
 def save(folder, x):
     (place / "vocab.txt").write_text(str(x))
     tensors = NEW if x == 2.0 else OLD
-    write(folder, tensors, json.dumps(dict(x=x)), [place / "vocab.txt"])
+    write(folder, tensors, json.dumps(dict(x=x)), {"vocab.txt": place / "vocab.txt"})
 
 
 def killed_at(count, folder):
