@@ -1,7 +1,9 @@
 """The public functions: gates, variants, transformations, gradients of every argument."""
 
 import functools
+import inspect
 import itertools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -383,3 +385,32 @@ def test_new_boundaries_need_no_new_compile():
     for cuts in (case.cuts, (0, 40, 40, 40, 40), (0, 0, 0, 1, 2)):
         run(arguments, jnp.asarray(cuts))
     assert run._cache_size() == 1
+
+
+def test_the_gate_of_gla_has_the_name_of_the_step_too():
+    q, gk = jnp.ones((1, 6, 1, 4)), -jnp.arange(24.0).reshape(1, 6, 1, 4) / 24
+    wanted = glax.recurrent(q, q, q, gk=gk)
+    mesh = jax.make_mesh((1,), ("s",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    for got in (
+        glax.recurrent_gla(q, q, q, gk),
+        glax.recurrent_gla(q, q, q, gk=gk),
+        glax.parallel.recurrent_gla(q, q, q, gk=gk, mesh=mesh),
+    ):
+        assert_close("output", got.output, wanted.output, OUT)
+        assert_close("final_state", got.final_state, wanted.final_state, OUT)
+
+
+def test_functions_on_a_mesh_list_the_options_of_the_functions_without():
+    """For type checkers: `glax.parallel` passes on what `glax` takes."""
+    for name in ("recurrent", "recurrent_attention", "recurrent_gla", "simple_gla", "gated_delta_rule"):
+        known = options_of(getattr(glax, name))
+        assert known - options_of(getattr(glax.parallel, name)) == set(), name
+        assert {"segment_ids", "pad_id", "states_every", "states_dtype"} <= known
+
+
+def options_of(function) -> set[str]:
+    """Return the names of a function's parameters, those of the TypedDict of its **options included."""
+    parameters = inspect.signature(function).parameters.values()
+    named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+    unpacked = [p.annotation for p in parameters if p.kind is p.VAR_KEYWORD]
+    return named.union(*(typing.get_args(each)[0].__annotations__ for each in unpacked))

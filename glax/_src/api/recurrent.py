@@ -222,6 +222,7 @@ def recurrent_gla(
     reverse: bool = False,
     cu_seqlens: Int[Array, "N+1"] | None = None,
     *,
+    gk: Float[Array, "B T H K"] | None = None,
     segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None = None,
     pad_id: int | None = None,
     states_every: int | None = None,
@@ -231,12 +232,13 @@ def recurrent_gla(
 ) -> Outputs:
     """Compute gated linear attention:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
 
-    g: [B, T, H, K] log decays, one per key channel. All else is as in `recurrent`.
+    g: [B, T, H, K] log decays, one per key channel. gk: another name of g, as `recurrent_step` has it; both add up. All else
+    is as in `recurrent`.
 
     Yang et al. 2024, https://arxiv.org/abs/2312.06635.
     """
     return recurrent(
-        query, key, value, g, g_gamma, None, None, softmax_scale, initial_state, reverse, cu_seqlens,
+        query, key, value, g, g_gamma, gk, None, softmax_scale, initial_state, reverse, cu_seqlens,
         segment_ids=segment_ids, pad_id=pad_id, states_every=states_every, states_dtype=states_dtype,
         platform=platform, cfg=cfg,
     )  # fmt: skip

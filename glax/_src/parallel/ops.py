@@ -40,6 +40,10 @@ class AttentionOptions(MeshOptions, total=False):
 
     softmax_scale: float | Float[Array, ""] | None
     reverse: bool
+    segment_ids: Int[Array, "B T"] | Int[Array, "T"] | None
+    pad_id: int | None
+    states_every: int | None
+    states_dtype: DTypeLike | None
     platform: str | None
     cfg: Config | None
 
@@ -134,7 +138,8 @@ def recurrent_attention(
     return_state: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Float[Array, "B T H V"] | Outputs:
-    """Compute `recurrent` on a mesh and return the output alone, or (output, final_state) if `return_state`."""
+    """Compute `recurrent` on a mesh and return the output alone, or (output, final_state) if `return_state`. With states_every,
+    return all three."""
     check_flag("return_state", return_state)
     outputs = recurrent(
         query, key, value, g, g_gamma, gk, gv, initial_state=initial_state, cu_seqlens=cu_seqlens, **options
@@ -148,10 +153,12 @@ def recurrent_gla(
     value: Float[Array, "B T Hv V"],
     g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
     g_gamma: Float[Array, "H"] | Float[Array, "N H"] | None = None,
+    *,
+    gk: Float[Array, "B T H K"] | None = None,
     **options: Unpack[ParallelOptions],
 ) -> Outputs:
     """Compute `glax.recurrent_gla` on a mesh:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t."""
-    return recurrent(query, key, value, g, g_gamma, **options)
+    return recurrent(query, key, value, g, g_gamma, gk, **options)
 
 
 def simple_gla(
