@@ -12,7 +12,7 @@ from glax._src.core.bind import check_flag
 from glax._src.core.registry import KernelSpec, Platform, UnsupportedError
 from glax._src.solve.dispatch import executor
 from glax._src.tuning.cache import Measurement, overlay
-from glax._src.tuning.executor import Decision, decisions, listening
+from glax._src.tuning.executor import Decision, decisions, listening, trace
 from glax._src.tuning.invocation import Invocation
 from glax._src.tuning.selection import AutotunePolicy
 
@@ -47,7 +47,7 @@ def explain(fn, *args, **kwargs) -> Explanation:
     unsupported = None
     with listening() as recorded:
         try:
-            jax.eval_shape(fn, *args, **kwargs)
+            trace(fn, *args, **kwargs)
         except UnsupportedError as error:
             unsupported = str(error)
     explanation = distinct(recorded)

@@ -3,7 +3,6 @@
 import functools
 from typing import Any, Literal, TypedDict, Unpack, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -28,6 +27,7 @@ from glax._src.solve.autodiff import differentiable, solve, solve_storing_states
 from glax._src.solve.dispatch import Choice
 from glax._src.solve.exclusive_read import check_bonus, check_no_erasure, solve_with_bonus
 from glax._src.solve.pieces import no_states
+from glax._src.tuning.executor import compiled
 
 SLOPES = ("fla", "minimax")
 
@@ -135,7 +135,7 @@ def recurrent(
     return bind_and_solve(Choice(Platform.parse(platform), cfg), options.static, transferred(arrays))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+@compiled(static_argnums=(0, 1))
 def bind_and_solve(choice: Choice, options: ScanOptions, arrays: dict) -> Outputs:
     """Bind the arguments and solve the recurrence, compiled by jit.
 

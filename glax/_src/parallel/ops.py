@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import Literal, TypedDict, Unpack, cast
 
-import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -19,6 +18,7 @@ from glax._src.parallel.sharding import Axis, Spread, solve_on_mesh
 from glax._src.solve.dispatch import Choice
 from glax._src.solve.exclusive_read import check_bonus, check_no_erasure, solve_with_bonus
 from glax._src.solve.pieces import no_states, solve_with_states
+from glax._src.tuning.executor import compiled
 
 
 class MeshOptions(TypedDict, total=False):
@@ -103,7 +103,7 @@ def recurrent(
     return bind_and_solve(Choice(Platform.parse(platform), cfg), spread, options.static, arrays)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+@compiled(static_argnums=(0, 1, 2))
 def bind_and_solve(choice: Choice, spread: Spread, options: ScanOptions, arrays: dict) -> Outputs:
     bonus, every, dtype = arrays.get("bonus"), options.states_every, options.states_dtype
     r = bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **options.of_bind)

@@ -1,6 +1,5 @@
 """Define `recurrent_step`, which advances each sequence by one token, with states in a pool."""
 
-import functools
 import math
 
 import jax
@@ -17,6 +16,7 @@ from glax._src.serving.stored_states import DROPPED, check_rounding_key, stored
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
 from glax._src.solve.exclusive_read import bonus_term, check_bonus, check_no_erasure, initial_read, without_padding
+from glax._src.tuning.executor import compiled
 
 
 def recurrent_step(
@@ -76,7 +76,7 @@ def recurrent_step(
     return bind_and_step(choice, options.static, tokens, rest, **own, rounding_key=rounding_key)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+@compiled(static_argnums=(0, 1))
 def bind_and_step(choice: Choice, options: ScanOptions, tokens: dict, rest: dict, state, slots, bonus, rounding_key):
     if state.ndim != 4:
         raise ValueError(f"state must be [B, H, K, V], or [P, H, K, V] with slots, got shape {state.shape}")

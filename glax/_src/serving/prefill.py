@@ -1,7 +1,5 @@
 """Define `prefill_into`, which reads prompts from states in a pool and writes the new states back into the pool."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -20,6 +18,7 @@ from glax._src.serving.state_pool import (
 )
 from glax._src.serving.stored_states import check_rounding_key
 from glax._src.solve.dispatch import Choice
+from glax._src.tuning.executor import compiled
 
 
 def prefill_into(
@@ -90,7 +89,7 @@ def prefill_into(
     return bind_and_prefill(choice, options.static, transferred(arrays), **transferred(own), rounding_key=rounding_key)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+@compiled(static_argnums=(0, 1))
 def bind_and_prefill(
     choice: Choice, options: ScanOptions, arrays: dict, pool, slots, fresh, write_slots, state_slots, rounding_key
 ):

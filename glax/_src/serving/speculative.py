@@ -36,6 +36,7 @@ from glax._src.serving.stored_states import DROPPED, check_rounding_key, check_s
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice, pooled_kernel
 from glax._src.solve.pieces import solve_rows
+from glax._src.tuning.executor import compiled
 
 
 @jax.tree_util.register_dataclass
@@ -107,7 +108,7 @@ def recurrent_verify(
     return bind_and_verify(choice, options.static, transferred(arrays), **own)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+@compiled(static_argnums=(0, 1))
 def bind_and_verify(choice: Choice, options: ScanOptions, arrays: dict, state, slots, state_slots):
     query, state_shape = arrays["query"], state.shape
     for name, x in (("query", query), ("state", state)):
@@ -198,7 +199,7 @@ def commit(
     return bound_commit(draft=draft, rounding_key=rounding_key, **own)
 
 
-@functools.partial(jax.jit, inline=True)
+@compiled()
 def bound_commit(state, draft: Draft, accepted, rounding_key):
     pool, decay, places = state, draft.decay, None
     (B, T), H = draft.key.shape[:2], state.shape[1]

@@ -26,6 +26,7 @@ from glax._src.solve.partitioning import (
     is_spread_by_type,
     name_by_content,
 )
+from glax._src.tuning.executor import one_key
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,11 +63,17 @@ class Kernel:
         return self.bind(False, *operands)
 
     def bind(self, spreads: bool, *operands):
-        traced = jax.jit(self.run).trace(*operands)
+        # JAX stores the trace as long as the traced function exists, and the parameters of kernel_p as long as the jaxpr
+        # among them. A function of this call alone, and a jaxpr that nothing else holds, let go of both with the program.
+        def run(*operands):
+            return self.run(*operands)
+
+        with one_key():
+            traced = jax.jit(run).trace(*operands)
         leaves, structure = jax.tree.flatten(operands)
-        call = Call(self, traced.jaxpr, structure, traced.out_info, Backend.here(), spreads)
-        devices = asks_for_devices() if spreads else None
-        return jax.tree.structure(traced.out_info).unflatten(kernel_p.bind(*leaves, call=call, devices=devices))
+        call = Call(self, structure, traced.out_info, Backend.here(), spreads)
+        parameters = dict(call=call, jaxpr=traced.jaxpr, devices=asks_for_devices() if spreads else None)
+        return jax.tree.structure(traced.out_info).unflatten(kernel_p.bind(*leaves, **parameters))
 
 
 @functools.cache
@@ -82,31 +89,35 @@ def asks_for_devices() -> ClosedJaxpr:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """Hold a kernel traced for one backend and one structure of operands.
+    """Hold what is known of a kernel that was traced for one backend and one structure of operands, beside its jaxpr.
 
     results: the shapes of its results. spreads: whether the compiler may spread the operands over devices.
     """
 
     kernel: Kernel
-    jaxpr: ClosedJaxpr
     structure: jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]  (JAX has no stub of it)
     results: object
     backend: Backend
     spreads: bool
 
     def lowered(
-        self, platform: str, asks: bool = False, visible: bool = False, free: FreeAxis | None = None
+        self,
+        jaxpr: ClosedJaxpr,
+        platform: str,
+        asks: bool = False,
+        visible: bool = False,
+        free: FreeAxis | None = None,
     ) -> Callable:
         """Return the call as a function from leaves to leaves, in a program for that platform.
 
-        asks: whether the compiler asks how to spread the call over devices. free: the one axis to spread it over, or None for
+        jaxpr: the traced kernel. asks: whether the compiler asks how to spread the call over devices. free: the one axis to spread it over, or None for
         all. visible: whether XLA must see into the call.
         """
         insists = Platform.XLA if visible else None
         with lowering_platform(platform):
             as_traced = Backend.here() is self.backend and not (visible and self.kernel.opaque)
         if as_traced and not asks:
-            return jaxpr_as_fun(self.jaxpr)
+            return jaxpr_as_fun(jaxpr)
         run = self.kernel.run if as_traced else functools.partial(self.kernel.again, insists, self.results)
 
         def of_operands(*operands):
@@ -122,21 +133,21 @@ kernel_p.multiple_results = True
 
 
 @kernel_p.def_effectful_abstract_eval
-def _(*_, call: Call, devices: ClosedJaxpr | None):
-    return call.jaxpr.out_avals, call.jaxpr.effects  # the effects of Pallas's interpreter
+def _(*_, call: Call, jaxpr: ClosedJaxpr, devices: ClosedJaxpr | None):
+    return jaxpr.out_avals, jaxpr.effects  # the effects of Pallas's interpreter
 
 
 @kernel_p.def_impl
-def _(*leaves, call: Call, devices: ClosedJaxpr | None):
+def _(*leaves, call: Call, jaxpr: ClosedJaxpr, devices: ClosedJaxpr | None):
     """Outside of any jit: on the device that the operands lie on.
 
     Each operation of the kernel is run by itself there, and jax_debug_infs would refuse the gates of -inf at resets.
     """
     with jax.debug_infs(False):
-        return call.lowered(next(iter(leaves[0].devices())).platform)(*leaves)
+        return call.lowered(jaxpr, next(iter(leaves[0].devices())).platform)(*leaves)
 
 
-def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, devices: ClosedJaxpr | None):
+def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, jaxpr: ClosedJaxpr, devices: ClosedJaxpr | None):
     module = context.module_context
     platform = (context.platforms or module.platforms)[0]
     where: Any = module.axis_context  # JAX has no public type for it
@@ -148,10 +159,10 @@ def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, devices: Close
     asks = spread and not visible and Backend.of(platform) in (Backend.CPU, Backend.GPU)
     if asks:
         check_shardy()
-    results = mlir.lower_fun(call.lowered(platform, asks, visible, free))(context, *leaves)
+    results = mlir.lower_fun(call.lowered(jaxpr, platform, asks, visible, free))(context, *leaves)
     if asks:
         place = (free.mesh.devices, free) if free is not None else (where.device_assignment, where.abstract_mesh)
-        about = platform, *place, call.structure, ADDRESS.sub("", str(call.jaxpr))
+        about = platform, *place, call.structure, ADDRESS.sub("", str(jaxpr))
         name_by_content(module, results[0].owner, " ".join(map(str, about)))
     return results
 

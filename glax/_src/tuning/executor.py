@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from glax._src.tuning.cache import stacked
+from glax._src.tuning.cache import layers, stacked, traced_layers
 from glax._src.tuning.invocation import Invocation
 from glax._src.tuning.selection import ConfigSelectorChain
 
@@ -73,11 +74,53 @@ class Executor:
 
 listener: contextvars.ContextVar[list[Decision] | None] = contextvars.ContextVar("glax_listener", default=None)
 turns = itertools.count()
+LISTENING = (("listening", None),)  # the first entry of the layer of `listening`
 
 
 def is_listening() -> bool:
     """Return whether decisions are recorded now."""
     return listener.get() is not None
+
+
+def compiled(static_argnums: tuple[int, ...] = ()) -> Callable[[Callable], Callable]:
+    """Decorate a function of glax that makes its calls of kernels: jax.jit, inlined into the programs of callers.
+
+    Where decisions are recorded it is traced anew, so that each call is recorded, and under one cache key (`one_key`).
+    """
+
+    def decorate(f: Callable) -> Callable:
+        program = jax.jit(f, static_argnums=static_argnums, inline=True)
+
+        @functools.wraps(f)
+        def call(*operands, **named):
+            if not is_listening():
+                return program(*operands, **named)
+            given = [x if i in static_argnums else arrays_of(x) for i, x in enumerate(operands)]
+            with one_key():
+                return f(*given, **arrays_of(named))
+
+        return call
+
+    return decorate
+
+
+def arrays_of(tree):
+    """Return the leaves of a tree as jit passes them to a function."""
+    return jax.tree.map(jnp.asarray, tree)
+
+
+@contextlib.contextmanager
+def one_key():
+    """Trace what is inside under one cache key, where decisions are recorded.
+
+    JAX stores what it traces by that key, every function of jnp included, and never drops it. A key of its own for each
+    `listening` is for the functions of callers, which jit may have traced before.
+    """
+    if not is_listening():
+        yield
+        return
+    with traced_layers((LISTENING, *(layer for layer in layers.get() if layer[0][:1] != LISTENING))):
+        yield
 
 
 @contextlib.contextmanager
@@ -86,7 +129,7 @@ def listening():
     recorded: list[Decision] = []
     token = listener.set(recorded)
     try:
-        with stacked(((("listening", next(turns)),), None)):
+        with stacked(((*LISTENING, ("turn", next(turns))), None)):
             yield recorded
     finally:
         listener.reset(token)
@@ -95,5 +138,14 @@ def listening():
 def decisions(f, *args, **kwargs) -> list[Decision]:
     """Return every decision that f(*args, **kwargs) makes, without running f."""
     with listening() as recorded:
-        jax.eval_shape(f, *args, **kwargs)
+        trace(f, *args, **kwargs)
     return recorded
+
+
+def trace(f, *args, **kwargs):
+    """Trace f(*args, **kwargs) without running it. JAX stores the trace with a function that exists as long as the call."""
+
+    def called(*args, **kwargs):
+        return f(*args, **kwargs)
+
+    jax.eval_shape(called, *args, **kwargs)
