@@ -110,8 +110,8 @@ class Call:
     ) -> Callable:
         """Return the call as a function from leaves to leaves, in a program for that platform.
 
-        jaxpr: the traced kernel. asks: whether the compiler asks how to spread the call over devices. free: the one axis to spread it over, or None for
-        all. visible: whether XLA must see into the call.
+        jaxpr: the traced kernel. asks: whether the compiler asks how to spread the call over devices. free: the one axis to
+        spread it over, or None for all. visible: whether XLA must see into the call.
         """
         insists = Platform.XLA if visible else None
         with lowering_platform(platform):
