@@ -132,6 +132,13 @@ kernel_p = Primitive("glax_kernel")
 kernel_p.multiple_results = True
 
 
+def is_high(*_, **__) -> bool:
+    return False
+
+
+kernel_p.is_high = is_high  # JAX 0.12 asks; whatever the jaxpr holds, the kernel lowers it itself
+
+
 @kernel_p.def_effectful_abstract_eval
 def _(*_, call: Call, jaxpr: ClosedJaxpr, devices: ClosedJaxpr | None):
     return jaxpr.out_avals, jaxpr.effects  # the effects of Pallas's interpreter
