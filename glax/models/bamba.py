@@ -6,6 +6,7 @@ from glax.models.hybrids import (
     LINEAR,
     SOFTMAX,
     TRAINING,
+    are_layers,
     attention_sizes,
     hidden_act,
     mamba,
@@ -41,7 +42,7 @@ def bamba(config: ModelConfig, precision: Precision) -> CausalLM:
     outer, init = outer_options(options, precision, 128000, pad=0)
     eps, act = options.number("rms_norm_eps", 1e-5, least=0), hidden_act(options)
     softmax = options.take("attn_layer_indices", None) or []
-    if not isinstance(softmax, list) or not all(layer in range(layers) for layer in softmax):
+    if not are_layers(softmax, layers):
         raise options.unsupported("attn_layer_indices", f"it must hold layers from 0 to {layers - 1}")
     kinds = [SOFTMAX if layer in softmax else LINEAR for layer in range(layers)]
     options.ignore("layers_block_type", "layer_types", *TRAINING)

@@ -4,17 +4,31 @@ model's own code computes, or raises an error."""
 import dataclasses
 import json
 import logging
-import math
 import numbers
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from glax.models.folders import read_config
+from glax.models.option_kinds import check_kinds
 from glax.models.read_keys import READ_KEYS
 
 logger = logging.getLogger(__name__)
 REQUIRED = object()
+# Bounds of integers by key. Each is far beyond what is published, and small enough to be refused before anything is built.
+WIDEST, LAYERS, FLOAT32 = 2**18, 1024, 3.4028235e38
+MOST = {
+    "block_size": 2**14,  # MiniMax stores arrays of its square
+    "max_position_embeddings": 2**31 - 1,
+    "n_layer": LAYERS,
+    "num_hidden_layers": LAYERS,
+    "original_max_position_embeddings": 2**31 - 1,
+    "sliding_window": 2**31 - 1,
+    "vocab_size": 2**22,
+    "window_size": 2**31 - 1,
+}
 
 # Options that transformers writes for every model, or that name tokens, choose kernels, or concern training alone.
 NO_EFFECT_WORDS = (
@@ -47,7 +61,13 @@ class ModelConfig:
 
     @classmethod
     def of(cls, values: Mapping) -> "ModelConfig":
-        return cls(json.dumps(values, indent=2, sort_keys=True))
+        """Return a config of values that JSON can hold. Raises ValueError, which names the key, for others."""
+        for key, value in values.items():
+            try:
+                json.dumps({key: value}, sort_keys=True)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"{key} in config.json must be a value of JSON: {error}") from None
+        return cls(json.dumps(dict(values), indent=2, sort_keys=True))
 
     @classmethod
     def read(cls, folder: Path) -> "ModelConfig":
@@ -59,9 +79,19 @@ class ModelConfig:
         return json.loads(self.text)
 
 
+def is_number(value: Any) -> bool:
+    """Return whether the value of an option is a number. A flag is none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def is_finite(value: Any) -> bool:
-    """Return whether the value of an option is a finite number. A flag is none."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether the value of an option is a number that is finite in float32."""
+    return is_number(value) and -FLOAT32 <= value <= FLOAT32
+
+
+def shown(value: Any) -> str:
+    """Return a value as messages show it: its first characters."""
+    return f"{value!r:.100}"
 
 
 class Options:
@@ -99,12 +129,17 @@ class Options:
         return default
 
     def integer(self, key: str, default: Any = REQUIRED, *, optional: bool = False, least: int = 1) -> Any:
-        """Return the value of `key`, an integer from `least` on, or None if `optional`. Raises ValueError for any other value."""
+        """Return the value of `key`, an integer from `least` to its bound in `MOST`, else to WIDEST. Return None if it is null
+        and `optional`. Raises ValueError for any other value."""
         value = self.take(key, default)
         if optional and value is None:
             return value
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{self.inside}{key} in config.json must be an integer of at least {least}, got {value!r}")
+            raise ValueError(
+                f"{self.inside}{key} in config.json must be an integer of at least {least}, got {shown(value)}"
+            )
+        if value > (most := MOST.get(key, WIDEST)):
+            raise ValueError(f"{self.inside}{key} in config.json must be at most {most}, got {shown(value)}")
         return value
 
     def number(
@@ -122,10 +157,11 @@ class Options:
         if optional and value is None:
             return value
         if not is_finite(value):
-            raise ValueError(f"{self.inside}{key} in config.json must be a finite number, got {value!r}")
+            kind = "a finite number in float32" if is_number(value) and value == value else "a finite number"
+            raise ValueError(f"{self.inside}{key} in config.json must be {kind}, got {shown(value)}")
         if least is not None and value < least:
             raise ValueError(f"{self.inside}{key} in config.json must be at least {least:g}, got {value!r}")
-        if above is not None and value <= above:
+        if above is not None and np.float32(value) <= above:
             raise ValueError(f"{self.inside}{key} in config.json must be above {above:g}, got {value!r}")
         return float(value)
 
@@ -166,10 +202,12 @@ class Options:
 
     def finish(self):
         """Raise UnsupportedOption for options that were never taken, that the model's own code reads, and that are not off. Name
-        the other options that were never taken once at INFO.
+        the other options that were never taken once at INFO. Raise ValueError for an option without effect of another kind.
 
         All options inside an option count as read. Which others do is in `READ_KEYS`, by the versions named there.
         """
+        if not self.inside:
+            check_kinds(self.values)
         unread = set() if self.inside else {key for key in self.left if not self.is_read(key)}
         if refused := sorted(key for key in self.left - unread if not self.is_off(key)):
             rest = ", ".join(f"{self.inside}{key}={self.values[key]!r}" for key in refused)
@@ -194,12 +232,23 @@ class Options:
         return not self.inside and (not value or value == "default")
 
 
+def rounded_width(key: str, width: int, ratio: float, of: str = "hidden_size") -> int:
+    """Return the integer part of width * ratio. Raises ValueError if it is above WIDEST."""
+    if width * ratio > WIDEST:
+        raise ValueError(
+            f"{key}={ratio!r} in config.json must make {of}={width} at most {WIDEST}, got {width * ratio:g}"
+        )
+    return int(width * ratio)
+
+
 def exact_width(key: str, width: int, ratio: float, of: str = "hidden_size") -> int:
     """Return width * ratio. Raises ValueError unless it is an integer of at least 1.
 
     key, of: the names of the ratio and of the width.
     """
     exact = width * ratio
+    if abs(exact) > WIDEST:
+        raise ValueError(f"{key}={ratio!r} in config.json must make {of}={width} at most {WIDEST}, got {exact:g}")
     if abs(exact - round(exact)) > 1e-9 * max(exact, 1.0):
         raise ValueError(f"{key}={ratio!r} in config.json must make {of}={width} an integer, got {exact}")
     if exact < 0.5:

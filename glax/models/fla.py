@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.models.activations import FLA, TRANSFORMERS
-from glax.models.config import ModelConfig, Options, exact_width, padding
+from glax.models.config import ModelConfig, Options, exact_width, padding, rounded_width
 from glax.models.model import Block, CausalLM, Precision
 from glax.models.names import Names, renamed
 from glax.models.residuals import add_mixtures, through_mixtures
@@ -62,7 +62,7 @@ def attention_layers(options: Options, width: int, layers: int) -> dict[int, dic
         if heads % (arguments["num_kv_heads"] or heads):
             raise part.unsupported("num_kv_heads", f"it must divide num_heads={heads}")
         for layer in chosen if isinstance(chosen, list) else [None]:
-            if layer not in range(layers) or layer in found:
+            if type(layer) is not int or layer not in range(layers) or layer in found:
                 raise options.unsupported("attn", f"layers must list distinct numbers from 0 to {layers - 1}")
             found[layer] = arguments
     return found
@@ -80,9 +80,9 @@ def softmax_names(layers) -> tuple[tuple[str, str], ...]:
 def gated_mlp(options: Options, width: int, ratio: float, init: Callable) -> Callable[[Precision], SwiGLU]:
     ratio = options.number("hidden_ratio", ratio, optional=True, above=0)
     ratio = 4 if ratio is None else ratio
+    usual = -(-rounded_width("hidden_ratio", width, ratio * 2 / 3) // 256) * 256
     inside = options.integer("intermediate_size", None, optional=True)
-    if inside is None:
-        inside = -(-int(width * ratio * 2 / 3) // 256) * 256
+    inside = usual if inside is None else inside
     act = options.choice("hidden_act", "swish", ("swish", "powlu"))
     return lambda precision: SwiGLU(width, inside, activation=act, kernel_init=init, **precision.options)
 
@@ -114,7 +114,8 @@ def output_options(options: Options, functions: dict[str, str]) -> dict:
 
 
 def affine(options: Options) -> bool:
-    return bool(options.take("elementwise_affine", True))  # null stands for false in these configs
+    """Return the flag elementwise_affine. Null stands for false in these configs."""
+    return options.choice("elementwise_affine", True, (True, False, None)) is True
 
 
 def convolutions(options: Options) -> dict:
@@ -347,8 +348,9 @@ def rwkv6(config: ModelConfig, precision: Precision) -> CausalLM:
     ranks = dict(mix_rank=options.integer("proj_low_rank_dim", 32), decay_rank=options.integer("gate_low_rank_dim", 64))
     ratio = options.number("hidden_ratio", 3.5, optional=True, above=0)
     ratio = 3.5 if ratio is None else ratio
+    usual = -(-rounded_width("hidden_ratio", width, ratio) // 32) * 32
     inside = options.integer("intermediate_size", None, optional=True)
-    inside = -(-int(width * ratio) // 32) * 32 if inside is None else inside
+    inside = usual if inside is None else inside
     act = FLA[options.choice("hidden_act", "sqrelu", FLA)]
     first, bias, softmax = (
         options.flag("norm_first", True),

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.models.activations import TRANSFORMERS
-from glax.models.config import Options, padding
+from glax.models.config import LAYERS, Options, padding
 from glax.models.mamba2 import divisor, limits
 from glax.models.model import Block, CausalLM, Precision
 from glax.models.names import Layout, renamed, transposed
@@ -120,13 +120,18 @@ def layer_kinds(
     found = [(key, value) for key in keys if (value := options.take(key, None)) is not None]
     key, kinds = found[0] if found else (keys[0], list(default))
     is_known = isinstance(kinds, list) and all(isinstance(kind, str | int) and kind in known for kind in kinds)
-    if not is_known or layers not in (None, len(kinds)):
-        count = "kinds" if layers is None else f"{layers} kinds"
+    if not is_known or layers not in (None, len(kinds)) or not 1 <= len(kinds) <= LAYERS:
+        count = f"1 to {LAYERS} kinds" if layers is None else f"{layers} kinds"
         raise options.unsupported(key, f"it must list {count}, each one of {', '.join(map(repr, known))}")
     for other, value in found[1:]:
-        if not isinstance(value, list) or [known.get(kind) for kind in value] != [known[kind] for kind in kinds]:
+        if not isinstance(value, list) or [known.get(str(x)) for x in value] != [known[x] for x in kinds]:
             raise options.unsupported(other, f"it must name the same kinds as {key}")
     return [known[kind] for kind in kinds]
+
+
+def are_layers(given: Any, layers: int) -> bool:
+    """Return whether an option's value lists numbers of layers."""
+    return isinstance(given, list) and all(type(layer) is int and 0 <= layer < layers for layer in given)
 
 
 def mixer_names(kinds: Sequence[str], softmax: str = "self_attn", linear: str = "mamba") -> tuple[tuple[str, str], ...]:

@@ -10,11 +10,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from glax.models import bamba, delta, falcon_h1, fla, granite, mamba2, minimax, nemotron_h, qwen3_next, zamba2
-from glax.models.checkpoints import DTYPES, Weights, load_into, widen
+from glax.models.checkpoints import DTYPES, Weights, load_into, parameters, widen
 from glax.models.config import ModelConfig, UnsupportedOption
 from glax.models.model import CausalLM, Precision
 from glax.models.quantization import DequantizedWeights, without_quantization
 from glax.models.shardings import Placement, check_mesh
+
+# Bounds several times beyond what is published, so that a wrong number in a config is an error and not an allocation.
+MOST_PARAMETERS, MOST_ELEMENTS = 2**43, 2**36
 
 # model_type -> the function that builds such a model. docs/internals/models.md says how one is added.
 MODEL_TYPES: dict[str, Callable[[ModelConfig, Precision], CausalLM]] = {
@@ -55,9 +58,18 @@ class OneKey(nnx.Rngs):
 
 
 def abstract_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> CausalLM:
-    """Return the model of a config with shapes and dtypes in place of arrays."""
+    """Return the model of a config with shapes and dtypes in place of arrays. Raises ValueError for one of no sensible size."""
     dtype = jnp.dtype(dtype)
-    return nnx.eval_shape(lambda: built(config, Precision(dtype, dtype, OneKey(0))))
+    model = nnx.eval_shape(lambda: built(config, Precision(dtype, dtype, OneKey(0))))
+    elements = [param.size for _, param in parameters(model)]
+    if sum(elements) > MOST_PARAMETERS or max(elements) > MOST_ELEMENTS:
+        sizes = {key: x for key, x in config.values.items() if isinstance(x, int) and x > 1}
+        greatest = sorted(sizes, key=lambda key: -sizes[key])
+        raise ValueError(
+            f"config.json must describe at most {MOST_PARAMETERS} parameters, and {MOST_ELEMENTS} in each array, got "
+            f"{sum(elements)}, and {max(elements)} in one: {', '.join(f'{key}={sizes[key]}' for key in greatest[:8])}"
+        )
+    return model
 
 
 def built(config: ModelConfig, precision: Precision) -> CausalLM:
@@ -96,12 +108,12 @@ def from_config(
     """
     usual = jnp.dtype(jnp.float32)
     precision = Precision(floating("dtype", dtype) or usual, floating("param_dtype", param_dtype) or usual, rngs)
-    if isinstance(config, Mapping):
-        parsed, _ = without_quantization(ModelConfig.of(config))
-        return built(parsed, precision)
-    parsed, _ = without_quantization(ModelConfig.read(Path(config)))
+    parsed = ModelConfig.of(config) if isinstance(config, Mapping) else ModelConfig.read(Path(config))
+    parsed, _ = without_quantization(parsed)
+    abstract_model(parsed)  # raises for sizes of no sense before anything is allocated
     model = built(parsed, precision)
-    model.folder = str(Path(config).absolute())
+    if not isinstance(config, Mapping):
+        model.folder = str(Path(config).absolute())
     return model
 
 
@@ -111,8 +123,7 @@ def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh:
 
     dtype: the dtype of parameters and activations. If None, each parameter has the dtype of the file, and activations have the
     config's (`Weights.activations`). Sums and states, and the parameters that the model's own code has in float32, are float32
-    in every case. mesh: the
-    mesh over which `glax.models.shard` places the parameters; the default device if None.
+    in every case. mesh: the mesh over which `glax.models.shard` places the parameters; the default device if None.
 
     Weights in float8 with a scale for each block are dequantized to the config's dtype. `save_pretrained` writes them so.
 
@@ -128,6 +139,9 @@ def from_pretrained(folder: str | Path, *, dtype: DTypeLike | None = None, mesh:
     config, block = without_quantization(ModelConfig.read(folder))
     builder(config)  # raises for a type that is not supported, before the weights are looked for
     weights = Weights(folder) if block is None else DequantizedWeights(folder, config.values, block)
+    layers, stored = config.values.get("num_hidden_layers"), len(weights.names())
+    if isinstance(layers, int) and layers > stored:
+        raise ValueError(f"num_hidden_layers={layers} in config.json is more than the {stored} tensors in {folder}")
     wanted = weights.activations(config.values) if cast is None else cast
     model = abstract_model(config, wanted or jnp.float32)
 

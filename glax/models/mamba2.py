@@ -1,5 +1,6 @@
 """Build Mamba-2 from configs of transformers, flash-linear-attention and the state-spaces repository."""
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from glax.models.activations import FLA, TRANSFORMERS
-from glax.models.config import NO_EFFECT, ModelConfig, Options
+from glax.models.config import NO_EFFECT, ModelConfig, Options, is_finite, rounded_width, shown
 from glax.models.model import CausalLM, Precision
 from glax.models.names import Names, renamed
 from glax.nn import Attention, Mamba2, RMSNorm, ShortConvolution
@@ -132,7 +133,7 @@ def sizes_of(options: Options, *, heads: int | None, groups: int, hidden: int, l
     """
     width, expand = options.integer("hidden_size", hidden), options.number("expand", 2, above=0)
     head_width = options.integer("head_dim", 64)
-    inside = int(expand * width)
+    inside = rounded_width("expand", width, expand)
     found = inside // head_width
     given = options.integer("num_heads", found if heads is None else heads, optional=True)
     if given not in (None, found) or inside % head_width:
@@ -161,8 +162,10 @@ def divisor(options: Options, key: str, default: int, by: str, whole: int) -> in
 
 
 def limits(options: Options, key: str) -> tuple[float, float]:
-    """Return the least and the greatest step, two floats. transformers writes an infinite limit as a word."""
-    value = options.take(key, (0.0, math.inf))
+    """Return the least and the greatest step, two floats; 0 and infinity if missing or null. transformers writes infinity as a
+    word."""
+    value = options.take(key, None)
+    value = (0.0, math.inf) if value is None else value
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError(f"{key} in config.json must be two numbers, got {value!r}")
     low, high = number(key, value[0]), number(key, value[1])
@@ -172,12 +175,12 @@ def limits(options: Options, key: str) -> tuple[float, float]:
 
 
 def number(key: str, x: Any) -> float:
-    is_word = isinstance(x, dict) and set(x) == {"__float__"}
-    value: Any = x["__float__"] if is_word else x
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{key} in config.json must be two numbers, got {x!r}") from None
+    if isinstance(x, dict) and set(x) == {"__float__"} and isinstance(x["__float__"], str):
+        with contextlib.suppress(ValueError):
+            return float(x["__float__"])
+    if is_finite(x) or (isinstance(x, float) and math.isinf(x)):
+        return float(x)
+    raise ValueError(f"{key} in config.json must be two numbers, got {shown(x)}")
 
 
 def assemble(
@@ -246,7 +249,10 @@ def original(config: ModelConfig, precision: Precision) -> CausalLM:
     inner = options.part("ssm_cfg", ssm)
     inner.ignore("chunk_size", "use_mem_eff_path", "sequence_parallel")
     inner.choice("layer", "Mamba1", ("Mamba2",))
-    head_width, inside = inner.integer("headdim", 64), int(inner.number("expand", 2, above=0) * width)
+    head_width = inner.integer("headdim", 64)
+    inside = rounded_width("expand", width, inner.number("expand", 2, above=0), "d_model")
+    if inside % head_width:
+        raise inner.unsupported("headdim", f"it must divide expand * d_model={inside}")
     whole = inner.integer("d_ssm", None, optional=True)
     if whole not in (None, inside):
         raise inner.unsupported("d_ssm", f"it must be expand * d_model={inside}, without a part that is an MLP")

@@ -161,7 +161,7 @@ class NemotronBlock(nnx.Module):
 def kinds_of(options: Options) -> list[str]:
     """Return each layer's kind, from a list of words or from the pattern of letters that older configs have."""
     pattern = options.take("hybrid_override_pattern", None)
-    if set(pattern or ()) - set(PATTERN):
+    if not isinstance(pattern or "", str) or set(pattern or "") - set(PATTERN):
         raise options.unsupported("hybrid_override_pattern", f"its letters must be among {', '.join(PATTERN)}")
     usual = [LINEAR, "moe", SOFTMAX, "mlp"] if pattern is None else [PATTERN[letter] for letter in pattern]
     return layer_kinds(options, ("layers_block_type", "layer_types"), None, usual, WORDS)

@@ -18,6 +18,7 @@ from glax.models.hybrids import (
     ROUTER,
     SOFTMAX,
     TRAINING,
+    are_layers,
     attention_sizes,
     hidden_act,
     layer_kinds,
@@ -145,7 +146,7 @@ def mixer_names(kinds: list[str]) -> tuple[tuple[str, str], ...]:
 def sparse_layers(options: Options, layers: int) -> list[bool]:
     """Return whether each layer has experts."""
     dense, step = options.take("mlp_only_layers", None) or [], options.integer("decoder_sparse_step", 1)
-    if not isinstance(dense, list) or not all(layer in range(layers) for layer in dense):
+    if not are_layers(dense, layers):
         raise options.unsupported("mlp_only_layers", f"it must hold layers from 0 to {layers - 1}")
     count = options.integer("num_experts", 512, least=0)
     return [bool(count) and layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]

@@ -179,6 +179,8 @@ def attention_arguments(options: Options, width: int) -> dict[str, Any]:
     """Return the arguments of SharedAttention, whose input is twice as wide as the model."""
     heads = options.integer("num_attention_heads", 32)
     kv_heads = options.integer("num_key_value_heads", None, optional=True) or heads
+    if heads % kv_heads:
+        raise options.unsupported("num_key_value_heads", f"it must divide num_attention_heads={heads}")
     rope, head_width = rotation(options, 10000.0, 4096), 2 * width // heads
     turns = options.flag("use_mem_rope", False)
     if options.flag("use_long_context", False) and turns:
