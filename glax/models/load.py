@@ -17,7 +17,7 @@ from glax.models.quantization import DequantizedWeights, without_quantization
 from glax.models.shardings import Placement, check_mesh
 
 # Bounds several times beyond what is published, so that a wrong number in a config is an error and not an allocation.
-MOST_PARAMETERS, MOST_ELEMENTS = 2**43, 2**36
+MOST_PARAMETERS, MOST_ELEMENTS = 2**43, 2**35
 
 # model_type -> the function that builds such a model. docs/internals/models.md says how one is added.
 MODEL_TYPES: dict[str, Callable[[ModelConfig, Precision], CausalLM]] = {

@@ -1,6 +1,5 @@
 """Build Mamba-2 from configs of transformers, flash-linear-attention and the state-spaces repository."""
 
-import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -161,6 +160,9 @@ def divisor(options: Options, key: str, default: int, by: str, whole: int) -> in
     return value
 
 
+WORDS = {"Infinity": math.inf, "-Infinity": -math.inf}
+
+
 def limits(options: Options, key: str) -> tuple[float, float]:
     """Return the least and the greatest step, two floats; 0 and infinity if missing or null. transformers writes infinity as a
     word."""
@@ -175,11 +177,11 @@ def limits(options: Options, key: str) -> tuple[float, float]:
 
 
 def number(key: str, x: Any) -> float:
-    if isinstance(x, dict) and set(x) == {"__float__"} and isinstance(x["__float__"], str):
-        with contextlib.suppress(ValueError):
-            return float(x["__float__"])
-    if is_finite(x) or (isinstance(x, float) and math.isinf(x)):
-        return float(x)
+    """Return a limit, which may be infinite: as a number, or as the word that transformers writes."""
+    is_word = isinstance(x, dict) and set(x) == {"__float__"} and isinstance(x["__float__"], str)
+    value: Any = WORDS.get(x["__float__"]) if is_word else x
+    if is_finite(value) or value in (math.inf, -math.inf):
+        return float(value)
     raise ValueError(f"{key} in config.json must be two numbers, got {shown(x)}")
 
 

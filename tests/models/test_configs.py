@@ -101,9 +101,9 @@ def test_sizes_beyond_all_models_are_refused_before_a_layer_is_built(monkeypatch
 
 @pytest.mark.fast
 def test_sizes_that_are_too_great_together_are_named():
-    sizes = dict(hidden_size=2**16, intermediate_size=2**18, model_type="gla")
-    with pytest.raises(ValueError, match=r"at most \d+ parameters.*: intermediate_size=262144, hidden_size=65536"):
-        glax.models.from_config(sizes | dict(num_hidden_layers=180), rngs=nnx.Rngs(0))
+    sizes = dict(hidden_size=2**16, vocab_size=2**22, model_type="gla")
+    with pytest.raises(ValueError, match=r"at most \d+ parameters.*: vocab_size=4194304, hidden_size=65536"):
+        glax.models.from_config(sizes | dict(num_hidden_layers=2), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"num_hidden_layers in config\.json must be at most 1024, got 1025"):
         glax.models.from_config(sizes | dict(num_hidden_layers=1025), rngs=nnx.Rngs(0))
 
