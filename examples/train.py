@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 from glax.models.training import TrainingConfig, train, utilisation
+from glax.nn.train import NotFiniteLoss
 
 
 def main():
@@ -20,7 +21,10 @@ def main():
     parser.add_argument("--out", help="instead of the config's")
     arguments = parser.parse_args()
     changes = {name: x for name, x in vars(arguments).items() if name != "config" and x is not None}
-    config = TrainingConfig.read(arguments.config, **changes)
+    try:
+        config = TrainingConfig.read(arguments.config, **changes)
+    except (OSError, ValueError, TypeError) as error:
+        parser.error(str(error))
     tokens = config.batch * config.length
 
     def each_step(step: int, loss: float, seconds: float) -> bool:
@@ -31,7 +35,12 @@ def main():
     def begin(beginning):
         print(f"start: {beginning.start}; {beginning.tokens:,} tokens; step {beginning.step} of {config.steps} is done")
 
-    model, history = train(config, each_step, begin)
+    try:
+        model, history = train(config, each_step, begin)
+    except ValueError as error:  # the text, the tokenizer, the model or the output folder
+        parser.error(str(error))
+    except NotFiniteLoss as error:
+        raise SystemExit(str(error)) from error
     share = utilisation(model, 1.0, config.data * config.sequence)
     if share is not None:
         print(f"MFU is tokens/s times {share:.2e}")

@@ -142,6 +142,14 @@ def test_a_config_trains_by_the_example(tmp_path, monkeypatch, capsys):
     example("train").main()
     assert "step 2/2: " in capsys.readouterr().out
     assert (tmp_path / "train-out" / "model" / "model.safetensors").is_file()
+    (tmp_path / "small.toml").write_text(config.replace("length = 16", "length = 8"))
+    with pytest.raises(SystemExit, match="2"):
+        example("train").main()
+    assert "is of another length: length was 16, got 8" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["train.py", str(tmp_path / "missing.toml")])
+    with pytest.raises(SystemExit, match="2"):
+        example("train").main()
+    assert "No such file or directory" in capsys.readouterr().err
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
