@@ -7,11 +7,13 @@ On each of two hosts, i = 0 and 1:
 The mesh is data x sequence over all devices of all processes. Parameters are the same everywhere; a window's bytes lie
 along the sequence axis, and the recurrence hands its states on from shard to shard (`glax.parallel`). All processes write
 one checkpoint together (Orbax), in a folder that all of them see. Started again, on whatever mesh, it goes on from there:
-batches depend on the step alone. Without --coordinator it is one process with all of its devices.
+batches depend on the step alone. Another text or recipe is refused. Without --coordinator it is one process with all of its
+devices.
 """
 
 import argparse
 import functools
+import hashlib
 from pathlib import Path
 
 import jax
@@ -23,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glax import parallel
-from glax.models.runs import DamagedCheckpoint, attempted, by_name, is_finite
+from glax.models.runs import DamagedCheckpoint, attempted, by_name, content, is_finite, refuse_another
 from glax.nn import ByteLM, ByteLMConfig
 from glax.nn.text import random_windows, read_text
 from glax.nn.train import Recipe, next_byte_bits
@@ -80,10 +82,14 @@ def main(arguments):
         return state, loss, is_finite((state, loss))
 
     text = read_text(arguments.text, arguments.length).train
+    record = {name: getattr(arguments, name) for name in ("batch", "length", "width", "layers")}
+    record["text"] = content(str(arguments.text), hashlib.sha256(text).hexdigest())
     checkpoints = ocp.CheckpointManager(
-        arguments.out.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        arguments.out.absolute(),
+        options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False),
+        item_handlers=ocp.StandardCheckpointHandler(),
     )
-    state, done = resumed(checkpoints, jax.eval_shape(begin), everywhere)
+    state, done = resumed(checkpoints, jax.eval_shape(begin), everywhere, record)
     state = begin() if state is None else state
     for step in range(done + 1, arguments.steps + 1):
         windows = random_windows(text, arguments.batch, arguments.length, np.random.default_rng((0, step)))
@@ -96,7 +102,7 @@ def main(arguments):
             )
         print(f"step {step}/{arguments.steps}: {float(loss)!r} bits per byte", flush=True)
         if step % arguments.every == 0 or step == arguments.steps:
-            checkpoints.save(step, args=ocp.args.StandardSave(by_name(state)))
+            checkpoints.save(step, args=ocp.args.StandardSave(by_name(state)), custom_metadata=record)
             print(f"saved step {step}", flush=True)
     checkpoints.close()
 
@@ -106,13 +112,16 @@ def placed(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def resumed(checkpoints: ocp.CheckpointManager, shapes, sharding: NamedSharding):
-    """Return the newest checkpoint, laid out on this mesh, and its step; (None, 0) if there is none."""
+def resumed(checkpoints: ocp.CheckpointManager, shapes, sharding: NamedSharding, record: dict):
+    """Return the newest checkpoint, laid out on this mesh, and its step; (None, 0) if there is none. Raises ValueError if it
+    is of a run with another record."""
     step = checkpoints.latest_step()
     if step is None:
         return None, 0
     wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in by_name(shapes).items()}
     try:
+        earlier = attempted(checkpoints.metadata, step).custom_metadata or {}
+        refuse_another(f"the checkpoint of step {step} in {checkpoints.directory}", earlier, record)
         found = attempted(checkpoints.restore, step, args=ocp.args.StandardRestore(wanted))
     except DamagedCheckpoint as error:
         folder = checkpoints.directory / str(step)

@@ -185,8 +185,9 @@ def losses(process) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)/\d+: (\S+) bits", out, re.M)}
 
 
-def test_two_processes_train_as_one_and_survive_a_death(tmp_path):
-    """Losses bit for bit those of one process; after one of two is killed, two go on, and so does a single device."""
+def test_two_processes_train_as_one_and_survive_a_death(tmp_path, monkeypatch):
+    """Losses bit for bit those of one process; after one of two is killed, two go on, and so does a single device. A run with
+    another recipe does not."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} is followed by {i + 1}, and {i * i} is its square\n" for i in range(2000)))
     single = trainer(tmp_path / "single", text, 4, 2, 2)
@@ -212,3 +213,9 @@ def test_two_processes_train_as_one_and_survive_a_death(tmp_path):
     np.testing.assert_allclose(list(went_on.values()), list(resumed[0].values()), rtol=1e-4)
     in_words = re.findall(r"^step (\d+)/\d+: (\S+) bits", before, re.M)
     assert {int(step): float(loss) for step, loss in in_words}.items() <= whole.items()
+
+    multihost = example("train_multihost")
+    options = ["--length=32", "--width=32", "--layers=1", f"--out={tmp_path / 'single'}", f"--text={text}"]
+    monkeypatch.setattr(sys, "argv", ["train_multihost.py", "--batch=8", *options])
+    with pytest.raises(ValueError, match=f"step {STEPS} in .*single is of another batch: batch was 4, got 8"):
+        multihost.main(multihost.parse())
