@@ -6,6 +6,7 @@ Poisons are data: one compiled program serves all poisons of a call.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -199,7 +200,7 @@ def spoiled(
         else:
             others = ~np.isin(layout.document_of, np.array(owners, int))
         x, want = (np.asarray(y, np.float64)[others] for y in (x, clean_arrays[name]))
-        rows = x.reshape(len(x), -1)
+        rows = x.reshape(len(x), math.prod(x.shape[1:]))
         bad = ~np.isfinite(rows).all(1)
         if bad.any():
             found.append(f"{name}: {bad.sum()} of {len(bad)} rows not finite")

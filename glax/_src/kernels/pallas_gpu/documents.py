@@ -72,10 +72,6 @@ class Documents:
         """Return whether anything of each token is bad; not of padding."""
         return bad.reshape(*bad.shape[:2], -1).any(2) & self.is_token
 
-    def at(self, row: int, bad: Bool[Array, "B"]) -> Bool[Array, "B T"]:
-        """Return marks at one row of memory."""
-        return jnp.zeros(self.begins.shape, bool).at[:, row].set(bad)
-
     def by_sequence(self, r: Recurrence, bad: Bool[Array, "B T"]) -> Bool[Array, "N"]:
         """Return whether any token of each sequence of r is bad."""
         if r.boundaries is None:

@@ -145,7 +145,7 @@ def without_spoiled_tokens(run: Callable) -> Callable:
 
     def again(r: Recurrence):
         documents = Documents.of(r)
-        carried, own = bad_tokens(r, documents, {"q": r.q}), documents.any_bad(too_large(r.q, LARGE))
+        carried, own = bad_tokens(r, documents, [r.q]), largest(documents, [r.q]) > LARGE
         lost, _ = documents.reach(carried)
         own &= ~lost
         found = run(without(r, documents, lost, own))
@@ -165,11 +165,11 @@ def without_spoiled_documents(run: Callable) -> Callable:
 
     def again(r: Recurrence, d_output, d_final, *residuals):
         documents = Documents.of(r)
-        bad = bad_tokens(r, documents, {"q": r.q, "d_output": d_output}, d_final, whole=True)
+        bad = bad_tokens(r, documents, [r.q, d_output], d_final, whole=True)
         _, lost = documents.reach(bad)
         d_output = filled(d_output, lost, 0)
         d_final = None if d_final is None else filled_states(r, d_final, documents, lost, 0)
-        residuals = [Residuals(jnp.where(too_large(x.states, LARGE), 0, x.states), x.out_of_range) for x in residuals]
+        residuals = [Residuals(jnp.where(magnitude(x.states) > LARGE, 0, x.states), x.out_of_range) for x in residuals]
         d = run(without(r, documents, lost, jnp.zeros_like(lost)), d_output, d_final, *residuals)
         return gradient_with_nan(r, d, documents, lost & documents.is_token)
 
@@ -203,53 +203,51 @@ def filled_states(r: Recurrence, states: Any, documents: Documents, lost: Array,
     return StoredStates(final, stored)
 
 
-def bad_tokens(r: Recurrence, documents: Documents, others: dict, d_final=None, whole: bool = False) -> Array:
+def bad_tokens(r: Recurrence, documents: Documents, others: list[Array], d_final=None, whole: bool = False) -> Array:
     """Return which tokens may not be read, [B, T]: those that are not finite, or else those that may overflow.
 
     others: arrays of tokens that count beside those which a state carries. In a forward q alone does not count, since it reaches
     its own output only. whole: whether `others` count as bad, and not only against a search for what overflows.
     """
     carried = [r.k, r.v] + ([] if r.erasure is None else [beta_of(r)])
-    gates = bad_gates(r, documents)
-    states = bad_states(r, documents, d_final, LARGE)
-    not_finite = gates | states | any_of(documents, carried, LARGE)
-    beside = any_of(documents, others.values(), LARGE)
-    suspect = gates | bad_states(r, documents, d_final, SUSPECT) | any_of(documents, carried, SUSPECT)
-    suspect |= any_of(documents, others.values(), SUSPECT) | grows(r, documents)
-    is_found = (not_finite | beside).any()
-    return jnp.where(is_found, not_finite | beside if whole else not_finite, suspect)
+    size = jnp.maximum(largest_of_states(r, documents, d_final), largest(documents, carried))
+    beside, gates = largest(documents, others), bad_gates(r, documents)
+    not_finite = gates | (size > LARGE)
+    of_all = not_finite | (beside > LARGE)
+    suspect = gates | (size > SUSPECT) | (beside > SUSPECT) | grows(r, documents)
+    return jnp.where(of_all.any(), of_all if whole else not_finite, suspect)
 
 
-def any_of(documents: Documents, arrays, limit: float) -> Array:
-    """Return which tokens have numbers beyond the limit in one of the arrays."""
-    bad = jnp.zeros_like(documents.is_token)
-    for x in arrays:
-        bad |= documents.any_bad(too_large(x, limit))
-    return bad
+def largest(documents: Documents, arrays: list[Array]) -> Array:
+    """Return the largest magnitude of each token in these arrays, [B, T] in float32; inf for NaN, and 0 for padding."""
+    each = [magnitude(x).reshape(*x.shape[:2], -1).max(2) for x in arrays]
+    return jnp.where(documents.is_token, functools.reduce(jnp.maximum, each), 0)
 
 
-def too_large(x: Array, limit: float) -> Array:
-    """Return where x is beyond the limit, inf or NaN."""
-    return ~(jnp.abs(x.astype(jnp.float32)) <= limit)
+def magnitude(x: Array) -> Array:
+    """Return |x| in float32, inf for NaN."""
+    x = jnp.abs(x.astype(jnp.float32))
+    return jnp.where(jnp.isnan(x), jnp.inf, x)
 
 
-def bad_states(r: Recurrence, documents: Documents, d_final, limit: float) -> Array:
-    """Return marks where states enter that are beyond the limit: the initial state at the row that the scan takes first, and
-    gradients of states behind the tokens that they follow."""
-    bad = jnp.zeros_like(documents.is_token)
+def largest_of_states(r: Recurrence, documents: Documents, d_final) -> Array:
+    """Return the largest magnitude of the states that enter at each row of memory, [B, T]; 0 where none enters.
 
-    def each(x):
-        return too_large(x, limit).reshape(*x.shape[:-3], -1).any(-1)
+    The initial state enters at the row that the scan takes first, and gradients of states behind the tokens that they follow.
+    """
+    found = jnp.zeros(documents.is_token.shape, jnp.float32)
+
+    def put(found, rows, states):
+        return found.at[:, rows].max(magnitude(states).reshape(*states.shape[:-3], -1).max(-1))
 
     if r.initial_state is not None:
-        bad |= documents.at(documents.first, each(r.initial_state))
+        found = put(found, documents.first, r.initial_state)
     d_final, d_states = d_final if isinstance(d_final, StoredStates) else (d_final, None)
     if d_final is not None:
-        bad |= documents.at(documents.last, each(d_final))
+        found = put(found, documents.last, d_final)
     if d_states is not None and d_states.shape[1]:
-        rows = rows_before_states(r, d_states.shape[1])
-        bad = bad.at[:, rows].set(bad[:, rows] | each(d_states))
-    return bad
+        found = put(found, rows_before_states(r, d_states.shape[1]), d_states)
+    return found
 
 
 def rows_before_states(r: Recurrence, count: int) -> Array:
