@@ -158,7 +158,7 @@ def test_a_first_call_inside_jit_is_traced_once():
 
 
 def test_import_costs_little():
-    """The best of three processes takes less than 0.3 s beyond JAX's own import."""
-    code = "import time, jax; start = time.perf_counter(); import glax; print(time.perf_counter() - start)"
+    """The best of three processes computes for less than 0.3 s beyond JAX's own import, whatever else the machine does."""
+    code = "import time, jax; start = time.process_time(); import glax; print(time.process_time() - start)"
     runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True) for _ in range(3)]
     assert min(float(run.stdout) for run in runs) < 0.3

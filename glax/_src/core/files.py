@@ -9,7 +9,7 @@ import pathlib
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 try:
     import fcntl
@@ -18,7 +18,7 @@ except ImportError:  # a system without locks of POSIX
 
 LIMIT = 64 << 20  # bytes; enough for tens of thousands of measurements
 DEPTH = 32  # levels of nesting; an export has 8
-KINDS = {"d": "a directory", "p": "a FIFO", "c": "a device", "b": "a device", "s": "a socket"}
+KINDS = {"l": "a link", "d": "a directory", "p": "a FIFO", "c": "a device", "b": "a device", "s": "a socket"}
 
 STAGED, COMMITTED = ".glax-", ".glax.saved"  # a folder being written (a random name follows), and one complete
 
@@ -70,6 +70,61 @@ def read_regular(path: pathlib.Path, most: int = -1) -> tuple[os.stat_result, by
         found = os.fstat(file.fileno())
         require_regular(path, found.st_mode)
         return found, file.read(most)
+
+
+def read_trusted(path: pathlib.Path, base: pathlib.Path) -> bytes:
+    """Return the content of a file that nobody but this user can have written: code that runs in this process.
+
+    The file, and the folders below `base` that lead to it, must be no links, must belong to this user or to root, and nobody
+    else may be able to write to them. Raises OSError otherwise, for other than regular files, and for more than LIMIT bytes.
+    """
+    for folder in below(base, path.parent):
+        check_trusted(folder, os.lstat(folder), stat.S_ISDIR)
+    check_trusted(path, os.lstat(path), stat.S_ISREG)
+    with open(path, "rb", opener=open_without_waiting) as file:
+        check_trusted(path, os.fstat(file.fileno()), stat.S_ISREG)
+        content = file.read(LIMIT + 1)
+    if len(content) > LIMIT:
+        raise OSError(errno.EFBIG, f"Larger than {LIMIT >> 20} MiB", str(path))
+    return content
+
+
+def check_trusted(path: pathlib.Path, found: os.stat_result, is_of_kind: Callable[[int], bool]):
+    """Raise OSError unless `found` is of that kind, belongs to this user or to root, and nobody else may write to it."""
+    if not is_of_kind(found.st_mode):
+        kind = KINDS.get(stat.filemode(found.st_mode)[0], "a regular file")
+        raise OSError(errno.EINVAL, f"Not what glax makes there, but {kind}", str(path))
+    if not hasattr(os, "getuid"):  # Windows has neither owners nor modes of this form
+        return
+    if found.st_uid not in (os.getuid(), 0):
+        raise PermissionError(errno.EPERM, f"Belongs to user {found.st_uid}, not to this one: remove it", str(path))
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, "Others can write to it: chmod go-w, or remove it", str(path))
+
+
+def below(base: pathlib.Path, path: pathlib.Path) -> list[pathlib.Path]:
+    """Return the folders from below `base` to `path`, the outermost first."""
+    return [base.joinpath(*path.relative_to(base).parts[: i + 1]) for i in range(len(path.relative_to(base).parts))]
+
+
+def make_folders(path: pathlib.Path, base: pathlib.Path):
+    """Make the folders from `base` to `path` that are missing, which only this user can enter, whatever the umask.
+
+    Raises OSError if one of them below `base` is a link or no folder, which glax never makes.
+    """
+    base.parent.mkdir(parents=True, exist_ok=True)
+    for folder in (base, *below(base, path)):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        check_folders(folder, base)
+
+
+def check_folders(path: pathlib.Path, base: pathlib.Path):
+    """Raise OSError if a folder from below `base` to `path` is missing, or is a link or no folder."""
+    for folder in below(base, path):
+        if not stat.S_ISDIR(mode := os.lstat(folder).st_mode):
+            kind = KINDS.get(stat.filemode(mode)[0], "a regular file")
+            raise OSError(errno.EINVAL, f"Not a folder, but {kind}", str(folder))
 
 
 def open_without_waiting(path, flags: int) -> int:

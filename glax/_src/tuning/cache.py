@@ -16,7 +16,18 @@ from typing import Any
 
 import jax
 
-from glax._src.core.files import LIMIT, ContentError, Stamp, cache_folder, read_json, replacing, set_aside, stamp_of
+from glax._src.core.files import (
+    LIMIT,
+    ContentError,
+    Stamp,
+    cache_folder,
+    check_folders,
+    make_folders,
+    read_json,
+    replacing,
+    set_aside,
+    stamp_of,
+)
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.tuning.device import device_kind, libraries
@@ -130,6 +141,8 @@ class PersistentCache:
         """Return the content of a file; {} if it is missing or cannot be read. A file is parsed again only after it has
         changed."""
         try:
+            if not self.any_compiler:  # a package may be installed as links, a cache of measurements is not
+                check_folders(path.parent, path.parents[2])
             if self.parsed.get(path, (None,))[0] != stamp_of(os.stat(path)):
                 self.parsed[path] = load(path)
             return self.parsed[path][1]
@@ -166,7 +179,7 @@ class PersistentCache:
     def merge(self, path: pathlib.Path, about: dict, entries: dict):
         """Add entries to a file, or make it. Raises OSError if the file cannot be written, or if its present content cannot be
         read."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent, path.parents[2])
         with locked(path):
             old = self.read_locked(path).get("entries", {})
             content = dict(format=FORMAT, **about, entries=dict(sorted((old | entries).items())))

@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from pathlib import Path
 
-from glax._src.core.files import cache_folder, replacing
+from glax._src.core.files import cache_folder, make_folders, read_trusted, replacing
 from glax._src.kernels.cuda.nvrtc import Compiler, load_compiler
 
 DEVICE = Path(__file__).parent / "device"
@@ -31,8 +31,9 @@ def device_source() -> str:
 def image_of(constants: tuple[tuple[str, int], ...], architecture: str) -> Image:
     """Return the program with these constants for an architecture such as "sm_90".
 
-    Stored code is used if its digest is right. Damaged code is compiled again and replaced. A folder that cannot be written
-    costs a warning. Raises CompileError if NVRTC rejects the program, and RuntimeError if there is no NVRTC.
+    Stored code is used if its digest is right and nobody else can have written it. Damaged code is compiled again and replaced.
+    A folder that cannot be written, and a file that is not trusted, cost a warning. Raises CompileError if NVRTC rejects the
+    program, and RuntimeError if there is no NVRTC.
     """
     compiler = load_compiler()
     if not isinstance(compiler, Compiler):
@@ -42,11 +43,11 @@ def image_of(constants: tuple[tuple[str, int], ...], architecture: str) -> Image
     key = hashlib.sha256(f"{source}\n{architecture}\n{version}".encode()).hexdigest()[:32]
     folder = cache_folder()
     path = None if folder is None else folder / "cuda" / f"{architecture}-nvrtc{version}" / f"{key}.cubin"
-    if path is not None and (code := stored(path)) is not None:
+    if folder is not None and path is not None and (code := stored(path, folder)) is not None:
         return Image(key, code)
     code, _ = compiler.cubin(source, options(architecture))
-    if path is not None:
-        store(path, code)
+    if folder is not None and path is not None:
+        store(path, folder, code)
     return Image(key, code)
 
 
@@ -59,20 +60,27 @@ def options(architecture: str) -> list[str]:
     return [f"--gpu-architecture={architecture}", "-std=c++17"]
 
 
-def stored(path: Path) -> bytes | None:
-    """Return the code in a file; None if the file is missing or damaged."""
+def stored(path: Path, folder: Path) -> bytes | None:
+    """Return the code in a file below the cache folder; None if the file is missing or damaged.
+
+    The digest lies in the same file, so it shows damage alone. What anybody else may have written is not read, with a warning.
+    """
     try:
-        content = path.read_bytes()
-    except OSError:
+        content = read_trusted(path, folder)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        warnings.warn(f"glax does not read a stored CUDA program, and compiles it again: {error}", stacklevel=2)
         return None
     mark, digest, code = content[: len(MARK)], content[len(MARK) : len(MARK) + 32], content[len(MARK) + 32 :]
     return code if mark == MARK and digest == hashlib.sha256(code).digest() else None
 
 
-def store(path: Path, code: bytes):
+def store(path: Path, folder: Path, code: bytes):
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent, folder)
         with replacing(path) as written:
+            written.touch(mode=0o600)
             written.write_bytes(MARK + hashlib.sha256(code).digest() + code)
     except OSError as error:
         warnings.warn(
