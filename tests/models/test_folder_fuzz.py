@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 NAMES = sorted(TENSORS)
 BAD_NAMES = (5, None, [], {}, "", "..", "../x.safetensors", "/x.safetensors", "a\\b.safetensors", "gone.safetensors")
 DAMAGES = ("ghost", "name", "no map", "cut", "lost", "extra", "bytes")
-HARMLESS = ("rotary", "pickle", "killed save", "unlisted", "readme", "head as embedding")
+HARMLESS = ("rotary", "pickle", "killed save", "unlisted", "readme", "head as embedding", "further key")
 
 folders = st.fixed_dictionaries(
     dict(
@@ -52,6 +52,7 @@ def make(folder: pathlib.Path, plan) -> dict[str, np.ndarray]:
     """Write the folder of a plan. Return the tensors that a reader must find, by name."""
     config = {k: v for k, v in CONFIG.items() if k != "dtype"} | dict(tie_word_embeddings=is_tied(plan))
     config |= {} if plan["config_dtype"] is None else {plan["config_key"]: plan["config_dtype"]}
+    config |= dict(made_up="x") if "further key" in plan["harmless"] else {}
     (folder / "config.json").write_text(json.dumps(config))
     wanted, victim, damage = tensors_of(plan), plan["victim"], plan["damage"]
     stored = dict(wanted)
@@ -123,6 +124,8 @@ def check_read(folder: pathlib.Path, plan, wanted):
         assert found[name].dtype == value.dtype
         np.testing.assert_array_equal(found[name], value)
     assert str(model.dtype) == activations(plan, wanted)
+    written, config = (json.loads((x / "config.json").read_text()) for x in (out, folder))
+    assert written.keys() == config.keys() and written.get("made_up") == config.get("made_up")
     return model
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import glax.models
-from glax._src.core.files import COMMITTED
+from glax._src.core.files import COMMITTED, staging
 from tests.models.folders import INDEX, WEIGHTS, assert_same, copied, make_sharded, scaled, write_index
 
 
@@ -135,6 +135,18 @@ assert seen == {1.0, 2.0} and left_behind > 10, (seen, left_behind)
 def test_a_save_that_is_killed_anywhere_leaves_one_whole_model_and_the_next_save_cleans_up(tmp_path):
     done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.fast
+def test_the_folder_of_a_save_that_lives_is_not_taken_for_abandoned(tmp_path):
+    (tmp_path / ".glax-dead").mkdir()
+    (tmp_path / ".glax-file").write_text("mine")
+    with staging(tmp_path) as first:
+        assert not (tmp_path / ".glax-dead").exists()
+        with staging(tmp_path) as second:
+            assert first.is_dir() and second.is_dir() and first != second
+        assert first.is_dir()
+    assert [x.name for x in tmp_path.iterdir()] == [".glax-file"]
 
 
 def test_a_save_that_fails_leaves_the_old_model_and_nothing_else(folder, monkeypatch):
