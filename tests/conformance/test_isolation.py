@@ -13,9 +13,10 @@ import pytest
 import glax
 from glax._src.core.registry import KernelSpec, kernel_registry
 from glax._src.kernels import load_kernels
+from glax._src.kernels.xla.isolated import run_checked
 from glax._src.solve.dispatch import Choice, run_spec
 from glax.testing.cases import Case
-from tests.poison import LAYOUTS, Layout, leaks, operands_of
+from tests.poison import LAYOUTS, Layout, leaks, operands_of, spoiled
 
 load_kernels()
 NATIVE = ("recurrent/cpp/cpu", "recurrent.vjp/cpp/cpu")
@@ -76,6 +77,22 @@ def test_public_calls_keep_segments_apart(options):
         poisoned = [x.at[:, 100].set(jnp.nan) if i == j else x for j, x in enumerate(arrays)]
         for got, want in zip(outputs_and_gradients(poisoned), clean, strict=True):
             np.testing.assert_allclose(got[:, others], want[:, others], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel,form", [("chunked/xla/any", "head"), ("chunked.vjp/xla/any", "none")])
+def test_what_is_computed_again_keeps_packed_sequences_apart(kernel, form):
+    """As on GPUs, here of results that are never finite."""
+    layout, spec = LAYOUTS["cu_seqlens"], kernel_registry.kernels[kernel]
+    operands = operands_of(layout.case(form))
+    clean = programs_of(spec)[spec.is_gradient](*operands[: 3 if spec.is_gradient else 1])
+
+    def spoiling(r, *given):
+        return jax.tree.map(lambda x: x * jnp.nan, clean)
+
+    program = jax.jit(functools.partial(run_checked, spoiling))
+    found = leaks(layout, operands, *((None, program) if spec.is_gradient else (program, None)), few=True)
+    got = program(*operands[: 3 if spec.is_gradient else 1])
+    assert not found and not spoiled(layout, (), got, clean, False, 1e-4), "\n".join(found)
 
 
 @pytest.mark.fast

@@ -22,6 +22,7 @@ from glax._src.kernels.xla.chunk_window import (
     scan_outputs,
     start,
 )
+from glax._src.kernels.xla.isolated import isolate
 from glax._src.kernels.xla.recurrent import recurrent, stays_in_cache
 
 
@@ -140,6 +141,7 @@ def chunked_with_residuals(r: Recurrence, *, config: ChunkedConfig) -> tuple[Out
     supports=delta_chunk.supports,
     erases=True,
     mixes_segments=lambda r: True,
+    isolate=isolate,
 )
 def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     """Compute the recurrence in chunks. At a time, memory holds one state per head, or those of one block."""
@@ -154,6 +156,7 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     supports=delta_chunk.supports,
     erases=True,
     mixes_segments=lambda r: True,
+    isolate=isolate,
 )
 def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: ChunkedConfig

@@ -1,23 +1,84 @@
-"""Compute a recurrence with segments token by token, so that no segment reads another one's rows.
+"""Compute a recurrence token by token where its results are not finite, so that no sequence or segment reads another's rows.
 
 The chunks of other kernels hold tokens of several segments. A gate of -inf keeps these apart only while all numbers are finite,
 because 0 times NaN or inf is NaN. Here a reset selects a state of zeros.
 """
 
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool
 
+from glax._src.core.backend import Backend
 from glax._src.core.erasure import Erasure
-from glax._src.core.recurrence import Outputs, Recurrence
+from glax._src.core.recurrence import Outputs, Recurrence, varying_like
 from glax._src.kernels.xla.delta_recurrent import delta_by_token, delta_gradient_by_token
 
+Tree = TypeVar("Tree")
+Resets = Bool[Array, "B T"] | None
 
-def isolated_outputs(r: Recurrence, resets: Bool[Array, "B T"]) -> Outputs:
-    """Compute the outputs and final states of r. resets: tokens that start from a state of zeros; their gates are -inf."""
+
+def isolate(run: Callable[..., Any], r: Recurrence, *given) -> Any:
+    """Return run(r, *given), checked where r is packed and runs on a GPU: NaN of one sequence reached others there."""
+    if r.boundaries is None or Backend.here() is not Backend.GPU:
+        return run(r, *given)
+    return run_checked(run, r, *given)
+
+
+def run_checked(run: Callable[..., Any], r: Recurrence, *given, resets: Resets = None) -> Any:
+    """Return run(r, *given), computed again token by token where it is not finite.
+
+    run: (r) -> Outputs or (Outputs, Residuals), or (r, d_output, d_final, *residuals) -> Recurrence. resets: see
+    `isolated_outputs`.
+    """
+    found = run(r, *given)
+    if given:
+        d_output, d_final, *_ = given
+        return if_finite(found, functools.partial(isolated_gradient, r, d_output, d_final, resets))
+    again = functools.partial(isolated_outputs, r, resets)
+    if isinstance(found, Outputs):
+        return if_finite(found, again)
+    # The gradient checks its own results, whatever the residuals hold.
+    outputs, residuals = found
+    return if_finite(outputs, again), residuals
+
+
+def if_finite(found: Tree, again: Callable[[], Tree]) -> Tree:
+    """Return `found` if all of its numbers are finite, else again().
+
+    A loop of at most one iteration overwrites `found` in place. lax.cond would copy it. The loop carries every array as a matrix:
+    XLA would else carry them with time first, as again() forms them, and transpose `found` before and after the loop.
+    """
+
+    def as_matrices(tree):
+        return jax.tree.map(lambda x: x.reshape(x.shape[0], math.prod(x.shape[1:])), tree)
+
+    def overwrite(carry):
+        return jax.tree.map(varying_like, (jnp.ones((), bool), as_matrices(again())), carry)
+
+    _, matrices = lax.while_loop(lambda carry: ~carry[0], overwrite, (all_finite(found), as_matrices(found)))
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), matrices, found)
+
+
+def all_finite(tree) -> Bool[Array, ""]:
+    """Return whether all numbers of a tree's arrays are finite."""
+    # XLA for CPUs forms such a sum in vectors, unlike a reduction of booleans.
+    sums = [(x * 0).sum(dtype=jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree)]
+    return jnp.isfinite(sum(sums, jnp.float32(0)))
+
+
+def isolated_outputs(r: Recurrence, resets: Resets) -> Outputs:
+    """Compute the outputs and final states of r. resets: tokens that start from a state of zeros; their gates are -inf. None if
+    there are none."""
     return delta_by_token(erasing_nothing(r), resets)
 
 
-def isolated_gradient(r: Recurrence, d_output, d_final, resets: Bool[Array, "B T"]) -> Recurrence:
+def isolated_gradient(r: Recurrence, d_output, d_final, resets: Resets) -> Recurrence:
     """Compute the gradient in every array of r, as `isolated_outputs` computes r."""
     gradient = delta_gradient_by_token(erasing_nothing(r), d_output, d_final, resets)
     return gradient if r.erasure is not None else gradient.replace(erasure=None)

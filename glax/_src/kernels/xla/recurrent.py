@@ -16,6 +16,7 @@ from glax._src.core.recurrence import Outputs, Recurrence, is_symbol, spread_hea
 from glax._src.core.registry import Backend, Platform, kernel_registry
 from glax._src.kernels.xla import chunk_parallel
 from glax._src.kernels.xla.delta_recurrent import delta_by_token, delta_gradient_by_token
+from glax._src.kernels.xla.isolated import isolate
 
 
 def priority(r: Recurrence) -> int:
@@ -104,7 +105,13 @@ def decay_by_token(log: Float[Array, "T *rest"]) -> Float[Array, "T *rest"]:
 
 
 @kernel_registry.register(
-    "recurrent", Platform.XLA, Backend.ANY, priority=priority, erases=True, mixes_segments=lambda r: True
+    "recurrent",
+    Platform.XLA,
+    Backend.ANY,
+    priority=priority,
+    erases=True,
+    mixes_segments=lambda r: True,
+    isolate=isolate,
 )
 def recurrent(r: Recurrence, *, config) -> Outputs:
     """Compute the outputs and final states by a scan over tokens."""
@@ -154,6 +161,7 @@ def vjp_supports(r: Recurrence) -> str | None:
     supports=vjp_supports,
     erases=True,
     mixes_segments=lambda r: True,
+    isolate=isolate,
 )
 def recurrent_vjp(r: Recurrence, d_output, d_final, *, config) -> Recurrence:
     """Compute the gradient of every input of a recurrence with an erasure, token by token; see `delta_recurrent`."""
