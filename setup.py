@@ -1,18 +1,23 @@
 """Build the libraries of C++: native CPU kernels, and the launcher of CUDA programs.
 
-Without a C++ compiler glax still installs and reports the reason at run time.
+Without a C++ compiler glax still installs, as a wheel for any platform, and says so on the terminal and at run time.
 """
 
+import contextlib
 import importlib.util
 import os
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 KERNELS = Path("glax/_src/kernels")
 FLAGS = ["-std=c++17", "-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra"]
+# They change what sums and exponentials give, and linked with them a library leaves denormal numbers at 0 in the whole process.
+INEXACT = {"-ffast-math", "-Ofast", "-funsafe-math-optimizations", "-fassociative-math", "-freciprocal-math",
+           "-ffinite-math-only", "/fp:fast"}  # fmt: skip
 
 
 def folder_of(extension: Extension) -> Path:
@@ -23,6 +28,8 @@ class BuildNative(build_ext):
     """Build each library by itself: one that fails leaves build_failure.txt, which kernels/common/library.py reads."""
 
     def run(self):
+        self.failed: list[str] = []
+        self.in_source = self.inplace  # setuptools builds elsewhere first, and copies what was built
         for extension in self.extensions:
             self.reason(extension).unlink(missing_ok=True)
         try:
@@ -45,14 +52,19 @@ class BuildNative(build_ext):
 
     def reason(self, extension: Extension) -> Path:
         path = folder_of(extension) / "build_failure.txt"
-        return path if self.inplace else Path(self.build_lib, path)
+        return path if self.in_source else Path(self.build_lib, path)
 
     def fail(self, extension: Extension, error: Exception):
         text = str(error).strip() or type(error).__name__
         path = self.reason(extension)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
-        print(f"glax: {extension.name} was not built: {text}", file=sys.stderr)
+        self.failed.append(extension.name)
+        tell(f"glax: {extension.name} was not built: {text}")
+
+    def get_outputs(self) -> list[str]:
+        """Return the libraries that were built: setuptools would name those that were not, too."""
+        return [path for path in super().get_outputs() if Path(path).exists()]
 
     def copy_extensions_to_source(self):
         extensions = self.extensions
@@ -63,9 +75,37 @@ class BuildNative(build_ext):
         self.extensions = extensions
 
     def build_extensions(self):
+        if inexact := sorted(INEXACT & flags_of(self.compiler)):
+            raise ValueError(
+                f"{' '.join(inexact)} gives other numbers: leave it out of CFLAGS, CXXFLAGS, LDFLAGS and CC"
+            )
         # Each instruction set is a file of its own: compile them in parallel.
         self.parallel = os.cpu_count()
         super().build_extensions()
+
+
+class Wheel(bdist_wheel):
+    """Name a wheel without libraries of C++ as one for any platform."""
+
+    def run(self):
+        self.run_command("build_ext")
+        if len(self.get_finalized_command("build_ext").failed) == len(self.distribution.ext_modules):
+            self.root_is_pure = True
+            tell("glax: the wheel has no native kernels, so it is for any platform: XLA's kernels run in their place")
+        super().run()
+
+
+def flags_of(compiler) -> set[str]:
+    """Return all words of a compiler's commands."""
+    named = ("compiler", "compiler_so", "compiler_cxx", "compiler_so_cxx", "linker_so", "linker_so_cxx")
+    return {word for name in named for word in getattr(compiler, name, None) or ()}
+
+
+def tell(text: str):
+    """Print to standard error, which pip shows under -v alone, and to the terminal, if there is one."""
+    print(text, file=sys.stderr)
+    with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+        print(text, file=terminal)
 
 
 def extension(name: str, sources: list[Path]) -> Extension:
@@ -80,5 +120,5 @@ setup(
         extension("glax._src.kernels.cpu._native", native),
         extension("glax._src.kernels.cuda._launch", launch),
     ],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
 )

@@ -1,5 +1,10 @@
 // The interface of the kernels: their arguments, and the table of functions that each instruction set provides.
 #pragma once
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__) || \
+    defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__)
+#error "glax's kernels compare with infinities and order their sums: compile without -ffast-math"
+#endif
+
 #include <cstdint>
 
 namespace glax {
