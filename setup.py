@@ -90,7 +90,7 @@ class Wheel(bdist_wheel):
     def run(self):
         self.run_command("build_ext")
         if len(self.get_finalized_command("build_ext").failed) == len(self.distribution.ext_modules):
-            self.root_is_pure = True
+            self.root_is_pure, self.distribution.ext_modules = True, []
             tell("glax: the wheel has no native kernels, so it is for any platform: XLA's kernels run in their place")
         super().run()
 
