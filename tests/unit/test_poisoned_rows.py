@@ -89,6 +89,9 @@ def test_the_loss_reads_rows_with_a_target_alone():
     run = jax.jit(jax.value_and_grad(next_token_loss, (0, 1)))
     wanted, found = run(x, kernel, targets), run(np.where(PADDING[..., None], np.nan, x), kernel, targets)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    x[0, 5] = np.nan  # a row with a target makes the mean NaN, and leaves the gradients of other rows
+    _, (dx, _) = run(x, kernel, targets)
+    np.testing.assert_array_equal(dx[OTHERS], wanted[1][0][OTHERS])
 
 
 def test_padding_of_no_byte_reaches_neither_logits_nor_gradients():
