@@ -30,6 +30,7 @@ from glax._src.kernels.pallas_gpu.packed_row import boundaries_within
 from glax._src.kernels.pallas_gpu.plan import C
 from glax._src.kernels.pallas_gpu.repair import repaired
 
+BEYOND = 1e24  # of a result: what is lost to cancellation beside it is not small either
 LARGE = 1e18  # whose products overflow
 SUSPECT = 1e8  # whose products of four may overflow
 GROWTH = 40.0  # nats by which gates let a state grow before it is suspect
@@ -84,7 +85,7 @@ def empty_like(x):
 
 
 def spoiled(r: Recurrence, found, d_output=None, d_final=None, residuals: Residuals | None = None) -> Array:
-    """Return 1 if results of a chunk's edge are not finite, else 0, in int32, clamped as `lax.switch` does, which is one kernel.
+    """Return 1 if results of a chunk's edge are beyond use, else 0, in int32, clamped as `lax.switch` does, which is one kernel.
 
     The outputs of a chunk's last row in scan order draw on all rows before it, and so does the gradient of q. The other gradients
     of its first row draw on all rows behind it.
@@ -99,7 +100,7 @@ def spoiled(r: Recurrence, found, d_output=None, d_final=None, residuals: Residu
         last, first = [(found if isinstance(found, Outputs) else found[0]).output], []
     edges = [*at_edges(r, last, number, True), *at_edges(r, first, number, False)]
     # [B, chunks]
-    by_chunk = [(~jnp.isfinite(x)).reshape(*x.shape[:2], -1).any(2) for x in edges]
+    by_chunk = [(~(jnp.abs(x) <= BEYOND)).reshape(*x.shape[:2], -1).any(2) for x in edges]
     found = functools.reduce(jnp.logical_or, by_chunk).astype(jnp.int32).max()
     return lax.clamp(np.int32(0), found, np.int32(1))
 
