@@ -1,11 +1,13 @@
 """Read `config.json`. Each option of a checkpoint is used, has no effect on the function that the
 model's own code computes, or raises an error."""
 
+import contextlib
+import contextvars
 import dataclasses
 import json
 import logging
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from glax.models.read_keys import READ_KEYS
 
 logger = logging.getLogger(__name__)
 REQUIRED = object()
+SILENT = contextvars.ContextVar("SILENT", default=False)  # whether options that no code reads are not named
 # Bounds of integers by key. Each is far beyond what is published, and small enough to be refused before anything is built.
 WIDEST, LAYERS, FLOAT32 = 2**18, 1024, 3.4028235e38
 MOST = {
@@ -79,6 +82,16 @@ class ModelConfig:
         return json.loads(self.text)
 
 
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Name no options that the model's own code does not read: a second build of the same config names them."""
+    before = SILENT.set(True)
+    try:
+        yield
+    finally:
+        SILENT.reset(before)
+
+
 def is_number(value: Any) -> bool:
     """Return whether the value of an option is a number. A flag is none."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -98,7 +111,8 @@ class Options:
     """Hold the options of a config, which are taken one by one. `finish` decides on options that were never taken.
 
     inside: the name of the option whose value these options are, with a point behind it; "" for config.json itself. code: the
-    row of `READ_KEYS`; model_type if None.
+    row of `READ_KEYS`; model_type if None. read: the names that the model's own code reads; every name if None. outer: the
+    options that name the others of `inside`.
     """
 
     def __init__(
@@ -108,16 +122,23 @@ class Options:
         inside: str = "",
         model_type: Any = None,
         code: str | None = None,
+        read: frozenset[str] | None = None,
+        outer: "Options | None" = None,
     ):
         self.values, self.left, self.inside = dict(values), set(values) - no_effect, inside
         self.model_type = model_type or values.get("model_type")
-        self.code = self.model_type if code is None else code
+        self.read, self.outer, self.unread = read, outer, set()
+        if outer is None and read is None:
+            self.read = READ_KEYS.get(str(self.model_type if code is None else code))
 
-    def part(self, key: str, values: Any) -> "Options":
-        """Return the options in `values`, which is the value of `key` or a part of it. Raises UnsupportedOption for no object."""
+    def part(self, key: str, values: Any, read: frozenset[str] | None = None) -> "Options":
+        """Return the options in `values`, which is the value of `key` or a part of it. Raises UnsupportedOption for no object.
+
+        read: as in the class.
+        """
         if not isinstance(values, Mapping):
             raise self.unsupported(key, f"it must hold JSON objects, got {values!r}")
-        return Options(values, frozenset(), f"{self.inside}{key}.", self.model_type)
+        return Options(values, frozenset(), f"{self.inside}{key}.", self.model_type, read=read, outer=self)
 
     def take(self, key: str, default: Any = REQUIRED) -> Any:
         """Return the value of `key`, or `default` if it is missing. Raises ValueError if there is no default."""
@@ -202,34 +223,39 @@ class Options:
 
     def finish(self):
         """Raise UnsupportedOption for options that were never taken, that the model's own code reads, and that are not off. Name
-        the other options that were never taken once at INFO. Raise ValueError for an option without effect of another kind.
+        the other options that were never taken once at INFO, with those inside of others. Raise ValueError for an option without
+        effect of another kind.
 
-        All options inside an option count as read. Which others do is in `READ_KEYS`, by the versions named there.
+        Which options of config.json are read is in `READ_KEYS`, by the versions named there.
         """
-        if not self.inside:
+        if self.outer is None:
             check_kinds(self.values)
-        unread = set() if self.inside else {key for key in self.left if not self.is_read(key)}
+        unread = {key for key in self.left if not self.is_read(key)}
         if refused := sorted(key for key in self.left - unread if not self.is_off(key)):
             rest = ", ".join(f"{self.inside}{key}={self.values[key]!r}" for key in refused)
             raise UnsupportedOption(
                 f"config.json has options that are not supported for model_type {self.model_type!r}: {rest}"
             )
-        if unread:
-            names = ", ".join(sorted(unread))
+        self.unread |= {f"{self.inside}{key}" for key in unread}
+        if self.outer is not None:
+            self.outer.unread |= self.unread
+        elif self.unread and not SILENT.get():
+            names = ", ".join(sorted(self.unread))
             logger.info("config.json has options that the code of %r does not read: %s", self.model_type, names)
 
     def is_read(self, key: str) -> bool:
-        """Return whether the model's own code reads an option of config.json."""
-        return key in READ_KEYS.get(str(self.code), self.values)
+        """Return whether the model's own code reads an option."""
+        return self.read is None or key in self.read
 
     def is_off(self, key: str) -> bool:
-        """Return whether an option has a value by which it does nothing: null, 0, false, empty, or "default"."""
+        """Return whether an option has a value by which it does nothing: null, 0, false, empty, or "default". No value does
+        nothing where the code takes every name."""
         value = self.values[key]
         if key in OFF:
             return value in OFF[key]
         if isinstance(value, Mapping) and key.startswith("rope_"):
             value = value.get("rope_type", value.get("type", "default"))
-        return not self.inside and (not value or value == "default")
+        return self.read is not None and (not value or value == "default")
 
 
 def rounded_width(key: str, width: int, ratio: float, of: str = "hidden_size") -> int:

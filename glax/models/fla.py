@@ -46,7 +46,7 @@ def attention_layers(options: Options, width: int, layers: int) -> dict[int, dic
         return {}
     found = {}
     for spec in attn if isinstance(attn, list) else [attn]:
-        part = options.part("attn", spec)
+        part = options.part("attn", spec, read=frozenset())
         chosen = part.take("layers")
         arguments = dict(
             num_heads=part.integer("num_heads"),
@@ -156,7 +156,7 @@ def assemble(
     MLP. float32: as in `Names`."""
     width, layers = more.pop("width"), options.integer("num_hidden_layers", layers)
     outer, init = outer_options(options)
-    norm: dict[str, Any] = dict(epsilon=norm_epsilon(options), param_dtype=precision.param_dtype)
+    norm: dict[str, Any] = dict(epsilon=options.number("norm_eps", 1e-6, least=0), param_dtype=precision.param_dtype)
     mlp, softmax = gated_mlp(options, width, ratio, init), attention_layers(options, width, layers)
     residuals = options.integer("attnres_block_size", None, optional=True)
     if residuals is not None and residuals != 1 and residuals % 2:
@@ -171,15 +171,6 @@ def assemble(
     more |= dict(residuals=residuals, norm_eps=norm["epsilon"])
     wide = Names(rules, float32=float32)
     return build(config, blocks, RMSNorm(width, **norm), wide, width=width, precision=precision, **outer, **more)
-
-
-def norm_epsilon(options: Options) -> float:
-    """Return norm_eps. Raises UnsupportedOption if rms_norm_eps, its name in older versions of fla, has another value."""
-    eps = options.number("norm_eps", 1e-6, least=0)
-    if options.number("rms_norm_eps", eps, least=0) != eps:
-        why = f"fla no longer reads it and takes norm_eps={eps!r}: set norm_eps to the value that the model was trained with"
-        raise options.unsupported("rms_norm_eps", why)
-    return eps
 
 
 # ---- the types -------------------------------------------------------------------------------------------------------

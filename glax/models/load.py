@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from glax.models import bamba, delta, falcon_h1, fla, granite, mamba2, minimax, nemotron_h, qwen3_next, zamba2
 from glax.models.checkpoints import DTYPES, Weights, load_into, parameters, widen
-from glax.models.config import ModelConfig, UnsupportedOption
+from glax.models.config import ModelConfig, UnsupportedOption, silent
 from glax.models.model import CausalLM, Precision
 from glax.models.quantization import DequantizedWeights, without_quantization
 from glax.models.shardings import Placement, check_mesh
@@ -110,7 +110,8 @@ def from_config(
     precision = Precision(floating("dtype", dtype) or usual, floating("param_dtype", param_dtype) or usual, rngs)
     parsed = ModelConfig.of(config) if isinstance(config, Mapping) else ModelConfig.read(Path(config))
     parsed, _ = without_quantization(parsed)
-    abstract_model(parsed)  # raises for sizes of no sense before anything is allocated
+    with silent():
+        abstract_model(parsed)  # raises for sizes of no sense before anything is allocated
     model = built(parsed, precision)
     if not isinstance(config, Mapping):
         model.folder = str(Path(config).absolute())

@@ -17,6 +17,7 @@ REMEDY = (
     "save_pretrained"
 )
 # Options of quantization_config that say which weights are quantized, which the files say too, or that choose kernels.
+READ_INSIDE = frozenset({"load_in_4bit", "load_in_8bit"})  # another quantization, whatever quant_method says
 IGNORED = ("dequantize", "fmt", "ignored_layers", "modules_to_convert", "modules_to_not_convert")
 
 
@@ -31,7 +32,7 @@ def without_quantization(config: ModelConfig) -> tuple[ModelConfig, tuple[int, i
     if not given:
         return (config if given is None else ModelConfig.of(values)), None
     options = Options(config.values, frozenset(config.values))
-    inner = options.part(KEY, given)
+    inner = options.part(KEY, given, read=READ_INSIDE)
     method = inner.take("quant_method", None)
     if method != "fp8":
         raise options.unsupported(KEY, f"quant_method must be 'fp8', got {method!r}. Otherwise {REMEDY}")
@@ -41,6 +42,7 @@ def without_quantization(config: ModelConfig) -> tuple[ModelConfig, tuple[int, i
     inner.ignore(*IGNORED)
     block = inner.take("weight_block_size", (128, 128))
     inner.finish()
+    options.finish()
     return ModelConfig.of(values), block_size(options, block)
 
 

@@ -23,6 +23,20 @@ READ_INSIDE = (
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor", "low_freq_factor", "mscale",
     "mscale_all_dim", "original_max_position_embeddings", "short_factor", "truncate", "type",
 )  # fmt: skip
+# Kinds of layers. Under such a name the code reads rotary positions of that kind alone.
+KINDS_INSIDE = frozenset(
+    [
+        "attention",
+        "chunked_attention",
+        "full_attention",
+        "hybrid",
+        "linear_attention",
+        "mamba",
+        "mlp",
+        "moe",
+        "sliding_attention",
+    ]
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +154,7 @@ def rotation(
     given, older = options.take("rope_parameters", None), options.take("rope_scaling", None)
     key = "rope_scaling" if older else "rope_parameters"
     value = older or given
-    inner = options.part(key, {} if value is None else value)
+    inner = options.part(key, {} if value is None else value, read=KINDS_INSIDE)
     kind = inner.take("rope_type", inner.take("type", "default"))
     if not isinstance(kind, str) or kind not in REQUIRED_INSIDE:
         known = ", ".join(map(repr, REQUIRED_INSIDE))

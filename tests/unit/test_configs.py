@@ -56,6 +56,40 @@ def test_a_key_that_it_reads_is_refused_by_name(config, extra, named):
     assert named in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "inside", "names"),
+    [
+        (GLA, dict(attn=[dict(layers=[0], num_heads=2, head_dim=8, qk_norm=True)]), "attn.head_dim, attn.qk_norm, zz"),
+        (BAMBA, dict(rope_parameters=dict(rope_type="default", full_attention=None)), "zz"),
+        (
+            BAMBA,
+            dict(rope_scaling=dict(rope_type="yarn", factor=2.0, finetuned=True, mrope_section=[1, 1], zz=None)),
+            "rope_scaling.finetuned, rope_scaling.mrope_section, rope_scaling.zz, zz",
+        ),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_name_inside_an_option_that_no_code_reads_is_named_once_and_saved(config, inside, names, caplog, tmp_path):
+    with caplog.at_level(logging.INFO, logger="glax"):
+        model = glax.models.from_config(config | inside | dict(zz=1), rngs=nnx.Rngs(0))
+    assert [record.getMessage().partition("does not read: ")[2] for record in caplog.records] == [names]
+    glax.models.save_pretrained(model, tmp_path)
+    assert inside.items() <= json.loads((tmp_path / "config.json").read_text()).items()
+
+
+@pytest.mark.parametrize(
+    "name", ["delta_net", "gated_deltanet", "gla", "hgrn2", "kda", "mamba2_fla", "retnet", "rwkv6"]
+)
+def test_the_older_name_of_an_epsilon_is_not_read(name, caplog):
+    """fla-core 0.6.0 reads norm_eps alone, in all its types."""
+    config = ModelConfig.read(MODELS / "fixtures" / name).values
+    with caplog.at_level(logging.INFO, logger="glax"):
+        model = abstract_model(ModelConfig.of(config | dict(rms_norm_eps=1e-3)))
+    assert "rms_norm_eps" in caplog.text
+    norms = {module.epsilon for _, module in nnx.iter_modules(model) if hasattr(module, "epsilon")}
+    assert norms and 1e-3 not in norms
+
+
 @pytest.mark.parametrize("name", sorted(glax.models.MODEL_TYPES.keys() | {"mamba2_fla", "mamba2_attention"}))
 def test_every_type_follows_the_rule(name, caplog):
     config = ModelConfig.read(MODELS / "fixtures" / name).values
@@ -146,7 +180,6 @@ def test_only_sequences_that_are_long_take_the_long_frequencies():
         ),
         (dict(rope_type="linear"), "rope_type 'linear' must come with factor"),
         (dict(rope_type="linear", factor=0), "rope_scaling.factor in config.json must be above 0, got 0"),
-        (dict(rope_type="yarn", factor=2.0, made_up=1), "rope_scaling.made_up=1"),
         (dict(rope_type="longrope", short_factor=[1.0, 2.0], long_factor=[1.0]), "it must be 1 numbers above 0"),
         (
             dict(rope_type="llama3", factor=2.0, low_freq_factor=4, high_freq_factor=1),
@@ -195,6 +228,7 @@ def test_float8_weights_are_read_with_the_scale_of_each_block(tmp_path):
         (dict(quant_method="modelopt"), "quant_method must be 'fp8', got 'modelopt'. Otherwise load the checkpoint"),
         (dict(quant_method="fp8", activation_scheme="static"), "quantization_config.activation_scheme='static'"),
         (dict(quant_method="fp8", weight_block_size=[0, 1]), "weight_block_size must be two integers"),
+        (dict(quant_method="fp8", load_in_8bit=True), "quantization_config.load_in_8bit=True"),
     ],
     ids=lambda x: next(reversed(x)) if isinstance(x, dict) else "",
 )
