@@ -8,6 +8,7 @@ from glax.models.hybrids import (
     TRAINING,
     are_layers,
     attention_sizes,
+    check_kinds_of_layers,
     hidden_act,
     mamba,
     mamba_options,
@@ -45,7 +46,8 @@ def bamba(config: ModelConfig, precision: Precision) -> CausalLM:
     if not are_layers(softmax, layers):
         raise options.unsupported("attn_layer_indices", f"it must hold layers from 0 to {layers - 1}")
     kinds = [SOFTMAX if layer in softmax else LINEAR for layer in range(layers)]
-    options.ignore("layers_block_type", "layer_types", *TRAINING)
+    check_kinds_of_layers(options, kinds)
+    options.ignore(*TRAINING)
     sizes, rope = attention_sizes(options, width, kv_heads=8), rotation(options, 10000.0, 262144, 0.5, is_fixed=True)
     bias = options.flag("attention_bias", False)
     arguments = mamba_options(options, width, eps=eps, act=act)

@@ -197,8 +197,11 @@ class Options:
             )
         return float(value[0]), float(value[1])
 
-    def flag(self, key: str, default: Any = REQUIRED) -> bool:
+    def flag(self, key: str, default: Any = REQUIRED, *, optional: bool = False) -> bool:
+        """Return the value of `key`, which is false if it is null and `optional`. Raises ValueError for any other value."""
         value = self.take(key, default)
+        if optional and value is None:
+            return False
         if not isinstance(value, bool):
             raise ValueError(f"{self.inside}{key} in config.json must be true or false, got {value!r}")
         return value

@@ -15,6 +15,7 @@ from glax.models.hybrids import (
     TRAINING,
     ScaledLM,
     attention_sizes,
+    check_kinds_of_layers,
     hidden_act,
     mamba_options,
     outer_options,
@@ -100,7 +101,8 @@ def falcon_h1(config: ModelConfig, precision: Precision) -> CausalLM:
     width, layers = options.integer("hidden_size", 4096), options.integer("num_hidden_layers", 32)
     outer, init = outer_options(options, precision, 128000, pad=0)
     eps, act = options.number("rms_norm_eps", 1e-5, least=0), hidden_act(options)
-    options.ignore("layers_block_type", "layer_types", *TRAINING)
+    check_kinds_of_layers(options, ["hybrid"] * layers, {"hybrid": "hybrid"})
+    options.ignore(*TRAINING)
     sizes, rope = attention_sizes(options, width, kv_heads=8), rotation(options, 10000.0, 8192)
     bias = options.flag("attention_bias", False)
     # Multiplying the keys multiplies the scores.
@@ -108,11 +110,11 @@ def falcon_h1(config: ModelConfig, precision: Precision) -> CausalLM:
     inside = options.integer("mamba_d_ssm", 1024, optional=True)
     arguments = mamba_options(options, width, eps=eps, act=act, inside=inside)
     arguments |= dict(
-        use_norm=options.flag("mamba_rms_norm", False),
-        norm_before_gate=options.flag("mamba_norm_before_gate", True),
+        use_norm=options.flag("mamba_rms_norm", False, optional=True),
+        norm_before_gate=options.flag("mamba_norm_before_gate", True, optional=True),
         multipliers=numbers(options, "ssm_multipliers", 5),
         input_multiplier=options.number("ssm_in_multiplier", 1.0),
-        output_bias=options.flag("projectors_bias", False),
+        output_bias=options.flag("projectors_bias", False, optional=True),
         gate_fn="silu",
     )
     multipliers = tuple(

@@ -73,7 +73,8 @@ def granite(config: ModelConfig, precision: Precision) -> CausalLM:
     top_k = options.integer("num_experts_per_tok", 2, least=min(count, 1))  # a dense model's config may have 0 of both
     if count and top_k > count:
         raise options.unsupported("num_experts_per_tok", f"it must be at most num_local_experts={count}")
-    inside, shared = options.integer("intermediate_size", 11008), options.integer("shared_intermediate_size", 1024)
+    inside = options.integer("intermediate_size", 11008, least=min(count, 1))  # of the experts
+    shared = options.integer("shared_intermediate_size", 1024)
     options.finish()
 
     def mixer(kind: str):

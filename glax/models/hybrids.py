@@ -89,8 +89,8 @@ def mamba_options(options: Options, width: int, *, eps: float, act: str, inside:
         state_width=options.integer("mamba_d_state", 256),
         groups=divisor(options, "mamba_n_groups", 1, "mamba_n_heads", heads),
         conv_size=options.integer("mamba_d_conv", 4),
-        conv_bias=options.flag("mamba_conv_bias", True),
-        bias=options.flag("mamba_proj_bias", False),
+        conv_bias=options.flag("mamba_conv_bias", True, optional=True),
+        bias=options.flag("mamba_proj_bias", False, optional=True),
         act=act,
         dt_limit=limits(options, "time_step_limit"),
         norm_eps=eps,
@@ -127,6 +127,14 @@ def layer_kinds(
         if not isinstance(value, list) or [known.get(str(x)) for x in value] != [known[x] for x in kinds]:
             raise options.unsupported(other, f"it must name the same kinds as {key}")
     return [known[kind] for kind in kinds]
+
+
+def check_kinds_of_layers(options: Options, kinds: Sequence[str], known: Mapping[Any, str] = KINDS):
+    """Raise UnsupportedOption, which names it, for a list of the layers' kinds other than `kinds`, which other options
+    determine."""
+    for key in ("layers_block_type", "layer_types"):
+        if layer_kinds(options, (key,), len(kinds), kinds, known) != list(kinds):
+            raise options.unsupported(key, f"the other options make it {list(kinds)}")
 
 
 def are_layers(given: Any, layers: int) -> bool:

@@ -109,6 +109,31 @@ def test_a_value_that_is_off_is_accepted():
     built(BAMBA | dict(is_causal=True, vision_feature_layer=None, number_of_conv_states=0))
 
 
+@pytest.mark.parametrize("name", ["bamba", "falcon_h1"])
+def test_a_list_of_kinds_that_other_options_determine_must_agree(name):
+    """transformers 5.24.0 raises for such a list of these two types, for it derives the kinds."""
+    config = ModelConfig.read(MODELS / "fixtures" / name).values
+    layers, chosen = config["num_hidden_layers"], config.get("attn_layer_indices") or []
+    words = ["hybrid"] * layers if name == "falcon_h1" else ["mamba"] * layers
+    words = ["attention" if layer in chosen else word for layer, word in enumerate(words)]
+    for key in ("layer_types", "layers_block_type"):
+        abstract_model(ModelConfig.of(config | {key: words}))
+        with pytest.raises(glax.models.UnsupportedOption, match=f"^{key}="):
+            abstract_model(ModelConfig.of(config | {key: ["attention"] * layers}))
+
+
+def test_null_is_false_for_flags_that_may_be_null_in_transformers():
+    config = ModelConfig.read(MODELS / "fixtures" / "falcon_h1").values
+    null = ("mamba_conv_bias", "mamba_proj_bias", "mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias")
+    model, want = (abstract_model(ModelConfig.of(config | dict.fromkeys(null, value))) for value in (None, False))
+    assert nnx.graphdef(model.blocks) == nnx.graphdef(want.blocks)
+
+
+def test_a_granite_without_experts_may_have_any_width_for_them():
+    config = ModelConfig.read(MODELS / "fixtures" / "granitemoehybrid").values
+    abstract_model(ModelConfig.of(config | dict(num_local_experts=0, num_experts_per_tok=0, intermediate_size=0)))
+
+
 def test_a_model_without_experts_may_have_any_values_for_them():
     sizes = dict(
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, mamba_num_heads=2, mamba_head_dim=8, n_groups=1
