@@ -43,19 +43,24 @@ KINDS_INSIDE = frozenset(
 class Rope:
     """Hold theta, the share of a head's channels that rotate, and the scaling of the inverse frequencies.
 
-    kind: the rope_type. inner: the options of the scaling, or None. original: the length of the sequences before scaling.
-    ratio: how many times longer max_position_embeddings is.
+    theta may be None where nothing rotates. theta_key: its name in config.json. kind: the rope_type. inner: the options of the
+    scaling, or None. original: the length of the sequences before scaling. ratio: how many times longer max_position_embeddings
+    is.
     """
 
-    theta: float
+    theta: float | None
     partial: float
+    theta_key: str = "rope_theta"
     kind: str = "default"
     inner: Options | None = None
     original: int = 1
     ratio: float = 1.0
 
     def arguments(self, head_width: int) -> dict[str, Any]:
-        """Return the arguments of `Attention`. Raises UnsupportedOption if an odd number of channels would rotate."""
+        """Return the arguments of `Attention`. Raises UnsupportedOption if an odd number of channels would rotate, and ValueError
+        if theta is None."""
+        if self.theta is None:
+            raise ValueError(f"{self.theta_key} in config.json must be a finite number, got None")
         width = int(head_width * self.partial)
         if width % 2 or width == 0:
             raise UnsupportedOption(
@@ -101,12 +106,13 @@ class Rope:
         factor, width = inner.number("factor", None, optional=True, above=0) or self.ratio, 2 * len(plain)
         turns = (inner.number(f"beta_{name}", None, optional=True, above=0) for name in ("fast", "slow"))
         fast, slow = (given or usual for given, usual in zip(turns, (32, 1), strict=True))
-        if self.theta <= 1:
+        base = self.theta or 0.0
+        if base <= 1:
             raise inner.unsupported("rope_type", f"rope_theta must be above 1, got {self.theta!r}")
 
         def channel(turns: float) -> float:
             """Return the pair of channels that turns so often over the original length."""
-            return width * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            return width * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         low, high = channel(fast), channel(slow)
         if inner.flag("truncate", True):
@@ -148,8 +154,9 @@ def rotation(
     rotate. is_fixed: whether partial_rotary_factor counts inside rope_parameters alone. Older versions of transformers write
     rope_theta and rope_scaling, newer versions rope_parameters. A rope_scaling that is not empty replaces rope_parameters.
     """
-    theta = options.number("rope_theta", theta, above=0)
-    share = options.number("partial_rotary_factor", 1.0 if partial is None else partial)
+    base = options.number("rope_theta", theta, optional=True, above=0)
+    share = options.number("partial_rotary_factor", 1.0 if partial is None else partial, optional=True)
+    share = 1.0 if share is None else share
     share = partial if is_fixed and partial is not None else share
     given, older = options.take("rope_parameters", None), options.take("rope_scaling", None)
     key = "rope_scaling" if older else "rope_parameters"
@@ -161,14 +168,16 @@ def rotation(
         raise options.unsupported(key, f"rope_type must be one of {known}, got {kind!r}")
     if missing := [name for name in REQUIRED_INSIDE[kind] if name not in inner.values]:
         raise options.unsupported(key, f"rope_type {kind!r} must come with {', '.join(missing)}")
-    theta, share = inner.number("rope_theta", theta, above=0), inner.number("partial_rotary_factor", share)
+    base = inner.number("rope_theta", base, optional=True, above=0)
+    share = inner.number("partial_rotary_factor", share)
     inner.ignore(*READ_INSIDE)
     inner.finish()
     if not 0 < share <= 1:
         raise ValueError(f"partial_rotary_factor in config.json must be above 0 and at most 1, got {share!r}")
     if partial is None and kind != "default" and share != 1:
         raise options.unsupported("partial_rotary_factor", f"with rope_type {kind!r} it must be 1")
-    found = Rope(theta, 1.0 if partial is None else share)
+    named = f"{inner.inside if 'rope_theta' in inner.values else ''}rope_theta"
+    found = Rope(base, 1.0 if partial is None else share, named)
     if kind == "default":
         options.ignore("original_max_position_embeddings")
         return found

@@ -180,6 +180,31 @@ def test_inverse_frequencies_are_those_of_transformers(case):
         np.testing.assert_allclose(rotation.long, case["long"], rtol=5e-7)
 
 
+def rotations(name: str, **more) -> list[Rotation | None]:
+    config = ModelConfig.read(MODELS / "fixtures" / name).values
+    config = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
+    model = abstract_model(ModelConfig.of(config | more))
+    return [layer.rotation for _, layer in nnx.iter_modules(model) if isinstance(layer, Attention)]
+
+
+def test_a_theta_of_null_counts_only_where_positions_rotate():
+    """In transformers 5.24.0 the theta of rope_parameters replaces it, and granite's models without rotation do not read it."""
+    assert set(rotations("granitemoehybrid", rope_theta=None, position_embedding_type="nope")) == {None}
+    inside = dict(rope_theta=77.0, rope_type="default")
+    given = rotations("falcon_h1", rope_theta=None, rope_parameters=inside)
+    assert given == rotations("falcon_h1", rope_theta=77.0)
+    for name in ("bamba", "falcon_h1", "minimax", "qwen3_next"):
+        with pytest.raises(ValueError, match=r"^rope_theta in config\.json must be a finite number, got None"):
+            rotations(name, rope_theta=None)
+
+
+def test_a_rotary_share_of_null_is_the_whole_head_unless_the_type_fixes_it():
+    """As in transformers 5.24.0, whose Qwen3-Next then rotates all channels, and whose Bamba half of them."""
+    assert rotations("qwen3_next", partial_rotary_factor=None) == rotations("qwen3_next", partial_rotary_factor=1.0)
+    assert rotations("bamba", partial_rotary_factor=None) == rotations("bamba")
+    assert rotations("falcon_h1", partial_rotary_factor=None) == rotations("falcon_h1")
+
+
 def test_only_sequences_that_are_long_take_the_long_frequencies():
     """Four sequences, of 3, 5, 0 and 2 tokens, by cu_seqlens and by segment_ids; and single tokens."""
     rotation = Rotation((1.0, 0.1), 2.0, (0.5, 0.01), 4)
