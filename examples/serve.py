@@ -128,6 +128,11 @@ class Server:
         prompt = request.prompt
         if not isinstance(prompt, bytes | bytearray | list | tuple) or not len(prompt):
             raise ValueError(f"prompt must be bytes, a list or a tuple of at least one token, got {prompt!r:.80}")
+        if isinstance(prompt, bytes | bytearray) and self.vocabulary > Bytes.vocabulary:
+            raise ValueError(
+                f"prompt must be a list or a tuple of tokens, because bytes cannot hold the {self.vocabulary} tokens of the "
+                f"continuation, got {prompt!r:.80}"
+            )
         for token in prompt:
             if not is_integer(token) or not 0 <= token < self.vocabulary:
                 raise ValueError(f"prompt must hold tokens from 0 to {self.vocabulary - 1}, got {token!r:.80}")

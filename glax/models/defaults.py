@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from glax._src.core.files import newest, read_json
+from glax._src.core.files import ContentError, newest, read_json
 from glax.models.model import CausalLM
 
 FILE = "generation_config.json"
@@ -67,7 +67,10 @@ def generation_defaults(model: CausalLM) -> GenerationDefaults:
     path = None if model.folder is None else newest(Path(model.folder), FILE)
     values: Any = {}
     if path is not None and os.path.lexists(path):
-        _, values = read_json(path)
+        try:
+            _, values = read_json(path)
+        except ContentError as error:
+            raise ValueError(f"{path} holds no JSON: {error}") from None
         if not isinstance(values, Mapping):
             raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
     eos = tokens_of(path, values.get("eos_token_id"))

@@ -146,7 +146,10 @@ class CausalLM(nnx.Module):
         targets = None if targets is None else checked_targets(targets, tokens.shape, self.vocabulary)
         x = self.hidden(tokens, segment_ids, pad_id)
         if targets is None:
-            targets = jnp.concatenate([tokens[:, 1:], jnp.full_like(tokens[:, :1], -1)], 1)
+            following = jnp.where(tokens < 0, self.vocabulary, tokens)[
+                :, 1:
+            ]  # no token at all, and not one without a target
+            targets = jnp.concatenate([following, jnp.full_like(tokens[:, :1], -1)], 1)
             if segment_ids is not None:
                 ids = jnp.asarray(segment_ids)
                 same, is_token = ids[:, 1:] == ids[:, :-1], differs_from_padding(ids, pad_id)

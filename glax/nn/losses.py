@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from glax._src.core.bind import check_integers, known_values
 from glax._src.core.recurrence import to_int32
+from glax.nn.parts import check_floats
 
 ROWS = 2048  # rows whose logits are formed together
 
@@ -21,6 +22,8 @@ def next_token_loss(
     `ROWS` rows at a time, so neither is ever whole in memory. A target that is not in the vocabulary makes the loss NaN, and is
     an error where its value is known.
     """
+    check_floats("x", x)
+    check_floats("kernel", kernel)
     targets = checked_targets(targets, x.shape[:-1], kernel.shape[1])
     T = targets.shape[-1]
     x, targets = x.reshape(-1, T, x.shape[-1]), targets.reshape(-1, T)

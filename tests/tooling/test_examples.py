@@ -104,6 +104,18 @@ def test_a_bad_request_is_refused_alone():
     assert got == want | dict(list=list(want["list"]))
 
 
+def test_a_prompt_of_bytes_is_refused_where_bytes_cannot_hold_the_tokens():
+    serve, options = example("serve"), dict(hidden_size=8, num_hidden_layers=1, num_heads=2, intermediate_size=8)
+    model = glax.models.from_config(dict(model_type="gla", vocab_size=300, **options), rngs=nnx.Rngs(0))
+    want = np.asarray(glax.models.generate(model, jnp.array([[1, 2]]), 3))[0].tolist()
+    requests = [serve.Request("bytes", b"\1\2", 3), serve.Request("list", [1, 2], 3)]
+    got = dict(serve.Server(model, capacity=2, rows=4).serve(requests))
+    assert str(got["bytes"]).startswith(
+        "prompt must be a list or a tuple of tokens, because bytes cannot hold the 300 tokens"
+    )
+    assert got["list"] == want
+
+
 @pytest.mark.parametrize("size", ["capacity", "rows", "max_length"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
 def test_a_server_of_no_size_is_refused(size, value):

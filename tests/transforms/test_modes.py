@@ -126,6 +126,18 @@ def segmented(platform: str | None, every: int | None):
     return functools.partial(gradient, call), dict(x=x)
 
 
+def packed_states():
+    """Packed prompts from a pool, with the states along the way."""
+    x, slots = jnp.sin(jnp.arange(128 * 2 * 4.0)).reshape(128, 2, 4), jnp.array([2, 0])
+    cuts, written = jnp.array([0, 70, 128]), jnp.array([1, -1])
+
+    def call(x, pool):
+        states = dict(states_every=64, state_slots=written)
+        return glax.prefill_into(pool, slots, x, x, x, gk=-abs(x), cu_seqlens=cuts, **states)
+
+    return functools.partial(gradient, call), dict(x=x, pool=jnp.ones((3, 2, 4, 4)))
+
+
 SEGMENTED = (("native", "cpp", None), ("xla", "xla", None), ("states", None, 64))
 CALLS = {
     f"{form}{'-packed' * packed}-{name}": functools.partial(solving, "bfloat16", platform, form, packed, **options)
@@ -145,6 +157,7 @@ CALLS = {
 CALLS |= {f"segments-{name}": functools.partial(segmented, platform, every) for name, platform, every in SEGMENTED}
 CALLS |= {f"serving-{platform}": functools.partial(serving, "bfloat16", platform) for platform in ("cpp", "xla")}
 CALLS |= {f.__name__: functools.partial(f, "bfloat16") for f in (variants, second_derivative, spread, layer)}
+CALLS["packed_states"] = packed_states
 
 
 def program(f, *operands) -> str:

@@ -171,3 +171,9 @@ def test_a_prompt_of_bytes_that_are_no_utf8_is_read_as_bytes(folder, capsys):
     model = glax.models.from_pretrained(folder)
     want = np.asarray(glax.models.generate(model, jnp.asarray([list(b"caf\xe9")]), 5))[0].tolist()
     assert capsys.readouterr().out.encode() == shown(want)
+
+
+def test_a_file_that_is_no_json_is_named(saved, folder, capsys):
+    (folder / FILE).write_text("{")
+    assert main(["generate", str(folder), "--prompt", PROMPT]) == 2
+    assert f"{folder / FILE} holds no JSON: Expecting property name" in capsys.readouterr().err

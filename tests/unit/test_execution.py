@@ -317,6 +317,22 @@ def test_explain_names_kernels_configs_selectors_and_refusals():
     assert glax.detect_platform() is glax.Platform(fastest.split("/")[1])
 
 
+@pytest.mark.parametrize(
+    "option", [dict(cfg=ChunkedConfig(16)), dict(cfg=glax.Config()), dict(platform="xla", reverse=True)]
+)
+def test_explain_takes_the_arguments_of_the_call(option):
+    def call(q):
+        return glax.recurrent(q, q, q, g_gamma=-jnp.ones(2), states_every=64, softmax_scale=0.5, **option)
+
+    gamma = -jnp.ones(2)
+    found = glax.explain(glax.recurrent, Q, Q, Q, g_gamma=gamma, states_every=64, softmax_scale=0.5, **option)
+    assert [(d.kernel, d.config) for d in found] == [(d.kernel, d.config) for d in glax.explain(call, Q)]
+    assert found[0].config == option.get("cfg", found[0].config)
+    for function in (glax.explain, glax.tune):
+        with pytest.raises(TypeError, match="fn must be a function, got 3"):
+            function(3)
+
+
 def test_what_no_kernel_can_run_is_explained():
     shapes = jax.ShapeDtypeStruct((1, 65, 2, 8), jnp.float64)
 

@@ -74,6 +74,10 @@ def test_a_token_outside_of_the_vocabulary_is_an_error_or_nan(token):
         )
         assert np.isnan(logits[0, 1:]).all(), "a token that is not in the vocabulary reads the row of another"
         assert np.isfinite(logits[0, 0]).all()
+    for place in (1, 3):  # the last token is a target alone
+        tokens = TOKENS.copy()
+        tokens[0, place] = token
+        assert np.isnan(nnx.jit(lambda model, tokens: model.loss(tokens))(MODEL, jnp.asarray(tokens)))
 
 
 def test_targets_have_the_shape_of_the_tokens_and_lie_in_the_vocabulary():
@@ -90,6 +94,10 @@ def test_targets_have_the_shape_of_the_tokens_and_lie_in_the_vocabulary():
     loss, gradients = jax.jit(jax.value_and_grad(next_token_loss, (0, 1)))(x, kernel, jnp.array([1, 5]))
     assert np.isnan(loss)
     assert all(np.isnan(d).any() for d in gradients)
+    foreign = {"x": np.ones((2, 3), ">f4"), "kernel": np.ones((3, 5), ">f4")}
+    for name, array in foreign.items():
+        with pytest.raises(TypeError, match=f"{name} must have the byte order of this machine, got >f4"):
+            next_token_loss(**dict(x=x, kernel=kernel) | {name: array}, targets=jnp.array([1, 2]))
     far = np.array([-(2**40), 3])  # int32 would hold 0
     np.testing.assert_allclose(next_token_loss(x, kernel, far), next_token_loss(x, kernel, jnp.array([-1, 3])))
 

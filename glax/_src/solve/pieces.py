@@ -108,7 +108,7 @@ class Pieces(NamedTuple):
         low, high, offset = cuts[sequence], cuts[sequence + 1], (piece - begin[sequence]) * every
         first = jnp.maximum(high - offset - every, low) if r.reverse else low + offset
         last = high - offset if r.reverse else jnp.minimum(first + every, high)
-        rows = first[:, None] + jnp.arange(every, dtype=cuts.dtype)
+        rows = first[:, None] + jnp.arange(every, dtype=cuts.dtype)[None]
         valid = (rows < last[:, None]) & (piece < begin[-1])[:, None]
         return cls(jnp.clip(rows, 0, T - 1), valid, sequence, begin)
 

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from glax._src.core.bind import is_array
 from glax._src.tuning.cache import layers, stacked, traced_layers
 from glax._src.tuning.invocation import Invocation
 from glax._src.tuning.selection import ConfigSelectorChain
@@ -143,9 +145,18 @@ def decisions(f, *args, **kwargs) -> list[Decision]:
 
 
 def trace(f, *args, **kwargs):
-    """Trace f(*args, **kwargs) without running it. JAX stores the trace with a function that exists as long as the call."""
+    """Trace f(*args, **kwargs) without running it. JAX stores the trace with a function that exists as long as the call.
 
-    def called(*args, **kwargs):
+    Arguments that are no arrays, such as a config, a platform or a flag, are known while tracing, as they are in a call. Raises
+    TypeError if f is no function.
+    """
+    if not callable(f):
+        raise TypeError(f"fn must be a function, got {f!r}")
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    traced = {i: x for i, x in enumerate(leaves) if is_array(x) and not isinstance(x, np.generic)}
+
+    def called(arrays: dict):
+        args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
         return f(*args, **kwargs)
 
-    jax.eval_shape(called, *args, **kwargs)
+    jax.eval_shape(called, traced)
