@@ -247,7 +247,7 @@ def test_scalings_that_are_not_supported_are_named(inside, text):
 # ---- float8 ----------------------------------------------------------------------------------------------------------
 
 
-def test_float8_weights_are_read_with_the_scale_of_each_block(tmp_path):
+def test_float8_weights_are_read_with_the_scale_of_each_block(tmp_path, caplog):
     """Blocks of 8 x 12 do not divide the weights. The product is that of float64, rounded once to float32."""
     model = glax.models.from_config(GLA, rngs=nnx.Rngs(0))
     glax.models.save_pretrained(model, tmp_path)
@@ -261,8 +261,11 @@ def test_float8_weights_are_read_with_the_scale_of_each_block(tmp_path):
         want[name] = (weight.astype(np.float64) * scale.astype(np.float64)[at]).astype(np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
     quantization = dict(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", weight_block_size=[8, 12])
+    quantization |= dict(load_in_8bit=False, act_per_tensor=True, kv_cache_scheme={"num_bits": 8})  # none is read or on
     (tmp_path / "config.json").write_text(json.dumps(GLA | dict(dtype="float32", quantization_config=quantization)))
-    read = glax.models.from_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, logger="glax"):
+        read = glax.models.from_pretrained(tmp_path)
+    assert "does not read: quantization_config.act_per_tensor, quantization_config.kv_cache_scheme" in caplog.text
     np.testing.assert_array_equal(read.blocks[0].attn.query.kernel[...].T, want["model.layers.0.attn.q_proj.weight"])
     glax.models.save_pretrained(read, tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
