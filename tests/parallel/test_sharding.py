@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import glax
+import glax.parallel
 from glax._src.kernels.xla.chunk_scan import ChunkedConfig
 from glax._src.solve import partitioning
 from tests.cases import Case, inputs
@@ -146,3 +147,29 @@ def close(got, want):
 @pytest.mark.fast
 def test_compiled_programs_are_named_by_the_code_of_the_whole_package():
     assert partitioning.PACKAGE.samefile(pathlib.Path(glax.__file__).parent)
+
+
+def test_segments_stay_apart_on_a_mesh():
+    """NaN in one segment reaches no other one where batch and heads are sharded, in outputs and in gradients."""
+    mesh = jax.make_mesh((2, 2), ("b", "h"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    x = jnp.sin(jnp.arange(2 * 24 * 2 * 8.0)).reshape(2, 24, 2, 8)
+    ids = jnp.asarray([[1] * 9 + [2] * 10 + [3] * 5] * 2)
+
+    @jax.jit
+    def run(x, value):
+        def f(x):
+            return glax.parallel.recurrent(
+                x, x, value, gk=-abs(x), segment_ids=ids, mesh=mesh, batch_axis="b", head_axis="h"
+            ).output
+
+        output, pull = jax.vjp(f, x)
+        return output, pull(output)[0]
+
+    clean, spoiled = run(x, x), run(x, x.at[0, 12].set(jnp.nan))
+    expected = glax.recurrent(x, x, x, gk=-abs(x), segment_ids=ids).output
+    assert_close("output", clean[0], expected, 2e-5)
+    others = jnp.asarray(ids[0] != 2)
+    for got, want in zip(spoiled, clean, strict=True):
+        assert_close("row 1", got[1], want[1], 2e-5)
+        assert_close("other segments", got[0, others], want[0, others], 2e-5)
+        assert jnp.isnan(got[0, 12:19]).any()

@@ -131,7 +131,7 @@ def axis_names(axis: Axis) -> tuple[str, ...]:
 
 def solve_on_mesh(choice: Choice, spread: Spread, r: Recurrence) -> Outputs:
     """Solve r shard by shard, with its arrays sharded over the mesh axes of `spread`."""
-    if r.segments is not None:
+    if r.segments is not None and spread.sequence_axis is not None:  # states cross shards, which exchange them by gates
         outputs = solve_on_mesh(choice, spread, r.folded)
         return outputs._replace(output=r.segments.masked(outputs.output))
     if r.boundaries is not None:
