@@ -25,7 +25,7 @@ from glax.models.model import CausalLM, Precision
 from glax.models.names import Names, renamed
 from glax.models.rope import rotation
 from glax.nn import Mamba2, RMSNorm, SwiGLU
-from glax.nn.parts import EMBED, HEADS, linear
+from glax.nn.parts import EMBED, HEADS, for_rows, linear
 from glax.nn.passes import Rows, State
 
 
@@ -47,7 +47,7 @@ class ScaledMamba2(Mamba2):
     def mix(self, x: Float[Array, "*rows width"], state: State, rows: Rows) -> tuple[Array, State]:
         factors = np.concatenate([np.full(size, factor, np.float32) for factor, size in self.parts])
         projected = self.input(x * self.input_multiplier)
-        return self.scan(projected * jnp.asarray(factors, projected.dtype), state, rows)
+        return self.scan(projected * for_rows(projected, jnp.asarray(factors), projected.dtype), state, rows)
 
 
 class ScaledMLP(SwiGLU):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import pathlib
 import re
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import glax
+import glax.models
 from glax import parallel
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
@@ -174,6 +176,23 @@ def test_promotion_is_said(call):
     for name, option in HELD_TO.items():
         with option():
             assert program(f, operands) == usual, name
+
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "models" / "fixtures"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
+def test_models_say_what_ranks_they_promote(name):
+    """The loss of packed rows, and a step in pools, of every type of model."""
+    tokens, ids = jnp.arange(12).reshape(2, 6), jnp.array([[1, 1, 0, 2, 2, 0]] * 2)
+
+    def calls():
+        model = glax.models.from_config(FIXTURES / name, rngs=nnx.Rngs(0))
+        return model.loss(tokens, None, ids, 0), model.step(tokens[:, 0], model.initial_states(3, 6), jnp.array([2, 0]))
+
+    with jax.numpy_rank_promotion("raise"):
+        loss, (logits, _) = jax.eval_shape(calls)
+    assert loss.shape == () and logits.shape[0] == 2
 
 
 RUN = {
