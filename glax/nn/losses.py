@@ -87,7 +87,7 @@ def part_loss(x: Float[Array, "B part width"], targets: Int[Array, "B part"], ke
     loss = jnp.where(used, log_total - at_target, 0).sum()
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
     total = jnp.where((targets < logits.shape[-1])[..., None], total, jnp.nan)  # no gradient belongs to a loss of NaN
-    d_logits = jnp.where(used[..., None], weights / total - is_target, 0)
+    d_logits = jnp.where(used[..., None], weights / total - is_target.astype(jnp.float32), 0)
     return loss, d_logits.astype(x.dtype)
 
 

@@ -18,6 +18,7 @@ from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.kernels.xla.chunk_scan import ChunkedConfig
 from glax.nn import GatedLinearAttention
+from glax.nn.losses import next_token_loss
 from tests.cases import FORMS, Case, cotangents, inputs, recurrence
 from tests.close import assert_close
 from tests.compiling import quick_jit
@@ -140,6 +141,14 @@ def packed_states():
     return functools.partial(gradient, call), dict(x=x, pool=jnp.ones((3, 2, 4, 4)))
 
 
+def loss():
+    """The loss of rows, of which some do not count."""
+    targets = jnp.array([[0, 3, -1], [4, -1, 1]])
+    return functools.partial(gradient, functools.partial(next_token_loss, targets=targets)), dict(
+        x=jnp.sin(jnp.arange(24.0)).reshape(2, 3, 4), kernel=jnp.cos(jnp.arange(20.0)).reshape(4, 5)
+    )
+
+
 SEGMENTED = (("native", "cpp", None), ("xla", "xla", None), ("states", None, 64))
 CALLS = {
     f"{form}{'-packed' * packed}-{name}": functools.partial(solving, "bfloat16", platform, form, packed, **options)
@@ -159,7 +168,7 @@ CALLS = {
 CALLS |= {f"segments-{name}": functools.partial(segmented, platform, every) for name, platform, every in SEGMENTED}
 CALLS |= {f"serving-{platform}": functools.partial(serving, "bfloat16", platform) for platform in ("cpp", "xla")}
 CALLS |= {f.__name__: functools.partial(f, "bfloat16") for f in (variants, second_derivative, spread, layer)}
-CALLS["packed_states"] = packed_states
+CALLS |= dict(packed_states=packed_states, loss=loss)
 
 
 def program(f, *operands) -> str:
@@ -182,7 +191,7 @@ FIXTURES = pathlib.Path(__file__).parents[1] / "models" / "fixtures"
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
-def test_models_say_what_ranks_they_promote(name):
+def test_models_say_what_they_promote(name):
     """The loss of packed rows, and a step in pools, of every type of model."""
     tokens, ids = jnp.arange(12).reshape(2, 6), jnp.array([[1, 1, 0, 2, 2, 0]] * 2)
 
@@ -190,7 +199,7 @@ def test_models_say_what_ranks_they_promote(name):
         model = glax.models.from_config(FIXTURES / name, rngs=nnx.Rngs(0))
         return model.loss(tokens, None, ids, 0), model.step(tokens[:, 0], model.initial_states(3, 6), jnp.array([2, 0]))
 
-    with jax.numpy_rank_promotion("raise"):
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         loss, (logits, _) = jax.eval_shape(calls)
     assert loss.shape == () and logits.shape[0] == 2
 
