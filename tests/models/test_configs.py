@@ -41,7 +41,6 @@ def options(config: dict) -> list[tuple[str, ...]]:
     return [(key,) for key in config] + inside
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", NAMES)
 def test_options_of_another_kind_and_numbers_of_no_size_are_named(name):
     config = CONFIGS[name]
