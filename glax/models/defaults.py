@@ -62,7 +62,7 @@ def generation_defaults(model: CausalLM) -> GenerationDefaults:
     """Return the defaults of the generation_config.json in the folder that the model was loaded from.
 
     End tokens are those of that file, else those of config.json. Tokens that the vocabulary does not have are left out. Raises
-    OSError if the file cannot be read, and ValueError, which names the key, for a value that is none.
+    OSError if the file cannot be read, and ValueError, which names the key, for a value of another kind or range.
     """
     path = None if model.folder is None else newest(Path(model.folder), FILE)
     values: Any = {}

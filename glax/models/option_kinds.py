@@ -1,4 +1,4 @@
-"""Check the kinds of options that have no effect here: a config with another kind is damaged, or of another program."""
+"""Check the kinds of options, also of those without effect here: a config with another kind is damaged, or of another program."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

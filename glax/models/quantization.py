@@ -16,8 +16,8 @@ REMEDY = (
     "load the checkpoint that it was made from, or dequantize it with transformers: model.dequantize(), then "
     "save_pretrained"
 )
-# Options of quantization_config that say which weights are quantized, which the files say too, or that choose kernels.
 READ_INSIDE = frozenset({"load_in_4bit", "load_in_8bit"})  # another quantization, whatever quant_method says
+# Options of quantization_config that say which weights are quantized, which the files say too, or that choose kernels.
 IGNORED = ("dequantize", "fmt", "ignored_layers", "modules_to_convert", "modules_to_not_convert")
 
 

@@ -1,7 +1,8 @@
 """Compute softmax attention of rows that each read an interval of keys, at the cost of the intervals.
 
 A row that is not finite makes NaN of the rows that read it, and of no other: scores, weights and their gradients are selected
-by the intervals, for 0 * NaN is NaN. What the products sum over is finite. A row that is not is 0 there, and its scores are NaN.
+by the intervals, for 0 * NaN is NaN. The products sum over finite numbers alone: a row that is not finite is 0 in them, and its
+scores are NaN.
 """
 
 import functools

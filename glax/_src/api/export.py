@@ -13,8 +13,8 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """Return what jax.export has to be given as `disabled_checks` to export a program that calls glax.
 
     jax.export refuses every custom call whose format JAX does not promise to read later, and the kernels for CPUs and GPUs are
-    such calls. An exported program therefore runs where the version of glax, and on GPUs of JAX and Triton, that exported it is
-    imported. Programs of XLA's kernels (platform="xla") need no exemption.
+    such calls. An exported program therefore needs the version of glax that exported it, and on GPUs also those of JAX and
+    Triton. Programs of XLA's kernels (platform="xla") need no exemption.
 
         exported = jax.export.export(jax.jit(f), disabled_checks=glax.export_checks())(*shapes)
     """

@@ -2,14 +2,15 @@
 
 A document is a sequence, or a segment of a row. Kernels that take several documents as one row multiply masked scores of 0 by all
 rows of a chunk, and clear a state by a decay of 0. A NaN or an inf passes both. What it reaches, it reaches in all later rows in
-scan order, or in all rows of a chunk. So a result is finite everywhere if the rows at the edges of its chunks are:
+scan order, or in all rows of a chunk. So a result is finite everywhere if the rows at the edges of its chunks are.
 
     results = run(operands)                      as without other documents
     if the rows at the edges of chunks are not all finite:
         results = run(operands without the rows of the documents that are not finite)
         the rows of these documents = NaN
 
-The branch is a node of the GPU's graph, so the host does not wait. Without a NaN it writes nothing (`repair`).
+JAX 0.12 makes the branch a node of the GPU's graph. With JAX 0.11 the host reads its flag, so a call waits for the one before.
+Where all is finite the branch writes nothing (`repair`).
 """
 
 import functools
@@ -60,7 +61,7 @@ def shares_rows(r: Recurrence, d_output=None, d_final=None, residuals=None) -> b
 
 
 def merged(is_spoiled: Array, r: Recurrence, found, results):
-    """Return the results where they are spoiled, else those that were found.
+    """Return `results` if those that were found are spoiled, else `found`.
 
     Final states have a kernel of their own, which XLA drops where they are not used. Those of sequences are never spoiled.
     """
@@ -106,7 +107,7 @@ def spoiled(r: Recurrence, found, d_output=None, d_final=None, residuals: Residu
 
 
 def at_edges(r: Recurrence, arrays: list[Array], number: int, last: bool) -> list[Array]:
-    """Return the tokens of x [B, T, ...] by which the scan leaves its chunks, or by which it enters them, if not `last`.
+    """Return the tokens of arrays [B, T, ...] by which the scan leaves its chunks, or by which it enters them, if not `last`.
 
     The results are [B / number, chunks, ...]. number: the sequences of a row that the kernels read. Padding is passed over, for
     its results are set to 0.

@@ -28,20 +28,20 @@ FASTER, SLOWER = 15, 5
 
 
 def forward_priority(r: Recurrence) -> int:
-    """Return a priority above Triton's, or below it where narrow heads are copied to much wider ones (`copies_much`)."""
+    """Return a priority above Triton's, or below it where narrow heads are copied to much wider blocks (`copies_much`)."""
     return SLOWER if copies_much(r, square=False) else FASTER
 
 
 def gradient_priority(r: Recurrence) -> int:
-    """Return a priority above Triton's, or below it where narrow heads are copied to much wider ones (`copies_much`)."""
+    """Return a priority above Triton's, or below it where narrow heads are copied to much wider blocks (`copies_much`)."""
     return SLOWER if copies_much(r, square=True) else FASTER
 
 
 def copies_much(r: Recurrence, square: bool) -> bool:
-    """Return whether states are at least 1.5 times as large in the blocks of the kernels as they are, in large calls.
+    """Return whether, in a large call, the blocks of the kernels hold at least 1.5 times as much as the states need.
 
-    Keys of one block are copied for 1.25 times too, in larger calls. The delta rule is faster here all the same.
-    square: whether the gradient's blocks are meant.
+    In larger calls 1.25 times is enough, where keys fit in one block. The result is False for the delta rule, which is faster
+    here all the same. square: whether the gradient's blocks are meant.
     """
     if r.erasure is not None:
         return False
