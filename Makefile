@@ -43,8 +43,10 @@ test: lint
 	@$(BIN)/python -c '$(SAY_JAX)'
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m core $(ARGS)
 
+# In two runs: a process then compiles half as many programs.
 rest: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not core" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not core" tests/conformance $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not core" --ignore tests/conformance tests $(ARGS)
 
 test-all:
 	@$(MAKE) test

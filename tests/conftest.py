@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 from importlib.metadata import version
 
 import pytest
@@ -28,3 +29,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
     for item in items:
         if item.path.parent.name == "unit" or item.get_closest_marker("fast"):
             item.add_marker("core")
+
+
+STATM = pathlib.Path("/proc/self/statm")
+GROWTH = 1 << 30  # bytes
+cleared_at = 0
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process, or 0 where the system does not tell."""
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if STATM.exists() else 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Drop what JAX has compiled whenever a process has grown by GROWTH. JAX would hold every program of every test."""
+    global cleared_at
+    if resident_bytes() - cleared_at > GROWTH:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+        cleared_at = resident_bytes()
