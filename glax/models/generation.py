@@ -180,7 +180,7 @@ next_token = jax.jit(following, static_argnums=(0, 1), donate_argnums=5)
 
 def chosen(sampling: Sampling, logits: Float[Array, "B V"], arrays: dict, number) -> Int[Array, "B"]:
     """Return the next token of each sequence. Of equal logits, the lowest tokens are the likeliest. number: the number of the
-    token, which gives the key of its draw: that of `jax.random.split`, without an array of all keys."""
+    token, which gives the key of its draw: the key that `jax.random.split` gives, without an array of all."""
     logits = logits.astype(jnp.float32)
     likeliest = logits.argmax(-1).astype(jnp.int32)
     if sampling.greedy:

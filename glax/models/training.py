@@ -375,7 +375,7 @@ class Run:
     def not_finite(self, what: str) -> NotFiniteLoss:
         write_history(self.out, self.history)
         newest = self.checkpoints.newest()
-        good = "no checkpoint was written" if newest is None else f"the last good checkpoint is that of step {newest}"
+        good = "no checkpoint was written" if newest is None else f"the last good checkpoint is of step {newest}"
         return NotFiniteLoss(
             f"{what}: {good} in {self.out / CHECKPOINTS}: train into another out, with a learning_rate below "
             f"{self.config.learning_rate} or a clip below {self.config.clip}"

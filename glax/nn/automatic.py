@@ -19,7 +19,7 @@ Method = TypeVar("Method", bound=Callable)
 
 
 def spec_of(x) -> PartitionSpec:
-    """Return the PartitionSpec that the type of x has; that of a replicated array for None and for arrays of NumPy."""
+    """Return the PartitionSpec in the type of x. None and arrays of NumPy count as replicated."""
     return jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else PartitionSpec()
 
 

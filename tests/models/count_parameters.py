@@ -3,7 +3,7 @@ published/index.json.
 
     env/bin/python tests/models/count_parameters.py
 
-The environment is that of read_keys.py. A parameter that several layers share counts once. Buffers that a checkpoint holds
+The environment is the one of read_keys.py. A parameter that several layers share counts once. Buffers that a checkpoint holds
 count, except those that the config determines. mamba_ssm needs a GPU's compiler: see `state_spaces`.
 """
 

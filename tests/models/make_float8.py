@@ -2,7 +2,7 @@
 
     env/bin/python tests/models/make_float8.py
 
-The environment is that of make_fixtures.py without fla, with accelerate. transformers dequantizes the weights as it loads them.
+Use the environment of make_fixtures.py without fla, with accelerate. transformers dequantizes the weights as it loads them.
 """
 
 import json

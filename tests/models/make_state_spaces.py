@@ -2,7 +2,7 @@
 
     env/bin/python tests/models/make_state_spaces.py
 
-The environment is that of make_fixtures.py, with the files of mamba-ssm 2.3.2.post1 on the path; its kernels need a GPU, so the
+Use the environment of make_fixtures.py, with the files of mamba-ssm 2.3.2.post1 on the path; its kernels need a GPU, so the
 layers of Mamba-2 are transformers'. flash_attn's rotary positions are written here, from the paper.
 """
 

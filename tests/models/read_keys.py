@@ -2,7 +2,7 @@
 
     env/bin/python tests/models/read_keys.py [--write]
 
-The environment is that of make_fixtures.py, with fla-core instead of flash-linear-attention where one likes. For each type:
+Use the environment of make_fixtures.py, with fla-core instead of flash-linear-attention where one likes. For each type:
 
 1. Attributes: the names that the type's modelling files read from a config (by their syntax trees), and those that any other
    code reads while the fixtures' configs are built and run (by a recording `__getattribute__`). Reads by code of configs do not
@@ -105,7 +105,7 @@ def attributes_in(path: str) -> set[str]:
 
 @contextlib.contextmanager
 def recording(found: set[str]):
-    """Add the names of attributes that code other than that of configs reads."""
+    """Add the names of attributes that code outside of configs reads."""
     original = PreTrainedConfig.__getattribute__
 
     def read(self, name):

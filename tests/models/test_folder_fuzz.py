@@ -107,7 +107,7 @@ def is_damaged(plan) -> bool:
 
 
 def activations(plan, wanted) -> str:
-    """Return the dtype that the config names, if a tensor has it; else that of the most elements."""
+    """Return the dtype that the config names, if a tensor has it, else the dtype of most elements."""
     sizes = {}
     for x in [*wanted.values(), *([np.ones(2, np.float32)] if "rotary" in plan["harmless"] else [])]:
         sizes[str(x.dtype)] = sizes.get(str(x.dtype), 0) + x.size

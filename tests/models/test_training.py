@@ -260,7 +260,7 @@ def test_a_loss_that_is_not_finite_ends_a_run(config, monkeypatch, every, good, 
         return optax.chain(optimizer(recipe), poison)
 
     monkeypatch.setattr(Recipe, "optimizer", poisoned)
-    newest = "no checkpoint was written" if good is None else f"the last good checkpoint is that of step {good}"
+    newest = "no checkpoint was written" if good is None else f"the last good checkpoint is of step {good}"
     with pytest.raises(NotFiniteLoss, match=f"{what}: {newest} in .*out/checkpoints: .* learning_rate below 0.02"):
         train(dataclasses.replace(config, checkpoint_every=every))
     out = pathlib.Path(config.out)

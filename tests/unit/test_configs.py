@@ -248,7 +248,7 @@ def test_scalings_that_are_not_supported_are_named(inside, text):
 
 
 def test_float8_weights_are_read_with_the_scale_of_each_block(tmp_path, caplog):
-    """Blocks of 8 x 12 do not divide the weights. The product is that of float64, rounded once to float32."""
+    """Blocks of 8 x 12 do not divide the weights. The product is formed in float64 and rounded once to float32."""
     model = glax.models.from_config(GLA, rngs=nnx.Rngs(0))
     glax.models.save_pretrained(model, tmp_path)
     rng, tensors, want = np.random.default_rng(0), load_file(tmp_path / "model.safetensors"), {}
