@@ -7,7 +7,8 @@ from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu import delta_blocks, scan_key_gate_refs
+from glax._src.kernels.pallas_gpu.chunks import blocks as delta_blocks
+from glax._src.kernels.pallas_gpu.scan import key_refs as scan_key_gate_refs
 
 
 def parameters():

@@ -24,8 +24,8 @@ from glax._src.kernels.common.limits import LOG_OF_NOTHING
 from glax._src.kernels.pallas_gpu import chunked
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
-from glax._src.kernels.pallas_gpu.segment_lookback import lookback_tables
-from glax._src.kernels.pallas_gpu.segment_scan import segment_scan
+from glax._src.kernels.pallas_gpu.scan.segment_lookback import lookback_tables
+from glax._src.kernels.pallas_gpu.scan.segment_scan import segment_scan
 from glax._src.solve.autodiff import solve
 from glax._src.solve.dispatch import Choice, by_folding
 from glax._src.solve.pieces import solve_with_states

@@ -16,8 +16,10 @@ import glax
 from glax._src.core.bind import bind
 from glax._src.core.registry import Backend
 from glax._src.kernels.common.limits import LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu import delta, delta_inverse, delta_vjp
+from glax._src.kernels.pallas_gpu import delta
+from glax._src.kernels.pallas_gpu.chunks import inverse as delta_inverse
 from glax._src.kernels.pallas_gpu.config import HopperConfig, delta_supports, in_one_row
+from glax._src.kernels.pallas_gpu.gradient import delta as delta_vjp
 from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter
 from tests.close import assert_gradients_close, assert_outputs_close

@@ -14,8 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.core.bind import bind
 from glax._src.core.registry import KernelSpec, Platform
-from glax._src.kernels.pallas_gpu import delta_key, delta_key_pairs, delta_key_vjp, registration
+from glax._src.kernels.pallas_gpu import delta_key, registration
+from glax._src.kernels.pallas_gpu.chunks import pairs as delta_key_pairs
 from glax._src.kernels.pallas_gpu.config import HopperConfig, delta_supports
+from glax._src.kernels.pallas_gpu.gradient import delta_key as delta_key_vjp
 from glax._src.solve.dispatch import Choice, resolve
 from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter

@@ -11,11 +11,11 @@ if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
     pytest.skip("the interpreter of Pallas Mosaic GPU needs JAX 0.12", allow_module_level=True)
 
 from glax._src.core.recurrence import sum_heads
+from glax._src.kernels.pallas_gpu.gradient.head import gradient_head
+from glax._src.kernels.pallas_gpu.gradient.head_group import gradient_groups
+from glax._src.kernels.pallas_gpu.gradient.key import gradient_key
+from glax._src.kernels.pallas_gpu.gradient.wide import gradient_wide
 from glax._src.kernels.pallas_gpu.plan import Blocks
-from glax._src.kernels.pallas_gpu.vjp_head_gate import gradient_head
-from glax._src.kernels.pallas_gpu.vjp_head_group import gradient_groups
-from glax._src.kernels.pallas_gpu.vjp_key_gate import gradient_key
-from glax._src.kernels.pallas_gpu.vjp_wide import gradient_wide
 from tests import mosaic_interpreter
 
 C = 64

@@ -14,7 +14,7 @@ if importlib.util.find_spec("jax_plugins") is None or not any(
     pytest.skip("needs JAX's CUDA plugin and NVIDIA's compiler and disassembler: make hopper", allow_module_level=True)
 
 from glax._src.core.registry import Backend
-from glax._src.kernels.pallas_gpu import lowering_cache
+from glax._src.kernels.pallas_gpu.device import cache as lowering_cache
 from tests.hopper_compile import compiled, lowered, spread_over_two
 
 # How many kernels a call launches. None of them spills a register.

@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.experimental.mosaic.gpu import constraints
 
-from glax._src.kernels.pallas_gpu import equal_layouts
+from glax._src.kernels.pallas_gpu.device import equal_layouts
 
 pytestmark = pytest.mark.fast
 ORIGINAL = constraints.compute_transitively_equal_vars

@@ -10,7 +10,7 @@ import pytest
 import glax
 from glax._src.core.bind import bind
 from glax._src.core.registry import Backend
-from glax._src.kernels.pallas_gpu import lowering_cache
+from glax._src.kernels.pallas_gpu.device import cache as lowering_cache
 
 pytestmark = pytest.mark.fast
 TYPES = [jax.ShapeDtypeStruct(s, d) for s, d in (((4, 5), "float32"), ((6,), "bfloat16"), ((3,), "int32"))]

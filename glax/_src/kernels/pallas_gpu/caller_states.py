@@ -7,10 +7,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from glax._src.kernels.common.limits import LOG_OF_ZERO
+from glax._src.kernels.pallas_gpu.device.tiles import LOG2E
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.plan import C
 from glax._src.kernels.pallas_gpu.resets import LOG_OF_RESET
-from glax._src.kernels.pallas_gpu.tiles import LOG2E
 
 
 def number(p: KernelLayout) -> int:

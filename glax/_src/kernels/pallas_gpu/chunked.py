@@ -19,14 +19,14 @@ from glax._src.kernels.pallas_gpu.config import (
     packs,
     packs_if_not_joined,
 )
+from glax._src.kernels.pallas_gpu.gradient.head import gradient_head
+from glax._src.kernels.pallas_gpu.gradient.head_group import gradient_groups
+from glax._src.kernels.pallas_gpu.gradient.key import gradient_key
+from glax._src.kernels.pallas_gpu.gradient.wide import gradient_wide
 from glax._src.kernels.pallas_gpu.joined_rows import JoinedLayout, JoinedRows
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.packed_row import Edges, EqualSequences, PackedRow
 from glax._src.kernels.pallas_gpu.plan import ScanResults
-from glax._src.kernels.pallas_gpu.vjp_head_gate import gradient_head
-from glax._src.kernels.pallas_gpu.vjp_head_group import gradient_groups
-from glax._src.kernels.pallas_gpu.vjp_key_gate import gradient_key
-from glax._src.kernels.pallas_gpu.vjp_wide import gradient_wide
 
 
 def chunked(r: Recurrence, config: HopperConfig) -> Outputs:

@@ -9,25 +9,25 @@ from glax._src.core.decay import Decay
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, gradient_recurrence
 from glax._src.kernels.common.gpu import multiprocessors
-from glax._src.kernels.pallas_gpu import delta_vjp
+from glax._src.kernels.pallas_gpu.chunks.inverse import Results as Chunks
+from glax._src.kernels.pallas_gpu.chunks.inverse import inverses_of_chunks
 from glax._src.kernels.pallas_gpu.config import HopperConfig, in_one_row
-from glax._src.kernels.pallas_gpu.delta_inverse import Results as Chunks
-from glax._src.kernels.pallas_gpu.delta_inverse import inverses_of_chunks
-from glax._src.kernels.pallas_gpu.delta_scan import delta_scan
-from glax._src.kernels.pallas_gpu.delta_scan_refs import DeltaScan, Results
 from glax._src.kernels.pallas_gpu.delta_segments import SegmentedScan, in_chunks, refuse_columns
-from glax._src.kernels.pallas_gpu.delta_vjp_wide import delta_gradient_wide
 from glax._src.kernels.pallas_gpu.gate_operands import head_gates
+from glax._src.kernels.pallas_gpu.gradient import delta as delta_vjp
+from glax._src.kernels.pallas_gpu.gradient.delta_wide import delta_gradient_wide
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.packed_row import Edges, PackedRow
+from glax._src.kernels.pallas_gpu.scan.delta import delta_scan
+from glax._src.kernels.pallas_gpu.scan.delta_refs import DeltaScan, Results
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaLayout(SegmentedScan):
     """Hold a recurrence of the delta rule as the kernels read it, with R and the factors of every chunk and head.
 
-    chunks: the results of `delta_inverse`. d_output: dO in rows of chunks, for a gradient. edges: the fields of `EdgeCopies`, or
-    none. packed: the sequences that the layout takes as one row, or None.
+    chunks: the results of `chunks/inverse.py`. d_output: dO in rows of chunks, for a gradient. edges: the fields of
+    `EdgeCopies`, or none. packed: the sequences that the layout takes as one row, or None.
     """
 
     chunks: Chunks

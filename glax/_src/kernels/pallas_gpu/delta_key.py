@@ -9,23 +9,23 @@ from glax._src.core.decay import Decay
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, gradient_recurrence
 from glax._src.kernels.common.gpu import multiprocessors
-from glax._src.kernels.pallas_gpu import delta_key_vjp
+from glax._src.kernels.pallas_gpu.chunks.pairs import Results as Pairs
+from glax._src.kernels.pallas_gpu.chunks.pairs import pairs_of_chunks
 from glax._src.kernels.pallas_gpu.config import HopperConfig
-from glax._src.kernels.pallas_gpu.delta_key_pairs import Results as Pairs
-from glax._src.kernels.pallas_gpu.delta_key_pairs import pairs_of_chunks
-from glax._src.kernels.pallas_gpu.delta_key_scan import delta_key_scan
-from glax._src.kernels.pallas_gpu.delta_key_scan_refs import DeltaKeyScan
-from glax._src.kernels.pallas_gpu.delta_key_vjp_refs import D_BETA, D_SCALE
-from glax._src.kernels.pallas_gpu.delta_scan_refs import STRIPE, Results
 from glax._src.kernels.pallas_gpu.delta_segments import SegmentedScan, by_chunk, in_chunks, refuse_columns
+from glax._src.kernels.pallas_gpu.gradient import delta_key as delta_key_vjp
+from glax._src.kernels.pallas_gpu.gradient.delta_key_refs import D_BETA, D_SCALE
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
+from glax._src.kernels.pallas_gpu.scan.delta_key import delta_key_scan
+from glax._src.kernels.pallas_gpu.scan.delta_key_refs import DeltaKeyScan
+from glax._src.kernels.pallas_gpu.scan.delta_refs import STRIPE, Results
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaKeyLayout(SegmentedScan):
     """Hold a recurrence of the delta rule with per-key gates as the scan reads it.
 
-    pairs: the results of `delta_key_pairs`. gates: in bfloat16 or float32, [B, rows, H, K]. beta: [B, chunks, H, C] in float32.
+    pairs: the results of `chunks/pairs.py`. gates: in bfloat16 or float32, [B, rows, H, K]. beta: [B, chunks, H, C] in float32.
     d_output: dO in rows of chunks, for a gradient.
     """
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from glax._src.kernels.pallas_gpu.config import HopperConfig
-from glax._src.kernels.pallas_gpu.delta_scan_refs import STRIPE
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.plan import C
+from glax._src.kernels.pallas_gpu.scan.delta_refs import STRIPE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ from jax import Array
 
 from glax._src.core.recurrence import Recurrence
 from glax._src.kernels.common.limits import LOG_OF_ZERO
+from glax._src.kernels.pallas_gpu.device.tiles import LOG2E
 from glax._src.kernels.pallas_gpu.plan import C
 from glax._src.kernels.pallas_gpu.rows import Rows
-from glax._src.kernels.pallas_gpu.tiles import LOG2E
 
 
 def key_terms(g: Array) -> tuple[Array, ...]:

@@ -163,7 +163,7 @@ def isolate(run, r: Recurrence, *given):
 
 def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outputs, Residuals | None]:
     """Compute `chunked` and the states at its chunks, which the gradient would otherwise compute again."""
-    from glax._src.kernels.pallas_gpu.lowering_cache import recording
+    from glax._src.kernels.pallas_gpu.device.cache import recording
 
     with recording(r):
         return launcher(r).chunked_with_residuals(r, config)
@@ -187,7 +187,7 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
 def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     """Compute the recurrence in chunks. q, k, v and gates are read once, the output is written once, and the state stays on
     chip."""
-    from glax._src.kernels.pallas_gpu.lowering_cache import recording
+    from glax._src.kernels.pallas_gpu.device.cache import recording
 
     with recording(r):
         return launcher(r).chunked(r, config)
@@ -212,7 +212,7 @@ def chunked_vjp(
     r: Recurrence, d_output, d_final, residuals: Residuals | None = None, *, config: HopperConfig
 ) -> Recurrence:
     """Compute the gradient of every input from the states at both ends of each chunk."""
-    from glax._src.kernels.pallas_gpu.lowering_cache import recording
+    from glax._src.kernels.pallas_gpu.device.cache import recording
 
     with recording(r):
         return launcher(r).chunked_vjp(r, d_output, d_final, residuals, config)

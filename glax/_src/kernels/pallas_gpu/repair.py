@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.core.backend import Backend
 from glax._src.kernels.common.gpu import multiprocessors
-from glax._src.kernels.pallas_gpu.lowering_cache import once
+from glax._src.kernels.pallas_gpu.device.cache import once
 
 BLOCKS = 1024, 512, 256, 128  # numbers that a program moves together, 1 to 8 a thread
 

@@ -1,0 +1,1 @@
+"""What a chunk of the delta rule needs beside its state."""

@@ -1,0 +1,333 @@
+"""Form what a chunk of the delta rule with per-key gates needs beside its state. One program has one chunk of one head.
+
+G_i is the sum of a chunk's log gates through token i, and G_last the sum of all of them, [K] each:
+
+    L_ij = beta_i sum_c k_ic k_jc e^{G_ic - G_jc}     j before i
+    R    = (I + L)^-1 - I
+    P_ij = scale sum_c q_ic k_jc e^{G_ic - G_jc}      j up to i
+
+The factor of a pair stands inside the sum over K. It is divided between the two tokens by a reference that lies between them.
+Tokens are divided into blocks of s tokens. In every first block of two, M_i is the sum of the gates behind token i to the end of
+its block, negated; in every second, the sum from the beginning of its block through token i. For i in a second block and j in
+the first before it
+
+    e^{G_i - G_j} = e^{M_i} e^{-M_j}
+
+*Fast form.* With s = 32 the reference is the chunk's middle, and the equation holds for every pair of the chunk. It is taken
+where |M| is at most FAST_LIMIT.
+*Exact form.* Elsewhere s is 32, 16, 8, 4, 2 and 1 in turn, and each pair is taken where its tokens are in neighbouring blocks.
+The two logarithms are then sums of gates between the two tokens. Neither is above 0 for gates <= 0.
+
+A token's score with itself is formed from q and k as they are. e^M q, e^M k and e^{-M} k have two terms of bfloat16.
+
+The scan reads decays from one token to a later one, which are right for all gates:
+
+    scale Q e^G          K e^G          K e^{G_last - G}          e^{G_last}
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_ZERO
+from glax._src.kernels.pallas_gpu.chunks import blocks as delta_blocks
+from glax._src.kernels.pallas_gpu.chunks.key_merge import SIZES, STEP, merged
+from glax._src.kernels.pallas_gpu.chunks.merge import split, store_split
+from glax._src.kernels.pallas_gpu.device import tiles
+from glax._src.kernels.pallas_gpu.device.cache import once
+from glax._src.kernels.pallas_gpu.device.tiles import BY_ROW, HALF, LOG2E, by_row, read, tiled, transposed
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient
+
+BF16 = jnp.bfloat16
+BLOCK = 64  # channels of K that registers hold together
+NUMBERS = 3
+BETA, LARGEST, OWN = range(NUMBERS)  # rows of `Tiles.numbers`
+LEVELS = C.bit_length() - 1  # of the exact form
+# The largest |M| of the fast form, as the integer with the bits of the float32 number. The factors e^M and e^-M of two tokens
+# are then between e^-60 and e^60, which leaves 1e12 on either side for q, k and sums over K (`common.limits`). The gate
+# of the chunk's first token is in no M, and may have any size. Products for j > i may be inf or NaN; none is selected.
+MOST = int(np.float32(FAST_LIMIT).view(np.int32))
+
+Ref = Any
+
+
+class Operands(NamedTuple):
+    """Hold the operands, in global memory."""
+
+    q: Ref  # [B, T, HQ, K]
+    k: Ref  # [B, T, HK, K]
+    gates: Ref  # [B, T, H, K], in bfloat16 or float32
+    beta: Ref  # [B, chunks, H, C]
+    scale: Ref  # [B, chunks]
+
+
+class Results(NamedTuple):
+    """Hold the results. All but `decay` are bfloat16."""
+
+    inverse: Ref  # [B, chunks, H, C, C]: R
+    scores: Ref  # [B, chunks, H, C, C]: P
+    queries: Ref  # [B, chunks, H, C, K]: scale Q e^G
+    erasing: Ref  # [B, chunks, H, C, K]: K e^G
+    leaving: Ref  # [B, chunks, H, C, K]: K e^{G_last - G}
+    decay: Ref  # [B, chunks, H, K]: e^{G_last}, in float32
+
+    @classmethod
+    def types(cls, B: int, chunks: int, H: int, K: int) -> "Results":
+        pairs, keys = (jax.ShapeDtypeStruct((B, chunks, H, C, n), BF16) for n in (C, K))
+        return cls(pairs, pairs, keys, keys, keys, jax.ShapeDtypeStruct((B, chunks, H, K), jnp.float32))
+
+
+class Tiles(NamedTuple):
+    """Hold the shared memory. A pair is a matrix in two terms."""
+
+    q: Ref  # [C, K]; at last scale Q e^G
+    k: Ref  # [C, K]; at last K e^G
+    gates: tuple[Ref, ...]  # [C, K] each, the terms of the gates; the first at last K e^{G_last - G}
+    numbers: Ref  # [NUMBERS, C], of every token: beta, the largest |M|, and q_i . k_i
+    shared: Any  # a `Pairs`, or the union of float32 gates as they are loaded, [C, K], and a `Pairs`
+    loaded: Ref  # barrier
+
+    @classmethod
+    def types(cls, K: int, gates) -> "Tiles":
+        """gates: their dtype. Those of float32 are divided into two terms, and their own tile then holds the `Pairs`."""
+        tile, pairs, wide = tiled(C, K), Pairs.types(), gates != BF16
+        return cls(
+            q=tile,
+            k=tile,
+            gates=(tile,) * (2 if wide else 1),
+            numbers=plgpu.SMEM((NUMBERS, C), jnp.float32),
+            shared=plgpu.RefUnion(tiled(C, K, columns=32, dtype=gates), tuple(pairs)) if wide else (None, tuple(pairs)),
+            loaded=plgpu.Barrier(num_arrivals=4),
+        )
+
+    @property
+    def y(self) -> tuple[Ref, Ref]:
+        return Pairs(*self.shared[1]).y
+
+    @property
+    def inverse(self) -> tuple[Ref, Ref]:
+        return Pairs(*self.shared[1]).inverse
+
+
+class Pairs(NamedTuple):
+    """Hold the shared memory of matrices in two terms."""
+
+    y: tuple[Ref, Ref]  # [C, BLOCK]: K e^-M; at last P and R
+    inverse: tuple[Ref, Ref]  # [C, C]: X and M X of `chunks/key_merge.py`
+
+    @classmethod
+    def types(cls) -> "Pairs":
+        return cls((tiled(C, BLOCK), tiled(C, BLOCK)), (tiled(C, C, columns=STEP), tiled(C, C, columns=STEP)))
+
+
+@functools.partial(jax.jit, static_argnums=0)  # so that equal calls are lowered once
+def pairs_of_chunks(reverse: bool, q, k, gates, beta, scale) -> Results:
+    """Compute the `Results` of every chunk and head. `Operands` has the shapes."""
+    (B, chunks, H, _), K = beta.shape, k.shape[3]
+
+    def body(*refs):
+        given, (*results, own) = refs[: len(Operands._fields)], refs[len(Operands._fields) :]
+        form_chunk(Program(reverse, Operands(*given), Results(*results), own))
+
+    body.__name__ = "delta_key_pairs"  # in profiles
+    results = tuple(Results.types(B, chunks, H, K))
+    kernel = plgpu.kernel(
+        body,
+        out_type=results,
+        grid=(B * chunks * H,),
+        grid_names=("program",),
+        num_threads=1,
+        thread_name="warpgroup",
+        scratch_types=[Tiles.types(K, gates.dtype)],
+        compiler_params=tiles.PARAMS,
+    )
+    return Results(*once(("delta_key_pairs", reverse), kernel, q, k, gates, beta, scale, results=results))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Hold the references of one program."""
+
+    reverse: bool
+    operands: Operands
+    results: Results
+    tiles: Tiles
+
+    def place(self):
+        """Return batch row, chunk and head. They are computed at each use, so that no register holds them."""
+        _, chunks, H, _ = self.operands.beta.shape
+        return chunk_of(lax.optimization_barrier(lax.axis_index("program")), chunks, H)
+
+    def scale(self):
+        b, c, _ = self.place()
+        return self.operands.scale[b, c]
+
+    def hidden(self, x):
+        """Return the number x in a form whose value the compiler does not know. Matrices that sum gates are formed from it
+        where several products read them: `hidden` in `scan/key_program.py` has the reason."""
+        return jnp.where(self.scale() < jnp.inf, x, x + x)
+
+    def in_order(self, i, j):
+        """Return numbers that are ordered as the tokens of rows and of columns are scanned, from their positions in memory. In a
+        reverse scan each is the position of the other, so that nothing is subtracted."""
+        return (j, i) if self.reverse else (i, j)
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of blocks of K, which are computed one after another."""
+        return self.operands.k.shape[3] // BLOCK
+
+    def gates_of(self, channels) -> list[Ref]:
+        """Return the terms of the gates, [C, BLOCK] each."""
+        return [term.at[:, channels] for term in self.tiles.gates]
+
+    def summed(self, matrix, channels):
+        """Return the sums of gates matrix @ g, [C, BLOCK] in natural logarithms."""
+        return tiles.product(PAIRS, *((matrix, g) for g in self.gates_of(channels)))
+
+
+def form_chunk(p: Program):
+    """Form the results of one chunk and head."""
+    t = p.tiles
+    load_chunk(p)
+    is_fast = measure(p)
+    P, L = (scores(p, tile, is_fast) for tile in (t.q, t.k))
+    i, j = tiles.positions(p.reverse)
+    P = jnp.where(i == j, by_row(plgpu.load(t.numbers.at[OWN], layout=BY_ROW), PAIRS), P) * p.scale()
+    beta = by_row(plgpu.load(t.numbers.at[BETA], layout=BY_ROW), PAIRS)
+    L = L * beta
+    plgpu.commit_smem()  # all warps have read y
+    t.y[0][...] = P.astype(BF16)
+    X = delta_blocks.inverses_of_blocks(L, p.reverse)
+    for size in SIZES:
+        X = merged(X, L, size, p.reverse, t.inverse, t.inverse)
+    i, j = tiles.positions(p.reverse)  # again, so that no register holds them throughout
+    t.y[1][...] = jnp.where(i == j, 0.0, X).astype(BF16)
+    scale_tokens(p)
+    plgpu.commit_smem()
+    b, c, h = p.place()
+    stored = p.results.scores, p.results.inverse, p.results.queries, p.results.erasing, p.results.leaving
+    for tile, result in zip((*t.y, t.q, t.k, t.gates[0]), stored, strict=True):
+        plgpu.copy_smem_to_gmem(tile, result.at[b, c, h])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def load_chunk(p: Program):
+    """Load the tokens of the chunk, and raise gates to LOG_OF_ZERO, so that no sum has -inf. Gates in float32 become the sum of
+    two terms, which hold 16 of their bits."""
+    x, t, (b, c, h) = p.operands, p.tiles, p.place()
+    H, wide = x.beta.shape[2], t.shared[0]
+    for source, tile in ((x.q, t.q), (x.k, t.k), (x.gates, t.gates[0] if wide is None else wide)):
+        rows = source.at[b, pl.ds(c * C, C), quotient(h, H // source.shape[2])]
+        plgpu.copy_gmem_to_smem(rows, tile, t.loaded)
+    plgpu.copy_gmem_to_smem(x.beta.at[b, c, h], t.numbers.at[BETA], t.loaded)
+    plgpu.barrier_wait(t.loaded)
+    for block in range(p.blocks):
+        channels = pl.ds(block * BLOCK, BLOCK)
+        high, *rest = p.gates_of(channels)
+        found = plgpu.load(high if wide is None else wide.at[:, channels], layout=tiles.WGMMA)
+        found = jnp.maximum(found, found.dtype.type(LOG_OF_ZERO))
+        for tile, term in zip((high, *rest), (found,) if wide is None else split(found), strict=True):
+            tile[...] = term
+    plgpu.commit_smem()
+
+
+def measure(p: Program):
+    """Return whether the chunk takes the fast form. Store q_i . k_i, and write e^{G_last}."""
+    t, (b, c, h) = p.tiles, p.place()
+    row = tiles.iota(PAIRS, 0)
+    t.y[0][...] = tiles.indicator(row == 0)
+    plgpu.commit_smem()
+
+    def advance(block, found):
+        channels = pl.ds(block * BLOCK, BLOCK)
+        # [BLOCK, 8], of which column 0 has the sums over the chunk
+        gates = ((transposed(g), tiles.by_halves(t.y[0])) for g in p.gates_of(channels))
+        sums = tiles.product((BLOCK, 8), *gates)
+        p.results.decay[b, c, h, channels] = jnp.exp2(tiles.column_of(sums, 0) * LOG2E)
+        largest, own = found
+        M = p.summed(block_sums(p, p.hidden(jnp.int32(HALF))), channels)
+        largest = jnp.maximum(largest, jnp.max(jnp.abs(M), axis=1))
+        return largest, own + jnp.sum(read(t.q.at[:, channels]) * read(t.k.at[:, channels]), axis=1)
+
+    zeros = tiles.zeros((C,), BY_ROW)
+    t.numbers[LARGEST], t.numbers[OWN] = lax.fori_loop(0, p.blocks, advance, (zeros, zeros))
+    plgpu.commit_smem()
+    found = plgpu.load(t.numbers.at[LARGEST], layout=tiles.in_every_warp(C))
+    # As integers, which a warp compares in one instruction. They are in the order of numbers above 0.
+    return jnp.max(lax.bitcast_convert_type(found, jnp.int32)) <= MOST
+
+
+def block_sums(p: Program, size):
+    """Return the matrix [C, C] whose product with gates is M, for blocks of `size` tokens, a power of two."""
+    # Positions in memory. The later of two blocks in scanning order has the bit of `size` set, and in reverse clear.
+    i, j = tiles.positions_again(False)
+    half, in_block = i & size, (i ^ j) < size
+    if p.reverse:
+        through, behind = in_block & (half == 0) & (j >= i), in_block & (half != 0) & (j < i)
+    else:
+        through, behind = in_block & (half != 0) & (j <= i), in_block & (half == 0) & (j > i)
+    return (jnp.where(through, 1.0, 0.0) - jnp.where(behind, 1.0, 0.0)).astype(BF16)
+
+
+def scores(p: Program, tile, is_fast):
+    """Return the sums over K of x_i k_j e^{G_i - G_j} for the rows x of a tile, for j before i, and else 0: [C, C].
+
+    Q and K take a call each. Registers have no room for both, with the exact form beside the fast one.
+    """
+
+    def advance(level, found):
+        size = lax.shift_right_logical(p.hidden(jnp.int32(HALF)), level)
+        x = product(p, size, tile)
+        i, j = p.in_order(*tiles.positions_again(False))
+        # The highest bit in which the positions of two tokens differ is the size of the blocks between which they lie.
+        apart = i ^ j
+        return jnp.where((i > j) & (apart >= jnp.where(is_fast, 0, size)) & (apart < 2 * size), x, found)
+
+    return lax.fori_loop(0, jnp.where(is_fast, 1, LEVELS), advance, tiles.zeros(PAIRS))
+
+
+def product(p: Program, size, tile):
+    """Return (x e^M) (K e^-M)^T, [C, C], for the rows x of a tile and blocks of `size` tokens."""
+    t = p.tiles
+
+    def advance(block, found):
+        channels = pl.ds(block * BLOCK, BLOCK)
+        # [C, BLOCK]. The matrix is formed again, so that no register holds it.
+        M = p.summed(block_sums(p, size), channels)
+        plgpu.commit_smem()  # all warps have read y
+        store_split(t.y, read(t.k.at[:, channels]) * jnp.exp2(M * -LOG2E))
+        x, lost = split(read(tile.at[:, channels]) * jnp.exp2(M * LOG2E))
+        high, rest = (transposed(term) for term in t.y)
+        return tiles.added(found, (x, high), (lost, high), (x, rest))
+
+    return lax.fori_loop(0, p.blocks, advance, tiles.zeros(PAIRS))
+
+
+def scale_tokens(p: Program):
+    """Replace Q, K and the gates by the operands of the scan."""
+    t = p.tiles
+
+    @pl.loop(0, p.blocks)
+    def _(block):
+        channels = pl.ds(block * BLOCK, BLOCK)
+        q, k, gates = t.q.at[:, channels], t.k.at[:, channels], p.gates_of(channels)[0]
+
+        def decays(side: float):
+            """Return e^{G_last - G} or, with side = 1, e^G, [C, BLOCK]."""
+            matrix = tiles.edge_matrix(p.reverse, p.hidden(jnp.float32(side)))
+            return jnp.exp2(p.summed(matrix, channels) * LOG2E)
+
+        leaving = lax.optimization_barrier((read(k) * decays(0.0)).astype(BF16))
+        within = decays(1.0)
+        plgpu.commit_smem()  # all warps have read the gates
+        gates[...] = leaving
+        q[...] = (read(q) * (within * p.scale())).astype(BF16)
+        k[...] = (read(k) * within).astype(BF16)

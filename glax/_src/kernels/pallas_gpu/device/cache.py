@@ -1,0 +1,149 @@
+"""Lower each kernel once per process, and compile the kernels of a program in parallel.
+
+Pallas traces and lowers a kernel in Python, which takes seconds, and does so again for every program that contains
+it. XLA compiles the kernels of a program one after another. Here a kernel is traced and lowered separately when the first
+program that contains it is lowered, and every later program reuses the result. JAX traces calls that no program will contain,
+such as the forward without residuals of a call that is differentiated: their kernels are only recorded. A thread compiles a
+kernel while the next is lowered. Mosaic GPU caches compiled kernels for the whole process, and XLA finds them there.
+A gradient's kernel that takes longest to compile, where it is marked, is lowered before the kernels of the forward, so that it is
+compiled while all others are lowered.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+
+from glax._src.core.recurrence import Recurrence
+from glax._src.core.registry import Backend
+from glax._src.kernels.common.gpu import threads
+from glax._src.kernels.pallas_gpu.device import equal_layouts
+
+
+@dataclasses.dataclass(eq=False)
+class Kernel:
+    """Hold a function of arrays that launches one kernel, and trace and lower it at its first use.
+
+    types: the shapes and dtypes of the results. part_of: the call (`Current.call`) that recorded it first.
+    """
+
+    call: Callable
+    shapes: list[jax.ShapeDtypeStruct]
+    types: Sequence[jax.ShapeDtypeStruct]
+    part_of: Hashable = None
+    lowering: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @functools.cached_property
+    def traced(self) -> jax.stages.Traced:
+        return in_no_trace(lambda: jax.jit(self.call, keep_unused=True).trace(*self.shapes))
+
+    @functools.cached_property
+    def results(self) -> list[ShapedArray]:
+        """Return the shapes and dtypes of the results."""
+        return [ShapedArray(x.shape, x.dtype) for x in self.types]
+
+    @functools.cached_property
+    def lowered(self) -> bytes:
+        """Return the kernel's own module in MLIR's bytecode, and start to compile it in a thread."""
+        traced = self.traced  # outside of the lock, which tracing does not need
+        with equal_layouts.used_by_jax():
+            found = in_no_trace(lambda: traced.lower(lowering_platforms=("cuda",)).compiler_ir())
+        threads().submit(self.compile)
+        return mlir.module_to_bytecode(found)
+
+    def compile(self):
+        """Compile the kernel, for Mosaic GPU's cache. An error here occurs again in the program, and is reported there."""
+
+        def alone(*operands):
+            return kernel_p.bind(*operands, kernel=self)
+
+        jax.jit(alone).lower(*self.shapes).compile()
+
+
+class Current(threading.local):
+    """Hold the call whose kernels this thread records; None outside of `recording`, as in the two phases of a call."""
+
+    call: Hashable = None
+
+
+known: dict[Hashable, Kernel] = {}
+longest: dict[Hashable, Kernel] = {}  # of gradients that were traced and not lowered, by `Current.call`
+current = Current()
+kernel_p = Primitive("hopper_kernel")
+kernel_p.multiple_results = True
+kernel_p.def_abstract_eval(lambda *_, kernel: kernel.results)
+
+
+def in_no_trace(f: Callable):
+    """Return f(), called outside of the caller's traces and meshes."""
+    with ThreadPoolExecutor(1) as fresh:
+        return fresh.submit(f).result()
+
+
+@contextlib.contextmanager
+def recording(r: Recurrence):
+    """Record the kernels inside as those of one call: the forward of r with or without residuals, or its gradient.
+
+    The structure and the shapes of r name the call, and are equal in all three. Calls that JAX traces only to batch or divide
+    them have others. The forward without residuals counts, because it often is the first to record a kernel of both forwards.
+    """
+    leaves, structure = jax.tree.flatten(r)
+    before, current.call = current.call, (structure, *((x.shape, x.dtype) for x in leaves))
+    try:
+        yield
+    finally:
+        current.call = before
+
+
+def once(
+    specialisation: Hashable,
+    call: Callable,
+    *operands,
+    results: Sequence[jax.ShapeDtypeStruct],
+    is_longest: bool = False,
+) -> list[jax.Array]:
+    """Return call(*operands), where `call` launches one kernel and does nothing else.
+
+    specialisation: everything that the kernel depends on beside the operands' shapes and dtypes. results: the shapes and dtypes
+    of what `call` returns. is_longest: whether the kernel takes longest to compile of those of its gradient.
+    """
+    if Backend.here() is not Backend.GPU or not any(isinstance(x, Tracer) for x in operands):
+        return call(*operands)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    key = specialisation, *((x.shape, x.dtype) for x in shapes)
+    if key not in known:
+        kernel = known.setdefault(key, Kernel(call, shapes, results, current.call))
+        if is_longest and current.call is not None:
+            longest[current.call] = kernel
+    return kernel_p.bind(*operands, kernel=known[key])
+
+
+def lower(context, *operands, kernel: Kernel):
+    """Emit the one custom call of the kernel's own module, with these operands."""
+    if (ahead := longest.pop(kernel.part_of, None)) is not None:
+        with contextlib.suppress(Exception), ahead.lowering:  # an error occurs again in its own program
+            _ = ahead.lowered
+    with kernel.lowering:
+        module = ir.Module.parse(kernel.lowered)
+    functions: Any = module.body.operations  # of types that JAX does not export
+    main = next(f for f in functions if f.sym_name.value == "main").entry_block
+    call, end = main.operations
+    copy = call.operation.clone()
+    for i, operand in enumerate(call.operands):
+        copy.operands[i] = operands[operand.arg_number]
+    return [
+        operands[x.arg_number] if isinstance(x, ir.BlockArgument) else copy.results[x.result_number]
+        for x in end.operands
+    ]
+
+
+mlir.register_lowering(kernel_p, lower, platform="cuda")

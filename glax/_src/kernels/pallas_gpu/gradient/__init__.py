@@ -1,0 +1,1 @@
+"""Gradients of every chunk from the states at its ends."""

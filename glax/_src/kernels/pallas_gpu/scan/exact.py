@@ -1,0 +1,351 @@
+"""Add to the outputs of chunks out of range the terms of their own tokens, with per-key gates, token by token:
+
+    S_t = e^{g_t} S_{t-1} + k_t v_t^T,  o_t += scale S_t^T q_t        S = 0 before the chunk
+
+The sums are float32, and no tensor core multiplies. The only exponents are gates, so the sums are exact for all gates.
+`key_scan` has written the terms of the state that enters the chunk.
+
+Chunks and heads are distributed to groups (`exact_place`), and each program of a group has 32 columns of the state. A program
+is one warpgroup, whose threads have K/16 rows of 4 columns. It reads the flags of its group and ends if none is set. It forms
+e^g, k and q of 8 tokens at a time in float32 in shared memory, and scans these tokens, reading one token ahead. Every thread
+leaves its share of their outputs in shared memory, where the shares are summed.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.common.limits import LOG_OF_ZERO
+from glax._src.kernels.pallas_gpu.device import tiles
+from glax._src.kernels.pallas_gpu.device.cache import once
+from glax._src.kernels.pallas_gpu.device.tiles import LOG2E, C, read, store
+from glax._src.kernels.pallas_gpu.plan import ROWS, Scan, quotient, remainder
+from glax._src.kernels.pallas_gpu.scan.key_refs import FLAGS, Ref
+
+# Of rows of the state, one to a thread, by warps. Two dimensions of 4: in one of 16 Pallas would look for ways to swizzle.
+GROUPS = 4, 4
+COLUMNS = 32  # of the state in a program
+TOKENS, SLOTS = 8, 2  # formed in float32 together; of which shared memory holds so many times, one on its way
+PARTS = C // TOKENS
+
+# [TOKENS, *GROUPS, COLUMNS]: a thread has a pair of columns of one token.
+SHARES = plgpu.Layout.TILED(
+    Tiling(((TOKENS, *GROUPS, COLUMNS), (2, *GROUPS, COLUMNS), (2,))),
+    warp_dims=(-9,),
+    lane_dims=(-5, -2),
+    vector_dim=-1,
+)
+VALUES = plgpu.Layout.WG_STRIDED((TOKENS, COLUMNS), vec_size=2)
+PAIRS = plgpu.Layout.WG_STRIDED((FLAGS,), vec_size=1)
+
+
+def state_layout(rows: int):
+    """Return the layout of [*GROUPS, rows, COLUMNS], in which a thread has all rows of one group in every eighth column."""
+    tiling = Tiling(((*GROUPS, rows, COLUMNS), (8,), (1,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-5, -2), vector_dim=-1)
+
+
+class Operands(NamedTuple):
+    """Hold what the kernel reads and writes in global memory."""
+
+    table: Ref  # [E, 4], or [E, 7] of a plan that clears rows
+    flags: Ref  # [EXACT_GROUPS, a multiple of FLAGS]: `by_group` of `key_scan`
+    q: Ref  # [B, T, HQ, K]
+    k: Ref  # [B, T, HK, K]
+    v: Ref  # [B, T, HV, V]
+    gates: tuple[Ref, ...]  # the terms, [B, T, H, K] each
+    scale: Ref  # [N + 1]
+    o: Ref  # [B, rows of chunks, H, V]
+    newest: Ref = None  # [B, chunks, C], of a plan with resets: `resets.newest_resets`
+
+    @classmethod
+    def of(cls, refs) -> "Operands":
+        """Return the operands. refs: in order, but for o, which is last."""
+        *given, o = refs
+        required = len(cls._fields) - len(cls._field_defaults) - 1
+        return cls(*given[:required], o, *given[required:])
+
+
+class Tiles(NamedTuple):
+    """Hold the shared memory: the next tokens as they are in memory, and the tokens in work in float32."""
+
+    q: Ref  # [SLOTS, TOKENS, K]
+    k: Ref  # [SLOTS, TOKENS, K]
+    v: Ref  # [SLOTS, TOKENS, COLUMNS]
+    gates: Ref  # [SLOTS, terms, TOKENS, K]
+    query: Ref  # [TOKENS, *GROUPS, rows]
+    key: Ref  # [TOKENS, *GROUPS, rows]
+    decay: Ref  # [TOKENS, *GROUPS, rows]
+    value: Ref  # [TOKENS, COLUMNS]
+    shares: Ref  # [TOKENS, *GROUPS, COLUMNS]
+    loaded: Ref  # barriers, by slot
+    newest: Ref = None  # [C], of a plan with resets
+
+    @classmethod
+    def types(cls, w: Scan) -> "Tiles":
+        tokens = plgpu.SMEM((SLOTS, TOKENS, w.K), jnp.bfloat16)
+        factors = plgpu.SMEM((TOKENS, *GROUPS, w.K // math.prod(GROUPS)), jnp.float32)
+        return cls(
+            q=tokens,
+            k=tokens,
+            v=plgpu.SMEM((SLOTS, TOKENS, COLUMNS), jnp.bfloat16),
+            gates=plgpu.SMEM((SLOTS, w.terms, TOKENS, w.K), jnp.bfloat16),
+            query=factors,
+            key=factors,
+            decay=factors,
+            value=plgpu.SMEM((TOKENS, COLUMNS), jnp.float32),
+            shares=plgpu.SMEM((TOKENS, *GROUPS, COLUMNS), jnp.float32),
+            loaded=plgpu.Barrier(num_arrivals=3 + w.terms, num_barriers=SLOTS),
+            newest=plgpu.SMEM((C,), jnp.int32) if w.resets else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Hold one chunk and head, in one program's columns of the state. segment: its row of the table."""
+
+    plan: Scan
+    operands: Operands
+    tiles: Tiles
+    batch: Any
+    chunk: Any
+    head: Any
+    columns: slice | pl.Slice
+    segment: Any
+
+    @property
+    def scale(self):
+        """Return the scale of the chunk's sequence."""
+        return self.operands.scale[self.operands.table[self.segment, 3]]
+
+    @property
+    def base(self):
+        """Return the chunk's first row of the operands."""
+        table, e = self.operands.table, self.segment
+        if not self.plan.packed:
+            return self.chunk * C
+        return table[e, 4] * ROWS + (self.chunk - table[e, 1]) * C
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows of the state in a thread."""
+        return self.plan.K // math.prod(GROUPS)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Return the shape of the state in registers, whose first three axes are K."""
+        return *GROUPS, self.rows, COLUMNS
+
+    def along(self, x):
+        """Return x [*GROUPS, rows], repeated over the columns of the state."""
+        return lax.broadcast_in_dim(x, self.state_shape, [0, 1, 2])
+
+    def across(self, x):
+        """Return x [COLUMNS], repeated over the rows of the state."""
+        return lax.broadcast_in_dim(x, self.state_shape, [3])
+
+    def first_row(self, part):
+        """Return where the scan's `part`-th tokens begin in the chunk."""
+        return self.plan.place(part, PARTS) * TOKENS
+
+    def of_keys(self, x, part):
+        """Return the rows [TOKENS, K] of x [B, T, heads, K]."""
+        head = self.plan.blocks.of_keys(self.head, self.plan.H, x.shape[2])
+        return x.at[self.batch, pl.ds(self.base + self.first_row(part), TOKENS), head]
+
+    def of_values(self, x, part):
+        """Return the rows [TOKENS, COLUMNS] of x [B, T, heads, V]."""
+        head = self.plan.blocks.of_values(self.head, self.plan.H, x.shape[2])
+        return x.at[self.batch, pl.ds(self.base + self.first_row(part), TOKENS), head, self.columns]
+
+    def own(self, x, part, layout):
+        """Return x [TOKENS, ...] with 0 where a row does not belong to the sequence. Such a row may hold NaN."""
+        if not self.plan.clears:
+            return x
+        table, e, row = self.operands.table, self.segment, self.base + self.first_row(part)
+        token = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout) + row
+        return jnp.where((token >= table[e, 5]) & (token < table[e, 6]), x, 0.0)
+
+
+def fetch(c: Chunk, part):
+    """Fetch the rows of TOKENS tokens, the `part`-th in scan order, into their slot of shared memory."""
+    slot, at = remainder(part, SLOTS), c.operands
+
+    @pl.when(part < PARTS)
+    def _():
+        for term in range(c.plan.terms):
+            source, tile = c.of_keys(at.gates[term], part), c.tiles.gates.at[slot, term]
+            plgpu.copy_gmem_to_smem(source, tile, c.tiles.loaded.at[slot])
+        for source, tile in ((at.q, c.tiles.q), (at.k, c.tiles.k)):
+            plgpu.copy_gmem_to_smem(c.of_keys(source, part), tile.at[slot], c.tiles.loaded.at[slot])
+        plgpu.copy_gmem_to_smem(c.of_values(at.v, part), c.tiles.v.at[slot], c.tiles.loaded.at[slot])
+
+
+def form_factors(c: Chunk, part, slot):
+    """Store e^g, k and q of TOKENS tokens in float32."""
+    t, flat = c.tiles, plgpu.Layout.WG_STRIDED((TOKENS, c.plan.K), vec_size=4)
+
+    def by_group(x):
+        return x.reshape(TOKENS, *GROUPS, c.rows)
+
+    def own(tile, layout=flat):
+        return c.own(read(tile, layout), part, layout)
+
+    g = jnp.maximum(sum(own(t.gates.at[slot, term]) for term in range(c.plan.terms)), LOG_OF_ZERO)
+    t.decay[...] = by_group(jnp.exp2(g * LOG2E))
+    t.key[...], t.query[...] = by_group(own(t.k.at[slot])), by_group(own(t.q.at[slot]))
+    t.value[...] = own(t.v.at[slot], VALUES)
+    plgpu.commit_smem()
+
+
+def scan_tokens(c: Chunk, part, S):
+    """Return the state [*GROUPS, rows, COLUMNS] behind the `part`-th tokens, whose factors are stored; store their outputs'
+    shares."""
+    w, t, layout = c.plan, c.tiles, state_layout(c.rows)
+    of_key, of_value = layout.reduce(3), layout.reduce(0).reduce(0).reduce(0)
+
+    def operands(i):
+        token = w.place(i, TOKENS)
+        decay, *rows = (plgpu.load(ref.at[token], layout=of_key, optimized=False) for ref in (t.decay, t.key, t.query))
+        if w.resets:
+            decay = decay * passes(c, part * TOKENS + i)
+        return decay, *rows, plgpu.load(t.value.at[token], layout=of_value)
+
+    def advance(i, carry):
+        """Advance the state by one token. The next token's operands are read before this token's are used."""
+        S, (decay, k, q, v) = carry
+        after = operands(jnp.minimum(i + 1, TOKENS - 1))
+        S = S * c.along(decay) + c.along(k) * c.across(v)
+        store(t.shares.at[w.place(i, TOKENS)], jnp.sum(S * c.along(q), axis=2))
+        return S, after
+
+    return lax.fori_loop(0, TOKENS, advance, (S, operands(0)))[0]
+
+
+def passes(c: Chunk, i):
+    """Return 0.0 if the chunk's i-th token resets the state, else 1.0."""
+    row = c.plan.place(i, C)
+    return (c.tiles.newest[row] != i).astype(jnp.float32)
+
+
+def add_outputs(c: Chunk, part):
+    """Add the tokens' outputs, scale times the sums of their shares, to the outputs that `key_scan` has written."""
+    row = c.chunk * C + c.first_row(part)
+
+    @pl.when(row < c.operands.o.shape[1])
+    def _():
+        shares = plgpu.load(c.tiles.shares, layout=SHARES, optimized=False)
+        # [TOKENS, COLUMNS]
+        drawn = jnp.sum(jnp.sum(shares, axis=1), axis=1)
+        target = c.operands.o.at[c.batch, pl.ds(row, TOKENS), c.head, c.columns]
+        before = plgpu.load(target, layout=SHARES.reduce(1).reduce(1), optimized=False)
+        store(target, (before.astype(jnp.float32) + c.scale * drawn).astype(jnp.bfloat16))
+
+
+def scan_chunk(c: Chunk):
+    """Scan the tokens of one chunk from a state of zeros, and add their outputs."""
+    for part in range(SLOTS):
+        fetch(c, part)
+    if c.plan.resets:
+        newest = plgpu.load(c.operands.newest.at[c.batch, c.chunk], layout=tiles.BY_COLUMN, optimized=False)
+        c.tiles.newest[...] = newest
+
+    def advance(part, S):
+        slot = remainder(part, SLOTS)
+        plgpu.barrier_wait(c.tiles.loaded.at[slot])
+        form_factors(c, part, slot)
+        S = scan_tokens(c, part, S)
+        plgpu.commit_smem()  # all are done with the tiles
+        fetch(c, part + SLOTS)
+        add_outputs(c, part)
+        return S
+
+    lax.fori_loop(0, PARTS, advance, tiles.zeros(c.state_shape, state_layout(c.rows)))
+
+
+def scan_group(w: Scan, at: Operands, t: Tiles, chunks: int):
+    """Scan the chunks out of range of one group of chunks and heads, in the program's columns."""
+    blocks, (B, _, H, _), groups = w.V // COLUMNS, at.o.shape, at.flags.shape[0]
+    program = lax.axis_index("program")
+    block, group = remainder(program, blocks), quotient(program, blocks)
+    # Chunks behind the last segment's hold no tokens, and nothing has written their flags.
+    last = at.table.shape[0] - 1
+    used = jnp.minimum(at.table[last, 1] + at.table[last, 2], chunks)
+    items = ((B - 1) * chunks + used) * H
+    # places of the group that hold a chunk and head
+    held = quotient(jnp.maximum(items - group, 0) + (groups - 1), groups)
+
+    def any_flag(first):
+        """Return whether any of FLAGS flags from `first` on is set."""
+        here = plgpu.broadcasted_iota(jnp.int32, (FLAGS,), 0, layout=PAIRS) + first < held
+        flags = plgpu.load(at.flags.at[group, pl.ds(first, FLAGS)], layout=PAIRS)
+        return jnp.max(jnp.where(here, flags, 0).astype(jnp.float32)) > 0
+
+    def scan_item(place):
+        item = place * groups + group
+        row, head = quotient(item, H), remainder(item, H)
+        batch, chunk = quotient(row, chunks), remainder(row, chunks)
+        columns = pl.ds(block * COLUMNS, COLUMNS)
+        scan_chunk(Chunk(w, at, t, batch, chunk, head, columns, segment_of(at.table, batch, chunk)))
+
+    @pl.loop(0, at.flags.shape[1], step=FLAGS)
+    def _(first):
+        @pl.when((first < held) & any_flag(first))
+        def _():
+            @pl.loop(first, jnp.minimum(first + FLAGS, held))
+            def _(place):
+                pl.when(at.flags[group, place] > 0)(lambda: scan_item(place))
+
+
+def segment_of(table, batch, chunk):
+    """Return the segment of a chunk by bisection: the last segment in the table that begins at or before the chunk."""
+
+    def halve(_, between):
+        low, high = between
+        middle = quotient(low + high, 2)
+        row, first = table[middle, 0], table[middle, 1]
+        later = (row > batch) | ((row == batch) & (first > chunk))
+        return jnp.where(later, low, middle), jnp.where(later, middle, high)
+
+    E = table.shape[0]
+    low, _ = lax.fori_loop(0, E.bit_length(), halve, (jnp.int32(0), jnp.int32(E)))
+    return low
+
+
+def exact_outputs(w: Scan, table, flags, q, k, v, g, scale, o, newest=None):
+    """Return o [B, T, H, V] in bfloat16, to which the terms of their own tokens are added in chunks out of range.
+
+    flags: `Results.by_group` of `key_scan`. o: its outputs, with T rows of chunks. The other operands are as in `key_scan`.
+    """
+    T = o.shape[1]
+
+    def body(*refs):
+        *in_global, _, t = refs
+        operands = tiles.with_terms(in_global, Operands._fields.index("gates"), w.terms)
+        scan_group(w, Operands.of(operands), t, -(-T // C))
+
+    body.__name__ = "exact_outputs"  # in profiles
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((1,), jnp.int32),
+        grid=(w.V // COLUMNS * flags.shape[0],),
+        grid_names=("program",),
+        scratch_types=[Tiles.types(w)],
+        compiler_params=tiles.PARAMS,
+    )
+
+    def call(*operands):
+        *given, o = operands
+        ref = jax.new_ref(o)
+        kernel(*given, ref)
+        return [ref[...]]
+
+    operands = table, flags, q, k, v, *g, scale, *[newest] * w.resets, o
+    return once(("exact_outputs", w), call, *operands, results=[jax.ShapeDtypeStruct(o.shape, o.dtype)])[0]
