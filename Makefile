@@ -118,7 +118,7 @@ cuda: cuda-compiler
 DOCS_TOOLS := import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
   print(*(x for x in extras["docs"] if not x.startswith("glax")))
 docs: $(STAMP)
-	@$(BIN)/python -c 'import myst_parser, sphinx_book_theme' 2>/dev/null || { \
+	@$(BIN)/python -c 'import myst_parser, sphinx_book_theme, sphinx_copybutton, mathjax' 2>/dev/null || { \
 	  pins=constraints/python$$($(BIN)/python -c '$(VERSION)').txt; test -f $$pins || pins=/dev/null; \
 	  $(BIN)/python -m pip install -qq --disable-pip-version-check -c $$pins $$($(BIN)/python -c '$(DOCS_TOOLS)'); }
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -n -W --keep-going -q -b html docs build/site

@@ -3,9 +3,9 @@
 import pathlib
 import re
 import tomllib
+from importlib.metadata import files
 
-from docutils import nodes
-from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.util.fileutil import copy_asset
 
 ROOT = pathlib.Path(__file__).parent.parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "glax" / "_version.py").read_text())[1]
@@ -16,7 +16,7 @@ copyright = author
 release = version = VERSION
 license_name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 nitpicky = True
@@ -29,28 +29,29 @@ myst_all_links_external = False
 
 html_theme = "sphinx_book_theme"
 html_title = "glax"
+html_logo = "_static/logo.svg"
+html_favicon = "_static/favicon.svg"
+html_static_path = ["_static"]
+html_css_files = ["glax.css"]
 html_show_sourcelink = False
 html_copy_source = False
-html_math_renderer = "mathml"
-html_theme_options = dict(show_toc_level=2, use_download_button=False, use_fullscreen_button=False)
+html_theme_options = dict(
+    show_toc_level=2,
+    use_download_button=False,
+    use_fullscreen_button=False,
+    # One way to search: the field in the sidebar, without the theme's second one in a bar above it.
+    navbar_persistent=[],
+)
+
+# Formulas by a copy of MathJax on the site itself. Its SVG output needs no fonts, so one file is all.
+MATHJAX = "mathjax/tex-svg.js"
+mathjax_path = MATHJAX
+mathjax3_config = dict(svg=dict(mtextInheritFont=True), options=dict(enableMenu=False))
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 100
-
-
-# ---- formulas: MathML, which browsers lay out themselves, so that no page loads a script or a font -------------------
-
-
-def visit_inline_math(self, node):
-    self.body.append(tex2mathml(node.astext()))
-    raise nodes.SkipNode
-
-
-def visit_block_math(self, node):
-    self.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
-    raise nodes.SkipNode
 
 
 # ---- docstrings: paragraphs of plain text, with formulas and tables indented -----------------------------------------
@@ -116,8 +117,15 @@ def with_short_names(app, what, name, obj, options, signature, returns):
     return tuple(None if text is None else text.replace("jaxlib._jax.Array", "Array") for text in (signature, returns))
 
 
+def copy_mathjax(app, failure):
+    """Copy the file that the pages load from the package that ships it."""
+    (shipped,) = [path for path in files("django-static-mathjax") or () if path.match("static/mathjax/es5/tex-svg.js")]
+    if failure is None:
+        copy_asset(str(shipped.locate()), app.outdir / "_static" / "mathjax")
+
+
 def setup(app):
-    app.add_html_math_renderer("mathml", (visit_inline_math, None), (visit_block_math, None))
+    app.connect("build-finished", copy_mathjax)
     app.connect("autodoc-process-docstring", to_restructured_text)
     app.connect("autodoc-process-signature", with_short_names)
     return dict(parallel_read_safe=True)

@@ -18,6 +18,8 @@ from glax._src.core.bind import (
     is_array,
 )
 
+__all__ = ["recurrent_gla"]
+
 
 def recurrent_gla(
     query: Float[Array, "B T H K"],
