@@ -44,14 +44,6 @@ def test_relative_links_lead_to_a_file(page):
         assert ((DOCS / page).parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if re.match("internals/(?!experiments/)", page)])
-def test_a_page_about_internals_has_at_most_1000_words(page):
-    """About two printed pages. Code and tables are not counted."""
-    text = re.sub(r"```.*?```", "", (DOCS / page).read_text(), flags=re.DOTALL)
-    words = " ".join(line for line in text.splitlines() if not line.startswith("|")).split()
-    assert len(words) <= 1000, "move what answers another question to a page of its own, and history to experiments"
-
-
 def script(name: str):
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
