@@ -345,7 +345,10 @@ def test_refusals():
     assert support.chunked_refusal(r) is None and support.refusal(r) is None
     assert "one token" in support.step_refusal(r)
     value = recurrence(Case("", T=20, gates=("gv",)), "log-sigmoid")
-    assert "value side" in support.chunked_refusal(value) and support.refusal(value) is None
+    refusals = {
+        name: kernel_registry.kernels[f"{name}/triton/gpu"].other_form(value) for name in ("chunked", "recurrent")
+    }
+    assert "got value (given by gv)" in refusals["chunked"] and refusals["recurrent"] is None
     wide = jax.eval_shape(lambda: bind(*(jnp.zeros((1, 4, 1, 1024), jnp.float32),) * 3))
     assert "512" in support.refusal(wide)
     with pytest.MonkeyPatch.context() as patch:

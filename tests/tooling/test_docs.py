@@ -114,7 +114,10 @@ def test_a_third_party_kernel_is_chosen_differentiated_tuned_and_cached(tmp_path
         (decision,) = glax.explain(glax.recurrent, q, q, q)
         assert (decision.config, decision.selector) == (measurement.config, "memory")
         refused = glax.explain(lambda q: glax.recurrent(q, q, q, g=jnp.zeros(q.shape[:3])), q)[0].refused
-        assert refused["quadratic/xla/any"] == "takes calls without gates, got gates of the form head"
+        assert (
+            refused["quadratic/xla/any"]
+            == "takes decays of the form none; got head (given by g): leave out platform and cfg"
+        )
     finally:
         kernel_registry.kernels.clear()
         kernel_registry.kernels.update(before)

@@ -2,10 +2,32 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+
+class Part(NamedTuple):
+    """Describe a part of a log decay: the argument of `recurrent` that gives it, and the dimensions of its array."""
+
+    argument: str
+    dimensions: str
+
+
+# The fields of `Decay`. A form of decay is the set of parts that are given.
+PARTS = dict(
+    constant=Part("g_gamma", "N H"),
+    head=Part("g", "B T H"),
+    key=Part("gk", "B T H K"),
+    value=Part("gv", "B T H V"),
+)
+# The forms that decay the rows of the state alone, and the forms that a kernel is taken to compute if it names none. A form that
+# is added later is not among them: each kernel refuses it until it names it.
+ROW_FORMS = ("none", "constant", "head", "key")
+USUAL_FORMS = (*ROW_FORMS, "value", "key+value")
 
 
 @jax.tree_util.register_dataclass
@@ -13,8 +35,8 @@ from jaxtyping import Array, Float
 class Decay:
     """Hold the log decay of the state, a sum of parts: log decay[k, v] = head + key[k] + value[v]. A missing part is zero.
 
-    There are six forms: none, `constant`, `head`, `key`, `value`, and `key` with `value`. The form is part of the tree's
-    structure, so it is known while tracing.
+    There are six forms (`USUAL_FORMS`): none, `constant`, `head`, `key`, `value`, and `key` with `value`. The form is part of the
+    tree's structure, so it is known while tracing.
     """
 
     constant: Float[Array, "N H"] | None = None  # the log decay is the same at every token of a sequence
@@ -54,6 +76,16 @@ class Decay:
     def by_token(self) -> bool:
         """Return whether the decay differs between tokens."""
         return self.form not in ("none", "constant")
+
+    def map_tokens(self, f: Callable[[Array], Array]) -> "Decay":
+        """Apply f to every part with an axis of tokens."""
+        return dataclasses.replace(jax.tree.map(f, dataclasses.replace(self, constant=None)), constant=self.constant)
+
+    def with_tokens(self, to_tokens: Callable[[Array], Array]) -> "Decay":
+        """Return the decay with `head` in the place of `constant`. to_tokens: [N, H] -> [B, T, H]."""
+        if self.constant is None:
+            return self
+        return dataclasses.replace(self, constant=None, head=to_tokens(self.constant))
 
     @property
     def form(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 
 from glax._src.core.backend import Backend, computes_on, local_device, lowering_platform, x64_is_enabled
+from glax._src.core.decay import PARTS, USUAL_FORMS
 from glax._src.core.known_miscompiles import known_miscompile
 from glax._src.core.recurrence import Recurrence, describe
 
@@ -46,6 +47,13 @@ class Role(enum.StrEnum):
     VJP = enum.auto()
     STEP = enum.auto()  # outputs and states, which lie in a pool and are updated there
     VERIFY = enum.auto()  # outputs alone, with the states in a pool that stays as it is
+
+
+def refused_form(form: str, forms: Iterable[str], what: str = "decays") -> str:
+    """Return the refusal of a form of decay by what computes `forms` alone: what it takes, and what came."""
+    gates = [PARTS[part].argument if part in PARTS else part for part in form.split("+") if part != "none"]
+    came = f"{form} (given by {' and '.join(gates)})" if gates else form
+    return f"takes {what} of the form {', '.join(forms)}; got {came}"
 
 
 def check_field(name: str, value, lowest: int, highest: int, power_of_two: bool = False):
@@ -106,7 +114,10 @@ class KernelSpec:
               shows it
     omits_d_final: recurrence -> whether a gradient kernel takes None for a d_final of zeros
     saves_residuals: recurrence -> whether residuals are worth their memory
-    supports: recurrence -> None, or why the kernel refuses it, whatever the machine and the config
+    forms:    the forms of decay that the kernel computes (`Decay.form`). It refuses every other form
+    erases:   whether the kernel runs recurrences with an `erasure`, which are of the delta rule
+    erasing_forms: the forms of decay that it computes with an erasure; None for `forms`
+    supports: recurrence -> None, or why the kernel refuses it for another reason, whatever the machine and the config
     priority: recurrence -> number; of the able kernels, the one with the highest is chosen
     version:  a number that is raised when measured configs become invalid
     takes_segments: recurrence -> whether the kernel reads its segments; else the kernel receives `recurrence.folded`
@@ -116,7 +127,6 @@ class KernelSpec:
               passes from one sequence or segment to another; None for a kernel that lets nothing pass
     two_phase: (recurrence, config) -> the kernel in two phases, or None where that would add work to `run`
     stores_states: recurrence -> None, or why the kernel does not store the states behind every r.states_every tokens
-    erases:   whether the kernel runs recurrences with an `erasure`, which are of the delta rule
     """
 
     algorithm: str
@@ -137,6 +147,8 @@ class KernelSpec:
     takes_segments: Callable[[Recurrence], bool] = lambda r: False
     mixes_segments: Callable[[Recurrence], bool] = lambda r: False
     isolate: Callable[..., Any] | None = None
+    forms: tuple[str, ...] = USUAL_FORMS
+    erasing_forms: tuple[str, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -170,13 +182,25 @@ class KernelSpec:
             return "which GPU the program is lowered for is not known: this machine has none"
         if r.is_symbolic and self.platform not in (Platform.XLA, Platform.CPP):
             return "takes shapes that are known while tracing, not symbols"
-        if r.erasure is not None and not self.erases:
-            return "does not erase, as beta and erase require"
+        if (why := self.other_form(r)) is not None:
+            return why
         if r.states_every is not None and (why := self.stores_states(r)) is not None:
             return why
         if config is not None and type(config) is not self.config:
             return f"takes a {self.config.__name__}, cfg is a {type(config).__name__}"
         return known_miscompile(self.name) or self.supports(r)
+
+    def other_form(self, r: Recurrence) -> str | None:
+        """Return why this kernel refuses the form of r: its decay, or that it erases. Return None if it does not."""
+        if r.erasure is not None and not self.erases:
+            return "does not erase, as beta and erase require"
+        forms, form = self.forms, r.decay.form
+        if r.erasure is not None and self.erasing_forms is not None:
+            forms = self.erasing_forms
+        if form in forms:
+            return None
+        what = "decays" if r.erasure is None else "decays beside an erasure"
+        return f"{refused_form(form, forms, what)}: leave out platform and cfg"
 
     # The interface of `glax._src.tuning.op.Kernel`, for executors and the tuner.
 
@@ -233,6 +257,12 @@ def under_usual_options(spec: KernelSpec) -> KernelSpec:
 
 class UnsupportedError(NotImplementedError):
     """No kernel can run a call. The message lists the reason of each kernel."""
+
+
+def check_usual_form(r: Recurrence, what: str):
+    """Raise UnsupportedError unless the decay of r has one of the forms that `what`, which no kernel is, handles part by part."""
+    if r.decay.form not in USUAL_FORMS:
+        raise UnsupportedError(f"{what} {refused_form(r.decay.form, USUAL_FORMS)}")
 
 
 class KernelRegistry:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from glax._src.core.decay import Decay
+from glax._src.core.decay import PARTS, Decay
 
 
 @jax.tree_util.register_dataclass
@@ -57,17 +57,18 @@ class Segments:
 
         to_tokens: a function that repeats the row of each sequence, [N, H], for its tokens. shape: (B, T, H).
         """
-        head = decay.head if decay.constant is None else to_tokens(decay.constant)
+        decay = decay.with_tokens(to_tokens)
         if decay.form == "none":
-            head = jnp.zeros(shape, dtype)
-
-        def gate(x, at_reset):
-            return None if x is None else jnp.where(expanded(self.resets, x.ndim), at_reset, self.masked(x))
-
+            decay = Decay(head=jnp.zeros(shape, dtype))
+        parts = {name: vars(decay)[name] for name in reversed(PARTS) if vars(decay)[name] is not None}
         # -inf on the rows of the state is enough: gates on its columns then need no restart.
-        cuts_rows = head is not None or decay.key is not None
-        value = gate(decay.value, 0 if cuts_rows else -jnp.inf)
-        return Decay(head=gate(head, -jnp.inf), key=gate(decay.key, -jnp.inf), value=value)
+        restarting = parts.keys() & {"head", "key"} or parts.keys()
+
+        def gate(name: str, x: Array) -> Array:
+            at_reset = -jnp.inf if name in restarting else 0
+            return jnp.where(expanded(self.resets, x.ndim), at_reset, self.masked(x))
+
+        return dataclasses.replace(decay, **{name: gate(name, x) for name, x in parts.items()})
 
 
 def differs_from_padding(ids: Int[Array, "B T"], pad_id: int | None) -> Bool[Array, "B T"] | None:

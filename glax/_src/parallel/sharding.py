@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, spread_heads
+from glax._src.core.registry import check_usual_form
 from glax._src.parallel.sequence import solve_sequence
 from glax._src.solve.autodiff import differentiable, solve
 from glax._src.solve.dispatch import Choice
@@ -112,6 +112,8 @@ class Spread:
         return jax.tree.map(place, arrays, specs)
 
     def check(self, r: Recurrence):
+        if self.sequence_axis is not None:
+            check_usual_form(r, "sequence_axis")
         for argument, axis, what, count in (
             ("batch_axis", self.batch_axis, "B", r.q.shape[0]),
             ("head_axis", self.head_axis, "H", r.num_heads),
@@ -167,13 +169,11 @@ def append_rows(r: Recurrence, rows: int) -> Recurrence:
     if rows == 0:
         return r
 
-    def grow(x):
-        return None if x is None else jnp.pad(x, [(0, 0), (0, rows)] + [(0, 0)] * (x.ndim - 2))
+    def grow(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, 0), (0, rows)] + [(0, 0)] * (x.ndim - 2))
 
-    decay = r.decay
-    if decay.constant is not None and r.boundaries is None:
-        decay = Decay(head=r.by_token(decay.constant))
-    decay = Decay(decay.constant, *map(grow, (decay.head, decay.key, decay.value)))
+    decay = r.decay.with_tokens(r.by_token) if r.boundaries is None else r.decay
+    decay = decay.map_tokens(grow)
     return r.replace(q=grow(r.q), k=grow(r.k), v=grow(r.v), decay=decay, erasure=jax.tree.map(grow, r.erasure))
 
 

@@ -18,7 +18,7 @@ from glax._src.core.bind import (
     known_values,
     transferred,
 )
-from glax._src.core.decay import Decay, promoted
+from glax._src.core.decay import USUAL_FORMS, Decay, promoted
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Recurrence, spread_heads, to_int32
 from glax._src.core.registry import Config, Platform, Role
@@ -212,7 +212,7 @@ def bound_commit(state, draft: Draft, accepted, rounding_key):
         return advance(Choice(), differentiable(r), places).final_state
     state = pool if places is None else take(pool, places)
     dtype = promoted(draft.key.dtype, jnp.float32)
-    if draft.erasure is not None:
+    if draft.erasure is not None or decay.form not in USUAL_FORMS:
         S = state_after(draft, taken, state.astype(dtype))
         return stored(S, pool.dtype, rounding_key) if places is None else put(pool, places, S, rounding_key)
     head = decay.head if decay.constant is None else jnp.broadcast_to(decay.constant[:, None], (B, T, H))
@@ -271,9 +271,7 @@ def taken_alone(draft: Draft, taken: Bool[Array, "B T 1 1"], state: Float[Array,
     def clear(x):
         return jnp.where(taken.reshape(B, T, *[1] * (x.ndim - 2)), x, 0)
 
-    decay = draft.decay
-    if decay.constant is not None:
-        decay = Decay(head=jnp.broadcast_to(decay.constant[:, None], (B, T, H)))
+    decay = draft.decay.with_tokens(lambda x: jnp.broadcast_to(x[:, None], (B, T, H)))
     key, erasure = clear(draft.key), jax.tree.map(clear, draft.erasure)
     scale = jnp.ones(B, promoted(key.dtype, jnp.float32))
     return Recurrence(key, key, clear(draft.value), jax.tree.map(clear, decay), state, None, scale, erasure=erasure)

@@ -24,7 +24,7 @@ from glax._src.core.recurrence import (
     gradient_recurrence,
     spread_heads,
 )
-from glax._src.core.registry import kernel_registry
+from glax._src.core.registry import check_usual_form, kernel_registry
 from glax._src.kernels import load_kernels
 from glax._src.solve.dispatch import (
     Choice,
@@ -254,6 +254,7 @@ def derived_gradient(choice: Choice, r: Recurrence, d_output, d_final) -> Recurr
     With an erasure, the transposed state obeys no recurrence of this form. The gradient is then taken token by token
     (`delta_recurrent`), in plain JAX on every platform.
     """
+    check_usual_form(r, "the derived gradient")
     if r.states_every is not None:
         return gradient_by_pieces(choice, r, d_output, d_final)
     d_final = filled(d_final, r)
@@ -326,8 +327,7 @@ def clean(r: Recurrence, d_output) -> tuple[Recurrence, Array]:
         x = x.astype(r.dtype)
         return x if r.boundaries is None else jnp.where(r.is_token.reshape(-1, *[1] * (x.ndim - 2)), x, 0)
 
-    gates = (None if x is None else each(x) for x in (r.decay.head, r.decay.key, r.decay.value))
-    decay = Decay(r.decay.constant, *gates)
+    decay = r.decay.map_tokens(each)
     return r.replace(q=each(r.q), k=each(r.k), v=each(r.v), decay=decay), each(d_output)
 
 
@@ -336,15 +336,12 @@ def adjoint_of(r: Recurrence) -> Recurrence:
     initial state."""
     first = r.ends(scan_end=True)  # where the adjoint's scan begins
 
-    def late(x):
-        if x is None:
-            return None
+    def late(x: Array) -> Array:
         moved = jnp.roll(x, 1 if r.reverse else -1, axis=1)
         return jnp.where(first.reshape(-1, *[1] * (x.ndim - 2)), 0, moved)
 
-    constant = r.decay.constant
-    head = r.decay.head if constant is None else r.by_token(constant.astype(r.dtype))
-    return r.replace(decay=Decay(None, late(head), late(r.decay.key), late(r.decay.value)), reverse=not r.reverse)
+    decay = r.decay.with_tokens(lambda x: r.by_token(x.astype(r.dtype)))
+    return r.replace(decay=decay.map_tokens(late), reverse=not r.reverse)
 
 
 def first_decay(r: Recurrence) -> Float[Array, "N H K V"]:

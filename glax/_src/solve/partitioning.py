@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glax._src.core.backend import jax_option
-from glax._src.core.decay import Decay
+from glax._src.core.decay import PARTS
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates, aligned, varying_axes
 
@@ -245,12 +245,12 @@ def recurrence_specs(r: Recurrence, batch, heads, sequence=None, shared_heads=No
     states: Spec = P(batch, heads)
     sequences: Spec = P(batch)
     replicated: Spec = P()
-    form = r.decay.form
+    decay = r.decay.map_tokens(lambda _: gates)
     return Recurrence(
         q=tokens(r.q),
         k=tokens(r.k),
         v=tokens(r.v),
-        decay=jax.tree.map(lambda _: gates, r.decay) if form != "constant" else Decay(constant=states),
+        decay=decay if decay.constant is None else dataclasses.replace(decay, constant=states),
         initial_state=None if r.initial_state is None else states,
         boundaries=None if r.boundaries is None else replicated,
         scale=sequences,
@@ -358,15 +358,17 @@ def sharding_rule(operands, saves_residuals: bool) -> tuple[str, tuple[str, ...]
 
     N = "n" if r.boundaries is not None else "b"
     H = heads(r.num_heads)
+    letters = dict(N=N, B="b", T="t", H=H, K="k", V="v")
 
     outputs, residuals = [f"b t {H} v", f"{N} {H} k v"], [f"b run {H} row column", f"b chunk {H}"]
 
     def named(x: Recurrence) -> list[str]:
-        d, erasure = x.decay, x.erasure or Erasure()
+        decay, erasure = vars(x.decay), x.erasure or Erasure()
         forms = [
             (x.q, f"b t {heads(x.q.shape[2])} k"), (x.k, f"b t {heads(x.k.shape[2])} k"),
-            (x.v, f"b t {heads(x.v.shape[2])} v"), (d.constant, f"{N} {H}"), (d.head, f"b t {H}"),
-            (d.key, f"b t {H} k"), (d.value, f"b t {H} v"), (x.initial_state, f"{N} {H} k v"),
+            (x.v, f"b t {heads(x.v.shape[2])} v"),
+            *((decay[name], " ".join(letters[d] for d in part.dimensions.split())) for name, part in PARTS.items()),
+            (x.initial_state, f"{N} {H} k v"),
             (x.boundaries, "c"), (x.scale, N),
             (erasure.beta, f"b t {H}"), (erasure.erase, f"b t {H} k"), (erasure.write, f"b t {H} v"),
             *((mask, "b t") for mask in jax.tree.leaves(x.segments)),

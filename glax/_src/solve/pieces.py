@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, OutputsWithStates, PackedStates, Recurrence
 from glax._src.core.segments import Segments, expanded
 
@@ -117,7 +116,7 @@ def solve_packed(solver: Solver, r: Recurrence, every: int, dtype) -> OutputsWit
     """Compute `solve_with_states` of packed sequences, by a loop over the pieces of all sequences, each in rows of its own."""
     p, (N, *_), start = Pieces.of(r, every), r.state_shape, r.start_state
     if r.decay.constant is not None:  # rows of a piece that are not valid must not decay
-        r = r.replace(decay=Decay(head=r.by_token(r.decay.constant)))
+        r = r.replace(decay=r.decay.with_tokens(r.by_token))
 
     def pieces(x: Float[Array, "1 T *rest"]) -> Float[Array, "M 1 every *rest"]:
         x = x[0][p.rows]

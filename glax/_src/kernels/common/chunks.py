@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Recurrence, is_symbol
 
 
@@ -57,8 +56,7 @@ def chunks_of(r: Recurrence, size: int) -> Chunks:
 def pad_to_chunk(r: Recurrence, size: int) -> Recurrence:
     """Pad the rows of r to a multiple of `size` if T is symbolic, since T may be less than `size`. No chunk holds the padding."""
     rows = functools.partial(pad_rows, size=size)
-    gates = (None if x is None else rows(x) for x in (r.decay.head, r.decay.key, r.decay.value))
-    decay = Decay(r.decay.constant, *gates)
+    decay = r.decay.map_tokens(rows)
     return r.replace(q=rows(r.q), k=rows(r.k), v=rows(r.v), decay=decay, erasure=jax.tree.map(rows, r.erasure))
 
 

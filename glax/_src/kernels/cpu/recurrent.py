@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from glax._src.core.decay import Decay
+from glax._src.core.decay import ROW_FORMS, Decay
 from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
 from glax._src.core.registry import Backend, Config, Platform, check_field, kernel_registry
 from glax._src.kernels.common.foreign import NONE, call
@@ -48,16 +48,10 @@ def takes(r: Recurrence) -> str | None:
     return missing() if r.erasure is None else delta_missing()
 
 
-def supports(r: Recurrence) -> str | None:
-    if r.erasure is not None and r.decay.value is not None:
-        return "erases with gates on keys and heads alone, not with per-value gates"
-    return takes(r)
-
-
 def gradient_supports(r: Recurrence) -> str | None:
     """Return why the gradient cannot run r, or None. It sums over heads that share a query, key or value."""
     shares = r.erasure is None and min(x.shape[2] for x in (r.q, r.k, r.v)) < r.num_heads
-    return supports(r) or (lacks_sums_of_heads() if shares else None)
+    return takes(r) or (lacks_sums_of_heads() if shares else None)
 
 
 def priority(r: Recurrence) -> int:
@@ -71,9 +65,10 @@ def priority(r: Recurrence) -> int:
     Platform.CPP,
     Backend.CPU,
     config=NativeConfig,
-    supports=supports,
+    supports=takes,
     priority=priority,
     erases=True,
+    erasing_forms=ROW_FORMS,
     takes_segments=lambda r: takes_segments(erases=r.erasure is not None),
 )
 def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
@@ -99,6 +94,7 @@ def recurrent(r: Recurrence, *, config: NativeConfig) -> Outputs:
     supports=gradient_supports,
     priority=priority,
     erases=True,
+    erasing_forms=ROW_FORMS,
     takes_segments=lambda r: takes_segments(erases=r.erasure is not None),
 )
 def recurrent_vjp(

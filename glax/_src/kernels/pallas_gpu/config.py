@@ -35,8 +35,6 @@ def installation() -> str | None:
 def supports(r: Recurrence) -> str | None:
     if (reason := other_dtype(r, ("bfloat16",))) is not None:
         return reason
-    if r.decay.value is not None:
-        return f"takes gates of heads and of keys, got gates of values: {XLA}"
     if (reason := too_wide(r, WIDEST_KEY, WIDEST_VALUE)) is not None:
         return reason
     if axes := varying_axes(r.q):  # loops in a kernel would mix them with what does not vary

@@ -4,6 +4,7 @@
 docs/internals/experiments/hopper.md has the figures.
 """
 
+from glax._src.core.decay import ROW_FORMS
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
 from glax._src.kernels.pallas_gpu.config import (
@@ -179,6 +180,7 @@ def chunked_with_residuals(r: Recurrence, *, config: HopperConfig) -> tuple[Outp
     two_phase=forward_two_phase,
     forward_with_residuals=chunked_with_residuals,
     forgoes=forgoes,
+    forms=ROW_FORMS,
     erases=True,
     stores_states=stores_states,
     takes_segments=takes_segments,
@@ -204,6 +206,7 @@ def chunked(r: Recurrence, *, config: HopperConfig) -> Outputs:
     omits_d_final=omits_d_final,
     stores_states=stores_states,
     forgoes=forgoes,
+    forms=ROW_FORMS,
     erases=True,
     takes_segments=takes_segments,
     isolate=isolate,

@@ -34,8 +34,6 @@ def supports(r: Recurrence) -> str | None:
     """Return why the TPU kernels cannot compute r, or None if they can."""
     if r.q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16, query is {r.q.dtype}"
-    if r.decay.value is not None:
-        return "gates per value channel are not supported: they would scale the other side of the state"
     if 0 in (r.q.shape[0], r.q.shape[1], r.num_sequences):
         return "there is nothing to compute"
     K, V = r.state_shape[2:]

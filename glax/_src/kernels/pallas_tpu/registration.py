@@ -3,6 +3,7 @@
 A function here loads the module with its kernel, and with it Pallas, when a call runs it.
 """
 
+from glax._src.core.decay import ROW_FORMS
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend, Platform, kernel_registry
 from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig, priority, supports
@@ -15,6 +16,7 @@ from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientCon
     config=TPUChunkedConfig,
     supports=supports,
     priority=priority,
+    forms=ROW_FORMS,
     mixes_segments=lambda r: True,
 )
 def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
@@ -31,6 +33,7 @@ def chunked(r: Recurrence, *, config: TPUChunkedConfig) -> Outputs:
     config=TPUGradientConfig,
     supports=supports,
     priority=priority,
+    forms=ROW_FORMS,
     mixes_segments=lambda r: True,
 )
 def chunked_vjp(r: Recurrence, d_output, d_final, *, config: TPUGradientConfig) -> Recurrence:

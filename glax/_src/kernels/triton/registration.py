@@ -3,6 +3,7 @@
 Importing this module imports neither package. The first call that runs here imports both.
 """
 
+from glax._src.core.decay import ROW_FORMS
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
 from glax._src.kernels.triton.config import GradientConfig, TokenConfig, TritonChunkedConfig
@@ -38,6 +39,7 @@ def gradient_two_phase(r: Recurrence, config: GradientConfig) -> TwoPhase | None
     priority=chunked_priority,
     two_phase=forward_two_phase,
     version=1,
+    forms=ROW_FORMS,
     erases=True,
     mixes_segments=lambda r: True,
 )
@@ -61,6 +63,7 @@ def chunked(r: Recurrence, *, config: TritonChunkedConfig) -> Outputs:
     priority=chunked_priority,
     two_phase=gradient_two_phase,
     version=1,
+    forms=ROW_FORMS,
     erases=True,
     mixes_segments=lambda r: True,
 )

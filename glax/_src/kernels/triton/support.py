@@ -33,8 +33,6 @@ def refusal(r: Recurrence) -> str | None:
 
 def chunked_refusal(r: Recurrence) -> str | None:
     """Return why the chunked kernels do not support r, or None."""
-    if r.decay.value is not None:
-        return "takes gates of heads and keys in chunks, got gates on the value side: `recurrent` takes them"
     return refusal(r) if r.erasure is None else erasing_refusal(r)
 
 

@@ -13,6 +13,7 @@ from typing import Self
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from glax._src.core.decay import ROW_FORMS
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, varying_like
 from glax._src.core.registry import Backend, Config, Platform, check_field, kernel_registry
 from glax._src.kernels.xla import chunk_math, chunk_parallel, delta_chunk
@@ -138,8 +139,8 @@ def chunked_with_residuals(r: Recurrence, *, config: ChunkedConfig) -> tuple[Out
     priority=lambda r: 1,
     forward_with_residuals=chunked_with_residuals,
     saves_residuals=lambda r: Backend.here() is Backend.CPU and not r.is_symbolic,
-    supports=delta_chunk.supports,
     erases=True,
+    erasing_forms=ROW_FORMS,  # with per-value gates each value column would need an inverse of its own
     mixes_segments=lambda r: True,
     isolate=isolate,
 )
@@ -153,8 +154,8 @@ def chunked(r: Recurrence, *, config: ChunkedConfig) -> Outputs:
     Platform.XLA,
     Backend.ANY,
     config=ChunkedConfig,
-    supports=delta_chunk.supports,
     erases=True,
+    erasing_forms=ROW_FORMS,
     mixes_segments=lambda r: True,
     isolate=isolate,
 )

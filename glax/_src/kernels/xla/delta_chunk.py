@@ -52,14 +52,6 @@ from glax._src.kernels.xla.chunk_window import (
 CHUNK = 64  # the tokens of a chunk where no config says otherwise
 
 
-def supports(r: Recurrence) -> str | None:
-    """Return None, or why a recurrence with an erasure has no form in chunks: with per-value gates each value column would
-    need an inverse of its own."""
-    if r.erasure is None or r.decay.value is None:
-        return None
-    return "erases with gates on keys and heads alone, not with per-value gates"
-
-
 def scores(x, k, key: Factors, masks) -> Float[Array, "B H C C"]:
     """Compute the scores of x with k, [B, H, C, C]: the sum over levels of (x * up) (k * down)^T * between, each masked."""
     pairs = jnp.zeros((*x.shape[:3], k.shape[2]), x.dtype)

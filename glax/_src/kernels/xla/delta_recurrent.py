@@ -70,9 +70,7 @@ def tokens_of(r: Recurrence, resets: Bool[Array, "B T"] | None = None) -> Tokens
         x = jnp.moveaxis(x, 1, 0)
         return x if is_token is None else jnp.where(is_token.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
 
-    decay = r.decay
-    if decay.constant is not None:
-        decay = Decay(head=r.by_token(decay.constant))
+    decay = r.decay.with_tokens(r.by_token)
     decay, erasure = jax.tree.map(by_time, decay), jax.tree.map(by_time, r.erasing)
     place["resets"] = None if resets is None else resets.T
     tokens = Tokens(by_time(r.q), by_time(r.k), by_time(r.v), decay, erasure, **place)
