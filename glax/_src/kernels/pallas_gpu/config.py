@@ -97,7 +97,7 @@ class HopperConfig(Config):
 
     parts: the segments of every sequence, 1 to 32; 1 for whole sequences, as packed sequences with initial states have to be. A
     gradient of final states takes packed sequences whole for any parts. columns: the columns of the state in a program, 64 or
-    128. With heads of 64 columns, 128 columns are two heads, which share queries and keys (`scan/head_pair.py`).
+    128. With heads of 64 columns, 128 columns are two heads, which share queries and keys (`pair_scan`).
     """
 
     parts: int = 1

@@ -22,8 +22,7 @@ from glax._src.kernels.pallas_gpu.packed_row import Edges, LastChunk
 from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, Scan, ScanResults
 from glax._src.kernels.pallas_gpu.resets import newest_resets
 from glax._src.kernels.pallas_gpu.rows import Rows, widen
-from glax._src.kernels.pallas_gpu.scan.head import head_scan
-from glax._src.kernels.pallas_gpu.scan.head_pair import pair_scan
+from glax._src.kernels.pallas_gpu.scan.head import head_scan, pair_scan
 from glax._src.kernels.pallas_gpu.scan.key import key_scan
 from glax._src.kernels.pallas_gpu.scan.segment_lookback import lookback_tables
 from glax._src.kernels.pallas_gpu.scan.segment_scan import segment_scan

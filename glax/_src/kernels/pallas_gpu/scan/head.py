@@ -1,4 +1,4 @@
-"""Scan with per-head gates. Products read q, k and v as they lie in memory.
+"""Scan with per-head gates: one head to a program (`head_scan`), or two that share queries and keys (`pair_scan`).
 
 G_i is the sum of a chunk's log gates through token i, L the sum of all of them:
 
@@ -10,28 +10,213 @@ decay is the gate of every token. Where most of a state passes through a chunk, 
 bfloat16 add up from chunk to chunk. There the value is the sum of two terms. A reverse scan uses two terms already where a 64th
 of the state passes, for the gates' gradient.
 
-A program has a segment of one sequence, one head, all of K and 64 or 128 columns of the state. One warpgroup fetches. One
-carries the state, and hands it to the warpgroup that forms scores and outputs. Scans without outputs have a warpgroup for every
-64 columns.
+Roles. A program of `head_scan` has a segment of one sequence, one head, all of K and 64 or 128 columns of the state. Products
+read q, k and v as they lie in memory. *load* fetches chunks ahead. *carry* has the state in registers, and stores a copy of it
+before each chunk. *output* forms scores and outputs from that copy. A scan without outputs has a *carry* for every 64 columns.
+A program of `pair_scan` has two heads of 64 columns of V. Both read the same tiles of q and k, and the same scores before their
+decay.
+
+Memory: `Tiles` and `PairTiles`, in `Scan.stages` slots of chunks. Who waits for whom, in both kernels with outputs:
+
+    waits          for            until
+    output, carry  load           tokens full: gates, a, q, b
+    load           output, carry  tokens free
+    output         carry          state stored
+    carry          output         state read
 """
 
+import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from glax._src.kernels.common.limits import LOG_OF_NOTHING
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.cache import once
-from glax._src.kernels.pallas_gpu.plan import Scan, ScanResults
-from glax._src.kernels.pallas_gpu.scan.head_program import (
-    Barriers,
-    Program,
-    Results,
-    Tiles,
-    fetch_chunks,
+from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Pipeline, Ring
+from glax._src.kernels.pallas_gpu.device.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2E,
+    C,
+    by_column,
+    by_row,
+    read,
+    tiled,
+    transposed,
+    zeros,
 )
-from glax._src.kernels.pallas_gpu.scan.head_stages import carry_own_columns, carry_shared_state, write_outputs
+from glax._src.kernels.pallas_gpu.plan import PAIRS, Scan, ScanResults, place_of, quotient, remainder
+
+BF16 = jnp.bfloat16
+TWO_TERMS = -1.0, -6.0  # log2 decays of a chunk above which values have two terms, with time and against it
+PAIR = range(2)
+COLUMNS = 64  # columns of a head of `pair_scan`
+VALUES = (C, COLUMNS)
+
+Ref = Any
+Pair = tuple[Ref, ...]  # two references, one for each head
+
+
+class Operands(NamedTuple):
+    """Hold the operands, in global memory."""
+
+    table: Ref  # [E, 4] or [E, 5]
+    q: Ref  # [B, T, HQ, K]
+    a: Ref  # [B, T, HA, K]
+    b: Ref  # [B, T, HB, V]
+    gates: Ref  # [B, chunks, heads, C]: sums of log2 gates from where the scan enters the chunk
+    scale: Ref  # [N + 1]
+    start: Ref  # [E, H, K, V]
+    # Of a plan with edges: `Edges.block`, and the copies of q, a and b.
+    edges: Ref = None  # [chunks]
+    q_edges: Ref = None  # [B, 3 C, HQ, K]
+    a_edges: Ref = None  # [B, 3 C, HA, K]
+    b_edges: Ref = None  # [B, 3 C, HB, V]
+    # Of a plan that adds the gradients of the caller's states.
+    behind: Ref = None  # [B, num_behind, H, K, V]
+
+    @classmethod
+    def of(cls, w: Scan, *given) -> "Operands":
+        """Return the operands of a plan. given: those that it has, one after the other."""
+        count = cls._fields.index("edges")
+        edges = given[count : count + 4] if w.edges else (None,) * 4
+        return cls(*given[:count], *edges, *given[count + 4 * w.edges :])
+
+
+class Results(NamedTuple):
+    """Hold the results in global memory. A result that the plan leaves out has one tile."""
+
+    o: Ref  # [B, T, H, V]
+    states: Ref  # [B, chunks / run, H, K, V]
+    last: Ref  # [N or E, H, K, V]
+    log: Ref = None  # [E, H, 1], of `head_scan`
+    behind: Ref = None  # [B, num_behind, H, K, V], of a plan that stores the caller's states
+
+    @classmethod
+    def types(cls, w: Scan, B: int, T: int, E: int) -> "Results":
+        log = jax.ShapeDtypeStruct((E, w.H, 1), jnp.float32)
+        return cls(*w.results(B, T, E), log, w.behind_type(B) if w.stores_behind else None)
+
+
+class Tiles(NamedTuple):
+    """Hold the shared memory. A tile that the plan does not use has the smallest size."""
+
+    q: Ref  # [stages, C, K]
+    a: Ref  # [stages, C, K]
+    b: Ref  # [stages, C, columns]
+    gates: Ref  # [stages, C]
+    state: Ref  # [K, columns], or without outputs [state_stages, consumers, K, 64]
+    scaled: Ref  # [C, columns], or without outputs [consumers, C, 64]: the values that are added to the state
+    output: Ref  # [C, columns]
+
+    @classmethod
+    def types(cls, w: Scan) -> "Tiles":
+        K, stages, columns, W = w.K, w.stages, w.columns, w.consumers
+        return cls(
+            q=tiled(stages, C, K) if w.outputs else tiled(1, C, 64),
+            a=tiled(stages, C, K),
+            b=tiled(stages, C, columns),
+            gates=plgpu.SMEM((stages, C), jnp.float32),
+            state=tiled(K, columns) if w.outputs else tiled(w.state_stages, W, K, 64),
+            scaled=tiled(C, columns) if w.outputs else tiled(W, C, 64),
+            output=tiled(C, columns) if w.outputs else tiled(8, 64),
+        )
+
+
+def roles_of(w: Scan) -> dict[str, int]:
+    """Return the roles of warpgroups."""
+    return dict(output=1, carry=1, load=1) if w.outputs else dict(carry=w.consumers, load=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadPipeline(Pipeline):
+    """Hold who waits for whom. tokens: all that is loaded of a chunk. state: the state before a chunk."""
+
+    tokens: Ring
+    state: Handoff
+
+    @classmethod
+    def planned(cls, w: Scan, heads: int = 1) -> "HeadPipeline":
+        """Return the pipeline of a plan with one or two heads to a program."""
+        copies = *("gates",) * heads, "a", *("q",) * w.outputs, *("b",) * heads
+        return cls(Ring(w.stages, ("load",), ("output", "carry"), copies), Handoff(("carry",), ("output",)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Hold one program of `head_scan`, and its position.
+
+    block, h, e: of `place_of`. batch: the row of the operands. first, count: the first chunk of the scan and the number of
+    chunks. factor: the scale of the sequence. adjoint: 0 or 1; traced in a scan of `either` kind. most: the log2 decay of a chunk
+    above which values have two terms.
+    """
+
+    plan: Scan
+    operands: Operands
+    results: Results
+    tiles: Tiles
+    pipeline: HeadPipeline
+    warpgroup: Any
+    block: Any
+    h: Any
+    e: Any
+    batch: Any
+    first: Any
+    count: Any
+    factor: Any
+    adjoint: Any
+    most: Any
+
+    @classmethod
+    def of(cls, w: Scan, operands: Operands, *refs) -> "Program":
+        """Return the program. refs: the results, the tiles and the pipeline."""
+        program, warpgroup = lax.axis_index(PROGRAM), lax.axis_index(WARPGROUP)
+        block, h, e = place_of(program, w.V // w.columns, w.H)
+        batch, first, whole, n = (operands.table[e, i] for i in range(4))
+        factor = operands.scale[n]
+        adjoint: Any = operands.table[e, 4] if w.either else int(w.adjoint)
+        most = jnp.where(adjoint > 0, *map(jnp.float32, reversed(TWO_TERMS))) if w.either else TWO_TERMS[w.adjoint]
+        place = warpgroup, block, h, e, batch
+        p = cls(w, operands, *refs, *place, first, whole, factor, adjoint, most)
+        return p.without_what_ends() if w.lookback else p
+
+    def without_what_ends(self) -> "Program":
+        """Return the program without the leading chunks whose tokens decay to 0 before the segment's end."""
+        w, gates, whole, first = self.plan, self.operands.gates, self.count, self.first
+        through, alive, found = 0.0, True, 1
+        for i in range(w.lookback):
+            place = w.place(jnp.maximum(whole - 1 - i, 0), jnp.maximum(whole, 1), self.adjoint)
+            chunk = jnp.minimum(first + place, gates.shape[1] - 1)
+            through += gates[self.batch, chunk, w.blocks.head(self.h), self.last_token]
+            alive &= through >= LOG_OF_NOTHING * LOG2E
+            found += alive.astype(jnp.int32)
+        count = jnp.minimum(jnp.where(alive, whole, found), whole)
+        first = jnp.where(self.adjoint == int(w.reverse), first + whole - count, first)
+        return dataclasses.replace(self, first=first, count=count)
+
+    @property
+    def last_token(self) -> int:
+        """Return the token by which the scan leaves a chunk."""
+        return 0 if self.plan.reverse else C - 1
+
+    @property
+    def columns(self):
+        """Return the program's columns of V."""
+        return pl.ds(self.block * self.plan.columns, self.plan.columns)
+
+    def chunk(self, step):
+        """Return the chunk that the scan reaches at a step."""
+        return self.first + self.plan.place(step, self.count, self.adjoint)
+
+    def state_behind(self, step):
+        """Return the index of the caller's state behind a step's chunk, and whether there is one."""
+        return self.plan.state_behind(self.chunk(step), self.operands.gates.shape[1])
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal scans are lowered once
@@ -45,12 +230,10 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start, *rest) -> ScanResults:
     G: [B, chunks, H, C] in float32, the sums of log2 gates from where the scan enters each chunk. The other operands are those
     of `key_scan`. rest: the last operands of `Operands`, as many as the plan has.
     """
-    B, T = a.shape[0], w.rows_of_chunks(a.shape[1])
-    E = table.shape[0]
 
     def body(*refs):
         p = Program.of(w, *refs)
-        pl.when(p.warpgroup == w.consumers)(functools.partial(fetch_chunks, p))
+        pl.when(p.warpgroup == w.consumers)(functools.partial(load_chunks, p))
 
         @pl.when(p.warpgroup < w.consumers)
         def _():
@@ -62,18 +245,439 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start, *rest) -> ScanResults:
             else:
                 carry_own_columns(p)
 
-    body.__name__ = "head_scan"  # in profiles
-    results = tuple(x for x in Results.types(w, B, T, E) if x is not None)
-    kernel = plgpu.kernel(
+    E = table.shape[0]
+    found = launch(
+        "head_scan",
+        w,
         body,
-        out_type=results,
-        grid=(w.V // w.columns * w.H * E,),
-        grid_names=("program",),
-        num_threads=w.consumers + 1,
-        thread_name="warpgroup",
-        scratch_types=[Tiles.types(w), Barriers.types(w)],
-        compiler_params=tiles.PARAMS,
+        Operands.of(w, table, q, a, b, G, scale, start, *rest),
+        Results.types(w, a.shape[0], w.rows_of_chunks(a.shape[1]), E),
+        (Tiles.types(w),),
+        roles_of(w),
+        HeadPipeline.planned(w),
+        programs=w.V // w.columns * w.H * E,
     )
-    operands = table, q, a, b, G, scale, start, *rest
-    found = Results(*once(("head_scan", w), kernel, *operands, results=results))
     return ScanResults(found.o, found.states, found.last, found.log if w.either else None, behind=found.behind)
+
+
+def tokens(p: "Program | PairProgram", x, head, step, *columns):
+    """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
+    return x.at[(p.batch, pl.ds(p.chunk(step) * C, C), head, *columns)]
+
+
+def load(p: "Program | PairProgram", x, edges, head, step, tile, slot, *columns):
+    """Load the rows of one head of x at a step. A chunk that contains rows without a token is read from `edges`, the copies
+    of x."""
+    ring = p.pipeline.tokens
+    if edges is None:
+        ring.copy(tokens(p, x, head, step, *columns), tile, slot)
+        return
+    block = p.operands.edges[p.chunk(step)]
+
+    @pl.when(block < 0)
+    def _():
+        ring.copy(tokens(p, x, head, step, *columns), tile, slot)
+
+    @pl.when(block >= 0)
+    def _():
+        ring.copy(edges.at[(p.batch, pl.ds(block * C, C), head, *columns)], tile, slot)
+
+
+def load_chunks(p: Program):
+    """Load gates, a, b and, for outputs, q of every chunk as soon as a slot is free."""
+    w, x, t, h, ring = p.plan, p.operands, p.tiles, p.h, p.pipeline.tokens
+    if w.consumers > 1:
+        plgpu.set_max_registers(40, action="decrease")
+
+    @pl.loop(0, p.count)
+    def _(step):
+        slot = ring.slot(step)
+        ring.acquire(slot, step)
+        gates = x.gates.at[p.batch, p.chunk(step), w.blocks.head(h)]
+        ring.copy(gates, t.gates.at[slot], slot)
+        load(p, x.a, x.a_edges, w.blocks.of_keys(h, w.H, x.a.shape[2]), step, t.a.at[slot], slot)
+        if w.outputs:
+            load(p, x.q, x.q_edges, w.blocks.of_keys(h, w.H, x.q.shape[2]), step, t.q.at[slot], slot)
+        of_b = w.blocks.of_values(h, w.H, x.b.shape[2])
+        load(p, x.b, x.b_edges, of_b, step, t.b.at[slot], slot, p.columns)
+
+
+def carry_own_columns(p: Program):
+    """Carry 64 columns of the state: one warpgroup of a scan without outputs."""
+    w, me = p.plan, p.warpgroup
+    columns = pl.ds((p.block * w.consumers + me) * 64, 64)
+
+    def enter(S, step):
+        if w.states:
+            store_state(p, S, step, p.tiles.state.at[lax.rem(step, jnp.int32(w.state_stages)), me], columns)
+        else:
+            plgpu.commit_smem()  # waits until all warps are done with the step before
+
+    carry_state(p, columns, pl.ds(me * 64, 64), p.tiles.scaled.at[me], enter)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def carry_shared_state(p: Program):
+    """Carry the whole state of the program, and store it for *output* before each chunk."""
+
+    def enter(S, step):
+        with p.pipeline.state.storing(step):
+            store_state(p, S, step, p.tiles.state, p.columns)
+
+    carry_state(p, p.columns, pl.ds(0, p.plan.columns), p.tiles.scaled, enter)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def carry_state(p: Program, columns, of_tile, scaled, enter):
+    """Carry the state [K, columns] through all chunks, and store the last: S_out = e^L S + sum_j k_j (e^{L - G_j} v_j)^T.
+
+    S is float32 and the products' operands are bfloat16. enter(S, step) receives the state before each chunk. of_tile: the same
+    columns within a tile of b. scaled: the tile for the values that are added.
+    """
+    w = p.plan
+
+    def advance(step, carry):
+        S, log = carry
+        slot = p.pipeline.tokens.slot(step)
+        p.pipeline.tokens.wait(slot)
+        if w.adds_behind:
+            S = add_behind(p, S, step, columns)
+        enter(S, step)
+        values = functools.partial(values_of, p, slot, of_tile)
+        G, last = plgpu.load(p.tiles.gates.at[slot], layout=BY_ROW), p.tiles.gates[slot, p.last_token]
+        scaled[...] = values(G, last).astype(BF16)
+        plgpu.commit_smem()
+        S = tiles.added(S * jnp.exp2(last), (transposed(p.tiles.a.at[slot]), scaled))
+
+        def lost(S):
+            """Return S plus the product of k with what the values lost in rounding. The values are formed again, because the
+            compiler would spill them."""
+            x = values(plgpu.load(p.tiles.gates.at[slot], layout=BY_ROW), last) - read(scaled)
+            plgpu.commit_smem()  # waits until all warps are done with the first term
+            scaled[...] = x.astype(BF16)
+            plgpu.commit_smem()
+            return tiles.added(S, (transposed(p.tiles.a.at[slot]), scaled))
+
+        S = lax.cond((last > p.most) & (last < 0.0), lost, lambda S: S, S)
+        p.pipeline.tokens.release(slot)
+        if w.stores_behind:
+            store_behind(p, S, step, columns)
+        return S, log + last
+
+    S = zeros((w.K, columns.size))
+    if w.start:
+        S = plgpu.load(p.operands.start.at[p.e, p.h, :, columns], layout=tiles.WGMMA, optimized=False)
+    S, log = lax.fori_loop(0, p.count, advance, (S, jnp.float32(0.0)))
+
+    def store(place):
+        p.results.last[place, p.h, :, columns] = S
+
+    w.leave(p.e, store)
+    if w.either:
+
+        @pl.when((p.block == 0) & (p.warpgroup == 0))
+        def _():
+            p.results.log[p.e, p.h, 0] = log / LOG2E
+
+
+def store_behind(p: Program, S, step, columns):
+    """Store the state behind a chunk if it is one of the caller's states."""
+    index, is_one = p.state_behind(step)
+
+    @pl.when(is_one)
+    def _():
+        p.results.behind[p.batch, index, p.h, :, columns] = S
+
+
+def add_behind(p: Program, S, step, columns):
+    """Return S plus the gradient of the caller's state behind a chunk, if there is one."""
+    index, is_one = p.state_behind(step)
+
+    def added(S):
+        place = p.operands.behind.at[p.batch, index, p.h, :, columns]
+        return S + plgpu.load(place, layout=tiles.WGMMA, optimized=False)
+
+    return lax.cond(is_one, added, lambda S: S, S)
+
+
+def values_of(p: Program, slot, columns, G, last):
+    """Return the values of a chunk, decayed to the edge by which the scan leaves the chunk, [C, columns] in float32.
+
+    They are e^{last - G} v, or scale e^G d_output in a scan of dL/dS. G: [C], and last: its value at the edge, to base 2.
+    """
+    w = p.plan
+    x = read(p.tiles.b.at[slot, :, columns])
+    if w.either:
+        before = p.adjoint.astype(jnp.float32)
+        decay = jnp.exp2(before * G + (1.0 - before) * (last - G))
+    else:
+        decay = jnp.exp2(G) * p.factor if w.adjoint else jnp.exp2(last - G)
+    return x * by_row(decay, x.shape)
+
+
+def store_state(p: Program, S, step, tile, columns):
+    """Store S [K, columns] in the tile in bfloat16, and in a scan that stores states send it to global memory."""
+    w = p.plan
+    if w.states:
+        plgpu.wait_smem_to_gmem(w.state_stages - 1, wait_read_only=True)
+    tile[...] = S.astype(BF16)
+    plgpu.commit_smem()  # also waits until all warps are done with the step before
+    if w.states:
+
+        @pl.when(w.stored(p.chunk(step)))
+        def _():
+            target = p.results.states.at[p.batch, lax.div(p.chunk(step), jnp.int32(w.run))]
+            if w.stored_by.count == 1:
+                plgpu.copy_smem_to_gmem(tile, target.at[p.h, :, columns])
+            else:
+                store_by_blocks(p, tile, target, columns)
+
+
+def store_by_blocks(p: Program, tile, target, columns):
+    """Store 64 columns of the state as parts of the blocks that they lie in."""
+    w, by = p.plan, p.plan.stored_by
+    rows, per_block = w.K // by.rows, w.V // by.columns // 64
+    column = lax.div(columns.start, jnp.int32(64))
+    place = p.h * by.count + quotient(column, per_block)
+    columns = pl.ds(remainder(column, per_block) * 64, 64)
+    for part in range(by.rows):
+        source = tile.at[pl.ds(part * rows, rows)]
+        plgpu.copy_smem_to_gmem(source, target.at[place + part * by.columns, :, columns], commit_group=False)
+    plgpu.commit_smem_to_gmem_group()
+
+
+def write_outputs(p: Program):
+    """Form scores and outputs of every chunk, in a warpgroup of its own."""
+    i, j = tiles.positions(p.plan.reverse)
+    pl.loop(0, p.count)(functools.partial(write_chunk, p, i, j))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def write_chunk(p: Program, i, j, step):
+    """Form o = scale (e^G q S + P v) of one chunk, [C, columns], and send it to global memory in bfloat16.
+
+    P_ij = (q_i . k_j) e^{G_i - G_j} for j <= i, else 0. i, j: [C, C], positions in scan order.
+    """
+    w, t = p.plan, p.tiles
+    slot = p.pipeline.tokens.slot(step)
+    q, a, b = t.q.at[slot], t.a.at[slot], t.b.at[slot]
+    p.pipeline.tokens.wait(slot)
+    # [C, C]
+    P = tiles.product((C, C), (q, transposed(a)))
+    G = plgpu.load(t.gates.at[slot], layout=BY_ROW)
+    to = by_column(plgpu.load(t.gates.at[slot], layout=BY_COLUMN, optimized=False), (C, C))
+    P = P * jnp.exp2(jnp.where(i >= j, by_row(G, (C, C)) - to, -jnp.inf))
+    with p.pipeline.state.reading():  # [C, columns]
+        o = tiles.product((C, w.columns), (q, t.state))
+    o = tiles.added(o * by_row(jnp.exp2(G), o.shape), (P.astype(BF16), b))
+    p.pipeline.tokens.release(slot)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    t.output[...] = (o * p.factor).astype(BF16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(t.output, tokens(p, p.results.o, p.h, step, p.columns))
+
+
+class PairTiles(NamedTuple):
+    """Hold the shared memory of `pair_scan`. There is a tile for each head of the pair, but one of q and one of k for both."""
+
+    q: Ref  # [stages, C, K]
+    a: Ref  # [stages, C, K]: k
+    b: Pair  # [stages, C, 64]: v
+    gates: Pair  # [stages, C]
+    state: Pair  # [K, 64]
+    scaled: Pair  # [C, 64]: v decayed to the chunk's end
+    output: Pair  # [C, 64]
+
+    @classmethod
+    def types(cls, w: Scan) -> "PairTiles":
+        q, gates = tiled(w.stages, C, w.K), plgpu.SMEM((w.stages, C), jnp.float32)
+        b, state, values = tiled(w.stages, C, COLUMNS), tiled(w.K, COLUMNS), tiled(C, COLUMNS)
+        return cls(q, q, *((x, x) for x in (b, gates, state, values, values)))
+
+
+@dataclasses.dataclass(frozen=True)
+class PairProgram:
+    """Hold one program of `pair_scan`. Its position is computed at each use, because the compiler would spill it."""
+
+    plan: Scan
+    operands: Operands
+    results: Results
+    tiles: PairTiles
+    pipeline: HeadPipeline
+
+    def place(self):
+        """Return the pair of heads and the segment."""
+        _, pair, segment = place_of(lax.optimization_barrier(lax.axis_index(PROGRAM)), 1, self.plan.H // 2)
+        return pair, segment
+
+    def segment_field(self, column: int):
+        """Return one column of the segment's row of the table."""
+        return self.operands.table[self.place()[1], column]
+
+    def count(self):
+        return self.segment_field(2)
+
+    def chunk(self, step):
+        """Return the chunk that the scan reaches at a step."""
+        return self.segment_field(1) + self.plan.place(step, self.count())
+
+    @property
+    def batch(self):
+        """Return the row of the operands."""
+        return self.segment_field(0)
+
+    def head(self, i):
+        """Return the i-th head of the pair."""
+        return self.place()[0] * 2 + i
+
+    def gate_sums(self, slot, i, layout=BY_ROW):
+        """Return G [C] of the i-th head, to base 2."""
+        return plgpu.load(self.tiles.gates[i].at[slot], layout=layout, optimized=layout is BY_ROW)
+
+    def factor(self):
+        """Return the scale of the sequence."""
+        return self.operands.scale[self.segment_field(3)]
+
+
+@functools.partial(jax.jit, static_argnums=0)  # so that equal scans are lowered once
+def pair_scan(w: Scan, table, q, k, v, G, scale, start, *edges) -> ScanResults:
+    """Scan every segment of `table` with outputs. Operands and results are those of `head_scan`; V is 64, and w.H even."""
+
+    def body(*refs):
+        p = PairProgram(w, *refs)
+        me = lax.axis_index(WARPGROUP)
+        pl.when(me == 2)(functools.partial(load_pairs, p))
+
+        @pl.when(me < 2)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            lax.cond(me == 0, functools.partial(write_output_pairs, p), functools.partial(carry_states, p))
+
+    E = table.shape[0]
+    found = launch(
+        "pair_scan",
+        w,
+        body,
+        Operands.of(w, table, q, k, v, G, scale, start, *edges),
+        Results(*w.results(k.shape[0], w.rows_of_chunks(k.shape[1]), E)),
+        (PairTiles.types(w),),
+        roles_of(w),
+        HeadPipeline.planned(w, heads=2),
+        programs=w.H // 2 * E,
+    )
+    return ScanResults(found.o, found.states, found.last)
+
+
+def load_pairs(p: PairProgram):
+    """Load chunks ahead, as many as shared memory holds."""
+    w, x, t, ring = p.plan, p.operands, p.tiles, p.pipeline.tokens
+    plgpu.set_max_registers(40, action="decrease")
+
+    @pl.loop(0, p.count())
+    def _(step):
+        slot = ring.slot(step)
+        ring.acquire(slot, step)
+        for source, edges, tile in ((x.q, x.q_edges, t.q), (x.a, x.a_edges, t.a)):
+            load(p, source, edges, quotient(p.head(0), w.H // source.shape[2]), step, tile.at[slot], slot)
+        for i in PAIR:
+            sums = x.gates.at[p.batch, p.chunk(step), p.head(i)]
+            ring.copy(sums, t.gates[i].at[slot], slot)
+            load(p, x.b, x.b_edges, quotient(p.head(i), w.H // x.b.shape[2]), step, t.b[i].at[slot], slot)
+
+
+def carry_states(p: PairProgram):
+    """Carry the states [K, 64] of both heads through all chunks, and store each for the outputs before its chunk."""
+    w, x, t, ring = p.plan, p.operands, p.tiles, p.pipeline.tokens
+    last_token = 0 if w.reverse else C - 1
+
+    def store_states(S, step):
+        with p.pipeline.state.storing(step):
+            if w.states:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for i in PAIR:
+                t.state[i][...] = S[i].astype(BF16)
+            plgpu.commit_smem()
+        if w.states:
+
+            @pl.when(w.stored(p.chunk(step)))
+            def _():
+                run = lax.div(p.chunk(step), jnp.int32(w.run))
+                for i in PAIR:
+                    plgpu.copy_smem_to_gmem(t.state[i], p.results.states.at[p.batch, run, p.head(i)])
+
+    def add_tokens(S, slot, i):
+        """Return S plus the terms of the chunk's tokens, from values in two terms where most of the state passes, as in
+        `head_scan`."""
+        last, scaled = t.gates[i][slot, last_token], t.scaled[i]
+
+        def values():
+            leaving = jnp.exp2(last - p.gate_sums(slot, i))
+            return read(t.b[i].at[slot]) * by_row(leaving, VALUES)
+
+        def lost(S):
+            rest = values() - read(scaled)
+            plgpu.commit_smem()  # waits until all warps are done with the first term
+            scaled[...] = rest.astype(BF16)
+            plgpu.commit_smem()
+            return tiles.added(S, (transposed(t.a.at[slot]), scaled))
+
+        scaled[...] = values().astype(BF16)
+        plgpu.commit_smem()
+        S = tiles.added(S * jnp.exp2(last), (transposed(t.a.at[slot]), scaled))
+        return lax.cond((last > TWO_TERMS[0]) & (last < 0.0), lost, lambda S: S, S)
+
+    def advance(step, S):
+        slot = ring.slot(step)
+        ring.wait(slot)
+        store_states(S, step)
+        S = [add_tokens(S[i], slot, i) for i in PAIR]
+        ring.release(slot)
+        return S
+
+    S = [zeros((w.K, COLUMNS)) for _ in PAIR]
+    if w.start:
+        segment = p.place()[1]
+        S = [plgpu.load(x.start.at[segment, p.head(i)], layout=tiles.WGMMA, optimized=False) for i in PAIR]
+    S = lax.fori_loop(0, p.count(), advance, S)
+
+    def store_last(place):
+        for i in PAIR:
+            p.results.last[place, p.head(i)] = S[i]
+
+    w.leave(p.place()[1], store_last)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def write_output_pairs(p: PairProgram):
+    """Form the scores of a chunk once, and from them the outputs of each head with its decay."""
+    w, t, ring = p.plan, p.tiles, p.pipeline.tokens
+    row, column = tiles.positions(w.reverse)
+
+    def decayed(scores, slot, i):
+        """Return scores [C, C] times the decay e^{G_row - G_column} of the i-th head, and 0 where the row's token is earlier; in
+        bfloat16."""
+        to = by_column(p.gate_sums(slot, i, BY_COLUMN), PAIRS)
+        between = jnp.where(row >= column, by_row(p.gate_sums(slot, i), PAIRS) - to, -jnp.inf)
+        return (scores * jnp.exp2(between)).astype(BF16)
+
+    @pl.loop(0, p.count())
+    def _(step):
+        slot = ring.slot(step)
+        q = t.q.at[slot]
+        ring.wait(slot)
+        # [C, C]
+        scores = tiles.product(PAIRS, (q, transposed(t.a.at[slot])))
+        each = [decayed(scores, slot, i) for i in PAIR]
+        with p.pipeline.state.reading():  # [C, 64]
+            o = [tiles.product(VALUES, (q, t.state[i])) for i in PAIR]
+        o = [x * by_row(jnp.exp2(p.gate_sums(slot, i)), VALUES) for i, x in enumerate(o)]
+        o = [tiles.added(o[i], (each[i], t.b[i].at[slot])) for i in PAIR]
+        ring.release(slot)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i in PAIR:
+            t.output[i][...] = (o[i] * p.factor()).astype(BF16)
+        plgpu.commit_smem()
+        for i in PAIR:
+            plgpu.copy_smem_to_gmem(t.output[i], tokens(p, p.results.o, p.head(i), step))
+
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,83 @@
+"""Launch a kernel with its operands, results and shared memory by name."""
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from glax._src.kernels.pallas_gpu.device.cache import once
+from glax._src.kernels.pallas_gpu.device.pipeline import Pipeline, Roles
+
+PROGRAM, WARPGROUP = "program", "warpgroup"  # the axes of a launch
+ALONE = dict(compute=1)
+# Warps synchronise where the kernels say so. Pallas alone would synchronise them around every store to shared memory.
+PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+
+
+def launch(
+    name: str,
+    plan: Hashable,
+    body: Callable,
+    operands,
+    results,
+    scratch: tuple,
+    roles: Roles,
+    pipeline: Pipeline | None = None,
+    *,
+    programs: int,
+    over: bool = False,
+    is_longest: bool = False,
+    params: plgpu.CompilerParams = PARAMS,
+) -> Any:
+    """Run body(operands, results, *scratch, pipeline) in every warpgroup of every program, and return the results.
+
+    name: the kernel's in profiles. plan: all that `body` depends on beside the shapes. operands: a tree of arrays, and results:
+    one of their types; `body` receives both with references in these places. over: the results are arrays, and are written in
+    place. scratch: trees of types of shared memory. pipeline: where given, its barriers are allocated, and `body` receives it
+    last. is_longest: of `once`.
+    """
+    arrays, structure = jax.tree.flatten(operands)
+    found, of_results = jax.tree.flatten(results)
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found]
+    barriers = [] if pipeline is None else [list(pipeline.barriers(roles).values())]
+    inputs, outputs = len(arrays), len(types)
+
+    def named(*refs):
+        given, written, memory = refs[:inputs], refs[inputs : inputs + outputs], refs[inputs + outputs :]
+        if pipeline is not None:
+            *memory, own = memory
+            memory = *memory, pipeline.of(roles, own)
+        body(structure.unflatten(given), of_results.unflatten(written), *memory)
+
+    named.__name__ = name
+    kernel = plgpu.kernel(
+        named,
+        out_type=() if over else tuple(types),
+        grid=(programs,),
+        grid_names=(PROGRAM,),
+        num_threads=sum(roles.values()),
+        thread_name=WARPGROUP,
+        scratch_types=[*scratch, *barriers],
+        compiler_params=params,
+    )
+
+    def in_place(*operands):
+        refs = [jax.new_ref(x) for x in operands[inputs:]]
+        kernel(*operands[:inputs], *refs)
+        return [ref[...] for ref in refs]
+
+    key = name, plan, programs, tuple((x.shape, x.dtype) for x in types)
+    call = in_place if over else kernel
+    return of_results.unflatten(once(key, call, *arrays, *found * over, results=types, is_longest=is_longest))
+
+
+def by_role(roles: Roles, work: Mapping[str, Callable]):
+    """Run work[role] in the warpgroups of each role. Where a role has several, it receives the index of the warpgroup in it."""
+    me, first = lax.axis_index(WARPGROUP), 0
+    for role, count in roles.items():
+        for index in range(count):
+            pl.when(me == first + index)(lambda role=role, index=index, count=count: work[role](*[index] * (count > 1)))
+        first += count

@@ -1,0 +1,228 @@
+"""Declare who waits for whom in a kernel.
+
+The warpgroups of a program have roles, such as load, carry and output. A `Pipeline` has the `Ring`, `Handoff` and `Meeting`
+through which they pass tiles on. Each names the roles at both of its ends. The arrivals that a barrier waits for follow from
+these, and so does the table in the docstring of each kernel's file.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+Ref = Any
+Roles = Mapping[str, int]  # the number of warpgroups by role, in the order of the warpgroups
+Names = tuple[str, ...]
+
+
+class Wait(NamedTuple):
+    """Hold a line of the table: the roles that wait, those that they wait for, and until when."""
+
+    waiting: Names
+    awaited: Names
+    until: str
+
+
+def arrivals(roles: Roles, names: Names) -> int:
+    """Return the number of warpgroups of these roles. A barrier needs one, also where the kernel has no such role."""
+    return max(sum(roles.get(name, 0) for name in names), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Pass tiles through slots, which some roles fill ahead of those that read them.
+
+    slots: their number. fill: the roles that fill a slot. read: those that wait until it is full. copies: the names of the tiles
+    that copies fill, one for each copy. A copy reports itself; without any the warpgroups do. released_by: the roles that report
+    when they have read a slot; those of `read` unless given. () means that none needs to, because something else keeps the
+    order. acquired_by: the roles that wait for these before the slot is filled again; those of `fill` unless given.
+    """
+
+    slots: int
+    fill: Names
+    read: Names
+    copies: Names = ()
+    released_by: Names | None = None
+    acquired_by: Names | None = None
+    full: Ref = None
+    free: Ref = None
+
+    def barriers(self, roles: Roles) -> dict[str, plgpu.Barrier]:
+        """Return the types of the barriers by field."""
+        full = len(self.copies) or arrivals(roles, self.fill)
+        found = dict(full=plgpu.Barrier(num_arrivals=full, num_barriers=self.slots))
+        if self.readers:
+            free = arrivals(roles, self.readers)
+            found |= dict(free=plgpu.Barrier(num_arrivals=free, num_barriers=self.slots))
+        return found
+
+    def waits(self, name: str) -> list[Wait]:
+        """Return the lines of the table."""
+        tiles = ", ".join(dict.fromkeys(self.copies))
+        full = Wait(self.read, self.fill, f"{name} full" + f": {tiles}" * bool(tiles))
+        return [full, Wait(self.acquired_by or self.fill, self.readers, f"{name} free")]
+
+    @property
+    def readers(self) -> Names:
+        """Return the roles that report when they have read a slot."""
+        return self.read if self.released_by is None else self.released_by
+
+    def slot(self, step):
+        """Return the slot of a step."""
+        return lax.rem(step, jnp.int32(self.slots))
+
+    def acquire(self, slot, step=None):
+        """Wait until the slot has been read. step: the step that fills it; those of the first round do not wait."""
+
+        def wait():
+            plgpu.barrier_wait(self.free.at[slot])
+
+        wait() if step is None else pl.when(step >= self.slots)(wait)
+
+    def copy(self, source: Ref, tile: Ref, slot):
+        """Start a copy that fills a tile of the slot."""
+        plgpu.copy_gmem_to_smem(source, tile, self.full.at[slot])
+
+    def filled(self, slot):
+        """Report that this warpgroup has filled its part of the slot."""
+        plgpu.barrier_arrive(self.full.at[slot])
+
+    def wait(self, slot):
+        """Wait until the slot is full."""
+        plgpu.barrier_wait(self.full.at[slot])
+
+    def release(self, slot):
+        """Report that this warpgroup has read the slot."""
+        plgpu.barrier_arrive(self.free.at[slot])
+
+
+@dataclasses.dataclass(frozen=True)
+class Handoff:
+    """Pass one tile, or tiles that are stored and read together.
+
+    store: the roles that store it. read: those that wait for it. copies: as in `Ring`. returned: whether those that store it
+    wait until it has been read before they store the next.
+    """
+
+    store: Names
+    read: Names
+    copies: Names = ()
+    returned: bool = True
+    full: Ref = None
+    free: Ref = None
+
+    def barriers(self, roles: Roles) -> dict[str, plgpu.Barrier]:
+        """Return the types of the barriers by field."""
+        used = any(name in roles for name in self.store) and any(name in roles for name in self.read)
+        stored, read = (arrivals(roles, names) if used else 1 for names in (self.store, self.read))
+        found = dict(full=plgpu.Barrier(num_arrivals=len(self.copies) or stored))
+        return found | (dict(free=plgpu.Barrier(num_arrivals=read)) if self.returned else {})
+
+    def waits(self, name: str) -> list[Wait]:
+        """Return the lines of the table."""
+        tiles = ", ".join(dict.fromkeys(self.copies))
+        full = Wait(self.read, self.store, f"{name} loaded: {tiles}" if tiles else f"{name} stored")
+        return [full, *[Wait(self.store, self.read, f"{name} read")] * self.returned]
+
+    @contextlib.contextmanager
+    def storing(self, step=None) -> Iterator[None]:
+        """Wait until the tile has been read, and report at the end that it is stored. The first step does not wait."""
+        self.acquire() if step is None else pl.when(step > 0)(self.acquire)
+        yield
+        self.stored()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Wait until the tile is stored, and report at the end that it has been read."""
+        self.wait()
+        yield
+        self.release()
+
+    def acquire(self):
+        """Wait until the tile has been read."""
+        plgpu.barrier_wait(self.free)
+
+    def copy(self, source: Ref, tile: Ref):
+        """Start a copy that stores the tile."""
+        plgpu.copy_gmem_to_smem(source, tile, self.full)
+
+    def stored(self):
+        """Report that the tile is stored."""
+        plgpu.barrier_arrive(self.full)
+
+    def wait(self):
+        """Wait until the tile is stored."""
+        plgpu.barrier_wait(self.full)
+
+    def release(self):
+        """Report that the tile has been read."""
+        plgpu.barrier_arrive(self.free)
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Let some roles go on once all warpgroups of `of` are there. waiting: the roles that wait; those of `of` unless given."""
+
+    of: Names
+    waiting: Names = ()
+    all_there: Ref = None
+
+    def barriers(self, roles: Roles) -> dict[str, plgpu.Barrier]:
+        """Return the types of the barriers by field."""
+        return dict(all_there=plgpu.Barrier(num_arrivals=arrivals(roles, self.of)))
+
+    def waits(self, name: str) -> list[Wait]:
+        """Return the lines of the table."""
+        return [Wait(self.waiting or self.of, self.of, name)]
+
+    def arrive(self):
+        """Report that this warpgroup is there."""
+        plgpu.barrier_arrive(self.all_there)
+
+    def wait(self):
+        """Wait until all are there."""
+        plgpu.barrier_wait(self.all_there)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Hold the rings, handoffs and meetings of a kernel, each a field of a subclass. One that a plan does not need is None.
+
+    ORDER: the order of barriers in shared memory, as "field.full", where it is not that of the fields.
+    """
+
+    ORDER: ClassVar[Names] = ()
+
+    def parts(self) -> dict[str, Ring | Handoff | Meeting]:
+        """Return those that there are, by name."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: part for name, part in found.items() if part is not None}
+
+    def barriers(self, roles: Roles) -> dict[str, plgpu.Barrier]:
+        """Return the types of all barriers, by names as "tokens.full" and in the order of shared memory."""
+        parts = self.parts().items()
+        found = {f"{name}.{end}": x for name, part in parts for end, x in part.barriers(roles).items()}
+        return {name: found[name] for name in self.ORDER or found if name in found}
+
+    def of(self, roles: Roles, refs: Sequence[Ref]) -> Self:
+        """Return the pipeline with its barriers, which `refs` has in the order of `barriers`."""
+        changed = dict(self.parts())
+        for name, ref in zip(self.barriers(roles), refs, strict=True):
+            part, end = name.split(".")
+            changed[part] = dataclasses.replace(changed[part], **{end: ref})
+        return dataclasses.replace(self, **changed)
+
+    def table(self, roles: Roles) -> str:
+        """Return a table of who waits for whom. Roles that the kernel does not have are left out."""
+        lines = [("waits", "for", "until")]
+        for wait in (wait for name, part in self.parts().items() for wait in part.waits(name)):
+            waiting, awaited = ([role for role in names if role in roles] for names in wait[:2])
+            if waiting and awaited:
+                lines.append((", ".join(waiting), ", ".join(awaited), wait.until))
+        widths = [max(len(line[i]) for line in lines) + 2 for i in range(2)]
+        return "\n".join(f"{a:<{widths[0]}}{b:<{widths[1]}}{until}" for a, b, until in lines)
