@@ -49,8 +49,8 @@ def isolated(run: Callable, r: Recurrence, *given) -> Any:
     found = run(r, *given)
     again = (without_spoiled_documents if given else without_spoiled_tokens)(run)
     is_spoiled = spoiled(r, found, *given)
-    results = lax.switch(is_spoiled, [lambda r, *_: empty_like(found), again], r, *given)
-    return merged(is_spoiled, r, found, results)
+    results = lax.cond(is_spoiled, again, lambda r, *_: empty_like(found), r, *given)
+    return merged(is_spoiled.astype(jnp.int32), r, found, results)
 
 
 def shares_rows(r: Recurrence, d_output=None, d_final=None, residuals=None) -> bool:
@@ -86,7 +86,7 @@ def empty_like(x):
 
 
 def spoiled(r: Recurrence, found, d_output=None, d_final=None, residuals: Residuals | None = None) -> Array:
-    """Return 1 if results of a chunk's edge are beyond use, else 0, in int32, clamped as `lax.switch` does, which is one kernel.
+    """Return whether results of a chunk's edge are beyond use, a bool, since `lax.cond` clamps an integer by a kernel of its own.
 
     The outputs of a chunk's last row in scan order draw on all rows before it, and so does the gradient of q. The other gradients
     of its first row draw on all rows behind it.
@@ -100,10 +100,7 @@ def spoiled(r: Recurrence, found, d_output=None, d_final=None, residuals: Residu
     else:
         last, first = [(found if isinstance(found, Outputs) else found[0]).output], []
     edges = [*at_edges(r, last, number, True), *at_edges(r, first, number, False)]
-    # [B, chunks]
-    by_chunk = [(~(jnp.abs(x) <= BEYOND)).reshape(*x.shape[:2], -1).any(2) for x in edges]
-    found = functools.reduce(jnp.logical_or, by_chunk).astype(jnp.int32).max()
-    return lax.clamp(np.int32(0), found, np.int32(1))
+    return functools.reduce(jnp.logical_or, [(~(jnp.abs(x) <= BEYOND)).any() for x in edges])
 
 
 def at_edges(r: Recurrence, arrays: list[Array], number: int, last: bool) -> list[Array]:
@@ -118,14 +115,14 @@ def at_edges(r: Recurrence, arrays: list[Array], number: int, last: bool) -> lis
     segments = r.segments
     if segments is not None and segments.is_token is not None:
         rows = edge_tokens(segments.is_token.reshape(-1, length), down)
-        return [jax.vmap(lambda x, row: jnp.take(x, row, axis=0))(x, rows) for x in joined]
+        return [jax.vmap(lambda x, row: jnp.take(x, row, axis=0, mode="clip"))(x, rows) for x in joined]
     rows = np.minimum(np.arange(-(-length // C), dtype=np.int32) * C + (0 if down else C - 1), length - 1)
     if r.boundaries is not None:
         cuts = boundaries_within(r)
         rows = jnp.minimum(jnp.clip(rows, cuts[0], jnp.maximum(cuts[-1] - 1, cuts[0])), length - 1)
     elif down:
         return [x[:, ::C] for x in joined]
-    return [jnp.take(x, rows, axis=1) for x in joined]
+    return [jnp.take(x, rows, axis=1, mode="clip") for x in joined]
 
 
 def edge_tokens(is_token: Array, down: bool) -> Array:
