@@ -1,6 +1,8 @@
 """Who may import whom; what `import glax` costs and needs."""
 
 import ast
+import functools
+import graphlib
 import pathlib
 import subprocess
 import sys
@@ -37,10 +39,13 @@ LAYERS = [
 ]
 
 
-def modules():
+@functools.cache
+def modules() -> tuple[tuple[str, pathlib.Path], ...]:
+    found = []
     for path in sorted(ROOT.rglob("*.py")):
         parts = ("glax", *path.relative_to(ROOT).with_suffix("").parts)
-        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+        found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return tuple(found)
 
 
 def layer(module: str) -> int:
@@ -56,6 +61,7 @@ def layer(module: str) -> int:
     return max(fits)[1]
 
 
+@functools.cache
 def imports(path: pathlib.Path) -> set[str]:
     known = {name for name, _ in modules()}
     found = set()
@@ -75,6 +81,13 @@ def test_imports_go_one_way():
         for name in imports(path):
             if name.split(".")[0] == "glax":
                 assert layer(name) <= layer(module), f"{module} imports {name}"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports inside of functions count, too."""
+    own = dict(modules())
+    graph = {module: {name for name in imports(path) if name in own} for module, path in own.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # a CycleError names the circle
 
 
 def test_platforms_do_not_import_each_other():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ def test_each_platform_has_its_own_kernels(call):
     assert native and all(name.startswith("glax_") for name in native)
     tpu = foreign_code(traced.lower(lowering_platforms=("tpu",)))
     assert tpu == (set() if call in ("step", "pool") else {"tpu_custom_call"})  # a token goes through XLA's there
-    for unknown in ("cuda", "no_such_platform"):  # of GPUs it is not known which this would be
+    for unknown in ("cuda", "rocm", "no_such_platform"):  # of GPUs it is not known which this would be
         assert foreign_code(traced.lower(lowering_platforms=(unknown,))) == set()
     assert foreign_code(traced.lower(lowering_platforms=("cpu", "tpu"))) == native | tpu
 
@@ -119,6 +120,16 @@ def gpu_kernels(monkeypatch):
         monkeypatch.setitem(glax.kernel_registry.kernels, spec.name, spec)
     yield
     jax.clear_caches()
+
+
+def test_gpus_of_amd_run_the_kernels_of_every_device(gpu_kernels, monkeypatch):
+    client = mock.Mock(platform_version="rocm 60300")
+    device = mock.Mock(client=client, device_kind="AMD Instinct MI300X", compute_capability="gfx942")
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [device])
+    with for_device("gpu"):
+        (decision,) = glax.explain(lambda: glax.recurrent(**ARGUMENTS))
+    assert decision.kernel == "chunked/xla/any"
+    assert decision.refused["chunked/cuda/gpu"] == "needs a gpu, JAX computes on rocm here"
 
 
 def run_here(f, *operands):

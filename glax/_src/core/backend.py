@@ -18,7 +18,10 @@ sequences_apart = jax.make_user_context(False)
 
 
 class Backend(enum.StrEnum):
-    """Name the kind of device that a kernel runs on: `cpu`, `gpu`, `tpu`, or `any` for all of them."""
+    """Name the kind of device that a kernel runs on: `cpu`, `gpu` (of NVIDIA, by CUDA), `tpu`, or `any` for every device.
+
+    GPUs of AMD, which JAX drives by ROCm, run the kernels of `any` alone.
+    """
 
     CPU = enum.auto()
     GPU = enum.auto()
@@ -33,7 +36,7 @@ class Backend(enum.StrEnum):
     @classmethod
     def of(cls, platform: str) -> "Backend":
         """Return the backend of one of JAX's platforms. An unknown platform gives ANY: only kernels of backend ANY run there."""
-        names = dict(cpu=cls.CPU, gpu=cls.GPU, cuda=cls.GPU, rocm=cls.GPU, tpu=cls.TPU)
+        names = dict(cpu=cls.CPU, gpu=cls.GPU, cuda=cls.GPU, tpu=cls.TPU)
         return names.get(platform.lower(), cls.ANY)
 
 
@@ -47,10 +50,21 @@ def target_platform() -> str:
     if lowering_platform.value is not None:
         return lowering_platform.value
     if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:
-        return device.platform
+        return driver_of(device.platform)
     if (chosen := jax_option("jax_default_device")) is not None:
-        return chosen if isinstance(chosen, str) else chosen.platform
-    return jax.default_backend()
+        return driver_of(chosen if isinstance(chosen, str) else chosen.platform)
+    return driver_of(jax.default_backend())
+
+
+def driver_of(platform: str) -> str:
+    """Return "rocm" for the platform "gpu", as JAX names the GPUs of every vendor, where this process has AMD's."""
+    if platform != "gpu":
+        return platform
+    try:
+        (device, *_) = jax.local_devices(backend="gpu")
+    except RuntimeError:  # none is here: the program is for another machine, by CUDA
+        return platform
+    return "rocm" if "rocm" in device.client.platform_version.lower() else platform
 
 
 def x64_is_enabled() -> bool:

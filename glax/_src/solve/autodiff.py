@@ -227,7 +227,7 @@ def gradient(choice: Choice, r: Recurrence, d_output, d_final, residuals: Residu
 
 
 def fused_or_derived_gradient(resolution: Resolution, r: Recurrence, d_output, d_final, residuals) -> Recurrence:
-    fused = run_backward(resolution, r, d_output, d_final, residuals)
+    fused = run_backward(resolution, r, d_output, d_final, residuals, derived_gradient)
     if fused is not None:
         return fused
     derived = functools.partial(derived_gradient, resolution.choice)

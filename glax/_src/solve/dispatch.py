@@ -125,19 +125,20 @@ def forward_with_residuals(resolution: Resolution, r: Recurrence) -> tuple[Outpu
 
 
 def run_backward(
-    resolution: Resolution, r: Recurrence, d_output, d_final, residuals: Residuals | None
+    resolution: Resolution, r: Recurrence, d_output, d_final, residuals: Residuals | None, derived: Callable
 ) -> Recurrence | None:
     """Run the fused gradient kernel. Return None if there is none; the caller then uses the derived gradient.
 
-    d_final: None for zeros.
+    d_final: None for zeros. derived: (choice, r, d_output, d_final) -> the derived gradient, for a backend without a kernel
+    that stores states.
     """
     if resolution.vjp is None:
         return None
     if resolution.mixes_segments(r) or not resolution.vjp.omits_d_final(r):
         d_final = filled(d_final, r)
     operands = (r, d_output, d_final, *([] if residuals is None else [residuals]))
-    run = functools.partial(execute, resolution.vjp, resolution.vjp_choice, again=gradient_elsewhere)
-    return merged_vmap(run, *operands)
+    again = functools.partial(gradient_elsewhere, derived)
+    return merged_vmap(functools.partial(execute, resolution.vjp, resolution.vjp_choice, again=again), *operands)
 
 
 def filled(d_final, r: Recurrence):
@@ -175,13 +176,11 @@ def forward_elsewhere_without_residuals(
 
 
 def gradient_elsewhere(
-    choice: Choice, results, r: Recurrence, d_output, d_final, residuals: Residuals | None = None
+    derived: Callable, choice: Choice, results, r: Recurrence, d_output, d_final, residuals: Residuals | None = None
 ) -> Recurrence:
     """Run this backend's gradient without residuals: see `forward_elsewhere_without_residuals`."""
     if r.states_every is not None:
-        from glax._src.solve.autodiff import derived_gradient  # imports this module
-
-        return derived_gradient(choice, r, d_output, d_final)
+        return derived(choice, r, d_output, d_final)
     spec, own = vjp_kernel(choice, r.folded)
     if spec is None:
         kernel_registry.find(r.folded, choice.platform, choice.config)  # the error that it raises states why

@@ -163,7 +163,7 @@ def lower(context: mlir.LoweringRuleContext, *leaves, call: Call, jaxpr: ClosedJ
     spread = call.spreads and (free is not None or getattr(where, "num_devices", 1) > 1)
     # An exported program has no callback that the compiler could ask.
     visible = spread and module.lowering_parameters.for_export
-    asks = spread and not visible and Backend.of(platform) in (Backend.CPU, Backend.GPU)
+    asks = spread and not visible and platform in ("cpu", "cuda", "rocm")
     if asks:
         check_shardy()
     results = mlir.lower_fun(call.lowered(jaxpr, platform, asks, visible, free))(context, *leaves)

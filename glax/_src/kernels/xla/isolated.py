@@ -24,8 +24,8 @@ Resets = Bool[Array, "B T"] | None
 
 
 def isolate(run: Callable[..., Any], r: Recurrence, *given) -> Any:
-    """Return run(r, *given), checked where r is packed and runs on a GPU: NaN of one sequence reached others there."""
-    if r.boundaries is None or Backend.here() is not Backend.GPU:
+    """Return run(r, *given), checked where r is packed, but for CPUs and TPUs: NaN of one sequence reached others on GPUs."""
+    if r.boundaries is None or Backend.here() in (Backend.CPU, Backend.TPU):
         return run(r, *given)
     return run_checked(run, r, *given)
 
