@@ -1,24 +1,17 @@
 """Provide EasyDeL's `recurrent_gla`."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from glax._src.api.recurrent import recurrent
-from glax._src.core.bind import (
-    DTYPES,
-    as_float,
-    check_array,
-    check_flag,
-    check_integer,
-    check_real,
-    check_shapes,
-    is_array,
-)
+import glax
 
-__all__ = ["recurrent_gla"]
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def recurrent_gla(
@@ -41,46 +34,63 @@ def recurrent_gla(
 
     Raises the errors of `glax.recurrent`, and ValueError or TypeError for a chunk_size that is no integer of at least 0.
     """
-    arrays = dict(query=query, key=key, value=value, gk=gk)
-    for name, x in (arrays | ({} if initial_state is None else dict(initial_state=initial_state))).items():
-        check_array(name, x)
-    check_flag("output_final_state", output_final_state)
-    check_integer("chunk_size", chunk_size)
+    if not isinstance(output_final_state, bool | np.bool_):
+        raise TypeError(f"output_final_state must be True or False, known while tracing, got {output_final_state!r}")
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int | np.integer):
+        raise TypeError(f"chunk_size must be an integer, known while tracing, got {chunk_size!r}")
     if chunk_size < 0:
         raise ValueError(f"chunk_size must be 0 or more, got {chunk_size}")
-    check_shapes(arrays)  # parts of a key that is too long would have the right shape
     check_dtype(dtype)
-    arrays = {name: jnp.asarray(as_float(name, x), dtype) for name, x in arrays.items()}
-    T, K = arrays["query"].shape[1], arrays["query"].shape[3]
-    softmax_scale = scale_meant(scale, K, arrays["query"].dtype)
-    length = int(chunk_size) or max(T, 1)
-    state, outputs = initial_state, []
-    for start in range(0, max(T, 1), length):
-        part = {name: jax.lax.slice_in_dim(x, start, min(start + length, T), axis=1) for name, x in arrays.items()}
-        q, k, v, gates = part["query"], part["key"], part["value"], part["gk"]
-        output, state = recurrent(q, k, v, gk=gates, softmax_scale=softmax_scale, initial_state=state)
+    arrays = [cast(x, dtype) for x in (query, key, value, gk)]
+    if getattr(arrays[0], "ndim", 4) != 4:
+        raise ValueError(f"query must be [B, T, Hq, K], got shape {arrays[0].shape}")
+    parts, state, outputs = [arrays], initial_state, []
+    lengths = {np.shape(x)[1:2] for x in arrays}
+    if chunk_size and len(lengths) == 1:  # parts of a key that is too long would have the right shape
+        T = arrays[0].shape[1]
+        cuts = [(start, min(start + int(chunk_size), T)) for start in range(0, max(T, 1), int(chunk_size))]
+        parts = [[jax.lax.slice_in_dim(x, *cut, axis=1) for x in arrays] for cut in cuts]
+    for q, k, v, g in parts:
+        with as_scale():
+            output, state = glax.recurrent(q, k, v, gk=g, softmax_scale=scale_meant(scale, q), initial_state=state)
         outputs.append(output)
     return jnp.concatenate(outputs, axis=1), state if output_final_state else None
 
 
+def cast(x, dtype):
+    """Return x in that dtype if it is an array of floats; else x, which `glax.recurrent` refuses."""
+    is_float = hasattr(x, "astype") and jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(dtype) if is_float and dtype is not None else x
+
+
 def check_dtype(dtype):
     try:
-        known = dtype is None or (not is_array(dtype) and str(jnp.dtype(dtype)) in DTYPES)
+        known = dtype is None or (not isinstance(dtype, jax.Array | np.ndarray) and str(jnp.dtype(dtype)) in DTYPES)
     except TypeError:  # NumPy raises it for a value that names no dtype
         known = False
     if not known:
         raise TypeError(f"dtype must be {', '.join(DTYPES)} or None, got {dtype!r}")
 
 
-def scale_meant(scale, K: int, dtype) -> float | Float[Array, ""] | None:
-    """Return K ** -0.5 for a scale of -1.0, else the scale. The scale may be an array whose value only the running program
-    knows."""
-    if scale is None:
-        return None
-    check_real("scale", scale, dtype)
+@contextlib.contextmanager
+def as_scale() -> Iterator[None]:
+    """Name EasyDeL's argument in the errors of `softmax_scale`."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not str(error).startswith("softmax_scale"):
+            raise
+        raise type(error)(str(error).removeprefix("softmax_")) from None
+
+
+def scale_meant(scale, q) -> float | Float[Array, ""] | None:
+    """Return None, which means K ** -0.5, for a scale of -1.0, else the scale. The scale may be an array whose value only the
+    running program knows."""
     if not isinstance(scale, jax.Array):
-        return None if scale == -1.0 else scale
-    return usual_at_minus_1(K, jnp.float64 if dtype == jnp.float64 else jnp.float32, scale)
+        return None if np.ndim(scale) == 0 and scale == -1.0 else scale
+    if scale.shape or not any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        return scale
+    return usual_at_minus_1(q.shape[-1], jnp.float64 if q.dtype == jnp.float64 else jnp.float32, scale)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)

@@ -14,23 +14,24 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-import glax._src.api.explain
-import glax._src.api.operation
-import glax._src.api.recurrent
-import glax._src.core.registry
-from glax._src.core.bind import check_flag, check_integer, is_array
-from glax._src.core.recurrence import Outputs
-from glax._src.core.registry import Backend, Config, Platform, Role
-from glax._src.kernels import load_kernels
-from glax._src.kernels.xla.chunk_scan import ChunkedConfig
-from glax._src.tuning.cache import ConfigCache, PersistentCache
-from glax._src.tuning.executor import Executor
-from glax._src.tuning.invocation import Invocation
-from glax._src.tuning.op import Kernel
-from glax._src.tuning.selection import AutotunePolicy, ConfigSelectorChain
-from glax._src.tuning.tuner import Tuner
+import glax
+from glax import (
+    AutotunePolicy,
+    Backend,
+    Config,
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    Invocation,
+    Kernel,
+    Outputs,
+    PersistentCache,
+    Platform,
+    Tuner,
+)
 
 __all__ = [
     "AutotunePolicy",
@@ -55,7 +56,7 @@ __all__ = [
 ]
 
 
-class UnsupportedError(glax._src.core.registry.UnsupportedError, ValueError):
+class UnsupportedError(glax.UnsupportedError, ValueError):
     """The error of `glax.UnsupportedError`, as the ValueError that ejkernel raises."""
 
 
@@ -63,7 +64,7 @@ class UnsupportedError(glax._src.core.registry.UnsupportedError, ValueError):
 def value_errors() -> Iterator[None]:
     try:
         yield
-    except glax._src.core.registry.UnsupportedError as error:
+    except glax.UnsupportedError as error:
         raise UnsupportedError(str(error)) from error
 
 
@@ -97,7 +98,8 @@ class RecurrentAttentionConfig:
     def __post_init__(self):
         if not (self.platform is None or (isinstance(self.platform, str) and self.platform in PLATFORMS)):
             raise ValueError(f"platform must be None, {', '.join(map(repr, PLATFORMS))}, got {self.platform!r}")
-        check_integer("block_q", self.block_q)
+        if isinstance(self.block_q, bool) or not isinstance(self.block_q, int | np.integer):
+            raise TypeError(f"block_q must be an integer, got {self.block_q!r}")
         if self.block_q < 1:
             raise ValueError(f"block_q must be at least 1, got {self.block_q}")
         if self.backend not in (Backend.ANY, here := Backend.here()):
@@ -106,6 +108,7 @@ class RecurrentAttentionConfig:
             )
 
 
+TILES = ("block_k", "block_v", "num_warps", "num_stages")  # the last arguments of the functions
 IGNORED = dict(block_k=64, block_d=64, block_v=64, num_warps=4, num_stages=1)  # ejkernel's defaults
 
 
@@ -127,7 +130,8 @@ def native_choice(cfg, platform) -> tuple[str | None, Config | None]:
     chooses_chunk = cfg.block_q != RecurrentAttentionConfig.block_q
     if (chooses_chunk and not chunked) or any(IGNORED.get(name, x) != x for name, x in vars(cfg).items()):
         say_ignored()
-    return platform, ChunkedConfig(int(cfg.block_q)) if chooses_chunk and chunked else None
+    chunked_config: Callable[..., Config] = glax.configs.ChunkedConfig
+    return platform, chunked_config(int(cfg.block_q)) if chooses_chunk and chunked else None
 
 
 # ---- functions -------------------------------------------------------------------------------------------------------
@@ -159,18 +163,36 @@ def recurrent(
 
     Returns the output, and the final states in the shape of the initial states. segment_ids and pad_id are glax's own.
     """
-    given = dict(block_k=block_k, block_v=block_v, num_warps=num_warps, num_stages=num_stages)
-    if any(IGNORED[name] != x for name, x in given.items()):
+    return solved(
+        glax.recurrent,
+        (block_k, block_v, num_warps, num_stages),
+        *(query, key, value, g, one_row(g_gamma), gk, gv),
+        softmax_scale=softmax_scale, initial_state=initial_state, reverse=reverse, cu_seqlens=cu_seqlens,
+        segment_ids=segment_ids, pad_id=pad_id, platform=platform, cfg=cfg,
+    )  # fmt: skip
+
+
+def solved(
+    function: Callable[..., Outputs],
+    tiles: tuple[int, ...],
+    *arrays,
+    initial_state=None,
+    cu_seqlens=None,
+    platform=None,
+    cfg=None,
+    **options,
+) -> Outputs:
+    """Return function(*arrays, **options), a function of glax with states, platform and config in ejkernel's form.
+
+    tiles: block_k, block_v, num_warps and num_stages, which are ignored.
+    """
+    if tiles != tuple(IGNORED[name] for name in TILES):
         say_ignored()
     platform, cfg = native_choice(cfg, platform)
-    state, packed = unpacked(initial_state, cu_seqlens), wide(initial_state, 5)
-    gates = (g, one_row(g_gamma), gk, gv)
-    rest = (softmax_scale, state, reverse, cu_seqlens)
+    states = dict(initial_state=unpacked(initial_state, cu_seqlens), cu_seqlens=cu_seqlens)
     with value_errors():
-        outputs = glax._src.api.recurrent.recurrent(
-            query, key, value, *gates, *rest, segment_ids=segment_ids, pad_id=pad_id, platform=platform, cfg=cfg
-        )
-    return outputs._replace(final_state=outputs.final_state[None]) if packed else outputs
+        outputs = function(*arrays, **states, **options, platform=platform, cfg=cfg)
+    return outputs._replace(final_state=outputs.final_state[None]) if wide(initial_state, 5) else outputs
 
 
 def recurrent_attention(
@@ -193,7 +215,7 @@ def recurrent_attention(
     cfg: RecurrentAttentionConfig | Config | None = None,
 ) -> Float[Array, "B T H V"] | Outputs:
     """Compute `recurrent`, and return the output alone, or (output, final_state) if `return_state`."""
-    check_flag("return_state", return_state)
+    check_return_state(return_state)
     gates = (g, g_gamma, gk, gv)
     rest = (softmax_scale, initial_state, reverse, cu_seqlens)
     outputs = recurrent(
@@ -240,12 +262,26 @@ def lightning_attn(
 
     The other options are as in `recurrent`.
     """
-    gates = (None, glax._src.api.recurrent.lightning_decay(query, key, value, layer_idx, num_layers), None, None)
-    return recurrent(query, key, value, *gates, softmax_scale, initial_state, reverse, cu_seqlens, *tiles, **options)
+    states = dict(initial_state=initial_state, cu_seqlens=cu_seqlens)
+    named = tuple(options.pop(name, IGNORED[name]) for name in TILES[len(tiles) :])
+    return solved(
+        glax.lightning_attention,
+        (*tiles, *named),
+        *(query, key, value, layer_idx, num_layers),
+        softmax_scale=softmax_scale,
+        reverse=reverse,
+        **states,
+        **options,
+    )
+
+
+def check_return_state(x):
+    if not isinstance(x, bool | np.bool_):
+        raise TypeError(f"return_state must be True or False, known while tracing, got {x!r}")
 
 
 def wide(x, rank: int) -> bool:
-    return is_array(x) and x.ndim == rank
+    return getattr(x, "ndim", None) == rank
 
 
 def one_row(g_gamma):
@@ -270,10 +306,10 @@ FUNCTIONS: dict[str, Callable[..., Outputs]] = dict(
 )
 
 
-class KernelRegistry(glax._src.core.registry.KernelRegistry):
+class KernelRegistry(glax.KernelRegistry):
     """Provide glax's registry, and the functions in front of it by ejkernel's names of algorithms."""
 
-    def __init__(self, kernels: dict[str, glax._src.core.registry.KernelSpec]):
+    def __init__(self, kernels: dict[str, glax.KernelSpec]):
         self.kernels = kernels
 
     def get(self, algorithm: str, platform: str | None = None, backend: str | None = None) -> Callable[..., Outputs]:
@@ -286,9 +322,9 @@ class KernelRegistry(glax._src.core.registry.KernelRegistry):
         backends = [str(each) for each in Backend]
         if backend is not None and backend not in backends:
             raise ValueError(f"backend must be None or {' or '.join(map(repr, backends))}, got {backend!r}")
-        load_kernels()
+        _ = glax.configs.ChunkedConfig  # which loads the kernels
         here = Backend.here()
-        forward = [spec for spec in self.kernels.values() if spec.role is Role.FORWARD]
+        forward = [spec for spec in self.kernels.values() if spec.role == "forward"]
         usable = [spec for spec in forward if spec.backend in (here, Backend.ANY)]
         eligible = [
             spec for spec in usable if backend in (None, Backend.ANY, spec.backend) or spec.backend is Backend.ANY
@@ -300,7 +336,7 @@ class KernelRegistry(glax._src.core.registry.KernelRegistry):
         return functools.partial(function, platform=platform)
 
 
-kernel_registry = KernelRegistry(glax._src.core.registry.kernel_registry.kernels)
+kernel_registry = KernelRegistry(glax.kernel_registry.kernels)
 
 
 def function_of(algorithm: str) -> Callable[..., Outputs]:
@@ -316,10 +352,10 @@ def detect_platform(algorithm: str, platform: str | None = "auto") -> Platform:
     if wanted is not None:
         return wanted
     layers = dict(layer_idx=0, num_layers=1) if function is lightning_attn else {}
-    return glax._src.api.explain.detect_platform(functools.partial(function, **layers))
+    return glax.detect_platform(functools.partial(function, **layers))
 
 
-class RecurrentAttention(glax._src.api.operation.RecurrentAttention):
+class RecurrentAttention(glax.RecurrentAttention):
     """Define ejkernel's operation: RecurrentAttention().run(query, ..., cfg=cfg), or executor(RecurrentAttention(), query, ...).
 
     A config is a RecurrentAttentionConfig, or the Config of one of glax's kernels, which tuning finds.
@@ -350,11 +386,10 @@ class RecurrentAttention(glax._src.api.operation.RecurrentAttention):
         cfg: RecurrentAttentionConfig | Config | None,
     ) -> Float[Array, "B T H V"] | Outputs:
         """Compute `recurrent_attention` with that config. The arguments have ejkernel's order."""
-        check_flag("return_state", return_state)
-        gates = (g, g_gamma, gk, gv)
-        rest = (softmax_scale, initial_state, reverse, cu_seqlens)
-        outputs = recurrent(query, key, value, *gates, *rest, platform=platform, cfg=cfg)
-        return outputs if return_state else outputs.output
+        return recurrent_attention(
+            query, key, value, g, g_gamma, gk, gv, initial_state, cu_seqlens, softmax_scale=softmax_scale,
+            reverse=reverse, return_state=return_state, platform=platform, cfg=cfg,
+        )  # fmt: skip
 
     def get_impl(self, cfg: RecurrentAttentionConfig | Config) -> Callable[..., Outputs]:
         """Return `recurrent` with that config, as `kernel_registry.get` returns it. The function returns (output,

@@ -90,6 +90,13 @@ def test_no_modules_import_each_other_in_a_circle():
     graphlib.TopologicalSorter(graph).prepare()  # a CycleError names the circle
 
 
+def test_compat_imports_the_public_api_alone():
+    for module, path in modules():
+        if module.startswith("glax.compat"):
+            private = {name for name in imports(path) if name.startswith("glax._")}
+            assert not private, f"{module} imports {private}"
+
+
 def test_platforms_do_not_import_each_other():
     for module, path in modules():
         if module.startswith("glax._src.kernels."):
