@@ -17,7 +17,7 @@ import glax
 from glax._src.core.bind import bind
 from glax._src.core.recurrence import StoredStates
 from glax._src.core.segments import Segments
-from glax._src.kernels.pallas_gpu import chunked, delta, delta_key, repair
+from glax._src.kernels.pallas_gpu import delta, plain, repair
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 
 H100 = """
@@ -72,8 +72,7 @@ def lowered(what: str, gate: str, width: str) -> jax.stages.Lowered:
         r = bind(q, k, v, **given, cu_seqlens=cu_seqlens if packed else None, reverse="reverse" in what)
         if "resets" in what:
             r = r.replace(segments=Segments(resets, None))
-        of_delta = delta if gate == "head" else delta_key
-        kernels = of_delta if "delta" in what else chunked
+        kernels = delta if "delta" in what else plain
         config = HopperConfig(parts=SEGMENTS if "segments" in what else 1, columns=columns)
         config = HopperConfig(config.parts) if "delta" in what else config
         if "states" in what:

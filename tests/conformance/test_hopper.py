@@ -21,9 +21,10 @@ from glax._src.core.recurrence import StoredStates
 from glax._src.core.registry import Platform
 from glax._src.core.segments import Segments
 from glax._src.kernels.common.limits import LOG_OF_NOTHING
-from glax._src.kernels.pallas_gpu import chunked
+from glax._src.kernels.pallas_gpu import plain
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
+from glax._src.kernels.pallas_gpu.route import Route
 from glax._src.kernels.pallas_gpu.scan.segment_lookback import lookback_tables
 from glax._src.kernels.pallas_gpu.scan.segment_scan import segment_scan
 from glax._src.solve.autodiff import solve
@@ -158,6 +159,11 @@ CASES = {
 }
 
 
+def laid_out(r, parts):
+    config = HopperConfig(parts=parts)
+    return KernelLayout(r, Route.of(r, config))
+
+
 def distance(a, b):
     a, b = (np.asarray(x, np.float64) for x in (a, b))
     return np.linalg.norm(a - b) / (np.linalg.norm(b) or 1)
@@ -217,24 +223,24 @@ def check(c: Call, monkeypatch):
         resets = jnp.isin(jnp.arange(T), jnp.asarray(c.resets, jnp.int32))[None] & ~is_padding
         r = r.replace(segments=Segments(resets, ~is_padding[None] if c.padding else None))
     mosaic_interpreter.install(monkeypatch)
-    monkeypatch.setattr(chunked, "multiprocessors", lambda: 3)  # the interpreter runs idle programs, too
+    monkeypatch.setattr(plain, "multiprocessors", lambda: 3)  # the interpreter runs idle programs, too
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
         if c.parts:  # begun from other states than they are finished from
             # compiled: what else runs beside an interpreted kernel may leave it no thread on a machine of two cores
-            begin, begin_vjp = (jax.jit(f, static_argnames="config") for f in (chunked.begin, chunked.begin_vjp))
+            begin, begin_vjp = (jax.jit(f, static_argnames="config") for f in (plain.begin, plain.begin_vjp))
             begun, _, log = begin(r, config=c.config)
-            found, residuals = chunked.finish_with_residuals(begun, r, c.config)
+            found, residuals = plain.finish_with_residuals(begun, r, c.config)
             behind = jnp.exp(log)[..., None] * 3.0 * state
             _, reached, _ = begin(r.replace(initial_state=4.0 * state), config=c.config)
             assert distance(reached - behind, found.final_state) < BAR
             begun, *_ = begin_vjp(r, d_output, 0 * d_final, config=c.config)
-            d = chunked.finish_vjp(begun, r, d_output, d_final, residuals, config=c.config)
+            d = plain.finish_vjp(begun, r, d_output, d_final, residuals, config=c.config)
         else:
             found, residuals = (
-                chunked.chunked_with_residuals(r, c.config) if c.save else (chunked.chunked(r, c.config), None)
+                plain.chunked_with_residuals(r, c.config) if c.save else (plain.chunked(r, c.config), None)
             )
             of_final = d_final if c.states else None
-            d = chunked.chunked_vjp(r, d_output, of_final, residuals, c.config) if c.gradient else None
+            d = plain.chunked_vjp(r, d_output, of_final, residuals, c.config) if c.gradient else None
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, r)
     errors = [distance(a, b) for a, b in zip(found, reference(exact.folded), strict=True)]
     if c.gradient:
@@ -271,10 +277,10 @@ def test_states_behind_every_64_tokens(gate, T, heads, reverse, parts, save, mon
     plain = bind(q, k, v, **{gate: g}, initial_state=state, reverse=reverse)
     r, config, cotangent = plain.replace(states_every=every), HopperConfig(parts=parts), StoredStates(d_final, d_states)
     mosaic_interpreter.install(monkeypatch)
-    monkeypatch.setattr(chunked, "multiprocessors", lambda: 3)  # the interpreter runs idle programs, too
+    monkeypatch.setattr(plain, "multiprocessors", lambda: 3)  # the interpreter runs idle programs, too
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        found, residuals = chunked.chunked_with_residuals(r, config) if save else (chunked.chunked(r, config), None)
-        d = chunked.chunked_vjp(r, d_output, cotangent, residuals, config)
+        found, residuals = plain.chunked_with_residuals(r, config) if save else (plain.chunked(r, config), None)
+        d = plain.chunked_vjp(r, d_output, cotangent, residuals, config)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), plain)
     in_pieces = functools.partial(solve, Choice(Platform.XLA))
     wanted, pull = jax.vjp(lambda rows: tuple(solve_with_states(in_pieces, rows, every, None)), exact)
@@ -327,10 +333,10 @@ def test_steady_strengths(form, monkeypatch):
     """A state passes from a chunk's middle to the next one's also where the decay between them is 0 in float32."""
     r, *cotangents = strengths.problem(form, half=32, T=104, K=64)
     mosaic_interpreter.install(monkeypatch)
-    monkeypatch.setattr(chunked, "multiprocessors", lambda: 2)  # the interpreter runs idle programs, too
+    monkeypatch.setattr(plain, "multiprocessors", lambda: 2)  # the interpreter runs idle programs, too
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        found, residuals = chunked.chunked_with_residuals(r, HopperConfig())
-        d = chunked.chunked_vjp(r, *cotangents, residuals, HopperConfig())
+        found, residuals = plain.chunked_with_residuals(r, HopperConfig())
+        d = plain.chunked_vjp(r, *cotangents, residuals, HopperConfig())
     strengths.assert_right(r, *cotangents, found, d)
 
 
@@ -341,7 +347,7 @@ def test_a_final_state_has_its_last_token_unrounded(monkeypatch):
     r = bind(q, k, v, gk=jax.nn.log_sigmoid(g))
     mosaic_interpreter.install(monkeypatch)
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        found = chunked.chunked(r, HopperConfig())
+        found = plain.chunked(r, HopperConfig())
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, r)
     assert distance(found.final_state, reference(exact).final_state) < 1.1e-3
 
@@ -360,7 +366,7 @@ def test_lookback_covers_every_chunk_that_reaches_the_end(K, dtype, monkeypatch)
     counts = set()
     mosaic_interpreter.install(monkeypatch)
     for reverse in (False, True):
-        p = KernelLayout(bind(x, x, x, gk=gk, reverse=reverse), HopperConfig(parts=parts))
+        p = laid_out(bind(x, x, x, gk=gk, reverse=reverse), parts)
         tables = np.stack([np.insert(p.table, 4, adjoint, axis=1) for adjoint in (0, 1)])
         tables[:, 2, 2] = 0
         with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
@@ -394,7 +400,7 @@ def test_per_head_scans_find_where_to_begin(monkeypatch):
         q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
         r = bind(q, k, v, g=jnp.asarray(gates[None], jnp.bfloat16), reverse=reverse)
         with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-            p = KernelLayout(r, HopperConfig(parts=2))
+            p = laid_out(r, 2)
             states, log = p.own_states(p.k, p.v, adjoint=False, last=False)
         e = int(reverse)
         assert np.isfinite(states).all() and log[e, 0, 0] < LOG_OF_NOTHING
@@ -414,7 +420,7 @@ def test_states_that_arrive_late_are_added_decayed(gate, adjoint):
     """To those that enter segments of a scan from zero; decays of 0 among them."""
     rng, parts = np.random.default_rng(0), 3
     x = jnp.zeros((2, 64 * parts, 2, 64), jnp.bfloat16)
-    p = KernelLayout(bind(x, x, x, **{gate: x if gate == "gk" else x[..., 0]}), HopperConfig(parts=parts))
+    p = laid_out(bind(x, x, x, **{gate: x if gate == "gk" else x[..., 0]}), parts)
     log = -(10.0 ** rng.uniform(-2, 3, (2 * parts, 2, 64 if gate == "gk" else 1)).astype(np.float32))
     log[:, 0, 0] = -np.inf
     own = jnp.asarray(rng.normal(size=(2 * parts, 2, 64, 64)), jnp.float32), jnp.asarray(log)

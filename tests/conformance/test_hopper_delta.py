@@ -18,8 +18,9 @@ from glax._src.core.registry import Backend
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu import delta
 from glax._src.kernels.pallas_gpu.chunks import inverse as delta_inverse
-from glax._src.kernels.pallas_gpu.config import HopperConfig, delta_supports, in_one_row
+from glax._src.kernels.pallas_gpu.config import HopperConfig, delta_supports
 from glax._src.kernels.pallas_gpu.gradient import delta as delta_vjp
+from glax._src.kernels.pallas_gpu.rows import fits_one_row
 from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter
 from tests.close import assert_gradients_close, assert_outputs_close
@@ -115,7 +116,7 @@ def assert_as_reference(case, draws, save: bool, parts: int, monkeypatch):
                 found, residuals = delta.chunked(r, config), None
         assert_outputs_close(r, found, reference(r))
         # Without d_final, packed sequences are one row in the gradient too, and segments begin from zeros that no array holds.
-        for ends in (None, d_final) if in_one_row(r) or (parts > 1 and not r.reverse) else (d_final,):
+        for ends in (None, d_final) if fits_one_row(r) or (parts > 1 and not r.reverse) else (d_final,):
             with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
                 d = delta.chunked_vjp(r, d_output, ends, residuals, config)
             assert_gradients_close(r, d, reference_gradient(r, d_output, zeros if ends is None else ends))

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.core.bind import bind
 from glax._src.core.registry import KernelSpec, Platform
-from glax._src.kernels.pallas_gpu import delta_key, registration
+from glax._src.kernels.pallas_gpu import delta, registration
 from glax._src.kernels.pallas_gpu.chunks import pairs as delta_key_pairs
 from glax._src.kernels.pallas_gpu.config import HopperConfig, delta_supports
 from glax._src.kernels.pallas_gpu.gradient import delta_key as delta_key_vjp
@@ -58,20 +58,20 @@ def run(f, *operands, parts: int = 1):
 def test_against_the_reference(name, monkeypatch):
     case, draws, parts, gradients = CASES[name]
     mosaic_interpreter.install(monkeypatch)
-    kernels = (delta_key, "pairs_of_chunks"), (delta_key, "delta_key_scan"), (delta_key_vjp, "delta_key_gradient")
+    kernels = (delta, "pairs_of_chunks"), (delta, "delta_key_scan"), (delta_key_vjp, "delta_key_gradient")
     mosaic_interpreter.one_kernel_at_a_time(monkeypatch, *kernels)
-    monkeypatch.setattr(delta_key, "multiprocessors", lambda: 2)  # so that programs have several chunks each
+    monkeypatch.setattr(delta, "multiprocessors", lambda: 2)  # so that programs have several chunks each
     for number, draw in enumerate(draws):
         r = case.recurrence(draw)
         if number >= gradients:
-            assert_outputs_close(r, run(delta_key.chunked, r, parts=parts), reference(r))
+            assert_outputs_close(r, run(delta.chunked, r, parts=parts), reference(r))
             continue
-        found, residuals = run(delta_key.chunked_with_residuals, r, parts=parts)
+        found, residuals = run(delta.chunked_with_residuals, r, parts=parts)
         assert_outputs_close(r, found, reference(r))
         d_output, d_final = case.cotangents(r)
         # In one case the gradient computes the states again.
         residuals = None if name == "values of 192" else residuals
-        d = run(delta_key.chunked_vjp, r, d_output, d_final, residuals, parts=parts)
+        d = run(delta.chunked_vjp, r, d_output, d_final, residuals, parts=parts)
         assert_gradients_close(r, d, reference_gradient(r, d_output, d_final))
 
 
@@ -83,7 +83,7 @@ def test_d_beta_where_its_sum_cancels(seed, monkeypatch):
     mosaic_interpreter.install(monkeypatch)
     r = case.recurrence(Draw(), seed)
     d_output, d_final = case.cotangents(r)
-    d = run(delta_key.chunked_vjp, r, d_output, d_final, None)
+    d = run(delta.chunked_vjp, r, d_output, d_final, None)
     assert_gradients_close(r, d, reference_gradient(r, d_output, d_final))
 
 
@@ -102,7 +102,7 @@ def test_at_the_limit_of_the_fast_form(reverse, monkeypatch):
         opposite = jnp.asarray(np.where(second, -gate, gate), jnp.bfloat16)
         inputs["gk"] = inputs["gk"].at[0, ..., 5].set(opposite).at[..., 9].set(gate)
         r = bind(**inputs, reverse=reverse)
-        assert_outputs_close(r, run(delta_key.chunked, r), reference(r))
+        assert_outputs_close(r, run(delta.chunked, r), reference(r))
     assert taken == [True, False]
 
 
@@ -117,9 +117,10 @@ def test_what_is_supported_and_chosen():
     assert delta_supports(r) is None
     assert registration.forward_priority(r) == registration.gradient_priority(r) == registration.FASTER
     packed = bind(x, x, x, gk=x, beta=beta, cu_seqlens=jnp.asarray(np.array([0, 10, 64]), jnp.int32))
-    assert "each sequence begins a chunk" in registration.forgoes_one_row(packed)["packed sequences as one row"]
+    _, reasons = registration.forward_route(packed, config=HopperConfig())
+    assert "each sequence begins a chunk" in reasons["packed sequences as one row"]
     with pytest.raises(ValueError, match="columns must be 64 with beta"):
-        delta_key.chunked(r, HopperConfig(columns=128))
+        delta.chunked(r, HopperConfig(columns=128))
 
 
 def test_one_platform_runs_forward_and_gradient(monkeypatch):

@@ -19,8 +19,9 @@ from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
 from glax._src.core.segments import Segments
 from glax._src.kernels import load_kernels
-from glax._src.kernels.pallas_gpu import chunked, delta, delta_key, isolation, repair
-from glax._src.kernels.pallas_gpu.config import HopperConfig, takes_segments
+from glax._src.kernels.pallas_gpu import delta, isolation, plain, repair
+from glax._src.kernels.pallas_gpu.config import HopperConfig
+from glax._src.kernels.pallas_gpu.rows import takes_segments
 from glax._src.solve.dispatch import Choice, Resolution, by_folding
 from glax.testing.cases import Case
 from tests import mosaic_interpreter
@@ -64,8 +65,7 @@ ROUTES = {
 
 def programs(r, config: HopperConfig):
     """Return the forward with residuals and the gradient of r's kernels, in which documents are isolated."""
-    module = delta if r.erasure is not None else chunked
-    module = delta_key if r.erasure is not None and r.decay.form == "key" else module
+    module = delta if r.erasure is not None else plain
 
     def forward(r):
         if r.segments is None or takes_segments(r):
@@ -84,7 +84,7 @@ def programs(r, config: HopperConfig):
 @pytest.fixture
 def interpreted(monkeypatch):
     mosaic_interpreter.install(monkeypatch)
-    for module in (chunked, delta, delta_key, repair):
+    for module in (plain, delta, repair):
         monkeypatch.setattr(module, "multiprocessors", lambda: 2)  # the interpreter runs idle programs, too
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
         yield

@@ -18,11 +18,11 @@ import glax
 from glax._src.core.backend import Backend
 from glax._src.core.bind import bind
 from glax._src.core.segments import Segments
-from glax._src.kernels.pallas_gpu import chunked
-from glax._src.kernels.pallas_gpu.config import HopperConfig, joined_number, packs
-from glax._src.kernels.pallas_gpu.joined_rows import JoinedLayout, JoinedRows
-from glax._src.kernels.pallas_gpu.layout import KernelLayout
-from glax._src.kernels.pallas_gpu.resets import newest_resets
+from glax._src.kernels.pallas_gpu import plain
+from glax._src.kernels.pallas_gpu.config import HopperConfig
+from glax._src.kernels.pallas_gpu.layout import JoinedLayout, KernelLayout
+from glax._src.kernels.pallas_gpu.route import Route
+from glax._src.kernels.pallas_gpu.rows import Form, newest_resets
 from glax._src.solve.dispatch import by_folding
 from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter
@@ -126,15 +126,13 @@ def test_against_the_reference(case, monkeypatch):
         resets = jnp.isin(jnp.arange(T), jnp.asarray(c.resets, jnp.int32)) & ~is_padding
         masks = (jnp.broadcast_to(x, (B, T)) for x in (resets, ~is_padding))
         r = r.replace(segments=Segments(*masks))
-    assert joined_number(r) > 1 or packs(r, c.config)
+    assert Route.of(r, c.config).rows.form in (Form.JOINED, Form.EQUAL)
     mosaic_interpreter.install(monkeypatch)
     one_scan_at_a_time(monkeypatch)
-    monkeypatch.setattr(chunked, "multiprocessors", lambda: 3)  # the interpreter runs idle programs, too
+    monkeypatch.setattr(plain, "multiprocessors", lambda: 3)  # the interpreter runs idle programs, too
     with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
-        found, residuals = (
-            chunked.chunked_with_residuals(r, c.config) if c.save else (chunked.chunked(r, c.config), None)
-        )
-        d = chunked.chunked_vjp(r, d_output, d_final if c.d_final else None, residuals, c.config)
+        found, residuals = plain.chunked_with_residuals(r, c.config) if c.save else (plain.chunked(r, c.config), None)
+        d = plain.chunked_vjp(r, d_output, d_final if c.d_final else None, residuals, c.config)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, r)
     errors = [distance(a, b) for a, b in zip(found, reference(exact.folded), strict=True)]
     of_reference = reference_gradient if r.segments is None else by_folding(reference_gradient)
@@ -163,8 +161,8 @@ def test_every_segment_begins_behind_the_chunk_of_a_reset(B, T, pieces, reverse)
     chunk alone gives the state that enters."""
     x = jnp.zeros((B, T, 1, 64), jnp.bfloat16)
     r = bind(x, x, x, g=x[..., 0], reverse=reverse)
-    joined = JoinedRows(r, joined_number(r))
-    p = JoinedLayout(joined, HopperConfig(parts=pieces), square=False)
+    p = JoinedLayout(r, Route.of(r, HopperConfig(parts=pieces)))
+    joined = p.joined
     assert joined.T % 8 == 0 and p.chunks == -(-joined.T // 64)
     for adjoint in (False, True):
         table = p.table_of(adjoint).reshape(p.N, joined.number, pieces, 4)
@@ -192,11 +190,10 @@ def test_every_segment_begins_behind_the_chunk_of_a_reset(B, T, pieces, reverse)
 def test_resets_of_joined_rows_are_known_while_tracing(reverse):
     x = jnp.zeros((16, 333, 1, 72), jnp.bfloat16)
     r = bind(x, x, x, gk=x, reverse=reverse)
-    joined = JoinedRows(r, joined_number(r))
-    segments = joined.row.segments
+    p = JoinedLayout(r, Route.of(r, HopperConfig()))
+    segments = p.joined.row.segments
     assert segments is not None
-    found = JoinedLayout(joined, HopperConfig(), square=False).newest
-    np.testing.assert_array_equal(found, newest_resets(segments.resets, reverse))
+    np.testing.assert_array_equal(p.newest, newest_resets(segments.resets, reverse))
 
 
 @pytest.mark.fast

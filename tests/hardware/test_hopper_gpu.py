@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import glax
-from glax._src.kernels.pallas_gpu import chunked
+from glax._src.kernels.pallas_gpu import plain
 from glax._src.kernels.pallas_gpu.config import HopperConfig, installation
 from tests import strengths
 
@@ -216,6 +216,6 @@ def test_steady_strengths(form, K, parts, reverse):
     """Just inside and just outside of each limit, the state passed over several chunks, and segments."""
     r, *cotangents = strengths.problem(form, half=32, T=520, K=K, reverse=reverse)
     config = HopperConfig(parts=parts)
-    found, residuals = jax.jit(functools.partial(chunked.chunked_with_residuals, config=config))(r)
-    d = jax.jit(functools.partial(chunked.chunked_vjp, config=config))(r, *cotangents, residuals)
+    found, residuals = jax.jit(functools.partial(plain.chunked_with_residuals, config=config))(r)
+    d = jax.jit(functools.partial(plain.chunked_vjp, config=config))(r, *cotangents, residuals)
     strengths.assert_right(r, *cotangents, found, d)

@@ -135,7 +135,7 @@ def opaque(scope: str, *operands):
 def hopper_of_loops(monkeypatch) -> dict:
     """By algorithm, the parts of the Hopper kernels with loops for kernels."""
     from glax._src.kernels.pallas_gpu import HopperConfig, layout
-    from glax._src.kernels.pallas_gpu import chunked as launch
+    from glax._src.kernels.pallas_gpu import plain as launch
     from glax._src.kernels.pallas_gpu.plan import ScanResults
 
     def key_scan(w, table, q, a, b, g, scale, start, *rest):

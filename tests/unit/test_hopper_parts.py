@@ -6,7 +6,7 @@ import pytest
 
 from glax._src.core.bind import bind
 from glax._src.kernels.pallas_gpu import config
-from glax._src.kernels.pallas_gpu.config import HopperConfig, passing_states, rounds
+from glax._src.kernels.pallas_gpu.config import HopperConfig, Work
 
 # B, T, heads of q and k, heads of v, K, V; segments, columns of a program on 132 multiprocessors
 CHOSEN = {
@@ -45,9 +45,9 @@ def test_segments_of_heuristic(name):
 def test_states_of_segments_have_a_price():
     """144 pairs of heads are two rounds of 132 programs. Eight segments fill nine rounds of an eighth, which by their scans alone
     would be sooner, but they move 302 MB of states: one H100 took 2.59 times the time of 128 heads."""
-    r = recurrence(*CHOSEN["Nemotron-H-8B with a group more"][:2])
-    whole, segments = rounds(r, HopperConfig(1, 128)), rounds(r, HopperConfig(8, 128))
-    states = passing_states(programs=8 * 144, columns=128, K=128)
+    work = Work.of(recurrence(*CHOSEN["Nemotron-H-8B with a group more"][:2]))
+    whole, segments = work.rounds((1, 128)), work.rounds((8, 128))
+    states = work.passing_states(programs=8 * 144, columns=128)
     assert segments - states < whole < segments
     moved = 4 * 8 * 144 * 128 * 128 * 4
     assert states == pytest.approx(moved / (64 * 4 * 128 * 2 * 132))  # a chunk of q, k, v and output

@@ -110,8 +110,8 @@ class KernelSpec:
               for "<algorithm>.verify" the same operands -> output
     forward_with_residuals: (recurrence, config=) -> (Outputs, Residuals), if the gradient kernel of the same algorithm and
               platform takes `residuals` instead of recomputing them; else None
-    forgoes:  (recurrence, *cotangents, config=) -> the faster form of the kernel that they do not get, and why; `explain`
-              shows it
+    route:    (recurrence, *cotangents, config=) -> (how the kernel runs them in a line, or "", {the faster form of the kernel
+              that they do not get: why}); `explain` shows it
     omits_d_final: recurrence -> whether a gradient kernel takes None for a d_final of zeros
     saves_residuals: recurrence -> whether residuals are worth their memory
     forms:    the forms of decay that the kernel computes (`Decay.form`). It refuses every other form
@@ -141,7 +141,7 @@ class KernelSpec:
     forward_with_residuals: Callable[..., Any] | None = None
     saves_residuals: Callable[[Recurrence], bool] = lambda r: True
     erases: bool = False
-    forgoes: Callable[..., dict[str, str]] = lambda r, *cotangents, config: {}
+    route: Callable[..., tuple[str, dict[str, str]]] = lambda r, *cotangents, config: ("", {})
     stores_states: Callable[[Recurrence], str | None] = lambda r: "does not store the states behind every n tokens"
     omits_d_final: Callable[[Recurrence], bool] = lambda r: False
     takes_segments: Callable[[Recurrence], bool] = lambda r: False

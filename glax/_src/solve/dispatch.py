@@ -321,14 +321,8 @@ def run_config(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=Non
         run = functools.partial(run_config, spec, choice, part=part)
         return by_folding(isolating(run, r.segments) if spec.mixes_segments(r) else run)(r, *given)
     others = why_not_others(spec, choice, r)
-    forgoes = functools.partial(forgone, spec, r, *given) if others else None
-    return executor(spec, r, *given, cfg=choice.config, part=part, forgoes=forgoes, **others)
-
-
-def forgone(spec: KernelSpec, r: Recurrence, *given_and_config) -> dict[str, str]:
-    """Return what spec's kernel could do for other calls, and why not for this one with this config, the last argument."""
-    *given, config = given_and_config
-    return spec.forgoes(r, *given, config=config)
+    route = functools.partial(spec.route, r, *given) if others else None
+    return executor(spec, r, *given, cfg=choice.config, part=part, route=route, **others)
 
 
 def why_not_others(spec: KernelSpec, choice: Choice, r: Recurrence) -> dict[str, dict[str, str]]:

@@ -18,14 +18,15 @@ from glax._src.tuning.selection import ConfigSelectorChain
 
 
 class Decision(NamedTuple):
-    """Hold one call of a kernel, as `explain` shows it: the kernel, its config, the selector, and why other kernels were not
-    chosen."""
+    """Hold one call of a kernel, as `explain` shows it: the kernel, its config, the selector, why other kernels were not chosen,
+    and how this one runs the call."""
 
     invocation: Invocation  # the kernel, and the shapes of its arguments
     config: Any
     selector: str  # the selector that chose the config
     refused: dict[str, str]  # the refusals of other kernels, by their names
     outranked: dict[str, str]  # the priorities of other able kernels beside this one's, by their names
+    route: str = ""  # how the kernel runs the call; empty where it runs all calls in one way
 
     @property
     def kernel(self) -> str:
@@ -48,15 +49,16 @@ class Executor:
         _cfg=None,
         refused: dict[str, str] | None = None,
         outranked: dict[str, str] | None = None,
-        forgoes: Callable[[Any], dict[str, str]] | None = None,
+        route: Callable[..., tuple[str, dict[str, str]]] | None = None,
         part=None,
         **kwargs,
     ):
         """Run kernel(*args, **kwargs) with the config that the chain chooses.
 
         cfg: the config to use instead. _cfg: another name of cfg, which ejkernel uses. refused, outranked: what to record for
-        `explain`; see `Decision`. forgoes: config -> what to add to `refused` for the config that runs. part: the function of
-        the kernel to call instead of its `run`, with the same config: `forward_with_residuals`, or a function of a `TwoPhase`.
+        `explain`; see `Decision`. route: config= -> (the `route` of the Decision, what to add to `refused`) for the config that
+        runs. part: the function of the kernel to call instead of its `run`, with the same config: `forward_with_residuals`, or a
+        function of a `TwoPhase`.
 
         Raises TypeError if kernel is neither a Kernel nor a KernelSpec, or if both cfg and _cfg are given.
         """
@@ -67,8 +69,8 @@ class Executor:
         inv = Invocation.of(kernel, args, kwargs, _cfg if cfg is None else cfg)
         config, selector = self.chain.choose(inv)
         if (recorded := listener.get()) is not None:
-            found = {} if forgoes is None else forgoes(config)
-            recorded.append(Decision(inv, config, selector, (refused or {}) | found, outranked or {}))
+            line, reasons = ("", {}) if route is None else route(config=config)
+            recorded.append(Decision(inv, config, selector, (refused or {}) | reasons, outranked or {}, line))
         with jax.named_scope(f"glax.{kernel.op_id}"):
             run = kernel.runner(config) if part is None else functools.partial(part, config=config)
             return run(*args, **kwargs)

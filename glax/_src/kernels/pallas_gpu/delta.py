@@ -1,6 +1,12 @@
-"""Launch the Hopper kernels of the delta rule: the recurrence and its gradient."""
+"""Launch the Hopper kernels of the delta rule: the recurrence and its gradient, with per-key gates or others.
 
+What chunks need beside their states is formed in parallel, and then every sequence is scanned. Sequences that are cut into
+segments are scanned twice: first for the states that enter the segments, and then from them.
+"""
+
+import abc
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +17,120 @@ from glax._src.core.recurrence import Outputs, Recurrence, Residuals, gradient_r
 from glax._src.kernels.common.gpu import multiprocessors
 from glax._src.kernels.pallas_gpu.chunks.inverse import Results as Chunks
 from glax._src.kernels.pallas_gpu.chunks.inverse import inverses_of_chunks
-from glax._src.kernels.pallas_gpu.config import HopperConfig, in_one_row
-from glax._src.kernels.pallas_gpu.delta_segments import SegmentedScan, in_chunks, refuse_columns
-from glax._src.kernels.pallas_gpu.gate_operands import head_gates
+from glax._src.kernels.pallas_gpu.chunks.pairs import Results as Pairs
+from glax._src.kernels.pallas_gpu.chunks.pairs import pairs_of_chunks
+from glax._src.kernels.pallas_gpu.config import HopperConfig
 from glax._src.kernels.pallas_gpu.gradient import delta as delta_vjp
+from glax._src.kernels.pallas_gpu.gradient import delta_key as delta_key_vjp
+from glax._src.kernels.pallas_gpu.gradient.delta_key_refs import D_BETA, D_SCALE
 from glax._src.kernels.pallas_gpu.gradient.delta_wide import delta_gradient_wide
-from glax._src.kernels.pallas_gpu.layout import KernelLayout
-from glax._src.kernels.pallas_gpu.packed_row import Edges, PackedRow
+from glax._src.kernels.pallas_gpu.layout import KernelLayout, OneRowLayout, head_gates, layout_of
+from glax._src.kernels.pallas_gpu.plan import C
+from glax._src.kernels.pallas_gpu.route import Route
+from glax._src.kernels.pallas_gpu.rows import Form, PackedRow
 from glax._src.kernels.pallas_gpu.scan.delta import delta_scan
-from glax._src.kernels.pallas_gpu.scan.delta_refs import DeltaScan, Results
+from glax._src.kernels.pallas_gpu.scan.delta_key import delta_key_scan
+from glax._src.kernels.pallas_gpu.scan.delta_key_refs import DeltaKeyScan
+from glax._src.kernels.pallas_gpu.scan.delta_refs import STRIPE, DeltaScan, Results
+
+
+def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
+    """Compute the outputs and final states."""
+    return forward(r, Route.of(r, config), "outputs")[0]
+
+
+def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals]:
+    """Compute `chunked` and the residuals: the states before the chunks and what their tokens write, in one array [B, chunks,
+    H, V, K + C], or with keys wider than 128 [B, chunks, H, K + C, V]."""
+    outputs, scanned = forward(r, Route.of(r, config), "residuals")
+    return outputs, Residuals(scanned.states, jnp.zeros(scanned.states.shape[:3], jnp.int32))
+
+
+def forward(r: Recurrence, route: Route, kind) -> tuple[Outputs, Results]:
+    """Return the outputs, and the results of the scan.
+
+    A scan of its own computes the final states of sequences in one row, and no outputs. XLA drops it where they are not used.
+    """
+    d = laid_out(r, route)
+    scanned = d.scan(kind, r.initial_state)
+    p, ends = d.layout, scanned
+    if route.rows.form is Form.ONE_ROW:
+        d = laid_out(r, route.apart())
+        ends = d.scan("ends", None)
+    return Outputs(p.sum_of_values(scanned.output, p.blocks).astype(r.v.dtype), d.last(ends)), scanned
+
+
+def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, config: HopperConfig) -> Recurrence:
+    """Compute the gradient of every input of r.
+
+    A reverse scan stores dL/dS behind the chunks and the gradient of what tokens write. From these and from the residuals, one
+    kernel computes the gradients of all chunks in parallel. residuals: what the forward saved, or None to compute it again.
+    d_final: None for zeros. With None, packed sequences may be one row.
+    """
+    route = Route.of(r, config, d_final, residuals)
+    if residuals is not None and not route.rows.takes(r, residuals):
+        residuals = None
+    d = laid_out(r, route, d_output)
+    states = d.scan("states", r.initial_state).states if residuals is None else residuals.states
+    return d.gradient(r, states, d.scan("adjoint", d_final))
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentedScan(abc.ABC):
+    """Hold a layout whose segments `scan_segments` scans in parallel. Its results have the field `last`, as those of
+    `delta_scan` do."""
+
+    layout: KernelLayout
+
+    @abc.abstractmethod
+    def scan_segments(self, kind, start) -> Any:
+        """Scan every segment. kind: `DeltaScan.kind`. start: the states that enter them, [E, H, V, K], or None for zeros."""
+
+    @abc.abstractmethod
+    def gradient(self, r: Recurrence, states, adjoint: Results) -> Recurrence:
+        """Return the gradient of r. states: before the chunks, with what tokens write. adjoint: the results of that scan."""
+
+    def scan(self, kind, start) -> Any:
+        """Run the scan over every sequence. kind: `DeltaScan.kind`. start: states [N, H, K, V], or None for zeros."""
+        p, filled = self.layout, self.layout.start(start)
+        filled = None if filled is None else jnp.swapaxes(filled, 2, 3)
+        if p.parts == 1:
+            return self.scan_segments(kind, filled)
+        entering, last = self.entering(kind == "adjoint", filled)
+        return self.scan_segments(kind, entering)._replace(last=last)
+
+    def entering(self, adjoint: bool, start):
+        """Return the states that enter segments, [E, H, V, K], and those that leave sequences, [N, H, V, K]. adjoint: whether
+        these are gradients, and the scan is against time."""
+        p = self.layout
+        # [N, parts, H, V + K, K] and [N, parts, H, V, K]
+        states = self.by_segment(self.scan_segments("transitions", None))
+        own = self.by_segment(self.scan_segments("adjoint ends", None)) if adjoint else states[:, :, :, : p.V]
+        S = jnp.zeros_like(own[:, 0]) if start is None else start
+        through = "nhvk,nhck->nhvc" if adjoint else "nhvc,nhck->nhvk"  # S^T M^T forward; dS^T M for the adjoint
+        entering = [S] * p.parts
+        for part in range(p.parts)[:: -1 if p.descending(adjoint) else 1]:
+            entering[part] = S
+            S = own[:, part] + jnp.einsum(through, S, states[:, part, :, p.V :], precision="highest")
+        return jnp.stack(entering, 1).reshape(-1, *S.shape[1:]), S
+
+    def by_segment(self, scanned: Any):
+        """Return the last states of segments, by sequence and segment: [N, parts, H, V, K], or with M [N, parts, H, V + K, K]."""
+        return scanned.last.reshape(self.layout.N, self.layout.parts, *scanned.last.shape[1:])
+
+    def last(self, scanned: Any):
+        """Return the states behind sequences, [N, H, K, V] of r."""
+        return self.layout.narrow(jnp.swapaxes(scanned.last, 2, 3))
+
+    def by_row(self, x):
+        """Return x [B, chunks, H, C] in the rows of r, [B, T, H]."""
+        return self.layout.rows.put(jnp.swapaxes(x, 2, 3).reshape(x.shape[0], -1, x.shape[2]))
+
+    def by_sequence(self, x):
+        """Return the sums over the tokens of every sequence, [N, H], of x [B, chunks, H, C]."""
+        p = self.layout
+        x = jnp.where(p.rows.is_token(p.chunks)[:, None], x, 0).sum(3)
+        return p.rows.by_sequence(x if p.rows.begins is None else jnp.swapaxes(x, 0, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +138,7 @@ class DeltaLayout(SegmentedScan):
     """Hold a recurrence of the delta rule as the kernels read it, with R and the factors of every chunk and head.
 
     chunks: the results of `chunks/inverse.py`. d_output: dO in rows of chunks, for a gradient. edges: the fields of
-    `EdgeCopies`, or none. packed: the sequences that the layout takes as one row, or None.
+    `EdgeCopies`, or none. packed: the sequences that are one row, or None.
     """
 
     chunks: Chunks
@@ -36,18 +147,12 @@ class DeltaLayout(SegmentedScan):
     packed: PackedRow | None
 
     @classmethod
-    def of(cls, r: Recurrence, config: HopperConfig, one_row: bool, d_output=None) -> "DeltaLayout":
-        """Return the layout. one_row: whether to take packed sequences as one row, else each begins at a chunk's start.
-
-        Raises ValueError if the config has 128 columns.
-        """
-        refuse_columns(config)
-        beta, packed = r.erasing.beta, PackedRow(r) if one_row else None
-        assert beta is not None, "supports refuses other erasures"
-        if packed is None:
-            p = KernelLayout(r, config)
-        else:
-            p, beta = KernelLayout(packed.row, config, edges=Edges.of(r)), jnp.where(packed.is_token[:, None], beta, 0)
+    def of(cls, r: Recurrence, route: Route, d_output=None) -> "DeltaLayout":
+        """Return the layout of r for its route."""
+        p, beta = layout_of(r, route), beta_of(r)
+        packed = p.packed if isinstance(p, OneRowLayout) else None
+        if packed is not None:
+            beta = jnp.where(packed.is_token[:, None], beta, 0)
         d_output = None if d_output is None else p.in_blocks(d_output, p.V)
         edges = p.edge_copies(p.k, p.q, p.v, *([] if d_output is None else [d_output]))
         numbers = (in_chunks(x) for x in (head_gates(p.r, p.rows, p.q.shape[:2]), p.rows.take(beta)))
@@ -64,90 +169,121 @@ class DeltaLayout(SegmentedScan):
         start = self.chunks.factors if start is None else start  # any array, since the scan does not read it
         d_output, edges = (self.d_output, self.edges) if w.is_adjoint else (p.v, self.edges[:4])
         operands = p.q, p.k, p.v, d_output, *self.chunks, p.scales, start, *edges
-        found = delta_scan(w, p.chunk_rows, jnp.asarray(p.table), *operands)
-        return found._replace(last=jnp.swapaxes(found.last, 2, 3)) if w.wide else found
+        scanned = delta_scan(w, p.chunk_rows, jnp.asarray(p.table), *operands)
+        return scanned._replace(last=jnp.swapaxes(scanned.last, 2, 3)) if w.wide else scanned
 
     def gates_by_row(self, dg):
         """Return the gradient of per-head gates, [B, T, H]. dg: [B, chunks, H, C]."""
-        found = self.by_row(dg)
-        return found if self.packed is None else self.packed.gate_gradient(found)
+        by_row = self.by_row(dg)
+        return by_row if self.packed is None else self.packed.gate_gradient(by_row)
 
     def by_sequence(self, x):
         """Return the sums over the tokens of every sequence, [N, H], of x [B, chunks, H, C]."""
         return super().by_sequence(x) if self.packed is None else self.packed.per_sequence(self.by_row(x)[0])
 
+    def gradient(self, r: Recurrence, states, adjoint: Results) -> Recurrence:
+        p = self.layout
+        scale = p.scales if p.rows.begins is None else p.scale_of_chunks()
+        operands = p.q, p.k, self.d_output, states, adjoint.states, self.chunks.factors, scale, *self.edges
+        if p.route.gradient == "delta_gradient":
+            each = delta_vjp.delta_gradient(r.reverse, multiprocessors(), *operands)
+        else:
+            each = delta_gradient_wide(r.reverse, *operands)
+        # [B, chunks, H, blocks of K, TERMS, C], and the sums over blocks, [B, chunks, H, C] each
+        by_block = each.terms.reshape(*each.terms.shape[:2], p.H, -1, *each.terms.shape[3:])
+        sums = [by_block[:, :, :, :, i].sum(3) for i in range(delta_vjp.TERMS)]
+        decay = Decay()
+        if r.decay.form == "head":
+            decay = Decay(head=self.gates_by_row(sums[delta_vjp.D_GATES]))
+        elif r.decay.form == "constant":
+            decay = Decay(constant=self.constant_gradient(sums[delta_vjp.D_GATES]))
+        return gradient_recurrence(
+            r,
+            *(p.rows.put(x)[..., : r.q.shape[3]].astype(jnp.float32) for x in (each.dq, each.dk)),
+            p.sum_of_values(adjoint.output, p.blocks).astype(jnp.float32),
+            decay,
+            None if self.packed is not None else self.last(adjoint),
+            self.by_sequence(sums[delta_vjp.D_SCALE]).sum(1),
+            Erasure(beta=self.by_row(sums[delta_vjp.D_BETA] + adjoint.beta.sum(3))),
+        )
 
-def chunked(r: Recurrence, config: HopperConfig) -> Outputs:
-    """Compute the outputs and final states. The inverses of all chunks are formed in parallel, and then every sequence is
-    scanned."""
-    return forward(r, config, "outputs")[0]
+    def constant_gradient(self, dg):
+        """Return the gradient of the constant decays of sequences, [N, H]. dg: the gradient of the tokens' gates, [B, chunks, H,
+        C]."""
+        if self.packed is None:
+            return self.by_sequence(dg)
+        return self.packed.per_sequence(self.gates_by_row(dg)[0])
 
 
-def chunked_with_residuals(r: Recurrence, config: HopperConfig) -> tuple[Outputs, Residuals]:
-    """Compute `chunked` and the residuals: the states before the chunks and what their tokens write, in one array [B, chunks,
-    H, V, K + C], or with keys wider than 128 [B, chunks, H, K + C, V]."""
-    outputs, found = forward(r, config, "residuals")
-    return outputs, Residuals(found.states, jnp.zeros(found.states.shape[:3], jnp.int32))
+@dataclasses.dataclass(frozen=True)
+class DeltaKeyLayout(SegmentedScan):
+    """Hold a recurrence of the delta rule with per-key gates as the scan reads it.
 
-
-def forward(r: Recurrence, config: HopperConfig, kind) -> tuple[Outputs, Results]:
-    """Return the outputs, and the results of the scan.
-
-    A scan of its own computes the final states of sequences in one row, and no outputs. XLA drops it where they are not used.
+    pairs: the results of `chunks/pairs.py`. gates: in bfloat16 or float32, [B, rows, H, K]. beta: [B, chunks, H, C] in float32.
+    d_output: dO in rows of chunks, for a gradient.
     """
-    one_row = in_one_row(r)
-    d = DeltaLayout.of(r, config, one_row)
-    found = d.scan(kind, r.initial_state)
-    p, ends = d.layout, found
-    if one_row:
-        d = DeltaLayout.of(r, dataclasses.replace(config, parts=1), one_row=False)
-        ends = d.scan("ends", None)
-    return Outputs(p.sum_of_values(found.output, p.blocks).astype(r.v.dtype), d.last(ends)), found
+
+    pairs: Pairs
+    gates: jax.Array
+    beta: jax.Array
+    d_output: jax.Array | None
+
+    @classmethod
+    def of(cls, r: Recurrence, route: Route, d_output=None) -> "DeltaKeyLayout":
+        """Return the layout of r for its route, in which each packed sequence begins at a chunk's start."""
+        p, beta = layout_of(r, route), beta_of(r)
+        beta, gates = by_chunk(in_chunks(p.rows.take(beta).astype(jnp.float32))), p.in_blocks(p.r.decay.key, p.K)
+        gates = gates if gates.dtype == jnp.bfloat16 else gates.astype(jnp.float32)
+        pairs = pairs_of_chunks(r.reverse, p.q, p.k, gates, beta, p.scale_of_chunks())
+        return cls(p, pairs, gates, beta, None if d_output is None else p.in_blocks(d_output, p.V))
+
+    def scan_segments(self, kind, start) -> Results:
+        p = self.layout
+        w = DeltaKeyScan(kind, p.H, p.K, p.V, p.r.reverse, start=start is not None)
+        start = jnp.zeros((1, 1, STRIPE, 64), jnp.float32) if start is None else start
+        d_output = self.d_output if w.is_adjoint else p.v
+        return delta_key_scan(w, p.chunk_rows, jnp.asarray(p.table), p.v, d_output, *self.pairs, self.beta, start)
+
+    def gradient(self, r: Recurrence, states, adjoint: Results) -> Recurrence:
+        p = self.layout
+        operands = p.q, p.k, self.gates, self.beta, self.d_output, states, adjoint.states, p.scale_of_chunks()
+        each = delta_key_vjp.delta_key_gradient(r.reverse, multiprocessors(), *operands)
+        # [B, chunks, H, TERMS, C]
+        sums = each.terms.reshape(*self.beta.shape[:3], -1, *each.terms.shape[3:]).sum(3)
+        return gradient_recurrence(
+            r,
+            *(p.gradient_of_keys(x).astype(jnp.float32) for x in (each.dq, each.dk)),
+            p.sum_of_values(adjoint.output, p.blocks).astype(jnp.float32),
+            Decay(key=p.gradient_of_keys(each.dg)),
+            self.last(adjoint),
+            self.by_sequence(sums[:, :, :, D_SCALE]).sum(1),
+            Erasure(beta=self.by_row(sums[:, :, :, D_BETA] + adjoint.beta.sum(3))),
+        )
 
 
-def chunked_vjp(r: Recurrence, d_output, d_final, residuals: Residuals | None, config: HopperConfig) -> Recurrence:
-    """Compute the gradient of every input of r.
-
-    A reverse scan stores dL/dS behind the chunks and the gradient of what tokens write. From these and from the residuals, one
-    kernel computes the gradients of all chunks in parallel. residuals: what the forward saved, or None to compute it again.
-    d_final: None for zeros. With None, packed sequences may be one row.
-    """
-    if in_one_row(r) and d_final is not None:
-        # The residuals are those of one row. The states are computed again, with each sequence from a chunk's start on.
-        residuals, config = None, dataclasses.replace(config, parts=1)
-    one_row = in_one_row(r) and d_final is None
-    d = DeltaLayout.of(r, config, one_row, d_output)
-    p = d.layout
-    states = d.scan("states", r.initial_state).states if residuals is None else residuals.states
-    adjoint = d.scan("adjoint", d_final)
-    scale = p.scales if p.rows.begins is None else p.scale_of_chunks()
-    operands = p.q, p.k, d.d_output, states, adjoint.states, d.chunks.factors, scale, *d.edges
-    if max(p.K, p.V) <= delta_vjp.WIDEST:
-        each = delta_vjp.delta_gradient(r.reverse, multiprocessors(), *operands)
-    else:
-        each = delta_gradient_wide(r.reverse, *operands)
-    # [B, chunks, H, blocks of K, TERMS, C], and the sums over blocks, [B, chunks, H, C] each
-    by_block = each.terms.reshape(*each.terms.shape[:2], p.H, -1, *each.terms.shape[3:])
-    terms = [by_block[:, :, :, :, i].sum(3) for i in range(delta_vjp.TERMS)]
-    decay = dict.fromkeys(("constant", "head", "key"))
-    if r.decay.form == "head":
-        decay["head"] = d.gates_by_row(terms[delta_vjp.D_GATES])
-    elif r.decay.form == "constant":
-        decay["constant"] = constant_gradient(d, terms[delta_vjp.D_GATES])
-    return gradient_recurrence(
-        r,
-        *(p.rows.put(x)[..., : r.q.shape[3]].astype(jnp.float32) for x in (each.dq, each.dk)),
-        p.sum_of_values(adjoint.output, p.blocks).astype(jnp.float32),
-        Decay(**decay),
-        None if d.packed is not None else d.last(adjoint),
-        d.by_sequence(terms[delta_vjp.D_SCALE]).sum(1),
-        Erasure(beta=d.by_row(terms[delta_vjp.D_BETA] + adjoint.beta.sum(3))),
-    )
+def laid_out(r: Recurrence, route: Route, d_output=None) -> SegmentedScan:
+    """Return the layout of r. d_output: dO, for a gradient. Raises ValueError if the config has 128 columns."""
+    if route.config.columns != STRIPE:
+        raise ValueError(
+            f"columns must be {STRIPE} with beta, for the kernels of the delta rule have no others; got "
+            f"{route.config.columns}: pass cfg=HopperConfig(parts={route.config.parts})"
+        )
+    kind = DeltaKeyLayout if r.decay.form == "key" else DeltaLayout
+    return kind.of(r, route, d_output)
 
 
-def constant_gradient(d: DeltaLayout, dg):
-    """Return the gradient of the constant decays of sequences, [N, H]. dg: the gradient of the tokens' gates, [B, chunks, H,
-    C]."""
-    if d.packed is None:
-        return d.by_sequence(dg)
-    return d.packed.per_sequence(d.gates_by_row(dg)[0])
+def beta_of(r: Recurrence) -> jax.Array:
+    assert r.erasing.beta is not None, "supports refuses other erasures"
+    return r.erasing.beta
+
+
+def in_chunks(x) -> jax.Array:
+    """Return x [B, rows, H], one number of each token and head, in whole chunks: [B, chunks * C, H] in bfloat16 or float32.
+    Rows behind the last are 0."""
+    x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % C), (0, 0)))
+
+
+def by_chunk(x) -> jax.Array:
+    """Return x [B, chunks * C, H] as [B, chunks, H, C]. `SegmentedScan.by_row` takes such arrays back to rows."""
+    return jnp.swapaxes(x.reshape(x.shape[0], -1, C, x.shape[2]), 2, 3)

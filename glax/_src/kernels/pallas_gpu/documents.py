@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from glax._src.core.recurrence import Recurrence
-from glax._src.kernels.pallas_gpu.packed_row import PackedRow, boundaries_within
+from glax._src.kernels.pallas_gpu.rows import PackedRow, boundaries_within
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,11 +25,10 @@ from jax import Array, lax
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals, StoredStates
 from glax._src.core.segments import expanded
-from glax._src.kernels.pallas_gpu.config import in_one_row, joined_number
 from glax._src.kernels.pallas_gpu.documents import Documents, positive
-from glax._src.kernels.pallas_gpu.packed_row import boundaries_within
 from glax._src.kernels.pallas_gpu.plan import C
 from glax._src.kernels.pallas_gpu.repair import repaired
+from glax._src.kernels.pallas_gpu.rows import Reading, boundaries_within
 
 BEYOND = 1e24  # of a result: what is lost to cancellation beside it is not small either
 LARGE = 1e18  # whose products overflow
@@ -55,9 +54,7 @@ def isolated(run: Callable, r: Recurrence, *given) -> Any:
 
 def shares_rows(r: Recurrence, d_output=None, d_final=None, residuals=None) -> bool:
     """Return whether several documents of r share the rows that the kernels read."""
-    if r.segments is not None:
-        return True
-    return d_final is None and (in_one_row(r) or joined_number(r) > 1)
+    return r.segments is not None or Reading.of(r, d_final=d_final).shares_rows
 
 
 def merged(is_spoiled: Array, r: Recurrence, found, results):
@@ -91,7 +88,7 @@ def spoiled(r: Recurrence, found, d_output=None, d_final=None, residuals: Residu
     The outputs of a chunk's last row in scan order draw on all rows before it, and so does the gradient of q. The other gradients
     of its first row draw on all rows behind it.
     """
-    number = joined_number(r) if d_final is None else 1
+    number = Reading.of(r, d_final=d_final).joined
     if residuals is not None and number > 1:
         number = r.q.shape[0] // residuals.states.shape[0]
     if isinstance(found, Recurrence):

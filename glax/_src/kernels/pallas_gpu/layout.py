@@ -1,27 +1,32 @@
 """Lay out a recurrence for the Hopper kernels: rows in chunks, sequences in segments, and widths padded."""
 
+import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from glax._src.core.recurrence import Recurrence, Residuals
-from glax._src.kernels.pallas_gpu.config import (
-    HopperConfig,
-    Widths,
-    check_parts,
-    copies_last_chunk,
-    grouped,
-    pairs_heads,
+from glax._src.kernels.common.limits import LOG_OF_ZERO
+from glax._src.kernels.pallas_gpu.config import check_parts
+from glax._src.kernels.pallas_gpu.device.tiles import LOG2E
+from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, Scan, ScanResults, Widths
+from glax._src.kernels.pallas_gpu.route import Route
+from glax._src.kernels.pallas_gpu.rows import (
+    Chunks,
+    Edges,
+    EqualSequences,
+    Form,
+    JoinedRows,
+    LastChunk,
+    PackedRow,
+    newest_resets,
 )
-from glax._src.kernels.pallas_gpu.gate_operands import head_gates, head_sums, key_terms
-from glax._src.kernels.pallas_gpu.packed_row import Edges, LastChunk
-from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, Scan, ScanResults
-from glax._src.kernels.pallas_gpu.resets import newest_resets
-from glax._src.kernels.pallas_gpu.rows import Rows, widen
 from glax._src.kernels.pallas_gpu.scan.head import head_scan, pair_scan
 from glax._src.kernels.pallas_gpu.scan.key import key_scan
 from glax._src.kernels.pallas_gpu.scan.segment_lookback import lookback_tables
@@ -38,35 +43,38 @@ class KernelLayout:
 
     The kernels' heads are blocks of heads (`Blocks`): H, K and V are the number and the widths of these blocks. E counts the
     segments of all sequences. square: whether the layout serves the gradient, whose blocks are square unless `gradient_groups`
-    computes it. edges, tokens: of a row that holds packed sequences, else None. edges: its `Edges`, with other than per-key
-    gates. tokens: a pair of row numbers, of the first token and behind the last, with per-key gates. parts: the segments of a
-    row, by default those of the config. cuts: the boundaries of r, if they are known while tracing.
+    computes it. given: the recurrence of the caller. r: the recurrence of the rows that are read, `given` but for subclasses, and
+    without padding. edges, tokens: of one row that holds packed sequences, else None. edges: its `Edges`, with other than per-key
+    gates. tokens: a pair of row numbers, of the first token and behind the last, with per-key gates.
 
     q, k, v: [B, rows, heads * blocks, K or V] in bfloat16. gates: the result of `gate_operands`; None under the delta rule, whose
     kernels read gates as they are. scale: [N] in float32. table: the result of `segments`.
     """
 
     def __init__(
-        self, r: Recurrence, config: HopperConfig, square: bool = False, edges: Edges | None = None, tokens=None, *,
-        parts: int | None = None, cuts: np.ndarray | None = None,
+        self, given: Recurrence, route: Route, square: bool = False, *, row: Recurrence | None = None,
+        edges: Edges | None = None, tokens=None, parts: int | None = None, cuts: np.ndarray | None = None,
     ):  # fmt: skip
+        """row: what `r` is, by default `given`. parts: the segments of a row, by default those of the config. cuts: the
+        boundaries of row, if they are known while tracing."""
+        r = given if row is None else row
         self.newest = None if r.segments is None else newest_resets(r.segments.resets, r.reverse)
         r = r.without_padding
-        check_parts(r, config)
-        self.r, self.rows, self.tokens = r, Rows.of(r, cuts), tokens
-        self.last_chunk = LastChunk(r.q.shape[1]) if edges is None and copies_last_chunk(r) else None
+        check_parts(r, route.config)
+        self.given, self.r, self.route, self.tokens = given, r, route, tokens
+        self.rows = Chunks.of(r, cuts)
+        self.last_chunk = LastChunk(r.q.shape[1]) if route.rows.copies_last else None
         self.edges = edges or self.last_chunk
-        self.parts = config.parts if parts is None else parts
-        self.paired = config.columns == 128 and pairs_heads(r) and r.states_every is None
-        self.columns = 64 if self.paired else config.columns
-        self.key, self.grouped = r.decay.form == "key", grouped(r)
+        self.parts = route.config.parts if parts is None else parts
+        self.key, self.grouped = r.decay.form == "key", route.is_grouped
         widths = Widths.of(r, square and not self.grouped)
         self.N, self.blocks, self.K, self.V = r.num_sequences, widths.blocks, widths.K, widths.V
-        self.stored, self.columns = widths.stored, min(self.columns, 128 * 128 // self.K)
-        self.H = r.num_heads * self.blocks.count
+        self.stored, columns = widths.stored, 64 if route.scan == "pair_scan" else route.config.columns
+        self.columns = min(columns, 128 * 128 // self.K)
+        self.heads, self.H = r.num_heads, r.num_heads * self.blocks.count
         self.q, self.k = (self.in_blocks(x, self.K) for x in (r.q, r.k))
         self.v = self.in_blocks(r.v, self.V)
-        self.chunks = -(-self.q.shape[1] // C) if self.rows.begins is None else self.rows.most_chunks
+        self.chunks = self.rows.count()
         self.gates: Any = None if r.erasure is not None else self.gate_operands()
         self.scale = r.scale.astype(jnp.float32)
         self.table = self.segments()
@@ -77,17 +85,17 @@ class KernelLayout:
             return key_terms(self.in_blocks(self.r.decay.key, self.K))
         return head_sums(head_gates(self.r, self.rows, self.q.shape[:2]), self.r.reverse)
 
-    @property
+    @functools.cached_property
     def chunk_rows(self) -> int:
         """Return the number of rows of the arrays that kernels write."""
         return self.chunks * C if self.rows.in_place else self.q.shape[1] + -self.q.shape[1] % ROWS
 
-    @property
+    @functools.cached_property
     def result_rows(self) -> int:
         """Return the number of rows of results, where kernels read fewer in place; else 0."""
         return 0 if self.last_chunk is None else self.chunk_rows
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Return the number of chunks of a segment."""
         return -(-self.chunks // self.parts)
@@ -99,8 +107,8 @@ class KernelLayout:
 
     def in_blocks(self, x, width: int):
         """Return x [B, T, heads, columns] in rows of chunks and blocks of `width` columns: [B, rows, heads * blocks, width]."""
-        x = self.rows.take(x) if self.last_chunk is None else x
-        return widen(x, -(-x.shape[-1] // width) * width).reshape(*x.shape[:2], -1, width)
+        x = widen(self.rows.take(x) if self.last_chunk is None else x, -(-x.shape[-1] // width) * width)
+        return x.reshape(*x.shape[:2], -1, width)
 
     def in_tiles(self, x):
         """Return the rows of x [B, rows, heads, width] that kernels read in place: all, unless the last chunk is copied."""
@@ -110,15 +118,15 @@ class KernelLayout:
         """Return the gradient of q, k or per-key gates of every head, [B, T, H, K]. x: [B, rows, H, K], the terms of each
         block, or their sums over blocks of V."""
         columns = self.stored.columns
-        if x.shape[2] == self.r.num_heads * self.stored.count and columns > 1:
+        if x.shape[2] == self.heads * self.stored.count and columns > 1:
             x = x.reshape(*x.shape[:2], -1, columns, x.shape[3]).astype(jnp.float32).sum(3)
-        return self.rows.put(x.reshape(*x.shape[:2], self.r.num_heads, -1))[..., : self.r.q.shape[3]]
+        return self.rows.put(x.reshape(*x.shape[:2], self.heads, -1))[..., : self.r.q.shape[3]]
 
     def sum_of_values(self, x, blocks: Blocks):
         """Return the outputs, or the gradient of v of every head, [B, T, H, V]. x: [B, rows, H, V], the terms of each block."""
         if blocks.rows > 1:
-            x = x.reshape(*x.shape[:2], self.r.num_heads, blocks.rows, -1).astype(jnp.float32).sum(3)
-        return self.rows.put(x.reshape(*x.shape[:2], self.r.num_heads, -1))[..., : self.r.v.shape[3]]
+            x = x.reshape(*x.shape[:2], self.heads, blocks.rows, -1).astype(jnp.float32).sum(3)
+        return self.rows.put(x.reshape(*x.shape[:2], self.heads, -1))[..., : self.r.v.shape[3]]
 
     def sum_of_blocks(self, x):
         """Return the sums over the gradient's blocks of each head of x [..., H]."""
@@ -142,14 +150,14 @@ class KernelLayout:
         """Return the table of segments of a scan with or against time. Here it is one table."""
         return self.table
 
-    @property
+    @functools.cached_property
     def run(self) -> int:
         """Return the number of chunks from one state that is stored for the gradient to the next, all of one sequence."""
         if self.key or self.rows.begins is not None or (self.grouped and self.every % RUN):
             return 1
         return math.gcd(self.chunks, RUN)
 
-    @property
+    @functools.cached_property
     def every(self) -> int:
         """Return the number of chunks from one of the caller's states to the next; 0 without such states."""
         return (self.r.states_every or 0) // C
@@ -182,7 +190,11 @@ class KernelLayout:
         if self.key:
             return key_scan(plan, self.with_tokens(operands[0]), *operands[1:], out_of_range, behind, self.newest)
         operands = *operands, *self.edge_copies(self.q, a, b), *([behind] if plan.adds_behind else [])
-        return pair_scan(plan, *operands) if plan.outputs and self.paired else head_scan(plan, *operands)
+        return (
+            pair_scan(plan, *operands)
+            if plan.outputs and self.route.scan == "pair_scan"
+            else head_scan(plan, *operands)
+        )
 
     def with_tokens(self, table):
         """Return the table of segments [..., 4 or 5], of a plan that clears rows with the two columns of `tokens` behind the
@@ -199,7 +211,7 @@ class KernelLayout:
         edges."""
         return () if self.edges is None else (self.edges.block, *map(self.edges.copy, arrays))
 
-    @property
+    @functools.cached_property
     def lookback(self) -> int:
         """Return the largest number of chunks that a lookback reads: a sixteenth of a segment, within bounds; 0 for short
         segments."""
@@ -306,7 +318,7 @@ class KernelLayout:
             return q, k, v, gates, d_output, scale, residuals.states, behind, *out_of_range, self.places()
         if self.rows.begins is None:
             return q, k, v, gates, d_output, self.scales, residuals.states, behind, *out_of_range
-        scale = self.scale[self.sequence_of_chunk()]
+        scale = self.scale[self.rows.sequence_of(self.chunks)]
         if self.rows.in_place:
             return q, k, v, gates, d_output, scale, residuals.states, behind, *out_of_range, self.places()
         q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (q, k, v, d_output))
@@ -318,7 +330,7 @@ class KernelLayout:
         if self.tokens is not None:
             row = jnp.arange(self.chunks, dtype=jnp.int32) * (C // ROWS)
             return jnp.stack([row, *(x - row * ROWS for x in self.tokens)], 1).astype(jnp.int32)
-        chunk, segment = jnp.arange(self.chunks), self.table[self.sequence_of_chunk()]
+        chunk, segment = jnp.arange(self.chunks), self.table[self.rows.sequence_of(self.chunks)]
         row = segment[:, 4] + (chunk - segment[:, 1]) * (C // ROWS)
         first, end = (segment[:, i] - row * ROWS for i in (5, 6))
         return jnp.stack([jnp.where(end > 0, row, 0), first, end], 1).astype(jnp.int32)
@@ -335,27 +347,7 @@ class KernelLayout:
         """Return the scale of every chunk, [B, chunks]."""
         if self.rows.begins is None:
             return jnp.broadcast_to(self.scale[:, None], (self.N, self.chunks))
-        return self.scale[self.sequence_of_chunk()][None]
-
-    def sequence_of_chunk(self):
-        """Return the sequence of every chunk of a packed call, [chunks] in int32. Chunks behind the last count to it."""
-        return self.rows.sequence_of_chunk(self.chunks)
-
-    @property
-    def is_token(self):
-        """Return whether each row of each chunk holds a token, [chunks, C]; not for packed rows that kernels read in place."""
-        source = self.rows.source
-        held = np.arange(self.chunks * C) < self.r.q.shape[1] if source is None else source >= 0
-        return held.reshape(self.chunks, C)
-
-    def by_sequence(self, x):
-        """Return the sums over the chunks of every sequence, [N, H], of x [B, chunks, H]. If packed, x holds the chunks of all
-        sequences in order."""
-        if self.rows.begins is None:
-            return x.sum(1)
-        x, used = x.reshape(self.chunks, -1), jnp.arange(self.chunks) < self.rows.begins[-1]
-        own = (self.sequence_of_chunk() == jnp.arange(self.N)[:, None]) & used
-        return jnp.where(own[..., None], x, 0).sum(1)  # a sum in a fixed order, and no product: 0 times NaN is NaN
+        return self.scale[self.rows.sequence_of(self.chunks)][None]
 
     def residuals(self, found: ScanResults) -> Residuals:
         """Return the residuals for the gradient. All chunks with per-head gates are in range, and so are chunks without rows."""
@@ -367,17 +359,17 @@ class KernelLayout:
         if self.stored.count == 1:
             return Residuals(found.states, out_of_range)
         # Axis 2 holds heads, over which devices may share them: the blocks of a head stay together.
-        states = found.states.reshape(*found.states.shape[:2], self.r.num_heads, -1, found.states.shape[4])
+        states = found.states.reshape(*found.states.shape[:2], self.heads, -1, found.states.shape[4])
         flags = jnp.moveaxis(out_of_range.reshape(*out_of_range.shape[:2], -1, self.stored.count), 3, 2)
-        return Residuals(states, flags.reshape(flags.shape[0], -1, self.r.num_heads))
+        return Residuals(states, flags.reshape(flags.shape[0], -1, self.heads))
 
     def of_blocks(self, residuals: Residuals) -> Residuals:
         """Return the residuals of heads, as `residuals` returned them, by block."""
         if self.stored.count == 1:
             return residuals
-        (states, flags), blocks = residuals, self.r.num_heads * self.stored.count
+        (states, flags), blocks = residuals, self.heads * self.stored.count
         states = states.reshape(*states.shape[:2], blocks, -1, states.shape[4])
-        flags = flags.reshape(flags.shape[0], -1, self.stored.count, self.r.num_heads)
+        flags = flags.reshape(flags.shape[0], -1, self.stored.count, self.heads)
         return Residuals(states, jnp.moveaxis(flags, 2, 3).reshape(*flags.shape[:2], blocks))
 
     def narrow(self, states):
@@ -394,5 +386,248 @@ class KernelLayout:
         if self.blocks.count > 1:
             by_block = log.reshape(log.shape[0], -1, self.blocks.rows, self.blocks.columns, log.shape[2])[:, :, :, 0]
             by_block = by_block if self.key else by_block[:, :, :1]
-            log = by_block.reshape(log.shape[0], self.r.num_heads, -1)
+            log = by_block.reshape(log.shape[0], self.heads, -1)
         return log[..., : self.r.state_shape[2]]
+
+    # ---- between rows and the sequences of the caller ----------------------------------------------------------------
+
+    def join(self, x):
+        """Return x [B, T, ...] of the caller in the rows that are read."""
+        return x
+
+    def split(self, x):
+        """Return x [B, T, ...] of the caller from the rows that are read."""
+        return x
+
+    def final_states(self, last):
+        """Return the final states of the caller. last: the states behind the rows that are read, [N, H, K, V]."""
+        return last
+
+    def gradient_of_tokens(self, x):
+        """Return the gradient of an array with tokens, of the sequences of `given`, from that of its rows."""
+        return x
+
+    def gradient_of_given(self, d: Recurrence) -> Recurrence:
+        """Return the gradient of the caller's recurrence from that of `given`."""
+        return d
+
+    def gradient_of_gates(self, dg):
+        """Return the gradient of per-head gates, [B, T, H] of `given`. dg: [B, chunks, C, blocks of H], of the gates of rows."""
+        return self.rows.put(self.sum_of_blocks(dg).reshape(self.r.q.shape[0], -1, self.heads))
+
+    def gradient_of_constant(self, dg):
+        """Return the gradient of constant decays, [N, H] of `given`. dg: as in `gradient_of_gates`."""
+        is_token = self.rows.is_token(self.chunks)  # other rows have no gate
+        is_token = is_token if self.rows.begins is None else is_token[:, None]
+        return self.rows.by_sequence(jnp.where(is_token[..., None], self.sum_of_blocks(dg), 0).sum(2))
+
+    def scale_by_token(self, d_scale):
+        """Return the terms of the gradient of the scale for `gradient_of_scale`. d_scale: the field of `Gradients`."""
+        return d_scale
+
+    def gradient_of_scale(self, d_scale):
+        """Return the gradient of the scales of `given`, [N], from `scale_by_token`."""
+        return self.rows.by_sequence(d_scale.sum(3) if d_scale.ndim == 4 else d_scale).sum(1)
+
+
+class OneRowLayout(KernelLayout):
+    """Lay out packed sequences as one row. Rows without a token are cleared, or without per-key gates read from copies."""
+
+    def __init__(self, given: Recurrence, route: Route, square: bool = False):
+        self.packed = PackedRow(given)
+        row = self.packed.row
+        if given.decay.form == "key":
+            super().__init__(given, route, square, row=row, tokens=(self.packed.cuts[0], self.packed.cuts[-1]))
+        else:
+            super().__init__(given, route, square, row=row, edges=Edges.of(given))
+
+    def final_states(self, last):
+        """Return the final states of sequences by a scan of its own, which XLA drops where they are not used. Each sequence is
+        copied to a chunk's start."""
+        p = KernelLayout(self.given, self.route.apart())
+        return p.narrow(p.scan(p.plan(outputs=False), p.k, p.v, None).last)
+
+    def gradient_of_gates(self, dg):
+        return self.packed.gate_gradient(super().gradient_of_gates(dg))
+
+    def gradient_of_constant(self, dg):
+        return self.packed.per_sequence(self.gradient_of_gates(dg)[0])
+
+    def scale_by_token(self, d_scale):
+        return d_scale.sum(2).reshape(-1, 1)[: self.r.q.shape[1]]
+
+    def gradient_of_scale(self, d_scale):
+        return self.packed.per_sequence(d_scale)[:, 0]
+
+
+class EqualLayout(KernelLayout):
+    """Lay out a batch as packed sequences of equal length. Their residuals have one row."""
+
+    def __init__(self, given: Recurrence, route: Route, square: bool = False):
+        self.sequences = EqualSequences(given)
+        super().__init__(self.sequences.packed, route, square, cuts=self.sequences.cuts)
+
+    def join(self, x):
+        return self.sequences.pack(x)
+
+    def split(self, x):
+        return self.sequences.part(x)
+
+    def gradient_of_given(self, d: Recurrence) -> Recurrence:
+        return d.map_tokens(self.sequences.part)
+
+
+class JoinedLayout(KernelLayout):
+    """Lay out joined rows. Every sequence has `pieces` segments, whose chunks depend on the direction of a scan.
+
+    The boundaries are known while tracing, so that sequences remain in parallel:
+
+        resets n = 1 ... g - 1 at rows p_n         n T, or n T - 1 in reverse
+        chunks of sequence n, scanned upwards      p_n / C + 1 ... p_{n+1} / C
+        chunks of sequence n, scanned downwards    p_n / C ... p_{n+1} / C - 1
+
+    In scan order a sequence's last chunk contains the reset of the next. That chunk alone decides the state that enters the next
+    sequence's segment.
+    """
+
+    def __init__(self, given: Recurrence, route: Route, square: bool = False):
+        self.joined, self.pieces = JoinedRows(given, route.rows.joined), route.config.parts
+        super().__init__(given, route, square, row=self.joined.row, parts=self.joined.number * self.pieces)
+        if self.key and given.segments is None:  # known while tracing: XLA would find them in every call
+            self.newest = jnp.broadcast_to(self.joined.newest, (self.N, *self.joined.newest.shape))
+
+    def segments(self) -> np.ndarray:
+        return self.table_of(adjoint=False)
+
+    def table_of(self, adjoint: bool) -> np.ndarray:
+        """Return the table of segments of a scan, [E, 4]."""
+        inner = self.joined.bounds + (0 if self.descending(adjoint) else 1)
+        edges = np.concatenate([[0], inner, [self.chunks]])
+        first, count = edges[:-1, None], np.diff(edges)[:, None]
+        cuts = first + count * np.arange(self.pieces + 1) // self.pieces  # [number, pieces + 1]
+        return self.in_every_row(cuts[:, :-1].reshape(-1), np.diff(cuts, axis=1).reshape(-1))
+
+    def in_every_row(self, first, count) -> np.ndarray:
+        """Return a table [N * len(first), 4] in which every row has segments of these chunks."""
+        n = np.repeat(np.arange(self.N), len(first))
+        return np.stack([n, np.tile(first, self.N), np.tile(count, self.N), n], 1).astype(np.int32)
+
+    @functools.cached_property
+    def lookback(self) -> int:
+        return super().lookback if self.pieces > 1 else 0
+
+    def reset_chunks(self, empty_first: bool):
+        """Return the chunks with the resets of second neighbours, and their counts, 1 each; with a count of 0 before or behind
+        them: [2, number]."""
+        bounds = self.joined.bounds
+        return np.pad([bounds, np.ones_like(bounds)], ((0, 0), (1, 0) if empty_first else (0, 1)))
+
+    def whole_segments(self, adjoint: bool, last: bool) -> np.ndarray:
+        """Return the table of a scan of `either` kind, [E, 5]. Of the last segment of each sequence it has the chunk with the
+        next reset alone, which no state passes."""
+        assert not last, "joined rows are not cut between devices"
+        table = self.table_of(adjoint).reshape(self.N, self.joined.number, self.pieces, 4)
+        descends = self.descending(adjoint)
+        table[:, :, 0 if descends else -1, 1:3] = self.reset_chunks(empty_first=descends).T
+        return np.insert(table.reshape(-1, 4), 4, adjoint, axis=1)
+
+    def starts(self, start, a, b, adjoint: bool):
+        """Return the state that enters every segment, [E, H, K, V]. With one segment for a sequence it comes from one chunk."""
+        assert start is None, "joined rows begin from zeros"
+        if self.pieces > 1:
+            return super().starts(None, a, b, adjoint)
+        table = self.in_every_row(*self.reset_chunks(empty_first=not self.descending(adjoint)))
+        table = np.insert(table, 4, adjoint, axis=1)
+        table = np.repeat(table[:, None], self.H, axis=1) if self.key else table
+        S = self.scan(self.plan(outputs=False, either=True), a, b, None, table).last
+        return S * jnp.repeat(self.scale, self.parts)[:, None, None, None] if adjoint else S
+
+    def final_states(self, last):
+        """Return the final state of every sequence, [B, H, K, V], by scans without outputs, which XLA drops where they are not
+        used. The rows in which the scan leaves a sequence are copied."""
+        return JoinedLayout(self.given, self.route).states_behind()
+
+    def states_behind(self):
+        """Return `final_states` from the layout of a forward."""
+        between = self.joined.ends()[0]
+        table = self.in_every_row(between[:, 0], between[:, 1] - between[:, 0] + 1)
+        plan = dataclasses.replace(self.plan(outputs=False), parts=1)
+        entering = self.narrow(self.scan(plan, self.k, self.v, None, table).last)
+        p = KernelLayout(self.joined.last_rows(entering), self.route.whole())
+        return p.narrow(p.scan(p.plan(outputs=False, start=True), p.k, p.v, p.start(entering)).last)
+
+    def join(self, x):
+        return self.joined.join(x)
+
+    def split(self, x):
+        return self.joined.part(x)
+
+    def gradient_of_tokens(self, x):
+        return self.joined.part(x)
+
+    def by_token(self, x):
+        """Return x [B / number, chunks, C, ...] as [B, T, ...]."""
+        return self.joined.part(x.reshape(self.N, -1, *x.shape[3:]))
+
+    def gradient_of_gates(self, dg):
+        return self.joined.gate_gradient(self.by_token(self.sum_of_blocks(dg)))
+
+    def gradient_of_constant(self, dg):
+        return self.gradient_of_gates(dg).sum(1)
+
+    def scale_by_token(self, d_scale):
+        return self.by_token(d_scale.sum(2))
+
+    def gradient_of_scale(self, d_scale):
+        return d_scale.sum(1)
+
+
+LAYOUTS = {Form.ONE_ROW: OneRowLayout, Form.EQUAL: EqualLayout, Form.JOINED: JoinedLayout}
+
+
+def layout_of(r: Recurrence, route: Route, square: bool = False) -> KernelLayout:
+    """Return the layout of r for its route."""
+    return LAYOUTS.get(route.rows.form, KernelLayout)(r, route, square)
+
+
+# ---- gates -----------------------------------------------------------------------------------------------------------
+
+
+def key_terms(g: Array) -> tuple[Array, ...]:
+    """Return the terms in bfloat16 of which per-key gates [B, rows, H, K] are the sum, each of that shape.
+
+    Gates of a wider dtype have two terms, which hold 16 of their bits. They are arrays of their own, which XLA writes in one
+    pass.
+    """
+    if g.dtype == jnp.bfloat16:
+        return (g,)
+    g = jnp.maximum(g.astype(jnp.float32), LOG_OF_ZERO)
+    high = jax.lax.reduce_precision(g, 8, 7)  # XLA drops a cast there and back
+    return high.astype(jnp.bfloat16), (g - high).astype(jnp.bfloat16)
+
+
+def head_gates(r: Recurrence, rows: Chunks, shape: tuple[int, ...]) -> Array:
+    """Return per-head gates in rows of chunks, [*shape, H]. A constant decay is the gate of every token, no decay a gate of 0."""
+    if r.decay.head is not None:
+        return rows.take(r.decay.head)
+    if r.decay.constant is not None:
+        gates = r.by_token(r.decay.constant.astype(jnp.float32))
+        return rows.take(jnp.broadcast_to(gates, (*r.q.shape[:2], r.num_heads)))
+    return jnp.zeros((*shape, r.num_heads), jnp.float32)
+
+
+def head_sums(gates: Array, reverse: bool) -> Array:
+    """Return the sums of log2 gates [B, rows, H] from where the scan enters each chunk: [B, chunks, H, C] in float32."""
+    B, rows, H = gates.shape
+    if gates.dtype != jnp.bfloat16:  # which tensor cores sum as they are
+        gates = gates.astype(jnp.float32)
+    gates = jnp.pad(jnp.maximum(gates, LOG_OF_ZERO), ((0, 0), (0, -rows % C), (0, 0)))
+    before = np.tri(C, dtype=np.float32)  # a product: a cumulative sum takes XLA several passes
+    before = jnp.asarray(before.T if reverse else before, gates.dtype)
+    exact = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+    return exact("bcjh,ij->bchi", gates.reshape(B, -1, C, H), before) * LOG2E
+
+
+def widen(x, width: int):
+    """Return x with its last axis padded with zeros to `width`."""
+    return x if x.shape[-1] == width else jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, width - x.shape[-1])))

@@ -1,6 +1,7 @@
 """Define the plan that a scan is compiled for, and its results."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -8,8 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from glax._src.core.recurrence import Recurrence
+
 C = 64  # tokens a chunk: the rows of one warpgroup's product
 PAIRS = (C, C)  # the shape of a matrix of pairs of a chunk's tokens
+LOG_OF_RESET = -1e30  # the log decay of a state that a reset clears; finite, so that sums stay finite
 ROWS = 8  # of which a tile in shared memory consists: it can be copied from every eighth row
 
 
@@ -52,7 +56,7 @@ class Blocks:
     rows: int = 1
     columns: int = 1
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         """Return the number of blocks of a head."""
         return self.rows * self.columns
@@ -81,6 +85,41 @@ class Blocks:
 WHOLE = Blocks()
 
 
+WIDEST = 128  # columns of a block of the state in registers
+
+
+@dataclasses.dataclass(frozen=True)
+class Widths:
+    """Hold the blocks that a state is divided into, and the widths K and V of one block. Together they are at least as wide as
+    the state.
+
+    stored: the blocks by which states are stored for the gradient, which is computed by these blocks. With per-head gates a
+    program of a scan has all of K, and its 64 columns of a state are stored as parts of several blocks. Heads that erase are
+    not divided.
+    """
+
+    blocks: Blocks
+    K: int
+    V: int
+    stored: Blocks
+
+    @classmethod
+    def of(cls, r: Recurrence, square: bool) -> "Widths":
+        """Return the widths for r. square: whether the gradient's kernels need square blocks, of 64 columns where keys are that
+        narrow and else of 128."""
+        (K, V), width = (r.q.shape[3], r.v.shape[3]), 64 if r.q.shape[3] <= 64 else WIDEST
+        if r.erasure is not None:
+            return cls(WHOLE, -(-K // width) * width, -(-V // 64) * 64, WHOLE)
+        # 64 columns of V if half of a block of 128 would be empty
+        columns = width
+        if not square:
+            columns = WIDEST if -(-V // 64) % 2 == 0 else 64
+        blocks = Blocks(-(-K // width), -(-V // columns))
+        if blocks.rows > 1 and r.decay.form != "key":
+            return cls(WHOLE, blocks.rows * width, blocks.columns * columns, blocks)
+        return cls(blocks, width, columns, blocks)
+
+
 @dataclasses.dataclass(frozen=True)
 class Scan:
     """Hold what a scan is compiled for.
@@ -101,7 +140,7 @@ class Scan:
     stored_by: the blocks into which a scan divides the states that it stores, each as a head of its own.
     packed: 0, or the most chunks of packed sequences. Their chunks begin at every eighth row of a, b, q and gates, and the first
         of a sequence may hold rows of the sequence before. The chunks of o and states lie one after another.
-    edges: chunks that hold rows without a token are read from copies (`packed_row.Edges`); only with per-head gates.
+    edges: chunks that hold rows without a token are read from copies (`rows.Edges`); only with per-head gates.
     every: the chunks from one of the caller's states to the next, of which there are num_behind; 0 without such states. A scan
         against time adds their gradients to the state, and others store them.
     resets: tokens that reset the state are marked (`resets`); only with per-key gates, because per-head gates are -inf there.
@@ -139,17 +178,17 @@ class Scan:
         states are stored."""
         return self.packed * C or self.rows or T
 
-    @property
+    @functools.cached_property
     def clears(self) -> bool:
         """Return whether chunks may contain rows that must not be used, which are then cleared."""
         return self.packed > 0 or self.bounded
 
-    @property
+    @functools.cached_property
     def last_token(self) -> int:
         """Return the row of the token by which the recurrence leaves a chunk."""
         return 0 if self.reverse else C - 1
 
-    @property
+    @functools.cached_property
     def to_edge(self) -> bool:
         """Return whether per-key gates scale tokens to the edge by which the scan leaves their chunk, which is exact for all
         gates.
@@ -158,19 +197,19 @@ class Scan:
         """
         return self.adjoint or self.either
 
-    @property
+    @functools.cached_property
     def stages(self) -> int:
         """Return the number of chunks in shared memory: as many as 227 KB hold at widths of 128, or of K = 256 and 64 columns."""
         wide = self.outputs and self.K > 128
         return (3 if self.outputs or self.states else 4) - (self.terms - 1) - wide
 
-    @property
+    @functools.cached_property
     def state_stages(self) -> int:
         """Return the number of chunks' states in shared memory. It is 2 in scans that only store states, where one is sent
         while the next is formed."""
         return 2 if self.states and not self.outputs and self.run == 1 else 1
 
-    @property
+    @functools.cached_property
     def narrow(self) -> bool:
         """Return whether a scan with per-key gates has tiles for outputs and for what q^ lost, beside those of q and gates.
 
@@ -178,13 +217,13 @@ class Scan:
         """
         return self.outputs and self.columns == 64 and not self.resets
 
-    @property
+    @functools.cached_property
     def has_output_tile(self) -> bool:
         """Return whether outputs of a scan with per-key gates have a tile of their own, because the tile of q
         holds q^, or is wider than the outputs."""
         return self.narrow or (self.outputs and self.columns < self.K)
 
-    @property
+    @functools.cached_property
     def lost_stages(self) -> int:
         """Return the number of tiles for what q^ lost in rounding. Without room for them it lies in the gates' tiles, which are
         then fetched later."""
@@ -204,12 +243,12 @@ class Scan:
         """Return the type of the caller's states of B rows."""
         return jax.ShapeDtypeStruct((B, self.num_behind, self.H, self.K, self.V), jnp.float32)
 
-    @property
+    @functools.cached_property
     def stores_behind(self) -> bool:
         """Return whether the scan stores the caller's states."""
         return self.every > 0 and not self.adjoint
 
-    @property
+    @functools.cached_property
     def adds_behind(self) -> bool:
         """Return whether the scan adds the gradients of the caller's states to dL/dS."""
         return self.every > 0 and self.adjoint
@@ -227,18 +266,18 @@ class Scan:
             return count - 1 - step if self.reverse != self.adjoint else step
         return jnp.where(adjoint == int(self.reverse), step, count - 1 - step)
 
-    @property
+    @functools.cached_property
     def consumers(self) -> int:
         """Return the number of warpgroups that multiply: one for the outputs and one for the state, or one for every 64
         columns of the state."""
         return 2 if self.outputs else self.columns // 64
 
-    @property
+    @functools.cached_property
     def scalers(self) -> int:
         """Return the number of warpgroups that scale with per-key gates: one for every 64 channels."""
         return self.K // 64
 
-    @property
+    @functools.cached_property
     def registers(self) -> tuple[int, int]:
         """Return the registers of a thread that scales with per-key gates, and of one that computes. Their sum must not exceed
         those at launch."""

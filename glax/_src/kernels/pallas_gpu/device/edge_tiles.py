@@ -1,4 +1,4 @@
-"""Fetch the tokens of a chunk, from copies where the chunk contains rows without a token (`packed_row.Edges`)."""
+"""Fetch the tokens of a chunk, from copies where the chunk contains rows without a token (`rows.Edges`)."""
 
 from typing import Any, NamedTuple
 

@@ -41,7 +41,7 @@ class HeadGroups:
     run: int
     reverse: bool
     blocks: Blocks
-    edges: bool = False  # chunks without some tokens are read from copies: `packed_row.Edges`
+    edges: bool = False  # chunks without some tokens are read from copies: `rows.Edges`
 
     @property
     def chunks(self) -> int:

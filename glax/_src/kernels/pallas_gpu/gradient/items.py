@@ -53,7 +53,7 @@ class Sizes:
     summed: int = 1  # blocks of V over which dq, dk and dg are one sum; the exact form adds them up
     blocks: Blocks = WHOLE  # of which a wide head's state consists; H counts them
     packed: bool = False  # chunks begin at any row of the inputs: `places` has those
-    edges: bool = False  # chunks without some tokens are read from copies: `packed_row.Edges`
+    edges: bool = False  # chunks without some tokens are read from copies: `rows.Edges`
     # Marked tokens reset the state (`resets.newest_resets`). A chunk may hold several sequences, so d_scale is by token.
     resets: bool = False
 

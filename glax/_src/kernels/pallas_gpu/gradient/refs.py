@@ -35,7 +35,7 @@ class GradientRefs:
     places_g: Ref = None  # [chunks, 3]: the rows of each chunk, if packed; see `gradient_key`
     out_of_range_g: Ref = None  # [B, chunks, H]: whether the exact kernel computes a chunk
     any_out_of_range_g: Ref = None  # [programs]: whether any chunk of a program is out of range
-    edges_g: Ref = None  # [chunks]: `packed_row.Edges.block`, if some chunks are read from copies; then the copies:
+    edges_g: Ref = None  # [chunks]: `rows.Edges.block`, if some chunks are read from copies; then the copies:
     q_edges_g: Ref = None  # [B, 192, HQ, D]
     k_edges_g: Ref = None  # [B, 192, HK, D]
     v_edges_g: Ref = None  # [B, 192, HV, D]

@@ -16,8 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.tiles import BY_COLUMN, BY_ROW, LOG2E, C, read, transposed, zeros
-from glax._src.kernels.pallas_gpu.plan import Scan
-from glax._src.kernels.pallas_gpu.resets import LOG_OF_RESET
+from glax._src.kernels.pallas_gpu.plan import LOG_OF_RESET, Scan
 from glax._src.kernels.pallas_gpu.scan.gate_range import in_range, weak_on_average
 from glax._src.kernels.pallas_gpu.scan.key_program import Program
 

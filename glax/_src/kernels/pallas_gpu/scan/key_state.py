@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.tiles import BY_COLUMN, BY_ROW, LOG2E, C, by_row, decayed, transposed, zeros
-from glax._src.kernels.pallas_gpu.resets import LOG_OF_RESET
+from glax._src.kernels.pallas_gpu.plan import LOG_OF_RESET
 from glax._src.kernels.pallas_gpu.scan.key_program import Program
 from glax._src.kernels.pallas_gpu.scan.key_refs import exact_place
 

@@ -1,0 +1,132 @@
+"""Choose the route of a call: how its rows are read, which kernels run, and why no faster form does."""
+
+import dataclasses
+
+from glax._src.core.recurrence import Recurrence, Residuals
+from glax._src.kernels.pallas_gpu.config import HopperConfig, group_size, pairs_heads
+from glax._src.kernels.pallas_gpu.plan import ROWS, WIDEST, Widths
+from glax._src.kernels.pallas_gpu.rows import Form, Reading, fits_one_row, takes_segments, why_not_joined
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Hold what is decided of a call before its kernels are launched. As text it is what `glax.explain` prints.
+
+    rows: how sequences are read. scan, gradient: the names of the kernels in profiles. config: the config that runs, which has
+    one segment where `rows` allows no more. reasons: the faster form that the call does not get, and why.
+    """
+
+    rows: Reading
+    scan: str
+    gradient: str
+    config: HopperConfig
+    reasons: dict[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        r: Recurrence,
+        config: HopperConfig,
+        d_final=None,
+        residuals: Residuals | None = None,
+        in_phases: bool = False,
+    ) -> "Route":
+        """Return the route of the forward of r, or of its gradient with these operands. The other arguments are those of
+        `Reading.of`."""
+        rows, widths = Reading.of(r, config.parts, d_final, residuals, in_phases), Widths.of(r, square=False)
+        if rows.form is Form.EQUAL or (rows.form is Form.APART and fits_one_row(r)):
+            config = dataclasses.replace(config, parts=1)
+        reasons = {**one_row_reason(r, rows), **copies_reason(r, rows, widths, d_final), **results_reason(r, rows)}
+        return cls(rows, scan_kernel(r, config, widths), gradient_kernel(r, rows, widths), config, reasons)
+
+    def apart(self) -> "Route":
+        """Return the route that reads each packed sequence from a chunk's start on, in one segment."""
+        return dataclasses.replace(self, rows=Reading(Form.APART), config=dataclasses.replace(self.config, parts=1))
+
+    def whole(self) -> "Route":
+        """Return the route that reads rows as they are given, in one segment."""
+        return dataclasses.replace(self, rows=Reading(Form.GIVEN), config=dataclasses.replace(self.config, parts=1))
+
+    @property
+    def is_grouped(self) -> bool:
+        """Return whether one program computes the gradient of all heads that share a query and a key."""
+        return self.gradient == "gradient_groups"
+
+    def describe(self, is_gradient: bool) -> str:
+        """Return the text for `glax.explain` of a gradient, or of a forward."""
+        kernels = f"{self.scan}, then {self.gradient}" if is_gradient else self.scan
+        segments = f"{self.config.parts} segments of a row" if self.config.parts > 1 else "whole rows"
+        return f"{kernels}; {self.rows}; {segments}"
+
+
+def scan_kernel(r: Recurrence, config: HopperConfig, widths: Widths) -> str:
+    """Return the name of the scan that forms the outputs."""
+    if r.erasure is not None:
+        return "delta_key_scan" if r.decay.form == "key" else "delta_scan"
+    if r.decay.form == "key":
+        return "key_scan"
+    is_paired = config.columns == 128 and r.states_every is None and pairs_heads(r, widths)
+    return "pair_scan" if is_paired else "head_scan"
+
+
+def gradient_kernel(r: Recurrence, rows: Reading, widths: Widths) -> str:
+    """Return the name of the kernel that computes the gradients of chunks.
+
+    `gradient_groups` takes keys of one block without per-key gates, where heads share queries and keys, or where values are half
+    as wide as keys. `gradient_wide` takes the columns of a wide state in steps, of rows that hold one sequence.
+    """
+    if r.erasure is not None:
+        if r.decay.form == "key":
+            return "delta_key_gradient"
+        return "delta_gradient" if max(widths.K, widths.V) <= WIDEST else "delta_gradient_wide"
+    if r.decay.form != "key":
+        is_narrow = widths.V * widths.blocks.columns < widths.K
+        return "gradient_groups" if widths.stored.rows == 1 and (is_narrow or group_size(r) > 1) else "gradient_head"
+    square = Widths.of(r, square=True)
+    is_wide = square.blocks.columns > 1 and square.K == WIDEST and r.boundaries is None and rows.form is not Form.EQUAL
+    return "gradient_wide" if is_wide else "gradient_key"
+
+
+# ---- why not faster --------------------------------------------------------------------------------------------------
+
+
+def one_row_reason(r: Recurrence, rows: Reading) -> dict[str, str]:
+    """Return why packed sequences are not read in place as one row, or nothing if they are."""
+    if rows.form is not Form.APART:
+        return {}
+    begins_chunk = "so each sequence begins a chunk"
+    if r.decay.form == "key" and r.erasure is not None:
+        why = f"with beta and per-key gates, the kernels have no marks for boundaries, {begins_chunk}, and the rows are copied"
+    elif r.decay.form == "key" and not takes_segments(r):
+        why = f"with per-key gates, keys of at most 64 channels have no marks for boundaries, {begins_chunk}"
+    else:
+        states = "initial states enter" if r.initial_state is not None else "the gradient of final states enters"
+        copied = "the results" if r.decay.form == "key" else "the rows"
+        why = f"{states} at boundaries, {begins_chunk}, and {copied} are copied"
+    return {"packed sequences as one row": why}
+
+
+def copies_reason(r: Recurrence, rows: Reading, widths: Widths, d_final) -> dict[str, str]:
+    """Return why q, k, v, gates and the output are copied to wider or longer arrays, or nothing if they are not."""
+    (_, T, _, K), V = r.q.shape, r.v.shape[3]
+    in_place = rows.copies_last or rows.form in (Form.JOINED, Form.EQUAL)
+    sizes = (("T", T, 1 if in_place else ROWS), ("key (K)", K, widths.K), ("value (V)", V, widths.V))
+    why = [f"{block} does not divide {name}={size}" for name, size, block in sizes if size % block]
+    if not why:
+        return {}
+    said = f"{', '.join(why)}, so they are copied and filled up"
+    if rows.form is Form.FILLED:
+        said += f"; sequences are not joined: {why_not_joined(r) or 'the gradient of final states enters'}"
+    return {"arrays as they are given": said}
+
+
+def results_reason(r: Recurrence, rows: Reading) -> dict[str, str]:
+    """Return why results are cut from longer arrays although the operands are read in place, or nothing if they are not."""
+    B, T = r.q.shape[:2]
+    if rows.form is Form.EQUAL:
+        why = f"{ROWS} does not divide T={T}, so sequences are read as packed ones, and their results are gathered"
+        return {"results in arrays of T tokens": why}
+    if not rows.copies_last:
+        return {}
+    why = f"{ROWS} does not divide {B * T} tokens, so they are cut from longer arrays"
+    return {"results in arrays of T tokens": why}
