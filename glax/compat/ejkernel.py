@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -130,7 +131,7 @@ def native_choice(cfg, platform) -> tuple[str | None, Config | None]:
     chooses_chunk = cfg.block_q != RecurrentAttentionConfig.block_q
     if (chooses_chunk and not chunked) or any(IGNORED.get(name, x) != x for name, x in vars(cfg).items()):
         say_ignored()
-    chunked_config: Callable[..., Config] = glax.configs.ChunkedConfig
+    chunked_config: Any = glax.configs.ChunkedConfig
     return platform, chunked_config(int(cfg.block_q)) if chooses_chunk and chunked else None
 
 

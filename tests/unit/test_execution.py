@@ -1,6 +1,7 @@
 """Choosing configs: the order, overlays, policies, tuning from inside transformations, what disqualifies a candidate."""
 
 import functools
+import logging
 import subprocess
 import sys
 
@@ -345,6 +346,33 @@ def test_what_no_kernel_can_run_is_explained():
     assert str(explained).endswith(explained.unsupported)
     with pytest.raises(glax.UnsupportedError, match="chunked/triton/gpu: "):
         glax.detect_platform(two_calls, shapes)
+
+
+def test_the_choice_of_kernels_is_logged_once_a_trace(caplog):
+    q = jnp.ones((1, 65, 2, 8))
+    forward = jax.jit(lambda q: glax.recurrent(q, q, q, platform="xla").output)
+    gradient = jax.jit(jax.grad(lambda q: glax.recurrent(q, q, q, platform="xla").output.sum()))
+    silent = forward.lower(q).as_text()
+    for run, chosen, other in (
+        (
+            forward,
+            "recurrent/xla/any: Config()",
+            "chunked/xla/any: able, with a priority of 1; recurrent/xla/any has 2",
+        ),
+        (
+            gradient,
+            "chunked.vjp/xla/any: ChunkedConfig(chunk=32)",
+            "recurrent.vjp/xla/any: takes recurrences that erase",
+        ),
+    ):
+        caplog.clear()
+        jax.clear_caches()
+        with caplog.at_level(logging.DEBUG, "glax"):
+            run(q), run(q)
+        *_, message = messages = [record.getMessage() for record in caplog.records if record.name == "glax"]
+        assert message.startswith(f"{chosen}, by heuristic; for B1 T128 Hq2 Hk2 Hv2 K8 V8 float32; not {other}")
+        assert messages.count(message) == 1 and "\n" not in message
+    assert forward.lower(q).as_text() == silent
 
 
 def test_a_new_length_of_the_same_bucket_has_the_same_key():

@@ -26,11 +26,7 @@ class Explanation(list[Decision]):
     unsupported: str | None = None
 
     def __str__(self):
-        lines = []
-        for d in self:
-            lines += [f"{d.kernel}: {d.config}, by {d.selector}", f"  for {d.invocation.key}"]
-            lines += [f"  by {d.route}"] if d.route else []
-            lines += [f"  not {name}: {reason}" for name, reason in (*d.outranked.items(), *d.refused.items())]
+        lines = ["\n  ".join(decision.lines) for decision in self]
         lines += [] if self.unsupported is None else [self.unsupported]
         return "\n".join(lines) or "no call of glax"
 

@@ -17,7 +17,7 @@ from glax._src.kernels import load_kernels
 from glax._src.solve.isolation import isolating
 from glax._src.solve.pieces import solve_with_states
 from glax._src.tuning.cache import PersistentCache, overlaid, overlay
-from glax._src.tuning.executor import Executor, is_listening
+from glax._src.tuning.executor import Executor, is_recorded
 from glax._src.tuning.selection import AutotunePolicy, ConfigSelectorChain
 
 
@@ -328,9 +328,9 @@ def run_config(spec: KernelSpec, choice: Choice, r: Recurrence, *given, part=Non
 def why_not_others(spec: KernelSpec, choice: Choice, r: Recurrence) -> dict[str, dict[str, str]]:
     """Return why no kernel but spec runs r, as the executor records it: dicts `refused` and `outranked`.
 
-    The result is empty where nothing is recorded.
+    The result is empty where nothing is recorded or logged.
     """
-    if not is_listening():
+    if not is_recorded():
         return {}
     able, refused = kernel_registry.able(r, choice.platform, choice.config, role=spec.role)
     chosen, outranked = spec.priority(r), {}

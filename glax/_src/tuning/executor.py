@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,14 @@ class Decision(NamedTuple):
     def kernel(self) -> str:
         return self.invocation.kernel.op_id
 
+    @property
+    def lines(self) -> list[str]:
+        """Return the decision as text: the kernel with its config, its shapes, and a line for each other kernel."""
+        others = (*self.outranked.items(), *self.refused.items())
+        chosen = [f"{self.kernel}: {self.config}, by {self.selector}", f"for {self.invocation.key}"]
+        route = [f"by {self.route}"] if self.route else []
+        return [*chosen, *route, *(f"not {name}: {reason}" for name, reason in others)]
+
 
 class Executor:
     """Run a KernelSpec or a Kernel with the config that its chain of selectors chooses: executor(kernel, *args)."""
@@ -53,7 +62,7 @@ class Executor:
         part=None,
         **kwargs,
     ):
-        """Run kernel(*args, **kwargs) with the config that the chain chooses.
+        """Run kernel(*args, **kwargs) with the config that the chain chooses, and say which at DEBUG under the logger "glax".
 
         cfg: the config to use instead. _cfg: another name of cfg, which ejkernel uses. refused, outranked: what to record for
         `explain`; see `Decision`. route: config= -> (the `route` of the Decision, what to add to `refused`) for the config that
@@ -68,22 +77,31 @@ class Executor:
             raise TypeError("cfg and _cfg are two names of one option, and both are given: leave one out")
         inv = Invocation.of(kernel, args, kwargs, _cfg if cfg is None else cfg)
         config, selector = self.chain.choose(inv)
-        if (recorded := listener.get()) is not None:
+        if is_recorded():
             line, reasons = ("", {}) if route is None else route(config=config)
-            recorded.append(Decision(inv, config, selector, (refused or {}) | reasons, outranked or {}, line))
+            decision = Decision(inv, config, selector, (refused or {}) | reasons, outranked or {}, line)
+            if (recorded := listener.get()) is not None:
+                recorded.append(decision)
+            logger.debug("; ".join(decision.lines))
         with jax.named_scope(f"glax.{kernel.op_id}"):
             run = kernel.runner(config) if part is None else functools.partial(part, config=config)
             return run(*args, **kwargs)
 
 
 listener: contextvars.ContextVar[list[Decision] | None] = contextvars.ContextVar("glax_listener", default=None)
+logger = logging.getLogger("glax")
 turns = itertools.count()
 LISTENING = (("listening", None),)  # the first entry of the layer of `listening`
 
 
 def is_listening() -> bool:
-    """Return whether decisions are recorded now."""
+    """Return whether `listening` records decisions now."""
     return listener.get() is not None
+
+
+def is_recorded() -> bool:
+    """Return whether decisions are recorded, or logged, with the reasons against other kernels."""
+    return is_listening() or logger.isEnabledFor(logging.DEBUG)
 
 
 def compiled(static_argnums: tuple[int, ...] = ()) -> Callable[[Callable], Callable]:
