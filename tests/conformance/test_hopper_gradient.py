@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
     pytest.skip("the interpreter of Pallas Mosaic GPU needs JAX 0.12", allow_module_level=True)
@@ -130,13 +131,19 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("B,T,heads,D,form,strength,reverse,run", CASES)
-def test_gradient_of_chunks(monkeypatch, B, T, heads, D, form, strength, reverse, run):
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
     mosaic_interpreter.install(monkeypatch)
+    with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
+        yield
+
+
+@pytest.mark.parametrize("B,T,heads,D,form,strength,reverse,run", CASES)
+def test_gradient_of_chunks(B, T, heads, D, form, strength, reverse, run):
     q, k, v, g, *others = inputs(B, T, heads, D, form, strength)
     if run > 1:
         g = g / 16  # chunks let states through
-    options = dict(reverse=reverse, programs=2, interpret=mosaic_interpreter.parameters())
+    options = dict(reverse=reverse, programs=2)
     gates = jnp.broadcast_to(g, (*g.shape[:3], D))
     do, scale, before, behind = others
     before, every = in_runs(run, reverse, k, v, gates, before)
@@ -158,9 +165,8 @@ def test_gradient_of_chunks(monkeypatch, B, T, heads, D, form, strength, reverse
 @pytest.mark.parametrize(
     "blocks,form,strength,reverse", [((1, 2), "key", -100.0, True), ((2, 2), "key, float32", None, False)]
 )
-def test_gradient_of_wide_heads(monkeypatch, blocks, form, strength, reverse):
+def test_gradient_of_wide_heads(blocks, form, strength, reverse):
     """dq, dk and dg are sums over blocks of V; in some chunks and blocks of K gates are out of range."""
-    mosaic_interpreter.install(monkeypatch)
     rows, columns = blocks
     H = rows * columns
     _, _, v, _, do, scale, before, behind = inputs(1, 72, (H, H, H, columns), 128, "key", None)
@@ -174,7 +180,7 @@ def test_gradient_of_wide_heads(monkeypatch, blocks, form, strength, reverse):
         """Of every block, what its block of K has."""
         return jnp.repeat(x, columns, 2)
 
-    options = dict(reverse=reverse, programs=2, blocks=Blocks(*blocks), interpret=mosaic_interpreter.parameters())
+    options = dict(reverse=reverse, programs=2, blocks=Blocks(*blocks))
     states = stored(each(g), reverse, before, behind)
     assert strength is None or set(np.unique(states[-1])) == {0, 1}
     do = do[:, :, :columns]
@@ -217,9 +223,8 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("B,T,heads,K,V,strength,reverse,run", GROUPS)
-def test_gradient_of_groups(monkeypatch, B, T, heads, K, V, strength, reverse, run):
+def test_gradient_of_groups(B, T, heads, K, V, strength, reverse, run):
     """dq and dk of heads that share a query and a key are sums over these."""
-    mosaic_interpreter.install(monkeypatch)
     H, HQ, HK, _ = heads
     q, k, v, g, do, scale, before, behind = inputs(B, T, heads, max(K, V), "head", strength)
     g = g / (16 if run > 1 else 1)
@@ -238,7 +243,7 @@ def test_gradient_of_groups(monkeypatch, B, T, heads, K, V, strength, reverse, r
         stored = every_before, every_behind
     wanted = expected(reverse, q, k, v, gates, do, scale, *stored)
     by_chunk = jnp.broadcast_to(scale[:, None], (B, -(-T // C)))
-    options = dict(reverse=reverse, programs=2, interpret=mosaic_interpreter.parameters())
+    options = dict(reverse=reverse, programs=2)
     group = np.gcd(H // HQ, H // HK)
     dq, dk, dv, dg, d_scale = gradient_groups(
         q, k, v, head_sums(g, reverse), do, by_chunk, before, behind, group=int(group), **options

@@ -4,8 +4,11 @@ import textwrap
 
 import pytest
 
+from glax._src.kernels.pallas_gpu.device.launch import ALONE
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Ring
-from glax._src.kernels.pallas_gpu.plan import Scan
+from glax._src.kernels.pallas_gpu.gradient import delta, delta_key, exact, head_group, items, key, wide
+from glax._src.kernels.pallas_gpu.gradient import head as gradient_head
+from glax._src.kernels.pallas_gpu.plan import Blocks, Scan
 from glax._src.kernels.pallas_gpu.scan import head
 
 pytestmark = pytest.mark.fast
@@ -14,6 +17,20 @@ OUTPUTS = Scan(H=2, K=128, V=128)
 TABLES = {
     "head_scan": (head, head.HeadPipeline.planned(OUTPUTS), head.roles_of(OUTPUTS)),
     "pair_scan": (head, head.HeadPipeline.planned(OUTPUTS, heads=2), head.roles_of(OUTPUTS)),
+}
+CHUNKS = items.Items(1, 128, 2, 128, (1, 1, 1), 1, False, terms=2, resets=True)
+RUNS = items.Items(1, 128, 2, 128, (1, 1, 1), 1, False, run=2)
+GROUPS = head_group.HeadGroups(1, 128, 2, 128, 1, 1, 1, 2, 2, 1, run=2, reverse=False, blocks=Blocks())
+WIDE = wide.WideGradient(1, 128, 1, Blocks(1, 2), (1, 1, 2), 1, terms=2, reverse=False, resets=True)
+TABLES |= {
+    "gradient_key": (key, key.KeyPipeline.planned(CHUNKS), items.ROLES),
+    "gradient_exact": (exact, exact.ExactPipeline.planned(CHUNKS), ALONE),
+    "gradient_wide": (wide, wide.WidePipeline.planned(WIDE), wide.ROLES),
+    "gradient_head": (gradient_head, gradient_head.HeadPipeline.planned(RUNS), items.ROLES),
+    "gradient_groups": (head_group, head_group.GroupsPipeline.planned(GROUPS), head_group.ROLES),
+    "delta_gradient": (delta, delta.DeltaPipeline.planned(is_wide=False), delta.ROLES),
+    "delta_gradient_wide": (delta, delta.DeltaPipeline.planned(is_wide=True), delta.ROLES),
+    "delta_key_gradient": (delta_key, delta_key.DeltaKeyPipeline.planned(), delta_key.ROLES),
 }
 
 
@@ -32,3 +49,6 @@ def test_arrivals_follow_from_roles():
     assert {end: x.num_arrivals for end, x in stored.barriers(roles).items()} == dict(full=2)
     assert [x.num_arrivals for x in Handoff(("carry",), ("output",)).barriers(roles).values()] == [2, 1]
     assert [x.num_arrivals for x in Meeting(("carry", "load")).barriers(roles).values()] == [3]
+    apart = Ring(4, ("load",), ("compute",), teams=2)
+    assert {end: x.num_arrivals for end, x in apart.barriers(items.ROLES).items()} == dict(full=1, free=1)
+    assert [x.num_arrivals for x in Meeting(("compute",), teams=2).barriers(items.ROLES).values()] == [1]

@@ -22,8 +22,7 @@ from glax._src.kernels.pallas_gpu.chunks.pairs import pairs_of_chunks
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 from glax._src.kernels.pallas_gpu.gradient import delta as delta_vjp
 from glax._src.kernels.pallas_gpu.gradient import delta_key as delta_key_vjp
-from glax._src.kernels.pallas_gpu.gradient.delta_key_refs import D_BETA, D_SCALE
-from glax._src.kernels.pallas_gpu.gradient.delta_wide import delta_gradient_wide
+from glax._src.kernels.pallas_gpu.gradient.delta_key import D_BETA, D_SCALE
 from glax._src.kernels.pallas_gpu.layout import KernelLayout, OneRowLayout, head_gates, layout_of
 from glax._src.kernels.pallas_gpu.plan import C
 from glax._src.kernels.pallas_gpu.route import Route
@@ -188,7 +187,7 @@ class DeltaLayout(SegmentedScan):
         if p.route.gradient == "delta_gradient":
             each = delta_vjp.delta_gradient(r.reverse, multiprocessors(), *operands)
         else:
-            each = delta_gradient_wide(r.reverse, *operands)
+            each = delta_vjp.delta_gradient_wide(r.reverse, *operands)
         # [B, chunks, H, blocks of K, TERMS, C], and the sums over blocks, [B, chunks, H, C] each
         by_block = each.terms.reshape(*each.terms.shape[:2], p.H, -1, *each.terms.shape[3:])
         sums = [by_block[:, :, :, :, i].sum(3) for i in range(delta_vjp.TERMS)]

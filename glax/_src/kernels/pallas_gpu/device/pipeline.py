@@ -28,9 +28,10 @@ class Wait(NamedTuple):
     until: str
 
 
-def arrivals(roles: Roles, names: Names) -> int:
-    """Return the number of warpgroups of these roles. A barrier needs one, also where the kernel has no such role."""
-    return max(sum(roles.get(name, 0) for name in names), 1)
+def arrivals(roles: Roles, names: Names, teams: int = 1) -> int:
+    """Return the number of warpgroups of these roles in one of `teams`. A barrier needs one, also where the kernel has no such
+    role."""
+    return max(sum(roles.get(name, 0) for name in names) // teams, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Ring:
     slots: their number. fill: the roles that fill a slot. read: those that wait until it is full. copies: the names of the tiles
     that copies fill, one for each copy. A copy reports itself; without any the warpgroups do. released_by: the roles that report
     when they have read a slot; those of `read` unless given. () means that none needs to, because something else keeps the
-    order. acquired_by: the roles that wait for these before the slot is filled again; those of `fill` unless given.
+    order. acquired_by: the roles that wait for these before the slot is filled again; those of `fill` unless given. teams: into
+    which the warpgroups of a role divide, each with slots of its own.
     """
 
     slots: int
@@ -49,15 +51,16 @@ class Ring:
     copies: Names = ()
     released_by: Names | None = None
     acquired_by: Names | None = None
+    teams: int = 1
     full: Ref = None
     free: Ref = None
 
     def barriers(self, roles: Roles) -> dict[str, plgpu.Barrier]:
         """Return the types of the barriers by field."""
-        full = len(self.copies) or arrivals(roles, self.fill)
+        full = len(self.copies) or arrivals(roles, self.fill, self.teams)
         found = dict(full=plgpu.Barrier(num_arrivals=full, num_barriers=self.slots))
         if self.readers:
-            free = arrivals(roles, self.readers)
+            free = arrivals(roles, self.readers, self.teams)
             found |= dict(free=plgpu.Barrier(num_arrivals=free, num_barriers=self.slots))
         return found
 
@@ -166,27 +169,32 @@ class Handoff:
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """Let some roles go on once all warpgroups of `of` are there. waiting: the roles that wait; those of `of` unless given."""
+    """Let some roles go on once all warpgroups of `of` are there.
+
+    waiting: the roles that wait; those of `of` unless given. teams: as in `Ring`, each with a meeting of its own.
+    """
 
     of: Names
     waiting: Names = ()
+    teams: int = 1
     all_there: Ref = None
 
     def barriers(self, roles: Roles) -> dict[str, plgpu.Barrier]:
         """Return the types of the barriers by field."""
-        return dict(all_there=plgpu.Barrier(num_arrivals=arrivals(roles, self.of)))
+        count = arrivals(roles, self.of, self.teams)
+        return dict(all_there=plgpu.Barrier(num_arrivals=count, num_barriers=self.teams))
 
     def waits(self, name: str) -> list[Wait]:
         """Return the lines of the table."""
         return [Wait(self.waiting or self.of, self.of, name)]
 
-    def arrive(self):
-        """Report that this warpgroup is there."""
-        plgpu.barrier_arrive(self.all_there)
+    def arrive(self, team=None):
+        """Report that this warpgroup is there. team: its team, where there are several."""
+        plgpu.barrier_arrive(self.all_there if team is None else self.all_there.at[team])
 
-    def wait(self):
+    def wait(self, team=None):
         """Wait until all are there."""
-        plgpu.barrier_wait(self.all_there)
+        plgpu.barrier_wait(self.all_there if team is None else self.all_there.at[team])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,36 @@ beta k. S is the state before the chunk, and dS' = dL/dS' behind it. U and dX ar
     dg_t = e^{G_last} <S, dS'> + sum_{j < t} k_j . e^{G_last - G_j} (U dS'^T)_j
            + sum_{i >= t} (q_i . dq_i + e_i . de_i - k_i . (A^T q + B^T e)_i)
 
-One warpgroup computes A and dq, a second computes B, de and dk, and a third loads. The first then forms dg from the sums of each
-token that both have left in `Tiles.summed`. There is a program for each multiprocessor, which takes chunks of heads in turns. A
-tile with columns of V is loaded for the next chunk as soon as its products are done, while products of pairs of tokens with q
-and k run. `gradient/delta_wide.py` computes the same where keys or values are wider than 128.
+Two kernels compute this. Up to 128 channels and columns, `delta_gradient` has all of S in shared memory. Its programs are
+persistent: one for each multiprocessor, which takes chunks of heads in turns. Where keys or values are wider,
+`delta_gradient_wide` has a program for every chunk, head and 128 channels of K. dO U^T, dX U^T, dO S^T, dX S^T, U dS'^T and
+<S, dS'> are then added up in registers over steps of 64 columns of V, always in the same order. So q, k and the states are read
+once, and dq and dk are written once. dq, de and dk of a channel need no sums over other channels, but each program forms A and B
+again. States with more than 128 channels are stored as [K, V], and others as [V, K].
+
+Roles. *queries* computes A and dq. *keys* computes B, de and dk. *load* loads. At last *queries* forms dg from the sums of each
+token that both have left in `Tiles.sums`.
+
+Memory. `Tiles` has what both kernels share, `States` or `Columns` what has columns of V. dq and dk overwrite q and k. A tile with
+columns of V is loaded again as soon as its products are done, while products of pairs of tokens with q and k run. Who waits for
+whom in `delta_gradient`:
+
+    waits          for            until
+    queries, keys  load           keys loaded: k, q, gates, beta
+    load           queries, keys  keys read
+    keys           queries        scores stored
+    queries, keys  queries, keys  met
+    queries, keys  load           states loaded: states, d_states, d_output
+    load           queries, keys  states read
+
+And in `delta_gradient_wide`:
+
+    waits          for            until
+    queries, keys  load           keys loaded: k, q, gates, beta
+    keys           queries        scores stored
+    queries, keys  queries, keys  met
+    queries, keys  load           columns full: d_output, S, U, dS, dX
+    load           queries, keys  columns free
 """
 
 import dataclasses
@@ -32,8 +58,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.pallas_gpu.chunks.inverse import BETA, GATES
 from glax._src.kernels.pallas_gpu.chunks.merge import store_split
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.cache import once
 from glax._src.kernels.pallas_gpu.device.edge_tiles import EdgeCopies, fetch_tokens, split_edges
+from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, by_role, launch
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -43,14 +70,18 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     read,
     tiled,
     transposed,
+    zeros,
 )
 from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, remainder
 
 BF16 = jnp.bfloat16
 WIDEST = 128  # the most channels of K, and columns of V, that shared memory holds together
-TERMS, SUMMED = 3, 4
+STAGES = 2  # steps in shared memory: one in work, one on its way
+COLUMNS = 64  # of V in a step
+TERMS, SUMS = 3, 4
 D_SCALE, D_GATES, D_BETA = range(TERMS)  # rows of `Results.terms`
-OF_STATE, OF_QUERIES, OF_KEYS, OF_WRITES = range(SUMMED)  # rows of `Tiles.summed`
+OF_STATE, OF_QUERIES, OF_KEYS, OF_WRITES = range(SUMS)  # rows of `Tiles.sums`
+ROLES = dict(queries=1, keys=1, load=1)
 
 Ref = Any
 
@@ -88,14 +119,11 @@ class Tiles(NamedTuple):
     k: Ref  # [C, K]
     gates: Ref  # [C]: G, to base 2
     beta: Ref  # [C]
-    # [SUMMED, C], the sums over K in dg: parts of <S, dS'>, and by token q . dq, e . de - k . (A^T q + B^T e), and
+    # [SUMS, C], the sums over K in dg: parts of <S, dS'>, and by token q . dq, e . de - k . (A^T q + B^T e), and
     # k . e^{G_last - G} (U dS'^T)
-    summed: Ref
+    sums: Ref
     output_pairs: tuple[Ref, Ref]  # [C, C]: A / scale in two terms
     erase_pairs: tuple[Ref, Ref]  # [C, C]: beta_i B_ij in two terms
-    loaded: Ref
-    scored: Ref  # A is in its place
-    done: Ref  # both warpgroups have read all tiles
 
     @classmethod
     def types(cls, K: int, lead: tuple[int, ...] = ()) -> "Tiles":
@@ -105,12 +133,9 @@ class Tiles(NamedTuple):
             k=tiled(*lead, C, K),
             gates=plgpu.SMEM((*lead, C), jnp.float32),
             beta=plgpu.SMEM((*lead, C), jnp.float32),
-            summed=plgpu.SMEM((*lead, SUMMED, C), jnp.float32),
+            sums=plgpu.SMEM((*lead, SUMS, C), jnp.float32),
             output_pairs=(tiled(*lead, C, C), tiled(*lead, C, C)),
             erase_pairs=(tiled(*lead, C, C), tiled(*lead, C, C)),
-            loaded=plgpu.Barrier(num_arrivals=4),
-            scored=plgpu.Barrier(),
-            done=plgpu.Barrier(num_arrivals=2),
         )
 
 
@@ -120,15 +145,11 @@ class States(NamedTuple):
     d_output: Ref  # [C, V]
     states: Ref  # [V, K + C]
     d_states: Ref  # [V, K + C]
-    loaded: Ref
-    consumed: Ref  # both warpgroups have read these tiles
-    sent: Ref  # dq and dk have left the tiles of q and k
 
     @classmethod
     def types(cls, K: int, V: int) -> "States":
         """Return the types, with an axis of one tile in front."""
-        both = plgpu.Barrier(num_arrivals=2)
-        return cls(tiled(1, C, V), tiled(1, V, K + C), tiled(1, V, K + C), plgpu.Barrier(num_arrivals=3), both, both)
+        return cls(tiled(1, C, V), tiled(1, V, K + C), tiled(1, V, K + C))
 
     @property
     def K(self) -> int:
@@ -143,23 +164,68 @@ class States(NamedTuple):
         return ref.at[:, pl.ds(self.K, C)]
 
 
+class Columns(NamedTuple):
+    """Hold the shared memory of a step's columns of V, by stage. With several blocks of K nothing is transposed: the two last
+    axes of states and of what tokens write are exchanged."""
+
+    d_output: Ref  # [STAGES, C, COLUMNS]
+    S: Ref  # [STAGES, COLUMNS, K]: S^T
+    U: Ref  # [STAGES, COLUMNS, C]: U^T
+    dS: Ref  # [STAGES, COLUMNS, K]: dS'^T
+    dX: Ref  # [STAGES, COLUMNS, C]: dX^T
+
+    @classmethod
+    def types(cls, K: int, blocks: int) -> "Columns":
+        state, pairs = tiled(STAGES, *((K, COLUMNS) if blocks > 1 else (COLUMNS, K))), tiled(STAGES, COLUMNS, C)
+        return cls(d_output=tiled(STAGES, C, COLUMNS), S=state, U=pairs, dS=state, dX=pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaPipeline(Pipeline):
+    """Hold who waits for whom. keys: q, k, gates and beta; they are read when dq and dk have left their tiles. scores: A. met:
+    both that compute, once they have read all tiles. states: of a chunk, or columns: of a step."""
+
+    keys: Handoff
+    scores: Handoff
+    met: Meeting
+    states: Handoff | None
+    columns: Ring | None
+
+    ORDER = (
+        "keys.full", "scores.full", "met.all_there", "states.full", "states.free", "keys.free", "columns.full", "columns.free"
+    )  # fmt: skip
+
+    @classmethod
+    def planned(cls, is_wide: bool) -> "DeltaPipeline":
+        """Return the pipeline of either kernel. A program of the wide one has a single item, so it loads no other keys."""
+        load, queries, keys = ("load",), ("queries",), ("keys",)
+        return cls(
+            keys=Handoff(load, queries + keys, ("k", "q", "gates", "beta"), returned=not is_wide),
+            scores=Handoff(queries, keys, returned=False),
+            met=Meeting(queries + keys),
+            states=None if is_wide else Handoff(load, queries + keys, ("states", "d_states", "d_output")),
+            columns=Ring(STAGES, load, queries + keys, ("d_output", "S", "U", "dS", "dX")) if is_wide else None,
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Hold the references of one program. Its position is computed at each use."""
+    """Hold the references of one program. Its position is computed at each use. own: those of what has columns of V."""
 
     reverse: bool
     operands: Operands
     edges: EdgeCopies | None
     results: Results
     tiles: Tiles
+    own: Any
+    pipeline: Any  # `DeltaPipeline`, whose kernel knows which of its fields there are
     item: Any  # the number of the chunk, head and block of K that the program computes
     turn: Any = 0  # the number of items that the program had before
 
     @classmethod
-    def of(cls, reverse: bool, count: int, refs) -> "tuple[Program, Any]":
-        """Return the program and the tiles that its kernel has beside `Tiles`. count: the number of operands among refs."""
-        given, (*results, tiles, own) = refs[:count], refs[count:]
-        return cls(reverse, *split_edges(Operands, given), Results(*results), tiles, lax.axis_index("program")), own
+    def of(cls, reverse: bool, operands: tuple[Operands, EdgeCopies | None], *refs) -> "Program":
+        """Return the program at its first item. refs: the fields from `results` on."""
+        return cls(reverse, *operands, *refs, lax.axis_index(PROGRAM))
 
     def place(self):
         """Return sequence, chunk and head."""
@@ -179,6 +245,19 @@ class Program:
         """Return the channels of K of the program."""
         width = self.tiles.q.shape[1]
         return slice(None) if self.blocks == 1 else pl.ds(self.block() * width, width)
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps, each of COLUMNS of V."""
+        return self.operands.d_output.shape[3] // COLUMNS
+
+    def by_rows(self, tile):
+        """Return a tile of tokens of a step with the tokens first."""
+        return tile if self.blocks > 1 else transposed(tile)
+
+    def by_columns(self, tile):
+        """Return a tile of a state or of tokens of a step with its columns of V first."""
+        return transposed(tile) if self.blocks > 1 else tile
 
     def scale(self):
         """Return the scale of the chunk."""
@@ -215,110 +294,204 @@ class Program:
 def delta_gradient(reverse: bool, most: int, *operands) -> Results:
     """Compute the fields of `Results` for every chunk and head. most: the largest number of programs. operands: the fields of
     `Operands`, and of `EdgeCopies` if there are any."""
-    x, _ = split_edges(Operands, operands)
+    given = x, _ = split_edges(Operands, operands)
     total = math.prod(x.factors.shape[:3])
-    programs, results = min(total, most), tuple(Results.types(x))
-    inputs = len(operands)  # a cached kernel must not hold a tracer
+    programs, K, V = min(total, most), x.q.shape[3], x.d_output.shape[3]
 
     def body(*refs):
-        p, own = Program.of(reverse, inputs, refs)
-        me = lax.axis_index("warpgroup")
-        for number, work in enumerate((of_queries, of_keys, load)):
-            pl.when(me == number)(functools.partial(in_turns, work, total, programs, p, own))
+        p = Program.of(reverse, *refs)
+        work = dict(queries=compute_queries, keys=compute_keys, load=load)
+        by_role(ROLES, {role: functools.partial(in_turns, f, total, programs, p) for role, f in work.items()})
 
-    body.__name__ = "delta_gradient"  # in profiles
-    kernel = plgpu.kernel(
-        body,
-        out_type=results,
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=3,
-        thread_name="warpgroup",
-        scratch_types=[Tiles.types(x.q.shape[3], lead=(1,)), States.types(x.q.shape[3], x.d_output.shape[3])],
-        compiler_params=tiles.PARAMS,
-    )
-    found = once(("delta_gradient", reverse, programs), kernel, *operands, results=results, is_longest=True)
-    return Results(*found)
+    scratch, pipeline = (Tiles.types(K, lead=(1,)), States.types(K, V)), DeltaPipeline.planned(is_wide=False)
+    return launch(
+        "delta_gradient", reverse, body, given, Results.types(x), scratch, ROLES, pipeline,
+        programs=programs, is_longest=True,
+    )  # fmt: skip
 
 
-def in_turns(work: Callable, total: int, programs: int, p: Program, own: States):
+@functools.partial(jax.jit, static_argnums=0)  # so that equal calls are lowered once
+def delta_gradient_wide(reverse: bool, *operands) -> Results:
+    """Compute the fields of `Results` for every chunk and head. operands: the fields of `Operands`, and of `EdgeCopies` if there
+    are any."""
+    given = x, _ = split_edges(Operands, operands)
+    K = min(x.q.shape[3], WIDEST)
+    blocks = x.q.shape[3] // K
+
+    def body(*refs):
+        p = Program.of(reverse, *refs)
+        work = dict(queries=compute_queries_wide, keys=compute_keys_wide, load=load_wide)
+        by_role(ROLES, {role: functools.partial(f, p) for role, f in work.items()})
+
+    scratch, pipeline = (Tiles.types(K), Columns.types(K, blocks)), DeltaPipeline.planned(is_wide=True)
+    return launch(
+        "delta_gradient_wide", reverse, body, given, Results.types(x, blocks), scratch, ROLES, pipeline,
+        programs=math.prod(x.factors.shape[:3]) * blocks, is_longest=True,
+    )  # fmt: skip
+
+
+def in_turns(work: Callable, total: int, programs: int, p: Program):
     """Do the work of a warpgroup for all items of its program. total: the number of items of all programs."""
     plgpu.set_max_registers(REGISTERS[work is not load], action="increase" if work is not load else "decrease")
     first = p.item
 
     @pl.loop(0, lax.div(total + (programs - 1) - first, jnp.int32(programs)))
     def _(step):
-        work(dataclasses.replace(p, tiles=only(p.tiles), item=first + step * programs, turn=step), only(own))
+        work(dataclasses.replace(p, tiles=only(p.tiles), item=first + step * programs, turn=step, own=only(p.own)))
 
 
 def only(shared):
-    """Return shared memory without its first axis, which has length 1. The last three fields are barriers, which have no such
-    axis. The index is behind a barrier of the compiler, which would otherwise hold the addresses of all parts throughout the
-    loop."""
+    """Return shared memory without its first axis, which has length 1. The index is behind a barrier of the compiler, which would
+    otherwise hold the addresses of all parts throughout the loop."""
     index = lax.optimization_barrier(jnp.int32(0))
-    return type(shared)(*jax.tree.map(lambda x: x.at[index], tuple(shared[:-3])), *shared[-3:])
+    return jax.tree.map(lambda x: x.at[index], shared)
 
 
-def load(p: Program, own: States):
+# ---- load -------------------------------------------------------------------------------------------------------------
+
+
+def load(p: Program):
     """Load all tiles, each once the item before has no more use for it."""
-    x = p.operands
+    x, own, states = p.operands, p.own, p.pipeline.states
     (b, c, h), H = p.place(), x.factors.shape[2]
-    pl.when(p.turn > 0)(lambda: plgpu.barrier_wait(own.consumed))
+    pl.when(p.turn > 0)(states.acquire)
     for source, tile in ((x.states, own.states), (x.d_states, own.d_states)):
-        plgpu.copy_gmem_to_smem(source.at[b, c, h], tile, own.loaded)
+        states.copy(source.at[b, c, h], tile)
     at = b, c, quotient(h, H // x.d_output.shape[2]), slice(None)
-    fetch_tokens(p.edges, "d_output", x.d_output, at, own.d_output, own.loaded)
-    pl.when(p.turn > 0)(lambda: plgpu.barrier_wait(own.sent))
+    fetch_tokens(p.edges, "d_output", x.d_output, at, own.d_output, states.full)
+    pl.when(p.turn > 0)(p.pipeline.keys.acquire)
     load_keys(p)
 
 
 def load_keys(p: Program):
-    """Start to load q, k, gates and beta."""
-    x, t = p.operands, p.tiles
+    """Load q, k, gates and beta."""
+    x, t, keys = p.operands, p.tiles, p.pipeline.keys
     (b, c, h), H = p.place(), x.factors.shape[2]
-    for name in ("k", "q"):
-        source = getattr(x, name)
+    for name, source, tile in (("k", x.k, t.k), ("q", x.q, t.q)):
         at = b, c, quotient(h, H // source.shape[2]), p.channels()
-        fetch_tokens(p.edges, name, source, at, getattr(t, name), t.loaded)
+        fetch_tokens(p.edges, name, source, at, tile, keys.full)
     for row, tile in ((GATES, t.gates), (BETA, t.beta)):
-        plgpu.copy_gmem_to_smem(x.factors.at[b, c, h, row], tile, t.loaded)
+        keys.copy(x.factors.at[b, c, h, row], tile)
 
 
-def of_queries(p: Program, own: States):
+def load_wide(p: Program):
+    """Load all tiles, those of a step once the step that used their place is done."""
+    plgpu.set_max_registers(REGISTERS[0], action="decrease")
+    load_keys(p)
+    x, own, ring, K = p.operands, p.own, p.pipeline.columns, p.tiles.q.shape[1]
+    beside = pl.ds(x.q.shape[3], C)
+
+    @pl.loop(0, p.steps)
+    def _(step):
+        stage = ring.slot(step)
+        ring.acquire(stage, step)
+        b, c, h = p.place()
+        columns = pl.ds(step * COLUMNS, COLUMNS)
+        head = quotient(h, x.factors.shape[2] // x.d_output.shape[2])
+        fetch_tokens(
+            p.edges, "d_output", x.d_output, (b, c, head, columns), own.d_output.at[stage], ring.full.at[stage]
+        )
+        channels = pl.ds(p.block() * K, K)
+        pairs = [(x.states, channels, own.S), (x.states, beside, own.U)]
+        pairs += [(x.d_states, channels, own.dS), (x.d_states, beside, own.dX)]
+        for source, part, tile in pairs:
+            place = (part, columns) if p.blocks > 1 else (columns, part)
+            ring.copy(source.at[(b, c, h, *place)], tile.at[stage], stage)
+
+
+# ---- compute ----------------------------------------------------------------------------------------------------------
+
+
+def compute_queries(p: Program):
     """Compute A and dq, <S, dS'>, and dg."""
+    own = p.own
     V, K = own.states.shape[0], own.K
-    plgpu.barrier_wait(own.loaded)
-    plgpu.barrier_wait(p.tiles.loaded)
+    p.pipeline.states.wait()
+    p.pipeline.keys.wait()
     store_scores(p, tiles.product(PAIRS, (own.d_output, own.beside(own.states))))
     of_state = tiles.product((C, K), (own.d_output, own.state(own.states)))
-    p.tiles.summed[OF_STATE] = sum((read(own.states.at[at]) * read(own.d_states.at[at])).sum(1) for at in parts(V, K))
-    plgpu.barrier_arrive(own.consumed)
+    p.tiles.sums[OF_STATE] = sum((read(own.states.at[at]) * read(own.d_states.at[at])).sum(1) for at in parts(V, K))
+    p.pipeline.states.release()
     send_queries(p, gradient_of_queries(p, of_state))
-    plgpu.barrier_arrive(own.sent)
+    p.pipeline.keys.release()
 
 
-def of_keys(p: Program, own: States):
+def compute_keys(p: Program):
     """Compute B, de and dk."""
+    own = p.own
     shape = (C, own.K)
     # [C, V]
     U, dX = own.beside(own.states), transposed(own.beside(own.d_states))
-    plgpu.barrier_wait(own.loaded)
-    plgpu.barrier_wait(p.tiles.loaded)
+    p.pipeline.states.wait()
+    p.pipeline.keys.wait()
     B, t = erased_scores(p, tiles.product(PAIRS, (dX, U))), p.tiles
     store_split(t.erase_pairs, B)  # registers have no room for its two terms
     dk, erased = erased_gradient(p, tiles.product(shape, (dX, own.state(own.states))), t.erase_pairs)
     plgpu.commit_smem()  # all warps have read B
     store_split(t.erase_pairs, B * by_row(p.beta(), PAIRS))
     behind = tiles.product(shape, (transposed(U), own.state(own.d_states)))
-    plgpu.barrier_arrive(own.consumed)
+    p.pipeline.states.release()
     send_keys(p, dk, erased, behind)
-    plgpu.barrier_arrive(own.sent)
+    p.pipeline.keys.release()
+
+
+def compute_queries_wide(p: Program):
+    """Compute A and dq, and <S, dS'>."""
+    plgpu.set_max_registers(REGISTERS[1], action="increase")
+    nothing = zeros(PAIRS), zeros((C, p.tiles.q.shape[1])), zeros((COLUMNS,), BY_ROW)
+    pairs, of_state, edge = lax.fori_loop(0, p.steps, functools.partial(add_queries, p), nothing)
+    p.pipeline.keys.wait()
+    store_scores(p, pairs)
+    dq = gradient_of_queries(p, of_state)
+    p.tiles.sums[OF_STATE] = edge
+    send_queries(p, dq)
+
+
+def add_queries(p: Program, step, totals):
+    """Return dO U^T, dO S^T and parts of <S, dS'>, with the terms of a step's columns added."""
+    own, ring, (pairs, of_state, edge) = p.own, p.pipeline.columns, totals
+    stage = ring.slot(step)
+    ring.wait(stage)
+    d_output, S, dS = own.d_output.at[stage], own.S.at[stage], own.dS.at[stage]
+    of_tokens, of_columns = (d_output, p.by_columns(own.U.at[stage])), (d_output, p.by_columns(S))
+    pairs, of_state = tiles.added_all((pairs, of_state), [of_tokens], [of_columns])
+    edge += sum((read(S.at[at]) * read(dS.at[at])).sum(1) for at in parts(*S.shape))
+    ring.release(stage)
+    return pairs, of_state, edge
+
+
+def compute_keys_wide(p: Program):
+    """Compute B, de and dk."""
+    plgpu.set_max_registers(REGISTERS[1], action="increase")
+    shape = (C, p.tiles.q.shape[1])
+    nothing = zeros(PAIRS), zeros(shape), zeros(shape)
+    pairs, of_state, behind = lax.fori_loop(0, p.steps, functools.partial(add_keys, p), nothing)
+    p.pipeline.keys.wait()
+    B, t = erased_scores(p, pairs), p.tiles
+    store_split(t.erase_pairs, B)  # registers have no room for its two terms beside the sums
+    dk, erased = erased_gradient(p, of_state, t.erase_pairs)
+    plgpu.commit_smem()  # all warps have read B
+    store_split(t.erase_pairs, B * by_row(p.beta(), PAIRS))
+    send_keys(p, dk, erased, behind)
+
+
+def add_keys(p: Program, step, totals):
+    """Return dX U^T, dX S^T and U dS'^T, with the terms of a step's columns added."""
+    own, ring = p.own, p.pipeline.columns
+    stage = ring.slot(step)
+    ring.wait(stage)
+    U, dX = p.by_columns(own.U.at[stage]), p.by_rows(own.dX.at[stage])
+    of_state = dX, p.by_columns(own.S.at[stage])
+    of_gradient = p.by_rows(own.U.at[stage]), p.by_columns(own.dS.at[stage])
+    totals = tiles.added_all(totals, [(dX, U)], [of_state], [of_gradient])
+    ring.release(stage)
+    return totals
 
 
 def store_scores(p: Program, pairs):
     """Store A / scale in two terms. pairs: dO U^T, [C, C]."""
     store_split(p.tiles.output_pairs, p.decayed(pairs, diagonal=True))
-    plgpu.barrier_arrive(p.tiles.scored)
+    p.pipeline.scores.stored()
 
 
 def gradient_of_queries(p: Program, of_state):
@@ -328,7 +501,7 @@ def gradient_of_queries(p: Program, of_state):
     dq = tiles.added(dq, *((term, t.k) for term in t.output_pairs))
     products = (dq * read(t.q)).sum(1)
     p.write_term(D_SCALE, products)
-    t.summed[OF_QUERIES] = products * p.scale()
+    t.sums[OF_QUERIES] = products * p.scale()
     return dq
 
 
@@ -347,7 +520,7 @@ def gradient_of_gates(p: Program):
     t, (i, j) = p.tiles, tiles.positions_again(p.reverse)
 
     def numbers(row: int):
-        return by_column(plgpu.load(t.summed.at[row], layout=BY_COLUMN, optimized=False), PAIRS)
+        return by_column(plgpu.load(t.sums.at[row], layout=BY_COLUMN, optimized=False), PAIRS)
 
     through = jnp.exp2(t.gates[0 if p.reverse else C - 1])
     each = jnp.where(j >= i, numbers(OF_QUERIES) + numbers(OF_KEYS), numbers(OF_WRITES))
@@ -376,12 +549,12 @@ def send_keys(p: Program, dk, erased, behind):
     t, shape = p.tiles, dk.shape
     last = t.gates[0 if p.reverse else C - 1]
     behind = behind * by_row(jnp.exp2(last - p.gates()), shape)
-    t.summed[OF_WRITES] = (behind * read(t.k)).sum(1)
+    t.sums[OF_WRITES] = (behind * read(t.k)).sum(1)
     dk += behind
-    plgpu.barrier_wait(t.scored)
+    p.pipeline.scores.wait()
     pairs = tiles.product(shape, *((transposed(term), t.q) for term in t.output_pairs)) * p.scale()
     pairs = tiles.added(pairs, *((transposed(term), t.k) for term in t.erase_pairs))
-    t.summed[OF_KEYS] = erased - (pairs * read(t.k)).sum(1)
+    t.sums[OF_KEYS] = erased - (pairs * read(t.k)).sum(1)
     dk += pairs
     meet(p)
     t.k[...] = dk.astype(BF16)
@@ -398,5 +571,5 @@ def parts(V: int, K: int) -> list:
 def meet(p: Program):
     """Wait until both warpgroups have read all tiles."""
     plgpu.commit_smem()
-    plgpu.barrier_arrive(p.tiles.done)
-    plgpu.barrier_wait(p.tiles.done)
+    p.pipeline.met.arrive()
+    p.pipeline.met.wait()

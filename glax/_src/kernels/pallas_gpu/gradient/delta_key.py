@@ -24,12 +24,27 @@ for dA with x = e, they are sums over pairs with one reference, or over several 
 dP, dA and the decayed tokens have two terms of bfloat16, so both sums have 16 bits. In dg the terms of a pair whose tokens are
 both behind the gate cancel, and leave an error of 16 bits.
 
-An item is one chunk of one head and 64 channels of K. One warpgroup computes dq, its part of dk^, and dg; another de and dk. Each
-adds up its sums over V in steps of 64 columns. A third loads, also for the next item. Programs are persistent.
+Roles. An item is one chunk of one head and 64 channels of K; programs are persistent. *queries* computes dq, its part of dk^,
+and dg. *keys* computes de and dk. Each adds up its sums over V in steps of 64 columns. *load* loads, also for the next item.
+
+Memory. The tiles of a step lie in two stages (`Columns`), those of an item's channels of K once (`Tiles`). dq and dk overwrite q
+and k, and dg the gates. Tiles of pairs and of decayed tokens hold at last what one warpgroup hands to the other. Who waits for
+whom:
+
+    waits          for            until
+    queries, keys  load           columns full: d_output, S, U, dS, dX
+    load           queries, keys  columns free
+    queries, keys  load           channels loaded: q, k, gates, beta
+    load           queries, keys  channels read
+    keys           queries        gates stored
+    queries        keys           right stored
+    keys           queries        right read
+    queries, keys  queries, keys  exchange
 """
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,29 +56,287 @@ from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.chunks.merge import split, store_split
 from glax._src.kernels.pallas_gpu.chunks.pairs import LEVELS, MOST
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.cache import once
-from glax._src.kernels.pallas_gpu.device.tiles import BY_COLUMN, HALF, LOG2E, by_column, by_row, read, transposed, zeros
-from glax._src.kernels.pallas_gpu.gradient.delta_key_refs import (
-    BF16,
-    BLOCK,
-    COLUMNS,
-    D_BETA,
-    D_SCALE,
-    EDGE,
-    KEYS,
-    LARGEST,
-    OWN,
-    QUERIES,
-    SHAPE,
-    STAGES,
-    TOKEN_BETA,
-    Columns,
-    Operands,
-    Program,
-    Results,
-    Tiles,
-)  # fmt: skip
-from glax._src.kernels.pallas_gpu.plan import PAIRS, C, quotient
+from glax._src.kernels.pallas_gpu.device.launch import PARAMS, PROGRAM, by_role, launch
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
+from glax._src.kernels.pallas_gpu.device.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    HALF,
+    LOG2E,
+    by_column,
+    by_row,
+    read,
+    tiled,
+    transposed,
+    zeros,
+)
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, remainder
+
+BF16 = jnp.bfloat16
+BLOCK = 64  # channels of K of an item
+COLUMNS = 64  # of V in a step
+STAGES = 2  # steps in shared memory: one in work, one on its way
+SHAPE = (C, BLOCK)
+TERMS = 2
+D_SCALE, D_BETA = range(TERMS)  # rows of `Results.terms`
+QUERIES, KEYS = range(2)  # the roles that compute, and the places of their tiles
+ROLES = dict(queries=1, keys=1, load=1)
+NUMBERS, MATRICES = 4, 15
+TOKEN_BETA, LARGEST, OWN, EDGE = range(NUMBERS)  # rows of `Tiles.numbers`
+
+Ref = Any
+
+
+class Operands(NamedTuple):
+    """Hold the operands, in global memory."""
+
+    q: Ref  # [B, T, HQ, K]
+    k: Ref  # [B, T, HK, K]
+    gates: Ref  # [B, T, H, K], in bfloat16 or float32
+    beta: Ref  # [B, chunks, H, C]
+    d_output: Ref  # [B, T, H, V]
+    states: Ref  # [B, chunks, H, V, K + C]: S and U, transposed
+    d_states: Ref  # [B, chunks, H, V, K + C]: dS' and dX, transposed
+    scale: Ref  # [B, chunks]
+
+
+class Results(NamedTuple):
+    """Hold the results, in global memory."""
+
+    dq: Ref  # [B, T, H, K]
+    dk: Ref  # [B, T, H, K]
+    dg: Ref  # [B, T, H, K], in the dtype of the gates
+    terms: Ref  # [B, chunks, H * blocks of K, TERMS, C]: q . dq / scale and k . de, summed over a block
+
+    @classmethod
+    def types(cls, x: Operands) -> "Results":
+        (B, T, H, K), chunks = x.gates.shape, x.beta.shape[1]
+        rows = jax.ShapeDtypeStruct((B, T, H, K), BF16)
+        terms = jax.ShapeDtypeStruct((B, chunks, H * (K // BLOCK), TERMS, C), jnp.float32)
+        return cls(rows, rows, jax.ShapeDtypeStruct((B, T, H, K), x.gates.dtype), terms)
+
+
+class Tiles(NamedTuple):
+    """Hold the shared memory of an item's channels of K."""
+
+    matrices: Ref  # [MATRICES or one more, C, BLOCK]: those that properties name
+    wide: Ref  # [1, C, BLOCK]: float32 gates as they are loaded, and at last dg; None for bfloat16
+    numbers: Ref  # [NUMBERS, C], by token: beta, the largest |M|, dP_ii; by channel: e^{G_last} sum_v S dS'
+
+    @classmethod
+    def types(cls, gates) -> "Tiles":
+        """gates: their dtype."""
+        wide = gates != BF16
+        return cls(
+            matrices=tiled(MATRICES + wide, C, BLOCK),
+            wide=tiled(1, C, BLOCK, columns=32, dtype=gates) if wide else None,
+            numbers=plgpu.SMEM((NUMBERS, C), jnp.float32),
+        )
+
+    def matrix(self, number: int):
+        """Return a matrix, behind a barrier of the compiler, which would otherwise hold the addresses of all throughout loops."""
+        return self.matrices.at[lax.optimization_barrier(jnp.int32(number))]
+
+    def row(self, number: int):
+        """Return a row of numbers, in the same way."""
+        return self.numbers.at[lax.optimization_barrier(jnp.int32(number))]
+
+    def pair(self, number: int):
+        """Return a matrix in two terms."""
+        return self.matrix(number), self.matrix(number + 1)
+
+    @property
+    def q(self):
+        """q; at last dq."""
+        return self.matrix(0)
+
+    @property
+    def k(self):
+        """k; at last dk."""
+        return self.matrix(1)
+
+    def pairs(self, side: int):
+        """dP or dA, [C, C]; at last what queries add to dk, in the place of dP."""
+        return self.pair(2 + 2 * side)
+
+    def left(self, side: int):
+        """Decayed rows x; at last terms of dg that are summed from a token on."""
+        return self.pair(6 + 2 * side)
+
+    @property
+    def right(self):
+        """Decayed rows of k; at last terms of dg that are summed before a token."""
+        return self.pair(10)
+
+    @property
+    def behind(self):
+        """Decayed rows of dS' U."""
+        return self.pair(12)
+
+    @property
+    def gates(self):
+        """The terms of the gates."""
+        return [self.matrix(14 + term) for term in range(1 if self.wide is None else 2)]
+
+    @property
+    def given_gates(self):
+        """The gates as they are loaded; at last dg."""
+        return self.gates[0] if self.wide is None else self.wide.at[lax.optimization_barrier(jnp.int32(0))]
+
+
+class Columns(NamedTuple):
+    """Hold the shared memory of a step's columns of V, by stage."""
+
+    d_output: Ref  # [STAGES, C, COLUMNS]
+    S: Ref  # [STAGES, COLUMNS, BLOCK]: S^T
+    U: Ref  # [STAGES, COLUMNS, C]: U^T
+    dS: Ref  # [STAGES, COLUMNS, BLOCK]: dS'^T
+    dX: Ref  # [STAGES, COLUMNS, C]: dX^T
+
+    @classmethod
+    def types(cls) -> "Columns":
+        return cls(*(tiled(STAGES, 64, 64),) * 5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Hold the references of one program, and the item it has: one chunk of one head, and one block of K.
+
+    turn: the number of items that the program had before. It takes every `programs`-th item.
+    """
+
+    reverse: bool
+    programs: int
+    operands: Operands
+    results: Results
+    columns: Columns
+    tiles: Tiles
+    pipeline: "DeltaKeyPipeline"
+    turn: Any = 0
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of blocks of K."""
+        return self.operands.q.shape[3] // BLOCK
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps of an item."""
+        return self.operands.d_output.shape[3] // COLUMNS
+
+    def turns(self):
+        """Return the number of items of the program."""
+        B, chunks, H, _ = self.operands.beta.shape
+        items = B * chunks * H * self.blocks
+        return lax.div(items - lax.axis_index(PROGRAM) + (self.programs - 1), jnp.int32(self.programs))
+
+    def at(self, turn) -> "Program":
+        """Return the program at an item."""
+        return dataclasses.replace(self, turn=turn)
+
+    def item(self):
+        """Return the number of the item. It is computed at each use, so that no register holds what follows from it."""
+        return lax.optimization_barrier(lax.axis_index(PROGRAM) + self.turn * self.programs)
+
+    def place(self):
+        """Return batch row, chunk and head. Blocks of K vary fastest, then heads."""
+        _, chunks, H, _ = self.operands.beta.shape
+        return chunk_of(quotient(self.item(), self.blocks), chunks, H)
+
+    def block(self):
+        """Return the block of K."""
+        return remainder(self.item(), self.blocks)
+
+    def channels(self):
+        """Return the channels of K."""
+        return pl.ds(self.block() * BLOCK, BLOCK)
+
+    def tokens(self, x):
+        """Return the chunk's rows [C, BLOCK] of x [B, T, heads, K]."""
+        b, c, h = self.place()
+        H = self.operands.beta.shape[2]
+        return x.at[b, pl.ds(c * C, C), quotient(h, H // x.shape[2]), self.channels()]
+
+    def scale(self):
+        """Return the scale of the chunk."""
+        b, c, _ = self.place()
+        return self.operands.scale[b, c]
+
+    def number(self, row: int):
+        """Return numbers of tokens, a row of `Tiles.numbers`, repeated over [C, BLOCK]."""
+        return by_row(plgpu.load(self.tiles.row(row), layout=BY_ROW), SHAPE)
+
+    def stage(self, step):
+        """Return the stage of a step. Where an item of several steps may begin in any, it is behind a barrier of the compiler, so
+        that the warpgroup that loads holds no addresses that follow from it."""
+        found = lax.rem(self.turn * self.steps + step, jnp.int32(STAGES))
+        varies = self.steps > STAGES and self.steps % STAGES != 0
+        return lax.optimization_barrier(found) if varies else found
+
+    def hidden(self, x):
+        """Return the number x in a form whose value the compiler does not know. Matrices that sum rows are formed from it where
+        several products read them: `hidden` in `scan/key_program.py` has the reason."""
+        return jnp.where(self.scale() < jnp.inf, x, x + x)
+
+    def lines(self):
+        """Return the positions in memory of rows and of columns of a [C, C] matrix, [C] each. They are behind barriers, so that
+        registers do not hold what loops form from them."""
+        places = (plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=layout) for layout in (BY_ROW, BY_COLUMN))
+        i, j = map(lax.optimization_barrier, places)
+        return i, j
+
+    def scanned(self, place):
+        """Return the position in scanning order of a position in memory, or the other way round."""
+        return C - 1 - place if self.reverse else place
+
+    def in_order(self):
+        """Return matrices i and j [C, C] that are ordered as the tokens of rows and of columns are scanned: i > j where the row's
+        token comes later. In a reverse scan each is the position in memory of the other, so that nothing is subtracted."""
+        i, j = self.lines()
+        i, j = by_row(i, (C, C)), by_column(j, (C, C))
+        return (j, i) if self.reverse else (i, j)
+
+    def matrix(self, condition):
+        """Return the matrix [C, C] that sums the rows j for which condition(i, j) holds, an operand of products. The condition
+        may only compare i with j: `in_order` says why."""
+        return jnp.where(condition(*self.in_order()), self.hidden(jnp.float32(1.0)), 0.0).astype(BF16)
+
+    def summed(self, matrix):
+        """Return the sums of gates matrix @ g, [C, BLOCK] in natural logarithms."""
+        return tiles.product(SHAPE, *((matrix, g) for g in self.tiles.gates))
+
+    def decay(self, condition):
+        """Return e^x, [C, BLOCK], for the sums x of gates j for which condition(i, j) holds."""
+        return jnp.exp2(self.summed(self.matrix(condition)) * LOG2E)
+
+    def write_term(self, row: int, x):
+        """Write x [C] to a row of `Results.terms`."""
+        b, c, h = self.place()
+        self.results.terms[b, c, h * self.blocks + self.block(), row] = x
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaKeyPipeline(Pipeline):
+    """Hold who waits for whom. columns: a step's columns of V. channels: an item's channels of K. gates: their terms, and the
+    largest |M|. right: the decayed rows of k of a level. exchange: what one role hands to the other at the end of an item."""
+
+    columns: Ring
+    channels: Handoff
+    gates: Handoff
+    right: Handoff
+    exchange: Meeting
+
+    @classmethod
+    def planned(cls) -> "DeltaKeyPipeline":
+        """Return the pipeline."""
+        load, queries, keys = ("load",), ("queries",), ("keys",)
+        return cls(
+            columns=Ring(STAGES, load, queries + keys, ("d_output", "S", "U", "dS", "dX")),
+            channels=Handoff(load, queries + keys, ("q", "k", "gates", "beta")),
+            gates=Handoff(queries, keys, returned=False),
+            right=Handoff(keys, queries),
+            exchange=Meeting(queries + keys),
+        )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls are lowered once
@@ -73,35 +346,28 @@ def delta_key_gradient(reverse: bool, most: int, *operands) -> Results:
     x = Operands(*operands)
     B, chunks, H, _ = x.beta.shape
     programs = min(most, B * chunks * H * (x.q.shape[3] // BLOCK))
-    inputs = len(operands)  # a cached kernel must not hold a tracer
 
-    def body(*refs):
-        given, (*results, columns, own) = refs[:inputs], refs[inputs:]
-        p = Program(reverse, programs, Operands(*given), Results(*results), columns, own)
-        me = lax.axis_index("warpgroup")
-        for number, work in enumerate((of_queries, of_keys, load)):
-            pl.when(me == number)(functools.partial(for_all_items, p, work, tiles.REGISTERS[work is not load]))
+    def body(operands: Operands, results: Results, columns: Columns, own: Tiles, pipeline: DeltaKeyPipeline):
+        p = Program(reverse, programs, operands, results, columns, own, pipeline)
+        work = dict(queries=of_queries, keys=of_keys, load=load)
+        by_role(ROLES, {role: functools.partial(for_all_items, p, f) for role, f in work.items()})
 
-    body.__name__ = "delta_key_gradient"  # in profiles
-    results = tuple(Results.types(x))
-    kernel = plgpu.kernel(
-        body,
-        out_type=results,
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=3,
-        thread_name="warpgroup",
-        scratch_types=[Columns.types(), Tiles.types(x.gates.dtype)],
-        compiler_params=dataclasses.replace(tiles.PARAMS, reduction_scratch_bytes=0),  # no sum is over warps
-    )
-    found = once(("delta_key_gradient", reverse, programs), kernel, *operands, results=results, is_longest=True)
-    return Results(*found)
+    scratch = Columns.types(), Tiles.types(x.gates.dtype)
+    params = dataclasses.replace(PARAMS, reduction_scratch_bytes=0)  # no sum is over warps
+    return launch(
+        "delta_key_gradient", reverse, body, x, Results.types(x), scratch, ROLES, DeltaKeyPipeline.planned(),
+        programs=programs, is_longest=True, params=params,
+    )  # fmt: skip
 
 
-def for_all_items(p: Program, work, registers: int):
+def for_all_items(p: Program, work):
     """Do one warpgroup's work for every item of the program."""
-    plgpu.set_max_registers(registers, action="increase" if work is not load else "decrease")
+    is_load = work is load
+    plgpu.set_max_registers(tiles.REGISTERS[not is_load], action="decrease" if is_load else "increase")
     pl.loop(0, p.turns())(lambda turn: work(p.at(turn)))
+
+
+# ---- load -------------------------------------------------------------------------------------------------------------
 
 
 def load(p: Program):
@@ -109,27 +375,29 @@ def load(p: Program):
     first = min(STAGES, p.steps)
     for step in range(first):
         load_step(p, jnp.int32(step))
-    x, t = p.operands, p.tiles
-    pl.when(p.turn > 0)(lambda: plgpu.barrier_wait(t.consumed))
+    x, t, channels = p.operands, p.tiles, p.pipeline.channels
+    pl.when(p.turn > 0)(channels.acquire)
     for source, tile in ((x.q, t.q), (x.k, t.k), (x.gates, t.given_gates)):
-        plgpu.copy_gmem_to_smem(p.tokens(source), tile, t.loaded)
-    plgpu.copy_gmem_to_smem(x.beta.at[p.place()], t.row(TOKEN_BETA), t.loaded)
+        channels.copy(p.tokens(source), tile)
+    channels.copy(x.beta.at[p.place()], t.row(TOKEN_BETA))
     pl.loop(first, p.steps)(lambda step: load_step(p, step))
 
 
 def load_step(p: Program, step):
     """Load the tiles of a step, once the step that used their place is done."""
-    x, own, stage = p.operands, p.columns, p.stage(step)
-    loaded = own.loaded.at[stage]
-    pl.when(p.turn * p.steps + step >= STAGES)(lambda: plgpu.barrier_wait(own.consumed.at[stage]))
+    x, own, ring, stage = p.operands, p.columns, p.pipeline.columns, p.stage(step)
+    ring.acquire(stage, p.turn * p.steps + step)
     (b, c, h), columns = p.place(), pl.ds(step * COLUMNS, COLUMNS)
     head = quotient(h, x.beta.shape[2] // x.d_output.shape[2])
-    plgpu.copy_gmem_to_smem(x.d_output.at[b, pl.ds(c * C, C), head, columns], own.d_output.at[stage], loaded)
+    ring.copy(x.d_output.at[b, pl.ds(c * C, C), head, columns], own.d_output.at[stage], stage)
     beside, channels = pl.ds(x.q.shape[3], C), p.channels()
-    pairs = [(x.states, channels, own.before), (x.states, beside, own.tokens)]
-    pairs += [(x.d_states, channels, own.behind), (x.d_states, beside, own.erased)]
+    pairs = [(x.states, channels, own.S), (x.states, beside, own.U)]
+    pairs += [(x.d_states, channels, own.dS), (x.d_states, beside, own.dX)]
     for source, part, tile in pairs:
-        plgpu.copy_gmem_to_smem(source.at[b, c, h, columns, part], tile.at[stage], loaded)
+        ring.copy(source.at[b, c, h, columns, part], tile.at[stage], stage)
+
+
+# ---- compute ----------------------------------------------------------------------------------------------------------
 
 
 def of_queries(p: Program):
@@ -137,7 +405,7 @@ def of_queries(p: Program):
     t = p.tiles
     nothing = zeros(PAIRS), zeros(SHAPE), zeros((COLUMNS, BLOCK))
     dP, of_state, edge = lax.fori_loop(0, p.steps, functools.partial(add_queries, p), nothing)
-    plgpu.barrier_wait(t.loaded)
+    p.pipeline.channels.wait()
     prepare_gates(p)
     store_edge(p, edge)
     i, j = p.in_order()
@@ -152,24 +420,24 @@ def of_queries(p: Program):
     plgpu.commit_smem()  # all warps have read the tiles
     store_split(t.left(QUERIES), terms)
     store_split(t.pairs(QUERIES), dk + own * (read(t.q) * p.scale()))
-    plgpu.barrier_arrive(t.handed)
+    p.pipeline.exchange.arrive()
     t.q[...] = (dq * p.scale()).astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(t.q, p.tokens(p.results.dq))
-    plgpu.barrier_wait(t.handed)
+    p.pipeline.exchange.wait()
     send_gates(p)
     plgpu.wait_smem_to_gmem(0)
-    plgpu.barrier_arrive(t.consumed)
+    p.pipeline.channels.release()
 
 
 def add_queries(p: Program, step, totals):
     """Return dO U^T, dO S^T and the products S dS' of every column, with the terms of a step added."""
     own, stage, (pairs, of_state, edge) = p.columns, p.stage(step), totals
-    plgpu.barrier_wait(own.loaded.at[stage])
-    d_output, S, dS = own.d_output.at[stage], own.before.at[stage], own.behind.at[stage]
-    pairs, of_state = tiles.added_all((pairs, of_state), [(d_output, own.tokens.at[stage])], [(d_output, S)])
+    p.pipeline.columns.wait(stage)
+    d_output, S, dS = own.d_output.at[stage], own.S.at[stage], own.dS.at[stage]
+    pairs, of_state = tiles.added_all((pairs, of_state), [(d_output, own.U.at[stage])], [(d_output, S)])
     edge += read(S) * read(dS)
-    plgpu.barrier_arrive(own.consumed.at[stage])
+    p.pipeline.columns.release(stage)
     return pairs, of_state, edge
 
 
@@ -178,8 +446,8 @@ def of_keys(p: Program):
     t = p.tiles
     nothing = zeros(PAIRS), zeros(SHAPE), zeros(SHAPE)
     dA, of_state, behind = lax.fori_loop(0, p.steps, functools.partial(add_keys, p), nothing)
-    plgpu.barrier_wait(t.loaded)
-    plgpu.barrier_wait(t.prepared)
+    p.pipeline.channels.wait()
+    p.pipeline.gates.wait()
     store_split(t.behind, behind * p.decay(after_it))
     i, j = p.in_order()
     store_split(t.pairs(KEYS), dA * jnp.where(i > j, -1.0, 0.0))
@@ -189,23 +457,23 @@ def of_keys(p: Program):
     plgpu.commit_smem()  # all warps have read the tiles
     store_split(t.left(KEYS), read(t.k) * (de - dk))
     store_split(t.right, read(t.k) * whole(t.behind))
-    plgpu.barrier_arrive(t.handed)
-    plgpu.barrier_wait(t.handed)
+    p.pipeline.exchange.arrive()
+    p.pipeline.exchange.wait()
     t.k[...] = (dk + de + whole(t.behind) + whole(t.pairs(QUERIES))).astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(t.k, p.tokens(p.results.dk))
     plgpu.wait_smem_to_gmem(0)
-    plgpu.barrier_arrive(t.consumed)
+    p.pipeline.channels.release()
 
 
 def add_keys(p: Program, step, totals):
     """Return dX U^T, dX S^T and U dS'^T, with the terms of a step added."""
     own, stage = p.columns, p.stage(step)
-    plgpu.barrier_wait(own.loaded.at[stage])
-    U, dX = own.tokens.at[stage], transposed(own.erased.at[stage])
-    of_state, of_gradient = (dX, own.before.at[stage]), (transposed(U), own.behind.at[stage])
+    p.pipeline.columns.wait(stage)
+    U, dX = own.U.at[stage], transposed(own.dX.at[stage])
+    of_state, of_gradient = (dX, own.S.at[stage]), (transposed(U), own.dS.at[stage])
     totals = tiles.added_all(totals, [(dX, U)], [of_state], [of_gradient])
-    plgpu.barrier_arrive(own.consumed.at[stage])
+    p.pipeline.columns.release(stage)
     return totals
 
 
@@ -221,7 +489,7 @@ def prepare_gates(p: Program):
     M = p.summed(reference_sums(p, p.hidden(jnp.int32(HALF)), -1.0))
     t.row(LARGEST)[...] = jnp.max(jnp.abs(M), axis=1)
     plgpu.commit_smem()
-    plgpu.barrier_arrive(t.prepared)
+    p.pipeline.gates.stored()
 
 
 def store_edge(p: Program, products):
@@ -293,9 +561,9 @@ def sums_over_pairs(p: Program, side: int, left):
         store_split(t.left(side), x * up)
         if side == KEYS:
             store_split(t.right, read(t.k) * jnp.exp2(M * sign))  # down(up), formed again, so that no registers hold it
-            plgpu.barrier_arrive(t.stored)
+            p.pipeline.right.stored()
         else:
-            plgpu.barrier_wait(t.stored)
+            p.pipeline.right.wait()
 
         def product(turned, terms):
             """Return the pairs of the level @ the terms of tokens, without the product of what both lose in bfloat16."""
@@ -308,10 +576,10 @@ def sums_over_pairs(p: Program, side: int, left):
 
         left += product(lambda x: x, t.right) * up
         if side == QUERIES:
-            plgpu.barrier_arrive(t.read)
+            p.pipeline.right.release()
         right += product(transposed, t.left(side)) * down(up)
         if side == KEYS:
-            plgpu.barrier_wait(t.read)
+            p.pipeline.right.acquire()
         return left, right
 
     return lax.fori_loop(0, jnp.where(is_fast, 1, LEVELS), advance, (left, zeros(SHAPE)))

@@ -1,4 +1,4 @@
-"""Compute the gradient of chunks whose per-key gates are out of range for `gradient_key`, token by token in scan order:
+"""Compute the gradient of chunks whose per-key gates are out of range for `key` and `wide`, token by token in scan order:
 
     S_t = e^{g_t} S_{t-1} + k_t v_t^T                    dq_t = scale S_t do_t
     G_t = e^{g_{t+1}} G_{t+1} + scale q_t do_t^T         dk_t = G_t v_t,  dv_t = G_t^T k_t
@@ -8,9 +8,16 @@ S is the state before the chunk and G = dL/dS behind it, both without scaling. d
 (do_t . v_t) k_t and scale (do_t . v_t) q_t. These terms cancel in dg, which may be smaller than them by a factor of e^g. The
 sums are float32, and no tensor core multiplies. The only exponents are gates, so the gradient is exact for all gates, and the
 kernel is quick to compile. It is for gates that are rare.
+
+Who waits for whom:
+
+    waits    for      until
+    compute  compute  tokens loaded: q, k, g, v, do, g_rest
 """
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,9 +26,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.device.tiles import BY_COLUMN, BY_ROW, WGMMA, by_column, by_row, read, zeros
-from glax._src.kernels.pallas_gpu.gradient.tiles import CHUNK, exp, half
-from glax._src.kernels.pallas_gpu.plan import quotient, remainder
+from glax._src.kernels.pallas_gpu.device.launch import ALONE, PROGRAM, launch
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Pipeline
+from glax._src.kernels.pallas_gpu.device.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2E,
+    WGMMA,
+    by_column,
+    by_row,
+    read,
+    zeros,
+)
+from glax._src.kernels.pallas_gpu.gradient.items import BF16, SUMS_WITHIN_WARPS, Items, Program, half
+from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder
+
+Ref = Any
 
 # [64 of K, V]: a thread has 4 rows of every eighth pair of columns, so that a sum over V takes 3 exchanges of 4 numbers.
 ROWS = plgpu.Layout.TILED(
@@ -33,27 +53,79 @@ OF_K, OF_V = STATE.reduce(1), STATE.reduce(0)
 OF_ROW, OF_COLUMN = ROWS.reduce(1), ROWS.reduce(0)
 
 
-def programs(n) -> int:
-    """Return the number of programs: two warpgroups for each multiprocessor. Each has half of K in dq, dk and dg, and half of
-    V in dv."""
-    return 2 * n.programs
+class Operands(NamedTuple):
+    """Hold the operands, in global memory."""
+
+    of_chunks: Any  # `key.Operands`
+    out_of_range: Ref  # [B, chunks, H]: whether this kernel computes a chunk
+    any_out_of_range: Ref  # [programs]: whether any chunk of a program is out of range
 
 
-def scratch(n) -> dict:
-    """Return the shared memory of a program by name: the tokens of a chunk, [64, D] in bfloat16, and q dq / scale by token."""
-    names = ("q", "k", "v", "g", "do", "g_rest")[: 4 + n.terms]
-    tiles: dict[str, Any] = {name: plgpu.SMEM((CHUNK, n.D), jnp.bfloat16) for name in names}
-    if n.resets:
-        tiles |= dict(marks=plgpu.SMEM((CHUNK,), jnp.int32))
-    return tiles | dict(drawn=plgpu.SMEM((CHUNK, 64), jnp.float32), full=plgpu.Barrier(num_arrivals=len(names)))
+class Tiles(NamedTuple):
+    """Hold the shared memory of a program: the tokens of a chunk, [C, D] in bfloat16."""
+
+    q: Ref
+    k: Ref
+    v: Ref
+    g: Ref
+    do: Ref
+    g_rest: Ref  # the gates' second term, or None
+    marks: Ref  # [C]: the chunk's part of `key.Operands.marks`, or None
+    drawn: Ref  # [C, 64] float32: q dq / scale of every token
+
+    @classmethod
+    def types(cls, n: Items) -> "Tiles":
+        tile = plgpu.SMEM((C, n.D), BF16)
+        return cls(
+            *(tile,) * 5,
+            g_rest=tile if n.terms == 2 else None,
+            marks=plgpu.SMEM((C,), jnp.int32) if n.resets else None,
+            drawn=plgpu.SMEM((C, 64), jnp.float32),
+        )
 
 
-def scan_program(n, m):
+@dataclass(frozen=True)
+class ExactPipeline(Pipeline):
+    """Hold who waits for whom: the one warpgroup for its own copies."""
+
+    tokens: Handoff
+
+    @classmethod
+    def planned(cls, n: Items) -> "ExactPipeline":
+        """Return the pipeline of a plan."""
+        copies = "q", "k", "g", "v", "do", *("g_rest",) * (n.terms - 1)
+        return cls(Handoff(("compute",), ("compute",), copies, returned=False))
+
+
+def gradient_exact(n: Items, operands, results, out_of_range):
+    """Return `results` with the chunks that are out of range computed again.
+
+    operands: `key.Operands`. results: dq, dk, dv, dg and d_scale by token, which are overwritten. out_of_range: [B, chunks, H].
+
+    There are two programs for each multiprocessor, of one warpgroup each. It has half of K in dq, dk and dg, and half of V in
+    dv.
+    """
+    programs = 2 * n.programs
+    parts = jnp.repeat(out_of_range[..., :: n.summed].reshape(-1), n.team)
+    by_program = jnp.pad(parts, (0, -parts.size % programs)).reshape(-1, programs).max(0)
+    operands = Operands(operands, out_of_range, by_program)
+
+    def body(operands, results, tiles, pipeline):
+        compute_items(Program(n, operands, results, tiles, pipeline))
+
+    return launch(
+        "gradient_exact", n, body, operands, results, (Tiles.types(n),), ALONE, ExactPipeline.planned(n),
+        programs=programs, over=True, params=SUMS_WITHIN_WARPS,
+    )  # fmt: skip
+
+
+def compute_items(p: Program):
     """Compute those of the program's items that are out of range. The items are distributed as if all were out of range."""
-    first, step, heads = lax.axis_index("cta"), programs(n), n.H // n.summed
+    n, x = p.plan, p.operands
+    first, step, heads = lax.axis_index(PROGRAM), 2 * n.programs, n.H // n.summed
     parts = n.team * n.B * n.chunks * heads
 
-    @pl.when(m.any_out_of_range_g[first] != 0)
+    @pl.when(x.any_out_of_range[first] != 0)
     def _():
         @pl.loop(first, parts, step=step)
         def _(part):
@@ -61,158 +133,206 @@ def scan_program(n, m):
             rest, head = quotient(item, heads), remainder(item, heads)
             b, c = quotient(rest, n.chunks), remainder(rest, n.chunks)
 
-            @pl.when(m.out_of_range_g[b, c, head * n.summed] != 0)
+            @pl.when(x.out_of_range[b, c, head * n.summed] != 0)
             def _():
                 def add(column, used):
-                    return used + chunk(n, m, Place(b, c, head * n.summed + column, part, head, column))
+                    return used + compute_block(Block.of(p, b, c, head * n.summed + column, part, head, column))
 
                 layout = BY_ROW if n.resets else OF_ROW
-                m.used_g[b, c, head, part] = lax.fori_loop(0, n.summed, add, zeros((64,), layout))
+                p.results.d_scale[b, c, head, part] = lax.fori_loop(0, n.summed, add, zeros((64,), layout))
 
 
-def by_program(n, out_of_range):
-    """Return whether any item of each program is out of range, [programs]. out_of_range: [B, chunks, H]."""
-    parts = jnp.repeat(out_of_range[..., :: n.summed].reshape(-1), n.team)
-    return jnp.pad(parts, (0, -parts.size % programs(n))).reshape(-1, programs(n)).max(0)
+@dataclass(frozen=True)
+class Block:
+    """Hold the chunk c of sequence b, the block h of the state, and the half `part` of the block that is computed.
 
-
-def clear_foreign(n, m, c, names):
-    """Zero the rows of tiles that do not belong to the chunk's sequence. They belong to another sequence, or may hold NaN."""
-    first, end, layout = m.places_g[c, 1], m.places_g[c, 2], plgpu.Layout.WG_STRIDED((CHUNK, n.D), vec_size=8)
-
-    @pl.when((first > 0) | (end < CHUNK))
-    def _():
-        row = plgpu.broadcasted_iota(jnp.int32, (CHUNK, n.D), 0, layout=layout)
-        for tile in (m.tiles[name] for name in names):
-            x = plgpu.load(tile, layout=layout)
-            tile[...] = jnp.where((row >= first) & (row < end), x, jnp.bfloat16(0))
-        plgpu.commit_smem()
-
-
-class Place(NamedTuple):
-    """Hold the place of a chunk, b and c, the block h of the state, and the half `part` of the block that is computed.
-
-    The results are the `column`-th term of a sum over blocks of V, and belong to block `head` of K.
+    The results are the `column`-th term of a sum over blocks of V, and belong to block `head` of K. Rows are those of the
+    tiles in memory.
     """
 
+    p: Program
     b: Any
     c: Any
     h: Any
     part: Any
     head: Any
     column: Any
+    mine: Any  # the channels, or columns, of the half
+    scale: Any
 
+    @classmethod
+    def of(cls, p: Program, b, c, h, part, head, column) -> "Block":
+        mine, scale = half(part), p.plan.scale(p.operands.of_chunks.scale, b, c)
+        return cls(p, b, c, h, part, head, column, mine, scale)
 
-def chunk(n, m, at: Place):
-    """Store one block's dv, and its dq, dk and dg added to those of the blocks before. Return q dq / scale, [64]: summed over
-    tokens, by channel, or with `n.resets` summed over channels, by token."""
-    b, c, h, part, head, column = at
-    mine, scale = half(part), n.scale(m, b, c)
-    plgpu.commit_smem()  # all are done with the tiles
-    heads = n.heads(h)
-    heads |= dict(g_rest=heads["g"]) if n.terms == 2 else {}
-    for name, index in heads.items():
-        source = m.in_global[name].at[b, n.rows(m, c), index]
-        plgpu.copy_gmem_to_smem(source, m.tiles[name], m.full)
-    if n.resets:
-        m.marks[...] = plgpu.load(m.marks_g.at[b, c], layout=BY_COLUMN, optimized=False)
-        plgpu.commit_smem()
-    plgpu.barrier_wait(m.full)
-    if n.packed:
-        clear_foreign(n, m, c, heads)
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the shape of the half of S."""
+        return 64, self.p.plan.D
 
-    def place(i):
+    def row(self, i):
         """Return the row of the chunk's i-th token in scan order."""
-        return CHUNK - 1 - i if m.scan.reverse else i
+        return C - 1 - i if self.p.plan.reverse else i
 
-    def stored(name, place):
-        """Return what the blocks before have added to a result."""
-        return plgpu.load(m.in_global[name].at[place], layout=OF_ROW, optimized=False).astype(jnp.float32)
+    def of_half(self, tile: Ref, row):
+        """Return a token's numbers of the half."""
+        return read(tile.at[row, self.mine], OF_ROW)
 
-    def store(row, **found):
-        @pl.when(c * CHUNK + row < n.T)
-        def _():
-            for name, x in found.items():
-                place = b, c * CHUNK + row, h if name == "dv" else head, mine
-                if n.summed > 1 and name != "dv":
-                    x = x + lax.cond(column > 0, functools.partial(stored, name, place), lambda: zeros((64,), OF_ROW))
-                m.in_global[name][place] = x.astype(jnp.bfloat16)
+    def of_all(self, tile: Ref, row):
+        """Return a token's numbers of all columns."""
+        return read(tile.at[row], OF_COLUMN)
 
-    shape = (64, n.D)
-
-    def rows(name, row):
-        return read(m.tiles[name].at[row, mine], OF_ROW)
-
-    def gate(row, rows=rows):
+    def gate(self, row, load: Callable):
         """Return the log gates of a token, summed over their terms."""
-        g = rows("g", row)
-        return g if n.terms == 1 else g + rows("g_rest", row)
+        s = self.p.tiles
+        g = load(s.g, row)
+        return g if s.g_rest is None else g + load(s.g_rest, row)
 
-    def passed(i, x):
+    def passed(self, i, x):
         """Return x, which passes to the i-th token in scan order from the one before or back, or 0 if the token is a reset."""
-        return x * ((m.marks[place(i)] & 255) != i + 1).astype(jnp.float32) if n.resets else x
+        marks = self.p.tiles.marks
+        return x if marks is None else x * ((marks[self.row(i)] & 255) != i + 1).astype(jnp.float32)
 
-    def columns(name, row):
-        return read(m.tiles[name].at[row], OF_COLUMN)
-
-    def own(row):
+    def own_score(self, row):
         """Return do . v of a token, repeated for every row, so that the sum stays within a warp."""
-        return jnp.sum(plgpu.layout_cast(by_column(columns("do", row) * columns("v", row), shape), ROWS), axis=1)
+        do, v = (self.of_all(tile, row) for tile in (self.p.tiles.do, self.p.tiles.v))
+        return jnp.sum(plgpu.layout_cast(by_column(do * v, self.shape), ROWS), axis=1)
 
-    def state(ref):
-        return plgpu.load(ref.at[b, c, h, mine], layout=ROWS, optimized=False).astype(jnp.float32)
+    def state(self, x: Ref):
+        """Return the half of S or dS by channels of K."""
+        return plgpu.load(x.at[self.b, self.c, self.h, self.mine], layout=ROWS, optimized=False).astype(jnp.float32)
 
-    def forward(i, carry):
-        S, used = carry
-        row = place(i)
-        S = S * by_row(passed(i, exp(gate(row))), shape)
-        drawn = jnp.sum(S * by_column(columns("do", row), shape), axis=1)
-        m.drawn[row] = drawn * rows("q", row)
-        drawn += own(row) * rows("k", row)
-        S += by_row(rows("k", row), shape) * by_column(columns("v", row), shape)
-        store(row, dq=scale * drawn)
-        return S, used + drawn * rows("q", row)
+    def store(self, row, of_values: bool = False, **results):
+        """Store a token's results, dv of values and the others added to those of the blocks of V before."""
+        n = self.p.plan
 
-    S, used = lax.fori_loop(0, CHUNK, forward, (state(m.before_g), zeros((64,), OF_ROW)))
-    G = state(m.behind_g)
+        def stored(result: Ref, place):
+            return plgpu.load(result.at[place], layout=OF_ROW, optimized=False).astype(jnp.float32)
+
+        @pl.when(self.c * C + row < n.T)
+        def _():
+            for name, x in results.items():
+                result = self.p.results._asdict()[name]
+                place = self.b, self.c * C + row, self.h if of_values else self.head, self.mine
+                if n.summed > 1 and not of_values:
+                    before = functools.partial(stored, result, place)
+                    x = x + lax.cond(self.column > 0, before, lambda: zeros((64,), OF_ROW))
+                result[place] = x.astype(BF16)
+
+
+def compute_block(at: Block):
+    """Store one block's dv, and its dq, dk and dg added to those of the blocks before. Return q dq / scale, [64]: summed over
+    tokens, by channel, or with resets summed over channels, by token."""
+    load_tokens(at)
+    S, used = compute_queries(at)
+    dS = at.state(at.p.operands.of_chunks.dS)
     plgpu.commit_smem()
-    if n.resets:
-        used = used_by_token(n, m, mine)
-
-    def backward(i, carry):
-        G, dg = carry
-        at = CHUNK - 1 - i
-        row = place(at)
-        dk = jnp.sum(G * by_column(columns("v", row), shape), axis=1)
-        dg += scale * plgpu.load(m.drawn.at[row], layout=OF_ROW) - rows("k", row) * dk
-        G += by_row(scale * rows("q", row), shape) * by_column(columns("do", row), shape)
-        dg = passed(at, dg)
-        store(row, dk=dk + own(row) * scale * rows("q", row), dg=dg)
-        return G * by_row(passed(at, exp(gate(row))), shape), dg
-
-    lax.fori_loop(0, CHUNK, backward, (G, jnp.sum(S * G, axis=1)))
-
-    def of_keys(name, row):
-        return read(m.tiles[name].at[row], OF_K)
-
-    def values(i, G):
-        at = CHUNK - 1 - i
-        row = place(at)
-        q, k, g = of_keys("q", row), of_keys("k", row), gate(row, of_keys)
-        G += by_row(scale * q, G.shape) * by_column(read(m.do.at[row, mine], OF_V), G.shape)
-        store(row, dv=jnp.sum(G * by_row(k, G.shape), axis=0))
-        return G * by_row(passed(at, exp(g)), G.shape)
-
-    G = plgpu.load(m.behind_g.at[b, c, h, :, mine], layout=STATE, optimized=False).astype(jnp.float32)
-    lax.fori_loop(0, CHUNK, values, G)
+    if at.p.plan.resets:
+        used = used_by_token(at)
+    compute_keys(at, S, dS)
+    compute_values(at)
     return used
 
 
-def used_by_token(n, m, mine):
-    """Return q dq / scale of every token, summed over the channels `mine`: what `drawn` holds, and the token's own term."""
+def load_tokens(at: Block):
+    """Load the chunk's tokens, and zero those that belong to another sequence or may hold NaN."""
+    n, x, s = at.p.plan, at.p.operands.of_chunks, at.p.tiles
+    plgpu.commit_smem()  # all are done with the tiles
+    heads = n.heads_of(at.h)
+    arrays = [(x.q, s.q, "q"), (x.k, s.k, "k"), (x.g, s.g, "g"), (x.v, s.v, "v"), (x.do, s.do, "do")]
+    arrays += [(x.g_rest, s.g_rest, "g")] if n.terms == 2 else []
+    for source, tile, name in arrays:
+        at.p.pipeline.tokens.copy(source.at[at.b, n.rows(x.places, at.c), heads[name]], tile)
+    if n.resets:
+        s.marks[...] = plgpu.load(x.marks.at[at.b, at.c], layout=BY_COLUMN, optimized=False)
+        plgpu.commit_smem()
+    at.p.pipeline.tokens.wait()
+    if n.packed:
+        clear_foreign(at, [tile for _, tile, _ in arrays])
 
-    def tile(ref):
+
+def clear_foreign(at: Block, found):
+    """Zero the rows of tiles that do not belong to the chunk's sequence."""
+    n, places = at.p.plan, at.p.operands.of_chunks.places
+    first, end, layout = places[at.c, 1], places[at.c, 2], plgpu.Layout.WG_STRIDED((C, n.D), vec_size=8)
+
+    @pl.when((first > 0) | (end < C))
+    def _():
+        row = plgpu.broadcasted_iota(jnp.int32, (C, n.D), 0, layout=layout)
+        for tile in found:
+            x = plgpu.load(tile, layout=layout)
+            tile[...] = jnp.where((row >= first) & (row < end), x, jnp.bfloat16(0))
+        plgpu.commit_smem()
+
+
+def compute_queries(at: Block):
+    """Store dq. Return S behind the chunk, and the sum of q dq / scale over tokens, [64] by channel."""
+    s, shape = at.p.tiles, at.shape
+
+    def advance(i, carry):
+        S, used = carry
+        row = at.row(i)
+        S = S * by_row(at.passed(i, exp(at.gate(row, at.of_half))), shape)
+        drawn = jnp.sum(S * by_column(at.of_all(s.do, row), shape), axis=1)
+        s.drawn[row] = drawn * at.of_half(s.q, row)
+        drawn += at.own_score(row) * at.of_half(s.k, row)
+        S += by_row(at.of_half(s.k, row), shape) * by_column(at.of_all(s.v, row), shape)
+        at.store(row, dq=at.scale * drawn)
+        return S, used + drawn * at.of_half(s.q, row)
+
+    return lax.fori_loop(0, C, advance, (at.state(at.p.operands.of_chunks.S), zeros((64,), OF_ROW)))
+
+
+def compute_keys(at: Block, S, dS):
+    """Store dk and dg. S, dS: the states behind the chunk."""
+    s, shape = at.p.tiles, at.shape
+
+    def advance(i, carry):
+        G, dg = carry
+        token = C - 1 - i
+        row = at.row(token)
+        dk = jnp.sum(G * by_column(at.of_all(s.v, row), shape), axis=1)
+        dg += at.scale * plgpu.load(s.drawn.at[row], layout=OF_ROW) - at.of_half(s.k, row) * dk
+        G += by_row(at.scale * at.of_half(s.q, row), shape) * by_column(at.of_all(s.do, row), shape)
+        dg = at.passed(token, dg)
+        at.store(row, dk=dk + at.own_score(row) * at.scale * at.of_half(s.q, row), dg=dg)
+        return G * by_row(at.passed(token, exp(at.gate(row, at.of_half))), shape), dg
+
+    lax.fori_loop(0, C, advance, (dS, jnp.sum(S * dS, axis=1)))
+
+
+def compute_values(at: Block):
+    """Store dv."""
+    s = at.p.tiles
+
+    def of_keys(tile: Ref, row):
+        return read(tile.at[row], OF_K)
+
+    def advance(i, G):
+        token = C - 1 - i
+        row = at.row(token)
+        q, k, g = of_keys(s.q, row), of_keys(s.k, row), at.gate(row, of_keys)
+        G += by_row(at.scale * q, G.shape) * by_column(read(s.do.at[row, at.mine], OF_V), G.shape)
+        at.store(row, of_values=True, dv=jnp.sum(G * by_row(k, G.shape), axis=0))
+        return G * by_row(at.passed(token, exp(g)), G.shape)
+
+    place = at.b, at.c, at.h, slice(None), at.mine
+    G = plgpu.load(at.p.operands.of_chunks.dS.at[place], layout=STATE, optimized=False).astype(jnp.float32)
+    lax.fori_loop(0, C, advance, G)
+
+
+def used_by_token(at: Block):
+    """Return q dq / scale of every token, summed over the channels of the half: what `drawn` holds, and the token's own term."""
+    s = at.p.tiles
+
+    def tile(ref: Ref):
         return plgpu.load(ref, layout=WGMMA, optimized=False).astype(jnp.float32)
 
-    own = sum((tile(m.do.at[:, half(part)]) * tile(m.v.at[:, half(part)])).sum(1) for part in range(n.team))
-    return tile(m.drawn).sum(1) + own * (tile(m.q.at[:, mine]) * tile(m.k.at[:, mine])).sum(1)
+    parts = range(at.p.plan.team)
+    own = sum((tile(s.do.at[:, half(part)]) * tile(s.v.at[:, half(part)])).sum(1) for part in parts)
+    return tile(s.drawn).sum(1) + own * (tile(s.q.at[:, at.mine]) * tile(s.k.at[:, at.mine])).sum(1)
+
+
+def exp(x):
+    """Return e^x."""
+    return jnp.exp2(x * LOG2E)

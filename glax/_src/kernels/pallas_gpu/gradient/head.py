@@ -9,10 +9,28 @@ the chunk, and dS = dL/dS behind it. A = scale (q k^T) D and dA = (do v^T) D:
 
 The mask is inside the exponents, none of which is positive, so the gradient is exact for every gate. The kernel forms the sums
 over channels. The sums over the 64 tokens of a chunk are left to XLA.
+
+**Roles.** One warpgroup loads, and two compute. With D = 128 both share a chunk: one forms A^T, dq and dv (the queries' role),
+and the other dA^T and dk (the keys' role). Their products have all columns, so each reads its left side once. With D = 64 each
+has a chunk of its own, and both roles.
+
+**Memory.** Tiles of tokens lie in two slots a team. What dA loses in bfloat16 lies in the next chunk's tile of v, which is
+therefore loaded late. Results overwrite tokens: dq q, dk k, and dv do. In a run of chunks only the first has a stored S: the
+computing warpgroups replace it by the state behind the chunk (`carry_on`).
+
+    waits    for      until
+    compute  compute  met
+    compute  load     tokens full: q, k, do, v, gates
+    load     compute  results full
+    compute  load     results free
+    compute  load     states full: dS
+    load     compute  states free
+    compute  load     S full: S
 """
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +39,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
+from glax._src.kernels.pallas_gpu.device.launch import launch
+from glax._src.kernels.pallas_gpu.device.pipeline import Meeting, Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -28,230 +48,135 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     after,
     by_row,
     high_part,
+    product,
     read,
     tiled,
     transposed,
 )
+from glax._src.kernels.pallas_gpu.gradient import items
 from glax._src.kernels.pallas_gpu.gradient.items import (
+    BF16,
     SLOTS,
-    Sizes,
-    compute,
-    hand_over,
-    launch,
-    load,
-    meet,
-    pipeline,
-    scratch,
-    wait_for_states,
-    warpgroups,
-)
-from glax._src.kernels.pallas_gpu.gradient.key_chunk import bf16, pair, shared, split
-from glax._src.kernels.pallas_gpu.gradient.refs import ChunkRefs, GradientRefs
-from glax._src.kernels.pallas_gpu.gradient.tiles import (
-    CHUNK,
     TILE,
+    Items,
+    Program,
+    ScanOrder,
     accumulator,
     along,
     half,
-    product,
+    store_rounded,
     tokens,
 )
-from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks
+from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks, C
 
-TILES = ("q", "k", "v", "do")
-RESULTS = dict(dq="q", dk="k", dv="do")
-LATE = ("v",)  # until these are loaded, their tiles hold what dA loses in bfloat16
 # Rows of numbers that are summed for every token: over it and those behind it, over the chunk, over those before it. The last is
 # never all less what is behind: the last token's part is full where the other tokens' parts may be e^g of it.
 # BEFORE stays in registers: at widths of 128 shared memory has no room for it.
 BEHIND, EDGE, BEFORE = range(3)
 QUERIES, KEYS = range(2)  # the role that forms the rows
 
+Ref = Any
+
+
+class Operands(NamedTuple):
+    """Hold the operands, in global memory."""
+
+    gates: Ref  # [B, chunks, heads, C]: G
+    q: Ref  # [B, T, HQ, D]
+    k: Ref  # [B, T, HK, D]
+    v: Ref  # [B, T, HV, D]
+    do: Ref  # [B, T, heads, D]: the gradient of the output
+    scale: Ref  # [B + 1]
+    S: Ref  # [B, runs, H, D, D]: the state before a run of chunks
+    dS: Ref  # [B, chunks, H, D, D]: the gradient of the state behind a chunk
+    tokens: Ref  # [C]: `items.tokens`
+    # With edges: `rows.Edges.block`, and the copies of the tokens' arrays.
+    edges: Ref = None  # [chunks]
+    q_edges: Ref = None  # [B, 3 C, HQ, D]
+    k_edges: Ref = None  # [B, 3 C, HK, D]
+    v_edges: Ref = None  # [B, 3 C, HV, D]
+    do_edges: Ref = None  # [B, 3 C, heads, D]
+
+
+class Results(NamedTuple):
+    """Hold the results, in global memory."""
+
+    dq: Ref  # [B, T, H, D]
+    dk: Ref  # [B, T, H, D]
+    dv: Ref  # [B, T, H, D]
+    sums: Ref  # [B, chunks, H, 3, 2, C]: the numbers that dg sums over tokens, in two terms
+    d_scale: Ref  # [B, chunks, H, C]: q dq / scale by token
+
+    @classmethod
+    def types(cls, n: Items) -> "Results":
+        each = jax.ShapeDtypeStruct((n.B, n.T, n.H, n.D), BF16)
+        sums = jax.ShapeDtypeStruct((n.B, n.chunks, n.H, 3, 2, C), BF16)
+        return cls(each, each, each, sums, jax.ShapeDtypeStruct((n.B, n.chunks, n.H, C), jnp.float32))
+
+
+class Tiles(NamedTuple):
+    """Hold the shared memory. Tiles of tokens have two slots a team."""
+
+    q: Ref  # [slots, C, D]: q, then dq
+    k: Ref  # k, then dk
+    v: Ref  # v, then what the dA of the chunk before loses
+    do: Ref  # do, then dv
+    S: Ref  # [teams, D, D]
+    dS: Ref  # [teams, D, D]
+    sums: Ref  # [teams, 2, 2, C] float32: by role, numbers that are summed over tokens
+    A_T: Ref  # [teams, C, C]
+    dA_T: Ref  # [teams, C, C]
+    gates: Ref  # [slots, C] float32
+    leaving: Ref  # [2, C, 64], of each warpgroup: k decayed to the end of the chunk, in runs
+
+    @classmethod
+    def types(cls, n: Items) -> "Tiles":
+        tile, state = tiled(n.teams * SLOTS, C, n.D), tiled(n.teams, n.D, n.D)
+        scores = tiled(n.teams, C, 64)
+        return cls(
+            *(tile,) * 4,
+            *(state,) * 2,
+            sums=plgpu.SMEM((n.teams, 2, 2, C), jnp.float32),
+            A_T=scores,
+            dA_T=scores,
+            gates=plgpu.SMEM((n.teams * SLOTS, C), jnp.float32),
+            leaving=tiled(2, C, 64) if n.run > 1 else None,
+        )
+
 
 @dataclass(frozen=True)
-class Chunk:
-    """Compute one chunk and head, by one warpgroup or by two.
+class HeadPipeline(Pipeline):
+    """Hold who waits for whom.
 
-    Of two warpgroups, one forms A^T, dq and dv, and the other dA^T and dk. Their products have all columns, so each reads its
-    left side once.
+    met: the warpgroups that share a chunk. tokens: those of a slot. states: S and dS; they are read when all products of the
+    chunk with them and with v are done, so that also the next v may be loaded. S: in runs, where a run's first chunk alone loads
+    it. results: they are in shared memory, and have left it.
     """
 
-    n: Sizes
-    m: GradientRefs
-    c: ChunkRefs
-    release: Callable[[], None]
+    met: Meeting
+    tokens: Ring
+    results: Ring
+    states: Ring
+    S: Ring | None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Return the shape of a tile of tokens."""
-        return CHUNK, self.n.D
+    ORDER = ("met.all_there", "tokens.full", "results.free", "states.free", "results.full", "S.full", "states.full")
 
-    @property
-    def apart(self) -> bool:
-        """Return whether another warpgroup has the other role."""
-        return self.n.team == 2
-
-    @property
-    def scores(self) -> tuple:
-        """Return the tiles of A^T, and of dA^T in two terms."""
-        m, c = self.m, self.c
-        return m.A_T.at[c.t], (m.dA_T.at[c.t], m.v.at[c.other, :, half(0)])
-
-    def gates(self):
-        """Return G [64], by row."""
-        return plgpu.load(self.m.gates.at[self.c.at], layout=BY_ROW)
-
-    def through(self):
-        """Return the log2 decay through the whole chunk."""
-        return self.m.gates[self.c.at, self.m.scan.last]
-
-    def leaving(self, shape):
-        """Return e^{G_last - G}, repeated along the rows."""
-        return by_row(jnp.exp2(self.through() - self.gates()), shape)
-
-    def decayed(self, scores):
-        """Return transposed scores times e^{G_column - G_row}, and 0 where the row's token is later than the column's."""
-        across = along(plgpu.load(self.m.gates.at[self.c.at], layout=BY_COLUMN))
-        exponent = jnp.where(self.m.scan.earlier(), across - by_row(self.gates(), TILE), -jnp.inf)
-        return scores * jnp.exp2(exponent)
-
-    def key_scores(self):
-        """Store A^T = scale (k q^T) D^T in bfloat16."""
-        A_T, _ = self.scores
-        A_T[...] = (self.decayed(product((self.c.k, transposed(self.c.q)))) * self.c.scale).astype(bf16)
-
-    def value_scores(self):
-        """Store dA^T = (v do^T) D^T in two terms."""
-        _, (dA_T, rest) = self.scores
-        rest[...] = split(dA_T, self.decayed(product((self.c.v, transposed(self.c.do)))))
-
-    def scored(self):
-        """Wait until all warpgroups have written their scores, and the results of the chunk before have left shared memory."""
-        n, m, c = self.n, self.m, self.c
-
-        def keys_left():
-            """Store e^{G_last - G} k, from which `carry_on` forms the state behind the chunk."""
-            m.leaving.at[c.wg][...] = (read(c.k_w) * self.leaving(TILE)).astype(bf16)
-
-        if n.run > 1:
-            pl.when(c.j < n.run - 1)(keys_left)
-        self.release()
-        meet(n, m, c)
-
-    def note(self, role: int, row: int, x):
-        """Store numbers by token, x [64], which `leave` sums over tokens."""
-        self.m.vectors.at[self.c.t, role, row][...] = x
-
-    def noted(self, row: int):
-        """Return the sum over the roles of the numbers that `note` stored, [64]."""
-        roles = (QUERIES, KEYS) if row == BEHIND or self.apart else (QUERIES,)
-        return sum(plgpu.load(self.m.vectors.at[self.c.t, role, row], layout=BY_ROW) for role in roles)
-
-    def around(self):
-        """Return e^{G_last} sum_v S dS, [64], for the warpgroup's own half of K. Registers suffice for code without a loop."""
-        m, c = self.m, self.c
-        parts = [(c.t, c.mine, half(p)) for p in range(self.n.team)]
-        return sum((read(m.S.at[x]) * read(m.dS.at[x])).sum(1) for x in parts) * jnp.exp2(self.through())
-
-    def queries(self):
-        """Return dq and dv, and q dq / scale by token."""
-        m, c = self.m, self.c
-        A_T, dA_T = self.scores
-
-        def products(drawn, through):
-            plgpu.wgmma(drawn, c.do, transposed(m.S.at[c.t]))
-            plgpu.wgmma(through, c.k, m.dS.at[c.t])
-            self.scored()
-            drawn = after(drawn, 1) * by_row(jnp.exp2(self.gates()), self.shape)
-            self.note(QUERIES, EDGE, self.around())
-            drawn = added(drawn, *((transposed(term), c.k) for term in dA_T))
-            return drawn, after(through) * self.leaving(self.shape)
-
-        drawn, through = pl.run_scoped(products, accumulator(self.shape), accumulator(self.shape))
-        if self.apart:
-            plgpu.barrier_arrive(m.states_free.at[c.t])
-        dv = added(through, (A_T, c.do)).astype(bf16)
-        used = (read(c.q) * drawn).sum(1)
-        self.note(QUERIES, BEHIND, c.scale * used)
-        return dict(dq=(c.scale * drawn).astype(bf16), dv=dv), used
-
-    def keys(self):
-        """Return dk, and by token the terms of k dk from behind the chunk."""
-        m, c = self.m, self.c
-        _, dA_T = self.scores
-
-        def products(fed, push):
-            plgpu.wgmma(fed, c.v, transposed(m.dS.at[c.t]))
-            if self.apart:
-                self.scored()
-            for term in dA_T:
-                plgpu.wgmma(push, term, c.q)
-            if self.apart:
-                self.note(KEYS, EDGE, self.around())
-            fed = after(fed, len(dA_T)) * self.leaving(self.shape)
-            y = read(c.k)
-            before = (y * fed).sum(1)
-            push = c.scale * after(push)
-            plgpu.barrier_arrive(m.states_free.at[c.t])
-            self.note(KEYS, BEHIND, -(y * push).sum(1))
-            return (fed + push).astype(bf16), before
-
-        dk, before = pl.run_scoped(products, accumulator(self.shape), accumulator(self.shape))
-        return dict(dk=dk), before
-
-    def leave(self, found: dict, rows: dict):
-        """Store results in the tiles of the tokens, once all products with these are done. rows: numbers to be summed over
-        tokens, or None for those that `note` stored."""
-        n, m, c = self.n, self.m, self.c
-        meet(n, m, c)
-        for name, x in found.items():
-            c.tiles[RESULTS[name]][...] = x
-        hand_over(m, c)
-        for row, x in rows.items():  # stored last, because fences wait for stores to global memory
-            total = self.noted(row) if x is None else x
-            high = high_part(total)
-            for term, x in enumerate((high, total - high)):
-                tiles.store(m.sums_g.at[c.b, c.c, c.h, row, term], x.astype(bf16))
-
-    def carry_on(self):
-        """Replace the state before the chunk by the state behind it, once all warpgroups are done with it. Each warpgroup forms
-        half of the rows."""
-        m, c = self.m, self.c
-        rows = m.S.at[c.t, c.mine]
-        found = product((transposed(m.leaving.at[c.wg]), c.v), shape=(64, self.n.D))
-        rows[...] = (read(rows) * jnp.exp2(self.through()) + found).astype(bf16)
-        meet(self.n, m, c)  # before the tile of v is reused
-
-
-def chunk(n: Sizes, m: GradientRefs, c: ChunkRefs, release):
-    """Compute one chunk. release() waits until the results of the chunk before have left shared memory."""
-    x = Chunk(n, m, c, release)
-    shared(n, c, x.key_scores, x.value_scores)
-    wait_for_states(n, m, c)
-
-    def of_queries():
-        found, used = x.queries()
-        x.leave(found, {BEHIND: None})
-        m.used_g[c.b, c.c, c.h] = used
-
-    def of_keys():
-        found, before = x.keys()
-        x.leave(found, {BEFORE: before, EDGE: None})
-
-    if x.apart:
-        shared(n, c, of_queries, of_keys)
-    else:
-        found, used = x.queries()
-        keys, before = x.keys()
-        x.leave(found | keys, {BEHIND: None, BEFORE: before, EDGE: None})
-        m.used_g[c.b, c.c, c.h] = used
-    if n.run > 1:
-        pl.when(c.j < n.run - 1)(x.carry_on)
+    @classmethod
+    def planned(cls, n: Items) -> "HeadPipeline":
+        """Return the pipeline of a plan."""
+        load, compute, teams = ("load",), ("compute",), n.teams
+        return cls(
+            met=Meeting(compute, teams=teams),
+            tokens=Ring(teams * SLOTS, load, compute, ("q", "k", "do", "v", "gates"), released_by=(), teams=teams),
+            results=Ring(teams, compute, load, teams=teams),
+            states=Ring(teams, load, compute, ("dS",) if n.run > 1 else ("dS", "S"), teams=teams),
+            S=Ring(teams, load, compute, ("S",), released_by=(), teams=teams) if n.run > 1 else None,
+        )
 
 
 def gradient_head(
     q, k, v, G, d_output, scale, before, behind, *,
-    reverse: bool, programs: int, blocks: Blocks = WHOLE, edges=(), rows: int = 0, interpret=None,
+    reverse: bool, programs: int, blocks: Blocks = WHOLE, edges=(), rows: int = 0,
 ):  # fmt: skip
     """Return each block's terms: dq, dk, dv, [B, T or rows, H, D] in bfloat16; dg, [B, chunks, C, H] in memory order, and d_scale
     by token, [B, chunks, H, C], in float32.
@@ -263,31 +188,292 @@ def gradient_head(
     The other arguments are as in `gradient_key`.
     """
     (B, T), (_, chunks, H, D, _) = d_output.shape[:2], behind.shape
-    T = rows or T
-    heads, run = (x.shape[2] for x in (q, k, v)), chunks // before.shape[1]
-    n = Sizes(B, T, H, D, *heads, programs, run=run, whole=True, blocks=blocks, edges=bool(edges))
-    inputs = dict(gates=G, q=q, k=k, v=v, do=d_output, scale=scale, before=before, behind=behind)
-    inputs |= dict(tokens=tokens(reverse))
-    inputs |= dict(zip(("edges", *(f"{name}_edges" for name in TILES)), edges, strict=True)) if edges else {}
-    out = jax.ShapeDtypeStruct
-    outputs = {name: out((B, T, H, D), jnp.bfloat16) for name in ("dq", "dk", "dv")}
-    outputs |= dict(sums=out((B, n.chunks, H, 3, 2, CHUNK), bf16))
-    outputs |= dict(used=out((B, n.chunks, H, CHUNK), jnp.float32))
-    memory = scratch(n, TILES, SLOTS) | pipeline(n, len(TILES) + 1)
-    memory |= dict(**pair(n), gates=plgpu.SMEM((n.teams * SLOTS, CHUNK), jnp.float32))
-    memory |= dict(vectors=plgpu.SMEM((n.teams, 2, 2, CHUNK), jnp.float32))
-    if n.run > 1:
-        memory["leaving"] = tiled(2, CHUNK, 64)
+    heads, run = tuple(x.shape[2] for x in (q, k, v)), chunks // before.shape[1]
+    n = Items(B, rows or T, H, D, heads, programs, reverse, blocks, run=run, edges=bool(edges))
+    operands = Operands(G, q, k, v, d_output, scale, before, behind, tokens(reverse), *edges)
 
-    def body(m):
-        warpgroups(lambda: load(n, m, TILES, RESULTS, LATE), lambda: compute(n, m, TILES, chunk))
+    def body(operands, results, tiles, pipeline):
+        p = Program(n, operands, results, tiles, pipeline)
+        items.warpgroups(functools.partial(load, p), functools.partial(compute, p))
 
-    options = dict(interpret=interpret, reverse=reverse, programs=programs)
-    *gradients, sums, used = launch("gradient_head", n, body, inputs, outputs, memory, threads=3, **options)
-    onward = np.tri(CHUNK) if reverse else np.tri(CHUNK).T
-    weights = np.repeat(
-        np.stack([onward, np.ones_like(onward), 1 - onward], 1), 2, axis=1
-    )  # for the rows of `sums`, each in two terms
-    weights, sums = jnp.asarray(weights.reshape(CHUNK, -1), bf16), sums.reshape(B, n.chunks, H, -1)
+    *gradients, sums, d_scale = launch(
+        "gradient_head", n, body, operands, Results.types(n), (Tiles.types(n),), items.ROLES, HeadPipeline.planned(n),
+        programs=programs, is_longest=True, params=items.SUMS_WITHIN_WARPS,
+    )  # fmt: skip
+    onward = np.tri(C) if reverse else np.tri(C).T
+    weights = np.stack([onward, np.ones_like(onward), 1 - onward], 1)
+    weights = np.repeat(weights, 2, axis=1)  # for the rows of `sums`, each in two terms
+    weights, sums = jnp.asarray(weights.reshape(C, -1), BF16), sums.reshape(B, n.chunks, H, -1)
     dg = jnp.einsum("bchx,tx->bcth", sums, weights, preferred_element_type=jnp.float32)
-    return *gradients, dg, used
+    return *gradients, dg, d_scale
+
+
+# ---- load and store to global memory ---------------------------------------------------------------------------------
+
+
+def load(p: Program):
+    """Run the loading warpgroup."""
+    n, x, s, pipeline = p.plan, p.operands, p.tiles, p.pipeline
+
+    def load_tokens(names, program, i, t: int):
+        """Load the chunk's tokens of some arrays. Where they lie is formed at each use, because the warpgroup has few
+        registers."""
+        (b, _, c, h, _), at = n.chunk_of(program, i, t), n.slot(i, t)
+        heads = n.heads_of(h)
+        arrays = dict(q=(x.q, x.q_edges, s.q), k=(x.k, x.k_edges, s.k))
+        arrays |= dict(v=(x.v, x.v_edges, s.v), do=(x.do, x.do_edges, s.do))
+
+        def copy(rows, from_edges: bool = False):
+            for name in names:
+                array, edges, tile = arrays[name]
+                source = (edges if from_edges else array).at[b, rows, heads[name], slice(None)]
+                pipeline.tokens.copy(source, tile.at[at], at)
+
+        if not n.edges:
+            copy(pl.ds(c * C, C))
+            return
+        block = x.edges[c]
+        pl.when(block < 0)(lambda: copy(pl.ds(c * C, C)))
+        pl.when(block >= 0)(lambda: copy(pl.ds(block * C, C), from_edges=True))
+
+    def load_early(program, i, t: int):
+        load_tokens(("q", "k", "do"), program, i, t)
+
+    def load_late(program, i, t: int):
+        b, run, c, h, j = n.chunk_of(program, i, t)
+        pl.when(i >= 1)(lambda: pipeline.states.acquire(t))
+        load_tokens(("v",), program, i, t)
+        gates, tile = x.gates.at[b, c, n.blocks.head(h)], s.gates.at[n.slot(i, t)]
+        pipeline.tokens.copy(gates, tile, n.slot(i, t))
+        pipeline.states.copy(x.dS.at[b, c, h], s.dS.at[t], t)
+
+        @pl.when(j == 0)
+        def _():
+            ring = pipeline.states if n.run == 1 else pipeline.S
+            ring.copy(x.S.at[b, run, h], s.S.at[t], t)
+
+    def store(program, i, t: int):
+        b, _, c, h, _ = n.chunk_of(program, i, t)
+        pipeline.results.wait(t)
+        for result, tile in zip(p.results[:3], (s.q, s.k, s.do), strict=True):
+            at = n.slot(i, t)
+            target = result.at[b, pl.ds(c * C, C), h, slice(None)]
+            plgpu.copy_smem_to_gmem(tile.at[at], target, commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+
+    items.load_chunks(p, load_early, load_late, store)
+
+
+# ---- compute ---------------------------------------------------------------------------------------------------------
+
+
+def compute(p: Program):
+    """Run a computing warpgroup."""
+    _, first = items.first_item(p.plan)
+    items.compute_chunks(p.plan, first, functools.partial(compute_chunk, p))
+
+
+def compute_chunk(p: Program, first, i):
+    """Compute one chunk."""
+    n, c = p.plan, Chunk.of(p, first, i)
+    p.pipeline.tokens.wait(c.at)
+    c.share(c.store_key_scores, c.store_value_scores)
+    c.wait_for_states()
+
+    def of_queries():
+        found, d_scale = c.queries()
+        c.store(found, {BEHIND: None})
+        p.results.d_scale[c.b, c.c, c.h] = d_scale
+
+    def of_keys():
+        found, before = c.keys()
+        c.store(found, {BEFORE: before, EDGE: None})
+
+    if c.apart:
+        c.share(of_queries, of_keys)
+    else:
+        found, d_scale = c.queries()
+        keys, before = c.keys()
+        c.store(found | keys, {BEHIND: None, BEFORE: before, EDGE: None})
+        p.results.d_scale[c.b, c.c, c.h] = d_scale
+    if n.run > 1:
+        pl.when(c.j < n.run - 1)(c.carry_on)
+
+
+@dataclass(frozen=True)
+class Chunk(items.Chunk):
+    """Compute one chunk and head, by one warpgroup or by two."""
+
+    scale: Any
+
+    @classmethod
+    def of(cls, p: Program, first, i) -> "Chunk":
+        """Return a team's i-th chunk."""
+        place = cls.place(p, first, i)
+        return cls(**place, scale=p.plan.scale(p.operands.scale, place["b"], place["c"]))
+
+    @property
+    def scan(self) -> ScanOrder:
+        return ScanOrder(self.p.plan.reverse, self.p.operands.tokens)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the shape of a tile of tokens."""
+        return C, self.p.plan.D
+
+    @property
+    def apart(self) -> bool:
+        """Return whether another warpgroup has the other role."""
+        return self.p.plan.team == 2
+
+    @property
+    def q(self):
+        return self.p.tiles.q.at[self.at]
+
+    @property
+    def k(self):
+        return self.p.tiles.k.at[self.at]
+
+    @property
+    def v(self):
+        return self.p.tiles.v.at[self.at]
+
+    @property
+    def do(self):
+        return self.p.tiles.do.at[self.at]
+
+    @property
+    def k_w(self):
+        """Return the warpgroup's half of the channels of k."""
+        return self.k.at[:, self.mine]
+
+    @property
+    def scores(self) -> tuple:
+        """Return the tiles of A^T, and of dA^T in two terms."""
+        s = self.p.tiles
+        return s.A_T.at[self.t], (s.dA_T.at[self.t], s.v.at[self.other, :, half(0)])
+
+    def gates(self):
+        """Return G [64], by row."""
+        return plgpu.load(self.p.tiles.gates.at[self.at], layout=BY_ROW)
+
+    def through(self):
+        """Return the log2 decay through the whole chunk."""
+        return self.p.tiles.gates[self.at, self.scan.last]
+
+    def leaving(self, shape):
+        """Return e^{G_last - G}, repeated along the rows."""
+        return by_row(jnp.exp2(self.through() - self.gates()), shape)
+
+    def decayed(self, scores):
+        """Return transposed scores times e^{G_column - G_row}, and 0 where the row's token is later than the column's."""
+        across = along(plgpu.load(self.p.tiles.gates.at[self.at], layout=BY_COLUMN))
+        exponent = jnp.where(self.scan.earlier(), across - by_row(self.gates(), TILE), -jnp.inf)
+        return scores * jnp.exp2(exponent)
+
+    def store_key_scores(self):
+        """Store A^T = scale (k q^T) D^T in bfloat16."""
+        A_T, _ = self.scores
+        A_T[...] = (self.decayed(product(TILE, (self.k, transposed(self.q)))) * self.scale).astype(BF16)
+
+    def store_value_scores(self):
+        """Store dA^T = (v do^T) D^T in two terms."""
+        _, (dA_T, rest) = self.scores
+        rest[...] = store_rounded(dA_T, self.decayed(product(TILE, (self.v, transposed(self.do)))))
+
+    def wait_for_scores(self):
+        """Wait until all warpgroups have written their scores, and the results of the chunk before have left shared memory."""
+        n, s = self.p.plan, self.p.tiles
+
+        def store_leaving():
+            """Store e^{G_last - G} k, from which `carry_on` forms the state behind the chunk."""
+            s.leaving.at[self.wg][...] = (read(self.k_w) * self.leaving(TILE)).astype(BF16)
+
+        if n.run > 1:
+            pl.when(self.j < n.run - 1)(store_leaving)
+        self.wait_until_stored()
+        self.meet()
+
+    def note(self, role: int, row: int, x):
+        """Store numbers by token, x [64], which `store` sums over tokens."""
+        self.p.tiles.sums.at[self.t, role, row][...] = x
+
+    def noted(self, row: int):
+        """Return the sum over the roles of the numbers that `note` stored, [64]."""
+        roles = (QUERIES, KEYS) if row == BEHIND or self.apart else (QUERIES,)
+        return sum(plgpu.load(self.p.tiles.sums.at[self.t, role, row], layout=BY_ROW) for role in roles)
+
+    def around(self):
+        """Return e^{G_last} sum_v S dS, [64], for the warpgroup's own half of K. Registers suffice for code without a loop."""
+        s = self.p.tiles
+        parts = [(self.t, self.mine, half(part)) for part in range(self.p.plan.team)]
+        return sum((read(s.S.at[x]) * read(s.dS.at[x])).sum(1) for x in parts) * jnp.exp2(self.through())
+
+    def queries(self):
+        """Return dq and dv, and q dq / scale by token."""
+        s = self.p.tiles
+        A_T, dA_T = self.scores
+
+        def products(dq, dv):
+            plgpu.wgmma(dq, self.do, transposed(s.S.at[self.t]))
+            plgpu.wgmma(dv, self.k, s.dS.at[self.t])
+            self.wait_for_scores()
+            dq = after(dq, 1) * by_row(jnp.exp2(self.gates()), self.shape)
+            self.note(QUERIES, EDGE, self.around())
+            dq = added(dq, *((transposed(term), self.k) for term in dA_T))
+            return dq, after(dv) * self.leaving(self.shape)
+
+        dq, dv = pl.run_scoped(products, accumulator(self.shape), accumulator(self.shape))
+        if self.apart:
+            self.p.pipeline.states.release(self.t)
+        dv = added(dv, (A_T, self.do)).astype(BF16)
+        d_scale = (read(self.q) * dq).sum(1)
+        self.note(QUERIES, BEHIND, self.scale * d_scale)
+        return dict(dq=(self.scale * dq).astype(BF16), dv=dv), d_scale
+
+    def keys(self):
+        """Return dk, and by token the terms of k dk from behind the chunk."""
+        s = self.p.tiles
+        _, dA_T = self.scores
+
+        def products(behind, pairs):
+            plgpu.wgmma(behind, self.v, transposed(s.dS.at[self.t]))
+            if self.apart:
+                self.wait_for_scores()
+            for term in dA_T:
+                plgpu.wgmma(pairs, term, self.q)
+            if self.apart:
+                self.note(KEYS, EDGE, self.around())
+            behind = after(behind, len(dA_T)) * self.leaving(self.shape)
+            k = read(self.k)
+            before = (k * behind).sum(1)
+            pairs = self.scale * after(pairs)
+            self.p.pipeline.states.release(self.t)
+            self.note(KEYS, BEHIND, -(k * pairs).sum(1))
+            return (behind + pairs).astype(BF16), before
+
+        dk, before = pl.run_scoped(products, accumulator(self.shape), accumulator(self.shape))
+        return dict(dk=dk), before
+
+    def store(self, found: dict, rows: dict):
+        """Store results in the tiles of the tokens, once all products with these are done. rows: numbers to be summed over
+        tokens, or None for those that `note` stored."""
+        of_result = dict(dq=self.q, dk=self.k, dv=self.do)
+        self.meet()
+        for name, x in found.items():
+            of_result[name][...] = x
+        self.hand_over()
+        for row, x in rows.items():  # stored last, because fences wait for stores to global memory
+            total = self.noted(row) if x is None else x
+            high = high_part(total)
+            for term, x in enumerate((high, total - high)):
+                tiles.store(self.p.results.sums.at[self.b, self.c, self.h, row, term], x.astype(BF16))
+
+    def carry_on(self):
+        """Replace the state before the chunk by the state behind it, once all warpgroups are done with it. Each warpgroup forms
+        half of the rows."""
+        s = self.p.tiles
+        rows = s.S.at[self.t, self.mine]
+        found = product((64, self.p.plan.D), (transposed(s.leaving.at[self.wg]), self.v))
+        rows[...] = (read(rows) * jnp.exp2(self.through()) + found).astype(BF16)
+        self.meet()  # before the tile of v is reused

@@ -22,35 +22,248 @@ them.
 
 Where two chunks share a stored state, S is stored before the first and dS behind the last. The first chunk forms its dS from
 the tokens of the last, and the last chunk its S from the tokens of the first.
+
+Roles. An item is one chunk and some heads of a group, a unit one of these heads and 64 columns of V. *load* loads, a unit ahead.
+*queries* and *keys* compute all units of an item, one after the other: the first A, dA and dq, the second dv and dk.
+
+Memory. The tiles of a unit lie in two stages. P lies in two terms in the tiles of pairs until the last unit, and then the sum of
+dA. The tile of the other chunk's q or k holds dq at last, and the tiles of scores hold dk. Who waits for whom:
+
+    waits          for            until
+    queries, keys  load           keys loaded: q, k, other
+    load           queries, keys  keys read
+    queries, keys  load           units full: gates, v, do, S, dS, other_gates, other_values
+    load           queries, keys  units free
+    queries, keys  queries, keys  met
 """
 
 import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.device.cache import once
-from glax._src.kernels.pallas_gpu.gradient.head_group_refs import (
-    BEFORE,
-    COLUMNS,
-    EDGE,
-    KEY_SIDE,
-    QUERY_SIDE,
-    Barriers,
-    HeadGroups,
-    Program,
-    Results,
-    Tiles,
+from glax._src.kernels.pallas_gpu.device import tiles
+from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
+from glax._src.kernels.pallas_gpu.device.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    by_column,
+    by_row,
+    read,
+    tiled,
+    transposed,
+    zeros,
 )
-from glax._src.kernels.pallas_gpu.gradient.head_group_stages import compute_keys, compute_queries, load
-from glax._src.kernels.pallas_gpu.gradient.items import warpgroups
-from glax._src.kernels.pallas_gpu.gradient.tiles import tokens
-from glax._src.kernels.pallas_gpu.plan import Blocks, C
+from glax._src.kernels.pallas_gpu.gradient.items import (
+    BF16,
+    SUMS_WITHIN_WARPS,
+    ScanOrder,
+    half,
+    store_rounded,
+    tokens,
+    warpgroups,
+)
+from glax._src.kernels.pallas_gpu.plan import PAIRS, Blocks, C, quotient, remainder
 
+STAGES = 2  # buffers of tokens and states in shared memory: one in work, one being loaded
+COLUMNS = 64  # columns of v in a unit
+VALUES = (C, COLUMNS)
 OVERHEAD = 2  # the start and the end of an item take as long as this many units
+ROLES = dict(queries=1, keys=1, load=1)
+QUERY_SIDE, KEY_SIDE, BEFORE, EDGE = range(4)  # rows of `Results.sums`
+
+Ref = Any
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """Hold the sizes that the kernel is compiled for.
+
+    H counts blocks of heads (`Blocks`), which have all of K. They are called heads here. A unit is one head and 64 of its
+    columns, with `pieces` units to a head. An item is one chunk and `members` heads that read the same head of q and the same
+    head of k. Items are numbered by (sequence, part of the heads, chunk), and program p has every `programs`-th item from p on.
+    run: the chunks from one stored state to the next, 1 or 2; it divides those of a sequence.
+    """
+
+    B: int
+    T: int
+    H: int
+    K: int
+    pieces: int
+    HQ: int
+    HK: int
+    HV: int
+    members: int
+    programs: int
+    run: int
+    reverse: bool
+    blocks: Blocks
+    edges: bool = False  # chunks without some tokens are read from copies: `rows.Edges`
+
+    @property
+    def chunks(self) -> int:
+        """Return the number of chunks of a sequence."""
+        return -(-self.T // C)
+
+    @property
+    def parts(self) -> int:
+        """Return the number of parts of the heads, of `members` heads each."""
+        return self.H // self.members
+
+    @property
+    def units(self) -> int:
+        """Return the number of units of an item."""
+        return self.members * self.pieces
+
+    @property
+    def halves(self) -> int:
+        """Return the number of parts of K with 64 columns each."""
+        return self.K // 64
+
+    @property
+    def last_token(self) -> int:
+        """Return the token by which a scan leaves a chunk."""
+        return 0 if self.reverse else C - 1
+
+    def items(self, program):
+        """Return the number of a program's items."""
+        total = self.B * self.parts * self.chunks
+        return lax.div(jnp.maximum(total - program, 0) + (self.programs - 1), jnp.int32(self.programs))
+
+    def place(self, item):
+        """Return an item's sequence, part of the heads, and chunk."""
+        rest, chunk = quotient(item, self.chunks), remainder(item, self.chunks)
+        return quotient(rest, self.parts), remainder(rest, self.parts), chunk
+
+    def is_first(self, chunk):
+        """Return whether the scan reaches a chunk first of its run of two."""
+        return lax.rem(chunk, jnp.int32(2)) == int(self.reverse)
+
+
+class Operands(NamedTuple):
+    """Hold the operands, in global memory. v and do have a head for every 64 columns."""
+
+    q: Ref  # [B, T, HQ, K]
+    k: Ref  # [B, T, HK, K]
+    v: Ref  # [B, T, HV pieces, 64]
+    do: Ref  # [B, T, H pieces, 64]
+    gates: Ref  # [B, chunks, H / blocks, C]: sums of log2 gates from where the scan enters the chunk
+    scale: Ref  # [B, chunks]
+    S: Ref  # [B, chunks / run, H, K, V]: the state before the first chunk of every run
+    dS: Ref  # [B, chunks / run, H, K, V]: dL/dS behind the last chunk of every run
+    order: Ref  # [C]: `items.tokens`
+    # With edges: `Edges.block`, and the copies of the tokens' arrays.
+    edges: Ref = None  # [chunks]
+    q_edges: Ref = None  # [B, 3 C, HQ, K]
+    k_edges: Ref = None  # [B, 3 C, HK, K]
+    v_edges: Ref = None  # [B, 3 C, HV pieces, 64]
+    do_edges: Ref = None  # [B, 3 C, H pieces, 64]
+
+
+class Results(NamedTuple):
+    """Hold the results, in global memory."""
+
+    dq: Ref  # [B, T, parts, K]: of all heads of an item
+    dk: Ref  # [B, T, parts, K]
+    dv: Ref  # [B, T, H pieces, 64]
+    sums: Ref  # [B, chunks, H pieces, 4, C]: see `gradient_groups`
+
+    @classmethod
+    def types(cls, n: HeadGroups) -> "Results":
+        sums = jax.ShapeDtypeStruct((n.B, n.chunks, n.H * n.pieces, 4, C), jnp.float32)
+        each = [(n.parts, n.K), (n.parts, n.K), (n.H * n.pieces, COLUMNS)]
+        return cls(*(jax.ShapeDtypeStruct((n.B, n.T, *x), jnp.bfloat16) for x in each), sums)
+
+
+class Tiles(NamedTuple):
+    """Hold the shared memory. `other` tiles belong to the other chunk of a run, from which the state between the two chunks is
+    formed."""
+
+    q: Ref  # [1, C, K]
+    k: Ref  # [1, C, K]
+    other: Ref  # [K / 64, C, 64]: k of the run's first chunk or q of its last, then dq
+    v: Ref  # [STAGES, C, 64]
+    do: Ref  # [STAGES, C, 64]
+    other_values: Ref  # [STAGES, C, 64]: v of the run's first chunk or do of its last
+    states: Ref  # [STAGES 2, K, 64]: S before the chunk, and dL/dS behind it
+    gates: Ref  # [STAGES, C]
+    other_gates: Ref  # [STAGES, C]
+    scores: Ref  # [STAGES, C, C]: (q k^T) D, then dk by halves of K
+    scores_rest: Ref  # [STAGES, C, C]: what it loses in bfloat16
+    pairs: Ref  # [1, C, C]: q k^T, then the sum of scale dA over the heads
+    pairs_rest: Ref  # [1, C, C]: what either loses in bfloat16
+    dv: Ref  # [C, 64]
+    order: Ref  # [C]
+
+    @classmethod
+    def types(cls, n: HeadGroups) -> "Tiles":
+        values = tiled(STAGES, C, COLUMNS)
+        gates = plgpu.SMEM((STAGES, C), jnp.float32)
+        return cls(
+            q=tiled(1, C, n.K),
+            k=tiled(1, C, n.K),
+            other=tiled(n.halves, C, 64),
+            v=values,
+            do=values,
+            other_values=values if n.run > 1 else tiled(1, 8, 64),
+            states=tiled(STAGES * 2, n.K, COLUMNS),
+            gates=gates,
+            other_gates=gates,
+            scores=tiled(STAGES, C, C),
+            scores_rest=tiled(STAGES, C, C),
+            pairs=tiled(1, C, C),
+            pairs_rest=tiled(1, C, C),
+            dv=tiled(C, COLUMNS),
+            order=plgpu.SMEM((C,), jnp.int32),
+        )
+
+
+@dataclass(frozen=True)
+class GroupsPipeline(Pipeline):
+    """Hold who waits for whom. keys: q and k of an item, and in runs q or k of the other chunk; they are read when dq and dk have
+    left shared memory. units: what a unit has of its own, and in runs of the other chunk. met: both that compute."""
+
+    keys: Handoff
+    units: Ring
+    met: Meeting
+
+    ORDER = ("keys.full", "units.full", "units.free", "met.all_there", "keys.free")
+
+    @classmethod
+    def planned(cls, n: HeadGroups) -> "GroupsPipeline":
+        """Return the pipeline of a plan."""
+        load, compute, in_runs = ("load",), ("queries", "keys"), n.run > 1
+        return cls(
+            keys=Handoff(load, compute, ("q", "k", *("other",) * (n.halves * in_runs))),
+            units=Ring(
+                STAGES, load, compute, ("gates", "v", "do", "S", "dS", *("other_gates", "other_values") * in_runs)
+            ),
+            met=Meeting(compute),
+        )
+
+
+@dataclass(frozen=True)
+class Program:
+    """Hold the sizes and the references of one program."""
+
+    plan: HeadGroups
+    operands: Operands
+    results: Results
+    tiles: Tiles
+    pipeline: GroupsPipeline
+
+    def meet(self):
+        """Wait for both computing warpgroups: each then sees what the other has stored."""
+        plgpu.commit_smem()
+        self.pipeline.met.arrive()
+        self.pipeline.met.wait()
 
 
 def members(items: int, group: int, pieces: int, programs: int) -> int:
@@ -68,7 +281,7 @@ def members(items: int, group: int, pieces: int, programs: int) -> int:
 
 def gradient_groups(
     q, k, v, G, d_output, scale, before, behind, *,
-    group: int, reverse: bool, programs: int, columns: int = 1, edges=(), rows: int = 0, interpret=None,
+    group: int, reverse: bool, programs: int, columns: int = 1, edges=(), rows: int = 0,
 ):  # fmt: skip
     """Return dq and dk of parts of the heads, [B, T or rows, parts, K], and dv per head, [B, T, H, V], in bfloat16; dg, [B,
     chunks, C, H] in memory order, and d_scale by token, [B, chunks, H, C], in float32.
@@ -95,33 +308,23 @@ def gradient_groups(
     )  # fmt: skip
 
     def body(*refs):
-        p = Program.of(n, *refs)
+        p = Program(n, *refs)
 
-        def computing():
+        def compute():
             stages = functools.partial(compute_queries, p), functools.partial(compute_keys, p)
-            lax.cond(lax.axis_index("wg") == 0, *stages)
+            lax.cond(lax.axis_index(WARPGROUP) == 0, *stages)
 
-        warpgroups(functools.partial(load, p), computing)
+        warpgroups(functools.partial(load, p), compute)
 
-    body.__name__ = "gradient_groups"  # in profiles
-    results = tuple(Results.types(n))
-    kernel = plgpu.kernel(
-        body,
-        out_type=results,
-        grid=(programs,),
-        grid_names=("cta",),
-        num_threads=3,
-        thread_name="wg",
-        scratch_types=[Tiles.types(n), Barriers.types(n)],
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
-    )
     v, d_output = (x.reshape(B, T, -1, COLUMNS) for x in (v, d_output))
     if edges:
-        block, *tokens_of, v_edges, d_output_edges = edges
-        edges = block, *tokens_of, *(x.reshape(*x.shape[:2], -1, COLUMNS) for x in (v_edges, d_output_edges))
-    operands = q, k, v, d_output, G, scale, before, behind, tokens(reverse), *edges
-    found = Results(*once(("gradient_groups", n), kernel, *operands, results=results, is_longest=True))
+        block, *tokens_of, v_edges, do_edges = edges
+        edges = block, *tokens_of, *(x.reshape(*x.shape[:2], -1, COLUMNS) for x in (v_edges, do_edges))
+    operands = Operands(q, k, v, d_output, G, scale, before, behind, tokens(reverse), *edges)
+    found = launch(
+        "gradient_groups", n, body, operands, Results.types(n), (Tiles.types(n),), ROLES, GroupsPipeline.planned(n),
+        programs=programs, is_longest=True, params=SUMS_WITHIN_WARPS,
+    )  # fmt: skip
     sums = found.sums.reshape(B, chunks, H, pieces, 4, C).sum(3)
     return (
         found.dq,
@@ -141,3 +344,295 @@ def gate_gradient(sums: jax.Array, scale: jax.Array, reverse: bool) -> jax.Array
     terms = jnp.stack([pairs, sums[:, :, :, BEFORE], sums[:, :, :, EDGE]], axis=3)
     matrices = np.stack([onward, 1 - onward, np.ones_like(onward)])
     return jnp.einsum("bchrx,rtx->bcth", terms, matrices, precision="highest")
+
+
+# ---- load -------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(chunk):
+    """Return the rows of a chunk."""
+    return pl.ds(chunk * C, C)
+
+
+def load(p: Program):
+    """Load the units of all items one ahead, and q and k of an item once the item before has been computed."""
+    n, pipeline = p.plan, p.pipeline
+    program = lax.axis_index(PROGRAM)
+
+    def step(i, _):
+        item, unit, slot = quotient(i, n.units), remainder(i, n.units), remainder(i, STAGES)
+        place = n.place(program + item * n.programs)
+        pipeline.units.acquire(slot, i)
+        load_unit(p, place, unit, slot)
+
+        @pl.when(unit == 0)
+        def _():
+            pl.when(i > 0)(pipeline.keys.acquire)
+            load_shared(p, place)
+
+        return ()
+
+    lax.fori_loop(0, n.items(program) * n.units, step, ())
+
+
+def load_unit(p: Program, place, unit, slot):
+    """Load v, do, gates and states of a unit, and what the other chunk of its run has of them. place: of
+    `HeadGroups.place`."""
+    n, x, t = p.plan, p.operands, p.tiles
+    b, part, chunk = place
+    head, piece = part * n.members + quotient(unit, n.pieces), remainder(unit, n.pieces)
+    gate_head, value_head = n.blocks.head(head), n.blocks.of_values(head, n.H, n.HV) * n.pieces + piece
+    own = part * n.units + unit
+    copy = functools.partial(p.pipeline.units.copy, slot=slot)
+    copy(x.gates.at[b, chunk, gate_head], t.gates.at[slot])
+    of_value, of_output = (x.v, x.v_edges, value_head, t.v.at[slot]), (x.do, x.do_edges, own, t.do.at[slot])
+    load_rows(p, b, chunk, of_value, of_output, copy=copy)
+    run, columns = quotient(chunk, n.run), pl.ds(piece * COLUMNS, COLUMNS)
+    for i, states in enumerate((x.S, x.dS)):
+        copy(states.at[b, run, head, :, columns], t.states.at[slot * 2 + i])
+    if n.run > 1:
+        other, is_first = other_chunk(chunk), n.is_first(chunk)
+        copy(x.gates.at[b, other, gate_head], t.other_gates.at[slot])
+        tile = t.other_values.at[slot]
+        of_output, of_value = (x.do, x.do_edges, own, tile), (x.v, x.v_edges, value_head, tile)
+        pl.when(is_first)(functools.partial(load_rows, p, b, other, of_output, copy=copy))
+        pl.when(jnp.logical_not(is_first))(functools.partial(load_rows, p, b, other, of_value, copy=copy))
+
+
+def load_shared(p: Program, place):
+    """Load q and k of an item, and with runs of two chunks q or k of the other chunk."""
+    n, x, t, copy = p.plan, p.operands, p.tiles, p.pipeline.keys.copy
+    b, part, chunk = place
+    query_head, key_head = (quotient(part * n.members, n.H // heads) for heads in (n.HQ, n.HK))
+    load_rows(p, b, chunk, (x.q, x.q_edges, query_head, t.q.at[0]), (x.k, x.k_edges, key_head, t.k.at[0]), copy=copy)
+    if n.run > 1:
+        other, is_first = other_chunk(chunk), n.is_first(chunk)
+
+        def load_halves(source, edges, head):
+            halves = [(source, edges, (head, half(part)), t.other.at[part]) for part in range(n.halves)]
+            load_rows(p, b, other, *halves, copy=copy)
+
+        pl.when(is_first)(functools.partial(load_halves, x.q, x.q_edges, query_head))
+        pl.when(jnp.logical_not(is_first))(functools.partial(load_halves, x.k, x.k_edges, key_head))
+
+
+def load_rows(p: Program, b, chunk, *sources, copy):
+    """Load a chunk's rows. sources: tuples of an array of tokens, its copies or None, its head and maybe columns, and the
+    tile."""
+
+    def load_from(from_edges: bool, rows):
+        for array, edges, place, tile in sources:
+            place = place if isinstance(place, tuple) else (place,)
+            copy((edges if from_edges else array).at[(b, rows, *place)], tile)
+
+    if not p.plan.edges:
+        load_from(False, rows_of(chunk))
+        return
+    block = p.operands.edges[chunk]
+    pl.when(block < 0)(lambda: load_from(False, rows_of(chunk)))
+    pl.when(block >= 0)(lambda: load_from(True, rows_of(block)))
+
+
+def other_chunk(chunk):
+    """Return the other chunk of a run of two."""
+    return chunk + 1 - 2 * lax.rem(chunk, jnp.int32(2))
+
+
+# ---- compute ----------------------------------------------------------------------------------------------------------
+
+
+def items(p: Program, item):
+    """Run item(i) for every item of the program, once its q and k are loaded."""
+
+    def step(i, _):
+        p.pipeline.keys.wait()
+        item(i)
+        return ()
+
+    lax.fori_loop(0, p.plan.items(lax.axis_index(PROGRAM)), step, ())
+    plgpu.wait_smem_to_gmem(0)
+
+
+def place_of(p: Program, i):
+    """Return sequence, part of the heads and chunk of the program's i-th item.
+
+    They are computed at each use, because the compiler would spill values that it holds throughout.
+    """
+    program, i = lax.optimization_barrier((lax.axis_index(PROGRAM), i))
+    return p.plan.place(program + i * p.plan.programs)
+
+
+def hidden_zero():
+    """Return 0 in a form that the compiler does not know. Otherwise it computes addresses of tiles ahead of all loops, and
+    spills them."""
+    return lax.optimization_barrier(jnp.int32(0))
+
+
+def scale_of(p: Program, i):
+    """Return the scale of the chunk of the program's i-th item."""
+    b, _, chunk = place_of(p, i)
+    return p.operands.scale[b, chunk]
+
+
+def slot_of(p: Program, i, unit):
+    """Return the slot of a unit of the program's i-th item."""
+    return remainder(i * p.plan.units + unit, STAGES)
+
+
+def send(p: Program, i, *stored):
+    """Send an item's dq or dk to global memory. stored: pairs of a tile and a result [B, T, parts, its columns]."""
+    b, part, chunk = place_of(p, i)
+    plgpu.commit_smem()
+    for tile, result in stored:
+        plgpu.copy_smem_to_gmem(tile, result.at[b, rows_of(chunk), part])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    p.pipeline.keys.release()
+
+
+def note(p: Program, i, unit, row: int, x):
+    """Write x [C] to a row of `Results.sums`."""
+    b, part, chunk = place_of(p, i)
+    tiles.store(p.results.sums.at[b, chunk, part * p.plan.units + unit, row], x)
+
+
+def edge(p: Program, slot):
+    """Return e^{G_last} sum_v S dS, [64], summed over rows 64 apart. It is a loop, because code without a loop needs too many
+    registers."""
+
+    def rows(i, total):
+        return total + (
+            read(p.tiles.states.at[slot * 2, half(i)]) * read(p.tiles.states.at[slot * 2 + 1, half(i)])
+        ).sum(1)
+
+    total = lax.fori_loop(0, p.plan.halves, rows, zeros((64,), BY_ROW))
+    return total * jnp.exp2(p.tiles.gates[slot, p.plan.last_token])
+
+
+def decayed_product(total, decay, values, state):
+    """Return total + decay (values state^T), [C, 64] in float32. decay: [C, 64]. values, state: tiles [C, 64] and [64, 64].
+
+    The barrier keeps the compiler from starting the next product before this one is added.
+    """
+    return lax.optimization_barrier(total + decay * tiles.product(VALUES, (values, transposed(state))))
+
+
+def compute_queries(p: Program):
+    """Form the scores of an item once. For every unit, form A and dA, and add its terms to dq and to the sum of dA."""
+    n, t, units = p.plan, p.tiles, p.pipeline.units
+    t.order[...] = plgpu.load(p.operands.order, layout=BY_COLUMN, optimized=False)
+    plgpu.commit_smem()
+    mask = ScanOrder(n.reverse, t.order)
+
+    def decays(slot):
+        """Return D [C, C]."""
+        G = plgpu.load(t.gates.at[slot], layout=BY_ROW)
+        to = plgpu.load(t.gates.at[slot], layout=BY_COLUMN, optimized=False)
+        return jnp.exp2(jnp.where(mask.later(), by_row(G, PAIRS) - by_column(to, PAIRS), -jnp.inf))
+
+    def store_pairs(x, at):
+        """Store x [C, C] in two terms. Scores stay in shared memory while units are computed, because there are too few
+        registers for them."""
+        t.pairs_rest.at[at][...] = store_rounded(t.pairs.at[at], x)
+
+    def item(i):
+        at = hidden_zero()
+        store_pairs(tiles.product(PAIRS, (t.q.at[at], transposed(t.k.at[at]))), at)
+
+        def add(unit, carry):
+            # dq: halves [C, 64], over the scale; pairs [C, C]: the sum of dA
+            dq, pairs = carry
+            slot = slot_of(p, i, unit)
+            v, do = t.v.at[slot], t.do.at[slot]
+            units.wait(slot)
+            D = decays(slot)
+            A = (read(t.pairs.at[0]) + read(t.pairs_rest.at[0])) * D
+            t.scores_rest.at[slot][...] = store_rounded(t.scores.at[slot], A)
+            dA = tiles.product(PAIRS, (do, transposed(v)))
+            used = ((read(t.scores.at[slot]) + read(t.scores_rest.at[slot])) * dA).sum(1)
+            pairs += dA * D
+            p.meet()
+            S = t.states.at[slot * 2]
+            # [C, 64]
+            drawn = tiles.product(VALUES, (t.q.at[0], S))
+            up = by_row(jnp.exp2(plgpu.load(t.gates.at[slot], layout=BY_ROW)), VALUES)
+            used += (read(do) * up * drawn).sum(1)
+            dq = [decayed_product(y, up, do, S.at[half(part)]) for part, y in enumerate(dq)]
+            units.release(slot)
+            note(p, i, unit, QUERY_SIDE, used)
+            return dq, pairs
+
+        dq, pairs = lax.fori_loop(0, n.units, add, ([zeros((C, 64)) for _ in range(n.halves)], zeros(PAIRS)))
+        scale, at = scale_of(p, i), hidden_zero()
+        store_pairs(pairs * scale, at)
+        p.meet()
+        for part, y in enumerate(dq):
+            k = t.k.at[at, :, half(part)]
+            y = tiles.added(y * scale, (t.pairs.at[at], k), (t.pairs_rest.at[at], k))
+            t.other.at[part][...] = y.astype(BF16)
+        p.meet()
+        send(p, i, *((t.other.at[part], p.results.dq.at[..., half(part)]) for part in range(n.halves)))
+
+    items(p, item)
+
+
+def compute_keys(p: Program):
+    """For every unit, form the state that is not stored and dv, and add its terms to dk."""
+    n, t, units = p.plan, p.tiles, p.pipeline.units
+
+    def form_state(i, slot):
+        """Form S behind the run's first chunk from the state before that chunk, or dL/dS before its last chunk from the
+        gradient behind that chunk."""
+        is_first = n.is_first(place_of(p, i)[2])
+        G, last = plgpu.load(t.other_gates.at[slot], layout=BY_ROW), t.other_gates[slot, n.last_token]
+        factor = jnp.where(is_first, scale_of(p, i), 1.0)
+        values = t.other_values.at[slot]
+        first = is_first.astype(jnp.float32)
+        between = jnp.exp2(first * G + (1.0 - first) * (last - G)) * factor
+        values[...] = (read(values) * by_row(between, VALUES)).astype(BF16)
+        plgpu.commit_smem()
+        for part in range(n.halves):
+            state = t.states.at[slot * 2 + is_first.astype(jnp.int32), half(part)]
+            found = tiles.product((64, COLUMNS), (transposed(t.other.at[part]), values))
+            state[...] = (read(state) * jnp.exp2(last) + found).astype(BF16)
+
+    def item(i):
+        def add(unit, dk):
+            slot = slot_of(p, i, unit)
+            v, do, dS = t.v.at[slot], t.do.at[slot], t.states.at[slot * 2 + 1]
+            units.wait(slot)
+            if n.run > 1:
+                form_state(i, slot)
+            p.meet()
+            G, last = plgpu.load(t.gates.at[slot], layout=BY_ROW), t.gates[slot, n.last_token]
+            leaving = by_row(jnp.exp2(last - G), VALUES)
+            # halves [C, 64]
+            dk = [decayed_product(x, leaving, v, dS.at[half(part)]) for part, x in enumerate(dk)]
+            around = edge(p, slot)
+            # [C, 64]
+            through = tiles.product(VALUES, (t.k.at[0], dS)) * leaving
+            through, before = lax.optimization_barrier((through, (read(v) * through).sum(1)))
+            scores = t.scores.at[slot], t.scores_rest.at[slot]
+            inner = tiles.product(VALUES, *((transposed(term), do) for term in scores))
+            pushed = (read(v) * inner).sum(1)
+            note(p, i, unit, BEFORE, before)
+            note(p, i, unit, KEY_SIDE, pushed)
+            note(p, i, unit, EDGE, around)
+            units.release(slot)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            t.dv[...] = (through + scale_of(p, i) * inner).astype(BF16)
+            plgpu.commit_smem()
+            b, part, chunk = place_of(p, i)
+            plgpu.copy_smem_to_gmem(t.dv, p.results.dv.at[b, rows_of(chunk), part * n.units + unit])
+            return dk
+
+        dk = lax.fori_loop(0, n.units, add, [zeros((C, 64)) for _ in range(n.halves)])
+        p.meet()
+        at = hidden_zero()
+        terms = [transposed(x.at[at]) for x in (t.pairs, t.pairs_rest)]
+        dk = [tiles.added(x, *((y, t.q.at[at, :, half(part)]) for y in terms)) for part, x in enumerate(dk)]
+        p.meet()
+        for part, x in enumerate(dk):
+            t.scores.at[part][...] = x.astype(BF16)
+        send(p, i, *((t.scores.at[part], p.results.dk.at[..., half(part)]) for part in range(n.halves)))
+
+    items(p, item)

@@ -1,66 +1,67 @@
-"""Define how the gradient's kernels process chunks and heads: which warpgroups load and compute, and what shared memory holds.
+"""Number the chunks that a gradient's program computes, form masks over a chunk's tokens, and let warpgroups take turns.
 
-A program processes every `step`-th item, a run of chunks of one head. One warpgroup loads the tokens a chunk ahead, and the
-states at both ends of a chunk once the states of the chunk before have been read. Only the first chunk of a run has a stored
-state before it. Within the run, the computing warpgroups carry that state on.
+A program takes every `step`-th item, a run of chunks of one head. One warpgroup loads the tokens a chunk ahead, and the states
+at both ends of a chunk once those of the chunk before have been read. Only the first chunk of a run has a stored state before
+it. Within the run, the computing warpgroups carry that state on.
 
-Two warpgroups compute. With per-key gates each has half of K in dq and dk, and half of V in dv. With per-head gates one has dq
-and dv, and the other dk. With K = V = 64 each has its own chunk. Results overwrite the tiles of the tokens. The loading
-warpgroup sends them to global memory while the next chunk is computed. It does so after fetching that chunk's states, because
-the computing warpgroups wait for these.
+Two warpgroups compute. With D = 128 both share a chunk, and with D = 64 each has its own. Results overwrite the tiles of the
+tokens. The loading warpgroup stores them to global memory while the next chunk is computed, after it has loaded that chunk's
+states, for which the computing warpgroups wait.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.device.cache import once
-from glax._src.kernels.pallas_gpu.device.tiles import BY_COLUMN, REGISTERS, tiled
-from glax._src.kernels.pallas_gpu.gradient.refs import ChunkRefs, GradientRefs
-from glax._src.kernels.pallas_gpu.gradient.tiles import (
-    CHUNK,
-    ScanOrder,
-    half,
-)
-from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, quotient, remainder
+from glax._src.kernels.pallas_gpu.device import tiles
+from glax._src.kernels.pallas_gpu.device.launch import PARAMS, PROGRAM, WARPGROUP
+from glax._src.kernels.pallas_gpu.device.tiles import BY_COLUMN, REGISTERS, WGMMA
+from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, quotient, remainder
 
+BF16 = jnp.bfloat16
 SLOTS = 2  # chunks in shared memory: one in work, one on its way
+TILE = (C, 64)  # the tokens of half of 128 channels, or of all of 64
+ROLES = dict(compute=2, load=1)
+SUMS_WITHIN_WARPS = replace(PARAMS, reduction_scratch_bytes=0)
+
+Ref = Any
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Items:
     """Hold the sizes and options that a kernel of the gradient is compiled for.
 
     H counts the blocks of all heads. A team is the warpgroups that share a chunk, and an item is a run of chunks of one head.
+    heads: those of q, of k and of v.
     """
 
     B: int
     T: int
     H: int
     D: int  # of keys and of values
-    HQ: int
-    HK: int
-    HV: int
+    heads: tuple[int, int, int]
     programs: int
+    reverse: bool
+    blocks: Blocks = WHOLE  # of which a wide head's state consists; H counts them
     run: int = 1  # chunks from one stored state to the next; divides those of a sequence
-    whole: bool = False  # tiles of tokens are [64, D]; else by halves of 128 columns, one after the other
+    edges: bool = False  # chunks without some tokens are read from copies: `rows.Edges`
     terms: int = 1  # arrays of bfloat16 of which per-key gates are the sum
     summed: int = 1  # blocks of V over which dq, dk and dg are one sum; the exact form adds them up
-    blocks: Blocks = WHOLE  # of which a wide head's state consists; H counts them
     packed: bool = False  # chunks begin at any row of the inputs: `places` has those
-    edges: bool = False  # chunks without some tokens are read from copies: `rows.Edges`
-    # Marked tokens reset the state (`resets.newest_resets`). A chunk may hold several sequences, so d_scale is by token.
+    # Marked tokens reset the state (`newest_resets`). A chunk may hold several sequences, so d_scale is by token.
     resets: bool = False
 
     @property
     def chunks(self) -> int:
         """Return the number of chunks of a sequence."""
-        return -(-self.T // CHUNK)
+        return -(-self.T // C)
 
     @property
     def team(self) -> int:
@@ -82,277 +83,308 @@ class Sizes:
         """Return the number of runs of a sequence."""
         return self.chunks // self.run
 
-    def place(self, item):
-        """Return sequence, run and head of an item."""
-        run, h = quotient(item, self.H), remainder(item, self.H)
-        return quotient(run, self.runs), remainder(run, self.runs), h
-
-    def items(self, first):
-        """Return the number of items `first`, first + step, ..."""
+    def count(self, first):
+        """Return the number of chunks of the items `first`, first + step, ..."""
         total = self.B * self.runs * self.H
-        return lax.div(jnp.maximum(total - first, 0) + (self.step - 1), self.step)
+        return lax.div(jnp.maximum(total - first, 0) + (self.step - 1), self.step) * self.run
 
-    def chunk(self, first, i, reverse: bool):
+    def chunk(self, first, i):
         """Return sequence, run, chunk, head, and index in the run of a team's i-th chunk. `first` is the team's first item."""
-        b, run, h = self.place(first + quotient(i, self.run) * self.step)
+        item = first + quotient(i, self.run) * self.step
+        rest, h = quotient(item, self.H), remainder(item, self.H)
+        b, run = quotient(rest, self.runs), remainder(rest, self.runs)
         j = remainder(i, self.run)
-        return b, run, run * self.run + (self.run - 1 - j if reverse else j), h, j
+        return b, run, run * self.run + (self.run - 1 - j if self.reverse else j), h, j
 
-    def rows(self, m: GradientRefs, c) -> slice | pl.Slice:
-        """Return the rows of the inputs that a chunk reads."""
-        return pl.ds(m.places_g[c, 0] * ROWS if self.packed else c * CHUNK, CHUNK)
+    def chunk_of(self, program, i, team: int):
+        """Return `chunk` for a team of a program."""
+        return self.chunk(program * self.teams + team, i)
 
-    def scale(self, m: GradientRefs, b, c):
-        """Return the scale of chunk c of row b. Packed arrays have one scale per chunk."""
-        return m.scale_g[c if self.packed else b]
+    def slot(self, i, team: int):
+        """Return the slot of a team's i-th chunk."""
+        return team * SLOTS + lax.rem(i, SLOTS)
 
-    def parts(self, tile) -> list:
-        """Return a tile of tokens in the parts that the copy engine takes, each with its columns."""
-        if self.whole:
-            return [(tile, slice(None))]
-        return [(tile.at[p], half(p)) for p in range(self.team)]
-
-    def heads(self, h) -> dict:
-        """Return for each input the head that head h reads, by name."""
-        of_keys = dict(q=self.HQ, k=self.HK, g=self.H // self.blocks.columns)
-        of_values = dict(v=self.HV, do=self.H // self.blocks.rows)
+    def heads_of(self, h) -> dict:
+        """Return for each array of tokens the head that head h reads, by name."""
+        query, key, value = self.heads
+        of_keys = dict(q=query, k=key, g=self.H // self.blocks.columns)
+        of_values = dict(v=value, do=self.H // self.blocks.rows)
         found = {name: self.blocks.of_keys(h, self.H, heads) for name, heads in of_keys.items()}
         return found | {name: self.blocks.of_values(h, self.H, heads) for name, heads in of_values.items()}
 
+    def rows(self, places: Ref, c) -> slice | pl.Slice:
+        """Return the rows of the operands that chunk c reads. places: [chunks, 3], if packed."""
+        return pl.ds(places[c, 0] * ROWS if self.packed else c * C, C)
 
-def load(n: Sizes, m: GradientRefs, tiles, results: dict, late=(), last=()):
-    """Run the loading warpgroup.
+    def scale(self, scale: Ref, b, c):
+        """Return the scale of chunk c of sequence b. Packed arrays have one scale a chunk."""
+        return scale[c if self.packed else b]
 
-    tiles: the names of the tiles of tokens; `gates` [64] of a chunk are loaded too, if there are any. results: the tile of each
-    result, by name. late: the tiles that are loaded with the states, because the chunk before uses them until then. last: the
-    late tiles for which `values_full` waits instead of `tokens_full`.
+
+class Program(NamedTuple):
+    """Hold the plan and the references of one program."""
+
+    plan: Any
+    operands: Any
+    results: Any
+    tiles: Any
+    pipeline: Any
+
+
+@dataclass(frozen=True)
+class ScanOrder:
+    """Form masks and matrices [i, j] over the tokens of a chunk as they lie in memory, [64, 64]; `reverse` scans them backwards.
+
+    order: the array `tokens` in memory, or `marks` if `resets`. It is read anew for every mask, because the compiler would hold
+    masks that depend on positions alone in registers throughout a loop. Masks of pairs exclude those that a reset divides.
     """
-    cta = lax.axis_index("cta")
 
-    def chunk(i, t):
-        return n.chunk(cta * n.teams + t, i, m.scan.reverse)
+    reverse: bool
+    order: Any
+    resets: bool = False
 
-    def slot(i, t):
-        return t * SLOTS + lax.rem(i, SLOTS)
+    @property
+    def last(self) -> int:
+        """Return the token by which a scan leaves the chunk."""
+        return 0 if self.reverse else C - 1
 
-    def fetch(names, i, t):
-        (b, _, c, h, _), at = chunk(i, t), slot(i, t)
-        heads = n.heads(h)
+    def positions(self):
+        """Return the position in scan order of every row and of every column, from 1."""
+        i = plgpu.broadcasted_iota(jnp.int32, TILE, 0, layout=WGMMA)
+        j = plgpu.load(self.order, layout=BY_COLUMN, optimized=False)
+        return C - i if self.reverse else i + 1, along(j >> 8 if self.resets else j)
 
-        def copy(arrays, rows):
-            for name in names:
-                for part, columns in n.parts(m.tiles[name].at[at]):
-                    source = arrays[name].at[b, rows, heads[name], columns]
-                    plgpu.copy_gmem_to_smem(source, part, m.values_full.at[t] if name in last else m.tokens_full.at[at])
+    def earlier(self):
+        """Return where token i is no later than token j."""
+        i, j = self.positions()
+        return self.in_reach(i, i <= j)
 
-        if not n.edges:
-            copy(m.in_global, n.rows(m, c))
-            return
-        block = m.edges_g[c]
-        pl.when(block < 0)(lambda: copy(m.in_global, n.rows(m, c)))
-        pl.when(block >= 0)(lambda: copy(m.edge_copies, pl.ds(block * CHUNK, CHUNK)))
+    def before(self):
+        """Return where token i is before token j."""
+        i, j = self.positions()
+        return self.in_reach(i, i < j)
 
-    def begin(i, t):
-        """Fetch the tiles that are free."""
-        fetch([name for name in tiles if name not in late], i, t)
-        if n.resets:
-            (b, _, c, _, _), at = chunk(i, t), slot(i, t)
-            plgpu.copy_gmem_to_smem(m.marks_g.at[b, c], m.marks.at[at], m.tokens_full.at[at])
+    def later(self):
+        """Return where token i is no earlier than token j."""
+        i, j = self.positions()
+        return i >= j
 
-    def complete(i, t):
-        """Fetch the tiles that become free once the chunk before, or the one before that, has been read."""
-        b, run, c, h, j = chunk(i, t)
+    def in_reach(self, i, mask):
+        """Return the mask [i, j] without pairs in which position i is before the newest reset of token j."""
+        if not self.resets:
+            return mask
+        return mask & (i >= along(plgpu.load(self.order, layout=BY_COLUMN, optimized=False) & 255))
 
-        @pl.when(i >= 1)
-        def _():
-            plgpu.barrier_wait(m.states_free.at[t])
+    def sums(self):
+        """Return two matrices by which the gradient of the gates is summed: over token i and the tokens j behind it, and over
+        the tokens j before it.
 
-        fetch([name for name in late if name not in last], i, t)
-        if m.gates is not None:
-            plgpu.copy_gmem_to_smem(
-                m.gates_g.at[b, c, n.blocks.head(h)], m.gates.at[slot(i, t)], m.tokens_full.at[slot(i, t)]
-            )
-        if n.terms == 2:
-            rest = m.g_rest_g.at[b, n.rows(m, c), n.heads(h)["g"]]
-            plgpu.copy_gmem_to_smem(rest, second_term(m, t), m.tokens_full.at[slot(i, t)])
-        fetch(last, i, t)
-        plgpu.copy_gmem_to_smem(m.behind_g.at[b, c, h], m.dS.at[t], m.behind_full.at[t])
-        if n.terms == 2:
-            plgpu.barrier_wait(m.gates_read.at[t])
+        With resets the first sum ends where a reset begins, and it is empty at a reset. The second needs no such end, because
+        it is over tokens behind the last reset.
+        """
+        i, j = self.positions()
+        mask = i <= j
+        behind = self.in_reach(i - 1, mask) if self.resets else mask
+        return masked(behind, 1.0), masked(mask, 0.0, 1.0)
 
-        @pl.when(j == 0)
-        def _():
-            before_full = m.before_full if n.run > 1 else m.behind_full
-            plgpu.copy_gmem_to_smem(m.before_g.at[b, run, h], m.S.at[t], before_full.at[t])
+    def from_state(self, x):
+        """Return x [64, n] with zeros in the rows of tokens that have a reset at or before them."""
+        newest = plgpu.load(self.order, layout=tiles.BY_ROW) & 255
+        return jnp.where(tiles.by_row(newest, x.shape) == 0, x, 0.0)
 
-    def send(i, t):
-        """Send the results to global memory, as one group."""
-        b, _, c, h, _ = chunk(i, t)
-        plgpu.barrier_wait(m.ready.at[t])
-        for result, name in results.items():
-            for part, columns in n.parts(m.tiles[name].at[slot(i, t)]):
-                target = m.in_global[result].at[b, pl.ds(c * CHUNK, CHUNK), h, columns]
-                plgpu.copy_smem_to_gmem(part, target, commit_group=False)
-        plgpu.commit_smem_to_gmem_group()
+    def to_state(self, x):
+        """Return x [64, n] with zeros in the rows of tokens that have a reset behind them."""
+        position = plgpu.load(self.order, layout=tiles.BY_ROW) >> 8
+        return jnp.where(tiles.by_row(position, x.shape) >= (self.order[self.last] & 255), x, 0.0)
 
-    chunks = [n.items(cta * n.teams + t) * n.run for t in range(n.teams)]
+    def passes(self):
+        """Return 1.0 if no reset is in the chunk, else 0.0."""
+        return ((self.order[self.last] & 255) == 0).astype(jnp.float32)
+
+    def middle_matrix(self):
+        """Return the matrix whose row i sums the gates from the chunk's middle through token i, with sign -1 before the
+        middle."""
+        j = plgpu.broadcasted_iota(jnp.int32, TILE, 1, layout=WGMMA)
+        second = j < C // 2 if self.reverse else j >= C // 2
+        least = jnp.where(second, 0.0, -1.0)
+        return masked(self.later(), least + 1.0, least)
+
+
+def tokens(reverse: bool):
+    """Return the position of each token of a chunk in scan order, from 1, by its row in memory: [64]. `ScanOrder` reads it.
+
+    Numbers from 0 on would be an iota, which XLA computes in every call.
+    """
+    order = np.arange(1, C + 1, dtype=np.int32)
+    return order[::-1] if reverse else order
+
+
+def marks(newest, reverse: bool):
+    """Return the positions of tokens, from 1, and of their newest resets, from 1 or 0 without one, in one number: 256 times the
+    first plus the second, [B, chunks, 64]. newest: the result of `newest_resets`."""
+    return newest + 1 + 256 * tokens(reverse)
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+
+
+def half(p):
+    """Return the p-th half of 128 columns, or all of 64."""
+    return pl.ds(p * 64, 64)
+
+
+def along(x):
+    """Return x [64] of the columns, repeated over the rows of a tile."""
+    return jnp.broadcast_to(x[None, :], TILE)
+
+
+def columns(ref):
+    """Return ref [64], a vector by column in shared memory, repeated over the rows of a tile."""
+    return along(plgpu.load(ref, layout=BY_COLUMN))
+
+
+def accumulator(shape=TILE):
+    """Return the type of the sum that products are added to, in float32."""
+    return plgpu.ACC(shape, jnp.float32)
+
+
+def masked(mask, x, other: float | jax.Array = 0.0):
+    """Return x where the mask is true, else `other`, in bfloat16.
+
+    The barrier keeps the compiler from rounding first, which would leave two registers for every pair.
+    """
+    return lax.optimization_barrier(jnp.where(mask, x, other)).astype(BF16)
+
+
+def store_rounded(tile, x):
+    """Store x in the tile in bfloat16, and return what it loses there, in bfloat16.
+
+    The barrier keeps the compiler from rounding x twice, one number at a time, which takes longer than pairs.
+    """
+    high = lax.optimization_barrier(x.astype(BF16))
+    tile[...] = high
+    return (x - high.astype(jnp.float32)).astype(BF16)
+
+
+# ---- warpgroups ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Say which chunk a computing warpgroup has in work, and which part of it is the warpgroup's own."""
+
+    p: Program
+    first: Any  # the first item of its team
+    i: Any  # the number of chunks that the team had before
+    t: Any  # its team
+    w: Any  # its number in the team
+    wg: Any  # its number in the program
+    b: Any  # sequence
+    c: Any  # chunk of the sequence
+    h: Any  # head
+    j: Any  # chunk of its run, from where the scan enters
+    at: Any  # the chunk's slot
+    other: Any  # the slot of the next chunk
+    mine: Any  # the columns of the warpgroup's half
+
+    @staticmethod
+    def place(p: Program, first, i) -> dict:
+        """Return the fields of a team's i-th chunk."""
+        n, wg = p.plan, lax.axis_index(WARPGROUP)
+        t, w = lax.optimization_barrier((lax.div(wg, n.team), lax.rem(wg, n.team)))
+        b, _, c, h, j = n.chunk(first, i)
+        at, other = (t * SLOTS + lax.rem(i + ahead, SLOTS) for ahead in (0, 1))
+        place = dict(t=t, w=w, b=b, c=c, h=h, j=j, at=at, other=other, mine=half(w), wg=t * n.team + w)
+        return dict(p=p, first=first, i=i, **place)
+
+    def meet(self):
+        """Wait for all warpgroups that share the chunk. Each then sees what the others have stored.
+
+        One barrier serves every such point, because each barrier that a warpgroup waits for takes registers for its phase.
+        """
+        met = self.p.pipeline.met
+        plgpu.commit_smem()
+        met.arrive(self.t)
+        met.wait(self.t)
+
+    def wait_for_states(self):
+        """Wait for S before a run's first chunk, and for dS behind every chunk."""
+        pipeline = self.p.pipeline
+        pipeline.states.wait(self.t)
+        if self.p.plan.run > 1:
+            pl.when(self.j == 0)(lambda: pipeline.S.wait(self.t))
+
+    def wait_until_stored(self):
+        """Wait until the results of the chunk before have left shared memory."""
+        pl.when(self.i >= 1)(lambda: self.p.pipeline.results.acquire(self.t))
+
+    def hand_over(self):
+        """Report to the loading warpgroup that the results are in shared memory."""
+        plgpu.commit_smem()
+        self.p.pipeline.results.filled(self.t)
+
+    def share(self, first: Callable, second: Callable):
+        """Run both functions in the warpgroup of a chunk. Where two warpgroups share it, run `first` in one and `second` in the
+        other."""
+        if self.p.plan.team == 1:
+            first()
+            second()
+        else:
+            pl.when(self.w == 0)(first)
+            pl.when(self.w == 1)(second)
+
+
+def first_item(n: Items):
+    """Return the number of this computing warpgroup in its program, and the first item of its team."""
+    wg = lax.axis_index(WARPGROUP)
+    return wg, lax.axis_index(PROGRAM) * n.teams + lax.div(wg, n.team)
+
+
+def compute_chunks(n: Items, first, compute: Callable):
+    """Run compute(first, i) for each chunk of a team."""
+
+    def step(i, _):
+        compute(first, i)
+        return ()
+
+    lax.fori_loop(0, n.count(first), step, ())
+
+
+def load_chunks(p: Program, load_early: Callable, load_late: Callable, store: Callable):
+    """Run the loading warpgroup: each function (program, i, team) for the i-th chunk of every team.
+
+    load_early loads the tiles that are free, and load_late those that the chunk before uses until it is computed, and the
+    states. store stores the results, as one group.
+    """
+    n, results = p.plan, p.pipeline.results
+    program = lax.axis_index(PROGRAM)
+    chunks = [n.count(program * n.teams + team) for team in range(n.teams)]
 
     def step(i, _):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for t in range(n.teams):
-            pl.when((i >= 2) & (i <= chunks[t]))(lambda t=t: plgpu.barrier_arrive(m.sent.at[t]))
-            pl.when(i < chunks[t])(lambda t=t: begin(i, t))
-        for t in range(n.teams):
-            pl.when(i < chunks[t])(lambda t=t: complete(i, t))
-        for t in range(n.teams):
-            pl.when((i >= 1) & (i <= chunks[t]))(lambda t=t: send(i - 1, t))
+        for team in range(n.teams):
+            pl.when((i >= 2) & (i <= chunks[team]))(lambda team=team: results.release(team))
+            pl.when(i < chunks[team])(lambda team=team: load_early(program, i, team))
+        for team in range(n.teams):
+            pl.when(i < chunks[team])(lambda team=team: load_late(program, i, team))
+        for team in range(n.teams):
+            pl.when((i >= 1) & (i <= chunks[team]))(lambda team=team: store(program, i - 1, team))
         return ()
 
     lax.fori_loop(0, chunks[0] + 1, step, ())
     plgpu.wait_smem_to_gmem(0)
 
 
-def second_term(m: GradientRefs, t):
-    """Return the tile of the gates' second term, [64, D]. It lies in the tile of S until sums of gates are formed."""
-    return m.S.at[t, pl.ds(0, CHUNK)]
-
-
-def at_chunk(n: Sizes, m: GradientRefs, tiles, first, i) -> ChunkRefs:
-    """Return the references of a computing warpgroup's i-th chunk."""
-    wg = lax.axis_index("wg")
-    t, w = lax.optimization_barrier((lax.div(wg, n.team), lax.rem(wg, n.team)))
-    b, _, c, h, j = n.chunk(first, i, m.scan.reverse)
-    at, other = (t * SLOTS + lax.rem(i + ahead, SLOTS) for ahead in (0, 1))
-    whole = {name: m.tiles[name].at[at] for name in tiles}
-    own = {name + "_w": ref.at[:, half(w)] if n.whole else ref.at[w] for name, ref in whole.items()}
-
-    def again():
-        """Return the same references, formed again so that the compiler holds none of them in registers meanwhile."""
-        return at_chunk(n, m, tiles, *lax.optimization_barrier((first, i)))
-
-    place = dict(t=t, w=w, wg=t * n.team + w, b=b, c=c, h=h, j=j, at=at, other=other, mine=half(w))
-    scan = ScanOrder(m.scan.reverse, m.marks.at[at], resets=True) if n.resets else m.scan
-    return ChunkRefs(
-        **place, **whole, **own, again=again, scale=n.scale(m, b, c), scan=scan, vector=m.vectors.at[t * n.team + w]
-    )
-
-
-def compute(n: Sizes, m: GradientRefs, tiles, chunk):
-    """Run a computing warpgroup: chunk(n, m, refs, release) for each of its chunks."""
-    wg = lax.axis_index("wg")
-    first = lax.axis_index("cta") * n.teams + lax.div(wg, n.team)
-    if m.order is not None:  # many masks: where tokens stand is read from shared memory
-        order = m.order.at[wg]
-        order[...] = plgpu.load(m.tokens_g, layout=BY_COLUMN, optimized=False)
-        plgpu.commit_smem()
-        m = replace(m, scan=ScanOrder(m.scan.reverse, order))
-
-    def step(i, _):
-        c = at_chunk(n, m, tiles, first, i)
-        plgpu.barrier_wait(m.tokens_full.at[c.at])
-
-        def release():
-            """Wait until the results of the chunk before have left shared memory."""
-            pl.when(i >= 1)(lambda: plgpu.barrier_wait(m.sent.at[c.t]))
-
-        chunk(n, m, c, release)
-        return ()
-
-    lax.fori_loop(0, n.items(first) * n.run, step, ())
-
-
-def hand_over(m: GradientRefs, c: ChunkRefs):
-    """Report to the loading warpgroup that the results are in shared memory."""
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(m.ready.at[c.t])
-
-
-def barrier(arrivals, count):
-    """Return the type of `count` barriers that wait for `arrivals` each."""
-    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-
-
-def scratch(n: Sizes, tiles, slots: int = 1) -> dict:
-    """Return the shared memory of `slots` chunks' tiles and of one chunk's states, the vectors that warpgroups exchange, and
-    their barrier."""
-    tile = (CHUNK, n.D) if n.whole else (n.team, CHUNK, 64)
-    found = {name: tiled(n.teams * slots, *tile) for name in tiles}
-    found |= {name: tiled(n.teams, n.D, n.D) for name in ("S", "dS")}
-    found |= dict(vectors=plgpu.SMEM((2, 64), jnp.float32))
-    return found | dict(met=barrier(n.team, n.teams))
-
-
-def pipeline(n: Sizes, copies: int, last: int = 0) -> dict:
-    """Return the barriers between loading and computing warpgroups. copies: the copies per chunk that `tokens_full` waits for.
-    last: those that `values_full` waits for."""
-    found = dict(tokens_full=barrier(copies, n.teams * SLOTS), sent=barrier(1, n.teams))
-    found |= {name: barrier(n.team, n.teams) for name in ("states_free", "ready")}
-    if last:
-        found |= dict(values_full=barrier(last, n.teams))
-    if n.terms == 2:
-        found |= dict(gates_read=barrier(n.team, n.teams))
-    if n.run == 1:
-        return found | dict(behind_full=barrier(2, n.teams))
-    return found | {name: barrier(1, n.teams) for name in ("before_full", "behind_full")}
-
-
-def meet(n: Sizes, m: GradientRefs, c: ChunkRefs):
-    """Wait for all warpgroups that share the chunk. Each then sees what the others have stored.
-
-    One barrier serves every such point, because each barrier that a warpgroup waits for takes registers for its phase.
-    """
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(m.met.at[c.t])
-    plgpu.barrier_wait(m.met.at[c.t])
-
-
-def wait_for_states(n: Sizes, m: GradientRefs, c: ChunkRefs):
-    """Wait for S before a run's first chunk, and for dS behind every chunk."""
-    plgpu.barrier_wait(m.behind_full.at[c.t])
-    if n.run > 1:
-        pl.when(c.j == 0)(lambda: plgpu.barrier_wait(m.before_full.at[c.t]))
-
-
-def launch(
-    name: str, n: Sizes, body, inputs: dict, outputs: dict, memory: dict, *, threads, programs, reverse, interpret, over=()
-) -> list:  # fmt: skip
-    """Return the outputs, as new arrays or written to the arrays `over`. `body` must depend on nothing but `name` and `n`.
-
-    Every warpgroup runs body(m), with inputs, outputs and shared memory as the fields of `GradientRefs`.
-    """
-    names = [*(f"{name}_g" for name in [*inputs, *outputs]), *memory]
-
-    def named(*found):
-        refs = dict(zip(names, found, strict=True))
-        body(GradientRefs(ScanOrder(reverse, refs["tokens_g"]), **refs))
-
-    named.__name__ = name  # in profiles
-    params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
-    mesh = dict(grid=(programs,), grid_names=("cta",), num_threads=threads, thread_name="wg")
-    options: dict[str, Any] = dict(scratch_types=list(memory.values()), interpret=interpret, compiler_params=params)
-    kernel = plgpu.kernel(named, out_type=[] if over else list(outputs.values()), **mesh, **options)
-
-    first = len(inputs)  # a cached kernel must not hold a tracer
-
-    def call(*operands):
-        refs = [jax.new_ref(x) for x in operands[first:]]
-        return kernel(*operands[:first], *refs) or [ref[...] for ref in refs]
-
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in over or outputs.values()]
-    operands = *inputs.values(), *over
-    return list(once((name, n, reverse, programs), call, *operands, results=results, is_longest=not over))
-
-
-def warpgroups(loading, computing):
-    """Run `loading` in the third warpgroup, with few registers, and `computing` in the first two, with many."""
-    wg = lax.axis_index("wg")
+def warpgroups(load: Callable, compute: Callable):
+    """Run `load` in the third warpgroup, with few registers, and `compute` in the first two, with many."""
+    wg = lax.axis_index(WARPGROUP)
 
     @pl.when(wg == 2)
     def _():
         plgpu.set_max_registers(REGISTERS[0], action="decrease")
-        loading()
+        load()
 
     @pl.when(wg < 2)
     def _():
         plgpu.set_max_registers(REGISTERS[1], action="increase")
-        computing()
+        compute()

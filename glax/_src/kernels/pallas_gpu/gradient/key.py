@@ -16,43 +16,178 @@ and those with dS' none before the last.
 The last sum cancels except for the pairs across t, because it is formed from the same x, y and dA as dq and dk. x, y and dA
 have 16 bits in two terms of bfloat16, and their products are three of the four products of terms. A has 8 bits, and its
 diagonal, the score of a token with itself, is added in float32. Where the gates of a chunk are out of range of e^M and e^-M,
-the states are not decayed, and a second kernel computes the chunk exactly.
+the states are not decayed, and a second kernel computes the chunk exactly (`exact`).
+
+**Roles.** One warpgroup loads, and two compute. With D = 128 both share a chunk: each has half of K in dq, dk and dg, and half
+of V in dv, one forms A^T, and the other dA^T. With D = 64 each has a chunk of its own.
+
+**Memory.** Tiles of tokens lie in two slots a team. What x, y and dA lose in bfloat16 lies in the next chunk's tiles of do, v
+and g, which are therefore loaded late (`lost_tiles`). A^T and dA^T lie in the tile of g, of which only M is formed, or with
+D = 64 in tiles of their own. The gates' second term lies in the tile of S until M is formed. Results overwrite tokens: dq q,
+dk k, dv do, and dg v.
+
+    waits    for      until
+    compute  compute  met
+    compute  load     tokens full: q, k, g, g_rest, marks
+    load     compute  results full
+    compute  load     results free
+    compute  load     states full: dS, S
+    load     compute  states free
+    compute  load     values full: v, do
+    load     compute  gates_read
 """
 
 import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.gradient import exact as vjp_exact
-from glax._src.kernels.pallas_gpu.gradient import key_chunk as vjp_key_gate_chunk
-from glax._src.kernels.pallas_gpu.gradient.items import (
-    SLOTS,
-    Sizes,
-    compute,
-    launch,
-    load,
-    pipeline,
-    scratch,
-    warpgroups,
+from glax._src.kernels.pallas_gpu.device.launch import launch
+from glax._src.kernels.pallas_gpu.device.pipeline import Meeting, Pipeline, Ring
+from glax._src.kernels.pallas_gpu.device.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2E,
+    added,
+    after,
+    by_row,
+    clear,
+    high_part,
+    product,
+    read,
+    tiled,
+    transposed,
+    zeros,
 )
-from glax._src.kernels.pallas_gpu.gradient.tiles import (
-    CHUNK,
+from glax._src.kernels.pallas_gpu.gradient import exact, items
+from glax._src.kernels.pallas_gpu.gradient.items import (
+    BF16,
+    SLOTS,
+    TILE,
+    Items,
+    Program,
+    ScanOrder,
+    accumulator,
+    columns,
+    half,
     marks,
+    masked,
+    store_rounded,
     tokens,
 )
-from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks
+from glax._src.kernels.pallas_gpu.plan import WHOLE, Blocks, C
 
-TILES = ("q", "k", "v", "g", "do")
-RESULTS = dict(dq="q", dk="k", dv="do", dg="v")
-LATE = ("g", "v", "do")  # their places hold what dA, y and x lose in bfloat16 until then
-LAST = ("v", "do")  # which a chunk begins without: what is loaded late is waited for, but for these
+Ref = Any
+
+
+class Operands(NamedTuple):
+    """Hold the operands, in global memory. Those that a call does not have are None."""
+
+    q: Ref  # [B, T, HQ, D]
+    k: Ref  # [B, T, HK, D]
+    v: Ref  # [B, T, HV, D]
+    g: Ref  # [B, T, heads, D]: log gates, or the first of their two terms
+    do: Ref  # [B, T, heads, D]: the gradient of the output
+    scale: Ref  # [B + 1], or [chunks] if packed
+    S: Ref  # [B, chunks, H, D, D]: the state before the chunk
+    dS: Ref  # [B, chunks, H, D, D]: the gradient of the state behind the chunk
+    tokens: Ref  # [C]: `items.tokens`
+    g_rest: Ref = None  # [B, T, heads, D]: the gates' second term
+    places: Ref = None  # [chunks, 3]: the rows of each chunk, if packed; see `gradient_key`
+    marks: Ref = None  # [B, chunks, C]: `items.marks`, of rows with resets
+
+
+class Results(NamedTuple):
+    """Hold the results, in global memory."""
+
+    dq: Ref  # [B, T, H, D]
+    dk: Ref  # [B, T, H, D]
+    dv: Ref  # [B, T, H, D]
+    dg: Ref  # [B, T, H, D]
+    d_scale: Ref  # [B, chunks, H, D / 64, C]: q dq / scale by token, of each half of K
+
+
+class Tiles(NamedTuple):
+    """Hold the shared memory. Tiles of tokens have two slots a team, and halves of the channels."""
+
+    q: Ref  # [slots, D / 64, C, 64]: q, then x, then dq
+    k: Ref  # k, then y, then dk
+    v: Ref  # v, then high parts of the gates' gradient, then dg
+    g: Ref  # the gates' first term, then A^T and dA^T with D = 128, then the gates' gradient from before
+    do: Ref  # do, then low parts of the gates' gradient, then dv
+    S: Ref  # [teams, D, D]
+    dS: Ref  # [teams, D, D]
+    vectors: Ref  # [2, C], of each warpgroup: every token's score with itself, then sum_v S' dS' of each channel
+    order: Ref  # [2, C]: each warpgroup's copy of `Operands.tokens`, without resets
+    marks: Ref  # [slots, C]: the chunk's part of `Operands.marks`
+    A_T: Ref  # [teams, C, C] with D = 64
+    dA_T: Ref
+
+    @classmethod
+    def types(cls, n: Items) -> "Tiles":
+        tile, state, slots = tiled(n.teams * SLOTS, n.team, C, 64), tiled(n.teams, n.D, n.D), SLOTS * n.teams
+        scores = tiled(n.teams, C, C) if n.team == 1 else None
+        return cls(
+            *(tile,) * 5,
+            *(state,) * 2,
+            vectors=plgpu.SMEM((2, C), jnp.float32),
+            order=None if n.resets else plgpu.SMEM((2, C), jnp.int32),
+            marks=plgpu.SMEM((slots, C), jnp.int32) if n.resets else None,
+            A_T=scores,
+            dA_T=scores,
+        )
+
+
+@dataclass(frozen=True)
+class KeyPipeline(Pipeline):
+    """Hold who waits for whom.
+
+    met: the warpgroups that share a chunk. tokens: the tokens of a slot that M, x and y are formed of. values: v and do.
+    gates_read: M is formed, so that S may overwrite the gates' second term. states: S and dS; they are read when all products of
+    the chunk are done, so that also the next g, v and do may be loaded. results: they are in shared memory, and have left it.
+    """
+
+    met: Meeting
+    tokens: Ring
+    results: Ring
+    states: Ring
+    values: Ring
+    gates_read: Meeting | None
+
+    ORDER = (
+        "met.all_there",
+        "tokens.full",
+        "results.free",
+        "states.free",
+        "results.full",
+        "values.full",
+        "gates_read.all_there",
+        "states.full",
+    )
+
+    @classmethod
+    def planned(cls, n: Items) -> "KeyPipeline":
+        """Return the pipeline of a plan."""
+        load, compute, teams = ("load",), ("compute",), n.teams
+        tokens = *("q", "k", "g") * n.team, *("g_rest",) * (n.terms - 1), *("marks",) * n.resets
+        return cls(
+            met=Meeting(compute, teams=teams),
+            tokens=Ring(teams * SLOTS, load, compute, tokens, released_by=(), teams=teams),
+            results=Ring(teams, compute, load, teams=teams),
+            states=Ring(teams, load, compute, ("dS", "S"), teams=teams),
+            values=Ring(teams, load, compute, ("v", "do") * n.team, released_by=(), teams=teams),
+            gates_read=Meeting(compute, load, teams=teams) if n.terms == 2 else None,
+        )
 
 
 def gradient_key(
     q, k, v, g, d_output, scale, before, behind, out_of_range, places=None, *,
-    reverse: bool, programs: int, blocks: Blocks = WHOLE, newest=None, interpret=None,
+    reverse: bool, programs: int, blocks: Blocks = WHOLE, newest=None,
 ):  # fmt: skip
     """Return the terms of each block: dq, dk, dv, dg, [B, T, H, D] in bfloat16; d_scale, [B, chunks, H] in float32.
 
@@ -71,38 +206,369 @@ def gradient_key(
         64], and with `places` chunks lie one after another in the inputs.
     """
     (B, T), (_, chunks, H, D, _), packed = d_output.shape[:2], behind.shape, places is not None
-    T = chunks * CHUNK if packed and newest is None else T
-    n = Sizes(
-        B, T, H, D, q.shape[2], k.shape[2], v.shape[2], programs, terms=len(g), blocks=blocks, packed=packed,
-        resets=newest is not None,
+    T = chunks * C if packed and newest is None else T
+    heads = q.shape[2], k.shape[2], v.shape[2]
+    n = Items(
+        B, T, H, D, heads, programs, reverse, blocks, terms=len(g), packed=packed, resets=newest is not None
     )  # fmt: skip
-    inputs = dict(q=q, k=k, v=v, g=g[0], do=d_output, scale=scale, before=before, behind=behind)
-    inputs |= dict(tokens=tokens(reverse)) | (dict(g_rest=g[1]) if n.terms == 2 else {})
-    inputs |= dict(places=places) if packed else {}
-    inputs |= dict(marks=marks(newest, reverse)) if n.resets else {}
-    options = dict(interpret=interpret, reverse=reverse, programs=programs)
-    rows = jax.ShapeDtypeStruct((B, n.chunks, H, n.team, CHUNK), jnp.float32)
-    each = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
-    outputs = dict(dq=each, dk=each, dv=each, dg=each, used=rows)
+    g, g_rest = g if n.terms == 2 else (*g, None)
+    marked = marks(newest, reverse) if n.resets else None
+    operands = Operands(q, k, v, g, d_output, scale, before, behind, tokens(reverse), g_rest, places, marked)
+    each = jax.ShapeDtypeStruct((B, T, H, D), BF16)
+    results = Results(each, each, each, each, jax.ShapeDtypeStruct((B, n.chunks, H, n.team, C), jnp.float32))
 
-    def positions(count):
-        return plgpu.SMEM((count, CHUNK), jnp.int32)
+    def body(operands, results, tiles, pipeline):
+        p = Program(n, operands, results, tiles, pipeline)
+        items.warpgroups(functools.partial(load, p), functools.partial(compute, p))
 
-    def near(m):
-        warpgroups(
-            lambda: load(n, m, TILES, RESULTS, LATE, LAST), lambda: compute(n, m, TILES, vjp_key_gate_chunk.chunk)
-        )
+    found = launch(
+        "gradient_key", n, body, operands, results, (Tiles.types(n),), items.ROLES, KeyPipeline.planned(n),
+        programs=programs, is_longest=True, params=items.SUMS_WITHIN_WARPS,
+    )  # fmt: skip
+    *gradients, d_scale = exact.gradient_exact(n, operands, found, out_of_range)
+    return *gradients, d_scale.sum(3) if n.resets else d_scale.sum((3, 4))
 
-    memory = (
-        scratch(n, TILES, SLOTS)
-        | pipeline(n, 3 * n.team + n.terms - 1 + n.resets, 2 * n.team)
-        | (dict(marks=positions(SLOTS * n.teams)) if n.resets else dict(order=positions(2)))
-    )
-    if n.team == 1:
-        memory |= vjp_key_gate_chunk.pair(n)
-    found = launch("gradient_key", n, near, inputs, outputs, memory, threads=3, **options)
-    inputs |= dict(out_of_range=out_of_range, any_out_of_range=vjp_exact.by_program(n, out_of_range))
-    options["programs"] = vjp_exact.programs(n)
-    exact, memory = functools.partial(vjp_exact.scan_program, n), vjp_exact.scratch(n)
-    *gradients, used = launch("gradient_exact", n, exact, inputs, outputs, memory, over=found, threads=1, **options)
-    return *gradients, used.sum(3) if n.resets else used.sum((3, 4))
+
+# ---- load ------------------------------------------------------------------------------------------------------------
+
+
+def load(p: Program):
+    """Run the loading warpgroup."""
+    n, x, s, pipeline = p.plan, p.operands, p.tiles, p.pipeline
+
+    def load_tokens(names, program, i, t: int, late: bool = False):
+        """Load the chunk's tokens of some arrays, by halves of the channels. Where they lie is formed at each use, because the
+        warpgroup has few registers."""
+        (b, _, c, h, _), at = n.chunk_of(program, i, t), n.slot(i, t)
+        heads, rows = n.heads_of(h), n.rows(x.places, c)
+        arrays = dict(q=(x.q, s.q), k=(x.k, s.k), v=(x.v, s.v), g=(x.g, s.g), do=(x.do, s.do))
+        ring, slot = (pipeline.values, t) if late else (pipeline.tokens, at)
+        for name in names:
+            source, tile = arrays[name]
+            for part in range(n.team):
+                ring.copy(source.at[b, rows, heads[name], half(part)], tile.at[at].at[part], slot)
+
+    def load_early(program, i, t: int):
+        load_tokens(("q", "k"), program, i, t)
+        if n.resets:
+            (b, _, c, _, _), at = n.chunk_of(program, i, t), n.slot(i, t)
+            pipeline.tokens.copy(x.marks.at[b, c], s.marks.at[at], at)
+
+    def load_late(program, i, t: int):
+        b, _, c, h, _ = n.chunk_of(program, i, t)
+        pl.when(i >= 1)(lambda: pipeline.states.acquire(t))
+        load_tokens(("g",), program, i, t)
+        if n.terms == 2:
+            rest = x.g_rest.at[b, n.rows(x.places, c), n.heads_of(h)["g"]]
+            pipeline.tokens.copy(rest, second_term(p, t), n.slot(i, t))
+        load_tokens(("v", "do"), program, i, t, late=True)
+        pipeline.states.copy(x.dS.at[b, c, h], s.dS.at[t], t)
+        if n.terms == 2:
+            pipeline.gates_read.wait(t)
+        pipeline.states.copy(x.S.at[b, c, h], s.S.at[t], t)
+
+    def store(program, i, t: int):
+        b, _, c, h, _ = n.chunk_of(program, i, t)
+        pipeline.results.wait(t)
+        for result, tile in zip(p.results[:4], (s.q, s.k, s.do, s.v), strict=True):
+            at = n.slot(i, t)
+            for part in range(n.team):
+                target = result.at[b, pl.ds(c * C, C), h, half(part)]
+                plgpu.copy_smem_to_gmem(tile.at[at].at[part], target, commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+
+    items.load_chunks(p, load_early, load_late, store)
+
+
+def second_term(p: Program, t):
+    """Return the tile of the gates' second term, [C, D]. It lies in the tile of S until sums of gates are formed."""
+    return p.tiles.S.at[t, pl.ds(0, C)]
+
+
+# ---- compute ---------------------------------------------------------------------------------------------------------
+
+
+class Rests(NamedTuple):
+    """Hold the tiles of what x = q e^M, y = k e^-M and dA lose in bfloat16, [C, 64] each or in halves."""
+
+    x: Ref  # this warpgroup's half
+    y: Ref  # this warpgroup's half
+    xs: Ref  # both halves
+    ys: Ref  # both halves
+    dA_T: Ref
+
+
+@dataclass(frozen=True)
+class Chunk(items.Chunk):
+    """Hold one chunk in work: of each tile also the half that belongs to this warpgroup (_w)."""
+
+    scan: ScanOrder
+    scale: Any
+    vector: Ref  # [C]: this warpgroup's row of `vectors`
+
+    @classmethod
+    def of(cls, p: Program, first, i) -> "Chunk":
+        """Return a team's i-th chunk."""
+        n, s, place = p.plan, p.tiles, cls.place(p, first, i)
+        order = s.marks.at[place["at"]] if n.resets else s.order
+        scale = n.scale(p.operands.scale, place["b"], place["c"])
+        vector = s.vectors.at[place["t"] * n.team + place["w"]]
+        return cls(**place, scan=ScanOrder(n.reverse, order, n.resets), scale=scale, vector=vector)
+
+    def again(self) -> "Chunk":
+        """Return the same chunk, formed again so that the compiler holds nothing of it in registers meanwhile."""
+        return Chunk.of(self.p, *lax.optimization_barrier((self.first, self.i)))
+
+    @property
+    def q(self):
+        return self.p.tiles.q.at[self.at]
+
+    @property
+    def k(self):
+        return self.p.tiles.k.at[self.at]
+
+    @property
+    def v(self):
+        return self.p.tiles.v.at[self.at]
+
+    @property
+    def g(self):
+        return self.p.tiles.g.at[self.at]
+
+    @property
+    def do(self):
+        return self.p.tiles.do.at[self.at]
+
+    @property
+    def q_w(self):
+        return self.q.at[self.w]
+
+    @property
+    def k_w(self):
+        return self.k.at[self.w]
+
+    @property
+    def v_w(self):
+        return self.v.at[self.w]
+
+    @property
+    def g_w(self):
+        return self.g.at[self.w]
+
+    @property
+    def do_w(self):
+        return self.do.at[self.w]
+
+    def state(self, ref: Ref, p):
+        """Return the warpgroup's channels of S' or dS', and the p-th half of the columns, [64, 64]."""
+        return ref.at[self.t, self.mine, half(p)]
+
+    def rests(self, first: Any = 0) -> Rests:
+        """Return the tiles of the next chunk's do, v and g, which hold what x, y and dA lose until they are loaded."""
+        s = self.p.tiles
+        xs, ys = s.do.at[self.other], s.v.at[self.other]
+        return Rests(x=xs.at[self.w], y=ys.at[self.w], xs=xs, ys=ys, dA_T=s.g.at[self.other, first])
+
+    def scores(self, first: Any = 0) -> tuple[Ref, Ref]:
+        """Return the tiles of A^T and dA^T."""
+        if self.p.plan.team == 2:
+            return self.g.at[first], self.g.at[first + 1]
+        return self.p.tiles.A_T.at[self.t], self.p.tiles.dA_T.at[self.t]
+
+
+def compute(p: Program):
+    """Run a computing warpgroup."""
+    n = p.plan
+    wg, first = items.first_item(n)
+    if not n.resets:  # many masks: where tokens stand is read from shared memory
+        order = p.tiles.order.at[wg]
+        order[...] = plgpu.load(p.operands.tokens, layout=BY_COLUMN, optimized=False)
+        plgpu.commit_smem()
+        p = p._replace(tiles=p.tiles._replace(order=order))
+    items.compute_chunks(n, first, functools.partial(compute_chunk, p))
+
+
+def compute_chunk(p: Program, first, i):
+    """Compute the gradient of one chunk, with M in log2. `exact` overwrites that of chunks whose gates are out of range."""
+    n, pipeline, c = p.plan, p.pipeline, Chunk.of(p, first, i)
+    pipeline.tokens.wait(c.at)
+    matrix, gates = c.scan.middle_matrix(), [c.g_w]
+    if n.terms == 2:
+        gates.append(second_term(p, c.t).at[:, c.mine])
+    if n.packed:
+        clear_foreign(c, (*gates, c.q_w, c.k_w))
+        plgpu.commit_smem()
+    M = product(TILE, *((matrix, g) for g in gates)) * LOG2E
+    if n.terms == 2:
+        pipeline.gates_read.arrive(c.t)
+    c.vector[...] = (read(c.q_w) * read(c.k_w)).sum(1)
+    x_rest = store_rounded(c.q_w, read(c.q_w) * jnp.exp2(M))
+    y_rest = store_rounded(c.k_w, read(c.k_w) * jnp.exp2(-M))
+    # e^M and e^-M are formed anew where they are needed again: M alone is held
+    M, x_rest, y_rest = lax.optimization_barrier((M, x_rest, y_rest))
+    c.wait_until_stored()
+    rests = c.rests()
+    rests.x[...], rests.y[...] = x_rest, y_rest
+    c.meet()
+    pipeline.values.wait(c.t)
+    if n.packed:
+        clear_foreign(c, (c.v_w, c.do_w))
+        c.meet()
+    store_scores(c)
+    c.meet()
+    c.wait_for_states()
+    c = c.again()
+    *found, used = pl.run_scoped(functools.partial(multiply, c, M), *[accumulator()] * 3)
+    pipeline.states.release(c.t)
+    c.meet()
+    c = c.again()
+    store_results(c, *found)
+    p.results.d_scale[c.b, c.c, c.h, c.w] = used  # last: fences wait for what is on its way to memory
+
+
+def clear_foreign(c: Chunk, found):
+    """Zero the rows of tiles that do not belong to the chunk's sequence. They belong to another sequence, or may hold NaN."""
+    places = c.p.operands.places
+    first, end = places[c.c, 1], places[c.c, 2]
+    pl.when((first > 0) | (end < C))(lambda: clear(found, first, end))
+
+
+def store_scores(c: Chunk):
+    """Store A^T = scale mask(y x^T) without its diagonal, and dA^T = mask(v do^T) in two terms."""
+    A_T, dA_T = c.scores()
+    parts = range(c.p.plan.team)
+
+    def of_keys():
+        """Form y x^T as three of the four products of two terms."""
+        rests = c.rests()
+        pairs = [(c.k.at[part], c.q.at[part]) for part in parts]
+        pairs += [(rests.ys.at[part], c.q.at[part]) for part in parts]
+        pairs += [(c.k.at[part], rests.xs.at[part]) for part in parts]
+        A_T[...] = masked(c.scan.before(), product(TILE, *((y, transposed(x)) for y, x in pairs)) * c.scale)
+
+    def of_values():
+        pairs = ((c.v.at[part], transposed(c.do.at[part])) for part in parts)
+        dA = lax.optimization_barrier(jnp.where(c.scan.earlier(), product(TILE, *pairs), 0.0))
+        c.rests().dA_T[...] = store_rounded(dA_T, dA)
+
+    c.share(of_keys, of_values)
+
+
+def multiply(c: Chunk, M, dy_pairs, dy_state, dx):
+    """Run all products with scores and states, and return what `store_results` takes, and x dx by token.
+
+    M: [C, 64]. The accumulators are those of dA^T x, v dS'^T and do S'^T + dA y. Products are started in the order in which
+    they are used, because starting one waits for most of those before.
+    """
+    n, p = c.p.plan, c.p
+    start(c, dy_pairs, dy_state, dx)
+    running = n.team + 3 * (not n.resets)  # products behind those of dy_state
+    dy_pairs, dy_state = after(dy_pairs, n.team + running), after(dy_state, running)
+    if n.resets:
+        dy_state = c.scan.to_state(dy_state)
+    y = read(c.k_w) + read(c.rests().y)
+    before_gate = (y * dy_state).astype(BF16)
+    dk = (jnp.exp2(-M) * (dy_state + c.scale * dy_pairs)).astype(BF16)
+    given = y * dy_pairs
+    # Rounded now, not when dk and dv are stored: two registers a pair until then.
+    dk, before_gate, given = lax.optimization_barrier((dk, before_gate, given))
+    if n.resets:
+        dx = added(c.scan.from_state(after(dx)), *pairs_of_queries(c, first_tile()))
+    edge = around(c)  # a loop, before which the compiler does not move the next product
+    if n.team == 1:  # one turn of a loop is none
+        c.meet()
+
+    def of_values(dv):
+        here = c.again() if n.team == 1 else c  # where a warpgroup has the chunk alone, registers are short
+        start_values(here, dv)
+        total = dx if n.resets else after(dx, 2 * n.team + 1)
+        used = (read(here.q_w) + read(here.rests().x)) * total
+        behind_gate = c.scale * (used - given)
+        dq = (c.scale * jnp.exp2(M) * total).astype(BF16)
+        behind_gate, dq, used = lax.optimization_barrier((behind_gate, dq, used.sum(1)))
+        values = after(dv)
+        if n.resets:
+            values = added(here.scan.to_state(values), (here.scores(first_tile())[0], here.do_w))
+        own = sum(plgpu.load(p.tiles.vectors.at[here.t * n.team + part], layout=BY_ROW) for part in range(n.team))
+        own = by_row(own * here.scale, TILE) * read(here.do_w)
+        return behind_gate, dq, used, (values + own).astype(BF16)
+
+    behind_gate, dq, used, dv = pl.run_scoped(of_values, accumulator())
+    return behind_gate, before_gate, edge, dq, dk, dv, used
+
+
+def start(c: Chunk, dy_pairs, dy_state, dx):
+    """Start the products in this order: dA^T x; v dS'^T; do S'^T + dA y. With resets, do S'^T has no rows behind them, and dA y
+    is added later."""
+    s, parts, rests, (_, dA_T) = c.p.tiles, range(c.p.plan.team), c.rests(), c.scores()
+    for dA, x in ((dA_T, c.q_w), (rests.dA_T, c.q_w), (dA_T, rests.x)):
+        plgpu.wgmma(dy_pairs, dA, x)
+    for part in parts:
+        plgpu.wgmma(dy_state, c.v.at[part], transposed(c.state(s.dS, part)))
+    for part in parts:
+        plgpu.wgmma(dx, c.do.at[part], transposed(c.state(s.S, part)))
+    if not c.p.plan.resets:
+        for pair in pairs_of_queries(c):
+            plgpu.wgmma(dx, *pair)
+
+
+def pairs_of_queries(c: Chunk, first: Any = 0):
+    """Return the operands of the products that sum to dA y."""
+    rests, (_, dA_T) = c.rests(first), c.scores(first)
+    return [(transposed(dA), y) for dA, y in ((dA_T, c.k_w), (dA_T, rests.y), (rests.dA_T, c.k_w))]
+
+
+def first_tile():
+    """Return 0 as a traced number: no constant may be the index of a tile that products are added by."""
+    return lax.optimization_barrier(jnp.int32(0))
+
+
+def start_values(c: Chunk, dv):
+    """Start the products of dv = A^T do + y dS', [64, 64]. With resets, start those of y dS' alone."""
+    n, dS, (A_T, _) = c.p.plan, c.p.tiles.dS, c.scores()
+    if not n.resets:
+        plgpu.wgmma(dv, A_T, c.do_w)
+    for y in (c.k, c.rests().ys):
+        for part in range(n.team):
+            plgpu.wgmma(dv, y.at[part], dS.at[c.t, half(part), c.mine])
+
+
+def around(c: Chunk):
+    """Return sum_v S' dS', [64], for the warpgroup's own half of K.
+
+    It is a loop. In code without a loop the compiler reads everything together, and spills what has no registers beside the
+    running products.
+    """
+    s = c.p.tiles
+
+    def add(part, total):
+        return total + (read(c.state(s.S, part)) * read(c.state(s.dS, part))).sum(1)
+
+    found = lax.fori_loop(0, c.p.plan.team, add, zeros((64,), BY_ROW))
+    return found * c.scan.passes() if c.p.plan.resets else found
+
+
+# ---- store -----------------------------------------------------------------------------------------------------------
+
+
+def store_results(c: Chunk, behind_gate, before_gate, edge, dq, dk, dv):
+    """Form dg_t = edge + sum_{i >= t} behind_gate_i + sum_{j < t} before_gate_j, and store all results.
+
+    behind_gate: [64, 64] in float32, before_gate: the same in bfloat16, by token and channel. edge: [64], by channel. dq, dk,
+    dv: [64, 64] in bfloat16. The results overwrite the tiles of the tokens, whose products are done.
+    """
+    high = high_part(behind_gate)
+    c.vector[...] = edge
+    c.v_w[...] = high.astype(BF16)
+    c.do_w[...] = (behind_gate - high).astype(BF16)
+    c.g_w[...] = before_gate
+    plgpu.commit_smem()
+    suffix, prefix = c.scan.sums()
+    dg = product(TILE, (suffix, c.v_w), (suffix, c.do_w), (prefix, c.g_w))
+    c.q_w[...] = dq
+    c.k_w[...] = dk
+    dg = dg + columns(c.vector)
+    plgpu.commit_smem()
+    c.v_w[...] = dg.astype(BF16)
+    c.do_w[...] = dv
+    c.hand_over()

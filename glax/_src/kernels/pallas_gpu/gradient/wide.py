@@ -1,15 +1,32 @@
 """Compute the gradient of every chunk of heads wider than 128 columns, with per-key gates. dq, dk and dg are summed over V on
 chip.
 
-The formulas are those of `gradient/key.py`. In these, do S'^T, v dS'^T, do v^T and <S', dS'> are sums over the columns of V. A
-program has one chunk of 128 channels of K. It scales q and k once, adds up these sums in registers over steps of 64 columns,
-stores the columns of dv at each step, and forms dq, dk and dg behind the last step. q, k and the gates are therefore read once,
-and dq, dk and dg are written once. Separate blocks of 128 columns would read and write them once for each block.
+The formulas are those of `key`. In these, do S'^T, v dS'^T, do v^T and <S', dS'> are sums over the columns of V. A program has
+one chunk of 128 channels of K, an item. It scales q and k once, adds up these sums in registers over steps of 64 columns, stores
+the columns of dv at each step, and forms dq, dk and dg behind the last step. q, k and the gates are therefore read once, and dq,
+dk and dg are written once. Separate blocks of 128 columns would read and write them once for each block.
 
-One warpgroup loads, a step ahead. Two compute, each with 64 channels. The first also forms do v^T, and the second dv.
+Roles. *load* loads, a step ahead. *scores* and *values* compute, each with 64 channels. The first also forms do v^T, and the
+second dv.
+
+Memory. The tiles of a step lie in two stages, and those of q and k in two slots, or one where gates have two terms. x, then dq,
+overwrites q; y, then dk, overwrites k; dv overwrites do. Scores lie in two tiles: A^T, then what dA^T loses; and dA^T. Who waits
+for whom:
+
+    waits           for             until
+    scores, values  load            keys full: q, k
+    load            scores, values  keys free
+    scores, values  load            gates loaded: marks, gates
+    load            scores, values  gates read
+    scores, values  load            columns full: v, do, S, dS
+    load            scores, values  columns free
+    values          scores          scored full
+    scores, values  scores, values  met
 """
 
+import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +34,240 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.device.cache import once
-from glax._src.kernels.pallas_gpu.device.tiles import BY_COLUMN
-from glax._src.kernels.pallas_gpu.gradient import exact as vjp_exact
-from glax._src.kernels.pallas_gpu.gradient.items import Sizes, launch
-from glax._src.kernels.pallas_gpu.gradient.tiles import half, marks, tokens
-from glax._src.kernels.pallas_gpu.gradient.wide_item import compute_item
-from glax._src.kernels.pallas_gpu.gradient.wide_refs import (
-    STAGES,
-    Barriers,
-    Operands,
-    Program,
-    Results,
-    Tiles,
-    WideGradient,
+from glax._src.kernels.pallas_gpu.device import tiles
+from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
+from glax._src.kernels.pallas_gpu.device.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2E,
+    by_row,
+    high_part,
+    product,
+    read,
+    tiled,
+    transposed,
+    zeros,
 )
-from glax._src.kernels.pallas_gpu.plan import Blocks
+from glax._src.kernels.pallas_gpu.gradient import exact, key
+from glax._src.kernels.pallas_gpu.gradient.items import (
+    BF16,
+    SUMS_WITHIN_WARPS,
+    TILE,
+    Items,
+    ScanOrder,
+    columns,
+    half,
+    marks,
+    masked,
+    store_rounded,
+    tokens,
+)
+from glax._src.kernels.pallas_gpu.plan import Blocks, C, quotient, remainder
 
-WIDE_REGISTERS = 40, 232  # of a thread that loads, and of one that computes
+STAGES = 2  # steps whose tiles lie in shared memory: one in work, one on its way
+STEPS = 2  # of 64 columns in a block of 128
+REGISTERS = 40, 232  # of a thread that loads, and of one that computes
+ROLES = dict(scores=1, values=1, load=1)
+
+Ref = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class WideGradient:
+    """Hold what the kernel is compiled for. An item is one chunk of one block of K, 128 channels, of one head. Its steps take 64
+    columns of V each.
+
+    H: the number of whole heads. heads: the numbers of heads of q, k and v, in blocks. programs: the number of multiprocessors.
+    terms: the arrays of bfloat16 of which per-key gates are the sum, 1 or 2.
+    resets: whether tokens that reset the state are marked.
+    """
+
+    B: int
+    T: int
+    H: int
+    blocks: Blocks
+    heads: tuple[int, int, int]
+    programs: int
+    terms: int
+    reverse: bool
+    resets: bool = False
+
+    @property
+    def chunks(self) -> int:
+        """Return the number of chunks of a sequence."""
+        return -(-self.T // C)
+
+    @property
+    def rows(self) -> int:
+        """Return the number of blocks of K of all heads."""
+        return self.H * self.blocks.rows
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps of an item."""
+        return STEPS * self.blocks.columns
+
+    @property
+    def slots(self) -> int:
+        """Return the number of items whose q and k lie in shared memory."""
+        return 1 if self.terms == 2 else 2
+
+    def count(self, program):
+        """Return the number of items program, program + programs, ..."""
+        return lax.div(self.B * self.chunks * self.rows - program + (self.programs - 1), jnp.int32(self.programs))
+
+
+class Operands(NamedTuple):
+    """Hold the operands, in global memory. Heads are blocks of 128 channels or columns."""
+
+    q: Ref  # [B, T, HQ, 128]
+    k: Ref  # [B, T, HK, 128]
+    v: Ref  # [B, T, HV, 128]
+    gates: tuple[Ref, ...]  # the terms, [B, T, rows, 128] each
+    do: Ref  # [B, T, H * columns, 128]
+    scale: Ref  # [B + 1]
+    S: Ref  # [B, chunks, rows * columns, 128, 128]: the state before the chunk
+    dS: Ref  # [B, chunks, rows * columns, 128, 128]: the gradient of the state behind the chunk
+    tokens: Ref  # [C]: the place of every row in scanning order, from 1; with resets [B, chunks, C]: `items.marks`
+
+
+class Results(NamedTuple):
+    """Hold the results, in global memory."""
+
+    dq: Ref  # [B, T, rows, 128]
+    dk: Ref  # [B, T, rows, 128]
+    dv: Ref  # [B, T, rows * columns, 128]
+    dg: Ref  # [B, T, rows, 128]
+    d_scale: Ref  # [B, chunks, rows, 2, C]: q dq by token, of each half of the channels
+
+    @classmethod
+    def types(cls, n: WideGradient) -> "Results":
+        keys = jax.ShapeDtypeStruct((n.B, n.T, n.rows, 128), BF16)
+        values = jax.ShapeDtypeStruct((n.B, n.T, n.rows * n.blocks.columns, 128), BF16)
+        return cls(keys, keys, values, keys, jax.ShapeDtypeStruct((n.B, n.chunks, n.rows, 2, C), jnp.float32))
+
+
+class Tiles(NamedTuple):
+    """Hold the shared memory. The second axis of tiles of tokens holds halves of the channels, one for each warpgroup."""
+
+    q: Ref  # [slots, 2, C, 64]: q, then x, then dq
+    k: Ref  # [slots, 2, C, 64]: k, then y, then dk
+    gates: Ref  # [terms, 2, C, 64]
+    x_rest: Ref  # [2, C, 64]: what x loses in bfloat16, then the gates' gradient from behind, then dg
+    y_rest: Ref  # [2, C, 64]: what y loses, then the gates' gradient from before
+    v: Ref  # [STAGES, C, 64]
+    do: Ref  # [STAGES, C, 64]: do, then dv
+    S: Ref  # [STAGES, 128, 64]
+    dS: Ref  # [STAGES, 128, 64]
+    scores: Ref  # [2, C, C], transposed: A, then what dA loses; dA; then by half what the gates' gradient loses
+    sums: Ref  # [2, 64]: by half of the channels every token's score with itself, then sum_v S dS of each channel
+    order: Ref  # [2, C]: `tokens`, for each warpgroup; with resets for every other item
+
+    @classmethod
+    def types(cls, n: WideGradient) -> "Tiles":
+        return cls(
+            q=tiled(n.slots, 2, C, 64),
+            k=tiled(n.slots, 2, C, 64),
+            gates=tiled(n.terms, 2, C, 64),
+            x_rest=tiled(2, C, 64),
+            y_rest=tiled(2, C, 64),
+            v=tiled(STAGES, C, 64),
+            do=tiled(STAGES, C, 64),
+            S=tiled(STAGES, 128, 64),
+            dS=tiled(STAGES, 128, 64),
+            scores=tiled(2, C, C),
+            sums=plgpu.SMEM((2, C), jnp.float32),
+            order=plgpu.SMEM((2, C), jnp.int32),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class WidePipeline(Pipeline):
+    """Hold who waits for whom.
+
+    keys: q and k of an item; they are read when dq and dk have left their tiles. gates: of an item, with its resets. columns: a
+    step's columns of V; they are read when dv has left its tile. scored: dA needs the step's do no more, which dv overwrites.
+    met: both that compute.
+    """
+
+    keys: Ring
+    gates: Handoff
+    columns: Ring
+    scored: Ring
+    met: Meeting
+
+    ORDER = (
+        "keys.full",
+        "gates.full",
+        "gates.free",
+        "keys.free",
+        "columns.full",
+        "columns.free",
+        "scored.full",
+        "met.all_there",
+    )
+
+    @classmethod
+    def planned(cls, n: WideGradient) -> "WidePipeline":
+        """Return the pipeline of a plan."""
+        load, scores, values = ("load",), ("scores",), ("values",)
+        return cls(
+            keys=Ring(n.slots, load, scores + values, ("q", "k") * 2),
+            gates=Handoff(load, scores + values, (*("marks",) * n.resets, *("gates",) * (2 * n.terms))),
+            columns=Ring(STAGES, load, scores + values, ("v", "do", "S", "dS")),
+            scored=Ring(STAGES, scores, values, released_by=()),
+            met=Meeting(scores + values),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Hold the plan and the references of one program."""
+
+    plan: WideGradient
+    operands: Operands
+    results: Results
+    tiles: Tiles
+    pipeline: WidePipeline
+
+    def place(self, i):
+        """Return batch row, chunk and block of K of the program's i-th item."""
+        item = lax.axis_index(PROGRAM) + i * self.plan.programs
+        rest = quotient(item, self.plan.rows)
+        return quotient(rest, self.plan.chunks), remainder(rest, self.plan.chunks), remainder(item, self.plan.rows)
+
+    def rows(self, i):
+        """Return batch row and token rows of the i-th item."""
+        b, c, _ = self.place(i)
+        return b, pl.ds(c * C, C)
+
+    def block(self, i, step=0):
+        """Return the block of the state that a step of the i-th item reads."""
+        return self.place(i)[2] * self.plan.blocks.columns + quotient(step, STEPS)
+
+    def stage(self, i, step):
+        """Return the stage of a step of the i-th item."""
+        return lax.rem(i * self.plan.steps + step, jnp.int32(STAGES))
+
+    def parity(self, i):
+        """Return the place of the resets of the i-th item. The item before still reads its own when they are fetched."""
+        return remainder(i, 2)
+
+    def columns(self, step):
+        """Return the columns of a step within its block."""
+        return half(remainder(step, STEPS))
+
+    def meet(self):
+        """Wait for the other warpgroup; each sees what the other has stored."""
+        plgpu.commit_smem()
+        self.pipeline.met.arrive()
+        self.pipeline.met.wait()
 
 
 def gradient_wide(
     q, k, v, g, d_output, scale, before, behind, out_of_range, *,
-    reverse: bool, programs: int, blocks: Blocks, newest=None, interpret=None,
+    reverse: bool, programs: int, blocks: Blocks, newest=None,
 ):  # fmt: skip
     """Return dq and dk of every block of K, [B, T, rows, 128]; dv of every block of the state, [B, T, rows * columns, 128]; dg of
     every block of K; all in bfloat16. Return d_scale too, [B, chunks, rows] in float32.
@@ -50,119 +278,305 @@ def gradient_wide(
     heads = tuple(x.shape[2] for x in (q, k, v))
     n = WideGradient(B, T, H, blocks, heads, programs, len(g), reverse, newest is not None)
 
+    order = marks(newest, reverse) if n.resets else tokens(reverse)
+    operands = Operands(q, k, v, tuple(g), d_output, scale, before, behind, order)
+
     def body(*refs):
-        p = Program.of(n, *refs)
-        wg = lax.axis_index("wg")
+        p, wg = Program(n, *refs), lax.axis_index(WARPGROUP)
         pl.when(wg == 2)(functools.partial(load, p))
         pl.when(wg < 2)(functools.partial(compute, p, wg))
 
-    body.__name__ = "gradient_wide"  # in profiles
-    results = tuple(Results.types(n))
-    kernel = plgpu.kernel(
-        body,
-        out_type=results,
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=3,
-        thread_name="wg",
-        scratch_types=[Tiles.types(n), Barriers.types(n)],
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
-    )
-    order = marks(newest, reverse) if n.resets else tokens(reverse)
-    operands = Operands(q, k, v, tuple(g), d_output, scale, before, behind, order)
-    leaves = jax.tree.leaves(operands)
-    found = Results(*once(("gradient_wide", n), kernel, *leaves, results=results, is_longest=True))
-    return exact(n, operands, found, out_of_range, interpret)
-
-
-def exact(n: WideGradient, operands: Operands, found: Results, out_of_range, interpret):
-    """Return the gradient with the chunks that are out of range computed again, token by token."""
-    q, k, v, g, d_output, scale, before, behind, order = operands
-    H = n.rows * n.blocks.columns
-    sizes = Sizes(
-        n.B, n.T, H, 128, *n.heads, n.programs, terms=n.terms, blocks=n.blocks, summed=n.blocks.columns, resets=n.resets
+    found = launch(
+        "gradient_wide", n, body, operands, Results.types(n), (Tiles.types(n),), ROLES, WidePipeline.planned(n),
+        programs=programs, is_longest=True, params=SUMS_WITHIN_WARPS,
     )  # fmt: skip
-    inputs = dict(q=q, k=k, v=v, g=g[0], do=d_output, scale=scale, before=before, behind=behind)
-    inputs |= dict(tokens=tokens(n.reverse)) | (dict(g_rest=g[1]) if n.terms == 2 else {})
-    inputs |= dict(marks=order) if n.resets else {}
-    inputs |= dict(out_of_range=out_of_range, any_out_of_range=vjp_exact.by_program(sizes, out_of_range))
-    outputs = dict(dq=found.dq, dk=found.dk, dv=found.dv, dg=found.dg, used=found.used)
-    options = dict(threads=1, programs=vjp_exact.programs(sizes), reverse=n.reverse, interpret=interpret)
-    scan = functools.partial(vjp_exact.scan_program, sizes)
-    over = tuple(outputs.values())
-    *gradients, used = launch(
-        "gradient_exact", sizes, scan, inputs, outputs, vjp_exact.scratch(sizes), over=over, **options
-    )
-    return *gradients, used.sum(3) if n.resets else used.sum((3, 4))
+    return exact_chunks(n, operands, found, out_of_range)
+
+
+def exact_chunks(n: WideGradient, operands: Operands, found: Results, out_of_range):
+    """Return the gradient with the chunks that are out of range computed again, token by token."""
+    q, k, v, g, do, scale, S, dS, order = operands
+    plan = Items(
+        n.B, n.T, n.rows * n.blocks.columns, 128, n.heads, n.programs, n.reverse, n.blocks,
+        terms=n.terms, summed=n.blocks.columns, resets=n.resets,
+    )  # fmt: skip
+    g, g_rest = g if n.terms == 2 else (*g, None)
+    given = key.Operands(q, k, v, g, do, scale, S, dS, tokens(n.reverse), g_rest, None, order if n.resets else None)
+    *gradients, d_scale = exact.gradient_exact(plan, given, key.Results(*found), out_of_range)
+    return *gradients, d_scale.sum(3) if n.resets else d_scale.sum((3, 4))
+
+
+# ---- load -------------------------------------------------------------------------------------------------------------
 
 
 def load(p: Program):
-    """Fetch the tiles of every step as they become free, and q, k and the gates of the next item in between."""
+    """Load the tiles of every step as they become free, and q, k and the gates of the next item in between."""
     n = p.plan
-    plgpu.set_max_registers(WIDE_REGISTERS[0], action="decrease")
-    count = n.count(lax.axis_index("program"))
+    plgpu.set_max_registers(REGISTERS[0], action="decrease")
+    count = n.count(lax.axis_index(PROGRAM))
 
-    fetch_gates(p, 0)
-    fetch_keys(p, 0)
+    load_gates(p, 0)
+    load_keys(p, 0)
 
     @pl.loop(0, count)
     def _(i):
         @pl.loop(0, n.steps)
         def _(step):
-            fetch_step(p, i, step)
+            load_step(p, i, step)
 
             @pl.when((step == 1) & (i > 0))
             def _():
-                plgpu.barrier_wait(p.barriers.gates_read)
-                fetch_gates(p, i)
+                p.pipeline.gates.acquire()
+                load_gates(p, i)
 
             ahead = i + n.slots - 1  # whose keys find their place free next
-            pl.when((step == 1) & (ahead > 0) & (ahead < count))(lambda: fetch_keys(p, ahead))
+            pl.when((step == 1) & (ahead > 0) & (ahead < count))(lambda: load_keys(p, ahead))
 
 
-def fetch_keys(p: Program, i):
-    """Fetch q and k of the i-th item, once dq and dk of the item that used their tiles have left shared memory."""
+def load_keys(p: Program, i):
+    """Load q and k of the i-th item, once dq and dk of the item that d_scale their tiles have left shared memory."""
     n, slot = p.plan, lax.rem(jnp.int32(i), jnp.int32(p.plan.slots))
-    pl.when(i >= n.slots)(lambda: plgpu.barrier_wait(p.barriers.keys_free.at[slot]))
+    p.pipeline.keys.acquire(slot, i)
     block, every = p.block(i), n.rows * n.blocks.columns
     for x, heads, tile in zip((p.operands.q, p.operands.k), n.heads[:2], (p.tiles.q, p.tiles.k), strict=True):
         for w in range(2):
             source = x.at[(*p.rows(i), n.blocks.of_keys(block, every, heads), half(w))]
-            plgpu.copy_gmem_to_smem(source, tile.at[slot, w], p.barriers.keys_loaded.at[slot])
+            p.pipeline.keys.copy(source, tile.at[slot, w], slot)
 
 
-def fetch_gates(p: Program, i):
-    """Fetch the terms of the gates of the i-th item, in halves [C, 64] of the channels, and its resets."""
+def load_gates(p: Program, i):
+    """Load the terms of the gates of the i-th item, in halves [C, 64] of the channels, and its resets."""
     if p.plan.resets:
         b, c, _ = p.place(i)
-        plgpu.copy_gmem_to_smem(p.operands.tokens.at[b, c], p.tiles.order.at[p.parity(i)], p.barriers.gates_loaded)
+        p.pipeline.gates.copy(p.operands.tokens.at[b, c], p.tiles.order.at[p.parity(i)])
     for term in range(p.plan.terms):
         for w in range(2):
             source = p.operands.gates[term].at[(*p.rows(i), p.place(i)[2], half(w))]
-            plgpu.copy_gmem_to_smem(source, p.tiles.gates.at[term, w], p.barriers.gates_loaded)
+            p.pipeline.gates.copy(source, p.tiles.gates.at[term, w])
 
 
-def fetch_step(p: Program, i, step):
-    """Fetch the step's columns of v, d_output and both states."""
+def load_step(p: Program, i, step):
+    """Load the step's columns of v, do and both states."""
     n, stage, block = p.plan, p.stage(i, step), p.block(i, step)
-    every, columns, loaded = n.rows * n.blocks.columns, p.columns(step), p.barriers.loaded.at[stage]
-    pl.when(i * n.steps + step >= STAGES)(lambda: plgpu.barrier_wait(p.barriers.consumed.at[stage]))
+    every, columns, ring = n.rows * n.blocks.columns, p.columns(step), p.pipeline.columns
+    ring.acquire(stage, i * n.steps + step)
     of_v, of_output = (n.blocks.of_values(block, every, heads) for heads in (n.heads[2], n.H * n.blocks.columns))
-    plgpu.copy_gmem_to_smem(p.operands.v.at[(*p.rows(i), of_v, columns)], p.tiles.v.at[stage], loaded)
-    source = p.operands.d_output.at[(*p.rows(i), of_output, columns)]
-    plgpu.copy_gmem_to_smem(source, p.tiles.d_output.at[stage], loaded)
+    ring.copy(p.operands.v.at[(*p.rows(i), of_v, columns)], p.tiles.v.at[stage], stage)
+    source = p.operands.do.at[(*p.rows(i), of_output, columns)]
+    ring.copy(source, p.tiles.do.at[stage], stage)
     b, c, _ = p.place(i)
-    for x, tile in ((p.operands.before, p.tiles.before), (p.operands.behind, p.tiles.behind)):
-        plgpu.copy_gmem_to_smem(x.at[b, c, block, :, columns], tile.at[stage], loaded)
+    for x, tile in ((p.operands.S, p.tiles.S), (p.operands.dS, p.tiles.dS)):
+        ring.copy(x.at[b, c, block, :, columns], tile.at[stage], stage)
+
+
+# ---- compute ----------------------------------------------------------------------------------------------------------
 
 
 def compute(p: Program, wg):
     """Compute every item of the program, in one of two warpgroups."""
-    plgpu.set_max_registers(WIDE_REGISTERS[1], action="increase")
+    plgpu.set_max_registers(REGISTERS[1], action="increase")
     if not p.plan.resets:
         order = p.tiles.order.at[wg]
         order[...] = plgpu.load(p.operands.tokens, layout=BY_COLUMN, optimized=False)
         plgpu.commit_smem()
-    pl.loop(0, p.plan.count(lax.axis_index("program")))(functools.partial(compute_item, p, wg))
+    pl.loop(0, p.plan.count(lax.axis_index(PROGRAM)))(functools.partial(compute_item, p, wg))
     plgpu.wait_smem_to_gmem(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """Hold the i-th item of a program in warpgroup w.
+
+    slot: the slot of its q and k. scale: the scale of its sequence. q, k: its tiles, [2, C, 64]. A, dA: the tiles of the
+    transposed scores, [C, C]. parts: the halves of the channels.
+    """
+
+    p: Program
+    w: Any
+    i: Any
+    slot: Any
+    scale: Any
+    scan: ScanOrder
+    q: Any
+    k: Any
+    A: Any
+    dA: Any
+    parts: tuple
+
+    @classmethod
+    def of(cls, p: Program, w, i) -> "Item":
+        """Return the item. Every stage forms it again, because the compiler would hold the addresses of all tiles throughout,
+        and spill them."""
+        w, i, zero = lax.optimization_barrier((w, i, jnp.int32(0)))
+        slot = lax.rem(i, jnp.int32(p.plan.slots))
+        scan = ScanOrder(p.plan.reverse, p.tiles.order.at[p.parity(i) if p.plan.resets else w], p.plan.resets)
+        parts = zero, zero + 1
+        tiles = p.tiles.q.at[slot], p.tiles.k.at[slot], *(p.tiles.scores.at[part] for part in parts)
+        return cls(p, w, i, slot, p.operands.scale[p.place(i)[0]], scan, *tiles, parts)
+
+
+def compute_item(p: Program, w, i):
+    """Compute dq, dk, dv and dg of the program's i-th item."""
+    scale_operands(Item.of(p, w, i))
+    dx, dy_state, edge = add_columns(p, w, i)
+    store_gradient(Item.of(p, w, i), dx, dy_state, edge)
+    if p.plan.slots == 1:
+        leave(p, jnp.int32(0))
+
+
+def leave(p: Program, slot):
+    """Report that the tiles of q and k are free, once dq and dk have left them."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    p.pipeline.keys.release(slot)
+
+
+def scale_operands(it: Item):
+    """Replace q and k by x = q e^M and y = k e^-M in two terms each, and store own scores and A^T."""
+    p, w, t, slot = it.p, it.w, it.p.tiles, it.slot
+    p.pipeline.gates.wait()
+    M = gate_sums(it)
+    p.pipeline.keys.wait(slot)
+    q, k = it.q.at[w], it.k.at[w]
+    t.sums.at[w][...] = (read(q) * read(k)).sum(1)
+    x_rest, y_rest = store_rounded(q, read(q) * jnp.exp2(M)), store_rounded(k, read(k) * jnp.exp2(-M))
+    if p.plan.slots == 2:
+        pl.when(it.i > 0)(lambda: leave(p, 1 - slot))
+    t.x_rest.at[w][...] = x_rest
+    t.y_rest.at[w][...] = y_rest
+    p.meet()
+
+    @pl.when(w == 0)
+    def _():
+        """Store A^T = scale mask(y x^T), as three of the four products of two terms."""
+        both = (it.k, it.q), (t.y_rest, it.q), (it.k, t.x_rest)
+        pairs = [(y.at[part], x.at[part]) for y, x in both for part in it.parts]
+        A = product(TILE, *((a, transposed(b)) for a, b in pairs))
+        it.A[...] = masked(it.scan.before(), A * it.scale)
+
+    p.meet()
+
+
+def gate_sums(it: Item):
+    """Return the sums of log2 gates from the chunk's middle, [C, 64], of the warpgroup's channels."""
+    matrix, gates = it.scan.middle_matrix(), it.p.tiles.gates
+    return product(TILE, *((matrix, gates.at[term, it.w]) for term in range(it.p.plan.terms))) * LOG2E
+
+
+def add_columns(p: Program, w, i):
+    """Sum over the columns of V. Return do S^T and v dS^T, [C, 64], and sum_v S dS, [64], of the warpgroup's channels.
+
+    The first warpgroup stores dA, and the second dv.
+    """
+    steps, nothing = p.plan.steps, (zeros(TILE), zeros(TILE), zeros((64,), BY_ROW))
+
+    def with_scores():
+        carry = lax.fori_loop(0, steps, functools.partial(advance_scores, p, w, i), (*nothing, zeros(TILE)))
+        p.meet()
+        store_score_gradient(Item.of(p, w, i), carry[3])
+        return carry[:3]
+
+    def with_values():
+        found = lax.fori_loop(0, steps, functools.partial(advance_values, p, w, i), nothing)
+        p.meet()
+        return found
+
+    found = lax.cond(w == 0, with_scores, with_values)
+    p.meet()
+    return found
+
+
+def step_tiles(it: Item, step):
+    """Return the stage of a step, its tiles of v and do, and the warpgroup's channels of both states, once loaded."""
+    t, stage = it.p.tiles, it.p.stage(it.i, step)
+    it.p.pipeline.columns.wait(stage)
+    return stage, t.v.at[stage], t.do.at[stage], *(x.at[stage, half(it.w)] for x in (t.S, t.dS))
+
+
+def advance_scores(p: Program, w, i, step, carry):
+    """Add the terms of 64 columns of V to the sums, and to dA^T = v do^T."""
+    it, (dx, dy_state, edge, dA) = Item.of(p, w, i), carry
+    stage, v, do, S, dS = step_tiles(it, step)
+    found = tiles.added_all((dx, dy_state, dA), [(do, transposed(S))], [(v, transposed(dS))], [(v, transposed(do))])
+    dx, dy_state, dA = found
+    p.pipeline.scored.filled(stage)
+    edge = edge + (read(S) * read(dS)).sum(1)
+    p.pipeline.columns.release(stage)
+    return dx, dy_state, edge, dA
+
+
+def advance_values(p: Program, w, i, step, carry):
+    """Add the terms of 64 columns of V to the sums, and store these columns of dv."""
+    it, (dx, dy_state, edge) = Item.of(p, w, i), carry
+    stage, v, do, S, dS = step_tiles(it, step)
+    dx, dy_state = tiles.added_all((dx, dy_state), [(do, transposed(S))], [(v, transposed(dS))])
+    store_values(it, step, stage)
+    edge = edge + (read(S) * read(dS)).sum(1)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    p.pipeline.columns.release(stage)
+    return dx, dy_state, edge
+
+
+def store_values(it: Item, step, stage):
+    """Store the step's columns of dv = A^T do + y dS, in the tile of do."""
+    p, t = it.p, it.p.tiles
+    do, dS = t.do.at[stage], t.dS.at[stage]
+    pairs = [(y.at[part], dS.at[half(part)]) for y in (it.k, t.y_rest) for part in it.parts]
+    # [C, 64]
+    if p.plan.resets:  # y dS has no rows before a reset
+        dv = it.scan.to_state(product(TILE, *pairs))
+        dv = tiles.added(dv, (it.A, do))
+    else:
+        dv = product(TILE, (it.A, do), *pairs)
+    own = sum(plgpu.load(t.sums.at[part], layout=BY_ROW) for part in it.parts)
+    dv = (dv + by_row(own * it.scale, TILE) * read(do)).astype(BF16)
+    p.pipeline.scored.wait(stage)
+    plgpu.commit_smem()  # all warps have read do
+    do[...] = dv
+    plgpu.commit_smem()
+    target = p.results.dv.at[(*p.rows(it.i), p.block(it.i, step), p.columns(step))]
+    plgpu.copy_smem_to_gmem(do, target)
+
+
+def store_score_gradient(it: Item, dA):
+    """Store the transposed dA in two terms, in the tile of A, which no product reads any more."""
+    it.A[...] = store_rounded(it.dA, lax.optimization_barrier(jnp.where(it.scan.earlier(), dA, 0.0)))
+
+
+# ---- store ------------------------------------------------------------------------------------------------------------
+
+
+def store_gradient(it: Item, dx, dy_state, edge):
+    """Form dq, dk and dg of the warpgroup's channels, and send them to global memory."""
+    p, w, t = it.p, it.w, it.p.tiles
+    q, k, x_rest, y_rest = it.q.at[w], it.k.at[w], t.x_rest.at[w], t.y_rest.at[w]
+    if p.plan.resets:
+        edge = edge * it.scan.passes()
+        dx, dy_state = it.scan.from_state(dx), it.scan.to_state(dy_state)
+    t.sums.at[w][...] = edge
+    M = gate_sums(it)  # formed again: it would not stay in registers beside the sums
+    p.pipeline.gates.release()
+    # [C, 64]
+    dy_pairs = product(TILE, (it.dA, q), (it.A, q), (it.dA, x_rest))
+    dx = tiles.added(dx, *((transposed(d), y) for d, y in ((it.dA, k), (it.dA, y_rest), (it.A, k))))
+    p.meet()  # both are done with A and dA
+    y = read(k) + read(y_rest)
+    y_rest[...] = (y * dy_state).astype(BF16)
+    k[...] = (jnp.exp2(-M) * (dy_state + it.scale * dy_pairs)).astype(BF16)
+    d_scale = (read(q) + read(x_rest)) * dx
+    q[...] = (it.scale * jnp.exp2(M) * dx).astype(BF16)
+    behind_gate, lost = it.scale * (d_scale - y * dy_pairs), t.scores.at[w]
+    high = high_part(behind_gate)
+    x_rest[...] = high.astype(BF16)
+    lost[...] = (behind_gate - high).astype(BF16)
+    d_scale = d_scale.sum(1)
+    plgpu.commit_smem()
+    suffix, prefix = it.scan.sums()
+    dg = product(TILE, (suffix, x_rest), (suffix, lost), (prefix, y_rest)) + columns(t.sums.at[w])
+    plgpu.commit_smem()  # all warps are done with the tile
+    x_rest[...] = dg.astype(BF16)
+    plgpu.commit_smem()
+    place = *p.rows(it.i), p.place(it.i)[2], half(w)
+    for tile, result in ((q, p.results.dq), (k, p.results.dk), (x_rest, p.results.dg)):
+        plgpu.copy_smem_to_gmem(tile, result.at[place])
+    b, c, block = p.place(it.i)
+    p.results.d_scale[b, c, block, w] = d_scale  # last: fences wait for what is on its way to memory
