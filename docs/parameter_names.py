@@ -1,4 +1,4 @@
-"""Write the table of docs/models.md that lists glax's parameters beside those of checkpoints.
+"""Write the table of docs/checkpoints.md that lists glax's parameters beside those of checkpoints.
 
 python docs/parameter_names.py --write
 """
@@ -11,7 +11,7 @@ from flax import nnx
 import glax.models
 from glax.models.checkpoints import parameters
 
-PAGE = pathlib.Path(__file__).parent / "models.md"
+PAGE = pathlib.Path(__file__).parent / "checkpoints.md"
 BEGIN, END = "<!-- parameters -->\n", "<!-- end of parameters -->"
 SIZES = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1)
 FLA = SIZES | dict(num_heads=2, intermediate_size=24)

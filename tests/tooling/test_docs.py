@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import pathlib
 import re
 
@@ -123,3 +124,30 @@ def test_a_third_party_kernel_is_chosen_differentiated_tuned_and_cached(tmp_path
         kernel_registry.kernels.update(before)
         jax.clear_caches()
     np.testing.assert_array_equal(glax.recurrent(q, q, q).output, plain.output)
+
+
+def test_the_calls_of_other_packages_have_the_values_of_their_references():
+    """docs/peer_values.py says where these come from."""
+    held = json.loads((DOCS / "peer_values.json").read_text())
+    a = {name: jnp.array(x) for name, x in held["inputs"].items()}
+    page = run("coming_from.md")
+    q, k, v, rest = a["q"], a["k"], a["v"], dict(initial_state=a["start"])
+    asked = rest | dict(output_final_state=True)
+    found = dict(
+        chunk_gla=page["chunk_gla"](q, k, v, a["gk"], **asked),
+        chunk_simple_gla=page["chunk_simple_gla"](q, k, v, a["g"], **asked),
+        chunk_gated_delta_rule=page["chunk_gated_delta_rule"](q, k, v, a["g"], a["beta"], **asked),
+        chunk_kda=page["chunk_kda"](q, k, v, a["gk"], a["beta"], **asked),
+        jax_chunk_gated_delta_rule=page["jax_chunk_gated_delta_rule"](
+            q, k, v, a["g"], a["beta"], use_qk_norm_in_gdn=True, **rest
+        ),
+        mamba_chunk_scan_combined=[
+            page["mamba_chunk_scan_combined"](
+                a["x"], a["dt"], a["A"], a["Bs"], a["Cs"], 4, a["D"], a["z"], a["dt_bias"], dt_softplus=True
+            )
+        ],
+    )
+    assert set(found) == set(held["values"])
+    for name, wanted in held["values"].items():
+        for got, want in zip(found[name], wanted, strict=True):
+            np.testing.assert_allclose(got, np.array(want), rtol=2e-5, atol=2e-5, err_msg=name)
