@@ -1,34 +1,19 @@
-"""Write docs/performance.md, and the table of README.md, from what was measured: benchmarks/results/<device>/*.json.
+"""Write docs/performance.md from what was measured: benchmarks/results/<device>/*.json.
 
 python docs/performance_page.py            prints the page
-python docs/performance_page.py --write    replaces the page and the table
+python docs/performance_page.py --write    replaces the page
 """
 
 import argparse
 import dataclasses
 import json
-import math
 import pathlib
 import statistics
 from collections.abc import Callable, Iterable
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "performance.md"
-README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
-# README's table: one run of each call with a peer. Layers of published models beside fla-core and mamba-ssm have several runs in
-# these files, and the one where glax is ahead by least, both times multiplied, is shown.
-FLA, JLA, MAMBA = "fla-core 0.6.0", "jax-linear-attention 0.1.0", "mamba-ssm 2.3.2"
-MODELS = "nvidia_h100/2026-11-26-models"
-DELTA = (("1,8192,32,128,128", "delta rule, per head"), ("4,2048,16,128,128", "delta rule, per key"))
-SHOWN = (
-    ("nvidia_h100/2026-11-25-models-later.json", lambda x: x.get("model") == "HGRN2-1.3B"),
-    ("nvidia_h100/2026-11-25-jla.json", lambda x: x.call[:2] == ("4,2048,16,128,128", "per head")),
-    ("nvidia_h100/2026-11-26-packed-again.json", lambda x: x.get("packing") == "16 documents"),
-    ("nvidia_h100/2026-11-26-packed-third.json", lambda x: x.get("packing") == "16 documents"),
-    ("nvidia_h100/2026-11-26-delta-third.json", lambda x: x.call[:2] in DELTA and x.get("implementation") == JLA),
-)
 
 INTRODUCTION = """\
 # Performance
@@ -377,61 +362,11 @@ def page() -> str:
     return INTRODUCTION + "".join(f"\n## {title}\n\n{text}" for title, text in sections.items())
 
 
-def pairs_shown(found: list[Comparison]) -> Iterable[list[Comparison]]:
-    """Yield the two modes of every row of README's table."""
-    for calls in grouped(
-        (x for x in found if is_of_a_model(x)), lambda x: (x.peer.get("problem"), label(x.peer))
-    ).values():
-        runs = grouped(calls, lambda x: x.peer.file).values()
-        yield min((run for run in runs if len(run) == 2), key=lambda run: math.prod(x.times for x in run))
-    for file, is_shown in SHOWN:
-        chosen = [x for x in found if x.peer.file == file and is_shown(x.peer) and x.times is not None]
-        yield from grouped(chosen, lambda x: (x.peer.get("problem"), label(x.peer))).values()
-
-
-def is_of_a_model(x: Comparison) -> bool:
-    compared = x.times is not None and x.ours is not None and x.peer.get("mode") in ("forward", "with gradient")
-    return compared and x.peer.file.startswith(MODELS) and x.peer.get("implementation") in (FLA, MAMBA)
-
-
-def readme_table() -> str:
-    """The comparison with peers in README.md, forward and with gradient in one row."""
-    _, results = read()
-    rows = []
-    for group in pairs_shown(comparisons(results)):
-        by_mode = {x.peer.get("mode"): x for x in group}
-        forward, gradient = by_mode["forward"], by_mode["with gradient"]
-        floor = gradient.ours.get("times_floor")
-        memory = " / ".join(str(x.get("mib")) for x in (gradient.ours, gradient.peer) if x.get("mib"))
-        times = " / ".join(number(x.ours.get("ms")) for x in (forward, gradient))
-        ratios = " / ".join(ratio(x.times) for x in (forward, gradient))
-        name, problem = label(forward.peer), forward.peer.get("problem")
-        peer = forward.peer.get("implementation")
-        rows.append((name, problem, times, "" if floor is None else ratio(floor), peer, ratios, memory))
-    headings = [
-        "gate (layer)",
-        "B,T,H,K,V",
-        "glax, ms: forward / with gradient",
-        "with gradient, of the floor",
-        "peer",
-        "peer / glax",
-        "MiB: glax / peer",
-    ]
-    return table(headings, rows)
-
-
-def with_table(text: str) -> str:
-    """README's text with the table as it now is."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + readme_table() + END + rest.split(END)[1]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="replace docs/performance.md and the table of README.md")
+    parser.add_argument("--write", action="store_true", help="replace docs/performance.md")
     if parser.parse_args().write:
         PAGE.write_text(page())
-        README.write_text(with_table(README.read_text()))
     else:
         print(page(), end="")
 

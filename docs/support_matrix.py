@@ -1,4 +1,4 @@
-"""Write the support matrix of docs/variants.md and README.md from the registry of kernels.
+"""Write the support matrix of docs/variants.md from the registry of kernels.
 
 python docs/support_matrix.py            prints the tables
 python docs/support_matrix.py --write    replaces them in both files
@@ -18,7 +18,7 @@ from glax._src.core.registry import Role
 from glax._src.kernels import load_kernels
 
 DOCS = pathlib.Path(__file__).parent
-PAGE, README = DOCS / "variants.md", DOCS.parent / "README.md"
+PAGE = DOCS / "variants.md"
 BEGIN, END = "<!-- support matrix: begin -->\n", "<!-- support matrix: end -->"
 
 PLATFORMS = {
@@ -159,12 +159,11 @@ def replace(path: pathlib.Path, text: str):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="replace the tables in docs/variants.md and README.md")
+    parser.add_argument("--write", action="store_true", help="replace the tables in docs/variants.md")
     if not parser.parse_args().write:
         print(matrix())
         return
     replace(PAGE, matrix())
-    replace(README, by_gate())
 
 
 if __name__ == "__main__":

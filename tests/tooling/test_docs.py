@@ -66,7 +66,6 @@ def test_every_public_name_stands_on_the_page_of_its_module(module):
 def test_the_support_matrix_is_the_registrys():
     made = script("support_matrix")
     assert made.between(made.matrix()) in made.PAGE.read_text(), "python docs/support_matrix.py --write"
-    assert made.between(made.by_gate()) in made.README.read_text(), "python docs/support_matrix.py --write"
 
 
 def test_the_table_of_parameters_is_that_of_the_models():
@@ -77,9 +76,14 @@ def test_the_table_of_parameters_is_that_of_the_models():
 def test_figures_are_those_of_the_files_of_results():
     made = script("performance_page")
     assert made.page() == made.PAGE.read_text(), "python docs/performance_page.py --write"
-    assert made.with_table(made.README.read_text()) == made.README.read_text(), (
-        "python docs/performance_page.py --write"
-    )
+
+
+def test_the_readmes_table_and_picture_have_the_files_of_results():
+    made = script("pictures")
+    assert made.with_table(made.README.read_text()) == made.README.read_text(), "python docs/pictures.py speed"
+    calls = [made.name_of(call) for call in made.beside_peers(list(made.lines("nvidia_h100")))]
+    picture = (made.FOLDER / "speed.svg").read_text()
+    assert [name for name in calls if f">{name}<" not in picture] == [], "python docs/pictures.py speed"
 
 
 def test_the_check_of_a_site_finds_what_is_dead_or_remote(tmp_path):
