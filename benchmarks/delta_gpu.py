@@ -46,9 +46,9 @@ from timing import table
 
 import glax
 from glax._src.core.bind import bind
-from glax.cli.arguments import four_numbers, within
 from glax.cli.measure import Way, copy_gbytes, interleaved
 from glax.testing.reference import reference, reference_gradient
+from glax_cli.arguments import integers, within
 
 WIDTHS = 128, 128  # of keys and of values
 SHAPES = {
@@ -306,7 +306,7 @@ def print_profile(problem: Problem, iters: int, by):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gate", choices=SHAPES, default="head")
-    parser.add_argument("--shape", type=four_numbers, action="append")
+    parser.add_argument("--shape", type=integers("B,T,H,D"), action="append")
     parser.add_argument("--widths", type=within(1), nargs=2, metavar=("K", "V"), default=WIDTHS)
     parser.add_argument("--iters", type=int, default=7)
     parser.add_argument(

@@ -37,10 +37,10 @@ from timing import table
 import glax
 from glax._src.core.bind import bind
 from glax._src.core.registry import UnsupportedError
-from glax.cli.arguments import four_numbers
 from glax.cli.cases import GATES, Problem
 from glax.cli.measure import Way, copy_gbytes, interleaved
 from glax.testing.reference import reference, reference_gradient
+from glax_cli.arguments import integers
 
 SHAPES = ((4, 2048, 16, 128), (2, 16384, 16, 128), (1, 8192, 96, 128), (1, 32768, 8, 128), (8, 1024, 8, 64))
 WITHOUT_PEER = ((4, 4096, 64, 128),)
@@ -251,7 +251,7 @@ def summary(rows: list[dict]) -> list[dict]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", action="append", type=four_numbers, metavar="B,T,H,D")
+    parser.add_argument("--shape", action="append", type=integers("B,T,H,D"), metavar="B,T,H,D")
     parser.add_argument("--gate", action="append", choices=("key", "head"))
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--turns", metavar="FILE", help=Turns.__doc__)
@@ -273,7 +273,7 @@ def main():
         compile_a_part(*args.part)
         for shape in args.shape or SHAPES:
             for gate in gates:
-                problem = Problem(shape[0], min(shape[1], 1024), *shape[2:], gate, "bfloat16")
+                problem = Problem.of_shape((shape[0], min(shape[1], 1024), *shape[2:]), gate=gate, dtype="bfloat16")
                 Fla(problem, operands_of(problem))
         return
     if args.table:
@@ -295,12 +295,14 @@ def main():
         if peer:
             first_candidate()
         strengths = dict(all=[*STRENGTHS]).get(args.strength, [args.strength])
-        problems = [Problem(*shape, gate, "bfloat16") for shape in args.shape or (ERRORS,) for gate in gates]
+        problems = [
+            Problem.of_shape(shape, gate=gate, dtype="bfloat16") for shape in args.shape or (ERRORS,) for gate in gates
+        ]
         show(compared(problems, strengths, peer), args.json)
         return
     for shape in args.shape or SHAPES[:1]:
         for gate in gates:
-            row = measured(Problem(*shape, gate, "bfloat16"), peer, args.iters, turns, args.device)
+            row = measured(Problem.of_shape(shape, gate=gate, dtype="bfloat16"), peer, args.iters, turns, args.device)
             show([row] if args.json else [dict(what=name, value=value) for name, value in row.items()], args.json)
 
 

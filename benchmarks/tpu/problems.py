@@ -83,7 +83,7 @@ class Problem:
 
     def flops(self, chunk: int = 128) -> tuple[int, int]:
         """Returns the operations of the chunked form: four products for each chunk and head forward, ten for the gradient."""
-        forward, gradient = flops_of_token(self.D, max(self.D, chunk))
+        forward, gradient = flops_of_token(self.D, self.D, max(self.D, chunk))
         tokens = self.B * self.T * self.H
         return tokens * forward, tokens * gradient
 

@@ -1,46 +1,32 @@
-"""Run the `glax` command. Each subcommand is a module with add_parser(subparsers) and run(args) -> exit code."""
+"""Run the commands of `glax`, whose arguments `glax_cli` parses. Each command is a module with run(args) -> exit code."""
 
-import argparse
 import contextlib
+import importlib
 import io
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 
-from glax._version import __version__
-from glax.cli import bench, cache, check, demo, doctor, generate, train, tune
 from glax.cli.errors import UsageError, reason
-from glax.cli.usable import require_usable_jax
 from glax.testing.check import one_line
 
-SUBCOMMANDS = (doctor, check, bench, tune, cache, demo, generate, train)
 INTERRUPTED, UNREAD = 130, 141  # 128 + SIGINT and 128 + SIGPIPE, the exit codes that shells use
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="glax", description="Gated linear attention in JAX.")
-    parser.add_argument("--version", action="version", version=f"glax {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for module in SUBCOMMANDS:
-        module.add_parser(subparsers).set_defaults(run=module.run)
-    name = "glax"
+def run(args) -> int:
+    """Run the command of the arguments, and return its exit code. What ends it early is one line on standard error."""
+    name = f"glax {args.command}"
     try:
-        args = parser.parse_args(arguments)
-        name = f"glax {args.command}"
         if sys.stdout is None:
             raise UsageError("standard output is closed: nothing can be shown")
+        command = importlib.import_module(f"glax.cli.{args.command}")
         with plain_output(name):
             if args.command != "cache":
-                require_usable_jax()
-            status = args.run(args)
+                require_usable_jax(args.command)
+            status = command.run(args)
             flush(sys.stdout)  # a closed reader or a full disk raises here, not at exit
         return status
     except UsageError as error:
@@ -57,6 +43,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             return ended(name, f"there is not enough memory: {one_line(error)}: take a smaller problem", 1)
         raise
+
+
+def require_usable_jax(command: str):
+    """Raise UsageError if JAX has no device to compute on, or if a variable of glax has an invalid value."""
+    from glax._src.kernels.cpu.library import check_instructions
+    from glax._src.solve.dispatch import executor
+
+    if command == "bench":  # PyTorch, under which some peers run, needs memory too
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        _ = executor.chain.policy
+        check_instructions()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        chosen = os.environ.get("JAX_PLATFORMS")
+        remedy = f"unset JAX_PLATFORMS, which is {chosen!r}" if chosen else "set JAX_PLATFORMS=cpu"
+        raise UsageError(f"JAX cannot use its device: {one_line(error)}: {remedy}") from error
 
 
 def ended(name: str, text: str, status: int) -> int:

@@ -17,41 +17,28 @@ from glax._src.core.files import replacing, unwritable
 from glax._src.core.known_miscompiles import version_of
 from glax._src.serving.decode_step import recurrent_step
 from glax._version import __version__
-from glax.cli.arguments import a_path, within
-from glax.cli.cases import Problem, add_problems, forward, problems_of, train
+from glax.cli.cases import Problem, problems_of
 from glax.cli.errors import UsageError
 from glax.cli.measure import Way, copy_gbytes, interleaved, matmul_gflops
-from glax.cli.output import add_json, progress, show_json, show_table
-from glax.cli.peers import PEERS, UnavailableError, as_numpy
+from glax.cli.output import progress, show_json, show_table, show_text
+from glax.cli.peers import PEERS, UnavailableError, as_numpy, missing
 from glax.cli.roofline import plot
 from glax.testing.check import one_line
 from glax.testing.reference import reference
 from glax.testing.tolerances import BARS
 
-MODES = ("forward", "train", "step")
+LIBRARIES = ("jax", "jaxlib", "fla-core", "mamba-ssm", "jax-linear-attention", "ejkernel")
 TOKENS = 32  # the tokens that one program decodes in mode "step"
 HEADS, SEEN = 4, 256  # heads and tokens of the first sequence that are compared with the reference, a loop in Python
 
 
-def add_parser(subparsers):
-    parser = subparsers.add_parser(
-        "bench",
-        help="time glax on this device, beside its limits and other libraries",
-        description="Times calls of each shape, gate and dtype: medians with the 20th and 80th percentile of the device's "
-        "time (accelerators: many calls in flight; CPUs: one at a time), the rates that they amount to, what a copy and a "
-        "matrix product reach in the same run, and fla-core and ejkernel where installed. Exit code 1 if glax is wrong.",
-    )
-    add_problems(parser)
-    help = "forward; train: forward and backward; step: one token for B sequences. Repeat for more (default: forward, train)"
-    parser.add_argument("--mode", action="append", choices=MODES, help=help)
-    parser.add_argument("--iters", type=within(1), default=20, metavar="N", help="samples (default: %(default)s)")
-    parser.add_argument("--out", type=a_path, metavar="FOLDER", help="write bench.json and roofline.png there")
-    add_json(parser)
-    return parser
-
-
 def run(args) -> int:
-    problems, modes = problems_of(args), list(dict.fromkeys(args.mode or MODES[:2]))
+    problems, modes = problems_of(args), list(dict.fromkeys(args.mode or ("forward", "train")))
+    peers = chosen_peers(args.peer)
+    if args.packed > 1 and "step" in modes:
+        raise UsageError(
+            f"argument --packed: one token of a sequence is not packed: leave out --mode step, got {args.packed}"
+        )
     if args.out is not None:
         make_folder(args.out)
     with progress("timing", 1 + len(problems) * len(modes)) as advance:
@@ -60,9 +47,9 @@ def run(args) -> int:
         results = []
         for problem in problems:
             for mode in modes:
-                results.append(measured(problem, mode, args.iters))
+                results.append(measured(problem, mode, args.iters, peers))
                 advance()
-    versions = dict(glax=__version__) | {name: version_of(name) for name in ("jax", "jaxlib", "fla-core", "ejkernel")}
+    versions = dict(glax=__version__) | {name: version_of(name) for name in LIBRARIES}
     document = dict(device=jax.devices()[0].device_kind, versions=versions, machine=machine, results=results)
     if args.json:
         show_json(document)
@@ -71,8 +58,16 @@ def run(args) -> int:
     if args.out is not None:  # written after printing, so that a full disk does not cost the measurements
         note = written(document, args.out)
         if not args.json:
-            print(note)
+            show_text(note)
     return int(not all(result["ways"][0]["right"] for result in results))
+
+
+def chosen_peers(named: list[str] | None) -> dict:
+    """Return the peers to time. Raises UsageError for one that is named and not installed."""
+    for peer in named or ():
+        if lacking := missing(peer):
+            raise UsageError(f"argument --peer: {peer} needs {', '.join(lacking)}: pip install {' '.join(lacking)}")
+    return {name: prepare for name, prepare in PEERS.items() if not named or name in named}
 
 
 def written(document: dict, folder: Path) -> str:
@@ -100,18 +95,21 @@ def ceilings(dtypes: set[str], iters: int) -> dict:
     )
 
 
-def measured(problem: Problem, mode: str, iters: int) -> dict:
-    """Return the results of glax and then of every peer: prepared, compared with the reference, and timed in turn."""
+def measured(problem: Problem, mode: str, iters: int, peers: dict) -> dict:
+    """Return the results of glax and then of the peers: prepared, compared with the reference, and timed in turn."""
     arrays, state = problem.arrays(), None
     d_output = jax.random.normal(jax.random.key(1), arrays["value"].shape, problem.dtype)
     if mode == "step":
         arrays = {name: x if name == "g_gamma" else x[:, 0] for name, x in arrays.items()}
-        state = jax.random.normal(jax.random.key(2), (problem.B, problem.H, problem.D, problem.D), jnp.float32)
-    want = expected(arrays, state)
+        state = jax.random.normal(jax.random.key(2), (problem.B, problem.H, problem.K, problem.V), jnp.float32)
+    want = expected(problem, arrays, state)
     reports, ready = [], []
-    for name, prepare in (("glax", by_glax), *PEERS.items()):
+    for name, prepare in (("glax", by_glax), *peers.items()):
         report: dict[str, Any] = dict(name=name, ms=None, error=None, right=None, reason=None)
         reports.append(report)
+        if lacking := missing(name):
+            report["reason"] = f"{', '.join(lacking)} not installed"
+            continue
         try:
             with contextlib.redirect_stdout(sys.stderr):  # peers print to standard output
                 way = prepare(problem, mode, arrays, d_output, state)
@@ -128,25 +126,25 @@ def measured(problem: Problem, mode: str, iters: int) -> dict:
     result = dict(problem=dataclasses.asdict(problem), mode=mode, bytes=problem.bytes(mode), kernels=[], ways=reports)
     if (ms := reports[0]["ms"]) is None:
         return result
-    kernels = used(mode, arrays, d_output, state)
+    kernels = used(problem, mode, arrays, d_output, state)
     flops = problem.flops(mode, kernels)
-    rates = dict(gflops=flops / ms["median"] / 1e6, gbytes=result["bytes"] / ms["median"] / 1e6)
-    return result | dict(kernels=kernels, flops=flops, **rates)
+    gflops = None if flops is None else flops / ms["median"] / 1e6
+    return result | dict(kernels=kernels, flops=flops, gflops=gflops, gbytes=result["bytes"] / ms["median"] / 1e6)
 
 
 def by_glax(problem: Problem, mode: str, arrays: dict, d_output, state) -> Way:
-    f, operands = call(mode, arrays, d_output, state)
+    f, operands = call(problem, mode, arrays, d_output, state)
     program = jax.jit(f).lower(*operands).compile()
     return Way("glax", lambda: program(*operands), calls=TOKENS if mode == "step" else 1)
 
 
-def call(mode: str, arrays: dict, d_output, state):
+def call(problem: Problem, mode: str, arrays: dict, d_output, state):
     """Return (a function whose first result is the output to compare, its operands)."""
     match mode:
         case "forward":
-            return forward, (arrays,)
+            return problem.forward, (arrays,)
         case "train":
-            return train, (arrays, d_output)
+            return problem.train, (arrays, d_output)
         case _:
             return decode, (arrays, state)
 
@@ -161,22 +159,29 @@ def decode(arrays: dict, state):
     return first, *jax.lax.fori_loop(1, TOKENS, step, (first, state))
 
 
-def used(mode: str, arrays: dict, d_output, state) -> list[dict]:
-    f, operands = call(mode, arrays, d_output, state)
+def used(problem: Problem, mode: str, arrays: dict, d_output, state) -> list[dict]:
+    f, operands = call(problem, mode, arrays, d_output, state)
     return [
         dict(name=d.kernel, config=str(d.config), selector=d.selector, chunk=getattr(d.config, "chunk", 0))
         for d in glax.explain(f, *operands)
     ]
 
 
-def expected(arrays: dict, state) -> np.ndarray:
-    """Return the reference's output of the first sequence for a few heads and tokens, [tokens, heads, D]."""
+def expected(problem: Problem, arrays: dict, state) -> np.ndarray:
+    """Return the reference's output of the first row for a few heads and tokens, [tokens, heads, V]."""
+    each = problem.H // problem.G  # heads of value for one of query and key
+    shared = max(1, HEADS // each)
+    heads = shared * each
     if state is not None:
         arrays = {name: x if name == "g_gamma" else x[:, None] for name, x in arrays.items()}
-        arrays["initial_state"] = state[:1, :HEADS]
-    few = {name: x[:1, :SEEN, :HEADS] for name, x in arrays.items() if name not in ("g_gamma", "initial_state")}
-    few |= {name: x[..., :HEADS] for name, x in arrays.items() if name == "g_gamma"}
-    few |= {name: x for name, x in arrays.items() if name == "initial_state"}
+    few: dict = {}
+    for name, x in arrays.items():
+        own = shared if name in ("query", "key") else heads
+        few[name] = x[:heads] if name == "g_gamma" else x[:1, :SEEN, :own]
+    if state is not None:
+        few["initial_state"] = state[:1, :heads]
+    elif problem.packed > 1:
+        few["cu_seqlens"] = np.minimum(problem.boundaries, few["query"].shape[1])
     return np.asarray(reference(bind(**few)).output[0])
 
 
@@ -193,35 +198,45 @@ def judged(result, want: np.ndarray, bar: float) -> tuple[float | None, bool]:
 
 def show(document: dict):
     machine = document["machine"]
-    print(f"{document['device']}: {machine['copy_gbytes']:,.1f} GB/s in a copy;", end=" ")
-    print(", ".join(f"{g:,.0f} GFLOP/s in a {dtype} product" for dtype, g in machine["matmul_gflops"].items()))
-    rows, notes = [], {}
+    products = ", ".join(f"{g:,.0f} GFLOP/s in a {dtype} product" for dtype, g in machine["matmul_gflops"].items())
+    show_text(f"{document['device']}: {machine['copy_gbytes']:,.1f} GB/s in a copy; {products}")
+    notes: dict[str, list[str]] = {}
     for result in document["results"]:
         problem = Problem(**result["problem"])
         name = problem.title(result["mode"])
         for way in result["ways"]:
-            if way["ms"] is None:
+            if way["ms"] is None and not missing(way["name"]):
                 notes.setdefault(f"{way['name']}: {way['reason']}", []).append(name)
-                continue
-            rates = (None,) * 4
-            if way["name"] == "glax":
-                gflops, gbytes = result["gflops"], result["gbytes"]
-                shares = gflops / machine["matmul_gflops"][problem.dtype], gbytes / machine["copy_gbytes"]
-                rates = (gflops, f"{shares[0]:.1%}", gbytes, f"{shares[1]:.1%}")
-            ms, own = way["ms"], result["ways"][0]["ms"]
-            spread = f"{ms['p20']:.3g} - {ms['p80']:.3g}"
-            times = f"{ms['median'] / own['median']:.2f}x" if own and way["name"] != "glax" else None
-            verdict = "" if way["right"] else "WRONG"
-            rows.append((name, way["name"], ms["median"], spread, times, *rates, way["error"], verdict))
-    headings = ("call", "by", "ms", "p20 - p80", "of glax's", "GFLOP/s", "of product", "GB/s", "of copy", "error", "")
-    if rows:
-        show_table(headings, rows)
+        show_result(name, problem.dtype, result, machine)
+    print()
     for note, names in notes.items():
         every = len(names) == len(document["results"])
-        print(note if every else f"{note} ({'; '.join(names)})")
-    ran = (" and ".join(map(used_text, result["kernels"])) for result in document["results"])
-    for text in dict.fromkeys(filter(None, ran)):
-        print(f"glax ran {text}")
+        show_text(note if every else f"{note} ({'; '.join(names)})")
+    if lacking := [way["name"] for way in document["results"][0]["ways"] if missing(way["name"])]:
+        show_text(f"not installed, and not timed: {', '.join(lacking)}")
+
+
+def show_result(name: str, dtype: str, result: dict, machine: dict):
+    """Print the times of one call by every way that ran, the rates of glax, and its kernels."""
+    own, rows = result["ways"][0]["ms"], []
+    for way in result["ways"]:
+        if (ms := way["ms"]) is None:
+            continue
+        times = f"{ms['median'] / own['median']:.2f}x" if own and way["name"] != "glax" else None
+        verdict = "" if way["right"] else "WRONG"
+        rows.append((way["name"], ms["median"], f"{ms['p20']:.3g} - {ms['p80']:.3g}", times, way["error"], verdict))
+    if rows:
+        print()
+        show_table(("by", "ms", "p20 - p80", "of glax's", "error", ""), rows, title=name)
+    if own is None:
+        return
+    rates = [f"{result['gbytes']:,.1f} GB/s, {result['gbytes'] / machine['copy_gbytes']:.1%} of a copy"]
+    if result["gflops"] is not None:
+        share = result["gflops"] / machine["matmul_gflops"][dtype]
+        rates.append(f"{result['gflops']:,.1f} GFLOP/s, {share:.1%} of a product")
+    show_text(f"glax moves {'; computes '.join(rates)}")
+    for kernel in result["kernels"]:
+        show_text(f"glax ran {used_text(kernel)}")
 
 
 def used_text(kernel: dict) -> str:

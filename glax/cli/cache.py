@@ -7,32 +7,8 @@ import sys
 from glax._src.core.files import read_json, replacing
 from glax._src.solve.dispatch import executor
 from glax._src.tuning.cache import FORMAT, NO_FOLDER, PersistentCache, check, check_entry, is_format, locked
-from glax.cli.arguments import a_path
 from glax.cli.errors import UsageError
-from glax.cli.output import add_json, show_json, show_table
-
-
-def add_parser(subparsers):
-    parser = subparsers.add_parser(
-        "cache",
-        help="list, show, clear, export or import what tuning has measured",
-        description="The measurements of this user, in GLAX_CACHE_DIR or else the user's cache folder.",
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
-    for name, takes, meaning in (
-        ("list", None, "the files and how much is in each"),
-        ("show", "NAME", "the entries of one file, by its name in the list or a part of it"),
-        ("clear", None, "remove every file of measurements"),
-        ("export", "FILE", "write all measurements to one JSON file"),
-        ("import", "FILE", "add the measurements of an exported file; of two for the same call the faster stays"),
-    ):
-        action = actions.add_parser(name, help=meaning, description=meaning[0].upper() + meaning[1:] + ".")
-        if takes is not None:
-            action.add_argument("file", metavar=takes, type=str if takes == "NAME" else a_path)
-        if name == "clear":
-            action.add_argument("--yes", action="store_true", help="do not ask")
-        add_json(action)
-    return parser
+from glax.cli.output import show_json
 
 
 def measurements() -> PersistentCache:
@@ -71,8 +47,8 @@ def list_files(persistent: PersistentCache, args):
 
     def lines():
         print(f"{persistent.folder}: {len(files)} files")
-        if files:
-            show_table(("file", "entries"), [(file["name"], file["entries"]) for file in files])
+        for file in files:  # names stand whole, to be copied
+            print(f"{file['entries']:>7,} {'entry  ' if file['entries'] == 1 else 'entries'}  {file['name']}")
 
     return dict(folder=str(persistent.folder), files=files), lines
 
@@ -87,17 +63,17 @@ def show_file(persistent: PersistentCache, args):
 
     def lines():
         print(found[0])
-        rows = [row(key, entry) for key, entry in content["entries"].items()]
-        show_table(("call", "config", "ms", "candidates"), rows)
+        for key, entry in content["entries"].items():
+            print(f"{key}\n    {entry_text(entry)}")
 
     return dict(name=found[0], **content), lines
 
 
-def row(key: str, entry) -> tuple[str, str, float | None, int | None]:
+def entry_text(entry) -> str:
     if reason := entry_error(entry):
-        return key, f"ignored: {reason}", None, None
+        return f"ignored: {reason}"
     fields = ", ".join(f"{name}={value!r}" for name, value in entry["config"].items())
-    return key, f"{entry['type']}({fields})", float(entry["ms"]), len(entry.get("candidates", {}))
+    return f"{entry['type']}({fields}): {entry['ms']:.4g} ms, of {len(entry.get('candidates', {}))} candidates"
 
 
 def entry_error(entry) -> str | None:

@@ -1,8 +1,7 @@
-"""Define the calls that `glax bench` and `glax tune` measure, and their arguments."""
+"""Define the calls that `glax bench` and `glax tune` measure."""
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,10 +10,10 @@ import numpy as np
 
 from glax._src.api.recurrent import recurrent
 from glax._src.core.registry import Backend
-from glax.cli.arguments import four_numbers
+from glax.cli.errors import UsageError
+from glax_cli.published import LAYERS
 
 GATES = {"key": "gk", "head": "g", "constant": "g_gamma", "none": None}  # the gate argument of each decay form
-DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_SHAPES = {
     Backend.CPU: ((1, 1024, 4, 64), (1, 2048, 8, 64)),
     Backend.GPU: ((4, 2048, 16, 128), (1, 8192, 32, 128), (8, 1024, 8, 64)),
@@ -24,42 +23,98 @@ DEFAULT_SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Hold one call with H heads of query, key and value and D = K = V. The gates are log-sigmoid, per key channel, in the
-    query's dtype."""
+    """Hold one call: G heads of query and key serve H heads of value, in B rows of T tokens.
+
+    The gates are log-sigmoid, per key channel in the query's dtype. `delta`: with the delta rule, beta a sigmoid, and queries
+    and keys of norm 1. `packed`: the B rows are one of B T tokens, which holds so many sequences of unequal lengths.
+    """
 
     B: int
     T: int
+    G: int
     H: int
-    D: int
+    K: int
+    V: int
     gate: str
     dtype: str
+    delta: bool = False
+    packed: int = 1
+    name: str = ""  # of the model whose layer this is
+
+    @classmethod
+    def of_shape(cls, shape: tuple[int, ...], **rest) -> "Problem":
+        """Return the problem of B,T,H,D, of B,T,H,K,V or of B,T,G,H,K,V."""
+        match shape:
+            case B, T, H, D:
+                return cls(B, T, H, H, D, D, **rest)
+            case B, T, H, K, V:
+                return cls(B, T, H, H, K, V, **rest)
+            case B, T, G, H, K, V:
+                return cls(B, T, G, H, K, V, **rest)
+        raise ValueError(f"shape must be B,T,H,D or B,T,H,K,V or B,T,G,H,K,V, got {shape}")
 
     def __str__(self):
-        return f"B{self.B} T{self.T} H{self.H} D{self.D} {self.gate} {self.dtype}"
+        return f"B{self.B} T{self.T} {self.features}{f' packed {self.packed}' if self.packed > 1 else ''}"
+
+    @property
+    def features(self) -> str:
+        """Name what is the same for one token and for many."""
+        heads = f"H{self.H}" if self.G == self.H else f"G{self.G} H{self.H}"
+        widths = f"D{self.K}" if self.K == self.V else f"K{self.K} V{self.V}"
+        return f"{heads} {widths} {self.gate}{' delta' if self.delta else ''} {self.dtype}"
 
     def title(self, mode: str) -> str:
-        if mode == "step":
-            return f"B{self.B} H{self.H} D{self.D} {self.gate} {self.dtype}, step"
-        return f"{self}, {mode}"
+        text = f"B{self.B} {self.features}" if mode == "step" else str(self)
+        return f"{f'{self.name}: ' if self.name else ''}{text}, {mode}"
 
-    def arrays(self) -> dict[str, jax.Array]:
-        """Return the arguments of `recurrent`, drawn at random."""
-        rng = np.random.default_rng(0)
-        wide = (self.B, self.T, self.H, self.D)
-        arrays = {
-            name: jnp.asarray(rng.standard_normal(wide, np.float32), self.dtype) for name in ("query", "key", "value")
-        }
-        argument = GATES[self.gate]
-        if argument is not None:
-            shape = dict(key=wide, head=wide[:3], constant=(self.H,))[self.gate]
-            logs = jax.nn.log_sigmoid(rng.standard_normal(shape, np.float32))
-            arrays[argument] = logs.astype(self.dtype if self.gate == "key" else jnp.float32)
-        return arrays
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The rows of the arrays and their tokens."""
+        return (self.B, self.T) if self.packed == 1 else (1, self.B * self.T)
+
+    @property
+    def boundaries(self) -> np.ndarray:
+        """Where the packed sequences begin and end, drawn at random."""
+        tokens = self.B * self.T
+        inner = np.random.default_rng(self.packed).choice(np.arange(1, tokens), self.packed - 1, replace=False)
+        return np.array([0, *np.sort(inner), tokens], np.int32)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return jax.eval_shape(self.arrays)
+        """Return the arguments of `recurrent` except cu_seqlens, as shapes."""
+        shared, own = (*self.rows, self.G), (*self.rows, self.H)
+        shapes: dict[str, tuple[int, ...]] = {}
+        shapes["query"] = shapes["key"] = (*shared, self.K)
+        shapes["value"] = (*own, self.V)
+        if self.delta:
+            shapes["beta"] = own
+        dtypes = dict.fromkeys(shapes, self.dtype)
+        argument = GATES[self.gate]
+        if argument is not None:
+            shapes[argument] = dict(key=(*own, self.K), head=own, constant=(self.H,))[self.gate]
+            dtypes[argument] = self.dtype if self.gate == "key" else "float32"
+        return {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in shapes.items()}
 
-    def flops(self, mode: str, kernels: list[dict]) -> int:
+    def arrays(self) -> dict[str, jax.Array]:
+        """Return the arguments that `shapes` describes, drawn at random."""
+        rng, shapes = np.random.default_rng(0), self.shapes()
+        arrays = {name: jnp.asarray(rng.standard_normal(x.shape, np.float32)) for name, x in shapes.items()}
+        if self.delta:
+            arrays |= {x: arrays[x] / jnp.linalg.norm(arrays[x], axis=-1, keepdims=True) for x in ("query", "key")}
+            arrays["beta"] = jax.nn.sigmoid(arrays["beta"])
+        if (argument := GATES[self.gate]) is not None:
+            arrays[argument] = jax.nn.log_sigmoid(arrays[argument])
+        return {name: x.astype(shapes[name].dtype) for name, x in arrays.items()}
+
+    def forward(self, arrays: dict[str, Any]) -> jax.Array:
+        cu_seqlens = None if self.packed == 1 else jnp.asarray(self.boundaries)
+        return recurrent(**arrays, cu_seqlens=cu_seqlens).output
+
+    def train(self, arrays: dict[str, jax.Array], d_output: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the output, and the gradient of <output, d_output> in every array."""
+        output, pull = jax.vjp(self.forward, arrays)
+        return output, pull(d_output)[0]
+
+    def flops(self, mode: str, kernels: list[dict]) -> int | None:
         """Return the operations in the matrix products of these kernels, a forward in chunks of C tokens and a gradient in
         chunks of D:
 
@@ -68,11 +123,13 @@ class Problem:
                                                             pairs, their gradient; dq, dk, dv from pairs
 
         C = 0 stands for a kernel that goes token by token. Masked pairs count, because they are computed. Exponentials and
-        elementwise operations do not count.
+        elementwise operations do not count. None for the delta rule, whose kernels invert the chunks' matrices in several ways.
         """
+        if self.delta:
+            return None
         chunks = {kernel["name"].split("/")[0].endswith(".vjp"): kernel["chunk"] for kernel in kernels}
-        forward, _ = flops_of_token(self.D, chunks[False])
-        _, gradient = flops_of_token(self.D, chunks.get(True, chunks[False]))
+        forward, _ = flops_of_token(self.K, self.V, chunks[False])
+        _, gradient = flops_of_token(self.K, self.V, chunks.get(True, chunks[False]))
         tokens = 1 if mode == "step" else self.T
         return self.B * tokens * self.H * (forward + gradient if mode == "train" else forward)
 
@@ -80,49 +137,46 @@ class Problem:
         """Return the bytes that must move if every input is read once and every output written once, forward and gradient one
         after the other.
 
-        The forward reads query, key, value and gate, and writes the output. The gradient reads these four and the output's
-        gradient, and writes four gradients. A step also reads and writes the float32 state.
+        The forward reads the inputs, and writes the output. The gradient reads both inputs and the output's gradient, and
+        writes the inputs' gradients. A step also reads and writes the float32 state.
         """
         sizes = {name: x.size * x.dtype.itemsize for name, x in self.shapes().items()}
-        wide, inputs = sizes["query"], sum(sizes.values())
+        output, inputs = sizes["value"], sum(sizes.values())
         match mode:
             case "forward":
-                return inputs + wide
+                return inputs + output
             case "train":
-                return 3 * inputs + 2 * wide
+                return 3 * inputs + 2 * output
         constant = sizes.get("g_gamma", 0)
-        state = self.B * self.H * self.D**2 * 4
-        return (inputs - constant + wide) // self.T + constant + 2 * state
+        state = self.B * self.H * self.K * self.V * 4
+        return (inputs - constant + output) // self.T + constant + 2 * state
 
 
-def flops_of_token(D: int, chunk: int) -> tuple[int, int]:
-    """Return the operations of the chunked form for one token and head with K = V = D: (forward, gradient). See
-    `Problem.flops`."""
-    return 4 * D**2 + 4 * chunk * D, 10 * D**2 + 10 * chunk * D
-
-
-def forward(arrays: dict[str, Any]) -> jax.Array:
-    return recurrent(**arrays).output
-
-
-def train(arrays: dict[str, jax.Array], d_output: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the output, and the gradient of <output, d_output> in every array."""
-    output, pull = jax.vjp(forward, arrays)
-    return output, pull(d_output)[0]
-
-
-def add_problems(parser):
-    help = "a shape, K = V = D; repeat for more (default: some that suit the device)"
-    parser.add_argument("--shape", action="append", type=four_numbers, metavar="B,T,H,D", help=help)
-    help = "a decay per key channel, per head, constant, or none; repeat for more (default: key)"
-    parser.add_argument("--gate", action="append", choices=GATES, help=help)
-    help = "of query, key and value; repeat for more (default: float32 on CPUs, else bfloat16)"
-    parser.add_argument("--dtype", action="append", choices=DTYPES, help=help)
+def flops_of_token(K: int, V: int, chunk: int) -> tuple[int, int]:
+    """Return the operations of the chunked form for one token and head: (forward, gradient). See `Problem.flops`."""
+    return 4 * K * V + 2 * chunk * (K + V), 10 * K * V + 2 * chunk * (3 * K + 2 * V)
 
 
 def problems_of(args) -> list[Problem]:
+    """Return the problems that the arguments name. Raises UsageError for arguments that exclude each other."""
     backend = Backend.here()
-    dtypes = args.dtype or ["float32" if backend is Backend.CPU else "bfloat16"]
-    shapes: Sequence[tuple[int, int, int, int]] = args.shape or DEFAULT_SHAPES.get(backend, DEFAULT_SHAPES[Backend.GPU])
-    each = itertools.product(shapes, args.gate or ["key"], dtypes)
-    return list(dict.fromkeys(Problem(B, T, H, D, gate, dtype) for (B, T, H, D), gate, dtype in each))
+    rest = [dict(dtype=dtype, packed=args.packed) for dtype in args.dtype or default_dtypes(backend)]
+    if args.like:
+        if args.shape or args.gate or args.delta:
+            raise UsageError("argument --like: names shape, gate and rule: leave out --shape, --gate and --delta")
+        found = [Problem(*LAYERS[name][:6], gate=LAYERS[name].gate, delta=LAYERS[name].delta, name=name, **x)
+                 for name, x in itertools.product(args.like, rest)]  # fmt: skip
+    else:
+        shapes = args.shape or DEFAULT_SHAPES.get(backend, DEFAULT_SHAPES[Backend.GPU])
+        each = itertools.product(shapes, args.gate or ["key"], rest)
+        found = [Problem.of_shape(shape, gate=gate, delta=args.delta, **x) for shape, gate, x in each]
+    for problem in found:
+        if problem.H % problem.G:
+            raise UsageError(f"argument --shape: G must divide H, got G={problem.G} and H={problem.H}")
+        if problem.packed > problem.B * problem.T:
+            raise UsageError(f"argument --packed: must be at most B T, {problem.B * problem.T}, got {problem.packed}")
+    return list(dict.fromkeys(found))
+
+
+def default_dtypes(backend: Backend) -> list[str]:
+    return ["float32" if backend is Backend.CPU else "bfloat16"]

@@ -2,29 +2,15 @@
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 
-from glax.cli.output import add_json, progress, show_json, show_table
+from glax._src.core.registry import Backend, kernel_registry
+from glax.cli.output import progress, show_json, show_table, show_text
 from glax.testing.cases import CASES, QUICK
 from glax.testing.check import Result, check_kernels
 from glax.testing.states import DECAYS, STEPS, STORED, state_errors
-
-
-def add_parser(subparsers):
-    parser = subparsers.add_parser(
-        "check",
-        help="compare every kernel with the reference on this machine",
-        description="Runs every usable kernel on a set of telling cases, forward and gradients, and compares the results "
-        "with a token-by-token reference in float64. Minutes on 2 cores, for compilers. Exit code 1 if any result misses its bar "
-        "or is not finite.",
-    )
-    parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} cases of {len(CASES)}")
-    parser.add_argument(
-        "--states", action="store_true", help=f"instead, the error of states stored in each dtype after {STEPS} tokens"
-    )
-    add_json(parser)
-    return parser
 
 
 def run(args) -> int:
@@ -67,20 +53,43 @@ def run_states(as_json: bool) -> int:
 
 
 def show(results: list[Result]):
-    rows = {result: (result.error, result.of, result.bar, result.status, result.reason) for result in results}
-    never = refusals_of_all(results)
-    shown = [(r.kernel, r.case, *row) for r, row in rows.items() if r.kernel not in never]
-    show_table(("kernel", "case", "relative error", "of", "bar", "", "reason"), sorted(shown, key=lambda row: row[0]))
-    for kernel, reason in never.items():
-        print(f"{kernel} runs none of these here: {reason}")
+    never = kernels_that_refuse_all(results)
+    shown = [r for r in results if r.kernel not in never]
+    for kernel in sorted({r.kernel for r in shown}):
+        own = [r for r in shown if r.kernel == kernel]
+        ran = [(r.case, r.error, r.bar, r.of, r.status) for r in own if r.status != "refused"]
+        show_table(("case", "error", "bar", "of", ""), ran, title=kernel)
+        for r in own:
+            if r.status != "refused" and r.reason is not None:
+                show_text(f"{r.case}: {r.reason}", indent=2)
+        for reason, cases in by_reason(r for r in own if r.status == "refused").items():
+            show_text(f"refused {len(cases)}: {reason} ({'; '.join(cases)})", indent=2)
+        print()
+    if never:
+        print(f"{len(never)} kernels run none of these cases here: {by_backend(never)}")
     counts = collections.Counter(result.status for result in results)
     print(
         f"{counts['pass']} pass, {counts['miss']} miss, {counts['refused']} refused; on {jax.devices()[0].device_kind}"
     )
-    print("relative error: RMS against the float64 reference, of the array nearest to its bar")
+    print("error: relative, RMS against the float64 reference, of the array nearest to its bar")
 
 
-def refusals_of_all(results: list[Result]) -> dict[str, str | None]:
-    """Return the kernels that refuse every case, with their first reason."""
+def by_reason(results: Iterable[Result]) -> dict[str | None, list[str]]:
+    """Return the cases of the results by their reason."""
+    found: dict[str | None, list[str]] = {}
+    for result in results:
+        found.setdefault(result.reason, []).append(result.case)
+    return found
+
+
+def kernels_that_refuse_all(results: list[Result]) -> list[str]:
     runs = {result.kernel for result in results if result.status != "refused"}
-    return {r.kernel: r.reason for r in reversed(results) if r.kernel not in runs}
+    return sorted({r.kernel for r in results} - runs)
+
+
+def by_backend(kernels: list[str]) -> str:
+    """Count kernels for other machines by the machine, and those for this one, which take other calls."""
+    found = collections.Counter(kernel_registry.kernels[name].backend for name in kernels)
+    here = sum(found.pop(backend, 0) for backend in (Backend.here(), Backend.ANY))
+    counts = [f"{count} for a {str(backend).upper()}" for backend, count in found.items()]
+    return ", ".join([*counts, *([f"{here} for other calls than these"] if here else [])])

@@ -16,29 +16,19 @@ from glax._src.tuning.cache import NO_FOLDER
 from glax._src.tuning.device import device_kind
 from glax._version import __version__
 from glax.cli.cache import measurements
-from glax.cli.output import add_json, show_json, show_table
+from glax.cli.output import show_json, show_text
 from glax.testing.cases import Case, recurrence
 
-REQUIRED = ("jax", "jaxlib", "numpy", "jaxtyping", "filelock", "platformdirs")
-OPTIONAL = ("flax", "optax", "rich", "matplotlib", "safetensors", "triton", "jax-triton", "jax-cuda12-plugin",
-            "jax-cuda13-plugin", "libtpu", "torch", "fla-core", "ejkernel")  # fmt: skip
+REQUIRED = ("jax", "jaxlib", "numpy", "jaxtyping", "filelock", "platformdirs", "rich", "shtab")
+OPTIONAL = ("flax", "optax", "matplotlib", "safetensors", "triton", "jax-triton", "jax-cuda12-plugin",
+            "jax-cuda13-plugin", "libtpu", "torch", "fla-core", "mamba-ssm", "jax-linear-attention", "ejkernel")  # fmt: skip
 NEEDS = {Platform.TRITON: ("triton", "jax-triton")}  # packages that all kernels of a platform need
+NO_KERNELS = "no kernels in this version"
 DEVICES = {  # device files on Linux: NVIDIA's and AMD's drivers, the driver of Windows Subsystem for Linux, Google's two drivers
     Backend.GPU: ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"),
     Backend.TPU: ("/dev/accel*", "/dev/vfio/[0-9]*"),
 }
 JAX_FOR = {Backend.GPU: 'pip install "jax[cuda13]" (or cuda12)', Backend.TPU: 'pip install "jax[tpu]"'}
-
-
-def add_parser(subparsers):
-    parser = subparsers.add_parser(
-        "doctor",
-        help="show versions, devices, and which kernels run here or why not",
-        description="Shows versions, devices, the cache of measurements, and every platform and kernel: usable, or the "
-        "reason why not and what would help. Exit code 1 if no kernel is usable.",
-    )
-    add_json(parser)
-    return parser
 
 
 def run(args) -> int:
@@ -57,28 +47,30 @@ def run(args) -> int:
         platforms=[platform_state(platform, kernels) for platform in Platform],
         kernels=kernels,
     )
+    report = dict(verdict=verdict(report)) | report
     show_json(report) if args.json else show(report)
     return 0 if any(kernel["usable"] for kernel in kernels) else 1
 
 
 def probes(T: int) -> dict[str, Recurrence]:
-    """Return the calls that users make most: shapes with a per-key gate and with a per-head gate, in both dtypes of training."""
+    """Return the calls that users make most: a gate per key and one per head, and the delta rule, in both dtypes of training."""
+    calls = {"per-key gate": (("gk",), ()), "per-head gate": (("g",), ()), "delta rule": (("g",), ("beta",))}
     cases = {
-        f"{dtype}, per-{form} gate": Case("", gates=gates, dtype=dtype, B=1, T=T, heads=(4, 4, 4), K=64, V=64)
+        f"{dtype}, {name}": Case("", gates=gates, erasure=erasure, dtype=dtype, B=1, T=T, heads=(4, 4, 4), K=64, V=64)
         for dtype in ("bfloat16", "float32")
-        for form, gates in (("key", ("gk",)), ("head", ("g",)))
+        for name, (gates, erasure) in calls.items()
     }
     return {name: jax.eval_shape(lambda case=case: recurrence(case, "log-sigmoid")) for name, case in cases.items()}
 
 
 def kernel_state(spec: KernelSpec, probes: dict[str, Recurrence]) -> dict:
-    reasons = {name: spec.refusal(r) for name, r in probes.items()}
-    refused = {name: reason for name, reason in reasons.items() if reason is not None}
-    usable = len(refused) < len(probes)
-    if not usable:
-        reason = next(iter(refused.values()))
-    else:
-        reason = "; ".join(f"not with {name}: {reason}" for name, reason in refused.items()) or None
+    refused: dict[str, list[str]] = {}  # calls by the reason
+    for name, r in probes.items():
+        if (why := spec.refusal(r)) is not None:
+            refused.setdefault(why, []).append(name)
+    usable = sum(map(len, refused.values())) < len(probes)
+    limits = "; ".join(f"not with {' or '.join(names)}: {why}" for why, names in refused.items())
+    reason = (limits or None) if usable else next(iter(refused))
     return dict(
         name=spec.name, platform=str(spec.platform), usable=usable, reason=reason, fix=None if usable else fix(spec)
     )
@@ -108,7 +100,7 @@ def platform_state(platform: Platform, kernels: list[dict]) -> dict:
     own = [kernel for kernel in kernels if kernel["platform"] == platform]
     usable = [kernel for kernel in own if kernel["usable"]]
     if not own:
-        return dict(name=str(platform), usable=False, reason="no kernels in this version", fix=None)
+        return dict(name=str(platform), usable=False, reason=NO_KERNELS, fix=None)
     if not usable:
         return dict(name=str(platform), usable=False, reason=own[0]["reason"], fix=own[0]["fix"])
     reason = None if len(usable) == len(own) else f"{len(usable)} of {len(own)} kernels"
@@ -126,27 +118,75 @@ def cache_state() -> dict:
     )
 
 
-def show(report: dict):
-    show_table(
-        ("package", "version"),
-        [(name, version or "not installed") for name, version in report["versions"].items()],
-    )
-    kinds = ", ".join(f"{d['platform']}:{d['id']} {d['kind']}" for d in report["devices"])
-    cache, policy = report["cache"], report["policy"]
-    lines = [
-        f"backend      {report['backend']}",
-        f"devices      {kinds}",
-        f"measured as  {report['measured_as']}",
-        f"cache        {cache_text(cache)}",
-        f"environment  {', '.join(f'{k}={v}' for k, v in report['environment'].items()) or 'no GLAX_ variable is set'}",
-        f"tuning       {', '.join(f'{name}={value}' for name, value in policy.items())}",
+def verdict(report: dict) -> list[str]:
+    """Return three lines: whether glax works here, what runs, and what is lost."""
+    versions, kernels = report["versions"], report["kernels"]
+    usable = [kernel for kernel in kernels if kernel["usable"]]
+    kinds = ", ".join(dict.fromkeys(device["kind"] for device in report["devices"]))
+    platforms = dict.fromkeys(kernel["platform"] for kernel in usable)
+    return [
+        f"{'Ready' if usable else 'NOT READY'}: glax {versions['glax']} and JAX {versions['jax']} compute on {kinds}.",
+        f"Kernels: {len(usable)} of {len(kernels)} run here, those of {' and '.join(platforms) or 'no platform'}.",
+        lost(report),
     ]
-    print(*lines, sep="\n")
-    for what in ("platform", "kernel"):
-        states = report[f"{what}s"]
-        show_table((what, "usable", "reason", "fix"), [
-            (s["name"], "yes" if s["usable"] else "no", s["reason"], s["fix"]) for s in states
-        ])  # fmt: skip
+
+
+def lost(report: dict) -> str:
+    """Return what this machine could run and does not."""
+    unused = [backend for backend in JAX_FOR if backend is not Backend.here() and present(backend)]
+    if unused:
+        return f"Lost: this machine's {str(unused[0]).upper()}, which JAX does not use. What helps is below."
+    here = {spec.name for spec in kernel_registry.kernels.values() if spec.backend in (Backend.here(), Backend.ANY)}
+    lacking = [k for k in report["kernels"] if k["name"] in here and not k["usable"]]
+    platforms = dict.fromkeys(k["platform"] for k in lacking if "install" in f"{k['reason']} {k['fix']}")
+    if platforms:
+        return f"Lost: the kernels of {' and '.join(platforms)}; others run in their place. What helps is below."
+    return "Nothing is lost: all kernels for this machine run."
+
+
+def show(report: dict):
+    print(*report["verdict"], sep="\n")
+    print("\nRun here:")
+    for platform in dict.fromkeys(kernel["platform"] for kernel in report["kernels"] if kernel["usable"]):
+        own = [k for k in report["kernels"] if k["usable"] and k["platform"] == platform]
+        show_text(", ".join(k["name"] for k in own), indent=2)
+    for reason, names in grouped(report["kernels"], usable=True).items():
+        if reason[0] is not None:
+            show_text(f"{', '.join(names)}: {reason[0]}", indent=4)
+    print("\nDo not run here:")
+    for (reason, remedy), names in grouped(report["kernels"], usable=False).items():
+        show_text(", ".join(names), indent=2)
+        show_text(reason, indent=4)
+        if remedy is not None:
+            show_text(f"remedy: {remedy}", indent=4)
+    for platform in report["platforms"]:
+        if platform["reason"] == NO_KERNELS:
+            print(f"  {platform['name']}: {NO_KERNELS}")
+    print()
+    versions = {True: [], False: []}
+    for name, version in report["versions"].items():
+        versions[version is not None].append(name if version is None else f"{name} {version}")
+    kinds = ", ".join(f"{d['platform']}:{d['id']} {d['kind']}" for d in report["devices"])
+    for heading, text in {
+        "installed": ", ".join(versions[True]),
+        "not installed": ", ".join(versions[False]) or "-",
+        "backend": report["backend"],
+        "devices": kinds,
+        "measured as": report["measured_as"],
+        "cache": cache_text(report["cache"]),
+        "environment": ", ".join(f"{k}={v}" for k, v in report["environment"].items()) or "no GLAX_ variable is set",
+        "tuning": ", ".join(f"{name}={value}" for name, value in report["policy"].items()),
+    }.items():
+        show_text(f"{heading}: {text}")
+
+
+def grouped(kernels: list[dict], usable: bool) -> dict[tuple, list[str]]:
+    """Return the names of kernels that are usable, or are not, by (reason, remedy)."""
+    found: dict[tuple, list[str]] = {}
+    for kernel in kernels:
+        if kernel["usable"] is usable:
+            found.setdefault((kernel["reason"], kernel["fix"]), []).append(kernel["name"])
+    return found
 
 
 def cache_text(cache: dict) -> str:

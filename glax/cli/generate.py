@@ -1,54 +1,14 @@
 """Run `glax generate`: continue a prompt with a model in a folder."""
 
-import argparse
 import dataclasses
 import os
 import sys
 import time
 
-from glax.cli.arguments import INT32, a_path, within
 from glax.cli.errors import UsageError, reason
 from glax.cli.packages import require
 
 PACKAGES = ("flax", "safetensors")
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-def number(least: float, most: float):
-    """Return an argparse type for numbers from least to most."""
-
-    def real(text: str) -> float:
-        value = float(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be from {least} to {most}, got {text}")
-        return value
-
-    return real
-
-
-def add_parser(subparsers):
-    parser = subparsers.add_parser(
-        "generate",
-        help="continue a prompt by a model in a folder",
-        description="Continues a prompt by a checkpoint of fla, transformers or glax: a folder of config.json and "
-        "safetensors. Its tokenizer.json is used where it has one; a vocabulary of 256 without one is bytes. A text ends "
-        "with the end tokens of generation_config.json, else with those of config.json.",
-    )
-    parser.add_argument("folder", type=a_path, metavar="FOLDER", help="of the checkpoint")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue")
-    help = "at most so many (default: %(default)s)"
-    parser.add_argument("--max-new-tokens", type=within(1, INT32), default=100, metavar="N", help=help)
-    help = "0 takes the likeliest token (default: as generation_config.json says if it has do_sample, else 0)"
-    parser.add_argument("--temperature", type=number(0, 1e6), metavar="X", help=help)
-    parser.add_argument(
-        "--top-k", type=within(1, INT32), metavar="N", help="draw among the N likeliest tokens; needs --temperature"
-    )
-    help = "draw among the likeliest tokens that together have this probability; needs --temperature"
-    parser.add_argument("--top-p", type=number(1e-9, 1), metavar="X", help=help)
-    parser.add_argument("--seed", type=within(0, 2**63 - 1), default=0, metavar="N", help="of drawing (default: 0)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as in the file)")
-    parser.add_argument("--tokenizer", type=a_path, metavar="FILE", help="a tokenizer.json")
-    return parser
 
 
 def run(args) -> int:

@@ -1,50 +1,40 @@
-"""Print what subcommands report: tables, by rich where it is installed, or one JSON document."""
+"""Print what commands report: tables in the width of the terminal, or one JSON document."""
 
 import contextlib
-import importlib.util
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-WIDE = 10_000  # columns, where no terminal sets a limit
-
-
-def add_json(parser):
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
 
 
 def show_json(document):
     print(json.dumps(document, indent=1, allow_nan=False))
 
 
-def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]]):
-    """Print a table with text columns aligned left and other columns right. None prints as a dash."""
-    rows = list(rows)
-    left = [all(row[i] is None or isinstance(row[i], str) for row in rows) for i in range(len(headings))]
-    cells = [[cell(x) for x in row] for row in rows]
-    if importlib.util.find_spec("rich") is None:
-        print(plain(headings, cells, left))
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table()
-    for heading, to_left in zip(headings, left, strict=True):
-        table.add_column(Text(heading), justify="left" if to_left else "right")
-    for row in cells:
-        table.add_row(*map(Text, row))
-    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+def show_text(text: str = "", indent: int = 0):
+    """Print text in lines as wide as the terminal, or as 80 columns."""
+    for line in Text(text).wrap(Console(), Console().width - indent):
+        print(" " * indent + line.plain.rstrip())
 
 
-def plain(headings: Sequence[str], cells: list[list[str]], left: list[bool]) -> str:
-    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
-
-    def line(texts):
-        padded = (t.ljust(w) if to_left else t.rjust(w) for t, w, to_left in zip(texts, widths, left, strict=True))
-        return "  ".join(padded).rstrip()
-
-    return "\n".join(map(line, [headings, *cells]))
+def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None):
+    """Print a table with text columns aligned left and other columns right. None prints as a dash. No cell is cut: what is too
+    wide goes on in the next line. A column that says nothing is left out."""
+    rows, console = list(rows), Console()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    columns = [i for i, heading in enumerate(headings) if heading or any(row[i] for row in rows)]
+    for i in columns:
+        to_left = all(row[i] is None or isinstance(row[i], str) for row in rows)
+        table.add_column(Text(headings[i]), justify="left" if to_left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell(row[i])) for i in columns))
+    if title is not None:
+        console.print(Text(title, style="bold"))
+    console.print(table)
 
 
 def cell(x) -> str:
@@ -65,14 +55,11 @@ def cell(x) -> str:
 def progress(what: str, steps: int) -> Iterator:
     """Yield advance(), which moves a progress bar named `what` on standard error and is called after each of `steps` steps.
 
-    Without a terminal or without rich there is no bar, and advance() does nothing.
+    Without a terminal there is no bar, and advance() does nothing.
     """
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+    if not sys.stderr.isatty():
         yield lambda: None
         return
-    from rich.console import Console
-    from rich.progress import Progress
-
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=steps)
         yield lambda: bar.advance(task)

@@ -12,9 +12,9 @@ def plot(document: dict, path: Path) -> str:
         return "no plot: matplotlib is not installed"
     from matplotlib.figure import Figure
 
-    timed = [result for result in document["results"] if "gflops" in result]
+    timed = [result for result in document["results"] if result.get("gflops") is not None]
     if not timed:
-        return "no plot: nothing was timed"
+        return "no plot: no operations were counted"
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     copy, products = document["machine"]["copy_gbytes"], document["machine"]["matmul_gflops"]

@@ -3,26 +3,11 @@
 import sys
 from pathlib import Path
 
-from glax.cli.arguments import INT32, a_path, within
 from glax.cli.errors import UsageError, reason
 from glax.cli.packages import require
 
 PACKAGES = ("flax", "matplotlib", "optax", "orbax", "rich", "safetensors")
 SMOOTHED_OVER = 50  # steps
-
-
-def add_parser(subparsers):
-    parser = subparsers.add_parser(
-        "train",
-        help="train or fine-tune a model on a text",
-        description="Trains the model of a TOML or JSON config on a text: glax.models.training.TrainingConfig lists its "
-        "keys. A run that was interrupted resumes from its newest whole checkpoint, if its model, text and recipe are the "
-        "same. The folder `model` in its output is what glax, fla and transformers load.",
-    )
-    parser.add_argument("config", type=a_path, metavar="CONFIG", help="a file in TOML or JSON")
-    parser.add_argument("--steps", type=within(1, INT32), metavar="N", help="instead of the config's")
-    parser.add_argument("--out", type=a_path, metavar="FOLDER", help="instead of the config's")
-    return parser
 
 
 def run(args) -> int:

@@ -1,29 +1,15 @@
 """Run `glax tune`: measure every config of the kernels that given calls use, and store the fastest."""
 
 import dataclasses
-
-import jax
+import sys
 
 import glax
 from glax._src.solve.dispatch import executor
 from glax._src.tuning.cache import Measurement
 from glax.cli.cache import measurements
-from glax.cli.cases import Problem, add_problems, problems_of, train
-from glax.cli.output import add_json, show_json, show_table
+from glax.cli.cases import Problem, problems_of
+from glax.cli.output import show_json, show_table, show_text
 from glax.testing.check import one_line
-
-
-def add_parser(subparsers):
-    parser = subparsers.add_parser(
-        "tune",
-        help="measure which configs are fastest here, and remember them",
-        description="Measures the configs of the kernels that a call of each shape uses on this device, forward and "
-        "gradient, each checked before it may win, and keeps the fastest in the cache that all later calls look into. "
-        "Exit code 1 if no config of a kernel can be used.",
-    )
-    add_problems(parser)
-    add_json(parser)
-    return parser
 
 
 def run(args) -> int:
@@ -46,7 +32,7 @@ def tuned(problem: Problem) -> dict[str, Measurement]:
     # finding calls needs no measuring
     policy = dataclasses.replace(executor.chain.policy, cache_miss_fallback="heuristics")
     with glax.overlay(policy=policy):
-        return glax.tune(train, arrays, jax.eval_shape(lambda x: x, arrays["value"]))
+        return glax.tune(problem.train, arrays, arrays["value"], progress=sys.stderr.isatty())
 
 
 def row(problem: Problem, call: str, measurement: Measurement) -> dict:
@@ -66,23 +52,17 @@ def leaves(group: BaseExceptionGroup) -> list[BaseException]:
 
 
 def show(rows: list[dict], failures: list[dict]):
-    table = []
     for row in rows:
         timed = {name: ms for name, ms in row["candidates"].items() if not isinstance(ms, str)}
-        others = ", ".join(
-            f"{name} {ms:.3g}" for name, ms in sorted(timed.items(), key=lambda x: x[1]) if name != row["winner"]
-        )
-        table.append((row["problem"], row["kernel"], row["winner"], float(row["ms"]), others or None))
-    if table:
-        show_table(("problem", "kernel", "winner", "ms", "other candidates, ms"), table)
-    for row in rows:
+        table = [(name, float(ms), "fastest" if name == row["winner"] else "") for name, ms in timed.items()]
+        title = f"{row['kernel']}, {row['problem']}"
+        show_table(("config", "ms", ""), sorted(table, key=lambda x: (x[2] == "", x[1])), title=title)
         for name, reason in row["candidates"].items():
             if isinstance(reason, str):
-                print(f"{row['kernel']}, {row['problem']}: {name} fell out: {reason.splitlines()[0]}")
+                show_text(f"{name} fell out: {reason.splitlines()[0]}")
     for failure in failures:
-        print(f"{failure['problem']}: not tuned: {'; '.join(failure['reasons'])}")
+        show_text(f"{failure['problem']}: not tuned: {'; '.join(failure['reasons'])}")
     persistent = measurements()
-    if (
-        rows and persistent.folder is not None and persistent.failure is None
-    ):  # otherwise a warning has stated why nothing is stored
+    if rows and persistent.folder is not None and persistent.failure is None:
+        # otherwise a warning has stated why nothing is stored
         print(f"remembered in {persistent.folder}")

@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import glax.models
-from glax.cli import main
+from glax_cli import main
 from tests.models.folders import (
     INDEX,
     WEIGHTS,

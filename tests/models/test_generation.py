@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import glax.models
-from glax.cli import main
+from glax_cli import main
 
 pytestmark = pytest.mark.fast
 TINY = dict(model_type="gla", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16)

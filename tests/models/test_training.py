@@ -19,11 +19,11 @@ from flax import nnx
 
 import glax.models
 import glax.parallel
-from glax.cli import main
 from glax.models.load import MODEL_TYPES
 from glax.models.training import TrainingConfig, spread_sequence, train
 from glax.nn.losses import next_token_loss
 from glax.nn.train import NotFiniteLoss, Recipe
+from glax_cli import main
 
 GLA = dict(model_type="gla", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16)
 
@@ -324,7 +324,7 @@ def test_what_is_wrong_with_a_run_is_one_line_and_exit_code_2(tmp_path, capsys):
 
 @contextlib.contextmanager
 def process(path: pathlib.Path):
-    command = [sys.executable, "-u", "-m", "glax.cli", "train", str(path)]
+    command = [sys.executable, "-u", "-m", "glax_cli", "train", str(path)]
     env = os.environ | dict(PYTHONPATH=str(pathlib.Path(glax.__file__).parents[1]))
     with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as made:
         try:

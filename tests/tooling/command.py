@@ -5,7 +5,7 @@ import json
 import jax
 
 from glax._src.core.registry import kernel_registry
-from glax.cli import main
+from glax_cli import main
 
 SHAPE = ["--shape", "1,24,1,8", "--gate", "none"]
 

@@ -35,15 +35,17 @@ LAYERS = [
     ["glax"],
     ["glax.compat", "glax.nn", "glax.parallel"],
     ["glax.models"],
+    ["glax_cli"],
     ["glax.cli"],
+    ["glax.__main__"],
 ]
 
 
 @functools.cache
 def modules() -> tuple[tuple[str, pathlib.Path], ...]:
     found = []
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = ("glax", *path.relative_to(ROOT).with_suffix("").parts)
+    for path in sorted([*ROOT.rglob("*.py"), *(ROOT.parent / "glax_cli").rglob("*.py")]):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
         found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
     return tuple(found)
 
@@ -79,7 +81,9 @@ def imports(path: pathlib.Path) -> set[str]:
 def test_imports_go_one_way():
     for module, path in modules():
         for name in imports(path):
-            if name.split(".")[0] == "glax":
+            if (module, name) == ("glax_cli", "glax.cli"):
+                continue  # inside of the function that runs a command
+            if name.split(".")[0] in ("glax", "glax_cli"):
                 assert layer(name) <= layer(module), f"{module} imports {name}"
 
 
@@ -110,7 +114,7 @@ def test_platforms_do_not_import_each_other():
 
 
 def test_optional_packages_stay_in_their_folders():
-    core = {"jax", "numpy", "jaxtyping", "glax"} | set(sys.stdlib_module_names)
+    core = {"jax", "numpy", "jaxtyping", "glax", "glax_cli"} | set(sys.stdlib_module_names)
     for module, path in modules():
         outside = {name.split(".")[0] for name in imports(path)} - core
         if module == "glax._src.tuning.cache":
@@ -121,7 +125,9 @@ def test_optional_packages_stay_in_their_folders():
             outside -= {"rich"}  # for the progress bar, where it is installed
         if module == "glax._src.kernels.triton.launch":
             outside -= {"triton", "jax_triton"}  # at the first call that runs there
-        assert not outside or module.startswith(("glax.nn", "glax.models", "glax.cli")), f"{module} imports {outside}"
+        assert not outside or module.startswith(("glax.nn", "glax.models", "glax.cli", "glax_cli")), (
+            f"{module} imports {outside}"
+        )
 
 
 def test_import_touches_no_device_and_no_optional_package():
@@ -135,6 +141,23 @@ new = {name.split(".")[0] for name in set(sys.modules) - before} - set(sys.stdli
 assert new <= {"glax", "jax", "jaxlib", "absl"}, new  # Pallas, which JAX has, imports the last two
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_imports_no_jax():
+    """Help takes less than half a second of processor time, in the best of three processes."""
+    code = """
+import sys, time
+from glax_cli import main
+for arguments in (["--help"], ["bench", "--help"], ["--version"], []):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        assert end.code == 0
+assert not {"jax", "numpy", "rich", "glax"} & set(sys.modules)
+print(time.process_time())
+"""
+    runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True) for _ in range(3)]
+    assert min(float(run.stdout.split()[-1]) for run in runs) < 0.5
 
 
 ONE_TRACE = """

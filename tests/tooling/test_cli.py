@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 
@@ -13,9 +16,10 @@ import pytest
 import glax
 from glax._src.core.registry import Backend, Platform, kernel_registry
 from glax._src.kernels import load_kernels
-from glax.cli import check, doctor, main
+from glax.cli import check, doctor, output
 from glax.testing import CASES, Case, check_kernels
 from glax.testing.cases import QUICK, recurrence
+from glax_cli import main
 from tests.tooling.command import SHAPE, json_of, wrong
 
 load_kernels()
@@ -30,16 +34,36 @@ KEY = next(case for case in CASES if case.name == "key")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "--shape", "1,2,3"], "argument --shape: must be B,T,H,D, four integers of at least 1, got '1,2,3'"),
+        (
+            ["bench", "--shape", "1,2,3"],
+            "argument --shape: must be B,T,H,D or B,T,H,K,V or B,T,G,H,K,V, integers of at least 1, got '1,2,3'",
+        ),
         (["tune", "--shape", "1,2,0,4"], "argument --shape: must be B,T,H,D"),
         (["tune", "--gate", "wrong"], "argument --gate: invalid choice: 'wrong'"),
         (["bench", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["bench", "--mode", "backward"], "argument --mode: invalid choice: 'backward'"),
         (["bench", "--iters", "0"], "argument --iters: must be at least 1, got 0"),
         (["bench", "--out", "/dev/null/folder"], "argument --out: cannot make /dev/null/folder: Not a directory"),
-        (["bench", "--shape", f"1,{2**31},1,4"], "argument --shape: must be B,T,H,D, each at most 2147483647"),
+        (["bench", "--shape", f"1,{2**31},1,4"], "B,T,G,H,K,V, each at most 2147483647"),
         (["tune", "--shape", f"1,{'9' * 5000},1,4"], "argument --shape: must be B,T,H,D"),
         (["bench", "--iters", str(2**40)], "argument --iters: must be at most 2147483647"),
+        (["bench", "--shape", "1,8,3,4,8,8"], "argument --shape: G must divide H, got G=3 and H=4"),
+        (["bench", "--packed", "99", *SHAPE], "argument --packed: must be at most B T, 24, got 99"),
+        (
+            ["bench", "--packed", "2", "--mode", "step", *SHAPE],
+            "argument --packed: one token of a sequence is not packed",
+        ),
+        (
+            ["tune", "--like", "RetNet-1.3B", "--delta"],
+            "argument --like: names shape, gate and rule: leave out --shape",
+        ),
+        (["bench", "--like", "RetNet"], "argument --like: invalid choice: 'RetNet' (choose from"),
+        (
+            ["bench", "--peer", "mamba-ssm", *SHAPE],
+            "argument --peer: mamba-ssm needs torch, triton, mamba-ssm: pip install",
+        ),
+        (["generate", "/nowhere", "--prompt", "a"], "/nowhere"),
+        (["train", "/nowhere.toml"], "No such file or directory: /nowhere.toml"),
         (["bench", "--out", ""], "argument --out: must be the name of a file or folder, got ''"),
         (["cache", "import", "/dev/zero"], "cannot read /dev/zero: Not a regular file, but a device"),
         (["cache", "import", "a\0b"], "argument FILE: must be the name of a file or folder"),
@@ -62,6 +86,37 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments, message, capsys):
 
 
 @pytest.mark.fast
+def test_glax_alone_prints_help(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("usage: glax") and "doctor" in shown.out and not shown.err
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"glax {glax.__version__}\n"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_commands_and_choices(shell, capsys):
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(word in script for word in ("doctor", "--like", "RetNet-1.3B", "import"))
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.fast
+def test_no_color_is_heeded(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    output.show_table(("a", "b"), [("x", 1.0)], title="t")
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    shown = capsys.readouterr().out
+    assert "\x1b[1m" in shown and not re.search(r"\x1b\[[0-9;]*[34][0-9]m", shown)
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("command", [["doctor"], ["check", "--quick"], ["tune", *SHAPE], ["bench", *SHAPE], ["demo"]])
 @pytest.mark.parametrize("variable", ["GLAX_AUTOTUNE", "GLAX_CPU_INSTRUCTIONS"])
 def test_a_variable_that_means_nothing_is_one_line(command, variable, capsys, monkeypatch):
@@ -81,7 +136,7 @@ def test_without_a_home_the_cache_is_one_line(capsys, monkeypatch):
         assert main(["cache", *command]) == 2
         shown = capsys.readouterr()
         assert "set GLAX_CACHE_DIR to a folder" in shown.err and shown.err.count("\n") == 1
-    assert main(["doctor"]) == 0 and "set GLAX_CACHE_DIR to a folder" in capsys.readouterr().out
+    assert main(["doctor"]) == 0 and "set GLAX_CACHE_DIR to a folder" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.fast
@@ -119,7 +174,8 @@ def test_doctor_tells_what_runs_and_what_would_help(register, capsys, monkeypatc
     assert kernels["chunked/xla/any"]["usable"] and kernels["chunked/xla/any"]["reason"] is None
     assert kernels[gpu]["reason"] == "needs a gpu, JAX computes on cpu here"
     assert kernels[gpu]["fix"].endswith("unset JAX_PLATFORMS, which is cpu")
-    assert kernels[half]["usable"] and "not with float32, per-head gate: bfloat16 only" in kernels[half]["reason"]
+    limit = "not with float32, per-key gate or float32, per-head gate: bfloat16 only"
+    assert kernels[half]["usable"] and limit in kernels[half]["reason"]
     assert not kernels[never]["usable"] and kernels[never]["fix"] == "pip install triton jax-triton"
     platforms = {platform["name"]: platform for platform in report["platforms"]}
     assert list(platforms) == list(Platform)
@@ -134,7 +190,9 @@ def test_doctor_tells_what_runs_and_what_would_help(register, capsys, monkeypatc
     monkeypatch.setenv("GLAX_CACHE_DIR", "/dev/null/cache")
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    assert "not writable" in shown and "no kernels in this version" in shown and gpu in shown
+    assert "not writable" in " ".join(shown.split()) and "no kernels in this version" in shown and gpu in shown
+    assert shown.splitlines()[:3] == report["verdict"] and max(map(len, shown.splitlines())) <= 80
+    assert shown.count("needs a gpu, JAX computes on cpu here") == 1  # once for all kernels with one remedy
 
 
 @pytest.mark.fast
@@ -168,13 +226,13 @@ def test_doctor_fails_without_a_usable_kernel(register, capsys):
     assert json_of(capsys, "doctor")[0] == 1
 
 
-def test_as_a_process_without_rich_and_matplotlib():
-    """Plain aligned text; with --json one document and nothing else."""
-    code = "import sys; sys.modules |= dict(rich=None, matplotlib=None); import glax.cli; sys.exit(glax.cli.main())"
+def test_as_a_process():
+    """Plain text in an encoding without lines and dashes; with --json one document and nothing else."""
     run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
-    shown = run([sys.executable, "-c", code, "doctor"])
-    assert "\npackage  " in "\n" + shown.stdout and "chunked/xla/any" in shown.stdout and shown.stdout.isascii()
-    assert json.loads(run([sys.executable, "-m", "glax.cli", "doctor", "--json"]).stdout)["backend"] == "cpu"
+    plain = os.environ | dict(PYTHONIOENCODING="ascii")
+    shown = run([sys.executable, "-m", "glax", "doctor"], env=plain)
+    assert "chunked/xla/any" in shown.stdout and shown.stdout.isascii()
+    assert json.loads(run([sys.executable, "-m", "glax_cli", "doctor", "--json"]).stdout)["backend"] == "cpu"
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -192,7 +250,7 @@ def test_doctor_asks_kernels_of_one_token_about_one_token(register, capsys):
 
 def test_a_reader_that_goes_away():
     """As in `glax cache list --json | head -c 0`: no traceback."""
-    command = [sys.executable, "-m", "glax.cli", "cache", "list", "--json"]
+    command = [sys.executable, "-m", "glax_cli", "cache", "list", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
@@ -264,11 +322,13 @@ def test_check_finds_faults(register, capsys, monkeypatch):
     refuses = register(wrong, platform=Platform.PALLAS, supports=lambda r: "widths of 64 only")
     monkeypatch.setattr(check, "CASES", (dataclasses.replace(KEY, T=20),))
     assert main(["check"]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
     for name, reason in faults.items():
-        row = next(line for line in lines if name in line.split())
-        assert "miss" in row and (reason or "0.001") in row
-    assert f"{refuses} runs none of these here: widths of 64 only" in lines
+        of_kernel = shown.split(f"{name}\n")[1].split("\n\n")[0]
+        assert "miss" in of_kernel and (reason or "0.001") in of_kernel
+    (summary,) = [line for line in lines if "kernels run none of these cases here: " in line]
+    assert refuses not in shown and summary.endswith(" for other calls than these") and len(summary) < 100
     assert f"4 pass, 4 miss, {2 + len(elsewhere())} refused; on cpu" in lines  # with ERASES_ALONE
 
 

@@ -2,6 +2,9 @@
 
 import io
 import json
+import re
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +13,25 @@ import pytest
 import glax
 from glax._src.kernels import load_kernels
 from glax._src.solve.dispatch import executor
-from glax.cli import bench, main, peers
-from glax.cli.cases import DTYPES, GATES, Problem, forward, train
+from glax.cli import bench, peers
+from glax.cli.cases import GATES, Problem, problems_of
 from glax.cli.measure import Way
 from glax.cli.tune import tuned
+from glax_cli import main
+from glax_cli.parser import DTYPES, MODES, build_parser
+from glax_cli.published import LAYERS
 from tests.tooling.command import SHAPE, json_of, wrong
 
 load_kernels()
 pytestmark = pytest.mark.usefixtures("cache")
-PROBLEM = Problem(1, 24, 1, 8, "none", "float32")
+PROBLEM = Problem.of_shape((1, 24, 1, 8), gate="none", dtype="float32")
 
 # ---- tune and cache --------------------------------------------------------------------------------------------------
 
 
 def selectors() -> set[str]:
     arrays = PROBLEM.shapes()
-    return {decision.selector for decision in glax.explain(train, arrays, arrays["value"])}
+    return {decision.selector for decision in glax.explain(PROBLEM.train, arrays, arrays["value"])}
 
 
 def test_measurements_go_from_user_to_user(tmp_path, capsys, monkeypatch, cache, register):
@@ -137,7 +143,7 @@ def test_tune_shows_what_fell_out(capsys, monkeypatch):
     monkeypatch.setattr("glax.cli.tune.tuned", measured)
     assert main(["tune", "--shape", "1,8,1,8", "--gate", "key", "--gate", "head"]) == 1
     shown = capsys.readouterr().out
-    assert "Slow() 2.5" in shown and "Broken() fell out: wrong: 1" in shown
+    assert re.search(r"Slow\(\) +2.5", shown) and "Broken() fell out: wrong: 1" in shown
     assert "B1 T8 H1 D8 head float32: not tuned: ValueError: too large; KeyError: 'x'" in shown
 
 
@@ -158,7 +164,7 @@ def test_bench(capsys, monkeypatch, tmp_path):
         print("peers print")
         if mode == "step":
             raise peers.UnavailableError("has no step of one token")
-        run = jax.jit(lambda: forward(arrays))
+        run = jax.jit(lambda: problem.forward(arrays))
         return Way("peer", run)
 
     def broken(*_):
@@ -167,10 +173,11 @@ def test_bench(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(peers.PEERS, "peer", by_scan)
     monkeypatch.setitem(peers.PEERS, "broken", broken)
     out = tmp_path / "new" / "out"
-    modes = [x for mode in bench.MODES for x in ("--mode", mode)]
+    modes = [x for mode in MODES for x in ("--mode", mode)]
     assert main(["bench", "--shape", "2,40,6,16", *modes, "--iters", "3", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "broken: TypeError: no such gate\n" in shown and "peer: has no step of one token (B2 H6 D16" in shown
+    assert max(map(len, shown.splitlines())) <= 80
     chosen = glax.explain(lambda q: glax.recurrent(q, q, q, gk=q).output, jnp.ones((2, 40, 6, 16)))[0]
     assert f"glax ran {chosen.kernel} with {chosen.config}, by heuristic\n" in shown and "WRONG" not in shown
     assert "peers print" not in shown
@@ -178,7 +185,7 @@ def test_bench(capsys, monkeypatch, tmp_path):
 
     document = json.loads((out / "bench.json").read_text())
     assert document["machine"]["copy_gbytes"] > 0.1 and document["machine"]["matmul_gflops"]["float32"] > 1
-    assert [result["mode"] for result in document["results"]] == list(bench.MODES)
+    assert [result["mode"] for result in document["results"]] == list(MODES)
     for result in document["results"]:
         ours = result["ways"][0]
         assert ours["name"] == "glax" and ours["right"] and ours["error"] < 1e-6 and ours["ms"]["samples"] == 3
@@ -217,7 +224,47 @@ def test_bench_finds_a_wrong_kernel(register, capsys, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_problems_bind(gate, dtype):
     """Every gate in every dtype is a call of glax; the first sequence of a few heads has the result of the whole."""
-    problem = Problem(2, 5, 6, 4, gate, dtype)
+    problem = Problem.of_shape((2, 5, 6, 4), gate=gate, dtype=dtype)
     arrays = problem.shapes()
-    assert jax.eval_shape(forward, arrays).dtype == dtype
-    assert bench.expected(problem.arrays(), None).shape == (5, 4, 4)
+    assert jax.eval_shape(problem.forward, arrays).dtype == dtype
+    assert bench.expected(problem, problem.arrays(), None).shape == (5, 4, 4)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("delta", [False, True])
+def test_bench_takes_every_form_of_a_call(gate, delta, capsys, monkeypatch):
+    """K and V apart, shared heads, the delta rule and packed sequences: glax is right in each, forward, trained and decoded."""
+    monkeypatch.setattr(bench, "ceilings", lambda dtypes, iters: dict(copy_gbytes=1.0, matmul_gflops=dict(float32=1.0)))
+    call = ["--shape", "2,12,2,4,4,6", "--gate", gate, "--iters", "1", *(["--delta"] if delta else [])]
+    for modes in (["--packed", "3", "--mode", "train"], ["--mode", "step"]):
+        code, document = json_of(capsys, "bench", *call, *modes)
+        (result,) = document["results"]
+        assert code == 0 and result["ways"][0]["error"] < 1e-5
+        assert (result["gflops"] is None) is delta and result["gbytes"] > 0
+
+
+def test_every_published_layer_is_a_call():
+    args = build_parser().parse_args(["tune", *(x for name in LAYERS for x in ("--like", name))])
+    for problem in problems_of(args):
+        arrays = problem.shapes()
+        assert jax.eval_shape(problem.forward, arrays).shape == (*problem.rows, problem.H, problem.V)
+
+
+def test_a_peer_of_jax_is_right(capsys, monkeypatch):
+    """A peer that is installed is called with the arguments that it documents, here a stand-in with their names."""
+
+    def linear_attention(kind, q, k, v, *, g=None, beta=None, segment_ids=None):
+        gates = {"gk" if kind in ("gla", "kda") else "g": g, "beta": beta}
+        return glax.recurrent(q, k, v, **gates, segment_ids=segment_ids)
+
+    package = types.ModuleType("jla")
+    package.ops = types.ModuleType("jla.ops")
+    package.ops.linear_attention = linear_attention
+    monkeypatch.setitem(sys.modules, "jla", package)
+    monkeypatch.setattr(peers, "PACKAGES", {})
+    monkeypatch.setattr(bench, "ceilings", lambda dtypes, iters: dict(copy_gbytes=1.0, matmul_gflops=dict(float32=1.0)))
+    for options in (["--gate", "key", "--packed", "2"], ["--gate", "constant", "--delta"]):
+        call = ["bench", "--shape", "1,12,2,4,4,6", "--iters", "1", "--mode", "train", "--peer", "jla", *options]
+        code, document = json_of(capsys, *call)
+        _, peer = document["results"][0]["ways"]
+        assert code == 0 and peer["right"], peer["reason"]

@@ -19,12 +19,13 @@ from rich.console import Console
 import glax
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
-from glax.cli import demo, demo_run, main
+from glax.cli import demo, demo_run
 from glax.cli.kernels_table import show_kernels
 from glax.nn.checkpoint import load
 from glax.nn.model import ByteLM, ByteLMConfig
 from glax.nn.text import read_text
 from glax.nn.train import Recipe
+from glax_cli import main
 
 TINY = ByteLMConfig(width=16, layers=1, num_heads=2, num_kv_heads=2, key_width=8, value_width=8, mlp_width=16)
 
@@ -210,13 +211,6 @@ def test_no_message_installs_glax_from_an_index():
     ]
     assert len(remedies) > 5
     assert [x for x in remedies if re.search(r"pip install .*\bglax\b", x[1]) and "re.search" not in x[1]] == []
-
-
-def test_command_line(capsys):
-    assert failure([], capsys) == "glax: the following arguments are required: command\n"
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert capsys.readouterr().out == f"glax {glax.__version__}\n"
 
 
 def test_interrupt_outside_training_is_one_line(monkeypatch, capsys):

@@ -11,12 +11,12 @@ from tests.tooling.test_words import retired
 
 pytestmark = pytest.mark.fast
 ROOT = pathlib.Path(__file__).parents[2]
-SEARCHED = ("glax", "tests", "benchmarks")
+SEARCHED = ("glax", "glax_cli", "tests", "benchmarks")
 SUFFIXES = (".py", ".h", ".cc", ".md", ".txt")
 NO_PROSE = ("tests/tooling/test_words.py",)  # which quotes two of the words
 KERNELS = "glax/_src/kernels/"
 DEVICE_KERNELS = tuple(f"{KERNELS}{platform}/" for platform in ("triton", "pallas_gpu", "pallas_tpu"))
-PRIVATE = ("glax/_src/", "glax/cli/", "tests/", "benchmarks/")
+PRIVATE = ("glax/_src/", "glax/cli/", "glax_cli/", "tests/", "benchmarks/")
 
 KERNEL_FILE_LINES = 900  # a kernel is one file; other files may have as many lines as are read together
 FUNCTION_LINES = 120

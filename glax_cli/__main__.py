@@ -1,0 +1,7 @@
+"""Run `python -m glax_cli`."""
+
+import sys
+
+from glax_cli import main
+
+sys.exit(main())
