@@ -81,15 +81,6 @@ class HopperConfig(Config):
         return [cls(*shape) for shape in sorted(work.shapes, key=work.rounds)[:6]]
 
 
-def check_parts(r: Recurrence, config: HopperConfig):
-    """Raise ValueError if the config divides packed sequences that are not one row. Each of these begins a chunk."""
-    if r.boundaries is not None and config.parts > 1:
-        raise ValueError(
-            f"parts must be 1 for packed sequences with states, each of which begins a chunk; got {config.parts}: pass "
-            "cfg=HopperConfig(parts=1), or leave out cfg"
-        )
-
-
 def group_size(r: Recurrence) -> int:
     """Return the number of consecutive heads that share a head of q and a head of k."""
     return math.gcd(r.num_heads // r.q.shape[2], r.num_heads // r.k.shape[2])

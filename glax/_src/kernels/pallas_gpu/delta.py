@@ -23,7 +23,7 @@ from glax._src.kernels.pallas_gpu.config import HopperConfig
 from glax._src.kernels.pallas_gpu.gradient import delta as delta_vjp
 from glax._src.kernels.pallas_gpu.gradient import delta_key as delta_key_vjp
 from glax._src.kernels.pallas_gpu.gradient.delta_key import D_BETA, D_SCALE
-from glax._src.kernels.pallas_gpu.layout import KernelLayout, OneRowLayout, head_gates, layout_of
+from glax._src.kernels.pallas_gpu.layout import KernelLayout, OneRowLayout, layout_of
 from glax._src.kernels.pallas_gpu.plan import C
 from glax._src.kernels.pallas_gpu.route import Route
 from glax._src.kernels.pallas_gpu.rows import Form, PackedRow
@@ -123,13 +123,13 @@ class SegmentedScan(abc.ABC):
 
     def by_row(self, x):
         """Return x [B, chunks, H, C] in the rows of r, [B, T, H]."""
-        return self.layout.rows.put(jnp.swapaxes(x, 2, 3).reshape(x.shape[0], -1, x.shape[2]))
+        return self.layout.put(jnp.swapaxes(x, 2, 3).reshape(x.shape[0], -1, x.shape[2]))
 
     def by_sequence(self, x):
         """Return the sums over the tokens of every sequence, [N, H], of x [B, chunks, H, C]."""
         p = self.layout
-        x = jnp.where(p.rows.is_token(p.chunks)[:, None], x, 0).sum(3)
-        return p.rows.by_sequence(x if p.rows.begins is None else jnp.swapaxes(x, 0, 1))
+        x = jnp.where(p.is_token[:, None], x, 0).sum(3)
+        return p.by_sequence(x if p.apart is None else jnp.swapaxes(x, 0, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ class DeltaLayout(SegmentedScan):
             beta = jnp.where(packed.is_token[:, None], beta, 0)
         d_output = None if d_output is None else p.in_blocks(d_output, p.V)
         edges = p.edge_copies(p.k, p.q, p.v, *([] if d_output is None else [d_output]))
-        numbers = (in_chunks(x) for x in (head_gates(p.r, p.rows, p.q.shape[:2]), p.rows.take(beta)))
+        numbers = (in_chunks(x) for x in (p.head_gates(), p.take(beta)))
         return cls(
             p, inverses_of_chunks(r.reverse, multiprocessors(), p.k, *numbers, *edges[:2]), d_output, edges, packed
         )
@@ -182,7 +182,7 @@ class DeltaLayout(SegmentedScan):
 
     def gradient(self, r: Recurrence, states, adjoint: Results) -> Recurrence:
         p = self.layout
-        scale = p.scales if p.rows.begins is None else p.scale_of_chunks()
+        scale = p.scales if p.apart is None else p.scale_of_chunks()
         operands = p.q, p.k, self.d_output, states, adjoint.states, self.chunks.factors, scale, *self.edges
         if p.route.gradient == "delta_gradient":
             each = delta_vjp.delta_gradient(r.reverse, multiprocessors(), *operands)
@@ -198,7 +198,7 @@ class DeltaLayout(SegmentedScan):
             decay = Decay(constant=self.constant_gradient(sums[delta_vjp.D_GATES]))
         return gradient_recurrence(
             r,
-            *(p.rows.put(x)[..., : r.q.shape[3]].astype(jnp.float32) for x in (each.dq, each.dk)),
+            *(p.put(x)[..., : r.q.shape[3]].astype(jnp.float32) for x in (each.dq, each.dk)),
             p.sum_of_values(adjoint.output, p.blocks).astype(jnp.float32),
             decay,
             None if self.packed is not None else self.last(adjoint),
@@ -231,7 +231,7 @@ class DeltaKeyLayout(SegmentedScan):
     def of(cls, r: Recurrence, route: Route, d_output=None) -> "DeltaKeyLayout":
         """Return the layout of r for its route, in which each packed sequence begins at a chunk's start."""
         p, beta = layout_of(r, route), beta_of(r)
-        beta, gates = by_chunk(in_chunks(p.rows.take(beta).astype(jnp.float32))), p.in_blocks(p.r.decay.key, p.K)
+        beta, gates = by_chunk(in_chunks(p.take(beta).astype(jnp.float32))), p.in_blocks(p.r.decay.key, p.K)
         gates = gates if gates.dtype == jnp.bfloat16 else gates.astype(jnp.float32)
         pairs = pairs_of_chunks(r.reverse, p.q, p.k, gates, beta, p.scale_of_chunks())
         return cls(p, pairs, gates, beta, None if d_output is None else p.in_blocks(d_output, p.V))

@@ -13,18 +13,18 @@ from jax import Array
 
 from glax._src.core.recurrence import Recurrence, Residuals
 from glax._src.kernels.common.limits import LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu.config import check_parts
 from glax._src.kernels.pallas_gpu.device.tiles import LOG2E
-from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, Scan, ScanResults, Widths
+from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, Scan, ScanResults
 from glax._src.kernels.pallas_gpu.route import Route
 from glax._src.kernels.pallas_gpu.rows import (
-    Chunks,
+    Apart,
     Edges,
     EqualSequences,
     Form,
     JoinedRows,
     LastChunk,
     PackedRow,
+    filled_up,
     newest_resets,
 )
 from glax._src.kernels.pallas_gpu.scan.head import head_scan, pair_scan
@@ -60,21 +60,20 @@ class KernelLayout:
         r = given if row is None else row
         self.newest = None if r.segments is None else newest_resets(r.segments.resets, r.reverse)
         r = r.without_padding
-        check_parts(r, route.config)
         self.given, self.r, self.route, self.tokens = given, r, route, tokens
-        self.rows = Chunks.of(r, cuts)
+        self.apart = None if r.boundaries is None else Apart.of(r, cuts)
         self.last_chunk = LastChunk(r.q.shape[1]) if route.rows.copies_last else None
         self.edges = edges or self.last_chunk
         self.parts = route.config.parts if parts is None else parts
-        self.key, self.grouped = r.decay.form == "key", route.is_grouped
-        widths = Widths.of(r, square and not self.grouped)
+        self.key, self.grouped = r.decay.form == "key", route.gradient == "gradient_groups"
+        widths = route.square if square and not self.grouped else route.widths
         self.N, self.blocks, self.K, self.V = r.num_sequences, widths.blocks, widths.K, widths.V
         self.stored, columns = widths.stored, 64 if route.scan == "pair_scan" else route.config.columns
         self.columns = min(columns, 128 * 128 // self.K)
         self.heads, self.H = r.num_heads, r.num_heads * self.blocks.count
         self.q, self.k = (self.in_blocks(x, self.K) for x in (r.q, r.k))
         self.v = self.in_blocks(r.v, self.V)
-        self.chunks = self.rows.count()
+        self.chunks = -(-r.q.shape[1] // C) if self.apart is None else self.apart.count
         self.gates: Any = None if r.erasure is not None else self.gate_operands()
         self.scale = r.scale.astype(jnp.float32)
         self.table = self.segments()
@@ -83,12 +82,36 @@ class KernelLayout:
         """Return what kernels read of gates: a tuple of the terms of per-key gates, else one array of sums of log2 gates."""
         if self.key:
             return key_terms(self.in_blocks(self.r.decay.key, self.K))
-        return head_sums(head_gates(self.r, self.rows, self.q.shape[:2]), self.r.reverse)
+        return head_sums(self.head_gates(), self.r.reverse)
+
+    def head_gates(self) -> Array:
+        """Return per-head gates as kernels read them, [B, rows, H]. A constant decay is the gate of every token, no decay a gate
+        of 0."""
+        r = self.r
+        if r.decay.head is not None:
+            return self.take(r.decay.head)
+        if r.decay.constant is not None:
+            gates = r.by_token(r.decay.constant.astype(jnp.float32))
+            return self.take(jnp.broadcast_to(gates, (*r.q.shape[:2], self.heads)))
+        return jnp.zeros((*self.q.shape[:2], self.heads), jnp.float32)
+
+    def take(self, x):
+        """Return x [B, T, ...] as the kernels read it: filled up, or if packed, in place or in rows of chunks."""
+        return filled_up(x) if self.apart is None else self.apart.take(x)
+
+    def put(self, x):
+        """Return x [B, rows of chunks, ...] in the rows of r; 0 in padding."""
+        return x[:, : self.r.q.shape[1]] if self.apart is None else self.apart.put(x)
+
+    @property
+    def in_place(self) -> bool:
+        """Return whether the kernels read packed rows in place."""
+        return self.apart is not None and self.apart.source is None
 
     @functools.cached_property
     def chunk_rows(self) -> int:
         """Return the number of rows of the arrays that kernels write."""
-        return self.chunks * C if self.rows.in_place else self.q.shape[1] + -self.q.shape[1] % ROWS
+        return self.chunks * C if self.in_place else self.q.shape[1] + -self.q.shape[1] % ROWS
 
     @functools.cached_property
     def result_rows(self) -> int:
@@ -107,7 +130,7 @@ class KernelLayout:
 
     def in_blocks(self, x, width: int):
         """Return x [B, T, heads, columns] in rows of chunks and blocks of `width` columns: [B, rows, heads * blocks, width]."""
-        x = widen(self.rows.take(x) if self.last_chunk is None else x, -(-x.shape[-1] // width) * width)
+        x = widen(self.take(x) if self.last_chunk is None else x, -(-x.shape[-1] // width) * width)
         return x.reshape(*x.shape[:2], -1, width)
 
     def in_tiles(self, x):
@@ -120,28 +143,23 @@ class KernelLayout:
         columns = self.stored.columns
         if x.shape[2] == self.heads * self.stored.count and columns > 1:
             x = x.reshape(*x.shape[:2], -1, columns, x.shape[3]).astype(jnp.float32).sum(3)
-        return self.rows.put(x.reshape(*x.shape[:2], self.heads, -1))[..., : self.r.q.shape[3]]
+        return self.put(x.reshape(*x.shape[:2], self.heads, -1))[..., : self.r.q.shape[3]]
 
     def sum_of_values(self, x, blocks: Blocks):
         """Return the outputs, or the gradient of v of every head, [B, T, H, V]. x: [B, rows, H, V], the terms of each block."""
         if blocks.rows > 1:
             x = x.reshape(*x.shape[:2], self.heads, blocks.rows, -1).astype(jnp.float32).sum(3)
-        return self.rows.put(x.reshape(*x.shape[:2], self.heads, -1))[..., : self.r.v.shape[3]]
+        return self.put(x.reshape(*x.shape[:2], self.heads, -1))[..., : self.r.v.shape[3]]
 
     def sum_of_blocks(self, x):
         """Return the sums over the gradient's blocks of each head of x [..., H]."""
         return x if self.stored.count == 1 else x.reshape(*x.shape[:-1], -1, self.stored.count).sum(-1)
 
     def segments(self):
-        """Return the table of segments, [E, 4]: batch row, first chunk, number of chunks and sequence of each.
-
-        If packed, the table is [E, 7]: also the first row of the segment's first chunk in the arrays of r, divided by 8; the
-        segment's first row; and the row behind its last.
-        """
-        if self.rows.begins is not None:
-            begins, n, cuts = self.rows.begins, jnp.arange(self.N), jnp.clip(self.r.boundaries, 0, self.r.q.shape[1])
-            columns = jnp.zeros_like(n), begins[:-1], jnp.diff(begins), n, cuts[:-1] // ROWS, cuts[:-1], cuts[1:]
-            return jnp.stack(columns, 1).astype(jnp.int32)
+        """Return the table of segments, [E, 4]: batch row, first chunk, number of chunks and sequence of each. If packed, it is
+        `Apart.segments`."""
+        if self.apart is not None:
+            return self.apart.segments
         size = self.size
         n, part = np.divmod(np.arange(self.N * self.parts), self.parts)
         return np.stack([n, part * size, np.clip(self.chunks - part * size, 0, size), n], 1).astype(np.int32)
@@ -153,7 +171,7 @@ class KernelLayout:
     @functools.cached_property
     def run(self) -> int:
         """Return the number of chunks from one state that is stored for the gradient to the next, all of one sequence."""
-        if self.key or self.rows.begins is not None or (self.grouped and self.every % RUN):
+        if self.key or self.apart is not None or (self.grouped and self.every % RUN):
             return 1
         return math.gcd(self.chunks, RUN)
 
@@ -168,7 +186,7 @@ class KernelLayout:
         return Scan(
             self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms,
             blocks=self.blocks, stored_by=self.stored if self.blocks != self.stored else WHOLE,
-            packed=self.chunks if self.rows.in_place else 0, edges=self.edges is not None,
+            packed=self.chunks if self.in_place else 0, edges=self.edges is not None,
             resets=self.newest is not None, bounded=self.tokens is not None,
             rows=self.result_rows, **flags,
         )  # fmt: skip
@@ -315,25 +333,22 @@ class KernelLayout:
         q, k, v, d_output = (self.in_tiles(x) for x in self.by_blocks(self.q, self.k, self.v, d_output))
         if self.tokens is not None:
             scale = jnp.broadcast_to(self.scale, (self.chunks,))
-            return q, k, v, gates, d_output, scale, residuals.states, behind, *out_of_range, self.places()
-        if self.rows.begins is None:
+            return q, k, v, gates, d_output, scale, residuals.states, behind, *out_of_range, self.rows_of_chunks()
+        if self.apart is None:
             return q, k, v, gates, d_output, self.scales, residuals.states, behind, *out_of_range
-        scale = self.scale[self.rows.sequence_of(self.chunks)]
-        if self.rows.in_place:
-            return q, k, v, gates, d_output, scale, residuals.states, behind, *out_of_range, self.places()
+        scale = self.scale[self.apart.sequence]
+        if self.in_place:
+            return q, k, v, gates, d_output, scale, residuals.states, behind, *out_of_range, self.rows_of_chunks()
         q, k, v, d_output = (x.reshape(self.chunks, C, *x.shape[2:]) for x in (q, k, v, d_output))
         return q, k, v, gates[0][:, None], d_output, scale, residuals.states[0][:, None], behind[0][:, None]
 
-    def places(self):
-        """Return for every chunk [chunks, 3]: its first row in the arrays of r, divided by 8; the first of its rows that
-        belongs to its sequence, or in a row of packed sequences holds a token; and the row behind the last of these."""
-        if self.tokens is not None:
-            row = jnp.arange(self.chunks, dtype=jnp.int32) * (C // ROWS)
-            return jnp.stack([row, *(x - row * ROWS for x in self.tokens)], 1).astype(jnp.int32)
-        chunk, segment = jnp.arange(self.chunks), self.table[self.rows.sequence_of(self.chunks)]
-        row = segment[:, 4] + (chunk - segment[:, 1]) * (C // ROWS)
-        first, end = (segment[:, i] - row * ROWS for i in (5, 6))
-        return jnp.stack([jnp.where(end > 0, row, 0), first, end], 1).astype(jnp.int32)
+    def rows_of_chunks(self):
+        """Return `Apart.rows_of_chunks`, or the same of one row of packed sequences, of whose rows any sequence may have a
+        token."""
+        if self.tokens is None:
+            return self.apart.rows_of_chunks(self.table)
+        row = jnp.arange(self.chunks, dtype=jnp.int32) * (C // ROWS)
+        return jnp.stack([row, *(x - row * ROWS for x in self.tokens)], 1).astype(jnp.int32)
 
     def by_blocks(self, q, k, v, d_output):
         """Return q, k, v and d_output in the gradient's blocks of K and of V."""
@@ -345,17 +360,17 @@ class KernelLayout:
 
     def scale_of_chunks(self):
         """Return the scale of every chunk, [B, chunks]."""
-        if self.rows.begins is None:
+        if self.apart is None:
             return jnp.broadcast_to(self.scale[:, None], (self.N, self.chunks))
-        return self.scale[self.rows.sequence_of(self.chunks)][None]
+        return self.scale[self.apart.sequence][None]
 
     def residuals(self, found: ScanResults) -> Residuals:
         """Return the residuals for the gradient. All chunks with per-head gates are in range, and so are chunks without rows."""
         out_of_range = found.out_of_range
         if out_of_range is None:
             out_of_range = jnp.zeros((*found.states.shape[:1], self.chunks, found.states.shape[2]), jnp.int32)
-        if self.rows.begins is not None:
-            out_of_range = jnp.where(jnp.arange(self.chunks)[None, :, None] < self.rows.begins[-1], out_of_range, 0)
+        if self.apart is not None:
+            out_of_range = jnp.where(jnp.arange(self.chunks)[None, :, None] < self.apart.begins[-1], out_of_range, 0)
         if self.stored.count == 1:
             return Residuals(found.states, out_of_range)
         # Axis 2 holds heads, over which devices may share them: the blocks of a head stay together.
@@ -389,6 +404,17 @@ class KernelLayout:
             log = by_block.reshape(log.shape[0], self.heads, -1)
         return log[..., : self.r.state_shape[2]]
 
+    @property
+    def is_token(self):
+        """Return whether each row of each chunk holds a token, [chunks, C]; not for packed rows that kernels read in place."""
+        source = None if self.apart is None else self.apart.source
+        held = np.arange(self.chunks * C) < self.r.q.shape[1] if source is None else source >= 0
+        return held.reshape(self.chunks, C)
+
+    def by_sequence(self, x):
+        """Return the sums over the chunks of every sequence, [N, H], of x [B, chunks, H], or packed as `Apart.by_sequence`."""
+        return x.sum(1) if self.apart is None else self.apart.by_sequence(x)
+
     # ---- between rows and the sequences of the caller ----------------------------------------------------------------
 
     def join(self, x):
@@ -413,13 +439,12 @@ class KernelLayout:
 
     def gradient_of_gates(self, dg):
         """Return the gradient of per-head gates, [B, T, H] of `given`. dg: [B, chunks, C, blocks of H], of the gates of rows."""
-        return self.rows.put(self.sum_of_blocks(dg).reshape(self.r.q.shape[0], -1, self.heads))
+        return self.put(self.sum_of_blocks(dg).reshape(self.r.q.shape[0], -1, self.heads))
 
     def gradient_of_constant(self, dg):
         """Return the gradient of constant decays, [N, H] of `given`. dg: as in `gradient_of_gates`."""
-        is_token = self.rows.is_token(self.chunks)  # other rows have no gate
-        is_token = is_token if self.rows.begins is None else is_token[:, None]
-        return self.rows.by_sequence(jnp.where(is_token[..., None], self.sum_of_blocks(dg), 0).sum(2))
+        is_token = self.is_token if self.apart is None else self.is_token[:, None]  # other rows have no gate
+        return self.by_sequence(jnp.where(is_token[..., None], self.sum_of_blocks(dg), 0).sum(2))
 
     def scale_by_token(self, d_scale):
         """Return the terms of the gradient of the scale for `gradient_of_scale`. d_scale: the field of `Gradients`."""
@@ -427,7 +452,7 @@ class KernelLayout:
 
     def gradient_of_scale(self, d_scale):
         """Return the gradient of the scales of `given`, [N], from `scale_by_token`."""
-        return self.rows.by_sequence(d_scale.sum(3) if d_scale.ndim == 4 else d_scale).sum(1)
+        return self.by_sequence(d_scale.sum(3) if d_scale.ndim == 4 else d_scale).sum(1)
 
 
 class OneRowLayout(KernelLayout):
@@ -604,16 +629,6 @@ def key_terms(g: Array) -> tuple[Array, ...]:
     g = jnp.maximum(g.astype(jnp.float32), LOG_OF_ZERO)
     high = jax.lax.reduce_precision(g, 8, 7)  # XLA drops a cast there and back
     return high.astype(jnp.bfloat16), (g - high).astype(jnp.bfloat16)
-
-
-def head_gates(r: Recurrence, rows: Chunks, shape: tuple[int, ...]) -> Array:
-    """Return per-head gates in rows of chunks, [*shape, H]. A constant decay is the gate of every token, no decay a gate of 0."""
-    if r.decay.head is not None:
-        return rows.take(r.decay.head)
-    if r.decay.constant is not None:
-        gates = r.by_token(r.decay.constant.astype(jnp.float32))
-        return rows.take(jnp.broadcast_to(gates, (*r.q.shape[:2], r.num_heads)))
-    return jnp.zeros((*shape, r.num_heads), jnp.float32)
 
 
 def head_sums(gates: Array, reverse: bool) -> Array:

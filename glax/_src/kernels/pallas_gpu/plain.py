@@ -187,8 +187,8 @@ def by_groups(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResu
         *operands, group=group_size(p.r), columns=p.blocks.columns, reverse=p.r.reverse, programs=multiprocessors(),
         edges=p.edge_copies(p.q, p.k, p.v, d_output), rows=p.result_rows,
     )  # fmt: skip
-    dq, dk = (p.rows.put(x)[..., : p.r.q.shape[3]] for x in (dq, dk))
-    if p.rows.begins is not None:
+    dq, dk = (p.put(x)[..., : p.r.q.shape[3]] for x in (dq, dk))
+    if p.apart is not None:
         dg, d_scale = dg.swapaxes(0, 1), d_scale.swapaxes(0, 1)
     return Gradients(dq, dk, p.sum_of_values(dv, p.stored), dg, d_scale)
 

@@ -9,7 +9,7 @@ from glax._src.core.recurrence import Outputs, Recurrence, Residuals
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
 from glax._src.kernels.pallas_gpu.config import HopperConfig, stores_states, supports
 from glax._src.kernels.pallas_gpu.plan import WIDEST, Widths
-from glax._src.kernels.pallas_gpu.route import Route
+from glax._src.kernels.pallas_gpu.route import Route, is_grouped
 from glax._src.kernels.pallas_gpu.rows import Reading, takes_segments
 
 # Above Triton's 10 or below it, and above XLA's: benchmarks/results/nvidia_h100/2026-11-27-platforms.json has the measurements,
@@ -36,8 +36,9 @@ def copies_much(r: Recurrence, square: bool) -> bool:
     if r.erasure is not None:
         return False
     B, T, _, K = r.q.shape
-    is_square = square and not Route.of(r, HopperConfig()).is_grouped
-    widths, rows = Widths.of(r, is_square), B * T * r.num_heads
+    widths, rows = Widths.of(r, square=False), B * T * r.num_heads
+    if square and (r.decay.form == "key" or not is_grouped(r, widths)):
+        widths = Widths.of(r, square=True)
     filled = widths.blocks.rows * widths.K * widths.blocks.columns * widths.V / (K * r.v.shape[3])
     return (filled >= 1.5 and rows >= 2**14) or (filled >= 1.25 and K <= WIDEST and rows >= 2**16)
 

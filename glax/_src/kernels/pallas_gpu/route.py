@@ -13,7 +13,8 @@ class Route:
     """Hold what is decided of a call before its kernels are launched. As text it is what `glax.explain` prints.
 
     rows: how sequences are read. scan, gradient: the names of the kernels in profiles. config: the config that runs, which has
-    one segment where `rows` allows no more. reasons: the faster form that the call does not get, and why.
+    one segment where `rows` allows no more. reasons: the faster form that the call does not get, and why. widths, square: the
+    blocks of states, and of a gradient that needs them square.
     """
 
     rows: Reading
@@ -21,6 +22,8 @@ class Route:
     gradient: str
     config: HopperConfig
     reasons: dict[str, str]
+    widths: Widths
+    square: Widths
 
     @classmethod
     def of(
@@ -32,12 +35,19 @@ class Route:
         in_phases: bool = False,
     ) -> "Route":
         """Return the route of the forward of r, or of its gradient with these operands. The other arguments are those of
-        `Reading.of`."""
-        rows, widths = Reading.of(r, config.parts, d_final, residuals, in_phases), Widths.of(r, square=False)
+        `Reading.of`. Raises ValueError if the config divides packed sequences of which each begins a chunk."""
+        rows, form = Reading.of(r, config.parts, d_final, residuals, in_phases), r.decay.form
+        widths, square = Widths.of(r, square=False), Widths.of(r, square=True)
         if rows.form is Form.EQUAL or (rows.form is Form.APART and fits_one_row(r)):
-            config = dataclasses.replace(config, parts=1)
-        reasons = {**one_row_reason(r, rows), **copies_reason(r, rows, widths, d_final), **results_reason(r, rows)}
-        return cls(rows, scan_kernel(r, config, widths), gradient_kernel(r, rows, widths), config, reasons)
+            config = dataclasses.replace(config, parts=1) if config.parts > 1 else config
+        elif rows.form is Form.APART and config.parts > 1:
+            raise ValueError(
+                f"parts must be 1 for packed sequences with states, each of which begins a chunk; got {config.parts}: "
+                "pass cfg=HopperConfig(parts=1), or leave out cfg"
+            )
+        reasons = {**one_row_reason(r, rows), **copies_reason(r, rows, widths), **results_reason(r, rows)}
+        scan, gradient = scan_kernel(r, form, config, widths), gradient_kernel(r, form, rows, widths, square)
+        return cls(rows, scan, gradient, config, reasons, widths, square)
 
     def apart(self) -> "Route":
         """Return the route that reads each packed sequence from a chunk's start on, in one segment."""
@@ -47,11 +57,6 @@ class Route:
         """Return the route that reads rows as they are given, in one segment."""
         return dataclasses.replace(self, rows=Reading(Form.GIVEN), config=dataclasses.replace(self.config, parts=1))
 
-    @property
-    def is_grouped(self) -> bool:
-        """Return whether one program computes the gradient of all heads that share a query and a key."""
-        return self.gradient == "gradient_groups"
-
     def describe(self, is_gradient: bool) -> str:
         """Return the text for `glax.explain` of a gradient, or of a forward."""
         kernels = f"{self.scan}, then {self.gradient}" if is_gradient else self.scan
@@ -59,32 +64,38 @@ class Route:
         return f"{kernels}; {self.rows}; {segments}"
 
 
-def scan_kernel(r: Recurrence, config: HopperConfig, widths: Widths) -> str:
-    """Return the name of the scan that forms the outputs."""
+def scan_kernel(r: Recurrence, form: str, config: HopperConfig, widths: Widths) -> str:
+    """Return the name of the scan that forms the outputs. form: `Decay.form`."""
     if r.erasure is not None:
-        return "delta_key_scan" if r.decay.form == "key" else "delta_scan"
-    if r.decay.form == "key":
+        return "delta_key_scan" if form == "key" else "delta_scan"
+    if form == "key":
         return "key_scan"
     is_paired = config.columns == 128 and r.states_every is None and pairs_heads(r, widths)
     return "pair_scan" if is_paired else "head_scan"
 
 
-def gradient_kernel(r: Recurrence, rows: Reading, widths: Widths) -> str:
-    """Return the name of the kernel that computes the gradients of chunks.
+def gradient_kernel(r: Recurrence, form: str, rows: Reading, widths: Widths, square: Widths) -> str:
+    """Return the name of the kernel that computes the gradients of chunks. form: `Decay.form`.
 
-    `gradient_groups` takes keys of one block without per-key gates, where heads share queries and keys, or where values are half
-    as wide as keys. `gradient_wide` takes the columns of a wide state in steps, of rows that hold one sequence.
+    `gradient_wide` takes the columns of a wide state in steps, of rows that hold one sequence.
     """
     if r.erasure is not None:
-        if r.decay.form == "key":
+        if form == "key":
             return "delta_key_gradient"
         return "delta_gradient" if max(widths.K, widths.V) <= WIDEST else "delta_gradient_wide"
-    if r.decay.form != "key":
-        is_narrow = widths.V * widths.blocks.columns < widths.K
-        return "gradient_groups" if widths.stored.rows == 1 and (is_narrow or group_size(r) > 1) else "gradient_head"
-    square = Widths.of(r, square=True)
+    if form != "key":
+        return "gradient_groups" if is_grouped(r, widths) else "gradient_head"
     is_wide = square.blocks.columns > 1 and square.K == WIDEST and r.boundaries is None and rows.form is not Form.EQUAL
     return "gradient_wide" if is_wide else "gradient_key"
+
+
+def is_grouped(r: Recurrence, widths: Widths) -> bool:
+    """Return whether one program computes the gradient of all heads that share a query and a key, without per-key gates.
+
+    It takes keys of one block, where heads share queries and keys, or where values are half as wide as keys.
+    """
+    is_narrow = widths.V * widths.blocks.columns < widths.K
+    return widths.stored.rows == 1 and (is_narrow or group_size(r) > 1)
 
 
 # ---- why not faster --------------------------------------------------------------------------------------------------
@@ -106,7 +117,7 @@ def one_row_reason(r: Recurrence, rows: Reading) -> dict[str, str]:
     return {"packed sequences as one row": why}
 
 
-def copies_reason(r: Recurrence, rows: Reading, widths: Widths, d_final) -> dict[str, str]:
+def copies_reason(r: Recurrence, rows: Reading, widths: Widths) -> dict[str, str]:
     """Return why q, k, v, gates and the output are copied to wider or longer arrays, or nothing if they are not."""
     (_, T, _, K), V = r.q.shape, r.v.shape[3]
     in_place = rows.copies_last or rows.form in (Form.JOINED, Form.EQUAL)

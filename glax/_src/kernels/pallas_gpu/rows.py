@@ -177,26 +177,23 @@ def why_not_joined(r: Recurrence) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunks:
-    """Hold where the chunks of r lie, and which of their rows are tokens of r.
+class Apart:
+    """Hold where the chunks of packed sequences lie, each of which begins a chunk, and which rows of the chunks are tokens.
 
-    T is filled up to a multiple of 8, and every packed sequence begins a chunk. The fields behind r are None without packing, and
-    int32 arrays with it. begins: [N + 1], the first chunk of every sequence. source: [chunks C], the token that each row of the
-    chunks holds, or -1; None where the kernels read packed rows in place, and write rows of chunks. row: [T], the row of the
-    chunks that holds each token. begins and row are NumPy arrays where the boundaries are known while tracing.
+    begins: [N + 1] in int32, the first chunk of every sequence. source: [chunks C] in int32, the token that each row of the
+    chunks holds, or -1; None where the kernels read packed rows in place, and write rows of chunks. row: [T] in int32, the row of
+    the chunks that holds each token. begins and row are NumPy arrays where the boundaries are known while tracing.
     """
 
     r: Recurrence
-    begins: Array | np.ndarray | None = None
-    source: Array | None = None
-    row: Array | np.ndarray | None = None
+    begins: Array | np.ndarray
+    source: Array | None
+    row: Array | np.ndarray
 
     @classmethod
-    def of(cls, r: Recurrence, cuts: np.ndarray | None = None) -> "Chunks":
+    def of(cls, r: Recurrence, cuts: np.ndarray | None = None) -> "Apart":
         """Return the chunks of r. Packed rows are read in place with per-key gates. With other gates, and under the delta rule,
         they are copied into chunks. cuts: the boundaries of r, if they are known while tracing; then all rows are tokens."""
-        if r.boundaries is None:
-            return cls(r)
         if cuts is not None:
             lead = cuts[:-1] % ROWS
             begins = np.append(np.zeros(1, np.int32), np.cumsum(-(-(np.diff(cuts) + lead) // C))).astype(np.int32)
@@ -204,7 +201,7 @@ class Chunks:
             row = begins[own] * C + lead[own] + np.arange(cuts[-1]) - cuts[own]
             return cls(r, begins, None, row.astype(np.int32))
         T, N = r.q.shape[1], r.num_sequences
-        bounds = jnp.clip(r.boundaries, 0, T)
+        bounds = boundaries_within(r)
         in_place = r.decay.form == "key" and r.erasure is None
         # rows of other sequences in the first chunk of each
         lead = jnp.where(jnp.diff(bounds) > 0, bounds[:-1] % ROWS, 0) if in_place else jnp.zeros_like(bounds[:-1])
@@ -220,55 +217,60 @@ class Chunks:
         return cls(r, begins, source, row)
 
     @property
-    def in_place(self) -> bool:
-        """Return whether the kernels read packed rows in place."""
-        return self.begins is not None and self.source is None
-
     def count(self) -> int:
-        """Return the number of chunks of a row of r: if packed, the largest for any lengths of sequences."""
+        """Return the largest number of chunks of r, for any lengths of sequences."""
         T, N = self.r.q.shape[1], self.r.num_sequences
-        if self.begins is None:
-            return -(-T // C)
-        return (T + (ROWS - 1) * N * self.in_place) // C + N
+        return (T + (ROWS - 1) * N * (self.source is None)) // C + N
 
-    def sequence_of(self, chunks: int):
-        """Return the sequence of each of `chunks` chunks of a packed call, in int32. Chunks behind the last count to it."""
-        assert self.begins is not None, "only packed calls have chunks of several sequences"
+    @property
+    def sequence(self):
+        """Return the sequence of each chunk, [chunks] in int32. Chunks behind the last count to it."""
         numpy: Any = np if isinstance(self.begins, np.ndarray) else jnp
-        own = numpy.searchsorted(self.begins, numpy.arange(chunks), side="right") - 1
+        own = numpy.searchsorted(self.begins, numpy.arange(self.count), side="right") - 1
         return numpy.clip(own, 0, self.r.num_sequences - 1)
 
-    def is_token(self, chunks: int):
-        """Return whether each row of each chunk holds a token, [chunks, C]; not for packed rows that kernels read in place."""
-        held = np.arange(chunks * C) < self.r.q.shape[1] if self.source is None else self.source >= 0
-        return held.reshape(chunks, C)
+    @property
+    def segments(self):
+        """Return the table of sequences, [N, 7] in int32: batch row, first chunk, number of chunks and sequence of each; the
+        first row of its first chunk in the arrays of r, divided by 8; its first row; and the row behind its last."""
+        n, cuts = jnp.arange(self.r.num_sequences), boundaries_within(self.r)
+        columns = jnp.zeros_like(n), self.begins[:-1], jnp.diff(self.begins), n, cuts[:-1] // ROWS, cuts[:-1], cuts[1:]
+        return jnp.stack(columns, 1).astype(jnp.int32)
+
+    def rows_of_chunks(self, segments):
+        """Return the table [chunks, 3] of a gradient: the first row of each chunk in the arrays of r, divided by 8; the first of
+        its rows that belongs to its sequence; and the row behind the last of these. segments: the table of that name."""
+        chunk, own = jnp.arange(self.count), segments[self.sequence]
+        row = own[:, 4] + (chunk - own[:, 1]) * (C // ROWS)
+        first, end = (own[:, i] - row * ROWS for i in (5, 6))
+        return jnp.stack([jnp.where(end > 0, row, 0), first, end], 1).astype(jnp.int32)
 
     def by_sequence(self, x):
-        """Return the sums over the chunks of every sequence, [N, H], of x [B, chunks, H]. If packed, x holds the chunks of all
-        sequences in order."""
-        if self.begins is None:
-            return x.sum(1)
-        chunks = math.prod(x.shape[:2])
-        x, used = x.reshape(chunks, -1), jnp.arange(chunks) < self.begins[-1]
-        own = (self.sequence_of(chunks) == jnp.arange(self.r.num_sequences)[:, None]) & used
+        """Return the sums over the chunks of every sequence, [N, H], of x, which holds the chunks of all sequences in order."""
+        x, used = x.reshape(self.count, -1), jnp.arange(self.count) < self.begins[-1]
+        own = (self.sequence == jnp.arange(self.r.num_sequences)[:, None]) & used
         return jnp.where(own[..., None], x, 0).sum(1)  # a sum in a fixed order, and no product: 0 times NaN is NaN
 
     def take(self, x):
-        """Return x [B, T, ...] as the kernels read it: if packed, in place or in rows of chunks. Rows without a token are 0."""
-        if self.source is not None:
-            taken = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
-            return jnp.where((self.source >= 0).reshape(1, -1, *(1,) * (x.ndim - 2)), taken, 0)
-        fill = -x.shape[1] % ROWS
-        return jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) if fill else x
+        """Return x [1, T, ...] as the kernels read it: in place and filled up, or in rows of chunks, of which those without a
+        token are 0."""
+        if self.source is None:
+            return filled_up(x)
+        taken = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
+        return jnp.where((self.source >= 0).reshape(1, -1, *(1,) * (x.ndim - 2)), taken, 0)
 
     def put(self, x):
-        """Return x [B, rows of chunks, ...] in the rows of r; 0 in padding."""
-        if self.row is None:
-            return x[:, : self.r.q.shape[1]]
+        """Return x [1, rows of chunks, ...] in the rows of r; 0 in padding."""
         taken = jnp.take(x, self.row, axis=1)
         if isinstance(self.row, np.ndarray):
             return taken
         return jnp.where(self.r.is_token.reshape(1, -1, *(1,) * (x.ndim - 2)), taken, 0)
+
+
+def filled_up(x):
+    """Return x [B, T, ...] with zeros up to a multiple of 8 rows."""
+    fill = -x.shape[1] % ROWS
+    return jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) if fill else x
 
 
 def newest_resets(resets: Bool[Array, "B T"], reverse: bool) -> Int[Array, "B chunks _"]:
