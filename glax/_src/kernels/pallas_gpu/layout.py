@@ -345,8 +345,9 @@ class KernelLayout:
     def rows_of_chunks(self):
         """Return `Apart.rows_of_chunks`, or the same of one row of packed sequences, of whose rows any sequence may have a
         token."""
-        if self.tokens is None:
+        if self.apart is not None:
             return self.apart.rows_of_chunks(self.table)
+        assert self.tokens is not None, "other rows begin at their own first row"
         row = jnp.arange(self.chunks, dtype=jnp.int32) * (C // ROWS)
         return jnp.stack([row, *(x - row * ROWS for x in self.tokens)], 1).astype(jnp.int32)
 
