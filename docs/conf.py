@@ -48,6 +48,9 @@ MATHJAX = "mathjax/tex-svg.js"
 mathjax_path = MATHJAX
 mathjax3_config = dict(svg=dict(mtextInheritFont=True), options=dict(enableMenu=False))
 
+copybutton_prompt_text = ">>> |\\.\\.\\. "
+copybutton_prompt_is_regexp = True
+
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
@@ -65,7 +68,10 @@ def to_restructured_text(app, what, name, obj, options, lines):
     converted: list[str] = []
     for paragraph in paragraphs(lines):
         entries = [line for line in paragraph if ENTRY.match(line)]
-        converted += list_of(paragraph) if len(entries) > 1 and ENTRY.match(paragraph[0]) else text_of(paragraph)
+        if paragraph[0].startswith(">>>"):
+            converted += paragraph  # an example, which reStructuredText shows as code
+        else:
+            converted += list_of(paragraph) if len(entries) > 1 and ENTRY.match(paragraph[0]) else text_of(paragraph)
         converted.append("")
     lines[:] = converted
 

@@ -11,6 +11,8 @@ from jaxtyping import Array, Float
 
 import glax
 
+__all__ = ["recurrent_gla"]
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -33,6 +35,10 @@ def recurrent_gla(
     multiple of chunk_size.
 
     Raises the errors of `glax.recurrent`, and ValueError or TypeError for a chunk_size that is no integer of at least 0.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.compat.easydel.recurrent_gla(q, q, q, jnp.full(q.shape, -0.1))[0].shape
+    (1, 8, 2, 4)
     """
     if not isinstance(output_final_state, bool | np.bool_):
         raise TypeError(f"output_final_state must be True or False, known while tracing, got {output_final_state!r}")

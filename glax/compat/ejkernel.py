@@ -58,7 +58,11 @@ __all__ = [
 
 
 class UnsupportedError(glax.UnsupportedError, ValueError):
-    """The error of `glax.UnsupportedError`, as the ValueError that ejkernel raises."""
+    """The error of `glax.UnsupportedError`, as the ValueError that ejkernel raises.
+
+    >>> issubclass(glax.compat.ejkernel.UnsupportedError, ValueError)
+    True
+    """
 
 
 @contextlib.contextmanager
@@ -86,6 +90,9 @@ class RecurrentAttentionConfig:
         is "auto".
 
     The other fields are ignored.
+
+    >>> glax.compat.ejkernel.RecurrentAttentionConfig(block_q=32).platform
+    'auto'
     """
 
     platform: str = "auto"
@@ -163,6 +170,10 @@ def recurrent(
     """Compute `glax.recurrent`, which has the formula, with ejkernel's arguments.
 
     Returns the output, and the final states in the shape of the initial states. segment_ids and pad_id are glax's own.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.compat.ejkernel.recurrent(q, q, q, g=jnp.full((1, 8, 2), -0.1))[0].shape
+    (1, 8, 2, 4)
     """
     return solved(
         glax.recurrent,
@@ -215,7 +226,12 @@ def recurrent_attention(
     platform: str | None = None,
     cfg: RecurrentAttentionConfig | Config | None = None,
 ) -> Float[Array, "B T H V"] | Outputs:
-    """Compute `recurrent`, and return the output alone, or (output, final_state) if `return_state`."""
+    """Compute `recurrent`, and return the output alone, or (output, final_state) if `return_state`.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.compat.ejkernel.recurrent_attention(q, q, q).shape
+    (1, 8, 2, 4)
+    """
     check_return_state(return_state)
     gates = (g, g_gamma, gk, gv)
     rest = (softmax_scale, initial_state, reverse, cu_seqlens)
@@ -241,6 +257,10 @@ def recurrent_gla(
     """Compute S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
 
     The other options are as in `recurrent`.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.compat.ejkernel.recurrent_gla(q, q, q, jnp.full(q.shape, -0.1))[0].shape
+    (1, 8, 2, 4)
     """
     gates = (g, g_gamma, None, None)
     return recurrent(query, key, value, *gates, softmax_scale, initial_state, reverse, cu_seqlens, *tiles, **options)
@@ -262,6 +282,10 @@ def lightning_attn(
     """Compute S_t = exp(-(8 h / H) (1 - layer_idx / num_layers)) S_{t-1} + k_t v_t^T in head h, o_t = softmax_scale * S_t^T q_t.
 
     The other options are as in `recurrent`.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.compat.ejkernel.lightning_attn(q, q, q, layer_idx=0, num_layers=12)[0].shape
+    (1, 8, 2, 4)
     """
     states = dict(initial_state=initial_state, cu_seqlens=cu_seqlens)
     named = tuple(options.pop(name, IGNORED[name]) for name in TILES[len(tiles) :])
@@ -348,7 +372,11 @@ def function_of(algorithm: str) -> Callable[..., Outputs]:
 
 def detect_platform(algorithm: str, platform: str | None = "auto") -> Platform:
     """Return that platform. For "auto" or None, return the platform that runs a usual call of the algorithm here. Raises
-    ValueError for unknown names."""
+    ValueError for unknown names.
+
+    >>> glax.compat.ejkernel.detect_platform("recurrent", "xla")
+    <Platform.XLA: 'xla'>
+    """
     function, wanted = function_of(algorithm), Platform.parse(platform)
     if wanted is not None:
         return wanted
@@ -360,6 +388,11 @@ class RecurrentAttention(glax.RecurrentAttention):
     """Define ejkernel's operation: RecurrentAttention().run(query, ..., cfg=cfg), or executor(RecurrentAttention(), query, ...).
 
     A config is a RecurrentAttentionConfig, or the Config of one of glax's kernels, which tuning finds.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> operation = glax.compat.ejkernel.RecurrentAttention()
+    >>> operation.run(q, q, q, cfg=glax.compat.ejkernel.RecurrentAttentionConfig()).shape
+    (1, 8, 2, 4)
     """
 
     op_id = "recurrent"

@@ -29,6 +29,10 @@ class Case:
     erasure: the arguments of the delta rule that are given, of beta, erase and write. Keys then have norm 1, and beta is up to
         2.
     chunk: the tokens of a chunk, for kernels whose config has such a field; None for the kernel's own choice.
+
+    >>> case = glax.testing.Case("two heads", T=70, gates=("g",))
+    >>> case.T
+    70
     """
 
     name: str

@@ -26,7 +26,11 @@ AS_CHOSEN = "recurrent and its gradient"  # what users call, through the choice 
 @dataclasses.dataclass(frozen=True)
 class Result:
     """Hold the result of a kernel on a case. `error` is the relative RMS error of the array `of`, the array closest to its `bar`
-    or beyond it."""
+    or beyond it.
+
+    >>> glax.testing.Result("mine", "key", "pass", error=1e-7, bar=1e-5, of="output").status
+    'pass'
+    """
 
     kernel: str
     case: str
@@ -131,6 +135,13 @@ def check_kernel(
     Returns one `Result` for each case and function. Raises AssertionError, with a list of the misses and the worst array of
     each, if an array is beyond its bar, has another shape or dtype, has values that are not finite, or has padding rows that
     are not 0. An exception of the kernel is a miss, too. Raises AssertionError as well if the kernel refuses every case.
+
+    >>> kernel, case = glax.kernel_registry.find, glax.testing.CASES[0]
+    >>> results = glax.testing.check_kernel(
+    ...     lambda r: kernel(r).run(r, config=kernel(r).config.heuristic(r)), cases=[case]
+    ... )
+    >>> results[0].status
+    'pass'
     """
     results = []
     for trial in trials(cases):
@@ -157,7 +168,12 @@ def check_kernel(
 def check_kernels(cases: Sequence[Case] = CASES) -> Iterator[Result]:
     """Yield the results of each registered kernel on each case, and of `recurrent` with its gradient on the quick cases.
 
-    Cases run in up to eight threads. The results come in the order of the cases."""
+    Cases run in up to eight threads. The results come in the order of the cases.
+
+    >>> results = glax.testing.check_kernels(glax.testing.CASES[:1])  # doctest: +SKIP
+    >>> [result for result in results if result.status == "miss"]  # doctest: +SKIP
+    []
+    """
     load_kernels()
     specs = list(kernel_registry.kernels.values())
     programs = {spec.name: jax.jit(spec.run, static_argnames="config") for spec in specs}

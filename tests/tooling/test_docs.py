@@ -1,5 +1,6 @@
 """The pages of docs/ run, say what is so, and link to what exists."""
 
+import doctest
 import importlib
 import importlib.util
 import json
@@ -61,6 +62,24 @@ def test_every_public_name_stands_on_the_page_of_its_module(module):
     page = (DOCS / "api" / f"{module.split('.')[0]}.md").read_text()
     missing = [name for name in public.__all__ if not re.search(rf"(:: |[.`]){name}\b", page)]
     assert missing == ["__version__"] * (module == "glax") + ["configs"] * (module == "glax")
+
+
+# An instance, and what other modules define.
+WITHOUT_EXAMPLE = {"__version__", "configs", "kernel_registry", "CASES"}
+
+
+def test_every_public_docstring_has_an_example_that_runs(tmp_path, monkeypatch):
+    """In one process: the examples share shapes, and so what is compiled."""
+    monkeypatch.setenv("GLAX_CACHE_DIR", str(tmp_path))
+    for module in ("glax", "glax.parallel", "glax.testing", "glax.compat.easydel", "glax.compat.ejkernel"):
+        public = importlib.import_module(module)
+        for name in sorted(set(public.__all__) - WITHOUT_EXAMPLE):
+            names = dict(glax=glax, jax=jax, jnp=jnp)
+            (example,) = doctest.DocTestFinder(recurse=False).find(
+                getattr(public, name), f"{module}.{name}", globs=names
+            )
+            assert example.examples, f"{module}.{name} has no example"
+            assert doctest.DocTestRunner().run(example).failed == 0, f"{module}.{name}"
 
 
 def test_the_support_matrix_is_the_registrys():

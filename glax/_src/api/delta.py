@@ -31,6 +31,10 @@ def delta_rule(
     exact too. Everything else as in `recurrent`. Raises TypeError without a beta, and as `recurrent` does.
 
     Yang et al. 2024, https://arxiv.org/abs/2406.06484.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.delta_rule(q, q, q, jnp.full((1, 8, 2), 0.5), use_qk_l2norm=True).output.shape
+    (1, 8, 2, 4)
     """
     check_array("beta", beta)
     return recurrent(query, key, value, beta=beta, **options)
@@ -52,6 +56,10 @@ def gated_delta_rule(
     Everything else as in `recurrent`.
 
     Yang et al. 2024, https://arxiv.org/abs/2412.06464.
+
+    >>> q, g = jnp.ones((1, 8, 2, 4)), jnp.full((1, 8, 2), -0.1)
+    >>> glax.gated_delta_rule(q, q, q, g, beta=jnp.exp(g), use_qk_l2norm=True).output.shape
+    (1, 8, 2, 4)
     """
     check_gate_per_head(query, g)
     check_array("beta", beta)
@@ -74,6 +82,10 @@ def kda(
     `recurrent`.
 
     Kimi Team 2025, https://arxiv.org/abs/2510.26692.
+
+    >>> q, g = jnp.ones((1, 8, 2, 4)), jnp.full((1, 8, 2, 4), -0.1)
+    >>> glax.kda(q, q, q, g, beta=jnp.full((1, 8, 2), 0.5), use_qk_l2norm=True).output.shape
+    (1, 8, 2, 4)
     """
     check_gate_per_key(query, g)
     check_array("beta", beta)

@@ -40,6 +40,10 @@ def explain(fn, *args, **kwargs) -> Explanation:
 
     Under jax.grad the list includes the gradient's kernels. Calls of the same kernel on the same shapes appear once. A vmapped
     call appears twice: as written, and merged into the batch, as it runs.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.explain(glax.recurrent, q, q, q, platform="xla")[0].kernel
+    'recurrent/xla/any'
     """
     unsupported = None
     with listening() as recorded:
@@ -66,6 +70,10 @@ def detect_platform(fn=recurrent, *args, **kwargs) -> Platform:
 
     Raises TypeError if fn is no function, ValueError if it makes no call of glax, and UnsupportedError if no kernel can run a
     call of it.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.detect_platform(glax.recurrent, q, q, q) in list(glax.Platform)
+    True
     """
     if not callable(fn):
         raise TypeError(
@@ -91,6 +99,10 @@ def tune(fn, *args, progress: bool = True, **kwargs) -> dict[str, Measurement]:
     made-up inputs of those shapes. jax.clear_caches makes functions compiled before use the results.
 
     Returns the measurement of each call, by "kernel: shapes".
+
+    >>> x = jax.ShapeDtypeStruct((1, 8, 2, 4), jnp.float32)
+    >>> measured = glax.tune(glax.recurrent, x, x, x, progress=False)  # doctest: +SKIP
+    >>> print(*(found.config for found in measured.values()))  # doctest: +SKIP
     """
     check_flag("progress", progress)
     with overlay(policy=AutotunePolicy()):  # finding the calls needs no measurements

@@ -17,6 +17,10 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     Triton. Programs of XLA's kernels (platform="xla") need no exemption.
 
         exported = jax.export.export(jax.jit(f), disabled_checks=glax.export_checks())(*shapes)
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> f = jax.jit(lambda q: glax.recurrent(q, q, q).output)
+    >>> exported = jax.export.export(f, disabled_checks=glax.export_checks())(q)
     """
     targets = (*TARGETS, *DELTA_TARGETS, TARGET, *OF_COMPILERS)
     return [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]

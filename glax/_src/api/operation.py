@@ -22,6 +22,10 @@ class RecurrentAttention(Kernel):
     """Run `glax.recurrent_attention` by an executor, with the same arguments: executor(RecurrentAttention(), query, key, ...).
 
     A config is the config of a registered kernel, such as glax.configs.ChunkedConfig(chunk=64), and selects that kernel.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.Executor()(glax.RecurrentAttention(), q, q, q).shape
+    (1, 8, 2, 4)
     """
 
     op_id = "recurrent_attention"

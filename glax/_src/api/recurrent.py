@@ -124,6 +124,11 @@ def recurrent(
 
     Gated linear attention: Yang et al. 2024, https://arxiv.org/abs/2312.06635. The bonus: Peng et al. 2024,
     https://arxiv.org/abs/2404.05892.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> output, state = glax.recurrent(q, q, q, g=jnp.full((1, 8, 2), -0.1))
+    >>> output.shape, state.shape
+    ((1, 8, 2, 4), (1, 2, 4, 4))
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
@@ -187,7 +192,12 @@ def recurrent_attention(
     cfg: Config | None = None,
 ) -> Float[Array, "B T H V"] | Outputs:
     """Compute `recurrent` and return the output alone, or (output, final_state) if `return_state`. With states_every, return
-    all three."""
+    all three.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.recurrent_attention(q, q, q).shape
+    (1, 8, 2, 4)
+    """
     check_flag("return_state", return_state)
     outputs = recurrent(
         query,
@@ -236,6 +246,10 @@ def recurrent_gla(
     is as in `recurrent`.
 
     Yang et al. 2024, https://arxiv.org/abs/2312.06635.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.recurrent_gla(q, q, q, jnp.full(q.shape, -0.1)).final_state.shape
+    (1, 2, 4, 4)
     """
     return recurrent(
         query, key, value, g, g_gamma, gk, None, softmax_scale, initial_state, reverse, cu_seqlens,
@@ -258,6 +272,10 @@ def simple_gla(
     g: [B, T, H] log decays; ValueError for any other rank. All else is as in `recurrent`.
 
     Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.simple_gla(q, q, q, jnp.full((1, 8, 2), -0.1)).output.shape
+    (1, 8, 2, 4)
     """
     check_per_head(query, g)
     return recurrent(query, key, value, g=g, **options)
@@ -276,6 +294,10 @@ def retention(
     Shapes, dtypes, errors and options as in `recurrent`.
 
     Sun et al. 2023, https://arxiv.org/abs/2307.08621.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.retention(q, q, q).output.shape
+    (1, 8, 2, 4)
     """
     return recurrent(query, key, value, g_gamma=retention_decay(query, key, value), **options)
 
@@ -306,6 +328,10 @@ def lightning_attention(
     outside its range, or if slopes is neither.
 
     Qin et al. 2024, https://arxiv.org/abs/2401.04658; MiniMax 2025, https://arxiv.org/abs/2501.08313.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.lightning_attention(q, q, q, layer_idx=0, num_layers=12).output.shape
+    (1, 8, 2, 4)
     """
     decay = lightning_decay(query, key, value, layer_idx, num_layers, slopes)
     return recurrent(query, key, value, g_gamma=decay, **options)

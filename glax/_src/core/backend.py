@@ -21,6 +21,9 @@ class Backend(enum.StrEnum):
     """Name the kind of device that a kernel runs on: `cpu`, `gpu` (of NVIDIA, by CUDA), `tpu`, or `any` for every device.
 
     GPUs of AMD, which JAX drives by ROCm, run the kernels of `any` alone.
+
+    >>> glax.Backend("cpu") is glax.Backend.CPU
+    True
     """
 
     CPU = enum.auto()

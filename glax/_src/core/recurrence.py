@@ -27,6 +27,10 @@ class Recurrence:
     by gates, which every kernel accepts.
 
     With `states_every` the final state is `StoredStates`, and so is its cotangent. Kernels refuse it unless they store states.
+
+    >>> from glax.testing.cases import CASES, recurrence
+    >>> recurrence(CASES[0], "log-sigmoid").q.shape
+    (2, 150, 2, 32)
     """
 
     q: Float[Array, "B T Hq K"]
@@ -207,7 +211,13 @@ def gradient_recurrence(
 
 
 class Outputs(NamedTuple):
-    """Hold `output` [B, T, H, V] in the query's dtype and `final_state` [N, H, K, V] in float32 (float64 for float64 inputs)."""
+    """Hold `output` [B, T, H, V] in the query's dtype and `final_state` [N, H, K, V] in float32 (float64 for float64 inputs).
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> output, final_state = glax.recurrent(q, q, q)
+    >>> final_state.dtype
+    dtype('float32')
+    """
 
     output: Float[Array, "B T H V"]
     final_state: Float[Array, "N H K V"]
@@ -225,6 +235,10 @@ class PackedStates(NamedTuple):
     """Hold the states of packed sequences behind every n tokens of each sequence.
 
     The states of sequence i are states[offsets[i] : offsets[i + 1]], each [H, K, V]. The states behind offsets[-1] are zeros.
+
+    >>> q, cuts = jnp.ones((128, 2, 4)), jnp.array([0, 64, 128])
+    >>> glax.recurrent(q, q, q, cu_seqlens=cuts, states_every=64).states.offsets.tolist()
+    [0, 1, 2]
     """
 
     states: Float[Array, "J H K V"]
@@ -232,7 +246,12 @@ class PackedStates(NamedTuple):
 
 
 class OutputsWithStates(NamedTuple):
-    """Hold `Outputs` and the states behind every n tokens in scan order: [N, T // n, H, K, V], or `PackedStates` if packed."""
+    """Hold `Outputs` and the states behind every n tokens in scan order: [N, T // n, H, K, V], or `PackedStates` if packed.
+
+    >>> q = jnp.ones((1, 128, 2, 4))
+    >>> glax.recurrent(q, q, q, states_every=64).states.shape
+    (1, 2, 2, 4, 4)
+    """
 
     output: Float[Array, "B T H V"]
     final_state: Float[Array, "N H K V"]

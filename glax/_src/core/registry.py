@@ -20,7 +20,11 @@ from glax._src.core.recurrence import Recurrence, describe
 
 
 class Platform(enum.StrEnum):
-    """Name the language or compiler that a kernel is written for."""
+    """Name the language or compiler that a kernel is written for.
+
+    >>> glax.Platform.parse("xla")
+    <Platform.XLA: 'xla'>
+    """
 
     XLA = enum.auto()
     CPP = enum.auto()
@@ -72,6 +76,9 @@ class Config:
     """Hold the tunable numbers of a kernel. A subclass defines the fields, a heuristic for them, and the candidates of a search.
 
     former_names: the names that the class had in measurements stored by earlier versions of glax.
+
+    >>> glax.configs.ChunkedConfig(chunk=32)  # a subclass
+    ChunkedConfig(chunk=32)
     """
 
     former_names: ClassVar[tuple[str, ...]] = ()
@@ -127,6 +134,9 @@ class KernelSpec:
               passes from one sequence or segment to another; None for a kernel that lets nothing pass
     two_phase: (recurrence, config) -> the kernel in two phases, or None where that would add work to `run`
     stores_states: recurrence -> None, or why the kernel does not store the states behind every r.states_every tokens
+
+    >>> glax.kernel_registry.kernels["chunked/xla/any"].platform
+    <Platform.XLA: 'xla'>
     """
 
     algorithm: str
@@ -256,7 +266,13 @@ def under_usual_options(spec: KernelSpec) -> KernelSpec:
 
 
 class UnsupportedError(NotImplementedError):
-    """No kernel can run a call. The message lists the reason of each kernel."""
+    """No kernel can run a call. The message lists the reason of each kernel.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> try: glax.recurrent(q, q, q, platform="cuda")
+    ... except glax.UnsupportedError as error: print(str(error)[:35])
+    no kernel solves this recurrence on
+    """
 
 
 def check_usual_form(r: Recurrence, what: str):
@@ -266,7 +282,11 @@ def check_usual_form(r: Recurrence, what: str):
 
 
 class KernelRegistry:
-    """Hold the KernelSpecs by name, and choose one for a recurrence on this machine."""
+    """Hold the KernelSpecs by name, and choose one for a recurrence on this machine.
+
+    >>> "chunked/xla/any" in glax.kernel_registry.kernels
+    True
+    """
 
     def __init__(self):
         self.kernels: dict[str, KernelSpec] = {}

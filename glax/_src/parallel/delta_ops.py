@@ -26,6 +26,11 @@ def delta_rule(
     """Compute `glax.delta_rule` on a mesh:
 
     S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T,     o_t = softmax_scale * S_t^T q_t
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")
+    >>> glax.parallel.delta_rule(q, q, q, jnp.full((1, 8, 2), 0.5), **axes).output.shape
+    (1, 8, 2, 4)
     """
     check_array("beta", beta)
     return recurrent(query, key, value, beta=beta, **options)
@@ -39,7 +44,13 @@ def gated_delta_rule(
     beta: Float[Array, "B T H"],
     **options: Unpack[DeltaOptions],
 ) -> Outputs:
-    """Compute `glax.gated_delta_rule` on a mesh:   S_bar = exp(g_t) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T."""
+    """Compute `glax.gated_delta_rule` on a mesh:   S_bar = exp(g_t) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")
+    >>> glax.parallel.gated_delta_rule(q, q, q, jnp.full((1, 8, 2), -0.1), jnp.full((1, 8, 2), 0.5), **axes).output.shape
+    (1, 8, 2, 4)
+    """
     check_gate_per_head(query, g)
     check_array("beta", beta)
     return recurrent(query, key, value, g=g, beta=beta, **options)
@@ -53,7 +64,13 @@ def kda(
     beta: Float[Array, "B T H"],
     **options: Unpack[DeltaOptions],
 ) -> Outputs:
-    """Compute `glax.kda` on a mesh:   S_bar = diag(exp(g_t)) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T."""
+    """Compute `glax.kda` on a mesh:   S_bar = diag(exp(g_t)) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")
+    >>> glax.parallel.kda(q, q, q, jnp.full(q.shape, -0.1), jnp.full((1, 8, 2), 0.5), **axes).output.shape
+    (1, 8, 2, 4)
+    """
     check_gate_per_key(query, g)
     check_array("beta", beta)
     return recurrent(query, key, value, g=g, beta=beta, **options)

@@ -87,6 +87,11 @@ def recurrent(
 
     Raises the errors of `glax.recurrent`, and ValueError if an axis is not an axis of the mesh, is named twice, or does not
     divide the batch or the heads.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")
+    >>> glax.parallel.recurrent(q, q, q, **axes).output.shape
+    (1, 8, 2, 4)
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
@@ -139,7 +144,13 @@ def recurrent_attention(
     **options: Unpack[AttentionOptions],
 ) -> Float[Array, "B T H V"] | Outputs:
     """Compute `recurrent` on a mesh and return the output alone, or (output, final_state) if `return_state`. With states_every,
-    return all three."""
+    return all three.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")
+    >>> glax.parallel.recurrent_attention(q, q, q, **axes).shape
+    (1, 8, 2, 4)
+    """
     check_flag("return_state", return_state)
     outputs = recurrent(
         query, key, value, g, g_gamma, gk, gv, initial_state=initial_state, cu_seqlens=cu_seqlens, **options
@@ -157,7 +168,13 @@ def recurrent_gla(
     gk: Float[Array, "B T H K"] | None = None,
     **options: Unpack[ParallelOptions],
 ) -> Outputs:
-    """Compute `glax.recurrent_gla` on a mesh:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t."""
+    """Compute `glax.recurrent_gla` on a mesh:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")
+    >>> glax.parallel.recurrent_gla(q, q, q, jnp.full(q.shape, -0.1), **axes).output.shape
+    (1, 8, 2, 4)
+    """
     return recurrent(query, key, value, g, g_gamma, gk, **options)
 
 
@@ -168,7 +185,13 @@ def simple_gla(
     g: Float[Array, "B T H"],
     **options: Unpack[ParallelOptions],
 ) -> Outputs:
-    """Compute `glax.simple_gla` on a mesh:   S_t = exp(g_t) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t."""
+    """Compute `glax.simple_gla` on a mesh:   S_t = exp(g_t) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")
+    >>> glax.parallel.simple_gla(q, q, q, jnp.full((1, 8, 2), -0.1), **axes).output.shape
+    (1, 8, 2, 4)
+    """
     check_per_head(query, g)
     return recurrent(query, key, value, g=g, **options)
 
@@ -179,7 +202,13 @@ def retention(
     value: Float[Array, "B T Hv V"],
     **options: Unpack[ParallelOptions],
 ) -> Outputs:
-    """Compute `glax.retention` on a mesh:   S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t^T   in head h = 0, 1, ..."""
+    """Compute `glax.retention` on a mesh:   S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t^T   in head h = 0, 1, ...
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")
+    >>> glax.parallel.retention(q, q, q, **axes).output.shape
+    (1, 8, 2, 4)
+    """
     return recurrent(query, key, value, g_gamma=retention_decay(query, key, value), **options)
 
 
@@ -193,6 +222,12 @@ def lightning_attention(
     slopes: Literal["fla", "minimax"] = "fla",
     **options: Unpack[ParallelOptions],
 ) -> Outputs:
-    """Compute `glax.lightning_attention` on a mesh:   S_t = exp(-s_h) S_{t-1} + k_t v_t^T,   s_h by `slopes`."""
+    """Compute `glax.lightning_attention` on a mesh:   S_t = exp(-s_h) S_{t-1} + k_t v_t^T,   s_h by `slopes`.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")
+    >>> glax.parallel.lightning_attention(q, q, q, layer_idx=0, num_layers=12, **axes).output.shape
+    (1, 8, 2, 4)
+    """
     decay = lightning_decay(query, key, value, layer_idx, num_layers, slopes)
     return recurrent(query, key, value, g_gamma=decay, **options)

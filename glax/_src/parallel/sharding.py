@@ -43,6 +43,10 @@ class Spread:
 
     A type can only express equal shards. If n does not divide T and sequence_axis is an explicit axis, each of its shards
     therefore receives the whole output.
+
+    >>> mesh = jax.make_mesh((1,), ("sequence",))
+    >>> glax.parallel.Spread(mesh, sequence_axis="sequence").batch_axis is None
+    True
     """
 
     mesh: Mesh | AbstractMesh | None = None

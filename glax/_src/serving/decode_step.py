@@ -63,6 +63,11 @@ def recurrent_step(
     With `bonus` u [H, K] the output is RWKV-6's, as in `recurrent`: o = softmax_scale * (S + diag(u) k v^T)^T q.
 
     Raises the errors of `recurrent`. Gradients, vmap and scan work as for `recurrent`.
+
+    >>> q, state = jnp.ones((1, 2, 4)), jnp.zeros((1, 2, 4, 4))
+    >>> output, state = glax.recurrent_step(q, q, q, state, g=jnp.full((1, 2), -0.1))
+    >>> output.shape
+    (1, 2, 4)
     """
     tokens = dict(query=query, key=key, value=value, g=g, gk=gk, gv=gv, beta=beta, erase=erase, write=write)
     rest = dict(g_gamma=g_gamma, softmax_scale=softmax_scale)

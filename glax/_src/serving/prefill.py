@@ -69,6 +69,11 @@ def prefill_into(
     Returns output [B, T, H, V], or [T, H, V] if query has no B, and the pool in its dtype: float32, or bfloat16 or float16 for
     storage. A pool that is donated to jit is updated in place. Slot -1 is no sequence: its output is 0, and nothing is read or
     written. Slots outside the pool, repeated slots and rounding_key are as in `recurrent_step`. All else is as in `recurrent`.
+
+    >>> q, pool, slots = jnp.ones((8, 2, 4)), jnp.zeros((4, 2, 4, 4)), jnp.array([3, 1])
+    >>> output, pool = glax.prefill_into(pool, slots, q, q, q, cu_seqlens=jnp.array([0, 5, 8]))
+    >>> [int(n) for n in range(4) if (pool[n] != 0).any()]
+    [1, 3]
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,

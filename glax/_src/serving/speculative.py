@@ -47,6 +47,10 @@ class Draft:
     These are their keys, values and decays, the erasure of the delta rule or None, the slots of their sequences if they are in
     a pool, and the shape of the states or the pool that `recurrent_verify` received. A head has T (K + V) numbers, while the
     states behind each token would have T K V.
+
+    >>> q, state = jnp.ones((1, 4, 2, 4)), jnp.zeros((1, 2, 4, 4))
+    >>> glax.recurrent_verify(q, q, q, state)[1].state_shape
+    (1, 2, 4, 4)
     """
 
     key: Float[Array, "B T Hk K"]
@@ -91,6 +95,11 @@ def recurrent_verify(
 
     Returns output [B, T, H, V] in the query's dtype and the Draft; with state_slots also the pool. Raises the errors of
     `recurrent` and `recurrent_step`.
+
+    >>> q, state = jnp.ones((1, 4, 2, 4)), jnp.zeros((1, 2, 4, 4))
+    >>> outputs, draft = glax.recurrent_verify(q, q, q, state)
+    >>> outputs.shape
+    (1, 4, 2, 4)
     """
     arrays = dict(
         query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, gv=gv, beta=beta, erase=erase, write=write,
@@ -177,6 +186,11 @@ def commit(
     Sequences without an accepted token are not rounded.
 
     Raises TypeError for a state that is not floating point, and ValueError for a state of another shape or a smaller pool.
+
+    >>> q, state = jnp.ones((1, 4, 2, 4)), jnp.zeros((1, 2, 4, 4))
+    >>> _, draft = glax.recurrent_verify(q, q, q, state)
+    >>> float(glax.commit(state, draft, jnp.array([3]))[0, 0, 0, 0])  # three of four tokens
+    3.0
     """
     if not isinstance(draft, Draft):
         raise TypeError(f"draft must be the Draft that recurrent_verify returned, got {type(draft).__name__}")

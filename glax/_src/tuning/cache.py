@@ -54,7 +54,10 @@ class Measurement:
 
 
 class ConfigCache:
-    """Hold the measured configs of this process."""
+    """Hold the measured configs of this process.
+
+    >>> chain = glax.ConfigSelectorChain(cache=glax.ConfigCache())
+    """
 
     def __init__(self):
         self.configs: dict[tuple[str, int, str], Any] = {}
@@ -81,6 +84,8 @@ class PersistentCache:
     Reading never raises. A file with content that glax does not write is set aside, with a warning. A file that cannot be read
     now (permissions, too many open files, no regular file) stays, and counts as absent. An entry that does not give a config
     counts as absent, too. If the folder cannot be written, glax warns once and stores measurements in memory.
+
+    >>> chain = glax.ConfigSelectorChain(persistent=glax.PersistentCache("mine"))
     """
 
     def __init__(self, name: str = "recurrent", folder: pathlib.Path | None = None, *, any_compiler: bool = False):
@@ -257,6 +262,10 @@ def overlay(configs: dict[str, Any] | None = None, *, policy=None):
 
     Raises ValueError if a name belongs to no kernel, or if a registered kernel takes no config of that class. Raises TypeError
     if `configs` is no dict, or `policy` no AutotunePolicy.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> with glax.overlay({"chunked/xla/any": glax.configs.ChunkedConfig(chunk=32)}):
+    ...     output = glax.recurrent(q, q, q, platform="xla").output
     """
     configs = {} if configs is None else configs
     if not isinstance(configs, dict):

@@ -43,7 +43,12 @@ class Decision(NamedTuple):
 
 
 class Executor:
-    """Run a KernelSpec or a Kernel with the config that its chain of selectors chooses: executor(kernel, *args)."""
+    """Run a KernelSpec or a Kernel with the config that its chain of selectors chooses: executor(kernel, *args).
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.Executor()(glax.RecurrentAttention(), q, q, q).shape
+    (1, 8, 2, 4)
+    """
 
     def __init__(self, chain: ConfigSelectorChain | None = None):
         if not (chain is None or callable(getattr(chain, "choose", None))):

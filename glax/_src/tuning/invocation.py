@@ -15,7 +15,12 @@ import jax.numpy as jnp
 @dataclasses.dataclass(frozen=True)
 class Invocation:
     """Hold a kernel with its arguments. kernel: a KernelSpec or a Kernel. args, kwargs: its arguments, with shapes in place of
-    arrays."""
+    arrays.
+
+    >>> q = jnp.ones((1, 8, 2, 4))
+    >>> glax.Invocation.of(glax.RecurrentAttention(), (q, q, q), {}).args[0].shape
+    (1, 8, 2, 4)
+    """
 
     kernel: Any
     args: tuple

@@ -11,22 +11,18 @@ from glax._src.tuning.invocation import described
 
 
 class Kernel:
-    """Define an operation that the executor configures, tunes and caches. Subclass it to define an operation:
+    """Define an operation that the executor configures, tunes and caches.
 
-        class Power(Kernel):
-            op_id = "power"
+    A config is a frozen dataclass of JSON values. Raise `version` when measured configs become invalid. A registered
+    `KernelSpec` has the same interface.
 
-            def run(self, x, *, cfg):
-                ...
-
-            def heuristic_cfg(self, inv):
-                return PowerConfig(block=128)
-
-            def candidate_cfgs(self, inv):
-                return [PowerConfig(block=b) for b in (64, 128, 256)]
-
-    Call it by `executor(Power(), x)`. A config is a frozen dataclass of JSON values. Raise `version` when measured configs
-    become invalid. A registered `KernelSpec` has the same interface.
+    >>> class Power(glax.Kernel):
+    ...     op_id = "power"
+    ...     def run(self, x, *, cfg): return x**2
+    ...     def heuristic_cfg(self, inv): return glax.configs.ChunkedConfig(chunk=64)
+    ...     def candidate_cfgs(self, inv): return [glax.configs.ChunkedConfig(chunk=C) for C in (32, 64)]
+    >>> glax.Executor()(Power(), jnp.ones(3)).shape
+    (3,)
     """
 
     op_id: str

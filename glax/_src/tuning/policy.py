@@ -22,6 +22,9 @@ class AutotunePolicy:
                          candidates during the call. "error" raises LookupError.
     allow_autotune:      whether calls may measure. If False, "autotune" acts as "heuristics".
     validate_backward:   whether the tuner also compares each candidate's gradient, and rejects a config whose gradient is wrong.
+
+    >>> glax.AutotunePolicy(cache_miss_fallback="error").allow_autotune
+    True
     """
 
     allow_autotune: bool = True

@@ -17,6 +17,9 @@ class ConfigSelectorChain:
     """Try each selector in turn: override, overlay, memory, disk, shipped, autotune (if the policy says so), heuristic.
 
     Caches hold only measurements, never an override or a guess.
+
+    >>> chain = glax.ConfigSelectorChain(policy=glax.AutotunePolicy(allow_autotune=False))
+    >>> executor = glax.Executor(chain)
     """
 
     def __init__(

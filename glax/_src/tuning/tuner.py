@@ -29,7 +29,10 @@ class CandidateError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Tuner:
-    """Measure candidates. warmup: the runs that are not counted. iters: the runs whose median is taken."""
+    """Measure candidates. warmup: the runs that are not counted. iters: the runs whose median is taken.
+
+    >>> chain = glax.ConfigSelectorChain(tuner=glax.Tuner(warmup=1, iters=5))
+    """
 
     warmup: int = 3
     iters: int = 15
