@@ -103,7 +103,7 @@ def text_of(paragraph: list[str]) -> list[str]:
     in_block = False
     for line in paragraph:
         if indented := line.startswith("  "):
-            found += [] if in_block else ["", "::", ""]
+            found += [] if in_block else ["", ".. code-block:: text", ""]
             found.append(f"   {line}")
         else:
             found += [""] if in_block else []
