@@ -87,6 +87,11 @@ def test_the_support_matrix_is_the_registrys():
     assert made.between(made.matrix()) in made.PAGE.read_text(), "python docs/support_matrix.py --write"
 
 
+def test_the_reference_of_the_command_line_is_the_parsers():
+    made = script("command_line")
+    assert made.page() == made.PAGE.read_text(), "python docs/command_line.py --write"
+
+
 def test_the_table_of_parameters_is_that_of_the_models():
     made = script("parameter_names")
     assert made.between(made.table()) in made.PAGE.read_text(), "python docs/parameter_names.py --write"
