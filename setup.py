@@ -6,6 +6,7 @@ Without a C++ compiler glax still installs, as a wheel for any platform, and say
 import contextlib
 import importlib.util
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -62,17 +63,21 @@ class BuildNative(build_ext):
         self.failed.append(extension.name)
         tell(f"glax: {extension.name} was not built: {text}")
 
+    def get_ext_filename(self, fullname: str) -> str:
+        """Name a library without Python's version: it holds no symbols of Python, and one serves all."""
+        return f"{Path(*fullname.split('.'))}.so"
+
     def get_outputs(self) -> list[str]:
         """Return the libraries that were built: setuptools would name those that were not, too."""
         return [path for path in super().get_outputs() if Path(path).exists()]
 
     def copy_extensions_to_source(self):
-        extensions = self.extensions
-        self.extensions = [
-            x for x in extensions if Path(self.build_lib, self.get_ext_filename(self.get_ext_fullname(x.name))).exists()
-        ]
-        super().copy_extensions_to_source()
-        self.extensions = extensions
+        """Replace each library in one step: other environments share the file, and may be loading it."""
+        for extension in self.extensions:
+            path = Path(self.get_ext_filename(extension.name))
+            if (built := Path(self.build_lib, path)).exists():
+                shutil.copy2(built, path.with_suffix(".new"))
+                path.with_suffix(".new").replace(path)
 
     def build_extensions(self):
         if inexact := sorted(INEXACT & flags_of(self.compiler)):
@@ -85,7 +90,11 @@ class BuildNative(build_ext):
 
 
 class Wheel(bdist_wheel):
-    """Name a wheel without libraries of C++ as one for any platform."""
+    """Name a wheel as one for all Pythons of a platform; without libraries of C++, of any platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform
 
     def run(self):
         self.run_command("build_ext")

@@ -2,12 +2,16 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 
 import pytest
+
+from glax._src.kernels.cpu.library import load_library as load_cpu_library
+from glax._src.kernels.cuda.library import load_library as load_cuda_library
 
 ROOT = pathlib.Path(__file__).parents[2]
 NATIVE = ROOT / "glax" / "_src" / "kernels" / "cpu" / "native"
@@ -20,7 +24,8 @@ def sources(tmp_path) -> pathlib.Path:
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, tmp_path)
     ignored = shutil.ignore_patterns("*.so", "__pycache__", "build_failure.txt")
-    shutil.copytree(ROOT / "glax", tmp_path / "glax", ignore=ignored)
+    for package in ("glax", "glax_cli"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
     return tmp_path
 
 
@@ -47,6 +52,45 @@ def test_a_wheel_without_libraries_is_for_any_platform_and_says_so(sources):
         assert not [name for name in names if name.endswith((".so", ".pyd"))]
         (about,) = [name for name in names if name.endswith("/WHEEL")]
         assert "Root-Is-Purelib: true" in content.read(about).decode()
+
+
+COMPILER = """#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+echo "a library" > "$2"
+"""
+
+
+def test_one_wheel_serves_every_python_of_a_platform(sources):
+    """Built by a compiler that writes a word. An older library in the source's folder is replaced, not written into."""
+    compiler = sources / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    old = sources / "glax" / "_src" / "kernels" / "cpu" / "_native.so"
+    old.write_text("old")
+    linked = sources / "loaded"
+    linked.hardlink_to(old)
+    done = run(sources, "build_ext", "--inplace", "bdist_wheel", CC=str(compiler), CXX=str(compiler))
+    assert done.returncode == 0 and "not built" not in done.stderr, done.stderr
+    assert old.read_text() == "a library\n" and linked.read_text() == "old"
+    (wheel,) = (sources / "dist").glob("*.whl")
+    assert re.search(r"-py3-none-(?!any)\w+\.whl$", wheel.name)
+    with zipfile.ZipFile(wheel) as content:
+        names = content.namelist()
+        libraries = {name for name in names if name.endswith(".so")}
+        assert libraries == {"glax/_src/kernels/cpu/_native.so", "glax/_src/kernels/cuda/_launch.so"}
+        assert "glax_cli/parser.py" in names
+        (about,) = [name for name in names if name.endswith("/WHEEL")]
+        assert "Root-Is-Purelib: false" in content.read(about).decode()
+
+
+@pytest.mark.parametrize("library", [load_cpu_library, load_cuda_library])
+def test_the_libraries_hold_no_symbols_of_python(library):
+    """So that one file serves all of them."""
+    loaded = library()
+    if isinstance(loaded, str):
+        pytest.skip(loaded)
+    content = pathlib.Path(loaded._name).read_bytes()
+    assert not [word for word in (b"Py_", b"PyObject", b"libpython") if word in content]
 
 
 @pytest.mark.parametrize("variable", ["CFLAGS", "CXXFLAGS", "LDFLAGS", "CC"])

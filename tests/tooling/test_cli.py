@@ -16,6 +16,7 @@ import pytest
 import glax
 from glax._src.core.registry import Backend, Platform, kernel_registry
 from glax._src.kernels import load_kernels
+from glax._src.kernels.common.library import REMEDY
 from glax.cli import check, doctor, output
 from glax.testing import CASES, Case, check_kernels
 from glax.testing.cases import QUICK, recurrence
@@ -218,6 +219,16 @@ def test_a_remedy_is_one_where_it_is_given(register, monkeypatch):
     assert doctor.fix(gpu) == "unset JAX_PLATFORMS, which is cpu; pip install triton jax-triton"
     monkeypatch.setattr(doctor.Backend, "here", lambda: Backend.GPU)
     assert doctor.fix(cpu) == "JAX_PLATFORMS=cpu"
+
+
+@pytest.mark.fast
+def test_the_verdict_states_what_is_lost(register, capsys, monkeypatch):
+    """In one line: kernels that were not built, and a device that JAX does not use."""
+    register(wrong, supports=lambda r: f"its library is missing (no compiler): {REMEDY}")
+    for here, lost in ((None, "the kernels of cpp; others run in their place"), (Backend.GPU, "this machine's GPU")):
+        monkeypatch.setattr(doctor, "present", lambda backend, here=here: backend is here)
+        verdict = json_of(capsys, "doctor")[1]["verdict"]
+        assert len(verdict) == 3 and verdict[0].startswith("Ready: ") and verdict[2].startswith(f"Lost: {lost}")
 
 
 def test_doctor_fails_without_a_usable_kernel(register, capsys):

@@ -14,7 +14,7 @@ def load_built(folder: Path, stem: str, register: Callable[[ctypes.CDLL], None])
 
     setup.py writes folder/build_failure.txt where the build failed.
     """
-    suffixes = importlib.machinery.EXTENSION_SUFFIXES
+    suffixes = (".so", *importlib.machinery.EXTENSION_SUFFIXES)  # earlier builds have Python's version in their names
     built = [path for suffix in suffixes if (path := folder / f"{stem}{suffix}").exists()]
     if not built:
         failure = folder / "build_failure.txt"
