@@ -82,7 +82,9 @@ def add_bench(commands):
         "other libraries where they are installed. Exit code 1 if glax is wrong.",
     )
     add_problems(parser)
-    help = "train is forward and backward, step is one token for B sequences; repeat for more (default: forward and train)"
+    help = (
+        "train is forward and backward, step is one token for B sequences; repeat for more (default: forward and train)"
+    )
     parser.add_argument("--mode", action="append", choices=MODES, help=help)
     help = "a library beside glax, which must be installed; repeat for more (default: all that are)"
     parser.add_argument("--peer", action="append", choices=PEERS, help=help)
