@@ -7,7 +7,7 @@ import sys
 import jax
 
 from glax._src.core.files import unwritable
-from glax._src.core.known_miscompiles import version_of
+from glax._src.core.known_miscompiles import known_slowdown, version_of
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Backend, KernelSpec, Platform, kernel_registry
 from glax._src.kernels import load_kernels
@@ -141,7 +141,12 @@ def lost(report: dict) -> str:
     platforms = dict.fromkeys(k["platform"] for k in lacking if "install" in f"{k['reason']} {k['fix']}")
     if platforms:
         return f"Lost: the kernels of {' and '.join(platforms)}; others run in their place. What helps is below."
-    return "Nothing is lost: all kernels for this machine run."
+    slowdown = known_slowdown()
+    return (
+        "Nothing is lost: all kernels for this machine run."
+        if slowdown is None
+        else f"Slower: Hopper's kernels. {slowdown}."
+    )
 
 
 def show(report: dict):

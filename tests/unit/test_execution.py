@@ -239,14 +239,15 @@ def test_the_deny_list(monkeypatch):
         assert known_miscompiles.known_miscompile("chunked/xla/any") is None
 
 
+class Device:
+    def __init__(self, kind: str):
+        self.device_kind = kind
+
+
 @pytest.mark.parametrize(
     "kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA H800", "NVIDIA H20"]
 )
 def test_triton_that_miscompiles_is_refused_on_hopper(kind, monkeypatch):
-    class Device:
-        def __init__(self, kind: str):
-            self.device_kind = kind
-
     def reason(version, kind):
         monkeypatch.setattr(known_miscompiles, "version_of", lambda library: version)
         monkeypatch.setattr(jax, "local_devices", lambda: [Device(kind)])
@@ -256,6 +257,16 @@ def test_triton_that_miscompiles_is_refused_on_hopper(kind, monkeypatch):
         assert "install triton>=3.7.1" in reason(version, kind)
     for version, other in (("3.7.1", kind), ("3.9.0", kind), ("3.6.0", "NVIDIA A100-SXM4-80GB"), (None, kind)):
         assert reason(version, other) is None
+
+
+@pytest.mark.parametrize(
+    ("jaxlib", "linker", "slowed"), [("0.12.0", "13.0.88", True), ("0.11.2", "13.0.88", False), ("0.12.0", None, False)]
+)
+def test_kernels_linked_by_nvjitlink_are_named_as_slower(monkeypatch, jaxlib, linker, slowed):
+    versions = {"jaxlib": jaxlib, "nvidia-nvjitlink": linker}
+    monkeypatch.setattr(known_miscompiles, "version_of", versions.get)
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device("NVIDIA H100 80GB HBM3")])
+    assert (known_miscompiles.known_slowdown() is not None) == slowed
 
 
 def test_examples_are_realistic():

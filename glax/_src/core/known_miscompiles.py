@@ -1,5 +1,5 @@
-"""List the kernels and configs that a compiler is known to miscompile. They are refused by name, and the tuner never chooses
-them."""
+"""List the kernels and configs that a compiler is known to miscompile, or to slow down. The first are refused by name, and the
+tuner never chooses them; `glax doctor` names the second."""
 
 import dataclasses
 import fnmatch
@@ -26,16 +26,37 @@ class Denial:
     config: tuple[tuple[str, object], ...] = ()
 
 
+HOPPER = "*h[128]0*"  # H100, H200, GH200, H800, H20: all that have compute capability 9.0
+
 DENIED: list[Denial] = [
     Denial(
         kernel="*/triton/*",
-        device="*h[128]0*",  # H100, H200, GH200, H800, H20: all that have compute capability 9.0
+        device=HOPPER,
         library="triton",
         first="3.4",
         fixed="3.7.1",
         reason="Triton 3.4 to 3.7.0 compiles products of accumulated tiles wrongly on Hopper; install triton>=3.7.1",
     ),
 ]
+
+
+SLOWED: list[Denial] = [
+    Denial(
+        kernel="*/pallas/gpu",
+        device=HOPPER,
+        library="jaxlib",
+        first="0.12",
+        fixed="1000",  # none yet
+        reason="JAX 0.12 compiles them by nvJitLink, which ignores setmaxnreg, so those of the delta rule and of per-key gates "
+        "take 1.0 to 1.8 times as long; JAX 0.11 compiles them by ptxas",
+    ),
+]
+
+
+def known_slowdown() -> str | None:
+    """Return what slows kernels down here, or None."""
+    linkers = [version_of(name) for name in ("nvidia-nvjitlink", "nvidia-nvjitlink-cu12")]
+    return next((x.reason for x in SLOWED if any(linkers) and applies_here(x)), None)
 
 
 def known_miscompile(kernel: str, config=None) -> str | None:
