@@ -9,14 +9,32 @@ from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Ring
 from glax._src.kernels.pallas_gpu.gradient import delta, delta_key, exact, head_group, items, key, wide
 from glax._src.kernels.pallas_gpu.gradient import head as gradient_head
 from glax._src.kernels.pallas_gpu.plan import Blocks, Scan
+from glax._src.kernels.pallas_gpu.scan import delta as delta_scan
+from glax._src.kernels.pallas_gpu.scan import delta_key as delta_key_scan
 from glax._src.kernels.pallas_gpu.scan import head
 
 pytestmark = pytest.mark.fast
 OUTPUTS = Scan(H=2, K=128, V=128)
+
+
+def of_delta(module, pipeline, plan, kind, K):
+    """Return the module, pipeline and roles of a scan under the delta rule."""
+    w = plan(kind, H=2, K=K, V=128, reverse=False, start=False)
+    return module, pipeline.planned(w), w.roles
+
+
 # The module, a pipeline of it, and the roles of its warpgroups.
 TABLES = {
     "head_scan": (head, head.HeadPipeline.planned(OUTPUTS), head.roles_of(OUTPUTS)),
     "pair_scan": (head, head.HeadPipeline.planned(OUTPUTS, heads=2), head.roles_of(OUTPUTS)),
+    "delta_residuals": of_delta(delta_scan, delta_scan.DeltaPipeline, delta_scan.DeltaScan, "residuals", 128),
+    "delta_adjoint, wide": of_delta(delta_scan, delta_scan.DeltaPipeline, delta_scan.DeltaScan, "adjoint", 256),
+    "delta_key_residuals": of_delta(
+        delta_key_scan, delta_key_scan.DeltaKeyPipeline, delta_key_scan.DeltaKeyScan, "residuals", 128
+    ),
+    "delta_key_adjoint": of_delta(
+        delta_key_scan, delta_key_scan.DeltaKeyPipeline, delta_key_scan.DeltaKeyScan, "adjoint", 128
+    ),
 }
 CHUNKS = items.Items(1, 128, 2, 128, (1, 1, 1), 1, False, terms=2, resets=True)
 RUNS = items.Items(1, 128, 2, 128, (1, 1, 1), 1, False, run=2)

@@ -27,10 +27,8 @@ from glax._src.kernels.pallas_gpu.layout import KernelLayout, OneRowLayout, layo
 from glax._src.kernels.pallas_gpu.plan import C
 from glax._src.kernels.pallas_gpu.route import Route
 from glax._src.kernels.pallas_gpu.rows import Form, PackedRow
-from glax._src.kernels.pallas_gpu.scan.delta import delta_scan
-from glax._src.kernels.pallas_gpu.scan.delta_key import delta_key_scan
-from glax._src.kernels.pallas_gpu.scan.delta_key_refs import DeltaKeyScan
-from glax._src.kernels.pallas_gpu.scan.delta_refs import STRIPE, DeltaScan, Results
+from glax._src.kernels.pallas_gpu.scan.delta import STRIPE, DeltaScan, Results, delta_scan
+from glax._src.kernels.pallas_gpu.scan.delta_key import DeltaKeyScan, delta_key_scan
 
 
 def chunked(r: Recurrence, config: HopperConfig) -> Outputs:

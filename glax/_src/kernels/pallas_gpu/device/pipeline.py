@@ -65,7 +65,9 @@ class Ring:
         return found
 
     def waits(self, name: str) -> list[Wait]:
-        """Return the lines of the table."""
+        """Return the lines of the table, none where nobody reads."""
+        if not self.read:
+            return []
         tiles = ", ".join(dict.fromkeys(self.copies))
         full = Wait(self.read, self.fill, f"{name} full" + f": {tiles}" * bool(tiles))
         return [full, Wait(self.acquired_by or self.fill, self.readers, f"{name} free")]

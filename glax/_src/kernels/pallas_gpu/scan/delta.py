@@ -14,82 +14,442 @@ The scan of the adjoint is a reverse scan, from dS' = dL/dS' behind the chunk an
     dX   = dU + R^T dU                  dV = beta dX
     dS   = e^{G_last} dS' + Q^T (scale e^G dO) - K^T (beta e^G dX)
 
-A program has one head of one segment, and 64 columns of the state, or 128 for "ends" and "transitions" where these divide the
-columns. Columns do not depend on each other. One warpgroup carries the state (`delta_carry.py`, or `delta_wide.py` for keys
-wider than 128), one forms the scores and one writes the results (`delta_emit.py`), and one fetches.
-
 A sequence is one segment, or is cut into several. A scan for "transitions" finds the state S_0 of each segment from zero, and the
 matrix M by which the segment passes a state on: S' = M S + S_0. In the adjoint dS = M^T dS' + dS_0, with the same M.
+
+Roles. A program has one head of one segment, and 64 columns of the state, or 128 for "ends" and "transitions" where these divide
+the columns. Columns do not depend on each other. *load* loads chunks ahead. *carry* takes the state through all chunks, and
+nothing delays it: *score* forms the scores a chunk ahead, because they do not depend on the state; *output* forms the results
+from what *carry* stores, the state before a chunk and what its tokens write. Both go to memory where the gradient will read
+them.
+
+*carry* has two forms. Up to K = 128 everything is transposed, [V, tokens] and [V, K]: the left side of each product is what the
+product before has left in registers, so that no result passes through shared memory on its way to the next. What does not depend
+on a running product is done while it runs. A wider state is [K, STRIPE] and all else [tokens, STRIPE], and products read both
+sides from shared memory. So registers hold the state once, in float32, and the factor of a token is one number for its row. In
+the other form the state in bfloat16, the left sides of products and the factors of columns would take 112 registers of a thread
+more than a state of 256 channels leaves.
+
+Memory: `Tiles`. In the wide form operands of products overwrite what they were formed from: X, and then e^{G_last - G} U, the
+tile of v; scale e^G dO the tile of dO; dU, and then beta e^G dX, the tile of P.
+
+Who waits for whom, in a scan for "residuals":
+
+    waits                 for                   until
+    carry, score, output  load                  chunks full: k, v, factors, inverse, q
+    load                  carry, score, output  chunks free
+    output                carry                 state stored
+    carry                 output                state read
+    output                carry                 written stored
+    carry                 output                written read
+    output                score                 scores stored
+    score                 output                scores read
+
+and for "adjoint" where keys are wider than 128, so that v and R have one tile:
+
+    waits                 for                   until
+    carry, score, output  load                  chunks full: k, d_output, factors, q
+    load                  carry, score, output  chunks free
+    output                carry                 state stored
+    carry                 output                state read
+    output                carry                 written stored
+    carry                 output                written read
+    carry                 score                 scores stored
+    score                 carry                 scores read
+    output                load                  values loaded: v
+    carry                 load                  inverse loaded: inverse
+    load                  carry                 inverse read
 """
 
+import contextlib
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from glax._src.kernels.pallas_gpu.chunks.inverse import BETA, ERASING, FACTORS, GATES, LEAVING, WITHIN
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.cache import once
-from glax._src.kernels.pallas_gpu.device.edge_tiles import fetch_tokens, split_edges
-from glax._src.kernels.pallas_gpu.plan import quotient
-from glax._src.kernels.pallas_gpu.scan.delta_carry import carry_state
-from glax._src.kernels.pallas_gpu.scan.delta_emit import emit_results, form_scores
-from glax._src.kernels.pallas_gpu.scan.delta_refs import (
-    STRIPE,
-    Barriers,
-    DeltaScan,
-    Operands,
-    Program,
-    Results,
-    Tiles,
-)  # fmt: skip
-from glax._src.kernels.pallas_gpu.scan.delta_wide import carry_wide_state
+from glax._src.kernels.pallas_gpu.device.edge_tiles import EdgeCopies, fetch_tokens, split_edges
+from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, launch, warpgroups
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Pipeline, Ring
+from glax._src.kernels.pallas_gpu.device.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    after,
+    by_column,
+    by_row,
+    iota,
+    read,
+    rounded_part,
+    tiled,
+    transposed,
+    zeros,
+)
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, place_of, quotient
+
+BF16 = jnp.bfloat16
+STRIPE = 64  # columns of the state that a warpgroup carries
+TOKENS, VALUES = (STRIPE, C), (C, STRIPE)
+STAGES, WIDE_STAGES = 3, 2  # chunks in shared memory: as many as 227 KB hold at widths of 128, and of K = 256
 
 Ref = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaScan:
+    """Hold the sizes and options that a scan is compiled for.
+
+    kind: what the scan writes beside the last states. "outputs": O. "states": S before each chunk and U, for the gradient.
+    "residuals": both. "adjoint": dS' behind each chunk, dX and dV, in reverse. "ends", "adjoint ends", "transitions": nothing.
+    The state of "transitions" has K more columns, which begin as I and to which no tokens add. At the end they are the matrix M
+    by which S would have been multiplied. H: the number of heads. K, V: the widths of a head. start: whether segments begin from
+    given states, else from zero. A sequence that is not cut is one segment.
+
+    Up to K = 128 the state and what tokens write are transposed. Wider states are [K, V].
+    """
+
+    kind: Literal["outputs", "states", "residuals", "adjoint", "ends", "transitions", "adjoint ends"]
+    H: int
+    K: int
+    V: int
+    reverse: bool
+    start: bool
+
+    @property
+    def is_adjoint(self) -> bool:
+        return self.kind in ("adjoint", "adjoint ends")
+
+    @property
+    def has_results(self) -> bool:
+        """Return whether the scan writes more than the last states."""
+        return self.kind not in ("ends", "transitions", "adjoint ends")
+
+    @property
+    def writes_tokens(self) -> bool:
+        """Return whether the scan writes O or dV."""
+        return self.kind in ("outputs", "residuals", "adjoint")
+
+    @property
+    def reads_queries(self) -> bool:
+        """Return whether the scan reads q, and forms P."""
+        return self.writes_tokens or self.is_adjoint
+
+    @property
+    def reads_values(self) -> bool:
+        """Return whether the scan reads v. The adjoint reads it for the gradient of beta."""
+        return self.kind != "adjoint ends"
+
+    @property
+    def stores_states(self) -> bool:
+        """Return whether the scan stores states and what stands beside them."""
+        return self.kind in ("states", "residuals", "adjoint")
+
+    @property
+    def columns(self) -> int:
+        """Return the number of columns of the state, with those of M."""
+        return self.V + self.K if self.kind == "transitions" else self.V
+
+    @property
+    def wide(self) -> bool:
+        """Return whether keys are wider than 128."""
+        return self.K > 128
+
+    @property
+    def tight(self) -> bool:
+        """Return whether shared memory has no room for two stages of R and v, and for dV beside what dX loses."""
+        return self.wide and self.kind == "adjoint"
+
+    def upright(self, columns, rows) -> tuple:
+        """Return what belongs to the two last axes of a state, in their order in memory: V and K, or K and V in a wide plan."""
+        return (rows, columns) if self.wide else (columns, rows)
+
+    @property
+    def stages(self) -> int:
+        """Return the number of chunks in shared memory."""
+        return WIDE_STAGES if self.wide else STAGES
+
+    @property
+    def stripes(self) -> int:
+        """Return the number of stripes of a program, each carried by a warpgroup where there is no other work."""
+        return 2 if self.kind in ("ends", "transitions") and self.columns // STRIPE % 2 == 0 else 1
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """Return the roles of warpgroups. There is a *carry* for each stripe."""
+        roles = dict(carry=self.stripes, output=self.has_results, score=self.reads_queries, load=True)
+        return {role: int(count) for role, count in roles.items() if count}
+
+    @property
+    def registers(self) -> dict[str, int]:
+        """Return the registers of a thread by role. They add up to those that a program is launched with, or fewer."""
+        if len(self.roles) == 4:
+            return dict(carry=248, output=112, score=112, load=40)
+        return dict(carry=232 if self.stripes == 2 else 248, output=216, score=216, load=40)
+
+    @property
+    def descending(self) -> bool:
+        """Return whether the scan goes from the last chunk to the first."""
+        return self.reverse != self.is_adjoint
+
+    @property
+    def last_token(self) -> int:
+        """Return the last token of a chunk in the order of the recurrence."""
+        return 0 if self.reverse else C - 1
+
+
+class Operands(NamedTuple):
+    """Hold the operands, in global memory. E counts the segments of all N sequences."""
+
+    table: Ref  # [E, 4]: of every segment its batch row, first chunk, number of chunks and sequence
+    q: Ref  # [B, T, HQ, K]
+    k: Ref  # [B, T, HK, K]
+    v: Ref  # [B, T, HV, V]
+    d_output: Ref  # [B, T, H, V], for the adjoint; else any array
+    inverse: Ref  # [B, chunks, H, C, C]: R
+    factors: Ref  # [B, chunks, H, FACTORS, C]: those of `chunks/inverse.py`
+    scale: Ref  # [N + 1]
+    start: Ref  # [E, H, V, K], or [E, H, K, V] for a wide plan; any array if segments begin from zero
+
+
+class Results(NamedTuple):
+    """Hold the results, in global memory. A result that the plan leaves out has one tile. In a wide plan the last two axes of
+    `states` and `last` are exchanged, and nothing is transposed."""
+
+    output: Ref  # [B, T, H, V]: O or dV
+    beta: Ref  # [B, chunks, H, V / STRIPE, C]: sums of dX v over a stripe, for the adjoint
+    states: Ref  # [B, chunks, H, V, K + C]: S before each chunk and U, or dS' behind it and dX; transposed
+    last: Ref  # [E, H, V, K]; of "transitions" also M, transposed: [E, H, V + K, K]
+
+    @classmethod
+    def types(cls, w: DeltaScan, B: int, T: int, chunks: int, E: int) -> "Results":
+        output = (B, T, w.H, w.V) if w.writes_tokens else (1, C, 1, STRIPE)
+        states = (B, chunks, w.H, *w.upright(w.V, w.K + C)) if w.stores_states else (1, 1, 1, STRIPE, 64)
+        return cls(
+            jax.ShapeDtypeStruct(output, BF16),
+            jax.ShapeDtypeStruct(
+                (B, chunks, w.H, w.V // STRIPE, C) if w.kind == "adjoint" else (1,) * 4 + (C,), jnp.float32
+            ),
+            jax.ShapeDtypeStruct(states, BF16),
+            jax.ShapeDtypeStruct((E, w.H, *w.upright(w.columns, w.K)), jnp.float32),
+        )
+
+
+class Tiles(NamedTuple):
+    """Hold the shared memory. The first six are by stage. The others pass from one warpgroup to another.
+
+    In a wide plan `state`, `tokens` and `lost` are not transposed, and each stripe has a state. In a tight plan v and inverse
+    have one stage, and dV overwrites `lost`.
+    """
+
+    q: Ref  # [stages, C, K]
+    k: Ref  # [stages, C, K]
+    v: Ref  # [stages, stripes, C, STRIPE]
+    d_output: Ref  # [stages, C, STRIPE]
+    inverse: Ref  # [stages, C, C]
+    factors: Ref  # [stages, FACTORS, C]
+    state: Ref  # [STRIPE, K]: S or dS', transposed; [stripes, K, STRIPE] in a wide plan
+    tokens: Ref  # [STRIPE, C]: U or dX, transposed
+    lost: Ref  # [STRIPE, C]: what dX loses in bfloat16
+    scores: Ref  # [C, C]: P
+    output: Ref  # [C, STRIPE]
+
+    @classmethod
+    def types(cls, w: DeltaScan) -> "Tiles":
+        n, K = w.stages, w.K
+        single = 1 if w.tight else n
+        state = tiled(STRIPE, K) if w.has_results else tiled(8, 64)
+        return cls(
+            q=tiled(n, C, K) if w.reads_queries else tiled(1, 8, 64),
+            k=tiled(n, C, K),
+            v=tiled(single, w.stripes, C, STRIPE) if w.reads_values else tiled(1, 1, 8, 64),
+            d_output=tiled(n, C, STRIPE) if w.is_adjoint else tiled(1, 8, 64),
+            inverse=tiled(single, C, C),
+            factors=plgpu.SMEM((n, FACTORS, C), jnp.float32),
+            state=tiled(w.stripes, K, STRIPE) if w.wide else state,
+            tokens=tiled(STRIPE, C) if w.has_results else tiled(8, 64),
+            lost=tiled(STRIPE, C) if w.kind == "adjoint" else tiled(8, 64),
+            scores=tiled(C, C) if w.reads_queries else tiled(8, 64),
+            output=tiled(C, STRIPE) if w.writes_tokens and not w.tight else tiled(8, 64),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaPipeline(Pipeline):
+    """Hold who waits for whom.
+
+    chunks: all that is loaded of a chunk. state: S or dS' before the step. written: U or dX, what tokens write. scores: P. Only a
+    tight plan has the other two: v, and R.
+    """
+
+    chunks: Ring
+    state: Handoff
+    written: Handoff
+    scores: Handoff
+    values: Handoff | None = None
+    inverse: Handoff | None = None
+
+    @classmethod
+    def planned(cls, w: DeltaScan) -> "DeltaPipeline":
+        """Return the pipeline of a plan."""
+        copies = "k", *("d_output",) * w.is_adjoint, *("v",) * (w.stripes * w.reads_values * (not w.tight)), "factors"
+        copies += *("inverse",) * (not w.tight), *("q",) * w.reads_queries
+        # What stores "states" alone reads no tile that is loaded.
+        chunks = Ring(w.stages, ("load",), ("carry", "score", *("output",) * w.writes_tokens), copies)
+        handed = Handoff(("carry",), ("output",))
+        scores = Handoff(("score",), ("carry",) if w.is_adjoint else ("output",))
+        if not w.tight:
+            return cls(chunks, handed, handed, scores)
+        values = Handoff(("load",), ("output",), ("v",), returned=False)
+        return cls(chunks, handed, handed, scores, values, Handoff(("load",), ("carry",), ("inverse",)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Hold the plan and the references of one program."""
+
+    plan: DeltaScan
+    operands: Operands
+    edges: EdgeCopies | None
+    results: Results
+    tiles: Tiles
+    pipeline: DeltaPipeline
+
+    def place(self):
+        """Return the first stripe divided by the stripes of a program, the head and the segment. They are computed at each use,
+        so that no register holds them."""
+        w = self.plan
+        return place_of(lax.optimization_barrier(lax.axis_index(PROGRAM)), w.columns // (STRIPE * w.stripes), w.H)
+
+    @property
+    def head(self):
+        return self.place()[1]
+
+    def number(self, me=0):
+        """Return the number of the stripe that warpgroup `me` carries."""
+        return self.place()[0] * self.plan.stripes + me
+
+    def stripe(self, me=0):
+        """Return the columns of that stripe."""
+        return pl.ds(self.number(me) * STRIPE, STRIPE)
+
+    def column(self, me, shape):
+        """Return the column of the state that each row of [STRIPE, ...] stands for, or in a wide plan each column of [...,
+        STRIPE]. Those from V on are of M."""
+        return iota(shape, int(self.plan.wide)) + self.number(me) * STRIPE
+
+    def field(self, column: int):
+        """Return one column of the segment's row of the table."""
+        return self.operands.table[self.place()[2], column]
+
+    def count(self):
+        """Return the number of chunks of the segment."""
+        return self.field(2)
+
+    def chunk(self, step):
+        """Return the chunk that the scan reaches at a step."""
+        first, count = self.field(1), self.count()
+        return first + (count - 1 - step if self.plan.descending else step)
+
+    def output(self, step):
+        """Return the place of a chunk's outputs."""
+        return self.results.output.at[self.field(0), pl.ds(self.chunk(step) * C, C), self.head, self.stripe()]
+
+    def stored(self, step, first: int, width: int):
+        """Return `width` columns of the stored states of a chunk, from `first` on; rows in a wide plan."""
+        chunk = self.results.states.at[self.field(0), self.chunk(step), self.head]
+        return chunk.at[self.plan.upright(self.stripe(), pl.ds(first, width))]
+
+    def take_registers(self, role: str):
+        """Take the registers of a role, or give back those that it does not need."""
+        launched = 65536 // (128 * sum(self.plan.roles.values())) // 8 * 8
+        count = self.plan.registers[role]
+        plgpu.set_max_registers(count, action="increase" if count > launched else "decrease")
+
+    def slot(self, step):
+        """Return the stage that holds the chunk of a step."""
+        return self.pipeline.chunks.slot(step)
+
+    def values(self, slot, me=0):
+        """Return the tile of v of a slot."""
+        return self.tiles.v.at[0 if self.plan.tight else slot, me]
+
+    def inverse(self, slot):
+        """Return the tile of R of a slot."""
+        return self.tiles.inverse.at[0 if self.plan.tight else slot]
+
+    def state(self):
+        """Return the tile of the state that *output* reads."""
+        if not self.plan.wide:
+            return self.tiles.state
+        # Behind a barrier of the compiler, which would otherwise hold the addresses of all its parts throughout a loop.
+        return self.tiles.state.at[lax.optimization_barrier(jnp.int32(0))]
+
+    def by_rows(self, tile):
+        """Return a tile of the state or of tokens as [K or C, STRIPE]."""
+        return tile if self.plan.wide else transposed(tile)
+
+    def scale(self):
+        """Return the scale of the sequence."""
+        return self.operands.scale[self.field(3)]
+
+    def factor(self, slot, row: int):
+        """Return a row of factors [C], repeated over the rows of [STRIPE, C]."""
+        found = plgpu.load(self.tiles.factors.at[slot, row], layout=BY_COLUMN, optimized=False)
+        return by_column(found, TOKENS)
+
+    def row_factor(self, slot, row: int):
+        """Return a row of factors [C], by row of a matrix."""
+        return plgpu.load(self.tiles.factors.at[slot, row], layout=BY_ROW)
+
+    def factor_by_row(self, slot, row: int):
+        """Return a row of factors [C], repeated over the columns of [C, STRIPE]."""
+        return by_row(self.row_factor(slot, row), VALUES)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal scans are lowered once
 def delta_scan(w: DeltaScan, rows: int, *operands) -> Results:
     """Scan every segment of `table`. rows: the number of rows of the outputs. operands: the fields of `Operands`, and of
     `EdgeCopies` if there are any."""
-    x, _ = split_edges(Operands, operands)
+    x, edges = split_edges(Operands, operands)
+
+    def body(operands, *refs):
+        p = Program(w, *operands, *refs)
+        carry = functools.partial(carry_through, advance=back if w.is_adjoint else onward)
+        if w.wide:
+            carry = functools.partial(carry_through, advance=back_wide if w.is_adjoint else onward_wide)
+        work = dict(carry=carry, output=write_results, score=form_scores, load=load_chunks)
+        for role, index, is_me in warpgroups(w.roles):
+            pl.when(is_me)(functools.partial(work[role], p, *[index] * (role == "carry")))
+
     B, chunks = x.factors.shape[:2]
-    inputs = len(operands)  # a cached kernel must not hold a tracer
-
-    def body(*refs):
-        given, (*results, own, barriers) = refs[:inputs], refs[inputs:]
-        p = Program(w, *split_edges(Operands, given), Results(*results), own, barriers)
-        me = lax.axis_index("warpgroup")
-        carry = carry_wide_state if w.wide else carry_state
-        work = dict(carry=carry, emit=emit_results, score=form_scores, fetch=fetch_chunks)
-        for number, role in enumerate(w.roles):
-            pl.when(me == number)(functools.partial(work[role], p, *[number] * (role == "carry")))
-
-    body.__name__ = "delta_" + w.kind.replace(" ", "_")  # in profiles
-    results = tuple(Results.types(w, B, rows, chunks, x.table.shape[0]))
-    kernel = plgpu.kernel(
+    E = x.table.shape[0]
+    return launch(
+        "delta_" + w.kind.replace(" ", "_"),
+        w,
         body,
-        out_type=results,
-        grid=(w.columns // (STRIPE * w.stripes) * w.H * x.table.shape[0],),
-        grid_names=("program",),
-        num_threads=len(w.roles),
-        thread_name="warpgroup",
-        scratch_types=[Tiles.types(w), Barriers.types(w)],
-        compiler_params=tiles.PARAMS,
+        (x, edges),
+        Results.types(w, B, rows, chunks, E),
+        (Tiles.types(w),),
+        w.roles,
+        DeltaPipeline.planned(w),
+        programs=w.columns // (STRIPE * w.stripes) * w.H * E,
     )
-    return Results(*once(("delta_scan", w, rows), kernel, *operands, results=results))
 
 
-def fetch_chunks(p: Program):
-    """Fetch chunks ahead, as many as shared memory holds.
+def load_chunks(p: Program):
+    """Load chunks ahead, as many as shared memory holds.
 
-    A tight plan has one tile of v and one of R. v is fetched once the chunk before is consumed, and R once R of the chunk before
-    is read.
+    A tight plan has one tile of v and one of R. v is loaded once the chunk before has been read, and R once R of the chunk before
+    has been.
     """
-    w, x, t = p.plan, p.operands, p.tiles
-    p.take_registers("fetch")
+    w, x, t, pipe = p.plan, p.operands, p.tiles, p.pipeline
+    p.take_registers("load")
     tokens: list[tuple[str, Ref, Ref, tuple, slice | pl.Slice]] = [("k", x.k, t.k, (), slice(None))]
     if w.is_adjoint:
         tokens.append(("d_output", x.d_output, t.d_output, (), p.stripe()))
@@ -103,28 +463,295 @@ def fetch_chunks(p: Program):
     @pl.loop(0, p.count())
     def _(step):
         slot = p.slot(step)
-        loaded = p.barriers.loaded.at[slot]
-        pl.when(step >= w.stages)(lambda: plgpu.barrier_wait(p.barriers.consumed.at[slot]))
+        pipe.chunks.acquire(slot, step)
         if w.tight:
-            pl.when(step > 0)(lambda: fetch_values(p, step - 1))
+            pl.when(step > 0)(lambda: load_values(p, step - 1))
         for name, source, tile, inner, columns in tokens:
             at = p.field(0), p.chunk(step), quotient(p.head, w.H // source.shape[2]), columns
-            fetch_tokens(p.edges, name, source, at, tile.at[(slot, *inner)], loaded)
+            fetch_tokens(p.edges, name, source, at, tile.at[(slot, *inner)], pipe.chunks.full.at[slot])
         for source, tile in pairs:
-            plgpu.copy_gmem_to_smem(source.at[p.field(0), p.chunk(step), p.head], tile.at[slot], loaded)
+            pipe.chunks.copy(source.at[p.field(0), p.chunk(step), p.head], tile.at[slot], slot)
         if w.tight:
-            pl.when(step > 0)(lambda: plgpu.barrier_wait(p.barriers.inverse_read))
-            source = x.inverse.at[p.field(0), p.chunk(step), p.head]
-            plgpu.copy_gmem_to_smem(source, t.inverse.at[0], p.barriers.inverse_loaded)
+            assert pipe.inverse is not None
+            pl.when(step > 0)(pipe.inverse.acquire)
+            pipe.inverse.copy(x.inverse.at[p.field(0), p.chunk(step), p.head], t.inverse.at[0])
 
     if w.tight:
         last = p.count() - 1
-        pl.when(last > 0)(lambda: plgpu.barrier_wait(p.barriers.consumed.at[p.slot(last - 1)]))
-        pl.when(last >= 0)(lambda: fetch_values(p, last))
+        pl.when(last > 0)(lambda: pipe.chunks.acquire(p.slot(last - 1)))
+        pl.when(last >= 0)(lambda: load_values(p, last))
 
 
-def fetch_values(p: Program, step):
-    """Fetch v of a chunk into its one tile, once the chunk before is consumed."""
-    x = p.operands
+def load_values(p: Program, step):
+    """Load v of a chunk into its one tile, once the chunk before has been read."""
+    x, values = p.operands, p.pipeline.values
+    assert values is not None
     at = p.field(0), p.chunk(step), quotient(p.head, p.plan.H // x.v.shape[2]), p.stripe()
-    fetch_tokens(p.edges, "v", x.v, at, p.values(0), p.barriers.values_loaded)
+    fetch_tokens(p.edges, "v", x.v, at, p.values(0), values.full)
+
+
+def carry_through(p: Program, me, advance: Callable):
+    """Carry S or dS through all chunks, [STRIPE, K], or [K, STRIPE] in a wide plan, and write what leaves the last. me: the
+    index of the warpgroup.
+
+    advance(p, me, step, the state before a step) returns the state behind the step.
+    """
+    p.take_registers("carry")
+    S = starting_state(p, me)
+    S = lax.fori_loop(0, p.count(), functools.partial(advance, p, me), S)
+    p.results.last[(p.place()[2], p.head, *p.plan.upright(p.stripe(me), slice(None)))] = S
+
+
+def starting_state(p: Program, me):
+    """Return what the warpgroup's stripe of the state begins from: given states, zeros, or in columns of M those of I. It is
+    [STRIPE, K], or [K, STRIPE] in a wide plan."""
+    w, x = p.plan, p.operands
+    if w.start:
+        place = p.place()[2], p.head, *w.upright(p.stripe(), slice(None))
+        return plgpu.load(x.start.at[place], layout=tiles.WGMMA, optimized=False)
+    S = zeros(w.upright(STRIPE, w.K))
+    if w.kind == "transitions":
+        S = jnp.where(p.column(me, S.shape) - w.V == tiles.iota(S.shape, int(not w.wide)), 1.0, S)
+    return S
+
+
+def onward(p: Program, me, step, S):
+    """Return the state behind a chunk, and store the state before it and what its tokens write."""
+    t, slot = p.tiles, p.slot(step)
+    p.pipeline.chunks.wait(slot)
+    before, through = S.astype(BF16), decayed(p, slot, S)
+
+    def of_state(by_keys):
+        plgpu.wgmma(by_keys, before, transposed(t.k.at[slot]))
+        store_state(p, step, before)
+        given, erasing = read(transposed(t.v.at[slot, me])) * p.factor(slot, BETA), p.factor(slot, ERASING)
+        if p.plan.kind == "transitions":
+            given = jnp.where(p.column(me, TOKENS) < p.plan.V, given, 0.0)
+        leaving = p.factor(slot, LEAVING)
+        return leaving, given - after(by_keys) * erasing
+
+    leaving, X = pl.run_scoped(of_state, plgpu.ACC(TOKENS, jnp.float32))
+    U = tiles.added(X, (X.astype(BF16), transposed(t.inverse.at[slot])))
+
+    def of_tokens(state):
+        plgpu.wgmma(state, (U * leaving).astype(BF16), t.k.at[slot])
+        store_tokens(p, step, U)
+
+    S = pl.run_state(of_tokens)(plgpu.ACC.init(through))
+    p.pipeline.chunks.release(slot)
+    return S
+
+
+def back(p: Program, me, step, dS):
+    """Return dS before a chunk from dS' behind it, and store dS' and dX."""
+    t, slot = p.tiles, p.slot(step)
+    p.pipeline.chunks.wait(slot)
+    behind, through = dS.astype(BF16), decayed(p, slot, dS)
+    d_output = transposed(t.d_output.at[slot])
+
+    def of_state(by_keys, by_scores):
+        plgpu.wgmma(by_keys, behind, transposed(t.k.at[slot]))
+        store_state(p, step, behind)
+        p.pipeline.scores.wait()
+        plgpu.wgmma(by_scores, plgpu.load(d_output, layout=tiles.WGMMA), t.scores)
+        leaving = p.factor(slot, LEAVING)
+        dU = after(by_keys, 1) * leaving
+        reads = (read(d_output) * (p.factor(slot, WITHIN) * p.scale())).astype(BF16)
+        return reads, dU + after(by_scores)
+
+    accumulator = plgpu.ACC(TOKENS, jnp.float32)
+    reads, dU = pl.run_scoped(of_state, accumulator, accumulator)
+    p.pipeline.scores.release()
+
+    def of_tokens(totals):
+        by_inverse, state = totals
+        plgpu.wgmma(by_inverse, dU.astype(BF16), t.inverse.at[slot])
+        plgpu.wgmma(state, reads, t.q.at[slot])
+        erasing = -p.factor(slot, ERASING)
+        dX = after(by_inverse, 1)
+        plgpu.wgmma(state, (dX * erasing).astype(BF16), t.k.at[slot])
+        store_tokens(p, step, dX)
+
+    _, dS = pl.run_state(of_tokens)((plgpu.ACC.init(dU), plgpu.ACC.init(through)))
+    p.pipeline.chunks.release(slot)
+    return dS
+
+
+def decayed(p: Program, slot, S):
+    """Return e^{G_last} S. Call it before a product starts: ptxas would wait for it, because a product has written S."""
+    return lax.optimization_barrier(S * p.tiles.factors[slot, WITHIN, p.plan.last_token])
+
+
+def store_state(p: Program, step, S):
+    """Store S [STRIPE, K] for *output*, if there is one."""
+    if not p.plan.has_results:
+        return
+    with p.pipeline.state.storing(step):
+        p.tiles.state[...] = S
+        plgpu.commit_smem()
+
+
+def store_tokens(p: Program, step, x):
+    """Store x [STRIPE, C] for *output*, if there is one. dX has two terms, for the gradient of beta."""
+    if not p.plan.has_results:
+        return
+    with p.pipeline.written.storing(step):
+        high = rounded_part(x) if p.plan.is_adjoint else x
+        p.tiles.tokens[...] = high.astype(BF16)
+        if p.plan.is_adjoint:
+            p.tiles.lost[...] = (x - high).astype(BF16)
+        plgpu.commit_smem()
+
+
+def onward_wide(p: Program, me, step, S):
+    """Return the state [K, STRIPE] behind a chunk, and store the state before it and what its tokens write."""
+    t, slot = p.tiles, p.slot(step)
+    # Formed where it is used: an accumulator's scope takes no reference with a static index from outside.
+    values = functools.partial(p.values, slot, me)
+    p.pipeline.chunks.wait(slot)
+    store_wide_state(p, me, step, S)
+    through = decayed(p, slot, S)
+
+    def of_state(by_keys):
+        plgpu.wgmma(by_keys, t.k.at[slot], t.state.at[me])
+        beta, erasing = p.row_factor(slot, BETA), p.factor_by_row(slot, ERASING)
+        if p.plan.kind == "transitions":
+            beta *= jnp.where(p.number(me) * STRIPE < p.plan.V, 1.0, 0.0)  # nothing is added to columns of M
+        given = read(values()) * by_row(beta, VALUES)
+        return given - after(by_keys) * erasing
+
+    X = pl.run_scoped(of_state, plgpu.ACC(VALUES, jnp.float32))
+    values()[...] = X.astype(BF16)
+    plgpu.commit_smem()
+    U: Any = pl.run_state(lambda total: plgpu.wgmma(total, p.inverse(slot), values()))(plgpu.ACC.init(X))
+    plgpu.commit_smem()  # all warps have read X
+    values()[...] = (U * p.factor_by_row(slot, LEAVING)).astype(BF16)
+    plgpu.commit_smem()
+
+    def of_tokens(state):
+        plgpu.wgmma(state, transposed(t.k.at[slot]), values())
+        store_tokens(p, step, U)
+
+    S = pl.run_state(of_tokens)(plgpu.ACC.init(through))
+    p.pipeline.chunks.release(slot)
+    return S
+
+
+def back_wide(p: Program, me, step, dS):
+    """Return dS [K, STRIPE] before a chunk from dS' behind it, and store dS' and dX."""
+    t, slot, inverse = p.tiles, p.slot(step), p.pipeline.inverse
+    d_output, tokens = t.d_output.at[slot], t.scores
+    p.pipeline.chunks.wait(slot)
+    store_wide_state(p, me, step, dS)
+    through = decayed(p, slot, dS)
+
+    dU = tiles.product(VALUES, (t.k.at[slot], t.state.at[me])) * p.factor_by_row(slot, LEAVING)
+    p.pipeline.scores.wait()
+    dU = tiles.added(dU, (transposed(t.scores), d_output))
+    reads = read(d_output) * by_row(p.row_factor(slot, WITHIN) * p.scale(), VALUES)
+    plgpu.commit_smem()  # all warps have read P and dO
+    d_output[...] = reads.astype(BF16)
+    tokens[...] = dU.astype(BF16)
+    plgpu.commit_smem()
+    if inverse is not None:
+        inverse.wait()
+
+    def of_tokens(totals):
+        by_inverse, state = totals
+        plgpu.wgmma(by_inverse, transposed(p.inverse(slot)), tokens)
+        plgpu.wgmma(state, transposed(t.q.at[slot]), d_output)
+        erasing = -p.factor_by_row(slot, ERASING)
+        dX = after(by_inverse, 1)
+        plgpu.commit_smem()  # all warps have read dU
+        if inverse is not None:
+            inverse.release()
+        tokens[...] = (dX * erasing).astype(BF16)
+        plgpu.commit_smem()
+        plgpu.wgmma(state, transposed(t.k.at[slot]), tokens)
+        store_tokens(p, step, dX)
+
+    _, dS = pl.run_state(of_tokens)((plgpu.ACC.init(dU), plgpu.ACC.init(through)))
+    p.pipeline.scores.release()
+    p.pipeline.chunks.release(slot)
+    return dS
+
+
+def store_wide_state(p: Program, me, step, S):
+    """Store S [K, STRIPE] in bfloat16, for products and for *output*, if there is one."""
+    with p.pipeline.state.storing(step) if p.plan.has_results else contextlib.nullcontext():
+        p.tiles.state[me] = S.astype(BF16)
+        plgpu.commit_smem()
+
+
+def form_scores(p: Program):
+    """Form P of all chunks. No exponent is above 0 for gates <= 0."""
+    t = p.tiles
+    p.take_registers("score")
+    i, j = tiles.positions(p.plan.reverse)
+
+    @pl.loop(0, p.count())
+    def _(step):
+        slot = p.slot(step)
+        p.pipeline.chunks.wait(slot)
+        to = plgpu.load(t.factors.at[slot, GATES], layout=BY_COLUMN, optimized=False)
+        between = jnp.where(i >= j, by_row(p.row_factor(slot, GATES), PAIRS) - by_column(to, PAIRS), -jnp.inf)
+        found = tiles.product(PAIRS, (t.q.at[slot], transposed(t.k.at[slot])))
+        p.pipeline.chunks.release(slot)
+        scores = (found * (jnp.exp2(between) * p.scale())).astype(BF16)
+        with p.pipeline.scores.storing(step):
+            t.scores[...] = scores
+            plgpu.commit_smem()
+
+
+def write_results(p: Program):
+    """Write the results of all chunks."""
+    w, t = p.plan, p.tiles
+    p.take_registers("output")
+
+    @pl.loop(0, p.count())
+    def _(step):
+        slot = p.slot(step)
+        # The copies of the chunk before have left shared memory.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        pl.when(step > 0)(p.pipeline.written.release)
+        if w.writes_tokens:
+            p.pipeline.chunks.wait(slot)
+        p.pipeline.state.wait()
+        if w.stores_states:
+            plgpu.copy_smem_to_gmem(p.state(), p.stored(step, 0, w.K))
+        o = outputs_of_state(p, slot) if w.writes_tokens and not w.is_adjoint else None
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        p.pipeline.state.release()
+        p.pipeline.written.wait()
+        if w.stores_states:
+            plgpu.copy_smem_to_gmem(t.tokens, p.stored(step, w.K, C))
+        if o is not None:
+            with p.pipeline.scores.reading():
+                o = tiles.added(o, (t.scores, p.by_rows(t.tokens)))
+        elif w.is_adjoint:
+            o = gradient_of_values(p, step, slot)
+        if o is not None:
+            p.pipeline.chunks.release(slot)
+            tile = t.lost if w.tight else t.output
+            tile[...] = o.astype(BF16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(tile, p.output(step))
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def outputs_of_state(p: Program, slot):
+    """Return scale e^G Q S, [C, STRIPE]."""
+    t = p.tiles
+    o = tiles.product(VALUES, (t.q.at[slot], p.by_rows(p.state())))
+    return o * by_row(p.row_factor(slot, WITHIN) * p.scale(), VALUES)
+
+
+def gradient_of_values(p: Program, step, slot):
+    """Return dV = beta dX, [C, STRIPE], and write the sums of dX v."""
+    t = p.tiles
+    dX = read(p.by_rows(t.tokens)) + read(p.by_rows(t.lost))
+    if p.pipeline.values is not None:
+        p.pipeline.values.wait()
+    p.results.beta[p.field(0), p.chunk(step), p.head, p.number()] = (dX * read(p.values(slot))).sum(1)
+    return dX * p.factor_by_row(slot, BETA)

@@ -13,13 +13,39 @@ The scan of the adjoint is a reverse scan, from dS' = dL/dS' behind the chunk an
     dX   = dU + R^T dU                  dV = beta dX
     dS   = e^{G_last} dS' + (scale Q e^G)^T dO - (K e^G)^T (beta dX)
 
-No exponential is formed here. A program has one head of one segment, and 64 columns of the state, which do not depend on each
-other; for "transitions" it has 128 where these divide the columns. One warpgroup carries the state, transposed as in
-`delta_carry.py`, one writes the results, and one fetches. "transitions" are those of `delta_scan`. dU is formed from two terms
-of dS' in bfloat16 where `DeltaKeyScan.splits_state` says so.
+No exponential is formed here. "transitions" are those of `delta_scan`. dU is formed from two terms of dS' in bfloat16 where
+`DeltaKeyScan.splits_state` says so.
+
+Roles. A program has one head of one segment, and 64 columns of the state, which do not depend on each other; for "transitions" it
+has 128 where these divide the columns. *load* loads chunks ahead, *carry* takes the state through all chunks, transposed as in
+`scan/delta.py`, and *output* forms the results.
+
+Memory: `Tiles`. Outputs leave through the tile of their P. Who waits for whom, in a scan for "residuals":
+
+    waits   for     until
+    carry   load    chunks full: erasing, leaving, inverse, decay, beta, v
+    load    carry   chunks free
+    output  load    outputs full: queries, scores
+    load    output  outputs free
+    output  carry   state stored
+    carry   output  state read
+    output  carry   written stored
+    carry   output  written read
+
+and for "adjoint":
+
+    waits          for            until
+    carry, output  load           chunks full: erasing, leaving, inverse, decay, beta, queries, scores, v, d_output
+    load           carry, output  chunks free
+    output         carry          state stored
+    carry          output         state read
+    output         carry          written stored
+    carry          output         written read
 """
 
+import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,77 +54,215 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.cache import once
-from glax._src.kernels.pallas_gpu.device.tiles import BY_ROW, after, by_row, read, rounded_part, transposed
+from glax._src.kernels.pallas_gpu.device.launch import launch, warpgroups
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Pipeline, Ring
+from glax._src.kernels.pallas_gpu.device.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    after,
+    by_column,
+    by_row,
+    read,
+    rounded_part,
+    tiled,
+    transposed,
+)
 from glax._src.kernels.pallas_gpu.plan import C, quotient, remainder
-from glax._src.kernels.pallas_gpu.scan.delta_carry import hand_state, hand_tokens, starting_state
-from glax._src.kernels.pallas_gpu.scan.delta_key_refs import (
-    OUTPUT_STAGES,
-    Barriers,
-    DeltaKeyScan,
-    Operands,
-    Program,
-    Tiles,
-)  # fmt: skip
-from glax._src.kernels.pallas_gpu.scan.delta_refs import BF16, STRIPE, TOKENS, VALUES, Results
+from glax._src.kernels.pallas_gpu.scan import delta
+from glax._src.kernels.pallas_gpu.scan.delta import (
+    BF16,
+    STAGES,
+    STRIPE,
+    TOKENS,
+    VALUES,
+    DeltaScan,
+    Results,
+    starting_state,
+    store_state,
+    store_tokens,
+)
+
+# Chunks in shared memory: of Q and P for outputs, beside STAGES of the other tiles, 219 KB of 227 at widths of 128; of all
+# operands for the adjoint, whose state reads Q and P too, 201 KB.
+OUTPUT_STAGES = ADJOINT_STAGES = 2
+# The widest keys for which dU is formed from dS' in two terms of bfloat16. 128 spills nothing either, but was not timed.
+SPLIT_KEYS = 64
+
+Ref = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaKeyScan(DeltaScan):
+    """Hold the sizes and options that a scan is compiled for. kind: as in `DeltaScan`. The scores are read, so no warpgroup forms
+    them."""
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """Return the roles of warpgroups. There is a *carry* for each stripe."""
+        return {role: count for role, count in super().roles.items() if role != "score"}
+
+    @property
+    def stages(self) -> int:
+        """Return the number of chunks in shared memory."""
+        return ADJOINT_STAGES if self.is_adjoint else STAGES
+
+    @property
+    def splits_state(self) -> bool:
+        """Return whether the adjoint forms dU from dS' in two terms of bfloat16."""
+        return self.is_adjoint and self.K <= SPLIT_KEYS
+
+    @property
+    def forms_outputs(self) -> bool:
+        """Return whether the scan writes O. *output* then reads Q and P."""
+        return self.writes_tokens and not self.is_adjoint
+
+    @property
+    def by_stage(self) -> list[str]:
+        """Return the names of the operands, beside v and dO, that are loaded for every stage."""
+        return ["erasing", "leaving", "inverse", "decay", "beta"] + ["queries", "scores"] * self.is_adjoint
+
+
+class Operands(NamedTuple):
+    """Hold the operands, in global memory. All from `inverse` to `decay` are results of `chunks/pairs.py`."""
+
+    table: Ref  # [E, 4]: of every segment its batch row, first chunk, number of chunks and sequence
+    v: Ref  # [B, T, HV, V]
+    d_output: Ref  # [B, T, H, V], for the adjoint; else any array
+    inverse: Ref  # [B, chunks, H, C, C]: R
+    scores: Ref  # [B, chunks, H, C, C]: P
+    queries: Ref  # [B, chunks, H, C, K]: scale Q e^G
+    erasing: Ref  # [B, chunks, H, C, K]: K e^G
+    leaving: Ref  # [B, chunks, H, C, K]: K e^{G_last - G}
+    decay: Ref  # [B, chunks, H, K]: e^{G_last}
+    beta: Ref  # [B, chunks, H, C]
+    start: Ref  # [E, H, V, K]; any array if segments begin from zero
+
+
+class Tiles(NamedTuple):
+    """Hold the shared memory. Those up to `scores` are by stage, and `queries` and `scores` by output stage if they are read for
+    outputs. The others pass from one warpgroup to another."""
+
+    v: Ref  # [stages, stripes, C, STRIPE]
+    d_output: Ref  # [stages, C, STRIPE]
+    erasing: Ref  # [stages, C, K]
+    leaving: Ref  # [stages, C, K]
+    inverse: Ref  # [stages, C, C]
+    decay: Ref  # [stages, K]
+    beta: Ref  # [stages, C]
+    queries: Ref  # [stages or OUTPUT_STAGES, C, K]
+    scores: Ref  # [stages or OUTPUT_STAGES, C, C]: P, and then O
+    state: Ref  # [STRIPE, K]: S or dS', transposed
+    tokens: Ref  # [STRIPE, C]: U or dX, transposed
+    lost: Ref  # [STRIPE, C]: what dX loses in bfloat16
+    output: Ref  # [C, STRIPE]: dV
+
+    @classmethod
+    def types(cls, w: DeltaKeyScan) -> "Tiles":
+        n, K, unused = w.stages, w.K, tiled(8, 64)
+        unused_stages = tiled(1, 8, 64)
+        of_queries = n if w.is_adjoint else OUTPUT_STAGES
+        return cls(
+            v=tiled(n, w.stripes, C, STRIPE) if w.reads_values else tiled(1, 1, 8, 64),
+            d_output=tiled(n, C, STRIPE) if w.is_adjoint else unused_stages,
+            erasing=tiled(n, C, K),
+            leaving=tiled(n, C, K),
+            inverse=tiled(n, C, C),
+            decay=plgpu.SMEM((n, K), jnp.float32),
+            beta=plgpu.SMEM((n, C), jnp.float32),
+            queries=tiled(of_queries, C, K) if w.reads_queries else unused_stages,
+            scores=tiled(of_queries, C, C) if w.reads_queries else unused_stages,
+            state=tiled(STRIPE, K) if w.has_results else unused,
+            tokens=tiled(STRIPE, C) if w.has_results else unused,
+            lost=tiled(STRIPE, C) if w.kind == "adjoint" else unused,
+            output=tiled(C, STRIPE) if w.kind == "adjoint" else unused,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaKeyPipeline(Pipeline):
+    """Hold who waits for whom. chunks: what *carry* reads of a chunk. outputs: Q and P, for outputs alone. state: S or dS' before
+    the step. written: U or dX, what tokens write."""
+
+    chunks: Ring
+    outputs: Ring
+    state: Handoff
+    written: Handoff
+
+    @classmethod
+    def planned(cls, w: DeltaKeyScan) -> "DeltaKeyPipeline":
+        """Return the pipeline of a plan."""
+        copies = *w.by_stage, *("v",) * (w.stripes * w.reads_values), *("d_output",) * w.is_adjoint
+        readers = "carry", *("output",) * (w.kind == "adjoint")  # which reads v and beta
+        outputs = Ring(OUTPUT_STAGES, ("load",), ("output",) * w.forms_outputs, ("queries", "scores"), ("output",))
+        handed = Handoff(("carry",), ("output",))
+        return cls(Ring(w.stages, ("load",), readers, copies), outputs, handed, handed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program(delta.Program):
+    """Hold the plan and the references of one program: those of this file."""
+
+    plan: Any
+    operands: Any
+    tiles: Any
+    pipeline: Any
+
+    def along(self, tile, shape):
+        """Return numbers [n] in shared memory, repeated over the rows of [STRIPE, n]."""
+        return by_column(plgpu.load(tile, layout=BY_COLUMN, optimized=False), shape)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal scans are lowered once
 def delta_key_scan(w: DeltaKeyScan, rows: int, *operands) -> Results:
     """Scan every segment of `table`. rows: the number of rows of the outputs. operands: the fields of `Operands`."""
     x = Operands(*operands)
+
+    def body(operands, *refs):
+        p = Program(w, operands, None, *refs)
+        work = dict(carry=carry_state, output=write_results, load=load_chunks)
+        for role, index, is_me in warpgroups(w.roles):
+            pl.when(is_me)(functools.partial(work[role], p, *[index] * (role == "carry")))
+
     B, chunks = x.beta.shape[:2]
-    inputs = len(operands)  # a cached kernel must not hold a tracer
-
-    def body(*refs):
-        given, (*results, own, barriers) = refs[:inputs], refs[inputs:]
-        p = Program(w, Operands(*given), None, Results(*results), own, barriers)
-        me = lax.axis_index("warpgroup")
-        work = dict(carry=carry_state, emit=emit_results, fetch=fetch_chunks)
-        for number, role in enumerate(w.roles):
-            pl.when(me == number)(functools.partial(work[role], p, *[number] * (role == "carry")))
-
-    body.__name__ = "delta_key_" + w.kind.replace(" ", "_")  # in profiles
-    results = tuple(Results.types(w, B, rows, chunks, x.table.shape[0]))
-    kernel = plgpu.kernel(
+    E = x.table.shape[0]
+    return launch(
+        "delta_key_" + w.kind.replace(" ", "_"),
+        w,
         body,
-        out_type=results,
-        grid=(w.columns // (STRIPE * w.stripes) * w.H * x.table.shape[0],),
-        grid_names=("program",),
-        num_threads=len(w.roles),
-        thread_name="warpgroup",
-        scratch_types=[Tiles.types(w), Barriers.types(w)],
-        compiler_params=tiles.PARAMS,
+        x,
+        Results.types(w, B, rows, chunks, E),
+        (Tiles.types(w),),
+        w.roles,
+        DeltaKeyPipeline.planned(w),
+        programs=w.columns // (STRIPE * w.stripes) * w.H * E,
     )
-    return Results(*once(("delta_key_scan", w, rows), kernel, *operands, results=results))
 
 
-def fetch_chunks(p: Program):
-    """Fetch chunks ahead, as many as shared memory holds."""
-    w, x, t, bar = p.plan, p.operands, p.tiles, p.barriers
-    p.take_registers("fetch")
+def load_chunks(p: Program):
+    """Load chunks ahead, as many as shared memory holds."""
+    w, x, t, pipe = p.plan, p.operands, p.tiles, p.pipeline
+    p.take_registers("load")
     staged = [(getattr(x, name), getattr(t, name)) for name in w.by_stage]
 
     @pl.loop(0, p.count())
     def _(step):
         slot, chunk = p.slot(step), (p.field(0), p.chunk(step))
-        loaded = bar.loaded.at[slot]
-        pl.when(step >= w.stages)(lambda: plgpu.barrier_wait(bar.consumed.at[slot]))
+        pipe.chunks.acquire(slot, step)
         for source, tile in staged:
-            plgpu.copy_gmem_to_smem(source.at[(*chunk, p.head)], tile.at[slot], loaded)
+            pipe.chunks.copy(source.at[(*chunk, p.head)], tile.at[slot], slot)
         rows, head = pl.ds(p.chunk(step) * C, C), quotient(p.head, w.H // x.v.shape[2])
         for me in range(w.stripes if w.reads_values else 0):
             # The columns of M read any v, of which they write nothing.
             columns = pl.ds(remainder(p.number(me), w.V // STRIPE) * STRIPE, STRIPE)
-            plgpu.copy_gmem_to_smem(x.v.at[p.field(0), rows, head, columns], t.v.at[slot, me], loaded)
+            pipe.chunks.copy(x.v.at[p.field(0), rows, head, columns], t.v.at[slot, me], slot)
         if w.is_adjoint:
             head = quotient(p.head, w.H // x.d_output.shape[2])
-            plgpu.copy_gmem_to_smem(x.d_output.at[p.field(0), rows, head, p.stripe()], t.d_output.at[slot], loaded)
+            pipe.chunks.copy(x.d_output.at[p.field(0), rows, head, p.stripe()], t.d_output.at[slot], slot)
         if w.forms_outputs:
-            slot = p.output_slot(step)
-            pl.when(step >= OUTPUT_STAGES)(lambda: plgpu.barrier_wait(bar.output_consumed.at[slot]))
+            slot = pipe.outputs.slot(step)
+            pipe.outputs.acquire(slot, step)
             for source, tile in ((x.queries, t.queries), (x.scores, t.scores)):
-                plgpu.copy_gmem_to_smem(source.at[(*chunk, p.head)], tile.at[slot], bar.output_loaded.at[slot])
+                pipe.outputs.copy(source.at[(*chunk, p.head)], tile.at[slot], slot)
 
 
 def carry_state(p: Program, me):
@@ -109,14 +273,14 @@ def carry_state(p: Program, me):
 
 
 def onward(p: Program, me, step, S):
-    """Return the state behind a chunk, and hand on the state before it and what its tokens write."""
+    """Return the state behind a chunk, and store the state before it and what its tokens write."""
     t, slot = p.tiles, p.slot(step)
-    plgpu.barrier_wait(p.barriers.loaded.at[slot])
+    p.pipeline.chunks.wait(slot)
     before, through = S.astype(BF16), decayed(p, slot, S)
 
     def of_state(by_keys):
         plgpu.wgmma(by_keys, before, transposed(t.erasing.at[slot]))
-        hand_state(p, step, before)
+        store_state(p, step, before)
         given, beta = read(transposed(t.v.at[slot, me])), p.along(t.beta.at[slot], TOKENS)
         if p.plan.kind == "transitions":
             given = jnp.where(p.column(me, TOKENS) < p.plan.V, given, 0.0)
@@ -127,17 +291,17 @@ def onward(p: Program, me, step, S):
 
     def of_tokens(state):
         plgpu.wgmma(state, U.astype(BF16), t.leaving.at[slot])
-        hand_tokens(p, step, U)
+        store_tokens(p, step, U)
 
     S = pl.run_state(of_tokens)(plgpu.ACC.init(through))
-    plgpu.barrier_arrive(p.barriers.consumed.at[slot])
+    p.pipeline.chunks.release(slot)
     return S
 
 
 def back(p: Program, me, step, dS):
-    """Return dS before a chunk from dS' behind it, and hand on dS' and dX."""
+    """Return dS before a chunk from dS' behind it, and store dS' and dX."""
     t, slot = p.tiles, p.slot(step)
-    plgpu.barrier_wait(p.barriers.loaded.at[slot])
+    p.pipeline.chunks.wait(slot)
     (behind, *rest), through = terms_of_state(p, dS), decayed(p, slot, dS)
     d_output = plgpu.load(transposed(t.d_output.at[slot]), layout=tiles.WGMMA)
 
@@ -145,7 +309,7 @@ def back(p: Program, me, step, dS):
         for term in (behind, *rest):
             plgpu.wgmma(by_keys, term, transposed(t.leaving.at[slot]))
         plgpu.wgmma(by_keys, d_output, t.scores.at[slot])
-        hand_state(p, step, behind)
+        store_state(p, step, behind)
         return after(by_keys)
 
     dU = pl.run_scoped(of_state, plgpu.ACC(TOKENS, jnp.float32))
@@ -157,10 +321,10 @@ def back(p: Program, me, step, dS):
         erasing = -p.along(t.beta.at[slot], TOKENS)
         dX = after(by_inverse, 1)
         plgpu.wgmma(state, (dX * erasing).astype(BF16), t.erasing.at[slot])
-        hand_tokens(p, step, dX)
+        store_tokens(p, step, dX)
 
     _, dS = pl.run_state(of_tokens)((plgpu.ACC.init(dU), plgpu.ACC.init(through)))
-    plgpu.barrier_arrive(p.barriers.consumed.at[slot])
+    p.pipeline.chunks.release(slot)
     return dS
 
 
@@ -178,23 +342,23 @@ def decayed(p: Program, slot, S):
     return lax.optimization_barrier(S * p.along(p.tiles.decay.at[slot], S.shape))
 
 
-def emit_results(p: Program):
+def write_results(p: Program):
     """Write the results of all chunks. Outputs leave through the tile of their P."""
-    w, t, bar = p.plan, p.tiles, p.barriers
-    p.take_registers("emit")
+    w, t = p.plan, p.tiles
+    p.take_registers("output")
 
     @pl.loop(0, p.count())
     def _(step):
-        slot = p.output_slot(step)
+        slot = p.pipeline.outputs.slot(step)
         if w.forms_outputs:
-            plgpu.barrier_wait(bar.output_loaded.at[slot])
-        plgpu.barrier_wait(bar.state_stored)
+            p.pipeline.outputs.wait(slot)
+        p.pipeline.state.wait()
         if w.stores_states:
             plgpu.copy_smem_to_gmem(t.state, p.stored(step, 0, w.K))
         o = tiles.product(VALUES, (t.queries.at[slot], transposed(t.state))) if w.forms_outputs else None
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(bar.state_read)
-        plgpu.barrier_wait(bar.tokens_stored)
+        p.pipeline.state.release()
+        p.pipeline.written.wait()
         if w.stores_states:
             plgpu.copy_smem_to_gmem(t.tokens, p.stored(step, w.K, C))
         if o is not None:
@@ -202,7 +366,7 @@ def emit_results(p: Program):
         elif w.is_adjoint:
             o = gradient_of_values(p, step)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(bar.tokens_read)
+        p.pipeline.written.release()
         if o is not None:
             tile = t.output if w.is_adjoint else t.scores.at[slot]
             plgpu.commit_smem()  # all warps have read P
@@ -211,7 +375,7 @@ def emit_results(p: Program):
             plgpu.copy_smem_to_gmem(tile, p.output(step))
         if w.forms_outputs:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(bar.output_consumed.at[slot])
+            p.pipeline.outputs.release(slot)
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -219,9 +383,9 @@ def emit_results(p: Program):
 def gradient_of_values(p: Program, step):
     """Return dV = beta dX, [C, STRIPE], and write the sums of dX v."""
     t, slot = p.tiles, p.slot(step)
-    plgpu.barrier_wait(p.barriers.loaded.at[slot])
+    p.pipeline.chunks.wait(slot)
     dX = read(transposed(t.tokens)) + read(transposed(t.lost))
     p.results.beta[p.field(0), p.chunk(step), p.head, p.number()] = (dX * read(t.v.at[slot, 0])).sum(1)
     dV = dX * by_row(plgpu.load(t.beta.at[slot], layout=BY_ROW), VALUES)
-    plgpu.barrier_arrive(p.barriers.consumed.at[slot])
+    p.pipeline.chunks.release(slot)
     return dV

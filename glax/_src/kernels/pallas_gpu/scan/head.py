@@ -11,7 +11,7 @@ bfloat16 add up from chunk to chunk. There the value is the sum of two terms. A 
 of the state passes, for the gates' gradient.
 
 Roles. A program of `head_scan` has a segment of one sequence, one head, all of K and 64 or 128 columns of the state. Products
-read q, k and v as they lie in memory. *load* fetches chunks ahead. *carry* has the state in registers, and stores a copy of it
+read q, k and v as they lie in memory. *load* loads chunks ahead. *carry* has the state in registers, and stores a copy of it
 before each chunk. *output* forms scores and outputs from that copy. A scan without outputs has a *carry* for every 64 columns.
 A program of `pair_scan` has two heads of 64 columns of V. Both read the same tiles of q and k, and the same scores before their
 decay.
