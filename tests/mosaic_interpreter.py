@@ -7,7 +7,7 @@ from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.chunks import blocks as delta_blocks
+from glax._src.kernels.pallas_gpu.chunks import inverse as delta_inverse
 from glax._src.kernels.pallas_gpu.scan import key_refs as scan_key_gate_refs
 
 
@@ -30,7 +30,7 @@ def multiply(total, a, b):
 
 def inverses_of_blocks(L, reverse: bool):
     """Substitute in blocks of 16 as the kernel's shuffles do."""
-    size = delta_blocks.BLOCK
+    size = delta_inverse.BLOCK
     i, j = (jax.lax.broadcasted_iota(jnp.int32, L.shape, axis) for axis in (0, 1))
     L, X = jnp.where(i // size == j // size, L, 0.0), jnp.where(i == j, 1.0, 0.0)
     for step in range(size - 1):
@@ -63,8 +63,8 @@ def one_kernel_at_a_time(monkeypatch, *kernels):
 
 
 def install(monkeypatch):
-    monkeypatch.setattr(delta_blocks, "inverses_of_blocks", inverses_of_blocks)
-    monkeypatch.setattr(delta_blocks, "inverses_of_stacked_blocks", inverses_of_stacked_blocks)
+    monkeypatch.setattr(delta_inverse, "inverses_of_blocks", inverses_of_blocks)
+    monkeypatch.setattr(delta_inverse, "inverses_of_stacked_blocks", inverses_of_stacked_blocks)
     monkeypatch.setattr(scan_key_gate_refs, "EXACT_GROUPS", 3)  # the interpreter runs idle programs, too
     run_scoped = pl.run_scoped
 

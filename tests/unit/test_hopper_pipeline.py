@@ -4,6 +4,7 @@ import textwrap
 
 import pytest
 
+from glax._src.kernels.pallas_gpu.chunks import inverse, pairs
 from glax._src.kernels.pallas_gpu.device.launch import ALONE
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Ring
 from glax._src.kernels.pallas_gpu.gradient import delta, delta_key, exact, head_group, items, key, wide
@@ -29,6 +30,8 @@ TABLES = {
     "pair_scan": (head, head.HeadPipeline.planned(OUTPUTS, heads=2), head.roles_of(OUTPUTS)),
     "delta_residuals": of_delta(delta_scan, delta_scan.DeltaPipeline, delta_scan.DeltaScan, "residuals", 128),
     "delta_adjoint, wide": of_delta(delta_scan, delta_scan.DeltaPipeline, delta_scan.DeltaScan, "adjoint", 256),
+    "delta_inverse": (inverse, inverse.InversePipeline.planned(128), dict(compute=4)),
+    "delta_key_pairs": (pairs, pairs.PairsPipeline.planned(), dict(compute=1)),
     "delta_key_residuals": of_delta(
         delta_key_scan, delta_key_scan.DeltaKeyPipeline, delta_key_scan.DeltaKeyScan, "residuals", 128
     ),

@@ -6,38 +6,77 @@ G_i is the sum of a chunk's log gates through token i:
     R    = (I + L)^-1 - I
 
 Exponents are sums of gates between two tokens, which are never above 0 for gates <= 0, so no gate needs another form. A gate of
--inf makes its pairs 0. L includes the decays. The inverse of a matrix without decays may overflow where (I + L)^-1 is small.
+-inf makes its pairs 0. L includes the decays. The inverse of a matrix without decays may overflow where (I + L)^-1 is small. The
+kernel also writes the factors by which the scans and the gradient multiply tokens.
 
-The inverse is formed by blocks (`chunks/merge.py`), and not from powers of L, which may be far larger than the inverse.
+The inverse is formed by blocks, and not from powers of L, which may be far larger than the inverse. X_b is the inverse of block b
+on the diagonal of I + L, and L_sf the block of L in the rows of block s and the columns of block f. Blocks of 16 are inverted by
+forward substitution. Then neighbours are merged, and merged again, until one block is left. Where f is the first of two
+neighbours in scanning order, and s the second, their inverse has X_f and X_s on its diagonal, and between them
 
-The kernel also writes the factors by which the scans and the gradient multiply tokens.
+    Y = -X_s L_sf X_f
 
-There is a program for each multiprocessor. Each of its warpgroups inverts one item, a chunk of one head, at a time. Warpgroups
-take items in turns, and load the keys of the next while they invert one.
+A matrix with blocks of `size` on its diagonal is a list of size / 16 arrays [64, 16]. Together they are [64, size]: each row has
+the columns of its own block, and no others. Products have all 64 rows, of which those of the blocks s are used. Operands are sums
+of two bfloat16 numbers, which hold 16 bits.
+
+The substitution is in float32. Warp w holds rows 16 w to 16 w + 15 of L, as products leave them, and so all of block w. X begins
+as I. At step j every row i subtracts L_ij X_j, and row j of X is final by then. Row j comes from the lanes that hold it, and L_ij
+from the lane of the same row that holds column j, by shuffles. No shared memory and no barrier is needed. Pallas has no shuffles,
+so this is written in the operations of MLIR.
+
+Roles. There is a program for each multiprocessor. Each of its warpgroups inverts one item, a chunk of one head, at a time.
+Warpgroups take items in turns, and load the keys of the next while they invert one. Memory: `Tiles`, of each warpgroup. Who waits
+for whom:
+
+    waits    for      until
+    compute  compute  keys full: k
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+from jax.extend.mlir.dialects import math as math_of_mlir
 
 from glax._src.kernels.common.limits import LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu.chunks.merge import BLOCK, COLUMN, of_rows, store_inverse
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.cache import once
 from glax._src.kernels.pallas_gpu.device.edge_tiles import EdgeCopies, fetch_tokens, split_edges
-from glax._src.kernels.pallas_gpu.device.tiles import BY_COLUMN, BY_ROW, LOG2E, by_column, by_row, tiled, transposed
-from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient
+from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
+from glax._src.kernels.pallas_gpu.device.pipeline import Pipeline, Ring
+from glax._src.kernels.pallas_gpu.device.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2E,
+    by_column,
+    by_row,
+    iota,
+    split,
+    tiled,
+    transposed,
+)
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, remainder
 
 BF16 = jnp.bfloat16
 FACTORS = 5
 BETA, ERASING, LEAVING, WITHIN, GATES = range(FACTORS)  # rows of `Results.factors`
+WARPS = 4
+BLOCK = 16  # rows of a warp
+TILE = 8  # rows and columns of a tile of registers; a lane holds two neighbouring columns of one row
+COLUMN = C, BLOCK
+# For each of the two merges: the first column of X in the tiles where it is stored, and the first of L X. What a merge overwrites
+# was read before the last barrier.
+PLACES = (0, BLOCK), (2 * BLOCK, 0)
 
 Ref = Any
 
@@ -78,33 +117,41 @@ class Tiles(NamedTuple):
         return jax.tree.map(lambda x: x.at[me], self)
 
 
+@dataclasses.dataclass(frozen=True)
+class InversePipeline(Pipeline):
+    """Hold who waits for whom: every warpgroup for its own copies. keys: a slot for each."""
+
+    keys: Ring
+
+    @classmethod
+    def planned(cls, K: int) -> "InversePipeline":
+        """Return the pipeline for keys of this width."""
+        return cls(Ring(warpgroups_of(K), ("compute",), ("compute",), ("k",), released_by=()))
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls are lowered once
 def inverses_of_chunks(reverse: bool, most: int, k, gates, beta, *edges) -> Results:
     """Compute the fields of `Results` for every chunk and head. `Operands` has the shapes. most: the largest number of programs.
     edges: the fields of `EdgeCopies`, or none."""
     (B, rows, H), K = gates.shape, k.shape[3]
-    operands, place, own = (k, gates, beta, *edges), (B, rows // C, H), Tiles.types(K)
-    inputs = len(operands)  # a cached kernel must not hold a tracer
+    place = B, rows // C, H
     programs = min(most, -(-math.prod(place) // warpgroups_of(K)))
 
-    def body(*refs):
-        given, (*results, own, loaded) = refs[:inputs], refs[inputs:]
-        write_inverses(Program(reverse, programs, *split_edges(Operands, given), Results(*results), own, loaded))
+    def body(operands, *refs):
+        write_inverses(Program(reverse, programs, *operands, *refs))
 
-    body.__name__ = "delta_inverse"  # in profiles
     numbers = jax.ShapeDtypeStruct((*place, FACTORS, C), jnp.float32)
-    results = jax.ShapeDtypeStruct((*place, C, C), BF16), numbers
-    kernel = plgpu.kernel(
+    return launch(
+        "delta_inverse",
+        reverse,
         body,
-        out_type=results,
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=warpgroups_of(K),
-        thread_name="warpgroup",
-        scratch_types=[own, plgpu.Barrier(num_barriers=warpgroups_of(K))],
-        compiler_params=tiles.PARAMS,
+        split_edges(Operands, (k, gates, beta, *edges)),
+        Results(jax.ShapeDtypeStruct((*place, C, C), BF16), numbers),
+        (Tiles.types(K),),
+        dict(compute=warpgroups_of(K)),
+        InversePipeline.planned(K),
+        programs=programs,
     )
-    return Results(*once(("delta_inverse", reverse, programs), kernel, *operands, results=results))
 
 
 def warpgroups_of(K: int) -> int:
@@ -122,7 +169,7 @@ class Program:
     edges: EdgeCopies | None
     results: Results
     tiles: Tiles
-    loaded: Ref
+    pipeline: InversePipeline
 
     @property
     def total(self) -> int:
@@ -144,15 +191,15 @@ class Program:
         _, chunks, H = self.results.inverse.shape[:3]
         return chunk_of(item, chunks, H)
 
-    def fetch(self, item, me):
+    def load(self, item, me):
         """Start to load the keys of an item, if there is one."""
-        pl.when(item < self.total)(lambda: self.fetch_keys(item, me))
+        pl.when(item < self.total)(lambda: self.load_keys(item, me))
 
-    def fetch_keys(self, item, me):
+    def load_keys(self, item, me):
         """Start to load the keys of an item, [C, K]."""
         (b, c, h), k = self.place(item), self.operands.k
         at = b, c, quotient(h, self.results.inverse.shape[2] // k.shape[2]), slice(None)
-        fetch_tokens(self.edges, "k", k, at, self.tiles.k.at[me], self.loaded.at[me])
+        fetch_tokens(self.edges, "k", k, at, self.tiles.k.at[me], self.pipeline.keys.full.at[me])
 
     def numbers(self, item):
         """Return the log2 gates and beta of an item's tokens, [C] each, by row and in float32."""
@@ -167,30 +214,30 @@ class Program:
 
 def write_inverses(p: Program):
     """Form R and the factors of every chunk and head, in turns with all other warpgroups."""
-    me = lax.axis_index("warpgroup")
-    first, stride = lax.axis_index("program") * p.warpgroups + me, p.stride
+    me = lax.axis_index(WARPGROUP)
+    first, stride = lax.axis_index(PROGRAM) * p.warpgroups + me, p.stride
 
     def advance(step, numbers):
         item = first + step * stride
         write_inverse(p, me, item, item + stride, numbers)
         return p.numbers(item + stride)
 
-    p.fetch(first, me)
+    p.load(first, me)
     count = lax.div(jnp.maximum(p.total - first, 0) + (stride - 1), jnp.int32(stride))
     lax.fori_loop(0, count, advance, p.numbers(first))
     plgpu.wait_smem_to_gmem(0)
 
 
 def write_inverse(p: Program, me, item, following, numbers):
-    """Form R and the factors of an item, and fetch the keys of the following. numbers: the result of `Program.numbers`."""
+    """Form R and the factors of an item, and load the keys of the following. numbers: the result of `Program.numbers`."""
     (log, beta), t, place = numbers, p.tiles.of(me), p.place(item)
     G = sums_of_gates(p.reverse, log, t)
     write_factors(G, beta, t.sums[0 if p.reverse else C - 1], p.results.factors.at[place])
     t.numbers[...] = beta  # in the place of the gates, which all warps have read
-    plgpu.barrier_wait(p.loaded.at[me])
+    p.pipeline.keys.wait(me)
     keys = tiles.product(PAIRS, (t.k, transposed(t.k)))
     plgpu.commit_smem()  # all warps have read the keys
-    p.fetch(following, me)
+    p.load(following, me)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # R of the item before has left its tile
     store_inverse(functools.partial(erased, t, keys), p.reverse, t.pair, t.result)
     plgpu.commit_smem()
@@ -201,13 +248,13 @@ def erased(t: Tiles, keys, size: int, places, is_counted=None):
     """Return part of L, [C, BLOCK], as `store_inverse` reads it. keys: k_i . k_j, [C, C]. Without is_counted nothing is masked:
     rows of first blocks then hold numbers that are not in L, and no product of these rows is used."""
     picked = of_rows(size, [keys[:, at : at + BLOCK] for at in places])
-    to = of_rows(size, [by_column(load(t.sums.at[pl.ds(at, BLOCK)], BY_COLUMN), COLUMN) for at in places])
-    between = by_row(load(t.sums, BY_ROW), COLUMN) - to
+    to = of_rows(size, [by_column(numbers_of(t.sums.at[pl.ds(at, BLOCK)], BY_COLUMN), COLUMN) for at in places])
+    between = by_row(numbers_of(t.sums, BY_ROW), COLUMN) - to
     between = between if is_counted is None else jnp.where(is_counted, between, -jnp.inf)
-    return picked * by_row(load(t.numbers, BY_ROW), COLUMN) * jnp.exp2(between)
+    return picked * by_row(numbers_of(t.numbers, BY_ROW), COLUMN) * jnp.exp2(between)
 
 
-def load(ref, layout):
+def numbers_of(ref, layout):
     """Return numbers of tokens in shared memory."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
@@ -217,7 +264,7 @@ def sums_of_gates(reverse: bool, log, t: Tiles):
     i, j = tiles.positions_again(reverse)
     t.numbers[...] = log
     plgpu.commit_smem()
-    G = jnp.where(i >= j, by_column(load(t.numbers, BY_COLUMN), PAIRS), 0.0).sum(1)
+    G = jnp.where(i >= j, by_column(numbers_of(t.numbers, BY_COLUMN), PAIRS), 0.0).sum(1)
     t.sums[...] = G
     plgpu.commit_smem()
     return G
@@ -228,3 +275,214 @@ def write_factors(G, beta, last, factors: Ref):
     within = jnp.exp2(G)
     for row, x in zip(range(FACTORS), (beta, beta * within, jnp.exp2(last - G), within, G), strict=True):
         factors[row] = x
+
+
+def store_inverse(L: Callable, reverse: bool, pair: tuple[Ref, Ref], result: Ref):
+    """Store (I + L)^-1 - I in bfloat16, [C, C].
+
+    L: a function of (size, places, is_counted), which returns [C, BLOCK] of L in float32, in the rows [size i, size (i + 1)) the
+    columns from places[i] on. So L is formed where it is used. is_counted: a mask of the entries that count, the others being 0;
+    None where the others do no harm, because no product of their rows is used.
+    reverse: whether L is upper triangular. pair: tiles [C, C] of BLOCK columns, for two terms.
+    """
+    i, j = remainder(iota(COLUMN, 0), BLOCK), iota(COLUMN, 1)
+    own = L(BLOCK, range(0, C, BLOCK), i < j if reverse else i > j)
+    X = inverses_of_stacked_blocks(own, reverse)
+    between = across([X], L, reverse, pair, *PLACES[0])
+    further = across(joined([X], between, reverse), L, reverse, pair, *PLACES[1])
+    rest = joined([jnp.where(i == j, 0.0, X)], between, reverse)
+    result[...] = jnp.concatenate(joined(rest, further, reverse), axis=1).astype(BF16)
+
+
+def of_rows(size: int, found: list):
+    """Return the rows [size i, size i + size) of the array i in found, for every i."""
+    number, rows = quotient(iota(found[0].shape, 0), size), found[-1]
+    for i, x in enumerate(found[:-1]):
+        rows = jnp.where(number == i, x, rows)
+    return rows
+
+
+def joined(X: list, between: list, reverse: bool) -> list:
+    """Return the inverses of blocks of twice the size. X: those of the blocks. between: Y, in the rows of the second ones."""
+    is_odd = remainder(quotient(iota(COLUMN, 0), len(X) * BLOCK), 2) == 1
+    first = [jnp.where(is_odd, 0.0 if reverse else y, x) for x, y in zip(X, between, strict=True)]
+    return first + [jnp.where(is_odd, x, y if reverse else 0.0) for x, y in zip(X, between, strict=True)]
+
+
+def across(X: list, L: Callable, reverse: bool, pair, place: int, onward: int) -> list:
+    """Return Y of every two neighbours, in the rows of the second.
+
+    X: the inverses of the blocks. L: as for `store_inverse`. pair: tiles that take X from column `place` on, and L X from
+    `onward` on.
+    """
+    n, size = len(X), len(X) * BLOCK
+    pairs = range(C // (2 * size))
+    first, second = ([(2 * i + (reverse != late)) * size for i in pairs] for late in (False, True))
+    terms = [split(x) for x in X]
+    for at, of_column in enumerate(terms):
+        store_columns(pair, place + at * BLOCK, of_column)
+    plgpu.commit_smem()
+    left = [split(L(2 * size, [row + at * BLOCK for row in first])) for at in range(n)]
+    store_columns(pair, onward, split(products(left, pair, place, size, first)))
+    plgpu.commit_smem()
+    found = products(terms, pair, onward, size, second)
+    return [-found[:, at : at + BLOCK] for at in range(0, size, BLOCK)]
+
+
+def store_columns(pair, place: int, terms):
+    """Store the terms of a matrix from column `place` on."""
+    for tile, term in zip(pair, terms, strict=True):
+        tile.at[:, pl.ds(place, term.shape[1])][...] = term
+
+
+def products(left: list, pair, place: int, size: int, rows: list[int]):
+    """Return a @ b for every 2 * size rows of a, [C, size]. The product of the second terms of both is left out.
+
+    left: a in columns of BLOCK, each in two terms in registers. pair: two terms of b, in the columns from `place` on. rows: the
+    row in which b begins, for each 2 * size rows of a.
+    """
+
+    def scope(*totals):
+        for total, row in zip(totals, rows, strict=True):
+            for at, (high, rest) in enumerate(left):
+                part = pl.ds(row + at * BLOCK, BLOCK), pl.ds(place, size)
+                for a, tile in ((high, pair[0]), (high, pair[1]), (rest, pair[0])):
+                    plgpu.wgmma(total, a, tile.at[part])
+        return of_rows(2 * size, lax.optimization_barrier([total[...] for total in totals]))
+
+    return pl.run_scoped(scope, *(plgpu.ACC((C, size), jnp.float32) for _ in rows))
+
+
+def inverses_of_blocks(L, reverse: bool):
+    """Return the inverses of the blocks of 16 on the diagonal of I + L, and 0 elsewhere: [C, C] in float32, as L is.
+
+    reverse: whether L is upper triangular. The rows are then final from the last to the first.
+    """
+    return inline(substitute, (C, C), reverse)(L)
+
+
+def inverses_of_stacked_blocks(L, reverse: bool):
+    """Return the inverses of I + the blocks of 16 in L [C, 16], one below the other: [C, 16] in float32, as L is.
+
+    reverse: whether the blocks are upper triangular.
+    """
+    return inline(substitute_stacked, (C, BLOCK), reverse)(L)
+
+
+def inline(f, shape, reverse: bool):
+    """Return f as an operation on float32 arrays of this shape, in registers as products leave them."""
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(functools.partial(f, reverse=reverse))
+
+
+def substitute(context, L, *, reverse: bool):
+    """Compute `inverses_of_blocks` of a FragmentedArray in a kernel that is being lowered."""
+    del context
+    lane = Lane()
+    registers = L.registers.reshape(C // TILE, 2)  # [tile of columns, tile of the warp's rows], of two columns each
+    # [tile of rows, tile of columns, column]: the lane's part of its warp's block
+    block = [[lane.columns(lane.of_own_warp(registers[column::2, row])) for column in range(2)] for row in range(2)]
+    X = inverse_of_block(lane, block, reverse)
+    found = registers.copy()
+    for tile, row in ((tile, row) for tile in range(C // TILE) for row in range(2)):
+        found[tile, row] = lane.only_in_warp(tile // 2, lane.pair(X[row][tile % 2]))
+    return type(L)(_registers=found.reshape(L.registers.shape), _layout=L.layout, _is_signed=None)
+
+
+def substitute_stacked(context, L, *, reverse: bool):
+    """Compute `inverses_of_stacked_blocks` of a FragmentedArray in a kernel that is being lowered."""
+    del context
+    lane = Lane()
+    registers = L.registers.reshape(2, 2)  # [tile of columns, tile of the warp's rows], of two columns each
+    X = inverse_of_block(
+        lane, [[lane.columns(registers[column, row]) for column in range(2)] for row in range(2)], reverse
+    )
+    found = registers.copy()
+    for column, row in ((column, row) for column in range(2) for row in range(2)):
+        found[column, row] = lane.pair(X[row][column])
+    return type(L)(_registers=found.reshape(L.registers.shape), _layout=L.layout, _is_signed=None)
+
+
+def inverse_of_block(lane: "Lane", block, reverse: bool) -> list:
+    """Return the inverse of I + block: both [tile of rows, tile of columns, column]."""
+    X = lane.identity()
+    for step in range(BLOCK - 1):
+        eliminate(lane, block, X, BLOCK - 1 - step if reverse else step, reverse)
+    return X
+
+
+def eliminate(lane: "Lane", block, X, j: int, reverse: bool):
+    """Subtract L_ij X_j from every row i of X behind row j. block: L, X: both [tile of rows, tile of columns, column]."""
+    tile, within = divmod(j, TILE)
+    # Row j has columns up to j, or in reverse from j on. The rows behind it begin in its own tile.
+    columns = range(tile, 2) if reverse else range(tile + 1)
+    rows = range(tile + 1) if reverse else range(tile, 2)
+    of_row = {column: [lane.of_row(within, x) for x in X[tile][column]] for column in columns}
+    for row in rows:
+        factor = arith.negf(lane.of_column(within // 2, block[row][tile][within % 2]))
+        for column, values in of_row.items():
+            X[row][column] = [
+                math_of_mlir.fma(factor, value, x) for value, x in zip(values, X[row][column], strict=True)
+            ]
+
+
+class Lane:
+    """One lane of a warp: its place, and what it reads from others. Numbers are values of MLIR."""
+
+    def __init__(self):
+        self.integer = ir.IntegerType.get_signless(32)
+        self.float = ir.F32Type.get()
+        self.vector = ir.VectorType.get((2,), self.float)
+        self.number = arith.remui(utils.thread_idx(), self.constant(32))
+        self.warp = arith.remui(utils.warp_idx(), self.constant(WARPS))
+
+    def constant(self, x: int):
+        return utils.c(x, self.integer)
+
+    def equal(self, x, y: int):
+        return arith.cmpi(arith.CmpIPredicate.eq, x, self.constant(y))
+
+    def of_own_warp(self, x):
+        """Return the entry of x [WARPS] whose place is the lane's warp."""
+        found = x[-1]
+        for warp in range(WARPS - 1):
+            found = arith.select(self.equal(self.warp, warp), x[warp], found)
+        return found
+
+    def only_in_warp(self, warp: int, pair):
+        """Return the pair in that warp, and 0 in others."""
+        zero = utils.c(0.0, self.float)
+        return arith.select(self.equal(self.warp, warp), pair, self.pair([zero, zero]))
+
+    def columns(self, pair) -> list:
+        place = ir.DenseI64ArrayAttr.get
+        return [vector.extract(pair, dynamic_position=[], static_position=place([i])) for i in range(2)]
+
+    def pair(self, columns):
+        return vector.from_elements(self.vector, list(columns))
+
+    def identity(self) -> list:
+        """Return I, [tile of rows, tile of columns, column]."""
+        zero, one = utils.c(0.0, self.float), utils.c(1.0, self.float)
+        row, first = arith.divui(self.number, self.constant(4)), arith.remui(self.number, self.constant(4))
+        first = arith.muli(first, self.constant(2))
+
+        def diagonal(column: int):
+            place = arith.addi(first, self.constant(column))
+            return arith.select(arith.cmpi(arith.CmpIPredicate.eq, row, place), one, zero)
+
+        return [[[diagonal(i) if a == b else zero for i in range(2)] for b in range(2)] for a in range(2)]
+
+    def shuffled(self, x, lane):
+        nvvm = utils.nvvm  # which JAX exports nowhere else
+        return nvvm.shfl_sync(utils.c(0xFFFFFFFF, self.integer), x, lane, self.constant(31), nvvm.ShflKind.idx)
+
+    def of_row(self, row: int, x):
+        """Return x of the lane with the same columns in that row of the tile."""
+        return self.shuffled(x, arith.addi(arith.remui(self.number, self.constant(4)), self.constant(4 * row)))
+
+    def of_column(self, pair: int, x):
+        """Return x of the lane with that pair of columns in the same row."""
+        first = arith.muli(arith.divui(self.number, self.constant(4)), self.constant(4))
+        return self.shuffled(x, arith.addi(first, self.constant(pair)))

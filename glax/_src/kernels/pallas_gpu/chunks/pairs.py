@@ -1,4 +1,4 @@
-"""Form what a chunk of the delta rule with per-key gates needs beside its state. One program has one chunk of one head.
+"""Form what a chunk of the delta rule with per-key gates needs beside its state.
 
 G_i is the sum of a chunk's log gates through token i, and G_last the sum of all of them, [K] each:
 
@@ -23,6 +23,15 @@ A token's score with itself is formed from q and k as they are. e^M q, e^M k and
 The scan reads decays from one token to a later one, which are right for all gates:
 
     scale Q e^G          K e^G          K e^{G_last - G}          e^{G_last}
+
+Blocks of 16 on the diagonal of I + L are inverted by substitution, and neighbours merged by the formula of `inverse.py`, by
+products of all 64 columns.
+
+Roles. A program has one chunk of one head, and one warpgroup. Memory: `Tiles`. Gates in float32 are divided into two terms, and
+the tile that they were loaded into then holds the `Pairs`. Who waits for whom:
+
+    waits    for      until
+    compute  compute  tokens loaded: q, k, gates, beta
 """
 
 import dataclasses
@@ -37,18 +46,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu.chunks import blocks as delta_blocks
-from glax._src.kernels.pallas_gpu.chunks.key_merge import SIZES, STEP, merged
-from glax._src.kernels.pallas_gpu.chunks.merge import split, store_split
+from glax._src.kernels.pallas_gpu.chunks import inverse as inverses
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.cache import once
-from glax._src.kernels.pallas_gpu.device.tiles import BY_ROW, HALF, LOG2E, by_row, read, tiled, transposed
-from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient
+from glax._src.kernels.pallas_gpu.device.launch import ALONE, PROGRAM, launch
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Pipeline
+from glax._src.kernels.pallas_gpu.device.tiles import (
+    BY_ROW,
+    HALF,
+    LOG2E,
+    by_row,
+    read,
+    split,
+    store_split,
+    tiled,
+    transposed,
+)
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, remainder
 
 BF16 = jnp.bfloat16
-BLOCK = 64  # channels of K that registers hold together
+CHANNELS = 64  # channels of K that registers hold together
 NUMBERS = 3
 BETA, LARGEST, OWN = range(NUMBERS)  # rows of `Tiles.numbers`
+SIZES = 16, 32  # of the blocks whose inverses `merged` merges
+STEP = 16  # rows of the right side of a product
 LEVELS = C.bit_length() - 1  # of the exact form
 # The largest |M| of the fast form, as the integer with the bits of the float32 number. The factors e^M and e^-M of two tokens
 # are then between e^-60 and e^60, which leaves 1e12 on either side for q, k and sums over K (`common.limits`). The gate
@@ -92,7 +112,6 @@ class Tiles(NamedTuple):
     gates: tuple[Ref, ...]  # [C, K] each, the terms of the gates; the first at last K e^{G_last - G}
     numbers: Ref  # [NUMBERS, C], of every token: beta, the largest |M|, and q_i . k_i
     shared: Any  # a `Pairs`, or the union of float32 gates as they are loaded, [C, K], and a `Pairs`
-    loaded: Ref  # barrier
 
     @classmethod
     def types(cls, K: int, gates) -> "Tiles":
@@ -104,7 +123,6 @@ class Tiles(NamedTuple):
             gates=(tile,) * (2 if wide else 1),
             numbers=plgpu.SMEM((NUMBERS, C), jnp.float32),
             shared=plgpu.RefUnion(tiled(C, K, columns=32, dtype=gates), tuple(pairs)) if wide else (None, tuple(pairs)),
-            loaded=plgpu.Barrier(num_arrivals=4),
         )
 
     @property
@@ -119,36 +137,41 @@ class Tiles(NamedTuple):
 class Pairs(NamedTuple):
     """Hold the shared memory of matrices in two terms."""
 
-    y: tuple[Ref, Ref]  # [C, BLOCK]: K e^-M; at last P and R
-    inverse: tuple[Ref, Ref]  # [C, C]: X and M X of `chunks/key_merge.py`
+    y: tuple[Ref, Ref]  # [C, CHANNELS]: K e^-M; at last P and R
+    inverse: tuple[Ref, Ref]  # [C, C]: X and M X of `merged`
 
     @classmethod
     def types(cls) -> "Pairs":
-        return cls((tiled(C, BLOCK), tiled(C, BLOCK)), (tiled(C, C, columns=STEP), tiled(C, C, columns=STEP)))
+        return cls((tiled(C, CHANNELS), tiled(C, CHANNELS)), (tiled(C, C, columns=STEP), tiled(C, C, columns=STEP)))
+
+
+@dataclasses.dataclass(frozen=True)
+class PairsPipeline(Pipeline):
+    """Hold who waits for whom: the warpgroup for its own copies."""
+
+    tokens: Handoff
+
+    @classmethod
+    def planned(cls) -> "PairsPipeline":
+        """Return the pipeline."""
+        return cls(Handoff(("compute",), ("compute",), ("q", "k", "gates", "beta"), returned=False))
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal calls are lowered once
 def pairs_of_chunks(reverse: bool, q, k, gates, beta, scale) -> Results:
     """Compute the `Results` of every chunk and head. `Operands` has the shapes."""
     (B, chunks, H, _), K = beta.shape, k.shape[3]
-
-    def body(*refs):
-        given, (*results, own) = refs[: len(Operands._fields)], refs[len(Operands._fields) :]
-        form_chunk(Program(reverse, Operands(*given), Results(*results), own))
-
-    body.__name__ = "delta_key_pairs"  # in profiles
-    results = tuple(Results.types(B, chunks, H, K))
-    kernel = plgpu.kernel(
-        body,
-        out_type=results,
-        grid=(B * chunks * H,),
-        grid_names=("program",),
-        num_threads=1,
-        thread_name="warpgroup",
-        scratch_types=[Tiles.types(K, gates.dtype)],
-        compiler_params=tiles.PARAMS,
+    return launch(
+        "delta_key_pairs",
+        reverse,
+        lambda *refs: form_chunk(Program(reverse, *refs)),
+        Operands(q, k, gates, beta, scale),
+        Results.types(B, chunks, H, K),
+        (Tiles.types(K, gates.dtype),),
+        ALONE,
+        PairsPipeline.planned(),
+        programs=B * chunks * H,
     )
-    return Results(*once(("delta_key_pairs", reverse), kernel, q, k, gates, beta, scale, results=results))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +182,12 @@ class Program:
     operands: Operands
     results: Results
     tiles: Tiles
+    pipeline: PairsPipeline
 
     def place(self):
         """Return batch row, chunk and head. They are computed at each use, so that no register holds them."""
         _, chunks, H, _ = self.operands.beta.shape
-        return chunk_of(lax.optimization_barrier(lax.axis_index("program")), chunks, H)
+        return chunk_of(lax.optimization_barrier(lax.axis_index(PROGRAM)), chunks, H)
 
     def scale(self):
         b, c, _ = self.place()
@@ -182,14 +206,14 @@ class Program:
     @property
     def blocks(self) -> int:
         """Return the number of blocks of K, which are computed one after another."""
-        return self.operands.k.shape[3] // BLOCK
+        return self.operands.k.shape[3] // CHANNELS
 
     def gates_of(self, channels) -> list[Ref]:
-        """Return the terms of the gates, [C, BLOCK] each."""
+        """Return the terms of the gates, [C, CHANNELS] each."""
         return [term.at[:, channels] for term in self.tiles.gates]
 
     def summed(self, matrix, channels):
-        """Return the sums of gates matrix @ g, [C, BLOCK] in natural logarithms."""
+        """Return the sums of gates matrix @ g, [C, CHANNELS] in natural logarithms."""
         return tiles.product(PAIRS, *((matrix, g) for g in self.gates_of(channels)))
 
 
@@ -205,7 +229,7 @@ def form_chunk(p: Program):
     L = L * beta
     plgpu.commit_smem()  # all warps have read y
     t.y[0][...] = P.astype(BF16)
-    X = delta_blocks.inverses_of_blocks(L, p.reverse)
+    X = inverses.inverses_of_blocks(L, p.reverse)
     for size in SIZES:
         X = merged(X, L, size, p.reverse, t.inverse, t.inverse)
     i, j = tiles.positions(p.reverse)  # again, so that no register holds them throughout
@@ -226,11 +250,11 @@ def load_chunk(p: Program):
     H, wide = x.beta.shape[2], t.shared[0]
     for source, tile in ((x.q, t.q), (x.k, t.k), (x.gates, t.gates[0] if wide is None else wide)):
         rows = source.at[b, pl.ds(c * C, C), quotient(h, H // source.shape[2])]
-        plgpu.copy_gmem_to_smem(rows, tile, t.loaded)
-    plgpu.copy_gmem_to_smem(x.beta.at[b, c, h], t.numbers.at[BETA], t.loaded)
-    plgpu.barrier_wait(t.loaded)
+        p.pipeline.tokens.copy(rows, tile)
+    p.pipeline.tokens.copy(x.beta.at[b, c, h], t.numbers.at[BETA])
+    p.pipeline.tokens.wait()
     for block in range(p.blocks):
-        channels = pl.ds(block * BLOCK, BLOCK)
+        channels = pl.ds(block * CHANNELS, CHANNELS)
         high, *rest = p.gates_of(channels)
         found = plgpu.load(high if wide is None else wide.at[:, channels], layout=tiles.WGMMA)
         found = jnp.maximum(found, found.dtype.type(LOG_OF_ZERO))
@@ -247,10 +271,10 @@ def measure(p: Program):
     plgpu.commit_smem()
 
     def advance(block, found):
-        channels = pl.ds(block * BLOCK, BLOCK)
-        # [BLOCK, 8], of which column 0 has the sums over the chunk
+        channels = pl.ds(block * CHANNELS, CHANNELS)
+        # [CHANNELS, 8], of which column 0 has the sums over the chunk
         gates = ((transposed(g), tiles.by_halves(t.y[0])) for g in p.gates_of(channels))
-        sums = tiles.product((BLOCK, 8), *gates)
+        sums = tiles.product((CHANNELS, 8), *gates)
         p.results.decay[b, c, h, channels] = jnp.exp2(tiles.column_of(sums, 0) * LOG2E)
         largest, own = found
         M = p.summed(block_sums(p, p.hidden(jnp.int32(HALF))), channels)
@@ -299,8 +323,8 @@ def product(p: Program, size, tile):
     t = p.tiles
 
     def advance(block, found):
-        channels = pl.ds(block * BLOCK, BLOCK)
-        # [C, BLOCK]. The matrix is formed again, so that no register holds it.
+        channels = pl.ds(block * CHANNELS, CHANNELS)
+        # [C, CHANNELS]. The matrix is formed again, so that no register holds it.
         M = p.summed(block_sums(p, size), channels)
         plgpu.commit_smem()  # all warps have read y
         store_split(t.y, read(t.k.at[:, channels]) * jnp.exp2(M * -LOG2E))
@@ -317,11 +341,11 @@ def scale_tokens(p: Program):
 
     @pl.loop(0, p.blocks)
     def _(block):
-        channels = pl.ds(block * BLOCK, BLOCK)
+        channels = pl.ds(block * CHANNELS, CHANNELS)
         q, k, gates = t.q.at[:, channels], t.k.at[:, channels], p.gates_of(channels)[0]
 
         def decays(side: float):
-            """Return e^{G_last - G} or, with side = 1, e^G, [C, BLOCK]."""
+            """Return e^{G_last - G} or, with side = 1, e^G, [C, CHANNELS]."""
             matrix = tiles.edge_matrix(p.reverse, p.hidden(jnp.float32(side)))
             return jnp.exp2(p.summed(matrix, channels) * LOG2E)
 
@@ -331,3 +355,38 @@ def scale_tokens(p: Program):
         gates[...] = leaving
         q[...] = (read(q) * (within * p.scale())).astype(BF16)
         k[...] = (read(k) * within).astype(BF16)
+
+
+def split_product(a, pair, rows: list[int]):
+    """Return a @ b in float32, without the product of what both lose in bfloat16, from the rows of b that begin at `rows`, STEP
+    each. a: in registers. pair: the terms of b."""
+    high, rest = split(a)
+    terms = (high, pair[0]), (high, pair[1]), (rest, pair[0])
+    return tiles.product(PAIRS, *((x[:, row : row + STEP], b.at[pl.ds(row, STEP)]) for row in rows for x, b in terms))
+
+
+def between_neighbours(L, size: int, reverse: bool):
+    """Return the blocks of L between the first and the second of every two blocks of `size` on the diagonal, and 0 elsewhere."""
+    i, j = tiles.positions(reverse)
+    block_i, block_j = quotient(i, size), quotient(j, size)
+    return jnp.where((block_i == block_j + 1) & (remainder(block_j, 2) == 0), L, 0.0)
+
+
+def tokens_of(size: int, second: bool, reverse: bool) -> list[int]:
+    """Return where the tokens of the first, or the second, of every two blocks of `size` begin, STEP at a time."""
+    rows = range(0, C, STEP)
+    return [row for row in rows if (C - STEP - row if reverse else row) // size % 2 == second]
+
+
+def merged(X, L, size: int, reverse: bool, inverse: tuple[Ref, Ref], product: tuple[Ref, Ref]):
+    """Return the inverses of the blocks of 2 * size on the diagonal of I + L, from X [C, C], the inverses of the blocks of
+    `size`. inverse, product: the tiles of X and of M X, which may be the same."""
+    if product is inverse:
+        plgpu.commit_smem()  # all warps have read the product before
+    store_split(inverse, X)
+    between = between_neighbours(L, size, reverse)
+    through = split_product(between, inverse, tokens_of(size, False, reverse))
+    if product is inverse:
+        plgpu.commit_smem()  # all warps have read X
+    store_split(product, through)
+    return X - split_product(X, product, tokens_of(size, True, reverse))

@@ -1,10 +1,11 @@
 """Launch a kernel with its operands, results and shared memory by name."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device.cache import once
@@ -73,10 +74,10 @@ def launch(
     return of_results.unflatten(once(key, call, *arrays, *found * over, results=types, is_longest=is_longest))
 
 
-def warpgroups(roles: Roles) -> Iterator[tuple[str, int, jax.Array]]:
-    """Yield the role of every warpgroup, its index among those of the role, and whether it is the one that asks."""
-    me, number = lax.axis_index(WARPGROUP), 0
+def by_role(roles: Roles, work: Mapping[str, Callable]):
+    """Run work[role] in the warpgroups of each role. Where a role has several, it receives the index of the warpgroup in it."""
+    me, first = lax.axis_index(WARPGROUP), 0
     for role, count in roles.items():
         for index in range(count):
-            yield role, index, me == number
-            number += 1
+            pl.when(me == first + index)(lambda role=role, index=index, count=count: work[role](*[index] * (count > 1)))
+        first += count

@@ -167,6 +167,19 @@ def rounded_part(x):
     return lax.bitcast_convert_type((lax.bitcast_convert_type(x, jnp.int32) + 0x8000) & -65536, jnp.float32)
 
 
+def split(x):
+    """Return x as two terms of bfloat16."""
+    high = high_part(x)
+    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+
+
+def store_split(pair, x):
+    """Store x as the two terms of a pair of tiles."""
+    for tile, term in zip(pair, split(x), strict=True):
+        tile[...] = term
+    plgpu.commit_smem()
+
+
 def indicator(condition) -> jax.Array:
     """Return the condition as a matrix of 0 and 1, an operand of a product."""
     return jnp.where(condition, 1.0, 0.0).astype(jnp.bfloat16)

@@ -56,7 +56,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.chunks.inverse import BETA, GATES
-from glax._src.kernels.pallas_gpu.chunks.merge import store_split
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, by_role, launch
@@ -68,6 +67,7 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     by_column,
     by_row,
     read,
+    store_split,
     tiled,
     transposed,
     zeros,

@@ -53,7 +53,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.common.limits import LOG_OF_ZERO
-from glax._src.kernels.pallas_gpu.chunks.merge import split, store_split
 from glax._src.kernels.pallas_gpu.chunks.pairs import LEVELS, MOST
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import PARAMS, PROGRAM, by_role, launch
@@ -66,6 +65,8 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     by_column,
     by_row,
     read,
+    split,
+    store_split,
     tiled,
     transposed,
     zeros,

@@ -64,7 +64,6 @@ and for "adjoint" where keys are wider than 128, so that v and R have one tile:
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -76,7 +75,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.pallas_gpu.chunks.inverse import BETA, ERASING, FACTORS, GATES, LEAVING, WITHIN
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.edge_tiles import EdgeCopies, fetch_tokens, split_edges
-from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, launch, warpgroups
+from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, by_role, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
@@ -420,12 +419,8 @@ def delta_scan(w: DeltaScan, rows: int, *operands) -> Results:
 
     def body(operands, *refs):
         p = Program(w, *operands, *refs)
-        carry = functools.partial(carry_through, advance=back if w.is_adjoint else onward)
-        if w.wide:
-            carry = functools.partial(carry_through, advance=back_wide if w.is_adjoint else onward_wide)
-        work = dict(carry=carry, output=write_results, score=form_scores, load=load_chunks)
-        for role, index, is_me in warpgroups(w.roles):
-            pl.when(is_me)(functools.partial(work[role], p, *[index] * (role == "carry")))
+        work = dict(carry=carry_state, output=write_results, score=form_scores, load=load_chunks)
+        by_role(w.roles, {role: functools.partial(run, p) for role, run in work.items()})
 
     B, chunks = x.factors.shape[:2]
     E = x.table.shape[0]
@@ -490,15 +485,13 @@ def load_values(p: Program, step):
     fetch_tokens(p.edges, "v", x.v, at, p.values(0), values.full)
 
 
-def carry_through(p: Program, me, advance: Callable):
+def carry_state(p: Program, me=0):
     """Carry S or dS through all chunks, [STRIPE, K], or [K, STRIPE] in a wide plan, and write what leaves the last. me: the
-    index of the warpgroup.
-
-    advance(p, me, step, the state before a step) returns the state behind the step.
-    """
+    index of the warpgroup."""
     p.take_registers("carry")
+    forms = (onward_wide, back_wide) if p.plan.wide else (onward, back)
     S = starting_state(p, me)
-    S = lax.fori_loop(0, p.count(), functools.partial(advance, p, me), S)
+    S = lax.fori_loop(0, p.count(), functools.partial(forms[p.plan.is_adjoint], p, me), S)
     p.results.last[(p.place()[2], p.head, *p.plan.upright(p.stripe(me), slice(None)))] = S
 
 

@@ -54,7 +54,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.launch import launch, warpgroups
+from glax._src.kernels.pallas_gpu.device.launch import by_role, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
@@ -220,8 +220,7 @@ def delta_key_scan(w: DeltaKeyScan, rows: int, *operands) -> Results:
     def body(operands, *refs):
         p = Program(w, operands, None, *refs)
         work = dict(carry=carry_state, output=write_results, load=load_chunks)
-        for role, index, is_me in warpgroups(w.roles):
-            pl.when(is_me)(functools.partial(work[role], p, *[index] * (role == "carry")))
+        by_role(w.roles, {role: functools.partial(run, p) for role, run in work.items()})
 
     B, chunks = x.beta.shape[:2]
     E = x.table.shape[0]
@@ -265,7 +264,7 @@ def load_chunks(p: Program):
                 pipe.outputs.copy(source.at[(*chunk, p.head)], tile.at[slot], slot)
 
 
-def carry_state(p: Program, me):
+def carry_state(p: Program, me=0):
     """Carry S or dS, transposed, [STRIPE, K], through all chunks. me: the warpgroup."""
     p.take_registers("carry")
     advance = functools.partial(back if p.plan.is_adjoint else onward, p, me)
