@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.chunks import inverse as delta_inverse
-from glax._src.kernels.pallas_gpu.scan import key_refs as scan_key_gate_refs
+from glax._src.kernels.pallas_gpu.scan import exact
 
 
 def parameters():
@@ -65,7 +65,7 @@ def one_kernel_at_a_time(monkeypatch, *kernels):
 def install(monkeypatch):
     monkeypatch.setattr(delta_inverse, "inverses_of_blocks", inverses_of_blocks)
     monkeypatch.setattr(delta_inverse, "inverses_of_stacked_blocks", inverses_of_stacked_blocks)
-    monkeypatch.setattr(scan_key_gate_refs, "EXACT_GROUPS", 3)  # the interpreter runs idle programs, too
+    monkeypatch.setattr(exact, "EXACT_GROUPS", 3)  # the interpreter runs idle programs, too
     run_scoped = pl.run_scoped
 
     def scoped(f, *types, **options):

@@ -195,7 +195,7 @@ class Program:
 
     def hidden(self, x):
         """Return the number x in a form whose value the compiler does not know. Matrices that sum gates are formed from it
-        where several products read them: `hidden` in `scan/key_program.py` has the reason."""
+        where several products read them: `hidden` in `scan/key.py` has the reason."""
         return jnp.where(self.scale() < jnp.inf, x, x + x)
 
     def in_order(self, i, j):

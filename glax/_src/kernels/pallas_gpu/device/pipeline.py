@@ -40,9 +40,9 @@ class Ring:
 
     slots: their number. fill: the roles that fill a slot. read: those that wait until it is full. copies: the names of the tiles
     that copies fill, one for each copy. A copy reports itself; without any the warpgroups do. released_by: the roles that report
-    when they have read a slot; those of `read` unless given. () means that none needs to, because something else keeps the
-    order. acquired_by: the roles that wait for these before the slot is filled again; those of `fill` unless given. teams: into
-    which the warpgroups of a role divide, each with slots of its own.
+    when they have read a slot; those of `read` unless given. acquired_by: the roles that wait for these before the slot is
+    filled again; those of `fill` unless given. Where `fill` or `released_by` is (), none needs to report, because something else
+    keeps the order. teams: into which the warpgroups of a role divide, each with slots of its own.
     """
 
     slots: int
@@ -57,12 +57,12 @@ class Ring:
 
     def barriers(self, roles: Roles) -> dict[str, plgpu.Barrier]:
         """Return the types of the barriers by field."""
-        full = len(self.copies) or arrivals(roles, self.fill, self.teams)
-        found = dict(full=plgpu.Barrier(num_arrivals=full, num_barriers=self.slots))
+        counts = {}
+        if self.fill:
+            counts |= dict(full=len(self.copies) or arrivals(roles, self.fill, self.teams))
         if self.readers:
-            free = arrivals(roles, self.readers, self.teams)
-            found |= dict(free=plgpu.Barrier(num_arrivals=free, num_barriers=self.slots))
-        return found
+            counts |= dict(free=arrivals(roles, self.readers, self.teams))
+        return {end: plgpu.Barrier(num_arrivals=count, num_barriers=self.slots) for end, count in counts.items()}
 
     def waits(self, name: str) -> list[Wait]:
         """Return the lines of the table, none where nobody reads."""

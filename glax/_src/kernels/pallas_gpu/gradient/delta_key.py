@@ -276,7 +276,7 @@ class Program:
 
     def hidden(self, x):
         """Return the number x in a form whose value the compiler does not know. Matrices that sum rows are formed from it where
-        several products read them: `hidden` in `scan/key_program.py` has the reason."""
+        several products read them: `hidden` in `scan/key.py` has the reason."""
         return jnp.where(self.scale() < jnp.inf, x, x + x)
 
     def lines(self):

@@ -5,7 +5,7 @@
 The sums are float32, and no tensor core multiplies. The only exponents are gates, so the sums are exact for all gates.
 `key_scan` has written the terms of the state that enters the chunk.
 
-Chunks and heads are distributed to groups (`exact_place`), and each program of a group has 32 columns of the state. A program
+Chunks and heads are distributed to groups (`place_of_item`), and each program of a group has 32 columns of the state. A program
 is one warpgroup, whose threads have K/16 rows of 4 columns. It reads the flags of its group and ends if none is set. It forms
 e^g, k and q of 8 tokens at a time in float32 in shared memory, and scans these tokens, reading one token ahead. Every thread
 leaves its share of their outputs in shared memory, where the shares are summed.
@@ -27,8 +27,9 @@ from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.cache import once
 from glax._src.kernels.pallas_gpu.device.tiles import LOG2E, C, read, store
 from glax._src.kernels.pallas_gpu.plan import ROWS, Scan, quotient, remainder
-from glax._src.kernels.pallas_gpu.scan.key_refs import FLAGS, Ref
 
+EXACT_GROUPS = 256  # of chunks and heads: each group has programs of its own
+FLAGS = 128  # flags that such a program reads together, one per thread
 # Of rows of the state, one to a thread, by warps. Two dimensions of 4: in one of 16 Pallas would look for ways to swizzle.
 GROUPS = 4, 4
 COLUMNS = 32  # of the state in a program
@@ -46,6 +47,22 @@ VALUES = plgpu.Layout.WG_STRIDED((TOKENS, COLUMNS), vec_size=2)
 PAIRS = plgpu.Layout.WG_STRIDED((FLAGS,), vec_size=1)
 
 
+Ref = Any
+
+
+def place_of_item(groups: int, item):
+    """Return the group of a chunk and head, the `item`-th of all, and the index in the group.
+
+    Heads of a chunk lie in different groups, because gates are often out of range in all of them.
+    """
+    return remainder(item, groups), quotient(item, groups)
+
+
+def shape_of_flags(items: int) -> tuple[int, int]:
+    """Return the shape of the flags of so many chunks and heads, at `place_of_item`."""
+    return EXACT_GROUPS, -(-items // (EXACT_GROUPS * FLAGS)) * FLAGS
+
+
 def state_layout(rows: int):
     """Return the layout of [*GROUPS, rows, COLUMNS], in which a thread has all rows of one group in every eighth column."""
     tiling = Tiling(((*GROUPS, rows, COLUMNS), (8,), (1,)))
@@ -56,7 +73,7 @@ class Operands(NamedTuple):
     """Hold what the kernel reads and writes in global memory."""
 
     table: Ref  # [E, 4], or [E, 7] of a plan that clears rows
-    flags: Ref  # [EXACT_GROUPS, a multiple of FLAGS]: `by_group` of `key_scan`
+    flags: Ref  # `shape_of_flags`: `by_group` of `key_scan`
     q: Ref  # [B, T, HQ, K]
     k: Ref  # [B, T, HK, K]
     v: Ref  # [B, T, HV, V]

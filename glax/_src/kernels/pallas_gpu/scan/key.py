@@ -27,28 +27,291 @@ E_j is the sum of log decays behind token j. Against time q and d_output take th
 No exponent is above 0 there. The scan of dL/dS reads which chunks are out of range, and stores the states of the others decayed
 to their middle.
 
-A program has a segment of one sequence, one head and 64 or 128 columns of the state. Its stages run in warpgroups side by side:
-some scale operands, 64 channels of K each, ahead of those that multiply (`scan/key_scale.py`); one carries the state and hands
-S' over (`scan/key_state.py`) to the one that forms scores and outputs while the next state is formed (`scan/key_output.py`).
-Scans without outputs have a warpgroup for every 64 columns of the state.
+Roles. A program has a segment of one sequence, one head and 64 or 128 columns of the state. Its warpgroups work side by side.
+*scale* (`key_scale.py`) sums gates and scales operands, 64 channels of K in each of its warpgroups, ahead of those that
+multiply. *carry* takes the state through all chunks, and stores S' for *output*, which forms scores and outputs while the next
+state is formed. Scans without outputs have a *carry* for every 64 columns of the state. No role only loads: the warpgroup that
+uses a tile last loads the next into it.
+
+Memory: `Tiles`. q^ overwrites q, k^ overwrites k. Outputs leave through the tile of q^, and what q^ lost is in the tile of the
+gates, unless `Scan.has_output_tile` and `Scan.lost_stages` say that they have tiles of their own. Who waits for whom, in a scan
+with outputs and K = V = 128:
+
+    waits          for            until
+    scale          output, carry  tokens full: q, a, b
+    carry          output, carry  tokens free
+    scale          output, scale  gates full: gates
+    scale          scale          gates free
+    output, carry  scale          scaled full
+    scale          scale          met
+    scale          scale          prepared
+    output         carry          state stored
+    carry          output         state read
 """
 
+import dataclasses
 import functools
+from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.cache import once
-from glax._src.kernels.pallas_gpu.plan import Scan, ScanResults
-from glax._src.kernels.pallas_gpu.scan.exact import exact_outputs
-from glax._src.kernels.pallas_gpu.scan.key_output import write_outputs
-from glax._src.kernels.pallas_gpu.scan.key_program import Program
-from glax._src.kernels.pallas_gpu.scan.key_refs import Barriers, Results, Tiles
+from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Names, Pipeline, Ring
+from glax._src.kernels.pallas_gpu.device.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    LOG2E,
+    C,
+    by_column,
+    by_row,
+    decayed,
+    tiled,
+    transposed,
+    zeros,
+)
+from glax._src.kernels.pallas_gpu.plan import LOG_OF_RESET, ROWS, Scan, ScanResults, place_of
+from glax._src.kernels.pallas_gpu.scan import exact
 from glax._src.kernels.pallas_gpu.scan.key_scale import scale_segment
-from glax._src.kernels.pallas_gpu.scan.key_state import carry_own_columns, carry_shared_state
+
+BF16 = jnp.bfloat16
+
+Ref = Any
+
+
+class Operands(NamedTuple):
+    """Hold the operands, in global memory."""
+
+    table: Ref  # [E, 4] or [E, H, 5]; [E, 7] or [E, H, 7] of a plan that clears rows
+    q: Ref  # [B, T, HQ, K]
+    a: Ref  # [B, T, HA, K]
+    b: Ref  # [B, T, HB, V]
+    gates: tuple[Ref, ...]  # the terms, [B, T, H, K] each
+    scale: Ref  # [N + 1]
+    start: Ref  # [E, H, K, V]
+    known_out_of_range: Ref  # [B, chunks, H]; `scale` where it is not read
+    newest: Ref = None  # [B, chunks, C], of a plan with resets: `resets.newest_resets`
+    behind: Ref = None  # [B, num_behind, H, K, V], of a plan that adds the gradients of the caller's states
+
+
+class Results(NamedTuple):
+    """Hold the results, in global memory. A result that the plan leaves out has one tile or one number."""
+
+    o: Ref  # [B, T, H, V]
+    states: Ref  # [B, chunks, H, K, V]
+    last: Ref  # [N or E, H, K, V]
+    log: Ref  # [E, H, K]
+    out_of_range: Ref  # [B, chunks, H]: 1 where the gates of a chunk are out of range
+    by_group: Ref  # `exact.shape_of_flags`: the same at `exact.place_of_item`
+    behind: Ref = None  # [B, num_behind, H, K, V], of a plan that stores the caller's states
+
+    @classmethod
+    def types(cls, w: Scan, B: int, T: int, E: int) -> "Results":
+        H, K, chunks = w.H, w.K, -(-T // C)
+        return cls(
+            *w.results(B, T, E),
+            log=jax.ShapeDtypeStruct((E, H, K) if w.either else (1,), jnp.float32),
+            out_of_range=jax.ShapeDtypeStruct((B, chunks, H) if w.states and not w.to_edge else (1,), jnp.int32),
+            by_group=jax.ShapeDtypeStruct(exact.shape_of_flags(B * chunks * H) if w.outputs else (1,), jnp.int32),
+            behind=w.behind_type(B) if w.stores_behind else None,
+        )
+
+
+class Tiles(NamedTuple):
+    """Hold the shared memory. A tile that the plan does not use has the smallest size."""
+
+    q: Ref  # [stages, C, K]: q, then q^, then without a tile of their own the outputs
+    a: Ref  # [stages, C, K]: k, then k^
+    b: Ref  # [stages, C, columns]: v
+    gates: Ref  # [2 terms, C, K]: log gates, then without tiles of its own what q^ lost
+    lost: Ref  # [lost_stages, C, K]: what q^ lost when it was rounded
+    state: Ref  # [K, columns], or without outputs [state_stages, consumers, K, 64]: S'
+    output: Ref  # [C, columns]; None with resets where it is not used
+    sums: Ref  # [stages, 2, K]: log decays by channel: of a chunk's first half and its second
+    own_scores: Ref  # [stages, scalers, C]: every token's score with itself, by half of K
+    halves: Ref  # [C, C]: the matrix that sums gates over each half of a chunk
+    weak: Ref  # [1]: 1 where the gates of the program are weak on average
+    out_of_range: Ref  # [stages]: 1 where the gates of a chunk are out of range
+    newest: Ref = None  # [stages, C], of a plan with resets
+
+    @classmethod
+    def types(cls, w: Scan) -> "Tiles":
+        K, stages, columns, W = w.K, w.stages, w.columns, w.consumers
+        output: Ref = tiled(C, columns) if w.has_output_tile else tiled(8, 64)
+        if w.resets and not w.has_output_tile:
+            output = None  # `newest` has its place
+        return cls(
+            q=tiled(stages, C, K) if w.outputs else tiled(1, C, 64),
+            a=tiled(stages, C, K),
+            b=tiled(stages, C, columns),
+            gates=tiled(2 * w.terms, C, K),
+            lost=tiled(w.lost_stages, C, K) if w.lost_stages else None,
+            state=tiled(K, columns) if w.outputs else tiled(w.state_stages, W, K, 64),
+            output=output,
+            sums=plgpu.SMEM((stages, 2, K), jnp.float32),
+            own_scores=plgpu.SMEM((stages, w.scalers, C), jnp.float32),
+            halves=tiled(C, C),
+            weak=plgpu.SMEM((1,), jnp.int32),
+            out_of_range=plgpu.SMEM((stages,), jnp.int32),
+            newest=plgpu.SMEM((stages, C), jnp.int32) if w.resets else None,
+        )
+
+
+def roles_of(w: Scan) -> dict[str, int]:
+    """Return the roles of warpgroups."""
+    return dict(output=1, carry=1, scale=w.scalers) if w.outputs else dict(carry=w.consumers, scale=w.scalers)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyPipeline(Pipeline):
+    """Hold who waits for whom. tokens: q, k, v and resets of a chunk. gates: its gates. scaled: q^, k^, the sums and the own
+    scores. lost: what q^ lost, in tiles of its own. met: all of *scale* are there. prepared: `halves` and `weak`. state: S'."""
+
+    tokens: Ring
+    gates: Ring
+    scaled: Ring
+    lost: Ring | None
+    met: Meeting
+    prepared: Meeting
+    state: Handoff
+
+    ORDER: ClassVar[Names] = (
+        *("tokens.full", "gates.full", "scaled.full", "tokens.free", "gates.free", "lost.free"),
+        *("met.all_there", "prepared.all_there", "state.full", "state.free"),
+    )
+
+    @classmethod
+    def planned(cls, w: Scan) -> "KeyPipeline":
+        """Return the pipeline of a plan."""
+        consumers, scale = ("output", "carry"), ("scale",)
+        copies = *("q",) * w.outputs, "a", "b", *("newest",) * w.resets
+        # Where what q^ lost lies in the tile of the gates, *output* reads that tile last, and loads the next.
+        fill_gates = scale if w.lost_stages else ("output", "scale")
+        return cls(
+            tokens=Ring(w.stages, consumers, scale, copies, released_by=consumers, acquired_by=("carry",)),
+            gates=Ring(2, fill_gates, scale, ("gates",) * w.terms, acquired_by=scale),
+            scaled=Ring(w.stages, scale, consumers, released_by=()),
+            lost=Ring(w.lost_stages, (), ("output",), acquired_by=scale) if w.lost_stages else None,
+            met=Meeting(scale),
+            prepared=Meeting(scale, waiting=(*scale, *("output",) * w.narrow)),
+            state=Handoff(("carry",), ("output",)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Hold the plan and the references of one program. adjoint: 0 or 1; traced in a scan of `either` kind."""
+
+    plan: Scan
+    operands: Operands
+    results: Results
+    tiles: Tiles
+    pipeline: KeyPipeline
+    warpgroup: Any
+    adjoint: Any
+
+    @classmethod
+    def of(cls, plan: Scan, *refs) -> "Program":
+        """Return the program. refs: the operands, the results, the tiles and the pipeline."""
+        p = cls(plan, *refs, lax.axis_index(WARPGROUP), int(plan.adjoint))
+        return dataclasses.replace(p, adjoint=p.segment_field(4)) if plan.either else p
+
+    def place(self):
+        """Return block, head and segment.
+
+        These and the fields of the table are computed at each use, because the compiler would spill values that all warpgroups
+        hold throughout.
+        """
+        program = lax.optimization_barrier(lax.axis_index(PROGRAM))
+        return place_of(program, self.plan.V // self.plan.columns, self.plan.H)
+
+    def segment_field(self, column: int):
+        """Return one column of the segment's row of the table."""
+        _, h, e = self.place()
+        return self.operands.table[(e, h, column) if self.plan.either else (e, column)]
+
+    def count(self):
+        """Return the number of chunks."""
+        return self.segment_field(2)
+
+    def hidden(self, x):
+        """Return x, whose value the compiler cannot know.
+
+        ptxas 13.0 writes a matrix that it knows to be constant only between the two products that read it. At the first
+        chunk of a scan the first product then reads registers that nothing has written.
+        """
+        return jnp.where(self.count() >= 0, x, 0.5)
+
+    def chunk(self, step):
+        """Return the chunk that the scan reaches at a step."""
+        return self.segment_field(1) + self.plan.place(step, self.count(), self.adjoint)
+
+    def row(self, step):
+        """Return the chunk's first row of a, b, q and gates at a step."""
+        if not self.plan.packed:
+            return self.chunk(step) * C
+        return self.segment_field(4) * ROWS + self.plan.place(step, self.count(), self.adjoint) * C
+
+    def own_rows(self):
+        """Return the segment's first row of a, b, q and gates, and the row behind its last."""
+        if self.plan.packed:
+            return self.segment_field(5), self.segment_field(6)
+        first = self.segment_field(1)
+        begin, end = first * C, (first + self.count()) * C
+        if self.plan.bounded:
+            return jnp.maximum(begin, self.segment_field(5)), jnp.minimum(end, self.segment_field(6))
+        return begin, jnp.minimum(end, self.operands.a.shape[1])
+
+    def tokens(self, x, step, head, *columns):
+        """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
+        return x.at[(self.segment_field(0), pl.ds(self.row(step), C), head, *columns)]
+
+    def of_keys(self, x):
+        """Return the head of x [B, T, heads, K] that the program reads."""
+        return self.plan.blocks.of_keys(self.place()[1], self.plan.H, x.shape[2])
+
+    def of_values(self, x):
+        """Return the head of x [B, T, heads, V] that the program reads."""
+        return self.plan.blocks.of_values(self.place()[1], self.plan.H, x.shape[2])
+
+    def load_gates(self, step, slot):
+        """Load the terms of the gates, [C, K] each, of a step."""
+        for term in range(self.plan.terms):
+            tile = self.tiles.gates.at[slot * self.plan.terms + term]
+            gates = self.operands.gates[term]
+            self.pipeline.gates.copy(self.tokens(gates, step, self.of_keys(gates)), tile, slot)
+
+    def load(self, step, slot):
+        """Load a [C, K], the program's columns of b, [C, columns], and the resets [C] of a step."""
+        ring, a, b = self.pipeline.tokens, self.operands.a, self.operands.b
+        ring.copy(self.tokens(a, step, self.of_keys(a)), self.tiles.a.at[slot], slot)
+        columns = pl.ds(self.place()[0] * self.plan.columns, self.plan.columns)
+        ring.copy(self.tokens(b, step, self.of_values(b), columns), self.tiles.b.at[slot], slot)
+        if self.plan.resets:
+            newest = self.operands.newest.at[self.segment_field(0), self.chunk(step)]
+            ring.copy(newest, self.tiles.newest.at[slot], slot)
+
+    def has_reset(self, slot):
+        """Return whether the chunk contains a reset, which no state passes."""
+        return self.tiles.newest[slot, self.plan.last_token] >= 0
+
+    def load_first(self, load):
+        """Load the first chunks, as many as shared memory holds."""
+        for slot in range(self.plan.stages):
+            pl.when(slot < self.count())(functools.partial(load, slot, slot))
+
+    def load_next(self, step):
+        """Load into the tiles of the step before, once every warpgroup has read them."""
+        stages, slot = self.plan.stages, self.pipeline.tokens.slot(step - 1)
+
+        @pl.when((step > 0) & (step - 1 + stages < self.count()))
+        def _():
+            self.pipeline.tokens.acquire(slot)
+            self.load(step - 1 + stages, slot)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal scans are lowered once
@@ -68,8 +331,6 @@ def key_scan(
     behind: [B, num_behind, H, K, V] in float32, the gradients of the caller's states, for a plan that adds them.
     newest: [B, chunks, C], the result of `newest_resets`, for a plan with resets.
     """
-    B, T = a.shape[0], w.rows_of_chunks(a.shape[1])
-    E = table.shape[0]
 
     def body(*refs):
         p = Program.of(w, *refs)
@@ -83,21 +344,445 @@ def key_scan(
             else:
                 carry_own_columns(p)
 
-    body.__name__ = "key_scan"  # in profiles
-    results = tuple(x for x in Results.types(w, B, T, E) if x is not None)
-    kernel = plgpu.kernel(
+    E = table.shape[0]
+    known = scale if known_out_of_range is None else known_out_of_range
+    newest, behind = newest if w.resets else None, behind if w.adds_behind else None
+    found = launch(
+        "key_scan",
+        w,
         body,
-        out_type=results,
-        grid=(w.V // w.columns * w.H * E,),
-        grid_names=("program",),
-        num_threads=w.consumers + w.scalers,
-        thread_name="warpgroup",
-        scratch_types=[Tiles.types(w), Barriers.types(w)],
-        compiler_params=tiles.PARAMS,
+        Operands(table, q, a, b, tuple(g), scale, start, known, newest, behind),
+        Results.types(w, a.shape[0], w.rows_of_chunks(a.shape[1]), E),
+        (Tiles.types(w),),
+        roles_of(w),
+        KeyPipeline.planned(w),
+        programs=w.V // w.columns * w.H * E,
     )
-    operands = [table, q, a, b, *g, scale, start, scale if known_out_of_range is None else known_out_of_range]
-    operands += [newest] * w.resets + [behind] * w.adds_behind
-    found = Results(*once(("key_scan", w), kernel, *operands, results=results))
-    o = exact_outputs(w, table, found.by_group, q, a, b, g, scale, found.o, newest) if w.outputs else found.o
+    o = exact.exact_outputs(w, table, found.by_group, q, a, b, g, scale, found.o, newest) if w.outputs else found.o
     log, out_of_range = found.log if w.either else None, None if w.to_edge else found.out_of_range
     return ScanResults(o, found.states, found.last, log, out_of_range, found.behind)
+
+
+def carry_own_columns(p: Program):
+    """Carry 64 columns of the state: one warpgroup of a scan without outputs."""
+    columns = pl.ds((p.place()[0] * p.plan.consumers + p.warpgroup) * 64, 64)
+    pl.when(p.warpgroup == 0)(lambda: p.load_first(p.load))
+    carry_state(p, columns, advance_own_columns)
+
+
+def carry_shared_state(p: Program):
+    """Carry the whole state of the program, and store S' for *output*."""
+    columns = pl.ds(p.place()[0] * p.plan.columns, p.plan.columns)
+    p.load_first(p.load)
+    carry_state(p, columns, advance_shared_state)
+
+
+def advance_own_columns(p: Program, columns, S, step, slot, decay_behind):
+    """Return decay_behind(S) + sum_j k^_j v_j^T, [K, columns] in float32. S is stored if the plan stores states.
+
+    S: the S' of the chunk. decay_behind(x) applies the decay that is left behind S'.
+    """
+    w, me = p.plan, p.warpgroup
+    pl.when(me == 0)(lambda: p.load_next(step))
+    if w.states:
+        store_state(p, S, step, p.tiles.state.at[lax.rem(step, jnp.int32(w.state_stages)), me], columns)
+    S = decay_behind(S)
+    S = tiles.added(S, (transposed(p.tiles.a.at[slot]), p.tiles.b.at[slot, :, pl.ds(me * 64, 64)]))
+    p.pipeline.tokens.release(slot)
+    return S
+
+
+def advance_shared_state(p: Program, columns, S, step, slot, decay_behind):
+    """Return what `advance_own_columns` returns. *output* reads S' before the next state is stored."""
+    pl.when(step > 0)(functools.partial(wait_for_outputs, p, step - 1))
+    store_state(p, S, step, p.tiles.state, columns)
+    p.pipeline.state.stored()
+    p.load_next(step)
+
+    def with_tokens(S):
+        return tiles.added(S, (transposed(p.tiles.a.at[slot]), p.tiles.b.at[slot]))
+
+    if p.plan.resets:
+        S = lax.cond(
+            p.has_reset(slot), functools.partial(begin_anew, p, slot), lambda S: with_tokens(decay_behind(S)), S
+        )
+    else:
+        S = with_tokens(decay_behind(S))
+    p.pipeline.tokens.release(slot)
+    return S
+
+
+def wait_for_outputs(p: Program, step):
+    """Wait until the outputs of a step are formed. Where its chunk contains a reset, `begin_anew` has waited."""
+    if not p.plan.resets:
+        p.pipeline.state.acquire()
+        return
+    has_reset = p.has_reset(lax.rem(step, jnp.int32(p.plan.stages)))  # its tiles are not loaded again before this wait
+    pl.when(jnp.logical_not(has_reset))(lambda: p.pipeline.state.acquire())
+
+
+def begin_anew(p: Program, slot, S):
+    """Return the state behind a chunk that contains a reset, from its tokens behind the newest. The outputs of the chunk read
+    all of k^, so its other tokens are cleared once these are formed."""
+    p.pipeline.state.acquire()
+    slot = lax.optimization_barrier(slot)
+    before = p.tiles.newest[slot, p.plan.last_token]
+    first, end = (0, C - before) if p.plan.reverse else (before, C)
+    tiles.clear([p.tiles.a.at[slot, :, pl.ds(i * 64, 64)] for i in range(p.plan.scalers)], first, end)
+    return tiles.added(zeros(S.shape), (transposed(p.tiles.a.at[slot]), p.tiles.b.at[slot]))
+
+
+def carry_state(p: Program, columns, advance):
+    """Carry the state [K, columns] in float32 through all chunks, and store the last.
+
+    advance: `advance_own_columns` or `advance_shared_state`.
+    """
+    w = p.plan
+    plgpu.set_max_registers(w.registers[1], action="increase")
+
+    def scaled(step):
+        slot = p.pipeline.tokens.slot(step)
+        p.pipeline.scaled.wait(slot)
+        return slot
+
+    def log_decay(slot, place):
+        return plgpu.load(p.tiles.sums.at[slot, place], layout=BY_ROW)
+
+    def scan_to_edge(step, S):
+        slot = scaled(step)
+        if w.adds_behind:
+            S = add_behind(p, columns, S, step)
+        before, behind = log_decay(slot, 0), log_decay(slot, 1)
+        if w.resets:  # no state passes
+            log = LOG_OF_RESET * p.has_reset(slot).astype(jnp.float32)
+            before, behind = (before, behind + log) if w.states else (before + log, behind)
+        if not w.states:
+            return advance(p, columns, S, step, slot, lambda S: decayed(S, before))
+        return advance(p, columns, decayed(S, before), step, slot, lambda S: decayed(S, behind))
+
+    def scan_to_middle(step, carry):
+        S, tail = carry
+        slot = scaled(step)
+        out_of_range = p.tiles.out_of_range[slot]
+        # S' of a chunk out of range is the state that enters it, and is decayed to the chunk's end here.
+        in_range = 1.0 - out_of_range.astype(jnp.float32)
+        before, behind = log_decay(slot, 0) * in_range, log_decay(slot, 1) * in_range
+
+        def decay_through(S):
+            return decayed(S, log_decay(slot, 0) + log_decay(slot, 1))
+
+        def decay_behind(S):
+            S = lax.cond(out_of_range > 0, decay_through, lambda S: S, S)
+            if w.resets and not w.outputs:
+                S = lax.cond(p.has_reset(slot), lambda S: zeros(S.shape), lambda S: S, S)
+            return S
+
+        # Never e^{tail + before}, which may be e^-120 = 0 where S is up to e^60 (`common.limits`).
+        S = advance(p, columns, decayed(decayed(S, tail), before), step, slot, decay_behind)
+        note_range(p, step, out_of_range)
+        return store_behind(p, columns, S, behind, step) if w.stores_behind else (S, behind)
+
+    S = zeros((w.K, columns.size))
+    if w.start:
+        start = p.operands.start.at[p.place()[2], p.place()[1], :, columns]
+        S = plgpu.load(start, layout=tiles.WGMMA, optimized=False)
+    if w.to_edge:
+        S, tail = lax.fori_loop(0, p.count(), scan_to_edge, S), None
+    else:
+        S, tail = lax.fori_loop(0, p.count(), scan_to_middle, (S, zeros((w.K,), BY_ROW)))
+    if w.states:  # not after the branch: its barrier's number would be held throughout, and spilled
+        plgpu.wait_smem_to_gmem(0)
+    w.leave(p.place()[2], functools.partial(store_last, p, columns, S, tail))
+
+
+def state_behind(p: Program, step):
+    """Return the index of the caller's state behind a step's chunk, and whether there is one."""
+    chunks = -(-p.operands.a.shape[1] // C)
+    return p.plan.state_behind(p.chunk(step), chunks)
+
+
+def store_behind(p: Program, columns, S, tail, step):
+    """Store e^tail S if the caller has a state behind the chunk. Return S [K, columns] and the log decay [K] that is left.
+
+    These are (e^tail S, 0) where a state was stored, and else (S, tail).
+    """
+    _, is_one = state_behind(p, step)
+
+    def stored():
+        T, again = p.operands.a.shape[1], lax.optimization_barrier(step)
+        index, _ = state_behind(p, again)
+        token = p.chunk(again) * C + (0 if p.plan.reverse else C - 1)
+        found = lax.optimization_barrier(decayed(S, tail))
+        found += lost_in_rounding(p, tail, columns, jnp.minimum(token, T - 1))
+        found = lax.optimization_barrier(found)
+        p.results.behind[p.segment_field(0), index, p.place()[1], :, columns] = found
+        return found, zeros((p.plan.K,), BY_ROW)
+
+    return lax.cond(is_one, stored, lambda: (S, tail))
+
+
+def add_behind(p: Program, columns, S, step):
+    """Return S plus the gradient of the caller's state behind a chunk, if there is one."""
+    index, is_one = state_behind(p, step)
+
+    def added(S):
+        place = p.operands.behind.at[p.segment_field(0), index, p.place()[1], :, columns]
+        return S + plgpu.load(place, layout=tiles.WGMMA, optimized=False)
+
+    return lax.cond(is_one, added, lambda S: S, S)
+
+
+def note_range(p: Program, step, flag):
+    """Write whether the chunk is out of range, in one program and warpgroup of those that share its channels."""
+    w, (block, head) = p.plan, p.place()[:2]
+
+    @pl.when((block == 0) & (p.warpgroup == (1 if w.outputs else 0)))
+    def _():
+        batch, chunk = p.segment_field(0), p.chunk(step)
+        if w.states:
+            p.results.out_of_range[batch, chunk, head] = flag
+        if w.outputs:
+            chunks = -(-w.rows_of_chunks(p.operands.a.shape[1]) // C)
+            item = (batch * chunks + chunk) * w.H + head
+            p.results.by_group[exact.place_of_item(p.results.by_group.shape[0], item)] = flag
+
+
+def store_state(p: Program, S, step, tile, columns):
+    """Store S' in the tile, and in a scan that stores states send it to global memory."""
+    if p.plan.states:
+        plgpu.wait_smem_to_gmem(p.plan.state_stages - 1, wait_read_only=True)
+    tile[...] = S.astype(BF16)
+    plgpu.commit_smem()
+    if p.plan.states:
+        target = p.results.states.at[p.segment_field(0), p.chunk(step), p.place()[1], :, columns]
+        plgpu.copy_smem_to_gmem(tile, target)
+
+
+def store_last(p: Program, columns, S, tail, at):
+    """Store the state behind the segment. tail: [K], the decay of the segment's last half chunk, or None."""
+
+    def with_last_token(S):
+        first, end = p.own_rows()
+        token = jnp.clip(first if p.plan.reverse else end - 1, 0, p.operands.a.shape[1] - 1)
+        return decayed(S, tail) + lost_in_rounding(p, tail, columns, token)
+
+    if tail is not None:
+        # A packed sequence without tokens must not read a row: it may hold anything.
+        S = lax.cond(has_tokens(p), with_last_token, lambda S: S, S) if p.plan.clears else with_last_token(S)
+    p.results.last[at, p.place()[1], :, columns] = S
+
+
+def has_tokens(p: Program):
+    """Return whether the segment has a token, in a plan that clears rows."""
+    if p.plan.packed:
+        return p.count() > 0
+    first, end = p.own_rows()
+    return first < end
+
+
+def lost_in_rounding(p: Program, tail, columns, token):
+    """Return what the last token of a chunk lost when it was scaled and rounded, [K, columns]. Where gates are strong, this
+    token is most of the state."""
+    w, token = p.plan, (p.segment_field(0), token)
+    a, b = p.operands.a, p.operands.b
+    k, v = (
+        plgpu.load(x.at[(*token, head, part)], layout=layout, optimized=False)
+        for x, head, part, layout in (
+            (a, p.of_keys(a), pl.ds(0, w.K), BY_ROW),
+            (b, p.of_values(b), columns, BY_COLUMN),
+        )
+    )
+    k = k.astype(jnp.float32)
+    rounded = (k * jnp.exp2(-tail * LOG2E)).astype(BF16).astype(jnp.float32)
+    # [K]
+    left = (k - rounded * jnp.exp2(tail * LOG2E)) * jnp.where(p.count() > 0, 1.0, 0.0)
+    shape = w.K, columns.size
+    return by_row(left, shape) * tiles.by_column(v, shape).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputWarpgroup:
+    """Hold what the output warpgroup of one program reads throughout.
+
+    i, j: [C, C] in int32, the positions in scan order of rows and columns. scale: the sequence's scale, float32. total: the
+    number of chunks. known: batch row and first chunk, or None where registers have no room for them. block, head: of `place`.
+    """
+
+    p: Program
+    i: Any
+    j: Any
+    scale: Any
+    total: Any
+    known: tuple | None
+    block: Any
+    head: Any
+
+    def tokens(self, x, step, head, *columns):
+        """Return the rows [C, ...] of one head of x [B, rows of chunks, heads, ...] at a step.
+
+        `Program.tokens` would compute the indices again. That costs time here, because all warpgroups wait for this one.
+        """
+        batch, first = self.known or (self.p.segment_field(0), self.p.segment_field(1))
+        return x.at[(batch, pl.ds((first + self.p.plan.place(step, self.total)) * C, C), head, *columns)]
+
+    def load_q(self, step, slot):
+        """Load q [C, K] of a step into its tile."""
+        q, w = self.p.operands.q, self.p.plan
+        tokens = self.p.tokens if w.packed else self.tokens
+        source = tokens(q, step, w.blocks.of_keys(self.head, w.H, q.shape[2]))
+        self.p.pipeline.tokens.copy(source, self.p.tiles.q.at[slot], slot)
+
+
+def write_outputs(p: Program):
+    """Form o = scale (q^ S' + P v) of every chunk, [C, columns] in bfloat16.
+
+    It is sent from the tile of q where there is no room for a tile of its own.
+    """
+    w = p.plan
+    plgpu.set_max_registers(w.registers[1], action="increase")
+    i, j = tiles.positions(w.reverse)
+    scale, total = p.operands.scale[p.segment_field(3)], p.count()
+    known = None if w.states and w.start else (p.segment_field(0), p.segment_field(1))
+    block, head = p.place()[:2]
+    o = OutputWarpgroup(p, i, j, scale, total, known, block, head)
+    p.load_first(o.load_q)
+
+    if not w.narrow:
+        pl.loop(0, total)(functools.partial(write_chunk, o, None))
+    else:
+        p.pipeline.prepared.wait()
+        # A loop for each, because a product behind a branch waits for those before it.
+        for weak in (False, True):
+
+            @pl.when((p.tiles.weak[0] > 0) == weak)
+            def _(weak=weak):
+                pl.loop(0, total)(functools.partial(write_chunk, o, weak))
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
+    """Form the outputs of one chunk, [C, columns], and send them to global memory in bfloat16.
+
+    P [C, C] has the scores q^_i . k^_j of tokens j before i, and own scores on its diagonal. It is 0 in a chunk out of range.
+    weak: whether q^ has two terms. None where registers have no room for all products together: it is then read here.
+    """
+    p, w = o.p, o.p.plan
+    stages, total = w.stages, o.total
+    slot = p.pipeline.tokens.slot(step)
+    q = p.tiles.q.at[slot]
+    a, b = p.tiles.a.at[slot], p.tiles.b.at[slot]
+    p.pipeline.scaled.wait(slot)
+    traced = None if w.narrow else p.tiles.weak[0] > 0
+    out_of_range = p.tiles.out_of_range[slot]
+    # [C]
+    own = sum(plgpu.load(p.tiles.own_scores.at[slot, share], layout=BY_ROW) for share in range(w.scalers))
+    # No score where the chunk is out of range: neither is i - C > j nor i + C == j. `exact_outputs` adds what they draw.
+    later, same = o.i - out_of_range * C, o.i + out_of_range * C
+    lost_slot = lax.rem(step, jnp.int32(2))
+    terms = (q, p.tiles.lost.at[lost_slot]) if weak else (q,)
+
+    def formed(scores, output):
+        """Mask and split the scores while q^T S' is computed."""
+        for x in terms:
+            plgpu.wgmma(scores, x, transposed(a))
+        if w.resets:
+            pl.when(p.has_reset(slot))(functools.partial(divide_from_state, p, step))
+        p.pipeline.state.wait()
+        for x in terms:
+            plgpu.wgmma(output, x, p.tiles.state)
+        # [C, C]
+        P = tiles.after(scores, len(terms))
+        if not w.narrow:
+            P = add_lost(p, step, traced, P, lambda slot: transposed(p.tiles.a.at[slot]))
+        if w.resets:
+            P = lax.cond(p.has_reset(slot), functools.partial(divide_scores, p, step), lambda P: P, P)
+        P = jnp.where(later > o.j, P, jnp.where(same == o.j, by_row(own, P.shape), 0.0))
+        high = tiles.high_part(P)
+        plgpu.wgmma(output, high.astype(BF16), b)
+        plgpu.wgmma(output, (P - high).astype(BF16), b)
+        return output[...]
+
+    # [C, columns]
+    output = pl.run_scoped(formed, plgpu.ACC((C, C)), plgpu.ACC((C, w.columns)))
+    p.pipeline.tokens.release(slot)
+    if w.narrow:
+        p.pipeline.state.release()
+    if weak and p.pipeline.lost is not None:
+        p.pipeline.lost.release(lost_slot)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and all warps are done with this tile of q^
+    if w.narrow:
+        pl.when(step + stages < total)(lambda: o.load_q(step + stages, slot))
+    else:  # this chunk's tile of q is about to hold the outputs
+
+        @pl.when((step > 0) & (step - 1 + stages < total))
+        def _():
+            o.load_q(step - 1 + stages, p.pipeline.tokens.slot(step - 1))
+
+        if w.resets:
+            pl.when(traced & p.has_reset(slot))(functools.partial(divide_lost_from_state, p, step))
+        output = add_lost(p, step, traced, output, lambda slot: p.tiles.state)
+        p.pipeline.state.release()
+
+        @pl.when(traced & (step + 2 < total))
+        def _():
+            plgpu.commit_smem()  # all warps are done with what q^ lost
+            p.load_gates(step + 2, lost_slot)
+
+    tile = p.tiles.output if w.has_output_tile else q
+    tile[...] = (output * o.scale).astype(BF16)
+    plgpu.commit_smem()
+    columns = pl.ds(o.block * w.columns, w.columns)
+    plgpu.copy_smem_to_gmem(tile, o.tokens(p.results.o, step, o.head, columns))
+
+
+def newest_resets(p: Program, step, layout: Any = BY_ROW):
+    """Return the newest reset of every token, [C]. The slot is computed again, because the compiler would hold it."""
+    slot = p.pipeline.tokens.slot(lax.optimization_barrier(step))
+    return plgpu.load(p.tiles.newest.at[slot], layout=layout, optimized=False)
+
+
+def divide_scores(p: Program, step, P):
+    """Zero the scores [C, C] of pairs whose tokens have different newest resets.
+
+    Positions are not compared, because the compiler would hold the positions of all columns.
+    """
+    return jnp.where(
+        by_row(newest_resets(p, step), P.shape) == by_column(newest_resets(p, step, BY_COLUMN), P.shape), P, 0.0
+    )
+
+
+def divide_from_state(p: Program, step):
+    """Zero the rows of q^ that have a reset at or before them, once the scores are formed."""
+    plgpu.wgmma_wait(0)
+    slot = p.pipeline.tokens.slot(lax.optimization_barrier(step))
+    clear_behind_resets(p, step, p.tiles.q.at[slot])
+
+
+def divide_lost_from_state(p: Program, step):
+    """Do the same to the second term of q^, in the tile of the gates."""
+    clear_behind_resets(p, step, p.tiles.gates.at[lax.rem(lax.optimization_barrier(step), jnp.int32(2)) * p.plan.terms])
+
+
+def clear_behind_resets(p: Program, step, tile):
+    """Zero the rows of a tile [C, K] that have a reset at or before them."""
+    plgpu.commit_smem()  # all warps have read the tile
+    for share in range(p.plan.scalers):
+        part = tile.at[:, pl.ds(share * 64, 64)]
+        x = plgpu.load(part, layout=tiles.WGMMA)
+        part[...] = jnp.where(by_row(newest_resets(p, step), x.shape) < 0, x, BF16(0))
+    plgpu.commit_smem()
+
+
+def add_lost(p: Program, step, weak, total, right):
+    """Return total, float32, plus the product of what q^ lost in rounding, [C, K], with right(slot), where gates are weak.
+
+    The slots are computed again, because the compiler would spill the slots of both products.
+    """
+
+    def added(total):
+        here = lax.optimization_barrier(step)
+        lost = p.tiles.gates.at[lax.rem(here, jnp.int32(2)) * p.plan.terms]
+        return tiles.added(total, (lost, right(lax.rem(here, jnp.int32(p.plan.stages)))))
+
+    return lax.cond(weak, added, lambda total: total, total)

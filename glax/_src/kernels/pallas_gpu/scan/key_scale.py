@@ -1,11 +1,12 @@
-"""Define the scaling warpgroups of the per-key-gate scan, which load gates, sum them, and scale operands.
+"""Scale the operands of a scan with per-key gates: the role *scale* of `key.py`, which has the formulas.
 
-Each has 64 channels of K and works ahead of the warpgroups that multiply.
+Its warpgroups load gates, sum them to M, L and R, and replace q and k of a chunk by q^ and k^, each for 64 channels of K. They
+agree on whether the chunk is in range.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,12 +17,40 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.common.limits import FAST_LIMIT, LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.tiles import BY_COLUMN, BY_ROW, LOG2E, C, read, transposed, zeros
-from glax._src.kernels.pallas_gpu.plan import LOG_OF_RESET, Scan
-from glax._src.kernels.pallas_gpu.scan.gate_range import in_range, weak_on_average
-from glax._src.kernels.pallas_gpu.scan.key_program import Program
+from glax._src.kernels.pallas_gpu.plan import LOG_OF_RESET, Scan, quotient
 
+if TYPE_CHECKING:
+    from glax._src.kernels.pallas_gpu.scan.key import Program
+
+BF16 = jnp.bfloat16
 OUT_OF_RANGE = 2 * FAST_LIMIT  # in the place of the sum ahead of S', of a token or channel
 ROOMY = 96  # registers of a thread that hold x and y together
+SAMPLES, WEAK = 8, -0.25  # gates of a program that are sampled, and the average above which they are weak
+
+
+def in_range(largest, ends):
+    """Return for every row whether the form about the chunk's middle is exact: |M|, |L| and |R| of `common.limits` are in
+    range.
+
+    largest: [C], the largest |M| by token. ends: L and R, [C] each, by channel. M excludes the first token's gate, and L
+    includes it. Sums of gates of -inf are NaN, for which no comparison holds.
+    """
+    first, second = map(jnp.abs, ends)
+    return (largest <= FAST_LIMIT) & (first <= FAST_LIMIT) & (second <= FAST_LIMIT)
+
+
+def weak_on_average(g, batch, first, end, count, head):
+    """Return whether a segment's gates g [B, T, H, K] are weak on average, by a sample of a few gates of different chunks,
+    tokens and channels.
+
+    first: the segment's first row. end: the row behind its last. count: the number of its chunks.
+    """
+    K = g.shape[3]
+    total: Any = 0.0
+    for i in range(SAMPLES):
+        token = first + quotient(i * count, SAMPLES) * C + i * (C // SAMPLES)
+        total += g[batch, jnp.clip(token, 0, jnp.maximum(end, 1) - 1), head, i * (K // SAMPLES)].astype(jnp.float32)
+    return total > SAMPLES * WEAK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +61,7 @@ class Scaler:
     whose product with gates [C, 64] is M. weak: whether q^ has two terms.
     """
 
-    p: Program
+    p: "Program"
     share: Any
     total: Any
     matrix: Any
@@ -40,7 +69,7 @@ class Scaler:
     weak: Any
 
 
-def scale_segment(p: Program):
+def scale_segment(p: "Program"):
     """Scale every chunk of the segment. A scan of `either` kind stores the segment's log decays, [K] in float32."""
     w = p.plan
     plgpu.set_max_registers(w.registers[0], action="decrease")
@@ -52,8 +81,8 @@ def scale_segment(p: Program):
         matrix = tiles.middle_matrix(w.reverse)
     channels = pl.ds(share * 64, 64)
     pl.when(share == 0)(functools.partial(prepare, p, total))
-    plgpu.barrier_arrive(p.barriers.prepared)
-    plgpu.barrier_wait(p.barriers.prepared)
+    p.pipeline.prepared.arrive()
+    p.pipeline.prepared.wait()
     weak = p.tiles.weak[0] > 0 if w.outputs else False
     s = Scaler(p, share, total, matrix, channels, weak)
     log = lax.fori_loop(0, total, functools.partial(scale_chunk, s), zeros((64,), BY_ROW))
@@ -65,13 +94,13 @@ def scale_segment(p: Program):
             p.results.log[e, h, channels] = log
 
 
-def prepare(p: Program, total):
-    """Fetch the gates of the first two chunks, and store `halves` and `weak`, which all scalers read."""
+def prepare(p: "Program", total):
+    """Load the gates of the first two chunks, and store `halves` and `weak`, which all scalers read."""
     if p.plan.resets and not p.plan.outputs:
         p.tiles.halves[...] = tiles.halves(p.plan.reverse)
         plgpu.commit_smem()
     for slot in range(2):
-        pl.when(slot < total)(functools.partial(p.fetch_gates, slot, slot))
+        pl.when(slot < total)(functools.partial(p.load_gates, slot, slot))
     if not p.plan.resets or p.plan.outputs:
         p.tiles.halves[...] = tiles.halves(p.plan.reverse)
     if p.plan.outputs:
@@ -87,14 +116,14 @@ def scale_chunk(s: Scaler, step, log):
     Returns `log` with the chunk's decays added in such a scan, and as it is in others.
     """
     p, w = s.p, s.p.plan
-    slot, gate_slot = lax.rem(step, jnp.int32(w.stages)), lax.rem(step, jnp.int32(2))
-    gates = load_gates(s, gate_slot)
+    slot, gate_slot = p.pipeline.tokens.slot(step), lax.rem(step, jnp.int32(2))
+    gates = loaded_gates(s, gate_slot)
     if w.clears:
         clear_foreign(s, step, slot, gates)
     # [C, 64]; [C]; [64] of both halves
     M, largest, ends = sum_gates(s, gates)
 
-    # Scalers wait until q, k and v are loaded. These are fetched once the warpgroups that multiply are done with the chunk
+    # Scalers wait until q, k and v are loaded. These are loaded once the warpgroups that multiply are done with the chunk
     # before in this slot. So they have also read its decays and scores, which are overwritten here next.
     if w.to_edge:
         if w.either:
@@ -109,7 +138,7 @@ def scale_chunk(s: Scaler, step, log):
         wait_for_tokens(s, slot)
         before, after = ends
         store_decays(s, slot, (jnp.where(in_range(largest, ends), before, OUT_OF_RANGE), after))
-        plgpu.barrier_arrive(p.barriers.scalers_met)
+        p.pipeline.met.arrive()
         own, y = form_early(s, slot, M)
         out_of_range = any_out_of_range(s, slot)
 
@@ -129,20 +158,20 @@ def scale_chunk(s: Scaler, step, log):
         slot = lax.rem(lax.optimization_barrier(step), jnp.int32(w.stages))  # again: the compiler would spill one
         pl.when(p.has_reset(slot))(functools.partial(clear_cut, s, slot))
     plgpu.commit_smem()
-    plgpu.barrier_arrive(p.barriers.scaled.at[slot])
+    p.pipeline.scaled.filled(slot)
     if not roomy(w):
-        fetch_gates(s, step, gate_slot)
+        load_next_gates(s, step, gate_slot)
     return log
 
 
-def load_gates(s: Scaler, gate_slot) -> list:
+def loaded_gates(s: Scaler, gate_slot) -> list:
     """Return the tiles [C, 64] of the gates' terms, once they are loaded."""
     p, w = s.p, s.p.plan
     gates = [p.tiles.gates.at[gate_slot * w.terms + term, :, s.channels] for term in range(w.terms)]
-    plgpu.barrier_wait(p.barriers.gates_loaded.at[gate_slot])
+    p.pipeline.gates.wait(gate_slot)
     if w.to_edge and w.terms == 1:  # gates of two terms are clamped where they are split
         (only,) = gates
-        only[...] = jnp.maximum(plgpu.load(only, layout=tiles.WGMMA), jnp.bfloat16(LOG_OF_ZERO))
+        only[...] = jnp.maximum(plgpu.load(only, layout=tiles.WGMMA), BF16(LOG_OF_ZERO))
         plgpu.commit_smem()
     return gates
 
@@ -185,16 +214,16 @@ def clear_cut(s: Scaler, slot):
         reach = before_all(p, slot) if w.adjoint else behind_newest(p, slot)
     tile = p.tiles.a.at[slot, :, pl.ds(share * 64, 64)]
     x = plgpu.load(tile, layout=tiles.WGMMA)
-    tile[...] = jnp.where(tiles.by_row(reach, x.shape) >= 0, x, jnp.bfloat16(0))
+    tile[...] = jnp.where(tiles.by_row(reach, x.shape) >= 0, x, BF16(0))
 
 
-def behind_newest(p: Program, slot):
+def behind_newest(p: "Program", slot):
     """Return the position of each token less the position of the chunk's newest reset, [C]: below 0 before the reset."""
     row = plgpu.broadcasted_iota(jnp.int32, (C,), 0, layout=BY_ROW)
     return (C - 1 - row if p.plan.reverse else row) - p.tiles.newest[slot, p.plan.last_token]
 
 
-def before_all(p: Program, slot):
+def before_all(p: "Program", slot):
     """Return 0 for each token before all resets of the chunk, and a number below 0 for the others, [C]."""
     return -1 - plgpu.load(p.tiles.newest.at[slot], layout=BY_ROW)
 
@@ -202,7 +231,7 @@ def before_all(p: Program, slot):
 def wait_for_tokens(s: Scaler, slot):
     """Wait until q, k and v are loaded. Where rows are cleared, `clear_foreign` has waited."""
     if not s.p.plan.clears:
-        plgpu.barrier_wait(s.p.barriers.loaded.at[slot])
+        s.p.pipeline.tokens.wait(slot)
 
 
 def clear_foreign(s: Scaler, step, slot, gates):
@@ -211,7 +240,7 @@ def clear_foreign(s: Scaler, step, slot, gates):
     This comes before all products, which leave few registers.
     """
     p, w = s.p, s.p.plan
-    plgpu.barrier_wait(p.barriers.loaded.at[slot])
+    p.pipeline.tokens.wait(slot)
     first, end = (row - p.row(step) for row in p.own_rows())
 
     @pl.when((first > 0) | (end < C))
@@ -232,26 +261,26 @@ def roomy(w: Scan) -> bool:
 
 
 def release_gates(s: Scaler, step, gate_slot):
-    """Allow the gates' tile to be overwritten, if scalers read it last, and fetch the next early if registers have room."""
-    pl.when(reads_gates_last(s))(lambda: plgpu.barrier_arrive(s.p.barriers.gates_consumed.at[gate_slot]))
+    """Allow the gates' tile to be overwritten, if scalers read it last, and load the next early if registers have room."""
+    pl.when(reads_gates_last(s))(lambda: s.p.pipeline.gates.release(gate_slot))
     if roomy(s.p.plan):
-        fetch_gates(s, step, gate_slot)
+        load_next_gates(s, step, gate_slot)
 
 
 def reads_gates_last(s: Scaler):
-    """Return whether scalers read the gates' tile last, and fetch the next. Else the output warpgroup does, because the tile
+    """Return whether scalers read the gates' tile last, and load the next. Else the output warpgroup does, because the tile
     holds what q^ lost in rounding."""
     return True if s.p.plan.lost_stages else jnp.logical_not(s.weak)
 
 
-def fetch_gates(s: Scaler, step, gate_slot):
-    """Fetch the gates of the next chunk but one into the tile that all scalers have read."""
+def load_next_gates(s: Scaler, step, gate_slot):
+    """Load the gates of the next chunk but one into the tile that all scalers have read."""
     p = s.p
 
     @pl.when((s.share == 0) & reads_gates_last(s) & (step + 2 < s.total))
     def _():
-        plgpu.barrier_wait(p.barriers.gates_consumed.at[gate_slot])
-        p.fetch_gates(step + 2, gate_slot)
+        p.pipeline.gates.acquire(gate_slot)
+        p.load_gates(step + 2, gate_slot)
 
 
 def any_out_of_range(s: Scaler, slot):
@@ -261,7 +290,7 @@ def any_out_of_range(s: Scaler, slot):
     The scaler has arrived at `scalers_met` before.
     """
     p = s.p
-    plgpu.barrier_wait(p.barriers.scalers_met)
+    p.pipeline.met.wait()
     sums = plgpu.load(p.tiles.sums.at[slot, 0], layout=tiles.in_every_warp(p.plan.K))
     # As integers, which a warp compares in one instruction. They are in the order of numbers above 0.
     largest = jnp.max(lax.bitcast_convert_type(sums, jnp.int32))
@@ -299,12 +328,12 @@ def scale_to_edges(s: Scaler, step, slot, gates):
     """
     p, w = s.p, s.p.plan
     for g in gates:  # a sum with -inf would be NaN
-        g[...] = jnp.maximum(plgpu.load(g, layout=tiles.WGMMA), jnp.bfloat16(LOG_OF_ZERO))
+        g[...] = jnp.maximum(plgpu.load(g, layout=tiles.WGMMA), BF16(LOG_OF_ZERO))
     plgpu.commit_smem()
     # [C, 64]; [64] of both halves
     M, _, ends = sum_gates(s, gates)
-    plgpu.barrier_arrive(p.barriers.scalers_met)
-    plgpu.barrier_wait(p.barriers.scalers_met)  # all have read what `ends` overwrites
+    p.pipeline.met.arrive()
+    p.pipeline.met.wait()  # all have read what `ends` overwrites
     store_decays(s, slot, ends)
     plgpu.commit_smem()
 
@@ -319,12 +348,12 @@ def scale_to_edges(s: Scaler, step, slot, gates):
         return tiles.by_column(plgpu.load(p.tiles.sums.at[slot, side, s.channels], layout=BY_COLUMN), (C, 64))
 
     k = p.tiles.a.at[slot, :, s.channels]
-    k[...] = scaled(k, end(1) - M).astype(jnp.bfloat16)
+    k[...] = scaled(k, end(1) - M).astype(BF16)
     if w.outputs:
         q = p.tiles.q.at[slot, :, s.channels]
         x = scaled(q, end(0) + M)
         if not w.lost_stages:
-            q[...] = x.astype(jnp.bfloat16)
+            q[...] = x.astype(BF16)
         store_queries(s, step, gates, x, q)
 
 
@@ -349,13 +378,13 @@ def scaled_keys(s: Scaler, slot, M):
     y = read(p.tiles.a.at[slot, :, s.channels]) * jnp.exp2(M * (LOG2E if w.to_edge else -LOG2E))
     if w.adjoint:
         y = y * p.operands.scale[p.segment_field(3)]
-    return y if w.outputs else y.astype(jnp.bfloat16)
+    return y if w.outputs else y.astype(BF16)
 
 
 def scale_keys(s: Scaler, slot, M, y=None):
     """Replace k by k^ [C, 64] in bfloat16. y: k^ if `form_early` has formed it."""
     y = scaled_keys(s, slot, M) if y is None else y
-    s.p.tiles.a[slot, :, s.channels] = y.astype(jnp.bfloat16)
+    s.p.tiles.a[slot, :, s.channels] = y.astype(BF16)
 
 
 def scale_queries(s: Scaler, step, slot, M, gates, own, y):
@@ -369,7 +398,7 @@ def scale_queries(s: Scaler, step, slot, M, gates, own, y):
     # [C, 64]
     x = read(q) * jnp.exp2(M * LOG2E)
     if not p.plan.lost_stages:
-        q[...] = x.astype(jnp.bfloat16)
+        q[...] = x.astype(BF16)
     p.tiles.own_scores[slot, s.share] = jnp.sum(x * y, axis=1) if own is None else own
     store_queries(s, step, gates, x, q)
 
@@ -380,23 +409,23 @@ def store_queries(s: Scaler, step, gates, x, q):
     With tiles for that, the first of two terms is truncated, which takes fewer instructions than to round. Without, the tile of
     q holds x already, and the tile of the gates takes the second term.
     """
-    p, w = s.p, s.p.plan
-    if not w.lost_stages:
+    lost = s.p.pipeline.lost
+    if lost is None:
 
         @pl.when(s.weak)
         def _():
-            gates[0][...] = (x - read(q)).astype(jnp.bfloat16)
+            gates[0][...] = (x - read(q)).astype(BF16)
 
         return
 
     @pl.when(jnp.logical_not(s.weak))
     def _():
-        q[...] = x.astype(jnp.bfloat16)
+        q[...] = x.astype(BF16)
 
     @pl.when(s.weak)
     def _():
-        slot = lax.rem(step, jnp.int32(w.lost_stages))
+        slot = lost.slot(step)
         high = tiles.high_part(x)
-        q[...] = high.astype(jnp.bfloat16)
-        pl.when(step >= w.lost_stages)(lambda: plgpu.barrier_wait(p.barriers.lost_consumed.at[slot]))
-        p.tiles.lost[slot, :, s.channels] = (x - high).astype(jnp.bfloat16)
+        q[...] = high.astype(BF16)
+        lost.acquire(slot, step)
+        s.p.tiles.lost[slot, :, s.channels] = (x - high).astype(BF16)
