@@ -43,8 +43,8 @@ TABLES = {
 }
 CHUNKS = items.Items(1, 128, 2, 128, (1, 1, 1), 1, False, terms=2, resets=True)
 RUNS = items.Items(1, 128, 2, 128, (1, 1, 1), 1, False, run=2)
-GROUPS = head_group.HeadGroups(1, 128, 2, 128, 1, 1, 1, 2, 2, 1, run=2, reverse=False, blocks=Blocks())
-WIDE = wide.WideGradient(1, 128, 1, Blocks(1, 2), (1, 1, 2), 1, terms=2, reverse=False, resets=True)
+GROUPS = head_group.HeadGroups(1, 128, 2, 128, (1, 1, 2), 1, False, run=2, members=2)
+WIDE = wide.WideItems(1, 128, 2, 128, (1, 1, 2), 1, False, Blocks(1, 2), terms=2, summed=2, resets=True)
 TABLES |= {
     "gradient_key": (key, key.KeyPipeline.planned(CHUNKS), items.ROLES),
     "gradient_exact": (exact, exact.ExactPipeline.planned(CHUNKS), ALONE),

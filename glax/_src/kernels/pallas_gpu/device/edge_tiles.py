@@ -1,5 +1,6 @@
 """Fetch the tokens of a chunk, from copies where the chunk contains rows without a token (`rows.Edges`)."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax.experimental import pallas as pl
@@ -27,17 +28,26 @@ def split_edges(kind, operands):
     return kind(*operands[:count]), EdgeCopies(*operands[count:]) if operands[count:] else None
 
 
+def load_rows(block: Ref | None, chunk, load: Callable):
+    """Run load(rows, from_copy) with the rows of a chunk, or where copies hold the chunk, with its rows there.
+
+    block: [chunks], the field of `EdgeCopies`, or None without copies.
+    """
+    if block is None:
+        load(pl.ds(chunk * C, C), False)
+        return
+    at = block[chunk]
+    pl.when(at < 0)(lambda: load(pl.ds(chunk * C, C), False))
+    pl.when(at >= 0)(lambda: load(pl.ds(at * C, C), True))
+
+
 def fetch_tokens(edges: EdgeCopies | None, name: str, x, at, tile, loaded):
     """Fetch the rows of x in a chunk, [C, columns]. name: the field of `edges` with the copy of x. at: batch row, chunk, head and
     columns."""
     b, chunk, head, columns = at
 
-    def fetch(source, first):
-        plgpu.copy_gmem_to_smem(source.at[b, pl.ds(first * C, C), head, columns], tile, loaded)
+    def load(rows, from_copy: bool):
+        source = getattr(edges, name) if from_copy else x
+        plgpu.copy_gmem_to_smem(source.at[b, rows, head, columns], tile, loaded)
 
-    if edges is None:
-        fetch(x, chunk)
-        return
-    block, copy = edges.block[chunk], getattr(edges, name)
-    pl.when(block < 0)(lambda: fetch(x, chunk))
-    pl.when(block >= 0)(lambda: fetch(copy, block))
+    load_rows(None if edges is None else edges.block, chunk, load)

@@ -192,7 +192,8 @@ class DeltaPipeline(Pipeline):
     columns: Ring | None
 
     ORDER = (
-        "keys.full", "scores.full", "met.all_there", "states.full", "states.free", "keys.free", "columns.full", "columns.free"
+        "keys.full", "scores.full", "met.all_there", "states.full", "states.free",
+        "keys.free", "columns.full", "columns.free",
     )  # fmt: skip
 
     @classmethod
@@ -209,47 +210,89 @@ class DeltaPipeline(Pipeline):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """Hold the references of one program. Its position is computed at each use. own: those of what has columns of V."""
+class ChunkProgram:
+    """Hold the references of a program that has one chunk, head and block of K at a time, an item. Its position is computed at
+    each use, so that no register holds it."""
 
     reverse: bool
-    operands: Operands
-    edges: EdgeCopies | None
-    results: Results
-    tiles: Tiles
-    own: Any
-    pipeline: Any  # `DeltaPipeline`, whose kernel knows which of its fields there are
-    item: Any  # the number of the chunk, head and block of K that the program computes
-    turn: Any = 0  # the number of items that the program had before
+    operands: Any
+    results: Any
+    tiles: Any
+    own: Any  # the shared memory of what has columns of V
+    pipeline: Any
 
-    @classmethod
-    def of(cls, reverse: bool, operands: tuple[Operands, EdgeCopies | None], *refs) -> "Program":
-        """Return the program at its first item. refs: the fields from `results` on."""
-        return cls(reverse, *operands, *refs, lax.axis_index(PROGRAM))
+    @property
+    def width(self) -> int:
+        """Return the number of channels of a block of K."""
+        raise NotImplementedError
 
-    def place(self):
-        """Return sequence, chunk and head."""
-        _, chunks, H = self.operands.factors.shape[:3]
-        return chunk_of(quotient(lax.optimization_barrier(self.item), self.blocks), chunks, H)
+    def item(self):
+        """Return the number of the item. Blocks of K vary fastest, then heads."""
+        raise NotImplementedError
 
     @property
     def blocks(self) -> int:
-        """Return the number of blocks of K. An item has one."""
-        return self.operands.q.shape[3] // self.tiles.q.shape[1]
+        """Return the number of blocks of K."""
+        return self.operands.q.shape[3] // self.width
 
-    def block(self):
-        """Return the block of the item."""
-        return remainder(lax.optimization_barrier(self.item), self.blocks)
-
-    def channels(self):
-        """Return the channels of K of the program."""
-        width = self.tiles.q.shape[1]
-        return slice(None) if self.blocks == 1 else pl.ds(self.block() * width, width)
+    @property
+    def H(self) -> int:
+        """Return the number of heads."""
+        return self.results.terms.shape[2] // self.blocks
 
     @property
     def steps(self) -> int:
-        """Return the number of steps, each of COLUMNS of V."""
+        """Return the number of steps of an item, each of COLUMNS of V."""
         return self.operands.d_output.shape[3] // COLUMNS
+
+    def place(self):
+        """Return sequence, chunk and head."""
+        return chunk_of(quotient(self.item(), self.blocks), self.results.terms.shape[1], self.H)
+
+    def block(self):
+        """Return the block of K."""
+        return remainder(self.item(), self.blocks)
+
+    def channels(self):
+        """Return the channels of K."""
+        return pl.ds(self.block() * self.width, self.width)
+
+    def tokens(self, x):
+        """Return the chunk's rows [C, width] of x [B, T, heads, K]."""
+        b, c, h = self.place()
+        return x.at[b, pl.ds(c * C, C), quotient(h, self.H // x.shape[2]), self.channels()]
+
+    def scale(self):
+        """Return the scale of the chunk."""
+        (b, c, _), scale = self.place(), self.operands.scale
+        return scale[b] if len(scale.shape) == 1 else scale[b, c]
+
+    def write_term(self, row: int, x):
+        """Write x [C] to a row of `Results.terms`."""
+        b, c, h = self.place()
+        self.results.terms[b, c, h * self.blocks + self.block(), row] = x
+
+
+@dataclasses.dataclass(frozen=True)
+class Program(ChunkProgram):
+    """Hold the references of one program of either kernel."""
+
+    edges: EdgeCopies | None
+    number: Any  # of the item
+    turn: Any = 0  # the number of items that the program had before
+
+    @classmethod
+    def of(cls, reverse: bool, given: tuple[Operands, EdgeCopies | None], *refs) -> "Program":
+        """Return the program at its first item. refs: the fields from `results` to `pipeline`."""
+        operands, edges = given
+        return cls(reverse, operands, *refs, edges, lax.axis_index(PROGRAM))
+
+    @property
+    def width(self) -> int:
+        return self.tiles.q.shape[1]
+
+    def item(self):
+        return lax.optimization_barrier(self.number)
 
     def by_rows(self, tile):
         """Return a tile of tokens of a step with the tokens first."""
@@ -258,16 +301,6 @@ class Program:
     def by_columns(self, tile):
         """Return a tile of a state or of tokens of a step with its columns of V first."""
         return transposed(tile) if self.blocks > 1 else tile
-
-    def scale(self):
-        """Return the scale of the chunk."""
-        (b, c, _), scale = self.place(), self.operands.scale
-        return scale[b] if len(scale.shape) == 1 else scale[b, c]
-
-    def tokens(self, x):
-        """Return the chunk's rows [C, width] of x [B, T, H, K], a result."""
-        b, c, h = self.place()
-        return x.at[b, pl.ds(c * C, C), h, self.channels()]
 
     def gates(self):
         """Return G [C], to base 2, by row."""
@@ -283,11 +316,6 @@ class Program:
         to = by_column(plgpu.load(self.tiles.gates, layout=BY_COLUMN, optimized=False), PAIRS)
         mask = i >= j if diagonal else i > j
         return pairs * (factor * jnp.exp2(jnp.where(mask, by_row(self.gates(), PAIRS) - to, -jnp.inf)))
-
-    def write_term(self, row: int, x):
-        """Write x [C] to a row of `Results.terms`."""
-        b, c, h = self.place()
-        self.results.terms[b, c, h * self.blocks + self.block(), row] = x
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that equal calls are lowered once
@@ -333,11 +361,11 @@ def delta_gradient_wide(reverse: bool, *operands) -> Results:
 def in_turns(work: Callable, total: int, programs: int, p: Program):
     """Do the work of a warpgroup for all items of its program. total: the number of items of all programs."""
     plgpu.set_max_registers(REGISTERS[work is not load], action="increase" if work is not load else "decrease")
-    first = p.item
+    first = p.number
 
     @pl.loop(0, lax.div(total + (programs - 1) - first, jnp.int32(programs)))
     def _(step):
-        work(dataclasses.replace(p, tiles=only(p.tiles), item=first + step * programs, turn=step, own=only(p.own)))
+        work(dataclasses.replace(p, tiles=only(p.tiles), number=first + step * programs, turn=step, own=only(p.own)))
 
 
 def only(shared):
@@ -353,7 +381,7 @@ def only(shared):
 def load(p: Program):
     """Load all tiles, each once the item before has no more use for it."""
     x, own, states = p.operands, p.own, p.pipeline.states
-    (b, c, h), H = p.place(), x.factors.shape[2]
+    (b, c, h), H = p.place(), p.H
     pl.when(p.turn > 0)(states.acquire)
     for source, tile in ((x.states, own.states), (x.d_states, own.d_states)):
         states.copy(source.at[b, c, h], tile)
@@ -366,7 +394,7 @@ def load(p: Program):
 def load_keys(p: Program):
     """Load q, k, gates and beta."""
     x, t, keys = p.operands, p.tiles, p.pipeline.keys
-    (b, c, h), H = p.place(), x.factors.shape[2]
+    (b, c, h), H = p.place(), p.H
     for name, source, tile in (("k", x.k, t.k), ("q", x.q, t.q)):
         at = b, c, quotient(h, H // source.shape[2]), p.channels()
         fetch_tokens(p.edges, name, source, at, tile, keys.full)
@@ -378,7 +406,7 @@ def load_wide(p: Program):
     """Load all tiles, those of a step once the step that used their place is done."""
     plgpu.set_max_registers(REGISTERS[0], action="decrease")
     load_keys(p)
-    x, own, ring, K = p.operands, p.own, p.pipeline.columns, p.tiles.q.shape[1]
+    x, own, ring, K = p.operands, p.own, p.pipeline.columns, p.width
     beside = pl.ds(x.q.shape[3], C)
 
     @pl.loop(0, p.steps)

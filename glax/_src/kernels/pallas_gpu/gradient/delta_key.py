@@ -71,11 +71,11 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     transposed,
     zeros,
 )
-from glax._src.kernels.pallas_gpu.plan import PAIRS, C, chunk_of, quotient, remainder
+from glax._src.kernels.pallas_gpu.gradient.delta import COLUMNS, ChunkProgram
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, quotient
 
 BF16 = jnp.bfloat16
 BLOCK = 64  # channels of K of an item
-COLUMNS = 64  # of V in a step
 STAGES = 2  # steps in shared memory: one in work, one on its way
 SHAPE = (C, BLOCK)
 TERMS = 2
@@ -200,68 +200,27 @@ class Columns(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """Hold the references of one program, and the item it has: one chunk of one head, and one block of K.
+class Program(ChunkProgram):
+    """Hold the references of one program. It takes every `programs`-th item."""
 
-    turn: the number of items that the program had before. It takes every `programs`-th item.
-    """
-
-    reverse: bool
     programs: int
-    operands: Operands
-    results: Results
-    columns: Columns
-    tiles: Tiles
-    pipeline: "DeltaKeyPipeline"
-    turn: Any = 0
+    turn: Any = 0  # the number of items that the program had before
 
     @property
-    def blocks(self) -> int:
-        """Return the number of blocks of K."""
-        return self.operands.q.shape[3] // BLOCK
-
-    @property
-    def steps(self) -> int:
-        """Return the number of steps of an item."""
-        return self.operands.d_output.shape[3] // COLUMNS
+    def width(self) -> int:
+        return BLOCK
 
     def turns(self):
         """Return the number of items of the program."""
-        B, chunks, H, _ = self.operands.beta.shape
-        items = B * chunks * H * self.blocks
-        return lax.div(items - lax.axis_index(PROGRAM) + (self.programs - 1), jnp.int32(self.programs))
+        B, chunks, heads, *_ = self.results.terms.shape
+        return lax.div(B * chunks * heads - lax.axis_index(PROGRAM) + (self.programs - 1), jnp.int32(self.programs))
 
     def at(self, turn) -> "Program":
         """Return the program at an item."""
         return dataclasses.replace(self, turn=turn)
 
     def item(self):
-        """Return the number of the item. It is computed at each use, so that no register holds what follows from it."""
         return lax.optimization_barrier(lax.axis_index(PROGRAM) + self.turn * self.programs)
-
-    def place(self):
-        """Return batch row, chunk and head. Blocks of K vary fastest, then heads."""
-        _, chunks, H, _ = self.operands.beta.shape
-        return chunk_of(quotient(self.item(), self.blocks), chunks, H)
-
-    def block(self):
-        """Return the block of K."""
-        return remainder(self.item(), self.blocks)
-
-    def channels(self):
-        """Return the channels of K."""
-        return pl.ds(self.block() * BLOCK, BLOCK)
-
-    def tokens(self, x):
-        """Return the chunk's rows [C, BLOCK] of x [B, T, heads, K]."""
-        b, c, h = self.place()
-        H = self.operands.beta.shape[2]
-        return x.at[b, pl.ds(c * C, C), quotient(h, H // x.shape[2]), self.channels()]
-
-    def scale(self):
-        """Return the scale of the chunk."""
-        b, c, _ = self.place()
-        return self.operands.scale[b, c]
 
     def number(self, row: int):
         """Return numbers of tokens, a row of `Tiles.numbers`, repeated over [C, BLOCK]."""
@@ -310,11 +269,6 @@ class Program:
         """Return e^x, [C, BLOCK], for the sums x of gates j for which condition(i, j) holds."""
         return jnp.exp2(self.summed(self.matrix(condition)) * LOG2E)
 
-    def write_term(self, row: int, x):
-        """Write x [C] to a row of `Results.terms`."""
-        b, c, h = self.place()
-        self.results.terms[b, c, h * self.blocks + self.block(), row] = x
-
 
 @dataclasses.dataclass(frozen=True)
 class DeltaKeyPipeline(Pipeline):
@@ -349,7 +303,7 @@ def delta_key_gradient(reverse: bool, most: int, *operands) -> Results:
     programs = min(most, B * chunks * H * (x.q.shape[3] // BLOCK))
 
     def body(operands: Operands, results: Results, columns: Columns, own: Tiles, pipeline: DeltaKeyPipeline):
-        p = Program(reverse, programs, operands, results, columns, own, pipeline)
+        p = Program(reverse, operands, results, own, columns, pipeline, programs)
         work = dict(queries=of_queries, keys=of_keys, load=load)
         by_role(ROLES, {role: functools.partial(for_all_items, p, f) for role, f in work.items()})
 
@@ -386,10 +340,10 @@ def load(p: Program):
 
 def load_step(p: Program, step):
     """Load the tiles of a step, once the step that used their place is done."""
-    x, own, ring, stage = p.operands, p.columns, p.pipeline.columns, p.stage(step)
+    x, own, ring, stage = p.operands, p.own, p.pipeline.columns, p.stage(step)
     ring.acquire(stage, p.turn * p.steps + step)
     (b, c, h), columns = p.place(), pl.ds(step * COLUMNS, COLUMNS)
-    head = quotient(h, x.beta.shape[2] // x.d_output.shape[2])
+    head = quotient(h, p.H // x.d_output.shape[2])
     ring.copy(x.d_output.at[b, pl.ds(c * C, C), head, columns], own.d_output.at[stage], stage)
     beside, channels = pl.ds(x.q.shape[3], C), p.channels()
     pairs = [(x.states, channels, own.S), (x.states, beside, own.U)]
@@ -433,7 +387,7 @@ def of_queries(p: Program):
 
 def add_queries(p: Program, step, totals):
     """Return dO U^T, dO S^T and the products S dS' of every column, with the terms of a step added."""
-    own, stage, (pairs, of_state, edge) = p.columns, p.stage(step), totals
+    own, stage, (pairs, of_state, edge) = p.own, p.stage(step), totals
     p.pipeline.columns.wait(stage)
     d_output, S, dS = own.d_output.at[stage], own.S.at[stage], own.dS.at[stage]
     pairs, of_state = tiles.added_all((pairs, of_state), [(d_output, own.U.at[stage])], [(d_output, S)])
@@ -469,7 +423,7 @@ def of_keys(p: Program):
 
 def add_keys(p: Program, step, totals):
     """Return dX U^T, dX S^T and U dS'^T, with the terms of a step added."""
-    own, stage = p.columns, p.stage(step)
+    own, stage = p.own, p.stage(step)
     p.pipeline.columns.wait(stage)
     U, dX = own.U.at[stage], transposed(own.dX.at[stage])
     of_state, of_gradient = (dX, own.S.at[stage]), (transposed(U), own.dS.at[stage])

@@ -242,7 +242,7 @@ def load_tokens(at: Block):
     arrays = [(x.q, s.q, "q"), (x.k, s.k, "k"), (x.g, s.g, "g"), (x.v, s.v, "v"), (x.do, s.do, "do")]
     arrays += [(x.g_rest, s.g_rest, "g")] if n.terms == 2 else []
     for source, tile, name in arrays:
-        at.p.pipeline.tokens.copy(source.at[at.b, n.rows(x.places, at.c), heads[name]], tile)
+        at.p.pipeline.tokens.copy(source.at[at.b, n.rows_of(x.places, at.c), heads[name]], tile)
     if n.resets:
         s.marks[...] = plgpu.load(x.marks.at[at.b, at.c], layout=BY_COLUMN, optimized=False)
         plgpu.commit_smem()

@@ -39,6 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
+from glax._src.kernels.pallas_gpu.device.edge_tiles import load_rows
 from glax._src.kernels.pallas_gpu.device.launch import launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Meeting, Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import (
@@ -223,18 +224,13 @@ def load(p: Program):
         arrays = dict(q=(x.q, x.q_edges, s.q), k=(x.k, x.k_edges, s.k))
         arrays |= dict(v=(x.v, x.v_edges, s.v), do=(x.do, x.do_edges, s.do))
 
-        def copy(rows, from_edges: bool = False):
+        def load(rows, from_copy: bool):
             for name in names:
                 array, edges, tile = arrays[name]
-                source = (edges if from_edges else array).at[b, rows, heads[name], slice(None)]
+                source = (edges if from_copy else array).at[b, rows, heads[name], slice(None)]
                 pipeline.tokens.copy(source, tile.at[at], at)
 
-        if not n.edges:
-            copy(pl.ds(c * C, C))
-            return
-        block = x.edges[c]
-        pl.when(block < 0)(lambda: copy(pl.ds(c * C, C)))
-        pl.when(block >= 0)(lambda: copy(pl.ds(block * C, C), from_edges=True))
+        load_rows(x.edges, c, load)
 
     def load_early(program, i, t: int):
         load_tokens(("q", "k", "do"), program, i, t)
@@ -325,22 +321,6 @@ class Chunk(items.Chunk):
     def apart(self) -> bool:
         """Return whether another warpgroup has the other role."""
         return self.p.plan.team == 2
-
-    @property
-    def q(self):
-        return self.p.tiles.q.at[self.at]
-
-    @property
-    def k(self):
-        return self.p.tiles.k.at[self.at]
-
-    @property
-    def v(self):
-        return self.p.tiles.v.at[self.at]
-
-    @property
-    def do(self):
-        return self.p.tiles.do.at[self.at]
 
     @property
     def k_w(self):

@@ -48,7 +48,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.device import tiles
+from glax._src.kernels.pallas_gpu.device import edge_tiles, tiles
 from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import (
@@ -64,6 +64,8 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
 from glax._src.kernels.pallas_gpu.gradient.items import (
     BF16,
     SUMS_WITHIN_WARPS,
+    Items,
+    Program,
     ScanOrder,
     half,
     store_rounded,
@@ -83,34 +85,17 @@ Ref = Any
 
 
 @dataclass(frozen=True)
-class HeadGroups:
+class HeadGroups(Items):
     """Hold the sizes that the kernel is compiled for.
 
-    H counts blocks of heads (`Blocks`), which have all of K. They are called heads here. A unit is one head and 64 of its
-    columns, with `pieces` units to a head. An item is one chunk and `members` heads that read the same head of q and the same
-    head of k. Items are numbered by (sequence, part of the heads, chunk), and program p has every `programs`-th item from p on.
-    run: the chunks from one stored state to the next, 1 or 2; it divides those of a sequence.
+    H counts blocks of heads (`Blocks`), which have all of K, the width D. They are called heads here. A unit is one head and 64
+    of its columns, with `pieces` units to a head. An item is one chunk and `members` heads that read the same head of q and the
+    same head of k. Items are numbered by (sequence, part of the heads, chunk), and program p has every `programs`-th item from p
+    on. A run has one chunk or two.
     """
 
-    B: int
-    T: int
-    H: int
-    K: int
-    pieces: int
-    HQ: int
-    HK: int
-    HV: int
-    members: int
-    programs: int
-    run: int
-    reverse: bool
-    blocks: Blocks
-    edges: bool = False  # chunks without some tokens are read from copies: `rows.Edges`
-
-    @property
-    def chunks(self) -> int:
-        """Return the number of chunks of a sequence."""
-        return -(-self.T // C)
+    pieces: int = 1
+    members: int = 1
 
     @property
     def parts(self) -> int:
@@ -121,16 +106,6 @@ class HeadGroups:
     def units(self) -> int:
         """Return the number of units of an item."""
         return self.members * self.pieces
-
-    @property
-    def halves(self) -> int:
-        """Return the number of parts of K with 64 columns each."""
-        return self.K // 64
-
-    @property
-    def last_token(self) -> int:
-        """Return the token by which a scan leaves a chunk."""
-        return 0 if self.reverse else C - 1
 
     def items(self, program):
         """Return the number of a program's items."""
@@ -178,7 +153,7 @@ class Results(NamedTuple):
     @classmethod
     def types(cls, n: HeadGroups) -> "Results":
         sums = jax.ShapeDtypeStruct((n.B, n.chunks, n.H * n.pieces, 4, C), jnp.float32)
-        each = [(n.parts, n.K), (n.parts, n.K), (n.H * n.pieces, COLUMNS)]
+        each = [(n.parts, n.D), (n.parts, n.D), (n.H * n.pieces, COLUMNS)]
         return cls(*(jax.ShapeDtypeStruct((n.B, n.T, *x), jnp.bfloat16) for x in each), sums)
 
 
@@ -207,13 +182,13 @@ class Tiles(NamedTuple):
         values = tiled(STAGES, C, COLUMNS)
         gates = plgpu.SMEM((STAGES, C), jnp.float32)
         return cls(
-            q=tiled(1, C, n.K),
-            k=tiled(1, C, n.K),
+            q=tiled(1, C, n.D),
+            k=tiled(1, C, n.D),
             other=tiled(n.halves, C, 64),
             v=values,
             do=values,
             other_values=values if n.run > 1 else tiled(1, 8, 64),
-            states=tiled(STAGES * 2, n.K, COLUMNS),
+            states=tiled(STAGES * 2, n.D, COLUMNS),
             gates=gates,
             other_gates=gates,
             scores=tiled(STAGES, C, C),
@@ -240,30 +215,12 @@ class GroupsPipeline(Pipeline):
     def planned(cls, n: HeadGroups) -> "GroupsPipeline":
         """Return the pipeline of a plan."""
         load, compute, in_runs = ("load",), ("queries", "keys"), n.run > 1
+        others = ("other_gates", "other_values") * in_runs
         return cls(
             keys=Handoff(load, compute, ("q", "k", *("other",) * (n.halves * in_runs))),
-            units=Ring(
-                STAGES, load, compute, ("gates", "v", "do", "S", "dS", *("other_gates", "other_values") * in_runs)
-            ),
+            units=Ring(STAGES, load, compute, ("gates", "v", "do", "S", "dS", *others)),
             met=Meeting(compute),
         )
-
-
-@dataclass(frozen=True)
-class Program:
-    """Hold the sizes and the references of one program."""
-
-    plan: HeadGroups
-    operands: Operands
-    results: Results
-    tiles: Tiles
-    pipeline: GroupsPipeline
-
-    def meet(self):
-        """Wait for both computing warpgroups: each then sees what the other has stored."""
-        plgpu.commit_smem()
-        self.pipeline.met.arrive()
-        self.pipeline.met.wait()
 
 
 def members(items: int, group: int, pieces: int, programs: int) -> int:
@@ -301,10 +258,10 @@ def gradient_groups(
     """
     B, T, H, V = d_output.shape
     K, chunks, pieces, group = q.shape[3], G.shape[1], V // COLUMNS, group * columns
+    heads, each = tuple(x.shape[2] for x in (q, k, v)), members(B * chunks * (H // group), group, pieces, programs)
     n = HeadGroups(
-        B, rows or T, H, K, pieces, q.shape[2], k.shape[2], v.shape[2],
-        members=members(B * chunks * (H // group), group, pieces, programs), programs=programs,
-        run=chunks // before.shape[1], reverse=reverse, blocks=Blocks(columns=columns), edges=bool(edges),
+        B, rows or T, H, K, heads, programs, reverse, Blocks(columns=columns),
+        run=chunks // before.shape[1], edges=bool(edges), pieces=pieces, members=each,
     )  # fmt: skip
 
     def body(*refs):
@@ -381,7 +338,7 @@ def load_unit(p: Program, place, unit, slot):
     n, x, t = p.plan, p.operands, p.tiles
     b, part, chunk = place
     head, piece = part * n.members + quotient(unit, n.pieces), remainder(unit, n.pieces)
-    gate_head, value_head = n.blocks.head(head), n.blocks.of_values(head, n.H, n.HV) * n.pieces + piece
+    gate_head, value_head = n.blocks.head(head), n.blocks.of_values(head, n.H, n.heads[2]) * n.pieces + piece
     own = part * n.units + unit
     copy = functools.partial(p.pipeline.units.copy, slot=slot)
     copy(x.gates.at[b, chunk, gate_head], t.gates.at[slot])
@@ -403,7 +360,7 @@ def load_shared(p: Program, place):
     """Load q and k of an item, and with runs of two chunks q or k of the other chunk."""
     n, x, t, copy = p.plan, p.operands, p.tiles, p.pipeline.keys.copy
     b, part, chunk = place
-    query_head, key_head = (quotient(part * n.members, n.H // heads) for heads in (n.HQ, n.HK))
+    query_head, key_head = (quotient(part * n.members, n.H // heads) for heads in n.heads[:2])
     load_rows(p, b, chunk, (x.q, x.q_edges, query_head, t.q.at[0]), (x.k, x.k_edges, key_head, t.k.at[0]), copy=copy)
     if n.run > 1:
         other, is_first = other_chunk(chunk), n.is_first(chunk)
@@ -420,17 +377,12 @@ def load_rows(p: Program, b, chunk, *sources, copy):
     """Load a chunk's rows. sources: tuples of an array of tokens, its copies or None, its head and maybe columns, and the
     tile."""
 
-    def load_from(from_edges: bool, rows):
+    def load(rows, from_copy: bool):
         for array, edges, place, tile in sources:
             place = place if isinstance(place, tuple) else (place,)
-            copy((edges if from_edges else array).at[(b, rows, *place)], tile)
+            copy((edges if from_copy else array).at[(b, rows, *place)], tile)
 
-    if not p.plan.edges:
-        load_from(False, rows_of(chunk))
-        return
-    block = p.operands.edges[chunk]
-    pl.when(block < 0)(lambda: load_from(False, rows_of(chunk)))
-    pl.when(block >= 0)(lambda: load_from(True, rows_of(block)))
+    edge_tiles.load_rows(p.operands.edges, chunk, load)
 
 
 def other_chunk(chunk):

@@ -64,9 +64,19 @@ class Items:
         return -(-self.T // C)
 
     @property
+    def halves(self) -> int:
+        """Return the number of parts of 64 channels."""
+        return self.D // 64
+
+    @property
     def team(self) -> int:
         """Return how many warpgroups share a chunk."""
-        return self.D // 64
+        return self.halves
+
+    @property
+    def last_token(self) -> int:
+        """Return the row of the token by which a scan leaves a chunk."""
+        return 0 if self.reverse else C - 1
 
     @property
     def teams(self) -> int:
@@ -112,7 +122,7 @@ class Items:
         found = {name: self.blocks.of_keys(h, self.H, heads) for name, heads in of_keys.items()}
         return found | {name: self.blocks.of_values(h, self.H, heads) for name, heads in of_values.items()}
 
-    def rows(self, places: Ref, c) -> slice | pl.Slice:
+    def rows_of(self, places: Ref, c) -> slice | pl.Slice:
         """Return the rows of the operands that chunk c reads. places: [chunks, 3], if packed."""
         return pl.ds(places[c, 0] * ROWS if self.packed else c * C, C)
 
@@ -129,6 +139,12 @@ class Program(NamedTuple):
     results: Any
     tiles: Any
     pipeline: Any
+
+    def meet(self):
+        """Wait for all warpgroups that compute. Each then sees what the others have stored."""
+        plgpu.commit_smem()
+        self.pipeline.met.arrive()
+        self.pipeline.met.wait()
 
 
 @dataclass(frozen=True)
@@ -296,6 +312,22 @@ class Chunk:
         at, other = (t * SLOTS + lax.rem(i + ahead, SLOTS) for ahead in (0, 1))
         place = dict(t=t, w=w, b=b, c=c, h=h, j=j, at=at, other=other, mine=half(w), wg=t * n.team + w)
         return dict(p=p, first=first, i=i, **place)
+
+    @property
+    def q(self) -> Ref:
+        return self.p.tiles.q.at[self.at]
+
+    @property
+    def k(self) -> Ref:
+        return self.p.tiles.k.at[self.at]
+
+    @property
+    def v(self) -> Ref:
+        return self.p.tiles.v.at[self.at]
+
+    @property
+    def do(self) -> Ref:
+        return self.p.tiles.do.at[self.at]
 
     def meet(self):
         """Wait for all warpgroups that share the chunk. Each then sees what the others have stored.

@@ -105,11 +105,17 @@ class Operands(NamedTuple):
 class Results(NamedTuple):
     """Hold the results, in global memory."""
 
-    dq: Ref  # [B, T, H, D]
-    dk: Ref  # [B, T, H, D]
+    dq: Ref  # [B, T, H / summed, D]
+    dk: Ref  # [B, T, H / summed, D]
     dv: Ref  # [B, T, H, D]
-    dg: Ref  # [B, T, H, D]
-    d_scale: Ref  # [B, chunks, H, D / 64, C]: q dq / scale by token, of each half of K
+    dg: Ref  # [B, T, H / summed, D]
+    d_scale: Ref  # [B, chunks, H / summed, D / 64, C]: q dq / scale by token, of each half of K
+
+    @classmethod
+    def types(cls, n: Items) -> "Results":
+        H, out = n.H // n.summed, jax.ShapeDtypeStruct
+        keys, values = (out((n.B, n.T, heads, n.D), BF16) for heads in (H, n.H))
+        return cls(keys, keys, values, keys, out((n.B, n.chunks, H, n.halves, C), jnp.float32))
 
 
 class Tiles(NamedTuple):
@@ -160,15 +166,9 @@ class KeyPipeline(Pipeline):
     gates_read: Meeting | None
 
     ORDER = (
-        "met.all_there",
-        "tokens.full",
-        "results.free",
-        "states.free",
-        "results.full",
-        "values.full",
-        "gates_read.all_there",
-        "states.full",
-    )
+        "met.all_there", "tokens.full", "results.free", "states.free", "results.full",
+        "values.full", "gates_read.all_there", "states.full",
+    )  # fmt: skip
 
     @classmethod
     def planned(cls, n: Items) -> "KeyPipeline":
@@ -214,15 +214,13 @@ def gradient_key(
     g, g_rest = g if n.terms == 2 else (*g, None)
     marked = marks(newest, reverse) if n.resets else None
     operands = Operands(q, k, v, g, d_output, scale, before, behind, tokens(reverse), g_rest, places, marked)
-    each = jax.ShapeDtypeStruct((B, T, H, D), BF16)
-    results = Results(each, each, each, each, jax.ShapeDtypeStruct((B, n.chunks, H, n.team, C), jnp.float32))
 
     def body(operands, results, tiles, pipeline):
         p = Program(n, operands, results, tiles, pipeline)
         items.warpgroups(functools.partial(load, p), functools.partial(compute, p))
 
     found = launch(
-        "gradient_key", n, body, operands, results, (Tiles.types(n),), items.ROLES, KeyPipeline.planned(n),
+        "gradient_key", n, body, operands, Results.types(n), (Tiles.types(n),), items.ROLES, KeyPipeline.planned(n),
         programs=programs, is_longest=True, params=items.SUMS_WITHIN_WARPS,
     )  # fmt: skip
     *gradients, d_scale = exact.gradient_exact(n, operands, found, out_of_range)
@@ -240,7 +238,7 @@ def load(p: Program):
         """Load the chunk's tokens of some arrays, by halves of the channels. Where they lie is formed at each use, because the
         warpgroup has few registers."""
         (b, _, c, h, _), at = n.chunk_of(program, i, t), n.slot(i, t)
-        heads, rows = n.heads_of(h), n.rows(x.places, c)
+        heads, rows = n.heads_of(h), n.rows_of(x.places, c)
         arrays = dict(q=(x.q, s.q), k=(x.k, s.k), v=(x.v, s.v), g=(x.g, s.g), do=(x.do, s.do))
         ring, slot = (pipeline.values, t) if late else (pipeline.tokens, at)
         for name in names:
@@ -259,7 +257,7 @@ def load(p: Program):
         pl.when(i >= 1)(lambda: pipeline.states.acquire(t))
         load_tokens(("g",), program, i, t)
         if n.terms == 2:
-            rest = x.g_rest.at[b, n.rows(x.places, c), n.heads_of(h)["g"]]
+            rest = x.g_rest.at[b, n.rows_of(x.places, c), n.heads_of(h)["g"]]
             pipeline.tokens.copy(rest, second_term(p, t), n.slot(i, t))
         load_tokens(("v", "do"), program, i, t, late=True)
         pipeline.states.copy(x.dS.at[b, c, h], s.dS.at[t], t)
@@ -320,24 +318,8 @@ class Chunk(items.Chunk):
         return Chunk.of(self.p, *lax.optimization_barrier((self.first, self.i)))
 
     @property
-    def q(self):
-        return self.p.tiles.q.at[self.at]
-
-    @property
-    def k(self):
-        return self.p.tiles.k.at[self.at]
-
-    @property
-    def v(self):
-        return self.p.tiles.v.at[self.at]
-
-    @property
     def g(self):
         return self.p.tiles.g.at[self.at]
-
-    @property
-    def do(self):
-        return self.p.tiles.do.at[self.at]
 
     @property
     def q_w(self):

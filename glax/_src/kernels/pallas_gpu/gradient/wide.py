@@ -28,7 +28,6 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -49,7 +48,7 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     transposed,
     zeros,
 )
-from glax._src.kernels.pallas_gpu.gradient import exact, key
+from glax._src.kernels.pallas_gpu.gradient import exact, items, key
 from glax._src.kernels.pallas_gpu.gradient.items import (
     BF16,
     SUMS_WITHIN_WARPS,
@@ -74,34 +73,14 @@ Ref = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class WideGradient:
+class WideItems(Items):
     """Hold what the kernel is compiled for. An item is one chunk of one block of K, 128 channels, of one head. Its steps take 64
-    columns of V each.
-
-    H: the number of whole heads. heads: the numbers of heads of q, k and v, in blocks. programs: the number of multiprocessors.
-    terms: the arrays of bfloat16 of which per-key gates are the sum, 1 or 2.
-    resets: whether tokens that reset the state are marked.
-    """
-
-    B: int
-    T: int
-    H: int
-    blocks: Blocks
-    heads: tuple[int, int, int]
-    programs: int
-    terms: int
-    reverse: bool
-    resets: bool = False
+    columns of V each. `summed` is the number of blocks of V."""
 
     @property
-    def chunks(self) -> int:
-        """Return the number of chunks of a sequence."""
-        return -(-self.T // C)
-
-    @property
-    def rows(self) -> int:
+    def key_blocks(self) -> int:
         """Return the number of blocks of K of all heads."""
-        return self.H * self.blocks.rows
+        return self.H // self.blocks.columns
 
     @property
     def steps(self) -> int:
@@ -113,9 +92,10 @@ class WideGradient:
         """Return the number of items whose q and k lie in shared memory."""
         return 1 if self.terms == 2 else 2
 
-    def count(self, program):
+    def num_items(self, program):
         """Return the number of items program, program + programs, ..."""
-        return lax.div(self.B * self.chunks * self.rows - program + (self.programs - 1), jnp.int32(self.programs))
+        total = self.B * self.chunks * self.key_blocks
+        return lax.div(total - program + (self.programs - 1), jnp.int32(self.programs))
 
 
 class Operands(NamedTuple):
@@ -130,22 +110,6 @@ class Operands(NamedTuple):
     S: Ref  # [B, chunks, rows * columns, 128, 128]: the state before the chunk
     dS: Ref  # [B, chunks, rows * columns, 128, 128]: the gradient of the state behind the chunk
     tokens: Ref  # [C]: the place of every row in scanning order, from 1; with resets [B, chunks, C]: `items.marks`
-
-
-class Results(NamedTuple):
-    """Hold the results, in global memory."""
-
-    dq: Ref  # [B, T, rows, 128]
-    dk: Ref  # [B, T, rows, 128]
-    dv: Ref  # [B, T, rows * columns, 128]
-    dg: Ref  # [B, T, rows, 128]
-    d_scale: Ref  # [B, chunks, rows, 2, C]: q dq by token, of each half of the channels
-
-    @classmethod
-    def types(cls, n: WideGradient) -> "Results":
-        keys = jax.ShapeDtypeStruct((n.B, n.T, n.rows, 128), BF16)
-        values = jax.ShapeDtypeStruct((n.B, n.T, n.rows * n.blocks.columns, 128), BF16)
-        return cls(keys, keys, values, keys, jax.ShapeDtypeStruct((n.B, n.chunks, n.rows, 2, C), jnp.float32))
 
 
 class Tiles(NamedTuple):
@@ -165,7 +129,7 @@ class Tiles(NamedTuple):
     order: Ref  # [2, C]: `tokens`, for each warpgroup; with resets for every other item
 
     @classmethod
-    def types(cls, n: WideGradient) -> "Tiles":
+    def types(cls, n: WideItems) -> "Tiles":
         return cls(
             q=tiled(n.slots, 2, C, 64),
             k=tiled(n.slots, 2, C, 64),
@@ -198,18 +162,12 @@ class WidePipeline(Pipeline):
     met: Meeting
 
     ORDER = (
-        "keys.full",
-        "gates.full",
-        "gates.free",
-        "keys.free",
-        "columns.full",
-        "columns.free",
-        "scored.full",
-        "met.all_there",
-    )
+        "keys.full", "gates.full", "gates.free", "keys.free", "columns.full",
+        "columns.free", "scored.full", "met.all_there",
+    )  # fmt: skip
 
     @classmethod
-    def planned(cls, n: WideGradient) -> "WidePipeline":
+    def planned(cls, n: WideItems) -> "WidePipeline":
         """Return the pipeline of a plan."""
         load, scores, values = ("load",), ("scores",), ("values",)
         return cls(
@@ -221,21 +179,18 @@ class WidePipeline(Pipeline):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(items.Program):
     """Hold the plan and the references of one program."""
-
-    plan: WideGradient
-    operands: Operands
-    results: Results
-    tiles: Tiles
-    pipeline: WidePipeline
 
     def place(self, i):
         """Return batch row, chunk and block of K of the program's i-th item."""
         item = lax.axis_index(PROGRAM) + i * self.plan.programs
-        rest = quotient(item, self.plan.rows)
-        return quotient(rest, self.plan.chunks), remainder(rest, self.plan.chunks), remainder(item, self.plan.rows)
+        rest = quotient(item, self.plan.key_blocks)
+        return (
+            quotient(rest, self.plan.chunks),
+            remainder(rest, self.plan.chunks),
+            remainder(item, self.plan.key_blocks),
+        )
 
     def rows(self, i):
         """Return batch row and token rows of the i-th item."""
@@ -258,12 +213,6 @@ class Program:
         """Return the columns of a step within its block."""
         return half(remainder(step, STEPS))
 
-    def meet(self):
-        """Wait for the other warpgroup; each sees what the other has stored."""
-        plgpu.commit_smem()
-        self.pipeline.met.arrive()
-        self.pipeline.met.wait()
-
 
 def gradient_wide(
     q, k, v, g, d_output, scale, before, behind, out_of_range, *,
@@ -274,10 +223,12 @@ def gradient_wide(
 
     The arguments are as in `gradient_key`, with blocks of 128 x 128.
     """
-    (B, T), H = d_output.shape[:2], behind.shape[2] // blocks.count
+    (B, T), H = d_output.shape[:2], behind.shape[2]
     heads = tuple(x.shape[2] for x in (q, k, v))
-    n = WideGradient(B, T, H, blocks, heads, programs, len(g), reverse, newest is not None)
-
+    n = WideItems(
+        B, T, H, 128, heads, programs, reverse, blocks,
+        terms=len(g), summed=blocks.columns, resets=newest is not None,
+    )  # fmt: skip
     order = marks(newest, reverse) if n.resets else tokens(reverse)
     operands = Operands(q, k, v, tuple(g), d_output, scale, before, behind, order)
 
@@ -287,22 +238,13 @@ def gradient_wide(
         pl.when(wg < 2)(functools.partial(compute, p, wg))
 
     found = launch(
-        "gradient_wide", n, body, operands, Results.types(n), (Tiles.types(n),), ROLES, WidePipeline.planned(n),
+        "gradient_wide", n, body, operands, key.Results.types(n), (Tiles.types(n),), ROLES, WidePipeline.planned(n),
         programs=programs, is_longest=True, params=SUMS_WITHIN_WARPS,
     )  # fmt: skip
-    return exact_chunks(n, operands, found, out_of_range)
-
-
-def exact_chunks(n: WideGradient, operands: Operands, found: Results, out_of_range):
-    """Return the gradient with the chunks that are out of range computed again, token by token."""
-    q, k, v, g, do, scale, S, dS, order = operands
-    plan = Items(
-        n.B, n.T, n.rows * n.blocks.columns, 128, n.heads, n.programs, n.reverse, n.blocks,
-        terms=n.terms, summed=n.blocks.columns, resets=n.resets,
-    )  # fmt: skip
     g, g_rest = g if n.terms == 2 else (*g, None)
-    given = key.Operands(q, k, v, g, do, scale, S, dS, tokens(n.reverse), g_rest, None, order if n.resets else None)
-    *gradients, d_scale = exact.gradient_exact(plan, given, key.Results(*found), out_of_range)
+    marked = order if n.resets else None
+    given = key.Operands(q, k, v, g, d_output, scale, before, behind, tokens(reverse), g_rest, None, marked)
+    *gradients, d_scale = exact.gradient_exact(n, given, found, out_of_range)
     return *gradients, d_scale.sum(3) if n.resets else d_scale.sum((3, 4))
 
 
@@ -313,7 +255,7 @@ def load(p: Program):
     """Load the tiles of every step as they become free, and q, k and the gates of the next item in between."""
     n = p.plan
     plgpu.set_max_registers(REGISTERS[0], action="decrease")
-    count = n.count(lax.axis_index(PROGRAM))
+    count = n.num_items(lax.axis_index(PROGRAM))
 
     load_gates(p, 0)
     load_keys(p, 0)
@@ -337,10 +279,10 @@ def load_keys(p: Program, i):
     """Load q and k of the i-th item, once dq and dk of the item that d_scale their tiles have left shared memory."""
     n, slot = p.plan, lax.rem(jnp.int32(i), jnp.int32(p.plan.slots))
     p.pipeline.keys.acquire(slot, i)
-    block, every = p.block(i), n.rows * n.blocks.columns
+    block = p.block(i)
     for x, heads, tile in zip((p.operands.q, p.operands.k), n.heads[:2], (p.tiles.q, p.tiles.k), strict=True):
         for w in range(2):
-            source = x.at[(*p.rows(i), n.blocks.of_keys(block, every, heads), half(w))]
+            source = x.at[(*p.rows(i), n.blocks.of_keys(block, n.H, heads), half(w))]
             p.pipeline.keys.copy(source, tile.at[slot, w], slot)
 
 
@@ -358,9 +300,9 @@ def load_gates(p: Program, i):
 def load_step(p: Program, i, step):
     """Load the step's columns of v, do and both states."""
     n, stage, block = p.plan, p.stage(i, step), p.block(i, step)
-    every, columns, ring = n.rows * n.blocks.columns, p.columns(step), p.pipeline.columns
+    columns, ring = p.columns(step), p.pipeline.columns
     ring.acquire(stage, i * n.steps + step)
-    of_v, of_output = (n.blocks.of_values(block, every, heads) for heads in (n.heads[2], n.H * n.blocks.columns))
+    of_v, of_output = (n.blocks.of_values(block, n.H, heads) for heads in (n.heads[2], n.H // n.blocks.rows))
     ring.copy(p.operands.v.at[(*p.rows(i), of_v, columns)], p.tiles.v.at[stage], stage)
     source = p.operands.do.at[(*p.rows(i), of_output, columns)]
     ring.copy(source, p.tiles.do.at[stage], stage)
@@ -379,7 +321,7 @@ def compute(p: Program, wg):
         order = p.tiles.order.at[wg]
         order[...] = plgpu.load(p.operands.tokens, layout=BY_COLUMN, optimized=False)
         plgpu.commit_smem()
-    pl.loop(0, p.plan.count(lax.axis_index(PROGRAM)))(functools.partial(compute_item, p, wg))
+    pl.loop(0, p.plan.num_items(lax.axis_index(PROGRAM)))(functools.partial(compute_item, p, wg))
     plgpu.wait_smem_to_gmem(0)
 
 
