@@ -102,7 +102,7 @@ def assert_as_reference(case, draws, save: bool, parts: int, monkeypatch):
         monkeypatch,
         (delta, "inverses_of_chunks"),
         (delta, "delta_scan"),
-        (delta, "delta_gradient_wide"),
+        (delta_vjp, "delta_gradient_wide"),
         (delta_vjp, "delta_gradient"),
     )
     for draw in draws:
