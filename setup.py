@@ -6,6 +6,7 @@ Without a C++ compiler glax still installs, as a wheel for any platform, and say
 import contextlib
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -56,7 +57,9 @@ class BuildNative(build_ext):
         return path if self.in_source else Path(self.build_lib, path)
 
     def fail(self, extension: Extension, error: Exception):
-        text = str(error).strip() or type(error).__name__
+        text = (
+            re.sub(r"Command '\['([^']+)',.*\]' returned", r"\1 returned", str(error).strip()) or type(error).__name__
+        )
         path = self.reason(extension)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")

@@ -15,7 +15,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code: 2 for wrong usage."""
     parser = build_parser()
     try:
-        args = parser.parse_args(arguments)
+        args, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            parser.prog = f"glax {args.command}" if args.command else "glax"
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if args.version:
             print(f"glax {version()}")
             return 0

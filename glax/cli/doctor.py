@@ -69,10 +69,18 @@ def kernel_state(spec: KernelSpec, probes: dict[str, Recurrence]) -> dict:
         if (why := spec.refusal(r)) is not None:
             refused.setdefault(why, []).append(name)
     usable = sum(map(len, refused.values())) < len(probes)
-    limits = "; ".join(f"not with {' or '.join(names)}: {why}" for why, names in refused.items())
+    limits = "; ".join(f"not with {' or '.join(shortened(names))}: {why}" for why, names in refused.items())
     reason = (limits or None) if usable else next(iter(refused))
     return dict(
         name=spec.name, platform=str(spec.platform), usable=usable, reason=reason, fix=None if usable else fix(spec)
+    )
+
+
+def shortened(calls: list[str]) -> list[str]:
+    """Leave the dtype out of the names of calls that stand there in both dtypes: "float32, per-key gate"."""
+    names = [call.split(", ")[1] for call in calls]
+    return list(
+        dict.fromkeys(call if names.count(name) == 1 else name for call, name in zip(calls, names, strict=True))
     )
 
 
@@ -140,13 +148,11 @@ def lost(report: dict) -> str:
     lacking = [k for k in report["kernels"] if k["name"] in here and not k["usable"]]
     platforms = dict.fromkeys(k["platform"] for k in lacking if "install" in f"{k['reason']} {k['fix']}")
     if platforms:
-        return f"Lost: the kernels of {' and '.join(platforms)}; others run in their place. What helps is below."
-    slowdown = known_slowdown()
-    return (
-        "Nothing is lost: all kernels for this machine run."
-        if slowdown is None
-        else f"Slower: Hopper's kernels. {slowdown}."
-    )
+        named = " and ".join(platforms).replace("cpp", "cpp (native code)")
+        return f"Lost: the kernels of {named}; others run in their place. What helps is below."
+    if (slowdown := known_slowdown()) is not None:
+        return f"Slower: Hopper's kernels. {slowdown}."
+    return "Nothing is lost: all kernels for this machine run."
 
 
 def show(report: dict):

@@ -42,7 +42,7 @@ def run(folder: pathlib.Path, *command: str, **environment: str) -> subprocess.C
 def test_a_wheel_without_libraries_is_for_any_platform_and_says_so(sources):
     done = run(sources, "bdist_wheel", CC="false", CXX="false")
     assert done.returncode == 0, done.stderr
-    assert "glax._src.kernels.cpu._native was not built: " in done.stderr
+    assert "glax._src.kernels.cpu._native was not built: false returned non-zero exit status 1" in done.stderr
     assert "the wheel has no native kernels, so it is for any platform" in done.stderr
     (wheel,) = (sources / "dist").glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")

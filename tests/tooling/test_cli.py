@@ -73,7 +73,7 @@ KEY = next(case for case in CASES if case.name == "key")
         (["cache", "show", "nothing"], "NAME must fit one file, got 'nothing'"),
         (["cache", "import", "/nowhere.json"], "cannot read /nowhere.json: No such file or directory"),
         (["cache", "export", "/nowhere/x.json"], "cannot write /nowhere/x.json: No such file or directory"),
-        (["check", "--slow"], "unrecognized arguments: --slow"),
+        (["check", "--slow"], "glax check: unrecognized arguments: --slow; see glax check --help"),
     ],
     ids=" ".join,
 )
@@ -225,7 +225,10 @@ def test_a_remedy_is_one_where_it_is_given(register, monkeypatch):
 def test_the_verdict_states_what_is_lost(register, capsys, monkeypatch):
     """In one line: kernels that were not built, and a device that JAX does not use."""
     register(wrong, supports=lambda r: f"its library is missing (no compiler): {REMEDY}")
-    for here, lost in ((None, "the kernels of cpp; others run in their place"), (Backend.GPU, "this machine's GPU")):
+    for here, lost in (
+        (None, "the kernels of cpp (native code); others run in their place"),
+        (Backend.GPU, "this machine's GPU"),
+    ):
         monkeypatch.setattr(doctor, "present", lambda backend, here=here: backend is here)
         verdict = json_of(capsys, "doctor")[1]["verdict"]
         assert len(verdict) == 3 and verdict[0].startswith("Ready: ") and verdict[2].startswith(f"Lost: {lost}")
