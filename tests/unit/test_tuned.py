@@ -32,7 +32,7 @@ def test_every_file_is_of_a_kernel_and_its_version(path):
 
 
 def test_what_is_shipped_is_chosen(monkeypatch):
-    monkeypatch.setattr("glax._src.tuning.cache.device_kind", lambda: "nvidia_h200")
+    monkeypatch.setattr("glax._src.tuning.invocation.device_kind", lambda: "nvidia_h200")
     x = jnp.zeros((4, 2048, 16, 128), jnp.bfloat16)
     r = jax.eval_shape(lambda: bind(x, x, x, gk=x))
     spec = kernel_registry.kernels["chunked/triton/gpu"]

@@ -160,11 +160,11 @@ class KernelSpec:
     forms: tuple[str, ...] = USUAL_FORMS
     erasing_forms: tuple[str, ...] | None = None
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         return f"{self.algorithm}/{self.platform}/{self.backend}"
 
-    @property
+    @functools.cached_property
     def role(self) -> Role:
         return next((role for role in Role if self.algorithm.endswith(f".{role}")), Role.FORWARD)
 
@@ -186,25 +186,30 @@ class KernelSpec:
 
     def refusal(self, r: Recurrence, config: Config | None = None) -> str | None:
         """Return why this kernel refuses to run r here with that config. Return None if the kernel is able to."""
-        if self.backend not in (Backend.here(), Backend.ANY):
-            return f"needs a {self.backend}, {computes_on()}"
-        if self.backend is Backend.GPU and lowering_platform.value is not None and local_device() is None:
+        return self.refusal_by_traits(r, config, Facts.of(r)) or known_miscompile(self.name) or self.supports(r)
+
+    def refusal_by_traits(self, r: Recurrence, config: Config | None, facts: "Facts") -> str | None:
+        """Return the refusal that follows from the fields of the kernel alone. facts: of r."""
+        if self.backend not in (facts.here, Backend.ANY):
+            return f"needs a {self.backend}, {facts.computes_on}"
+        if self.backend is Backend.GPU and facts.gpu_is_unknown:
             return "which GPU the program is lowered for is not known: this machine has none"
-        if r.is_symbolic and self.platform not in (Platform.XLA, Platform.CPP):
+        if facts.is_symbolic and self.platform not in (Platform.XLA, Platform.CPP):
             return "takes shapes that are known while tracing, not symbols"
-        if (why := self.other_form(r)) is not None:
+        if (why := self.other_form(r, facts.form)) is not None:
             return why
         if r.states_every is not None and (why := self.stores_states(r)) is not None:
             return why
         if config is not None and type(config) is not self.config:
             return f"takes a {self.config.__name__}, cfg is a {type(config).__name__}"
-        return known_miscompile(self.name) or self.supports(r)
+        return None
 
-    def other_form(self, r: Recurrence) -> str | None:
-        """Return why this kernel refuses the form of r: its decay, or that it erases. Return None if it does not."""
+    def other_form(self, r: Recurrence, form: str) -> str | None:
+        """Return why this kernel refuses the form of r: its decay, or that it erases. Return None if it does not. form:
+        `Decay.form`."""
         if r.erasure is not None and not self.erases:
             return "does not erase, as beta and erase require"
-        forms, form = self.forms, r.decay.form
+        forms = self.forms
         if r.erasure is not None and self.erasing_forms is not None:
             forms = self.erasing_forms
         if form in forms:
@@ -265,6 +270,24 @@ def under_usual_options(spec: KernelSpec) -> KernelSpec:
     )
 
 
+class Facts(NamedTuple):
+    """Hold what kernels ask of a recurrence and of this machine before they are asked themselves.
+
+    gpu_is_unknown: whether the program is lowered for a GPU that this machine does not have. form: `Decay.form`.
+    """
+
+    here: Backend
+    computes_on: str
+    gpu_is_unknown: bool
+    is_symbolic: bool
+    form: str
+
+    @classmethod
+    def of(cls, r: Recurrence) -> "Facts":
+        gpu_is_unknown = lowering_platform.value is not None and local_device() is None
+        return cls(Backend.here(), computes_on(), gpu_is_unknown, r.is_symbolic, r.decay.form)
+
+
 class UnsupportedError(NotImplementedError):
     """No kernel can run a call. The message lists the reason of each kernel.
 
@@ -311,11 +334,14 @@ class KernelRegistry:
         role: Role = Role.FORWARD,
     ) -> tuple[list[KernelSpec], dict[str, str]]:
         """Return (the able kernels of that role for r here, the chosen one first; the refusals of the others, by name)."""
-        eligible = [s for s in self.kernels.values() if s.role is role]
-        eligible = [s for s in eligible if platform in (None, s.platform)]
-        refusals = {spec.name: spec.refusal(r, config) for spec in eligible}
-        able = [spec for spec in eligible if refusals[spec.name] is None]
-        return sorted(able, key=lambda spec: -spec.priority(r)), {k: v for k, v in refusals.items() if v is not None}
+        facts = Facts.of(r)
+        eligible = [s for s in self.kernels.values() if s.role is role and platform in (None, s.platform)]
+        reasons = [spec.refusal_by_traits(r, config, facts) for spec in eligible]
+        reasons = [why or known_miscompile(spec.name) for spec, why in zip(eligible, reasons, strict=True)]
+        reasons = [why or spec.supports(r) for spec, why in zip(eligible, reasons, strict=True)]
+        able = [spec for spec, why in zip(eligible, reasons, strict=True) if why is None]
+        refusals = {spec.name: why for spec, why in zip(eligible, reasons, strict=True) if why is not None}
+        return sorted(able, key=lambda spec: -spec.priority(r)), refusals
 
     def find(self, r: Recurrence, platform: Platform | None = None, config: Config | None = None) -> KernelSpec:
         """Return the kernel that is chosen for r on this machine. Raises UnsupportedError, with every refusal, if no kernel is

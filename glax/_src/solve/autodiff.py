@@ -44,7 +44,7 @@ def differentiable(r: Recurrence) -> Recurrence:
     """Return r prepared for the custom gradients: all arrays vary over the same mesh axes, and allow reverse mode alone."""
     from glax._src.solve.reverse_mode import reverse_mode  # loads modules of JAX that are not a part of `import jax`
 
-    return jax.tree.map(lambda x: reverse_mode(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, aligned(r))
+    return reverse_mode(aligned(r))
 
 
 class SavedNames(NamedTuple):

@@ -2,6 +2,7 @@
 custom_vjp."""
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -12,9 +13,9 @@ WAYS_ROUND = (
 )
 
 
-def reverse_mode(x: jax.Array) -> jax.Array:
-    """Return x, marked as differentiable in reverse mode alone. Forward mode raises TypeError."""
-    return value_p.bind(x)
+def reverse_mode(tree):
+    """Return the tree with its floats marked as differentiable in reverse mode alone. Forward mode raises TypeError."""
+    return jax.tree.map(lambda x: value_p.bind(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def refuse(*_, **__):

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from glax._src.tuning.device import device_kind
+
 
 @dataclasses.dataclass(frozen=True)
 class Invocation:
@@ -33,6 +35,16 @@ class Invocation:
         return cls(kernel, args, kwargs, override)
 
     @functools.cached_property
+    def op_id(self) -> str:
+        """Return the name of the kernel."""
+        return self.kernel.op_id
+
+    @functools.cached_property
+    def device(self) -> str:
+        """Return the name of the device that the kernel is chosen for, as part of a file name."""
+        return device_kind()
+
+    @functools.cached_property
     def key(self) -> str:
         """Return the text under which configs are stored."""
         return self.kernel.key(self)
@@ -43,7 +55,7 @@ class Invocation:
         classes = {type(config).__name__: type(config) for config in configs}
         former = {old: found for found in classes.values() for old in getattr(found, "former_names", ())}
         if name not in former | classes:
-            raise ValueError(f"{self.kernel.op_id} has no configs of class {name!r}, only {', '.join(classes)}")
+            raise ValueError(f"{self.op_id} has no configs of class {name!r}, only {', '.join(classes)}")
         return from_json((former | classes)[name], fields)
 
 

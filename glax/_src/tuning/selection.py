@@ -40,47 +40,23 @@ class ConfigSelectorChain:
         return overlaid_policy() or self.own_policy or AutotunePolicy.from_environment()
 
     def choose(self, inv: Invocation) -> Chosen:
-        for selector in (
-            self.override,
-            self.overlay,
-            self.memory,
-            self.disk,
-            self.measured,
-            self.autotune,
-            self.heuristic,
-        ):
-            if (config := selector(inv)) is not None:
-                return Chosen(config, "shipped" if selector == self.measured else selector.__name__)
-        raise LookupError(f"no measured config of {inv.kernel.op_id} for {inv.key}, and the policy forbids a guess")
-
-    def override(self, inv):
-        return inv.override
-
-    def overlay(self, inv):
-        return overlaid(inv.kernel.op_id)
-
-    def memory(self, inv):
-        return self.cache.get(inv)
-
-    def disk(self, inv):
-        return self.remembered(inv, self.persistent)
-
-    def measured(self, inv):
-        return self.remembered(inv, self.shipped)
-
-    def remembered(self, inv, stored: PersistentCache | None):
-        if stored is not None and (config := stored.get(inv)) is not None:
-            self.cache.put(inv, config)
-            return config
-        return None
-
-    def autotune(self, inv):
-        if self.policy.cache_miss_fallback == "autotune" and self.policy.allow_autotune:
-            return self.tune(inv).config
-        return None
-
-    def heuristic(self, inv):
-        return None if self.policy.cache_miss_fallback == "error" else inv.kernel.heuristic_cfg(inv)
+        """Return the config of the first selector that has one. Raises LookupError where the policy forbids a guess."""
+        if inv.override is not None:
+            return Chosen(inv.override, "override")
+        if (config := overlaid(inv.op_id)) is not None:
+            return Chosen(config, "overlay")
+        if (config := self.cache.get(inv)) is not None:
+            return Chosen(config, "memory")
+        for selector, stored in (("disk", self.persistent), ("shipped", self.shipped)):
+            if stored is not None and (config := stored.get(inv)) is not None:
+                self.cache.put(inv, config)
+                return Chosen(config, selector)
+        policy = self.policy
+        if policy.cache_miss_fallback == "autotune" and policy.allow_autotune:
+            return Chosen(self.tune(inv).config, "autotune")
+        if policy.cache_miss_fallback == "error":
+            raise LookupError(f"no measured config of {inv.op_id} for {inv.key}, and the policy forbids a guess")
+        return Chosen(inv.kernel.heuristic_cfg(inv), "heuristic")
 
     def tune(self, inv):
         """Measure every candidate, and store the fastest correct one."""

@@ -19,10 +19,10 @@ def other_dtype(r: Recurrence, taken: Iterable[str]) -> str | None:
 
 def empty(r: Recurrence) -> str | None:
     """Return a refusal of a call without a token, a sequence or a column, or None."""
-    q, v = list(r.q.shape), list(r.v.shape)
-    if 0 not in (*q, *v, r.num_sequences):
+    q, v, N = list(r.q.shape), list(r.v.shape), r.scale.shape[0]
+    if 0 not in (*q, *v, N):
         return None
-    return f"takes arrays with elements, got query {q}, value {v} and {r.num_sequences} sequences: {XLA}"
+    return f"takes arrays with elements, got query {q}, value {v} and {N} sequences: {XLA}"
 
 
 def too_wide(r: Recurrence, widest_key: int, widest_value: int, what: str = "heads") -> str | None:

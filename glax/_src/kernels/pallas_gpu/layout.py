@@ -24,7 +24,6 @@ from glax._src.kernels.pallas_gpu.rows import (
     JoinedRows,
     LastChunk,
     PackedRow,
-    filled_up,
     newest_resets,
 )
 from glax._src.kernels.pallas_gpu.scan.head import head_scan, pair_scan
@@ -96,14 +95,18 @@ class KernelLayout:
         return jnp.zeros((*self.q.shape[:2], self.heads), jnp.float32)
 
     def take(self, x):
-        """Return x [B, T, ...] as the kernels read it: filled up, or if packed, in place or in rows of chunks."""
-        return filled_up(x) if self.apart is None else self.apart.take(x)
+        """Return x [B, T, ...] as the kernels read it: in rows of chunks, or in place and with zeros up to a multiple of 8
+        rows."""
+        if self.apart is not None and not self.in_place:
+            return self.apart.take(x)
+        fill = -x.shape[1] % ROWS
+        return jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) if fill else x
 
     def put(self, x):
         """Return x [B, rows of chunks, ...] in the rows of r; 0 in padding."""
         return x[:, : self.r.q.shape[1]] if self.apart is None else self.apart.put(x)
 
-    @property
+    @functools.cached_property
     def in_place(self) -> bool:
         """Return whether the kernels read packed rows in place."""
         return self.apart is not None and self.apart.source is None

@@ -252,10 +252,8 @@ class Apart:
         return jnp.where(own[..., None], x, 0).sum(1)  # a sum in a fixed order, and no product: 0 times NaN is NaN
 
     def take(self, x):
-        """Return x [1, T, ...] as the kernels read it: in place and filled up, or in rows of chunks, of which those without a
-        token are 0."""
-        if self.source is None:
-            return filled_up(x)
+        """Return x [1, T, ...] in rows of chunks, of which those without a token are 0; not where rows are read in place."""
+        assert self.source is not None, "these rows are read in place"
         taken = jnp.take(x, jnp.maximum(self.source, 0), axis=1)
         return jnp.where((self.source >= 0).reshape(1, -1, *(1,) * (x.ndim - 2)), taken, 0)
 
@@ -265,12 +263,6 @@ class Apart:
         if isinstance(self.row, np.ndarray):
             return taken
         return jnp.where(self.r.is_token.reshape(1, -1, *(1,) * (x.ndim - 2)), taken, 0)
-
-
-def filled_up(x):
-    """Return x [B, T, ...] with zeros up to a multiple of 8 rows."""
-    fill = -x.shape[1] % ROWS
-    return jnp.pad(x, ((0, 0), (0, fill), *((0, 0),) * (x.ndim - 2))) if fill else x
 
 
 def newest_resets(resets: Bool[Array, "B T"], reverse: bool) -> Int[Array, "B chunks _"]:

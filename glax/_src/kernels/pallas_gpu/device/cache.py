@@ -70,9 +70,11 @@ class Kernel:
 
 
 class Current(threading.local):
-    """Hold the call whose kernels this thread records; None outside of `recording`, as in the two phases of a call."""
+    """Hold the call whose kernels this thread records, and whether it is for a GPU; None outside of `recording`, as in the two
+    phases of a call."""
 
     call: Hashable = None
+    on_gpu: bool | None = None
 
 
 known: dict[Hashable, Kernel] = {}
@@ -97,11 +99,13 @@ def recording(r: Recurrence):
     them have others. The forward without residuals counts, because it often is the first to record a kernel of both forwards.
     """
     leaves, structure = jax.tree.flatten(r)
-    before, current.call = current.call, (structure, *((x.shape, x.dtype) for x in leaves))
+    before = current.call, current.on_gpu
+    current.call = structure, *((x.shape, x.dtype) for x in leaves)
+    current.on_gpu = Backend.here() is Backend.GPU
     try:
         yield
     finally:
-        current.call = before
+        current.call, current.on_gpu = before
 
 
 def once(
@@ -116,7 +120,8 @@ def once(
     specialisation: everything that the kernel depends on beside the operands' shapes and dtypes. results: the shapes and dtypes
     of what `call` returns. is_longest: whether the kernel takes longest to compile of those of its gradient.
     """
-    if Backend.here() is not Backend.GPU or not any(isinstance(x, Tracer) for x in operands):
+    on_gpu = Backend.here() is Backend.GPU if current.on_gpu is None else current.on_gpu
+    if not (on_gpu and any(isinstance(x, Tracer) for x in operands)):
         return call(*operands)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     key = specialisation, *((x.shape, x.dtype) for x in shapes)
