@@ -22,6 +22,9 @@ PACKAGES = {
 }
 
 
+DEVICE = "cuda"  # of PyTorch
+
+
 class UnavailableError(Exception):
     """A peer cannot compute a problem here, for the reason in the message."""
 
@@ -111,12 +114,12 @@ def mamba(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, s
         mamba_chunk_scan_combined,
     )
 
-    A = -torch.ones(problem.H, device="cuda")
+    A = -torch.ones(problem.H, device=DEVICE)
     dt = -arrays["g"]
     x = (arrays["value"].astype(jnp.float32) / dt[..., None]).astype(problem.dtype)
     given = dict(x=x, dt=dt, B=arrays["key"], C=arrays["query"] * problem.K**-0.5)
     given = {name: tensor(x) for name, x in given.items()}
-    packing = {} if problem.packed == 1 else dict(seq_idx=torch.from_numpy(sequence_of_token(problem)).to("cuda"))
+    packing = {} if problem.packed == 1 else dict(seq_idx=torch.from_numpy(sequence_of_token(problem)).to(DEVICE))
 
     def run(x, dt, B, C):
         return mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size=256, **packing)
@@ -145,7 +148,7 @@ def fla(problem: Problem, mode: str, arrays: dict[str, jax.Array], d_output, sta
         given = {name: x if name == "g_gamma" else x[:, None] for name, x in given.items()}
         options = dict(initial_state=tensor(state), output_final_state=True)
     elif problem.packed > 1:
-        options = dict(cu_seqlens=torch.from_numpy(problem.boundaries).to("cuda", torch.int64))
+        options = dict(cu_seqlens=torch.from_numpy(problem.boundaries).to(DEVICE, torch.int64))
     op, shared = fla_operator(problem, mode), problem.H // problem.G
 
     def run(q, k, **rest):
@@ -160,14 +163,20 @@ def fla_operator(problem: Problem, mode: str) -> Callable:
     """Return fla-core's function for the gate and the rule: in chunks, or for one token."""
     from fla import ops  # pyright: ignore[reportMissingImports]
 
-    chunked, one_token = {
-        (False, "none"): (lambda **x: ops.chunk_linear_attn(**x, normalize=False), ops.fused_recurrent_simple_gla),
-        (False, "key"): (ops.chunk_gla, ops.fused_recurrent_gla),
-        (True, "none"): (ops.chunk_delta_rule, ops.fused_recurrent_delta_rule),
-        (True, "head"): (ops.chunk_gated_delta_rule, ops.fused_recurrent_gated_delta_rule),
-        (True, "key"): (ops.chunk_kda, ops.fused_recurrent_kda),
-    }.get((problem.delta, problem.gate), (ops.chunk_simple_gla, ops.fused_recurrent_simple_gla))
-    return one_token if mode == "step" else chunked
+    if mode == "step":
+        return {
+            (False, "key"): ops.fused_recurrent_gla,
+            (True, "none"): ops.fused_recurrent_delta_rule,
+            (True, "head"): ops.fused_recurrent_gated_delta_rule,
+            (True, "key"): ops.fused_recurrent_kda,
+        }.get((problem.delta, problem.gate), ops.fused_recurrent_simple_gla)
+    return {
+        (False, "none"): lambda **x: ops.chunk_linear_attn(**x, normalize=False),
+        (False, "key"): ops.chunk_gla,
+        (True, "none"): ops.chunk_delta_rule,
+        (True, "head"): ops.chunk_gated_delta_rule,
+        (True, "key"): ops.chunk_kda,
+    }.get((problem.delta, problem.gate), ops.chunk_simple_gla)
 
 
 def of_gpus():
@@ -180,7 +189,7 @@ def tensor(x: jax.Array):
     import torch  # pyright: ignore[reportMissingImports]
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    return torch.from_numpy(np.array(x, np.float32)).to("cuda").to(dtypes[str(x.dtype)])
+    return torch.from_numpy(np.array(x, np.float32)).to(DEVICE).to(dtypes[str(x.dtype)])
 
 
 def by_torch(name: str, run: Callable, mode: str, given: dict, d_output) -> Way:
