@@ -1,10 +1,8 @@
 """Run `glax tune`: measure every config of the kernels that given calls use, and store the fastest."""
 
-import dataclasses
 import sys
 
 import glax
-from glax._src.solve.dispatch import executor
 from glax._src.tuning.cache import Measurement
 from glax.cli.cache import measurements
 from glax.cli.cases import Problem, problems_of
@@ -29,10 +27,7 @@ def run(args) -> int:
 
 def tuned(problem: Problem) -> dict[str, Measurement]:
     arrays = problem.shapes()
-    # finding calls needs no measuring
-    policy = dataclasses.replace(executor.chain.policy, cache_miss_fallback="heuristics")
-    with glax.overlay(policy=policy):
-        return glax.tune(problem.train, arrays, arrays["value"], progress=sys.stderr.isatty())
+    return glax.tune(problem.train, arrays, arrays["value"], progress=sys.stderr.isatty())
 
 
 def row(problem: Problem, call: str, measurement: Measurement) -> dict:

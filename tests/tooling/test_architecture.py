@@ -122,7 +122,7 @@ def test_optional_packages_stay_in_their_folders():
         if module == "glax._src.core.files":
             outside -= {"platformdirs"}  # likewise
         if module == "glax._src.api.explain":
-            outside -= {"rich"}  # for the progress bar, where it is installed
+            outside -= {"rich"}  # for the progress bar of `tune`
         if module == "glax._src.kernels.triton.launch":
             outside -= {"triton", "jax_triton"}  # at the first call that runs there
         assert not outside or module.startswith(("glax.nn", "glax.models", "glax.cli", "glax_cli")), (

@@ -45,6 +45,7 @@ def test_measurements_go_from_user_to_user(tmp_path, capsys, monkeypatch, cache,
 
     _, listed = json_of(capsys, "cache", "list")
     assert [file["entries"] for file in listed["files"]] == [1, 1]
+    monkeypatch.setenv("COLUMNS", "20")  # names stand whole in any width
     assert main(["cache", "list"]) == main(["cache", "show", "vjp"]) == 0
     shown = capsys.readouterr().out
     assert listed["files"][0]["name"] in shown and gradient["winner"] in shown and gradient["call"] in shown
@@ -143,6 +144,7 @@ def test_tune_shows_what_fell_out(capsys, monkeypatch):
     monkeypatch.setattr("glax.cli.tune.tuned", measured)
     assert main(["tune", "--shape", "1,8,1,8", "--gate", "key", "--gate", "head"]) == 1
     shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
     assert re.search(r"Slow\(\) +2.5", shown) and "Broken() fell out: wrong: 1" in shown
     assert "B1 T8 H1 D8 head float32: not tuned: ValueError: too large; KeyError: 'x'" in shown
 

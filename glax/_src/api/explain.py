@@ -1,8 +1,7 @@
 """Define `explain`, `tune` and `detect_platform`, which show and tune the calls of glax that a function makes."""
 
 import inspect
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -112,18 +111,11 @@ def tune(fn, *args, progress: bool = True, **kwargs) -> dict[str, Measurement]:
     return measured
 
 
-def shown(items: Iterable[tuple[str, Invocation]], progress: bool) -> Iterator[tuple[str, Invocation]]:
-    """Yield the items, and show progress on standard error: a bar of rich where it is installed, else a line per item."""
-    items = list(items)
+def shown(items: Iterable[tuple[str, Invocation]], progress: bool) -> Iterable[tuple[str, Invocation]]:
+    """Return the items. With `progress` a bar on standard error shows how many are done."""
     if not progress:
-        yield from items
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError:
-        for i, (name, inv) in enumerate(items):
-            print(f"tuning {i + 1} of {len(items)}: {name}", file=sys.stderr)
-            yield name, inv
-        return
-    yield from track(items, description="tuning", console=Console(stderr=True))
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(list(items), description="tuning", console=Console(stderr=True))
