@@ -25,8 +25,7 @@ from glax._src.kernels.pallas_gpu import plain
 from glax._src.kernels.pallas_gpu.config import HopperConfig
 from glax._src.kernels.pallas_gpu.layout import KernelLayout
 from glax._src.kernels.pallas_gpu.route import Route
-from glax._src.kernels.pallas_gpu.scan.segment_lookback import lookback_tables
-from glax._src.kernels.pallas_gpu.scan.segment_scan import segment_scan
+from glax._src.kernels.pallas_gpu.scan.segments import lookback_tables, segment_scan
 from glax._src.solve.autodiff import solve
 from glax._src.solve.dispatch import Choice, by_folding
 from glax._src.solve.pieces import solve_with_states

@@ -28,12 +28,11 @@ from glax._src.kernels.pallas_gpu.rows import (
 )
 from glax._src.kernels.pallas_gpu.scan.head import head_scan, pair_scan
 from glax._src.kernels.pallas_gpu.scan.key import key_scan
-from glax._src.kernels.pallas_gpu.scan.segment_lookback import lookback_tables
-from glax._src.kernels.pallas_gpu.scan.segment_scan import segment_scan
+from glax._src.kernels.pallas_gpu.scan.segments import lookback_tables, segment_scan
 
 RUN = 2  # chunks from one saved state to the next, for per-head gates: the gradient forms the states between
 LOOKBACK = 4, 8  # least and most chunks at a segment's end that the lookback reads
-FEW = 4  # segments whose states XLA passes on as fast as `scan/segment_scan.py`, which takes longer to compile
+FEW = 4  # segments whose states XLA passes on as fast as `segment_scan`, which takes longer to compile
 LONG = 16  # chunks of a segment from which on a lookback is worth it: for per-key gates it is a kernel of its own
 
 

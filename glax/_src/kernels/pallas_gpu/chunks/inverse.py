@@ -51,17 +51,19 @@ from jax.extend.mlir.dialects import math as math_of_mlir
 
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
     BY_ROW,
     LOG2E,
+    EdgeCopies,
     by_column,
     by_row,
     iota,
+    load_tokens,
     split,
+    split_edges,
     tiled,
     transposed,
 )
@@ -199,7 +201,7 @@ class Program:
         """Start to load the keys of an item, [C, K]."""
         (b, c, h), k = self.place(item), self.operands.k
         at = b, c, quotient(h, self.results.inverse.shape[2] // k.shape[2]), slice(None)
-        fetch_tokens(self.edges, "k", k, at, self.tiles.k.at[me], self.pipeline.keys.full.at[me])
+        load_tokens(self.edges, "k", k, at, self.tiles.k.at[me], self.pipeline.keys.full.at[me])
 
     def numbers(self, item):
         """Return the log2 gates and beta of an item's tokens, [C] each, by row and in float32."""

@@ -7,6 +7,10 @@ such as the forward without residuals of a call that is differentiated: their ke
 kernel while the next is lowered. Mosaic GPU caches compiled kernels for the whole process, and XLA finds them there.
 A gradient's kernel that takes longest to compile, where it is marked, is lowered before the kernels of the forward, so that it is
 compiled while all others are lowered.
+
+Mosaic GPU infers the layout of every value of a kernel. JAX 0.11 sorts the values by their operations as text, and MLIR verifies
+and numbers the whole kernel for the text of each: the time is quadratic in the kernel's size. JAX 0.12 sorts nothing, and the
+layouts do not depend on the order. So `equal_variables` takes the place of JAX 0.11's own function.
 """
 
 import contextlib
@@ -26,7 +30,43 @@ from jax.interpreters import mlir
 from glax._src.core.recurrence import Recurrence
 from glax._src.core.registry import Backend
 from glax._src.kernels.common.gpu import threads
-from glax._src.kernels.pallas_gpu.device import equal_layouts
+
+replacing = threading.Lock()
+
+
+def equal_variables(system) -> dict:
+    """Return for each variable of a constraint system the others that its constraints make equal, in the constraints' order."""
+    from jax.experimental.mosaic.gpu.constraints import Equals, Variable
+
+    groups: dict[Variable, list[Variable]] = {}
+    for x in system.constraints:
+        if isinstance(x, Equals) and isinstance(x.lhs, Variable) and isinstance(x.rhs, Variable):
+            one, other = (groups.setdefault(v, [v]) for v in (x.lhs, x.rhs))
+            if one is not other:
+                one += other
+                groups |= dict.fromkeys(other, one)
+    return {v: [x for x in group if x != v] for v, group in groups.items()}
+
+
+@contextlib.contextmanager
+def equal_variables_used_by_jax():
+    """Use `equal_variables` in JAX 0.11 while a kernel is lowered inside; do nothing for other versions.
+
+    JAX looks the function up in its module, so it is replaced for all threads. One thread at a time is let in: another could take
+    the replacement for JAX's own function, and put it back.
+    """
+    if jax.__version_info__[:2] != (0, 11):
+        yield
+        return
+    from jax.experimental.mosaic.gpu import constraints
+
+    with replacing:
+        of_jax = constraints.compute_transitively_equal_vars
+        constraints.compute_transitively_equal_vars = equal_variables
+        try:
+            yield
+        finally:
+            constraints.compute_transitively_equal_vars = of_jax
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,7 +95,7 @@ class Kernel:
     def lowered(self) -> bytes:
         """Return the kernel's own module in MLIR's bytecode, and start to compile it in a thread."""
         traced = self.traced  # outside of the lock, which tracing does not need
-        with equal_layouts.used_by_jax():
+        with equal_variables_used_by_jax():
             found = in_no_trace(lambda: traced.lower(lowering_platforms=("cuda",)).compiler_ir())
         threads().submit(self.compile)
         return mlir.module_to_bytecode(found)

@@ -57,16 +57,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.chunks.inverse import BETA, GATES
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, by_role, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
     BY_ROW,
     REGISTERS,
+    EdgeCopies,
     by_column,
     by_row,
+    load_tokens,
     read,
+    split_edges,
     store_split,
     tiled,
     transposed,
@@ -386,7 +388,7 @@ def load(p: Program):
     for source, tile in ((x.states, own.states), (x.d_states, own.d_states)):
         states.copy(source.at[b, c, h], tile)
     at = b, c, quotient(h, H // x.d_output.shape[2]), slice(None)
-    fetch_tokens(p.edges, "d_output", x.d_output, at, own.d_output, states.full)
+    load_tokens(p.edges, "d_output", x.d_output, at, own.d_output, states.full)
     pl.when(p.turn > 0)(p.pipeline.keys.acquire)
     load_keys(p)
 
@@ -397,7 +399,7 @@ def load_keys(p: Program):
     (b, c, h), H = p.place(), p.H
     for name, source, tile in (("k", x.k, t.k), ("q", x.q, t.q)):
         at = b, c, quotient(h, H // source.shape[2]), p.channels()
-        fetch_tokens(p.edges, name, source, at, tile, keys.full)
+        load_tokens(p.edges, name, source, at, tile, keys.full)
     for row, tile in ((GATES, t.gates), (BETA, t.beta)):
         keys.copy(x.factors.at[b, c, h, row], tile)
 
@@ -416,9 +418,7 @@ def load_wide(p: Program):
         b, c, h = p.place()
         columns = pl.ds(step * COLUMNS, COLUMNS)
         head = quotient(h, x.factors.shape[2] // x.d_output.shape[2])
-        fetch_tokens(
-            p.edges, "d_output", x.d_output, (b, c, head, columns), own.d_output.at[stage], ring.full.at[stage]
-        )
+        load_tokens(p.edges, "d_output", x.d_output, (b, c, head, columns), own.d_output.at[stage], ring.full.at[stage])
         channels = pl.ds(p.block() * K, K)
         pairs = [(x.states, channels, own.S), (x.states, beside, own.U)]
         pairs += [(x.d_states, channels, own.dS), (x.d_states, beside, own.dX)]

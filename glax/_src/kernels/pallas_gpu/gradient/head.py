@@ -39,7 +39,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.edge_tiles import load_rows
 from glax._src.kernels.pallas_gpu.device.launch import launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Meeting, Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import (
@@ -49,6 +48,7 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     after,
     by_row,
     high_part,
+    load_rows,
     product,
     read,
     tiled,

@@ -48,7 +48,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from glax._src.kernels.pallas_gpu.device import edge_tiles, tiles
+from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import (
@@ -382,7 +382,7 @@ def load_rows(p: Program, b, chunk, *sources, copy):
             place = place if isinstance(place, tuple) else (place,)
             copy((edges if from_copy else array).at[(b, rows, *place)], tile)
 
-    edge_tiles.load_rows(p.operands.edges, chunk, load)
+    tiles.load_rows(p.operands.edges, chunk, load)
 
 
 def other_chunk(chunk):

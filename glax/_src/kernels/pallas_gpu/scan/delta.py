@@ -74,18 +74,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.chunks.inverse import BETA, ERASING, FACTORS, GATES, LEAVING, WITHIN
 from glax._src.kernels.pallas_gpu.device import tiles
-from glax._src.kernels.pallas_gpu.device.edge_tiles import EdgeCopies, fetch_tokens, split_edges
 from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, by_role, launch
 from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Pipeline, Ring
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
     BY_ROW,
+    EdgeCopies,
     after,
     by_column,
     by_row,
     iota,
+    load_tokens,
     read,
     rounded_part,
+    split_edges,
     tiled,
     transposed,
     zeros,
@@ -463,7 +465,7 @@ def load_chunks(p: Program):
             pl.when(step > 0)(lambda: load_values(p, step - 1))
         for name, source, tile, inner, columns in tokens:
             at = p.field(0), p.chunk(step), quotient(p.head, w.H // source.shape[2]), columns
-            fetch_tokens(p.edges, name, source, at, tile.at[(slot, *inner)], pipe.chunks.full.at[slot])
+            load_tokens(p.edges, name, source, at, tile.at[(slot, *inner)], pipe.chunks.full.at[slot])
         for source, tile in pairs:
             pipe.chunks.copy(source.at[p.field(0), p.chunk(step), p.head], tile.at[slot], slot)
         if w.tight:
@@ -482,7 +484,7 @@ def load_values(p: Program, step):
     x, values = p.operands, p.pipeline.values
     assert values is not None
     at = p.field(0), p.chunk(step), quotient(p.head, p.plan.H // x.v.shape[2]), p.stripe()
-    fetch_tokens(p.edges, "v", x.v, at, p.values(0), values.full)
+    load_tokens(p.edges, "v", x.v, at, p.values(0), values.full)
 
 
 def carry_state(p: Program, me=0):
