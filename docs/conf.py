@@ -5,6 +5,7 @@ import re
 import tomllib
 from importlib.metadata import files
 
+from sphinx.util import inspect
 from sphinx.util.fileutil import copy_asset
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -21,9 +22,13 @@ source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 nitpicky = True
 # Only names of glax itself are references that must resolve: annotations also name classes of other packages.
-nitpick_ignore_regex = [(r"py:.*", r"(?!glax).*"), (r"py:.*", r"glax\._src.*")]
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!glax).*"),
+    (r"py:.*", r"glax\._src.*"),
+    (r"py:class", r"glax\.(models|nn)\.\w+\..*"),
+]
 
-myst_enable_extensions = ["dollarmath", "deflist"]
+myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
 myst_all_links_external = False
 
@@ -119,7 +124,12 @@ def escape(line: str) -> str:
 
 
 def with_short_names(app, what, name, obj, options, signature, returns):
-    """Write Array for the class that jaxtyping's annotations name by its private module."""
+    """Write Array for the class that jaxtyping's annotations name by its private module, and the arguments of `__init__` for
+    those of the metaclass of Flax's modules."""
+    if what == "class" and signature == "(*args: Any, **kwargs: Any)":
+        of_init = inspect.signature(obj.__init__, bound_method=True)
+        # A default that is a function has no literal; its name can be parsed.
+        signature = re.sub(r"<function (\w+)[^>]*>", r"\1", inspect.stringify_signature(of_init))
     return tuple(None if text is None else text.replace("jaxlib._jax.Array", "Array") for text in (signature, returns))
 
 

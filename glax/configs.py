@@ -1,5 +1,8 @@
-"""Export the configs of the kernels, for `cfg`, overlays and tuning: `glax.recurrent(...,
-cfg=glax.configs.ChunkedConfig(chunk=64))`.
+"""Export the configs of the kernels, for `cfg`, overlays and tuning.
+
+>>> q = jnp.ones((1, 8, 2, 4))
+>>> glax.recurrent(q, q, q, cfg=glax.configs.ChunkedConfig(chunk=64)).output.shape
+(1, 8, 2, 4)
 
 Each class belongs to one or more kernels in `glax.kernel_registry`. It loads at its first use, without Triton or an
 accelerator. `NAMES` maps a name here to its kernel.
