@@ -68,7 +68,7 @@ def example(
 
 def runs(spec: KernelSpec, r: Recurrence) -> bool:
     """Whether the kernel supports the call on a machine that has all that it needs."""
-    if spec.other_form(r) is not None:
+    if spec.other_form(r, r.decay.form) is not None:
         return False
     reason = spec.supports(r)
     return reason is None or OF_THE_MACHINE.match(reason) is not None
