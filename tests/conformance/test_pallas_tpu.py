@@ -169,8 +169,8 @@ def test_lowers(case, dtype):
     """Mosaic lowers every case that the interpreter runs. The kernels refuse the others with a reason."""
     r = jax.eval_shape(lambda: recurrence(dataclasses.replace(case, dtype=dtype), case.strengths[0]))
     if "gv" in case.gates:
-        assert FORWARD.other_form(r) == BACKWARD.other_form(r)
-        assert "of the form none, constant, head, key; got" in FORWARD.other_form(r)
+        assert FORWARD.other_form(r, r.decay.form) == BACKWARD.other_form(r, r.decay.form)
+        assert "of the form none, constant, head, key; got" in FORWARD.other_form(r, r.decay.form)
         return
     chunks = {} if case.chunk is None else dict(chunk=case.chunk)
     config = FORWARD.config.heuristic(r), BACKWARD.config.heuristic(r)

@@ -346,7 +346,8 @@ def test_refusals():
     assert "one token" in support.step_refusal(r)
     value = recurrence(Case("", T=20, gates=("gv",)), "log-sigmoid")
     refusals = {
-        name: kernel_registry.kernels[f"{name}/triton/gpu"].other_form(value) for name in ("chunked", "recurrent")
+        name: kernel_registry.kernels[f"{name}/triton/gpu"].other_form(value, "value")
+        for name in ("chunked", "recurrent")
     }
     assert "got value (given by gv)" in refusals["chunked"] and refusals["recurrent"] is None
     wide = jax.eval_shape(lambda: bind(*(jnp.zeros((1, 4, 1, 1024), jnp.float32),) * 3))
