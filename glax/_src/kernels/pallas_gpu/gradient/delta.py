@@ -177,8 +177,8 @@ class Columns(NamedTuple):
     dX: Ref  # [STAGES, COLUMNS, C]: dX^T
 
     @classmethod
-    def types(cls, K: int, blocks: int) -> "Columns":
-        state, pairs = tiled(STAGES, *((K, COLUMNS) if blocks > 1 else (COLUMNS, K))), tiled(STAGES, COLUMNS, C)
+    def types(cls, K: int, columns_first: bool) -> "Columns":
+        state, pairs = tiled(STAGES, *((COLUMNS, K) if columns_first else (K, COLUMNS))), tiled(STAGES, COLUMNS, C)
         return cls(d_output=tiled(STAGES, C, COLUMNS), S=state, U=pairs, dS=state, dX=pairs)
 
 
@@ -222,6 +222,8 @@ class ChunkProgram:
     tiles: Any
     own: Any  # the shared memory of what has columns of V
     pipeline: Any
+    edges: EdgeCopies | None
+    turn: Any = dataclasses.field(default=0, kw_only=True)  # the number of items that the program had before
 
     @property
     def width(self) -> int:
@@ -259,6 +261,23 @@ class ChunkProgram:
         """Return the channels of K."""
         return pl.ds(self.block() * self.width, self.width)
 
+    @property
+    def columns_first(self) -> bool:
+        """Return whether states and what tokens write are stored with their columns of V first."""
+        return True
+
+    def by_rows(self, tile):
+        """Return a tile of tokens of a step with the tokens first."""
+        return transposed(tile) if self.columns_first else tile
+
+    def by_columns(self, tile):
+        """Return a tile of a state or of tokens of a step with its columns of V first."""
+        return tile if self.columns_first else transposed(tile)
+
+    def stage(self, step):
+        """Return the stage of a step."""
+        return self.pipeline.columns.slot(step)
+
     def tokens(self, x):
         """Return the chunk's rows [C, width] of x [B, T, heads, K]."""
         b, c, h = self.place()
@@ -279,30 +298,27 @@ class ChunkProgram:
 class Program(ChunkProgram):
     """Hold the references of one program of either kernel."""
 
-    edges: EdgeCopies | None
     number: Any  # of the item
-    turn: Any = 0  # the number of items that the program had before
 
     @classmethod
     def of(cls, reverse: bool, given: tuple[Operands, EdgeCopies | None], *refs) -> "Program":
         """Return the program at its first item. refs: the fields from `results` to `pipeline`."""
         operands, edges = given
-        return cls(reverse, operands, *refs, edges, lax.axis_index(PROGRAM))
+        return cls(reverse, operands, *refs, edges, number=lax.axis_index(PROGRAM))
 
     @property
     def width(self) -> int:
         return self.tiles.q.shape[1]
 
+    @property
+    def columns_first(self) -> bool:
+        return self.blocks == 1
+
     def item(self):
         return lax.optimization_barrier(self.number)
 
-    def by_rows(self, tile):
-        """Return a tile of tokens of a step with the tokens first."""
-        return tile if self.blocks > 1 else transposed(tile)
-
-    def by_columns(self, tile):
-        """Return a tile of a state or of tokens of a step with its columns of V first."""
-        return transposed(tile) if self.blocks > 1 else tile
+    def channels(self):
+        return slice(None) if self.blocks == 1 else super().channels()
 
     def gates(self):
         """Return G [C], to base 2, by row."""
@@ -353,7 +369,7 @@ def delta_gradient_wide(reverse: bool, *operands) -> Results:
         work = dict(queries=compute_queries_wide, keys=compute_keys_wide, load=load_wide)
         by_role(ROLES, {role: functools.partial(f, p) for role, f in work.items()})
 
-    scratch, pipeline = (Tiles.types(K), Columns.types(K, blocks)), DeltaPipeline.planned(is_wide=True)
+    scratch, pipeline = (Tiles.types(K), Columns.types(K, blocks == 1)), DeltaPipeline.planned(is_wide=True)
     return launch(
         "delta_gradient_wide", reverse, body, given, Results.types(x, blocks), scratch, ROLES, pipeline,
         programs=math.prod(x.factors.shape[:3]) * blocks, is_longest=True,
@@ -408,23 +424,22 @@ def load_wide(p: Program):
     """Load all tiles, those of a step once the step that used their place is done."""
     plgpu.set_max_registers(REGISTERS[0], action="decrease")
     load_keys(p)
-    x, own, ring, K = p.operands, p.own, p.pipeline.columns, p.width
-    beside = pl.ds(x.q.shape[3], C)
+    pl.loop(0, p.steps)(functools.partial(load_step, p))
 
-    @pl.loop(0, p.steps)
-    def _(step):
-        stage = ring.slot(step)
-        ring.acquire(stage, step)
-        b, c, h = p.place()
-        columns = pl.ds(step * COLUMNS, COLUMNS)
-        head = quotient(h, x.factors.shape[2] // x.d_output.shape[2])
-        load_tokens(p.edges, "d_output", x.d_output, (b, c, head, columns), own.d_output.at[stage], ring.full.at[stage])
-        channels = pl.ds(p.block() * K, K)
-        pairs = [(x.states, channels, own.S), (x.states, beside, own.U)]
-        pairs += [(x.d_states, channels, own.dS), (x.d_states, beside, own.dX)]
-        for source, part, tile in pairs:
-            place = (part, columns) if p.blocks > 1 else (columns, part)
-            ring.copy(source.at[(b, c, h, *place)], tile.at[stage], stage)
+
+def load_step(p: ChunkProgram, step):
+    """Load the tiles of a step, once the step that used their place is done."""
+    x, own, ring, stage = p.operands, p.own, p.pipeline.columns, p.stage(step)
+    ring.acquire(stage, p.turn * p.steps + step)
+    (b, c, h), columns = p.place(), pl.ds(step * COLUMNS, COLUMNS)
+    at = b, c, quotient(h, p.H // x.d_output.shape[2]), columns
+    load_tokens(p.edges, "d_output", x.d_output, at, own.d_output.at[stage], ring.full.at[stage])
+    beside, channels = pl.ds(x.q.shape[3], C), pl.ds(p.block() * p.width, p.width)
+    pairs = [(x.states, channels, own.S), (x.states, beside, own.U)]
+    pairs += [(x.d_states, channels, own.dS), (x.d_states, beside, own.dX)]
+    for source, part, tile in pairs:
+        place = (columns, part) if p.columns_first else (part, columns)
+        ring.copy(source.at[(b, c, h, *place)], tile.at[stage], stage)
 
 
 # ---- compute ----------------------------------------------------------------------------------------------------------
@@ -477,8 +492,7 @@ def compute_queries_wide(p: Program):
 
 def add_queries(p: Program, step, totals):
     """Return dO U^T, dO S^T and parts of <S, dS'>, with the terms of a step's columns added."""
-    own, ring, (pairs, of_state, edge) = p.own, p.pipeline.columns, totals
-    stage = ring.slot(step)
+    own, ring, stage, (pairs, of_state, edge) = p.own, p.pipeline.columns, p.stage(step), totals
     ring.wait(stage)
     d_output, S, dS = own.d_output.at[stage], own.S.at[stage], own.dS.at[stage]
     of_tokens, of_columns = (d_output, p.by_columns(own.U.at[stage])), (d_output, p.by_columns(S))
@@ -503,10 +517,9 @@ def compute_keys_wide(p: Program):
     send_keys(p, dk, erased, behind)
 
 
-def add_keys(p: Program, step, totals):
+def add_keys(p: ChunkProgram, step, totals):
     """Return dX U^T, dX S^T and U dS'^T, with the terms of a step's columns added."""
-    own, ring = p.own, p.pipeline.columns
-    stage = ring.slot(step)
+    own, ring, stage = p.own, p.pipeline.columns, p.stage(step)
     ring.wait(stage)
     U, dX = p.by_columns(own.U.at[stage]), p.by_rows(own.dX.at[stage])
     of_state = dX, p.by_columns(own.S.at[stage])

@@ -71,12 +71,11 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     transposed,
     zeros,
 )
-from glax._src.kernels.pallas_gpu.gradient.delta import COLUMNS, ChunkProgram
-from glax._src.kernels.pallas_gpu.plan import PAIRS, C, quotient
+from glax._src.kernels.pallas_gpu.gradient.delta import COLUMNS, STAGES, ChunkProgram, Columns, add_keys, load_step
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C
 
 BF16 = jnp.bfloat16
 BLOCK = 64  # channels of K of an item
-STAGES = 2  # steps in shared memory: one in work, one on its way
 SHAPE = (C, BLOCK)
 TERMS = 2
 D_SCALE, D_BETA = range(TERMS)  # rows of `Results.terms`
@@ -185,26 +184,11 @@ class Tiles(NamedTuple):
         return self.gates[0] if self.wide is None else self.wide.at[lax.optimization_barrier(jnp.int32(0))]
 
 
-class Columns(NamedTuple):
-    """Hold the shared memory of a step's columns of V, by stage."""
-
-    d_output: Ref  # [STAGES, C, COLUMNS]
-    S: Ref  # [STAGES, COLUMNS, BLOCK]: S^T
-    U: Ref  # [STAGES, COLUMNS, C]: U^T
-    dS: Ref  # [STAGES, COLUMNS, BLOCK]: dS'^T
-    dX: Ref  # [STAGES, COLUMNS, C]: dX^T
-
-    @classmethod
-    def types(cls) -> "Columns":
-        return cls(*(tiled(STAGES, 64, 64),) * 5)
-
-
 @dataclasses.dataclass(frozen=True)
 class Program(ChunkProgram):
     """Hold the references of one program. It takes every `programs`-th item."""
 
     programs: int
-    turn: Any = 0  # the number of items that the program had before
 
     @property
     def width(self) -> int:
@@ -303,11 +287,11 @@ def delta_key_gradient(reverse: bool, most: int, *operands) -> Results:
     programs = min(most, B * chunks * H * (x.q.shape[3] // BLOCK))
 
     def body(operands: Operands, results: Results, columns: Columns, own: Tiles, pipeline: DeltaKeyPipeline):
-        p = Program(reverse, operands, results, own, columns, pipeline, programs)
+        p = Program(reverse, operands, results, own, columns, pipeline, edges=None, programs=programs)
         work = dict(queries=of_queries, keys=of_keys, load=load)
         by_role(ROLES, {role: functools.partial(for_all_items, p, f) for role, f in work.items()})
 
-    scratch = Columns.types(), Tiles.types(x.gates.dtype)
+    scratch = Columns.types(BLOCK, columns_first=True), Tiles.types(x.gates.dtype)
     params = dataclasses.replace(PARAMS, reduction_scratch_bytes=0)  # no sum is over warps
     return launch(
         "delta_key_gradient", reverse, body, x, Results.types(x), scratch, ROLES, DeltaKeyPipeline.planned(),
@@ -336,20 +320,6 @@ def load(p: Program):
         channels.copy(p.tokens(source), tile)
     channels.copy(x.beta.at[p.place()], t.row(TOKEN_BETA))
     pl.loop(first, p.steps)(lambda step: load_step(p, step))
-
-
-def load_step(p: Program, step):
-    """Load the tiles of a step, once the step that used their place is done."""
-    x, own, ring, stage = p.operands, p.own, p.pipeline.columns, p.stage(step)
-    ring.acquire(stage, p.turn * p.steps + step)
-    (b, c, h), columns = p.place(), pl.ds(step * COLUMNS, COLUMNS)
-    head = quotient(h, p.H // x.d_output.shape[2])
-    ring.copy(x.d_output.at[b, pl.ds(c * C, C), head, columns], own.d_output.at[stage], stage)
-    beside, channels = pl.ds(x.q.shape[3], C), p.channels()
-    pairs = [(x.states, channels, own.S), (x.states, beside, own.U)]
-    pairs += [(x.d_states, channels, own.dS), (x.d_states, beside, own.dX)]
-    for source, part, tile in pairs:
-        ring.copy(source.at[b, c, h, columns, part], tile.at[stage], stage)
 
 
 # ---- compute ----------------------------------------------------------------------------------------------------------
@@ -419,17 +389,6 @@ def of_keys(p: Program):
     plgpu.copy_smem_to_gmem(t.k, p.tokens(p.results.dk))
     plgpu.wait_smem_to_gmem(0)
     p.pipeline.channels.release()
-
-
-def add_keys(p: Program, step, totals):
-    """Return dX U^T, dX S^T and U dS'^T, with the terms of a step added."""
-    own, stage = p.own, p.stage(step)
-    p.pipeline.columns.wait(stage)
-    U, dX = own.U.at[stage], transposed(own.dX.at[stage])
-    of_state, of_gradient = (dX, own.S.at[stage]), (transposed(U), own.dS.at[stage])
-    totals = tiles.added_all(totals, [(dX, U)], [of_state], [of_gradient])
-    p.pipeline.columns.release(stage)
-    return totals
 
 
 def prepare_gates(p: Program):
