@@ -12,7 +12,7 @@ SAY_JAX := from importlib.metadata import version; print("Testing with JAX", ver
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all rest fast lint sanitize tpu tpu-compiler triton triton-compiler hopper \
-  hopper-compiler hopper-budgets cuda cuda-compiler docs clean
+  hopper-few hopper-compiler hopper-budgets cuda cuda-compiler docs clean
 
 help:
 	@echo "make demo      run the demo                          ARGS: what follows 'glax demo'"
@@ -25,6 +25,7 @@ help:
 	@echo "make tpu       the TPU kernels, by the TPU compiler     ARGS: --few, a minute instead of five"
 	@echo "make triton    the GPU kernels in Triton's interpreter, and compiled; needs Python 3.12"
 	@echo "make hopper    the Hopper kernels in the interpreter, and compiled; needs Python 3.12"
+	@echo "make hopper-few   each of the Hopper kernels once, in the interpreter"
 	@echo "make cuda      the CUDA kernels by NVRTC, for every architecture"
 	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make install   the environment alone"
@@ -96,6 +97,10 @@ triton: triton-compiler
 NVCC := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-nvdisasm==13.5.37
 hopper: hopper-budgets
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/conformance/test_hopper*.py $(ARGS)
+
+# Every kernel once, with each gate and packing, forward and gradient: the calls in FEW of tests/hopper.py.
+hopper-few: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m few tests/conformance/test_hopper.py $(ARGS)
 
 hopper-compiler: $(STAMP)
 	@jax=$$($(BIN)/python -c '$(JAX_VERSION)') && test -d build/hopper-$$jax || \

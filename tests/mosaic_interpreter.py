@@ -48,18 +48,13 @@ def inverses_of_stacked_blocks(L, reverse: bool):
     return inverses_of_blocks(apart, reverse).reshape(rows, -1, size).sum(1)
 
 
-def one_kernel_at_a_time(monkeypatch, *kernels):
-    """Wait for every kernel. kernels: the module and the name of each.
+def waiting(kernel):
+    """kernel, begun once its operands are there, and waited for.
 
     XLA's CPU client runs at most 32 programs at a time. Programs that wait for a kernel, or kernels side by side, may use all of
     these up, and the interpreter's warpgroups then find no thread.
     """
-
-    def waiting(f):
-        return lambda *operands: jax.block_until_ready(f(*jax.block_until_ready(operands)))
-
-    for module, name in kernels:
-        monkeypatch.setattr(module, name, waiting(getattr(module, name)))
+    return lambda *operands: jax.block_until_ready(kernel(*jax.block_until_ready(operands)))
 
 
 def install(monkeypatch):

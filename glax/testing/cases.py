@@ -24,7 +24,7 @@ class Case:
     gates: the gates that are given, of g, g_gamma, gk and gv.
     dtype, gate_dtype, state_dtype: the dtype of query, key and value; of the gates; of the initial state, None for no initial
         state.
-    cuts: the boundaries of packed sequences. Rows behind the last sequence are padding and hold NaN.
+    cuts: the boundaries of packed sequences. Rows before the first and behind the last are padding and hold NaN.
     ids: segment ids, [B, T]. Tokens with the id 0 are padding and hold NaN.
     erasure: the arguments of the delta rule that are given, of beta, erase and write. Keys then have norm 1, and beta is up to
         2.
@@ -70,6 +70,8 @@ def gate(rng: np.random.Generator, shape: tuple[int, ...], strength: str) -> np.
             return -np.log1p(np.exp(-rng.normal(float(mean), size=shape)))
         case [value, "in", "one"]:  # one channel of each head, or one head; the others are mild
             return np.where(np.arange(shape[-1]) == 0, float(value), logs / 16)
+        case ["log-sigmoid", "/", divisor]:
+            return logs / float(divisor)
         case ["mild"]:  # like learned gates, which GLA divides by 16
             return logs / 16
         case [value, "on", "5%"]:
@@ -100,7 +102,7 @@ def inputs(case: Case, strength: str, seed: int = 0) -> dict[str, jax.Array]:
         arrays |= erasures(rng, case, arrays["key"])
     if case.cuts is not None:
         for name in arrays.keys() - {"g_gamma"}:
-            arrays[name][:, case.cuts[-1] :] = np.nan
+            arrays[name][:, case.cuts[-1] :] = arrays[name][:, : case.cuts[0]] = np.nan
     if case.ids is not None:
         for name in arrays.keys() - {"g_gamma"}:
             arrays[name][np.array(case.ids) == 0] = np.nan
@@ -135,7 +137,7 @@ def cotangents(case: Case, r: Recurrence, seed: int = 1) -> tuple[jax.Array, jax
     rng = np.random.default_rng(seed)
     d_output = rng.normal(size=(*r.q.shape[:2], *r.state_shape[1::2]))
     if case.cuts is not None:
-        d_output[:, case.cuts[-1] :] = np.nan
+        d_output[:, case.cuts[-1] :] = d_output[:, : case.cuts[0]] = np.nan
     if case.ids is not None:
         d_output[np.array(case.ids) == 0] = np.nan
     return jnp.asarray(d_output.astype(r.q.dtype)), jnp.asarray(rng.normal(size=r.state_shape).astype(r.dtype))

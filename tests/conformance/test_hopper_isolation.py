@@ -13,8 +13,6 @@ import pytest
 if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
     pytest.skip("the interpreter of Pallas Mosaic GPU needs JAX 0.12", allow_module_level=True)
 
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
 from glax._src.core.bind import bind
 from glax._src.core.registry import kernel_registry
 from glax._src.core.segments import Segments
@@ -24,7 +22,7 @@ from glax._src.kernels.pallas_gpu.config import HopperConfig
 from glax._src.kernels.pallas_gpu.rows import takes_segments
 from glax._src.solve.dispatch import Choice, Resolution, by_folding
 from glax.testing.cases import Case
-from tests import mosaic_interpreter
+from tests.hopper import Interpreter
 from tests.poison import MIDDLE, Layout, batch, operands_of, packed, poisoned, poisons, spoiled
 
 BAR = 1e-2  # of what differs in documents that share a chunk with the poison
@@ -83,10 +81,9 @@ def programs(r, config: HopperConfig):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    mosaic_interpreter.install(monkeypatch)
-    for module in (plain, delta, repair):
-        monkeypatch.setattr(module, "multiprocessors", lambda: 2)  # the interpreter runs idle programs, too
-    with plgpu.force_gpu_interpret_mode(mosaic_interpreter.parameters()):
+    interpreter = Interpreter(monkeypatch)
+    interpreter.programs(2)
+    with interpreter.on():
         yield
 
 
