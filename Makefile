@@ -100,7 +100,7 @@ hopper: hopper-budgets
 
 # Every kernel once, with each gate and packing, forward and gradient: the calls in FEW of tests/hopper.py.
 hopper-few: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m few tests/conformance/test_hopper.py $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m few tests/conformance/test_hopper*.py $(ARGS)
 
 hopper-compiler: $(STAMP)
 	@jax=$$($(BIN)/python -c '$(JAX_VERSION)') && test -d build/hopper-$$jax || \

@@ -24,7 +24,7 @@ from glax._src.solve.autodiff import solve
 from glax._src.solve.dispatch import Choice
 from glax._src.solve.pieces import solve_with_states
 from glax.testing.reference import reference, reference_gradient
-from tests import strengths
+from tests import case, strengths
 from tests.close import assert_gradients_close, assert_outputs_close
 from tests.delta_cases import Draw
 from tests.hopper import (
@@ -41,19 +41,13 @@ from tests.hopper import (
     run_in_phases,
 )  # fmt: skip
 
-FAST = ("head", "delta")
-
 
 @pytest.fixture
 def interpreter(monkeypatch):
     return Interpreter(monkeypatch)
 
 
-def marks(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.few] * (name in FEW) + [pytest.mark.fast] * (name in FAST)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CALLS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.few] * (name in FEW)) for name in CALLS])
 def test_against_the_reference(name, interpreter):
     call = CALLS[name]
     problem = call.problem()
@@ -148,7 +142,7 @@ def test_d_beta_where_its_sum_cancels(seed, interpreter):
     assert_gradients_close(r, d, reference_gradient(r, d_output, d_final))
 
 
-@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.fast), True])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.few), True])
 def test_at_the_limit_of_the_fast_form(reverse, interpreter, monkeypatch):
     """32 gates of -1.875 sum to -60, at which the fast form is taken. With the next number below, the exact form is taken. In one
     channel the gates of the second half are the opposite, so that its state grows by e^60, to the size of the others."""
@@ -170,3 +164,10 @@ def test_at_the_limit_of_the_fast_form(reverse, interpreter, monkeypatch):
 def seen(taken: list[bool], is_fast):
     jax.debug.callback(lambda x: taken.append(bool(x)), is_fast)
     return is_fast
+
+
+@pytest.mark.few
+def test_a_case_is_reproduced_in_the_interpreter(capsys):
+    assert case.main(["hopper: delta-key, growing", "--platform", "pallas", "--dump", "output,scores"]) == 0
+    said = capsys.readouterr().out
+    assert "the interpreter of Pallas Mosaic GPU" in said and "scores of chunk 0" in said

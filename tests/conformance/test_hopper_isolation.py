@@ -88,7 +88,7 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "route", [pytest.param(name, marks=[pytest.mark.fast] * (i == 0)) for i, name in enumerate(ROUTES)]
+    "route", [pytest.param(name, marks=[pytest.mark.few] * (i == 0)) for i, name in enumerate(ROUTES)]
 )
 def test_a_poisoned_document_harms_no_other(route, interpreted):
     layout, fields, parts = ROUTES[route]

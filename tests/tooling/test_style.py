@@ -9,7 +9,7 @@ import pytest
 
 from tests.tooling.test_words import retired
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.core  # the same with every JAX
 ROOT = pathlib.Path(__file__).parents[2]
 SEARCHED = ("glax", "glax_cli", "tests", "benchmarks")
 SUFFIXES = (".py", ".h", ".cc", ".md", ".txt")

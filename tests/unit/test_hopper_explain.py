@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
+    pytest.skip("the Hopper kernels need JAX 0.12", allow_module_level=True)
+
 import glax
 from glax._src.core.backend import Backend
 from glax._src.core.bind import bind

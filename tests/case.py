@@ -1,0 +1,325 @@
+"""Reproduce a wrong number: one case on one platform, and each intermediate beside the float64 reference's.
+
+    python -m tests.case "key, extreme" --platform pallas --dump state,scores
+    python -m tests.case --list
+    python -m tests.case "bfloat16, key" --platform pallas --set T=72 --resources
+
+The cases are those of `glax check`, of the conformance suite and of the Hopper kernels; --set changes a field. Without a GPU or
+TPU the kernel runs in its interpreter. What --dump prints, each with its error, the first token, chunk and head that are off,
+and that row beside the reference's:
+
+    output      of every token
+    state       the state behind every 64 tokens, in the order of the scan: the final states of shorter and shorter calls
+    scores      what each token reads of each of its chunk, [64, 64]: the outputs where the values are unit vectors
+    gradient    of every input
+
+--resources compiles the case's kernels for an H100, where a compiler is, and prints registers and spilled bytes. The exit status
+is 1 where an array is beyond its bar.
+"""
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import glax
+from glax._src.core.recurrence import Recurrence
+from glax.testing.cases import CASES, EXTREME, Case, cotangents, recurrence
+from glax.testing.reference import reference, reference_gradient
+from glax.testing.tolerances import Comparison, compare, compare_gradients, compare_outputs, named
+from tests.delta_cases import DeltaCase
+
+CHUNK = 64
+KERNELS = {
+    "xla": "chunked/xla/any",
+    "cpp": "recurrent/cpp/cpu",
+    "triton": "chunked/triton/gpu",
+    "pallas": "chunked/pallas/gpu",
+    "tpu": "chunked/pallas/tpu",
+    "cuda": "recurrent/cuda/gpu",
+}
+DUMPS = ("output", "state", "scores", "gradient")
+FAR = 4  # times an array's bar: a row that is off
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where kernels run. call(f, *operands) is f(*operands), on the device or in the kernels' interpreter."""
+
+    said: str
+    call: Callable[..., Any]
+
+
+def has(backend: str) -> bool:
+    return any(device.platform == backend for device in jax.devices())
+
+
+@contextlib.contextmanager
+def machine(platform: str) -> Iterator[Machine]:
+    """The device that the platform needs, or else its interpreter. Raises SystemExit where there is neither."""
+    needed = dict(triton="gpu", pallas="gpu", cuda="gpu", tpu="tpu").get(platform)
+    if needed is None or has(needed):
+        yield Machine(str(jax.devices()[0]), lambda f, *operands: jax.jit(f)(*operands))
+    elif platform == "tpu":
+        from jax.experimental.pallas import tpu as pltpu
+
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+            yield Machine("the TPU interpreter", lambda f, *operands: jax.jit(f)(*operands))
+    elif platform == "triton":
+        importlib.import_module("tests.triton_interpreter").install()
+        yield Machine("Triton's interpreter", lambda f, *operands: f(*operands))
+    elif platform == "pallas" and jax.__version_info__ >= (0, 12):
+        from tests.hopper import Interpreter
+
+        with pytest.MonkeyPatch.context() as patch:
+            interpreter = Interpreter(patch)
+            interpreter.programs(3)
+            yield Machine("the interpreter of Pallas Mosaic GPU, with races as errors", interpreter)
+    else:
+        raise SystemExit(f"{platform} needs a {needed} here; --platform pallas has an interpreter from JAX 0.12 on")
+
+
+# ---- the cases -------------------------------------------------------------------------------------------------------
+
+
+def all_cases() -> dict[str, tuple[Case | DeltaCase, tuple]]:
+    """Every named case, and the strengths or draws that it has."""
+    from tests import cases, delta_cases
+
+    found = {case.name: (case, case.strengths) for case in (*cases.all_cases(), *CASES)}
+    found |= {f"delta {case.name}": (case, case.draws) for case in delta_cases.all_cases()}
+    if jax.__version_info__ >= (0, 12):
+        from tests.hopper import CALLS
+
+        found |= {f"hopper: {name}": (call.case, (call.given,)) for name, call in CALLS.items()}
+    return found
+
+
+def with_fields(case, fields: list[str]):
+    """The case with `name=value` for each of `fields`, in Python's syntax: T=72, dtype=bfloat16, gates=('g',)."""
+    names = {field.name for field in dataclasses.fields(case)}
+    given = {}
+    for text in fields:
+        name, _, value = text.partition("=")
+        if name not in names or not value:
+            raise SystemExit(f"--set takes one of {', '.join(sorted(names))} and a value, as in T=72, got {text!r}")
+        try:
+            given[name] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            given[name] = value
+    return dataclasses.replace(case, **given)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A recurrence and the cotangents of its results."""
+
+    r: Recurrence
+    d_output: jax.Array
+    d_final: jax.Array
+    extreme: bool
+
+    @classmethod
+    def of(cls, case, given) -> "Problem":
+        if isinstance(case, DeltaCase):
+            r = case.recurrence(given)
+            return cls(r, *case.cotangents(r), extreme=given.strength in EXTREME)
+        r = recurrence(case, given)
+        return cls(r, *cotangents(case, r), extreme=given in EXTREME)
+
+
+def tokens(r: Recurrence, keep: slice) -> Recurrence:
+    """Those tokens alone, from the same initial states."""
+
+    def cut(x):
+        return x[:, keep] if x is not None and x.ndim > 2 else x
+
+    decay = dataclasses.replace(r.decay, **{name: cut(getattr(r.decay, name)) for name in ("head", "key", "value")})
+    erasure = r.erasure if r.erasure is None else jax.tree.map(cut, r.erasure)
+    return r.replace(q=cut(r.q), k=cut(r.k), v=cut(r.v), decay=decay, erasure=erasure)
+
+
+def chunks_of(r: Recurrence, what: str) -> list[slice]:
+    """The tokens of each chunk in the order of the scan. Raises SystemExit for rows that hold several sequences."""
+    if r.boundaries is not None or r.segments is not None:
+        raise SystemExit(f"--dump {what} needs one sequence a row: pass --set cuts=None or --set ids=None")
+    slices = [slice(t, min(t + CHUNK, r.q.shape[1])) for t in range(0, r.q.shape[1], CHUNK)]
+    return slices[::-1] if r.reverse else slices
+
+
+# ---- the dumps -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Dump:
+    """An array beside the reference's. axes: what its leading axes count; a row is what lies behind them."""
+
+    name: str
+    got: np.ndarray
+    want: np.ndarray
+    comparison: Comparison
+    axes: tuple[str, ...]
+
+    def lines(self) -> Iterator[str]:
+        c = self.comparison
+        yield f"{self.name:<22} " + (c.reason or f"off by {c.error:.1e}, bar {c.bar:.1e}")
+        if self.got.shape != self.want.shape or self.want.ndim < len(self.axes):
+            return
+        ahead = len(self.axes)
+        got, want = (x.reshape(*x.shape[:ahead], -1) for x in (self.got, self.want))
+        size = np.linalg.norm(want, axis=-1)
+        usual = np.sqrt(np.mean(size**2))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            errors = np.linalg.norm(got - want, axis=-1) / np.maximum(size, usual)
+        errors = np.where(np.isfinite(got).all(-1), np.nan_to_num(errors), np.inf)
+        far = np.argwhere(errors > FAR * c.bar)
+        worst = np.unravel_index(np.argmax(errors), errors.shape)
+        if self.axes:
+            yield f"  worst at {self.place(worst)}: {errors[worst]:.1e}"
+        if len(far):
+            first = tuple(far[0])
+            yield f"  {len(far)} of {errors.size} rows are off by more than {FAR} bars, the first at {self.place(first)}:"
+            for said, x in (("here", got), ("reference", want)):
+                yield f"    {said:<10} " + " ".join(f"{value:11.4e}" for value in x[first][:6])
+
+    def place(self, index) -> str:
+        said = [f"{name} {i}" for name, i in zip(self.axes, index, strict=True)]
+        if "token" in self.axes:
+            token = index[self.axes.index("token")]
+            said.append(f"row {token % CHUNK} of chunk {token // CHUNK}")
+        return ", ".join(said)
+
+
+GATES = dict(constant="g_gamma", head="g", key="gk", value="gv")  # fields of a decay, by the arguments
+BY_TOKEN = ("sequence", "token", "head")
+BY_SEQUENCE = ("sequence", "head")
+
+
+def float64(x) -> np.ndarray:
+    return np.asarray(jnp.asarray(x).astype(jnp.float32) if jnp.asarray(x).dtype == jnp.bfloat16 else x, np.float64)
+
+
+def outputs(p: Problem, run, _) -> Iterator[Dump]:
+    got, want = run(p.r), reference(p.r)
+    compared = compare_outputs(p.r, got, want, p.extreme)
+    yield Dump("output", float64(got.output), want.output, compared[0], BY_TOKEN)
+    yield Dump("final_state", float64(got.final_state), want.final_state, compared[1], BY_SEQUENCE)
+
+
+def states(p: Problem, run, _) -> Iterator[Dump]:
+    T = p.r.q.shape[1]
+    for number, chunk in enumerate(chunks_of(p.r, "state")):
+        r = tokens(p.r, slice(chunk.start, T) if p.r.reverse else slice(0, chunk.stop))
+        got, want = run(r), reference(r)
+        comparison = compare_outputs(r, got, want, p.extreme)[1]
+        name = f"state behind chunk {number}"
+        yield Dump(name, float64(got.final_state), want.final_state, comparison, BY_SEQUENCE)
+
+
+def scores(p: Problem, run, _) -> Iterator[Dump]:
+    for number, chunk in enumerate(chunks_of(p.r, "scores")):
+        r = tokens(p.r, chunk).replace(initial_state=None)
+        B, C, H = r.q.shape[0], r.q.shape[1], r.v.shape[2]
+        units = jnp.broadcast_to(jnp.eye(C, CHUNK, dtype=r.v.dtype)[None, :, None], (B, C, H, CHUNK))
+        r = r.replace(v=units, decay=dataclasses.replace(r.decay, value=None))
+        got, want = run(r).output, reference(r).output
+        bar = compare_outputs(r, run(r), reference(r), p.extreme)[0].bar
+        yield Dump(f"scores of chunk {number}", float64(got), want, compare("scores", got, want, bar), BY_TOKEN)
+
+
+def gradients(p: Problem, _, pull) -> Iterator[Dump]:
+    got = pull(p.r, p.d_output, p.d_final)
+    want = reference_gradient(p.r, p.d_output, p.d_final)
+    arrays, wanted = named(got), named(want)
+    for comparison in compare_gradients(p.r, got, want, p.extreme):
+        name = comparison.name.removeprefix("d ")
+        x = arrays[name]
+        axes = BY_TOKEN if x.ndim > 2 else ()
+        axes = BY_SEQUENCE if name == "initial_state" else axes
+        yield Dump(f"d {GATES.get(name, name)}", float64(x), float64(wanted[name]), comparison, axes)
+
+
+OF_DUMP = dict(output=outputs, state=states, scores=scores, gradient=gradients)
+
+
+def run_case(p: Problem, platform: str, dumps: tuple[str, ...], say=print) -> int:
+    """Print each of `dumps`; return how many arrays are beyond their bars."""
+    _ = glax.configs.ChunkedConfig  # loads the kernels
+    forward = glax.kernel_registry.kernels[KERNELS[platform]]
+    name = forward.name.replace("/", ".vjp/", 1)
+    backward = glax.kernel_registry.kernels.get(name)
+    if "gradient" in dumps and backward is None:
+        raise SystemExit(f"{forward.name} has no gradient of its own: leave gradient out of --dump")
+    missed = 0
+    with machine(platform) as here:
+        shapes = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in named(p.r).items())
+        say(f"{forward.name} on {here.said}: {shapes}")
+
+        def run(r):
+            return here.call(functools.partial(forward.run, config=forward.config.heuristic(r)), r)
+
+        def pull(r, *given):
+            return here.call(functools.partial(backward.run, config=backward.config.heuristic(r)), r, *given)
+
+        for dump in dumps:
+            for found in OF_DUMP[dump](p, run, pull):
+                missed += found.comparison.reason is not None
+                for line in found.lines():
+                    say(line)
+    return missed
+
+
+def resources(case) -> Iterator[str]:
+    """What the compilers say of a case's Hopper kernels."""
+    from tests.hopper_compile import compiled
+
+    gate = "key" if "gk" in case.gates else "head"
+    is_delta = isinstance(case, DeltaCase) or bool(case.erasure)
+    what = ["residuals", *["delta"] * is_delta, *["packed"] * (case.cuts is not None), *["reverse"] * case.reverse]
+    for direction in ("forward", "gradient"):
+        sizes, kernels = compiled(", ".join([direction, *what]), gate, f"{case.K}x{case.V}")
+        for number, kernel in enumerate(kernels):
+            told = ", ".join(f"{name} {value}" for name, value in kernel.items())
+            yield f"{direction}, kernel {number}: {told}"
+        yield f"{direction}: bytes of shared memory {sizes}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", help="a case, as --list names it")
+    parser.add_argument("--list", action="store_true", help="name the cases")
+    parser.add_argument("--platform", choices=KERNELS, default="xla")
+    parser.add_argument("--dump", default="output,gradient", help=f"some of {','.join(DUMPS)}")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="change a field of the case")
+    parser.add_argument("--strength", help="of the gates; the case's first if left out")
+    parser.add_argument("--resources", action="store_true", help="compile for an H100, and print registers and spills")
+    args = parser.parse_args(arguments)
+    cases = all_cases()
+    if args.list:
+        print(*cases, sep="\n")
+        return 0
+    dumps = tuple(args.dump.split(","))
+    if args.name not in cases or not set(dumps) <= set(DUMPS):
+        parser.error(f"expected a name of --list and of {','.join(DUMPS)}, got {args.name!r} and {args.dump!r}")
+    case, given = cases[args.name]
+    case = with_fields(case, args.set)
+    if args.resources:
+        print(*resources(case), sep="\n")
+    strength = given[0] if args.strength is None else args.strength
+    if isinstance(case, DeltaCase) and args.strength is not None:
+        strength = dataclasses.replace(given[0], strength=args.strength)
+    return min(run_case(Problem.of(case, strength), args.platform, dumps), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
