@@ -172,7 +172,8 @@ class Dump:
 
     def lines(self) -> Iterator[str]:
         c = self.comparison
-        yield f"{self.name:<22} " + (c.reason or f"off by {c.error:.1e}, bar {c.bar:.1e}")
+        said = c.reason if c.error is None else f"off by {c.error:.1e}, bar {c.bar:.1e}"
+        yield f"{self.name:<22} {said}" + ": MISS" * (c.reason is not None)
         if self.got.shape != self.want.shape or self.want.ndim < len(self.axes):
             return
         ahead = len(self.axes)
@@ -289,8 +290,8 @@ def resources(case) -> Iterator[str]:
     for direction in ("forward", "gradient"):
         sizes, kernels = compiled(", ".join([direction, *what]), gate, f"{case.K}x{case.V}")
         for number, kernel in enumerate(kernels):
-            told = ", ".join(f"{name} {value}" for name, value in kernel.items())
-            yield f"{direction}, kernel {number}: {told}"
+            each = ", ".join(f"{name} {value}" for name, value in kernel.items())
+            yield f"{direction}, kernel {number}: {each}"
         yield f"{direction}: bytes of shared memory {sizes}"
 
 

@@ -1,6 +1,6 @@
 """The Hopper kernels' adapter and table: every call, forward and gradient, by the interpreter of Pallas Mosaic GPU.
 
-A `Call` is a case of `glax.testing` or of the delta rule, and what the kernels alone are told. `FEW` names the calls by which CI
+A `Call` is a case of `glax.testing` or of the delta rule, with the options of these kernels. `FEW` names the calls by which CI
 executes every kernel, with each gate and packing, forward and gradient; `make hopper` runs them all.
 """
 
