@@ -23,7 +23,6 @@ REQUIRED = ("jax", "jaxlib", "numpy", "jaxtyping", "filelock", "platformdirs", "
 OPTIONAL = ("flax", "optax", "matplotlib", "safetensors", "triton", "jax-triton", "jax-cuda12-plugin",
             "jax-cuda13-plugin", "libtpu", "torch", "fla-core", "mamba-ssm", "jax-linear-attention", "ejkernel")  # fmt: skip
 NEEDS = {Platform.TRITON: ("triton", "jax-triton")}  # packages that all kernels of a platform need
-NO_KERNELS = "no kernels in this version"
 DEVICES = {  # device files on Linux: NVIDIA's and AMD's drivers, the driver of Windows Subsystem for Linux, Google's two drivers
     Backend.GPU: ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"),
     Backend.TPU: ("/dev/accel*", "/dev/vfio/[0-9]*"),
@@ -44,7 +43,6 @@ def run(args) -> int:
         cache=cache_state(),
         environment={name: value for name, value in sorted(os.environ.items()) if name.startswith("GLAX_")},
         policy=vars(executor.chain.policy),
-        platforms=[platform_state(platform, kernels) for platform in Platform],
         kernels=kernels,
     )
     report = dict(verdict=verdict(report)) | report
@@ -104,17 +102,6 @@ def present(backend: Backend) -> bool:
     return any(glob.glob(pattern) for pattern in DEVICES[backend])
 
 
-def platform_state(platform: Platform, kernels: list[dict]) -> dict:
-    own = [kernel for kernel in kernels if kernel["platform"] == platform]
-    usable = [kernel for kernel in own if kernel["usable"]]
-    if not own:
-        return dict(name=str(platform), usable=False, reason=NO_KERNELS, fix=None)
-    if not usable:
-        return dict(name=str(platform), usable=False, reason=own[0]["reason"], fix=own[0]["fix"])
-    reason = None if len(usable) == len(own) else f"{len(usable)} of {len(own)} kernels"
-    return dict(name=str(platform), usable=True, reason=reason, fix=None)
-
-
 def cache_state() -> dict:
     persistent = measurements()
     folder, files = persistent.folder, list(persistent.files())
@@ -170,9 +157,6 @@ def show(report: dict):
         show_text(reason, indent=4)
         if remedy is not None:
             show_text(f"remedy: {remedy}", indent=4)
-    for platform in report["platforms"]:
-        if platform["reason"] == NO_KERNELS:
-            print(f"  {platform['name']}: {NO_KERNELS}")
     print()
     versions = {True: [], False: []}
     for name, version in report["versions"].items():

@@ -178,11 +178,6 @@ def test_doctor_tells_what_runs_and_what_would_help(register, capsys, monkeypatc
     limit = "not with float32, per-key gate or float32, per-head gate: bfloat16 only"
     assert kernels[half]["usable"] and limit in kernels[half]["reason"]
     assert not kernels[never]["usable"] and kernels[never]["fix"] == "pip install triton jax-triton"
-    platforms = {platform["name"]: platform for platform in report["platforms"]}
-    assert list(platforms) == list(Platform)
-    assert platforms["xla"]["usable"] and platforms["cuda"]["reason"] == "no kernels in this version"
-    assert platforms["triton"]["usable"] and platforms["triton"]["reason"] == "1 of 2 kernels"
-    assert platforms["cpp"]["reason"] == "needs a gpu, JAX computes on cpu here"
     assert report["versions"]["jax"] == jax.__version__ and report["versions"]["glax"] == glax.__version__
     assert report["environment"]["GLAX_SOMETHING"] == "1" and report["policy"]["cache_miss_fallback"] == "heuristics"
     assert report["cache"] == dict(folder=str(cache), unwritable=None, files=0, entries=0)
@@ -191,7 +186,7 @@ def test_doctor_tells_what_runs_and_what_would_help(register, capsys, monkeypatc
     monkeypatch.setenv("GLAX_CACHE_DIR", "/dev/null/cache")
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    assert "not writable" in " ".join(shown.split()) and "no kernels in this version" in shown and gpu in shown
+    assert "not writable" in " ".join(shown.split()) and gpu in shown
     assert shown.splitlines()[:3] == report["verdict"] and max(map(len, shown.splitlines())) <= 80
     assert shown.count("needs a gpu, JAX computes on cpu here") == 1  # once for all kernels with one remedy
 
