@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import glax
+import glax.models
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
 from tests.close import assert_close
@@ -95,6 +96,9 @@ def test_the_reference_of_the_command_line_is_the_parsers():
 def test_the_table_of_parameters_is_that_of_the_models():
     made = script("parameter_names")
     assert made.between(made.table()) in made.PAGE.read_text(), "python docs/parameter_names.py --write"
+    assert set(made.MODELS) == set(glax.models.MODEL_TYPES)
+    for kind in made.MODELS:
+        assert f"| {kind} | `embedding.embedding` |" in made.table([kind])
 
 
 def test_figures_are_those_of_the_files_of_results():
