@@ -219,7 +219,7 @@ class KernelSpec:
 
     # The interface of `glax._src.tuning.op.Kernel`, for executors and the tuner.
 
-    @property
+    @functools.cached_property
     def op_id(self) -> str:
         return self.name
 
@@ -248,7 +248,7 @@ def under_usual_options(spec: KernelSpec) -> KernelSpec:
     def usual(run):
         @functools.wraps(run)
         def traced(*operands, **options):
-            wide = x64_is_enabled() and spec.backend not in (Backend.GPU, Backend.TPU)
+            wide = spec.backend not in (Backend.GPU, Backend.TPU) and x64_is_enabled()
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), jax.enable_x64(wide):
                 return run(*operands, **options)
 

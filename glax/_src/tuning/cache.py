@@ -63,10 +63,10 @@ class ConfigCache:
         self.configs: dict[tuple[str, int, str], Any] = {}
 
     def get(self, inv: Invocation) -> Any | None:
-        return self.configs.get((inv.op_id, inv.kernel.version, inv.key))
+        return self.configs.get((inv.kernel.op_id, inv.kernel.version, inv.key))
 
     def put(self, inv: Invocation, config: Any):
-        self.configs[inv.op_id, inv.kernel.version, inv.key] = config
+        self.configs[inv.kernel.op_id, inv.kernel.version, inv.key] = config
 
     def clear(self):
         self.configs.clear()
@@ -107,9 +107,9 @@ class PersistentCache:
         if (folder := self.folder) is None:
             self.warn(f"{NO_FOLDER}; measurements stay in memory")
             return None
-        versions = {} if self.any_compiler else libraries(inv.op_id)
+        versions = {} if self.any_compiler else libraries(inv.kernel.op_id)
         compilers = "".join(f"+{name}{version}" for name, version in versions.items())
-        kernel = inv.op_id.replace("/", ".")
+        kernel = inv.kernel.op_id.replace("/", ".")
         return folder / inv.device / f"{kernel}@{inv.kernel.version}{compilers}.json"
 
     def get(self, inv: Invocation) -> Any | None:
@@ -122,7 +122,7 @@ class PersistentCache:
             check_entry(entry)
             return inv.config_from(entry["type"], entry["config"])
         except Exception as error:  # whatever a config's own checks raise about values that were never measured
-            self.warn(f"glax ignores the stored config of {inv.op_id} for {inv.key} in {path}: {error}")
+            self.warn(f"glax ignores the stored config of {inv.kernel.op_id} for {inv.key} in {path}: {error}")
             return None
 
     def put(self, inv: Invocation, measurement: Measurement):
@@ -130,7 +130,7 @@ class PersistentCache:
             return
         entry = dict(type=type(measurement.config).__name__, **dataclasses.asdict(measurement))
         try:
-            self.merge(path, dict(device=inv.device, kernel=inv.op_id), {inv.key: entry})
+            self.merge(path, dict(device=inv.device, kernel=inv.kernel.op_id), {inv.key: entry})
         except (
             OSError,
             TypeError,

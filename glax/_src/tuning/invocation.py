@@ -35,11 +35,6 @@ class Invocation:
         return cls(kernel, args, kwargs, override)
 
     @functools.cached_property
-    def op_id(self) -> str:
-        """Return the name of the kernel."""
-        return self.kernel.op_id
-
-    @functools.cached_property
     def device(self) -> str:
         """Return the name of the device that the kernel is chosen for, as part of a file name."""
         return device_kind()
@@ -55,7 +50,7 @@ class Invocation:
         classes = {type(config).__name__: type(config) for config in configs}
         former = {old: found for found in classes.values() for old in getattr(found, "former_names", ())}
         if name not in former | classes:
-            raise ValueError(f"{self.op_id} has no configs of class {name!r}, only {', '.join(classes)}")
+            raise ValueError(f"{self.kernel.op_id} has no configs of class {name!r}, only {', '.join(classes)}")
         return from_json((former | classes)[name], fields)
 
 

@@ -43,7 +43,7 @@ class ConfigSelectorChain:
         """Return the config of the first selector that has one. Raises LookupError where the policy forbids a guess."""
         if inv.override is not None:
             return Chosen(inv.override, "override")
-        if (config := overlaid(inv.op_id)) is not None:
+        if (config := overlaid(inv.kernel.op_id)) is not None:
             return Chosen(config, "overlay")
         if (config := self.cache.get(inv)) is not None:
             return Chosen(config, "memory")
@@ -55,7 +55,7 @@ class ConfigSelectorChain:
         if policy.cache_miss_fallback == "autotune" and policy.allow_autotune:
             return Chosen(self.tune(inv).config, "autotune")
         if policy.cache_miss_fallback == "error":
-            raise LookupError(f"no measured config of {inv.op_id} for {inv.key}, and the policy forbids a guess")
+            raise LookupError(f"no measured config of {inv.kernel.op_id} for {inv.key}, and the policy forbids a guess")
         return Chosen(inv.kernel.heuristic_cfg(inv), "heuristic")
 
     def tune(self, inv):

@@ -9,7 +9,7 @@ from glax._src.core.recurrence import Recurrence, varying_axes
 from glax._src.core.registry import Config, check_field
 from glax._src.kernels.common.gpu import found_capability, multiprocessors
 from glax._src.kernels.common.refusals import XLA, empty, other_dtype, too_wide
-from glax._src.kernels.pallas_gpu.plan import WIDEST, C, Widths
+from glax._src.kernels.pallas_gpu.plan import WHOLE, WIDEST, Blocks, C
 from glax._src.kernels.pallas_gpu.rows import fits_one_row
 
 WIDEST_KEY, WIDEST_VALUE = 256, 512
@@ -47,9 +47,41 @@ def delta_supports(r: Recurrence) -> str | None:
     """Return None, or why the kernels of the delta rule do not compute a recurrence with an erasure."""
     if r.erasing.beta is None:
         return f"takes the delta rule with beta, got erase and write: {XLA}"
-    if r.decay.form == "key":
+    if r.decay.key is not None:
         return too_wide(r, WIDEST, WIDEST_VALUE, "heads that erase, with per-key gates,")
     return too_wide(r, WIDEST_KEY, WIDEST_VALUE, "heads that erase")
+
+
+@dataclasses.dataclass(frozen=True)
+class Widths:
+    """Hold the blocks that a state is divided into, and the widths K and V of one block. Together they are at least as wide as
+    the state.
+
+    stored: the blocks by which states are stored for the gradient, which is computed by these blocks. With per-head gates a
+    program of a scan has all of K, and its 64 columns of a state are stored as parts of several blocks. Heads that erase are
+    not divided.
+    """
+
+    blocks: Blocks
+    K: int
+    V: int
+    stored: Blocks
+
+    @classmethod
+    def of(cls, r: Recurrence, square: bool) -> "Widths":
+        """Return the widths for r. square: whether the gradient's kernels need square blocks, of 64 columns where keys are that
+        narrow and else of 128."""
+        (K, V), width = (r.q.shape[3], r.v.shape[3]), 64 if r.q.shape[3] <= 64 else WIDEST
+        if r.erasure is not None:
+            return cls(WHOLE, -(-K // width) * width, -(-V // 64) * 64, WHOLE)
+        # 64 columns of V if half of a block of 128 would be empty
+        columns = width
+        if not square:
+            columns = WIDEST if -(-V // 64) % 2 == 0 else 64
+        blocks = Blocks(-(-K // width), -(-V // columns))
+        if blocks.rows > 1 and r.decay.key is None:
+            return cls(WHOLE, blocks.rows * width, blocks.columns * columns, blocks)
+        return cls(blocks, width, columns, blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +133,8 @@ def pairs_heads(r: Recurrence, widths: Widths) -> bool:
 
     widths: `Widths.of` the forward.
     """
-    one_block = widths.K <= WIDEST and widths.V == 64 and widths.blocks.count == 1
-    return one_block and r.decay.form != "key" and group_size(r) % 2 == 0
+    one_block = widths.K <= WIDEST and widths.V == 64 and widths.blocks == WHOLE
+    return one_block and r.decay.key is None and group_size(r) % 2 == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,11 +161,16 @@ class Work:
         128 columns need blocks of 128 x 128 or pairs of heads, and no erasure. A segment has at least four chunks. Packed calls
         have several segments only as one row.
         """
-        widths, T, erases, one_row = Widths.of(r, square=False), r.q.shape[1], r.erasure is not None, fits_one_row(r)
+        widths, T, erases, one_row = (
+            Widths.of(r, square=False),
+            r.q.shape[1],
+            r.erasure is not None,
+            r.boundaries is not None and fits_one_row(r),
+        )
         wide = not erases and (widths.K == widths.V == WIDEST or pairs_heads(r, widths))
         most = min(MOST_PARTS, max(1, T // (4 * C)) if one_row or r.boundaries is None else 1)
         shapes = [(parts, columns) for columns in (64, 128)[: 1 + wide] for parts in range(1, most + 1)]
-        columns = r.num_heads * widths.blocks.count * widths.V
+        columns = r.num_heads * widths.blocks.rows * widths.blocks.columns * widths.V
         sequences = 1 if one_row else r.num_sequences
         return cls(shapes, erases, sequences, T, columns, widths.K, multiprocessors())
 

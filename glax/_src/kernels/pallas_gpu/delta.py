@@ -265,7 +265,7 @@ def laid_out(r: Recurrence, route: Route, d_output=None) -> SegmentedScan:
             f"columns must be {STRIPE} with beta, for the kernels of the delta rule have no others; got "
             f"{route.config.columns}: pass cfg=HopperConfig(parts={route.config.parts})"
         )
-    kind = DeltaKeyLayout if r.decay.form == "key" else DeltaLayout
+    kind = DeltaKeyLayout if r.decay.key is not None else DeltaLayout
     return kind.of(r, route, d_output)
 
 

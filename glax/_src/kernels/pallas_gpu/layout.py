@@ -14,7 +14,7 @@ from jax import Array
 from glax._src.core.recurrence import Recurrence, Residuals
 from glax._src.kernels.common.limits import LOG_OF_ZERO
 from glax._src.kernels.pallas_gpu.device.tiles import LOG2E
-from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, Scan, ScanResults
+from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, Scan, ScanResults, plan_of
 from glax._src.kernels.pallas_gpu.route import Route
 from glax._src.kernels.pallas_gpu.rows import (
     Apart,
@@ -57,18 +57,19 @@ class KernelLayout:
         boundaries of row, if they are known while tracing."""
         r = given if row is None else row
         self.newest = None if r.segments is None else newest_resets(r.segments.resets, r.reverse)
-        r = r.without_padding
+        r = r if r.segments is None else r.without_padding
         self.given, self.r, self.route, self.tokens = given, r, route, tokens
         self.apart = None if r.boundaries is None else Apart.of(r, cuts)
         self.last_chunk = LastChunk(r.q.shape[1]) if route.rows.copies_last else None
         self.edges = edges or self.last_chunk
         self.parts = route.config.parts if parts is None else parts
-        self.key, self.grouped = r.decay.form == "key", route.gradient == "gradient_groups"
+        self.key, self.grouped = r.decay.key is not None, route.gradient == "gradient_groups"
         widths = route.square if square and not self.grouped else route.widths
-        self.N, self.blocks, self.K, self.V = r.num_sequences, widths.blocks, widths.K, widths.V
+        self.N, self.blocks, self.K, self.V = r.scale.shape[0], widths.blocks, widths.K, widths.V
         self.stored, columns = widths.stored, 64 if route.scan == "pair_scan" else route.config.columns
         self.columns = min(columns, 128 * 128 // self.K)
-        self.heads, self.H = r.num_heads, r.num_heads * self.blocks.count
+        self.heads = r.num_heads
+        self.H = self.heads * self.blocks.rows * self.blocks.columns
         self.q, self.k = (self.in_blocks(x, self.K) for x in (r.q, r.k))
         self.v = self.in_blocks(r.v, self.V)
         self.chunks = -(-r.q.shape[1] // C) if self.apart is None else self.apart.count
@@ -182,10 +183,17 @@ class KernelLayout:
         """Return the number of chunks from one of the caller's states to the next; 0 without such states."""
         return (self.r.states_every or 0) // C
 
+    @functools.cached_property
+    def stored_states(self) -> dict[str, int]:
+        """Return the fields of a plan that stores the caller's states, or adds their gradients. They are empty where a row is too
+        short for a state."""
+        number = self.r.q.shape[1] // self.r.states_every if self.r.states_every else 0
+        return dict(every=self.every, num_behind=number) if number else {}
+
     def plan(self, **flags) -> Scan:
         """Return the plan of a scan of this layout. flags: the other fields of `Scan`."""
         terms = len(self.gates) if self.key else 1
-        return Scan(
+        return plan_of(
             self.H, self.K, self.V, reverse=self.r.reverse, columns=self.columns, parts=self.parts, terms=terms,
             blocks=self.blocks, stored_by=self.stored if self.blocks != self.stored else WHOLE,
             packed=self.chunks if self.in_place else 0, edges=self.edges is not None,
@@ -396,7 +404,7 @@ class KernelLayout:
             rows, columns = self.blocks.rows, self.blocks.columns
             states = jnp.swapaxes(states.reshape(states.shape[0], -1, rows, columns, self.K, self.V), 3, 4)
             states = states.reshape(states.shape[0], -1, rows * self.K, columns * self.V)
-        K, V = self.r.state_shape[2:]
+        K, V = self.r.q.shape[3], self.r.v.shape[3]
         return states[..., :K, :V]
 
     def narrow_log(self, log):
@@ -405,7 +413,7 @@ class KernelLayout:
             by_block = log.reshape(log.shape[0], -1, self.blocks.rows, self.blocks.columns, log.shape[2])[:, :, :, 0]
             by_block = by_block if self.key else by_block[:, :, :1]
             log = by_block.reshape(log.shape[0], self.heads, -1)
-        return log[..., : self.r.state_shape[2]]
+        return log[..., : self.r.q.shape[3]]
 
     @property
     def is_token(self):
@@ -464,7 +472,7 @@ class OneRowLayout(KernelLayout):
     def __init__(self, given: Recurrence, route: Route, square: bool = False):
         self.packed = PackedRow(given)
         row = self.packed.row
-        if given.decay.form == "key":
+        if given.decay.key is not None:
             super().__init__(given, route, square, row=row, tokens=(self.packed.cuts[0], self.packed.cuts[-1]))
         else:
             super().__init__(given, route, square, row=row, edges=Edges.of(given))

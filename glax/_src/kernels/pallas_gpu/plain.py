@@ -38,7 +38,7 @@ def forward(p: KernelLayout, save: bool, begun=None) -> tuple[Outputs, Residuals
     """Return the outputs, and the residuals if `save`. begun: the result of `begin` for this call, or None."""
     r = p.r
     start = p.starts(r.initial_state, p.k, p.v, False) if begun is None else p.begun_from(r.initial_state, *begun)
-    plan = p.plan(start=start is not None, states=save, run=p.run if save else 1, **plan_of_states(p))
+    plan = p.plan(start=start is not None, states=save, run=p.run if save else 1, **p.stored_states)
     scanned = p.scan(plan, p.k, p.v, start)
     last: Any = p.narrow(scanned.last)
     if r.states_every is not None:
@@ -137,7 +137,7 @@ def gradients(p: KernelLayout, d_output, d_final, residuals: Residuals | None, b
     d_final, d_states = d_final if isinstance(d_final, StoredStates) else (d_final, None)
     behind = states_in_blocks(p, d_states)
     d_start = starts_against_time(p, d_final, d_output, behind) if begun is None else p.begun_from(d_final, *begun)
-    run, of_caller = p.run if p.grouped else 1, {} if behind is None else plan_of_states(p)
+    run, of_caller = p.run if p.grouped else 1, {} if behind is None else p.stored_states
     against = p.plan(outputs=False, states=True, adjoint=True, start=d_start is not None, run=run, **of_caller)
     scanned = p.scan(against, p.q, d_output, d_start, out_of_range=residuals.out_of_range, behind=behind)
     form = by_groups if p.grouped else by_heads
@@ -196,17 +196,6 @@ def by_groups(p: KernelLayout, d_output, residuals: Residuals, scanned: ScanResu
 # ---- the states of the caller, behind every n tokens ------------------------------------------------------------------
 
 
-def number_of_states(p: KernelLayout) -> int:
-    """Return the number J of the caller's states in a row."""
-    return p.r.q.shape[1] // p.r.states_every if p.r.states_every else 0
-
-
-def plan_of_states(p: KernelLayout) -> dict[str, int]:
-    """Return the fields of a plan that stores the caller's states, or adds their gradients. They are empty where a row is too
-    short for a state."""
-    return dict(every=p.every, num_behind=number_of_states(p)) if number_of_states(p) else {}
-
-
 def states_of_heads(p: KernelLayout, behind: Float[Array, "N J H K V"] | None) -> Float[Array, "N J H K V"]:
     """Return the caller's states by head. behind: the states of blocks, as a scan stores them; None where rows are too short
     for a state."""
@@ -218,7 +207,7 @@ def states_of_heads(p: KernelLayout, behind: Float[Array, "N J H K V"] | None) -
 
 def states_in_blocks(p: KernelLayout, d: Float[Array, "N J H K V"] | None) -> Float[Array, "N J H K V"] | None:
     """Return the gradients of the caller's states in blocks. None stands for zeros, or for no states."""
-    if d is None or not number_of_states(p):
+    if d is None or not p.stored_states:
         return None
     filled = p.start(d.reshape(-1, *d.shape[2:]))
     assert filled is not None

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from glax._src.core.recurrence import Recurrence
-
 C = 64  # tokens a chunk: the rows of one warpgroup's product
 PAIRS = (C, C)  # the shape of a matrix of pairs of a chunk's tokens
 LOG_OF_RESET = -1e30  # the log decay of a state that a reset clears; finite, so that sums stay finite
+WIDEST = 128  # columns of a block of the state in registers
 ROWS = 8  # of which a tile in shared memory consists: it can be copied from every eighth row
 
 
@@ -83,41 +82,6 @@ class Blocks:
 
 
 WHOLE = Blocks()
-
-
-WIDEST = 128  # columns of a block of the state in registers
-
-
-@dataclasses.dataclass(frozen=True)
-class Widths:
-    """Hold the blocks that a state is divided into, and the widths K and V of one block. Together they are at least as wide as
-    the state.
-
-    stored: the blocks by which states are stored for the gradient, which is computed by these blocks. With per-head gates a
-    program of a scan has all of K, and its 64 columns of a state are stored as parts of several blocks. Heads that erase are
-    not divided.
-    """
-
-    blocks: Blocks
-    K: int
-    V: int
-    stored: Blocks
-
-    @classmethod
-    def of(cls, r: Recurrence, square: bool) -> "Widths":
-        """Return the widths for r. square: whether the gradient's kernels need square blocks, of 64 columns where keys are that
-        narrow and else of 128."""
-        (K, V), width = (r.q.shape[3], r.v.shape[3]), 64 if r.q.shape[3] <= 64 else WIDEST
-        if r.erasure is not None:
-            return cls(WHOLE, -(-K // width) * width, -(-V // 64) * 64, WHOLE)
-        # 64 columns of V if half of a block of 128 would be empty
-        columns = width
-        if not square:
-            columns = WIDEST if -(-V // 64) % 2 == 0 else 64
-        blocks = Blocks(-(-K // width), -(-V // columns))
-        if blocks.rows > 1 and r.decay.form != "key":
-            return cls(WHOLE, blocks.rows * width, blocks.columns * columns, blocks)
-        return cls(blocks, width, columns, blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,6 +259,9 @@ class Scan:
         states = (B, -(-T // C) // self.run, *block) if self.states else (1, 1, 1, 64, 64)
         each = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (o, states)]
         return *each, jax.ShapeDtypeStruct((ends, self.H, self.K, self.V), jnp.float32)
+
+
+plan_of = functools.cache(Scan)  # one object for equal plans, so that their properties are computed once
 
 
 class ScanResults(NamedTuple):

@@ -7,8 +7,8 @@ docs/internals/experiments/hopper.md has the figures.
 from glax._src.core.decay import ROW_FORMS
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
-from glax._src.kernels.pallas_gpu.config import HopperConfig, stores_states, supports
-from glax._src.kernels.pallas_gpu.plan import WIDEST, Widths
+from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, stores_states, supports
+from glax._src.kernels.pallas_gpu.plan import WIDEST
 from glax._src.kernels.pallas_gpu.route import Route, is_grouped
 from glax._src.kernels.pallas_gpu.rows import Reading, takes_segments
 
@@ -37,7 +37,7 @@ def copies_much(r: Recurrence, square: bool) -> bool:
         return False
     B, T, _, K = r.q.shape
     widths, rows = Widths.of(r, square=False), B * T * r.num_heads
-    if square and (r.decay.form == "key" or not is_grouped(r, widths)):
+    if square and (r.decay.key is not None or not is_grouped(r, widths)):
         widths = Widths.of(r, square=True)
     filled = widths.blocks.rows * widths.K * widths.blocks.columns * widths.V / (K * r.v.shape[3])
     return (filled >= 1.5 and rows >= 2**14) or (filled >= 1.25 and K <= WIDEST and rows >= 2**16)
@@ -93,7 +93,7 @@ def omits_d_final(r: Recurrence) -> bool:
 
     The delta rule with per-key gates takes None too. That is not used, because no GPU has run it.
     """
-    return Reading.of(r).shares_rows or (r.erasure is not None and r.decay.form != "key")
+    return Reading.of(r).shares_rows or (r.erasure is not None and r.decay.key is None)
 
 
 def launcher(r: Recurrence):

@@ -3,8 +3,8 @@
 import dataclasses
 
 from glax._src.core.recurrence import Recurrence, Residuals
-from glax._src.kernels.pallas_gpu.config import HopperConfig, group_size, pairs_heads
-from glax._src.kernels.pallas_gpu.plan import ROWS, WIDEST, Widths
+from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, group_size, pairs_heads
+from glax._src.kernels.pallas_gpu.plan import ROWS, WIDEST
 from glax._src.kernels.pallas_gpu.rows import Form, Reading, fits_one_row, takes_segments, why_not_joined
 
 
@@ -36,7 +36,7 @@ class Route:
     ) -> "Route":
         """Return the route of the forward of r, or of its gradient with these operands. The other arguments are those of
         `Reading.of`. Raises ValueError if the config divides packed sequences of which each begins a chunk."""
-        rows, form = Reading.of(r, config.parts, d_final, residuals, in_phases), r.decay.form
+        rows = Reading.of(r, config.parts, d_final, residuals, in_phases)
         widths, square = Widths.of(r, square=False), Widths.of(r, square=True)
         if rows.form is Form.EQUAL or (rows.form is Form.APART and fits_one_row(r)):
             config = dataclasses.replace(config, parts=1) if config.parts > 1 else config
@@ -46,7 +46,7 @@ class Route:
                 "pass cfg=HopperConfig(parts=1), or leave out cfg"
             )
         reasons = {**one_row_reason(r, rows), **copies_reason(r, rows, widths), **results_reason(r, rows)}
-        scan, gradient = scan_kernel(r, form, config, widths), gradient_kernel(r, form, rows, widths, square)
+        scan, gradient = scan_kernel(r, config, widths), gradient_kernel(r, rows, widths, square)
         return cls(rows, scan, gradient, config, reasons, widths, square)
 
     def apart(self) -> "Route":
@@ -64,26 +64,26 @@ class Route:
         return f"{kernels}; {self.rows}; {segments}"
 
 
-def scan_kernel(r: Recurrence, form: str, config: HopperConfig, widths: Widths) -> str:
-    """Return the name of the scan that forms the outputs. form: `Decay.form`."""
+def scan_kernel(r: Recurrence, config: HopperConfig, widths: Widths) -> str:
+    """Return the name of the scan that forms the outputs."""
     if r.erasure is not None:
-        return "delta_key_scan" if form == "key" else "delta_scan"
-    if form == "key":
+        return "delta_key_scan" if r.decay.key is not None else "delta_scan"
+    if r.decay.key is not None:
         return "key_scan"
     is_paired = config.columns == 128 and r.states_every is None and pairs_heads(r, widths)
     return "pair_scan" if is_paired else "head_scan"
 
 
-def gradient_kernel(r: Recurrence, form: str, rows: Reading, widths: Widths, square: Widths) -> str:
-    """Return the name of the kernel that computes the gradients of chunks. form: `Decay.form`.
+def gradient_kernel(r: Recurrence, rows: Reading, widths: Widths, square: Widths) -> str:
+    """Return the name of the kernel that computes the gradients of chunks.
 
     `gradient_wide` takes the columns of a wide state in steps, of rows that hold one sequence.
     """
     if r.erasure is not None:
-        if form == "key":
+        if r.decay.key is not None:
             return "delta_key_gradient"
         return "delta_gradient" if max(widths.K, widths.V) <= WIDEST else "delta_gradient_wide"
-    if form != "key":
+    if r.decay.key is None:
         return "gradient_groups" if is_grouped(r, widths) else "gradient_head"
     is_wide = square.blocks.columns > 1 and square.K == WIDEST and r.boundaries is None and rows.form is not Form.EQUAL
     return "gradient_wide" if is_wide else "gradient_key"
@@ -106,13 +106,13 @@ def one_row_reason(r: Recurrence, rows: Reading) -> dict[str, str]:
     if rows.form is not Form.APART:
         return {}
     begins_chunk = "so each sequence begins a chunk"
-    if r.decay.form == "key" and r.erasure is not None:
+    if r.decay.key is not None and r.erasure is not None:
         why = f"with beta and per-key gates, the kernels have no marks for boundaries, {begins_chunk}, and the rows are copied"
-    elif r.decay.form == "key" and not takes_segments(r):
+    elif r.decay.key is not None and not takes_segments(r):
         why = f"with per-key gates, keys of at most 64 channels have no marks for boundaries, {begins_chunk}"
     else:
         states = "initial states enter" if r.initial_state is not None else "the gradient of final states enters"
-        copied = "the results" if r.decay.form == "key" else "the rows"
+        copied = "the results" if r.decay.key is not None else "the rows"
         why = f"{states} at boundaries, {begins_chunk}, and {copied} are copied"
     return {"packed sequences as one row": why}
 

@@ -92,7 +92,7 @@ def takes_segments(r: Recurrence) -> bool:
     Per-head gates of -inf are exact inside a chunk, so only per-key gates need marks. With keys of one block of 64 channels the
     gradient's kernel has no registers for the masks.
     """
-    return r.decay.form == "key" and r.erasure is None and r.q.shape[3] > 64
+    return r.decay.key is not None and r.erasure is None and r.q.shape[3] > 64
 
 
 def fits_one_row(r: Recurrence) -> bool:
@@ -102,7 +102,7 @@ def fits_one_row(r: Recurrence) -> bool:
     """
     if r.boundaries is None or r.initial_state is not None:
         return False
-    return r.decay.form != "key" or takes_segments(r)
+    return r.decay.key is None or takes_segments(r)
 
 
 def joined_number(r: Recurrence) -> int:
@@ -131,7 +131,7 @@ def packs(r: Recurrence, parts: int) -> bool:
 
 def packs_if_not_joined(r: Recurrence) -> bool:
     """Return whether r has per-key gates and is not joined, but may be packed: it has initial states, or keys without marks."""
-    return r.decay.form == "key" and r.erasure is None and (r.initial_state is not None or not takes_segments(r))
+    return r.decay.key is not None and r.erasure is None and (r.initial_state is not None or not takes_segments(r))
 
 
 def copies_last_chunk(r: Recurrence, T: int) -> bool:
@@ -139,7 +139,7 @@ def copies_last_chunk(r: Recurrence, T: int) -> bool:
 
     With per-key gates, or with beta, no kernel can do so.
     """
-    return JOINS and T > C and T % ROWS > 0 and r.erasure is None and r.decay.form != "key"
+    return JOINS and T > C and T % ROWS > 0 and r.erasure is None and r.decay.key is None
 
 
 def why_not_joined(r: Recurrence) -> str | None:
@@ -157,13 +157,13 @@ def why_not_joined(r: Recurrence) -> str | None:
         return "initial states enter"
     if r.states_every is not None:
         return "states behind every n tokens are stored"
-    if r.decay.form == "key" and not takes_segments(r):
+    if r.decay.key is not None and not takes_segments(r):
         return "with per-key gates, keys of at most 64 channels have no marks for resets"
     if T < C:
         return f"sequences are shorter than {C} tokens"
     if B == 1:
         return "B=1"
-    if B % number and r.decay.form == "key":
+    if B % number and r.decay.key is not None:
         return f"{number} sequences, which {ROWS} divides together, do not divide B={B}"
     if sequences_apart.value:
         return (
@@ -202,7 +202,7 @@ class Apart:
             return cls(r, begins, None, row.astype(np.int32))
         T, N = r.q.shape[1], r.num_sequences
         bounds = boundaries_within(r)
-        in_place = r.decay.form == "key" and r.erasure is None
+        in_place = r.decay.key is not None and r.erasure is None
         # rows of other sequences in the first chunk of each
         lead = jnp.where(jnp.diff(bounds) > 0, bounds[:-1] % ROWS, 0) if in_place else jnp.zeros_like(bounds[:-1])
         begins = jnp.concatenate([jnp.zeros_like(bounds[:1]), jnp.cumsum(-(-(jnp.diff(bounds) + lead) // C))])
