@@ -63,7 +63,7 @@ class ConfigCache:
         self.configs: dict[tuple[str, int, str], Any] = {}
 
     def get(self, inv: Invocation) -> Any | None:
-        return self.configs.get((inv.kernel.op_id, inv.kernel.version, inv.key))
+        return self.configs.get((inv.kernel.op_id, inv.kernel.version, inv.key)) if self.configs else None
 
     def put(self, inv: Invocation, config: Any):
         self.configs[inv.kernel.op_id, inv.kernel.version, inv.key] = config
@@ -115,8 +115,8 @@ class PersistentCache:
     def get(self, inv: Invocation) -> Any | None:
         if (path := self.path(inv)) is None:
             return None
-        entry = self.read(path).get("entries", {}).get(inv.key)
-        if entry is None:
+        entries = self.read(path).get("entries", {})
+        if not entries or (entry := entries.get(inv.key)) is None:
             return None
         try:
             check_entry(entry)

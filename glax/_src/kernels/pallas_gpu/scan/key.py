@@ -140,7 +140,8 @@ class Tiles(NamedTuple):
 
     @classmethod
     def types(cls, w: Scan) -> "Tiles":
-        K, stages, columns, W = w.K, w.stages, w.columns, w.consumers
+        K, columns, W, scalers = w.K, w.columns, w.consumers, w.scalers
+        stages, lost_stages, state_stages = w.stages, w.lost_stages, w.state_stages
         output: Ref = tiled(C, columns) if w.has_output_tile else tiled(8, 64)
         if w.resets and not w.has_output_tile:
             output = None  # `newest` has its place
@@ -149,11 +150,11 @@ class Tiles(NamedTuple):
             a=tiled(stages, C, K),
             b=tiled(stages, C, columns),
             gates=tiled(2 * w.terms, C, K),
-            lost=tiled(w.lost_stages, C, K) if w.lost_stages else None,
-            state=tiled(K, columns) if w.outputs else tiled(w.state_stages, W, K, 64),
+            lost=tiled(lost_stages, C, K) if lost_stages else None,
+            state=tiled(K, columns) if w.outputs else tiled(state_stages, W, K, 64),
             output=output,
             sums=plgpu.SMEM((stages, 2, K), jnp.float32),
-            own_scores=plgpu.SMEM((stages, w.scalers, C), jnp.float32),
+            own_scores=plgpu.SMEM((stages, scalers, C), jnp.float32),
             halves=tiled(C, C),
             weak=plgpu.SMEM((1,), jnp.int32),
             out_of_range=plgpu.SMEM((stages,), jnp.int32),
