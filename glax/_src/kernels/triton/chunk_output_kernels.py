@@ -16,70 +16,60 @@ from glax._src.kernels.triton.tiles import (
     dot,
     exp,
     load_head_sums,
+    load_pairs,
     load_state,
-    load_tile,
+    load_tokens,
+    place_of,
     runtime_bound,
     store_tile,
 )
 
 
 @triton.jit
-def entering_states(
-    k, v, g, scale, start, table, out, final,
-    H: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def entering_states(k, v, g, scale, start, table, out, final, D: tl.constexpr):
     """Compute S where each chunk begins, out [chunks, H, K, V], and at the end of every sequence, final [N, H, K, V]."""
     carry_state(
-        tl.program_id(0), k, v, g, scale, start, table, out, final, final,
-        H, HK, HV, K, V, C, BK, BV, FORM, SIGN, False, True, True, START, DTYPE, PRECISION,
+        tl.program_id(0), k, v, g, scale, start, table, out, final, final, D, D.HK, D.HV, False, True, True, D.START,
     )  # fmt: skip
 
 
 @triton.jit
-def chunk_outputs(
-    q, k, v, g, scores, scale, states, table, o,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def chunk_outputs(q, k, v, g, scores, scale, states, table, o, D: tl.constexpr):
     """Compute BV columns of a chunk's outputs, o [rows, H, V], from the states [chunks, H, K, V].
 
     Each iteration takes BK channels. g: the cumulative sums G of head gates. With key gates, q and scores are `q_scaled` and
     `scores` of `scale_operands`, and k and g are not read. The programs of one chunk and head are neighbours, which read the
     same queries and keys.
     """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
+    block, h, e = place_of(tl.program_id(0), D.NV, D)
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    cv, tokens = block * BV + tl.arange(0, BV), tl.arange(0, C)
+    cv, tokens = block * D.BV + tl.arange(0, D.BV), tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
     factor = tl.load(scale + n).to(tl.float32)
-    limit = tl.where(count > 0, V, 0)  # padding has no state
+    limit = tl.where(count > 0, D.V, 0)  # padding has no state
     # [C, BV]
-    out = tl.zeros([C, BV], tl.float32)
+    out = tl.zeros([D.C, D.BV], tl.float32)
     # [C, C]
-    A = tl.zeros([C, C], tl.float32)
-    for k0 in range(0, runtime_bound(K, count), BK):
-        ck = k0 + tl.arange(0, BK)
+    A = tl.zeros([D.C, D.C], tl.float32)
+    for k0 in range(0, runtime_bound(D.K, count), D.BK):
+        ck = k0 + tl.arange(0, D.BK)
         # [C, BK]
-        tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
+        tq = load_tokens(q, origin, h, D.HQ, D.K, tokens, ck, count, D)
         # [BK, BV]
-        S = load_state(states, e, h, ck, cv, limit, H, K, V)
-        out += dot(tq, S, DTYPE, PRECISION)
-        if FORM != "key":
-            tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-            A += dot(tq, tl.trans(tk), DTYPE, PRECISION)
-    if FORM == "key":
-        A = load_tile(scores + (e.to(tl.int64) * H + h) * C * C, tokens, tokens, count, 1, C, 1)
-    elif FORM == "none":
+        S = load_state(states, e, h, ck, cv, limit, D.H, D.K, D.V)
+        out += dot(tq, S, D)
+        if D.FORM != "key":
+            tk = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
+            A += dot(tq, tl.trans(tk), D)
+    if D.FORM == "key":
+        A = load_pairs(scores, e.to(tl.int64) * D.H + h, tokens, count, D)
+    elif D.FORM == "none":
         A = tl.where(i >= j, A, 0.0)
     else:
-        G = load_head_sums(g, origin, h, n, tokens, count, H, FORM, SIGN)
+        G = load_head_sums(g, origin, h, n, tokens, count, D)
         A = A * exp(tl.where(i >= j, G[:, None] - G[None, :], float("-inf")))
         out = out * exp(G)[:, None]
-    tv = load_tile(at(v, origin, h // (H // HV), HV, V), tokens, cv, count, HV, V, SIGN)
-    out = tl.dot(A.to(DTYPE), tv.to(DTYPE), out, input_precision=PRECISION) * factor
-    store_tile(at(o, origin, h, H, V), out, tokens, cv, length, H, V, SIGN)
+    tv = load_tokens(v, origin, h, D.HV, D.V, tokens, cv, count, D)
+    out = tl.dot(A.to(D.DTYPE), tv.to(D.DTYPE), out, input_precision=D.PRECISION) * factor
+    store_tile(at(o, origin, h, D.H, D.V), out, tokens, cv, length, D.H, D.V, D.SIGN)

@@ -34,7 +34,7 @@ from glax._src.kernels.triton.tiles import (
     gate_sums,
     halving,
     load_key_gates,
-    load_tile,
+    load_tokens,
     middle_matrix,
     num_exact_pairs,
     num_halvings,
@@ -46,8 +46,7 @@ from glax._src.kernels.triton.tiles import (
 @triton.jit
 def delta_key_pairs(
     q, k, beta, g, scale, table, q_read, k_read, k_written, inverse, scores, factors, decays, max_abs_cumsum,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """Compute the scaled operands, T = (I + L)^-1 - I and P of every chunk, and the decays of its states.
 
@@ -56,158 +55,146 @@ def delta_key_pairs(
     writes, and behind these, and R (0 with the operands of the edges). max_abs_cumsum [chunks, H]: the largest of |M|, |E| and
     |R|.
     """
-    h, e = tl.program_id(0) % H, tl.program_id(0) // H
+    h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     origin, count = tl.load(table + e * 6), tl.load(table + e * 6 + 2)
-    pair = e.to(tl.int64) * H + h
-    tokens = tl.arange(0, C)
+    pair = e.to(tl.int64) * D.H + h
+    tokens = tl.arange(0, D.C)
     i = tokens[:, None]
     # [C, C]
-    L, P = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    largest = tl.zeros([C], tl.float32)
-    for k0 in range(0, runtime_bound(K, count), BK):
-        ck = k0 + tl.arange(0, BK)
+    L, P = tl.zeros([D.C, D.C], tl.float32), tl.zeros([D.C, D.C], tl.float32)
+    largest = tl.zeros([D.C], tl.float32)
+    for k0 in range(0, runtime_bound(D.K, count), D.BK):
+        ck = k0 + tl.arange(0, D.BK)
         # [C, BK]
-        gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
-        tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
-        tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-        M = fine_gate_sums(middle_matrix(tokens, C), gates, DTYPE)
+        gates = load_key_gates(g, origin, h, tokens, ck, count, D)
+        tq = load_tokens(q, origin, h, D.HQ, D.K, tokens, ck, count, D)
+        tk = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
+        M = fine_gate_sums(middle_matrix(tokens, D.C), gates, D)
         # The last row of M is R, and row -1 would be -E: M less the first gate. Rows need no sums over the tile.
-        first_gate = load_first_gate(g, origin, h, ck, count, H, K)[None, :]
+        first_gate = load_first_gate(g, origin, h, ck, count, D)[None, :]
         largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(M), tl.abs(tl.where(i == 0, first_gate, 0.0) - M)), 1))
         up, down = tl.exp2(M * LOG2E), tl.exp2(M * -LOG2E)
         xq, xk, y = tq * up, tk * up, tk * down
-        L = add_fine_dot(L, xk, y, DTYPE, PRECISION)
-        P = add_fine_dot(P, xq, y, DTYPE, PRECISION)
-        place = decays + pair * 4 * K + ck[None, :] + 0 * i
-        if tl.bfloat16 == DTYPE:
-            tl.store(place, down * exp(first_gate), mask=(i == 0) & (ck < K)[None, :])
-            tl.store(place + K, tl.zeros([C, BK], tl.float32) + 1.0, mask=(i == 0) & (ck < K)[None, :])
-            tl.store(place + 2 * K, up, mask=(i == C - 1) & (ck < K)[None, :])
-            tl.store(place + 3 * K, M, mask=(i == C - 1) & (ck < K)[None, :])
+        L = add_fine_dot(L, xk, y, D)
+        P = add_fine_dot(P, xq, y, D)
+        place = decays + pair * 4 * D.K + ck[None, :] + 0 * i
+        if tl.bfloat16 == D.DTYPE:
+            tl.store(place, down * exp(first_gate), mask=(i == 0) & (ck < D.K)[None, :])
+            tl.store(place + D.K, tl.zeros([D.C, D.BK], tl.float32) + 1.0, mask=(i == 0) & (ck < D.K)[None, :])
+            tl.store(place + 2 * D.K, up, mask=(i == D.C - 1) & (ck < D.K)[None, :])
+            tl.store(place + 3 * D.K, M, mask=(i == D.C - 1) & (ck < D.K)[None, :])
         else:
-            xq, xk, y = edge_operands(tq, tk, gates, place, ck, C, K)
-        store_tile(at(q_read, origin, h, H, K), xq, tokens, ck, count, H, K, SIGN)
-        store_tile(at(k_read, origin, h, H, K), xk, tokens, ck, count, H, K, SIGN)
-        store_tile(at(k_written, origin, h, H, K), y, tokens, ck, count, H, K, SIGN)
+            xq, xk, y = edge_operands(tq, tk, gates, place, ck, D)
+        store_tile(at(q_read, origin, h, D.H, D.K), xq, tokens, ck, count, D.H, D.K, D.SIGN)
+        store_tile(at(k_read, origin, h, D.H, D.K), xk, tokens, ck, count, D.H, D.K, D.SIGN)
+        store_tile(at(k_written, origin, h, D.H, D.K), y, tokens, ck, count, D.H, D.K, D.SIGN)
     tl.store(max_abs_cumsum + pair, tl.max(largest, 0))
-    store_pairs(L, P, beta, scale, table, inverse, scores, factors, h, e, origin, count, H, C, SIGN, DTYPE)
+    store_pairs(L, P, beta, scale, table, inverse, scores, factors, h, e, origin, count, D)
 
 
 @triton.jit
-def load_first_gate(g, origin, h, ck, count, H: tl.constexpr, K: tl.constexpr):
+def load_first_gate(g, origin, h, ck, count, D: tl.constexpr):
     """Load the log gates of a chunk's first token, [BK], clamped at LOG_OF_ZERO; 0 where it has no token."""
-    x = tl.load(at(g, origin, h, H, K) + ck, mask=ck < tl.where(count > 0, K, 0), other=0.0)
+    x = tl.load(at(g, origin, h, D.H, D.K) + ck, mask=ck < tl.where(count > 0, D.K, 0), other=0.0)
     return tl.maximum(x.to(tl.float32), LOG_OF_ZERO)
 
 
 @triton.jit
-def edge_operands(tq, tk, gates, place, ck, C: tl.constexpr, K: tl.constexpr):
+def edge_operands(tq, tk, gates, place, ck, D: tl.constexpr):
     """Return Q e^G, K e^G and K e^{G_last - G}, [C, BK], and store the decays of a state that is read as it enters."""
-    tokens = tl.arange(0, C)
+    tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
     G = gate_sums(tl.where(j <= i, 1.0, 0.0), gates)
-    up, mask = exp(G), (i == C - 1) & (ck < K)[None, :]
-    one = tl.zeros([C, ck.shape[0]], tl.float32) + 1.0
+    up, mask = exp(G), (i == D.C - 1) & (ck < D.K)[None, :]
+    one = tl.zeros([D.C, ck.shape[0]], tl.float32) + 1.0
     tl.store(place, one, mask=mask)
-    tl.store(place + K, up, mask=mask)
-    tl.store(place + 2 * K, one, mask=mask)
-    tl.store(place + 3 * K, one * 0.0, mask=mask)
+    tl.store(place + D.K, up, mask=mask)
+    tl.store(place + 2 * D.K, one, mask=mask)
+    tl.store(place + 3 * D.K, one * 0.0, mask=mask)
     return tq * up, tk * up, tk * exp(gate_sums(tl.where(j > i, 1.0, 0.0), gates))
 
 
 @triton.jit
-def store_pairs(
-    L, P, beta, scale, table, inverse, scores, factors, h, e, origin, count,
-    H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+def store_pairs(L, P, beta, scale, table, inverse, scores, factors, h, e, origin, count, D: tl.constexpr):
     """Store T, P and beta of a chunk. L, P: [C, C], without beta and the scale, and of any value above their triangles."""
     factor = tl.load(scale + tl.load(table + e * 6 + 3)).to(tl.float32)
-    tokens = tl.arange(0, C)
+    tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
-    pair = e.to(tl.int64) * H + h
-    place = pair * C * C + i * C + j
+    pair = e.to(tl.int64) * D.H + h
+    place = pair * D.C * D.C + i * D.C + j
     tl.store(scores + place, tl.where(i >= j, P * factor, 0.0).to(scores.dtype.element_ty))
-    tbeta = load_beta(beta, origin, h, tokens, count, H, SIGN)
-    tl.store(factors + (pair * 3 + 2) * C + tokens, tbeta)
-    T = unit_inverse(tl.where(i > j, L * tbeta[:, None], 0.0), C, DTYPE)
+    tbeta = load_beta(beta, origin, h, tokens, count, D)
+    tl.store(factors + (pair * 3 + 2) * D.C + tokens, tbeta)
+    T = unit_inverse(tl.where(i > j, L * tbeta[:, None], 0.0), D.C, D.DTYPE)
     tl.store(inverse + place, tl.where(i > j, T, 0.0).to(inverse.dtype.element_ty))
 
 
 @triton.jit
-def load_beta(beta, origin, h, tokens, count, H: tl.constexpr, SIGN: tl.constexpr):
+def load_beta(beta, origin, h, tokens, count, D: tl.constexpr):
     """Load the beta of a chunk's tokens in float32, [C], with 1e-30 in the place of numbers nearer to 0.
 
     What such a token writes, 1e-30 of its row, changes no result, and its quotient by beta is that row. The gradient of beta
     reads this quotient.
     """
-    x = load_rows(beta, origin, h, tokens, count, H, SIGN)
+    x = load_rows(beta, origin, h, tokens, count, D)
     return tl.where(tl.abs(x) < 1e-30, 1e-30, x)
 
 
 @triton.jit
 def exact_delta_key_pairs(
     q, k, beta, g, scale, table, max_abs_cumsum, pairs, q_read, k_read, k_written, inverse, scores, factors, decays,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """Overwrite the results of `delta_key_pairs` where gates are out of range.
 
     `pairs` holds the number of (chunk, head) pairs; a program tests PAIRS of them.
     """
     count_of_pairs = tl.load(pairs)
-    for each in range(0, num_exact_pairs(max_abs_cumsum, count_of_pairs, PAIRS)):
-        pair = tl.program_id(0) * PAIRS + each
+    for each in range(0, num_exact_pairs(max_abs_cumsum, count_of_pairs, D.PAIRS)):
+        pair = tl.program_id(0) * D.PAIRS + each
         if tl.load(max_abs_cumsum + pair, mask=pair < count_of_pairs, other=0.0) > FAST_LIMIT:
-            h, e = pair % H, pair // H
+            h, e = pair % D.H, pair // D.H
             origin, count = tl.load(table + e * 6), tl.load(table + e * 6 + 2)
-            L, P = exact_pairs(
-                q, k, g, q_read, k_read, k_written, decays, h, e, origin, count,
-                H, HQ, HK, K, C, BK, SIGN, DTYPE, PRECISION,
-            )  # fmt: skip
-            store_pairs(L, P, beta, scale, table, inverse, scores, factors, h, e, origin, count, H, C, SIGN, DTYPE)
+            L, P = exact_pairs(q, k, g, q_read, k_read, k_written, decays, h, e, origin, count, D)
+            store_pairs(L, P, beta, scale, table, inverse, scores, factors, h, e, origin, count, D)
 
 
 @triton.jit
 def exact_delta_key_pairs_passed_outputs(
     q, k, beta, g, scale, table, max_abs_cumsum, pairs, q_read, k_read, k_written, inverse, scores, factors, decays,
     q_read_again, k_read_again, k_written_again, inverse_again, scores_again, factors_again, decays_again,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """Run `exact_delta_key_pairs` for jax-triton 0.3, which passes updated operands a second time, as outputs."""
     exact_delta_key_pairs(
-        q, k, beta, g, scale, table, max_abs_cumsum, pairs, q_read, k_read, k_written, inverse, scores, factors, decays,
-        H, HQ, HK, K, C, BK, SIGN, DTYPE, PRECISION, PAIRS,
+        q, k, beta, g, scale, table, max_abs_cumsum, pairs, q_read, k_read, k_written, inverse, scores, factors,
+        decays, D,
     )  # fmt: skip
 
 
 @triton.jit
-def exact_pairs(
-    q, k, g, q_read, k_read, k_written, decays, h, e, origin, count,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def exact_pairs(q, k, g, q_read, k_read, k_written, decays, h, e, origin, count, D: tl.constexpr):
     """Store the scaled operands of a chunk, and return L without beta and P, [C, C], for gates of any size."""
-    tokens = tl.arange(0, C)
+    tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
-    L, P = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    diagonal = tl.zeros([C], tl.float32)
-    for k0 in range(0, runtime_bound(K, count), BK):
-        ck = k0 + tl.arange(0, BK)
+    L, P = tl.zeros([D.C, D.C], tl.float32), tl.zeros([D.C, D.C], tl.float32)
+    diagonal = tl.zeros([D.C], tl.float32)
+    for k0 in range(0, runtime_bound(D.K, count), D.BK):
+        ck = k0 + tl.arange(0, D.BK)
         # [C, BK]
-        gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
-        tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
-        tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
+        gates = load_key_gates(g, origin, h, tokens, ck, count, D)
+        tq = load_tokens(q, origin, h, D.HQ, D.K, tokens, ck, count, D)
+        tk = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
         diagonal += tl.sum(tq.to(tl.float32) * tk.to(tl.float32), 1)
-        for level in range(0, runtime_bound(num_halvings(C), count)):
-            mask, matrix = halving(tokens, (C // 2) >> level)
-            decay = exp(fine_gate_sums(matrix, gates, DTYPE))
-            none = tl.zeros([C, C], tl.float32)
-            L += tl.where(mask, add_fine_dot(none, tk * decay, tk * decay, DTYPE, PRECISION), 0.0)
-            P += tl.where(mask, add_fine_dot(none, tq * decay, tk * decay, DTYPE, PRECISION), 0.0)
-        place = decays + (e.to(tl.int64) * H + h) * 4 * K + ck[None, :] + 0 * i
-        xq, xk, y = edge_operands(tq, tk, gates, place, ck, C, K)
-        store_tile(at(q_read, origin, h, H, K), xq, tokens, ck, count, H, K, SIGN)
-        store_tile(at(k_read, origin, h, H, K), xk, tokens, ck, count, H, K, SIGN)
-        store_tile(at(k_written, origin, h, H, K), y, tokens, ck, count, H, K, SIGN)
+        for level in range(0, runtime_bound(num_halvings(D.C), count)):
+            mask, matrix = halving(tokens, (D.C // 2) >> level)
+            decay = exp(fine_gate_sums(matrix, gates, D))
+            none = tl.zeros([D.C, D.C], tl.float32)
+            L += tl.where(mask, add_fine_dot(none, tk * decay, tk * decay, D), 0.0)
+            P += tl.where(mask, add_fine_dot(none, tq * decay, tk * decay, D), 0.0)
+        place = decays + (e.to(tl.int64) * D.H + h) * 4 * D.K + ck[None, :] + 0 * i
+        xq, xk, y = edge_operands(tq, tk, gates, place, ck, D)
+        store_tile(at(q_read, origin, h, D.H, D.K), xq, tokens, ck, count, D.H, D.K, D.SIGN)
+        store_tile(at(k_read, origin, h, D.H, D.K), xk, tokens, ck, count, D.H, D.K, D.SIGN)
+        store_tile(at(k_written, origin, h, D.H, D.K), y, tokens, ck, count, D.H, D.K, D.SIGN)
     return L, tl.where(i == j, diagonal[:, None], P)

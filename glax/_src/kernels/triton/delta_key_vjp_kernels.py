@@ -33,7 +33,7 @@ from glax._src.kernels.triton.tiles import (
     gate_sums,
     load_key_gates,
     load_state,
-    load_tile,
+    load_tokens,
     middle_matrix,
     runtime_bound,
     store_tile,
@@ -45,11 +45,8 @@ BLOCK = tl.constexpr(16)  # columns of V that are read together for dv and dbeta
 
 @triton.jit
 def delta_key_gradient(
-    q, k, q_read, k_read, k_written, beta, g, decays, do, written, d_written, scale, states, d_states, table,
-    dq, dk, dv, dbeta, dg, dscale,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, q_read, k_read, k_written, beta, g, decays, do, written, d_written, scale, states, d_states, table, dq, dk,
+    dv, dbeta, dg, dscale, D: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk, dg [rows, H, K], dv [rows, H, V], dbeta [rows, H] and dscale [chunks, H] of a chunk.
 
@@ -57,113 +54,106 @@ def delta_key_gradient(
     those of `delta_key_pairs`. In the code x, z and y are q e^M, k e^M and k e^{-M}. Where gates are out of range,
     `exact_delta_key_gradient` computes dq, dk, dg and dscale again.
     """
-    h, e = tl.program_id(0) % H, tl.program_id(0) // H
-    pair = e.to(tl.int64) * H + h
+    h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
+    pair = e.to(tl.int64) * D.H + h
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     factor = tl.load(scale + n).to(tl.float32)
-    tokens, cv = tl.arange(0, C), tl.arange(0, BV)
+    tokens, cv = tl.arange(0, D.C), tl.arange(0, D.BV)
     i, j = tokens[:, None], tokens[None, :]
-    limit = tl.where(count > 0, K, 0)  # padding has no state
-    store_value_gradients(
-        beta, written, d_written, dv, dbeta, h, pair, origin, length, count, H, V, C, SIGN, DTYPE
-    )  # fmt: skip
+    limit = tl.where(count > 0, D.K, 0)  # padding has no state
+    store_value_gradients(beta, written, d_written, dv, dbeta, h, pair, origin, length, count, D)
     # [C, BV]
-    tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    U = tl.trans(load_by_chunk(written, pair, tokens, cv, count, V, C, DTYPE))
-    Z = tl.trans(load_by_chunk(d_written, pair, tokens, cv, count, V, C, DTYPE))
+    tdo = load_tokens(do, origin, h, D.H, D.V, tokens, cv, count, D)
+    U = tl.trans(load_by_chunk(written, pair, tokens, cv, count, D))
+    Z = tl.trans(load_by_chunk(d_written, pair, tokens, cv, count, D))
     # [C, C]
-    dP = dot(tdo, tl.trans(U), DTYPE, PRECISION)
+    dP = dot(tdo, tl.trans(U), D)
     own = tl.sum(tl.where(i == j, dP, 0.0), 1)
-    dP = tl.where(i > j, dP, 0.0).to(DTYPE)
-    dL = tl.where(i > j, dot(Z, tl.trans(U), DTYPE, PRECISION), 0.0).to(DTYPE)
-    d_scale = tl.zeros([C], tl.float32)
-    for k0 in range(0, runtime_bound(K, length), BK):
-        ck = k0 + tl.arange(0, BK)
+    dP = tl.where(i > j, dP, 0.0).to(D.DTYPE)
+    dL = tl.where(i > j, dot(Z, tl.trans(U), D), 0.0).to(D.DTYPE)
+    d_scale = tl.zeros([D.C], tl.float32)
+    for k0 in range(0, runtime_bound(D.K, length), D.BK):
+        ck = k0 + tl.arange(0, D.BK)
         # [C, BK]
-        gates = load_key_gates(g, origin, h, tokens, ck, count, H, K, SIGN)
+        gates = load_key_gates(g, origin, h, tokens, ck, count, D)
         # [BV, BK]
-        S = load_state(states, e, h, cv, ck, limit, H, V, K)
-        dS = load_state(d_states, e, h, cv, ck, limit, H, V, K)
+        S = load_state(states, e, h, cv, ck, limit, D.H, D.V, D.K)
+        dS = load_state(d_states, e, h, cv, ck, limit, D.H, D.V, D.K)
         # q e^M, k e^M and k e^-M: [C, BK]
-        if tl.bfloat16 == DTYPE:
-            leave = tl.load(decays + (pair * 4 + 3) * K + ck, mask=ck < limit, other=0.0)
-            M = leave[None, :] - fine_gate_sums(tl.where(j >= i, 1.0, 0.0), gates, DTYPE) + gates
+        if tl.bfloat16 == D.DTYPE:
+            leave = tl.load(decays + (pair * 4 + 3) * D.K + ck, mask=ck < limit, other=0.0)
+            M = leave[None, :] - fine_gate_sums(tl.where(j >= i, 1.0, 0.0), gates, D) + gates
             up, down = tl.exp2(M * LOG2E), tl.exp2(M * -LOG2E)
-            x = load_tile(at(q_read, origin, h, H, K), tokens, ck, count, H, K, SIGN)
-            z = load_tile(at(k_read, origin, h, H, K), tokens, ck, count, H, K, SIGN)
-            y = load_tile(at(k_written, origin, h, H, K), tokens, ck, count, H, K, SIGN)
+            x = load_tokens(q_read, origin, h, D.H, D.K, tokens, ck, count, D)
+            z = load_tokens(k_read, origin, h, D.H, D.K, tokens, ck, count, D)
+            y = load_tokens(k_written, origin, h, D.H, D.K, tokens, ck, count, D)
         else:
-            tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
-            tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-            M = gate_sums(middle_matrix(tokens, C), gates)
+            tq = load_tokens(q, origin, h, D.HQ, D.K, tokens, ck, count, D)
+            tk = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
+            M = gate_sums(middle_matrix(tokens, D.C), gates)
             up, down = tl.exp2(M * LOG2E), tl.exp2(M * -LOG2E)
             x, z, y = tq * up, tk * up, tk * down
-            S *= exp(tl.sum(tl.where(i < C // 2, gates, 0.0).to(tl.float32), 0))[None, :]
-            dS *= exp(tl.sum(tl.where(i >= C // 2, gates, 0.0).to(tl.float32), 0))[None, :]
+            S *= exp(tl.sum(tl.where(i < D.C // 2, gates, 0.0).to(tl.float32), 0))[None, :]
+            dS *= exp(tl.sum(tl.where(i >= D.C // 2, gates, 0.0).to(tl.float32), 0))[None, :]
         edge = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
         # The gradients of q e^M / scale, of k e^M and of k e^-M: [C, BK]
-        tdk = dot(U, dS, DTYPE, PRECISION)
+        tdk = dot(U, dS, D)
         leaving = tl.sum(y * tdk, 0)
-        tdq = added_dot(dP, y, dot(tdo, S, DTYPE, PRECISION), DTYPE)
-        tde = added_dot(dL, y, dot(Z, S, DTYPE, PRECISION), DTYPE)
-        tdk = added_dot(tl.trans(dL), z, tdk, DTYPE)
-        by_queries = added_dot(tl.trans(dP), x, tl.zeros([C, BK], tl.float32), DTYPE)
+        tdq = added_dot(dP, y, dot(tdo, S, D), D)
+        tde = added_dot(dL, y, dot(Z, S, D), D)
+        tdk = added_dot(tl.trans(dL), z, tdk, D)
+        by_queries = added_dot(tl.trans(dP), x, tl.zeros([D.C, D.BK], tl.float32), D)
         gate_terms = x * (tdq * factor) + z * tde - y * (tdk + by_queries * factor)
-        tdg = term_sums(tl.where(j >= i, 1.0, 0.0), gate_terms, tl.bfloat16 == DTYPE) + (edge + leaving)[None, :]
-        store_tile(at(dg, origin, h, H, K), tdg, tokens, ck, length, H, K, SIGN)
+        tdg = term_sums(tl.where(j >= i, 1.0, 0.0), gate_terms, tl.bfloat16 == D.DTYPE) + (edge + leaving)[None, :]
+        store_tile(at(dg, origin, h, D.H, D.K), tdg, tokens, ck, length, D.H, D.K, D.SIGN)
         tdq += own[:, None] * y
         d_scale += tl.sum(x * tdq, 1)
-        store_tile(at(dq, origin, h, H, K), tdq * (up * factor), tokens, ck, length, H, K, SIGN)
+        store_tile(at(dq, origin, h, D.H, D.K), tdq * (up * factor), tokens, ck, length, D.H, D.K, D.SIGN)
         tdk = (tdk + (by_queries + own[:, None] * x) * factor) * down + tde * up
-        store_tile(at(dk, origin, h, H, K), tdk, tokens, ck, length, H, K, SIGN)
+        store_tile(at(dk, origin, h, D.H, D.K), tdk, tokens, ck, length, D.H, D.K, D.SIGN)
     tl.store(dscale + pair, tl.sum(d_scale, 0))
 
 
 @triton.jit
-def store_value_gradients(
-    beta, written, d_written, dv, dbeta, h, pair, origin, length, count,
-    H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+def store_value_gradients(beta, written, d_written, dv, dbeta, h, pair, origin, length, count, D: tl.constexpr):
     """Store dv and dbeta of a chunk."""
-    tokens = tl.arange(0, C)
-    tbeta = load_beta(beta, origin, h, tokens, count, H, SIGN)
-    over_beta, tdbeta = 1 / tbeta, tl.zeros([C], tl.float32)
-    for v0 in range(0, runtime_bound(V, length), BLOCK):
+    tokens = tl.arange(0, D.C)
+    tbeta = load_beta(beta, origin, h, tokens, count, D)
+    over_beta, tdbeta = 1 / tbeta, tl.zeros([D.C], tl.float32)
+    for v0 in range(0, runtime_bound(D.V, length), BLOCK):
         block = v0 + tl.arange(0, BLOCK)
         # [BLOCK, C]: U and -dV
-        part = load_whole(written, pair, tokens, block, count, V, C, DTYPE)
-        d_part = load_whole(d_written, pair, tokens, block, count, V, C, DTYPE)
+        part = load_whole(written, pair, tokens, block, count, D)
+        d_part = load_whole(d_written, pair, tokens, block, count, D)
         tdbeta -= tl.sum(part * (d_part * over_beta[None, :]), 0)
-        store_tile(at(dv, origin, h, H, V), -tl.trans(d_part), tokens, block, length, H, V, SIGN)
-    store_rows(dbeta + origin.to(tl.int64) * H + h, tdbeta * over_beta, tokens, length, H, SIGN)
+        store_tile(at(dv, origin, h, D.H, D.V), -tl.trans(d_part), tokens, block, length, D.H, D.V, D.SIGN)
+    store_rows(dbeta + origin.to(tl.int64) * D.H + h, tdbeta * over_beta, tokens, length, D)
 
 
 @triton.jit
-def added_dot(a, b, c, DTYPE: tl.constexpr):
+def added_dot(a, b, c, D: tl.constexpr):
     """Return c + a @ b in float32, for a in DTYPE. b: in bfloat16 where DTYPE is, else in float32, with all its digits."""
-    if tl.bfloat16 == DTYPE:
+    if tl.bfloat16 == D.DTYPE:
         return tl.dot(a, b, c)
     else:
         return tl.dot(a, b, c, input_precision="tf32x3")
 
 
 @triton.jit
-def load_by_chunk(
-    x, pair, tokens, d, count, V: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr, LOW: tl.constexpr = False
-):
+def load_by_chunk(x, pair, tokens, d, count, D: tl.constexpr, LOW: tl.constexpr = False):
     """Load U or -beta * Y of a (chunk, head) pair, transposed, [BD, C], or with LOW what its rounding to bfloat16 lost."""
-    W: tl.constexpr = 2 * C if tl.bfloat16 == DTYPE else C
-    p = x + (pair * V + d[:, None]) * W + tokens[None, :] + LOW * C
+    W: tl.constexpr = 2 * D.C if tl.bfloat16 == D.DTYPE else D.C
+    p = x + (pair * D.V + d[:, None]) * W + tokens[None, :] + LOW * D.C
     return tl.load(
-        p, mask=(d < tl.where(count > 0, V, 0))[:, None], other=0.0
+        p, mask=(d < tl.where(count > 0, D.V, 0))[:, None], other=0.0
     )  # 0 is stored for tokens from `count` on
 
 
 @triton.jit
-def load_whole(x, pair, tokens, d, count, V: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr):
+def load_whole(x, pair, tokens, d, count, D: tl.constexpr):
     """Load U or -beta * Y of a pair, transposed, [BD, C], in float32, both terms where there are two."""
-    tile = load_by_chunk(x, pair, tokens, d, count, V, C, DTYPE).to(tl.float32)
-    if tl.bfloat16 == DTYPE:
-        tile += load_by_chunk(x, pair, tokens, d, count, V, C, DTYPE, True).to(tl.float32)
+    tile = load_by_chunk(x, pair, tokens, d, count, D).to(tl.float32)
+    if tl.bfloat16 == D.DTYPE:
+        tile += load_by_chunk(x, pair, tokens, d, count, D, True).to(tl.float32)
     return tile

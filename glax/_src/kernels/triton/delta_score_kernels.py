@@ -11,56 +11,52 @@ of a matrix without decays may overflow where the decays keep (I + L)^-1 small.
 
 from glax._src.kernels.triton.delta_inverse import unit_inverse
 from glax._src.kernels.triton.launch import tl, triton
-from glax._src.kernels.triton.tiles import at, dot, exp, load_head_sums, load_tile, runtime_bound
+from glax._src.kernels.triton.tiles import dot, exp, load_head_sums, load_tokens, runtime_bound
 
 
 @triton.jit
-def delta_scores(
-    q, k, beta, g, table, inverse, scores, factors,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    FORM: tl.constexpr, SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def delta_scores(q, k, beta, g, table, inverse, scores, factors, D: tl.constexpr):
     """Compute T = (I + L)^-1 - I and P of every chunk, inverse and scores [chunks, H, C, C], and the factors of its tokens.
 
     factors: [chunks, H, 3, C] in float32, e^G, e^{G_last - G} and beta; without gates only beta. g: the cumulative sums G of
     head gates, or the constants of the sequences.
     """
-    h, e = tl.program_id(0) % H, tl.program_id(0) // H
+    h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     entry = table + e * 6
     origin, count, n = tl.load(entry), tl.load(entry + 2), tl.load(entry + 3)
-    tokens = tl.arange(0, C)
+    tokens = tl.arange(0, D.C)
     i, j = tokens[:, None], tokens[None, :]
     # [C]
-    tbeta = load_rows(beta, origin, h, tokens, count, H, SIGN)
+    tbeta = load_rows(beta, origin, h, tokens, count, D)
     # [C, C]
-    P, L = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    for k0 in range(0, runtime_bound(K, count), BK):
-        ck = k0 + tl.arange(0, BK)
+    P, L = tl.zeros([D.C, D.C], tl.float32), tl.zeros([D.C, D.C], tl.float32)
+    for k0 in range(0, runtime_bound(D.K, count), D.BK):
+        ck = k0 + tl.arange(0, D.BK)
         # [C, BK]
-        tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
-        tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-        L += dot(tk, tl.trans(tk), DTYPE, PRECISION)
-        P += dot(tq, tl.trans(tk), DTYPE, PRECISION)
-    pair = e.to(tl.int64) * H + h
-    row = factors + pair * 3 * C + tokens
-    tl.store(row + 2 * C, tbeta)
-    if FORM == "none":
+        tq = load_tokens(q, origin, h, D.HQ, D.K, tokens, ck, count, D)
+        tk = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
+        L += dot(tk, tl.trans(tk), D)
+        P += dot(tq, tl.trans(tk), D)
+    pair = e.to(tl.int64) * D.H + h
+    row = factors + pair * 3 * D.C + tokens
+    tl.store(row + 2 * D.C, tbeta)
+    if D.FORM == "none":
         decay = tl.where(i >= j, 1.0, 0.0)
     else:
-        G = load_head_sums(g, origin, h, n, tokens, count, H, FORM, SIGN)
-        last = load_head_sums(g, origin, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
+        G = load_head_sums(g, origin, h, n, tokens, count, D)
+        last = load_head_sums(g, origin, h, n, tokens * 0 + (D.C - 1), count, D)
         tl.store(row, exp(G))
-        tl.store(row + C, exp(last - G))
+        tl.store(row + D.C, exp(last - G))
         decay = exp(tl.where(i >= j, G[:, None] - G[None, :], float("-inf")))
-    place = pair * C * C + i * C + j
+    place = pair * D.C * D.C + i * D.C + j
     tl.store(scores + place, (P * decay).to(scores.dtype.element_ty))
     L = tl.where(i > j, L * decay * tbeta[:, None], 0.0)
-    T = tl.where(i > j, unit_inverse(L, C, DTYPE), 0.0)
+    T = tl.where(i > j, unit_inverse(L, D.C, D.DTYPE), 0.0)
     tl.store(inverse + place, T.to(inverse.dtype.element_ty))
 
 
 @triton.jit
-def load_rows(x, row, head, tokens, count, H: tl.constexpr, SIGN: tl.constexpr):
+def load_rows(x, row, head, tokens, count, D: tl.constexpr):
     """Load x[row, head] of a chunk's tokens in float32, [C]; tokens from `count` on are 0."""
-    p = x + row.to(tl.int64) * H + head
-    return tl.load(p + (SIGN * H) * tokens, mask=tokens < count, other=0.0).to(tl.float32)
+    p = x + row.to(tl.int64) * D.H + head
+    return tl.load(p + (D.SIGN * D.H) * tokens, mask=tokens < count, other=0.0).to(tl.float32)

@@ -24,16 +24,13 @@ from glax._src.kernels.triton.delta_scan_kernels import (
     written_tokens,
 )
 from glax._src.kernels.triton.launch import tl, triton
-from glax._src.kernels.triton.tiles import at, dot, load_tile, store_state
+from glax._src.kernels.triton.tiles import at, dot, load_pairs, load_tokens, place_of, store_state
 
 
 @triton.jit
 def delta_states(
-    q, k, v, k_read, decays, do, inverse, scores, factors, scale, start, d_start, table,
-    states, written, d_states, d_written, d_initial,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, k_read, decays, do, inverse, scores, factors, scale, start, d_start, table, states, written, d_states,
+    d_written, d_initial, D: tl.constexpr,
 ):  # fmt: skip
     """Compute states and d_states [chunks, H, V, K], written (U) and d_written (Y) [rows, H, V], and d_initial [N, H, K, V].
 
@@ -42,147 +39,134 @@ def delta_states(
     """
     program = tl.program_id(0)
     if program % 2 == 0:
-        scan_states(
-            program // 2, k, v, k_read, decays, inverse, factors, start, table, states, written,
-            H, HK, HV, K, V, C, BK, BV, GATE, SIGN, START, DTYPE, PRECISION,
-        )  # fmt: skip
+        scan_states(program // 2, k, v, k_read, decays, inverse, factors, start, table, states, written, D, D.START)
     else:
         scan_state_gradients(
-            program // 2, q, k, k_read, decays, do, inverse, scores, factors, scale, d_start, table,
-            d_states, d_written, d_initial,
-            H, HQ, HK, K, V, C, BK, BV, GATE, SIGN, DTYPE, PRECISION,
+            program // 2, q, k, k_read, decays, do, inverse, scores, factors, scale, d_start, table, d_states,
+            d_written, d_initial, D,
         )  # fmt: skip
 
 
 @triton.jit
 def scan_states(
-    program, k, v, k_read, decays, inverse, factors, start, table, states, written,
-    H: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr, START: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    program, k, v, k_read, decays, inverse, factors, start, table, states, written, D: tl.constexpr,
+    START: tl.constexpr,
 ):  # fmt: skip
     """Store S before each chunk of a segment, and U."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    block, h, e = program % NV, program // NV % H, program // (NV * H)
+    block, h, e = place_of(program, D.NV, D)
     entry = table + e * 6
     origin, filled = tl.load(entry), tl.load(entry + 2)
     n, chunk = tl.load(entry + 3), tl.load(entry + 5)
-    ck, cv, tokens = tl.arange(0, BK), block * BV + tl.arange(0, BV), tl.arange(0, C)
+    ck, cv, tokens = tl.arange(0, D.BK), block * D.BV + tl.arange(0, D.BV), tl.arange(0, D.C)
     # [BV, BK]
-    S = load_start(start, n, h, ck, cv, H, K, V, START)
-    through = load_decay(factors, decays, chunk, h, ck, filled, H, K, C, GATE)
-    if GATE == "key":
+    S = load_start(start, n, h, ck, cv, D, START)
+    through = load_decay(factors, decays, chunk, h, ck, filled, D)
+    if D.GATE == "key":
         S = S * through[None, :]
-    for c in range(0, tl.cdiv(filled, C)):
-        first = origin + SIGN * c * C
-        count = filled - c * C
-        pair = (chunk + c).to(tl.int64) * H + h
+    for c in range(0, tl.cdiv(filled, D.C)):
+        first = origin + D.SIGN * c * D.C
+        count = filled - c * D.C
+        pair = (chunk + c).to(tl.int64) * D.H + h
         # [C, BK]
-        tk = load_tile(at(k, first, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
+        tk = load_tokens(k, first, h, D.HK, D.K, tokens, ck, count, D)
         # [C, C]
-        T = load_tile(inverse + pair * C * C, tokens, tokens, count, 1, C, 1)
+        T = load_pairs(inverse, pair, tokens, count, D)
         # [C, BV]
-        tv = load_tile(at(v, first, h // (H // HV), HV, V), tokens, cv, count, HV, V, SIGN)
+        tv = load_tokens(v, first, h, D.HV, D.V, tokens, cv, count, D)
         # [C]
-        beta = load_factor(factors, pair, 2, tokens, count, C)
-        up = load_factor(factors, pair, 0, tokens, count, C)
-        down = load_factor(factors, pair, 1, tokens, count, C)
-        store_state(states, S, chunk + c, h, cv, ck, H, V, K)
-        U = written_tokens(
-            S, k_read, tk, tv, T, beta, up, first, h, tokens, ck, count, H, K, GATE, SIGN, DTYPE, PRECISION
-        )  # fmt: skip
-        if GATE == "key":
-            store_by_chunk(written, U, pair, tokens, cv, V, C, DTYPE)
+        beta = load_factor(factors, pair, 2, tokens, count, D)
+        up = load_factor(factors, pair, 0, tokens, count, D)
+        down = load_factor(factors, pair, 1, tokens, count, D)
+        store_state(states, S, chunk + c, h, cv, ck, D.H, D.V, D.K)
+        U = written_tokens(S, k_read, tk, tv, T, beta, up, first, h, tokens, ck, count, D)
+        if D.GATE == "key":
+            store_by_chunk(written, U, pair, tokens, cv, D)
         else:
-            store_columns(at(written, first, h, H, V), U, tokens, cv, count, H, V, SIGN)
-        if GATE == "key":
-            behind = load_decay(factors, decays, chunk + c + 1, h, ck, count - C, H, K, C, GATE)
-            S = next_read_state(S, U, tk, decays, chunk + c, h, ck, behind, H, K, DTYPE, PRECISION)
+            store_columns(at(written, first, h, D.H, D.V), U, tokens, cv, count, D.H, D.V, D.SIGN)
+        if D.GATE == "key":
+            behind = load_decay(factors, decays, chunk + c + 1, h, ck, count - D.C, D)
+            S = next_read_state(S, U, tk, decays, chunk + c, h, ck, behind, D)
         else:
-            S = next_state(S, U, tk, down, through, GATE, DTYPE, PRECISION)
-            through = load_decay(factors, decays, chunk + c + 1, h, ck, count - C, H, K, C, GATE)
+            S = next_state(S, U, tk, down, through, D)
+            through = load_decay(factors, decays, chunk + c + 1, h, ck, count - D.C, D)
 
 
 @triton.jit
 def scan_state_gradients(
-    program, q, k, k_read, decays, do, inverse, scores, factors, scale, d_start, table,
-    d_states, d_written, d_initial,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    program, q, k, k_read, decays, do, inverse, scores, factors, scale, d_start, table, d_states, d_written,
+    d_initial, D: tl.constexpr,
 ):  # fmt: skip
     """Store dL/dS after each chunk of a segment and Y, and dL/dS before its sequence. d_start: dL/dS after each sequence."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    block, h, e = program % NV, program // NV % H, program // (NV * H)
+    block, h, e = place_of(program, D.NV, D)
     entry = table + e * 6
     origin, filled, n = tl.load(entry), tl.load(entry + 2), tl.load(entry + 3)
     edges, chunk = tl.load(entry + 4), tl.load(entry + 5)
-    ck, cv, tokens = tl.arange(0, BK), block * BV + tl.arange(0, BV), tl.arange(0, C)
+    ck, cv, tokens = tl.arange(0, D.BK), block * D.BV + tl.arange(0, D.BV), tl.arange(0, D.C)
     factor = tl.load(scale + n).to(tl.float32)
     # [BV, BK]
-    dS = load_start(d_start, n, h, ck, cv, H, K, V, True)
-    steps = tl.cdiv(filled, C)
-    if GATE == "key":
-        dS = dS * load_key_decay(decays, chunk + steps - 1, h, ck, filled, 2, H, K)[None, :]
+    dS = load_start(d_start, n, h, ck, cv, D, True)
+    steps = tl.cdiv(filled, D.C)
+    if D.GATE == "key":
+        dS = dS * load_key_decay(decays, chunk + steps - 1, h, ck, filled, 2, D)[None, :]
     else:
-        through = load_decay(factors, decays, chunk + steps - 1, h, ck, filled, H, K, C, GATE)
+        through = load_decay(factors, decays, chunk + steps - 1, h, ck, filled, D)
     for step in range(0, steps):
         c = steps - 1 - step
-        first = origin + SIGN * c * C
-        count = filled - c * C
-        pair = (chunk + c).to(tl.int64) * H + h
+        first = origin + D.SIGN * c * D.C
+        count = filled - c * D.C
+        pair = (chunk + c).to(tl.int64) * D.H + h
         # [C, BK]
-        tq = load_tile(at(q, first, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
-        tk = load_tile(at(k, first, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
+        tq = load_tokens(q, first, h, D.HQ, D.K, tokens, ck, count, D)
+        tk = load_tokens(k, first, h, D.HK, D.K, tokens, ck, count, D)
         # [C, C]
-        T = load_tile(inverse + pair * C * C, tokens, tokens, count, 1, C, 1)
-        P = load_tile(scores + pair * C * C, tokens, tokens, count, 1, C, 1)
+        T = load_pairs(inverse, pair, tokens, count, D)
+        P = load_pairs(scores, pair, tokens, count, D)
         # [BV, C]; with key gates, scores are scaled
-        if GATE == "key":
-            tdo = tl.trans(load_tile(at(do, first, h, H, V), tokens, cv, count, H, V, SIGN))
+        if D.GATE == "key":
+            tdo = tl.trans(load_tokens(do, first, h, D.H, D.V, tokens, cv, count, D))
         else:
-            tdo = load_columns(at(do, first, h, H, V), tokens, cv, count, H, V, SIGN).to(tl.float32) * factor
+            tdo = load_columns(at(do, first, h, D.H, D.V), tokens, cv, count, D.H, D.V, D.SIGN).to(tl.float32) * factor
         # [C]
-        beta = load_factor(factors, pair, 2, tokens, count, C)
-        up = load_factor(factors, pair, 0, tokens, count, C)
-        down = load_factor(factors, pair, 1, tokens, count, C)
-        store_state(d_states, dS, chunk + c, h, cv, ck, H, V, K)
-        dU = dot(dS, tl.trans(tk), DTYPE, PRECISION)
-        if GATE == "head":
+        beta = load_factor(factors, pair, 2, tokens, count, D)
+        up = load_factor(factors, pair, 0, tokens, count, D)
+        down = load_factor(factors, pair, 1, tokens, count, D)
+        store_state(d_states, dS, chunk + c, h, cv, ck, D.H, D.V, D.K)
+        dU = dot(dS, tl.trans(tk), D)
+        if D.GATE == "head":
             dU *= down[None, :]
-        dU = tl.dot(tdo.to(DTYPE), P.to(DTYPE), dU, input_precision=PRECISION)
-        Y = inverted(tl.trans(T), dU, DTYPE, PRECISION)
-        if GATE != "key":
-            store_columns(at(d_written, first, h, H, V), Y, tokens, cv, count, H, V, SIGN)
-        if GATE == "head":
-            dS = dS * through + dot(tdo * up[None, :], tq, DTYPE, PRECISION)
+        dU = tl.dot(tdo.to(D.DTYPE), P.to(D.DTYPE), dU, input_precision=D.PRECISION)
+        Y = inverted(tl.trans(T), dU, D)
+        if D.GATE != "key":
+            store_columns(at(d_written, first, h, D.H, D.V), Y, tokens, cv, count, D.H, D.V, D.SIGN)
+        if D.GATE == "head":
+            dS = dS * through + dot(tdo * up[None, :], tq, D)
             erased = -Y * (beta * up)[None, :]
-        elif GATE == "key":
-            between = load_key_decay(decays, chunk + c, h, ck, 1, 1, H, K)
-            dS = dS * between[None, :] + dot(tdo, tq, DTYPE, PRECISION) * factor
+        elif D.GATE == "key":
+            between = load_key_decay(decays, chunk + c, h, ck, 1, 1, D)
+            dS = dS * between[None, :] + dot(tdo, tq, D) * factor
             erased = -Y * beta[None, :]
-            store_by_chunk(d_written, erased, pair, tokens, cv, V, C, DTYPE)
+            store_by_chunk(d_written, erased, pair, tokens, cv, D)
         else:
-            dS += dot(tdo, tq, DTYPE, PRECISION)
+            dS += dot(tdo, tq, D)
             erased = -Y * beta[None, :]
-        if GATE == "key":
-            tr = load_tile(at(k_read, first, h, H, K), tokens, ck, count, H, K, SIGN)
-            dS = tl.dot(erased.to(DTYPE), tr.to(DTYPE), dS, input_precision=PRECISION)
-            enter = load_key_decay(decays, chunk + c, h, ck, 1, 0, H, K)
-            leave = load_key_decay(decays, chunk + c - 1, h, ck, c, 2, H, K)
+        if D.GATE == "key":
+            tr = load_tokens(k_read, first, h, D.H, D.K, tokens, ck, count, D)
+            dS = tl.dot(erased.to(D.DTYPE), tr.to(D.DTYPE), dS, input_precision=D.PRECISION)
+            enter = load_key_decay(decays, chunk + c, h, ck, 1, 0, D)
+            leave = load_key_decay(decays, chunk + c - 1, h, ck, c, 2, D)
             dS = dS * enter[None, :] * leave[None, :]
         else:
-            dS = tl.dot(erased.to(DTYPE), tk.to(DTYPE), dS, input_precision=PRECISION)
-            through = load_decay(factors, decays, chunk + c - 1, h, ck, c, H, K, C, GATE)
+            dS = tl.dot(erased.to(D.DTYPE), tk.to(D.DTYPE), dS, input_precision=D.PRECISION)
+            through = load_decay(factors, decays, chunk + c - 1, h, ck, c, D)
     if (edges & 1) != 0:
-        store_state(d_initial, tl.trans(dS), n, h, ck, cv, H, K, V)
+        store_state(d_initial, tl.trans(dS), n, h, ck, cv, D.H, D.K, D.V)
 
 
 @triton.jit
-def store_by_chunk(x, value, pair, tokens, d, V: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr):
+def store_by_chunk(x, value, pair, tokens, d, D: tl.constexpr):
     """Store U or -beta * Y of a (chunk, head) pair, transposed, [BV, C]. In bfloat16 what rounding lost follows beside it."""
-    W: tl.constexpr = 2 * C if tl.bfloat16 == DTYPE else C
-    p, mask = x + (pair * V + d[:, None]) * W + tokens[None, :], (d < V)[:, None]
+    W: tl.constexpr = 2 * D.C if tl.bfloat16 == D.DTYPE else D.C
+    p, mask = x + (pair * D.V + d[:, None]) * W + tokens[None, :], (d < D.V)[:, None]
     tl.store(p, value.to(x.dtype.element_ty), mask=mask)
-    if tl.bfloat16 == DTYPE:
-        tl.store(p + C, (value - value.to(DTYPE).to(tl.float32)).to(DTYPE), mask=mask)
+    if tl.bfloat16 == D.DTYPE:
+        tl.store(p + D.C, (value - value.to(D.DTYPE).to(tl.float32)).to(D.DTYPE), mask=mask)

@@ -19,8 +19,10 @@ from glax._src.kernels.triton.tiles import (
     dot,
     exp,
     load_head_sums,
+    load_pairs,
     load_state,
     load_tile,
+    load_tokens,
     runtime_bound,
     store_tile,
 )
@@ -29,99 +31,97 @@ from glax._src.kernels.triton.tiles import (
 @triton.jit
 def delta_gradient(
     q, k, v, beta, g, do, scores, written, d_written, scale, states, d_states, table, dq, dk, dv, dbeta, dg, dscale,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk [rows, H, K], dv [rows, H, V], dbeta [rows, H], dscale [chunks, H] and dg of a chunk.
 
     dg: [rows, H] for head gates, and the chunk's sum [chunks, H] for constant gates. BV holds all of V; each iteration takes BK
     rows of the states. g: the cumulative sums G of head gates, or the constants of the sequences.
     """
-    h, e = tl.program_id(0) % H, tl.program_id(0) // H
+    h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    hq, hk = h // (H // HQ), h // (H // HK)
+    hq, hk = h // (D.H // D.HQ), h // (D.H // D.HK)
     factor = tl.load(scale + n).to(tl.float32)
-    tokens, cv = tl.arange(0, C), tl.arange(0, BV)
+    tokens, cv = tl.arange(0, D.C), tl.arange(0, D.BV)
     i, j = tokens[:, None], tokens[None, :]
-    limit = tl.where(count > 0, K, 0)  # padding has no state
+    limit = tl.where(count > 0, D.K, 0)  # padding has no state
     # [C, BV]
-    tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    U = load_tile(at(written, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    Y = load_tile(at(d_written, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    tbeta = load_rows(beta, origin, h, tokens, count, H, SIGN)
-    store_tile(at(dv, origin, h, H, V), Y.to(tl.float32) * tbeta[:, None], tokens, cv, length, H, V, SIGN)
-    tv = load_tile(at(v, origin, h // (H // HV), HV, V), tokens, cv, count, HV, V, SIGN)
+    tdo = load_tokens(do, origin, h, D.H, D.V, tokens, cv, count, D)
+    U = load_tokens(written, origin, h, D.H, D.V, tokens, cv, count, D)
+    Y = load_tokens(d_written, origin, h, D.H, D.V, tokens, cv, count, D)
+    tbeta = load_rows(beta, origin, h, tokens, count, D)
+    store_tile(at(dv, origin, h, D.H, D.V), Y.to(tl.float32) * tbeta[:, None], tokens, cv, length, D.H, D.V, D.SIGN)
+    tv = load_tokens(v, origin, h, D.HV, D.V, tokens, cv, count, D)
     tdbeta = tl.sum(Y.to(tl.float32) * tv.to(tl.float32), 1)
     # [C, C]
-    dP = dot(tdo, tl.trans(U), DTYPE, PRECISION)
-    P = load_tile(scores + (e.to(tl.int64) * H + h) * C * C, tokens, tokens, count, 1, C, 1)
+    dP = dot(tdo, tl.trans(U), D)
+    P = load_pairs(scores, e.to(tl.int64) * D.H + h, tokens, count, D)
     pairs = P.to(tl.float32) * dP
     d_scale = tl.sum(tl.sum(pairs, 1), 0)
-    if FORM == "none":
+    if D.FORM == "none":
         decay = tl.where(i >= j, 1.0, 0.0)
     else:
-        G = load_head_sums(g, origin, h, n, tokens, count, H, FORM, SIGN)
-        last = load_head_sums(g, origin, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
+        G = load_head_sums(g, origin, h, n, tokens, count, D)
+        last = load_head_sums(g, origin, h, n, tokens * 0 + (D.C - 1), count, D)
         decay = exp(tl.where(i >= j, G[:, None] - G[None, :], float("-inf")))
         up, down = exp(G)[:, None], exp(last - G)[:, None]
-    dP = (dP * decay).to(DTYPE)
-    dL = tl.where(i > j, dot(Y, tl.trans(U), DTYPE, PRECISION) * -decay, 0.0)
-    products = tl.zeros([C, C], tl.float32)
-    for k0 in range(0, runtime_bound(K, length), BK):
-        tk = load_tile(at(k, origin, hk, HK, K), tokens, k0 + tl.arange(0, BK), count, HK, K, SIGN)
-        products += dot(tk, tl.trans(tk), DTYPE, PRECISION)
+    dP = (dP * decay).to(D.DTYPE)
+    dL = tl.where(i > j, dot(Y, tl.trans(U), D) * -decay, 0.0)
+    products = tl.zeros([D.C, D.C], tl.float32)
+    for k0 in range(0, runtime_bound(D.K, length), D.BK):
+        tk = load_tile(at(k, origin, hk, D.HK, D.K), tokens, k0 + tl.arange(0, D.BK), count, D.HK, D.K, D.SIGN)
+        products += dot(tk, tl.trans(tk), D)
     products *= dL
     tdbeta += tl.sum(products, 1)
     pairs = tl.where(i > j, pairs * factor + products * tbeta[:, None], 0.0)
     # [C]: of each pair of tokens, those that the gate of the later token's step decays
-    within = tl.sum(pairs, 1) - column_sums(pairs, C)
-    dL = (dL * tbeta[:, None]).to(DTYPE)
+    within = tl.sum(pairs, 1) - column_sums(pairs, D.C)
+    dL = (dL * tbeta[:, None]).to(D.DTYPE)
     symmetric = dL + tl.trans(dL)
     dPt = tl.trans(dP)
-    through_start, through_end = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-    erased = tl.zeros([C], tl.float32)
-    state_products = tl.zeros([BK], tl.float32)
-    for k0 in range(0, runtime_bound(K, length), BK):
-        ck = k0 + tl.arange(0, BK)
+    through_start, through_end = tl.zeros([D.C], tl.float32), tl.zeros([D.C], tl.float32)
+    erased = tl.zeros([D.C], tl.float32)
+    state_products = tl.zeros([D.BK], tl.float32)
+    for k0 in range(0, runtime_bound(D.K, length), D.BK):
+        ck = k0 + tl.arange(0, D.BK)
         # [C, BK]
-        tq = load_tile(at(q, origin, hq, HQ, K), tokens, ck, count, HQ, K, SIGN)
-        tk = load_tile(at(k, origin, hk, HK, K), tokens, ck, count, HK, K, SIGN)
+        tq = load_tile(at(q, origin, hq, D.HQ, D.K), tokens, ck, count, D.HQ, D.K, D.SIGN)
+        tk = load_tile(at(k, origin, hk, D.HK, D.K), tokens, ck, count, D.HK, D.K, D.SIGN)
         # [BV, BK]
-        S = load_state(states, e, h, cv, ck, limit, H, V, K)
-        dS = load_state(d_states, e, h, cv, ck, limit, H, V, K)
+        S = load_state(states, e, h, cv, ck, limit, D.H, D.V, D.K)
+        dS = load_state(d_states, e, h, cv, ck, limit, D.H, D.V, D.K)
         # [C, BK]
-        tdq = dot(tdo, S, DTYPE, PRECISION)
-        tde = -dot(Y, S, DTYPE, PRECISION)
-        tdk = dot(U, dS, DTYPE, PRECISION)
-        if FORM != "none":
+        tdq = dot(tdo, S, D)
+        tde = -dot(Y, S, D)
+        tdk = dot(U, dS, D)
+        if D.FORM != "none":
             tdq, tde, tdk = tdq * up, tde * up, tdk * down
             state_products += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
         through_start += tl.sum(tq * tdq, 1)
         erased += tl.sum(tk * tde, 1)
         through_end += tl.sum(tk * tdk, 1)
-        tdq += dot(dP, tk, DTYPE, PRECISION)
-        tdk += tde * tbeta[:, None] + dot(symmetric, tk, DTYPE, PRECISION)
-        tdk += dot(dPt, tq, DTYPE, PRECISION) * factor
-        store_tile(at(dq, origin, h, H, K), tdq * factor, tokens, ck, length, H, K, SIGN)
-        store_tile(at(dk, origin, h, H, K), tdk, tokens, ck, length, H, K, SIGN)
-    slot = e.to(tl.int64) * H + h
+        tdq += dot(dP, tk, D)
+        tdk += tde * tbeta[:, None] + dot(symmetric, tk, D)
+        tdk += dot(dPt, tq, D) * factor
+        store_tile(at(dq, origin, h, D.H, D.K), tdq * factor, tokens, ck, length, D.H, D.K, D.SIGN)
+        store_tile(at(dk, origin, h, D.H, D.K), tdk, tokens, ck, length, D.H, D.K, D.SIGN)
+    slot = e.to(tl.int64) * D.H + h
     tl.store(dscale + slot, d_scale + tl.sum(through_start, 0))
-    row = origin.to(tl.int64) * H + h
-    store_rows(dbeta + row, tdbeta + erased, tokens, length, H, SIGN)
-    if FORM != "none":
-        total = exp(load_head_sums(g, origin, h, n, C - 1, count, H, FORM, SIGN))
+    row = origin.to(tl.int64) * D.H + h
+    store_rows(dbeta + row, tdbeta + erased, tokens, length, D)
+    if D.FORM != "none":
+        total = exp(load_head_sums(g, origin, h, n, D.C - 1, count, D))
         # Of the gate of token t: the terms of S with tokens from t on, and the terms of dS with tokens before t.
         reaching = through_start * factor + erased * tbeta + within
         tdg = tl.sum(tl.where(j >= i, reaching[None, :], 0.0), 1) + tl.sum(
             tl.where(j < i, through_end[None, :], 0.0), 1
         )
         tdg = tl.where(tokens < count, tdg + tl.sum(state_products, 0) * total, 0.0)
-        if FORM == "constant":
+        if D.FORM == "constant":
             tl.store(dg + slot, tl.sum(tdg, 0))
         else:
-            store_rows(dg + row, tdg, tokens, length, H, SIGN)
+            store_rows(dg + row, tdg, tokens, length, D)
 
 
 @triton.jit
@@ -131,6 +131,6 @@ def column_sums(x, C: tl.constexpr):
 
 
 @triton.jit
-def store_rows(x, value, tokens, count, H: tl.constexpr, SIGN: tl.constexpr):
+def store_rows(x, value, tokens, count, D: tl.constexpr):
     """Store one value for each token of a chunk, [C], at x, the address of its first token."""
-    tl.store(x + (SIGN * H) * tokens, value.to(x.dtype.element_ty), mask=tokens < count)
+    tl.store(x + (D.SIGN * D.H) * tokens, value.to(x.dtype.element_ty), mask=tokens < count)

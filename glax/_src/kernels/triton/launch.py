@@ -1,9 +1,12 @@
 """Launch a Triton kernel from JAX. This is the only file that imports Triton and jax-triton."""
 
+import dataclasses
 import functools
 import inspect
 import os
+import re
 import warnings
+from typing import Any
 
 # The kernels are tuned with this setting. Triton 3.10 changes the default, and Triton 3.9 warns of that where it is unset.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -23,18 +26,76 @@ OUTPUTS = "out_type" if "out_type" in inspect.signature(jax_triton.triton_call).
 ALIASES_ARE_PASSED = OUTPUTS == "out_shape"
 
 
+@dataclasses.dataclass(frozen=True)
+class Dimensions:
+    """Hold the constants of a launch, the argument D of every kernel. A kernel reads those that its launch gives.
+
+    H, HQ, HK, HV: the heads of states, queries, keys and values; HA, HB those of the operands of a state's scan. K, V: the rows
+    and columns of a state. C: the tokens of a chunk. BK, BV, BH: the rows, columns and heads of a block. SIGN: -1 if a scan is
+    from the last token to the first, else 1. DTYPE, PRECISION: of products (`tiles.dot`). FORM: the form of the decay, and GATE
+    what the scans of the delta rule read of it. GROUP: the heads that a program takes in order, GQ, GK and GV how many of them
+    share a query, key or value. PAIRS: the (chunk, head) pairs that a program of an exact kernel tests.
+    """
+
+    H: int
+    HQ: int | None = None
+    HK: int | None = None
+    HV: int | None = None
+    HA: int | None = None
+    HB: int | None = None
+    K: int | None = None
+    V: int | None = None
+    C: int | None = None
+    BK: int | None = None
+    BV: int | None = None
+    BH: int | None = None
+    SIGN: int | None = None
+    DTYPE: Any = None
+    PRECISION: str | None = None
+    FORM: str | None = None
+    GATE: str | None = None
+    START: int | None = None  # where a scan begins, by the kernel
+    D_START: int | None = None
+    ADJOINT: bool | None = None
+    LAST: bool | None = None
+    GROUP: int | None = None
+    GQ: int | None = None
+    GK: int | None = None
+    GV: int | None = None
+    PAIRS: int | None = None
+    ROWS: int | None = None
+    HEAD: str | None = None
+    KEY: bool | None = None
+    VALUE: bool | None = None
+    ERASURE: str | None = None
+
+    def __repr__(self):
+        """Return the given constants in letters that a symbol of a program may have."""
+        given = {name: str(x) for name, x in vars(self).items() if x is not None}
+        return "D" + "".join(f"_{name}_{re.sub('[^A-Za-z0-9]', '_', x)}" for name, x in given.items())
+
+    @property
+    def NK(self) -> int:
+        """Return the number of blocks of the state's rows."""
+        return -(-self.K // self.BK)
+
+    @property
+    def NV(self) -> int:
+        """Return the number of blocks of the state's columns."""
+        return -(-self.V // self.BV)
+
+
 def launch(kernel, programs: int, operands, outputs, *, warps: int, stages: int, in_place=None, **constants):
-    """Run kernel(*operands, *outputs, **constants) with `programs` programs, and return the outputs.
+    """Run kernel(*operands, *outputs, D=Dimensions(**constants)) with `programs` programs, and return the outputs.
 
     outputs: (shape, dtype) of each. in_place: {index of an operand: index of the output that shares its memory}.
     """
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs]
-    call = functools.partial(
-        jax_triton.triton_call, kernel=kernel, grid=(programs,), num_warps=warps, num_stages=stages, **constants
-    )
+    options = dict(grid=(programs,), num_warps=warps, num_stages=stages, D=Dimensions(**constants))
+    call = functools.partial(jax_triton.triton_call, kernel=kernel, **options)
     shared = () if ALIASES_ARE_PASSED or not in_place else in_place.values()
     new_outputs = [x for i, x in enumerate(shapes) if i not in shared]
-    specialisation = kernel, *(str(x.dtype) for x in (*operands, *new_outputs)), warps, stages, *constants.items()
+    specialisation = kernel, *(str(x.dtype) for x in (*operands, *new_outputs)), warps, stages, options["D"]
     compile_ahead(specialisation, functools.partial(call, **{OUTPUTS: new_outputs}), operands)
     aliases = dict(input_output_aliases=in_place) if in_place else {}
     with warnings.catch_warnings():

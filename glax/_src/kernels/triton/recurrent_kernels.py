@@ -1,25 +1,24 @@
 """Process one token at a time, with exact decays and the state in registers."""
 
 from glax._src.kernels.triton.launch import tl, triton
-from glax._src.kernels.triton.tiles import at, exp, load_state, store_state
+from glax._src.kernels.triton.tiles import at, exp, load_state, place_of, store_state
 
 
 @triton.jit
-def log_decays(head, key, value, row, h, n, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-               HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr):  # fmt: skip
+def log_decays(head, key, value, row, h, n, k, v, D: tl.constexpr):
     """Return the log decays of one token for the rows [BK] and columns [BV] of the state.
 
     HEAD: "constant", "head" or "none".
     """
     rows, columns = tl.zeros(k.shape, tl.float32), tl.zeros(v.shape, tl.float32)
-    if HEAD == "constant":
-        rows += tl.load(head + n * H + h).to(tl.float32)
-    elif HEAD == "head":
-        rows += tl.load(head + row.to(tl.int64) * H + h).to(tl.float32)
-    if KEY:
-        rows += tl.load(at(key, row, h, H, K) + k, mask=k < K, other=0.0).to(tl.float32)
-    if VALUE:
-        columns += tl.load(at(value, row, h, H, V) + v, mask=v < V, other=0.0).to(tl.float32)
+    if D.HEAD == "constant":
+        rows += tl.load(head + n * D.H + h).to(tl.float32)
+    elif D.HEAD == "head":
+        rows += tl.load(head + row.to(tl.int64) * D.H + h).to(tl.float32)
+    if D.KEY:
+        rows += tl.load(at(key, row, h, D.H, D.K) + k, mask=k < D.K, other=0.0).to(tl.float32)
+    if D.VALUE:
+        columns += tl.load(at(value, row, h, D.H, D.V) + v, mask=v < D.V, other=0.0).to(tl.float32)
     return rows, columns
 
 
@@ -53,94 +52,77 @@ def vector(x, row, head, d, HEADS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def written(
-    S, kt, vt, beta, erase, write, row, h, k, v,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ERASURE: tl.constexpr,
-):  # fmt: skip
+def written(S, kt, vt, beta, erase, write, row, h, k, v, D: tl.constexpr):
     """Return what a token writes beside its key, [BV], into its decayed state S: v, or with an erasure w * v - S^T e.
 
     ERASURE: "none", "beta" (e = beta k and w = beta), "erase" (w = 1) or "erase+write".
     """
-    if ERASURE == "none":
+    if D.ERASURE == "none":
         return vt
-    elif ERASURE == "beta":
-        return tl.load(beta + row.to(tl.int64) * H + h).to(tl.float32) * (vt - tl.sum(S * kt[:, None], 0))
+    elif D.ERASURE == "beta":
+        return tl.load(beta + row.to(tl.int64) * D.H + h).to(tl.float32) * (vt - tl.sum(S * kt[:, None], 0))
     else:
-        if ERASURE == "erase+write":
-            vt *= vector(write, row, h, v, H, V)
-        return vt - tl.sum(S * vector(erase, row, h, k, H, K)[:, None], 0)
+        if D.ERASURE == "erase+write":
+            vt *= vector(write, row, h, v, D.H, D.V)
+        return vt - tl.sum(S * vector(erase, row, h, k, D.H, D.K)[:, None], 0)
 
 
 @triton.jit
-def recurrent(
-    q, k, v, head, key, value, beta, erase, write, scale, start, table, o, final,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ERASURE: tl.constexpr,
-    SIGN: tl.constexpr, START: tl.constexpr,
-):  # fmt: skip
+def recurrent(q, k, v, head, key, value, beta, erase, write, scale, start, table, o, final, D: tl.constexpr):
     """Compute o [rows, H, V] and final [N, H, K, V]. A program has one sequence, one head and BV columns of v."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    block, h, e = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
+    block, h, e = place_of(tl.program_id(0), D.NV, D)
     entry = table + e * 6
     origin, length, filled = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     n, edges = tl.load(entry + 3), tl.load(entry + 4)
-    ck, cv = tl.arange(0, BK), block * BV + tl.arange(0, BV)
-    hq, hk, hv = h // (H // HQ), h // (H // HK), h // (H // HV)
+    ck, cv = tl.arange(0, D.BK), block * D.BV + tl.arange(0, D.BV)
+    hq, hk, hv = h // (D.H // D.HQ), h // (D.H // D.HK), h // (D.H // D.HV)
     factor = tl.load(scale + n).to(tl.float32)
-    S = load_state(start, n, h, ck, cv, V, H, K, V).to(tl.float32) if START else tl.zeros([BK, BV], tl.float32)
+    S = (
+        load_state(start, n, h, ck, cv, D.V, D.H, D.K, D.V).to(tl.float32)
+        if D.START
+        else tl.zeros([D.BK, D.BV], tl.float32)
+    )
     for t in range(0, filled):
-        row = origin + SIGN * t
-        rows, columns = log_decays(head, key, value, row, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
-        S = decayed(S, rows, columns, HEAD != "none" or KEY, VALUE)
-        kt = vector(k, row, hk, ck, HK, K)
-        u = written(S, kt, vector(v, row, hv, cv, HV, V), beta, erase, write, row, h, ck, cv, H, K, V, ERASURE)
+        row = origin + D.SIGN * t
+        rows, columns = log_decays(head, key, value, row, h, n, ck, cv, D)
+        S = decayed(S, rows, columns, D.HEAD != "none" or D.KEY, D.VALUE)
+        kt = vector(k, row, hk, ck, D.HK, D.K)
+        u = written(S, kt, vector(v, row, hv, cv, D.HV, D.V), beta, erase, write, row, h, ck, cv, D)
         S += kt[:, None] * u[None, :]
-        out = tl.sum(S * vector(q, row, hq, ck, HQ, K)[:, None], 0) * factor
-        tl.store(at(o, row, h, H, V) + cv, out.to(o.dtype.element_ty), mask=cv < V)
+        out = tl.sum(S * vector(q, row, hq, ck, D.HQ, D.K)[:, None], 0) * factor
+        tl.store(at(o, row, h, D.H, D.V) + cv, out.to(o.dtype.element_ty), mask=cv < D.V)
     for t in range(filled, length):
-        zero = tl.zeros([BV], o.dtype.element_ty)
-        tl.store(at(o, origin + SIGN * t, h, H, V) + cv, zero, mask=cv < V)
+        zero = tl.zeros([D.BV], o.dtype.element_ty)
+        tl.store(at(o, origin + D.SIGN * t, h, D.H, D.V) + cv, zero, mask=cv < D.V)
     if (edges & 2) != 0:
-        store_state(final, S, n, h, ck, cv, H, K, V)
+        store_state(final, S, n, h, ck, cv, D.H, D.K, D.V)
 
 
 @triton.jit
-def step(
-    q, k, v, head, key, value, beta, erase, write, scale, slots, pool, o,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ERASURE: tl.constexpr,
-):  # fmt: skip
+def step(q, k, v, head, key, value, beta, erase, write, scale, slots, pool, o, D: tl.constexpr):
     """Advance sequence n by one token, in row slots[n] of the pool, in place. For slot -1 the output is 0."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    block, h, n = tl.program_id(0) % NV, tl.program_id(0) // NV % H, tl.program_id(0) // (NV * H)
-    ck, cv = tl.arange(0, BK), block * BV + tl.arange(0, BV)
+    block, h, n = place_of(tl.program_id(0), D.NV, D)
+    ck, cv = tl.arange(0, D.BK), block * D.BV + tl.arange(0, D.BV)
     slot = tl.load(slots + n)
     factor = tl.load(scale + n).to(tl.float32)
-    out = tl.zeros([BV], tl.float32)
+    out = tl.zeros([D.BV], tl.float32)
     if slot >= 0:
         # A pool is larger than any cache, and each state is read and written once. The barrier stops the compiler from
         # using part of the state before all of its loads are issued, which saves registers and serialises the loads. The
         # same happens if gates or q, k and v are loaded before the state, as the disassembly shows.
-        S = load_state(pool, slot, h, ck, cv, V, H, K, V, "evict_first").to(tl.float32)
+        S = load_state(pool, slot, h, ck, cv, D.V, D.H, D.K, D.V, "evict_first").to(tl.float32)
         tl.debug_barrier()
-        rows, columns = log_decays(head, key, value, n, h, n, ck, cv, H, K, V, HEAD, KEY, VALUE)
-        kt, vt = vector(k, n, h // (H // HK), ck, HK, K), vector(v, n, h // (H // HV), cv, HV, V)
-        qt = vector(q, n, h // (H // HQ), ck, HQ, K)
-        S = decayed(S, rows, columns, HEAD != "none" or KEY, VALUE)
-        S += kt[:, None] * written(S, kt, vt, beta, erase, write, n, h, ck, cv, H, K, V, ERASURE)[None, :]
+        rows, columns = log_decays(head, key, value, n, h, n, ck, cv, D)
+        kt, vt = vector(k, n, h // (D.H // D.HK), ck, D.HK, D.K), vector(v, n, h // (D.H // D.HV), cv, D.HV, D.V)
+        qt = vector(q, n, h // (D.H // D.HQ), ck, D.HQ, D.K)
+        S = decayed(S, rows, columns, D.HEAD != "none" or D.KEY, D.VALUE)
+        S += kt[:, None] * written(S, kt, vt, beta, erase, write, n, h, ck, cv, D)[None, :]
         out = tl.sum(S * qt[:, None], 0) * factor
-        store_state(pool, S, slot, h, ck, cv, H, K, V, "evict_first")
-    tl.store(at(o, n, h, H, V) + cv, out.to(o.dtype.element_ty), mask=cv < V)
+        store_state(pool, S, slot, h, ck, cv, D.H, D.K, D.V, "evict_first")
+    tl.store(at(o, n, h, D.H, D.V) + cv, out.to(o.dtype.element_ty), mask=cv < D.V)
 
 
 @triton.jit
-def step_passed_pool(
-    q, k, v, head, key, value, beta, erase, write, scale, slots, pool, o, pool_again,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, HEAD: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ERASURE: tl.constexpr,
-):  # fmt: skip
+def step_passed_pool(q, k, v, head, key, value, beta, erase, write, scale, slots, pool, o, pool_again, D: tl.constexpr):
     """Run `step` for jax-triton 0.3, which passes the pool a second time, as an output."""
-    step(
-        q, k, v, head, key, value, beta, erase, write, scale, slots, pool, o,
-        H, HQ, HK, HV, K, V, BK, BV, HEAD, KEY, VALUE, ERASURE,
-    )  # fmt: skip
+    step(q, k, v, head, key, value, beta, erase, write, scale, slots, pool, o, D)

@@ -19,6 +19,12 @@ def runtime_bound(n, count):
 
 
 @triton.jit
+def place_of(program, BLOCKS: tl.constexpr, D: tl.constexpr):
+    """Return the block, the head, and the chunk, segment or sequence of a program. Those of one head are neighbours."""
+    return program % BLOCKS, program // BLOCKS % D.H, program // (BLOCKS * D.H)
+
+
+@triton.jit
 def num_exact_pairs(max_abs_cumsum, count, PAIRS: tl.constexpr, BLOCKS: tl.constexpr = 1):
     """Return how many of its PAIRS (chunk, head) pairs a program must test for the exact form.
 
@@ -35,9 +41,10 @@ def exp(x):
 
 
 @triton.jit
-def dot(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return a @ b in float32. Operands are rounded to DTYPE; float32 operands are multiplied in PRECISION."""
-    return tl.dot(operand(a, DTYPE, PRECISION), operand(b, DTYPE, PRECISION), input_precision=PRECISION)
+def dot(a, b, D: tl.constexpr):
+    """Return a @ b in float32. Operands are rounded to D.DTYPE; float32 operands are multiplied in D.PRECISION."""
+    a, b = operand(a, D.DTYPE, D.PRECISION), operand(b, D.DTYPE, D.PRECISION)
+    return tl.dot(a, b, input_precision=D.PRECISION)
 
 
 @triton.jit
@@ -61,44 +68,58 @@ def split(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def add_fine_dot(c, a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def add_fine_dot(c, a, b, D: tl.constexpr):
     """Return c + a @ b^T in float32, with float32 operands. bfloat16 products use 16 bits of each."""
-    if tl.bfloat16 == DTYPE:
-        high, low = split(a, DTYPE)
-        b_high, b_low = split(b, DTYPE)
+    if tl.bfloat16 == D.DTYPE:
+        high, low = split(a, D.DTYPE)
+        b_high, b_low = split(b, D.DTYPE)
         c = tl.dot(low, tl.trans(b_high), tl.dot(high, tl.trans(b_low), c))
         return tl.dot(high, tl.trans(b_high), c)
     else:
-        return c + dot(a, tl.trans(b), DTYPE, PRECISION)
+        return c + dot(a, tl.trans(b), D)
 
 
 @triton.jit
-def half_fine_dot(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return a @ b in float32, with a in DTYPE and b in float32. bfloat16 products use 16 bits of b, TF32 products all."""
-    if tl.bfloat16 == DTYPE:
-        high, low = split(b, DTYPE)
+def half_fine_dot(a, b, D: tl.constexpr):
+    """Return a @ b in float32, with a in D.DTYPE and b in float32. bfloat16 products use 16 bits of b, TF32 products all."""
+    if tl.bfloat16 == D.DTYPE:
+        high, low = split(b, D.DTYPE)
         return tl.dot(a, high, tl.dot(a, low))
     else:
-        return dot(a, b, DTYPE, "tf32x3")
+        return tl.dot(a.to(D.DTYPE), b.to(D.DTYPE), input_precision="tf32x3")
 
 
 @triton.jit
-def at(x, row, head, HEADS: tl.constexpr, D: tl.constexpr):
-    """Return the address of x[row, head, 0], for x [rows, HEADS, D] of possibly more than 2^31 elements."""
-    return x + (row.to(tl.int64) * HEADS + head) * D
+def at(x, row, head, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the address of x[row, head, 0], for x [rows, HEADS, WIDTH] of possibly more than 2^31 elements."""
+    return x + (row.to(tl.int64) * HEADS + head) * WIDTH
 
 
 @triton.jit
-def load_tile(x, tokens, d, count, HEADS: tl.constexpr, D: tl.constexpr, SIGN: tl.constexpr):
-    """Load x[tokens, d], [C, BD], with x the address of token 0. Tokens from `count` on and columns from D on are 0."""
-    offsets = (SIGN * HEADS * D) * tokens[:, None] + d[None, :]
-    return tl.load(x + offsets, mask=(tokens < count)[:, None] & (d < D)[None, :], other=0.0)
+def load_tile(x, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.constexpr, SIGN: tl.constexpr):
+    """Load x[tokens, d], [C, BD], with x the address of token 0. Tokens from `count` on and columns from WIDTH on are 0."""
+    offsets = (SIGN * HEADS * WIDTH) * tokens[:, None] + d[None, :]
+    return tl.load(x + offsets, mask=(tokens < count)[:, None] & (d < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def store_tile(x, value, tokens, d, count, HEADS: tl.constexpr, D: tl.constexpr, SIGN: tl.constexpr):
-    offsets = (SIGN * HEADS * D) * tokens[:, None] + d[None, :]
-    tl.store(x + offsets, value.to(x.dtype.element_ty), mask=(tokens < count)[:, None] & (d < D)[None, :])
+def store_tile(x, value, tokens, d, count, HEADS: tl.constexpr, WIDTH: tl.constexpr, SIGN: tl.constexpr):
+    offsets = (SIGN * HEADS * WIDTH) * tokens[:, None] + d[None, :]
+    tl.store(x + offsets, value.to(x.dtype.element_ty), mask=(tokens < count)[:, None] & (d < WIDTH)[None, :])
+
+
+@triton.jit
+def load_tokens(
+    x, row, h, HEADS: tl.constexpr, WIDTH: tl.constexpr, tokens, d, count, D: tl.constexpr
+):  # fmt: skip
+    """Load what head h of a chunk reads of x [rows, HEADS, WIDTH], [C, BD]. row: the row of the chunk's first token."""
+    return load_tile(at(x, row, h // (D.H // HEADS), HEADS, WIDTH), tokens, d, count, HEADS, WIDTH, D.SIGN)
+
+
+@triton.jit
+def load_pairs(x, pair, tokens, count, D: tl.constexpr):
+    """Load x[pair] of x [pairs, C, C], a number for each pair of tokens of a (chunk, head) pair."""
+    return load_tile(x + pair * D.C * D.C, tokens, tokens, count, 1, D.C, 1)
 
 
 @triton.jit
@@ -120,34 +141,34 @@ def store_state(
 
 
 @triton.jit
-def load_key_gates(g, row, head, tokens, k, count, H: tl.constexpr, K: tl.constexpr, SIGN: tl.constexpr):
+def load_key_gates(g, row, head, tokens, k, count, D: tl.constexpr):
     """Load log gates [C, BK] in their own dtype, clamped at LOG_OF_ZERO."""
-    x = load_tile(at(g, row, head, H, K), tokens, k, count, H, K, SIGN)
+    x = load_tokens(g, row, head, D.H, D.K, tokens, k, count, D)
     return tl.maximum(x.to(tl.float32), LOG_OF_ZERO).to(x.dtype)
 
 
 @triton.jit
-def load_head_sums(G, row, head, sequence, tokens, count, H: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr):
+def load_head_sums(G, row, head, sequence, tokens, count, D: tl.constexpr):
     """Load G [tokens], the cumulative sums of the chunk's gates; from token `count` on, the sum of the whole chunk.
 
     G holds the results of `head_gate_cumsums`, or the constants of the sequences.
     """
-    if FORM == "none":
+    if D.FORM == "none":
         return 0.0
-    elif FORM == "constant":
-        gate = tl.maximum(tl.load(G + sequence * H + head).to(tl.float32), LOG_OF_ZERO)
+    elif D.FORM == "constant":
+        gate = tl.maximum(tl.load(G + sequence * D.H + head).to(tl.float32), LOG_OF_ZERO)
         return gate * tl.maximum(tl.minimum(tokens + 1, count), 0) * 1.0
     else:
         tokens = tl.minimum(tokens, count - 1)
-        p = G + row.to(tl.int64) * H + head
-        return tl.load(p + (SIGN * H) * tokens, mask=tokens >= 0, other=0.0)
+        p = G + row.to(tl.int64) * D.H + head
+        return tl.load(p + (D.SIGN * D.H) * tokens, mask=tokens >= 0, other=0.0)
 
 
 @triton.jit
-def load_key_sums(last, chunk, head, k, count, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr = False):
+def load_key_sums(last, chunk, head, k, count, D: tl.constexpr, FIRST: tl.constexpr = False):
     """Load the sums of a chunk's key gates, or with FIRST of its first half, [BK]; 0 where the chunk has no token."""
-    p = last + (chunk.to(tl.int64) * H + head) * 2 * K + FIRST * K
-    return tl.load(p + k, mask=k < tl.where(count > 0, K, 0), other=0.0)
+    p = last + (chunk.to(tl.int64) * D.H + head) * 2 * D.K + FIRST * D.K
+    return tl.load(p + k, mask=k < tl.where(count > 0, D.K, 0), other=0.0)
 
 
 @triton.jit
@@ -164,14 +185,14 @@ def gate_sums(matrix, x):
 
 
 @triton.jit
-def fine_gate_sums(matrix, x, DTYPE: tl.constexpr):
-    """Return matrix @ x as `gate_sums` does, in bfloat16 products with 16 bits of each gate where DTYPE is bfloat16.
+def fine_gate_sums(matrix, x, D: tl.constexpr):
+    """Return matrix @ x as `gate_sums` does, in bfloat16 products with 16 bits of each gate where D.DTYPE is bfloat16.
 
     A sum is then off by no more than 2^-16 of the sum of its gates' sizes. A decay that differs visibly from it is near 0.
     """
-    if x.dtype == tl.float32 and tl.bfloat16 == DTYPE:
-        high, low = split(x, DTYPE)
-        return tl.dot(matrix.to(DTYPE), high, tl.dot(matrix.to(DTYPE), low))
+    if x.dtype == tl.float32 and tl.bfloat16 == D.DTYPE:
+        high, low = split(x, D.DTYPE)
+        return tl.dot(matrix.to(D.DTYPE), high, tl.dot(matrix.to(D.DTYPE), low))
     else:
         return gate_sums(matrix, x)
 

@@ -17,8 +17,9 @@ from glax._src.kernels.triton.tiles import (
     half_fine_dot,
     load_head_sums,
     load_key_sums,
+    load_pairs,
     load_state,
-    load_tile,
+    load_tokens,
     middle_matrix,
     runtime_bound,
     store_tile,
@@ -28,90 +29,73 @@ from glax._src.kernels.triton.vjp_kernels import store_sum, term_sums
 
 
 @triton.jit
-def wide_key_gradient(
-    q, k, v, g, decayed, do, scale, states, d_states, table, dq, dk, dg, dscale,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, GQ: tl.constexpr, GK: tl.constexpr,
-):  # fmt: skip
+def wide_key_gradient(q, k, v, g, decayed, do, scale, states, d_states, table, dq, dk, dg, dscale, D: tl.constexpr):
     """Compute BK channels of dq [rows, H // GQ, K] and dk [rows, H // GK, K], and the gradients of gates and scale.
 
     Each iteration takes BV columns of the states [chunks, H, K, V]. dg: [rows, H, K] for key gates. Else the parts of dg of
     each block of channels: [rows, H, K / BK] for head gates and, as dscale, [chunks, H, K / BK] for constant gates. The
     other operands are those of `gradient`.
     """
-    NK: tl.constexpr = (K + BK - 1) // BK
-    block, program = tl.program_id(0) % NK, tl.program_id(0) // NK
-    first, e = program % (H // GROUP) * GROUP, program // (H // GROUP)
-    if GROUP == 1:
-        wide_key_head(
-            q, k, v, g, decayed, do, scale, states, d_states, table, dq, dk, dg, dscale, block, first, e,
-            H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, GQ, GK,
-        )  # fmt: skip
+    block, program = tl.program_id(0) % D.NK, tl.program_id(0) // D.NK
+    first, e = program % (D.H // D.GROUP) * D.GROUP, program // (D.H // D.GROUP)
+    if D.GROUP == 1:
+        wide_key_head(q, k, v, g, decayed, do, scale, states, d_states, table, dq, dk, dg, dscale, block, first, e, D)
     else:
-        for member in tl.range(0, runtime_bound(GROUP, e), num_stages=1):
+        for member in tl.range(0, runtime_bound(D.GROUP, e), num_stages=1):
             wide_key_head(
                 q, k, v, g, decayed, do, scale, states, d_states, table, dq, dk, dg, dscale, block, first + member, e,
-                H, HQ, HK, HV, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, GQ, GK,
+                D,
             )  # fmt: skip
             tl.debug_barrier()  # waits for the sums of all threads, which the next head reads
 
 
 @triton.jit
 def wide_key_head(
-    q, k, v, g, decayed, do, scale, states, d_states, table, dq, dk, dg, dscale, block, h, e,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, GQ: tl.constexpr, GK: tl.constexpr,
+    q, k, v, g, decayed, do, scale, states, d_states, table, dq, dk, dg, dscale, block, h, e, D: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of head h of chunk e in one block of channels."""
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     factor = tl.load(scale + n).to(tl.float32)
     dP, tdq, tdk, state_products = sums_over_values(
-        v, do, states, d_states, block, h, e, origin, length, count, H, HV, K, V, C, BK, BV, SIGN, DTYPE, PRECISION,
-        FORM != "none",
+        v, do, states, d_states, block, h, e, origin, length, count, D, D.FORM != 'none',
     )  # fmt: skip
-    tokens, ck = tl.arange(0, C), block * BK + tl.arange(0, BK)
+    tokens, ck = tl.arange(0, D.C), block * D.BK + tl.arange(0, D.BK)
     # [C, BK]
-    tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
-    tk = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-    if FORM == "key":
+    tq = load_tokens(q, origin, h, D.HQ, D.K, tokens, ck, count, D)
+    tk = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
+    if D.FORM == "key":
         wide_key_gates(
-            tq, tk, g, decayed, dP, tdq, tdk, state_products, dq, dk, dg, dscale, factor, block, h, e, origin, length, count,
-            H, K, C, BK, SIGN, DTYPE, PRECISION,
+            tq, tk, g, decayed, dP, tdq, tdk, state_products, dq, dk, dg, dscale, factor, block, h, e, origin, length,
+            count, D,
         )  # fmt: skip
     else:
         wide_head_gates(
-            tq, tk, decayed, dP, tdq, tdk, state_products, dq, dk, dg, dscale, factor, block, h, e, n, origin, length, count,
-            H, K, C, BK, FORM, SIGN, DTYPE, PRECISION, GQ, GK,
+            tq, tk, decayed, dP, tdq, tdk, state_products, dq, dk, dg, dscale, factor, block, h, e, n, origin, length,
+            count, D,
         )  # fmt: skip
 
 
 @triton.jit
-def sums_over_values(
-    v, do, states, d_states, block, h, e, origin, length, count,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, SIGN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
+def sums_over_values(v, do, states, d_states, block, h, e, origin, length, count, D: tl.constexpr, GATED: tl.constexpr):
     """Compute dP = do v^T [C, C], do S^T and v dS^T [C, BK], and with GATED sum_v S dS [BK], for a block of channels."""
-    tokens, ck = tl.arange(0, C), block * BK + tl.arange(0, BK)
-    limit = tl.where(count > 0, V, 0)  # padding has no state
-    dP = tl.zeros([C, C], tl.float32)
-    tdq = tl.zeros([C, BK], tl.float32)
-    tdk = tl.zeros([C, BK], tl.float32)
-    state_products = tl.zeros([BK], tl.float32)
-    for v0 in range(0, runtime_bound(V, length), BV):
-        cv = v0 + tl.arange(0, BV)
+    tokens, ck = tl.arange(0, D.C), block * D.BK + tl.arange(0, D.BK)
+    limit = tl.where(count > 0, D.V, 0)  # padding has no state
+    dP = tl.zeros([D.C, D.C], tl.float32)
+    tdq = tl.zeros([D.C, D.BK], tl.float32)
+    tdk = tl.zeros([D.C, D.BK], tl.float32)
+    state_products = tl.zeros([D.BK], tl.float32)
+    for v0 in range(0, runtime_bound(D.V, length), D.BV):
+        cv = v0 + tl.arange(0, D.BV)
         # [C, BV]
-        tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-        tv = load_tile(at(v, origin, h // (H // HV), HV, V), tokens, cv, count, HV, V, SIGN)
+        tdo = load_tokens(do, origin, h, D.H, D.V, tokens, cv, count, D)
+        tv = load_tokens(v, origin, h, D.HV, D.V, tokens, cv, count, D)
         # [BK, BV]
-        S = load_state(states, e, h, ck, cv, limit, H, K, V)
-        dS = load_state(d_states, e, h, ck, cv, limit, H, K, V)
-        dP += dot(tdo, tl.trans(tv), DTYPE, PRECISION)
-        tdq += dot(tdo, tl.trans(S), DTYPE, PRECISION)
-        tdk += dot(tv, tl.trans(dS), DTYPE, PRECISION)
+        S = load_state(states, e, h, ck, cv, limit, D.H, D.K, D.V)
+        dS = load_state(d_states, e, h, ck, cv, limit, D.H, D.K, D.V)
+        dP += dot(tdo, tl.trans(tv), D)
+        tdq += dot(tdo, tl.trans(S), D)
+        tdk += dot(tv, tl.trans(dS), D)
         if GATED:
             state_products += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
     return dP, tdq, tdk, state_products
@@ -120,60 +104,58 @@ def sums_over_values(
 @triton.jit
 def wide_key_gates(
     tq, tk, g, last, dP, tdq, tdk, state_products, dq, dk, dg, dscale, factor, block, h, e, origin, length, count,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """Compute BK channels of dq, dk and dg of key gates as `key_gate_gradient` does, scaled about the chunk's middle."""
-    tokens, ck = tl.arange(0, C), block * BK + tl.arange(0, BK)
+    tokens, ck = tl.arange(0, D.C), block * D.BK + tl.arange(0, D.BK)
     i, j = tokens[:, None], tokens[None, :]
     # [C]
     d_diagonal = tl.sum(tl.where(i == j, dP, 0.0), 1)
     # [C, C]
-    dP = tl.where(i > j, dP, 0.0).to(DTYPE)
+    dP = tl.where(i > j, dP, 0.0).to(D.DTYPE)
     # [BK]
-    both = load_key_sums(last, e, h, ck, count, H, K)
-    enter = load_key_sums(last, e, h, ck, count, H, K, True)
+    both = load_key_sums(last, e, h, ck, count, D)
+    enter = load_key_sums(last, e, h, ck, count, D, True)
     edge = state_products * exp(both)
     # Scale operands: [C, BK]
     # The sums are NaN where a gate is -inf. Such a chunk is out of range, and the exact kernel writes its gradient anew.
-    gates = load_tile(at(g, origin, h, H, K), tokens, ck, count, H, K, SIGN)
-    binary = whole_gate_sums(middle_matrix(tokens, C), gates) * LOG2E
+    gates = load_tokens(g, origin, h, D.H, D.K, tokens, ck, count, D)
+    binary = whole_gate_sums(middle_matrix(tokens, D.C), gates) * LOG2E
     up, down = tl.exp2(binary), tl.exp2(-binary)
     x, y = tq * up, tk * down
     # The decays of S and dS, e^{M_i} e^L and e^{-M_j} e^R, are products of factors in range (`common.limits`).
     tdk *= down * exp(both - enter)[None, :]
-    prefix_terms = (tk * tdk).to(DTYPE)
-    dk_pairs = half_fine_dot(tl.trans(dP), x, DTYPE, PRECISION)
+    prefix_terms = (tk * tdk).to(D.DTYPE)
+    dk_pairs = half_fine_dot(tl.trans(dP), x, D)
     # Stored first, so that the rest finds registers.
     tdk += (dk_pairs * down + d_diagonal[:, None] * tq) * factor
-    store_tile(at(dk, origin, h, H, K), tdk, tokens, ck, length, H, K, SIGN)
+    store_tile(at(dk, origin, h, D.H, D.K), tdk, tokens, ck, length, D.H, D.K, D.SIGN)
     suffix_terms = -y * dk_pairs
-    dq_pairs = half_fine_dot(dP, y, DTYPE, PRECISION)
+    dq_pairs = half_fine_dot(dP, y, D)
     tdq *= up * exp(enter)[None, :]
     suffix_terms += tq * tdq + x * dq_pairs
     tdq += dq_pairs * up + d_diagonal[:, None] * tk
-    store_part(dscale, tl.sum(tl.sum(tq * tdq, 1), 0), e, h, block, H, K, BK)
-    store_tile(at(dq, origin, h, H, K), tdq * factor, tokens, ck, length, H, K, SIGN)
+    store_part(dscale, tl.sum(tl.sum(tq * tdq, 1), 0), e, h, block, D)
+    store_tile(at(dq, origin, h, D.H, D.K), tdq * factor, tokens, ck, length, D.H, D.K, D.SIGN)
     tdg = term_sums(tl.where(j >= i, 1.0, 0.0), suffix_terms * factor, tq.dtype == tl.bfloat16)
-    tdg += dot(tl.where(j < i, 1.0, 0.0), prefix_terms, DTYPE, PRECISION) + edge[None, :]
-    store_tile(at(dg, origin, h, H, K), tdg, tokens, ck, length, H, K, SIGN)
+    tdg += dot(tl.where(j < i, 1.0, 0.0), prefix_terms, D) + edge[None, :]
+    store_tile(at(dg, origin, h, D.H, D.K), tdg, tokens, ck, length, D.H, D.K, D.SIGN)
 
 
 @triton.jit
 def wide_head_gates(
     tq, tk, g, dP, tdq, tdk, state_products, dq, dk, dg, dscale, factor, block, h, e, n, origin, length, count,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, GQ: tl.constexpr, GK: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """Compute BK channels of dq and dk for per-head, constant or no gates, and these channels' part of dg and dscale."""
-    tokens, ck = tl.arange(0, C), block * BK + tl.arange(0, BK)
+    tokens, ck = tl.arange(0, D.C), block * D.BK + tl.arange(0, D.BK)
     i, j = tokens[:, None], tokens[None, :]
-    if FORM == "none":
+    if D.FORM == "none":
         dP = tl.where(i >= j, dP, 0.0)
     else:
-        G = load_head_sums(g, origin, h, n, tokens, count, H, FORM, SIGN)
-        last = load_head_sums(g, origin, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
-        total = load_head_sums(g, origin, h, n, C - 1, count, H, FORM, SIGN)
+        G = load_head_sums(g, origin, h, n, tokens, count, D)
+        last = load_head_sums(g, origin, h, n, tokens * 0 + (D.C - 1), count, D)
+        total = load_head_sums(g, origin, h, n, D.C - 1, count, D)
         dP *= exp(tl.where(i >= j, G[:, None] - G[None, :], float("-inf")))
         tdq *= exp(G)[:, None]
         tdk *= exp(last - G)[:, None]
@@ -181,100 +163,83 @@ def wide_head_gates(
     through_start = tl.sum(tq * tdq, 1)
     through_end = tl.sum(tk * tdk, 1)
     # Stored first, so that the pairs find registers: [C, BK]
-    rounded = dP.to(DTYPE)
-    tdq += dot(rounded, tk, DTYPE, PRECISION)
-    store_sum(dq, tdq * factor, origin, h, tokens, ck, length, H, K, SIGN, GQ)
-    tdk += dot(tl.trans(rounded), tq, DTYPE, PRECISION) * factor
-    store_sum(dk, tdk, origin, h, tokens, ck, length, H, K, SIGN, GK)
+    rounded = dP.to(D.DTYPE)
+    tdq += dot(rounded, tk, D)
+    store_sum(dq, tdq * factor, origin, h, tokens, ck, length, D.K, D.GQ, D)
+    tdk += dot(tl.trans(rounded), tq, D) * factor
+    store_sum(dk, tdk, origin, h, tokens, ck, length, D.K, D.GK, D)
     # [C, C]
-    pairs = dot(tq, tl.trans(tk), DTYPE, PRECISION) * dP
-    store_part(dscale, tl.sum(tl.sum(pairs, 1) + through_start, 0), e, h, block, H, K, BK)
-    if FORM != "none":
-        NK: tl.constexpr = (K + BK - 1) // BK
+    pairs = dot(tq, tl.trans(tk), D) * dP
+    store_part(dscale, tl.sum(tl.sum(pairs, 1) + through_start, 0), e, h, block, D)
+    if D.FORM != "none":
         pairs = tl.where(i > j, pairs, 0.0)
         within = tl.sum(pairs, 1) - tl.sum(pairs, 0)
         # Of the gate of token j: the terms of S and of pairs with tokens from j on, and the terms of dS with tokens before j.
         terms = tl.where(i >= j, ((through_start + within) * factor)[:, None], through_end[:, None])
         tdg = tl.where(tokens < count, tl.sum(terms, 0) + tl.sum(state_products, 0) * exp(total), 0.0)
-        if FORM == "constant":
-            store_part(dg, tl.sum(tdg, 0), e, h, block, H, K, BK)
+        if D.FORM == "constant":
+            store_part(dg, tl.sum(tdg, 0), e, h, block, D)
         else:
-            p = dg + (origin.to(tl.int64) * H + h) * NK + block
-            tl.store(p + (SIGN * H * NK) * tokens, tdg, mask=tokens < length)
+            p = dg + (origin.to(tl.int64) * D.H + h) * D.NK + block
+            tl.store(p + (D.SIGN * D.H * D.NK) * tokens, tdg, mask=tokens < length)
 
 
 @triton.jit
-def store_part(x, value, e, h, block, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+def store_part(x, value, e, h, block, D: tl.constexpr):
     """Store x[e, h, block] of x [chunks, H, K / BK]."""
-    NK: tl.constexpr = (K + BK - 1) // BK
-    tl.store(x + (e.to(tl.int64) * H + h) * NK + block, value)
+    tl.store(x + (e.to(tl.int64) * D.H + h) * D.NK + block, value)
 
 
 @triton.jit
-def wide_value_gradient(
-    q, k, decayed, k_scaled, scores, do, scale, d_states, table, dv,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, GV: tl.constexpr,
-):  # fmt: skip
+def wide_value_gradient(q, k, decayed, k_scaled, scores, do, scale, d_states, table, dv, D: tl.constexpr):
     """Compute BV columns of dv [rows, H // GV, V]. Each iteration takes BK rows of the states dS [chunks, H, K, V].
 
     The operands are those of `gradient`.
     """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    block, program = tl.program_id(0) % NV, tl.program_id(0) // NV
-    first, e = program % (H // GROUP) * GROUP, program // (H // GROUP)
-    if GROUP == 1:
-        wide_value_head(
-            q, k, decayed, k_scaled, scores, do, scale, d_states, table, dv, block, first, e,
-            H, HQ, HK, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, GV,
-        )  # fmt: skip
+    block, program = tl.program_id(0) % D.NV, tl.program_id(0) // D.NV
+    first, e = program % (D.H // D.GROUP) * D.GROUP, program // (D.H // D.GROUP)
+    if D.GROUP == 1:
+        wide_value_head(q, k, decayed, k_scaled, scores, do, scale, d_states, table, dv, block, first, e, D)
     else:
-        for member in tl.range(0, runtime_bound(GROUP, e), num_stages=1):
+        for member in tl.range(0, runtime_bound(D.GROUP, e), num_stages=1):
             wide_value_head(
-                q, k, decayed, k_scaled, scores, do, scale, d_states, table, dv, block, first + member, e,
-                H, HQ, HK, K, V, C, BK, BV, FORM, SIGN, DTYPE, PRECISION, GV,
+                q, k, decayed, k_scaled, scores, do, scale, d_states, table, dv, block, first + member, e, D,
             )  # fmt: skip
             tl.debug_barrier()  # waits for the sums of all threads, which the next head reads
 
 
 @triton.jit
-def wide_value_head(
-    q, k, decayed, k_scaled, scores, do, scale, d_states, table, dv, block, h, e,
-    H: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, SIGN: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, GV: tl.constexpr,
-):  # fmt: skip
+def wide_value_head(q, k, decayed, k_scaled, scores, do, scale, d_states, table, dv, block, h, e, D: tl.constexpr):
     """Compute dv of head h of chunk e in one block of columns, [C, BV]. Without key gates it sums the scores over K too."""
     entry = table + e * 6
     origin, length, count, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     factor = tl.load(scale + n).to(tl.float32)
-    tokens, cv = tl.arange(0, C), block * BV + tl.arange(0, BV)
+    tokens, cv = tl.arange(0, D.C), block * D.BV + tl.arange(0, D.BV)
     j, i = tokens[:, None], tokens[None, :]
-    limit = tl.where(count > 0, V, 0)  # padding has no state
-    tdv = tl.zeros([C, BV], tl.float32)
-    Pt = tl.zeros([C, C], tl.float32)
-    for k0 in range(0, runtime_bound(K, length), BK):
-        ck = k0 + tl.arange(0, BK)
+    limit = tl.where(count > 0, D.V, 0)  # padding has no state
+    tdv = tl.zeros([D.C, D.BV], tl.float32)
+    Pt = tl.zeros([D.C, D.C], tl.float32)
+    for k0 in range(0, runtime_bound(D.K, length), D.BK):
+        ck = k0 + tl.arange(0, D.BK)
         # [BK, BV]
-        dS = load_state(d_states, e, h, ck, cv, limit, H, K, V)
+        dS = load_state(d_states, e, h, ck, cv, limit, D.H, D.K, D.V)
         # [C, BK]
-        if FORM == "key":
-            x = load_tile(at(k_scaled, origin, h, H, K), tokens, ck, count, H, K, SIGN)
+        if D.FORM == "key":
+            x = load_tokens(k_scaled, origin, h, D.H, D.K, tokens, ck, count, D)
         else:
-            x = load_tile(at(k, origin, h // (H // HK), HK, K), tokens, ck, count, HK, K, SIGN)
-            tq = load_tile(at(q, origin, h // (H // HQ), HQ, K), tokens, ck, count, HQ, K, SIGN)
-            Pt += dot(x, tl.trans(tq), DTYPE, PRECISION)
-        tdv += dot(x, dS, DTYPE, PRECISION)
-    if FORM == "key":
-        Pt = tl.trans(load_tile(scores + (e.to(tl.int64) * H + h) * C * C, tokens, tokens, count, 1, C, 1))
-    elif FORM == "none":
+            x = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
+            tq = load_tokens(q, origin, h, D.HQ, D.K, tokens, ck, count, D)
+            Pt += dot(x, tl.trans(tq), D)
+        tdv += dot(x, dS, D)
+    if D.FORM == "key":
+        Pt = tl.trans(load_pairs(scores, e.to(tl.int64) * D.H + h, tokens, count, D))
+    elif D.FORM == "none":
         Pt = tl.where(i >= j, Pt, 0.0)
     else:
-        G = load_head_sums(decayed, origin, h, n, tokens, count, H, FORM, SIGN)
-        last = load_head_sums(decayed, origin, h, n, tokens * 0 + (C - 1), count, H, FORM, SIGN)
+        G = load_head_sums(decayed, origin, h, n, tokens, count, D)
+        last = load_head_sums(decayed, origin, h, n, tokens * 0 + (D.C - 1), count, D)
         Pt *= exp(tl.where(i >= j, G[None, :] - G[:, None], float("-inf")))
         tdv *= exp(last - G)[:, None]
-    tdo = load_tile(at(do, origin, h, H, V), tokens, cv, count, H, V, SIGN)
-    tdv += dot(Pt, tdo, DTYPE, PRECISION) * factor
-    store_sum(dv, tdv, origin, h, tokens, cv, length, H, V, SIGN, GV)
+    tdo = load_tokens(do, origin, h, D.H, D.V, tokens, cv, count, D)
+    tdv += dot(Pt, tdo, D) * factor
+    store_sum(dv, tdv, origin, h, tokens, cv, length, D.V, D.GV, D)
