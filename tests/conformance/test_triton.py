@@ -24,10 +24,10 @@ from glax._src.kernels.triton import (  # noqa: E402
     GradientConfig,
     TokenConfig,
     TritonChunkedConfig,
-    chunk_gradients,
     support,
 )
 from glax._src.kernels.triton import chunked as chunks  # noqa: E402
+from glax._src.kernels.triton import gradient as gradients  # noqa: E402
 from glax._src.kernels.triton.segments import segments_of  # noqa: E402
 from glax.testing.reference import reference, reference_gradient  # noqa: E402
 from tests.cases import EXTREME, Case, all_cases, cotangents, inputs, recurrence  # noqa: E402
@@ -183,10 +183,10 @@ def test_chunked_gradient(case):
 @pytest.mark.parametrize("heads", [(4, 2, 1), (2, 1, 4), (1, 6, 3)], ids=str)
 @pytest.mark.parametrize("form", ["head", "none"])
 def test_shared_heads_are_summed_by_one_program(heads, form, monkeypatch):
-    monkeypatch.setattr(chunk_gradients, "multiprocessors", lambda: 1)  # a GPU that few programs fill
+    monkeypatch.setattr(gradients, "multiprocessors", lambda: 1)  # a GPU that few programs fill
     case = dataclasses.replace(CASES[f"{form}-packed"], heads=heads, K=17, V=18, strengths=("log-sigmoid",))
     r = recurrence(case, "log-sigmoid")
-    assert chunk_gradients.heads_of_a_program(r, 10) > 1
+    assert gradients.heads_of_a_program(r, 10) > 1
     check(taken(case), jax.jit(functools.partial(chunked_vjp, config=GradientConfig(16, 16, block=16))), gradient=True)
     case = dataclasses.replace(case, T=60, cuts=(0, 0, 31, 50))
     config = GradientConfig(32, 16, block=16, columns=16)

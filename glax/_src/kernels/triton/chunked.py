@@ -1,20 +1,361 @@
-"""Launch the chunked kernels: outputs and final states, and the gradient in every input."""
+"""Compute a recurrence in chunks: outputs and final states, and the gradient in every input.
+
+G_i is the sum of the log decays of a chunk through its token i, and G_last is that sum over the whole chunk:
+
+    S_out = e^{G_last} S_in + sum_j (k_j e^{G_last - G_j}) v_j^T
+    o_i   = (q_i e^{G_i})^T S_in + sum_{j <= i} (sum_k q_ik k_jk e^{G_ik - G_jk}) v_j
+
+**In one scan**: a program of `outputs` has one segment, one head, and a block of the state's columns. The state stays on chip.
+
+**In segments**: three launches make segments independent. `segment_states` computes their states from zero, `scan_segments`
+scans those, and `outputs` starts from the results.
+
+**From stored states**, for wide heads: `entering_states` stores the state at every chunk, and `chunk_outputs` writes the outputs
+of all chunks in parallel. A scan that holds all K rows of the state has few columns and few warps on a multiprocessor. Without
+key gates it also repeats the products of queries and keys for every 32 columns. Here a program of the scan has a block of K as
+well, no scan multiplies queries, and their products with keys are repeated for every 128 columns.
+
+**The gradient**: `chunk_states` stores S and dL/dS at both ends of every chunk, and the kernels of `gradient` take all chunks in
+parallel.
+"""
 
 import jax.numpy as jnp
 
 from glax._src.core.decay import Decay
 from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
-from glax._src.kernels.triton import chunk_output_kernels, state_kernels
-from glax._src.kernels.triton.chunk_gradients import chunk_gradients
 from glax._src.kernels.triton.compile_ahead import compile_in_parallel
 from glax._src.kernels.triton.config import GradientConfig, TritonChunkedConfig, width
-from glax._src.kernels.triton.launch import launch
-from glax._src.kernels.triton.operands import Operands, arithmetic, chunk_operands, heads, sizes
-from glax._src.kernels.triton.output_kernels import outputs
+from glax._src.kernels.triton.gradient import chunk_gradients
+from glax._src.kernels.triton.launch import launch, tl, triton
+from glax._src.kernels.triton.operands import Operands, chunk_operands, dimensions
 from glax._src.kernels.triton.segments import SEQUENCE, Segments, segments_of
+from glax._src.kernels.triton.tiles import (
+    at,
+    chunk_of,
+    dot,
+    exp,
+    load_head_sums,
+    load_key_sums,
+    load_pairs,
+    load_state,
+    load_tile,
+    load_tokens,
+    place_of,
+    runtime_bound,
+    store_state,
+    store_tile,
+)
 
 OUTPUT_ROWS = 64  # rows of a stored state in an iteration of `chunk_outputs`
 STATE_BLOCK = 64  # rows and columns of the state in a program of the kernels that form the states of segments
+
+
+@triton.jit
+def segment_states(a, b, g, scale, start, table, out, edge, total, D: tl.constexpr):
+    """Compute each segment's final state from zero, out [segments, H, K, V], and its log decay, total [segments, H, K or 1].
+
+    LAST: also compute these for a sequence's last segment (with ADJOINT its first). Otherwise they are 0 there.
+    """
+    carry_state(
+        tl.program_id(0), a, b, g, scale, start, table, out, edge, total, D, D.HA, D.HB, D.ADJOINT, False, D.LAST,
+        D.START,
+    )  # fmt: skip
+
+
+@triton.jit
+def chunk_states(q, k, v, do, g, scale, start, d_start, table, out, edge, d_out, d_edge, D: tl.constexpr):
+    """Compute S where each chunk begins (out) and dL/dS where each chunk ends (d_out), both [chunks, H, K, V].
+
+    Each direction has half of the programs, because one direction alone leaves the GPU half idle.
+    """
+    program = tl.program_id(0)
+    if program % 2 == 0:
+        carry_state(
+            program // 2, k, v, g, scale, start, table, out, edge, edge, D, D.HK, D.HV, False, True, True, D.START,
+        )  # fmt: skip
+    else:
+        carry_state(
+            program // 2, q, do, g, scale, d_start, table, d_out, d_edge, d_edge, D, D.HQ, D.H, True, True, True,
+            D.D_START,
+        )  # fmt: skip
+
+
+@triton.jit
+def carry_state(
+    program, a, b, g, scale, start, table, out, edge, total, D: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr,
+    ADJOINT: tl.constexpr, EVERY: tl.constexpr, LAST: tl.constexpr, START: tl.constexpr,
+):  # fmt: skip
+    """Carry the state of k and v (a, b) along a segment, or with ADJOINT dL/dS of scale * q and do (a, b) in reverse:
+
+        dS_in = e^{G_last} dS_out + sum_i (q_i e^{G_i}) do_i^T
+
+    EVERY: store the state where the scan enters each chunk, out [chunks, H, K, V], and where it leaves the sequence, edge
+    [N, H, K, V]. Otherwise store the state at the end of the segment, out [segments, H, K, V], and the segment's log
+    decay, total [segments, H, K or 1]. START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0).
+    g: the cumulative sums G of head gates. With key gates, a is `k_scaled` (or `q_scaled`) and g is `last` of
+    `scale_operands`. The state is held transposed, so that no product is transposed, which would go through shared memory.
+    """
+    block, h, e = place_of(program, D.NK * D.NV, D)
+    row = table + e * 6
+    origin, filled, n = tl.load(row), tl.load(row + 2), tl.load(row + 3)
+    edges, chunk = tl.load(row + 4), tl.load(row + 5)
+    k, v = block // D.NV * D.BK + tl.arange(0, D.BK), block % D.NV * D.BV + tl.arange(0, D.BV)
+    tokens = tl.arange(0, D.C)
+    ha, hb = h // (D.H // HA), h // (D.H // HB)
+    if START == 1:
+        S = tl.trans(load_state(start, e, h, k, v, D.V, D.H, D.K, D.V).to(tl.float32))
+    elif START == 2:
+        S = tl.trans(load_state(start, n, h, k, v, D.V, D.H, D.K, D.V).to(tl.float32))
+    else:
+        S = tl.zeros([D.BV, D.BK], tl.float32)
+    log = tl.zeros([D.BK], tl.float32)
+    factor = tl.load(scale + n).to(tl.float32)
+    steps = tl.cdiv(filled, D.C)
+    if not LAST:  # no kernel reads the state that leaves a sequence
+        steps = tl.where((edges & (1 if ADJOINT else 2)) != 0, 0, steps)
+    last = load_chunk_sum(g, steps - 1 if ADJOINT else 0, origin, chunk, h, n, k, filled, D)
+    for step in range(0, steps):
+        c = steps - 1 - step if ADJOINT else step
+        first = origin + D.SIGN * c * D.C
+        count = filled - c * D.C
+        if EVERY:
+            store_state(out, tl.trans(S), chunk + c, h, k, v, D.H, D.K, D.V)
+        # [C, BK]
+        x = load_tile(at(a, first, ha, HA, D.K), tokens, k, count, HA, D.K, D.SIGN)
+        # [C, BV]
+        y = load_tile(at(b, first, hb, HB, D.V), tokens, v, count, HB, D.V, D.SIGN)
+        if D.FORM == "head" or D.FORM == "constant":
+            # [C]
+            G = load_head_sums(g, first, h, n, tokens, count, D)
+            end = load_head_sums(g, first, h, n, tokens * 0 + (D.C - 1), count, D)
+            x = x * exp(G if ADJOINT else end - G)[:, None]
+        # [BV, BK]
+        added = dot(tl.trans(y), x, D)
+        if ADJOINT:
+            added *= factor
+        if D.FORM == "key":
+            S = S * exp(last)[None, :] + added
+        elif D.FORM == "none":
+            S += added
+        else:
+            S = S * exp(last) + added
+        log += last
+        # Loaded one chunk ahead, so that its latency is hidden.
+        last = load_chunk_sum(g, c - 1 if ADJOINT else c + 1, origin, chunk, h, n, k, filled, D)
+    S = tl.trans(S)
+    if EVERY:
+        if (filled == 0) & (edges != 0):  # an empty sequence passes its state on
+            store_state(out, S, chunk, h, k, v, D.H, D.K, D.V)
+        if (edges & (1 if ADJOINT else 2)) != 0:
+            store_state(edge, S, n, h, k, v, D.H, D.K, D.V)
+    else:
+        store_state(out, S, e, h, k, v, D.H, D.K, D.V)
+        if D.FORM != "none":
+            store_log(total, log, e, h, k, D)
+
+
+@triton.jit
+def load_chunk_sum(g, c, origin, chunk, h, n, k, filled, D: tl.constexpr):
+    """Load the sum of the gates of chunk c of a segment, a scalar or [BK]; 0 where the segment has no chunk c."""
+    count = tl.where(c >= 0, filled - c * D.C, 0)
+    if D.FORM == "key":
+        return load_key_sums(g, chunk + c, h, k, count, D)
+    else:
+        return load_head_sums(g, origin + D.SIGN * c * D.C, h, n, D.C - 1, count, D)
+
+
+@triton.jit
+def scan_segments(local, total, start, begins, out, edge, through, before, D: tl.constexpr):
+    """Scan the segments' local states and log decays for the state where each segment begins (with ADJOINT, where it ends).
+
+    out [segments, H, K, V]: those states. edge [N, H, K, V], through [N, H, K or 1]: the state after the last segment and
+    the log decay of the whole sequence, valid if `segment_states` had LAST. before [segments, H, K or 1]: the log decay of
+    the segments that the scan visits before each.
+    """
+    block, h, n = place_of(tl.program_id(0), D.NK * D.NV, D)
+    k, v = block // D.NV * D.BK + tl.arange(0, D.BK), block % D.NV * D.BV + tl.arange(0, D.BV)
+    first, last = tl.load(begins + n), tl.load(begins + n + 1)
+    S = (
+        load_state(start, n, h, k, v, D.V, D.H, D.K, D.V).to(tl.float32)
+        if D.START
+        else tl.zeros([D.BK, D.BV], tl.float32)
+    )
+    log = tl.zeros([D.BK], tl.float32)
+    for step in range(0, last - first):
+        e = last - 1 - step if D.ADJOINT else first + step
+        store_state(out, S, e, h, k, v, D.H, D.K, D.V)
+        local_state = load_state(local, e, h, k, v, D.V, D.H, D.K, D.V)
+        store_log(before, log, e, h, k, D)
+        if D.FORM == "none":
+            S += local_state
+        else:
+            if D.FORM == "key":
+                log_decay = tl.load(total + (e.to(tl.int64) * D.H + h) * D.K + k, mask=k < D.K, other=0.0)
+            else:
+                log_decay = tl.load(total + e.to(tl.int64) * D.H + h + k * 0)
+            S = S * exp(log_decay)[:, None] + local_state
+            log += log_decay
+    store_state(edge, S, n, h, k, v, D.H, D.K, D.V)
+    store_log(through, log, n, h, k, D)
+
+
+@triton.jit
+def store_log(x, log, index, h, k, D: tl.constexpr):
+    """Store x[index, h, k], or x[index, h, 0] for gates that all channels share."""
+    if D.FORM == "key":
+        tl.store(x + (index.to(tl.int64) * D.H + h) * D.K + k, log, mask=k < D.K)
+    else:
+        tl.store(x + index.to(tl.int64) * D.H + h, tl.max(log, 0))
+
+
+@triton.jit
+def sequence_sums(x, begins, out, D: tl.constexpr):
+    """Compute out[n], the sum of x [entries, H] over entries begins[n] to begins[n + 1]. The order of summation is fixed."""
+    n, h = tl.program_id(0), tl.arange(0, D.BH)
+    first, last = tl.load(begins + n), tl.load(begins + n + 1)
+    total = tl.zeros([D.BH], tl.float32)
+    for e in range(first, last, D.ROWS):
+        rows = e + tl.arange(0, D.ROWS)
+        mask = (rows < last)[:, None] & (h < D.H)[None, :]
+        total += tl.sum(tl.load(x + rows[:, None] * D.H + h[None, :], mask=mask, other=0.0), 0)
+    tl.store(out + n * D.H + h, total, mask=h < D.H)
+
+
+@triton.jit
+def outputs(q, k, v, g, scores, scale, start, table, o, final, D: tl.constexpr):
+    """Compute BV columns of a segment's outputs, o [rows, H, V], and of a sequence's final state, final [N, H, K, V].
+
+    START: the segment begins from start[segment] (1), start[sequence] (2) or zero (0). g: the cumulative sums G of head
+    gates. With key gates, q, k, scores and g are `q_scaled`, `k_scaled`, `scores` and `last` of `scale_operands`.
+    """
+    block, h, e = place_of(tl.program_id(0), D.NV, D)
+    entry = table + e * 6
+    origin, length, filled = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    n, edges, chunk = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+    ck, cv = tl.arange(0, D.BK), block * D.BV + tl.arange(0, D.BV)
+    factor = tl.load(scale + n).to(tl.float32)
+    if D.START == 1:
+        limit = tl.where((filled > 0) | (edges != 0), D.V, 0)  # padding has no state
+        S = load_state(start, e, h, ck, cv, limit, D.H, D.K, D.V).to(tl.float32)
+    elif D.START == 2:
+        S = load_state(start, n, h, ck, cv, D.V, D.H, D.K, D.V).to(tl.float32)
+    else:
+        S = tl.zeros([D.BK, D.BV], tl.float32)
+    if D.FORM == "key":
+        S = key_scan(q, k, v, g, scores, o, factor, cv, S, h, chunk, origin, length, filled, D)
+    else:
+        S = head_scan(q, k, v, g, o, factor, cv, S, h, n, origin, length, filled, D)
+    if (edges & 2) != 0:
+        store_state(final, S, n, h, ck, cv, D.H, D.K, D.V)
+
+
+@triton.jit
+def key_scan(q_scaled, k_scaled, v, last, scores, o, factor, cv, S, h, chunk, origin, length, filled, D: tl.constexpr):
+    """Scan a segment with per-key gates. Scaled operands go from memory to the tensor cores unchanged."""
+    ck, tokens = tl.arange(0, D.BK), tl.arange(0, D.C)
+    # Always loaded one chunk ahead, so that its latency is hidden.
+    total = load_key_sums(last, chunk, h, ck, filled, D)
+    for c in range(0, tl.cdiv(length, D.C)):
+        first = origin + D.SIGN * c * D.C
+        count = filled - c * D.C
+        # [C, BK]
+        tq = load_tokens(q_scaled, first, h, D.H, D.K, tokens, ck, count, D)
+        tk = load_tokens(k_scaled, first, h, D.H, D.K, tokens, ck, count, D)
+        # [C, BV]
+        tv = load_tokens(v, first, h, D.HV, D.V, tokens, cv, count, D)
+        # [C, C]
+        A = load_pairs(scores, (chunk + c).to(tl.int64) * D.H + h, tokens, count, D)
+        out = dot(tq, S, D)
+        S = S * exp(total)[:, None] + dot(tl.trans(tk), tv, D)
+        total = load_key_sums(last, chunk + c + 1, h, ck, count - D.C, D)
+        out = tl.dot(A.to(D.DTYPE), tv.to(D.DTYPE), out, input_precision=D.PRECISION) * factor
+        store_tile(at(o, first, h, D.H, D.V), out, tokens, cv, length - c * D.C, D.H, D.V, D.SIGN)
+    return S
+
+
+@triton.jit
+def head_scan(q, k, v, g, o, factor, cv, S, h, n, origin, length, filled, D: tl.constexpr):
+    """Scan a segment with per-head, constant or no gates. q and k go to the tensor cores unchanged."""
+    ck, tokens = tl.arange(0, D.BK), tl.arange(0, D.C)
+    i, j = tokens[:, None], tokens[None, :]
+    hq, hk, hv = h // (D.H // D.HQ), h // (D.H // D.HK), h // (D.H // D.HV)
+    # Always loaded one chunk ahead, so that its latency is hidden.
+    total = load_head_sums(g, origin, h, n, D.C - 1, filled, D)
+    for c in range(0, tl.cdiv(length, D.C)):
+        first = origin + D.SIGN * c * D.C
+        count = filled - c * D.C
+        # [C, BK]
+        tq = load_tile(at(q, first, hq, D.HQ, D.K), tokens, ck, count, D.HQ, D.K, D.SIGN)
+        tk = load_tile(at(k, first, hk, D.HK, D.K), tokens, ck, count, D.HK, D.K, D.SIGN)
+        # [C, BV]
+        tv = load_tile(at(v, first, hv, D.HV, D.V), tokens, cv, count, D.HV, D.V, D.SIGN)
+        # [C, C]
+        A = dot(tq, tl.trans(tk), D)
+        # [C, BV]
+        from_state = dot(tq, S, D)
+        if D.FORM == "none":
+            A = tl.where(i >= j, A, 0.0)
+            S += dot(tl.trans(tk), tv, D)
+        else:
+            G = load_head_sums(g, first, h, n, tokens, count, D)
+            last = load_head_sums(g, first, h, n, tokens * 0 + (D.C - 1), count, D)
+            through = exp(total)
+            total = load_head_sums(g, first + D.SIGN * D.C, h, n, D.C - 1, count - D.C, D)
+            A = A * exp(tl.where(i >= j, G[:, None] - G[None, :], float("-inf")))
+            from_state = from_state * exp(G)[:, None]
+            S = S * through + dot(tl.trans(tk), tv * exp(last - G)[:, None], D)
+        out = (from_state + dot(A, tv, D)) * factor
+        store_tile(at(o, first, h, D.H, D.V), out, tokens, cv, length - c * D.C, D.H, D.V, D.SIGN)
+    return S
+
+
+@triton.jit
+def entering_states(k, v, g, scale, start, table, out, final, D: tl.constexpr):
+    """Compute S where each chunk begins, out [chunks, H, K, V], and at the end of every sequence, final [N, H, K, V]."""
+    carry_state(
+        tl.program_id(0), k, v, g, scale, start, table, out, final, final, D, D.HK, D.HV, False, True, True, D.START,
+    )  # fmt: skip
+
+
+@triton.jit
+def chunk_outputs(q, k, v, g, scores, scale, states, table, o, D: tl.constexpr):
+    """Compute BV columns of a chunk's outputs, o [rows, H, V], from the states [chunks, H, K, V].
+
+    Each iteration takes BK channels. g: the cumulative sums G of head gates. With key gates, q and scores are `q_scaled` and
+    `scores` of `scale_operands`, and k and g are not read. The programs of one chunk and head are neighbours, which read the
+    same queries and keys.
+    """
+    block, h, e = place_of(tl.program_id(0), D.NV, D)
+    origin, length, count, n = chunk_of(table, e)
+    cv, tokens = block * D.BV + tl.arange(0, D.BV), tl.arange(0, D.C)
+    i, j = tokens[:, None], tokens[None, :]
+    factor = tl.load(scale + n).to(tl.float32)
+    limit = tl.where(count > 0, D.V, 0)  # padding has no state
+    # [C, BV]
+    out = tl.zeros([D.C, D.BV], tl.float32)
+    # [C, C]
+    A = tl.zeros([D.C, D.C], tl.float32)
+    for k0 in range(0, runtime_bound(D.K, count), D.BK):
+        ck = k0 + tl.arange(0, D.BK)
+        # [C, BK]
+        tq = load_tokens(q, origin, h, D.HQ, D.K, tokens, ck, count, D)
+        # [BK, BV]
+        S = load_state(states, e, h, ck, cv, limit, D.H, D.K, D.V)
+        out += dot(tq, S, D)
+        if D.FORM != "key":
+            tk = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
+            A += dot(tq, tl.trans(tk), D)
+    if D.FORM == "key":
+        A = load_pairs(scores, e.to(tl.int64) * D.H + h, tokens, count, D)
+    elif D.FORM == "none":
+        A = tl.where(i >= j, A, 0.0)
+    else:
+        G = load_head_sums(g, origin, h, n, tokens, count, D)
+        A = A * exp(tl.where(i >= j, G[:, None] - G[None, :], float("-inf")))
+        out = out * exp(G)[:, None]
+    tv = load_tokens(v, origin, h, D.HV, D.V, tokens, cv, count, D)
+    out = tl.dot(A.to(D.DTYPE), tv.to(D.DTYPE), out, input_precision=D.PRECISION) * factor
+    store_tile(at(o, origin, h, D.H, D.V), out, tokens, cv, length, D.H, D.V, D.SIGN)
 
 
 def segment_size(r: Recurrence, size: int, chunk: int) -> int:
@@ -52,11 +393,11 @@ class Scan:
         """
         r, (_, H, K, V), M = self.r, self.r.state_shape, self.segments.count
         local, _, log = launch(
-            state_kernels.segment_states,
+            segment_states,
             programs_of(r, self.launched) * M,
             (self.a, self.b, self.gates, r.scale, r.scale, self.segments.table),
             [((M, H, K, V), jnp.float32), ((1,), jnp.float32), ((M, H, self.logs), jnp.float32)],
-            **sizes(r), HA=self.a.shape[2], HB=self.b.shape[2], ADJOINT=self.adjoint, LAST=last, START=0, **self.launched,
+            HA=self.a.shape[2], HB=self.b.shape[2], ADJOINT=self.adjoint, LAST=last, START=0, **self.launched,
         )  # fmt: skip
         return local, log
 
@@ -67,15 +408,11 @@ class Scan:
         sequence [N, H, K, V] and [N, H, K or 1], and the log decay before every segment [segments, H, K or 1].
         """
         r, (N, H, K, V), M = self.r, self.r.state_shape, self.segments.count
-        operands, flags = (*states, start, self.segments.begins), dict(FORM=r.decay.form, ADJOINT=self.adjoint)
-        options = dict(START=kind != 0, warps=4, stages=2)
-        blocks = dict(BK=min(32, width(K)), BV=min(32, width(V)))
-        programs = -(-K // blocks["BK"]) * -(-V // blocks["BV"]) * H * N
+        options = self.launched | dict(BK=min(32, width(K)), BV=min(32, width(V)), warps=4, stages=2)
         shapes = (M, H, K, V), (N, H, K, V), (N, H, self.logs), (M, H, self.logs)
-        outputs = [(shape, jnp.float32) for shape in shapes]
-        return launch(
-            state_kernels.scan_segments, programs, operands, outputs, **sizes(r), **blocks, **flags, **options
-        )
+        outputs, operands = [(shape, jnp.float32) for shape in shapes], (*states, start, self.segments.begins)
+        programs = programs_of(r, options) * N
+        return launch(scan_segments, programs, operands, outputs, **options, ADJOINT=self.adjoint, START=kind != 0)
 
     @property
     def logs(self) -> int:
@@ -85,10 +422,9 @@ class Scan:
 def blocks_of(r: Recurrence, config, block: int) -> dict:
     """Return the options that all state kernels share."""
     _, _, K, V = r.state_shape
-    blocks = dict(C=config.chunk, BK=min(block, width(K)), BV=min(block, width(V)))
-    flags = dict(FORM=r.decay.form, SIGN=-1 if r.reverse else 1)
+    blocks = dict(BK=min(block, width(K)), BV=min(block, width(V)))
     warps = 8 if blocks["BK"] * blocks["BV"] > STATE_BLOCK * STATE_BLOCK else 4
-    return blocks | flags | arithmetic(r) | dict(warps=warps, stages=3 if r.q.dtype == jnp.bfloat16 else 2)
+    return dimensions(r, config.chunk) | blocks | dict(warps=warps, stages=3 if r.q.dtype == jnp.bfloat16 else 2)
 
 
 def programs_of(r: Recurrence, blocks: dict) -> int:
@@ -153,19 +489,17 @@ def launch_outputs(
     """Compute o [B, T, H, V] and the final states [N, H, K, V]. kind: the START that `start` is read with."""
     B, T = r.q.shape[:2]
     _, H, K, V = r.state_shape
-    C, columns = config.chunk, min(config.columns, width(V))
-    options = dict(C=C, BV=columns, FORM=r.decay.form, SIGN=-1 if r.reverse else 1, **arithmetic(r))
-    options |= sizes(r)
+    columns = min(config.columns, width(V))
+    options: dict = dict(dimensions(r, config.chunk), BV=columns, warps=config.warps, stages=config.stages)
     blocks, o = -(-V // columns) * H, ((B, T, H, V), r.q.dtype)
     if config.block:
         states, final = launch_states(r, config, segments, chunks, operands, start, kind)
         (o,) = launch(
-            chunk_output_kernels.chunk_outputs,
+            chunk_outputs,
             blocks * chunks.count,
             (operands.q, operands.k, r.v, operands.gates, operands.scores, r.scale, states, chunks.table),
             [o],
-            **options, HQ=operands.q.shape[2], HK=operands.k.shape[2], HV=r.v.shape[2],
-            BK=min(OUTPUT_ROWS, width(K)), warps=config.warps, stages=config.stages,
+            **options | operands.heads, BK=min(OUTPUT_ROWS, width(K)),
         )  # fmt: skip
         return Outputs(o, final)
     o, final = launch(
@@ -173,7 +507,7 @@ def launch_outputs(
         blocks * segments.count,
         (operands.q, operands.k, r.v, operands.gates, operands.scores, r.scale, start, segments.table),
         [o, (r.state_shape, jnp.float32)],
-        **options, **heads(r), BK=width(K), START=kind, warps=config.warps, stages=config.stages,
+        **options, BK=width(K), START=kind,
     )  # fmt: skip
     return Outputs(o, final)
 
@@ -191,11 +525,11 @@ def launch_states(
     blocks = blocks_of(r, config, config.block)
     stored = jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
     return launch(
-        chunk_output_kernels.entering_states,
+        entering_states,
         programs_of(r, blocks) * segments.count,
         (operands.k, r.v, operands.gates, r.scale, start, segments.table),
         [((chunks.count, *r.state_shape[1:]), stored), (r.state_shape, jnp.float32)],
-        **sizes(r), HK=operands.k.shape[2], HV=r.v.shape[2], START=kind, **blocks,
+        **blocks | operands.heads, START=kind,
     )  # fmt: skip
 
 
@@ -259,11 +593,11 @@ def launch_gradient(
     states = ((chunks.count, H, K, V), jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32)
     edges = (r.state_shape, jnp.float32)
     before, _, behind, d_initial = launch(
-        state_kernels.chunk_states,
+        chunk_states,
         2 * programs_of(r, blocks) * segments.count,
         (operands.q, operands.k, r.v, d_output, operands.gates, r.scale, start, d_start, segments.table),
         [states, edges, states, edges],
-        **sizes(r), HQ=operands.q.shape[2], HK=operands.k.shape[2], HV=r.v.shape[2], START=kind, D_START=d_kind, **blocks,
+        **blocks | operands.heads, START=kind, D_START=d_kind,
     )  # fmt: skip
 
     dq, dk, dv, dg, d_scale = chunk_gradients(r, d_output, config, chunks, operands, before, behind)
@@ -281,6 +615,5 @@ def by_sequence(r: Recurrence, chunks: Segments, x):
     N, H = r.state_shape[:2]
     if r.boundaries is None:
         return x.reshape(N, -1, H).sum(1)
-    rows = dict(H=H, BH=width(H), ROWS=16, warps=4, stages=1)
-    (total,) = launch(state_kernels.sequence_sums, N, (x, chunks.begins), [((N, H), jnp.float32)], **rows)
-    return total
+    options = dict(H=H, BH=width(H), ROWS=16, warps=4, stages=1)
+    return launch(sequence_sums, N, (x, chunks.begins), [((N, H), jnp.float32)], **options)[0]

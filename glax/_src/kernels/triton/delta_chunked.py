@@ -8,32 +8,29 @@ from jaxtyping import Array
 from glax._src.core.decay import Decay
 from glax._src.core.erasure import Erasure
 from glax._src.core.recurrence import Outputs, Recurrence, gradient_recurrence
-from glax._src.kernels.triton import state_kernels
 from glax._src.kernels.triton.chunked import by_sequence, segments_and_chunks, start_of_sequences
 from glax._src.kernels.triton.compile_ahead import compile_in_parallel
 from glax._src.kernels.triton.config import GradientConfig, TritonChunkedConfig, width
-from glax._src.kernels.triton.delta_key_kernels import (
-    delta_key_pairs,
-    exact_delta_key_pairs,
-    exact_delta_key_pairs_passed_outputs,
-)
-from glax._src.kernels.triton.delta_key_vjp_exact_kernels import (
+from glax._src.kernels.triton.delta_gradient import (
+    delta_gradient,
+    delta_key_gradient,
     exact_delta_key_gradient,
     exact_delta_key_gradient_passed_outputs,
 )
-from glax._src.kernels.triton.delta_key_vjp_kernels import delta_key_gradient
-from glax._src.kernels.triton.delta_scan_kernels import delta_outputs
-from glax._src.kernels.triton.delta_score_kernels import delta_scores
-from glax._src.kernels.triton.delta_state_kernels import delta_states
-from glax._src.kernels.triton.delta_vjp_kernels import delta_gradient
+from glax._src.kernels.triton.delta_pairs import (
+    delta_key_pairs,
+    delta_scores,
+    exact_delta_key_pairs,
+    exact_delta_key_pairs_passed_outputs,
+)
+from glax._src.kernels.triton.delta_scan import delta_outputs, delta_states
 from glax._src.kernels.triton.launch import ALIASES_ARE_PASSED, launch
 from glax._src.kernels.triton.operands import (
     EXACT_WARPS,
     PAIRS_PER_PROGRAM,
-    arithmetic,
+    dimensions,
     gates_of,
-    heads,
-    sizes,
+    head_gate_sums,
 )
 from glax._src.kernels.triton.segments import Segments
 
@@ -59,16 +56,8 @@ def chunk_pairs(r: Recurrence, chunks: Segments, chunk: int) -> Pairs:
     inverse and scores are bfloat16 if q is, else float32: a float16 inverse may overflow.
     """
     (gates, form), (_, H, K, _) = gates_of(r), r.state_shape
-    sign = dict(SIGN=-1 if r.reverse else 1)
     if form == "head":
-        options = dict(H=H, BH=width(H), C=chunk, **sign, warps=4, stages=1)
-        (gates,) = launch(
-            state_kernels.head_gate_cumsums,
-            chunks.count,
-            (gates, chunks.table),
-            [(gates.shape, jnp.float32)],
-            **options,
-        )
+        gates = head_gate_sums(r, gates, chunks, chunk)
     pairs = (chunks.count, H, chunk, chunk), jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
     rows = 128 if r.q.dtype == jnp.bfloat16 else 32  # more would spill registers
     inverse, scores, factors = launch(
@@ -76,8 +65,7 @@ def chunk_pairs(r: Recurrence, chunks: Segments, chunk: int) -> Pairs:
         H * chunks.count,
         (r.q, r.k, r.erasing.beta, gates, chunks.table),
         [pairs, pairs, ((chunks.count, H, 3, chunk), jnp.float32)],
-        H=H, HQ=r.q.shape[2], HK=r.k.shape[2], K=K, C=chunk, BK=min(width(K), rows), FORM=form, **sign,
-        **arithmetic(r), warps=4, stages=1,
+        **dimensions(r, chunk), BK=min(width(K), rows), warps=4, stages=1,
     )  # fmt: skip
     return Pairs(inverse, scores, factors, gates)
 
@@ -110,7 +98,7 @@ def scanned(r: Recurrence, chunks: Segments, chunk: int) -> Scanned:
     stored = jnp.bfloat16 if r.q.dtype == jnp.bfloat16 else jnp.float32
     wide, pairs, f32 = ((B, T, H, K), r.q.dtype), ((M, H, chunk, chunk), stored), jnp.float32
     operands = r.q, r.k, r.erasing.beta, r.decay.key, r.scale, chunks.table
-    shape = dict(H=H, HQ=r.q.shape[2], HK=r.k.shape[2], K=K, C=chunk, SIGN=-1 if r.reverse else 1, **arithmetic(r))
+    shape = dimensions(r, chunk)
     *found, max_abs_cumsum = launch(
         delta_key_pairs,
         H * M,
@@ -142,9 +130,8 @@ def delta_chunked(r: Recurrence, config: TritonChunkedConfig) -> Outputs:
         -(-V // columns) * H * segments.count,
         (q, k, r.v, k_read, decays, pairs.inverse, pairs.scores, pairs.factors, r.scale, start, segments.table),
         [((B, T, H, V), r.q.dtype), (r.state_shape, jnp.float32)],
-        **sizes(r), HQ=q.shape[2], HK=k.shape[2], HV=r.v.shape[2], C=config.chunk, BK=width(K), BV=columns,
-        GATE=gate_of(r), SIGN=-1 if r.reverse else 1, START=kind != 0, **arithmetic(r),
-        warps=config.warps, stages=config.stages,
+        **dimensions(r, config.chunk) | dict(HQ=q.shape[2], HK=k.shape[2]), BK=width(K), BV=columns,
+        GATE=gate_of(r), START=kind != 0, warps=config.warps, stages=config.stages,
     )  # fmt: skip
     return Outputs(o, final)
 
@@ -178,8 +165,8 @@ def chunk_ends(r: Recurrence, d_output, d_final, config: GradientConfig, segment
         2 * -(-V // columns) * H * segments.count,
         (scan.q, scan.k, r.v, scan.k_read, scan.decays, d_output, *scan.pairs[:3], r.scale, start, d_final, segments.table),
         [(states, stored), U, (states, stored), Y, (r.state_shape, f32)],
-        **sizes(r), HQ=scan.q.shape[2], HK=scan.k.shape[2], HV=r.v.shape[2], C=config.chunk, BK=width(K), BV=columns,
-        GATE=gate_of(r), SIGN=-1 if r.reverse else 1, START=kind != 0, **arithmetic(r), warps=4, stages=2,
+        **dimensions(r, config.chunk) | dict(HQ=scan.q.shape[2], HK=scan.k.shape[2]), BK=width(K), BV=columns,
+        GATE=gate_of(r), START=kind != 0, warps=4, stages=2,
     )  # fmt: skip
     return Ends(*results)
 
@@ -211,8 +198,7 @@ def key_gate_gradients(r: Recurrence, d_output, config: GradientConfig, chunks: 
     assert g is not None and beta is not None  # the other forms are refused
     scaled = scan.q, scan.k_read, scan.k
     per_chunk, pairs = ((M, H), jnp.float32), jnp.full(1, H * M, jnp.int32)
-    shared = dict(HQ=r.q.shape[2], HK=r.k.shape[2])
-    shape = dict(**sizes(r), **shared, C=config.chunk, BV=width(V), SIGN=-1 if r.reverse else 1, **arithmetic(r))
+    shape = dict(dimensions(r, config.chunk), BV=width(V))
     dq, dk, dv, d_beta, dg, d_scale = launch(
         delta_key_gradient,
         H * M,
@@ -245,8 +231,8 @@ def head_gate_gradients(r: Recurrence, d_output, config: GradientConfig, chunks:
         H * chunks.count,
         (r.q, r.k, r.v, beta, pairs.gates, d_output, pairs.scores, ends.U, ends.Y, r.scale, ends.S, ends.dS, chunks.table),
         [*(like(r, x) for x in (r.q, r.k, r.v)), (per_row, beta.dtype), d_gates, per_chunk],
-        **sizes(r), **heads(r), C=config.chunk, BK=min(config.rows, width(K)), BV=width(V), FORM=form,
-        SIGN=-1 if r.reverse else 1, **arithmetic(r), warps=config.warps, stages=config.stages,
+        **dimensions(r, config.chunk), BK=min(config.rows, width(K)), BV=width(V),
+        warps=config.warps, stages=config.stages,
     )  # fmt: skip
     d_decay = Decay()
     if form != "none":

@@ -92,7 +92,7 @@ def recurrent(r: Recurrence, *, config: TokenConfig) -> Outputs:
     """Compute token by token with exact decays: for short sequences, gates on the value side, and every form of erasure."""
     from glax._src.kernels.triton import recurrent as tokens
 
-    return tokens.recurrent(r, config)
+    return tokens.run_tokens(r, config)
 
 
 @kernel_registry.register(
@@ -102,4 +102,4 @@ def recurrent_step(r: Recurrence, pool, slots, *, config: TokenConfig):
     """Advance each sequence by one token. Its state in the pool is read and written once, with an erasure too."""
     from glax._src.kernels.triton import recurrent as tokens
 
-    return tokens.recurrent_step(r, pool, slots, config)
+    return tokens.run_step(r, pool, slots, config)

@@ -25,6 +25,13 @@ def place_of(program, BLOCKS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def chunk_of(table, e):
+    """Load the row of chunk e's first token, the rows to write, the rows with tokens, and the sequence (`Segments.table`)."""
+    entry = table + e * 6
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+
+
+@triton.jit
 def num_exact_pairs(max_abs_cumsum, count, PAIRS: tl.constexpr, BLOCKS: tl.constexpr = 1):
     """Return how many of its PAIRS (chunk, head) pairs a program must test for the exact form.
 

@@ -1,6 +1,14 @@
-"""Form what a chunk of the delta rule with per-key gates needs beside its state. One program has one chunk and one head.
+"""Form what a chunk of the delta rule needs beside its state. One program has one chunk and one head.
 
-G_i is the sum of the log gates of a chunk through token i, and G_last is that sum over the whole chunk:
+G_i is the sum of the log gates of a chunk through token i. Beta forms have e_i = beta_i k_i:
+
+    L_ij = beta_i (k_i . k_j) e^{G_i - G_j}, j < i      what token i erases of what token j wrote
+    P_ij = (q_i . k_j) e^{G_i - G_j}, j <= i            the scores
+
+The factor of each pair is the exponential of one difference, so it is exact for all gates. L includes this factor. The inverse
+of a matrix without decays may overflow where the decays keep (I + L)^-1 small.
+
+**With per-key gates**, and with G_last the sum over the whole chunk:
 
     L_ij = beta_i sum_k k_ik k_jk e^{G_ik - G_jk}, j < i      what token i erases of what token j wrote
     P_ij = scale sum_k q_ik k_jk e^{G_ik - G_jk}, j <= i      the scores
@@ -18,10 +26,20 @@ is positive. The state is read as it enters, and decays by e^{G_last} before the
 
 With float32 and float16 inputs all chunks have these operands, because e^{R - M_j} would lose digits where R and M_j are near
 the limit.
+
+**The inverse of I + L**, where L [C, C] is strictly lower triangular: the inverses of neighbouring blocks on the diagonal are
+merged, from single tokens on, 1 -> 2 -> 4, until one block is left:
+
+    [A  0]^-1     [    A^-1          0   ]
+    [B  D]     =  [-D^-1 B A^-1    D^-1  ]
+
+Up to blocks of 16, a merge is a product of whole blocks of 16: with X the inverses and M what is in the place of B, X - X M X.
+Where the inverse is used in float32, blocks of 16 are inverted by forward substitution, which is slower and two bits more exact.
+
+No power of L is formed, because the powers may grow far beyond the inverse. Merges multiply in three TF32 products, whose error
+is two bits larger than float32's.
 """
 
-from glax._src.kernels.triton.delta_inverse import unit_inverse
-from glax._src.kernels.triton.delta_score_kernels import load_rows
 from glax._src.kernels.triton.launch import tl, triton
 from glax._src.kernels.triton.tiles import (
     FAST_LIMIT,
@@ -29,10 +47,12 @@ from glax._src.kernels.triton.tiles import (
     LOG_OF_ZERO,
     add_fine_dot,
     at,
+    dot,
     exp,
     fine_gate_sums,
     gate_sums,
     halving,
+    load_head_sums,
     load_key_gates,
     load_tokens,
     middle_matrix,
@@ -41,6 +61,56 @@ from glax._src.kernels.triton.tiles import (
     runtime_bound,
     store_tile,
 )
+
+BLOCK = tl.constexpr(16)
+
+
+@triton.jit
+def delta_scores(q, k, beta, g, table, inverse, scores, factors, D: tl.constexpr):
+    """Compute T = (I + L)^-1 - I and P of every chunk, inverse and scores [chunks, H, C, C], and the factors of its tokens.
+
+    factors: [chunks, H, 3, C] in float32, e^G, e^{G_last - G} and beta; without gates only beta. g: the cumulative sums G of
+    head gates, or the constants of the sequences.
+    """
+    h, e = tl.program_id(0) % D.H, tl.program_id(0) // D.H
+    entry = table + e * 6
+    origin, count, n = tl.load(entry), tl.load(entry + 2), tl.load(entry + 3)
+    tokens = tl.arange(0, D.C)
+    i, j = tokens[:, None], tokens[None, :]
+    # [C]
+    tbeta = load_rows(beta, origin, h, tokens, count, D)
+    # [C, C]
+    P, L = tl.zeros([D.C, D.C], tl.float32), tl.zeros([D.C, D.C], tl.float32)
+    for k0 in range(0, runtime_bound(D.K, count), D.BK):
+        ck = k0 + tl.arange(0, D.BK)
+        # [C, BK]
+        tq = load_tokens(q, origin, h, D.HQ, D.K, tokens, ck, count, D)
+        tk = load_tokens(k, origin, h, D.HK, D.K, tokens, ck, count, D)
+        L += dot(tk, tl.trans(tk), D)
+        P += dot(tq, tl.trans(tk), D)
+    pair = e.to(tl.int64) * D.H + h
+    row = factors + pair * 3 * D.C + tokens
+    tl.store(row + 2 * D.C, tbeta)
+    if D.FORM == "none":
+        decay = tl.where(i >= j, 1.0, 0.0)
+    else:
+        G = load_head_sums(g, origin, h, n, tokens, count, D)
+        last = load_head_sums(g, origin, h, n, tokens * 0 + (D.C - 1), count, D)
+        tl.store(row, exp(G))
+        tl.store(row + D.C, exp(last - G))
+        decay = exp(tl.where(i >= j, G[:, None] - G[None, :], float("-inf")))
+    place = pair * D.C * D.C + i * D.C + j
+    tl.store(scores + place, (P * decay).to(scores.dtype.element_ty))
+    L = tl.where(i > j, L * decay * tbeta[:, None], 0.0)
+    T = tl.where(i > j, unit_inverse(L, D.C, D.DTYPE), 0.0)
+    tl.store(inverse + place, T.to(inverse.dtype.element_ty))
+
+
+@triton.jit
+def load_rows(x, row, head, tokens, count, D: tl.constexpr):
+    """Load x[row, head] of a chunk's tokens in float32, [C]; tokens from `count` on are 0."""
+    p = x + row.to(tl.int64) * D.H + head
+    return tl.load(p + (D.SIGN * D.H) * tokens, mask=tokens < count, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -198,3 +268,102 @@ def exact_pairs(q, k, g, q_read, k_read, k_written, decays, h, e, origin, count,
         store_tile(at(k_read, origin, h, D.H, D.K), xk, tokens, ck, count, D.H, D.K, D.SIGN)
         store_tile(at(k_written, origin, h, D.H, D.K), y, tokens, ck, count, D.H, D.K, D.SIGN)
     return L, tl.where(i == j, diagonal[:, None], P)
+
+
+@triton.jit
+def unit_inverse(L, C: tl.constexpr, DTYPE: tl.constexpr):
+    """Compute (I + L)^-1, [C, C], for a strictly lower triangular L in float32; C is 16 times a power of two.
+
+    DTYPE: of the products that the inverse is used in.
+    """
+    if tl.bfloat16 == DTYPE:
+        X = small_inverses(diagonal_blocks(L, C, 16, 0), C // 16)
+    else:
+        X = substituted(diagonal_blocks(L, C, 16, 0), C // 16)
+    if C >= 32:
+        X = merged(X, L, C, 16)
+    if C >= 64:
+        X = merged(X, L, C, 32)
+    if C >= 128:
+        X = merged(X, L, C, 64)
+    if C >= 256:
+        X = merged(X, L, C, 128)
+    if C >= 512:
+        X = merged(X, L, C, 256)
+    return tl.reshape(X, [C, C])
+
+
+@triton.jit
+def diagonal_blocks(L, C: tl.constexpr, SIZE: tl.constexpr, BELOW: tl.constexpr):
+    """Return the blocks of L on the diagonal, [n, SIZE, SIZE], or with BELOW = 1 those under it, the first of which is 0."""
+    n: tl.constexpr = C // SIZE
+    rows, columns = tl.arange(0, n)[:, None, None, None], tl.arange(0, n)[None, None, :, None]
+    return tl.sum(tl.where(rows == columns + BELOW, tl.reshape(L, [n, SIZE, n, SIZE]), 0.0), 2)
+
+
+@triton.jit
+def small_inverses(L, N: tl.constexpr):
+    """Compute (I + L)^-1 for N blocks, [N, 16, 16]."""
+    i, j = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
+    X = tl.where(i == j, 1.0, tl.where((i == j + 1) & (j % 2 == 0), -L, 0.0))
+    X = merged_within(X, L, N, 2)
+    X = merged_within(X, L, N, 4)
+    return merged_within(X, L, N, 8)
+
+
+@triton.jit
+def merged_within(X, L, N: tl.constexpr, SIZE: tl.constexpr):
+    """Merge the inverses X of neighbouring blocks of SIZE on the diagonals of N blocks of 16, [N, 16, 16]."""
+    i, j = tl.arange(0, BLOCK)[None, :, None] // SIZE, tl.arange(0, BLOCK)[None, None, :] // SIZE
+    M = tl.where((i == j + 1) & (j % 2 == 0), L, 0.0)
+    return X - of_blocks(X, of_blocks(M, X, N, BLOCK), N, BLOCK)
+
+
+@triton.jit
+def of_blocks(a, b, N: tl.constexpr, SIZE: tl.constexpr):
+    """Return the products of N blocks, [N, SIZE, SIZE]."""
+    if N == 1:
+        shape: tl.constexpr = [SIZE, SIZE]
+        return tl.reshape(multiplied(tl.reshape(a, shape), tl.reshape(b, shape)), [1, SIZE, SIZE])
+    else:
+        return multiplied(a, b)
+
+
+@triton.jit
+def substituted(L, N: tl.constexpr):
+    """Compute (I + L)^-1 for N blocks, [N, 16, 16]. Step r subtracts the finished row r from the rows below it."""
+    i, j = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
+    X = tl.zeros([N, BLOCK, BLOCK], tl.float32) + tl.where(i == j, 1.0, 0.0)
+    for r in range(0, BLOCK - 1):
+        # [N, 16] each: column r of L, and row r of the inverse
+        factors = tl.sum(tl.where(j == r, L, 0.0), 2)
+        row = tl.sum(tl.where(i == r, X, 0.0), 1)
+        X -= factors[:, :, None] * row[:, None, :]
+    return X
+
+
+@triton.jit
+def merged(X, L, C: tl.constexpr, SIZE: tl.constexpr):
+    """Merge the inverses X [n, SIZE, SIZE] of neighbouring blocks of I + L into [n / 2, 2 * SIZE, 2 * SIZE]."""
+    n: tl.constexpr = C // SIZE // 2
+    # [n / 2, SIZE, SIZE] each
+    first, second = half(X, n, SIZE, 0), half(X, n, SIZE, 1)
+    below = half(diagonal_blocks(L, C, SIZE, 1), n, SIZE, 1)
+    corner = of_blocks(second, of_blocks(below, first, n, SIZE), n, SIZE)
+    # [n / 2, 2, SIZE, 2, SIZE]
+    row, column = tl.arange(0, 2)[None, :, None, None, None], tl.arange(0, 2)[None, None, None, :, None]
+    left = tl.where(row == 0, first[:, None, :, None, :], -corner[:, None, :, None, :])
+    right = tl.where(row == 0, 0.0, second[:, None, :, None, :])
+    return tl.reshape(tl.where(column == 0, left, right), [n, 2 * SIZE, 2 * SIZE])
+
+
+@triton.jit
+def half(X, N: tl.constexpr, SIZE: tl.constexpr, WHICH: tl.constexpr):
+    """Return every second one of the blocks X [2 * N, SIZE, SIZE], from the first (WHICH = 0) or the second on."""
+    which = tl.arange(0, 2)[None, :, None, None]
+    return tl.sum(tl.where(which == WHICH, tl.reshape(X, [N, 2, SIZE, SIZE]), 0.0), 1)
+
+
+@triton.jit
+def multiplied(a, b):
+    return tl.dot(a, b, input_precision="tf32x3")
