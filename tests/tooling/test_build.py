@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 import pytest
@@ -81,6 +82,14 @@ def test_one_wheel_serves_every_python_of_a_platform(sources):
         assert "glax_cli/parser.py" in names
         (about,) = [name for name in names if name.endswith("/WHEEL")]
         assert "Root-Is-Purelib: false" in content.read(about).decode()
+
+
+def test_the_metadata_names_the_same_pythons_everywhere():
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    first, behind = map(int, re.fullmatch(r">=3\.(\d+),<3\.(\d+)", document["project"]["requires-python"]).groups())
+    named = [x.removeprefix("Programming Language :: Python :: 3.") for x in document["project"]["classifiers"]]
+    assert [x for x in named if x.isdecimal()] == [str(minor) for minor in range(first, behind)]
+    assert document["tool"]["cibuildwheel"]["build"] == [f"cp3{minor}-*" for minor in range(first, behind)]
 
 
 @pytest.mark.parametrize("library", [load_cpu_library, load_cuda_library])
