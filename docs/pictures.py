@@ -210,6 +210,29 @@ def memory() -> plt.Figure:
     return figure
 
 
+# ---- growth ----------------------------------------------------------------------------------------------------------
+
+
+def growth() -> plt.Figure:
+    """Draw the memory of a request by its length: the state of a layer, and the keys and values that softmax stores."""
+    H, K = 16, 128
+    lengths = [2**n for n in range(4, 18)]
+    figure, axes = plt.subplots(figsize=(6.4, 3.4))
+    cache = [T * H * 2 * K * 2 / 2**20 for T in lengths]
+    axes.plot(lengths, cache, color=AMBER, label="keys and values of softmax attention, bfloat16")
+    for bytes_of_each, color, dtype in ((4, TEAL, "float32"), (2, DARK, "bfloat16")):
+        state = H * K * K * bytes_of_each / 2**20
+        axes.plot(lengths, [state] * len(lengths), color=color, label=f"state, {dtype}")
+    axes.set(
+        xscale="log", yscale="log", xlabel=f"tokens read (a layer of H = {H}, K = V = {K})", ylabel="MiB a request"
+    )
+    axes.set_xticks([16, 128, 1024, 8192, 131072], ["16", "128", "1,024", "8,192", "131,072"])
+    axes.minorticks_off()
+    axes.grid(color="#e5e7eb", lw=0.8)
+    axes.legend(fontsize=9)
+    return figure
+
+
 # ---- a sharded sequence ----------------------------------------------------------------------------------------------
 
 
@@ -229,7 +252,7 @@ def parallel() -> plt.Figure:
     return figure
 
 
-PICTURES = dict(speed=speed, chunks=chunks, memory=memory, parallel=parallel)
+PICTURES = dict(speed=speed, chunks=chunks, memory=memory, growth=growth, parallel=parallel)
 
 
 def main():
