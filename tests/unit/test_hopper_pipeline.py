@@ -6,7 +6,7 @@ import pytest
 
 from glax._src.kernels.pallas_gpu.chunks import inverse, pairs
 from glax._src.kernels.pallas_gpu.device.launch import ALONE
-from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Ring
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Ring, acting_as
 from glax._src.kernels.pallas_gpu.gradient import delta, delta_key, exact, head_group, items, key, wide
 from glax._src.kernels.pallas_gpu.gradient import head as gradient_head
 from glax._src.kernels.pallas_gpu.plan import Blocks, Scan
@@ -76,3 +76,11 @@ def test_arrivals_follow_from_roles():
     apart = Ring(4, ("load",), ("compute",), teams=2)
     assert {end: x.num_arrivals for end, x in apart.barriers(items.ROLES).items()} == dict(full=1, free=1)
     assert [x.num_arrivals for x in Meeting(("compute",), teams=2).barriers(items.ROLES).values()] == [1]
+
+
+def test_a_role_does_only_what_is_declared_of_it():
+    ring, handoff = Ring(3, ("load",), ("carry",), ("k",)), Handoff(("load",), ("carry",))
+    with acting_as("output"), pytest.raises(ValueError, match="'output' must not read a slot.*declares it for carry"):
+        ring.wait(0)
+    with acting_as("carry"), pytest.raises(ValueError, match="'carry' must not store the tile.*for load"):
+        handoff.stored()

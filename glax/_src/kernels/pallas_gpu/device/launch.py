@@ -1,5 +1,6 @@
 """Launch a kernel with its operands, results and shared memory by name."""
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device.cache import once
-from glax._src.kernels.pallas_gpu.device.pipeline import Pipeline, Roles
+from glax._src.kernels.pallas_gpu.device.pipeline import Pipeline, Roles, acting_as
 
 PROGRAM, WARPGROUP = "program", "warpgroup"  # the axes of a launch
 ALONE = dict(compute=1)
@@ -79,5 +80,6 @@ def by_role(roles: Roles, work: Mapping[str, Callable]):
     me, first = lax.axis_index(WARPGROUP), 0
     for role, count in roles.items():
         for index in range(count):
-            pl.when(me == first + index)(lambda role=role, index=index, count=count: work[role](*[index] * (count > 1)))
+            run = functools.partial(work[role], *[index] * (count > 1))
+            pl.when(me == first + index)(acting_as(role)(run))
         first += count

@@ -2,11 +2,13 @@
 
 The warpgroups of a program have roles, such as load, carry and output. A `Pipeline` has the `Ring`, `Handoff` and `Meeting`
 through which they pass tiles on. Each names the roles at both of its ends. The arrivals that a barrier waits for follow from
-these, and so does the table in the docstring of each kernel's file.
+these, and so does the table in the docstring of each kernel's file. `acting_as` says which role is traced: it may then only do
+what is declared of it.
 """
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -26,6 +28,33 @@ class Wait(NamedTuple):
     waiting: Names
     awaited: Names
     until: str
+
+
+class Traced(threading.local):
+    """Hold the role whose work this thread traces; None outside of `acting_as`, where nothing is checked."""
+
+    role: str | None = None
+
+
+traced = Traced()
+
+
+@contextlib.contextmanager
+def acting_as(role: str) -> Iterator[None]:
+    """Check inside that rings, handoffs and meetings are used as they are declared for the role."""
+    before, traced.role = traced.role, role
+    try:
+        yield
+    finally:
+        traced.role = before
+
+
+def check(declared: Names, what: str):
+    """Raise ValueError if the role that is traced is none of those that are declared to do this."""
+    if traced.role is not None and traced.role not in declared:
+        raise ValueError(
+            f"the role {traced.role!r} must not {what}: the pipeline declares it for {', '.join(declared)}"
+        )
 
 
 def arrivals(roles: Roles, names: Names, teams: int = 1) -> int:
@@ -83,6 +112,7 @@ class Ring:
 
     def acquire(self, slot, step=None):
         """Wait until the slot has been read. step: the step that fills it; those of the first round do not wait."""
+        check(self.acquired_by or self.fill, "acquire a slot")
 
         def wait():
             plgpu.barrier_wait(self.free.at[slot])
@@ -91,18 +121,22 @@ class Ring:
 
     def copy(self, source: Ref, tile: Ref, slot):
         """Start a copy that fills a tile of the slot."""
+        check(self.fill, "fill a slot")
         plgpu.copy_gmem_to_smem(source, tile, self.full.at[slot])
 
     def filled(self, slot):
         """Report that this warpgroup has filled its part of the slot."""
+        check(self.fill, "fill a slot")
         plgpu.barrier_arrive(self.full.at[slot])
 
     def wait(self, slot):
         """Wait until the slot is full."""
+        check(self.read, "read a slot")
         plgpu.barrier_wait(self.full.at[slot])
 
     def release(self, slot):
         """Report that this warpgroup has read the slot."""
+        check(self.readers, "release a slot")
         plgpu.barrier_arrive(self.free.at[slot])
 
 
@@ -150,22 +184,27 @@ class Handoff:
 
     def acquire(self):
         """Wait until the tile has been read."""
+        check(self.store, "store the tile")
         plgpu.barrier_wait(self.free)
 
     def copy(self, source: Ref, tile: Ref):
         """Start a copy that stores the tile."""
+        check(self.store, "store the tile")
         plgpu.copy_gmem_to_smem(source, tile, self.full)
 
     def stored(self):
         """Report that the tile is stored."""
+        check(self.store, "store the tile")
         plgpu.barrier_arrive(self.full)
 
     def wait(self):
         """Wait until the tile is stored."""
+        check(self.read, "read the tile")
         plgpu.barrier_wait(self.full)
 
     def release(self):
         """Report that the tile has been read."""
+        check(self.read, "read the tile")
         plgpu.barrier_arrive(self.free)
 
 
@@ -192,10 +231,12 @@ class Meeting:
 
     def arrive(self, team=None):
         """Report that this warpgroup is there. team: its team, where there are several."""
+        check(self.of, "arrive")
         plgpu.barrier_arrive(self.all_there if team is None else self.all_there.at[team])
 
     def wait(self, team=None):
         """Wait until all are there."""
+        check(self.waiting or self.of, "wait")
         plgpu.barrier_wait(self.all_there if team is None else self.all_there.at[team])
 
 

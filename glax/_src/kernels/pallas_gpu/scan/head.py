@@ -38,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glax._src.kernels.common.limits import LOG_OF_NOTHING
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
-from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Pipeline, Ring
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Pipeline, Ring, acting_as
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -233,17 +233,17 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start, *rest) -> ScanResults:
 
     def body(*refs):
         p = Program.of(w, *refs)
-        pl.when(p.warpgroup == w.consumers)(functools.partial(load_chunks, p))
+        pl.when(p.warpgroup == w.consumers)(acting_as("load")(functools.partial(load_chunks, p)))
 
         @pl.when(p.warpgroup < w.consumers)
         def _():
             if w.consumers > 1:
                 plgpu.set_max_registers(232, action="increase")
             if w.outputs:
-                pl.when(p.warpgroup == 0)(functools.partial(write_outputs, p))
-                pl.when(p.warpgroup == 1)(functools.partial(carry_shared_state, p))
+                pl.when(p.warpgroup == 0)(acting_as("output")(functools.partial(write_outputs, p)))
+                pl.when(p.warpgroup == 1)(acting_as("carry")(functools.partial(carry_shared_state, p)))
             else:
-                carry_own_columns(p)
+                acting_as("carry")(carry_own_columns)(p)
 
     E = table.shape[0]
     found = launch(
@@ -546,12 +546,13 @@ def pair_scan(w: Scan, table, q, k, v, G, scale, start, *edges) -> ScanResults:
     def body(*refs):
         p = PairProgram(w, *refs)
         me = lax.axis_index(WARPGROUP)
-        pl.when(me == 2)(functools.partial(load_pairs, p))
+        pl.when(me == 2)(acting_as("load")(functools.partial(load_pairs, p)))
 
         @pl.when(me < 2)
         def _():
             plgpu.set_max_registers(232, action="increase")
-            lax.cond(me == 0, functools.partial(write_output_pairs, p), functools.partial(carry_states, p))
+            output, carry = functools.partial(write_output_pairs, p), functools.partial(carry_states, p)
+            lax.cond(me == 0, acting_as("output")(output), acting_as("carry")(carry))
 
     E = table.shape[0]
     found = launch(

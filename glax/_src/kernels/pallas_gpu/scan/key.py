@@ -61,7 +61,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
-from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Names, Pipeline, Ring
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Names, Pipeline, Ring, acting_as
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -335,15 +335,15 @@ def key_scan(
 
     def body(*refs):
         p = Program.of(w, *refs)
-        pl.when(p.warpgroup >= w.consumers)(functools.partial(scale_segment, p))
+        pl.when(p.warpgroup >= w.consumers)(acting_as("scale")(functools.partial(scale_segment, p)))
 
         @pl.when(p.warpgroup < w.consumers)
         def _():
             if w.outputs:
-                stages = functools.partial(write_outputs, p), functools.partial(carry_shared_state, p)
-                lax.cond(p.warpgroup == 0, *stages)
+                output, carry = functools.partial(write_outputs, p), functools.partial(carry_shared_state, p)
+                lax.cond(p.warpgroup == 0, acting_as("output")(output), acting_as("carry")(carry))
             else:
-                carry_own_columns(p)
+                acting_as("carry")(carry_own_columns)(p)
 
     E = table.shape[0]
     known = scale if known_out_of_range is None else known_out_of_range
