@@ -80,7 +80,7 @@ def test_arrivals_follow_from_roles():
 
 def test_a_role_does_only_what_is_declared_of_it():
     ring, handoff = Ring(3, ("load",), ("carry",), ("k",)), Handoff(("load",), ("carry",))
-    with acting_as("output"), pytest.raises(ValueError, match="'output' must not read a slot.*declares it for carry"):
+    with acting_as("output"), pytest.raises(ValueError, match=r"'output' must not read a slot.*declares it for carry"):
         ring.wait(0)
-    with acting_as("carry"), pytest.raises(ValueError, match="'carry' must not store the tile.*for load"):
+    with acting_as("carry"), pytest.raises(ValueError, match=r"'carry' must not store the tile.*for load"):
         handoff.stored()
