@@ -46,7 +46,7 @@ def test_lookback_covers_every_chunk_that_reaches_the_end(K, dtype, interpreter)
         tables = np.stack([np.insert(p.table, 4, adjoint, axis=1) for adjoint in (0, 1)])
         tables[:, 2, 2] = 0
         with interpreter.on():
-            ways = lookback_tables(p.plan(outputs=False, either=True, lookback=p.lookback), tables, p.gates)
+            ways = lookback_tables(p.plan(outputs=False, two_way=True, lookback=p.lookback), tables, p.gates)
         for adjoint, (table, found) in enumerate(zip(tables, map(np.asarray, ways), strict=True)):
             backwards = reverse != bool(adjoint)
             for e, (n, first, count, _, _) in enumerate(table):

@@ -139,7 +139,7 @@ def hopper_of_loops(monkeypatch) -> dict:
     from glax._src.kernels.pallas_gpu.plan import ScanResults
 
     def key_scan(w, table, q, a, b, g, scale, start, *rest):
-        x = opaque("states" if w.either else "scan", table, q, a, b, g, scale, start, *rest)
+        x = opaque("states" if w.two_way else "scan", table, q, a, b, g, scale, start, *rest)
         results = [jnp.full(y.shape, x, y.dtype) for y in w.results(*q.shape[:2], len(table))]
         return ScanResults(
             *results, jnp.full((len(table), w.H, w.K), x), jnp.zeros((q.shape[0], -(-q.shape[1] // 64), w.H))

@@ -9,7 +9,7 @@ from glax._src.core.recurrence import Recurrence, varying_axes
 from glax._src.core.registry import Config, check_field
 from glax._src.kernels.common.gpu import found_capability, multiprocessors
 from glax._src.kernels.common.refusals import XLA, empty, other_dtype, too_wide
-from glax._src.kernels.pallas_gpu.plan import WHOLE, WIDEST, Blocks, C
+from glax._src.kernels.pallas_gpu.plan import BLOCK, WHOLE, Blocks, C
 from glax._src.kernels.pallas_gpu.rows import fits_one_row
 
 WIDEST_KEY, WIDEST_VALUE = 256, 512
@@ -48,7 +48,7 @@ def delta_supports(r: Recurrence) -> str | None:
     if r.erasing.beta is None:
         return f"takes the delta rule with beta, got erase and write: {XLA}"
     if r.decay.key is not None:
-        return too_wide(r, WIDEST, WIDEST_VALUE, "heads that erase, with per-key gates,")
+        return too_wide(r, BLOCK, WIDEST_VALUE, "heads that erase, with per-key gates,")
     return too_wide(r, WIDEST_KEY, WIDEST_VALUE, "heads that erase")
 
 
@@ -71,13 +71,13 @@ class Widths:
     def of(cls, r: Recurrence, square: bool) -> "Widths":
         """Return the widths for r. square: whether the gradient's kernels need square blocks, of 64 columns where keys are that
         narrow and else of 128."""
-        (K, V), width = (r.q.shape[3], r.v.shape[3]), 64 if r.q.shape[3] <= 64 else WIDEST
+        (K, V), width = (r.q.shape[3], r.v.shape[3]), 64 if r.q.shape[3] <= 64 else BLOCK
         if r.erasure is not None:
             return cls(WHOLE, -(-K // width) * width, -(-V // 64) * 64, WHOLE)
         # 64 columns of V if half of a block of 128 would be empty
         columns = width
         if not square:
-            columns = WIDEST if -(-V // 64) % 2 == 0 else 64
+            columns = BLOCK if -(-V // 64) % 2 == 0 else 64
         blocks = Blocks(-(-K // width), -(-V // columns))
         if blocks.rows > 1 and r.decay.key is None:
             return cls(WHOLE, blocks.rows * width, blocks.columns * columns, blocks)
@@ -98,7 +98,7 @@ class HopperConfig(Config):
 
     def __post_init__(self):
         check_field("parts", self.parts, 1, MOST_PARTS)
-        check_field("columns", self.columns, 64, WIDEST, power_of_two=True)
+        check_field("columns", self.columns, 64, BLOCK, power_of_two=True)
 
     @classmethod
     def heuristic(cls, r: Recurrence) -> "HopperConfig":
@@ -133,7 +133,7 @@ def pairs_heads(r: Recurrence, widths: Widths) -> bool:
 
     widths: `Widths.of` the forward.
     """
-    one_block = widths.K <= WIDEST and widths.V == 64 and widths.blocks == WHOLE
+    one_block = widths.K <= BLOCK and widths.V == 64 and widths.blocks == WHOLE
     return one_block and r.decay.key is None and group_size(r) % 2 == 0
 
 
@@ -167,7 +167,7 @@ class Work:
             r.erasure is not None,
             r.boundaries is not None and fits_one_row(r),
         )
-        wide = not erases and (widths.K == widths.V == WIDEST or pairs_heads(r, widths))
+        wide = not erases and (widths.K == widths.V == BLOCK or pairs_heads(r, widths))
         most = min(MOST_PARTS, max(1, T // (4 * C)) if one_row or r.boundaries is None else 1)
         shapes = [(parts, columns) for columns in (64, 128)[: 1 + wide] for parts in range(1, most + 1)]
         columns = r.num_heads * widths.blocks.rows * widths.blocks.columns * widths.V
@@ -193,7 +193,7 @@ class Work:
         A program writes its float32 state of K x columns, one kernel reads and writes it, and a program reads it. A chunk takes
         as long as its q and k and 128 columns of v and output take to move in bfloat16.
         """
-        states, chunk = programs * self.K * columns * 4, C * 2 * (self.K + WIDEST) * 2
+        states, chunk = programs * self.K * columns * 4, C * 2 * (self.K + BLOCK) * 2
         return 4 * states / (chunk * self.programs)
 
     def delta_rounds(self, parts: int, columns: int) -> float:

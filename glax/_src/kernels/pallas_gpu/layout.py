@@ -250,18 +250,18 @@ class KernelLayout:
 
         The states of a reverse scan are divided by the scale. last: compute the segments that sequences end with, too.
         """
-        plan = self.plan(outputs=False, either=True, lookback=self.lookback)
+        plan = self.plan(outputs=False, two_way=True, lookback=self.lookback)
         tables = [self.whole_segments(way, last) for way in (False, True)]
         if self.key and plan.lookback:
             table = lookback_tables(plan, self.with_tokens(np.stack(tables)), self.gates)[adjoint]
         else:
             table = np.repeat(tables[adjoint][:, None], self.H, axis=1) if self.key else tables[adjoint]
-        found = self.scan(plan, a, b, None, table)
-        assert found.log is not None  # as a scan of `either` kind returns
-        return found.last, found.log
+        scanned = self.scan(plan, a, b, None, table)
+        assert scanned.log is not None  # as a `two_way` scan returns
+        return scanned.last, scanned.log
 
     def whole_segments(self, adjoint: bool, last: bool) -> np.ndarray:
-        """Return the table of a scan of `either` kind over all chunks, [E, 5].
+        """Return the table of a `two_way` scan over all chunks, [E, 5].
 
         Without `last`, the table excludes the segments that sequences end with, whose states are computed with their outputs.
         """
@@ -289,19 +289,19 @@ class KernelLayout:
         factor = self.scale[:, None, None, None] if adjoint and not is_scaled else 1.0
         decay = jnp.exp(log)[..., None]
         S = jnp.zeros_like(states[:, 0]) if start is None else start
-        found = [S] * self.parts
+        entering = [S] * self.parts
         for part in range(self.parts - 1, -1, -1) if self.descending(adjoint) else range(self.parts):
-            found[part] = S
+            entering[part] = S
             S = decay[:, part] * S + factor * states[:, part]
-        return found, S
+        return entering, S
 
     def decayed_before(self, log, adjoint: bool):
         """Return the log decays of all segments scanned before each, [E, H, K or 1]. log [N, parts, H, K or 1]."""
-        found = [jnp.zeros_like(log[:, 0])] * self.parts
+        logs = [jnp.zeros_like(log[:, 0])] * self.parts
         order = range(self.parts)[:: -1 if self.descending(adjoint) else 1]
         for before, part in itertools.pairwise(order):
-            found[part] = found[before] + log[:, before]
-        return jnp.stack(found, 1).reshape(-1, *log.shape[2:])
+            logs[part] = logs[before] + log[:, before]
+        return jnp.stack(logs, 1).reshape(-1, *log.shape[2:])
 
     def begun_from(self, start, from_zero, log):
         """Return the state that enters every segment, [E, H, K, V], in a scan from `start` [N, H, K, V].
@@ -375,17 +375,17 @@ class KernelLayout:
             return jnp.broadcast_to(self.scale[:, None], (self.N, self.chunks))
         return self.scale[self.apart.sequence][None]
 
-    def residuals(self, found: ScanResults) -> Residuals:
+    def residuals(self, scanned: ScanResults) -> Residuals:
         """Return the residuals for the gradient. All chunks with per-head gates are in range, and so are chunks without rows."""
-        out_of_range = found.out_of_range
+        out_of_range = scanned.out_of_range
         if out_of_range is None:
-            out_of_range = jnp.zeros((*found.states.shape[:1], self.chunks, found.states.shape[2]), jnp.int32)
+            out_of_range = jnp.zeros((*scanned.states.shape[:1], self.chunks, scanned.states.shape[2]), jnp.int32)
         if self.apart is not None:
             out_of_range = jnp.where(jnp.arange(self.chunks)[None, :, None] < self.apart.begins[-1], out_of_range, 0)
         if self.stored.count == 1:
-            return Residuals(found.states, out_of_range)
+            return Residuals(scanned.states, out_of_range)
         # Axis 2 holds heads, over which devices may share them: the blocks of a head stay together.
-        states = found.states.reshape(*found.states.shape[:2], self.heads, -1, found.states.shape[4])
+        states = scanned.states.reshape(*scanned.states.shape[:2], self.heads, -1, scanned.states.shape[4])
         flags = jnp.moveaxis(out_of_range.reshape(*out_of_range.shape[:2], -1, self.stored.count), 3, 2)
         return Residuals(states, flags.reshape(flags.shape[0], -1, self.heads))
 
@@ -559,7 +559,7 @@ class JoinedLayout(KernelLayout):
         return np.pad([bounds, np.ones_like(bounds)], ((0, 0), (1, 0) if empty_first else (0, 1)))
 
     def whole_segments(self, adjoint: bool, last: bool) -> np.ndarray:
-        """Return the table of a scan of `either` kind, [E, 5]. Of the last segment of each sequence it has the chunk with the
+        """Return the table of a `two_way` scan, [E, 5]. Of the last segment of each sequence it has the chunk with the
         next reset alone, which no state passes."""
         assert not last, "joined rows are not cut between devices"
         table = self.table_of(adjoint).reshape(self.N, self.joined.number, self.pieces, 4)
@@ -575,7 +575,7 @@ class JoinedLayout(KernelLayout):
         table = self.in_every_row(*self.reset_chunks(empty_first=not self.descending(adjoint)))
         table = np.insert(table, 4, adjoint, axis=1)
         table = np.repeat(table[:, None], self.H, axis=1) if self.key else table
-        S = self.scan(self.plan(outputs=False, either=True), a, b, None, table).last
+        S = self.scan(self.plan(outputs=False, two_way=True), a, b, None, table).last
         return S * jnp.repeat(self.scale, self.parts)[:, None, None, None] if adjoint else S
 
     def final_states(self, last):

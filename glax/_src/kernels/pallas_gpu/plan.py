@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 C = 64  # tokens a chunk: the rows of one warpgroup's product
 PAIRS = (C, C)  # the shape of a matrix of pairs of a chunk's tokens
 LOG_OF_RESET = -1e30  # the log decay of a state that a reset clears; finite, so that sums stay finite
-WIDEST = 128  # columns of a block of the state in registers
+BLOCK = 128  # the most rows, and columns, of a block of the state in registers
 ROWS = 8  # of which a tile in shared memory consists: it can be copied from every eighth row
 
 
@@ -36,7 +36,7 @@ def chunk_of(program, chunks: int, heads: int):
     return quotient(rest, chunks), lax.rem(rest, jnp.int32(chunks)), head
 
 
-def place_of(program, blocks: int, heads: int):
+def program_indices(program, blocks: int, heads: int):
     """Return block, head and segment of a program. Blocks vary fastest, then heads."""
     rest = quotient(program, blocks)
     return remainder(program, blocks), remainder(rest, heads), quotient(rest, heads)
@@ -65,14 +65,14 @@ class Blocks:
         return quotient(h, self.count)
 
     def of_keys(self, h, H: int, heads: int):
-        """Return the place of the channels that block h of H reads, in an array of `heads` blocks of K."""
+        """Return the index of the channels that block h of H reads, in an array of `heads` blocks of K."""
         group = H // (self.columns * heads)
         if self.rows == 1 or group == 1:
             return quotient(h, self.columns * group)
         return quotient(self.head(h), group) * self.rows + remainder(quotient(h, self.columns), self.rows)
 
     def of_values(self, h, H: int, heads: int):
-        """Return the place of the columns that block h of H reads, in an array of `heads` blocks of V."""
+        """Return the index of the columns that block h of H reads, in an array of `heads` blocks of V."""
         group = H // (self.rows * heads)
         if self.columns == 1:
             return quotient(h, self.rows * group)
@@ -91,14 +91,14 @@ class Scan:
     H: the number of blocks of all heads. K, V: the widths of a block.
     reverse: the recurrence goes from the last token to the first.
     adjoint: the scan finds dL/dS against time, from q and d_output in the places of k and v.
-    either: one program serves both directions, and takes no scale. The fifth column of the table is `adjoint`.
+    two_way: one program serves both directions, and takes no scale. The fifth column of the table is `adjoint`.
     outputs: the scan forms o, from q. states: it stores the states at the chunks. start: it begins from given states.
     columns: the columns of the state in a program, 64 or 128.
     terms: the arrays of bfloat16 of which per-key gates are the sum, 1 or 2.
     run: the chunks from one stored state to the next, a divisor of the chunks of a sequence; more than 1 only with per-head
         gates.
     parts: the segments of every sequence, one after the other in memory.
-    lookback: the most chunks at a segment's end whose gates a scan of `either` kind reads to find where it begins; 0 for a scan
+    lookback: the most chunks at a segment's end whose gates a `two_way` scan reads to find where it begins; 0 for a scan
         that begins at the segment's first chunk.
     blocks: the blocks that a head is divided into. The numbers of heads of a, b and q divide the number of whole heads.
     stored_by: the blocks into which a scan divides the states that it stores, each as a head of its own.
@@ -118,7 +118,7 @@ class Scan:
     V: int
     reverse: bool = False
     adjoint: bool = False
-    either: bool = False
+    two_way: bool = False
     outputs: bool = True
     states: bool = False
     start: bool = False
@@ -159,7 +159,7 @@ class Scan:
 
         Tokens are scaled to the chunk's middle where scores are formed, and where a gradient reads the states before chunks.
         """
-        return self.adjoint or self.either
+        return self.adjoint or self.two_way
 
     @functools.cached_property
     def stages(self) -> int:
@@ -219,14 +219,14 @@ class Scan:
 
     def leave(self, segment, store):
         """Run store(index among the last states) if the segment's last state is stored."""
-        if self.either:
+        if self.two_way:
             return store(segment)
         at_end = remainder(segment, self.parts) == (0 if self.reverse != self.adjoint else self.parts - 1)
         pl.when(at_end)(lambda: store(quotient(segment, self.parts)))
 
-    def place(self, step, count, adjoint=None):
-        """Return the chunk that the scan takes at a step of `count`. adjoint: 0 or 1, for a scan of `either` kind."""
-        if not self.either:
+    def chunk_at(self, step, count, adjoint=None):
+        """Return the chunk that the scan takes at a step of `count`. adjoint: 0 or 1, for a `two_way` scan."""
+        if not self.two_way:
             return count - 1 - step if self.reverse != self.adjoint else step
         return jnp.where(adjoint == int(self.reverse), step, count - 1 - step)
 
@@ -252,7 +252,7 @@ class Scan:
 
     def results(self, B: int, T: int, E: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the types of o, states and last states of `ScanResults`. A result that the plan leaves out has one tile."""
-        ends = E if self.either else E // self.parts
+        ends = E if self.two_way else E // self.parts
         o = (B, T, self.H, self.V) if self.outputs else (1, C, 1, 64)
         by = self.stored_by
         block = self.H * by.count, self.K // by.rows, self.V // by.columns
@@ -268,8 +268,8 @@ class ScanResults(NamedTuple):
     """Hold the results of a scan. H counts the blocks of all heads.
 
     o: [B, T, H, V] in bfloat16, the terms of each block in the outputs. states: [B, chunks / run, H, K, V] in bfloat16. last: the
-    final states of sequences, [N, H, K, V] in float32, or in a scan of `either` kind of segments, [E, H, K, V]. log: [E, H, K] or
-    [E, H, 1] in float32, the natural log decays of segments, in a scan of `either` kind.
+    final states of sequences, [N, H, K, V] in float32, or in a `two_way` scan of segments, [E, H, K, V]. log: [E, H, K] or
+    [E, H, 1] in float32, the natural log decays of segments, in a `two_way` scan.
 
     out_of_range: [B, chunks, H] in int32, 1 where the gates of a chunk leave the range of the fast form, in a scan that stores
     states. The state of such a chunk is the state that enters it. With per-key gates the states of all other chunks are decayed

@@ -8,7 +8,7 @@ from glax._src.core.decay import ROW_FORMS
 from glax._src.core.recurrence import Outputs, Recurrence, Residuals
 from glax._src.core.registry import Backend, Platform, TwoPhase, kernel_registry
 from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, stores_states, supports
-from glax._src.kernels.pallas_gpu.plan import WIDEST
+from glax._src.kernels.pallas_gpu.plan import BLOCK
 from glax._src.kernels.pallas_gpu.route import Route, is_grouped
 from glax._src.kernels.pallas_gpu.rows import Reading, takes_segments
 
@@ -40,7 +40,7 @@ def copies_much(r: Recurrence, square: bool) -> bool:
     if square and (r.decay.key is not None or not is_grouped(r, widths)):
         widths = Widths.of(r, square=True)
     filled = widths.blocks.rows * widths.K * widths.blocks.columns * widths.V / (K * r.v.shape[3])
-    return (filled >= 1.5 and rows >= 2**14) or (filled >= 1.25 and K <= WIDEST and rows >= 2**16)
+    return (filled >= 1.5 and rows >= 2**14) or (filled >= 1.25 and K <= BLOCK and rows >= 2**16)
 
 
 def in_two_phases(r: Recurrence, config: HopperConfig) -> bool:

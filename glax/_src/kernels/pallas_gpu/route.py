@@ -4,7 +4,7 @@ import dataclasses
 
 from glax._src.core.recurrence import Recurrence, Residuals
 from glax._src.kernels.pallas_gpu.config import HopperConfig, Widths, group_size, pairs_heads
-from glax._src.kernels.pallas_gpu.plan import ROWS, WIDEST
+from glax._src.kernels.pallas_gpu.plan import BLOCK, ROWS
 from glax._src.kernels.pallas_gpu.rows import Form, Reading, fits_one_row, takes_segments, why_not_joined
 
 
@@ -82,10 +82,10 @@ def gradient_kernel(r: Recurrence, rows: Reading, widths: Widths, square: Widths
     if r.erasure is not None:
         if r.decay.key is not None:
             return "delta_key_gradient"
-        return "delta_gradient" if max(widths.K, widths.V) <= WIDEST else "delta_gradient_wide"
+        return "delta_gradient" if max(widths.K, widths.V) <= BLOCK else "delta_gradient_wide"
     if r.decay.key is None:
         return "gradient_groups" if is_grouped(r, widths) else "gradient_head"
-    is_wide = square.blocks.columns > 1 and square.K == WIDEST and r.boundaries is None and rows.form is not Form.EQUAL
+    is_wide = square.blocks.columns > 1 and square.K == BLOCK and r.boundaries is None and rows.form is not Form.EQUAL
     return "gradient_wide" if is_wide else "gradient_key"
 
 

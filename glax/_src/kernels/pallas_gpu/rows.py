@@ -466,8 +466,8 @@ class JoinedRows:
         """Return `newest_resets` of a row without segments, [chunks, C]."""
         marks, order = np.tile(self.begins, self.number), np.arange(C, dtype=np.int32)
         marks = np.pad(marks, (0, -len(marks) % C)).reshape(-1, C)[:, :: -1 if self.r.reverse else 1]
-        found = np.maximum.accumulate(np.where(marks, order, np.int32(-1)), axis=1)
-        return found[:, :: -1 if self.r.reverse else 1]
+        newest = np.maximum.accumulate(np.where(marks, order, np.int32(-1)), axis=1)
+        return newest[:, :: -1 if self.r.reverse else 1]
 
     def join(self, x):
         """Return x [B, T, ...] as rows [B / number, number * T, ...]."""
@@ -526,10 +526,10 @@ class JoinedRows:
         is_own = rows >= 0
 
         def window(x):
-            found = jnp.take(self.join(x), np.maximum(rows, 0).reshape(-1), axis=1)
-            found = found.reshape(-1, C, *x.shape[2:])
+            taken = jnp.take(self.join(x), np.maximum(rows, 0).reshape(-1), axis=1)
+            taken = taken.reshape(-1, C, *x.shape[2:])
             mask = np.tile(is_own, (x.shape[0] // self.number, 1)).reshape(-1, C, *(1,) * (x.ndim - 2))
-            return jnp.where(mask, found, 0)
+            return jnp.where(mask, taken, 0)
 
         tail, segments = r.without_padding, r.segments
         if r.decay.constant is not None:

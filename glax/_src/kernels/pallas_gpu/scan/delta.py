@@ -92,7 +92,7 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     transposed,
     zeros,
 )
-from glax._src.kernels.pallas_gpu.plan import PAIRS, C, place_of, quotient
+from glax._src.kernels.pallas_gpu.plan import PAIRS, C, program_indices, quotient
 
 BF16 = jnp.bfloat16
 STRIPE = 64  # columns of the state that a warpgroup carries
@@ -325,7 +325,9 @@ class Program:
         """Return the first stripe divided by the stripes of a program, the head and the segment. They are computed at each use,
         so that no register holds them."""
         w = self.plan
-        return place_of(lax.optimization_barrier(lax.axis_index(PROGRAM)), w.columns // (STRIPE * w.stripes), w.H)
+        return program_indices(
+            lax.optimization_barrier(lax.axis_index(PROGRAM)), w.columns // (STRIPE * w.stripes), w.H
+        )
 
     @property
     def head(self):

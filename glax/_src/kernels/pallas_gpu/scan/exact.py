@@ -170,7 +170,7 @@ class Chunk:
 
     def first_row(self, part):
         """Return where the scan's `part`-th tokens begin in the chunk."""
-        return self.plan.place(part, PARTS) * TOKENS
+        return self.plan.chunk_at(part, PARTS) * TOKENS
 
     def of_keys(self, x, part):
         """Return the rows [TOKENS, K] of x [B, T, heads, K]."""
@@ -229,7 +229,7 @@ def scan_tokens(c: Chunk, part, S):
     of_key, of_value = layout.reduce(3), layout.reduce(0).reduce(0).reduce(0)
 
     def operands(i):
-        token = w.place(i, TOKENS)
+        token = w.chunk_at(i, TOKENS)
         decay, *rows = (plgpu.load(ref.at[token], layout=of_key, optimized=False) for ref in (t.decay, t.key, t.query))
         if w.resets:
             decay = decay * passes(c, part * TOKENS + i)
@@ -240,7 +240,7 @@ def scan_tokens(c: Chunk, part, S):
         S, (decay, k, q, v) = carry
         after = operands(jnp.minimum(i + 1, TOKENS - 1))
         S = S * c.along(decay) + c.along(k) * c.across(v)
-        store(t.shares.at[w.place(i, TOKENS)], jnp.sum(S * c.along(q), axis=2))
+        store(t.shares.at[w.chunk_at(i, TOKENS)], jnp.sum(S * c.along(q), axis=2))
         return S, after
 
     return lax.fori_loop(0, TOKENS, advance, (S, operands(0)))[0]
@@ -248,7 +248,7 @@ def scan_tokens(c: Chunk, part, S):
 
 def passes(c: Chunk, i):
     """Return 0.0 if the chunk's i-th token resets the state, else 1.0."""
-    row = c.plan.place(i, C)
+    row = c.plan.chunk_at(i, C)
     return (c.tiles.newest[row] != i).astype(jnp.float32)
 
 

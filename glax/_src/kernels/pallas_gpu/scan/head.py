@@ -51,7 +51,7 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     transposed,
     zeros,
 )
-from glax._src.kernels.pallas_gpu.plan import PAIRS, Scan, ScanResults, place_of, quotient, remainder
+from glax._src.kernels.pallas_gpu.plan import PAIRS, Scan, ScanResults, program_indices, quotient, remainder
 
 BF16 = jnp.bfloat16
 TWO_TERMS = -1.0, -6.0  # log2 decays of a chunk above which values have two terms, with time and against it
@@ -152,8 +152,8 @@ class HeadPipeline(Pipeline):
 class Program:
     """Hold one program of `head_scan`, and its position.
 
-    block, h, e: of `place_of`. batch: the row of the operands. first, count: the first chunk of the scan and the number of
-    chunks. factor: the scale of the sequence. adjoint: 0 or 1; traced in a scan of `either` kind. most: the log2 decay of a chunk
+    block, h, e: of `program_indices`. batch: the row of the operands. first, count: the first chunk of the scan and the number of
+    chunks. factor: the scale of the sequence. adjoint: 0 or 1; traced in a `two_way` scan. most: the log2 decay of a chunk
     above which values have two terms.
     """
 
@@ -177,11 +177,11 @@ class Program:
     def of(cls, w: Scan, operands: Operands, *refs) -> "Program":
         """Return the program. refs: the results, the tiles and the pipeline."""
         program, warpgroup = lax.axis_index(PROGRAM), lax.axis_index(WARPGROUP)
-        block, h, e = place_of(program, w.V // w.columns, w.H)
+        block, h, e = program_indices(program, w.V // w.columns, w.H)
         batch, first, whole, n = (operands.table[e, i] for i in range(4))
         factor = operands.scale[n]
-        adjoint: Any = operands.table[e, 4] if w.either else int(w.adjoint)
-        most = jnp.where(adjoint > 0, *map(jnp.float32, reversed(TWO_TERMS))) if w.either else TWO_TERMS[w.adjoint]
+        adjoint: Any = operands.table[e, 4] if w.two_way else int(w.adjoint)
+        most = jnp.where(adjoint > 0, *map(jnp.float32, reversed(TWO_TERMS))) if w.two_way else TWO_TERMS[w.adjoint]
         place = warpgroup, block, h, e, batch
         p = cls(w, operands, *refs, *place, first, whole, factor, adjoint, most)
         return p.without_what_ends() if w.lookback else p
@@ -191,7 +191,7 @@ class Program:
         w, gates, whole, first = self.plan, self.operands.gates, self.count, self.first
         through, alive, found = 0.0, True, 1
         for i in range(w.lookback):
-            place = w.place(jnp.maximum(whole - 1 - i, 0), jnp.maximum(whole, 1), self.adjoint)
+            place = w.chunk_at(jnp.maximum(whole - 1 - i, 0), jnp.maximum(whole, 1), self.adjoint)
             chunk = jnp.minimum(first + place, gates.shape[1] - 1)
             through += gates[self.batch, chunk, w.blocks.head(self.h), self.last_token]
             alive &= through >= LOG_OF_NOTHING * LOG2E
@@ -212,7 +212,7 @@ class Program:
 
     def chunk(self, step):
         """Return the chunk that the scan reaches at a step."""
-        return self.first + self.plan.place(step, self.count, self.adjoint)
+        return self.first + self.plan.chunk_at(step, self.count, self.adjoint)
 
     def state_behind(self, step):
         """Return the index of the caller's state behind a step's chunk, and whether there is one."""
@@ -224,7 +224,7 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start, *rest) -> ScanResults:
     """Scan every segment of `table` with per-head gates. The stored states are those that enter the chunks. No chunk is out of
     range.
 
-    A scan of `either` kind begins at the first chunk of its segment behind which the decay is not 0 in float32. The log decays
+    A `two_way` scan begins at the first chunk of its segment behind which the decay is not 0 in float32. The log decays
     that it returns may exclude the chunks before. They are then so low that they stand for -inf.
 
     G: [B, chunks, H, C] in float32, the sums of log2 gates from where the scan enters each chunk. The other operands are those
@@ -257,7 +257,7 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start, *rest) -> ScanResults:
         HeadPipeline.planned(w),
         programs=w.V // w.columns * w.H * E,
     )
-    return ScanResults(found.o, found.states, found.last, found.log if w.either else None, behind=found.behind)
+    return ScanResults(found.o, found.states, found.last, found.log if w.two_way else None, behind=found.behind)
 
 
 def tokens(p: "Program | PairProgram", x, head, step, *columns):
@@ -373,7 +373,7 @@ def carry_state(p: Program, columns, of_tile, scaled, enter):
         p.results.last[place, p.h, :, columns] = S
 
     w.leave(p.e, store)
-    if w.either:
+    if w.two_way:
 
         @pl.when((p.block == 0) & (p.warpgroup == 0))
         def _():
@@ -407,7 +407,7 @@ def values_of(p: Program, slot, columns, G, last):
     """
     w = p.plan
     x = read(p.tiles.b.at[slot, :, columns])
-    if w.either:
+    if w.two_way:
         before = p.adjoint.astype(jnp.float32)
         decay = jnp.exp2(before * G + (1.0 - before) * (last - G))
     else:
@@ -507,7 +507,7 @@ class PairProgram:
 
     def place(self):
         """Return the pair of heads and the segment."""
-        _, pair, segment = place_of(lax.optimization_barrier(lax.axis_index(PROGRAM)), 1, self.plan.H // 2)
+        _, pair, segment = program_indices(lax.optimization_barrier(lax.axis_index(PROGRAM)), 1, self.plan.H // 2)
         return pair, segment
 
     def segment_field(self, column: int):
@@ -519,7 +519,7 @@ class PairProgram:
 
     def chunk(self, step):
         """Return the chunk that the scan reaches at a step."""
-        return self.segment_field(1) + self.plan.place(step, self.count())
+        return self.segment_field(1) + self.plan.chunk_at(step, self.count())
 
     @property
     def batch(self):

@@ -74,7 +74,7 @@ from glax._src.kernels.pallas_gpu.device.tiles import (
     transposed,
     zeros,
 )
-from glax._src.kernels.pallas_gpu.plan import LOG_OF_RESET, ROWS, Scan, ScanResults, place_of
+from glax._src.kernels.pallas_gpu.plan import LOG_OF_RESET, ROWS, Scan, ScanResults, program_indices
 from glax._src.kernels.pallas_gpu.scan import exact
 from glax._src.kernels.pallas_gpu.scan.key_scale import scale_segment
 
@@ -114,7 +114,7 @@ class Results(NamedTuple):
         H, K, chunks = w.H, w.K, -(-T // C)
         return cls(
             *w.results(B, T, E),
-            log=jax.ShapeDtypeStruct((E, H, K) if w.either else (1,), jnp.float32),
+            log=jax.ShapeDtypeStruct((E, H, K) if w.two_way else (1,), jnp.float32),
             out_of_range=jax.ShapeDtypeStruct((B, chunks, H) if w.states and not w.to_edge else (1,), jnp.int32),
             by_group=jax.ShapeDtypeStruct(exact.shape_of_flags(B * chunks * H) if w.outputs else (1,), jnp.int32),
             behind=w.behind_type(B) if w.stores_behind else None,
@@ -205,7 +205,7 @@ class KeyPipeline(Pipeline):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Hold the plan and the references of one program. adjoint: 0 or 1; traced in a scan of `either` kind."""
+    """Hold the plan and the references of one program. adjoint: 0 or 1; traced in a `two_way` scan."""
 
     plan: Scan
     operands: Operands
@@ -219,7 +219,7 @@ class Program:
     def of(cls, plan: Scan, *refs) -> "Program":
         """Return the program. refs: the operands, the results, the tiles and the pipeline."""
         p = cls(plan, *refs, lax.axis_index(WARPGROUP), int(plan.adjoint))
-        return dataclasses.replace(p, adjoint=p.segment_field(4)) if plan.either else p
+        return dataclasses.replace(p, adjoint=p.segment_field(4)) if plan.two_way else p
 
     def place(self):
         """Return block, head and segment.
@@ -228,12 +228,12 @@ class Program:
         hold throughout.
         """
         program = lax.optimization_barrier(lax.axis_index(PROGRAM))
-        return place_of(program, self.plan.V // self.plan.columns, self.plan.H)
+        return program_indices(program, self.plan.V // self.plan.columns, self.plan.H)
 
     def segment_field(self, column: int):
         """Return one column of the segment's row of the table."""
         _, h, e = self.place()
-        return self.operands.table[(e, h, column) if self.plan.either else (e, column)]
+        return self.operands.table[(e, h, column) if self.plan.two_way else (e, column)]
 
     def count(self):
         """Return the number of chunks."""
@@ -249,13 +249,13 @@ class Program:
 
     def chunk(self, step):
         """Return the chunk that the scan reaches at a step."""
-        return self.segment_field(1) + self.plan.place(step, self.count(), self.adjoint)
+        return self.segment_field(1) + self.plan.chunk_at(step, self.count(), self.adjoint)
 
     def row(self, step):
         """Return the chunk's first row of a, b, q and gates at a step."""
         if not self.plan.packed:
             return self.chunk(step) * C
-        return self.segment_field(4) * ROWS + self.plan.place(step, self.count(), self.adjoint) * C
+        return self.segment_field(4) * ROWS + self.plan.chunk_at(step, self.count(), self.adjoint) * C
 
     def own_rows(self):
         """Return the segment's first row of a, b, q and gates, and the row behind its last."""
@@ -322,10 +322,10 @@ def key_scan(
     """Scan every segment of `table` with per-key gates. Return `ScanResults`.
 
     table: [E, 4], the batch row, first chunk, number of chunks and sequence (for `scale`) of every segment; [E, H, 5] for
-    `either`, whose fifth column is 1 against time. If packed, the table is [E, 7]: also the first row of the segment's first
+    `two_way`, whose fifth column is 1 against time. If packed, the table is [E, 7]: also the first row of the segment's first
     chunk in a, b, q and g, divided by 8; the segment's first row; and the row behind its last. If bounded, it is [E, 7] or
     [E, H, 7]: the last two columns are the row of the first token and the row behind the last, and the fifth is used by
-    `either` alone.
+    `two_way` alone.
     a, b: [B, T, heads, K] and [B, T, heads, V], k and v, or q and d_output with `adjoint`.
     g: the terms of the gates, [B, T, H, K] in bfloat16 each. start: [E, H, K, V] in float32.
     known_out_of_range: [B, chunks, H], `out_of_range` of the forward's `ScanResults`, which the scan of dL/dS reads.
@@ -360,7 +360,7 @@ def key_scan(
         programs=w.V // w.columns * w.H * E,
     )
     o = exact.exact_outputs(w, table, found.by_group, q, a, b, g, scale, found.o, newest) if w.outputs else found.o
-    log, out_of_range = found.log if w.either else None, None if w.to_edge else found.out_of_range
+    log, out_of_range = found.log if w.two_way else None, None if w.to_edge else found.out_of_range
     return ScanResults(o, found.states, found.last, log, out_of_range, found.behind)
 
 
@@ -624,7 +624,7 @@ class OutputWarpgroup:
         `Program.tokens` would compute the indices again. That costs time here, because all warpgroups wait for this one.
         """
         batch, first = self.known or (self.p.segment_field(0), self.p.segment_field(1))
-        return x.at[(batch, pl.ds((first + self.p.plan.place(step, self.total)) * C, C), head, *columns)]
+        return x.at[(batch, pl.ds((first + self.p.plan.chunk_at(step, self.total)) * C, C), head, *columns)]
 
     def load_q(self, step, slot):
         """Load q [C, K] of a step into its tile."""

@@ -70,12 +70,12 @@ class Scaler:
 
 
 def scale_segment(p: "Program"):
-    """Scale every chunk of the segment. A scan of `either` kind stores the segment's log decays, [K] in float32."""
+    """Scale every chunk of the segment. A `two_way` scan stores the segment's log decays, [K] in float32."""
     w = p.plan
     plgpu.set_max_registers(w.registers[0], action="decrease")
     share, total = p.warpgroup - w.consumers, p.count()
     if w.to_edge:
-        adjoint = p.adjoint.astype(jnp.float32) if w.either else float(p.adjoint)
+        adjoint = p.adjoint.astype(jnp.float32) if w.two_way else float(p.adjoint)
         matrix = tiles.edge_matrix(w.reverse, adjoint if w.terms == 1 else p.hidden(adjoint))
     else:
         matrix = tiles.middle_matrix(w.reverse)
@@ -86,7 +86,7 @@ def scale_segment(p: "Program"):
     weak = p.tiles.weak[0] > 0 if w.outputs else False
     s = Scaler(p, share, total, matrix, channels, weak)
     log = lax.fori_loop(0, total, functools.partial(scale_chunk, s), zeros((64,), BY_ROW))
-    if w.either:
+    if w.two_way:
         block, h, e = p.place()
 
         @pl.when(block == 0)
@@ -111,7 +111,7 @@ def prepare(p: "Program", total):
 
 
 def scale_chunk(s: Scaler, step, log):
-    """Scale the operands of one chunk. log [64]: the log decays of the segment up to it, in a scan of `either` kind.
+    """Scale the operands of one chunk. log [64]: the log decays of the segment up to it, in a `two_way` scan.
 
     Returns `log` with the chunk's decays added in such a scan, and as it is in others.
     """
@@ -126,11 +126,11 @@ def scale_chunk(s: Scaler, step, log):
     # Scalers wait until q, k and v are loaded. These are loaded once the warpgroups that multiply are done with the chunk
     # before in this slot. So they have also read its decays and scores, which are overwritten here next.
     if w.to_edge:
-        if w.either:
+        if w.two_way:
             log = log + ends[0] + ends[1]
         release_gates(s, step, gate_slot)
         wait_for_tokens(s, slot)
-        if w.either and w.resets:
+        if w.two_way and w.resets:
             log = log + LOG_OF_RESET * p.has_reset(slot).astype(jnp.float32)
         store_decays(s, slot, decays_to_edge(s, step, ends))
         scale_keys(s, slot, M)
@@ -207,7 +207,7 @@ def clear_cut(s: Scaler, slot):
     share, slot = lax.optimization_barrier((p.warpgroup - w.consumers, slot))
     plgpu.commit_smem()  # all warps have stored k^
     # [C]
-    if w.either:
+    if w.two_way:
         against = p.adjoint
         reach = (1 - against) * behind_newest(p, slot) + against * before_all(p, slot)
     else:

@@ -61,7 +61,7 @@ class LookbackPipeline(Pipeline):
 
 @functools.partial(jax.jit, static_argnums=0)  # so that forward and gradient lower it once
 def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
-    """Return the tables of two scans of `either` kind, [E, H, 5] each, forward and reverse, with the first chunk that each head
+    """Return the tables of two `two_way` scans, [E, H, 5] each, forward and reverse, with the first chunk that each head
     must scan.
 
     table: [2, E, 5 or 7], the tables of whole segments. g: the gates that `key_scan` takes. The kernel reads at most
@@ -82,7 +82,7 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
 
         def load(i):
             """Load the i-th chunk from the end."""
-            rows = pl.ds((first + w.place(whole - 1 - i, whole, adjoint)) * C, C)
+            rows = pl.ds((first + w.chunk_at(whole - 1 - i, whole, adjoint)) * C, C)
             slot = pipeline.gates.slot(i)
             for term in range(w.terms):
                 tile = g_s.at[slot * w.terms + term]
@@ -99,7 +99,7 @@ def lookback_tables(w: Scan, table, g) -> list[jax.Array]:
 
         def clear_foreign(i, gates):
             """Zero the rows without a token of the i-th chunk from the end. They may hold NaN."""
-            row = (first + w.place(whole - 1 - i, whole, adjoint)) * C
+            row = (first + w.chunk_at(whole - 1 - i, whole, adjoint)) * C
             low, high = (table_g[way, e, column] - row for column in (5, 6))
             parts = [g.at[:, channels(half)] for g in gates for half in halves]
             pl.when((low > 0) | (high < C))(functools.partial(tiles.clear, parts, low, high))
