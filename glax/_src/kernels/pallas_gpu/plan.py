@@ -100,15 +100,15 @@ class Scan:
     parts: the segments of every sequence, one after the other in memory.
     lookback: the most chunks at a segment's end whose gates a `two_way` scan reads to find where it begins; 0 for a scan
         that begins at the segment's first chunk.
-    blocks: the blocks that a head is divided into. The numbers of heads of a, b and q divide the number of whole heads.
+    blocks: the blocks that a head is divided into. The numbers of heads of q, k and v divide the number of whole heads.
     stored_by: the blocks into which a scan divides the states that it stores, each as a head of its own.
-    packed: 0, or the most chunks of packed sequences. Their chunks begin at every eighth row of a, b, q and gates, and the first
+    packed: 0, or the most chunks of packed sequences. Their chunks begin at every eighth row of q, k, v and gates, and the first
         of a sequence may hold rows of the sequence before. The chunks of o and states lie one after another.
     edges: chunks that hold rows without a token are read from copies (`rows.Edges`); only with per-head gates.
     every: the chunks from one of the caller's states to the next, of which there are num_behind; 0 without such states. A scan
         against time adds their gradients to the state, and others store them.
     resets: tokens that reset the state are marked (`resets`); only with per-key gates, because per-head gates are -inf there.
-    rows: of o, where a, b and q have fewer, because a plan with edges reads the last chunk from a copy (`LastChunk`); else 0.
+    rows: of o, where q, k and v have fewer, because a plan with edges reads the last chunk from a copy (`LastChunk`); else 0.
     bounded: rows without a token, which may hold NaN, are cleared. The table has 7 columns, of which the last two are the row of
         the first token and the row behind the last; only with per-key gates.
     """

@@ -19,7 +19,7 @@ decay.
 Memory: `Tiles` and `PairTiles`, in `Scan.stages` slots of chunks. Who waits for whom, in both kernels with outputs:
 
     waits          for            until
-    output, carry  load           tokens full: gates, a, q, b
+    output, carry  load           tokens full: gates, k, q, v
     load           output, carry  tokens free
     output         carry          state stored
     carry          output         state read
@@ -68,16 +68,16 @@ class Operands(NamedTuple):
 
     table: Ref  # [E, 4] or [E, 5]
     q: Ref  # [B, T, HQ, K]
-    a: Ref  # [B, T, HA, K]
-    b: Ref  # [B, T, HB, V]
+    k: Ref  # [B, T, HK, K]; q in an adjoint scan
+    v: Ref  # [B, T, HV, V]; d_output in an adjoint scan
     gates: Ref  # [B, chunks, heads, C]: sums of log2 gates from where the scan enters the chunk
     scale: Ref  # [N + 1]
     start: Ref  # [E, H, K, V]
-    # Of a plan with edges: `Edges.block`, and the copies of q, a and b.
+    # Of a plan with edges: `Edges.block`, and the copies of q, k and v.
     edges: Ref = None  # [chunks]
     q_edges: Ref = None  # [B, 3 C, HQ, K]
-    a_edges: Ref = None  # [B, 3 C, HA, K]
-    b_edges: Ref = None  # [B, 3 C, HB, V]
+    k_edges: Ref = None  # [B, 3 C, HK, K]
+    v_edges: Ref = None  # [B, 3 C, HV, V]
     # Of a plan that adds the gradients of the caller's states.
     behind: Ref = None  # [B, num_behind, H, K, V]
 
@@ -108,8 +108,8 @@ class Tiles(NamedTuple):
     """Hold the shared memory. A tile that the plan does not use has the smallest size."""
 
     q: Ref  # [stages, C, K]
-    a: Ref  # [stages, C, K]
-    b: Ref  # [stages, C, columns]
+    k: Ref  # [stages, C, K]
+    v: Ref  # [stages, C, columns]
     gates: Ref  # [stages, C]
     state: Ref  # [K, columns], or without outputs [state_stages, consumers, K, 64]
     scaled: Ref  # [C, columns], or without outputs [consumers, C, 64]: the values that are added to the state
@@ -120,8 +120,8 @@ class Tiles(NamedTuple):
         K, stages, columns, W = w.K, w.stages, w.columns, w.consumers
         return cls(
             q=tiled(stages, C, K) if w.outputs else tiled(1, C, 64),
-            a=tiled(stages, C, K),
-            b=tiled(stages, C, columns),
+            k=tiled(stages, C, K),
+            v=tiled(stages, C, columns),
             gates=plgpu.SMEM((stages, C), jnp.float32),
             state=tiled(K, columns) if w.outputs else tiled(w.state_stages, W, K, 64),
             scaled=tiled(C, columns) if w.outputs else tiled(W, C, 64),
@@ -144,7 +144,7 @@ class HeadPipeline(Pipeline):
     @classmethod
     def planned(cls, w: Scan, heads: int = 1) -> "HeadPipeline":
         """Return the pipeline of a plan with one or two heads to a program."""
-        copies = *("gates",) * heads, "a", *("q",) * w.outputs, *("b",) * heads
+        copies = *("gates",) * heads, "k", *("q",) * w.outputs, *("v",) * heads
         return cls(Ring(w.stages, ("load",), ("output", "carry"), copies), Handoff(("carry",), ("output",)))
 
 
@@ -220,7 +220,7 @@ class Program:
 
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal scans are lowered once
-def head_scan(w: Scan, table, q, a, b, G, scale, start, *rest) -> ScanResults:
+def head_scan(w: Scan, table, q, k, v, G, scale, start, *rest) -> ScanResults:
     """Scan every segment of `table` with per-head gates. The stored states are those that enter the chunks. No chunk is out of
     range.
 
@@ -250,8 +250,8 @@ def head_scan(w: Scan, table, q, a, b, G, scale, start, *rest) -> ScanResults:
         "head_scan",
         w,
         body,
-        Operands.of(w, table, q, a, b, G, scale, start, *rest),
-        Results.types(w, a.shape[0], w.rows_of_chunks(a.shape[1]), E),
+        Operands.of(w, table, q, k, v, G, scale, start, *rest),
+        Results.types(w, k.shape[0], w.rows_of_chunks(k.shape[1]), E),
         (Tiles.types(w),),
         roles_of(w),
         HeadPipeline.planned(w),
@@ -284,7 +284,7 @@ def load(p: "Program | PairProgram", x, edges, head, step, tile, slot, *columns)
 
 
 def load_chunks(p: Program):
-    """Load gates, a, b and, for outputs, q of every chunk as soon as a slot is free."""
+    """Load gates, k, v and, for outputs, q of every chunk as soon as a slot is free."""
     w, x, t, h, ring = p.plan, p.operands, p.tiles, p.h, p.pipeline.tokens
     if w.consumers > 1:
         plgpu.set_max_registers(40, action="decrease")
@@ -295,11 +295,11 @@ def load_chunks(p: Program):
         ring.acquire(slot, step)
         gates = x.gates.at[p.batch, p.chunk(step), w.blocks.head(h)]
         ring.copy(gates, t.gates.at[slot], slot)
-        load(p, x.a, x.a_edges, w.blocks.of_keys(h, w.H, x.a.shape[2]), step, t.a.at[slot], slot)
+        load(p, x.k, x.k_edges, w.blocks.of_keys(h, w.H, x.k.shape[2]), step, t.k.at[slot], slot)
         if w.outputs:
             load(p, x.q, x.q_edges, w.blocks.of_keys(h, w.H, x.q.shape[2]), step, t.q.at[slot], slot)
-        of_b = w.blocks.of_values(h, w.H, x.b.shape[2])
-        load(p, x.b, x.b_edges, of_b, step, t.b.at[slot], slot, p.columns)
+        of_b = w.blocks.of_values(h, w.H, x.v.shape[2])
+        load(p, x.v, x.v_edges, of_b, step, t.v.at[slot], slot, p.columns)
 
 
 def carry_own_columns(p: Program):
@@ -347,7 +347,7 @@ def carry_state(p: Program, columns, of_tile, scaled, enter):
         G, last = plgpu.load(p.tiles.gates.at[slot], layout=BY_ROW), p.tiles.gates[slot, p.last_token]
         scaled[...] = values(G, last).astype(BF16)
         plgpu.commit_smem()
-        S = tiles.added(S * jnp.exp2(last), (transposed(p.tiles.a.at[slot]), scaled))
+        S = tiles.added(S * jnp.exp2(last), (transposed(p.tiles.k.at[slot]), scaled))
 
         def lost(S):
             """Return S plus the product of k with what the values lost in rounding. The values are formed again, because the
@@ -356,7 +356,7 @@ def carry_state(p: Program, columns, of_tile, scaled, enter):
             plgpu.commit_smem()  # waits until all warps are done with the first term
             scaled[...] = x.astype(BF16)
             plgpu.commit_smem()
-            return tiles.added(S, (transposed(p.tiles.a.at[slot]), scaled))
+            return tiles.added(S, (transposed(p.tiles.k.at[slot]), scaled))
 
         S = lax.cond((last > p.most) & (last < 0.0), lost, lambda S: S, S)
         p.pipeline.tokens.release(slot)
@@ -406,7 +406,7 @@ def values_of(p: Program, slot, columns, G, last):
     They are e^{last - G} v, or scale e^G d_output in a scan of dL/dS. G: [C], and last: its value at the edge, to base 2.
     """
     w = p.plan
-    x = read(p.tiles.b.at[slot, :, columns])
+    x = read(p.tiles.v.at[slot, :, columns])
     if w.two_way:
         before = p.adjoint.astype(jnp.float32)
         decay = jnp.exp2(before * G + (1.0 - before) * (last - G))
@@ -460,16 +460,16 @@ def write_chunk(p: Program, i, j, step):
     """
     w, t = p.plan, p.tiles
     slot = p.pipeline.tokens.slot(step)
-    q, a, b = t.q.at[slot], t.a.at[slot], t.b.at[slot]
+    q, k, v = t.q.at[slot], t.k.at[slot], t.v.at[slot]
     p.pipeline.tokens.wait(slot)
     # [C, C]
-    P = tiles.product((C, C), (q, transposed(a)))
+    P = tiles.product((C, C), (q, transposed(k)))
     G = plgpu.load(t.gates.at[slot], layout=BY_ROW)
     to = by_column(plgpu.load(t.gates.at[slot], layout=BY_COLUMN, optimized=False), (C, C))
     P = P * jnp.exp2(jnp.where(i >= j, by_row(G, (C, C)) - to, -jnp.inf))
     with p.pipeline.state.reading():  # [C, columns]
         o = tiles.product((C, w.columns), (q, t.state))
-    o = tiles.added(o * by_row(jnp.exp2(G), o.shape), (P.astype(BF16), b))
+    o = tiles.added(o * by_row(jnp.exp2(G), o.shape), (P.astype(BF16), v))
     p.pipeline.tokens.release(slot)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     t.output[...] = (o * p.factor).astype(BF16)
@@ -481,8 +481,8 @@ class PairTiles(NamedTuple):
     """Hold the shared memory of `pair_scan`. There is a tile for each head of the pair, but one of q and one of k for both."""
 
     q: Ref  # [stages, C, K]
-    a: Ref  # [stages, C, K]: k
-    b: Pair  # [stages, C, 64]: v
+    k: Ref  # [stages, C, K]
+    v: Pair  # [stages, C, 64]
     gates: Pair  # [stages, C]
     state: Pair  # [K, 64]
     scaled: Pair  # [C, 64]: v decayed to the chunk's end
@@ -491,8 +491,8 @@ class PairTiles(NamedTuple):
     @classmethod
     def types(cls, w: Scan) -> "PairTiles":
         q, gates = tiled(w.stages, C, w.K), plgpu.SMEM((w.stages, C), jnp.float32)
-        b, state, values = tiled(w.stages, C, COLUMNS), tiled(w.K, COLUMNS), tiled(C, COLUMNS)
-        return cls(q, q, *((x, x) for x in (b, gates, state, values, values)))
+        v, state, values = tiled(w.stages, C, COLUMNS), tiled(w.K, COLUMNS), tiled(C, COLUMNS)
+        return cls(q, q, *((x, x) for x in (v, gates, state, values, values)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -578,12 +578,12 @@ def load_pairs(p: PairProgram):
     def _(step):
         slot = ring.slot(step)
         ring.acquire(slot, step)
-        for source, edges, tile in ((x.q, x.q_edges, t.q), (x.a, x.a_edges, t.a)):
+        for source, edges, tile in ((x.q, x.q_edges, t.q), (x.k, x.k_edges, t.k)):
             load(p, source, edges, quotient(p.head(0), w.H // source.shape[2]), step, tile.at[slot], slot)
         for i in PAIR:
             sums = x.gates.at[p.batch, p.chunk(step), p.head(i)]
             ring.copy(sums, t.gates[i].at[slot], slot)
-            load(p, x.b, x.b_edges, quotient(p.head(i), w.H // x.b.shape[2]), step, t.b[i].at[slot], slot)
+            load(p, x.v, x.v_edges, quotient(p.head(i), w.H // x.v.shape[2]), step, t.v[i].at[slot], slot)
 
 
 def carry_states(p: PairProgram):
@@ -613,18 +613,18 @@ def carry_states(p: PairProgram):
 
         def values():
             leaving = jnp.exp2(last - p.gate_sums(slot, i))
-            return read(t.b[i].at[slot]) * by_row(leaving, VALUES)
+            return read(t.v[i].at[slot]) * by_row(leaving, VALUES)
 
         def lost(S):
             rest = values() - read(scaled)
             plgpu.commit_smem()  # waits until all warps are done with the first term
             scaled[...] = rest.astype(BF16)
             plgpu.commit_smem()
-            return tiles.added(S, (transposed(t.a.at[slot]), scaled))
+            return tiles.added(S, (transposed(t.k.at[slot]), scaled))
 
         scaled[...] = values().astype(BF16)
         plgpu.commit_smem()
-        S = tiles.added(S * jnp.exp2(last), (transposed(t.a.at[slot]), scaled))
+        S = tiles.added(S * jnp.exp2(last), (transposed(t.k.at[slot]), scaled))
         return lax.cond((last > TWO_TERMS[0]) & (last < 0.0), lost, lambda S: S, S)
 
     def advance(step, S):
@@ -667,12 +667,12 @@ def write_output_pairs(p: PairProgram):
         q = t.q.at[slot]
         ring.wait(slot)
         # [C, C]
-        scores = tiles.product(PAIRS, (q, transposed(t.a.at[slot])))
+        scores = tiles.product(PAIRS, (q, transposed(t.k.at[slot])))
         each = [decayed(scores, slot, i) for i in PAIR]
         with p.pipeline.state.reading():  # [C, 64]
             o = [tiles.product(VALUES, (q, t.state[i])) for i in PAIR]
         o = [x * by_row(jnp.exp2(p.gate_sums(slot, i)), VALUES) for i, x in enumerate(o)]
-        o = [tiles.added(o[i], (each[i], t.b[i].at[slot])) for i in PAIR]
+        o = [tiles.added(o[i], (each[i], t.v[i].at[slot])) for i in PAIR]
         ring.release(slot)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i in PAIR:

@@ -38,7 +38,7 @@ gates, unless `Scan.has_output_tile` and `Scan.lost_stages` say that they have t
 with outputs and K = V = 128:
 
     waits          for            until
-    scale          output, carry  tokens full: q, a, b
+    scale          output, carry  tokens full: q, k, v
     carry          output, carry  tokens free
     scale          output, scale  gates full: gates
     scale          scale          gates free
@@ -88,8 +88,8 @@ class Operands(NamedTuple):
 
     table: Ref  # [E, 4] or [E, H, 5]; [E, 7] or [E, H, 7] of a plan that clears rows
     q: Ref  # [B, T, HQ, K]
-    a: Ref  # [B, T, HA, K]
-    b: Ref  # [B, T, HB, V]
+    k: Ref  # [B, T, HK, K]; q in an adjoint scan
+    v: Ref  # [B, T, HV, V]; d_output in an adjoint scan
     gates: tuple[Ref, ...]  # the terms, [B, T, H, K] each
     scale: Ref  # [N + 1]
     start: Ref  # [E, H, K, V]
@@ -125,8 +125,8 @@ class Tiles(NamedTuple):
     """Hold the shared memory. A tile that the plan does not use has the smallest size."""
 
     q: Ref  # [stages, C, K]: q, then q^, then without a tile of their own the outputs
-    a: Ref  # [stages, C, K]: k, then k^
-    b: Ref  # [stages, C, columns]: v
+    k: Ref  # [stages, C, K]: then k^
+    v: Ref  # [stages, C, columns]
     gates: Ref  # [2 terms, C, K]: log gates, then without tiles of its own what q^ lost
     lost: Ref  # [lost_stages, C, K]: what q^ lost when it was rounded
     state: Ref  # [K, columns], or without outputs [state_stages, consumers, K, 64]: S'
@@ -147,8 +147,8 @@ class Tiles(NamedTuple):
             output = None  # `newest` has its place
         return cls(
             q=tiled(stages, C, K) if w.outputs else tiled(1, C, 64),
-            a=tiled(stages, C, K),
-            b=tiled(stages, C, columns),
+            k=tiled(stages, C, K),
+            v=tiled(stages, C, columns),
             gates=tiled(2 * w.terms, C, K),
             lost=tiled(lost_stages, C, K) if lost_stages else None,
             state=tiled(K, columns) if w.outputs else tiled(state_stages, W, K, 64),
@@ -189,7 +189,7 @@ class KeyPipeline(Pipeline):
     def planned(cls, w: Scan) -> "KeyPipeline":
         """Return the pipeline of a plan."""
         consumers, scale = ("output", "carry"), ("scale",)
-        copies = *("q",) * w.outputs, "a", "b", *("newest",) * w.resets
+        copies = *("q",) * w.outputs, "k", "v", *("newest",) * w.resets
         # Where what q^ lost lies in the tile of the gates, *output* reads that tile last, and loads the next.
         fill_gates = scale if w.lost_stages else ("output", "scale")
         return cls(
@@ -252,20 +252,20 @@ class Program:
         return self.segment_field(1) + self.plan.chunk_at(step, self.count(), self.adjoint)
 
     def row(self, step):
-        """Return the chunk's first row of a, b, q and gates at a step."""
+        """Return the chunk's first row of q, k, v and gates at a step."""
         if not self.plan.packed:
             return self.chunk(step) * C
         return self.segment_field(4) * ROWS + self.plan.chunk_at(step, self.count(), self.adjoint) * C
 
     def own_rows(self):
-        """Return the segment's first row of a, b, q and gates, and the row behind its last."""
+        """Return the segment's first row of q, k, v and gates, and the row behind its last."""
         if self.plan.packed:
             return self.segment_field(5), self.segment_field(6)
         first = self.segment_field(1)
         begin, end = first * C, (first + self.count()) * C
         if self.plan.bounded:
             return jnp.maximum(begin, self.segment_field(5)), jnp.minimum(end, self.segment_field(6))
-        return begin, jnp.minimum(end, self.operands.a.shape[1])
+        return begin, jnp.minimum(end, self.operands.k.shape[1])
 
     def tokens(self, x, step, head, *columns):
         """Return the rows [C, ...] of one head of x [B, T, heads, ...] at a step."""
@@ -287,11 +287,11 @@ class Program:
             self.pipeline.gates.copy(self.tokens(gates, step, self.of_keys(gates)), tile, slot)
 
     def load(self, step, slot):
-        """Load a [C, K], the program's columns of b, [C, columns], and the resets [C] of a step."""
-        ring, a, b = self.pipeline.tokens, self.operands.a, self.operands.b
-        ring.copy(self.tokens(a, step, self.of_keys(a)), self.tiles.a.at[slot], slot)
+        """Load k [C, K], the program's columns of v, [C, columns], and the resets [C] of a step."""
+        ring, k, v = self.pipeline.tokens, self.operands.k, self.operands.v
+        ring.copy(self.tokens(k, step, self.of_keys(k)), self.tiles.k.at[slot], slot)
         columns = pl.ds(self.place()[0] * self.plan.columns, self.plan.columns)
-        ring.copy(self.tokens(b, step, self.of_values(b), columns), self.tiles.b.at[slot], slot)
+        ring.copy(self.tokens(v, step, self.of_values(v), columns), self.tiles.v.at[slot], slot)
         if self.plan.resets:
             newest = self.operands.newest.at[self.segment_field(0), self.chunk(step)]
             ring.copy(newest, self.tiles.newest.at[slot], slot)
@@ -317,16 +317,16 @@ class Program:
 
 @functools.partial(jax.jit, static_argnums=0)  # so that equal scans are lowered once
 def key_scan(
-    w: Scan, table, q, a, b, g, scale, start, known_out_of_range=None, behind=None, newest=None
+    w: Scan, table, q, k, v, g, scale, start, known_out_of_range=None, behind=None, newest=None
 ) -> ScanResults:  # fmt: skip
     """Scan every segment of `table` with per-key gates. Return `ScanResults`.
 
     table: [E, 4], the batch row, first chunk, number of chunks and sequence (for `scale`) of every segment; [E, H, 5] for
     `two_way`, whose fifth column is 1 against time. If packed, the table is [E, 7]: also the first row of the segment's first
-    chunk in a, b, q and g, divided by 8; the segment's first row; and the row behind its last. If bounded, it is [E, 7] or
+    chunk in q, k, v and g, divided by 8; the segment's first row; and the row behind its last. If bounded, it is [E, 7] or
     [E, H, 7]: the last two columns are the row of the first token and the row behind the last, and the fifth is used by
     `two_way` alone.
-    a, b: [B, T, heads, K] and [B, T, heads, V], k and v, or q and d_output with `adjoint`.
+    k, v: [B, T, heads, K] and [B, T, heads, V]; of an adjoint plan q and d_output, in these places.
     g: the terms of the gates, [B, T, H, K] in bfloat16 each. start: [E, H, K, V] in float32.
     known_out_of_range: [B, chunks, H], `out_of_range` of the forward's `ScanResults`, which the scan of dL/dS reads.
     behind: [B, num_behind, H, K, V] in float32, the gradients of the caller's states, for a plan that adds them.
@@ -352,14 +352,14 @@ def key_scan(
         "key_scan",
         w,
         body,
-        Operands(table, q, a, b, tuple(g), scale, start, known, newest, behind),
-        Results.types(w, a.shape[0], w.rows_of_chunks(a.shape[1]), E),
+        Operands(table, q, k, v, tuple(g), scale, start, known, newest, behind),
+        Results.types(w, k.shape[0], w.rows_of_chunks(k.shape[1]), E),
         (Tiles.types(w),),
         roles_of(w),
         KeyPipeline.planned(w),
         programs=w.V // w.columns * w.H * E,
     )
-    o = exact.exact_outputs(w, table, found.by_group, q, a, b, g, scale, found.o, newest) if w.outputs else found.o
+    o = exact.exact_outputs(w, table, found.by_group, q, k, v, g, scale, found.o, newest) if w.outputs else found.o
     log, out_of_range = found.log if w.two_way else None, None if w.to_edge else found.out_of_range
     return ScanResults(o, found.states, found.last, log, out_of_range, found.behind)
 
@@ -388,7 +388,7 @@ def advance_own_columns(p: Program, columns, S, step, slot, decay_behind):
     if w.states:
         store_state(p, S, step, p.tiles.state.at[lax.rem(step, jnp.int32(w.state_stages)), me], columns)
     S = decay_behind(S)
-    S = tiles.added(S, (transposed(p.tiles.a.at[slot]), p.tiles.b.at[slot, :, pl.ds(me * 64, 64)]))
+    S = tiles.added(S, (transposed(p.tiles.k.at[slot]), p.tiles.v.at[slot, :, pl.ds(me * 64, 64)]))
     p.pipeline.tokens.release(slot)
     return S
 
@@ -401,7 +401,7 @@ def advance_shared_state(p: Program, columns, S, step, slot, decay_behind):
     p.load_next(step)
 
     def with_tokens(S):
-        return tiles.added(S, (transposed(p.tiles.a.at[slot]), p.tiles.b.at[slot]))
+        return tiles.added(S, (transposed(p.tiles.k.at[slot]), p.tiles.v.at[slot]))
 
     if p.plan.resets:
         S = lax.cond(
@@ -429,8 +429,8 @@ def begin_anew(p: Program, slot, S):
     slot = lax.optimization_barrier(slot)
     before = p.tiles.newest[slot, p.plan.last_token]
     first, end = (0, C - before) if p.plan.reverse else (before, C)
-    tiles.clear([p.tiles.a.at[slot, :, pl.ds(i * 64, 64)] for i in range(p.plan.scalers)], first, end)
-    return tiles.added(zeros(S.shape), (transposed(p.tiles.a.at[slot]), p.tiles.b.at[slot]))
+    tiles.clear([p.tiles.k.at[slot, :, pl.ds(i * 64, 64)] for i in range(p.plan.scalers)], first, end)
+    return tiles.added(zeros(S.shape), (transposed(p.tiles.k.at[slot]), p.tiles.v.at[slot]))
 
 
 def carry_state(p: Program, columns, advance):
@@ -498,7 +498,7 @@ def carry_state(p: Program, columns, advance):
 
 def state_behind(p: Program, step):
     """Return the index of the caller's state behind a step's chunk, and whether there is one."""
-    chunks = -(-p.operands.a.shape[1] // C)
+    chunks = -(-p.operands.k.shape[1] // C)
     return p.plan.state_behind(p.chunk(step), chunks)
 
 
@@ -510,7 +510,7 @@ def store_behind(p: Program, columns, S, tail, step):
     _, is_one = state_behind(p, step)
 
     def stored():
-        T, again = p.operands.a.shape[1], lax.optimization_barrier(step)
+        T, again = p.operands.k.shape[1], lax.optimization_barrier(step)
         index, _ = state_behind(p, again)
         token = p.chunk(again) * C + (0 if p.plan.reverse else C - 1)
         found = lax.optimization_barrier(decayed(S, tail))
@@ -543,7 +543,7 @@ def note_range(p: Program, step, flag):
         if w.states:
             p.results.out_of_range[batch, chunk, head] = flag
         if w.outputs:
-            chunks = -(-w.rows_of_chunks(p.operands.a.shape[1]) // C)
+            chunks = -(-w.rows_of_chunks(p.operands.k.shape[1]) // C)
             item = (batch * chunks + chunk) * w.H + head
             p.results.by_group[exact.place_of_item(p.results.by_group.shape[0], item)] = flag
 
@@ -564,7 +564,7 @@ def store_last(p: Program, columns, S, tail, at):
 
     def with_last_token(S):
         first, end = p.own_rows()
-        token = jnp.clip(first if p.plan.reverse else end - 1, 0, p.operands.a.shape[1] - 1)
+        token = jnp.clip(first if p.plan.reverse else end - 1, 0, p.operands.k.shape[1] - 1)
         return decayed(S, tail) + lost_in_rounding(p, tail, columns, token)
 
     if tail is not None:
@@ -585,12 +585,12 @@ def lost_in_rounding(p: Program, tail, columns, token):
     """Return what the last token of a chunk lost when it was scaled and rounded, [K, columns]. Where gates are strong, this
     token is most of the state."""
     w, token = p.plan, (p.segment_field(0), token)
-    a, b = p.operands.a, p.operands.b
+    keys, values = p.operands.k, p.operands.v
     k, v = (
         plgpu.load(x.at[(*token, head, part)], layout=layout, optimized=False)
         for x, head, part, layout in (
-            (a, p.of_keys(a), pl.ds(0, w.K), BY_ROW),
-            (b, p.of_values(b), columns, BY_COLUMN),
+            (keys, p.of_keys(keys), pl.ds(0, w.K), BY_ROW),
+            (values, p.of_values(values), columns, BY_COLUMN),
         )
     )
     k = k.astype(jnp.float32)
@@ -672,7 +672,7 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
     stages, total = w.stages, o.total
     slot = p.pipeline.tokens.slot(step)
     q = p.tiles.q.at[slot]
-    a, b = p.tiles.a.at[slot], p.tiles.b.at[slot]
+    k, v = p.tiles.k.at[slot], p.tiles.v.at[slot]
     p.pipeline.scaled.wait(slot)
     traced = None if w.narrow else p.tiles.weak[0] > 0
     out_of_range = p.tiles.out_of_range[slot]
@@ -686,7 +686,7 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
     def formed(scores, output):
         """Mask and split the scores while q^T S' is computed."""
         for x in terms:
-            plgpu.wgmma(scores, x, transposed(a))
+            plgpu.wgmma(scores, x, transposed(k))
         if w.resets:
             pl.when(p.has_reset(slot))(functools.partial(divide_from_state, p, step))
         p.pipeline.state.wait()
@@ -695,13 +695,13 @@ def write_chunk(o: OutputWarpgroup, weak: bool | None, step):
         # [C, C]
         P = tiles.after(scores, len(terms))
         if not w.narrow:
-            P = add_lost(p, step, traced, P, lambda slot: transposed(p.tiles.a.at[slot]))
+            P = add_lost(p, step, traced, P, lambda slot: transposed(p.tiles.k.at[slot]))
         if w.resets:
             P = lax.cond(p.has_reset(slot), functools.partial(divide_scores, p, step), lambda P: P, P)
         P = jnp.where(later > o.j, P, jnp.where(same == o.j, by_row(own, P.shape), 0.0))
         high = tiles.high_part(P)
-        plgpu.wgmma(output, high.astype(BF16), b)
-        plgpu.wgmma(output, (P - high).astype(BF16), b)
+        plgpu.wgmma(output, high.astype(BF16), v)
+        plgpu.wgmma(output, (P - high).astype(BF16), v)
         return output[...]
 
     # [C, columns]

@@ -212,7 +212,7 @@ def clear_cut(s: Scaler, slot):
         reach = (1 - against) * behind_newest(p, slot) + against * before_all(p, slot)
     else:
         reach = before_all(p, slot) if w.adjoint else behind_newest(p, slot)
-    tile = p.tiles.a.at[slot, :, pl.ds(share * 64, 64)]
+    tile = p.tiles.k.at[slot, :, pl.ds(share * 64, 64)]
     x = plgpu.load(tile, layout=tiles.WGMMA)
     tile[...] = jnp.where(tiles.by_row(reach, x.shape) >= 0, x, BF16(0))
 
@@ -248,10 +248,10 @@ def clear_foreign(s: Scaler, step, slot, gates):
         # These are computed again: the compiler would hold what it computes for all tiles throughout.
         share, at = lax.optimization_barrier((p.warpgroup - w.consumers, slot))
         channels = pl.ds(share * 64, 64)
-        of_keys = (p.tiles.a, p.tiles.q) if w.outputs else (p.tiles.a,)
+        of_keys = (p.tiles.k, p.tiles.q) if w.outputs else (p.tiles.k,)
         tiles.clear((*gates, *(tile.at[at, :, channels] for tile in of_keys)), first, end)
         for block in range(w.columns // 64):
-            values = p.tiles.b.at[at, :, pl.ds(block * 64, 64)]
+            values = p.tiles.v.at[at, :, pl.ds(block * 64, 64)]
             pl.when(share == block % w.scalers)(functools.partial(tiles.clear, (values,), first, end))
 
 
@@ -347,7 +347,7 @@ def scale_to_edges(s: Scaler, step, slot, gates):
         # [C, 64]
         return tiles.by_column(plgpu.load(p.tiles.sums.at[slot, side, s.channels], layout=BY_COLUMN), (C, 64))
 
-    k = p.tiles.a.at[slot, :, s.channels]
+    k = p.tiles.k.at[slot, :, s.channels]
     k[...] = scaled(k, end(1) - M).astype(BF16)
     if w.outputs:
         q = p.tiles.q.at[slot, :, s.channels]
@@ -368,14 +368,14 @@ def form_early(s: Scaler, slot, M):
         return None, lax.optimization_barrier(scaled_keys(s, slot, M))
     if not w.outputs:
         return None, None
-    q, a = (tile.at[slot, :, s.channels] for tile in (p.tiles.q, p.tiles.a))
-    return lax.optimization_barrier(jnp.sum(read(q) * read(a), axis=1)), None
+    q, k = (tile.at[slot, :, s.channels] for tile in (p.tiles.q, p.tiles.k))
+    return lax.optimization_barrier(jnp.sum(read(q) * read(k), axis=1)), None
 
 
 def scaled_keys(s: Scaler, slot, M):
     """Return k^ [C, 64], in float32 where own scores are formed of it."""
     p, w = s.p, s.p.plan
-    y = read(p.tiles.a.at[slot, :, s.channels]) * jnp.exp2(M * (LOG2E if w.to_edge else -LOG2E))
+    y = read(p.tiles.k.at[slot, :, s.channels]) * jnp.exp2(M * (LOG2E if w.to_edge else -LOG2E))
     if w.adjoint:
         y = y * p.operands.scale[p.segment_field(3)]
     return y if w.outputs else y.astype(BF16)
@@ -384,7 +384,7 @@ def scaled_keys(s: Scaler, slot, M):
 def scale_keys(s: Scaler, slot, M, y=None):
     """Replace k by k^ [C, 64] in bfloat16. y: k^ if `form_early` has formed it."""
     y = scaled_keys(s, slot, M) if y is None else y
-    s.p.tiles.a[slot, :, s.channels] = y.astype(BF16)
+    s.p.tiles.k[slot, :, s.channels] = y.astype(BF16)
 
 
 def scale_queries(s: Scaler, step, slot, M, gates, own, y):
