@@ -218,11 +218,8 @@ class KernelLayout:
         if self.key:
             return key_scan(plan, self.with_tokens(operands[0]), *operands[1:], out_of_range, behind, self.newest)
         operands = *operands, *self.edge_copies(self.q, a, b), *([behind] if plan.adds_behind else [])
-        return (
-            pair_scan(plan, *operands)
-            if plan.outputs and self.route.scan == "pair_scan"
-            else head_scan(plan, *operands)
-        )
+        scan = pair_scan if plan.outputs and self.route.scan == "pair_scan" else head_scan
+        return scan(plan, *operands)
 
     def with_tokens(self, table):
         """Return the table of segments [..., 4 or 5], of a plan that clears rows with the two columns of `tokens` behind the
