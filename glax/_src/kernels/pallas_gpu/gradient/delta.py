@@ -455,7 +455,7 @@ def compute_queries(p: Program):
     of_state = tiles.product((C, K), (own.d_output, own.state(own.states)))
     p.tiles.sums[OF_STATE] = sum((read(own.states.at[at]) * read(own.d_states.at[at])).sum(1) for at in parts(V, K))
     p.pipeline.states.release()
-    send_queries(p, gradient_of_queries(p, of_state))
+    store_queries(p, gradient_of_queries(p, of_state))
     p.pipeline.keys.release()
 
 
@@ -474,7 +474,7 @@ def compute_keys(p: Program):
     store_split(t.erase_pairs, B * by_row(p.beta(), PAIRS))
     behind = tiles.product(shape, (transposed(U), own.state(own.d_states)))
     p.pipeline.states.release()
-    send_keys(p, dk, erased, behind)
+    store_keys(p, dk, erased, behind)
     p.pipeline.keys.release()
 
 
@@ -487,7 +487,7 @@ def compute_queries_wide(p: Program):
     store_scores(p, pairs)
     dq = gradient_of_queries(p, of_state)
     p.tiles.sums[OF_STATE] = edge
-    send_queries(p, dq)
+    store_queries(p, dq)
 
 
 def add_queries(p: Program, step, totals):
@@ -514,7 +514,7 @@ def compute_keys_wide(p: Program):
     dk, erased = erased_gradient(p, of_state, t.erase_pairs)
     plgpu.commit_smem()  # all warps have read B
     store_split(t.erase_pairs, B * by_row(p.beta(), PAIRS))
-    send_keys(p, dk, erased, behind)
+    store_keys(p, dk, erased, behind)
 
 
 def add_keys(p: ChunkProgram, step, totals):
@@ -546,7 +546,7 @@ def gradient_of_queries(p: Program, of_state):
     return dq
 
 
-def send_queries(p: Program, dq):
+def store_queries(p: Program, dq):
     """Write dq in the place of q, and to global memory, and then dg, once both warpgroups have read all tiles."""
     meet(p)
     p.tiles.q[...] = (dq * p.scale()).astype(BF16)
@@ -582,7 +582,7 @@ def erased_gradient(p: Program, of_state, B):
     return de * by_row(p.beta(), shape), products * p.beta()
 
 
-def send_keys(p: Program, dk, erased, behind):
+def store_keys(p: Program, dk, erased, behind):
     """Add the other terms of dk, and write it in the place of k, and to global memory.
 
     dk: beta de, [C, K]. erased: its products with k summed over K, [C]. behind: U dS'^T, [C, K].

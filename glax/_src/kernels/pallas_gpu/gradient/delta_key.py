@@ -350,7 +350,7 @@ def of_queries(p: Program):
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(t.q, p.tokens(p.results.dq))
     p.pipeline.exchange.wait()
-    send_gates(p)
+    store_gates(p)
     plgpu.wait_smem_to_gmem(0)
     p.pipeline.channels.release()
 
@@ -499,7 +499,7 @@ def sums_over_pairs(p: Program, side: int, left):
     return lax.fori_loop(0, jnp.where(is_fast, 1, LEVELS), advance, (left, zeros(SHAPE)))
 
 
-def send_gates(p: Program):
+def store_gates(p: Program):
     """Write dg, [C, BLOCK], from what both warpgroups have stored."""
     t = p.tiles
     from_it, before = p.matrix(lambda i, j: j >= i), p.matrix(lambda i, j: j < i)

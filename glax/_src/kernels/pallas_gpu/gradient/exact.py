@@ -9,7 +9,10 @@ S is the state before the chunk and G = dL/dS behind it, both without scaling. d
 sums are float32, and no tensor core multiplies. The only exponents are gates, so the gradient is exact for all gates, and the
 kernel is quick to compile. It is for gates that are rare.
 
-Who waits for whom:
+Roles. A program has one warpgroup, *compute*, and there are two for each multiprocessor. It has half of K in dq, dk and dg, and
+half of V in dv.
+
+Memory: a chunk's tokens, and q dq / scale of every token. S and G are in registers. Who waits for whom:
 
     waits    for      until
     compute  compute  tokens loaded: q, k, g, v, do, g_rest
@@ -100,18 +103,15 @@ class ExactPipeline(Pipeline):
 def gradient_exact(n: Items, operands, results, out_of_range):
     """Return `results` with the chunks that are out of range computed again.
 
-    operands: `key.Operands`. results: dq, dk, dv, dg and d_scale by token, which are overwritten. out_of_range: [B, chunks, H].
-
-    There are two programs for each multiprocessor, of one warpgroup each. It has half of K in dq, dk and dg, and half of V in
-    dv.
+    operands, results: `key.Operands`, and `key.Results`, which are overwritten. out_of_range: [B, chunks, H].
     """
     programs = 2 * n.programs
     parts = jnp.repeat(out_of_range[..., :: n.summed].reshape(-1), n.team)
     by_program = jnp.pad(parts, (0, -parts.size % programs)).reshape(-1, programs).max(0)
     operands = Operands(operands, out_of_range, by_program)
 
-    def body(operands, results, tiles, pipeline):
-        compute_items(Program(n, operands, results, tiles, pipeline))
+    def body(*refs):
+        compute_items(Program(n, *refs))
 
     return launch(
         "gradient_exact", n, body, operands, results, (Tiles.types(n),), ALONE, ExactPipeline.planned(n),

@@ -10,13 +10,13 @@ the chunk, and dS = dL/dS behind it. A = scale (q k^T) D and dA = (do v^T) D:
 The mask is inside the exponents, none of which is positive, so the gradient is exact for every gate. The kernel forms the sums
 over channels. The sums over the 64 tokens of a chunk are left to XLA.
 
-**Roles.** One warpgroup loads, and two compute. With D = 128 both share a chunk: one forms A^T, dq and dv (the queries' role),
-and the other dA^T and dk (the keys' role). Their products have all columns, so each reads its left side once. With D = 64 each
-has a chunk of its own, and both roles.
+Roles. *load* is one warpgroup, and *compute* two. With D = 128 both share a chunk: one forms A^T, dq and dv (`Chunk.queries`),
+and the other dA^T and dk (`Chunk.keys`). Their products have all columns, so each reads its left side once. With D = 64 each has
+a chunk of its own, and does both.
 
-**Memory.** Tiles of tokens lie in two slots a team. What dA loses in bfloat16 lies in the next chunk's tile of v, which is
-therefore loaded late. Results overwrite tokens: dq q, dk k, and dv do. In a run of chunks only the first has a stored S: the
-computing warpgroups replace it by the state behind the chunk (`carry_on`).
+Memory. Tiles of tokens lie in two slots a team. What dA loses in bfloat16 lies in the next chunk's tile of v, which is therefore
+loaded late. Results overwrite tokens: dq q, dk k, and dv do. In a run of chunks only the first has a stored S: *compute* replaces
+it by the state behind the chunk (`Chunk.advance_state`). Who waits for whom:
 
     waits    for      until
     compute  compute  met
@@ -193,8 +193,8 @@ def gradient_head(
     n = Items(B, rows or T, H, D, heads, programs, reverse, blocks, run=run, edges=bool(edges))
     operands = Operands(G, q, k, v, d_output, scale, before, behind, tokens(reverse), *edges)
 
-    def body(operands, results, tiles, pipeline):
-        p = Program(n, operands, results, tiles, pipeline)
+    def body(*refs):
+        p = Program(n, *refs)
         items.warpgroups(functools.partial(load, p), functools.partial(compute, p))
 
     *gradients, sums, d_scale = launch(
@@ -293,7 +293,7 @@ def compute_chunk(p: Program, first, i):
         c.store(found | keys, {BEHIND: None, BEFORE: before, EDGE: None})
         p.results.d_scale[c.b, c.c, c.h] = d_scale
     if n.run > 1:
-        pl.when(c.j < n.run - 1)(c.carry_on)
+        pl.when(c.j < n.run - 1)(c.advance_state)
 
 
 @dataclass(frozen=True)
@@ -366,7 +366,7 @@ class Chunk(items.Chunk):
         n, s = self.p.plan, self.p.tiles
 
         def store_leaving():
-            """Store e^{G_last - G} k, from which `carry_on` forms the state behind the chunk."""
+            """Store e^{G_last - G} k, from which `advance_state` forms the state behind the chunk."""
             s.leaving.at[self.wg][...] = (read(self.k_w) * self.leaving(TILE)).astype(BF16)
 
         if n.run > 1:
@@ -449,7 +449,7 @@ class Chunk(items.Chunk):
             for term, x in enumerate((high, total - high)):
                 tiles.store(self.p.results.sums.at[self.b, self.c, self.h, row, term], x.astype(BF16))
 
-    def carry_on(self):
+    def advance_state(self):
         """Replace the state before the chunk by the state behind it, once all warpgroups are done with it. Each warpgroup forms
         half of the rows."""
         s = self.p.tiles

@@ -431,8 +431,8 @@ def slot_of(p: Program, i, unit):
     return remainder(i * p.plan.units + unit, STAGES)
 
 
-def send(p: Program, i, *stored):
-    """Send an item's dq or dk to global memory. stored: pairs of a tile and a result [B, T, parts, its columns]."""
+def store(p: Program, i, *stored):
+    """Store an item's dq or dk to global memory. stored: pairs of a tile and a result [B, T, parts, its columns]."""
     b, part, chunk = place_of(p, i)
     plgpu.commit_smem()
     for tile, result in stored:
@@ -500,17 +500,17 @@ def compute_queries(p: Program):
             A = (read(t.pairs.at[0]) + read(t.pairs_rest.at[0])) * D
             t.scores_rest.at[slot][...] = store_rounded(t.scores.at[slot], A)
             dA = tiles.product(PAIRS, (do, transposed(v)))
-            used = ((read(t.scores.at[slot]) + read(t.scores_rest.at[slot])) * dA).sum(1)
+            query_side = ((read(t.scores.at[slot]) + read(t.scores_rest.at[slot])) * dA).sum(1)
             pairs += dA * D
             p.meet()
             S = t.states.at[slot * 2]
             # [C, 64]
-            drawn = tiles.product(VALUES, (t.q.at[0], S))
+            qS = tiles.product(VALUES, (t.q.at[0], S))
             up = by_row(jnp.exp2(plgpu.load(t.gates.at[slot], layout=BY_ROW)), VALUES)
-            used += (read(do) * up * drawn).sum(1)
+            query_side += (read(do) * up * qS).sum(1)
             dq = [decayed_product(y, up, do, S.at[half(part)]) for part, y in enumerate(dq)]
             units.release(slot)
-            note(p, i, unit, QUERY_SIDE, used)
+            note(p, i, unit, QUERY_SIDE, query_side)
             return dq, pairs
 
         dq, pairs = lax.fori_loop(0, n.units, add, ([zeros((C, 64)) for _ in range(n.halves)], zeros(PAIRS)))
@@ -522,7 +522,7 @@ def compute_queries(p: Program):
             y = tiles.added(y * scale, (t.pairs.at[at], k), (t.pairs_rest.at[at], k))
             t.other.at[part][...] = y.astype(BF16)
         p.meet()
-        send(p, i, *((t.other.at[part], p.results.dq.at[..., half(part)]) for part in range(n.halves)))
+        store(p, i, *((t.other.at[part], p.results.dq.at[..., half(part)]) for part in range(n.halves)))
 
     items(p, item)
 
@@ -559,19 +559,19 @@ def compute_keys(p: Program):
             leaving = by_row(jnp.exp2(last - G), VALUES)
             # halves [C, 64]
             dk = [decayed_product(x, leaving, v, dS.at[half(part)]) for part, x in enumerate(dk)]
-            around = edge(p, slot)
+            S_dS = edge(p, slot)
             # [C, 64]
-            through = tiles.product(VALUES, (t.k.at[0], dS)) * leaving
-            through, before = lax.optimization_barrier((through, (read(v) * through).sum(1)))
+            dv = tiles.product(VALUES, (t.k.at[0], dS)) * leaving
+            dv, before = lax.optimization_barrier((dv, (read(v) * dv).sum(1)))
             scores = t.scores.at[slot], t.scores_rest.at[slot]
-            inner = tiles.product(VALUES, *((transposed(term), do) for term in scores))
-            pushed = (read(v) * inner).sum(1)
+            A_do = tiles.product(VALUES, *((transposed(term), do) for term in scores))
+            key_side = (read(v) * A_do).sum(1)
             note(p, i, unit, BEFORE, before)
-            note(p, i, unit, KEY_SIDE, pushed)
-            note(p, i, unit, EDGE, around)
+            note(p, i, unit, KEY_SIDE, key_side)
+            note(p, i, unit, EDGE, S_dS)
             units.release(slot)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            t.dv[...] = (through + scale_of(p, i) * inner).astype(BF16)
+            t.dv[...] = (dv + scale_of(p, i) * A_do).astype(BF16)
             plgpu.commit_smem()
             b, part, chunk = place_of(p, i)
             plgpu.copy_smem_to_gmem(t.dv, p.results.dv.at[b, rows_of(chunk), part * n.units + unit])
@@ -585,6 +585,6 @@ def compute_keys(p: Program):
         p.meet()
         for part, x in enumerate(dk):
             t.scores.at[part][...] = x.astype(BF16)
-        send(p, i, *((t.scores.at[part], p.results.dk.at[..., half(part)]) for part in range(n.halves)))
+        store(p, i, *((t.scores.at[part], p.results.dk.at[..., half(part)]) for part in range(n.halves)))
 
     items(p, item)

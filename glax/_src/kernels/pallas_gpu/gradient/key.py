@@ -7,9 +7,11 @@ e^-M, A = scale mask(x y^T), dA = mask(do v^T). S' and dS' are the states decaye
     dg_t = sum_v S' dS' + scale sum_{i >= t} x_i (do S'^T)_i + sum_{j < t} y_j (v dS'^T)_j
            + scale sum_{i >= t} (x_i (dA y)_i - y_i (dA^T x)_i)
 
-A reset divides a chunk (`resets`). A and dA then exclude pairs of tokens that a reset divides, the rows of do S'^T are those
-of tokens before all resets of the chunk, and the rows of v dS'^T and y dS' those of tokens behind all. S' dS' has no term in
-dg. A pair i >= t > j adds one term to the last sum, over tokens from t on; a pair with both tokens from t on adds two, which
+Below dx is do S'^T + dA y, dy_state v dS'^T, and dy_pairs dA^T x.
+
+A reset divides a chunk (`newest_resets`). A and dA then exclude pairs of tokens that a reset divides, the rows of do S'^T are
+those of tokens before all resets of the chunk, and the rows of v dS'^T and y dS' those of tokens behind all. S' dS' has no term
+in dg. A pair i >= t > j adds one term to the last sum, over tokens from t on; a pair with both tokens from t on adds two, which
 cancel. So the sum may end before the next reset. It is 0 at a reset. The terms with S' have no rows from the first reset on,
 and those with dS' none before the last.
 
@@ -18,13 +20,13 @@ have 16 bits in two terms of bfloat16, and their products are three of the four 
 diagonal, the score of a token with itself, is added in float32. Where the gates of a chunk are out of range of e^M and e^-M,
 the states are not decayed, and a second kernel computes the chunk exactly (`exact`).
 
-**Roles.** One warpgroup loads, and two compute. With D = 128 both share a chunk: each has half of K in dq, dk and dg, and half
+Roles. *load* is one warpgroup, and *compute* two. With D = 128 both share a chunk: each has half of K in dq, dk and dg, and half
 of V in dv, one forms A^T, and the other dA^T. With D = 64 each has a chunk of its own.
 
-**Memory.** Tiles of tokens lie in two slots a team. What x, y and dA lose in bfloat16 lies in the next chunk's tiles of do, v
-and g, which are therefore loaded late (`lost_tiles`). A^T and dA^T lie in the tile of g, of which only M is formed, or with
-D = 64 in tiles of their own. The gates' second term lies in the tile of S until M is formed. Results overwrite tokens: dq q,
-dk k, dv do, and dg v.
+Memory. Tiles of tokens lie in two slots a team. What x, y and dA lose in bfloat16 lies in the next chunk's tiles of do, v and g,
+which are therefore loaded late (`Chunk.rests`). A^T and dA^T lie in the tile of g, of which only M is formed, or with D = 64 in
+tiles of their own. The gates' second term lies in the tile of S until M is formed. Results overwrite tokens: dq q, dk k, dv do,
+and dg v. Who waits for whom:
 
     waits    for      until
     compute  compute  met
@@ -215,8 +217,8 @@ def gradient_key(
     marked = marks(newest, reverse) if n.resets else None
     operands = Operands(q, k, v, g, d_output, scale, before, behind, tokens(reverse), g_rest, places, marked)
 
-    def body(operands, results, tiles, pipeline):
-        p = Program(n, operands, results, tiles, pipeline)
+    def body(*refs):
+        p = Program(n, *refs)
         items.warpgroups(functools.partial(load, p), functools.partial(compute, p))
 
     found = launch(
@@ -400,12 +402,12 @@ def compute_chunk(p: Program, first, i):
     c.meet()
     c.wait_for_states()
     c = c.again()
-    *found, used = pl.run_scoped(functools.partial(multiply, c, M), *[accumulator()] * 3)
+    *found, x_dx = pl.run_scoped(functools.partial(multiply, c, M), *[accumulator()] * 3)
     pipeline.states.release(c.t)
     c.meet()
     c = c.again()
     store_results(c, *found)
-    p.results.d_scale[c.b, c.c, c.h, c.w] = used  # last: fences wait for what is on its way to memory
+    p.results.d_scale[c.b, c.c, c.h, c.w] = x_dx  # last: fences wait for what is on its way to memory
 
 
 def clear_foreign(c: Chunk, found):
@@ -451,9 +453,9 @@ def multiply(c: Chunk, M, dy_pairs, dy_state, dx):
     y = read(c.k_w) + read(c.rests().y)
     before_gate = (y * dy_state).astype(BF16)
     dk = (jnp.exp2(-M) * (dy_state + c.scale * dy_pairs)).astype(BF16)
-    given = y * dy_pairs
+    y_dy = y * dy_pairs
     # Rounded now, not when dk and dv are stored: two registers a pair until then.
-    dk, before_gate, given = lax.optimization_barrier((dk, before_gate, given))
+    dk, before_gate, y_dy = lax.optimization_barrier((dk, before_gate, y_dy))
     if n.resets:
         dx = added(c.scan.from_state(after(dx)), *pairs_of_queries(c, first_tile()))
     edge = around(c)  # a loop, before which the compiler does not move the next product
@@ -464,19 +466,19 @@ def multiply(c: Chunk, M, dy_pairs, dy_state, dx):
         here = c.again() if n.team == 1 else c  # where a warpgroup has the chunk alone, registers are short
         start_values(here, dv)
         total = dx if n.resets else after(dx, 2 * n.team + 1)
-        used = (read(here.q_w) + read(here.rests().x)) * total
-        behind_gate = c.scale * (used - given)
+        x_dx = (read(here.q_w) + read(here.rests().x)) * total
+        behind_gate = c.scale * (x_dx - y_dy)
         dq = (c.scale * jnp.exp2(M) * total).astype(BF16)
-        behind_gate, dq, used = lax.optimization_barrier((behind_gate, dq, used.sum(1)))
+        behind_gate, dq, x_dx = lax.optimization_barrier((behind_gate, dq, x_dx.sum(1)))
         values = after(dv)
         if n.resets:
             values = added(here.scan.to_state(values), (here.scores(first_tile())[0], here.do_w))
         own = sum(plgpu.load(p.tiles.vectors.at[here.t * n.team + part], layout=BY_ROW) for part in range(n.team))
         own = by_row(own * here.scale, TILE) * read(here.do_w)
-        return behind_gate, dq, used, (values + own).astype(BF16)
+        return behind_gate, dq, x_dx, (values + own).astype(BF16)
 
-    behind_gate, dq, used, dv = pl.run_scoped(of_values, accumulator())
-    return behind_gate, before_gate, edge, dq, dk, dv, used
+    behind_gate, dq, x_dx, dv = pl.run_scoped(of_values, accumulator())
+    return behind_gate, before_gate, edge, dq, dk, dv, x_dx
 
 
 def start(c: Chunk, dy_pairs, dy_state, dx):

@@ -206,7 +206,7 @@ class Program(items.Program):
         return lax.rem(i * self.plan.steps + step, jnp.int32(STAGES))
 
     def parity(self, i):
-        """Return the place of the resets of the i-th item. The item before still reads its own when they are fetched."""
+        """Return the place of the resets of the i-th item. The item before still reads its own when they are loaded."""
         return remainder(i, 2)
 
     def columns(self, step):
@@ -363,10 +363,10 @@ def compute_item(p: Program, w, i):
     dx, dy_state, edge = add_columns(p, w, i)
     store_gradient(Item.of(p, w, i), dx, dy_state, edge)
     if p.plan.slots == 1:
-        leave(p, jnp.int32(0))
+        release_keys(p, jnp.int32(0))
 
 
-def leave(p: Program, slot):
+def release_keys(p: Program, slot):
     """Report that the tiles of q and k are free, once dq and dk have left them."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     p.pipeline.keys.release(slot)
@@ -382,7 +382,7 @@ def scale_operands(it: Item):
     t.sums.at[w][...] = (read(q) * read(k)).sum(1)
     x_rest, y_rest = store_rounded(q, read(q) * jnp.exp2(M)), store_rounded(k, read(k) * jnp.exp2(-M))
     if p.plan.slots == 2:
-        pl.when(it.i > 0)(lambda: leave(p, 1 - slot))
+        pl.when(it.i > 0)(lambda: release_keys(p, 1 - slot))
     t.x_rest.at[w][...] = x_rest
     t.y_rest.at[w][...] = y_rest
     p.meet()
@@ -488,7 +488,7 @@ def store_score_gradient(it: Item, dA):
 
 
 def store_gradient(it: Item, dx, dy_state, edge):
-    """Form dq, dk and dg of the warpgroup's channels, and send them to global memory."""
+    """Form dq, dk and dg of the warpgroup's channels, and store them to global memory."""
     p, w, t = it.p, it.w, it.p.tiles
     q, k, x_rest, y_rest = it.q.at[w], it.k.at[w], t.x_rest.at[w], t.y_rest.at[w]
     if p.plan.resets:
@@ -504,13 +504,13 @@ def store_gradient(it: Item, dx, dy_state, edge):
     y = read(k) + read(y_rest)
     y_rest[...] = (y * dy_state).astype(BF16)
     k[...] = (jnp.exp2(-M) * (dy_state + it.scale * dy_pairs)).astype(BF16)
-    d_scale = (read(q) + read(x_rest)) * dx
+    x_dx = (read(q) + read(x_rest)) * dx
     q[...] = (it.scale * jnp.exp2(M) * dx).astype(BF16)
-    behind_gate, lost = it.scale * (d_scale - y * dy_pairs), t.scores.at[w]
+    behind_gate, lost = it.scale * (x_dx - y * dy_pairs), t.scores.at[w]
     high = high_part(behind_gate)
     x_rest[...] = high.astype(BF16)
     lost[...] = (behind_gate - high).astype(BF16)
-    d_scale = d_scale.sum(1)
+    x_dx = x_dx.sum(1)
     plgpu.commit_smem()
     suffix, prefix = it.scan.sums()
     dg = product(TILE, (suffix, x_rest), (suffix, lost), (prefix, y_rest)) + columns(t.sums.at[w])
@@ -521,4 +521,4 @@ def store_gradient(it: Item, dx, dy_state, edge):
     for tile, result in ((q, p.results.dq), (k, p.results.dk), (x_rest, p.results.dg)):
         plgpu.copy_smem_to_gmem(tile, result.at[place])
     b, c, block = p.place(it.i)
-    p.results.d_scale[b, c, block, w] = d_scale  # last: fences wait for what is on its way to memory
+    p.results.d_scale[b, c, block, w] = x_dx  # last: fences wait for what is on its way to memory
