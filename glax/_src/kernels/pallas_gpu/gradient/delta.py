@@ -223,12 +223,8 @@ class ChunkProgram:
     own: Any  # the shared memory of what has columns of V
     pipeline: Any
     edges: EdgeCopies | None
+    width: int  # of a block of K
     turn: Any = dataclasses.field(default=0, kw_only=True)  # the number of items that the program had before
-
-    @property
-    def width(self) -> int:
-        """Return the number of channels of a block of K."""
-        raise NotImplementedError
 
     def item(self):
         """Return the number of the item. Blocks of K vary fastest, then heads."""
@@ -304,11 +300,7 @@ class Program(ChunkProgram):
     def of(cls, reverse: bool, given: tuple[Operands, EdgeCopies | None], *refs) -> "Program":
         """Return the program at its first item. refs: the fields from `results` to `pipeline`."""
         operands, edges = given
-        return cls(reverse, operands, *refs, edges, number=lax.axis_index(PROGRAM))
-
-    @property
-    def width(self) -> int:
-        return self.tiles.q.shape[1]
+        return cls(reverse, operands, *refs, edges, min(operands.q.shape[3], WIDEST), number=lax.axis_index(PROGRAM))
 
     @property
     def columns_first(self) -> bool:

@@ -190,10 +190,6 @@ class Program(ChunkProgram):
 
     programs: int
 
-    @property
-    def width(self) -> int:
-        return BLOCK
-
     def turns(self):
         """Return the number of items of the program."""
         B, chunks, heads, *_ = self.results.terms.shape
@@ -287,7 +283,7 @@ def delta_key_gradient(reverse: bool, most: int, *operands) -> Results:
     programs = min(most, B * chunks * H * (x.q.shape[3] // BLOCK))
 
     def body(operands: Operands, results: Results, columns: Columns, own: Tiles, pipeline: DeltaKeyPipeline):
-        p = Program(reverse, operands, results, own, columns, pipeline, edges=None, programs=programs)
+        p = Program(reverse, operands, results, own, columns, pipeline, edges=None, width=BLOCK, programs=programs)
         work = dict(queries=of_queries, keys=of_keys, load=load)
         by_role(ROLES, {role: functools.partial(for_all_items, p, f) for role, f in work.items()})
 

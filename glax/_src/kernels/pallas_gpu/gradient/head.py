@@ -271,7 +271,7 @@ def compute(p: Program):
 
 def compute_chunk(p: Program, first, i):
     """Compute one chunk."""
-    n, c = p.plan, Chunk.of(p, first, i)
+    n, c = p.plan, Chunk(**Chunk.place(p, first, i))
     p.pipeline.tokens.wait(c.at)
     c.share(c.store_key_scores, c.store_value_scores)
     c.wait_for_states()
@@ -299,14 +299,6 @@ def compute_chunk(p: Program, first, i):
 @dataclass(frozen=True)
 class Chunk(items.Chunk):
     """Compute one chunk and head, by one warpgroup or by two."""
-
-    scale: Any
-
-    @classmethod
-    def of(cls, p: Program, first, i) -> "Chunk":
-        """Return a team's i-th chunk."""
-        place = cls.place(p, first, i)
-        return cls(**place, scale=p.plan.scale(p.operands.scale, place["b"], place["c"]))
 
     @property
     def scan(self) -> ScanOrder:

@@ -302,6 +302,7 @@ class Chunk:
     at: Any  # the chunk's slot
     other: Any  # the slot of the next chunk
     mine: Any  # the columns of the warpgroup's half
+    scale: Any
 
     @staticmethod
     def place(p: Program, first, i) -> dict:
@@ -311,7 +312,7 @@ class Chunk:
         b, _, c, h, j = n.chunk(first, i)
         at, other = (t * SLOTS + lax.rem(i + ahead, SLOTS) for ahead in (0, 1))
         place = dict(t=t, w=w, b=b, c=c, h=h, j=j, at=at, other=other, mine=half(w), wg=t * n.team + w)
-        return dict(p=p, first=first, i=i, **place)
+        return dict(p=p, first=first, i=i, **place, scale=n.scale(p.operands.scale, b, c))
 
     @property
     def q(self) -> Ref:

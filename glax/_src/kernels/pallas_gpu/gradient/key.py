@@ -303,7 +303,6 @@ class Chunk(items.Chunk):
     """Hold one chunk in work: of each tile also the half that belongs to this warpgroup (_w)."""
 
     scan: ScanOrder
-    scale: Any
     vector: Ref  # [C]: this warpgroup's row of `vectors`
 
     @classmethod
@@ -311,9 +310,8 @@ class Chunk(items.Chunk):
         """Return a team's i-th chunk."""
         n, s, place = p.plan, p.tiles, cls.place(p, first, i)
         order = s.marks.at[place["at"]] if n.resets else s.order
-        scale = n.scale(p.operands.scale, place["b"], place["c"])
         vector = s.vectors.at[place["t"] * n.team + place["w"]]
-        return cls(**place, scan=ScanOrder(n.reverse, order, n.resets), scale=scale, vector=vector)
+        return cls(**place, scan=ScanOrder(n.reverse, order, n.resets), vector=vector)
 
     def again(self) -> "Chunk":
         """Return the same chunk, formed again so that the compiler holds nothing of it in registers meanwhile."""
