@@ -50,7 +50,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
-from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring, acting_as
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -268,8 +268,8 @@ def gradient_groups(
         p = Program(n, *refs)
 
         def compute():
-            stages = functools.partial(compute_queries, p), functools.partial(compute_keys, p)
-            lax.cond(lax.axis_index(WARPGROUP) == 0, *stages)
+            queries, keys = functools.partial(compute_queries, p), functools.partial(compute_keys, p)
+            lax.cond(lax.axis_index(WARPGROUP) == 0, acting_as("queries")(queries), acting_as("keys")(keys))
 
         warpgroups(functools.partial(load, p), compute)
 

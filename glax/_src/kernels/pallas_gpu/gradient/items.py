@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import PARAMS, PROGRAM, WARPGROUP
+from glax._src.kernels.pallas_gpu.device.pipeline import acting_as
 from glax._src.kernels.pallas_gpu.device.tiles import BY_COLUMN, REGISTERS, WGMMA
 from glax._src.kernels.pallas_gpu.plan import ROWS, WHOLE, Blocks, C, quotient, remainder
 
@@ -415,7 +416,8 @@ def warpgroups(load: Callable, compute: Callable):
     @pl.when(wg == 2)
     def _():
         plgpu.set_max_registers(REGISTERS[0], action="decrease")
-        load()
+        with acting_as("load"):
+            load()
 
     @pl.when(wg < 2)
     def _():

@@ -50,7 +50,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device.launch import launch
-from glax._src.kernels.pallas_gpu.device.pipeline import Meeting, Pipeline, Ring
+from glax._src.kernels.pallas_gpu.device.pipeline import Meeting, Pipeline, Ring, acting_as
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -219,7 +219,7 @@ def gradient_key(
 
     def body(*refs):
         p = Program(n, *refs)
-        items.warpgroups(functools.partial(load, p), functools.partial(compute, p))
+        items.warpgroups(functools.partial(load, p), acting_as("compute")(functools.partial(compute, p)))
 
     found = launch(
         "gradient_key", n, body, operands, Results.types(n), (Tiles.types(n),), items.ROLES, KeyPipeline.planned(n),

@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glax._src.kernels.pallas_gpu.device import tiles
 from glax._src.kernels.pallas_gpu.device.launch import PROGRAM, WARPGROUP, launch
-from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring
+from glax._src.kernels.pallas_gpu.device.pipeline import Handoff, Meeting, Pipeline, Ring, acting_as
 from glax._src.kernels.pallas_gpu.device.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -234,7 +234,7 @@ def gradient_wide(
 
     def body(*refs):
         p, wg = Program(n, *refs), lax.axis_index(WARPGROUP)
-        pl.when(wg == 2)(functools.partial(load, p))
+        pl.when(wg == 2)(acting_as("load")(functools.partial(load, p)))
         pl.when(wg < 2)(functools.partial(compute, p, wg))
 
     found = launch(
@@ -422,7 +422,7 @@ def add_columns(p: Program, w, i):
         p.meet()
         return found
 
-    found = lax.cond(w == 0, with_scores, with_values)
+    found = lax.cond(w == 0, acting_as("scores")(with_scores), acting_as("values")(with_values))
     p.meet()
     return found
 
