@@ -34,10 +34,11 @@ import pytest
 
 import glax
 from glax._src.core.recurrence import Recurrence
-from glax.testing.cases import CASES, EXTREME, Case, cotangents, recurrence
+from glax.testing.cases import CASES, Case
 from glax.testing.reference import reference, reference_gradient
 from glax.testing.tolerances import Comparison, compare, compare_gradients, compare_outputs, named
 from tests.delta_cases import DeltaCase
+from tests.suite import draws, is_extreme, problem
 
 CHUNK = 64
 KERNELS = {
@@ -96,8 +97,8 @@ def all_cases() -> dict[str, tuple[Case | DeltaCase, tuple]]:
     """Every named case, and the strengths or draws that it has."""
     from tests import cases, delta_cases
 
-    found = {case.name: (case, case.strengths) for case in (*cases.all_cases(), *CASES)}
-    found |= {f"delta {case.name}": (case, case.draws) for case in delta_cases.all_cases()}
+    found = {case.name: (case, draws(case)) for case in (*cases.all_cases(), *CASES)}
+    found |= {f"delta {case.name}": (case, draws(case)) for case in delta_cases.all_cases()}
     if jax.__version_info__ >= (0, 12):
         from tests.hopper import CALLS
 
@@ -122,20 +123,15 @@ def with_fields(case, fields: list[str]):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A recurrence and the cotangents of its results."""
+    """A recurrence and the cotangents of its results. extreme: whether its bars are the wider ones."""
 
     r: Recurrence
-    d_output: jax.Array
-    d_final: jax.Array
+    cotangents: tuple[jax.Array, jax.Array]
     extreme: bool
 
     @classmethod
-    def of(cls, case, given) -> "Problem":
-        if isinstance(case, DeltaCase):
-            r = case.recurrence(given)
-            return cls(r, *case.cotangents(r), extreme=given.strength in EXTREME)
-        r = recurrence(case, given)
-        return cls(r, *cotangents(case, r), extreme=given in EXTREME)
+    def of(cls, case, draw) -> "Problem":
+        return cls(*problem(case, draw), is_extreme(draw))
 
 
 def tokens(r: Recurrence, keep: slice) -> Recurrence:
@@ -239,8 +235,8 @@ def scores(p: Problem, run, _) -> Iterator[Dump]:
 
 
 def gradients(p: Problem, _, pull) -> Iterator[Dump]:
-    got = pull(p.r, p.d_output, p.d_final)
-    want = reference_gradient(p.r, p.d_output, p.d_final)
+    got = pull(p.r, *p.cotangents)
+    want = reference_gradient(p.r, *p.cotangents)
     arrays, wanted = named(got), named(want)
     for comparison in compare_gradients(p.r, got, want, p.extreme):
         name = comparison.name.removeprefix("d ")

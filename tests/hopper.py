@@ -16,11 +16,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import glax
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.solve.dispatch import by_folding
-from glax.testing.cases import Case, cotangents, recurrence
+from glax.testing.cases import Case
 from glax.testing.reference import reference, reference_gradient
 from tests import mosaic_interpreter
 from tests.close import assert_gradients_close, assert_outputs_close
 from tests.delta_cases import DeltaCase, Draw
+from tests.suite import problem
 
 BAR = 3.5e-3  # docs/numerics.md: bfloat16
 FOLDER = "glax._src.kernels.pallas_gpu"
@@ -63,16 +64,13 @@ class Call:
 
     def problem(self) -> tuple[Recurrence, jax.Array, jax.Array]:
         """The recurrence, with a scale of its own, and the cotangents of its results."""
-        if isinstance(self.case, DeltaCase):
-            r = self.case.recurrence(self.given)
-            return r, *self.case.cotangents(r)
-        r = recurrence(self.case, "log-sigmoid" if self.given in PLACES else self.given)
+        r, d = problem(self.case, "log-sigmoid" if self.given in PLACES else self.given)
         r = r.replace(scale=0.9 * r.scale)
         if self.given in PLACES:
             token, channel = np.arange(self.case.T)[:, None, None], np.arange(self.case.K)
             logs = PLACES[self.given](r.decay.key, token, channel)
             r = r.replace(decay=dataclasses.replace(r.decay, key=logs))
-        return r, *cotangents(self.case, r)
+        return r, *d
 
 
 def at(is_reset, logs, otherwise):

@@ -18,7 +18,7 @@ from glax._src.solve.dispatch import Choice, by_folding
 from glax._src.solve.pieces import solve_with_states
 from glax.testing.reference import reference, reference_gradient, reference_states
 from glax.testing.tolerances import BARS
-from tests.cases import EXTREME, FORMS, Case, Sweep, all_cases, all_sweeps, cotangents, inputs, recurrence, runs
+from tests.cases import FORMS, Case, Sweep, all_cases, all_sweeps, cotangents, inputs, recurrence, runs
 from tests.close import (
     assert_close,
     assert_gradients_close,
@@ -26,6 +26,7 @@ from tests.close import (
     assert_reference_gradient_is_the_slope,
 )
 from tests.compiling import OPTIMIZED, UNOPTIMIZED, quick_jit
+from tests.suite import check_forward, check_gradient
 
 load_kernels()
 CASES = list(all_cases())
@@ -59,51 +60,6 @@ def has_chunks(spec: KernelSpec, size: int) -> bool:
     return "chunk" in {field.name for field in dataclasses.fields(spec.config)} and (
         tile or spec.platform is not Platform.TRITON
     )
-
-
-# Formed once for all kernels: a case's tests follow one another.
-@functools.lru_cache(maxsize=16)
-def wanted(case: Case | Sweep, strength: str) -> tuple[Recurrence, Outputs]:
-    if isinstance(case, Sweep):
-        return case.recurrence(strength), case.outputs(strength)
-    r = recurrence(case, strength)
-    return r, reference(r)
-
-
-@functools.lru_cache(maxsize=16)
-def wanted_gradient(case: Case | Sweep, strength: str) -> tuple[Recurrence, tuple, Recurrence]:
-    if isinstance(case, Sweep):
-        return case.recurrence(strength), case.cotangents(strength), case.gradient(strength)
-    r = recurrence(case, strength)
-    d = cotangents(case, r)
-    return r, d, reference_gradient(r, *d)
-
-
-def at_each_strength(case: Case | Sweep, check):
-    """check(strength) at all of them: where a form's limit is wrong, it is the band of those that miss that shows it."""
-    misses = []
-    for strength in case.strengths:
-        try:
-            check(strength)
-        except AssertionError as miss:
-            misses.append(f"{strength}: {miss}")
-    assert not misses, f"{len(misses)} of {len(case.strengths)} strengths\n" + "\n".join(misses)
-
-
-def check_forward(case: Case | Sweep, run):
-    def check(strength):
-        r, want = wanted(case, strength)
-        assert_outputs_close(r, run(r), want, extreme=strength in EXTREME)
-
-    at_each_strength(case, check)
-
-
-def check_gradient(case: Case | Sweep, run):
-    def check(strength):
-        r, d, want = wanted_gradient(case, strength)
-        assert_gradients_close(r, run(r, *d), want, extreme=strength in EXTREME)
-
-    at_each_strength(case, check)
 
 
 def is_optimized(case: Case) -> bool:
@@ -360,7 +316,7 @@ def wrong_scale_gradient(r: Recurrence, d_output, d_final) -> Recurrence:
 def test_a_fault_is_caught(check, faulty, name):
     (case,) = (dataclasses.replace(c, strengths=("log-sigmoid",)) for c in CASES if c.name == name)
     check(case, sound if check is check_forward else sound_gradient)
-    with pytest.raises(AssertionError, match="1 of 1 strengths"):
+    with pytest.raises(AssertionError, match="1 of 1 draws"):
         check(case, faulty)
 
 

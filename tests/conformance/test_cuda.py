@@ -1,6 +1,7 @@
 """The CUDA kernels on the host, device/scan.cu behind tests/emulate_cuda.h, against the float64 reference."""
 
 import dataclasses
+import functools
 import shutil
 
 import jax
@@ -13,10 +14,11 @@ from glax._src.core.registry import kernel_registry
 from glax._src.kernels.cuda import scan, step_priority
 from glax._src.kernels.cuda.config import CudaConfig
 from glax.testing.reference import reference
-from tests.cases import EXTREME, Case, all_cases, recurrence
-from tests.close import assert_close, assert_outputs_close
+from tests.cases import Case, all_cases, recurrence
+from tests.close import assert_close
 from tests.emulate_cuda import emulated
 from tests.poison import dispatched, leaks, operands_of, packed, segmented
+from tests.suite import check_forward
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="needs g++, which compiles the kernel's source for the host"
@@ -59,9 +61,7 @@ def on_host(tmp_path_factory):
 @pytest.mark.parametrize("case", TOKENS, ids=str)
 def test_whole_sequences(case):
     config = CudaConfig(threads=64 if case.K > 32 else 32, columns=16)
-    for strength in case.strengths:
-        r = recurrence(case, strength)
-        assert_outputs_close(r, scan.recurrent(r, config), reference(r), strength in EXTREME)
+    check_forward(case, functools.partial(scan.recurrent, config=config))
 
 
 @pytest.mark.parametrize("form,pack", [("key+value", segmented), ("head beta", segmented), ("none", packed)])

@@ -14,12 +14,11 @@ from glax.testing.reference import reference, reference_gradient
 from glax.testing.tolerances import ERASING_BARS, named, norm
 from tests.close import (
     assert_close,
-    assert_gradients_close,
-    assert_outputs_close,
     assert_reference_gradient_is_the_slope,
 )
 from tests.compiling import OPTIMIZED
 from tests.delta_cases import DeltaCase, Draw, all_cases, growing_cases
+from tests.suite import at_each_draw, check_forward, check_gradient, wanted, wanted_gradient
 
 load_kernels()
 CASES, GROWING = list(all_cases()), list(growing_cases())
@@ -37,19 +36,6 @@ def on_each(cases: list[DeltaCase], specs: list[KernelSpec]):
     )
 
 
-@functools.lru_cache(maxsize=64)
-def wanted(case: DeltaCase, draw: Draw) -> tuple[Recurrence, Outputs]:
-    r = case.recurrence(draw)
-    return r, reference(r)
-
-
-@functools.lru_cache(maxsize=64)
-def wanted_gradient(case: DeltaCase, draw: Draw):
-    r = case.recurrence(draw)
-    d = case.cotangents(r)
-    return r, d, reference_gradient(r, *d)
-
-
 @functools.cache
 def jitted(spec: KernelSpec, config, optimized: bool = False):
     return jax.jit(functools.partial(spec.run, config=config), compiler_options=OPTIMIZED if optimized else None)
@@ -64,32 +50,6 @@ def compiled(case: DeltaCase, spec: KernelSpec):
 
 def compiled_for(r: Recurrence, spec: KernelSpec, optimized: bool = False):
     return jitted(spec, spec.config.heuristic(r), optimized)
-
-
-def at_each_draw(case: DeltaCase, check):
-    misses = []
-    for draw in case.draws:
-        try:
-            check(draw)
-        except AssertionError as miss:
-            misses.append(f"{draw}: {miss}")
-    assert not misses, f"{len(misses)} of {len(case.draws)} draws\n" + "\n".join(misses)
-
-
-def check_forward(case: DeltaCase, run):
-    def check(draw):
-        r, want = wanted(case, draw)
-        assert_outputs_close(r, run(r), want)
-
-    at_each_draw(case, check)
-
-
-def check_gradient(case: DeltaCase, run):
-    def check(draw):
-        r, d, want = wanted_gradient(case, draw)
-        assert_gradients_close(r, run(r, *d), want)
-
-    at_each_draw(case, check)
 
 
 @on_each(CASES, FORWARD)

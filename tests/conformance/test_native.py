@@ -1,6 +1,7 @@
 """Test the native CPU kernels beyond conformance: exponential, instruction sets, threads, and a missing library."""
 
 import ctypes
+import functools
 import json
 import os
 import subprocess
@@ -19,8 +20,9 @@ from glax._src.kernels.cpu.library import load_library, missing
 from glax._src.kernels.cpu.recurrent import NativeConfig, call, operands_of
 from glax._src.tuning.cache import Measurement
 from glax.testing.reference import reference, reference_gradient
-from tests.cases import EXTREME, FORMS, Case, cotangents, recurrence
+from tests.cases import FORMS, Case, cotangents, recurrence
 from tests.close import assert_close, assert_gradients_close, assert_outputs_close
+from tests.suite import check_forward, check_gradient
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"needs the native library: {missing()}")
 
@@ -99,11 +101,8 @@ SEGMENTED = [
 @pytest.mark.parametrize("case", SEGMENTED, ids=str)
 def test_segments_of_long_sequences(case):
     forward, gradient = (kernel_registry.kernels[f"{name}/cpp/cpu"].run for name in ("recurrent", "recurrent.vjp"))
-    for strength in case.strengths:
-        r, extreme = recurrence(case, strength), strength in EXTREME
-        assert_outputs_close(r, forward(r, config=NativeConfig()), reference(r), extreme)
-        d = cotangents(case, r)
-        assert_gradients_close(r, gradient(r, *d, config=NativeConfig()), reference_gradient(r, *d), extreme)
+    check_forward(case, functools.partial(forward, config=NativeConfig()))
+    check_gradient(case, functools.partial(gradient, config=NativeConfig()))
 
 
 def test_cpus_select_the_native_kernels():

@@ -17,10 +17,11 @@ from glax._src.kernels import load_kernels
 from glax._src.kernels.pallas_tpu.config import TPUChunkedConfig, TPUGradientConfig
 from glax.testing.reference import reference, reference_gradient
 from tests import strengths
-from tests.cases import EXTREME, Case, all_cases, cotangents, inputs, recurrence
+from tests.cases import Case, all_cases, cotangents, inputs, recurrence
 from tests.close import assert_gradients_close, assert_outputs_close
 from tests.compiling import UNOPTIMIZED
 from tests.poison import dispatched, leaks, operands_of, packed, segmented
+from tests.suite import check_forward, check_gradient
 
 load_kernels()
 FORWARD = kernel_registry.kernels["chunked/pallas/tpu"]
@@ -105,20 +106,13 @@ def test_a_poisoned_document_harms_no_other(spec, form, pack):
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_forward(case):
-    run = interpreted(functools.partial(FORWARD.run, config=configured(case, FORWARD)))
-    for strength in case.strengths:
-        r = recurrence(case, strength)
-        assert FORWARD.supports(r) is None
-        assert_outputs_close(r, run(r), reference(r), extreme=strength in EXTREME)
+    assert FORWARD.supports(recurrence(case, case.strengths[0])) is None
+    check_forward(case, interpreted(functools.partial(FORWARD.run, config=configured(case, FORWARD))))
 
 
 @pytest.mark.parametrize("case", GRADIENT, ids=str)
 def test_gradient(case):
-    run = interpreted(functools.partial(BACKWARD.run, config=configured(case, BACKWARD)))
-    for strength in case.strengths:
-        r = recurrence(case, strength)
-        d = cotangents(case, r)
-        assert_gradients_close(r, run(r, *d), reference_gradient(r, *d), extreme=strength in EXTREME)
+    check_gradient(case, interpreted(functools.partial(BACKWARD.run, config=configured(case, BACKWARD))))
 
 
 @pytest.mark.parametrize("form", ["key", "head"])

@@ -30,9 +30,10 @@ from glax._src.kernels.triton import chunked as chunks  # noqa: E402
 from glax._src.kernels.triton import gradient as gradients  # noqa: E402
 from glax._src.kernels.triton.segments import segments_of  # noqa: E402
 from glax.testing.reference import reference, reference_gradient  # noqa: E402
-from tests.cases import EXTREME, Case, all_cases, cotangents, inputs, recurrence  # noqa: E402
+from tests.cases import Case, all_cases, cotangents, inputs, recurrence  # noqa: E402
 from tests.close import assert_close, assert_gradients_close, assert_outputs_close  # noqa: E402
 from tests.poison import dispatched, leaks, operands_of, packed, segmented  # noqa: E402
+from tests.suite import check_forward, check_gradient  # noqa: E402
 
 load_kernels()
 chunked, chunked_vjp, recurrent, recurrent_step = (
@@ -99,16 +100,6 @@ def taken(case: Case) -> Case:
     return dataclasses.replace(case, gates=tuple(name for name in case.gates if name != "gv"))
 
 
-def check(case: Case, run, gradient: bool):
-    for strength in case.strengths:
-        r, extreme = recurrence(case, strength), strength in EXTREME
-        d = cotangents(case, r)
-        if gradient:
-            assert_gradients_close(r, run(r, *d), reference_gradient(r, *d), extreme)
-        else:
-            assert_outputs_close(r, run(r), reference(r), extreme)
-
-
 POISONED = {
     "chunked/triton/gpu": (TritonChunkedConfig(32, 32), ("none", "key", "head beta")),
     "chunked.vjp/triton/gpu": (GradientConfig(32, 16, block=16), ("head", "key beta")),
@@ -132,7 +123,7 @@ def test_a_poisoned_document_harms_no_other(name, form):
 )
 @pytest.mark.parametrize("case", CHUNKED, ids=str)
 def test_chunked(case, config):
-    check(taken(case), jax.jit(functools.partial(chunked, config=config)), gradient=False)
+    check_forward(taken(case), jax.jit(functools.partial(chunked, config=config)))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +137,7 @@ def test_chunked(case, config):
 )
 @pytest.mark.parametrize("case", STORED, ids=str)
 def test_chunked_with_stored_states(case, config):
-    check(taken(case), jax.jit(functools.partial(chunked, config=config)), gradient=False)
+    check_forward(taken(case), jax.jit(functools.partial(chunked, config=config)))
 
 
 def test_wide_heads_in_bfloat16_store_states():
@@ -177,7 +168,7 @@ def test_states_that_would_fill_the_memory_are_not_stored(T, documents, stores):
 def test_chunked_gradient(case):
     wide = max(case.K, case.V) > 64  # each program takes the interpreter long, however small its tiles are
     config = GradientConfig(32, 32, block=64) if wide else GradientConfig(32, 16, block=16)
-    check(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)), gradient=True)
+    check_gradient(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)))
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 1), (2, 1, 4), (1, 6, 3)], ids=str)
@@ -187,10 +178,10 @@ def test_shared_heads_are_summed_by_one_program(heads, form, monkeypatch):
     case = dataclasses.replace(CASES[f"{form}-packed"], heads=heads, K=17, V=18, strengths=("log-sigmoid",))
     r = recurrence(case, "log-sigmoid")
     assert gradients.heads_of_a_program(r, 10) > 1
-    check(taken(case), jax.jit(functools.partial(chunked_vjp, config=GradientConfig(16, 16, block=16))), gradient=True)
+    check_gradient(taken(case), jax.jit(functools.partial(chunked_vjp, config=GradientConfig(16, 16, block=16))))
     case = dataclasses.replace(case, T=60, cuts=(0, 0, 31, 50))
     config = GradientConfig(32, 16, block=16, columns=16)
-    check(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)), gradient=True)
+    check_gradient(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)))
 
 
 @pytest.mark.parametrize("case", WIDE_VALUES, ids=str)
@@ -199,7 +190,7 @@ def test_wide_gradient(case):
     r = recurrence(case, case.strengths[0])
     config = dataclasses.replace(GradientConfig.heuristic(r), segment=0)
     assert config.chunk == 64 and config.columns == 64
-    check(case, jax.jit(functools.partial(chunked_vjp, config=config)), gradient=True)
+    check_gradient(case, jax.jit(functools.partial(chunked_vjp, config=config)))
 
 
 @pytest.mark.parametrize("case", [CHUNKED[1], CASES["key-packed"], CASES["bfloat16-key"]], ids=str)
@@ -207,13 +198,13 @@ def test_wide_gradient_in_segments(case):
     """Of any dtype, also where chunks and blocks are small."""
     case = dataclasses.replace(case, heads=(1, 1, 1), K=17, V=40, strengths=("log-sigmoid", "-100 on 5%"))
     config = GradientConfig(16, 16, segment=32, block=16, columns=32)
-    check(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)), gradient=True)
+    check_gradient(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)))
 
 
 @pytest.mark.parametrize("case", [*CHUNKED[:2], CASES["all-padding"]], ids=str)
 def test_chunked_gradient_in_segments(case):
     config = GradientConfig(16, 64, segment=32)
-    check(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)), gradient=True)
+    check_gradient(taken(case), jax.jit(functools.partial(chunked_vjp, config=config)))
 
 
 @pytest.mark.parametrize("what", ["forward", "stored", "gradient"])
@@ -288,7 +279,7 @@ def test_a_reset_on_a_chunks_first_token():
 
 @pytest.mark.parametrize("case", TOKENS, ids=str)
 def test_recurrent(case):
-    check(case, jax.jit(functools.partial(recurrent, config=TokenConfig(16))), gradient=False)
+    check_forward(case, jax.jit(functools.partial(recurrent, config=TokenConfig(16))))
 
 
 @pytest.mark.parametrize("gates", [(), ("g_gamma",), ("g",), ("gk", "gv")], ids="+".join)

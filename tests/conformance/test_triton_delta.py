@@ -26,6 +26,7 @@ from glax._src.kernels.triton.delta_chunked import chunk_pairs, scanned  # noqa:
 from glax.testing.reference import reference, reference_gradient  # noqa: E402
 from tests.close import assert_close, assert_gradients_close, assert_outputs_close  # noqa: E402
 from tests.delta_cases import DRAWS, ERASURES, FEW, PACKED, DeltaCase, Draw, all_cases  # noqa: E402
+from tests.suite import check_forward, check_gradient  # noqa: E402
 
 load_kernels()
 chunked, chunked_vjp, recurrent, recurrent_step = (
@@ -46,7 +47,7 @@ CASES = [
 
 KEY_CASES = [
     dataclasses.replace(
-        ALL["key"], T=70, draws=[draw for draw in DRAWS if draw.strength != "mild" or draw.beta == "2"]
+        ALL["key"], T=70, draws=tuple(draw for draw in DRAWS if draw.strength != "mild" or draw.beta == "2")
     ),
     *(ALL[name] for name in ("heads4-2-2", "K1V1")),
     DeltaCase("key-packed-reverse", ("gk",), reverse=True, **PACKED, draws=FEW[:2]),
@@ -63,38 +64,22 @@ TOKENS = [
 ]
 
 
-def at_each_draw(case: DeltaCase, check):
-    misses = []
-    for draw in case.draws:
-        try:
-            check(case.recurrence(draw))
-        except AssertionError as miss:
-            misses.append(f"{draw}: {miss}")
-    assert not misses, f"{len(misses)} of {len(case.draws)} draws\n" + "\n".join(misses)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward(case):
     chunk = 16 if str(case) in ("none", "heads1-2-4") else 64  # without merges in the inverse, and with two
     run = jax.jit(functools.partial(chunked, config=TritonChunkedConfig(chunk, 32)))
-    at_each_draw(case, lambda r: assert_outputs_close(r, run(r), reference(r)))
+    check_forward(case, run)
 
 
 @pytest.mark.parametrize("case", KEY_CASES, ids=str)
 def test_forward_with_key_gates(case):
     run = jax.jit(functools.partial(chunked, config=TritonChunkedConfig(32, 32)))
-    at_each_draw(case, lambda r: assert_outputs_close(r, run(r), reference(r)))
+    check_forward(case, run)
 
 
 @pytest.mark.parametrize("case", CASES + KEY_CASES, ids=str)
 def test_gradient(case):
-    run = jax.jit(functools.partial(chunked_vjp, config=GradientConfig(32, 32, block=32)))
-
-    def check(r):
-        d = case.cotangents(r)
-        assert_gradients_close(r, run(r, *d), reference_gradient(r, *d))
-
-    at_each_draw(case, check)
+    check_gradient(case, jax.jit(functools.partial(chunked_vjp, config=GradientConfig(32, 32, block=32))))
 
 
 @pytest.mark.parametrize("gate,in_range", [(-1.87, True), (-1.88, False)])
@@ -113,7 +98,7 @@ def test_key_gates_just_inside_and_outside_of_the_limit(gate, in_range):
 @pytest.mark.parametrize("case", TOKENS, ids=str)
 def test_recurrent(case):
     run = jax.jit(functools.partial(recurrent, config=TokenConfig(16)))
-    at_each_draw(case, lambda r: assert_outputs_close(r, run(r), reference(r)))
+    check_forward(case, run)
 
 
 @pytest.mark.parametrize("erasure", ERASURES, ids="+".join)
