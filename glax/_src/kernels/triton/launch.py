@@ -43,11 +43,11 @@ class Dimensions:
     HV: int | None = None
     HA: int | None = None
     HB: int | None = None
-    K: int | None = None
-    V: int | None = None
+    K: int = 0
+    V: int = 0
     C: int | None = None
-    BK: int | None = None
-    BV: int | None = None
+    BK: int = 0
+    BV: int = 0
     BH: int | None = None
     SIGN: int | None = None
     DTYPE: Any = None
