@@ -6,8 +6,10 @@ Every variant takes the same options. Results and gradients equal those of the f
 states how many bytes move between devices.
 """
 
-from glax._src.parallel.delta_ops import delta_rule, gated_delta_rule, kda
 from glax._src.parallel.ops import (
+    delta_rule,
+    gated_delta_rule,
+    kda,
     lightning_attention,
     recurrent,
     recurrent_attention,

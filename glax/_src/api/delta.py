@@ -1,12 +1,11 @@
 """Define the delta rule under the names of its variants: DeltaNet, Gated DeltaNet, Kimi Delta Attention."""
 
-from typing import Unpack
+from typing import Any, Unpack
 
 from jaxtyping import Array, Float
 
-from glax._src.api.recurrent import Options, recurrent
+from glax._src.api.recurrent import Options, variant
 from glax._src.core.bind import check_array
-from glax._src.core.recurrence import Outputs
 
 
 class DeltaOptions(Options, total=False):
@@ -18,13 +17,14 @@ class DeltaOptions(Options, total=False):
     use_qk_l2norm: bool
 
 
+@variant
 def delta_rule(
     query: Float[Array, "B T Hq K"],
     key: Float[Array, "B T Hk K"],
     value: Float[Array, "B T Hv V"],
     beta: Float[Array, "B T H"],
     **options: Unpack[DeltaOptions],
-) -> Outputs:
+) -> dict[str, Any]:
     """Compute DeltaNet:   S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T,   o_t = softmax_scale * S_t^T q_t.
 
     beta: [B, T, H], any float dtype, after its sigmoid; up to 2 keeps the state bounded with keys of norm 1, and beyond is
@@ -37,9 +37,10 @@ def delta_rule(
     (1, 8, 2, 4)
     """
     check_array("beta", beta)
-    return recurrent(query, key, value, beta=beta, **options)
+    return dict(query=query, key=key, value=value, beta=beta, **options)
 
 
+@variant
 def gated_delta_rule(
     query: Float[Array, "B T Hq K"],
     key: Float[Array, "B T Hk K"],
@@ -47,7 +48,7 @@ def gated_delta_rule(
     g: Float[Array, "B T H"],
     beta: Float[Array, "B T H"],
     **options: Unpack[DeltaOptions],
-) -> Outputs:
+) -> dict[str, Any]:
     """Compute Gated DeltaNet:   S_bar = exp(g_t) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T,
 
     and o_t = softmax_scale * S_t^T q_t.
@@ -63,9 +64,10 @@ def gated_delta_rule(
     """
     check_gate_per_head(query, g)
     check_array("beta", beta)
-    return recurrent(query, key, value, g=g, beta=beta, **options)
+    return dict(query=query, key=key, value=value, g=g, beta=beta, **options)
 
 
+@variant
 def kda(
     query: Float[Array, "B T Hq K"],
     key: Float[Array, "B T Hk K"],
@@ -73,7 +75,7 @@ def kda(
     g: Float[Array, "B T H K"],
     beta: Float[Array, "B T H"],
     **options: Unpack[DeltaOptions],
-) -> Outputs:
+) -> dict[str, Any]:
     """Compute Kimi Delta Attention:   S_bar = diag(exp(g_t)) S_{t-1},   S_t = S_bar + beta_t k_t (v_t - S_bar^T k_t)^T,
 
     and o_t = softmax_scale * S_t^T q_t.
@@ -89,7 +91,7 @@ def kda(
     """
     check_gate_per_key(query, g)
     check_array("beta", beta)
-    return recurrent(query, key, value, g=g, beta=beta, **options)
+    return dict(query=query, key=key, value=value, g=g, beta=beta, **options)
 
 
 def check_gate_per_head(query, g):

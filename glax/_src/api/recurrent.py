@@ -1,7 +1,9 @@
 """Define the public functions. Each function names its gates, and `Options` documents the other arguments."""
 
 import functools
-from typing import Any, Literal, TypedDict, Unpack, cast
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, ParamSpec, TypedDict, Unpack, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +32,7 @@ from glax._src.solve.pieces import no_states
 from glax._src.tuning.executor import compiled
 
 SLOPES = ("fla", "minimax")
+P = ParamSpec("P")
 
 
 class Options(TypedDict, total=False):
@@ -146,6 +149,20 @@ def bind_and_solve(choice: Choice, options: ScanOptions, arrays: dict) -> Output
 
     Outside of jit, a call then costs no more than its kernel. Inside of jit, the function is inlined.
     """
+    every, dtype = options.states_every, options.states_dtype
+
+    def prepared(r: Recurrence) -> tuple[Recurrence, Callable]:
+        if every is None:
+            return differentiable(r), functools.partial(solve, choice)
+        return differentiable(r), functools.partial(solve_storing_states, choice, every=every, dtype=dtype)
+
+    return bound_and_solved(prepared, options, arrays)
+
+
+def bound_and_solved(
+    prepared: Callable[[Recurrence], tuple[Recurrence, Callable]], options: ScanOptions, arrays: dict
+) -> Outputs:
+    """Bind the arguments and solve the recurrence. prepared: r -> (r, the solver that computes its outputs)."""
     bonus = arrays.get("bonus")
     r = bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **options.of_bind)
     if bonus is not None:
@@ -156,10 +173,7 @@ def bind_and_solve(choice: Choice, options: ScanOptions, arrays: dict) -> Output
         outputs = nothing_to_solve(r)
         outputs = outputs if every is None else OutputsWithStates(*outputs, no_states(r, every, dtype))
     else:
-        solver = functools.partial(solve, choice)
-        if every is not None:
-            solver = functools.partial(solve_storing_states, choice, every=every, dtype=dtype)
-        r = differentiable(r)
+        r, solver = prepared(r)
         outputs = solver(r) if bonus is None else solve_with_bonus(solver, r, bonus)
     outputs = outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
     return cast(Outputs, outputs)  # two fields for type checkers: no call without states_every has a third
@@ -221,6 +235,21 @@ def recurrent_attention(
     return outputs if return_state or states_every is not None else outputs.output
 
 
+def variant(arguments: Callable[P, dict[str, Any]]) -> Callable[P, Outputs]:
+    """Return the public function of a variant, from the function that returns its arguments of `recurrent`.
+
+    `glax.parallel` makes its own function of the same arguments.
+    """
+
+    @functools.wraps(arguments)
+    def run(*args: P.args, **options: P.kwargs) -> Outputs:
+        return recurrent(**arguments(*args, **options))
+
+    run.__signature__ = inspect.signature(arguments).replace(return_annotation=Outputs)  # pyright: ignore[reportAttributeAccessIssue]  (PEP 362)
+    return run
+
+
+@variant
 def recurrent_gla(
     query: Float[Array, "B T Hq K"],
     key: Float[Array, "B T Hk K"],
@@ -239,7 +268,7 @@ def recurrent_gla(
     states_dtype: DTypeLike | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
-) -> Outputs:
+) -> dict[str, Any]:
     """Compute gated linear attention:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
 
     g: [B, T, H, K] log decays, one per key channel. gk: another name of g, as `recurrent_step` has it; both add up. All else
@@ -251,20 +280,21 @@ def recurrent_gla(
     >>> glax.recurrent_gla(q, q, q, jnp.full(q.shape, -0.1)).final_state.shape
     (1, 2, 4, 4)
     """
-    return recurrent(
-        query, key, value, g, g_gamma, gk, None, softmax_scale, initial_state, reverse, cu_seqlens,
-        segment_ids=segment_ids, pad_id=pad_id, states_every=states_every, states_dtype=states_dtype,
-        platform=platform, cfg=cfg,
+    return dict(
+        query=query, key=key, value=value, g=g, g_gamma=g_gamma, gk=gk, softmax_scale=softmax_scale,
+        initial_state=initial_state, reverse=reverse, cu_seqlens=cu_seqlens, segment_ids=segment_ids, pad_id=pad_id,
+        states_every=states_every, states_dtype=states_dtype, platform=platform, cfg=cfg,
     )  # fmt: skip
 
 
+@variant
 def simple_gla(
     query: Float[Array, "B T Hq K"],
     key: Float[Array, "B T Hk K"],
     value: Float[Array, "B T Hv V"],
     g: Float[Array, "B T H"],
     **options: Unpack[Options],
-) -> Outputs:
+) -> dict[str, Any]:
     """Compute simple GLA, with one data-dependent decay per head as in Mamba-2:
 
         S_t = exp(g_t) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
@@ -278,15 +308,16 @@ def simple_gla(
     (1, 8, 2, 4)
     """
     check_per_head(query, g)
-    return recurrent(query, key, value, g=g, **options)
+    return dict(query=query, key=key, value=value, g=g, **options)
 
 
+@variant
 def retention(
     query: Float[Array, "B T Hq K"],
     key: Float[Array, "B T Hk K"],
     value: Float[Array, "B T Hv V"],
     **options: Unpack[Options],
-) -> Outputs:
+) -> dict[str, Any]:
     """Compute RetNet's retention, in head h = 0, 1, ...:
 
         S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
@@ -299,9 +330,10 @@ def retention(
     >>> glax.retention(q, q, q).output.shape
     (1, 8, 2, 4)
     """
-    return recurrent(query, key, value, g_gamma=retention_decay(query, key, value), **options)
+    return dict(query=query, key=key, value=value, g_gamma=retention_decay(query, key, value), **options)
 
 
+@variant
 def lightning_attention(
     query: Float[Array, "B T Hq K"],
     key: Float[Array, "B T Hk K"],
@@ -311,7 +343,7 @@ def lightning_attention(
     *,
     slopes: Literal["fla", "minimax"] = "fla",
     **options: Unpack[Options],
-) -> Outputs:
+) -> dict[str, Any]:
     """Compute lightning attention, in head h = 0, 1, ...:
 
         S_t = exp(-s_h) S_{t-1} + k_t v_t^T,     o_t = softmax_scale * S_t^T q_t
@@ -334,7 +366,7 @@ def lightning_attention(
     (1, 8, 2, 4)
     """
     decay = lightning_decay(query, key, value, layer_idx, num_layers, slopes)
-    return recurrent(query, key, value, g_gamma=decay, **options)
+    return dict(query=query, key=key, value=value, g_gamma=decay, **options)
 
 
 # ---- the gates that the variants fix, or check -----------------------------------------------------------------------

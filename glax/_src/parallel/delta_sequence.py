@@ -10,6 +10,9 @@ M is the final state of the shard's own recurrence from the identity with values
 it. Each shard solves its rows twice: from zeros for the message, and from the state that arrives.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -59,16 +62,28 @@ def transition(choice: Choice, r: Recurrence, shard: Shard) -> tuple[Float[Array
 
 
 def solve_delta_rows(choice: Choice, axis: Axis, n: int, r: Recurrence, save_residuals: bool):
-    """Solve the rows of one shard, and exchange states with the other n - 1 shards along a mesh axis.
+    """Solve the rows of one shard of the delta rule by `solve_twice`.
 
-    Returns the outputs, and (the state that entered, the kernel's residuals or None, the map of `transition`). The residuals
-    are None unless `save_residuals`, and where the kernel has none.
+    Returns the outputs, and (the state that entered, the kernel's residuals or None, the map of `transition`).
+    """
+    return solve_twice(choice, axis, n, r, save_residuals, functools.partial(transition, choice, r))
+
+
+def solve_twice(
+    choice: Choice, axis: Axis, n: int, r: Recurrence, save_residuals: bool, map_of: Callable[[Shard], tuple]
+):
+    """Solve the rows of one shard twice: for the state that leaves it, and from the state that the other n - 1 shards along the
+    mesh axis send.
+
+    map_of: the map of a state through the shard, as factors of its rows and columns. Returns the outputs, and (the state that
+    entered, the kernel's residuals or None, the map). The residuals are None unless `save_residuals`, and where the kernel has
+    none.
     """
     shard, packed = shard_of(r, axis, n), r.boundaries is not None
     begun = of_sequences(shard.begins, r.start_state)
     own, residuals = r.replace(boundaries=shard.cuts, initial_state=begun), None
     left = jnp.where(shard.leave.crosses, shard.leave.pick(solve(choice, own).final_state, packed), 0)
-    through = transition(choice, r, shard)
+    through = map_of(shard)
     entered = exchange_states(axis, n, r.reverse, left, *through)
     own = own.replace(initial_state=shard.enter.add(begun, entered, packed))
     if save_residuals:

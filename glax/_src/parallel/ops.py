@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
-from typing import Literal, TypedDict, Unpack, cast
+import inspect
+from collections.abc import Callable
+from typing import TypedDict, Unpack
 
 import numpy as np
 from jax.core import Tracer
@@ -10,14 +12,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from glax._src.api.recurrent import Options, check_per_head, lightning_decay, nothing_to_solve, retention_decay
-from glax._src.core.bind import ScanOptions, bind, check_before_tracing, check_flag, transferred
-from glax._src.core.recurrence import Outputs, OutputsWithStates
+from glax._src.api import delta
+from glax._src.api import recurrent as api
+from glax._src.api.recurrent import bound_and_solved
+from glax._src.core.bind import ScanOptions, check_before_tracing, check_flag, transferred
+from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Config, Platform
 from glax._src.parallel.sharding import Axis, Spread, solve_on_mesh
 from glax._src.solve.dispatch import Choice
-from glax._src.solve.exclusive_read import check_bonus, check_no_erasure, solve_with_bonus
-from glax._src.solve.pieces import no_states, solve_with_states
+from glax._src.solve.pieces import solve_with_states
 from glax._src.tuning.executor import compiled
 
 
@@ -28,11 +31,6 @@ class MeshOptions(TypedDict, total=False):
     batch_axis: Axis
     head_axis: Axis
     sequence_axis: str | None
-
-
-class ParallelOptions(Options, MeshOptions, total=False):
-    """List the arguments that every function here accepts beside its gates: the options of `glax.recurrent` and the fields of
-    `Spread`."""
 
 
 class AttentionOptions(MeshOptions, total=False):
@@ -110,23 +108,16 @@ def recurrent(
 
 @compiled(static_argnums=(0, 1, 2))
 def bind_and_solve(choice: Choice, spread: Spread, options: ScanOptions, arrays: dict) -> Outputs:
-    bonus, every, dtype = arrays.get("bonus"), options.states_every, options.states_dtype
-    r = bind(**{name: x for name, x in arrays.items() if name != "bonus"}, **options.of_bind)
-    if bonus is not None:
-        check_no_erasure(r)
-        check_bonus(bonus, r.num_heads, r.q.shape[3])
-    if 0 in (*r.q.shape[:2], r.num_sequences):
-        outputs = nothing_to_solve(r)
-        outputs = outputs if every is None else OutputsWithStates(*outputs, no_states(r, every, dtype))
-    else:
-        solver = functools.partial(solve_on_mesh, choice, spread)
-        if every is not None:
-            spread = spread if r.boundaries is None else spread.for_packed
-            pieces = functools.partial(solve_on_mesh, dataclasses.replace(choice, pieces=every), spread)
-            solver = functools.partial(solve_with_states, pieces, every=every, dtype=dtype)
-        outputs = solver(r) if bonus is None else solve_with_bonus(solver, r, bonus)
-    outputs = outputs if arrays["query"].ndim == 4 else outputs._replace(output=outputs.output[0])
-    return cast(Outputs, outputs)  # two fields for type checkers; see `glax._src.api.recurrent`
+    every, dtype = options.states_every, options.states_dtype
+
+    def prepared(r: Recurrence) -> tuple[Recurrence, Callable]:
+        if every is None:
+            return r, functools.partial(solve_on_mesh, choice, spread)
+        own = spread if r.boundaries is None else spread.for_packed
+        pieces = functools.partial(solve_on_mesh, dataclasses.replace(choice, pieces=every), own)
+        return r, functools.partial(solve_with_states, pieces, every=every, dtype=dtype)
+
+    return bound_and_solved(prepared, options, arrays)
 
 
 def recurrent_attention(
@@ -158,76 +149,30 @@ def recurrent_attention(
     return outputs if return_state or options.get("states_every") is not None else outputs.output
 
 
-def recurrent_gla(
-    query: Float[Array, "B T Hq K"],
-    key: Float[Array, "B T Hk K"],
-    value: Float[Array, "B T Hv V"],
-    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None = None,
-    g_gamma: Float[Array, "H"] | Float[Array, "N H"] | None = None,
-    *,
-    gk: Float[Array, "B T H K"] | None = None,
-    **options: Unpack[ParallelOptions],
-) -> Outputs:
-    """Compute `glax.recurrent_gla` on a mesh:   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
+def on_mesh(variant: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    """Return a variant of `glax` on a mesh: a function of the same arguments and of those of `Spread`."""
+    arguments, signature = inspect.unwrap(variant), inspect.signature(variant)
 
-    >>> q = jnp.ones((1, 8, 2, 4))
-    >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")
-    >>> glax.parallel.recurrent_gla(q, q, q, jnp.full(q.shape, -0.1), **axes).output.shape
-    (1, 8, 2, 4)
+    @functools.wraps(arguments)
+    def run(*args, **options) -> Outputs:
+        return recurrent(**arguments(*args, **options))
+
+    parameters = {p.name: p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    for name in MeshOptions.__annotations__:
+        parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+    rest = [p for p in signature.parameters.values() if p.name not in parameters]
+    run.__signature__ = signature.replace(parameters=[*parameters.values(), *rest])  # pyright: ignore[reportAttributeAccessIssue]
+    run.__module__, run.__doc__ = __name__, f"{variant.__doc__}{ON_MESH}"
+    return run
+
+
+ON_MESH = """
+    On a mesh: for mesh, batch_axis, head_axis and sequence_axis see `Spread`.
     """
-    return recurrent(query, key, value, g, g_gamma, gk, **options)
-
-
-def simple_gla(
-    query: Float[Array, "B T Hq K"],
-    key: Float[Array, "B T Hk K"],
-    value: Float[Array, "B T Hv V"],
-    g: Float[Array, "B T H"],
-    **options: Unpack[ParallelOptions],
-) -> Outputs:
-    """Compute `glax.simple_gla` on a mesh:   S_t = exp(g_t) S_{t-1} + k_t v_t^T,   o_t = softmax_scale * S_t^T q_t.
-
-    >>> q = jnp.ones((1, 8, 2, 4))
-    >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")
-    >>> glax.parallel.simple_gla(q, q, q, jnp.full((1, 8, 2), -0.1), **axes).output.shape
-    (1, 8, 2, 4)
-    """
-    check_per_head(query, g)
-    return recurrent(query, key, value, g=g, **options)
-
-
-def retention(
-    query: Float[Array, "B T Hq K"],
-    key: Float[Array, "B T Hk K"],
-    value: Float[Array, "B T Hv V"],
-    **options: Unpack[ParallelOptions],
-) -> Outputs:
-    """Compute `glax.retention` on a mesh:   S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t^T   in head h = 0, 1, ...
-
-    >>> q = jnp.ones((1, 8, 2, 4))
-    >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")
-    >>> glax.parallel.retention(q, q, q, **axes).output.shape
-    (1, 8, 2, 4)
-    """
-    return recurrent(query, key, value, g_gamma=retention_decay(query, key, value), **options)
-
-
-def lightning_attention(
-    query: Float[Array, "B T Hq K"],
-    key: Float[Array, "B T Hk K"],
-    value: Float[Array, "B T Hv V"],
-    layer_idx: int | Int[Array, ""],
-    num_layers: int,
-    *,
-    slopes: Literal["fla", "minimax"] = "fla",
-    **options: Unpack[ParallelOptions],
-) -> Outputs:
-    """Compute `glax.lightning_attention` on a mesh:   S_t = exp(-s_h) S_{t-1} + k_t v_t^T,   s_h by `slopes`.
-
-    >>> q = jnp.ones((1, 8, 2, 4))
-    >>> axes = dict(mesh=jax.make_mesh((1,), ("sequence",)), sequence_axis="sequence")
-    >>> glax.parallel.lightning_attention(q, q, q, layer_idx=0, num_layers=12, **axes).output.shape
-    (1, 8, 2, 4)
-    """
-    decay = lightning_decay(query, key, value, layer_idx, num_layers, slopes)
-    return recurrent(query, key, value, g_gamma=decay, **options)
+recurrent_gla = on_mesh(api.recurrent_gla)
+simple_gla = on_mesh(api.simple_gla)
+retention = on_mesh(api.retention)
+lightning_attention = on_mesh(api.lightning_attention)
+delta_rule = on_mesh(delta.delta_rule)
+gated_delta_rule = on_mesh(delta.gated_delta_rule)
+kda = on_mesh(delta.kda)

@@ -9,15 +9,14 @@ and scales of all sequences; these nevertheless count as varying over the axis.
 """
 
 import jax
-import jax.numpy as jnp
 
 from glax._src.core.recurrence import Outputs, Recurrence
 from glax._src.core.registry import Backend
 from glax._src.parallel.boundary import BoundaryRows
 from glax._src.parallel.boundary_correction import correct_gradient, correct_output
 from glax._src.parallel.boundary_state import state_and_decay, total_decay
-from glax._src.parallel.delta_sequence import gradient_of_delta_rows, solve_delta_rows
-from glax._src.parallel.exchange import apply_decay, exchange_states, of_sequences, shard_of
+from glax._src.parallel.delta_sequence import gradient_of_delta_rows, solve_delta_rows, solve_twice
+from glax._src.parallel.exchange import Shard, apply_decay, exchange_states, of_sequences, shard_of
 from glax._src.solve.autodiff import gradient, gradient_with_vjp, solve, solve_with_residuals, solve_with_vjp
 from glax._src.solve.dispatch import (
     Choice,
@@ -141,16 +140,11 @@ def plain(choice: Choice, axis: Axis, n: int, r: Recurrence) -> Outputs:
     twice."""
     if r.erasure is not None:
         return solve_delta_rows(choice, axis, n, r, save_residuals=False)[0]
-    shard, packed = shard_of(r, axis, n), r.boundaries is not None
-    begun = of_sequences(shard.begins, r.start_state)
-    own = r.replace(boundaries=shard.cuts, initial_state=begun)
-    left = jnp.where(shard.leave.crosses, shard.leave.pick(solve(choice, own).final_state, packed), 0)
-    entered = exchange_states(
-        axis, n, r.reverse, left, *total_decay(BoundaryRows(r, shard.leave, from_low=r.reverse), shard.spans)
-    )
-    started = shard.enter.add(begun, entered, packed)
-    output, final = solve(choice, own.replace(initial_state=started))
-    return Outputs(output, of_sequences(shard.ends, final))
+
+    def decay_of(shard: Shard):
+        return total_decay(BoundaryRows(r, shard.leave, from_low=r.reverse), shard.spans)
+
+    return solve_twice(choice, axis, n, r, False, decay_of)[0]
 
 
 sequence_gradient = gradient_with_vjp(gradient_of_rows, plain_gradient, num_static=3)
