@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from jax.core import Tracer
@@ -155,7 +155,8 @@ def on_mesh(variant: Callable[..., Outputs]) -> Callable[..., Outputs]:
 
     @functools.wraps(arguments)
     def run(*args, **options) -> Outputs:
-        return recurrent(**arguments(*args, **options))
+        places: Any = {name: options.pop(name) for name in MeshOptions.__annotations__ if name in options}
+        return recurrent(**arguments(*args, **options), **places)
 
     parameters = {p.name: p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD}
     for name in MeshOptions.__annotations__:
