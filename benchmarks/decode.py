@@ -71,9 +71,10 @@ def model(repeats: int = 20):
     """Return the seconds of one step, and the seconds of recomputing a prefix by its length."""
     from flax import nnx
 
-    from glax.nn import ByteLM, ByteLMConfig
+    from glax.cli.demo_run import MODEL
+    from glax.models import from_config
 
-    lm = ByteLM(ByteLMConfig(), rngs=nnx.Rngs(0))
+    lm = from_config(MODEL, rngs=nnx.Rngs(0))
     graph, params = nnx.split(lm)
     whole = jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens)[:, -1])
     one = jax.jit(lambda params, token, states: nnx.merge(graph, params).step(token, states))

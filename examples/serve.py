@@ -1,6 +1,6 @@
 """Serve with continuous batching: requests of any length come and go, and share one decoding step.
 
-    python examples/serve.py --model demo-out/model.safetensors "def " "import os" "class A"
+    python examples/serve.py --model demo-out/model "def " "import os" "class A"
     python examples/serve.py --model FOLDER "Once upon a time"
 
 FOLDER is a checkpoint that `glax.models.from_pretrained` loads. Requests are sequences of tokens; those of the demo's model
@@ -30,10 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from glax.models import CausalLM, end_tokens, from_pretrained
+from glax.models import CausalLM, end_tokens, from_config, from_pretrained
 from glax.models.tokens import Bytes, find_tokenizer
-from glax.nn import ByteLM, ByteLMConfig
-from glax.nn.checkpoint import load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +58,14 @@ class Running:
 
 
 @functools.partial(nnx.jit, donate_argnums=1)
-def prefill(model: ByteLM | CausalLM, pools, tokens, slots, cu_seqlens, fresh):
+def prefill(model: CausalLM, pools, tokens, slots, cu_seqlens, fresh):
     """Return the token behind each of the packed prompts, [N], and the pools."""
     logits, pools = model.prefill(tokens, pools, slots, cu_seqlens, fresh)
     return logits[jnp.maximum(cu_seqlens[1:] - 1, 0)].argmax(-1), pools
 
 
 @functools.partial(nnx.jit, donate_argnums=1)
-def decode(model: ByteLM | CausalLM, pools, tokens, slots):
+def decode(model: CausalLM, pools, tokens, slots):
     """Return the next token of each slot, [B], and the pools."""
     logits, pools = model.step(tokens, pools, slots)
     return logits.argmax(-1), pools
@@ -83,7 +81,7 @@ class Server:
 
     def __init__(
         self,
-        model: ByteLM | CausalLM,
+        model: CausalLM,
         capacity: int = 8,
         rows: int = 128,
         max_length: int = 4096,
@@ -93,7 +91,6 @@ class Server:
             if not is_integer(value) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         self.model, self.capacity, self.rows, self.ends = model, capacity, rows, frozenset(ends)
-        self.vocabulary = model.vocabulary if isinstance(model, CausalLM) else Bytes.vocabulary
         self.max_length = max_length if has_caches(model) else None
         self.pools = model.initial_states(capacity, max_length)
         self.running: list[Running | None] = [None] * capacity
@@ -128,14 +125,14 @@ class Server:
         prompt = request.prompt
         if not isinstance(prompt, bytes | bytearray | list | tuple) or not len(prompt):
             raise ValueError(f"prompt must be bytes, a list or a tuple of at least one token, got {prompt!r:.80}")
-        if isinstance(prompt, bytes | bytearray) and self.vocabulary > Bytes.vocabulary:
+        if isinstance(prompt, bytes | bytearray) and self.model.vocabulary > Bytes.vocabulary:
             raise ValueError(
-                f"prompt must be a list or a tuple of tokens, because bytes cannot hold the {self.vocabulary} tokens of the "
-                f"continuation, got {prompt!r:.80}"
+                "prompt must be a list or a tuple of tokens, because bytes cannot hold the "
+                f"{self.model.vocabulary} tokens of the continuation, got {prompt!r:.80}"
             )
         for token in prompt:
-            if not is_integer(token) or not 0 <= token < self.vocabulary:
-                raise ValueError(f"prompt must hold tokens from 0 to {self.vocabulary - 1}, got {token!r:.80}")
+            if not is_integer(token) or not 0 <= token < self.model.vocabulary:
+                raise ValueError(f"prompt must hold tokens from 0 to {self.model.vocabulary - 1}, got {token!r:.80}")
         for name, value in (("length", request.length), ("arrives", request.arrives)):
             if not is_integer(value) or value < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r:.80}")
@@ -203,7 +200,7 @@ def is_integer(value) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def has_caches(model: ByteLM | CausalLM) -> bool:
+def has_caches(model: CausalLM) -> bool:
     """Return whether the model's states hold as many rows as a request has tokens, as those of softmax attention do."""
     one, two = (jax.eval_shape(lambda n=n: model.initial_states(1, n)) for n in (1, 2))
     return jax.tree.map(jnp.shape, one) != jax.tree.map(jnp.shape, two)
@@ -212,19 +209,17 @@ def has_caches(model: ByteLM | CausalLM) -> bool:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("prompts", nargs="+")
-    help = "a checkpoint's folder, or what `glax demo` wrote (default: untrained weights)"
+    help = "a checkpoint's folder, such as that of `glax demo` (default: untrained weights)"
     parser.add_argument("--model", type=Path, help=help)
     parser.add_argument("--length", type=int, default=200, help="tokens for each prompt (default: %(default)s)")
     parser.add_argument("--capacity", type=int, default=8, help="requests at a time (default: %(default)s)")
     arguments = parser.parse_args()
-    tokenizer, ends = Bytes(), ()
     if arguments.model is None:
-        model = ByteLM(ByteLMConfig(), rngs=nnx.Rngs(0))
-    elif arguments.model.is_dir():
-        model = from_pretrained(arguments.model)
-        tokenizer, ends = find_tokenizer(arguments.model, model.vocabulary), end_tokens(model)
+        sizes = dict(vocab_size=Bytes.vocabulary, hidden_size=128, num_hidden_layers=3, num_heads=4)
+        model = from_config(dict(model_type="gla", **sizes), rngs=nnx.Rngs(0))
     else:
-        model = load(arguments.model)
+        model = from_pretrained(arguments.model)
+    tokenizer, ends = find_tokenizer(arguments.model, model.vocabulary), end_tokens(model)
     sys.stdout.reconfigure(errors="backslashreplace")  # a prompt may hold bytes that are no UTF-8
     try:
         requests = [Request(prompt, tokenizer.encode(prompt), arguments.length) for prompt in arguments.prompts]

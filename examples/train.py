@@ -10,8 +10,7 @@ checkpoint. `glax train CONFIG` does the same with a bar.
 import argparse
 from pathlib import Path
 
-from glax.models.training import TrainingConfig, train, utilisation
-from glax.nn.train import NotFiniteLoss
+from glax.models.training import NotFiniteLoss, TrainingConfig, train, utilisation
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Train the demo's model on several processes, spread over batch and sequence, with a checkpoint that any number resumes.
+"""Train a model over bytes on several processes, spread over batch and sequence, with a checkpoint that any number resumes.
 
 On each of two hosts, i = 0 and 1:
 
@@ -13,22 +13,17 @@ devices.
 
 import argparse
 import functools
-import hashlib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from glax import parallel
-from glax.models.runs import DamagedCheckpoint, attempted, by_name, content, is_finite, refuse_another
-from glax.nn import ByteLM, ByteLMConfig
-from glax.nn.text import random_windows, read_text
-from glax.nn.train import Recipe, next_byte_bits
+from glax.models.training import Checkpoints, Text, TrainingConfig, is_finite, make_model, record_of, spread_sequence
 
 
 def parse():
@@ -47,89 +42,68 @@ def parse():
         ("--layers", 3, "of the model"),
     ):
         parser.add_argument(flag, type=int, default=default, help=f"{meaning} (default: %(default)s)")
-    parser.add_argument("--text", type=Path, help="what to train on (default: Python's standard library)")
+    text = Path(__file__).parents[1] / "README.md"
+    parser.add_argument("--text", type=Path, default=text, help="what to train on (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("multihost-out"), help="folder of the checkpoints")
     return parser.parse_args()
+
+
+def config_of(arguments) -> TrainingConfig:
+    sizes = dict(hidden_size=arguments.width, intermediate_size=2 * arguments.width, num_hidden_layers=arguments.layers)
+    options = dict(model_type="gla", vocab_size=256, num_heads=4, expand_k=1.0, initializer_range=0.09)
+    named = {name: getattr(arguments, name) for name in ("steps", "batch", "length", "data", "sequence")}
+    return TrainingConfig(sizes | options, str(arguments.text), out=str(arguments.out), learning_rate=4e-3, **named)
 
 
 def main(arguments):
     if arguments.coordinator:
         jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process)
-    shape = (arguments.data, arguments.sequence)
-    mesh = jax.make_mesh(shape, ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
+    config = config_of(arguments)
+    mesh = jax.make_mesh((config.data, config.sequence), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
     everywhere, spread = NamedSharding(mesh, P()), NamedSharding(mesh, P("data", "sequence"))
-
-    recurrence = functools.partial(parallel.recurrent_gla, mesh=mesh, batch_axis="data", sequence_axis="sequence")
-    config = ByteLMConfig(width=arguments.width, layers=arguments.layers, mlp_width=2 * arguments.width)
-    make = functools.partial(ByteLM, config, recurrence=recurrence)
-    graph, _ = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
-    optimizer = Recipe(arguments.steps, arguments.batch, arguments.length).optimizer()
+    model, tokenizer = make_model(config)
+    text, record = Text.read(arguments.text, tokenizer, config.length), record_of(config, model, tokenizer)
+    spread_sequence(model, mesh)
+    graph, params = nnx.split(model)
+    params = jax.tree.map(np.asarray, params)  # the same in all processes
+    optimizer = config.optimizer()
 
     @functools.partial(jax.jit, out_shardings=everywhere)
-    def begin():
-        params = nnx.split(make(rngs=nnx.Rngs(0)))[1]
+    def begin(params):
         return params, optimizer.init(params)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=everywhere)
     def update(state, read, following):
         """Return the new state, the loss before the update, and whether both are finite."""
         params, moments = state
-        loss, gradient = jax.value_and_grad(
-            lambda params: next_byte_bits(nnx.merge(graph, params), read, following).mean()
-        )(params)
+        loss, gradient = jax.value_and_grad(lambda params: nnx.merge(graph, params).loss(read, following))(params)
         change, moments = optimizer.update(gradient, moments, params)
         state = optax.apply_updates(params, change), moments
-        return state, loss, is_finite((state, loss))
+        return state, loss / jnp.log(2.0), is_finite((state, loss))
 
-    text = read_text(arguments.text, arguments.length).train
-    record = {name: getattr(arguments, name) for name in ("batch", "length", "width", "layers")}
-    record["text"] = content(str(arguments.text), hashlib.sha256(text).hexdigest())
-    checkpoints = ocp.CheckpointManager(
-        arguments.out.absolute(),
-        options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False),
-        item_handlers=ocp.StandardCheckpointHandler(),
-    )
-    state, done = resumed(checkpoints, jax.eval_shape(begin), everywhere, record)
-    state = begin() if state is None else state
-    for step in range(done + 1, arguments.steps + 1):
-        windows = random_windows(text, arguments.batch, arguments.length, np.random.default_rng((0, step)))
-        read, following = (placed(x, spread) for x in (windows[:, :-1], windows[:, 1:]))
-        state, loss, good = update(state, read, following)
-        if not good:
-            raise SystemExit(
-                f"step {step}: the loss is {float(loss)}, or an update is not finite: the newest checkpoint, "
-                f"{checkpoints.latest_step()}, is of a step before"
-            )
-        print(f"step {step}/{arguments.steps}: {float(loss)!r} bits per byte", flush=True)
-        if step % arguments.every == 0 or step == arguments.steps:
-            checkpoints.save(step, args=ocp.args.StandardSave(by_name(state)), custom_metadata=record)
-            print(f"saved step {step}", flush=True)
-    checkpoints.close()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with Checkpoints(arguments.out, record) as checkpoints:
+        state, done = checkpoints.restore(begin(params), everywhere)
+        if done:
+            print(f"resumed from step {done}", flush=True)
+        for step in range(done + 1, config.steps + 1):
+            windows = text.windows(config.batch, config.length, np.random.default_rng((0, step)))
+            read, following = (placed(x, spread) for x in (windows[:, :-1], windows[:, 1:]))
+            state, loss, good = update(state, read, following)
+            if not good:
+                raise SystemExit(
+                    f"step {step}: the loss is {float(loss)}, or an update is not finite: the newest checkpoint, "
+                    f"{checkpoints.newest()}, is of a step before"
+                )
+            print(f"step {step}/{config.steps}: {float(loss)!r} bits per byte", flush=True)
+            if step % arguments.every == 0 or step == config.steps:
+                checkpoints.save(step, state)
+                print(f"saved step {step}", flush=True)
 
 
 def placed(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """Return x spread over all processes. Every process has all of x, and passes on what its devices hold."""
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
-
-def resumed(checkpoints: ocp.CheckpointManager, shapes, sharding: NamedSharding, record: dict):
-    """Return the newest checkpoint, laid out on this mesh, and its step; (None, 0) if there is none. Raises ValueError if it
-    is of a run with another record."""
-    step = checkpoints.latest_step()
-    if step is None:
-        return None, 0
-    wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in by_name(shapes).items()}
-    try:
-        earlier = attempted(checkpoints.metadata, step).custom_metadata or {}
-        refuse_another(f"the checkpoint of step {step} in {checkpoints.directory}", earlier, record)
-        found = attempted(checkpoints.restore, step, args=ocp.args.StandardRestore(wanted))
-    except DamagedCheckpoint as error:
-        folder = checkpoints.directory / str(step)
-        raise SystemExit(
-            f"{folder} is damaged or of another model: {error}: move it away to go on from the step before"
-        ) from error
-    print(f"resumed from step {step}", flush=True)
-    return jax.tree.structure(shapes).unflatten([found[name] for name in wanted]), step
 
 
 if __name__ == "__main__":

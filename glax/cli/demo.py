@@ -3,7 +3,7 @@
 from glax.cli.packages import require
 from glax_cli.parser import DEMO_STEPS
 
-PACKAGES = ("flax", "matplotlib", "optax", "rich", "safetensors")
+PACKAGES = ("flax", "matplotlib", "optax", "orbax", "rich", "safetensors")
 
 
 def run(args) -> int:

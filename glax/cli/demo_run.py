@@ -1,43 +1,46 @@
-"""Run the demo: kernels, training, comparison on held-out text, and generation from the checkpoint."""
+"""Run the demo: kernels, training, comparison on held-out text, and generation from the saved model."""
 
 import dataclasses
 import math
-import os
 import sys
-import tempfile
+import sysconfig
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float, Int, UInt8
 from rich.console import Console
 from rich.text import Text as Styled
 
-from glax._src.core.files import unwritable
-from glax.cli.errors import UsageError
-from glax.cli.interrupt import noted_interrupt
+from glax._src.core.files import read_regular, replacing, unwritable
+from glax.cli import order2
+from glax.cli.errors import UsageError, reason
 from glax.cli.kernels_table import show_kernels, timed
-from glax.cli.loss_plot import SMOOTHED_OVER, save_plot
-from glax.cli.progress import progress
-from glax.nn import order2
-from glax.nn.checkpoint import load, save
-from glax.nn.generate import generate, token_by_token
-from glax.nn.model import ByteLM, ByteLMConfig
-from glax.nn.text import Text, TextError, read_text
-from glax.nn.train import NotFiniteLoss, Recipe, held_out_bits, train
+from glax.cli.loss_plot import save_plot
+from glax.cli.train import shown
+from glax.models import CausalLM, from_pretrained, generate
+from glax.models.training import NotFiniteLoss, TrainingConfig, train
 
-EVALUATIONS = 8  # evaluations during training, on WATCHED windows each
-WATCHED = 64
+LIBRARY_BYTES = 4_000_000
+HELD_OUT = 0.05  # the share of bytes at the end that training never reads
+EVALUATED = 16  # held-out windows that are evaluated together
+EVALUATIONS = 5  # evaluations, and checkpoints, during training
+LEARNING_RATE = 8e-3
 PROMPT, GENERATED = 64, 512
-COMPARED = 16  # windows
+TEMPERATURE = 0.8
 DECODING_TOLERANCE = 1e-3
+MODEL = dict(
+    model_type="gla", vocab_size=256, hidden_size=96, num_hidden_layers=2, num_heads=3, expand_k=1.0, expand_v=1.0,
+    intermediate_size=192, initializer_range=0.1,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Configure the demo. text: None for Python's standard library. must_win: whether losing to the order-2 model is a
-    failure."""
+    """Configure the demo. text: None for Python's standard library. must_win: whether losing to the order-2 model is a failure.
+    model: the content of a config.json."""
 
     out: Path
     text: Path | None
@@ -46,15 +49,30 @@ class Settings:
     length: int
     seed: int
     must_win: bool
-    model: ByteLMConfig = dataclasses.field(default_factory=ByteLMConfig)
+    model: dict = dataclasses.field(default_factory=lambda: MODEL)
+
+    @property
+    def recipe(self) -> TrainingConfig:
+        return TrainingConfig(
+            model=self.model,
+            text=str(self.out / "text.txt"),
+            out=str(self.out),
+            steps=self.steps,
+            batch=self.batch,
+            length=self.length,
+            learning_rate=LEARNING_RATE,
+            checkpoint_every=math.ceil(self.steps / EVALUATIONS),
+            seed=self.seed,
+        )
 
 
-@dataclasses.dataclass
-class History:
-    """Hold bits per byte: of each training step, and of the held-out text by step."""
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """Hold a text in two parts. train: all but the last 5%. held_out: the rest, in windows of one byte more than is predicted."""
 
-    losses: list[float] = dataclasses.field(default_factory=list)
-    held_out: dict[int, float] = dataclasses.field(default_factory=dict)
+    name: str
+    train: UInt8[np.ndarray, "bytes"]
+    held_out: UInt8[np.ndarray, "windows length+1"]
 
 
 def tour(settings: Settings) -> int:
@@ -68,139 +86,106 @@ def tour(settings: Settings) -> int:
         try:
             return language_model(settings, text, console)
         except NotFiniteLoss as error:
-            complain(str(error))
+            print(f"glax demo: {error}", file=sys.stderr)
             return 1
 
 
-def prepare(settings: Settings) -> Text:
-    """Return the text, after making the folder for results. What can fail because of the user's settings fails here, before the
-    work."""
+def prepare(settings: Settings) -> Halves:
+    """Return the text, and write the part to train on into the folder for results. What can fail because of the user's settings
+    fails here, before the work."""
+    out, path = settings.out, settings.text
     try:
-        text = read_text(settings.text, settings.length)
-    except TextError as error:
-        raise UsageError(str(error)) from None
-    try:
-        settings.out.mkdir(parents=True, exist_ok=True)
+        raw = library_text() if path is None else read_regular(path)[1]
     except OSError as error:
-        raise UsageError(f"cannot write to {settings.out}: {error.strerror}") from None
-    if reason := unwritable(settings.out):
-        raise UsageError(f"cannot write to {settings.out}: {reason}")
+        raise UsageError(f"cannot read the text {error.filename or path}: {error.strerror or error}") from None
+    text = halves(raw, settings.length, "Python's standard library" if path is None else path.name)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {out}: {error.strerror}") from None
+    if why := unwritable(out):
+        raise UsageError(f"cannot write to {out}: {why}")
+    with replacing(out / "text.txt") as new:
+        new.write_bytes(text.train.tobytes())
     return text
 
 
-def language_model(settings: Settings, text: Text, console: Console) -> int:
+def library_text(limit: int = LIBRARY_BYTES) -> bytes:
+    """Return the modules of Python's standard library, one after another by name, until `limit` bytes."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = b""
+    for path in sorted(folder.glob("*.py")):
+        if len(text) >= limit:
+            break
+        text += path.read_bytes()
+    if not text:
+        raise UsageError(f"no Python sources in {folder}: name a text with --text")
+    return text[:limit]
+
+
+def halves(raw: bytes, length: int, name: str) -> Halves:
+    """Return a text in two parts. Raises UsageError if it holds out less than one window."""
+    window = length + 1
+    windows = int(len(raw) * HELD_OUT) // window
+    if windows < 1:
+        needed = math.ceil(window / HELD_OUT)
+        raise UsageError(f"the text {name} is too short: {len(raw)} bytes, windows of {length} need {needed}")
+    data = np.frombuffer(raw, np.uint8)
+    cut = len(data) - windows * window
+    return Halves(name, data[:cut], data[cut:].reshape(windows, window))
+
+
+def language_model(settings: Settings, text: Halves, console: Console) -> int:
     headline(console, "Training")
-    baseline = order2_bits(text)
-    model = ByteLM(settings.model, rngs=nnx.Rngs(settings.seed))
-    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    console.print(
-        f"{text.name}: {len(text.train):,} bytes to train on, {text.held_out.size:,} behind them held out\n"
-        f"{parameters:,} parameters, {settings.model.layers} layers; "
-        f"{settings.steps} steps of {settings.batch} x {settings.length} bytes"
-    )
-    model, history, finished = train_shown(settings, text, model, console)
+    console.print(f"{text.name}: {len(text.train):,} bytes to train on, {text.held_out.size:,} behind them held out")
+    try:
+        history, finished = shown(settings.recipe, train, console, bits=True)
+    except ValueError as error:  # the folder holds a run of another model, text or recipe
+        raise UsageError(reason(error)) from error
+    plot = settings.out / "loss.png"
     if not finished:
-        console.print(f"Interrupted after {len(history.losses)} steps.")
-        write_results(settings, console, model, history, baseline, f"Interrupted at step {len(history.losses)}")
+        save_plot(plot, history, bits=True)
+        console.print(
+            f"Interrupted after step {max(history.losses)}: the same command goes on from there\nLosses: {plot}"
+        )
         return 130
 
-    headline(console, "Held out")
-    mine = held_out_bits(model, text.held_out)
-    history.held_out[settings.steps] = mine
+    headline(console, f"Held out, by {settings.out / 'model'}")
+    model = from_pretrained(settings.out / "model")
+    won, baseline = show_comparison(console, model, text)
+    headline(console, "Generation")
+    show_generation(console, model, text, settings.seed)
+    same = show_equality(console, model, text)
+    save_plot(plot, history, baseline, f"{text.name}, {settings.steps} steps", bits=True)
+    console.print(f"\nModel:  {settings.out / 'model'}\nLosses: {plot}")
+    return 0 if same and (won or not settings.must_win) else 1
+
+
+def show_comparison(console: Console, model: CausalLM, text: Halves) -> tuple[bool, float]:
+    """Print the losses on the held-out text. Return whether the model beats the order-2 model, and the latter's loss."""
+    mine, baseline = held_out_bits(model, text.held_out), order2.bits_per_byte(text.train, text.held_out)
     won = mine < baseline
     console.print(f"gated linear attention  {mine:.3f} bits per byte")
     console.print(f"order-2 byte model      {baseline:.3f} bits per byte, from counts of the same training text")
     console.print(f"{'Gated linear attention' if won else 'The order-2 model'} wins by {abs(baseline - mine):.3f}.")
-    title = f"{text.name}: {parameters:,} parameters"
-    checkpoint, complete = write_results(settings, console, model, history, baseline, title)
-
-    headline(console, f"Generation from {'the model in memory' if checkpoint is None else checkpoint}")
-    model = model if checkpoint is None else load(checkpoint)
-    show_generation(console, model, text, settings.seed)
-    same = show_equality(console, model, text)
-    return 0 if same and complete and (won or not settings.must_win) else 1
+    return won, baseline
 
 
-def write_results(
-    settings: Settings, console: Console, model: ByteLM, history: History, baseline: float, title: str
-) -> tuple[Path | None, bool]:
-    """Write the checkpoint and the plot, and return (the checkpoint's path, whether both are in settings.out).
-
-    If the disk is full, the checkpoint is written to another folder, so that the training is not lost.
-    """
-    checkpoint, plot = save_somewhere(model, settings.out / "model.safetensors"), settings.out / "loss.png"
-    written = [] if checkpoint is None else [checkpoint]
-    try:
-        save_plot(plot, history.losses, history.held_out, baseline, title)
-        written.append(plot)
-    except OSError as error:
-        complain(f"cannot write {plot}: {error.strerror or error}")
-    console.print(f"Written: {', '.join(map(str, written)) or 'nothing'}")
-    return checkpoint, checkpoint is not None and written == [settings.out / checkpoint.name, plot]
+def held_out_bits(model: CausalLM, windows: UInt8[np.ndarray, "windows T+1"]) -> float:
+    """Return the mean of -log2 p(byte | the bytes before it in the window) over all bytes of each window but the first."""
+    run, losses = nnx.jit(CausalLM.loss), []
+    for some in np.split(windows.astype(np.int32), range(EVALUATED, len(windows), EVALUATED)):
+        losses.append(float(run(model, some[:, :-1], some[:, 1:])) * len(some))
+    return sum(losses) / len(windows) / math.log(2)
 
 
-def save_somewhere(model: ByteLM, path: Path) -> Path | None:
-    """Return the path of the saved checkpoint: `path`, or a new temporary folder on disk or in memory if `path` cannot be
-    written. Return None if nothing can be written."""
-    try:
-        save(model, path)
-        return path
-    except OSError as error:
-        reason = str(error.strerror or error)
-    for place in (os.environ.get("TMPDIR"), "/tmp", "/var/tmp", "/dev/shm", os.curdir):
-        try:
-            folder = tempfile.mkdtemp(prefix="glax-demo-", dir=place)
-        except OSError:
-            continue  # try the next folder; the user sees the error of `path` itself
-        try:
-            save(model, Path(folder, path.name))
-        except OSError:
-            os.rmdir(folder)
-            continue
-        complain(f"cannot write {path}: {reason}. The trained model is saved: move it from {Path(folder, path.name)}")
-        return Path(folder, path.name)
-    complain(f"cannot write {path}: {reason}, nor any folder for temporary files. The trained model is in memory only")
-    return None
-
-
-def complain(text: str):
-    print(f"glax demo: {text}", file=sys.stderr)
-
-
-def order2_bits(text: Text) -> float:
-    """Return the order-2 model's bits per byte on the bytes that the ByteLM is scored on: all of each window but its first."""
-    scored = np.ones(text.held_out.shape, bool)
-    scored[:, 0] = False
-    following = np.concatenate([text.train[-2:], text.held_out.ravel()])
-    return order2.fit(text.train).bits_per_byte(following, scored.ravel())
-
-
-def train_shown(settings: Settings, text: Text, model: ByteLM, console: Console) -> tuple[ByteLM, History, bool]:
-    """Return the trained model, its history, and whether the training ran to its end."""
-    recipe = Recipe(settings.steps, settings.batch, settings.length)
-    watched = text.held_out[:: math.ceil(len(text.held_out) / WATCHED)]
-    evaluate_every = math.ceil(settings.steps / EVALUATIONS)
-    history = History(held_out={0: held_out_bits(model, watched)})
-    per_step = settings.batch * settings.length
-    with noted_interrupt() as interrupt, progress(console, settings.steps, per_step) as show:
-
-        def each_step(step: int, loss: float, model: ByteLM) -> bool:
-            history.losses.append(loss)
-            if step % evaluate_every == 0 and step < settings.steps:
-                history.held_out[step] = held_out_bits(model, watched)
-            show(step, float(np.mean(history.losses[-SMOOTHED_OVER:])))
-            return interrupt.requested
-
-        model = train(model, text.train, recipe, settings.seed, each_step)
-    return model, history, not interrupt.requested
-
-
-def show_generation(console: Console, model: ByteLM, text: Text, seed: int):
+def show_generation(console: Console, model: CausalLM, text: Halves, seed: int):
     """Generate text from the first held-out bytes, and print it and the speed."""
     prompt = jnp.asarray(text.held_out.reshape(1, -1)[:, :PROMPT], jnp.int32)
 
     def run():
-        return jax.block_until_ready(generate(model, prompt, jax.random.key(seed), length=GENERATED))
+        drawn = generate(model, prompt, GENERATED, key=jax.random.key(seed), temperature=TEMPERATURE)
+        return jax.block_until_ready(drawn)
 
     tokens = run()
     _, seconds = timed(run)
@@ -219,10 +204,10 @@ def printable(tokens) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in decoded)
 
 
-def show_equality(console: Console, model: ByteLM, text: Text) -> bool:
+def show_equality(console: Console, model: CausalLM, text: Halves) -> bool:
     """Print and return whether token-by-token decoding gives the logits of one parallel pass."""
-    tokens = jnp.asarray(text.held_out[:COMPARED, :-1], jnp.int32)
-    parallel, stepped = np.asarray(nnx.jit(ByteLM.__call__)(model, tokens)), np.asarray(token_by_token(model, tokens))
+    tokens = jnp.asarray(text.held_out[:EVALUATED, :-1], jnp.int32)
+    parallel, stepped = np.asarray(nnx.jit(CausalLM.__call__)(model, tokens)), np.asarray(token_by_token(model, tokens))
     difference, largest = np.abs(parallel - stepped).max(), np.abs(parallel).max()
     same = bool(difference <= DECODING_TOLERANCE * largest)
     console.print(
@@ -231,6 +216,18 @@ def show_equality(console: Console, model: ByteLM, text: Text) -> bool:
         f"Largest difference {difference:.1e}, largest logit {largest:.1f}: {difference / largest:.1e} relative"
     )
     return same
+
+
+@nnx.jit
+def token_by_token(model: CausalLM, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocabulary"]:
+    """Return model(tokens), computed by T steps."""
+
+    def one(states, token):
+        logits, states = model.step(token, states)
+        return states, logits
+
+    _, logits = jax.lax.scan(one, model.initial_states(tokens.shape[0]), tokens.T)
+    return logits.swapaxes(0, 1)
 
 
 def headline(console: Console, title: str):

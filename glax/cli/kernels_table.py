@@ -48,8 +48,9 @@ def show_kernels(console: Console, seed: int, B: int = 1, T: int = 1024, H: int 
         table.add_row(name, f"{error:.1e}", f"{ms:.2f}", f"{1e3 * B * T / ms:,.0f}")
     table.add_row("reference (NumPy, float64)", "0", f"{1e3 * seconds:.2f}", f"{B * T / seconds:,.0f}")
     console.print(table)
-    for name, reason in refusals.items():
-        console.print(f"not here: {name}: {reason}", markup=False)
+    for reason in dict.fromkeys(refusals.values()):
+        names = ", ".join(name for name, why in refusals.items() if why == reason)
+        console.print(f"not here: {names}: {reason}", markup=False)
     console.print("error: relative RMS against the reference, the largest of all results or gradients")
 
 

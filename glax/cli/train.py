@@ -7,15 +7,14 @@ from glax.cli.errors import UsageError, reason
 from glax.cli.packages import require
 
 PACKAGES = ("flax", "matplotlib", "optax", "orbax", "rich", "safetensors")
-SMOOTHED_OVER = 50  # steps
 
 
 def run(args) -> int:
     require(PACKAGES)
     from rich.console import Console
 
-    from glax.models.training import TrainingConfig, train
-    from glax.nn.train import NotFiniteLoss
+    from glax.cli.loss_plot import save_plot
+    from glax.models.training import NotFiniteLoss, TrainingConfig, train
 
     changes = dict(steps=args.steps, out=None if args.out is None else str(args.out))
     try:
@@ -37,8 +36,11 @@ def run(args) -> int:
     return 0 if finished else 130
 
 
-def shown(config, train, console):
-    """Train with a progress bar. Return the history, and whether the training ran to its end."""
+def shown(config, train, console, *, bits: bool = False):
+    """Train with a progress bar. Return the history, and whether the training ran to its end.
+
+    bits: whether losses are shown in bits per byte instead of nats per token.
+    """
     import math
 
     import jax
@@ -48,6 +50,7 @@ def shown(config, train, console):
 
     devices, tokens = config.data * config.sequence, config.batch * config.length
     every, seconds, models = math.ceil(config.steps / 20), [], []
+    scale, unit = (math.log(2), "bits/byte") if bits else (1.0, "nats/token")
     with noted_interrupt() as interrupt, bar(console, config.steps) as update:
 
         def begin(beginning):
@@ -65,7 +68,8 @@ def shown(config, train, console):
             rate = tokens / recent[len(recent) // 2]
             share = utilisation(models[0], rate, devices)
             mfu = "" if share is None else f", MFU {share:.1%}"
-            update(step, f"{loss:.3f} nats/token, {rate:,.0f} tokens/s{mfu}", step % every == 0 or step == config.steps)
+            is_due = step == 1 or step % every == 0 or step == config.steps
+            update(step, f"{loss / scale:.3f} {unit}, {rate:,.0f} tokens/s{mfu}", is_due)
             return interrupt.requested
 
         _, history = train(config, each_step, begin)
@@ -104,27 +108,3 @@ def bar(console, steps: int):
         yield lambda step, status, due: console.print(f"step {step}/{steps}: {status}") if due else None
 
     return on_terminal() if console.is_terminal else in_lines()
-
-
-def save_plot(path: Path, history):
-    """Write a picture of the smoothed losses of the steps and the held-out losses."""
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    from glax._src.core.files import replacing
-
-    figure = Figure(
-        figsize=(8, 4.5), layout="constrained"
-    )  # without pyplot, which needs a display and has global state
-    axes = figure.add_subplot()
-    steps, losses = np.array(list(history.losses)), np.array(list(history.losses.values()))
-    if len(losses):
-        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each step")
-        window = min(SMOOTHED_OVER, len(losses))
-        smooth = np.convolve(losses, np.full(window, 1 / window), mode="valid")
-        axes.plot(steps[window - 1 :], smooth, color="tab:blue", label=f"training, mean of {window} steps")
-    axes.plot(history.held_out.keys(), history.held_out.values(), "o", color="tab:orange", label="held out")
-    axes.set(xlabel="step", ylabel="nats per token", ylim=(0, None))
-    axes.legend()
-    with replacing(path) as new:
-        figure.savefig(new, dpi=150)

@@ -12,12 +12,18 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from glax._src.core.bind import check_integers, check_real, is_array, known_integer, known_number, known_values
+from glax._src.core.bind import (
+    check_integers,
+    check_memory,
+    check_real,
+    is_array,
+    known_integer,
+    known_number,
+    known_values,
+)
 from glax._src.core.recurrence import to_int32
-from glax.models.model import CausalLM
+from glax.models.model import CausalLM, checked_tokens
 from glax.nn.automatic import spec_of, with_automatic_axes
-from glax.nn.generate import check_key
-from glax.nn.model import checked_tokens
 
 PADDINGS = ("right", "left")
 
@@ -290,3 +296,13 @@ def eos_tokens(eos, vocabulary: int) -> tuple[int, ...]:
     if wrong := [token for token in found if not 0 <= token < vocabulary]:
         raise ValueError(f"eos must be from 0 to {vocabulary - 1}, got {wrong[0]}: no sequence ends with it")
     return found
+
+
+def check_key(key):
+    if isinstance(key, np.ndarray):
+        check_memory("key", key)
+    typed = is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    raw = is_array(key) and key.dtype == jnp.uint32
+    if not (typed and key.ndim == 0) and not (raw and key.ndim == 1):
+        got = f"{key.dtype} of shape {key.shape}" if is_array(key) else repr(key)
+        raise TypeError(f"key must be one key of jax.random, such as jax.random.key(0), got {got}")

@@ -10,7 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from glax._src.core.bind import check_memory_of_leaves
+from glax._src.core.bind import check_integers, check_memory_of_leaves, known_values
+from glax._src.core.recurrence import to_int32
 from glax._src.core.segments import differs_from_padding
 from glax.models.config import ModelConfig
 from glax.models.names import Names
@@ -18,7 +19,6 @@ from glax.models.shardings import states_on_mesh
 from glax.nn.automatic import automatic, first_array, like, replicated, rows_of
 from glax.nn.layer import from_pool, into_pool, parallel_rows, token_rows
 from glax.nn.losses import checked_targets, next_token_loss
-from glax.nn.model import checked_tokens, embedded
 from glax.nn.parts import EMBED, VOCABULARY, annotated, kernel_of, linear
 from glax.nn.passes import Rows
 
@@ -274,3 +274,20 @@ class Block(nnx.Module):
         y, state = self.attn.mix(self.attn_norm(x), state, rows, *rest)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state
+
+
+def checked_tokens(name: str, tokens, form: str, vocabulary: int) -> Int[Array, "*rows"]:
+    """Return tokens as int32. Raise TypeError or ValueError unless they are integers of the shape `form`, such as "[B, T]", and
+    from 0 to vocabulary - 1 where their values are known."""
+    check_integers(name, tokens)
+    if tokens.ndim != len(form.split(",")):
+        raise ValueError(f"{name} must be {form}, got shape {tokens.shape}")
+    known = known_values(tokens)
+    if known is not None and (wrong := known[(known < 0) | (known >= vocabulary)]).size:
+        raise ValueError(f"{name} must be from 0 to {vocabulary - 1}, got {wrong[0]}")
+    return to_int32(tokens)
+
+
+def embedded(table: Float[Array, "vocabulary width"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows width"]:
+    """Return the rows of the tokens. A token outside of the vocabulary has a row of NaN; -1 is not the last token."""
+    return jnp.take(table, jnp.where(tokens < 0, table.shape[0], tokens), axis=0, mode="fill")

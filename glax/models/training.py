@@ -43,7 +43,6 @@ from glax.models.tokens import TOKENIZER, Tokenizer, find_tokenizer, read_tokens
 from glax.nn import LightningAttention, Mamba2
 from glax.nn.linear_attention import LinearAttention
 from glax.nn.rwkv6 import RWKV6Attention
-from glax.nn.train import NotFiniteLoss, Recipe
 
 DTYPES = ("float32", "bfloat16")
 SEEDS, INT32 = 2**63 - 1, 2**31 - 1  # the most that jax.random.key takes, and a dimension or a counter of steps
@@ -68,6 +67,15 @@ PEAKS = {
     "v5p": 459e12,
     "v6": 918e12,
 }
+
+
+class NotFiniteLoss(ArithmeticError):
+    """A loss or a parameter is not finite."""
+
+
+def matrices(params):
+    """Return which parameters have weight decay: all but biases and the scales of norms."""
+    return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +158,15 @@ class TrainingConfig:
             if not isinstance(value, str) or not value or "\0" in value:
                 wanted = "the content of a config.json or the name of a folder" if name == "model" else "a name"
                 raise ValueError(f"{name} must be {wanted}, got {value!r:.80}")
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Return AdamW with a linear warmup and a cosine decay to a tenth. Gradients are clipped by their global norm, and biases
+        and the scales of norms have no weight decay."""
+        peak, warmup = self.learning_rate, max(1, round(self.warmup * self.steps))
+        steps = max(self.steps, warmup + 1)
+        schedule = optax.warmup_cosine_decay_schedule(peak / warmup, peak, warmup, steps, end_value=peak / 10)
+        adamw = optax.adamw(schedule, b2=0.99, weight_decay=self.weight_decay, mask=matrices)
+        return optax.chain(optax.clip_by_global_norm(self.clip), adamw)
 
     @classmethod
     def read(cls, path: Path, **changes) -> "TrainingConfig":
@@ -308,15 +325,7 @@ class Run:
         everywhere, self.spread = NamedSharding(mesh, P()), NamedSharding(mesh, P("data", "sequence"))
         self.graph, params = nnx.split(model)
         graph = self.graph
-        optimizer = Recipe(
-            config.steps,
-            config.batch,
-            config.length,
-            config.learning_rate,
-            config.warmup,
-            config.weight_decay,
-            config.clip,
-        ).optimizer()
+        optimizer = config.optimizer()
 
         @functools.partial(jax.jit, donate_argnums=0, out_shardings=(everywhere, everywhere))
         def update(state, read, following):

@@ -1,5 +1,4 @@
-"""Provide the layers of this family's models in Flax NNX, and a small language model. It needs flax, which `import glax` does
-not."""
+"""Provide the layers of this family's models in Flax NNX. It needs flax, which `import glax` does not."""
 
 from glax.nn.attention import Attention
 from glax.nn.convolution import ShortConvolution
@@ -8,7 +7,6 @@ from glax.nn.gla import GatedLinearAttention, SimpleGatedLinearAttention
 from glax.nn.hgrn2 import HGRN2Attention
 from glax.nn.mamba2 import Mamba2
 from glax.nn.mlp import SwiGLU
-from glax.nn.model import ByteLM, ByteLMConfig
 from glax.nn.moe import Experts, SparseMLP
 from glax.nn.norms import LayerNorm, RMSNorm, RMSNormGated
 from glax.nn.retention import LightningAttention, MultiScaleRetention
@@ -16,8 +14,6 @@ from glax.nn.rwkv6 import RWKV6Attention, RWKV6FeedForward
 
 __all__ = [
     "Attention",
-    "ByteLM",
-    "ByteLMConfig",
     "DeltaNet",
     "Experts",
     "GatedDeltaNet",

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 import glax
 import glax.parallel
 from glax.models import from_config, generate
-from glax.nn import Attention, ByteLM, ByteLMConfig, GatedLinearAttention
-from glax.nn.generate import generate as generate_bytes
+from glax.nn import Attention, GatedLinearAttention
 from glax.nn.losses import next_token_loss
 
 SEED, TIMES = int(os.environ.get("GLAX_FUZZ_SEED", "0")), float(os.environ.get("GLAX_FUZZ_TIMES", "1"))
@@ -42,12 +41,6 @@ CONFIG = dict(
 @functools.cache
 def model():
     return from_config(CONFIG, rngs=nnx.Rngs(0))
-
-
-@functools.cache
-def byte_model():
-    config = ByteLMConfig(width=8, layers=1, num_heads=1, num_kv_heads=1, key_width=4, value_width=4, mlp_width=8)
-    return ByteLM(config, rngs=nnx.Rngs(0))
 
 
 @functools.cache
@@ -198,12 +191,6 @@ CALLS = dict(
     packed_attention=Call(
         lambda cu_seqlens: layer(Attention)(rows(1, 6, 8), cu_seqlens=cu_seqlens), dict(cu_seqlens=cuts)
     ),
-    bytes=Call(lambda tokens: byte_model()(tokens), dict(tokens=tokens(8, 256)), dict(tokens=BT)),
-    generate_bytes=Call(
-        lambda prompt: generate_bytes(byte_model(), prompt, jax.random.key(0), 2),
-        dict(prompt=tokens(8, 256)),
-        dict(prompt=BT),
-    ),
 )
 
 
@@ -279,7 +266,6 @@ READS = dict(
     step=lambda tokens: model().step(tokens[0], model().initial_states(4, 4))[0],
     prefill=lambda tokens: prefill(tokens[0], np.array([0, 1]), np.array([0, 3, 4]))[0],
     targets=lambda tokens: next_token_loss(rows(2, 4, 8), rows(8, VOCABULARY), tokens),
-    bytes=lambda tokens: byte_model()(tokens),
 )
 
 

@@ -20,9 +20,8 @@ from flax import nnx
 import glax.models
 import glax.parallel
 from glax.models.load import MODEL_TYPES
-from glax.models.training import TrainingConfig, spread_sequence, train
+from glax.models.training import NotFiniteLoss, TrainingConfig, spread_sequence, train
 from glax.nn.losses import next_token_loss
-from glax.nn.train import NotFiniteLoss, Recipe
 from glax_cli import main
 
 GLA = dict(model_type="gla", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16)
@@ -253,13 +252,13 @@ def test_a_kill_between_losses_and_checkpoint_shows_the_losses_of_the_checkpoint
 )
 def test_a_loss_that_is_not_finite_ends_a_run(config, monkeypatch, every, good, what):
     """The update of step 5 makes every parameter NaN."""
-    optimizer = Recipe.optimizer
+    optimizer = TrainingConfig.optimizer
 
     def poisoned(recipe):
         poison = optax.scale_by_schedule(lambda count: jnp.where(count < 4, 1.0, jnp.nan))
         return optax.chain(optimizer(recipe), poison)
 
-    monkeypatch.setattr(Recipe, "optimizer", poisoned)
+    monkeypatch.setattr(TrainingConfig, "optimizer", poisoned)
     newest = "no checkpoint was written" if good is None else f"the last good checkpoint is of step {good}"
     with pytest.raises(NotFiniteLoss, match=f"{what}: {newest} in .*out/checkpoints: .* learning_rate below 0.02"):
         train(dataclasses.replace(config, checkpoint_every=every))
@@ -270,7 +269,7 @@ def test_a_loss_that_is_not_finite_ends_a_run(config, monkeypatch, every, good, 
 
 def test_a_parameter_that_is_not_finite_and_not_read_is_not_saved(config, monkeypatch):
     """The embedding of a byte that is in no text has no part in any loss."""
-    optimizer = Recipe.optimizer
+    optimizer = TrainingConfig.optimizer
 
     def poisoned(recipe):
         def update(updates, state, params=None):
@@ -278,7 +277,7 @@ def test_a_parameter_that_is_not_finite_and_not_read_is_not_saved(config, monkey
 
         return optax.chain(optimizer(recipe), optax.GradientTransformation(lambda params: optax.EmptyState(), update))
 
-    monkeypatch.setattr(Recipe, "optimizer", poisoned)
+    monkeypatch.setattr(TrainingConfig, "optimizer", poisoned)
     with pytest.raises(NotFiniteLoss, match="the parameters or moments behind step 3 are not finite: no checkpoint"):
         train(config)
 

@@ -17,7 +17,6 @@ from safetensors.numpy import load_file
 import glax.models
 from glax import nn
 from glax.models import CausalLM
-from glax.nn import ByteLM, ByteLMConfig
 from tests.parallel.meshes import mesh_of
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "models" / "fixtures"
@@ -128,14 +127,15 @@ def test_a_model_on_explicit_axes_runs_without_jit_and_in_a_context(in_context):
     assert spec_of(pools[0]["recurrent"]) == P(None, "model", None, None)
 
 
-@pytest.mark.parametrize("make", ["layer", "byte model"])
-def test_layers_and_byte_models_on_explicit_axes(make):
+@pytest.mark.parametrize("make", ["layer", "model"])
+def test_layers_and_models_on_explicit_axes(make):
     mesh, x = mesh_of(AxisType.Explicit, fsdp=2, model=2), jax.random.normal(jax.random.key(0), (2, 8, 16))
     if make == "layer":
         module = nn.GatedDeltaNet(16, num_heads=2, rngs=nnx.Rngs(0))
         pools = module.initial_state(2)
     else:
-        module = ByteLM(ByteLMConfig(16, 1, 2, 2, 8, 8, 4, mlp_width=16), rngs=nnx.Rngs(0))
+        sizes = dict(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16)
+        module = glax.models.from_config(dict(model_type="gla", **sizes), rngs=nnx.Rngs(0))
         x, pools = (x[..., 0] > 0).astype(jnp.int32), module.initial_states(2)
 
     def read(module, x):

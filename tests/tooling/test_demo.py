@@ -1,7 +1,6 @@
 """The glax command and its demo, from its arguments to its files."""
 
 import dataclasses
-import errno
 import functools
 import importlib.util
 import os
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 from flax import nnx
 from rich.console import Console
@@ -19,15 +19,12 @@ from rich.console import Console
 import glax
 from glax._src.core.registry import kernel_registry
 from glax._src.kernels import load_kernels
-from glax.cli import demo, demo_run
+from glax.cli import demo, demo_run, order2
 from glax.cli.kernels_table import show_kernels
-from glax.nn.checkpoint import load
-from glax.nn.model import ByteLM, ByteLMConfig
-from glax.nn.text import read_text
-from glax.nn.train import Recipe
+from glax.models import from_config, from_pretrained
 from glax_cli import main
 
-TINY = ByteLMConfig(width=16, layers=1, num_heads=2, num_kv_heads=2, key_width=8, value_width=8, mlp_width=16)
+TINY = dict(model_type="gla", vocab_size=256, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16)
 
 
 @pytest.fixture
@@ -46,45 +43,45 @@ def test_whole_demo(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo_run, "show_kernels", functools.partial(show_kernels, T=20, H=1, width=16))
     out = tmp_path / "new" / "out"
     assert demo_run.tour(settings(text, out)) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["loss.png", "model.safetensors"]
+    assert {"loss.png", "model", "text.txt"} < {path.name for path in out.iterdir()}
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert load(out / "model.safetensors").config == TINY
+    assert from_pretrained(out / "model").config.values == TINY
 
     shown = capsys.readouterr().out
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", shown)  # plain lines, for a pipe
+    assert shown.startswith("\nKernels\n") and shown.endswith(f"\nLosses: {out / 'loss.png'}\n")
     errors = [float(error) for error in re.findall(r"/xla/any +│ +(\S+)", shown)]
     assert len(errors) >= 3 and max(errors) < 1e-4
-    assert re.findall(r"^step (\d)/6: ", shown, re.M) == ["1", "2", "3", "4", "5", "6"]
+    assert re.findall(r"^step (\d)/6: .* bits/byte", shown, re.M) == ["1", "2", "3", "4", "5", "6"]
     assert "wins by" in shown and "bits per byte" in shown
     assert "the logits agree" in shown and "however long the text" in shown
-    assert "of [bold]the text[/bold]\n" in shown.split("Generation from")[1]  # the prompt, not taken for markup
+    assert "of [bold]the text[/bold]\n" in shown.split("Generation")[1]  # the prompt, not taken for markup
+
+    monkeypatch.setattr(demo_run, "show_kernels", lambda *_: None)
+    assert demo_run.tour(settings(text, out)) == 0
+    assert "no step is left" in capsys.readouterr().out
+    with pytest.raises(demo_run.UsageError, match="is of another seed: seed was 0, got 1"):
+        demo_run.tour(settings(text, out, seed=1))
 
 
 def test_losing_is_a_failure_if_it_must_win(text, tmp_path, monkeypatch, capsys):
-    def untrained(model, text, recipe, seed, each_step):
-        each_step(1, 8.0, model)
-        return model
-
-    monkeypatch.setattr(demo_run, "train", untrained)
     monkeypatch.setattr(demo_run, "show_kernels", lambda *_: None)
-    assert demo_run.tour(settings(text, tmp_path, steps=1, must_win=True)) == 1
+    assert demo_run.tour(settings(text, tmp_path / "out", steps=1, must_win=True)) == 1
     assert "The order-2 model wins" in capsys.readouterr().out
 
 
 def test_a_loss_that_is_not_finite_ends_the_demo(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo_run, "show_kernels", lambda console, seed: None)
-    monkeypatch.setattr(demo_run, "Recipe", functools.partial(Recipe, learning_rate=1e30))
-    assert demo_run.tour(settings(text, tmp_path)) == 1
-    assert re.search(
-        r"glax demo: the loss of step [2-6] is (nan|inf): lower recipe.learning_rate", capsys.readouterr().err
-    )
-    assert not (tmp_path / "model.safetensors").exists()
+    monkeypatch.setattr(demo_run, "LEARNING_RATE", 1e30)
+    assert demo_run.tour(settings(text, tmp_path / "out")) == 1
+    assert re.search(r"glax demo: the .*loss (of|behind) step [2-6] is (nan|inf): ", capsys.readouterr().err)
+    assert not (tmp_path / "out" / "model").exists()
 
 
-def test_wrong_decoding_is_noticed(text, monkeypatch, capsys):
+def test_wrong_decoding_is_noticed(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo_run, "token_by_token", lambda model, tokens: 1.01 * model(tokens))
-    model = ByteLM(TINY, rngs=nnx.Rngs(0))
-    assert not demo_run.show_equality(Console(), model, read_text(text, 15))
+    model = from_config(TINY, rngs=nnx.Rngs(0))
+    assert not demo_run.show_equality(Console(), model, demo_run.prepare(settings(text, tmp_path / "out")))
     assert "DISAGREE" in capsys.readouterr().out
 
 
@@ -97,13 +94,12 @@ def test_kernels_that_cannot_run_are_named_with_their_reason(monkeypatch, capsys
     assert "not here: recurrent/other/any: widths [64] only" in capsys.readouterr().out
 
 
-def test_interrupted_training_leaves_a_checkpoint(text, tmp_path):
+def test_interrupted_training_leaves_a_model_and_goes_on(text, tmp_path):
     code = f"""
         import sys
         from pathlib import Path
         from rich.console import Console
         from glax.cli import demo_run as tour
-        from glax.nn import ByteLMConfig
         settings = tour.Settings(Path({str(tmp_path / "out")!r}), Path({str(text)!r}), steps=1_000_000, batch=2,
                                  length=15, seed=0, must_win=True, model={TINY})
         sys.exit(tour.language_model(settings, tour.prepare(settings), Console()))
@@ -114,39 +110,49 @@ def test_interrupted_training_leaves_a_checkpoint(text, tmp_path):
             if line.startswith("step 1/"):
                 process.send_signal(signal.SIGINT)
                 break
-        rest, errors = process.communicate(timeout=60)
+        rest, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
-    assert "Interrupted after" in rest and "Traceback" not in errors
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["loss.png", "model.safetensors"]
-    assert load(tmp_path / "out" / "model.safetensors").config == TINY
+    assert "Interrupted after step" in rest and "Traceback" not in errors
+    assert (tmp_path / "out" / "loss.png").is_file()
+    assert from_pretrained(tmp_path / "out" / "model").config.values == TINY
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_a_full_disk_does_not_cost_the_trained_model(everywhere, tmp_path, monkeypatch, capsys):
-    """The checkpoint goes elsewhere, and the message says where; if there is no place, the model serves from memory."""
-    out, other = tmp_path / "out", tmp_path / "other"
-    out.mkdir(), other.mkdir()
-    save = demo_run.save
+# ---- the order-2 model -----------------------------------------------------------------------------------------------
 
-    def full(model, path):
-        if everywhere or path.parent == out:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(model, path)
 
-    monkeypatch.setattr(demo_run, "save", full)
-    monkeypatch.setenv("TMPDIR", str(other))
-    model = ByteLM(TINY, rngs=nnx.Rngs(3))
-    path, complete = demo_run.write_results(
-        settings(None, out), Console(), model, demo_run.History([8.0], {0: 8.0}), 8.0, "title"
-    )
-    said = capsys.readouterr().err
-    assert not complete and "model.safetensors: No space left on device" in said and said.count("\n") == 1
-    if everywhere:
-        assert path is None and "in memory only" in said and not list(other.iterdir())
-    else:
-        assert path.parent.parent == other and str(path) in said
-        assert (load(path).head.kernel[...] == model.head.kernel[...]).all()
-    assert [file.name for file in out.iterdir()] == ["loss.png"]
+def as_bytes(text: bytes) -> np.ndarray:
+    return np.frombuffer(text, np.uint8)
+
+
+@pytest.mark.fast
+def test_order2_is_its_formula_by_hand():
+    train = as_bytes(b"abcabdab")  # a 3, b 3, c 1, d 1
+    c = (1 + 4 / 256) / (8 + 4)  # p(c)
+    b = (3 + 4 / 256) / (8 + 4)  # p(b)
+    expected = {
+        b"abc": (1 + 2 * ((1 + 2 * c) / (2 + 2))) / (2 + 2),  # "b" and "ab" have two followers each
+        b"cab": (1 + (3 + b) / (3 + 1)) / (1 + 1),
+        b"zzc": c,  # neither context was seen
+        b"zbc": (1 + 2 * c) / (2 + 2),
+    }
+    for three, want in expected.items():
+        assert order2.probabilities(train, as_bytes(three)) == pytest.approx(want, rel=1e-12)
+
+
+def test_order2_sums_to_one_and_leaves_nothing_impossible():
+    train = as_bytes(b"abcabdabracadabra " * 30)
+    for context in (b"ab", b"ra", b"zz", b"bz", b"za"):
+        p = np.array([order2.probabilities(train, as_bytes(context + bytes([c])))[0] for c in range(256)])
+        assert p.sum() == pytest.approx(1, abs=1e-12) and p.min() > 0
+
+
+@pytest.mark.fast
+def test_a_text_holds_out_whole_windows_from_its_end():
+    raw = bytes(i % 251 for i in range(1000))
+    text = demo_run.halves(raw, length=7, name="x")
+    assert text.held_out.shape == (6, 8)  # of 50 bytes
+    assert text.train.tobytes() + text.held_out.tobytes() == raw
+    assert demo_run.halves(bytes(1020), length=50, name="x").held_out.shape == (1, 51)
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -172,13 +178,13 @@ def failure(arguments, capsys) -> str:
         (["--seed", "-1"], "must be at least 0, got -1"),
         (["--seed", str(2**63)], "must be at most 9223372036854775807, got 9223372036854775808"),
         (["--batch", str(2**40)], "must be at most 2147483647"),
-        (["--text", "/dev/zero"], "cannot read the text /dev/zero: it is a device"),
-        (["--text", "fifo"], "cannot read the text fifo: it is a FIFO: name a file"),
+        (["--text", "/dev/zero"], "cannot read the text /dev/zero: Not a regular file, but a device"),
+        (["--text", "fifo"], "cannot read the text fifo: Not a regular file, but a FIFO"),
         (["--out", ""], "must be the name of a file or folder, got ''"),
         (["--length", "-3"], "must be at least 1, got -3"),
         (["--text", "missing.txt"], "cannot read the text missing.txt: No such file or directory"),
-        (["--text", "."], "cannot read the text .: Is a directory"),
-        (["--text", "short.txt"], "the text short.txt is too short: 9 bytes, windows of 256 need 5140"),
+        (["--text", "."], "cannot read the text .: Not a regular file, but a directory"),
+        (["--text", "short.txt"], "the text short.txt is too short: 9 bytes, windows of 128 need 2580"),
         (["--text", "text.txt", "--length", "16", "--out", "text.txt"], "cannot write to text.txt: File exists"),
     ],
 )

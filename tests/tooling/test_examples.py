@@ -15,7 +15,6 @@ import pytest
 from flax import nnx
 
 import glax.models
-from glax.nn import ByteLM, ByteLMConfig
 from tests.compiling import UNOPTIMIZED
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -31,31 +30,21 @@ def example(name: str):
 # ---- serving ---------------------------------------------------------------------------------------------------------
 
 
-@nnx.jit
-def extend(model, tokens, states):
-    return model.extend(tokens, states)
+def byte_model(width: int = 16, layers: int = 1, **options) -> glax.models.CausalLM:
+    sizes = dict(vocab_size=256, hidden_size=width, num_hidden_layers=layers, num_heads=2, intermediate_size=width)
+    return glax.models.from_config(dict(model_type="gla", **sizes, **options), rngs=nnx.Rngs(0))
 
 
-@nnx.jit
-def step(model, token, states):
-    return model.step(token, states)
-
-
-def alone(model: ByteLM, prompt: bytes, length: int) -> bytes:
+def alone(model: glax.models.CausalLM, prompt: bytes, length: int) -> bytes:
     """Greedy bytes, one request at a time."""
-    tokens = jnp.asarray(np.frombuffer(prompt, np.uint8)[None].astype(np.int32))
-    logits, states = extend(model, tokens, model.initial_states(1))
-    logits, written = logits[:, -1], bytearray()
-    while len(written) < length:
-        written.append(int(logits[0].argmax()))
-        logits, states = step(model, jnp.array([written[-1]]), states)
-    return bytes(written)
+    tokens = np.frombuffer(prompt, np.uint8)[None].astype(np.int32)
+    return bytes(np.asarray(glax.models.generate(model, tokens, 30))[0, :length].tolist())
 
 
 def test_served_text_is_that_of_each_request_alone(monkeypatch):
     """Mixed lengths, more requests than slots, some later, one prompt longer than a prefill, one answer of one byte."""
     serve = example("serve")
-    model = ByteLM(ByteLMConfig(width=32, layers=2, num_heads=2, num_kv_heads=1, mlp_width=32), rngs=nnx.Rngs(0))
+    model = byte_model(32, 2, num_kv_heads=1, initializer_range=0.2)
     rng = np.random.default_rng(0)
     lengths = [(5, 20), (70, 9), (1, 30), (17, 1), (70, 12), (5, 5), (1, 17), (17, 25), (5, 11)]
     requests = [
@@ -77,12 +66,9 @@ def test_served_text_is_that_of_each_request_alone(monkeypatch):
     assert len(set(got.values())) == len(got)  # not the same text every time
 
 
-BYTE_MODEL = ByteLMConfig(width=16, layers=1, num_heads=2, num_kv_heads=2, key_width=8, value_width=8, mlp_width=16)
-
-
 def test_a_bad_request_is_refused_alone():
     serve = example("serve")
-    model = ByteLM(BYTE_MODEL, rngs=nnx.Rngs(0))
+    model = byte_model()
     bad = {
         "None": (None, 5, "prompt must be bytes, a list or a tuple of at least one token, got None"),
         "text": ("the", 5, "prompt must be bytes, a list or a tuple of at least one token, got 'the'"),
@@ -121,7 +107,7 @@ def test_a_prompt_of_bytes_is_refused_where_bytes_cannot_hold_the_tokens():
 def test_a_server_of_no_size_is_refused(size, value):
     serve = example("serve")
     with pytest.raises(ValueError, match=f"{size} must be an integer of at least 1, got {value}"):
-        serve.Server(ByteLM(BYTE_MODEL, rngs=nnx.Rngs(0)), **{size: value})
+        serve.Server(byte_model(), **{size: value})
 
 
 def test_a_request_beyond_the_cache_is_refused_and_one_that_fills_it_is_right():
@@ -138,7 +124,7 @@ def test_a_request_beyond_the_cache_is_refused_and_one_that_fills_it_is_right():
     assert str(got["5"]) == "prompt and length must be at most max_length=16 tokens together, got 12 and 5"
     want = np.asarray(glax.models.generate(model, jnp.asarray([prompt]), 4))[0].tolist()
     assert got["4"] == want
-    assert serve.has_caches(model) and not serve.has_caches(ByteLM(BYTE_MODEL, rngs=nnx.Rngs(0)))
+    assert serve.has_caches(model) and not serve.has_caches(byte_model())
     ended = serve.Server(model, capacity=1, rows=8, max_length=16, ends=[want[1]])
     assert dict(ended.serve(requests[:1])) == {"4": want[: want.index(want[1]) + 1]}
 
@@ -229,5 +215,7 @@ def test_two_processes_train_as_one_and_survive_a_death(tmp_path, monkeypatch):
     multihost = example("train_multihost")
     options = ["--length=32", "--width=32", "--layers=1", f"--out={tmp_path / 'single'}", f"--text={text}"]
     monkeypatch.setattr(sys, "argv", ["train_multihost.py", "--batch=8", *options])
-    with pytest.raises(ValueError, match=f"step {STEPS} in .*single is of another batch: batch was 4, got 8"):
+    with pytest.raises(
+        ValueError, match=f"step {STEPS} in .*single/checkpoints is of another batch: batch was 4, got 8"
+    ):
         multihost.main(multihost.parse())

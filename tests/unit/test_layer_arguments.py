@@ -11,7 +11,7 @@ from flax import nnx
 from glax import nn
 
 SIZES = dict(width=16, num_heads=2, inside=8, count=4, top_k=2)
-LAYERS = {name: getattr(nn, name) for name in nn.__all__ if name not in ("ByteLM", "ByteLMConfig")}
+LAYERS = {name: getattr(nn, name) for name in nn.__all__}
 NAN, INF = float("nan"), float("inf")
 FLAG, NO_SIZE, NO_NUMBER = ("str", 1), (0, -1, 2.5, True, "3", np.uint8(2)), (NAN, INF, "x", True)
 # What a parameter must refuse, by its name; by its annotation elsewhere.

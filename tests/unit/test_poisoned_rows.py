@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from glax.nn import Attention, ByteLM, ByteLMConfig, LightningAttention, ShortConvolution, SimpleGatedLinearAttention
+from glax.models import from_config
+from glax.nn import Attention, LightningAttention, ShortConvolution, SimpleGatedLinearAttention
 from glax.nn.losses import next_token_loss
 from glax.nn.moe import SparseMLP
 from glax.nn.rwkv6 import RWKV6FeedForward
@@ -94,10 +95,10 @@ def test_the_loss_reads_rows_with_a_target_alone():
     np.testing.assert_array_equal(dx[OTHERS], wanted[1][0][OTHERS])
 
 
-def test_padding_of_no_byte_reaches_neither_logits_nor_gradients():
+def test_padding_of_no_token_reaches_neither_logits_nor_gradients():
     """Ids outside of the vocabulary are rows of NaN where they are traced."""
-    config = ByteLMConfig(width=16, layers=1, num_heads=2, num_kv_heads=2, key_width=4, value_width=4, mlp_width=16)
-    graph, params = nnx.split(ByteLM(config, rngs=nnx.Rngs(0)))
+    sizes = dict(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_heads=2, intermediate_size=16)
+    graph, params = nnx.split(from_config(dict(model_type="gla", **sizes), rngs=nnx.Rngs(0)))
 
     @jax.jit
     def run(params, tokens):
